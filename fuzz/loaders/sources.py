@@ -108,7 +108,7 @@ def foreign_config(scratch: Path) -> Loader:
 def config(scratch: Path) -> Loader:
     """A checkpoint's config.json, as far as the model without its weights' values."""
     from tests.support.tiny_models import write_checkpoint
-    from topw_deploy.export.source.checkpoint import context_length, load_unread, written_config
+    from topw_deploy.export.source.checkpoint import context_length, exported_config, load_unread
 
     place = write_checkpoint(scratch / "llama", "llama_tied")
     seed = (place / "config.json").read_bytes()
@@ -117,7 +117,7 @@ def config(scratch: Path) -> Loader:
         (place / "config.json").write_bytes(data)
         model, _ = load_unread(place, "float32")
         context_length(model.config)
-        written_config(place, json.loads(data))
+        exported_config(place, json.loads(data))
 
     composite = {**json.loads(seed), "text_config": {"model_type": "llama", "num_hidden_layers": 2}, "rope_scaling":
                  {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 32}}  # fmt: skip
@@ -247,7 +247,7 @@ def sentencepiece(scratch: Path) -> Loader:
 
 def arrays(scratch: Path) -> Loader:
     """.npy files of embeddings and of logits. The first byte chooses."""
-    from topw_deploy.export.source.arrays import embeddings_of_file, median_of_file
+    from topw_deploy.export.source.arrays import embeddings_of_file, median_distance_in_file
     from topw_deploy.sampling import Geometry
 
     path = scratch / "array.npy"
@@ -257,7 +257,7 @@ def arrays(scratch: Path) -> Loader:
     def read(data: bytes) -> None:
         path.write_bytes(data[1:])
         if data[:1] == b"\1":
-            median_of_file(path, geometry, 6)
+            median_distance_in_file(path, geometry, 6)
         else:
             table = embeddings_of_file(path)
             Geometry.from_embeddings(table, "cosine")
@@ -277,7 +277,7 @@ def journal(scratch: Path) -> Loader:
     A damaged journal is no error: the export starts over, which counts as refused here.
     """
     from topw_deploy.export.request import export_request
-    from topw_deploy.export.resume.finished import FinishedStages
+    from topw_deploy.export.resume.finished_stages import FinishedStages
     from topw_deploy.export.resume.journal import DataLog, Journal
     from topw_deploy.manifest import Verification, load_decoder_manifest
 
@@ -291,14 +291,16 @@ def journal(scratch: Path) -> Loader:
         found = Journal(place, say)
         finished = FinishedStages(found, request)
         found.array("neighbour bound", "s", lambda: np.zeros(3, np.float32))
-        finished.tokenizer_files(source, output, lambda: (output / "tokenizer.json").write_text("{}") and ["a notice"])
-        finished.copied(source / "tokenizer.json", output / "copy", lambda: shutil.copy(source / "tokenizer.json",
+        finished.write_tokenizer_once(
+            source, output, lambda: (output / "tokenizer.json").write_text("{}") and ["a notice"]
+        )
+        finished.copy_once(source / "tokenizer.json", output / "copy", lambda: shutil.copy(source / "tokenizer.json",
                         output / "copy"), hard_link=False)  # fmt: skip
-        finished.verified(manifest, lambda: (Verification(status="skipped"), True))
+        finished.verify_once(manifest, lambda: (Verification(status="skipped"), True))
         log = DataLog(found, "s")
-        log.began("model.onnx_data", "layout", log.written("model.onnx_data", "layout"))
-        log.wrote("model.onnx_data", "a", hashlib.sha256(b"a").hexdigest())
-        finished.clear(output, ["copy"])
+        log.record_start("model.onnx_data", "layout", log.written_weights("model.onnx_data", "layout"))
+        log.record_weight("model.onnx_data", "a", hashlib.sha256(b"a").hexdigest())
+        finished.remove_other_files(output, ["copy"])
 
     def fresh() -> None:
         shutil.rmtree(place, ignore_errors=True)

@@ -17,7 +17,7 @@ AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
 @dataclass(frozen=True)
-class Rounded:
+class RoundedLayer:
     """codes [inputs, outputs], float16 scales and zeros [groups, outputs], groups [inputs]."""
 
     codes: np.ndarray
@@ -32,7 +32,7 @@ class Rounded:
         return (steps * self.scales.astype(np.float32)[self.groups]).T
 
 
-def rounded(weight: np.ndarray, bits: int, group: int, *, symmetric: bool, act_order: bool) -> Rounded:
+def round_layer(weight: np.ndarray, bits: int, group: int, *, symmetric: bool, act_order: bool) -> RoundedLayer:
     """Round weight [outputs, inputs]; `act_order` scatters a group's inputs."""
     inputs = weight.shape[1]
     groups = np.arange(inputs) // group
@@ -52,10 +52,10 @@ def rounded(weight: np.ndarray, bits: int, group: int, *, symmetric: bool, act_o
             zeros[g] = np.clip(np.rint(-low / scales[g]), 1, high)
         exact = part.T / scales[g].astype(np.float32) + zeros[g]
         codes[groups == g] = np.clip(np.rint(exact), 0, high)
-    return Rounded(codes, scales, zeros, groups)
+    return RoundedLayer(codes, scales, zeros, groups)
 
 
-def pack_gptq(layer: Rounded, bits: int, *, second: bool) -> dict[str, np.ndarray]:
+def pack_gptq(layer: RoundedLayer, bits: int, *, second: bool) -> dict[str, np.ndarray]:
     per_word = 32 // bits
     inputs, outputs = layer.codes.shape
     words = np.zeros((inputs // per_word, outputs), np.uint32)
@@ -73,7 +73,7 @@ def pack_gptq(layer: Rounded, bits: int, *, second: bool) -> dict[str, np.ndarra
     }
 
 
-def pack_awq(layer: Rounded) -> dict[str, np.ndarray]:
+def pack_awq(layer: RoundedLayer) -> dict[str, np.ndarray]:
     def packed(numbers: np.ndarray) -> np.ndarray:
         words = np.zeros((len(numbers), numbers.shape[1] // 8), np.uint32)
         for column in range(words.shape[1]):
@@ -99,7 +99,7 @@ def _apart(name: str, weight: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
 
 def write_packed(
     folder: Path, family: str, settings: dict[str, object], *, symmetric: bool, act_order: bool = False
-) -> dict[str, Rounded]:
+) -> dict[str, RoundedLayer]:
     """`settings`: quantization_config. Returns rounded layers by name."""
     bits, group = int(str(settings["bits"])), int(str(settings["group_size"]))
     model = make_model(family)
@@ -111,9 +111,9 @@ def write_packed(
     linear += [name.removesuffix(".weight") for name in tensors if ".experts." in name]
     for name in linear:
         if name != "lm_head":
-            layer = rounded(tensors.pop(f"{name}.weight"), bits, group, symmetric=symmetric, act_order=act_order)
+            layer = round_layer(tensors.pop(f"{name}.weight"), bits, group, symmetric=symmetric, act_order=act_order)
             layers[name] = layer
-            pack: Callable[[Rounded], dict[str, np.ndarray]] = (
+            pack: Callable[[RoundedLayer], dict[str, np.ndarray]] = (
                 pack_awq
                 if settings["quant_method"] == "awq"
                 else lambda one: pack_gptq(one, bits, second=settings.get("checkpoint_format") == "gptq_v2")

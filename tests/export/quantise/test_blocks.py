@@ -14,8 +14,8 @@ import pytest
 from topw_deploy.errors import ExportError
 from topw_deploy.export.quantise import blocks as module
 from topw_deploy.export.quantise.blocks import (
-    Blocks,
     BlocksShape,
+    WeightBlocks,
     dequantise,
     pack_codes,
     quantise_weight,
@@ -36,12 +36,12 @@ WAYS = [
 ]
 
 
-def quantised(scheme: Quantisation, weight: np.ndarray = WEIGHT) -> tuple[Blocks, BlocksShape]:
+def quantised(scheme: Quantisation, weight: np.ndarray = WEIGHT) -> tuple[WeightBlocks, BlocksShape]:
     shape = BlocksShape(*weight.shape, scheme.bits, scheme.block_size, scheme.is_symmetric)
     return quantise_weight(lambda start, stop: weight[start:stop], shape, scheme, weight.dtype), shape
 
 
-def product(x: np.ndarray, blocks: Blocks, shape: BlocksShape) -> np.ndarray:
+def product(x: np.ndarray, blocks: WeightBlocks, shape: BlocksShape) -> np.ndarray:
     """x @ weight^T by MatMulNBits in float32."""
     feeds = {"x": x, "codes": blocks.codes, "scales": blocks.scales}
     feeds |= {} if blocks.zero_points is None else {"zeros": blocks.zero_points}

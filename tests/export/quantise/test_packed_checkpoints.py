@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from tests.export.quantise.packed_checkpoints import Rounded, write_packed
+from tests.export.quantise.packed_checkpoints import RoundedLayer, write_packed
 from topw_deploy.errors import ParameterError, SourceError, UnsupportedModelError
 from topw_deploy.export import ExportRequest, export_model
 from topw_deploy.export.quantise.blocks import unpack_codes
@@ -31,7 +31,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {
 }
 
 
-def written(folder: Path, kind: str, family: str = "llama_untied") -> dict[str, Rounded]:
+def written(folder: Path, kind: str, family: str = "llama_untied") -> dict[str, RoundedLayer]:
     settings, way = KINDS[kind]
     return write_packed(folder, family, settings, **way)
 

@@ -17,7 +17,7 @@ from topw_deploy.demo import demo_model_path
 from topw_deploy.export import export_model
 from topw_deploy.export.request import export_request
 from topw_deploy.export.verification import evaluation_text as texts
-from topw_deploy.export.verification.evaluation_text import evaluation_text, tokens_for
+from topw_deploy.export.verification.evaluation_text import evaluation_text, token_budget
 from topw_deploy.export.verification.probe import LogitsProbe
 from topw_deploy.export.verification.quantised_checks import (
     PERPLEXITY_BOUNDS,
@@ -162,9 +162,9 @@ def test_the_standard_error_is_that_of_a_mean_of_rows() -> None:
 
 
 def test_a_large_model_is_measured_on_fewer_tokens() -> None:
-    assert tokens_for(4_000_000) == 8192
-    assert 1024 < tokens_for(600_000_000) < 8192
-    assert tokens_for(3_000_000_000) == 1024
+    assert token_budget(4_000_000) == 8192
+    assert 1024 < token_budget(600_000_000) < 8192
+    assert token_budget(3_000_000_000) == 1024
 
 
 @pytest.mark.long

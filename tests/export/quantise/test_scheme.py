@@ -57,10 +57,10 @@ def test_a_tables_block_size_divides_its_rows(width: int, settings: dict[str, An
 
 
 def test_the_table_has_8_bits_by_default_also_through_a_manifest() -> None:
-    assert Quantisation(bits=4).of_table == Quantisation(bits=8)
-    assert Quantisation(bits=4, table_bits=4).of_table.bits == 4
+    assert Quantisation(bits=4).table_scheme == Quantisation(bits=8)
+    assert Quantisation(bits=4, table_bits=4).table_scheme.bits == 4
     made = Quantisation(bits=4, block_size=32)
-    assert Quantisation.from_dict(made.as_dict()).of_table.bits == 8
+    assert Quantisation.from_dict(made.as_dict()).table_scheme.bits == 8
 
 
 def test_patterns_match_names_of_nodes_and_weights() -> None:

@@ -17,9 +17,9 @@ from topw_deploy.errors import ParameterError, VerificationError
 from topw_deploy.export import export_model
 from topw_deploy.export.quantise import Quantisation
 from topw_deploy.export.quantise import weight as weight_module
-from topw_deploy.export.quantise.blocks import Blocks
+from topw_deploy.export.quantise.blocks import WeightBlocks
 from topw_deploy.export.request import export_request
-from topw_deploy.export.verification.dequantised import dequantise_model, exact_products
+from topw_deploy.export.verification.dequantised import dequantise_model, exact_copy
 from topw_deploy.manifest import load_decoder_manifest
 from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.runtime import TopWModel
@@ -106,7 +106,7 @@ def test_wrong_zero_points_in_one_weight_fail_the_verification(
     plain = weight_module.quantise_weight
     seen: list[int] = []
 
-    def wrong(read: object, shape: object, *rest: object) -> Blocks:
+    def wrong(read: object, shape: object, *rest: object) -> WeightBlocks:
         made = plain(read, shape, *rest)  # type: ignore[arg-type]
         seen.append(1)
         if len(seen) == 3:
@@ -131,7 +131,7 @@ def test_exact_products_are_a_copy_that_leaves_the_export_unchanged(verified: Ca
         nodes = [node for node in ir.load(place / "model.onnx").graph if node.op_type == "MatMulNBits"]
         return {node.attributes["accuracy_level"].as_int() for node in nodes}
 
-    with exact_products(folder, manifest) as made:
+    with exact_copy(folder, manifest) as made:
         assert made != folder
         assert levels(made) == {1}
         load_decoder_manifest(made)

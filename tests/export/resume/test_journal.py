@@ -17,7 +17,7 @@ from tests.support.special_files import no_hang
 from tests.support.toy_model import Toy
 from tests.support.toy_model import export as export_toy
 from topw_deploy.export.request import export_request
-from topw_deploy.export.resume.finished import FinishedStages
+from topw_deploy.export.resume.finished_stages import FinishedStages
 from topw_deploy.export.resume.journal import DataLog, Journal
 from topw_deploy.manifest import Verification, load_decoder_manifest
 
@@ -65,7 +65,7 @@ def test_a_line_of_another_form_ends_the_journal(tmp_path: Path, name: str) -> N
 
 @pytest.mark.parametrize("name", BAD)
 def test_stages_recorded_after_a_damaged_line_are_found_by_the_next_attempt(tmp_path: Path, name: str) -> None:
-    journal_of(tmp_path, stage(), BAD[name], stage("c")).done("d", "s")
+    journal_of(tmp_path, stage(), BAD[name], stage("c")).record("d", "s")
     journal = Journal(tmp_path)
     assert [each for each in "abcd" if journal.find(each, "s") is not None] == ["a", "d"]
 
@@ -75,7 +75,7 @@ def test_a_stage_recorded_after_an_incomplete_line_is_found_by_the_next_attempt(
     path = tmp_path / "journal.jsonl"
     for cut in (1, 5):
         path.write_bytes(path.read_bytes()[:-cut])
-        Journal(tmp_path).done("b", "s", cut=cut)
+        Journal(tmp_path).record("b", "s", cut=cut)
         assert Journal(tmp_path).find("a", "s") == {}
         assert Journal(tmp_path).find("b", "s") == {"cut": cut}
 
@@ -87,7 +87,7 @@ def test_a_journal_that_is_a_pipe_or_a_link_is_replaced(tmp_path: Path) -> None:
         path.unlink(missing_ok=True)
         make(path)
         with no_hang():
-            Journal(tmp_path).done("b", "s")
+            Journal(tmp_path).record("b", "s")
         assert Journal(tmp_path).find("b", "s") == {}
     assert elsewhere.read_text() == content
 
@@ -145,8 +145,8 @@ def test_a_kept_file_that_is_no_array_is_computed_again(tmp_path: Path, name: st
     (tmp_path / "a.npy").write_bytes(content)
     journal = journal_of(tmp_path, stage(file="a.npy", sha256=hashlib.sha256(content).hexdigest()))
     with no_hang():
-        assert journal.array("a", "s", lambda: np.arange(3)).tolist() == [0, 1, 2]
-    assert Journal(tmp_path).array("a", "s", lambda: np.zeros(1)).tolist() == [0, 1, 2]
+        assert journal.array_once("a", "s", lambda: np.arange(3)).tolist() == [0, 1, 2]
+    assert Journal(tmp_path).array_once("a", "s", lambda: np.zeros(1)).tolist() == [0, 1, 2]
 
 
 def test_a_kept_file_behind_a_link_is_not_used(tmp_path: Path) -> None:
@@ -161,17 +161,17 @@ def test_a_verification_of_another_form_is_done_again(tmp_path: Path) -> None:
     manifest = load_decoder_manifest(export_toy(tmp_path / "toy", Toy.random(2)))
     request = export_request(model="demo", output=tmp_path / "out")
     expected = (Verification(status="skipped"), True)
-    FinishedStages(Journal(tmp_path), request).verified(manifest, lambda: expected)
+    FinishedStages(Journal(tmp_path), request).verify_once(manifest, lambda: expected)
     (line,) = (tmp_path / "journal.jsonl").read_text().splitlines()
     for wrong in ({"verification": {"status": "certainly"}, "may_pad": True}, {"verification": {}, "may_pad": False},
                   {"verification": "passed", "may_pad": True}, {"verification": {}}):  # fmt: skip
         journal = journal_of(tmp_path, {**json.loads(line), "note": wrong})
-        assert FinishedStages(journal, request).verified(manifest, lambda: expected) == expected
+        assert FinishedStages(journal, request).verify_once(manifest, lambda: expected) == expected
 
 
 def finished_tokenizer(journal: Path | None, source: Path, output: Path, write: Callable[[], list[str]]) -> list[str]:
     stages = FinishedStages(Journal(journal), export_request(model="demo", output=output))
-    return stages.tokenizer_files(source, output, write)
+    return stages.write_tokenizer_once(source, output, write)
 
 
 def test_a_changed_tiktoken_file_is_converted_again(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_changed_tiktoken_file_is_converted_again(tmp_path: Path) -> None:
 
 def test_weights_are_listed_as_texts(tmp_path: Path) -> None:
     log = DataLog(Journal(tmp_path), "s")
-    log.began("data", "layout", [])
+    log.record_start("data", "layout", [])
     layout = json.loads((tmp_path / "journal.jsonl").read_text())["layout"]
     journal = journal_of(tmp_path, {"began": "data", "layout": layout}, {"wrote": "data", "name": 5, "sha256": None})
-    assert DataLog(journal, "s").written("data", "layout") == [("5", "None")]
+    assert DataLog(journal, "s").written_weights("data", "layout") == [("5", "None")]

@@ -20,7 +20,7 @@ from tests.support.warm_process import fork
 from topw_deploy.errors import ExportError
 from topw_deploy.export import export_model
 from topw_deploy.export.request import export_request
-from topw_deploy.export.resume.finished import stamp_of_files
+from topw_deploy.export.resume.finished_stages import stamp_of_files
 from topw_deploy.export.resume.journal import DataLog, Journal
 from topw_deploy.export.write import data_files, weights
 from topw_deploy.export.write.staging import StagedFolder
@@ -239,8 +239,8 @@ def test_damaged_weights_are_written_again(tmp_path: Path) -> None:
 
 def test_a_journal_ends_at_an_incomplete_line(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    journal.done("a", "1", n=5)
-    journal.done("b", "1")
+    journal.record("a", "1", n=5)
+    journal.record("b", "1")
     path = tmp_path / "journal.jsonl"
     path.write_text(path.read_text()[:-4])
     assert Journal(tmp_path).find("a", "1") == {"n": 5}

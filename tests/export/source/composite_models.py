@@ -11,7 +11,7 @@ import transformers as hf
 from transformers import PreTrainedModel
 
 from tests.support.tiny_models import VOCAB, WINDOW, write_tokenizer
-from topw_deploy.export.source.text_decoder import Composite, missing_packages_allowed
+from topw_deploy.export.source.text_decoder import Composite, allow_missing_packages
 
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -238,7 +238,7 @@ def make_composite(kind: str) -> PreTrainedModel:
     torch.manual_seed(0)
     composite = Composite.of(CONFIGS[kind]())
     assert composite is not None
-    with missing_packages_allowed():
+    with allow_missing_packages():
         model = composite.model._from_config(composite.config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -143,10 +143,10 @@ def write_tiktoken(folder: Path, name: str, tokens: list[bytes], **settings: Any
 def test_tiktoken_files_encode_as_their_ranks_define(
     name: str, count: int, digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = rank_files._KNOWN[count]
+    known = rank_files._KNOWN_PATTERNS[count]
     assert rf"\p{{N}}{digits}|" in known[1]
     tokens = train(60, known[1])
-    monkeypatch.setattr(rank_files, "_KNOWN", {len(tokens): known})  # 128,000 ranks would only take longer
+    monkeypatch.setattr(rank_files, "_KNOWN_PATTERNS", {len(tokens): known})  # 128,000 ranks would only take longer
     tokenizer = converted(write_tiktoken(tmp_path / "in", name, tokens), tmp_path / "out")
     for text in texts():
         assert tokenizer.encode(text, add_special_tokens=False).ids == encode(text, tokens, known[1]), text
@@ -159,7 +159,7 @@ def test_tiktoken_files_encode_as_their_ranks_define(
 def test_a_begin_token_that_the_configuration_leaves_out_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_files, "_KNOWN", {len(TOKENS): ("a model", PATTERN)})
+    monkeypatch.setattr(rank_files, "_KNOWN_PATTERNS", {len(TOKENS): ("a model", PATTERN)})
     folder = write_tiktoken(tmp_path / "in", "tokenizer.model", TOKENS, add_bos_token=False)
     assert converted(folder, tmp_path / "out").encode("a").ids == [ord("a")]
 
@@ -170,7 +170,7 @@ def test_tiktoken_files_of_unknown_pattern_or_special_tokens_say_what_to_convert
     folder = write_tiktoken(tmp_path, "tokenizer.model", TOKENS)
     with pytest.raises(TokenizerError, match=rf"{len(TOKENS)} ranks whose pattern is unknown; convert it with .*--tok"):
         write_tokenizer(folder, tmp_path)
-    monkeypatch.setattr(rank_files, "_KNOWN", {len(TOKENS): ("a model", PATTERN)})
+    monkeypatch.setattr(rank_files, "_KNOWN_PATTERNS", {len(TOKENS): ("a model", PATTERN)})
     (folder / "tokenizer_config.json").write_text("{}")
     with pytest.raises(TokenizerError, match=r"whose special tokens are not in tokenizer_config\.json; convert"):
         write_tokenizer(folder, tmp_path)

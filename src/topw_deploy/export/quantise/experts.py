@@ -1,6 +1,7 @@
-"""Quantise the matrices of experts: MoE becomes QMoE, a Gather of matrices GatherBlockQuantized.
+"""Quantise the matrices of experts: an MoE node becomes QMoE, a Gather of matrices becomes GatherBlockQuantized.
 
-QMoE multiplies activations of 8 bits, and float32 ones with weights of 4 bits at another `accuracy_level` than 4.
+QMoE multiplies activations rounded to 8 bits. It multiplies float32 activations only with 4-bit weights and an
+`accuracy_level` other than 4.
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ from topw_deploy.export.quantise.weight import QuantisedWeight, RecentBlocks
 
 DOMAIN = "com.microsoft"
 OPERATOR = "QMoE"
-_SINCE, _LEVELS_SINCE = "1.30", "1.31"  # tested; the first with `accuracy_level`
-_INT8_ACTIVATIONS = 4  # accuracy_level
-_MATRICES = (2, 4)  # inputs of MoE: of each, its bias follows
+_SINCE = "1.30"  # the first onnxruntime whose QMoE is tested here
+_LEVELS_SINCE = "1.31"  # the first whose QMoE has `accuracy_level`
+_INT8_ACTIVATIONS = 4  # the accuracy_level of activations rounded to int8
+_MATRICES = (2, 4)  # the inputs of MoE that are matrices; the input after each is its bias
 
 
 @dataclass(frozen=True)
 class ExpertWeight:
-    """Matrices of all experts, [E, N, K].
+    """One matrix of all experts of a layer, [experts, outputs, inputs].
 
-    place: input of `node`, a MoE or Gather.
+    node: the MoE or Gather node that uses it.
+    place: the input of `node`.
+    value, tensor: the initializer and its data.
     """
 
     node: ir.Node
@@ -41,7 +45,7 @@ class ExpertWeight:
 
     @property
     def names(self) -> tuple[str | None, ...]:
-        """Names for patterns to match."""
+        """The names that exclude patterns can match."""
         return self.node.name, self.value.name
 
     @property
@@ -51,18 +55,18 @@ class ExpertWeight:
 
 
 def find_experts(graph: ir.Graph) -> list[ExpertWeight]:
-    """Stored matrices of experts, in order."""
-    return list(_weights(graph))
+    """Return the experts' matrices that are initializers, in the order of the graph."""
+    return list(_expert_weights(graph))
 
 
 def least_onnxruntime(graph: ir.Graph) -> str:
-    """The first onnxruntime version that runs the experts of `graph`, "" for any."""
+    """Return the first onnxruntime version that runs the experts of `graph`; "" if any version does."""
     nodes = [node for node in graph if (node.domain, node.op_type) == (DOMAIN, OPERATOR)]
     leveled = any("accuracy_level" in node.attributes for node in nodes)
     return (_LEVELS_SINCE if leveled else _SINCE) if nodes else ""
 
 
-def _weights(graph: ir.Graph) -> Iterator[ExpertWeight]:
+def _expert_weights(graph: ir.Graph) -> Iterator[ExpertWeight]:
     for node in graph:
         places: tuple[int, ...] = ()
         if (node.domain, node.op_type) == (DOMAIN, "MoE"):
@@ -77,14 +81,19 @@ def _weights(graph: ir.Graph) -> Iterator[ExpertWeight]:
 
 
 def keeps_codes(origin: Origin) -> bool:
-    """Whether experts can take a quantised checkpoint's codes: QMoE reads the zero points of one block as rows'."""
+    """Whether experts can use a checkpoint's codes unchanged.
+
+    They cannot if inputs must be reordered, or if asymmetric rows have a single block: QMoE then reads the zero points
+    of blocks as those of rows.
+    """
     return origin.order is None and (origin.shape.symmetric or origin.shape.blocks > 1)
 
 
 class ExpertsReplacer:
-    """Replaces nodes of experts by quantised ones.
+    """Replaces the nodes of experts by quantised ones.
 
-    kept: nodes that keep a quantised checkpoint's codes.
+    kept: the number of nodes that keep a quantised checkpoint's codes.
+    scale_names: the names of the scales' initializers.
     """
 
     def __init__(
@@ -95,28 +104,28 @@ class ExpertsReplacer:
         self._editor, self._scheme, self._stored_rows, self._recent = editor, scheme, stored, recent
 
     def replace(self, weights: Iterable[ExpertWeight]) -> int:
-        """Replace nodes all of whose matrices are in `weights`. Returns the number of nodes.
+        """Replace each node whose matrices are all in `weights`. Returns the number of replaced nodes.
 
-        Experts without codes of their own have one block size; if none fits, they stay float.
+        Experts that do not keep a checkpoint's codes get one block size. If none fits, they stay float.
         """
         by_node: dict[int, list[ExpertWeight]] = {}
         for weight in weights:
             by_node.setdefault(id(weight.node), []).append(weight)
         whole = [found for found in by_node.values() if len(found) == len(_MATRICES) or found[0].place == 0]
-        made = [(found, self._kept(found)) for found in whole]
+        made = [(found, self._kept_codes(found)) for found in whole]
         widths = {weight.sizes[2] for found, kept in made if kept is None for weight in found}
         block_size, replaced = self._scheme.experts_block_size(widths), 0
         for found, kept in made:
             if kept is None and block_size is not None:
-                kept = [self._quantised(weight, block_size) for weight in found]
+                kept = [self._quantise_experts(weight, block_size) for weight in found]
             if kept is not None:
                 self._replace(found, kept)
                 replaced += 1
         return replaced
 
-    def _quantised(self, weight: ExpertWeight, block_size: int) -> QuantisedWeight:
+    def _quantise_experts(self, weight: ExpertWeight, block_size: int) -> QuantisedWeight:
         return QuantisedWeight.of_tensor(
-            _rows(weight),
+            _stacked_rows(weight),
             by_output=True,
             block_size=block_size,
             scheme=self._scheme,
@@ -124,12 +133,12 @@ class ExpertsReplacer:
             experts=weight.sizes[0],
         )
 
-    def _kept(self, found: list[ExpertWeight]) -> list[QuantisedWeight] | None:
-        """The checkpoint's own codes, if one node can take them."""
+    def _kept_codes(self, found: list[ExpertWeight]) -> list[QuantisedWeight] | None:
+        """Return the matrices of one node with the checkpoint's own codes; None if the node cannot use these."""
         stored = self._stored_rows
         if stored is None or any(weight.tensor.dtype != ir.DataType.FLOAT for weight in found):
             return None
-        origins = [stored.origin(_rows(weight).numpy()) for weight in found]
+        origins = [stored.origin(_stacked_rows(weight).numpy()) for weight in found]
         shapes = [origin.shape for origin in origins if origin is not None and keeps_codes(origin)]
         if len(shapes) < len(found) or len({(shape.bits, shape.block_size) for shape in shapes}) > 1:
             return None
@@ -148,7 +157,7 @@ class ExpertsReplacer:
 
     def _replace(self, found: list[ExpertWeight], made: list[QuantisedWeight]) -> None:
         node, shape = found[0].node, made[0].shape
-        stored = [self._stored(*pair) for pair in zip(found, made, strict=True)]
+        stored = [self._add_initializers(*pair) for pair in zip(found, made, strict=True)]
         inputs: list[ir.Value | None]
         if node.op_type == "MoE":
             biases = [node.inputs[place + 1] if len(node.inputs) > place + 1 else None for place in _MATRICES]
@@ -162,9 +171,9 @@ class ExpertsReplacer:
             op_type = OPERATOR
         else:
             codes, scales, zeros = stored[0]
-            if zeros is None:  # absent ones are 0 in some versions, see `_Replacer.table`
+            if zeros is None:  # some versions take absent zero points as 0, see `_Replacer.quantise_table`
                 middle = self._editor.unique(f"{found[0].value.name}_zero_points")
-                zeros = self._editor.initializer(made[0].middle(), middle)
+                zeros = self._editor.initializer(made[0].middle_zero_points(), middle)
             inputs = [codes, node.inputs[1], scales, zeros]
             attributes = {"bits": shape.bits, "block_size": shape.block_size, "gather_axis": 0, "quantize_axis": 2}
             op_type = "GatherBlockQuantized"
@@ -176,8 +185,10 @@ class ExpertsReplacer:
         self._editor.graph.insert_before(node, new)
         self._editor.replace(node, new.outputs[0])
 
-    def _stored(self, weight: ExpertWeight, made: QuantisedWeight) -> tuple[ir.Value, ir.Value, ir.Value | None]:
-        """Codes, scales and zero points; consecutive, for RecentBlocks."""
+    def _add_initializers(
+        self, weight: ExpertWeight, made: QuantisedWeight
+    ) -> tuple[ir.Value, ir.Value, ir.Value | None]:
+        """Add initializers of codes, scales and zero points, consecutive so that RecentBlocks quantises once."""
         name, editor = str(weight.value.name), self._editor
         codes = editor.initializer(made.codes(), editor.unique(f"{name}_Q{made.shape.bits}"))
         scales = editor.initializer(made.scales(), editor.unique(f"{name}_scales"))
@@ -187,8 +198,8 @@ class ExpertsReplacer:
         return codes, scales, kept
 
 
-def _rows(weight: ExpertWeight) -> LazyWeight:
-    """[E * N, K], read in whole experts."""
+def _stacked_rows(weight: ExpertWeight) -> LazyWeight:
+    """Return the matrices of all experts as one, [experts * outputs, inputs], which reads whole experts."""
     experts, outputs, inputs = weight.sizes
     tensor = weight.tensor
 

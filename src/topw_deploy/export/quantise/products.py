@@ -1,4 +1,4 @@
-"""Find products with constant weights."""
+"""Find the products of a graph whose right factor is a constant matrix."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
-"""Element types of weights that are quantised."""
+"""The element types of weights that can be quantised."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """data x weight (+ bias).
+    """A product data @ weight, with a bias if there is one.
 
-    nodes: its nodes in order; the last makes the output.
-    weight, tensor: [outputs, inputs] if by_output, else [inputs, outputs].
-    bias: [outputs].
+    nodes: the product's nodes in order; the last one makes the output.
+    weight, tensor: the initializer and its data, [outputs, inputs] if `by_output`, else [inputs, outputs].
+    bias: [outputs], or None.
     """
 
     nodes: tuple[ir.Node, ...]
@@ -27,7 +27,7 @@ class Product:
 
     @property
     def data(self) -> ir.Value | None:
-        """The left factor, as the graph is now."""
+        """The left factor in the current graph, in which earlier replacements may have changed it."""
         return self.nodes[0].inputs[0]
 
     @property
@@ -41,13 +41,15 @@ class Product:
 
 
 def find_products(graph: ir.Graph) -> list[Product]:
-    """MatMuls and Gemms with a constant float matrix on the right, in order."""
-    found = (_of_matmul(node) if node.op_type == "MatMul" else _of_gemm(node) for node in graph if _is_product(node))
+    """Return the MatMul and Gemm nodes with a constant float matrix on the right, in the order of the graph."""
+    found = (
+        _match_matmul(node) if node.op_type == "MatMul" else _match_gemm(node) for node in graph if _is_product(node)
+    )
     return [product for product in found if product is not None]
 
 
 def stored_tensor(value: ir.Value | None, rank: int) -> ir.TensorProtocol | None:
-    """A float initializer's tensor of `rank` dimensions, else None."""
+    """Return the tensor of `value` if it is a float initializer of `rank` dimensions, else None."""
     tensor = value.const_value if value is not None and not value.is_graph_input() else None
     return tensor if tensor is not None and len(tensor.shape) == rank and tensor.dtype in FLOATS else None
 
@@ -56,17 +58,17 @@ def _is_product(node: ir.Node) -> bool:
     return node.domain == "" and node.op_type in ("MatMul", "Gemm")
 
 
-def _of_matmul(node: ir.Node) -> Product | None:
-    found = _matrix(node.inputs[1])
+def _match_matmul(node: ir.Node) -> Product | None:
+    found = _match_matrix(node.inputs[1])
     if found is None or node.inputs[0] is None:
         return None
     product = Product((node,), *found)
-    added = _added_bias(node, product.outputs)
+    added = _match_added_bias(node, product.outputs)
     return product if added is None else Product((node, added[0]), *found, added[1])
 
 
-def _of_gemm(node: ir.Node) -> Product | None:
-    found = _matrix(node.inputs[1])
+def _match_gemm(node: ir.Node) -> Product | None:
+    found = _match_matrix(node.inputs[1])
     if node.inputs[0] is None or found is None or _number(node, "transA", 0) or _number(node, "alpha", 1) != 1:
         return None
     weight, tensor, transposed = found
@@ -77,7 +79,7 @@ def _of_gemm(node: ir.Node) -> Product | None:
     return product
 
 
-def _matrix(value: ir.Value | None) -> tuple[ir.Value, ir.TensorProtocol, bool] | None:
+def _match_matrix(value: ir.Value | None) -> tuple[ir.Value, ir.TensorProtocol, bool] | None:
     if value is None:
         return None
     tensor = stored_tensor(value, 2)
@@ -92,7 +94,7 @@ def _matrix(value: ir.Value | None) -> tuple[ir.Value, ir.TensorProtocol, bool] 
     return (source, tensor, True) if tuple(permutation) == (1, 0) else None
 
 
-def _added_bias(matmul: ir.Node, outputs: int) -> tuple[ir.Node, ir.Value] | None:
+def _match_added_bias(matmul: ir.Node, outputs: int) -> tuple[ir.Node, ir.Value] | None:
     product = matmul.outputs[0]
     uses = product.uses()
     if len(uses) != 1 or product.is_graph_output():

@@ -1,7 +1,7 @@
 """Quantise a lowered decoder: products become MatMulNBits, experts QMoE, the token table GatherBlockQuantized.
 
-Weights are quantised when written; a tied head shares the table's bytes. Products that choose experts stay float: they
-are small, and their rounding would change experts.
+Weights are quantised when they are written. A tied head shares the table's bytes. Products that choose experts stay
+float: they are small, and rounding them would change the choice.
 """
 
 from __future__ import annotations
@@ -18,40 +18,42 @@ from topw_deploy.export.quantise.experts import ExpertsReplacer, ExpertWeight, f
 from topw_deploy.export.quantise.products import Product, find_products, stored_tensor
 from topw_deploy.export.quantise.scheme import Quantisation
 from topw_deploy.export.quantise.stored_rows import Origin, StoredRows
-from topw_deploy.export.quantise.weight import QuantisedWeight, RecentBlocks, rows_of
+from topw_deploy.export.quantise.weight import QuantisedWeight, RecentBlocks, row_reader
 from topw_deploy.sizes import decimal_size
 
 DOMAIN = "com.microsoft"
-_NOTABLE = 0.01  # share of weight bytes; a notice reports more than this left in float
+_NOTABLE = 0.01  # a notice names each weight left in float that has more than this share of all weight bytes
 
 
 def quantise(
     model: ir.Model, scheme: Quantisation, stored: StoredRows | None = None, *, cut: bool = False
 ) -> list[str]:
-    """Quantise `model` in place; returns notices about weights left float.
+    """Quantise `model` in place. Returns notices for the user about weights left in float.
 
     model: a lowered decoder without sampler.
-    stored: a quantised checkpoint's rows, kept as stored.
-    cut: the model has only its first layers, so exclude patterns need not match.
+    stored: the rows of a quantised checkpoint, whose codes are kept.
+    cut: whether the model has only its first layers, so that exclude patterns need not match.
 
-    Raises ParameterError for a pattern of `scheme.exclude` that matches nothing, UnsupportedModelError if there is no
-    product to quantise.
+    Raises ParameterError for a pattern of `scheme.exclude` that matches nothing, and UnsupportedModelError if there is
+    no product to quantise.
     """
     graph = model.graph
     before = _float_bytes(graph)
-    found = _Found(_without_routers(find_products(graph)), _stored_lookup(graph), find_experts(graph), _vocab(graph))
+    found = _QuantisableWeights(
+        _without_routers(find_products(graph)), _float_embedding(graph), find_experts(graph), _logits_width(graph)
+    )
     if not cut:
         found.check_patterns(scheme)
     excluded = found.excluded(scheme)
     named = {value.name for value in graph.initializers.values() if id(value) in excluded}
     replacer = _Replacer(GraphEditor(graph, "quantised"), scheme, stored)
     table = found.embedding.data[0] if found.embedding is not None else None
-    if found.embedding is not None and id(table) not in excluded and not replacer.table(found.embedding):
-        excluded.add(id(table))  # for a tied head too
+    if found.embedding is not None and id(table) not in excluded and not replacer.quantise_table(found.embedding):
+        excluded.add(id(table))  # a tied head then stays float too
     head = found.head()
     for product in found.products:
         if id(product.weight) not in excluded:
-            replacer.product(product, scheme.of_table if product is head else scheme)
+            replacer.quantise_product(product, scheme.table_scheme if product is head else scheme)
     experts = ExpertsReplacer(replacer.editor, scheme, stored, replacer.recent)
     replaced = experts.replace(weight for weight in found.experts if id(weight.value) not in excluded)
     _check_half_experts(graph)
@@ -75,22 +77,33 @@ def quantise(
 
 
 @dataclass(frozen=True)
-class _Found:
+class _QuantisableWeights:
+    """The weights of a graph that can be quantised.
+
+    products: the products, except those that choose experts.
+    embedding: the token table's lookup, if the table is a float initializer.
+    vocab: width of the logits, if it is a number.
+    """
+
     products: list[Product]
     embedding: EmbeddingNode | None
     experts: list[ExpertWeight]
     vocab: int | None
 
     def head(self) -> Product | None:
-        """The last product, if it has one output per logit. The table may have more rows."""
+        """Return the last product if it has one output per logit, else None. The token table may have more rows."""
         last = self.products[-1] if self.products else None
         return last if last is not None and last.outputs == self.vocab else None
 
     def excluded(self, scheme: Quantisation) -> set[int]:
-        """Weights excluded by their name or by a node that uses them: a tied head's pattern also excludes the table."""
+        """Return the ids of weights that a pattern excludes, by their name or by the name of a node that uses them.
+
+        So a pattern that matches a tied head also excludes the table.
+        """
         return {id(weight) for weight, names in self._uses() if scheme.excludes(*names)}
 
     def check_patterns(self, scheme: Quantisation) -> None:
+        """Raises ParameterError for a pattern of `scheme.exclude` that matches no name."""
         known = [name for _, names in self._uses() for name in names]
         for pattern in scheme.exclude:
             if not replace(scheme, exclude=(pattern,)).excludes(*known):
@@ -117,7 +130,7 @@ def _chooses_experts(product: Product) -> bool:
 
 
 def _check_half_experts(graph: ir.Graph) -> None:
-    """Raises ParameterError for float experts in half precision: onnxruntime's CPU kernel returns zeros for them."""
+    """Raises ParameterError for an MoE node in half precision, for which onnxruntime's CPU kernel returns zeros."""
     for node in graph:
         left = node.inputs[2] if (node.domain, node.op_type) == (DOMAIN, "MoE") else None
         if left is not None and left.dtype != ir.DataType.FLOAT:
@@ -128,13 +141,13 @@ def _check_half_experts(graph: ir.Graph) -> None:
             )
 
 
-def _vocab(graph: ir.Graph) -> int | None:
-    """Width of the logits, if it is a number."""
+def _logits_width(graph: ir.Graph) -> int | None:
+    """Return the width of the output `logits`, if it is a number."""
     shape = next((value.shape for value in graph.outputs if value.name == "logits"), None)
     return shape[-1] if shape and isinstance(shape[-1], int) else None
 
 
-def _stored_lookup(graph: ir.Graph) -> EmbeddingNode | None:
+def _float_embedding(graph: ir.Graph) -> EmbeddingNode | None:
     try:
         found = find_embedding(graph)
     except UnsupportedModelError:
@@ -142,10 +155,15 @@ def _stored_lookup(graph: ir.Graph) -> EmbeddingNode | None:
     return found if found.node.op_type == "Gather" and stored_tensor(found.data[0], 2) is not None else None
 
 
-class _Stored:
+class _BlockInitializers:
+    """The initializers of a quantised weight in a graph.
+
+    codes: the shape of the codes' initializer, which a table and a product lay out differently.
+    """
+
     def __init__(self, editor: GraphEditor, weight: QuantisedWeight, name: str, codes: tuple[int, ...]) -> None:
         self.shape = weight.shape
-        # The weight's initializers are consecutive, so that RecentBlocks quantises it once.
+        # They are added one after the other, so that RecentBlocks quantises the weight once.
         self.codes = editor.initializer(weight.codes(codes), f"{name}_Q{weight.shape.bits}")
         self.scales = editor.initializer(weight.scales(), f"{name}_scales")
         zeros = weight.zero_points()
@@ -153,22 +171,28 @@ class _Stored:
 
 
 class _Replacer:
+    """Replaces products and the token table's lookup by quantised nodes.
+
+    kept: the number of products that keep a quantised checkpoint's codes.
+    """
+
     def __init__(self, editor: GraphEditor, scheme: Quantisation, stored: StoredRows | None) -> None:
         self.editor, self.kept = editor, 0
         self._scheme, self._stored_rows, self.recent = scheme, stored, RecentBlocks()
-        self._tables: dict[int, _Stored] = {}
-        self._stored: dict[int, _Stored] = {}
+        self._tables: dict[int, _BlockInitializers] = {}
+        self._stored: dict[int, _BlockInitializers] = {}
 
     @property
     def replaced(self) -> bool:
         return bool(self._stored or self._tables or self.kept)
 
     def scale_names(self) -> set[str | None]:
+        """Return the names of the scales' initializers."""
         return {stored.scales.name for stored in (*self._stored.values(), *self._tables.values())}
 
-    def table(self, embedding: EmbeddingNode) -> bool:
-        """Quantise the token table. Returns False if its rows are not whole blocks."""
-        scheme = self._scheme.of_table
+    def quantise_table(self, embedding: EmbeddingNode) -> bool:
+        """Quantise the token table. Returns whether it could: its rows must be whole blocks."""
+        scheme = self._scheme.table_scheme
         table, node = embedding.data[0], embedding.node
         block_size = scheme.table_block_size(embedding.hidden)
         if block_size is None or table.const_value is None:
@@ -177,18 +201,19 @@ class _Replacer:
             table.const_value, by_output=True, block_size=block_size, scheme=scheme, recent=self.recent, keep=True
         )
         flat = (embedding.rows, embedding.hidden * scheme.bits // 8)
-        stored = _Stored(self.editor, weight, str(table.name), flat)
+        stored = _BlockInitializers(self.editor, weight, str(table.name), flat)
         # Absent zero points mean 2 ** (bits - 1), but some versions of onnxruntime's CUDA provider take 0 for tables.
         zero_points = stored.zero_points
         if zero_points is None:
-            zero_points = self.editor.initializer(weight.middle(), f"{table.name}_zero_points")
+            zero_points = self.editor.initializer(weight.middle_zero_points(), f"{table.name}_zero_points")
         inputs = [stored.codes, node.inputs[1], stored.scales, zero_points]
         attributes = {"bits": scheme.bits, "block_size": block_size, "gather_axis": 0, "quantize_axis": 1}
         self._replace((node,), "GatherBlockQuantized", inputs, attributes, scheme)
         self._tables[id(table)] = stored
         return True
 
-    def product(self, product: Product, scheme: Quantisation) -> None:
+    def quantise_product(self, product: Product, scheme: Quantisation) -> None:
+        """Replace a product by MatMulNBits: with the checkpoint's codes, the tied table's, or codes of its own."""
         origin = self._origin(product)
         if origin is not None and self._stored_rows is not None:
             self._keep_codes(product, self._stored_rows, origin)
@@ -197,7 +222,7 @@ class _Replacer:
         table = self._tables.get(id(weight)) if product.by_output else None
         if table is not None:
             self._stored.setdefault(id(weight), table)
-            # A Reshape: a view of the table's bytes, made when the file is loaded.
+            # onnxruntime computes this Reshape when it loads the file; the result is a view of the table's bytes.
             shape = table.shape.codes
             target = self.editor.constant([int(size) for size in shape])
             codes = self.editor.op("Reshape", [table.codes, target], dtype=ir.DataType.UINT8, shape=shape)
@@ -211,18 +236,18 @@ class _Replacer:
                 scheme=scheme,
                 recent=self.recent,
             )
-            self._stored[id(weight)] = _Stored(self.editor, made, str(weight.name), made.shape.codes)
+            self._stored[id(weight)] = _BlockInitializers(self.editor, made, str(weight.name), made.shape.codes)
         stored = self._stored[id(weight)]
         self._replace_product(product, product.data, stored.codes, stored, scheme)
 
     def _origin(self, product: Product) -> Origin | None:
         if self._stored_rows is None or product.tensor.dtype != ir.DataType.FLOAT:
             return None
-        return self._stored_rows.origin(np.asarray(rows_of(product.tensor, product.by_output)(0, product.outputs)))
+        return self._stored_rows.origin(np.asarray(row_reader(product.tensor, product.by_output)(0, product.outputs)))
 
     def _keep_codes(self, product: Product, rows: StoredRows, origin: Origin) -> None:
         made = QuantisedWeight(origin.shape, ir.DataType.FLOAT, lambda: rows.blocks(origin), self.recent)
-        stored = _Stored(self.editor, made, str(product.weight.name), origin.shape.codes)
+        stored = _BlockInitializers(self.editor, made, str(product.weight.name), origin.shape.codes)
         data = product.data
         if origin.order is not None and data is not None:  # act-order: a group's inputs are scattered
             order = self.editor.constant(origin.order, f"{product.weight.name}_order")
@@ -231,7 +256,7 @@ class _Replacer:
         self.kept += 1
 
     def _replace_product(
-        self, product: Product, data: ir.Value | None, codes: ir.Value, stored: _Stored, scheme: Quantisation
+        self, product: Product, data: ir.Value | None, codes: ir.Value, stored: _BlockInitializers, scheme: Quantisation
     ) -> None:
         inputs: list[ir.Value | None] = [data, codes, stored.scales, stored.zero_points, None, product.bias]
         while inputs[-1] is None:

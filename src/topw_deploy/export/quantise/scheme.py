@@ -1,4 +1,4 @@
-"""The scheme of a quantised export."""
+"""The parameters of a quantised export."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ DTYPE_BITS = {"int4": 4, "int8": 8}
 ALGORITHMS = ("search", "default", "rtn", "k_quant")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 ACCURACY_LEVELS = (0, 1, 2, 3, 4)
-_ASYMMETRIC = ("search", "k_quant")  # by default
+_ASYMMETRIC = ("search", "k_quant")  # algorithms whose zero points are free unless `symmetric` is set
 _TABLE_BITS = 8
 _SMALLEST_BLOCK = BLOCK_SIZES[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantisation:
-    """How weights are rounded: in blocks along each output's inputs, one scale per block.
+    """How weights are rounded: in blocks along the inputs of each output, with one scale per block.
 
     bits: 4 or 8.
     block_size: weights per scale.
     table_bits: bits of the token table and head, `bits` or 8; None for 8.
-    symmetric: all zero points are 2 ** (bits - 1). None: false for `search` and `k_quant`.
+    symmetric: whether all zero points are 2 ** (bits - 1). None: false for `search` and `k_quant`, true for others.
     accuracy_level: MatMulNBits' least precise activation type: 0 unset, 1 float32, 2 float16, 3 bfloat16, 4 int8.
     algorithm: `search` minimises squared errors, onnxruntime's `k_quant` weighted ones; its `default` and `rtn` round
         to nearest (symmetric: 8 negative and 7 positive steps, or 7 each way).
@@ -65,6 +65,7 @@ class Quantisation:
 
     @property
     def is_symmetric(self) -> bool:
+        """`symmetric`, with None resolved."""
         return self.symmetric if self.symmetric is not None else self.algorithm not in _ASYMMETRIC
 
     @property
@@ -73,46 +74,45 @@ class Quantisation:
         return f"int{self.bits}"
 
     @property
-    def of_table(self) -> Quantisation:
+    def table_scheme(self) -> Quantisation:
         """The scheme of the token table and head."""
         return replace(self, bits=self.table_bits or _TABLE_BITS)
 
     def as_dict(self) -> dict[str, Any]:
         """The fields for the manifest, with defaults resolved."""
-        resolved = {"symmetric": self.is_symmetric, "table_bits": self.of_table.bits, "exclude": list(self.exclude)}
+        resolved = {"symmetric": self.is_symmetric, "table_bits": self.table_scheme.bits, "exclude": list(self.exclude)}
         return {**asdict(self), **resolved}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
+        """Inverse of `as_dict`."""
         return cls(**{**data, "exclude": tuple(data["exclude"])})
 
     def excludes(self, *names: str | None) -> bool:
-        """Whether a pattern matches a name."""
+        """Whether a pattern of `exclude` matches one of the names."""
         return any(name and fnmatch.fnmatchcase(name, pattern) for name in names for pattern in self.exclude)
 
     def table_block_size(self, width: int) -> int | None:
-        """The largest block size up to block_size for table rows of `width` weights, or None.
+        """Return the largest block size up to `block_size` for a table with rows of `width` weights, or None.
 
         Rows must be whole blocks: a tied head shares them, and onnxruntime's CUDA provider counts blocks across rows.
         Asymmetric 4-bit rows need an even number of blocks: onnxruntime 1.24, and on CUDA up to 1.31, looks up rows
         with an odd number wrongly.
         """
-        size = self.block_size
-        pairs = self.of_table.bits == 4 and not self.is_symmetric
-        while size >= _SMALLEST_BLOCK:
-            if width % size == 0 and not (pairs and width // size % 2):
-                return size
-            size //= 2
-        return None
+        return self._largest_block([width], even=self.table_scheme.bits == 4 and not self.is_symmetric)
 
     def experts_block_size(self, widths: Collection[int]) -> int | None:
-        """The largest block size up to block_size for experts whose rows have `widths` weights, or None.
+        """Return the largest block size up to `block_size` for experts with rows of `widths` weights, or None.
 
-        As in a table, rows are whole blocks, and an even number with zero points.
+        As in a table, rows must be whole blocks. Asymmetric rows need an even number of blocks.
         """
+        return self._largest_block(widths, even=not self.is_symmetric) if widths else None
+
+    def _largest_block(self, widths: Collection[int], *, even: bool) -> int | None:
+        """Return the largest block size that divides all `widths`, with `even` into an even number of blocks."""
         size = self.block_size
-        while widths and size >= _SMALLEST_BLOCK:
-            if all(width % size == 0 and (self.is_symmetric or width // size % 2 == 0) for width in widths):
+        while size >= _SMALLEST_BLOCK:
+            if all(width % (2 * size if even else size) == 0 for width in widths):
                 return size
             size //= 2
         return None

@@ -1,6 +1,7 @@
-"""The `search` quantiser: per block, the scale and zero point of least squared error among a few candidates.
+"""The quantiser `search`: for each block, choose the candidate scale and zero point of least squared error.
 
-For q = code - zero point the best scale is sum(x q) / sum(q^2), its squared error sum(x^2) - sum(x q)^2 / sum(q^2).
+With q = code - zero point for a weight x, the best scale of a block is sum(x q) / sum(q^2). Its squared error is
+sum(x^2) - sum(x q)^2 / sum(q^2).
 """
 
 from __future__ import annotations
@@ -11,21 +12,21 @@ from typing import Any
 
 import numpy as np
 
-# Candidate inverse scales, relative to the one that spreads the codes over the block's range. Above 1, large weights
-# are clipped.
+# Candidates of 1 / scale, relative to the one that spreads all codes over the block's range. Those above 1 clip large
+# weights.
 _RANGES = (0.93, 1.0, 1.07, 1.14, 1.24, 1.37)
-# The same for symmetric blocks, relative to half the codes for the largest weight. Negative ones give it the longer
-# side, which has one more code.
+# The same for symmetric blocks, relative to the one that gives the largest weight half of the codes. Negative
+# candidates put that weight on the negative side, which has one more code.
 _SIDES = (-0.85, -0.925, -1.0, -1.075, -1.175, 0.875, 0.95, 1.05)
-_CHUNK = 1 << 15  # weights per step, to fit a core's cache
-_REFINEMENTS = 1  # rounds: best scale for the codes, then codes for that scale
+_CHUNK = 1 << 15  # weights that are searched at a time, few enough for a core's cache
+_REFINEMENTS = 1  # how often to take the best scale for the codes, then the codes for that scale
 
 
 @dataclass(frozen=True)
-class Rounded:
-    """Rows as (code - zero point) * scale.
+class RoundedRows:
+    """Quantised rows: (code - zero point) * scale.
 
-    codes: uint8 [n, blocks * block_size], not packed.
+    codes: uint8 [n, blocks * block_size], one per byte.
     scales: [n, blocks].
     zero_points: uint8 [n, blocks].
     """
@@ -35,10 +36,13 @@ class Rounded:
     zero_points: np.ndarray
 
 
-def search(rows: np.ndarray, block_size: int, bits: int, *, symmetric: bool, dtype: np.dtype[Any]) -> Rounded:
-    """Quantise rows [n, inputs], zero-padded to whole blocks; scales have type `dtype`.
+def search_blocks(
+    rows: np.ndarray, block_size: int, bits: int, *, symmetric: bool, dtype: np.dtype[Any]
+) -> RoundedRows:
+    """Quantise rows [n, inputs], padded with zeros to whole blocks.
 
-    symmetric: zero points are 2 ** (bits - 1).
+    symmetric: whether all zero points are 2 ** (bits - 1).
+    dtype: the type of the scales.
     """
     wide = np.pad(rows.astype(np.float32, copy=False), ((0, 0), (0, -rows.shape[1] % block_size)))
     blocks = wide.reshape(-1, block_size)
@@ -47,28 +51,28 @@ def search(rows: np.ndarray, block_size: int, bits: int, *, symmetric: bool, dty
     step = max(1, _CHUNK // block_size)
     for start in range(0, len(blocks), step):
         part = slice(start, start + step)
-        codes[part], scales[part], zeros[part] = _search(blocks[part], bits, symmetric, dtype)
-    return Rounded(codes.reshape(wide.shape), scales.reshape(len(rows), -1), zeros.reshape(len(rows), -1))
+        codes[part], scales[part], zeros[part] = _search_chunk(blocks[part], bits, symmetric, dtype)
+    return RoundedRows(codes.reshape(wide.shape), scales.reshape(len(rows), -1), zeros.reshape(len(rows), -1))
 
 
-def _search(
+def _search_chunk(
     blocks: np.ndarray, bits: int, symmetric: bool, dtype: np.dtype[Any]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes [n, block_size], scales [n], zero points [n]."""
+    """Quantise blocks [n, block_size]. Returns codes [n, block_size], scales [n] and zero points [n]."""
     rounded = np.empty_like(blocks)
     best = np.zeros(len(blocks), np.float32)  # sum(x q)^2 / sum(q^2) of the best candidate
     inverses, zeros = np.ones(len(blocks), np.float32), np.full(len(blocks), 1 << (bits - 1), np.float32)
-    candidates = _symmetric(blocks, bits) if symmetric else _asymmetric(blocks, bits)
+    candidates = _symmetric_candidates(blocks, bits) if symmetric else _asymmetric_candidates(blocks, bits)
     for inverse, zero in candidates:
         products, squares = _round(blocks, inverse, zero, bits, rounded)
-        held = np.divide(products * products, squares, out=np.zeros_like(best), where=squares > 0)
-        better = held > best
-        best[better], zeros[better] = held[better], zero[better]
+        gain = np.divide(products * products, squares, out=np.zeros_like(best), where=squares > 0)
+        better = gain > best
+        best[better], zeros[better] = gain[better], zero[better]
         inverses[better] = squares[better] / products[better]
     for _ in range(_REFINEMENTS):
         products, squares = _round(blocks, inverses, zeros, bits, rounded)
         np.divide(squares, products, out=inverses, where=products != 0)
-    # Round with the stored scale, which may be float16.
+    # Round again with the scale as stored, which may be float16.
     scales = np.where(best > 0, 1 / inverses, 0).astype(dtype)
     exact = scales.astype(np.float32)
     stored = np.divide(1, exact, out=np.zeros_like(exact), where=np.abs(exact) >= np.finfo(np.float32).tiny)
@@ -76,7 +80,8 @@ def _search(
     return (rounded + zeros[:, None]).astype(np.uint8), scales, zeros.astype(np.uint8)
 
 
-def _asymmetric(blocks: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _asymmetric_candidates(blocks: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield candidates (1 / scale, zero point) of each block, float32 [n] each."""
     most = (1 << bits) - 1
     high, low = np.maximum(blocks.max(axis=1), 0), np.minimum(blocks.min(axis=1), 0)
     span, middle = high - low, (high + low) / 2
@@ -87,8 +92,8 @@ def _asymmetric(blocks: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.
         yield inverse, np.clip(below + 1, 0, most)
 
 
-def _symmetric(blocks: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Candidate (inverse scale, zero point) pairs; the scale's sign selects the longer side."""
+def _symmetric_candidates(blocks: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield candidates (1 / scale, zero point) of each block; the scale's sign decides which side has one more code."""
     half = 1 << (bits - 1)
     high, low = blocks.max(axis=1), blocks.min(axis=1)
     largest = np.where(high > -low, high, low)
@@ -100,7 +105,10 @@ def _symmetric(blocks: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.n
 def _round(
     blocks: np.ndarray, inverses: np.ndarray, zeros: np.ndarray, bits: int, rounded: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Write q = code - zero point to `rounded`. Returns sum(x q) [n] and sum(q^2) [n]."""
+    """Write q = code - zero point of each weight x to `rounded`.
+
+    Returns sum(x q) [n] and sum(q^2) [n] of each block.
+    """
     np.multiply(blocks, inverses[:, None], out=rounded)
     np.rint(rounded, out=rounded)
     np.maximum(rounded, -zeros[:, None], out=rounded)

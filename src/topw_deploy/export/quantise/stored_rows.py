@@ -1,4 +1,7 @@
-"""Match a graph's float weights to a quantised checkpoint's rows of integer codes, which tracing only rearranges."""
+"""Find the integer codes of a graph's float weights in the quantised checkpoint that they were decoded from.
+
+Tracing rearranges rows of weights but does not change them, so a row is found by the hash of its decoded values.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from topw_deploy.export.quantise.blocks import Blocks, BlocksShape, pack_codes
+from topw_deploy.export.quantise.blocks import BlocksShape, WeightBlocks, pack_codes
 from topw_deploy.export.source.quantised import QuantisedCheckpoint
 from topw_deploy.export.source.stored import IntegerMatrix
 
@@ -17,12 +20,12 @@ _SMALLEST_BLOCK, _LARGEST_BLOCK = 16, 256
 
 @dataclass(frozen=True)
 class Origin:
-    """A weight's place in the checkpoint.
+    """Where the codes of a graph's weight are in the checkpoint.
 
-    places: (layer, row) of each output.
-    shape: shape of the MatMulNBits blocks.
+    places: (name of the checkpoint's weight, row) of each output.
+    shape: the shape of the weight's blocks for MatMulNBits.
     group_size: inputs per group in the checkpoint.
-    order: int64 [inputs], gathers the inputs group by group; None if they are sorted already.
+    order: int64 [inputs], the inputs in the order of their groups; None if they are in this order already.
     """
 
     places: tuple[tuple[str, int], ...]
@@ -32,7 +35,7 @@ class Origin:
 
 
 class StoredRows:
-    """A checkpoint's rows of integer codes, found by their decoded values."""
+    """An index of a checkpoint's rows of integer codes by their decoded values."""
 
     def __init__(self, checkpoint: QuantisedCheckpoint) -> None:
         self._checkpoint = checkpoint
@@ -43,14 +46,14 @@ class StoredRows:
 
     @classmethod
     def of(cls, folder: Path) -> StoredRows | None:
-        """None for a checkpoint without integer codes."""
+        """Index the checkpoint in `folder`; None if it has no integer codes."""
         checkpoint = QuantisedCheckpoint.of(folder)
         return cls(checkpoint) if checkpoint is not None and checkpoint.kind.integers else None
 
     def origin(self, weight: np.ndarray) -> Origin | None:
-        """The origin of `weight` float32 [outputs, inputs].
+        """Find `weight`, float32 [outputs, inputs], in the checkpoint.
 
-        None if the checkpoint lacks an output or no block size of MatMulNBits fits its groups.
+        Returns None if the checkpoint lacks a row of it, or if MatMulNBits cannot express the rows' groups.
         """
         places = []
         for row in weight:
@@ -62,7 +65,7 @@ class StoredRows:
         first = matrices[0]
         if any(not np.array_equal(other.groups, first.groups) for other in matrices[1:]):
             return None
-        order, size = _order(first)
+        order, size = _group_order(first)
         limit = 2**first.bits
         if size is None or any(matrix.zeros.min() < 0 or matrix.zeros.max() >= limit for matrix in matrices):
             return None
@@ -73,8 +76,8 @@ class StoredRows:
         shape = BlocksShape(weight.shape[0], weight.shape[1], first.bits, block_size, symmetric)
         return Origin(tuple(places), shape, size, order)
 
-    def blocks(self, origin: Origin) -> Blocks:
-        """The checkpoint's codes, scales and zero points in MatMulNBits' layout."""
+    def blocks(self, origin: Origin) -> WeightBlocks:
+        """Return the codes, scales and zero points of a weight, in the layout of MatMulNBits."""
         shape = origin.shape
         codes = np.empty((shape.outputs, shape.inputs), np.uint8)
         scales = np.empty(shape.scales, np.float32)
@@ -88,7 +91,7 @@ class StoredRows:
             codes[here] = found if origin.order is None else found[:, origin.order]
             scales[here] = np.repeat(matrix.scales[rows], repeats, axis=1)
             zeros[here] = np.repeat(matrix.zeros[rows], repeats, axis=1)
-        return Blocks(
+        return WeightBlocks(
             pack_codes(codes, shape.bits).reshape(shape.codes),
             scales,
             None if shape.symmetric else pack_codes(zeros, shape.bits),
@@ -99,7 +102,8 @@ def _digest(values: np.ndarray) -> bytes:
     return hashlib.blake2b(np.ascontiguousarray(values, dtype=np.float32).tobytes(), digest_size=16).digest()
 
 
-def _order(matrix: IntegerMatrix) -> tuple[np.ndarray | None, int | None]:
+def _group_order(matrix: IntegerMatrix) -> tuple[np.ndarray | None, int | None]:
+    """Return (Origin.order, inputs per group); (None, None) if groups have different sizes."""
     counts = np.bincount(matrix.groups, minlength=matrix.scales.shape[1])
     if not (counts == counts[0]).all():
         return None, None
@@ -108,6 +112,7 @@ def _order(matrix: IntegerMatrix) -> tuple[np.ndarray | None, int | None]:
 
 
 def _block_size(group_size: int, inputs: int) -> int | None:
+    """Return the largest block size of MatMulNBits that divides both numbers, or None."""
     size = _LARGEST_BLOCK
     while size >= _SMALLEST_BLOCK:
         if group_size % size == 0 and inputs % size == 0:

@@ -1,4 +1,4 @@
-"""Lazy initializers of quantised weights."""
+"""Initializers that quantise their weight when they are read."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ import onnx_ir as ir
 
 from topw_deploy.export.graph.lazy_weight import LazyWeight
 from topw_deploy.export.graph.table import stored_array
-from topw_deploy.export.quantise.blocks import Blocks, BlocksShape, ReadRows, quantise_weight
+from topw_deploy.export.quantise.blocks import BlocksShape, ReadRows, WeightBlocks, quantise_weight
 from topw_deploy.export.quantise.scheme import Quantisation
 
-_HELD_BYTES = 128 << 20  # of codes, scales and zero points
+_HELD_BYTES = 128 << 20  # maximum bytes of codes, scales and zero points in a RecentBlocks
 
 
 class RecentBlocks:
-    """A bounded cache of Blocks, so that a weight's consecutive tensors quantise it once.
+    """A bounded cache of WeightBlocks: reading a weight's codes, scales and zero points in a row quantises it once.
 
-    It holds all of a small model, which can then be written twice.
+    The cache holds all weights of a small model, so that writing it a second time quantises nothing.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._made: dict[QuantisedWeight, Blocks] = {}
+        self._made: dict[QuantisedWeight, WeightBlocks] = {}
 
-    def of(self, weight: QuantisedWeight) -> Blocks:
+    def of(self, weight: QuantisedWeight) -> WeightBlocks:
+        """Return the blocks of `weight`, from the cache if it has them."""
         with self._lock:
             if weight not in self._made:
-                room = _HELD_BYTES - weight.shape.nbytes
-                while self._made and sum(made.shape.nbytes for made in self._made) > room:
+                budget = _HELD_BYTES - weight.shape.nbytes
+                while self._made and sum(made.shape.nbytes for made in self._made) > budget:
                     del self._made[next(iter(self._made))]
                 self._made[weight] = weight.compute()
             return self._made[weight]
 
 
-def rows_of(tensor: ir.TensorProtocol, by_output: bool) -> ReadRows:
+def row_reader(tensor: ir.TensorProtocol, by_output: bool) -> ReadRows:
+    """Return a function that reads outputs of `tensor`: rows if `by_output`, else columns."""
     if isinstance(tensor, LazyWeight) and tensor.read is not None:
         read = tensor.read
         if by_output:
@@ -49,17 +51,18 @@ def rows_of(tensor: ir.TensorProtocol, by_output: bool) -> ReadRows:
 
 
 class QuantisedWeight:
-    """A weight quantised on demand.
+    """A weight that is quantised when one of its tensors is read.
 
-    keep: keep the Blocks for another read.
-    experts: the number of experts whose outputs these are; the tensors have an axis for them.
+    compute: quantises the weight.
+    keep: whether to hold the blocks after the first read.
+    experts: the number of experts, if the outputs are those of all experts; tensors then have an axis for the experts.
     """
 
     def __init__(
         self,
         shape: BlocksShape,
         scale_type: ir.DataType,
-        compute: Callable[[], Blocks],
+        compute: Callable[[], WeightBlocks],
         recent: RecentBlocks,
         *,
         keep: bool = False,
@@ -68,7 +71,7 @@ class QuantisedWeight:
         self.shape = shape
         self.scale_type = scale_type
         self._compute, self._recent, self._keep, self._experts = compute, recent, keep, experts
-        self._kept: Blocks | None = None
+        self._kept: WeightBlocks | None = None
 
     @classmethod
     def of_tensor(
@@ -87,12 +90,13 @@ class QuantisedWeight:
         outputs, inputs = sizes if by_output else sizes[::-1]
         shape = BlocksShape(outputs, inputs, scheme.bits, block_size, scheme.is_symmetric)
 
-        def compute() -> Blocks:
-            return quantise_weight(rows_of(tensor, by_output), shape, scheme, tensor.dtype.numpy())
+        def compute() -> WeightBlocks:
+            return quantise_weight(row_reader(tensor, by_output), shape, scheme, tensor.dtype.numpy())
 
         return cls(shape, tensor.dtype, compute, recent, keep=keep, experts=experts)
 
-    def compute(self) -> Blocks:
+    def compute(self) -> WeightBlocks:
+        """Quantise the weight, or return the blocks that `keep` holds."""
         if self._kept is not None:
             return self._kept
         blocks = self._compute()
@@ -101,13 +105,13 @@ class QuantisedWeight:
         return blocks
 
     def codes(self, shape: tuple[int, ...] | None = None) -> ir.TensorProtocol:
-        """The codes; a smaller `shape` takes the leading bytes of each output."""
+        """The codes as a tensor of `shape`. One with fewer bytes per output takes the first bytes of each output."""
         wanted = self.shape.codes if shape is None else shape
         per_output = int(np.prod(wanted[1:]))
         if self._experts is not None:
             wanted = (self.shape.outputs, per_output)
 
-        def read(blocks: Blocks) -> np.ndarray:
+        def read(blocks: WeightBlocks) -> np.ndarray:
             flat = blocks.codes.reshape(len(blocks.codes), -1)[:, :per_output]
             return np.ascontiguousarray(flat).reshape(wanted)
 
@@ -121,27 +125,29 @@ class QuantisedWeight:
             return None
         return self._lazy(lambda blocks: blocks.zero_points, ir.DataType.UINT8, self.shape.zero_points)
 
-    def middle(self) -> ir.TensorProtocol:
-        """Zero points of 2 ** (bits - 1), explicit for symmetric weights.
+    def middle_zero_points(self) -> ir.TensorProtocol:
+        """The zero points 2 ** (bits - 1) of a symmetric weight, for operators that need them as a tensor.
 
-        The unused last half byte of a row is filled too: onnxruntime 1.24 on CPU, and up to 1.31 on CUDA, reads zero
-        points as if rows were not padded.
+        The unused last half byte of a row has this value too: onnxruntime 1.24 on CPU, and up to 1.31 on CUDA, reads
+        zero points as if rows were not padded.
         """
-        byte, shape = 0x88 if self.shape.bits == 4 else 0x80, self._stacked(self.shape.zero_points)
+        byte, shape = 0x88 if self.shape.bits == 4 else 0x80, self._expert_shape(self.shape.zero_points)
 
         def evaluate() -> ir.TensorProtocol:
             return ir.Tensor(np.full(shape, byte, np.uint8))
 
         return ir.LazyTensor(evaluate, dtype=ir.DataType.UINT8, shape=ir.Shape(shape))
 
-    def _lazy(self, read: Callable[[Blocks], Any], dtype: ir.DataType, shape: tuple[int, ...]) -> ir.TensorProtocol:
-        stacked = self._stacked(shape)
+    def _lazy(
+        self, read: Callable[[WeightBlocks], Any], dtype: ir.DataType, shape: tuple[int, ...]
+    ) -> ir.TensorProtocol:
+        stacked = self._expert_shape(shape)
 
         def evaluate() -> ir.TensorProtocol:
             return ir.Tensor(read(self._recent.of(self)).reshape(stacked), dtype=dtype)
 
         return ir.LazyTensor(evaluate, dtype=dtype, shape=ir.Shape(stacked))
 
-    def _stacked(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """[outputs, ...] -> [experts, outputs of each, ...]."""
+    def _expert_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Split the first axis by experts: [outputs, ...] -> [experts, outputs of each, ...]."""
         return shape if self._experts is None else (self._experts, shape[0] // self._experts, *shape[1:])

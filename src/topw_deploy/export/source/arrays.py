@@ -1,4 +1,4 @@
-"""Arrays that `topw export-sampler` reads: input embeddings, and logits of a model that it does not run."""
+"""Read the arrays of `topw export-sampler`: the input embeddings, and logits that the user saved."""
 
 from __future__ import annotations
 
@@ -13,43 +13,50 @@ from topw_deploy.files import open_regular
 from topw_deploy.sampling import Geometry, median_distance
 
 MOST_STEPS = 4096
-"""Rows of a file of logits: each takes 32 kB while the median is computed."""
-# Table names in transformers, without prefixes.
-_NAMES = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "tok_embeddings.weight")
-_TYPES = ("F64", "F32", "F16", "BF16")
+"""The maximum number of rows in a file of logits. Computing the median takes 32 kB per row."""
+# Names of the embedding table in transformers' models, without prefixes.
+_TABLE_NAMES = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "embed_in.weight",
+    "word_embeddings.weight",
+    "tok_embeddings.weight",
+)
+_TABLE_TYPES = ("F64", "F32", "F16", "BF16")
 
 
 def embeddings_of_folder(folder: Path) -> np.ndarray:
     """Memory-map a checkpoint's input embeddings [rows, hidden].
 
-    Raises SourceError for missing or damaged safetensors, UnsupportedModelError unless exactly one tensor matches.
+    Raises SourceError for missing or damaged weights, UnsupportedModelError unless exactly one tensor has a usual name
+    and a floating-point type.
     """
     places = tensor_files(folder)
-    found = sorted(name for name in places if name.endswith(_NAMES))
+    found = sorted(name for name in places if name.endswith(_TABLE_NAMES))
     if len(found) != 1:
         which = f"{len(found)} ({', '.join(found)})" if found else "none"
         raise UnsupportedModelError(
             f"the input embeddings in {folder} are not clear: {which} have one of the usual names "
-            f"({', '.join(_NAMES)}); "
+            f"({', '.join(_TABLE_NAMES)}); "
             "save the table as .npy and give it with --embeddings."
         )
     (name,) = found
     stored = tensors_in(places[name], {name})[name]
-    if stored.dtype not in _TYPES:
+    if stored.dtype not in _TABLE_TYPES:
         raise UnsupportedModelError(
-            f"the embedding table {name} is stored as {stored.dtype}, but must be one of {', '.join(_TYPES)}; "
+            f"the embedding table {name} is stored as {stored.dtype}, but must be one of {', '.join(_TABLE_TYPES)}; "
             "save the unquantised table as .npy and give it with --embeddings."
         )
-    return _checked(stored.array(), name)
+    return _check_table(stored.array(), name)
 
 
 def embeddings_of_file(path: Path) -> np.ndarray:
     """Memory-map a .npy table [rows, hidden]. Raises SourceError for other files."""
-    return _checked(mapped_array(path, "the embedding table"), str(path))
+    return _check_table(map_array(path, "the embedding table"), str(path))
 
 
-def _checked(table: np.ndarray, name: str) -> np.ndarray:
-    if table.ndim != 2 or 0 in table.shape or table.dtype not in [NUMPY_TYPES[kind] for kind in _TYPES]:
+def _check_table(table: np.ndarray, name: str) -> np.ndarray:
+    if table.ndim != 2 or 0 in table.shape or table.dtype not in [NUMPY_TYPES[kind] for kind in _TABLE_TYPES]:
         raise SourceError(
             f"{name} holds {table.dtype} of shape {tuple(table.shape)}, but must hold floating-point numbers of shape "
             "[tokens, hidden]; give such a table."
@@ -57,10 +64,11 @@ def _checked(table: np.ndarray, name: str) -> np.ndarray:
     return table
 
 
-def mapped_array(path: Path, content: str) -> np.ndarray:
-    """Memory-map the array in a .npy file. content: what it should hold, for the messages.
+def map_array(path: Path, content: str) -> np.ndarray:
+    """Memory-map the array in a .npy file, read-only.
 
-    Raises SourceError if the file is missing or no such array.
+    content: a noun phrase for the messages, such as "the logits".
+    Raises SourceError if the file is missing, is not a regular file or holds no array of numbers.
     """
     try:
         with open_regular(path, follow=True):  # numpy would wait for the writer of a named pipe
@@ -69,20 +77,20 @@ def mapped_array(path: Path, content: str) -> np.ndarray:
             raise ValueError("it is an archive of arrays")
     except FileNotFoundError:
         raise SourceError(f"{path} does not exist; give a .npy file with {content}.") from None
-    except Exception as error:  # noqa: BLE001  # numpy parses the header as Python, so the tokenizer's errors, too
+    except Exception as error:  # noqa: BLE001  # numpy also raises errors of Python's tokenizer
         raise SourceError(
             f"{path} is not a .npy file of numbers ({one_line(error, 200)}); save {content} with numpy.save."
         ) from None
     return array
 
 
-def median_of_file(path: Path, geometry: Geometry, vocab_size: int) -> float:
-    """The median distance of likely pairs (sampling.likely_pairs) at the steps whose logits are in the .npy `path`.
+def median_distance_in_file(path: Path, geometry: Geometry, vocab_size: int) -> float:
+    """Return the median distance of likely pairs of tokens (sampling.likely_pairs) over the steps in a .npy file.
 
-    The file holds floating-point numbers [steps, vocab_size], with at most MOST_STEPS steps. Raises SourceError for
-    other files, and if there is no median.
+    path: floating-point logits [steps, vocab_size], with 1 to MOST_STEPS steps.
+    Raises SourceError for other files, and if no row has two likely tokens at a distance > 0.
     """
-    rows = mapped_array(path, "the logits")
+    rows = map_array(path, "the logits")
     if rows.ndim != 2 or rows.shape[1] != vocab_size or not 1 <= len(rows) <= MOST_STEPS or rows.dtype.kind != "f":
         raise SourceError(
             f"{path} holds {rows.dtype} of shape {tuple(rows.shape)}, but must hold floating-point logits of shape "

@@ -16,21 +16,21 @@ from transformers.utils import logging as transformers_logging
 from topw_deploy.errors import SourceError, TopWError, UnsupportedModelError, one_line
 from topw_deploy.export.source.quantised import QuantisedCheckpoint, quantised_format
 from topw_deploy.export.source.safetensors_files import stored_tensors
-from topw_deploy.export.source.sizes import check_counts, check_sizes
+from topw_deploy.export.source.size_checks import check_counts, check_sizes
 from topw_deploy.export.source.text_decoder import (
     Composite,
+    allow_missing_packages,
     check_equal_on_text,
     has_rotary_sections,
-    missing_packages_allowed,
     parts_left_out,
     text_configuration,
     text_decoder,
 )
 
-_NO_LIMIT = 65_536  # tokens; bounds rotary tables
-_LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length")
-_WITHOUT_POSITIONS = {"bloom", "xlstm"}  # ALiBi; recurrent, but states no layer types
-_FORGETTING_LAYERS = {"linear_attention", "sliding_attention"}
+_UNLIMITED = 65_536  # tokens: the context of a model without a limit; bounds the size of rotary tables
+_LENGTH_NAMES = ("max_position_embeddings", "max_seq_len", "seq_length")
+_UNLIMITED_TYPES = {"bloom", "xlstm"}  # bloom has ALiBi; xlstm is recurrent, but its configuration has no layer types
+_BOUNDED_LAYERS = {"linear_attention", "sliding_attention"}
 # RoPE types whose frequencies change beyond the original context; a graph holds only the original frequencies.
 _SWITCHING_ROPE = {"longrope", "dynamic", "su"}
 
@@ -45,22 +45,24 @@ def load_checkpoint(
 ) -> PreTrainedModel:
     """Load a causal LM, or the text decoder of a composite model, on the CPU, in evaluation mode.
 
-    dtype: a torch dtype's name.
-    unread: leave weights in files as `UnreadTensor`s.
+    dtype: name of the torch dtype to load, such as "float16".
+    num_hidden_layers: load only the first layers; None loads all.
+    trust_remote_code: run the model's own Python code.
+    unread: leave the weights in their files, as `UnreadTensor`s.
     Raises UnsupportedModelError for unknown architectures, SourceError for damaged or missing weights.
     """
-    loaded = _load(folder, dtype, num_hidden_layers, trust_remote_code, unread=unread)
+    loaded = _load_model(folder, dtype, num_hidden_layers, trust_remote_code, unread=unread)
     return loaded.model if loaded.composite is None else text_decoder(loaded.composite, loaded.model)
 
 
 def load_reference(
     folder: Path, dtype: str, *, num_hidden_layers: int | None = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Load like load_checkpoint, with all values, and compare a text decoder with its composite model on text.
+    """Load like load_checkpoint, with all weights in memory. Compare a text decoder with its composite model on text.
 
-    Raises like load_checkpoint; VerificationError if the two differ.
+    Raises the errors of load_checkpoint, and VerificationError if the decoder and its composite model differ.
     """
-    loaded = _load(folder, dtype, num_hidden_layers, trust_remote_code, unread=False)
+    loaded = _load_model(folder, dtype, num_hidden_layers, trust_remote_code, unread=False)
     if loaded.composite is None:
         return loaded.model
     decoder = text_decoder(loaded.composite, loaded.model)
@@ -69,25 +71,27 @@ def load_reference(
 
 
 @dataclass(frozen=True)
-class _Loaded:
+class _LoadedModel:
     model: PreTrainedModel
     composite: Composite | None
 
 
-def _load(folder: Path, dtype: str, num_hidden_layers: int | None, trust_remote_code: bool, *, unread: bool) -> _Loaded:
+def _load_model(
+    folder: Path, dtype: str, num_hidden_layers: int | None, trust_remote_code: bool, *, unread: bool
+) -> _LoadedModel:
     config = load_config(folder, trust_remote_code=trust_remote_code)
     if num_hidden_layers is not None:
         _cut_layers(config, num_hidden_layers)
     settings = {"dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
     quantised = QuantisedCheckpoint.of(folder)
     composite = Composite.of(config)
-    with _quiet():
+    with _silence_transformers():
         check_sizes(folder, lambda: _empty_model(config, composite, settings), quantised)
         try:
             if composite is not None:
-                model, info = _composite_model(folder, composite, settings["dtype"], quantised, unread=unread)
+                model, info = _load_composite(folder, composite, settings["dtype"], quantised, unread=unread)
             elif unread or quantised is not None:
-                model, info = _unread_model(folder, config, settings, quantised, unread=unread)
+                model, info = _assemble_model(folder, config, settings, quantised, unread=unread)
             else:
                 model, info = AutoModelForCausalLM.from_pretrained(
                     folder, config=config, output_loading_info=True, local_files_only=True, **settings
@@ -103,12 +107,12 @@ def _load(folder: Path, dtype: str, num_hidden_layers: int | None, trust_remote_
         raise SourceError(
             f"the weights in {folder} lack {len(missing)} tensors of the model (first: {missing[0]}); fetch them again."
         )
-    return _Loaded(model.eval(), composite)
+    return _LoadedModel(model.eval(), composite)
 
 
 def _empty_model(config: Any, composite: Composite | None, settings: dict[str, Any]) -> PreTrainedModel:
-    """The model without values."""
-    with torch.device("meta"), missing_packages_allowed():
+    """Make the model on the meta device: it has shapes, but no values."""
+    with torch.device("meta"), allow_missing_packages():
         if composite is None:
             return AutoModelForCausalLM.from_config(config, **settings)
         return composite.model._from_config(composite.config, dtype=settings["dtype"])
@@ -117,17 +121,17 @@ def _empty_model(config: Any, composite: Composite | None, settings: dict[str, A
 def load_unread(
     folder: Path, dtype: str, *, num_hidden_layers: int | None = None, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Load with unread weights, or with loaded weights if impossible; and notices.
+    """Load the model with weights left in their files, or in memory if the model's code needs their values.
 
-    Raises like load_checkpoint.
+    Returns (model, notices for the user). Raises the errors of load_checkpoint.
     """
     notices = []
     try:
-        loaded = _load(folder, dtype, num_hidden_layers, trust_remote_code, unread=True)
+        loaded = _load_model(folder, dtype, num_hidden_layers, trust_remote_code, unread=True)
     except UnsupportedModelError:
         raise
-    except SourceError as error:  # code that needs values
-        loaded = _load(folder, dtype, num_hidden_layers, trust_remote_code, unread=False)
+    except SourceError as error:  # the model's code may need values
+        loaded = _load_model(folder, dtype, num_hidden_layers, trust_remote_code, unread=False)
         notices.append(f"all weights were read into memory, because they could not be left in their files: {error}")
     if loaded.composite is None:
         return loaded.model, notices
@@ -146,10 +150,10 @@ def _composite_notices(composite: Composite, model: PreTrainedModel) -> list[str
     return found
 
 
-def _unread_model(
+def _assemble_model(
     folder: Path, config: Any, settings: dict[str, Any], quantised: QuantisedCheckpoint | None, *, unread: bool
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Assemble the model from a state_dict, which transformers accepts only without a folder."""
+    """Load the model from a state_dict of unread or decoded tensors, which transformers takes only without a folder."""
     tensors = _unread_tensors(folder, quantised)
     if not unread:
         tensors = {name: tensor.values().clone() for name, tensor in tensors.items()}
@@ -162,11 +166,11 @@ def _unread_model(
     return model, info
 
 
-def _composite_model(
+def _load_composite(
     folder: Path, composite: Composite, dtype: torch.dtype, quantised: QuantisedCheckpoint | None, *, unread: bool
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The whole model. Only the text decoder's values are read, unless `unread`."""
-    with missing_packages_allowed():
+    """Load the whole composite model. Without `unread`, read the values of the text decoder alone."""
+    with allow_missing_packages():
         model, info = composite.model.from_pretrained(
             None,
             config=composite.config,
@@ -191,7 +195,10 @@ def _unread_tensors(folder: Path, quantised: QuantisedCheckpoint | None) -> dict
 
 
 def _read_parameters(model: torch.nn.Module, towers: tuple[str, ...]) -> None:
-    """Load parameters, shared ones once; those of `towers` stay unread."""
+    """Load the values of all parameters but those of `towers`.
+
+    Load a shared parameter once, so that it stays shared.
+    """
     from topw_deploy.export.source.unread_tensor import UnreadTensor
 
     made: dict[int, torch.nn.Parameter] = {}
@@ -204,7 +211,7 @@ def _read_parameters(model: torch.nn.Module, towers: tuple[str, ...]) -> None:
 
 
 def _read_buffers(model: torch.nn.Module) -> None:
-    """Load buffers: they are small and modified in place."""
+    """Load the values of all buffers: models change them in place, and they are small."""
     from topw_deploy.export.source.unread_tensor import UnreadTensor
 
     for module in model.modules():
@@ -214,9 +221,12 @@ def _read_buffers(model: torch.nn.Module) -> None:
 
 
 def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """Load a configuration. Raises UnsupportedModelError unless it is a supported causal decoder."""
+    """Load the configuration in `folder`.
+
+    Raises UnsupportedModelError unless it describes a supported causal decoder.
+    """
     check_counts(folder)
-    with _quiet():
+    with _silence_transformers():
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
         except Exception as error:
@@ -238,14 +248,14 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
                     f"the checkpoint in {folder} is quantised, but its config.json does not say how; "
                     "export the unquantised one."
                 )
-            del part.quantization_config  # load layers as ordinary ones
+            del part.quantization_config  # transformers then makes ordinary linear layers
     if getattr(config, "rescale_every", 0):
-        config.rescale_every = 0  # RWKV: halves weights in place, and activations, for float16; logits are the same
+        config.rescale_every = 0  # RWKV for float16 halves weights in place, and activations; the logits stay the same
     return config
 
 
-def written_config(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of an export of `config`, the source's: only the text decoder's part of a composite model."""
+def exported_config(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json to export for the source's `config`: of a composite model, the text decoder's part."""
     if not any(name.endswith("_config") and name != "quantization_config" for name in config):
         return config
     with contextlib.suppress(UnsupportedModelError):  # remote code
@@ -258,17 +268,17 @@ def written_config(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def context_length(config: Any) -> int:
-    """Maximum sequence length; for switching RoPE types, the original one.
+    """Return the context length in tokens. For a switching RoPE type, this is the original context length.
 
-    Returns _NO_LIMIT for models that state no length and are recurrent, look back only through a window, or have no
-    positions.
+    Returns _UNLIMITED for a model that states no length and is recurrent, attends only within a window, or has no
+    positions. Raises UnsupportedModelError for other models that state no length.
     """
     config = config.get_text_config(decoder=True)
-    stated = (getattr(config, name, None) for name in _LENGTHS)
+    stated = (getattr(config, name, None) for name in _LENGTH_NAMES)
     length = next((found for found in stated if found is not None), None)
-    forgets = set(getattr(config, "layer_types", None) or ["full_attention"]) <= _FORGETTING_LAYERS
-    if length is None and (forgets or config.model_type in _WITHOUT_POSITIONS):
-        return _NO_LIMIT
+    forgets = set(getattr(config, "layer_types", None) or ["full_attention"]) <= _BOUNDED_LAYERS
+    if length is None and (forgets or config.model_type in _UNLIMITED_TYPES):
+        return _UNLIMITED
     if not isinstance(length, int) or length < 1:
         raise UnsupportedModelError(
             f"the configuration of {config.model_type!r} has no max_position_embeddings; add the context length to it."
@@ -278,7 +288,7 @@ def context_length(config: Any) -> int:
 
 
 def switching_rope(config: Any) -> int | None:
-    """Length where switching RoPE changes frequencies; None for other types."""
+    """Return the length in tokens beyond which a switching RoPE type changes its frequencies; None for other types."""
     config = config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
@@ -293,7 +303,10 @@ def switching_rope(config: Any) -> int | None:
 
 
 def overflowing_modules(model: PreTrainedModel, batches: list[torch.Tensor]) -> list[str]:
-    """Names of modules that return infinity or NaN for token ids `batches` [batch, sequence]."""
+    """Run the model on token ids, int64 [batch, sequence] each.
+
+    Returns the names of modules that gave infinity or NaN.
+    """
     found: dict[str, None] = {}
 
     def watch(name: str) -> Any:
@@ -330,7 +343,7 @@ def _cut_layers(config: Any, layers: int) -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_transformers() -> Iterator[None]:
     level = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

@@ -5,11 +5,11 @@ A linear layer [outputs, inputs] has one of:
         code plus 2 ** (bits - 1); weight_shape: [2].
     weight (int-quantized, naive-quantized): int8 [outputs, inputs].
     weight (float-quantized): float8, see scaled.py.
-And for integers:
-    weight_scale: [outputs, groups], or one for all.
+Integer layers also have:
+    weight_scale: [outputs, groups], [outputs], or one value for the whole layer.
     weight_zero_point: int8 [outputs, groups], or packed like codes along outputs; absent if symmetric.
-    weight_g_idx: int32 [inputs], group per input; absent, or all -1, if consecutive.
-weight = (code - zero point) * scale.
+    weight_g_idx: int32 [inputs], the group of each input; absent, or all -1, if groups are consecutive inputs.
+The weight is (code - zero point) * scale.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _SCALE_TYPES = ("F32", "F16", "BF16")
 
 
 class CompressedWeight(IntegerWeight):
-    """The weight of an integer layer.
+    """The weight of a linear layer stored as integer codes.
 
-    parts: its tensors by name without `weight_`; the codes under "codes".
-    Raises SourceError for types or shapes that do not fit.
+    parts: the layer's tensors by name without `weight_`, and the codes as "codes".
+    Raises SourceError for missing tensors, and for types or shapes that do not fit.
     """
 
     def __init__(self, name: str, parts: dict[str, StoredTensor]) -> None:
@@ -51,13 +51,13 @@ class CompressedWeight(IntegerWeight):
         if "scale" not in parts:
             raise SourceError(f"the checkpoint lacks {name}_scale, which {name} needs; fetch it again.")
         if len(codes.shape) != 2 or codes.dtype not in ("I32", "I8") or 0 in codes.shape:
-            raise self._wrong("codes", codes)
+            raise self._mismatch_error("codes", codes)
         self.shape = self._full_shape()
-        self._bits = self._count_bits()
-        self._check("scale", _SCALE_TYPES)
+        self._bits = self._bits_per_code()
+        self._check_part("scale", _SCALE_TYPES)
         if "zero_point" in parts:
-            self._check("zero_point", ("I8", "I32"))
-        self._groups = self._read_groups()
+            self._check_part("zero_point", ("I8", "I32"))
+        self._groups = self._input_groups()
 
     def matrix(self, rows: Rows = slice(None)) -> IntegerMatrix:
         codes = np.asarray(self._parts["codes"].array()[rows])
@@ -65,7 +65,7 @@ class CompressedWeight(IntegerWeight):
             unpacked = unpack_words(codes, self._bits)[:, : self.shape[1]]
         else:
             unpacked = (codes.astype(np.int16) + 128).astype(np.uint8)
-        scales, zeros = self._by_row(self._scales(), rows), self._by_row(self._zeros(), rows)
+        scales, zeros = self._broadcast_rows(self._scales(), rows), self._broadcast_rows(self._zeros(), rows)
         return IntegerMatrix(np.ascontiguousarray(unpacked), scales, zeros, self._groups, self._bits)
 
     @property
@@ -81,13 +81,13 @@ class CompressedWeight(IntegerWeight):
         if stored is None:
             raise SourceError(f"the checkpoint lacks {self.name}_shape, which {self.name} needs; fetch it again.")
         if stored.dtype not in ("I64", "I32"):
-            raise self._wrong("shape", stored)
+            raise self._mismatch_error("shape", stored)
         found = tuple(int(size) for size in np.asarray(stored.array()).reshape(-1))
         if len(found) != 2 or found[0] != outputs or found[1] < 1:
             raise SourceError(f"{self.name}_shape says {found}, but the codes have {outputs} outputs; fetch it again.")
         return found[0], found[1]
 
-    def _count_bits(self) -> int:
+    def _bits_per_code(self) -> int:
         if not self._packed:
             return 8
         words = self._parts["codes"].shape[1]
@@ -99,26 +99,26 @@ class CompressedWeight(IntegerWeight):
             )
         return fitting[0]
 
-    def _check(self, part: str, types: tuple[str, ...]) -> None:
+    def _check_part(self, part: str, types: tuple[str, ...]) -> None:
         stored, outputs = self._parts[part], self.shape[0]
         packed = part == "zero_point" and stored.dtype == "I32"
         rows = -(-outputs * self._bits // 32) if packed else outputs
         fits = stored.shape in ((rows, self._group_count), (rows,), (1,), (), (1, 1))
         if stored.dtype not in types or not fits or not 1 <= self._group_count <= self.shape[1]:
-            raise self._wrong(part, stored)
+            raise self._mismatch_error(part, stored)
 
-    def _wrong(self, part: str, stored: StoredTensor) -> SourceError:
+    def _mismatch_error(self, part: str, stored: StoredTensor) -> SourceError:
         return SourceError(
             f"{stored.path} stores the {part.replace('_', ' ')} of {self.name} as {stored.dtype} of shape "
             f"{stored.shape}, which does not fit; fetch it again."
         )
 
-    def _read_groups(self) -> np.ndarray:
+    def _input_groups(self) -> np.ndarray:
         inputs, count = self.shape[1], self._group_count
         if "g_idx" in self._parts:
             groups = np.asarray(self._parts["g_idx"].array()).astype(np.int64)
             if groups.shape != (inputs,):
-                raise self._wrong("g_idx", self._parts["g_idx"])
+                raise self._mismatch_error("g_idx", self._parts["g_idx"])
             if not (groups == -1).all():
                 if groups.min() < 0 or groups.max() >= count:
                     raise SourceError(f"{self.name}_g_idx names groups outside 0 to {count - 1}; fetch it again.")
@@ -137,14 +137,17 @@ class CompressedWeight(IntegerWeight):
             return unpack_words(array.T, self._bits)[:, : self.shape[0]].T.astype(np.int32)
         return array.astype(np.int32) + middle
 
-    def _by_row(self, array: np.ndarray, rows: Rows) -> np.ndarray:
-        """`array` of [outputs, groups], or smaller, broadcast to that shape, at `rows`."""
+    def _broadcast_rows(self, array: np.ndarray, rows: Rows) -> np.ndarray:
+        """Broadcast `array` to [outputs, groups] and return its `rows`."""
         wide = array.reshape(-1, array.shape[1] if array.ndim == 2 else 1)
         return np.ascontiguousarray(np.broadcast_to(wide, (self.shape[0], self._group_count))[rows])
 
 
-def check_settings(settings: dict[str, Any], where: str) -> bool:
-    """Whether a checkpoint has integer weights. Raises UnsupportedModelError for other formats, naming `where`."""
+def has_integer_weights(settings: dict[str, Any], where: str) -> bool:
+    """Whether the weights are integer codes. Raises UnsupportedModelError for formats that are not supported.
+
+    where: the checkpoint, for messages.
+    """
     groups = settings.get("config_groups")
     groups = groups if isinstance(groups, dict) else {}
     named = [settings.get("format"), *(group.get("format") for group in groups.values() if isinstance(group, dict))]
@@ -165,8 +168,9 @@ def check_settings(settings: dict[str, Any], where: str) -> bool:
 def compressed_weights(
     stored: Mapping[str, StoredTensor], blocks: tuple[int, int] | None
 ) -> tuple[dict[str, EncodedWeight], set[str]]:
-    """The compressed weights of a checkpoint, and the names of all their tensors.
+    """Return a checkpoint's compressed weights by name, and the names of all tensors that hold them.
 
+    blocks: block size (rows, columns) of float8 weights that have a scale per block, else None.
     Raises SourceError for missing tensors, wrong types or shapes.
     """
     found, used = scaled_weights(stored, blocks)

@@ -13,10 +13,12 @@ _MOST_JSON = 16 << 20  # bytes
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; {} if there is no such file. Raises SourceError for anything else."""
+    """Return the JSON object in `path`, {} if the file is missing. Raises SourceError for any other content."""
     try:
         data = json.loads(read_bounded(path, _MOST_JSON, follow=True).decode("utf-8"))
-        json.dumps(data, ensure_ascii=False).encode("utf-8")  # lone surrogates cannot be exported
+        json.dumps(data, ensure_ascii=False).encode(
+            "utf-8"
+        )  # raises for a lone surrogate, which no UTF-8 file can hold
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
@@ -27,6 +29,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """The text part of a composite config.json; all of a plain one."""
+    """Return the text part of a composite model's config.json, or the whole of a text model's."""
     part = config.get("text_config")
     return part if isinstance(part, dict) else config

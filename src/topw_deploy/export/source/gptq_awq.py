@@ -1,13 +1,13 @@
 """Decode AutoGPTQ and AutoAWQ checkpoints with NumPy (docs/guide/quantisation.md).
 
-A linear layer [outputs, inputs] has integers `q`, and a scale and a zero point for each output and group of inputs:
-weight = (q - zero) * scale.
+A linear layer [outputs, inputs] has an integer code for each weight, and a scale and a zero point for each output and
+group of inputs: weight = (code - zero point) * scale.
 
 GPTQ:
     qweight: int32 [inputs * bits / 32, outputs]; a word holds consecutive inputs.
     qzeros: int32 [groups, outputs * bits / 32]; a word holds consecutive outputs, each minus one in version 1.
     scales: float16 [groups, outputs].
-    g_idx: int32 [inputs], the group of each input; without it, groups are consecutive inputs.
+    g_idx: int32 [inputs], the group of each input; if absent, groups are consecutive inputs.
 AWQ (`version: gemm`):
     qweight: int32 [inputs, outputs / 8]; a word holds 8 outputs in the order _AWQ_ORDER.
     qzeros: int32 [groups, outputs / 8], packed like qweight.
@@ -33,17 +33,18 @@ from topw_deploy.export.source.stored import (
 )
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
-"""The tensors of a packed layer."""
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output in each half byte, lowest first
+"""Names of the tensors of a packed layer, after the layer's name."""
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that each half byte of a word holds, lowest half byte first
 _PACKED_TYPES = ("I32", "F16", "F32", "I64")
 
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """How a checkpoint is packed.
+    """How a checkpoint packs its integer codes.
 
     method: `gptq` or `awq`.
-    zero_offset: added to stored zero points.
+    bits: bits of a code.
+    zero_offset: the number to add to each stored zero point.
     """
 
     method: str
@@ -52,12 +53,12 @@ class PackedFormat:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> PackedFormat | None:
-        """The packing of a quantization_config; None if this module does not read its format."""
+        """Return the format that a quantization_config states; None for one that this module cannot read."""
         method, bits = str(settings.get("quant_method", "")).lower(), settings.get("bits", settings.get("w_bit"))
         version = str(settings.get("version", "gemm")).lower()
-        second = str(settings.get("checkpoint_format", "gptq")).lower() == "gptq_v2"
+        is_version_2 = str(settings.get("checkpoint_format", "gptq")).lower() == "gptq_v2"
         if method == "gptq" and bits in (4, 8):
-            return cls("gptq", bits, 0 if second else 1)
+            return cls("gptq", bits, 0 if is_version_2 else 1)
         if method == "awq" and bits == 4 and version == "gemm":
             return cls("awq", 4, 0)
         return None
@@ -66,7 +67,8 @@ class PackedFormat:
 class PackedWeight(IntegerWeight):
     """The weight of a GPTQ or AWQ layer.
 
-    parts: its tensors, with keys in PARTS.
+    prefix: the layer's name.
+    parts: the layer's tensors, with keys in PARTS.
     Raises SourceError for missing tensors or wrong shapes.
     """
 
@@ -82,25 +84,28 @@ class PackedWeight(IntegerWeight):
         self.shape = (columns, rows * per_word) if kind.method == "gptq" else (columns * per_word, rows)
 
     def matrix(self, rows: Rows = slice(None)) -> IntegerMatrix:
-        """Decodes the whole layer, because outputs share words."""
+        """Return the codes of some rows. Unpacks the whole layer, because outputs share words."""
         try:
-            found = unpack(self._kind, {part: _array(stored) for part, stored in self._parts.items()})
+            found = unpack_layer(self._kind, {part: _map_packed(stored) for part, stored in self._parts.items()})
         except SourceError as error:
             raise SourceError(f"{self.name}: {error}") from None
         return IntegerMatrix(found.codes[rows], found.scales[rows], found.zeros[rows], found.groups, found.bits)
 
 
 def packed_weights(stored: Mapping[str, StoredTensor], kind: PackedFormat) -> tuple[dict[str, EncodedWeight], set[str]]:
-    """The packed weights of a checkpoint, and the names of all their tensors. Raises SourceError for a missing one."""
+    """Return a checkpoint's packed weights by name, and the names of all tensors that hold them.
+
+    Raises SourceError for a missing tensor.
+    """
     found: dict[str, EncodedWeight] = {}
     used: set[str] = set()
-    for prefix, parts in layers_of(stored).items():
+    for prefix, parts in packed_layers(stored).items():
         found[f"{prefix}.weight"] = PackedWeight(prefix, kind, {part: stored[f"{prefix}.{part}"] for part in parts})
         used |= {f"{prefix}.{part}" for part in parts}
     return found, used
 
 
-def unpack(kind: PackedFormat, parts: dict[str, np.ndarray]) -> IntegerMatrix:
+def unpack_layer(kind: PackedFormat, parts: dict[str, np.ndarray]) -> IntegerMatrix:
     """Unpack a layer's tensors (keys in PARTS). Raises SourceError for inconsistent sizes or groups."""
     try:
         words, scales = parts["qweight"], parts["scales"].astype(np.float32).T
@@ -108,7 +113,7 @@ def unpack(kind: PackedFormat, parts: dict[str, np.ndarray]) -> IntegerMatrix:
             codes = unpack_words(words.T, kind.bits)
             zeros = unpack_words(parts["qzeros"], kind.bits).T
         else:
-            codes, zeros = _interleaved(words).T, _interleaved(parts["qzeros"]).T
+            codes, zeros = _unpack_interleaved(words).T, _unpack_interleaved(parts["qzeros"]).T
         zeros = zeros.astype(np.int32) + kind.zero_offset
         outputs, inputs = codes.shape
         count = scales.shape[1]
@@ -121,16 +126,16 @@ def unpack(kind: PackedFormat, parts: dict[str, np.ndarray]) -> IntegerMatrix:
     return IntegerMatrix(np.ascontiguousarray(codes), np.ascontiguousarray(scales), zeros, groups, kind.bits)
 
 
-def _interleaved(words: np.ndarray) -> np.ndarray:
-    """AWQ's int32 [n, m] -> uint8 [n, m * 8]."""
-    held = unpack_words(words, 4).reshape(len(words), -1, 8)
-    found = np.empty_like(held)
-    found[..., _AWQ_ORDER] = held
+def _unpack_interleaved(words: np.ndarray) -> np.ndarray:
+    """Unpack AWQ's 4-bit codes, int32 [n, m] -> uint8 [n, m * 8], in the order of outputs."""
+    unpacked = unpack_words(words, 4).reshape(len(words), -1, 8)
+    found = np.empty_like(unpacked)
+    found[..., _AWQ_ORDER] = unpacked
     return found.reshape(len(words), -1)
 
 
-def layers_of(names: Iterable[str]) -> dict[str, set[str]]:
-    """Prefix of a layer -> its tensors' names in PARTS."""
+def packed_layers(names: Iterable[str]) -> dict[str, set[str]]:
+    """Return {layer: the PARTS that it has} for every layer with a qweight among the tensor `names`."""
     found: dict[str, set[str]] = {}
     for name in names:
         prefix, _, part = name.rpartition(".")
@@ -139,7 +144,7 @@ def layers_of(names: Iterable[str]) -> dict[str, set[str]]:
     return {prefix: parts for prefix, parts in found.items() if "qweight" in parts}
 
 
-def _array(stored: StoredTensor) -> np.ndarray:
+def _map_packed(stored: StoredTensor) -> np.ndarray:
     if stored.dtype not in _PACKED_TYPES or not stored.nbytes:
         raise SourceError(
             f"{stored.path} holds a packed layer as {stored.dtype}, which is not supported; fetch it again."

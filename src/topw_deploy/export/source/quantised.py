@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from topw_deploy.errors import SourceError, UnsupportedModelError
-from topw_deploy.export.source.compressed import check_settings, compressed_weights
+from topw_deploy.export.source.compressed import compressed_weights, has_integer_weights
 from topw_deploy.export.source.gptq_awq import PackedFormat, packed_weights
 from topw_deploy.export.source.mxfp4 import mxfp4_weights
 from topw_deploy.export.source.safetensors_files import stored_tensors
@@ -17,7 +17,7 @@ from topw_deploy.export.source.scaled import scaled_weights
 from topw_deploy.export.source.stored import EncodedWeight, IntegerMatrix, IntegerWeight, StoredTensor
 
 _FLOAT8_METHODS = ("fp8", "fbgemm_fp8", "modelopt")
-_READ = (
+_SUPPORTED = (
     "GPTQ of 4 and 8 bits, AWQ of 4 bits (gemm), FP8, MXFP4, compressed-tensors of integers of 4 and 8 bits or floats"
     " of 8"
 )
@@ -25,11 +25,11 @@ _READ = (
 
 @dataclass(frozen=True)
 class QuantisedFormat:
-    """How a checkpoint's weights are quantised, as stated by its configuration.
+    """How a checkpoint's weights are quantised, as its configuration states.
 
-    name: for messages.
+    name: the format's name in messages.
     settings: the configuration's quantization_config.
-    integers: whether weights are integer codes, which a quantised export may keep.
+    integers: whether the weights are integer codes, which a quantised export can keep.
     """
 
     name: str
@@ -38,9 +38,9 @@ class QuantisedFormat:
 
     @property
     def blocks(self) -> tuple[int, int] | None:
-        """Block size (rows, columns) of float8 weights with a scale per block, else None."""
-        groups = _object(self.settings.get("config_groups"))
-        weights = [_object(_object(group).get("weights")) for group in groups.values()]
+        """The block size (rows, columns) of float8 weights that have a scale per block, else None."""
+        groups = _object_or_empty(self.settings.get("config_groups"))
+        weights = [_object_or_empty(_object_or_empty(group).get("weights")) for group in groups.values()]
         for found in (self.settings.get("weight_block_size"), *(part.get("block_structure") for part in weights)):
             if isinstance(found, list) and len(found) == 2 and all(isinstance(n, int) and n > 0 for n in found):
                 return found[0], found[1]
@@ -48,43 +48,44 @@ class QuantisedFormat:
 
 
 class QuantisedCheckpoint:
-    """A folder's quantised weights.
+    """The quantised weights of the checkpoint in `folder`.
 
-    weights: name of the decoded weight -> weight.
+    kind: the checkpoint's format.
+    weights: name -> weight, which is decoded when it is read.
     Raises SourceError for missing tensors, wrong types or shapes.
     """
 
     def __init__(self, folder: Path, kind: QuantisedFormat) -> None:
         self.kind = kind
         stored = stored_tensors(folder)
-        self.weights, used = _weights(kind, stored)
+        self.weights, used = _encoded_weights(kind, stored)
         used |= self.weights.keys()
         self._others = {name: tensor for name, tensor in stored.items() if name not in used}
 
     @classmethod
     def of(cls, folder: Path) -> QuantisedCheckpoint | None:
-        """Open a quantised checkpoint; None if it is not quantised."""
+        """Open the checkpoint in `folder`; None if its weights are not quantised."""
         kind = quantised_format(folder)
         return cls(folder, kind) if kind is not None else None
 
     def matrix(self, name: str) -> IntegerMatrix:
-        """The codes of an integer weight."""
+        """The codes, scales and zero points of the integer weight `name`."""
         weight = self.weights[name]
         assert isinstance(weight, IntegerWeight)
         return weight.matrix()
 
     def matrices(self) -> Iterator[tuple[str, IntegerMatrix]]:
-        """The name and the codes of every integer weight."""
+        """Yield the name and the matrix of every integer weight."""
         for name, weight in self.weights.items():
             if isinstance(weight, IntegerWeight):
                 yield name, weight.matrix()
 
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of all tensors once decoded."""
+        """The shapes of all tensors, those of quantised weights after decoding."""
         return [*(each.shape for each in self._others.values()), *(each.shape for each in self.weights.values())]
 
     def unread(self) -> dict[str, Any]:
-        """All tensors for transformers, quantised ones as float32."""
+        """Return every tensor by name as an UnreadTensor for transformers; quantised weights are float32."""
         from topw_deploy.export.source.unread_tensor import UnreadTensor
 
         stored: dict[str, StoredTensor | EncodedWeight] = {**self._others, **self.weights}
@@ -92,13 +93,13 @@ class QuantisedCheckpoint:
 
 
 def quantised_format(folder: Path) -> QuantisedFormat | None:
-    """How a checkpoint is quantised; None for ordinary weights.
+    """Return how the checkpoint in `folder` is quantised; None for ordinary weights.
 
     Raises UnsupportedModelError for unsupported quantisation, SourceError for a damaged configuration.
     """
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
-        settings = _stated_settings(config)
+        settings = _quantisation_settings(config)
         if settings is None:
             return None
         method = str(settings.get("quant_method", "")).lower()
@@ -109,8 +110,8 @@ def quantised_format(folder: Path) -> QuantisedFormat | None:
     if PackedFormat.of(settings) is not None:
         return QuantisedFormat(method.upper(), settings, integers=True)
     if method == "compressed-tensors":
-        return QuantisedFormat(method, settings, check_settings(settings, str(folder)))
-    algorithm = str(settings.get("quant_algo", "fp8")).lower()  # ModelOpt has several
+        return QuantisedFormat(method, settings, has_integer_weights(settings, str(folder)))
+    algorithm = str(settings.get("quant_algo", "fp8")).lower()  # only ModelOpt's configurations name one
     if method in _FLOAT8_METHODS and algorithm == "fp8":
         return QuantisedFormat("FP8", settings, integers=False)
     if method == "mxfp4":
@@ -118,22 +119,24 @@ def quantised_format(folder: Path) -> QuantisedFormat | None:
     bits = settings.get("bits", settings.get("w_bit"))
     raise UnsupportedModelError(
         f"the checkpoint in {folder} is quantised by {method or 'an unnamed method'} ({bits} bits), but only "
-        f"{_READ} are supported; export the unquantised one."
+        f"{_SUPPORTED} are supported; export the unquantised one."
     )
 
 
-def _object(value: Any) -> dict[str, Any]:
+def _object_or_empty(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _stated_settings(config: dict[str, Any]) -> Any:
+def _quantisation_settings(config: dict[str, Any]) -> Any:
     text = config.get("text_config")
     parts = [config, text] if isinstance(text, dict) else [config]
     stated = [part.get(name) for part in parts for name in ("quantization_config", "compression_config")]
     return next((found for found in stated if found is not None), None)
 
 
-def _weights(kind: QuantisedFormat, stored: dict[str, StoredTensor]) -> tuple[dict[str, EncodedWeight], set[str]]:
+def _encoded_weights(
+    kind: QuantisedFormat, stored: dict[str, StoredTensor]
+) -> tuple[dict[str, EncodedWeight], set[str]]:
     packing = PackedFormat.of(kind.settings)
     if packing is not None:
         return packed_weights(stored, packing)

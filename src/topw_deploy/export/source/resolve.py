@@ -14,7 +14,7 @@ from topw_deploy.manifest import MANIFEST_NAME
 
 @dataclass(frozen=True, kw_only=True)
 class HubOptions:
-    """Hub access, as in huggingface_hub.
+    """How to access the hub. The first four fields are those of huggingface_hub's snapshot_download.
 
     trust_remote_code: download and run the model's Python code.
     """
@@ -28,9 +28,9 @@ class HubOptions:
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_SECOND_COPIES = ["consolidated*", "original/*"]  # same weights, other layout
-_ENDINGS = {".json", ".jinja", ".model", ".txt", ".tiktoken", ".py"}
-_ENDINGS |= {".bin", ".safetensors", ".onnx", ".data", ".onnx_data"}
+_DUPLICATE_FILES = ["consolidated*", "original/*"]  # the same weights in another layout
+_READ_SUFFIXES = {".json", ".jinja", ".model", ".txt", ".tiktoken", ".py"}
+_READ_SUFFIXES |= {".bin", ".safetensors", ".onnx", ".data", ".onnx_data"}
 _MOST_JSON = 16 << 20  # bytes of a configuration
 _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja"]
 
@@ -39,12 +39,12 @@ _DEFAULT_HUB = HubOptions()
 
 @dataclass(frozen=True)
 class Source:
-    """A local model.
+    """A model in local files.
 
-    id: as the user named it.
-    revision: hub commit, "local" or "bundled".
-    folder: the folder with configuration and tokenizer.
-    onnx: decoder file; None for a Hugging Face checkpoint.
+    id: the name that the user gave.
+    revision: the hub's commit, "local" or "bundled".
+    folder: the folder that holds the configuration and the tokenizer.
+    onnx: the decoder's ONNX file; None for a Hugging Face checkpoint.
     """
 
     id: str
@@ -54,11 +54,12 @@ class Source:
 
     @property
     def route(self) -> str:
+        """How the decoder's graph is obtained: `trace` it with torch, or `graft` the sampler onto an ONNX file."""
         return "trace" if self.onnx is None else "graft"
 
 
 def resolve(model: str, hub: HubOptions = _DEFAULT_HUB) -> Source:
-    """Resolve `demo`, a folder, an ONNX file, or a hub id (downloaded).
+    """Find the local files of `model`: `demo`, a folder, an ONNX file, or a hub id, which is downloaded.
 
     Raises SourceError for missing, gated or unreadable models.
     """
@@ -69,22 +70,22 @@ def resolve(model: str, hub: HubOptions = _DEFAULT_HUB) -> Source:
     path = Path(model).expanduser()
     try:
         if path.exists():
-            return _local(model, path, "local")
+            return _local_source(model, path, "local")
     except OSError as error:
         raise SourceError(f"{path} cannot be read: {error.strerror or error}; check its permissions.") from None
     if not _HUB_ID.fullmatch(model) or path.suffix == ".onnx":
         raise SourceError(f"{model} does not exist, and is not a hub id (owner/name) either; check the path.")
     snapshot = _download(model, hub)
-    return _local(model, snapshot, snapshot.name)
+    return _local_source(model, snapshot, snapshot.name)
 
 
-def _local(model: str, path: Path, revision: str) -> Source:
+def _local_source(model: str, path: Path, revision: str) -> Source:
     if path.is_file():
         if path.suffix != ".onnx":
             raise SourceError(f"{path} is not an .onnx file; give a model folder, an .onnx file or a hub id.")
         refuse_special_files(path.parent)
-        refuse_special_files(_folder_of(path))
-        return Source(model, revision, _folder_of(path), path)
+        refuse_special_files(_configuration_folder(path))
+        return Source(model, revision, _configuration_folder(path), path)
     if (path / MANIFEST_NAME).exists():
         raise SourceError(f"{path} is already an export of topw_deploy; give the model that it was made from.")
     refuse_special_files(path)
@@ -92,30 +93,30 @@ def _local(model: str, path: Path, revision: str) -> Source:
         if not (path / "config.json").is_file():
             raise SourceError(f"{path} holds weights but no config.json; add the model's configuration.")
         return Source(model, revision, path)
-    onnx = _onnx_file(path)
+    onnx = _find_onnx_file(path)
     if onnx is None:
         raise SourceError(
             f"{path} holds neither Hugging Face weights ({', '.join(_WEIGHTS)}) nor an .onnx file; give a model folder."
         )
     refuse_special_files(onnx.parent)
-    return Source(model, revision, _folder_of(onnx), onnx)
+    return Source(model, revision, _configuration_folder(onnx), onnx)
 
 
 def refuse_special_files(folder: Path) -> None:
-    """Refuse special files. Raises SourceError for pipes, sockets, devices, and links to them, which can block reads.
+    """Raise SourceError if a model file in `folder` is a pipe, socket or device, or a link to one: reads could block.
 
-    Links to regular files are allowed: the hub's cache uses them.
+    Links to regular files are allowed, because the hub's cache uses them.
     """
     try:
         for path, kind in special_files(folder):
-            if path.suffix in _ENDINGS:
+            if path.suffix in _READ_SUFFIXES:
                 raise SourceError(f"{path} is {kind}, not a regular file; remove it, or fetch the model again.")
     except OSError as error:
         raise SourceError(f"{folder} cannot be read ({error.strerror or error}); give a model folder.") from None
 
 
-def _folder_of(onnx: Path) -> Path:
-    """The graph's folder, or its parent in the hub's `onnx/` layout."""
+def _configuration_folder(onnx: Path) -> Path:
+    """Return the folder of an ONNX file, or its parent if only the parent has config.json, as on the hub."""
     beside = onnx.parent
     above = beside.parent
     if beside.name == "onnx" and not (beside / "config.json").exists() and (above / "config.json").exists():
@@ -123,8 +124,8 @@ def _folder_of(onnx: Path) -> Path:
     return beside
 
 
-def _onnx_file(folder: Path) -> Path | None:
-    named = _named_by_genai(folder)
+def _find_onnx_file(folder: Path) -> Path | None:
+    named = _genai_decoder_file(folder)
     for candidate in (
         named,
         folder / "model.onnx",
@@ -143,12 +144,12 @@ def _onnx_file(folder: Path) -> Path | None:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # invalid file name
+    except OSError:  # for example a name that is too long
         return False
 
 
-def _named_by_genai(folder: Path) -> Path | None:
-    """The decoder file that genai_config.json names, if it is in `folder` itself."""
+def _genai_decoder_file(folder: Path) -> Path | None:
+    """Return the path of the decoder file that genai_config.json names; None unless it names a file of `folder`."""
     try:
         data = read_bounded(folder / "genai_config.json", _MOST_JSON, follow=True)
         name = json.loads(data.decode("utf-8"))["model"]["decoder"]["filename"]
@@ -171,17 +172,17 @@ def _download(model: str, hub: HubOptions) -> Path:
                     token=hub.token,
                     local_files_only=hub.local_files_only,
                     allow_patterns=small + patterns,
-                    ignore_patterns=_SECOND_COPIES,
+                    ignore_patterns=_DUPLICATE_FILES,
                 )
             )
-        except Exception as error:  # five libraries' errors
+        except Exception as error:  # five libraries can fail here, each with its own errors
             raise _download_error(model, hub, error) from error
         if any(file for pattern in patterns for file in folder.rglob(pattern)):
             return folder
     raise SourceError(f"{model} on the hub holds neither safetensors, pytorch_model.bin nor ONNX files; check the id.")
 
 
-def _nearest(model: str) -> str:
+def _missing_name_hint(model: str) -> str:
     folder = Path(model).expanduser().parent
     return f" (the folder {folder} holds no {Path(model).name})" if folder.name and folder.is_dir() else ""
 
@@ -197,13 +198,13 @@ def _download_error(model: str, hub: HubOptions, error: Exception) -> SourceErro
         return SourceError(f"{model} has no revision {hub.revision!r} on the hub; check --revision.")
     if isinstance(error, errors.RepositoryNotFoundError):
         return SourceError(
-            f"{where} is neither a local path{_nearest(model)} nor a model on the hub (private ones need HF_TOKEN); "
-            "check it."
+            f"{where} is neither a local path{_missing_name_hint(model)} nor a model on the hub (private ones need "
+            "HF_TOKEN); check it."
         )
     if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
         return SourceError(
-            f"{where} is neither a local path{_nearest(model)} nor complete in the hub's cache {cache}, and the hub is "
-            "disabled or did not answer; check the path, download the model first, or go online (no "
+            f"{where} is neither a local path{_missing_name_hint(model)} nor complete in the hub's cache {cache}, and "
+            "the hub is disabled or did not answer; check the path, download the model first, or go online (no "
             "--local-files-only, HF_HUB_OFFLINE unset)."
         )
     if isinstance(error, PermissionError) or (isinstance(error, OSError) and error.errno in (13, 30)):

@@ -1,4 +1,4 @@
-"""Locate tensors in a checkpoint's files: safetensors, else PyTorch's (torch_files.py)."""
+"""Locate the tensors of a checkpoint in its safetensors files, or else in PyTorch's files (torch_files.py)."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _TORCH_SUFFIX = ".bin"
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> file. Like transformers, prefers safetensors, and a single file to an index.
+    """Return {tensor name: file}. Like transformers, prefers safetensors to PyTorch's files, and one file to an index.
 
-    Raises SourceError for a damaged index or no weights.
+    Raises SourceError for a damaged index, and if there are no weights.
     """
     for single, index in ((SINGLE, INDEX), (TORCH_SINGLE, TORCH_INDEX)):
         if (folder / single).is_file():
-            return dict.fromkeys(_all_tensors(folder / single), folder / single)
+            return dict.fromkeys(_tensor_names(folder / single), folder / single)
         if (folder / index).is_file():
-            return _indexed(folder, index)
+            return _read_index(folder, index)
     raise SourceError(
         f"{folder} holds neither {SINGLE} nor {TORCH_SINGLE}; fetch the weights, or give the table with --embeddings."
     )
 
 
-def _indexed(folder: Path, index: str) -> dict[str, Path]:
+def _read_index(folder: Path, index: str) -> dict[str, Path]:
     try:
         data = read_bounded(folder / index, LARGEST_HEADER, follow=True)
         weight_map = json.loads(data.decode("utf-8"))["weight_map"]
@@ -42,20 +42,20 @@ def _indexed(folder: Path, index: str) -> dict[str, Path]:
         raise SourceError(f"{folder / index} is damaged ({error}); fetch it again.") from None
 
 
-def _all_tensors(path: Path) -> Iterable[str]:
+def _tensor_names(path: Path) -> Iterable[str]:
     if path.suffix == _TORCH_SUFFIX:
-        return _of_torch_file(path)
-    return (name for name in _header(path)[0] if name != METADATA)
+        return _torch_tensors(path)
+    return (name for name in _read_header(path)[0] if name != METADATA)
 
 
-def _of_torch_file(path: Path) -> dict[str, StoredTensor]:
+def _torch_tensors(path: Path) -> dict[str, StoredTensor]:
     from topw_deploy.export.source.torch_files import tensors_in_torch_file  # imports torch
 
     return tensors_in_torch_file(path)
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a checkpoint. Raises SourceError for missing or damaged files."""
+    """Return the locations of all tensors in `folder`, by name. Raises SourceError for missing or damaged files."""
     files = tensor_files(folder)
     found: dict[str, StoredTensor] = {}
     for path in sorted(set(files.values())):
@@ -64,12 +64,15 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def tensors_in(path: Path, names: set[str]) -> dict[str, StoredTensor]:
-    """The tensors `names` of a file. Raises SourceError for a damaged file or missing tensor."""
+    """Return the locations of the tensors `names` in a file.
+
+    Raises SourceError for a damaged file or missing tensor.
+    """
     if path.suffix == _TORCH_SUFFIX:
-        found = _of_torch_file(path)
+        found = _torch_tensors(path)
         _check_complete(path, names, found)
         return {name: found[name] for name in names}
-    header, start = _header(path)
+    header, start = _read_header(path)
     _check_complete(path, names, header)
     size = path.stat().st_size
     try:
@@ -95,7 +98,7 @@ def _check_complete(path: Path, names: set[str], found: Mapping[str, Any]) -> No
         raise SourceError(f"{path} lacks the tensor {missing[0]} of its index; fetch it again.")
 
 
-def _header(path: Path) -> tuple[dict[str, Any], int]:
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     try:
         with open_regular(path, follow=True) as stream:
             return read_header(stream, os.fstat(stream.fileno()).st_size)

@@ -1,8 +1,9 @@
 """Decode 8-bit floating-point weights with a scale per tensor, row or block.
 
-A weight `NAME` of type F8 is stored beside its scales: `NAME_scale_inv` (DeepSeek, Qwen3 and Ministral 3), `NAME_scale`
-(compressed-tensors, FBGEMM, ModelOpt), `.scale` or `.qscale_weight` instead of `.weight`. Each value is multiplied by
-the scale of its block. A scale of type U8 or F8_E8M0 is a power of two: 2 ** (byte - 127).
+The scales of a float8 weight `NAME` are in the tensor `NAME_scale_inv` (DeepSeek, Qwen3 and Ministral 3) or
+`NAME_scale` (compressed-tensors, FBGEMM, ModelOpt), or in one whose name ends with `.scale` or `.qscale_weight` instead
+of `.weight`. A weight is its float8 value times the scale of its block. A scale of type U8 or F8_E8M0 is a power of
+two: 2 ** (byte - 127).
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ NOT_A_NUMBER = 255
 class ScaledWeight(EncodedWeight):
     """Float8 values with a scale per tensor, row or block.
 
-    blocks: the configured block size of the last two axes, needed if the last block is shorter.
-    Raises SourceError unless the scales cover the values.
+    blocks: the block size of the last two axes in the configuration; needed if the last block is shorter.
+    Raises SourceError for an empty weight, and unless every value has exactly one scale.
     """
 
     def __init__(
@@ -33,29 +34,32 @@ class ScaledWeight(EncodedWeight):
     ) -> None:
         self.name, self.shape, self._values = name, values.shape, values
         self._scales = _read_scales(name, scales)
-        self._places = _scale_places(name, self.shape, self._scales.shape, blocks)
-        self._scales = self._scales.reshape([int(places.max(initial=0)) + 1 for places in self._places])
+        self._axis_indices = _scale_indices(name, self.shape, self._scales.shape, blocks)
+        self._scales = self._scales.reshape([int(places.max(initial=0)) + 1 for places in self._axis_indices])
 
     def rows(self, rows: Rows) -> np.ndarray:
-        table = _table(self._values.dtype)
+        table = _float8_values(self._values.dtype)
         found = table[np.asarray(self._values.array()[rows]).view(np.uint8)]
-        found *= self._scales[np.ix_(self._places[0][rows], *self._places[1:])]
+        found *= self._scales[np.ix_(self._axis_indices[0][rows], *self._axis_indices[1:])]
         return found
 
 
 def scaled_weights(
     stored: Mapping[str, StoredTensor], blocks: tuple[int, int] | None
 ) -> tuple[dict[str, EncodedWeight], set[str]]:
-    """The float8 weights of a checkpoint, and the names of their scales. Raises SourceError for one without scales."""
+    """Return a checkpoint's float8 weights by name, and the names of the tensors that hold their scales.
+
+    Raises SourceError for a weight without scales.
+    """
     found: dict[str, EncodedWeight] = {}
     scales: set[str] = set()
     for name, tensor in stored.items():
         if tensor.dtype not in FLOAT8:
             continue
-        scale = next((other for other in _names_of_scales(name) if other in stored), None)
+        scale = next((other for other in _scale_names(name) if other in stored), None)
         if scale is None:
             raise SourceError(
-                f"{tensor.path} stores {name} as {tensor.dtype} without scales ({_names_of_scales(name)[0]}); "
+                f"{tensor.path} stores {name} as {tensor.dtype} without scales ({_scale_names(name)[0]}); "
                 "fetch it again."
             )
         found[name] = ScaledWeight(name, tensor, stored[scale], blocks)
@@ -64,13 +68,13 @@ def scaled_weights(
 
 
 def power_of_two(name: str, exponents: np.ndarray) -> np.ndarray:
-    """2 ** (byte - 127) in float32. Raises SourceError for the byte that is not a number."""
+    """Return 2 ** (byte - 127) in float32. Raises SourceError for the byte NOT_A_NUMBER in the scales of `name`."""
     if (exponents == NOT_A_NUMBER).any():
         raise SourceError(f"the scales of {name} contain the byte {NOT_A_NUMBER}, which is no number; fetch it again.")
     return np.ldexp(np.float32(1), exponents.astype(np.int32) - 127).astype(np.float32)
 
 
-def _names_of_scales(name: str) -> list[str]:
+def _scale_names(name: str) -> list[str]:
     prefix = name.removesuffix("weight")
     other = [f"{prefix}scale", f"{prefix}qscale_weight"] if name.endswith(".weight") else []
     return [f"{name}_scale_inv", f"{name}_scale", *other]
@@ -90,16 +94,18 @@ def _read_scales(name: str, stored: StoredTensor) -> np.ndarray:
     return scales
 
 
-def _scale_places(
+def _scale_indices(
     name: str, shape: tuple[int, ...], scales: tuple[int, ...], blocks: tuple[int, int] | None
 ) -> list[np.ndarray]:
-    """For each axis, the index of each value's scale."""
-    grid = tuple(scales) if len(scales) > 1 or len(shape) == 1 else _aligned(scales, shape)
+    """For each axis of the weight, the index of the scale at each position, int64 [size]."""
+    grid = tuple(scales) if len(scales) > 1 or len(shape) == 1 else _scales_of_rows(scales, shape)
     sizes = [1] * (len(shape) - len(blocks or ())) + list(blocks or ())
     if len(grid) == len(shape) - 1:  # one scale per row, without the last axis
         grid = (*grid, 1)
     if len(grid) == len(shape) and 0 not in (*grid, *shape):
-        places = [_along(count, size, block) for count, size, block in zip(shape, grid, sizes, strict=False)]
+        places = [
+            _axis_scale_indices(count, size, block) for count, size, block in zip(shape, grid, sizes, strict=False)
+        ]
         if len(places) == len(shape) and all(place is not None for place in places):
             return [place for place in places if place is not None]
     raise SourceError(
@@ -107,13 +113,13 @@ def _scale_places(
     )
 
 
-def _aligned(scales: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Scales of one dimension belong to rows, or to the whole tensor."""
+def _scales_of_rows(scales: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of scales of at most one dimension, broadcast to the weight: one scale per row, or one in all."""
     count = scales[0] if scales else 1
     return (count, *[1] * (len(shape) - 1))
 
 
-def _along(count: int, scales: int, block: int) -> np.ndarray | None:
+def _axis_scale_indices(count: int, scales: int, block: int) -> np.ndarray | None:
     if scales == 1:
         return np.zeros(count, np.int64)
     if block > 1 and -(-count // block) == scales:
@@ -121,6 +127,6 @@ def _along(count: int, scales: int, block: int) -> np.ndarray | None:
     return np.arange(count) // (count // scales) if count % scales == 0 else None
 
 
-def _table(dtype: str) -> np.ndarray:
-    """float32 [256], by byte."""
+def _float8_values(dtype: str) -> np.ndarray:
+    """The value of each byte of a float8 type, float32 [256]."""
     return np.arange(256, dtype=np.uint8).view(NUMPY_TYPES[dtype]).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Tensors in a checkpoint's files: as the model computes with them, or in another form, decoded by part."""
+"""Tensors in a checkpoint's files: plain ones, and quantised weights that are decoded row by row."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from topw_deploy.dtypes import ELEMENT_TYPES
 NUMPY_TYPES: dict[str, np.dtype[Any]] = {
     each.safetensors: ir.DataType(each.number).numpy() for each in ELEMENT_TYPES.values() if each.safetensors
 }
-"""safetensors' names of element types -> types of NumPy and ml_dtypes, whose names are torch's too."""
+"""safetensors' name of an element type -> the dtype of NumPy or ml_dtypes, whose name is also torch's."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor's location; offset and nbytes in bytes, dtype from NUMPY_TYPES."""
+    """The location of a tensor in a file.
+
+    offset, nbytes: in bytes.
+    dtype: a key of NUMPY_TYPES.
+    """
 
     path: Path
     offset: int
@@ -29,21 +33,21 @@ class StoredTensor:
     nbytes: int
 
     def array(self, mode: Literal["r", "c"] = "r") -> np.ndarray:
-        """Memory-map read-only, or copy-on-write with `c`."""
+        """Memory-map the tensor: read-only with mode `r`, copy-on-write with mode `c`."""
         if self.nbytes == 0:
             return np.empty(self.shape, NUMPY_TYPES[self.dtype])
         return np.memmap(self.path, NUMPY_TYPES[self.dtype], mode, self.offset, self.shape)
 
 
 Rows = Any
-"""A NumPy index of the first axis: a slice or ids."""
+"""A NumPy index of the first axis: a slice, or an integer array."""
 
 
 class EncodedWeight(ABC):
-    """A weight stored in another form than the model computes with.
+    """A weight that must be decoded before the model can compute with it.
 
-    name: the name of its main tensor in the checkpoint.
-    shape: once decoded.
+    name: the name of the weight's main tensor in the checkpoint.
+    shape: the shape after decoding.
     """
 
     name: str
@@ -51,10 +55,16 @@ class EncodedWeight(ABC):
 
     @abstractmethod
     def rows(self, rows: Rows) -> np.ndarray:
-        """Decode rows to float32; reads no others. Raises SourceError for values that cannot be decoded."""
+        """Decode the given rows to float32, without reading others.
+
+        Raises SourceError for values that cannot be decoded.
+        """
 
     def read(self, index: Any) -> np.ndarray:
-        """The values at a NumPy index. Only the index's first axis reduces what is read."""
+        """Return the float32 values at a NumPy index.
+
+        Reads whole rows: only the first axis of the index saves reading.
+        """
         rows, others = (index[0], index[1:]) if isinstance(index, tuple) else (index, ())
         found = self.rows(slice(None) if rows is ... else rows)
         return found[(slice(None), *others)] if others else found
@@ -62,12 +72,13 @@ class EncodedWeight(ABC):
 
 @dataclass(frozen=True)
 class IntegerMatrix:
-    """Integer codes; weight = (code - zero) * scale.
+    """A weight as integer codes: (code - zero) * scale.
 
     codes: uint8 [outputs, inputs].
     scales: float32 [outputs, groups].
     zeros: int32 [outputs, groups].
     groups: int64 [inputs], the group of each input.
+    bits: bits of a code, 4 or 8.
     """
 
     codes: np.ndarray
@@ -77,24 +88,24 @@ class IntegerMatrix:
     bits: int
 
     def weight(self) -> np.ndarray:
-        """float32 [outputs, inputs]; exact for scales of at most 16 significant bits, as codes have at most 8."""
-        whole = self.codes.astype(np.float32) - self.zeros[:, self.groups].astype(np.float32)
-        return whole * self.scales[:, self.groups]
+        """The decoded weight, float32 [outputs, inputs]. Exact for scales of at most 16 significant bits."""
+        steps = self.codes.astype(np.float32) - self.zeros[:, self.groups].astype(np.float32)
+        return steps * self.scales[:, self.groups]
 
 
 class IntegerWeight(EncodedWeight):
-    """A weight of integer codes, which MatMulNBits can take over."""
+    """A weight stored as integer codes, which MatMulNBits can use unchanged."""
 
     @abstractmethod
     def matrix(self, rows: Rows = slice(None)) -> IntegerMatrix:
-        """The codes of some rows."""
+        """Return the codes, scales and zero points of some rows."""
 
     def rows(self, rows: Rows) -> np.ndarray:
         return self.matrix(rows).weight()
 
 
 def unpack_words(words: np.ndarray, bits: int) -> np.ndarray:
-    """int32 [n, m] -> uint8 [n, m * 32 / bits], lowest bits first."""
+    """Unpack codes from words, lowest bits first: int32 [n, m] -> uint8 [n, m * 32 / bits]."""
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     wide = (words.astype(np.uint32)[..., None] >> shifts) & np.uint32(2**bits - 1)
     return wide.astype(np.uint8).reshape(len(words), -1)

@@ -18,30 +18,36 @@ from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoMo
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from topw_deploy.errors import UnsupportedModelError, VerificationError
-from topw_deploy.export.source.unread_tensor import streamed
+from topw_deploy.export.source.unread_tensor import load_during_calls
 
-# Text models with rotary sections for time, height and width -> the causal LM that they equal on text, and settings.
+# model_type of a text model with rotary sections for time, height and width -> the model_type of the causal LM that
+# computes the same on text, and the settings that this LM needs.
 _EQUAL_IN_TEXT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_vl_text": ("qwen2", {}),
     "qwen2_5_vl_text": ("qwen2", {}),
     "qwen3_vl_text": ("qwen3", {}),
     "qwen3_vl_moe_text": ("qwen3_moe", {"norm_topk_prob": True}),
 }
-_COMPARED = 24  # tokens
-# Share of the largest logit: the two models may differ in the order of sums only.
+_COMPARED_TOKENS = 24
+# Maximum difference of logits, relative to the largest logit: the two models may only differ in the order of sums.
 _LARGEST_DIFFERENCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-# Text models that scale their logits, which transformers omits when they are part of a composite model.
-_UNSCALED = {"cohere": {"logit_scale": 1.0}, "cohere2": {"logit_scale": 1.0}, "granite": {"logits_scaling": 1.0}}
-_OF_THE_CLASS = ("model_type", "architectures", "transformers_version")
+# Text models that scale their logits when they stand alone, but not within a composite model.
+_LOGITS_NOT_SCALED = {
+    "cohere": {"logit_scale": 1.0},
+    "cohere2": {"logit_scale": 1.0},
+    "granite": {"logits_scaling": 1.0},
+}
+_CLASS_FIELDS = ("model_type", "architectures", "transformers_version")
 _SECTIONS = ("mrope_section", "mrope_interleaved")
 
 
 @dataclass(frozen=True)
 class Composite:
-    """A configuration with a text part.
+    """A model that has a text decoder among other parts.
 
     model: transformers' class of the whole model.
-    text: the text part's configuration.
+    config: the whole model's configuration.
+    text: the configuration of the text part.
     """
 
     model: type[PreTrainedModel]
@@ -50,14 +56,14 @@ class Composite:
 
     @classmethod
     def of(cls, config: Any) -> Composite | None:
-        """None for the configuration of a text model, or of a model that transformers cannot load whole."""
+        """Return the composite model of `config`; None for a text model, or one that transformers cannot load whole."""
         if getattr(config, "is_encoder_decoder", False):
             return None
         text = config.get_text_config(decoder=True)
         if text is config:
             return None
         for mapping in (AutoModelForMultimodalLM._model_mapping, AutoModelForCausalLM._model_mapping):
-            model = _registered(mapping, config)
+            model = _registered_class(mapping, config)
             if model is not None:
                 return cls(model, config, text)
         return None
@@ -78,7 +84,7 @@ class TextDecoder(PreTrainedModel):
         self,
         input_ids: torch.Tensor,  # [batch, sequence]
         attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,  # [batch, sequence], used for each rotary section
+        position_ids: torch.Tensor | None = None,  # [batch, sequence]; each rotary section gets the same positions
         past_key_values: Any = None,
         use_cache: bool | None = None,
         **_others: Any,
@@ -100,10 +106,10 @@ def text_configuration(composite: Composite) -> Any:
     if text.model_type in _EQUAL_IN_TEXT:
         equal, settings = _EQUAL_IN_TEXT[text.model_type]
         kind = CONFIG_MAPPING[equal]
-        fields = {name: value for name, value in text.to_dict().items() if name not in _OF_THE_CLASS}
+        fields = {name: value for name, value in text.to_dict().items() if name not in _CLASS_FIELDS}
         rope = {name: value for name, value in text.rope_parameters.items() if name not in _SECTIONS}
         text = kind(**fields | {"rope_parameters": rope} | settings)
-    for name, value in _UNSCALED.get(text.model_type, {}).items():
+    for name, value in _LOGITS_NOT_SCALED.get(text.model_type, {}).items():
         setattr(text, name, value)
     text.tie_word_embeddings = bool(getattr(composite.config, "tie_word_embeddings", False))
     text.architectures = [_causal_class(text).__name__]
@@ -111,14 +117,15 @@ def text_configuration(composite: Composite) -> Any:
 
 
 def text_decoder(composite: Composite, loaded: PreTrainedModel) -> PreTrainedModel:
-    """The decoder of `loaded`, a `composite.model`, as a causal LM that shares its weights.
+    """Return the text decoder of the composite model `loaded` as a causal LM that shares the decoder's weights.
 
-    Raises UnsupportedModelError if there is none or its output embeddings are not found.
+    loaded: an instance of `composite.model`.
+    Raises UnsupportedModelError if the model has no text decoder or no output embeddings.
     """
     decoder = _decoder_in(composite, loaded)
     config = text_configuration(composite)
     kind = _causal_class(config)
-    if type(decoder) is kind:  # Llama 4
+    if type(decoder) is kind:  # Llama 4's decoder is already a causal LM
         return decoder.eval()
     head = loaded.get_output_embeddings() or _head_above(loaded, decoder)
     if head is None:
@@ -133,13 +140,13 @@ def text_decoder(composite: Composite, loaded: PreTrainedModel) -> PreTrainedMod
     if type(made.base_model) is type(decoder):
         setattr(made, made.base_model_prefix, decoder)
     else:
-        _share(decoder, made.base_model)
+        _share_parameters(decoder, made.base_model)
     made.set_output_embeddings(head)
     return made.eval()
 
 
 def parts_left_out(composite: Composite, loaded: PreTrainedModel) -> list[str]:
-    """Names of the outermost modules that do not belong to the text decoder."""
+    """Return the names of the outermost modules of `loaded` that do not belong to the text decoder."""
     decoder = _decoder_in(composite, loaded)
     path = next(name for name, module in loaded.named_modules() if module is decoder)
     kept = {path, *_paths_of(loaded, loaded.get_output_embeddings())}
@@ -155,8 +162,8 @@ def parts_left_out(composite: Composite, loaded: PreTrainedModel) -> list[str]:
 
 def check_equal_on_text(composite: Composite, loaded: PreTrainedModel, decoder: PreTrainedModel) -> None:
     """Raises VerificationError unless `loaded` and its text decoder give equal logits for text."""
-    ids = torch.tensor([_text_ids(composite)])
-    with torch.no_grad(), streamed(loaded):  # reads only the weights that text needs
+    ids = torch.tensor([_text_token_ids(composite)])
+    with torch.no_grad(), load_during_calls(loaded):  # reads only the weights that text needs
         expected, found = (model(input_ids=ids).logits.float() for model in (loaded, decoder))
     bound = _LARGEST_DIFFERENCE[decoder.dtype] * max(1.0, float(expected.abs().max()))
     difference = float((expected - found).abs().max())
@@ -167,35 +174,35 @@ def check_equal_on_text(composite: Composite, loaded: PreTrainedModel, decoder: 
         )
 
 
-def _text_ids(composite: Composite) -> list[int]:
-    """Token ids spread over the vocabulary, without those that stand for images and other inputs."""
+def _text_token_ids(composite: Composite) -> list[int]:
+    """Token ids evenly spread over the vocabulary, except placeholders of images and other inputs."""
     parts = [composite.config, *(getattr(composite.config, name, None) for name in composite.config.sub_configs)]
     fields = [(name, value) for part in parts if part is not None for name, value in vars(part).items()]
     numbers = [(name, value) for name, value in fields if isinstance(value, int) and not isinstance(value, bool)]
     special = {value for name, value in numbers if name.endswith(("_token_id", "_token_index", "_token"))}
     end = min([composite.text.vocab_size, *(value for name, value in numbers if name == "vocab_offset" and value > 0)])
-    spread = dict.fromkeys(int(place) for place in torch.linspace(0, end - 1, _COMPARED + len(special)))
-    return [token for token in spread if token not in special][:_COMPARED] or [0]
+    spread = dict.fromkeys(int(place) for place in torch.linspace(0, end - 1, _COMPARED_TOKENS + len(special)))
+    return [token for token in spread if token not in special][:_COMPARED_TOKENS] or [0]
 
 
 def has_rotary_sections(text: Any) -> bool:
-    """Whether positions of images have several coordinates (M-RoPE)."""
+    """Whether positions of image tokens have several coordinates (M-RoPE)."""
     rope = getattr(text, "rope_parameters", None) or {}
     return any(name in rope for name in _SECTIONS)
 
 
 def _causal_class(text: Any) -> type[PreTrainedModel]:
-    return _registered(AutoModelForCausalLM._model_mapping, text) or TextDecoder
+    return _registered_class(AutoModelForCausalLM._model_mapping, text) or TextDecoder
 
 
-def _registered(mapping: Any, config: Any) -> type[PreTrainedModel] | None:
-    """The model class registered for `config`, or None; also None for a class that takes only a part of it."""
+def _registered_class(mapping: Any, config: Any) -> type[PreTrainedModel] | None:
+    """Return the model class registered for `config`; None if there is none, or if it takes only a part of `config`."""
     found: Any = mapping.get(type(config), None)
     return found if isinstance(found, type) and isinstance(config, getattr(found, "config_class", ())) else None
 
 
 def _decoder_in(composite: Composite, loaded: PreTrainedModel) -> PreTrainedModel:
-    """The outermost module with the text configuration, without its head."""
+    """Return the outermost module that has the text configuration, without its output embeddings."""
     for module in loaded.modules():
         if isinstance(module, PreTrainedModel) and type(module.config) is type(composite.text):
             decoder = module.base_model
@@ -221,8 +228,8 @@ def _paths_of(loaded: PreTrainedModel, wanted: torch.nn.Module | None) -> list[s
     return [name for name, module in loaded.named_modules() if module is wanted]
 
 
-def _share(source: PreTrainedModel, target: torch.nn.Module) -> None:
-    """Give `target` the parameters and buffers of `source`, which has the same names."""
+def _share_parameters(source: PreTrainedModel, target: torch.nn.Module) -> None:
+    """Replace the parameters and buffers of `target` by those of `source`. Names and shapes must be the same."""
     parameters, buffers = dict(source.named_parameters()), dict(source.named_buffers())
     for name, expected in [*target.named_parameters(), *target.named_buffers()]:
         found = parameters.pop(name, None) if name in parameters else buffers.pop(name, None)
@@ -241,8 +248,8 @@ def _share(source: PreTrainedModel, target: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def missing_packages_allowed() -> Iterator[None]:
-    """Inside the block, leave image and audio towers empty if the package that they need (timm) is not installed."""
+def allow_missing_packages() -> Iterator[None]:
+    """Inside the block, an image or audio tower whose package (timm) is not installed becomes an empty module."""
     original = vars(AutoModel)["from_config"]
     make = AutoModel.from_config
 

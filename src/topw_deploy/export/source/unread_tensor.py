@@ -1,7 +1,7 @@
 """Torch tensors that load checkpoint data on demand.
 
-While loading, transformers renames, stacks, splits, transposes and casts tensors. Unread tensors record these
-operations, so a model is assembled without reading its weights.
+While transformers loads a model, it renames, stacks, splits, transposes and casts tensors. Unread tensors record these
+operations, so that the model is complete without reading its weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from topw_deploy.export.source.stored import NUMPY_TYPES, EncodedWeight, StoredT
 class UnreadTensor(torch.Tensor):
     """A CPU tensor that loads its data on demand and does not cache it.
 
-    file: the stored or encoded weight, if its elements and their order are the same apart from a cast; else None.
+    file: the weight in the file, if this tensor has its elements in the same order, cast at most once; else None.
     """
 
     _like: torch.Tensor
@@ -43,11 +43,12 @@ class UnreadTensor(torch.Tensor):
 
     @classmethod
     def of(cls, stored: StoredTensor | EncodedWeight) -> UnreadTensor:
+        """Return the tensor of a weight in a file."""
         like = torch.empty(stored.shape, dtype=_torch_type(stored), device="meta")
         return cls(like, lambda: read_part(stored, ...), stored)
 
     def values(self) -> torch.Tensor:
-        """Load the data: a copy-on-write map of the file, or the result of the recorded operations."""
+        """Load the data: map the file copy-on-write, and compute the recorded operations."""
         return self._make()
 
     def __repr__(self, **_settings: Any) -> str:  # type: ignore[override]
@@ -61,23 +62,26 @@ class UnreadTensor(torch.Tensor):
         if func._schema.is_mutable:
             raise NotImplementedError(f"{func} would change weights that are not read")
         if all(str(result.type) not in ("Tensor", "List[Tensor]", "Tensor[]") for result in func._schema.returns):
-            return func(*_read(args), **_read(kwargs))  # comparisons and numbers need values
-        shapes = func(*tree_map(_shape_of, args), **tree_map(_shape_of, kwargs))
+            return func(
+                *_load_arguments(args), **_load_arguments(kwargs)
+            )  # a comparison, or a conversion to a number, needs the values
+        shapes = func(*tree_map(_meta_argument, args), **tree_map(_meta_argument, kwargs))
         if isinstance(shapes, torch.Tensor):
             file = args[0].file if _keeps_order(func, args, kwargs) else None
-            return cls(shapes, lambda: func(*_read(args), **_read(kwargs)), file)
+            return cls(shapes, lambda: func(*_load_arguments(args), **_load_arguments(kwargs)), file)
 
         def part(index: int) -> Callable[[], torch.Tensor]:
-            return lambda: func(*_read(args), **_read(kwargs))[index]
+            return lambda: func(*_load_arguments(args), **_load_arguments(kwargs))[index]
 
         return [cls(shape, part(index), None) for index, shape in enumerate(shapes)]
 
 
 @contextlib.contextmanager
-def streamed(model: torch.nn.Module) -> Iterator[None]:
-    """Inside the block, modules load their unread parameters for each call.
+def load_during_calls(model: torch.nn.Module) -> Iterator[None]:
+    """Inside the block, each module loads its unread parameters before a call, and drops them afterwards.
 
-    A module with a convolution also loads its children's: such mixers use their weights without calling them.
+    A module that has a convolution also loads the parameters of its children: such mixers use their children's weights
+    without calling them.
     """
     handles = []
     loaded: set[torch.nn.Module] = set()
@@ -92,8 +96,8 @@ def streamed(model: torch.nn.Module) -> Iterator[None]:
         ]
         loaded.update(parts)
         if unread:
-            handles.append(module.register_forward_pre_hook(_reader(unread)))
-            handles.append(module.register_forward_hook(_dropper(unread), always_call=True))
+            handles.append(module.register_forward_pre_hook(_load_hook(unread)))
+            handles.append(module.register_forward_hook(_unload_hook(unread), always_call=True))
     try:
         yield
     finally:
@@ -105,8 +109,8 @@ def _reads_children(module: torch.nn.Module) -> bool:
     return any(isinstance(child, torch.nn.Conv1d) for child in module.children())
 
 
-def widen(model: torch.nn.Module) -> None:
-    """Cast floating-point weights and buffers to float32; unread ones stay unread."""
+def cast_to_float32(model: torch.nn.Module) -> None:
+    """Cast floating-point parameters and buffers to float32. Unread parameters stay unread."""
     wide: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, value in list(module._parameters.items()):
@@ -119,10 +123,10 @@ def widen(model: torch.nn.Module) -> None:
                 module._buffers[name] = buffer.float()
 
 
-_Unread = list[tuple[dict[str, Any], str, Any]]  # a module's parameters, a name in them, the unread value
+_UnreadParameters = list[tuple[dict[str, Any], str, Any]]  # (a module's parameters, a name in them, the unread value)
 
 
-def _reader(unread: _Unread) -> Any:
+def _load_hook(unread: _UnreadParameters) -> Any:
     def read(_module: torch.nn.Module, _inputs: Any) -> None:
         for parameters, name, value in unread:
             parameters[name] = torch.nn.Parameter(value.values(), requires_grad=False)
@@ -130,7 +134,7 @@ def _reader(unread: _Unread) -> Any:
     return read
 
 
-def _dropper(unread: _Unread) -> Any:
+def _unload_hook(unread: _UnreadParameters) -> Any:
     def drop(_module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
         for parameters, name, value in unread:
             parameters[name] = value
@@ -142,7 +146,7 @@ def _is_unread(value: object) -> bool:
     return isinstance(value, UnreadTensor)
 
 
-def _shape_of(value: Any) -> Any:
+def _meta_argument(value: Any) -> Any:
     if isinstance(value, UnreadTensor):
         return value._like
     if isinstance(value, torch.device):
@@ -150,7 +154,7 @@ def _shape_of(value: Any) -> Any:
     return value.to("meta") if isinstance(value, torch.Tensor) else value
 
 
-def _read(arguments: Any) -> Any:
+def _load_arguments(arguments: Any) -> Any:
     return tree_map(lambda value: value.values() if isinstance(value, UnreadTensor) else value, arguments)
 
 
@@ -168,11 +172,11 @@ def _keeps_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 
 def read_part(stored: StoredTensor | EncodedWeight, index: Any) -> torch.Tensor:
-    """The values at a NumPy index."""
+    """Return the values of a weight in a file at a NumPy index."""
     if isinstance(stored, EncodedWeight):
         return torch.from_numpy(stored.read(index))
     index = torch.from_numpy(index) if isinstance(index, np.ndarray) else index
-    return _mapped(stored)[index]
+    return _map_tensor(stored)[index]
 
 
 def _torch_type(stored: StoredTensor | EncodedWeight) -> torch.dtype:
@@ -182,8 +186,8 @@ def _torch_type(stored: StoredTensor | EncodedWeight) -> torch.dtype:
     return found
 
 
-def _mapped(stored: StoredTensor) -> torch.Tensor:
+def _map_tensor(stored: StoredTensor) -> torch.Tensor:
     if stored.nbytes == 0:
         return torch.empty(stored.shape, dtype=_torch_type(stored))
-    raw = stored.array("c").reshape(-1).view(np.uint8)  # torch warns of read-only arrays
+    raw = stored.array("c").reshape(-1).view(np.uint8)  # copy-on-write, because torch warns about read-only arrays
     return torch.from_numpy(raw).view(_torch_type(stored)).view(stored.shape)

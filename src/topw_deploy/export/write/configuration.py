@@ -16,10 +16,12 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def write_configuration(source: Source, tokenizer_folder: Path, output: Path, num_hidden_layers: int | None) -> None:
-    """Write config.json and generation_config.json.
+    """Write config.json and generation_config.json into `output`.
 
-    They come from the model's folder, the tokenizer's, or genai_config.json. A missing generation_config.json is made
-    from the special tokens.
+    Each file comes from the model's folder, else from the tokenizer's. A missing config.json is made from
+    genai_config.json, a missing generation_config.json from the special tokens of both.
+    num_hidden_layers: the number of layers to state in config.json; None leaves the source's.
+    Raises SourceError for a configuration that cannot be read.
     """
     folders = (source.folder, tokenizer_folder)
     genai: dict[str, Any] = next(
@@ -33,9 +35,9 @@ def write_configuration(source: Source, tokenizer_folder: Path, output: Path, nu
             **{k: genai[k] for k in ("vocab_size", *_SPECIAL) if k in genai},
         }
     elif source.onnx is None:
-        from topw_deploy.export.source.checkpoint import written_config  # imports torch, which grafts need not
+        from topw_deploy.export.source.checkpoint import exported_config  # imports torch, which a graft does not need
 
-        config = written_config(source.folder, config)
+        config = exported_config(source.folder, config)
     if num_hidden_layers is not None:
         config = _with_layers(config, num_hidden_layers)
     _write_json(output / "config.json", config)
@@ -50,9 +52,9 @@ def write_configuration(source: Source, tokenizer_folder: Path, output: Path, nu
 
 
 def copy_genai_configuration(source: Source, output: Path, with_logits: bool) -> list[str]:
-    """Copy an ONNX decoder's genai_config.json; returns notices.
+    """Copy the genai_config.json of an ONNX decoder into `output`. Returns notices for the user.
 
-    onnxruntime-genai needs the output `logits`, so without it the file is left out.
+    with_logits: whether the export has the output `logits`. onnxruntime-genai needs it; without it, nothing is copied.
     """
     file = source.folder / _GENAI
     if source.onnx is None or not file.is_file():

@@ -1,4 +1,4 @@
-"""Lay out and resumably write data files."""
+"""Lay out weights in data files, and write these so that an interrupted export can resume."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from typing import Any, BinaryIO, Protocol
 import onnx_ir as ir
 
 from topw_deploy.export.graph.editor import constant_of
-from topw_deploy.export.graph.lazy_weight import PART, parts
+from topw_deploy.export.graph.lazy_weight import BLOCK_BYTES, byte_blocks
 from topw_deploy.progress import Advance
 
 DATA_FILE = "model.onnx_data"
 _OTHER_DATA_FILE = "model.topw.onnx_data"  # if the decoder's own data has a name made from DATA_FILE
-_INLINE_BELOW = 1024  # bytes: shape inference needs shapes, axes and scalars inline
-_PAGE = 4096  # alignment of mapped tensors ...
-_ALIGNED_ABOVE = 1 << 20  # ... above this size, as in onnx_ir
+_INLINE_BELOW = (
+    1024  # bytes: smaller tensors stay in the graph, because shape inference needs shapes, axes and scalars there
+)
+_PAGE = 4096  # bytes: tensors larger than _ALIGNED_ABOVE start on a page, so that they can be mapped
+_ALIGNED_ABOVE = 1 << 20  # bytes, as in onnx_ir
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A weight's location in `file`, in bytes."""
+    """The place of a weight in a data file. offset, length: in bytes."""
 
     value: ir.Value
     file: str
@@ -40,39 +42,39 @@ class Slot:
 
 
 class Log(Protocol):
-    """Log of written weights."""
+    """A log of the weights written so far, so that an interrupted export can resume."""
 
-    def written(self, file: str, layout: str, /) -> list[tuple[str, str]]:
-        """Names and SHA-256 of weights in `file` with this layout."""
+    def written_weights(self, file: str, layout: str, /) -> list[tuple[str, str]]:
+        """Return (name, SHA-256) of each weight that `file` holds in this layout, in order."""
 
-    def began(self, file: str, layout: str, kept: list[tuple[str, str]], /) -> None:
-        """Record the start of `file` with `kept` weights."""
+    def record_start(self, file: str, layout: str, kept: list[tuple[str, str]], /) -> None:
+        """Record that writing of `file` starts, after the weights `kept` that it holds already."""
 
-    def wrote(self, file: str, name: str, digest: str, /) -> None:
-        """Record the next weight."""
+    def record_weight(self, file: str, name: str, digest: str, /) -> None:
+        """Record that the next weight of `file` was written."""
 
-    def finished(self, file: str, digest: str, /) -> None:
-        """Record a complete file."""
+    def record_end(self, file: str, digest: str, /) -> None:
+        """Record that `file` is complete."""
 
 
-class NoLog:
+class NullLog:
     """A Log that records nothing."""
 
-    def written(self, _file: str, _layout: str) -> list[tuple[str, str]]:
+    def written_weights(self, _file: str, _layout: str) -> list[tuple[str, str]]:
         return []
 
-    def began(self, _file: str, _layout: str, _kept: list[tuple[str, str]]) -> None: ...
+    def record_start(self, _file: str, _layout: str, _kept: list[tuple[str, str]]) -> None: ...
 
-    def wrote(self, _file: str, _name: str, _digest: str) -> None: ...
+    def record_weight(self, _file: str, _name: str, _digest: str) -> None: ...
 
-    def finished(self, _file: str, _digest: str) -> None: ...
+    def record_end(self, _file: str, _digest: str) -> None: ...
 
 
 def lay_out(values: Iterable[ir.Value], taken: Iterable[str] = (), max_shard_size: int | None = None) -> list[Slot]:
-    """Assign slots to large `values`, in order.
+    """Assign a slot to each weight of at least 1 KiB, in order.
 
-    taken: existing data files.
-    max_shard_size: maximum bytes per file, exceeded only by a single larger weight; None: one file.
+    taken: names of the decoder's own data files, which no slot uses.
+    max_shard_size: maximum bytes of a file, exceeded only by a single larger weight; None writes one file.
     """
     slots: list[tuple[ir.Value, int, int, int]] = []
     shard = end = 0
@@ -80,7 +82,7 @@ def lay_out(values: Iterable[ir.Value], taken: Iterable[str] = (), max_shard_siz
         tensor = constant_of(value)
         if tensor.nbytes < _INLINE_BELOW:
             continue
-        offset = _aligned(end, tensor.nbytes)
+        offset = _aligned_offset(end, tensor.nbytes)
         if max_shard_size is not None and end > 0 and offset + tensor.nbytes > max_shard_size:
             shard, offset = shard + 1, 0
         end = offset + tensor.nbytes
@@ -92,14 +94,15 @@ def lay_out(values: Iterable[ir.Value], taken: Iterable[str] = (), max_shard_siz
 
 
 def file_sizes(slots: Iterable[Slot]) -> dict[str, int]:
-    """File name -> bytes."""
+    """Return {file name: bytes}."""
     sizes: dict[str, int] = {}
     for slot in slots:
         sizes[slot.file] = slot.offset + slot.length
     return sizes
 
 
-def external(slot: Slot, folder: Path) -> ir.ExternalTensor:
+def external_tensor(slot: Slot, folder: Path) -> ir.ExternalTensor:
+    """Return a tensor that refers to the slot's bytes in `folder`."""
     tensor = slot.tensor
     shape = ir.Shape([int(size) for size in tensor.shape])
     return ir.ExternalTensor(
@@ -108,9 +111,10 @@ def external(slot: Slot, folder: Path) -> ir.ExternalTensor:
 
 
 def write_data(slots: list[Slot], folder: Path, log: Log, advance: Advance) -> None:
-    """Write all slots, in parts of at most `PART` bytes where possible.
+    """Write the data files of all slots, in parts of at most `BLOCK_BYTES` bytes where possible.
 
-    log: weights in the log with unchanged hashes are kept, so that a call can resume after an OSError.
+    log: weights that the log names and whose hashes are unchanged are not written again, so that a call can resume
+        after an OSError.
     advance: called with the number of bytes of each part.
     """
     for file in dict.fromkeys(slot.file for slot in slots):
@@ -121,51 +125,56 @@ def _write_file(path: Path, slots: list[Slot], log: Log, advance: Advance) -> No
     layout = _layout_digest(slots)
     if path.is_file() and path.stat().st_nlink > 1:
         path.unlink()  # writing through a hard link would change the source
-    before = log.written(path.name, layout) if path.is_file() else []
-    with path.open("r+b" if before else "w+b") as stream:
-        kept, whole = _kept(stream, slots, before, advance)
+    logged = log.written_weights(path.name, layout) if path.is_file() else []
+    with path.open("r+b" if logged else "w+b") as stream:
+        kept, file_hash = _keep_intact_weights(stream, slots, logged, advance)
         stream.truncate()
-        log.began(path.name, layout, before[:kept])
+        log.record_start(path.name, layout, logged[:kept])
         for slot in slots[kept:]:
             gap = bytes(slot.offset - stream.tell())
             stream.write(gap)
-            whole.update(gap)
-            log.wrote(path.name, slot.name, _write_weight(stream, slot, whole, advance))
-    log.finished(path.name, whole.hexdigest())
+            file_hash.update(gap)
+            log.record_weight(path.name, slot.name, _write_weight(stream, slot, file_hash, advance))
+    log.record_end(path.name, file_hash.hexdigest())
 
 
-def _write_weight(stream: BinaryIO, slot: Slot, whole: Any, advance: Advance) -> str:
-    own = hashlib.sha256()
-    for part in parts(slot.tensor):
+def _write_weight(stream: BinaryIO, slot: Slot, file_hash: Any, advance: Advance) -> str:
+    weight_hash = hashlib.sha256()
+    for part in byte_blocks(slot.tensor):
         stream.write(part)
-        whole.update(part)
-        own.update(part)
+        file_hash.update(part)
+        weight_hash.update(part)
         advance(len(part))
     if stream.tell() != slot.offset + slot.length:
         raise ValueError(f"{slot.name} has {stream.tell() - slot.offset} bytes instead of {slot.length}")
     stream.flush()
-    return own.hexdigest()
+    return weight_hash.hexdigest()
 
 
-def _kept(stream: BinaryIO, slots: list[Slot], before: list[tuple[str, str]], advance: Advance) -> tuple[int, Any]:
-    """(number, hash) of the intact weights at the start of `stream`, which is then positioned after them."""
-    kept, whole = 0, hashlib.sha256()
-    for slot, (name, digest) in zip(slots, before, strict=False):
-        start, own, after, left = stream.tell(), hashlib.sha256(), whole.copy(), slot.length
+def _keep_intact_weights(
+    stream: BinaryIO, slots: list[Slot], logged: list[tuple[str, str]], advance: Advance
+) -> tuple[int, Any]:
+    """Count the intact weights at the start of `stream`, and position it after them.
+
+    Returns (count, hash of the bytes).
+    """
+    kept, file_hash = 0, hashlib.sha256()
+    for slot, (name, digest) in zip(slots, logged, strict=False):
+        start, weight_hash, after, left = stream.tell(), hashlib.sha256(), file_hash.copy(), slot.length
         after.update(stream.read(slot.offset - start))
-        while left and (part := stream.read(min(PART, left))):
-            own.update(part)
+        while left and (part := stream.read(min(BLOCK_BYTES, left))):
+            weight_hash.update(part)
             after.update(part)
             left -= len(part)
-        if left or name != slot.name or own.hexdigest() != digest:
+        if left or name != slot.name or weight_hash.hexdigest() != digest:
             stream.seek(start)
             break
-        kept, whole = kept + 1, after
+        kept, file_hash = kept + 1, after
         advance(slot.length)
-    return kept, whole
+    return kept, file_hash
 
 
-def _aligned(end: int, size: int) -> int:
+def _aligned_offset(end: int, size: int) -> int:
     return -(-end // _PAGE) * _PAGE if size > _ALIGNED_ABOVE else end
 
 

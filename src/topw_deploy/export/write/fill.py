@@ -1,7 +1,7 @@
-"""Fill an empty folder, which may be a working directory or mount point, with a finished export.
+"""Move a finished export into an empty folder, which may be a working directory or a mount point.
 
-Until the manifest, moved last, is there, the folder holds a list of what is moved. So the next export can undo what a
-killed process has left.
+The manifest is moved last. Until then, the folder holds a list of the names that are moved. If the process is killed,
+the next export removes what the list names.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from topw_deploy.files import is_file_name, read_bounded
 from topw_deploy.manifest import MANIFEST_NAME
 
 PARTIAL = ".topw-partial-"
-"""In the names of hidden folders and files, which do not count as contents."""
-_MOVED = f"{PARTIAL}moved"
+"""Part of the names of hidden folders and files, which do not count as contents of a folder."""
+_MOVED_LIST = f"{PARTIAL}moved"
 _MOST_LIST = 1 << 20  # bytes
 
 
 def fill(output: Path, staged: Path) -> None:
-    """Move all of `staged` into the empty `output`, manifest last, or nothing."""
+    """Move all files of `staged` into the empty folder `output`, the manifest last. On an error, move them back."""
     entries = sorted(staged.iterdir(), key=lambda path: path.name == MANIFEST_NAME)
-    (output / _MOVED).unlink(missing_ok=True)
-    with (output / _MOVED).open("xb") as stream:
+    (output / _MOVED_LIST).unlink(missing_ok=True)
+    with (output / _MOVED_LIST).open("xb") as stream:
         stream.write(json.dumps([entry.name for entry in entries]).encode())
     try:
         for entry in entries:
@@ -32,16 +32,16 @@ def fill(output: Path, staged: Path) -> None:
     except BaseException:
         for entry in reversed(entries):
             if (output / entry.name).exists():
-                (output / entry.name).rename(entry)  # removed there by the context manager
-        (output / _MOVED).unlink()
+                (output / entry.name).rename(entry)  # the caller removes `staged`
+        (output / _MOVED_LIST).unlink()
         raise
-    (output / _MOVED).unlink()
+    (output / _MOVED_LIST).unlink()
     staged.rmdir()
 
 
 def is_being_filled(output: Path) -> bool:
-    """Whether a process was killed while it filled `output`, before the manifest was there."""
-    return _moved(output) is not None and not (output / MANIFEST_NAME).exists()
+    """Whether a process was killed while it filled `output`, before it moved the manifest."""
+    return _moved_names(output) is not None and not (output / MANIFEST_NAME).exists()
 
 
 def undo_fill(output: Path) -> None:
@@ -49,19 +49,19 @@ def undo_fill(output: Path) -> None:
 
     Raises OSError if that fails.
     """
-    names = _moved(output)
+    names = _moved_names(output)
     if names is None:
         return
     if not (output / MANIFEST_NAME).exists():
         for name in names:
             _remove(output / name)
-    (output / _MOVED).unlink()
+    (output / _MOVED_LIST).unlink()
 
 
-def _moved(output: Path) -> list[str] | None:
-    """The list that `fill` leaves while it works; None without one of ours."""
+def _moved_names(output: Path) -> list[str] | None:
+    """Return the names that `fill` listed in `output`; None without a list that `fill` can have written."""
     try:
-        names = json.loads(read_bounded(output / _MOVED, _MOST_LIST))
+        names = json.loads(read_bounded(output / _MOVED_LIST, _MOST_LIST))
     except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(names, list) or MANIFEST_NAME not in names:

@@ -1,4 +1,4 @@
-"""Build manifests and reports."""
+"""Build the manifest and the report of an export."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from topw_deploy.versions import library_versions
 def decoder_manifest(
     job: Job, decoder: Decoder, sampler: TailSpec, folder: Path, known: dict[str, str]
 ) -> DecoderManifest:
-    """Build the provisional manifest.
+    """Build the manifest of a decoder with its sampler, with the status "provisional".
 
-    known: file name -> SHA-256 computed while writing.
-    Raises UnsupportedModelError if a manifest cannot describe the model, as with too many layers.
+    known: {file name: SHA-256} of files hashed while they were written.
+    Raises UnsupportedModelError for a model that no valid manifest can describe, such as one with too many layers.
     """
     source = job.source
-    facts = _facts(decoder.model, source, source.route, sampler, job.request.sampler, folder, known)
+    facts = _shared_fields(decoder.model, source, source.route, sampler, job.request.sampler, folder, known)
     manifest = DecoderManifest(**facts, decoder=decoder.info)
     try:
         manifest_from_json(manifest.to_json())
@@ -52,8 +52,8 @@ def decoder_manifest(
 def sampler_manifest(
     model: ir.Model, source: Source, spec: TailSpec, options: SamplerOptions, folder: Path
 ) -> SamplerManifest:
-    """Build a sampler-only folder's provisional manifest."""
-    return SamplerManifest(**_facts(model, source, "sampler", spec, options, folder, {}))
+    """Build the manifest of a sampler without decoder, with the status "provisional"."""
+    return SamplerManifest(**_shared_fields(model, source, "sampler", spec, options, folder, {}))
 
 
 def decoder_report(
@@ -63,7 +63,11 @@ def decoder_report(
     memory: dict[str, int],
     verification: Verification | None = None,
 ) -> ExportReport:
-    """Report on an export or dry run. sizes, memory: bytes per file and stage."""
+    """Build the report of an export or a dry run.
+
+    sizes: bytes by file.
+    memory: peak bytes by stage.
+    """
     dry_run = job.request.dry_run
     return ExportReport(
         output=Path(job.request.output),
@@ -77,14 +81,14 @@ def decoder_report(
         sizes=sizes,
         memory=memory,
         states=decoder.info.state_bytes(),
-        **_measures(decoder.model),
+        **_graph_fields(decoder.model),
     )
 
 
 def sampler_report(
     output: Path, model: ir.Model, started: float, sizes: dict[str, int], verification: Verification | None = None
 ) -> ExportReport:
-    """Report on a sampler-only export; without `sizes`, a dry run."""
+    """Build the report of a sampler-only export. sizes: bytes by file; empty for a dry run."""
     return ExportReport(
         output=output,
         dry_run=not sizes,
@@ -93,16 +97,16 @@ def sampler_report(
         files=tuple(sorted(sizes)),
         seconds=time.monotonic() - started,
         verification=verification or Verification(status="skipped"),
-        **_measures(model),
+        **_graph_fields(model),
     )
 
 
-def sizes_in(folder: Path) -> dict[str, int]:
-    """File name -> bytes."""
+def file_bytes_in(folder: Path) -> dict[str, int]:
+    """Return {path relative to `folder`: bytes} of all files in it."""
     return {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
 
 
-def _facts(
+def _shared_fields(
     model: ir.Model,
     source: Source,
     route: str,
@@ -131,11 +135,11 @@ def _facts(
         "defaults": sampler.defaults,
         "default_beta": sampler.default_beta,
         "verification": Verification(status="provisional"),
-        "files": describe_files(folder, list(sizes_in(folder)), known),
+        "files": describe_files(folder, list(file_bytes_in(folder)), known),
     }
 
 
-def _measures(model: ir.Model) -> dict[str, Any]:
+def _graph_fields(model: ir.Model) -> dict[str, Any]:
     return {
         "inputs": _tensor_specs(model.graph.inputs),
         "outputs": _tensor_specs(model.graph.outputs),

@@ -1,8 +1,8 @@
 """Convert tekken.json and tiktoken's text files, which list byte strings by rank, to `tokenizer.json`.
 
-Text is split by a pattern; in each piece, the adjacent pair whose joined bytes have the lowest rank is merged, until no
-pair has a rank. tokenizers' BPE ranks pairs instead, so every way to split a token becomes a merge, ordered by the
-token's rank.
+Such a tokenizer splits text by a pattern. In each piece, it merges the adjacent pair whose joined bytes have the lowest
+rank, until no pair has a rank. The BPE of `tokenizers` ranks pairs instead: here, every way to split a token into two
+becomes a merge, and merges are ordered by the rank of the token that they make.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from topw_deploy.errors import TokenizerError, one_line
 
 TEKKEN = "tekken.json"
 _TEKKEN_ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-_FILLER = "<SPECIAL_{}>"
+_UNNAMED_SPECIAL = "<SPECIAL_{}>"
 _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n?")
 _LETTERS_AND_NUMBERS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-# tiktoken's files do not state their pattern. Number of ranks -> (model family, pattern).
-_KNOWN = {
+# Number of ranks of a tiktoken file, which does not state its pattern -> (model family, pattern).
+_KNOWN_PATTERNS = {
     128_000: ("Llama 3", _LETTERS_AND_NUMBERS.format("{1,3}")),
     151_643: ("Qwen", _LETTERS_AND_NUMBERS.format("")),
 }
@@ -37,11 +37,12 @@ _KNOWN = {
 
 @dataclass(frozen=True)
 class Ranks:
-    """A tokenizer to build.
+    """What a file of ranks says about its tokenizer.
 
-    tokens: bytes by rank.
-    first: id of rank 0.
-    specials: text -> id.
+    tokens: the bytes of each token, by rank.
+    first: the id of the token of rank 0.
+    pattern: the regular expression that splits text into pieces.
+    specials: text of a special token -> id.
     """
 
     tokens: list[bytes]
@@ -51,9 +52,10 @@ class Ranks:
 
 
 def read_tekken(path: Path) -> tuple[Ranks, dict[str, str]]:
-    """mistral-common's `tekken.json`, and its special tokens by role. Raises TokenizerError for other contents.
+    """Read mistral-common's `tekken.json`. Returns (ranks, {role: special token}).
 
-    Special tokens come first, filled up to the stated number; then as many ranks as fit into the stated vocabulary.
+    The ids of special tokens come first, as many as the file states; unnamed ones are `<SPECIAL_n>`. As many ranks
+    follow as fit into the stated size of the vocabulary. Raises TokenizerError for other contents.
     """
     try:
         data = json.loads(path.read_text("utf-8"))
@@ -77,7 +79,7 @@ def read_tekken(path: Path) -> tuple[Ranks, dict[str, str]]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise TokenizerError(f"{path} is damaged ({one_line(error)}); fetch it again.") from None
     specials = {text: place for place, text in enumerate(texts)}
-    specials |= {_FILLER.format(place): place for place in range(len(texts), first)}
+    specials |= {_UNNAMED_SPECIAL.format(place): place for place in range(len(texts), first)}
     return Ranks(tokens, first, pattern, specials), {
         role: text for role, text in _TEKKEN_ROLES.items() if text in specials
     }
@@ -90,7 +92,7 @@ def is_tiktoken(path: Path) -> bool:
 
 
 def read_tiktoken(path: Path, settings: Mapping[str, Any]) -> Ranks:
-    """tiktoken's text file; special tokens from `settings`, tokenizer_config.json.
+    """Read a text file of tiktoken. settings: the tokenizer_config.json, which states the special tokens.
 
     Raises TokenizerError for other contents, and for an unknown pattern or unknown special tokens.
     """
@@ -102,24 +104,33 @@ def read_tiktoken(path: Path, settings: Mapping[str, Any]) -> Ranks:
     except (OSError, ValueError, binascii.Error) as error:
         raise TokenizerError(f"{path} is damaged ({one_line(error)}); fetch it again.") from None
     specials = _stated_specials(settings)
-    if len(tokens) not in _KNOWN or not specials:
-        what = "special tokens are not in tokenizer_config.json" if len(tokens) in _KNOWN else "pattern is unknown"
+    if len(tokens) not in _KNOWN_PATTERNS or not specials:
+        what = (
+            "special tokens are not in tokenizer_config.json"
+            if len(tokens) in _KNOWN_PATTERNS
+            else "pattern is unknown"
+        )
         raise TokenizerError(
             f"{path} is a tiktoken file of {len(tokens)} ranks whose {what}; convert it with transformers' "
             "TikTokenConverter and the pattern and special tokens of the model's code, and give the folder of the "
             "tokenizer.json with --tokenizer."
         )
-    return Ranks(tokens, 0, _KNOWN[len(tokens)][1], specials)
+    return Ranks(tokens, 0, _KNOWN_PATTERNS[len(tokens)][1], specials)
 
 
 def build_tokenizer(ranks: Ranks, path: Path, begin: str | None) -> Tokenizer:
-    """Build the tokenizer; the special token `begin` starts each text. Raises TokenizerError for unusable ranks."""
+    """Build the tokenizer.
+
+    path: the file of the ranks, for messages.
+    begin: the special token that starts each text, or None.
+    Raises TokenizerError for ranks that tokenizer.json cannot express.
+    """
     ids = {token: ranks.first + rank for rank, token in enumerate(ranks.tokens)}
     missing = [byte for byte in range(256) if bytes([byte]) not in ids]
     if missing or len(ids) < len(ranks.tokens):
         what = f"the byte {missing[0]} has no rank" if missing else "a token has two ranks"
         raise TokenizerError(f"{path} is damaged ({what}); fetch it again.")
-    vocabulary = {_text_of(token): number for token, number in ids.items()}
+    vocabulary = {_printable_text(token): number for token, number in ids.items()}
     used = set(ids.values())
     taken = [text for text, number in ranks.specials.items() if text in vocabulary or number in used]
     if taken:
@@ -127,7 +138,7 @@ def build_tokenizer(ranks: Ranks, path: Path, begin: str | None) -> Tokenizer:
             f"{path} has an ordinary token with the text or id of the special token {taken[0]!r}, which tokenizer.json "
             "cannot have; give another folder with --tokenizer."
         )
-    merges = [(_text_of(left), _text_of(right)) for left, right in _merges(ids)]
+    merges = [(_printable_text(left), _printable_text(right)) for left, right in _possible_merges(ids)]
     try:
         tokenizer = Tokenizer(models.BPE({**ranks.specials, **vocabulary}, merges, ignore_merges=True))
         pieces = pre_tokenizers.Split(Regex(ranks.pattern), "isolated")
@@ -146,7 +157,7 @@ def build_tokenizer(ranks: Ranks, path: Path, begin: str | None) -> Tokenizer:
     return tokenizer
 
 
-def _merges(ids: Mapping[bytes, int]) -> Iterable[tuple[bytes, bytes]]:
+def _possible_merges(ids: Mapping[bytes, int]) -> Iterable[tuple[bytes, bytes]]:
     for token in sorted(ids, key=lambda token: ids[token]):
         splits = [(token[:at], token[at:]) for at in range(1, len(token))]
         known = [pair for pair in splits if pair[0] in ids and pair[1] in ids]
@@ -164,15 +175,15 @@ def _stated_specials(settings: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-def _byte_texts() -> list[str]:
-    """GPT-2's character per byte: itself if printable, else the next from U+0100."""
+def _byte_characters() -> list[str]:
+    """Return GPT-2's character for each byte: the byte's own if printable, else the next one from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
 
 
-_TEXTS = _byte_texts()
+_BYTE_CHARACTERS = _byte_characters()
 
 
-def _text_of(token: bytes) -> str:
-    return "".join(_TEXTS[byte] for byte in token)
+def _printable_text(token: bytes) -> str:
+    return "".join(_BYTE_CHARACTERS[byte] for byte in token)

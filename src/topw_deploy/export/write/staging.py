@@ -1,7 +1,7 @@
 """Write a folder completely or not at all.
 
-Files are written into a hidden, locked folder beside OUT, which is renamed at the end. An unlocked one belongs to a
-process that has ended; the next export to OUT removes or resumes it.
+An export writes its files into a hidden, locked folder beside OUT, and renames it to OUT at the end. A hidden folder
+that is not locked belongs to a process that has ended. The next export to OUT resumes it or removes it.
 """
 
 from __future__ import annotations
@@ -30,27 +30,34 @@ from topw_deploy.sizes import decimal_size
 _locks: Any
 try:
     import fcntl as _locks
-except ImportError:  # Windows: the files of a killed export remain
+except ImportError:  # Windows has no flock: the files of a killed export stay there
     _locks = None
 
 
 SPARE = 16 << 20
-"""Bytes that must stay free."""
+"""Bytes of the disk that must stay free."""
 _LOCK = "lock"
-_UNLOCKED_FOR = 3600  # seconds after which a folder without a lock file counts as abandoned
-_COPY_PART = 64 << 20
-_NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP}  # another device, or no hard links
+_ABANDONED_AFTER = 3600  # seconds after which a folder without a lock file counts as abandoned
+_COPY_PART = 64 << 20  # bytes
+_NO_LINKS = {
+    errno.EXDEV,
+    errno.EPERM,
+    errno.EMLINK,
+    errno.ENOTSUP,
+}  # other device, or no hard links
 _INTERRUPTIONS = (KeyboardInterrupt, SystemExit, OSError, MemoryError, ExportError)
 
 
 class StagedFolder:
-    """Context manager: write into `path`, then `commit()`; otherwise the files are removed.
+    """A context manager for a folder that appears as `output` with `commit()`. Without it, the files are removed.
 
     overwrite: replace an earlier export.
-    keep_failed: keep failed files as `OUT.failed`.
-    resume: continue an interrupted export; if interrupted again, keep the files.
+    keep_failed: after an error, keep the files as `OUT.failed`.
+    resume: continue an interrupted export; keep its files if it is interrupted again.
+    path: the folder to write into.
     workspace: the hidden folder that contains `path`.
-    Raises ExportError on entry if `output` is not free or writable.
+    kept: where the files are after an error, with `keep_failed`; otherwise None.
+    Raises ExportError on entry if `output` is not free or cannot be written.
     """
 
     def __init__(
@@ -68,7 +75,7 @@ class StagedFolder:
         try:
             undo_fill(self.output)
             self.output.parent.mkdir(parents=True, exist_ok=True)
-            self.workspace = self._resumed() or self._made()
+            self.workspace = self._resume_workspace() or self._create_workspace()
             self.path = self.workspace / self.output.name
             if self.path.exists():
                 _permit_as_new(self.path)
@@ -80,15 +87,15 @@ class StagedFolder:
         self._signals.enter_context(sigterm_raises())
         return self
 
-    def _made(self) -> Path:
-        made = Path(tempfile.mkdtemp(prefix=f".{self.output.name}{PARTIAL}", dir=_place(self.output)))
+    def _create_workspace(self) -> Path:
+        made = Path(tempfile.mkdtemp(prefix=f".{self.output.name}{PARTIAL}", dir=_workspace_parent(self.output)))
         self._lock = _lock(made)
         return made
 
-    def _resumed(self) -> Path | None:
-        """The newest abandoned folder; removes others."""
+    def _resume_workspace(self) -> Path | None:
+        """With `resume`, lock and return the newest abandoned folder. Remove the others."""
         found: Path | None = None
-        for workspace, lock in _left_behind(self.output):
+        for workspace, lock in _abandoned_workspaces(self.output):
             if self._resume and found is None:
                 found, self._lock = workspace, lock
             else:
@@ -99,15 +106,16 @@ class StagedFolder:
     def commit(self) -> None:
         """Flush all files to disk and rename the folder to OUT.
 
-        If OUT is an empty folder, fills it instead, manifest last: it may be a working directory or mount point.
+        An empty folder OUT is filled instead, because it may be a working directory or a mount point.
+        Raises ExportError if OUT is no longer free, or on a failed write.
         """
-        check_free(self.output, self._overwrite)  # another process may have written it
+        check_free(self.output, self._overwrite)  # another process may have written OUT meanwhile
         try:
             for file in sorted(self.path.rglob("*")):
                 if file.is_file():
                     _sync(file)
             _sync(self.path)
-            _put(self.path, self.output)
+            _put_in_place(self.path, self.output)
             _sync(self.output.parent)
         except OSError as error:
             raise _write_error(self.output, error) from error
@@ -120,7 +128,7 @@ class StagedFolder:
         stays = self._resume and not self._committed and isinstance(error, _INTERRUPTIONS)
         if not stays:
             if self._keep_failed and not self._committed and isinstance(error, Exception):
-                self.kept = _free_name(self.output)
+                self.kept = _unused_failed_name(self.output)
                 shutil.move(self.path, self.kept)
             _remove(self.workspace)
         _unlock(self._lock)
@@ -128,16 +136,19 @@ class StagedFolder:
             raise _write_error(self.output, error, kept=stays) from error
 
 
-def _place(output: Path) -> Path:
-    """The folder for hidden folders: the parent, or `output` itself if it is a mount point, so that renaming works."""
+def _workspace_parent(output: Path) -> Path:
+    """Return the folder that holds hidden folders: the parent of `output`, or `output` itself if it is a mount point.
+
+    A folder cannot be renamed from one device to another.
+    """
     return output if os.path.ismount(output) else output.parent
 
 
-def _left_behind(output: Path) -> Iterator[tuple[Path, int | None]]:
-    """Hidden folders of ended processes, newest first, locked for the caller."""
+def _abandoned_workspaces(output: Path) -> Iterator[tuple[Path, int | None]]:
+    """Yield the hidden folders of ended processes, newest first, each with the lock that the caller must release."""
     prefix = f".{output.name}{PARTIAL}"
     changed: dict[Path, float] = {}
-    for path in _place(output).iterdir():
+    for path in _workspace_parent(output).iterdir():
         with contextlib.suppress(FileNotFoundError):  # another export has just ended
             if path.name.startswith(prefix) and _is_own_folder(path):
                 changed[path] = path.stat().st_mtime
@@ -145,7 +156,7 @@ def _left_behind(output: Path) -> Iterator[tuple[Path, int | None]]:
         if _locks is None:
             return
         if not (path / _LOCK).exists():
-            if time.time() - changed[path] > _UNLOCKED_FOR:
+            if time.time() - changed[path] > _ABANDONED_AFTER:
                 yield path, None
             continue
         try:
@@ -156,7 +167,10 @@ def _left_behind(output: Path) -> Iterator[tuple[Path, int | None]]:
 
 
 def _remove(workspace: Path) -> None:
-    """The lock file last: if this is interrupted, the next export finds it, and removes the rest at once."""
+    """Remove a hidden folder, its lock file last.
+
+    If this is interrupted, the next export finds the lock and continues.
+    """
     for path in workspace.iterdir():
         if path.name != _LOCK:
             shutil.rmtree(path, ignore_errors=True)
@@ -164,13 +178,13 @@ def _remove(workspace: Path) -> None:
 
 
 def _is_own_folder(path: Path) -> bool:
-    """Whether this user made it: others may write into the parent, as in /tmp, and plant folders and links."""
+    """Whether `path` is a folder of this user. In a parent like /tmp, others could plant folders and links."""
     about = path.lstat()
     return stat.S_ISDIR(about.st_mode) and (not hasattr(os, "geteuid") or about.st_uid == os.geteuid())
 
 
 def _lock(workspace: Path) -> int | None:
-    """Lock until this process ends. Raises BlockingIOError if in use."""
+    """Lock a hidden folder until `_unlock`, or the end of this process. Raises BlockingIOError if it is in use."""
     if _locks is None:
         return None
     handle = os.open(workspace / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
@@ -183,7 +197,7 @@ def _lock(workspace: Path) -> int | None:
 
 
 def _permit_as_new(folder: Path) -> None:
-    """Apply the current umask. Hard-linked files keep their permissions."""
+    """Give a resumed folder the permissions of a new one. Hard-linked files keep theirs."""
     sample = folder.with_name(f".{folder.name}.topw-mode")
     shutil.rmtree(sample, ignore_errors=True)  # of a process killed in this function
     sample.mkdir()
@@ -238,7 +252,7 @@ def _is_taken(output: Path) -> bool:
 
 
 def require_space(folder: Path, needed: int) -> None:
-    """Raises ExportError without `needed` + SPARE free bytes."""
+    """Raises ExportError if the disk of `folder` has fewer than `needed` + SPARE free bytes."""
     free = shutil.disk_usage(folder).free
     if free < needed + SPARE:
         raise ExportError(
@@ -248,10 +262,10 @@ def require_space(folder: Path, needed: int) -> None:
 
 
 def copy_file(source: Path, target: Path, *, hard_link: bool = False, progress: Advance = lambda _bytes: None) -> None:
-    """Copy `source`, following symbolic links. The file system clones it where it can.
+    """Copy a file, following symbolic links. Where the file system can clone files, this takes no space.
 
-    hard_link: hard-link where supported. That takes no time or space, but onnx and onnx_ir refuse such data files as an
-    attack. onnxruntime accepts them, but not symbolic links.
+    hard_link: make a hard link where the file system can. That takes no time or space, but onnx and onnx_ir refuse
+        hard-linked data files as an attack. onnxruntime accepts them, but not symbolic links.
     progress: called with the number of bytes of each part.
     """
     real = source.resolve(strict=True)
@@ -276,7 +290,7 @@ def copy_file(source: Path, target: Path, *, hard_link: bool = False, progress: 
 
 
 def _copy_in_kernel(read: int, write: int, size: int, progress: Advance) -> int:
-    """Returns bytes copied."""
+    """Copy as many bytes as the kernel can copy between these files. Returns their number."""
     done = 0
     while hasattr(os, "copy_file_range") and done < size:
         try:
@@ -292,7 +306,8 @@ def _copy_in_kernel(read: int, write: int, size: int, progress: Advance) -> int:
     return done
 
 
-def linkable(source: Path, folder: Path) -> bool:
+def can_hard_link(source: Path, folder: Path) -> bool:
+    """Whether `source` is on the device of `folder`, as hard links must be."""
     return source.resolve().stat().st_dev == folder.stat().st_dev
 
 
@@ -300,7 +315,7 @@ def _write_error(output: Path, error: OSError, *, kept: bool = False) -> ExportE
     return write_error(output, error, "export again with --resume" if kept else "export again", kept=kept)
 
 
-def _put(staged: Path, output: Path) -> None:
+def _put_in_place(staged: Path, output: Path) -> None:
     if not output.exists():
         staged.rename(output)
     elif _is_taken(output):
@@ -309,7 +324,7 @@ def _put(staged: Path, output: Path) -> None:
         fill(output, staged)
 
 
-def _free_name(output: Path) -> Path:
+def _unused_failed_name(output: Path) -> Path:
     number = 1
     while (name := output.with_name(f"{output.name}.failed" + (f"-{number}" if number > 1 else ""))).exists():
         number += 1

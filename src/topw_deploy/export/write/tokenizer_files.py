@@ -1,4 +1,4 @@
-"""Copy or convert the tokenizer to `tokenizer.json`."""
+"""Copy a tokenizer into an export, or convert it to `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _SAMPLES = (
     "Wir fahren morgen nach München.",
     "東京は日本の首都です",
 )
-COPIED = (
+COPIED_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
 )
-"""Files that are copied unchanged."""
+"""Files that are copied without change."""
 _CONVERTIBLE = (
     *SENTENCEPIECE,
     "vocab.json",
@@ -42,7 +42,7 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raises TokenizerError if `folder` has no exportable tokenizer."""
+    """Raises TokenizerError if `folder` has no tokenizer that can be copied or converted."""
     if (folder / "tokenizer.json").is_file():
         _check_readable(folder / "tokenizer.json")
     named = any((folder / name).is_file() for name in ("tokenizer.json", *_CONVERTIBLE))
@@ -63,34 +63,34 @@ def _check_readable(file: Path) -> None:
 
 
 def write_tokenizer(folder: Path, output: Path, *, trust_remote_code: bool = False) -> list[str]:
-    """Write the tokenizer into `output`; returns notices.
+    """Write the tokenizer of `folder` into `output`. Returns notices for the user.
 
-    tekken.json and tiktoken's files are converted here (rank_files.py), forms other than `tokenizer.json` by
-    transformers. A chat template in tokenizer_config.json becomes chat_template.jinja. Raises TokenizerError if
-    conversion fails.
+    `tokenizer.json` is copied. tekken.json and tiktoken's files are converted by rank_files.py, all others by
+    transformers. A chat template in tokenizer_config.json becomes chat_template.jinja.
+    Raises TokenizerError if the conversion fails.
     """
     notices = []
     if (folder / "tokenizer.json").is_file():
-        _copy(folder, output)
+        _copy_tokenizer_files(folder, output)
     else:
         found = _rank_file(folder)
         if found is not None:
             _convert_ranks(found, output)
         else:
-            _convert(folder, output, trust_remote_code)
+            _convert_with_transformers(folder, output, trust_remote_code)
         notices.append(f"the tokenizer of {folder.name} was converted to tokenizer.json")
     _extract_chat_template(output)
     return notices
 
 
-def _copy(folder: Path, output: Path) -> None:
-    for name in COPIED:
+def _copy_tokenizer_files(folder: Path, output: Path) -> None:
+    for name in COPIED_FILES:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, output / name)
 
 
 def _rank_file(folder: Path) -> Path | None:
-    """The folder's tekken.json or tiktoken file."""
+    """Return the tekken.json or tiktoken file of `folder`, or None."""
     if (folder / TEKKEN).is_file():
         return folder / TEKKEN
     named = [folder / "tiktoken.model", folder / "tokenizer.model", *sorted(folder.glob(_TIKTOKEN))]
@@ -98,27 +98,27 @@ def _rank_file(folder: Path) -> Path | None:
 
 
 def _convert_ranks(file: Path, output: Path) -> None:
-    settings = _settings(file.parent)
+    settings = _read_settings(file.parent)
     if file.name == TEKKEN:
         ranks, roles = read_tekken(file)
     else:
         ranks, roles = read_tiktoken(file, settings), {}
-    roles |= {role: text for role in _ROLES if (text := _text(settings.get(role))) in ranks.specials}
+    roles |= {role: text for role in _ROLES if (text := _token_text(settings.get(role))) in ranks.specials}
     begin = roles.get("bos_token") if settings.get("add_bos_token", True) else None
     tokenizer = build_tokenizer(ranks, file, begin)
-    _copy(file.parent, output)
+    _copy_tokenizer_files(file.parent, output)
     tokenizer.save(str(output / "tokenizer.json"))
     text = json.dumps({**settings, **roles}, indent=2, ensure_ascii=False)
     (output / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _text(value: object) -> str:
-    """Of a token that a configuration states as text or as an object."""
+def _token_text(value: object) -> str:
+    """Return the text of a token, which a configuration states as text or as an object."""
     return str(value.get("content") if isinstance(value, dict) else value)
 
 
-def _settings(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, {} if absent. Raises TokenizerError for a damaged one."""
+def _read_settings(folder: Path) -> dict[str, Any]:
+    """Read tokenizer_config.json; {} if it is missing. Raises TokenizerError if it is damaged."""
     file = folder / "tokenizer_config.json"
     try:
         found = json.loads(file.read_text("utf-8")) if file.is_file() else {}
@@ -127,15 +127,16 @@ def _settings(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _convert(folder: Path, output: Path, trust_remote_code: bool) -> None:
+def _convert_with_transformers(folder: Path, output: Path, trust_remote_code: bool) -> None:
     from transformers import AutoTokenizer, LlamaTokenizer
 
     named = [folder / name for name in SENTENCEPIECE if (folder / name).is_file()]
     why = None
-    # Without a stated class, transformers' general tokenizer ignores the space before a text, which Llama's writes.
+    # If no class is stated, transformers takes its general tokenizer, which omits the space that Llama's puts before a
+    # text. So if the result differs from the SentencePiece model, try Llama's class.
     for kind in (AutoTokenizer, LlamaTokenizer) if named else (AutoTokenizer,):
         _save_fast(kind, folder, output, trust_remote_code)
-        why = difference(named[0], output / "tokenizer.json") if named else None
+        why = conversion_difference(named[0], output / "tokenizer.json") if named else None
         if why is None:
             break
     if why is not None:
@@ -154,7 +155,7 @@ def _save_fast(kind: Any, folder: Path, output: Path, trust_remote_code: bool) -
             folder, use_fast=True, trust_remote_code=trust_remote_code, local_files_only=True
         )
         tokenizer.save_pretrained(output)
-    except Exception as error:  # tokenizers can run their own code
+    except Exception as error:  # a tokenizer's own code can raise any error
         raise TokenizerError(
             f"the tokenizer in {folder} cannot be converted to tokenizer.json ({type(error).__name__}: "
             f"{one_line(error)}); convert it with transformers and give its folder with --tokenizer."
@@ -182,13 +183,15 @@ def _extract_chat_template(output: Path) -> None:
         (output / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
-def difference(model: Path, converted: Path) -> str | None:
-    """Describe the first sample that `converted`, a tokenizer.json, splits differently from `model`; None if none.
+def conversion_difference(model: Path, converted: Path) -> str | None:
+    """Describe the first sample that a converted tokenizer splits differently from the original; None if all agree.
+
+    model: a SentencePiece file. One that SentencePiece cannot read is not compared.
+    converted: a tokenizer.json.
 
     transformers converts by the tokenizer's class, or by general rules if the folder names no class. Those rules ignore
-    some settings of a SentencePiece model, such as the space before a text.
-
-    Skips samples with pieces unknown to the model, and models that SentencePiece cannot read.
+    some settings of a SentencePiece model, such as the space before a text. Samples with pieces that the model does not
+    know are skipped.
     """
     import sentencepiece
 

@@ -1,7 +1,7 @@
 """Refuse configurations that state far larger models than the weights beside them.
 
-transformers allocates what config.json states before it compares it with the weights: a list of all layers, a name for
-each label, and values for each tensor of another size.
+transformers allocates the model that config.json states before it looks at the weights: a list of all layers, a name
+for each label, and values for each tensor whose stored size differs.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from topw_deploy.export.source.safetensors_files import stored_tensors
 from topw_deploy.files import read_bounded
 
 MOST_PARTS = 4096
-"""Layers, experts or labels; published models have up to 126, 512 and 1000."""
+"""The maximum number of layers, experts or labels. Published models have up to 126, 512 and 1000."""
 _PARTS = re.compile(r"(n|num|moe_num|encoder|decoder)_(\w+_)?(layers?|experts)|num_labels|depth")
 _WEIGHTS = ("*.safetensors", "*.bin")
 _MOST_JSON = 16 << 20  # bytes
-# Tied embeddings count twice in the model; small buffers and parameters may be missing from the files.
+# The model may have twice the stored parameters, because tied embeddings are stored once, and some more, because
+# files may lack small ones.
 _MOST_TIMES, _SPARE = 2, 1 << 20
 
 
 def check_counts(folder: Path) -> None:
     """Raises UnsupportedModelError if config.json states more than MOST_PARTS layers, experts or labels.
 
-    Ignores a file that cannot be read: transformers reports what is wrong with it.
+    Ignores a file that cannot be read, because transformers reports what is wrong with such a file.
     """
     try:
         config = json.loads(read_bounded(folder / "config.json", _MOST_JSON, follow=True))
@@ -48,7 +49,7 @@ def check_counts(folder: Path) -> None:
 
 
 def _numbers(value: Any) -> Iterator[tuple[str, int]]:
-    """All named integers, at any depth."""
+    """Yield the name and value of every integer field, at any depth."""
     if isinstance(value, dict):
         for name, inner in value.items():
             if isinstance(inner, int):
@@ -63,7 +64,7 @@ def _numbers(value: Any) -> Iterator[tuple[str, int]]:
 def check_sizes(folder: Path, make: Callable[[], torch.nn.Module], quantised: QuantisedCheckpoint | None) -> None:
     """Raises SourceError if the model has far more parameters than the weights in `folder`.
 
-    make: returns the model without values. Models whose code needs values are not checked.
+    make: returns the model without values. A model whose code needs values, so that `make` fails, is not checked.
     """
     held = _parameters_in(folder, quantised)
     try:
@@ -78,7 +79,10 @@ def check_sizes(folder: Path, make: Callable[[], torch.nn.Module], quantised: Qu
 
 
 def _parameters_in(folder: Path, quantised: QuantisedCheckpoint | None) -> int:
-    """The number of weights; for files that only transformers can read, their bytes, an upper bound."""
+    """Return the number of stored parameters.
+
+    For files that only transformers can read, return their bytes, a bound.
+    """
     if quantised is not None:
         return sum(map(math.prod, quantised.shapes()))
     try:
