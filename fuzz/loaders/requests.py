@@ -17,11 +17,11 @@ from topw_deploy.errors import ParameterError, PromptError
 def prompts(_scratch: Path) -> Loader:
     """Files of prompts, of statistics and of questions. The first byte chooses."""
     from topw_deploy.cli.judge_files import read_questions
-    from topw_deploy.cli.prompt_lines import prompt_lines
+    from topw_deploy.cli.prompt_lines import read_prompt_lines
     from topw_deploy.stats.request import prompts_of_json_lines
 
     def lines(data: bytes) -> None:
-        for line in prompt_lines(data, "in", {}, chat=False, system=None):
+        for line in read_prompt_lines(data, "in", {}, chat=False, system=None):
             line.request({})
 
     readers: tuple[Callable[[bytes], object], ...] = (
@@ -80,7 +80,7 @@ def triton(scratch: Path) -> Loader:
 
     from topw_deploy.engine import Engine
     from topw_deploy.runtime import TopWModel
-    from topw_deploy.triton.answers import answers, read_request
+    from topw_deploy.triton.answers import read_request, response_outputs
 
     place = export(scratch / "toy", Toy.random(3), form="grouped", chat_template=TEMPLATE)
     engine = Engine(TopWModel.from_pretrained(place, provider="cpu", intra_op_num_threads=1), max_batch=2)
@@ -93,7 +93,7 @@ def triton(scratch: Path) -> Loader:
             bounded["max_new_tokens"] = min(bounded["max_new_tokens"], 4)
         bounded.setdefault("max_new_tokens", 2)
         object.__setattr__(asked, "parameters", bounded)
-        async for _ in answers(engine, asked):
+        async for _ in response_outputs(engine, asked):
             pass
 
     def read(data: bytes) -> None:

@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[2]
         ({"n": 2}, "n changes what a request returns"),
         ({"prompt_logprobs": 2}, "prompt_logprobs changes what a request returns"),
         ({"path": None}, "path is missing; give --model_args path=OUT"),
+        ({"path": b"out"}, "path is missing; give --model_args path=OUT"),
         ({"device": "cuda:1"}, "device is 'cuda:1', but must be cpu; give --model_args provider=cuda"),
         ({"batch_size": "many"}, "batch_size is 'many', but must be an integer >= 1"),
         ({"max_batch_size": 0}, "max_batch_size is 0, but must be an integer >= 1"),
@@ -67,6 +68,12 @@ def test_options_reach_the_model_the_engine_and_every_request() -> None:
     assert found.engine == {"prefix_bytes": 9, "exact": True}
     assert found.parameters == {"lam": 1.0, "preset": "lively", "temperature": 1.5, "stop_strings": ("x",)}
     assert "provider" not in read_arguments({"path": "out", "device": "cuda:0"}).opening, "the harness's default"
+
+
+def test_the_folder_may_be_a_path_object() -> None:
+    from topw_deploy.harness.arguments import read_arguments
+
+    assert read_arguments({"path": Path("some", "out")}).path == "some/out"
 
 
 def test_the_context_may_be_shorter(opened: Open) -> None:

@@ -256,8 +256,9 @@ def test_a_repository_is_written_whole_or_not_at_all(folder: Path, tmp_path: Pat
     assert (copied / "model.onnx").stat().st_ino == (folder / "model.onnx").stat().st_ino
     with pytest.raises(ExportError, match="exists"):
         write_repository(folder, tmp_path, name="m")
-    with pytest.raises(ParameterError, match="letters"):
-        write_repository(folder, tmp_path, name="../m")
+    for name in ("../m", ".m", "m n"):
+        with pytest.raises(ParameterError, match=r"must begin with a letter or digit and have only letters, digits, "):
+            write_repository(folder, tmp_path, name=name)
     with pytest.raises(ManifestError):
         write_repository(tmp_path / "m", tmp_path, name="other")
     assert [path.name for path in tmp_path.iterdir()] == ["m"]

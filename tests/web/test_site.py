@@ -117,7 +117,7 @@ def test_the_packages_that_tests_and_examples_install_are_those_of_the_site() ->
 
 def test_the_hashes_are_those_of_the_installed_packages() -> None:
     needs_browser()
-    assert [file for file, _ in libraries.read_installed(FOLDER)] == list(libraries.FILES)
+    assert [file for file, _ in libraries.read_packages(FOLDER)] == list(libraries.FILES)
 
 
 def test_every_file_of_the_site_is_in_a_wheel() -> None:

@@ -1,12 +1,11 @@
 """A model class for lm-evaluation-harness, registered as `topw_deploy` (docs/guide/evaluation.md).
 
-model: the class.
-arguments: `--model_args`.
-requests: parameters and seed of a request.
-running: runs requests through the engine.
-scoring: log-likelihoods of continuations.
-chat: chats that end with the beginning of an answer.
-command: the harness's own command line, with the class registered.
+- model: the class.
+- arguments: checks `--model_args`.
+- requests: parameters and seed of a request.
+- running: runs requests through the engine.
+- scoring: log-likelihoods of continuations.
+- command: runs the harness's own command line, with the class registered.
 
 Importing this package registers the class, so that `lm_eval.simple_evaluate(model="topw_deploy", ...)` finds it.
 """

@@ -1,4 +1,4 @@
-"""The command line of lm-evaluation-harness, with this package's model registered."""
+"""Runs the command line of lm-evaluation-harness with this package's model registered."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from topw_deploy.harness import NAME
 
 _COMMANDS = ("run", "ls", "validate")
-_MODEL = ("--model", "-M", "--config", "-C")  # a configuration may name the model
+_NAMING_A_MODEL = ("--model", "-M", "--config", "-C")  # a configuration may name the model
 
 
 def run(words: Sequence[str]) -> None:
@@ -19,7 +19,11 @@ def run(words: Sequence[str]) -> None:
     from lm_eval.__main__ import cli_evaluate
 
     arguments = list(words) if words and words[0] in _COMMANDS else ["run", *words]
-    if arguments[0] == "run" and len(arguments) > 1 and not any(word.split("=")[0] in _MODEL for word in arguments):
+    if (
+        arguments[0] == "run"
+        and len(arguments) > 1
+        and not any(word.split("=")[0] in _NAMING_A_MODEL for word in arguments)
+    ):
         arguments[1:1] = ["--model", NAME]
     given = sys.argv
     sys.argv = ["lm_eval", *arguments]

@@ -12,19 +12,19 @@ from topw_deploy.runtime import GenerationResult, TopWModel
 PromptRequest: TypeAlias = "tuple[list[int], Mapping[str, Any]]"
 """A prompt's token ids and the parameters of `TopWModel.generate`."""
 
-_WAITING = 8  # requests per row submitted ahead, so that other rows are not idle while a long request runs
+_AHEAD = 8  # requests per row that are submitted early, so that rows are not idle while a long request runs
 
 
 class Runner:
-    """Generates from many prompts: together through an Engine, or one by one if the cache is not `static`.
+    """Generates from many prompts: in an Engine, or one by one if the cache is not `static`.
 
     rows: `max_batch` of Engine.
     options: other options of Engine.
-    reuses: whether a prompt reuses the tokens at its beginning that an earlier prompt shares.
+    reuses: whether the states of the tokens that begin an earlier prompt, too, are reused.
     """
 
     def __init__(self, model: TopWModel, rows: int, options: Mapping[str, Any]) -> None:
-        self._model, self._ahead = model, _WAITING * rows
+        self._model, self._ahead = model, _AHEAD * rows
         self._engine: Engine | None = None
         decoder = model.manifest.decoder
         self.reuses = decoder.kv_form == "static" and not decoder.recurs and options.get("reuse_prefixes") is not False
@@ -36,7 +36,7 @@ class Runner:
         return self._engine
 
     def results(self, requests: Iterable[PromptRequest]) -> Iterator[GenerationResult]:
-        """Yield a result for each request, in order. Raises the first request's error, after cancelling the others."""
+        """Yield a result for each request, in order. Raises a request's error, after cancelling the later requests."""
         if self._engine is None:
             for prompt, parameters in requests:
                 yield self._model.generate(prompt, **parameters)

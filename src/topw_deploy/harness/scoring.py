@@ -1,4 +1,4 @@
-"""Log-likelihoods of continuations, computed by requests for log-probabilities."""
+"""Computes log-likelihoods of continuations by requests for log-probabilities."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from topw_deploy.runtime.logprobs import logits_output
 Pair: TypeAlias = "tuple[Sequence[int], Sequence[int]]"
 """Token ids of a context and of a continuation."""
 
-# Disables what a model's generation config may ban, because the scored token must be drawn.
+# Parameters that undo what a model's generation config may ban, because the scored token must be drawn.
 _UNEDITED: dict[str, Any] = {
     "temperature": 0.0,
     "min_new_tokens": 0,
@@ -30,21 +30,21 @@ _UNEDITED: dict[str, Any] = {
 class Scorer:
     """Scores each continuation in the faster of two ways.
 
-    - One request per token of the continuation. It reads the tokens before this one in chunks and draws this one as the
-      only allowed token. All requests but the first reuse the tokens that the one before has read.
-    - One request for `prompt_logprobs`. It reads context and continuation token by token, with all rows at once.
+    - One request per token of the continuation. It reads the tokens before this token in chunks, and draws this token
+      as the only allowed one. All requests but the first reuse the tokens that the request before has read.
+    - One request for `prompt_logprobs`. It reads context and continuation token by token, in steps of all rows.
 
     tokens: maximum number of tokens of context and continuation together.
-    rows: rows of the engine.
+    rows: number of rows of the engine.
     """
 
     def __init__(self, model: TopWModel, runner: Runner, tokens: int, rows: int) -> None:
         self._model, self._runner, self._tokens, self._rows = model, runner, tokens, rows
 
     def scores(self, pairs: Sequence[Pair]) -> Iterator[tuple[float, bool]]:
-        """(log-probability, whether each token is the greedy one), for each pair in order.
+        """Yield (log-probability, whether each token is the greedy one) of each continuation, in order.
 
-        Continuations must not be empty. A context that is too long loses its beginning.
+        pairs: contexts and continuations, which must not be empty. A context that is too long loses its beginning.
 
         Raises ParameterError for a folder without logits, PromptError for a continuation longer than the context.
         """
@@ -66,16 +66,18 @@ class Scorer:
             )
         whole = [*context, *continuation][-self._tokens :]
         start = len(whole) - len(continuation)
-        if not self._draws(len(continuation), len(whole)):
+        if not self._scores_by_drawing(len(continuation), len(whole)):
             return [(whole, {**_UNEDITED, "max_new_tokens": 0, "prompt_logprobs": 0})]
         one = {**_UNEDITED, "max_new_tokens": 1, "logprobs": 0}
         return [(whole[:end], {**one, "allowed_token_ids": whole[end : end + 1]}) for end in range(start, len(whole))]
 
-    def _draws(self, continuation: int, whole: int) -> bool:
-        """Whether to draw the tokens.
+    def _scores_by_drawing(self, continuation: int, whole: int) -> bool:
+        """Whether drawing the tokens is the faster way.
 
-        That takes a run of one row per token of the continuation; the other way takes a step of all rows per token of
-        context and continuation.
+        continuation, whole: number of tokens of the continuation, and of context and continuation together.
+
+        Drawing takes a run of one row per token of the continuation. The other way takes a step of all rows per token
+        of context and continuation.
         """
         return continuation == 1 or (self._runner.reuses and continuation * self._rows <= whole)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 from topw_deploy.errors import TensorRTError
-from topw_deploy.files import open_regular, replacing
+from topw_deploy.files import open_regular, replace_file
 from topw_deploy.manifest import MODEL_NAME, DecoderManifest
 from topw_deploy.progress import SILENT, Progress
 from topw_deploy.sampling.mask import mask_words
@@ -24,7 +24,7 @@ from topw_deploy.tensorrt.profiles import Profile
 from topw_deploy.tensorrt.progress import Phases, new_monitor
 from topw_deploy.tensorrt.request import TensorRTRequest, load_buildable
 from topw_deploy.tensorrt.stamp import ENGINE_SUFFIX, FOLDER, STAMP_SUFFIX, TensorRTStamp, manifest_hash, write_stamp
-from topw_deploy.versions import installed, release
+from topw_deploy.versions import installed_version, major_minor
 
 OLDEST = (10, 15)  # the first TensorRT with TensorScatter, which updates the cache in place
 _BLOCK = 64 << 20  # bytes per write
@@ -90,7 +90,7 @@ class _EngineBuild:
 
 
 def _check_version(trt: Any) -> None:
-    if release(trt.__version__) < OLDEST:
+    if major_minor(trt.__version__) < OLDEST:
         raise TensorRTError(
             f"this is TensorRT {trt.__version__}, but a cache that is updated in place (TensorScatter) needs "
             f"{'.'.join(map(str, OLDEST))} or later; install a newer one, or run the folder with onnxruntime."
@@ -105,7 +105,7 @@ def _write_engine(build: _EngineBuild, progress: Progress) -> tuple[Path, Tensor
     folder.mkdir(exist_ok=True)
     path = folder / f"{_file_stem(platform)}{ENGINE_SUFFIX}"
     digest = hashlib.sha256()
-    with replacing(path) as stream:
+    with replace_file(path) as stream:
         serialize(build.trt, request, build.manifest, build.profiles, _HashingSink(stream, digest), progress)
         size = stream.tell()
         path.with_suffix(STAMP_SUFFIX).unlink(missing_ok=True)  # an engine without a stamp is not used
@@ -123,7 +123,7 @@ def _write_engine(build: _EngineBuild, progress: Progress) -> tuple[Path, Tensor
         cache_length=build.cache_length,
         profiles=build.profiles,
         workspace=request.workspace,
-        topw_deploy=installed("topw-deploy") or "unknown",
+        topw_deploy=installed_version("topw-deploy") or "unknown",
     )
     write_stamp(folder, stamp)
     return path, stamp
@@ -207,7 +207,7 @@ def _read_timing_cache(config: Any, path: Path) -> None:
 
 def _write_timing_cache(config: Any, path: Path) -> None:
     try:
-        with replacing(path) as stream:
+        with replace_file(path) as stream:
             stream.write(memoryview(config.get_timing_cache().serialize()))
     except OSError as error:
         raise TensorRTError(

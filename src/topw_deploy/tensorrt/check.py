@@ -24,7 +24,7 @@ from topw_deploy.tensorrt import operators
 from topw_deploy.tensorrt.api import ParserAnswer, ask_parser
 from topw_deploy.tensorrt.model_file import read_model
 from topw_deploy.tensorrt.scope import Scope, walk_nodes
-from topw_deploy.versions import release
+from topw_deploy.versions import major_minor
 
 SAMPLER = ("topw", "TopWSample")
 TABLE_AT = len(INPUTS) + TABLE_INPUTS.index("table")
@@ -225,13 +225,13 @@ def _graph_objections(model: Model, target: str) -> Iterator[str]:
             yield f"the graph has opset {opset}, but TensorRT's parser supports at most {operators.NEWEST_OPSET}"
     needed = _least_version(model, target)
     installed = _installed_version(target)
-    if needed and installed and release(installed) < release(needed):
+    if needed and installed and major_minor(installed) < major_minor(needed):
         yield f"{_NAMES[target]} {installed} is installed, but the graph needs {needed}"
 
 
 def _installed_version(target: str) -> str | None:
     if target == "onnxruntime":
-        return versions.installed("onnxruntime") or versions.installed("onnxruntime-gpu")
+        return versions.installed_version("onnxruntime") or versions.installed_version("onnxruntime-gpu")
     try:
         return str(tensorrt_module().__version__)
     except PluginError:

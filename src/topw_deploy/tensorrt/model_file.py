@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from topw_deploy.errors import TensorRTError
-from topw_deploy.files import NotRegularError, mapped
+from topw_deploy.files import NotRegularError, map_file
 from topw_deploy.onnx_file import model
 from topw_deploy.onnx_file.model import Model
 from topw_deploy.onnx_file.protobuf import ProtobufError
@@ -38,7 +38,7 @@ def without_function(path: Path, domain: str, name: str) -> bytes:
 def map_model(path: Path) -> Iterator[memoryview]:
     """Map the file's bytes into memory. Raises TensorRTError, also for a ProtobufError that the block raises."""
     try:
-        yield memoryview(mapped(path))
+        yield memoryview(map_file(path))
     except ProtobufError as error:
         raise TensorRTError(f"{path} is not an ONNX model ({error}); export the model again.") from None
     except NotRegularError as error:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from topw_deploy.errors import TensorRTError
-from topw_deploy.files import NotRegularError, open_regular, replacing
+from topw_deploy.files import NotRegularError, open_regular, replace_file
 from topw_deploy.manifest import MANIFEST_NAME, sha256_of
-from topw_deploy.manifest.fields import decoded
+from topw_deploy.manifest.fields import parse_json
 from topw_deploy.tensorrt.profiles import Profile, Range
 
 FOLDER = "engines"
@@ -97,7 +97,7 @@ def read_stamp(path: Path) -> TensorRTStamp:
 def write_stamp(folder: Path, stamp: TensorRTStamp) -> Path:
     """Write the stamp atomically beside its engine."""
     path = (folder / stamp.engine).with_suffix(STAMP_SUFFIX)
-    with replacing(path) as stream:
+    with replace_file(path) as stream:
         stream.write(stamp.to_json().encode("utf-8"))
     return path
 
@@ -112,7 +112,7 @@ def manifest_hash(out: Path) -> str:
 
 def _parse_json(raw: bytes) -> Any:
     try:
-        return decoded(raw.decode("utf-8"))
+        return parse_json(raw.decode("utf-8"))
     except (ValueError, RecursionError):
         raise ValueError("it is not JSON: it was changed or truncated") from None
 

@@ -14,46 +14,55 @@ from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import GenerationResult
 from topw_deploy.runtime.parameters import PARAMETERS, unknown_parameter, with_aliases
 
-_OF_REQUEST = frozenset({"num_return_sequences", "skip_special_tokens", "add_special_tokens", "max_time"})
-NAMES = with_aliases({*PARAMETERS, *_OF_REQUEST})
+_WHOLE_REQUEST = frozenset({"num_return_sequences", "skip_special_tokens", "add_special_tokens", "max_time"})
+NAMES = with_aliases({*PARAMETERS, *_WHOLE_REQUEST})
 
-Read = Callable[[str], "np.ndarray | None"]
-"""An input's values by name; None if the request has no such input."""
+ReadInput = Callable[[str], "np.ndarray | None"]
+"""Returns the values of the input with a name; None if the request has no such input."""
 
 
 @dataclass(frozen=True)
 class InferenceRequest:
-    """A request that was read. parameters: of `Engine.submit`."""
+    """A checked request.
+
+    prompt: text or token ids.
+    parameters: of `Engine.stream`.
+    streams: whether each piece of text gets a response.
+    """
 
     prompt: str | list[int]
     parameters: dict[str, Any]
     streams: bool
 
 
-def read_request(read: Read) -> InferenceRequest:
+def read_request(read: ReadInput) -> InferenceRequest:
     """Check the inputs of a request.
 
-    Raises PromptError unless exactly one of text_input and input_ids is given, or for a text that is not UTF-8, and
-    ParameterError for parameters that are not a JSON object, unknown ones, and a seed that is given twice.
+    Raises PromptError unless exactly one of text_input and input_ids is given, and for a text that is not UTF-8. Raises
+    ParameterError for parameters that are not a JSON object, for an unknown name, and for a seed that is given twice.
     """
     text, ids = read("text_input"), read("input_ids")
-    if (text is None) == (ids is None):
+    prompt: str | list[int]
+    if text is not None and ids is None:
+        prompt = _read_text("text_input", text)
+    elif ids is not None and text is None:
+        prompt = [int(token) for token in np.ravel(ids)]
+    else:
         raise PromptError("the request has no prompt, or two; give either text_input or input_ids.")
-    prompt = _text("text_input", text) if text is not None else [int(token) for token in np.ravel(_some(ids))]
     parameters = _parameters(read("parameters"))
     seed, stream = read("seed"), read("stream")
     if seed is not None:
         if "seed" in parameters:
             raise ParameterError("seed is given twice, as an input and in parameters; give it once.", "seed")
-        parameters["seed"] = int(_one("seed", seed))
-    return InferenceRequest(prompt, parameters, stream is not None and bool(_one("stream", stream)))
+        parameters["seed"] = int(_single_value("seed", seed))
+    return InferenceRequest(prompt, parameters, stream is not None and bool(_single_value("stream", stream)))
 
 
 def _parameters(given: np.ndarray | None) -> dict[str, Any]:
     if given is None:
         return {}
     try:
-        found = json.loads(_text("parameters", given) or "{}")
+        found = json.loads(_read_text("parameters", given) or "{}")
     except (ValueError, RecursionError) as error:
         raise ParameterError(f"parameters is not valid JSON: {error}.") from None
     if not isinstance(found, dict):
@@ -64,43 +73,39 @@ def _parameters(given: np.ndarray | None) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _text(name: str, value: np.ndarray) -> str:
-    one = _one(name, value)
+def _read_text(name: str, value: np.ndarray) -> str:
+    one = _single_value(name, value)
     try:
         return one.decode("utf-8") if isinstance(one, bytes) else str(one)
     except UnicodeDecodeError as error:
         raise PromptError(f"{name} is not UTF-8 at byte {error.start}.") from None
 
 
-def _one(name: str, value: np.ndarray) -> Any:
+def _single_value(name: str, value: np.ndarray) -> Any:
     if value.size != 1:
         raise ParameterError(f"{name} has {value.size} values, but must have one.")
     return value.reshape(-1)[0]
 
 
-def _some(value: np.ndarray | None) -> np.ndarray:
-    return np.zeros(0, np.int64) if value is None else value
+async def response_outputs(engine: Engine, request: InferenceRequest) -> AsyncGenerator[dict[str, np.ndarray], None]:
+    """Yield the outputs of each response, by name; an empty dictionary for a piece without a response.
 
-
-async def answers(engine: Engine, request: InferenceRequest) -> AsyncGenerator[dict[str, np.ndarray], None]:
-    """The outputs of each response, by name.
-
-    A stream has a response per piece of text, of which the last of each sequence has `token_ids` and `finish_reason`.
-    Otherwise there is one response per sequence. Closing the generator frees the rows.
+    A stream has a response per piece of text; the last one of each sequence has `token_ids` and `finish_reason`. Any
+    other request has one response per sequence. Closing the generator frees the rows.
 
     Raises the errors of `Engine.stream`.
     """
     async for piece in engine.stream(request.prompt, **request.parameters):
         result = piece.result
         if request.streams:
-            yield _response(piece.text, piece.row, result)
+            yield _outputs(piece.text, piece.row, result)
         elif result is not None:
-            yield _response(result.text, piece.row, result)
+            yield _outputs(result.text, piece.row, result)
         else:
-            yield {}  # nothing to send; lets the caller see whether the request was cancelled
+            yield {}  # lets the caller check whether the request was cancelled
 
 
-def _response(text: str, index: int, result: GenerationResult | None) -> dict[str, np.ndarray]:
+def _outputs(text: str, index: int, result: GenerationResult | None) -> dict[str, np.ndarray]:
     ids = [] if result is None else result.token_ids
     reason = "" if result is None else result.finish_reason
     return {

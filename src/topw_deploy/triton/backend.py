@@ -1,4 +1,7 @@
-"""The class that Triton's Python backend calls. `triton_python_backend_utils` exists only in that process."""
+"""The class that Triton's Python backend calls.
+
+The module `triton_python_backend_utils` exists only in the process of that backend.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +19,23 @@ import triton_python_backend_utils as pb_utils
 from topw_deploy.engine import Engine
 from topw_deploy.errors import GenerationError, ParameterError, PromptError, QueueFullError, TopWError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.triton.answers import answers, read_request
+from topw_deploy.triton.answers import read_request, response_outputs
 from topw_deploy.triton.repository import EXPORT
 
-_CODES = (
+_ERROR_CODES = (
     (QueueFullError, "UNAVAILABLE"),
     (GenerationError, "UNAVAILABLE"),
     ((ParameterError, PromptError), "INVALID_ARG"),
     (TopWError, "INVALID_ARG"),
 )
-DRAIN = 30.0
-"""Seconds in which running requests may finish when Triton unloads the model."""
-POLL = 0.1
-"""Seconds between checks for cancellation, which Triton does not report; also while a request waits."""
+DRAIN_SECONDS = 30.0
+"""Time in which running requests may finish when Triton unloads the model."""
+POLL_SECONDS = 0.1
+"""Time between checks for cancellation, which Triton does not report, of each request that runs or waits."""
 
 
 class TritonPythonModel:
-    """One engine; its requests are answered from one asyncio loop, so `execute` returns at once."""
+    """A model and its engine. An event loop in a thread answers the requests, so `execute` returns at once."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Open the model. Raises the errors of `TopWModel.from_pretrained` and `Engine`."""
@@ -47,7 +50,7 @@ class TritonPythonModel:
         self._running: set[Future[None]] = set()
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Start the requests. Responses go to each request's sender."""
+        """Start the requests. Each is answered through its own response sender."""
         for request in requests:
             answer = self._answer(request, request.get_response_sender())
             future = asyncio.run_coroutine_threadsafe(answer, self._loop)
@@ -55,9 +58,9 @@ class TritonPythonModel:
             future.add_done_callback(self._running.discard)
 
     def finalize(self) -> None:
-        """Wait up to DRAIN seconds for the running requests, then cancel them, and free the memory."""
+        """Wait up to DRAIN_SECONDS for the running requests, cancel those that still run, and free the memory."""
         with suppress(TimeoutError):
-            self._engine.drain(DRAIN)
+            self._engine.drain(DRAIN_SECONDS)
         self._engine.shutdown()
         for future in tuple(self._running):
             future.exception()
@@ -67,37 +70,37 @@ class TritonPythonModel:
         self._model.close()
 
     async def _answer(self, request: Any, sender: Any) -> None:
-        """Send all responses and the end; an error is a response, too."""
+        """Send all responses, an error as a response of its own, and the final flag."""
         try:
             task = asyncio.ensure_future(self._send(request, sender))
-            while not (await asyncio.wait({task}, timeout=POLL))[0]:
+            while not (await asyncio.wait({task}, timeout=POLL_SECONDS))[0]:
                 if sender.is_cancelled():
                     task.cancel()
             if not task.cancelled():
                 task.result()
         except Exception as error:  # noqa: BLE001 - one request must not end the server
-            sender.send(pb_utils.InferenceResponse(output_tensors=[], error=_error(error)))
+            sender.send(pb_utils.InferenceResponse(output_tensors=[], error=_triton_error(error)))
         finally:
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     async def _send(self, request: Any, sender: Any) -> None:
-        """Send the responses, until the request is cancelled."""
-        asked = read_request(lambda name: _values(request, name))
-        async with aclosing(answers(self._engine, asked)) as found:
-            async for outputs in found:
+        """Send the responses, at most until the request is cancelled."""
+        inference_request = read_request(lambda name: _input_values(request, name))
+        async with aclosing(response_outputs(self._engine, inference_request)) as responses:
+            async for outputs in responses:
                 if sender.is_cancelled():
                     break
                 if outputs:
                     sender.send(pb_utils.InferenceResponse([pb_utils.Tensor(n, v) for n, v in outputs.items()]))
 
 
-def _values(request: Any, name: str) -> Any:
+def _input_values(request: Any, name: str) -> Any:
     tensor = pb_utils.get_input_tensor_by_name(request, name)
     return None if tensor is None else tensor.as_numpy()
 
 
-def _error(error: Exception) -> Any:
-    code = next((code for kind, code in _CODES if isinstance(error, kind)), None)
+def _triton_error(error: Exception) -> Any:
+    code = next((code for kind, code in _ERROR_CODES if isinstance(error, kind)), None)
     if code is None:
         pb_utils.Logger.log_error(f"a request failed: {error!r}")
         return pb_utils.TritonError("the server failed; its log has the reason.", pb_utils.TritonError.INTERNAL)

@@ -15,10 +15,10 @@ from topw_deploy.errors import ExportError, ParameterError
 from topw_deploy.manifest import DecoderManifest, load_manifest
 
 EXPORT = "export"
-"""Folder of the exported model, in that of the version."""
+"""Name of the exported model's folder, in the folder of the version."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_MODEL = '''"""Run by Triton's Python backend, whose Python needs topw-deploy."""
+_MODEL_SCRIPT = '''"""Run by Triton's Python backend, whose Python needs topw-deploy."""
 
 from topw_deploy.triton.backend import TritonPythonModel
 
@@ -31,7 +31,7 @@ INPUTS = (
     ("seed", "TYPE_UINT64", "[ 1 ]"),
     ("stream", "TYPE_BOOL", "[ 1 ]"),
 )
-"""Name, type and shape; all are optional."""
+"""(name, type, shape) of each input; all are optional."""
 
 OUTPUTS = (
     ("text_output", "TYPE_STRING", "[ 1 ]"),
@@ -40,6 +40,7 @@ OUTPUTS = (
     ("seed", "TYPE_UINT64", "[ 1 ]"),
     ("index", "TYPE_INT32", "[ 1 ]"),
 )
+"""(name, type, shape) of each output."""
 
 
 def write_repository(
@@ -51,21 +52,21 @@ def write_repository(
     opening: Mapping[str, Any] | None = None,
     hard_link: bool = False,
 ) -> Path:
-    """Add the model in the folder `export` to a model repository. Returns the model's new folder.
+    """Add an exported folder to a model repository. Returns the model's new folder, which appears whole or not at all.
 
-    name: of the model in Triton; the folder's name if None.
-    engine, opening: options of `Engine` and of `TopWModel.from_pretrained`.
+    name: of the model in Triton; None for the folder's name.
+    engine: options of `Engine`.
+    opening: options of `TopWModel.from_pretrained`.
     hard_link: link the files instead of copying them.
 
-    The folder appears whole or not at all.
-
-    Raises ManifestError if `export` is not an export, ParameterError for an invalid name, ExportError if the model
+    Raises ManifestError if `export` is not an export, ParameterError for an invalid name, and ExportError if the model
     exists in the repository or cannot be written.
     """
     name = export.resolve().name if name is None else name
     if not _NAME.fullmatch(name):
         raise ParameterError(
-            f"the model's name in Triton is {name!r}, but must have letters, digits, '_', '.' and '-'; give another.",
+            f"the model's name in Triton is {name!r}, but must begin with a letter or digit and have only letters, "
+            "digits, '_', '.' and '-'; give another name.",
             "name",
         )
     if not isinstance(load_manifest(export), DecoderManifest):
@@ -75,17 +76,18 @@ def write_repository(
         raise ExportError(f"{target} exists; remove it, or give another name.")
     try:
         repository.mkdir(parents=True, exist_ok=True)
-        with folders.staged(target, place=_place(repository)) as made:
-            _fill(made, export, configuration(name, engine or {}, opening or {}), hard_link)
+        with folders.staged_folder(target, place=_staging_folder(repository)) as made:
+            _write_files(made, export, configuration(name, engine or {}, opening or {}), hard_link)
     except OSError as error:
         raise folders.write_error(target, error, "write it again") from None
     return target
 
 
-def _place(repository: Path) -> Path:
-    """Where the model is written before it is renamed: beside the repository, all of whose folders Triton loads.
+def _staging_folder(repository: Path) -> Path:
+    """The folder in which the model is written before it is renamed: the one above the repository.
 
-    In it, if it is a mount point or the folder above may not be written.
+    Triton would load an unfinished model inside the repository. That is used only if the repository is a mount point,
+    or the folder above cannot be written.
     """
     above = repository.resolve().parent
     same = above.stat().st_dev == repository.stat().st_dev
@@ -93,7 +95,7 @@ def _place(repository: Path) -> Path:
 
 
 def configuration(name: str, engine: Mapping[str, Any], opening: Mapping[str, Any]) -> str:
-    """The text of `config.pbtxt`. One instance: the engine batches by itself."""
+    """The text of `config.pbtxt`, for one instance of the model, because the engine batches by itself."""
     lines = [f'name: "{name}"', 'backend: "python"', "max_batch_size: 0"]
     lines += ["model_transaction_policy { decoupled: true }"]
     for kind, tensors, optional in (("input", INPUTS, " optional: true"), ("output", OUTPUTS, "")):
@@ -101,18 +103,20 @@ def configuration(name: str, engine: Mapping[str, Any], opening: Mapping[str, An
         lines += [f"{kind} [", ",\n".join(described), "]"]
     lines += ["instance_group [ { count: 1 kind: KIND_CPU } ]"]
     for key, options in (("engine", engine), ("opening", opening)):
-        lines += [f'parameters {{ key: "{key}" value {{ string_value: {_quoted(json.dumps(dict(options)))} }} }}']
+        lines += [
+            f'parameters {{ key: "{key}" value {{ string_value: {_protobuf_string(json.dumps(dict(options)))} }} }}'
+        ]
     return "\n".join(lines) + "\n"
 
 
-def _quoted(text: str) -> str:
-    """`text` as a string of protobuf's text format; ASCII JSON strings are valid there."""
+def _protobuf_string(text: str) -> str:
+    """`text` as a string of protobuf's text format, in which ASCII JSON strings are valid."""
     return json.dumps(text, ensure_ascii=True)
 
 
-def _fill(work: Path, export: Path, config: str, hard_link: bool) -> None:
+def _write_files(work: Path, export: Path, config: str, hard_link: bool) -> None:
     version = work / "1"
     copy = os.link if hard_link else shutil.copy2
     shutil.copytree(export, version / EXPORT, copy_function=copy)
-    (version / "model.py").write_text(_MODEL, encoding="utf-8")
+    (version / "model.py").write_text(_MODEL_SCRIPT, encoding="utf-8")
     (work / "config.pbtxt").write_text(config, encoding="utf-8")

@@ -1,6 +1,6 @@
 """Static sites that run an exported model in the browser, without a server (docs/guide/web.md).
 
-`site/` is the page and the JavaScript library `topw`, which examples/node uses too.
+The folder `site` has the page and the JavaScript library `topw`, which examples/node uses, too.
 """
 
 from topw_deploy.web.checks import check_runs, notes

@@ -1,35 +1,35 @@
-"""Which exports a browser can run, and how well."""
+"""Checks whether browsers can run an export, and warns of what is slow there."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from topw_deploy.errors import ManifestError, UnsupportedModelError
-from topw_deploy.files import mapped
+from topw_deploy.files import map_file
 from topw_deploy.manifest import MODEL_NAME, DecoderManifest
 from topw_deploy.sizes import decimal_size
-from topw_deploy.versions import release
+from topw_deploy.versions import major_minor
 from topw_deploy.web.libraries import ONNXRUNTIME_VERSION
 
 MOST_BYTES = 2_000_000_000
-"""The largest graph with weights. WebAssembly has 4 GiB for weights, packed copies of them, and the cache."""
+"""Maximum bytes of a graph with its weights. WebAssembly has 4 GiB for weights, their packed copies, and the cache."""
 
-_TYPES = ("float", "float16", "uint8", "int8", "int32", "int64", "bool")  # of states, in JavaScript
-_EIGHT_BITS = 4  # MatMulNBits' accuracy_level
+_STATE_TYPES = ("float", "float16", "uint8", "int8", "int32", "int64", "bool")  # that the JavaScript library can hold
+_EIGHT_BITS = 4  # the accuracy_level of MatMulNBits that rounds activations
 
 
 def graph_bytes(manifest: DecoderManifest, folder: Path) -> int:
-    """Bytes of the graph and its weights, in any number of files."""
-    with mapped(folder / MODEL_NAME) as graph:
+    """Bytes of the graph and its weights, which may be in several files."""
+    with map_file(folder / MODEL_NAME) as graph:
         return sum(
             entry.size
             for name, entry in manifest.files.items()
-            if name == MODEL_NAME or graph.find(_location(name)) >= 0
+            if name == MODEL_NAME or graph.find(_location_entry(name)) >= 0
         )
 
 
-def _location(name: str) -> bytes:
-    """The ONNX StringStringEntryProto with which a tensor states that the file `name` has its data."""
+def _location_entry(name: str) -> bytes:
+    """The ONNX StringStringEntryProto by which a tensor states that its data is in the file `name`."""
     text = name.encode()
     size = bytes([len(text)]) if len(text) < 128 else bytes([len(text) & 127 | 128, len(text) >> 7])
     return b"\n\x08location\x12" + size + text
@@ -39,7 +39,9 @@ def check_runs(manifest: DecoderManifest, folder: Path) -> None:
     """Raises UnsupportedModelError for an export that browsers cannot run, ManifestError for an unfinished one."""
     if manifest.verification.status == "provisional":
         raise ManifestError(f"{folder} is an export whose verification did not finish; export the model again.")
-    half = manifest.decoder.weights.get("float16", 0)  # onnxruntime turns them into float32 when it opens the graph
+    half = manifest.decoder.weights.get(
+        "float16", 0
+    )  # bytes; onnxruntime converts them to float32 when it opens the graph
     size = graph_bytes(manifest, folder) + half
     if size > MOST_BYTES:
         raise UnsupportedModelError(
@@ -52,13 +54,13 @@ def check_runs(manifest: DecoderManifest, folder: Path) -> None:
             "tokenizer."
         )
     for state in manifest.decoder.states:
-        if state.dtype not in _TYPES:
+        if state.dtype not in _STATE_TYPES:
             raise UnsupportedModelError(
                 f"{folder} has a cache of the element type {state.dtype}, which JavaScript lacks; export with --dtype "
                 "fp32 or fp16."
             )
     least = manifest.decoder.least_onnxruntime
-    if least and release(least) > release(ONNXRUNTIME_VERSION):
+    if least and major_minor(least) > major_minor(ONNXRUNTIME_VERSION):
         raise UnsupportedModelError(
             f"{folder} needs onnxruntime {least}, but the page has onnxruntime-web {ONNXRUNTIME_VERSION}; export "
             "without what needs the newer one, such as with --no-window-cache."
@@ -71,7 +73,7 @@ def check_runs(manifest: DecoderManifest, folder: Path) -> None:
 
 
 def notes(manifest: DecoderManifest) -> list[str]:
-    """Warnings for the author of a site about its speed and its tokens, one sentence each."""
+    """Warnings about speed and tokens for the author of a site, one sentence each."""
     weights, quantisation = manifest.decoder.weights, manifest.decoder.quantisation
     packed = weights.get("uint8", 0) + weights.get("int8", 0)
     if not quantisation and packed <= sum(weights.values()) / 2:

@@ -1,6 +1,6 @@
-"""The JavaScript libraries of a site: fixed versions, with the hashes of their files.
+"""The JavaScript libraries of a site: their fixed versions and the hashes of their files.
 
-A site loads them from a CDN, where browsers check the hashes, or has copies of them.
+A site loads the libraries from a CDN, whose files browsers check by the hashes, or has copies of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ONNXRUNTIME_VERSION = "1.30.0"
 class LibraryFile:
     """A file of an npm package.
 
-    integrity: SHA-384 in base64, as in the `integrity` of a web page.
+    integrity: SHA-384 in base64, as in the attribute `integrity` of HTML.
     """
 
     package: str
@@ -38,7 +38,7 @@ class LibraryFile:
 
     @property
     def local(self) -> str:
-        """Its place in a site that has copies."""
+        """Path of the file in a site that has copies."""
         return f"{FOLDER}/{self.path.rpartition('/')[2]}"
 
 
@@ -64,8 +64,11 @@ FILES = (SCRIPT, WASM, TOKENIZERS)
 LICENCES = {SCRIPT.package: "MIT", TOKENIZERS.package: "Apache-2.0"}
 
 
-def addresses(*, local: bool) -> dict[str, Any]:
-    """Where the page finds the libraries, for topw_site.json. local: in the site itself."""
+def library_addresses(*, local: bool) -> dict[str, Any]:
+    """Where the page finds the libraries, for topw_site.json.
+
+    local: whether the site has copies.
+    """
 
     def of(file: LibraryFile) -> dict[str, str]:
         return {"url": file.local} if local else {"url": file.url, "integrity": file.integrity}
@@ -73,8 +76,10 @@ def addresses(*, local: bool) -> dict[str, Any]:
     return {"onnxruntime": {"script": of(SCRIPT), "wasm": of(WASM)}, "tokenizers": {"script": of(TOKENIZERS)}}
 
 
-def read_installed(folder: Path) -> Iterator[tuple[LibraryFile, bytes]]:
-    """The files of the packages that npm installed in `folder`, a `node_modules` folder or the folder that contains it.
+def read_packages(folder: Path) -> Iterator[tuple[LibraryFile, bytes]]:
+    """Yield (file, its bytes) of the packages that npm installed.
+
+    folder: a `node_modules` folder, or the folder that contains it.
 
     Raises ParameterError, with the command to run, for a file that is missing or of another version.
     """
@@ -101,12 +106,12 @@ def read_installed(folder: Path) -> Iterator[tuple[LibraryFile, bytes]]:
 
 
 def integrity(data: bytes) -> str:
-    """The hash of `data` as in LibraryFile."""
+    """The hash of `data`, in the form of `LibraryFile.integrity`."""
     return f"sha384-{base64.b64encode(hashlib.sha384(data).digest()).decode()}"
 
 
-def notice() -> str:
-    """The licences of the copied files."""
+def licence_notice() -> str:
+    """The text that names the licences of the copied files."""
     versions = {file.package: file.version for file in FILES}
     return "".join(
         f"{package} {versions[package]}: {licence}, https://www.npmjs.com/package/{package}\n"

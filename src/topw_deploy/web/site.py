@@ -1,4 +1,4 @@
-"""Writes a site: the page, the library `topw`, the model's files, and the places of the other libraries."""
+"""Writes a site: the page, the library `topw`, the model's files, and other libraries or their addresses."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from topw_deploy.web.checks import check_runs, graph_bytes, notes
 from topw_deploy.web.staging import MARKER, staged
 
 MODEL = "model"
-_OWN = Path(__file__).parent / "site"
-_PART = 1 << 20
+_SITE_FOLDER = Path(__file__).parent / "site"
+_PART_BYTES = 1 << 20
 _POLICY = {
     "default-src": "'none'",
     "script-src": "'self'",
@@ -30,15 +30,21 @@ _POLICY = {
     "base-uri": "'none'",
     "form-action": "'none'",
 }
-_READ = ("config.json", "generation_config.json", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json")
+_READ_FILES = (
+    "config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
     """A written site.
 
-    bytes: of all files.
-    model_bytes: of the graph and its weights.
+    bytes: size of all files.
+    model_bytes: size of the graph and its weights.
     outside: whether the page loads libraries from a CDN.
     notes: warnings about speed and tokens, one sentence each.
     """
@@ -61,10 +67,10 @@ def write_site(
 ) -> Site:
     """Write a static site that runs the exported folder `model` in the browser.
 
-    runtime: a `node_modules` with the libraries, which are then copied into the site. None: the page loads them from a
+    runtime: a `node_modules` with the libraries, which are copied into the site; None for a page that loads them from a
         CDN and checks their hashes.
-    title: of the page; None for the model's name.
-    prompt: the text in the page's field.
+    title: title of the page; None for the model's name.
+    prompt: text in the page's field for the prompt.
     overwrite: replace an earlier site.
 
     Raises ManifestError, UnsupportedModelError for a model that browsers cannot run, ParameterError for an unusable
@@ -73,22 +79,22 @@ def write_site(
     manifest = load_decoder_manifest(model)
     check_runs(manifest, model)
     size = graph_bytes(manifest, model)
-    _check_apart(model, output)
-    found = list(libraries.read_installed(runtime)) if runtime is not None else []
+    _check_separate(model, output)
+    found = list(libraries.read_packages(runtime)) if runtime is not None else []
     with staged(output, overwrite=overwrite) as folder:
-        copy_listed(model, manifest, folder / MODEL)
-        for name, data in _own_files():
+        copy_export(model, manifest, folder / MODEL)
+        for name, data in _site_files():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(data)
-        page = _page(manifest, size, title or _name(manifest), prompt, outside=not found)
+        page = _page(manifest, size, title or _model_name(manifest), prompt, outside=not found)
         (folder / "index.html").write_text(page, encoding="utf-8")
         for file, data in found:
             (folder / file.local).parent.mkdir(exist_ok=True)
             (folder / file.local).write_bytes(data)
         if found:
-            (folder / libraries.FOLDER / "LICENCES.txt").write_text(libraries.notice(), encoding="utf-8")
-        loaded = size + sum(entry.size for name, entry in manifest.files.items() if name in _READ)
-        about = {"version": 1, "bytes": loaded, "libraries": libraries.addresses(local=bool(found))}
+            (folder / libraries.FOLDER / "LICENCES.txt").write_text(libraries.licence_notice(), encoding="utf-8")
+        loaded = size + sum(entry.size for name, entry in manifest.files.items() if name in _READ_FILES)
+        about = {"version": 1, "bytes": loaded, "libraries": libraries.library_addresses(local=bool(found))}
         (folder / MARKER).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return Site(
@@ -100,22 +106,19 @@ def write_site(
     )
 
 
-def copy_listed(source: Path, manifest: DecoderManifest, target: Path) -> None:
-    """Copy an export with its manifest.
-
-    Raises ManifestError for a file that differs from the manifest.
-    """
+def copy_export(source: Path, manifest: DecoderManifest, target: Path) -> None:
+    """Copy the listed files and the manifest. Raises ManifestError for a file that differs from the manifest."""
     for name, entry in manifest.files.items():
         path = target / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        _copy(source, name, entry, path)
+        _copy_file(source, name, entry, path)
     (target / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
 
 
-def _copy(source: Path, name: str, entry: FileEntry, target: Path) -> None:
+def _copy_file(source: Path, name: str, entry: FileEntry, target: Path) -> None:
     digest = hashlib.sha256()
     with open_listed(source, name, entry) as read, target.open("wb") as write:
-        while part := read.read(_PART):
+        while part := read.read(_PART_BYTES):
             digest.update(part)
             write.write(part)
     if digest.hexdigest() != entry.sha256:
@@ -125,22 +128,25 @@ def _copy(source: Path, name: str, entry: FileEntry, target: Path) -> None:
         )
 
 
-def _check_apart(model: Path, output: Path) -> None:
+def _check_separate(model: Path, output: Path) -> None:
     """Raises ExportError if one folder is inside the other."""
     one, other = model.resolve(), output.resolve()
     if one == other or one in other.parents or other in one.parents:
         raise ExportError(f"{output} and the model's folder {model} are inside one another; choose another SITE.")
 
 
-def _own_files() -> Iterator[tuple[str, bytes]]:
-    """The package's files of a site, by their paths in it."""
-    for path in sorted(_OWN.rglob("*")):
+def _site_files() -> Iterator[tuple[str, bytes]]:
+    """Yield (path in the site, bytes) of the files that every site has."""
+    for path in sorted(_SITE_FOLDER.rglob("*")):
         if path.is_file():
-            yield path.relative_to(_OWN).as_posix(), path.read_bytes()
+            yield path.relative_to(_SITE_FOLDER).as_posix(), path.read_bytes()
 
 
 def _page(manifest: DecoderManifest, size: int, title: str, prompt: str, *, outside: bool) -> str:
-    """The page's HTML, from the package's template. size: of the graph, in bytes."""
+    """The HTML of the page, from the package's template.
+
+    size: bytes of the graph and its weights.
+    """
     policy = {**_POLICY, "connect-src": f"'self' {libraries.CDN}"} if outside else _POLICY
     bits = manifest.decoder.quantisation.get("bits")
     kind = f", {bits}-bit weights" if bits else ""
@@ -151,10 +157,10 @@ def _page(manifest: DecoderManifest, size: int, title: str, prompt: str, *, outs
         "ABOUT": about,
         "PROMPT": prompt,
     }
-    first, *rest = (_OWN / "index.html").read_text(encoding="utf-8").split("@")
-    # A name stands between two marks; values are not searched for names.
+    first, *rest = (_SITE_FOLDER / "index.html").read_text(encoding="utf-8").split("@")
+    # In the template, @NAME@ stands for a value. Values are not searched for names.
     return first + "".join(html.escape(values[part]) if place % 2 == 0 else part for place, part in enumerate(rest))
 
 
-def _name(manifest: DecoderManifest) -> str:
+def _model_name(manifest: DecoderManifest) -> str:
     return manifest.source.get("id", "").rstrip("/").rpartition("/")[2] or manifest.decoder.model_type

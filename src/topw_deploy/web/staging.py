@@ -1,4 +1,4 @@
-"""Write a site completely or not at all."""
+"""Writes a site completely or not at all."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from topw_deploy import folders
 from topw_deploy.errors import ExportError
 
 MARKER = "topw_site.json"
-"""The file that marks a folder as a site, written last."""
+"""Name of the file that marks a folder as a site. It is written last."""
 
 
 @contextmanager
 def staged(output: Path, *, overwrite: bool) -> Iterator[Path]:
-    """A folder that becomes `output` at the end. After an error or SIGTERM, `output` is as before.
+    """Give a folder that becomes `output` at the end of the block. After an error or SIGTERM, `output` is unchanged.
 
     overwrite: replace an earlier site.
 
@@ -24,17 +24,17 @@ def staged(output: Path, *, overwrite: bool) -> Iterator[Path]:
     """
     output = Path(os.path.abspath(output))
     try:
-        check_free(output, overwrite=overwrite)
+        check_output_free(output, overwrite=overwrite)
         output.parent.mkdir(parents=True, exist_ok=True)
-        with folders.staged(output, replace=True) as made:
+        with folders.staged_folder(output, replace=True) as made:
             yield made
-            check_free(output, overwrite=overwrite)  # another process may have written it
+            check_output_free(output, overwrite=overwrite)  # another process may have written it
     except OSError as error:
         raise folders.write_error(output, error, "write it again") from error
 
 
-def check_free(output: Path, *, overwrite: bool) -> None:
-    """Raises ExportError unless `output` is new, empty, or (`overwrite`) an earlier site."""
+def check_output_free(output: Path, *, overwrite: bool) -> None:
+    """Raises ExportError unless `output` is new, empty, or, with `overwrite`, an earlier site."""
     if not output.exists() and not output.is_symlink():
         return
     if output.is_symlink() or not output.is_dir():

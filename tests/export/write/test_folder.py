@@ -262,7 +262,7 @@ with staged(place / "out", overwrite=False) as folder:
 """
 REPOSITORY = """
 from topw_deploy.triton import repository
-repository._fill = lambda work, *_: wait(work)
+repository._write_files = lambda work, *_: wait(work)
 repository.write_repository(model, place, name="out")
 """
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from topw_deploy.dtypes import element_bytes
 from topw_deploy.errors import GenerationError, TensorRTError
-from topw_deploy.files import mapped
+from topw_deploy.files import map_file
 from topw_deploy.manifest import TensorSpec
 from topw_deploy.tensorrt import api
 from topw_deploy.tensorrt.profiles import find_profile
@@ -96,7 +96,7 @@ class TensorRTEngine:
 
 def _deserialize(runtime: Any, path: Path) -> Any:
     try:
-        with mapped(path) as view:
+        with map_file(path) as view:
             return runtime.deserialize_cuda_engine(view)
     except OSError as error:
         raise TensorRTError(f"{path} cannot be read: {error.strerror or error}") from None
