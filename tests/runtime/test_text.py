@@ -59,15 +59,15 @@ def test_any_bytes_come_out_as_a_decoder_replaces_them(data: bytes, prompt: str)
 def test_joined_bytes_are_the_text_that_the_library_decodes(ids: list[int], skip_special: bool) -> None:
     """Also of special tokens, unknown ids and invalid UTF-8."""
     of = TokenBytes(BYTE_LEVEL, skip_special)
-    assert of.joins
-    assert of.joined(ids) == BYTE_LEVEL.decode(ids, skip_special_tokens=skip_special)
+    assert of.can_join
+    assert of.join(ids) == BYTE_LEVEL.decode(ids, skip_special_tokens=skip_special)
 
 
 def test_only_a_byte_level_decoder_joins_bytes() -> None:
-    assert not TokenBytes(SENTENCEPIECE, True).joins
+    assert not TokenBytes(SENTENCEPIECE, True).can_join
     stripping = byte_tokenizer()
     stripping.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
-    assert not TokenBytes(stripping, True).joins
+    assert not TokenBytes(stripping, True).can_join
 
 
 @given(st.text(alphabet="aé€😀👩‍🚀", max_size=20))

@@ -202,7 +202,7 @@ class Batch:
 
     def logits(self, row: int) -> np.ndarray:
         """A row's logits of the last run, if `wants_logits` was True: float [V], valid until the next run."""
-        return self._logits.of(row)
+        return self._logits.row(row)
 
     def accept(self, row: int, token: int) -> None:
         """Make a decoding row's drawn token its next input.

@@ -37,7 +37,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "onnxruntime":
         raise
-    raise MissingPackageError(install.sentence("running a model", "cpu"), name="onnxruntime") from None
+    raise MissingPackageError(install.missing_message("running a model", "cpu"), name="onnxruntime") from None
 
 from topw_deploy.runtime.model import TopWModel
 from topw_deploy.runtime.results import GenerationResult, Piece, Timings, TokenLogprob, TopLogprob

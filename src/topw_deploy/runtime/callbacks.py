@@ -1,7 +1,7 @@
 """Callbacks of a request: a streamer receives tokens, stopping criteria end a sequence.
 
-They may be transformers' own or have the same interface; other criteria are functions of the token ids. This module
-imports neither torch nor transformers.
+Both may be transformers' own objects, or have the same interface; any other criterion is a function of the token ids.
+This module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from topw_deploy.errors import ParameterError
 
 Criterion: TypeAlias = Callable[[np.ndarray], object]
-"""A function of the token ids, int64 [T] with the prompt: whether the sequence ends."""
+"""A function from the token ids, int64 [T] with the prompt's, to whether the sequence ends."""
 
 
 class Streamer(Protocol):
@@ -29,7 +29,7 @@ class Streamer(Protocol):
 
 
 class RowCallbacks:
-    """Passes one sequence's tokens to the callbacks.
+    """Passes one sequence's tokens to its callbacks.
 
     budget: maximum new tokens.
     """
@@ -56,9 +56,9 @@ class RowCallbacks:
             self._streamer.put(np.array([token], np.int64))
 
     def met_criterion(self) -> str | None:
-        """Name of the first criterion that ends the sequence, or None.
+        """The name of the first criterion that ends the sequence, or None.
 
-        Raises ParameterError for results other than booleans.
+        Raises ParameterError for a criterion that does not return a boolean.
         """
         for criterion, takes_tensors in self._criteria:
             if self._is_met(criterion, takes_tensors):
@@ -87,7 +87,7 @@ def criterion_name(criterion: object) -> str:
 
 
 def check_streamer(name: str, value: Any) -> Streamer:
-    """Raises ParameterError if `value` lacks `put` or `end`."""
+    """Check the parameter `name`. Raises ParameterError if `value` lacks a method `put` or `end`."""
     _refuse_class(name, value)
     if not callable(getattr(value, "put", None)) or not callable(getattr(value, "end", None)):
         raise ParameterError(
@@ -98,7 +98,10 @@ def check_streamer(name: str, value: Any) -> Streamer:
 
 
 def check_criteria(name: str, value: Any) -> tuple[Criterion, ...]:
-    """Raises ParameterError for a criterion that cannot be called with token ids alone."""
+    """Check the parameter `name`, a criterion or a list of criteria.
+
+    Raises ParameterError for a criterion that cannot be called with token ids alone.
+    """
     criteria = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     for criterion in criteria:
         _refuse_class(name, criterion)
@@ -125,7 +128,10 @@ def end_on_failure(streamer: Any) -> Iterator[None]:
 
 
 def end_streamer(streamer: Any) -> None:
-    """End the streamer of a failed call, whatever it is; otherwise its reader would wait forever."""
+    """End the streamer of a failed call, because its reader would wait forever.
+
+    streamer: the value of the parameter, unchecked.
+    """
     if callable(getattr(streamer, "end", None)) and not isinstance(streamer, type):
         streamer.end()
 
@@ -145,7 +151,7 @@ def _is_transformers(criterion: object) -> bool:
 def _takes_ids_alone(criterion: Callable[..., object]) -> bool:
     try:
         inspect.signature(criterion).bind(None)
-    except ValueError:  # as some built-ins
+    except ValueError:  # some built-in functions have no signature
         return True
     except TypeError:
         return False

@@ -1,4 +1,4 @@
-"""A per-device lock: runs share it, a CUDA graph capture holds it exclusively.
+"""A lock per device: runs share it, a CUDA graph capture holds it alone.
 
 onnxruntime captures with cudaStreamCaptureModeGlobal: allocations, frees and synchronous copies in other threads fail
 and invalidate the capture.
@@ -14,12 +14,12 @@ from contextlib import contextmanager
 class DeviceLock:
     """Shared and exclusive use of a device.
 
-    shared_use: held for every run, copy, allocation and release. Reentrant, because garbage collection may close a session
-        during a run.
+    shared_use: hold it for every run, copy, allocation and release. Reentrant, because garbage collection may close a
+        session during a run.
 
-    Garbage collection may also close a session, and so enter again, between any two operations of these methods. Each
-    method therefore changes what a thread holds in one operation on `_users`, `_openings` or `_capturing` (thread
-    idents). A waiting thread notifies the others first: it may have interrupted its own notification.
+    Garbage collection may also close a session, and so call `enter`, between any two operations of these methods. Each
+    method therefore changes what a thread holds by one operation on `_users`, `_openings` or `_capturing`, which have
+    thread idents. A thread notifies the others before it waits, because it may have interrupted its own notification.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class DeviceLock:
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """Hold while opening a session. As that may take minutes, captures do not wait: a later step is captured."""
+        """Hold while a session is opened. This may take minutes, so captures do not wait; a later step is captured."""
         me = threading.get_ident()
         with self._changed:
             self._wait_for_captures(me)
@@ -61,9 +61,9 @@ class DeviceLock:
 
     @contextmanager
     def capturing(self) -> Iterator[bool]:
-        """Hold for a capturing run, without holding `shared_use`.
+        """Hold for a run that captures. The thread must not hold `shared_use`.
 
-        While a session is opening, yields False and holds only shared use.
+        Yields whether the run may capture. While a session is being opened it may not, and only shared use is held.
         """
         if not self._begin_capture(threading.get_ident()):
             with self.shared_use:
@@ -83,8 +83,8 @@ class DeviceLock:
         with self._changed:
             self._waiting.add(me)
             try:
-                # `_capturing` comes first: while it is None, this thread does not wait in `enter`, which would let
-                # others in.
+                # Read `_capturing` first: while it is None, `enter` does not make this thread wait, and so let others
+                # in.
                 while not self._openings and (self._capturing is not None or self._users):
                     self._changed.wait()
                 if self._openings:
@@ -96,7 +96,7 @@ class DeviceLock:
                 self._changed.notify_all()
 
     def _wait_for_captures(self, me: int) -> None:
-        """Give waiting captures priority; they do not wait for one another here, which would deadlock."""
+        """Wait for running captures, and for those that wait, unless this thread is itself about to capture."""
         if self._must_wait(me):
             self._changed.notify_all()
         while self._must_wait(me):
@@ -107,7 +107,7 @@ class DeviceLock:
 
 
 class SharedUse:
-    """The context of `with lock.shared_use:`, reentrant and shared by threads."""
+    """The context manager of `with lock.shared_use:`; all threads use the same object."""
 
     def __init__(self, lock: DeviceLock) -> None:
         self._lock = lock
@@ -131,6 +131,6 @@ _locks_lock = threading.Lock()
 
 
 def device_lock(device: tuple[str, int]) -> DeviceLock:
-    """The lock of a device (kind, number), one per process."""
+    """The process's lock of a device (kind, number)."""
     with _locks_lock:
         return _locks.setdefault(device, DeviceLock())

@@ -56,12 +56,15 @@ _PACKAGE_FOLDER = str(Path(__file__).parent)
 
 
 def read_settings(stated: Mapping[str, Any], where: str, known: Mapping[str, Parameter]) -> dict[str, Any]:
-    """The checked `known` settings, under our names. Warns of others that would affect tokens.
+    """Read the `known` settings under our names. Warns of other settings that would affect tokens.
 
-    Of the sampling rules' parameters, those of the stated `rule` are used; in a request also those of an unstated rule
-    if all belong to it.
+    The parameters of sampling rules are used if `rule` names their rule; in a request also without `rule`, if they all
+    belong to one rule.
 
-    Raises ParameterError naming `where` for an invalid or duplicate parameter.
+    stated: the settings.
+    where: the file or the parameter that has them, for messages.
+
+    Raises ParameterError for an invalid or duplicate parameter.
     """
     honoured, ignored = {}, {}
     of_rule = effective_rule_parameters(stated, _disables, implied=where != CONFIG_FILE)
@@ -85,7 +88,7 @@ def read_settings(stated: Mapping[str, Any], where: str, known: Mapping[str, Par
 
 
 def has_no_effect(name: str, value: Any) -> bool:
-    """Whether an unsupported setting has no effect on tokens, such as num_beams=1."""
+    """Whether a setting that is not supported has no effect on tokens anyway, such as num_beams=1."""
     return name in _WITHOUT_EFFECT or name.startswith("_") or value is False or _disables(name, value)
 
 
@@ -102,9 +105,10 @@ def _caller_stack_level() -> int:
 
 
 def read_model_defaults(folder: ModelFolder[Manifest], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Parameters from the model's `generation_config.json`, without token ids outside the vocabulary.
+    """Read the parameters of the model's `generation_config.json`, without token ids outside the vocabulary.
 
-    EOS ids fall back to `config.json`, then the tokenizer. Warns of settings without effect.
+    If the file has no EOS ids, those of `config.json` are read, else that of the tokenizer. Warns of settings without
+    effect.
 
     Raises ParameterError, naming the file, for an invalid parameter.
     """
@@ -124,7 +128,7 @@ def _drop_unknown_ids(defaults: dict[str, Any], vocab_size: int) -> dict[str, An
 
 
 def read_bos_token_id(folder: ModelFolder[Manifest], tokenizer: Tokenizer) -> int | None:
-    """BOS id from the generation config, else the model config, else the tokenizer."""
+    """The BOS id of the generation config, else of the model config, else of the tokenizer."""
     for config in (folder.read_json(CONFIG_FILE), *_model_configs(folder)):
         found = config.get("bos_token_id")
         if isinstance(found, int) and not isinstance(found, bool):

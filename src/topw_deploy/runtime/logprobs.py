@@ -1,5 +1,6 @@
-"""Log-probabilities of tokens under the model: log softmax of the graph's output `logits`, which no edit, mask or
-temperature has changed.
+"""Log-probabilities of tokens under the model: the log softmax of the graph's output `logits`.
+
+Edits, masks and temperatures do not change that output.
 """
 
 from __future__ import annotations
@@ -26,11 +27,15 @@ Logits: TypeAlias = NDArray[np.float32]
 """The logits [V] of one step."""
 
 TextOf: TypeAlias = Callable[[int], str]
-"""From a token id to its text alone."""
+"""A function from a token id to the text of that token alone."""
 
 
 class TokenScore(NamedTuple):
-    """The numbers of a TokenLogprob. ids int64 [k], logprobs float64 [k]: those of top_logprobs."""
+    """The numbers of a TokenLogprob.
+
+    ids: int64 [k], of top_logprobs.
+    logprobs: float64 [k], of top_logprobs.
+    """
 
     token: int
     logprob: float
@@ -40,9 +45,11 @@ class TokenScore(NamedTuple):
 
 
 def score_token(logits: np.ndarray, token: int, count: int) -> TokenScore | None:
-    """The log-probability of `token`, and the `count` best tokens. None if a logit is NaN or +inf, or none is finite.
+    """The log-probabilities of `token` and of the `count` best tokens.
 
     logits: float [V].
+
+    Returns None if a logit is NaN or +inf, or none is finite.
     """
     logits = logits.astype(np.float32, copy=False)
     first = int(logits.argmax())  # the first NaN, if there is one
@@ -74,39 +81,39 @@ def best_ids(logits: np.ndarray, count: int) -> np.ndarray:
 
 
 class RowScores:
-    """Collects the log-probabilities of one sequence.
-
-    shown: number of drawn tokens whose entries pieces have returned.
-    """
+    """Collects the log-probabilities of one sequence under the model."""
 
     def __init__(self, request: RowRequest, text_of: TextOf) -> None:
         self._request, self._text_of = request, text_of
         self._prompt: list[TokenScore] = []
         self._drawn: list[TokenScore] = []
-        self._shown = 0
+        self._returned = 0  # number of drawn tokens whose entries `take_new_entries` has returned
 
     def add_prompt(self, logits: np.ndarray, token: int) -> None:
-        """Add the prompt's next token, which `logits` [V] predict. Raises LogitsError for NaN or +inf."""
+        """Add the prompt's next token. logits: [V], after the token before. Raises LogitsError for NaN or +inf."""
         where = f"token {len(self._prompt) + 1} of the prompt"
         self._prompt.append(self._score_token(logits, token, self._request.prompt_logprobs, where))
 
     def add(self, logits: np.ndarray, token: int) -> None:
-        """Add the next drawn token. Raises LogitsError for NaN or +inf."""
+        """Add the next drawn token. logits: [V], from which it was drawn. Raises LogitsError for NaN or +inf."""
         self._drawn.append(self._score_token(logits, token, self._request.logprobs, f"step {len(self._drawn)}"))
 
     def prompt_entries(self) -> list[TokenLogprob | None] | None:
-        """One entry per token that was read, the first None; None if not asked."""
+        """One entry per prompt token that was read, None for the first one.
+
+        Returns None without the parameter `prompt_logprobs`.
+        """
         if self._request.prompt_logprobs is None:
             return None
         return [None, *self._to_entries(self._prompt)]
 
     def drawn_entries(self, start: int = 0, end: int | None = None) -> list[TokenLogprob] | None:
-        """One entry per drawn token from `start` to `end`, exclusive; None if not asked."""
+        """One entry per drawn token from `start` to `end`, exclusive. None without the parameter `logprobs`."""
         return None if self._request.logprobs is None else self._to_entries(self._drawn[start:end])
 
     def take_new_entries(self, end: int) -> list[TokenLogprob] | None:
-        """The entries of drawn tokens up to `end`, exclusive, that no piece has returned."""
-        start, self._shown = self._shown, end
+        """Return the entries of drawn tokens before `end` that earlier calls have not returned."""
+        start, self._returned = self._returned, end
         return self.drawn_entries(start, end)
 
     def _score_token(self, logits: np.ndarray, token: int, count: int | None, where: str) -> TokenScore:
@@ -165,7 +172,7 @@ class LogitsBuffer:
             self._array = self._allocate()
         binding.bind_result(LOGITS_OUTPUT, self._array[rows])
 
-    def of(self, row: int) -> np.ndarray:
+    def row(self, row: int) -> np.ndarray:
         """The logits after a row's last token: float [V], valid until the next run."""
         found: np.ndarray = self._array[row, -1] if self._has_columns else self._array[row]
         return found
@@ -176,7 +183,7 @@ class LogitsBuffer:
 
 
 def logits_output(manifest: DecoderManifest) -> TensorSpec | None:
-    """The graph's output `logits`, or None."""
+    """The description of the graph's output `logits`; None if the graph does not return logits."""
     return next((spec for spec in manifest.outputs if spec.name == LOGITS_OUTPUT), None)
 
 
@@ -187,7 +194,7 @@ def gives_logits(manifest: DecoderManifest) -> bool:
 
 
 def check_logits_output(requests: Sequence[RowRequest], spec: TensorSpec | None, path: object) -> None:
-    """Raises ParameterError if the graph in `path` cannot give the log-probabilities that all `requests` ask for."""
+    """Raises ParameterError if the graph of the folder `path` gives no log-probabilities, which `requests` need."""
     name = "prompt_logprobs" if requests[0].logprobs is None else "logprobs"
     if spec is None:
         raise ParameterError(

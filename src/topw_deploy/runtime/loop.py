@@ -1,6 +1,6 @@
 """The generation loop: `prefill`, then `decode_one_token` until all rows end.
 
-Each run of the graph (decoder and Top-W) is one step. LogitsBuffer and cache stay on the device.
+Each run of the graph (decoder and sampler) is one step. The logits and the cache stay on the device.
 """
 
 from __future__ import annotations
@@ -20,9 +20,14 @@ from topw_deploy.runtime.structured.guide import Guide
 
 
 class Generation:
-    """A batch of B rows and the arrays bound to the graph. The caller must close it.
+    """A batch of B rows, and the arrays and the cache that are bound to the graph. The caller must close it.
 
-    logits: the graph's output, for rows with scores.
+    active, active_indices: the rows that have not ended.
+    step: number of steps so far.
+    prefilled_at: when all rows had their first token, by time.perf_counter(); 0 before.
+    last_first_step: the step that draws the last row's first token.
+    next_ids: the tokens that the next step reads, int64 [B].
+    logits: where the graph's logits are copied, for rows with scores; or None.
     """
 
     def __init__(
@@ -36,8 +41,8 @@ class Generation:
         self.active = list(rows)
         self.active_indices = [row.index for row in rows]
         self.step = 0
-        self.prefilled_at = 0.0  # time.perf_counter()
-        self.last_first_step = max(row.discarded_draws for row in rows)  # step of the last row's first token
+        self.prefilled_at = 0.0
+        self.last_first_step = max(row.discarded_draws for row in rows)
         self.draws = Draws([r.seed for r in requests], [r.sample for r in requests], [len(p) for p in prompts])
         self.inputs = SamplerInputs(session, len(rows))
         self.uniform_view = self.inputs.uniform.data
@@ -50,7 +55,7 @@ class Generation:
         self.record = StepRecord(session.outputs, len(rows), max(budgets))
         self.record.bind(self.binding)
         self.cache = caches.open(self.binding, prompts, budgets)
-        self.next_ids = self.cache.input_ids.reshape(-1).data  # [B] next inputs
+        self.next_ids = self.cache.input_ids.reshape(-1).data
         for row in rows:
             self.update_mask(row)
             if not row.unread_tokens and row.request.budget == 0:
@@ -84,7 +89,7 @@ class Generation:
 
 
 def generate(generation: Generation) -> Iterator[list[tuple[Row, str]]]:
-    """Yields for each step the rows that gained text or ended, with the new text."""
+    """Yield for each step the rows that gained text or ended, with the new text."""
     if not generation.active:
         return
     tokens = prefill(generation)
@@ -140,7 +145,7 @@ def accept(generation: Generation, tokens: list[int]) -> list[tuple[Row, str]]:
     g = generation
     changed = []
     for row in g.active:
-        logits = g.logits.of(row.index) if g.logits is not None and row.needs_logits else None
+        logits = g.logits.row(row.index) if g.logits is not None and row.needs_logits else None
         if row.unread_tokens:
             g.next_ids[row.index] = row.read_prompt_token(logits)
             if row.finish_reason is not None:
@@ -169,9 +174,9 @@ class RequestRun:
 
     Text is decoded at every token if `streaming` or with stop strings, otherwise at the end.
 
-    load_seconds: for the results.
-    logits, text_of: for requests with log-probabilities.
-    guides: one per request, or none at all.
+    load_seconds: the time that opening the model took, for the results.
+    logits, text_of: a buffer and the text of a token, for requests with log-probabilities.
+    guides: one per request; empty if no request has a constraint.
     """
 
     def __init__(
@@ -192,13 +197,13 @@ class RequestRun:
         self._session, self._caches, self._new_text_decoder = session, caches, new_text_decoder
         self._load_seconds, self._logits = load_seconds, logits
         self._streaming, self._streamer = streaming, streamer
-        watched = streamer is not None or bool(criteria)
+        has_callbacks = streamer is not None or bool(criteria)
         self._rows = [
             Row(
                 index,
                 request,
                 new_row_text(request, new_text_decoder) if streaming or request.stop_strings else None,
-                RowCallbacks(request.prompt, request.budget, streamer, criteria) if watched else None,
+                RowCallbacks(request.prompt, request.budget, streamer, criteria) if has_callbacks else None,
                 RowScores(request, text_of) if request.needs_scores else None,
                 guides[index] if guides else None,
             )

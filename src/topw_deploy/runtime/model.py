@@ -52,9 +52,9 @@ class TopWModel:
 
     Thread-safe: each generation has its own bindings and cache.
 
-    defaults: parameters from `generation_config.json`.
+    defaults: the default parameters, from the model's `generation_config.json`.
     provider: onnxruntime's provider name, or "tensorrt" for an engine.
-    cpu_nodes: see `CpuNode`.
+    cpu_nodes: the nodes that onnxruntime left on the CPU; see `CpuNode`.
     sampler: "native", "plugin" or "graph" (docs/guide/native.md).
     why_graph: why `sampler` is "graph".
     """
@@ -112,7 +112,7 @@ class TopWModel:
         max_length: maximum tokens per sequence, with the prompt. None: the context length.
         max_batch: maximum sequences per call. If max_length is given too, the cache is allocated at once, otherwise on
             demand.
-        prefill_chunk: maximum prompt tokens per run, over all rows; smaller saves memory. None: 1,024.
+        prefill_chunk: maximum prompt tokens per run, over all rows; a smaller chunk takes less memory. None: 1,024.
         session: the provider, its options, threads and the sampler; see `SessionOptions`.
 
         Raises ManifestError, TokenizerError, ProviderError, or ParameterError for an invalid option.
@@ -154,7 +154,10 @@ class TopWModel:
         return results[0] if alone else [results[row] for row in range(rows)]
 
     def stream(self, prompt: Any = None, **parameters: Any) -> Iterator[Piece]:
-        """Like `generate`, but yields pieces; a row's last piece has its result. Checks parameters immediately."""
+        """Yield the text of `generate` in pieces; a row's last piece has the row's result.
+
+        Raises the errors of a wrong prompt or parameter at once, not at the first piece.
+        """
         pieces, _, _ = self._start_generation(prompt, parameters, streaming=True)
         return pieces
 
@@ -167,7 +170,7 @@ class TopWModel:
     def stream_chat(
         self, messages: Sequence[Message], *, template_variables: Mapping[str, Any] | None = None, **parameters: Any
     ) -> Iterator[Piece]:
-        """Like `chat`, but yields pieces, as `stream` does."""
+        """Yield the text of `chat` in pieces, as `stream` does."""
         return self.stream(self._encode_chat(messages, template_variables, parameters), **parameters)
 
     def apply_chat_template(
@@ -190,12 +193,12 @@ class TopWModel:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether it is a chat model: `chat` and `apply_chat_template` need a template."""
+        """Whether the model has a chat template, which `chat` and `apply_chat_template` need."""
         return self._template is not None
 
     @cached_property
     def tool_family(self) -> str | None:
-        """The family of the chat template's tool calls (docs/guide/tools.md), None if it is unknown."""
+        """The family of the chat template's tool calls (docs/guide/tools.md); None if the family is unknown."""
         template = self._template
         source = None if template is None else (template.with_tools or template).source
         return detect(source, self.tokenizer.added_tokens)
@@ -203,9 +206,12 @@ class TopWModel:
     def tool_parser(
         self, tools: Sequence[Any] | None = None, family: str | None = None, prompt: str = ""
     ) -> ToolCallParser:
-        """A parser for a streamed output; generate it with skip_special_tokens=False. See `ToolCallParser`.
+        """Make a parser for a streamed output. Generate the output with skip_special_tokens=False.
 
-        family: None for `tool_family`. Raises ParameterError if that is unknown.
+        tools, prompt: see `ToolCallParser`.
+        family: None for `tool_family`.
+
+        Raises ParameterError if the family is unknown.
         """
         if family is None and self.tool_family is None:
             raise ParameterError(
@@ -224,7 +230,7 @@ class TopWModel:
     ) -> Parsed:
         """Split an output into content, reasoning and tool calls. A malformed call stays in the content.
 
-        output: a result, also if its text lacks special tokens, or text with them.
+        output: a result, even if its text lacks special tokens; or a text with special tokens.
         tools, family, prompt: see `tool_parser`.
         """
         parser = self.tool_parser(tools, family, prompt)
@@ -268,7 +274,7 @@ class TopWModel:
     def _start_generation(
         self, prompt: Any, parameters: Mapping[str, Any], *, streaming: bool
     ) -> tuple[Iterator[Piece], int, bool]:
-        """Returns (pieces, number of sequences, whether to return one result)."""
+        """Start a generation. Returns (pieces, number of sequences, whether to return one result instead of a list)."""
         try:
             requests, whole, alone = self._resolve_requests(prompt, parameters)
             return self._new_pieces(requests, whole, streaming=streaming), len(requests), alone
@@ -279,7 +285,12 @@ class TopWModel:
     def _resolve_requests(
         self, prompt: Any, parameters: Mapping[str, Any], limits: Limits | None = None
     ) -> tuple[list[RowRequest], Mapping[str, Any], bool]:
-        """Returns (rows, values of REQUEST_PARAMETERS, whether to return one result). limits: None for the model's."""
+        """Check a call's prompt and parameters.
+
+        limits: None for the model's.
+
+        Returns (rows, values of REQUEST_PARAMETERS, whether to return one result instead of a list).
+        """
         limits = limits or self._limits
         prompt, attention_mask, parameters = split_inputs(prompt, parameters)
         named, whole = split_parameters(parameters)
@@ -305,7 +316,7 @@ class TopWModel:
     def _read_prompts(
         self, prompt: Any, mask: Any, add_special_tokens: bool, samples: int, limits: Limits
     ) -> tuple[list[list[int]], bool]:
-        """Check limits, then tokenize. Returns (ids per prompt, whether `prompt` is a single one)."""
+        """Check the prompts' number and lengths, then tokenize. Returns (ids per prompt, whether there is no batch)."""
 
         def check(tokens: int, which: str) -> None:
             check_length(tokens, limits, which)
@@ -320,7 +331,10 @@ class TopWModel:
         ], alone
 
     def _new_guides(self, rows: Sequence[RowRequest]) -> list[Guide | None]:
-        """See `Grammars.guides`; [] without constraints. Raises ParameterError if the graph cannot mask tokens."""
+        """The guide of each row, or [] if no row has a constraint.
+
+        Raises ParameterError if the graph cannot mask tokens, and the errors of `Grammars.guides`.
+        """
         if all(row.constraint is None for row in rows):
             return []
         if MASK_INPUT not in self._require_open()[0].inputs:
@@ -353,7 +367,7 @@ class TopWModel:
         ).pieces()
 
     def _new_logits_buffer(self, rows: int) -> LogitsBuffer | None:
-        """Room for the graph's logits, or None if it has no such output."""
+        """A buffer for the graph's logits, or None if the graph does not return them."""
         spec = self._logits_output
         return None if spec is None else LogitsBuffer(spec, rows, self.manifest.sampler.vocab_size)
 

@@ -40,7 +40,7 @@ def open_session(folder: ModelFolder[DecoderManifest], options: SessionOptions) 
     elif options.allow_fallback:
         warnings.warn(f"there is no engine to run: {reason}.", RuntimeWarning, stacklevel=3)
     else:
-        # Without a GPU nothing can be built, and the reason may contain the command.
+        # Do not say how to build an engine if the reason says so already, or that none can be built without a GPU.
         known = "topw build-engine" in reason or "can be built" in reason
         hint = "" if known else f"; build one with `topw build-engine {folder.path}`"
         raise ProviderError(

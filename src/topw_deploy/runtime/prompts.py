@@ -47,7 +47,7 @@ def read_prompts(
     """Returns (each prompt as text or ids, whether `prompt` is a single one).
 
     attention_mask: masked tokens, on either side, are removed.
-    check: called with a prompt's length (without a mask, before its ids are read) and its name.
+    check: called with the length and the name of each prompt of ids without a mask, before its ids are read.
 
     Raises PromptError for other types, or a mask that does not fit or has a hole.
     """
@@ -161,7 +161,7 @@ def _remove_masked(ids: list[int], mask: Any, which: str) -> list[int]:
 
 
 def _check_segments(segments: Any) -> None:
-    """Raises PromptError unless all are 0, which some tokenizers add."""
+    """Raises PromptError unless `segments`, the token_type_ids that some tokenizers add, are all 0."""
     if segments is not None and _has_nonzero(segments):
         raise PromptError("token_type_ids has values other than 0, but a decoder has only one segment; omit it.")
 
@@ -178,7 +178,7 @@ def _is_scalar(value: Any) -> bool:
 def encode_bad_words(given: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
     """Replace `bad_words` among a request's parameters by `bad_words_ids`.
 
-    A word is banned as tokenized at the start of a text and after a space.
+    Two tokenizations of each word are banned: at the start of a text, and after a space.
 
     Raises ParameterError for other values than texts, a text without tokens, or both names.
     """

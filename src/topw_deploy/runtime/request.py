@@ -24,7 +24,7 @@ from topw_deploy.sampling.presets import preset_parameters
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, RULES, RuleParameters
 from topw_deploy.sampling.seeds import fresh_seed
 
-_UNCHECKED_CHARACTERS = 8  # characters per context token: shorter texts are not checked before tokenizing
+_UNCHECKED_CHARACTERS = 8  # per token of the limit: shorter texts are not checked before tokenizing
 CONFIG_PARAMETER = "generation_config"
 _CONFIG_PARAMETERS = {
     name: REQUEST_PARAMETERS[name] for name in ("num_return_sequences", "skip_special_tokens", "add_special_tokens")
@@ -36,13 +36,13 @@ class RowRequest:
     """Prompt and parameters of one sequence.
 
     prompt: token ids, at least one.
-    rule: the sampling rule; `top_w` also has the temperatures of the others.
+    rule: the sampling rule. The temperatures of every rule are in `top_w`.
     budget: maximum new tokens, >= 0.
-    eos_token_ids: ids that end the row; with `ignore_eos` only the stop_token_ids.
-    pad_token_id: the input after the row's end.
+    eos_token_ids: ids that end the row: EOS, unless `ignore_eos` is given, and the stop_token_ids.
+    pad_token_id: what the graph reads in steps after the row's end.
     min_new_tokens: tokens before which EOS and stop strings have no effect.
     allowed_token_ids: the only ids that can be drawn; empty for all.
-    constraint: what its text must match, or None.
+    constraint: what the row's text must match, or None.
     logprobs, prompt_logprobs: alternatives per drawn token and per token of the prompt; None for no log-probabilities
         under the model.
     """
@@ -71,12 +71,12 @@ class RowRequest:
 
     @property
     def needs_scores(self) -> bool:
-        """Whether it asks for log-probabilities under the model."""
+        """Whether the request asks for log-probabilities under the model."""
         return self.logprobs is not None or self.prompt_logprobs is not None
 
     @property
     def has_edits(self) -> bool:
-        """Whether it has penalties, biases or bans."""
+        """Whether the request has penalties, biases or bans."""
         return bool(
             self.repetition_penalty != 1
             or self.presence_penalty
@@ -91,11 +91,11 @@ class RowRequest:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of the model and of the options it was opened with.
+    """The limits of a model, and of the options with which the model or an engine was opened.
 
     context_length, max_length: maximum tokens per sequence.
     rows: maximum sequences per call.
-    opened: what was opened with max_length, for messages.
+    opened_as: "model" or "engine", the word for messages.
     longest_pool: see `rules.longest_pool`.
     rules: names of the sampling rules that the folder carries.
     """
@@ -114,9 +114,10 @@ class Limits:
 
 
 def split_parameters(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns (row parameters, request parameters with defaults), both checked.
+    """Split a call's parameters. Returns (row parameters, values of REQUEST_PARAMETERS with defaults).
 
-    The request parameters include the row parameters of `generation_config`.
+    Of the row parameters only the names are checked. The second mapping has the row parameters of the call's
+    generation_config under `generation_config`.
     """
     named = check_names(given)
     config: dict[str, Any] = {}
@@ -142,29 +143,29 @@ def resolve_rows(
     geometry: tuple[str, int | None] = ("uniform", None),
     median_distance: float | None = None,
 ) -> list[RowRequest]:
-    """One RowRequest per prompt and sample; a prompt's samples are adjacent.
+    """Resolve the parameters of each prompt and sample to a RowRequest; a prompt's samples are adjacent.
 
     given: row parameters from `split`, one value for all prompts or one for each.
     model: defaults of the model's generation config.
     exported: defaults of the export.
     config: row parameters of `generation_config`.
-    geometry: embedding metric and width, for `preset`.
-    median_distance: of likely pairs, for `geom_unit`; None if unknown.
+    geometry: (metric, width of the embeddings or None), for `preset`.
+    median_distance: the median distance of likely pairs of tokens, for `geom_unit`; None if unknown.
 
     Raises ParameterError for a bad value, PromptError for a prompt that is empty, too long or has unknown ids.
     """
     columns = {name: row_values(name, value, len(prompts)) for name, value in given.items()}
 
-    def settled(stated: Mapping[str, Any]) -> Mapping[str, Any]:
+    def with_scale_and_preset(stated: Mapping[str, Any]) -> Mapping[str, Any]:
         scaled = with_raw_scale(stated, median_distance) if "geom_unit" in stated else stated
         return _with_preset(scaled, geometry)
 
     defaults = asdict(exported) if isinstance(exported, TopWParameters) else exported
-    stated = settled(config or {}), settled(model)
+    stated = with_scale_and_preset(config or {}), with_scale_and_preset(model)
     rows: list[RowRequest] = []
     for index, prompt in enumerate(prompts):
         request = {name: column[index] for name, column in columns.items() if column[index] is not None}
-        sources = _Sources(settled(request), *stated)
+        sources = _Sources(with_scale_and_preset(request), *stated)
         _check_prompt(prompt, limits, f"prompt {index}" if len(prompts) > 1 else "the prompt")
         seed = sources.get("seed")
         seed = fresh_seed() if seed is None else seed
@@ -173,7 +174,7 @@ def resolve_rows(
 
 
 def new_resolver(manifest: Manifest, model: Mapping[str, Any]) -> Callable[..., list[RowRequest]]:
-    """`resolve` with the defaults of a model and of its export, whose manifest is read only here."""
+    """Bind `resolve_rows` to the defaults of a model and of its export, so that requests do not read the manifest."""
     return partial(
         resolve_rows,
         model=model,
@@ -188,35 +189,45 @@ def _with_preset(stated: Mapping[str, Any], geometry: tuple[str, int | None]) ->
 
 
 class _Sources:
+    """Where a row's parameters are stated: its request, the request's generation_config, and the model's own.
+
+    all: the three, the first to win before the others.
+    """
+
     def __init__(self, request: Mapping[str, Any], config: Mapping[str, Any], model: Mapping[str, Any]) -> None:
         self.all = (request, config, model)
         self.request, self.config, self.model = self.all
 
     def get(self, name: str, default: Any = None) -> Any:
+        """The value of the first source that states `name`, else `default`."""
         return next((source[name] for source in self.all if name in source), default)
 
     def value(self, name: str) -> Any:
+        """The value of the first source that states `name`, else this package's default."""
         return self.get(name, PARAMETERS[name].default)
 
-    def named(self, name: str, source: Mapping[str, Any]) -> str:
+    def name_in(self, source: Mapping[str, Any], name: str) -> str:
+        """The name of a parameter for messages, with the source where it matters."""
         return f"{CONFIG_PARAMETER}: {name}" if source is self.config else name
 
     def check_ids(self, name: str, ids: Iterable[int], limits: Limits) -> None:
+        """Raises ParameterError for an id of the parameter `name` that the vocabulary does not have."""
         where = next((source for source in self.all if name in source), self.model)
         for token in ids:
             if token >= limits.vocab_size:
                 raise ParameterError(
-                    f"{self.named(name, where)} names the token id {token}, but ids go from 0 to "
+                    f"{self.name_in(where, name)} names the token id {token}, but ids go from 0 to "
                     f"{limits.vocab_size - 1}.",
                     name,
                 )
 
     def check_count(self, name: str, limits: Limits) -> None:
+        """Raises ParameterError if the parameter `name` asks for more tokens than the vocabulary has."""
         count = self.value(name)
         if count is not None and count > limits.vocab_size:
             where = next(source for source in self.all if name in source)
             raise ParameterError(
-                f"{self.named(name, where)} is {count}, but the vocabulary has {limits.vocab_size} tokens; give at "
+                f"{self.name_in(where, name)} is {count}, but the vocabulary has {limits.vocab_size} tokens; give at "
                 "most that.",
                 name,
             )
@@ -278,7 +289,7 @@ def _resolve_top_w(sources: _Sources, exported: Mapping[str, Any]) -> TopWParame
         elif sampled and source is not sources.model and TopWParameters(**values).greedy:
             if "temperature" in source:
                 raise ParameterError(
-                    f"{sources.named('do_sample', source)} is True, but temperature is {source['temperature']!r}, "
+                    f"{sources.name_in(source, 'do_sample')} is True, but temperature is {source['temperature']!r}, "
                     "which is greedy; give a higher temperature.",
                     "temperature",
                 )
@@ -289,7 +300,7 @@ def _resolve_top_w(sources: _Sources, exported: Mapping[str, Any]) -> TopWParame
 
 
 def _resolve_rule(sources: _Sources, limits: Limits) -> RuleParameters:
-    """The rule of the first source that names or implies one."""
+    """The sampling rule of the first source that names or implies one, else Top-W."""
     for source in sources.all:
         own = {name: source[name] for name in RULE_PARAMETER_NAMES if name in source}
         if own:
@@ -301,7 +312,7 @@ def _resolve_rule(sources: _Sources, limits: Limits) -> RuleParameters:
 
 
 def _resolve_budget(prompt: int, sources: _Sources, limits: Limits) -> int:
-    """Maximum new tokens after `prompt` tokens."""
+    """The maximum number of new tokens after a prompt of `prompt` tokens."""
     if "max_new_tokens" in sources.request and "max_length" in sources.request:
         raise ParameterError("max_new_tokens and max_length are both given; give one of them.")
     wanted = PARAMETERS["max_new_tokens"].default
@@ -314,19 +325,20 @@ def _resolve_budget(prompt: int, sources: _Sources, limits: Limits) -> int:
             break
         if "max_length" in source and source is not sources.model:
             raise PromptError(
-                f"the prompt has {prompt} tokens, but {sources.named('max_length', source)} is "
+                f"the prompt has {prompt} tokens, but {sources.name_in(source, 'max_length')} is "
                 f"{source['max_length']}; raise it."
             )
     if wanted == 0 and sources.value("prompt_logprobs") is None:
         raise ParameterError(
-            f"{sources.named('max_new_tokens', source)} is 0, but must be an integer >= 1, or 0 with prompt_logprobs.",
+            f"{sources.name_in(source, 'max_new_tokens')} is 0, but must be an integer >= 1, or 0 with "
+            "prompt_logprobs.",
             "max_new_tokens",
         )
     return min(wanted, limits.tokens - prompt)
 
 
 def reading_request(request: RowRequest) -> RowRequest:
-    """A greedy request without edits, for the first token of a prompt that is read token by token."""
+    """The request that reads the first token of a prompt which is read token by token: greedy, without edits."""
     return replace(
         request,
         prompt=request.prompt[:1],
@@ -345,13 +357,13 @@ def reading_request(request: RowRequest) -> RowRequest:
 
 
 def check_length(tokens: int, limits: Limits, which: str) -> None:
-    """Raises PromptError naming prompt `which` for too many tokens."""
+    """Raises PromptError for a prompt of too many tokens. which: the prompt's name in the message."""
     if tokens > limits.tokens:
         raise PromptError(f"{which} has {tokens} tokens, {_excess_clause(tokens, limits)}", "max_length")
 
 
 def check_sequence_count(rows: int, limits: Limits) -> None:
-    """Raises PromptError, or ParameterError for a batching engine, for too many sequences."""
+    """Raises PromptError, or ParameterError for an engine, if a request has more sequences than the limits allow."""
     if rows <= (limits.rows or rows):
         return
     if limits.opened_as == "engine":
@@ -368,7 +380,7 @@ def check_sequence_count(rows: int, limits: Limits) -> None:
 
 
 def check_text_length(text: str, tokenizer: Tokenizer, limits: Limits, which: str) -> None:
-    """Raises PromptError if `text` certainly has too many tokens."""
+    """Raises PromptError if a lower bound on the tokens of `text` exceeds the limits. which: the prompt's name."""
     if len(text) <= _UNCHECKED_CHARACTERS * limits.tokens:
         return
     tokens, why = tokenizer.token_bound.lower_bound(text)

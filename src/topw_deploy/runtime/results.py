@@ -20,8 +20,8 @@ class Timings:
     prefill_seconds: the batch's prompts and first tokens; from an Engine, from the call to the request's first token.
     decode_seconds: later steps, up to this row's last token.
     decode_steps: number of those steps.
-    queue_seconds: from the call to an Engine until it began to read this prompt, or until the end if it never did; 0
-        otherwise.
+    queue_seconds: from the call of an Engine until the Engine began to read this prompt, or until the request ended if
+        the prompt was never read; 0 without an Engine.
     """
 
     load_seconds: float
@@ -75,9 +75,10 @@ class GenerationResult:
     kept: per token, crop size.
     certified: per token, whether the crop was proven without geometry (docs/contract/graph.md section 4).
     mass: per token, the crop's share of the full softmax, or None.
-    token_logprobs: with the parameter `logprobs`, per token, its log-probability under the model and the best tokens.
-    prompt_logprobs: with that parameter, the same per token of the prompt, the first None. An Engine's request that
-        ended early has those that were read.
+    token_logprobs: with the parameter `logprobs`, per token, the log-probabilities of that token and of the most
+        probable ones under the model.
+    prompt_logprobs: with the parameter `prompt_logprobs`, the same per token of the prompt; None for the first token.
+        If an Engine's request ended early, only the tokens that were read have entries.
     seed, sample: reproduce the tokens, with the same prompt and parameters.
     finish_reason: "stop", "criterion" or "length" (token limit or context); from an Engine also "cancelled", "timeout"
         or "error".
@@ -112,9 +113,11 @@ class GenerationResult:
         return sum(self.certified) / len(self.certified) if self.certified else 1.0
 
     def prompt_likelihood(self, start: int = 1) -> tuple[float, bool]:
-        """The log-probability of the prompt's tokens from `start` >= 1 on, and whether each was the greedy one.
+        """The likelihood of the prompt's tokens from `start` >= 1 on.
 
-        It is lm-evaluation-harness' loglikelihood of a continuation behind `start` tokens of context.
+        It equals lm-evaluation-harness' `loglikelihood` of a continuation after `start` tokens of context.
+
+        Returns (sum of their log-probabilities, whether each is the most probable token at its place).
 
         Raises ParameterError without `prompt_logprobs`, or for another `start`.
         """

@@ -1,6 +1,6 @@
 """The sampler's inputs that differ by row, as arrays of a batch (docs/contract/graph.md, sections 5 and 6).
 
-A row changes alone: by `set` (of `Draws`, `begin`), `clear` and, in an engine, `swap`.
+`set` (of `Draws`, `begin`) and `clear` change one row; an engine also exchanges rows with `swap`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,18 @@ _TOP_W = RuleParameters()
 
 
 def uniforms(seed: int, position: int, sample: int, count: int) -> np.ndarray:
-    """`uniform_for(seed, position + i, sample)` for i < count: float32 [count], exact, with 24 bits each."""
+    """Compute `uniform_for(seed, position + i, sample)` for each i < count.
+
+    Returns float32 [count]: exact, because each number has 24 bits.
+    """
     return _Uniforms().block(seed, position, sample, count)
 
 
 class _Uniforms:
-    """A generator whose key and counter are set for each block, because making one takes longer. Not thread-safe."""
+    """A Philox generator that is reused with another key and counter for each block: a new one would take longer.
+
+    Not thread-safe.
+    """
 
     def __init__(self) -> None:
         self._generator = np.random.Philox(key=0)
@@ -97,10 +103,10 @@ class Draws:
 class MaskInputs:
     """The input `allowed` of a batch: for each row, a bit per token that may be drawn.
 
-    words: of a row, ceil(V / 32).
-    always: whether the graph takes all words in every run. Otherwise it gets none while no row is masked, which costs
-        least.
-    version: changes with every change of the masks.
+    words: 32-bit words of a row, ceil(V / 32).
+    always: whether the graph takes all words in every run. Otherwise its input is empty while no row is masked, which
+        costs least.
+    version: a number that grows with every change of a mask.
     """
 
     def __init__(self, batch: int, words: int, *, always: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The sequences of a generation: what each drew, its text and end, and its result."""
+"""The sequences of a generation: the tokens that each has drawn, its text, its end and its result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from topw_deploy.runtime.structured.guide import Guide
 from topw_deploy.runtime.text import IncrementalDecoder, RowText
 
 TextDecoderFactory: TypeAlias = "Callable[[Sequence[int]], IncrementalDecoder]"
-"""From prompt ids to a decoder of the tokens after them."""
+"""A function from the ids of a prompt to a decoder of the tokens after the prompt."""
 
 # Sorted by descending element size, for alignment.
 _RECORDED_TYPES = {
@@ -29,21 +29,22 @@ _RECORDED_TYPES = {
 }
 
 RowOutputs: TypeAlias = dict[str, np.ndarray]
-"""Outputs of a row by name, [steps]; without those that the graph lacks."""
+"""The outputs of a row, [steps] each, by name; without those that the graph lacks."""
 
 
 class Row:
     """One sequence.
 
     text: incremental text, or None if the text is decoded only at the end.
-    watch: its callbacks, or None.
-    guide: which tokens its grammar allows, or None.
-    scores: its log-probabilities under the model, or None.
-    unread: tokens at the end of its prompt that are still to be read one by one. Every run but
-        the first reads one of these; its draw is discarded.
-    skipped: number of runs whose draws are discarded.
-    tokens: those drawn so far if `text` is not None, else empty.
-    plain: whether a token that ends nothing only lengthens the row.
+    callbacks: the row's streamer and stopping criteria, or None.
+    guide: the tokens that the row's grammar allows next, or None.
+    scores: the log-probabilities of the row's tokens under the model, or None.
+    unread_tokens: number of tokens at the end of the prompt that are still to be read one by one. Every run but the
+        first reads one of them, and the run's draw is discarded.
+    discarded_draws: number of runs whose draws are discarded.
+    steps: number of tokens drawn.
+    tokens: the tokens drawn if `text` is not None, else empty.
+    is_plain: whether a token that does not end the row only adds to its length.
     """
 
     def __init__(
@@ -51,11 +52,11 @@ class Row:
         index: int,
         request: RowRequest,
         text: RowText | None,
-        watch: RowCallbacks | None = None,
+        callbacks: RowCallbacks | None = None,
         scores: RowScores | None = None,
         guide: Guide | None = None,
     ) -> None:
-        self.index, self.request, self.text, self.callbacks = index, request, text, watch
+        self.index, self.request, self.text, self.callbacks = index, request, text, callbacks
         self.scores, self.guide = scores, guide
         self.unread_tokens = self.discarded_draws = 0
         if request.prompt_logprobs is not None:
@@ -63,15 +64,15 @@ class Row:
         self.steps = 0
         self.pieces: list[str] = []
         self.tokens: list[int] = []
-        self._shown = 0  # tokens that pieces have had
+        self._returned_tokens = 0  # by `take_new_tokens`
         self.finish_reason: str | None = None
         self.stop: int | str | None = None
         self.finished_at = 0.0  # time.perf_counter()
-        self.is_plain = text is None and watch is None and scores is None and guide is None
+        self.is_plain = text is None and callbacks is None and scores is None and guide is None
         self._ends, self._budget = request.eos_token_ids, request.budget
 
     def try_lengthen(self, token: int) -> bool:
-        """Add a drawn token if it only lengthens the row. Otherwise add nothing and return False."""
+        """Add a drawn token and return True if the token only adds to the row's length. Otherwise return False."""
         steps = self.steps + 1
         if not self.is_plain or self.unread_tokens or token < 0 or token in self._ends or steps == self._budget:
             return False
@@ -80,31 +81,31 @@ class Row:
 
     @property
     def tokens_left(self) -> int:
-        """Tokens that it may still draw."""
+        """The number of tokens that the row may still draw."""
         return self._budget - self.steps
 
     @property
     def fed_prompt(self) -> tuple[int, ...]:
-        """The prompt's tokens that were passed to the model, or are next."""
+        """The tokens of the prompt that the model has read, or reads in the next run."""
         prompt = self.request.prompt
         return prompt[: len(prompt) - self.unread_tokens]
 
     @property
     def needs_logits(self) -> bool:
-        """Whether it needs the next run's logits."""
+        """Whether the row needs the logits of the next run."""
         wanted = self.request.prompt_logprobs if self.unread_tokens else self.request.logprobs
         return wanted is not None
 
     def read_one_by_one(self) -> None:
-        """Before the first run: read only the prompt's first token in it."""
+        """Let the first run read only the prompt's first token. Call this before that run."""
         self.unread_tokens = self.discarded_draws = len(self.request.prompt) - 1
 
     def read_prompt_token(self, logits: np.ndarray | None) -> int:
-        """The prompt's next token, after a run whose draw is discarded.
+        """Return the prompt's next token, after a run whose draw is discarded.
 
-        logits: float [V], of that run; None if `wants_logits` was False.
+        logits: float [V], of that run; None if `needs_logits` was False.
 
-        Raises LogitsError if they give no log-probabilities.
+        Raises LogitsError if the logits give no log-probabilities.
         """
         token = self.request.prompt[-self.unread_tokens]
         if logits is not None and self.scores is not None:
@@ -115,11 +116,11 @@ class Row:
         return token
 
     def add_token(self, token: int, logits: np.ndarray | None = None) -> str:
-        """Add a drawn token. Returns new text.
+        """Add a drawn token. Returns the new text.
 
-        logits: float [V], of its run; None if `wants_logits` was False.
+        logits: float [V], of the token's run; None if `needs_logits` was False.
 
-        Raises LogitsError if they give no log-probabilities.
+        Raises LogitsError if the logits give no log-probabilities.
         """
         if logits is not None and self.scores is not None:
             self.scores.add(logits, token)
@@ -158,12 +159,12 @@ class Row:
         return gained
 
     def take_new_tokens(self, end: int) -> tuple[int, ...]:
-        """The tokens before `end` that earlier calls have not returned."""
-        start, self._shown = self._shown, end
+        """Return the tokens before `end` that earlier calls have not returned."""
+        start, self._returned_tokens = self._returned_tokens, end
         return tuple(self.tokens[start:end])
 
     def interrupt(self, reason: str) -> str:
-        """End it from outside. Returns the text that was held back."""
+        """End the row before it has ended by itself. Returns the text that was held back."""
         self.end(reason)
         held = "" if self.text is None else self.text.flush()
         if held:
@@ -174,8 +175,8 @@ class Row:
         """The error for a drawn token below 0. which: the row's name in the message."""
         if self.guide is not None:
             return LogitsError(
-                f"{which} has no token to draw at step {self.steps}: structured_outputs allows {self.guide.allowed} "
-                "there, and each is banned, or has a logit that is not finite; check suppress_tokens, "
+                f"{which} has no token to draw at step {self.steps}: structured_outputs allows "
+                f"{self.guide.allowed_count} there, and each is banned, or has a logit that is not finite; check suppress_tokens, "
                 "allowed_token_ids, bad_words_ids, no_repeat_ngram_size, logit_bias and min_new_tokens.",
                 "structured_outputs",
             )
@@ -185,16 +186,17 @@ class Row:
         )
 
     def end(self, reason: str, stop: int | str | None = None) -> None:
+        """End the row now. reason, stop: the result's `finish_reason` and `stop`."""
         self.finish_reason, self.stop, self.finished_at = reason, stop, time.perf_counter()
 
 
 class StepRecord:
-    """The sampler's outputs for all rows of a batch, each [B], in `steps` steps.
+    """Records the sampler's outputs, [B] each, of `steps` steps of a batch.
 
-    One array and memoryviews make a step one cheap copy: numpy assignment runs more code, which each run evicts from
-    the CPU cache.
+    All outputs of a step are in one array, which a memoryview copies: an assignment of numpy runs more code, which each
+    run of the graph evicts from the CPU cache.
 
-    tokens: those of the last run, int64 [B].
+    tokens: the tokens of the last run, int64 [B].
     """
 
     def __init__(self, outputs: Collection[str], batch: int, steps: int) -> None:
@@ -219,23 +221,26 @@ class StepRecord:
             binding.bind_result(name, latest[:rows])
 
     def store(self, step: int) -> list[int]:
-        """Copy the last run's outputs to `step`. Returns its tokens [B]; rows that the run left out are arbitrary."""
+        """Store the last run's outputs as those of `step`.
+
+        Returns the run's tokens [B]; those of rows that were not in the run are arbitrary.
+        """
         start = step * self._size
         self._kept[start : start + self._size] = self._latest
         tokens: list[int] = self.tokens.tolist()
         return tokens
 
     def values(self, name: str, row: int, end: int, start: int = 0) -> list[Any]:
-        """Output `name` of a row over the steps from `start` to `end`, exclusive; [] if the graph lacks it."""
+        """The output `name` of a row in the steps `start` to `end`, exclusive; [] if the graph has no such output."""
         return list(self._values[name][start:end, row].tolist()) if name in self._values else []
 
     def copy_outputs(self, row: int, start: int, end: int) -> RowOutputs:
-        """Copies of all outputs of a row over the steps from `start` to `end`, exclusive."""
+        """Copy all outputs of a row in the steps `start` to `end`, exclusive."""
         return {name: values[start:end, row].copy() for name, values in self._values.items()}
 
 
 def new_row_text(request: RowRequest, new_text_decoder: TextDecoderFactory) -> RowText:
-    """A decoder of the row's text."""
+    """The text of a request's row, cut at its stop strings."""
     return RowText(new_text_decoder(request.prompt), request.stop_strings, request.min_new_tokens)
 
 
@@ -252,13 +257,13 @@ def row_result(
     cached_tokens: int = 0,
     text: str | None = None,
 ) -> GenerationResult:
-    """The result of an ended row.
+    """Make the result of an ended row.
 
-    recorded: function from the name of an output to its values, one per token; [] if the graph lacks it.
+    recorded: function from the name of an output to its values, one per token; [] if the graph has no such output.
     cached_tokens: see GenerationResult.
     started, prefilled: when the request began and when it had its first token, by time.perf_counter().
-    queued: seconds; see Timings.
-    text: the whole text if the caller has decoded it already.
+    queued: seconds in the queue; see Timings.
+    text: the whole text if the caller has decoded it already, else None.
     """
     tokens = recorded("next_token")
     if row.text is not None:

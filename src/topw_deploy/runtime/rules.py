@@ -1,4 +1,7 @@
-"""Which sampling rule a request names or implies, and what a folder and its sampler can do (docs/contract/rules.md)."""
+"""Find the sampling rule that a request names or implies, and check that a folder and its sampler support the rule.
+
+See docs/contract/rules.md.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from topw_deploy.manifest import SamplerInfo
 from topw_deploy.sampling.rules import RULE_OF_VALUE, RULE_PARAMETER_NAMES, RULES, RuleParameters
 
 DEFAULT_RULE = RuleParameters()
-
+"""Top-W."""
 
 LONGEST_LIST = 3840
 """Tokens that the sampler's function sorts in the forms `portable` and `static` (docs/contract/graph.md, section 8)."""
 
 
 def longest_pool(sampler: str, info: SamplerInfo) -> int | None:
-    """The largest pool of Top-H, other than the whole vocabulary, that a session answers; None for any.
+    """The largest `top_h_pool` that a session can compute, apart from the whole vocabulary; None for any.
 
     sampler: the session's "native", "plugin" or "graph".
     """
@@ -26,7 +29,7 @@ def longest_pool(sampler: str, info: SamplerInfo) -> int | None:
 
 
 def check_top_h_pool(rule: RuleParameters, longest: int | None, vocab_size: int) -> None:
-    """Raises ParameterError for a pool of Top-H that is larger than `longest` but not the whole vocabulary."""
+    """Raises ParameterError if `top_h_pool` is larger than `longest`, but less than the whole vocabulary."""
     share, pool = rule.values
     if longest is None or rule.name != "top_h" or share >= 1 or not longest < pool < vocab_size:
         return
@@ -38,7 +41,7 @@ def check_top_h_pool(rule: RuleParameters, longest: int | None, vocab_size: int)
 
 
 def check_rule_exported(rule: RuleParameters, carried: Collection[str]) -> None:
-    """Raise ParameterError if `rule` is not among the rules that the folder carries."""
+    """Raises ParameterError if `rule` is not among the rules that the folder carries."""
     if rule.name not in carried:
         raise ParameterError(
             f"rule is {rule.name}, but this folder carries only {', '.join(carried)}; export it again with "
@@ -48,9 +51,9 @@ def check_rule_exported(rule: RuleParameters, carried: Collection[str]) -> None:
 
 
 def resolve_rule(get: Callable[[str], Any], own: Mapping[str, Any]) -> RuleParameters:
-    """The rule that the parameters `own` name or imply.
+    """Resolve the rule that the parameters `own` name or imply.
 
-    get: name -> value from any source, or None. Supplies the parameters that a rule named in `own` lacks there.
+    get: function from a parameter's name to its value in any source, or None; for values that `own` lacks.
 
     Raises the errors of `RuleParameters`.
     """
@@ -61,18 +64,19 @@ def resolve_rule(get: Callable[[str], Any], own: Mapping[str, Any]) -> RuleParam
 
 
 def effective_rule_parameters(
-    stated: Mapping[str, Any], off: Callable[[str, Any], bool], *, implied: bool
+    stated: Mapping[str, Any], is_off: Callable[[str, Any], bool], *, implied: bool
 ) -> frozenset[str]:
-    """Which rule parameters of a `generation_config` take effect: those of the rule that it names.
+    """The names of the rule parameters that take effect in a generation config: those of the rule that it names.
 
-    off: (name, value) -> whether the value disables its method.
-    implied: whether the parameters of a single rule choose that rule without naming it. False for the model's own
-        file, whose rule is Top-W unless it names another.
+    stated: the settings.
+    is_off: function from (name, value) to whether the value disables its method.
+    implied: whether parameters of a single rule choose that rule without naming it. False for the model's own file,
+        whose rule is Top-W unless the file names another.
     """
     own = {name: value for name, value in stated.items() if name in RULE_PARAMETER_NAMES and value is not None}
     rule = own.get("rule")
     if rule is None and implied:
-        found = {RULE_OF_VALUE[name].name for name, value in own.items() if not off(name, value)}
+        found = {RULE_OF_VALUE[name].name for name, value in own.items() if not is_off(name, value)}
         rule = found.pop() if len(found) == 1 else None
     if rule is None:
         return frozenset()

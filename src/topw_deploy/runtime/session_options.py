@@ -25,9 +25,10 @@ class SessionOptions:
         one fits this machine, else onnxruntime's provider.
     provider_options: see onnxruntime. "enable_cuda_graph" captures each step shape once and replays it; needs the
         "static" cache form.
-    session_options: onnxruntime's own options, which get the thread counts and the native operator; can be used again.
+    session_options: onnxruntime's own options; the thread counts and the native operator are added to them. One object
+        may open several sessions.
     intra_op_num_threads, inter_op_num_threads: at most 1024; 0 lets onnxruntime choose.
-    allow_fallback: accept another provider, and nodes on the CPU.
+    allow_fallback: whether to accept another provider, and nodes on the CPU.
     sampler: "auto" (native if possible), "native" or "graph".
     """
 
@@ -66,14 +67,16 @@ class SessionOptions:
 
     @property
     def device_number(self) -> int:
-        """GPU number."""
+        """The number of the GPU."""
         return int((self.provider_options or {}).get("device_id", 0))
 
     @property
     def cuda_graphs(self) -> bool:
+        """Whether the provider options ask for CUDA graphs."""
         return str((self.provider_options or {}).get("enable_cuda_graph", "0")).lower() not in _FALSE_VALUES
 
     def for_onnxruntime(self) -> ort.SessionOptions:
+        """onnxruntime's options: the caller's object, or a new one, with the thread counts."""
         options = self.session_options
         if options is None:
             options = ort.SessionOptions()
@@ -96,8 +99,9 @@ class SessionKeywords(TypedDict, total=False):
 
 
 def takes_session_options(method: Method) -> Method:
-    """Show the fields of `SessionOptions`, with their defaults, in the signature of a method with **SessionKeywords:
-    `help` and shells read it, type checkers the method's annotation.
+    """Show the fields of `SessionOptions`, with their defaults, in the signature of a method with **SessionKeywords.
+
+    `help` and shells read the signature. Type checkers read the annotation.
     """
     own = inspect.signature(method)
     shown = [parameter for parameter in own.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]

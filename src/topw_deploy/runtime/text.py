@@ -1,4 +1,4 @@
-"""From tokens to text: the bytes of a token, incremental decoding, and stop strings."""
+"""Decode tokens to text: the bytes of a token, incremental decoding, and stop strings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class TokenBytes:
     """Looks up the bytes of a token, because a character may span several tokens.
 
     skip_special: whether special tokens give no text.
-    joins: whether `joined` gives the text of tokens, because the decoder is byte-level and nothing else.
+    can_join: whether `join` gives the text of tokens. It does if the tokenizer's decoder has one step, of the type
+        ByteLevel.
     """
 
     def __init__(self, raw: RustTokenizer, skip_special: bool) -> None:
@@ -47,7 +48,7 @@ class TokenBytes:
         decoder = raw.decoder
         kinds = _step_types(json.loads(decoder.__getstate__())) if decoder is not None else set()
         self._byte_level = "ByteLevel" in kinds
-        self.joins = kinds == {"ByteLevel"}
+        self.can_join = kinds == {"ByteLevel"}
         self._known = _BytesCache(self)
         self._byte_fallback = "ByteFallback" in kinds
         added = raw.get_added_tokens_decoder()
@@ -63,13 +64,13 @@ class TokenBytes:
         found = _BYTE_TOKEN.fullmatch(text) if self._byte_fallback else None
         return bytes.fromhex(found[1]) if found else None
 
-    def joined(self, ids: Sequence[int]) -> str:
-        """The bytes of tokens as text, about ten times as fast as the library's decoder."""
+    def join(self, ids: Sequence[int]) -> str:
+        """Decode tokens, about ten times as fast as the library does."""
         return b"".join(map(self._known.__getitem__, ids)).decode("utf-8", "replace")
 
 
 class _BytesCache(dict[int, bytes]):
-    """Bytes of the tokens that were looked up."""
+    """The bytes of each token that was looked up."""
 
     def __init__(self, of: Callable[[int], bytes | None]) -> None:
         super().__init__()
@@ -91,8 +92,8 @@ class IncrementalDecoder:
     """Decodes tokens one by one.
 
     A byte-level token may hold part of a character; a SentencePiece token at the start of a text loses its leading
-    space. So each token is decoded after the last ones with text, whose text is removed. Unfinished characters are held
-    back. If the prompt ends inside a character, the text begins with it, or with U+FFFD.
+    space. So each token is decoded together with the last tokens that gave text, and their text is cut off. Unfinished
+    characters are held back. If the prompt ends inside a character, the text begins with that character or with U+FFFD.
 
     decode: token ids -> text.
     prompt: token ids, for context.
@@ -122,7 +123,7 @@ class IncrementalDecoder:
         return self._new_text(text)
 
     def flush(self) -> str:
-        """The held-back text, with U+FFFD for an unfinished character."""
+        """Return the held-back text, with U+FFFD for an unfinished character."""
         if len(self._ids) in (self._read, self._prompt):
             return ""
         return self._new_text(self._decode(self._ids[self._start :]))
@@ -136,7 +137,10 @@ class IncrementalDecoder:
 
 
 def _find_unfinished_character(bytes_of: Callable[[int], bytes | None], prompt: Sequence[int]) -> tuple[list[int], int]:
-    """Returns (tokens of an unfinished character, number of characters before it in the first token)."""
+    """Find the character that the prompt's end leaves unfinished.
+
+    Returns (the tokens of that character, the number of characters before it in the first of them); ([], 0) for none.
+    """
     tokens: list[int] = []
     spelled: list[bytes] = []
     for token in reversed(prompt):
@@ -155,6 +159,7 @@ def _find_unfinished_character(bytes_of: Callable[[int], bytes | None], prompt: 
 
 
 def _count_pending_bytes(data: bytes) -> int:
+    """The number of bytes at the end of `data` that begin a character without ending it."""
     for size in range(1, min(len(data), _MOST_CHARACTER_BYTES - 1) + 1):
         for more, last in itertools.product(range(1, _MOST_CHARACTER_BYTES + 1 - size), (b"\x80", b"\xbf")):
             with contextlib.suppress(UnicodeDecodeError):
@@ -201,11 +206,12 @@ class StopStrings:
         return text[:cut]
 
     def flush(self) -> str:
-        """The held-back text."""
+        """Return the held-back text."""
         held, self._held = self._held, ""
         return held
 
     def _longest_possible_start(self, text: str) -> int:
+        """The length of the longest end of `text` that begins a stop string."""
         longest = min(len(text), max(map(len, self._stops)) - 1)
         for size in range(longest, 0, -1):
             end = text[-size:]
@@ -227,16 +233,19 @@ class RowText:
 
     @property
     def found(self) -> str | None:
+        """The stop string that ended the text, or None."""
         return self._stops.found
 
     def push(self, token: int) -> str:
+        """Add a token. Returns the new text that cannot belong to a stop string."""
         text = self._decoder.push(token)
-        if self._guarded > 1:  # the last required token may complete one
+        if self._guarded > 1:  # the last guarded token may complete a stop string
             self._guarded -= 1
             return text
         return self._stops.push(text)
 
     def flush(self) -> str:
+        """Return the held-back text. It may complete a stop string, and is then cut before it."""
         if self.found is not None:
             return ""
         text = self._stops.push(self._decoder.flush())

@@ -1,4 +1,4 @@
-"""A lower bound on a text's tokens without tokenizing: that takes seconds and a gigabyte for 10 MB."""
+"""A lower bound on the number of a text's tokens. Tokenizing a text of 10 MB would take seconds and a gigabyte."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ class TokenBound:
 
 
 def compute_token_bound(raw: RustTokenizer) -> TokenBound:
-    """The bound of a tokenizer; None unless it is a BPE over bytes or has a token for every byte.
+    """Compute the bound of a tokenizer.
 
-    Other tokenizers can turn any amount of text into one unknown token.
+    There is none unless the tokenizer is a BPE over bytes, or a BPE with a token for every byte: any other can turn a
+    text of any length into one unknown token.
     """
     normalizer = part_steps(raw, "normalizer")
     splitters = part_steps(raw, "pre_tokenizer")
@@ -83,7 +84,7 @@ def _keeps_text(step: dict[str, Any]) -> bool:
 
 
 def _composed_characters(steps: list[dict[str, Any]]) -> int | None:
-    """Maximum number of characters that the steps merge into one; None if unbounded."""
+    """The maximum number of characters that the steps compose into one; None if unbounded."""
     factor = 1
     for step in steps:
         if step["type"] == "Replace":
@@ -107,5 +108,5 @@ def _normalized_forms(raw: RustTokenizer, content: str) -> list[str]:
 
 
 def _count_possible_letters(text: str) -> int:
-    """Number of characters that may become ASCII letters or digits, also when accents are removed."""
+    """The number of characters that are ASCII letters or digits, or may become one when accents are removed."""
     return sum(character in _ALPHANUMERIC or character >= "\x80" for character in text)

@@ -18,7 +18,7 @@ MOST_GROWTH = 1024
 """Characters that one character may become."""
 MOST_ADDED = 4096
 """Tokens that a post-processor may add."""
-_MOST_UTF8_BYTES = 4  # most bytes of a character, each of which ByteLevel makes a character
+_MOST_UTF8_BYTES = 4  # of a character; ByteLevel turns each byte into a character
 _CHILD_KEYS = {
     "normalizer": "normalizers",
     "pre_tokenizer": "pretokenizers",
@@ -28,7 +28,7 @@ _CHILD_KEYS = {
 
 
 def refuse_text_growth(raw: RustTokenizer) -> None:
-    """Raises ValueError naming the part, its size and the bound."""
+    """Raises ValueError if a part of the tokenizer has too many steps, or lengthens a text too much."""
     for part in _CHILD_KEYS:
         steps = part_steps(raw, part)
         if len(steps) > MOST_STEPS:
@@ -58,21 +58,25 @@ def part_steps(raw: RustTokenizer, part: str) -> list[dict[str, Any]]:
 
 
 def _step_growth(step: dict[str, Any]) -> int:
-    """Maximum number of characters that the step turns one into."""
+    """The maximum number of characters that one character becomes in the step."""
     if step["type"] == "ByteLevel":
         return _MOST_UTF8_BYTES
     if step["type"] == "Replace":
         old, new = step["pattern"].get("String"), step["content"]
-        if old is None:  # an expression, which may match the empty text beside each character
+        if old is None:  # a regular expression, which may match the empty text beside each character
             return 1 + len(new)
         return max(1, -(-len(new) // max(1, len(old))))
     if step["type"] == "Precompiled":
         return max(1, _longest_replacement(step.get("precompiled_charsmap")))
-    return 1  # case and Unicode forms, which grow a text once, however often they are applied
+    return 1  # case and Unicode forms: a second step of the same form adds no character
 
 
 def _longest_replacement(charsmap: Any) -> int:
-    """SentencePiece's format: the bytes of a trie, little-endian, the trie, then texts that end with zero bytes."""
+    """The length in characters of the longest replacement in a table of SentencePiece.
+
+    The table has the size of a trie in bytes (little-endian), the trie, and replacements, each with a zero byte at its
+    end.
+    """
     data = base64.b64decode(charsmap) if isinstance(charsmap, str) else bytes(charsmap or b"")
     if len(data) < 4:
         return 0

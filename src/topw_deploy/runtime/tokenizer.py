@@ -48,7 +48,7 @@ class Tokenizer:
         self.special_tokens = _special_tokens({**folder.read_json(SPECIAL_TOKENS_FILE), **self.config})
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises PromptError for a lone surrogate, which UTF-8 cannot encode."""
+        """Convert text to token ids. Raises PromptError for a lone surrogate, which UTF-8 cannot encode."""
         try:
             ids: list[int] = self._raw.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError):
@@ -65,6 +65,7 @@ class Tokenizer:
         return compute_token_bound(self._raw)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Convert token ids to text; ids without a token give no text."""
         try:
             text: str = self._raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
         except BaseException as error:  # noqa: BLE001
@@ -76,18 +77,19 @@ class Tokenizer:
         return self.decode([token], skip_special_tokens=False)
 
     def text_decoder(self, prompt: Sequence[int], skip_special_tokens: bool = True) -> IncrementalDecoder:
+        """A decoder of the tokens after `prompt`."""
         of = self._bytes[skip_special_tokens]
 
         def decode(ids: Sequence[int]) -> str:
             return self.decode(ids, skip_special_tokens)
 
-        return IncrementalDecoder(of.joined if of.joins else decode, prompt, of)
+        return IncrementalDecoder(of.join if of.can_join else decode, prompt, of)
 
     def token_bytes(self, size: int) -> tuple[list[bytes], list[int]]:
-        """Returns (the text in UTF-8 of each token below `size`, as it appears after other text; ids of special
-        tokens).
+        """The bytes of the tokens below `size`.
 
-        b"" for an id without text. A special token has its name.
+        Returns (for each token the UTF-8 text that it gives after other text, ids of special tokens). The text of a
+        special token is its name; an id without text has b"".
         """
         special = {
             token: entry.content for token, entry in self._raw.get_added_tokens_decoder().items() if entry.special
@@ -100,20 +102,20 @@ class Tokenizer:
         return [data or b"" for data in found], [token for token in special if token < size]
 
     def _decode_within_text(self, tokens: Sequence[int]) -> list[str]:
-        """Decode tokens one by one as parts of a longer text, whose first token may lose its space."""
+        """The text of each token behind a word: at the start of a text, a token may lose its space."""
         before = next((token for token in tokens if self.decode([token], False).isalpha()), None)
         start = [] if before is None else [before]
         context = self.decode(start, False)
         return [self.decode([*start, token], False).removeprefix(context) for token in tokens]
 
     def _as_tokenizer_error(self, error: BaseException, done: str) -> BaseException:
-        """Convert the library's errors, and panics (not Exceptions)."""
+        """Convert an error of the library. Its panics are not of the class Exception."""
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             return error  # interrupts
         return TokenizerError(f"{self._file} cannot be {done} ({one_line(error, 200)}); export the model again.")
 
     def token_id(self, token: str | None) -> int | None:
-        """None for an unknown token."""
+        """The id of a token given by its text; None for an unknown token."""
         try:
             return None if token is None else self._raw.token_to_id(token)
         except (TypeError, UnicodeEncodeError):  # lone surrogate

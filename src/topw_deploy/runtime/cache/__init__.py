@@ -1,7 +1,7 @@
 """Key-value caches, one class per form of docs/contract/graph.md section 8.
 
-concat: every step returns a longer tensor.
-static, shared: one buffer, updated in place.
+concat: each step takes the states as inputs and returns longer ones.
+static, shared: the graph updates one buffer in place.
 """
 
 from topw_deploy.runtime.cache.caches import Cache, Caches, check_layout, check_supported, new_caches

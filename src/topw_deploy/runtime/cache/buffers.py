@@ -1,6 +1,6 @@
-"""Host memory, and the memory of in-place caches: one block with a buffer for each state of each layer.
+"""Host memory, and the memory of in-place caches: one block, in which each state of each layer has a buffer.
 
-The system allocates host pages on first write, so unused length costs nothing.
+The system allocates a page of host memory when it is first written, so the unused part of a buffer costs nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALIGNMENT = 256  # bytes, for TensorRT; onnxruntime needs less
 _LENGTH_MULTIPLE = 64  # tokens; buffer lengths are multiples of it
 _GROWTH = 32  # buffers grow by at least 1 / _GROWTH, because growing moves the whole buffer
 _HOST_ALIGNMENT = 64  # bytes; like onnxruntime's own, for vectorized kernels
-# Raised if a size is too large for the machine, an address or a C integer.
+# numpy's errors for a size that is too large for the machine, for an address or for a C integer.
 _TOO_LARGE = (MemoryError, ValueError, OverflowError)
 REMEDY = (
     "open the model with a smaller max_length or max_batch, or give fewer or shorter sequences (max_new_tokens) at a "
@@ -35,9 +35,11 @@ REMEDY = (
 
 
 def allocate_zeros(what: str, shape: tuple[int, ...], dtype: type[Any]) -> np.ndarray:
-    """Zeros, in pages allocated on first write.
+    """Allocate an array of zeros, whose pages the system allocates on first write.
 
-    Raises GenerationError naming `what` if allocation fails.
+    what: what the array is for.
+
+    Raises GenerationError, which names `what`, if the allocation fails.
     """
     try:
         return np.zeros(shape, dtype)
@@ -54,7 +56,7 @@ def allocate_zeros(what: str, shape: tuple[int, ...], dtype: type[Any]) -> np.nd
 
 
 def machine_bytes() -> int | None:
-    """Physical memory; None if unknown."""
+    """The size of the machine's physical memory; None if unknown."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -62,9 +64,9 @@ def machine_bytes() -> int | None:
 
 
 class HostMemory:
-    """Zeroed host bytes, in pages allocated on first write.
+    """Host memory, initially zero, whose pages the system allocates on first write. See `Memory`.
 
-    Raises GenerationError if allocation fails.
+    Raises GenerationError if the allocation fails.
     """
 
     def __init__(self, size: int) -> None:
@@ -92,11 +94,12 @@ class HostMemory:
 
 
 class Layout:
-    """Offsets of the decoder's states in one block, those of fixed size first.
+    """The layout of the decoder's states in one block, those of fixed size first.
 
+    states: in that order.
     fixed: number of states whose size does not depend on the tokens.
-    all, fixed_ones, growing: all states, those of fixed size, and the others.
-    evicts, recurs: as of DecoderInfo.
+    all, fixed_states, growing_states: slices of `states`: all, those of fixed size, and the others.
+    evicts, recurs: see DecoderInfo.
     """
 
     all = slice(None)
@@ -113,29 +116,34 @@ class Layout:
         self._names = [(state.past, state.present) for state in self.states]
 
     def row_bytes(self, length: int) -> list[int]:
-        """Bytes of a row of each state."""
+        """The bytes of a row of `length` tokens, for each state."""
         return [own + length * token for own, token in zip(self._fixed_bytes, self._token_bytes, strict=True)]
 
     def starts(self, batch: int, length: int) -> list[int]:
-        """The states' byte offsets, then the total size."""
+        """The byte offset of each state, and then the total size."""
         offsets = [0]
         for size in self.row_bytes(length):
             offsets.append(offsets[-1] + _round_up(batch * size, ALIGNMENT))
         return offsets
 
     def bind(self, binding: Binding, block: int, starts: Sequence[int], length: int, rows: range) -> None:
-        """Bind each state's `rows` as past and present. block: address. starts: `self.starts` of all rows."""
+        """Bind `rows` of each state as past and present.
+
+        block: the block's address.
+        starts: `self.starts` of all rows.
+        """
         parts = zip(self._names, self._shapes, self._element_numbers, self.row_bytes(length), starts, strict=False)
         for (past, present), shape, number, size, start in parts:
             sized = [len(rows), *(axis or length for axis in shape)]
             binding.bind_memory(past, present, number, sized, block + start + rows.start * size)
 
     def size(self, batch: int, length: int) -> int:
+        """The bytes of `batch` rows of `length` tokens."""
         return self.starts(batch, length)[-1]
 
 
 class Buffers:
-    """`batch` rows of `length` tokens, which can grow to `capacity`."""
+    """The states of `batch` rows, with room for `length` tokens each, which `grow` extends to at most `capacity`."""
 
     def __init__(self, layout: Layout, block: Memory, batch: int, capacity: int, length: int) -> None:
         self.layout, self.block, self.batch = layout, block, batch
@@ -143,18 +151,18 @@ class Buffers:
         self._starts = layout.starts(batch, length)
 
     def bind(self, binding: Binding, rows: range | None = None) -> None:
-        """Bind each state as past and present, optionally of `rows` only."""
+        """Bind each state as past and present. rows: None for all."""
         rows = range(self.batch) if rows is None else rows
         self.layout.bind(binding, self.block.pointer, self._starts, self.length, rows)
 
     def clear(self, *, all_states: bool) -> None:
-        """Zero the states of fixed size, or all: some operators multiply masked values, and 0 * NaN is NaN."""
+        """Zero the states of fixed size, or all states: some operators multiply masked values, and 0 * NaN is NaN."""
         size = self._starts[-1 if all_states else self.layout.fixed]
         if size:
             self.block.clear(size)
 
     def clear_row(self, row: int, tokens: int = 0, *, first: int = 0) -> None:
-        """Zero tokens `first` to `tokens`, exclusive, of `row`, and its states of fixed size if `first` is 0."""
+        """Zero the tokens `first` to `tokens`, exclusive, of `row`; if `first` is 0, also its states of fixed size."""
 
         def write(memory: np.ndarray) -> None:
             for view, size in self._row_views(memory, row):
@@ -179,11 +187,11 @@ class Buffers:
         self.block.change(write)
 
     def grow(self, length: int) -> None:
-        """Extend rows to `length` with zeros. Bind again afterwards."""
+        """Extend all rows to `length` tokens with zeros. The states move, so bind them again."""
         old_starts, new_starts = self._starts, self.layout.starts(self.batch, length)
 
-        def spread(memory: np.ndarray) -> None:
-            # backwards: no overwrite before a move
+        def move(memory: np.ndarray) -> None:
+            # Backwards, so that no bytes are overwritten before they have moved.
             for index in reversed(range(self.layout.fixed, len(self.layout.states))):
                 state = self.layout.states[index]
                 axis = state.shape.index(0)
@@ -194,11 +202,11 @@ class Buffers:
                     memory[new : new + self.length * size] = memory[old : old + self.length * size]
                     memory[new + self.length * size : new + length * size] = 0
 
-        self.block.change(spread)
+        self.block.change(move)
         self.length, self._starts = length, new_starts
 
     def snapshot(self, row: int, tokens: int, states: slice = Layout.all) -> list[np.ndarray]:
-        """Copies of the states of `row` after its first `tokens` tokens, uint8 [parts, n], in the layout's order."""
+        """Copy the states of `row` after its first `tokens` tokens: uint8 [parts, n] each, in the layout's order."""
         found: list[np.ndarray] = []
 
         def read(memory: np.ndarray) -> None:
@@ -211,7 +219,7 @@ class Buffers:
     def restore(
         self, row: int, snapshot: Sequence[np.ndarray], tokens: int | None = None, states: slice = Layout.all
     ) -> None:
-        """Put a snapshot of `states`, optionally of its first `tokens` tokens only, into `row`."""
+        """Write a snapshot of `states` to `row`. tokens: only the first ones; None for all."""
 
         def write(memory: np.ndarray) -> None:
             for (view, size), saved in zip(list(self._row_views(memory, row))[states], snapshot, strict=True):
@@ -221,7 +229,7 @@ class Buffers:
         self.block.change(write)
 
     def _row_views(self, memory: np.ndarray, row: int) -> Iterator[tuple[np.ndarray, int]]:
-        """For each state, the bytes of `row` as [parts, n] and the bytes per token of a part (0 for a fixed size)."""
+        """Yield for each state the bytes of `row`, [parts, n], and a part's bytes per token (0 for a fixed size)."""
         for state, start in zip(self.layout.states, self._starts, strict=False):
             size = state.row_bytes(self.length)
             whole = memory[start + row * size : start + (row + 1) * size]
@@ -233,7 +241,7 @@ class Buffers:
 
 
 class MemoryPool:
-    """A session's memory block, lent to one generation at a time; concurrent generations get temporary blocks.
+    """Lends a session's memory block to one generation at a time. Concurrent generations get temporary blocks.
 
     length: tokens to allocate at once for each of `rows` rows. None: allocate on demand.
     """
@@ -260,11 +268,14 @@ class MemoryPool:
 
     @property
     def bytes(self) -> int:
-        """Total size of all blocks."""
+        """The total size of all blocks, lent or not."""
         return self._lent_bytes + (self._kept_block.size if self._kept_block is not None else 0)
 
     def borrow(self, batch: int, tokens: int, first: int) -> Buffers:
-        """Buffers for `batch` rows of up to `tokens` tokens, with room for `first` of them at once."""
+        """Lend buffers for `batch` rows of up to `tokens` tokens, with room for `first` of them to begin with.
+
+        Raises GenerationError if there is not enough memory.
+        """
         tokens, first = max(tokens, self._least_length), max(first, self._least_length)
         capacity = self._length or min(_round_up(tokens, _LENGTH_MULTIPLE), max(self._limit, tokens))
         size = self.layout.size(batch, capacity)
@@ -285,7 +296,7 @@ class MemoryPool:
         return buffers
 
     def give_back(self, buffers: Buffers) -> None:
-        """Return the block; the pool keeps the largest."""
+        """Take a block back. The pool keeps the largest one."""
         with self._lock:
             self._lent_bytes -= buffers.block.size
             if self._kept_block is None or self._kept_block.size < buffers.block.size:
@@ -297,6 +308,7 @@ class MemoryPool:
             self._kept_block = None
 
     def make_room(self, buffers: Buffers, tokens: int) -> None:
+        """Grow lent buffers to at least `tokens` tokens, within their capacity."""
         buffers.grow(min(_round_up(tokens + tokens // _GROWTH, self._step), buffers.capacity))
 
     def _allocate(self, batch: int, length: int) -> Memory:

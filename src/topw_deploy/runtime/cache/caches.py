@@ -1,4 +1,4 @@
-"""Caches of any form: their interface, and what a graph needs for them."""
+"""The interface of caches of every form, and the checks that a graph has what its form needs."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class Cache(Protocol):
         """Bind the inputs of a step, one token per row."""
 
     def advance(self, rows: Iterable[int]) -> None:
-        """Make room for one token in `rows`. The other rows, which have ended, overwrite their last token."""
+        """Make room for one more token in `rows`. The other rows, which have ended, overwrite their last token."""
 
     def close(self) -> None:
-        """Return its memory."""
+        """Return the cache's memory."""
 
 
 class Caches(Protocol):
     """Opens the caches of a session's generations.
 
-    bytes: size of the buffers; 0 for concat (owned by onnxruntime).
+    bytes: size of the buffers; 0 for the form concat, whose states onnxruntime owns.
     takes_ragged_batches: whether the prompts of a batch may differ in length.
     """
 
@@ -67,7 +67,7 @@ def new_caches(
     max_batch: int | None = None,
     prefill_chunk: int | None = None,
 ) -> Caches:
-    """The caches of a session, of the decoder's form.
+    """Make the caches of a session, of the decoder's form.
 
     max_length, max_batch: `length` and `rows` of `MemoryPool`.
     prefill_chunk: maximum tokens per run, over all rows.
@@ -97,8 +97,8 @@ def check_supported(decoder: DecoderInfo, inputs: frozenset[str], outputs: tuple
                 f"the graph has no {name}, but the manifest states a cache of the form {decoder.kv_form}; export again."
             )
     for state in decoder.states:
-        for name, there in ((state.past, inputs), (state.present, outputs)):
-            if name not in there:
+        for name, existing in ((state.past, inputs), (state.present, outputs)):
+            if name not in existing:
                 raise ManifestError(
                     f"the graph has no {name}, but the manifest lists it as a state of layer {state.layer}; export "
                     "again."
@@ -106,13 +106,16 @@ def check_supported(decoder: DecoderInfo, inputs: frozenset[str], outputs: tuple
 
 
 def check_layout(decoder: DecoderInfo, specs: Iterable[TensorSpec]) -> None:
-    """Raises ManifestError if cache tensors in `specs` do not match `decoder`."""
+    """Raises ManifestError if the tensors of the cache have other types or shapes in `specs` than in `decoder`.
+
+    specs: the inputs and outputs in the manifest.
+    """
     by_name = {spec.name: spec for spec in specs}
     for state in decoder.states:
         for name in (state.past, state.present):
             spec = by_name[name]
-            # symbolic dimensions are names
             sizes = zip(spec.shape[1:], state.shape, strict=False)
+            # A symbolic dimension is a name. Its size is not known here.
             fits = len(spec.shape) == len(state.shape) + 1 and all(
                 isinstance(size, str) or wanted in (0, size) for size, wanted in sizes
             )

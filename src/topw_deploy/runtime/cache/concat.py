@@ -15,10 +15,10 @@ from topw_deploy.runtime.row_inputs import bind_greedy
 
 
 class AllocatingBinding(Binding, Protocol):
-    """A binding to onnxruntime, which can allocate an output in each run and take it as an input of the next.
+    """A binding to onnxruntime, which can allocate an output in each run and take it as an input of the next run.
 
-    bind_value: bind a value of `outputs` as the input of that name.
-    outputs: the last run's outputs, in the order in which they were bound.
+    bind_value: function from an input's name and a value of `outputs`; binds the value.
+    outputs: function that returns the last run's outputs, in the order in which they were bound.
     """
 
     bind_value: Callable[[str, object], None]
@@ -28,7 +28,7 @@ class AllocatingBinding(Binding, Protocol):
         """Bind an empty input. dtype: a key of ELEMENT_TYPES."""
 
     def bind_input_memory(self, name: str, element_type: int, shape: Sequence[int], pointer: int) -> None:
-        """Bind session memory as an input only; it must stay alive."""
+        """Bind session memory as an input only. The memory must stay alive."""
 
     def bind_fresh(self, name: str) -> int:
         """Make the next run allocate output `name`. Returns its index in `outputs`."""
@@ -41,7 +41,7 @@ class AllocatingBinding(Binding, Protocol):
 
 
 class ConcatCaches:
-    """Opens caches of a session. chunk: maximum prompt tokens per run, over all rows."""
+    """Opens the caches of a session's generations. chunk: maximum prompt tokens per run, over all rows."""
 
     bytes = 0  # onnxruntime owns the states
 
@@ -55,10 +55,10 @@ class ConcatCaches:
 
 
 class ConcatCache:
-    """States in (`past`), states and new tokens out (`present`).
+    """A cache whose states the graph takes as inputs (`past`) and returns with the new tokens (`present`).
 
-    Each present becomes the next past without a copy. Prompts are padded on the left, so that their last tokens share
-    the last column.
+    Each present becomes the next run's past without a copy. Prompts are padded on the left, so that their last tokens
+    share the last column.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ConcatCache:
         chunk: int,
     ) -> None:
         self._session, self._decoder, self._binding, self._prompts = session, decoder, binding, prompts
-        self._batch, self._width = len(prompts), max(map(len, prompts))  # columns
+        self._batch, self._width = len(prompts), max(map(len, prompts))  # rows, columns
         self._chunk = max(1, chunk // self._batch) if decoder.ragged_chunks or self._batch == 1 else self._width
         self._chunk = min(self._chunk, decoder.most_columns or self._chunk)
         self.input_ids = np.zeros((self._batch, 1), np.int64)
@@ -92,11 +92,11 @@ class ConcatCache:
         if ends:
             chunks = self._binding.another()
             bind_greedy(self._session, chunks, self._batch)
-            places = self._bind_states(chunks)
+            indices = self._bind_states(chunks)
             for end in ends:
                 self._bind_tokens(chunks, ids[:, start:end], positions[:, start:end], end)
                 chunks.run()
-                _pass_states(self._names, chunks, places, chunks if end != ends[-1] else self._binding)
+                _pass_states(self._names, chunks, indices, chunks if end != ends[-1] else self._binding)
                 start = end
         self._bind_tokens(self._binding, ids[:, start:], positions[:, start:], last)
         return last - start
@@ -118,7 +118,7 @@ class ConcatCache:
             self._binding.bind_array("attention_mask", mask)
 
     def _pad_prompts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (ids, positions), both [B, S], and updates the mask."""
+        """Pad the prompts and write their attention mask. Returns (ids, positions), both int64 [B, S]."""
         shape = self._batch, self._width
         ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         for row, prompt in enumerate(self._prompts):
@@ -129,7 +129,10 @@ class ConcatCache:
         return ids, positions
 
     def _bind_states(self, binding: AllocatingBinding) -> list[int]:
-        """Bind empty pasts (zeros for states of fixed size) and newly allocated presents. Returns output indices."""
+        """Bind empty pasts (zeros for states of fixed size), and presents that the run allocates.
+
+        Returns the indices of the presents in `binding.outputs`.
+        """
         for state in self._decoder.states:
             shape = (self._batch, *state.shape)
             if state.grows:
@@ -149,9 +152,10 @@ class ConcatCache:
 
 
 def _pass_states(
-    names: Sequence[tuple[str, str]], source: AllocatingBinding, places: Sequence[int], target: AllocatingBinding
+    names: Sequence[tuple[str, str]], source: AllocatingBinding, indices: Sequence[int], target: AllocatingBinding
 ) -> None:
-    outputs, bind, fresh = source.outputs(), target.bind_value, source.bind_fresh_again
-    for (past, present), place in zip(names, places, strict=True):
-        bind(past, outputs[place])
-        fresh(present)
+    """Bind the presents of the last run of `source` as pasts of `target`. indices: of the presents, in `outputs`."""
+    outputs, bind_past, allocate_again = source.outputs(), target.bind_value, source.bind_fresh_again
+    for (past, present), index in zip(names, indices, strict=True):
+        bind_past(past, outputs[index])
+        allocate_again(present)

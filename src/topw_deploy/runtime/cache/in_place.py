@@ -14,14 +14,15 @@ from topw_deploy.runtime.protocols import Binding, Session
 from topw_deploy.runtime.row_inputs import bind_greedy
 
 Chunk = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""(ids [b, s], starts [b], lengths [b]): append lengths[r] ids to row r, which has starts[r] tokens.
+"""(ids [b, s], starts [b], lengths [b]), int64: append lengths[r] ids to row r, which has starts[r] tokens.
 
-A length of 0 is allowed only if the decoder `recurs`."""
+A length may be 0 only if the decoder `recurs`.
+"""
 _TOTAL_LENGTH = "total_sequence_length"
 
 
 class InPlaceCaches:
-    """Opens caches of a session in a pool of buffers.
+    """Opens the caches of a session's generations in a pool of buffers.
 
     chunk: maximum prompt tokens per run, over all rows.
     length, rows: see `MemoryPool`.
@@ -44,10 +45,10 @@ class InPlaceCaches:
 
 
 class InPlaceCache(ABC):
-    """Each state's past and present share memory.
+    """A cache in which each state's past and present share memory.
 
     Each run feeds at most `chunk` prompt tokens:
-    - of all rows, right-padded, if they fit into one run or the graph supports ragged chunks;
+    - of all rows, right-padded, if the prompts fit into one run or the graph supports ragged chunks;
     - otherwise of a group of rows, without each row's last token. The final run takes the last tokens of all rows:
       after a past, GroupQueryAttention takes one token per row, or several tokens of one row.
 
@@ -107,16 +108,17 @@ class InPlaceCache(ABC):
 
     @abstractmethod
     def _bind_chunk(self, binding: Binding, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
-        """ids [b, s], starts [b], lengths [b]: a Chunk."""
+        """Bind the inputs of a Chunk."""
 
     def _make_room(self, columns: int) -> bool:
-        """Make room for `columns` tokens per row. Returns whether the buffers moved and must be bound again."""
+        """Make room for `columns` tokens per row. Returns whether the states moved, and must be bound again."""
         if columns <= self._buffers.length:
             return False
         self._pool.make_room(self._buffers, columns)
         return True
 
     def _feed_together(self) -> Chunk:
+        """Run the chunks of all rows except the last chunk, which is returned."""
         *undrawn, last = self._chunks()
         if undrawn:
             binding = self._binding.another()
@@ -140,12 +142,13 @@ class InPlaceCache(ABC):
             yield _pad_right([prompt[start : start + length] for prompt, start, length in ends]), starts, lengths
 
     def _feed_in_groups(self) -> Chunk:
+        """Run the prompts of groups of rows. Returns the chunk of the last tokens."""
         for rows in self._groups():
             binding = self._binding.another()
             bind_greedy(self._session, binding, len(rows))
             self._buffers.bind(binding, rows)
             bodies = [self._prompts[row][:-1] for row in rows]
-            if not self._pool.layout.recurs:  # a row needs at least one token; the last run overwrites it
+            if not self._pool.layout.recurs:  # a row needs at least one token, which the last run writes again
                 bodies = [body or self._prompts[row] for body, row in zip(bodies, rows, strict=True)]
             if len(rows) > 1:
                 lengths = np.array([len(body) for body in bodies], np.int64)
@@ -161,7 +164,7 @@ class InPlaceCache(ABC):
         return last, self._lengths - 1, np.ones_like(self._lengths)
 
     def _groups(self) -> Iterator[range]:
-        """Ranges of rows that fit into one run, or single rows."""
+        """Yield ranges of rows that fit into one run, or single rows."""
         first, width = 0, 0
         for row, prompt in enumerate(self._prompts):
             wider = max(width, len(prompt) - 1, 1)
@@ -175,12 +178,15 @@ class InPlaceCache(ABC):
 
 
 class StaticCache(InPlaceCache):
-    """This project's form. Inputs: `write_indices` [B], the row lengths; `row_lengths` [B], the tokens to append.
+    """A cache of this project's own form, `static`.
 
-    With a `buffer_step`, attention cost depends on the buffer length, so buffers start short and grow.
+    write_indices: int64 [B], the tokens that each row has.
+    row_lengths: int64 [B], the tokens that each row appends.
+    total_sequence_length: int32 [1], on the host. For prompts it is the length of the longest row; for steps it is the
+        length of the buffer, because a captured step may be replayed with longer rows.
 
-    `total_sequence_length`, on the host, is the longest row's length for prompts. For steps it is the buffer length,
-    because a captured step may be replayed with longer rows.
+    In decoders with a `buffer_step`, the cost of attention grows with the length of the buffer. So buffers start short
+    and grow.
     """
 
     def begin_decoding(self) -> None:
@@ -193,7 +199,7 @@ class StaticCache(InPlaceCache):
         bind_total(self._session, self._binding, self._buffers.length)
 
     def advance(self, rows: Iterable[int]) -> None:
-        # ended rows stay within the buffer
+        # The lengths of ended rows do not grow, so that those rows stay within the buffer.
         written = self._last_indices_view
         for row in rows:
             written[row] += 1
@@ -219,10 +225,12 @@ class StaticCache(InPlaceCache):
 
 
 class SharedCache(InPlaceCache):
-    """The form of other exporters, such as onnxruntime-genai's builder.
+    """A cache of the form `shared`, which other exporters use, such as onnxruntime-genai's builder.
 
-    Inputs: `attention_mask` [B, past + new], right-padded, whose sum is the row length; `position_ids` [B, new] in some
-    graphs. Without `right_padding`, ended rows advance too.
+    attention_mask: int64 [B, past + new], right-padded; the sum of a row is the row's length.
+    position_ids: int64 [B, new], an input of some graphs.
+
+    In decoders without `right_padding`, ended rows advance too.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -238,7 +246,7 @@ class SharedCache(InPlaceCache):
 
     def advance(self, rows: Iterable[int]) -> None:
         if self._decoder.right_padding:
-            for row in rows:  # ended rows stay within the buffer
+            for row in rows:  # so ended rows stay within the buffer
                 self._position_ids[row, 0] += 1
         else:
             self._position_ids += 1
@@ -253,7 +261,10 @@ class SharedCache(InPlaceCache):
         return False
 
     def _bind_chunk(self, binding: Binding, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
-        """Bind a chunk. The mask includes padding, because the operator subtracts all columns to find the past."""
+        """Bind a chunk.
+
+        The mask includes the padding, because the operator computes the past as the mask's sum less all new columns.
+        """
         positions = starts[:, None] + np.arange(ids.shape[1])
         binding.bind_array("input_ids", ids)
         self._bind_mask(binding, positions[:, -1:] + 1)
@@ -261,7 +272,7 @@ class SharedCache(InPlaceCache):
             binding.bind_array("position_ids", positions)
 
     def _bind_mask(self, binding: Binding, ends: np.ndarray) -> None:
-        """Bind the mask. ends: [b, 1], the row lengths after the run."""
+        """Bind the attention mask. ends: int64 [b, 1], the row lengths after the run."""
         rows, width = len(ends), int(ends.max())
         if int(ends.min()) == width:
             if rows * width > len(self._ones):
@@ -283,12 +294,13 @@ def bind_static_chunk(
 
 
 def bind_total(session: Session, binding: Binding, tokens: int) -> None:
-    """Bind total_sequence_length where the graph has it."""
+    """Bind total_sequence_length if the graph has that input. tokens: its value."""
     if _TOTAL_LENGTH in session.inputs:
         binding.bind_on_host(_TOTAL_LENGTH, np.array([tokens], np.int32))
 
 
 def _chunk_end(chunk: Chunk) -> int:
+    """The columns that the buffers need for a chunk, with its padding."""
     ids, starts, _ = chunk
     return int(starts.max()) + ids.shape[1]
 
