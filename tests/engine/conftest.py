@@ -1,4 +1,4 @@
-"""Engines over toy models, whose float32 logits are the same bits in every batch."""
+"""Engines over toy models, whose float32 logits have the same bits in every batch."""
 
 from __future__ import annotations
 
@@ -30,10 +30,15 @@ NewEngine = Callable[..., Engine]
 
 
 HOT: dict[str, Any] = {"temperature": 2.5, "lam": 0.2, "ignore_eos": True}
+"""Parameters with which draws vary, and requests use all their new tokens."""
 
 
 class Gate:
-    """A stopping criterion that holds the engine's thread at a sequence's first token. after: tokens to let pass."""
+    """A stopping criterion that holds the engine's thread at a token of a sequence until `opened` is set.
+
+    after: number of tokens to let pass before.
+    reached: set when the thread is held.
+    """
 
     def __init__(self, after: int = 0) -> None:
         self.after = after
@@ -48,11 +53,11 @@ class Gate:
         return False
 
     def open_at_message(self, engine: Engine) -> None:
-        """Open at the next message to the engine's thread, which the gate holds."""
+        """Open the gate as soon as a caller posts to the engine's thread, which the gate holds."""
         assert self.reached.wait(HANG)
-        messages = engine._worker._inbox
-        before = messages.qsize()
-        set_when(self.opened, lambda: messages.qsize() > before)
+        inbox = engine._worker._inbox
+        before = inbox.qsize()
+        set_when(self.opened, lambda: inbox.qsize() > before)
 
 
 @pytest.fixture
@@ -63,7 +68,7 @@ def gate() -> Iterator[Gate]:
 
 
 class WatchedQueue(SimpleQueue):
-    """An engine's inbox. idle: set while its reader waits for a message."""
+    """An engine's inbox. idle: set while the engine's thread waits for a posted function."""
 
     def __init__(self) -> None:
         self.idle = threading.Event()
@@ -78,7 +83,7 @@ class WatchedQueue(SimpleQueue):
 
 @pytest.fixture
 def watched_inbox(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the inboxes of new engines WatchedQueue."""
+    """Makes the inbox of each new engine a WatchedQueue."""
     monkeypatch.setattr(inbox, "SimpleQueue", WatchedQueue)
 
 
@@ -89,7 +94,7 @@ def toy() -> Toy:
 
 @pytest.fixture(scope="session", params=["grouped", "scatter", slow("growing")])
 def any_model(request: pytest.FixtureRequest, toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> TopWModel:
-    """Caches over GroupQueryAttention and TensorScatter, of fixed and of growing length."""
+    """Models with caches over GroupQueryAttention and TensorScatter, of fixed and of growing length."""
     folder = export(tmp_path_factory.mktemp("toy") / request.param, toy, with_mass=True, **FORMS[request.param])
     return TopWModel.from_pretrained(folder, provider="cpu", intra_op_num_threads=1)
 
@@ -102,7 +107,7 @@ def model(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> TopWModel:
 
 @pytest.fixture
 def load(tmp_path: Path) -> Callable[..., TopWModel]:
-    """Export a toy model with the form `grouped` and open it."""
+    """Exports a toy model, with the form `grouped` unless the settings say otherwise, and opens it."""
 
     def open_toy(toy: Toy, **settings: Any) -> TopWModel:
         folder = export(tmp_path / f"toy{len(list(tmp_path.iterdir()))}", toy, **{"form": "grouped", **settings})
@@ -126,7 +131,7 @@ def engine_of() -> Iterator[NewEngine]:
 
 @pytest.fixture
 def chunks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """(start, end) of each chunk that is read."""
+    """(start, end) of each chunk that the engine reads."""
     found: list[tuple[int, int]] = []
     read = Batch.read
 

@@ -1,4 +1,4 @@
-"""The asyncio callers."""
+"""Asyncio callers: results, cancellation, closed loops and a full queue."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def test_tasks_share_the_engine(model: TopWModel, engine_of: NewEngine) -> None:
     assert asyncio.run(main()) == [model.generate(**one, **HOT) for one in given]
 
 
-def test_streams_of_several_tasks(model: TopWModel, engine_of: NewEngine) -> None:
+def test_streams_of_several_tasks_give_the_text_that_each_request_draws_alone(
+    model: TopWModel, engine_of: NewEngine
+) -> None:
     engine = engine_of(model, max_batch=2)
 
     async def text(seed: int, **more: Any) -> Any:
@@ -86,8 +88,8 @@ def test_leaving_a_stream_cancels_its_request(model: TopWModel, engine_of: NewEn
     assert engine.stats().new_tokens < 180
 
 
-def test_a_reader_whose_loop_is_gone_loses_its_request(model: TopWModel, engine_of: NewEngine) -> None:
-    """A loop that is closed without closing its generators, as after a crash of the application."""
+def test_a_request_is_cancelled_if_the_loop_of_its_reader_is_closed(model: TopWModel, engine_of: NewEngine) -> None:
+    """The loop is closed without closing its generators, as after a crash of the application."""
     engine = engine_of(model, max_batch=1)
     gate, later = Gate(), Gate(after=5)
     loop = asyncio.new_event_loop()
@@ -108,7 +110,7 @@ def test_a_reader_whose_loop_is_gone_loses_its_request(model: TopWModel, engine_
     del kept
 
 
-def test_a_full_queue_without_blocking_the_loop(model: TopWModel, engine_of: NewEngine) -> None:
+def test_a_task_that_waits_for_a_full_queue_does_not_block_the_loop(model: TopWModel, engine_of: NewEngine) -> None:
     strict = engine_of(model, max_batch=1, max_queue=0)
     patient = engine_of(model, max_batch=1, max_queue=0, when_full="wait")
 
@@ -138,8 +140,10 @@ def test_a_full_queue_without_blocking_the_loop(model: TopWModel, engine_of: New
     asyncio.run(main())
 
 
-def test_a_loop_that_closes_while_a_task_waits_for_room_gives_it_up(model: TopWModel, engine_of: NewEngine) -> None:
-    """Others get the room, at once if it was granted in vain."""
+def test_a_reservation_is_released_if_the_loop_of_its_waiting_task_closes(
+    model: TopWModel, engine_of: NewEngine
+) -> None:
+    """Other requests get its capacity, also if it was granted after the loop closed."""
     engine = engine_of(model, max_batch=1, max_queue=0, when_full="wait")
     gate = Gate()
     first = engine.submit("a", stopping_criteria=gate, max_new_tokens=2, **HOT)
@@ -155,7 +159,7 @@ def test_a_loop_that_closes_while_a_task_waits_for_room_gives_it_up(model: TopWM
     del tasks
 
 
-def test_errors_reach_the_task(model: TopWModel, engine_of: NewEngine) -> None:
+def test_a_task_gets_the_errors_of_its_request(model: TopWModel, engine_of: NewEngine) -> None:
     engine = engine_of(model)
 
     def fails(ids: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Threads: cancellation, deadlines, a full queue, turns."""
+"""Callers in threads: cancellation, deadlines, a full queue, and the order of prompts and steps."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_deadline_ends_a_request_that_runs_or_waits(model: TopWModel, engine_o
     engine, seconds = engine_of(model, max_batch=1), 0.1
 
     def outlast(ids: np.ndarray) -> bool:
-        time.sleep(seconds / 2)  # at least: the deadline passes before the third token, if not before
+        time.sleep(seconds / 2)  # or longer: the deadline passes before the third token
         return False
 
     running = engine.submit("a", max_time=seconds, max_new_tokens=90, seed=1, stopping_criteria=outlast, **HOT)
@@ -100,7 +100,7 @@ def test_a_result_says_how_long_its_prompt_waited(model: TopWModel, engine_of: N
     first = engine.submit("a", max_new_tokens=2, stopping_criteria=gate)
     assert gate.reached.wait(60)
     second = engine.submit("b", max_new_tokens=2)
-    time.sleep(0.05)  # at least
+    time.sleep(0.05)  # or longer
     gate.opened.set()
     times = second.result(60).timings
     assert 0.05 <= times.queue_seconds < times.prefill_seconds
@@ -108,7 +108,7 @@ def test_a_result_says_how_long_its_prompt_waited(model: TopWModel, engine_of: N
     assert model.generate("b", max_new_tokens=2).timings.queue_seconds == 0
 
 
-def test_a_full_queue_is_an_error(model: TopWModel, engine_of: NewEngine, gate: Gate) -> None:
+def test_a_full_queue_raises_an_error(model: TopWModel, engine_of: NewEngine, gate: Gate) -> None:
     engine = engine_of(model, max_batch=1, max_queue=2)
     requests = [engine.submit("a", max_new_tokens=2, stopping_criteria=gate)]
     requests += [engine.submit("b", max_new_tokens=2, n=2)]
@@ -122,7 +122,7 @@ def test_a_full_queue_is_an_error(model: TopWModel, engine_of: NewEngine, gate: 
     with pytest.raises(ParameterError, match="has 4 sequences, but the engine takes 3 at a time"):
         engine.submit("c", n=4)
     with pytest.raises(ParameterError, match="has 30000 sequences, but the engine takes 3 at a time"):
-        engine.submit(["a", "b", "c"], n=10**4)  # before it makes them
+        engine.submit(["a", "b", "c"], n=10**4)  # refused before they are made
 
 
 def test_callers_of_a_full_queue_wait_for_their_turn(model: TopWModel, engine_of: NewEngine, gate: Gate) -> None:

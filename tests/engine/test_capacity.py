@@ -1,4 +1,4 @@
-"""The bound on accepted sequences, under random callers."""
+"""The bound on accepted sequences holds for random callers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from topw_deploy.errors import GenerationError
 
 
 class Callers(RuleBasedStateMachine):
+    """Compares a Capacity with lists of granted and waiting reservations."""
+
     @initialize(most=st.integers(1, 6))
     def start(self, most: int) -> None:
         self.capacity = Capacity(most)
@@ -85,7 +87,7 @@ def test_a_reservation_granted_too_late_is_released() -> None:
     assert capacity.sequences == 0
 
 
-def test_closing_tells_those_who_wait_and_refuses_the_rest() -> None:
+def test_closing_settles_waiting_reservations_and_refuses_new_ones() -> None:
     capacity, settled = Capacity(1), []
     first, second = Reservation(1), Reservation(1)
     assert capacity.try_reserve(first)

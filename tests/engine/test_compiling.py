@@ -1,4 +1,4 @@
-"""Grammars that take long to compile, for asyncio callers: the loop goes on, and nothing is held meanwhile."""
+"""Asyncio callers whose grammars take long to compile: the loop continues, and no capacity is reserved meanwhile."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ calls = pytest.mark.parametrize("call", [generated, streamed])
 
 
 class Compiler:
-    """Compiles as soon as `opened` is set."""
+    """Holds the compilation of grammars until `opened` is set. reached: set when a grammar should be compiled."""
 
     def __init__(self) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
@@ -110,14 +110,15 @@ def test_a_cancelled_caller_holds_nothing_while_its_grammar_still_compiles(
 
 
 @calls
-def test_what_happens_meanwhile_counts(call: Call, model: TopWModel, engine_of: NewEngine, compiler: Compiler) -> None:
-    """Time, and the engine's end."""
+def test_a_deadline_or_shutdown_while_a_grammar_compiles_ends_the_request(
+    call: Call, model: TopWModel, engine_of: NewEngine, compiler: Compiler
+) -> None:
     engine, seconds = engine_of(model), 0.01
 
     async def main() -> Any:
         task = asyncio.create_task(call(engine, max_time=seconds))
         await compiler.until_reached()
-        await asyncio.sleep(seconds)  # at least
+        await asyncio.sleep(seconds)  # or longer
         compiler.opened.set()
         result = await task
         compiler.opened.clear()
@@ -134,8 +135,10 @@ def test_what_happens_meanwhile_counts(call: Call, model: TopWModel, engine_of: 
     assert (result.finish_reason, result.token_ids) == ("timeout", [])
 
 
-def test_when_a_stream_raises_the_errors_of_a_grammar(model: TopWModel, engine_of: NewEngine) -> None:
-    """At the call if that can wait for the compiler, else from the first piece."""
+def test_a_stream_raises_the_errors_of_a_grammar_at_the_call_or_from_its_first_piece(
+    model: TopWModel, engine_of: NewEngine
+) -> None:
+    """At the call in a thread without a loop, where it can wait for the compiler; else from the first piece."""
     pytest.importorskip("llguidance")
     engine, wrong = engine_of(model), {"grammar": "start: missing"}
     with pytest.raises(GrammarError, match="does not compile"):

@@ -1,4 +1,4 @@
-"""The thread that hands tokens to callers: order, errors, and the seconds that the engine counts."""
+"""The thread that delivers tokens to callers: order, delays and errors. Also the seconds that the engine counts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_calls_are_made_in_order_by_another_thread_and_close_waits_for_them() ->
     assert made == [(number, False) for number in range(5)]
 
 
-def test_after_an_error_the_next_calls_are_made() -> None:
+def test_an_error_does_not_prevent_the_next_calls() -> None:
     errors: list[BaseException] = []
     made: list[int] = []
     delivery = Delivery(errors.append)
@@ -47,7 +47,7 @@ def test_after_an_error_the_next_calls_are_made() -> None:
     assert made == [1]
 
 
-def test_what_waits_for_the_calls_of_a_send_comes_after_them() -> None:
+def test_a_deferred_call_is_made_after_the_other_calls_of_its_send() -> None:
     made: list[str] = []
     delivery = Delivery(lambda error: made.append(type(error).__name__))
     for number in range(2):
@@ -62,7 +62,7 @@ def test_what_waits_for_the_calls_of_a_send_comes_after_them() -> None:
     assert made[-1] == "at once"
 
 
-def test_calls_that_may_wait_are_made_with_the_first_that_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delayable_calls_are_made_with_the_next_call_that_may_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     delivery = Delivery(lambda error: made.append(-1))
     delivery.add(made.append, 0)
@@ -85,7 +85,7 @@ def test_calls_that_may_wait_are_made_with_the_first_that_may_not(monkeypatch: p
     assert made == [0, 1, 2, 3, 4, 5]
 
 
-def test_only_the_tokens_of_several_rows_wait_and_not_for_prompts_or_ends(
+def test_tokens_wait_only_if_several_rows_are_in_use_and_not_for_prompts_or_ends(
     model: TopWModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with patch("topw_deploy.engine.inbox.threading.Thread", Unstarted):
@@ -93,7 +93,7 @@ def test_only_the_tokens_of_several_rows_wait_and_not_for_prompts_or_ends(
     worker = engine._worker
 
     def arrived(request: Request, iterations: int = 1) -> int:
-        """Its events after so many iterations."""
+        """Run iterations. Returns the number of events that the request then has."""
         for _ in range(iterations):
             worker._iterate()
         while not worker._delivery._sent.empty():
@@ -108,8 +108,8 @@ def test_only_the_tokens_of_several_rows_wait_and_not_for_prompts_or_ends(
     assert second._events.qsize() == 1, "its first token does not wait"
     assert [arrived(first) for _ in range(3)] == [4, 4, 4]
     engine.submit("c", seed=1)
-    assert arrived(first) == 8, "all but the last step's, before requests are started"
-    assert arrived(first, 2) == 11, "with the end of the other one"
+    assert arrived(first) == 8, "all tokens but that of the last step, before the request is started"
+    assert arrived(first, 2) == 11, "with the end of the other request"
     assert second._events.qsize() == 10
 
 
@@ -135,6 +135,7 @@ def test_an_error_while_tokens_are_delivered_fails_the_requests_instead_of_leavi
 
 
 def gather(pieces: Iterable[Piece], texts: list[str]) -> None:
+    """Append the text of each piece to that of its row."""
     for piece in pieces:
         texts[piece.row] += piece.text
 

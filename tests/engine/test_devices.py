@@ -1,4 +1,4 @@
-"""Engines on devices give what the host gives, in tests with doubles of device memory and CUDA graphs."""
+"""Engines on devices draw what the host draws. Device memory and CUDA graphs are doubles."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from topw_deploy.sampling import TopWOptions
 
 @pytest.fixture(scope="session")
 def exported_toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A decoder for --target tensorrt with all rules, which the random requests name."""
+    """A decoder for --target tensorrt with all sampling rules, because the random requests use them."""
     toy = Toy.random(1, options=TopWOptions(top_m=64, metric="mahalanobis"))
     settings: dict[str, Any] = {"form": "scatter", "max_length": tensorrt.CACHE, "with_mass": True}
     return export(tmp_path_factory.mktemp("toy") / "out", toy, **settings)
@@ -37,7 +37,7 @@ def test_a_device_draws_what_the_host_draws(
     form: str,
     graphs: bool,
 ) -> None:
-    """Steps of several widths and chunks take turns on the memory of one generation."""
+    """Steps of several widths and chunks use the same device memory in turn."""
     folder = export(tmp_path / "out", toy, **FORMS[form])  # type: ignore[arg-type]
     host = TopWModel.from_pretrained(folder, provider="cpu", intra_op_num_threads=1)
     model, session = on_a_device(folder, graphs=graphs)
@@ -58,7 +58,7 @@ def test_a_tensorrt_engine_draws_what_onnxruntime_draws(
     engine_of: NewEngine,
     profile: str,
 ) -> None:
-    """`decode` takes prompts token by token."""
+    """An engine of the profile `decode` reads prompts token by token."""
     engine = engine_of(opened(profile=profile), max_batch=4, max_length=96)
     rng = np.random.default_rng(3)
     given = [random_request(rng) for _ in range(16)]

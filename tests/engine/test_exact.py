@@ -1,4 +1,4 @@
-"""With `exact`, reuse changes no bit where kernels round by the shape of a run, as float32 attention does."""
+"""With `exact`, reuse changes no bit, although kernels such as float32 attention round by the shape of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TopWModel]:
-    """A model by its export's options."""
+    """Opens a model that was exported with the given options."""
     folder = tmp_path_factory.mktemp("exact")
     make_model("llama_untied").save_pretrained(folder / "model")
     write_tokenizer(folder / "model")
@@ -42,7 +42,7 @@ def ask(engine: Engine, prompt: list[int]) -> GenerationResult:
 
 
 def pairs(model: TopWModel, *, exact: bool) -> list[tuple[GenerationResult, GenerationResult]]:
-    """Second and third turns of chats, by an engine that reuses the turn before, and by a fresh one."""
+    """Results for the second and third turns of chats: of an engine that reuses the previous turn, and of a new one."""
     rng = np.random.default_rng(0)
     found = []
     for _ in range(4):
@@ -63,15 +63,17 @@ def test_exact_reuse_changes_no_bit(model: TopWModel) -> None:
         assert (again.token_ids, again.logprobs) == (fresh.token_ids, fresh.logprobs)
 
 
-def test_other_reuse_rounds_differently_and_draws_the_same(model: TopWModel) -> None:
-    """Otherwise the test above would prove nothing."""
+def test_reuse_without_exact_rounds_differently_and_draws_the_same(model: TopWModel) -> None:
+    """Shows that the test above can fail."""
     found = pairs(model, exact=False)
     assert [again.token_ids for again, _ in found] == [fresh.token_ids for _, fresh in found]
     assert any(again.logprobs != fresh.logprobs for again, fresh in found)
 
 
 def busy_and_alone(model: TopWModel, **options: Any) -> list[tuple[GenerationResult, GenerationResult]]:
-    """Requests that share beginnings, by an engine that runs them together, and by one that runs them one by one."""
+    """Results for prompts that share beginnings: of an engine that runs them together, and of one that runs them one by
+    one.
+    """
     rng = np.random.default_rng(1)
     beginnings = [rng.integers(3, VOCAB, 60).tolist() for _ in range(3)]
     given: list[dict[str, Any]] = [
@@ -98,6 +100,6 @@ def test_exact_results_do_not_depend_on_what_runs_beside_them(
         assert (busy.token_ids, busy.logprobs) == (alone.token_ids, alone.logprobs)
 
 
-def test_other_results_depend_on_the_number_of_rows(exported: Callable[..., TopWModel]) -> None:
-    """Kernels for 4-bit weights round by it. Otherwise the test above would prove nothing."""
+def test_results_without_exact_depend_on_the_number_of_rows(exported: Callable[..., TopWModel]) -> None:
+    """Kernels for 4-bit weights round by the number of rows. Shows that the test above can fail."""
     assert any(busy.logprobs != alone.logprobs for busy, alone in busy_and_alone(exported(dtype="int4"), exact=False))

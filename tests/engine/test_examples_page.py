@@ -1,4 +1,4 @@
-"""The programs of docs/guide/examples.md run and do what the page says."""
+"""The programs of docs/guide/examples.md run, and do what the page says."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEMPLATE = "{% for one in messages %}{{ one.role[0] }}:{{ one.content }}\n{% end
 def run(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[[str], tuple[dict[str, Any], str]]:
-    """Run the page's one-off, then the programs of a heading. Returns their names and output."""
+    """Runs the program under "One-off", then that under another heading. Returns (their variables, the last output)."""
     export(tmp_path / "out", toy, form="grouped", chat_template=TEMPLATE)
     monkeypatch.chdir(tmp_path)
     sections = re.split(r"^## (.*)\n", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
@@ -61,14 +61,14 @@ def test_a_chat_reuses_its_turns(run: Callable[[str], tuple[dict[str, Any], str]
     assert [one["role"] for one in names["messages"]] == ["user", "assistant"] * 2
 
 
-def test_a_session_is_read_once(run: Callable[[str], tuple[dict[str, Any], str]]) -> None:
+def test_the_program_for_sessions_reads_its_prompt_once(run: Callable[[str], tuple[dict[str, Any], str]]) -> None:
     _, out = run("A session in a file")
     assert re.search(r"^SessionInfo\(tokens=24, bytes=\d+\)\n24 of 33 tokens reused$", out, re.MULTILINE)
     assert run("A session in a file")[1] == out  # loaded
 
 
-def test_cancelled_requests_end(run: Callable[[str], tuple[dict[str, Any], str]]) -> None:
-    """A fast machine may be done before a timeout."""
+def test_the_program_for_cancelling_ends_its_requests(run: Callable[[str], tuple[dict[str, Any], str]]) -> None:
+    """A fast machine may finish a request before its deadline."""
     first, deadline, task = run("Cancelling")[1].splitlines()
     assert first in {"cancelled", "length"}
     assert deadline in {"timeout", "length", "stop"}
@@ -129,7 +129,7 @@ class Client:
 
 
 def outlast_hold(ids: Any) -> bool:
-    """A criterion that takes at least as long as tokens may be held, so that each step's are delivered after it."""
+    """A stopping criterion that takes HOLD seconds, so that the tokens of each step are delivered after the step."""
     time.sleep(HOLD)
     return False
 

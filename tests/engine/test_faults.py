@@ -1,4 +1,4 @@
-"""An error fails the requests that it touches, and nothing else."""
+"""An error fails the requests that need what failed, and no others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from topw_deploy.runtime.ort.session import HostBinding
 
 
 class Faults:
-    """Makes onnxruntime fail in runs that `wanted` selects."""
+    """Makes onnxruntime fail in the first run for which `wanted` returns True.
+
+    wanted: function of (the run's step, the number of columns of its `input_ids`).
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.wanted: Callable[[int | None, int], bool] = lambda step, columns: False
@@ -116,7 +119,7 @@ def test_invalid_logits_fail_their_request_only(load: Any, engine_of: NewEngine)
         assert good.result(60) == alone
 
 
-def test_a_row_whose_cache_was_spoilt_serves_the_next_request(load: Any, engine_of: NewEngine) -> None:
+def test_a_row_whose_states_were_not_finite_serves_the_next_request(load: Any, engine_of: NewEngine) -> None:
     """This graph multiplies masked slots by zero, as standard operators do, and 0 * NaN is NaN."""
     toy = Toy.random(0)
     toy.features[byte_ids("!")[0]] = np.nan
@@ -127,7 +130,7 @@ def test_a_row_whose_cache_was_spoilt_serves_the_next_request(load: Any, engine_
     assert engine.submit("ab", max_new_tokens=2, seed=1).result(60) == model.generate("ab", max_new_tokens=2, seed=1)
 
 
-def test_a_callers_error_fails_its_request_only(model: TopWModel, engine_of: NewEngine) -> None:
+def test_an_error_of_a_caller_fails_only_its_request(model: TopWModel, engine_of: NewEngine) -> None:
     class Streamer:
         ended = 0
 
@@ -179,7 +182,7 @@ def test_too_many_edits_fail_their_request_only(load: Any, engine_of: NewEngine)
     assert good.result(60) == model.generate("ab", max_new_tokens=30, seed=1, logit_bias={40: 1.0}, **HOT)
 
 
-def test_an_unexpected_error_fails_all_requests_and_nobody_waits(
+def test_an_unexpected_error_fails_all_requests_and_no_caller_waits_forever(
     model: TopWModel, engine_of: NewEngine, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(model, max_batch=1)
@@ -199,10 +202,10 @@ def test_an_unexpected_error_fails_all_requests_and_nobody_waits(
 
 
 @pytest.mark.parametrize("shut_down", [False, slow(True)])
-def test_an_engine_that_failed_can_be_forgotten(
+def test_an_engine_that_failed_can_be_garbage_collected(
     model: TopWModel, monkeypatch: pytest.MonkeyPatch, shut_down: bool
 ) -> None:
-    """Its thread and memory go, though its errors refer to it by their frames."""
+    """Its thread ends and its memory is freed, although the frames of its errors refer to it."""
 
     def broken(batch: Batch, width: int) -> list[int]:
         raise RuntimeError("surprise")
@@ -224,7 +227,7 @@ def test_an_engine_that_failed_can_be_forgotten(
         gc.collect()
         return gone() is None
 
-    until(is_gone)  # its thread may not be done with the failure
+    until(is_gone)  # its thread may still handle the failure
     thread.join(HANG)
     assert not thread.is_alive()
 
@@ -243,7 +246,7 @@ def test_an_engine_that_was_shut_down_is_freed_with_what_its_requests_hold(model
 def test_random_faults_change_no_other_request(
     any_model: TopWModel, engine_of: NewEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs and callbacks fail at random; what succeeds equals `generate` alone, what fails is its beginning."""
+    """Runs and callbacks fail at random. Results equal those of `generate`, or, after a failure, their beginnings."""
     rng = np.random.default_rng(11)
     run = HostBinding.run
     inject = True
@@ -291,7 +294,7 @@ COPIES = ("copy_row", "copy_growing", "copy_fixed", "restore_growing", "restore_
 def test_failing_copies_of_states_fail_only_the_requests_that_need_them(
     any_model: TopWModel, engine_of: NewEngine, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """Prompts share beginnings, so that rows are copied, stored, restored and moved; each of that fails at random."""
+    """Prompts share beginnings, so that rows are copied, stored, restored and exchanged. All of it fails at random."""
     rng = np.random.default_rng(5)
     inject, injected = True, set[str]()
 

@@ -51,7 +51,7 @@ def test_a_group_passes_the_tokens_that_each_row_passes_alone(model: TopWModel) 
     assert passed > ended
 
 
-def test_rows_that_are_read_as_text_or_leave_room_between_them_are_not_together(model: TopWModel) -> None:
+def test_rows_with_text_or_with_free_rows_between_them_cannot_pass_together(model: TopWModel) -> None:
     request = request_of(model, 9)
     plain, watched = Row(0, request, None), Row(1, request, RowText(model.tokenizer.text_decoder([5, 6]), (), 0))
     assert not group_of([plain, watched]).can_pass

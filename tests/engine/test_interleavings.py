@@ -1,5 +1,7 @@
-"""A real engine over a session that hashes what rows hold, stepped by hand: arrivals, cancellations, deadlines, failing
-runs and reuse, at random and in every order that Hypothesis finds. Each request draws what it draws alone.
+"""An engine whose iterations the test runs, over a session that hashes what rows hold.
+
+Arrivals, cancellations, deadlines, failing runs and reuse happen at random, and in the orders that Hypothesis finds.
+Each request draws what it draws alone.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ OPTIONAL: dict[str, Any] = {
 
 
 class Unstarted:
-    """In place of the engine's threads."""
+    """Replaces the engine's threads, and runs nothing."""
 
     def __init__(self, **_: Any) -> None:
         pass
@@ -51,9 +53,9 @@ def no_fault(when: str) -> None:
 
 
 class Stepped:
-    """An engine without its threads. Every ended request is compared with `generate` at once.
+    """An engine without its threads. As soon as a request ends, its results are compared with those of `generate`.
 
-    sequences: known sequences, to begin prompts with.
+    sequences: sequences that were drawn, with which new prompts may begin.
     """
 
     def __init__(self, model: TopWModel, form: str, **options: Any) -> None:
@@ -115,7 +117,7 @@ class Stepped:
             self.compare(given, request)
 
     def compare(self, given: dict[str, Any], request: Request) -> None:
-        """With the request alone."""
+        """Compare a request's results with those of `generate`."""
         found, error = request.results(), request.error
         self.compared += 1
         self.cached += sum(result.cached_tokens > 0 for result in found)
@@ -136,7 +138,7 @@ class Stepped:
 
 
 def random_prompt(rng: np.random.Generator, sequences: list[list[int]]) -> list[int]:
-    """Often behind a known sequence, or a part of one. Now and then its logits are invalid."""
+    """A prompt that often begins with a known sequence or a part of one. Some prompts have invalid logits."""
     start = sequences[-1 - rng.integers(min(8, len(sequences)))] if sequences and rng.random() < 0.7 else []
     start = start[: rng.integers(len(start) + 1)] if rng.random() < 0.3 else start
     more = rng.integers(FIRST, FIRST + TOKENS, rng.integers(1, 8)).tolist()
@@ -196,7 +198,7 @@ def test_a_row_that_moves_to_unchecked_states_draws_what_it_draws_alone(model: T
 
 
 class Interleavings(RuleBasedStateMachine):
-    """Fewer operations than above, but failures shrink to the shortest ones."""
+    """Runs fewer operations than the test above, but Hypothesis shrinks a failure to the shortest schedule."""
 
     model: TopWModel
 

@@ -1,4 +1,6 @@
-"""Signal handlers wherever Python runs them in the engine's code: Ctrl-C in `submit`, `shutdown` in what waits."""
+"""Signal handlers at every point of the engine's code at which Python runs them: Ctrl-C in `submit`, and `shutdown` in
+methods that wait.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ FOLDER = str(Path(topw_deploy.engine.__file__).parent)
 
 @pytest.fixture(autouse=True)
 def collected() -> None:
-    """Engines of other tests, whose finalizers would be interrupted when they are collected."""
+    """Collects the engines of other tests now, because their finalizers would be interrupted too."""
     gc.collect()
 
 
@@ -36,8 +38,10 @@ def ctrl_c() -> None:
 
 
 class Interrupt:
-    """Calls `handler` at point number `at` of this thread in the modules below `within` at which Python runs signal
-    handlers: after calls and backward jumps, and where functions begin.
+    """Calls `handler` at one of the points at which Python runs signal handlers: after calls and backward jumps, and at
+    the beginning of functions.
+
+    at: number of this point, counted in this thread in files whose paths begin with `within`.
     """
 
     def __init__(self, at: int, handler: Callable[[], object] = ctrl_c, within: str | tuple[str, ...] = FOLDER) -> None:
@@ -71,7 +75,7 @@ class Interrupt:
 
 
 def interrupt_everywhere(call: Callable[[], object], after: Callable[[], None]) -> int:
-    """Interrupt `call` at every point. Returns how often."""
+    """Interrupt `call` once at every point, and call `after` each time. Returns the number of points."""
     for number in range(10**6):
         with Interrupt(number) as interrupt:
             try:
@@ -93,7 +97,7 @@ def serves_and_is_empty(engine: topw_deploy.engine.Engine) -> None:
     assert served
 
 
-def test_an_interrupted_submit_gives_its_room_back(model: TopWModel, engine_of: NewEngine) -> None:
+def test_an_interrupted_submit_releases_its_reservation(model: TopWModel, engine_of: NewEngine) -> None:
     engine = engine_of(model, max_batch=1, max_queue=2)
     places = interrupt_everywhere(
         lambda: engine.submit("a", n=2, max_new_tokens=2, **HOT), lambda: serves_and_is_empty(engine)
@@ -102,7 +106,7 @@ def test_an_interrupted_submit_gives_its_room_back(model: TopWModel, engine_of: 
 
 
 @pytest.mark.slow
-def test_an_interrupted_caller_that_waits_gives_its_room_back(model: TopWModel, engine_of: NewEngine) -> None:
+def test_an_interrupted_caller_that_waits_releases_its_reservation(model: TopWModel, engine_of: NewEngine) -> None:
     engine = engine_of(model, max_batch=1, max_queue=0, when_full="wait")
 
     def call() -> None:
@@ -116,7 +120,7 @@ def test_an_interrupted_caller_that_waits_gives_its_room_back(model: TopWModel, 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")  # it was interrupted before
 @pytest.mark.slow
-def test_an_interrupted_task_gives_its_room_back(model: TopWModel, engine_of: NewEngine) -> None:
+def test_an_interrupted_task_releases_its_reservation(model: TopWModel, engine_of: NewEngine) -> None:
     engine = engine_of(model, max_batch=1, max_queue=0)
     places = interrupt_everywhere(
         lambda: asyncio.run(engine.generate("a", max_new_tokens=1, **HOT)), lambda: serves_and_is_empty(engine)
@@ -143,13 +147,13 @@ WAITING: dict[str, tuple[Callable[[Engine], object], tuple[str, ...]]] = {
 @pytest.mark.parametrize("waits", WAITING)
 @pytest.mark.parametrize("part", [pytest.param(0, id="some"), *(broad(part) for part in range(1, 8))])
 def test_a_signal_handler_may_shut_down_while_a_caller_waits(model: TopWModel, waits: str, part: int) -> None:
-    """The threads that it waits for must need no lock that the interrupted code holds."""
+    """The threads for which `shutdown` waits must need no lock that the interrupted code holds."""
     wait, within = WAITING[waits]
 
     def call(number: int, interrupts: list[Interrupt]) -> None:
         engine = Engine(model, max_batch=1)
         interrupt = Interrupt(number, engine.shutdown, within)
-        with interrupt, contextlib.suppress(GenerationError):  # it was shut down before the request
+        with interrupt, contextlib.suppress(GenerationError):  # shut down before the request
             wait(engine)
         engine.shutdown()
         interrupts.append(interrupt)

@@ -1,4 +1,4 @@
-"""Requests with log-probabilities, beside plain ones, get what they get alone."""
+"""Requests with log-probabilities get the same results beside other requests as alone."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def random_request(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def begins(result: GenerationResult, whole: GenerationResult) -> bool:
-    """Whether a cancelled request got the beginning of what it would have got."""
+    """Whether `result` of a cancelled request is a beginning of `whole`."""
 
     def same(found: list[Any] | None, expected: list[Any] | None) -> bool:
         return found == (None if expected is None else expected[: len(found or ())])
@@ -61,7 +61,9 @@ def begins(result: GenerationResult, whole: GenerationResult) -> bool:
 
 
 @pytest.mark.parametrize("exact", [False, slow(True)], ids=["", "exact"])
-def test_random_schedules_replay_alone(scoring: TopWModel, engine_of: NewEngine, exact: bool) -> None:
+def test_requests_of_a_random_schedule_draw_what_they_draw_alone(
+    scoring: TopWModel, engine_of: NewEngine, exact: bool
+) -> None:
     rng = np.random.default_rng(3)
     engine = engine_of(scoring, max_batch=4, prefill_budget=7, exact=exact)
     given = [random_request(rng) for _ in range(24)]
@@ -91,7 +93,7 @@ def test_pieces_carry_each_token_once(scoring: TopWModel, engine_of: NewEngine) 
         assert pieces[-1].result == expected[-1].result
 
 
-def test_pieces_of_asyncio_carry_them(scoring: TopWModel) -> None:
+def test_pieces_of_an_asyncio_stream_carry_each_token_once(scoring: TopWModel) -> None:
     async def read() -> list[Any]:
         with Engine(scoring) as engine:
             pieces = engine.stream("some text", **HOT, max_new_tokens=9, seed=3, logprobs=1)
@@ -101,7 +103,7 @@ def test_pieces_of_asyncio_carry_them(scoring: TopWModel) -> None:
     assert asyncio.run(read()) == alone.token_logprobs
 
 
-def test_a_scored_prompt_shares_the_steps_of_others_and_costs_them_no_chunk(
+def test_a_prompt_with_logprobs_is_read_in_the_steps_of_others_without_chunks(
     scoring: TopWModel, engine_of: NewEngine, gate: Gate
 ) -> None:
     engine = engine_of(scoring, max_batch=2, prefill_budget=64)
@@ -175,7 +177,7 @@ def test_a_prompt_that_fills_the_context_is_scored(scoring: TopWModel, engine_of
         assert result == scoring.generate(prompt, seed=1, **given)
 
 
-def test_errors_end_their_request_alone(load: Callable[..., TopWModel], engine_of: NewEngine) -> None:
+def test_an_error_fails_only_its_own_request(load: Callable[..., TopWModel], engine_of: NewEngine) -> None:
     toy = Toy.random(2)
     toy.place[2, 77] = np.nan
     engine = engine_of(load(toy, with_logits=True))

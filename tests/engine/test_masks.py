@@ -1,4 +1,4 @@
-"""The engine's batch binds masks: rows join, are exchanged and leave beside each other."""
+"""The engine's batch binds the masks of rows that join, are exchanged and leave."""
 
 from __future__ import annotations
 

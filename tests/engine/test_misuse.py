@@ -1,4 +1,4 @@
-"""Callers that wait where they must not, forget to read, or pass odd values."""
+"""Callers that wait where they must not, do not read what they asked for, or pass unusual values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from topw_deploy.runtime import TopWModel
 
 
 def test_a_callback_cannot_wait_for_its_own_engine(model: TopWModel, engine_of: NewEngine) -> None:
-    """Neither for a result or a piece, nor for room."""
+    """It can wait neither for a result or a piece nor for capacity."""
     engine = engine_of(model, max_batch=1, max_queue=1, when_full="wait")
     other = engine.submit("b", max_new_tokens=1)
     for wait in (lambda: engine.submit("c").result(), lambda: list(engine.submit("c"))):
@@ -43,7 +43,7 @@ def test_a_callback_cannot_wait_for_its_own_engine(model: TopWModel, engine_of: 
 def test_a_decoder_that_raises_fails_its_request_only(
     model: TopWModel, engine_of: NewEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It raises again when its held-back text is asked for."""
+    """It also raises when the engine asks for the text that it held back."""
 
     class Broken:
         def push(self, token: int) -> str:
@@ -53,7 +53,7 @@ def test_a_decoder_that_raises_fails_its_request_only(
 
     engine = engine_of(model, max_batch=2)
     with monkeypatch.context() as patch:
-        patch.setattr(model.tokenizer, "follow", lambda *given: Broken())
+        patch.setattr(model.tokenizer, "text_decoder", lambda *given: Broken())
         request = engine.submit("a", stop_strings=["zz"], max_new_tokens=50, **HOT)
     with pytest.raises(ValueError, match="cannot decode"):
         request.result(30)
@@ -68,8 +68,8 @@ def test_deadlines_of_ended_requests_are_forgotten(model: TopWModel, engine_of: 
 
 
 @pytest.mark.usefixtures("watched_inbox")
-def test_an_idle_engine_waits_for_messages(model: TopWModel, engine_of: NewEngine, gate: Gate) -> None:
-    """Also if its thread took a message before the caller had finished posting it."""
+def test_an_idle_engine_waits_for_posted_functions(model: TopWModel, engine_of: NewEngine, gate: Gate) -> None:
+    """Also if its thread runs a posted function before the caller's `_post` returns."""
     engine = engine_of(model)
     inbox = engine._worker._inbox
     request = engine.submit("a", stopping_criteria=gate, max_new_tokens=90, **HOT)
@@ -109,7 +109,7 @@ def test_one_caller_may_cancel_what_another_waits_for(model: TopWModel, gate: Ga
     assert {request.result(0).finish_reason for request in requests} == {"cancelled"}
 
 
-def test_shutdown_frees_the_cache_though_the_engine_is_kept(model: TopWModel) -> None:
+def test_shutdown_frees_the_cache_while_the_engine_object_exists(model: TopWModel) -> None:
     with Engine(model) as engine:
         engine.submit("a").result(30)
         freed = threading.Event()
@@ -123,7 +123,7 @@ def test_shutdown_frees_the_cache_though_the_engine_is_kept(model: TopWModel) ->
     assert engine.stats().cache_bytes == 0
 
 
-def test_a_stream_may_be_made_outside_its_loop(model: TopWModel, engine_of: NewEngine) -> None:
+def test_a_stream_may_be_created_outside_the_loop_that_reads_it(model: TopWModel, engine_of: NewEngine) -> None:
     engine = engine_of(model)
 
     async def make() -> Any:
@@ -137,7 +137,9 @@ def test_a_stream_may_be_made_outside_its_loop(model: TopWModel, engine_of: NewE
         assert asyncio.run(asyncio.wait_for(read(stream), 30)) == whole
 
 
-def test_a_loop_that_closes_before_it_took_an_event_loses_the_request(model: TopWModel, engine_of: NewEngine) -> None:
+def test_a_request_is_cancelled_if_its_loop_closes_before_an_event_is_taken(
+    model: TopWModel, engine_of: NewEngine
+) -> None:
     engine = engine_of(model, max_batch=1)
     loop, gate, later = asyncio.new_event_loop(), Gate(after=31), Gate(after=32)
 
@@ -157,7 +159,7 @@ def test_a_loop_that_closes_before_it_took_an_event_loses_the_request(model: Top
     del kept
 
 
-def test_a_task_cancelled_at_its_turn_is_cancelled(model: TopWModel, engine_of: NewEngine) -> None:
+def test_a_task_that_is_cancelled_when_its_reservation_is_granted_ends(model: TopWModel, engine_of: NewEngine) -> None:
     engine = engine_of(model, max_batch=1, max_queue=0, when_full="wait")
 
     async def cancel_after(turns: int) -> None:
@@ -182,7 +184,7 @@ def test_a_task_cancelled_at_its_turn_is_cancelled(model: TopWModel, engine_of: 
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.int8, np.uint16])
-def test_options_may_be_numpys(model: TopWModel, kind: Any) -> None:
+def test_options_may_be_numpy_integers(model: TopWModel, kind: Any) -> None:
     options = {"max_batch": kind(2), "max_length": kind(20), "max_queue": kind(3), "prefill_budget": kind(1)}
     with Engine(model, **options) as engine:
         assert (engine.stats().rows, len(engine.submit([5] * 8, ignore_eos=True).result(30).token_ids)) == (2, 12)
@@ -191,7 +193,9 @@ def test_options_may_be_numpys(model: TopWModel, kind: Any) -> None:
 
 
 @pytest.mark.parametrize("seconds", [np.float32(900), np.int64(900), 1e300, 10**300])
-def test_times_may_be_numpys_or_long(model: TopWModel, engine_of: NewEngine, gate: Gate, seconds: Any) -> None:
+def test_times_may_be_numpy_numbers_or_very_long(
+    model: TopWModel, engine_of: NewEngine, gate: Gate, seconds: Any
+) -> None:
     engine = engine_of(model, max_batch=1, max_queue=0, when_full="wait")
     engine.submit("a", max_new_tokens=1, stopping_criteria=gate)
     set_when(gate.opened, lambda: engine._capacity._waiting)
@@ -233,8 +237,10 @@ def test_an_error_keeps_its_traceback_however_often_it_is_raised(model: TopWMode
     assert frames[0][-1] == "fails"
 
 
-def test_a_prompt_of_which_a_part_was_read_spoils_no_later_request(load: Any, engine_of: NewEngine) -> None:
-    """Its keys may not be finite, and this graph multiplies masked slots by zero."""
+def test_states_that_are_not_finite_in_a_cancelled_prompt_affect_no_later_request(
+    load: Any, engine_of: NewEngine
+) -> None:
+    """This graph multiplies masked slots by zero, and 0 * NaN is NaN."""
     toy = Toy.random(0)
     toy.features[byte_ids("!")[0]] = np.nan
     model = load(toy, form="scatter")

@@ -1,4 +1,4 @@
-"""What an engine is made of, and what it refuses."""
+"""The options of an engine, and the models that it refuses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_options_out_of_range_are_refused(model: TopWModel, options: dict[str, A
 
 
 @pytest.mark.parametrize(("form", "advice"), [("concat", "without --kv concat"), ("shared", "the original checkpoint")])
-def test_only_caches_in_place_with_row_lengths_are_taken(toy: Toy, tmp_path: Path, form: str, advice: str) -> None:
+def test_only_static_caches_are_accepted(toy: Toy, tmp_path: Path, form: str, advice: str) -> None:
     model = TopWModel.from_pretrained(export(tmp_path / "out", toy, form=form), provider="cpu")
     with pytest.raises(ParameterError, match=f"form 'static', but .* has '{form}'; export .*{advice}"):
         Engine(model)

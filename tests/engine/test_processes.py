@@ -38,7 +38,7 @@ sys.exit(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", ["kept", "forgotten"])
 def test_the_process_ends_while_requests_run(toy: Toy, tmp_path: Path, kept: str) -> None:
-    """The interpreter aborts if it ends while a thread is inside onnxruntime: mostly, so several times."""
+    """An interpreter that ends while a thread is inside onnxruntime usually aborts, but not always: so three runs."""
     folder = export(tmp_path / "out", toy, form="grouped")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     for _ in range(3):
@@ -66,8 +66,8 @@ def test_a_fork_is_refused_at_once(model: TopWModel, engine_of: NewEngine, monke
     assert len(running.result(60).token_ids) == 3
 
 
-def test_a_signal_handler_may_cancel_amid_another_call(model: TopWModel, engine_of: NewEngine, gate: Gate) -> None:
-    """As may garbage collection, which ends the coroutines that it finds. Here: at each call inside a call."""
+def test_a_signal_handler_may_cancel_during_another_call(model: TopWModel, engine_of: NewEngine, gate: Gate) -> None:
+    """Garbage collection may do so too, when it ends coroutines. The test cancels at each call inside `cancel`."""
     engine = engine_of(model)
     request = engine.submit("a", max_new_tokens=50, stopping_criteria=gate, **HOT)
     depth = [0, 0]

@@ -55,8 +55,10 @@ def begins(result: GenerationResult, whole: GenerationResult) -> bool:
 @pytest.mark.parametrize(
     "options", [{"max_batch": 5, "prefill_budget": 7}, slow({"max_batch": 1})], ids=["five", "one"]
 )
-def test_random_schedules_replay_alone(any_model: TopWModel, engine_of: NewEngine, options: dict[str, Any]) -> None:
-    """All fields of the results are equal, and those of cancelled requests are the beginnings of equal ones."""
+def test_requests_of_a_random_schedule_draw_what_they_draw_alone(
+    any_model: TopWModel, engine_of: NewEngine, options: dict[str, Any]
+) -> None:
+    """All fields of the results equal those of `generate`. Results of cancelled requests are beginnings of these."""
     rng = np.random.default_rng(7)
     engine = engine_of(any_model, **options)
     given = [random_request(rng) for _ in range(32)]
@@ -83,7 +85,7 @@ def test_random_schedules_replay_alone(any_model: TopWModel, engine_of: NewEngin
 
 
 def test_rows_join_and_leave_a_running_batch(any_model: TopWModel, engine_of: NewEngine) -> None:
-    """Each new request arrives while others decode, so that rows of all ages share steps."""
+    """Each new request arrives while others decode, so that steps contain both new and old rows."""
     engine = engine_of(any_model, max_batch=3, prefill_budget=8)
     hot = {"temperature": 2.5, "lam": 0.2, "ignore_eos": True}
     prompts = [[5, 6, 7] * (1 + n % 5) for n in range(9)]
@@ -97,8 +99,8 @@ def test_rows_join_and_leave_a_running_batch(any_model: TopWModel, engine_of: Ne
         assert request.result(60) == any_model.generate(prompt, max_new_tokens=budget, seed=seed, **hot)
 
 
-def test_long_answers_pass_the_blocks_of_random_numbers(load: Any, engine_of: NewEngine) -> None:
-    """A step's number exceeds 256 and the record's length, at which it starts over."""
+def test_long_answers_draw_the_same_across_blocks_of_random_numbers(load: Any, engine_of: NewEngine) -> None:
+    """Random numbers are made in blocks of 256 steps, and the record of outputs wraps around at its length."""
     model = load(Toy.random(3))
     engine = engine_of(model, max_batch=2)
     hot = {"temperature": 2.5, "lam": 0.2, "ignore_eos": True, "max_new_tokens": CONTEXT - 2}

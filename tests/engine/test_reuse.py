@@ -24,7 +24,7 @@ A_ROW = 2 * (8 + 16) * 4  # bytes of a token of the toy
 
 @pytest.fixture
 def no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device."""
+    """Makes the engine copy no rows, as on a device."""
     monkeypatch.setattr(Batch, "copies_rows", False)
 
 
@@ -37,7 +37,7 @@ def alone(model: TopWModel, prompt: list[int], new: int = 5, **given: Any) -> An
 
 
 def turns(engine: Engine, prompt: list[int], count: int) -> Iterator[tuple[list[int], GenerationResult]]:
-    """A chat: each prompt is the one before, its answer and three new tokens."""
+    """A chat. Each prompt is the previous prompt, its answer and three new tokens."""
     for turn in range(count):
         result = ask(engine, prompt)
         yield prompt, result
@@ -45,7 +45,7 @@ def turns(engine: Engine, prompt: list[int], count: int) -> Iterator[tuple[list[
 
 
 def test_a_chat_turn_reads_its_new_tokens_only(model: TopWModel, engine_of: NewEngine) -> None:
-    """And the last token of the answer, which was drawn but never read."""
+    """It also reads the last token of the answer, which was drawn but not read."""
     engine = engine_of(model, max_batch=3)
     cached = []
     for prompt, result in turns(engine, SYSTEM, 4):
@@ -85,7 +85,7 @@ def test_a_request_can_read_its_prompt_whole(any_model: TopWModel, engine_of: Ne
 
 
 def test_a_whole_prompt_takes_the_row_that_was_free_longest(model: TopWModel, engine_of: NewEngine) -> None:
-    """Not the one that holds its beginning, which a later prompt may need."""
+    """The row that holds its beginning stays free, because a later prompt may need it."""
     engine = engine_of(model, max_batch=2)
     ask(engine, [90, 91, 92] * 10)
     ask(engine, SYSTEM)
@@ -111,8 +111,8 @@ def test_a_prompt_shares_that_of_a_running_sequence_and_what_it_drew(
 
 
 @pytest.mark.usefixtures("no_copies")
-def test_steps_write_behind_what_free_rows_hold(any_model: TopWModel, engine_of: NewEngine, gate: Gate) -> None:
-    """The ended sequence has row 0, and rows do not move: steps of row 1 include it."""
+def test_steps_write_after_the_tokens_of_free_rows(any_model: TopWModel, engine_of: NewEngine, gate: Gate) -> None:
+    """The ended sequence has row 0. Rows do not move, so steps of row 1 include row 0."""
     engine = engine_of(any_model, max_batch=2)
     held = engine.submit(SYSTEM, max_new_tokens=5, seed=3, stopping_criteria=gate, **HOT)
     assert gate.reached.wait(60)
@@ -130,10 +130,10 @@ def test_steps_write_behind_what_free_rows_hold(any_model: TopWModel, engine_of:
 
 
 @pytest.mark.usefixtures("no_copies")
-def test_steps_write_behind_the_prefix_of_a_prompt_that_waits_for_its_chunk(
+def test_steps_write_after_the_prefix_of_a_prompt_that_waits_for_its_chunk(
     any_model: TopWModel, engine_of: NewEngine, gate: Gate
 ) -> None:
-    """Row 0 is taken over, while row 1 decodes and a shorter prompt is read first."""
+    """The prompt takes row 0 while row 1 decodes and a shorter prompt is read first."""
     engine = engine_of(any_model, max_batch=3, prefill_budget=20)
     held = engine.submit(SYSTEM, max_new_tokens=5, seed=3, stopping_criteria=gate, **HOT)
     assert gate.reached.wait(60)
@@ -150,8 +150,8 @@ def test_steps_write_behind_the_prefix_of_a_prompt_that_waits_for_its_chunk(
     assert beside.result(60) == alone(any_model, [8, 9], 60)
 
 
-def test_rows_that_are_exchanged_keep_what_they_hold(any_model: TopWModel, engine_of: NewEngine, gate: Gate) -> None:
-    """A decoding row takes the place of the one that holds the prefix, row 0."""
+def test_exchanged_rows_keep_their_tokens(any_model: TopWModel, engine_of: NewEngine, gate: Gate) -> None:
+    """A decoding row is exchanged with row 0, which holds the prefix."""
     engine = engine_of(any_model, max_batch=2)
     held = engine.submit(SYSTEM, max_new_tokens=5, seed=3, stopping_criteria=gate, **HOT)
     assert gate.reached.wait(60)
@@ -163,8 +163,10 @@ def test_rows_that_are_exchanged_keep_what_they_hold(any_model: TopWModel, engin
     assert (found, found.cached_tokens) == (alone(any_model, prompt), 34)
 
 
-def test_what_a_taken_row_loses_is_restored_from_host_memory(any_model: TopWModel, engine_of: NewEngine) -> None:
-    """Two chats over one row. Growing buffers shrink in between, and lose all rows."""
+def test_tokens_that_a_taken_row_loses_are_restored_from_host_memory(
+    any_model: TopWModel, engine_of: NewEngine
+) -> None:
+    """Two chats share one row. Between their turns, growing buffers shrink and lose all rows."""
     engine = engine_of(any_model, max_batch=1, prefix_bytes=100 * A_ROW * 2)
     chats = [turns(engine, prompt, 3) for prompt in (SYSTEM, [5] * 20)]
     for turn in range(3):
@@ -175,7 +177,9 @@ def test_what_a_taken_row_loses_is_restored_from_host_memory(any_model: TopWMode
 
 
 def test_the_snapshot_used_longest_ago_makes_room(model: TopWModel, engine_of: NewEngine) -> None:
-    """Room for two of the sequences of 34 tokens: B and C are stored, then D in place of C, because B was used last."""
+    """There is room for two sequences of 34 tokens. The second and third prompt are stored. Then the second is used, so
+    that the fourth replaces the third.
+    """
     prompts = [[first] * 30 for first in (5, 6, 7, 8)]
     engine = engine_of(model, max_batch=1, prefix_bytes=2 * 34 * (A_ROW + 8))
     for prompt in prompts:
@@ -189,7 +193,7 @@ def test_without_host_memory_a_taken_row_is_lost(model: TopWModel, engine_of: Ne
     assert len(engine._worker._reuse._snapshots) == 0
 
 
-def test_a_row_that_was_spoilt_is_not_reused(load: Any, engine_of: NewEngine) -> None:
+def test_a_row_whose_states_are_not_finite_is_not_reused(load: Any, engine_of: NewEngine) -> None:
     toy = Toy.random(0)
     toy.features[byte_ids("!")[0]] = np.nan
     model = load(toy, form="scatter")
@@ -230,7 +234,7 @@ def test_reuse_can_be_switched_off(model: TopWModel, engine_of: NewEngine) -> No
 def test_exact_engines_reuse_whole_chunks_of_prompts(
     any_model: TopWModel, engine_of: NewEngine, chunks: list[tuple[int, int]]
 ) -> None:
-    """Not the rest of a prompt, nor what was drawn: those were read in runs of other shapes."""
+    """They do not reuse the rest of a prompt or drawn tokens, because runs of other shapes read these."""
     engine = engine_of(any_model, max_batch=2, prefill_budget=8, exact=True)
     cached = []
     for prompt, result in turns(engine, SYSTEM, 4):

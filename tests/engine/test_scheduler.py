@@ -1,4 +1,4 @@
-"""The scheduler alone: rules of every interleaving, and its order in small cases."""
+"""The scheduler: invariants of random schedules, and the order of chunks in small cases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from topw_deploy.engine.scheduler import WAITING, ScheduledSequence, Scheduler
 
 
 class Interleavings(RuleBasedStateMachine):
-    """Random arrivals, ends and iterations, on a model of rows that remembers what was written where."""
+    """Random arrivals, ends and iterations, with a model of the cache that records what runs write to which row."""
 
     @initialize(
         rows=st.integers(1, 5), chunk=st.integers(1, 4),
@@ -41,7 +41,7 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: len(self.ended) < len(self.submitted))
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
-        """Cancellations, deadlines and ordinary ends are the same to the scheduler."""
+        """End a sequence. The scheduler does not distinguish cancellations, deadlines and last tokens."""
         alive = [sequence for sequence in self.submitted if sequence not in self.ended]
         sequence = data.draw(st.sampled_from(alive))
         if sequence.row == WAITING:
@@ -124,7 +124,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule()
     def everything_ends(self) -> None:
-        """No sequence waits for ever: if each ends after its first step, all end in bounded time."""
+        """If each sequence ends after its first step, all end within a bounded number of iterations."""
         alive = [sequence for sequence in self.submitted if sequence not in self.ended]
         most = sum(2 * -(-sequence.prompt_tokens // self.chunk) + 1 for sequence in alive)
         for _ in range(most):
@@ -174,7 +174,7 @@ def test_a_short_prompt_behind_a_long_one_waits_for_at_most_one_chunk() -> None:
 
 
 @pytest.mark.parametrize(("moves_rows", "width", "pairs"), [(True, 2, [(2, 0)]), (False, 3, [])])
-def test_the_last_row_moves_into_a_hole(moves_rows: bool, width: int, pairs: list[tuple[int, int]]) -> None:
+def test_the_last_row_moves_to_a_free_row_below_it(moves_rows: bool, width: int, pairs: list[tuple[int, int]]) -> None:
     scheduler, sequences = started([1, 1, 1], moves_rows=moves_rows)
     for _ in sequences:
         read_one(scheduler)
@@ -192,7 +192,7 @@ def test_a_step_leaves_out_rows_above_the_last_decoding_one() -> None:
     assert scheduler.width == 1
 
 
-def test_where_a_step_may_hold_decoding_rows_only_they_change_places_with_prompts() -> None:
+def test_decoding_rows_are_exchanged_with_prompts_if_steps_may_have_only_decoding_rows() -> None:
     scheduler, (long, short) = started([9, 2], decoding_only=True)
     read_one(scheduler)
     assert read_one(scheduler) is short

@@ -1,4 +1,4 @@
-"""Files of saved sessions: their format, every way in which they can be wrong, and interrupted writes."""
+"""Files of saved sessions: their format, the ways in which a file can be wrong, and interrupted writes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TOKENS = np.array([3, 1, 49, 0, 7])
 
 
 def states_of(tokens: int, seed: int = 0) -> list[np.ndarray]:
-    """As `Buffers.snapshot` returns them."""
+    """States of so many tokens, as `Buffers.snapshot` returns them."""
     rng, found = np.random.default_rng(seed), []
     types = {"bool": np.bool_, "int64": np.int64, "float16": np.float16, "float": np.float32, "uint8": np.uint8}
     for one in STATES:
@@ -67,7 +67,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "session"
 
 
-def test_a_file_gives_what_was_written(path: Path) -> None:
+def test_a_file_is_read_as_it_was_written(path: Path) -> None:
     tokens, states, info = read_session(path, FORM)
     assert tokens.dtype == np.int64
     assert tokens.tolist() == TOKENS.tolist()
@@ -75,7 +75,7 @@ def test_a_file_gives_what_was_written(path: Path) -> None:
     assert info == SessionInfo(5, path.stat().st_size)
 
 
-def test_of_longer_states_the_first_tokens_are_written(path: Path, tmp_path: Path) -> None:
+def test_only_the_states_of_the_given_tokens_are_written(path: Path, tmp_path: Path) -> None:
     written = write_session(tmp_path / "three", FORM, TOKENS[:3], states_of(5))
     assert written == SessionInfo(3, (tmp_path / "three").stat().st_size)
     for found, whole, one in zip(read_session(tmp_path / "three", FORM)[1], states_of(5), STATES, strict=True):
@@ -84,7 +84,7 @@ def test_of_longer_states_the_first_tokens_are_written(path: Path, tmp_path: Pat
 
 
 def test_other_tools_read_the_file(path: Path) -> None:
-    """safetensors' own reader; it has no NumPy type for bfloat16."""
+    """The library safetensors reads it. That library has no NumPy type for bfloat16."""
     with safe_open(path, framework="np") as stream:
         assert stream.metadata() == {
             "format": "topw-session", "version": "1", "manifest": "ab" * 32, "model": "a model", "chunk": "0",
@@ -165,7 +165,7 @@ def test_a_wrong_header_is_refused_with_its_reason(path: Path, case: str) -> Non
     ],
     ids=lambda value: "" if isinstance(value, bytes) else None,
 )
-def test_what_is_no_safetensors_file_is_refused(path: Path, content: bytes, reason: str) -> None:
+def test_a_file_that_is_not_safetensors_is_refused(path: Path, content: bytes, reason: str) -> None:
     path.write_bytes(content)
     with pytest.raises(SessionFileError, match=reason):
         read_session(path, FORM)
@@ -180,7 +180,7 @@ def test_a_header_above_the_limit_is_refused_before_it_is_read(path: Path) -> No
 
 
 def sealed(header: dict[str, Any], data: bytes) -> bytes:
-    """As a writer with another opinion would: with the right digest."""
+    """A file with this header and data, and the correct digest."""
     header["__metadata__"]["sha256"] = hashlib.sha256(data).hexdigest()
     return file_of(header, data)
 
@@ -198,7 +198,7 @@ def sealed(header: dict[str, Any], data: bytes) -> bytes:
         ("flags", b"\x02", "its state flags is not finite"),
     ],
 )
-def test_values_that_no_engine_writes_are_refused(path: Path, name: str, value: bytes, reason: str) -> None:
+def test_tokens_and_states_that_no_engine_writes_are_refused(path: Path, name: str, value: bytes, reason: str) -> None:
     header, data = header_of(path.read_bytes())
     begin = header[name]["data_offsets"][0]
     path.write_bytes(sealed(header, data[:begin] + value + data[begin + len(value) :]))
@@ -230,7 +230,9 @@ def test_an_exact_engine_takes_files_with_its_own_chunks_only(path: Path, tmp_pa
 
 
 def mutated(content: bytes, rng: np.random.Generator) -> bytes:
-    """Changed, removed, repeated or exchanged bytes; half of the time with the right digest if there is a header."""
+    """`content` with changed, removed, repeated or replaced bytes. Half of the files get the correct digest, if they
+    still have a header.
+    """
     raw = bytearray(content)
     for _ in range(rng.integers(1, 4)):
         at, count = int(rng.integers(len(raw))), int(rng.integers(1, 9))
@@ -312,7 +314,7 @@ write_session(sys.argv[1], FORM, TOKENS, states_of(5, 1))
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL")
 @pytest.mark.parametrize("at", [slow("fsync"), slow("replace")])
 def test_a_killed_writer_leaves_the_old_file_whole(path: Path, at: str) -> None:
-    """Before the new data is on the disk, and before it takes its name."""
+    """Killed before the new data is on the disk, and before the new file replaces the old one."""
     before = path.read_bytes()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     child = subprocess.Popen([sys.executable, "-c", KILLED, path, at], stdout=subprocess.PIPE, env=environment)

@@ -200,7 +200,7 @@ def test_a_device_without_a_place_for_a_session_says_so(
     ask(engine, prompt)
     engine.save_session(prompt, tmp_path / "session")
     monkeypatch.setattr(Batch, "copies_rows", False)
-    with pytest.raises(GenerationError, match="exact engine on a device cannot load a session .* without exact=True"):
+    with pytest.raises(GenerationError, match=r"exact engine on a device cannot load a session .* without exact=True"):
         engine_of(hashing, **options).load_session(tmp_path / "session")
     busy = engine_of(hashing, **{**options, "exact": False})
     running = busy.submit([FIRST + 2] * 3, max_new_tokens=9, ignore_eos=True, stopping_criteria=gate)

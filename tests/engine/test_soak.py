@@ -1,4 +1,4 @@
-"""The soak of the engine (`make soak`), for a minute, and its test that nothing grows."""
+"""The engine's soak test (`make soak`) for two minutes, and tests of its search for leaks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def samples(count: int, noise: float = 0.0, **slopes: float) -> list[Sample]:
-    """After every 500 requests. It grows by 20 MB while it warms up, then by `slopes` per request."""
+    """Samples of a process after every 500 requests. Its memory grows by 20 MB during the first quarter, and then by
+    `slopes` per request.
+    """
     rng, found = np.random.default_rng(0), []
     for number in range(1, count + 1):
         warm = min(1.0, 4 * number / count)
@@ -27,7 +29,7 @@ def samples(count: int, noise: float = 0.0, **slopes: float) -> list[Sample]:
 
 
 @pytest.mark.parametrize("name", ALLOWED)
-def test_a_growing_process_is_found(name: str) -> None:
+def test_the_growth_of_a_process_is_found(name: str) -> None:
     slope = {"objects": 1.0}.get(name, 1024.0)
     assert leaks(samples(30, noise=1e6)) == []
     (found,) = leaks(samples(30, noise=1e6, **{name: slope}))
@@ -36,7 +38,7 @@ def test_a_growing_process_is_found(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["handles", "threads"])
-def test_a_handle_or_thread_that_stays_is_found(name: str) -> None:
+def test_a_handle_or_thread_that_is_not_closed_is_found(name: str) -> None:
     found = samples(9)
     found[-1] = replace(found[-1], **{name: getattr(found[0], name) + 1})
     (complaint,) = leaks(found)

@@ -1,4 +1,4 @@
-"""Models whose layers keep other things than all keys and values."""
+"""Models with other states than the keys and values of all tokens."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ FORMS = {"onnxruntime": {}, "standard": {"target": "tensorrt", "max_length": 128
 def test_requests_draw_what_they_draw_alone(
     tmp_path: Path, engine_of: NewEngine, family: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Convolutions and attention, recurrences of standard operators, and a window.
+    """lfm2 has convolutions and attention, mamba2 recurrences of standard operators, gemma3 a window.
 
-    Rows free, reading and decoding share steps, except with a window, whose steps hold decoding rows only.
+    Steps include free rows and rows whose prompt is being read; with a window, they have only decoding rows.
     """
     exchanged = 0
     exchange = Batch.exchange

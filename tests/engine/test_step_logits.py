@@ -1,4 +1,4 @@
-"""The logits of a step: the model's own, from the positions that the cache lacks."""
+"""The logits of a step equal the model's, and only tokens that the cache lacks are read."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ Load = Callable[..., TopWModel]
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_they_are_the_models_and_cost_a_position_each(form: str, toy: Toy, load: Load, engine_of: NewEngine) -> None:
-    """Of 12 tokens after 30: 12 positions in order, and 12 backwards; reading all tokens each time would take 426."""
+def test_step_logits_are_those_of_the_model_and_each_reads_one_token(
+    form: str, toy: Toy, load: Load, engine_of: NewEngine
+) -> None:
+    """12 steps after 30 tokens, asked for in order and backwards, read 24 tokens. One pass without reuse reads 426."""
     engine = engine_of(load(toy, with_logits=True, **FORMS[form]), max_batch=3)
     drawn = engine.submit(PROMPT, max_new_tokens=12, seed=3, **HOT).result(60).token_ids
     before = engine.stats().prompt_tokens
@@ -32,7 +34,7 @@ def test_they_are_the_models_and_cost_a_position_each(form: str, toy: Toy, load:
     assert sum(len(PROMPT) + count for count in range(12)) == 426
 
 
-def test_beside_a_request_that_runs(toy: Toy, load: Load, engine_of: NewEngine, gate: Gate) -> None:
+def test_step_logits_do_not_change_a_running_request(toy: Toy, load: Load, engine_of: NewEngine, gate: Gate) -> None:
     engine = engine_of(load(toy, with_logits=True), max_batch=2)
     alone = engine.submit(PROMPT, max_new_tokens=9, seed=4, **HOT).result(60)
     gate.after = 4
@@ -49,7 +51,9 @@ def test_beside_a_request_that_runs(toy: Toy, load: Load, engine_of: NewEngine, 
     assert running.result(60).token_ids == alone.token_ids
 
 
-def test_what_has_no_logits(toy: Toy, load: Load, engine_of: NewEngine, model: TopWModel) -> None:
+def test_a_request_without_step_logits_gets_an_error(
+    toy: Toy, load: Load, engine_of: NewEngine, model: TopWModel
+) -> None:
     def ask(engine: Engine, tokens: list[int], max_time: float | None = None) -> None:
         asyncio.run(logits_after(engine, tokens, max_time))
 

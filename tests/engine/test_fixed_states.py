@@ -1,4 +1,4 @@
-"""States of fixed size that are stored at ends of chunks, so that prompts with one beginning reuse it."""
+"""States of fixed size are stored at the ends of chunks, so that prompts with the same beginning reuse them."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def test_prompts_with_one_beginning_reuse_its_chunks(hybrid: TopWModel, engine_o
     assert (again.cached_tokens, again.token_ids) == (0, ask(hybrid, [*SYSTEM, 60, 61]).token_ids)
 
 
-def test_a_chunk_ends_where_a_prompt_leaves_another(
+def test_a_chunk_ends_where_a_prompt_first_differs_from_another(
     hybrid: TopWModel, engine_of: NewEngine, chunks: list[tuple[int, int]]
 ) -> None:
-    """So the third prompt reuses all that it shares, although no chunk of the first ended there."""
+    """Then the third prompt reuses all tokens that it shares, although no chunk of the first prompt ended there."""
     engine = engine_of(hybrid, max_batch=2, prefill_budget=64, prefix_bytes=10**7)
     for end in ([60, 61], [70, 71], [80, 81, 82]):
         prompt = [*SYSTEM, *end]
@@ -69,8 +69,8 @@ def test_a_chunk_ends_where_a_prompt_leaves_another(
     assert chunks == [(0, 32), (0, 30), (30, 32), (30, 33)]
 
 
-def test_another_answer_goes_on_behind_the_prompt(hybrid: TopWModel, engine_of: NewEngine) -> None:
-    """As when a template leaves out what a model thought."""
+def test_another_answer_continues_after_the_prompt(hybrid: TopWModel, engine_of: NewEngine) -> None:
+    """For example, a template leaves the reasoning of an answer out of the next prompt."""
     engine = engine_of(hybrid, max_batch=1, prefill_budget=64, prefix_bytes=10**7)
     ask(engine, SYSTEM)
     other = [*SYSTEM, 77, 78, 79]
@@ -78,7 +78,7 @@ def test_another_answer_goes_on_behind_the_prompt(hybrid: TopWModel, engine_of: 
     assert (found.token_ids, found.cached_tokens) == (ask(hybrid, other).token_ids, 30)
 
 
-def test_a_turn_may_be_repeated_behind_the_one_before(hybrid: TopWModel, engine_of: NewEngine) -> None:
+def test_a_repeated_turn_continues_after_the_previous_one(hybrid: TopWModel, engine_of: NewEngine) -> None:
     engine = engine_of(hybrid, max_batch=1, prefill_budget=64, prefix_bytes=10**7)
     turn = [*SYSTEM, *ask(engine, SYSTEM).token_ids, 50, 51]
     for _ in range(2):
@@ -86,8 +86,8 @@ def test_a_turn_may_be_repeated_behind_the_one_before(hybrid: TopWModel, engine_
         assert (found.token_ids, found.cached_tokens) == (ask(hybrid, turn).token_ids, 34)
 
 
-def test_two_chats_over_one_row_go_on_behind_all_that_they_read(hybrid: TopWModel, engine_of: NewEngine) -> None:
-    """The second shares 29 tokens with the first."""
+def test_two_chats_that_share_a_row_continue_after_all_that_they_read(hybrid: TopWModel, engine_of: NewEngine) -> None:
+    """The second prompt shares 29 tokens with the first."""
     engine = engine_of(hybrid, max_batch=1, prefill_budget=8, prefix_bytes=10**7)
     prompts = [SYSTEM, [*SYSTEM[:-1], 60]]
     for turn in range(3):
@@ -98,13 +98,13 @@ def test_two_chats_over_one_row_go_on_behind_all_that_they_read(hybrid: TopWMode
             prompts[chat] = [*prompt, *found.token_ids, 50, 51]
 
 
-def test_without_host_memory_whole_sequences_only(hybrid: TopWModel, engine_of: NewEngine) -> None:
+def test_without_host_memory_only_whole_sequences_are_reused(hybrid: TopWModel, engine_of: NewEngine) -> None:
     engine = engine_of(hybrid, max_batch=2, prefill_budget=8)
     assert [ask(engine, [*SYSTEM, end]).cached_tokens for end in (60, 70)] == [0, 0]
     assert ask(engine, [*SYSTEM, 60, *ask(hybrid, [*SYSTEM, 60]).token_ids, 5]).cached_tokens == 31 + 4
 
 
-def test_exact_engines_reuse_whole_chunks_and_every_bit(hybrid: TopWModel, engine_of: NewEngine) -> None:
+def test_exact_engines_reuse_whole_chunks_and_change_no_bit(hybrid: TopWModel, engine_of: NewEngine) -> None:
     options: dict[str, Any] = {"max_batch": 1, "prefill_budget": 8, "prefix_bytes": 10**7, "exact": True}
     engine = engine_of(hybrid, **options)
     prompt, cached = SYSTEM, []
@@ -119,7 +119,7 @@ def test_exact_engines_reuse_whole_chunks_and_every_bit(hybrid: TopWModel, engin
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("prefix_bytes", [0, 10**7], ids=["row", "host memory"])
-def test_sessions_hold_states_of_fixed_size(
+def test_a_session_contains_states_of_fixed_size(
     hybrid: TopWModel, engine_of: NewEngine, tmp_path: Path, prefix_bytes: int, exact: bool
 ) -> None:
     options: dict[str, Any] = {"max_batch": 2, "prefill_budget": 8, "exact": exact}
@@ -140,7 +140,7 @@ def test_sessions_hold_states_of_fixed_size(
 
 @pytest.mark.parametrize("seed", range(4))
 def test_every_request_of_a_random_schedule_draws_what_it_draws_alone(hybrid: TopWModel, seed: int) -> None:
-    """With room for everything, for little, and for nothing."""
+    """Host memory has room for all sequences, or for few."""
     rng = np.random.default_rng(seed)
     options = {"max_batch": 1 + seed % 3, "prefill_budget": 6, "exact": seed == 3}
     beginnings = [[], SYSTEM[:9], SYSTEM, [*SYSTEM, *range(60, 80)], [5] * 12]
