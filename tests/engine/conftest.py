@@ -135,9 +135,9 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     read = Batch.read
 
-    def reading(batch: Batch, row: int, request: Any, start: int, end: int) -> int | None:
+    def record_chunk(batch: Batch, row: int, request: Any, start: int, end: int) -> int | None:
         found.append((start, end))
         return read(batch, row, request, start, end)
 
-    monkeypatch.setattr(Batch, "read", reading)
+    monkeypatch.setattr(Batch, "read", record_chunk)
     return found

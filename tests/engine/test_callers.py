@@ -179,17 +179,17 @@ def test_a_long_prompt_delays_a_step_by_one_chunk_and_a_short_prompt_by_two(
     runs: list[str] = []
     read, step = Batch.read, Batch.step
 
-    def reading(batch: Batch, row: int, request: Any, start: int, end: int) -> int | None:
+    def record_read(batch: Batch, row: int, request: Any, start: int, end: int) -> int | None:
         assert end - start <= 4
         runs.append("long" if len(request.prompt) == 61 else "short")
         return read(batch, row, request, start, end)
 
-    def stepping(batch: Batch, width: int) -> list[int]:
+    def record_step(batch: Batch, width: int) -> list[int]:
         runs.append("step")
         return step(batch, width)
 
-    monkeypatch.setattr(Batch, "read", reading)
-    monkeypatch.setattr(Batch, "step", stepping)
+    monkeypatch.setattr(Batch, "read", record_read)
+    monkeypatch.setattr(Batch, "step", record_step)
     engine = engine_of(model, prefill_budget=4)
     decoding = engine.submit("a", max_new_tokens=60, stopping_criteria=gate, **HOT)
     assert gate.reached.wait(60)

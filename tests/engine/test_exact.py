@@ -41,7 +41,7 @@ def ask(engine: Engine, prompt: list[int]) -> GenerationResult:
     return engine.submit(prompt, max_new_tokens=20, seed=1, **HOT).result(60)
 
 
-def pairs(model: TopWModel, *, exact: bool) -> list[tuple[GenerationResult, GenerationResult]]:
+def reused_and_fresh(model: TopWModel, *, exact: bool) -> list[tuple[GenerationResult, GenerationResult]]:
     """Results for the second and third turns of chats: of an engine that reuses the previous turn, and of a new one."""
     rng = np.random.default_rng(0)
     found = []
@@ -59,18 +59,18 @@ def pairs(model: TopWModel, *, exact: bool) -> list[tuple[GenerationResult, Gene
 
 
 def test_exact_reuse_changes_no_bit(model: TopWModel) -> None:
-    for again, fresh in pairs(model, exact=True):
+    for again, fresh in reused_and_fresh(model, exact=True):
         assert (again.token_ids, again.logprobs) == (fresh.token_ids, fresh.logprobs)
 
 
 def test_reuse_without_exact_rounds_differently_and_draws_the_same(model: TopWModel) -> None:
     """Shows that the test above can fail."""
-    found = pairs(model, exact=False)
+    found = reused_and_fresh(model, exact=False)
     assert [again.token_ids for again, _ in found] == [fresh.token_ids for _, fresh in found]
     assert any(again.logprobs != fresh.logprobs for again, fresh in found)
 
 
-def busy_and_alone(model: TopWModel, **options: Any) -> list[tuple[GenerationResult, GenerationResult]]:
+def together_and_one_by_one(model: TopWModel, **options: Any) -> list[tuple[GenerationResult, GenerationResult]]:
     """Results for prompts that share beginnings: of an engine that runs them together, and of one that runs them one by
     one.
     """
@@ -96,10 +96,12 @@ def busy_and_alone(model: TopWModel, **options: Any) -> list[tuple[GenerationRes
 def test_exact_results_do_not_depend_on_what_runs_beside_them(
     exported: Callable[..., TopWModel], options: dict[str, Any]
 ) -> None:
-    for busy, alone in busy_and_alone(exported(**options), exact=True):
+    for busy, alone in together_and_one_by_one(exported(**options), exact=True):
         assert (busy.token_ids, busy.logprobs) == (alone.token_ids, alone.logprobs)
 
 
 def test_results_without_exact_depend_on_the_number_of_rows(exported: Callable[..., TopWModel]) -> None:
     """Kernels for 4-bit weights round by the number of rows. Shows that the test above can fail."""
-    assert any(busy.logprobs != alone.logprobs for busy, alone in busy_and_alone(exported(dtype="int4"), exact=False))
+    assert any(
+        busy.logprobs != alone.logprobs for busy, alone in together_and_one_by_one(exported(dtype="int4"), exact=False)
+    )

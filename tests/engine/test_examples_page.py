@@ -134,7 +134,7 @@ def outlast_hold(ids: Any) -> bool:
     return False
 
 
-async def served(app: Any, use: Callable[[Engine], Any]) -> None:
+async def use_app(app: Any, use: Callable[[Engine], Any]) -> None:
     async with app.router.lifespan_context(app):
         await use(app.state.engine)
 
@@ -160,7 +160,7 @@ def test_a_server_streams_and_answers_errors(run: Callable[[str], tuple[dict[str
         gate.opened.set()
 
     model.defaults["temperature"] = 0.0  # the same text whatever the seed
-    asyncio.run(served(app, use))
+    asyncio.run(use_app(app, use))
 
 
 def test_a_client_that_disconnects_cancels_its_request(run: Callable[[str], tuple[dict[str, Any], str]]) -> None:
@@ -184,4 +184,4 @@ def test_a_client_that_disconnects_cancels_its_request(run: Callable[[str], tupl
         assert client.status == 200
         assert engine.stats().new_tokens <= 90 + 42
 
-    asyncio.run(served(app, use))
+    asyncio.run(use_app(app, use))

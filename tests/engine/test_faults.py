@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.engine.conftest import HOT, Gate, NewEngine
-from tests.engine.test_results import begins, random_request
+from tests.engine.test_results import is_beginning, random_request
 from tests.support.samples import slow
 from tests.support.toy_model import Toy, byte_ids
 from tests.support.waiting import HANG, until
@@ -33,13 +33,13 @@ class Faults:
         self.wanted: Callable[[int | None, int], bool] = lambda step, columns: False
         run = HostBinding.run
 
-        def faulty(binding: HostBinding, step: int | None = None) -> None:
+        def run_or_fail(binding: HostBinding, step: int | None = None) -> None:
             if self.wanted(step, binding._arrays["input_ids"].shape[1]):
                 self.wanted = lambda step, columns: False
                 raise GenerationError("onnxruntime failed: no memory")
             run(binding, step)
 
-        monkeypatch.setattr(HostBinding, "run", faulty)
+        monkeypatch.setattr(HostBinding, "run", run_or_fail)
 
 
 @pytest.fixture
@@ -189,10 +189,10 @@ def test_an_unexpected_error_fails_all_requests_and_no_caller_waits_forever(
     requests = [engine.submit("a", stopping_criteria=gate), engine.submit("b", n=2)]
     assert gate.reached.wait(60)
 
-    def broken(batch: Batch, width: int) -> list[int]:
+    def raise_surprise(batch: Batch, width: int) -> list[int]:
         raise RuntimeError("surprise")
 
-    monkeypatch.setattr(Batch, "step", broken)
+    monkeypatch.setattr(Batch, "step", raise_surprise)
     gate.opened.set()
     for request in requests:
         with pytest.raises(GenerationError, match=r"engine has failed \(RuntimeError: surprise\); create a new Engine"):
@@ -207,14 +207,14 @@ def test_an_engine_that_failed_can_be_garbage_collected(
 ) -> None:
     """Its thread ends and its memory is freed, although the frames of its errors refer to it."""
 
-    def broken(batch: Batch, width: int) -> list[int]:
+    def raise_surprise(batch: Batch, width: int) -> list[int]:
         raise RuntimeError("surprise")
 
     async def ask(engine: Engine) -> None:
         with pytest.raises(GenerationError, match="surprise"):
             await engine.generate("a", max_new_tokens=9)
 
-    monkeypatch.setattr(Batch, "step", broken)
+    monkeypatch.setattr(Batch, "step", raise_surprise)
     engine = Engine(model, max_batch=1)
     asyncio.run(ask(engine))
     assert (engine.stats().in_use, engine.stats().queued) == (0, 0)
@@ -251,7 +251,7 @@ def test_random_faults_change_no_other_request(
     run = HostBinding.run
     inject = True
 
-    def faulty(binding: HostBinding, step: int | None = None) -> None:
+    def run_or_fail(binding: HostBinding, step: int | None = None) -> None:
         run(binding, step)  # the caches have changed when the error comes
         if inject and rng.random() < 0.02:
             raise GenerationError("no memory")
@@ -261,7 +261,7 @@ def test_random_faults_change_no_other_request(
             raise ZeroDivisionError
         return False
 
-    monkeypatch.setattr(HostBinding, "run", faulty)
+    monkeypatch.setattr(HostBinding, "run", run_or_fail)
     engine = engine_of(any_model, max_batch=4, prefill_budget=7)
     given = [random_request(rng) for _ in range(60)]
     requests = [
@@ -283,7 +283,7 @@ def test_random_faults_change_no_other_request(
             if request.error is None:
                 assert result == whole
             else:
-                assert begins(result, whole)
+                assert is_beginning(result, whole)
     assert engine.stats().failed == failed
 
 
@@ -298,7 +298,7 @@ def test_failing_copies_of_states_fail_only_the_requests_that_need_them(
     rng = np.random.default_rng(5)
     inject, injected = True, set[str]()
 
-    def failing(name: str) -> Callable[..., Any]:
+    def failing_at_random(name: str) -> Callable[..., Any]:
         real = getattr(Batch, name)
 
         def copy(batch: Batch, *arguments: Any) -> Any:
@@ -312,7 +312,7 @@ def test_failing_copies_of_states_fail_only_the_requests_that_need_them(
         return copy
 
     for name in COPIES:
-        monkeypatch.setattr(Batch, name, failing(name))
+        monkeypatch.setattr(Batch, name, failing_at_random(name))
     engine = engine_of(any_model, max_batch=3, prefill_budget=7, prefix_bytes=1 << 20)
     beginnings = [rng.integers(0, 90, 40).tolist() for _ in range(4)]
     given = [
@@ -338,6 +338,6 @@ def test_failing_copies_of_states_fail_only_the_requests_that_need_them(
         if request.error is None:
             assert result.token_ids == whole.token_ids
         else:
-            assert begins(result, whole)
+            assert is_beginning(result, whole)
     last = engine.submit(**given[0]).result(60)
     assert last.token_ids == any_model.generate(**given[0]).token_ids

@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from tests.engine.test_results import begins
+from tests.engine.test_results import is_beginning
 from tests.support.hashing_session import CONTEXT, FIRST, FORMS, INVALID, TOKENS, failing_once, hashing_model
 from tests.support.samples import examples, slow, thinned
 from topw_deploy.engine import Engine, Request
@@ -132,13 +132,13 @@ class Stepped:
         assert error is None or (type(error) is GenerationError and "injected" in str(error))
         for result, whole in zip(found, alone if isinstance(alone, list) else [alone], strict=True):
             if result.finish_reason in ("cancelled", "timeout", "error"):
-                assert begins(result, whole)
+                assert is_beginning(result, whole)
             else:
                 assert result == whole
 
 
 def random_prompt(rng: np.random.Generator, sequences: list[list[int]]) -> list[int]:
-    """A prompt that often begins with a known sequence or a part of one. Some prompts have invalid logits."""
+    """A prompt that often is_beginning with a known sequence or a part of one. Some prompts have invalid logits."""
     start = sequences[-1 - rng.integers(min(8, len(sequences)))] if sequences and rng.random() < 0.7 else []
     start = start[: rng.integers(len(start) + 1)] if rng.random() < 0.3 else start
     more = rng.integers(FIRST, FIRST + TOKENS, rng.integers(1, 8)).tolist()
@@ -148,7 +148,7 @@ def random_prompt(rng: np.random.Generator, sequences: list[list[int]]) -> list[
     return prompt
 
 
-def random_given(rng: np.random.Generator, sequences: list[list[int]]) -> dict[str, Any]:
+def random_parameters(rng: np.random.Generator, sequences: list[list[int]]) -> dict[str, Any]:
     given: dict[str, Any] = {
         "prompt": random_prompt(rng, sequences),
         "max_new_tokens": int(rng.integers(1, 9)),
@@ -174,7 +174,7 @@ def test_random_schedules_draw_what_requests_draw_alone(model: TopWModel, form: 
     for _ in range(500):
         choice = rng.random()
         if choice < 0.25:
-            stepped.submit(random_given(rng, stepped.sequences))
+            stepped.submit(random_parameters(rng, stepped.sequences))
         elif choice < 0.30 and stepped.running:
             stepped.running[rng.integers(len(stepped.running))][1].cancel()
         elif choice < 0.31:
@@ -214,7 +214,7 @@ class Interleavings(RuleBasedStateMachine):
     def submit(self, seed: int, count: int) -> None:
         rng = np.random.default_rng(seed)
         for _ in range(count):
-            self.stepped.submit(random_given(rng, self.stepped.sequences))
+            self.stepped.submit(random_parameters(rng, self.stepped.sequences))
 
     @precondition(lambda self: self.stepped.running)
     @rule(data=st.data())

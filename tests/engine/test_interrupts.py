@@ -74,7 +74,7 @@ class Interrupt:
         return self._trace
 
 
-def interrupt_everywhere(call: Callable[[], object], after: Callable[[], None]) -> int:
+def interrupt_at_every_point(call: Callable[[], object], after: Callable[[], None]) -> int:
     """Interrupt `call` once at every point, and call `after` each time. Returns the number of points."""
     for number in range(10**6):
         with Interrupt(number) as interrupt:
@@ -88,7 +88,7 @@ def interrupt_everywhere(call: Callable[[], object], after: Callable[[], None]) 
     raise AssertionError("it never ends")
 
 
-def serves_and_is_empty(engine: topw_deploy.engine.Engine) -> None:
+def check_serves_and_is_empty(engine: topw_deploy.engine.Engine) -> None:
     assert engine._capacity.wait_until_empty(30), f"{engine._capacity.sequences} reservations are lost"
     served: list[Any] = []
     other = threading.Thread(target=lambda: served.append(engine.submit("b", max_new_tokens=1).result(30)))
@@ -99,8 +99,8 @@ def serves_and_is_empty(engine: topw_deploy.engine.Engine) -> None:
 
 def test_an_interrupted_submit_releases_its_reservation(model: TopWModel, engine_of: NewEngine) -> None:
     engine = engine_of(model, max_batch=1, max_queue=2)
-    places = interrupt_everywhere(
-        lambda: engine.submit("a", n=2, max_new_tokens=2, **HOT), lambda: serves_and_is_empty(engine)
+    places = interrupt_at_every_point(
+        lambda: engine.submit("a", n=2, max_new_tokens=2, **HOT), lambda: check_serves_and_is_empty(engine)
     )
     assert places > 50, "from the first call to the last"
 
@@ -115,15 +115,15 @@ def test_an_interrupted_caller_that_waits_releases_its_reservation(model: TopWMo
         waiting.join()
         engine.submit("a", max_new_tokens=1, **HOT)
 
-    assert interrupt_everywhere(call, lambda: serves_and_is_empty(engine)) > 50
+    assert interrupt_at_every_point(call, lambda: check_serves_and_is_empty(engine)) > 50
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")  # it was interrupted before
 @pytest.mark.slow
 def test_an_interrupted_task_releases_its_reservation(model: TopWModel, engine_of: NewEngine) -> None:
     engine = engine_of(model, max_batch=1, max_queue=0)
-    places = interrupt_everywhere(
-        lambda: asyncio.run(engine.generate("a", max_new_tokens=1, **HOT)), lambda: serves_and_is_empty(engine)
+    places = interrupt_at_every_point(
+        lambda: asyncio.run(engine.generate("a", max_new_tokens=1, **HOT)), lambda: check_serves_and_is_empty(engine)
     )
     assert places > 50
 
@@ -133,14 +133,14 @@ async def read_stream(engine: Engine) -> None:
         pass
 
 
-def modules(*names: str) -> tuple[str, ...]:
+def module_paths(*names: str) -> tuple[str, ...]:
     return (*(str(Path(FOLDER) / name) for name in names), threading.__file__)
 
 
 WAITING: dict[str, tuple[Callable[[Engine], object], tuple[str, ...]]] = {
-    "result": (lambda e: e.submit("a", max_new_tokens=9, seed=1, **HOT).result(), modules("request.py")),
-    "stream": (lambda e: asyncio.run(read_stream(e)), modules("request.py", "tasks.py")),
-    "drain": (lambda e: e.drain(), modules("worker.py", "inbox.py")),
+    "result": (lambda e: e.submit("a", max_new_tokens=9, seed=1, **HOT).result(), module_paths("request.py")),
+    "stream": (lambda e: asyncio.run(read_stream(e)), module_paths("request.py", "tasks.py")),
+    "drain": (lambda e: e.drain(), module_paths("worker.py", "inbox.py")),
 }
 
 

@@ -46,7 +46,7 @@ def random_request(rng: np.random.Generator) -> dict[str, Any]:
     return given | {name: optional[name] for name in optional if rng.random() < 0.4}
 
 
-def begins(result: GenerationResult, whole: GenerationResult) -> bool:
+def is_beginning(result: GenerationResult, whole: GenerationResult) -> bool:
     """Whether `result` of a cancelled request is a beginning of `whole`."""
 
     def same(found: list[Any] | None, expected: list[Any] | None) -> bool:
@@ -75,7 +75,7 @@ def test_requests_of_a_random_schedule_draw_what_they_draw_alone(
         found, alone = request.result(60), scoring.generate(**one)
         for result, whole in zip(found, alone, strict=True) if isinstance(found, list) else [(found, alone)]:
             if result.finish_reason == "cancelled":
-                assert begins(result, whole)
+                assert is_beginning(result, whole)
             else:
                 assert result == whole
     assert engine.stats().failed == 0
@@ -157,12 +157,12 @@ def test_only_runs_with_a_request_that_asks_write_logits_to_the_host(
     bound: list[tuple[int, ...]] = []
     bind_result = HostBinding.bind_result
 
-    def binding(self: HostBinding, name: str, array: np.ndarray) -> None:
+    def record_binding(self: HostBinding, name: str, array: np.ndarray) -> None:
         if name == "logits":
             bound.append(array.shape)
         bind_result(self, name, array)
 
-    monkeypatch.setattr(HostBinding, "bind_result", binding)
+    monkeypatch.setattr(HostBinding, "bind_result", record_binding)
     engine = engine_of(scoring, max_batch=2)
     engine.submit(["ab", "cd"], **HOT, max_new_tokens=20).result(60)
     assert bound == []

@@ -105,7 +105,7 @@ def test_a_changed_mask_is_copied_to_the_device_and_others_are_not(
     monkeypatch.setattr(HostBinding, "refresh", lambda _self, name: refreshed.append(name))
     rows = Rows(model, 1)
     try:
-        rows.join("hello", 1, masked=True)  # 5 tokens and the first drawn one: no mask before the next
+        rows.join("hello", 1, masked=True)  # `set_mask` sets none before the sequence has 6 tokens
         rows.step(2)
         assert refreshed.count("allowed") == 0  # bound again with words
         rows.step(1)

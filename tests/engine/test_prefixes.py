@@ -54,11 +54,11 @@ def test_the_shared_length_counts_the_tokens_with_which_both_begin(one: str, oth
 @pytest.mark.parametrize(
     ("rows", "row"),
     [
-        (["", "abc", "abcd"], 2),  # shares most
-        (["", "abx", "axx"], 1),  # loses less than it shares
-        (["abxx", "ab", "abx"], 1),  # of those that share most, the one that loses least
-        (["xy", "abxxx", ""], 2),  # would lose more than it shares: the first that holds nothing
-        (["xy", "abxxx", "z"], 1),  # the one released first
+        (["", "abc", "abcd"], 2),  # the row that shares most tokens
+        (["", "abx", "axx"], 1),  # a row that loses fewer tokens than it shares
+        (["abxx", "ab", "abx"], 1),  # of the rows that share most, the one that loses fewest
+        (["xy", "abxxx", ""], 2),  # row 1 would lose more than it shares, so the first empty row
+        (["xy", "abxxx", "z"], 1),  # no row is empty, so the row that was released first
         (["", "", ""], 0),
     ],
 )
@@ -80,7 +80,7 @@ def test_rows_in_use_are_not_chosen_and_exchanged_rows_keep_their_tokens() -> No
     assert prefixes.rows_by_release() == [0, 1, 2]
 
 
-def names(snapshots: Snapshots[str], *prompts: str) -> list[str]:
+def states_found(snapshots: Snapshots[str], *prompts: str) -> list[str]:
     """The states found for each prompt, without marking them as used."""
     order = list(snapshots._snapshots)
     found = [snapshots.find_growing(ids(prompt), 1) for prompt in prompts]
@@ -96,9 +96,9 @@ def test_the_snapshot_used_longest_ago_is_dropped_first() -> None:
         snapshots.put(ids(text), text, 10)
     assert snapshots.find_growing(ids("aax"), 1) == (2, "aa")  # used
     snapshots.put(ids("dd"), "dd", 10)
-    assert names(snapshots, "aax", "bbx", "ccx", "ddx") == ["aa", "", "cc", "dd"]
+    assert states_found(snapshots, "aax", "bbx", "ccx", "ddx") == ["aa", "", "cc", "dd"]
     snapshots.put(ids("ee"), "ee", 20)
-    assert names(snapshots, "aax", "ccx", "ddx", "eex") == ["", "", "dd", "ee"]
+    assert states_found(snapshots, "aax", "ccx", "ddx", "eex") == ["", "", "dd", "ee"]
     assert (len(snapshots), snapshots.bytes) == (2, 30)
 
 

@@ -42,12 +42,8 @@ def random_request(rng: np.random.Generator) -> dict[str, Any]:
     return {**given, **{name: optional[name] for name in names}}
 
 
-def expected(model: TopWModel, given: dict[str, Any]) -> Any:
-    found = model.generate(**given)
-    return found
-
-
-def begins(result: GenerationResult, whole: GenerationResult) -> bool:
+def is_beginning(result: GenerationResult, whole: GenerationResult) -> bool:
+    """Whether the tokens and log-probabilities of `result` are the first ones of `whole`."""
     count = len(result.token_ids)
     return result.token_ids == whole.token_ids[:count] and result.logprobs == whole.logprobs[:count]
 
@@ -71,12 +67,12 @@ def test_requests_of_a_random_schedule_draw_what_they_draw_alone(
         if index in cancelled:
             running[-1].cancel()
     for one, request in zip(given, running, strict=True):
-        found, alone = request.result(60), expected(any_model, one)
+        found, alone = request.result(60), any_model.generate(**one)
         several = isinstance(found, list)
         pairs = zip(found, alone, strict=True) if several else [(found, alone)]
         for result, whole in pairs:
             if result.finish_reason == "cancelled":
-                assert begins(result, whole)
+                assert is_beginning(result, whole)
             else:
                 assert result == whole
     stats = engine.stats()

@@ -32,7 +32,7 @@ def ask(engine: Engine, prompt: list[int], new: int = 5, **given: Any) -> Genera
     return engine.submit(prompt, max_new_tokens=new, seed=3, **{**HOT, **given}).result(60)
 
 
-def alone(model: TopWModel, prompt: list[int], new: int = 5, **given: Any) -> Any:
+def generate_alone(model: TopWModel, prompt: list[int], new: int = 5, **given: Any) -> Any:
     return model.generate(prompt, max_new_tokens=new, seed=3, **{**HOT, **given})
 
 
@@ -49,7 +49,7 @@ def test_a_chat_turn_reads_its_new_tokens_only(model: TopWModel, engine_of: NewE
     engine = engine_of(model, max_batch=3)
     cached = []
     for prompt, result in turns(engine, SYSTEM, 4):
-        assert result == alone(model, prompt)
+        assert result == generate_alone(model, prompt)
         cached.append(result.cached_tokens)
     assert cached == [0, 34, 42, 50]
     stats = engine.stats()
@@ -66,22 +66,22 @@ def test_an_equal_prompt_reads_its_last_token(model: TopWModel, engine_of: NewEn
 def test_samples_of_a_prompt_read_it_once(model: TopWModel, engine_of: NewEngine, chunks: list) -> None:
     engine = engine_of(model, max_batch=4, prefill_budget=16)
     found = engine.submit(SYSTEM, n=4, max_new_tokens=9, seed=3, **HOT).result(60)
-    assert found == alone(model, SYSTEM, 9, n=4)
+    assert found == generate_alone(model, SYSTEM, 9, n=4)
     assert [result.cached_tokens for result in found] == [0, 29, 29, 29]
     assert chunks == [(0, 16), (16, 30), (29, 30), (29, 30), (29, 30)]
 
 
 def test_a_request_can_read_its_prompt_whole(any_model: TopWModel, engine_of: NewEngine, chunks: list) -> None:
     engine = engine_of(any_model, max_batch=3, prefix_bytes=10**6)
-    whole, usual = alone(any_model, SYSTEM), ask(engine, SYSTEM)
+    whole, usual = generate_alone(any_model, SYSTEM), ask(engine, SYSTEM)
     chunks.clear()
     found = engine.submit(SYSTEM, n=2, max_new_tokens=5, seed=3, reuse_prefix=False, **HOT).result(60)
     assert chunks == [(0, 30), (0, 30)]
     assert [result.cached_tokens for result in found] == [0, 0]
-    assert found == alone(any_model, SYSTEM, n=2)
+    assert found == generate_alone(any_model, SYSTEM, n=2)
     assert usual == whole
     again = ask(engine, [*SYSTEM, 77])
-    assert (again.cached_tokens, again) == (30, alone(any_model, [*SYSTEM, 77])), "later prompts reuse it"
+    assert (again.cached_tokens, again) == (30, generate_alone(any_model, [*SYSTEM, 77])), "later prompts reuse it"
 
 
 def test_a_whole_prompt_takes_the_row_that_was_free_longest(model: TopWModel, engine_of: NewEngine) -> None:
@@ -100,14 +100,14 @@ def test_a_prompt_shares_that_of_a_running_sequence_and_what_it_drew(
     engine = engine_of(any_model, max_batch=3, prefill_budget=16)
     running = engine.submit(SYSTEM, max_new_tokens=60, seed=3, stopping_criteria=gate, **HOT)
     assert gate.reached.wait(60)
-    drawn = alone(any_model, SYSTEM, 60).token_ids
+    drawn = generate_alone(any_model, SYSTEM, 60).token_ids
     prompts = [[*SYSTEM, 77], [*SYSTEM, *drawn[:5], 77]]
     requests = [engine.submit(prompt, max_new_tokens=5, seed=3, **HOT) for prompt in prompts]
     gate.opened.set()
     found = [request.result(60) for request in requests]
-    assert found == [alone(any_model, prompt) for prompt in prompts]
+    assert found == [generate_alone(any_model, prompt) for prompt in prompts]
     assert [result.cached_tokens for result in found] == [30, 35]
-    assert running.result(60) == alone(any_model, SYSTEM, 60)
+    assert running.result(60) == generate_alone(any_model, SYSTEM, 60)
 
 
 @pytest.mark.usefixtures("no_copies")
@@ -125,8 +125,8 @@ def test_steps_write_after_the_tokens_of_free_rows(any_model: TopWModel, engine_
     assert engine._scheduler.width == 2
     prompt = [*SYSTEM, *answer, 50]
     found = ask(engine, prompt)
-    assert (found, found.cached_tokens) == (alone(any_model, prompt), 34)
-    assert beside.result(60) == alone(any_model, [8, 9], 60)
+    assert (found, found.cached_tokens) == (generate_alone(any_model, prompt), 34)
+    assert beside.result(60) == generate_alone(any_model, [8, 9], 60)
 
 
 @pytest.mark.usefixtures("no_copies")
@@ -145,9 +145,9 @@ def test_steps_write_after_the_prefix_of_a_prompt_that_waits_for_its_chunk(
     requests = [engine.submit(tokens, max_new_tokens=5, seed=3, **HOT) for tokens in ([5] * 25, prompt)]
     second.opened.set()
     long, found = (request.result(60) for request in requests)
-    assert (found, found.cached_tokens) == (alone(any_model, prompt), 34)
-    assert long == alone(any_model, [5] * 25)
-    assert beside.result(60) == alone(any_model, [8, 9], 60)
+    assert (found, found.cached_tokens) == (generate_alone(any_model, prompt), 34)
+    assert long == generate_alone(any_model, [5] * 25)
+    assert beside.result(60) == generate_alone(any_model, [8, 9], 60)
 
 
 def test_exchanged_rows_keep_their_tokens(any_model: TopWModel, engine_of: NewEngine, gate: Gate) -> None:
@@ -158,9 +158,9 @@ def test_exchanged_rows_keep_their_tokens(any_model: TopWModel, engine_of: NewEn
     beside = engine.submit([8, 9], max_new_tokens=60, seed=3, **HOT)
     gate.opened.set()
     prompt = [*SYSTEM, *held.result(60).token_ids, 50]
-    assert beside.result(60) == alone(any_model, [8, 9], 60)
+    assert beside.result(60) == generate_alone(any_model, [8, 9], 60)
     found = ask(engine, prompt)
-    assert (found, found.cached_tokens) == (alone(any_model, prompt), 34)
+    assert (found, found.cached_tokens) == (generate_alone(any_model, prompt), 34)
 
 
 def test_tokens_that_a_taken_row_loses_are_restored_from_host_memory(
@@ -172,7 +172,7 @@ def test_tokens_that_a_taken_row_loses_are_restored_from_host_memory(
     for turn in range(3):
         for chat, first in zip(chats, (30, 20), strict=True):
             prompt, result = next(chat)
-            assert result == alone(any_model, prompt)
+            assert result == generate_alone(any_model, prompt)
             assert result.cached_tokens == (first + 8 * turn - 4 if turn else 0)
 
 
@@ -201,7 +201,7 @@ def test_a_row_whose_states_are_not_finite_is_not_reused(load: Any, engine_of: N
     with pytest.raises(LogitsError):
         engine.submit("abcd!", max_new_tokens=9).result(60)
     found = ask(engine, byte_ids("abcdef"))
-    assert (found, found.cached_tokens) == (alone(model, byte_ids("abcdef")), 0)
+    assert (found, found.cached_tokens) == (generate_alone(model, byte_ids("abcdef")), 0)
 
 
 def test_the_part_that_a_cancelled_prompt_read_is_reused(
@@ -211,24 +211,24 @@ def test_the_part_that_a_cancelled_prompt_read_is_reused(
     requests: list[Request] = []
     read = Batch.read
 
-    def reading(batch: Batch, row: int, request: Any, start: int, end: int) -> int | None:
+    def cancel_at_second_chunk(batch: Batch, row: int, request: Any, start: int, end: int) -> int | None:
         if end == 16 and requests:
             requests.pop().cancel()
         return read(batch, row, request, start, end)
 
-    monkeypatch.setattr(Batch, "read", reading)
+    monkeypatch.setattr(Batch, "read", cancel_at_second_chunk)
     cancelled = engine.submit(SYSTEM, max_new_tokens=5, seed=3, **HOT)
     requests.append(cancelled)
     assert cancelled.result(60).token_ids == []
     found = ask(engine, SYSTEM)
-    assert (found, found.cached_tokens) == (alone(model, SYSTEM), 16)
+    assert (found, found.cached_tokens) == (generate_alone(model, SYSTEM), 16)
 
 
 def test_reuse_can_be_switched_off(model: TopWModel, engine_of: NewEngine) -> None:
     engine = engine_of(model, reuse_prefixes=False, prefix_bytes=10**6)
     assert [ask(engine, SYSTEM).cached_tokens for _ in range(2)] == [0, 0]
     assert engine.stats().cached_tokens == 0
-    assert alone(model, SYSTEM).as_dict()["cached_tokens"] == 0
+    assert generate_alone(model, SYSTEM).as_dict()["cached_tokens"] == 0
 
 
 def test_exact_engines_reuse_whole_chunks_of_prompts(
@@ -238,7 +238,7 @@ def test_exact_engines_reuse_whole_chunks_of_prompts(
     engine = engine_of(any_model, max_batch=2, prefill_budget=8, exact=True)
     cached = []
     for prompt, result in turns(engine, SYSTEM, 4):
-        assert result == alone(any_model, prompt)
+        assert result == generate_alone(any_model, prompt)
         cached.append(result.cached_tokens)
     assert cached == [0, 24, 32, 40]
     assert all(start % 8 == 0 and (end % 8 == 0 or end in (30, 38, 46, 54)) for start, end in chunks)
@@ -274,7 +274,7 @@ def test_every_request_of_a_random_schedule_draws_what_it_draws_alone(
                 prompt = [*prompt, *request.result(60).token_ids, *rest]
                 requests.append((prompt, new, engine.submit(prompt, max_new_tokens=new, seed=3, **HOT)))
     for prompt, new, request in requests:
-        found, whole = request.result(60), alone(any_model, prompt, new)
+        found, whole = request.result(60), generate_alone(any_model, prompt, new)
         assert found.token_ids == whole.token_ids[: len(found.token_ids)]
         assert found.logprobs == whole.logprobs[: len(found.logprobs)]
         assert found.finish_reason == "cancelled" or found == whole

@@ -139,7 +139,7 @@ Interleavings.TestCase.settings = settings(max_examples=examples(60), stateful_s
 TestInterleavings = Interleavings.TestCase
 
 
-def started(
+def start_scheduler(
     prompts: list[int], rows: int = 4, chunk: int = 2, **settings: bool
 ) -> tuple[Scheduler, list[ScheduledSequence]]:
     scheduler, sequences = Scheduler(rows, chunk, **settings), [ScheduledSequence(tokens) for tokens in prompts]
@@ -149,7 +149,7 @@ def started(
     return scheduler, sequences
 
 
-def read_one(scheduler: Scheduler) -> ScheduledSequence:
+def read_next_chunk(scheduler: Scheduler) -> ScheduledSequence:
     chunk = scheduler.next_chunk()
     assert chunk is not None
     scheduler.record_read(chunk)
@@ -157,27 +157,27 @@ def read_one(scheduler: Scheduler) -> ScheduledSequence:
 
 
 def test_chunks_alternate_between_the_oldest_and_the_shortest_prompt() -> None:
-    scheduler, (long, middle, short) = started([10, 4, 2])
-    assert [read_one(scheduler) for _ in range(7)] == [long, short, long, middle, long, middle, long]
+    scheduler, (long, middle, short) = start_scheduler([10, 4, 2])
+    assert [read_next_chunk(scheduler) for _ in range(7)] == [long, short, long, middle, long, middle, long]
 
 
 def test_a_short_prompt_behind_a_long_one_waits_for_at_most_one_chunk() -> None:
-    scheduler, (long,) = started([100])
+    scheduler, (long,) = start_scheduler([100])
     for _ in range(5):
-        read_one(scheduler)
+        read_next_chunk(scheduler)
         short = ScheduledSequence(1)
         scheduler.submit(short)
         scheduler.admit()
-        assert short in (read_one(scheduler), read_one(scheduler))
+        assert short in (read_next_chunk(scheduler), read_next_chunk(scheduler))
         scheduler.end(short)
     assert long.read_tokens > 0
 
 
 @pytest.mark.parametrize(("moves_rows", "width", "pairs"), [(True, 2, [(2, 0)]), (False, 3, [])])
 def test_the_last_row_moves_to_a_free_row_below_it(moves_rows: bool, width: int, pairs: list[tuple[int, int]]) -> None:
-    scheduler, sequences = started([1, 1, 1], moves_rows=moves_rows)
+    scheduler, sequences = start_scheduler([1, 1, 1], moves_rows=moves_rows)
     for _ in sequences:
-        read_one(scheduler)
+        read_next_chunk(scheduler)
     assert scheduler.arrange() == []
     assert scheduler.width == 3
     scheduler.end(sequences[0])
@@ -186,19 +186,19 @@ def test_the_last_row_moves_to_a_free_row_below_it(moves_rows: bool, width: int,
 
 
 def test_a_step_leaves_out_rows_above_the_last_decoding_one() -> None:
-    scheduler, (first, _) = started([1, 9])
-    assert read_one(scheduler) is first
+    scheduler, (first, _) = start_scheduler([1, 9])
+    assert read_next_chunk(scheduler) is first
     scheduler.arrange()
     assert scheduler.width == 1
 
 
 def test_decoding_rows_are_exchanged_with_prompts_if_steps_may_have_only_decoding_rows() -> None:
-    scheduler, (long, short) = started([9, 2], decoding_only=True)
-    read_one(scheduler)
-    assert read_one(scheduler) is short
+    scheduler, (long, short) = start_scheduler([9, 2], decoding_only=True)
+    read_next_chunk(scheduler)
+    assert read_next_chunk(scheduler) is short
     assert scheduler.arrange() == [(1, 0)]
     assert (short.row, long.row, scheduler.width) == (0, 1, 1)
-    loose, (_, other) = started([9, 2])
-    read_one(loose)
-    assert read_one(loose) is other
+    loose, (_, other) = start_scheduler([9, 2])
+    read_next_chunk(loose)
+    assert read_next_chunk(loose) is other
     assert (loose.arrange(), loose.width) == ([], 2)

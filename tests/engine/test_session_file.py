@@ -106,34 +106,34 @@ def test_every_tensor_is_aligned(path: Path) -> None:
     )
 
 
-def change(name: str, **fields: Any) -> Callable[[dict[str, Any]], None]:
+def set_fields(name: str, **fields: Any) -> Callable[[dict[str, Any]], None]:
     return lambda header: header[name].update(fields)
 
 
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no metadata": (lambda header: header.pop("__metadata__"), "it is not a saved session"),
-    "another format": (change("__metadata__", format="pt"), "it is not a saved session"),
-    "a newer version": (change("__metadata__", version="2"), r"it has version '2', but this topw_deploy reads 1"),
-    "another export": (change("__metadata__", manifest="cd" * 32, model="other"),
+    "another format": (set_fields("__metadata__", format="pt"), "it is not a saved session"),
+    "a newer version": (set_fields("__metadata__", version="2"), r"it has version '2', but this topw_deploy reads 1"),
+    "another export": (set_fields("__metadata__", manifest="cd" * 32, model="other"),
                        r"another export \('other', manifest cdcdcdcdcdcdcdcd…\), not to this one \('a model'"),
-    "no digest": (change("__metadata__", sha256=None), "it has no SHA-256"),
-    "another digest": (change("__metadata__", sha256="0" * 64), "its data has SHA-256 .*, its header says 0000"),
+    "no digest": (set_fields("__metadata__", sha256=None), "it has no SHA-256"),
+    "another digest": (set_fields("__metadata__", sha256="0" * 64), "its data has SHA-256 .*, its header says 0000"),
     "no tokens": (lambda header: header.pop("tokens"), "it has no tokens"),
-    "tokens of another type": (change("tokens", dtype="U64"), "it has no tokens"),
-    "zero tokens": (change("tokens", shape=[0], data_offsets=[0, 0]), "it has 0 tokens, but a row of the engine has 1"),
-    "too many tokens": (change("tokens", shape=[10], data_offsets=[0, 80]), r"10 tokens, but .* 1 to 9 \(max_length\)"),
-    "2^60 tokens": (change("tokens", shape=[1 << 60], data_offsets=[0, 1 << 63]), "of more than 92233720368547758"),
+    "tokens of another type": (set_fields("tokens", dtype="U64"), "it has no tokens"),
+    "zero tokens": (set_fields("tokens", shape=[0], data_offsets=[0, 0]), "it has 0 tokens, but a row of the engine"),
+    "too many tokens": (set_fields("tokens", shape=[10], data_offsets=[0, 80]), r"10 tokens, .* 1 to 9 \(max_length\)"),
+    "2^60 tokens": (set_fields("tokens", shape=[1 << 60], data_offsets=[0, 1 << 63]), "of more than 92233720368547758"),
     "a state less": (lambda header: header.pop("mean"), "it has no tensor 'mean'"),
     "a state more": (lambda header: header.update(other=header["codes"]), "it has the unknown tensor 'other'"),
-    "another type": (change("mean", dtype="BF16"), r"its mean is BF16 \[5, 3\], not F16 \[5, 3\]"),
-    "an unknown type": (change("mean", dtype="F4"), "'mean' has 30 bytes for 'F4'"),
-    "another shape": (change("keys", shape=[3, 5, 2]), r"its keys is F32 \[3, 5, 2\], not F32 \[2, 5, 3\]"),
-    "more data than the shape": (change("keys", shape=[2, 5, 2]), r"'keys' has 120 bytes for 'F32' of shape \[2, 5"),
-    "a negative size": (change("keys", shape=[-2, -5, 3]), "the entry of 'keys' is"),
-    "a size that is true": (change("latent", shape=[True, 5, 5]), "the entry of 'latent' is"),
+    "another type": (set_fields("mean", dtype="BF16"), r"its mean is BF16 \[5, 3\], not F16 \[5, 3\]"),
+    "an unknown type": (set_fields("mean", dtype="F4"), "'mean' has 30 bytes for 'F4'"),
+    "another shape": (set_fields("keys", shape=[3, 5, 2]), r"its keys is F32 \[3, 5, 2\], not F32 \[2, 5, 3\]"),
+    "more data than the shape": (set_fields("keys", shape=[2, 5, 2]), r"'keys' has 120 bytes for 'F32' of shape \[2"),
+    "a negative size": (set_fields("keys", shape=[-2, -5, 3]), "the entry of 'keys' is"),
+    "a size that is true": (set_fields("latent", shape=[True, 5, 5]), "the entry of 'latent' is"),
     "offsets in reverse": (lambda header: header["keys"]["data_offsets"].reverse(), "'keys' has -120 bytes"),
-    "overlapping offsets": (change("latent", data_offsets=[0, 50]), "begins at 0, not at"),
-    "a gap": (change("codes", data_offsets=[1 << 30, (1 << 30) + 35]), "its codes begins at 1073741824, not at"),
+    "overlapping offsets": (set_fields("latent", data_offsets=[0, 50]), "begins at 0, not at"),
+    "a gap": (set_fields("codes", data_offsets=[1 << 30, (1 << 30) + 35]), "its codes begins at 1073741824, not at"),
     "no offsets": (lambda header: header["keys"].pop("data_offsets"), "'keys' has no dtype, shape and data_offsets"),
     "no entry": (lambda header: header.update(keys=7), "'keys' has no dtype"),
 }  # fmt: skip
@@ -179,7 +179,7 @@ def test_a_header_above_the_limit_is_refused_before_it_is_read(path: Path) -> No
         read_session(path, FORM)
 
 
-def sealed(header: dict[str, Any], data: bytes) -> bytes:
+def file_with_digest(header: dict[str, Any], data: bytes) -> bytes:
     """A file with this header and data, and the correct digest."""
     header["__metadata__"]["sha256"] = hashlib.sha256(data).hexdigest()
     return file_of(header, data)
@@ -201,7 +201,7 @@ def sealed(header: dict[str, Any], data: bytes) -> bytes:
 def test_tokens_and_states_that_no_engine_writes_are_refused(path: Path, name: str, value: bytes, reason: str) -> None:
     header, data = header_of(path.read_bytes())
     begin = header[name]["data_offsets"][0]
-    path.write_bytes(sealed(header, data[:begin] + value + data[begin + len(value) :]))
+    path.write_bytes(file_with_digest(header, data[:begin] + value + data[begin + len(value) :]))
     with pytest.raises(SessionFileError, match=reason):
         read_session(path, FORM)
 
@@ -229,7 +229,7 @@ def test_an_exact_engine_takes_files_with_its_own_chunks_only(path: Path, tmp_pa
     assert len(read_session(path, exact)[0]) == len(read_session(path, FORM)[0]) == 4
 
 
-def mutated(content: bytes, rng: np.random.Generator) -> bytes:
+def mutate(content: bytes, rng: np.random.Generator) -> bytes:
     """`content` with changed, removed, repeated or replaced bytes. Half of the files get the correct digest, if they
     still have a header.
     """
@@ -248,7 +248,7 @@ def mutated(content: bytes, rng: np.random.Generator) -> bytes:
         else:
             raw[at : at + count] = rng.choice([b"0", b"-1", b"1e9", b"null", b"[]", b'"', b"999999999999"])
     try:
-        return sealed(*header_of(bytes(raw))) if rng.random() < 0.5 else bytes(raw)
+        return file_with_digest(*header_of(bytes(raw))) if rng.random() < 0.5 else bytes(raw)
     except (ValueError, KeyError, TypeError, struct.error, RecursionError):
         return bytes(raw)
 
@@ -257,7 +257,7 @@ def test_changed_files_are_refused_or_give_valid_states(path: Path) -> None:
     content = path.read_bytes()
     rng, refused = np.random.default_rng(0), 0
     for _ in range(600):
-        path.write_bytes(mutated(content, rng))
+        path.write_bytes(mutate(content, rng))
         try:
             tokens, states, _ = read_session(path, FORM)
         except SessionFileError:

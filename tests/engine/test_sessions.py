@@ -330,13 +330,13 @@ def test_a_call_gets_an_error_while_the_thread_ends(
             engine.save_session([1], tmp_path / "late")
         errors.append(True)
 
-    def closing(batch: Batch) -> None:
+    def call_and_close(batch: Batch) -> None:
         thread.start()
         until(engine._worker._inbox.qsize)
         close(batch)
 
     thread = threading.Thread(target=save, daemon=True)
-    monkeypatch.setattr(Batch, "close", closing)
+    monkeypatch.setattr(Batch, "close", call_and_close)
     engine.shutdown()
     thread.join(60)
     assert errors

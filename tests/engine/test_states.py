@@ -33,12 +33,12 @@ def test_requests_draw_what_they_draw_alone(
     exchanged = 0
     exchange = Batch.exchange
 
-    def exchanging(batch: Batch, one: int, other: int, saves: bool) -> None:
+    def count_exchange(batch: Batch, one: int, other: int, saves: bool) -> None:
         nonlocal exchanged
         exchanged += 1
         exchange(batch, one, other, saves)
 
-    monkeypatch.setattr(Batch, "exchange", exchanging)
+    monkeypatch.setattr(Batch, "exchange", count_exchange)
     source = make_model(family) if family == "gemma3" else make_hybrid(family)
     source.save_pretrained(tmp_path / "model")
     write_tokenizer(tmp_path / "model")

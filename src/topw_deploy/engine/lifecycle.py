@@ -169,7 +169,7 @@ class Deadlines:
 
 
 def _tokens_left(sequence: RequestSequence, outputs: TokenOutputs) -> np.ndarray | None:
-    """The tokens in the row of an ended sequence; None for the part of its prompt that was read.
+    """The tokens in the row of an ended sequence; None if only a part of its prompt was read.
 
     The last drawn token was not read. After an error the row may have read one more token than its results show.
     """

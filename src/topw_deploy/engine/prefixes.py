@@ -76,7 +76,7 @@ class RowPrefixes:
     def __init__(self, rows: int, policy: ReusePolicy) -> None:
         self.held = [NO_TOKENS] * rows
         self._policy = policy
-        self._release_numbers = [0] * rows  # larger: released later
+        self._release_numbers = [0] * rows  # a row with a larger number was released later
         self._releases = 0
 
     def record_release(self, row: int) -> None:

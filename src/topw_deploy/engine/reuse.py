@@ -124,7 +124,7 @@ class Reuse:
                 self._store_fixed(tokens, lambda: self._batch.copy_fixed(row))
 
     def release_row(self, row: int, tokens: np.ndarray | None) -> None:
-        """Record that a row is free. tokens: the tokens that it holds; None for those given to `record_read`."""
+        """Record that a row is free. tokens: the tokens that it holds; None for those passed to `record_read`."""
         if tokens is not None and self.is_enabled and not (self._exact and len(tokens)):
             self._prefixes.held[row] = tokens
         self._prefixes.record_release(row)
@@ -219,7 +219,7 @@ class Reuse:
         )
 
     def _find_longest(self, wanted: np.ndarray, row: int | None = None) -> _KnownPrefix:
-        """Find the longest known beginning of `wanted`, to put into `row`, or to copy."""
+        """Find the longest known beginning of `wanted`. row: the row into which it will be put; None for a copy."""
         policy, fixed_lengths = self._policy, self._snapshots.fixed_lengths(wanted)
         best, row_has_fixed = _KnownPrefix(0), False
         rows: list[int] = list(range(len(self._prefixes.held)))

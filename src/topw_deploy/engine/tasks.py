@@ -78,7 +78,7 @@ class EventQueue:
         self._listener: EventListener | None = None
 
     def listen(self, waker: LoopWaker, on_loop_closed: Callable[[], None]) -> EventListener:
-        """Returns the task's end of the queue.
+        """Let `put` wake the calling task from now on. Returns the object from which the task takes the events.
 
         on_loop_closed: called by `put` once the task's loop is closed.
         """

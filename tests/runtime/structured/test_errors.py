@@ -90,7 +90,7 @@ def test_a_grammar_that_does_not_compile_is_refused_with_its_place(
 def test_without_llguidance_an_error_names_the_extra_to_install(
     model: TopWModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(install, "importable", lambda module: module != "llguidance")
+    monkeypatch.setattr(install, "is_importable", lambda module: module != "llguidance")
     monkeypatch.setattr(model, "_grammars", grammars.Grammars(model.tokenizer, 259))
     with pytest.raises(
         MissingPackageError, match=r"^structured output needs llguidance, .*pip install .*\[structured\]"
@@ -107,17 +107,17 @@ def test_a_graph_without_the_input_allowed_is_refused(model: TopWModel, monkeypa
     assert model.generate("x", max_new_tokens=2).token_ids
 
 
-def chained(rule: Callable[[int], str], last: str, length: int) -> str:
+def chain_rules(rule: Callable[[int], str], last: str, length: int) -> str:
     return "\n".join(["start: " + rule(0).split(":")[0], *map(rule, range(length)), last])
 
 
 def deep_lark() -> str:
     """As many rules as a grammar may have, each of which refers to the next one: the compiler recurses into each."""
-    return chained(lambda i: f'r{i:x}:"x"r{i + 1:x}', 'rfa0:"q"', 0xFA0)
+    return chain_rules(lambda i: f'r{i:x}:"x"r{i + 1:x}', 'rfa0:"q"', 0xFA0)
 
 
 def deep_terminals() -> str:
-    return chained(lambda i: f'A{i}:("x"A{i + 1}"y"|"z")', 'A2500:"q"', 2500)
+    return chain_rules(lambda i: f'A{i}:("x"A{i + 1}"y"|"z")', 'A2500:"q"', 2500)
 
 
 def deep_schema() -> dict[str, Any]:

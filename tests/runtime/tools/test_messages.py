@@ -10,19 +10,19 @@ PRINT = "{{ messages[0].tool_calls[0].function.arguments is string }}{{ messages
 HERMES, DEEPSEEK = "{# <tool_call> #}", "{# <｜tool▁calls▁begin｜><｜tool▁sep｜> #}"
 
 
-def rendered(mark: str, arguments: Any) -> str:
+def render(mark: str, arguments: Any) -> str:
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
     return ChatTemplate(mark + PRINT, {}).render([{"role": "assistant", "content": "", "tool_calls": [call]}])
 
 
 def test_arguments_become_an_object_or_text() -> None:
-    assert rendered(HERMES, '{"a": 1}') == rendered(HERMES, {"a": 1}) == "False{'a': 1}"
-    assert rendered(DEEPSEEK, '{"a":1}') == 'True{"a":1}'
-    assert rendered(DEEPSEEK, {"a": "é"}) == 'True{"a": "é"}'
+    assert render(HERMES, '{"a": 1}') == render(HERMES, {"a": 1}) == "False{'a': 1}"
+    assert render(DEEPSEEK, '{"a":1}') == 'True{"a":1}'
+    assert render(DEEPSEEK, {"a": "é"}) == 'True{"a": "é"}'
 
 
 def test_the_source_of_a_deepseek_template_decides_the_form_of_calls() -> None:
-    assert rendered(DEEPSEEK + "{# ['arguments'] | tojson #}", '{"a":1}') == "False{'a': 1}"
+    assert render(DEEPSEEK + "{# ['arguments'] | tojson #}", '{"a":1}') == "False{'a': 1}"
     call = {"function": {"name": "f", "arguments": {}}}
     for mark, content in ((DEEPSEEK, "[]"), (DEEPSEEK + "{# message['content'] is none #}", "[None]")):
         template = ChatTemplate(mark + "[{{ messages[0].content }}]", {})
@@ -30,9 +30,9 @@ def test_the_source_of_a_deepseek_template_decides_the_form_of_calls() -> None:
 
 
 def test_unknown_templates_and_other_values_change_nothing() -> None:
-    assert rendered("", '{"a": 1}') == 'True{"a": 1}'
-    assert rendered(HERMES, "no json") == "Trueno json"
-    assert rendered(HERMES, None) == "FalseNone"
+    assert render("", '{"a": 1}') == 'True{"a": 1}'
+    assert render(HERMES, "no json") == "Trueno json"
+    assert render(HERMES, None) == "FalseNone"
 
 
 def test_calls_without_a_function_field_work_too() -> None:

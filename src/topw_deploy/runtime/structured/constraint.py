@@ -86,7 +86,11 @@ def _read_schema(name: str, value: Any) -> Constraint:
             line=error.lineno,
             column=error.colno,
         ) from None
-    except (TypeError, ValueError, RecursionError) as error:  # other types, NaN, cycles, too many digits, nesting
+    except (
+        TypeError,
+        ValueError,
+        RecursionError,
+    ) as error:  # raised for other types, NaN, cycles, too many digits and deep nesting
         if isinstance(error, GrammarError):
             raise
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)

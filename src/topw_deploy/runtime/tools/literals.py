@@ -54,19 +54,19 @@ class LiteralRules:
     """Writes the Lark rules of the arguments of all tools.
 
     lines: the rules so far.
-    terms: function from a text with markers to a Lark expression.
+    lark_terms: function from a text with markers to a Lark expression.
     special: whether the text around strings is a special token; then a string may contain any other text.
     """
 
-    def __init__(self, style: ArgumentStyle, terms: Callable[[str], str], *, special: bool) -> None:
-        self._style, self._terms = style, terms
+    def __init__(self, style: ArgumentStyle, lark_terms: Callable[[str], str], *, special: bool) -> None:
+        self._style, self._lark_terms = style, lark_terms
         self._tool, self._rule = "", ""
         self._root: Mapping[str, Any] = {}
         self._reference_rules: dict[str, str] = {}  # reference in the tool's schema -> its rule
         self._count = 0
         true, false, null = map(lark_string, style.constants)
         comma, colon = lark_string(style.comma), lark_string(style.colon)
-        quote = terms(style.quote)
+        quote = lark_terms(style.quote)
         inner = r"(.|\n)+" if special else "[^<]+"
         self.lines = [
             f"text:{quote} TEXT?{quote}" if quote else "text: TEXT",
@@ -203,7 +203,7 @@ class LiteralRules:
         if not isinstance(value, str) or (quote and quote in value):
             raise self._unsupported(f"the constant {value!r}")
         return (
-            f"{self._terms(quote)} {lark_string(value)}{self._terms(quote)}".strip()
+            f"{self._lark_terms(quote)} {lark_string(value)}{self._lark_terms(quote)}".strip()
             if quote
             else lark_string(lark_string(value))
         )

@@ -113,22 +113,22 @@ def _grammar_lines(
 ) -> list[str]:
     pattern = re.compile(f"({markers.pattern})")
 
-    def terms(text: str) -> str:
+    def lark_terms(text: str) -> str:
         parts = [part for part in pattern.split(text) if part]
         return "".join(f" <[{special[part]}]>" if part in special else f" {lark_string(part)}" for part in parts)
 
     known = special.keys() >= set(pattern.findall("".join(form.reasoning or ())))
     reasoning = form.reasoning if known else None
-    start = "start:" + (" reasoning?" if reasoning else "") + terms(form.before) + " call"
+    start = "start:" + (" reasoning?" if reasoning else "") + lark_terms(form.before) + " call"
     if parallel and form.allows_several:
-        start += f" ({terms(form.between)} call)*".replace("( ", "(")
-    lines = [start + terms(form.after), "call: " + " | ".join(f"tool_{index}" for index in range(len(schemas)))]
+        start += f" ({lark_terms(form.between)} call)*".replace("( ", "(")
+    lines = [start + lark_terms(form.after), "call: " + " | ".join(f"tool_{index}" for index in range(len(schemas)))]
     style = form.style
-    literals = None if style is None else LiteralRules(style, terms, special=style.quote in special)
+    literals = None if style is None else LiteralRules(style, lark_terms, special=style.quote in special)
     for index, (tool, schema) in enumerate(schemas.items()):
         text = form.call.format(string=json.dumps(tool, ensure_ascii=False), name=tool, arguments="\0")
         head, _, tail = text.partition("\0")
-        lines.append(f"tool_{index}:{terms(head)} arguments_{index}{terms(tail)}")
+        lines.append(f"tool_{index}:{lark_terms(head)} arguments_{index}{lark_terms(tail)}")
         if literals is not None:
             literals.add_tool(tool, f"arguments_{index}", schema)
         else:
@@ -137,6 +137,6 @@ def _grammar_lines(
     if literals is not None:
         lines += literals.lines
     if reasoning:
-        opening, closing = map(terms, reasoning)
+        opening, closing = map(lark_terms, reasoning)
         lines += [f"reasoning:{opening} REASONING{closing}", r"REASONING: /(.|\n)*/"]
     return lines
