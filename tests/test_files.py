@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.special_files import OTHERS, SPECIAL, no_hang
 from topw_deploy import files
-from topw_deploy.files import NotRegularError, is_file_name, open_inside, open_regular, replacing, special_files
+from topw_deploy.files import NotRegularError, is_file_name, open_inside, open_regular, replace_file, special_files
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
 EVERY = {**SPECIAL, **OTHERS}
@@ -36,7 +36,7 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 def test_what_is_no_regular_file_is_not_opened(
     folder: Path, kind: str, by_parts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_RELATIVE", by_parts)
+    monkeypatch.setattr(files, "_HAS_DIR_FD", by_parts)
     EVERY[kind](folder / "name")
     with no_hang(), pytest.raises(NotRegularError):
         open_inside(folder, "name")
@@ -58,7 +58,7 @@ def test_a_link_that_may_be_followed_must_end_in_a_regular_file(folder: Path, ki
 def test_the_folder_may_be_a_link_and_nothing_inside_may(
     folder: Path, by_parts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_RELATIVE", by_parts)
+    monkeypatch.setattr(files, "_HAS_DIR_FD", by_parts)
     link = folder.with_name("link")
     link.symlink_to(folder)
     with open_inside(link, "sub/file") as stream:
@@ -115,7 +115,7 @@ def test_special_files_are_found_wherever_they_are(folder: Path) -> None:
 def test_a_replaced_file_has_the_permissions_of_a_new_one(folder: Path, umask: int) -> None:
     path = folder / "written"
     for _ in range(2):
-        with replacing(path) as stream:
+        with replace_file(path) as stream:
             stream.write(b"new")
         assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
     assert [entry.name for entry in sorted(folder.iterdir())] == ["sub", "written"]

@@ -42,7 +42,7 @@ def came_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Elsewhere:
 def test_a_clone_is_installed_from_its_own_folder() -> None:
     assert install.requirement("export") == f"-e '{ROOT}[export]'"
     assert install.requirement() == f"-e {ROOT}"
-    assert install.how_to("gpu").endswith(f" install -e '{ROOT}[gpu]'")
+    assert install.install_command("gpu").endswith(f" install -e '{ROOT}[gpu]'")
 
 
 @pytest.mark.parametrize("made", ["wheel", "folder"])
@@ -86,11 +86,11 @@ def test_pip_takes_the_name_of_a_wheel_with_an_extra_and_records_where_it_was(
 def test_pip_is_the_one_of_this_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     beside, other, uv = Path(sys.executable).with_name("pip"), tmp_path / "pip", tmp_path / "uv"
     monkeypatch.setattr(install.shutil, "which", lambda name: {"pip": str(beside)}.get(name))
-    assert install.pip("install") == "pip install"
+    assert install.pip_command("install") == "pip install"
     monkeypatch.setattr(install.shutil, "which", lambda name: {"pip": str(other), "uv": str(uv)}.get(name))
-    assert install.pip("uninstall") == f"{sys.executable} -m pip uninstall"
-    monkeypatch.setattr(install, "importable", lambda module: False)
-    assert install.pip("install") == f"uv pip install --python {sys.executable}"
+    assert install.pip_command("uninstall") == f"{sys.executable} -m pip uninstall"
+    monkeypatch.setattr(install, "is_importable", lambda module: False)
+    assert install.pip_command("install") == f"uv pip install --python {sys.executable}"
 
 
 def test_the_extras_are_those_of_the_project_file() -> None:
@@ -98,7 +98,7 @@ def test_the_extras_are_those_of_the_project_file() -> None:
     for extra, modules in install.MODULES.items():
         named = {re.split(r"[\[<>=]", wanted)[0] for wanted in extras[extra]}
         assert set(modules) == named - {"topw-deploy"}
-        assert all(map(install.importable, modules.values()))
+        assert all(map(install.is_importable, modules.values()))
 
 
 @pytest.mark.parametrize(
@@ -107,27 +107,27 @@ def test_the_extras_are_those_of_the_project_file() -> None:
 def test_everything_that_is_missing_is_named_after_what_was_asked_for(
     monkeypatch: pytest.MonkeyPatch, absent: list[str], names: str
 ) -> None:
-    monkeypatch.setattr(install, "importable", lambda module: module not in absent)
+    monkeypatch.setattr(install, "is_importable", lambda module: module not in absent)
     with pytest.raises(MissingPackageError) as raised:
         install.require("exporting", "export")
-    assert str(raised.value) == f"exporting needs {names} not installed; run: {install.how_to('export')}"
+    assert str(raised.value) == f"exporting needs {names} not installed; run: {install.install_command('export')}"
 
 
 def test_an_older_python_is_told_what_to_do_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(install.sys, "version_info", (3, 10, 13))
-    assert install.how_to("export") == f"python3.11 -m pip install -e '{ROOT}[export]'"
-    assert not install.how_to("cpu").startswith("python3.11 ")
+    assert install.install_command("export") == f"python3.11 -m pip install -e '{ROOT}[export]'"
+    assert not install.install_command("cpu").startswith("python3.11 ")
     with pytest.raises(MissingPackageError, match=r"^exporting needs Python 3.11 or newer, and this is .*copy"):
         install.require("exporting", "export")
     with pytest.raises(MissingPackageError) as raised:
         install.require("`topw stats`", "export")
-    assert str(raised.value).endswith(f"; in another environment run: {install.how_to('export')}")
+    assert str(raised.value).endswith(f"; in another environment run: {install.install_command('export')}")
 
 
 def test_exporting_beside_onnxruntime_gpu_is_sent_to_another_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(install, "importable", lambda module: module != "torch")
-    monkeypatch.setattr(versions, "installed", lambda name: "1.31" if name == "onnxruntime-gpu" else None)
-    found, command = install.advice("exporting", "export")
+    monkeypatch.setattr(install, "is_importable", lambda module: module != "torch")
+    monkeypatch.setattr(versions, "installed_version", lambda name: "1.31" if name == "onnxruntime-gpu" else None)
+    found, command = install.install_advice("exporting", "export")
     assert "activate another environment first" in found
     assert command == f"pip install -e '{ROOT}[export]'"
 

@@ -229,7 +229,7 @@ def test_the_runtime_without_onnxruntime_says_what_to_install() -> None:
     code = "import sys; sys.modules['onnxruntime'] = None; import topw_deploy.runtime"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "running a model needs onnxruntime, which is not installed ([cpu] brings it, or [gpu]" in done.stderr
-    assert done.stderr.endswith(f"; run: {install.how_to('cpu')}\n")
+    assert done.stderr.endswith(f"; run: {install.install_command('cpu')}\n")
 
 
 def test_importing_the_reference_loads_numpy_alone() -> None:

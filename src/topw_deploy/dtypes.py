@@ -1,4 +1,4 @@
-"""Element types by their names in ONNX, which manifests use."""
+"""The element types of tensors, by their names in ONNX. Manifests use these names."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 
 class ElementType(NamedTuple):
-    """number: TensorProto.DataType.
+    """An element type of tensors.
 
-    bits: per element.
-    numpy, safetensors: their names of the type, or "".
+    number: its number in TensorProto.DataType.
+    bits: bits per element.
+    numpy, safetensors: NumPy's and safetensors' name of the type, "" if they have none.
     """
 
     number: int
@@ -39,10 +40,10 @@ ELEMENT_TYPES = {
     "float4e2m1": ElementType(23, 4),
     "float8e8m0": ElementType(24, 8, safetensors="F8_E8M0"),
 }
-"""Element types by lower-case name (`float`, `int64`)."""
+"""Element types by lower-case ONNX name, such as `float` or `int64`."""
 
 FLOATS = ("float", "float16", "bfloat16")
-"""Types in which decoders compute, and keep their caches."""
+"""The types in which decoders compute and hold their caches."""
 
 SAMPLER_OUTPUT_TYPES = {
     "next_token": "int64",
@@ -52,21 +53,24 @@ SAMPLER_OUTPUT_TYPES = {
     "mass": "float",
     "keep_mask": "bool",
 }
-"""Types of the sampler node's outputs, in order; the last two are optional (docs/contract/graph.md, section 8)."""
+"""Types of the sampler node's outputs, in order. The last two are optional (docs/contract/graph.md, section 8)."""
 
 
 def element_bytes(name: str) -> int:
-    """Bytes per element of a type of at least 8 bits."""
+    """Return the bytes per element of a type of at least 8 bits."""
     return ELEMENT_TYPES[name].bits // 8
 
 
 def array_name(name: str) -> str:
-    """NumPy's name of a type (`float32` for `float`), or ONNX's if NumPy lacks it. For FLOATS, also torch's name."""
+    """Return NumPy's name of a type, `float32` for `float`, or ONNX's if NumPy has no such type.
+
+    For FLOATS, this is also torch's name.
+    """
     return ELEMENT_TYPES[name].numpy or name
 
 
 def onnx_name(name: str) -> str:
-    """The type that `array_name` calls `name`. Raises KeyError for an unknown one."""
+    """Return the ONNX name of the type whose `array_name` is `name`. Raises KeyError for an unknown name."""
     return _ONNX_NAMES[name]
 
 

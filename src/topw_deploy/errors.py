@@ -4,9 +4,9 @@ from __future__ import annotations
 
 
 class TopWError(Exception):
-    """Base of intentional errors; the command line prints them and exits with 1.
+    """Base of the errors that this package raises on purpose. The command line prints the message and exits with 1.
 
-    parameters: Python parameters that the message names; the command line replaces them by its options.
+    parameters: names of Python parameters in the message, which the command line replaces by its options.
     """
 
     def __init__(self, message: str = "", *parameters: str) -> None:
@@ -15,13 +15,13 @@ class TopWError(Exception):
 
 
 class ParameterError(TopWError, ValueError):
-    """A parameter is unknown, has the wrong type or is out of range; exit code 2 if set on the command line."""
+    """A parameter is unknown, has the wrong type or is out of range. The exit code is 2 if the command line set it."""
 
 
 class GrammarError(ParameterError):
     """A request's grammar is invalid, matches nothing or is too complex.
 
-    line, column: where, from 1, if the compiler says so; in the schema's text, the expression or the grammar.
+    line, column: the place in the text of the schema, expression or grammar, from 1; None if the compiler states none.
     """
 
     def __init__(self, message: str, *parameters: str, line: int | None = None, column: int | None = None) -> None:
@@ -38,11 +38,11 @@ class UnsupportedModelError(TopWError):
 
 
 class ExportError(TopWError):
-    """Writing failed; nothing loadable is left."""
+    """Writing failed. No folder is left that would load."""
 
 
 class VerificationError(TopWError):
-    """Exported graph and reference disagree."""
+    """The exported graph and the reference disagree."""
 
 
 class ManifestError(TopWError):
@@ -54,11 +54,11 @@ class TokenizerError(TopWError):
 
 
 class PromptError(TopWError, ValueError):
-    """The prompt is empty without BOS token, or exceeds the context."""
+    """The prompt cannot be read, is longer than the context, or is empty for a model without a BOS token."""
 
 
 class ProviderError(TopWError):
-    """The requested execution provider cannot run."""
+    """The requested execution provider cannot run here."""
 
 
 class UnknownProviderError(ProviderError, ParameterError):
@@ -82,17 +82,17 @@ class QueueFullError(GenerationError):
 
 
 class SessionFileError(GenerationError):
-    """The file of a saved session cannot be read or written, is damaged, or is another model's."""
+    """The file of a saved session cannot be read or written, is damaged, or belongs to another model."""
 
 
 class LogitsError(GenerationError):
-    """Logits contain NaN or +infinity, or no finite value after edits; the message names the row."""
+    """The logits of a row contain NaN or +infinity, or no finite value after edits. The message names the row."""
 
 
 class MissingPackageError(TopWError, ModuleNotFoundError):
-    """Packages are missing; the message has the install command.
+    """A package is missing. The message states the command that installs it.
 
-    name: missing module, as in ImportError.
+    name: the missing module, as in ImportError.
     """
 
     def __init__(self, message: str, *, name: str | None = None) -> None:
@@ -101,9 +101,9 @@ class MissingPackageError(TopWError, ModuleNotFoundError):
 
 
 class BenchmarkError(TopWError):
-    """A side of a comparison is missing, has died, or gives other results."""
+    """A program in a comparison is missing, has ended, or gives other results than it must."""
 
 
 def one_line(error: BaseException, most: int = 300) -> str:
-    """`error`'s message as one line, at most `most` characters, or its class name."""
+    """Return the message of `error` in one line of at most `most` characters. An empty message gives the class name."""
     return " ".join(str(error).split())[:most] or type(error).__name__

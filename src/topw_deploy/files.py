@@ -1,7 +1,7 @@
-"""Open and write files safely.
+"""Open regular files only, and write files completely or not at all.
 
-Only regular files are read: opening a named pipe waits for a writer, and a device may never end. Files are written
-completely or not at all, with the umask's permissions.
+Opening a named pipe would wait for a writer, and reading a device might never end. Written files have the permissions
+of the umask.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
-_O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # 0 where unsupported
+_O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # 0 where the system lacks the flag
 _O_DIRECTORY = getattr(os, "O_DIRECTORY", 0)
-# Non-blocking: opening a named pipe returns at once, and fstat shows its type.
-_READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | _O_NOFOLLOW
-_RELATIVE = os.open in os.supports_dir_fd and os.stat in os.supports_dir_fd
+# With O_NONBLOCK, opening a named pipe returns at once, and fstat then shows its type.
+_READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_CREATE_FLAGS = (
+    os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | _O_NOFOLLOW
+)
+_HAS_DIR_FD = os.open in os.supports_dir_fd and os.stat in os.supports_dir_fd
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISLNK, "a symbolic link"),
     (stat.S_ISDIR, "a folder"),
@@ -36,14 +38,14 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
 
 
 class TooLargeError(OSError):
-    """The file has more bytes than its reader allows."""
+    """The file has more bytes than the reader allows."""
 
     def __init__(self, path: str | Path, most: int) -> None:
         super().__init__(errno.EFBIG, f"it has more than {most} bytes", str(path))
 
 
 class NotRegularError(OSError):
-    """The path is not a regular file. kind: `a named pipe`, `a symbolic link`, ..."""
+    """The path is not a regular file. kind: what it is, such as `a named pipe` or `a symbolic link`."""
 
     def __init__(self, kind: str, path: str | Path) -> None:
         known = os.strerror(errno.EISDIR) if kind == "a folder" else f"it is {kind}, not a regular file"
@@ -57,23 +59,24 @@ def is_file_name(name: object) -> bool:
 
 
 def kind_of(mode: int) -> str:
-    """File type: `a regular file`, `a folder`, `a named pipe`, ..."""
+    """Return the type of a file from its st_mode: `a regular file`, `a folder`, `a named pipe`, ..."""
     if stat.S_ISREG(mode):
         return "a regular file"
     return next((name for holds, name in _KINDS if holds(mode)), "a special file")
 
 
 def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
-    """Open a regular file for reading. follow: allow a symbolic link.
+    """Open a regular file for reading.
 
-    The check uses the open descriptor, so that the file cannot be swapped afterwards.
+    follow: whether `path` may be a symbolic link to a regular file.
+    The type of the opened file is checked too, so that another file cannot take its place after the first check.
     Raises NotRegularError for links (without `follow`), folders, pipes, sockets and devices; OSError like `open`.
     """
-    return os.fdopen(_opened(path, None, stat.S_ISREG, follow), "rb")
+    return os.fdopen(_open_checked(path, None, stat.S_ISREG, follow), "rb")
 
 
 def read_bounded(path: Path, most: int, *, follow: bool = False) -> bytes:
-    """The whole file. Raises TooLargeError above `most` bytes, and the errors of `open_regular`."""
+    """Read a whole file. Raises TooLargeError for more than `most` bytes, and the errors of `open_regular`."""
     with open_regular(path, follow=follow) as stream:
         data = stream.read(most + 1)
     if len(data) > most:
@@ -81,41 +84,45 @@ def read_bounded(path: Path, most: int, *, follow: bool = False) -> bytes:
     return data
 
 
-def mapped(path: Path) -> mmap.mmap:
+def map_file(path: Path) -> mmap.mmap:
     """Memory-map a regular file read-only. Raises the errors of `open_regular`, and ValueError for an empty file."""
     with open_regular(path) as stream:
         return map_stream(stream)
 
 
 def map_stream(stream: BinaryIO) -> mmap.mmap:
-    """Memory-map an open file read-only; the map outlives `stream`. Raises ValueError for an empty file."""
+    """Memory-map an open file read-only.
+
+    The map stays valid when `stream` is closed. Raises ValueError if it is empty.
+    """
     return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def open_inside(folder: Path, name: str) -> BinaryIO:
-    """Open the regular file `name`, a plain `/`-separated path, inside `folder`, which may be a link.
+    """Open a regular file inside `folder` for reading. The folder itself may be a symbolic link.
 
-    Raises NotRegularError for links in `name` and non-regular files; OSError like `open`.
+    name: a plain path with `/` as separator.
+    Raises NotRegularError for a symbolic link in `name` and for other files than regular ones; OSError like `open`.
     """
-    if not _RELATIVE:
+    if not _HAS_DIR_FD:
         _refuse_links(folder, name)
         return open_regular(folder / name)
     *outer, last = name.split("/")
-    place = _opened(folder, None, stat.S_ISDIR, follow=True)
+    place = _open_checked(folder, None, stat.S_ISDIR, follow=True)
     try:
         for part in outer:
-            inner = _opened(part, place, stat.S_ISDIR)
+            inner = _open_checked(part, place, stat.S_ISDIR)
             os.close(place)
             place = inner
-        return os.fdopen(_opened(last, place, stat.S_ISREG), "rb")
+        return os.fdopen(_open_checked(last, place, stat.S_ISREG), "rb")
     finally:
         os.close(place)
 
 
 def special_files(folder: Path, *, deep: bool = False, without: str = "") -> Iterator[tuple[Path, str]]:
-    """The pipes, sockets and devices in `folder`, and links to them, each with its type: `a named pipe`, ...
+    """Yield the pipes, sockets and devices in `folder`, and links to them, each with its type: `a named pipe`, ...
 
-    deep: include subfolders except `folder/without`, without following links.
+    deep: whether to look into subfolders, except `folder/without` and those that are links.
     """
     waiting, left_out = [folder], folder / without if without else None
     while waiting:
@@ -134,10 +141,10 @@ def special_files(folder: Path, *, deep: bool = False, without: str = "") -> Ite
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write a temporary file that atomically replaces `path`, flushed to disk. On error, `path` is unchanged.
+def replace_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield a stream for the new content of `path`. The content replaces the file at the end of the block, in one step.
 
-    Permissions follow the umask.
+    It is flushed to disk before. After an error, `path` is unchanged. Permissions follow the umask.
     """
     temporary, handle = _new_file(path)
     try:
@@ -153,9 +160,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """SIGTERM raises SystemExit(143) in the block, so that its temporary files are removed.
+    """Inside the block, SIGTERM raises SystemExit(143), so that temporary files are removed.
 
-    Only the main thread receives signals: in other threads this does nothing.
+    In other threads than the main one, which alone receives signals, this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -171,20 +178,24 @@ def _exit(_number: int, _frame: FrameType | None) -> None:
     raise SystemExit(143)
 
 
-def _opened(path: str | Path, place: int | None, wanted: Callable[[int], bool], follow: bool = False) -> int:
-    # Check by name first, because opening a device can have effects.
-    _require(wanted, os.stat(path, dir_fd=place, follow_symlinks=follow).st_mode, path)
-    flags = _READ | (0 if follow else _O_NOFOLLOW) | (_O_DIRECTORY if wanted is stat.S_ISDIR else 0)
+def _open_checked(path: str | Path, place: int | None, wanted: Callable[[int], bool], follow: bool = False) -> int:
+    """Open a file of a type, given by a test of st_mode. Returns the descriptor.
+
+    place: the descriptor of the folder that `path` is relative to, or None.
+    """
+    # Check the type by name first, because opening a device can have effects.
+    _require_type(wanted, os.stat(path, dir_fd=place, follow_symlinks=follow).st_mode, path)
+    flags = _READ_FLAGS | (0 if follow else _O_NOFOLLOW) | (_O_DIRECTORY if wanted is stat.S_ISDIR else 0)
     handle = os.open(path, flags, dir_fd=place)
     try:
-        _require(wanted, os.fstat(handle).st_mode, path)
+        _require_type(wanted, os.fstat(handle).st_mode, path)
     except OSError:
         os.close(handle)
         raise
     return handle
 
 
-def _require(wanted: Callable[[int], bool], mode: int, path: str | Path) -> None:
+def _require_type(wanted: Callable[[int], bool], mode: int, path: str | Path) -> None:
     if wanted(mode):
         return
     if wanted is stat.S_ISDIR and not stat.S_ISLNK(mode):
@@ -196,7 +207,7 @@ def _refuse_links(folder: Path, name: str) -> None:
     path = folder / name
     try:
         linked = path.resolve() != folder.resolve() / name
-    except RuntimeError:  # self-link, before Python 3.13
+    except RuntimeError:  # a link to itself, before Python 3.13
         linked = True
     if linked:
         raise NotRegularError("a symbolic link", path)
@@ -207,6 +218,6 @@ def _new_file(path: Path) -> tuple[Path, int]:
     while True:
         temporary = path.with_name(f".{path.stem[:40]}-{secrets.token_hex(8)}")
         try:
-            return temporary, os.open(temporary, _CREATE, 0o666)
+            return temporary, os.open(temporary, _CREATE_FLAGS, 0o666)
         except FileExistsError:
             continue

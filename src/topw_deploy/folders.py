@@ -1,4 +1,4 @@
-"""Write a folder completely or not at all: under a hidden name, which is changed at the end."""
+"""Write a folder completely or not at all: write it under a hidden name, and rename it at the end."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from typing import Any
 from topw_deploy.errors import ExportError
 from topw_deploy.files import sigterm_raises
 
-_AT_FDCWD, _EXCHANGE = -100, 2  # of Linux' renameat2
+_AT_FDCWD, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
 
 @contextmanager
-def staged(output: Path, *, place: Path | None = None, replace: bool = False) -> Iterator[Path]:
-    """A folder that becomes `output` at the end. After an error or SIGTERM, `output` is as before.
+def staged_folder(output: Path, *, place: Path | None = None, replace: bool = False) -> Iterator[Path]:
+    """Yield an empty folder that becomes `output` at the end of the block. An error or SIGTERM changes nothing.
 
-    place: where the hidden folder is, on the same device; by default beside `output`.
-    replace: replace the folder `output`, if there is one.
-
-    Raises OSError if it cannot be written.
+    place: the folder for the hidden folder, on the device of `output`; by default the parent of `output`.
+    replace: whether to replace the folder `output`, if there is one.
+    Raises OSError if the folder cannot be written.
     """
     workspace = Path(tempfile.mkdtemp(prefix=f".{output.name}.topw-", dir=place or output.parent))
     try:
@@ -45,8 +44,9 @@ def staged(output: Path, *, place: Path | None = None, replace: bool = False) ->
 def replace_folder(made: Path, output: Path) -> None:
     """Replace the folder `output` with `made`.
 
-    Where the system can exchange two folders in one step, the old folder is then where `made` was; the caller removes
-    it. Elsewhere it is moved away and removed here; a process killed in between leaves both folders under hidden names.
+    If the system can exchange two folders in one step, the old folder is then at `made`, and the caller removes it.
+    Otherwise the old folder is moved away and removed. A process that is killed between these steps leaves both folders
+    under hidden names.
     """
     if exchange(made, output):
         return
@@ -64,7 +64,7 @@ def replace_folder(made: Path, output: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange two folders in one step. Returns False if the file system cannot; the common ones of Linux can."""
+    """Exchange two folders in one step. Returns whether it could: the common file systems of Linux can."""
     if sys.platform != "linux":
         return False
     try:
@@ -75,9 +75,10 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def refuse_contents(output: Path, *, overwrite: bool, marker: str, kind: str, name: str) -> None:
-    """Raises ExportError for a folder that is not empty, unless `overwrite` and the file `marker` is in it.
+    """Raise ExportError for a folder with contents, unless `overwrite` is true and the file `marker` is in the folder.
 
-    kind: what `marker` marks, for messages. name: what the command line calls the folder.
+    kind: what a folder with `marker` is, for messages, such as "an export".
+    name: what the command line calls the folder.
     """
     if not overwrite:
         raise ExportError(f"{output} is not empty; choose another {name} or give --overwrite.")
@@ -89,9 +90,10 @@ def refuse_contents(output: Path, *, overwrite: bool, marker: str, kind: str, na
 
 
 def write_error(output: Path, error: OSError, again: str, *, kept: bool = False) -> ExportError:
-    """The error for the user of an OSError.
+    """Return the user's error for an OSError while writing `output`.
 
-    again: the next step, such as `export again`. kept: the written files stay.
+    again: the user's next step, such as "export again".
+    kept: whether the files written so far stay.
     """
     nothing = "" if kept else "nothing was kept, "
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

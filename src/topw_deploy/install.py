@@ -1,7 +1,7 @@
-"""The extras: their distributions and install commands.
+"""Find missing packages, and say how to install them.
 
-The package is not on a package index, so commands name the origin of this copy: a clone, a wheel or a repository
-(pip's direct_url.json).
+This package is not on a package index. So an install command names where this copy came from: a clone, a wheel or a
+repository, as pip's direct_url.json states.
 """
 
 from __future__ import annotations
@@ -49,86 +49,86 @@ MODULES = {
         "tqdm": "tqdm",
     },
 }
-"""Extra -> its distributions beyond the package's own dependencies -> the module of each."""
+"""Extra -> {distribution: module} of what the extra adds to the package's own dependencies."""
 
 EXPORT_PYTHON = (3, 11)
 """The oldest Python that exporting is tested with."""
 
-_LEAST = ".".join(map(str, EXPORT_PYTHON))
+_EXPORT_PYTHON_TEXT = ".".join(map(str, EXPORT_PYTHON))
 _SOURCES = Path(__file__).resolve().parents[1]
 
 
 def require(what: str, extra: str) -> None:
-    """Raises MissingPackageError if packages of `extra` are missing.
+    """Raises MissingPackageError if packages of `extra` are missing, or if this Python is too old for it.
 
-    what: sentence subject, like "exporting".
+    what: the subject of the message, such as "exporting".
     """
     if extra == "export" and sys.version_info < EXPORT_PYTHON:
         raise MissingPackageError(why_not_this_python(what))
-    if missing(extra):
-        raise MissingPackageError(sentence(what, extra))
+    if missing_distributions(extra):
+        raise MissingPackageError(missing_message(what, extra))
 
 
-def missing(extra: str) -> list[str]:
-    """Distributions of `extra` that cannot be imported."""
-    return [name for name, module in MODULES[extra].items() if not importable(module)]
+def missing_distributions(extra: str) -> list[str]:
+    """Return the distributions of `extra` that cannot be imported."""
+    return [name for name, module in MODULES[extra].items() if not is_importable(module)]
 
 
 def extra_of(module: str) -> str | None:
-    """The extra that installs `module`'s top-level package, or None."""
+    """Return the extra that installs the top-level package of `module`, or None."""
     top = module.partition(".")[0]
     return next((extra for extra, modules in MODULES.items() if top in modules.values()), None)
 
 
-def sentence(what: str, extra: str) -> str:
-    """`exporting needs torch and onnx, which are not installed; run: ...`"""
-    return "; run: ".join(advice(what, extra))
+def missing_message(what: str, extra: str) -> str:
+    """Return the message for missing packages: `exporting needs torch and onnx, which are not installed; run: ...`"""
+    return "; run: ".join(install_advice(what, extra))
 
 
-def advice(what: str, extra: str) -> tuple[str, str]:
-    """(what is missing, install command)."""
-    *some, last = missing(extra) or [f"the packages of [{extra}]"]
+def install_advice(what: str, extra: str) -> tuple[str, str]:
+    """Return (what is missing, the install command)."""
+    *some, last = missing_distributions(extra) or [f"the packages of [{extra}]"]
     names = f"{', '.join(some)} and {last}" if some else last
     found = f"{what} needs {names}, which {'are' if some else 'is'} not installed"
-    if extra == "export" and versions.installed("onnxruntime-gpu"):
+    if extra == "export" and versions.installed_version("onnxruntime-gpu"):
         other = "activate another environment first: [export] brings onnxruntime, which overwrites onnxruntime-gpu"
         return f"{found}; {other}", f"pip install {requirement(extra)}"
     if extra == "cpu":
         found += " ([cpu] brings it, or [gpu] for NVIDIA GPUs, never both)"
-    return found, how_to(extra)
+    return found, install_command(extra)
 
 
 def why_not_this_python(what: str) -> str:
-    """Why this Python cannot export, and the next step."""
-    found = f"{what} needs Python {_LEAST} or newer, and this is {platform.python_version()}"
+    """Say that this Python is too old to export, and what to do instead."""
+    found = f"{what} needs Python {_EXPORT_PYTHON_TEXT} or newer, and this is {platform.python_version()}"
     if what == "exporting":
         return f"{found}; export on another machine and copy the folder to this one."
-    return f"{found}; in another environment run: {how_to('export')}"
+    return f"{found}; in another environment run: {install_command('export')}"
 
 
-def how_to(extra: str = "") -> str:
-    """Install command for `extra` or the package's own dependencies.
+def install_command(extra: str = "") -> str:
+    """Return the command that installs `extra`, or the package's own dependencies.
 
-    The command names a newer Python if this one is too old.
+    The command names a newer Python if this one is too old for `extra`.
     """
     if extra == "export" and sys.version_info < EXPORT_PYTHON:
-        return f"python{_LEAST} -m pip install {requirement(extra)}"
-    return f"{pip('install')} {requirement(extra)}"
+        return f"python{_EXPORT_PYTHON_TEXT} -m pip install {requirement(extra)}"
+    return f"{pip_command('install')} {requirement(extra)}"
 
 
-def pip(verb: str) -> str:
-    """The pip command for this interpreter, which works even if pip is not on PATH."""
+def pip_command(verb: str) -> str:
+    """Return the pip command for this interpreter. It works even if pip is not on PATH."""
     found = shutil.which("pip")
     python = shlex.quote(sys.executable)
     if found and Path(found).parent == Path(sys.executable).parent:
         return f"pip {verb}"
-    if not importable("pip") and shutil.which("uv"):  # uv's environments have no pip
+    if not is_importable("pip") and shutil.which("uv"):  # uv's environments have no pip
         return f"uv pip {verb} --python {python}"
     return f"{python} -m pip {verb}"
 
 
 def requirement(extra: str = "") -> str:
-    """Shell-quoted `pip install` argument for this copy."""
+    """Return the argument of `pip install` that names this copy, quoted for the shell."""
     wanted = f"[{extra}]" if extra else ""
     if _SOURCES.name == "src" and (_SOURCES.parent / "pyproject.toml").is_file():
         return f"-e {shlex.quote(f'{_SOURCES.parent}{wanted}')}"
@@ -139,11 +139,11 @@ def requirement(extra: str = "") -> str:
         if path.exists():
             return shlex.quote(f"{path}{wanted}")
     elif url and "vcs_info" in origin:
-        told = origin["vcs_info"]
-        return shlex.quote(f"{NAME}{wanted} @ {told['vcs']}+{url}@{told['commit_id']}")
+        origin_vcs = origin["vcs_info"]
+        return shlex.quote(f"{NAME}{wanted} @ {origin_vcs['vcs']}+{url}@{origin_vcs['commit_id']}")
     elif url:
         return shlex.quote(f"{NAME}{wanted} @ {url}")
-    return shlex.quote(f"{NAME}{wanted}")  # installed, so pip skips the index
+    return shlex.quote(f"{NAME}{wanted}")  # this package is installed already, so pip does not look on an index
 
 
 def _origin() -> dict[str, Any]:
@@ -155,8 +155,9 @@ def _origin() -> dict[str, Any]:
     return found
 
 
-def importable(module: str) -> bool:
+def is_importable(module: str) -> bool:
+    """Whether a module is installed. Does not import the module itself."""
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of its parent package
+    except ModuleNotFoundError:  # the parent package is missing
         return False

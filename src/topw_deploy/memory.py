@@ -1,4 +1,4 @@
-"""Process and system memory."""
+"""Memory of this process and of the machine, in bytes."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-_STATUS, _RESET, _MACHINE = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
+_PROCESS_STATUS, _RESET_PEAK, _MACHINE_MEMORY = (
+    Path("/proc/self/status"),
+    Path("/proc/self/clear_refs"),
+    Path("/proc/meminfo"),
+)
 
 
 def resident_bytes() -> int:
-    """Resident memory, including mapped pages that were read; 0 if unknown."""
-    return _field(_STATUS, "VmRSS")
+    """Return the resident memory of this process, including mapped pages that were read; 0 if unknown."""
+    return _kilobyte_field(_PROCESS_STATUS, "VmRSS")
 
 
 def peak_bytes() -> int:
-    """Peak resident memory; on Linux, since the start of the last stage."""
-    peak = _field(_STATUS, "VmHWM")
+    """Return the peak resident memory of this process; on Linux, since the start of the last stage."""
+    peak = _kilobyte_field(_PROCESS_STATUS, "VmHWM")
     if peak or sys.platform == "win32":
         return peak
     import resource
@@ -27,28 +31,29 @@ def peak_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """Memory available without swapping (Linux); 0 if unknown."""
-    return _field(_MACHINE, "MemAvailable")
+    """Return the memory that Linux can give to processes without swapping; 0 on other systems."""
+    return _kilobyte_field(_MACHINE_MEMORY, "MemAvailable")
 
 
 class StageMemory:
-    """Peak resident bytes by stage."""
+    """Measures the memory of stages. peaks: peak resident bytes by stage."""
 
     def __init__(self) -> None:
         self.peaks: dict[str, int] = {}
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Record the block's peak, or the process's peak where the system cannot reset it."""
+        """Record the peak of the block as stage `name`, or the peak of the process if the system cannot reset it."""
         with contextlib.suppress(OSError):
-            _RESET.write_text("5")
+            _RESET_PEAK.write_text("5")
         try:
             yield
         finally:
             self.peaks[name] = peak_bytes()
 
 
-def _field(file: Path, name: str) -> int:
+def _kilobyte_field(file: Path, name: str) -> int:
+    """Return a field of a file in /proc, which counts in units of 1024 bytes, in bytes; 0 if it is missing."""
     try:
         for line in file.read_text().splitlines():
             if line.startswith(f"{name}:"):

@@ -1,4 +1,4 @@
-"""Text from files and for terminals: decode prompts, escape control characters."""
+"""Decode the text of prompts, and escape control characters in text for terminals."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from topw_deploy.errors import PromptError
 
 _MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32",
           codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}  # fmt: skip
-# C0, DEL, C1, line and paragraph separators, bidirectional overrides and isolates, lone surrogates (Python's non-UTF-8
-# file names).
+# Control characters (C0, DEL, C1), line and paragraph separators, bidirectional overrides and isolates, and lone
+# surrogates, which Python puts into file names that are not UTF-8.
 _UNSAFE = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u2028\\u2029\\u202a-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 def decode_text(data: bytes, where: str) -> str:
-    """Decode UTF-8 and drop a byte order mark. where: the source, for messages.
+    """Decode UTF-8, and drop a byte order mark. where: the name of the source in messages.
 
-    Raises PromptError for other encodings and zero bytes.
+    Raises PromptError for other encodings and for zero bytes.
     """
     try:
         text = data.decode("utf-8-sig")
@@ -35,9 +35,9 @@ def decode_text(data: bytes, where: str) -> str:
 
 
 def numbered_lines(data: bytes, where: str) -> Iterator[tuple[int, str]]:
-    """Non-blank lines, numbered from 1; only line feeds end lines.
+    """Yield (number from 1, line) for each line that is not blank. Only a line feed ends a line.
 
-    Raises PromptError like `decode_text`.
+    Raises the errors of `decode_text`.
     """
     for number, line in enumerate(decode_text(data, where).split("\n"), 1):
         if line.strip():
@@ -45,14 +45,14 @@ def numbered_lines(data: bytes, where: str) -> Iterator[tuple[int, str]]:
 
 
 def printable(text: object, keep: str = "") -> str:
-    """`text` as one line, with control characters as escapes such as `\\x1b`. keep: characters not to escape."""
+    """Return `text` with control characters as escapes such as `\\x1b`. keep: characters that are not escaped."""
     return _UNSAFE.sub(lambda found: found[0] if found[0] in keep else _escape(found[0]), str(text))
 
 
 def json_text(document: Any, *, indent: int | None = None, ascii_only: bool = False) -> str:
-    """JSON with escaped control characters; unknown types become strings."""
+    """Return `document` as JSON with escaped control characters. Values of other types than JSON's become strings."""
     text = json.dumps(document, indent=indent, ensure_ascii=ascii_only, default=str)
-    # Except for line breaks of the layout, these characters occur only inside strings, where JSON allows escapes.
+    # Apart from the line breaks of `indent`, these characters occur only inside strings, where JSON allows escapes.
     return _UNSAFE.sub(lambda found: found[0] if found[0] == "\n" else f"\\u{ord(found[0]):04x}", text)
 
 

@@ -1,4 +1,4 @@
-"""Progress callbacks of long calls."""
+"""The callbacks through which long calls report their progress."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 Advance = Callable[[int], object]
-"""Called with the number of parts done since the last call."""
+"""A function that is called with the number of parts done since its last call."""
 
 
 def _no_bar(_total: int, _unit: str) -> AbstractContextManager[Advance]:
@@ -16,10 +16,11 @@ def _no_bar(_total: int, _unit: str) -> AbstractContextManager[Advance]:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress callbacks; silent by default.
+    """Callbacks of a long call. By default they do nothing.
 
-    say: called with a line for each phase.
-    bar: called with the total and the unit ("B": bytes); returns a context that yields the advance function.
+    say: called with a line of text for each phase.
+    bar: called with the number of parts and their unit ("B" for bytes). Returns a context manager that yields an
+    Advance.
     """
 
     say: Callable[[str], object] = lambda _line: None

@@ -1,4 +1,4 @@
-"""Shared by the reports of `topw stats`, `topw compare` and `topw bench`."""
+"""Text for the reports of `topw stats`, `topw compare` and `topw bench`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from topw_deploy.errors import ParameterError
 
 
-def counted(number: int, word: str) -> str:
-    """`1 prompt`, `2 prompts`."""
+def count_text(number: int, word: str) -> str:
+    """Return a number with its noun: `1 prompt`, `2 prompts`."""
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
-def aligned(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> Iterator[str]:
-    """Aligned columns: the first `left` ones left, the others right."""
+def aligned_columns(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> Iterator[str]:
+    """Yield the lines of a table. The first `left` columns are aligned to the left, the others to the right."""
     cells = [list(header), *map(list, rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     for row in cells:

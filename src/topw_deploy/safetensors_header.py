@@ -1,4 +1,4 @@
-"""Headers of safetensors files: 8 bytes with the length, little-endian, then JSON. The data follows."""
+"""Read the header of a safetensors file: 8 bytes with its length, little-endian, then JSON. The data follows."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from topw_deploy.dtypes import ELEMENT_TYPES
-from topw_deploy.manifest.fields import decoded, shown
+from topw_deploy.manifest.fields import parse_json, short_repr
 
-LARGEST_HEADER = 100 << 20  # bytes, safetensors' own limit
+LARGEST_HEADER = 100 << 20  # bytes: the limit of the safetensors library
 METADATA = "__metadata__"
-_MOST_AXES = 32  # NumPy's bound before version 2
+_MOST_AXES = 32  # the bound of NumPy before version 2
 _MOST_BYTES = (1 << 63) - 1
 ELEMENT_BYTES = {each.safetensors: each.bits // 8 for each in ELEMENT_TYPES.values() if each.safetensors}
-"""safetensors' names of element types -> bytes."""
+"""safetensors' name of an element type -> bytes per element."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor. begin, end: its bytes, counted from the end of the header."""
+    """A tensor in a header. begin, end: the range of its bytes, counted from the end of the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -29,9 +29,10 @@ class Entry:
 
 
 def read_header(stream: BinaryIO, size: int, most: int = LARGEST_HEADER) -> tuple[dict[str, Any], int]:
-    """Returns (header, offset of the data) of a file of `size` bytes.
+    """Read the header of a file of `size` bytes. Returns (header, offset of the data).
 
-    Raises ValueError if it is not JSON, names a tensor twice, or is longer than the file or `most` bytes.
+    Raises ValueError if the header is not a JSON object, names a tensor twice, or is longer than the file or `most`
+    bytes.
     """
     start = stream.read(8)
     if len(start) < 8:
@@ -40,7 +41,7 @@ def read_header(stream: BinaryIO, size: int, most: int = LARGEST_HEADER) -> tupl
     if length > min(most, size - 8):
         raise ValueError(f"its header claims {length} bytes")
     try:
-        header = decoded(stream.read(length).decode("utf-8"))
+        header = parse_json(stream.read(length).decode("utf-8"))
     except RecursionError:
         raise ValueError("its header is nested too deeply") from None
     if not isinstance(header, dict):
@@ -49,35 +50,42 @@ def read_header(stream: BinaryIO, size: int, most: int = LARGEST_HEADER) -> tupl
 
 
 def read_entry(name: str, given: Any) -> Entry:
-    """Check a tensor's entry. Raises ValueError, also if its bytes are not those of its type and shape."""
+    """Check the entry of a tensor in a header.
+
+    Raises ValueError if a field is missing or wrong, or if the range of bytes does not fit the type and the shape.
+    """
     if not isinstance(given, dict) or not {"dtype", "shape", "data_offsets"} <= given.keys():
-        raise ValueError(f"{shown(name)} has no dtype, shape and data_offsets")
+        raise ValueError(f"{short_repr(name)} has no dtype, shape and data_offsets")
     dtype, shape, offsets = given["dtype"], given["shape"], given["data_offsets"]
-    if not isinstance(dtype, str) or not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
-        raise ValueError(f"the entry of {shown(name)} is {shown(given)}")
+    if not isinstance(dtype, str) or not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+        raise ValueError(f"the entry of {short_repr(name)} is {short_repr(given)}")
     if len(shape) > _MOST_AXES:
-        raise ValueError(f"{shown(name)} has {len(shape)} axes, more than {_MOST_AXES}")
+        raise ValueError(f"{short_repr(name)} has {len(shape)} axes, more than {_MOST_AXES}")
     count = ELEMENT_BYTES.get(dtype, 0)
-    extent = max(count, 1)  # without empty axes, as NumPy checks it
+    extent = max(count, 1)  # bytes if empty axes had size 1, which is what NumPy bounds
     for dimension in shape:
         count *= dimension
         extent *= max(dimension, 1)
     if extent > _MOST_BYTES:
-        raise ValueError(f"{shown(name)} has the shape {shown(shape)}, of more than {_MOST_BYTES} bytes")
+        raise ValueError(f"{short_repr(name)} has the shape {short_repr(shape)}, of more than {_MOST_BYTES} bytes")
     begin, end = offsets
     if end - begin != count:
-        raise ValueError(f"{shown(name)} has {end - begin} bytes for {shown(dtype)} of shape {shown(shape)}")
+        raise ValueError(
+            f"{short_repr(name)} has {end - begin} bytes for {short_repr(dtype)} of shape {short_repr(shape)}"
+        )
     return Entry(dtype, tuple(shape), begin, end)
 
 
 def refuse_overlap(entries: Mapping[str, Entry]) -> None:
-    """Raises ValueError if two tensors share bytes."""
+    """Raise ValueError if two tensors share bytes."""
     end, last = 0, ""
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin < end:
-            raise ValueError(f"{shown(name)} begins at {entry.begin}, within {shown(last)}, which ends at {end}")
+            raise ValueError(
+                f"{short_repr(name)} begins at {entry.begin}, within {short_repr(last)}, which ends at {end}"
+            )
         end, last = entry.end, name
 
 
-def _counts(values: Any) -> bool:
+def _are_counts(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)

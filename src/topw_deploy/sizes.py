@@ -1,4 +1,4 @@
-"""Parse and format byte sizes."""
+"""Parse and format numbers of bytes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([kmgt]b|[kmg]ib|)", re.IGNORECASE)
 
 
 def parse_size(size: int | str, name: str = "the size") -> int:
-    """Bytes of a number, `500MB` (10^6), `2GB` (10^9), `2GiB` (2^30), ...
+    """Return the bytes of a size: a number, `500MB` (10^6), `2GB` (10^9), `2GiB` (2^30), ...
 
-    name: for messages. Raises ParameterError for anything else.
+    name: the parameter in messages.
+    Raises ParameterError for anything else, and from 2^63 bytes on.
     """
     match = _SIZE.fullmatch(str(size).strip())
     found = 0.0 if match is None else float(match[1]) * _UNITS[match[2].upper()]
@@ -29,7 +30,7 @@ def parse_size(size: int | str, name: str = "the size") -> int:
 
 
 def decimal_size(count: float, digits: int = 1) -> str:
-    """`17 bytes`, `20.3 MB`, `1.2 GB`, with `digits` decimals."""
+    """Format a size in powers of 1000, with `digits` decimals: `17 bytes`, `20.3 MB`, `1.2 GB`."""
     unit = 0
     while round(count, digits) >= 1000 and unit < len(_DECIMAL) - 1:
         count, unit = count / 1000, unit + 1
@@ -37,7 +38,7 @@ def decimal_size(count: float, digits: int = 1) -> str:
 
 
 def binary_size(count: float) -> str:
-    """`17 bytes`, `3.0 GiB`."""
+    """Format a size in powers of 1024: `17 bytes`, `3.0 GiB`."""
     unit = 0
     while round(count, 1) >= 1024 and unit < len(_BINARY) - 1:
         count, unit = count / 1024, unit + 1

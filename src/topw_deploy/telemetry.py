@@ -1,4 +1,4 @@
-"""Switch off onnxruntime's telemetry: official builds send events to Microsoft, on Linux too (1.31)."""
+"""Switch off onnxruntime's telemetry: official builds send events to Microsoft, from 1.31 on also on Linux."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 
 
 def switch_off() -> None:
-    """Disable telemetry and its `.ses` file in TMPDIR, unless ORT_DISABLE_TELEMETRY is set.
+    """Disable telemetry, and its `.ses` file in TMPDIR, unless the user has set ORT_DISABLE_TELEMETRY.
 
-    Call before the import of onnxruntime, which reads the variable.
+    Call this before onnxruntime is imported, because the import reads that variable.
     """
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

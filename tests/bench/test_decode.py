@@ -153,7 +153,7 @@ def test_a_named_peer_that_cannot_run_is_an_error(asked: DecodeRequest) -> None:
 def test_a_folder_for_a_library_that_is_not_installed_is_an_error(
     asked: DecodeRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(install, "importable", lambda module: not module.startswith("optim"))
+    monkeypatch.setattr(install, "is_importable", lambda module: not module.startswith("optim"))
     with pytest.raises(BenchmarkError, match=r"is given, but optimum-onnx is not installed: pip install optimum-onnx"):
         choose(replace(asked, optimum=tmp_path, peers=()))
 

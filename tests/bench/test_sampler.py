@@ -130,7 +130,7 @@ def test_a_peer_that_is_not_installed_is_left_out_and_named(monkeypatch: pytest.
     assert not any(side.name.startswith(("genai", "hf")) for side in present)
     reasons = {side.label: side.why_not for side in absent}
     assert str(reasons["onnxruntime-genai greedy"]).startswith("not installed: pip install onnxruntime-genai")
-    assert reasons["transformers top-k 50"] == f"not installed: {install.how_to('export')}"
+    assert reasons["transformers top-k 50"] == f"not installed: {install.install_command('export')}"
 
 
 def test_a_peer_that_is_named_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,6 @@ def test_wrong_options_are_refused_before_the_model_is_opened(prompts: Path, inv
 def test_without_its_library_the_command_says_how_to_install_it(
     folder: Path, prompts: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(install, "importable", lambda module: module != "sacrebleu")
+    monkeypatch.setattr(install, "is_importable", lambda module: module != "sacrebleu")
     with pytest.raises(MissingPackageError, match="`topw compare` needs sacrebleu, which is not installed; run: "):
         invoke("compare", folder, "--prompts", prompts)

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from topw_deploy.progress import Advance
-from topw_deploy.versions import installed
+from topw_deploy.versions import installed_version
 
 Sample = TypeVar("Sample")
 
@@ -170,7 +170,7 @@ def this_machine() -> MachineInfo:
         memory_gib=_memory_gib(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         python=platform.python_version(),
-        versions={name: version for name in DISTRIBUTIONS if (version := installed(name)) is not None},
+        versions={name: version for name in DISTRIBUTIONS if (version := installed_version(name)) is not None},
         load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
     )
 

@@ -16,7 +16,7 @@ from topw_deploy.engine import Engine
 from topw_deploy.errors import ParameterError, PromptError, TokenizerError
 from topw_deploy.manifest import MANIFEST_NAME, sha256_of
 from topw_deploy.progress import SILENT, Advance, Progress
-from topw_deploy.reports import counted
+from topw_deploy.reports import count_text
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.logprobs import logits_output
 from topw_deploy.runtime.rule_settings import RuleSetting
@@ -167,8 +167,8 @@ def compare(request: CompareRequest, progress: Progress = SILENT) -> Comparison:
         length = max(len(prompt.ids) + prompt.budget for prompt in prepared)
         texts = len(prepared) * request.samples * len(columns)
         progress.say(
-            f"Generating {counted(texts, 'text')}: {counted(len(request.rules), 'rule')} at "
-            f"{counted(len(request.temperatures), 'temperature')}"
+            f"Generating {count_text(texts, 'text')}: {count_text(len(request.rules), 'rule')} at "
+            f"{count_text(len(request.temperatures), 'temperature')}"
         )
         with (
             TextGenerator(model, request.rows, length, request.samples) as generator,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from topw_deploy.compare.collect import Comparison
 from topw_deploy.compare.summary import TEXT_METRICS, RuleSummary
-from topw_deploy.reports import aligned, counted
+from topw_deploy.reports import aligned_columns, count_text
 
 _MISSING_OUTPUT_NOTES = {
     "logits": "Perplexity needs the graph's output logits: export again with --with-logits.",
@@ -20,7 +20,7 @@ def lines(comparison: Comparison, summaries: Sequence[RuleSummary]) -> Iterator[
     yield title(comparison)
     yield ""
     header = ("temperature", "rule", *(metric.title for metric in _TABLE_METRICS), "tokens", "seconds")
-    yield from aligned(header, map(_row_cells, summaries), left=2)
+    yield from aligned_columns(header, map(_row_cells, summaries), left=2)
     for note in notes(comparison):
         yield ""
         yield note
@@ -31,8 +31,8 @@ def title(comparison: Comparison) -> str:
     request = comparison.request
     end = ", past the end of sequence" if request.ignore_eos else ""
     return (
-        f"{counted(len(comparison.prompts), 'prompt')}, {counted(request.samples, 'text')} each, at most "
-        f"{counted(request.max_new_tokens, 'token')}{end}; seed {request.seed}, {comparison.sampler} sampler"
+        f"{count_text(len(comparison.prompts), 'prompt')}, {count_text(request.samples, 'text')} each, at most "
+        f"{count_text(request.max_new_tokens, 'token')}{end}; seed {request.seed}, {comparison.sampler} sampler"
     )
 
 

@@ -1,7 +1,7 @@
-"""`topw_manifest.json`: metadata and hashes of an export.
+"""`topw_manifest.json`: the description of an export and the hashes of its files.
 
-It is written last, so folders without a valid manifest are unfinished and do not load. The runtime reads it first, so
-this package uses only the standard library.
+The manifest is written last: a folder without a valid one is unfinished and does not load. The runtime reads it before
+anything else, so this package imports nothing that needs onnxruntime.
 """
 
 from topw_deploy.manifest.contents import (

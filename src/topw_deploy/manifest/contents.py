@@ -22,7 +22,11 @@ STATE_KINDS = ("full", "window", "latent", "convolution", "recurrent")
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A listed file: hexadecimal SHA-256, size in bytes."""
+    """A file that the manifest lists.
+
+    sha256: in hexadecimal.
+    size: in bytes.
+    """
 
     sha256: str
     size: int
@@ -30,7 +34,11 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Graph input or output: lower-case ONNX element type (`float`, `int64`), dimensions or their names."""
+    """An input or output of the graph.
+
+    dtype: lower-case ONNX element type, such as `float` or `int64`.
+    shape: dimensions, or their names.
+    """
 
     name: str
     dtype: str
@@ -39,9 +47,9 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """A tensor that a layer keeps between calls: graph input `past`, output `present`, [batch, *shape].
+    """A tensor [batch, *shape] that a layer keeps between calls.
 
-    layer: the layer that writes it; in models that repeat layers, one number per repetition.
+    layer: the layer that writes the tensor. In models that repeat layers, each repetition has a number of its own.
     kind: one of STATE_KINDS.
         full: keys or values of all tokens.
         window: keys or values of the last `window` tokens.
@@ -49,11 +57,12 @@ class State:
         convolution: the last columns of the input of a causal convolution, a mean of a block of tokens, or an n-gram.
         recurrent: the state of a recurrence.
         All but `full` and `latent` have a fixed size and start as zeros.
+    past, present: names of the graph's input and output for this tensor.
     dtype: lower-case ONNX element type.
-    shape: of one row. 0 is the axis of tokens, in at most one place.
-    window: for the kind `window`, the number of tokens that a query sees, itself included; otherwise 0. The operator
-        counts padding as tokens when it evicts, so the rows of a call must have equal lengths.
-    shared_by: later layers that read it too.
+    shape: the shape of one row. 0 stands for the axis of tokens; at most one axis is 0.
+    window: for the kind `window`, the number of tokens that a query sees, its own included; otherwise 0. The operator
+        counts padding as tokens when it drops old ones, so the rows of a call must have equal lengths.
+    shared_by: later layers that also read the tensor.
     """
 
     layer: int
@@ -67,15 +76,15 @@ class State:
 
     @property
     def grows(self) -> bool:
-        """Whether its size depends on the number of tokens."""
+        """Whether the tensor's size depends on the number of tokens."""
         return 0 in self.shape
 
     def sized(self, tokens: int) -> tuple[int, ...]:
-        """Shape of a row with room for `tokens` tokens."""
+        """Return the shape of a row that has room for `tokens` tokens."""
         return tuple(tokens if size == 0 else size for size in self.shape)
 
     def row_bytes(self, tokens: int) -> int:
-        """Bytes of a row with room for `tokens` tokens."""
+        """Return the bytes of a row that has room for `tokens` tokens."""
         return math.prod(self.sized(tokens)) * element_bytes(self.dtype)
 
 
@@ -89,9 +98,9 @@ def key_value_states(
     window: int = 0,
     shared_by: tuple[int, ...] = (),
 ) -> tuple[State, State]:
-    """The keys and values of an attention layer, each [batch, heads, tokens, dim].
+    """Return the states of an attention layer's keys and values, each [batch, heads, tokens, dim].
 
-    window: number of tokens kept; 0 for all.
+    window: the number of tokens that are kept; 0 keeps all.
     """
 
     def state(part: str, dim: int) -> State:
@@ -113,25 +122,31 @@ def key_value_states(
 class DecoderInfo:
     """How the runtime drives the decoder (docs/contract/graph.md, section 8).
 
-    kv_form: one of KV_FORMS. `concat`: past in, past plus new tokens out. `static`: one buffer updated in place, with
-    the length of each row. `shared`: such a buffer in another exporter's graph, with attention_mask.
+    model_type: transformers' name of the architecture.
+    kv_form: one of KV_FORMS.
+        concat: the graph returns the past followed by the new tokens.
+        static: the graph updates one buffer in place, and has the length of each row as an input.
+        shared: like static, in another exporter's graph, with attention_mask instead of lengths.
     states: what the layers keep between calls, in layer order.
     kv_dtype: ONNX element type of keys and values, "float" or "float16".
-    context_length: maximum tokens of a sequence.
-    left_padding, right_padding: whether batches can be padded on that side (`concat` left, `shared` right, `static`
-    neither: it has row lengths).
-    attention: operator that reads the cache, "GroupQueryAttention", "Attention" or "", for information.
-    ragged_chunks: whether all rows of a batch can take several tokens after a past in one run. If not, a run takes
-    several tokens only into an empty cache or for a single row.
-    most_columns: maximum tokens per row and call, 0 for any.
-    buffer_step: 0 if a step's cost does not depend on the buffer length; otherwise buffers have the smallest sufficient
-    multiple of it as length.
-    buffer_least: minimum tokens of a buffer, 0 for any. Operators whose sliding window lies in the buffer refuse
-    shorter ones.
+    context_length: maximum number of tokens of a sequence.
+    left_padding, right_padding: whether batches can be padded on that side. `concat` can be padded on the left,
+    `shared`
+        on the right, and `static`, which has row lengths, on neither.
+    weights_dtype: the type of the weights: an ONNX element type such as "float", or "int4" or "int8" if quantised.
+    attention: the operator that reads the cache, "GroupQueryAttention", "Attention" or "", for information.
+    ragged_chunks: whether one call can append several tokens to each row of a batch. If not, a call takes several
+    tokens
+        only for empty caches, or for a single row.
+    most_columns: maximum number of tokens per row and call; 0 for any.
+    buffer_step: tokens. The length of a buffer is the smallest sufficient multiple of this number. 0 if the cost of a
+        step does not depend on the length.
+    buffer_least: minimum length of a buffer in tokens; 0 for any. Operators whose sliding window lies in the buffer
+        refuse shorter buffers.
     target: one of TARGETS.
-    least_onnxruntime: first version that runs the graph, such as "1.29"; "" for any supported one.
+    least_onnxruntime: the first version that runs the graph, such as "1.29"; "" for any supported version.
     weights: bytes of initializers by element type.
-    quantisation: fields of export.quantise.Quantisation, {} if this package did not quantise.
+    quantisation: the fields of export.quantise.Quantisation; {} if this package did not quantise the weights.
     """
 
     model_type: str
@@ -154,7 +169,7 @@ class DecoderInfo:
     quantisation: dict[str, Any] = field(default_factory=dict)
 
     def state_bytes(self) -> dict[str, tuple[int, int]]:
-        """Kind -> (bytes of a row independent of its length, bytes per token), for the kinds that the decoder has."""
+        """Return {kind: (bytes of a row at any length, additional bytes per token)} for the decoder's kinds."""
         found: dict[str, tuple[int, int]] = {}
         for kind in STATE_KINDS:
             states = [state for state in self.states if state.kind == kind and state.dtype in ELEMENT_TYPES]
@@ -165,37 +180,52 @@ class DecoderInfo:
 
     @property
     def evicts(self) -> bool:
-        """Whether a state keeps only a window, so that prompts of different lengths must be read one by one."""
+        """Whether a state keeps only a window. Prompts of different lengths must then be read one by one."""
         return any(state.window for state in self.states)
 
     @property
     def recurs(self) -> bool:
-        """Whether each token must be read exactly once, because a state of fixed size absorbs it."""
+        """Whether a state has a fixed size.
+
+        Each token must then be read exactly once, because it changes that state.
+        """
         return any(not state.grows for state in self.states)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerInfo:
-    """Options and form of the `topw::TopWSample` node."""
+    """The options and the form of the `topw::TopWSample` node.
 
-    tail: str  # "portable" | "onnxruntime" | "static"
+    tail: the form of the function: "portable", "onnxruntime" or "static".
+    hidden_size: the width of the embeddings; None for the uniform metric.
+    table_form: the operator and attributes that read an embedding, "" for the uniform metric.
+    outputs: names of the sampler's outputs in the graph.
+    neighbour_bound: whether the node has the neighbour bound, as input 16.
+    rules: the sampling rules that the function can apply, in the order of their codes.
+    """
+
+    tail: str
     vocab_size: int
-    hidden_size: int | None  # None: uniform metric
-    table_form: str  # "" for the uniform metric
+    hidden_size: int | None
+    table_form: str
     options: TopWOptions
     outputs: tuple[str, ...]
-    neighbour_bound: bool = False  # whether the node has it, as input 16
-    rules: tuple[str, ...] = tuple(RULES)  # that the function carries, in the order of their codes
+    neighbour_bound: bool = False
+    rules: tuple[str, ...] = tuple(RULES)
 
     @property
     def geometry(self) -> tuple[str, int | None]:
-        """Metric and embedding width."""
+        """(metric, width of the embeddings)."""
         return self.options.metric, self.hidden_size
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A comparison's largest difference and its bound."""
+    """The result of a comparison.
+
+    difference: the largest difference that was found.
+    bound: the largest difference with which the check passes.
+    """
 
     name: str
     passed: bool
@@ -206,7 +236,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class NotCompared:
-    """A comparison that was not possible."""
+    """A comparison that was not possible, and why."""
 
     name: str
     reason: str
@@ -214,7 +244,7 @@ class NotCompared:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A measurement, for information only."""
+    """A measurement that cannot fail, for information."""
 
     name: str
     text: str
@@ -222,14 +252,17 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """Comparison with the source. A failed export leaves no folder.
+    """The comparison of an export with its source. If the comparison fails, there is no folder.
 
-    status: one of STATUSES. "provisional": unverified, does not load. "passed": all checks ran and passed. "partial":
-    something was not compared, or a failed check limits use (see its detail). "skipped": not requested.
+    status: one of STATUSES.
+        provisional: not yet compared. The folder does not load.
+        passed: all checks ran and passed.
+        partial: something was not compared, or a failed check limits how the export can be used (see its detail).
+        skipped: the user did not ask for a comparison.
     checks: comparisons that can fail.
-    not_compared: if there are any, the status is "partial".
-    notes: do not affect the status.
-    median_distance: of likely pairs of tokens (sampling.likely_pairs), > 0; None if it was not measured.
+    not_compared: comparisons that were not possible. If there are any, the status is "partial".
+    notes: measurements, which do not affect the status.
+    median_distance: median distance of likely pairs of tokens (sampling.likely_pairs), > 0; None if not measured.
     """
 
     status: str
@@ -243,14 +276,19 @@ class Verification:
 class Manifest:
     """Base of `DecoderManifest` and `SamplerManifest`.
 
-    default_beta: text of the default `beta` if that depends on the temperature, else ""; `defaults` then has its number
-    at the default temperature.
+    source: `id`, `revision` and `route` of the model.
+    libraries: versions of topw_deploy and of the libraries used for the export.
+    opset: opset version by domain.
+    defaults: the sampler's parameters for callers that give none.
+    default_beta: the formula of the default `beta` if it depends on the temperature, else "". `defaults` then has its
+        value at the default temperature.
+    files: the files of the folder by path, without the manifest itself.
     """
 
     format_version: int = FORMAT_VERSION
     kind: str = ""
-    source: dict[str, str]  # id, revision, route
-    libraries: dict[str, str]  # topw_deploy and the export's libraries
+    source: dict[str, str]
+    libraries: dict[str, str]
     opset: dict[str, int]
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -267,16 +305,17 @@ class Manifest:
 
     @property
     def stated_defaults(self) -> dict[str, Any]:
-        """The default parameters as they were given: `beta` as text if it depends on the temperature."""
+        """The default parameters as the user gave them: `beta` as a formula if it depends on the temperature."""
         return {**asdict(self.defaults), **({"beta": self.default_beta} if self.default_beta else {})}
 
     def to_json(self) -> str:
+        """Return the text of topw_manifest.json."""
         return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderManifest(Manifest):
-    """Decoder with sampler."""
+    """The manifest of a decoder with a sampler."""
 
     kind: str = "decoder"
     decoder: DecoderInfo
@@ -284,6 +323,6 @@ class DecoderManifest(Manifest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerManifest(Manifest):
-    """Manifest of a sampler alone."""
+    """The manifest of a sampler without a decoder."""
 
     kind: str = "sampler"

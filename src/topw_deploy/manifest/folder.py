@@ -1,4 +1,4 @@
-"""Read, write and check manifests."""
+"""Read and write the manifest of a folder, and compare the folder's files with it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import BinaryIO
 
 from topw_deploy.errors import ManifestError
-from topw_deploy.files import NotRegularError, open_inside, open_regular, replacing, special_files
+from topw_deploy.files import NotRegularError, open_inside, open_regular, replace_file, special_files
 from topw_deploy.manifest.contents import MANIFEST_NAME, DecoderManifest, FileEntry, Manifest, SamplerManifest
 from topw_deploy.manifest.parse import manifest_from_json
 
-_MOST_BYTES = 16 << 20  # manifests are a few KB; larger files must not fill memory
-_ENGINES = "engines"  # checked when used (tensorrt/engines.py)
+_MOST_BYTES = 16 << 20  # of a manifest, which has a few KB
+_ENGINES = "engines"  # a subfolder whose files are checked when they are used (tensorrt/engines.py)
 
 
 def load_manifest(folder: str | Path) -> DecoderManifest | SamplerManifest:
-    """Read the manifest of `folder`, which may be a link, and check listed files' sizes.
+    """Read the manifest of `folder`, which may be a link, and check the sizes of the files that it lists.
 
-    Use `check_hashes` for hashes: loading must not read gigabytes.
-    Raises ManifestError for a missing or malformed manifest; listed files that are missing, resized, not regular,
-    linked or outside the folder; and any pipe, socket or device in the folder.
+    Hashes are not checked, because loading must not read gigabytes; use `check_hashes`.
+    Raises ManifestError for a missing or malformed manifest, for a listed file that is missing, not regular, linked,
+    outside the folder or of another size, and for any pipe, socket or device in the folder.
     """
     folder = Path(folder)
     path = folder / MANIFEST_NAME
@@ -39,7 +39,7 @@ def load_manifest(folder: str | Path) -> DecoderManifest | SamplerManifest:
         ) from None
     except OSError as error:
         raise ManifestError(f"{path} cannot be read: {error.strerror or error}.") from None
-    except ValueError as error:  # path that no system call accepts
+    except ValueError as error:  # a path that no system call accepts, such as one with a zero byte
         raise ManifestError(f"{str(path)!r} is not a path ({error}); give the folder that topw-export wrote.") from None
     if len(raw) > _MOST_BYTES:
         raise ManifestError(
@@ -57,7 +57,7 @@ def load_manifest(folder: str | Path) -> DecoderManifest | SamplerManifest:
 
 
 def load_decoder_manifest(folder: str | Path) -> DecoderManifest:
-    """Like `load_manifest`; also raises ManifestError if the folder has no decoder."""
+    """Read the manifest like `load_manifest`. Raises its errors, and ManifestError if the folder has no decoder."""
     manifest = load_manifest(folder)
     if not isinstance(manifest, DecoderManifest):
         raise ManifestError(f"{folder} holds a sampler without a decoder; give the folder of an exported model.")
@@ -65,9 +65,9 @@ def load_decoder_manifest(folder: str | Path) -> DecoderManifest:
 
 
 def open_listed(folder: Path, name: str, entry: FileEntry) -> BinaryIO:
-    """Open a listed file and check the size and kind of the open file.
+    """Open the file `name` of a manifest, and check its kind and size.
 
-    Raises ManifestError if it is missing, unreadable, resized, not regular, or linked.
+    Raises ManifestError if the file is missing, unreadable, not regular, linked, or of another size than in `entry`.
     """
     try:
         stream = open_inside(folder, name)
@@ -97,7 +97,7 @@ def open_listed(folder: Path, name: str, entry: FileEntry) -> BinaryIO:
 
 
 def check_hashes(folder: str | Path, manifest: Manifest) -> None:
-    """Check the listed SHA-256 values. Raises ManifestError for the first file that differs or cannot be read."""
+    """Compare each listed file with its SHA-256. Raises ManifestError for the first that differs or cannot be read."""
     for name, entry in manifest.files.items():
         try:
             with open_listed(Path(folder), name, entry) as stream:
@@ -114,7 +114,7 @@ def check_hashes(folder: str | Path, manifest: Manifest) -> None:
 def describe_files(
     folder: str | Path, names: Iterable[str], known: dict[str, str] | None = None
 ) -> dict[str, FileEntry]:
-    """Hash and size of the named files. known: SHA-256 values already computed, by name."""
+    """Return the hash and the size of each named file. known: hashes that are already computed, by name."""
     folder, known = Path(folder), known or {}
     return {
         name: FileEntry(known.get(name) or sha256_of(folder / name), (folder / name).stat().st_size)
@@ -123,19 +123,19 @@ def describe_files(
 
 
 def save_manifest(folder: str | Path, manifest: Manifest) -> None:
-    """Write atomically, so that readers never see half a manifest."""
-    with replacing(Path(folder) / MANIFEST_NAME) as stream:
+    """Write the manifest into `folder` in one step, so that readers never see half of it."""
+    with replace_file(Path(folder) / MANIFEST_NAME) as stream:
         stream.write(manifest.to_json().encode("utf-8"))
 
 
 def sha256_of(path: Path) -> str:
-    """Hexadecimal SHA-256 of a regular file. Raises OSError for links and other kinds of file."""
+    """Return the hexadecimal SHA-256 of a regular file. Raises OSError for links and other kinds of file."""
     with open_regular(path) as stream:
         return sha256_of_stream(stream)
 
 
 def sha256_of_stream(stream: BinaryIO) -> str:
-    """Hexadecimal SHA-256 of a file from its current position."""
+    """Return the hexadecimal SHA-256 of an open file, from its current position on."""
     digest, block = hashlib.sha256(), memoryview(bytearray(1 << 20))
     while size := stream.readinto(block):  # type: ignore[attr-defined]  # hashlib.file_digest needs Python 3.11
         digest.update(block[:size])
@@ -143,7 +143,9 @@ def sha256_of_stream(stream: BinaryIO) -> str:
 
 
 def _refuse_special_files(folder: Path) -> None:
-    """Refuse special files: a graph can name any file as weights, and some onnxruntime versions open any kind."""
+    """Raise ManifestError for a pipe, socket or device: a graph can name any file as its weights, and some versions of
+    onnxruntime open any kind.
+    """
     try:
         for path, kind in special_files(folder, deep=True, without=_ENGINES):
             raise ManifestError(

@@ -1,6 +1,6 @@
-"""Parse manifest JSON, checking types and ranges.
+"""Parse the JSON of a manifest, and check the types and ranges of its fields.
 
-Bounds far exceed any model; they prevent huge allocations and integers that no operator can hold.
+No model comes near the bounds. They prevent huge allocations, and integers that no operator can hold.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from topw_deploy.manifest.contents import (
     TensorSpec,
     Verification,
 )
-from topw_deploy.manifest.fields import Fields, decoded, real, sha256, shown, text, whole
+from topw_deploy.manifest.fields import Fields, finite_number, integer, parse_json, sha256, short_repr, text
 from topw_deploy.sampling.beta import depends_on_temperature
 from topw_deploy.sampling.parameters import (
     IN_FLOAT32,
@@ -44,11 +44,11 @@ from topw_deploy.sampling.parameters import (
 from topw_deploy.sampling.rules import carried_rules
 
 MOST_LAYERS = 4096
-MOST_STATE_SIZE = 1 << 24  # of an axis
+MOST_STATE_SIZE = 1 << 24  # maximum size of an axis
 _MOST_STATES = 4 * MOST_LAYERS
-_MOST_AXES = 4  # without the batch
-MOST_TOKENS = (1 << 31) - 1  # context; operators count in 32 bits
-MOST_BUFFER = 1 << 22  # tokens; allocated for every request
+_MOST_AXES = 4  # without the batch axis
+MOST_TOKENS = (1 << 31) - 1  # maximum context; operators count tokens in 32 bits
+MOST_BUFFER = 1 << 22  # tokens of a buffer, which is allocated for every request
 MOST_VOCABULARY = MOST_WIDTH = 1 << 24
 _INT32, _INT64 = (1 << 31) - 1, (1 << 63) - 1
 _VERSION = re.compile(r"\d{1,4}\.\d{1,4}")
@@ -56,9 +56,9 @@ _SCALARS = (str, int, float, type(None))
 
 
 def manifest_from_json(content: str) -> DecoderManifest | SamplerManifest:
-    """Parse a manifest. Raises ManifestError naming the first wrong field."""
+    """Parse the text of a manifest. Raises a ManifestError that names the first wrong field."""
     try:
-        data = decoded(content)
+        data = parse_json(content)
     except (ValueError, RecursionError) as error:
         raise ManifestError(f"{MANIFEST_NAME} is not JSON ({error}); export the model again.") from None
     if not isinstance(data, dict):
@@ -66,7 +66,7 @@ def manifest_from_json(content: str) -> DecoderManifest | SamplerManifest:
     version = data.get("format_version")
     if type(version) is not int or version != FORMAT_VERSION:  # true and 1.0 equal 1
         raise ManifestError(
-            f"{MANIFEST_NAME} has format version {shown(version)}, this topw_deploy reads {FORMAT_VERSION}; "
+            f"{MANIFEST_NAME} has format version {short_repr(version)}, this topw_deploy reads {FORMAT_VERSION}; "
             "export the model again or install the version that wrote it."
         )
     try:
@@ -80,29 +80,32 @@ def _manifest(data: Fields) -> DecoderManifest | SamplerManifest:
     files = _files(data.mapping("files"))
     if "model.onnx" not in files:
         raise ManifestError(f"{MANIFEST_NAME} does not list model.onnx; export the model again.")
-    defaults = _defaults(data.inner("defaults"))
+    defaults = _defaults(data.fields("defaults"))
     shared: dict[str, Any] = {
         "source": _texts("source", data.mapping("source")),
         "libraries": _texts("libraries", data.mapping("libraries")),
         "opset": _opset(data.mapping("opset")),
-        "inputs": _tensors("inputs", data.listing("inputs")),
-        "outputs": _tensors("outputs", data.listing("outputs")),
-        "sampler": _sampler(data.inner("sampler")),
+        "inputs": _tensors("inputs", data.array("inputs")),
+        "outputs": _tensors("outputs", data.array("outputs")),
+        "sampler": _sampler(data.fields("sampler")),
         "defaults": defaults,
         "default_beta": _default_beta(data.text("default_beta"), defaults),
-        "verification": _verification(data.inner("verification")),
+        "verification": _verification(data.fields("verification")),
         "files": files,
     }
     kind = data.one_of("kind", ("decoder", "sampler"))
     if kind == "decoder":
-        return DecoderManifest(decoder=_decoder(data.inner("decoder")), **shared)
+        return DecoderManifest(decoder=_decoder(data.fields("decoder")), **shared)
     if data.has("decoder"):
         raise ValueError("kind is 'sampler', but there is a decoder")
     return SamplerManifest(**shared)
 
 
 def verification_from_dict(data: object) -> Verification:
-    """Inverse of `dataclasses.asdict`. Raises ValueError naming the first wrong field."""
+    """Parse what `dataclasses.asdict` returns for a Verification.
+
+    Raises a ValueError that names the first wrong field.
+    """
     return _verification(Fields("verification", data))
 
 
@@ -113,8 +116,8 @@ def _files(data: dict[str, Any]) -> dict[str, FileEntry]:
         given = Fields(f"the entry of {_safe_name(name)}", entry)
         other = folded.setdefault(unicodedata.normalize("NFC", name).casefold(), name)
         if other != name:
-            raise ValueError(f"the files {shown(other)} and {shown(name)} have one name on other systems")
-        size = whole(f"size of {name}", given.value("size"), 0, _INT64)
+            raise ValueError(f"the files {short_repr(other)} and {short_repr(name)} have one name on other systems")
+        size = integer(f"size of {name}", given.value("size"), 0, _INT64)
         found[name] = FileEntry(sha256(f"sha256 of {name}", given.value("sha256")), size)
     return found
 
@@ -124,7 +127,7 @@ def _texts(name: str, data: dict[str, Any]) -> dict[str, str]:
 
 
 def _opset(data: dict[str, Any]) -> dict[str, int]:
-    return {domain: whole(f"opset {domain or 'ai.onnx'}", version, 1, _INT32) for domain, version in data.items()}
+    return {domain: integer(f"opset {domain or 'ai.onnx'}", version, 1, _INT32) for domain, version in data.items()}
 
 
 def _tensors(name: str, data: list[Any]) -> tuple[TensorSpec, ...]:
@@ -135,62 +138,64 @@ def _tensors(name: str, data: list[Any]) -> tuple[TensorSpec, ...]:
 
 
 def _sampler(data: Fields) -> SamplerInfo:
-    data.only(_names(SamplerInfo))
+    data.refuse_others(_names(SamplerInfo))
     hidden = data.value("hidden_size")
     return SamplerInfo(
         tail=data.text("tail"),
-        vocab_size=data.whole("vocab_size", 1, MOST_VOCABULARY),
-        hidden_size=None if hidden is None else data.whole("hidden_size", 1, MOST_WIDTH),
+        vocab_size=data.integer("vocab_size", 1, MOST_VOCABULARY),
+        hidden_size=None if hidden is None else data.integer("hidden_size", 1, MOST_WIDTH),
         table_form=data.text("table_form"),
-        options=_options(data.inner("options")),
+        options=_options(data.fields("options")),
         outputs=data.texts("outputs"),
-        neighbour_bound=data.flag("neighbour_bound"),
+        neighbour_bound=data.boolean("neighbour_bound"),
         rules=_rules(data),
     )
 
 
 def _rules(data: Fields) -> tuple[str, ...]:
-    """The carried rules."""
+    """Return the names of the rules that the function can apply."""
     found = data.texts("rules")
     try:
         if found == carried_rules(found):
             return found
     except ParameterError:
         pass
-    raise ValueError(f"sampler.rules is {shown(list(found))}, but must be top_w and other rules, in the order of codes")
+    raise ValueError(
+        f"sampler.rules is {short_repr(list(found))}, but must be top_w and other rules, in the order of codes"
+    )
 
 
 def _defaults(data: Fields) -> TopWParameters:
-    """The default parameters, which must be valid in float32, the graph's type."""
-    data.only(PARAMETER_NAMES)
-    given = {name: data.real(name) for name in PARAMETER_NAMES}
+    """Return the default parameters, which must also be valid when rounded to float32, the graph's type."""
+    data.refuse_others(PARAMETER_NAMES)
+    given = {name: data.number(name) for name in PARAMETER_NAMES}
     found = TopWParameters(**given)
     try:
         rounded = {name: struct.unpack("<f", struct.pack("<f", float(value)))[0] for name, value in given.items()}
         TopWParameters(**rounded)
     except (OverflowError, ValueError):
-        raise ValueError(f"defaults are {shown(given)}, which must be in range {IN_FLOAT32}") from None
+        raise ValueError(f"defaults are {short_repr(given)}, which must be in range {IN_FLOAT32}") from None
     return found
 
 
 def _default_beta(found: str, defaults: TopWParameters) -> str:
-    """The text of a default beta that depends on the temperature; it must agree with `defaults`."""
+    """Return Manifest.default_beta, whose value at the default temperature must be the one in `defaults`."""
     if not found:
         return found
     if not depends_on_temperature(found):
-        raise ValueError(f"default_beta is {shown(found)}, which does not depend on the temperature")
+        raise ValueError(f"default_beta is {short_repr(found)}, which does not depend on the temperature")
     at_default = replace(defaults, beta=found).beta  # type: ignore[arg-type]  # text is replaced by its number
     if at_default != defaults.beta:
         raise ValueError(
-            f"default_beta is {shown(found)}, {at_default!r} at the default temperature, but defaults.beta is "
+            f"default_beta is {short_repr(found)}, {at_default!r} at the default temperature, but defaults.beta is "
             f"{defaults.beta!r}"
         )
     return found
 
 
 def _decoder(data: Fields) -> DecoderInfo:
-    data.only(_names(DecoderInfo))
-    layers = data.whole("num_layers", 1, MOST_LAYERS)
+    data.refuse_others(_names(DecoderInfo))
+    layers = data.integer("num_layers", 1, MOST_LAYERS)
     weights = data.mapping("weights")
     return DecoderInfo(
         model_type=data.text("model_type"),
@@ -198,25 +203,25 @@ def _decoder(data: Fields) -> DecoderInfo:
         num_layers=layers,
         states=_states(data),
         kv_dtype=data.text("kv_dtype"),
-        context_length=data.whole("context_length", 1, MOST_TOKENS),
-        left_padding=data.flag("left_padding"),
+        context_length=data.integer("context_length", 1, MOST_TOKENS),
+        left_padding=data.boolean("left_padding"),
         weights_dtype=data.text("weights_dtype"),
         attention=data.text("attention"),
-        right_padding=data.flag("right_padding"),
-        ragged_chunks=data.flag("ragged_chunks"),
-        most_columns=data.whole("most_columns", 0, MOST_TOKENS),
-        buffer_step=data.whole("buffer_step", 0, MOST_BUFFER),
-        buffer_least=data.whole("buffer_least", 0, MOST_BUFFER),
+        right_padding=data.boolean("right_padding"),
+        ragged_chunks=data.boolean("ragged_chunks"),
+        most_columns=data.integer("most_columns", 0, MOST_TOKENS),
+        buffer_step=data.integer("buffer_step", 0, MOST_BUFFER),
+        buffer_least=data.integer("buffer_least", 0, MOST_BUFFER),
         target=data.one_of("target", TARGETS),
         least_onnxruntime=_version(data.text("least_onnxruntime")),
-        weights={kind: whole(f"weights {kind}", count, 0, _INT64) for kind, count in weights.items()},
+        weights={kind: integer(f"weights {kind}", count, 0, _INT64) for kind, count in weights.items()},
         quantisation=_quantisation(data.mapping("quantisation")),
     )
 
 
 def _version(given: str) -> str:
     if given and not _VERSION.fullmatch(given):
-        raise ValueError(f"decoder.least_onnxruntime is {shown(given)}, not a version such as 1.29")
+        raise ValueError(f"decoder.least_onnxruntime is {short_repr(given)}, not a version such as 1.29")
     return given
 
 
@@ -231,28 +236,30 @@ def _states(data: Fields) -> tuple[State, ...]:
 
 
 def _state(data: Fields) -> State:
-    shape = tuple(whole("an axis of a state", size, 0, MOST_STATE_SIZE) for size in data.listing("shape"))
+    shape = tuple(integer("an axis of a state", size, 0, MOST_STATE_SIZE) for size in data.array("shape"))
     if not 1 <= len(shape) <= _MOST_AXES or shape.count(0) > 1:
-        raise ValueError(f"a state has the shape {shown(list(shape))}, not 1 to {_MOST_AXES} axes with at most one 0")
+        raise ValueError(
+            f"a state has the shape {short_repr(list(shape))}, not 1 to {_MOST_AXES} axes with at most one 0"
+        )
     return State(
-        layer=data.whole("layer", 0, MOST_LAYERS - 1),
+        layer=data.integer("layer", 0, MOST_LAYERS - 1),
         kind=data.one_of("kind", STATE_KINDS),
         past=data.text("past"),
         present=data.text("present"),
         dtype=data.text("dtype"),
         shape=shape,
-        window=data.whole("window", 0, MOST_TOKENS),
+        window=data.integer("window", 0, MOST_TOKENS),
         shared_by=tuple(
-            whole("a layer of shared_by", layer, 0, MOST_LAYERS - 1) for layer in data.listing("shared_by")
+            integer("a layer of shared_by", layer, 0, MOST_LAYERS - 1) for layer in data.array("shared_by")
         ),
     )
 
 
 def _verification(data: Fields) -> Verification:
-    data.only(_names(Verification))
+    data.refuse_others(_names(Verification))
     return Verification(
         status=data.one_of("status", STATUSES),
-        checks=tuple(_check(index, item) for index, item in enumerate(data.listing("checks"))),
+        checks=tuple(_check(index, item) for index, item in enumerate(data.array("checks"))),
         not_compared=tuple(
             NotCompared(given.text("name"), given.text("reason"))
             for given in data.objects("not_compared", _names(NotCompared))
@@ -263,9 +270,9 @@ def _verification(data: Fields) -> Verification:
 
 
 def _median(given: object) -> float | None:
-    if given is not None and real("median_distance", given) <= 0:
-        raise ValueError(f"median_distance is {shown(given)}, not a number > 0")
-    return None if given is None else real("median_distance", given)
+    if given is not None and finite_number("median_distance", given) <= 0:
+        raise ValueError(f"median_distance is {short_repr(given)}, not a number > 0")
+    return None if given is None else finite_number("median_distance", given)
 
 
 def _names(part: type) -> tuple[str, ...]:
@@ -273,18 +280,18 @@ def _names(part: type) -> tuple[str, ...]:
 
 
 def _options(data: Fields) -> TopWOptions:
-    data.only(OPTION_NAMES)
+    data.refuse_others(OPTION_NAMES)
     return TopWOptions(
         metric=data.one_of("metric", METRICS),
         potential=data.one_of("potential", POTENTIALS),
-        **{name: data.whole(name, 1, _INT32) for name in ("top_m", "alt_iters", "knn_k")},
+        **{name: data.integer(name, 1, _INT32) for name in ("top_m", "alt_iters", "knn_k")},
     )
 
 
 def _tensor(data: Fields) -> TensorSpec:
     shape = tuple(
-        text("a dimension", size) if isinstance(size, str) else whole("a dimension", size, 0, _INT64)
-        for size in data.listing("shape")
+        text("a dimension", size) if isinstance(size, str) else integer("a dimension", size, 0, _INT64)
+        for size in data.array("shape")
     )
     return TensorSpec(data.text("name"), data.text("dtype"), shape)
 
@@ -298,20 +305,20 @@ def _quantisation(data: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(value, str):
             text(what, value)
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            real(what, value)
+            finite_number(what, value)
         elif not isinstance(value, _SCALARS):
-            raise ValueError(f"{what} is {shown(value)}, not a number, text, true, false, null or list of texts")
+            raise ValueError(f"{what} is {short_repr(value)}, not a number, text, true, false, null or list of texts")
     return data
 
 
 def _check(index: int, data: object) -> Check:
-    given = Fields(f"checks[{index}]", data).only(_names(Check))
+    given = Fields(f"checks[{index}]", data).refuse_others(_names(Check))
     try:
         return Check(
             name=given.text("name"),
-            passed=given.flag("passed"),
-            difference=given.real("difference"),
-            bound=given.real("bound"),
+            passed=given.boolean("passed"),
+            difference=given.number("difference"),
+            bound=given.number("bound"),
             detail=given.text("detail"),
         )
     except ValueError as error:
@@ -319,11 +326,11 @@ def _check(index: int, data: object) -> Check:
 
 
 def _safe_name(name: str) -> str:
-    """Return `name`; raises ValueError for `..`, absolute paths and drives."""
+    """Return `name`. Raises ManifestError unless it is a plain path inside the folder."""
     parts = name.split("/")
     if not name or "\\" in name or ":" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise ManifestError(
-            f"the manifest lists the file {shown(name)}, which is not a plain path inside the folder; "
+            f"the manifest lists the file {short_repr(name)}, which is not a plain path inside the folder; "
             "do not use this folder."
         )
     return name

@@ -1,1 +1,1 @@
-"""Read ONNX files without `onnx`, which machines that only run exports lack."""
+"""Read ONNX files without the package `onnx`, which is not installed where exports only run."""

@@ -1,4 +1,7 @@
-"""Nodes, functions, types and shapes of an ONNX file. Weights are not read: a Constant has a view of its bytes."""
+"""Read the nodes, functions, types and shapes of an ONNX file.
+
+Weights are not read: a Constant has a view of its bytes. Field numbers are those of onnx.proto.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ from topw_deploy.onnx_file import protobuf
 from topw_deploy.onnx_file.protobuf import Field
 
 DATA_TYPES = {element.number: array_name(name) for name, element in ELEMENT_TYPES.items()} | {8: "string"}
-"""TensorProto.DataType -> the type, as `array_name` calls it."""
+"""Number of TensorProto.DataType -> name of the type, as `array_name` returns it."""
 
-_SMALL = 64  # bytes: read tensors up to this size, as they may be shapes or axes
+_SMALL = 64  # bytes: numbers of integer tensors up to this size are read, because they may be shapes or axes
 _MOST_PARTS = 1 << 21  # nodes, values and numbers of a file; a layer of 128 experts of 10 nodes has about 10,000
 _NO_GRAPH = "it has no graph"
 _MOST_NESTED = 64  # graphs within graphs; protobuf's own readers allow 100 messages
@@ -23,7 +26,11 @@ _MOST_NESTED = 64  # graphs within graphs; protobuf's own readers allow 100 mess
 
 @dataclass(frozen=True)
 class Value:
-    """An input, output or inner value. shape: sizes or their names; None if not in the file."""
+    """An input, output or inner value of a graph.
+
+    dtype: a name from DATA_TYPES; None if the file does not state it.
+    shape: sizes, or their names; None if the file does not state it.
+    """
 
     name: str
     dtype: str | None = None
@@ -34,9 +41,9 @@ class Value:
 class Constant:
     """A tensor.
 
-    numbers: its values if small and integer, else None.
-    raw: its bytes, if this file has them as such.
-    external: where they are in another file: `location`, `offset`, `length`.
+    numbers: the values of a small integer tensor, else None.
+    raw: a view of the values' bytes; None if the file does not hold them as bytes.
+    external: the place of the values in another file, if they are there: `location`, `offset`, `length`.
     """
 
     name: str
@@ -49,7 +56,11 @@ class Constant:
 
 @dataclass(frozen=True)
 class Node:
-    """attributes: by name, a number, string, Constant or Graph, or a tuple of these."""
+    """A node.
+
+    attributes: by name, a number, string, Constant or Graph, or a tuple of integers, strings or graphs. None for a type
+        that is not read: a list of floats or tensors, or a sparse tensor.
+    """
 
     op_type: str
     domain: str
@@ -60,17 +71,22 @@ class Node:
 
     @property
     def operator(self) -> str:
-        """`Gather`, or with its domain `com.microsoft.GroupQueryAttention`."""
+        """`Gather` for a standard operator; with the domain for others, `com.microsoft.GroupQueryAttention`."""
         return f"{self.domain}.{self.op_type}" if self.domain not in ("", "ai.onnx") else self.op_type
 
     @property
     def subgraphs(self) -> Mapping[str, Graph]:
+        """The attributes that are graphs, such as the branches of If."""
         return {name: value for name, value in self.attributes.items() if isinstance(value, Graph)}
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A graph, or the body of a function (without types)."""
+    """A graph, or the body of a function, whose inputs and outputs have no types.
+
+    constants: the initializers, by name.
+    values: the values inside the graph whose type or shape the file states, by name.
+    """
 
     nodes: tuple[Node, ...]
     inputs: tuple[Value, ...]
@@ -81,7 +97,11 @@ class Graph:
 
 @dataclass(frozen=True)
 class Model:
-    """opsets: version by domain, "" for standard operators. functions: bodies by (domain, name)."""
+    """An ONNX model.
+
+    opsets: opset version by domain, "" for the standard operators.
+    functions: bodies of model-local functions by (domain, name).
+    """
 
     graph: Graph
     opsets: Mapping[str, int]
@@ -89,23 +109,26 @@ class Model:
 
 
 class _Budget:
-    """Bounds the parts of one file, so that a small file cannot fill the memory or the stack."""
+    """A bound on the parts of one file and the depth of its graphs, so that a small file cannot exhaust memory."""
 
     def __init__(self) -> None:
         self._left, self._nested = _MOST_PARTS, 0
 
     def take(self, count: int = 1) -> None:
+        """Count more parts. Raises ProtobufError above _MOST_PARTS."""
         self._left -= count
         if self._left < 0:
             raise protobuf.ProtobufError(f"it has more than {_MOST_PARTS} nodes, values and numbers")
 
     def integers(self, value: Field) -> Iterator[int]:
+        """Yield the integers of a field, and count each."""
         for number in protobuf.integers(value):
             self.take()
             yield number
 
     @contextmanager
     def inner_graph(self) -> Iterator[None]:
+        """Count one more level of graphs inside the block. Raises ProtobufError above _MOST_NESTED."""
         self._nested += 1
         if self._nested > _MOST_NESTED:
             raise protobuf.ProtobufError(f"its graphs are nested more than {_MOST_NESTED} deep")
@@ -114,17 +137,17 @@ class _Budget:
 
 
 def read_model(data: memoryview) -> Model:
-    """Read a file. Raises ProtobufError if it is not ONNX, or larger than any published graph."""
+    """Read the model in a file's bytes. Raises ProtobufError if it is not ONNX, or larger than any published graph."""
     graph, opsets, functions, budget = None, {}, {}, _Budget()
     for number, value, *_ in protobuf.fields(data):
         budget.take()
-        if number == 7:
-            graph = _graph(protobuf.inner(value), budget)
-        elif number == 8:
-            domain, version = _opset(protobuf.inner(value))
+        if number == 7:  # graph
+            graph = _graph(protobuf.payload(value), budget)
+        elif number == 8:  # opset_import
+            domain, version = _opset(protobuf.payload(value))
             opsets["" if domain == "ai.onnx" else domain] = version
-        elif number == 25:
-            key, body = _function(protobuf.inner(value), budget)
+        elif number == 25:  # functions
+            key, body = _function(protobuf.payload(value), budget)
             functions[key] = body
     if graph is None:
         raise protobuf.ProtobufError(_NO_GRAPH)
@@ -132,18 +155,18 @@ def read_model(data: memoryview) -> Model:
 
 
 def read_graph(data: memoryview) -> Graph:
-    """The graph of a file, without its functions. Raises like `read_model`."""
+    """Read the graph alone, without functions and opsets. Raises the errors of `read_model`."""
     for number, value, *_ in protobuf.fields(data):
-        if number == 7:
-            return _graph(protobuf.inner(value), _Budget())
+        if number == 7:  # graph
+            return _graph(protobuf.payload(value), _Budget())
     raise protobuf.ProtobufError(_NO_GRAPH)
 
 
 def without_function(data: memoryview, domain: str, name: str) -> bytes:
-    """The file's bytes without the model-local function `domain`::`name`. Raises ProtobufError if it is not ONNX."""
+    """Return a file's bytes without the model-local function `name` of `domain`. Raises ProtobufError if not ONNX."""
     kept, copied = [], 0
     for number, value, start, end in protobuf.fields(data):
-        if number == 25 and _function_name(protobuf.inner(value)) == (domain, name):
+        if number == 25 and _function_name(protobuf.payload(value)) == (domain, name):
             kept.append(bytes(data[copied:start]))
             copied = end
     return b"".join([*kept, bytes(data[copied:])])
@@ -162,17 +185,17 @@ def _opset(message: memoryview) -> tuple[str, int]:
 def _graph(message: memoryview, budget: _Budget) -> Graph:
     nodes, inputs, outputs, constants, values = [], [], [], {}, {}
     for number, value, *_ in protobuf.fields(message):
-        if number == 1:
-            nodes.append(_node(protobuf.inner(value), budget))
-        elif number == 5:
-            constant = _tensor(protobuf.inner(value), budget)
+        if number == 1:  # node
+            nodes.append(_node(protobuf.payload(value), budget))
+        elif number == 5:  # initializer
+            constant = _tensor(protobuf.payload(value), budget)
             constants[constant.name] = constant
-        elif number == 11:
-            inputs.append(_value(protobuf.inner(value), budget))
-        elif number == 12:
-            outputs.append(_value(protobuf.inner(value), budget))
-        elif number == 13:
-            described = _value(protobuf.inner(value), budget)
+        elif number == 11:  # input
+            inputs.append(_value(protobuf.payload(value), budget))
+        elif number == 12:  # output
+            outputs.append(_value(protobuf.payload(value), budget))
+        elif number == 13:  # value_info
+            described = _value(protobuf.payload(value), budget)
             values[described.name] = described
     return Graph(tuple(nodes), tuple(inputs), tuple(outputs), constants, values)
 
@@ -191,30 +214,30 @@ def _function(message: memoryview, budget: _Budget) -> tuple[tuple[str, str], Gr
     nodes, inputs, outputs, values = [], [], [], {}
     for number, value, *_ in protobuf.fields(message):
         budget.take()
-        if number == 4:
+        if number == 4:  # input
             inputs.append(Value(protobuf.text(value)))
-        elif number == 5:
+        elif number == 5:  # output
             outputs.append(Value(protobuf.text(value)))
-        elif number == 7:
-            nodes.append(_node(protobuf.inner(value), budget))
-        elif number == 12:
-            described = _value(protobuf.inner(value), budget)
+        elif number == 7:  # node
+            nodes.append(_node(protobuf.payload(value), budget))
+        elif number == 12:  # value_info
+            described = _value(protobuf.payload(value), budget)
             values[described.name] = described
     return _function_name(message), Graph(tuple(nodes), tuple(inputs), tuple(outputs), {}, values)
 
 
 def _node(message: memoryview, budget: _Budget) -> Node:
     inputs, outputs, attributes = [], [], {}
-    texts = {3: "", 4: "", 7: ""}
+    texts = {3: "", 4: "", 7: ""}  # name, op_type, domain
     budget.take()
     for number, value, *_ in protobuf.fields(message):
         budget.take()
-        if number == 1:
+        if number == 1:  # input
             inputs.append(protobuf.text(value))
-        elif number == 2:
+        elif number == 2:  # output
             outputs.append(protobuf.text(value))
-        elif number == 5:
-            name, given = _attribute(protobuf.inner(value), budget)
+        elif number == 5:  # attribute
+            name, given = _attribute(protobuf.payload(value), budget)
             attributes[name] = given
         elif number in texts:
             texts[number] = protobuf.text(value)
@@ -227,31 +250,31 @@ def _attribute(message: memoryview, budget: _Budget) -> tuple[str, Any]:
     many: list[Any] = []
     for number, value, *_ in protobuf.fields(message):
         match number:
-            case 1:
+            case 1:  # name
                 name = protobuf.text(value)
-            case 2:
+            case 2:  # f
                 given = protobuf.float32(value)
-            case 3:
+            case 3:  # i
                 given = protobuf.integer(value)
-            case 4:
+            case 4:  # s
                 given = protobuf.text(value)
-            case 5:
-                given = _tensor(protobuf.inner(value), budget)
-            case 6:
+            case 5:  # t
+                given = _tensor(protobuf.payload(value), budget)
+            case 6:  # g
                 given = _inner_graph(value, budget)
-            case 8:
+            case 8:  # ints
                 many.extend(budget.integers(value))
-            case 9:
+            case 9:  # strings
                 budget.take()
                 many.append(protobuf.text(value))
-            case 11:
+            case 11:  # graphs
                 many.append(_inner_graph(value, budget))
     return name, tuple(many) if many else given
 
 
 def _inner_graph(value: Field, budget: _Budget) -> Graph:
     with budget.inner_graph():
-        return _graph(protobuf.inner(value), budget)
+        return _graph(protobuf.payload(value), budget)
 
 
 def _value(message: memoryview, budget: _Budget) -> Value:
@@ -261,9 +284,9 @@ def _value(message: memoryview, budget: _Budget) -> Value:
         if number == 1:
             name = protobuf.text(value)
         elif number == 2:
-            for kind, tensor, *_ in protobuf.fields(protobuf.inner(value)):
+            for kind, tensor, *_ in protobuf.fields(protobuf.payload(value)):
                 if kind == 1:
-                    dtype, shape = _tensor_type(protobuf.inner(tensor), budget)
+                    dtype, shape = _tensor_type(protobuf.payload(tensor), budget)
     return Value(name, dtype, shape)
 
 
@@ -273,13 +296,13 @@ def _tensor_type(message: memoryview, budget: _Budget) -> tuple[str | None, tupl
         if number == 1:
             dtype = _dtype(protobuf.integer(value))
         elif number == 2:
-            sizes = [size for part, size, *_ in protobuf.fields(protobuf.inner(value)) if part == 1]
+            sizes = [size for part, size, *_ in protobuf.fields(protobuf.payload(value)) if part == 1]
             budget.take(len(sizes))
-            shape = tuple(_size(protobuf.inner(size)) for size in sizes)
+            shape = tuple(_dimension(protobuf.payload(size)) for size in sizes)
     return dtype, shape
 
 
-def _size(message: memoryview) -> int | str:
+def _dimension(message: memoryview) -> int | str:
     for number, value, *_ in protobuf.fields(message):
         if number == 1:
             return protobuf.integer(value)
@@ -295,18 +318,18 @@ def _tensor(message: memoryview, budget: _Budget) -> Constant:
     listed: list[int] = []
     external: dict[str, str] = {}
     for number, value, *_ in protobuf.fields(message):
-        if number == 1:
+        if number == 1:  # dims
             shape.extend(budget.integers(value))
-        elif number == 2:
+        elif number == 2:  # data_type
             dtype = _dtype(protobuf.integer(value))
-        elif number in (5, 7) and (isinstance(value, int) or len(value) <= _SMALL):
+        elif number in (5, 7) and (isinstance(value, int) or len(value) <= _SMALL):  # int32_data, int64_data
             listed.extend(budget.integers(value))
-        elif number == 8:
+        elif number == 8:  # name
             name = protobuf.text(value)
-        elif number == 9:
-            raw = protobuf.inner(value)
-        elif number == 13:
-            entry = {part: protobuf.text(text) for part, text, *_ in protobuf.fields(protobuf.inner(value))}
+        elif number == 9:  # raw_data
+            raw = protobuf.payload(value)
+        elif number == 13:  # external_data
+            entry = {part: protobuf.text(text) for part, text, *_ in protobuf.fields(protobuf.payload(value))}
             external[entry.get(1, "")] = entry.get(2, "")
     return Constant(name, dtype, tuple(shape), _numbers(dtype, raw, listed), raw, external)
 

@@ -1,6 +1,6 @@
 """A reader of Protocol Buffers' wire format, limited to what ONNX files need.
 
-Values are views into the file: nothing large is copied.
+Values are views of the file, so that nothing large is copied.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _LONGEST_VARINT = 10
 
 
 class ProtobufError(ValueError):
-    """The bytes are not a valid message."""
+    """The bytes are not a valid message, or not an ONNX model."""
 
 
 def fields(message: memoryview) -> Iterator[tuple[int, Field, int, int]]:
-    """The message's fields in order: number, value, start and end in `message`.
+    """Yield the fields of a message in order, each as (number, value, start, end); it is message[start:end].
 
     Raises ProtobufError for truncated bytes or an unknown field type.
     """
@@ -46,19 +46,19 @@ def fields(message: memoryview) -> Iterator[tuple[int, Field, int, int]]:
 
 
 def text(value: Field) -> str:
-    """The string in a field. Raises ProtobufError for a number."""
-    return inner(value).tobytes().decode("utf-8", "replace")
+    """Return the string in a field. Raises ProtobufError for a number."""
+    return payload(value).tobytes().decode("utf-8", "replace")
 
 
-def inner(value: Field) -> memoryview:
-    """The bytes in a field. Raises ProtobufError for a number."""
+def payload(value: Field) -> memoryview:
+    """Return the bytes in a field. Raises ProtobufError for a number."""
     if isinstance(value, int):
         raise ProtobufError("a number where bytes are expected")
     return value
 
 
 def integers(value: Field) -> Iterator[int]:
-    """Signed integers of a field or packed list."""
+    """Yield the signed integers of a field, which holds one or a packed list. Raises ProtobufError for cut numbers."""
     if isinstance(value, int):
         yield _signed(value)
         return
@@ -69,15 +69,15 @@ def integers(value: Field) -> Iterator[int]:
 
 
 def integer(value: Field) -> int:
-    """A signed integer. Raises ProtobufError for bytes."""
+    """Return the signed integer in a field. Raises ProtobufError for bytes."""
     if not isinstance(value, int):
         raise ProtobufError("bytes where a number is expected")
     return _signed(value)
 
 
 def float32(value: Field) -> float:
-    """The number in a four-byte field. Raises ProtobufError otherwise."""
-    data = inner(value)
+    """Return the float in a field of four bytes. Raises ProtobufError for other fields."""
+    data = payload(value)
     if len(data) != 4:
         raise ProtobufError(f"{len(data)} bytes where a float is expected")
     return float(struct.unpack("<f", data)[0])

@@ -23,7 +23,7 @@ from topw_deploy.export.tail import GEOMETRY_INPUTS, TAIL_INPUTS
 from topw_deploy.export.verification.probe import LogitsProbe
 from topw_deploy.manifest import MODEL_NAME, DecoderManifest
 from topw_deploy.progress import SILENT, Advance, Progress
-from topw_deploy.reports import counted
+from topw_deploy.reports import count_text
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.edits import EditInputs
 from topw_deploy.runtime.request import Limits, RowRequest, check_text_length, new_resolver
@@ -102,7 +102,7 @@ def collect(
         # Resolve one prompt with all of them first: wrong parameters are refused before anything is generated.
         requests = [_resolve(model, ids[:1], each)[0] for by_seed in parameters for each in by_seed]
         exact_analyser = None if exact is None else _exact_analyser(exact, analyser, requests)
-        progress.say(f"Generating from {counted(n, 'prompt')} under {counted(len(settings), 'setting')}")
+        progress.say(f"Generating from {count_text(n, 'prompt')} under {count_text(len(settings), 'setting')}")
         with progress.bar(n * len(settings) * seeds, "prompts") as advance:
             generated = [_generate_run(model, ids, batches, by_seed, advance) for by_seed in parameters]
     progress.say("Analysing every step")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from topw_deploy.reports import aligned, counted
+from topw_deploy.reports import aligned_columns, count_text
 from topw_deploy.sampling.rules import TOP_W as TOP_W_RULE
 from topw_deploy.stats.exact_summary import Estimate, ExactSummary, Standing
 
@@ -19,7 +19,7 @@ def exact_lines(summaries: Sequence[ExactSummary]) -> Iterator[str]:
         return
     yield ""
     yield "Top-W's crop compared with the best prefix: how often it is as good, and how far its F is above."
-    yield from aligned(
+    yield from aligned_columns(
         ("setting", "order", "steps", "kept median", "best median", "optimal (95 %)", *_STANDING_COLUMNS),
         [row for summary in summaries for row in _top_w_rows(summary)],
     )
@@ -38,13 +38,13 @@ def _top_w_rows(summary: ExactSummary) -> Iterator[list[str]]:
 def _rule_lines(summary: ExactSummary) -> Iterator[str]:
     if summary.label:
         yield f"{summary.label}:"
-    texts = "" if summary.sequences == summary.prompts else f" with {counted(summary.sequences, 'text')}"
+    texts = "" if summary.sequences == summary.prompts else f" with {count_text(summary.sequences, 'text')}"
     if summary.rule != TOP_W_RULE.name:
         yield f"texts by the rule {summary.rule}; F has Top-W's parameters"
     yield (
         f"lam {summary.lam:g}, beta {summary.beta:g}, geom_scale {summary.geom_scale:g}, selection temperature "
-        f"{summary.selection_temperature:g}; {summary.steps:,} of {counted(summary.of, 'step')}, "
-        f"{counted(summary.prompts, 'prompt')}{texts}; {summary.tokens:,.0f} tokens with mass {summary.mass:.3f} on "
+        f"{summary.selection_temperature:g}; {summary.steps:,} of {count_text(summary.of, 'step')}, "
+        f"{count_text(summary.prompts, 'prompt')}{texts}; {summary.tokens:,.0f} tokens with mass {summary.mass:.3f} on "
         "average"
     )
     if not summary.metric:
@@ -61,12 +61,12 @@ def _rule_lines(summary: ExactSummary) -> Iterator[str]:
         means = [f"{number:.4g}" for number in (crop.transport, crop.entropy, crop.value)]
         sizes = [f"{crop.kept:.1f}", f"{crop.mass:.3f}"]
         rows.append([crop.name, *sizes, *means, f"{100 * crop.lowest.value:.1f} %", *_standing_cells(crop.standing)])
-    yield from aligned(header, rows)
+    yield from aligned_columns(header, rows)
     for crop in summary.crops:
         if crop.cut:
-            yield f"{crop.name}: kept tokens outside the analysed ones are left out at {counted(crop.cut, 'step')}"
+            yield f"{crop.name}: kept tokens outside the analysed ones are left out at {count_text(crop.cut, 'step')}"
         if crop.standing.better:
-            yield f"{crop.name}: F below any prefix of the probability order at {counted(crop.standing.better, 'step')}"
+            yield f"{crop.name}: F below any prefix of the probability order at {count_text(crop.standing.better, 'step')}"
 
 
 def _standing_cells(standing: Standing) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from topw_deploy.reports import aligned, counted
+from topw_deploy.reports import aligned_columns, count_text
 from topw_deploy.sampling.rules import TOP_W
 from topw_deploy.stats.summary import Distribution, MovedToken, PositionRange, SettingSummary
 
@@ -62,7 +62,7 @@ def _settings_table(summaries: Sequence[SettingSummary]) -> Iterator[str]:
         percentages = (_percentage(summary.certified, summary.steps), _changed_share(summary, summary))
         numbers = _mean_cells(whole) if whole is not None else ["-"] * 7
         rows.append([summary.label or "as given", str(summary.steps), *percentages, *numbers])
-    yield from aligned(header, rows)
+    yield from aligned_columns(header, rows)
 
 
 def _mean_cells(place: PositionRange) -> list[str]:
@@ -79,8 +79,8 @@ def _mean_cells(place: PositionRange) -> list[str]:
 def _setting_details(summary: SettingSummary, most_tokens: int) -> Iterator[str]:
     rule = [] if summary.rule == TOP_W.name else [f"rule {summary.rule}"]
     yield ", ".join([*rule, *(f"{name} {value:g}" for name, value in summary.parameters.items())])
-    texts = "" if summary.sequences == summary.prompts else f" with {counted(summary.sequences, 'text')}"
-    yield f"{counted(summary.prompts, 'prompt')}{texts}, {counted(summary.steps, 'step')}"
+    texts = "" if summary.sequences == summary.prompts else f" with {count_text(summary.sequences, 'text')}"
+    yield f"{count_text(summary.prompts, 'prompt')}{texts}, {count_text(summary.steps, 'step')}"
     yield verdict(summary)
     if summary.whole is None:
         return
@@ -99,7 +99,7 @@ def _setting_details(summary: SettingSummary, most_tokens: int) -> Iterator[str]
     yield ""
     header = ("position", "steps", "certified", "geometry acted", "one token", "kept", "mass", "entropy", "of crop")
     rows = [_range_cells(place, summary) for place in summary.ranges] if len(summary.ranges) > 1 else []
-    yield from aligned(header, [*rows, ["all", *_range_cells(summary.whole, summary)[1:]]])
+    yield from aligned_columns(header, [*rows, ["all", *_range_cells(summary.whole, summary)[1:]]])
     for title, tokens in (
         ("kept only because of geometry", summary.added),
         ("dropped only because of geometry", summary.dropped),

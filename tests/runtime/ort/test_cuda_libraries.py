@@ -51,7 +51,7 @@ def test_libraries_are_loaded_once_and_the_console_stays_clean(
     preload: Preload, capfd: pytest.CaptureFixture[str]
 ) -> None:
     calls = preload(find_nothing)
-    expected = f"onnxruntime found no libcublasLt.so.13, libcurand.so.10; to install them, run: {install.how_to('gpu')}"
+    expected = f"onnxruntime found no libcublasLt.so.13, libcurand.so.10; to install them, run: {install.install_command('gpu')}"
     assert {cuda_libraries.preload_libraries() for _ in range(3)} == {expected}
     assert calls == [None]
     assert capfd.readouterr() == ("", "")

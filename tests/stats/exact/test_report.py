@@ -146,6 +146,6 @@ def test_settings_without_an_exact_objective_are_refused_before_generating(
     assert "--exact-steps needs --exact" in invoke("stats", folder, "abc", "--exact-steps", 3).stderr
     with pytest.raises(ManifestError, match="sampler"):
         invoke("stats", export_sampler(tmp_path / "alone", Toy.random(2)), "abc", *SHORT)
-    monkeypatch.setattr(install, "importable", lambda module: module != "ot")
+    monkeypatch.setattr(install, "is_importable", lambda module: module != "ot")
     with pytest.raises(MissingPackageError, match=r"`topw stats --exact` needs POT, which is not installed; run: "):
         invoke(*words)

@@ -10,7 +10,7 @@ from topw_deploy.bench.decode.request import DecodeRequest
 from topw_deploy.bench.measurement import Spread
 from topw_deploy.bench.picture import Panel
 from topw_deploy.bench.report import PanelReport, SideTimes, TimedSides, comparison, ratio_json, significant, table
-from topw_deploy.reports import counted
+from topw_deploy.reports import count_text
 
 _HEADER = (
     "side",
@@ -125,11 +125,11 @@ class DecodeReport(PanelReport):
 
     def lines(self) -> list[str]:
         request = self.request
-        rounds = counted(request.rounds, "round")
+        rounds = count_text(request.rounds, "round")
         lines = [f"{self.machine}; {request.prompt_tokens} + {request.new_tokens} tokens, {rounds}"]
         for run in self.runs:
             reference = run.sides[run.times.reference].label
-            lines.append(f"\n{counted(run.threads, 'thread')}; the ratio is to {reference}\n")
+            lines.append(f"\n{count_text(run.threads, 'thread')}; the ratio is to {reference}\n")
             lines += [table(_HEADER, run.rows(request.prompt_tokens)), *run.notes(request.new_tokens)]
         return lines
 
@@ -138,7 +138,7 @@ class DecodeReport(PanelReport):
 
     def panels(self) -> list[Panel]:
         tokens = f"{self.request.prompt_tokens} + {self.request.new_tokens} tokens"
-        return [run.panel(f"{counted(run.threads, 'thread')}, {tokens}") for run in self.runs]
+        return [run.panel(f"{count_text(run.threads, 'thread')}, {tokens}") for run in self.runs]
 
 
 def _finding(times: TimedSides) -> str:

@@ -99,7 +99,7 @@ def choose(request: DecodeRequest) -> tuple[list[LoopSide], list[LoopSide]]:
 
 def _own_sides(request: DecodeRequest) -> Iterator[LoopSide]:
     why_no_library = sides.why_no_native_library()
-    why_no_argmax = None if install.importable("onnx_ir") else f"not installed: {install.how_to('export')}"
+    why_no_argmax = None if install.is_importable("onnx_ir") else f"not installed: {install.install_command('export')}"
     for variant, name, label, kind, why_not in (
         ("native", "topw-native", "TopWModel, native", "ours", why_no_library),
         ("graph", "topw-graph", "TopWModel, graph", "ours", None),
@@ -160,7 +160,7 @@ def _why_not(module: str, distribution: str, folder: Path | None, python: Path |
 
     Raises BenchmarkError if `folder` is given, but the library is missing.
     """
-    is_installed = python is not None or install.importable(module)
+    is_installed = python is not None or install.is_importable(module)
     missing = f"not installed: pip install {distribution}, or give the interpreter of its environment"
     if folder is not None and not is_installed:
         raise BenchmarkError(f"{folder} is given, but {distribution} is {missing}.")

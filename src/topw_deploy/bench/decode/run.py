@@ -17,7 +17,7 @@ from topw_deploy.bench.process import WorkerProcess
 from topw_deploy.bench.prompts import random_prompt
 from topw_deploy.bench.sides import absences
 from topw_deploy.progress import SILENT, Advance, Progress
-from topw_deploy.reports import counted
+from topw_deploy.reports import count_text
 
 _WARMUP_ROUNDS = 1
 _SCRATCH_PREFIX = ".topw-bench-"
@@ -75,7 +75,7 @@ def _start_workers(
     with ExitStack() as stack:
         workers = {}
         for side in sides:
-            progress.say(f"Loading {side.label}, {counted(threads, 'thread')}")
+            progress.say(f"Loading {side.label}, {count_text(threads, 'thread')}")
             settings = {**side.settings, "threads": threads}
             worker = WorkerProcess(side.label, side.worker, settings, python=side.python, threads=threads)
             workers[side.name] = stack.enter_context(worker)

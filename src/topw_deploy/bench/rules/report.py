@@ -13,7 +13,7 @@ import numpy as np
 from topw_deploy.bench.measurement import Spread
 from topw_deploy.bench.report import BenchReport, table
 from topw_deploy.bench.rules.request import RulesRequest
-from topw_deploy.reports import counted
+from topw_deploy.reports import count_text
 
 ALL_TEMPERATURES = "all"
 """Key in the JSON report of the overhead over all temperatures."""
@@ -120,7 +120,7 @@ class ModelReport:
 
     @property
     def title(self) -> str:
-        return f"{self.folder}, {self.sampler}, {counted(self.threads, 'thread')}"
+        return f"{self.folder}, {self.sampler}, {count_text(self.threads, 'thread')}"
 
     @property
     def temperatures(self) -> list[float]:
@@ -197,7 +197,7 @@ class RulesReport(BenchReport):
         request = self.request
         prompts = sorted({model.prompt_tokens for model in self.models})
         tokens = f"{' or '.join(map(str, prompts))} + {request.new_tokens} tokens"
-        lines = [f"{self.machine}; {tokens}, {counted(request.rounds, 'round')}"]
+        lines = [f"{self.machine}; {tokens}, {count_text(request.rounds, 'round')}"]
         temperatures = [f"T = {temperature:g}" for temperature in request.temperatures]
         for model in self.models:
             lines.append(f"\n{model.title}: ms/token (quartiles), certified tokens\n")

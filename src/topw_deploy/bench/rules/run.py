@@ -14,7 +14,7 @@ from topw_deploy.bench.rules.report import ModelReport, RulesReport, RuleTimes
 from topw_deploy.bench.rules.request import RulesRequest, choose, prompt_ids
 from topw_deploy.bench.sides import Side, absences
 from topw_deploy.progress import SILENT, Advance, Progress
-from topw_deploy.reports import counted
+from topw_deploy.reports import count_text
 from topw_deploy.runtime.rule_settings import RuleSetting
 
 _WARMUP_ROUNDS = 1
@@ -52,7 +52,7 @@ def _measure(
     advance: Advance,
     progress: Progress,
 ) -> ModelReport:
-    progress.say(f"Loading {folder}, {side.label}, {counted(threads, 'thread')}")
+    progress.say(f"Loading {folder}, {side.label}, {count_text(threads, 'thread')}")
     settings: worker.RulesSettings = {
         "folder": str(folder),
         "sampler": side.name,

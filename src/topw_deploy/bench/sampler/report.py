@@ -19,7 +19,7 @@ from topw_deploy.bench.report import (
     table,
 )
 from topw_deploy.bench.sampler.request import SIDES, SamplerBenchRequest
-from topw_deploy.reports import counted
+from topw_deploy.reports import count_text
 
 _YARDSTICK = "max"
 _COMPARED = (
@@ -104,12 +104,12 @@ class SamplerReport(PanelReport):
         if request.options.metric != "uniform":
             geometry += f", d = {request.hidden:,}" + (", neighbour bound" if request.neighbour_bound else "")
         native = f", native with {self.instruction_set}" if self.instruction_set else ""
-        lines = [f"{self.machine}; {counted(request.threads, 'thread')}, {counted(request.rounds, 'round')}{native}"]
+        lines = [f"{self.machine}; {count_text(request.threads, 'thread')}, {count_text(request.rounds, 'round')}{native}"]
         for report in self.cases:
             case = report.case
             ours = SIDES[report.times.reference].label
             lines += [
-                f"\n{case['label']}: {case['vocab']:,} tokens, {counted(case['batch'], 'row')}, {geometry}",
+                f"\n{case['label']}: {case['vocab']:,} tokens, {count_text(case['batch'], 'row')}, {geometry}",
                 f"{report.agreement['sentence']}\n",
                 table(("side", "gives", "median (quartiles)", "x numpy.max", f"x {ours}"), report.rows()),
             ]

@@ -134,12 +134,12 @@ def _why_not(side: SamplerSide, request: SamplerBenchRequest) -> str | None:
     if side.name == "authors" and request.authors is None:
         return "without its file: give --authors PATH/TO/logit_processor_w1.py"
     if side.name in GENAI_SEARCHES:
-        if request.genai_python is None and not install.importable("onnxruntime_genai"):
+        if request.genai_python is None and not install.is_importable("onnxruntime_genai"):
             return "not installed: pip install onnxruntime-genai, or give an environment's Python with --genai-python"
-        if not install.importable("onnx"):
-            return f"not usable without onnx: {install.how_to('export')}"
+        if not install.is_importable("onnx"):
+            return f"not usable without onnx: {install.install_command('export')}"
     if side.name in ("native", "native-op") and (why_no_library := sides.why_no_native_library()) is not None:
         return why_no_library
-    if not all(map(install.importable, side.needs)):
-        return f"not installed: {install.how_to('export')}"
+    if not all(map(install.is_importable, side.needs)):
+        return f"not installed: {install.install_command('export')}"
     return None

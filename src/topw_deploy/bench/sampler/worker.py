@@ -29,7 +29,7 @@ from topw_deploy.bench.sampler.inputs import (
 from topw_deploy.bench.sampler.request import SIDES
 from topw_deploy.bench.sampler.samplers import Call, TimedSampler
 from topw_deploy.errors import BenchmarkError
-from topw_deploy.reports import counted
+from topw_deploy.reports import count_text
 from topw_deploy.sampling import Geometry, TopWOptions, crop
 from topw_deploy.sampling.reference import FLOAT32_TIES, Crop
 
@@ -244,8 +244,8 @@ def agreement_sentence(agreements: Sequence[Agreement], crops: Sequence[Crop]) -
     """Say how large the crops are, and which sides agree with the reference."""
     certified = sum(c.certified for c in crops)
     sizes = sorted(len(c.kept) for c in crops)
-    kept = counted(sizes[0], "token") if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]} tokens"
-    rows = f"{counted(len(crops), 'row')}, {certified} certified, {kept} kept"
+    kept = count_text(sizes[0], "token") if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]} tokens"
+    rows = f"{count_text(len(crops), 'row')}, {certified} certified, {kept} kept"
     equal = [a.side for a in agreements if a.same == a.rows]
     other = [f"{a.side} on {a.same} of {a.rows}, {a.ties} differ at a tie" for a in agreements if a.same < a.rows]
     parts = [f"the reference's set on every row: {', '.join(equal)}"] if equal else []

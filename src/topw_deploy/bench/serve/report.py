@@ -22,7 +22,7 @@ from topw_deploy.bench.report import (
     table,
 )
 from topw_deploy.bench.serve.request import SHORT_PROMPT, SUFFIX, FittedServeRequest
-from topw_deploy.reports import counted
+from topw_deploy.reports import count_text
 
 STREAMS = 8
 """Number of callers when the overhead of the engine is measured."""
@@ -84,7 +84,7 @@ class Load:
     @property
     def title(self) -> str:
         return (
-            f"{counted(self.callers, 'caller')}: {counted(self.requests, 'request')}, {self.prompt_tokens:,} prompt "
+            f"{count_text(self.callers, 'caller')}: {count_text(self.requests, 'request')}, {self.prompt_tokens:,} prompt "
             f"and {self.new_tokens:,} new tokens"
         )
 
@@ -130,7 +130,7 @@ class Load:
         """The title of the panel."""
         rate = significant(self.new_tokens / median(times.sides[times.reference].seconds))
         verb = "gets" if self.callers == 1 else "get"
-        sentence = f"{counted(self.callers, 'caller')} {verb} {rate} new tokens/s"
+        sentence = f"{count_text(self.callers, 'caller')} {verb} {rate} new tokens/s"
         others = {name: side for name, side in times.sides.items() if name not in (times.reference, "ideal")}
         factors = {side.label: times.median_ratio(name) for name, side in others.items()}
         return f"{sentence}: {comparison(factors)}" if factors else sentence
@@ -213,10 +213,10 @@ class ServeReport(PanelReport):
     runs: Sequence[ServeThreadsReport]
 
     def lines(self) -> list[str]:
-        lines = [f"{self.machine}; {self.request.folder.name}, {counted(self.request.rounds, 'round')}"]
+        lines = [f"{self.machine}; {self.request.folder.name}, {count_text(self.request.rounds, 'round')}"]
         for run in self.runs:
             for load in run.loads:
-                lines += [f"\n{counted(run.threads, 'thread')}, {load.title}\n", table(_HEADER, load.rows())]
+                lines += [f"\n{count_text(run.threads, 'thread')}, {load.title}\n", table(_HEADER, load.rows())]
             if run.latencies is not None:
                 lines += ["", *run.latencies.lines(self.request)]
         return lines
@@ -235,7 +235,7 @@ class ServeReport(PanelReport):
     def panels(self) -> list[Panel]:
         panels = []
         for run in self.runs:
-            threads = f"{self.request.folder.name}, {counted(run.threads, 'thread')}"
+            threads = f"{self.request.folder.name}, {count_text(run.threads, 'thread')}"
             panels += [load.panel(f"{threads}, {load.title}") for load in run.loads]
             if run.latencies is not None:
                 panels.append(run.latencies.panel(f"{threads}, time to the first text", self.request))

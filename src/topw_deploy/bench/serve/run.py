@@ -25,7 +25,7 @@ from topw_deploy.bench.serve.request import (
 )
 from topw_deploy.bench.sides import absences
 from topw_deploy.progress import SILENT, Advance, Progress
-from topw_deploy.reports import counted
+from topw_deploy.reports import count_text
 
 _STREAM_PROMPT, _STREAM_NEW = 16, 128  # prompt tokens and new tokens of a streaming caller, if they fit the context
 _WARMUP_NEW = 2  # maximum number of new tokens of a request in the warm-up
@@ -77,7 +77,7 @@ def _start_workers(
             settings = {**side.settings, "threads": threads}
             key = json.dumps([side.worker, settings, str(side.python)], sort_keys=True)
             if key not in processes:
-                progress.say(f"Loading {side.label}, {counted(threads, 'thread')}")
+                progress.say(f"Loading {side.label}, {count_text(threads, 'thread')}")
                 worker = WorkerProcess(side.label, side.worker, settings, python=side.python, threads=threads)
                 processes[key] = stack.enter_context(worker)
             workers[side.name] = processes[key]

@@ -8,7 +8,7 @@ from typing import Any
 from topw_deploy import install
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins.shared_library import CUDA_ABI_VERSION
-from topw_deploy.versions import release
+from topw_deploy.versions import major_minor
 
 MODULES = ("tensorrt", "tensorrt_bindings")
 """Names of the module. The second is installed without the package that downloads NVIDIA's libraries."""
@@ -31,7 +31,7 @@ def tensorrt_module() -> Any:
         except ImportError as error:  # of the module or NVIDIA's libraries
             failures.append(f"{name}: {error}")
             continue
-        if release(module.__version__) < OLDEST:
+        if major_minor(module.__version__) < OLDEST:
             raise PluginError(
                 f"TensorRT {module.__version__} is installed, but {'.'.join(map(str, OLDEST))} or newer is needed; "
                 "run: pip install -U tensorrt"
@@ -39,5 +39,5 @@ def tensorrt_module() -> Any:
         return module
     raise PluginError(
         f"TensorRT's Python module cannot be imported ({', '.join(failures)}); install TensorRT, which on a Jetson "
-        f"comes with JetPack, or run: {install.how_to('tensorrt')}"
+        f"comes with JetPack, or run: {install.install_command('tensorrt')}"
     )

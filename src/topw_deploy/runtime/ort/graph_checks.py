@@ -1,4 +1,4 @@
-"""Refuse graphs that this onnxruntime does not support or would silently compute wrongly.
+"""Refuse graphs that this onnxruntime does not support, or would compute wrongly without an error.
 
 Before 1.24 (JetPack 6 has 1.23, see docs/guide/edge.md), onnxruntime lacks opset 24, and GroupQueryAttention makes a
 sliding window one token too long.
@@ -7,7 +7,7 @@ On CUDA, `GatherBlockQuantized` over a uint8 table reads wrong weights:
 
 - before 1.24 for two weights per byte (int4);
 - before 1.29 without zero points: it uses 0 where the CPU uses 2 ** (bits - 1);
-- up to at least 1.31 if a row ends within a block: it uses the scales of other rows.
+- up to at least 1.31 if a row ends within a block: it uses scales of other rows.
 
 This exporter avoids the last two; others may not.
 """
@@ -23,21 +23,21 @@ from dataclasses import dataclass
 import onnxruntime as ort
 
 from topw_deploy.errors import ManifestError
-from topw_deploy.files import map_stream, mapped
+from topw_deploy.files import map_file, map_stream
 from topw_deploy.manifest import MODEL_NAME, DecoderManifest, Manifest
 from topw_deploy.onnx_file.model import Constant, Node, read_graph
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort import providers
-from topw_deploy.versions import release
+from topw_deploy.versions import major_minor
 
-_MOST_OPSET = 23  # newest opset before onnxruntime 1.24
-# Matches the encoded attribute unless its value is -1 (no window).
+_MOST_OPSET = 23  # the newest opset that onnxruntime supports before 1.24
+# Matches the attribute in an ONNX file unless its value is -1 (no window).
 _WINDOW_ATTRIBUTE = re.compile(rb"local_window_size\x18(?!\xff{9}\x01)")
 _COMPILED_OPERATOR = b"EPContext"
 _LOOKUP_OPERATOR = "GatherBlockQuantized"
-_ZERO_POINTS_INPUT = 3  # input index
-_FIRST_WITH_PAIRS = (1, 24)  # first to read two weights per byte
-_FIRST_WITH_MIDDLE = (1, 29)  # first to use the CPU's zero point
+_ZERO_POINTS_INPUT = 3  # index
+_FIRST_WITH_PAIRS = (1, 24)  # the first version that reads two weights per byte
+_FIRST_WITH_MIDDLE = (1, 29)  # the first version that takes 2 ** (bits - 1) for zero points that are not given
 
 
 def check_before_opening(folder: ModelFolder[Manifest]) -> None:
@@ -48,9 +48,9 @@ def check_before_opening(folder: ModelFolder[Manifest]) -> None:
 
 
 def refuse_compiled(folder: ModelFolder[Manifest]) -> None:
-    """Refuse EPContext nodes, through which a provider loads compiled code from the folder.
+    """Raises ManifestError for EPContext nodes, through which a provider loads compiled code from the folder.
 
-    The CPU's provider has no such operator. Raises ManifestError.
+    The CPU's provider has no such operator.
     """
     with folder.open(MODEL_NAME) as stream:
         if not os.fstat(stream.fileno()).st_size:
@@ -72,7 +72,7 @@ def _check_before_1_24(folder: ModelFolder[Manifest]) -> None:
             f"{folder.path} has operators of opset {opset}, but onnxruntime {ort.__version__} supports at most opset "
             f"{_MOST_OPSET}; export without --target tensorrt, or install onnxruntime 1.26 or newer."
         )
-    with mapped(folder.model) as graph:
+    with map_file(folder.model) as graph:
         found = _WINDOW_ATTRIBUTE.search(graph)
     if found:
         raise ManifestError(
@@ -86,7 +86,7 @@ def _check_least_version(folder: ModelFolder[Manifest]) -> None:
     if not isinstance(manifest, DecoderManifest):
         return
     least = manifest.decoder.least_onnxruntime
-    if not least or release(ort.__version__) >= release(least):
+    if not least or major_minor(ort.__version__) >= major_minor(least):
         return
     other = ", or export with --no-window-cache" if manifest.decoder.evicts else ""
     raise ManifestError(
@@ -97,14 +97,14 @@ def _check_least_version(folder: ModelFolder[Manifest]) -> None:
 
 def is_before_1_24() -> bool:
     """Whether onnxruntime is older than 1.24."""
-    return release(ort.__version__) < (1, 24)
+    return major_minor(ort.__version__) < (1, 24)
 
 
 @dataclass(frozen=True)
 class Lookup:
     """An embedding lookup in a uint8 table.
 
-    width: weights per row.
+    width: number of weights in a row.
     """
 
     bits: int
@@ -126,12 +126,12 @@ def check_lookups(folder: ModelFolder[Manifest], provider: str) -> None:
 
 
 def lookup_error_clause(lookup: Lookup, version: str) -> str:
-    """A clause naming the error of `version` on CUDA and a remedy; "" for none."""
+    """A clause that says what onnxruntime `version` computes wrongly on CUDA, with a remedy; "" for nothing."""
     wrongly = f"which onnxruntime {version} reads wrongly on CUDA"
     again = "export the original model again"
-    if lookup.bits < 8 and release(version) < _FIRST_WITH_PAIRS:
+    if lookup.bits < 8 and major_minor(version) < _FIRST_WITH_PAIRS:
         return f"a table of {lookup.bits} bits, {wrongly}; export with --dtype int8 or fp16, install 1.24 or newer"
-    if not lookup.has_zero_points and release(version) < _FIRST_WITH_MIDDLE:
+    if not lookup.has_zero_points and major_minor(version) < _FIRST_WITH_MIDDLE:
         return f"a quantised table without zero points, {wrongly}; {again}, install 1.29 or newer"
     if lookup.width % lookup.block_size:
         size = f"rows of {lookup.width} weights in blocks of {lookup.block_size}"
@@ -140,7 +140,8 @@ def lookup_error_clause(lookup: Lookup, version: str) -> str:
 
 
 def read_lookups(folder: ModelFolder[Manifest]) -> list[Lookup]:
-    data = mapped(folder.model)
+    """Read the graph's lookups in uint8 tables."""
+    data = map_file(folder.model)
     if data.find(_LOOKUP_OPERATOR.encode()) < 0:
         return []
     graph = read_graph(memoryview(data))
