@@ -322,7 +322,7 @@ def test_garbage_collection_may_close_a_forgotten_stream_while_another_one_begin
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It runs in any thread that allocates, and so in one that holds the lock of the buffers."""
-    model, new = opened("grouped"), MemoryPool._new
+    model, new = opened("grouped"), MemoryPool._allocate
     whole = tokens(model, "same")
     stream: list[Any] = [model.stream("same", **HOT, seed=5, max_new_tokens=60)]
     next(stream[0])
@@ -333,7 +333,7 @@ def test_garbage_collection_may_close_a_forgotten_stream_while_another_one_begin
         collected.append(gc.collect())
         return new(pool, batch, length)
 
-    monkeypatch.setattr(MemoryPool, "_new", collecting)
+    monkeypatch.setattr(MemoryPool, "_allocate", collecting)
     gc.disable()
     try:
         del stream

@@ -26,8 +26,9 @@ _TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, Arithmet
 class ChatTemplate:
     """A compiled template. Raises TokenizerError for an invalid template.
 
+    source: the template's text.
     name: the template's file, for messages.
-    with_tools: the template for messages with tools, if there is another.
+    with_tools: the template for messages with tools; None if it is this one.
     """
 
     def __init__(
@@ -88,10 +89,10 @@ class ChatTemplate:
 
 
 def load_chat_template(folder: ModelFolder, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The folder's template, or None.
+    """Load the folder's template; None if it has none.
 
-    Source: `chat_template.jinja`, else `chat_template` in the tokenizer's configuration: a string or a list with
-    `default`, and perhaps `tool_use`.
+    It is `chat_template.jinja`, else `chat_template` in the tokenizer's configuration: a text, or a list of named
+    templates, of which `default` and, for messages with tools, `tool_use` are used.
     """
     name = TEMPLATE_FILE if folder.has(TEMPLATE_FILE) else CONFIG_FILE
     source = folder.read_text(name) if name == TEMPLATE_FILE else tokenizer.config.get("chat_template")
@@ -107,7 +108,7 @@ def load_chat_template(folder: ModelFolder, tokenizer: Tokenizer) -> ChatTemplat
 
 
 def _copy_plain(value: Any, depth: int = 0) -> Any:
-    """Copy to plain types, so that the template cannot call methods of other objects."""
+    """Copy a value to Python's own types, so that the template cannot call methods of other objects."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):

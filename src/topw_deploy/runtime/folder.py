@@ -16,7 +16,7 @@ M_co = TypeVar("M_co", bound=Manifest, covariant=True)
 
 
 class ModelFolder(Generic[M_co]):
-    """A folder checked against its manifest. Opens only listed regular files, never links.
+    """A folder that was checked against its manifest. Only regular files that the manifest lists are opened, no links.
 
     Raises ManifestError if the folder is missing, unfinished, changed, or not of kind `wanted`.
     """
@@ -39,19 +39,21 @@ class ModelFolder(Generic[M_co]):
 
     @property
     def model(self) -> Path:
+        """The path of the ONNX file."""
         return self.path / MODEL_NAME
 
     def has(self, name: str) -> bool:
+        """Whether the manifest lists a file."""
         return name in self.manifest.files
 
     def open(self, name: str) -> BinaryIO:
-        """Raises ManifestError if the file is not listed or differs from the manifest."""
+        """Open a listed file. Raises ManifestError if the file is not listed, or is not as the manifest says."""
         if not self.has(name):
             raise ManifestError(f"{name} is not listed in {self.path / MANIFEST_NAME}; export the model again.")
         return open_listed(self.path, name, self.manifest.files[name])
 
     def read_text(self, name: str, most: int = _MOST_TEXT) -> str:
-        """Raises ManifestError if the file is not listed, not UTF-8 or larger than `most` bytes."""
+        """Read a listed file. Raises ManifestError if the file is not listed, not UTF-8 or larger than `most` bytes."""
         if self.has(name) and self.manifest.files[name].size > most:
             raise ManifestError(
                 f"{self.path / name} has {self.manifest.files[name].size} bytes, but may have at most {most}; "
@@ -66,7 +68,7 @@ class ModelFolder(Generic[M_co]):
             raise ManifestError(f"{self.path / name} cannot be read: {error.strerror or error}.") from None
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """The file's JSON object; {} if not listed."""
+        """Read a file's JSON object; {} if the file is not listed. Raises ManifestError for anything else."""
         if not self.has(name):
             return {}
         try:

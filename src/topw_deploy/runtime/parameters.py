@@ -1,6 +1,6 @@
-"""Request parameters: names, checks, and per-row lists.
+"""The parameters of a request: their names, their checks, and lists of one value per row.
 
-Names follow transformers, vLLM (penalties) and Top-W; REQUEST_ALIASES has the names of other libraries.
+The names are those of transformers, of vLLM (penalties) and of Top-W. REQUEST_ALIASES has those of other libraries.
 """
 
 from __future__ import annotations
@@ -45,16 +45,15 @@ REQUEST_ALIASES: Mapping[str, str] = {
 }
 """Names in vLLM, OpenAI's API and the authors' code -> ours."""
 
-
 MOST_SEQUENCES = 1 << 16
 """The most sequences of a prompt: each takes memory before any of them runs."""
 
 
 def short_repr(value: Any) -> str:
-    """A shortened repr for messages."""
+    """The repr of a value for messages, cut to 60 characters."""
     try:
         text = repr(value)
-    except ValueError:  # too many digits
+    except ValueError:  # an integer of too many digits
         return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
     except RecursionError:
         return f"a deeply nested {type(value).__name__}"
@@ -62,7 +61,7 @@ def short_repr(value: Any) -> str:
 
 
 def is_boolean(value: Any) -> bool:
-    """Whether `value` is a boolean, an integer in Python."""
+    """Whether `value` is a boolean of Python or numpy, which Python counts as an integer."""
     return isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
 
 
@@ -81,7 +80,7 @@ def _parse_real(name: str, value: Any, holds: Callable[[float], bool], bound: st
     try:
         known = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
         number = float(value) if known else math.nan
-    except OverflowError:  # too large an integer
+    except OverflowError:  # an integer beyond float64
         number = math.inf
     # The graph computes in float32.
     if not holds(number) or not holds(_to_float32(number)):
@@ -121,7 +120,7 @@ def _parse_top_w(name: str, value: Any) -> float:
 
 
 def _parse_beta(name: str, value: Any) -> float | str:
-    """A number, or stripped text that depends on the temperature."""
+    """Returns a number, or text without outer spaces if the value depends on the temperature."""
     if isinstance(value, str):
         constant, slope = beta_coefficients(value)
         if slope:
@@ -187,7 +186,7 @@ def _parse_biases(name: str, value: Any) -> dict[int, float]:
 
 
 def _parse_config(name: str, value: Any) -> dict[str, Any]:
-    """The settings of a mapping or of transformers' GenerationConfig, which gives only non-default values."""
+    """The settings of a mapping or of a GenerationConfig of transformers, of which only non-default values are read."""
     if not isinstance(value, Mapping):
         if not callable(getattr(value, "to_diff_dict", None)):
             raise ParameterError(
@@ -207,9 +206,9 @@ def _is_list(value: Any) -> bool:
 class Parameter:
     """A request parameter.
 
-    parse: function from (name, value) to the checked value for one row.
+    parse: function from (name, value of one row) to the checked value.
     default: this package's default.
-    depth: list nesting of one row's value; one more level means one value per row.
+    depth: how deeply lists are nested in one row's value. A value with one more level has one value per row.
     """
 
     parse: Callable[[str, Any], Any]
@@ -259,7 +258,7 @@ PARAMETERS: Mapping[str, Parameter] = {
     "rule": Parameter(_parse_rule),
     **{name: Parameter(_parse_rule_value) for name in RULE_OF_VALUE},
 }
-"""Per-row parameters."""
+"""The parameters that may differ by row."""
 
 REQUEST_PARAMETERS: Mapping[str, Parameter] = {
     "num_return_sequences": Parameter(_integer_parser(1, MOST_SEQUENCES + 1), 1),
@@ -269,13 +268,14 @@ REQUEST_PARAMETERS: Mapping[str, Parameter] = {
     "streamer": Parameter(check_streamer),
     "stopping_criteria": Parameter(check_criteria, ()),
 }
-"""Whole-request parameters."""
+"""The parameters of a whole request."""
 
 
 def check_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` under our names, without None values.
+    """Check the names of a call's parameters. Returns `given` under our names, without None values.
 
-    Raises ParameterError for other samplers' parameters, those fixed by the export, unknown names and duplicates.
+    Raises ParameterError for parameters of other samplers, parameters that the export fixed, unknown names and
+    duplicates.
     """
     known = [*PARAMETERS, *REQUEST_PARAMETERS]
     for name in given:
@@ -285,7 +285,7 @@ def check_names(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unknown_parameter(name: str, known: Iterable[str]) -> ParameterError:
-    """The error for a name that is not among the accepted ones, `known`."""
+    """The error for a name that is not among the accepted names `known`."""
     if name in OTHER_SAMPLERS:
         return ParameterError(
             f"{name} belongs to a sampler that is not available; remove it, or choose one of the rules "
@@ -298,12 +298,12 @@ def unknown_parameter(name: str, known: Iterable[str]) -> ParameterError:
 
 
 def with_aliases(names: Collection[str]) -> frozenset[str]:
-    """`names` of ours, and all others that requests may use for them."""
+    """Our `names`, and the aliases that requests may use for them."""
     return frozenset({*names, *(alias for alias, ours in REQUEST_ALIASES.items() if ours in names)})
 
 
 def replace_aliases(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace aliases, and tensors by lists. Raises ParameterError for duplicates."""
+    """Replace aliases by our names, and tensors by lists. Raises ParameterError for a parameter under two names."""
     used: dict[str, str] = {}
     for name in given:
         ours = REQUEST_ALIASES.get(name, name)
@@ -319,7 +319,10 @@ def _tensor_to_list(value: Any) -> Any:
 
 
 def row_values(name: str, value: Any, rows: int, of: str = "prompts") -> list[Any]:
-    """The checked value for each row; None where a list has None. of: what a row is, for messages."""
+    """Check the parameter `name`. Returns a value for each of `rows` rows; None where a list has None.
+
+    of: what a row is, for messages.
+    """
     parameter = PARAMETERS[name]
     if not parameter.is_per_row(value):
         return [parameter.parse(name, value)] * rows

@@ -9,13 +9,14 @@ from typing import Literal, Protocol, TypeAlias
 import numpy as np
 
 Sampler: TypeAlias = Literal["native", "plugin", "graph"]
-"""onnxruntime's native operator, TensorRT's plugin, or the function in the file."""
+"""What computes the sampler: onnxruntime's native operator, TensorRT's plugin, or the function in the file."""
 
 
 @dataclass(frozen=True)
 class CpuNode:
-    """A node on the CPU although another provider was requested.
+    """A node that runs on the CPU although another provider was requested.
 
+    operator: its type.
     computes: whether it does more than arithmetic on shapes and indices.
     """
 
@@ -31,14 +32,14 @@ class Memory(Protocol):
     pointer: int
 
     def clear(self, size: int) -> None:
-        """Set at least the first `size` bytes to zero."""
+        """Zero at least the first `size` bytes."""
 
     def change(self, edit: Callable[[np.ndarray], None]) -> None:
-        """Call `edit` with the bytes, uint8 [size]; device memory is copied both ways."""
+        """Call `edit` with the bytes, uint8 [size], to change them. Device memory is copied to the host and back."""
 
 
 class Binding(Protocol):
-    """Inputs and outputs of one generation's runs. Host arrays must be contiguous and stay alive."""
+    """The inputs and outputs of one generation's runs. Host arrays must be contiguous and stay alive."""
 
     def bind_array(self, name: str, array: np.ndarray) -> None:
         """Bind a host array as an input; call `refresh` after changing it."""
@@ -50,10 +51,10 @@ class Binding(Protocol):
         """Bind an input that the graph reads on the host."""
 
     def refresh(self, name: str) -> None:
-        """Make changes to array `name` visible."""
+        """Make the next run read a changed array of `bind_array` again."""
 
     def bind_memory(self, source: str, target: str, element_type: int, shape: Sequence[int], pointer: int) -> None:
-        """Bind session memory as input `source` and output `target`; it must stay alive."""
+        """Bind session memory as input `source` and output `target`. The memory must stay alive."""
 
     def bind_result(self, name: str, array: np.ndarray) -> None:
         """Make runs write output `name` to `array`."""
@@ -64,7 +65,7 @@ class Binding(Protocol):
     def run(self, step: int | None = None) -> None:
         """Run the graph and wait.
 
-        step: None for a prompt chunk with unused results.
+        step: the step's number; None for a chunk of a prompt, whose results are not used.
 
         Raises GenerationError with the runtime's message.
         """
@@ -79,10 +80,10 @@ class Session(Protocol):
     provider: onnxruntime's provider name, or "tensorrt" for an engine.
     why_graph: why `sampler` is "graph", as a clause.
     cpu_nodes: see `CpuNode`.
-    inputs, outputs: names.
+    inputs, outputs: names of the graph's inputs and outputs.
     fixed_edits: the graph's fixed number of edit slots, or None.
-    mask_words: words of a row's mask, ceil(V / 32).
-    always_masked: whether every run takes all of them; otherwise a run without a masked row takes none.
+    mask_words: 32-bit words of a row's mask, ceil(V / 32).
+    always_masked: whether every run takes all words; otherwise a run without a masked row takes none.
     most_rows, most_columns, most_edits: maximum rows, tokens per row and run, and edits per row; None: no limit.
     """
 
@@ -106,7 +107,9 @@ class Session(Protocol):
         """Zeroed, aligned memory on the session's device."""
 
     def settle(self, run: Callable[[], object]) -> None:
-        """Make the checks that need a run; call it once, before other runs. `run` runs one token.
+        """Make the checks that need a run. Call this once, before other runs.
 
-        Raises ProviderError if another provider than requested computes nodes.
+        run: function that runs the graph for one token.
+
+        Raises ProviderError if another provider than the requested one computes nodes.
         """

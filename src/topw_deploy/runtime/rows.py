@@ -176,8 +176,9 @@ class Row:
         if self.guide is not None:
             return LogitsError(
                 f"{which} has no token to draw at step {self.steps}: structured_outputs allows "
-                f"{self.guide.allowed_count} there, and each is banned, or has a logit that is not finite; check suppress_tokens, "
-                "allowed_token_ids, bad_words_ids, no_repeat_ngram_size, logit_bias and min_new_tokens.",
+                f"{self.guide.allowed_count} there, and each is banned, or has a logit that is not finite; check "
+                "suppress_tokens, allowed_token_ids, bad_words_ids, no_repeat_ngram_size, logit_bias and "
+                "min_new_tokens.",
                 "structured_outputs",
             )
         return LogitsError(

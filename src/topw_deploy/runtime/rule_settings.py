@@ -1,4 +1,4 @@
-"""Reads `--rules` and `--temperatures` of commands that compare sampling rules."""
+"""Read `--rules` and `--temperatures` of the commands that compare sampling rules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ top_k, top_p, min_p and eta_cutoff are those of the Top-H paper (arXiv 2509.0251
 10, 20 and 50 for top_k; epsilon_cutoff is the smallest value that transformers quotes from the rule's paper.
 """
 
-_SELECTION_TEMPERATURE = "selection_temperature"  # which every rule has
+_SELECTION_TEMPERATURE = "selection_temperature"  # a parameter of every rule
 _TOP_W_NAMES = frozenset({*PARAMETER_NAMES, "preset"} - {"temperature"})
 
 
@@ -43,10 +43,11 @@ class RuleSetting:
 
 
 def read_rules(text: str) -> list[RuleSetting]:
-    """The settings of `RULE[=VALUE][:NAME=VALUE]...`, separated by commas. `all` stands for every rule.
+    """Read settings `RULE[=VALUE][:NAME=VALUE]...`, separated by commas. `all` stands for every rule.
 
-    RULE is a name of a rule, the name of its parameter, or `plain`. VALUE is the rule's first parameter; if it is left
-    out, the rule's default, or its value in USUAL. NAME is another parameter of the rule, for Top-W also `preset`.
+    RULE is the name of a rule, the name of a rule's parameter, or `plain`. VALUE is the value of the rule's first
+    parameter; without VALUE, the parameter has the rule's default or its value in USUAL. NAME is another parameter of
+    the rule, or, for Top-W, `preset`.
 
     Raises ParameterError for an unknown rule or name, an invalid value, and a setting given twice.
     """
@@ -63,7 +64,10 @@ def read_rules(text: str) -> list[RuleSetting]:
 
 
 def read_temperatures(text: str) -> list[float]:
-    """Distinct temperatures, ascending, from numbers separated by commas. Raises ParameterError for anything else."""
+    """Read numbers separated by commas. Returns the distinct temperatures, ascending.
+
+    Raises ParameterError for anything else.
+    """
     try:
         numbers = {float(part) for part in text.split(",")}
     except ValueError:
@@ -112,7 +116,7 @@ def _parse_setting(item: str) -> RuleSetting:
 
 
 def _split_pair(text: str) -> tuple[str, str | None]:
-    """(name, value), with underscores in the name; the value is None without "="."""
+    """Split "name=value". Returns (name with underscores, value); the value is None without "="."""
     name, equals, value = text.partition("=")
     return name.strip().replace("-", "_"), value.strip() if equals else None
 

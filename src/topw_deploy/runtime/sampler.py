@@ -1,4 +1,4 @@
-"""`TopWSampler`: Top-W on external logits."""
+"""`TopWSampler`: Top-W, or another rule, on logits from elsewhere."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _NO_MEDIAN = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Samples:
-    """One draw per row; B rows, V tokens in the vocabulary.
+    """One draw per row, for B rows and a vocabulary of V tokens.
 
     next_token: int64 [B].
-    logprob: float32 [B], in the renormalized crop.
-    kept: int32 [B], crop size.
-    certified: bool [B].
-    mass: float32 [B] or None.
-    keep_mask: bool [B, V] or None.
+    logprob: float32 [B], of the token in the renormalized crop.
+    kept: int32 [B], the crop's size.
+    certified: bool [B], whether the crop was proven without geometry (docs/contract/graph.md section 4).
+    mass: float32 [B], the crop's share of the full softmax; None if the graph does not return it.
+    keep_mask: bool [B, V], the crop; None if the graph does not return it.
     """
 
     next_token: np.ndarray
@@ -61,7 +61,7 @@ class TopWSampler:
     provider: onnxruntime's provider name.
     sampler: "native" or "graph" (docs/guide/native.md).
     why_graph: why `sampler` is "graph".
-    cpu_nodes: see `CpuNode`.
+    cpu_nodes: the nodes that onnxruntime left on the CPU; see `CpuNode`.
     """
 
     def __init__(self, folder: ModelFolder, session: GraphSession) -> None:
@@ -182,7 +182,7 @@ class TopWSampler:
         return rules.arrays
 
     def _convert_scales(self, named: dict[str, Any], rows: int) -> dict[str, Any]:
-        """`named` without geom_unit, its geom_scale converted to the metric's own unit."""
+        """Convert geom_scale to the metric's own unit. Returns `named` without geom_unit."""
         unit = named.pop("geom_unit", None)
         if unit is None:
             return named
@@ -198,7 +198,7 @@ class TopWSampler:
 
 
 def _evaluate_betas(beta: Any, temperature: Any, rows: int) -> Any:
-    """`beta` with its texts replaced by their numbers at the rows' temperatures."""
+    """Replace texts of `beta` by their numbers at the rows' temperatures."""
     several = isinstance(beta, (list, tuple)) or (isinstance(beta, np.ndarray) and beta.ndim == 1)
     values = list(beta) if several else [beta]
     for text in (value for value in values if isinstance(value, str)):
@@ -211,7 +211,7 @@ def _evaluate_betas(beta: Any, temperature: Any, rows: int) -> Any:
 
 
 def _split_parameters(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(Top-W's parameters, those of the rule)."""
+    """Split parameters. Returns (those of Top-W, those of sampling rules)."""
     rule = {name: value for name, value in given.items() if name in RULE_PARAMETER_NAMES and value is not None}
     return {name: value for name, value in given.items() if name not in RULE_PARAMETER_NAMES}, rule
 
@@ -226,7 +226,9 @@ def _read_logits(given: Any, vocab: int) -> np.ndarray:
 
 
 def _read_array(name: str, given: Any, dtype: Any) -> np.ndarray:
-    """Raises ParameterError for non-numbers, or non-integers for an integer `dtype`."""
+    """Convert to an array of `dtype`. Raises ParameterError for anything but real numbers; for an integer `dtype`, for
+    anything but integers.
+    """
     try:
         array = np.asarray(given)
         if array.dtype == object or array.dtype.names or array.dtype.kind in "USmMc":

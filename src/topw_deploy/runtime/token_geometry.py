@@ -1,7 +1,7 @@
-"""Distances between a model's tokens, from the embedding table and statistics of its sampler node.
+"""Distances between a model's tokens, from the embedding table and the statistics of its sampler node.
 
-onnxruntime reports neither, so they are read from the graph's file (docs/contract/graph.md, section 8). Rows of a table
-are read on demand: it is never loaded whole.
+onnxruntime reports neither, so both are read from the graph's file (docs/contract/graph.md, section 8). A table's rows
+are read on demand; no table is loaded whole.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _QUANTISED = re.compile(
 )
 
 RowReader = Callable[[np.ndarray], np.ndarray]
-"""From ids int64 [n] to rows float32 [n, d]."""
+"""A function from ids, int64 [n], to rows of a table, float32 [n, d]."""
 
 
 def read_geometry(folder: Path, manifest: Manifest) -> Geometry:
-    """The geometry of an opened export's sampler, with its float32 statistics.
+    """Read the geometry of an opened export's sampler, with its float32 statistics.
 
-    Tables of `Gather`, plain or transposed, in float32, float16 or bfloat16, and of `GatherBlockQuantized` in uint8
-    are read. Raises ManifestError for others, and for files that changed.
+    The table may be one of `Gather` in float32, float16 or bfloat16, plain or transposed, or one of
+    `GatherBlockQuantized` in uint8. Raises ManifestError for any other table, and for files that changed.
     """
     sampler = manifest.sampler
     if sampler.options.metric == "uniform" or sampler.hidden_size is None:
@@ -47,7 +47,7 @@ def read_geometry(folder: Path, manifest: Manifest) -> Geometry:
         raise ManifestError(f"{folder / MODEL_NAME} has no sampler node with an embedding table; export it again.")
     mean, inverse_std = (tensors.array(node.inputs[place]) for place in (_MEAN, _INVERSE_STD))
     shape = (sampler.vocab_size, sampler.hidden_size)
-    table: Any = TokenTable(shape, tensors.rows(node, sampler.table_form))
+    table: Any = TokenTable(shape, tensors.row_reader(node, sampler.table_form))
     return Geometry.from_embeddings(table, sampler.options.metric, (mean, inverse_std))
 
 
@@ -59,13 +59,13 @@ class TokenTable:
     read: RowReader
 
     def __getitem__(self, ids: Any) -> np.ndarray:
-        """float32 [n, d] for ids int64 [n]."""
+        """The rows float32 [n, d] of ids int64 [n]."""
         return self.read(np.asarray(ids, np.int64))
 
 
 @dataclass(frozen=True)
 class _GraphTensors:
-    """A graph, and arrays of its file and data files, mapped into memory."""
+    """The initializers of a graph, in its file and its data files, which are mapped into memory."""
 
     folder: Path
     manifest: Manifest
@@ -76,7 +76,10 @@ class _GraphTensors:
         return cls(folder, manifest, read_graph(_map_listed_file(folder, manifest, MODEL_NAME)))
 
     def array(self, name: str) -> np.ndarray:
-        """The array of an initializer; bfloat16 as uint16. Raises ManifestError if it is not stored as bytes."""
+        """The array of an initializer, bfloat16 as uint16.
+
+        Raises ManifestError if there is no such initializer, or none that is stored as bytes.
+        """
         tensor = self.graph.constants.get(name)
         if tensor is None or tensor.dtype not in _NUMPY_TYPES:
             raise self._unreadable_error(name)
@@ -93,24 +96,24 @@ class _GraphTensors:
             raise self._unreadable_error(name)
         return np.frombuffer(data, dtype, count, start).reshape(tensor.shape)
 
-    def rows(self, node: Node, form: str) -> RowReader:
-        """Reads rows of the node's table, which the operator `form` looks up."""
+    def row_reader(self, node: Node, form: str) -> RowReader:
+        """A reader of the rows of the node's table. form: the operator that looks rows up."""
         if form == _GATHER:
-            return self._read_plain_rows(node.inputs[_TABLE])
+            return self._plain_reader(node.inputs[_TABLE])
         quantised = _QUANTISED.fullmatch(form)
         if quantised is None:
             raise ManifestError(
                 f"the token distances of {self.folder} cannot be read: its table is looked up by {form}."
             )
-        return self._read_quantised_rows(node.inputs[_TABLE:], int(quantised[1]), int(quantised[2]))
+        return self._quantised_reader(node.inputs[_TABLE:], int(quantised[1]), int(quantised[2]))
 
-    def _read_plain_rows(self, name: str) -> RowReader:
+    def _plain_reader(self, name: str) -> RowReader:
         made_by = next((each for each in self.graph.nodes if name in each.outputs), None)
         if made_by is not None and made_by.op_type == "Transpose":
             return _float_reader(self.array(made_by.inputs[0]).T)
         return _float_reader(self.array(name))
 
-    def _read_quantised_rows(self, inputs: Sequence[str], bits: int, block: int) -> RowReader:
+    def _quantised_reader(self, inputs: Sequence[str], bits: int, block: int) -> RowReader:
         codes, scales = self.array(inputs[0]), self.array(inputs[1])
         zeros = self.array(inputs[2]) if len(inputs) > 2 and inputs[2] else None
         if codes.dtype != np.uint8:
@@ -134,7 +137,7 @@ class _GraphTensors:
 
 
 def _map_listed_file(folder: Path, manifest: Manifest, name: str) -> memoryview:
-    """Map a listed file. Raises ManifestError for one that is not listed or changed."""
+    """Map a file into memory. Raises ManifestError if the manifest does not list it, or it has changed."""
     if name not in manifest.files:
         raise ManifestError(
             f"{folder} has weights in {name[:80]!r}, which its manifest does not list; export it again."
@@ -154,7 +157,7 @@ def _float_reader(table: np.ndarray) -> RowReader:
 
 
 def _unpack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
-    """uint8 [n, d] of codes [n, d * bits / 8], the low half of a byte first."""
+    """Unpack codes uint8 [n, d * bits / 8] to uint8 [n, d], the low half of a byte first."""
     if bits == 8:
         return codes
     return np.stack([codes & 15, codes >> 4], axis=2).reshape(len(codes), -1)

@@ -121,7 +121,7 @@ def test_each_version_has_its_defects(lookup: Lookup, version: str, words: str) 
 
 def test_only_a_session_on_cuda_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = export(tmp_path / "toy", Toy.random(1, options=TopWOptions(top_m=64, metric="uniform")))
-    monkeypatch.setattr(graph_checks, "lookups", lambda _folder: [Lookup(4, 64, 96, True)])
+    monkeypatch.setattr(graph_checks, "read_lookups", lambda _folder: [Lookup(4, 64, 96, True)])
     TopWModel.from_pretrained(folder, provider="cpu")
     monkeypatch.setattr(providers, "check_used", lambda *_: providers.CUDA)
     with pytest.raises(

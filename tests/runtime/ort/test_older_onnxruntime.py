@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def without_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_nodes, "reported", lambda: False)
+    monkeypatch.setattr(cpu_nodes, "reports_assignments", lambda: False)
 
 
 @pytest.mark.parametrize(("version", "old"), [("1.23.2", True), ("1.24.0", False), ("1.31.1", False), ("2.0.0", False)])
@@ -109,7 +109,7 @@ def test_the_profile_leaves_nothing_behind(folder: Path, tmp_path: Path, monkeyp
 
 def test_where_nodes_are_reported_nothing_is_run_for_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu_nodes.reports_assignments()
-    monkeypatch.setattr(cpu_nodes, "Profile", None)
+    monkeypatch.setattr(cpu_nodes, "RunProfile", None)
     TopWModel.from_pretrained(folder, provider="cpu")
 
 

@@ -83,7 +83,7 @@ class ConcatCache:
         self._present_indices = self._bind_states(binding)
 
     def close(self) -> None:
-        """Does nothing: the states end with the binding."""
+        """Do nothing: the binding owns the states."""
 
     def feed_prompts(self) -> int:
         ids, positions = self._pad_prompts()

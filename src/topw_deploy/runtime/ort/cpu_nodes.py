@@ -1,7 +1,7 @@
 """Find the nodes that onnxruntime left on the CPU.
 
-Only arithmetic on shapes and indices belongs there; other operators would transfer tensors in every step. Before 1.24,
-onnxruntime reports the providers of nodes only in the profile of a run.
+Only arithmetic on shapes and indices belongs there; any other operator on the CPU would transfer tensors in every step.
+Before 1.24, onnxruntime reports the providers of nodes only in the profile of a run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from topw_deploy.runtime.ort.providers import CPU, short_name
 from topw_deploy.runtime.protocols import CpuNode
 
 _RECORD_ASSIGNMENTS = "session.record_ep_graph_assignment_info"  # onnxruntime >= 1.24
-_KERNEL_TIME = "_kernel_time"  # node name suffix in profiles
+_KERNEL_TIME = "_kernel_time"  # at the end of a node's name in profiles
 
 # Arithmetic on shapes and indices. Every device provider has these operators, so their place on the CPU is intended.
 # fmt: off
@@ -42,12 +42,12 @@ _HINTS = {
 
 
 def reports_assignments() -> bool:
-    """Whether onnxruntime (>= 1.24) reports the nodes' providers."""
+    """Whether onnxruntime reports the nodes' providers without a run, as it does from 1.24 on."""
     return hasattr(ort.InferenceSession, "get_provider_graph_assignment_info")
 
 
 def record_assignments(options: ort.SessionOptions) -> RunProfile | None:
-    """Make sessions of `options` record the provider of each node. Returns a Profile if that needs a run."""
+    """Make sessions of `options` record the provider of each node. Returns a RunProfile if this needs a run."""
     if not reports_assignments():
         return RunProfile(options)
     try:
@@ -60,7 +60,7 @@ def record_assignments(options: ort.SessionOptions) -> RunProfile | None:
 
 
 def assigned_cpu_nodes(session: ort.InferenceSession) -> tuple[CpuNode, ...]:
-    """The nodes on the CPU, without subgraphs. Needs `record` before opening."""
+    """The nodes of a session on the CPU, without those of subgraphs. Call `record_assignments` before opening it."""
     return tuple(
         CpuNode(node.name, node.op_type, bool(node.domain) or node.op_type not in _SHAPE_OPERATORS)
         for group in session.get_provider_graph_assignment_info()
@@ -70,7 +70,7 @@ def assigned_cpu_nodes(session: ort.InferenceSession) -> tuple[CpuNode, ...]:
 
 
 class RunProfile:
-    """Profiles the next session opened with `options`."""
+    """Profiles the next session that is opened with `options`."""
 
     def __init__(self, options: ort.SessionOptions) -> None:
         folder = tempfile.mkdtemp(prefix="topw-")
@@ -81,11 +81,14 @@ class RunProfile:
         options.profile_file_prefix = str(Path(folder) / "run")
 
     def restore(self) -> None:
-        """Restore `options`."""
+        """Restore the options after the session was opened."""
         self._options.enable_profiling, self._options.profile_file_prefix = self._previous_settings
 
     def nodes(self, raw: ort.InferenceSession) -> list[tuple[str, str, str]]:
-        """(name, operator, provider) of each executed node. Ends the profile."""
+        """End the profile. Returns (name, operator, provider) of each node that ran.
+
+        raw: the profiled session.
+        """
         events = json.loads(Path(raw.end_profiling()).read_text(encoding="utf-8"))
         self._delete_folder()
         found = [event for event in events if event.get("args", {}).get("provider")]
@@ -93,14 +96,14 @@ class RunProfile:
 
 
 def profiled_cpu_nodes(profile: Sequence[tuple[str, str, str]]) -> tuple[CpuNode, ...]:
-    """The nodes on the CPU among `Profile.nodes`."""
+    """The nodes on the CPU. profile: of `RunProfile.nodes`."""
     return tuple(
         CpuNode(name, kind, kind not in _SHAPE_OPERATORS) for name, kind, provider in profile if provider == CPU
     )
 
 
 def _outermost_events(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Events that are not inside others, such as those of an If's branches."""
+    """Yield the events that are not within another one, as those of an If's branches are within that of the If."""
     end = -1
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
         if event["ts"] >= end or event["ts"] + event["dur"] > end:
@@ -113,7 +116,7 @@ def _event_node(event: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def cpu_nodes_clause(nodes: Sequence[CpuNode], provider: str) -> str:
-    """A clause naming nodes that compute on the CPU; "" for none."""
+    """A clause that names the nodes that compute on the CPU; "" if none does."""
     computing = [node for node in nodes if node.computes]
     if not computing:
         return ""
@@ -122,13 +125,14 @@ def cpu_nodes_clause(nodes: Sequence[CpuNode], provider: str) -> str:
     names = ", ".join(node.name or "unnamed" for node in computing[:3])
     hints = "; ".join(_HINTS[operator] for operator in counts if operator in _HINTS)
     more = ", ..." if len(computing) > 3 else ""
-    said = f"{short_name(provider)} leaves {len(computing)} nodes on the CPU: {kinds} ({names}{more})"
-    return f"{said}; {hints}" if hints else said
+    clause = f"{short_name(provider)} leaves {len(computing)} nodes on the CPU: {kinds} ({names}{more})"
+    return f"{clause}; {hints}" if hints else clause
 
 
 def refuse_cpu_nodes(nodes: Sequence[CpuNode], provider: str) -> None:
-    what = cpu_nodes_clause(nodes, provider)
-    if what:
+    """Raises ProviderError if one of the nodes computes on the CPU."""
+    clause = cpu_nodes_clause(nodes, provider)
+    if clause:
         raise ProviderError(
-            f"{what}; pass allow_fallback=True to accept that, or use provider='cpu'.", "allow_fallback", "provider"
+            f"{clause}; pass allow_fallback=True to accept that, or use provider='cpu'.", "allow_fallback", "provider"
         )

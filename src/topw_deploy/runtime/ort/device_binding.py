@@ -1,8 +1,8 @@
 """A session's inputs, outputs and cache in device memory.
 
-Each step makes one upload of changed inputs and one download of results. Equal shapes get equal addresses, so that
-later generations can replay a step's CUDA graph. One thread runs it (RunThread), and nothing else uses the device
-during its capture (device_lock.py).
+Each step makes one upload of changed inputs and one download of results. Tensors of equal shapes get equal addresses,
+so that later generations can replay a step's CUDA graph. One thread runs the graphs (RunThread), and nothing else uses
+the device while a graph is captured (device_lock.py).
 
 Tested with test doubles of the device and the CUDA runtime; not run on a GPU.
 """
@@ -27,16 +27,16 @@ from topw_deploy.runtime.device_lock import device_lock
 from topw_deploy.runtime.ort.session import HostBinding, OrtSession
 
 _LEAST_BYTES = {"changing": 4 << 10, "rest": 64 << 10, "results": 4 << 10}  # bytes; enough for most requests
-_MOST_GRAPHS = 64  # per session: each keeps device memory until it closes
+_MOST_GRAPHS = 64  # per session: each graph keeps device memory until the session closes
 
-_ALIGNMENT = 256  # bytes; as CUDA's allocator
+_ALIGNMENT = 256  # bytes, as in CUDA's allocator
 _NO_GRAPH = "-1"
-_TOTAL_SIZE = ""  # not a tensor name
+_TOTAL_SIZE = ""  # key of the total among offsets by name; no tensor has this name
 _ELEMENT_NUMBERS = {kind.numpy: kind.number for kind in ELEMENT_TYPES.values()}
 
 
 class Area:
-    """Device memory and a host array of equal size; copies always transfer all of it."""
+    """Device memory and a host array of equal size. Copies always transfer the whole area."""
 
     def __init__(self, size: int, device: tuple[str, int]) -> None:
         self.size = size
@@ -52,9 +52,9 @@ class Area:
 
 
 class DeviceMemory:
-    """Zeroed bytes of a device (kind, number), allocated by onnxruntime.
+    """Memory of a device (kind, number), initially zero, that onnxruntime allocates. See `Memory`.
 
-    Raises GenerationError if allocation fails.
+    Raises GenerationError if the allocation fails.
     """
 
     def __init__(self, size: int, device: tuple[str, int]) -> None:
@@ -85,8 +85,8 @@ class DeviceMemory:
 class StepBuffers:
     """One generation's memory for small tensors.
 
-    areas: "changing" (inputs copied in every run), "rest" (other inputs) and "results".
-    loaded: the binding whose inputs are in the memory.
+    areas: "changing", the inputs that every run copies; "rest", the other inputs; and "results".
+    loaded: the binding whose inputs are in the memory, or None.
     """
 
     def __init__(self, device: tuple[str, int]) -> None:
@@ -95,6 +95,7 @@ class StepBuffers:
         self.loaded: object = None
 
     def reserve(self, sizes: dict[str, int]) -> None:
+        """Replace areas that are smaller than `sizes`, in bytes by area."""
         for name, size in sizes.items():
             if size > self.areas[name].size:
                 self.areas[name] = Area(1 << (size - 1).bit_length(), self._device)
@@ -103,7 +104,11 @@ class StepBuffers:
 
 @dataclass
 class StepGraph:
-    """A step's CUDA graph."""
+    """A step's CUDA graph.
+
+    options: of runs that capture or replay the graph; None without CUDA graphs.
+    captured: whether a run has captured it.
+    """
 
     options: ort.RunOptions | None
     captured: bool = False
@@ -112,10 +117,11 @@ class StepGraph:
 class BufferPool:
     """A session's bindings, StepBuffers, memory and CUDA graphs.
 
-    Uses no lock: garbage collection can close a binding at any point and would take it twice. A list's `pop` and
-    `append` are atomic, and only `thread` uses the graphs.
+    The pool has no lock: garbage collection can close a binding at any point, and would take the lock twice. A list's
+    `pop` and `append` are atomic, and only `thread` uses the graphs.
 
     thread: the thread that runs a session with CUDA graphs, or None.
+    uncaptured: for runs that no graph captures.
     """
 
     def __init__(self, device: tuple[str, int], *, graphs: bool) -> None:
@@ -132,17 +138,19 @@ class BufferPool:
         return DeviceMemory(size, self._device)
 
     def borrow(self) -> StepBuffers:
+        """Lend buffers to a generation."""
         with suppress(IndexError):
             return self._free.pop()
         with self.lock.shared_use:
             return StepBuffers(self._device)
 
     def give_back(self, buffers: StepBuffers) -> None:
+        """Take buffers back."""
         buffers.loaded = None  # otherwise it would keep the session open
         self._free.append(buffers)
 
     def graph(self, bound: object) -> StepGraph:
-        """The CUDA graph for these names, addresses and shapes; its first run captures it."""
+        """The CUDA graph of a step, which the graph's first run captures. bound: names, addresses and shapes."""
         if self.thread is None:
             return self.uncaptured
         if bound not in self._graphs and len(self._graphs) < _MOST_GRAPHS:
@@ -157,7 +165,7 @@ def _new_run_options(graph: str) -> ort.RunOptions:
 
 
 class DeviceBinding(HostBinding):
-    """A binding that copies host arrays to and from StepBuffers, which bindings from `another` share."""
+    """A binding that copies host arrays to and from StepBuffers. Bindings made by `another` share the buffers."""
 
     def __init__(self, session: OrtSession, pool: BufferPool, buffers: StepBuffers | None = None) -> None:
         super().__init__(session)
@@ -276,7 +284,7 @@ class DeviceBinding(HostBinding):
 
 
 def _array_offsets(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
-    """Byte offsets of the arrays, equal for equal shapes; `_TOTAL_SIZE`: total size."""
+    """The byte offsets of the arrays in an area, equal for equal shapes, and the total under `_TOTAL_SIZE`."""
     starts, end = {}, 0
     for name in sorted(arrays):
         starts[name] = end
@@ -293,10 +301,10 @@ def _host_views(
 
 
 class RunThread:
-    """The thread that runs a session with CUDA graphs, started by the first call.
+    """The thread that runs a session with CUDA graphs. The first call starts it.
 
-    onnxruntime keeps handles and CUDA graphs per thread until the session closes, so each new thread would capture
-    again, without limit.
+    onnxruntime keeps handles and CUDA graphs per thread until the session closes. So if callers ran the session in
+    their own threads, each new thread would capture again, without limit.
     """
 
     def __init__(self) -> None:
@@ -307,7 +315,7 @@ class RunThread:
     def call(self, function: Callable[[], None]) -> None:
         """Call `function` on the thread, wait, and raise its errors.
 
-        Interrupted callers wait too: `function` uses their objects.
+        A caller that is interrupted waits too, because `function` uses the caller's objects.
         """
         if threading.current_thread() is self._start():  # garbage collection may close a generation here
             function()

@@ -1,4 +1,4 @@
-"""Opens an exported graph in onnxruntime on the requested provider."""
+"""Open an exported graph in onnxruntime on the requested provider."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ _HINT_FOR_GRAPHS = (
     "omit enable_cuda_graph, or export again with --dtype fp16, which leaves no nodes on the CPU, and build the "
     "native sampler with `topw plugins build --cuda`"
 )
-# On CUDA, fuses RotaryEmbedding into GroupQueryAttention. It mistakes ONNX's RotaryEmbedding for onnxruntime's, reads
-# past its inputs and crashes (onnxruntime issue 28604).
+# This optimizer fuses RotaryEmbedding into GroupQueryAttention on CUDA. It takes ONNX's RotaryEmbedding for the operator
+# of onnxruntime, reads past its inputs and crashes (onnxruntime issue 28604).
 _DISABLED_OPTIMIZERS = ["GroupQueryAttentionFusion"]
 
 
 class GraphSession(OrtSession):
     """A folder's session, opened with `options` and checked against the manifest.
 
-    Raises ProviderError if the provider is absent, fails to start or leaves computing nodes to the CPU, or the native
-    sampler is unusable; ManifestError if onnxruntime rejects the graph or it differs from the manifest; ParameterError
-    if CUDA graphs cannot be captured.
+    Raises ProviderError if the provider is absent, fails to start or leaves nodes that compute to the CPU, or if the
+    native sampler is required but unusable. Raises ManifestError if onnxruntime rejects the graph, or the graph differs
+    from the manifest. Raises ParameterError if CUDA graphs cannot be captured.
     """
 
     def __init__(self, folder: ModelFolder[Any], options: SessionOptions) -> None:
         settings = options.for_onnxruntime()
-        asked = providers.resolve(options.provider, options.allow_fallback)
-        wanted = asked if providers.short_name(asked) in providers.available() else providers.CPU
-        unused = asked == providers.CPU and options.cuda_graphs
+        requested = providers.resolve(options.provider, options.allow_fallback)
+        wanted = requested if providers.short_name(requested) in providers.available() else providers.CPU
+        unused = requested == providers.CPU and options.cuda_graphs
         if unused and options.provider != "auto":
             raise ParameterError("enable_cuda_graph is for provider='cuda', but provider is 'cpu'; omit it.")
         graphs = wanted == providers.CUDA and options.cuda_graphs
@@ -69,7 +69,7 @@ class GraphSession(OrtSession):
             self.cpu_nodes = cpu_nodes.assigned_cpu_nodes(opened.raw)
         if not self._allows_fallback:
             cpu_nodes.refuse_cpu_nodes(self.cpu_nodes, self.provider)
-        self._warn_of_fallback(asked, failure, unused)
+        self._warn_of_fallback(requested, failure, unused)
         _check_io(folder, opened.raw)
         self.mask_words = mask_words(folder.manifest.sampler.vocab_size)
         device = providers.device_of(self.provider), options.device_number
@@ -103,12 +103,12 @@ class GraphSession(OrtSession):
             cpu_nodes.refuse_cpu_nodes(self.cpu_nodes, self.provider)
         self._warn_of_fallback(self.provider, "", graphs_unused=False)
 
-    def _warn_of_fallback(self, asked: str, failure: str, graphs_unused: bool) -> None:
-        doctor, name = "; `topw doctor` shows what is missing", providers.short_name(asked)
-        if self.provider != asked:
+    def _warn_of_fallback(self, requested: str, failure: str, graphs_unused: bool) -> None:
+        doctor, name = "; `topw doctor` shows what is missing", providers.short_name(requested)
+        if self.provider != requested:
             if name not in providers.available():
                 failure = providers.why_absent(name)
-            failure = failure or providers.missing_libraries(asked)
+            failure = failure or providers.missing_libraries(requested)
             what = f"{name} could not start, running on {providers.short_name(self.provider)}"
             what += f": {failure}" if failure else doctor
         elif graphs_unused:
@@ -139,11 +139,14 @@ def _open(
     *,
     fallback: bool,
 ) -> tuple[native_sampler.OpenedSession, str]:
-    """Returns (session on `wanted`, "") or (session on the CPU, reason)."""
+    """Open a session on the provider `wanted`, or, if that fails and `fallback`, on the CPU.
+
+    Returns (session, why `wanted` failed or "").
+    """
     device = providers.device_of(wanted), options.device_number
     missing = providers.missing_libraries(wanted)
 
-    def on(provider: str, chain: list[Any]) -> native_sampler.OpenedSession:
+    def open_on(provider: str, chain: list[Any]) -> native_sampler.OpenedSession:
         with nullcontext() if providers.device_of(provider) == "cpu" else device_lock(device).opening():
             return native_sampler.open_with_sampler(
                 lambda: _new_session(folder, chain, settings),
@@ -155,7 +158,7 @@ def _open(
             )
 
     try:
-        return on(wanted, providers.session_providers(wanted, options.provider_options)), ""
+        return open_on(wanted, providers.session_providers(wanted, options.provider_options)), ""
     except ProviderError:
         raise
     except Exception as error:  # noqa: BLE001  # unrelated classes
@@ -163,7 +166,7 @@ def _open(
             raise _refusal_error(folder, error) from None
         # Open it on the CPU, to find out whether the graph or the provider is at fault.
         try:
-            session = on(providers.CPU, [(providers.CPU, {})])
+            session = open_on(providers.CPU, [(providers.CPU, {})])
         except ProviderError:
             raise
         except Exception as second:  # noqa: BLE001

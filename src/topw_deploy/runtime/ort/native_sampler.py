@@ -19,7 +19,10 @@ _LIBRARY_KINDS: dict[str, library.Kind] = {providers.CPU: "cpu", providers.CUDA:
 
 @dataclass(frozen=True)
 class OpenedSession:
-    """An open session. why_graph: why `sampler` is not "native"."""
+    """An open session.
+
+    why_graph: why `sampler` is "graph", as a clause.
+    """
 
     raw: ort.InferenceSession
     sampler: Sampler
@@ -29,11 +32,14 @@ class OpenedSession:
 def operator_library(
     provider: str, table_form: str, options: ort.SessionOptions | None = None, device: int = 0
 ) -> tuple[library.Library | None, str]:
-    """Returns (native library or None, a clause that says why not) for `provider`, a full name.
+    """Find the library of the native operator for a provider.
 
+    provider: its full name.
     table_form: the table form in the manifest.
-    options: session options, which may already have registered operators.
-    device: GPU number.
+    options: session options, which may already have operators.
+    device: the number of the GPU.
+
+    Returns (library or None, a clause that says why there is none).
     """
     kind = _LIBRARY_KINDS.get(provider)
     if kind is None:
@@ -74,7 +80,7 @@ def _load_library(kind: library.Kind) -> tuple[library.Library | None, str]:
 
 
 def _missing_code(found: library.CudaLibrary, device: int) -> str:
-    """A clause if the library has no code for this GPU, or ""."""
+    """A clause that says that the library has no code for this GPU; "" if it has."""
     devices = driver.query_driver().devices
     if device >= len(devices) or found.can_run_on(devices[device].architecture):
         return ""
@@ -91,9 +97,13 @@ def open_with_sampler(
     sampler: str,
     device: int = 0,
 ) -> OpenedSession:
-    """Open a session with `new_session`, which uses `options`; with the native sampler if it works and is allowed.
+    """Open a session with the native sampler if it can be used, else with the function in the file.
 
-    Raises errors of `new_session`, and ProviderError if `sampler` is "native" but unusable.
+    new_session: function that opens a session with `options`.
+    provider, table_form, device: see `operator_library`.
+    sampler: "auto"; "native", which requires the native sampler; or "graph", which forbids it.
+
+    Raises the errors of `new_session`, and ProviderError if `sampler` is "native" but the native sampler is unusable.
     """
     refused: Exception | None = None
     if sampler == "graph":

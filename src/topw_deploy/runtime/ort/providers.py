@@ -17,23 +17,23 @@ CUDA = "CUDAExecutionProvider"
 _SUFFIX = "ExecutionProvider"
 _CHOOSE_ANOTHER = "choose one of those or 'auto'"
 
-# Device memory by provider; others use host memory.
+# The device whose memory a provider uses; other providers use host memory.
 _DEVICES = {CUDA: "cuda", "TensorrtExecutionProvider": "cuda", "NvTensorRTRTXExecutionProvider": "cuda"}
 _FALL_BACK_TO_CUDA = ("TensorrtExecutionProvider", "NvTensorRTRTXExecutionProvider")
 
 
 def short_name(provider: str) -> str:
-    """`CUDAExecutionProvider` -> `cuda`."""
+    """The short name of a provider: "cuda" for "CUDAExecutionProvider"."""
     return provider.removesuffix(_SUFFIX).lower()
 
 
 def available() -> tuple[str, ...]:
-    """Short names of this onnxruntime's providers, best first."""
+    """The short names of the providers that this onnxruntime was built with, best first."""
     return tuple(short_name(name) for name in ort.get_available_providers())
 
 
 def resolve(provider: str, allow_fallback: bool = False) -> str:
-    """onnxruntime's full name for `provider`: "auto" (CUDA if built in, else CPU), a short or a full name.
+    """The full name of a provider. provider: "auto" (CUDA if built in, else CPU), a short or a full name.
 
     Raises UnknownProviderError for an unknown name, and ProviderError if this onnxruntime lacks the provider and
     `allow_fallback` is False.
@@ -68,12 +68,13 @@ def why_absent(provider: str) -> str:
 
 def _remedy(wanted: str) -> str:
     if wanted in ("cuda", "tensorrt"):
-        return f"for NVIDIA devices run: {install.pip('uninstall')} -y onnxruntime && {install.how_to('gpu')}"
+        commands = f"{install.pip_command('uninstall')} -y onnxruntime && {install.install_command('gpu')}"
+        return f"for NVIDIA devices run: {commands}"
     return _CHOOSE_ANOTHER
 
 
 def session_providers(name: str, options: Mapping[str, Any] | None) -> list[Any]:
-    """InferenceSession's `providers`: `name` and its fallbacks."""
+    """The argument `providers` of an InferenceSession: the provider `name` with `options`, and its fallbacks."""
     chain: list[Any] = [(name, dict(options or {}))]
     if name in _FALL_BACK_TO_CUDA and CUDA in ort.get_available_providers():
         chain.append((CUDA, {}))
@@ -83,19 +84,19 @@ def session_providers(name: str, options: Mapping[str, Any] | None) -> list[Any]
 
 
 def device_of(provider: str) -> str:
-    """onnxruntime's name for the memory of `provider`."""
+    """onnxruntime's name of the device whose memory `provider`, a full name, uses."""
     return _DEVICES.get(provider, "cpu")
 
 
 def missing_libraries(provider: str) -> str:
-    """Load the libraries of `provider`. Returns a clause naming missing ones."""
+    """Load the libraries of `provider`. Returns a clause that names the missing ones; "" if none is missing."""
     return cuda_libraries.preload_libraries() if device_of(provider) == "cuda" else ""
 
 
 def check_used(wanted: str, session: ort.InferenceSession, allow_fallback: bool) -> str:
-    """The provider in use, because onnxruntime silently drops one that fails to start.
+    """The provider that a session uses: onnxruntime drops one that fails to start without an error.
 
-    Raises ProviderError if it is not `wanted` and `allow_fallback` is False.
+    Raises ProviderError if that is not `wanted` and `allow_fallback` is False.
     """
     used = session.get_providers()
     if wanted in used:

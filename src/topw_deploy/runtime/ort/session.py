@@ -1,4 +1,4 @@
-"""An open onnxruntime session: bindings, runs and memory. On the host, runs use numpy arrays in place."""
+"""An open onnxruntime session, with its bindings, runs and memory. On the host, runs use numpy arrays in place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from topw_deploy.runtime.protocols import CpuNode, Memory, Sampler
 
 
 class DeviceBuffers(Protocol):
-    """Bindings and memory on a device; see `device_binding.BufferPool`."""
+    """What makes bindings and memory on a device; see `device_binding.BufferPool`."""
 
     lock: DeviceLock
 
@@ -26,15 +26,15 @@ class DeviceBuffers(Protocol):
         """A new binding for one generation."""
 
     def memory(self, size: int) -> Memory:
-        """Zeroed memory of the device."""
+        """Memory of the device, initially zero."""
 
 
 class OrtSession:
-    """The Session protocol over an open InferenceSession.
+    """The protocol `Session` over an open InferenceSession.
 
-    device: (kind, number) of the tensors' memory.
-    buffers: what binds and allocates on that device; None for the host.
-    with_defaults: inputs with a default value.
+    device: (kind, number) of the device that holds the tensors.
+    buffers: makes bindings and memory on that device; None for the host.
+    with_defaults: the inputs that have a default value.
     """
 
     provider = providers.CPU
@@ -73,7 +73,7 @@ class OrtSession:
         return found
 
     def settle(self, run: Callable[[], object]) -> None:
-        """Do nothing."""
+        """Make no check: the session was not opened from a folder."""
 
     def __del__(self) -> None:
         """Close the session under the lock, because closing frees device memory."""
@@ -83,7 +83,7 @@ class OrtSession:
 
 
 class HostBinding:
-    """onnxruntime's IO binding, without the Python wrapper that would double the cost."""
+    """onnxruntime's IO binding. It is used without onnxruntime's Python wrapper, which would double the cost."""
 
     def __init__(self, session: OrtSession) -> None:
         self._io = ort.SessionIOBinding(session.raw._sess)
@@ -93,13 +93,13 @@ class HostBinding:
         self._options: ort.RunOptions | None = None
         self._arrays: dict[str, np.ndarray] = {}
         self._bound_outputs: list[str] = []
-        self.bind_value = self._io.bind_ortvalue_input  # (name, raw OrtValue)
-        self.outputs = self._io.get_outputs  # () -> last outputs, as bound
+        self.bind_value = self._io.bind_ortvalue_input  # of (name, raw OrtValue)
+        self.outputs = self._io.get_outputs  # the last run's outputs, in the order in which they were bound
         self._session = session  # assigned and so released last: that frees device memory
 
     def bind_array(self, name: str, array: np.ndarray) -> None:
         self._arrays[name] = array
-        if name in self._with_defaults:  # bind_input does not find inputs with defaults
+        if name in self._with_defaults:  # which bind_input does not find
             self._io.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array)._ortvalue)
         else:
             self._io.bind_input(name, array)
@@ -111,7 +111,7 @@ class HostBinding:
         self.bind_array(name, array)
 
     def refresh(self, name: str) -> None:
-        """Does nothing: runs read the array itself."""
+        """Do nothing: runs read the array itself."""
 
     def bind_memory(self, source: str, target: str, element_type: int, shape: Sequence[int], pointer: int) -> None:
         self._bound_outputs.append(target)
@@ -129,7 +129,7 @@ class HostBinding:
         self.bind_value(name, value._ortvalue)
 
     def bind_input_memory(self, name: str, element_type: int, shape: Sequence[int], pointer: int) -> None:
-        """Bind session memory as an input only; it must stay alive."""
+        """Bind session memory as an input only. The memory must stay alive."""
         self._io.bind_input(name, self._device, element_type, shape, pointer)
 
     def bind_fresh(self, name: str) -> int:
@@ -146,7 +146,7 @@ class HostBinding:
         return HostBinding(self._session)
 
     def close(self) -> None:
-        """Does nothing: a generation owns only the arrays."""
+        """Do nothing: a generation owns only the arrays."""
 
     def run(self, step: int | None = None) -> None:
         try:
@@ -157,5 +157,5 @@ class HostBinding:
 
 
 def graph_inputs(session: ort.InferenceSession) -> list[ort.NodeArg]:
-    """All inputs: onnxruntime lists those with a default separately."""
+    """All inputs of a session's graph: onnxruntime lists inputs with a default separately."""
     return [*session.get_inputs(), *session.get_overridable_initializers()]
