@@ -22,7 +22,7 @@ def prompts(_scratch: Path) -> Loader:
 
     def lines(data: bytes) -> None:
         for line in read_prompt_lines(data, "in", {}, chat=False, system=None):
-            line.request({})
+            line.digest({})
 
     readers: tuple[Callable[[bytes], object], ...] = (
         lines,

@@ -12,7 +12,7 @@ import pytest
 from tests.support.attacks import refused
 from topw_deploy.cli.answer_lines import read_finished
 from topw_deploy.cli.judge_files import read_questions
-from topw_deploy.cli.prompt_lines import prompt_lines
+from topw_deploy.cli.prompt_lines import read_prompt_lines
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.harness.arguments import read_arguments
 from topw_deploy.stats.request import prompts_of_json_lines
@@ -30,7 +30,7 @@ LINES: dict[str, bytes] = {
 """Refused wherever a file of JSON lines is read."""
 
 READERS: dict[str, Callable[[bytes], object]] = {
-    "prompts": lambda data: prompt_lines(data, "in.jsonl", {}, chat=False, system=None),
+    "prompts": lambda data: read_prompt_lines(data, "in.jsonl", {}, chat=False, system=None),
     "stats": lambda data: prompts_of_json_lines(data, "in.jsonl"),
     "AlpacaEval": lambda data: read_questions(data, "in.jsonl", "alpaca_eval"),
     "MT-Bench": lambda data: read_questions(data, "in.jsonl", "mt_bench"),
@@ -90,8 +90,8 @@ def test_depth_alone_decides_nothing_but_a_typed_error() -> None:
     for depth in (*range(90, 110), *range(900, 1000)):
         for line in (b"[" * depth + b"]" * depth, b'{"messages": [{"a": ' + b"[" * depth + b"]" * depth + b"}]}"):
             try:
-                for found in prompt_lines(line, "in.jsonl", {}, chat=False, system=None):
-                    found.request({})
+                for found in read_prompt_lines(line, "in.jsonl", {}, chat=False, system=None):
+                    found.digest({})
             except PromptError:
                 continue
 

@@ -34,7 +34,7 @@ def test_schemas_and_grammars_may_be_in_files(invoke: Invoke, random_model: Path
     assert invoke("generate", random_model, "x", "--grammar", f"@{grammar}").stdout in ("left\n", "right\n")
 
 
-def test_two_constraints_are_refused(invoke: Invoke, random_model: Path) -> None:
+def test_two_constraints_on_an_answer_are_refused(invoke: Invoke, random_model: Path) -> None:
     result = invoke("generate", random_model, "x", "--regex", "a", "--choice", "b")
     assert result.exit_code == 2
     assert "only one of --regex, --choice" in result.stderr
@@ -52,7 +52,7 @@ def test_a_wrong_expression_is_an_error(invoke: Invoke, random_model: Path) -> N
         invoke("generate", random_model, "x", "--regex", "(")
 
 
-def test_logprobs_are_in_the_lines(invoke: Invoke, tmp_path: Path) -> None:
+def test_logprobs_are_in_the_json_lines(invoke: Invoke, tmp_path: Path) -> None:
     folder = export(tmp_path / "out", Toy.random(7), with_logits=True)
     words = ("generate", folder, "x", "--seed", 1, "--max-new-tokens", 3, "--logprobs", 2)
     line = json.loads(invoke(*words, "--json").stdout)

@@ -1,4 +1,4 @@
-"""Errors name the input, wrong values exit with 2, near misses get suggestions."""
+"""Errors name the option, a wrong value exits with 2, and a misspelt word gets a suggestion."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_wrong_value_of_the_models_own_exits_with_1(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_error_that_is_no_wrong_value_names_the_option_and_exits_with_1(random_model: Path) -> None:
+def test_an_error_other_than_a_wrong_value_names_the_option_and_exits_with_1(random_model: Path) -> None:
     done = run("generate", random_model, "abcdef", "--max-context", 5)
     assert done.returncode == 1
     assert "has 6 tokens, but the model was opened with --max-context 5;" in error(done)
@@ -79,7 +79,10 @@ def test_an_error_that_is_no_wrong_value_names_the_option_and_exits_with_1(rando
     [
         (["--top_m", 0], "--top-m is 0, but must be an integer >= 1."),
         (["--init-top-p", 1.5], "--init-top-p is 1.5, but must be in (0, 1]."),
-        (["--max-length", 64], "--max-length fixes the static cache of tensorrt; leave it out for others."),
+        (
+            ["--max-length", 64],
+            "--max-length is the length of tensorrt's static cache; leave it out for other targets and caches.",
+        ),
         (
             ["--max-shard-size", "5xB"],
             "--max-shard-size is '5xB', but must be a positive number of bytes below 2^63, such as ",
@@ -137,7 +140,7 @@ def test_wrong_values_of_the_other_commands_name_their_options(
         slow(["bench", "sampler", "--regime", "certifed"], "certified"),
     ],
 )
-def test_near_misses_are_suggested(words: list[str], suggested: str) -> None:
+def test_a_similar_word_is_suggested(words: list[str], suggested: str) -> None:
     done = run(*words)
     assert done.returncode == 2
     assert "Did you mean" in error(done)
@@ -155,13 +158,13 @@ def test_a_misspelt_variable_is_noted_once_with_the_right_one(random_model: Path
 
 
 @pytest.mark.slow
-def test_a_variable_of_export_sampler_is_none_of_export(tmp_path: Path) -> None:
+def test_a_variable_of_export_sampler_is_not_one_of_export(tmp_path: Path) -> None:
     done = run("export", "./nope", tmp_path / "out", TOPW_EXPORT_SAMPLER_LOCAL_FILES_ONLY="1")
     assert "Note" not in done.stderr
 
 
 @pytest.mark.slow
-def test_the_exporters_own_program_says_its_version() -> None:
+def test_topw_export_prints_its_version() -> None:
     done = run("--version", program=EXPORT)
     assert (done.returncode, done.stdout) == (0, run("--version").stdout.replace("topw ", "topw-export "))
     assert run("export", "--version").returncode == 2

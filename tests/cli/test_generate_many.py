@@ -13,7 +13,8 @@ from click.testing import Result
 from tests.support.invoking import Invoke
 from tests.support.samples import slow
 from tests.support.toy_model import CONTEXT, byte_ids
-from topw_deploy.cli import answer_lines, generate_many
+from topw_deploy.cli import answer_lines
+from topw_deploy.cli.progress import click_bar
 from topw_deploy.errors import GenerationError, LogitsError, ParameterError, PromptError, TokenizerError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling.seeds import prompt_seed
@@ -64,9 +65,7 @@ def test_every_prompt_has_its_lines_in_order(invoke: Invoke, random_model: Path,
     assert invoke("generate", random_model, "--prompts-jsonl", "-", *SETTINGS, "--seed", 4, stdin=source.read_bytes())
 
 
-def test_each_prompt_has_draws_of_its_own_which_its_seed_repeats(
-    invoke: Invoke, random_model: Path, source: Path
-) -> None:
+def test_each_prompt_has_its_own_draws_which_its_seed_repeats(invoke: Invoke, random_model: Path, source: Path) -> None:
     lines = answers(invoke("generate", random_model, "--prompts-jsonl", source, *SETTINGS, "--seed", 4).stdout)
     assert [line["seed"] for line in lines if line["index"] != 2] == [
         prompt_seed(4, index) for index in (0, 1, 3, 4, 4, 4, 5, 6)
@@ -86,7 +85,7 @@ def test_tokens_do_not_depend_on_the_batch(invoke: Invoke, random_model: Path, s
 
 
 @pytest.mark.parametrize("seed", [slow(()), ("--seed", 4)])
-def test_a_run_that_ended_anywhere_goes_on_to_the_same_lines(
+def test_a_run_that_was_cut_anywhere_is_resumed_to_the_same_lines(
     invoke: Invoke, random_model: Path, source: Path, tmp_path: Path, seed: tuple[Any, ...]
 ) -> None:
     out = tmp_path / "out.jsonl"
@@ -169,7 +168,7 @@ def test_each_batch_is_in_the_file_before_the_next_is_run(
     assert seen == [0, 1, 2, 3, 4, 7, 8]
 
 
-def test_lines_reach_the_disk_at_the_latest_with_the_end(
+def test_lines_are_synced_to_the_disk_at_the_end_at_the_latest(
     invoke: Invoke, random_model: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[int] = []
@@ -179,7 +178,7 @@ def test_lines_reach_the_disk_at_the_latest_with_the_end(
     assert len(synced) == 7 + 1  # every batch, then the end
 
 
-def test_no_character_of_a_text_ends_a_line_for_any_reader(tmp_path: Path) -> None:
+def test_no_character_of_a_text_is_a_line_break_to_any_reader(tmp_path: Path) -> None:
     text = "".join(map(chr, range(0x2100))) + "😀"
     with answer_lines.AnswerFile(tmp_path / "out.jsonl") as file:
         file.add([{"index": 0, "text": text}])
@@ -188,7 +187,7 @@ def test_no_character_of_a_text_ends_a_line_for_any_reader(tmp_path: Path) -> No
     assert "😀" in line
 
 
-def test_answers_that_are_there_are_replaced_only_on_request(
+def test_existing_answers_are_replaced_only_on_request(
     invoke: Invoke, random_model: Path, source: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out.jsonl"
@@ -203,8 +202,13 @@ def test_answers_that_are_there_are_replaced_only_on_request(
         assert out.read_text() == precious
     assert invoke(*command, "--overwrite").exit_code == 0
     assert len(out.read_text().splitlines()) == 9
-    with pytest.raises(ParameterError, match="not a regular file"):
-        invoke(*command[:4], "--output", "/dev/null")
+    for output, message in (
+        ("/dev/null", "is not a regular file"),
+        (tmp_path, "is a folder"),
+        (tmp_path / "none" / "o", "none is not a folder"),
+    ):
+        with pytest.raises(ParameterError, match=message):
+            invoke(*command[:4], "--output", output)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +221,7 @@ def test_answers_that_are_there_are_replaced_only_on_request(
         (lambda prompts: prompts, ("--max-context", 50), "line 1 of .* with other parameters"),
     ],
 )
-def test_answers_to_something_else_are_never_gone_on_with(
+def test_a_run_is_not_resumed_after_answers_to_other_prompts_or_parameters(
     invoke: Invoke, random_model: Path, source: Path, tmp_path: Path, change: Any, options: Any, message: str
 ) -> None:
     out = tmp_path / "out.jsonl"
@@ -230,7 +234,7 @@ def test_answers_to_something_else_are_never_gone_on_with(
     assert out.read_bytes() == before
 
 
-def test_answers_of_another_model_are_never_gone_on_with(
+def test_a_run_is_not_resumed_after_answers_of_another_model(
     invoke: Invoke, random_model: Path, scripted: Path, tmp_path: Path
 ) -> None:
     source, out = written(tmp_path / "in.jsonl", ["x"]), tmp_path / "out.jsonl"
@@ -274,7 +278,7 @@ def test_a_prompt_that_cannot_be_run_is_a_line_with_its_error_and_the_rest_is_do
     assert out.read_bytes() == before
 
 
-def test_nothing_is_run_or_written_where_a_line_is_wrong(
+def test_nothing_is_run_or_written_if_a_line_is_wrong(
     invoke: Invoke, random_model: Path, scripted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out.jsonl"
@@ -293,7 +297,7 @@ def test_a_bar_counts_prompts_on_a_terminal_and_nothing_is_shown_elsewhere(monke
         shown = io.StringIO()
         monkeypatch.setattr(shown, "isatty", lambda terminal=terminal: terminal)
         monkeypatch.setattr("sys.stderr", shown)
-        with generate_many._bar(5, 2) as advance:
+        with click_bar("prompts", 5, done=2, show_pos=True) as advance:
             advance(2)
             advance(1)
         assert ("2/5" in shown.getvalue(), "5/5" in shown.getvalue()) == (terminal, terminal)
@@ -319,7 +323,7 @@ def test_stats_count_the_run_on_stderr(invoke: Invoke, random_model: Path, sourc
         (("--prompts-jsonl", "IN", "--output", "IN", "--overwrite"), "is the same file as --prompts-jsonl"),
     ],
 )
-def test_options_that_do_not_fit_are_a_usage_error(
+def test_options_that_exclude_each_other_are_a_usage_error(
     invoke: Invoke, random_model: Path, source: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     result: Result = invoke("generate", random_model, *(str(source) if a == "IN" else a for a in arguments))

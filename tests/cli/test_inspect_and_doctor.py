@@ -1,3 +1,5 @@
+"""`topw inspect` and `topw doctor`: what they show, and what they refuse."""
+
 from __future__ import annotations
 
 import base64
@@ -86,7 +88,7 @@ def test_inspect_gives_the_bytes_of_the_cache_and_of_the_weights(
         assert part in shown
 
 
-def test_inspect_says_of_a_fixed_cache_how_long_it_is(invoke: Invoke, random_model: Path, tmp_path: Path) -> None:
+def test_inspect_shows_the_length_of_a_fixed_cache(invoke: Invoke, random_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     shutil.copytree(random_model, folder)
     manifest = load_manifest(folder)
@@ -98,7 +100,7 @@ def test_inspect_says_of_a_fixed_cache_how_long_it_is(invoke: Invoke, random_mod
     assert "cache grows" not in shown
 
 
-def test_inspect_tells_checks_from_what_was_not_compared_and_from_notes(
+def test_inspect_shows_checks_what_was_not_compared_and_notes_apart(
     invoke: Invoke, random_model: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "out"
@@ -124,7 +126,7 @@ def test_inspect_gives_the_manifest_as_json(invoke: Invoke, random_model: Path) 
     assert found == json.loads((random_model / MANIFEST_NAME).read_text())
 
 
-def test_inspect_refuses_what_does_not_load(invoke: Invoke, tmp_path: Path) -> None:
+def test_inspect_refuses_a_folder_that_is_no_export_and_a_file(invoke: Invoke, tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match="not a finished export"):
         invoke("inspect", tmp_path)
     (tmp_path / "model.onnx").write_bytes(b"")
@@ -133,19 +135,19 @@ def test_inspect_refuses_what_does_not_load(invoke: Invoke, tmp_path: Path) -> N
             invoke(command, tmp_path / "model.onnx")
 
 
-def test_doctor_says_what_would_be_used(invoke: Invoke) -> None:
+def test_doctor_shows_which_provider_would_be_used(invoke: Invoke) -> None:
     result = invoke("doctor")
     assert f"onnxruntime      {ort.__version__}" in result.stdout
     assert "a model would run on: cpu" in result.stdout or "CUDAExecutionProvider" in ort.get_available_providers()
     found = json.loads(invoke("doctor", "--json").stdout)
     assert found["providers"]["cpu"] == "starts"
-    assert set(found["versions"]) >= set(doctor.RUNTIME)
+    assert set(found["versions"]) >= set(doctor.RUNTIME_PACKAGES)
 
 
 def test_doctor_fails_where_models_cannot_run(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
     result = invoke("doctor")
-    assert f"run: {install.how_to('cpu')}" in result.stdout
+    assert f"run: {install.install_command('cpu')}" in result.stdout
     assert "a model would run on: nothing" in result.stdout
     assert doctor.diagnose().problems
 
@@ -159,30 +161,36 @@ def test_doctor_says_whether_engines_can_run(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setitem(sys.modules, name, None)
     (line,) = (line for line in doctor._lines(doctor.diagnose()) if line.startswith("TensorRT: "))
     assert line.startswith("TensorRT: none: TensorRT's Python module cannot be imported (tensorrt: ")
-    assert line.endswith(install.how_to("tensorrt"))
+    assert line.endswith(install.install_command("tensorrt"))
 
 
-def test_doctor_sees_two_wheels_that_overwrite_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = doctor.installed
-    monkeypatch.setattr(doctor, "installed", lambda name: "1.31.1" if name == "onnxruntime-gpu" else real(name))
+def test_doctor_reports_two_wheels_that_overwrite_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = doctor.installed_version
+    monkeypatch.setattr(doctor, "installed_version", lambda name: "1.31.1" if name == "onnxruntime-gpu" else real(name))
     ((problem, cure),) = doctor.diagnose().problems
     assert problem == "onnxruntime and onnxruntime-gpu overwrite each other's files"
-    assert cure == f"{install.pip('uninstall')} -y onnxruntime onnxruntime-gpu && {install.how_to('gpu')}"
+    assert (
+        cure == f"{install.pip_command('uninstall')} -y onnxruntime onnxruntime-gpu && {install.install_command('gpu')}"
+    )
 
 
 def test_doctor_names_what_exporting_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = install.importable
-    monkeypatch.setattr(install, "importable", lambda name: name not in ("torch", "onnx") and real(name))
+    real = install.is_importable
+    monkeypatch.setattr(install, "is_importable", lambda name: name not in ("torch", "onnx") and real(name))
     found = doctor.diagnose()
-    assert found.hints == [("exporting needs torch and onnx, which are not installed", install.how_to("export"))]
+    assert found.hints == [
+        ("exporting needs torch and onnx, which are not installed", install.install_command("export"))
+    ]
     assert not found.problems
 
 
 def test_the_probe_is_a_valid_model() -> None:
-    onnx.checker.check_model(onnx.load_from_string(base64.b64decode(doctor._PROBE)))
+    onnx.checker.check_model(onnx.load_from_string(base64.b64decode(doctor._PROBE_MODEL)))
 
 
-def test_verify_refuses_an_export_that_never_ended(invoke: Invoke, random_model: Path, tmp_path: Path) -> None:
+def test_verify_refuses_an_export_whose_verification_did_not_finish(
+    invoke: Invoke, random_model: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "out"
     shutil.copytree(random_model, folder)
     manifest = load_manifest(folder)

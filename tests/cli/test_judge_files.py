@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.invoking import Invoke
-from topw_deploy.cli.judge_files import Question, judged_text, read_questions, texts_of, turn_prompts
+from topw_deploy.cli.judge_files import Question, judged_text, read_questions, read_texts, turn_prompts
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling.seeds import prompt_seed
@@ -39,7 +39,7 @@ def questions(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("written", [json.dumps, lines])
-def test_alpaca_eval_s_list_has_its_four_fields_in_the_order_of_the_questions(
+def test_alpaca_evals_list_has_four_fields_in_the_order_of_the_questions(
     invoke: Invoke, random_model: Path, tmp_path: Path, written: Any
 ) -> None:
     source, out = tmp_path / "creative.json", tmp_path / "out.json"
@@ -61,7 +61,7 @@ def test_alpaca_eval_s_list_has_its_four_fields_in_the_order_of_the_questions(
         invoke(*command, *SETTINGS)
 
 
-def test_mt_bench_s_second_turn_follows_the_answer_to_the_first(
+def test_mt_benchs_second_turn_follows_the_answer_to_the_first(
     invoke: Invoke, random_model: Path, questions: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "model.jsonl"
@@ -171,7 +171,7 @@ def test_a_third_turn_shows_the_answers_to_both_others() -> None:
 def test_answers_lose_white_space_around_them(tmp_path: Path) -> None:
     (tmp_path / "lines").write_text(lines([{"id": 0, "text": " one\n"}, {"id": "b", "text": "two words"}]))
     asked = [Question(0, ("x",)), Question("b", ("y",))]
-    assert texts_of(tmp_path / "lines", asked) == {0: "one", "b": "two words"}
+    assert read_texts(tmp_path / "lines", asked) == {0: "one", "b": "two words"}
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_answers_lose_white_space_around_them(tmp_path: Path) -> None:
 def test_a_resumed_run_refuses_lines_that_are_no_answers(tmp_path: Path, line: str) -> None:
     (tmp_path / "lines").write_text(line)
     with pytest.raises(PromptError, match=r"line 1 of .* is not the answer to question 0; start again"):
-        texts_of(tmp_path / "lines", [Question(0, ("x",))])
+        read_texts(tmp_path / "lines", [Question(0, ("x",))])
 
 
 def test_characters_outside_ascii_survive() -> None:

@@ -1,4 +1,4 @@
-"""Exit codes and messages of the real program."""
+"""Exit codes and messages of the program."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 from tests.support.samples import slow
 from tests.support.toy_model import Toy, export
 from tests.support.waiting import HANG
 from topw_deploy import install
+from topw_deploy.cli import main
 
 from .conftest import ANSWER
 
@@ -37,7 +39,7 @@ def test_success_is_0_and_text_on_stdout(scripted: Path) -> None:
 
 
 @pytest.mark.slow
-def test_output_that_cannot_show_a_character_shows_another(scripted: Path) -> None:
+def test_a_character_that_stdout_cannot_encode_is_replaced(scripted: Path) -> None:
     done = run("generate", scripted, "x", PYTHONIOENCODING="latin-1")
     assert (done.returncode, done.stdout) == (0, "hello ? world.\n")
 
@@ -82,7 +84,21 @@ def test_a_missing_extra_names_the_command_that_installs_it(scripted: Path) -> N
     done = run("generate", scripted, "x", program=[sys.executable, "-c", code])
     assert done.returncode == 1
     needs = "running a model needs onnxruntime, which is not installed ([cpu] brings it, or [gpu] for NVIDIA GPUs"
-    assert done.stderr == f"Error: {needs}, never both); run: {install.how_to('cpu')}\n"
+    assert done.stderr == f"Error: {needs}, never both); run: {install.install_command('cpu')}\n"
+
+
+def test_a_missing_package_of_any_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def import_package(module: str) -> int:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    monkeypatch.setattr(install, "is_importable", lambda _module: False)
+    for extra, packages in install.MODULES.items():
+        module = next(iter(packages.values()))
+        failing = click.Command("failing", callback=lambda module=module: import_package(module))
+        assert main.run(failing, "topw", "TOPW", []) == 1
+        assert f"[{extra}]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -90,13 +106,13 @@ def test_a_missing_extra_names_the_command_that_installs_it(scripted: Path) -> N
     [(("export", "demo", "out"), "exporting"), slow(("export-sampler", "demo", "out"), "exporting"),
      slow(("stats", "out", "x"), "`topw stats`")],
 )  # fmt: skip
-def test_a_command_without_its_extra_names_what_was_asked_for_and_all_that_is_missing(
-    words: tuple[str, ...], what: str
-) -> None:
+def test_a_command_without_its_extra_names_all_that_is_missing(words: tuple[str, ...], what: str) -> None:
     absent = "import sys; sys.modules['torch'] = sys.modules['onnx_ir'] = None"
     done = run(*words, program=[sys.executable, "-c", f"{absent}; {TOPW[2]}"])
     assert (done.returncode, done.stdout) == (1, "")
-    needs = f"Error: {what} needs torch and onnx-ir, which are not installed; run: {install.how_to('export')}\n"
+    needs = (
+        f"Error: {what} needs torch and onnx-ir, which are not installed; run: {install.install_command('export')}\n"
+    )
     assert done.stderr == needs
 
 
@@ -175,7 +191,7 @@ def test_notices_are_one_line_on_stderr(tmp_path: Path) -> None:
         ("x --json >/dev/full", 1, "Error: the output cannot be written: No space left on device"),
     ],
 )
-def test_closed_and_full_streams_are_told_in_one_sentence(
+def test_a_closed_or_full_stream_is_reported_in_one_sentence(
     scripted: Path, redirection: str, code: int, message: str
 ) -> None:
     if "/dev/full" in redirection and not os.path.exists("/dev/full"):

@@ -1,4 +1,4 @@
-"""`topw plugins`; tests/plugins/cuda/test_nvcc.py tests nvcc."""
+"""`topw plugins`, without a compiler: tests/plugins/cuda/test_nvcc.py tests nvcc."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ..
     return asked
 
 
-def test_the_path_of_the_library_is_the_output_and_the_rest_is_told_beside(
+def test_the_path_of_the_library_goes_to_stdout_and_progress_to_stderr(
     invoke: Invoke, built: list[tuple[Any, ...]], tmp_path: Path
 ) -> None:
     result = invoke("plugins", "build", "--cuda", "--output", tmp_path / "mine.so")
@@ -50,12 +50,12 @@ def test_the_path_of_the_library_is_the_output_and_the_rest_is_told_beside(
     assert invoke("plugins", "build", "--cuda", "--quiet").stderr == ""
 
 
-def test_a_terminal_has_one_line_that_says_what_is_compiled_how_much_is_done_and_since_when(
+def test_a_terminal_has_one_line_that_shows_what_is_compiled_how_much_is_done_and_the_time(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "39")
-    with plugins._shown(False) as watch:
+    with plugins._shown_progress(False) as watch:
         watch(CompilationState((), (), 2, 0.5))
         watch(CompilationState((87,), (90,), 2, 41.0))
         watch(CompilationState((), (90, 87), 2, 60.0))
@@ -69,7 +69,7 @@ def test_a_terminal_has_one_line_that_says_what_is_compiled_how_much_is_done_and
     ]  # fmt: skip
 
 
-def test_native_is_what_the_driver_shows(
+def test_native_stands_for_the_gpus_that_the_driver_lists(
     invoke: Invoke, built: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = driver.Driver("13.0", (driver.Device("Orin", 87), driver.Device("H200", 90), driver.Device("H200", 90)), "")
@@ -82,7 +82,7 @@ def test_native_is_what_the_driver_shows(
 
 
 @pytest.mark.parametrize("words", ["87,90", "sm_87,sm_90", "8.7 9.0", "compute_87, 90", "8.7;9.0"])
-def test_architectures_are_spelled_as_people_know_them(
+def test_architectures_may_be_written_in_all_usual_ways(
     invoke: Invoke, built: list[tuple[Any, ...]], words: str
 ) -> None:
     assert invoke("plugins", "build", "--cuda", "--architecture", words).exit_code == 0
@@ -99,7 +99,7 @@ def test_architectures_are_spelled_as_people_know_them(
         ([], "give what to build"),
     ],
 )
-def test_what_cannot_be_meant_is_a_usage_error(
+def test_a_wrong_architecture_and_a_missing_target_are_usage_errors(
     invoke: Invoke, built: list[tuple[Any, ...]], words: list[str], message: str
 ) -> None:
     result = invoke("plugins", "build", *words)
@@ -121,7 +121,7 @@ FOUND = status.Status(
 )
 
 
-def test_what_is_there_is_shown(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_installed_libraries_and_gpus_are_shown(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "read_status", lambda: FOUND)
     assert invoke("plugins", "show").stdout.splitlines() == [
         "CPU library   /lib/libtopw.so, avx2",
@@ -145,7 +145,7 @@ def test_tensorrts_library_is_shown_or_why_there_is_none(monkeypatch: pytest.Mon
     assert status.tensorrt_status().why_none == "TOPW_TENSORRT_LIBRARY is /nowhere, which is not a file"
 
 
-def test_doctor_tells_of_the_cuda_library_and_of_the_driver(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_shows_the_cuda_library_and_the_driver(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "read_status", lambda: FOUND)
     assert set(invoke("doctor").stdout.splitlines()) >= {
         "CUDA sampler: for the GPU here, sm_75 sm_90, /lib/libtopw_cuda.so",
@@ -154,4 +154,7 @@ def test_doctor_tells_of_the_cuda_library_and_of_the_driver(invoke: Invoke, monk
     missing = status.CudaStatus(None, (), "it was not built here")
     without = dataclasses.replace(FOUND, cuda=missing, driver=driver.Driver(None, (), "none"))
     monkeypatch.setattr(status, "read_status", lambda: without)
-    assert doctor._cuda_lines(doctor._cuda()) == ["CUDA sampler: none (it was not built here)", "NVIDIA driver: none"]
+    assert doctor._cuda_lines(doctor._diagnose_cuda()) == [
+        "CUDA sampler: none (it was not built here)",
+        "NVIDIA driver: none",
+    ]

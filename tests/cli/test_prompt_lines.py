@@ -1,4 +1,4 @@
-"""Valid JSON lines of prompts, and line numbers in errors."""
+"""Prompts in JSON lines: what a line may hold, and errors that name the line."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from topw_deploy.cli.prompt_lines import PromptLine, prompt_lines
+from topw_deploy.cli.prompt_lines import PromptLine, read_prompt_lines
 from topw_deploy.errors import ParameterError, PromptError
 
 
 def read(data: str | bytes, given: dict[str, Any] | None = None, **chat: Any) -> list[PromptLine]:
     data = data.encode() if isinstance(data, str) else data
-    return prompt_lines(data, "in.jsonl", given or {}, **({"chat": False, "system": None} | chat))
+    return read_prompt_lines(data, "in.jsonl", given or {}, **({"chat": False, "system": None} | chat))
 
 
-def test_a_line_is_a_text_an_object_with_text_token_ids_or_messages() -> None:
+def test_a_line_is_a_text_or_an_object_with_text_token_ids_or_messages() -> None:
     lines = read(
         '\ufeff"a"\r\n\n   \n{"prompt": "b", "id": "x"}\n{"prompt_ids": [1, 2]}\n{"token_ids": [3], "id": 4}\n'
         '{"messages": [{"role": "user", "content": "hi"}]}'
@@ -85,7 +85,7 @@ def test_a_wrong_line_is_refused_by_its_number(line: str, message: str) -> None:
         read(f'"fine"\n\n{line}\n"fine"')
 
 
-def test_a_wrong_parameter_of_the_command_is_no_lines_fault() -> None:
+def test_a_wrong_parameter_of_the_command_is_refused_without_a_line() -> None:
     with pytest.raises(ParameterError, match=r"^temperature is -1"):
         read('"a"', {"temperature": -1})
 
@@ -96,13 +96,13 @@ def test_a_file_without_prompts_is_refused(data: bytes) -> None:
         read(data)
 
 
-def test_a_request_tells_apart_everything_that_decides_its_answer() -> None:
+def test_the_digest_differs_for_all_that_determines_the_answer() -> None:
     lines = read(
         '{"prompt": "1"}\n{"prompt": "1", "id": 1}\n{"prompt": "1", "lam": 1}\n{"prompt_ids": [1]}\n"2"\n'
         '{"prompt": "1", "logit_bias": {"5": 1}}\n{"prompt": "1", "stop_strings": "."}\n'
         '{"prompt": "1", "structured_outputs": {"regex": "a"}}\n{"prompt": "1", "structured_outputs": {"regex": "b"}}'
     )
-    requests = [line.request({}) for line in lines]
-    assert len(set(requests)) == len(lines)
-    assert lines[0].request({}) != lines[0].request({"max_context": 5})
-    assert read('"1"')[0].request({}) == requests[0]
+    digests = [line.digest({}) for line in lines]
+    assert len(set(digests)) == len(lines)
+    assert lines[0].digest({}) != lines[0].digest({"max_context": 5})
+    assert read('"1"')[0].digest({}) == digests[0]

@@ -1,4 +1,4 @@
-"""Escaping of terminal output, and where commands may print."""
+"""What commands print is escaped, and only one module prints."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_names_from_a_folder_are_printed_escaped(invoke: Invoke, hostile: Path, 
         assert f"toy\\n{SHOWN}" in printed
 
 
-def test_json_of_such_a_folder_is_exact_and_escaped(invoke: Invoke, hostile: Path) -> None:
+def test_json_of_a_folder_with_control_characters_is_exact_and_escaped(invoke: Invoke, hostile: Path) -> None:
     printed = invoke("inspect", hostile, "--json").stdout
     assert printable(printed, keep="\n") == printed
     assert json.loads(printed)["source"]["id"] == EVIL
@@ -88,7 +88,7 @@ def test_progress_about_a_model_id_is_escaped(tmp_path: Path) -> None:
     assert done.stderr.startswith(f"Finding a/{SHOWN}\nError: a/{SHOWN} does not exist".encode())
 
 
-def test_wrong_usage_is_escaped_too() -> None:
+def test_usage_errors_are_escaped() -> None:
     done = program(EVIL)
     assert (done.returncode, b"Usage: topw" in done.stderr, b"\x1b" in done.stderr) == (2, True, False)
 
@@ -163,7 +163,9 @@ def test_json_loses_no_character_where_stdout_takes_ascii_only(scripted: Path) -
 @pytest.mark.skipif(os.name == "nt", reason="a POSIX shell closes the streams")
 @pytest.mark.slow
 def test_a_closed_stderr_gives_its_number_to_no_other_file(scripted: Path) -> None:
-    code = "import os, sys; from topw_deploy.cli import terminal; terminal.prepare(); print(os.fstat(2).st_rdev)"
+    code = (
+        "import os, sys; from topw_deploy.cli import terminal; terminal.prepare_streams(); print(os.fstat(2).st_rdev)"
+    )
     null = str(os.stat(os.devnull).st_rdev)
     words = [sys.executable, "-c", code]
     done = subprocess.run(["sh", "-c", '"$@" 2>&-', "sh", *words], capture_output=True, text=True)

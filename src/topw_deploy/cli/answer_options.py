@@ -1,4 +1,4 @@
-"""Options of `topw generate` for structured output and log-probabilities."""
+"""The options of `topw generate` for structured output and log-probabilities."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from topw_deploy.plain_text import decode_text
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-_KINDS = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+_CONSTRAINT_KEYS = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 """Option -> its key in `structured_outputs`."""
 
 
 def answer_options(command: Command) -> Command:
-    """Add the options that `take_answer_options` reads; their default is None or empty."""
+    """Add the options whose values `take_answer_options` takes. Their default is None or empty."""
     options = (
         click.option(
             "--json-schema", "-j", metavar="SCHEMA", help="Answer in JSON that matches this schema, or @FILE."
@@ -39,26 +39,27 @@ def answer_options(command: Command) -> Command:
 
 
 def take_answer_options(values: dict[str, Any]) -> dict[str, Any]:
-    """Remove these options from `values`, and return the parameters of `generate` that they set.
+    """Remove the values of `answer_options`. Returns the parameters of `TopWModel.generate` that they set.
 
-    Raises UsageError if more than one of them sets what the text must match, or if a file cannot be read.
+    Raises UsageError if more than one option says what the text must match, or if a file cannot be read.
     """
-    stated = {name: value for name in _KINDS if (value := values.pop(name)) not in (None, ())}
+    constraints = {name: value for name in _CONSTRAINT_KEYS if (value := values.pop(name)) not in (None, ())}
     logprobs = values.pop("logprobs")
-    found = {} if logprobs is None else {"logprobs": logprobs}
-    if len(stated) > 1:
-        raise click.UsageError(f"give only one of {', '.join(map(_flag, stated))}.")
-    for name, value in stated.items():
-        text = list(value) if name == "choice" else _text(_flag(name), value)
-        found["structured_outputs"] = {_KINDS[name]: text}
-    return found
+    parameters = {} if logprobs is None else {"logprobs": logprobs}
+    if len(constraints) > 1:
+        raise click.UsageError(f"give only one of {', '.join(map(_flag, constraints))}.")
+    for name, value in constraints.items():
+        constraint = list(value) if name == "choice" else _text_or_file(_flag(name), value)
+        parameters["structured_outputs"] = {_CONSTRAINT_KEYS[name]: constraint}
+    return parameters
 
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _text(flag: str, value: str) -> str:
+def _text_or_file(flag: str, value: str) -> str:
+    """`value`, or the text of the file FILE for a value of the form @FILE."""
     if not value.startswith("@"):
         return value
     path = value[1:]

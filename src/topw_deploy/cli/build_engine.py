@@ -1,25 +1,23 @@
-"""`topw build-engine OUT`: build a TensorRT engine."""
+"""`topw build-engine OUT`: build a TensorRT engine of an export."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import sys
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import click
 
 from topw_deploy.cli.options import CONTEXT, quiet_option
-from topw_deploy.cli.progress import phase
+from topw_deploy.cli.progress import click_bar, phase
 from topw_deploy.cli.terminal import say, say_json, tell
 from topw_deploy.progress import SILENT, Advance, Progress
 from topw_deploy.sizes import binary_size
 
 
 class _Size(click.ParamType):
-    """Bytes as a number, or as 500MB, 2GB, 2GiB."""
+    """A type of option: bytes, as a number or as 500MB, 2GB or 2GiB."""
 
     name = "size"
 
@@ -95,7 +93,7 @@ def command(out: Path, as_json: bool, quiet: bool, **values: Any) -> None:
     from topw_deploy.tensorrt.request import TensorRTRequest
 
     request = TensorRTRequest(out=out, **values)
-    built = build_engine(request, SILENT if quiet else Progress(phase, _bar))
+    built = build_engine(request, SILENT if quiet else Progress(phase, _building_bar))
     if as_json:
         say_json({"path": str(built.path), **dataclasses.asdict(built.stamp)}, indent=2)
     else:
@@ -104,11 +102,5 @@ def command(out: Path, as_json: bool, quiet: bool, **values: Any) -> None:
         say(built.path)
 
 
-@contextlib.contextmanager
-def _bar(total: int, _unit: str) -> Iterator[Advance]:
-    """A progress bar from click, because the target machine may lack tqdm."""
-    if not sys.stderr.isatty():
-        yield lambda _parts: None
-        return
-    with click.progressbar(length=total, label="building", file=sys.stderr, show_eta=False) as shown:
-        yield shown.update
+def _building_bar(total: int, _unit: str) -> AbstractContextManager[Advance]:
+    return click_bar("building", total, show_eta=False)

@@ -1,4 +1,4 @@
-"""`topw check OUT`: check every node before a build."""
+"""`topw check OUT`: check whether a runtime supports every node of an export."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import click
 
 from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.terminal import say, say_json
+from topw_deploy.reports import count_text
 
 if TYPE_CHECKING:
     from topw_deploy.tensorrt.check import CheckReport, NodeVerdict
 
-_SHOWN = 3  # maximum nodes named per reason
+_MOST_NAMED = 3  # maximum number of nodes that are named per reason
 
 
 @click.command(name="check", context_settings=CONTEXT)
@@ -45,22 +46,22 @@ def command(out: Path, target: str, ask: bool, as_json: bool) -> None:
 
 
 def _lines(report: CheckReport) -> Iterator[str]:
-    by_verdict = {verdict: [node for node in report.nodes if node.verdict == verdict] for verdict in _VERDICTS}
+    by_verdict = {verdict: [node for node in report.nodes if node.verdict == verdict] for verdict in _VERDICT_TEXTS}
     for verdict, nodes in by_verdict.items():
         if nodes:
-            yield f"{verdict.ljust(12)}{_VERDICTS[verdict](nodes)}"
+            yield f"{verdict.ljust(12)}{_VERDICT_TEXTS[verdict](nodes)}"
             if verdict == "unsupported":
-                yield from _reasons(nodes)
+                yield from _reason_lines(nodes)
     if report.needs:
         yield f"{'needs'.ljust(12)}{report.target} {report.needs} or newer"
     for objection in report.objections:
         yield f"{'graph'.ljust(12)}{objection}"
     if report.target == "tensorrt":
-        yield from _parser(report)
+        yield from _parser_lines(report)
     yield f"{'next'.ljust(12)}{report.next_step}"
 
 
-def _parser(report: CheckReport) -> Iterator[str]:
+def _parser_lines(report: CheckReport) -> Iterator[str]:
     answer = report.parser
     if answer is None:
         yield f"{'parser'.ljust(12)}not asked: {report.not_asked}"
@@ -71,33 +72,33 @@ def _parser(report: CheckReport) -> Iterator[str]:
         yield f"{''.ljust(14)}{refusal}"
 
 
-def _reasons(nodes: Sequence[NodeVerdict]) -> Iterator[str]:
+def _reason_lines(nodes: Sequence[NodeVerdict]) -> Iterator[str]:
     shared: dict[tuple[str, str, str], list[NodeVerdict]] = {}
     for node in nodes:
         shared.setdefault((node.operator, node.where, node.reason), []).append(node)
     for (operator, where, reason), alike in shared.items():
-        names = ", ".join(node.name or "unnamed" for node in alike[:_SHOWN])
-        more = f" and {len(alike) - _SHOWN} more" if len(alike) > _SHOWN else ""
+        names = ", ".join(node.name or "unnamed" for node in alike[:_MOST_NAMED])
+        more = f" and {len(alike) - _MOST_NAMED} more" if len(alike) > _MOST_NAMED else ""
         inside = "" if where == "graph" else f" in {where}"
         yield f"{''.ljust(14)}{operator} ({names}{more}{inside}): {reason}"
 
 
-def _counted(nodes: Sequence[NodeVerdict]) -> str:
+def _counts_text(nodes: Sequence[NodeVerdict]) -> str:
     counts = Counter(node.operator for node in nodes).most_common()
-    return f"{len(nodes)} nodes: {', '.join(f'{operator} {count}' for operator, count in counts)}"
+    return f"{count_text(len(nodes), 'node')}: {', '.join(f'{operator} {count}' for operator, count in counts)}"
 
 
-def _plugin(nodes: Sequence[NodeVerdict]) -> str:
+def _plugin_text(nodes: Sequence[NodeVerdict]) -> str:
     node = nodes[0]
     without = f"and without it nothing: {node.reason}" if node.reason else "or its function where there is none"
     return f"{node.operator} ({node.name}), {without}"
 
 
-def _inlined(nodes: Sequence[NodeVerdict]) -> str:
+def _inlined_text(nodes: Sequence[NodeVerdict]) -> str:
     inner = [node for node in nodes if node.where != "graph"]
     called = "".join(f"{node.operator} ({node.name}){': ' + node.reason if node.reason else ''}; "
                      for node in nodes if node.where == "graph")  # fmt: skip
     return f"{called}{len(inner)} nodes of functions: {', '.join(sorted({node.operator for node in inner}))}"
 
 
-_VERDICTS = {"native": _counted, "plugin": _plugin, "inlined": _inlined, "unsupported": _counted}
+_VERDICT_TEXTS = {"native": _counts_text, "plugin": _plugin_text, "inlined": _inlined_text, "unsupported": _counts_text}

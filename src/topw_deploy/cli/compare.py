@@ -1,4 +1,4 @@
-"""`topw compare`: report on stdout, progress on stderr."""
+"""`topw compare`: compare the texts of sampling rules. The report goes to stdout, and progress to stderr."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import click
 
 from topw_deploy import install
 from topw_deploy.cli.files import check_output, read_source, write_json, write_text
-from topw_deploy.cli.options import CONTEXT, check_order, opening_options, quiet_option, take_opening
-from topw_deploy.cli.prompt_lines import prompt_lines
+from topw_deploy.cli.options import CONTEXT, opening_options, quiet_option, require_folder_first, take_opening
+from topw_deploy.cli.prompt_lines import read_prompt_lines
 from topw_deploy.cli.terminal import say, say_json
 from topw_deploy.errors import PromptError
 from topw_deploy.plain_text import decode_text
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from topw_deploy.compare.collect import Comparison, Prompt
     from topw_deploy.compare.summary import RuleSummary
 
-RULES = "top_w,min_p,top_p,top_h,top_k,plain"
-TEMPERATURES = "0.5,1,1.5,2"
+DEFAULT_RULES = "top_w,min_p,top_p,top_h,top_k,plain"
+DEFAULT_TEMPERATURES = "0.5,1,1.5,2"
 _JSON_LINES = (".jsonl", ".ndjson")
-"""Options that open the model -> their names in `TopWModel.from_pretrained`."""
+"""Endings of the names of files with JSON lines; other files are plain text."""
 
 
 @click.command(
@@ -42,11 +42,13 @@ _JSON_LINES = (".jsonl", ".ndjson")
 @click.option(
     "--rules",
     metavar="RULE[=VALUE],...",
-    default=RULES,
+    default=DEFAULT_RULES,
     show_default=True,
     help="Rules and their values; more of a rule's parameters follow as :NAME=VALUE.",
 )
-@click.option("--temperatures", metavar="T1,T2,...", default=TEMPERATURES, show_default=True, help="Temperatures.")
+@click.option(
+    "--temperatures", metavar="T1,T2,...", default=DEFAULT_TEMPERATURES, show_default=True, help="Temperatures."
+)
 @click.option(
     "--samples",
     type=click.IntRange(min=1),
@@ -97,7 +99,7 @@ def command(folder: Path, prompts: Path, json_file: Path | None, html_file: Path
     """
     if values["system"] is not None and not values["chat"]:
         raise click.UsageError("--system needs --chat.")
-    check_order(folder, [str(prompts)])
+    require_folder_first(folder, [str(prompts)])
     install.require("`topw compare`", "compare")
     # Import late, for fast --help and usage errors.
     from topw_deploy.cli.progress import progress
@@ -111,7 +113,7 @@ def command(folder: Path, prompts: Path, json_file: Path | None, html_file: Path
         folder=folder,
         rules=read_rules(values["rules"]),
         temperatures=read_temperatures(values["temperatures"]),
-        prompts=_prompts(prompts, values["chat"], values["system"])[: values["limit"]],
+        prompts=_read_prompts(prompts, values["chat"], values["system"])[: values["limit"]],
         samples=values["samples"],
         max_new_tokens=values["max_new_tokens"],
         seed=values["seed"],
@@ -119,39 +121,42 @@ def command(folder: Path, prompts: Path, json_file: Path | None, html_file: Path
         rows=values["batch_size"],
         opening=take_opening(values),
     )
-    compared = compare(request, progress(values["quiet"]))
-    _write(compared, summarise(compared), json_file, html_file)
+    comparison = compare(request, progress(values["quiet"]))
+    _write_report(comparison, summarise(comparison), json_file, html_file)
 
 
-def _prompts(path: Path, chat: bool, system: str | None) -> list[Prompt]:
+def _read_prompts(path: Path, chat: bool, system: str | None) -> list[Prompt]:
+    """The prompts of a file. chat, system: as in `read_prompt_lines`."""
     from topw_deploy.compare.collect import Prompt
 
     data, where = read_source(path)
     if path.suffix.lower() not in _JSON_LINES:
-        data = _as_json_lines(data, where)
-    found = prompt_lines(data, where, {}, chat=chat, system=system)
-    return [Prompt(line.kind, line.prompt, line.where, line.parameters) for line in found]
+        data = _to_json_lines(data, where)
+    lines = read_prompt_lines(data, where, {}, chat=chat, system=system)
+    return [Prompt(line.kind, line.prompt, line.where, line.parameters) for line in lines]
 
 
-def _as_json_lines(data: bytes, where: str) -> bytes:
-    """One text per line as one JSON text per line; the lines keep their numbers. Raises PromptError without prompts."""
+def _to_json_lines(data: bytes, where: str) -> bytes:
+    """Turn lines of text into lines of JSON strings with the same line numbers. Raises PromptError without prompts."""
     texts = [line.removesuffix("\r") for line in decode_text(data, where).split("\n")]
     if not any(text.strip() for text in texts):
         raise PromptError(f"{where} holds no prompt; write one on each line.")
     return "\n".join(json.dumps(text) if text.strip() else "" for text in texts).encode()
 
 
-def _write(compared: Comparison, summaries: list[RuleSummary], json_file: Path | None, html_file: Path | None) -> None:
-    """Print the table, then write files, so that a full disk does not lose the table."""
+def _write_report(
+    comparison: Comparison, summaries: list[RuleSummary], json_file: Path | None, html_file: Path | None
+) -> None:
+    """Print the table before files are written, so that the table is not lost if the disk is full."""
     from topw_deploy.compare.page.html import page
     from topw_deploy.compare.summary import as_dict
     from topw_deploy.compare.table import lines
 
     if str(json_file) != "-":
-        say(*lines(compared, summaries))
+        say(*lines(comparison, summaries))
     if html_file is not None:
-        write_text(page(compared, summaries), html_file)
+        write_text(page(comparison, summaries), html_file)
     if str(json_file) == "-":
-        say_json(as_dict(compared, summaries), indent=2)
+        say_json(as_dict(comparison, summaries), indent=2)
     elif json_file is not None:
-        write_json(as_dict(compared, summaries), json_file)
+        write_json(as_dict(comparison, summaries), json_file)

@@ -1,4 +1,4 @@
-"""`topw doctor`: versions, providers, missing parts."""
+"""`topw doctor`: show versions, providers and missing parts."""
 
 from __future__ import annotations
 
@@ -14,25 +14,33 @@ from topw_deploy import install
 from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.terminal import say, say_json
 from topw_deploy.errors import one_line
-from topw_deploy.versions import installed
+from topw_deploy.versions import installed_version
 
-RUNTIME = ("numpy", "onnxruntime", "tokenizers", "jinja2", "click")
-EXPORT = tuple(install.MODULES["export"])
-WHEELS = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime-openvino", "onnxruntime-silicon")
-"""Distributions of the module `onnxruntime`; only one of them may be installed."""
+RUNTIME_PACKAGES = ("numpy", "onnxruntime", "tokenizers", "jinja2", "click")
+EXPORT_PACKAGES = tuple(install.MODULES["export"])
+ONNXRUNTIME_WHEELS = (
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "onnxruntime-directml",
+    "onnxruntime-openvino",
+    "onnxruntime-silicon",
+)
+"""Distributions that contain the module `onnxruntime`. Only one of them may be installed."""
 
-ENGINES = ("tensorrt", "cuda-python")
-"""Packages that run engines; shown if installed."""
+ENGINE_PACKAGES = ("tensorrt", "cuda-python")
+"""Packages that run TensorRT engines. They are shown only if they are installed."""
 
 # An ONNX model with one Identity node (IR version 8, opset 17).
-_PROBE = "CAgSADo3ChAKAXgSAXkiCElkZW50aXR5EgFwWg8KAXgSCgoICAESBAoCCAFiDwoBeRIKCggIARIECgIIAUIECgAQEQ=="
+_PROBE_MODEL = "CAgSADo3ChAKAXgSAXkiCElkZW50aXR5EgFwWg8KAXgSCgoICAESBAoCCAFiDwoBeRIKCggIARIECgIIAUIECgAQEQ=="
 
 
 @dataclass(frozen=True)
-class Native:
-    """Native sampler library.
+class NativeDiagnosis:
+    """State of the native sampler library.
 
-    state: "works" if an onnxruntime session opened with it, else the reason the graph's function is used instead.
+    path: the library; None if there is none.
+    instruction_set: instruction set that the library uses on this machine.
+    state: "works" if an onnxruntime session opened with the library; otherwise why models use their own function.
     """
 
     path: str | None
@@ -41,12 +49,14 @@ class Native:
 
 
 @dataclass(frozen=True)
-class Cuda:
-    """CUDA library and driver.
+class CudaDiagnosis:
+    """State of the library of CUDA kernels, and of the driver.
 
-    architectures: the GPU targets it was compiled for, 87 for sm_87.
-    why_unused: why no GPU of this machine uses it, or "".
-    driver: the newest CUDA version the driver supports, or None.
+    path: the library; None if there is none.
+    architectures: GPU targets that the library was compiled for, 87 for sm_87.
+    why_unused: why no GPU of this machine uses the library; "" if one does.
+    driver: the newest CUDA version that the driver supports; None without a driver.
+    gpus: name and architecture of each GPU.
     """
 
     path: str | None
@@ -60,11 +70,13 @@ class Cuda:
 class Diagnosis:
     """State of this installation.
 
-    versions: version by distribution.
-    providers: short name -> "starts" or an error, best first.
-    would_use: what provider="auto" chooses; None without onnxruntime.
-    tensorrt: version of the Python module, or why it is missing.
-    problems, hints: pairs of (problem, command that fixes it).
+    topw_deploy, python, machine: version of this package, version and path of Python, system and architecture.
+    versions: distribution -> version; None if it is not installed.
+    providers: short name -> "starts" or an error, best provider first.
+    would_use: the provider that provider="auto" chooses; None without onnxruntime.
+    tensorrt: version of TensorRT's Python module, or why the module is missing.
+    problems: what keeps models from running, as (problem, command that solves it).
+    hints: what keeps models from being exported, as (problem, command that solves it).
     """
 
     topw_deploy: str
@@ -73,8 +85,8 @@ class Diagnosis:
     versions: dict[str, str | None]
     providers: dict[str, str]
     would_use: str | None
-    native: Native
-    cuda: Cuda
+    native: NativeDiagnosis
+    cuda: CudaDiagnosis
     tensorrt: str
     problems: list[tuple[str, str]]
     hints: list[tuple[str, str]]
@@ -96,82 +108,86 @@ def command(as_json: bool) -> int:
 
 
 def diagnose() -> Diagnosis:
-    """Examine this installation. A provider "starts" if it opened a one-node model."""
-    names = (*RUNTIME, *EXPORT, *WHEELS[1:], *ENGINES)
-    versions = {name: installed(name) for name in names}
-    providers, would_use, problems = _providers()
-    wheels = [name for name in WHEELS if versions[name]]
+    """Examine this installation. A provider "starts" if it opens a model of one node."""
+    names = (*RUNTIME_PACKAGES, *EXPORT_PACKAGES, *ONNXRUNTIME_WHEELS[1:], *ENGINE_PACKAGES)
+    versions = {name: installed_version(name) for name in names}
+    providers, would_use, problems = _diagnose_providers()
+    wheels = [name for name in ONNXRUNTIME_WHEELS if versions[name]]
     if len(wheels) > 1:
         problems.append(
             (
                 f"{' and '.join(wheels)} overwrite each other's files",
-                f"{install.pip('uninstall')} -y {' '.join(wheels)} && {install.how_to('gpu')}",
+                f"{install.pip_command('uninstall')} -y {' '.join(wheels)} && {install.install_command('gpu')}",
             )
         )
-    missing = [name for name in RUNTIME if not versions[name] and name != "onnxruntime"]
+    missing = [name for name in RUNTIME_PACKAGES if not versions[name] and name != "onnxruntime"]
     if missing:
-        problems.append((f"missing: {', '.join(missing)}", install.how_to()))
-    hints = [install.advice("exporting", "export")] if install.missing("export") else []
+        problems.append((f"missing: {', '.join(missing)}", install.install_command()))
+    hints = [install.install_advice("exporting", "export")] if install.missing_distributions("export") else []
     if sys.version_info < install.EXPORT_PYTHON:
-        hints = [("exporting needs Python 3.11 or newer", install.how_to("export"))]
+        hints = [("exporting needs Python 3.11 or newer", install.install_command("export"))]
     return Diagnosis(
-        topw_deploy=installed("topw-deploy") or "not installed (running from source)",
+        topw_deploy=installed_version("topw-deploy") or "not installed (running from source)",
         python=f"{platform.python_version()} ({sys.executable})",
         machine=f"{platform.system()} {platform.machine()}",
         versions=versions,
         providers=providers,
         would_use=would_use,
-        native=_native(),
-        cuda=_cuda(),
-        tensorrt=_tensorrt(),
+        native=_diagnose_native(),
+        cuda=_diagnose_cuda(),
+        tensorrt=_tensorrt_version(),
         problems=problems,
         hints=hints,
     )
 
 
-def _providers() -> tuple[dict[str, str], str | None, list[tuple[str, str]]]:
+def _diagnose_providers() -> tuple[dict[str, str], str | None, list[tuple[str, str]]]:
     try:
         import onnxruntime as ort
     except ImportError as error:
-        return {}, None, [(f"onnxruntime cannot be imported ({error})", f"{install.how_to('cpu')}  # or [gpu]")]
+        return (
+            {},
+            None,
+            [(f"onnxruntime cannot be imported ({error})", f"{install.install_command('cpu')}  # or [gpu]")],
+        )
     from topw_deploy.runtime.ort import providers
 
-    states = {providers.short_name(name): _state(ort, name) for name in ort.get_available_providers()}
+    states = {providers.short_name(name): _provider_state(ort, name) for name in ort.get_available_providers()}
     wanted = providers.short_name(providers.resolve("auto"))
     problems = []
     if states[wanted] != "starts" and wanted != "cpu":
-        problems.append((f"{wanted} is built in but does not start: {states[wanted]}", install.how_to("gpu")))
+        problems.append((f"{wanted} is built in but does not start: {states[wanted]}", install.install_command("gpu")))
     return states, wanted if states[wanted] == "starts" else "cpu", problems
 
 
-def _native() -> Native:
+def _diagnose_native() -> NativeDiagnosis:
     try:
         import onnxruntime as ort
     except ImportError as error:
-        return Native(None, None, f"onnxruntime cannot be imported ({error})")
+        return NativeDiagnosis(None, None, f"onnxruntime cannot be imported ({error})")
     from topw_deploy.runtime.ort import native_sampler, providers
 
-    found, why = native_sampler.operator_library(providers.CPU, "")
-    if found is None:
-        return Native(None, None, why)
+    library, why = native_sampler.operator_library(providers.CPU, "")
+    if library is None:
+        return NativeDiagnosis(None, None, why)
     options = ort.SessionOptions()
     try:
-        options.register_custom_ops_library(str(found.path))
-        state = _state(ort, providers.CPU, options)
-    except Exception as error:  # noqa: BLE001  # any onnxruntime error is the answer
+        options.register_custom_ops_library(str(library.path))
+        state = _provider_state(ort, providers.CPU, options)
+    except Exception as error:  # noqa: BLE001  # the diagnosis shows any error of onnxruntime
         state = one_line(error, 200)
-    return Native(str(found.path), found.instruction_set, "works" if state == "starts" else state)
+    return NativeDiagnosis(str(library.path), library.instruction_set, "works" if state == "starts" else state)
 
 
-def _cuda() -> Cuda:
+def _diagnose_cuda() -> CudaDiagnosis:
     from topw_deploy.plugins import status
 
     found = status.read_status()
     gpus = tuple(f"{device.name}, sm_{device.architecture}" for device in found.driver.devices)
-    return Cuda(found.cuda.path, found.cuda.architectures, found.cuda.why_unused, found.driver.cuda, gpus)
+    return CudaDiagnosis(found.cuda.path, found.cuda.architectures, found.cuda.why_unused, found.driver.cuda, gpus)
 
 
-def _tensorrt() -> str:
+def _tensorrt_version() -> str:
     from topw_deploy.errors import PluginError
     from topw_deploy.plugins.tensorrt import tensorrt_module
 
@@ -181,15 +197,16 @@ def _tensorrt() -> str:
         return f"none: {error}"
 
 
-def _state(ort: Any, name: str, options: Any = None) -> str:
+def _provider_state(ort: Any, name: str, options: Any = None) -> str:
+    """ "starts" if a session of this provider opens, or else why it does not."""
     from topw_deploy.runtime.ort import providers
 
     options = options or ort.SessionOptions()
     options.log_severity_level = 4
     missing = providers.missing_libraries(name)
     try:
-        session = ort.InferenceSession(base64.b64decode(_PROBE), options, providers=[name], enable_fallback=0)
-    except Exception as error:  # noqa: BLE001  # any provider error is the answer
+        session = ort.InferenceSession(base64.b64decode(_PROBE_MODEL), options, providers=[name], enable_fallback=0)
+    except Exception as error:  # noqa: BLE001  # the diagnosis shows any error of the provider
         return "; ".join(filter(None, (one_line(error, 200), missing)))
     if name in session.get_providers():
         return "starts"
@@ -204,7 +221,11 @@ def _lines(found: Diagnosis) -> list[str]:
         "",
         "versions",
     ]
-    shown = {name: version for name, version in found.versions.items() if version or name in (*RUNTIME, *EXPORT)}
+    shown = {
+        name: version
+        for name, version in found.versions.items()
+        if version or name in (*RUNTIME_PACKAGES, *EXPORT_PACKAGES)
+    }
     lines += [f"  {name.ljust(16)} {version or '-'}" for name, version in shown.items()]
     lines += ["", "providers"]
     lines += [f"  {name.ljust(16)} {state}" for name, state in found.providers.items()] or ["  none"]
@@ -215,13 +236,13 @@ def _lines(found: Diagnosis) -> list[str]:
     return lines
 
 
-def _native_line(native: Native) -> str:
+def _native_line(native: NativeDiagnosis) -> str:
     if native.path is None:
         return f"native sampler: none, models run their own function ({native.state})"
     return f"native sampler: {native.state}, {native.instruction_set}, {native.path}"
 
 
-def _cuda_lines(cuda: Cuda) -> list[str]:
+def _cuda_lines(cuda: CudaDiagnosis) -> list[str]:
     if cuda.path is None:
         library = f"none ({cuda.why_unused})"
     else:

@@ -1,4 +1,4 @@
-"""`topw-export MODEL OUT`: export a model."""
+"""`topw-export MODEL OUT`: export a model with its sampler."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from topw_deploy.cli.options import (
     baked_options,
     bound_option,
     crop_options,
-    given,
     hub_options,
     parameter_options,
     quantisation_options,
     report_options,
     rules_option,
     tail_option,
+    take_given,
 )
 from topw_deploy.cli.progress import progress
 from topw_deploy.cli.terminal import say, say_json, tell
@@ -121,7 +121,7 @@ def command(
     --top-m, --alt-iters, --metric, --potential and --knn-k are fixed in the graph. --lam, --beta, --temperature,
     --selection-temperature, --init-top-p and --geom-scale set defaults, which each request can override.
     """
-    model, out = _one("MODEL", model, model_option), _one("OUT", out, out_option)
+    model, out = _argument_or_option("MODEL", model, model_option), _argument_or_option("OUT", out, out_option)
     # Import late, for fast --help and usage errors.
     install.require("exporting", "export")
     from topw_deploy.export.pipeline import export_model
@@ -130,7 +130,7 @@ def command(
     triton = values.pop("triton")
     as_json, quiet, verify = values.pop("as_json"), values.pop("quiet"), not values.pop("no_verify")
     values["dtype"] = DTYPE_ALIASES.get(values["dtype"], values["dtype"])
-    parameters, baked = given(values, PARAMETER_NAMES), given(values, OPTION_NAMES)
+    parameters, baked = take_given(values, PARAMETER_NAMES), take_given(values, OPTION_NAMES)
     sampler = with_preset(values.pop("preset"), parameters, baked)
     try:
         request = export_request(model=model, output=out, verify=verify, **sampler, **values)
@@ -148,10 +148,11 @@ def command(
     if as_json:
         say_json(dataclasses.asdict(report), indent=2)
     else:
-        say(*_lines(report))
+        say(*_report_lines(report))
 
 
-def _one(name: str, positional: Any, option: Any) -> Any:
+def _argument_or_option(name: str, positional: Any, option: Any) -> Any:
+    """The value of an argument that may also be an option. Raises UsageError unless exactly one is given."""
     if positional is not None and option is not None:
         raise click.UsageError(f"{name} is given twice, as an argument and as an option.")
     if positional is None and option is None:
@@ -159,7 +160,8 @@ def _one(name: str, positional: Any, option: Any) -> Any:
     return positional if positional is not None else option
 
 
-def _lines(report: Any) -> list[str]:
+def _report_lines(report: Any) -> list[str]:
+    """The folder, or what a dry run would write."""
     if not report.dry_run:
         return [str(report.output)]
     weights = f"{report.nodes} nodes, {report.weight_bytes:,} bytes of weights"
@@ -174,11 +176,11 @@ def _lines(report: Any) -> list[str]:
             size = f"{binary_size(token)} a token" if token else binary_size(fixed)
             lines.append(f"  {kind.ljust(width)}  {size}")
     for title, amounts in (("files", report.sizes), ("peak memory", report.memory)):
-        lines += [f"{title}:", *_amounts(amounts)] if amounts else []
+        lines += [f"{title}:", *_amount_lines(amounts)] if amounts else []
     return lines
 
 
-def _amounts(amounts: dict[str, int]) -> list[str]:
+def _amount_lines(amounts: dict[str, int]) -> list[str]:
     width = max(map(len, amounts), default=0)
     return [f"  {name.ljust(width)}  {binary_size(size)} ({size:,} bytes)" for name, size in amounts.items()]
 

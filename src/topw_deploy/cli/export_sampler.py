@@ -15,12 +15,12 @@ from topw_deploy.cli.options import (
     baked_options,
     bound_option,
     crop_options,
-    given,
     hub_options,
     parameter_options,
     report_options,
     rules_option,
     tail_option,
+    take_given,
 )
 from topw_deploy.cli.progress import progress
 from topw_deploy.cli.terminal import say, say_json, tell
@@ -61,7 +61,7 @@ def command(model: str | None, out: Path | None, as_json: bool, quiet: bool, **v
     Token distances come from the input embeddings of MODEL (a hub id, a Hugging Face folder, or `demo`) or from
     --embeddings FILE. --metric uniform with --vocab-size needs neither; OUT is then the only argument.
     """
-    if out is None:  # a single argument is OUT
+    if out is None:  # click takes a single argument for MODEL, but it is OUT
         model, out = None, Path(model) if model is not None else None
     if out is None:
         raise click.UsageError("Missing argument 'OUT'.")
@@ -70,7 +70,7 @@ def command(model: str | None, out: Path | None, as_json: bool, quiet: bool, **v
     from topw_deploy.export.request import DEFAULT_OPSET, with_preset
     from topw_deploy.export.sampler_only import export_sampler, sampler_request
 
-    parameters, baked = given(values, PARAMETER_NAMES), given(values, OPTION_NAMES)
+    parameters, baked = take_given(values, PARAMETER_NAMES), take_given(values, OPTION_NAMES)
     sampler = with_preset(values.pop("preset"), parameters, baked)
     opset, verify = values.pop("opset") or DEFAULT_OPSET, not values.pop("no_verify")
     request = sampler_request(

@@ -1,4 +1,4 @@
-"""Input and output files of commands."""
+"""Read the input files of commands, and check and write their output files."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from topw_deploy.reports import require_matplotlib
 
 
 def read_source(path: Path) -> tuple[bytes, str]:
-    """Read a file, or stdin for `-`; returns (bytes, name).
+    """Read a file, or stdin for `-`. Returns (bytes, name for error messages).
 
-    Raises PromptError for an unreadable file, and click's UsageError if stdin is closed.
+    Raises PromptError for an unreadable file, and UsageError if stdin is closed.
     """
     if str(path) == "-":
-        if sys.stdin is None:  # closed
+        if sys.stdin is None:
             raise click.UsageError("standard input is closed; give a file.")
         return sys.stdin.buffer.read(), "standard input"
     try:
@@ -30,9 +30,10 @@ def read_source(path: Path) -> tuple[bytes, str]:
 
 
 def check_output(path: Path | None, name: str) -> None:
-    """Check before a long run that `path` can be written; `-` is stdout.
+    """Check before a long run that `path` can be written. `-` is stdout; None is not written.
 
-    name: the parameter that holds `path`, for messages.
+    name: the parameter that holds `path`, for error messages.
+
     Raises ParameterError for a folder, a missing parent folder and a read-only location.
     """
     if path is None or str(path) == "-":
@@ -46,7 +47,10 @@ def check_output(path: Path | None, name: str) -> None:
 
 
 def check_picture(path: Path | None, endings: tuple[str, ...]) -> None:
-    """Like `check_output`, for --plot; also raises ParameterError for another ending or if matplotlib is missing."""
+    """Check before a long run that the picture of --plot can be written.
+
+    Raises ParameterError as `check_output`, for a name with another ending than `endings`, and without matplotlib.
+    """
     if path is None:
         return
     check_output(path, "plot")
@@ -56,12 +60,12 @@ def check_picture(path: Path | None, endings: tuple[str, ...]) -> None:
 
 
 def write_json(document: Any, path: Path) -> None:
-    """Write JSON. Raises ParameterError if `path` cannot be written."""
+    """Write a JSON file. Raises ParameterError if `path` cannot be written."""
     write_text(json_text(document, indent=2) + "\n", path)
 
 
 def write_text(text: str, path: Path) -> None:
-    """Write a file in UTF-8. Raises ParameterError if `path` cannot be written."""
+    """Write a text file in UTF-8. Raises ParameterError if `path` cannot be written."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

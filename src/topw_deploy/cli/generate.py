@@ -1,4 +1,4 @@
-"""`topw generate`: only generated text or JSON lines go to stdout."""
+"""`topw generate`: continue a prompt or chat. Only generated text or JSON lines go to stdout."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import click
 
 from topw_deploy.cli.answer_options import answer_options, take_answer_options
-from topw_deploy.cli.generate_many import RunOptions, prompt_file_options, run, take_files
+from topw_deploy.cli.generate_many import RunOptions, answer_file, prompt_file_options, take_prompt_files
 from topw_deploy.cli.options import (
     CONTEXT,
-    check_order,
     geom_unit_option,
     opening_options,
     parameter_options,
     preset_option,
+    require_folder_first,
     rule_options,
     take_opening,
 )
@@ -83,7 +83,9 @@ if TYPE_CHECKING:
     help="Maximum number of tokens of prompt and answer together; also sizes the cache. Default: the model's context.",
 )
 @click.option(
-    "--prefill-chunk", type=click.IntRange(min=1), help="Maximum number of prompt tokens per run; fewer save memory."
+    "--prefill-chunk",
+    type=click.IntRange(min=1),
+    help="Maximum number of prompt tokens per run; fewer save memory.",
 )
 @opening_options
 def command(
@@ -109,11 +111,11 @@ def command(
     """
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat.")
-    check_order(folder, filter(None, [prompt]))
-    files, batch_size = take_files(parameters), parameters.pop("batch_size")
+    require_folder_first(folder, filter(None, [prompt]))
+    files, batch_size = take_prompt_files(parameters), parameters.pop("batch_size")
     if files is not None and (prompt is not None or prompt_file is not None):
         raise click.UsageError("give only one of PROMPT, --prompt-file and --prompts-jsonl.")
-    text = _prompt(prompt, prompt_file, optional=chat) if files is None else None
+    text = _read_prompt(prompt, prompt_file, optional=chat) if files is None else None
     model_options = {
         **take_opening(parameters),
         "max_length": parameters.pop("max_context"),
@@ -122,41 +124,48 @@ def command(
     answer = take_answer_options(parameters)
     if "logprobs" in answer and not (as_json or files is not None):
         raise click.UsageError("--logprobs needs --json, which shows them.")
-    given = _given(parameters, logit_bias) | answer
+    given = _given_parameters(parameters, logit_bias) | answer
     if files is not None:
         options = RunOptions(
             given=given, chat=chat, system=system, batch_size=batch_size or 1, max_context=model_options["max_length"]
         )
-        run(lambda: _opened(folder, model_options), files, options, stats=stats)
+        answer_file(lambda: _open_model(folder, model_options), files, options, stats=stats)
         return
-    with _opened(folder, model_options) as model:
-        show: Show = _json_lines if as_json else _streamed if stream else _whole
+    with _open_model(folder, model_options) as model:
+        show: Show = _show_json_lines if as_json else _show_streamed if stream else _show_texts
         if not chat:
-            _report(show(model.stream(text, **given)), stats)
+            results = show(model.stream(text, **given))
         elif text is not None:
-            _report(show(model.stream_chat(user_messages(system, text), **given)), stats)
+            results = show(model.stream_chat(user_messages(system, text), **given))
         else:
             _converse(model, system, given, show, stats)
+            return
+        if stats:
+            _report_stats(results)
 
 
-def _opened(folder: Path, model_options: dict[str, Any]) -> TopWModel:
-    # import late, for a fast `topw generate --help`
+def _open_model(folder: Path, model_options: dict[str, Any]) -> TopWModel:
+    # Import late, for a fast `topw generate --help`.
     from topw_deploy.runtime import TopWModel
 
     return TopWModel.from_pretrained(folder, **model_options)
 
 
-def _prompt(prompt: str | None, prompt_file: Path | None, *, optional: bool) -> str | None:
+def _read_prompt(prompt: str | None, prompt_file: Path | None, *, optional: bool) -> str | None:
+    """The prompt, from the argument, the file or stdin; None if it is optional and not given.
+
+    Raises UsageError for two prompts and, unless `optional`, for none, PromptError for an unreadable file.
+    """
     if prompt is not None and prompt_file is not None:
         raise click.UsageError("give PROMPT or --prompt-file, not both.")
     if prompt_file is not None:
         try:
-            return _decoded(prompt_file.read_bytes(), str(prompt_file))
+            return _decode_prompt(prompt_file.read_bytes(), str(prompt_file))
         except OSError as error:
             raise PromptError(f"{prompt_file} cannot be read: {error.strerror or error}.") from None
-    has_input = sys.stdin is not None  # None: closed
+    has_input = sys.stdin is not None  # sys.stdin is None if it is closed
     if has_input and (prompt == "-" or (prompt is None and not optional and not sys.stdin.isatty())):
-        return _decoded(sys.stdin.buffer.read(), "standard input")
+        return _decode_prompt(sys.stdin.buffer.read(), "standard input")
     if prompt == "-" or (not has_input and prompt is None):
         raise click.UsageError("standard input is closed; give PROMPT or --prompt-file.")
     if prompt is None and not optional:
@@ -164,30 +173,33 @@ def _prompt(prompt: str | None, prompt_file: Path | None, *, optional: bool) -> 
     return prompt
 
 
-def _decoded(data: bytes, where: str) -> str:
+def _decode_prompt(data: bytes, where: str) -> str:
+    """The text without one line break at the end."""
     return decode_text(data, where).removesuffix("\n").removesuffix("\r")
 
 
-def _given(parameters: dict[str, Any], logit_bias: tuple[str, ...]) -> dict[str, Any]:
+def _given_parameters(parameters: dict[str, Any], logit_bias: tuple[str, ...]) -> dict[str, Any]:
     """The parameters that the user set on the command line."""
-    given = {n: v for n, v in parameters.items() if v is not None and v is not False and v != ()}  # 0 is a value
+    # Compared by identity, because 0 equals False but is a value that the user set.
+    given = {n: v for n, v in parameters.items() if v is not None and v is not False and v != ()}
     if "stop_strings" in given:
         given["stop_strings"] = list(given["stop_strings"])
     if logit_bias:
-        given["logit_bias"] = _biases(logit_bias)
+        given["logit_bias"] = _parse_biases(logit_bias)
     return given
 
 
-def _biases(items: tuple[str, ...]) -> dict[int, float]:
+def _parse_biases(items: tuple[str, ...]) -> dict[int, float]:
+    """Token id -> bias, from texts such as "77=2.5"."""
     biases: dict[int, float] = {}
-    for token, bias in map(_bias, items):
+    for token, bias in map(_parse_bias, items):
         if token in biases:
             raise click.BadParameter(f"token {token} is given twice; give it one bias.", param_hint="--logit-bias")
         biases[token] = bias
     return biases
 
 
-def _bias(item: str) -> tuple[int, float]:
+def _parse_bias(item: str) -> tuple[int, float]:
     token, _, bias = item.partition("=")
     try:
         return int(token), float(bias)
@@ -195,26 +207,28 @@ def _bias(item: str) -> tuple[int, float]:
         raise click.BadParameter(f"{item!r} is not TOKEN_ID=NUMBER.", param_hint="--logit-bias") from None
 
 
-def _streamed(pieces: Iterator[Piece]) -> list[GenerationResult]:
+def _show_streamed(pieces: Iterator[Piece]) -> list[GenerationResult]:
+    """Print texts as they are generated. Texts of later sequences wait until the sequence before them has ended."""
     results: dict[int, GenerationResult] = {}
     waiting: dict[int, str] = {}
-    shown = 0  # sequence being printed
+    printed = 0  # the sequence that is being printed
     text = GeneratedText()
     for piece in pieces:
         waiting[piece.row] = waiting.get(piece.row, "") + piece.text
         if piece.result is not None:
             results[piece.row] = piece.result
         while True:
-            text.add(waiting.pop(shown, ""))
-            if shown not in results:
+            text.add(waiting.pop(printed, ""))
+            if printed not in results:
                 break
             text.end()
-            shown += 1
+            printed += 1
     return [results[row] for row in sorted(results)]
 
 
-def _whole(pieces: Iterator[Piece]) -> list[GenerationResult]:
-    results = _finished(pieces)
+def _show_texts(pieces: Iterator[Piece]) -> list[GenerationResult]:
+    """Print all texts when they are complete."""
+    results = _finished_results(pieces)
     text = GeneratedText()
     for result in results:
         text.add(result.text)
@@ -222,21 +236,20 @@ def _whole(pieces: Iterator[Piece]) -> list[GenerationResult]:
     return results
 
 
-def _json_lines(pieces: Iterator[Piece]) -> list[GenerationResult]:
-    results = _finished(pieces)
+def _show_json_lines(pieces: Iterator[Piece]) -> list[GenerationResult]:
+    """Print a JSON object per sequence."""
+    results = _finished_results(pieces)
     for result in results:
         say_json(result.as_dict())
     return results
 
 
-def _finished(pieces: Iterator[Piece]) -> list[GenerationResult]:
+def _finished_results(pieces: Iterator[Piece]) -> list[GenerationResult]:
     results = {piece.row: piece.result for piece in pieces if piece.result is not None}
     return [results[row] for row in sorted(results)]
 
 
-def _report(results: list[GenerationResult], stats: bool) -> None:
-    if not stats:
-        return
+def _report_stats(results: list[GenerationResult]) -> None:
     for result in results:
         times = result.timings
         speed = f"{1 / times.seconds_per_token:.1f} tokens/s" if times.seconds_per_token else "one token"
@@ -251,9 +264,9 @@ def _report(results: list[GenerationResult], stats: bool) -> None:
 
 
 def _converse(model: TopWModel, system: str | None, given: dict[str, Any], show: Show, stats: bool) -> None:
-    """Chat until stdin ends; /clear starts a new chat."""
+    """Chat until stdin ends. The line /clear starts a new chat."""
     history: list[dict[str, str]] = []
-    model.apply_chat_template(user_messages(system, "Hello"))  # report a missing template early
+    model.apply_chat_template(user_messages(system, "Hello"))  # refuses a model without a template
     if sys.stdin.isatty():
         tell("Ctrl-D ends the chat, /clear starts a new one.")
     while True:
@@ -266,11 +279,12 @@ def _converse(model: TopWModel, system: str | None, given: dict[str, Any], show:
         if text == "/clear":
             history.clear()
         elif text:
-            asked = [*history, *user_messages(system if not history else None, text)]
+            messages = [*history, *user_messages(system if not history else None, text)]
             try:
-                results = show(model.stream_chat(asked, **given))
+                results = show(model.stream_chat(messages, **given))
             except PromptError as error:
                 tell(f"{error} (/clear starts a new chat)")
                 continue
-            _report(results, stats)
-            history = [*asked, {"role": "assistant", "content": results[0].text}]
+            if stats:
+                _report_stats(results)
+            history = [*messages, {"role": "assistant", "content": results[0].text}]

@@ -1,4 +1,4 @@
-"""`topw generate --prompts-jsonl`: answer prompts as JSON lines."""
+"""`topw generate --prompts-jsonl`: answer many prompts, as JSON lines or in a benchmark's format."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ import click
 
 from topw_deploy.cli.answer_lines import AnswerFile, Finished, check_answers, read_finished
 from topw_deploy.cli.files import read_source
-from topw_deploy.cli.judge_files import FORMATS, judged_text, read_questions, texts_of, turn_prompts
-from topw_deploy.cli.prompt_lines import PromptLine, prompt_lines
+from topw_deploy.cli.judge_files import FORMATS, judged_text, read_questions, read_texts, turn_prompts
+from topw_deploy.cli.progress import click_bar
+from topw_deploy.cli.prompt_lines import PromptLine, read_prompt_lines
 from topw_deploy.cli.terminal import tell
 from topw_deploy.errors import LogitsError, ParameterError, PromptError, TokenizerError, TopWError
-from topw_deploy.files import replacing
-from topw_deploy.reports import counted
+from topw_deploy.files import replace_file
+from topw_deploy.reports import count_text
 
 if TYPE_CHECKING:
     from topw_deploy.runtime import GenerationResult, TopWModel
 
-    Open = Callable[[], TopWModel]
+    OpenModel = Callable[[], TopWModel]
 
 
 def prompt_file_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --prompts-jsonl and the options that need it; `take_prompt_files` takes their values."""
     options = (
         click.option(
             "--prompts-jsonl",
@@ -63,27 +65,53 @@ def prompt_file_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
+class PromptFiles:
     """Files of prompts and answers.
 
     source: the prompts; - is stdin.
     output: the answers; None is stdout.
-    resume, overwrite: continue or replace `output`.
-    form: one of FORMATS, or None for this command's own format.
-    model_id: the model's name in the output of such a format; None for the folder's name.
+    resume: whether a run that was interrupted continues.
+    overwrite: whether an existing `output` is replaced.
     """
 
     source: Path
     output: Path | None
     resume: bool
     overwrite: bool
-    form: str | None = None
-    model_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionFiles:
+    """Files of a benchmark's questions and answers.
+
+    source, resume, overwrite: as in `PromptFiles`.
+    output: the answers in the benchmark's format.
+    form: one of FORMATS.
+    model_id: name of the model in `output`; None for the folder's name.
+    """
+
+    source: Path
+    output: Path
+    resume: bool
+    overwrite: bool
+    form: str
+    model_id: str | None
+
+    def of_turn(self, turn: int) -> tuple[Path, PromptFiles]:
+        """The file of JSON lines for the answers of a turn, counted from 0, alone and with the other files."""
+        path = self.output.with_name(f"{self.output.name}.turn-{turn + 1}.jsonl")
+        return path, PromptFiles(self.source, path, self.resume, self.overwrite)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """Options for all prompts. The parameters of a prompt's line override `given`."""
+    """Options for all prompts.
+
+    given: parameters of `TopWModel.generate`. The parameters in the line of a prompt override them.
+    chat, system: whether the chat template is used, and its system message.
+    batch_size: maximum number of prompts per batch.
+    max_context: maximum number of tokens of prompt and answer together; None for the model's context.
+    """
 
     given: Mapping[str, Any]
     chat: bool
@@ -92,8 +120,10 @@ class RunOptions:
     max_context: int | None
 
 
-def take_files(options: dict[str, Any]) -> Files | None:
-    """Remove the options of --prompts-jsonl from `options`. Returns None if it is not given.
+def take_prompt_files(options: dict[str, Any]) -> PromptFiles | QuestionFiles | None:
+    """Remove the values of `prompt_file_options` from `options`, except batch_size.
+
+    Returns the files; None without --prompts-jsonl.
 
     Raises UsageError for options that cannot be combined.
     """
@@ -123,64 +153,71 @@ def take_files(options: dict[str, Any]) -> Files | None:
         raise click.UsageError("--resume and --overwrite need --output with a file.")
     if output is not None and output.exists() and source.exists() and output.samefile(source):
         raise click.UsageError("--output is the same file as --prompts-jsonl; give another file.")
-    if model_id is not None and form is None:
-        raise click.UsageError("--model-id needs --format.")
-    if form is not None and output is None:
+    if form is None:
+        if model_id is not None:
+            raise click.UsageError("--model-id needs --format.")
+        return PromptFiles(source, output, resume, overwrite)
+    if output is None:
         raise click.UsageError("--format needs --output with a file.")
-    return Files(source, output, resume, overwrite, form, model_id)
+    return QuestionFiles(source, output, resume, overwrite, form, model_id)
 
 
-def run(open_model: Open, files: Files, options: RunOptions, *, stats: bool) -> None:
-    """Answer all prompts in order.
+def answer_file(open_model: OpenModel, files: PromptFiles | QuestionFiles, options: RunOptions, *, stats: bool) -> None:
+    """Answer all prompts or questions of a file, in order.
+
+    open_model: opens the model, after the file was checked.
+    stats: whether speed and certified share are printed to stderr.
 
     Raises PromptError at the end if any prompt failed.
     """
     if files.output is not None:
         check_answers(files.output, resume=files.resume, overwrite=files.overwrite)
-    if files.form is not None:
+    if isinstance(files, QuestionFiles):
         _answer_questions(open_model, files, options, stats)
         return
-    prompts = _prompts(*read_source(files.source), options)
+    prompts = _read_prompts(*read_source(files.source), options)
     with open_model() as model:
-        _answer(model, prompts, files, options, stats)
+        _answer_prompts(model, prompts, files, options, stats)
 
 
-def _prompts(data: bytes, where: str, options: RunOptions) -> list[PromptLine]:
+def _read_prompts(data: bytes, where: str, options: RunOptions) -> list[PromptLine]:
     parameters = {name: value for name, value in options.given.items() if name != "seed"}
-    return prompt_lines(data, where, parameters, chat=options.chat, system=options.system)
+    return read_prompt_lines(data, where, parameters, chat=options.chat, system=options.system)
 
 
-def _answer(model: TopWModel, prompts: Sequence[PromptLine], files: Files, options: RunOptions, stats: bool) -> int:
+def _answer_prompts(
+    model: TopWModel, prompts: Sequence[PromptLine], files: PromptFiles, options: RunOptions, stats: bool
+) -> int:
     """Write a line per sequence to `files.output`. Returns the run's seed."""
     path = files.output
-    job = _Job(model, prompts, options)
-    finished = job.resume(path) if files.resume and path is not None else Finished()
+    run = _AnswerRun(model, prompts, options)
+    finished = run.resume(path) if files.resume and path is not None else Finished()
     if finished.prompts:
-        tell(f"{finished.prompts} of {counted(len(prompts), 'prompt')} are already in {path}; continuing after them.")
+        tell(
+            f"{finished.prompts} of {count_text(len(prompts), 'prompt')} are already in {path}; continuing after them."
+        )
     started = time.perf_counter()
     with (
         AnswerFile(path, finished.size) as answers,
         _resume_hint(path),
-        _bar(len(prompts), finished.prompts) as advance,
+        click_bar("prompts", len(prompts), done=finished.prompts, show_pos=True) as advance,
     ):
         for batch in _batches(prompts[finished.prompts :], options.batch_size):
-            answers.add(job.answers(batch))
+            answers.add(run.answers(batch))
             advance(len(batch))
     if stats:
-        job.report(time.perf_counter() - started)
-    failed = finished.failed + job.failed
+        run.report(time.perf_counter() - started)
+    failed = finished.failed + run.failed
     if failed:
         place = "standard output" if path is None else path
         raise PromptError(
-            f"{failed} of {counted(len(prompts), 'prompt')} failed; their lines in {place} hold the error."
+            f"{failed} of {count_text(len(prompts), 'prompt')} failed; their lines in {place} hold the error."
         )
-    return job.run_seed
+    return run.run_seed
 
 
-def _answer_questions(open_model: Open, files: Files, options: RunOptions, stats: bool) -> None:
-    """Answer all questions turn by turn, each turn into a file of lines; then write `files.output`."""
-    assert files.form is not None
-    assert files.output is not None
+def _answer_questions(open_model: OpenModel, files: QuestionFiles, options: RunOptions, stats: bool) -> None:
+    """Answer all questions turn by turn, each turn to a file of JSON lines. Then write `files.output`."""
     if options.given.get("num_return_sequences", 1) != 1:
         raise click.UsageError("--format needs one answer per question; omit --num-return-sequences.")
     data, where = read_source(files.source)
@@ -193,28 +230,36 @@ def _answer_questions(open_model: Open, files: Files, options: RunOptions, stats
     answers: list[dict[str | int, str]] = []
     with open_model() as model:
         for turn in range(turns):
-            asked = turn_prompts(questions, answers, options.system)
-            prompts = _prompts("\n".join(map(json.dumps, asked)).encode(), where, options)
-            path = files.output.with_name(f"{files.output.name}.turn-{turn + 1}.jsonl")
+            lines = map(json.dumps, turn_prompts(questions, answers, options.system))
+            prompts = _read_prompts("\n".join(lines).encode(), where, options)
+            path, turn_files = files.of_turn(turn)
             check_answers(path, resume=files.resume, overwrite=files.overwrite)
-            seed = _answer(model, prompts, replace(files, output=path), options, stats)
-            options = replace(options, given={**options.given, "seed": seed})
-            answers.append(texts_of(path, [question for question in questions if len(question.turns) > turn]))
+            seed = _answer_prompts(model, prompts, turn_files, options, stats)
+            options = replace(options, given={**options.given, "seed": seed})  # the same for all turns
+            answers.append(read_texts(path, [question for question in questions if len(question.turns) > turn]))
         name = files.model_id or model.path.resolve().name
-    with replacing(files.output) as stream:
+    with replace_file(files.output) as stream:
         stream.write(judged_text(files.form, questions, answers, name, files.source.stem).encode())
 
 
-class _Job:
+class _AnswerRun:
+    """Answers the prompts of a file with one model.
+
+    run_seed: seed of the run, from which each prompt's seed is derived.
+    failed: number of prompts that failed so far.
+
+    Raises TokenizerError if a prompt needs a chat template that the model lacks.
+    """
+
     def __init__(self, model: TopWModel, prompts: Sequence[PromptLine], options: RunOptions) -> None:
         from topw_deploy.manifest import MANIFEST_NAME, sha256_of
         from topw_deploy.runtime.parameters import PARAMETERS
         from topw_deploy.sampling.seeds import fresh_seed
 
         self._model, self._prompts = model, prompts
-        self._encoded = [_encoded(model, line) for line in prompts]
+        self._encoded = [_encode_prompt(model, line) for line in prompts]
         self._model_digest = sha256_of(model.path / MANIFEST_NAME)[:32]
-        self._requests = [line.request({"max_context": options.max_context}) for line in prompts]
+        self._digests = [line.digest({"max_context": options.max_context}) for line in prompts]
         seed = options.given.get("seed")
         self._given_seed = None if seed is None else PARAMETERS["seed"].parse("seed", seed)
         self.run_seed = fresh_seed() if self._given_seed is None else self._given_seed
@@ -222,8 +267,11 @@ class _Job:
         self._sequences = self._tokens = self._certified = 0
 
     def resume(self, path: Path) -> Finished:
-        """Read the results and the seed of an interrupted run."""
-        finished = read_finished(path, self._requests, [line.samples for line in self._prompts], self._model_digest)
+        """Read the results of an interrupted run, and take its seed.
+
+        Raises ParameterError if the file has another seed than the options.
+        """
+        finished = read_finished(path, self._digests, [line.samples for line in self._prompts], self._model_digest)
         if finished.run_seed is not None:
             if self._given_seed not in (None, finished.run_seed):
                 raise ParameterError(
@@ -234,25 +282,27 @@ class _Job:
         return finished
 
     def answers(self, batch: Sequence[PromptLine]) -> list[dict[str, Any]]:
-        """Answer a batch; if a prompt causes an error, answer the prompts one by one.
+        """Answer a batch. Returns the lines of its prompts. A prompt that fails gets a line with the error.
 
         Raises GenerationError for failures of the machine, such as too little memory or a device error.
         """
         try:
-            found = self._generate(batch)
-        except (PromptError, ParameterError, LogitsError) as error:  # caused by a prompt, not the machine
-            if len(batch) > 1:
+            results = self._generate(batch)
+        except (PromptError, ParameterError, LogitsError) as error:  # caused by a prompt, not by the machine
+            if len(batch) > 1:  # answer one by one, to find which prompt fails
                 return [answer for line in batch for answer in self.answers([line])]
             self.failed += 1
-            return [{**self._head(batch[0]), "error": str(error), "error_type": type(error).__name__}]
-        self._sequences += len(found)
-        self._tokens += sum(len(result.token_ids) for result in found)
-        self._certified += sum(sum(result.certified) for result in found)
-        owners = [line for line in batch for _ in range(line.samples)]
-        return [{**self._head(line), **result.as_dict()} for line, result in zip(owners, found, strict=True)]
+            return [{**self._line_head(batch[0]), "error": str(error), "error_type": type(error).__name__}]
+        self._sequences += len(results)
+        self._tokens += sum(len(result.token_ids) for result in results)
+        self._certified += sum(sum(result.certified) for result in results)
+        line_of_result = [line for line in batch for _ in range(line.samples)]
+        pairs = zip(line_of_result, results, strict=True)
+        return [{**self._line_head(line), **result.as_dict()} for line, result in pairs]
 
-    def _head(self, line: PromptLine) -> dict[str, Any]:
-        head = {"index": line.index, "id": line.id, "request": self._requests[line.index]}
+    def _line_head(self, line: PromptLine) -> dict[str, Any]:
+        """The first fields of an answer's line, by which a resumed run recognises the line."""
+        head = {"index": line.index, "id": line.id, "request": self._digests[line.index]}
         return {**head, "model": self._model_digest, "run_seed": self.run_seed}
 
     def _generate(self, batch: Sequence[PromptLine]) -> list[GenerationResult]:
@@ -265,21 +315,20 @@ class _Job:
         columns = [{"seed": prompt_seed(self.run_seed, line.index), **line.parameters} for line in batch]
         if len(batch) == 1:
             return self._model.generate(prompts, **columns[0])
-        whole = _whole(batch[0])
-        names = dict.fromkeys(name for column in columns for name in column if name not in whole)
-        rows = {name: [column.get(name) for column in columns] for name in names}
-        return self._model.generate(prompts, **rows, **whole)
+        batch_wide = _batch_wide_parameters(batch[0])
+        names = dict.fromkeys(name for column in columns for name in column if name not in batch_wide)
+        by_prompt = {name: [column.get(name) for column in columns] for name in names}
+        return self._model.generate(prompts, **by_prompt, **batch_wide)
 
     def report(self, seconds: float) -> None:
+        """Print the numbers of --stats. seconds: duration of the run."""
         share = f"; certified {self._certified / self._tokens:.1%}" if self._tokens else ""
-        tell(
-            f"{counted(self._sequences, 'sequence')}, {counted(self._tokens, 'token')} in {seconds:.1f} s{share}; "
-            f"{self._model.sampler} sampler, run seed {self.run_seed}"
-        )
+        counts = f"{count_text(self._sequences, 'sequence')}, {count_text(self._tokens, 'token')}"
+        tell(f"{counts} in {seconds:.1f} s{share}; {self._model.sampler} sampler, run seed {self.run_seed}")
 
 
-def _encoded(model: TopWModel, line: PromptLine) -> str | list[int] | TopWError:
-    """The prompt as text or token ids, or the error of a template that refuses the prompt.
+def _encode_prompt(model: TopWModel, line: PromptLine) -> str | list[int] | TopWError:
+    """The prompt as text or token ids, or the error of a chat template that refuses the prompt.
 
     Raises TokenizerError, naming the line, if the model has no template.
     """
@@ -294,17 +343,18 @@ def _encoded(model: TopWModel, line: PromptLine) -> str | list[int] | TopWError:
         return error
 
 
-def _whole(line: PromptLine) -> dict[str, Any]:
+def _batch_wide_parameters(line: PromptLine) -> dict[str, Any]:
+    """The parameters of a line that must be the same for all prompts of a batch."""
     from topw_deploy.runtime.parameters import REQUEST_PARAMETERS
 
     return {name: value for name, value in line.parameters.items() if name in REQUEST_PARAMETERS}
 
 
 def _batches(prompts: Sequence[PromptLine], size: int) -> Iterator[list[PromptLine]]:
-    """Batches of up to `size` consecutive prompts that have the same batch-wide parameters."""
+    """Yield batches of up to `size` consecutive prompts that have the same batch-wide parameters."""
     batch: list[PromptLine] = []
     for line in prompts:
-        if batch and (len(batch) == size or _whole(batch[0]) != _whole(line)):
+        if batch and (len(batch) == size or _batch_wide_parameters(batch[0]) != _batch_wide_parameters(line)):
             yield batch
             batch = []
         batch.append(line)
@@ -314,19 +364,10 @@ def _batches(prompts: Sequence[PromptLine], size: int) -> Iterator[list[PromptLi
 
 @contextlib.contextmanager
 def _resume_hint(path: Path | None) -> Iterator[None]:
+    """If the block is interrupted or fails, print how to continue."""
     try:
         yield
     except (KeyboardInterrupt, TopWError):
         if path is not None:
             tell(f"Finished answers are in {path}; run the same command with --resume to continue.")
         raise
-
-
-@contextlib.contextmanager
-def _bar(total: int, done: int) -> Iterator[Callable[[int], object]]:
-    if sys.stderr is None or not sys.stderr.isatty():
-        yield lambda _count: None
-        return
-    with click.progressbar(length=total, label="prompts", show_pos=True, file=sys.stderr) as bar:
-        bar.update(done)
-        yield bar.update

@@ -1,4 +1,4 @@
-"""`topw inspect`: show an export; needs neither onnxruntime nor onnx."""
+"""`topw inspect`: show what an exported folder contains. Needs neither onnxruntime nor onnx."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from topw_deploy.sizes import binary_size
 from topw_deploy.tensorrt.engines import folder_problem, stamp_paths, unfinished_engines
 from topw_deploy.tensorrt.stamp import FOLDER, read_stamp
 
-_FORMS = {
+_CACHE_FORMS = {
     "concat": "past in, past plus new tokens out",
     "static": "one buffer, written in place",
     "shared": "one buffer, written in place, rows of equal lengths",
@@ -48,10 +48,10 @@ def command(folder: Path, as_json: bool) -> None:
 
 def _lines(folder: Path, manifest: Manifest) -> Iterator[str]:
     sampler = manifest.sampler
-    yield from _section("model", [("kind", manifest.kind), *manifest.source.items()])
+    yield from _section_lines("model", [("kind", manifest.kind), *manifest.source.items()])
     if isinstance(manifest, DecoderManifest):
-        yield from _section("decoder", _decoder(manifest.decoder))
-    yield from _section(
+        yield from _section_lines("decoder", _decoder_rows(manifest.decoder))
+    yield from _section_lines(
         "sampler",
         [
             ("vocabulary", sampler.vocab_size),
@@ -64,18 +64,20 @@ def _lines(folder: Path, manifest: Manifest) -> Iterator[str]:
             ("median distance", "not measured" if (median := manifest.median_distance) is None else f"{median:.4g}"),
         ],
     )
-    yield from _section("defaults", manifest.stated_defaults.items())
-    yield from _section("inputs", map(_tensor, _without_layers(manifest.inputs)))
-    yield from _section("outputs", map(_tensor, _without_layers(manifest.outputs)))
-    yield from _engines(folder)
-    yield from _section("files", ((name, binary_size(entry.size)) for name, entry in sorted(manifest.files.items())))
-    yield from _section("verification", _verification(manifest.verification))
+    yield from _section_lines("defaults", manifest.stated_defaults.items())
+    yield from _section_lines("inputs", map(_tensor_row, _first_layer_specs(manifest.inputs)))
+    yield from _section_lines("outputs", map(_tensor_row, _first_layer_specs(manifest.outputs)))
+    yield from _engine_lines(folder)
+    yield from _section_lines(
+        "files", ((name, binary_size(entry.size)) for name, entry in sorted(manifest.files.items()))
+    )
+    yield from _section_lines("verification", _verification_rows(manifest.verification))
     opset = [(f"opset {domain or 'ai.onnx'}", version) for domain, version in manifest.opset.items()]
-    yield from _section("written with", [*opset, *manifest.libraries.items()])
+    yield from _section_lines("written with", [*opset, *manifest.libraries.items()])
 
 
-def _engines(folder: Path) -> Iterator[str]:
-    """One row per engine, including engines for other machines."""
+def _engine_lines(folder: Path) -> Iterator[str]:
+    """A section with a row per engine, including engines for other machines; nothing without engines."""
     rows: list[tuple[str, object]] = []
     for path in stamp_paths(folder):
         try:
@@ -92,16 +94,18 @@ def _engines(folder: Path) -> Iterator[str]:
     if reason := folder_problem(folder):
         rows.append((FOLDER, f"not used: {reason}"))
     if rows:
-        yield from _section("engines", rows)
+        yield from _section_lines("engines", rows)
 
 
-def _decoder(decoder: DecoderInfo) -> Iterator[tuple[str, object]]:
+def _decoder_rows(decoder: DecoderInfo) -> Iterator[tuple[str, object]]:
     yield "model type", decoder.model_type
     yield "layers", decoder.num_layers
     yield "attention", decoder.attention
     yield "target", decoder.target
-    yield "cache", f"{decoder.kv_form}: {_FORMS.get(decoder.kv_form, '')}"
-    yield from _states(decoder)
+    yield "cache", f"{decoder.kv_form}: {_CACHE_FORMS.get(decoder.kv_form, '')}"
+    yield from _state_rows(decoder)
+    if decoder.least_onnxruntime:
+        yield "needs", f"onnxruntime {decoder.least_onnxruntime} or newer"
     if decoder.buffer_step and decoder.buffer_step == decoder.buffer_least:
         yield "cache length", f"{decoder.buffer_step} tokens, fixed at the export (--max-length)"
     elif decoder.buffer_step:
@@ -125,7 +129,7 @@ def _decoder(decoder: DecoderInfo) -> Iterator[tuple[str, object]]:
     yield "prompts of a batch", "may have different lengths" if ragged else "must have equal lengths"
 
 
-def _states(decoder: DecoderInfo) -> Iterator[tuple[str, object]]:
+def _state_rows(decoder: DecoderInfo) -> Iterator[tuple[str, object]]:
     total = 0
     for kind, (fixed, token) in decoder.state_bytes().items():
         states = [state for state in decoder.states if state.kind == kind]
@@ -136,11 +140,9 @@ def _states(decoder: DecoderInfo) -> Iterator[tuple[str, object]]:
         size = f"{binary_size(token)} a token" if token else binary_size(fixed)
         yield f"{kind} states", f"{layers} layers, {layout}: {size}"
     yield "cache size", f"{binary_size(total)} for one sequence of the full context"
-    if decoder.least_onnxruntime:
-        yield "needs", f"onnxruntime {decoder.least_onnxruntime} or newer"
 
 
-def _section(title: str, rows: Iterable[tuple[str, object]]) -> Iterator[str]:
+def _section_lines(title: str, rows: Iterable[tuple[str, object]]) -> Iterator[str]:
     pairs = [(name, str(value).rstrip()) for name, value in rows if str(value)]
     width = max((len(name) for name, _ in pairs), default=0)
     yield title
@@ -148,8 +150,8 @@ def _section(title: str, rows: Iterable[tuple[str, object]]) -> Iterator[str]:
         yield f"  {name.ljust(width)}  {value}"
 
 
-def _without_layers(specs: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
-    """Only the first layer's cache tensors; those of the other layers differ only by number."""
+def _first_layer_specs(specs: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
+    """Yield the tensors, of those of the cache only the first layer's: others differ only in the layer's number."""
     for spec in specs:
         parts = spec.name.split(".")
         if len(parts) != 3:
@@ -158,11 +160,11 @@ def _without_layers(specs: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
             yield TensorSpec(f"{parts[0]}.*.{parts[2]}", spec.dtype, spec.shape)
 
 
-def _tensor(spec: TensorSpec) -> tuple[str, str]:
+def _tensor_row(spec: TensorSpec) -> tuple[str, str]:
     return spec.name, f"{spec.dtype} [{', '.join(map(str, spec.shape))}]"
 
 
-def _verification(verification: Verification) -> Iterator[tuple[str, str]]:
+def _verification_rows(verification: Verification) -> Iterator[tuple[str, str]]:
     yield "status", verification.status
     for check in verification.checks:
         verdict = "passed" if check.passed else "FAILED"

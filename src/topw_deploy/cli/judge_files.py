@@ -1,7 +1,7 @@
-"""`topw generate --format`: read questions and write answers in the file formats of AlpacaEval and MT-Bench.
+"""`topw generate --format`: read questions, and write answers, in the file formats of AlpacaEval and MT-Bench.
 
-AlpacaEval reads a JSON list of objects with `instruction`, `output`, `generator` and `dataset`. MT-Bench's tools
-(FastChat) read JSON lines with `question_id`, `answer_id`, `model_id`, `choices` (each with `index` and `turns`) and
+AlpacaEval reads a JSON list of objects with `instruction`, `output`, `generator` and `dataset`. FastChat, MT-Bench's
+tool, reads JSON lines with `question_id`, `answer_id`, `model_id`, `choices` (each with `index` and `turns`) and
 `tstamp`. An MT-Bench question has several turns; each turn follows the answer to the previous one.
 """
 
@@ -19,7 +19,7 @@ from topw_deploy.errors import PromptError
 from topw_deploy.plain_text import decode_text, numbered_lines
 
 FORMATS = ("alpaca_eval", "mt_bench")
-_LISTS = {
+_EXPECTED = {
     "alpaca_eval": 'a JSON list, or JSON lines, of texts or {"instruction": "text"}',
     "mt_bench": 'JSON lines of {"question_id": 81, "turns": ["text", "text"]}',
 }
@@ -29,8 +29,9 @@ _LISTS = {
 class Question:
     """One question.
 
-    turns: the user's messages; AlpacaEval has one.
-    dataset: AlpacaEval's name for the question's origin, or None.
+    id: MT-Bench's `question_id`; for AlpacaEval, the place in the file.
+    turns: the user's messages. A question of AlpacaEval has one.
+    dataset: AlpacaEval's name for the origin of the question; None without.
     """
 
     id: str | int
@@ -41,54 +42,59 @@ class Question:
 def read_questions(data: bytes, where: str, form: str) -> list[Question]:
     """Read and check the questions of a file. Other fields, such as reference answers, are ignored.
 
+    form: one of FORMATS.
+
     Raises PromptError for a question of another format, an id that occurs twice, and a file without questions.
     """
     found: list[Question] = []
     seen: set[str | int] = set()
-    for place, value in _values(data, where, form):
-        question = _alpaca(value, len(found)) if form == "alpaca_eval" else _mt_bench(value)
+    for place, value in _question_values(data, where, form):
+        question = _alpaca_question(value, len(found)) if form == "alpaca_eval" else _mt_bench_question(value)
         if question is None:
-            raise PromptError(f"{place} is not a question of {form}; write {_LISTS[form]}.")
+            raise PromptError(f"{place} is not a question of {form}; write {_EXPECTED[form]}.")
         if question.id in seen:
             raise PromptError(f"{place} has the question_id {question.id!r:.60} of another question; make ids unique.")
         seen.add(question.id)
         found.append(question)
     if not found:
-        raise PromptError(f"{where} holds no question; write {_LISTS[form]}.")
+        raise PromptError(f"{where} holds no question; write {_EXPECTED[form]}.")
     return found
 
 
 def turn_prompts(
     questions: Sequence[Question], answers: Sequence[Mapping[str | int, str]], system: str | None
 ) -> list[dict[str, Any]]:
-    """The prompts of the next turn: `{"id", "prompt"}` for the first turn, else `{"id", "messages"}`.
+    """The prompts of the next turn: `{"id", "prompt"}` for the first turn, `{"id", "messages"}` for later ones.
 
-    answers: for each turn so far, question id -> answer.
+    answers: for each earlier turn, question id -> answer.
+    system: system message of later turns. None: no such message.
     """
     turn = len(answers)
     if turn == 0:
         return [{"id": question.id, "prompt": question.turns[0]} for question in questions]
-    start = [] if system is None else [{"role": "system", "content": system}]
-    found = []
+    system_messages = [] if system is None else [{"role": "system", "content": system}]
+    prompts = []
     for question in questions:
         if len(question.turns) > turn:
-            messages = list(start)
-            for asked, answered in zip(question.turns[:turn], answers, strict=True):
-                messages.append({"role": "user", "content": asked})
-                messages.append({"role": "assistant", "content": answered[question.id]})
-            found.append(
+            messages = list(system_messages)
+            for message, answer in zip(question.turns[:turn], answers, strict=True):
+                messages.append({"role": "user", "content": message})
+                messages.append({"role": "assistant", "content": answer[question.id]})
+            prompts.append(
                 {"id": question.id, "messages": [*messages, {"role": "user", "content": question.turns[turn]}]}
             )
-    return found
+    return prompts
 
 
 def judged_text(
     form: str, questions: Sequence[Question], answers: Sequence[Mapping[str | int, str]], generator: str, dataset: str
 ) -> str:
-    """The text of the output file.
+    """The text of the file that the benchmark's judge reads.
 
+    form: one of FORMATS.
+    answers: for each turn, question id -> answer.
     generator: the model's name in the file.
-    dataset: used for questions that do not name theirs.
+    dataset: origin of the questions that do not name their own.
     """
     if form == "alpaca_eval":
         listed = [
@@ -107,7 +113,7 @@ def judged_text(
         turns = [answers[turn][question.id] for turn in range(len(question.turns))]
         line = {
             "question_id": question.id,
-            "answer_id": _digest([generator, question.id, turns]),
+            "answer_id": _answer_id([generator, question.id, turns]),
             "model_id": generator,
             "choices": [{"index": 0, "turns": turns}],
             "tstamp": now,
@@ -116,57 +122,64 @@ def judged_text(
     return "".join(lines)
 
 
-def texts_of(path: Path, questions: Sequence[Question]) -> dict[str | int, str]:
-    """Read the answers of a finished run of `topw generate --prompts-jsonl`: prompt id -> text without outer spaces.
+def read_texts(path: Path, questions: Sequence[Question]) -> dict[str | int, str]:
+    """Read the answers of a finished run of `topw generate --prompts-jsonl`: question id -> text without outer spaces.
 
-    questions: those that the run answered, in order. Raises PromptError for other lines: a resumed run keeps the lines
-    that it finds.
+    questions: the questions that the run answered, in order.
+
+    Raises PromptError for lines that are not the answers to `questions`, because a resumed run keeps the lines that it
+    finds.
     """
-    found: dict[str | int, str] = {}
+    texts: dict[str | int, str] = {}
     lines = path.read_bytes().split(b"\n")
     for number, question in enumerate(questions, 1):
-        text = _answer_in(lines[number - 1] if number <= len(lines) else b"", question)
+        text = _answer_text(lines[number - 1] if number <= len(lines) else b"", question)
         if text is None:
             raise PromptError(
                 f"line {number} of {path} is not the answer to question {question.id!r:.60}; start again with "
                 "--overwrite."
             )
-        found[question.id] = text.strip()
-    return found
+        texts[question.id] = text.strip()
+    return texts
 
 
-def _answer_in(line: bytes, question: Question) -> str | None:
+def _answer_text(line: bytes, question: Question) -> str | None:
+    """The text of an answer's line; None if the line does not answer `question`."""
     try:
-        given = json.loads(line)
-        if given["id"] != question.id or not isinstance(given["text"], str):
+        answer = json.loads(line)
+        if answer["id"] != question.id or not isinstance(answer["text"], str):
             return None
-        given["text"].encode()  # half of a surrogate pair
+        answer["text"].encode()  # ValueError for half of a surrogate pair
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return str(given["text"])
+    return str(answer["text"])
 
 
-def _digest(value: Any) -> str:
+def _answer_id(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:22]  # as long as FastChat's
 
 
-def _values(data: bytes, where: str, form: str) -> list[tuple[str, Any]]:
-    """(The place of each question, for messages; its JSON value)."""
+def _question_values(data: bytes, where: str, form: str) -> list[tuple[str, Any]]:
+    """(place for error messages, JSON value) of each question."""
     text = decode_text(data, where)
     if text.lstrip().startswith("["):
-        return [(f"question {number} of {where}", value) for number, value in enumerate(_parsed(text, where, form), 1)]
+        return [
+            (f"question {number} of {where}", value) for number, value in enumerate(_parse_json(text, where, form), 1)
+        ]
     lines = numbered_lines(data, where)
-    return [(f"line {number} of {where}", _parsed(line, f"line {number} of {where}", form)) for number, line in lines]
+    return [
+        (f"line {number} of {where}", _parse_json(line, f"line {number} of {where}", form)) for number, line in lines
+    ]
 
 
-def _parsed(text: str, place: str, form: str) -> Any:
+def _parse_json(text: str, place: str, form: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise PromptError(f"{place} is not JSON; write {_LISTS[form]}.") from None
+        raise PromptError(f"{place} is not JSON; write {_EXPECTED[form]}.") from None
 
 
-def _alpaca(value: Any, index: int) -> Question | None:
+def _alpaca_question(value: Any, index: int) -> Question | None:
     value = {"instruction": value} if isinstance(value, str) else value
     if not isinstance(value, dict) or not isinstance(value.get("instruction"), str):
         return None
@@ -174,7 +187,7 @@ def _alpaca(value: Any, index: int) -> Question | None:
     return Question(index, (value["instruction"],), dataset if isinstance(dataset, str) else None)
 
 
-def _mt_bench(value: Any) -> Question | None:
+def _mt_bench_question(value: Any) -> Question | None:
     if not isinstance(value, dict):
         return None
     number, turns = value.get("question_id"), value.get("turns")

@@ -1,4 +1,4 @@
-"""`topw lm-eval`: lm-evaluation-harness on an exported folder."""
+"""`topw lm-eval`: run lm-evaluation-harness on an exported folder."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import click
 
 from topw_deploy.cli.options import CONTEXT
 
-_PASSED = {**CONTEXT, "ignore_unknown_options": True, "allow_interspersed_args": False}
+_PASS_ARGUMENTS = {**CONTEXT, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
-@click.command(name="lm-eval", context_settings=_PASSED)
+@click.command(name="lm-eval", context_settings=_PASS_ARGUMENTS)
 @click.argument("words", metavar="[ARGUMENT]...", nargs=-1, type=click.UNPROCESSED)
 def command(words: tuple[str, ...]) -> None:
     """Run lm-evaluation-harness on an exported model: `lm_eval ARGUMENT...` with the model class topw_deploy.

@@ -1,4 +1,4 @@
-"""`topw` and `topw-export`: run a command, report errors.
+"""`topw` and `topw-export`: run a command and report errors.
 
 Exit codes: 0 success; 1 failure, with one sentence on stderr (none for a closed pipe); 2 wrong usage or option value;
 130 interrupted. Commands are imported when called, for a fast `topw --help`.
@@ -20,9 +20,9 @@ from typing import Any, TextIO
 import click
 
 from topw_deploy import install, telemetry
-from topw_deploy.cli.flags import context_of, follow, in_flags, suggestion, was_given
+from topw_deploy.cli.flags import attach_contexts, context_of, is_set_by_user, suggestion, with_flags
 from topw_deploy.cli.options import CONTEXT
-from topw_deploy.cli.terminal import prepare, tell
+from topw_deploy.cli.terminal import prepare_streams, tell
 from topw_deploy.errors import ParameterError, TopWError
 
 COMMANDS = {
@@ -55,11 +55,11 @@ _EXTRAS = {
     "verify": "more with [export]",
     "bench": "more with [export]",
 }
-"""Command -> its remark in `topw --help` on the extra [export], if it uses that."""
+"""Command -> its remark in `topw --help` on the extra that it needs or can use."""
 
 _EXTRAS_NOTE = "[export] is the extra with torch and onnx; if it is missing, `topw doctor` shows how to install it."
-# Extra -> subject of the error.
-_DOES = {
+# Extra -> subject of the sentence that says that the extra is missing.
+_ACTIVITIES = {
     "cpu": "running a model",
     "export": "exporting",
     "compare": "comparing rules",
@@ -69,33 +69,33 @@ _DOES = {
 
 _INTERRUPTED = 130
 _VERSION: dict[str, Any] = {"package_name": "topw-deploy", "message": "%(prog)s %(version)s"}
-# Errors when writing stdout.
-_NO_OUTPUT = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
+# Errors of writing to stdout: a full disk or a closed descriptor, for example.
+_OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
 
 
 class _LazyGroup(click.Group):
-    """Imports command modules on demand."""
+    """A group that imports the module of a command when the command is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return _load(cmd_name) if cmd_name in COMMANDS else None
+        return _load_command(cmd_name) if cmd_name in COMMANDS else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, _marked(name, text)) for name, text in COMMANDS.items()])
+            formatter.write_dl([(name, _with_extra(name, text)) for name, text in COMMANDS.items()])
         formatter.write_paragraph()
         formatter.write_text(_EXTRAS_NOTE)
 
 
-def _marked(name: str, text: str) -> str:
+def _with_extra(name: str, text: str) -> str:
     return f"{text} ({_EXTRAS[name]})" if name in _EXTRAS else text
 
 
-def _load(name: str) -> click.Command:
+def _load_command(name: str) -> click.Command:
     command: click.Command = importlib.import_module(f"topw_deploy.cli.{name.replace('-', '_')}").command
-    return follow(command)
+    return attach_contexts(command)
 
 
 @click.group(cls=_LazyGroup, context_settings=CONTEXT)
@@ -120,71 +120,78 @@ def export_main(args: Sequence[str] | None = None) -> None:
     sys.exit(run(None, "topw-export", "TOPW_EXPORT", args))
 
 
-def _export_alone() -> click.Command:
-    command = copy.copy(_load("export"))
+def _export_program() -> click.Command:
+    command = copy.copy(_load_command("export"))
     command.params = list(command.params)
     return click.version_option(prog_name="topw-export", **_VERSION)(command)
 
 
 def run(command: click.Command | None, program: str, prefix: str, args: Sequence[str] | None) -> int:
-    """Run `command` (None: export); returns the exit code."""
+    """Run a command. Returns the exit code.
+
+    command: None for `topw-export`.
+    program: name of the program.
+    prefix: first part of the names of environment variables.
+    args: None for those of the process.
+    """
     telemetry.switch_off()
     warnings.showwarning = _show_note
-    if not prepare():
-        return _fail("standard output is closed; redirect it to a file or to the null device.")
+    if not prepare_streams():
+        return _report_failure("standard output is closed; redirect it to a file or to the null device.")
     words = list(sys.argv[1:] if args is None else args)
     try:
-        command = command or _export_alone()
+        command = command or _export_program()
         click_options: dict[str, Any] = {**CONTEXT, "auto_envvar_prefix": prefix}
         result = command.main(args=words, prog_name=program, standalone_mode=False, **click_options)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
-        return _refuse(error)
+        return _report_usage_error(error)
     except TopWError as error:
-        message = in_flags(error, words)
-        if isinstance(error, ParameterError) and was_given(error):
-            return _refuse(click.UsageError(message, context_of(error)))
-        return _fail(message)
+        message = with_flags(error, words)
+        if isinstance(error, ParameterError) and is_set_by_user(error):
+            return _report_usage_error(click.UsageError(message, context_of(error)))
+        return _report_failure(message)
     except ModuleNotFoundError as error:
         extra = install.extra_of(error.name or "")
         if extra is None:
             raise
-        return _fail(install.sentence(_DOES[extra], extra))
+        return _report_failure(install.missing_message(_ACTIVITIES.get(extra, "this command"), extra))
     except (click.Abort, KeyboardInterrupt):
         return _INTERRUPTED
     except BrokenPipeError:
-        _forget_output()
+        _discard_output()
         return 1
     except OSError as error:
         if error.filename is not None:
-            return _fail(f"{error.filename} cannot be used: {error.strerror}; check it and its permissions.")
-        if error.errno not in _NO_OUTPUT:
+            return _report_failure(f"{error.filename} cannot be used: {error.strerror}; check it and its permissions.")
+        if error.errno not in _OUTPUT_ERRORS:
             raise
-        _forget_output()
-        return _fail(f"the output cannot be written: {error.strerror}; redirect it elsewhere.")
+        _discard_output()
+        return _report_failure(f"the output cannot be written: {error.strerror}; redirect it elsewhere.")
 
 
-def _forget_output() -> None:
-    """Discard stdout: Python flushes it at exit and would fail again."""
+def _discard_output() -> None:
+    """Send the rest of stdout to the null device: Python flushes stdout at exit, and would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _refuse(error: click.ClickException) -> int:
+def _report_usage_error(error: click.ClickException) -> int:
+    """Print an error of click. Returns the exit code."""
     message = error.format_message()
-    if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help
+    if type(error).__name__ == "NoArgsIsHelpError":  # the message is the help
         tell(*message.split("\n"))
         return error.exit_code
     if isinstance(error, click.UsageError):
         if error.ctx is not None:
             tell(*error.ctx.get_usage().split("\n"), f"Try '{error.ctx.command_path} --help' for help.", "")
-        message += _near_miss(error)
+        message += _similar_word(error)
     tell(f"Error: {message}")
     return error.exit_code
 
 
-def _near_miss(error: click.UsageError) -> str:
-    """Suggest a similar command or value; click itself suggests only options."""
+def _similar_word(error: click.UsageError) -> str:
+    """A suggestion of a similar command or value. click itself suggests similar options only."""
     known: Iterable[str] = ()
     if isinstance(error, click.BadParameter) and error.param is not None and isinstance(error.param.type, click.Choice):
         known = map(str, error.param.type.choices)
@@ -194,7 +201,8 @@ def _near_miss(error: click.UsageError) -> str:
     return suggestion(typed[1], known) if typed and not getattr(error, "possibilities", None) else ""
 
 
-def _fail(message: str) -> int:
+def _report_failure(message: str) -> int:
+    """Print an error. Returns the exit code."""
     tell(f"Error: {message}")
     return 1
 
@@ -207,11 +215,12 @@ def _show_note(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
+    """Print a warning on one line; in place of `warnings.showwarning`."""
     tell(f"Note: {message}")
 
 
 def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print a traceback with control characters escaped, because messages can contain file names."""
+    """Print a traceback with control characters escaped, because messages may have names of files."""
     import traceback
 
     for part in traceback.format_exception(kind, error, trace):

@@ -1,4 +1,4 @@
-"""Options shared by commands."""
+"""The options that several commands share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from topw_deploy.sampling.rules import RULE_OF_VALUE, RULES
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 CONTEXT: dict[str, Any] = {
-    # Users of optimum and transformers type --cache_dir or --cache-dir.
+    # Optimum has options such as --cache_dir, so underscores are read as hyphens.
     "token_normalize_func": lambda token: token.replace("_", "-"),
     "help_option_names": ["-h", "--help"],
     "max_content_width": 110,
@@ -28,7 +28,7 @@ CONTEXT: dict[str, Any] = {
 """`context_settings` of every command."""
 
 NEEDS_EXPORT = "Needs the extra [export]; `topw doctor` shows how to install it."
-"""`epilog` of the commands that need the extra."""
+"""`epilog` of the commands that need the extra [export]."""
 
 _PARAMETER_HELP = {
     "lam": (("--lam", "--lambda-geom"), "Weight of the entropy term, >= 0."),
@@ -55,7 +55,7 @@ _OPTION_HELP: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
 
 
 class _Beta(click.ParamType):
-    """A float, or text that depends on the temperature (`sampling.beta`)."""
+    """A type of option: a float, or a text that depends on the temperature (`sampling.beta`)."""
 
     name = "float|a+b*t"
 
@@ -70,7 +70,7 @@ class _Beta(click.ParamType):
 
 
 def parameter_options(command: Command) -> Command:
-    """Add options for the Top-W parameters; their default is None."""
+    """Add the options for Top-W's parameters. Their default is None."""
     for name in reversed(PARAMETER_NAMES):
         names, text = _PARAMETER_HELP[name]
         kind = _Beta() if name == "beta" else float
@@ -79,7 +79,7 @@ def parameter_options(command: Command) -> Command:
 
 
 def geom_unit_option(command: Command) -> Command:
-    """Add the --geom-unit of a request; its default is None."""
+    """Add --geom-unit, for a request. Its default is None."""
     return click.option(
         "--geom-unit",
         type=click.Choice(GEOM_UNITS),
@@ -103,7 +103,7 @@ _RULE_HELP = {
 
 
 def rule_options(command: Command) -> Command:
-    """Add --rule and the parameters of the sampling rules; their default is None."""
+    """Add --rule, and the options for the parameters of the sampling rules. Their default is None."""
     for name, (kind, text) in reversed(_RULE_HELP.items()):
         flag = f"--{name.replace('_', '-')}"
         command = click.option(flag, name, type=kind, default=None, help=f"{RULE_OF_VALUE[name].name}: {text}")(command)
@@ -116,7 +116,7 @@ def rule_options(command: Command) -> Command:
 
 
 def preset_option(command: Command) -> Command:
-    """Add the --preset of a request; its default is None."""
+    """Add --preset, for a request. Its default is None."""
     return click.option(
         "--preset",
         type=click.Choice(tuple(REQUEST_PRESETS)),
@@ -126,7 +126,7 @@ def preset_option(command: Command) -> Command:
 
 
 def baked_options(command: Command) -> Command:
-    """Add the --preset of an export and the options stored in the graph; their default is None."""
+    """Add --preset, for an export, and the options that are stored in the graph, whose default is None."""
     for name in reversed(OPTION_NAMES):
         names, settings, text = _OPTION_HELP[name]
         command = click.option(*names, name, default=None, help=text, **settings)(command)
@@ -141,7 +141,7 @@ def baked_options(command: Command) -> Command:
 
 
 def tail_option(command: Command) -> Command:
-    """Add --tail, the form of the sampler function."""
+    """Add --tail, the form of the sampler's function."""
     return click.option(
         "--tail",
         type=click.Choice(("portable", "onnxruntime", "static")),
@@ -152,22 +152,22 @@ def tail_option(command: Command) -> Command:
 
 
 def rules_option(command: Command) -> Command:
-    """Add --rules, the sampling rules that the function carries."""
+    """Add --rules, the sampling rules of the sampler's function."""
     return click.option(
         "--rules",
         metavar="RULE,...",
         default=None,
-        callback=_names,
+        callback=_parse_rule_names,
         help="Sampling rules that requests may use; Top-W always. Fewer make --tail static faster.  [default: all]",
     )(command)
 
 
-def _names(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
+def _parse_rule_names(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
     return tuple(RULES) if value is None else tuple(name.strip() for name in value.split(",") if name.strip())
 
 
 def bound_option(command: Command) -> Command:
-    """Add --neighbour-bound."""
+    """Add --neighbour-bound, for an export."""
     return click.option(
         "--neighbour-bound/--no-neighbour-bound",
         default=False,
@@ -177,7 +177,7 @@ def bound_option(command: Command) -> Command:
 
 
 def quantisation_options(command: Command) -> Command:
-    """Add options for int4 and int8, named as in onnxruntime's tools; default None."""
+    """Add the options for int4 and int8, with the names of onnxruntime's tools. Their default is None."""
     choices = {
         "block_size": ("16", "32", "64", "128", "256"),
         "accuracy_level": ("0", "1", "2", "3", "4"),
@@ -195,13 +195,13 @@ def quantisation_options(command: Command) -> Command:
             "--int4-block-size",
             "block_size",
             type=click.Choice(choices["block_size"]),
-            callback=_whole,
+            callback=_parse_integer,
             help="int4, int8: number of weights that share a scale.  [default: 128]",
         ),
         click.option(
             "--table-bits",
             type=click.Choice(("4", "8")),
-            callback=_whole,
+            callback=_parse_integer,
             help="int4: bits of the token table and the output head.  [default: 8]",
         ),
         click.option(
@@ -215,7 +215,7 @@ def quantisation_options(command: Command) -> Command:
             "--int4-accuracy-level",
             "accuracy_level",
             type=click.Choice(choices["accuracy_level"]),
-            callback=_whole,
+            callback=_parse_integer,
             help="int4, int8: lowest precision for activations: 1 float32, 2 float16, 3 bfloat16, 4 int8, 0 unset.  "
             "[default: 4]",
         ),
@@ -238,22 +238,22 @@ def quantisation_options(command: Command) -> Command:
             help="int4, int8: do not quantise nodes or weights with a matching name ('*' and '?'). Repeatable.",
         ),
     )
-    return _with_options(command, options)
+    return _add_options(command, options)
 
 
-def _whole(_context: click.Context, _option: click.Parameter, value: str | None) -> int | None:
+def _parse_integer(_context: click.Context, _option: click.Parameter, value: str | None) -> int | None:
     return None if value is None else int(value)
 
 
 def hub_options(command: Command) -> Command:
-    """Add hub options, as in huggingface_hub."""
+    """Add the options for the hub, with the names of huggingface_hub."""
     options = (
         click.option("--revision", default=None, help="Branch, tag or commit of a hub model."),
         click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="Folder of the hub's cache."),
         click.option("--token", envvar="HF_TOKEN", default=None, help="Access token for the hub.  [env: HF_TOKEN]"),
         click.option("--local-files-only", is_flag=True, help="Use the hub's cache only; never go online."),
     )
-    return _with_options(command, options)
+    return _add_options(command, options)
 
 
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="Do not show progress on stderr.")
@@ -265,25 +265,25 @@ def report_options(command: Command) -> Command:
         click.option("--json", "as_json", is_flag=True, help="Print the report as JSON."),
         quiet_option,
     )
-    return _with_options(command, options)
+    return _add_options(command, options)
 
 
 def crop_options(command: Command) -> Command:
-    """Add optional sampler outputs."""
+    """Add the options for optional outputs of the sampler."""
     options = (
         click.option("--with-mass", is_flag=True, help="Add an output with the crop's probability mass."),
         click.option("--with-keep-mask", is_flag=True, help="Add an output with the crop, a bool per token."),
     )
-    return _with_options(command, options)
+    return _add_options(command, options)
 
 
-_OPENING = {
+_OPENING_NAMES = {
     "provider": "provider",
     "threads": "intra_op_num_threads",
     "sampler": "sampler",
     "allow_fallback": "allow_fallback",
 }
-"""`opening_options` -> their names in `TopWModel.from_pretrained`."""
+"""Name of an option in `opening_options` -> its name in `TopWModel.from_pretrained`."""
 
 
 def opening_options(command: Command) -> Command:
@@ -305,22 +305,22 @@ def opening_options(command: Command) -> Command:
         ),
         click.option("--allow-fallback", is_flag=True, help="Use another provider if this one does not start."),
     )
-    return _with_options(command, options)
+    return _add_options(command, options)
 
 
 def take_opening(values: dict[str, Any]) -> dict[str, Any]:
-    """Remove the values of `opening_options`; returns them as keywords of `TopWModel.from_pretrained`."""
-    return {ours: values.pop(name) for name, ours in _OPENING.items()}
+    """Remove the values of `opening_options`. Returns them as keywords of `TopWModel.from_pretrained`."""
+    return {keyword: values.pop(name) for name, keyword in _OPENING_NAMES.items()}
 
 
-def _with_options(command: Command, options: tuple[Callable[[Command], Command], ...]) -> Command:
+def _add_options(command: Command, options: tuple[Callable[[Command], Command], ...]) -> Command:
     for option in reversed(options):
         command = option(command)
     return command
 
 
-def check_order(folder: Path, others: Iterable[str]) -> None:
-    """Raises UsageError if `folder` does not exist but one of `others` is an exported folder."""
+def require_folder_first(folder: Path, others: Iterable[str]) -> None:
+    """Raises UsageError if `folder` does not exist, but one of the other arguments is an exported folder."""
     if os.path.exists(folder):
         return
     from topw_deploy.manifest import MANIFEST_NAME
@@ -330,7 +330,7 @@ def check_order(folder: Path, others: Iterable[str]) -> None:
             raise click.UsageError(f"{folder} does not exist, but {word} is an exported folder; OUT comes first.")
 
 
-def given(values: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Remove `names` from `values`; returns those that are set."""
+def take_given(values: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """Remove `names` from `values`. Returns the values that are not None, by name."""
     removed = {name: values.pop(name, None) for name in names}
     return {name: value for name, value in removed.items() if value is not None}

@@ -1,4 +1,4 @@
-"""`topw plugins`: libraries for NVIDIA GPUs."""
+"""`topw plugins`: build and show the libraries for NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def command() -> None:
 
 
 class _Architectures(click.ParamType):
-    """87, sm_87, 8.7 or native; comma-separated."""
+    """A type of option: GPU architectures as 87, sm_87, 8.7 or native, separated by commas."""
 
     name = "architectures"
 
@@ -90,38 +90,40 @@ def build(
     from topw_deploy.plugins.tensorrt.compile import CompiledPlugin, compile_tensorrt
 
     chosen = driver.resolve_architectures([name for names in architecture for name in names])
-    line = progress(quiet).say
-    with _shown(quiet) as watch:
+    say_progress = progress(quiet).say
+    with _shown_progress(quiet) as watch:
         library: CompiledLibrary | CompiledPlugin
         if tensorrt_root is None:
-            library = compile_cuda(output, chosen, say=line, watch=watch)
+            library = compile_cuda(output, chosen, say=say_progress, watch=watch)
         else:
-            library = compile_tensorrt(tensorrt_root, output, chosen, say=line, watch=watch)
+            library = compile_tensorrt(tensorrt_root, output, chosen, say=say_progress, watch=watch)
     names = " ".join(f"sm_{number}" for number in library.architectures)
-    line(f"{decimal_size(library.size)} for {names} in {library.seconds:.0f} s")
+    say_progress(f"{decimal_size(library.size)} for {names} in {library.seconds:.0f} s")
     say(library.path)
 
 
 @contextlib.contextmanager
-def _shown(quiet: bool) -> Iterator[Callable[[CompilationState], object]]:
-    """Show progress: on terminals, one line that is rewritten; otherwise a line per architecture."""
+def _shown_progress(quiet: bool) -> Iterator[Callable[[CompilationState], object]]:
+    """Yield a function that shows progress: on a line that is rewritten on terminals, or in a line per architecture."""
     if quiet:
         yield lambda _state: None
     elif sys.stderr.isatty():
         width = shutil.get_terminal_size().columns - 1  # wrapped lines cannot be rewritten
-        yield lambda state: rewrite_line(_line(state)[:width])
+        yield lambda state: rewrite_line(_progress_line(state)[:width])
         rewrite_line("")
     else:
-        yield _Lines()
+        yield _LinePrinter()
 
 
-def _line(state: CompilationState) -> str:
+def _progress_line(state: CompilationState) -> str:
     now = " ".join(f"sm_{number}" for number in state.running)
     what = f"compiling {now}" if now else "linking" if len(state.done) == state.total else "reading the sources"
     return f"{len(state.done)} of {state.total} done, {state.seconds:.0f} s, {what}"
 
 
-class _Lines:
+class _LinePrinter:
+    """Prints a line for each architecture that is done."""
+
     def __init__(self) -> None:
         self._printed = 0
 

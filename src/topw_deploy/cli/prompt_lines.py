@@ -1,4 +1,4 @@
-"""Read prompts from JSON lines; all are checked before any is run."""
+"""Read prompts from JSON lines. All lines are checked before any prompt is run."""
 
 from __future__ import annotations
 
@@ -12,19 +12,24 @@ from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.plain_text import numbered_lines
 
 KINDS = ("prompt", "prompt_ids", "messages")
-_ALIASES = {"token_ids": "prompt_ids"}
-_OWN = ("id", *KINDS)
-_OBJECTS = frozenset({"generation_config", "streamer", "stopping_criteria"})  # Python objects, not JSON values
-_FORM = 'write "text", {"prompt": "text"}, {"prompt_ids": [1, 2]} or {"messages": [...]}'
+_KIND_ALIASES = {"token_ids": "prompt_ids"}
+_OWN_FIELDS = ("id", *KINDS)
+_PYTHON_OBJECTS = frozenset(
+    {"generation_config", "streamer", "stopping_criteria"}
+)  # parameters that JSON has no values for
+_EXPECTED = 'write "text", {"prompt": "text"}, {"prompt_ids": [1, 2]} or {"messages": [...]}'
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLine:
-    """One prompt.
+    """One prompt of a file.
 
-    index: position in the file, from 0, not counting blank lines.
-    where: the line, for messages.
-    parameters: checked parameters of the line and the command line.
+    index: position in the file, counted from 0 without blank lines.
+    where: the place of the line, for error messages.
+    id: the prompt's id in the file; None without.
+    kind: one of KINDS.
+    prompt: the text, the token ids or the messages.
+    parameters: checked parameters of `TopWModel.generate`, from the line and from the command line.
     """
 
     index: int
@@ -36,60 +41,68 @@ class PromptLine:
 
     @property
     def samples(self) -> int:
-        """Number of sequences requested."""
+        """Number of sequences that the parameters ask for."""
         return int(self.parameters.get("num_return_sequences", 1))
 
-    def request(self, limits: Mapping[str, Any]) -> str:
-        """Digest of everything that determines the answer, except model and seed."""
-        asked = [self.id, self.kind, self.prompt, self.parameters, limits]
-        return hashlib.sha256(json.dumps(asked, sort_keys=True, default=asdict).encode()).hexdigest()[:32]
+    def digest(self, limits: Mapping[str, Any]) -> str:
+        """A digest of everything that determines the answer, except model and seed.
+
+        limits: options of the command line that limit the answer.
+        """
+        content = [self.id, self.kind, self.prompt, self.parameters, limits]
+        return hashlib.sha256(json.dumps(content, sort_keys=True, default=asdict).encode()).hexdigest()[:32]
 
 
-def prompt_lines(
+def read_prompt_lines(
     data: bytes, where: str, given: Mapping[str, Any], *, chat: bool, system: str | None
 ) -> list[PromptLine]:
     """Read the prompts of a file.
 
-    given: parameters for all prompts, which those of a line override.
-    chat: a text is the user's message, after the system message `system`.
+    where: the file's name, for error messages.
+    given: parameters for all prompts. The parameters of a line override them.
+    chat: whether a text is the user's message, after the system message `system`.
+
     Raises ParameterError for an invalid `given`, PromptError for a malformed line or a file without prompts.
     """
-    checked = _checked(given)
-    found: list[PromptLine] = []
+    common = _check_parameters(given)
+    lines: list[PromptLine] = []
     for number, text in numbered_lines(data, where):
         place = f"line {number} of {where}"
-        value = _object(text, place)
+        value = _parse_object(text, place)
         try:
-            kind, prompt = _prompt(value)
-            own = _checked({name: v for name, v in value.items() if name not in (*_OWN, *_ALIASES)})
+            kind, prompt = _kind_and_prompt(value)
+            own = _check_parameters(
+                {name: v for name, v in value.items() if name not in (*_OWN_FIELDS, *_KIND_ALIASES)}
+            )
             _check_together(own)
         except (ParameterError, PromptError) as error:
             raise PromptError(f"{place}: {error}") from None
         if chat and kind == "prompt":
             kind, prompt = "messages", user_messages(system, prompt)
-        found.append(PromptLine(len(found), place, value.get("id"), kind, prompt, _merged(checked, own)))
-    if not found:
-        raise PromptError(f"{where} holds no prompt; {_FORM} on each line.")
-    return found
+        lines.append(PromptLine(len(lines), place, value.get("id"), kind, prompt, _merge_parameters(common, own)))
+    if not lines:
+        raise PromptError(f"{where} holds no prompt; {_EXPECTED} on each line.")
+    return lines
 
 
 def user_messages(system: str | None, text: str) -> list[dict[str, str]]:
-    start = [] if system is None else [{"role": "system", "content": system}]
-    return [*start, {"role": "user", "content": text}]
+    """The messages of a chat that starts with `text`, after the system message `system` (None: no such message)."""
+    system_messages = [] if system is None else [{"role": "system", "content": system}]
+    return [*system_messages, {"role": "user", "content": text}]
 
 
-def _object(text: str, place: str) -> dict[str, Any]:
-    """Parse a line; a string becomes an object with that prompt."""
+def _parse_object(text: str, place: str) -> dict[str, Any]:
+    """Parse a line. A string becomes an object with that prompt."""
     try:
-        value: Any = json.loads(text, object_pairs_hook=_without_repetition)
+        value: Any = json.loads(text, object_pairs_hook=_unique_fields)
     except PromptError as error:
         raise PromptError(f"{place} {error}") from None
     except (ValueError, RecursionError):
-        raise PromptError(f"{place} is not JSON; {_FORM} on each line.") from None
+        raise PromptError(f"{place} is not JSON; {_EXPECTED} on each line.") from None
     if isinstance(value, str):
         value = {"prompt": value}
     if not isinstance(value, dict):
-        raise PromptError(f"{place} is neither a text nor an object; {_FORM}.")
+        raise PromptError(f"{place} is neither a text nor an object; {_EXPECTED}.")
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -97,7 +110,8 @@ def _object(text: str, place: str) -> dict[str, Any]:
     return value
 
 
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of a line. Raises PromptError if a name occurs twice."""
     result: dict[str, Any] = {}
     for name, value in pairs:
         if name in result:
@@ -106,44 +120,46 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _prompt(value: dict[str, Any]) -> tuple[str, Any]:
+def _kind_and_prompt(value: dict[str, Any]) -> tuple[str, Any]:
+    """The kind of a line's prompt and the prompt. Raises PromptError for a wrong prompt or id."""
     if not isinstance(value.get("id"), (str, int, type(None))) or isinstance(value.get("id"), bool):
         raise PromptError(f"id is {value['id']!r:.60}, but must be a text or an integer.")
-    given = [name for name in (*KINDS, *_ALIASES) if name in value]
-    if len(given) != 1:
-        count = " and ".join(given) if given else "no prompt"
-        raise PromptError(f"{count} given; {_FORM}.")
-    kind, prompt = _ALIASES.get(given[0], given[0]), value[given[0]]
+    names = [name for name in (*KINDS, *_KIND_ALIASES) if name in value]
+    if len(names) != 1:
+        raise PromptError(f"{' and '.join(names) or 'no prompt'} given; {_EXPECTED}.")
+    kind, prompt = _KIND_ALIASES.get(names[0], names[0]), value[names[0]]
     if kind == "prompt" and not isinstance(prompt, str):
         raise PromptError(f"prompt is {prompt!r:.60}, but must be a text; give token ids as prompt_ids.")
-    if kind == "prompt_ids" and not _are(prompt, int):
-        raise PromptError(f"{given[0]} is {prompt!r:.60}, but must be a list of integers.")
-    if kind == "messages" and not (_are(prompt, dict) and prompt):
+    if kind == "prompt_ids" and not _is_list_of(prompt, int):
+        raise PromptError(f"{names[0]} is {prompt!r:.60}, but must be a list of integers.")
+    if kind == "messages" and not (_is_list_of(prompt, dict) and prompt):
         raise PromptError(f"messages is {prompt!r:.60}, but must be a list of objects with role and content.")
     return kind, prompt
 
 
-def _are(value: Any, kind: type) -> bool:
+def _is_list_of(value: Any, kind: type) -> bool:
     return isinstance(value, list) and all(isinstance(v, kind) and not isinstance(v, bool) for v in value)
 
 
-def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the parameters of one row; returns them by canonical name."""
-    # Import late, so that a bad file is refused without waiting for onnxruntime.
+def _check_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Check parameters, each by itself. Returns them by their canonical names."""
+    # Import late, so that a file that cannot be read is refused without waiting for onnxruntime.
     from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS, check_names
 
     known = {**PARAMETERS, **REQUEST_PARAMETERS}
     named = check_names(given)
-    for name in _OBJECTS & named.keys():
+    for name in _PYTHON_OBJECTS & named.keys():
         raise ParameterError(f"{name} is not allowed here; give each parameter by its own name.")
     return {name: known[name].parse(name, value) for name, value in named.items()}
 
 
 def _check_together(own: Mapping[str, Any]) -> None:
+    """Raises ParameterError for parameters of a line that exclude each other."""
     if "max_new_tokens" in own and "max_length" in own:
         raise ParameterError("max_new_tokens and max_length are both given; give one of them.")
 
 
-def _merged(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    replaced = "max_new_tokens" if "max_length" in own else None  # two names for one limit
+def _merge_parameters(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """`given`, overridden by the parameters `own` of a line."""
+    replaced = "max_new_tokens" if "max_length" in own else None  # they exclude each other
     return {**{name: value for name, value in given.items() if name != replaced}, **own}

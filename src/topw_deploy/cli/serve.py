@@ -1,4 +1,4 @@
-"""`topw serve`: an OpenAI-compatible HTTP server."""
+"""`topw serve`: serve exported models over HTTP, with the endpoints of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ import click
 from topw_deploy.cli.options import CONTEXT, opening_options, take_opening
 from topw_deploy.sizes import parse_size
 
-_ENGINE = ("max_batch", "max_length", "kv_bytes", "max_queue", "prefill_budget", "reuse_prefixes", "prefix_bytes")
-_RUN = ("host", "port", "uds", "max_connections", "verbose")
+_ENGINE_OPTIONS = (
+    "max_batch",
+    "max_length",
+    "kv_bytes",
+    "max_queue",
+    "prefill_budget",
+    "reuse_prefixes",
+    "prefix_bytes",
+)
+_SERVER_OPTIONS = ("host", "port", "uds", "max_connections", "verbose")
 
 
 @click.command(name="serve", context_settings=CONTEXT)
@@ -136,7 +144,7 @@ def command(
     """
     from topw_deploy import install
 
-    install.require("serving", "serve")
+    install.require("server_options", "serve")
     from topw_deploy.serve.options import ServeOptions
     from topw_deploy.serve.server import run
 
@@ -144,21 +152,21 @@ def command(
         if options[name] is not None:
             options[name] = parse_size(options[name], name)
     opening = take_opening(options)
-    engine = {name: options.pop(name) for name in _ENGINE}
-    serving = {name: options.pop(name) for name in _RUN}
+    engine = {name: options.pop(name) for name in _ENGINE_OPTIONS}
+    server_options = {name: options.pop(name) for name in _SERVER_OPTIONS}
     serve_options = ServeOptions(
-        models=_named(folders, served_model_name),
+        models=_models_by_name(folders, served_model_name),
         api_keys=api_key,
         cors_origins=cors_origin,
         opening=opening,
         engine={name: value for name, value in engine.items() if value is not None},
         **options,
     )
-    run(serve_options, json_logs=log_format == "json", **serving)
+    run(serve_options, json_logs=log_format == "json", **server_options)
 
 
-def _named(folders: tuple[Path, ...], names: tuple[str, ...]) -> dict[str, Path]:
-    """The models by name. Raises UsageError unless each has one of its own."""
+def _models_by_name(folders: tuple[Path, ...], names: tuple[str, ...]) -> dict[str, Path]:
+    """The folders by the names of their models. Raises UsageError unless each model has a name of its own."""
     if names and len(names) != len(folders):
         raise click.UsageError(f"--served-model-name is given {len(names)} times for {len(folders)} models.")
     chosen = names or tuple(folder.resolve().name for folder in folders)

@@ -1,4 +1,4 @@
-"""`topw stats`: report on stdout, progress on stderr."""
+"""`topw stats`: show what a sampling rule did. The report goes to stdout, and progress to stderr."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from topw_deploy.cli.files import check_output, check_picture, read_source, writ
 from topw_deploy.cli.options import (
     CONTEXT,
     NEEDS_EXPORT,
-    check_order,
     geom_unit_option,
-    given,
     parameter_options,
     preset_option,
     quiet_option,
+    require_folder_first,
     rule_options,
+    take_given,
 )
 from topw_deploy.cli.terminal import say, say_json
+from topw_deploy.reports import count_text
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, TOP_W
 
@@ -118,15 +119,15 @@ def command(
     from minimising the paper's exact objective with Top-W's parameters. The optimal transport in it is solved by linear
     programming. --plot then draws this comparison.
     """
-    check_order(folder, prompts)
+    require_folder_first(folder, prompts)
     install.require("`topw stats`", "export")
-    asked = _prompts(prompts, prompt_file, prompts_jsonl)[:limit]
+    texts = _read_prompts(prompts, prompt_file, prompts_jsonl)[:limit]
     # Import late, for fast --help and usage errors.
     from topw_deploy.cli.progress import progress
     from topw_deploy.stats.request import settings_of
 
-    settings = settings_of(given(values, (*PARAMETER_NAMES, *RULE_PARAMETER_NAMES)), sweep)
-    request = _exact(exact, values["exact_steps"], values["exact_pool"])
+    settings = settings_of(take_given(values, (*PARAMETER_NAMES, *RULE_PARAMETER_NAMES)), sweep)
+    exact_request = _exact_request(exact, values["exact_steps"], values["exact_pool"])
     check_output(json_file, "json_file")
     check_picture(plot, (".png", ".svg", ".pdf"))
     from topw_deploy.stats.collect import collect
@@ -137,32 +138,34 @@ def command(
 
     generation = {name: values[name] for name in ("max_new_tokens", "seed", "ignore_eos")}
     generation |= {name: values[name] for name in ("preset", "geom_unit") if values[name] is not None}
-    batch_size, shown = values["batch_size"], progress(values["quiet"])
     collected = collect(
         folder,
-        asked,
+        texts,
         settings,
-        batch_size=batch_size,
+        batch_size=values["batch_size"],
         generation=generation,
         seeds=values["seeds"],
-        exact=request,
-        progress=shown,
+        exact=exact_request,
+        progress=progress(values["quiet"]),
     )
     summaries = summarise(collected)
-    solved = summarise_exact(collected) if exact else None
-    _write(summaries, solved, folder, values, json_file)
+    exact_summaries = summarise_exact(collected) if exact else None
+    _write_report(summaries, exact_summaries, folder, values, json_file)
     if plot is not None:
         seeds = f"seed {values['seed']}" if values["seeds"] == 1 else f"{values['seeds']} seeds"
-        of = f"{folder.resolve().name}, {len(asked)} prompt{'s' * (len(asked) > 1)}, {seeds}"
-        if solved is None:
+        subject = f"{folder.resolve().name}, {count_text(len(texts), 'prompt')}, {seeds}"
+        if exact_summaries is None:
             rule = "Top-W" if summaries[0].rule == TOP_W.name else f"the rule {summaries[0].rule}"
-            save_plot(summaries, plot, f"What {rule} did: {of}")
+            save_plot(summaries, plot, f"What {rule} did: {subject}")
         else:
-            save_exact_plot(solved, plot, f"Crops under the exact objective: {of}")
+            save_exact_plot(exact_summaries, plot, f"Crops under the exact objective: {subject}")
 
 
-def _exact(exact: bool, steps: int | None, pool: int | None) -> ExactRequest | None:
-    """Raises MissingPackageError without the solver, and UsageError for an option that needs --exact."""
+def _exact_request(exact: bool, steps: int | None, pool: int | None) -> ExactRequest | None:
+    """The request for --exact; None without.
+
+    Raises MissingPackageError without the solver, and UsageError for options that need --exact.
+    """
     from topw_deploy.stats.request import ExactRequest
 
     if not exact:
@@ -174,7 +177,8 @@ def _exact(exact: bool, steps: int | None, pool: int | None) -> ExactRequest | N
     return ExactRequest(pool=pool) if steps is None else ExactRequest(steps, pool)
 
 
-def _prompts(given: tuple[str, ...], lines: Path | None, json_lines: Path | None) -> list[TextPrompt]:
+def _read_prompts(given: tuple[str, ...], lines: Path | None, json_lines: Path | None) -> list[TextPrompt]:
+    """The prompts of the command line. Raises UsageError unless they are given in exactly one way."""
     from topw_deploy.stats.request import TextPrompt, prompts_of_json_lines, prompts_of_lines
 
     sources = (bool(given), lines is not None, json_lines is not None)
@@ -187,27 +191,27 @@ def _prompts(given: tuple[str, ...], lines: Path | None, json_lines: Path | None
     return [TextPrompt(text, f"prompt {number}") for number, text in enumerate(given, 1)]
 
 
-def _write(
+def _write_report(
     summaries: list[SettingSummary],
-    solved: list[ExactSummary] | None,
+    exact_summaries: list[ExactSummary] | None,
     folder: Path,
     values: dict[str, Any],
     json_file: Path | None,
 ) -> None:
-    """Print the tables, then write files, so that a full disk does not lose the tables."""
+    """Print the tables before a file is written, so that the tables are not lost if the disk is full."""
     from topw_deploy.stats.exact_table import exact_lines
     from topw_deploy.stats.table import lines
 
     if str(json_file) != "-":
         say(*lines(summaries, values["tokens"]))
-        if solved is not None:
-            say("", *exact_lines(solved))
+        if exact_summaries is not None:
+            say("", *exact_lines(exact_summaries))
     if json_file is not None:
         names = ("max_new_tokens", "seed", "seeds", "batch_size", "preset", "geom_unit")
-        kept = {name: values[name] for name in names}
-        report = {"folder": str(folder), **kept, "settings": [summary.as_dict() for summary in summaries]}
-        if solved is not None:
-            report["exact"] = [asdict(summary) for summary in solved]
+        options = {name: values[name] for name in names}
+        report = {"folder": str(folder), **options, "settings": [summary.as_dict() for summary in summaries]}
+        if exact_summaries is not None:
+            report["exact"] = [asdict(summary) for summary in exact_summaries]
         if str(json_file) == "-":
             say_json(report, indent=2)
         else:

@@ -1,4 +1,4 @@
-"""Print for the commands: `say` writes results to stdout, `tell` writes everything else to stderr.
+"""Print the output of commands: `say` prints results to stdout, `tell` prints everything else to stderr.
 
 Both escape control characters, so that models, files and arguments cannot control the terminal.
 """
@@ -24,7 +24,7 @@ def tell(*lines: object, end: str = "\n") -> None:
 
 
 def rewrite_line(line: str) -> None:
-    """Replace the last line on stderr."""
+    """Replace the text on the terminal's current line, which `rewrite_line` printed, on stderr."""
     sys.stderr.write(f"\r{printable(line)}\033[K")
     sys.stderr.flush()
 
@@ -42,9 +42,9 @@ def write(text: str) -> None:
 
 
 class GeneratedText:
-    """Write generated text to stdout, unchanged to files and pipes.
+    """Writes generated text to stdout, unchanged to files and pipes.
 
-    On terminals, escape control characters except line feeds and tabs; CR LF becomes LF.
+    On terminals, control characters except line feeds and tabs are escaped, and CR LF becomes LF.
     """
 
     def __init__(self) -> None:
@@ -52,6 +52,7 @@ class GeneratedText:
         self._held = ""  # a CR that may be the first half of CR LF
 
     def add(self, text: str) -> None:
+        """Write the next part of a sequence's text."""
         if not self._escapes:
             write(text)
             return
@@ -60,15 +61,16 @@ class GeneratedText:
         write(printable(text.removesuffix("\r"), keep="\n\t"))
 
     def end(self) -> None:
-        """End the sequence and its line."""
+        """End the line of the sequence."""
         held, self._held = self._held, ""
         write(f"{printable(held)}\n")
 
 
-def prepare() -> bool:
+def prepare_streams() -> bool:
     """Prepare the standard streams. Returns False if stdout is closed.
 
-    A closed stderr becomes the null device; otherwise a later file could get descriptor 2 and native output.
+    A closed stderr becomes the null device. Otherwise the next file that is opened would get descriptor 2, and with it
+    what native libraries print.
     """
     if sys.stderr is None:
         null = os.open(os.devnull, os.O_WRONLY)
@@ -77,5 +79,5 @@ def prepare() -> bool:
     if sys.stdout is None:
         return False
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # for characters the encoding lacks
+        sys.stdout.reconfigure(errors="replace")  # writes ? for characters that the encoding lacks
     return True

@@ -1,4 +1,4 @@
-"""`topw verify OUT`: check an export again."""
+"""`topw verify OUT`: check an exported folder again."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.terminal import say, say_json, tell
 from topw_deploy.errors import MissingPackageError
 from topw_deploy.progress import Progress
+from topw_deploy.reports import count_text
 
 
 @click.command(name="verify", context_settings=CONTEXT)
@@ -45,20 +46,22 @@ def command(out: Path, source: str | None, hashes_only: bool, trust_remote_code:
             "notes": [],
         }
         if not hashes_only:
-            result |= _checks(out, manifest, source, trust_remote_code)
+            result |= _check_graph(out, manifest, source, trust_remote_code)
     except TopWError as error:
         raise click.ClickException(str(error)) from error
     failed = [check["name"] for check in result["checks"] if not check["passed"]]
     if as_json:
         say_json(result, indent=2)
     elif not failed:
-        done = f"{len(result['checks'])} checks passed, {len(result['skipped'])} not compared"
-        say(f"{out} is intact; {done}")
+        passed = count_text(len(result["checks"]), "check")
+        say(f"{out} is intact; {passed} passed, {len(result['skipped'])} not compared")
     if failed:
-        raise click.ClickException(f"{len(failed)} checks failed (first: {failed[0]}); export the model again.")
+        raise click.ClickException(
+            f"{count_text(len(failed), 'check')} failed (first: {failed[0]}); export the model again."
+        )
 
 
-def _checks(out: Path, manifest: Any, source: str | None, trust_remote_code: bool) -> dict[str, Any]:
+def _check_graph(out: Path, manifest: Any, source: str | None, trust_remote_code: bool) -> dict[str, Any]:
     try:
         install.require("it", "export")
         from topw_deploy.export.verification import recheck
