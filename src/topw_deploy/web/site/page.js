@@ -1,17 +1,17 @@
-// The page: fields in, streamed text and figures out. The model runs in worker.js.
+// The page: sends the fields to worker.js, which runs the model, and shows the streamed text and its figures.
 
 import { PRESETS, presetParameters } from "./topw/presets.js";
 import { RULES } from "./topw/rules.js";
 
-const WHOLE = ["max_new_tokens", "no_repeat_ngram_size", "top_k", "top_h_pool"];
+const INTEGERS = ["max_new_tokens", "no_repeat_ngram_size", "top_k", "top_h_pool"];
 const find = (id) => document.getElementById(id);
 const form = find("form");
 const worker = new Worker("worker.js", { type: "module" });
 
 /** @type {{token_id: number, kept: number, certified: boolean, logprob: number, text: string}[]} */
 let drawn = [];
-let started = 0; // milliseconds
-let model = null; // the worker's description of it
+let started = 0; // performance.now() at the first token
+let model = null; // the worker's description of the model, once it is open
 
 fillMenus();
 form.addEventListener("submit", generate);
@@ -38,7 +38,7 @@ const HANDLERS = {
     showStatus([state, ...notes].join(" "));
   },
   piece({ piece: { text, tokens, result } }) {
-    if (drawn.length === 0) started = performance.now(); // the first token's time is the prompt's
+    if (drawn.length === 0) started = performance.now(); // its time is that of the prompt
     drawn.push(...tokens);
     addText(text, tokens);
     addRows(tokens);
@@ -63,7 +63,7 @@ function fillRules(names) {
   form.elements.rule.replaceChildren(...names.map((name) => new Option(name)));
 }
 
-/** Shows in empty fields their defaults. */
+/** Shows the defaults in empty fields. */
 function showDefaults() {
   const preset = form.elements.preset.value;
   find("preset-text").textContent = preset ? `${preset}: ${PRESETS[preset]}.` : "";
@@ -75,7 +75,7 @@ function showDefaults() {
   }
 }
 
-/** The fields of the chosen rule's parameters. */
+/** Shows a field for each parameter of the chosen rule. */
 function showValues() {
   const fields = RULES.get(form.elements.rule.value).values.map(({ name, bound, default: usual }) => {
     const label = document.createElement("label");
@@ -105,7 +105,7 @@ function generate(event) {
   }
 }
 
-/** Ends the text, or the loading. */
+/** Stops the text, or the loading of the model. */
 function stop() {
   if (model !== null) return worker.postMessage({ type: "stop" });
   worker.terminate();
@@ -119,29 +119,29 @@ function fail(text) {
   find("status").className = "error";
 }
 
-/** The parameters that were filled in, by their names. */
+/** The parameters in the fields that are filled in, by their names. */
 function readParameters() {
   const found = {};
   for (const { name, value } of form.elements) {
     const text = name ? value.trim() : "";
-    if (text) found[name] = name === "stop_strings" ? value : parsed(name, text);
+    if (text) found[name] = name === "stop_strings" ? value : parseField(name, text);
   }
   return found;
 }
 
-function parsed(name, text) {
+function parseField(name, text) {
   if (name === "preset" || name === "rule") return text;
   if (name === "seed") {
     if (/^[0-9]{1,20}$/.test(text)) return BigInt(text);
     throw new Error(`seed is "${text}", but must be an integer in [0, 2^64).`);
   }
   const number = Number(text);
-  if (Number.isFinite(number) && (!WHOLE.includes(name) || Number.isInteger(number))) return number;
-  if (name === "beta") return text; // may depend on the temperature
-  throw new Error(`${name} is "${text}", but must be ${WHOLE.includes(name) ? "an integer" : "a number"}.`);
+  if (Number.isFinite(number) && (!INTEGERS.includes(name) || Number.isInteger(number))) return number;
+  if (name === "beta") return text; // it may depend on the temperature
+  throw new Error(`${name} is "${text}", but must be ${INTEGERS.includes(name) ? "an integer" : "a number"}.`);
 }
 
-/** Adds a piece of text; it is certified if all its tokens are. */
+/** Adds a piece of text. It is underlined unless all its tokens are certified. */
 function addText(text, tokens) {
   if (!text) return;
   const span = document.createElement("span");
@@ -177,7 +177,7 @@ function showFigures() {
   if (!count) find("seed").textContent = "–";
 }
 
-/** Bars of the crops' sizes, on a logarithmic scale. */
+/** Draws a bar per token: the size of its crop, on a logarithmic scale. */
 function showPlot() {
   const most = Math.log2(1 + Math.max(1, ...drawn.map(({ kept }) => kept)));
   const width = 600 / Math.max(drawn.length, 1);

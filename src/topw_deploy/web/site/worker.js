@@ -3,16 +3,16 @@
 import { TopWModel, folderAt } from "./topw/index.js";
 import { loadLibraries } from "./libraries.js";
 
-const MOST_WORK = 30; // milliseconds between looks at the messages
-const ERRORS = 3; // of onnxruntime's levels: some operators would warn in every step
+const PAUSE_INTERVAL = 30; // milliseconds of work after which waiting messages are handled
+const ERROR_LEVEL = 3; // onnxruntime's level for errors; below it, some operators warn in every step
 const site = new URL("./", import.meta.url);
 
 let model = null;
-let looked = 0; // milliseconds
+let lastPause = 0; // performance.now()
 let running = null; // the AbortController of the generation in progress
 
-const answer = (type, values) => self.postMessage({ type, ...values });
-const fail = (error) => answer("error", { name: error.name ?? "Error", message: String(error.message ?? error) });
+const post = (type, values) => self.postMessage({ type, ...values });
+const fail = (error) => post("error", { name: error.name ?? "Error", message: String(error.message ?? error) });
 
 self.onmessage = ({ data: { type, prompt, parameters } }) => {
   if (type === "generate") generate(prompt, parameters).catch(fail);
@@ -23,11 +23,11 @@ open().catch(fail);
 
 async function open() {
   const about = await readAbout();
-  answer("progress", { bytes: 0, total: about.bytes });
+  post("progress", { bytes: 0, total: about.bytes });
   const libraries = await loadLibraries(about.libraries, site);
-  const folder = folderAt(new URL("model/", site), (bytes) => answer("progress", { bytes, total: about.bytes }));
-  model = await TopWModel.open(folder, { ...libraries, sessionOptions: { logSeverityLevel: ERRORS } });
-  answer("ready", {
+  const folder = folderAt(new URL("model/", site), (bytes) => post("progress", { bytes, total: about.bytes }));
+  model = await TopWModel.open(folder, { ...libraries, sessionOptions: { logSeverityLevel: ERROR_LEVEL } });
+  post("ready", {
     notes: model.notes,
     defaults: { ...model.manifest.defaults, ...numbersOf(model.defaults) },
     rule: model.defaults.rule ?? "top_w",
@@ -55,12 +55,12 @@ async function generate(prompt, parameters) {
   running = new AbortController();
   try {
     for await (const piece of model.stream(prompt, parameters, { signal: running.signal, pause })) {
-      answer("piece", { piece: { ...piece, tokens: piece.tokens.map(withText) } });
+      post("piece", { piece: { ...piece, tokens: piece.tokens.map(withText) } });
     }
   } finally {
     running = null;
   }
-  answer("done", {});
+  post("done", {});
 }
 
 const withText = (token) => ({ ...token, text: model.decode([token.token_id], false) });
@@ -69,14 +69,14 @@ function numbersOf(values) {
   return Object.fromEntries(Object.entries(values).filter(([, value]) => typeof value === "number"));
 }
 
-/** Lets messages in, such as that to stop. */
+/** Handles waiting messages, such as the one to stop. */
 async function pause() {
-  if (performance.now() - looked < MOST_WORK) return;
+  if (performance.now() - lastPause < PAUSE_INTERVAL) return;
   await nextTask();
-  looked = performance.now();
+  lastPause = performance.now();
 }
 
-/** Ends the task, so that the next message is handled. A timer would wait for 4 ms. */
+/** Ends the task, so that the next message is handled. A timer would wait for at least 4 ms. */
 function nextTask() {
   return new Promise((done) => {
     const { port1, port2 } = new MessageChannel();

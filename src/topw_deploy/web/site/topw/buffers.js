@@ -2,8 +2,8 @@
 
 import { STATE_TYPES } from "./manifest.js";
 
-const ROUND = 64; // tokens
-const GROWTH = 32; // with a buffer step, buffers grow by at least 1 / GROWTH
+const ROUND = 64; // lengths are rounded up to a multiple of this number of tokens
+const GROWTH = 32; // in a graph with a buffer step, buffers grow by at least 1 / GROWTH
 
 /**
  * The states of `batch` rows with room for `length` tokens.
@@ -16,8 +16,8 @@ export class Buffers {
    * @param {any} ort onnxruntime's module
    * @param {import("./manifest.js").Decoder} decoder
    * @param {number} batch
-   * @param {number} tokens the most that a row will have
-   * @param {number} first the tokens to have room for at once
+   * @param {number} tokens maximum number of tokens of a row
+   * @param {number} first number of tokens for which the buffers have room at first
    */
   constructor(ort, decoder, batch, tokens, first) {
     this.ort = ort;
@@ -29,7 +29,7 @@ export class Buffers {
     this.tensors = decoder.states.map((state) => this.#tensor(state, batch, this.length));
   }
 
-  /** The inputs of a run over adjacent rows. */
+  /** The states as inputs of a run over the rows from `first` to `end` - 1. */
   feeds(first = 0, end = this.batch) {
     const whole = first === 0 && end === this.batch;
     const found = {};
@@ -40,8 +40,8 @@ export class Buffers {
     return found;
   }
 
-  /** Takes the outputs of a run over adjacent rows. */
-  take(outputs, first = 0, end = this.batch) {
+  /** Stores the states that a run over the rows from `first` to `end` - 1 returned. */
+  store(outputs, first = 0, end = this.batch) {
     this.decoder.states.forEach((state, index) => {
       const present = outputs[state.present];
       if (first === 0 && end === this.batch) this.tensors[index] = present;
@@ -49,7 +49,7 @@ export class Buffers {
     });
   }
 
-  /** Extends rows to at least `tokens`, with zeros. */
+  /** Lengthens the buffers, with zeros, to hold at least `tokens` tokens per row. */
   makeRoom(tokens) {
     if (tokens <= this.length) return;
     const wanted = this.decoder.bufferStep ? tokens + Math.floor(tokens / GROWTH) : tokens;
@@ -85,7 +85,7 @@ export class Buffers {
   }
 }
 
-/** Zeros of a state's type and shape with room for `length` tokens. */
+/** A tensor of zeros for a state, with room for `length` tokens. */
 export function newState(ort, state, batch, length) {
   const dims = [batch, ...state.shape.map((size) => (size === 0 ? length : size))];
   const { type, Array } = STATE_TYPES[state.dtype];

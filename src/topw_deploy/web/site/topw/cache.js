@@ -1,4 +1,4 @@
-// Feeds prompts and steps to the graph, one class per form of cache (docs/contract/graph.md, section 8).
+// Feeds prompts and steps to the graph: a class for each form of cache (docs/contract/graph.md, section 8).
 
 import { Buffers, newState } from "./buffers.js";
 import { ManifestError } from "./errors.js";
@@ -6,12 +6,13 @@ import { ManifestError } from "./errors.js";
 const CHUNK = 1024; // prompt tokens per run, over all rows
 
 /**
- * What a cache needs of the model.
+ * The parts of the model that a cache uses.
  * @typedef {object} Graph
  * @property {any} ort onnxruntime's module
  * @property {import("./manifest.js").Decoder} decoder
  * @property {Set<string>} inputs
- * @property {(feeds: Record<string, any>) => Promise<Record<string, any>>} run returns the states and what was drawn
+ * @property {(feeds: Record<string, any>) => Promise<Record<string, any>>} run returns the states and the sampler's
+ *   outputs
  * @property {(batch: number) => Record<string, any>} greedy the sampler's cheapest inputs, for runs that only fill the
  *   cache
  */
@@ -35,13 +36,13 @@ export function takesRaggedBatches({ form, leftPadding, rightPadding }) {
 
 const int64 = (ort, values, dims) => new ort.Tensor("int64", BigInt64Array.from(values, BigInt), dims);
 
-/** A matrix of equally long rows. */
+/** An int64 tensor [rows, columns]. All rows have the same length. */
 const matrix = (ort, rows) => int64(ort, rows.flat(), [rows.length, rows[0].length]);
 
-const padded = (row, width, value = 0) => [...row, ...new Array(width - row.length).fill(value)];
-const longest = (rows) => Math.max(...rows.map((row) => row.length));
+const padRow = (row, width, value = 0) => [...row, ...new Array(width - row.length).fill(value)];
+const longestLength = (rows) => Math.max(...rows.map((row) => row.length));
 
-/** A chunk: append ids[r] to row r, which has starts[r] tokens. @typedef {{ids: number[][], starts: number[]}} Chunk */
+/** A chunk: ids[r] are appended to row r, which has starts[r] tokens. @typedef {{ids: number[][], starts: number[]}} Chunk */
 
 /**
  * One buffer per state. Each run feeds at most CHUNK prompt tokens:
@@ -59,19 +60,19 @@ class InPlaceCache {
     const width = Math.max(...this.lengths);
     this.mostColumns = Math.min(decoder.mostColumns || CHUNK, CHUNK);
     this.columnsPerRun = Math.max(1, Math.min(Math.floor(CHUNK / prompts.length), this.mostColumns));
-    const mayPad = this.endsRowsAnywhere && !decoder.evicts;
+    const mayPad = this.allowsRaggedRows && !decoder.evicts;
     const inOneRun = width <= this.columnsPerRun && (mayPad || Math.min(...this.lengths) === width);
     const mayRepeat = this.takesRaggedChunks && !decoder.recurs;
-    this.together = prompts.length === 1 || inOneRun || mayRepeat;
+    this.readsTogether = prompts.length === 1 || inOneRun || mayRepeat;
     const tokens = Math.max(...prompts.map((prompt, row) => prompt.length + budgets[row]));
-    const first = this.together ? Math.min(width, this.columnsPerRun) : width;
+    const first = this.readsTogether ? Math.min(width, this.columnsPerRun) : width;
     this.buffers = new Buffers(graph.ort, decoder, prompts.length, tokens, first);
   }
 
-  /** Runs the prompts. Returns the last run's outputs; `sampler` are the sampler's inputs for it. */
+  /** Runs the prompts. `sampler` are the sampler's inputs of the last run, whose outputs are returned. */
   async prefill(sampler) {
-    const last = this.together ? await this.#feedTogether() : await this.#feedInGroups();
-    this.buffers.makeRoom(end(last));
+    const last = this.readsTogether ? await this.#feedTogether() : await this.#feedInGroups();
+    this.buffers.makeRoom(endOf(last));
     const outputs = await this.#run(last, sampler);
     this.written = this.lengths.map((length) => length - 1); // index of each row's last token
     return outputs;
@@ -80,11 +81,11 @@ class InPlaceCache {
   /**
    * Feeds each row's next token.
    * @param {number[]} tokens one per row
-   * @param {number[]} goingOn the rows that have not ended; the others overwrite their last token
-   * @param {Record<string, any>} sampler
+   * @param {number[]} activeRows the rows that have not ended; the others overwrite their last token
+   * @param {Record<string, any>} sampler the sampler's inputs
    */
-  async step(tokens, goingOn, sampler) {
-    this.advance(goingOn);
+  async step(tokens, activeRows, sampler) {
+    this.advance(activeRows);
     this.buffers.makeRoom(Math.max(...this.written) + 1);
     const outputs = await this.graph.run({
       input_ids: matrix(this.graph.ort, tokens.map((token) => [token])),
@@ -92,30 +93,30 @@ class InPlaceCache {
       ...this.buffers.feeds(),
       ...sampler,
     });
-    this.buffers.take(outputs);
+    this.buffers.store(outputs);
     return outputs;
   }
 
-  advance(goingOn) {
-    for (const row of goingOn) this.written[row] += 1;
+  advance(activeRows) {
+    for (const row of activeRows) this.written[row] += 1;
   }
 
   async #run(chunk, sampler) {
     const outputs = await this.graph.run({ ...this.chunkFeeds(chunk), ...this.buffers.feeds(), ...sampler });
-    this.buffers.take(outputs);
+    this.buffers.store(outputs);
     return outputs;
   }
 
   async #feedTogether() {
     const chunks = [...this.#chunks()];
     for (const chunk of chunks.slice(0, -1)) {
-      this.buffers.makeRoom(end(chunk));
+      this.buffers.makeRoom(endOf(chunk));
       await this.#run(chunk, this.graph.greedy(this.prompts.length));
     }
     return chunks.at(-1);
   }
 
-  /** The chunks of all prompts. Shorter prompts repeat their last token, so the last run draws for every row. */
+  /** The chunks of all prompts. Shorter prompts repeat their last token, so that the last run draws for every row. */
   *#chunks() {
     const width = Math.max(...this.lengths);
     for (let begin = 0; begin < width; begin += this.columnsPerRun) {
@@ -125,31 +126,31 @@ class InPlaceCache {
   }
 
   async #feedInGroups() {
-    for (const [first, behind] of this.#groups()) {
-      let bodies = this.prompts.slice(first, behind).map((prompt) => prompt.slice(0, -1));
+    for (const [first, end] of this.#groups()) {
+      let bodies = this.prompts.slice(first, end).map((prompt) => prompt.slice(0, -1));
       if (!this.graph.decoder.recurs) {
-        // a row needs at least one token; the last run overwrites it
+        // A row needs at least one token here. The last run overwrites it.
         bodies = bodies.map((body, row) => (body.length ? body : this.prompts[first + row]));
       }
       if (bodies.length > 1) {
-        await this.#runRows({ ids: bodies, starts: bodies.map(() => 0) }, first, behind);
+        await this.#runRows({ ids: bodies, starts: bodies.map(() => 0) }, first, end);
         continue;
       }
       for (let start = 0; start < bodies[0].length; start += this.mostColumns) {
         const ids = [bodies[0].slice(start, start + this.mostColumns)];
-        await this.#runRows({ ids, starts: [start] }, first, behind);
+        await this.#runRows({ ids, starts: [start] }, first, end);
       }
     }
     return { ids: this.prompts.map((prompt) => prompt.slice(-1)), starts: this.lengths.map((length) => length - 1) };
   }
 
-  async #runRows(chunk, first, behind) {
-    const feeds = { ...this.chunkFeeds(chunk), ...this.buffers.feeds(first, behind) };
-    const outputs = await this.graph.run({ ...feeds, ...this.graph.greedy(behind - first) });
-    this.buffers.take(outputs, first, behind);
+  async #runRows(chunk, first, end) {
+    const feeds = { ...this.chunkFeeds(chunk), ...this.buffers.feeds(first, end) };
+    const outputs = await this.graph.run({ ...feeds, ...this.graph.greedy(end - first) });
+    this.buffers.store(outputs, first, end);
   }
 
-  /** Ranges of rows that fit into one run, or single rows. */
+  /** Yields [first row, end] of groups that fit into one run, or of single rows. */
   *#groups() {
     let [first, width] = [0, 0];
     for (let row = 0; row < this.prompts.length; row++) {
@@ -167,26 +168,26 @@ class InPlaceCache {
   }
 }
 
-const end = ({ ids, starts }) => Math.max(...starts) + Math.max(1, longest(ids));
+const endOf = ({ ids, starts }) => Math.max(...starts) + Math.max(1, longestLength(ids));
 
-/** This project's form. Inputs: `write_indices`, the row lengths; `row_lengths`, the tokens to append. */
+/** The form of this project: `write_indices` are the lengths of the rows, `row_lengths` the numbers of new tokens. */
 class StaticCache extends InPlaceCache {
   get takesRaggedChunks() {
     return this.graph.decoder.raggedChunks;
   }
 
-  get endsRowsAnywhere() {
+  get allowsRaggedRows() {
     return true;
   }
 
   chunkFeeds({ ids, starts }) {
     const { ort } = this.graph;
-    const width = Math.max(1, longest(ids));
+    const width = Math.max(1, longestLength(ids));
     return {
-      input_ids: matrix(ort, ids.map((row) => padded(row, width))),
+      input_ids: matrix(ort, ids.map((row) => padRow(row, width))),
       write_indices: int64(ort, starts, [starts.length]),
       row_lengths: int64(ort, ids.map((row) => row.length), [ids.length]),
-      ...this.#total(Math.max(...starts) + width),
+      ...this.#totalLength(Math.max(...starts) + width),
     };
   }
 
@@ -195,11 +196,11 @@ class StaticCache extends InPlaceCache {
     return {
       write_indices: int64(ort, this.written, [this.written.length]),
       row_lengths: int64(ort, this.written.map(() => 1), [this.written.length]),
-      ...this.#total(this.buffers.length),
+      ...this.#totalLength(this.buffers.length),
     };
   }
 
-  #total(tokens) {
+  #totalLength(tokens) {
     if (!this.graph.inputs.has("total_sequence_length")) return {};
     return { total_sequence_length: new this.graph.ort.Tensor("int32", Int32Array.of(tokens), [1]) };
   }
@@ -214,50 +215,50 @@ class SharedCache extends InPlaceCache {
     return false;
   }
 
-  get endsRowsAnywhere() {
+  get allowsRaggedRows() {
     return false;
   }
 
-  advance(goingOn) {
-    const rows = this.graph.decoder.rightPadding ? goingOn : this.written.keys();
+  advance(activeRows) {
+    const rows = this.graph.decoder.rightPadding ? activeRows : this.written.keys();
     for (const row of rows) this.written[row] += 1;
   }
 
   /** The mask includes padding, because the operator subtracts all columns to find the past. */
   chunkFeeds({ ids, starts }) {
-    const width = Math.max(1, longest(ids));
+    const width = Math.max(1, longestLength(ids));
     const positions = starts.map((start) => Array.from({ length: width }, (_, column) => start + column));
     return {
-      input_ids: matrix(this.graph.ort, ids.map((row) => padded(row, width))),
-      ...this.#masked(starts.map((start) => start + width), positions),
+      input_ids: matrix(this.graph.ort, ids.map((row) => padRow(row, width))),
+      ...this.#maskFeeds(starts.map((start) => start + width), positions),
     };
   }
 
   stepFeeds() {
-    return this.#masked(
+    return this.#maskFeeds(
       this.written.map((place) => place + 1),
       this.written.map((place) => [place]),
     );
   }
 
-  #masked(ends, positions) {
+  #maskFeeds(ends, positions) {
     const { ort, inputs } = this.graph;
     const width = Math.max(...ends);
-    const mask = matrix(ort, ends.map((length) => padded(new Array(length).fill(1), width)));
+    const mask = matrix(ort, ends.map((length) => padRow(new Array(length).fill(1), width)));
     return { attention_mask: mask, ...(inputs.has("position_ids") ? { position_ids: matrix(ort, positions) } : {}) };
   }
 }
 
 /**
- * States in, states and new tokens out. Prompts are padded on the left, so that their last tokens share the last
- * column.
+ * The graph reads the states and returns them with the new tokens appended. Prompts are padded on the left, so that their
+ * last tokens share the last column.
  */
 class ConcatCache {
   constructor(graph, prompts) {
     this.graph = graph;
     this.lengths = prompts.map((prompt) => prompt.length);
     const { decoder, ort } = graph;
-    const [batch, width] = [prompts.length, longest(prompts)];
+    const [batch, width] = [prompts.length, longestLength(prompts)];
     const mayChunk = decoder.raggedChunks || batch === 1;
     const chunk = mayChunk ? Math.max(1, Math.floor(CHUNK / batch)) : width;
     this.chunk = Math.min(chunk, decoder.mostColumns || chunk);
@@ -279,11 +280,11 @@ class ConcatCache {
     return this.#run(this.#chunk(start, this.width), sampler);
   }
 
-  async step(tokens, goingOn, sampler) {
-    const going = new Set(goingOn);
-    // Ended rows do not see what they add, and their positions stay within the context.
-    this.mask.forEach((row, index) => row.push(going.has(index) ? 1 : 0));
-    for (const row of going) this.next[row] += 1;
+  async step(tokens, activeRows, sampler) {
+    const active = new Set(activeRows);
+    // Ended rows do not attend to the tokens that they add, and their positions stay within the context.
+    this.mask.forEach((row, index) => row.push(active.has(index) ? 1 : 0));
+    for (const row of active) this.next[row] += 1;
     return this.#run(
       { ids: tokens.map((token) => [token]), positions: this.next.map((place) => [place]), mask: this.mask },
       sampler,

@@ -6,7 +6,7 @@ const FIRST_SLOTS = 16;
 const LARGEST = 3.4028234663852886e38; // float32
 const WORD_BITS = 32;
 
-/** A batch's edit inputs, each [batch, slots]: per step call `prepare`, run, then `add` for each drawn token. */
+/** The edit inputs of a batch, each [batch, slots]. In each step, call `prepare`, run, then `add` for each drawn token. */
 export class Edits {
   /**
    * @param {import("./request.js").RowRequest[]} requests
@@ -35,7 +35,7 @@ export class Edits {
     this.rows.get(index)?.add(token);
   }
 
-  /** Removes a row's edits. Without any, the inputs have no slots, which costs least. */
+  /** Removes a row's edits. If no row has edits, the inputs have no slots, which costs least. */
   clear(index) {
     if (!this.rows.delete(index)) return;
     if (this.rows.size === 0 && this.fixed === null) {
@@ -85,13 +85,13 @@ function wantsEdits(row) {
   );
 }
 
-/** Permanent edits and single-step bans of a row. */
+/** The edits of a row: permanent ones, and bans for a single step. */
 class RowEdits {
   constructor(edits, index, request) {
     this.edits = edits;
     this.index = index;
     this.request = request;
-    this.places = new Map(); // token -> slot
+    this.slotOf = new Map(); // token -> slot
     this.banned = []; // [slot, permanent bias]
     this.history = [...request.prompt];
     this.drawn = new Set();
@@ -180,10 +180,10 @@ class RowEdits {
   }
 
   #slot(token) {
-    let slot = this.places.get(token);
+    let slot = this.slotOf.get(token);
     if (slot === undefined) {
-      slot = this.places.size;
-      this.places.set(token, slot);
+      slot = this.slotOf.size;
+      this.slotOf.set(token, slot);
       while (slot >= this.edits.slots) this.edits.grow();
       this.edits.ids[this.#at(slot)] = BigInt(token);
     }
@@ -192,7 +192,7 @@ class RowEdits {
 }
 
 /** A batch's masks of allowed tokens: the input `allowed`, int32 [batch, 0] or [batch, words]. */
-export class Allowed {
+export class AllowedMasks {
   /**
    * @param {import("./request.js").RowRequest[]} requests
    * @param {number} vocabSize
@@ -201,12 +201,12 @@ export class Allowed {
   constructor(requests, vocabSize, always) {
     this.batch = requests.length;
     this.words = Math.ceil(vocabSize / WORD_BITS);
-    this.always = always;
-    this.all = new Int32Array(this.batch * this.words).fill(-1);
+    this.alwaysWhole = always;
+    this.masks = new Int32Array(this.batch * this.words).fill(-1);
     this.masked = new Set();
     requests.forEach(({ allowed }, index) => {
       if (!allowed.length) return;
-      const row = this.all.subarray(index * this.words, (index + 1) * this.words).fill(0);
+      const row = this.masks.subarray(index * this.words, (index + 1) * this.words).fill(0);
       for (const token of allowed) row[token >>> 5] |= 1 << (token & 31);
       this.masked.add(index);
     });
@@ -214,11 +214,11 @@ export class Allowed {
 
   /** Removes a row's mask. */
   clear(index) {
-    if (this.masked.delete(index)) this.all.fill(-1, index * this.words, (index + 1) * this.words);
+    if (this.masked.delete(index)) this.masks.fill(-1, index * this.words, (index + 1) * this.words);
   }
 
-  /** [the array, its number of columns] */
+  /** [the array, its number of columns]; without columns if no row has a mask and the graph allows that. */
   get input() {
-    return this.always || this.masked.size ? [this.all, this.words] : [new Int32Array(0), 0];
+    return this.alwaysWhole || this.masked.size ? [this.masks, this.words] : [new Int32Array(0), 0];
   }
 }

@@ -24,7 +24,7 @@ export function folderAt(url, progress = () => {}) {
         );
       }
       try {
-        return await received(response, most, name === MANIFEST_NAME ? () => {} : count);
+        return await receive(response, most, name === MANIFEST_NAME ? () => {} : count);
       } catch (error) {
         if (error instanceof RangeError) {
           throw new GenerationError(
@@ -38,8 +38,8 @@ export function folderAt(url, progress = () => {}) {
   };
 }
 
-/** A response of up to `most` bytes, counted as they arrive; of a longer one, `most` + 1 bytes. */
-async function received(response, most, count) {
+/** The bytes of a response, counted as they arrive. Of a response with more than `most` bytes, any `most` + 1 bytes. */
+async function receive(response, most, count) {
   const data = new Uint8Array(most);
   let place = 0;
   for (const reader = response.body.getReader(); ; ) {
@@ -47,7 +47,7 @@ async function received(response, most, count) {
     if (done) return data.subarray(0, place);
     if (place + value.length > most) {
       await reader.cancel();
-      return new Uint8Array(most + 1); // which is an error
+      return new Uint8Array(most + 1); // the caller refuses the length
     }
     data.set(value, place);
     place += value.length;

@@ -1,4 +1,4 @@
-// The model's generation_config.json: supported settings become parameters, others that affect tokens become notes.
+// Reads the model's generation_config.json. Supported settings become parameters; others that affect tokens are noted.
 
 import { ParameterError, show } from "./errors.js";
 import { ALIASES, PARAMETERS, isList } from "./parameters.js";
@@ -8,7 +8,7 @@ export const FILE = "generation_config.json";
 
 const NOT_FROM_A_FILE = ["seed", "ignore_eos", "preset", "bad_words", "allowed_token_ids"];
 
-// Settings without effect on the drawn tokens.
+// Settings that have no effect on the drawn tokens.
 const SILENT = new Set(
   (
     "transformers_version trust_remote_code top_w bos_token_id decoder_start_token_id use_cache cache_implementation " +
@@ -19,7 +19,7 @@ const SILENT = new Set(
   ).split(" "),
 );
 
-// Values that disable a method.
+// Setting -> values that disable it.
 const OFF = {
   top_p: [1],
   top_k: [0, -1],
@@ -38,8 +38,8 @@ const OFF = {
 };
 
 /**
- * Parameters from the model's files, without token ids outside the vocabulary. EOS ids fall back to config.json, then
- * the tokenizer.
+ * The parameters that the model's files state, without token ids outside the vocabulary. EOS ids that
+ * generation_config.json lacks come from config.json, else from the tokenizer.
  * @param {Record<string, any>} stated generation_config.json
  * @param {Record<string, any>} config config.json
  * @param {{eos: number | undefined, vocabSize: number}} model
@@ -47,8 +47,8 @@ const OFF = {
  * @throws {ParameterError} naming the file, for an invalid parameter
  */
 export function modelDefaults(stated, config, { eos, vocabSize }) {
-  const { defaults, ignored } = read(stated);
-  defaults.eos_token_id ??= eosElsewhere(config, eos);
+  const { defaults, ignored } = readSettings(stated);
+  defaults.eos_token_id ??= eosFromConfig(config, eos);
   for (const name of ["eos_token_id", "stop_token_ids", "suppress_tokens"]) {
     defaults[name] = (defaults[name] ?? []).filter((token) => token < vocabSize);
   }
@@ -59,12 +59,12 @@ export function modelDefaults(stated, config, { eos, vocabSize }) {
   return { defaults, notes };
 }
 
-/** BOS id from the generation config, else the model config; undefined for none. */
+/** The BOS id of generation_config.json, else of config.json; undefined if neither has one. */
 export function bosToken(stated, config) {
-  return [stated, ...configs(config)].map((each) => each.bos_token_id).find((id) => Number.isInteger(id));
+  return [stated, ...configAndText(config)].map((each) => each.bos_token_id).find((id) => Number.isInteger(id));
 }
 
-function read(stated) {
+function readSettings(stated) {
   const ofRule = RULES.has(stated.rule) ? ["rule", ...RULES.get(stated.rule).values.map((each) => each.name)] : [];
   const defaults = {};
   const ignored = [];
@@ -73,7 +73,7 @@ function read(stated) {
     const ours = ALIASES[key] ?? key;
     const known = Object.hasOwn(PARAMETERS, ours) && !NOT_FROM_A_FILE.includes(ours);
     if (known && (!RULE_PARAMETERS.includes(key) || ofRule.includes(key))) {
-      defaults[ours] = checked(ours, value);
+      defaults[ours] = parseSetting(ours, value);
     } else if (!hasNoEffect(key, value)) {
       ignored.push(`${key}=${show(value)}`);
     }
@@ -81,7 +81,7 @@ function read(stated) {
   return { defaults, ignored: ignored.sort() };
 }
 
-function checked(name, value) {
+function parseSetting(name, value) {
   try {
     return PARAMETERS[name].parse(name, value);
   } catch (error) {
@@ -94,15 +94,15 @@ function hasNoEffect(name, value) {
   return SILENT.has(name) || name.startsWith("_") || value === false || (OFF[name] ?? []).includes(value);
 }
 
-function eosElsewhere(config, eos) {
-  for (const each of configs(config)) {
+function eosFromConfig(config, eos) {
+  for (const each of configAndText(config)) {
     const id = each.eos_token_id;
-    if (id !== null && id !== undefined) return checked("eos_token_id", isList(id) ? id : [id]);
+    if (id !== null && id !== undefined) return parseSetting("eos_token_id", isList(id) ? id : [id]);
   }
   return eos === undefined ? [] : [eos];
 }
 
-function configs(config) {
+function configAndText(config) {
   const text = config.text_config;
   return typeof text === "object" && text !== null ? [config, text] : [config];
 }

@@ -1,8 +1,8 @@
-// float16 under onnxruntime-node.
+// Tensors of float16 in onnxruntime-node.
 
 /**
- * Makes `ort` hold float16 in a Uint16Array. It prefers a Float16Array where JavaScript has one (Node 24), of which the
- * binding of onnxruntime-node 1.30 reads no bytes. Its first tensor decides, so call this before.
+ * Makes onnxruntime hold float16 in a Uint16Array. Where JavaScript has Float16Array (Node 24), onnxruntime prefers it, but
+ * the binding of onnxruntime-node 1.30 cannot read it. Call this before the first tensor is made, which decides.
  * @param {any} ort onnxruntime-node's module
  */
 export function holdHalfAsBits(ort) {

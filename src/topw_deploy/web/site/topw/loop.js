@@ -1,7 +1,7 @@
 // The generation loop: one run of the graph (decoder and sampler) per token.
 
 import { openCache } from "./cache.js";
-import { Allowed, Edits } from "./edits.js";
+import { AllowedMasks, Edits } from "./edits.js";
 import { LogitsError } from "./errors.js";
 import { TOP_W_NAMES } from "./presets.js";
 import { uniform } from "./random.js";
@@ -9,14 +9,14 @@ import { TOP_W } from "./rules.js";
 
 const GREEDY = { lam: 2.2, beta: 2.8, temperature: 0, selection_temperature: 0, init_top_p: 0.999, geom_scale: 1 };
 
-/** What the sampler's inputs look like in a graph: fixed slots of edits (or null), and whether masks are always whole. */
+/** The shape of the sampler's inputs: the fixed number of slots for edits or null, and whether masks are always whole. */
 export function samplerShape({ inputs }) {
   const slots = inputs.get("edit_ids")?.[1];
   return { fixedEdits: typeof slots === "number" ? slots : null, alwaysMasked: typeof inputs.get("allowed")?.[1] === "number" };
 }
 
 /**
- * The sampler's cheapest inputs: greedy, without edits and masks.
+ * The inputs with which the sampler costs least: greedy, without edits and masks.
  * @param {any} ort
  * @param {import("./manifest.js").Manifest} manifest
  * @param {number} batch
@@ -38,7 +38,7 @@ export function greedyFeeds(ort, manifest, batch) {
   };
 }
 
-/** A batch of B rows and the sampler's inputs. Ended rows stay in the batch and are greedy, which costs least. */
+/** A batch of B rows and the sampler's inputs. Ended rows stay in the batch; they are greedy, which costs least. */
 export class Generation {
   /**
    * @param {import("./cache.js").Graph} graph
@@ -52,13 +52,13 @@ export class Generation {
     const requests = rows.map((row) => row.request);
     const { fixedEdits, alwaysMasked } = samplerShape(manifest);
     this.edits = new Edits(requests, fixedEdits);
-    this.allowed = new Allowed(requests, manifest.sampler.vocabSize, alwaysMasked);
+    this.allowed = new AllowedMasks(requests, manifest.sampler.vocabSize, alwaysMasked);
     this.parameters = Object.fromEntries(
       TOP_W_NAMES.map((name) => [name, Float32Array.from(requests, (request) => request.topW[name])]),
     );
     this.rule = Int32Array.from(requests, (request) => request.rule.code);
     this.ruleValues = Float32Array.from(requests.flatMap((request) => request.rule.values));
-    this.next = new Array(rows.length).fill(0); // [B] next inputs
+    this.next = new Array(rows.length).fill(0); // each row's next input, [B]
     this.cache = openCache(
       graph,
       requests.map((request) => request.prompt),
@@ -78,9 +78,10 @@ export class Generation {
    * @throws {LogitsError} for invalid logits
    */
   async advance() {
-    const going = this.active.map((row) => row.index);
+    const activeIndices = this.active.map((row) => row.index);
     const feeds = this.#feeds();
-    const outputs = this.step === 0 ? await this.cache.prefill(feeds) : await this.cache.step(this.next, going, feeds);
+    const { cache, next } = this;
+    const outputs = this.step === 0 ? await cache.prefill(feeds) : await cache.step(next, activeIndices, feeds);
     const changed = [...this.active].map((row) => [row, this.#accept(row, outputs)]);
     this.step += 1;
     changed.forEach(([row]) => row.finishReason !== null && this.retire(row));
@@ -138,6 +139,6 @@ export class Generation {
       certified: Boolean(outputs.certified.data[index]),
     };
     if (this.hasMass) drawn.mass = outputs.mass.data[index];
-    return row.take(drawn);
+    return row.addToken(drawn);
   }
 }

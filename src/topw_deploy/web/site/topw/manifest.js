@@ -1,7 +1,7 @@
-// Reads topw_manifest.json (docs/contract/graph.md, section 9) and checks what the loop relies on.
+// Reads topw_manifest.json (docs/contract/graph.md, section 9) and checks the fields that the library uses.
 
 import { ManifestError, show } from "./errors.js";
-import { TOP_W_NAMES, TOP_W_RANGES, coefficients } from "./presets.js";
+import { TOP_W_NAMES, TOP_W_RANGES, betaCoefficients } from "./presets.js";
 import { LONGEST_LIST, RULES } from "./rules.js";
 
 export const MANIFEST_NAME = "topw_manifest.json";
@@ -29,7 +29,7 @@ export const STATE_TYPES = {
 
 /**
  * @typedef {{past: string, present: string, dtype: string, shape: number[], grows: boolean}} State
- *   a tensor that a layer keeps between calls, [batch, ...shape]; 0 is the axis of tokens
+ *   a tensor [batch, ...shape] that a layer keeps between calls; the size 0 marks the axis of tokens
  * @typedef {object} Decoder
  * @property {"concat" | "static" | "shared"} form
  * @property {State[]} states
@@ -37,13 +37,13 @@ export const STATE_TYPES = {
  * @property {boolean} leftPadding
  * @property {boolean} rightPadding
  * @property {boolean} raggedChunks
- * @property {number} mostColumns 0 for any
+ * @property {number} mostColumns maximum number of columns of a run; 0 for any
  * @property {number} bufferStep
  * @property {number} bufferLeast
  * @property {boolean} evicts whether a state keeps only a window of tokens
  * @property {boolean} recurs whether each token must be read exactly once
  * @typedef {{vocabSize: number, hiddenSize: number | null, metric: string, rules: string[], sortsAll: boolean}} Sampler
- *   rules: names of those that the graph carries; sortsAll: whether it knows the order of all tokens
+ *   rules: names of the rules that the graph carries; sortsAll: whether the graph sorts all tokens
  * @typedef {object} Manifest
  * @property {Decoder} decoder
  * @property {Sampler} sampler
@@ -55,6 +55,7 @@ export const STATE_TYPES = {
  */
 
 /**
+ * Reads a manifest.
  * @param {string} text
  * @returns {Manifest}
  * @throws {ManifestError} naming the first wrong field
@@ -78,7 +79,7 @@ export function parseManifest(text) {
     );
   }
   try {
-    return manifest(data);
+    return readManifest(data);
   } catch (error) {
     if (!(error instanceof Malformed)) throw error;
     throw new ManifestError(`${MANIFEST_NAME} is malformed (${error.message}); export the model again.`);
@@ -87,18 +88,25 @@ export function parseManifest(text) {
 
 class Malformed extends Error {}
 
-function manifest(data) {
-  const { status, median_distance: median } = object("verification", data.verification);
+function readManifest(data) {
+  const { status, median_distance: median } = requireObject("verification", data.verification);
   if (status === "provisional") {
     throw new ManifestError("the export was interrupted before its verification; export the model again.");
   }
   const found = {
-    decoder: decoder(object("decoder", data.decoder)),
-    sampler: sampler(object("sampler", data.sampler)),
-    defaults: defaults(object("defaults", data.defaults), data.default_beta),
-    inputs: new Map(list("inputs", data.inputs).map((each) => [text("a name in inputs", each?.name), each.shape])),
-    outputs: list("outputs", data.outputs).map((each) => text("a name in outputs", each?.name)),
-    files: new Map(Object.entries(object("files", data.files)).map(([name, entry]) => [safe(name), size(name, entry)])),
+    decoder: readDecoder(requireObject("decoder", data.decoder)),
+    sampler: readSampler(requireObject("sampler", data.sampler)),
+    defaults: readDefaults(requireObject("defaults", data.defaults), data.default_beta),
+    inputs: new Map(
+      requireList("inputs", data.inputs).map((each) => [requireText("a name in inputs", each?.name), each.shape]),
+    ),
+    outputs: requireList("outputs", data.outputs).map((each) => requireText("a name in outputs", each?.name)),
+    files: new Map(
+      Object.entries(requireObject("files", data.files)).map(([name, entry]) => [
+        requirePlainPath(name),
+        requireSize(name, entry),
+      ]),
+    ),
   };
   if (!found.files.has("model.onnx")) throw new Malformed("files does not list model.onnx");
   if (median !== null && !(Number.isFinite(median) && median > 0)) {
@@ -108,71 +116,73 @@ function manifest(data) {
   return { ...found, medianDistance: found.sampler.metric === "uniform" ? 1 : median };
 }
 
-function decoder(data) {
+function readDecoder(data) {
   if (!Object.hasOwn(FORMS, data.kv_form)) {
     throw new Malformed(`decoder.kv_form is ${show(data.kv_form)}, not one of ${Object.keys(FORMS).join(", ")}`);
   }
-  const states = list("decoder.states", data.states).map(state);
+  const states = requireList("decoder.states", data.states).map(readState);
   if (!states.length) throw new Malformed("decoder.states is empty");
   return {
     form: data.kv_form,
     states,
-    contextLength: whole("decoder.context_length", data.context_length, 1, MOST_TOKENS),
-    leftPadding: flag("decoder.left_padding", data.left_padding),
-    rightPadding: flag("decoder.right_padding", data.right_padding),
-    raggedChunks: flag("decoder.ragged_chunks", data.ragged_chunks),
-    mostColumns: whole("decoder.most_columns", data.most_columns, 0, MOST_TOKENS),
-    bufferStep: whole("decoder.buffer_step", data.buffer_step, 0, MOST_TOKENS),
-    bufferLeast: whole("decoder.buffer_least", data.buffer_least, 0, MOST_TOKENS),
+    contextLength: requireInteger("decoder.context_length", data.context_length, 1, MOST_TOKENS),
+    leftPadding: requireFlag("decoder.left_padding", data.left_padding),
+    rightPadding: requireFlag("decoder.right_padding", data.right_padding),
+    raggedChunks: requireFlag("decoder.ragged_chunks", data.ragged_chunks),
+    mostColumns: requireInteger("decoder.most_columns", data.most_columns, 0, MOST_TOKENS),
+    bufferStep: requireInteger("decoder.buffer_step", data.buffer_step, 0, MOST_TOKENS),
+    bufferLeast: requireInteger("decoder.buffer_least", data.buffer_least, 0, MOST_TOKENS),
     evicts: states.some((each) => each.window > 0),
     recurs: states.some((each) => !each.grows),
   };
 }
 
-function state(data, index) {
+function readState(data, index) {
   const where = `decoder.states[${index}]`;
-  const { past, present, dtype, shape, window } = object(where, data);
+  const { past, present, dtype, shape, window } = requireObject(where, data);
   if (!Object.hasOwn(STATE_TYPES, dtype)) {
     throw new ManifestError(
       `${show(past)} has the element type ${show(dtype)}, which onnxruntime for JavaScript does not have; export with ` +
         "--dtype fp32 or fp16.",
     );
   }
-  const sizes = list(`${where}.shape`, shape).map((axis) => whole(`an axis of ${where}`, axis, 0, MOST_VOCABULARY));
+  const sizes = requireList(`${where}.shape`, shape).map((axis) =>
+    requireInteger(`an axis of ${where}`, axis, 0, MOST_VOCABULARY),
+  );
   const axes = sizes.filter((axis) => axis === 0).length;
   if (!sizes.length || sizes.length > 4 || axes > 1) {
     throw new Malformed(`${where}.shape is ${show(shape)}, not 1 to 4 axes with at most one 0`);
   }
   return {
-    past: text(`${where}.past`, past),
-    present: text(`${where}.present`, present),
+    past: requireText(`${where}.past`, past),
+    present: requireText(`${where}.present`, present),
     dtype,
     shape: sizes,
     grows: axes === 1,
-    window: whole(`${where}.window`, window, 0, MOST_TOKENS),
+    window: requireInteger(`${where}.window`, window, 0, MOST_TOKENS),
   };
 }
 
-function sampler(data) {
-  const metric = object("sampler.options", data.options).metric;
+function readSampler(data) {
+  const metric = requireObject("sampler.options", data.options).metric;
   if (!METRICS.includes(metric)) throw new Malformed(`sampler.options.metric is ${show(metric)}`);
   const hidden = data.hidden_size;
-  const vocabSize = whole("sampler.vocab_size", data.vocab_size, 1, MOST_VOCABULARY);
+  const vocabSize = requireInteger("sampler.vocab_size", data.vocab_size, 1, MOST_VOCABULARY);
   return {
     vocabSize,
-    hiddenSize: hidden === null ? null : whole("sampler.hidden_size", hidden, 1, MOST_VOCABULARY),
+    hiddenSize: hidden === null ? null : requireInteger("sampler.hidden_size", hidden, 1, MOST_VOCABULARY),
     metric,
-    rules: list("sampler.rules", data.rules).map(rule),
+    rules: requireList("sampler.rules", data.rules).map(readRule),
     sortsAll: data.tail === "onnxruntime" || vocabSize <= LONGEST_LIST,
   };
 }
 
-function rule(name) {
+function readRule(name) {
   if (!RULES.has(name)) throw new Malformed(`sampler.rules names ${show(name)}`);
   return name;
 }
 
-function defaults(data, defaultBeta) {
+function readDefaults(data, defaultBeta) {
   const found = {};
   for (const name of TOP_W_NAMES) {
     const [holds, bound] = TOP_W_RANGES[name];
@@ -182,8 +192,8 @@ function defaults(data, defaultBeta) {
     }
     found[name] = number;
   }
-  if (text("default_beta", defaultBeta)) {
-    coefficients(defaultBeta);
+  if (requireText("default_beta", defaultBeta)) {
+    betaCoefficients(defaultBeta);
     found.beta = defaultBeta;
   }
   return found;
@@ -201,37 +211,38 @@ function checkTensors({ decoder: { form, states }, inputs, outputs }) {
 
 export const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
 
-function object(name, value) {
+function requireObject(name, value) {
   if (!isObject(value)) throw new Malformed(`${name} is ${show(value)}, not an object`);
   return value;
 }
 
-function list(name, value) {
+function requireList(name, value) {
   if (!Array.isArray(value)) throw new Malformed(`${name} is ${show(value)}, not a list`);
   return value;
 }
 
-function text(name, value) {
+function requireText(name, value) {
   if (typeof value !== "string") throw new Malformed(`${name} is ${show(value)}, not a text`);
   return value;
 }
 
-function flag(name, value) {
+function requireFlag(name, value) {
   if (typeof value !== "boolean") throw new Malformed(`${name} is ${show(value)}, not true or false`);
   return value;
 }
 
-function whole(name, value, least, most) {
+function requireInteger(name, value, least, most) {
   if (!Number.isInteger(value) || value < least || value > most) {
     throw new Malformed(`${name} is ${show(value)}, not an integer in [${least}, ${most}]`);
   }
   return value;
 }
 
-const size = (name, entry) => whole(`size of ${name}`, object(name, entry).size, 0, Number.MAX_SAFE_INTEGER);
+const requireSize = (name, entry) =>
+  requireInteger(`size of ${name}`, requireObject(name, entry).size, 0, Number.MAX_SAFE_INTEGER);
 
-/** `name`, a plain path inside the folder. */
-function safe(name) {
+/** Returns `name`. Throws ManifestError unless it is a plain path inside the folder. */
+function requirePlainPath(name) {
   const parts = name.split("/");
   if (/[\\:\0]/.test(name) || parts.some((part) => part === "" || part === "." || part === "..")) {
     throw new ManifestError(

@@ -14,8 +14,8 @@ import { FILE, bosToken, modelDefaults } from "./generation_config.js";
 import { holdHalfAsBits } from "./half.js";
 import { Generation, greedyFeeds } from "./loop.js";
 import { MANIFEST_NAME, MOST_MANIFEST, isObject, parseManifest } from "./manifest.js";
-import { isList, split } from "./parameters.js";
-import { resolve } from "./request.js";
+import { isList, splitParameters } from "./parameters.js";
+import { resolveRequests } from "./request.js";
 import { Row, resultOf } from "./row.js";
 import { Tokenizer } from "./tokenizer.js";
 import { dataFiles } from "./weights.js";
@@ -26,16 +26,16 @@ const MOST_JSON = 2 ** 24; // of other JSON files; published ones have up to 2 M
 const NO_MEMORY = /alloc|memory|^Aborted\(/i; // in messages of onnxruntime and WebAssembly
 
 /**
- * A piece of streamed text: whole characters of one row, the tokens drawn since the row's last piece, and in a row's
- * last piece its result.
+ * A piece of streamed text: whole characters of one row, the tokens drawn since the row's previous piece, and in the last
+ * piece of a row its result.
  * @typedef {{text: string, row: number, tokens: import("./row.js").Drawn[],
  *   result: import("./row.js").GenerationResult | null}} Piece
  *
- * Where the files of an export are.
+ * An exported folder, from which files are read.
  * @typedef {object} Folder
- * @property {(name: string, most: number) => Promise<Uint8Array>} read the file; of one with more than `most` bytes, any
- *   larger number of bytes
- * @property {((name: string) => string) | undefined} path the file's path, where onnxruntime can open files
+ * @property {(name: string, most: number) => Promise<Uint8Array>} read returns the bytes of a file; of a file with more
+ *   than `most` bytes, any larger number of bytes
+ * @property {((name: string) => string) | undefined} path returns the path of a file, if onnxruntime can open files
  * @property {((files: Map<string, number>) => Promise<void>) | undefined} check throws ManifestError unless the folder
  *   holds these files, with these sizes, and nothing that must not be opened
  */
@@ -67,7 +67,7 @@ export class TopWModel {
         `${MANIFEST_NAME} is larger than ${MOST_MANIFEST} bytes, so it is not a manifest; export the model again.`,
       );
     }
-    const manifest = parseManifest(utf8(MANIFEST_NAME, stated));
+    const manifest = parseManifest(decodeUtf8(MANIFEST_NAME, stated));
     await folder.check?.(manifest.files);
     const files = new ListedFiles(folder, manifest);
     const model = new TopWModel();
@@ -80,7 +80,7 @@ export class TopWModel {
     const { defaults, notes } = modelDefaults(generation, config, { eos, vocabSize: manifest.sampler.vocabSize });
     /** Parameters from generation_config.json. */
     model.defaults = defaults;
-    /** What in the model's files has no effect here. */
+    /** Sentences about settings in the model's files that have no effect here. */
     model.notes = notes;
     model.#bos = bosToken(generation, config) ?? model.#tokenizer.idOf("bos_token");
     model.#session = await files.session(ort, sessionOptions);
@@ -117,7 +117,7 @@ export class TopWModel {
    */
   stream(prompt, parameters = {}, options = {}) {
     if (this.#session === null) throw new GenerationError("the model is closed; open it again with TopWModel.open.");
-    const [named, whole] = split(parameters);
+    const [named, whole] = splitParameters(parameters);
     const given = this.#withBadWords(named);
     const prompts = this.#prompts(prompt, whole.add_special_tokens);
     const { manifest } = this;
@@ -127,7 +127,7 @@ export class TopWModel {
           "tokens; generate from them one by one, or group those of equal length.",
       );
     }
-    const requests = resolve(manifest, this.defaults, prompts, given, whole.num_return_sequences, this.maxLength);
+    const requests = resolveRequests(manifest, this.defaults, prompts, given, whole.num_return_sequences, this.maxLength);
     return this.#pieces(requests, whole.skip_special_tokens, options);
   }
 
@@ -151,7 +151,7 @@ export class TopWModel {
   async *#pieces(requests, skipSpecial, { signal, pause }) {
     const started = performance.now();
     let prefilled = started;
-    const rows = requests.map((each, index) => new Row(index, each, this.#tokenizer.follow(each.prompt, skipSpecial)));
+    const rows = requests.map((each, index) => new Row(index, each, this.#tokenizer.newDecoder(each.prompt, skipSpecial)));
     const piece = (row, text) => {
       const times = { loadSeconds: this.loadSeconds, started, prefilled };
       const result = row.finishReason === null ? null : resultOf(row, times);
@@ -195,14 +195,14 @@ export class TopWModel {
     };
   }
 
-  /** Runs one after another, because onnxruntime-web allows one run at a time. */
+  /** Runs the graph after all earlier runs have ended, because onnxruntime-web allows one run at a time. */
   #run(feeds, wanted) {
     const run = this.#queue.then(async () => {
       if (this.#session === null) throw new GenerationError("the model was closed while it generated.");
       try {
         return await this.#session.run(feeds, wanted);
       } catch (error) {
-        throw new GenerationError(`onnxruntime cannot run the graph (${short(error)}).`);
+        throw new GenerationError(`onnxruntime cannot run the graph (${shortMessage(error)}).`);
       }
     });
     this.#queue = run.catch(() => {});
@@ -220,18 +220,20 @@ export class TopWModel {
     });
   }
 
-  /** Replaces `bad_words` by `bad_words_ids`: each word as it is spelled at the start of a text, and behind a space. */
+  /** Replaces `bad_words` by `bad_words_ids`: the tokens of each word at the start of a text, and after a space. */
   #withBadWords({ bad_words: words, ...others }) {
     if (words === undefined) return others;
     if (others.bad_words_ids !== undefined) {
       throw new ParameterError("bad_words and bad_words_ids are both given; give one of them.");
     }
     const perRow = isList(words) && [...words].some(isList);
-    const ids = perRow ? words.map((each) => (each === null ? null : this.#spelled(each))) : this.#spelled(words);
+    const ids = perRow
+      ? words.map((each) => (each === null ? null : this.#tokenizeWords(each)))
+      : this.#tokenizeWords(words);
     return { ...others, bad_words_ids: ids };
   }
 
-  #spelled(words) {
+  #tokenizeWords(words) {
     const list = typeof words === "string" ? [words] : words;
     if (!isList(list) || !list.every((word) => typeof word === "string" && word)) {
       throw new ParameterError(`bad_words is ${show(words)}, but must be a non-empty string or a list of them.`);
@@ -249,7 +251,7 @@ export class TopWModel {
   }
 }
 
-const short = (error) => String(error.message ?? error).slice(0, 300);
+const shortMessage = (error) => String(error.message ?? error).slice(0, 300);
 const isBatch = (prompt) => Array.isArray(prompt) && prompt.some((each) => typeof each === "string" || isList(each));
 
 function checkMaxLength(given, context) {
@@ -261,7 +263,7 @@ function checkMaxLength(given, context) {
 }
 
 /** The text of a file. Throws ManifestError if it is not UTF-8. */
-function utf8(name, data) {
+function decodeUtf8(name, data) {
   try {
     return new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(data);
   } catch {
@@ -269,7 +271,7 @@ function utf8(name, data) {
   }
 }
 
-/** The files that the manifest lists, with the sizes that it states. */
+/** Reads the files that the manifest lists. Throws ManifestError for a file that has not the stated size. */
 class ListedFiles {
   constructor(folder, manifest) {
     this.folder = folder;
@@ -289,19 +291,19 @@ class ListedFiles {
     return data;
   }
 
-  /** The object in a JSON file; {} where the export has none. */
+  /** The object in a JSON file; {} if the export does not have the file. */
   async json(name, most = MOST_JSON) {
     const size = this.manifest.files.get(name);
     if (size === undefined) return {};
     if (size > most) {
       throw new ManifestError(`${name} has ${size} bytes, but may have at most ${most}; do not use this folder.`);
     }
-    const text = utf8(name, await this.read(name));
+    const text = decodeUtf8(name, await this.read(name));
     let data;
     try {
       data = JSON.parse(text);
     } catch (error) {
-      throw new ManifestError(`${name} is not JSON (${short(error)}); export or copy the folder again.`);
+      throw new ManifestError(`${name} is not JSON (${shortMessage(error)}); export or copy the folder again.`);
     }
     if (!isObject(data)) throw new ManifestError(`${name} holds ${show(data)}, not an object; export it again.`);
     return data;
@@ -333,11 +335,11 @@ class ListedFiles {
       if (error instanceof TopWError) throw error;
       if (NO_MEMORY.test(error.message ?? error)) {
         throw new GenerationError(
-          `the model does not fit into memory (${short(error)}); close other pages, or use a smaller model.`,
+          `the model does not fit into memory (${shortMessage(error)}); close other pages, or use a smaller model.`,
         );
       }
       throw new ManifestError(
-        `onnxruntime cannot open model.onnx (${short(error)}); check the folder with \`topw verify\`, or export the ` +
+        `onnxruntime cannot open model.onnx (${shortMessage(error)}); check the folder with \`topw verify\`, or export the ` +
           "model again.",
       );
     }

@@ -1,13 +1,14 @@
-// Request parameters: names, checks, and per-row lists. Names and defaults are those of the Python package.
+// The parameters of requests: names, checks, and lists with a value per row. Names and defaults are those of the Python
+// package.
 
 import { ParameterError, show } from "./errors.js";
-import { TOP_W_NAMES, TOP_W_RANGES, checkPreset, coefficients } from "./presets.js";
-import { RULES, RULE_OF_VALUE, checkRule } from "./rules.js";
+import { TOP_W_NAMES, TOP_W_RANGES, betaCoefficients, checkPreset } from "./presets.js";
+import { RULE_OF_VALUE, checkRule } from "./rules.js";
 
 const IN_FLOAT32 = "in float32 too, which holds magnitudes from 1.4e-45 to 3.4e+38";
 const SEEDS = 1n << 64n;
 
-/** Names in vLLM, OpenAI's API and the authors' code -> ours. */
+/** Name in vLLM, OpenAI's API or the authors' code -> name in this project. */
 export const ALIASES = {
   lambda_geom: "lam",
   warm_p: "init_top_p",
@@ -30,7 +31,7 @@ const PYTHON_ONLY = [
   "stopping_criteria",
 ];
 
-function integer(name, value, low, high = Infinity) {
+function parseInteger(name, value, low, high = Infinity) {
   const whole = typeof value === "bigint" ? Number(value) : value;
   if (!Number.isSafeInteger(whole) || whole < low || whole >= high) {
     const bound = high === Infinity ? `>= ${low}` : `in [${low}, ${high})`;
@@ -39,9 +40,9 @@ function integer(name, value, low, high = Infinity) {
   return whole;
 }
 
-const atLeast = (low) => (name, value) => integer(name, value, low);
+const atLeast = (low) => (name, value) => parseInteger(name, value, low);
 
-function real(name, value, holds, bound) {
+function parseReal(name, value, holds, bound) {
   const number = typeof value === "number" ? value : NaN;
   if (!holds(number) || !holds(Math.fround(number))) {
     const wanted = holds(number) ? `${bound} ${IN_FLOAT32}` : bound;
@@ -50,29 +51,29 @@ function real(name, value, holds, bound) {
   return number;
 }
 
-function flag(name, value) {
+function parseFlag(name, value) {
   if (typeof value !== "boolean") {
     throw new ParameterError(`${name} is ${show(value)}, but must be true or false.`);
   }
   return value;
 }
 
-const positive = (name, value) => real(name, value, (x) => x > 0 && x < Infinity, "a finite number > 0");
-const finite = (name, value) => real(name, value, Number.isFinite, "a finite number");
-const topW = (name, value) => real(name, value, ...TOP_W_RANGES[name]);
+const parsePositive = (name, value) => parseReal(name, value, (x) => x > 0 && x < Infinity, "a finite number > 0");
+const parseFinite = (name, value) => parseReal(name, value, Number.isFinite, "a finite number");
+const parseTopW = (name, value) => parseReal(name, value, ...TOP_W_RANGES[name]);
 
-function beta(name, value) {
-  if (typeof value !== "string") return topW(name, value);
-  const [constant, slope] = coefficients(value);
-  return slope ? value.trim() : topW(name, constant);
+function parseBeta(name, value) {
+  if (typeof value !== "string") return parseTopW(name, value);
+  const [constant, slope] = betaCoefficients(value);
+  return slope ? value.trim() : parseTopW(name, constant);
 }
 
-function ofRule(name, value) {
+function parseRuleValue(name, value) {
   const stated = RULE_OF_VALUE.get(name).values.find((each) => each.name === name);
-  return real(name, value, (x) => Number.isFinite(x) && stated.holds(x), stated.bound);
+  return parseReal(name, value, (x) => Number.isFinite(x) && stated.holds(x), stated.bound);
 }
 
-function seed(name, value) {
+function parseSeed(name, value) {
   const whole = typeof value === "bigint" ? value : Number.isSafeInteger(value) ? BigInt(value) : -1n;
   if (whole < 0n || whole >= SEEDS) {
     throw new ParameterError(
@@ -82,22 +83,22 @@ function seed(name, value) {
   return whole;
 }
 
-const ids = (name, value) => (isList(value) ? [...value] : [value]).map((each) => integer(name, each, 0));
+const parseIds = (name, value) => (isList(value) ? [...value] : [value]).map((each) => parseInteger(name, each, 0));
 
-function someIds(name, value) {
-  const found = ids(name, value);
+function parseSomeIds(name, value) {
+  const found = parseIds(name, value);
   if (!found.length) throw new ParameterError(`${name} is empty, but must have at least one token id.`);
   return found;
 }
 
-function idLists(name, value) {
+function parseIdLists(name, value) {
   if (!isList(value) || !value.every((each) => isList(each) && each.length)) {
     throw new ParameterError(`${name} is ${show(value)}, but must be a list of non-empty lists of token ids.`);
   }
-  return value.map((each) => ids(name, each));
+  return value.map((each) => parseIds(name, each));
 }
 
-function strings(name, value) {
+function parseStrings(name, value) {
   const values = typeof value === "string" ? [value] : value;
   if (!isList(values) || !values.every((each) => typeof each === "string" && each)) {
     throw new ParameterError(`${name} is ${show(value)}, but must be a non-empty string or a list of them.`);
@@ -105,16 +106,16 @@ function strings(name, value) {
   return [...values];
 }
 
-function biases(name, value) {
+function parseBiases(name, value) {
   const isObject = typeof value === "object" && value !== null && !isList(value);
   if (!isObject) throw new ParameterError(`${name} is ${show(value)}, but must map token ids to numbers.`);
   const found = new Map();
   for (const [token, bias] of value instanceof Map ? value : Object.entries(value)) {
     const digits = typeof token === "string" && /^[0-9]+$/.test(token);
-    const key = integer(`a token id of ${name}`, digits ? Number(token) : token, 0);
+    const key = parseInteger(`a token id of ${name}`, digits ? Number(token) : token, 0);
     if (found.has(key)) throw new ParameterError(`${name} names the token id ${key} twice; give it one bias.`);
     const bound = "a number below infinity (-inf bans the token)";
-    found.set(key, real(`${name}[${key}]`, bias, (x) => x < Infinity, bound));
+    found.set(key, parseReal(`${name}[${key}]`, bias, (x) => x < Infinity, bound));
   }
   return found;
 }
@@ -127,46 +128,46 @@ export function isList(value) {
 const parameter = (parse, usual, depth = 0) => ({ parse, default: usual, depth });
 
 /**
- * Per-row parameters: name -> {parse(name, value), default, depth}.
- * `depth` is the list nesting of one row's value; one more level means one value per row.
+ * Parameters of a row: name -> {parse(name, value), default, depth}.
+ * `depth` is the number of nested lists in one row's value. A value with one more level has one value per row.
  */
 export const PARAMETERS = {
   max_new_tokens: parameter(atLeast(1), 256),
   max_length: parameter(atLeast(1)),
   min_new_tokens: parameter(atLeast(0), 0),
   min_length: parameter(atLeast(0), 0),
-  do_sample: parameter(flag),
-  eos_token_id: parameter(ids, [], 1),
+  do_sample: parameter(parseFlag),
+  eos_token_id: parameter(parseIds, [], 1),
   pad_token_id: parameter(atLeast(0)),
-  ignore_eos: parameter(flag, false),
-  stop_token_ids: parameter(ids, [], 1),
-  stop_strings: parameter(strings, [], 1),
-  repetition_penalty: parameter(positive, 1),
-  presence_penalty: parameter(finite, 0),
-  frequency_penalty: parameter(finite, 0),
-  logit_bias: parameter(biases, new Map()),
-  suppress_tokens: parameter(ids, [], 1),
-  allowed_token_ids: parameter(someIds, [], 1),
-  bad_words_ids: parameter(idLists, [], 2),
-  bad_words: parameter(strings, [], 1),
+  ignore_eos: parameter(parseFlag, false),
+  stop_token_ids: parameter(parseIds, [], 1),
+  stop_strings: parameter(parseStrings, [], 1),
+  repetition_penalty: parameter(parsePositive, 1),
+  presence_penalty: parameter(parseFinite, 0),
+  frequency_penalty: parameter(parseFinite, 0),
+  logit_bias: parameter(parseBiases, new Map()),
+  suppress_tokens: parameter(parseIds, [], 1),
+  allowed_token_ids: parameter(parseSomeIds, [], 1),
+  bad_words_ids: parameter(parseIdLists, [], 2),
+  bad_words: parameter(parseStrings, [], 1),
   no_repeat_ngram_size: parameter(atLeast(0), 0),
-  seed: parameter(seed),
+  seed: parameter(parseSeed),
   preset: parameter((_name, value) => checkPreset(value)),
-  ...Object.fromEntries(TOP_W_NAMES.map((name) => [name, parameter(topW)])),
-  beta: parameter(beta),
-  geom_unit: parameter(unit),
+  ...Object.fromEntries(TOP_W_NAMES.map((name) => [name, parameter(parseTopW)])),
+  beta: parameter(parseBeta),
+  geom_unit: parameter(parseUnit),
   rule: parameter((_name, value) => checkRule(value)),
-  ...Object.fromEntries([...RULE_OF_VALUE.keys()].map((name) => [name, parameter(ofRule)])),
+  ...Object.fromEntries([...RULE_OF_VALUE.keys()].map((name) => [name, parameter(parseRuleValue)])),
 };
 
-/** Whole-request parameters. */
+/** Parameters of a whole request, in the same form. */
 export const REQUEST_PARAMETERS = {
   num_return_sequences: parameter(atLeast(1), 1),
-  skip_special_tokens: parameter(flag, true),
-  add_special_tokens: parameter(flag, true),
+  skip_special_tokens: parameter(parseFlag, true),
+  add_special_tokens: parameter(parseFlag, true),
 };
 
-function unit(name, value) {
+function parseUnit(name, value) {
   if (value !== "raw" && value !== "median") {
     throw new ParameterError(`${name} is ${show(value)}, but must be one of raw, median.`);
   }
@@ -174,13 +175,13 @@ function unit(name, value) {
 }
 
 /**
- * Splits a request's parameters into those of rows and those of the whole request, the latter with defaults.
- * Values null and undefined count as not given.
+ * Splits a request's parameters. The values null and undefined count as not given.
  * @param {Record<string, any>} given
- * @returns {[Record<string, any>, Record<string, any>]}
+ * @returns {[Record<string, any>, Record<string, any>]} those of rows, not checked; those of the whole request, with their
+ *   defaults
  * @throws {ParameterError} for unknown names, duplicates, and parameters that the export fixes or only Python has
  */
-export function split(given) {
+export function splitParameters(given) {
   const used = {};
   for (const [name, value] of Object.entries(given)) {
     const ours = ALIASES[name] ?? name;
@@ -213,13 +214,13 @@ function checkKnown(ours, name) {
 }
 
 /**
- * The checked value of a parameter for each row; undefined where a list has null.
+ * The checked value of a parameter for each row; undefined for a row whose value is null.
  * @param {string} name
  * @param {any} value one for all rows, or a list of one per row
  * @param {number} rows
  * @returns {any[]}
  */
-export function spread(name, value, rows) {
+export function valuesPerRow(name, value, rows) {
   const { parse, depth } = PARAMETERS[name];
   if (!isPerRow(value, depth)) return new Array(rows).fill(parse(name, value));
   const values = [...value];
@@ -241,6 +242,3 @@ function isPerRow(value, depth) {
   }
   return isList(level);
 }
-
-/** @returns {string[]} the names of all rules, for menus */
-export const ruleNames = () => [...RULES.keys()];

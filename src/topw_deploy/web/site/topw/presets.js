@@ -2,7 +2,7 @@
 
 import { ParameterError, show } from "./errors.js";
 
-/** Below it, a temperature means the largest logit: 1e-5 in float32. */
+/** A lower temperature draws the largest logit: 1e-5 in float32. */
 export const GREEDY_BELOW = 9.999999747378752e-6;
 
 const notNegative = [(x) => x >= 0 && x < Infinity, "a finite number >= 0"];
@@ -55,7 +55,7 @@ export function presetParameters(name, metric, width) {
   return name === "creative" ? { ...PAPER, beta: "1.5+1.5*T" } : { ...PAPER };
 }
 
-/** The distance of two tokens with uncorrelated features. */
+/** The distance of two tokens whose features are uncorrelated. */
 function typicalDistance(metric, width) {
   if (metric === "mahalanobis") return Math.sqrt(2 * width);
   return metric === "unit" ? Math.sqrt(2) : 1;
@@ -68,12 +68,12 @@ const LONGEST = 80; // characters
 const LARGEST = 3.4028234663852886e38; // float32
 
 /**
- * (a, b) of the beta `text`, which is a + b T at temperature T.
+ * [a, b] of a beta that is a + b T at the temperature T.
  * @param {string} text "A", "B*T", "A+B*T" or "A-B*T"
  * @returns {[number, number]}
  * @throws {ParameterError} for any other text
  */
-export function coefficients(text) {
+export function betaCoefficients(text) {
   const stripped = text.length <= LONGEST ? text.trim() : "";
   const constant = CONSTANT.exec(stripped);
   const linear = LINEAR.exec(stripped);
@@ -99,7 +99,7 @@ export function topWParameters(values) {
   const found = { ...values };
   if (typeof found.beta === "string") {
     const temperature = found.temperature < GREEDY_BELOW ? 0 : found.temperature;
-    const [a, b] = coefficients(found.beta);
+    const [a, b] = betaCoefficients(found.beta);
     found.beta = a + b * temperature;
     if (!(found.beta >= 0 && found.beta <= LARGEST)) {
       throw new ParameterError(

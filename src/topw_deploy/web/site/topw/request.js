@@ -1,22 +1,22 @@
-// Resolves every parameter for every row. Precedence: the request, its preset (Top-W only), the model's
-// generation_config.json, the export's defaults (Top-W only), this library's defaults.
+// Resolves every parameter for every row. The first of these that has a parameter counts: the request, its preset (Top-W
+// only), the model's generation_config.json, the export's defaults (Top-W only), this library's defaults.
 
 import { ParameterError, PromptError, show } from "./errors.js";
-import { PARAMETERS, spread } from "./parameters.js";
+import { PARAMETERS, valuesPerRow } from "./parameters.js";
 import { GREEDY_BELOW, TOP_W_NAMES, presetParameters, topWParameters } from "./presets.js";
 import { freshSeed } from "./random.js";
 import { RULE_PARAMETERS, TOP_W, checkCarried, ruleOf } from "./rules.js";
 
 /**
- * Prompt and parameters of one sequence.
+ * The prompt and the parameters of one sequence.
  * @typedef {object} RowRequest
  * @property {number[]} prompt token ids, at least one
  * @property {Record<string, number>} topW the six parameters of Top-W
  * @property {import("./rules.js").RowRule} rule
- * @property {number} budget maximum new tokens
- * @property {number} minNewTokens tokens before which EOS and stop strings have no effect
+ * @property {number} budget maximum number of new tokens
+ * @property {number} minNewTokens number of tokens before which EOS and stop strings have no effect
  * @property {Set<number>} eos ids that end the row
- * @property {number} pad the input after the row's end
+ * @property {number} pad token that the row feeds after its end
  * @property {string[]} stopStrings
  * @property {number} repetitionPenalty
  * @property {number} presencePenalty
@@ -41,20 +41,20 @@ import { RULE_PARAMETERS, TOP_W, checkCarried, ruleOf } from "./rules.js";
  * @returns {RowRequest[]}
  * @throws {ParameterError | PromptError}
  */
-export function resolve(manifest, model, prompts, given, samples, maxLength) {
-  const columns = Object.entries(given).map(([name, value]) => [name, spread(name, value, prompts.length)]);
-  const fromModel = settled(model, manifest);
+export function resolveRequests(manifest, model, prompts, given, samples, maxLength) {
+  const columns = Object.entries(given).map(([name, value]) => [name, valuesPerRow(name, value, prompts.length)]);
+  const fromModel = withUnitAndPreset(model, manifest);
   return prompts.flatMap((prompt, index) => {
     const own = columns.map(([name, column]) => [name, column[index]]).filter(([, value]) => value !== undefined);
-    const sources = new Sources(settled(Object.fromEntries(own), manifest), fromModel);
+    const sources = new Sources(withUnitAndPreset(Object.fromEntries(own), manifest), fromModel);
     checkPrompt(prompt, manifest, maxLength, prompts.length > 1 ? `prompt ${index}` : "the prompt");
     const seed = sources.get("seed") ?? freshSeed();
-    return Array.from({ length: samples }, (_, sample) => row(prompt, sources, manifest, maxLength, seed, sample));
+    return Array.from({ length: samples }, (_, sample) => rowRequest(prompt, sources, manifest, maxLength, seed, sample));
   });
 }
 
-/** A source's parameters with its preset and with geom_scale per unit of the metric. */
-function settled(stated, { sampler, medianDistance }) {
+/** A source's parameters, with those of its preset, and with geom_scale in the metric's own unit. */
+function withUnitAndPreset(stated, { sampler, medianDistance }) {
   let found = stated;
   if ((stated.geom_unit ?? "raw") !== "raw") {
     if (stated.geom_scale === undefined) {
@@ -106,7 +106,7 @@ class Sources {
   }
 }
 
-function row(prompt, sources, manifest, maxLength, seed, sample) {
+function rowRequest(prompt, sources, manifest, maxLength, seed, sample) {
   const value = (name) => sources.value(name);
   const known = (name, ids = value(name)) => sources.ids(name, manifest.sampler.vocabSize, ids);
   const eos = known("eos_token_id");
@@ -117,9 +117,9 @@ function row(prompt, sources, manifest, maxLength, seed, sample) {
   const pad = value("pad_token_id");
   return {
     prompt,
-    topW: topW(sources, manifest.defaults),
-    rule: rule(sources, manifest.sampler),
-    budget: budget(prompt.length, sources, maxLength),
+    topW: topWOf(sources, manifest.defaults),
+    rule: ruleOfRow(sources, manifest.sampler),
+    budget: newTokens(prompt.length, sources, maxLength),
     minNewTokens: Math.max(value("min_new_tokens"), value("min_length") - prompt.length),
     eos: new Set(value("ignore_eos") ? stop : [...eos, ...stop]),
     pad: pad !== undefined && pad < manifest.sampler.vocabSize ? pad : eos.length ? Math.min(...eos) : 0,
@@ -137,10 +137,10 @@ function row(prompt, sources, manifest, maxLength, seed, sample) {
   };
 }
 
-function topW(sources, defaults) {
+function topWOf(sources, defaults) {
   const values = Object.fromEntries(TOP_W_NAMES.map((name) => [name, sources.get(name, defaults[name])]));
   for (const source of sources.all) {
-    // the first with do_sample or temperature
+    // The first source with do_sample or temperature decides.
     const sampled = source.do_sample;
     if (sampled === false) values.temperature = 0;
     else if (sampled && source === sources.request && values.temperature < GREEDY_BELOW) {
@@ -156,8 +156,8 @@ function topW(sources, defaults) {
   return topWParameters(values);
 }
 
-/** The rule of the first source that names or implies one. */
-function rule(sources, sampler) {
+/** The rule of a row: that of the first source that names or implies one. */
+function ruleOfRow(sources, sampler) {
   for (const source of sources.all) {
     const own = RULE_PARAMETERS.filter((name) => source[name] !== undefined).map((name) => [name, source[name]]);
     if (own.length) {
@@ -169,8 +169,8 @@ function rule(sources, sampler) {
   return TOP_W;
 }
 
-/** Maximum new tokens after `prompt` tokens. */
-function budget(prompt, sources, most) {
+/** Maximum number of new tokens after a prompt of `prompt` tokens. `most`: maximum tokens of both together. */
+function newTokens(prompt, sources, most) {
   if (sources.request.max_new_tokens !== undefined && sources.request.max_length !== undefined) {
     throw new ParameterError("max_new_tokens and max_length are both given; give one of them.");
   }

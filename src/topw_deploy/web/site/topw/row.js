@@ -5,8 +5,8 @@ import { RowText } from "./text.js";
 /**
  * One drawn token.
  * @typedef {{token_id: number, logprob: number, kept: number, certified: boolean, mass?: number}} Drawn
- *   logprob: in its crop; kept: the crop's size; certified: whether the crop was proven without geometry;
- *   mass: the crop's share of the full softmax, where exported
+ *   logprob: in the crop; kept: size of the crop; certified: whether the crop was proven without geometry;
+ *   mass: probability of the crop in the full softmax, if the export has that output
  */
 
 export class Row {
@@ -26,8 +26,8 @@ export class Row {
     this.finishReason = null;
     /** @type {number | string | null} */
     this.stop = null;
-    this.shown = 0; // tokens that earlier pieces have
-    this.finishedAt = 0; // milliseconds
+    this.shown = 0; // number of tokens in earlier pieces
+    this.finishedAt = 0; // performance.now()
   }
 
   /**
@@ -35,23 +35,23 @@ export class Row {
    * @param {Drawn} drawn
    * @returns {string} new text
    */
-  take(drawn) {
+  addToken(drawn) {
     this.drawn.push(drawn);
     let gained = "";
     if (this.request.eos.has(drawn.token_id)) {
       this.end("stop", drawn.token_id);
     } else {
       gained = this.text.push(drawn.token_id);
-      if (this.text.found !== null) this.end("stop", this.text.found);
+      if (this.text.stop !== null) this.end("stop", this.text.stop);
     }
     if (this.finishReason === null && this.drawn.length === this.request.budget) this.end("length");
-    return this.#gain(gained + this.#held());
+    return this.#addText(gained + this.#flushAtEnd());
   }
 
-  /** Ends it from outside. Returns the text that was held back. */
+  /** Ends the row before its last token, for a reason such as "cancelled". Returns the text that was held back. */
   interrupt(reason) {
     this.end(reason);
-    return this.#gain(this.text.flush());
+    return this.#addText(this.text.flush());
   }
 
   end(reason, stop = null) {
@@ -67,21 +67,21 @@ export class Row {
     return found;
   }
 
-  #held() {
+  #flushAtEnd() {
     if (this.finishReason === null) return "";
     const held = this.text.flush(); // may complete a stop string
-    if (this.finishReason !== "stop" && this.text.found !== null) this.end("stop", this.text.found);
+    if (this.finishReason !== "stop" && this.text.stop !== null) this.end("stop", this.text.stop);
     return held;
   }
 
-  #gain(text) {
+  #addText(text) {
     if (text) this.pieces.push(text);
     return text;
   }
 }
 
 /**
- * One generated sequence, with the names and meanings of Python's GenerationResult.
+ * One generated sequence. Names and meanings are those of Python's GenerationResult.
  * @typedef {object} GenerationResult
  * @property {string} text new text without EOS, cut before a stop string
  * @property {number[]} token_ids all drawn tokens, with EOS and stop strings
@@ -89,19 +89,19 @@ export class Row {
  * @property {number[]} kept
  * @property {boolean[]} certified
  * @property {number[] | null} mass
- * @property {number} certified_share 1 without tokens
+ * @property {number} certified_share share of certified tokens; 1 without tokens
  * @property {bigint} seed
  * @property {number} sample
  * @property {string} rule
  * @property {string} finish_reason "stop", "length" or "cancelled"
  * @property {number | string | null} stop EOS id or stop string
  * @property {number} prompt_tokens
- * @property {string} sampler "graph": the function in the file
+ * @property {string} sampler "graph", the function in the file
  * @property {{load_seconds: number, prefill_seconds: number, decode_seconds: number, decode_steps: number}} timings
  */
 
 /**
- * The result of an ended row. Times are in milliseconds.
+ * The result of an ended row. `started` and `prefilled` are times of performance.now().
  * @param {Row} row
  * @param {{loadSeconds: number, started: number, prefilled: number}} times
  * @returns {GenerationResult}

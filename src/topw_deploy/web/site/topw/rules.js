@@ -2,9 +2,9 @@
 
 import { ParameterError, show } from "./errors.js";
 
-const MOST_COUNT = 1 << 24; // float32 holds every integer up to it
+const MOST_COUNT = 1 << 24; // float32 holds every integer up to this one
 
-/** Tokens that the graph sorts, unless it sorts them all (docs/contract/graph.md, section 8). */
+/** Number of tokens that a graph sorts unless it sorts all tokens (docs/contract/graph.md, section 8). */
 export const LONGEST_LIST = 3840;
 
 /**
@@ -20,7 +20,7 @@ const share = (name, usual) => value(name, (x) => x > 0 && x <= 1, "in (0, 1]", 
 const inside = (name) => value(name, (x) => x > 0 && x < 1, "in (0, 1)");
 const notNegative = (name, usual) => value(name, (x) => x >= 0, "a finite number >= 0", usual);
 
-/** Name -> rule. @type {Map<string, Rule>} */
+/** Rules by name. @type {Map<string, Rule>} */
 export const RULES = new Map(
   [
     ["top_w"],
@@ -38,7 +38,7 @@ export const RULES = new Map(
   ].map(([name, ...values], code) => [name, { code, name, values }]),
 );
 
-/** The name of a parameter -> its rule. @type {Map<string, Rule>} */
+/** Rules by the names of their parameters. @type {Map<string, Rule>} */
 export const RULE_OF_VALUE = new Map(
   [...RULES.values()].flatMap((rule) => rule.values.map((each) => [each.name, rule])),
 );
@@ -51,8 +51,8 @@ export const TOP_W = { code: 0, name: "top_w", values: [0, 0] };
 
 /**
  * The rule that a source's parameters name or imply.
- * @param {Record<string, any>} own the parameters in RULE_PARAMETERS that the source has, at least one
- * @param {(name: string) => any} get value from any source; supplies what a rule named in `own` lacks there
+ * @param {Record<string, any>} own the source's parameters of RULE_PARAMETERS, at least one
+ * @param {(name: string) => any} get returns a value from any source, for a parameter that a rule named in `own` lacks
  * @returns {RowRule}
  * @throws {ParameterError} for parameters of another rule or of two, a missing one, or one outside its interval
  */
@@ -90,7 +90,7 @@ function implied(own) {
 }
 
 /**
- * Checks that the graph carries `rule`, with its pool.
+ * Checks that the graph carries a rule, and sorts enough tokens for its pool.
  * @param {RowRule} rule
  * @param {import("./manifest.js").Sampler} sampler
  * @throws {ParameterError}
@@ -111,6 +111,7 @@ export function checkCarried({ name, values: [share, pool] }, { rules, sortsAll,
 }
 
 /**
+ * Checks the name of a rule.
  * @param {unknown} name
  * @returns {string} `name`
  * @throws {ParameterError} for an unknown rule

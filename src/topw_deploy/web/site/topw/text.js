@@ -1,15 +1,15 @@
-// Incremental decoding and stop strings.
+// Decodes drawn tokens one by one, and cuts the text at stop strings.
 
 const REPLACEMENT = "\uFFFD"; // stands for invalid or incomplete bytes
-const CONTEXT = 6; // tokens before a new one that are decoded with it
+const CONTEXT = 6; // number of earlier tokens that are decoded with a new one
 const CHARACTER = 4; // a character has at most four bytes in UTF-8, so at most four tokens
 
 /**
  * Decodes tokens one by one.
  *
- * A byte-level token may hold part of a character; a SentencePiece token at the start of a text loses its leading
- * space. So each token is decoded after the last ones with text, whose text is removed. Unfinished characters are held
- * back. If the prompt ends inside a character, the text begins with it, or with U+FFFD.
+ * A byte-level token may hold a part of a character, and a SentencePiece token at the start of a text loses its leading
+ * space. So each token is decoded together with the last ones that have text, whose text is then removed. Unfinished
+ * characters are held back. If the prompt ends inside a character, the text begins with that character, or with U+FFFD.
  */
 export class IncrementalDecoder {
   /**
@@ -21,7 +21,7 @@ export class IncrementalDecoder {
   constructor(decode, prompt, bytesOf) {
     this.decode = decode;
     const [unfinished, shown] = unfinishedCharacter(bytesOf, prompt);
-    this.ids = unfinished.length ? unfinished : context(decode, bytesOf, prompt);
+    this.ids = unfinished.length ? unfinished : contextTokens(decode, bytesOf, prompt);
     this.start = 0;
     this.read = unfinished.length ? 0 : this.ids.length;
     this.known = unfinished.length ? shown : decode(this.ids).length; // returned characters of the window
@@ -48,7 +48,7 @@ export class IncrementalDecoder {
   #newText(text) {
     const gained = text.slice(this.known);
     if (gained) {
-      // special tokens do not move the window
+      // Tokens without text, such as special ones, do not move the window.
       this.start = this.read;
       this.read = this.ids.length;
       this.known = this.decode(this.ids.slice(this.start)).length;
@@ -57,31 +57,31 @@ export class IncrementalDecoder {
   }
 }
 
-/** [tokens of an unfinished character at the end, number of characters before it in the first of them] */
+/** [tokens of an unfinished character at the prompt's end, number of whole characters before it in these tokens] */
 function unfinishedCharacter(bytesOf, prompt) {
   const tokens = [];
   const spelled = [];
   for (const token of [...prompt].reverse()) {
     const data = bytesOf(token);
-    if (data === null || joined(spelled).length >= CHARACTER) break;
+    if (data === null || joinBytes(spelled).length >= CHARACTER) break;
     if (data.length) {
       tokens.unshift(token);
       spelled.unshift(data);
     }
   }
-  const pending = pendingBytes(joined(spelled));
+  const pending = pendingBytes(joinBytes(spelled));
   if (!pending) return [[], 0];
-  while (joined(spelled.slice(1)).length >= pending) {
+  while (joinBytes(spelled.slice(1)).length >= pending) {
     tokens.shift();
     spelled.shift();
   }
-  const whole = joined(spelled);
+  const whole = joinBytes(spelled);
   return [tokens, new TextDecoder("utf-8", { ignoreBOM: true }).decode(whole.subarray(0, whole.length - pending)).length];
 }
 
-const joined = (parts) => Uint8Array.from(parts.flatMap((part) => [...part]));
+const joinBytes = (parts) => Uint8Array.from(parts.flatMap((part) => [...part]));
 
-/** Number of bytes at the end that begin a character which more bytes would finish. */
+/** Number of bytes at the end of `data` that begin a character and that more bytes would complete. */
 function pendingBytes(data) {
   const strict = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });
   for (let size = 1; size <= Math.min(data.length, CHARACTER - 1); size++) {
@@ -99,8 +99,8 @@ function pendingBytes(data) {
   return 0;
 }
 
-/** The last prompt tokens with text, starting at a whole character. */
-function context(decode, bytesOf, prompt) {
+/** The last tokens of the prompt with text, from the start of a character on. */
+function contextTokens(decode, bytesOf, prompt) {
   const most = CONTEXT + CHARACTER - 1;
   const last = [];
   for (let place = prompt.length - 1; place >= 0 && last.length < most; place--) {
@@ -114,17 +114,17 @@ function context(decode, bytesOf, prompt) {
   return found;
 }
 
-/** Cuts text at the stop string that ends first; on ties, the longest. */
+/** Cuts text at the stop string that ends first; of several that end there, at the longest. */
 class StopStrings {
   constructor(stops) {
     this.stops = stops;
     this.held = "";
-    this.found = null;
+    this.stop = null;
   }
 
-  /** Adds text. Returns the part that cannot belong to a stop string. */
+  /** Adds text. Returns the part of it that cannot belong to a stop string. */
   push(added) {
-    if (this.found !== null || !added) return "";
+    if (this.stop !== null || !added) return "";
     const text = this.held + added;
     let best = null;
     for (const stop of this.stops) {
@@ -135,7 +135,7 @@ class StopStrings {
       }
     }
     if (best !== null) {
-      this.found = best.stop;
+      this.stop = best.stop;
       this.held = "";
       return text.slice(0, best.start);
     }
@@ -144,7 +144,7 @@ class StopStrings {
     return text.slice(0, cut);
   }
 
-  /** The held-back text. */
+  /** Returns the text that was held back. */
   flush() {
     const held = this.held;
     this.held = "";
@@ -175,25 +175,25 @@ export class RowText {
   }
 
   /** The stop string that was found, or null. */
-  get found() {
-    return this.stops.found;
+  get stop() {
+    return this.stops.stop;
   }
 
-  /** Adds a token. Returns new text. */
+  /** Adds a token. Returns the new text. */
   push(token) {
     const text = this.decoder.push(token);
     if (this.guarded > 1) {
-      // the last required token may complete one
+      // The last of these tokens may complete a stop string.
       this.guarded -= 1;
       return text;
     }
     return this.stops.push(text);
   }
 
-  /** The held-back text. */
+  /** Returns the text that was held back, which may complete a stop string. */
   flush() {
-    if (this.found !== null) return "";
+    if (this.stop !== null) return "";
     const text = this.stops.push(this.decoder.flush());
-    return this.found !== null ? text : text + this.stops.flush();
+    return this.stop !== null ? text : text + this.stops.flush();
   }
 }

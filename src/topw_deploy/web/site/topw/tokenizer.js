@@ -1,4 +1,4 @@
-// The folder's tokenizer.json, read by a library for JavaScript, and the bytes of its tokens.
+// Converts between texts and token ids by a JavaScript library that reads the folder's tokenizer.json.
 
 import { PromptError, TokenizerError } from "./errors.js";
 import { IncrementalDecoder } from "./text.js";
@@ -21,14 +21,14 @@ export class Tokenizer {
    */
   constructor(Library, json, config) {
     try {
-      // Only tokenizer.json says how texts are split and joined, as in Python's library.
+      // As in Python's library, only tokenizer.json states how texts are split and joined.
       this.#raw = new Library(json, { clean_up_tokenization_spaces: false });
     } catch (error) {
       throw new TokenizerError(`tokenizer.json cannot be read (${error.message}); export the model again.`);
     }
     const added = Array.isArray(json.added_tokens) ? json.added_tokens : [];
     this.#special = new Set(added.filter((token) => token.special).map((token) => token.id));
-    const kinds = types(json.decoder);
+    const kinds = typesIn(json.decoder);
     this.#byteLevel = kinds.has("ByteLevel");
     this.#byteFallback = kinds.has("ByteFallback");
     this.config = config;
@@ -58,14 +58,14 @@ export class Tokenizer {
     return shown.length ? this.#raw.decode(shown, { skip_special_tokens: false }) : "";
   }
 
-  /** A decoder of the tokens after `prompt`. */
-  follow(prompt, skipSpecialTokens) {
+  /** A decoder for the tokens that are drawn after `prompt`. */
+  newDecoder(prompt, skipSpecialTokens) {
     const bytesOf = (token) => this.#bytesOf(token, skipSpecialTokens);
     return new IncrementalDecoder((ids) => this.decode(ids, skipSpecialTokens), prompt, bytesOf);
   }
 
   /**
-   * The id of a special token by its role in the configuration; undefined for none.
+   * The id of the token that the configuration gives a role; undefined if there is none.
    * @param {"bos_token" | "eos_token"} role
    */
   idOf(role) {
@@ -87,23 +87,23 @@ export class Tokenizer {
   }
 }
 
-/** All values of `type` in a decoder's state. */
-function types(state) {
-  if (Array.isArray(state)) return new Set(state.flatMap((each) => [...types(each)]));
+/** All values of the fields `type` in the description of a decoder. */
+function typesIn(state) {
+  if (Array.isArray(state)) return new Set(state.flatMap((each) => [...typesIn(each)]));
   if (typeof state !== "object" || state === null) return new Set();
   const own = typeof state.type === "string" ? [state.type] : [];
-  return new Set([...own, ...Object.values(state).flatMap((each) => [...types(each)])]);
+  return new Set([...own, ...Object.values(state).flatMap((each) => [...typesIn(each)])]);
 }
 
 const BYTE_OF = byteAlphabet();
 
-/** Bytes of a byte-level token; UTF-8 of other tokens. */
+/** The bytes of a byte-level token; those of UTF-8 for any other token. */
 function byteLevelBytes(token) {
   const bytes = [...token].map((character) => BYTE_OF.get(character));
   return bytes.includes(undefined) ? new TextEncoder().encode(token) : Uint8Array.from(bytes);
 }
 
-/** GPT-2's character per byte: itself if printable, else the next from U+0100. */
+/** GPT-2's character -> its byte. A printable byte is its own character; the others have those from U+0100 on. */
 function byteAlphabet() {
   const printable = (byte) => (byte > 0x20 && byte < 0x7f) || (byte > 0xa0 && byte !== 0xad);
   const found = new Map();

@@ -1,8 +1,8 @@
-// Which files hold a graph's weights.
+// Finds the files that hold a graph's weights.
 
-const LONGEST = 4096; // bytes of a path; a hostile graph may state a longer one at every place
+const LONGEST = 4096; // bytes of a path; a hostile graph may state longer ones at many places
 
-// An ONNX StringStringEntryProto up to the length of its value.
+// The beginning of the ONNX StringStringEntryProto that names a file, up to the length of the name.
 const LOCATION = new TextEncoder().encode("\n\u0008location\u0012");
 
 /**
@@ -18,7 +18,7 @@ export function dataFiles(graph) {
   return found;
 }
 
-/** A text behind its length, a varint. */
+/** The text at `at`, which begins with its length as a varint. */
 function textAt(bytes, at) {
   let length = 0;
   let shift = 0;
