@@ -126,7 +126,10 @@ def engine_of() -> Iterator[NewEngine]:
 
     yield new_engine
     for engine in engines:
-        engine.shutdown()
+        ending = threading.Thread(target=engine.shutdown, daemon=True)
+        ending.start()
+        ending.join(HANG)
+        assert not ending.is_alive(), "the engine does not shut down"
 
 
 @pytest.fixture

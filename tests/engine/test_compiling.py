@@ -56,7 +56,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     compiler.opened.set()
 
 
-class Ends:
+class RecordingStreamer:
     """A streamer that records its end."""
 
     ended = False
@@ -90,7 +90,7 @@ def test_the_loop_goes_on_while_a_grammar_compiles(
 def test_a_cancelled_caller_holds_nothing_while_its_grammar_still_compiles(
     call: Call, model: TopWModel, engine_of: NewEngine, compiler: Compiler
 ) -> None:
-    engine, streamer = engine_of(model, max_batch=1, max_queue=0), Ends()
+    engine, streamer = engine_of(model, max_batch=1, max_queue=0), RecordingStreamer()
 
     async def main() -> None:
         task = asyncio.create_task(call(engine, streamer=streamer))

@@ -13,6 +13,7 @@ from tests.engine.conftest import FORMS, HOT, Gate, NewEngine
 from tests.support.samples import slow
 from tests.support.toy_model import CONTEXT, VOCAB, Toy, export
 from topw_deploy.engine import Engine
+from topw_deploy.engine.batch import Batch
 from topw_deploy.errors import LogitsError, ParameterError
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.ort.session import HostBinding
@@ -168,6 +169,18 @@ def test_only_runs_with_a_request_that_asks_write_logits_to_the_host(
     assert bound == []
     engine.submit("ab", **HOT, max_new_tokens=4, logprobs=0).result(60)
     assert set(bound) == {(1, VOCAB)}
+
+
+def test_a_batch_refuses_to_copy_logits_that_its_graph_lacks(model: TopWModel) -> None:
+    (request,), *_ = model._requests([5, 6], {"seed": 1})
+    batch = Batch(model._require_open()[0], model._decoder, 1, CONTEXT)
+    try:
+        batch.assign(0, request)
+        batch.wants_logits = True
+        with pytest.raises(ParameterError, match="the graph has no output logits; export the model again with"):
+            batch.read(0, request, 0, 2)
+    finally:
+        batch.close()
 
 
 def test_a_prompt_that_fills_the_context_is_scored(scoring: TopWModel, engine_of: NewEngine) -> None:

@@ -97,11 +97,11 @@ def test_one_caller_may_cancel_what_another_waits_for(model: TopWModel, gate: Ga
     engine = Engine(model, max_batch=1)
     requests = [engine.submit("a", stopping_criteria=gate, max_new_tokens=4)] + [engine.submit("b") for _ in range(3)]
     assert gate.reached.wait(30)
-    waiting = threading.Thread(target=engine.shutdown, kwargs={"cancel": False})
+    waiting = threading.Thread(target=engine.shutdown, kwargs={"cancel": False}, daemon=True)
     waiting.start()
     until(lambda: engine._capacity._changed._waiters)
     gate.open_at_message(engine)
-    cancelling = threading.Thread(target=engine.shutdown)
+    cancelling = threading.Thread(target=engine.shutdown, daemon=True)
     cancelling.start()
     for thread in (waiting, cancelling):
         thread.join(HANG)

@@ -83,8 +83,8 @@ def test_only_the_states_of_the_given_tokens_are_written(path: Path, tmp_path: P
         assert found.tolist() == whole[:, :size].tolist()
 
 
-def test_other_tools_read_the_file(path: Path) -> None:
-    """The library safetensors reads it. That library has no NumPy type for bfloat16."""
+def test_the_safetensors_library_reads_the_file(path: Path) -> None:
+    """It has no NumPy type for bfloat16, so the test reads only the shape of that tensor."""
     with safe_open(path, framework="np") as stream:
         assert stream.metadata() == {
             "format": "topw-session", "version": "1", "manifest": "ab" * 32, "model": "a model", "chunk": "0",

@@ -81,7 +81,7 @@ class RequestSequence(ScheduledSequence):
 class Submission:
     """A request and its sequences.
 
-    deadline: by time.perf_counter(); None for none.
+    deadline: time.perf_counter() at which the request must end; None for no deadline.
     """
 
     request: Request

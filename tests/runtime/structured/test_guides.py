@@ -32,7 +32,7 @@ def guide_of(stated: dict[str, Any], ends: tuple[int, ...] = ENDS) -> Guide:
     return guide
 
 
-def allowed(guide: Guide) -> set[int]:
+def allowed_tokens(guide: Guide) -> set[int]:
     assert guide.mask.dtype == np.int32
     found = set(np.flatnonzero(np.unpackbits(guide.mask.view(np.uint8), bitorder="little")).tolist())
     assert len(found) == guide.allowed_count
@@ -46,7 +46,7 @@ def test_the_allowed_tokens_are_those_that_continue_a_text(data: st.DataObject, 
     whole = [text.encode() for text in texts]
     while True:
         fitting = {t for t, piece in enumerate(PIECES) if piece and any(w.startswith(begun + piece) for w in whole)}
-        assert allowed(guide) == fitting | set(ENDS if begun in whole else ())
+        assert allowed_tokens(guide) == fitting | set(ENDS if begun in whole else ())
         token = data.draw(st.sampled_from(sorted(fitting)))
         begun += PIECES[token]
         if guide.take(token):
@@ -57,14 +57,14 @@ def test_the_allowed_tokens_are_those_that_continue_a_text(data: st.DataObject, 
 
 def test_tokens_without_text_are_forbidden_even_where_a_grammar_allows_any_token() -> None:
     guide = guide_of({"grammar": "start: <[*]>*"})
-    assert allowed(guide) == {t for t, piece in enumerate(PIECES) if piece} | {len(PIECES)} | set(ENDS)
+    assert allowed_tokens(guide) == {t for t, piece in enumerate(PIECES) if piece} | {len(PIECES)} | set(ENDS)
 
 
 def test_special_tokens_are_allowed_only_where_a_grammar_names_them() -> None:
-    assert len(PIECES) not in allowed(guide_of({"regex": "(?s:.*)"}))
+    assert len(PIECES) not in allowed_tokens(guide_of({"regex": "(?s:.*)"}))
     guide = guide_of({"grammar": 'start: "a" <special> "c"'})
     guide.take(ord("a"))
-    assert allowed(guide) == {len(PIECES)}
+    assert allowed_tokens(guide) == {len(PIECES)}
     assert not guide.take(len(PIECES))
     assert guide.take(ord("c"))
 
@@ -77,16 +77,16 @@ def test_a_mask_has_a_bit_for_each_token_of_a_vocabulary_of_any_size(size: int) 
     guide.start()
     assert guide.mask.shape == (-(-size // 32),)
     first = {t for t, piece in enumerate(pieces) if piece in (b"z", b"zz", b"zzz") or set(piece) == {97}} | {size - 1}
-    assert allowed(guide) == first
+    assert allowed_tokens(guide) == first
     assert not guide.take(0)
-    assert allowed(guide) == {t for t, piece in enumerate(pieces) if set(piece) == {97}} | {size - 1}
+    assert allowed_tokens(guide) == {t for t, piece in enumerate(pieces) if set(piece) == {97}} | {size - 1}
 
 
 def test_white_space_of_json_is_bounded_unless_the_schema_says_otherwise() -> None:
     def most_spaces(schema: dict[str, Any]) -> int:
         guide, spaces = guide_of({"json": schema}), 0
         guide.take(ord("{"))
-        while ord(" ") in allowed(guide) and spaces < 99:
+        while ord(" ") in allowed_tokens(guide) and spaces < 99:
             guide.take(ord(" "))
             spaces += 1
         return spaces
@@ -98,8 +98,8 @@ def test_white_space_of_json_is_bounded_unless_the_schema_says_otherwise() -> No
 
 def test_digits_of_an_expression_are_ascii_and_letters_are_not() -> None:
     digits, letters = guide_of({"regex": r"\d"}), guide_of({"regex": r"\w"})
-    assert allowed(digits) == set(range(48, 58))
-    assert 0xC3 in allowed(letters)
+    assert allowed_tokens(digits) == set(range(48, 58))
+    assert 0xC3 in allowed_tokens(letters)
 
 
 def word_pieces() -> Tokenizer:

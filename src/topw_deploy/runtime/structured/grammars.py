@@ -78,7 +78,7 @@ class Grammars:
         return guide
 
     def _new_matcher(self, constraint: Constraint, tokens: LLTokenizer) -> LLMatcher:
-        """A new matcher at the start of the grammar, compiled now or before."""
+        """A new matcher at the start of the grammar, which is compiled unless it is kept."""
         with self._lock:
             found = self._compiled.get(constraint)
             if found is not None:
@@ -135,10 +135,10 @@ def compile_grammar(constraint: Constraint, tokens: LLTokenizer) -> LLMatcher:
     """
     from llguidance import LLMatcher, LLParserLimits
 
-    def compiled() -> LLMatcher:
+    def new_matcher() -> LLMatcher:
         return LLMatcher(tokens, to_lark(constraint), log_level=0, limits=LLParserLimits(**LIMITS))
 
-    matcher = call_with_deep_stack(compiled, COMPILE_SECONDS)
+    matcher = call_with_deep_stack(new_matcher, COMPILE_SECONDS)
     if matcher is None:
         raise GrammarError(f"the grammar takes longer than {COMPILE_SECONDS:.0f} s to compile; give a simpler one.")
     if matcher.is_error():
@@ -146,7 +146,7 @@ def compile_grammar(constraint: Constraint, tokens: LLTokenizer) -> LLMatcher:
     return matcher
 
 
-class _Call(Generic[Result]):
+class _ThreadCall(Generic[Result]):
     """A call in another thread.
 
     results: the result, once the call has returned.
@@ -172,7 +172,7 @@ def call_with_deep_stack(function: Callable[[], Result], seconds: float) -> Resu
 
     Raises the function's errors, and GenerationError if there is no address space for the stack.
     """
-    call = _Call(function)
+    call = _ThreadCall(function)
     thread = threading.Thread(target=call, name="topw-grammar", daemon=True)
     with _stack_size_lock:  # threading.stack_size applies to the whole process
         before = threading.stack_size(STACK_BYTES)
