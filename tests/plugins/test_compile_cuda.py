@@ -1,4 +1,4 @@
-"""Finding nvcc and architectures; cuda/test_nvcc.py compiles."""
+"""Find nvcc and choose architectures; cuda/test_nvcc.py compiles."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     return put
 
 
-def test_without_nvcc_the_command_that_brings_one_is_named(install: Install) -> None:
+def test_without_nvcc_the_command_that_installs_one_is_named(install: Install) -> None:
     with pytest.raises(PluginError, match=r"there is no nvcc in CUDA_HOME, PATH, .* pip install nvidia-cuda-nvcc "):
         compile_cuda.find_toolkit()
 
@@ -78,7 +78,7 @@ def test_nvcc_is_taken_from_the_variable_the_path_the_environment_or_the_usual_p
     assert (found.libraries, found.headers) == (tmp_path / "named" / "lib64", tmp_path / "named" / "include")
 
 
-def test_a_variable_that_names_no_toolkit_is_not_passed_over(
+def test_a_variable_that_names_no_toolkit_is_refused(
     install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path / "usual")
@@ -97,7 +97,7 @@ def test_an_nvcc_without_the_static_runtime_or_of_another_kind_is_refused(instal
         compile_cuda.find_toolkit()
 
 
-def test_all_that_nvcc_knows_is_compiled_for_or_what_is_asked_for(install: Install, tmp_path: Path) -> None:
+def test_the_architectures_are_all_that_nvcc_supports_or_the_requested_ones(install: Install, tmp_path: Path) -> None:
     install(tmp_path / "usual")
     toolkit = compile_cuda.find_toolkit()
     assert compile_cuda.choose_architectures(toolkit, ()) == (75, 80, 86, 87, 89, 90)
@@ -109,7 +109,7 @@ def test_all_that_nvcc_knows_is_compiled_for_or_what_is_asked_for(install: Insta
         compile_cuda.choose_architectures(replace(toolkit, version="9.2", architectures=(50, 70)), ())
 
 
-def test_code_for_each_and_ptx_of_the_newest() -> None:
+def test_nvcc_is_told_to_store_code_for_each_architecture_and_ptx_of_the_newest() -> None:
     assert compile_cuda.code_flags((87, 90)) == [
         "-gencode=arch=compute_87,code=sm_87",
         "-gencode=arch=compute_90,code=sm_90",
@@ -170,7 +170,7 @@ def test_a_compiler_that_is_none_is_named(
         compile_cuda.compile_cuda(tmp_path / "lib.so")
 
 
-def test_a_library_is_for_gpus_that_have_its_code_or_compile_its_ptx() -> None:
+def test_a_library_runs_on_gpus_that_have_its_code_or_can_compile_its_ptx() -> None:
     found = library.CudaLibrary.__new__(library.CudaLibrary)
     found.architectures = (75, 80, 90)
     served = {number for number in (70, 75, 80, 86, 87, 89, 90, 100, 110, 121) if found.can_run_on(number)}
@@ -215,7 +215,7 @@ def fake_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[in
     return make
 
 
-def test_the_driver_is_asked_for_its_version_and_its_gpus(fake_driver: Callable[[int, int], None]) -> None:
+def test_the_driver_reports_its_version_and_its_gpus(fake_driver: Callable[[int, int], None]) -> None:
     fake_driver(0, 2)
     found = driver.query_driver()
     assert found == driver.Driver("12.6", (driver.Device("Orin", 87), driver.Device("Second", 90)), "")
@@ -225,7 +225,7 @@ def test_the_driver_is_asked_for_its_version_and_its_gpus(fake_driver: Callable[
     assert driver.query_driver().why_none == "the NVIDIA driver does not start (CUDA error 999)"
 
 
-def test_no_driver_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_driver_the_reason_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "LIBRARY", "libcuda.so.none")
     assert driver.query_driver() == driver.Driver(None, (), "there is no NVIDIA driver (libcuda.so.none was not found)")
 
@@ -262,7 +262,7 @@ def test_the_report_says_why_a_library_serves_no_gpu_here(
 
 
 def test_ctrl_c_ends_nvcc(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not get the terminal's signals itself, and may take minutes."""
+    """nvcc runs in a session of its own, so it does not get the terminal's signals. It may take minutes."""
     install(tmp_path / "usual")
     ended = threading.Event()
 

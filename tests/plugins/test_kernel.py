@@ -97,7 +97,9 @@ def test_every_instruction_set_answers_the_same_bits(kernel: Kernel) -> None:
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
 @pytest.mark.parametrize("metric", METRICS[:3])
-def test_tables_in_half_precision_mean_the_numbers_they_hold(each_kernel: Kernel, kind: str, metric: str) -> None:
+def test_tables_in_half_precision_are_read_as_the_numbers_they_hold(
+    each_kernel: Kernel, kind: str, metric: str
+) -> None:
     scenario = Scenario(TopWOptions(metric=metric), 500, 37, "clusters", 3)
     embeddings, _, cases = scenario_cases(scenario, 40)
     embeddings[0] = 6e-7  # subnormal in float16
@@ -114,7 +116,7 @@ def test_tables_in_half_precision_mean_the_numbers_they_hold(each_kernel: Kernel
 
 
 def edited_cases(rng: np.random.Generator, vocab: int, rows: int, edits: int) -> tuple[list[Case], list[np.ndarray]]:
-    """Edits of all kinds, in any block."""
+    """Random rows with edits of all kinds, in any block."""
     cases = [random_case(rng, vocab) for _ in range(rows)]
     ids = np.stack([rng.permutation(vocab)[:edits] for _ in range(rows)]).astype(np.int64)
     ids[rng.random(ids.shape) < 0.2] = -1
@@ -186,7 +188,7 @@ def test_pruning_avoids_distances_and_says_how_many(each_kernel: Kernel) -> None
 
 
 def test_a_repulsive_row_that_cycles_ends_where_the_literal_rule_ends(each_kernel: Kernel) -> None:
-    """With huge alt_iters the cycle's length decides which set is last."""
+    """With a huge alt_iters, the length of the cycle decides which set is the last."""
     rng = np.random.default_rng(4)
     cycles = 0
     for _ in range(40):
@@ -216,7 +218,7 @@ def test_threads_with_a_workspace_each_answer_as_one_thread_does(kernel: Kernel)
                 assert np.array_equal(getattr(alone, field), getattr(found, field)), field
 
 
-def test_a_row_is_answered_alike_in_any_company(each_kernel: Kernel) -> None:
+def test_the_answer_of_a_row_does_not_depend_on_its_batch(each_kernel: Kernel) -> None:
     scenario = Scenario(TopWOptions(metric="unit", top_m=150), 700, 8, "clusters", 9)
     _, geometry, cases = scenario_cases(scenario, 60)
     table = KernelTable.from_geometry(geometry)

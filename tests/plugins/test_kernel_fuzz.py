@@ -15,7 +15,7 @@ pytestmark = pytest.mark.long
 SECONDS = 4
 
 
-def test_random_bytes_break_no_promise_and_touch_no_foreign_byte(tmp_path: Path) -> None:
+def test_random_bytes_give_valid_answers_and_touch_no_foreign_memory(tmp_path: Path) -> None:
     """All inputs random; `python -m fuzz.native` is the long run."""
     program = tmp_path / "native_rows"
     try:

@@ -101,7 +101,7 @@ def test_an_edit_that_leaves_no_number_makes_its_row_invalid(kernel: Kernel, pen
         assert_invalid(answer(kernel, logits, edits=edits))
 
 
-def test_an_edit_does_not_heal_a_logit_that_is_no_number(kernel: Kernel) -> None:
+def test_an_edit_does_not_repair_a_logit_that_is_not_a_number(kernel: Kernel) -> None:
     for bad in (np.nan, np.inf):
         logits = row_of()
         logits[0, 200] = bad
@@ -172,7 +172,7 @@ def test_more_neighbours_than_members_are_all_members(kernel: Kernel) -> None:
     assert np.array_equal(np.flatnonzero(found.keep_mask[0]), np.sort(wanted.kept_ids))
 
 
-def test_what_does_not_fit_is_a_typed_error(kernel: Kernel, tmp_path: Path) -> None:
+def test_wrong_arguments_raise_typed_errors(kernel: Kernel, tmp_path: Path) -> None:
     table = KernelTable(np.ones((4, 2), np.float32), np.zeros(2, np.float32), np.ones(2, np.float32))
     with pytest.raises(ParameterError, match=r"must be \[B, V\]"):
         kernel.sample(np.zeros(5))
@@ -209,7 +209,7 @@ def test_a_library_that_is_not_the_sampler_is_refused() -> None:
         Kernel(_ctypes.__file__)
 
 
-def test_a_wrong_library_named_by_the_variable_is_told_with_the_variable(
+def test_a_wrong_library_named_by_the_variable_is_refused_with_the_variables_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "text.so").write_text("no library")

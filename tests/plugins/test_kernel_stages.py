@@ -13,8 +13,8 @@ from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters
 
 OPTIONS = TopWOptions(metric="uniform")
 BLOCK = 128  # logits per block maximum
-FIRST_LOOK = 200  # exceeds the first look's candidates without ties
-SECOND_LOOK = 640  # the second look's candidates
+FIRST_SCAN = 200  # more than the first scan's candidates, without ties
+SECOND_SCAN = 640  # the second scan's candidates
 LAM, FLAT_VOCAB = 2.2, 80_000
 
 
@@ -43,14 +43,14 @@ def base_objective(log_weights: np.ndarray, beta: float) -> np.ndarray:
     return (LAM * log_weights * weights).cumsum() / masses + (beta - LAM) * np.log(masses)
 
 
-def shelf_below_the_second_look(best: int) -> np.ndarray:
-    """float64 [FLAT_VOCAB]: `best` large logits, as many as the second look finds, then just below a shelf of equal
+def shelf_below_the_second_scan(best: int) -> np.ndarray:
+    """float64 [FLAT_VOCAB]: `best` large logits, as many as the second scan finds, and just below them a shelf of equal
     ones that fills the pool: the block stop's worst case."""
     blocks = FLAT_VOCAB // BLOCK
-    reached = int(blocks * (1 - np.exp(-SECOND_LOOK / blocks))) + 6
-    place = np.random.default_rng(best).permutation(SECOND_LOOK)
+    reached = int(blocks * (1 - np.exp(-SECOND_SCAN / blocks))) + 6
+    place = np.random.default_rng(best).permutation(SECOND_SCAN)
     found = place % reached * BLOCK + place // reached * 3
-    slope = np.linspace(-1.0, -1.5, SECOND_LOOK - 40 - best)
+    slope = np.linspace(-1.0, -1.5, SECOND_SCAN - 40 - best)
     logits = np.full(FLAT_VOCAB, -30.0)
     logits[np.setdiff1d(np.arange(FLAT_VOCAB), found)[:3000]] = -1.5 - 2e-6
     logits[found] = np.concatenate([np.linspace(0.0, -0.1, best), slope, np.full(40, -1.5)])
@@ -58,22 +58,22 @@ def shelf_below_the_second_look(best: int) -> np.ndarray:
 
 
 def beta_at_the_tie(logits: np.ndarray) -> float:
-    """The beta for which the whole pool ties with the best prefix of the second look."""
+    """The beta for which the whole pool ties with the best prefix of the second scan."""
     pool = np.sort(logits.astype(np.float32).astype(np.float64))[::-1][: OPTIONS.top_m]
     low, high = LAM + 1e-3, LAM + 3
     for _ in range(60):
         beta = (low + high) / 2
         objective = base_objective(pool, beta)
-        low, high = (low, beta) if objective[-1] > objective[:SECOND_LOOK].max() else (beta, high)
+        low, high = (low, beta) if objective[-1] > objective[:SECOND_SCAN].max() else (beta, high)
     return low
 
 
 @pytest.mark.parametrize("init_top_p", [0.999, slow(1.0)])
 @pytest.mark.parametrize("best", [8, slow(20), 50])
-def test_a_second_look_settles_up_to_the_tie_with_the_whole_pool_and_not_beyond(
+def test_a_second_scan_settles_up_to_the_tie_with_the_whole_pool_and_not_beyond(
     kernel: Kernel, best: int, init_top_p: float
 ) -> None:
-    logits = shelf_below_the_second_look(best)
+    logits = shelf_below_the_second_scan(best)
     tie = beta_at_the_tie(logits)
     below, above = (
         [case(logits, lam=LAM, beta=tie * (1 + sign * by), init_top_p=init_top_p) for by in (1e-6, 1e-5, 1e-3)]
@@ -93,12 +93,12 @@ def test_a_wide_bell_is_settled_by_some_hundred_candidates(kernel: Kernel, width
     cases = [case(width * row, temperature=2.0) for row in bell]
     assert unlike_the_reference(kernel, cases) == []
     reports = sampled(kernel, cases, OPTIONS, None).reports
-    second = (reports["stage"] == STAGES.index("candidates")) & (reports["candidates"] > FIRST_LOOK)
+    second = (reports["stage"] == STAGES.index("candidates")) & (reports["candidates"] > FIRST_SCAN)
     assert second.sum() >= 2
-    assert (reports["candidates"][second] < 1.2 * SECOND_LOOK).all()
+    assert (reports["candidates"][second] < 1.2 * SECOND_SCAN).all()
 
 
-def test_no_second_look_is_taken_at_a_row_too_flat_for_it(kernel: Kernel) -> None:
+def test_a_row_too_flat_for_a_second_scan_gets_none(kernel: Kernel) -> None:
     row = case(np.random.default_rng(0).standard_normal(151_936), temperature=2.0)
     assert unlike_the_reference(kernel, [row]) == []
     assert stages(kernel, [row]) == ["geometry"]
@@ -133,7 +133,7 @@ def arranged(kind: str) -> np.ndarray:
         "two values", "random",
     ],
 )  # fmt: skip
-def test_the_pool_is_the_best_wherever_they_lie(kernel: Kernel, kind: str) -> None:
+def test_the_pool_has_the_best_tokens_wherever_they_are(kernel: Kernel, kind: str) -> None:
     """beta sets how much of the pool is kept, up to all."""
     logits = arranged(kind)
     cases = [case(logits, temperature=2.0, beta=beta, init_top_p=1.0) for beta in (2.8, 4.0, 9.0)]

@@ -1,4 +1,4 @@
-"""Finding and building the native library."""
+"""Find and build the native library."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_library_comes_from_the_package_or_from_the_variable(
     assert library_path() is None
 
 
-def test_the_library_says_what_it_is(native_library: Path) -> None:
+def test_the_library_reports_its_instruction_set_and_table_forms(native_library: Path) -> None:
     found = library.load(native_library)
     assert found.instruction_set in ("avx512", "avx2", "neon", "generic")
     assert found.supports("")
@@ -100,7 +100,7 @@ def test_a_compiler_that_fails_leaves_no_library_and_a_reason(
     assert not (tmp_path / "lib.so").exists()
 
 
-def test_no_compiler_and_no_wish_are_reasons_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiler_and_a_disabled_build_are_reasons_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(compile_native.NotBuiltError, match="no C\\+\\+ compiler was found"):

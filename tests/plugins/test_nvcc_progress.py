@@ -56,7 +56,7 @@ def test_an_architecture_runs_from_its_ptxas_to_its_file(script: Path) -> None:
     assert reported[-1] == ((), (90, 80), 2)
 
 
-def test_a_failure_has_nvccs_words_and_none_of_the_commands_that_it_lists(script: Path) -> None:
+def test_a_failure_quotes_nvccs_error_and_none_of_its_commands(script: Path) -> None:
     script.write_text(NVCC.format(folder=script.parent, end='echo "launch.cu(9): error: no such word"; exit 2'))
     with pytest.raises(compile_native.NotBuiltError, match=r"nvcc failed \(launch.cu\(9\): error: no such word\)$"):
         states(script)
@@ -64,7 +64,7 @@ def test_a_failure_has_nvccs_words_and_none_of_the_commands_that_it_lists(script
         nvcc.run_nvcc(["/nowhere"], 1, nvcc.ignore_state)
 
 
-def test_what_interrupts_the_watcher_ends_the_compiler(script: Path) -> None:
+def test_an_exception_of_the_watcher_ends_nvcc(script: Path) -> None:
     def watch(state: CompilationState) -> None:
         raise KeyboardInterrupt
 
@@ -72,8 +72,8 @@ def test_what_interrupts_the_watcher_ends_the_compiler(script: Path) -> None:
         nvcc.run_nvcc([str(script)], 2, watch)
 
 
-def test_and_the_compilers_that_nvcc_started(script: Path) -> None:
-    """They have nvcc's output open, whose end is waited for."""
+def test_an_exception_of_the_watcher_also_ends_the_compilers_that_nvcc_started(script: Path) -> None:
+    """They keep nvcc's output open, and the reader waits for its end."""
     started = script.parent / "started"
     script.write_text(f"#!/bin/sh\nsleep 600 &\ntouch {started}\nwait\n")
     ended: list[bool] = []

@@ -59,7 +59,7 @@ def test_the_operator_answers_masked_rows_as_the_library_does(
         np.testing.assert_array_equal(values, getattr(wanted, name), err_msg=name)
 
 
-def test_no_words_and_words_of_ones_answer_alike(session: ort.InferenceSession) -> None:
+def test_no_words_and_words_of_ones_give_the_same_answers(session: ort.InferenceSession) -> None:
     inputs, allowed = inputs_of(8, seed=1)
     ones = run(session, inputs | {"allowed": np.full_like(inputs["allowed"], -1)})
     none = run(session, inputs | {"allowed": np.zeros((8, 0), np.int32)})

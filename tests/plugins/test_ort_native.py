@@ -1,4 +1,4 @@
-"""The native operator agrees with the function."""
+"""onnxruntime's native operator agrees with the model's function."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_crops_tokens_and_certificates_equal_the_reference_on_every_row(
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("form", ["portable", "onnxruntime", "static"])
 @pytest.mark.parametrize(("mass", "keep_mask"), [(False, False), (True, False), (False, True), (True, True)])
-def test_every_set_of_outputs_is_told_apart_and_equals_the_functions(
+def test_every_set_of_outputs_is_recognised_and_equals_the_functions(
     native_library: Path, metric: Any, form: str, mass: bool, keep_mask: bool
 ) -> None:
     wanted = Wanted(TopWOptions(top_m=40, metric=metric), form=form, mass=mass, keep_mask=keep_mask)

@@ -1,4 +1,4 @@
-"""A session uses the native sampler if available, else the function, and reports which."""
+"""A session uses the native sampler if it is available, else the function, and reports which one."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ def tokens(model: TopWModel) -> list[int]:
     return model.generate("hello", max_new_tokens=20, seed=3, temperature=1.7, lam=0.2).token_ids
 
 
-def test_a_model_samples_natively_where_it_can_and_says_so(native_library: Path, toy_folder: Path) -> None:
+def test_a_model_samples_natively_where_it_can_and_reports_it(native_library: Path, toy_folder: Path) -> None:
     model = load(toy_folder)
     assert model.sampler == "native"
     result = model.generate("a", max_new_tokens=2)
     assert (result.sampler, result.as_dict()["sampler"]) == ("native", "native")
 
 
-def test_the_function_runs_where_it_is_asked_for_and_draws_the_same(native_library: Path, toy_folder: Path) -> None:
+def test_the_function_runs_on_request_and_draws_the_same(native_library: Path, toy_folder: Path) -> None:
     function, operator = load(toy_folder, sampler="graph"), load(toy_folder, sampler="native")
     assert (function.sampler, operator.sampler) == ("graph", "native")
     assert function.generate("a", max_new_tokens=1).sampler == "graph"
     assert tokens(function) == tokens(operator)
 
 
-def test_the_sampler_alone_says_which_too(native_library: Path, tmp_path: Path) -> None:
+def test_the_sampler_alone_reports_its_implementation_too(native_library: Path, tmp_path: Path) -> None:
     folder = export_sampler(tmp_path / "sampler", Toy.random(0), with_keep_mask=True)
     logits = np.random.default_rng(0).standard_normal((9, 259)).astype(np.float32) * 2
     found = {}
@@ -174,7 +174,7 @@ def test_other_providers_run_the_function(native_library: Path) -> None:
     assert (found, why) == (None, "the native sampler supports cpu and cuda, but the provider is coreml")
 
 
-def test_a_graph_that_is_none_is_the_graphs_fault_not_the_samplers(toy_folder: Path, tmp_path: Path) -> None:
+def test_an_invalid_graph_is_not_reported_as_the_samplers_error(toy_folder: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(toy_folder, tmp_path / "copy"))
     (folder / "model.onnx").write_bytes(b"not onnx")
     save_manifest(folder, load_manifest_of(folder))
@@ -227,7 +227,7 @@ def one_more_input(model: onnx.ModelProto) -> None:
         (one_more_input, "the node has 19 inputs"),
     ],
 )
-def test_what_the_operator_cannot_serve_fails_when_the_session_opens(
+def test_a_node_that_the_operator_cannot_run_fails_when_the_session_opens(
     native_library: Path, change: Any, message: str
 ) -> None:
     model = Wanted().model()
@@ -275,7 +275,7 @@ def test_a_refusal_leaves_the_callers_options_usable(native_library: Path, toy_f
 
 
 @pytest.mark.slow
-def test_models_opened_at_the_same_time_get_what_each_asked_for(native_library: Path, toy_folder: Path) -> None:
+def test_models_opened_at_the_same_time_get_what_each_requested(native_library: Path, toy_folder: Path) -> None:
     options = ort.SessionOptions()
     options.register_custom_ops_library(str(native_library))
     wrong: list[str] = []

@@ -147,7 +147,7 @@ def test_parts_that_do_not_fit_each_other_are_refused(wrong: dict[str, Any], wor
         KernelTable(codes, mean, mean, None, KernelBlocks(**parts))
 
 
-def test_a_node_whose_parts_do_not_fit_is_left_to_the_function(native_library: Path) -> None:
+def test_a_node_whose_parts_do_not_fit_runs_the_function(native_library: Path) -> None:
     model = operator_model(quantised_table(Form(), VOCAB, 7))
     (scales,) = [tensor for tensor in model.graph.initializer if tensor.name == "scales"]
     cut = onnx.numpy_helper.to_array(scales)[:, :2]

@@ -1,4 +1,4 @@
-"""Fixtures."""
+"""Fixtures: a tiny model and its embeddings."""
 
 from __future__ import annotations
 

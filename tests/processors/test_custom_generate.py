@@ -19,7 +19,7 @@ EVERYTHING = {"return_dict_in_generate": True, "output_scores": True, "output_lo
 
 @pytest.fixture(autouse=True)
 def modules_in_a_folder_of_their_own(tmp_path, monkeypatch):
-    """transformers imports trusted code from a copy in the user's home."""
+    """transformers imports trusted code from a copy in the user's home, which is a temporary folder here."""
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
@@ -60,7 +60,7 @@ def test_the_temperature_of_the_models_configuration_is_the_crops_too(model, mon
     )
 
 
-def test_top_w_comes_behind_the_users_processors_and_generates_penalties(model):
+def test_top_w_comes_after_the_users_processors_and_generates_penalties(model):
     seen = Seen()
     out = custom(model, logits_processor=[seen], repetition_penalty=0.1, **WIDE)
     topw = TopWLogitsProcessor(model, **WIDE)
@@ -100,7 +100,7 @@ def test_parameters_of_two_rules_are_refused(model):
 
 
 @pytest.mark.parametrize("other", [{"top_k": 5}, {"top_p": 0.9}, {"num_beams": 2}, {"do_sample": False}])
-def test_what_cannot_be_beside_top_w_is_refused(model, other):
+def test_arguments_that_conflict_with_top_w_are_refused(model, other):
     name, value = next(iter(other.items()))
     with pytest.raises(ParameterError, match=f"{name} is {value}, but Top-W needs .*; leave it out"):
         custom(model, **other)

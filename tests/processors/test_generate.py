@@ -97,7 +97,7 @@ def test_processors_of_the_user_run_in_the_users_order(model):
     assert all(scores.isneginf().any() for scores in seen.scores)
 
 
-def test_a_custom_penalty_given_behind_top_w_no_longer_reaches_the_crop_but_generates_own_does(model, table):
+def test_a_custom_penalty_after_top_w_does_not_reach_the_crop_but_generates_own_does(model, table):
     prompt, behind = torch.arange(60, 90)[None], RepetitionPenaltyLogitsProcessor(0.1)
     topw = TopWLogitsProcessor(model, **WIDE)
     settings = topw.generate_arguments() | {"logits_processor": LogitsProcessorList([topw, behind])}
@@ -132,7 +132,7 @@ def test_selection_temperature_chooses_the_crop_and_generates_temperature_only_t
         ({"temperature": 0.5, "selection_temperature": 1.0}, 0.7, "draws at temperature 0.7"),
     ],
 )
-def test_two_temperatures_without_a_word_about_the_crops_are_refused(model, told, drawn, message):
+def test_two_temperatures_without_a_selection_temperature_are_refused(model, told, drawn, message):
     with pytest.raises(ParameterError, match=message):
         run(model, TopWLogitsProcessor(model, **told), inputs=PROMPT, temperature=drawn)
 
@@ -153,7 +153,7 @@ def test_generates_default_top_k_of_50_is_refused(model):
     "other",
     [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"typical_p": 0.9}, {"epsilon_cutoff": 1e-3}, {"eta_cutoff": 1e-3}],
 )
-def test_another_truncation_behind_it_is_refused_also_from_the_models_configuration(model, other, monkeypatch):
+def test_another_truncation_after_it_is_refused_also_from_the_models_configuration(model, other, monkeypatch):
     name = next(iter(other))
     with pytest.raises(ParameterError, match=f"generate applies {name}=.* after Top-W"):
         run(model, TopWLogitsProcessor(model), inputs=PROMPT, **other)
@@ -172,14 +172,14 @@ def test_another_truncation_behind_it_is_refused_also_from_the_models_configurat
 
 
 @pytest.mark.skipif(not hasattr(logits_process, "TopHLogitsWarper"), reason="this transformers has no top-h")
-def test_top_h_behind_it_is_refused_too(model, monkeypatch):
+def test_top_h_after_it_is_refused_too(model, monkeypatch):
     with pytest.raises(ParameterError, match=r"applies top_h=0.4 after .* pass top_h=None"):
         run(model, TopWLogitsProcessor(model), inputs=PROMPT, top_h=0.4)
     monkeypatch.setattr(model.generation_config, "top_h", 0.4)
     run(model, TopWLogitsProcessor(model), inputs=PROMPT)
 
 
-def test_a_truncation_that_the_user_puts_before_it_is_the_users_business(model, table):
+def test_a_truncation_that_the_user_puts_before_it_is_accepted(model, table):
     topw, seen = TopWLogitsProcessor(model, **WIDE), Seen()
     out = run(model, topw, inputs=PROMPT, before=[MinPLogitsWarper(0.2), seen])
     assert [kept_sets(scores) for scores in out.scores] == [reference_sets(topw, s, table) for s in seen.scores]
@@ -198,7 +198,7 @@ def test_without_sampling_it_changes_nothing(model):
     assert torch.equal(plain, cropped)
 
 
-def test_a_subclass_is_looked_after_as_well(model):
+def test_a_subclass_is_checked_too(model):
     class Mine(TopWLogitsProcessor):
         def __call__(self, input_ids, scores):
             return super().__call__(input_ids, scores)

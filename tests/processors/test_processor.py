@@ -131,7 +131,7 @@ def test_scores_wider_than_the_embedding_table_are_refused_at_the_first_call(mod
     assert TopWLogitsProcessor(metric="uniform")(PROMPT, peaked).isfinite().sum() == 1
 
 
-def test_a_models_geometry_is_taken_once_until_its_table_changes():
+def test_a_models_geometry_is_computed_once_until_its_table_changes():
     model = tiny_llama(1)
     first = TopWLogitsProcessor(model).geometry
     assert TopWLogitsProcessor(model, lam=1.0).geometry is first

@@ -93,7 +93,7 @@ def random_cases(seed: int, count: int, **fixed) -> Iterator[Case]:
 
 @dataclass
 class Trace:
-    """All intermediates for one row; sets[0] is the warm start, sets[t + 1] the answer of step t."""
+    """All intermediate results for one row; sets[0] is the warm start, sets[t + 1] the answer of step t."""
 
     pool: list[int]
     p: np.ndarray  # over the full row, at the pool's tokens
@@ -150,7 +150,7 @@ def trace(case: Case, iterations: int | None = None) -> Trace:
 
 
 def direct_distances(geometry: Geometry, ids) -> np.ndarray:
-    """By definition, in extended precision."""
+    """Distances between the tokens `ids` by definition, in extended precision."""
     x = geometry.features(ids).astype(np.longdouble)
     if geometry.metric == "uniform":
         return (x != x.T).astype(np.float64)
@@ -166,14 +166,14 @@ def potential(distance, S, options: TopWOptions, scale: float) -> np.ndarray:
 
 
 def objective_of(S, p, phi, c) -> float:
-    """J of any set."""
+    """The objective J of any set."""
     S = list(S)
     mass = math.fsum(p[S])
     return math.fsum(p[S] * phi[S]) / mass + c * math.log(mass)
 
 
 def subsets(n: int) -> np.ndarray:
-    """All non-empty ones, bool [2^n - 1, n]."""
+    """All non-empty subsets of n tokens, bool [2^n - 1, n]."""
     return (np.arange(1, 2**n)[:, None] >> np.arange(n)) & 1 == 1
 
 
@@ -194,7 +194,7 @@ def wasserstein(p, q, distance) -> float:
 
 
 def cropped(p, S) -> np.ndarray:
-    """p restricted to S and renormalised."""
+    """q_S: p restricted to S and renormalised."""
     return np.where(S, p, 0.0) / p[S].sum()
 
 

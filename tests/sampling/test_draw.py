@@ -69,7 +69,7 @@ def test_frequencies_follow_the_renormalised_crop():
         ([0], 1.0, math.nan, "uniform is nan"),
     ],
 )
-def test_a_draw_from_nothing_or_out_of_range_is_refused(kept, temperature, uniform, words):
+def test_a_draw_from_an_empty_crop_or_out_of_range_is_refused(kept, temperature, uniform, words):
     with pytest.raises(ParameterError, match=words):
         draw(np.zeros(3), kept, temperature, uniform)
 
@@ -78,7 +78,7 @@ def test_a_draw_from_nothing_or_out_of_range_is_refused(kept, temperature, unifo
 
 
 def philox_4x64_10(counter: list[int], key: list[int]) -> list[int]:
-    """One block, by Salmon et al. 2011."""
+    """One block of Philox 4x64-10, written from Salmon et al. 2011."""
     mask = (1 << 64) - 1
     x, k = list(counter), list(key)
     for _ in range(10):
@@ -89,7 +89,7 @@ def philox_4x64_10(counter: list[int], key: list[int]) -> list[int]:
 
 
 def plain_uniform(seed: int, position: int, sample: int) -> float:
-    """By docs/contract/random.md."""
+    """The uniform number, written from docs/contract/random.md."""
     counter = position + (sample << 64) + 1
     words = [(counter >> (64 * i)) & ((1 << 64) - 1) for i in range(4)]
     return (philox_4x64_10(words, [seed, 0])[0] >> 40) / 2**24

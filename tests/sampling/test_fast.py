@@ -31,7 +31,7 @@ def fast(case: Case, dtype=np.float64, bound=None):
 
 
 def check(found, wanted):
-    """Equal, or a float64 tie other than equal logits. Returns whether compared."""
+    """Assert that the crops are equal, except at float64 ties other than equal logits. Returns whether it compared."""
     ties, bounds = wanted.ties, FLOAT64_TIES
     if ties.objective <= bounds.objective or ties.nucleus <= bounds.nucleus or ties.certificate <= bounds.objective:
         return False
@@ -109,7 +109,7 @@ def test_long_rows_are_searched_by_blocks_with_the_same_answer(vocab):
                 assert fast_crop(given_as, parameters, UNIFORM).kept.tolist() == wanted.kept.tolist(), name
 
 
-def test_half_precision_integers_and_lists_are_taken_as_the_definition_takes_them():
+def test_half_precision_integers_and_lists_are_read_as_by_the_definition():
     row = np.array([1.0, 3.0, 2.9, -2.0])
     for given_as in (row.astype(np.float16), row.tolist(), np.array([1, 3, 2, -2]), row.astype(">f4")):
         wanted = crop(given_as, TopWParameters(), UNIFORM)
@@ -122,7 +122,7 @@ def test_half_precision_integers_and_lists_are_taken_as_the_definition_takes_the
 @pytest.mark.parametrize("vocab", [5, 9000])
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 @pytest.mark.filterwarnings("error")
-def test_invalid_logits_are_refused_in_the_definitions_words(wrong, vocab, beta, temperature, dtype):
+def test_invalid_logits_are_refused_with_the_references_message(wrong, vocab, beta, temperature, dtype):
     row = np.zeros(vocab, dtype)
     row[vocab - 2] = wrong
     if wrong == -math.inf:
@@ -146,7 +146,7 @@ def test_invalid_logits_are_refused_in_the_definitions_words(wrong, vocab, beta,
         ([0.0, 0.0, 5.0], TopWOptions(top_m=1), Points([[0.0], [1.0]])),
     ],
 )
-def test_wrong_shapes_and_geometries_are_refused_in_the_definitions_words(logits, options, geometry):
+def test_wrong_shapes_and_geometries_are_refused_with_the_references_message(logits, options, geometry):
     if geometry is not None and geometry.metric == options.metric:
         geometry = Geometry.from_embeddings(geometry.table, "mahalanobis")  # these features check ids
     for parameters in (TopWParameters(), TopWParameters(beta=1.0)):
@@ -193,7 +193,7 @@ def test_each_stage_is_entered_by_the_rows_that_need_it(parameters, stage, candi
     assert found.kept.tolist() == crop(row, TopWParameters(**parameters), UNIFORM).kept.tolist()
 
 
-def test_a_certified_row_of_a_language_models_shape_looks_at_a_handful_of_logits():
+def test_a_certified_row_of_a_language_models_shape_reads_a_handful_of_logits():
     rng = np.random.default_rng(0)
     logits = (rng.standard_normal(151_936) * 2.2).astype(np.float32)
     logits[rng.permutation(151_936)[:20]] = 7.7 + rng.exponential(2.0, 20)

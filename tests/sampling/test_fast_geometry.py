@@ -13,7 +13,7 @@ from .brute_force import Case, Points, direct_distances, random_cases, trace
 
 
 class Watched(Points):
-    """Records the tokens and pairs measured."""
+    """Records the tokens whose features, and the pairs whose distances, are computed."""
 
     def __init__(self, points):
         super().__init__(points)
@@ -43,7 +43,7 @@ def answer(case, bound=None):
 
 
 def nearest_other(geometry, vocab):
-    """Rounded down to float32."""
+    """Each token's distance to the nearest other token, rounded down to float32."""
     distance = direct_distances(geometry, np.arange(vocab))
     np.fill_diagonal(distance, np.inf)
     return np.nextafter(distance.min(axis=1).astype(np.float32), np.float32(0))
@@ -72,7 +72,7 @@ def test_a_row_settled_by_the_pools_mass_avoids_all_that_the_definition_computes
     assert settled > 30
 
 
-def test_no_embedding_is_looked_at_for_a_certified_row():
+def test_no_embedding_is_read_for_a_certified_row():
     certified = 0
     for case in random_cases(52, 300, metric="mahalanobis"):
         watched = replace(case, geometry=Watched(np.zeros((len(case.logits), 2))))
@@ -82,7 +82,7 @@ def test_no_embedding_is_looked_at_for_a_certified_row():
     assert certified > 100
 
 
-def test_features_are_made_once_and_only_for_tokens_whose_distances_are_computed():
+def test_features_are_computed_once_and_only_for_tokens_whose_distances_are_computed():
     spared = 0
     for case, _ in uncertified(53, 600):
         found = answer(case)
@@ -106,7 +106,7 @@ def test_a_distance_that_is_known_beforehand_is_not_computed(scale):
 
 
 def shrinking(seed, count, **fixed):
-    """Equal, distant tokens in the warm start are dropped."""
+    """Rows whose warm start holds equal, distant tokens, which a step drops."""
     rng = np.random.default_rng(seed)
     for _ in range(count):
         others = int(rng.integers(8, 14))
@@ -148,7 +148,7 @@ def test_a_knn_set_smaller_than_its_neighbours_is_not_taken_for_final():
 # Row test and neighbour bound
 
 
-def test_the_loss_of_a_share_falls_from_one_to_nothing():
+def test_the_loss_of_a_share_falls_from_one_to_zero():
     y = np.array([1e-26, 1e-12, 0.1, 0.5, 0.9, 1.0, 7.0])
     exact = -(1 - y[2:5]) / y[2:5] * np.log(1 - y[2:5])
     assert loss_of_share(y)[:2] == pytest.approx(1.0)
@@ -214,7 +214,7 @@ def test_distances_to_changing_sets_are_right_and_no_pair_is_measured_twice(metr
     assert to_set.computed < count * count
 
 
-def test_duplicate_tokens_are_at_distance_nothing():
+def test_duplicate_tokens_are_at_distance_zero():
     table = np.repeat(np.random.default_rng(1).standard_normal((4, 3)), 2, axis=0)
     to_set = SetDistances(Geometry.from_embeddings(table, "mahalanobis"), np.arange(8), 0)
     assert to_set(np.array([1, 3]), np.array([True, False] * 4)).tolist() == [0.0, 0.0]

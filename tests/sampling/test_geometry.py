@@ -57,7 +57,7 @@ def test_padding_rows_of_zeros_have_finite_features(table):
         assert np.isfinite(Geometry.from_embeddings(table, metric).features(range(40))).all()
 
 
-def test_a_constant_coordinate_has_no_say_and_no_division_by_zero(table):
+def test_a_constant_coordinate_has_no_effect_and_causes_no_division_by_zero(table):
     table[:, 0] = 7.0
     mean, inverse_std = embedding_statistics(table, "cosine")
     assert mean[0] == 7.0

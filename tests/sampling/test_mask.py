@@ -84,6 +84,6 @@ def test_a_mask_of_another_type_or_width_is_refused(words: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("flags", [np.zeros(3), np.bool_(True), np.zeros(3, np.int32)])
-def test_only_flags_are_packed(flags: np.ndarray) -> None:
+def test_only_booleans_are_packed(flags: np.ndarray) -> None:
     with pytest.raises(ParameterError, match=r"must be bool \[..., vocab\]"):
         pack_mask(flags)

@@ -46,7 +46,7 @@ def test_the_ends_of_every_interval_are_allowed():
     TopWOptions(top_m=1, alt_iters=1, knn_k=1)
 
 
-def test_the_authors_names_are_understood():
+def test_the_authors_names_are_accepted():
     assert canonical_names({"lambda_geom": 1.0, "warm_p": 0.9}) == {"lam": 1.0, "init_top_p": 0.9}
     assert canonical_names({"m": 50}, OPTION_NAMES) == {"top_m": 50}
 

@@ -107,7 +107,7 @@ def test_the_knn_potential_takes_the_mean_of_the_nearest_members_and_all_of_a_sm
         assert kept(case.logits, case.geometry, options, lam=1.0, beta=4.0, init_top_p=0.6, **scale) == [0, 1]
 
 
-def test_the_pool_takes_the_lowest_ids_among_equal_logits_and_says_so():
+def test_the_pool_takes_the_lowest_ids_among_equal_logits_and_reports_the_tie():
     found = crop(np.array([1.0, 2.0, 1.0, 1.0]), TopWParameters(lam=0.0), TopWOptions(metric="uniform", top_m=2))
     assert found.kept.tolist() == [1, 0]
     assert found.ties.pool_cut

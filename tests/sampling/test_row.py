@@ -120,7 +120,7 @@ def test_an_edit_that_leaves_no_token_makes_the_row_invalid():
     assert_invalid(row([1.0, 0.0], edits=([0], [0.0], [0.0])))
 
 
-def test_what_no_graph_could_run_is_an_error_even_here():
+def test_inputs_that_no_graph_could_run_raise_an_error():
     with pytest.raises(ParameterError, match="one row"):
         row([[1.0, 0.0]])
     with pytest.raises(ParameterError, match="edit id 2"):

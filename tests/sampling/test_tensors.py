@@ -48,9 +48,11 @@ def ids_of(result, row):
 
 
 def check_row(result, row, wanted):
-    """Equal, or a float64 tie of docs/contract/graph.md, section 4."""
+    """Assert that the row's crop is the reference's, except at float64 ties (docs/contract/graph.md, section 4)."""
     ties, bounds = wanted.ties, FLOAT64_TIES
-    tied = ties.objective <= bounds.objective or ties.nucleus <= bounds.nucleus  # a cut pool is no excuse
+    tied = (
+        ties.objective <= bounds.objective or ties.nucleus <= bounds.nucleus
+    )  # a cut pool does not count
     if not tied:
         assert ids_of(result, row) == wanted.kept.tolist()
         assert result.keep_mask[row].nonzero()[:, 0].tolist() == sorted(wanted.kept.tolist())
@@ -133,7 +135,7 @@ def test_a_rows_answer_does_not_depend_on_its_neighbours():
         assert ids_of(alone, 0) == ids_of(together, row)
 
 
-def test_numbers_and_columns_of_the_same_numbers_give_the_same():
+def test_numbers_and_columns_of_the_same_numbers_give_the_same_crops():
     rng = np.random.default_rng(2)
     logits = torch.from_numpy(rng.standard_normal((5, 900)).astype(np.float32) * 2)
     shared = crop_rows(logits, TopWParameters(lam=0.3, beta=1.0, temperature=1.5), UNIFORM)
@@ -190,7 +192,7 @@ def test_the_masked_logits_are_the_kept_ones_and_minus_infinity():
     assert masked.tolist() == [[-torch.inf, 5.0, PEAKED[0, 2].item(), -torch.inf, -torch.inf]]
 
 
-def test_certified_rows_wait_for_the_device_once_and_for_one_truth_value():
+def test_certified_rows_sync_the_device_once_to_read_one_boolean():
     from torch.utils._python_dispatch import TorchDispatchMode
 
     waits = []
@@ -301,7 +303,7 @@ def test_a_neighbour_bound_of_nan_is_refused_where_it_is_needed():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_on_a_gpu_the_kept_sets_are_the_same_and_certified_rows_wait_once():
+def test_on_a_gpu_the_kept_sets_are_the_same_and_certified_rows_sync_once():
     rng = np.random.default_rng(0)
     scenario = Scenario(TopWOptions(top_m=200), 20_000, 16, "clusters", 3)
     table = torch.from_numpy(embedding_table(scenario))

@@ -24,7 +24,7 @@ def emulated_library(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def kernel(emulated_library: Path) -> EmulatedKernel:
-    """Few, small blocks."""
+    """The emulated kernels with few, small blocks."""
     opened = EmulatedKernel(emulated_library)
     opened.emulate(seed=1, threads=64, blocks=3)
     return opened

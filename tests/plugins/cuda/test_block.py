@@ -55,7 +55,7 @@ def test_prefix_sums_are_the_same_bits_for_any_number_of_threads_and_any_length_
 
 
 @pytest.mark.parametrize("threads", THREADS)
-def test_what_is_kept_moves_together_in_its_order(probes: ctypes.CDLL, threads: int) -> None:
+def test_kept_entries_are_moved_together_in_their_order(probes: ctypes.CDLL, threads: int) -> None:
     rng = np.random.default_rng(threads)
     for count in (1, 32, 100, 3000):
         kept = (rng.random(count) < rng.random()).astype(np.int32)

@@ -90,7 +90,7 @@ def test_no_order_of_threads_and_no_size_of_blocks_changes_a_bit(
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
 @pytest.mark.parametrize("vocab", [64, 999, 6000])
-def test_logits_in_half_precision_mean_the_numbers_they_hold(
+def test_logits_in_half_precision_are_read_as_the_numbers_they_hold(
     kernel: EmulatedKernel, cpu: Kernel, kind: str, vocab: int
 ) -> None:
     given = np.stack([case.logits for case in random_rows(cpu, 5, vocab, 30, UNIFORM)])
@@ -141,7 +141,9 @@ def test_the_largest_logit_is_kept_alone_and_of_equals_the_first(kernel: Emulate
             assert differences_from(cpu.sample(logits, chosen, UNIFORM, mass=True, keep_mask=True), found) == []
 
 
-def test_every_kind_of_invalid_row_is_answered_so_and_harms_no_other(kernel: EmulatedKernel, cpu: Kernel) -> None:
+def test_every_kind_of_invalid_row_is_answered_as_invalid_and_affects_no_other(
+    kernel: EmulatedKernel, cpu: Kernel
+) -> None:
     logits = np.random.default_rng(1).standard_normal((9, 777)).astype(np.float32)
     logits[0, 776], logits[1, 5], logits[2] = np.nan, np.inf, -np.inf
     chosen = {
@@ -156,7 +158,7 @@ def test_every_kind_of_invalid_row_is_answered_so_and_harms_no_other(kernel: Emu
     assert found.reports["stage"].tolist()[:8] == [STAGES.index("invalid")] * 8
 
 
-def test_a_call_may_bring_less_than_the_workspace_was_made_for(kernel: EmulatedKernel, cpu: Kernel) -> None:
+def test_a_call_may_be_smaller_than_its_workspace(kernel: EmulatedKernel, cpu: Kernel) -> None:
     cases = random_rows(cpu, 1, 500, 20, UNIFORM)
     logits, given = np.stack([case.logits for case in cases]), columns(cases)
     found = kernel.sample(logits, given, UNIFORM, mass=True, keep_mask=True, spare=13)

@@ -26,7 +26,7 @@ def some_edits(rng: np.random.Generator, rows: int, vocab: int, edits: int) -> E
 @pytest.mark.parametrize(
     ("vocab", "edits"), [(1, 1), (90, 40), (64, 64), (1000, 7), (5000, 700), (1280, 3), (300, 1500)]
 )
-def test_edited_rows_are_answered_as_rows_whose_logits_came_so(
+def test_edited_rows_are_answered_as_rows_that_hold_the_edited_logits(
     kernel: EmulatedKernel, cpu: Kernel, vocab: int, edits: int
 ) -> None:
     rng = np.random.default_rng(vocab)
@@ -97,7 +97,7 @@ def test_a_penalty_that_is_not_positive_makes_the_row_invalid_and_no_other(
     assert (found.next_token[[0, 2]] >= 0).all()
 
 
-def test_what_is_not_a_number_stays_so_whatever_the_edits(kernel: EmulatedKernel) -> None:
+def test_edits_do_not_repair_a_logit_that_is_not_a_number(kernel: EmulatedKernel) -> None:
     logits = np.zeros((3, 130), np.float32)
     logits[0, 7], logits[1, 129] = np.nan, np.inf
     ids = np.array([[7], [129], [5]])
@@ -106,7 +106,7 @@ def test_what_is_not_a_number_stays_so_whatever_the_edits(kernel: EmulatedKernel
     assert found.next_token[2] == 0
 
 
-def test_a_row_of_which_all_but_one_token_is_banned_keeps_that(kernel: EmulatedKernel) -> None:
+def test_a_row_of_which_all_but_one_token_is_banned_keeps_that_token(kernel: EmulatedKernel) -> None:
     ids = np.array([[i for i in range(260) if i != 137]])
     logits = np.random.default_rng(0).standard_normal((1, 260)).astype(np.float32)
     found = kernel.sample(logits, options=UNIFORM, edits=(ids, np.ones(ids.shape), np.full(ids.shape, -np.inf)))

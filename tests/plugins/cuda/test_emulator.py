@@ -91,7 +91,7 @@ def test_a_load_that_is_not_aligned_is_an_error_that_names_the_place(probes: cty
     assert error(probes).endswith("is not aligned")
 
 
-def test_more_shared_memory_than_was_asked_for_is_an_error(probes: ctypes.CDLL) -> None:
+def test_using_more_shared_memory_than_requested_is_an_error(probes: ctypes.CDLL) -> None:
     out = np.zeros(32, np.int32)
     assert probes.probe_static_shared(address(out)) == 1
     assert "bytes of shared memory" in error(probes)
@@ -104,7 +104,7 @@ def test_more_shared_memory_than_was_asked_for_is_an_error(probes: ctypes.CDLL) 
         assert probes.probe_dynamic_shared(address(out), size, allowed) == fails, size
 
 
-def test_a_write_behind_the_dynamic_shared_memory_is_an_error(probes: ctypes.CDLL) -> None:
+def test_a_write_beyond_the_dynamic_shared_memory_is_an_error(probes: ctypes.CDLL) -> None:
     assert probes.probe_write_behind(1000, 999) == 0
     for at in (1000, 1200):
         assert probes.probe_write_behind(1000, at) == 1
@@ -132,7 +132,7 @@ def test_blocks_of_no_whole_warps_or_too_many_are_refused(probes: ctypes.CDLL, t
     assert f"a block of {threads} threads" in error(probes)
 
 
-def test_many_threads_leave_the_process_its_mappings(probes: ctypes.CDLL) -> None:
+def test_many_threads_need_few_memory_mappings(probes: ctypes.CDLL) -> None:
     """Beyond 65,530 mappings per process unrelated code fails."""
     blocks, before = 128, mappings()
     probes.probe_settings(1, blocks)
@@ -148,7 +148,7 @@ def mappings() -> int:
 
 
 @pytest.mark.long
-def test_no_kernel_reads_behind_an_array_or_from_an_address_that_is_not_aligned(
+def test_no_kernel_reads_beyond_an_array_or_from_an_address_that_is_not_aligned(
     request: pytest.FixtureRequest, emulated_library: Path
 ) -> None:
     """The sanitizer checks neither __ldg nor __ldcg."""

@@ -95,7 +95,7 @@ def test_the_blocks_of_a_device_answer_as_small_ones(kernel: EmulatedKernel) -> 
     assert unexplained(small, cases, options, geometry) == []
 
 
-def test_open_rows_among_certified_and_invalid_ones_are_answered_alike(kernel: EmulatedKernel) -> None:
+def test_open_rows_among_certified_and_invalid_ones_get_the_same_answers(kernel: EmulatedKernel) -> None:
     options = TopWOptions(top_m=90)
     scenario = Scenario(options, 600, 24, "clusters", 8)
     _, geometry, cases = scenario_cases(scenario, 64)
@@ -131,7 +131,7 @@ def test_stages_steps_and_pools_are_reported_as_by_the_cpu(kernel: EmulatedKerne
         assert metric == "uniform" or saved.sum() > 5
 
 
-def test_a_repulsive_row_that_never_comes_to_rest_ends_where_the_reference_does(kernel: EmulatedKernel) -> None:
+def test_a_repulsive_row_that_never_converges_ends_where_the_reference_does(kernel: EmulatedKernel) -> None:
     options = TopWOptions(top_m=30, metric="unit", alt_iters=61)
     table, geometry, cases = open_rows(options, 60, 3, 60)
     cases = [replace(case, parameters=case.parameters | {"geom_scale": -1.0}) for case in cases]
@@ -152,7 +152,7 @@ def test_large_pools_are_scanned_where_shared_memory_ends(kernel: EmulatedKernel
     assert unexplained(found, cases, options, geometry) == []
 
 
-def test_neighbour_bounds_change_what_is_measured_but_no_answer(kernel: EmulatedKernel) -> None:
+def test_neighbour_bounds_change_which_distances_are_computed_but_no_answer(kernel: EmulatedKernel) -> None:
     options = TopWOptions(top_m=200)
     table, geometry, cases = open_rows(options, 400, 12, 20)
     assert table is not None
@@ -166,7 +166,7 @@ def test_neighbour_bounds_change_what_is_measured_but_no_answer(kernel: Emulated
     assert bounded.reports["distances"].sum() < free.reports["distances"].sum()
 
 
-def test_quantised_tables_give_the_geometry_of_the_rows_they_stand_for(kernel: EmulatedKernel) -> None:
+def test_quantised_tables_give_the_geometry_of_their_dequantised_rows(kernel: EmulatedKernel) -> None:
     form = Form("uint4", zero_points=True)
     quantised = quantised_table(form, 300, 9)
     rows = quantised.rows()

@@ -143,8 +143,8 @@ def test_the_short_types_are_read_wherever_a_row_begins(geometry_probes: ctypes.
 
 
 @pytest.mark.slow
-def test_no_bit_depends_on_who_measures(geometry_probes: ctypes.CDLL) -> None:
-    """On threads, blocks, the split of coordinates, or execution order."""
+def test_distances_do_not_depend_on_how_the_work_is_split(geometry_probes: ctypes.CDLL) -> None:
+    """Not on threads, blocks, the split of coordinates, or the order of execution."""
     for hidden in (48, 700, 1100):
         rows = embeddings(120, hidden, hidden)
         table = KernelTable.from_geometry(geometry_of(rows, "unit"))

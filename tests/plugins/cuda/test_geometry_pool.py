@@ -1,4 +1,4 @@
-"""The emulated pool has the best tokens by (logit descending, id ascending).
+"""The pool of the emulated kernels has the best tokens by (logit descending, id ascending).
 
 With lam = 0 and geom_scale = 0 a row keeps its pool, unless weights vanish in the sum; with init_top_p < 1 it is
 uncertified, so the second launch answers it.
@@ -70,7 +70,7 @@ def test_the_short_types_of_logits_are_taken_as_float32_ones(kernel: EmulatedKer
                 assert np.array_equal(found, np.sort(candidate_pool(row.astype(np.float64), 300)[0]))
 
 
-def test_edits_decide_who_is_in_the_pool(kernel: EmulatedKernel) -> None:
+def test_edits_decide_which_tokens_are_in_the_pool(kernel: EmulatedKernel) -> None:
     rng = np.random.default_rng(4)
     vocab, count = 12_000, 150
     row = rng.standard_normal((2, vocab)).astype(np.float32)

@@ -45,7 +45,7 @@ def with_table(described: TableStruct) -> CudaShape:
         (with_table(table(dtype="uint8", blocks=BlocksStruct(3, 32, 1))), "of a type that is not read"),
     ],
 )
-def test_what_the_kernels_do_not_serve_is_refused_with_the_reason(
+def test_shapes_that_the_kernels_do_not_support_are_refused_with_the_reason(
     kernel: EmulatedKernel, shape: CudaShape, words: str
 ) -> None:
     assert words in kernel.refusal(shape)
@@ -65,9 +65,7 @@ def test_what_the_kernels_do_not_serve_is_refused_with_the_reason(
         with_table(table(dtype="uint4", blocks=BlocksStruct(4, 128, 10))),
     ],
 )
-def test_what_they_serve_has_a_workspace_that_grows_with_batch_and_edits(
-    kernel: EmulatedKernel, shape: CudaShape
-) -> None:
+def test_the_workspace_grows_with_batch_and_edits(kernel: EmulatedKernel, shape: CudaShape) -> None:
     assert kernel.refusal(shape) == ""
     control, room = kernel.control_bytes(shape), kernel.workspace_bytes(shape)
     assert 0 < control < room

@@ -46,7 +46,7 @@ def _use(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def cuda_library(toolkit: compile_cuda.Toolkit, request: pytest.FixtureRequest) -> Path:
-    """For all architectures; nvcc warnings are errors."""
+    """The library, compiled for all architectures; warnings of nvcc are errors."""
     assert request.config.cache is not None
     key = digest(toolkit.version, compile_cuda.FLAGS, compile_native.FLAGS, ARCHITECTURES)
     path = request.config.cache.mkdir("nvcc") / key / "libtopw_cuda.so"
@@ -111,7 +111,7 @@ def test_options_that_one_library_registered_on_are_understood_by_the_other(
 
 
 @pytest.mark.parametrize("architecture", CUDA12)
-def test_the_device_code_is_cuda_12_too(architecture: str, request: pytest.FixtureRequest) -> None:
+def test_the_device_code_also_compiles_with_cuda_12(architecture: str, request: pytest.FixtureRequest) -> None:
     """CUDA 12.6 as in JetPack 6; packages have only its run-time compiler."""
     compiler = RuntimeCompiler()
     assert compiler.version == "12.6"

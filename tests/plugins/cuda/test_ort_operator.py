@@ -104,7 +104,7 @@ def test_feeds_that_do_not_fit_fail_the_run(operator_library: Path) -> None:
         run(session, {**inputs, "uniform": np.zeros(2, np.float32)})
 
 
-def test_what_the_kernels_refuse_does_not_open(operator_library: Path, native_library: Path) -> None:
+def test_a_node_that_the_kernels_refuse_does_not_open(operator_library: Path, native_library: Path) -> None:
     wanted = Wanted(TopWOptions(top_m=5000, metric="uniform"), vocab_size=6000)
     open_model(wanted.model(), native_library)
     with pytest.raises(Exception, match="TopWSample: top_m is larger than 4096"):
@@ -116,7 +116,7 @@ Find = Callable[..., tuple[int, int, int] | None]
 
 @pytest.fixture
 def find(request: pytest.FixtureRequest) -> Iterator[Find]:
-    """(batch, edits, vocab, stream) -> workspace address, most rows and edits; None without memory."""
+    """A function (batch, edits, vocab, stream) -> (workspace address, most rows, most edits); None if out of memory."""
     assert request.config.cache is not None
     library = ctypes.CDLL(str(compiled(request.config.cache.mkdir("emulated"), [HERE / "device_workspaces.cpp"])))
     library.probe_create.restype = library.probe_find.restype = ctypes.c_void_p
@@ -168,7 +168,7 @@ def test_control_words_are_zero_at_first(find: Find) -> None:
         ctypes.memset(found[0], 255, 4096)
 
 
-def test_memory_that_cannot_be_had_is_an_error_of_the_call_alone(find: Find) -> None:
+def test_memory_that_cannot_be_allocated_fails_only_its_call(find: Find) -> None:
     small = find(2)
     assert find(2, edits=2000) is None
     assert find(2) == small

@@ -15,7 +15,7 @@ PLUGIN = "topw_deploy.plugins.tensorrt.plugin"
 
 
 class _Interface:
-    """A base class of TensorRT's."""
+    """A stand-in for a base class of TensorRT."""
 
 
 class _Field:
@@ -32,7 +32,7 @@ class _Registry:
 
 
 def _double(version: str = "10.3.0") -> Any:
-    """The module's parts that the plugin uses."""
+    """A stand-in for the parts of TensorRT's module that the plugin uses."""
     trt: Any = ModuleType("tensorrt")
     trt.__version__ = version
     for name in ("IPluginV3", "IPluginV3OneCore", "IPluginV3OneBuild", "IPluginV3OneRuntime", "IPluginCreatorV3One"):
@@ -60,7 +60,7 @@ def trt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def described(trt: Any) -> Any:
-    """(dtype, shape) -> TensorRT's tensor description, for building and running."""
+    """A function (dtype, shape) -> TensorRT's description of a tensor, for building and for running."""
 
     def describe(dtype: str, shape: tuple[int, ...], form: str = "LINEAR") -> SimpleNamespace:
         kind = getattr(trt, dtype)

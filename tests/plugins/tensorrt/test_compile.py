@@ -1,4 +1,4 @@
-"""Finding the plugin's headers. Compiling needs NVIDIA's, in TENSORRT_ROOT."""
+"""Find the plugin's headers and compile it. Compiling needs NVIDIA's headers, in TENSORRT_ROOT."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def test_headers_that_are_too_old_or_none_are_refused(text: str, said: str, tmp_
         find_headers(tmp_path)
 
 
-def test_a_folder_without_headers_is_refused_with_the_places_looked_at(tmp_path: Path) -> None:
+def test_a_folder_without_headers_is_refused_with_the_places_searched(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match=r"no NvInferRuntime\.h in include, .*libnvinfer-headers-dev"):
         find_headers(tmp_path)
 
 
-def test_the_command_wants_one_library_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_builds_only_one_library_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in ([], ["--cuda", "--tensorrt-root", str(tmp_path)]):
         assert run(topw, "topw", "TOPW", ["plugins", "build", *words]) == 2
         assert "either --cuda or --tensorrt-root DIR" in capsys.readouterr().err

@@ -73,7 +73,7 @@ def attached(trt: Any, kernel: WatchedKernel, emulated_library: Path) -> Callabl
 
 @pytest.fixture
 def step(described: Any) -> Callable[..., None]:
-    """step(plugin, rows, announced=True) announces a shape and enqueues a step."""
+    """A function step(plugin, rows, announced=True) that announces a shape and enqueues a step."""
 
     def run(plugin: Any, rows: int, announced: bool = True) -> None:
         given = {name: array[np.arange(rows) % len(array)] for name, array in arrays(UNIFORM).items()}
@@ -167,7 +167,7 @@ def test_a_caller_that_announces_no_shape_is_served(
     assert len(kernel.used) == 1
 
 
-def test_a_device_without_memory_is_one_sentence_and_smaller_steps_go_on(
+def test_a_device_without_memory_raises_one_sentence_and_smaller_steps_still_run(
     attached: Callable[[], Any], step: Callable[..., None], kernel: WatchedKernel
 ) -> None:
     plugin = attached()

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.long
 
 HERE = Path(__file__).parent
 SANITIZERS = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-Said = tuple[dict[str, int], Path, str]
+ProgramRun = tuple[dict[str, int], Path, str]
 ANSWERS = {"next_token": np.int64, "logprob": np.float32, "kept": np.int32, "certified": np.bool_}
 
 
@@ -68,8 +68,8 @@ def require_sanitizers(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module", params=["stand-in", "NVIDIA"])
-def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Said:
-    """Its output, file and errors."""
+def program_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ProgramRun:
+    """(The numbers that the program prints, by name; the file of its outputs; what it writes to stderr)."""
     folder = tmp_path_factory.mktemp("library")
     included = headers(request.param)
     require_sanitizers(folder)
@@ -85,8 +85,8 @@ def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return {name: int(value) for name, _, value in lines}, folder / "outputs", done.stderr
 
 
-def test_an_enqueued_step_answers_as_the_cpus_sampler_in_every_context(said: Said) -> None:
-    data, at = said[1].read_bytes(), 0
+def test_an_enqueued_step_answers_as_the_cpus_sampler_in_every_context(program_run: ProgramRun) -> None:
+    data, at = program_run[1].read_bytes(), 0
     wanted = cpus_answer(UNIFORM, arrays(UNIFORM))
     for _ in range(2):
         for name, dtype in ANSWERS.items():
@@ -96,39 +96,39 @@ def test_an_enqueued_step_answers_as_the_cpus_sampler_in_every_context(said: Sai
     assert at == len(data)
 
 
-def test_control_memory_is_allocated_once_for_a_context_and_kept(said: Said) -> None:
-    found = said[0]
+def test_control_memory_is_allocated_once_for_a_context_and_kept(program_run: ProgramRun) -> None:
+    found = program_run[0]
     assert (found["shape taken"], found["allocated by steps"], found["kept its address"]) == (1, 0, 1)
     assert (found["fewer rows taken"], found["fewer rows keep the address"]) == (1, 1)
 
 
-def test_contexts_do_not_share_control_memory(said: Said) -> None:
-    assert said[0]["contexts share memory"] == 0
+def test_contexts_do_not_share_control_memory(program_run: ProgramRun) -> None:
+    assert program_run[0]["contexts share memory"] == 0
 
 
-def test_more_rows_get_other_memory_and_the_old_stays(said: Said) -> None:
-    found = said[0]
+def test_more_rows_get_other_memory_and_the_old_stays(program_run: ProgramRun) -> None:
+    found = program_run[0]
     assert (found["more rows taken"], found["allocated for more rows"]) == (1, 1)
     assert (found["more rows have other memory"], found["released while contexts live"]) == (1, 0)
 
 
-def test_a_caller_that_announces_no_shape_is_answered(said: Said) -> None:
-    assert said[0]["no shape announced"] == 1
+def test_a_caller_that_announces_no_shape_is_answered(program_run: ProgramRun) -> None:
+    assert program_run[0]["no shape announced"] == 1
 
 
-def test_a_full_device_is_a_sentence_and_smaller_steps_go_on(said: Said) -> None:
-    found, _, complaints = said
+def test_a_full_device_logs_one_sentence_and_smaller_steps_still_run(program_run: ProgramRun) -> None:
+    found, _, complaints = program_run
     assert (found["a full device refused"], found["smaller steps go on"]) == (1, 1)
     assert found["allocated on a full device"] == 0
     assert "TopWSample: no control memory for 300 rows: CUDA answers " in complaints
     assert complaints.count("no control memory") == 2  # shape and step
 
 
-def test_an_engine_that_was_built_with_kernels_of_another_interface_is_refused(said: Said) -> None:
-    found, _, complaints = said
+def test_an_engine_that_was_built_with_kernels_of_another_interface_is_refused(program_run: ProgramRun) -> None:
+    found, _, complaints = program_run
     assert (found["engines of other kernels refused"], found["its own fields taken"]) == (1, 1)
     assert complaints.count("the engine was built for another version of the kernels' interface than") == 2
 
 
-def test_control_memory_is_zero_after_every_step_and_freed_with_the_plugins(said: Said) -> None:
-    assert (said[0]["control bytes left behind by a step"], said[0]["left"]) == (0, 0)
+def test_control_memory_is_zero_after_every_step_and_freed_with_the_plugins(program_run: ProgramRun) -> None:
+    assert (program_run[0]["control bytes left behind by a step"], program_run[0]["left"]) == (0, 0)

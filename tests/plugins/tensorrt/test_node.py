@@ -31,7 +31,7 @@ def tensors(
 @pytest.mark.parametrize("mass", [False, True])
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("options", [TopWOptions(), TopWOptions(metric="uniform", potential="knn", knn_k=7)])
-def test_the_exporters_nodes_are_read_whole(options: TopWOptions, mass: bool, mask: bool) -> None:
+def test_every_attribute_of_the_exporters_nodes_is_read(options: TopWOptions, mass: bool, mask: bool) -> None:
     table = {} if options.metric == "uniform" else {"embedding": plain_gather(50, 8), "hidden_size": 8}
     spec = TailSpec(options=options, vocab_size=50, with_mass=mass, with_keep_mask=mask, **table)
     settings = NodeAttributes.from_fields(tail_attributes(spec))
@@ -43,7 +43,7 @@ def test_the_exporters_nodes_are_read_whole(options: TopWOptions, mass: bool, ma
     assert set(FIELDS) | {"plugin_namespace", "plugin_version"} == set(tail_attributes(spec))
 
 
-def test_an_engines_fields_give_the_attributes_back() -> None:
+def test_an_engines_fields_restore_the_attributes() -> None:
     assert tuple(SETTINGS.attribute_fields()) == FIELDS
     assert NodeAttributes.from_fields(SETTINGS.attribute_fields()) == SETTINGS
 
@@ -80,7 +80,7 @@ def test_a_missing_attribute_is_named(missing: str) -> None:
 
 @pytest.mark.parametrize("words", [0, 2])
 @pytest.mark.parametrize("bounds", [0, 50])
-def test_a_call_is_what_its_inputs_sizes_say(bounds: int, words: int) -> None:
+def test_the_shape_of_a_call_is_read_from_its_inputs(bounds: int, words: int) -> None:
     call = read_call_shape(SETTINGS, tensors(SETTINGS, bounds=bounds, words=words))
     assert call == CallShape(
         node=SETTINGS, batch=3, vocab=50, edits=2, logits_type="float32", tokens=60, hidden=8,

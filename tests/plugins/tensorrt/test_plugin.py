@@ -123,7 +123,7 @@ def test_outputs_have_the_types_and_shapes_of_the_contract(plugin: Any, trt: Any
 
 
 @pytest.mark.parametrize("given", ["float32", "float16", "bfloat16"])
-def test_logits_are_taken_in_the_graphs_own_type_only(
+def test_logits_are_accepted_only_in_the_graphs_own_type(
     plugin: Any, trt: Any, kernels: PluginKernels, described: Any, given: str
 ) -> None:
     node = plugin.TopWSamplePlugin(UNIFORM, kernels)
@@ -134,7 +134,9 @@ def test_logits_are_taken_in_the_graphs_own_type_only(
     assert taken == [dtype == given for dtype in ("float32", "float16", "bfloat16", "int8")]
 
 
-def test_every_other_tensor_has_one_type_and_lies_in_rows(plugin: Any, kernels: PluginKernels, described: Any) -> None:
+def test_every_other_tensor_has_one_type_and_the_linear_format(
+    plugin: Any, kernels: PluginKernels, described: Any
+) -> None:
     node = plugin.TopWSamplePlugin(FULL, kernels)
     wanted = [
         "float32",
@@ -160,7 +162,7 @@ def test_every_other_tensor_has_one_type_and_lies_in_rows(plugin: Any, kernels: 
     assert not any(node.supports_format_combination(place, strided, 18) for place in range(len(wanted)))
 
 
-def test_what_the_kernels_refuse_is_refused_while_the_engine_is_built(
+def test_a_node_that_the_kernels_refuse_is_refused_while_the_engine_is_built(
     plugin: Any, kernels: PluginKernels, described: Any
 ) -> None:
     node = plugin.TopWSamplePlugin(replace(UNIFORM, top_m=5000), kernels)
@@ -180,7 +182,7 @@ def test_what_the_kernels_refuse_is_refused_while_the_engine_is_built(
         ({"knn_k": 17}, 99, 8), ({}, 524288, 8), ({}, 524289, 8), ({}, 99, 8192), ({}, 99, 8193),
     ],
 )  # fmt: skip
-def test_the_limits_that_are_told_without_the_library_are_the_librarys(
+def test_the_limits_known_without_the_library_are_the_librarys(
     kernels: PluginKernels, changes: dict[str, int], vocab: int, hidden: int
 ) -> None:
     settings = replace(FULL, **changes)
@@ -192,7 +194,7 @@ def test_the_limits_that_are_told_without_the_library_are_the_librarys(
         kernels.check(call)
 
 
-def test_an_engine_gives_the_plugin_back_that_it_was_built_with(plugin: Any, trt: Any, kernels: PluginKernels) -> None:
+def test_an_engine_restores_the_plugin_that_it_was_built_with(plugin: Any, trt: Any, kernels: PluginKernels) -> None:
     plugin.register(kernels)
     (creator,) = trt.get_plugin_registry().all_creators
     assert {field.name for field in creator.field_names} == set(FULL.attribute_fields())

@@ -18,7 +18,7 @@ ROWS = 300
 
 @dataclass(frozen=True)
 class Seen:
-    """A list of L candidates, and bounds from a pass that skipped tokens; n finite tokens."""
+    """A list of L of the n finite tokens of a row, and bounds of its sums from a pass that skipped tokens."""
 
     y: np.ndarray
     w: np.ndarray

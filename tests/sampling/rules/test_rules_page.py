@@ -16,7 +16,7 @@ OTHERS = [rule for rule in RULES.values() if rule is not TOP_W]
 
 
 def sections() -> dict[str, str]:
-    """Heading -> text."""
+    """The page's sections: heading -> text."""
     parts = re.split(r"^### (.+)\n", PAGE.read_text("utf-8").partition("\n## 4. ")[2], flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
