@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,32 @@ def test_a_table_of_another_form_is_refused(tmp_path: Path) -> None:
     folder = export(tmp_path / "out", toy)
     manifest = with_table_form(folder, "Gather(axis=1)")
     with pytest.raises(ManifestError, match=r"Gather\(axis=1\)"):
+        read_geometry(folder, manifest)
+
+
+@pytest.mark.parametrize("sizes", [{"vocab_size": VOCAB + 1}, {"hidden_size": 5}, {"hidden_size": 9}])
+def test_a_table_of_other_sizes_than_the_manifest_states_is_refused(tmp_path: Path, sizes: dict[str, int]) -> None:
+    toy = Toy.random(1, options=TopWOptions(top_m=64, metric="unit"))
+    folder = export(tmp_path / "out", toy)
+    manifest = load_decoder_manifest(folder)
+    with pytest.raises(ManifestError, match="but the graph's table or its statistics have other sizes"):
+        read_geometry(folder, replace(manifest, sampler=replace(manifest.sampler, **sizes)))
+
+
+@pytest.mark.parametrize("offset", ["start", "-4", str(10**9)])
+def test_statistics_outside_a_file_are_refused(tmp_path: Path, offset: str) -> None:
+    toy = Toy.random(1, options=TopWOptions(top_m=64, metric="unit"))
+    folder = export(tmp_path / "out", toy)
+    model = onnx.load(folder / "model.onnx")
+    sampler = next(each for each in model.graph.node if each.op_type == "TopWSample")
+    mean = next(each for each in model.graph.initializer if each.name == sampler.input[14])
+    mean.ClearField("raw_data")
+    mean.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", "tokenizer.json"), ("offset", offset)):
+        mean.external_data.add(key=key, value=value)
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
+    manifest = with_table_form(folder, load_decoder_manifest(folder).sampler.table_form)
+    with pytest.raises(ManifestError, match="is not stored as an array"):
         read_geometry(folder, manifest)
 
 

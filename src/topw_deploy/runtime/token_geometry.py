@@ -48,6 +48,7 @@ def read_geometry(folder: Path, manifest: Manifest) -> Geometry:
     mean, inverse_std = (tensors.array(node.inputs[place]) for place in (_MEAN, _INVERSE_STD))
     shape = (sampler.vocab_size, sampler.hidden_size)
     table: Any = TokenTable(shape, tensors.row_reader(node, sampler.table_form))
+    _check_sizes(table, (mean, inverse_std), folder)
     return Geometry.from_embeddings(table, sampler.options.metric, (mean, inverse_std))
 
 
@@ -61,6 +62,20 @@ class TokenTable:
     def __getitem__(self, ids: Any) -> np.ndarray:
         """The rows float32 [n, d] of ids int64 [n]."""
         return self.read(np.asarray(ids, np.int64))
+
+
+def _check_sizes(table: TokenTable, statistics: Sequence[np.ndarray], folder: Path) -> None:
+    """Raises ManifestError if the table or the statistics have other sizes than the manifest states."""
+    rows, width = table.shape
+    try:
+        last_row = table[[rows - 1]]
+    except IndexError:
+        last_row = np.empty(0)
+    if last_row.shape != (1, width) or any(array.shape != (width,) for array in statistics):
+        raise ManifestError(
+            f"the manifest of {folder} states {rows} tokens and embeddings of width {width}, but the graph's table or "
+            "its statistics have other sizes; export it again."
+        )
 
 
 @dataclass(frozen=True)
@@ -87,9 +102,9 @@ class _GraphTensors:
         count = int(np.prod(tensor.shape, dtype=np.int64))
         if tensor.raw is not None:
             data, start = tensor.raw, 0
-        elif "location" in tensor.external:
+        elif "location" in tensor.external and (offset := tensor.external.get("offset", "0")).isdecimal():
             data = _map_listed_file(self.folder, self.manifest, tensor.external["location"])
-            start = int(tensor.external.get("offset", "0"))
+            start = int(offset)
         else:
             raise self._unreadable_error(name)
         if not 0 <= start <= len(data) - count * dtype.itemsize:

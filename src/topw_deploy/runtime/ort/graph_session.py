@@ -29,8 +29,8 @@ _HINT_FOR_GRAPHS = (
     "omit enable_cuda_graph, or export again with --dtype fp16, which leaves no nodes on the CPU, and build the "
     "native sampler with `topw plugins build --cuda`"
 )
-# This optimizer fuses RotaryEmbedding into GroupQueryAttention on CUDA. It takes ONNX's RotaryEmbedding for the operator
-# of onnxruntime, reads past its inputs and crashes (onnxruntime issue 28604).
+# This optimizer fuses RotaryEmbedding into GroupQueryAttention on CUDA. It takes ONNX's RotaryEmbedding for that of
+# onnxruntime, reads past its inputs and crashes (onnxruntime issue 28604).
 _DISABLED_OPTIMIZERS = ["GroupQueryAttentionFusion"]
 
 
