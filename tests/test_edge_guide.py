@@ -35,20 +35,20 @@ def run(command: str, folder: Path, **variables: str) -> None:
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
 
 
-def test_every_block_is_one_that_is_run() -> None:
+def test_the_page_marks_no_blocks_of_commands_that_these_tests_leave_out() -> None:
     assert {block["needs"] for block in BLOCK.finditer(PAGE)} == {"", ", needs nvcc"}
     assert PAGE.count("<!-- runs on a CPU") == len(BLOCK.findall(PAGE))
     assert len(commands("")) == 8
     assert len(commands(", needs nvcc")) == 2
 
 
-def test_trtexec_is_told_to_ask_the_library_for_its_plugin() -> None:
+def test_trtexec_gets_the_library_by_the_option_that_finds_its_plugin() -> None:
     """--staticPlugins only opens the library, which does not register itself: it exports getCreators."""
     assert "--dynamicPlugins=libtopw_tensorrt.so" in PAGE
     assert "--staticPlugins" not in PAGE
 
 
-def exported(command: str, folder: Path, factory: pytest.TempPathFactory) -> Path:
+def export_once(command: str, folder: Path, factory: pytest.TempPathFactory) -> Path:
     """Link in `folder` to what the page's `topw-export` writes, once for all tests."""
     name = shlex.split(command)[2]
 
@@ -64,7 +64,7 @@ def exported(command: str, folder: Path, factory: pytest.TempPathFactory) -> Pat
 def test_the_commands_for_a_cpu_work(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     for command in commands(""):
         if command.startswith("topw-export"):
-            assert exported(command, tmp_path, tmp_path_factory).is_dir()
+            assert export_once(command, tmp_path, tmp_path_factory).is_dir()
         else:
             run(command, tmp_path)
 

@@ -33,7 +33,7 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.mark.parametrize("kind", EVERY)
 @pytest.mark.parametrize("by_parts", [True, False], ids=["by parts", "by path"])
-def test_what_is_no_regular_file_is_not_opened(
+def test_a_path_that_is_not_a_regular_file_is_not_opened(
     folder: Path, kind: str, by_parts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "_HAS_DIR_FD", by_parts)
@@ -55,7 +55,7 @@ def test_a_link_that_may_be_followed_must_end_in_a_regular_file(folder: Path, ki
 
 
 @pytest.mark.parametrize("by_parts", [True, False], ids=["by parts", "by path"])
-def test_the_folder_may_be_a_link_and_nothing_inside_may(
+def test_the_folder_may_be_a_link_but_no_path_inside_it(
     folder: Path, by_parts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "_HAS_DIR_FD", by_parts)
@@ -70,7 +70,7 @@ def test_the_folder_may_be_a_link_and_nothing_inside_may(
         open_inside(folder / "sub" / "file", "name")
 
 
-def test_a_pipe_that_is_put_there_after_the_look_at_the_name_is_not_waited_for(
+def test_a_pipe_that_replaces_a_file_after_the_check_of_its_name_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     look = os.stat

@@ -104,7 +104,7 @@ def test_the_extras_are_those_of_the_project_file() -> None:
 @pytest.mark.parametrize(
     ("absent", "names"), [(["torch"], "torch, which is"), (["torch", "onnx_ir"], "torch and onnx-ir, which are")]
 )
-def test_everything_that_is_missing_is_named_after_what_was_asked_for(
+def test_the_message_names_every_missing_package(
     monkeypatch: pytest.MonkeyPatch, absent: list[str], names: str
 ) -> None:
     monkeypatch.setattr(install, "is_importable", lambda module: module not in absent)
@@ -113,7 +113,7 @@ def test_everything_that_is_missing_is_named_after_what_was_asked_for(
     assert str(raised.value) == f"exporting needs {names} not installed; run: {install.install_command('export')}"
 
 
-def test_an_older_python_is_told_what_to_do_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_message_for_an_older_python_says_what_to_do_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(install.sys, "version_info", (3, 10, 13))
     assert install.install_command("export") == f"python3.11 -m pip install -e '{ROOT}[export]'"
     assert not install.install_command("cpu").startswith("python3.11 ")
@@ -124,7 +124,7 @@ def test_an_older_python_is_told_what_to_do_instead(monkeypatch: pytest.MonkeyPa
     assert str(raised.value).endswith(f"; in another environment run: {install.install_command('export')}")
 
 
-def test_exporting_beside_onnxruntime_gpu_is_sent_to_another_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beside_onnxruntime_gpu_the_message_names_another_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(install, "is_importable", lambda module: module != "torch")
     monkeypatch.setattr(versions, "installed_version", lambda name: "1.31" if name == "onnxruntime-gpu" else None)
     found, command = install.install_advice("exporting", "export")

@@ -201,7 +201,7 @@ def test_the_exporter_runs_models_only_to_verify_them() -> None:
             assert not any(found.name.startswith("topw_deploy.runtime") for found in imports(module)), module
 
 
-def test_the_graph_sees_through_packages() -> None:
+def test_the_import_graph_lists_the_modules_behind_a_package() -> None:
     named = {found.name for found in imports("topw_deploy.runtime.folder")}
     assert any(name.startswith("topw_deploy.manifest.") for name in named), (
         "the package's module, not the package alone"

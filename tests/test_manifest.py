@@ -58,7 +58,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def edit(folder: Path, **changes: object) -> None:
+def edit_manifest(folder: Path, **changes: object) -> None:
     """Change fields of the manifest; dotted names are nested."""
     path = folder / m.MANIFEST_NAME
     data = json.loads(path.read_text())
@@ -95,7 +95,7 @@ def test_a_file_cut_short_is_named_with_both_sizes(folder: Path) -> None:
         m.load_manifest(folder)
 
 
-def test_a_file_grown_longer_is_named_too(folder: Path) -> None:
+def test_a_file_that_grew_is_named_with_both_sizes(folder: Path) -> None:
     (folder / "model.onnx_data").write_bytes(b"weights and more")
     with pytest.raises(ManifestError, match="has 16 bytes, the manifest says 7"):
         m.load_manifest(folder)
@@ -174,7 +174,7 @@ def test_a_symbolic_link_is_refused_even_when_its_target_has_the_right_size(fold
     ],
 )
 def test_a_wrong_field_is_refused_by_name(folder: Path, changes: dict[str, object], reason: str) -> None:
-    edit(folder, **changes)
+    edit_manifest(folder, **changes)
     with pytest.raises(ManifestError, match=reason):
         m.load_manifest(folder)
 
@@ -200,7 +200,7 @@ def test_a_default_beta_that_depends_on_the_temperature_is_kept_as_text_beside_i
     ],
 )
 def test_a_default_beta_that_disagrees_is_refused(folder: Path, text: object, reason: str) -> None:
-    edit(folder, default_beta=text)
+    edit_manifest(folder, default_beta=text)
     with pytest.raises(ManifestError, match=reason):
         m.load_manifest(folder)
 
@@ -237,18 +237,18 @@ def test_a_manifest_without_one_of_its_fields_is_refused_by_name(folder: Path, p
 
 
 def test_the_median_distance_is_a_positive_number_and_1_under_the_uniform_metric(folder: Path) -> None:
-    edit(folder, verification__median_distance=2.5)
+    edit_manifest(folder, verification__median_distance=2.5)
     assert m.load_manifest(folder).median_distance == 2.5
     for wrong in (0, -1.0, "2.5", True):
-        edit(folder, verification__median_distance=wrong)
+        edit_manifest(folder, verification__median_distance=wrong)
         with pytest.raises(ManifestError, match="median_distance is"):
             m.load_manifest(folder)
-    edit(folder, verification__median_distance=None, sampler__options__metric="uniform")
+    edit_manifest(folder, verification__median_distance=None, sampler__options__metric="uniform")
     assert m.load_manifest(folder).median_distance == 1.0
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", '{"format_version": 1}', "[" * 100_000])
-def test_what_is_not_a_manifest_is_refused_without_a_crash(folder: Path, text: str) -> None:
+def test_a_text_that_is_not_a_manifest_is_refused(folder: Path, text: str) -> None:
     (folder / m.MANIFEST_NAME).write_text(text)
     with pytest.raises(ManifestError):
         m.load_manifest(folder)

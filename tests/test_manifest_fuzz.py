@@ -24,7 +24,7 @@ def whole_manifest() -> Manifest:
 
 
 @pytest.mark.slow
-def test_whatever_a_field_says_a_manifest_is_read_or_refused_with_a_manifest_error() -> None:
+def test_a_manifest_with_any_value_in_a_field_is_read_or_refused_with_a_manifest_error() -> None:
     wrong, read = [], 0
     for what, text in mutations(json.loads(whole_manifest().to_json())):
         try:
@@ -41,7 +41,7 @@ def test_whatever_a_field_says_a_manifest_is_read_or_refused_with_a_manifest_err
 
 
 @pytest.mark.slow
-def test_inspect_shows_whatever_manifest_is_read(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_inspect_shows_every_manifest_that_can_be_read(tmp_path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "model.onnx").write_bytes(b"graph")
     manifest = replace(whole_manifest(), files=describe_files(tmp_path, ["model.onnx"]))
     wrong = []

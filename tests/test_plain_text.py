@@ -12,7 +12,7 @@ from topw_deploy.errors import PromptError
 from topw_deploy.plain_text import decode_text, json_text, printable
 
 
-def test_a_byte_order_mark_is_no_text() -> None:
+def test_a_byte_order_mark_at_the_start_is_dropped() -> None:
     assert decode_text("\ufeffdef".encode(), "p.txt") == "def"
     assert decode_text("a\ufeffb".encode(), "p.txt") == "a\ufeffb"  # a joiner elsewhere
 
@@ -26,7 +26,7 @@ def test_a_byte_order_mark_is_no_text() -> None:
         ("latin-1", r"p.txt is not UTF-8 text \(byte 3\); convert it first"),
     ],
 )
-def test_another_encoding_is_named_where_it_can_be(encoding: str, message: str) -> None:
+def test_the_message_names_another_encoding_if_it_is_recognised(encoding: str, message: str) -> None:
     with pytest.raises(PromptError, match=message):
         decode_text("café".encode(encoding), "p.txt")
 
@@ -48,7 +48,7 @@ def test_zero_bytes_are_no_text() -> None:
         ("o\udcff", r"o\udcff"),
     ],
 )
-def test_what_controls_a_terminal_is_escaped(text: str, shown: str) -> None:
+def test_characters_that_control_a_terminal_are_escaped(text: str, shown: str) -> None:
     assert printable(text) == shown
 
 
@@ -57,13 +57,13 @@ def test_letters_of_every_script_stay(text: str) -> None:
     assert printable(text) == text
 
 
-def test_no_control_character_is_left_out() -> None:
+def test_every_control_character_is_escaped() -> None:
     controls = [chr(n) for n in range(sys.maxunicode + 1) if unicodedata.category(chr(n)) in ("Cc", "Cs", "Zl", "Zp")]
     assert len(controls) == 65 + 2048 + 2
     assert all(printable(character).isprintable() for character in controls)
 
 
-def test_line_breaks_may_be_kept() -> None:
+def test_characters_to_keep_are_not_escaped() -> None:
     assert printable("a\n\tb\x1b", keep="\n\t") == "a\n\tb\\x1b"
 
 

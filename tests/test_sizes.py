@@ -21,7 +21,7 @@ from topw_deploy.sizes import binary_size, decimal_size, parse_size
         (2**60, "1152921.5 TB"),
     ],
 )
-def test_a_size_is_in_the_largest_unit_of_which_there_is_one(size: int, text: str) -> None:
+def test_a_size_is_shown_in_the_largest_unit_of_at_least_one(size: int, text: str) -> None:
     assert decimal_size(size) == text
 
 
@@ -40,5 +40,5 @@ def test_a_size_of_2_to_the_63_bytes_or_more_is_refused(size: int | str) -> None
         parse_size(size)
 
 
-def test_two_sizes_that_are_close_can_be_told_apart() -> None:
+def test_more_digits_distinguish_close_sizes() -> None:
     assert (decimal_size(1_204_000_000, 2), decimal_size(1_212_000_000, 2)) == ("1.20 GB", "1.21 GB")

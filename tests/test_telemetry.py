@@ -26,7 +26,7 @@ def test_onnxruntime_leaves_no_file_in_the_temporary_folder(tmp_path: Path, stat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_who_wants_telemetry_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_telemetry_that_the_user_wants_stays_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ORT_DISABLE_TELEMETRY", "0")
     telemetry.switch_off()
     assert os.environ["ORT_DISABLE_TELEMETRY"] == "0"

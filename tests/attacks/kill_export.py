@@ -36,18 +36,18 @@ _EVENTS = frozenset({
 def main(source: str, folder: Path, situation: str, share: int) -> None:
     weights.EXTERNAL_ABOVE = 10_000  # writes a data file
     expected = folder / "expected"
-    assert exported(source, expected / "out", finished=True) == 0
-    old, new = {}, contents(expected / "out")
+    assert run_export(source, expected / "out", finished=True) == 0
+    old, new = {}, read_contents(expected / "out")
     if situation == "replace":
-        assert exported(source, folder / "old", finished=True, with_mass=True) == 0
-        old = contents(folder / "old")
+        assert run_export(source, folder / "old", finished=True, with_mass=True) == 0
+        old = read_contents(folder / "old")
         assert old != new
     work = folder / "work"
-    operations, decisive = counted(source, prepare(work, situation, folder / "old"), folder / "count")
+    operations, decisive = count_operations(source, prepare_output(work, situation, folder / "old"), folder / "count")
     wrong, killed = [], 0
     for number in sorted({*range(0, operations, share), *decisive}):
-        out = prepare(work, situation, folder / "old")
-        status = exported(source, out, resume=True, overwrite=situation == "replace", kill_at=number)
+        out = prepare_output(work, situation, folder / "old")
+        status = run_export(source, out, resume=True, overwrite=situation == "replace", kill_at=number)
         if not os.WIFSIGNALED(status):
             wrong.append(f"{number}: ended with {status}")
             continue
@@ -57,7 +57,7 @@ def main(source: str, folder: Path, situation: str, share: int) -> None:
     sys.stdout.write(json.dumps({"operations": operations, "killed": killed, "wrong": wrong}))
 
 
-def prepare(work: Path, situation: str, old: Path) -> Path:
+def prepare_output(work: Path, situation: str, old: Path) -> Path:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     if situation == "replace":
@@ -73,7 +73,7 @@ def check(source: str, out: Path, old: dict[str, bytes], new: dict[str, bytes], 
     hidden = [path.name for path in out.parent.iterdir() if path != out]
     if any(not name.startswith(".out.topw-partial-") for name in hidden) or len(hidden) > 1:
         complaints.append(f"left {hidden}")
-    found = contents(out) if out.exists() else {}
+    found = read_contents(out) if out.exists() else {}
     complete = MANIFEST_NAME in found
     if complete and found not in (old, new):
         complaints.append("the folder is neither the old export nor the new one")
@@ -86,9 +86,9 @@ def check(source: str, out: Path, old: dict[str, bytes], new: dict[str, bytes], 
     except ManifestError as error:
         if complete:
             complaints.append(f"the folder does not load: {error}")
-    if status := exported(source, out, resume=resume, overwrite=complete, finished=True):
+    if status := run_export(source, out, resume=resume, overwrite=complete, finished=True):
         complaints.append(f"the next export ends with {status}")
-    elif contents(out) != new:
+    elif read_contents(out) != new:
         complaints.append("the next export has other bytes")
     # An export killed before it creates its lock file, or after it removes it, leaves an empty folder. Later exports
     # remove such folders once they are an hour old.
@@ -98,13 +98,13 @@ def check(source: str, out: Path, old: dict[str, bytes], new: dict[str, bytes], 
     return complaints
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def read_contents(folder: Path) -> dict[str, bytes]:
     """Files by name, without the list of what was moved into an empty folder."""
     files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
     return {name: path.read_bytes() for name, path in files.items() if not name.startswith(".topw-partial-")}
 
 
-def exported(source: str, out: Path, finished: bool = False, kill_at: int | None = None, **settings: Any) -> int:
+def run_export(source: str, out: Path, finished: bool = False, kill_at: int | None = None, **settings: Any) -> int:
     """Export in a child. Returns its wait status. finished: print the error of a failure."""
 
     def export() -> None:
@@ -120,7 +120,7 @@ def exported(source: str, out: Path, finished: bool = False, kill_at: int | None
     return in_child(export)
 
 
-def counted(source: str, out: Path, report: Path) -> tuple[int, list[int]]:
+def count_operations(source: str, out: Path, report: Path) -> tuple[int, list[int]]:
     """The number of operations of an export; those that put the folder in place, and what follows the last."""
     decisive: list[bool] = []
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.attacks.kill_export import contents, in_child, watch
+from tests.attacks.kill_export import in_child, read_contents, watch
 from tests.engine.test_session_file import FORM, TOKENS, states_of
 from topw_deploy.engine.session_file import write_session
 from topw_deploy.export.sampler_only import export_sampler, sampler_request
@@ -73,7 +73,7 @@ WRITERS = {
 def state(path: Path) -> State:
     if not path.exists():
         return None
-    return contents(path) if path.is_dir() else path.read_bytes()
+    return read_contents(path) if path.is_dir() else path.read_bytes()
 
 
 def main(name: str, model: Path, folder: Path, share: int) -> None:

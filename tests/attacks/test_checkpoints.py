@@ -67,7 +67,7 @@ FILES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_that_reaches_out_or_overflows_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_header_with_wrong_ranges_or_sizes_is_refused(tmp_path: Path, name: str) -> None:
     content, reason = FILES[name]
     (tmp_path / SINGLE).write_bytes(content)
     with refused(SourceError, reason):
@@ -125,7 +125,7 @@ SETTINGS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_scales_alone_say_how_a_checkpoint_of_odd_settings_is_quantised(tmp_path: Path, name: str) -> None:
+def test_a_checkpoint_with_a_scale_for_each_row_is_read_whatever_its_settings_are(tmp_path: Path, name: str) -> None:
     """Each row has its scale, so the settings of groups and blocks, which are of no known form, are not needed."""
     from topw_deploy.export.source.quantised import QuantisedCheckpoint
 

@@ -35,7 +35,7 @@ def rewrite(folder: Path, change: Change) -> Path:
     return put(folder, "model.onnx", model.SerializeToString())
 
 
-def external(location: str, offset: str = "0", length: str = "16") -> Change:
+def point_outside(location: str, offset: str = "0", length: str = "16") -> Change:
     """Make an initializer point to another file."""
 
     def change(model: onnx.ModelProto) -> None:
@@ -51,7 +51,7 @@ def external(location: str, offset: str = "0", length: str = "16") -> Change:
     return change
 
 
-def shape(*sizes: int) -> Change:
+def set_shape(*sizes: int) -> Change:
     """Change the sizes of an initializer that the graph uses."""
 
     def change(model: onnx.ModelProto) -> None:
@@ -62,7 +62,7 @@ def shape(*sizes: int) -> Change:
     return change
 
 
-def node(op_type: str, domain: str = "", **attributes: object) -> Change:
+def add_node(op_type: str, domain: str = "", **attributes: object) -> Change:
     """Add a node that reads input_ids."""
 
     def change(model: onnx.ModelProto) -> None:
@@ -76,20 +76,20 @@ def node(op_type: str, domain: str = "", **attributes: object) -> Change:
 
 
 GRAPHS: dict[str, Change] = {
-    "data above the folder": external("../secret"),
-    "data at an absolute path": external("/etc/passwd"),
-    "data in a device": external("/dev/zero"),
-    "data in /proc": external("../../../../../../../../proc/self/environ"),
-    "data before the file": external("model.onnx", "-8"),
-    "data beyond the file": external("model.onnx", str(1 << 40)),
-    "data of 2**63 bytes": external("model.onnx", "0", str(1 << 63)),
-    "an offset that is no number": external("model.onnx", "x"),
-    "an operator of nobody": node("Run", "evil"),
-    "an operator that no version has": node("System"),
-    "a Python operator": node("PythonOp", "com.microsoft", func_name="os.system"),
-    "2**124 elements": shape(1 << 62, 1 << 62),
-    "a negative size": shape(-4),
-    "more elements than bytes": shape(1 << 20),
+    "data above the folder": point_outside("../secret"),
+    "data at an absolute path": point_outside("/etc/passwd"),
+    "data in a device": point_outside("/dev/zero"),
+    "data in /proc": point_outside("../../../../../../../../proc/self/environ"),
+    "data before the file": point_outside("model.onnx", "-8"),
+    "data beyond the file": point_outside("model.onnx", str(1 << 40)),
+    "data of 2**63 bytes": point_outside("model.onnx", "0", str(1 << 63)),
+    "an offset that is no number": point_outside("model.onnx", "x"),
+    "an operator of nobody": add_node("Run", "evil"),
+    "an operator that no version has": add_node("System"),
+    "a Python operator": add_node("PythonOp", "com.microsoft", func_name="os.system"),
+    "2**124 elements": set_shape(1 << 62, 1 << 62),
+    "a negative size": set_shape(-4),
+    "more elements than bytes": set_shape(1 << 20),
     "a type that does not exist": lambda model: setattr(model.graph.initializer[0], "data_type", 12345),
     "an opset of the future": lambda model: setattr(model.opset_import[0], "version", 2**31 - 1),
 }
@@ -113,7 +113,7 @@ def test_an_endless_graph_is_refused(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", thinned(GRAPHS, 2))
-def test_a_graph_that_reaches_out_or_overflows_is_refused(folder: Path, name: str) -> None:
+def test_a_graph_that_names_other_files_or_overflows_is_refused(folder: Path, name: str) -> None:
     rewrite(folder, GRAPHS[name])
     (folder.parent / "secret").write_bytes(bytes(16))
     with refused(ManifestError, r"onnxruntime .* refuses .*model\.onnx|must have"):
@@ -121,7 +121,7 @@ def test_a_graph_that_reaches_out_or_overflows_is_refused(folder: Path, name: st
 
 
 def test_external_data_behind_an_unlisted_link_is_refused(folder: Path) -> None:
-    rewrite(folder, external("weights"))
+    rewrite(folder, point_outside("weights"))
     (folder.parent / "secret").write_bytes(bytes(16))
     (folder / "weights").symlink_to("../secret")
     with refused(ManifestError, "refuses"):
@@ -158,7 +158,7 @@ def test_a_list_of_moved_files_that_names_another_folder_removes_nothing(tmp_pat
 def test_compiled_code_of_another_tool_is_refused(folder: Path) -> None:
     """TensorRT's, QNN's and OpenVINO's providers would load what such a node holds or names."""
     refuse_compiled(ModelFolder(folder, DecoderManifest))
-    rewrite(folder, node("EPContext", "com.microsoft", embed_mode=0, ep_cache_context="evil.engine"))
+    rewrite(folder, add_node("EPContext", "com.microsoft", embed_mode=0, ep_cache_context="evil.engine"))
     with refused(ManifestError, r"has an EPContext node, which runs code compiled elsewhere"):
         refuse_compiled(ModelFolder(folder, DecoderManifest))
     with refused(ManifestError, "refuses"):

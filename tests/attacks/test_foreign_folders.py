@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 Change = Callable[[onnx.ModelProto], object]
 
 
-def place(**fields: str) -> Change:
+def move_weight(**fields: str) -> Change:
     """Change where the largest weight is said to be."""
 
     def change(model: onnx.ModelProto) -> None:
@@ -35,7 +35,7 @@ def place(**fields: str) -> Change:
     return change
 
 
-def constant(location: str) -> Change:
+def add_external_constant(location: str) -> Change:
     """A Constant node whose value is in another file."""
 
     def change(model: onnx.ModelProto) -> None:
@@ -48,7 +48,7 @@ def constant(location: str) -> Change:
     return change
 
 
-def shape(*sizes: int) -> Change:
+def set_shape(*sizes: int) -> Change:
     def change(model: onnx.ModelProto) -> None:
         tensor = next(each for each in model.graph.initializer if each.data_location == TensorProto.EXTERNAL)
         del tensor.dims[:]
@@ -58,21 +58,33 @@ def shape(*sizes: int) -> Change:
 
 
 GRAPHS: dict[str, tuple[Change, str]] = {
-    "data above the folder": (place(location="../secret"), "keeps weights at '../secret', outside its folder"),
-    "data at an absolute path": (place(location="/etc/passwd"), "keeps weights at '/etc/passwd', outside its folder"),
-    "data on a drive of Windows": (place(location="C:\\secret"), r"needs the data file C:\\secret, which is missing"),
-    "data above, as Windows writes it": (place(location="..\\secret"), r"needs the data file \.\.\\secret, which is"),
-    "data in a device": (place(location="zero"), "needs the data file zero, which is missing"),
-    "data that is not there": (place(location="gone"), "needs the data file gone, which is missing"),
-    "data in the folder itself": (place(location="."), "which is missing"),
-    "data before the file": (place(offset="-8"), "cannot be read as ONNX|bytes from -8 on of model.onnx.data"),
-    "data beyond the file": (place(offset=str(1 << 40)), "bytes from 1099511627776 on of model.onnx.data, which has"),
-    "less data than the shape needs": (place(length="4"), "in 4 bytes from"),
-    "an offset that is no number": (place(offset="os.system"), "cannot be read as ONNX"),
-    "a shape that overflows": (shape(1 << 32, 1 << 32, 1 << 32), "cannot be read as ONNX|keeps the .* bytes"),
-    "a negative size": (shape(-4), "cannot be read as ONNX|keeps the .* bytes"),
+    "data above the folder": (move_weight(location="../secret"), "keeps weights at '../secret', outside its folder"),
+    "data at an absolute path": (
+        move_weight(location="/etc/passwd"),
+        "keeps weights at '/etc/passwd', outside its folder",
+    ),
+    "data on a drive of Windows": (
+        move_weight(location="C:\\secret"),
+        r"needs the data file C:\\secret, which is missing",
+    ),
+    "data above, as Windows writes it": (
+        move_weight(location="..\\secret"),
+        r"needs the data file \.\.\\secret, which is",
+    ),
+    "data in a device": (move_weight(location="zero"), "needs the data file zero, which is missing"),
+    "data that is not there": (move_weight(location="gone"), "needs the data file gone, which is missing"),
+    "data in the folder itself": (move_weight(location="."), "which is missing"),
+    "data before the file": (move_weight(offset="-8"), "cannot be read as ONNX|bytes from -8 on of model.onnx.data"),
+    "data beyond the file": (
+        move_weight(offset=str(1 << 40)),
+        "bytes from 1099511627776 on of model.onnx.data, which has",
+    ),
+    "less data than the shape needs": (move_weight(length="4"), "in 4 bytes from"),
+    "an offset that is no number": (move_weight(offset="os.system"), "cannot be read as ONNX"),
+    "a shape that overflows": (set_shape(1 << 32, 1 << 32, 1 << 32), "cannot be read as ONNX|keeps the .* bytes"),
+    "a negative size": (set_shape(-4), "cannot be read as ONNX|keeps the .* bytes"),
     "a constant in another file": (
-        constant("/etc/passwd"),
+        add_external_constant("/etc/passwd"),
         "keeps an attribute of the node 'Constant' in another file",
     ),
 }
@@ -85,13 +97,13 @@ def test_weights_outside_their_file_are_refused(decoder: Path, name: str) -> Non
     change(model)
     (decoder / "model.onnx").write_bytes(model.SerializeToString())
     (decoder / "zero").symlink_to("/dev/zero")
-    refuse(decoder, SourceError, reason)
+    expect_refusal(decoder, SourceError, reason)
 
 
 def test_a_data_file_whose_name_is_not_utf_8_is_refused(decoder: Path) -> None:
     path = decoder / "model.onnx"
     path.write_bytes(path.read_bytes().replace(b"model.onnx.data", b"model.onnx.dat\xff"))
-    refuse(decoder, SourceError, r"keeps weights at b'model.onnx.dat\\xff', a name that is not UTF-8")
+    expect_refusal(decoder, SourceError, r"keeps weights at b'model.onnx.dat\\xff', a name that is not UTF-8")
 
 
 APPENDED = {
@@ -105,14 +117,14 @@ APPENDED = {
 def test_an_endless_graph_is_refused(decoder: Path, name: str) -> None:
     path = decoder / "model.onnx"
     path.write_bytes(path.read_bytes() + APPENDED[name])
-    refuse(decoder, SourceError, "cannot be read as ONNX")
+    expect_refusal(decoder, SourceError, "cannot be read as ONNX")
 
 
 @pytest.mark.parametrize("functions", [function("f", ["f"]), function("f", ["g"]) + function("g", ["f"])])
 def test_functions_that_call_each_other_are_refused(decoder: Path, functions: bytes) -> None:
     path = decoder / "model.onnx"
     path.write_bytes(path.read_bytes() + functions + call("f"))
-    refuse(decoder, UnsupportedModelError, "the function evil.f calls itself")
+    expect_refusal(decoder, UnsupportedModelError, "the function evil.f calls itself")
 
 
 def test_an_unknown_operator_is_refused(decoder: Path) -> None:
@@ -120,15 +132,15 @@ def test_an_unknown_operator_is_refused(decoder: Path) -> None:
     model.graph.node.append(helper.make_node("Run", ["input_ids"], ["attacker"], domain="evil"))
     model.opset_import.append(helper.make_opsetid("evil", 1))
     (decoder / "model.onnx").write_bytes(model.SerializeToString())
-    refuse(decoder, TopWError, "evil", verify=True)
+    expect_refusal(decoder, TopWError, "evil", verify=True)
 
 
 @pytest.mark.parametrize("name", ["config.json", "genai_config.json"])
 def test_a_configuration_that_is_a_bomb_is_refused(decoder: Path, name: str) -> None:
     (decoder / name).write_text("[" * 1_000_000)
-    refuse(decoder, SourceError, rf"{name} cannot be read as JSON")
+    expect_refusal(decoder, SourceError, rf"{name} cannot be read as JSON")
     sparse(decoder / name, 1 << 40)
-    refuse(decoder, SourceError, rf"{name} cannot be read as JSON .*it has more than 16777216 bytes")
+    expect_refusal(decoder, SourceError, rf"{name} cannot be read as JSON .*it has more than 16777216 bytes")
 
 
 @pytest.mark.parametrize("name", ["../model.onnx", "/etc/passwd", "a\0b", "x" * 5000])
@@ -140,7 +152,7 @@ def test_a_graph_named_outside_the_folder_is_not_opened(decoder: Path, name: str
     assert resolve(str(decoder)).onnx == decoder / "model.onnx"
 
 
-def refuse(decoder: Path, kind: type[TopWError], reason: str, verify: bool = False) -> None:
+def expect_refusal(decoder: Path, kind: type[TopWError], reason: str, verify: bool = False) -> None:
     output = decoder.parent / "out"
     with refused(kind, reason):
         export_model(export_request(model=str(decoder), output=output, verify=verify))

@@ -15,7 +15,7 @@ from topw_deploy.errors import PromptError
 INPUTS = 40
 
 
-def counted(count: int) -> Callable[[], bool]:
+def count_down(count: int) -> Callable[[], bool]:
     left = iter(range(count))
     return lambda: next(left, None) is not None
 
@@ -25,7 +25,7 @@ def counted(count: int) -> Callable[[], bool]:
 def test_random_inputs_are_read_or_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "scratch").mkdir()
     run = Run(name, None, tmp_path, tmp_path / "scratch")
-    run_random(run, run.loader.seeds, random.Random(0), counted(INPUTS))
+    run_random(run, run.loader.seeds, random.Random(0), count_down(INPUTS))
     assert not run.findings
     assert run.inputs == INPUTS + len(run.loader.seeds)
     assert run.refused > INPUTS // 4  # inputs are not all valid

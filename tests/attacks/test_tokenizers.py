@@ -27,22 +27,22 @@ from topw_deploy.runtime.tokenizer import Tokenizer
 Change = Callable[[dict[str, Any]], object]
 
 
-def opened(folder: Path, change: Change) -> Tokenizer:
+def open_changed(folder: Path, change: Change) -> Tokenizer:
     data = json.loads(byte_tokenizer().to_str())
     change(data)
     put(folder, "tokenizer.json", json.dumps(data))
     return Tokenizer(ModelFolder(folder, DecoderManifest))
 
 
-def sequence(part: str, children: str, steps: list[dict[str, Any]]) -> Change:
+def set_steps(part: str, children: str, steps: list[dict[str, Any]]) -> Change:
     return lambda data: data.update({part: {"type": "Sequence", children: steps}})
 
 
-def replace(old: Any, new: str) -> dict[str, Any]:
+def replace_step(old: Any, new: str) -> dict[str, Any]:
     return {"type": "Replace", "pattern": old, "content": new}
 
 
-def template(single: list[dict[str, Any]], ids: list[int], processors: int = 1) -> Change:
+def set_template(single: list[dict[str, Any]], ids: list[int], processors: int = 1) -> Change:
     one = {
         "type": "TemplateProcessing",
         "single": single,
@@ -61,34 +61,34 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": Tr
 TEXT, START = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<s>", "type_id": 0}}
 GROWING: dict[str, tuple[Change, str]] = {
     "replacements that double": (
-        sequence("normalizer", "normalizers", [replace({"String": "a"}, "aa")] * 30),
+        set_steps("normalizer", "normalizers", [replace_step({"String": "a"}, "aa")] * 30),
         "its normalizer can make 1073741824 characters of one, more than 1024",
     ),
     "one replacement that is long": (
-        lambda data: data.update(normalizer=replace({"String": "a"}, "a" * 100_000)),
+        lambda data: data.update(normalizer=replace_step({"String": "a"}, "a" * 100_000)),
         "its normalizer can make 100000 characters of one, more than 1024",
     ),
     "an expression that matches everywhere": (
-        lambda data: data.update(normalizer=replace({"Regex": ""}, "a" * 2000)),
+        lambda data: data.update(normalizer=replace_step({"Regex": ""}, "a" * 2000)),
         "its normalizer can make 2001 characters of one, more than 1024",
     ),
     "bytes of bytes": (
-        sequence("normalizer", "normalizers", [{"type": "ByteLevel"}] * 30),
+        set_steps("normalizer", "normalizers", [{"type": "ByteLevel"}] * 30),
         "its normalizer can make 1152921504606846976 characters of one, more than 1024",
     ),
     "bytes of bytes before the model": (
-        sequence("pre_tokenizer", "pretokenizers", [BYTE_LEVEL] * 20),
+        set_steps("pre_tokenizer", "pretokenizers", [BYTE_LEVEL] * 20),
         "its pre_tokenizer can make 1099511627776 characters of one, more than 1024",
     ),
     "a decoder that doubles": (
-        sequence("decoder", "decoders", [replace({"String": "a"}, "aa")] * 30),
+        set_steps("decoder", "decoders", [replace_step({"String": "a"}, "aa")] * 30),
         "its decoder can make 1073741824 characters of one, more than 1024",
     ),
     "sequences within sequences": (
-        sequence(
+        set_steps(
             "normalizer",
             "normalizers",
-            [{"type": "Sequence", "normalizers": [replace({"String": "a"}, "aaaa")] * 4}] * 4,
+            [{"type": "Sequence", "normalizers": [replace_step({"String": "a"}, "aaaa")] * 4}] * 4,
         ),
         "its normalizer can make 4294967296 characters of one, more than 1024",
     ),
@@ -97,15 +97,15 @@ GROWING: dict[str, tuple[Change, str]] = {
         "its normalizer can make 5000 characters of one, more than 1024",
     ),
     "ten thousand steps": (
-        sequence("normalizer", "normalizers", [{"type": "Prepend", "prepend": "a" * 100}] * 10_000),
+        set_steps("normalizer", "normalizers", [{"type": "Prepend", "prepend": "a" * 100}] * 10_000),
         "its normalizer has 10000 steps, more than 64",
     ),
     "a template that repeats the text": (
-        template([TEXT, TEXT], [0], processors=30),
+        set_template([TEXT, TEXT], [0], processors=30),
         "its post_processor repeats a text 2 times, not once",
     ),
     "a template that adds a thousand million tokens": (
-        template([START] * 30_000 + [TEXT], [0] * 30_000),
+        set_template([START] * 30_000 + [TEXT], [0] * 30_000),
         "its post_processor adds 900000000 tokens to a text, more than 4096",
     ),
 }
@@ -115,7 +115,7 @@ GROWING: dict[str, tuple[Change, str]] = {
 def test_a_tokenizer_that_multiplies_a_text_is_refused(folder: Path, name: str) -> None:
     change, reason = GROWING[name]
     with refused(TokenizerError, rf"tokenizer\.json cannot be read \({reason}\)"):
-        opened(folder, change)
+        open_changed(folder, change)
 
 
 UNREAD: dict[str, bytes] = {
@@ -145,7 +145,7 @@ def test_an_expression_that_backtracks_without_end_is_stopped(folder: Path, patt
         split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         data["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL]}
 
-    tokenizer = opened(folder, change)
+    tokenizer = open_changed(folder, change)
     with refused(TokenizerError, "cannot be used"):
         tokenizer.encode("a" * 5000 + "!")
 
@@ -159,7 +159,7 @@ def test_a_vocabulary_of_many_tokens_is_read(folder: Path) -> None:
         data["model"]["vocab"] |= {f"token {number}": first + number for number in range(200_000)}
 
     with no_hang():
-        tokenizer = opened(folder, change)
+        tokenizer = open_changed(folder, change)
         assert tokenizer.vocab_size > 200_000
         assert tokenizer.encode("ab") == byte_tokenizer().encode("ab").ids
 

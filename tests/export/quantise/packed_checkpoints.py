@@ -84,7 +84,7 @@ def pack_awq(layer: RoundedLayer) -> dict[str, np.ndarray]:
     return {"qweight": packed(layer.codes), "qzeros": packed(layer.zeros), "scales": layer.scales}
 
 
-def _apart(name: str, weight: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+def _split_experts(name: str, weight: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     """Experts one by one, as checkpoints have them; other weights as they are."""
     stem, _, last = name.rpartition(".")
     if weight.ndim < 3:
@@ -106,7 +106,7 @@ def write_packed(
     model.config.save_pretrained(folder)
     layers, tensors = {}, {}
     for name, value in model.state_dict().items():
-        tensors |= dict(_apart(name, value.numpy()))
+        tensors |= dict(_split_experts(name, value.numpy()))
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     linear += [name.removesuffix(".weight") for name in tensors if ".experts." in name]
     for name in linear:

@@ -36,12 +36,12 @@ WAYS = [
 ]
 
 
-def quantised(scheme: Quantisation, weight: np.ndarray = WEIGHT) -> tuple[WeightBlocks, BlocksShape]:
+def quantise_blocks(scheme: Quantisation, weight: np.ndarray = WEIGHT) -> tuple[WeightBlocks, BlocksShape]:
     shape = BlocksShape(*weight.shape, scheme.bits, scheme.block_size, scheme.is_symmetric)
     return quantise_weight(lambda start, stop: weight[start:stop], shape, scheme, weight.dtype), shape
 
 
-def product(x: np.ndarray, blocks: WeightBlocks, shape: BlocksShape) -> np.ndarray:
+def multiply(x: np.ndarray, blocks: WeightBlocks, shape: BlocksShape) -> np.ndarray:
     """x @ weight^T by MatMulNBits in float32."""
     feeds = {"x": x, "codes": blocks.codes, "scales": blocks.scales}
     feeds |= {} if blocks.zero_points is None else {"zeros": blocks.zero_points}
@@ -70,10 +70,10 @@ def test_dequantised_blocks_are_the_weights_that_the_operator_multiplies_with(
     bits: int, block_size: int, algorithm: str, symmetric: bool
 ) -> None:
     scheme = Quantisation(bits=bits, block_size=block_size, symmetric=symmetric, algorithm=algorithm)
-    blocks, shape = quantised(scheme)
+    blocks, shape = quantise_blocks(scheme)
     weight = dequantise(blocks, shape)
     x = np.random.default_rng(1).standard_normal((5, INPUTS)).astype(np.float32)
-    np.testing.assert_allclose(product(x, blocks, shape), x @ weight.T, atol=2e-5)
+    np.testing.assert_allclose(multiply(x, blocks, shape), x @ weight.T, atol=2e-5)
     # A step is at most the range / (2^bits - 2). Rounding is off by half a step; symmetric `default` has one step fewer
     # above zero, and search and k_quant move both ends: a whole step.
     assert np.abs(weight - WEIGHT).max() <= 2 * np.abs(WEIGHT).max() / (2**bits - 2)
@@ -84,9 +84,9 @@ def test_slices_of_outputs_give_the_same_blocks_as_the_whole(
     algorithm: str, symmetric: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheme = Quantisation(bits=4, block_size=16, symmetric=symmetric, algorithm=algorithm)
-    whole, _ = quantised(scheme)
+    whole, _ = quantise_blocks(scheme)
     monkeypatch.setattr(module, "_SLICE_VALUES", 7 * INPUTS)
-    sliced, _ = quantised(scheme)
+    sliced, _ = quantise_blocks(scheme)
     np.testing.assert_array_equal(whole.codes, sliced.codes)
     np.testing.assert_array_equal(whole.scales, sliced.scales)
     if not symmetric:
@@ -95,7 +95,9 @@ def test_slices_of_outputs_give_the_same_blocks_as_the_whole(
 
 def test_the_scales_have_the_weights_type() -> None:
     for algorithm in ("search", "default"):
-        blocks, shape = quantised(Quantisation(bits=4, block_size=32, algorithm=algorithm), WEIGHT.astype(np.float16))
+        blocks, shape = quantise_blocks(
+            Quantisation(bits=4, block_size=32, algorithm=algorithm), WEIGHT.astype(np.float16)
+        )
         assert blocks.scales.dtype == np.float16
         lost = dequantise(blocks, shape) - WEIGHT
         assert np.sqrt(np.square(lost).mean()) < 0.12  # normal weights: 0.08 in blocks of 32
@@ -105,7 +107,7 @@ def test_the_scales_have_the_weights_type() -> None:
 
 def test_blocks_of_zeros_stay_zeros() -> None:
     for algorithm, symmetric in WAYS:
-        blocks, shape = quantised(
+        blocks, shape = quantise_blocks(
             Quantisation(bits=4, symmetric=symmetric, algorithm=algorithm), np.zeros((4, 64), np.float32)
         )
         np.testing.assert_array_equal(dequantise(blocks, shape), 0)
@@ -121,7 +123,7 @@ def test_search_has_a_smaller_error_than_every_quantiser_of_onnxruntime(
 
     def error(algorithm: str, symmetric: bool) -> float:
         scheme = Quantisation(bits=bits, block_size=block_size, symmetric=symmetric, algorithm=algorithm)
-        return float(np.square(dequantise(*quantised(scheme, weight)) - weight).sum())
+        return float(np.square(dequantise(*quantise_blocks(scheme, weight)) - weight).sum())
 
     errors = {way: error(*way) for way in WAYS}
     assert errors["search", True] < min(errors["default", True], errors["rtn", True])
@@ -134,13 +136,13 @@ def test_search_reproduces_weights_that_codes_can_represent() -> None:
     codes[..., 0], codes[..., 1] = 0, 15  # the whole range
     scales = rng.uniform(0.5, 2.0, (32, 4, 1))
     weight = ((codes - zeros) * scales).reshape(32, 128).astype(np.float32)
-    blocks, shape = quantised(Quantisation(bits=4, block_size=32), weight)
+    blocks, shape = quantise_blocks(Quantisation(bits=4, block_size=32), weight)
     np.testing.assert_allclose(dequantise(blocks, shape), weight, rtol=1e-5, atol=1e-6)
 
 
 def test_search_rounds_codes_with_the_float16_scale() -> None:
     weight = WEIGHT.astype(np.float16) * np.float16(1e-3)  # near float16's smallest normal
-    blocks, shape = quantised(Quantisation(bits=4, block_size=16), weight)
+    blocks, shape = quantise_blocks(Quantisation(bits=4, block_size=16), weight)
     assert blocks.zero_points is not None
     zeros = unpack_codes(blocks.zero_points, 4)[:, : shape.blocks, None].astype(np.float32)
     steps = weight.reshape(OUTPUTS, shape.blocks, 16).astype(np.float32) / blocks.scales.astype(np.float32)[..., None]
@@ -154,13 +156,13 @@ def test_a_weight_that_is_not_finite_is_refused(wrong: float) -> None:
     weight = WEIGHT.copy()
     weight[3, 5] = wrong
     with pytest.raises(ExportError, match="NaN or infinity"):
-        quantised(Quantisation(bits=4), weight)
+        quantise_blocks(Quantisation(bits=4), weight)
 
 
-def test_the_tool_does_not_touch_stdout_or_other_loggers(capfd: pytest.CaptureFixture[str]) -> None:
+def test_onnxruntimes_quantiser_leaves_stdout_and_other_loggers_alone(capfd: pytest.CaptureFixture[str]) -> None:
     root = logging.getLogger()
     before = list(root.handlers), root.level
-    quantised(Quantisation(bits=4, algorithm="k_quant"))
+    quantise_blocks(Quantisation(bits=4, algorithm="k_quant"))
     assert (list(root.handlers), root.level) == before
     assert capfd.readouterr() == ("", "")
 
@@ -172,7 +174,7 @@ def test_unpacking_gives_the_packed_codes(width: int) -> None:
     np.testing.assert_array_equal(pack_codes(codes, 8), codes)
 
 
-def test_an_unexpected_result_of_the_tool_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_result_of_onnxruntimes_quantiser_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from onnxruntime.quantization import matmul_nbits_quantizer as tool
 
     class Unwilling:
@@ -184,4 +186,4 @@ def test_an_unexpected_result_of_the_tool_is_an_error(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(tool, "MatMulNBitsQuantizer", Unwilling)
     with pytest.raises(ExportError, match="returned a MatMul"):
-        quantised(Quantisation(bits=4, algorithm="default"))
+        quantise_blocks(Quantisation(bits=4, algorithm="default"))

@@ -39,7 +39,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
 }
 
 
-def rounded(mixture: Mixture, scheme: Quantisation, dtype: Any = np.float32) -> Mixture:
+def round_mixture(mixture: Mixture, scheme: Quantisation, dtype: Any = np.float32) -> Mixture:
     """Its matrices as the quantiser stores them."""
     size = scheme.experts_block_size({HIDDEN, INNER})
     assert size is not None
@@ -52,7 +52,9 @@ def rounded(mixture: Mixture, scheme: Quantisation, dtype: Any = np.float32) -> 
     return replace(mixture, **found)
 
 
-def quantised(mixture: Mixture, scheme: Quantisation, *, operator: bool, dtype: ir.DataType = ir.DataType.FLOAT) -> Any:
+def quantise_mixture(
+    mixture: Mixture, scheme: Quantisation, *, operator: bool, dtype: ir.DataType = ir.DataType.FLOAT
+) -> Any:
     model = mixture_graph(mixture, positive=True, dtype=dtype)
     lower_experts(model, operator=operator, quantised=True)
     model.opset_imports.pop("topw.trace")
@@ -63,41 +65,43 @@ def quantised(mixture: Mixture, scheme: Quantisation, *, operator: bool, dtype: 
 @pytest.mark.parametrize("settings", thinned(SCHEMES.values(), 2), ids=list(SCHEMES))
 def test_products_are_those_of_the_dequantised_matrices(settings: dict[str, Any], operator: bool) -> None:
     scheme, mixture = Quantisation(**settings), random_mixture(biases=True)
-    model, notices = quantised(mixture, scheme, operator=operator)
+    model, notices = quantise_mixture(mixture, scheme, operator=operator)
     kinds = [node.op_type for node in model.graph]
     assert (kinds.count("QMoE"), kinds.count("GatherBlockQuantized")) == ((1, 0) if operator else (0, 2))
     assert least_onnxruntime(model.graph) == ("1.30" if operator else "")
     assert all("experts.up_bias" in notice for notice in notices)  # 1 % of so small a model
     for tokens in (1, 2, 37):
         inputs = inputs_of(tokens)
-        np.testing.assert_allclose(run(model, *inputs), literal(rounded(mixture, scheme), *inputs), atol=EXACT)
+        np.testing.assert_allclose(run(model, *inputs), literal(round_mixture(mixture, scheme), *inputs), atol=EXACT)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_activations_of_8_bits_stay_near(bits: int) -> None:
+def test_products_of_8_bit_activations_are_near_the_exact_ones(bits: int) -> None:
     scheme, mixture = Quantisation(bits=bits), random_mixture()
-    model, notices = quantised(mixture, scheme, operator=True)
+    model, notices = quantise_mixture(mixture, scheme, operator=True)
     assert notices == []
     assert least_onnxruntime(model.graph) == "1.31"
     inputs = inputs_of(37)
-    wanted = literal(rounded(mixture, scheme), *inputs)
+    wanted = literal(round_mixture(mixture, scheme), *inputs)
     np.testing.assert_allclose(run(model, *inputs), wanted, atol=INT8_ACTIVATIONS * np.abs(wanted).max())
 
 
-def test_8_bit_products_are_exact_where_the_verification_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_8_bit_products_are_exact_with_the_environment_variable_of_the_verification(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("ORT_QMOE_CPU_QNBIT_GEMM", "fp32")
     scheme, mixture = Quantisation(bits=8, accuracy_level=1), random_mixture()
-    model, _ = quantised(mixture, scheme, operator=True)
+    model, _ = quantise_mixture(mixture, scheme, operator=True)
     inputs = inputs_of(5)
-    np.testing.assert_allclose(run(model, *inputs), literal(rounded(mixture, scheme), *inputs), atol=EXACT)
+    np.testing.assert_allclose(run(model, *inputs), literal(round_mixture(mixture, scheme), *inputs), atol=EXACT)
 
 
 def test_experts_of_half_precision_are_near_their_dequantised_matrices() -> None:
     scheme, mixture = Quantisation(bits=4, block_size=32, accuracy_level=1), random_mixture()
-    model, _ = quantised(mixture, scheme, operator=True, dtype=ir.DataType.FLOAT16)
+    model, _ = quantise_mixture(mixture, scheme, operator=True, dtype=ir.DataType.FLOAT16)
     assert "QMoE" in [node.op_type for node in model.graph]
     inputs = inputs_of(9)
-    wanted = literal(rounded(mixture, scheme, np.float16), *inputs)
+    wanted = literal(round_mixture(mixture, scheme, np.float16), *inputs)
     np.testing.assert_allclose(run(model, *inputs), wanted, atol=2e-2 * np.abs(wanted).max())  # float16 has 11 bits
 
 
@@ -114,7 +118,7 @@ def test_excluded_experts_stay_float_but_not_in_half_precision() -> None:
 
 
 def test_codes_count_as_int4_in_the_forecast_of_sizes() -> None:
-    model, _ = quantised(random_mixture(), Quantisation(bits=4, block_size=32), operator=True)
+    model, _ = quantise_mixture(random_mixture(), Quantisation(bits=4, block_size=32), operator=True)
     weights = EXPERTS * 3 * HIDDEN * INNER
     assert bytes_by_type(model)["int4"] == weights // 2 + weights // 16 // 2  # zero points of blocks of 16
 

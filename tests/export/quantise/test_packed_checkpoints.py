@@ -31,14 +31,14 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {
 }
 
 
-def written(folder: Path, kind: str, family: str = "llama_untied") -> dict[str, RoundedLayer]:
+def write_kind(folder: Path, kind: str, family: str = "llama_untied") -> dict[str, RoundedLayer]:
     settings, way = KINDS[kind]
     return write_packed(folder, family, settings, **way)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_are_read_as_their_dequantised_weights(kind: str, tmp_path: Path) -> None:
-    layers = written(tmp_path, kind)
+    layers = write_kind(tmp_path, kind)
     checkpoint = QuantisedCheckpoint.of(tmp_path)
     assert checkpoint is not None
     matrices = {name.removesuffix(".weight"): matrix for name, matrix in checkpoint.matrices()}
@@ -71,7 +71,7 @@ def codes_in(folder: Path) -> set[bytes]:
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["gptq asymmetric", "gptq act-order", "awq"])
 def test_the_graph_multiplies_with_the_checkpoints_own_codes(kind: str, tmp_path: Path) -> None:
-    layers = written(tmp_path / "model", kind)
+    layers = write_kind(tmp_path / "model", kind)
     report = export_model(
         export_request(model=str(tmp_path / "model"), output=tmp_path / "out", dtype="int4", verify=kind != "awq")
     )
@@ -86,7 +86,7 @@ def test_the_graph_multiplies_with_the_checkpoints_own_codes(kind: str, tmp_path
 
 @pytest.mark.long
 def test_experts_keep_the_checkpoints_own_codes(tmp_path: Path) -> None:
-    layers = written(tmp_path / "model", "gptq", "qwen3_moe")
+    layers = write_kind(tmp_path / "model", "gptq", "qwen3_moe")
     report = export_model(export_request(model=str(tmp_path / "model"), output=tmp_path / "out", dtype="int4"))
     assert "2 of 2 groups of experts keep them too" in report.notices
     found: set[bytes] = set()
@@ -101,7 +101,7 @@ def test_experts_keep_the_checkpoints_own_codes(tmp_path: Path) -> None:
 
 
 def test_half_precision_is_refused_for_a_packed_checkpoint(tmp_path: Path) -> None:
-    written(tmp_path / "model", "gptq")
+    write_kind(tmp_path / "model", "gptq")
     request = export_request(model=str(tmp_path / "model"), output=tmp_path / "out", dtype="int4", compute_dtype="fp16")
     with pytest.raises(
         ParameterError, match=r"holds GPTQ codes, which can be kept only with compute_dtype 'fp32'; leave"
@@ -112,7 +112,7 @@ def test_half_precision_is_refused_for_a_packed_checkpoint(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_packed_checkpoint_can_be_exported_in_float(tmp_path: Path) -> None:
-    written(tmp_path / "model", "gptq")
+    write_kind(tmp_path / "model", "gptq")
     export_model(ExportRequest(model=str(tmp_path / "model"), output=tmp_path / "out", verify=False))
     operators = {node.op_type for node in ir.load(tmp_path / "out" / "model.onnx").graph}
     assert "MatMulNBits" not in operators
@@ -137,7 +137,7 @@ def test_other_quantisations_are_refused_by_name(settings: dict[str, Any], words
 def test_damaged_layers_are_refused_by_name(wrong: str, tmp_path: Path) -> None:
     from safetensors.numpy import load_file, save_file
 
-    written(tmp_path, "gptq")
+    write_kind(tmp_path, "gptq")
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     name = "model.layers.0.self_attn.q_proj"

@@ -56,7 +56,7 @@ def reference() -> TorchReference:
     return TorchReference(demo_model_path(), "float32", None, False)
 
 
-def changed(folder: Path, target: Path, part: str, ending: str, change: Change) -> Path:
+def change_initializers(folder: Path, target: Path, part: str, ending: str, change: Change) -> Path:
     """Apply `change` to initializers whose names contain `part` and `ending`."""
     shutil.copytree(folder, target)
     model = ir.load(target / "model.onnx")
@@ -69,7 +69,7 @@ def changed(folder: Path, target: Path, part: str, ending: str, change: Change) 
     return target
 
 
-def cost(folder: Path, reference: TorchReference, monkeypatch: pytest.MonkeyPatch) -> Check:
+def measure_perplexity(folder: Path, reference: TorchReference, monkeypatch: pytest.MonkeyPatch) -> Check:
     monkeypatch.setattr(texts, "_MOST", 1024)
     manifest = load_decoder_manifest(folder)
     text = evaluation_text(folder, manifest, reference.parameters)
@@ -96,13 +96,13 @@ def test_every_combination_of_options_stays_well_under_the_bound(
     reference: TorchReference,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    check = cost(exported(**options), reference, monkeypatch)
+    check = measure_perplexity(exported(**options), reference, monkeypatch)
     assert check.passed
     assert check.bound == PERPLEXITY_BOUNDS["int4"]
     assert check.difference < check.bound / 2
 
 
-def swapped(codes: np.ndarray) -> np.ndarray:
+def swap_halves(codes: np.ndarray) -> np.ndarray:
     return (codes << 4) | (codes >> 4)
 
 
@@ -111,7 +111,7 @@ def swapped(codes: np.ndarray) -> np.ndarray:
     ("part", "ending", "change"),
     [
         ("model.layers.1.", "_scales", lambda scales: scales * np.float32(1.2)),
-        ("model.layers.1.self_attn.o_proj", "_Q4", swapped),
+        ("model.layers.1.self_attn.o_proj", "_Q4", swap_halves),
         broad("model.layers.1.", "_Q4", lambda codes: codes[::-1].copy()),
     ],
     ids=["scales a fifth too large in a layer", "the codes of a byte swapped in a matrix", "rows reversed in a layer"],
@@ -125,11 +125,11 @@ def test_a_badly_rounded_export_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    folder = changed(exported(), tmp_path / "wrong", part, ending, change)
-    assert not cost(folder, reference, monkeypatch).passed
+    folder = change_initializers(exported(), tmp_path / "wrong", part, ending, change)
+    assert not measure_perplexity(folder, reference, monkeypatch).passed
 
 
-def judged(folder: Path, loss: Loss) -> Check:
+def judge_loss(folder: Path, loss: Loss) -> Check:
     text = EvaluationText(np.zeros((4, 256), np.int64), 1, "text")
     check = perplexity_check(loss, load_decoder_manifest(folder), text)
     assert isinstance(check, Check)
@@ -138,10 +138,10 @@ def judged(folder: Path, loss: Loss) -> Check:
 
 def test_an_excess_within_the_standard_error_passes(exported: Callable[..., Path]) -> None:
     bound = PERPLEXITY_BOUNDS["int4"]
-    assert judged(exported(), Loss(3.0, 3.0 + bound + 0.01, error=0.01)).passed
-    assert not judged(exported(), Loss(3.0, 3.0 + bound + 0.01, error=0.004)).passed
-    assert "standard error 0.004" in judged(exported(), Loss(3.0, 3.1, error=0.004)).detail
-    assert "1020 tokens" in judged(exported(), Loss(3.0, 3.1, error=0.004)).detail
+    assert judge_loss(exported(), Loss(3.0, 3.0 + bound + 0.01, error=0.01)).passed
+    assert not judge_loss(exported(), Loss(3.0, 3.0 + bound + 0.01, error=0.004)).passed
+    assert "standard error 0.004" in judge_loss(exported(), Loss(3.0, 3.1, error=0.004)).detail
+    assert "1020 tokens" in judge_loss(exported(), Loss(3.0, 3.1, error=0.004)).detail
 
 
 def test_a_model_that_only_guesses_passes_no_check_but_can_fail_one(exported: Callable[..., Path]) -> None:
@@ -150,9 +150,9 @@ def test_a_model_that_only_guesses_passes_no_check_but_can_fail_one(exported: Ca
     note = perplexity_check(Loss(guessing, guessing + 0.5, error=0.01), manifest, text)
     assert isinstance(note, Note)
     assert "no better than guessing" in note.text
-    failed = judged(exported(), Loss(guessing, guessing + UNTRAINED_BOUND + 0.1, error=0.01))
+    failed = judge_loss(exported(), Loss(guessing, guessing + UNTRAINED_BOUND + 0.1, error=0.01))
     assert (failed.passed, failed.bound) == (False, UNTRAINED_BOUND)
-    assert not judged(exported(), Loss(guessing, float("nan"), error=float("nan"))).passed
+    assert not judge_loss(exported(), Loss(guessing, float("nan"), error=float("nan"))).passed
 
 
 def test_the_standard_error_is_that_of_a_mean_of_rows() -> None:

@@ -65,14 +65,14 @@ def toy(
     return ir.Model(graph, ir_version=10)
 
 
-def answers(model: ir.Model, ids: np.ndarray) -> np.ndarray:
+def run_logits(model: ir.Model, ids: np.ndarray) -> np.ndarray:
     feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
     wanted = {value.name for value in session.get_inputs()}
     return np.asarray(session.run(["logits"], {name: feeds[name] for name in wanted})[0])
 
 
-def float_stored(model: ir.Model) -> set[str]:
+def float_matrices(model: ir.Model) -> set[str]:
     """Float32 matrices other than scales."""
     return {
         name
@@ -93,13 +93,13 @@ IDS = np.array([[3, 39, 7], [0, 1, 2]])
 @pytest.mark.parametrize("gemm", [True, False])
 def test_a_quantised_decoder_has_only_quantised_products(bits: int, symmetric: bool, tied: bool, gemm: bool) -> None:
     model = toy(tied=tied, gemm=gemm)
-    wanted = answers(model, IDS)
+    wanted = run_logits(model, IDS)
     assert quantise(model, Quantisation(bits=bits, block_size=16, symmetric=symmetric, **EXACT)) == []
     counts = Counter(node.op_type for node in model.graph)
     assert (counts["MatMulNBits"], counts["GatherBlockQuantized"]) == (3, 1)
     assert counts["MatMul"] + counts["Gemm"] + counts["Gather"] + counts["Transpose"] + counts["Add"] == 0
-    assert float_stored(model) == set()
-    found = answers(model, IDS)
+    assert float_matrices(model) == set()
+    found = run_logits(model, IDS)
     error = np.sqrt(np.mean((found - wanted) ** 2) / np.mean(wanted**2))
     assert error < (0.25 if bits == 4 else 0.02)  # four roundings
 
@@ -226,7 +226,7 @@ def test_excluded_nodes_and_weights_are_unchanged(exclude: tuple[str, ...], floa
             quantise(model, scheme)
         return
     assert quantise(model, scheme) == []
-    assert float_stored(model) == floats
+    assert float_matrices(model) == floats
 
 
 @pytest.mark.parametrize("pattern", ["toy.Gather_0", "toy.MatMul_2", "embed.weight"])
@@ -234,7 +234,7 @@ def test_a_tied_head_and_its_table_keep_their_type_together(pattern: str) -> Non
     model = toy(tied=True)
     wanted = {"up.weight", "down.weight"}
     assert quantise(model, Quantisation(bits=4, exclude=(pattern,))) == []
-    assert float_stored(model) == {"embed.weight"}
+    assert float_matrices(model) == {"embed.weight"}
     assert {name.removesuffix("_Q4") for name in model.graph.initializers if name.endswith("_Q4")} == wanted
 
 
@@ -263,7 +263,7 @@ def test_a_table_with_rows_of_partial_blocks_stays_float_with_a_notice(
     model = toy(tied=tied)
     (notice,) = quantise(model, Quantisation(bits=4))
     assert "embed.weight" in notice
-    assert float_stored(model) == {"embed.weight"}
+    assert float_matrices(model) == {"embed.weight"}
     assert "embed.weight_Q4" not in model.graph.initializers
 
 

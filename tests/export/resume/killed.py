@@ -19,7 +19,7 @@ def export_and_die(model: str, out: str, stop: str, traces: Path | None) -> None
     weights.EXTERNAL_ABOVE = 10_000
     write, left = data_files._write_weight, int(stop) if stop.isdigit() else None
 
-    def counted(*arguments: Any) -> Any:
+    def count_weights(*arguments: Any) -> Any:
         nonlocal left
         if left is not None:
             left -= 1
@@ -33,12 +33,12 @@ def export_and_die(model: str, out: str, stop: str, traces: Path | None) -> None
         if line.startswith(stop):
             _die()
 
-    data_files._write_weight = counted  # type: ignore[assignment]
-    _share(traces)
+    data_files._write_weight = count_weights  # type: ignore[assignment]
+    _share_traces(traces)
     export_model(export_request(model=model, output=Path(out), resume=True, neighbour_bound=True), Progress(say))
 
 
-def _share(folder: Path | None) -> None:
+def _share_traces(folder: Path | None) -> None:
     from tests.support import traces
     from topw_deploy.export import traced_decoder as decoder
 

@@ -22,7 +22,7 @@ from topw_deploy.export.resume.journal import DataLog, Journal
 from topw_deploy.manifest import Verification, load_decoder_manifest
 
 
-def journal_of(folder: Path, *lines: Any) -> Journal:
+def write_journal(folder: Path, *lines: Any) -> Journal:
     """A journal with these lines; text as it is, and others as JSON."""
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     (folder / "journal.jsonl").write_text("\n".join(texts) + "\n")
@@ -30,7 +30,7 @@ def journal_of(folder: Path, *lines: Any) -> Journal:
         return Journal(folder)
 
 
-def stage(name: str = "a", **note: Any) -> dict[str, Any]:
+def stage_line(name: str = "a", **note: Any) -> dict[str, Any]:
     return {"stage": name, "stamp": "s", "note": note}
 
 
@@ -44,20 +44,20 @@ BAD: dict[str, Any] = {
     "NaN": '{"stage": "b", "stamp": "s", "note": {"n": NaN}}',
     "a weight of no file": {"wrote": "x", "name": "w", "sha256": "0"},
     "a weight without a name": {"wrote": "model.onnx_data"},
-    "a file above": stage("b", file="../secret", sha256="0" * 64),
-    "an absolute file": stage("b", file="/etc/passwd", sha256="0" * 64),
-    "a file on a drive": stage("b", file="C:\\secret", sha256="0" * 64),
-    "a file without a hash": stage("b", file="x"),
-    "a file that is a number": stage("b", file=5, sha256="0" * 64),
-    "a made file above": stage("b", made={"../secret": "0" * 64}),
-    "a made file without a hash": stage("b", made={"x": None}),
-    "made files in a list": stage("b", made=["x"]),
+    "a file above": stage_line("b", file="../secret", sha256="0" * 64),
+    "an absolute file": stage_line("b", file="/etc/passwd", sha256="0" * 64),
+    "a file on a drive": stage_line("b", file="C:\\secret", sha256="0" * 64),
+    "a file without a hash": stage_line("b", file="x"),
+    "a file that is a number": stage_line("b", file=5, sha256="0" * 64),
+    "a made file above": stage_line("b", made={"../secret": "0" * 64}),
+    "a made file without a hash": stage_line("b", made={"x": None}),
+    "made files in a list": stage_line("b", made=["x"]),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_line_of_another_form_ends_the_journal(tmp_path: Path, name: str) -> None:
-    journal = journal_of(tmp_path, stage(), BAD[name], stage("c"))
+    journal = write_journal(tmp_path, stage_line(), BAD[name], stage_line("c"))
     assert journal.find("a", "s") == {}
     assert journal.find("b", "s") is None
     assert journal.find("c", "s") is None
@@ -65,13 +65,13 @@ def test_a_line_of_another_form_ends_the_journal(tmp_path: Path, name: str) -> N
 
 @pytest.mark.parametrize("name", BAD)
 def test_stages_recorded_after_a_damaged_line_are_found_by_the_next_attempt(tmp_path: Path, name: str) -> None:
-    journal_of(tmp_path, stage(), BAD[name], stage("c")).record("d", "s")
+    write_journal(tmp_path, stage_line(), BAD[name], stage_line("c")).record("d", "s")
     journal = Journal(tmp_path)
     assert [each for each in "abcd" if journal.find(each, "s") is not None] == ["a", "d"]
 
 
 def test_a_stage_recorded_after_an_incomplete_line_is_found_by_the_next_attempt(tmp_path: Path) -> None:
-    journal_of(tmp_path, stage(), stage("b"))
+    write_journal(tmp_path, stage_line(), stage_line("b"))
     path = tmp_path / "journal.jsonl"
     for cut in (1, 5):
         path.write_bytes(path.read_bytes()[:-cut])
@@ -82,7 +82,7 @@ def test_a_stage_recorded_after_an_incomplete_line_is_found_by_the_next_attempt(
 
 def test_a_journal_that_is_a_pipe_or_a_link_is_replaced(tmp_path: Path) -> None:
     path, elsewhere = tmp_path / "journal.jsonl", tmp_path / "elsewhere"
-    elsewhere.write_text(content := json.dumps(stage()) + "\n")
+    elsewhere.write_text(content := json.dumps(stage_line()) + "\n")
     for make in (os.mkfifo, lambda journal: journal.symlink_to(elsewhere)):
         path.unlink(missing_ok=True)
         make(path)
@@ -97,14 +97,14 @@ def test_a_journal_that_is_a_pipe_or_a_link_is_not_read(tmp_path: Path) -> None:
     with no_hang():
         assert Journal(tmp_path).find("a", "s") is None
     (tmp_path / "journal.jsonl").unlink()
-    (tmp_path / "elsewhere").write_text(json.dumps(stage()))
+    (tmp_path / "elsewhere").write_text(json.dumps(stage_line()))
     (tmp_path / "journal.jsonl").symlink_to(tmp_path / "elsewhere")
     assert Journal(tmp_path).find("a", "s") is None
 
 
 def test_a_stage_without_the_fields_it_needs_starts_over(tmp_path: Path) -> None:
     said: list[str] = []
-    journal = journal_of(tmp_path, stage(found="none"))
+    journal = write_journal(tmp_path, stage_line(found="none"))
     journal.say = said.append
     assert journal.find("a", "s", found=list) is None
     assert journal.find("a", "s", found=str) == {"found": "none"}
@@ -114,26 +114,26 @@ def test_a_stage_without_the_fields_it_needs_starts_over(tmp_path: Path) -> None
     ]
 
 
-def npy(array: np.ndarray) -> bytes:
+def npy_bytes(array: np.ndarray) -> bytes:
     made = io.BytesIO()
     np.save(made, array)
     return made.getvalue()
 
 
-def header(text: str) -> bytes:
+def npy_header(text: str) -> bytes:
     padded = text.encode().ljust(117) + b"\n"
     return b"\x93NUMPY\x01\x00" + len(padded).to_bytes(2, "little") + padded + bytes(24)
 
 
 ARRAYS: dict[str, bytes] = {
     "nothing": b"",
-    "a header that Python's tokenizer refuses": header("{'descr': '<f8', ("),
-    "2**60 numbers": header("{'descr': '<f8', 'fortran_order': False, 'shape': (1152921504606846976,)}"),
-    "2**61 numbers, whose bytes wrap to none": header(
+    "a header that Python's tokenizer refuses": npy_header("{'descr': '<f8', ("),
+    "2**60 numbers": npy_header("{'descr': '<f8', 'fortran_order': False, 'shape': (1152921504606846976,)}"),
+    "2**61 numbers, whose bytes wrap to none": npy_header(
         "{'descr': '<f8', 'fortran_order': False, 'shape': (2305843009213693952,)}"
     ),
-    "a negative size": header("{'descr': '<f8', 'fortran_order': False, 'shape': (-1,)}"),
-    "a pickle": header("{'descr': '|O', 'fortran_order': False, 'shape': (1,)}"),
+    "a negative size": npy_header("{'descr': '<f8', 'fortran_order': False, 'shape': (-1,)}"),
+    "a pickle": npy_header("{'descr': '|O', 'fortran_order': False, 'shape': (1,)}"),
     "an archive": b"PK\x05\x06" + bytes(18),
 }
 
@@ -143,17 +143,17 @@ ARRAYS: dict[str, bytes] = {
 def test_a_kept_file_that_is_no_array_is_computed_again(tmp_path: Path, name: str) -> None:
     content = ARRAYS[name]
     (tmp_path / "a.npy").write_bytes(content)
-    journal = journal_of(tmp_path, stage(file="a.npy", sha256=hashlib.sha256(content).hexdigest()))
+    journal = write_journal(tmp_path, stage_line(file="a.npy", sha256=hashlib.sha256(content).hexdigest()))
     with no_hang():
         assert journal.array_once("a", "s", lambda: np.arange(3)).tolist() == [0, 1, 2]
     assert Journal(tmp_path).array_once("a", "s", lambda: np.zeros(1)).tolist() == [0, 1, 2]
 
 
 def test_a_kept_file_behind_a_link_is_not_used(tmp_path: Path) -> None:
-    content = npy(np.zeros(2))
+    content = npy_bytes(np.zeros(2))
     (tmp_path / "elsewhere.npy").write_bytes(content)
     (tmp_path / "a.npy").symlink_to("elsewhere.npy")
-    journal = journal_of(tmp_path, stage(file="a.npy", sha256=hashlib.sha256(content).hexdigest()))
+    journal = write_journal(tmp_path, stage_line(file="a.npy", sha256=hashlib.sha256(content).hexdigest()))
     assert journal.find("a", "s", file=str) is None
 
 
@@ -165,7 +165,7 @@ def test_a_verification_of_another_form_is_done_again(tmp_path: Path) -> None:
     (line,) = (tmp_path / "journal.jsonl").read_text().splitlines()
     for wrong in ({"verification": {"status": "certainly"}, "may_pad": True}, {"verification": {}, "may_pad": False},
                   {"verification": "passed", "may_pad": True}, {"verification": {}}):  # fmt: skip
-        journal = journal_of(tmp_path, {**json.loads(line), "note": wrong})
+        journal = write_journal(tmp_path, {**json.loads(line), "note": wrong})
         assert FinishedStages(journal, request).verify_once(manifest, lambda: expected) == expected
 
 
@@ -193,5 +193,5 @@ def test_weights_are_listed_as_texts(tmp_path: Path) -> None:
     log = DataLog(Journal(tmp_path), "s")
     log.record_start("data", "layout", [])
     layout = json.loads((tmp_path / "journal.jsonl").read_text())["layout"]
-    journal = journal_of(tmp_path, {"began": "data", "layout": layout}, {"wrote": "data", "name": 5, "sha256": None})
+    journal = write_journal(tmp_path, {"began": "data", "layout": layout}, {"wrote": "data", "name": 5, "sha256": None})
     assert DataLog(journal, "s").written_weights("data", "layout") == [("5", "None")]

@@ -47,12 +47,12 @@ def export(model: Path, out: Path, **settings: object) -> list[str]:
     return lines
 
 
-def kept(lines: list[str]) -> list[str]:
+def kept_stages(lines: list[str]) -> list[str]:
     start = "Kept from the interrupted export: "
     return [line.removeprefix(start) for line in lines if line.startswith(start)]
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def read_contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -81,17 +81,17 @@ def history(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 @pytest.mark.long
 def test_each_attempt_continues_where_the_previous_one_was_killed(history: tuple[Path, dict[str, list[str]]]) -> None:
     lines = history[1]
-    assert [kept(lines[stop]) for stop in (*STOPS[:3], "Verifying")] == [
+    assert [kept_stages(lines[stop]) for stop in (*STOPS[:3], "Verifying")] == [
         [],
         ["traced graph"],
         ["traced graph", "neighbour bound"],
         ["traced graph", "neighbour bound", "9 weights of model.onnx_data"],
     ]
-    assert [name.split(" ", 1)[-1] for name in kept(lines["Moving"])[2:]] == [
+    assert [name.split(" ", 1)[-1] for name in kept_stages(lines["Moving"])[2:]] == [
         "weights of model.onnx_data",
         "files",
     ]
-    assert kept(lines["never"])[-1] == "verification"
+    assert kept_stages(lines["never"])[-1] == "verification"
     assert not any("Tracing" in line or "Starting over" in line for stop in STOPS[1:] for line in lines[stop])
 
 
@@ -101,7 +101,7 @@ def test_a_resumed_export_equals_an_uninterrupted_one(
     history: tuple[Path, dict[str, list[str]]], model: Path, tmp_path: Path
 ) -> None:
     export(model, tmp_path / "out", verify=True)
-    assert contents(history[0]) == contents(tmp_path / "out")
+    assert read_contents(history[0]) == read_contents(tmp_path / "out")
     assert load_manifest(history[0]).verification.status == "passed"
     assert [path.name for path in history[0].parent.iterdir()] == ["out"]
 
@@ -110,7 +110,7 @@ def test_a_resumed_export_equals_an_uninterrupted_one(
 def test_a_killed_export_is_removed_by_the_next_one_that_does_not_resume(foreign_decoder: Path, tmp_path: Path) -> None:
     killed_export(foreign_decoder, tmp_path / "out", "Writing")
     assert len(list(tmp_path.iterdir())) == 1
-    assert kept(export(foreign_decoder, tmp_path / "out")) == []
+    assert kept_stages(export(foreign_decoder, tmp_path / "out")) == []
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -120,7 +120,7 @@ def test_a_changed_source_starts_over_with_a_message(tmp_path: Path, foreign_dec
     data = (foreign_decoder / "model.onnx.data").read_bytes()
     source = tmp_path / "in"
     source.mkdir()
-    for name, content in contents(foreign_decoder).items():
+    for name, content in read_contents(foreign_decoder).items():
         (source / name).write_bytes(content)
     killed_export(source, tmp_path / "out", "Verifying")
     before = (source / "model.onnx.data").stat()
@@ -129,7 +129,7 @@ def test_a_changed_source_starts_over_with_a_message(tmp_path: Path, foreign_dec
     lines = export(source, tmp_path / "out", resume=True)
     assert [line for line in lines if line.startswith("Starting over: copy of model.onnx.data")]
     assert [line for line in lines if line.startswith("Starting over: neighbour bound")]
-    assert kept(lines) == ["tokenizer files"]
+    assert kept_stages(lines) == ["tokenizer files"]
     assert (tmp_path / "out" / "model.onnx.data").read_bytes() == data[:-4] + bytes(4)
 
 
@@ -137,7 +137,7 @@ def test_a_changed_source_starts_over_with_a_message(tmp_path: Path, foreign_dec
 def test_other_options_keep_only_independent_stages(tmp_path: Path, foreign_decoder: Path) -> None:
     killed_export(foreign_decoder, tmp_path / "out", "Verifying")
     lines = export(foreign_decoder, tmp_path / "out", resume=True, with_mass=True, neighbour_bound=False)
-    assert kept(lines) == ["copy of model.onnx.data", "tokenizer files"]
+    assert kept_stages(lines) == ["copy of model.onnx.data", "tokenizer files"]
 
 
 def test_a_write_to_a_large_file_changes_its_stamp(tmp_path: Path) -> None:
@@ -190,10 +190,10 @@ def test_an_export_resumes_after_a_full_disk(
     tmp_path: Path, model: Path, history: tuple[Path, dict[str, list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(data_files, "parts", full_after(5))
+        patch.setattr(data_files, "parts", fill_disk_after(5))
         with pytest.raises(ExportError, match=r"disk is full.*--resume"):
             export(model, tmp_path / "out", resume=True)
-    assert kept(export(model, tmp_path / "out", resume=True)) == [
+    assert kept_stages(export(model, tmp_path / "out", resume=True)) == [
         "traced graph",
         "neighbour bound",
         "5 weights of model.onnx_data",
@@ -202,7 +202,7 @@ def test_an_export_resumes_after_a_full_disk(
     assert (tmp_path / "out" / data).read_bytes() == (history[0] / data).read_bytes()
 
 
-def full_after(count: int) -> Callable[..., object]:
+def fill_disk_after(count: int) -> Callable[..., object]:
     """`parts` for `count` weights; then the disk is full."""
     real, calls = data_files.parts, [0]
 
@@ -247,12 +247,12 @@ def test_a_journal_ends_at_an_incomplete_line(tmp_path: Path) -> None:
     assert Journal(tmp_path).find("b", "1") is None
 
 
-def fresh(model: Path, out: Path) -> Path:
+def export_anew(model: Path, out: Path) -> Path:
     export(model, out)
     return out
 
 
-def interrupted(model: Path, out: Path, stop: str, **settings: object) -> None:
+def interrupt_export(model: Path, out: Path, stop: str, **settings: object) -> None:
     """A resumable export interrupted at the line starting with `stop`."""
 
     def say(line: str) -> None:
@@ -272,12 +272,12 @@ def test_resuming_with_another_model_never_writes_into_a_hard_linked_file(model:
     source = write_decoder(tmp_path / "onnx", "llama_untied")
     decoder = onnx.load(source / "model.onnx")
     onnx.save(decoder, source / "model.onnx", save_as_external_data=True, location=data_files.DATA_FILE)
-    before = contents(source)
-    interrupted(source, tmp_path / "out", "Copying tokenizer", hard_link=True)
+    before = read_contents(source)
+    interrupt_export(source, tmp_path / "out", "Copying tokenizer", hard_link=True)
     assert (source / data_files.DATA_FILE).stat().st_nlink == 2
-    interrupted(model, tmp_path / "out", "Copying tokenizer")
+    interrupt_export(model, tmp_path / "out", "Copying tokenizer")
     assert (source / data_files.DATA_FILE).stat().st_nlink == 1
-    assert contents(source) == before
+    assert read_contents(source) == before
 
 
 @pytest.mark.slow
@@ -286,17 +286,17 @@ def test_a_changed_table_in_a_subfolder_is_measured_again(tmp_path: Path) -> Non
     decoder = onnx.load(source / "model.onnx")
     (source / "data").mkdir()
     onnx.save(decoder, source / "model.onnx", save_as_external_data=True, location="data/weights.bin")
-    interrupted(source, tmp_path / "out", "Moving", neighbour_bound=True)
+    interrupt_export(source, tmp_path / "out", "Moving", neighbour_bound=True)
     data = source / "data" / "weights.bin"
     data.write_bytes(np.abs(np.frombuffer(data.read_bytes(), np.float32)).tobytes())
     lines = export(source, tmp_path / "out", resume=True)
-    assert kept(lines) == ["tokenizer files"]
-    assert contents(tmp_path / "out") == contents(fresh(source, tmp_path / "fresh"))
+    assert kept_stages(lines) == ["tokenizer files"]
+    assert read_contents(tmp_path / "out") == read_contents(export_anew(source, tmp_path / "fresh"))
 
 
 @pytest.mark.slow
-def test_a_hard_link_does_not_stand_for_a_copy(foreign_decoder: Path, tmp_path: Path) -> None:
-    interrupted(foreign_decoder, tmp_path / "out", "Copying tokenizer", hard_link=True)
+def test_a_hard_link_is_not_kept_as_a_copy(foreign_decoder: Path, tmp_path: Path) -> None:
+    interrupt_export(foreign_decoder, tmp_path / "out", "Copying tokenizer", hard_link=True)
     export(foreign_decoder, tmp_path / "out", resume=True)
     assert (tmp_path / "out" / "model.onnx.data").stat().st_nlink == 1
 
@@ -307,15 +307,17 @@ def test_files_that_only_an_earlier_attempt_wrote_are_removed(model: Path, tmp_p
     source = tmp_path / "source"
     shutil.copytree(model, source)
     (source / "chat_template.jinja").write_text("{{ messages }}")
-    interrupted(source, tmp_path / "out", "Moving", max_shard_size=10_000)
+    interrupt_export(source, tmp_path / "out", "Moving", max_shard_size=10_000)
     (source / "chat_template.jinja").unlink()
     export(source, tmp_path / "out", resume=True, neighbour_bound=False)
     export(source, tmp_path / "fresh", neighbour_bound=False)
-    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+    assert read_contents(tmp_path / "out") == read_contents(tmp_path / "fresh")
 
 
 @pytest.mark.long
 def test_other_defaults_are_verified_again(model: Path, tmp_path: Path) -> None:
     killed_export(model, tmp_path / "out", "Moving")
     settings = {"resume": True, "neighbour_bound": True, "verify": True}
-    assert "verification" not in kept(export(model, tmp_path / "out", defaults=TopWParameters(lam=0.5), **settings))
+    assert "verification" not in kept_stages(
+        export(model, tmp_path / "out", defaults=TopWParameters(lam=0.5), **settings)
+    )

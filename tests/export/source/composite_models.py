@@ -40,12 +40,12 @@ IMAGE = {"image_token_id": 300, "video_token_id": 301, "vision_start_token_id": 
 SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 
 
-def _text(*without: str, **others: Any) -> dict[str, Any]:
+def _text_config(*without: str, **others: Any) -> dict[str, Any]:
     return {name: value for name, value in TEXT.items() if name not in without} | others
 
 
-def _moe(**others: Any) -> dict[str, Any]:
-    return _text(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, **others)
+def _moe_config(**others: Any) -> dict[str, Any]:
+    return _text_config(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, **others)
 
 
 CONFIGS: dict[str, Callable[[], Any]] = {
@@ -56,12 +56,12 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "gemma3": lambda: hf.Gemma3Config(
         vision_config={"model_type": "siglip_vision_model", **VISION},
-        text_config=_text(**SLIDING, query_pre_attn_scalar=16),
+        text_config=_text_config(**SLIDING, query_pre_attn_scalar=16),
         image_token_index=300,
         mm_tokens_per_image=1,
     ),
     "gemma3n": lambda: hf.Gemma3nConfig(
-        text_config=_text(
+        text_config=_text_config(
             **SLIDING,
             hidden_size_per_layer_input=8,
             vocab_size_per_layer_input=VOCAB - 16,
@@ -82,7 +82,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         audio_token_id=301,
     ),
     "gemma4": lambda: hf.Gemma4Config(
-        text_config=_text(**SLIDING, global_head_dim=16, hidden_size_per_layer_input=0, num_kv_shared_layers=0),
+        text_config=_text_config(**SLIDING, global_head_dim=16, hidden_size_per_layer_input=0, num_kv_shared_layers=0),
         vision_config={**VISION, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
         audio_config=None,
         image_token_id=300,
@@ -100,7 +100,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "llama4": lambda: hf.Llama4Config(
         vision_config={**VISION, "projector_input_dim": 16, "projector_output_dim": 16, "vision_output_dim": 16},
-        text_config=_text(
+        text_config=_text_config(
             intermediate_size_mlp=48,
             num_local_experts=2,
             attention_chunk_size=WINDOW,
@@ -113,29 +113,29 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "qwen2_vl": lambda: hf.Qwen2VLConfig(
         vision_config={"depth": 1, "num_heads": 2, "embed_dim": 16, "hidden_size": 32},
-        text_config=_text("head_dim", rope_parameters={**SECTIONS, "mrope_section": [2, 1, 1]}),
+        text_config=_text_config("head_dim", rope_parameters={**SECTIONS, "mrope_section": [2, 1, 1]}),
         tie_word_embeddings=True,
         **IMAGE,
     ),
     "qwen2_5_vl": lambda: hf.Qwen2_5_VLConfig(
         vision_config={"hidden_size": 16, **QWEN_VISION},
-        text_config=_text("head_dim", num_attention_heads=2, rope_parameters=SECTIONS),
+        text_config=_text_config("head_dim", num_attention_heads=2, rope_parameters=SECTIONS),
         **IMAGE,
     ),
     "qwen3_vl": lambda: hf.Qwen3VLConfig(
         vision_config={"hidden_size": 16, **QWEN_VISION, "deepstack_visual_indexes": [0]},
-        text_config=_text(rope_parameters={**SECTIONS, "mrope_interleaved": True}),
+        text_config=_text_config(rope_parameters={**SECTIONS, "mrope_interleaved": True}),
         tie_word_embeddings=True,
         **IMAGE,
     ),
     "qwen3_vl_moe": lambda: hf.Qwen3VLMoeConfig(
         vision_config={"hidden_size": 16, **QWEN_VISION, "deepstack_visual_indexes": [0]},
-        text_config=_moe(rope_parameters={**SECTIONS, "mrope_interleaved": True}),
+        text_config=_moe_config(rope_parameters={**SECTIONS, "mrope_interleaved": True}),
         **IMAGE,
     ),
     "qwen3_5": lambda: hf.Qwen3_5Config(
         vision_config={"hidden_size": 16, **QWEN_VISION},
-        text_config=_text(
+        text_config=_text_config(
             layer_types=["linear_attention", "full_attention"],
             linear_num_key_heads=2,
             linear_num_value_heads=2,
@@ -147,13 +147,15 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "glm4v": lambda: hf.Glm4vConfig(
         vision_config={"hidden_size": 16, "depth": 1, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32},
-        text_config=_text("head_dim", num_attention_heads=2, rope_parameters={**SECTIONS, "mrope_section": [4, 2, 2]}),
+        text_config=_text_config(
+            "head_dim", num_attention_heads=2, rope_parameters={**SECTIONS, "mrope_section": [4, 2, 2]}
+        ),
         image_token_id=300,
         video_token_id=301,
     ),
     "internvl": lambda: hf.InternVLConfig(
         vision_config={**VISION, "image_size": [28, 28], "patch_size": [14, 14]},
-        text_config=_text("head_dim", model_type="qwen2"),
+        text_config=_text_config("head_dim", model_type="qwen2"),
         image_token_id=300,
     ),
     "idefics2": lambda: hf.Idefics2Config(
@@ -178,7 +180,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
             "num_patches": 4,
             "patch_size": 4,
         },
-        text_config=_text("head_dim", model_type="lfm2", layer_types=["conv", "full_attention"]),
+        text_config=_text_config("head_dim", model_type="lfm2", layer_types=["conv", "full_attention"]),
         image_token_id=300,
     ),
     "paligemma2": lambda: hf.PaliGemmaConfig(
@@ -214,7 +216,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         has_lora_adapter=False,
     ),
     "qwen2_5_omni": lambda: hf.Qwen2_5OmniThinkerConfig(
-        text_config=_text("head_dim", num_attention_heads=2, rope_parameters=SECTIONS),
+        text_config=_text_config("head_dim", num_attention_heads=2, rope_parameters=SECTIONS),
         vision_config={"hidden_size": 16, **QWEN_VISION},
         audio_config={
             "d_model": 16,

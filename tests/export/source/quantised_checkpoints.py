@@ -20,7 +20,7 @@ BLOCK = (20, 24)  # neither divides the layers' sizes, so the last blocks are cu
 GROUP = 16
 
 
-def e4m3() -> np.ndarray:
+def e4m3_values() -> np.ndarray:
     """The 256 values: sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinity, all ones are NaN."""
     values = np.empty(256, np.float32)
     for byte in range(256):
@@ -30,7 +30,7 @@ def e4m3() -> np.ndarray:
     return values
 
 
-E4M3 = e4m3()
+E4M3 = e4m3_values()
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
@@ -43,11 +43,11 @@ class Layer:
     codes: np.ndarray | None = None
 
 
-def nearest(values: np.ndarray, table: np.ndarray) -> np.ndarray:
+def nearest_codes(values: np.ndarray, table: np.ndarray) -> np.ndarray:
     return np.nanargmin(np.abs(table - values[..., None]), axis=-1).astype(np.uint8)
 
 
-def float8(weight: np.ndarray, blocks: tuple[int, int], name: str, *, exponents: bool = False) -> Layer:
+def round_to_float8(weight: np.ndarray, blocks: tuple[int, int], name: str, *, exponents: bool = False) -> Layer:
     """One scale per block, one for all if a block is the whole."""
     rows, columns = (-(-size // block) for size, block in zip(weight.shape, blocks, strict=True))
     scales, codes = np.empty((rows, columns), np.float32), np.empty(weight.shape, np.uint8)
@@ -57,7 +57,7 @@ def float8(weight: np.ndarray, blocks: tuple[int, int], name: str, *, exponents:
             here = np.s_[r * blocks[0] : (r + 1) * blocks[0], c * blocks[1] : (c + 1) * blocks[1]]
             scale = np.float32(np.abs(weight[here]).max() / 400)
             scales[r, c] = scale = np.float32(2.0 ** np.ceil(np.log2(scale))) if exponents else scale
-            codes[here] = nearest(weight[here] / scale, E4M3)
+            codes[here] = nearest_codes(weight[here] / scale, E4M3)
             decoded[here] = E4M3[codes[here]] * scale
     stored = torch.from_numpy(scales)
     if exponents:
@@ -67,7 +67,7 @@ def float8(weight: np.ndarray, blocks: tuple[int, int], name: str, *, exponents:
     return Layer({"": torch.from_numpy(codes).view(torch.float8_e4m3fn), name: stored}, decoded)
 
 
-def words(codes: np.ndarray, bits: int) -> np.ndarray:
+def pack_words(codes: np.ndarray, bits: int) -> np.ndarray:
     """Unsigned codes [n, m] -> int32 [n, ceil(m * bits / 32)], lowest bits first."""
     per_word = 32 // bits
     found = np.zeros((len(codes), -(-codes.shape[1] // per_word)), np.uint32)
@@ -76,7 +76,9 @@ def words(codes: np.ndarray, bits: int) -> np.ndarray:
     return found.view(np.int32)
 
 
-def integers(weight: np.ndarray, bits: int, group: int, *, packed: bool, symmetric: bool, order: bool = False) -> Layer:
+def round_to_integers(
+    weight: np.ndarray, bits: int, group: int, *, packed: bool, symmetric: bool, order: bool = False
+) -> Layer:
     """compressed-tensors' signed codes; `order` scatters a group's inputs."""
     inputs = weight.shape[1]
     groups = np.arange(inputs) // group
@@ -97,19 +99,19 @@ def integers(weight: np.ndarray, bits: int, group: int, *, packed: bool, symmetr
     decoded = (codes - zeros[:, groups]).astype(np.float32) * scales[:, groups]
     tensors = {"_scale": torch.from_numpy(scales).bfloat16()}
     if packed:
-        tensors["_packed"] = torch.from_numpy(words(codes - low, bits))
+        tensors["_packed"] = torch.from_numpy(pack_words(codes - low, bits))
         tensors["_shape"] = torch.tensor(weight.shape)
     else:
         tensors[""] = torch.from_numpy(codes.astype(np.int8))
     if not symmetric:
-        shifted = np.ascontiguousarray(words((zeros - low).T, bits).T)
+        shifted = np.ascontiguousarray(pack_words((zeros - low).T, bits).T)
         tensors["_zero_point"] = torch.from_numpy(shifted if packed else zeros.astype(np.int8))
     if order:
         tensors["_g_idx"] = torch.from_numpy(groups.astype(np.int32))
     return Layer(tensors, decoded, (codes - low).astype(np.uint8))
 
 
-def _compressed(form: str, **weights: object) -> dict[str, Any]:
+def _compressed_settings(form: str, **weights: object) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
 
@@ -122,52 +124,58 @@ class Kind:
     layer: Callable[[np.ndarray], Layer] = field(repr=False)
 
 
-def _float8(name: str, blocks: Callable[[np.ndarray], tuple[int, int]], **how: bool) -> Callable[[np.ndarray], Layer]:
-    return lambda weight: float8(weight, blocks(weight), name, **how)
+def _float8_layer(
+    name: str, blocks: Callable[[np.ndarray], tuple[int, int]], **how: bool
+) -> Callable[[np.ndarray], Layer]:
+    return lambda weight: round_to_float8(weight, blocks(weight), name, **how)
 
 
-def _integers(bits: int, group: int | None, **how: bool) -> Callable[[np.ndarray], Layer]:
-    return lambda weight: integers(weight, bits, group or weight.shape[1], **how)
+def _integer_layer(bits: int, group: int | None, **how: bool) -> Callable[[np.ndarray], Layer]:
+    return lambda weight: round_to_integers(weight, bits, group or weight.shape[1], **how)
 
 
 FP8 = {"quant_method": "fp8", "weight_block_size": list(BLOCK)}
 KINDS: dict[str, Kind] = {
-    "fp8 blocks": Kind(FP8, _float8("_scale_inv", lambda _: BLOCK)),
-    "fp8 blocks, ue8m0": Kind(FP8 | {"scale_fmt": "ue8m0"}, _float8("_scale_inv", lambda _: BLOCK, exponents=True)),
-    "fp8 one scale": Kind({"quant_method": "fp8"}, _float8("_scale_inv", lambda weight: weight.shape)),
-    "fbgemm": Kind({"quant_method": "fbgemm_fp8"}, _float8("_scale", lambda weight: (1, weight.shape[1]))),
-    "modelopt": Kind({"quant_method": "modelopt", "quant_algo": "FP8"}, _float8("_scale", lambda w: w.shape)),
+    "fp8 blocks": Kind(FP8, _float8_layer("_scale_inv", lambda _: BLOCK)),
+    "fp8 blocks, ue8m0": Kind(
+        FP8 | {"scale_fmt": "ue8m0"}, _float8_layer("_scale_inv", lambda _: BLOCK, exponents=True)
+    ),
+    "fp8 one scale": Kind({"quant_method": "fp8"}, _float8_layer("_scale_inv", lambda weight: weight.shape)),
+    "fbgemm": Kind({"quant_method": "fbgemm_fp8"}, _float8_layer("_scale", lambda weight: (1, weight.shape[1]))),
+    "modelopt": Kind({"quant_method": "modelopt", "quant_algo": "FP8"}, _float8_layer("_scale", lambda w: w.shape)),
     "compressed fp8, rows": Kind(
-        _compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
-        _float8("_scale", lambda weight: (1, weight.shape[1])),
+        _compressed_settings("float-quantized", num_bits=8, type="float", strategy="channel"),
+        _float8_layer("_scale", lambda weight: (1, weight.shape[1])),
     ),
     "compressed fp8, blocks": Kind(
-        _compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=list(BLOCK)),
-        _float8("_scale", lambda _: BLOCK),
+        _compressed_settings(
+            "float-quantized", num_bits=8, type="float", strategy="block", block_structure=list(BLOCK)
+        ),
+        _float8_layer("_scale", lambda _: BLOCK),
     ),
     "compressed int4": Kind(
-        _compressed("pack-quantized", num_bits=4, type="int", group_size=GROUP),
-        _integers(4, GROUP, packed=True, symmetric=True),
+        _compressed_settings("pack-quantized", num_bits=4, type="int", group_size=GROUP),
+        _integer_layer(4, GROUP, packed=True, symmetric=True),
     ),
     "compressed int4, asymmetric": Kind(
-        _compressed("pack-quantized", num_bits=4, type="int", group_size=GROUP, symmetric=False),
-        _integers(4, GROUP, packed=True, symmetric=False),
+        _compressed_settings("pack-quantized", num_bits=4, type="int", group_size=GROUP, symmetric=False),
+        _integer_layer(4, GROUP, packed=True, symmetric=False),
     ),
     "compressed int4, actorder": Kind(
-        _compressed("pack-quantized", num_bits=4, type="int", group_size=GROUP, actorder="group"),
-        _integers(4, GROUP, packed=True, symmetric=False, order=True),
+        _compressed_settings("pack-quantized", num_bits=4, type="int", group_size=GROUP, actorder="group"),
+        _integer_layer(4, GROUP, packed=True, symmetric=False, order=True),
     ),
     "compressed int8, packed": Kind(
-        _compressed("pack-quantized", num_bits=8, type="int", group_size=GROUP),
-        _integers(8, GROUP, packed=True, symmetric=True),
+        _compressed_settings("pack-quantized", num_bits=8, type="int", group_size=GROUP),
+        _integer_layer(8, GROUP, packed=True, symmetric=True),
     ),
     "compressed int8, rows": Kind(
-        _compressed("naive-quantized", num_bits=8, type="int", strategy="channel"),
-        _integers(8, None, packed=False, symmetric=True),
+        _compressed_settings("naive-quantized", num_bits=8, type="int", strategy="channel"),
+        _integer_layer(8, None, packed=False, symmetric=True),
     ),
     "compressed int8, asymmetric": Kind(
-        _compressed("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=False),
-        _integers(8, None, packed=False, symmetric=False),
+        _compressed_settings("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=False),
+        _integer_layer(8, None, packed=False, symmetric=False),
     ),
 }
 
@@ -182,7 +190,7 @@ def write_quantised(folder: Path, kind: str) -> dict[str, Layer]:
             weight = f"{name}.weight"
             layers[weight] = KINDS[kind].layer(tensors.pop(weight).numpy())
             tensors |= {weight + end: value.contiguous() for end, value in layers[weight].tensors.items()}
-    _write(folder, model, tensors, KINDS[kind].settings)
+    _write_folder(folder, model, tensors, KINDS[kind].settings)
     return layers
 
 
@@ -201,15 +209,17 @@ def write_gpt_oss(folder: Path) -> dict[str, np.ndarray]:
         blocked = weight.reshape(*weight.shape[:2], -1, 32)
         exponents = np.ceil(np.log2(np.abs(blocked).max(axis=-1) / 6)).astype(np.int64)
         scales = 2.0 ** exponents[..., None]
-        codes = nearest(blocked / scales, E2M1)
+        codes = nearest_codes(blocked / scales, E2M1)
         tensors[f"{name}_blocks"] = torch.from_numpy(codes[..., 0::2] | (codes[..., 1::2] << 4))
         tensors[f"{name}_scales"] = torch.from_numpy((exponents + 127).astype(np.uint8))
         decoded[name] = (E2M1[codes] * scales).astype(np.float32).reshape(weight.shape).swapaxes(1, 2)
-    _write(folder, model, tensors, {"quant_method": "mxfp4"})
+    _write_folder(folder, model, tensors, {"quant_method": "mxfp4"})
     return decoded
 
 
-def _write(folder: Path, model: PreTrainedModel, tensors: dict[str, torch.Tensor], settings: dict[str, Any]) -> None:
+def _write_folder(
+    folder: Path, model: PreTrainedModel, tensors: dict[str, torch.Tensor], settings: dict[str, Any]
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     model.config.save_pretrained(folder)
     save_file(tensors, folder / "model.safetensors")

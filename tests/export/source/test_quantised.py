@@ -146,55 +146,59 @@ def test_half_precision_is_refused_for_integer_codes(tmp_path: Path) -> None:
         export(tmp_path / "model", tmp_path / "out", dtype="int4", compute_dtype="fp16")
 
 
-def _drop(name: str) -> Callable[[Tensors], None]:
+def _drop_tensor(name: str) -> Callable[[Tensors], None]:
     return lambda tensors: tensors.__delitem__(name)
 
 
-def _change(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:
+def _change_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:
     return lambda tensors: tensors.update({name: change(tensors[name]).contiguous()})
 
 
 DAMAGED: dict[str, tuple[str, Callable[[Tensors], None], str]] = {
-    "float8 without scales": ("fp8 blocks", _drop(f"{FIRST}_scale_inv"), r"without scales \(.*_scale_inv\)"),
+    "float8 without scales": ("fp8 blocks", _drop_tensor(f"{FIRST}_scale_inv"), r"without scales \(.*_scale_inv\)"),
     "too few scales": (
         "fp8 blocks",
-        _change(f"{FIRST}_scale_inv", lambda t: t[:, :1].repeat(3, 1)[:3]),
+        _change_tensor(f"{FIRST}_scale_inv", lambda t: t[:, :1].repeat(3, 1)[:3]),
         "do not cover",
     ),
-    "integer scales": ("fp8 blocks", _change(f"{FIRST}_scale_inv", lambda t: t.int()), "scales of .* as I32"),
-    "infinite scales": ("fp8 blocks", _change(f"{FIRST}_scale_inv", lambda t: t / 0), "NaN or infinity"),
+    "integer scales": ("fp8 blocks", _change_tensor(f"{FIRST}_scale_inv", lambda t: t.int()), "scales of .* as I32"),
+    "infinite scales": ("fp8 blocks", _change_tensor(f"{FIRST}_scale_inv", lambda t: t / 0), "NaN or infinity"),
     "exponents that are no number": (
         "fp8 blocks, ue8m0",
-        _change(f"{FIRST}_scale_inv", lambda t: torch.full(t.shape, 255, dtype=torch.uint8)),
+        _change_tensor(f"{FIRST}_scale_inv", lambda t: torch.full(t.shape, 255, dtype=torch.uint8)),
         "byte 255",
     ),
-    "packed without scales": ("compressed int4", _drop(f"{FIRST}_scale"), r"lacks .*_scale, which"),
-    "packed without a shape": ("compressed int4", _drop(f"{FIRST}_shape"), r"lacks .*_shape, which"),
-    "wrong shape": ("compressed int4", _change(f"{FIRST}_shape", lambda t: t + 1), "_shape says"),
+    "packed without scales": ("compressed int4", _drop_tensor(f"{FIRST}_scale"), r"lacks .*_scale, which"),
+    "packed without a shape": ("compressed int4", _drop_tensor(f"{FIRST}_shape"), r"lacks .*_shape, which"),
+    "wrong shape": ("compressed int4", _change_tensor(f"{FIRST}_shape", lambda t: t + 1), "_shape says"),
     "a shape of no integers": (
         "compressed int4",
-        _change(f"{FIRST}_shape", lambda t: torch.full((2,), torch.nan)),
+        _change_tensor(f"{FIRST}_shape", lambda t: torch.full((2,), torch.nan)),
         "shape of .* as F32 .* not fit",
     ),
-    "no scales": ("compressed int4", _change(f"{FIRST}_scale", lambda t: t[:, :0]), "scale of .* not fit"),
-    "no scales of float8": ("fp8 blocks", _change(f"{FIRST}_scale_inv", lambda t: t[:0, :0]), "do not cover"),
-    "no values of float8": ("fp8 blocks", _change(FIRST, lambda t: t[:0]), "do not cover"),
-    "wrong words": ("compressed int4", _change(f"{FIRST}_packed", lambda t: t[:, :-1]), "neither 4 nor 8 bits"),
-    "wrong type": ("compressed int4", _change(f"{FIRST}_packed", lambda t: t.long()), "codes of .* as I64"),
-    "scales of another size": ("compressed int4", _change(f"{FIRST}_scale", lambda t: t[:-2]), "scale of .* not fit"),
+    "no scales": ("compressed int4", _change_tensor(f"{FIRST}_scale", lambda t: t[:, :0]), "scale of .* not fit"),
+    "no scales of float8": ("fp8 blocks", _change_tensor(f"{FIRST}_scale_inv", lambda t: t[:0, :0]), "do not cover"),
+    "no values of float8": ("fp8 blocks", _change_tensor(FIRST, lambda t: t[:0]), "do not cover"),
+    "wrong words": ("compressed int4", _change_tensor(f"{FIRST}_packed", lambda t: t[:, :-1]), "neither 4 nor 8 bits"),
+    "wrong type": ("compressed int4", _change_tensor(f"{FIRST}_packed", lambda t: t.long()), "codes of .* as I64"),
+    "scales of another size": (
+        "compressed int4",
+        _change_tensor(f"{FIRST}_scale", lambda t: t[:-2]),
+        "scale of .* not fit",
+    ),
     "zero points of another size": (
         "compressed int4, asymmetric",
-        _change(f"{FIRST}_zero_point", lambda t: t[:-1]),
+        _change_tensor(f"{FIRST}_zero_point", lambda t: t[:-1]),
         "zero point of .* not fit",
     ),
     "groups out of range": (
         "compressed int4, actorder",
-        _change(f"{FIRST}_g_idx", lambda t: t + 1),
+        _change_tensor(f"{FIRST}_g_idx", lambda t: t + 1),
         "names groups outside",
     ),
     "groups of another size": (
         "compressed int4, actorder",
-        _change(f"{FIRST}_g_idx", lambda t: t[:-1]),
+        _change_tensor(f"{FIRST}_g_idx", lambda t: t[:-1]),
         "g idx of .* not fit",
     ),
 }

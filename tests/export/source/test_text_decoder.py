@@ -80,7 +80,9 @@ def _qwen2_vl(name: str) -> str:
 
 
 @pytest.mark.parametrize(("kind", "change"), [("llava", _llava), ("qwen2_vl", _qwen2_vl)])
-def test_names_of_other_transformers_versions_are_read(kind: str, change: Callable[[str], str], tmp_path: Path) -> None:
+def test_tensor_names_of_other_transformers_versions_are_read(
+    kind: str, change: Callable[[str], str], tmp_path: Path
+) -> None:
     whole = write_composite(tmp_path, kind)
     tensors = load_file(tmp_path / "model.safetensors")
     renamed = {change(name): tensor for name, tensor in tensors.items()}

@@ -21,7 +21,7 @@ from topw_deploy.export.source.unread_tensor import UnreadTensor
 Tensors = dict[str, torch.Tensor]
 
 
-def write(folder: Path, parts: int) -> Tensors:
+def write_checkpoint(folder: Path, parts: int) -> Tensors:
     """A tied Llama in `parts` files, with an index if there are several."""
     model = make_model("llama_tied")
     model.config.save_pretrained(folder)
@@ -39,7 +39,7 @@ def write(folder: Path, parts: int) -> Tensors:
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_weights_stay_in_their_files(parts: int, tmp_path: Path) -> None:
-    tensors = write(tmp_path, parts)
+    tensors = write_checkpoint(tmp_path, parts)
     model, notices = load_unread(tmp_path, "float32")
     assert notices == []
     for name, tensor in tensors.items():
@@ -52,8 +52,8 @@ def test_weights_stay_in_their_files(parts: int, tmp_path: Path) -> None:
     assert torch.equal(loaded.lm_head.weight, tensors["model.embed_tokens.weight"].float())
 
 
-def test_the_embedding_table_is_found_there_too(tmp_path: Path) -> None:
-    tensors = write(tmp_path, 3)
+def test_the_embedding_table_is_found_in_pytorchs_files(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path, 3)
     table = embeddings_of_folder(tmp_path)
     assert torch.equal(torch.from_numpy(table.astype("float32")), tensors["model.embed_tokens.weight"].float())
 
@@ -78,7 +78,7 @@ class Code:
 
 
 def test_code_in_a_file_is_refused_and_does_not_run(tmp_path: Path) -> None:
-    tensors = write(tmp_path, 1)
+    tensors = write_checkpoint(tmp_path, 1)
     ran = tmp_path / "ran"
     torch.save({**tensors, "code": Code(ran)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(SourceError, match=r"pytorch_model\.bin holds more than tensors.* convert .* to safetensors"):
@@ -90,7 +90,7 @@ def test_code_in_a_file_is_refused_and_does_not_run(tmp_path: Path) -> None:
     assert ran.exists()
 
 
-def _compressed(path: Path) -> None:
+def _compress(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -98,7 +98,7 @@ def _compressed(path: Path) -> None:
             archive.writestr(name, data)
 
 
-def _big_endian(path: Path) -> None:
+def _mark_big_endian(path: Path) -> None:
     data = path.read_bytes()
     assert data.count(b"little") == 1
     with zipfile.ZipFile(path) as archive:
@@ -109,8 +109,8 @@ def _big_endian(path: Path) -> None:
 
 
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
-    "compressed": (_compressed, r"compressed records \(.*\); load and save"),
-    "big-endian": (_big_endian, "big-endian order"),
+    "compressed": (_compress, r"compressed records \(.*\); load and save"),
+    "big-endian": (_mark_big_endian, "big-endian order"),
     "cut": (lambda path: path.write_bytes(path.read_bytes()[:-100]), "not a file of PyTorch 1.6 or newer"),
     "a list": (lambda path: torch.save([torch.zeros(2)], path), "holds a list, not tensors by name"),
     "transposed": (lambda path: torch.save({"w": torch.zeros(2, 3).T}, path), "stores w in a layout"),
@@ -133,7 +133,7 @@ def test_other_files_are_refused_with_the_reason(how: str, tmp_path: Path) -> No
 
 
 def test_an_index_that_names_a_missing_tensor_is_refused_by_name(tmp_path: Path) -> None:
-    write(tmp_path, 2)
+    write_checkpoint(tmp_path, 2)
     index = tmp_path / "pytorch_model.bin.index.json"
     data = json.loads(index.read_text())
     data["weight_map"]["other.weight"] = "pytorch_model-00001-of-00002.bin"
@@ -143,7 +143,7 @@ def test_an_index_that_names_a_missing_tensor_is_refused_by_name(tmp_path: Path)
 
 
 def test_a_file_that_cannot_stay_unread_is_loaded_with_a_note(tmp_path: Path) -> None:
-    tensors = write(tmp_path, 1)
+    tensors = write_checkpoint(tmp_path, 1)
     torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     model, (notice,) = load_unread(tmp_path, "float32")
     assert "all weights were read into memory" in notice
@@ -152,7 +152,7 @@ def test_a_file_that_cannot_stay_unread_is_loaded_with_a_note(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_a_checkpoint_in_several_files_is_exported(tmp_path: Path) -> None:
-    write(tmp_path / "model", 3)
+    write_checkpoint(tmp_path / "model", 3)
     report = export(tmp_path / "model", tmp_path / "out", verify=True)
     assert report.verification is not None
     assert report.verification.status == "passed"

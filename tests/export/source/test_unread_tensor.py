@@ -30,7 +30,7 @@ def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters(remove_duplicate=False))
 
 
-def twins(model: torch.nn.Module) -> list[list[str]]:
+def tied_names(model: torch.nn.Module) -> list[list[str]]:
     """Names of parameters that share a tensor."""
     named = parameters(model)
     return [[other for other in named if named[other] is named[name]] for name in named]
@@ -48,7 +48,7 @@ def test_every_parameter_and_buffer_equals_the_loaded_one(
         assert isinstance(parameter, UnreadTensor)
         assert parameter.dtype == wanted[name].dtype
         assert torch.equal(parameter.values(), wanted[name].detach()), name
-    assert twins(read) == twins(unread)
+    assert tied_names(read) == tied_names(unread)
     buffers = dict(unread.named_buffers())
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in read.named_buffers())
 
@@ -147,14 +147,14 @@ def test_a_streamed_model_computes_the_same_as_a_loaded_one(checkpoint: Callable
     assert all(isinstance(parameter, UnreadTensor) for parameter in unread.parameters())
 
 
-def stored(tmp_path: Path, tensor: torch.Tensor) -> UnreadTensor:
+def store_unread(tmp_path: Path, tensor: torch.Tensor) -> UnreadTensor:
     save_file({"w": tensor}, tmp_path / "model.safetensors")
     return UnreadTensor.of(stored_tensors(tmp_path)["w"])
 
 
 def test_operations_are_recorded_and_values_recomputed(tmp_path: Path) -> None:
     tensor = torch.randn(6, 4)
-    unread = stored(tmp_path, tensor)
+    unread = store_unread(tmp_path, tensor)
     first, second = torch.chunk(torch.stack([unread, unread.half().float()]).transpose(1, 2), 2, dim=2)
     assert isinstance(second, UnreadTensor)
     assert first.shape == (2, 4, 3)
@@ -168,7 +168,7 @@ def test_a_single_cast_keeps_the_stored_tensor(tmp_path: Path) -> None:
         assert isinstance(tensor, UnreadTensor)
         return tensor.file
 
-    unread = stored(tmp_path, torch.randn(3, 2))
+    unread = store_unread(tmp_path, torch.randn(3, 2))
     assert file(unread.half()) == file(unread.detach()) == unread.file
     assert file(unread.half().float()) is None  # rounded
     assert file(unread.t()) is None
@@ -176,14 +176,14 @@ def test_a_single_cast_keeps_the_stored_tensor(tmp_path: Path) -> None:
 
 def test_unread_tensors_cannot_be_written_to(tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError, match="weights that are not read"):
-        stored(tmp_path, torch.zeros(2)).add_(1)
+        store_unread(tmp_path, torch.zeros(2)).add_(1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_weight_in_parts_equals_the_whole(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = torch.randn(7, 5)
     model = torch.nn.Linear(5, 7, bias=False)
-    model.weight = torch.nn.Parameter(stored(tmp_path, tensor).to(dtype), requires_grad=False)
+    model.weight = torch.nn.Parameter(store_unread(tmp_path, tensor).to(dtype), requires_grad=False)
     value = ir.Value(name="weight", shape=ir.Shape([7, 5]))
     with fake_parameters(model) as weights:
         value.const_value = ir.tensor_adapters.TorchTensor(model.weight, name="weight")

@@ -342,7 +342,7 @@ def test_the_current_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.
         check_free(Path("."), overwrite=True)
 
 
-def test_of_two_concurrent_exports_the_first_to_finish_wins(tmp_path: Path) -> None:
+def test_of_two_exports_at_once_the_first_to_finish_is_kept(tmp_path: Path) -> None:
     out = tmp_path / "out"
     fast, slow = StagedFolder(out), StagedFolder(out)
     with fast, slow:

@@ -34,18 +34,18 @@ def mode(path: Path) -> str:
     return oct(stat.S_IMODE(path.stat().st_mode))
 
 
-def check(folder: Path, mask: int) -> None:
+def check_modes(folder: Path, mask: int) -> None:
     for path in [folder, *folder.rglob("*")]:
         assert mode(path) == oct((0o777 if path.is_dir() else 0o666) & ~mask), path.name
 
 
-def fill(staged: StagedFolder) -> None:
+def write_files(staged: StagedFolder) -> None:
     (staged.path / "sub").mkdir(exist_ok=True)
     (staged.path / "sub" / "file").write_text("x")
     save_manifest(staged.path, a_manifest())
 
 
-def interrupted(staged: StagedFolder, write: Callable[[StagedFolder], None]) -> None:
+def interrupt(staged: StagedFolder, write: Callable[[StagedFolder], None]) -> None:
     with staged:
         write(staged)
         raise KeyboardInterrupt
@@ -56,9 +56,9 @@ def interrupted(staged: StagedFolder, write: Callable[[StagedFolder], None]) -> 
 def test_a_folder_its_files_and_the_manifest_follow_the_umask(tmp_path: Path, mask: int) -> None:
     out = tmp_path / "above" / "out"
     with umask(mask), StagedFolder(out) as staged:
-        fill(staged)
+        write_files(staged)
         staged.commit()
-    check(out.parent, mask)
+    check_modes(out.parent, mask)
     assert {path.name for path in out.iterdir()} == {"sub", MANIFEST_NAME}
 
 
@@ -66,26 +66,26 @@ def test_a_folder_its_files_and_the_manifest_follow_the_umask(tmp_path: Path, ma
 def test_a_replacement_follows_the_current_umask(tmp_path: Path, mask: int) -> None:
     for now in (0o022, mask):
         with umask(now), StagedFolder(tmp_path / "out", overwrite=True) as staged:
-            fill(staged)
+            write_files(staged)
             staged.commit()
-    check(tmp_path / "out", mask)
+    check_modes(tmp_path / "out", mask)
 
 
 @pytest.mark.parametrize(("before", "now"), [(0o022, 0o077), (0o077, 0o022), (0o022, 0o002)])
 def test_a_resumed_export_gets_the_permissions_of_a_new_one(tmp_path: Path, before: int, now: int) -> None:
     with umask(before), pytest.raises(KeyboardInterrupt):
-        interrupted(StagedFolder(tmp_path / "out", resume=True), fill)
+        interrupt(StagedFolder(tmp_path / "out", resume=True), write_files)
     with umask(now), StagedFolder(tmp_path / "out", resume=True) as staged:
         (staged.path / "more").write_text("x")
         staged.commit()
-    check(tmp_path / "out", now)
+    check_modes(tmp_path / "out", now)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_an_export_killed_while_it_set_permissions_is_resumed(tmp_path: Path) -> None:
     staged = StagedFolder(tmp_path / "out", resume=True)
     with pytest.raises(KeyboardInterrupt):
-        interrupted(staged, fill)
+        interrupt(staged, write_files)
     (staged.workspace / ".out.topw-mode").mkdir(mode=0o700)
     (staged.workspace / ".out.topw-mode" / "file").touch()
     with StagedFolder(tmp_path / "out", resume=True) as resumed:
@@ -97,7 +97,7 @@ def test_a_hard_linked_file_keeps_its_permissions_in_a_resumed_export(tmp_path: 
     weights.write_text("w")
     weights.chmod(0o640)
     with pytest.raises(KeyboardInterrupt):
-        interrupted(
+        interrupt(
             StagedFolder(tmp_path / "out", resume=True),
             lambda staged: os.link(weights, staged.path / "model.onnx_data"),
         )
@@ -111,7 +111,7 @@ def test_a_hard_linked_file_keeps_its_permissions_in_a_resumed_export(tmp_path: 
 def test_a_whole_export_follows_the_umask(checkpoint: Callable[[str], Path], tmp_path: Path, mask: int) -> None:
     with umask(mask):
         export(checkpoint("llama_tied"), tmp_path / "out", verify=False)
-    check(tmp_path / "out", mask)
+    check_modes(tmp_path / "out", mask)
 
 
 def test_a_sampler_follows_the_umask(tmp_path: Path) -> None:
@@ -119,4 +119,4 @@ def test_a_sampler_follows_the_umask(tmp_path: Path) -> None:
         export_sampler(
             sampler_request(output=tmp_path / "out", vocab_size=64, options=TopWOptions(metric="uniform", top_m=25))
         )
-    check(tmp_path / "out", 0o077)
+    check_modes(tmp_path / "out", 0o077)

@@ -68,7 +68,7 @@ def encode(text: str, tokens: list[bytes], pattern: str = PATTERN) -> list[int]:
     return found
 
 
-def texts() -> list[str]:
+def sample_texts() -> list[str]:
     chance = random.Random(5)
     drawn = ["".join(chance.choices(CORPUS + " \n\t'!é", k=chance.randint(1, 40))) for _ in range(300)]
     return [CORPUS, "", " ", "a" * 33, "it's\r\n\r\n  x ", *drawn]
@@ -78,7 +78,7 @@ TOKENS = train(150)
 assert b"the" in TOKENS
 
 
-def tekken(tokens: list[bytes], **changes: Any) -> dict[str, Any]:
+def tekken_data(tokens: list[bytes], **changes: Any) -> dict[str, Any]:
     entries = [{"rank": n, "token_bytes": base64.b64encode(t).decode()} for n, t in enumerate([*tokens, b"unused one"])]
     config = {"pattern": PATTERN, "default_vocab_size": len(tokens) + ROOM, "default_num_special_tokens": ROOM}
     specials = [{"rank": n, "token_str": text, "is_control": True} for n, text in enumerate(SPECIALS)]
@@ -87,11 +87,11 @@ def tekken(tokens: list[bytes], **changes: Any) -> dict[str, Any]:
 
 def write_tekken(folder: Path, **changes: Any) -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / "tekken.json").write_text(json.dumps(tekken(TOKENS, **changes)))
+    (folder / "tekken.json").write_text(json.dumps(tekken_data(TOKENS, **changes)))
     return folder
 
 
-def converted(folder: Path, output: Path) -> Tokenizer:
+def convert(folder: Path, output: Path) -> Tokenizer:
     output.mkdir()
     check_tokenizer(folder)
     (notice,) = write_tokenizer(folder, output)
@@ -100,10 +100,10 @@ def converted(folder: Path, output: Path) -> Tokenizer:
 
 
 def test_tekken_encodes_as_its_ranks_define(tmp_path: Path) -> None:
-    tokenizer = converted(write_tekken(tmp_path / "in"), tmp_path / "out")
+    tokenizer = convert(write_tekken(tmp_path / "in"), tmp_path / "out")
     assert tokenizer.get_vocab_size() == len(TOKENS) + ROOM
     merged = 0
-    for text in texts():
+    for text in sample_texts():
         found = tokenizer.encode(text, add_special_tokens=False).ids
         assert found == [ROOM + rank for rank in encode(text, TOKENS)], text
         assert tokenizer.decode(found) == text
@@ -112,7 +112,7 @@ def test_tekken_encodes_as_its_ranks_define(tmp_path: Path) -> None:
 
 
 def test_tekkens_special_tokens_come_first_and_a_text_begins_with_one(tmp_path: Path) -> None:
-    tokenizer = converted(write_tekken(tmp_path / "in"), tmp_path / "out")
+    tokenizer = convert(write_tekken(tmp_path / "in"), tmp_path / "out")
     assert tokenizer.encode("[INST]a[/INST]").ids == [1, 3, ROOM + ord("a"), 4]
     assert [tokenizer.id_to_token(n) for n in (5, 7)] == ["<SPECIAL_5>", "<SPECIAL_7>"]
     config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
@@ -120,8 +120,8 @@ def test_tekkens_special_tokens_come_first_and_a_text_begins_with_one(tmp_path: 
 
 
 def test_special_tokens_may_be_listed_in_any_order(tmp_path: Path) -> None:
-    stated = tekken(TOKENS)["special_tokens"][::-1]
-    tokenizer = converted(write_tekken(tmp_path / "in", special_tokens=stated), tmp_path / "out")
+    stated = tekken_data(TOKENS)["special_tokens"][::-1]
+    tokenizer = convert(write_tekken(tmp_path / "in", special_tokens=stated), tmp_path / "out")
     assert tokenizer.encode("[INST]a[/INST]").ids == [1, 3, ROOM + ord("a"), 4]
 
 
@@ -147,8 +147,8 @@ def test_tiktoken_files_encode_as_their_ranks_define(
     assert rf"\p{{N}}{digits}|" in known[1]
     tokens = train(60, known[1])
     monkeypatch.setattr(rank_files, "_KNOWN_PATTERNS", {len(tokens): known})  # 128,000 ranks would only take longer
-    tokenizer = converted(write_tiktoken(tmp_path / "in", name, tokens), tmp_path / "out")
-    for text in texts():
+    tokenizer = convert(write_tiktoken(tmp_path / "in", name, tokens), tmp_path / "out")
+    for text in sample_texts():
         assert tokenizer.encode(text, add_special_tokens=False).ids == encode(text, tokens, known[1]), text
     assert tokenizer.encode("a<|end_of_text|>").ids == [len(tokens), ord("a"), len(tokens) + 1]
     config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
@@ -161,7 +161,7 @@ def test_a_begin_token_that_the_configuration_leaves_out_is_left_out(
 ) -> None:
     monkeypatch.setattr(rank_files, "_KNOWN_PATTERNS", {len(TOKENS): ("a model", PATTERN)})
     folder = write_tiktoken(tmp_path / "in", "tokenizer.model", TOKENS, add_bos_token=False)
-    assert converted(folder, tmp_path / "out").encode("a").ids == [ord("a")]
+    assert convert(folder, tmp_path / "out").encode("a").ids == [ord("a")]
 
 
 def test_tiktoken_files_of_unknown_pattern_or_special_tokens_say_what_to_convert(
@@ -176,8 +176,8 @@ def test_tiktoken_files_of_unknown_pattern_or_special_tokens_say_what_to_convert
         write_tokenizer(folder, tmp_path)
 
 
-def _without(tokens: list[bytes], token: bytes) -> list[dict[str, Any]]:
-    return tekken([other for other in tokens if other != token])["vocab"]
+def _vocab_without(tokens: list[bytes], token: bytes) -> list[dict[str, Any]]:
+    return tekken_data([other for other in tokens if other != token])["vocab"]
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -185,14 +185,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no configuration": ({"config": None}, "is damaged"),
     "gaps": ({"special_tokens": [{"rank": 1, "token_str": "<s>"}]}, "special tokens have gaps"),
     "base64": ({"vocab": [{"rank": 0, "token_bytes": "*"}]}, "is damaged"),
-    "a missing byte": ({"vocab": _without(TOKENS, b"\x07")}, r"the byte 7 has no rank"),
-    "a token twice": ({"vocab": tekken([*TOKENS[:-1], TOKENS[0]])["vocab"]}, "a token has two ranks"),
+    "a missing byte": ({"vocab": _vocab_without(TOKENS, b"\x07")}, r"the byte 7 has no rank"),
+    "a token twice": ({"vocab": tekken_data([*TOKENS[:-1], TOKENS[0]])["vocab"]}, "a token has two ranks"),
     "a special token that is ordinary": (
         {"special_tokens": [{"rank": 0, "token_str": "the"}]},
         "an ordinary token with the text or id of",
     ),
     "a vocabulary smaller than its special tokens": (
-        {"config": tekken(TOKENS)["config"] | {"default_vocab_size": ROOM - 1}},
+        {"config": tekken_data(TOKENS)["config"] | {"default_vocab_size": ROOM - 1}},
         f"vocabulary of {ROOM - 1} tokens is smaller than its {ROOM} special tokens",
     ),
     "pattern": ({"config": {"pattern": "(", "default_num_special_tokens": ROOM}}, "cannot be converted"),

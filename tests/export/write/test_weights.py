@@ -83,7 +83,7 @@ def test_large_weights_lie_in_one_file_beside_the_graph(
     ort.InferenceSession(str(tmp_path / "out" / "model.onnx"))
 
 
-def test_a_written_model_stays_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_written_model_still_holds_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "EXTERNAL_ABOVE", 0)
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
     array = np.arange(2048, dtype=np.float32)
