@@ -106,6 +106,7 @@ def test_a_request_is_cancelled_if_the_loop_of_its_reader_is_closed(model: TopWM
     set_when(later.opened, lambda: engine._worker._inbox.qsize() or engine.stats().ended)
     gate.opened.set()
     asyncio.run(until_idle(engine))
+    assert engine.stats().failed == 0, "it was cancelled, so that no gate ran out of time"
     assert engine.stats().new_tokens <= 6
     del kept
 

@@ -155,6 +155,7 @@ def test_a_request_is_cancelled_if_its_loop_closes_before_an_event_is_taken(
     set_when(later.opened, lambda: engine._worker._inbox.qsize() or engine.stats().ended)
     gate.opened.set()
     assert engine._capacity.wait_until_empty(HANG)
+    assert engine.stats().failed == 0, "it was cancelled, so that no gate ran out of time"
     assert engine.stats().new_tokens <= 33
     del kept
 
