@@ -55,6 +55,7 @@ def test_a_table_of_other_sizes_than_the_manifest_states_is_refused(tmp_path: Pa
 def test_statistics_outside_a_file_are_refused(tmp_path: Path, offset: str) -> None:
     toy = Toy.random(1, options=TopWOptions(top_m=64, metric="unit"))
     folder = export(tmp_path / "out", toy)
+    form = load_decoder_manifest(folder).sampler.table_form
     model = onnx.load(folder / "model.onnx")
     sampler = next(each for each in model.graph.node if each.op_type == "TopWSample")
     mean = next(each for each in model.graph.initializer if each.name == sampler.input[14])
@@ -63,7 +64,7 @@ def test_statistics_outside_a_file_are_refused(tmp_path: Path, offset: str) -> N
     for key, value in (("location", "tokenizer.json"), ("offset", offset)):
         mean.external_data.add(key=key, value=value)
     (folder / "model.onnx").write_bytes(model.SerializeToString())
-    manifest = with_table_form(folder, load_decoder_manifest(folder).sampler.table_form)
+    manifest = with_table_form(folder, form)
     with pytest.raises(ManifestError, match="is not stored as an array"):
         read_geometry(folder, manifest)
 
