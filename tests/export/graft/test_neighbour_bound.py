@@ -25,7 +25,7 @@ from topw_deploy.export.graft import neighbour_bound as module
 from topw_deploy.export.graft.neighbour_bound import neighbour_bound
 from topw_deploy.export.request import export_request
 from topw_deploy.export.sampler_only import SamplerRequest, export_sampler, sampler_request
-from topw_deploy.export.verification.sampler_checks import bound_check, nearest_distances, stored_bound
+from topw_deploy.export.verification.sampler_checks import check_bound, nearest_distances, stored_bound
 from topw_deploy.manifest import load_manifest
 from topw_deploy.progress import Progress
 from topw_deploy.sampling import Geometry
@@ -203,7 +203,7 @@ def test_without_the_option_there_is_no_bound(tmp_path: Path) -> None:
     export_sampler(SamplerRequest(output=tmp_path / "out", embeddings=tmp_path / "table.npy"))
     assert stored_bound(tmp_path / "out").shape == (0,)
     assert not load_manifest(tmp_path / "out").sampler.neighbour_bound
-    check = bound_check(tmp_path / "out", Geometry.from_embeddings(random_table(9, 3), "mahalanobis"), 9)
+    check = check_bound(tmp_path / "out", Geometry.from_embeddings(random_table(9, 3), "mahalanobis"), 9)
     assert not check.passed
     assert "shape (0,)" in check.detail
 

@@ -144,7 +144,7 @@ def test_a_token_that_was_not_generated_is_wrong(manifest: DecoderManifest, geom
 
 
 @pytest.mark.parametrize(
-    ("found", "conclusive"),
+    ("found", "is_conclusive"),
     [
         (TokenAgreement(10, 0, 0), True),
         (TokenAgreement(5, 5, 0), True),
@@ -154,8 +154,8 @@ def test_a_token_that_was_not_generated_is_wrong(manifest: DecoderManifest, geom
         (TokenAgreement(0, 9, 1), True),
     ],
 )
-def test_half_of_the_tokens_must_be_equal_or_one_wrong(found: TokenAgreement, conclusive: bool) -> None:
-    assert found.conclusive == conclusive
+def test_half_of_the_tokens_must_be_equal_or_one_wrong(found: TokenAgreement, is_conclusive: bool) -> None:
+    assert found.is_conclusive == is_conclusive
 
 
 @pytest.mark.slow

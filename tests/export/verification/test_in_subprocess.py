@@ -1,10 +1,11 @@
-"""Handling the worker's results."""
+"""The verification process' lines, and what becomes of its results."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,8 @@ from typing import IO, Any
 import pytest
 
 from topw_deploy.errors import VerificationError
-from topw_deploy.export.verification import in_subprocess
-from topw_deploy.export.verification.results import LEFT_PADDED, Outcome, encoded_result
+from topw_deploy.export.verification import in_subprocess, worker
+from topw_deploy.export.verification.results import LEFT_PADDED, Outcome, Result, decode_result, encode_result
 from topw_deploy.manifest import Check, NotCompared
 from topw_deploy.progress import SILENT, Progress
 
@@ -77,7 +78,7 @@ runpy.run_module("topw_deploy.export.verification.worker", run_name="__main__")
 
 @pytest.mark.slow
 def test_an_interruption_lets_the_worker_remove_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = json.dumps(encoded_result(NotCompared("decoder logits", "a reason")))
+    line = json.dumps(encode_result(NotCompared("decoder logits", "a reason")))
 
     def start(task: str, errors: IO[str]) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", WAITS, task, line]
@@ -88,7 +89,25 @@ def test_an_interruption_lets_the_worker_remove_its_files(tmp_path: Path, monkey
         raise KeyboardInterrupt
 
     monkeypatch.setattr(in_subprocess, "start", start)
-    monkeypatch.setattr(in_subprocess, "_ENDING", 60.0)
+    monkeypatch.setattr(in_subprocess, "_TERMINATION_SECONDS", 60.0)
     with pytest.raises(KeyboardInterrupt):
         in_subprocess.run_checks({"folder": str(tmp_path)}, Progress(interrupted))
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_models_own_code_prints_is_not_taken_for_a_result(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = NotCompared("decoder logits", "a reason")
+
+    def run(_task: dict[str, Any]) -> Iterator[Result]:
+        sys.stdout.write("The attention mask was not set.\n")
+        yield result
+
+    monkeypatch.setattr(worker, "run", run)
+    assert worker.main("{}") == 0
+    printed = capsys.readouterr()
+    first, last = (json.loads(line) for line in printed.out.splitlines())
+    assert decode_result(first) == result
+    assert last["peak"] > 0
+    assert printed.err == "The attention mask was not set.\n"

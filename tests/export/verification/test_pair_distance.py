@@ -10,7 +10,7 @@ import pytest
 from tests.support.toy_model import BOS, VOCAB, Toy, byte_tokenizer, export
 from topw_deploy.export.verification import worker
 from topw_deploy.export.verification.evaluation_text import page_ends
-from topw_deploy.export.verification.results import Outcome, PairDistance, decoded_result, encoded_result, printed
+from topw_deploy.export.verification.results import Outcome, PairDistance, decode_result, encode_result, format_result
 from topw_deploy.manifest import load_decoder_manifest
 from topw_deploy.sampling import Geometry, TopWOptions, median_distance
 from topw_deploy.sampling.likely_pairs import SAMPLE_TEXT
@@ -50,17 +50,17 @@ def test_a_folder_without_a_tokenizer_has_no_text_and_no_median(tmp_path: Path) 
     del manifest.files["tokenizer.json"]
     assert page_ends(folder, manifest, 40) == []
     geometry = Geometry.from_embeddings(TOY.embeddings, "mahalanobis")
-    assert list(worker._pair_distance(folder, manifest, Bigrams(), geometry)) == []  # type: ignore[arg-type]
+    assert list(worker._measure_pair_distance(folder, manifest, Bigrams(), geometry)) == []  # type: ignore[arg-type]
 
 
 def test_the_median_is_of_the_references_logits_on_that_text_and_reaches_the_manifest(folder: Path) -> None:
     manifest = load_decoder_manifest(folder)
     geometry = Geometry.from_embeddings(TOY.embeddings, "mahalanobis")
-    (found,) = worker._pair_distance(folder, manifest, Bigrams(), geometry)  # type: ignore[arg-type]
+    (found,) = worker._measure_pair_distance(folder, manifest, Bigrams(), geometry)  # type: ignore[arg-type]
     rows = [row for ids in page_ends(folder, manifest, 64) for row in Bigrams().logits(ids)]
     assert len(rows) == 128
     assert found.median == median_distance(geometry, rows)
     assert 0 < found.median < geometry.distances(np.arange(VOCAB), np.arange(VOCAB)).max()
-    assert decoded_result(encoded_result(found)) == found
+    assert decode_result(encode_result(found)) == found
     assert Outcome.of([found]).verification().median_distance == found.median
-    assert printed(PairDistance(21.3456)) == "  -[i] median distance of likely pairs: 21.35"
+    assert format_result(PairDistance(21.3456)) == "  -[i] median distance of likely pairs: 21.35"

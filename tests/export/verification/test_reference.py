@@ -8,7 +8,7 @@ import numpy as np
 
 from topw_deploy.export.foreign.load import load_decoder
 from topw_deploy.export.verification.decoder_checks import decoder_checks
-from topw_deploy.export.verification.reference import MakersReference
+from topw_deploy.export.verification.reference import OriginalDecoderReference
 from topw_deploy.manifest import DecoderInfo, key_value_states
 
 IDS = np.random.default_rng(0).integers(3, 280, 12)
@@ -17,7 +17,7 @@ VOCAB = 7
 
 def test_the_makers_decoder_gives_the_same_rows_by_runs_as_at_once(foreign_decoder: Path) -> None:
     file = foreign_decoder / "model.onnx"
-    reference = MakersReference(file, load_decoder(file, foreign_decoder).info)
+    reference = OriginalDecoderReference(file, load_decoder(file, foreign_decoder).info)
     runs = [5, 1, 1, 3, 2]
     found = reference.logits_by_runs(IDS, runs)
     np.testing.assert_allclose(found, reference.logits(IDS)[np.cumsum(runs) - 1], atol=1e-4)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from topw_deploy.export.verification.results import Outcome, Result, decoded_result, encoded_result, printed
+from topw_deploy.export.verification.results import Outcome, Result, decode_result, encode_result, format_result
 from topw_deploy.manifest import Check, NotCompared, Note
 
 GOOD, BAD = Check("prefill", True, 1e-7, 1e-4, "torch"), Check("decode", False, 1.0, 1e-4, "4 steps")
@@ -15,8 +15,8 @@ MISSING, NOTE = NotCompared("generation", "the source is not available"), Note("
 
 @pytest.mark.parametrize("result", [GOOD, BAD, MISSING, NOTE])
 def test_a_result_survives_the_way_between_the_processes(result: Result) -> None:
-    assert decoded_result(json.loads(json.dumps(encoded_result(result)))) == result
-    assert decoded_result({"peak": 5}) is None
+    assert decode_result(json.loads(json.dumps(encode_result(result)))) == result
+    assert decode_result({"peak": 5}) is None
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_only_what_was_compared_and_passed_counts_as_passed(results: list[Result
 
 
 def test_each_kind_of_result_has_a_mark_of_its_own() -> None:
-    assert [printed(result) for result in (GOOD, BAD, MISSING, NOTE)] == [
+    assert [format_result(result) for result in (GOOD, BAD, MISSING, NOTE)] == [
         "  -[✓] prefill: 1e-07 (bound 0.0001; torch)",
         "  -[x] decode: 1 (bound 0.0001; 4 steps)",
         "  -[-] generation: not compared, the source is not available",

@@ -14,7 +14,7 @@ from tests.support.samples import slow
 from topw_deploy.export.sampler_only import export_sampler, sampler_request
 from topw_deploy.export.verification import sampler_checks as module
 from topw_deploy.export.verification.probe import SamplerProbe
-from topw_deploy.export.verification.sampler_checks import made_logits, sampler_checks
+from topw_deploy.export.verification.sampler_checks import constructed_logits, sampler_checks
 from topw_deploy.manifest import Check, NotCompared, SamplerManifest, load_manifest
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters
 
@@ -101,11 +101,11 @@ def test_a_sampler_that_does_not_read_masks_fails(sampler: Sampler) -> None:
 
 
 def test_too_few_rows_are_not_compared(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "made_logits", lambda _vocab: PEAKED)
+    monkeypatch.setattr(module, "constructed_logits", lambda _vocab: PEAKED)
     (found,) = results(sampler, PEAKED)
     assert isinstance(found, NotCompared)
     assert "12 without a certificate and 6 under a mask are needed (56 rows" in found.reason
-    monkeypatch.setattr(module, "made_logits", lambda _vocab: FLAT)
+    monkeypatch.setattr(module, "constructed_logits", lambda _vocab: FLAT)
     (found,) = results(sampler, FLAT)
     assert isinstance(found, NotCompared)
 
@@ -118,14 +118,14 @@ def test_too_few_masked_rows_are_not_compared(sampler: Sampler, monkeypatch: pyt
 
 
 def test_a_wrong_row_is_a_failure_however_few_there_are(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "made_logits", lambda _vocab: PEAKED)
+    monkeypatch.setattr(module, "constructed_logits", lambda _vocab: PEAKED)
     found = results(sampler, PEAKED, lambda answers: answers["kept"].__iadd__(1))
     assert [each.name for each in found if not each.passed] == ["sampler kept sets"]
 
 
 @pytest.mark.parametrize("vocab", [2, 7, 300, 50_000])
-def test_made_logits_have_no_ties(vocab: int) -> None:
-    rows = made_logits(vocab)
+def test_constructed_logits_have_no_ties(vocab: int) -> None:
+    rows = constructed_logits(vocab)
     assert rows.shape == (4, vocab)
     assert all(len(np.unique(row)) == vocab for row in rows)
 

@@ -1,6 +1,6 @@
-"""Run decoder sessions with any form of cache.
+"""Run sessions of decoders with each form of cache.
 
-This code is independent of the runtime, so that the file is verified by separate code.
+Shares no code with the runtime, so that an error there cannot hide one of the file.
 """
 
 from __future__ import annotations
@@ -16,39 +16,43 @@ from topw_deploy.dtypes import array_name
 from topw_deploy.manifest import DecoderInfo
 
 Array = NDArray[np.generic]
-_GROWTH = 64  # slots added to a full buffer; any number works
+_GROWTH = 64  # slots that a full buffer gets in addition; any number is right
 
 
 class CacheDriver(Protocol):
-    """A decoder with its cache, run on columns of tokens that may be padded."""
+    """A decoder and its cache. Takes columns of tokens, in which padding may be anywhere."""
 
     def start(self, batch: int) -> None:
-        """Empty the cache for `batch` rows."""
+        """Empty the cache, for a batch of this many rows."""
 
     def step(self, ids: Array, attention_mask: Array) -> Array:
-        """Run columns `ids` [batch, n] with attention_mask [batch, past + n]; returns logits [batch, vocab]."""
+        """Run the next n columns. Returns the logits of each row's last token so far, [batch, vocab].
+
+        ids: int64 [batch, n].
+        attention_mask: int64 [batch, past + n].
+        """
 
 
 def cache_driver(session: ort.InferenceSession, decoder: DecoderInfo, logits: str) -> CacheDriver:
-    """A driver for the decoder's form of cache. logits: name of the output to return."""
+    """A driver for the decoder's form of cache. logits: the name of the output that `step` returns."""
     drivers: dict[str, Callable[[ort.InferenceSession, DecoderInfo, str], CacheDriver]] = {
-        "concat": _Concat,
-        "static": _Static,
-        "shared": _Shared,
+        "concat": _ConcatDriver,
+        "static": _StaticDriver,
+        "shared": _SharedDriver,
     }
     return drivers[decoder.kv_form](session, decoder, logits)
 
 
 def empty_states(decoder: DecoderInfo, batch: int, length: int) -> dict[str, Array]:
-    """Past input -> zeros."""
+    """Zeros for each input of past states, by name. length: of the axis for tokens."""
     return {
         state.past: np.zeros((batch, *(length if size == 0 else size for size in state.shape)), array_name(state.dtype))
         for state in decoder.states
     }
 
 
-class _Concat:
-    """A cache that the graph takes as input and returns with the new tokens appended."""
+class _ConcatDriver:
+    """Drives a cache that the graph takes as input and returns with the new tokens appended."""
 
     def __init__(self, session: ort.InferenceSession, decoder: DecoderInfo, logits: str) -> None:
         self._session, self._decoder, self._logits = session, decoder, logits
@@ -64,12 +68,12 @@ class _Concat:
         logits: Array = np.zeros(0)
         for start in range(0, columns, width):
             end = min(start + width, columns)
-            found = self._columns(ids[:, start:end], attention_mask[:, : past + end])
+            found = self._run_columns(ids[:, start:end], attention_mask[:, : past + end])
             seen = np.any(attention_mask[:, past + start : past + end], axis=1, keepdims=True)
             logits = found if start == 0 else np.where(seen, found, logits)
         return logits
 
-    def _columns(self, ids: Array, attention_mask: Array) -> Array:
+    def _run_columns(self, ids: Array, attention_mask: Array) -> Array:
         positions = np.maximum(np.cumsum(attention_mask, axis=1) - 1, 0)[:, -ids.shape[1] :]
         feeds = {"input_ids": ids, "attention_mask": attention_mask, "position_ids": positions, **self._past}
         results = self._session.run(None, {name: feeds[name] for name in self._inputs})
@@ -78,8 +82,8 @@ class _Concat:
         return named[self._logits]
 
 
-class _InPlace:
-    """A cache written in place, in one growing buffer; a run uses one row or all rows."""
+class _InPlaceDriver:
+    """Drives a cache that the graph writes in place. A run uses one row of the buffers, or all."""
 
     def __init__(self, session: ort.InferenceSession, decoder: DecoderInfo, logits: str) -> None:
         self._session, self._decoder, self._logits = session, decoder, logits
@@ -113,74 +117,84 @@ class _InPlace:
         return binding.get_outputs()[-1].numpy()
 
 
-class _Static(_InPlace):
-    """A static cache: attended columns are moved left, without gaps, and row lengths are an input."""
+class _StaticDriver(_InPlaceDriver):
+    """Drives a static cache. Its rows have no gaps, so attended columns are moved left; row lengths are an input."""
 
     def step(self, ids: Array, attention_mask: Array) -> Array:
-        compact, lengths = _to_the_left(ids, attention_mask)
+        compact, lengths = _move_left(ids, attention_mask)
         columns = compact.shape[1]
         width = self._decoder.most_columns or columns
         self._reserve(int(self._used.max()) + columns)
         logits: Array = np.zeros(0)
         for start in range(0, columns, width):
             some = np.clip(lengths - start, 0, width)
-            found = self._columns(compact[:, start : start + width], some)
-            # each row's logits are those of its last token
+            found = self._run_columns(compact[:, start : start + width], some)
+            # A row without a token in this chunk keeps the logits of an earlier one.
             logits = found if start == 0 else np.where((some > 0)[:, None], found, logits)
             self._used += some
         return logits
 
-    def _columns(self, ids: Array, lengths: NDArray[np.int64]) -> Array:
-        # Without a recurrent state, a row without tokens gets padding, which its next token overwrites.
-        real = lengths if self._decoder.recurs else np.maximum(lengths, 1)
-        apart = self._decoder.evicts and len(set(real.tolist())) > 1
-        if self._decoder.ragged_chunks or len(ids) == 1 or ids.shape[1] == 1 or not (self._used.any() or apart):
-            return self._rows(slice(None), ids, real)
-        each = [
-            self._rows(slice(r, r + 1), ids[r : r + 1, : max(1, real[r])], real[r : r + 1]) for r in range(len(ids))
+    def _run_columns(self, ids: Array, lengths: NDArray[np.int64]) -> Array:
+        """Run columns, for all rows at once if the decoder can, else row by row."""
+        # A row without tokens runs one of padding, which its next token overwrites; a recurrent state would keep it.
+        lengths = lengths if self._decoder.recurs else np.maximum(lengths, 1)
+        is_ragged = self._decoder.evicts and len(set(lengths.tolist())) > 1
+        if self._decoder.ragged_chunks or len(ids) == 1 or ids.shape[1] == 1 or not (self._used.any() or is_ragged):
+            return self._run_rows(slice(None), ids, lengths)
+        logits = [
+            self._run_rows(slice(r, r + 1), ids[r : r + 1, : max(1, lengths[r])], lengths[r : r + 1])
+            for r in range(len(ids))
         ]
-        return np.concatenate(each)
+        return np.concatenate(logits)
 
-    def _rows(self, rows: slice, ids: Array, lengths: Array) -> Array:
+    def _run_rows(self, rows: slice, ids: Array, lengths: Array) -> Array:
         feeds = {"input_ids": ids, "write_indices": self._used[rows], "row_lengths": lengths}
         total = np.array([self._used[rows].max() + ids.shape[1]], np.int32)
         return self._run(rows, {**feeds, "total_sequence_length": total})
 
 
-class _Shared(_InPlace):
-    """Another exporter's GroupQueryAttention: row lengths are sums of the mask, logits are those of the last column.
+class _SharedDriver(_InPlaceDriver):
+    """Drives the buffers of another exporter's GroupQueryAttention.
 
-    So rows of different lengths first run all columns but the last, right-padded, then each row's last token.
+    Its row lengths are sums of the mask, and its logits those of the last column. So a batch of different lengths first
+    runs all columns but the last, right-padded, and then each row's last token.
     """
 
     def step(self, ids: Array, attention_mask: Array) -> Array:
-        compact, lengths = _to_the_left(ids, attention_mask)
-        real, columns = np.maximum(lengths, 1), compact.shape[1]
+        compact, lengths = _move_left(ids, attention_mask)
+        # A row without tokens runs one of padding, which its next token overwrites.
+        run_lengths, columns = np.maximum(lengths, 1), compact.shape[1]
         self._reserve(int(self._used.max()) + columns)
-        if len(ids) == 1 or columns == 1 or (real.min() == columns and not self._used.any()):
-            logits = self._rows(slice(None), compact, self._used)
+        if len(ids) == 1 or columns == 1 or (run_lengths.min() == columns and not self._used.any()):
+            logits = self._run_rows(slice(None), compact, self._used)
         elif self._used.any():
-            each = [slice(row, row + 1) for row in range(len(ids))]
-            logits = np.concatenate([self._rows(r, compact[r, : real[r][0]], self._used[r]) for r in each])
+            rows = [slice(row, row + 1) for row in range(len(ids))]
+            logits = np.concatenate(
+                [self._run_rows(row, compact[row, : run_lengths[row][0]], self._used[row]) for row in rows]
+            )
         else:
-            self._rows(slice(None), compact[:, :-1], self._used)
-            logits = self._rows(slice(None), compact[np.arange(len(ids)), real - 1, None], real - 1)
+            self._run_rows(slice(None), compact[:, :-1], self._used)
+            last_tokens = compact[np.arange(len(ids)), run_lengths - 1, None]
+            logits = self._run_rows(slice(None), last_tokens, run_lengths - 1)
         self._used += lengths
         return logits
 
-    def _rows(self, rows: slice, ids: Array, starts: NDArray[np.int64]) -> Array:
-        """Run `ids`, without padding, in rows that hold `starts` [batch] tokens."""
+    def _run_rows(self, rows: slice, ids: Array, starts: NDArray[np.int64]) -> Array:
+        """Run tokens without padding in rows whose caches hold `starts`, int64 [batch], tokens."""
         positions = starts[:, None] + np.arange(ids.shape[1])
         ends = positions[:, -1:] + 1
         mask = (np.arange(ends.max()) < ends).astype(np.int64)
         return self._run(rows, {"input_ids": ids, "attention_mask": mask, "position_ids": positions})
 
 
-def _to_the_left(ids: Array, attention_mask: Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The ids of attended columns, without gaps [batch, columns >= 1], and their numbers [batch]."""
+def _move_left(ids: Array, attention_mask: Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Move the ids of attended columns to the left.
+
+    Returns ids without gaps [batch, columns >= 1], and the number of ids in each row, [batch].
+    """
     attended = attention_mask[:, -ids.shape[1] :].astype(bool)
     lengths = attended.sum(axis=1)
     compact = np.zeros((len(ids), max(1, int(lengths.max()))), np.int64)
-    for row, seen in enumerate(attended):
-        compact[row, : lengths[row]] = ids[row, seen]
+    for row, columns in enumerate(attended):
+        compact[row, : lengths[row]] = ids[row, columns]
     return compact, lengths

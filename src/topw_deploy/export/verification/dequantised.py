@@ -1,11 +1,10 @@
-"""Change model and graph so that a quantised export can be compared tightly.
+"""Change the model and the graph of a quantised export so that both agree up to float32 rounding.
 
-`dequantise_model` rounds the torch weights with the same quantiser. Blocks lie within one output, so fused weights do
-not matter.
+`dequantise_model` rounds the torch weights with the quantiser of the export. A block lies within one output, so it does
+not matter that the graph has fused weights.
 
-`exact_products` computes products in float32. MatMulNBits and QMoE at accuracy level 4, and QMoE of 8 bits at any,
-round activations to 8 bits, which is not an error of the export. Without that, graph and model agree up to float32
-rounding.
+`exact_copy` makes the graph compute products in float32. Otherwise MatMulNBits and QMoE at accuracy level 4, and QMoE
+of 8 bits at any level, round activations to 8 bits, which is not an error of the export.
 """
 
 from __future__ import annotations
@@ -36,23 +35,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _FLOAT32 = np.dtype(np.float32)
-_ACCURACY_FLOAT32 = 1  # accuracy_level
-_QMOE_PRODUCTS = "ORT_QMOE_CPU_QNBIT_GEMM"  # read by onnxruntime 1.31
-_COMPARED = 64  # leading weights that identify an output
+_FLOAT32_LEVEL = 1  # the accuracy_level of products in float32
+_QMOE_PRODUCTS = "ORT_QMOE_CPU_QNBIT_GEMM"  # environment variable that onnxruntime 1.31 reads
+_KEY_WEIGHTS = 64  # the number of leading weights that identify an output
 
 
 def dequantise_model(
     model: PreTrainedModel, folder: Path, scheme: Quantisation, stored: StoredRows | None = None
 ) -> None:
-    """Round the matrices of `model` in place.
+    """Round the matrices of `model` in place, as the export in `folder` rounds them.
 
-    Skips matrices that the export keeps in float, and those in `stored`, which are already rounded.
+    Skips matrices that the export keeps in float, and those in `stored`, which the checkpoint stores quantised.
     """
     import torch  # ONNX comparisons need no torch
     from transformers.pytorch_utils import Conv1D
 
     graph = ir.load(folder / MODEL_NAME).graph
-    kept, scales = float_outputs(graph), scale_type(graph)
+    kept, scales = float_output_keys(graph), scale_type(graph)
     table = model.get_input_embeddings().weight
     ends = {id(table), id(getattr(model.get_output_embeddings(), "weight", None))}
     with torch.no_grad():
@@ -64,10 +63,10 @@ def dequantise_model(
                 done.add(id(parameter))
                 rows = parameter.T if isinstance(module, Conv1D) else parameter  # [outputs, inputs]
                 block_size = scheme.table_block_size(rows.shape[1]) if parameter is table else scheme.block_size
-                how = scheme.of_table if id(parameter) in ends else scheme
+                how = scheme.table_scheme if id(parameter) in ends else scheme
                 exact = stored is not None and stored.origin(rows.numpy()) is not None
-                if block_size is not None and not exact and _output(rows) not in kept:
-                    rows.copy_(torch.from_numpy(rounded(rows, block_size, how, scales)))
+                if block_size is not None and not exact and _output_key(rows) not in kept:
+                    rows.copy_(torch.from_numpy(round_to_blocks(rows, block_size, how, scales)))
 
 
 def _dequantise_experts(
@@ -77,58 +76,63 @@ def _dequantise_experts(
     stored: StoredRows | None,
     scales: np.dtype[Any],
 ) -> set[int]:
-    """Round the matrices of experts in place. Returns the ids of all their parameters."""
+    """Round the matrices of experts in place. Returns `id` of each of their parameters."""
     import torch
 
     from topw_deploy.export.trace.experts import expert_matrices
 
-    def kept_codes(matrix: torch.Tensor) -> bool:
+    def has_kept_codes(matrix: torch.Tensor) -> bool:
         origin = None if stored is None else stored.origin(matrix.reshape(-1, matrix.shape[2]).numpy())
         return origin is not None and keeps_codes(origin)
 
     matrices = [matrix for module in model.modules() for matrix in expert_matrices(module)]
-    found = [matrix for matrix in matrices if _output(matrix.flatten(0, 1)) not in kept and not kept_codes(matrix)]
+    found = [
+        matrix for matrix in matrices if _output_key(matrix.flatten(0, 1)) not in kept and not has_kept_codes(matrix)
+    ]
     block_size = scheme.experts_block_size({matrix.shape[2] for matrix in found})
     if block_size is not None:
         for matrix in found:
             rows = matrix.reshape(-1, matrix.shape[2])  # [experts * outputs, inputs]
-            matrix.copy_(torch.from_numpy(rounded(rows, block_size, scheme, scales)).view(matrix.shape))
+            matrix.copy_(torch.from_numpy(round_to_blocks(rows, block_size, scheme, scales)).view(matrix.shape))
     return {id(matrix if matrix._base is None else matrix._base) for matrix in matrices}
 
 
 def scale_type(graph: ir.Graph) -> np.dtype[Any]:
-    """Type of `graph`'s scales, used for rounding."""
+    """The element type of the graph's scales, in which weights are rounded; float32 if it has none."""
     scales = (node.inputs[2].const_value for node in graph if node.op_type == "MatMulNBits" and node.inputs[2])
     return np.dtype(next((tensor.dtype.numpy() for tensor in scales if tensor is not None), np.float32))
 
 
-def float_outputs(graph: ir.Graph) -> set[bytes]:
-    """The leading weights of each row and column of a float matrix in the graph."""
+def float_output_keys(graph: ir.Graph) -> set[bytes]:
+    """The keys of all outputs that the graph keeps in float: of each row and each column of its float matrices."""
     found: set[bytes] = set()
     for value in graph.initializers.values():
         tensor = value.const_value
         if tensor is None or tensor.dtype not in FLOATS:
             continue
-        if len(tensor.shape) == 3:  # of experts, [E, N, K]
-            found |= {_key(row) for row in stored_array(tensor).reshape(-1, tensor.shape[2])[:, :_COMPARED]}
+        if len(tensor.shape) == 3:  # experts [E, N, K]
+            found |= {_key_of(row) for row in stored_array(tensor).reshape(-1, tensor.shape[2])[:, :_KEY_WEIGHTS]}
         if len(tensor.shape) == 2:
             array = stored_array(tensor)
-            found |= {_key(row) for row in array[:, :_COMPARED]}
-            found |= {_key(column) for column in array[:_COMPARED].T}
+            found |= {_key_of(row) for row in array[:, :_KEY_WEIGHTS]}
+            found |= {_key_of(column) for column in array[:_KEY_WEIGHTS].T}
     return found
 
 
-def _output(rows: torch.Tensor) -> bytes:
-    """The key of an output of `rows` [outputs, inputs]: the first that is not zero, as a padding token's is."""
-    return _key(rows[int(rows[:, :_COMPARED].any(dim=1).byte().argmax())].numpy())
+def _output_key(rows: torch.Tensor) -> bytes:
+    """The key of the first output of `rows` [outputs, inputs] that is not zero. A padding token's row may be zero."""
+    return _key_of(rows[int(rows[:, :_KEY_WEIGHTS].any(dim=1).byte().argmax())].numpy())
 
 
-def _key(output: np.ndarray) -> bytes:
-    return np.ascontiguousarray(output[:_COMPARED], dtype=np.float32).tobytes()
+def _key_of(output: np.ndarray) -> bytes:
+    """The leading weights of an output, as bytes."""
+    return np.ascontiguousarray(output[:_KEY_WEIGHTS], dtype=np.float32).tobytes()
 
 
-def rounded(rows: torch.Tensor, block_size: int, scheme: Quantisation, scales: np.dtype[Any] = _FLOAT32) -> np.ndarray:
-    """Quantise and dequantise `rows` [outputs, inputs] to float32."""
+def round_to_blocks(
+    rows: torch.Tensor, block_size: int, scheme: Quantisation, scales: np.dtype[Any] = _FLOAT32
+) -> np.ndarray:
+    """Quantise and dequantise `rows` [outputs, inputs]. Returns float32. scales: the type in which they are rounded."""
     array = rows.numpy().astype(scales)
     outputs, inputs = array.shape
     shape = BlocksShape(outputs, inputs, scheme.bits, block_size, scheme.is_symmetric)
@@ -137,19 +141,20 @@ def rounded(rows: torch.Tensor, block_size: int, scheme: Quantisation, scales: n
 
 
 @contextlib.contextmanager
-def exact_products(folder: Path, manifest: DecoderManifest) -> Iterator[Path]:
-    """A temporary copy of `folder` whose quantised products compute in float32; `folder` itself if they already do.
+def exact_copy(folder: Path, manifest: DecoderManifest) -> Iterator[Path]:
+    """A context manager that yields a temporary copy of `folder` whose quantised products compute in float32.
 
-    QMoE of 8 bits has no attribute for it, but a variable of the environment, which sessions opened in the block read.
+    Yields `folder` itself if its products do so already. QMoE of 8 bits has no attribute for this, but an environment
+    variable, which sessions read that are opened inside the context. Data files are hard-linked where possible.
 
-    Hard-links data files where possible. Raises VerificationError if the copy cannot be created beside `folder`.
+    Raises VerificationError if the copy cannot be created beside `folder`.
     """
     with _environment(_QMOE_PRODUCTS, "fp32"):
-        yield from _exact_folder(folder, manifest)
+        yield from _open_exact_copy(folder, manifest)
 
 
-def _exact_folder(folder: Path, manifest: DecoderManifest) -> Iterator[Path]:
-    if manifest.decoder.quantisation.get("accuracy_level", 0) in (0, _ACCURACY_FLOAT32):
+def _open_exact_copy(folder: Path, manifest: DecoderManifest) -> Iterator[Path]:
+    if manifest.decoder.quantisation.get("accuracy_level", 0) in (0, _FLOAT32_LEVEL):
         yield folder
         return
     try:
@@ -172,10 +177,11 @@ def _exact_folder(folder: Path, manifest: DecoderManifest) -> Iterator[Path]:
 
 
 def _write_exact(source: Path, target: Path) -> None:
+    """Write the graph with products in float32."""
     model = ir.load(source)
     for node in model.graph:
         if node.op_type in ("MatMulNBits", "QMoE") and "accuracy_level" in node.attributes:
-            node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", _ACCURACY_FLOAT32)
+            node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", _FLOAT32_LEVEL)
     ir.save(model, target)
 
 

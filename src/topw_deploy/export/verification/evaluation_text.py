@@ -1,7 +1,7 @@
-"""Text for measuring perplexity and distances.
+"""The text on which perplexity and distances are measured.
 
-For the demo model, its held-out documents; for others, prose and Python's reference manual, which is part of most
-installations.
+For the demo model it is its held-out documents. For other models it is prose and the reference manual of Python, which
+most installations contain.
 """
 
 from __future__ import annotations
@@ -16,21 +16,24 @@ from topw_deploy.export.verification.quantised_checks import EvaluationText
 from topw_deploy.manifest import DecoderManifest, Manifest, open_listed
 from topw_deploy.sampling.likely_pairs import SAMPLE_TEXT, first_and_last_tokens, split_special_prefix
 
-_COLUMNS = 256  # tokens in a row
-_MOST, _FEWEST = 8192, 1024  # tokens of text
-_MOST_WORK = 4 * 10**12  # multiply-adds per pass: under a minute on a few cores
+_COLUMNS = 256  # tokens in each row
+_LARGEST_BUDGET, _SMALLEST_BUDGET = 8192, 1024  # tokens of text
+_LARGEST_WORK = 4 * 10**12  # multiply-adds of a model for the text: under a minute on a few cores
 
 
 def evaluation_text(folder: Path, manifest: DecoderManifest, parameters: int) -> EvaluationText | None:
-    """The text as rows of tokens; None without tokenizer.json. parameters: the model's number of weights."""
+    """The text for perplexity, as rows of tokens; None without tokenizer.json or if the text is too short.
+
+    parameters: the number of weights of the model, which limits the length of the text.
+    """
     is_demo = manifest.source.get("id") == "demo"
-    text, name = (_held_out(), "the demo's held-out text") if is_demo else _general()
-    found = _encoding(folder, manifest, text)
+    text, name = (_held_out_text(), "the demo's held-out text") if is_demo else _general_text()
+    found = _encode(folder, manifest, text)
     if found is None:
         return None
     start, body = _start_and_body(found, manifest.sampler.vocab_size)
     length = min(_COLUMNS, manifest.decoder.context_length, len(start) + len(body)) - len(start)
-    count = min(max(1, tokens_for(parameters) // max(1, length)), len(body) // max(1, length))
+    count = min(max(1, token_budget(parameters) // max(1, length)), len(body) // max(1, length))
     if length + len(start) < 2 or count < 1:
         return None
     rows = np.hstack([np.tile(start, (count, 1)), body[: count * length].reshape(count, length)])
@@ -38,10 +41,11 @@ def evaluation_text(folder: Path, manifest: DecoderManifest, parameters: int) ->
 
 
 def page_ends(folder: Path, manifest: DecoderManifest, columns: int) -> list[np.ndarray]:
-    """The first and the last tokens of a page of prose and code, each int64 [at most `columns`], behind the tokenizer's
-    leading special tokens; [] without tokenizer.json.
+    """The first and the last tokens of a page of prose and code, int64 [n] each; [] without tokenizer.json.
+
+    Each begins with the tokenizer's leading special tokens and has at most `columns` tokens.
     """
-    found = _encoding(folder, manifest, SAMPLE_TEXT)
+    found = _encode(folder, manifest, SAMPLE_TEXT)
     if found is None:
         return []
     length = min(columns, manifest.decoder.context_length)
@@ -52,21 +56,21 @@ def _start_and_body(found: Any, vocab_size: int) -> tuple[np.ndarray, np.ndarray
     return split_special_prefix(found.ids, found.special_tokens_mask, vocab_size)
 
 
-def tokens_for(parameters: int) -> int:
-    """Tokens to measure, by _MOST_WORK, within [_FEWEST, _MOST]."""
-    return max(_FEWEST, min(_MOST, _MOST_WORK // max(1, 2 * parameters)))
+def token_budget(parameters: int) -> int:
+    """The number of tokens to measure with a model of this many weights."""
+    return max(_SMALLEST_BUDGET, min(_LARGEST_BUDGET, _LARGEST_WORK // max(1, 2 * parameters)))
 
 
-def encoded(folder: Path, manifest: Manifest, text: str) -> list[int] | None:
-    """Encode `text` with tokenizer.json; None without one.
+def encode(folder: Path, manifest: Manifest, text: str) -> list[int] | None:
+    """Encode `text` with the export's tokenizer.json. Returns the ids, or None without the file.
 
-    Raises ManifestError for a changed file, TokenizerError for an unreadable one.
+    Raises ManifestError if the file was changed, and TokenizerError if it cannot be read.
     """
-    found = _encoding(folder, manifest, text)
+    found = _encode(folder, manifest, text)
     return None if found is None else list(found.ids)
 
 
-def _encoding(folder: Path, manifest: Manifest, text: str) -> Any:
+def _encode(folder: Path, manifest: Manifest, text: str) -> Any:
     entry = manifest.files.get("tokenizer.json")
     if entry is None:
         return None
@@ -83,14 +87,15 @@ def _encoding(folder: Path, manifest: Manifest, text: str) -> Any:
         ) from None
 
 
-def _held_out() -> str:
+def _held_out_text() -> str:
+    """The documents that the demo model was not trained on."""
     from topw_deploy.demo.corpus import gather_corpus
 
     return "\n\n".join(sorted(gather_corpus().held_out))
 
 
-def _general() -> tuple[str, str]:
-    """General text and its name; some distributions package Python without its manual."""
+def _general_text() -> tuple[str, str]:
+    """The text for other models, and its name. Some distributions package Python without its manual."""
     from topw_deploy.demo.corpus import topic_sections
 
     try:

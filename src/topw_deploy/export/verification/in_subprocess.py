@@ -1,4 +1,4 @@
-"""Run the verification worker for exports and `topw verify`."""
+"""Start the verification process for an export or `topw verify`, and collect its results."""
 
 from __future__ import annotations
 
@@ -9,24 +9,31 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from topw_deploy.errors import SourceError, VerificationError
 from topw_deploy.export.job import Job
 from topw_deploy.export.source.resolve import HubOptions, resolve
-from topw_deploy.export.verification.results import LEFT_PADDED, RIGHT_PADDED, Outcome, Result, decoded_result, printed
+from topw_deploy.export.verification.results import (
+    LEFT_PADDED,
+    RIGHT_PADDED,
+    Outcome,
+    Result,
+    decode_result,
+    format_result,
+)
 from topw_deploy.manifest import Check, DecoderManifest, Manifest, NotCompared, Verification
 from topw_deploy.progress import Progress
 
-_ENDING = 5.0  # seconds
+_TERMINATION_SECONDS = 5.0  # for the process to end after a signal, before it is killed
 _EQUAL_LENGTHS = "so the prompts of a batch must have equal lengths"
 
 
 def verify_in_subprocess(job: Job, folder: Path) -> tuple[Verification, bool]:
-    """Verify a new export. Returns (manifest record, whether batches may be padded).
+    """Verify a new export. Returns the record for the manifest, and whether batches may be padded.
 
-    Another exporter's decoder may fail the padding checks; the manifest records that. Raises VerificationError for the
-    first failure otherwise.
+    Another exporter's decoder may fail one of the padding checks; the manifest records it, and batches may then not be
+    padded. Raises VerificationError for any other failed check.
     """
     source = job.source
     task = {
@@ -41,7 +48,7 @@ def verify_in_subprocess(job: Job, folder: Path) -> tuple[Verification, bool]:
     job.memory.peaks["verification"] = outcome.peak
     failed = [check.name for check in outcome.failed]
     if source.onnx is not None and failed in ([LEFT_PADDED], [RIGHT_PADDED]):
-        return replace(outcome, checks=tuple(map(_limited, outcome.checks))).verification(), False
+        return replace(outcome, checks=tuple(map(_add_limit, outcome.checks))).verification(), False
     if outcome.failed:
         worst = outcome.failed[0]
         raise VerificationError(
@@ -51,8 +58,8 @@ def verify_in_subprocess(job: Job, folder: Path) -> tuple[Verification, bool]:
     return outcome.verification(), True
 
 
-def _limited(check: Check) -> Check:
-    """Add the consequence to a failed padding check, and make its difference finite, as the manifest requires."""
+def _add_limit(check: Check) -> Check:
+    """Add to a failed padding check what follows from it. Its difference becomes finite, as the manifest requires."""
     if check.passed:
         return check
     difference = min(check.difference, sys.float_info.max) if check.difference >= 0 else sys.float_info.max  # NaN
@@ -62,9 +69,11 @@ def _limited(check: Check) -> Check:
 def recheck(
     folder: Path, manifest: Manifest, named: str | None, trust_remote_code: bool, progress: Progress
 ) -> Outcome:
-    """Check a finished export against source `named`, default the manifest's.
+    """Compare a finished export with its source, for `topw verify`.
 
-    Downloads nothing: hub models must be cached. Does not compare sampler-only folders.
+    Downloads nothing: a source on the hub must be in the local cache. Compares nothing for a sampler-only folder.
+
+    named: the source, a hub id or a folder; None for the manifest's.
     """
     if not isinstance(manifest, DecoderManifest):
         reason = "this is a sampler-only model"
@@ -84,23 +93,24 @@ def recheck(
 
 
 def run_checks(task: dict[str, Any], progress: Progress) -> Outcome:
-    """Run the worker on `task`, reporting results as they arrive.
+    """Run the verification process, and report results as they arrive.
 
     Keys of `task`:
         folder: the export.
-        onnx or checkpoint: the source; without one, `no_reference` says why.
-        num_hidden_layers, trust_remote_code: checkpoint options.
-        native: also check this machine's native sampler.
-        measure: also measure the median distance of likely pairs.
-    Raises VerificationError if the worker fails.
+        onnx or checkpoint: the source. Without one, `no_reference` says why.
+        num_hidden_layers, trust_remote_code: options for loading the checkpoint.
+        native: whether to check this machine's native sampler too.
+        measure: whether to measure the median distance of likely pairs too.
+
+    Raises VerificationError if the process fails; failed checks are part of the outcome.
     """
     results: list[Result] = []
     error, peak = None, 0
-    for line in _lines(task):
-        result = decoded_result(line)
+    for line in _read_worker(task):
+        result = decode_result(line)
         if result is not None:
             results.append(result)
-            progress.say(printed(result))
+            progress.say(format_result(result))
         elif "peak" in line:
             peak = int(line["peak"])
         else:
@@ -113,40 +123,43 @@ def run_checks(task: dict[str, Any], progress: Progress) -> Outcome:
     return outcome
 
 
-def _lines(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The worker's lines of JSON. Raises VerificationError if it dies."""
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as last_words:
-        process = start(json.dumps(task), last_words)
+def _read_worker(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Start the process and yield its lines of JSON. Raises VerificationError if it ends without stating an error."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+        process = start(json.dumps(task), errors)
         try:
-            assert process.stdout is not None
-            reported = False
-            for text in process.stdout:
+            has_stated_error = False
+            for text in cast("IO[str]", process.stdout):  # a pipe
                 line = json.loads(text)
-                reported = reported or "error" in line
+                has_stated_error = has_stated_error or "error" in line
                 yield line
-            if process.wait() != 0 and not reported:
-                last_words.seek(0)
-                words = last_words.read().strip().splitlines() or ["no message"]
+            if process.wait() != 0 and not has_stated_error:
+                errors.seek(0)
+                lines = errors.read().strip().splitlines() or ["no message"]
                 raise VerificationError(
-                    f"the verification ended with exit code {process.returncode} ({words[-1][:300]}); "
+                    f"the verification ended with exit code {process.returncode} ({lines[-1][:300]}); "
                     "report this, or export with --no-verify."
                 )
         finally:
             if process.poll() is None:
-                _end(process)
+                _terminate(process)
             process.wait()
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """Let the worker remove its temporary files, which may be as large as the model."""
+def _terminate(process: subprocess.Popen[str]) -> None:
+    """End the process by a signal, so that it removes its temporary files, which may be as large as the model."""
     process.terminate()
     try:
-        process.wait(_ENDING)
+        process.wait(_TERMINATION_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
 
 
 def start(task: str, errors: IO[str]) -> subprocess.Popen[str]:
-    """Start the worker on `task` (JSON) with a pipe for its output."""
+    """Start the verification process, with a pipe as its standard output.
+
+    task: JSON, see `run_checks`.
+    errors: its standard error.
+    """
     command = [sys.executable, "-m", "topw_deploy.export.verification.worker", task]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, encoding="utf-8")

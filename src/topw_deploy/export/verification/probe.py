@@ -1,4 +1,4 @@
-"""Sessions over the decoder or the sampler alone."""
+"""Sessions of an exported decoder or an exported sampler alone."""
 
 from __future__ import annotations
 
@@ -26,9 +26,13 @@ LOGITS = "topw.probe.logits"
 
 
 def open_graph(folder: Path, model: ir.Model, library: Path | None = None) -> ort.InferenceSession:
-    """Open a session over `model`, part of the export in `folder`; library: see `open_session`.
+    """Open a session of `model`, a part of the export's graph.
 
-    A graph with data files is written beside them temporarily. Raises VerificationError if `folder` is not writable.
+    A graph with data files is written to a temporary file beside them. Raises VerificationError if the folder cannot be
+    written.
+
+    folder: of the export.
+    library: see `open_session`.
     """
     if not external_files(model):
         return open_session(ir.to_proto(model).SerializeToString(), library)
@@ -48,10 +52,10 @@ def open_graph(folder: Path, model: ir.Model, library: Path | None = None) -> or
 
 
 def open_session(model: str | bytes, library: Path | None = None) -> ort.InferenceSession:
-    """Open a CPU session: equal results on all machines, except for rounding.
+    """Open a session of the CPU provider, whose results differ between machines only by rounding.
 
-    model: file or content.
-    library: the native sampler's library, to use instead of the file's function.
+    model: a file or its content.
+    library: the native sampler's library, which replaces the file's function; None for the function.
     """
     options = ort.SessionOptions()
     options.log_severity_level = 3
@@ -61,7 +65,7 @@ def open_session(model: str | bytes, library: Path | None = None) -> ort.Inferen
 
 
 class LogitsProbe:
-    """The exported decoder, whose output is the sampler's logits."""
+    """The exported decoder without its sampler: ids go in, the sampler's input `logits` comes out."""
 
     def __init__(self, folder: Path, decoder: DecoderInfo) -> None:
         self._driver = cache_driver(open_graph(folder, _decoder_model(folder)), decoder, LOGITS)
@@ -71,20 +75,21 @@ class LogitsProbe:
         self._driver.start(batch)
 
     def step(self, ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
-        """See `CacheDriver.step`. Padding can be anywhere."""
+        """See `CacheDriver.step`."""
         return self._driver.step(ids, attention_mask)
 
 
 def _decoder_model(folder: Path) -> ir.Model:
+    """The export's graph with the logits and the cache as outputs, and without sampler."""
     model = ir.load(folder / MODEL_NAME)
     graph = model.graph
     node = sampler_node(graph)
     logits = required_node_input(node.inputs[0])
     editor = GraphEditor(graph, "topw.probe")
-    shown = editor.op("Identity", [logits], dtype=ir.DataType.FLOAT, shape=["batch", None], name=LOGITS)
+    output = editor.op("Identity", [logits], dtype=ir.DataType.FLOAT, shape=["batch", None], name=LOGITS)
     cache = [value for value in graph.outputs if (value.name or "").startswith("present.")]
     graph.outputs.clear()
-    graph.outputs.extend([shown, *cache])
+    graph.outputs.extend([output, *cache])
     RemoveUnusedNodesPass()(model)
     for value in [value for value in graph.inputs if value.name in TAIL_INPUTS]:
         graph.inputs.remove(value)
@@ -93,7 +98,7 @@ def _decoder_model(folder: Path) -> ir.Model:
 
 
 class SamplerProbe:
-    """The exported sampler. library: see `open_session`."""
+    """The exported sampler without its decoder. library: see `open_session`."""
 
     def __init__(self, folder: Path, library: Path | None = None) -> None:
         self._session = open_graph(folder, _sampler_model(folder), library)
@@ -107,10 +112,13 @@ class SamplerProbe:
         allowed: np.ndarray | None = None,
         rules: Sequence[RuleParameters] | None = None,
     ) -> dict[str, Any]:
-        """Outputs by name for logits float32 [batch, vocab].
+        """Sample once. Returns the node's outputs by name.
 
-        allowed: int32 [batch, words], None for no masks.
-        rules: one per row, None for Top-W.
+        logits: float32 [batch, vocab].
+        parameters: Top-W's parameters of each row.
+        uniform: the uniform number of each row.
+        allowed: the masks, int32 [batch, words]; None allows all tokens.
+        rules: the rule of each row; None for Top-W.
         """
         batch = len(logits)
         chosen = RuleInputs(batch)
@@ -131,6 +139,7 @@ class SamplerProbe:
 
 
 def _sampler_model(folder: Path) -> ir.Model:
+    """The export's graph with an input `logits` in place of the decoder."""
     model = ir.load(folder / MODEL_NAME)
     graph = model.graph
     node = next(node for node in graph if node.name == NODE_NAME)
@@ -138,7 +147,7 @@ def _sampler_model(folder: Path) -> ir.Model:
     old = node.inputs[0]
     width = old.shape[-1] if old is not None and old.shape is not None else None
     vocab = width if isinstance(width, int) else "vocab"
-    # A decoder output may be called logits too.
+    # The name of the new input may belong to an output of the decoder.
     for value in graph.outputs:
         if value.name == "logits":
             value.name = "topw.probe.old_logits"
@@ -147,7 +156,7 @@ def _sampler_model(folder: Path) -> ir.Model:
     logits = editor.input("logits", ir.DataType.FLOAT, ["batch", vocab])
     graph.outputs.clear()
     if old is not None:
-        ir.convenience.replace_all_uses_with(old, logits)  # includes uses that count optional inputs' rows
+        ir.convenience.replace_all_uses_with(old, logits)  # also by the nodes that `add_defaults` added
     graph.outputs.extend(node.outputs)
     RemoveUnusedNodesPass()(model)
     for value in [value for value in graph.inputs if value.name not in TAIL_INPUTS]:

@@ -1,7 +1,7 @@
-"""Measure quantisation loss on text: the shipped graph against the float32 model.
+"""Measure what quantisation loses on text, by comparing the exported graph with the float32 model.
 
-decoder_checks use the same rounded weights on both sides, so poor rounding fails only here, and only for trained
-models.
+The checks of decoder_checks.py have the same rounded weights on both sides. So these are the only checks that poor
+rounding fails, and only for trained models.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from topw_deploy.export.verification.reference import Reference
 from topw_deploy.manifest import Check, DecoderManifest, Note
 from topw_deploy.sampling import Geometry, sample_row, uniform_for
 
-# Maximum increase of the loss in nats per token: five times that of the worst options on the bundled model (0.040:
-# `default`, blocks of 256). Scales a fifth too large in one layer cost 0.3, swapped half bytes in one matrix 0.13 to
-# 1.1, correct 8-bit weights at most 0.002.
+# Largest increase of the loss in nats per token. For int4 it is five times that of the worst options on the bundled
+# model (0.040: `default`, blocks of 256). For comparison, scales a fifth too large in one layer cost 0.3, swapped half
+# bytes in one matrix 0.13 to 1.1, and correct 8-bit weights at most 0.002.
 PERPLEXITY_BOUNDS = {"int4": 0.2, "int8": 0.02}
-# For models no better than guessing. Rounding moves their loss either way, by up to 0.6 in random models at 4 bits, so
-# staying under this proves nothing; exceeding it fails.
+# The same for models that are no better than guessing. Rounding changes their loss in either direction, by up to 0.6 in
+# random models at 4 bits. So a smaller increase proves nothing; a larger one fails.
 UNTRAINED_BOUND = 1.0
-_CERTAINTY = 2.0  # standard errors by which a failing loss exceeds its bound
-_BATCH = 16  # rows decoded together
-_CROPS = 32  # positions for comparing crops and tokens
+_CERTAINTY = 2.0  # the number of standard errors by which a loss must exceed its bound to fail
+_BATCH = 16  # rows in a batch
+_CROPS = 32  # positions at which kept sets and tokens are compared
 _SEED = 11
 
 
 @dataclass(frozen=True)
 class EvaluationText:
-    """Text to measure on.
+    """A text on which a loss is measured.
 
-    rows: token ids int64 [rows, columns].
-    prefix: leading special tokens per row (BOS).
-    name: description.
+    rows: token ids, int64 [rows, columns].
+    prefix: the number of special tokens (BOS) at the start of each row.
+    name: describes the text in results.
     """
 
     rows: np.ndarray
@@ -46,7 +46,12 @@ class EvaluationText:
 
 @dataclass(frozen=True)
 class Loss:
-    """Nats per token, and the difference's standard error."""
+    """The loss of both models on a text, in nats per token.
+
+    exact: of the float32 model.
+    quantised: of the exported graph.
+    error: the standard error of their difference.
+    """
 
     exact: float
     quantised: float
@@ -54,13 +59,14 @@ class Loss:
 
     @classmethod
     def of(cls, exact: np.ndarray, quantised: np.ndarray) -> Loss:
-        """Average losses [rows, tokens]. Rows are the samples, as neighbouring tokens are correlated."""
+        """Average losses [rows, tokens]. The samples are rows, because the losses of neighbouring tokens correlate."""
         samples = (quantised - exact).mean(axis=1) if len(exact) > 1 else (quantised - exact)[0]
         error = samples.std(ddof=1) / math.sqrt(len(samples)) if len(samples) > 1 else 0.0
         return cls(float(exact.mean()), float(quantised.mean()), float(error))
 
     @property
     def difference(self) -> float:
+        """The increase of the loss: the logarithm of the ratio of perplexities."""
         return self.quantised - self.exact
 
 
@@ -71,10 +77,13 @@ def quantised_checks(
     manifest: DecoderManifest,
     geometries: tuple[Geometry, Geometry],
 ) -> Iterator[Check | Note]:
-    """Compare perplexity, kept sets and tokens of the shipped graph `probe` with the float32 `reference`.
+    """Compare perplexity, kept sets and tokens of the exported graph with those of the float32 model.
 
-    geometries: of the graph's and the float model's table.
-    Yields the perplexity, which can fail, then notes.
+    probe: the exported graph, with its own products.
+    reference: the float32 model.
+    geometries: of the graph's table and of the float32 model's.
+
+    Yields the perplexity, which can fail, and then two notes.
     """
     counted = text.rows.shape[1] - 1
     places = {divmod(int(place), counted) for place in np.linspace(0, len(text.rows) * counted - 1, _CROPS)}
@@ -100,9 +109,9 @@ def quantised_checks(
 
 
 def perplexity_check(loss: Loss, manifest: DecoderManifest, text: EvaluationText) -> Check | Note:
-    """Check that the loss grew by at most the bound, within statistical error.
+    """Check that the loss grew by at most the bound, within its statistical error.
 
-    Models no better than guessing do not pass but get a Note.
+    A model that is no better than guessing does not pass: it fails, or gets a Note.
     """
     trained = loss.exact < math.log(manifest.sampler.vocab_size)
     bound = PERPLEXITY_BOUNDS[manifest.decoder.weights_dtype] if trained else UNTRAINED_BOUND
@@ -121,7 +130,7 @@ def perplexity_check(loss: Loss, manifest: DecoderManifest, text: EvaluationText
 def _float_losses(
     reference: Reference, rows: np.ndarray, places: set[tuple[int, int]]
 ) -> tuple[np.ndarray, dict[tuple[int, int], np.ndarray]]:
-    """Losses [rows, columns - 1] and logits at `places`, row by row."""
+    """The float32 model's losses [rows, columns - 1], and its logits at the places (row, column)."""
     losses = np.empty((len(rows), rows.shape[1] - 1))
     kept: dict[tuple[int, int], np.ndarray] = {}
     for number, row in enumerate(rows):
@@ -133,7 +142,7 @@ def _float_losses(
 
 
 def _losses(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """-log p of each token in nats, float64 [n]; logits [n, vocab]."""
+    """-log p of each token, in nats: float64 [n]. logits: [n, vocab]; tokens: ids [n]."""
     wide = logits.astype(np.float64)
     most = wide.max(axis=1)
     chosen = wide[np.arange(len(tokens)), tokens]
@@ -147,6 +156,7 @@ def _agreement(
     manifest: DecoderManifest,
     geometries: tuple[Geometry, Geometry],
 ) -> tuple[bool, bool]:
+    """Whether both models keep the same set, and draw the same token, under the defaults. place: seeds the draw."""
     uniform = uniform_for(_SEED, place)
     rows = [
         sample_row(row, manifest.defaults, manifest.sampler.options, geometry, uniform)

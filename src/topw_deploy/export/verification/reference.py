@@ -1,4 +1,4 @@
-"""Reference logits: the torch model or the original ONNX decoder."""
+"""The reference that an export is compared with: the torch model, or another exporter's ONNX decoder."""
 
 from __future__ import annotations
 
@@ -15,19 +15,28 @@ from topw_deploy.sampling import Geometry
 
 
 class Reference(Protocol):
-    """Logits of one unpadded sequence."""
+    """A source of logits for sequences without padding.
+
+    name: as shown in results.
+    """
 
     name: str
 
     def logits(self, ids: np.ndarray) -> np.ndarray:
-        """float32 [n, vocab] for ids [n]; row i depends on ids[: i + 1]."""
+        """The logits after each of ids [n]: float32 [n, vocab]."""
 
     def logits_by_runs(self, ids: np.ndarray, runs: Sequence[int]) -> np.ndarray:
-        """The last logits of each run, with `ids` split into runs of these sizes; the split can affect rounding."""
+        """The logits at the end of each run: float32 [runs, vocab].
+
+        runs: the sizes of the runs into which `ids` is split. How it is split can affect rounding.
+        """
 
 
 class TorchReference:
-    """The transformers checkpoint in float32."""
+    """A transformers checkpoint, computed in float32.
+
+    dtype: of the export; the weights are rounded to it.
+    """
 
     name = "torch"
 
@@ -39,7 +48,7 @@ class TorchReference:
 
     @property
     def parameters(self) -> int:
-        """Parameter count."""
+        """The number of weights."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def logits(self, ids: np.ndarray) -> np.ndarray:
@@ -52,17 +61,18 @@ class TorchReference:
         return self.logits(ids)[np.cumsum(runs) - 1]
 
     def geometry(self, metric: str, vocab: int) -> Geometry:
+        """The geometry of the first `vocab` rows of the embedding table."""
         if metric == "uniform":
             return Geometry.uniform()
         return Geometry.from_embeddings(self.model.get_input_embeddings().weight[:vocab].detach().numpy(), metric)
 
 
-class MakersReference:
-    """A graft's original ONNX decoder.
+class OriginalDecoderReference:
+    """The ONNX decoder onto which a sampler was grafted.
 
-    Where activations are rounded to 8 bits (MatMulNBits on a CPU), a float32 difference in the last digit, as between
-    steps and whole prompts, can flip a rounding and grow (measured: 0.11, for logits up to 16). So both sides use equal
-    runs.
+    MatMulNBits on a CPU may round activations to 8 bits. A difference in the last digit of a float32, such as there is
+    between single steps and a whole prompt, can then change a rounding and grow (measured: 0.11, for logits up to 16).
+    So `logits_by_runs` splits the ids as the export's decoder does.
     """
 
     name = "the original decoder"
@@ -76,7 +86,9 @@ class MakersReference:
         rows = self._run(ids)
         if len(rows) == len(ids):
             return rows
-        return np.concatenate([self._run(ids[: n + 1]) for n in range(len(ids))])  # the graph returns only the last row
+        return np.concatenate(
+            [self._run(ids[: n + 1]) for n in range(len(ids))]
+        )  # the graph returns only the last logits
 
     def logits_by_runs(self, ids: np.ndarray, runs: Sequence[int]) -> np.ndarray:
         driver = cache_driver(self._session, self._decoder, "logits")

@@ -1,4 +1,4 @@
-"""Verification results: collection, JSON and printing."""
+"""The results of a verification: how they are collected, passed between processes and printed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from topw_deploy.manifest import Check, NotCompared, Note, Verification
 
 @dataclass(frozen=True)
 class PairDistance:
-    """The median distance of likely pairs of tokens, a measurement."""
+    """A measurement: the median distance of pairs of likely tokens."""
 
     median: float
 
 
 Result = Check | NotCompared | Note | PairDistance
 
+# Names of the checks that another exporter's decoder may fail; see `verify_in_subprocess`.
 LEFT_PADDED = "left-padded batch logits"
 RIGHT_PADDED = "right-padded batch logits"
 
@@ -31,10 +32,10 @@ _KINDS: dict[str, type[Result]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """All results.
+    """All results of one verification.
 
-    peak: worker memory in bytes.
-    median_distance: of likely pairs of tokens, None if it was not measured.
+    peak: the largest memory of the process in bytes; 0 if unknown.
+    median_distance: of pairs of likely tokens; None if it was not measured.
     """
 
     checks: tuple[Check, ...]
@@ -45,6 +46,7 @@ class Outcome:
 
     @classmethod
     def of(cls, results: Iterable[Result], peak: int = 0) -> Outcome:
+        """Sort results by their kind."""
         found = list(results)
         return cls(
             tuple(result for result in found if isinstance(result, Check)),
@@ -56,10 +58,11 @@ class Outcome:
 
     @property
     def failed(self) -> tuple[Check, ...]:
+        """The checks that failed."""
         return tuple(check for check in self.checks if not check.passed)
 
     def verification(self) -> Verification:
-        """The manifest's record: "passed" if everything was compared and passed, else "partial"."""
+        """The record for the manifest: "passed" if everything was compared and all checks passed, else "partial"."""
         status = "partial" if self.not_compared or self.failed else "passed"
         return Verification(
             status=status,
@@ -70,22 +73,25 @@ class Outcome:
         )
 
 
-def encoded_result(result: Result) -> dict[str, Any]:
-    """{kind: fields}, for JSON."""
+def encode_result(result: Result) -> dict[str, Any]:
+    """Encode a result as {kind: fields}, for JSON."""
     kind = next(kind for kind, each in _KINDS.items() if isinstance(result, each))
     return {kind: asdict(result)}
 
 
-def decoded_result(line: dict[str, Any]) -> Result | None:
-    """Inverse of `encoded_result`; None for other lines."""
+def decode_result(line: dict[str, Any]) -> Result | None:
+    """Decode what `encode_result` returned; None for other lines of the worker."""
     for kind, each in _KINDS.items():
         if kind in line:
             return each(**line[kind])
     return None
 
 
-def printed(result: Result) -> str:
-    """`-[✓] prefill logits: 3.6e-07 (bound 1e-04; 64 tokens, torch)`; [x] failed, [-] not compared, [i] note."""
+def format_result(result: Result) -> str:
+    """Format a result as a line such as `-[✓] prefill logits: 3.6e-07 (bound 1e-04; 64 tokens, torch)`.
+
+    The mark is ✓ for a check that passed, x for one that failed, - for what was not compared, and i for a note.
+    """
     if isinstance(result, Note):
         return f"  -[i] {result.name}: {result.text}"
     if isinstance(result, PairDistance):

@@ -1,4 +1,4 @@
-"""Compare the sampler node under rules other than Top-W with their definitions in float64."""
+"""Compare the sampler node under rules other than Top-W with the rules' definitions in float64."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RULES = (
     RuleParameters(rule="top_n_sigma"),
     RuleParameters(rule="none"),
 )
-# Minimum number of rows without a tie: half of what four rows of logits give for a single rule.
+# Fewest rows without a tie: half of the rows that four rows of logits give for a single rule.
 FEWEST_RULE_ROWS = 12
 _UNIFORM = (0.1, 0.5, 0.9)
 
@@ -34,12 +34,14 @@ def rule_checks(
     title: str = "sampler",
     names: Collection[str] | None = None,
 ) -> Iterator[Check | NotCompared]:
-    """Compare kept sizes, certificates, tokens and log-probabilities on `logits` [n, vocab], in batches of all rules.
+    """Compare sizes of kept sets, certificates, tokens and log-probabilities, in batches of all rules.
 
-    Temperatures are 1 and 1.7. Rows that rounding may decide (docs/contract/rules.md, section 2) are not compared.
-    With fewer than FEWEST_RULE_ROWS others, yields NotCompared.
+    The temperatures are 1 and 1.7. Rows on a tie, which rounding may decide (docs/contract/rules.md, section 2), are
+    not compared. Yields NotCompared if fewer than FEWEST_RULE_ROWS other rows are left.
 
-    names: rules that the sampler carries, None for all. Yields nothing if it carries none of the compared ones.
+    logits: float32 [n, vocab].
+    title: prefix of the results' names.
+    names: the rules that the sampler carries; None for all. Yields nothing if none of them is in RULES.
     """
     carried = [rule for rule in RULES if names is None or rule.chosen.name in names]
     if not carried:
@@ -60,8 +62,8 @@ def rule_checks(
                 ties += 1
                 continue
             answer = {name: value[index] for name, value in found.items()}
-            wrong += not _same(wanted, answer)
-            # np.maximum propagates NaN, and the check then fails
+            wrong += not _is_same(wanted, answer)
+            # NaN if one is, and the check then fails
             worst = float(np.maximum(worst, abs(float(answer["logprob"]) - wanted.logprob)))
     detail = f"{len(logits) * len(cases)} rows, {len(carried)} rules, {ties} on a tie"
     if len(logits) * len(cases) - ties < FEWEST_RULE_ROWS and not wrong:
@@ -71,6 +73,6 @@ def rule_checks(
     yield Check(f"{title} rules' log-probabilities", worst <= LOGPROB_BOUND, worst, LOGPROB_BOUND, detail)
 
 
-def _same(wanted: SampledRow, found: dict[str, np.ndarray]) -> bool:
+def _is_same(wanted: SampledRow, found: dict[str, np.ndarray]) -> bool:
     names = ("kept", "certified", "next_token")
     return all(found[name] == getattr(wanted, name) for name in names)

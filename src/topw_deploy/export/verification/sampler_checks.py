@@ -1,4 +1,4 @@
-"""Compare the sampler node with the float64 reference, on real logits and the file's table."""
+"""Compare the sampler node with the float64 reference, on the decoder's logits and with the file's embedding table."""
 
 from __future__ import annotations
 
@@ -28,20 +28,29 @@ from topw_deploy.sampling import (
 )
 
 LOGPROB_BOUND = 1e-4
-# Minimum number of rows without a tie, and of those among them without a certificate, whose crops the pool's distances
-# give. Four rows of logits give 28 or more, and 8 or more under a mask.
+# Fewest rows without a tie; fewest of them without a certificate, whose crop depends on distances; and fewest under a
+# mask. Four rows of logits give at least 28 rows, and 8 under a mask.
 FEWEST_ROWS, FEWEST_UNCERTIFIED, FEWEST_MASKED = 20, 12, 6
-_MADE_ROWS = 4
-_MASKED_SETTINGS = 2  # the first of `_settings`
-_LARGEST_CROP_WALKED = 6  # tokens drawn per crop; all for smaller crops
+_CONSTRUCTED_ROWS = 4
+_MASKED_SETTINGS = 2  # number of `_settings`, from the first, that are compared under a mask
+_TOKENS_PER_CROP = 6  # that are drawn; all of a smaller crop
 _LARGEST_BATCH = 32
-_POOL_VALUES = 8_000_000  # pool features per batch; the graph holds several 4-byte copies
-_TOKENS_MEASURED = 48  # for the neighbour bound, each compared with all tokens
-_BLOCK = 2048
+_POOL_VALUES = 8_000_000  # features of pool tokens in a batch; the graph holds several copies of 4 bytes each
+_TOKENS_MEASURED = 48  # whose neighbour bound is checked, against distances to all tokens
+_BLOCK = 2048  # tokens to which distances are computed at once
 
 
 @dataclass
 class _Tally:
+    """Counts of compared rows.
+
+    rows: all rows.
+    ties: rows on a tie, which are not judged, or not their token.
+    uncertified: judged rows without a certificate.
+    kept_sets, tokens, certificates: rows in which these are wrong.
+    worst_logprob: the largest difference of a log-probability.
+    """
+
     rows: int = 0
     ties: int = 0
     uncertified: int = 0
@@ -51,15 +60,18 @@ class _Tally:
     worst_logprob: float = 0.0
 
     @property
-    def enough(self) -> bool:
+    def has_enough(self) -> bool:
+        """Whether enough rows were judged without a mask."""
         return self.compared >= FEWEST_ROWS and self.uncertified >= FEWEST_UNCERTIFIED
 
     @property
     def compared(self) -> int:
+        """The number of judged rows."""
         return self.rows - self.ties
 
     @property
     def wrong(self) -> dict[str, int]:
+        """The numbers of wrong answers, by what is wrong."""
         return {"kept sets": self.kept_sets, "tokens": self.tokens, "certificates": self.certificates}
 
     def add_all(self, answers: Iterable[tuple[SampledRow, dict[str, np.ndarray]]]) -> None:
@@ -67,20 +79,21 @@ class _Tally:
             self.add(wanted, found)
 
     def add(self, wanted: SampledRow, found: dict[str, np.ndarray]) -> None:
+        """Judge one row. wanted: the reference's answer; found: the node's outputs."""
         self.rows += 1
         if wanted.ties.allow_other_set(FLOAT32_TIES):
             self.ties += 1
             return
         self.uncertified += not wanted.certified
         self.kept_sets += bool(found["kept"] != wanted.kept)
-        # A missing certificate only costs time.
+        # A certificate that is missing is not wrong: it only costs time.
         false_claim = bool(found["certified"]) and not wanted.certified
         self.certificates += false_claim and not wanted.ties.allow_other_certified(FLOAT32_TIES)
         if wanted.draw_margin <= FLOAT32_TIES.draw:
             self.ties += 1
         elif found["next_token"] != wanted.next_token:
             self.tokens += 1
-        else:  # np.maximum keeps NaN, which fails
+        else:  # NaN if one is, and the check then fails
             self.worst_logprob = float(np.maximum(self.worst_logprob, abs(float(found["logprob"]) - wanted.logprob)))
 
 
@@ -92,62 +105,66 @@ def sampler_checks(
     logits: np.ndarray,
     title: str = "sampler",
 ) -> Iterator[Check | NotCompared]:
-    """Compare kept sets, tokens, certificates and log-probabilities on `logits` [n, vocab].
+    """Compare kept sets, tokens, certificates and log-probabilities.
 
-    Compares the size of each crop and draws its tokens (six of a large one), each at the middle of its uniform
-    interval. Rows that rounding may decide (docs/contract/graph.md, section 4) are not judged. Each row of `logits` is
-    compared again under a mask that forbids its best token. Below FEWEST_ROWS or FEWEST_UNCERTIFIED, and under masks
-    below FEWEST_MASKED, constructed rows are added; if there are still too few, yields NotCompared.
+    For each crop, compares its size and draws its tokens, six of a large one, each by the uniform number in the middle
+    of its interval. Each row is compared again under a mask that forbids its best token. Rows on a tie, which rounding
+    may decide (docs/contract/graph.md, section 4), are not judged.
 
-    title: prefix of result names.
+    If fewer than FEWEST_ROWS, FEWEST_UNCERTIFIED or FEWEST_MASKED rows are left, constructed logits are added. If there
+    are still too few, yields NotCompared.
+
+    logits: float32 [n, vocab].
+    title: prefix of the results' names.
     """
     unmasked, masked = _Tally(), _Tally()
-    made = made_logits(sampler.vocab_size)
-    unmasked.add_all(_answers(probe, sampler, defaults, geometry, logits))
+    made = constructed_logits(sampler.vocab_size)
+    unmasked.add_all(_answer_pairs(probe, sampler, defaults, geometry, logits))
     given = unmasked.rows
-    if not unmasked.enough:
-        unmasked.add_all(_answers(probe, sampler, defaults, geometry, made))
-    masked.add_all(_answers(probe, sampler, defaults, geometry, logits, made_masks(logits)))
+    if not unmasked.has_enough:
+        unmasked.add_all(_answer_pairs(probe, sampler, defaults, geometry, made))
+    masked.add_all(_answer_pairs(probe, sampler, defaults, geometry, logits, random_masks(logits)))
     if masked.compared < FEWEST_MASKED:
-        masked.add_all(_answers(probe, sampler, defaults, geometry, made, made_masks(made)))
+        masked.add_all(_answer_pairs(probe, sampler, defaults, geometry, made, random_masks(made)))
     wrong = {name: count + masked.wrong[name] for name, count in unmasked.wrong.items()}
     detail = (
         f"{unmasked.rows} rows, {unmasked.rows - given} of constructed logits, {unmasked.uncertified} without a "
         f"certificate, {unmasked.ties} on a tie; {masked.rows} rows under a mask, {masked.ties} on a tie"
     )
-    if not (unmasked.enough and masked.compared >= FEWEST_MASKED) and not any(wrong.values()):
+    if not (unmasked.has_enough and masked.compared >= FEWEST_MASKED) and not any(wrong.values()):
         least = f"{FEWEST_ROWS} rows without a tie, {FEWEST_UNCERTIFIED} without a certificate and {FEWEST_MASKED}"
         yield NotCompared(title, f"at least {least} under a mask are needed ({detail})")
         return
     for name, count in wrong.items():
         yield Check(f"{title} {name}", count == 0, float(count), 0.0, detail)
-    worst = float(np.maximum(unmasked.worst_logprob, masked.worst_logprob))  # np.maximum keeps NaN
+    worst = float(np.maximum(unmasked.worst_logprob, masked.worst_logprob))  # NaN if one is
     yield Check(f"{title} log-probabilities", worst <= LOGPROB_BOUND, worst, LOGPROB_BOUND, detail)
 
 
-def made_logits(vocab: int) -> np.ndarray:
-    """Constructed logits [_MADE_ROWS, vocab] without ties, where distances decide.
+def constructed_logits(vocab: int) -> np.ndarray:
+    """Logits [_CONSTRUCTED_ROWS, vocab] without ties, for which distances decide.
 
-    Each row spreads up to 8 tokens evenly over 0.5 to 2; all others are at least 4 lower.
+    In each row, up to 8 tokens have the largest logits, evenly spaced over a range of 0.5 to 2. All others are at least
+    4 lower.
     """
     generator = np.random.default_rng(1)
-    rows = np.empty((_MADE_ROWS, vocab), np.float32)
+    rows = np.empty((_CONSTRUCTED_ROWS, vocab), np.float32)
     head = min(8, vocab)
     below = -4.0 - 8.0 * np.linspace(0.0, 1.0, vocab - head)
-    for row, spread in zip(rows, np.linspace(0.5, 2.0, _MADE_ROWS), strict=True):
+    for row, spread in zip(rows, np.linspace(0.5, 2.0, _CONSTRUCTED_ROWS), strict=True):
         row[generator.permutation(vocab)] = np.concatenate([-np.linspace(0.0, spread, head), below - spread])
     return rows
 
 
-def made_masks(logits: np.ndarray) -> np.ndarray:
-    """Masks int32 [n, words] of logits [n, vocab]: a random half of the tokens, without each row's best."""
+def random_masks(logits: np.ndarray) -> np.ndarray:
+    """Masks int32 [n, words] for logits [n, vocab]: each allows a random half of the tokens, but not the row's best."""
     flags = np.random.default_rng(2).random(logits.shape) < 0.5
     flags[np.arange(len(logits)), logits.argmax(axis=1)] = False
     return pack_mask(flags)
 
 
 def graph_geometry(folder: Path, options: TopWOptions, vocab: int) -> Geometry:
-    """Reference geometry of the exported table, in float64."""
+    """The reference's geometry of the exported embedding table, in float64."""
     if options.metric == "uniform":
         return Geometry.uniform()
     model = ir.load(folder / MODEL_NAME)
@@ -155,10 +172,10 @@ def graph_geometry(folder: Path, options: TopWOptions, vocab: int) -> Geometry:
 
 
 def _settings(sampler: SamplerInfo) -> tuple[dict[str, float], ...]:
-    """Parameter sets: defaults, four where distances decide, hot, greedy.
+    """Changes of the default parameters: none, four under which distances decide, a higher Ts, and greedy.
 
-    Distances change a crop only if they are of the size of score differences, about 1. `mahalanobis` distances are near
-    sqrt(2 hidden), so geom_scale is divided by that.
+    Distances change a crop only if they are about as large as differences of scores, about 1. `mahalanobis` distances
+    are near sqrt(2 hidden), so geom_scale is divided by that.
     """
     one = (2.0 * (sampler.hidden_size or 1)) ** -0.5 if sampler.options.metric == "mahalanobis" else 1.0
     return (
@@ -172,7 +189,7 @@ def _settings(sampler: SamplerInfo) -> tuple[dict[str, float], ...]:
     )
 
 
-def _answers(
+def _answer_pairs(
     probe: SamplerProbe,
     sampler: SamplerInfo,
     defaults: TopWParameters,
@@ -180,15 +197,18 @@ def _answers(
     logits: np.ndarray,
     masks: np.ndarray | None = None,
 ) -> Iterator[tuple[SampledRow, dict[str, np.ndarray]]]:
-    """(reference, graph) pairs. masks: int32 [n, words], which are compared with the defaults and by geometry."""
+    """Yield the answers of the reference and the graph for each case, in pairs.
+
+    masks: int32 [n, words], one for each row of `logits`; only the first _MASKED_SETTINGS are then compared.
+    """
     cases: list[tuple[int, TopWParameters, float, SampledRow]] = []
     for setting in _settings(sampler)[: None if masks is None else _MASKED_SETTINGS]:
         parameters = TopWParameters(**{**asdict(defaults), **setting})
         for index, row in enumerate(logits):
             allowed = None if masks is None else masks[index]
             first = sample_row(row, parameters, sampler.options, geometry, 0.5, allowed=allowed)
-            for uniform in _uniforms(row, first, parameters):
-                cases.append((index, parameters, uniform, _drawn_with(first, row, parameters, uniform)))
+            for uniform in _interval_middles(row, first, parameters):
+                cases.append((index, parameters, uniform, _redraw(first, row, parameters, uniform)))
     row_values = min(sampler.options.top_m, sampler.vocab_size) * (sampler.hidden_size or 1)
     batch = max(1, min(_LARGEST_BATCH, _POOL_VALUES // row_values))
     for start in range(0, len(cases), batch):
@@ -204,33 +224,36 @@ def _answers(
             yield wanted, {name: value[number] for name, value in results.items()}
 
 
-def _drawn_with(row: SampledRow, logits: np.ndarray, parameters: TopWParameters, uniform: float) -> SampledRow:
-    """`row` with the token drawn at `uniform`, on which its crop does not depend."""
+def _redraw(row: SampledRow, logits: np.ndarray, parameters: TopWParameters, uniform: float) -> SampledRow:
+    """The same crop with the draw of another uniform number."""
     if parameters.greedy or not row.is_valid:
         return row
     drawn = draw(logits, row.kept_ids, float(np.float32(parameters.temperature)), float(np.float32(uniform)))
     return replace(row, next_token=drawn.token, logprob=drawn.logprob, draw_margin=drawn.margin)
 
 
-def _uniforms(logits: np.ndarray, row: SampledRow, parameters: TopWParameters) -> list[float]:
-    """The middles of kept tokens' intervals: drawing with all of them lists the crop."""
+def _interval_middles(logits: np.ndarray, row: SampledRow, parameters: TopWParameters) -> list[float]:
+    """Uniform numbers that draw tokens of the crop, each the middle of a token's interval; at most _TOKENS_PER_CROP."""
     if parameters.greedy or not row.is_valid:
         return [0.5]
     kept = logits[row.kept_ids].astype(np.float64)
     edges = np.concatenate([[0.0], np.cumsum(np.exp((kept - kept[0]) / parameters.temperature))])
     middles = (edges[:-1] + edges[1:]) / 2 / edges[-1]
-    wide = np.diff(edges) / edges[-1] > 1e-5  # narrower ones are within rounding
+    wide = np.diff(edges) / edges[-1] > 1e-5  # rounding may draw another token in narrower ones
     middles = middles[wide]
     if len(middles) == 0:
         return [0.5]
-    walked = np.unique(np.linspace(0, len(middles) - 1, _LARGEST_CROP_WALKED).astype(int))
-    return [float(middles[i]) for i in walked]
+    chosen = np.unique(np.linspace(0, len(middles) - 1, _TOKENS_PER_CROP).astype(int))
+    return [float(middles[i]) for i in chosen]
 
 
-def bound_check(folder: Path, geometry: Geometry, tokens: int) -> Check:
-    """Check the stored neighbour bound against float64 distances, for sampled tokens.
+def check_bound(folder: Path, geometry: Geometry, tokens: int) -> Check:
+    """Check the stored neighbour bound of some tokens against distances in float64.
 
-    geometry: the reference's. The check's difference is the maximum of bound - distance, which must not be positive.
+    The difference of the check is the largest bound minus distance, which must not be positive.
+
+    geometry: the reference's.
+    tokens: the number of tokens.
     """
     bound = stored_bound(folder)
     name = "neighbour bound"
@@ -245,14 +268,17 @@ def bound_check(folder: Path, geometry: Geometry, tokens: int) -> Check:
 
 
 def stored_bound(folder: Path) -> np.ndarray:
-    """Sampler node input 16, float32 [tokens] or [0]."""
+    """The export's neighbour bound, input 16 of the sampler node: float32 [tokens] or [0]."""
     model = ir.load(folder / MODEL_NAME)
     bound = sampler_node(model.graph).inputs[len(TAIL_INPUTS) + GEOMETRY_INPUTS.index("neighbour_bound")]
     return np.array(stored_array(constant_of(required_node_input(bound))))
 
 
 def nearest_distances(geometry: Geometry, chosen: np.ndarray, tokens: int) -> np.ndarray:
-    """float64 [n]: distance of each of `chosen` [n] to its nearest other of `tokens`; inf without others."""
+    """The distance of each of `chosen`, ids [n], to the nearest other of the first `tokens`: float64 [n].
+
+    It is infinite if there is no other.
+    """
     points = geometry.features(chosen)
     nearest = np.full(len(chosen), np.inf)
     for start in range(0, tokens, _BLOCK):

@@ -1,16 +1,17 @@
-"""Verification process: `python -m topw_deploy.export.verification.worker JSON`.
+"""The verification process: `python -m topw_deploy.export.verification.worker JSON`.
 
-JSON is the task (see `in_subprocess.run_checks`); prints JSON lines.
+JSON is the task, see `in_subprocess.run_checks`. The process prints a line of JSON for each result.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -20,14 +21,14 @@ from topw_deploy.export.quantise.scheme import Quantisation
 from topw_deploy.export.quantise.stored_rows import StoredRows
 from topw_deploy.export.source.configuration import text_part
 from topw_deploy.export.verification.decoder_checks import decoder_checks
-from topw_deploy.export.verification.dequantised import dequantise_model, exact_products
-from topw_deploy.export.verification.evaluation_text import encoded, evaluation_text, page_ends
+from topw_deploy.export.verification.dequantised import dequantise_model, exact_copy
+from topw_deploy.export.verification.evaluation_text import encode, evaluation_text, page_ends
 from topw_deploy.export.verification.probe import LogitsProbe, SamplerProbe
 from topw_deploy.export.verification.quantised_checks import quantised_checks
-from topw_deploy.export.verification.reference import MakersReference, Reference, TorchReference
-from topw_deploy.export.verification.results import PairDistance, Result, encoded_result
+from topw_deploy.export.verification.reference import OriginalDecoderReference, Reference, TorchReference
+from topw_deploy.export.verification.results import PairDistance, Result, encode_result
 from topw_deploy.export.verification.rule_checks import rule_checks
-from topw_deploy.export.verification.sampler_checks import bound_check, graph_geometry, sampler_checks
+from topw_deploy.export.verification.sampler_checks import check_bound, graph_geometry, sampler_checks
 from topw_deploy.manifest import DecoderManifest, NotCompared, load_decoder_manifest, open_listed
 from topw_deploy.memory import peak_bytes
 from topw_deploy.runtime.ort.native_sampler import operator_library
@@ -38,38 +39,44 @@ _TEXT = (
     "def parse(text):\n    return text.split()\nThe quick brown fox jumps over the lazy dog. In 1815 it was 3.14159, "
     "and München lies south of Nürnberg. Return a list of the words in the string, using sep as the delimiter."
 )
-_LONGEST = 64  # tokens; more for a sliding window
-_LONGEST_WINDOW = 512
+_LONGEST = 64  # tokens of a sequence, unless it must exceed a sliding window
+_LONGEST_WINDOW = 512  # longer sliding windows are not tested
 
 
 def main(argument: str) -> int:
-    """Print a line per result, then {"error": message} or {"peak": bytes}."""
-    try:
-        for result in run(json.loads(argument)):
-            _print(encoded_result(result))
-    except TopWError as error:
-        _print({"error": str(error)})
-        return 1
-    _print({"peak": peak_bytes()})
-    return 0
+    """Print a line for each result, then {"error": message} or {"peak": bytes}. Returns the exit code.
+
+    Everything else that is printed, such as messages of a model's own code, goes to standard error.
+    """
+    output = sys.stdout
+    if True:
+        try:
+            for result in run(json.loads(argument)):
+                _print_line(encode_result(result), output)
+        except TopWError as error:
+            _print_line({"error": str(error)}, output)
+            return 1
+        _print_line({"peak": peak_bytes()}, output)
+        return 0
 
 
 def run(task: dict[str, Any]) -> Iterator[Result]:
-    """Yield all results for `task`."""
+    """Run all checks of a task. Yields each result once it is known."""
     folder = Path(task["folder"])
     manifest = load_decoder_manifest(folder)
-    reference = _reference(task, manifest)
+    reference = _open_reference(task, manifest)
     if manifest.decoder.quantisation and isinstance(reference, TorchReference):
-        yield from _cost_of_quantisation(task, folder, manifest, reference)
-    with exact_products(folder, manifest) as compared:
-        yield from _checks(task, compared, manifest, reference)
+        yield from _check_quantisation(task, folder, manifest, reference)
+    with exact_copy(folder, manifest) as compared:
+        yield from _run_checks(task, compared, manifest, reference)
 
 
-def _checks(
+def _run_checks(
     task: dict[str, Any], folder: Path, manifest: DecoderManifest, reference: Reference | None
 ) -> Iterator[Result]:
+    """Run all checks but those of quantisation. folder: with products in float32, see `exact_copy`."""
     decoder = manifest.decoder
-    sequences = _sequences(folder, manifest)
+    sequences = _test_sequences(folder, manifest)
     geometry = graph_geometry(folder, manifest.sampler.options, manifest.sampler.vocab_size)
     runs_here = decoder.kv_dtype in ("float", "float16")
     probe = LogitsProbe(folder, decoder) if runs_here else None
@@ -79,19 +86,19 @@ def _checks(
         yield NotCompared("decoder logits", f"{decoder.kv_dtype} cannot run on a CPU")
     else:
         yield from decoder_checks(probe, reference, decoder, sequences)
-    logits = _some_logits(probe, reference, sequences)
+    logits = _sampler_logits(probe, reference, sequences)
     if logits is None:
-        yield NotCompared("sampler", "neither the decoder nor its source gave logits")
+        yield NotCompared("sampler", "there are no logits: the decoder cannot run here and its source is not available")
     else:
         sampler = SamplerProbe(folder)
         yield from sampler_checks(sampler, manifest.sampler, manifest.defaults, geometry, logits)
         yield from rule_checks(sampler, manifest.defaults, logits, names=manifest.sampler.rules)
         if task.get("native"):
-            yield from _native(folder, manifest, geometry, logits)
+            yield from _check_native_sampler(folder, manifest, geometry, logits)
     if task.get("measure") and reference is not None and manifest.sampler.options.metric != "uniform":
-        yield from _pair_distance(folder, manifest, reference, geometry)
+        yield from _measure_pair_distance(folder, manifest, reference, geometry)
     if manifest.sampler.neighbour_bound:
-        yield bound_check(folder, geometry, manifest.sampler.vocab_size)
+        yield check_bound(folder, geometry, manifest.sampler.vocab_size)
     if reference is None:
         yield NotCompared("generation", task["no_reference"])
     elif probe is None:
@@ -102,10 +109,10 @@ def _checks(
         yield from generation_checks(folder, manifest, reference, geometry, sequences[::-1])
 
 
-def _cost_of_quantisation(
+def _check_quantisation(
     task: dict[str, Any], folder: Path, manifest: DecoderManifest, reference: TorchReference
 ) -> Iterator[Result]:
-    """Compare with the float model, then round `reference` like the graph."""
+    """Compare the graph with the float32 model, then round the weights of `reference` as the graph's are rounded."""
     text = evaluation_text(folder, manifest, reference.parameters)
     if text is None:
         yield NotCompared("perplexity", "there is no tokenizer.json")
@@ -122,17 +129,23 @@ def _cost_of_quantisation(
     reference.name = "torch with the dequantised weights"
 
 
-def _pair_distance(
+def _measure_pair_distance(
     folder: Path, manifest: DecoderManifest, reference: Reference, geometry: Geometry
 ) -> Iterator[PairDistance]:
+    """Measure the median distance of likely pairs with the reference's logits on a page of text.
+
+    Yields nothing without a tokenizer.
+    """
     texts = page_ends(folder, manifest, LIKELY_TEXT_TOKENS)
     median = median_distance(geometry, (row for ids in texts for row in reference.logits(ids)))
     if median is not None:
         yield PairDistance(median)
 
 
-def _native(folder: Path, manifest: DecoderManifest, geometry: Geometry, logits: np.ndarray) -> Iterator[Result]:
-    """Check the native sampler; only for `topw verify`, as it belongs to the installation, not to the file."""
+def _check_native_sampler(
+    folder: Path, manifest: DecoderManifest, geometry: Geometry, logits: np.ndarray
+) -> Iterator[Result]:
+    """Check the native sampler. Only `topw verify` does so: it belongs to the installation, not to the export."""
     library, why = operator_library("CPUExecutionProvider", manifest.sampler.table_form)
     if library is None:
         yield NotCompared("native sampler", why)
@@ -142,9 +155,10 @@ def _native(folder: Path, manifest: DecoderManifest, geometry: Geometry, logits:
     yield from rule_checks(probe, manifest.defaults, logits, "native sampler", manifest.sampler.rules)
 
 
-def _reference(task: dict[str, Any], manifest: DecoderManifest) -> Reference | None:
+def _open_reference(task: dict[str, Any], manifest: DecoderManifest) -> Reference | None:
+    """Open the source of the export; None if the task names none."""
     if task.get("onnx"):
-        return MakersReference(Path(task["onnx"]), manifest.decoder)
+        return OriginalDecoderReference(Path(task["onnx"]), manifest.decoder)
     if task.get("checkpoint"):
         dtype = array_name(manifest.decoder.kv_dtype)
         return TorchReference(
@@ -153,13 +167,14 @@ def _reference(task: dict[str, Any], manifest: DecoderManifest) -> Reference | N
     return None
 
 
-def _sequences(folder: Path, manifest: DecoderManifest) -> list[np.ndarray]:
-    """Four sequences of different lengths, longest first: text with a tokenizer, then random ids.
+def _test_sequences(folder: Path, manifest: DecoderManifest) -> list[np.ndarray]:
+    """Four token sequences of different lengths, longest first.
 
-    The longest exceeds the sliding window, unless too long to test.
+    They begin with text, if there is a tokenizer, and go on with random ids. The longest exceeds a sliding window of up
+    to _LONGEST_WINDOW tokens.
     """
     longest = _LONGEST
-    window = _window(folder, manifest)
+    window = _sliding_window(folder, manifest)
     if window is not None and window <= _LONGEST_WINDOW:
         longest = max(longest, window + 16)
     longest = min(longest, manifest.decoder.context_length - 16) if manifest.decoder.context_length > 32 else 8
@@ -175,7 +190,8 @@ def _sequences(folder: Path, manifest: DecoderManifest) -> list[np.ndarray]:
     )
 
 
-def _window(folder: Path, manifest: DecoderManifest) -> int | None:
+def _sliding_window(folder: Path, manifest: DecoderManifest) -> int | None:
+    """`sliding_window` of the export's config.json; None without a usable one."""
     try:
         with open_listed(folder, "config.json", manifest.files["config.json"]) as stream:
             window = text_part(json.loads(stream.read().decode("utf-8"))).get("sliding_window")
@@ -185,31 +201,36 @@ def _window(folder: Path, manifest: DecoderManifest) -> int | None:
 
 
 def _text_ids(folder: Path, manifest: DecoderManifest) -> np.ndarray:
+    """The tokens of _TEXT, int64 [n], without ids outside the vocabulary; [0] without a tokenizer."""
     vocab = manifest.sampler.vocab_size
-    ids = encoded(folder, manifest, _TEXT)
+    ids = encode(folder, manifest, _TEXT)
     return np.asarray([token for token in ids or () if token < vocab], dtype=np.int64)
 
 
-def _some_logits(
+def _sampler_logits(
     probe: LogitsProbe | None, reference: Reference | None, sequences: list[np.ndarray]
 ) -> np.ndarray | None:
+    """Logits after up to four prefixes of the longest sequence, float32 [n, vocab]; for the checks of the sampler.
+
+    They are the decoder's, or the reference's if the decoder cannot run here; None if there is neither.
+    """
     ids = sequences[0]
-    places = sorted({int(n) for n in np.linspace(1, len(ids), 4)})
+    lengths = sorted({int(n) for n in np.linspace(1, len(ids), 4)})
     if probe is not None:
         probe.start(1)
-        rows, seen = [], 0
-        for place in places:
-            rows.append(probe.step(ids[None, seen:place], np.ones((1, place), np.int64))[0])
-            seen = place
+        rows, past = [], 0
+        for length in lengths:
+            rows.append(probe.step(ids[None, past:length], np.ones((1, length), np.int64))[0])
+            past = length
         return np.stack(rows)
     if reference is not None:
-        return reference.logits(ids)[[place - 1 for place in places]]
+        return reference.logits(ids)[[length - 1 for length in lengths]]
     return None
 
 
-def _print(line: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()
+def _print_line(line: dict[str, Any], output: IO[str]) -> None:
+    output.write(json.dumps(line) + "\n")
+    output.flush()
 
 
 if __name__ == "__main__":
