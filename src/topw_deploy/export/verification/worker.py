@@ -49,7 +49,7 @@ def main(argument: str) -> int:
     Everything else that is printed, such as messages of a model's own code, goes to standard error.
     """
     output = sys.stdout
-    if True:
+    with contextlib.redirect_stdout(sys.stderr):
         try:
             for result in run(json.loads(argument)):
                 _print_line(encode_result(result), output)
