@@ -185,7 +185,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=320,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=plan.LAYERS + 1,
+        num_hidden_layers=plan.VERIFIED_LAYERS + 1,
         num_attention_heads=4,
         max_position_embeddings=256,
     )
@@ -207,12 +207,12 @@ def test_a_model_too_large_for_memory_is_verified_by_its_first_layers(
 
     monkeypatch.setattr("topw_deploy.export.verification.verify_in_subprocess", verify)
     report = export(deep, tmp_path / "out", verify=True)
-    assert seen == [{"layers": plan.LAYERS, "asked": plan.LAYERS}]
+    assert seen == [{"layers": plan.VERIFIED_LAYERS, "asked": plan.VERIFIED_LAYERS}]
     manifest = load_manifest(tmp_path / "out")
     assert manifest.decoder is not None
-    assert manifest.decoder.num_layers == plan.LAYERS + 1
+    assert manifest.decoder.num_layers == plan.VERIFIED_LAYERS + 1
     assert manifest.verification.status == "partial"
-    assert manifest.verification.checks[0].detail == f"torch; first {plan.LAYERS} layers"
+    assert manifest.verification.checks[0].detail == f"torch; first {plan.VERIFIED_LAYERS} layers"
     assert "there is too little memory to verify all 5 layers" in report.notices[-1]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -224,7 +224,7 @@ def test_the_first_layers_are_exported_although_a_pattern_names_a_later_one(
     monkeypatch.setattr(plan, "available_bytes", lambda: 1)
     passed = Verification(status="passed"), True
     monkeypatch.setattr("topw_deploy.export.verification.verify_in_subprocess", lambda *_rest: passed)
-    pattern = f"*layers.{plan.LAYERS}.mlp.down_proj*"
+    pattern = f"*layers.{plan.VERIFIED_LAYERS}.mlp.down_proj*"
     export(deep, tmp_path / "out", verify=True, dtype="int4", exclude_nodes=(pattern,))
     assert load_manifest(tmp_path / "out").verification.status == "partial"
 
@@ -240,8 +240,8 @@ def test_the_manifest_counts_the_weights_by_type(sharded: tuple[Path, ExportRepo
 
 
 def test_the_required_space_excludes_hard_links_and_includes_the_verification() -> None:
-    def needed(shared: int, beside: int) -> int:
-        return Plan({"model.onnx": 100, "model.onnx_data": 1000}, shared, beside, [], {}).needed
+    def needed(linked: int, temporary: int) -> int:
+        return Plan({"model.onnx": 100, "model.onnx_data": 1000}, linked, temporary, [], {}).needed_bytes
 
     assert needed(0, 0) > 1100
     assert needed(400, 0) == needed(0, 0) - 400

@@ -206,6 +206,25 @@ def test_a_request_must_name_one_source(given: dict[str, Any], message: str, tmp
         sampler_request(output=tmp_path, **given)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"opset": 3}, "opset is 3, but the sampler needs 18 to 24"),
+        ({"vocab_size": 0}, "vocab_size is 0, but must be an integer in 1"),
+        ({"vocab_size": -3}, "vocab_size is -3, but must be an integer in 1"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_before_embeddings_are_read_through(
+    npy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, int], message: str
+) -> None:
+    def compute(*_arguments: object) -> None:
+        raise AssertionError("computed")
+
+    monkeypatch.setattr(Geometry, "from_embeddings", compute)
+    with pytest.raises(ParameterError, match=message):
+        export_sampler(sampler_request(output=tmp_path / "out", embeddings=npy, options=OPTIONS, **given))
+
+
 def test_defaults_that_float32_cannot_hold_are_refused(npy: Path, tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match=r"init_top_p is 1e-60, but must be in \(0, 1\] in float32 too"):
         sampler_request(output=tmp_path, embeddings=npy, defaults=TopWParameters(init_top_p=1e-60))

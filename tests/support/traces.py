@@ -38,7 +38,7 @@ def trace(model: PreTrainedModel) -> TracedDecoder:
     traced = real.trace(model)
     scratch = Path(tempfile.mkdtemp(dir=folder))
     save = partial(real.save_trace, traced, model)
-    Journal(scratch).keep_file(_STAGE, stamp, "trace.onnx", save, num_layers=traced.num_layers)
+    Journal(scratch).record_file(_STAGE, stamp, "trace.onnx", save, num_layers=traced.num_layers)
     with contextlib.suppress(OSError):  # another worker was first
         scratch.rename(folder / stamp)
     return traced

@@ -1,4 +1,7 @@
-"""Export a language model with its sampler to ONNX. Raises ExportError before Python 3.11."""
+"""Export a language model with its sampler to ONNX.
+
+Importing it raises ExportError in Python older than 3.11, and MissingPackageError without the extra [export].
+"""
 
 import sys
 
@@ -15,7 +18,7 @@ try:
 except ModuleNotFoundError as error:
     if install.extra_of(error.name or "") != "export":
         raise
-    raise MissingPackageError(install.sentence("exporting", "export"), name=error.name) from None
+    raise MissingPackageError(install.missing_message("exporting", "export"), name=error.name) from None
 
 __all__ = [
     "ExportReport",

@@ -1,4 +1,4 @@
-"""State shared by export stages."""
+"""The export in progress, which all its stages share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from topw_deploy.export.request import ExportRequest
-from topw_deploy.export.resume.finished import FinishedStages
+from topw_deploy.export.resume.finished_stages import FinishedStages
 from topw_deploy.export.source.resolve import Source
 from topw_deploy.memory import StageMemory
 from topw_deploy.progress import SILENT, Progress
@@ -17,9 +17,12 @@ from topw_deploy.progress import SILENT, Progress
 class Job:
     """One export in progress.
 
-    finished: stages completed before an interruption.
-    memory: peak resident memory of each stage.
-    started: time.monotonic().
+    request: what the user asked for.
+    source: the folder or file with the model.
+    finished: what an interrupted export of the same request has finished.
+    progress: receives messages for the user.
+    memory: peak resident memory of each stage, in bytes.
+    started: when the export began, by time.monotonic().
     """
 
     request: ExportRequest
@@ -31,5 +34,5 @@ class Job:
 
     @property
     def tokenizer_folder(self) -> Path:
-        """Folder with tokenizer and configuration."""
+        """The folder with the tokenizer and the configuration."""
         return self.request.tokenizer or self.source.folder

@@ -1,7 +1,7 @@
-"""Estimate disk space and memory of an export, without reading weights.
+"""Estimate the disk space and the memory of an export, without reading weights.
 
-Verification holds the float32 torch model and two or three graph sessions. If these do not fit, the first layers are
-exported again, with equal options and weights, and verified instead.
+A verification holds the float32 torch model and two or three graph sessions in memory. If these do not fit, the first
+layers are exported again, with the same options and weights, and verified instead of the whole.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import onnx_ir as ir
 
 from topw_deploy.export.decoder import Decoder
 from topw_deploy.export.graph.editor import external_files, initializer_tensors
-from topw_deploy.export.graph.lazy_weight import PART, LazyWeight
+from topw_deploy.export.graph.lazy_weight import BLOCK_BYTES, LazyWeight
 from topw_deploy.export.job import Job
 from topw_deploy.export.write.data_files import Slot
-from topw_deploy.export.write.staging import linkable
-from topw_deploy.export.write.tokenizer_files import COPIED
+from topw_deploy.export.write.staging import can_hard_link
+from topw_deploy.export.write.tokenizer_files import COPIED_FILES
 from topw_deploy.export.write.weights import data_slots, parameter_count, quantised_type, written_sizes
 from topw_deploy.manifest import MODEL_NAME
 from topw_deploy.memory import available_bytes, resident_bytes
 
-_MANIFEST = 16 << 10  # manifest and configuration, approximate bytes
-_QUANTISING = {"int4": 12.0, "int8": 6.5}  # peak memory per byte of codes (measured for int4)
-LAYERS = 4
-"""Layers verified in place of the whole."""
-# Memory by weight type: fixed bytes for libraries, and bytes per parameter for torch model and sessions. Fitted to 52,
-# 113 and 202 M parameters for float32 and to 52, 113 and 600 M for float16 and int4, within 8.5 %; one measurement for
-# int8.
-_HELD = {
+_SMALL_FILES = 16 << 10  # approximate bytes of the manifest and the configuration
+_QUANTISATION_PEAK = {"int4": 12.0, "int8": 6.5}  # bytes of memory per byte of codes (measured for int4)
+VERIFIED_LAYERS = 4
+"""Number of first layers that are verified if memory is short."""
+# Memory of a verification by type of weights: a constant number of bytes for libraries, and bytes per parameter for the
+# torch model and the sessions. Fitted to 52, 113 and 202 M parameters for float32 and to 52, 113 and 600 M for float16
+# and int4, within 8.5 %; to one measurement for int8.
+_VERIFICATION_MEMORY = {
     "float": (1_220_000_000, 11.2),
     "float16": (1_150_000_000, 10.6),
     "bfloat16": (680_000_000, 6.0),
@@ -40,88 +40,97 @@ _HELD = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Resources for writing a graph.
+    """The resources that writing and verifying an export takes.
 
-    files: name -> bytes; some small files are left out.
-    shared: bytes in hard links, which need no space.
-    beside: bytes of temporary files for verification.
-    slots: locations of the weights.
+    files: name -> bytes, without some small files.
+    linked_bytes: bytes in hard links, which need no disk space.
+    temporary_bytes: bytes of temporary files for the verification.
+    slots: places of the weights in the data files.
     memory: stage -> estimated peak resident bytes.
     """
 
     files: dict[str, int]
-    shared: int
-    beside: int
+    linked_bytes: int
+    temporary_bytes: int
     slots: list[Slot]
     memory: dict[str, int]
 
     @property
-    def needed(self) -> int:
-        """Free disk space required, in bytes."""
-        return sum(self.files.values()) - self.shared + self.beside + _MANIFEST
+    def needed_bytes(self) -> int:
+        """The free disk space that the export needs."""
+        return sum(self.files.values()) - self.linked_bytes + self.temporary_bytes + _SMALL_FILES
 
     @property
-    def data(self) -> int:
-        """Bytes of data files."""
-        return sum(size for name, size in self.files.items() if name not in (MODEL_NAME, *COPIED))
+    def data_bytes(self) -> int:
+        """The size of all data files together."""
+        return sum(size for name, size in self.files.items() if name not in (MODEL_NAME, *COPIED_FILES))
 
 
 def plan_of(job: Job, decoder: Decoder, folder: Path) -> Plan:
-    """Plan the files of `folder`, which need not exist."""
+    """The plan for writing `decoder` to `folder`, which need not exist."""
     slots = data_slots(decoder.model, job.request.weights.shard_bytes)
     files = written_sizes(decoder.model, slots)
-    shared = 0
+    linked_bytes = 0
     for location, path in onnx_data_files(job, decoder).items():
         files[location] = path.resolve().stat().st_size
-        if job.request.weights.hard_link and linkable(path, _existing(folder)):
-            shared += files[location]
-    for name in COPIED:
+        if job.request.weights.hard_link and can_hard_link(path, _first_existing(folder)):
+            linked_bytes += files[location]
+    for name in COPIED_FILES:
         if (job.tokenizer_folder / name).is_file():
             files[name] = (job.tokenizer_folder / name).stat().st_size
-    memory = {"writing": resident_bytes() + max((_in_memory(slot) for slot in slots), default=files[MODEL_NAME])}
-    beside = 0
+    weight_peak = max((_peak_bytes(slot) for slot in slots), default=files[MODEL_NAME])
+    memory = {"writing": resident_bytes() + weight_peak}
+    temporary_bytes = 0
     if job.request.verify:
         memory["verification"] = verification_bytes(decoder)
-        beside = bytes_beside(job, decoder, sum(files.values()))
-    return Plan(files, shared, beside, slots, memory)
+        temporary_bytes = first_layers_bytes(job, decoder, sum(files.values()))
+    return Plan(files, linked_bytes, temporary_bytes, slots, memory)
 
 
 def onnx_data_files(job: Job, decoder: Decoder) -> dict[str, Path]:
-    """Location in the graph -> path, for an ONNX decoder."""
+    """The data files of an ONNX decoder: location in the graph -> path. {} for other sources."""
     if job.source.onnx is None:
         return {}
     return {location: job.source.onnx.parent / location for location in external_files(decoder.model)}
 
 
-def _in_memory(slot: Slot) -> int:
+def _peak_bytes(slot: Slot) -> int:
+    """Estimated memory for writing one weight."""
     tensor, nbytes = slot.tensor, slot.length
     if isinstance(tensor, LazyWeight) and tensor.read is not None:
-        return nbytes + 2 * min(nbytes, PART)
+        return nbytes + 2 * min(nbytes, BLOCK_BYTES)
     if not isinstance(tensor, ir.LazyTensor):
         return nbytes
-    return round(_QUANTISING.get(quantised_type(slot.value) or "", 3) * nbytes)
+    return round(_QUANTISATION_PEAK.get(quantised_type(slot.value) or "", 3) * nbytes)
 
 
-def _existing(folder: Path) -> Path:
+def _first_existing(folder: Path) -> Path:
+    """`folder`, or the nearest folder above it that exists."""
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def verification_bytes(decoder: Decoder) -> int:
-    """Estimated memory for full verification."""
-    fixed, held = _HELD.get(decoder.info.weights_dtype, _HELD["float"])
-    return fixed + round(held * parameter_count(decoder.model))
+    """Estimated memory for a verification of all layers."""
+    fixed, per_parameter = _VERIFICATION_MEMORY.get(decoder.info.weights_dtype, _VERIFICATION_MEMORY["float"])
+    return fixed + round(per_parameter * parameter_count(decoder.model))
 
 
 def layers_to_verify(job: Job, decoder: Decoder) -> int | None:
-    """LAYERS if memory is short, else None. Never cuts another exporter's decoder."""
-    free = available_bytes()
-    few = job.source.onnx is None and decoder.info.num_layers > LAYERS
-    return LAYERS if few and 0 < free < verification_bytes(decoder) else None
+    """VERIFIED_LAYERS if there is too little memory to verify all layers, else None.
+
+    None also for another exporter's decoder, which cannot be cut, and where the free memory is unknown.
+    """
+    free = available_bytes()  # 0 if unknown
+    can_cut = job.source.onnx is None and decoder.info.num_layers > VERIFIED_LAYERS
+    return VERIFIED_LAYERS if can_cut and 0 < free < verification_bytes(decoder) else None
 
 
-def bytes_beside(job: Job, decoder: Decoder, files: int) -> int:
-    """Disk space for exporting the first layers of a `files`-byte export."""
+def first_layers_bytes(job: Job, decoder: Decoder, file_bytes: int) -> int:
+    """Disk space for an export of the first layers, if these are verified in place of the whole; else 0.
+
+    file_bytes: size of the whole export.
+    """
     if layers_to_verify(job, decoder) is None:
         return 0
     tables = 2 * max((int(tensor.nbytes) for tensor in initializer_tensors(decoder.model)), default=0)
-    return min(files, files * LAYERS // decoder.info.num_layers + tables)
+    return min(file_bytes, file_bytes * VERIFIED_LAYERS // decoder.info.num_layers + tables)

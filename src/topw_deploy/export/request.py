@@ -1,4 +1,4 @@
-"""Export request and report."""
+"""What a caller asks of an export, and what it reports."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from topw_deploy.errors import ParameterError
 from topw_deploy.export.quantise.scheme import DTYPE_BITS, Quantisation
 from topw_deploy.export.source.resolve import HubOptions
+from topw_deploy.export.tail.spec import FORMS
 from topw_deploy.manifest import TARGETS, TensorSpec, Verification
 from topw_deploy.sampling import as_float32
 from topw_deploy.sampling.beta import depends_on_temperature
@@ -18,7 +19,7 @@ from topw_deploy.sampling.rules import RULES, carried_rules
 from topw_deploy.sizes import parse_size
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int4": "float32", "int8": "float32"}
-"""Values of dtype -> torch's type of the traced weights; int4 and int8 are quantised afterwards."""
+"""Values of the option dtype -> torch's type of the traced weights; int4 and int8 are quantised after the trace."""
 COMPUTE_DTYPES = ("fp32", "fp16")
 DTYPE_ALIASES = {"f32": "fp32", "float32": "fp32", "f16": "fp16", "float16": "fp16", "bfloat16": "bf16"}
 DEFAULT_OPSET = 23
@@ -27,15 +28,15 @@ KV_REQUESTS = ("static", "concat")
 
 @dataclass(frozen=True, kw_only=True)
 class GraphOptions:
-    """Decoder graph options; None is the default and the only value for an ONNX decoder.
+    """Options of the decoder's graph. None means the default, and is the only value for an ONNX decoder.
 
-    target: onnxruntime (default) or tensorrt.
-    opset: 23 or 24; default 23, for tensorrt 24.
-    kv: static or concat cache; default static where supported.
-    max_length: capacity of tensorrt's static cache in tokens, a multiple of 64; default the model's context, at most
-    4,096. 0: chosen at run time (onnxruntime only).
-    window_cache: whether layers with a sliding window keep only its tokens (onnxruntime's static cache); default true.
-    num_hidden_layers: export only the first layers.
+    target: `onnxruntime` (default) or `tensorrt`.
+    opset: 23 or 24; default 23, but 24 for tensorrt's static cache.
+    kv: `static` or `concat` cache; default static where it is supported.
+    max_length: number of slots of tensorrt's static cache, a multiple of 64; default the model's context, at most
+        4,096. 0: chosen at run time, which only onnxruntime supports.
+    window_cache: whether layers with a sliding window keep only its tokens in onnxruntime's static cache; default True.
+    num_hidden_layers: export only this many first layers.
     Raises ParameterError for invalid values or combinations.
     """
 
@@ -49,7 +50,7 @@ class GraphOptions:
     def __post_init__(self) -> None:
         if self.opset is not None and not 23 <= self.opset <= 24:
             raise ParameterError(
-                f"opset is {self.opset}, but must be 23 or 24: older ones have no Attention operator.", "opset"
+                f"opset is {self.opset}, but must be 23 or 24: older opsets have no Attention operator.", "opset"
             )
         if self.kv is not None and self.kv not in KV_REQUESTS:
             raise ParameterError(f"kv is {self.kv!r}, but must be one of {', '.join(KV_REQUESTS)}.", "kv")
@@ -57,15 +58,18 @@ class GraphOptions:
             raise ParameterError(f"target is {self.target!r}, but must be one of {', '.join(TARGETS)}.", "target")
         if self.target == "tensorrt" and self.kv != "concat" and self.opset == 23:
             raise ParameterError(
-                "opset is 23, but TensorScatter, tensorrt's cache, needs 24; leave --opset out.", "opset"
+                "opset is 23, but tensorrt's static cache uses TensorScatter, which needs 24; leave --opset out.",
+                "opset",
             )
         if self.max_length is not None and (self.target != "tensorrt" or self.kv == "concat"):
             raise ParameterError(
-                "max_length fixes the static cache of tensorrt; leave it out for others.", "max_length"
+                "max_length is the length of tensorrt's static cache; leave it out for other targets and caches.",
+                "max_length",
             )
         if self.window_cache and (self.target == "tensorrt" or self.kv == "concat"):
             raise ParameterError(
-                "window_cache is for onnxruntime's static cache; leave it out for others.", "window_cache"
+                "window_cache is for onnxruntime's static cache; leave it out for other targets and caches.",
+                "window_cache",
             )
         if self.max_length is not None and (self.max_length < 0 or self.max_length % 64):
             raise ParameterError(
@@ -80,13 +84,13 @@ class GraphOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightOptions:
-    """Weights and their files.
+    """Options of the weights and their files. None means the default.
 
     dtype: fp32 (default), fp16, bf16, int4 or int8.
-    compute_dtype: for int4 and int8, type of unquantised values: fp32 (default) or fp16.
-    block_size ... exclude_nodes: see quantise.Quantisation.
-    max_shard_size: maximum bytes per data file, or "2GB", "2GiB"; None: one file.
-    hard_link: hard-link an ONNX decoder's data files.
+    compute_dtype: type of the values that are not quantised, fp32 (default) or fp16; for int4 and int8 only.
+    block_size to exclude_nodes: see `quantise.Quantisation`.
+    max_shard_size: the largest size of a data file, in bytes or as "2GB" or "2GiB"; None for one file of any size.
+    hard_link: whether to hard-link an ONNX decoder's data files instead of copying them.
     Raises ParameterError for invalid values, and for quantisation options with another dtype.
     """
 
@@ -109,7 +113,7 @@ class WeightOptions:
                 f"compute_dtype is {self.compute_dtype!r}, but must be one of {', '.join(COMPUTE_DTYPES)}.",
                 "compute_dtype",
             )
-        _ = self.shard_bytes, self.quantisation
+        _ = self.shard_bytes, self.quantisation  # each raises for invalid values
 
     @property
     def shard_bytes(self) -> int | None:
@@ -118,12 +122,12 @@ class WeightOptions:
 
     @property
     def torch_dtype(self) -> str:
-        """Torch's name of the traced dtype."""
+        """Torch's name of the type in which the model is traced."""
         return DTYPES[self.compute_dtype or self.dtype or "fp32"]
 
     @property
     def quantisation(self) -> Quantisation | None:
-        """Quantisation options; None for a floating-point dtype."""
+        """The options of quantisation; None for a floating-point dtype."""
         options = {
             "block_size": self.block_size,
             "table_bits": self.table_bits,
@@ -148,17 +152,17 @@ class WeightOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerOptions:
-    """Sampler options.
+    """Options of the sampler.
 
-    options: stored in the graph.
-    defaults: default generation parameters.
-    default_beta: text of a default `beta` that depends on the temperature; replaces that of `defaults`.
-    tail: function body: portable, onnxruntime or static.
-    with_logits, with_mass, with_keep_mask: optional outputs.
-    neighbour_bound: store each token's nearest-neighbour distance.
-    rules: names of the sampling rules that the function carries; Top-W always. Default: all.
-    Raises ParameterError for an unknown rule, for defaults outside float32, for a default_beta that does not depend on
-    the temperature, and for a bound with the uniform metric.
+    options: Top-W's options, which are fixed in the graph.
+    defaults: the default parameters of generation.
+    default_beta: a default `beta` that depends on the temperature, as text; "" for the number in `defaults`.
+    tail: form of the ONNX function: `portable`, `onnxruntime` or `static`.
+    with_logits, with_mass, with_keep_mask: whether the graph has these outputs.
+    neighbour_bound: whether to store each token's distance to its nearest neighbour.
+    rules: names of the sampling rules that the function has besides Top-W. Default: all.
+    Raises ParameterError for an unknown form or rule, for defaults outside float32, for a default_beta that does not
+    depend on the temperature, and for a bound with the uniform metric.
     """
 
     options: TopWOptions = field(default_factory=TopWOptions)
@@ -172,6 +176,8 @@ class SamplerOptions:
     rules: tuple[str, ...] = tuple(RULES)
 
     def __post_init__(self) -> None:
+        if self.tail not in FORMS:
+            raise ParameterError(f"tail is {self.tail!r}, but must be one of {', '.join(FORMS)}.", "tail")
         object.__setattr__(self, "rules", carried_rules(self.rules))
         if self.default_beta and not depends_on_temperature(self.default_beta):
             raise ParameterError(
@@ -180,8 +186,8 @@ class SamplerOptions:
                 "default_beta",
             )
         if self.default_beta:
-            at_default = {**dataclasses.asdict(self.defaults), "beta": self.default_beta}
-            object.__setattr__(self, "defaults", TopWParameters(**at_default))
+            parameters = {**dataclasses.asdict(self.defaults), "beta": self.default_beta}
+            object.__setattr__(self, "defaults", TopWParameters(**parameters))
         as_float32(self.defaults)
         if self.neighbour_bound and self.options.metric == "uniform":
             raise ParameterError(
@@ -191,15 +197,16 @@ class SamplerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportRequest:
-    """One export.
+    """A request for one export.
 
-    model: hub id, folder, ONNX file or `demo`.
-    tokenizer: folder with tokenizer and configuration, if the model lacks them.
-    resume: continue an interrupted export; if interrupted again, keep the files.
-    dry_run: write nothing, only estimate sizes.
-    overwrite: replace an earlier export.
-    verify: compare graph and model before the folder appears.
-    keep_failed: keep a failed export as `output`.failed.
+    model: a hub id, a folder, an ONNX file or `demo`.
+    output: the folder to write.
+    tokenizer: folder with the tokenizer and the configuration, if the model's own lacks them.
+    resume: continue an interrupted export of the same request; if it is interrupted again, keep its files.
+    dry_run: write nothing, and only report sizes and memory.
+    overwrite: replace an earlier export in `output`.
+    verify: compare the graph with the model before the folder appears.
+    keep_failed: keep the files of a failed export in `output`.failed.
     Raises ParameterError for quantised weights with target tensorrt.
     """
 
@@ -225,7 +232,7 @@ class ExportRequest:
             )
 
     def check_for_onnx(self, file: str) -> None:
-        """Raises ParameterError for options that an existing ONNX decoder cannot take."""
+        """Raise ParameterError for options that do not apply to the existing ONNX decoder `file`."""
         traced = {
             "dtype": self.weights.dtype,
             "compute_dtype": self.weights.compute_dtype,
@@ -251,12 +258,12 @@ _GROUPS: dict[str, Any] = {
 
 
 def export_request(**values: Any) -> ExportRequest:
-    """Build an ExportRequest from flat keywords."""
-    return grouped(ExportRequest, values)
+    """An ExportRequest whose groups of options get their values from flat keywords."""
+    return build_request(ExportRequest, values)
 
 
-def grouped(kind: type[Request], values: dict[str, Any]) -> Request:
-    """Build a `kind` request from flat `values`."""
+def build_request(kind: type[Request], values: dict[str, Any]) -> Request:
+    """A request of class `kind`, whose fields in `_GROUPS` get their values from flat `values`."""
     values = dict(values)
     for name in [f.name for f in dataclasses.fields(kind) if f.name in _GROUPS]:  # type: ignore[arg-type]
         names = {f.name for f in dataclasses.fields(_GROUPS[name])} & values.keys()
@@ -265,10 +272,10 @@ def grouped(kind: type[Request], values: dict[str, Any]) -> Request:
 
 
 def with_preset(preset: str, parameters: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """`options`, `defaults` and `default_beta` of SamplerOptions: those of `preset`, with `parameters` and `options`
-    replacing its values.
+    """The fields `options`, `defaults` and `default_beta` of SamplerOptions for a preset.
 
-    Raises ParameterError for an unknown preset and a value out of range.
+    parameters, options: replace values of the preset.
+    Raises ParameterError for an unknown preset and for a value out of range.
     """
     if preset not in PRESETS:
         raise ParameterError(f"preset is {preset!r}, but must be one of {', '.join(PRESETS)}.", "preset")
@@ -283,11 +290,19 @@ def with_preset(preset: str, parameters: dict[str, Any], options: dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class ExportReport:
-    """Result of an export or dry run.
+    """The result of an export or a dry run.
 
+    output: the folder.
+    model_type: of the decoder's configuration, or what the sampler was made of.
+    nodes: number of nodes in the main graph.
+    weight_bytes: size of all weights.
+    file_bytes: size of all files.
+    files: their names.
+    seconds: duration of the export.
+    notices: sentences for the user.
     sizes: file -> bytes.
     memory: stage (graph, writing, verification) -> peak resident bytes, estimated in a dry run.
-    states: see DecoderInfo.state_bytes.
+    states: see `DecoderInfo.state_bytes`.
     """
 
     output: Path

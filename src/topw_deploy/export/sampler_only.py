@@ -1,4 +1,4 @@
-"""Export only the sampler: logits to tokens."""
+"""Export the sampler without a decoder: logits in, tokens out."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from topw_deploy.export.graft.neighbour_bound import Measure, choose_measure, no
 from topw_deploy.export.graft.sampler_node import add_sampler_inputs, add_sampler_node, install_function
 from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.graph.embedding import plain_gather
-from topw_deploy.export.request import DEFAULT_OPSET, ExportReport, SamplerOptions, grouped
-from topw_deploy.export.source.arrays import embeddings_of_file, embeddings_of_folder, median_of_file
+from topw_deploy.export.request import DEFAULT_OPSET, ExportReport, SamplerOptions, build_request
+from topw_deploy.export.source.arrays import embeddings_of_file, embeddings_of_folder, median_distance_in_file
 from topw_deploy.export.source.resolve import HubOptions, Source, resolve
 from topw_deploy.export.tail import GEOMETRY_INPUTS, TailSpec
-from topw_deploy.export.write.manifest import sampler_manifest, sampler_report, sizes_in
+from topw_deploy.export.write.manifest import file_bytes_in, sampler_manifest, sampler_report
 from topw_deploy.export.write.staging import StagedFolder, check_free, require_space
 from topw_deploy.export.write.weights import weight_bytes, write_model
 from topw_deploy.manifest import SamplerManifest, Verification, save_manifest
@@ -27,20 +27,24 @@ from topw_deploy.progress import SILENT, Progress
 from topw_deploy.sampling import Geometry
 from topw_deploy.sizes import decimal_size
 
-_ROWS_VERIFIED = 4
+_VERIFIED_ROWS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerRequest:
-    """One sampler-only export.
+    """A request for an export of the sampler alone.
 
-    model: hub id, folder or `demo` with the input embeddings.
-    embeddings: .npy file [tokens, hidden], instead of a model.
-    vocab_size: logits width, default the table's rows; required for `uniform` without a table.
-    logits: .npy file [steps, vocab_size] with the model's logits at steps of ordinary texts, for the median distance of
-        likely pairs; None leaves it unknown.
+    output: the folder to write.
+    model: a hub id, a folder or `demo` with the input embeddings.
+    embeddings: a .npy file [tokens, hidden] with the input embeddings, instead of a model.
+    vocab_size: width of the logits, by default the number of embeddings; required for the uniform metric without a
+        model and embeddings.
+    logits: a .npy file [steps, vocab_size] with the model's logits at steps of ordinary texts, from which the export
+        computes the median distance of likely pairs; None leaves it unknown.
     opset: 18 to 24.
-    Raises ParameterError unless exactly one vocabulary source is given, for with_logits, and for logits with `uniform`.
+    overwrite, verify, dry_run: as in ExportRequest.
+    Raises ParameterError for a model together with embeddings, for neither if the metric or the width needs one, for
+    with_logits, and for logits with the uniform metric.
     """
 
     output: Path
@@ -81,32 +85,28 @@ class SamplerRequest:
 
 
 def sampler_request(**values: Any) -> SamplerRequest:
-    """Build a SamplerRequest from flat keywords."""
-    return grouped(SamplerRequest, values)
+    """A SamplerRequest whose groups of options get their values from flat keywords."""
+    return build_request(SamplerRequest, values)
 
 
 def export_sampler(request: SamplerRequest, progress: Progress = SILENT) -> ExportReport:
-    """Write the folder that `request` describes. On error, `output` is unchanged.
+    """Write and verify the folder that `request` describes. If it fails, `request.output` is unchanged.
 
-    Raises errors of topw_deploy.errors; VerificationError if the graph is wrong.
+    Raises errors of topw_deploy.errors, such as VerificationError if the written graph is wrong.
     """
     started, sampler = time.monotonic(), request.sampler
     check_free(request.output, request.overwrite)
-    table, source = _table(request)
-    vocab = request.vocab_size if request.vocab_size is not None else len(table) if table is not None else 0
-    if table is not None and len(table) < vocab:
-        raise ParameterError(
-            f"vocab_size is {vocab}, but the embedding table has {len(table)} rows and every token needs one; "
-            "give the table of this vocabulary.",
-            "vocab_size",
-        )
-    if sampler.options.metric == "uniform" or table is None:
-        table, geometry = None, Geometry.uniform()
+    table, source = _embedding_table(request)
+    vocab_size = _vocabulary_size(request, table)
+    if sampler.options.metric == "uniform":
+        table = None
+    spec = sampler_spec(request, vocab_size, table)  # raises for options out of range, before the work below
+    if table is None:
+        geometry = Geometry.uniform()
     else:
-        progress.say(f"Computing statistics of {vocab} embeddings")
-        geometry = Geometry.from_embeddings(table[:vocab], sampler.options.metric)
-    median = None if request.logits is None else median_of_file(request.logits, geometry, vocab)
-    spec = sampler_spec(request, vocab, table)
+        progress.say(f"Computing statistics of {vocab_size} embeddings")
+        geometry = Geometry.from_embeddings(table[:vocab_size], sampler.options.metric)
+    median = None if request.logits is None else median_distance_in_file(request.logits, geometry, vocab_size)
     model = sampler_model(spec, table, geometry, choose_measure(sampler.neighbour_bound, request.dry_run, progress))
     if request.dry_run:
         return sampler_report(request.output, model, started, {})
@@ -122,12 +122,16 @@ def export_sampler(request: SamplerRequest, progress: Progress = SILENT) -> Expo
             verification = _verify(staged.path, manifest, geometry)
         verification = replace(verification, median_distance=median)
         save_manifest(staged.path, replace(manifest, verification=verification))
-        report = sampler_report(request.output, model, started, sizes_in(staged.path), verification)
+        report = sampler_report(request.output, model, started, file_bytes_in(staged.path), verification)
         staged.commit()
     return report
 
 
 def sampler_spec(request: SamplerRequest, vocab_size: int, table: np.ndarray | None) -> TailSpec:
+    """The description of the ONNX function. Raises ParameterError for options out of range.
+
+    table: embeddings [>= vocab_size, hidden], or None.
+    """
     rows, hidden = (None, None) if table is None else table.shape
     return TailSpec(
         options=request.sampler.options,
@@ -145,11 +149,11 @@ def sampler_spec(request: SamplerRequest, vocab_size: int, table: np.ndarray | N
 def sampler_model(
     spec: TailSpec, table: np.ndarray | None, geometry: Geometry, measure: Measure = no_bound
 ) -> ir.Model:
-    """Build the model: `logits` float32 [batch, vocab] and sampler inputs -> sampler outputs.
+    """The model of the sampler alone: `logits` float32 [batch, vocab] and the sampler's inputs -> its outputs.
 
-    table: embeddings [>= vocab, hidden].
-    geometry: their statistics.
-    measure: returns the neighbour bound.
+    table: embeddings [>= vocab, hidden]; None for the uniform metric.
+    geometry: the statistics of the embeddings.
+    measure: computes the neighbour bound.
     """
     graph = ir.Graph([], [], nodes=[], opset_imports={"": spec.opset}, name="topw_sampler")
     editor = GraphEditor(graph, "topw")
@@ -170,12 +174,26 @@ def sampler_model(
 
 
 def ir_version(opset: int) -> int:
-    """Lowest IR version for `opset`; onnxruntime 1.17 refuses versions above 9."""
+    """The lowest IR version with `opset`, because older runtimes refuse newer ones: onnxruntime 1.17 those above 9."""
     return 8 if opset < 19 else 9 if opset < 21 else 10
 
 
-def _table(request: SamplerRequest) -> tuple[np.ndarray | None, Source]:
-    """The embedding table (None without one) and its source; float64 is cast to float32, the graph's type."""
+def _vocabulary_size(request: SamplerRequest, table: np.ndarray | None) -> int:
+    """The width of the logits. Raises ParameterError for more tokens than embeddings."""
+    if table is None:
+        return request.vocab_size or 0
+    vocab_size = len(table) if request.vocab_size is None else request.vocab_size
+    if len(table) < vocab_size:
+        raise ParameterError(
+            f"vocab_size is {vocab_size}, but the embedding table has {len(table)} rows and every token needs one; "
+            "give the table of this vocabulary.",
+            "vocab_size",
+        )
+    return vocab_size
+
+
+def _embedding_table(request: SamplerRequest) -> tuple[np.ndarray | None, Source]:
+    """The embeddings [tokens, hidden], or None, and their source. Casts float64 to float32, which the graph has."""
     if request.embeddings is not None:
         table, source = embeddings_of_file(request.embeddings), Source(str(request.embeddings), "local", Path())
     elif request.model is not None:
@@ -187,21 +205,23 @@ def _table(request: SamplerRequest) -> tuple[np.ndarray | None, Source]:
 
 
 def _verify(folder: Path, manifest: SamplerManifest, geometry: Geometry) -> Verification:
+    """Compare the sampler in `folder` with the reference, on random logits. Raises VerificationError if they differ."""
     from topw_deploy.export.verification.probe import SamplerProbe
     from topw_deploy.export.verification.results import Outcome
     from topw_deploy.export.verification.rule_checks import rule_checks
-    from topw_deploy.export.verification.sampler_checks import bound_check, sampler_checks
+    from topw_deploy.export.verification.sampler_checks import check_bound, sampler_checks
 
     generator = np.random.default_rng(0)
-    spread = generator.uniform(0.5, 3.0, (_ROWS_VERIFIED, 1))
-    logits = (generator.standard_normal((_ROWS_VERIFIED, manifest.sampler.vocab_size)) * spread).astype(np.float32)
+    deviations = generator.uniform(0.5, 3.0, (_VERIFIED_ROWS, 1))
+    rows = generator.standard_normal((_VERIFIED_ROWS, manifest.sampler.vocab_size))
+    logits = (rows * deviations).astype(np.float32)
     probe = SamplerProbe(folder)
     results = [
         *sampler_checks(probe, manifest.sampler, manifest.defaults, geometry, logits),
         *rule_checks(probe, manifest.defaults, logits, names=manifest.sampler.rules),
     ]
     if manifest.sampler.neighbour_bound:
-        results.append(bound_check(folder, geometry, manifest.sampler.vocab_size))
+        results.append(check_bound(folder, geometry, manifest.sampler.vocab_size))
     outcome = Outcome.of(results)
     if outcome.failed:
         check = outcome.failed[0]

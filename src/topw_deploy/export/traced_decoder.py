@@ -1,4 +1,4 @@
-"""Load, trace and lower a Hugging Face checkpoint."""
+"""Build the decoder of a Hugging Face checkpoint: load, check, trace and lower it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from topw_deploy.export.trace.interface import dense_tokens
 from topw_deploy.export.trace.trace import TracedDecoder, load_trace, save_trace, trace
 from topw_deploy.manifest import TARGETS, DecoderInfo
 
-_IR_VERSION = 11  # the first with opset 23
+_IR_VERSION = 11  # the first that has opset 23
 _SAMPLE_TEXT = """The quick brown fox jumps over the lazy dog. In 1815 the treaty was signed; 3.14159 is near pi.
 def add(a, b):
     return a + b
@@ -29,33 +29,37 @@ Wir fahren morgen nach München. Où est la bibliothèque? 東京は日本の首
 """
 
 
-def traced_decoder(job: Job) -> Decoder:
-    """Load, check, trace and lower the job's checkpoint."""
-    source, wanted, weights = job.source, job.request.graph, job.request.weights
-    dtype, target, opset = weights.torch_dtype, wanted.target or TARGETS[0], wanted.opset or DEFAULT_OPSET
+def build_decoder(job: Job) -> Decoder:
+    """Load, check, trace and lower the checkpoint of `job`. The weights stay in their files.
+
+    Raises SourceError for a checkpoint that cannot be read, and UnsupportedModelError for one that cannot be exported.
+    """
+    source, options, weights = job.source, job.request.graph, job.request.weights
+    dtype, target, opset = weights.torch_dtype, options.target or TARGETS[0], options.opset or DEFAULT_OPSET
     job.progress.say(f"Loading {source.id} in {dtype}")
     model, notices = load_unread(
         source.folder,
         dtype,
-        num_hidden_layers=wanted.num_hidden_layers,
+        num_hidden_layers=options.num_hidden_layers,
         trust_remote_code=job.request.hub.trust_remote_code,
     )
     if dtype == "float16" and not job.request.dry_run:  # a dry run reads no weights
         job.progress.say("Checking activations for float16 overflow")
         notices.append(_overflow_notice(model, job))
-    notices += _limits_of(model, dtype)
-    traced = _traced(model, job)
+    notices += _limit_notices(model, dtype)
+    traced = _trace_or_resume(model, job)
     context = min(context_length(model.config), dense_tokens(model) or context_length(model.config))
-    # Fusing saves time with quantised weights only, and weights whose codes are kept may be packed differently.
+    # Fusing gates saves time with quantised weights only. It joins two weights, so it needs weights that the export
+    # quantises: codes of a quantised checkpoint, which are kept, may be packed differently.
     stored = quantised_format(source.folder)
     fuse_gates = weights.quantisation is not None and (stored is None or not stored.integers)
     lowered = lower(
         traced,
-        kv=wanted.kv,
+        kv=options.kv,
         target=target,
         context_length=context,
-        max_length=wanted.max_length,
-        window_cache=wanted.window_cache is not False,
+        max_length=options.max_length,
+        window_cache=options.window_cache is not False,
         fuse_gates=fuse_gates,
         quantised=weights.quantisation is not None,
     )
@@ -85,32 +89,34 @@ def traced_decoder(job: Job) -> Decoder:
     return Decoder(traced.model, info, foreign=False, notices=tuple(notices))
 
 
-def _limits_of(model: PreTrainedModel, dtype: str) -> list[str]:
-    found = []
+def _limit_notices(model: PreTrainedModel, dtype: str) -> list[str]:
+    """What the export of `model` cannot do, or was not compared in, as sentences for the user."""
+    notices = []
     if dtype == "bfloat16":
-        found.append(
+        notices.append(
             "bfloat16 graphs cannot run on a CPU, so the decoder was not run to verify it; use --dtype fp32 for CPUs"
         )
     if switching_rope(model.config) is not None:
-        found.append(
+        notices.append(
             f"this model changes its rotary frequencies beyond {context_length(model.config)} tokens, which a graph "
             "cannot do, so the export's context ends there"
         )
     if (tokens := dense_tokens(model)) is not None and tokens < context_length(model.config):
-        found.append(
+        notices.append(
             f"in longer sequences this model attends to {tokens:,} selected tokens; the export attends to all tokens, "
             "so its context ends there"
         )
     if getattr(model.config, "vision_config", None) is not None:
-        found.append("this model also reads images; the export reads text alone")
-    return found
+        notices.append("this model also reads images; the export reads text alone")
+    return notices
 
 
-def _traced(model: PreTrainedModel, job: Job) -> TracedDecoder:
+def _trace_or_resume(model: PreTrainedModel, job: Job) -> TracedDecoder:
+    """The trace of `model`: the one that an interrupted export saved, or a new one, which is saved."""
     stage, journal, stamp = "traced graph", job.finished.journal, job.finished.trace
-    found = journal.find(stage, stamp, file=str, num_layers=int)
-    if found is not None:
-        return load_trace(found["file"], found["num_layers"], model)
+    saved = journal.find(stage, stamp, file=str, num_layers=int)
+    if saved is not None:
+        return load_trace(saved["file"], saved["num_layers"], model)
     job.progress.say("Tracing")
     traced = trace(model)
     save = partial(save_trace, traced, model)
@@ -119,24 +125,25 @@ def _traced(model: PreTrainedModel, job: Job) -> TracedDecoder:
 
 
 def _overflow_notice(model: PreTrainedModel, job: Job) -> str:
+    """Run `model` on samples, unless an interrupted export did. Returns what overflowed, as a sentence for the user."""
     stage, journal, stamp = "overflow check", job.finished.journal, job.finished.trace
-    noted = journal.find(stage, stamp, found=list)
-    if noted is None:
+    entry = journal.find(stage, stamp, found=list)
+    if entry is None:
         try:
             with load_during_calls(model):
-                found = overflowing_modules(model, sample_batches(model, job.source.folder))
-        except RuntimeError as error:  # such as of float32 weights that the model keeps for precision
+                names = overflowing_modules(model, sample_batches(model, job.source.folder))
+        except RuntimeError as error:  # such as for float32 weights that the model keeps for precision
             raise UnsupportedModelError(
                 f"{type(model).__name__} does not run in float16 in transformers ({one_line(error)}); use --dtype "
                 "fp32 or bf16."
             ) from error
-        journal.record(stage, stamp, found=found)
+        journal.record(stage, stamp, found=names)
     else:
-        found = noted["found"]
-    if not found:
+        names = entry["found"]
+    if not names:
         return "no activation exceeded float16's range on the sample text"
     return (
-        f"activations exceed float16's range on the sample text in {len(found)} modules (first: {found[0]}): "
+        f"activations exceed float16's range on the sample text in {len(names)} modules (first: {names[0]}): "
         "the export may return NaN; use --dtype fp32 or bf16"
     )
 
