@@ -25,7 +25,7 @@ export async function openBrowser(flags = []) {
  * something and found nothing wrong}. All its rules count, also those for best practice and the experimental ones, but
  * not those of WCAG's level AAA.
  */
-export async function audited(page) {
+export async function auditPage(page) {
   await page.evaluate(readFileSync(require.resolve("axe-core/axe.min.js"), "utf8"));
   return page.evaluate(async () => {
     const wanted = window.axe.getRules().filter((rule) => !rule.tags.includes("wcag2aaa"));

@@ -1,7 +1,7 @@
 // Drives the page of `topw serve` as its users do. Arguments: its address, a key, a folder for screenshots.
 // Prints what it saw as one line of JSON; tests/serve/test_page_browser.py judges it.
 import path from "node:path";
-import { HANG, audited, openBrowser } from "./open_browser.mjs";
+import { HANG, auditPage, openBrowser } from "./open_browser.mjs";
 
 const [address, key, folder] = process.argv.slice(2);
 const NAMED = ["button", "textbox", "combobox", "slider", "spinbutton", "checkbox", "radio", "link"];
@@ -15,18 +15,18 @@ try {
   page.setDefaultTimeout(HANG);
   await page.setViewport({ width: 1280, height: 900 });
   await page.goto(address);
-  await entry(page);
+  await enterKey(page);
   await keyboardOnly(page);
-  await names(page);
-  await inspected(page);
+  await checkNames(page);
+  await inspectToken(page);
   await sideBySide(page);
-  await stopped(page);
-  await form(page);
-  await sliders(page);
-  await phone(page);
-  await looks(page);
-  await chats(page);
-  await away(page);
+  await stopAnswers(page);
+  await fillForm(page);
+  await moveSliders(page);
+  await viewOnPhone(page);
+  await checkColours(page);
+  await chat(page);
+  await loseServer(page);
 } finally {
   await browser.close();
 }
@@ -42,7 +42,7 @@ function watch(page) {
   });
 }
 
-async function shot(page, name) {
+async function takeScreenshot(page, name) {
   if (folder) await page.screenshot({ path: path.join(folder, `${name}.png`), fullPage: name !== "desktop" });
 }
 
@@ -50,14 +50,14 @@ function text(page, selector) {
   return page.$eval(selector, (node) => node.textContent);
 }
 
-async function settled(page) {
+async function waitForAnswer(page) {
   await page.waitForFunction(() => {
     const facts = document.querySelector(".facts").textContent;
     return document.getElementById("stop").disabled && /token/.test(facts);
   });
 }
 
-async function explained(page, words = ".lead") {
+async function waitForExplanation(page, words = ".lead") {
   await page.waitForSelector(`#crop-body:not([aria-busy]) ${words}`);
 }
 
@@ -65,16 +65,16 @@ async function explained(page, words = ".lead") {
 async function audit(page, name) {
   const folds = await page.$$("details:not([open])");
   for (const fold of folds) await fold.evaluate((one) => (one.open = true));
-  seen.audits[name] = await audited(page);
+  seen.audits[name] = await auditPage(page);
   for (const fold of folds) await fold.evaluate((one) => (one.open = false));
 }
 
-function problem(page) {
+function waitForProblem(page) {
   return page.waitForSelector("#problem:not([hidden])").then((node) => node.evaluate((words) => words.textContent));
 }
 
 // The key is asked for until it is right, and kept in the tab.
-async function entry(page) {
+async function enterKey(page) {
   seen.asks = await page.$eval("#key-form", (form) => !form.hidden);
   seen.wrong = [];
   refusing = true;
@@ -85,7 +85,7 @@ async function entry(page) {
       const words = document.getElementById("problem");
       return !words.hidden && words.textContent !== last;
     }, {}, seen.wrong.at(-1)?.[0]);
-    seen.wrong.push([await problem(page), await page.evaluate(() => document.activeElement.id)]);
+    seen.wrong.push([await waitForProblem(page), await page.evaluate(() => document.activeElement.id)]);
   }
   refusing = false;
   await audit(page, "key");
@@ -110,11 +110,11 @@ async function keyboardOnly(page) {
   await page.keyboard.down("Control");
   await page.keyboard.press("Enter");
   await page.keyboard.up("Control");
-  await settled(page);
+  await waitForAnswer(page);
   seen.focusStays = await page.evaluate(() => document.activeElement.id);
   await tabTo(page, null, "token");
   await page.keyboard.press("ArrowRight");
-  await explained(page);
+  await waitForExplanation(page);
   seen.arrow = await page.evaluate(() => [document.activeElement.dataset.place, document.activeElement.ariaPressed]);
   await page.keyboard.press("End");
   await page.waitForFunction(() => document.querySelector("#crop-body .crop-head").textContent.includes("48 of 48"));
@@ -137,7 +137,7 @@ async function tabTo(page, id, kind) {
 }
 
 // Every control has a name.
-async function names(page) {
+async function checkNames(page) {
   const check = (node) => {
     if (NAMED.includes(node.role) && !node.name) seen.unnamed.push(node);
     (node.children || []).forEach(check);
@@ -148,9 +148,9 @@ async function names(page) {
 }
 
 // A click explains a token at which distances decided.
-async function inspected(page) {
+async function inspectToken(page) {
   await page.click(".token.geo");
-  await explained(page);
+  await waitForExplanation(page);
   await page.waitForSelector("#crop svg circle");
   seen.drawn = await page.$$eval("tr.drawn", (rows) => rows.map((row) => row.className));
   seen.lead = await text(page, ".lead");
@@ -158,30 +158,30 @@ async function inspected(page) {
   seen.axes = await page.$$eval("svg .axis", (all) => all.map((one) => one.textContent));
   seen.shown = await page.$$eval(".tokens tbody tr", (rows) => rows.length);
   await audit(page, "desktop");
-  await shot(page, "desktop");
-  await shot(page, "whole");
+  await takeScreenshot(page, "desktop");
+  await takeScreenshot(page, "whole");
 }
 
 // The same seed under two settings.
 async function sideBySide(page) {
   await page.click("#compare");
   await page.click("#go");
-  await settled(page);
+  await waitForAnswer(page);
   await page.waitForFunction(() => document.querySelectorAll(".facts")[1].textContent.includes("seed"));
   seen.titles = await page.$$eval(".answer h3", (all) => all.map((one) => one.textContent));
   seen.seeds = await page.$$eval(".facts", (all) => all.map((one) => one.textContent.match(/seed \d+/)[0]));
   seen.texts = await page.$$eval(".text", (all) => all.map((one) => one.textContent));
   await (await page.$$(".answer"))[1].$eval(".token", (token) => token.click());
-  await explained(page);
+  await waitForExplanation(page);
   seen.certified = await text(page, ".lead");
   await audit(page, "compare");
-  await shot(page, "compare");
+  await takeScreenshot(page, "compare");
   await page.click("#compare");
 }
 
 // By the button, and by the Escape key. The network is too slow for the rest of the answer: 400 chunks of about 500
 // bytes would take minutes.
-async function stopped(page) {
+async function stopAnswers(page) {
   await page.$eval("#max-tokens", (field) => (field.value = 400));
   await page.emulateNetworkConditions({ download: 1000, upload: -1, latency: 0 });
   await page.select("#preset-A", "lively");
@@ -190,17 +190,17 @@ async function stopped(page) {
     await page.click("#go");
     await page.waitForSelector(".token");
     await stop();
-    await settled(page);
+    await waitForAnswer(page);
     seen.stopped.push(await text(page, ".facts"));
   }
   await page.emulateNetworkConditions(null);
   await page.$eval("#max-tokens", (field) => (field.value = 24));
   await page.click("#go");
-  await settled(page);
+  await waitForAnswer(page);
 }
 
 // Each number of every rule has a slider, which moves it.
-async function sliders(page) {
+async function moveSliders(page) {
   seen.sliders = await page.evaluate(() => {
     const found = {};
     const choose = (rule) => {
@@ -224,7 +224,7 @@ async function sliders(page) {
 }
 
 // Every field of the form reaches the request, and an answer under all of them can be explained.
-async function form(page) {
+async function fillForm(page) {
   const sent = [];
   const note = (request) => request.url().endsWith("v1/completions") && sent.push(JSON.parse(request.postData()));
   page.on("request", note);
@@ -249,7 +249,7 @@ async function form(page) {
   await page.select("#geom_unit-A", "median");
   await reads("beta-A", "2x");
   await page.click("#go");
-  seen.badBeta = [await problem(page), await page.evaluate(() => document.activeElement.id)];
+  seen.badBeta = [await waitForProblem(page), await page.evaluate(() => document.activeElement.id)];
   await reads("beta-A", "1.5 + .5*T");
   await reads("temperature-A", "1.5");
   seen.beta = await beta();
@@ -266,11 +266,11 @@ async function form(page) {
   await page.keyboard.press("ArrowRight");
   seen.length = [await value("max-tokens"), await value("max-tokens-slider")];
   await page.click("#go");
-  await settled(page);
+  await waitForAnswer(page);
   seen.sent = sent.at(-1);
   seen.limited = await text(page, ".answer h3");
   await page.click(".token");
-  await explained(page);
+  await waitForExplanation(page);
   await page.select("#preset-A", "");
   await page.select("#preset-A", "lively"); // which resets Top-W's
   seen.reset = await page.$eval("#geom_unit-A", (field) => field.value);
@@ -280,14 +280,14 @@ async function form(page) {
   page.off("request", note);
 }
 
-async function phone(page) {
+async function viewOnPhone(page) {
   await page.setViewport({ width: 360, height: 800 });
   await page.click(".token.geo");
-  await explained(page);
+  await waitForExplanation(page);
   await page.waitForSelector("#crop svg circle");
   seen.inSight = await page.$eval("#crop-title", (title) => title.getBoundingClientRect().top < innerHeight);
   await audit(page, "phone");
-  await shot(page, "phone");
+  await takeScreenshot(page, "phone");
   seen.widths = [];
   for (const width of [360, 640]) { // 640: a window of 1280 at 200 %
     await page.setViewport({ width, height: 800 });
@@ -297,14 +297,14 @@ async function phone(page) {
 }
 
 // Colours in both schemes, and no motion where none is wanted.
-async function looks(page) {
+async function checkColours(page) {
   seen.contrast = {};
   for (const scheme of ["light", "dark"]) {
     await page.emulateMediaFeatures([{ name: "prefers-color-scheme", value: scheme }]);
     seen.contrast[scheme] = await page.evaluate(contrasts);
   }
   await audit(page, "dark");
-  await shot(page, "dark");
+  await takeScreenshot(page, "dark");
   await page.emulateMediaFeatures([{ name: "prefers-reduced-motion", value: "reduce" }]);
   seen.motion = await page.$eval(".token", (token) => getComputedStyle(token).transitionDuration);
 }
@@ -332,11 +332,11 @@ function contrasts() {
 }
 
 // A chat of two turns with a model that was exported without logits; the second answer twice.
-async function chats(page) {
+async function chat(page) {
   const send = async (words) => {
     await page.type("#prompt", words);
     await page.keyboard.press("Enter");
-    await settled(page);
+    await waitForAnswer(page);
     return page.$$eval(".turn", (all) => all.map((one) => one.textContent));
   };
   await page.select("#model", "chat");
@@ -344,25 +344,25 @@ async function chats(page) {
   await page.$eval("#max-tokens", (field) => (field.value = 8));
   seen.turns = [await send("Hi")];
   await page.click(".token");
-  await explained(page, "pre");
+  await waitForExplanation(page, "pre");
   seen.without = await text(page, "#crop-body");
   await audit(page, "chat");
-  await shot(page, "chat");
+  await takeScreenshot(page, "chat");
   seen.turns.push(await send("Yo"));
   await page.$eval("#seed", (field) => (field.value = 2));
   await page.click("#again");
-  await settled(page);
+  await waitForAnswer(page);
   seen.turns.push(await page.$$eval(".turn", (all) => all.map((one) => one.textContent)));
   seen.again = await page.$eval("#seed", (field) => field.value);
 }
 
 // The server cannot be reached: what the user wrote stays.
-async function away(page) {
+async function loseServer(page) {
   refusing = true;
   await page.setOfflineMode(true);
   await page.type("#prompt", "Still there?");
   await page.keyboard.press("Enter");
-  seen.away = [await problem(page), await page.$eval("#prompt", (field) => field.value)];
+  seen.away = [await waitForProblem(page), await page.$eval("#prompt", (field) => field.value)];
   await page.setOfflineMode(false);
   refusing = false;
   await page.select("#model", "demo");

@@ -17,7 +17,7 @@ TASK = {"until": ["\n\n"], "do_sample": False, "max_gen_toks": 9}
 PROMPTS = [f"{'x' * (i % 7)}prompt {i}" for i in range(40)]
 
 
-def asked(model: Any, *pairs: Any) -> list[str]:
+def generate(model: Any, *pairs: Any) -> list[str]:
     found: list[str] = model.generate_until(instances("generate_until", list(pairs)), disable_tqdm=True)
     return found
 
@@ -30,7 +30,7 @@ def test_greedy_answers_are_the_models_in_the_order_of_the_requests(
     plain = TopWModel.from_pretrained(folder, provider="cpu")
     model = opened(folder, batch_size=3)
     assert (model._runner.engine is None) == (form == "concat"), "its cache has no rows"
-    found = asked(model, *((prompt, TASK) for prompt in PROMPTS))
+    found = generate(model, *((prompt, TASK) for prompt in PROMPTS))
     assert found == [plain.generate(p, temperature=0, max_new_tokens=9, stop=["\n\n"]).text for p in PROMPTS]
     assert len(set(found)) > 20
 
@@ -38,10 +38,10 @@ def test_greedy_answers_are_the_models_in_the_order_of_the_requests(
 @pytest.mark.parametrize("quiet", [{}, {"temperature": 0.0}, {"temperature": 0.9, "do_sample": False}])
 def test_a_task_that_does_not_sample_is_greedy(opened: Open, quiet: dict[str, Any]) -> None:
     model = opened(seed=3)
-    greedy = asked(model, ("abc", TASK))
-    assert asked(model, ("abc", {"max_gen_toks": 9, "lam": 0.1, **quiet})) == greedy
-    assert asked(model, ("abc", {"max_gen_toks": 9, "lam": 0.1, "temperature": 3.0})) != greedy
-    assert asked(model, ("abc", {"max_gen_toks": 9, "lam": 0.1, "do_sample": True})) != greedy
+    greedy = generate(model, ("abc", TASK))
+    assert generate(model, ("abc", {"max_gen_toks": 9, "lam": 0.1, **quiet})) == greedy
+    assert generate(model, ("abc", {"max_gen_toks": 9, "lam": 0.1, "temperature": 3.0})) != greedy
+    assert generate(model, ("abc", {"max_gen_toks": 9, "lam": 0.1, "do_sample": True})) != greedy
 
 
 def test_model_args_override_the_task(opened: Open, scoring: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -49,7 +49,7 @@ def test_model_args_override_the_task(opened: Open, scoring: Path, caplog: pytes
     model = opened(temperature=2.5, lam=0.2, seed=5)
     from topw_deploy.harness.requests import Seeds
 
-    found = asked(model, *((prompt, {**TASK, "temperature": 0.0, "lam": 2.0}) for prompt in PROMPTS[:5]))
+    found = generate(model, *((prompt, {**TASK, "temperature": 0.0, "lam": 2.0}) for prompt in PROMPTS[:5]))
     seeds = Seeds(5)
     given = {"temperature": 2.5, "lam": 0.2, "max_new_tokens": 9, "stop": ["\n\n"]}
     assert found == [plain.generate(prompt, **given, seed=seeds.next(prompt)).text for prompt in PROMPTS[:5]]
@@ -59,11 +59,11 @@ def test_model_args_override_the_task(opened: Open, scoring: Path, caplog: pytes
 def test_model_args_may_ask_for_sampling_without_a_temperature(opened: Open) -> None:
     greedy, sampled = opened(lam=0.1, seed=1), opened(lam=0.1, seed=1, do_sample=True)
     prompts = [(prompt, TASK) for prompt in PROMPTS[:5]]
-    assert asked(sampled, *prompts) != asked(greedy, *prompts)
+    assert generate(sampled, *prompts) != generate(greedy, *prompts)
 
 
 def test_a_greedy_task_with_sampler_parameters_causes_a_warning(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
-    asked(opened(lam=1.0), *[("abc", TASK)] * 2)
+    generate(opened(lam=1.0), *[("abc", TASK)] * 2)
     assert [r.getMessage() for r in caplog.records if r.name.startswith("topw")] == [
         "the task is greedy, so the sampler's parameters have no effect; give --model_args temperature."
     ]
@@ -71,10 +71,10 @@ def test_a_greedy_task_with_sampler_parameters_causes_a_warning(opened: Open, ca
 
 def test_draws_depend_only_on_seed_prompt_and_repetition(opened: Open) -> None:
     model = opened(temperature=3.0, lam=0.1, seed=1)
-    one, other, again = asked(model, ("abc", TASK), ("abd", TASK), ("abc", TASK))
+    one, other, again = generate(model, ("abc", TASK), ("abd", TASK), ("abc", TASK))
     assert len({one, other, again}) == 3
-    assert asked(model, ("abd", TASK), ("abc", TASK), ("abc", TASK)) == [other, one, again]
-    assert asked(opened(temperature=3.0, lam=0.1, seed=2), ("abc", TASK)) != [one]
+    assert generate(model, ("abd", TASK), ("abc", TASK), ("abc", TASK)) == [other, one, again]
+    assert generate(opened(temperature=3.0, lam=0.1, seed=2), ("abc", TASK)) != [one]
 
 
 def test_the_run_s_seed_is_the_harness_s(opened: Open) -> None:
@@ -91,30 +91,30 @@ def test_the_run_s_seed_is_the_harness_s(opened: Open) -> None:
 def test_answers_end_before_a_stop_and_at_special_tokens(opened: Open, tmp_path: Path, until: Any) -> None:
     script = Toy.script([*byte_ids("ab"), EOS, *byte_ids("dcb")], prompt_tokens=2)
     folder = export(tmp_path / "out", script, form="grouped", generation_config={"eos_token_id": byte_ids("z")[0]})
-    (found,) = asked(opened(folder), ("pq", {"until": until, "max_gen_toks": 9}))
+    (found,) = generate(opened(folder), ("pq", {"until": until, "max_gen_toks": 9}))
     assert found == ("ab" if "</s>" in until else "abd")
 
 
 @pytest.mark.parametrize("name", ["max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"])
 def test_the_length_has_the_harness_s_names(opened: Open, tmp_path: Path, name: str) -> None:
     folder = export(tmp_path / "out", Toy.script(byte_ids("abcdefgh"), prompt_tokens=2), form="grouped")
-    assert asked(opened(folder, max_gen_toks=5), ("pq", {name: 3}), ("pq", {})) == ["abc", "abcde"]
+    assert generate(opened(folder, max_gen_toks=5), ("pq", {name: 3}), ("pq", {})) == ["abc", "abcde"]
 
 
 def test_a_long_prompt_loses_its_beginning_to_leave_room(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
     model, prompt = opened(), "abcdefg" * CONTEXT
     kept = prompt[-(CONTEXT - 9) :]
-    assert asked(model, (prompt, TASK)) == asked(model, (kept, TASK))
+    assert generate(model, (prompt, TASK)) == generate(model, (kept, TASK))
     assert f"prompts of more than {CONTEXT - 9} tokens lose their beginning" in caplog.text
     with pytest.raises(
         ParameterError, match=f"max_gen_toks is {CONTEXT}, but prompt and answer may have {CONTEXT} tokens together"
     ):
-        asked(model, ("ab", {"max_gen_toks": CONTEXT}))
+        generate(model, ("ab", {"max_gen_toks": CONTEXT}))
 
 
 def test_settings_without_effect_are_ignored_and_others_are_checked_by_the_runtime(opened: Open) -> None:
     model = opened()
-    assert asked(model, ("ab", {**TASK, "num_beams": 1, "use_cache": True})) == asked(model, ("ab", TASK))
+    assert generate(model, ("ab", {**TASK, "num_beams": 1, "use_cache": True})) == generate(model, ("ab", TASK))
     for wrong, said in (
         ({"num_beams": 4}, "unknown parameter 'num_beams'"),
         ({"beta": -1}, "beta is -1"),
@@ -122,13 +122,13 @@ def test_settings_without_effect_are_ignored_and_others_are_checked_by_the_runti
         ({"seed": 3}, "give --model_args seed=N"),
     ):
         with pytest.raises(ParameterError, match=said):
-            asked(model, ("ab", {**TASK, **wrong}))
+            generate(model, ("ab", {**TASK, **wrong}))
 
 
 def test_text_up_to_the_end_of_thinking_is_removed(opened: Open, tmp_path: Path) -> None:
     folder = export(tmp_path / "out", Toy.script([*byte_ids("hm|> 42"), EOS], prompt_tokens=2), form="grouped")
-    assert asked(opened(folder), ("pq", TASK)) == ["hm|> 42"]
-    assert asked(opened(folder, think_end_token="|>"), ("pq", TASK)) == ["42"]
+    assert generate(opened(folder), ("pq", TASK)) == ["hm|> 42"]
+    assert generate(opened(folder, think_end_token="|>"), ("pq", TASK)) == ["42"]
 
 
 def test_chats_are_rendered_with_the_folder_s_template(opened: Open, tmp_path: Path) -> None:
@@ -166,6 +166,6 @@ def test_an_error_of_a_request_ends_the_run_and_cancels_the_others(opened: Open)
     model = opened(batch_size=2, ignore_eos=True)
     long = {"max_gen_toks": 80}
     with pytest.raises(ParameterError):
-        asked(model, *[(prompt, long) for prompt in PROMPTS[:15]], ("ab", {**long, "lam": -1}))
-    assert asked(model, ("ab", TASK))
+        generate(model, *[(prompt, long) for prompt in PROMPTS[:15]], ("ab", {**long, "lam": -1}))
+    assert generate(model, ("ab", TASK))
     assert model._runner.engine.stats().new_tokens < 10 * 80

@@ -1,4 +1,4 @@
-"""NVIDIA's parser and builder without a GPU; engines are not run."""
+"""Runs NVIDIA's parser and builder without a GPU. Engines are built, but not run."""
 
 from __future__ import annotations
 

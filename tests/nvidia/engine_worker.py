@@ -1,8 +1,8 @@
-"""Build engines with NVIDIA's builder, in the environment of make_environment.py.
+"""Builds engines with NVIDIA's builder, in the environment of make_environment.py.
 
-in: JSON requests, {"out": folder, ...TensorRTRequest's fields}; the first "kernels" registers the plugin.
-out: JSON answers: stamp, progress, deserialisation result, or error.
-Without a GPU the driver is a double.
+Arguments: a JSON file of requests, {"out": folder, ...fields of TensorRTRequest}, of which the first one with "kernels"
+registers the plugin; and the file to write the answers to: stamp, progress and the result of opening the engine, or the
+error. There is no GPU, so the driver is a double.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from topw_deploy.tensorrt.request import TensorRTRequest
 GPU = driver.Driver("13.0", (driver.Device("No GPU", 90),), "")
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
+def build(request: dict[str, Any]) -> dict[str, Any]:
     shown: list[int] = []
     if kernels := request.pop("kernels", None):
         from topw_deploy.plugins.tensorrt import plugin
@@ -44,11 +44,11 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         path, stamp = engines.find_fitting_engine(paths["out"], engines.this_platform(built.stamp.tensorrt))
     except TopWError as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    return {"stamp": dataclasses.asdict(stamp), "path": str(path), "shown": shown, "opened": opened(path)}
+    return {"stamp": dataclasses.asdict(stamp), "path": str(path), "shown": shown, "opened": open_engine(path)}
 
 
-def opened(path: Path) -> str:
-    """TensorRT's answer; without a GPU it reports the missing driver."""
+def open_engine(path: Path) -> str:
+    """Open an engine. Returns "an engine", or TensorRT's error; without a GPU, that of the missing driver."""
     trt = api.load_tensorrt()
     logger = api.new_logger(trt)
     runtime = api.create_object(trt, "Runtime", logger)
@@ -62,7 +62,7 @@ def main() -> None:
     trt = api.load_tensorrt()
     del trt.IStreamWriter  # missing in TensorRT-RTX
     requests = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    Path(sys.argv[2]).write_text(json.dumps([answer(request) for request in requests]), encoding="utf-8")
+    Path(sys.argv[2]).write_text(json.dumps([build(request) for request in requests]), encoding="utf-8")
 
 
 if __name__ == "__main__":

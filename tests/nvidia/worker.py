@@ -1,9 +1,10 @@
-"""Run NVIDIA's parser and builder, in the environment of make_environment.py.
+"""Runs NVIDIA's parser and builder, in the environment of make_environment.py.
 
-in: {"plugin": null | "python" | library path, "kernels": library for "python", "tasks": [task, ...]}
-task: {"model": path, "batches": [[least, most], ...], "sequence": most tokens, "without_function": bool}
-or {"check": folder}
-out: results of `parsed` or `checked`, with counts of Python plugins and of those with control memory.
+Reads {"plugin": null | "python" | library path, "kernels": library for "python", "tasks": [task, ...]}.
+A task is {"model": path, "batches": [[least, most], ...], "sequence": most tokens, "without_function": bool}
+or {"check": folder}.
+Writes the results of `parse_and_build` or `check_folder`, with the numbers of Python plugins and of those with control
+memory.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def load_plugin(plugin: str | None, kernels: str | None) -> None:
     python_plugin.register(Watched(Path(kernels)))
 
 
-def parsed(task: dict[str, Any]) -> dict[str, Any]:
-    """Engine bytes per batch range are 0 without an engine."""
+def parse_and_build(task: dict[str, Any]) -> dict[str, Any]:
+    """Parse a model, and build an engine for each range of batches. `bytes` are their sizes, 0 without an engine."""
     from topw_deploy.tensorrt.model_file import without_function
 
     logger, started = Logger(), time.perf_counter()
@@ -105,7 +106,7 @@ def shape(tensor: Any, batch: int, task: dict[str, Any], words: int) -> tuple[li
     return [batch, *(least if size < 0 else size for size in fixed)], [batch, *(most if s < 0 else s for s in fixed)]
 
 
-def checked(folder: str) -> dict[str, Any]:
+def check_folder(folder: str) -> dict[str, Any]:
     from topw_deploy.tensorrt.check import check
 
     report = check(Path(folder), "tensorrt")
@@ -126,7 +127,7 @@ def main() -> None:
     load_plugin(asked["plugin"], asked["kernels"])
     answers = []
     for task in asked["tasks"]:
-        answer = checked(task["check"]) if "check" in task else parsed(task)
+        answer = check_folder(task["check"]) if "check" in task else parse_and_build(task)
         answers.append({**answer, "plugins_made": len(controls), "left": sum(bool(c._blocks) for c in controls)})
         Path(sys.argv[2]).write_text(json.dumps(answers), encoding="utf-8")
 

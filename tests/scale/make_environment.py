@@ -1,7 +1,7 @@
 """Make Ray's environment: `python -m tests.scale.make_environment .venv-ray [option of pip ...]`.
 
-Its packages come before those of the Python that runs this, in which it finds all that Ray needs and is there already,
-and this package.
+It has Ray and what Ray needs. Packages that the Python that runs this program has already, and this package, are taken
+from there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sysconfig
 import venv
 from pathlib import Path
 
-# Compiles the modules of Ray's own processes, as a node ends if they have not started within 30 seconds.
+# Compiles the modules of Ray's own processes, because a node ends if they have not started within 30 seconds.
 _COMPILE = """
 import ray._private.runtime_env.agent.main, ray.dashboard.agent, ray.serve.scripts
 from ray.dashboard.utils import DashboardAgentModule, get_all_modules
@@ -27,7 +27,7 @@ def make(folder: Path, pip_options: list[str]) -> None:
     python = folder / "bin" / "python"
     shared = sysconfig.get_path("purelib")
     own = next(folder.glob("lib/python3.*/site-packages"))
-    # Not the folder alone: its own .pth files count, too, as that of an editable installation.
+    # addsitedir also reads the folder's .pth files, such as that of an editable installation.
     (own / "shared.pth").write_text(f"import site; site.addsitedir({shared!r})\n", "utf-8")
     pip = [sys.executable, "-m", "pip", "--python", str(python), "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "install", "--no-compile", *pip_options, "topw-deploy[ray]"], check=True)

@@ -41,7 +41,7 @@ STREAMS, SAMPLES, LONG = 3, 48, 400  # streams that run for longer than the auto
 # Seconds and milliseconds between reports to the autoscaler and to the metrics; Ray's own are 10 s.
 INTERVALS = {"RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5", "RAY_metrics_report_interval_ms": "1000"}
 SOON = {"upscale_delay_s": 1, "downscale_delay_s": 3, "look_back_period_s": 1}
-# One client, because making one costs tens of milliseconds; no connection is used twice, so none is found closed.
+# One client, because making one costs tens of milliseconds. No connection is used twice, so none is found closed.
 CLIENT = httpx2.Client(timeout=120, limits=httpx2.Limits(max_keepalive_connections=0))
 
 
@@ -80,12 +80,12 @@ class Cluster:
         head += ["--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={self.place}/r"]
         head += [f"--metrics-export-port={self.metrics_port}", "--object-store-memory=80000000"]
         self.head = self._start(self._binaries / "ray", *head)
-        until(lambda: self.running() and "Ray runtime started" in self.log(), "Ray")
+        until(lambda: self.check_running() and "Ray runtime started" in self.log(), "Ray")
         self.run(least=2)
-        until(self.healthy, "the application")
+        until(self.is_healthy, "the application")
 
     def run(self, least: int) -> None:
-        """`serve run` with at least this many replicas, at most two. A second call changes that of the first."""
+        """Run `serve run` with `least` to two replicas. A second call changes the application of the first."""
         config = yaml.safe_load(EXAMPLE.read_text("utf-8"))
         config["http_options"] = {**config["http_options"], "host": "127.0.0.1", "port": self.port}
         application = config["applications"][0]
@@ -113,14 +113,14 @@ class Cluster:
     def log(self) -> str:
         return (self.place / "log").read_text("utf-8", "replace")
 
-    def running(self) -> bool:
+    def check_running(self) -> bool:
         """Raises SystemExit if Ray or `serve run` has ended."""
         if any(process.poll() is not None for process in self._processes):
             raise SystemExit(f"Ray ended:\n{self.log()[-5000:]}")
         return True
 
-    def healthy(self) -> bool:
-        self.running()
+    def is_healthy(self) -> bool:
+        self.check_running()
         try:
             return CLIENT.get(f"{self.url}/health", timeout=5).status_code == 200 and len(self.replicas()) == 2
         except httpx2.TransportError:
@@ -204,7 +204,7 @@ def ask(url: str, given: dict[str, Any], begun: threading.Event | None = None, n
     return "text", SEPARATOR.join(texts[index] for index in sorted(texts))
 
 
-def burst(url: str) -> Iterator[tuple[str, str] | None]:
+def send_burst(url: str) -> Iterator[tuple[str, str] | None]:
     """Send all requests at once, half of them as streams. Yields None once a stream has begun, then the outcomes."""
     begun = threading.Event()
     outcomes: list[tuple[str, str]] = [("lost", "no answer")] * REQUESTS
@@ -230,7 +230,7 @@ def main() -> None:
             model.generate(f"def f{index}(", seed=index, max_new_tokens=TOKENS, ignore_eos=True, **HOT).text
             for index in range(REQUESTS)
         ]
-        samples = drawn(model)
+        samples = draw_samples(model)
     cluster = Cluster(binaries, folder)
     seen: dict[str, Any] = {}
     try:
@@ -238,24 +238,24 @@ def main() -> None:
         seen["start_seconds"] = time.perf_counter() - started
         seen["alone"] = [ask(cluster.url, body("def f0(", 0))[1] == wanted[0]]
         seen["streamed"] = [ask(cluster.url, body("def f1(", 1, stream=True))[1] == wanted[1]]
-        seen["prefixes"] = prefixes(cluster.url)
-        seen["errors"] = refusals(cluster.url)
-        seen["left"] = leave(cluster)
-        outcomes = burst(cluster.url)
+        seen["prefixes"] = reused_tokens(cluster.url)
+        seen["errors"] = request_statuses(cluster.url)
+        seen["left"] = leave_stream(cluster)
+        outcomes = send_burst(cluster.url)
         next(outcomes)
         victim = cluster.replicas()[0]
         os.kill(victim, signal.SIGKILL)
-        seen["killed"] = compared(outcomes, wanted)
-        until(lambda: cluster.healthy() and victim not in cluster.replicas(), "the new replica")
-        outcomes = burst(cluster.url)
+        seen["killed"] = compare_outcomes(outcomes, wanted)
+        until(lambda: cluster.is_healthy() and victim not in cluster.replicas(), "the new replica")
+        outcomes = send_burst(cluster.url)
         next(outcomes)
-        seen["recovered"] = compared(outcomes, wanted)
+        seen["recovered"] = compare_outcomes(outcomes, wanted)
         seen["log"] = [line[-300:] for line in cluster.log().splitlines() if "replica ended" in line]
         for name in ("certified_tokens_total", "num_requests_waiting"):  # of requests, and of the engines
             until(lambda name=name: f"ray_topw_{name}{{" in cluster.metrics(), name)
         seen["metrics"] = sorted(set(re.findall(r"^ray_(topw_\w+)\{", cluster.metrics(), re.MULTILINE)))
         before = time.perf_counter()
-        seen["scaled"] = scaled(cluster, wanted, samples)
+        seen["scaled"] = scale_replicas(cluster, wanted, samples)
         seen["scaled"]["seconds"] = time.perf_counter() - before
     finally:
         cluster.close()
@@ -263,20 +263,20 @@ def main() -> None:
     sys.stdout.write(json.dumps(seen) + "\n")
 
 
-def drawn(model: TopWModel) -> list[str]:
+def draw_samples(model: TopWModel) -> list[str]:
     """The texts of a stream, by an engine with as many rows as a replica."""
     options = {"num_return_sequences": SAMPLES, "max_new_tokens": LONG, "ignore_eos": True, "seed": 1, **HOT}
     with Engine(model, max_batch=ROWS) as engine:
         return [each.text for each in engine.submit(STREAMED, **options).result()]
 
 
-def compared(outcomes: Iterator[tuple[str, str] | None], wanted: list[str]) -> list[tuple[str, str | bool]]:
+def compare_outcomes(outcomes: Iterator[tuple[str, str] | None], wanted: list[str]) -> list[tuple[str, str | bool]]:
     """("text", whether it is the wanted one), ("error", code) or ("lost", reason) for each request."""
     found = enumerate(outcome for outcome in outcomes if outcome is not None)
     return [(kind, text == wanted[index] if kind == "text" else text) for index, (kind, text) in found]
 
 
-def scaled(cluster: Cluster, wanted: list[str], samples: list[str]) -> dict[str, Any]:
+def scale_replicas(cluster: Cluster, wanted: list[str], samples: list[str]) -> dict[str, Any]:
     """Let the autoscaler remove an idle replica, add one under a burst, and remove one that streams.
 
     wanted, samples: the answers to the burst's requests, and to every stream.
@@ -285,7 +285,7 @@ def scaled(cluster: Cluster, wanted: list[str], samples: list[str]) -> dict[str,
     of the removed replica.
     """
     cluster.run(least=1)
-    until(lambda: cluster.running() and len(cluster.replicas()) == 1, "the removal of an idle replica")
+    until(lambda: cluster.check_running() and len(cluster.replicas()) == 1, "the removal of an idle replica")
     outcomes: list[tuple[str, str | bool]] = []
     enough = threading.Event()
 
@@ -326,7 +326,7 @@ def scaled(cluster: Cluster, wanted: list[str], samples: list[str]) -> dict[str,
     return {"burst": outcomes, "streams": found, "removed": list(set(two) - set(cluster.replicas()))}
 
 
-def prefixes(url: str) -> list[int]:
+def reused_tokens(url: str) -> list[int]:
     """Reused tokens of prompts that begin alike, one after the other."""
     found = []
     for index in range(8):
@@ -335,7 +335,7 @@ def prefixes(url: str) -> list[int]:
     return found
 
 
-def leave(cluster: Cluster) -> str:
+def leave_stream(cluster: Cluster) -> str:
     """Close a stream after its first bytes. Returns the replica's log line of that request."""
     given = body("class Left", 0, stream=True, tokens=450)
     headers = {"X-Request-Id": "one-that-leaves"}
@@ -350,7 +350,7 @@ def leave(cluster: Cluster) -> str:
     return line()
 
 
-def refusals(url: str) -> list[int]:
+def request_statuses(url: str) -> list[int]:
     """Statuses of requests that must be refused, and of those that must not."""
     unknown = CLIENT.post(f"{url}/v1/completions", json={"prompt": "a", "tempreature": 1})
     large = CLIENT.post(f"{url}/v1/completions", content=b" " * (8 * 2**20 + 1))

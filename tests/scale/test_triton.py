@@ -29,7 +29,11 @@ HOT = {"temperature": 2.5, "lam": 0.2, "max_new_tokens": 12}
 
 
 class Sender:
-    """Collects responses. cancelled: what `is_cancelled` says; looks: how often it was called."""
+    """Collects responses.
+
+    cancelled: the answer of `is_cancelled`.
+    looks: number of calls of `is_cancelled`.
+    """
 
     def __init__(self) -> None:
         self.responses: list[Any] = []
@@ -49,7 +53,7 @@ class Sender:
 
 
 class Request:
-    """inputs: arrays by name."""
+    """A request of Triton. inputs: arrays by name."""
 
     def __init__(self, **inputs: Any) -> None:
         self.inputs, self.sender = inputs, Sender()
@@ -58,12 +62,12 @@ class Request:
         return self.sender
 
     def wait(self) -> list[Any]:
-        assert self.sender.ended.wait(60)
+        assert self.sender.ended.wait(HANG)
         return self.sender.responses
 
 
 def stand_in() -> ModuleType:
-    """What the backend uses of `triton_python_backend_utils`."""
+    """The parts of `triton_python_backend_utils` that the backend uses."""
 
     class TritonError:
         INTERNAL, INVALID_ARG, UNAVAILABLE = range(3)
@@ -127,7 +131,7 @@ def parameters_of(text: str) -> dict[str, str]:
     return {line.split('"')[1]: json.loads(line.split("string_value: ")[1].removesuffix(" } }")) for line in lines}
 
 
-def asked(text: str | None = "ab", **inputs: Any) -> Request:
+def request_of(text: str | None = "ab", **inputs: Any) -> Request:
     if text is not None:
         inputs["text_input"] = np.array([text.encode()], np.object_)
     given = inputs.pop("parameters", HOT)
@@ -143,7 +147,10 @@ def run(backend: Any, *requests: Request) -> list[list[Any]]:
 def test_an_answer_is_that_of_the_model_alone(backend: Any, model: TopWModel) -> None:
     wanted = model.generate("ab", seed=5, **HOT)
     ids = np.array(model.tokenizer.encode("ab"), np.int64)
-    for request in (asked(seed=np.array([5], np.uint64)), asked(None, input_ids=ids, parameters={**HOT, "seed": 5})):
+    for request in (
+        request_of(seed=np.array([5], np.uint64)),
+        request_of(None, input_ids=ids, parameters={**HOT, "seed": 5}),
+    ):
         (answer,) = run(backend, request)[0]
         assert answer.error is None
         assert answer.outputs["text_output"][0].decode() == wanted.text
@@ -154,7 +161,7 @@ def test_an_answer_is_that_of_the_model_alone(backend: Any, model: TopWModel) ->
 
 
 def test_a_stream_has_a_response_per_piece(backend: Any, model: TopWModel) -> None:
-    answers = run(backend, asked(stream=np.array([True]), parameters={**HOT, "seed": 6}))[0]
+    answers = run(backend, request_of(stream=np.array([True]), parameters={**HOT, "seed": 6}))[0]
     wanted = model.generate("ab", seed=6, **HOT)
     assert len(answers) > 3
     assert "".join(each.outputs["text_output"][0].decode() for each in answers) == wanted.text
@@ -163,10 +170,10 @@ def test_a_stream_has_a_response_per_piece(backend: Any, model: TopWModel) -> No
 
 
 def test_requests_run_at_once_and_samples_have_indices(backend: Any, model: TopWModel) -> None:
-    requests = [asked("ab", seed=np.array([seed], np.uint64)) for seed in range(3)]
+    requests = [request_of("ab", seed=np.array([seed], np.uint64)) for seed in range(3)]
     for seed, (answer,) in enumerate(run(backend, *requests)):
         assert answer.outputs["text_output"][0].decode() == model.generate("ab", seed=seed, **HOT).text
-    answers = run(backend, asked(parameters={**HOT, "n": 2, "seed": 1}))[0]
+    answers = run(backend, request_of(parameters={**HOT, "n": 2, "seed": 1}))[0]
     found = {int(each.outputs["index"][0]): each.outputs["token_ids"].tolist() for each in answers}
     samples = model.generate("ab", seed=1, num_return_sequences=2, **HOT)
     assert found == {index: each.token_ids for index, each in enumerate(samples)}
@@ -175,20 +182,20 @@ def test_requests_run_at_once_and_samples_have_indices(backend: Any, model: TopW
 @pytest.mark.parametrize(
     ("request_", "code", "says"),
     [
-        (asked(None), 1, "either text_input or input_ids"),
-        (asked("a", input_ids=np.array([3])), 1, "either text_input or input_ids"),
-        (asked(parameters=b"{"), 1, "not valid JSON"),
-        (asked(parameters=b"[" * 100_000), 1, "not valid JSON"),
-        (asked(parameters=[1]), 1, "must be an object"),
-        (asked(parameters={"tempreature": 1}), 1, "'tempreature': did you mean temperature?"),
-        (asked(parameters={"max_tok": 1}), 1, "did you mean max_tokens?"),
-        (asked(parameters={"top_m": 1}), 1, "top_m is built into the graph"),
-        (asked(parameters={"streamer": "x"}), 1, "'streamer'"),
-        (asked(parameters={"temperature": -1}), 1, "temperature"),
-        (asked(parameters={"seed": 1}, seed=np.array([1], np.uint64)), 1, "seed is given twice"),
-        (asked(stream=np.array([True, False])), 1, "stream has 2 values"),
-        (asked("x" * 200), 1, "tokens"),
-        (asked(parameters={**HOT, "n": 9}), 1, ""),
+        (request_of(None), 1, "either text_input or input_ids"),
+        (request_of("a", input_ids=np.array([3])), 1, "either text_input or input_ids"),
+        (request_of(parameters=b"{"), 1, "not valid JSON"),
+        (request_of(parameters=b"[" * 100_000), 1, "not valid JSON"),
+        (request_of(parameters=[1]), 1, "must be an object"),
+        (request_of(parameters={"tempreature": 1}), 1, "'tempreature': did you mean temperature?"),
+        (request_of(parameters={"max_tok": 1}), 1, "did you mean max_tokens?"),
+        (request_of(parameters={"top_m": 1}), 1, "top_m is built into the graph"),
+        (request_of(parameters={"streamer": "x"}), 1, "'streamer'"),
+        (request_of(parameters={"temperature": -1}), 1, "temperature"),
+        (request_of(parameters={"seed": 1}, seed=np.array([1], np.uint64)), 1, "seed is given twice"),
+        (request_of(stream=np.array([True, False])), 1, "stream has 2 values"),
+        (request_of("x" * 200), 1, "tokens"),
+        (request_of(parameters={**HOT, "n": 9}), 1, ""),
     ],
 )
 def test_a_wrong_request_gets_an_error_and_an_end(backend: Any, request_: Request, code: int, says: str) -> None:
@@ -199,10 +206,10 @@ def test_a_wrong_request_gets_an_error_and_an_end(backend: Any, request_: Reques
 
 
 def test_a_cancelled_request_frees_its_row(backend: Any) -> None:
-    request = asked(parameters={**HOT, "max_new_tokens": 90})
+    request = request_of(parameters={**HOT, "max_new_tokens": 90})
     request.sender.cancelled = True
     assert run(backend, request)[0] == []
-    assert run(backend, asked())[0][0].error is None
+    assert run(backend, request_of())[0][0].error is None
 
 
 def test_a_cancelled_request_ends_while_it_waits(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +225,7 @@ def test_a_cancelled_request_ends_while_it_waits(backend: Any, monkeypatch: pyte
             freed.set()
 
     monkeypatch.setattr(backend._engine, "stream", stream)
-    request = asked()
+    request = request_of()
     backend.execute([request])
     assert waiting.wait(HANG)
     until(lambda: request.sender.looks >= 2)

@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 CPU = {"provider": "cpu", "intra_op_num_threads": 1}
 # exact: without it, a draw can differ from the model's alone, as a step of several rows rounds differently.
 ENGINE = {"max_batch": 4, "max_queue": 508, "exact": True}
-ROOM = ENGINE["max_batch"] + ENGINE["max_queue"]
+CAPACITY = ENGINE["max_batch"] + ENGINE["max_queue"]
 HOT = {"temperature": 1.5, "lam": 0.3, "max_new_tokens": 40}
 
 
@@ -128,8 +128,13 @@ def ask(address: str, *requests: dict[str, Any]) -> list[list[dict[str, Any]]]:
     return found
 
 
-class Asked:
-    """One request on a stream of its own. ended: number of its sequences that have ended; error: text of an error."""
+class StreamedRequest:
+    """One request on a stream of its own.
+
+    ended: number of its sequences that have ended.
+    error: text of an error; "" without one.
+    final: set after the last response.
+    """
 
     def __init__(self, address: str, sequences: int, tokens: int) -> None:
         self.ended, self.error, self.final = 0, "", threading.Event()
@@ -156,21 +161,21 @@ class Asked:
 
 
 def cancel(address: str) -> dict[str, int]:
-    """Cancel a request that waits and one that runs, and see that others get their room in the engine.
+    """Cancel a request that waits and one that runs, and check that others get their places in the engine.
 
     `long` takes the rows and most of the queue, for minutes; `waiting` takes the rest, so that `other` is refused.
     """
-    long = Asked(address, ROOM - 36, 450)
+    long = StreamedRequest(address, CAPACITY - 36, 450)
     until(lambda: long.ended > 0, "the first of many sequences")
-    waiting = Asked(address, 36 + long.ended, 450)
-    other = Asked(address, 30, 2)
+    waiting = StreamedRequest(address, 36 + long.ended, 450)
+    other = StreamedRequest(address, 30, 2)
     assert other.final.wait(120)
     assert "sequences" in other.error, other.error
     other.close()
     waiting.close(cancel=True)
     while True:
         ended = long.ended
-        other = Asked(address, 30, 2)
+        other = StreamedRequest(address, 30, 2)
         if not other.final.wait(5):
             break
         other.close()
@@ -180,11 +185,11 @@ def cancel(address: str) -> dict[str, int]:
     assert other.final.wait(120)
     assert (other.error, other.ended) == ("", 30)
     other.close()
-    all_room = Asked(address, ROOM, 1)
-    assert all_room.final.wait(120)
-    assert (all_room.error, all_room.ended) == ("", ROOM)
-    all_room.close()
-    return {"sequences": ROOM - 36, "ended": long.ended}
+    whole = StreamedRequest(address, CAPACITY, 1)
+    assert whole.final.wait(120)
+    assert (whole.error, whole.ended) == ("", CAPACITY)
+    whole.close()
+    return {"sequences": CAPACITY - 36, "ended": long.ended}
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = 120) -> None:

@@ -113,7 +113,7 @@ def test_a_stop_string_ends_the_answer_and_is_named(client: TestClient, model: T
     assert choice["message"]["content"] == text[: text.index(stop)]
 
 
-def test_contents_in_parts_and_more_variables(client: TestClient, model: TopWModel) -> None:
+def test_parts_of_content_and_more_variables_reach_the_chat_template(client: TestClient, model: TopWModel) -> None:
     parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
     fields = {"messages": [{"role": "user", "content": parts}], "max_tokens": 4, "seed": 1, **HOT}
     assert ask(client, **fields).json()["choices"] == ask(client, max_tokens=4, seed=1, **HOT).json()["choices"]

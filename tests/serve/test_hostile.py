@@ -75,7 +75,7 @@ def statuses(answer: bytes) -> list[int]:
         HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + b"X: a\r\n" * 20_000 + b"\r\n",
     ],
 )
-def test_what_is_no_http_is_refused(server: Live, sent: bytes) -> None:
+def test_bytes_that_are_no_http_are_refused(server: Live, sent: bytes) -> None:
     answer = server.send(sent)
     assert set(statuses(answer)) <= {400, 404}
 
@@ -109,7 +109,7 @@ def test_pipelined_requests_are_answered_in_their_order(server: Live, texts: dic
     assert found == [texts[seed] for seed in seeds]
 
 
-def test_a_body_in_chunks_of_one_byte(server: Live, texts: dict[int, str]) -> None:
+def test_a_body_in_chunks_of_one_byte_is_read_whole(server: Live, texts: dict[int, str]) -> None:
     data = json.dumps(ask(1)).encode()
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in data)
     answer = server.send(HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")
@@ -136,7 +136,7 @@ def test_a_body_without_a_length_is_read_to_the_limit(server: Live) -> None:
     assert (status, answer["error"]["code"]) == (413, "body_too_large")
 
 
-def test_clients_that_leave_amid_a_body(server: Live) -> None:
+def test_connections_of_clients_that_leave_amid_a_body_are_closed(server: Live) -> None:
     for sent in (HEAD, HEAD + b"Content-Length: 1000\r\n\r\n{", HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\nab"):
         with server.connect() as raw:
             raw.sendall(sent)
@@ -186,7 +186,7 @@ JSON_CASES: list[tuple[bytes, int, str | None]] = [
 
 
 @pytest.mark.parametrize(("body", "status", "code"), JSON_CASES)
-def test_bodies_that_are_wrong(server: Live, body: bytes, status: int, code: str | None) -> None:
+def test_wrong_bodies_are_refused_with_a_short_answer(server: Live, body: bytes, status: int, code: str | None) -> None:
     found, answer = server.call(body)
     assert (found, answer["error"]["code"]) == (status, code), answer
     assert len(json.dumps(answer)) < 4000
@@ -214,14 +214,16 @@ def test_of_a_key_that_is_given_twice_the_last_counts(server: Live, texts: dict[
         ({"prompt": "ab" * 200_000}, "prompt"),
     ],
 )
-def test_lists_that_are_too_long(server: Live, fields: dict[str, Any], param: str | None, stream: bool) -> None:
+def test_lists_that_are_too_long_are_refused(
+    server: Live, fields: dict[str, Any], param: str | None, stream: bool
+) -> None:
     status, answer = server.call(ask(stream=stream, **fields))
     assert (status, answer["error"]["param"]) == (400, param), answer
     assert len(json.dumps(answer)) < 4000
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
-def test_more_alternatives_than_openai_allows(server: Live, path: str) -> None:
+def test_more_alternatives_than_openai_allows_are_refused(server: Live, path: str) -> None:
     fields = {"messages": HELLO, "logprobs": True} if "chat" in path else {"input": "Hi"}
     status, answer = server.call({**fields, "top_logprobs": 200}, path)
     assert (status, answer["error"]["param"]) == (400, "top_logprobs")
@@ -254,7 +256,7 @@ def test_others_are_answered_while_a_grammar_compiles(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("fields", [{"bad_words": ["xyz"]}, {"allowed_token_ids": [5, 6] * 600}])
-def test_what_takes_long_to_check_is_checked_in_another_thread(
+def test_parameters_that_take_long_to_check_are_checked_in_another_thread(
     server: Live, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], stream: bool
 ) -> None:
     threads: list[int] = []

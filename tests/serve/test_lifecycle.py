@@ -318,7 +318,7 @@ def test_draining_refuses_new_requests_and_finishes_the_running_ones(folder: Pat
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_does_not_end_in_time_is_cancelled_with_an_error(folder: Path, gate: Gate, stream: bool) -> None:
+def test_a_request_that_does_not_end_in_time_is_cancelled_with_an_error(folder: Path, gate: Gate, stream: bool) -> None:
     async def test(app: Starlette, service: Service) -> None:
         call = Call(app, CHAT, {**ENDLESS, "stream": stream})
         await until_async(lambda: in_use(service) == 1)

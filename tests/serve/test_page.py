@@ -138,7 +138,7 @@ def test_without_a_seed_nothing_is_redrawn(client: TestClient) -> None:
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ],
 )
-def test_what_cannot_be_inspected(client: TestClient, change: Any, param: str) -> None:
+def test_a_request_that_cannot_be_inspected_is_refused_by_field(client: TestClient, change: Any, param: str) -> None:
     body = {"prompt_token_ids": [5], "token_ids": [5] * 12, "position": 0, **change}
     response = client.post(INSPECT, json=body)
     assert response.status_code == 400, response.text
@@ -217,7 +217,7 @@ def test_token_ids_come_with_the_text(model: TopWModel, client: TestClient) -> N
     assert "kept" not in plain["topw"]
 
 
-def test_token_ids_of_a_chat(serve: NewClient, folder: Path) -> None:
+def test_token_ids_come_with_a_chat_too(serve: NewClient, folder: Path) -> None:
     client = serve(folder)
     fields = {"messages": HELLO, "max_tokens": 9, "seed": 4, "return_token_ids": True, **HOT}
     whole = client.post("/v1/chat/completions", json=fields).json()

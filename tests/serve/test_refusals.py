@@ -87,7 +87,7 @@ def test_wrong_fields_of_a_chat_are_refused_with_their_name(client: TestClient, 
     assert response.json()["error"]["param"] == param
 
 
-def test_other_contents_than_text(client: TestClient) -> None:
+def test_content_other_than_text_is_refused(client: TestClient) -> None:
     image = [{"type": "image_url", "image_url": {"url": "http://localhost/x.png"}}]
     response = post(client, messages=[{"role": "user", "content": image}])
     assert "text only" in refused(response, 400, "invalid_value", "messages.0.content.0.type")
@@ -103,7 +103,7 @@ def test_other_contents_than_text(client: TestClient) -> None:
         ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
     ],
 )
-def test_wrong_tools_and_options(client: TestClient, fields: Any, param: str) -> None:
+def test_wrong_tools_and_options_are_refused_by_name(client: TestClient, fields: Any, param: str) -> None:
     response = post(client, **fields)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
@@ -157,7 +157,7 @@ def test_a_body_above_the_limit_is_not_read(serve: NewClient, folder: Any) -> No
     refused(client.post(TEXT, content=chunks), 413, "body_too_large")
 
 
-def test_a_prompt_above_the_limit(serve: NewClient, folder: Any) -> None:
+def test_a_prompt_above_the_limit_is_refused(serve: NewClient, folder: Any) -> None:
     client = serve(folder, max_prompt_tokens=7)
     assert post(client).status_code == 200
     message = [{"role": "user", "content": "Hii"}]
@@ -167,7 +167,7 @@ def test_a_prompt_above_the_limit(serve: NewClient, folder: Any) -> None:
     assert message.startswith("this model's maximum context length is 96 tokens: ")  # litellm looks for these words
 
 
-def test_unknown_models_paths_and_methods(client: TestClient) -> None:
+def test_unknown_models_paths_and_methods_are_refused(client: TestClient) -> None:
     assert "toy" in refused(post(client, model="gpt-9"), 404, "model_not_found", "model")
     refused(client.get("/v1/models/gpt-9"), 404, "model_not_found", "model")
     refused(client.get("/nowhere"), 404, "not_found")
@@ -265,6 +265,8 @@ def test_a_field_of_another_endpoint_is_refused_with_what_to_do(
 
 
 @pytest.mark.parametrize("fields", [{}, {"echo": True}, {"logprobs": 0}])
-def test_log_probabilities_of_a_prompt_that_no_answer_would_show(client: TestClient, fields: dict[str, Any]) -> None:
+def test_log_probabilities_of_a_prompt_are_refused_if_no_answer_would_show_them(
+    client: TestClient, fields: dict[str, Any]
+) -> None:
     response = client.post(TEXT, json={**BODIES[TEXT], "prompt_logprobs": 0, **fields})
     assert "add both" in refused(response, 400, "invalid_value", "prompt_logprobs")

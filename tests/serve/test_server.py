@@ -165,7 +165,7 @@ def test_errors_are_the_client_s_own(client: Any, uds: Path) -> None:
         b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     ],
 )
-def test_what_is_no_request_is_answered_or_closed(uds: Path, sent: bytes) -> None:
+def test_bytes_that_are_no_request_are_answered_or_the_connection_is_closed(uds: Path, sent: bytes) -> None:
     with socket.socket(socket.AF_UNIX) as raw:
         raw.settimeout(HANG)
         raw.connect(str(uds))
@@ -177,7 +177,7 @@ def test_what_is_no_request_is_answered_or_closed(uds: Path, sent: bytes) -> Non
     assert health(uds) == 200
 
 
-def test_many_streams_at_once(uds: Path, model: TopWModel) -> None:
+def test_many_streams_at_once_get_their_own_texts(uds: Path, model: TopWModel) -> None:
     async def text(client: Any, seed: int) -> str:
         stream = await client.chat.completions.create(
             model="toy", messages=HELLO, max_tokens=10, seed=seed, temperature=2.5, extra_body={"lam": 0.2}, stream=True

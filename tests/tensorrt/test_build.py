@@ -61,7 +61,9 @@ def test_profiles_reach_tensorrt_with_every_input_and_the_caches_length(trt: Ten
 
 
 @pytest.mark.parametrize(("kind", "sequences"), [("decode", [1]), ("prefill", [CACHE]), ("both", [1, CACHE])])
-def test_the_kinds_of_profile(trt: TensorRT, out: Path, kind: str, sequences: list[int]) -> None:
+def test_each_kind_of_profile_has_its_sequence_lengths(
+    trt: TensorRT, out: Path, kind: str, sequences: list[int]
+) -> None:
     stamp = build(out, profile=kind).stamp
     assert [profile.sequence.most for profile in stamp.profiles] == sequences
     assert {profile.edits.most for profile in stamp.profiles} == {CACHE}
@@ -166,7 +168,7 @@ def test_the_bytes_are_the_same_whether_tensorrt_gives_them_piecewise_or_at_once
 
 
 @pytest.mark.parametrize(("asked", "kind"), [("auto", "python"), ("python", "python"), ("none", "none")])
-def test_what_samples_is_stamped(trt: TensorRT, out: Path, asked: str, kind: str) -> None:
+def test_the_stamp_says_what_samples(trt: TensorRT, out: Path, asked: str, kind: str) -> None:
     if asked == "none":
         with pytest.raises(TensorRTError, match="has already registered the sampler's plugin"):
             build(out, plugin=asked)

@@ -76,7 +76,7 @@ def test_a_cache_of_any_length_is_unsupported(tmp_path: Path) -> None:
     assert all("requires a fixed cache length" in node.reason for node in report.unsupported)
 
 
-def test_a_graph_that_tensorrt_takes_and_build_engine_does_not_is_told_of(tmp_path: Path) -> None:
+def test_the_advice_says_if_tensorrt_takes_a_graph_that_build_engine_does_not(tmp_path: Path) -> None:
     report = check(export(tmp_path / "out", Toy.random(1), form="concat"), "tensorrt", ask=False)
     assert report.passed
     assert report.needs == ""

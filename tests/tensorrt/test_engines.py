@@ -146,7 +146,7 @@ def test_a_malformed_stamp_is_refused(built: BuiltEngine, out: Path, changes: di
         (b" " * (2 << 20), "it is larger than 1048576 bytes"),
     ],
 )
-def test_what_is_no_stamp_at_all_is_refused(built: BuiltEngine, out: Path, data: bytes, message: str) -> None:
+def test_a_file_that_is_no_stamp_at_all_is_refused(built: BuiltEngine, out: Path, data: bytes, message: str) -> None:
     path = built.path.with_suffix(".json")
     path.write_bytes(data)
     with pytest.raises(TensorRTError, match=rf"is not an engine's stamp \({message}\)\.$"):
@@ -179,7 +179,7 @@ def test_an_engine_without_a_stamp_was_never_finished(built: BuiltEngine, out: P
         find_fitting_engine(out, HERE)
 
 
-def test_a_folder_without_engines(out: Path) -> None:
+def test_a_folder_without_engines_says_how_to_build_one(out: Path) -> None:
     assert not has_engines(out)
     with pytest.raises(TensorRTError, match="has no engine; build one with"):
         find_fitting_engine(out, HERE)

@@ -79,14 +79,14 @@ def test_taking_a_function_out_changes_no_other_byte(exported_toy: Path) -> None
     assert path.read_bytes() == before
 
 
-def test_a_function_that_is_not_there_is_not_missed(tmp_path: Path) -> None:
+def test_removing_a_function_that_is_not_there_changes_no_byte(tmp_path: Path) -> None:
     folder = export(tmp_path / "out", Toy.random(2))
     path = folder / "model.onnx"
     assert without_function(path, "topw", "Other") == path.read_bytes()
 
 
 @pytest.mark.parametrize("data", [b"", b"\x08\x08", b"\x3a\xff\xff\xff\xff\x7f", b"\xff" * 20, b"not a model"])
-def test_what_is_no_model_is_refused(tmp_path: Path, data: bytes) -> None:
+def test_a_file_that_is_no_model_is_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(data)
     with pytest.raises(TensorRTError, match=r"model\.onnx"):

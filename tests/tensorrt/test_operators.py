@@ -87,7 +87,9 @@ def test_what_tensorrt_does_not_take_is_named_with_the_reason(
         (IF, X),
     ],
 )
-def test_what_it_takes_is_not(node: NodeProto, inputs: dict[str, tuple[int, list[int | str]]], tmp_path: Path) -> None:
+def test_a_node_that_tensorrt_takes_has_no_refusal(
+    node: NodeProto, inputs: dict[str, tuple[int, list[int | str]]], tmp_path: Path
+) -> None:
     assert refusals(tmp_path, [node], inputs) == []
 
 

@@ -35,11 +35,11 @@ def test_an_engine_for_prompts_decodes_too_and_one_for_decoding_takes_one_token(
     assert not decode.covers(1, 2, 0)
 
 
-def test_a_small_bound_on_edits_is_what_is_tuned_for() -> None:
+def test_profiles_are_tuned_for_a_bound_on_edits_below_the_usual_number() -> None:
     assert BOTH[0].edits == Range(0, 8, 8)
 
 
-def test_a_dimension_that_no_engine_can_have_open_is_named() -> None:
+def test_a_dimension_that_an_engine_cannot_leave_open_is_named() -> None:
     profile = Profile("decode", *[Range(1, 1, 1)] * 3)
     with pytest.raises(TensorRTError, match=r"past_key_values\.0\.key has the dimension 'max_length', for which"):
         profile.shapes(TensorSpec("past_key_values.0.key", "float", ("batch", 2, "max_length", 64)), words=3)

@@ -26,7 +26,7 @@ def test_phases_within_phases_make_one_growing_number() -> None:
     assert phases.stopped is None
 
 
-def test_a_phase_that_ends_early_or_was_never_begun_takes_nothing_back() -> None:
+def test_a_phase_that_ends_early_or_never_began_does_not_lower_the_percentage() -> None:
     shown: list[int] = []
     phases = Phases(shown.append)
     assert phases.step("unknown", 3)
@@ -42,7 +42,7 @@ def test_a_phase_that_ends_early_or_was_never_begun_takes_nothing_back() -> None
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt(), BrokenPipeError()])
-def test_what_is_raised_while_reporting_cancels_the_build_and_is_kept(raised: BaseException) -> None:
+def test_an_exception_while_reporting_cancels_the_build_and_is_kept(raised: BaseException) -> None:
     def advance(part: int) -> None:
         raise raised
 

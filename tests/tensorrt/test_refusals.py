@@ -32,7 +32,7 @@ def test_bounds_are_checked_before_tensorrt_is_asked(out: Path, settings: dict[s
         build(out, **settings)
 
 
-def test_folders_that_no_engine_can_be_built_of(tmp_path: Path) -> None:
+def test_folders_that_no_engine_can_be_built_of_are_refused(tmp_path: Path) -> None:
     toy = Toy.random(1)
     for name, settings, message in (
         ("concat", {}, "exported for onnxruntime with a concat cache; export with --target tensorrt"),
@@ -46,7 +46,7 @@ def test_folders_that_no_engine_can_be_built_of(tmp_path: Path) -> None:
         build(tmp_path)
 
 
-def test_exports_that_are_unfinished_or_leave_the_caches_length_open(out: Path) -> None:
+def test_exports_that_are_unfinished_or_leave_the_caches_length_open_are_refused(out: Path) -> None:
     manifest = load_manifest(out)
     save_manifest(out, replace(manifest, verification=Verification(status="provisional")))
     with pytest.raises(TensorRTError, match="verification did not finish; export the model again"):

@@ -95,7 +95,7 @@ WRONG: tuple[Case, ...] = (
 )
 
 
-def written(cases: Iterable[Case], path: Path) -> Path:
+def write_cases(cases: Iterable[Case], path: Path) -> Path:
     """The cases as JSON for tests/web/values.mjs."""
 
     def big(value: Any) -> Any:
@@ -109,7 +109,7 @@ def written(cases: Iterable[Case], path: Path) -> Path:
     return path
 
 
-def expected(model: TopWModel, one: Case) -> list[GenerationResult] | str:
+def python_results(model: TopWModel, one: Case) -> list[GenerationResult] | str:
     """Python's results of a case, or the name of its error."""
     parameters = dict(one["parameters"])
     try:
@@ -123,13 +123,13 @@ def differences(model: TopWModel, cases: Sequence[Case], answers: Sequence[Any])
     """What differs between Python's results and the other runtime's, a line per row."""
     found = []
     for one, answer in zip(cases, answers, strict=True):
-        wanted = expected(model, one)
+        wanted = python_results(model, one)
         if isinstance(wanted, str) or isinstance(answer, dict):
             if not isinstance(answer, dict) or answer["error"] != wanted:
                 found.append(f"{one}: {wanted} in Python, {str(answer)[:300]} in JavaScript")
             continue
         for row, (ours, theirs) in enumerate(zip(wanted, answer, strict=True)):
-            found += [f"{one['parameters']} row {row}: {line}" for line in _row(ours, theirs)]
+            found += [f"{one['parameters']} row {row}: {line}" for line in _row_differences(ours, theirs)]
     return found
 
 
@@ -139,7 +139,7 @@ def shared_start(model: TopWModel, cases: Sequence[Case], answers: Sequence[Any]
     equal = drawn = 0
     farthest = 0.0
     for one, answer in zip(cases, answers, strict=True):
-        wanted = expected(model, one)
+        wanted = python_results(model, one)
         assert not isinstance(wanted, str), wanted
         for ours, theirs in zip(wanted, answer, strict=True):
             pairs = enumerate(zip(ours.token_ids, theirs["token_ids"], strict=False))
@@ -150,7 +150,7 @@ def shared_start(model: TopWModel, cases: Sequence[Case], answers: Sequence[Any]
     return equal / drawn, farthest
 
 
-def _row(ours: GenerationResult, theirs: Case) -> list[str]:
+def _row_differences(ours: GenerationResult, theirs: Case) -> list[str]:
     lines = [
         f"{name} is {getattr(ours, name)} in Python, {theirs[name]} in JavaScript"
         for name in EXACT

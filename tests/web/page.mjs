@@ -35,10 +35,10 @@ async function drive(page) {
   await page.setViewport(options.viewport ?? { width: 1000, height: 900 });
   await page.goto(server.address);
   await page.waitForFunction(() => document.getElementById("loading").hidden, { timeout: 120000 });
-  found.opened = await shown(page, "status");
+  found.opened = await textOf(page, "status");
   if (!found.opened.startsWith("Ready")) return;
   if (options.form) await fill(page, options.form);
-  if (options.requests) found.results = await inPage(page, options.requests);
+  if (options.requests) found.results = await runInWorker(page, options.requests);
 }
 
 /** Answers requests to the CDN, also those of the worker. */
@@ -65,11 +65,11 @@ async function watch(page) {
   page.on("workercreated", (worker) => answer(worker.client).catch(() => {}));
 }
 
-function shown(page, id) {
+function textOf(page, id) {
   return page.$eval(`#${id}`, (element) => element.textContent);
 }
 
-function ended(page) {
+function waitForEnd(page) {
   return page.waitForFunction(() => /Done|Error/.test(document.getElementById("status").textContent), { timeout: 120000 });
 }
 
@@ -85,8 +85,8 @@ async function fill(page, fields) {
   }
   if (options.stop) {
     await page.evaluate(() => ["generate", "stop"].forEach((id) => document.getElementById(id).click()));
-    await ended(page);
-    found.stopped = await shown(page, "status");
+    await waitForEnd(page);
+    found.stopped = await textOf(page, "status");
   }
   await page.click("#generate");
   if (options.twice) {
@@ -95,17 +95,17 @@ async function fill(page, fields) {
       document.getElementById("form").requestSubmit();
     });
   }
-  await ended(page);
+  await waitForEnd(page);
   found.page = {};
-  for (const id of ["status", "text", "tokens", "kept", "certified", "seed"]) found.page[id] = await shown(page, id);
+  for (const id of ["status", "text", "tokens", "kept", "certified", "seed"]) found.page[id] = await textOf(page, id);
   found.page.table = await page.$$eval("#table tr", (rows) => rows.map((row) => [...row.cells].map((cell) => cell.textContent)));
   found.page.unlabelled = await page.$$eval("button, input, select, textarea", (all) =>
     all.filter((each) => !each.labels?.length && !each.textContent.trim()).map((each) => each.outerHTML),
   );
-  if (options.pictures) await pictures(page);
+  if (options.pictures) await takePictures(page);
 }
 
-async function pictures(page) {
+async function takePictures(page) {
   await page.screenshot({ path: path.join(options.pictures, "wide.png"), fullPage: true });
   await page.setViewport({ width: 390, height: 800, deviceScaleFactor: 2 });
   await page.screenshot({ path: path.join(options.pictures, "phone.png"), fullPage: true });
@@ -113,7 +113,7 @@ async function pictures(page) {
 }
 
 /** Runs requests in a second worker of the site. Returns the results of each, or its error. */
-async function inPage(page, requests) {
+async function runInWorker(page, requests) {
   return page.evaluate(async (text) => {
     const worker = new Worker("worker.js", { type: "module" });
     const next = (wanted) =>

@@ -5,7 +5,7 @@ import path from "node:path";
 
 import { folderOnDisk } from "../../examples/node/folder.js";
 import { TopWError, TopWModel } from "../../src/topw_deploy/web/site/topw/index.js";
-import { answered, revived } from "./values.mjs";
+import { answer, parseRequests } from "./values.mjs";
 
 const require = createRequire(path.join(process.env.TOPW_BROWSER, "package.json"));
 const ort = require("onnxruntime-node");
@@ -15,10 +15,10 @@ const [folder, requests] = process.argv.slice(2);
 const sessionOptions = { intraOpNumThreads: 1, logSeverityLevel: 3 };
 let model = null;
 const found = [];
-for (const request of revived(readFileSync(requests, "utf-8"))) {
+for (const request of parseRequests(readFileSync(requests, "utf-8"))) {
   try {
     model ??= await TopWModel.open(folderOnDisk(folder), { ort, Tokenizer, sessionOptions });
-    found.push(await answered(model, request));
+    found.push(await answer(model, request));
   } catch (error) {
     if (!(error instanceof TopWError)) throw error;
     found.push({ error: error.name, message: error.message });

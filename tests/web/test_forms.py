@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.browser import run_node
 from tests.support.toy_model import Toy, byte_ids, export
-from tests.web.cases import case, differences, written
+from tests.web.cases import case, differences, write_cases
 from topw_deploy.manifest import load_decoder_manifest, save_manifest
 from topw_deploy.runtime import TopWModel
 
@@ -35,7 +35,7 @@ EVEN = [one for one in CASES if one["prompt"] is not PROMPTS]
 
 
 def compare(folder: Path, cases: list[dict[str, Any]], tmp_path: Path) -> None:
-    answers = run_node(HERE / "requests.mjs", str(folder), str(written(cases, tmp_path / "cases.json")))
+    answers = run_node(HERE / "requests.mjs", str(folder), str(write_cases(cases, tmp_path / "cases.json")))
     with TopWModel.from_pretrained(folder, provider="cpu", intra_op_num_threads=1, sampler="graph") as model:
         assert not differences(model, cases, answers)
         drawn = {len(row["token_ids"]) for answer in answers if isinstance(answer, list) for row in answer}

@@ -12,7 +12,7 @@ from tests.support.browser import FOLDER, needs_browser, run_node
 from tests.support.hybrid_models import HYBRIDS, make_hybrid
 from tests.support.samples import broad
 from tests.support.tiny_models import export, make_model, write_tokenizer
-from tests.web.cases import case, differences, shared_start, written
+from tests.web.cases import case, differences, shared_start, write_cases
 from topw_deploy.manifest import load_decoder_manifest
 from topw_deploy.runtime import TopWModel
 from topw_deploy.web import write_site
@@ -48,7 +48,7 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize("where", ["node", "browser"])
 def test_every_kind_of_model_gives_pythons_tokens(where: str, exported: Path, tmp_path: Path) -> None:
-    requests = written(CASES, tmp_path / "cases.json")
+    requests = write_cases(CASES, tmp_path / "cases.json")
     if where == "node":
         answers = run_node(HERE / "requests.mjs", str(exported), str(requests))
     else:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.browser import FOLDER, ROOT, needs_browser, run_node
-from tests.web.cases import CASES, WRONG, Case, case, differences, written
+from tests.web.cases import CASES, WRONG, Case, case, differences, write_cases
 from topw_deploy.runtime import TopWModel
 from topw_deploy.web import libraries, write_site
 
@@ -46,7 +46,7 @@ def drive(site: Path, tmp_path: Path, **options: Any) -> Any:
 
 
 def as_json(cases: tuple[Case, ...], tmp_path: Path) -> Any:
-    return json.loads(written(cases, tmp_path / "cases.json").read_text("utf-8"))
+    return json.loads(write_cases(cases, tmp_path / "cases.json").read_text("utf-8"))
 
 
 def opened(folder: Path, sampler: str = "graph") -> TopWModel:
@@ -59,7 +59,7 @@ def test_every_rule_and_parameter_gives_pythons_tokens(
 ) -> None:
     cases = (*CASES, *WRONG) if where == "node" else IN_A_BROWSER
     if where == "node":
-        file = written(cases, tmp_path / "cases.json")
+        file = write_cases(cases, tmp_path / "cases.json")
         answers = run_node(HERE / "requests.mjs", str(demo_export), str(file))
     else:
         found = drive(site, tmp_path, requests=as_json(cases, tmp_path))
@@ -72,7 +72,7 @@ def test_every_rule_and_parameter_gives_pythons_tokens(
 
 def test_a_pool_that_the_graph_cannot_sort_is_refused_as_in_python(demo_export: Path, tmp_path: Path) -> None:
     cases = [case(top_h=0.6, top_h_pool=pool, max_new_tokens=4) for pool in (3840, 3841, 4096)]
-    answers = run_node(HERE / "requests.mjs", str(demo_export), str(written(cases, tmp_path / "cases.json")))
+    answers = run_node(HERE / "requests.mjs", str(demo_export), str(write_cases(cases, tmp_path / "cases.json")))
     with opened(demo_export) as model:
         assert not differences(model, cases, answers)
     assert [isinstance(answer, dict) for answer in answers] == [False, True, False]

@@ -1,12 +1,12 @@
 // Requests and results as JSON. An integer beyond 2^53 is written {"big": "..."}.
 
 /** The requests of a JSON text. */
-export function revived(text) {
+export function parseRequests(text) {
   return JSON.parse(text, (_, value) => (value !== null && typeof value === "object" && "big" in value ? BigInt(value.big) : value));
 }
 
 /** The results of a request: {prompt, parameters} generates, {texts} encodes and decodes. */
-export async function answered(model, { prompt, parameters = {}, texts }) {
+export async function answer(model, { prompt, parameters = {}, texts }) {
   if (texts !== undefined) {
     const ids = texts.map((text) => model.encode(text));
     return { ids, decoded: ids.map((each) => model.decode(each)) };

@@ -170,7 +170,7 @@ def test_everything_is_freed_when_the_model_is_closed(opened: Open, gpu: Gpu) ->
     assert (gpu.device, gpu.pinned, gpu.streams, gpu.graphs) == ({}, {}, {}, {})
 
 
-def test_memory_that_cannot_be_had_is_one_sentence(opened: Open, gpu: Gpu, on_cpu: TopWModel) -> None:
+def test_memory_that_cannot_be_allocated_is_one_sentence(opened: Open, gpu: Gpu, on_cpu: TopWModel) -> None:
     model = opened()
     gpu.free_bytes, before = 100, gpu.free_bytes
     with pytest.raises(GenerationError, match=r"CUDA failed in cudaMalloc \(cudaErrorMemoryAllocation\)"):
@@ -179,7 +179,7 @@ def test_memory_that_cannot_be_had_is_one_sentence(opened: Open, gpu: Gpu, on_cp
     assert model.generate("abc", **HOT).token_ids == on_cpu.generate("abc", **HOT).token_ids
 
 
-def test_a_context_that_cannot_be_had_is_one_sentence(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_context_that_cannot_be_created_is_one_sentence(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "create_execution_context", lambda self, strategy: None)
     with pytest.raises(GenerationError, match="TensorRT created no context for the engine: it gave no reason"):
         opened().generate("abc", **HOT)

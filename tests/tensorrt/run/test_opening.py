@@ -49,7 +49,7 @@ def with_tensorrt_in_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def test_a_fitting_engine_is_what_runs(opened: Open) -> None:
+def test_a_fitting_engine_runs_the_model(opened: Open) -> None:
     model = opened()
     assert isinstance(model._session, TensorRTSession)
     assert model.provider == "tensorrt"
@@ -57,7 +57,7 @@ def test_a_fitting_engine_is_what_runs(opened: Open) -> None:
     assert model.cache_bytes == 0
 
 
-def test_the_cache_may_be_set_aside_at_once(opened: Open) -> None:
+def test_the_cache_may_be_allocated_when_the_model_is_opened(opened: Open) -> None:
     model = opened({"max_length": 64, "max_batch": 2})
     assert model.cache_bytes == 2 * 128 * 2 * (4 + 3) * 4
 
@@ -69,7 +69,9 @@ def test_without_an_engine_the_command_to_build_one_is_named(out: Path, trt: Ten
     assert str(caught.value).count("topw build-engine") == 1
 
 
-def test_without_a_gpu_nobody_is_sent_to_build(out: Path, trt: TensorRT, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_error_does_not_say_to_build_an_engine(
+    out: Path, trt: TensorRT, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(driver, "query_driver", lambda: driver.Driver(None, (), "there is no NVIDIA driver"))
     with pytest.raises(ProviderError, match=r"there is no NVIDIA driver; see `topw plugins show`, or use another pro"):
         load(out)
@@ -170,7 +172,7 @@ def test_onnxruntimes_provider_is_used_where_there_is_no_engine(
     assert with_tensorrt_in_onnxruntime == ["tensorrt"]
 
 
-def test_an_engine_that_does_not_fit_is_told_of_where_onnxruntime_runs_instead(
+def test_a_warning_names_an_engine_that_does_not_fit_if_onnxruntime_runs_instead(
     out: Path, gpu: Gpu, trt: TensorRT, with_tensorrt_in_onnxruntime: list[str]
 ) -> None:
     build_engine(TensorRTRequest(out=out))

@@ -47,7 +47,9 @@ def test_a_sequence_has_the_tokens_that_the_cpu_draws(opened: Open, on_cpu: TopW
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 5, 16])
-def test_a_ragged_batch_whose_rows_end_one_after_the_other(opened: Open, on_cpu: TopWModel, chunk: int | None) -> None:
+def test_a_ragged_batch_whose_rows_end_one_after_the_other_gives_the_tokens_of_the_cpu(
+    opened: Open, on_cpu: TopWModel, chunk: int | None
+) -> None:
     columns: dict[str, list[Any]] = {
         "max_new_tokens": [30, 3, 17, 40],
         "seed": [1, 2, 3, 4],
@@ -67,7 +69,7 @@ def test_a_prompt_goes_in_by_pieces_no_longer_than_the_engine_takes(
     assert (decode.runs, prefill.runs) == (19, -(-len(prompt) // 16))
 
 
-def test_streamed_pieces_and_stop_strings(opened: Open, on_cpu: TopWModel) -> None:
+def test_streamed_pieces_are_those_of_the_cpu_also_with_stop_strings(opened: Open, on_cpu: TopWModel) -> None:
     model = opened()
     text = generate(on_cpu, "abc")[0].text
     for settings in ({}, {"stop_strings": text[6:8]}):
@@ -127,13 +129,13 @@ def test_a_cache_whose_parts_do_not_end_at_256_bytes_is_taken(trt: TensorRT, tmp
         assert_alike(generate(model, prompts), generate(on_cpu, prompts))
 
 
-def test_several_sequences_of_a_prompt(opened: Open, on_cpu: TopWModel) -> None:
+def test_several_sequences_of_a_prompt_differ_as_on_the_cpu(opened: Open, on_cpu: TopWModel) -> None:
     found = generate(opened(), "abc", num_return_sequences=3)
     assert_alike(found, generate(on_cpu, "abc", num_return_sequences=3))
     assert len({tuple(one.token_ids) for one in found}) == 3
 
 
-def test_prompts_that_fill_the_cache(opened: Open, on_cpu: TopWModel) -> None:
+def test_prompts_may_fill_the_cache_but_not_exceed_it(opened: Open, on_cpu: TopWModel) -> None:
     model = opened()
     context = model.manifest.decoder.context_length  # type: ignore[union-attr]
     for tokens in (context - 1, context):
