@@ -1,4 +1,4 @@
-"""onnxruntime's CUDA provider without a GPU, over a CUDA stand-in."""
+"""Fixtures that run onnxruntime's CUDA provider without a GPU, on a stand-in for CUDA."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Run = Callable[..., dict[str, Any]]
 def python() -> Path:
     path = tools.ROOT / "onnxruntime" / "bin" / "python"
     if not path.is_file():
-        reason = f"{tools.ROOT / 'onnxruntime'} is not there; `make cuda-tools` brings it"
+        reason = f"{tools.ROOT / 'onnxruntime'} does not exist; run `make cuda-tools`"
         if os.environ.get("CI") == "true":
             pytest.fail(reason)
         pytest.skip(reason)
@@ -37,7 +37,7 @@ def python() -> Path:
 
 @pytest.fixture(scope="session")
 def stand_in(python: Path, request: pytest.FixtureRequest) -> Path:
-    """CUDA stand-ins, compiled once."""
+    """The folder of the stand-ins for CUDA's libraries, compiled once."""
     (provider,) = python.parents[1].glob("lib/python*/site-packages/onnxruntime/capi/libonnxruntime_providers_cuda.so")
     digest = hashlib.sha256(str(provider.stat().st_size).encode())
     for source in ("stand_in.cpp", "make_stand_in.py"):

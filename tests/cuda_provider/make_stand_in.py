@@ -1,4 +1,4 @@
-"""Stand-ins for the CUDA provider's libraries: stand_in.cpp, and functions that return 0."""
+"""Make stand-ins for the CUDA libraries of onnxruntime's provider, from stand_in.cpp and functions that return 0."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attri
 def make(folder: Path, provider: Path, headers: Path) -> None:
     """Compile the provider's libraries into `folder`.
 
-    headers: of CUDA's runtime.
+    headers: the folder of the headers of CUDA's runtime.
 
     Raises compile_native.NotBuiltError or CalledProcessError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     compiler = compile_native.find_compiler()
-    said = (HERE / "stand_in.cpp").read_text(encoding="utf-8")
-    for library, names in _wanted(provider).items():
-        missing = [name for name in names if not re.search(rf"\b{name}\(", said)]
+    source = (HERE / "stand_in.cpp").read_text(encoding="utf-8")
+    for library, names in _needed_functions(provider).items():
+        missing = [name for name in names if not re.search(rf"\b{name}\(", source)]
         text = "\n".join(_ANSWERS.get(name, f"int {name}() {{ return 0; }}") for name in missing)
         stub = folder / f"{library}.c"
         stub.write_text(text + (_GPU if library == _DRIVER else ""), encoding="ascii")
@@ -52,14 +52,16 @@ def make(folder: Path, provider: Path, headers: Path) -> None:
         subprocess.run([*command, "-o", str(folder / library)], check=True, capture_output=True, text=True)
 
 
-def _wanted(provider: Path) -> dict[str, list[str]]:
-    """The CUDA libraries it needs, with its undefined functions."""
-    found: dict[str, list[str]] = {name: [] for name in re.findall(r"\[(libcu\S+)\]", _said("readelf", "-d", provider))}
-    undefined = _said("nm", "-D", "--undefined-only", provider)
+def _needed_functions(provider: Path) -> dict[str, list[str]]:
+    """The CUDA libraries that the provider needs, each with the functions that the provider calls."""
+    found: dict[str, list[str]] = {
+        name: [] for name in re.findall(r"\[(libcu\S+)\]", _output_of("readelf", "-d", provider))
+    }
+    undefined = _output_of("nm", "-D", "--undefined-only", provider)
     for name, library in re.findall(r" U ((?:__)?cu\w+)(?:@(\S+))?", undefined):
         found[library or _DRIVER].append(name)
     return found
 
 
-def _said(*command: str | Path) -> str:
+def _output_of(*command: str | Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -1,5 +1,7 @@
-"""Decoders on the CUDA provider with the emulated sampler: node placement, copies per step, one graph capture. Decoder
-outputs are not checked, since the provider's kernels do nothing."""
+"""Decoders on the CUDA provider with the emulated sampler: node placement, copies per step, one graph capture.
+
+The outputs of decoders are not checked, because the provider's kernels do nothing.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,7 @@ def test_edits_change_in_a_captured_step(generate: Generate, folder: Folder) -> 
     assert run["mistakes"] == 0
 
 
-def test_attention_that_the_provider_lacks_in_float32_is_named_and_not_run_on_the_cpu_unasked(
+def test_attention_that_the_provider_lacks_in_float32_is_refused_by_name_unless_allowed(
     generate: Generate, folder: Folder
 ) -> None:
     error = generate(folder("llama_untied"))["error"]
@@ -125,9 +127,7 @@ def test_quantised_weights_and_tables_are_read_on_the_gpu(generate: Generate, fo
     assert not any(computes for _, computes in found["cpu_nodes"])
 
 
-def test_without_the_library_the_function_is_told_apart_and_cannot_be_captured(
-    generate: Generate, folder: Folder
-) -> None:
+def test_without_the_library_the_function_runs_but_cannot_be_captured(generate: Generate, folder: Folder) -> None:
     path = folder("llama_untied", dtype="fp16", target="tensorrt", max_length=64)
     found = generate(path, native=False)
     assert (found["sampler"], found["why"]) == ("graph", "TOPW_NATIVE=0 disables it")

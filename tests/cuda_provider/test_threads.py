@@ -1,4 +1,4 @@
-"""Captured models in many threads; the stand-in fails as CUDA does during a capture."""
+"""Models with CUDA graphs in many threads. During a capture, the stand-in refuses the calls that CUDA refuses."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_step_is_captured_once_whichever_thread_calls(run: Run, folder: Path) -> None:
-    """Alone, the provider captures again in every thread."""
+    """Without RunThread, the provider would capture again in every thread."""
     found = run("threads_worker.py", folder, "in turn")
     assert found["errors"] == []
     assert (found["captures"], found["replays"]) == (1, 6 * 5)
 
 
 def test_models_capture_while_others_run(run: Run, folder: Path) -> None:
-    """Without serialisation this fails with CUDA's error 900."""
+    """Without the lock of the device, this fails with CUDA's error 900."""
     found = run("threads_worker.py", folder, "at once")
     assert found["errors"] == []
     assert found["mistakes"] == 0

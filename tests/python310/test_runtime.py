@@ -59,8 +59,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     return make
 
 
-def test_it_is_the_oldest_that_is_supported_and_every_module_imports(ask: Ask) -> None:
-    versions, modules = ask([["versions"], ["imported"]])
+def test_the_oldest_supported_versions_import_every_module(ask: Ask) -> None:
+    versions, modules = ask([["versions"], ["import_modules"]])
     assert versions["python"].startswith("3.10.")
     assert versions["onnxruntime"].startswith("1.23.")
     assert {"topw_deploy.tensorrt.run.session", "topw_deploy.cli.doctor", "topw_deploy.tensorrt.build"} <= {*modules}
@@ -68,42 +68,42 @@ def test_it_is_the_oldest_that_is_supported_and_every_module_imports(ask: Ask) -
 
 @pytest.mark.parametrize("sampler", ["auto", "graph"])
 def test_the_bundled_model_gives_the_same_tokens(ask: Ask, demo_export: Path, sampler: str) -> None:
-    (found,) = ask([["generated", demo_export, sampler]])
-    assert found == worker.generated(str(demo_export), sampler)
+    (found,) = ask([["generate_tokens", demo_export, sampler]])
+    assert found == worker.generate_tokens(str(demo_export), sampler)
     assert found["sampler"] == ("graph" if sampler == "graph" else "native")
     assert found["batch"] != found["edited"]
 
 
 def test_every_form_that_runs_gives_the_same_tokens(ask: Ask, folder: Folder) -> None:
     folders = {name: folder(family, settings) for name, (family, settings) in SAME.items()}
-    answers = ask([["generated", path] for path in folders.values()])
+    answers = ask([["generate_tokens", path] for path in folders.values()])
     for (name, path), found in zip(folders.items(), answers, strict=True):
-        assert found == worker.generated(str(path)), name
+        assert found == worker.generate_tokens(str(path)), name
 
 
 def test_quantised_weights_run_on_the_native_sampler(ask: Ask, folder: Folder) -> None:
     folders = {name: folder(family, settings) for name, (family, settings) in OTHER_KERNELS.items()}
-    for name, found in zip(folders, ask([["generated", path] for path in folders.values()]), strict=True):
+    for name, found in zip(folders, ask([["generate_tokens", path] for path in folders.values()]), strict=True):
         assert found["sampler"] == "native", name
         assert all(len(row) == worker.SETTINGS["max_new_tokens"] for row in found["batch"]), name
 
 
-def test_what_would_be_computed_wrongly_is_refused_with_what_to_do(ask: Ask, folder: Folder) -> None:
+def test_a_model_that_would_be_computed_wrongly_is_refused_with_a_remedy(ask: Ask, folder: Folder) -> None:
     folders = {name: folder(family, settings) for name, (family, settings, _) in REFUSED.items()}
-    for name, found in zip(folders, ask([["generated", path] for path in folders.values()]), strict=True):
+    for name, found in zip(folders, ask([["generate_tokens", path] for path in folders.values()]), strict=True):
         assert found["error"].startswith("ManifestError: "), name
         assert REFUSED[name][2] in found["error"], name
 
 
 def test_a_sampler_alone_draws_the_same(ask: Ask, tmp_path: Path) -> None:
     export_sampler(SamplerRequest(model="demo", output=tmp_path / "out", verify=False))
-    (found,) = ask([["sampled", tmp_path / "out"]])
-    assert found == worker.sampled(str(tmp_path / "out"))
+    (found,) = ask([["sample_logits", tmp_path / "out"]])
+    assert found == worker.sample_logits(str(tmp_path / "out"))
     assert len(set(found["kept"])) > 2
 
 
 def test_nodes_that_a_provider_leaves_to_the_cpu_are_found_by_a_run(ask: Ask, demo_export: Path) -> None:
-    (found,) = ask([["placed", demo_export]])
+    (found,) = ask([["place_nodes", demo_export]])
     assert found["refused"].startswith("azure leaves ")
     assert found["refused"].endswith("pass allow_fallback=True to accept that, or use provider='cpu'.")
     assert any(said.startswith("azure leaves ") for said in found["warned"])

@@ -1,6 +1,6 @@
-"""Results of folders; runs in the oldest environment, imported in the newest.
+"""Tasks that run in the oldest supported environment, and in the tests' own to compare the answers.
 
-python worker.py TASK(json file) prints an answer per step.
+`python worker.py FILE` runs the tasks of a JSON file, [name, *arguments] each, and prints a list of their answers.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 PARTS = ("sampling", "runtime", "tensorrt", "plugins", "cli")
-"""Packages that need nothing of the exporter."""
+"""Packages that need no library of the exporter."""
 ELSEWHERE = ("topw_deploy.sampling.torch", "topw_deploy.plugins.tensorrt.plugin", "topw_deploy.plugins.libtopw")
-"""What needs torch or TensorRT, and a library that is no module of Python."""
+"""Modules that need torch or TensorRT, and a shared library that is not a module of Python."""
 
 PROMPTS = ["class Path", "def parse("]
 SETTINGS: dict[str, Any] = {"seed": 3, "max_new_tokens": 24, "temperature": 1.3, "lam": 0.5, "ignore_eos": True}
@@ -30,8 +30,8 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "onnxruntime": onnxruntime.__version__}
 
 
-def imported() -> list[str]:
-    """All modules of PARTS must import here."""
+def import_modules() -> list[str]:
+    """Import all modules of PARTS. Returns their names."""
     names = []
     for part in PARTS:
         package = importlib.import_module(f"topw_deploy.{part}")
@@ -42,8 +42,8 @@ def imported() -> list[str]:
     return names
 
 
-def generated(folder: str, sampler: str = "auto", provider: str = "cpu") -> dict[str, Any]:
-    """Tokens of a batch, a stream, and a batch with edits; or the error on opening."""
+def generate_tokens(folder: str, sampler: str = "auto", provider: str = "cpu") -> dict[str, Any]:
+    """The tokens of a batch, a stream, a batch with edits, and a long prompt; or the error of opening the folder."""
     from topw_deploy.errors import TopWError
     from topw_deploy.runtime import TopWModel
 
@@ -66,7 +66,7 @@ def generated(folder: str, sampler: str = "auto", provider: str = "cpu") -> dict
     }
 
 
-def sampled(folder: str) -> dict[str, Any]:
+def sample_logits(folder: str) -> dict[str, Any]:
     import numpy as np
 
     from topw_deploy.runtime import TopWSampler
@@ -77,8 +77,8 @@ def sampled(folder: str) -> dict[str, Any]:
     return {"tokens": drawn.next_token.tolist(), "kept": drawn.kept.tolist()}
 
 
-def placed(folder: str) -> dict[str, Any]:
-    """Open with a provider that takes no node, as asked and where accepted."""
+def place_nodes(folder: str) -> dict[str, Any]:
+    """Open a folder with a provider that takes no node, without and with allow_fallback."""
     from topw_deploy.errors import ProviderError
     from topw_deploy.runtime import TopWModel
 
@@ -87,16 +87,19 @@ def placed(folder: str) -> dict[str, Any]:
         refused = ""
     except ProviderError as error:
         refused = str(error)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = TopWModel.from_pretrained(folder, provider="azure", allow_fallback=True)
     computing = sorted({node.operator for node in model.cpu_nodes if node.computes})
-    return {"refused": refused, "warned": [str(one.message) for one in said], "computing": computing}
+    return {"refused": refused, "warned": [str(one.message) for one in caught], "computing": computing}
 
 
 def main(path: str) -> None:
     steps = json.loads(Path(path).read_text(encoding="utf-8"))
-    known = {function.__name__: function for function in (versions, imported, generated, sampled, placed)}
+    known = {
+        function.__name__: function
+        for function in (versions, import_modules, generate_tokens, sample_logits, place_nodes)
+    }
     answers = [known[name](*arguments) for name, *arguments in steps]
     sys.stdout.write(json.dumps(answers) + "\n")
 

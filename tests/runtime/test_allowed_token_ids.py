@@ -59,7 +59,7 @@ def test_the_end_of_sequence_is_drawn_only_if_allowed(load: Load) -> None:
     assert model.generate("x", max_new_tokens=5, allowed_token_ids=[*a, EOS]).token_ids == [EOS]
 
 
-def test_nothing_left_to_draw_is_an_error_of_its_row(model: TopWModel) -> None:
+def test_a_row_without_a_token_to_draw_is_an_error(model: TopWModel) -> None:
     with pytest.raises(LogitsError, match="row 0 is invalid at step 0"):
         model.generate("x", allowed_token_ids=[40], suppress_tokens=[40])
 

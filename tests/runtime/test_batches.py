@@ -45,7 +45,7 @@ def test_a_batch_may_stream_and_gives_the_same_results(model: TopWModel) -> None
     assert texts == [result.text for result in whole]
 
 
-def test_one_seed_for_a_batch_gives_each_row_what_it_gets_alone(model: TopWModel) -> None:
+def test_a_row_draws_in_a_batch_with_one_seed_the_tokens_that_it_draws_alone(model: TopWModel) -> None:
     hot = {"temperature": 3.0, "lam": 0.1, "max_new_tokens": 10, "seed": 9}
     batch = model.generate(["same", "same", "else"], **hot)
     assert batch[0].token_ids == batch[1].token_ids == model.generate("same", **hot).token_ids

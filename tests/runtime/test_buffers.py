@@ -56,7 +56,7 @@ def tensors(buffers: Buffers) -> list[np.ndarray]:
     return found
 
 
-def test_growing_moves_every_row_of_every_tensor_and_zeroes_what_is_new() -> None:
+def test_growing_moves_every_row_of_every_tensor_and_zeroes_the_new_bytes() -> None:
     lender = pool(step=8)
     buffers = lender.borrow(batch=3, tokens=100, first=8)
     before = []
@@ -142,7 +142,7 @@ def test_a_length_is_rounded_up_but_not_beyond_the_context(tokens: int, length: 
 
 
 @pytest.mark.parametrize("step", [0, 256])
-def test_an_operator_that_needs_a_least_length_has_it_from_the_start(step: int) -> None:
+def test_buffers_begin_with_the_least_length_that_an_operator_needs(step: int) -> None:
     assert pool(step=step, least=256).borrow(1, 20, 5).length == 256
     assert pool(step=step, least=256, length=20).borrow(1, 20, 5).length == 256
 

@@ -124,7 +124,7 @@ def test_several_sequences_of_a_prompt_share_a_batch(opened: Open, form: str) ->
 
 
 @pytest.mark.parametrize("form", IN_PLACE)
-def test_what_earlier_requests_left_in_the_buffers_is_not_seen(opened: Open, form: str) -> None:
+def test_states_of_earlier_requests_in_the_buffers_change_no_token(opened: Open, form: str) -> None:
     model = opened(form)
     fresh = tokens(opened(form), "ab")
     for prompt in ("a long prompt that fills many columns of it", "x", ["one", "two"]):
@@ -194,7 +194,7 @@ def test_a_step_binds_nothing(opened: Open, form: str, monkeypatch: pytest.Monke
     assert runs == [30]
 
 
-def test_a_buffer_grows_with_its_rows_and_never_beyond_what_they_may_need(
+def test_a_buffer_grows_with_its_rows_but_not_beyond_their_token_limits(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths: list[int] = []
@@ -246,7 +246,7 @@ def test_max_batch_bounds_the_sequences_of_a_call(opened: Open) -> None:
 
 @pytest.mark.parametrize("name", ["max_length", "max_batch", "prefill_chunk"])
 @pytest.mark.parametrize("value", [0, -1, 2.5, True, "many"])
-def test_sizes_that_are_none_are_errors(opened: Open, name: str, value: Any) -> None:
+def test_wrong_sizes_are_errors(opened: Open, name: str, value: Any) -> None:
     with pytest.raises(ParameterError, match=f"{name} is {value!r}, but must be an integer >= 1"):
         opened("grouped", **{name: value})
 
@@ -305,7 +305,7 @@ def test_threads_that_generate_at_once_have_buffers_of_their_own(opened: Open, f
 
 
 @pytest.mark.parametrize("form", IN_PLACE)
-def test_a_stream_holds_its_buffers_until_it_ends_or_is_given_up(opened: Open, form: str) -> None:
+def test_a_stream_holds_its_buffers_until_it_ends_or_is_closed(opened: Open, form: str) -> None:
     model = opened(form)
     whole = tokens(model, "same", max_new_tokens=60)
     kept = model.cache_bytes

@@ -64,7 +64,7 @@ def test_a_streamer_follows_one_sequence(model: TopWModel) -> None:
 
 
 @pytest.mark.parametrize("streamer", [print, "stdout", object()], ids=["print", "text", "object"])
-def test_what_is_no_streamer_is_refused(model: TopWModel, streamer: Any) -> None:
+def test_an_object_that_is_not_a_streamer_is_refused(model: TopWModel, streamer: Any) -> None:
     with pytest.raises(ParameterError, match=r"streamer is a .* but must have methods put and end"):
         model.generate("a", streamer=streamer)
 
@@ -113,7 +113,7 @@ def test_the_end_is_called_once_whatever_fails(load: Load) -> None:
         assert notes.calls[-1] == "end"
 
 
-def test_the_end_is_called_where_a_stream_is_given_up_and_where_the_prompt_fills_the_context(model: TopWModel) -> None:
+def test_end_is_called_if_a_stream_is_closed_early_and_if_the_prompt_fills_the_context(model: TopWModel) -> None:
     notes = Notes()
     pieces = model.stream("ab", streamer=notes, **SETTINGS)
     next(pieces)
@@ -245,7 +245,9 @@ def test_a_criterions_own_error_comes_out_and_the_next_request_runs(model: TopWM
     assert model.generate("ab", **SETTINGS) == expected
 
 
-def test_no_row_is_watched_where_nobody_asked_for_it(model: TopWModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_without_streamer_and_criteria_has_no_callbacks(
+    model: TopWModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("a Watch was made")
 
@@ -255,7 +257,7 @@ def test_no_row_is_watched_where_nobody_asked_for_it(model: TopWModel, monkeypat
         model.generate("ab", stopping_criteria=third, **SETTINGS)
 
 
-def test_transformers_own_criteria_work_as_they_are(load: Load, tokenizer: Any) -> None:
+def test_criteria_of_transformers_work_unchanged(load: Load, tokenizer: Any) -> None:
     torch = pytest.importorskip("torch")
     from transformers import (
         EosTokenCriteria,

@@ -51,7 +51,7 @@ def test_messages_and_special_tokens_reach_the_template() -> None:
         ("{{ '%s' | format(1) }}{{ messages[-1]['role'] ~ '!' }}", "1user!"),
     ],
 )
-def test_what_templates_of_published_models_use(source: str, expected: str) -> None:
+def test_features_that_templates_of_published_models_use_work(source: str, expected: str) -> None:
     assert render(source) == expected
 
 
@@ -126,6 +126,6 @@ def test_a_template_in_the_tokenizers_configuration_serves_too(load: Load) -> No
     assert load(toy, tokenizer_config={"chat_template": named}).apply_chat_template(HELLO) == "DHello"
 
 
-def test_a_model_without_a_template_says_so(load: Load) -> None:
+def test_chat_with_a_model_without_a_template_is_an_error(load: Load) -> None:
     with pytest.raises(TokenizerError, match="has no chat template, so it is not a chat model"):
         load(Toy.random(0)).chat(HELLO)

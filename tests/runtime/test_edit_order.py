@@ -53,7 +53,7 @@ def test_the_graph_gives_the_numbers_of_the_example(tmp_path: Path, sampler_choi
     np.testing.assert_allclose(found.logprob + total, OURS, atol=1e-4)
 
 
-def test_transformers_processors_give_its_numbers_of_the_example() -> None:
+def test_processors_of_transformers_give_their_numbers_of_the_example() -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     config = transformers.GenerationConfig(

@@ -223,7 +223,7 @@ def test_a_row_whose_edits_do_not_fit_is_without_edits(model: TopWModel) -> None
     assert edits.ids.tolist() == [[-1] * 4] * 2
 
 
-def test_a_graph_with_fixed_slots_refuses_what_does_not_fit(model: TopWModel) -> None:
+def test_a_graph_with_fixed_slots_refuses_more_edits(model: TopWModel) -> None:
     requests, _, _ = model._resolve_requests("abc", {"logit_bias": {1: 1.0, 2: 1.0, 3: 1.0}})
     assert EditInputs(requests, fixed=3).ids.tolist() == [[1, 2, 3]]
     with pytest.raises(ParameterError, match="edits more than 2 tokens"):

@@ -95,7 +95,7 @@ def test_a_length_below_the_prompt_names_generation_config(model: TopWModel) -> 
         model.generate("ab", generation_config={"max_length": 2})
 
 
-def test_what_has_no_effect_is_named_in_one_warning_at_the_callers_line(model: TopWModel) -> None:
+def test_settings_without_effect_are_named_in_one_warning_at_the_callers_line(model: TopWModel) -> None:
     config = {"top_k": 50, "num_beams": 4, "watermarking_config": {}, "use_cache": True, "top_p": 0.9, **SETTINGS}
     for call in (model.generate, model.stream):
         with warnings.catch_warnings(record=True) as caught:

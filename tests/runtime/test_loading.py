@@ -47,7 +47,7 @@ def load(folder: Path, **settings: Any) -> TopWModel:
     return TopWModel.from_pretrained(folder, provider="cpu", **settings)
 
 
-def test_a_missing_folder_a_file_and_an_unfinished_export_are_told_apart(folder: Path) -> None:
+def test_a_missing_folder_a_file_and_an_unfinished_export_have_errors_of_their_own(folder: Path) -> None:
     with pytest.raises(ManifestError, match="does not exist; give the folder that topw-export wrote"):
         load(folder / "nowhere")
     with pytest.raises(ManifestError, match="is a file; give the folder that holds"):
@@ -82,7 +82,7 @@ def test_a_truncated_graph_that_the_manifest_vouches_for_is_refused_by_name(fold
 @pytest.mark.parametrize(
     "content", [b"", b"not onnx", os.urandom(4096), b"\x00" * 100], ids=["empty", "text", "random", "zeros"]
 )
-def test_a_graph_that_is_none_is_refused(folder: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_graph_is_refused(folder: Path, content: bytes) -> None:
     (folder / "model.onnx").write_bytes(content)
     relist(folder, "model.onnx")
     with pytest.raises(ManifestError, match="refuses"):
@@ -230,7 +230,7 @@ def test_settings_for_training_batches_do_not_cut_a_prompt(toy: Toy, tmp_path: P
     assert model.generate("hello", max_new_tokens=1).prompt_tokens == 5
 
 
-def test_the_two_kinds_of_folders_are_told_apart(toy_folder: Path, tmp_path: Path) -> None:
+def test_a_folder_of_the_other_kind_is_refused_with_the_class_that_opens_it(toy_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match="holds a 'decoder' model; load it with TopWModel"):
         TopWSampler.from_pretrained(toy_folder)
     with pytest.raises(ManifestError, match="holds a 'sampler' model; load it with TopWSampler"):

@@ -94,7 +94,7 @@ def test_drawn_tokens_have_the_models_log_probabilities_whatever_edits_and_tempe
     assert any(not entry.greedy for entry in result.token_logprobs)
 
 
-def test_the_prompt_has_them_too_and_the_draws_stay(scoring: TopWModel, toy: Toy) -> None:
+def test_prompt_logprobs_are_those_of_the_reference_and_change_no_draw(scoring: TopWModel, toy: Toy) -> None:
     plain = scoring.generate(PROMPT, **HOT, **EDITS, logprobs=0)
     result = scoring.generate(PROMPT, **HOT, **EDITS, logprobs=0, prompt_logprobs=2)
     assert result.prompt_logprobs is not None
@@ -105,7 +105,7 @@ def test_the_prompt_has_them_too_and_the_draws_stay(scoring: TopWModel, toy: Toy
         check(entry, toy.logits(PROMPT[:position]), PROMPT[position], 2)
 
 
-def test_the_likelihood_of_a_continuation_is_the_sum_and_whether_all_of_it_is_greedy(
+def test_the_likelihood_of_a_continuation_is_its_sum_and_whether_every_token_is_greedy(
     scoring: TopWModel, toy: Toy
 ) -> None:
     greedy = scoring.generate(PROMPT[:3], temperature=0, max_new_tokens=3, ignore_eos=True).token_ids
@@ -123,7 +123,7 @@ def test_the_likelihood_of_a_continuation_is_the_sum_and_whether_all_of_it_is_gr
         scoring.generate(PROMPT, max_new_tokens=1).prompt_likelihood()
 
 
-def test_rows_that_ask_share_a_batch_with_others(scoring: TopWModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_with_and_without_logprobs_share_a_batch(scoring: TopWModel, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [PROMPT, PROMPT[:1], PROMPT[2:], PROMPT[:4]]
     settings: dict[str, Any] = {**HOT, "seed": [1, 2, 3, 4], "max_new_tokens": [5, 9, 1, 7]}
     asked: dict[str, Any] = {"logprobs": [None, 2, None, 0], "prompt_logprobs": [1, None, None, 0]}

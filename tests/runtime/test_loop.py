@@ -192,7 +192,7 @@ def test_the_tokenizers_own_bos_is_added_once(load: Load) -> None:
     ],
     ids=repr,
 )
-def test_prompts_that_are_none_are_errors(model: TopWModel, prompt: object, message: str) -> None:
+def test_values_that_are_not_prompts_are_errors(model: TopWModel, prompt: object, message: str) -> None:
     with pytest.raises(PromptError, match=message):
         model.generate(prompt)
 
@@ -251,7 +251,7 @@ def test_two_interleaved_streams_do_not_disturb_each_other(model: TopWModel) -> 
     assert texts == alone
 
 
-def test_a_closed_model_says_so(toy_folder: Path) -> None:
+def test_a_closed_model_refuses_to_generate(toy_folder: Path) -> None:
     with TopWModel.from_pretrained(toy_folder, provider="cpu") as model:
         assert model.generate("a", max_new_tokens=1).token_ids
         running = model.stream("a", max_new_tokens=5)
@@ -282,7 +282,7 @@ def test_text_of_the_token_limit_keeps_an_unfinished_character_visible(load: Loa
     assert model.generate("x", max_new_tokens=4).text == "a€"
 
 
-def test_an_export_is_what_it_was_after_it_ran(toy: Toy, tmp_path: Path) -> None:
+def test_a_run_does_not_change_the_exported_files(toy: Toy, tmp_path: Path) -> None:
     folder = export(tmp_path / "still", toy)
     before = {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.iterdir()}
     TopWModel.from_pretrained(folder, provider="cpu").generate("a", max_new_tokens=2)

@@ -20,7 +20,7 @@ def test_a_batch_without_masks_has_no_words() -> None:
     assert not masks.is_active
 
 
-def test_the_first_mask_gives_all_rows_words_and_only_its_row_bits_that_forbid() -> None:
+def test_the_first_mask_gives_all_rows_words_but_forbids_tokens_in_its_row_only() -> None:
     masks = MaskInputs(3, 2)
     given = mask(5, 0)
     masks.set(1, given)
@@ -29,7 +29,7 @@ def test_the_first_mask_gives_all_rows_words_and_only_its_row_bits_that_forbid()
     assert masks.is_active
 
 
-def test_the_words_go_with_the_last_mask_and_come_back_as_ones() -> None:
+def test_without_masks_there_are_no_words_and_new_words_allow_everything() -> None:
     masks = MaskInputs(2, 1)
     masks.set(0, mask(1))
     masks.set(1, mask(2))

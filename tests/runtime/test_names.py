@@ -90,19 +90,19 @@ def test_biases_may_have_the_keys_of_json() -> None:
     ],
     ids=["logit_bias", "eos", "one eos of two", "stop_token_ids", "pad", "suppress_tokens", "bad_words_ids"],
 )
-def test_a_truth_value_is_no_token_id(request_: Any, true: Any) -> None:
+def test_a_boolean_is_not_a_token_id(request_: Any, true: Any) -> None:
     with pytest.raises(ParameterError, match=r"is (np\.)?True_?, but must be an integer"):
         row(request_(true))
 
 
 @pytest.mark.parametrize("prompt", [[True, 3], [3, np.True_], np.array([True, False]), [[3], [False]]], ids=repr)
-def test_a_truth_value_in_a_prompt_is_refused_with_its_position(model: TopWModel, prompt: Any) -> None:
+def test_a_boolean_in_a_prompt_is_refused_with_its_position(model: TopWModel, prompt: Any) -> None:
     with pytest.raises(PromptError, match=r"holds (np\.)?(True|False)_? at position \d, but token ids are integers"):
         model.generate(prompt)
 
 
 @pytest.mark.parametrize("prompt", [[1.0, 3], np.array([3.0, 4.0]), [3, np.float32(1)]], ids=repr)
-def test_a_float_in_a_prompt_is_refused_even_where_it_is_whole(model: TopWModel, prompt: Any) -> None:
+def test_a_float_in_a_prompt_is_refused_even_if_its_value_is_an_integer(model: TopWModel, prompt: Any) -> None:
     with pytest.raises(PromptError, match=r"holds .* at position \d, but token ids are integers"):
         model.generate(prompt)
 

@@ -176,7 +176,7 @@ def test_the_tokens_that_can_be_drawn_and_their_probabilities(dice: dict[int, To
 @pytest.mark.parametrize(
     "name", [name for name, step in STEPS.items() if step[1] == 8 and not step[2].keys() & {"lam", "allowed_token_ids"}]
 )
-def test_transformers_gives_the_same_probabilities_except_where_the_table_says(name: str) -> None:
+def test_transformers_gives_the_same_probabilities_except_where_the_table_differs(name: str) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     prompt, _, parameters, ours = STEPS[name]
@@ -205,7 +205,7 @@ def test_transformers_gives_the_same_probabilities_except_where_the_table_says(n
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_what_ends_a_sequence(chain: TopWModel, name: str) -> None:
+def test_a_sequence_ends_as_in_the_table(chain: TopWModel, name: str) -> None:
     parameters, tokens, text, reason, stop = SEQUENCES[name]
     result = chain.generate("A", temperature=0, **{"max_tokens": 8, **parameters})
     assert (result.token_ids, result.text) == (tokens, text)
@@ -225,5 +225,7 @@ def test_what_ends_a_sequence(chain: TopWModel, name: str) -> None:
         ({"repetition_penalty": 2.0}, [B, A, A, A, A, A]),
     ],
 )
-def test_penalties_of_what_was_drawn(dice: dict[int, TopWModel], parameters: dict[str, Any], tokens: list[int]) -> None:
+def test_penalties_count_drawn_tokens_as_in_the_table(
+    dice: dict[int, TopWModel], parameters: dict[str, Any], tokens: list[int]
+) -> None:
     assert dice[8].generate("A", temperature=0, max_tokens=6, **parameters).token_ids == tokens

@@ -35,7 +35,7 @@ def test_arrays_of_one_and_of_two_dimensions(model: TopWModel) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_what_the_mask_leaves_out_is_removed(model: TopWModel, side: str) -> None:
+def test_masked_tokens_are_removed(model: TopWModel, side: str) -> None:
     rows = [byte_ids("hello"), byte_ids("ab")]
     ids, mask = left_padded(rows)
     if side == "right":
@@ -140,7 +140,7 @@ def test_torchs_tensors_and_transformers_tokenizers(model: TopWModel, toy_folder
             assert model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], **SETTINGS) == expected
 
 
-def test_torchs_truth_values_and_floats_are_no_token_ids(model: TopWModel) -> None:
+def test_booleans_and_floats_of_torch_are_not_token_ids(model: TopWModel) -> None:
     torch = pytest.importorskip("torch")
     for prompt in (torch.tensor([True, False]), [torch.tensor(True)], torch.tensor([[1.0, 2.0]])):
         with pytest.raises(PromptError, match="at position 0, but token ids are integers"):

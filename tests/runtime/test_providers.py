@@ -31,7 +31,7 @@ def test_an_unknown_option_of_a_session_is_an_error(toy_folder: Path) -> None:
         TopWModel.from_pretrained(toy_folder, providers="cpu")  # type: ignore[call-arg]
 
 
-def test_the_provider_asked_for_is_the_one_used(toy_folder: Path) -> None:
+def test_the_requested_provider_is_used(toy_folder: Path) -> None:
     model = TopWModel.from_pretrained(toy_folder, provider="cpu")
     assert model.provider == "CPUExecutionProvider"
     assert TopWModel.from_pretrained(toy_folder, provider="CPUExecutionProvider").provider == "CPUExecutionProvider"
@@ -46,7 +46,7 @@ def test_a_provider_that_is_not_built_in_is_an_error_with_the_remedy(toy_folder:
 
 
 @pytest.mark.skipif("CUDAExecutionProvider" in ort.get_available_providers(), reason="this onnxruntime has CUDA")
-def test_a_provider_that_is_not_built_in_may_be_fallen_back_from_but_nonsense_may_not(toy_folder: Path) -> None:
+def test_allow_fallback_accepts_a_provider_that_is_not_built_in_but_not_an_unknown_name(toy_folder: Path) -> None:
     message = "cuda could not start, running on cpu: .* was built without 'cuda': .*pip install"
     with pytest.warns(RuntimeWarning, match=message):
         model = TopWModel.from_pretrained(toy_folder, provider="cuda", allow_fallback=True)
@@ -107,7 +107,7 @@ def test_a_silent_fall_back_to_the_cpu_is_an_error(toy_folder: Path, monkeypatch
 
 
 @pytest.mark.slow
-def test_a_fall_back_that_was_allowed_is_told(toy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_allowed_fallback_causes_a_warning(toy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_cuda(monkeypatch)
     for settings in ({"provider": "cuda", "allow_fallback": True}, {"provider": "auto"}):
         with pytest.warns(RuntimeWarning, match="cuda could not start, running on cpu"):

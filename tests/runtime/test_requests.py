@@ -164,7 +164,7 @@ def test_a_value_out_of_range_names_the_parameter_the_value_and_the_bound(name: 
         row({name: value})
 
 
-def test_sampling_was_asked_for_with_a_greedy_temperature() -> None:
+def test_do_sample_with_a_greedy_temperature_is_refused() -> None:
     with pytest.raises(ParameterError, match="do_sample is True, but temperature is 0"):
         row({"do_sample": True, "temperature": 0})
 
@@ -185,7 +185,7 @@ def test_an_unknown_name_is_refused_and_the_known_ones_are_listed(model: TopWMod
         model.generate("a", lamda=2)
 
 
-def test_what_the_export_fixed_cannot_be_changed_by_a_request(model: TopWModel) -> None:
+def test_a_request_cannot_change_a_parameter_that_the_export_fixed(model: TopWModel) -> None:
     for name in ("top_m", "m", "alt_iters", "metric"):
         with pytest.raises(ParameterError, match="built into the graph, so no request can change it"):
             model.generate("a", **{name: 50})
@@ -248,7 +248,7 @@ def test_a_real_generation_config_is_honoured_and_its_other_samplers_are_named_o
     assert request.eos_token_ids == {EOS, 7}
 
 
-def test_settings_that_switch_other_samplers_off_need_no_notice(load: Load) -> None:
+def test_settings_that_disable_other_samplers_cause_no_warning(load: Load) -> None:
     quiet = {"top_k": 0, "top_p": 1.0, "num_beams": 1, "use_cache": True, "min_p": None, "do_sample": True}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -265,7 +265,7 @@ def test_token_ids_beyond_the_logits_in_a_config_do_no_harm(load: Load) -> None:
     assert model.generate("a", max_new_tokens=3, min_new_tokens=3, seed=1).token_ids
 
 
-def test_exported_defaults_serve_where_nothing_else_is_said(load: Load) -> None:
+def test_exported_defaults_apply_if_nothing_else_is_stated(load: Load) -> None:
     toy = Toy.random(0)
     model = load(toy, defaults=TopWParameters(lam=0.3, temperature=3.0))
     rows = toy.expect(byte_ids("ab"), 10, TopWParameters(lam=0.3, temperature=3.0), seed=2)

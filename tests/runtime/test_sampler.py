@@ -241,7 +241,9 @@ def test_any_real_dtype_and_memory_order_draws_as_float32(sampler: TopWSampler, 
         (np.ma.masked_array(LOGITS, LOGITS > 0), "masked array; fill it"),
     ],
 )
-def test_what_is_no_matrix_of_logits_is_a_parameter_error(sampler: TopWSampler, logits: Any, message: str) -> None:
+def test_logits_that_are_not_a_matrix_of_numbers_are_a_parameter_error(
+    sampler: TopWSampler, logits: Any, message: str
+) -> None:
     with pytest.raises(ParameterError, match=message):
         sampler.sample(logits, uniform=0.5)
 

@@ -103,7 +103,7 @@ def test_a_link_or_folder_that_is_not_listed_is_not_read(folder: Path, kind: str
     [(inspect, []), (inspect, ["--json"]), (verify, []), (verify, ["--hashes-only"]), (check, []), (build_engine, [])],
     ids=["inspect", "inspect --json", "verify", "verify --hashes-only", "check", "build-engine"],
 )
-def test_commands_refuse_what_is_no_regular_file(
+def test_commands_refuse_a_file_that_is_not_regular(
     folder: Path, name: str, kind: str, command: object, options: list[str]
 ) -> None:
     put(kind, folder / name)
@@ -147,7 +147,7 @@ def test_engines_and_stamps_are_regular_files(folder: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["a named pipe", "a socket", "a link outside"])
-def test_a_folder_of_engines_that_is_none_is_not_used(folder: Path, tmp_path: Path, kind: str) -> None:
+def test_a_file_or_link_in_place_of_the_folder_of_engines_is_not_used(folder: Path, tmp_path: Path, kind: str) -> None:
     if kind == "a link outside":
         (tmp_path / "outside").mkdir()
         (tmp_path / "outside" / "gpu.json").write_text("{}")

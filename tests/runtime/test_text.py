@@ -172,7 +172,7 @@ def test_a_stop_string_across_pieces_ends_the_row_and_says_which(load: Load) -> 
     assert (whole.text, whole.stop, whole.token_ids) == (result.text, result.stop, result.token_ids)
 
 
-def test_text_held_for_a_stop_string_that_never_comes_is_given_out(load: Load) -> None:
+def test_text_held_back_for_a_stop_string_is_returned_if_the_string_does_not_come(load: Load) -> None:
     model = load(Toy.script([*byte_ids("almost EN"), EOS], prompt_tokens=1))
     pieces = list(model.stream("x", max_new_tokens=20, stop_strings="END"))
     assert "".join(p.text for p in pieces) == "almost EN"

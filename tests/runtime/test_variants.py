@@ -162,7 +162,7 @@ def test_a_model_divides_the_scale_by_its_own_median_distance(tmp_path: Path) ->
     assert found.kept != model.generate("abc", geom_scale=0.5, **WIDE).kept
 
 
-def test_a_model_without_a_median_distance_says_so_and_the_uniform_metric_needs_none(tmp_path: Path) -> None:
+def test_geom_unit_needs_a_median_distance_except_with_the_uniform_metric(tmp_path: Path) -> None:
     model = opened(tmp_path / "a", "mahalanobis")
     with pytest.raises(ParameterError, match="no median distance of likely pairs"):
         model.generate("abc", geom_scale=0.5, geom_unit="median")

@@ -149,9 +149,9 @@ class TopWModel:
 
         Raises ParameterError, PromptError, GenerationError, and errors of the callbacks.
         """
-        pieces, rows, alone = self._start_generation(prompt, parameters, streaming=False)
+        pieces, rows, is_single = self._start_generation(prompt, parameters, streaming=False)
         results = {piece.row: piece.result for piece in pieces}
-        return results[0] if alone else [results[row] for row in range(rows)]
+        return results[0] if is_single else [results[row] for row in range(rows)]
 
     def stream(self, prompt: Any = None, **parameters: Any) -> Iterator[Piece]:
         """Yield the text of `generate` in pieces; a row's last piece has the row's result.
@@ -276,8 +276,8 @@ class TopWModel:
     ) -> tuple[Iterator[Piece], int, bool]:
         """Start a generation. Returns (pieces, number of sequences, whether to return one result instead of a list)."""
         try:
-            requests, whole, alone = self._resolve_requests(prompt, parameters)
-            return self._new_pieces(requests, whole, streaming=streaming), len(requests), alone
+            requests, request_parameters, is_single = self._resolve_requests(prompt, parameters)
+            return self._new_pieces(requests, request_parameters, streaming=streaming), len(requests), is_single
         except BaseException:
             end_streamer(parameters.get("streamer"))
             raise
@@ -293,17 +293,22 @@ class TopWModel:
         """
         limits = limits or self._limits
         prompt, attention_mask, parameters = split_inputs(prompt, parameters)
-        named, whole = split_parameters(parameters)
-        samples = whole["num_return_sequences"]
-        named, config = (encode_bad_words(given, self.tokenizer) for given in (named, whole["generation_config"]))
-        prompts, alone = self._read_prompts(prompt, attention_mask, whole["add_special_tokens"], samples, limits)
-        rows = self._resolve_rows(prompts, named, limits=limits, samples=samples, config=config)
+        row_parameters, request_parameters = split_parameters(parameters)
+        samples = request_parameters["num_return_sequences"]
+        row_parameters, config = (
+            encode_bad_words(given, self.tokenizer)
+            for given in (row_parameters, request_parameters["generation_config"])
+        )
+        prompts, is_single = self._read_prompts(
+            prompt, attention_mask, request_parameters["add_special_tokens"], samples, limits
+        )
+        rows = self._resolve_rows(prompts, row_parameters, limits=limits, samples=samples, config=config)
         if not self._takes_ragged_batches and len({len(p) for p in prompts}) > 1:
             raise PromptError(
                 f"this decoder cannot pad, but the prompts of the batch have {', '.join(str(len(p)) for p in prompts)} "
                 "tokens; generate from them one by one, or group those of equal length."
             )
-        if whole["streamer"] is not None and len(rows) > 1:
+        if request_parameters["streamer"] is not None and len(rows) > 1:
             raise ParameterError(
                 f"a streamer follows one sequence, but the request has {len(rows)}; generate them one by one, or use "
                 "model.stream, whose pieces name their row."
@@ -311,7 +316,7 @@ class TopWModel:
         scored = [row for row in rows if row.needs_scores]
         if scored:
             check_logits_output(scored, self._logits_output, self.path)
-        return rows, whole, alone and samples == 1
+        return rows, request_parameters, is_single and samples == 1
 
     def _read_prompts(
         self, prompt: Any, mask: Any, add_special_tokens: bool, samples: int, limits: Limits
@@ -321,14 +326,14 @@ class TopWModel:
         def check(tokens: int, which: str) -> None:
             check_length(tokens, limits, which)
 
-        prompts, alone = read_prompts(prompt, mask, check)
+        prompts, is_single = read_prompts(prompt, mask, check)
         check_sequence_count(len(prompts) * samples, limits)
         bos = [] if self._bos_token_id is None else [self._bos_token_id]
         names = [f"prompt {index}" for index in range(len(prompts))] if len(prompts) > 1 else ["the prompt"]
         return [
             (self._encode_text(p, add_special_tokens, name, limits) if isinstance(p, str) else p) or bos
             for p, name in zip(prompts, names, strict=True)
-        ], alone
+        ], is_single
 
     def _new_guides(self, rows: Sequence[RowRequest]) -> list[Guide | None]:
         """The guide of each row, or [] if no row has a constraint.
@@ -346,10 +351,10 @@ class TopWModel:
         return self._grammars.guides([(row.constraint, row.eos_token_ids) for row in rows])
 
     def _new_pieces(
-        self, requests: Sequence[RowRequest], whole: Mapping[str, Any], *, streaming: bool
+        self, requests: Sequence[RowRequest], request_parameters: Mapping[str, Any], *, streaming: bool
     ) -> Iterator[Piece]:
         def new_text_decoder(prompt: Sequence[int]) -> IncrementalDecoder:
-            return self.tokenizer.text_decoder(prompt, whole["skip_special_tokens"])
+            return self.tokenizer.text_decoder(prompt, request_parameters["skip_special_tokens"])
 
         return loop.RequestRun(
             *self._require_open(),
@@ -357,8 +362,8 @@ class TopWModel:
             new_text_decoder,
             self.load_seconds,
             streaming=streaming,
-            streamer=whole["streamer"],
-            criteria=whole["stopping_criteria"],
+            streamer=request_parameters["streamer"],
+            criteria=request_parameters["stopping_criteria"],
             guides=self._new_guides(requests),
             logits=self._new_logits_buffer(len(requests))
             if any(request.needs_scores for request in requests)

@@ -280,11 +280,11 @@ def check_names(given: Mapping[str, Any]) -> dict[str, Any]:
     known = [*PARAMETERS, *REQUEST_PARAMETERS]
     for name in given:
         if REQUEST_ALIASES.get(name, name) not in known:
-            raise unknown_parameter(name, known)
+            raise unknown_parameter_error(name, known)
     return replace_aliases({name: value for name, value in given.items() if value is not None})
 
 
-def unknown_parameter(name: str, known: Iterable[str]) -> ParameterError:
+def unknown_parameter_error(name: str, known: Iterable[str]) -> ParameterError:
     """The error for a name that is not among the accepted names `known`."""
     if name in OTHER_SAMPLERS:
         return ParameterError(

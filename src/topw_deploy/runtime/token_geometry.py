@@ -93,7 +93,7 @@ class _GraphTensors:
     def array(self, name: str) -> np.ndarray:
         """The array of an initializer, bfloat16 as uint16.
 
-        Raises ManifestError if there is no such initializer, or none that is stored as bytes.
+        Raises ManifestError for an unknown initializer, and for one that is not stored as bytes.
         """
         tensor = self.graph.constants.get(name)
         if tensor is None or tensor.dtype not in _NUMPY_TYPES:

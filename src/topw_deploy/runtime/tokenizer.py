@@ -111,7 +111,7 @@ class Tokenizer:
     def _as_tokenizer_error(self, error: BaseException, done: str) -> BaseException:
         """Convert an error of the library. Its panics are not of the class Exception."""
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            return error  # interrupts
+            return error  # an interrupt, to be raised as it is
         return TokenizerError(f"{self._file} cannot be {done} ({one_line(error, 200)}); export the model again.")
 
     def token_id(self, token: str | None) -> int | None:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from topw_deploy.runtime.generation_config import has_no_effect
-from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES, short_repr, unknown_parameter, with_aliases
+from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES, short_repr, unknown_parameter_error, with_aliases
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
 from topw_deploy.serve.failures import invalid_request
 
@@ -106,7 +106,7 @@ def takes_long(parameters: Mapping[str, Any]) -> bool:
 def _unknown_field(name: str, known: Iterable[str]) -> str:
     if len(name) > LONGEST_NAME:
         return f"unknown parameter {name[:LONGEST_NAME]!r}..., of {len(name)} characters; remove it."
-    return str(unknown_parameter(name, known))
+    return str(unknown_parameter_error(name, known))
 
 
 def name_as_given(param: str | None, fields: Mapping[str, Any]) -> str | None:

@@ -12,7 +12,7 @@ import numpy as np
 from topw_deploy.engine import Engine
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import GenerationResult
-from topw_deploy.runtime.parameters import PARAMETERS, unknown_parameter, with_aliases
+from topw_deploy.runtime.parameters import PARAMETERS, unknown_parameter_error, with_aliases
 
 _WHOLE_REQUEST = frozenset({"num_return_sequences", "skip_special_tokens", "add_special_tokens", "max_time"})
 NAMES = with_aliases({*PARAMETERS, *_WHOLE_REQUEST})
@@ -69,7 +69,7 @@ def _parameters(given: np.ndarray | None) -> dict[str, Any]:
         raise ParameterError(f"parameters is a JSON {type(found).__name__}, but must be an object.")
     unknown = next((name for name in found if name not in NAMES), None)
     if unknown is not None:
-        raise unknown_parameter(unknown[:80], NAMES)
+        raise unknown_parameter_error(unknown[:80], NAMES)
     return {name: value for name, value in found.items() if value is not None}
 
 

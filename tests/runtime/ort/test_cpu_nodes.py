@@ -34,7 +34,7 @@ def test_a_provider_that_computes_nothing_is_an_error_that_names_what_the_cpu_wo
 
 
 @needs_a_provider_without_nodes
-def test_what_is_accepted_is_warned_of_and_listed(folder: Path) -> None:
+def test_accepted_nodes_on_the_cpu_cause_a_warning_and_are_listed(folder: Path) -> None:
     with pytest.warns(RuntimeWarning, match=r"azure leaves \d+ nodes on the CPU"):
         model = TopWModel.from_pretrained(folder, provider="azure", allow_fallback=True)
     assert model.provider == "AzureExecutionProvider"
@@ -79,7 +79,7 @@ def test_arithmetic_on_shapes_is_no_complaint() -> None:
     cpu_nodes.refuse_cpu_nodes(found, "CUDAExecutionProvider")
 
 
-def test_an_operator_that_cuda_has_for_other_types_only_comes_with_what_to_do() -> None:
+def test_an_operator_that_cuda_has_for_other_types_only_is_reported_with_a_remedy() -> None:
     with pytest.raises(ProviderError) as raised:
         cpu_nodes.refuse_cpu_nodes(nodes("Shape", *["GroupQueryAttention"] * 4), "CUDAExecutionProvider")
     assert str(raised.value) == (

@@ -51,7 +51,8 @@ def test_libraries_are_loaded_once_and_the_console_stays_clean(
     preload: Preload, capfd: pytest.CaptureFixture[str]
 ) -> None:
     calls = preload(find_nothing)
-    expected = f"onnxruntime found no libcublasLt.so.13, libcurand.so.10; to install them, run: {install.install_command('gpu')}"
+    command = install.install_command("gpu")
+    expected = f"onnxruntime found no libcublasLt.so.13, libcurand.so.10; to install them, run: {command}"
     assert {cuda_libraries.preload_libraries() for _ in range(3)} == {expected}
     assert calls == [None]
     assert capfd.readouterr() == ("", "")
@@ -67,7 +68,7 @@ def test_threads_that_come_at_once_load_once(preload: Preload) -> None:
     assert calls == [None]
 
 
-def test_what_other_threads_print_meanwhile_is_printed(preload: Preload, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_other_threads_is_printed_meanwhile(preload: Preload, capsys: pytest.CaptureFixture[str]) -> None:
     def load(_directory: str | None) -> None:
         other = threading.Thread(target=print, args=("from elsewhere",))
         other.start()

@@ -132,7 +132,7 @@ def on_the_host(path: Path) -> TopWModel:
 
 
 @pytest.mark.parametrize("form", ["concat", "grouped", "stepped", "shared"])
-def test_a_device_gives_what_the_host_gives(folders: dict[str, Path], on_a_device: Open, form: str) -> None:
+def test_tokens_on_a_device_equal_those_on_the_host(folders: dict[str, Path], on_a_device: Open, form: str) -> None:
     prompts = ["one", "two"] if form == "shared" else ["a longer prompt", "one", "two of them"]
     expected = on_the_host(folders[form]).generate(prompts, seed=4, max_new_tokens=30, **SETTINGS)
     model, session = on_a_device(folders[form], graphs=False)
@@ -153,7 +153,9 @@ def requests() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("form", ["grouped", "stepped"])
-def test_replayed_steps_give_what_the_host_gives(folders: dict[str, Path], on_a_device: Open, form: str) -> None:
+def test_tokens_of_replayed_steps_equal_those_on_the_host(
+    folders: dict[str, Path], on_a_device: Open, form: str
+) -> None:
     host = on_the_host(folders[form])
     model, session = on_a_device(folders[form], graphs=True)
     for request in [*requests(), *requests()]:

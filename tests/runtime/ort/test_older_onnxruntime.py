@@ -56,7 +56,7 @@ def test_a_graph_with_windows_is_refused_by_the_old_alone(folder: Path, monkeypa
     graph_checks.check_before_opening(found)
 
 
-def test_an_opset_that_it_does_not_know_is_refused_with_the_number(
+def test_an_opset_that_onnxruntime_does_not_support_is_refused_with_its_number(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = load_manifest(folder)
@@ -107,7 +107,9 @@ def test_the_profile_leaves_nothing_behind(folder: Path, tmp_path: Path, monkeyp
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
-def test_where_nodes_are_reported_nothing_is_run_for_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_onnxruntime_that_reports_nodes_runs_nothing_to_find_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert cpu_nodes.reports_assignments()
     monkeypatch.setattr(cpu_nodes, "RunProfile", None)
     TopWModel.from_pretrained(folder, provider="cpu")

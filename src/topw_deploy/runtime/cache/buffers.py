@@ -175,7 +175,7 @@ class Buffers:
             self.block.change(write)
 
     def copy_row(self, source: int, target: int, tokens: int) -> None:
-        """Copy the states of row `source` after its first `tokens` tokens to row `target`."""
+        """Copy the first `tokens` tokens of row `source`, and its states of fixed size, to row `target`."""
 
         def write(memory: np.ndarray) -> None:
             for (old, size), (new, _) in zip(
@@ -206,7 +206,12 @@ class Buffers:
         self.length, self._starts = length, new_starts
 
     def snapshot(self, row: int, tokens: int, states: slice = Layout.all) -> list[np.ndarray]:
-        """Copy the states of `row` after its first `tokens` tokens: uint8 [parts, n] each, in the layout's order."""
+        """Copy the first `tokens` tokens of `row`, and its states of fixed size.
+
+        states: which states to copy.
+
+        Returns uint8 [parts, n] for each state, in the layout's order.
+        """
         found: list[np.ndarray] = []
 
         def read(memory: np.ndarray) -> None:

@@ -73,7 +73,7 @@ class InPlaceCache(ABC):
         self._columns_per_run = max(1, min(chunk // len(prompts), self._most_columns))
         may_pad = self._ends_rows_anywhere and not pool.layout.evicts
         in_one_run = width <= self._columns_per_run and (may_pad or int(self._lengths.min()) == width)
-        may_repeat = self._takes_ragged_chunks and not pool.layout.recurs  # see `_chunks`
+        may_repeat = self._takes_ragged_chunks and not pool.layout.recurs  # a token, as `_chunks` does
         self._feeds_together = len(prompts) == 1 or in_one_run or may_repeat
         self.input_ids = np.zeros((len(prompts), 1), np.int64)
         tokens = max(len(prompt) + budget for prompt, budget in zip(prompts, budgets, strict=True))
