@@ -54,7 +54,7 @@ class Toolkit:
 class CompiledLibrary:
     """The compiled CUDA library.
 
-    nvcc: its version.
+    nvcc: version of nvcc.
     seconds: time of the compilation.
     size: bytes of the file.
     """

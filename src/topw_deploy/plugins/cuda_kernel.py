@@ -20,7 +20,7 @@ ALL_PARTS = CERTIFY | GEOMETRY
 
 
 class _ShapeStruct(Structure):
-    """topw_cuda_shape."""
+    """The C structure topw_cuda_shape."""
 
     _fields_ = (
         ("options", OptionsStruct),

@@ -42,7 +42,7 @@ distances, distances_avoided: token pairs of the literal rule whose distance was
 
 
 class OptionsStruct(Structure):
-    """topw_options."""
+    """The C structure topw_options."""
 
     _fields_ = (("top_m", c_int64), ("alt_iters", c_int64), ("metric", c_int32), ("knn_k", c_int32))
 
@@ -53,7 +53,7 @@ class OptionsStruct(Structure):
 
 
 class BlocksStruct(Structure):
-    """topw_blocks."""
+    """The C structure topw_blocks."""
 
     _fields_ = (
         ("bits", c_int32),
@@ -66,7 +66,7 @@ class BlocksStruct(Structure):
 
 
 class TableStruct(Structure):
-    """topw_table."""
+    """The C structure topw_table."""
 
     _fields_ = (
         ("rows", c_void_p),
@@ -82,7 +82,7 @@ class TableStruct(Structure):
 
 
 class InputsStruct(Structure):
-    """topw_inputs."""
+    """The C structure topw_inputs."""
 
     _fields_ = (
         ("batch", c_int64),
@@ -101,7 +101,7 @@ class InputsStruct(Structure):
 
 
 class OutputsStruct(Structure):
-    """topw_outputs."""
+    """The C structure topw_outputs."""
 
     _fields_ = tuple(
         (name, c_void_p) for name in ("next_token", "logprob", "kept", "certified", "mass", "keep_mask", "reports")

@@ -34,7 +34,7 @@ def check_warpers(processor: LogitsProcessor, temperature: float | None, frame: 
     """Check the warpers in the list that calls `processor`, and the caller of that list.
 
     temperature: the temperature that `generate` must draw at; None for any.
-    frame: the frame of the caller of `processor.__call__`.
+    frame: the frame that calls `processor.__call__`.
     label: the processor's rule, for messages.
 
     Raises ParameterError for beam search, for a later warper that removes tokens, and for another temperature.

@@ -202,19 +202,19 @@ class SetDistance:
         self._geometry = geometry
         self._neighbours = neighbours  # 0: nearest
         self._features = geometry.features(C)
-        self._known = np.zeros(len(C), dtype=np.bool_)  # filled columns of _matrix
+        self._is_filled = np.zeros(len(C), dtype=np.bool_)  # columns of _matrix
         self._matrix = np.empty((len(C), len(C)))
 
     @property
     def computed(self) -> int:
         """Distances computed so far."""
-        return len(self._known) * int(self._known.sum())
+        return len(self._is_filled) * int(self._is_filled.sum())
 
     def __call__(self, S: Mask) -> Floats:
-        missing = S & ~self._known
+        missing = S & ~self._is_filled
         if missing.any():
             self._matrix[:, missing] = self._geometry.point_distances(self._features, self._features[missing])
-            self._known |= missing
+            self._is_filled |= missing
         to_members = self._matrix[:, S]  # [|C|, |S|]
         n = min(self._neighbours or 1, to_members.shape[1])
         nearest = np.partition(to_members, n - 1, axis=1)[:, :n] if n > 1 else to_members.min(axis=1, keepdims=True)

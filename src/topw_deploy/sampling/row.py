@@ -17,7 +17,7 @@ from topw_deploy.sampling.reference import Crop, Ties, crop
 from topw_deploy.sampling.rules.reference import RuleCrop, kept_set
 from topw_deploy.sampling.rules.registry import RULES_BY_CODE, TOP_W, Rule
 
-PADDING = -1  # edit id without effect: rows of a batch have different numbers of edits
+PADDING = -1  # an edit id without effect, because rows of a batch have different numbers of edits
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ void EditedRow::take_mask(const topw_inputs &inputs, int64_t row) {
   for (int64_t i = 0; i < kWords; ++i) last_words_[i] = first + i < inputs.words ? allowed_[first + i] : -1;
 }
 
-// Maxima of consecutive blocks, of which `first` is the first. True if a logit is NaN.
+// Measures the maxima of `blocks` consecutive blocks from block `first` on. True if a logit is NaN.
 bool EditedRow::maxima_of(const float *logits, int64_t first, int64_t blocks) {
   float *maxima = maxima_.data() + first;
   return allowed_ ? hot().allowed_maxima(logits, blocks, words_of(first), maxima)

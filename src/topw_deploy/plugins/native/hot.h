@@ -73,7 +73,7 @@ struct Hot {
   // within the factors of row_sums.cpp, for weighings that fits_rough or fits_fine admits. `squares` is not summed.
   void (*rough_sums)(const float *logits, const float *maxima, int64_t blocks, const Weighing &, WeightSums &);
   void (*fine_sums)(const float *logits, const float *maxima, int64_t blocks, const Weighing &, WeightSums &);
-  // The same in double, within 1e-14 relative for y < 700, where larger ones count as e^-700. All three sums.
+  // All three sums, in double: within 1e-14 relative for y < 700; a larger y counts as 700.
   void (*exact_sums)(const float *logits, const float *maxima, int64_t blocks, const Weighing &, WeightSums &);
   // w[i] = exp((x_i - top) * rate), as in exact_sums. Reads and writes `count` values, rounded up to a multiple of 8.
   void (*weights)(const float *logits, int64_t count, float top, double rate, double *w);

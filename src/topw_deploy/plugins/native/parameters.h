@@ -34,7 +34,7 @@ struct Parameters {
   bool certain_selection;  // selection temperature under 1e-5: all mass on the largest logit
   double unit;            // max(1, lam, beta), the unit of errors in J
 
-  // False if one is out of range.
+  // False if a parameter is out of range.
   [[nodiscard]] TOPW_SHARED_CODE bool take(const GivenParameters &given);
   [[nodiscard]] TOPW_SHARED_CODE bool read(const topw_inputs &inputs, int64_t row) {
     return take(given_parameters(inputs, row));

@@ -104,7 +104,7 @@ bool Ranked::cut(int64_t count, int64_t *spare) {
   std::copy(logit.data(), logit.data() + size, maxima_.data());
   std::fill(maxima_.data() + size, maxima_.data() + padded_size(size), -INFINITY);
   const float last = value_reached_by(maxima_.data(), padded_size(size), count, count);
-  int64_t equals = count, below = 0;  // room for ties with `last`
+  int64_t equals = count, below = 0;  // `equals`: how many tokens equal to `last` to keep
   for (int64_t i = 0; i < size; ++i) {
     equals -= logit[i] > last;
     below += logit[i] < last;

@@ -1,4 +1,4 @@
-"""The alternation with the fewest distances the row test allows (docs/contract/theory.md, sections 3 and 4).
+"""The alternation with the fewest distances that the row test allows (docs/contract/theory.md, sections 3 and 4).
 
 For uncertified rows with geom_scale >= 0 and c = beta - lam > 0.
 """
