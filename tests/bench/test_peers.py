@@ -125,7 +125,7 @@ def test_the_folders_generation_config_does_not_change_transformers_decoding(tmp
         peers=("transformers-topw",),
     )
     (found,) = run(asked).runs
-    assert found.times.reference == "transformers-topw"
+    assert found.times.reference_name == "transformers-topw"
     (side,) = found.sides.values()
     assert [turn["tokens"] for turn in side.runs] == [6]
     assert min(side.per_token) > 0

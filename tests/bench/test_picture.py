@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from topw_deploy.bench.measurement import Spread
-from topw_deploy.bench.picture import COLOURS, Bar, Panel, draw
+from topw_deploy.bench.picture import COLOURS, Bar, Panel, draw_panels
 from topw_deploy.errors import ParameterError
 
 
@@ -32,7 +32,7 @@ def size(path: Path) -> tuple[int, int]:
 def test_a_picture_grows_with_its_bars_and_panels(tmp_path: Path) -> None:
     sizes = []
     for name, panels in {"few": [panel(3)], "more": [panel(9)], "two": [panel(9), panel(9)]}.items():
-        draw(tmp_path / f"{name}.png", panels, "one step", "a note")
+        draw_panels(tmp_path / f"{name}.png", panels, "one step", "a note")
         sizes.append(size(tmp_path / f"{name}.png"))
     assert len({width for width, _ in sizes}) == 1
     assert 1000 < sizes[0][0] < 4000
@@ -40,7 +40,7 @@ def test_a_picture_grows_with_its_bars_and_panels(tmp_path: Path) -> None:
 
 
 def test_one_bar_alone_can_be_drawn(tmp_path: Path) -> None:
-    draw(tmp_path / "one.png", [panel(1)], "one step", "")
+    draw_panels(tmp_path / "one.png", [panel(1)], "one step", "")
     assert size(tmp_path / "one.png")[0] > 1000
 
 
@@ -56,8 +56,8 @@ def test_every_tick_has_its_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         seen[ax.get_xscale()] = [label.get_text() for label in ax.get_xticklabels(which="both") if label.get_text()]
 
     monkeypatch.setattr(Figure, "savefig", kept)
-    draw(tmp_path / "narrow.png", [panel(1)], "one step", "")
-    draw(tmp_path / "wide.png", [panel(6)], "one step", "")
+    draw_panels(tmp_path / "narrow.png", [panel(1)], "one step", "")
+    draw_panels(tmp_path / "wide.png", [panel(6)], "one step", "")
     assert seen["linear"][0] == "0"
     assert {"200 ns", "1 us"} < set(seen["linear"])
     assert {"1 us", "10 us"} < set(seen["log"])
@@ -74,7 +74,7 @@ def test_ours_and_the_others_differ_in_lightness_too() -> None:
 
 def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match="cannot be written: No such file or directory; name another file"):
-        draw(tmp_path / "nowhere" / "x.png", [panel(2)], "", "")
+        draw_panels(tmp_path / "nowhere" / "x.png", [panel(2)], "", "")
 
 
 def test_without_matplotlib_the_error_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,4 +87,4 @@ def test_without_matplotlib_the_error_names_what_to_install(tmp_path: Path, monk
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(ParameterError, match="a picture needs matplotlib; run: pip install matplotlib"):
-        draw(tmp_path / "x.png", [panel(2)], "", "")
+        draw_panels(tmp_path / "x.png", [panel(2)], "", "")

@@ -248,8 +248,8 @@ def test_the_interval_resamples_whole_rounds(two: ModelReport) -> None:
 
 
 def test_the_fastest_rule_is_never_top_w(two: ModelReport) -> None:
-    assert two.fastest == "top_k=3"
-    assert two.overhead(fastest=True).value == pytest.approx(0.7)  # 17 to 10
+    assert two.fastest_rule == "top_k=3"
+    assert two.overhead(to_fastest=True).value == pytest.approx(0.7)  # 17 to 10
 
 
 def report_of(asked: RulesRequest, machine: MachineInfo, *models: ModelReport) -> RulesReport:

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from tests.support.toy_model import VOCAB, Toy, export
 from topw_deploy.bench.serve import worker
-from topw_deploy.bench.serve.ideal import run_all
+from topw_deploy.bench.serve.ideal import run_requests
 from topw_deploy.bench.serve.report import Latencies, Load, ServeReport, ServeResult, ServeThreadsReport
 from topw_deploy.bench.serve.request import (
     ServeRequest,
@@ -135,7 +135,7 @@ def test_the_runs_alone_serve_the_requests_by_the_engines_schedule(model: TopWMo
     for _ in range(2):  # all rows are free again
         before = batch.steps
         reads.clear()
-        took = run_all(batch, callers, 8, requests, callers)
+        took = run_requests(batch, callers, 8, requests, callers)
         assert 0 < took <= batch.run_seconds
         assert sum(reads) == sum(len(prompt) for prompt, _ in REQUESTS)
         assert max(reads) == 8
@@ -144,12 +144,12 @@ def test_the_runs_alone_serve_the_requests_by_the_engines_schedule(model: TopWMo
 
 
 def test_a_short_request_that_waits_for_a_long_prompt_is_timed(server: worker.ServeWorker) -> None:
-    assert server.behind([5] * 90, [1, 2, 3], budget=8) > 0
+    assert server.wait_behind_prompt([5] * 90, [1, 2, 3], budget=8) > 0
 
 
 def test_the_second_prompt_of_a_prefix_reuses_it(server: worker.ServeWorker) -> None:
     before = server._engine(2, reuse=True).stats().cached_tokens
-    read, reused = server.prefix([11] * 60, [[1, 2], [3, 4]])
+    read, reused = server.wait_after_prefix([11] * 60, [[1, 2], [3, 4]])
     assert min(read, reused) > 0
     assert server._engine(2, reuse=True).stats().cached_tokens - before == 60
 

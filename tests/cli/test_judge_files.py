@@ -81,7 +81,7 @@ def test_mt_benchs_second_turn_follows_the_answer_to_the_first(
     assert found[2]["choices"] == [{"index": 0, "turns": [history[2]["content"], history[4]["content"]]}]
 
 
-def test_an_interrupted_run_continues_in_its_turn(
+def test_an_interrupted_run_is_resumed_in_the_turn_that_it_had_reached(
     invoke: Invoke, random_model: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "model.jsonl"

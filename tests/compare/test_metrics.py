@@ -15,7 +15,7 @@ def test_ngrams_are_all_windows_of_a_text() -> None:
     assert ngrams([5, 6, 7], 4) == []
 
 
-def test_distinct_counts_different_ngrams_of_all_texts_together() -> None:
+def test_the_distinct_share_counts_the_ngrams_of_all_texts_together() -> None:
     texts = [[1, 2, 1], [1, 2]]
     assert distinct_share(texts, 1) == 2 / 5
     assert distinct_share(texts, 2) == 2 / 3  # 12 21, 12: none from the end of one text to the next

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from topw_deploy.compare.summary import TEXT_METRICS, MetricValue, as_dict, quotient_with_interval, summarise
-from topw_deploy.compare.table import lines, number_text
+from topw_deploy.compare.table import number_text, report_lines
 
 from .conftest import comparison, sample
 
@@ -62,7 +62,7 @@ def test_metrics_that_need_a_missing_output_are_left_out_with_advice() -> None:
     assert {name for name, found in summaries[0].values.items() if found.value is None} == {
         "perplexity", "mass", "self_bleu", "distinct_3", "repetition",
     }  # fmt: skip
-    text = "\n".join(lines(compared, summaries))
+    text = "\n".join(report_lines(compared, summaries))
     assert "export again with --with-logits" in text
     assert "export again with --with-mass" in text
     assert "Self-BLEU needs two texts per prompt" in text
@@ -73,7 +73,7 @@ def test_metrics_that_need_a_missing_output_are_left_out_with_advice() -> None:
 
 def test_the_table_has_a_row_per_rule_and_temperature() -> None:
     compared = comparison(lambda *_: [sample(), sample()])
-    head, _, columns, *rows = lines(compared, summarise(compared))
+    head, _, columns, *rows = report_lines(compared, summarise(compared))
     assert head == "2 prompts, 2 texts each, at most 64 tokens; seed 0, native sampler"
     assert columns.split()[:3] == ["temperature", "rule", "perplexity"]
     assert [row.split()[:3] for row in rows] == [

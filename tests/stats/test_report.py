@@ -20,7 +20,7 @@ from topw_deploy.stats.analyse import StepAnalysis
 from topw_deploy.stats.collect import AnalysedSequence, CollectedRuns
 from topw_deploy.stats.request import Setting
 from topw_deploy.stats.summary import MovedToken, SettingSummary, equal_ranges, growing_ranges, summarise
-from topw_deploy.stats.table import lines, token_text, verdict
+from topw_deploy.stats.table import report_lines, token_text, verdict
 
 TEXTS = {1: " the", 2: "\n\t", 3: "�", 4: "$x$", 5: "é"}
 
@@ -80,7 +80,7 @@ def test_ranges_and_windows_cover_every_position_once(positions: int) -> None:
 
 
 def test_the_report_names_what_geometry_moved_with_readable_tokens() -> None:
-    text = "\n".join(lines(summary_of_changes()))
+    text = "\n".join(report_lines(summary_of_changes()))
     assert "Geometry changed the crop at 50.0 % of the steps (2 of 4)" in text
     assert "tokens dropped 3, kept 1, 2.0 per changed step" in text
     assert "kept only because of geometry (steps): ' the' 1" in text
@@ -90,7 +90,7 @@ def test_the_report_names_what_geometry_moved_with_readable_tokens() -> None:
 
 
 def test_long_lists_of_tokens_are_cut_and_say_so() -> None:
-    text = "\n".join(lines(summary_of_changes(), most_tokens=1))
+    text = "\n".join(report_lines(summary_of_changes(), most_tokens=1))
     assert r"'\n\t' 2, and 1 more" in text
 
 
@@ -100,20 +100,20 @@ def test_the_report_states_that_geometry_never_acted() -> None:
     (unchanged,) = summaries([step(), uncertified_step(3)])
     assert verdict(unchanged) == ("Geometry never acted: at the 1 uncertified of 2 steps, distances changed nothing.")
     (nothing,) = summaries([])
-    assert "no steps" in "\n".join(lines([nothing]))
+    assert "no steps" in "\n".join(report_lines([nothing]))
 
 
 @pytest.mark.slow
 def test_a_share_is_100_per_cent_only_where_it_is() -> None:
     (nearly,) = summaries([step()] * 4999 + [uncertified_step(2, dropped=(2,))])
-    text = "\n".join(lines([nearly]))
+    text = "\n".join(report_lines([nearly]))
     assert "certified  99.9 %" in text
     assert "0.1 % of the steps (1 of 5000)" in text
 
 
 def test_settings_are_shown_side_by_side_in_aligned_columns() -> None:
     both = [*summaries([step(12)], label="temperature 2"), *summaries([step()], label="lam 1")]
-    header, first, second, *_ = lines(both)
+    header, first, second, *_ = report_lines(both)
     assert header.split()[:3] == ["setting", "steps", "certified"]
     assert first.startswith("temperature 2 ")
     assert second.startswith("lam 1  ")

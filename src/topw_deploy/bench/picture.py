@@ -55,7 +55,7 @@ class Panel:
     bars: Sequence[Bar]
 
 
-def draw(path: Path, panels: Sequence[Panel], axis: str, note: str) -> None:
+def draw_panels(path: Path, panels: Sequence[Panel], axis: str, note: str) -> None:
     """Write the panels, one below the other, as a PNG.
 
     axis: label of the axis.

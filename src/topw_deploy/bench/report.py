@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from topw_deploy.bench.measurement import MachineInfo, Spread, median_interval, round_ratios
-from topw_deploy.bench.picture import Bar, Panel, draw
+from topw_deploy.bench.picture import Bar, Panel, draw_panels
 
 _UNITS = (("s", 1.0), ("ms", 1e3), ("us", 1e6))
 
@@ -64,7 +64,7 @@ class PanelReport(BenchReport):
 
     def draw(self, path: Path) -> None:
         """Write the chart as a PNG. Raises ParameterError if matplotlib is missing or `path` cannot be written."""
-        draw(path, self.panels(), self.axis, f"Medians; whiskers are quartiles. {self.machine}.")
+        draw_panels(path, self.panels(), self.axis, f"Medians; whiskers are quartiles. {self.machine}.")
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,14 @@ class TimedSides:
     sides: Mapping[str, SideTimes]
 
     @property
-    def reference(self) -> str:
+    def reference_name(self) -> str:
         """The name of the side that ratios refer to: our first side, else the first."""
         return next((name for name, side in self.sides.items() if side.kind == "ours"), next(iter(self.sides)))
 
     def ratios(self, name: str, reference: str | None = None) -> list[float]:
         """The time of side `name` relative to side `reference` (None: the reference), by round."""
         seconds = {name: side.seconds for name, side in self.sides.items()}
-        return round_ratios(seconds, name, reference or self.reference)
+        return round_ratios(seconds, name, reference or self.reference_name)
 
     def median_ratio(self, name: str, reference: str | None = None) -> float:
         return Spread.of(self.ratios(name, reference)).median

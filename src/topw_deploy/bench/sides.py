@@ -56,11 +56,11 @@ def choose(
 
     Raises ParameterError for an unknown name, BenchmarkError for a named side that cannot run.
     """
-    wanted = select(sides, names, groups)
-    for side in wanted:
+    selected = select(sides, names, groups)
+    for side in selected:
         if names and side.why_not is not None:
             raise BenchmarkError(f"{side.name} was requested, but is {side.why_not}.")
-    return [side for side in wanted if side.why_not is None], [side for side in wanted if side.why_not is not None]
+    return [side for side in selected if side.why_not is None], [side for side in selected if side.why_not is not None]
 
 
 def absences(absent: Iterable[Side]) -> list[tuple[str, str]]:

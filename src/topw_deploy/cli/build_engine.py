@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from topw_deploy.cli.options import CONTEXT, quiet_option
-from topw_deploy.cli.progress import click_bar, phase
+from topw_deploy.cli.progress import click_bar, print_phase
 from topw_deploy.cli.terminal import say, say_json, tell
 from topw_deploy.progress import SILENT, Advance, Progress
 from topw_deploy.sizes import binary_size
@@ -93,7 +93,7 @@ def command(out: Path, as_json: bool, quiet: bool, **values: Any) -> None:
     from topw_deploy.tensorrt.request import TensorRTRequest
 
     request = TensorRTRequest(out=out, **values)
-    built = build_engine(request, SILENT if quiet else Progress(phase, _building_bar))
+    built = build_engine(request, SILENT if quiet else Progress(print_phase, _building_bar))
     if as_json:
         say_json({"path": str(built.path), **dataclasses.asdict(built.stamp)}, indent=2)
     else:

@@ -150,10 +150,10 @@ def _write_report(
     """Print the table before files are written, so that the table is not lost if the disk is full."""
     from topw_deploy.compare.page.html import page
     from topw_deploy.compare.summary import as_dict
-    from topw_deploy.compare.table import lines
+    from topw_deploy.compare.table import report_lines
 
     if str(json_file) != "-":
-        say(*lines(comparison, summaries))
+        say(*report_lines(comparison, summaries))
     if html_file is not None:
         write_text(page(comparison, summaries), html_file)
     if str(json_file) == "-":

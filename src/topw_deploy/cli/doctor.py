@@ -99,12 +99,12 @@ def command(as_json: bool) -> int:
 
     The exit code is 1 if models cannot run here.
     """
-    found = diagnose()
+    diagnosis = diagnose()
     if as_json:
-        say_json(asdict(found), indent=2)
+        say_json(asdict(diagnosis), indent=2)
     else:
-        say(*_lines(found))
-    return 1 if found.problems else 0
+        say(*_lines(diagnosis))
+    return 1 if diagnosis.problems else 0
 
 
 def diagnose() -> Diagnosis:
@@ -153,11 +153,13 @@ def _diagnose_providers() -> tuple[dict[str, str], str | None, list[tuple[str, s
     from topw_deploy.runtime.ort import providers
 
     states = {providers.short_name(name): _provider_state(ort, name) for name in ort.get_available_providers()}
-    wanted = providers.short_name(providers.resolve("auto"))
+    preferred = providers.short_name(providers.resolve("auto"))
     problems = []
-    if states[wanted] != "starts" and wanted != "cpu":
-        problems.append((f"{wanted} is built in but does not start: {states[wanted]}", install.install_command("gpu")))
-    return states, wanted if states[wanted] == "starts" else "cpu", problems
+    if states[preferred] != "starts" and preferred != "cpu":
+        problems.append(
+            (f"{preferred} is built in but does not start: {states[preferred]}", install.install_command("gpu"))
+        )
+    return states, preferred if states[preferred] == "starts" else "cpu", problems
 
 
 def _diagnose_native() -> NativeDiagnosis:
@@ -182,9 +184,11 @@ def _diagnose_native() -> NativeDiagnosis:
 def _diagnose_cuda() -> CudaDiagnosis:
     from topw_deploy.plugins import status
 
-    found = status.read_status()
-    gpus = tuple(f"{device.name}, sm_{device.architecture}" for device in found.driver.devices)
-    return CudaDiagnosis(found.cuda.path, found.cuda.architectures, found.cuda.why_unused, found.driver.cuda, gpus)
+    installed = status.read_status()
+    gpus = tuple(f"{device.name}, sm_{device.architecture}" for device in installed.driver.devices)
+    return CudaDiagnosis(
+        installed.cuda.path, installed.cuda.architectures, installed.cuda.why_unused, installed.driver.cuda, gpus
+    )
 
 
 def _tensorrt_version() -> str:
@@ -213,25 +217,25 @@ def _provider_state(ort: Any, name: str, options: Any = None) -> str:
     return f"onnxruntime could not load its libraries{f' ({missing})' if missing else ''}"
 
 
-def _lines(found: Diagnosis) -> list[str]:
+def _lines(diagnosis: Diagnosis) -> list[str]:
     lines = [
-        f"topw-deploy  {found.topw_deploy}",
-        f"python       {found.python}",
-        f"machine      {found.machine}",
+        f"topw-deploy  {diagnosis.topw_deploy}",
+        f"python       {diagnosis.python}",
+        f"machine      {diagnosis.machine}",
         "",
         "versions",
     ]
-    shown = {
+    versions_shown = {
         name: version
-        for name, version in found.versions.items()
+        for name, version in diagnosis.versions.items()
         if version or name in (*RUNTIME_PACKAGES, *EXPORT_PACKAGES)
     }
-    lines += [f"  {name.ljust(16)} {version or '-'}" for name, version in shown.items()]
+    lines += [f"  {name.ljust(16)} {version or '-'}" for name, version in versions_shown.items()]
     lines += ["", "providers"]
-    lines += [f"  {name.ljust(16)} {state}" for name, state in found.providers.items()] or ["  none"]
-    lines += ["", f"a model would run on: {found.would_use or 'nothing'}", _native_line(found.native)]
-    lines += [*_cuda_lines(found.cuda), f"TensorRT: {found.tensorrt}"]
-    for title, pairs in (("problem", found.problems), ("hint", found.hints)):
+    lines += [f"  {name.ljust(16)} {state}" for name, state in diagnosis.providers.items()] or ["  none"]
+    lines += ["", f"a model would run on: {diagnosis.would_use or 'nothing'}", _native_line(diagnosis.native)]
+    lines += [*_cuda_lines(diagnosis.cuda), f"TensorRT: {diagnosis.tensorrt}"]
+    for title, pairs in (("problem", diagnosis.problems), ("hint", diagnosis.hints)):
         lines += [f"{title}: {what}; run: {cure}" for what, cure in pairs]
     return lines
 

@@ -124,21 +124,25 @@ def command(
     answer = take_answer_options(parameters)
     if "logprobs" in answer and not (as_json or files is not None):
         raise click.UsageError("--logprobs needs --json, which shows them.")
-    given = _given_parameters(parameters, logit_bias) | answer
+    generation = _given_parameters(parameters, logit_bias) | answer
     if files is not None:
         options = RunOptions(
-            given=given, chat=chat, system=system, batch_size=batch_size or 1, max_context=model_options["max_length"]
+            parameters=generation,
+            chat=chat,
+            system=system,
+            batch_size=batch_size or 1,
+            max_context=model_options["max_length"],
         )
         answer_file(lambda: _open_model(folder, model_options), files, options, stats=stats)
         return
     with _open_model(folder, model_options) as model:
         show: Show = _show_json_lines if as_json else _show_streamed if stream else _show_texts
         if not chat:
-            results = show(model.stream(text, **given))
+            results = show(model.stream(text, **generation))
         elif text is not None:
-            results = show(model.stream_chat(user_messages(system, text), **given))
+            results = show(model.stream_chat(user_messages(system, text), **generation))
         else:
-            _converse(model, system, given, show, stats)
+            _converse(model, system, generation, show, stats)
             return
         if stats:
             _report_stats(results)
@@ -181,12 +185,12 @@ def _decode_prompt(data: bytes, where: str) -> str:
 def _given_parameters(parameters: dict[str, Any], logit_bias: tuple[str, ...]) -> dict[str, Any]:
     """The parameters that the user set on the command line."""
     # Compared by identity, because 0 equals False but is a value that the user set.
-    given = {n: v for n, v in parameters.items() if v is not None and v is not False and v != ()}
-    if "stop_strings" in given:
-        given["stop_strings"] = list(given["stop_strings"])
+    generation = {n: v for n, v in parameters.items() if v is not None and v is not False and v != ()}
+    if "stop_strings" in generation:
+        generation["stop_strings"] = list(generation["stop_strings"])
     if logit_bias:
-        given["logit_bias"] = _parse_biases(logit_bias)
-    return given
+        generation["logit_bias"] = _parse_biases(logit_bias)
+    return generation
 
 
 def _parse_biases(items: tuple[str, ...]) -> dict[int, float]:
@@ -263,7 +267,7 @@ def _report_stats(results: list[GenerationResult]) -> None:
         )
 
 
-def _converse(model: TopWModel, system: str | None, given: dict[str, Any], show: Show, stats: bool) -> None:
+def _converse(model: TopWModel, system: str | None, generation: dict[str, Any], show: Show, stats: bool) -> None:
     """Chat until stdin ends. The line /clear starts a new chat."""
     history: list[dict[str, str]] = []
     model.apply_chat_template(user_messages(system, "Hello"))  # refuses a model without a template
@@ -281,7 +285,7 @@ def _converse(model: TopWModel, system: str | None, given: dict[str, Any], show:
         elif text:
             messages = [*history, *user_messages(system if not history else None, text)]
             try:
-                results = show(model.stream_chat(messages, **given))
+                results = show(model.stream_chat(messages, **generation))
             except PromptError as error:
                 tell(f"{error} (/clear starts a new chat)")
                 continue

@@ -107,13 +107,13 @@ class QuestionFiles:
 class RunOptions:
     """Options for all prompts.
 
-    given: parameters of `TopWModel.generate`. The parameters in the line of a prompt override them.
+    parameters: parameters of `TopWModel.generate`. The parameters in the line of a prompt override them.
     chat, system: whether the chat template is used, and its system message.
     batch_size: maximum number of prompts per batch.
     max_context: maximum number of tokens of prompt and answer together; None for the model's context.
     """
 
-    given: Mapping[str, Any]
+    parameters: Mapping[str, Any]
     chat: bool
     system: str | None
     batch_size: int
@@ -131,7 +131,7 @@ def take_prompt_files(options: dict[str, Any]) -> PromptFiles | QuestionFiles | 
     resume, overwrite = options.pop("resume"), options.pop("overwrite")
     form, model_id = options.pop("form"), options.pop("model_id")
     if source is None:
-        given = {
+        dependent_options = {
             "--output": output,
             "--batch-size": options["batch_size"],
             "--resume": resume,
@@ -139,7 +139,7 @@ def take_prompt_files(options: dict[str, Any]) -> PromptFiles | QuestionFiles | 
             "--format": form,
             "--model-id": model_id,
         }
-        for name, value in given.items():
+        for name, value in dependent_options.items():
             if value:
                 raise click.UsageError(f"{name} needs --prompts-jsonl.")
         return None
@@ -181,7 +181,7 @@ def answer_file(open_model: OpenModel, files: PromptFiles | QuestionFiles, optio
 
 
 def _read_prompts(data: bytes, where: str, options: RunOptions) -> list[PromptLine]:
-    parameters = {name: value for name, value in options.given.items() if name != "seed"}
+    parameters = {name: value for name, value in options.parameters.items() if name != "seed"}
     return read_prompt_lines(data, where, parameters, chat=options.chat, system=options.system)
 
 
@@ -218,7 +218,7 @@ def _answer_prompts(
 
 def _answer_questions(open_model: OpenModel, files: QuestionFiles, options: RunOptions, stats: bool) -> None:
     """Answer all questions turn by turn, each turn to a file of JSON lines. Then write `files.output`."""
-    if options.given.get("num_return_sequences", 1) != 1:
+    if options.parameters.get("num_return_sequences", 1) != 1:
         raise click.UsageError("--format needs one answer per question; omit --num-return-sequences.")
     data, where = read_source(files.source)
     questions = read_questions(data, where, files.form)
@@ -235,7 +235,7 @@ def _answer_questions(open_model: OpenModel, files: QuestionFiles, options: RunO
             path, turn_files = files.of_turn(turn)
             check_answers(path, resume=files.resume, overwrite=files.overwrite)
             seed = _answer_prompts(model, prompts, turn_files, options, stats)
-            options = replace(options, given={**options.given, "seed": seed})  # the same for all turns
+            options = replace(options, parameters={**options.parameters, "seed": seed})  # the same for all turns
             answers.append(read_texts(path, [question for question in questions if len(question.turns) > turn]))
         name = files.model_id or model.path.resolve().name
     with replace_file(files.output) as stream:
@@ -260,7 +260,7 @@ class _AnswerRun:
         self._encoded = [_encode_prompt(model, line) for line in prompts]
         self._model_digest = sha256_of(model.path / MANIFEST_NAME)[:32]
         self._digests = [line.digest({"max_context": options.max_context}) for line in prompts]
-        seed = options.given.get("seed")
+        seed = options.parameters.get("seed")
         self._given_seed = None if seed is None else PARAMETERS["seed"].parse("seed", seed)
         self.run_seed = fresh_seed() if self._given_seed is None else self._given_seed
         self.failed = 0

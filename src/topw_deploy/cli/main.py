@@ -132,7 +132,7 @@ def run(command: click.Command | None, program: str, prefix: str, args: Sequence
     command: None for `topw-export`.
     program: name of the program.
     prefix: first part of the names of environment variables.
-    args: None for those of the process.
+    args: the arguments; None for those of the process.
     """
     telemetry.switch_off()
     warnings.showwarning = _show_note

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from topw_deploy.cli.options import CONTEXT, quiet_option
-from topw_deploy.cli.progress import phase, progress
+from topw_deploy.cli.progress import print_phase, progress
 from topw_deploy.cli.terminal import rewrite_line, say, say_json
 from topw_deploy.sizes import decimal_size
 
@@ -89,14 +89,14 @@ def build(
     from topw_deploy.plugins.compile_cuda import CompiledLibrary, compile_cuda
     from topw_deploy.plugins.tensorrt.compile import CompiledPlugin, compile_tensorrt
 
-    chosen = driver.resolve_architectures([name for names in architecture for name in names])
+    architectures = driver.resolve_architectures([name for names in architecture for name in names])
     say_progress = progress(quiet).say
     with _shown_progress(quiet) as watch:
         library: CompiledLibrary | CompiledPlugin
         if tensorrt_root is None:
-            library = compile_cuda(output, chosen, say=say_progress, watch=watch)
+            library = compile_cuda(output, architectures, say=say_progress, watch=watch)
         else:
-            library = compile_tensorrt(tensorrt_root, output, chosen, say=say_progress, watch=watch)
+            library = compile_tensorrt(tensorrt_root, output, architectures, say=say_progress, watch=watch)
     names = " ".join(f"sm_{number}" for number in library.architectures)
     say_progress(f"{decimal_size(library.size)} for {names} in {library.seconds:.0f} s")
     say(library.path)
@@ -130,7 +130,7 @@ class _LinePrinter:
     def __call__(self, state: CompilationState) -> None:
         for number in state.done[self._printed :]:
             self._printed += 1
-            phase(f"sm_{number} done, {self._printed} of {state.total}, {state.seconds:.0f} s")
+            print_phase(f"sm_{number} done, {self._printed} of {state.total}, {state.seconds:.0f} s")
 
 
 @command.command(name="show")
@@ -139,8 +139,8 @@ def show(as_json: bool) -> None:
     """Show the installed libraries, what they support, and the GPUs of this machine."""
     from topw_deploy.plugins import status
 
-    found = status.read_status()
+    installed = status.read_status()
     if as_json:
-        say_json(asdict(found), indent=2)
+        say_json(asdict(installed), indent=2)
     else:
-        say(*status.status_lines(found))
+        say(*status.status_lines(installed))

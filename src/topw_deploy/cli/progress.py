@@ -14,13 +14,13 @@ from topw_deploy.cli.terminal import tell
 from topw_deploy.progress import SILENT, Advance, Progress
 
 
-def phase(line: str) -> None:
+def print_phase(line: str) -> None:
     """Print the line of a new phase."""
     tell(line)
 
 
 @contextlib.contextmanager
-def bar(total: int, unit: str) -> Iterator[Advance]:
+def tqdm_bar(total: int, unit: str) -> Iterator[Advance]:
     """A progress bar of tqdm on terminals; none without tqdm, which the extra [export] installs."""
     if importlib.util.find_spec("tqdm") is None:
         yield lambda _parts: None
@@ -48,4 +48,4 @@ def click_bar(label: str, total: int, *, done: int = 0, **look: Any) -> Iterator
 
 def progress(quiet: bool) -> Progress:
     """The progress callbacks of a command, which do nothing if `quiet`."""
-    return SILENT if quiet else Progress(phase, bar)
+    return SILENT if quiet else Progress(print_phase, tqdm_bar)

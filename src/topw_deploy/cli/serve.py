@@ -169,7 +169,7 @@ def _models_by_name(folders: tuple[Path, ...], names: tuple[str, ...]) -> dict[s
     """The folders by the names of their models. Raises UsageError unless each model has a name of its own."""
     if names and len(names) != len(folders):
         raise click.UsageError(f"--served-model-name is given {len(names)} times for {len(folders)} models.")
-    chosen = names or tuple(folder.resolve().name for folder in folders)
-    if len(set(chosen)) < len(chosen):
-        raise click.UsageError(f"two models have the same name in {', '.join(chosen)}; give --served-model-name.")
-    return dict(zip(chosen, folders, strict=True))
+    model_names = names or tuple(folder.resolve().name for folder in folders)
+    if len(set(model_names)) < len(model_names):
+        raise click.UsageError(f"two models have the same name in {', '.join(model_names)}; give --served-model-name.")
+    return dict(zip(model_names, folders, strict=True))

@@ -200,10 +200,10 @@ def _write_report(
 ) -> None:
     """Print the tables before a file is written, so that the tables are not lost if the disk is full."""
     from topw_deploy.stats.exact_table import exact_lines
-    from topw_deploy.stats.table import lines
+    from topw_deploy.stats.table import report_lines
 
     if str(json_file) != "-":
-        say(*lines(summaries, values["tokens"]))
+        say(*report_lines(summaries, values["tokens"]))
         if exact_summaries is not None:
             say("", *exact_lines(exact_summaries))
     if json_file is not None:

@@ -151,7 +151,7 @@ TEXT_METRICS: tuple[TextMetric, ...] = (
 
 
 def summarise(comparison: Comparison) -> list[RuleSummary]:
-    """One summary per rule and temperature, in order. All use the same resamples of prompts."""
+    """Summarise the texts of each rule at each temperature, in order. All use the same resamples of prompts."""
     count = len(comparison.prompts)
     rng = np.random.default_rng(0)
     weights = rng.multinomial(count, [1 / count] * count, size=RESAMPLES).astype(np.float64)  # [R, P]

@@ -15,9 +15,9 @@ _MISSING_OUTPUT_NOTES = {
 _TABLE_METRICS = tuple(metric for metric in TEXT_METRICS if metric.name != "tokens_per_second")
 
 
-def lines(comparison: Comparison, summaries: Sequence[RuleSummary]) -> Iterator[str]:
+def report_lines(comparison: Comparison, summaries: Sequence[RuleSummary]) -> Iterator[str]:
     """The lines of the report: a title, a table with a row per rule and temperature, and notes."""
-    yield title(comparison)
+    yield title_line(comparison)
     yield ""
     header = ("temperature", "rule", *(metric.title for metric in _TABLE_METRICS), "tokens", "seconds")
     yield from aligned_columns(header, map(_row_cells, summaries), left=2)
@@ -26,7 +26,7 @@ def lines(comparison: Comparison, summaries: Sequence[RuleSummary]) -> Iterator[
         yield note
 
 
-def title(comparison: Comparison) -> str:
+def title_line(comparison: Comparison) -> str:
     """What was generated, on one line."""
     request = comparison.request
     end = ", past the end of sequence" if request.ignore_eos else ""

@@ -248,7 +248,7 @@ def _analyse_batch(
 
 
 def recomputed_logits(probe: LogitsProbe, batch: Sequence[GeneratedSequence]) -> Iterator[NDArray[np.float32]]:
-    """Yield the logits [batch, vocab] of every step, before edits. Those of finished rows are arbitrary."""
+    """Yield the logits [batch, vocab] of every step, before edits. The logits of finished rows are arbitrary."""
     lengths = [len(sequence.result.token_ids) for sequence in batch]
     width = max(len(sequence.request.prompt) for sequence in batch)
     ids, mask = (np.zeros((len(batch), width), np.int64) for _ in range(2))

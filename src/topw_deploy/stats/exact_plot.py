@@ -10,7 +10,17 @@ import numpy as np
 
 from topw_deploy.stats.exact.analyse import TOP_W
 from topw_deploy.stats.exact_summary import ExactSummary
-from topw_deploy.stats.style import COLOURS, MUTED, TEXT, colours, drawable, new_figure, save, style_axes, write_heading
+from topw_deploy.stats.style import (
+    COLOURS,
+    MUTED,
+    TEXT,
+    colours,
+    drawable_text,
+    new_figure,
+    save_figure,
+    style_axes,
+    write_heading,
+)
 
 _LINEAR_BELOW = 0.01  # the axis of F is linear up to this, then logarithmic
 _RULE_COLOURS = (*COLOURS, TEXT, MUTED)  # Top-W, six compared rules, and one rule that wrote texts
@@ -18,14 +28,17 @@ _GROUP_WIDTH = 0.76  # width of the markers of one setting or rule, in units of 
 
 
 def save_exact_plot(summaries: Sequence[ExactSummary], path: Path, title: str) -> None:
-    """Write the picture in the file extension's format. Raises ParameterError if it cannot be written."""
+    """Write the picture, in the format that the ending of `path` names.
+
+    Raises ParameterError if `path` cannot be written.
+    """
     figure = new_figure(11.5, 8.4, title)
     above, below = figure.subfigures(2, 1, height_ratios=(1.05, 1))
     _draw_excess(above.subplots(), summaries)
     left, right = below.subplots(1, 2)
     _draw_optimal_shares(left, summaries)
     _draw_sizes(right, summaries)
-    save(figure, path)
+    save_figure(figure, path)
 
 
 def _draw_excess(axes: Any, summaries: Sequence[ExactSummary]) -> None:
@@ -44,7 +57,7 @@ def _draw_excess(axes: Any, summaries: Sequence[ExactSummary]) -> None:
             label = None  # the legend names each rule once
     axes.set_yscale("symlog", linthresh=_LINEAR_BELOW)
     axes.axhline(0, color=MUTED, lw=0.8)
-    axes.set_xticks(range(len(summaries)), [drawable(_setting_label(summary), 40) for summary in summaries])
+    axes.set_xticks(range(len(summaries)), [drawable_text(_setting_label(summary), 40) for summary in summaries])
     axes.set_xlim(-0.5, len(summaries) - 0.5)
     axes.set_ylabel("F above the best prefix", fontsize=9)
     write_heading(

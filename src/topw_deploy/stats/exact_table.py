@@ -66,7 +66,8 @@ def _rule_lines(summary: ExactSummary) -> Iterator[str]:
         if crop.cut:
             yield f"{crop.name}: kept tokens outside the analysed ones are left out at {count_text(crop.cut, 'step')}"
         if crop.standing.better:
-            yield f"{crop.name}: F below any prefix of the probability order at {count_text(crop.standing.better, 'step')}"
+            better = count_text(crop.standing.better, "step")
+            yield f"{crop.name}: F below any prefix of the probability order at {better}"
 
 
 def _standing_cells(standing: Standing) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from topw_deploy.stats.style import COLOURS, colours, drawable, new_figure, save, style_axes, write_heading
+from topw_deploy.stats.style import COLOURS, colours, drawable_text, new_figure, save_figure, style_axes, write_heading
 from topw_deploy.stats.summary import Distribution, MovedToken, PositionRange, SettingSummary
 from topw_deploy.stats.table import token_text, verdict
 
@@ -23,18 +23,21 @@ _XLABEL_LETTERS = 48
 
 
 def save_plot(summaries: Sequence[SettingSummary], path: Path, title: str) -> None:
-    """Write the picture in the file extension's format. Raises ParameterError if it cannot be written."""
-    upper, lower = _heights(summaries)
+    """Write the picture, in the format that the ending of `path` names.
+
+    Raises ParameterError if `path` cannot be written.
+    """
+    upper, lower = _panel_heights(summaries)
     figure = new_figure(11.5, upper + lower, title)
     above, below = figure.subfigures(2, 1, height_ratios=(upper, lower))
     _draw_panels(above, summaries)
     left, right = below.subplots(1, 2)
     _draw_deciders(left, summaries)
     _draw_moved_tokens(right, summaries)
-    save(figure, path)
+    save_figure(figure, path)
 
 
-def _heights(summaries: Sequence[SettingSummary]) -> tuple[float, float]:
+def _panel_heights(summaries: Sequence[SettingSummary]) -> tuple[float, float]:
     """Heights in inches of the upper panels with their legend, and of the lower panels."""
     legend = -(-len(summaries) // _legend_columns(summaries))
     bars = len(summaries) * (max(len(_label_lines(summary)) for summary in summaries) + 1)
@@ -127,7 +130,7 @@ def _draw_deciders_by_setting(axes: Any, summaries: Sequence[SettingSummary]) ->
     axes.set_ylim(len(summaries) - 0.4, -0.6)
     axes.set_xlim(0, 100)
     axes.set_xlabel("share of the steps, %", fontsize=9)
-    for label, colour, start, shares in _segments(summaries):
+    for label, colour, start, shares in _bar_segments(summaries):
         bars = axes.barh(rows, shares, 0.62, color=colour, label=label, left=start)
         texts = [f"{share:.0f} %" if share >= _NARROWEST_LABELLED else "" for share in shares]
         text_colour = "white" if colour == COLOURS[0] else "black"
@@ -142,12 +145,12 @@ def _draw_deciders_by_position(axes: Any, windows: Sequence[PositionRange]) -> N
     axes.set_ylabel("share of the steps, %", fontsize=9)
     axes.set_xlabel("position in the generated text", fontsize=9)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    for label, colour, start, shares in _segments(windows):
+    for label, colour, start, shares in _bar_segments(windows):
         axes.bar(middles, shares, thickness, color=colour, label=label, bottom=start)
     style_axes(axes, grid="y")
 
 
-def _segments(
+def _bar_segments(
     parts: Sequence[PositionRange | SettingSummary],
 ) -> Iterator[tuple[str, str, list[float], list[float]]]:
     """(label, colour, start of each bar's segment, length of each bar's segment), in per cent of the steps."""
@@ -173,12 +176,14 @@ def _draw_moved_tokens(axes: Any, summaries: Sequence[SettingSummary]) -> None:
     if not most.changed:
         _write_no_changes(axes, summaries)
         return
-    shown = [(moved, _ADDED) for moved in most.added[:_MOST_TOKENS]]
-    shown += [(moved, _DROPPED) for moved in most.dropped[:_MOST_TOKENS]]
-    rows = range(len(shown))
-    axes.barh(rows, [moved.steps for moved, _ in shown], color=[colour for _, colour in shown], height=0.72)
-    axes.set_yticks(rows, [_token_label(moved) for moved, _ in shown], fontsize=8, family="monospace")
-    axes.set_ylim(max(len(shown), _FEWEST_BAR_ROWS) - 0.4, -0.6)
+    moved_tokens = [(moved, _ADDED) for moved in most.added[:_MOST_TOKENS]]
+    moved_tokens += [(moved, _DROPPED) for moved in most.dropped[:_MOST_TOKENS]]
+    rows = range(len(moved_tokens))
+    axes.barh(
+        rows, [moved.steps for moved, _ in moved_tokens], color=[colour for _, colour in moved_tokens], height=0.72
+    )
+    axes.set_yticks(rows, [_token_label(moved) for moved, _ in moved_tokens], fontsize=8, family="monospace")
+    axes.set_ylim(max(len(moved_tokens), _FEWEST_BAR_ROWS) - 0.4, -0.6)
     axes.xaxis.get_major_locator().set_params(integer=True)
     where = f" at {most.label}" if len(summaries) > 1 else ""
     axes.set_xlabel(textwrap.fill(f"steps{where}", _XLABEL_LETTERS), fontsize=9)
@@ -195,7 +200,7 @@ def _draw_moved_tokens(axes: Any, summaries: Sequence[SettingSummary]) -> None:
 
 def _token_label(moved: MovedToken) -> str:
     text = token_text(moved)
-    return drawable(text if len(text) <= 18 else text[:16] + "…'", 18)
+    return drawable_text(text if len(text) <= 18 else text[:16] + "…'", 18)
 
 
 def _write_no_changes(axes: Any, summaries: Sequence[SettingSummary]) -> None:

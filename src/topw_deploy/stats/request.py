@@ -98,9 +98,9 @@ def settings_of(given: Mapping[str, Any], sweeps: Sequence[str]) -> list[Setting
         columns[name] = values
     settings = []
     for combination in itertools.product(*columns.values()):
-        chosen = dict(zip(columns, combination, strict=True))
-        label = ", ".join(f"{name} {_value_text(value)}" for name, value in chosen.items())
-        settings.append(Setting(label, {**given, **chosen}))
+        swept = dict(zip(columns, combination, strict=True))
+        label = ", ".join(f"{name} {_value_text(value)}" for name, value in swept.items())
+        settings.append(Setting(label, {**given, **swept}))
     return settings
 
 

@@ -29,12 +29,15 @@ def new_figure(width: float, height: float, title: str) -> Any:
 
     figure: Any = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    figure.suptitle(drawable(title, _TITLE_LETTERS), fontsize=14, weight="bold", color=TEXT, x=0.01, ha="left")
+    figure.suptitle(drawable_text(title, _TITLE_LETTERS), fontsize=14, weight="bold", color=TEXT, x=0.01, ha="left")
     return figure
 
 
-def save(figure: Any, path: Path) -> None:
-    """Write the figure in the file extension's format. Raises ParameterError if it cannot be written."""
+def save_figure(figure: Any, path: Path) -> None:
+    """Write the figure, in the format that the ending of `path` names.
+
+    Raises ParameterError if `path` cannot be written.
+    """
     try:
         figure.savefig(path, dpi=_DPI)
     except (OSError, ValueError) as error:
@@ -55,7 +58,7 @@ def colours(count: int) -> Sequence[Any]:
     return [colormaps["viridis"](0.95 * place / (count - 1)) for place in range(count)]
 
 
-def drawable(text: str, most: int) -> str:
+def drawable_text(text: str, most: int) -> str:
     """`text` on one printable line of at most `most` characters.
 
     `$` is escaped, because matplotlib reads text between two of them as a formula.

@@ -128,7 +128,7 @@ class SettingSummary:
 
 
 def summarise(collected: CollectedRuns) -> list[SettingSummary]:
-    """One summary per setting."""
+    """Summarise the steps of each setting."""
     return [_summarise_setting(setting.label, sequences, collected) for setting, sequences in collected.runs]
 
 

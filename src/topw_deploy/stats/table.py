@@ -11,7 +11,7 @@ from topw_deploy.stats.summary import Distribution, MovedToken, PositionRange, S
 _UNREADABLE = "�"  # replaces bytes that are not UTF-8
 
 
-def lines(summaries: Sequence[SettingSummary], most_tokens: int = 10) -> Iterator[str]:
+def report_lines(summaries: Sequence[SettingSummary], most_tokens: int = 10) -> Iterator[str]:
     """The lines of the report: a table of all settings if there are several, then the details of each.
 
     most_tokens: maximum number of tokens per list.
@@ -106,9 +106,9 @@ def _setting_details(summary: SettingSummary, most_tokens: int) -> Iterator[str]
     ):
         if tokens:
             yield ""
-            shown = ", ".join(f"{token_text(moved)} {moved.steps}" for moved in tokens[:most_tokens])
+            listed = ", ".join(f"{token_text(moved)} {moved.steps}" for moved in tokens[:most_tokens])
             rest = f", and {len(tokens) - most_tokens} more" if len(tokens) > most_tokens else ""
-            yield f"{title} (steps): {shown}{rest}"
+            yield f"{title} (steps): {listed}{rest}"
 
 
 def _changed_share(part: PositionRange | SettingSummary, summary: SettingSummary) -> str:

@@ -41,9 +41,9 @@ def write_argmax_model(export: Path, folder: Path) -> Path:
     argmax = ir.Node("", "ArgMax", [sampler.inputs[0]], [ir.AttrInt64("axis", 1), ir.AttrInt64("keepdims", 0)])
     argmax.name = "argmax"
     graph.insert_after(sampler, argmax)
-    token, drawn = argmax.outputs[0], next(value for value in graph.outputs if value.name == "next_token")
+    token, old_token = argmax.outputs[0], next(value for value in graph.outputs if value.name == "next_token")
     states = [value for value in graph.outputs if value.name is not None and value.name.startswith("present.")]
-    token.type, token.shape = drawn.type, drawn.shape
+    token.type, token.shape = old_token.type, old_token.shape
     graph.outputs.clear()
     graph.outputs.extend([token, *states])
     graph.remove(sampler, safe=True)

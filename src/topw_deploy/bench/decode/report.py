@@ -101,7 +101,7 @@ class DecodeThreadsReport:
             }
             for name, side in self.sides.items()
         }
-        return {"threads": self.threads, "reference": times.reference, "sides": sides}
+        return {"threads": self.threads, "reference": times.reference_name, "sides": sides}
 
     def panel(self, subtitle: str) -> Panel:
         times = self.times
@@ -128,7 +128,7 @@ class DecodeReport(PanelReport):
         rounds = count_text(request.rounds, "round")
         lines = [f"{self.machine}; {request.prompt_tokens} + {request.new_tokens} tokens, {rounds}"]
         for run in self.runs:
-            reference = run.sides[run.times.reference].label
+            reference = run.sides[run.times.reference_name].label
             lines.append(f"\n{count_text(run.threads, 'thread')}; the ratio is to {reference}\n")
             lines += [table(_HEADER, run.rows(request.prompt_tokens)), *run.notes(request.new_tokens)]
         return lines
@@ -143,7 +143,7 @@ class DecodeReport(PanelReport):
 
 def _finding(times: TimedSides) -> str:
     """The title of a panel."""
-    sentence = f"A token with Top-W takes {times.sides[times.reference].spread.median * 1e3:.2f} ms"
+    sentence = f"A token with Top-W takes {times.sides[times.reference_name].spread.median * 1e3:.2f} ms"
     if "argmax" in times.sides:
         sentence += f", {1 / times.median_ratio('argmax'):.2f}x the same graph with ArgMax"
     factors = {label: times.median_ratio(name) for name, label in _COMPARED if name in times.sides}

@@ -49,10 +49,10 @@ def _load_topw(settings: LoopSettings) -> Run:
     def run(prompt: list[int], new_tokens: int) -> dict[str, float]:
         started = time.perf_counter()
         result = model.generate(prompt, max_new_tokens=new_tokens, seed=1, ignore_eos=True)
-        took = time.perf_counter() - started
+        seconds = time.perf_counter() - started
         rest = result.timings.decode_seconds
         return {
-            "first": took - rest,
+            "first": seconds - rest,
             "rest": rest,
             "tokens": len(result.token_ids),
             "certified": result.certified_share,

@@ -57,8 +57,8 @@ def draw_rules(path: Path, report: RulesReport) -> None:
 
 def _finding(model: ModelReport) -> str:
     """The title of the model's panels."""
-    mean, fastest = _difference_text(model.overhead().value), _difference_text(model.overhead(fastest=True).value)
-    finding = f"Top-W takes {mean} than the mean of the other rules, {fastest} than {model.fastest}"
+    mean, fastest = _difference_text(model.overhead().value), _difference_text(model.overhead(to_fastest=True).value)
+    finding = f"Top-W takes {mean} than the mean of the other rules, {fastest} than {model.fastest_rule}"
     return f"{printable(model.title)}: {finding}"
 
 
@@ -92,9 +92,9 @@ def _draw_panel(
         ax.errorbar(
             mark.value * 100, place, xerr=ends, fmt="o", color=colour, markersize=5, elinewidth=1, capsize=2.5, zorder=3
         )
-        took = median(model.cell(rule, temperature).seconds) * 1e3
+        milliseconds = median(model.cell(rule, temperature).seconds) * 1e3
         ax.annotate(
-            f"{took:.2f} ms  {percent(mark.value)}",
+            f"{milliseconds:.2f} ms  {percent(mark.value)}",
             (1, place),
             xycoords=("axes fraction", "data"),
             ha="right",

@@ -38,18 +38,18 @@ class RuleTimes:
         return [run["seconds"] for run in self.runs]
 
     @property
-    def certified(self) -> float:
+    def certified_share(self) -> float:
         """Share of certified tokens, over all rounds."""
         return fmean(run["certified"] for run in self.runs)
 
     @property
-    def kept(self) -> float:
+    def mean_kept(self) -> float:
         """Mean size of the crops, over all rounds."""
         return fmean(run["kept"] for run in self.runs)
 
     def format(self) -> str:
         """Milliseconds per token and the share of certified tokens, for a table."""
-        return f"{Spread.of(self.seconds).format(1e3, 3)}, {self.certified:.0%}"
+        return f"{Spread.of(self.seconds).format(1e3, 3)}, {self.certified_share:.0%}"
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -57,8 +57,8 @@ class RuleTimes:
             "temperature": self.temperature,
             "seconds": self.seconds,
             "seconds_per_token": asdict(Spread.of(self.seconds)),
-            "certified_share": self.certified,
-            "kept": self.kept,
+            "certified_share": self.certified_share,
+            "kept": self.mean_kept,
         }
 
 
@@ -136,7 +136,7 @@ class ModelReport:
         return [rule for rule in self.rules if rule != self.top_w]
 
     @property
-    def fastest(self) -> str:
+    def fastest_rule(self) -> str:
         """The label of the rule other than Top-W with the lowest mean, over temperatures, of the median times."""
         return min(
             self.other_rules, key=lambda rule: fmean(median(self.cell(rule, t).seconds) for t in self.temperatures)
@@ -145,19 +145,21 @@ class ModelReport:
     def cell(self, rule: str, temperature: float) -> RuleTimes:
         return next(cell for cell in self.cells if (cell.rule, cell.temperature) == (rule, temperature))
 
-    def overhead(self, temperature: float | None = None, *, rule: str | None = None, fastest: bool = False) -> Overhead:
+    def overhead(
+        self, temperature: float | None = None, *, rule: str | None = None, to_fastest: bool = False
+    ) -> Overhead:
         """The overhead of a rule to the mean of the rules other than Top-W: mean(rule) / mean(other rules) - 1.
 
         temperature: None for the mean of all temperatures.
         rule: label; None for Top-W.
-        fastest: compare with the fastest of the other rules instead of their mean.
+        to_fastest: compare with the fastest of the other rules instead of their mean.
         """
         temperatures = self.temperatures if temperature is None else [temperature]
 
         def times(rules: Sequence[str]) -> np.ndarray:
             return np.array([self.cell(name, at).seconds for name in rules for at in temperatures])
 
-        return Overhead.of(times([rule or self.top_w]), times([self.fastest] if fastest else self.other_rules))
+        return Overhead.of(times([rule or self.top_w]), times([self.fastest_rule] if to_fastest else self.other_rules))
 
     def rows(self) -> Iterator[tuple[str, ...]]:
         """The rows of the model's table of times."""
@@ -167,7 +169,7 @@ class ModelReport:
     def overhead_cells(self) -> tuple[str, ...]:
         """The cells of the model's row in the table of overheads."""
         each = (self.overhead(temperature).format() for temperature in self.temperatures)
-        return (*each, self.overhead().format(), f"{self.overhead(fastest=True).format()} {self.fastest}")
+        return (*each, self.overhead().format(), f"{self.overhead(to_fastest=True).format()} {self.fastest_rule}")
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -180,7 +182,7 @@ class ModelReport:
                 **{f"{temperature:g}": self.overhead(temperature).as_dict() for temperature in self.temperatures},
                 ALL_TEMPERATURES: self.overhead().as_dict(),
             },
-            "overhead_to_fastest": {"rule": self.fastest, **self.overhead(fastest=True).as_dict()},
+            "overhead_to_fastest": {"rule": self.fastest_rule, **self.overhead(to_fastest=True).as_dict()},
         }
 
 

@@ -55,8 +55,8 @@ class CaseReport:
         times = self.times
         for name, side in times.sides.items():
             ratios = [
-                significant(times.median_ratio(name, reference)) if reference in times.sides else ""
-                for reference in (_YARDSTICK, times.reference)
+                significant(times.median_ratio(name, reference_name)) if reference_name in times.sides else ""
+                for reference_name in (_YARDSTICK, times.reference_name)
             ]
             yield side.label, SIDES[name].does, duration_spread(side.spread), *ratios
 
@@ -104,10 +104,12 @@ class SamplerReport(PanelReport):
         if request.options.metric != "uniform":
             geometry += f", d = {request.hidden:,}" + (", neighbour bound" if request.neighbour_bound else "")
         native = f", native with {self.instruction_set}" if self.instruction_set else ""
-        lines = [f"{self.machine}; {count_text(request.threads, 'thread')}, {count_text(request.rounds, 'round')}{native}"]
+        lines = [
+            f"{self.machine}; {count_text(request.threads, 'thread')}, {count_text(request.rounds, 'round')}{native}"
+        ]
         for report in self.cases:
             case = report.case
-            ours = SIDES[report.times.reference].label
+            ours = SIDES[report.times.reference_name].label
             lines += [
                 f"\n{case['label']}: {case['vocab']:,} tokens, {count_text(case['batch'], 'row')}, {geometry}",
                 f"{report.agreement['sentence']}\n",
@@ -124,7 +126,7 @@ class SamplerReport(PanelReport):
 
 def _finding(times: TimedSides) -> str:
     """The title of a panel."""
-    ours = times.reference
+    ours = times.reference_name
     sentence = f"A Top-W step takes {duration(times.sides[ours].spread.median)}"
     if _YARDSTICK in times.sides:
         sentence += f" ({significant(times.median_ratio(ours, _YARDSTICK), 2)}x one numpy.max)"

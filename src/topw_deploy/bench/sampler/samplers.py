@@ -29,13 +29,13 @@ _OPSET, _IR_VERSION = 18, 10
 class TimedSampler(Protocol):
     """A sampler that can be timed."""
 
-    def step(self, case: Case, logits: Logits) -> Call:
+    def prepare_step(self, case: Case, logits: Logits) -> Call:
         """Prepare a step on the rows `logits` [B, V]. The returned call makes the step, as often as it is called."""
 
-    def kept(self, case: Case, logits: Logits) -> Sequence[ArrayLike] | None:
+    def kept_ids(self, case: Case, logits: Logits) -> Sequence[ArrayLike] | None:
         """The kept ids of each row; None if the sampler is not Top-W or keeps no set.
 
-        Use another call than `step` for it where reporting the kept ids takes time.
+        Steps do not report the kept ids, because that takes time.
         """
 
 
@@ -50,7 +50,7 @@ class NumpySampler:
     def __init__(self, inputs: SamplerInputs) -> None:
         self._inputs = inputs
 
-    def step(self, case: Case, logits: Logits) -> Call:
+    def prepare_step(self, case: Case, logits: Logits) -> Call:
         uniforms, temperature = self._inputs.uniform.tolist(), case.parameters.temperature
 
         def sample() -> list[int]:
@@ -61,7 +61,7 @@ class NumpySampler:
 
         return sample
 
-    def kept(self, case: Case, logits: Logits) -> Sequence[ArrayLike]:
+    def kept_ids(self, case: Case, logits: Logits) -> Sequence[ArrayLike]:
         return [self._crop(row, case).kept for row in logits]
 
     def _crop(self, row: Logits, case: Case) -> FastCrop:
@@ -72,10 +72,10 @@ class NumpySampler:
 class NumpyMax:
     """`numpy.max` of each row, as a yardstick: every sampler must read the logits."""
 
-    def step(self, case: Case, logits: Logits) -> Call:
+    def prepare_step(self, case: Case, logits: Logits) -> Call:
         return lambda: np.max(logits, axis=1) if len(logits) > 1 else np.max(logits[0])
 
-    def kept(self, case: Case, logits: Logits) -> None:
+    def kept_ids(self, case: Case, logits: Logits) -> None:
         return None
 
 
@@ -92,10 +92,10 @@ class NativeSampler:
         self._kernel, self._inputs = Kernel(path), inputs
         self._table = KernelTable.from_geometry(inputs.geometry, inputs.neighbour_bound)
 
-    def step(self, case: Case, logits: Logits) -> Call:
+    def prepare_step(self, case: Case, logits: Logits) -> Call:
         return self._prepare(case, logits, keep_mask=False)
 
-    def kept(self, case: Case, logits: Logits) -> Sequence[ArrayLike] | None:
+    def kept_ids(self, case: Case, logits: Logits) -> Sequence[ArrayLike] | None:
         call = self._prepare(case, logits, keep_mask=True)
         call()
         return ids_of_mask(call.samples.keep_mask)
@@ -122,12 +122,12 @@ class GraphSampler:
         self._inputs, self._form, self._native = inputs, form, native
         self._session: ort.InferenceSession | None = None
 
-    def step(self, case: Case, logits: Logits) -> Call:
+    def prepare_step(self, case: Case, logits: Logits) -> Call:
         if self._session is None:
             self._session = self._open(with_keep_mask=False)
         return bind_run(self._session, session_inputs(self._inputs, case, logits))
 
-    def kept(self, case: Case, logits: Logits) -> Sequence[ArrayLike] | None:
+    def kept_ids(self, case: Case, logits: Logits) -> Sequence[ArrayLike] | None:
         # A model of its own, because an output of the mask takes time.
         (keep_mask,) = self._open(with_keep_mask=True).run(["keep_mask"], session_inputs(self._inputs, case, logits))
         return ids_of_mask(keep_mask)
@@ -149,10 +149,10 @@ class OperatorModel:
         path.write_bytes(operator_model(op_type, vocab, inputs.options.top_m))
         self._session = open_session(path, inputs.threads)
 
-    def step(self, case: Case, logits: Logits) -> Call:
+    def prepare_step(self, case: Case, logits: Logits) -> Call:
         return bind_run(self._session, {"logits": logits})
 
-    def kept(self, case: Case, logits: Logits) -> None:
+    def kept_ids(self, case: Case, logits: Logits) -> None:
         return None
 
 

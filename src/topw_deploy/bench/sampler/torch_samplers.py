@@ -35,11 +35,11 @@ class TorchSampler:
             )
             self._geometry = TensorGeometry.from_embeddings(table, inputs.options.metric)
 
-    def step(self, case: Case, logits: Logits) -> Call:
+    def prepare_step(self, case: Case, logits: Logits) -> Call:
         scores = torch.from_numpy(logits)
         return lambda: self._crop(scores, case).keep_mask
 
-    def kept(self, case: Case, logits: Logits) -> Sequence[ArrayLike] | None:
+    def kept_ids(self, case: Case, logits: Logits) -> Sequence[ArrayLike] | None:
         return ids_of_mask(self._crop(torch.from_numpy(logits), case).keep_mask.numpy())
 
     def _crop(self, scores: torch.Tensor, case: Case) -> Any:
@@ -63,11 +63,11 @@ class TransformersWarper:
             "min-p": lambda: rules.MinPLogitsWarper(MIN_P),
         }[rule]()
 
-    def step(self, case: Case, logits: Logits) -> Call:
+    def prepare_step(self, case: Case, logits: Logits) -> Call:
         scores = torch.from_numpy(logits) / max(case.parameters.temperature, 1e-5)
         return lambda: self._warp(None, scores)
 
-    def kept(self, case: Case, logits: Logits) -> None:
+    def kept_ids(self, case: Case, logits: Logits) -> None:
         return None
 
 
@@ -86,11 +86,11 @@ class AuthorsProcessor:
         self._embeddings = np.asarray(inputs.embeddings)
         self._instance: Any = None
 
-    def step(self, case: Case, logits: Logits) -> Call:
+    def prepare_step(self, case: Case, logits: Logits) -> Call:
         processor, rows = self._processor(case), [torch.from_numpy(row[None]) for row in logits]
         return lambda: [processor(None, row) for row in rows]
 
-    def kept(self, case: Case, logits: Logits) -> Sequence[ArrayLike]:
+    def kept_ids(self, case: Case, logits: Logits) -> Sequence[ArrayLike]:
         processor = self._processor(case)
         masked = [processor(None, torch.from_numpy(row[None]))[0].numpy() for row in logits]
         return [np.flatnonzero(np.isfinite(row)) for row in masked]

@@ -160,11 +160,11 @@ class SamplerWorker:
 
         case: number of the case.
         """
-        inputs, chosen, logits = self.inputs, self.inputs.cases[case], self.inputs.logits[case]
-        crops = [crop(row, chosen.parameters, inputs.options, inputs.geometry) for row in logits]
+        inputs, timed_case, logits = self.inputs, self.inputs.cases[case], self.inputs.logits[case]
+        crops = [crop(row, timed_case.parameters, inputs.options, inputs.geometry) for row in logits]
         agreements = []
         for name, sampler in self.samplers.items():
-            kept = sampler.kept(chosen, logits)
+            kept = sampler.kept_ids(timed_case, logits)
             if kept is not None:
                 agreements.append(compare_kept_ids(name, kept, crops, exact=SIDES[name].exact))
         return {
@@ -178,7 +178,7 @@ class SamplerWorker:
         """Seconds per step, over about 2 ms of steps. CPU caches are warm, as they are after a model's last matmul."""
         key = (side, case)
         if key not in self._timed_calls:
-            call = self.samplers[side].step(self.inputs.cases[case], self.inputs.logits[case])
+            call = self.samplers[side].prepare_step(self.inputs.cases[case], self.inputs.logits[case])
             self._timed_calls[key] = call, calls_filling(call, _SAMPLE_SECONDS, _MOST_CALLS)
         call, count = self._timed_calls[key]
         return seconds(call, count)
@@ -246,7 +246,7 @@ def agreement_sentence(agreements: Sequence[Agreement], crops: Sequence[Crop]) -
     sizes = sorted(len(c.kept) for c in crops)
     kept = count_text(sizes[0], "token") if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]} tokens"
     rows = f"{count_text(len(crops), 'row')}, {certified} certified, {kept} kept"
-    equal = [a.side for a in agreements if a.same == a.rows]
-    other = [f"{a.side} on {a.same} of {a.rows}, {a.ties} differ at a tie" for a in agreements if a.same < a.rows]
-    parts = [f"the reference's set on every row: {', '.join(equal)}"] if equal else []
-    return "; ".join([rows, *parts, *other])
+    agreeing = [a.side for a in agreements if a.same == a.rows]
+    differing = [f"{a.side} on {a.same} of {a.rows}, {a.ties} differ at a tie" for a in agreements if a.same < a.rows]
+    parts = [f"the reference's set on every row: {', '.join(agreeing)}"] if agreeing else []
+    return "; ".join([rows, *parts, *differing])

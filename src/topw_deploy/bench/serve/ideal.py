@@ -20,7 +20,7 @@ class _Sequence(ScheduledSequence):
         self.request, self.left = request, request.budget
 
 
-def run_all(
+def run_requests(
     batch: Batch, rows: int, chunk: int, requests: Sequence[RowRequest], callers: int, *, decoding_only: bool = False
 ) -> float:
     """Serve the requests, at most `callers` at a time, in the engine's order. Returns the seconds spent in runs.

@@ -83,20 +83,18 @@ class Load:
 
     @property
     def title(self) -> str:
-        return (
-            f"{count_text(self.callers, 'caller')}: {count_text(self.requests, 'request')}, {self.prompt_tokens:,} prompt "
-            f"and {self.new_tokens:,} new tokens"
-        )
+        tokens = f"{self.prompt_tokens:,} prompt and {self.new_tokens:,} new tokens"
+        return f"{count_text(self.callers, 'caller')}: {count_text(self.requests, 'request')}, {tokens}"
 
     def rows(self) -> Iterator[tuple[str, ...]]:
         """The rows of the table."""
         times = self.times
         for name, side in self.sides.items():
-            took = median(side.seconds)
+            median_seconds = median(side.seconds)
             yield (
                 side.label,
-                significant(self.requests / took),
-                significant(self.new_tokens / took),
+                significant(self.requests / median_seconds),
+                significant(self.new_tokens / median_seconds),
                 Spread.of(times.ratios(name)).format(digits=3),
                 *(_percentile_cell(side.percentiles(what)) for what in ("first", "between")),
             )
@@ -115,23 +113,27 @@ class Load:
             }
             for name, side in self.sides.items()
         }
-        return {**{k: v for k, v in vars(self).items() if k != "sides"}, "reference": times.reference, "sides": sides}
+        return {
+            **{k: v for k, v in vars(self).items() if k != "sides"},
+            "reference": times.reference_name,
+            "sides": sides,
+        }
 
     def panel(self, subtitle: str) -> Panel:
         times = self.times
 
         def text(name: str, side: SideTimes) -> str:
-            ratio = "" if name == times.reference else f"   {times.median_ratio(name):.2f}x"
+            ratio = "" if name == times.reference_name else f"   {times.median_ratio(name):.2f}x"
             return f"{significant(self.new_tokens / side.spread.median)} new tokens/s{ratio}"
 
         return times.panel(subtitle, self._finding(times), text)
 
     def _finding(self, times: TimedSides) -> str:
         """The title of the panel."""
-        rate = significant(self.new_tokens / median(times.sides[times.reference].seconds))
+        rate = significant(self.new_tokens / median(times.sides[times.reference_name].seconds))
         verb = "gets" if self.callers == 1 else "get"
         sentence = f"{count_text(self.callers, 'caller')} {verb} {rate} new tokens/s"
-        others = {name: side for name, side in times.sides.items() if name not in (times.reference, "ideal")}
+        others = {name: side for name, side in times.sides.items() if name not in (times.reference_name, "ideal")}
         factors = {side.label: times.median_ratio(name) for name, side in others.items()}
         return f"{sentence}: {comparison(factors)}" if factors else sentence
 

@@ -128,11 +128,13 @@ def _measure_latencies(
         streams = [(random_tokens(stream), min(_STREAM_NEW, context - stream)) for _ in range(STREAMS)]
         streamed = worker.call("engine", requests=streams, callers=STREAMS)
         ideal = worker.call("ideal", requests=streams, callers=STREAMS)["seconds"]
-        read, reused = worker.call("prefix", prefix=prefix, suffixes=suffixes)
+        read, reused = worker.call("wait_after_prefix", prefix=prefix, suffixes=suffixes)
         rounds.append(
             {
-                "chunked": worker.call("behind", long=long, short=short, budget=request.prefill_budget),
-                "whole": worker.call("behind", long=long, short=short, budget=max(request.long_tokens, context)),
+                "chunked": worker.call("wait_behind_prompt", long=long, short=short, budget=request.prefill_budget),
+                "whole": worker.call(
+                    "wait_behind_prompt", long=long, short=short, budget=max(request.long_tokens, context)
+                ),
                 "read": read,
                 "reused": reused,
                 **{name: streamed[name] for name in ("steady", "outside", "step")},

@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any, TypedDict
 
-from topw_deploy.bench.serve.ideal import run_all
+from topw_deploy.bench.serve.ideal import run_requests
 from topw_deploy.engine import Engine
 from topw_deploy.engine.batch import Batch
 from topw_deploy.runtime import TopWModel
@@ -61,8 +61,8 @@ def start(settings: ServeSettings) -> dict[str, Callable[..., Any]]:
         "one_by_one": worker.one_by_one,
         "static": worker.static,
         "ideal": worker.ideal,
-        "behind": worker.behind,
-        "prefix": worker.prefix,
+        "wait_behind_prompt": worker.wait_behind_prompt,
+        "wait_after_prefix": worker.wait_after_prefix,
     }
 
 
@@ -100,14 +100,14 @@ class ServeWorker:
         began = time.perf_counter()
         with ThreadPoolExecutor(callers) as pool:
             list(pool.map(call, range(callers)))
-        took, after = time.perf_counter() - began, engine.stats()
+        seconds, after = time.perf_counter() - began, engine.stats()
         busy = after.busy_seconds - before.busy_seconds
         outside = 1 - (after.run_seconds - before.run_seconds) / busy
         alone = after.steady_seconds - before.steady_seconds
         steady = 1 - (after.steady_run_seconds - before.steady_run_seconds) / alone if alone else 0.0
         step = busy / max(1, after.steps - before.steps)
         return {
-            "seconds": took,
+            "seconds": seconds,
             "first": first,
             "between": between,
             "outside": outside,
@@ -149,10 +149,10 @@ class ServeWorker:
         ]
         if rows not in self._batches:
             self._batches[rows] = Batch(self._model._require_open()[0], decoder, rows, decoder.context_length)
-        took = run_all(self._batches[rows], rows, self._budget, rows_of, callers, decoding_only=decoder.evicts)
-        return {"seconds": took, "first": [], "between": []}
+        seconds = run_requests(self._batches[rows], rows, self._budget, rows_of, callers, decoding_only=decoder.evicts)
+        return {"seconds": seconds, "first": [], "between": []}
 
-    def behind(self, long: list[int], short: list[int], budget: int) -> float:
+    def wait_behind_prompt(self, long: list[int], short: list[int], budget: int) -> float:
         """Measure the seconds from a short request to its first text, while the engine reads a long prompt.
 
         budget: the engine's prefill_budget.
@@ -166,7 +166,7 @@ class ServeWorker:
         reading.result()
         return first
 
-    def prefix(self, prefix: list[int], suffixes: list[list[int]]) -> list[float]:
+    def wait_after_prefix(self, prefix: list[int], suffixes: list[list[int]]) -> list[float]:
         """Measure the seconds to the first text of each prompt, one after the other.
 
         prefix: beginning of all prompts, which the engine has not read before.

@@ -41,9 +41,9 @@ class GenaiSampler:
         self._generator.set_logits(self._logits)
         started = time.perf_counter()
         self._generator.generate_next_token()
-        took = time.perf_counter() - started
+        seconds = time.perf_counter() - started
         self.tokens = [int(token) for token in self._generator.get_next_tokens()]
-        return took
+        return seconds
 
 
 class SamplingSettings(TypedDict):

@@ -68,7 +68,9 @@ def chart(title: str, lines: Sequence[Line], *, logarithmic: bool, share: bool) 
     ]
     for order, line in enumerate(lines):
         shift = (order - (len(lines) - 1) / 2) * _WHISKER_SHIFT
-        parts += _line_parts(line, [(horizontal.at(p.x) + shift, vertical.at(p.y)) for p in line.points], vertical)
+        parts += _line_parts(
+            line, [(horizontal.pixel(p.x) + shift, vertical.pixel(p.y)) for p in line.points], vertical
+        )
     return "\n".join([*parts, "</svg>"])
 
 
@@ -103,7 +105,7 @@ class _Axis:
             first, last = first - 1, last + 1
         return cls(first, last, start, end)
 
-    def at(self, value: float) -> float:
+    def pixel(self, value: float) -> float:
         scaled = math.log10(max(value, _LEAST_VALUE)) if self.logarithmic else value
         return self.start + (scaled - self.first) / (self.last - self.first) * (self.end - self.start)
 
@@ -146,7 +148,7 @@ def _logarithmic_ticks(first: float, last: float) -> tuple[float, ...]:
 def _grid_parts(vertical: _Axis) -> list[str]:
     parts = []
     for tick in vertical.ticks:
-        y = vertical.at(tick)
+        y = vertical.pixel(tick)
         parts.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{_tick_text(tick)}</text>')
     return parts
@@ -154,7 +156,7 @@ def _grid_parts(vertical: _Axis) -> list[str]:
 
 def _temperature_labels(horizontal: _Axis, values: Sequence[float]) -> list[str]:
     y = HEIGHT - _BOTTOM + 15
-    parts = [f'<text x="{horizontal.at(x):.1f}" y="{y}" text-anchor="middle">{x:g}</text>' for x in values]
+    parts = [f'<text x="{horizontal.pixel(x):.1f}" y="{y}" text-anchor="middle">{x:g}</text>' for x in values]
     middle = (_LEFT + WIDTH - _RIGHT) / 2
     return [*parts, f'<text x="{middle:.1f}" y="{HEIGHT - 5}" text-anchor="middle">temperature</text>']
 
@@ -169,7 +171,7 @@ def _line_parts(line: Line, places: Sequence[tuple[float, float]], vertical: _Ax
         interval = ""
         if point.low is not None and point.high is not None:
             parts.append(
-                f'<path class="whisker" d="M{x:.1f} {vertical.at(point.low):.1f}V{vertical.at(point.high):.1f}"/>'
+                f'<path class="whisker" d="M{x:.1f} {vertical.pixel(point.low):.1f}V{vertical.pixel(point.high):.1f}"/>'
             )
             interval = f" [{_tick_text(point.low)}, {_tick_text(point.high)}]"
         text = f"{line.label}, temperature {point.x:g}: {_tick_text(point.y)}{interval}"

@@ -13,7 +13,7 @@ from html import escape
 from topw_deploy.compare.collect import Comparison, Sample
 from topw_deploy.compare.page.chart import Line, Point, chart, legend_key
 from topw_deploy.compare.summary import CONFIDENCE, RESAMPLES, TEXT_METRICS, RuleSummary, TextMetric
-from topw_deploy.compare.table import notes, number_text, share_text, title
+from topw_deploy.compare.table import notes, number_text, share_text, title_line
 from topw_deploy.plain_text import printable
 
 STYLE = """
@@ -80,7 +80,7 @@ def page(comparison: Comparison, summaries: Sequence[RuleSummary]) -> str:
             f"<title>Sampling rules: {name}</title>",
             f"<style>{STYLE}{_choice_styles(comparison)}</style>\n</head>\n<body>",
             f"<h1>Sampling rules compared: {name}</h1>",
-            f'<p class="muted">{_escaped(title(comparison))}. '
+            f'<p class="muted">{_escaped(title_line(comparison))}. '
             "All rules and temperatures use the same random numbers.</p>",
             *(f'<p class="muted">{_escaped(note)}</p>' for note in notes(comparison)),
             *_chart_parts(comparison, summaries),
@@ -104,10 +104,10 @@ def _chart_parts(comparison: Comparison, summaries: Sequence[RuleSummary]) -> It
     yield f'<ul class="legend" aria-label="Rules">{entries}</ul>\n<div class="charts">'
     for metric in TEXT_METRICS:
         lines = [Line(label, place, _points(metric, label, summaries)) for place, label in enumerate(labels)]
-        drawn = chart(metric.title, lines, logarithmic=metric.logarithmic, share=metric.share)
-        if drawn:
+        svg = chart(metric.title, lines, logarithmic=metric.logarithmic, share=metric.share)
+        if svg:
             scale = " <small>logarithmic</small>" if metric.logarithmic else ""
-            yield f"<figure><figcaption>{metric.title}{scale}</figcaption>{drawn}</figure>"
+            yield f"<figure><figcaption>{metric.title}{scale}</figcaption>{svg}</figure>"
     yield "</div></section>"
 
 
@@ -153,8 +153,8 @@ def _choice_styles(comparison: Comparison) -> str:
     """CSS that shows the texts of the chosen temperature and sample."""
     request = comparison.request
     pairs = [(t, s) for t in range(len(request.temperatures)) for s in range(request.samples)]
-    shown = [f".texts:has(#t{t}:checked):has(#s{s}:checked) .t{t}.s{s}" for t, s in pairs]
-    return ",\n".join(shown) + " { display: block; }\n"
+    rules = [f".texts:has(#t{t}:checked):has(#s{s}:checked) .t{t}.s{s}" for t, s in pairs]
+    return ",\n".join(rules) + " { display: block; }\n"
 
 
 def _text_parts(comparison: Comparison) -> Iterator[str]:
