@@ -10,8 +10,8 @@ _PASS_ARGUMENTS = {**CONTEXT, "ignore_unknown_options": True, "allow_intersperse
 
 
 @click.command(name="lm-eval", context_settings=_PASS_ARGUMENTS)
-@click.argument("words", metavar="[ARGUMENT]...", nargs=-1, type=click.UNPROCESSED)
-def command(words: tuple[str, ...]) -> None:
+@click.argument("arguments", metavar="[ARGUMENT]...", nargs=-1, type=click.UNPROCESSED)
+def command(arguments: tuple[str, ...]) -> None:
     """Run lm-evaluation-harness on an exported model: `lm_eval ARGUMENT...` with the model class topw_deploy.
 
     \b
@@ -22,4 +22,4 @@ def command(words: tuple[str, ...]) -> None:
     """
     from topw_deploy.harness.command import run
 
-    run(words)
+    run(arguments)

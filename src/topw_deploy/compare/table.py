@@ -21,7 +21,7 @@ def report_lines(comparison: Comparison, summaries: Sequence[RuleSummary]) -> It
     yield ""
     header = ("temperature", "rule", *(metric.title for metric in _TABLE_METRICS), "tokens", "seconds")
     yield from aligned_columns(header, map(_row_cells, summaries), left=2)
-    for note in notes(comparison):
+    for note in missing_metric_notes(comparison):
         yield ""
         yield note
 
@@ -36,7 +36,7 @@ def title_line(comparison: Comparison) -> str:
     )
 
 
-def notes(comparison: Comparison) -> list[str]:
+def missing_metric_notes(comparison: Comparison) -> list[str]:
     """How to get the metrics that are missing."""
     missing = [_MISSING_OUTPUT_NOTES[name] for name in comparison.missing]
     if comparison.request.samples == 1:

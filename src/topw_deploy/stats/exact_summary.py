@@ -106,8 +106,9 @@ class BestPrefixSummary:
 
 @dataclass(frozen=True, slots=True)
 class ExactSummary:
-    """The exact objective under one setting.
+    """The exact objective F under one setting.
 
+    label: the setting's label.
     rule: the rule that wrote the texts.
     prompts, sequences: numbers of prompts and texts with analysed steps.
     steps: number of analysed steps.
@@ -119,7 +120,7 @@ class ExactSummary:
     phi: best prefixes of the order by phi in Top-W's last alternation step.
     in_phi: Top-W's crops, compared with the best prefix of that order.
     crops: the crops of Top-W, then of the compared rules.
-    rows: the analysed steps as (sequence, position, step), both counted from 1.
+    rows: the analysed steps as (sequence, position, step), with sequences and positions counted from 1.
     """
 
     label: str
@@ -203,7 +204,7 @@ class _Bootstrap:
         self._resamples = [np.concatenate([members[i] for i in draw]) for draw in draws]
 
     def share(self, holds: Sequence[bool]) -> Estimate:
-        """The share of the steps where `holds` is true."""
+        """Compute the share of the steps where `holds` is true."""
         share = self.estimate([float(each) for each in holds], _mean)
         if share.low is None or 0.0 < share.value < 1.0:
             return share
@@ -211,7 +212,7 @@ class _Bootstrap:
         return Estimate(0.0, 0.0, bound) if share.value == 0.0 else Estimate(1.0, 1.0 - bound, 1.0)
 
     def estimate(self, values: Sequence[float], statistic: Callable[[Floats], float]) -> Estimate:
-        """`statistic` of the values, one for each step."""
+        """Compute a statistic of numbers, of which each step has one."""
         numbers = np.asarray(values, dtype=np.float64)
         if not self._resamples:
             return Estimate(float(statistic(numbers)), None, None)

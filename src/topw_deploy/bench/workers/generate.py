@@ -67,7 +67,7 @@ def start(settings: GenerateSettings) -> dict[str, Callable[..., Any]]:
                 logits_processor=processors,
                 streamer=clock,
             )
-        first, last = clock.times[1], clock.times[-1]  # times[0] is that of the prompt
+        first, last = clock.times[1], clock.times[-1]  # times[0] is when `generate` gave the prompt
         return {"first": first - started, "rest": last - first, "tokens": out.shape[1] - len(prompt)}
 
     return {"run": run, "load_seconds": lambda: load_seconds}

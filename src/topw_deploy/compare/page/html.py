@@ -13,7 +13,7 @@ from html import escape
 from topw_deploy.compare.collect import Comparison, Sample
 from topw_deploy.compare.page.chart import Line, Point, chart, legend_key
 from topw_deploy.compare.summary import CONFIDENCE, RESAMPLES, TEXT_METRICS, RuleSummary, TextMetric
-from topw_deploy.compare.table import notes, number_text, share_text, title_line
+from topw_deploy.compare.table import missing_metric_notes, number_text, share_text, title_line
 from topw_deploy.plain_text import printable
 
 STYLE = """
@@ -82,7 +82,7 @@ def page(comparison: Comparison, summaries: Sequence[RuleSummary]) -> str:
             f"<h1>Sampling rules compared: {name}</h1>",
             f'<p class="muted">{_escaped(title_line(comparison))}. '
             "All rules and temperatures use the same random numbers.</p>",
-            *(f'<p class="muted">{_escaped(note)}</p>' for note in notes(comparison)),
+            *(f'<p class="muted">{_escaped(note)}</p>' for note in missing_metric_notes(comparison)),
             *_chart_parts(comparison, summaries),
             *_table_parts(summaries),
             *_definition_parts(),

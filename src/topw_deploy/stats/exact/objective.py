@@ -83,7 +83,7 @@ class Objective:
         return self._solve(S)[0]
 
     def best_prefix(self, order: Places) -> BestPrefix:
-        """Find the least F over the prefixes order[:k], k = 1..m, and prove that no prefix has a lower F.
+        """Find the least F over the prefixes order[:k], k = 1..m, and prove it: no F is lower by more than `TOLERANCE`.
 
         order: distinct places [m] among the n tokens, m <= n.
 
