@@ -67,7 +67,7 @@ from topw_deploy import manifest
 def wait(folder):
     (folder / "made").touch()
     try:
-        print(sys.argv[2], flush=True)
+        print(sys.argv[2], file=sys.__stdout__, flush=True)
         time.sleep(600)
     finally:
         (folder / "made").unlink()
