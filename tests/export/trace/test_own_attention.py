@@ -1,4 +1,4 @@
-"""Adapters of attention outside transformers' interface."""
+"""Adapters of attention compute what the model computes, and leave the model as it was."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from tests.support.attention_kinds import KINDS
 from tests.support.tiny_models import make_model
+from topw_deploy.export.trace import interface
+from topw_deploy.export.trace.attention_adapters import LATENTS
 from topw_deploy.export.trace.interface import adapted_attention
 from topw_deploy.export.trace.own_attention import alibi_slopes, mpt_slopes
+from topw_deploy.export.trace.trace import trace
 
 
 @pytest.mark.parametrize("heads", [1, 2, 6, 8, 12, 71, 112])
@@ -32,3 +35,14 @@ def test_the_model_is_as_before_after_the_block(kind: str) -> None:
     assert changed
     assert not any(name in vars(module) for module in model.modules() for name in ("forward", "_attn"))
     torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("smaller", [True, False])
+def test_no_compressed_vectors_stay_on_the_model_after_its_trace(
+    monkeypatch: pytest.MonkeyPatch, smaller: bool
+) -> None:
+    monkeypatch.setattr(interface, "latents_are_smaller", lambda *_arguments: smaller)
+    model = make_model(KINDS["deepseek_v3"]())
+    trace(model)
+    assert not any(LATENTS in vars(module) for module in model.modules())
