@@ -20,6 +20,7 @@ from tests.engine.test_results import is_beginning
 from tests.support.hashing_session import CONTEXT, FIRST, FORMS, INVALID, TOKENS, failing_once, hashing_model
 from tests.support.samples import examples, slow, thinned
 from topw_deploy.engine import Engine, Request
+from topw_deploy.engine.batch import Batch
 from topw_deploy.errors import GenerationError, LogitsError, QueueFullError
 from topw_deploy.runtime import TopWModel
 
@@ -195,6 +196,23 @@ def test_a_row_that_moves_to_unchecked_states_draws_what_it_draws_alone(model: T
     stepped.running[0][1].cancel()
     stepped.finish()
     assert stepped.engine.stats().failed == 0
+
+
+def test_a_step_after_a_failed_exchange_has_only_decoding_rows(
+    model: TopWModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a window, a step may have no free row. The exchange of rows 2 and 0 fails, so that both are free."""
+    stepped, exchange = Stepped(model, "window", max_batch=3, max_queue=3, prefill_budget=6), Batch.exchange
+
+    def fail_once(*_: object) -> None:
+        monkeypatch.setattr(Batch, "exchange", exchange)
+        raise GenerationError("injected")
+
+    monkeypatch.setattr(Batch, "exchange", fail_once)
+    for new_tokens in (3, 9, 9):
+        stepped.submit({"prompt": [FIRST], "max_new_tokens": new_tokens, "seed": 1, "ignore_eos": True})
+    stepped.finish()
+    assert stepped.engine.stats().failed == 1
 
 
 class Interleavings(RuleBasedStateMachine):

@@ -119,11 +119,11 @@ class EngineWorker(InboxThread):
         inbox = self._inbox
         if inbox.empty() and (self._scheduler.is_idle or self._lifecycle.failure):
             self._delivery.send()
-            inbox.get()()  # waits
+            inbox.get()()  # blocks until a function is posted
         began, run_seconds, counters = time.perf_counter(), self._batch.run_seconds, self.counters
         is_undisturbed, group, chunks = inbox.empty(), self._decoding.group, counters.chunks
         if not is_undisturbed:
-            self._delivery.send()  # starting requests may take longer than tokens may be held
+            self._delivery.send()  # now, because starting requests may take longer than HOLD
         while not inbox.empty():
             inbox.get()()
         if self._lifecycle.deadlines:
@@ -145,13 +145,12 @@ class EngineWorker(InboxThread):
             self._admit()
         chunk = scheduler.next_chunk()
         if chunk is not None:
-            self._delivery.send()  # before a run that may be long
+            self._delivery.send()  # now, because the next run may be long
             self._read_chunk(chunk)
-            self._delivery.send()  # a first token, before the step
+            self._delivery.send()  # so that a first token does not wait for the step
         if batch.inputs.edits.is_active:
             self._write_edits()
-        pairs = scheduler.arrange()
-        if pairs:
+        while pairs := scheduler.arrange():  # again after a failed exchange, which frees rows
             self._exchange_rows(pairs)
         if scheduler.decoding:
             self._step()
@@ -162,7 +161,7 @@ class EngineWorker(InboxThread):
             self._reuse.shrink_buffers(first.prompt)
         for sequence in self._scheduler.admit(self._choose_row):
             try:
-                if not sequence.has_ended:  # with another sequence of its request
+                if not sequence.has_ended:  # it may have ended with another sequence of its request
                     self._batch.assign(sequence.row, sequence.prompt_request)
                     self._update_mask(sequence)
                     self._scheduler.skip_prefix(sequence, self._restore_prefix(sequence))
@@ -213,7 +212,7 @@ class EngineWorker(InboxThread):
     def _write_edits(self) -> None:
         for sequence in list(self._scheduler.decoding):
             try:
-                if not sequence.has_ended:  # with another sequence of its request
+                if not sequence.has_ended:  # it may have ended with another sequence of its request
                     self._batch.inputs.edits.write_bans(sequence.row)
             except ParameterError as error:
                 self._lifecycle.fail(sequence, error)
@@ -249,7 +248,7 @@ class EngineWorker(InboxThread):
             tokens = batch.step(width)
         except GenerationError as error:
             for sequence in sequences:
-                if not sequence.has_ended:  # with another sequence of its request
+                if not sequence.has_ended:  # it may have ended with another sequence of its request
                     self._lifecycle.fail(sequence, GenerationError(str(error)), nonfinite=True)
             return
         self.counters.steps += 1
@@ -261,7 +260,7 @@ class EngineWorker(InboxThread):
             self._decoding.regroup()
         passed: list[tuple[RequestSequence, int]] = []
         for sequence in sequences:
-            if sequence.has_ended:  # with another sequence of its request
+            if sequence.has_ended:  # it may have ended with another sequence of its request
                 continue
             token = tokens[sequence.row]
             if not sequence.generation.try_lengthen(token):
