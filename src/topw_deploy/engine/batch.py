@@ -56,7 +56,7 @@ class Batch:
         self._base_binding = session.bind()
         self._chunk_start, self._chunk_length = np.zeros(1, np.int64), np.zeros(1, np.int64)
         self._input_ids = np.zeros((rows, 1), np.int64)
-        self._next_slots = np.zeros(rows, np.int64)  # slot that the next run writes first
+        self._next_slots = np.zeros(rows, np.int64)  # the slot that the next run writes first
         self._idle_length = 0 if decoder.recurs else 1  # row_lengths of rows that do not decode
         self._row_lengths = np.full(rows, self._idle_length, np.int64)
         self._input_ids_view, self._next_slots_view = self._input_ids.reshape(-1).data, self._next_slots.data
@@ -64,7 +64,7 @@ class Batch:
         self._uniform_view = self.inputs.uniform.data
         self._draws = Draws([0] * rows, [0] * rows, [0] * rows)
         self._step_record = StepRecord(session.outputs, rows, length)
-        self._chunk_record = StepRecord(session.outputs, 1, 1)  # of the last chunk's run
+        self._chunk_record = StepRecord(session.outputs, 1, 1)  # outputs of the run of a prompt's last chunk
         self._unchecked_slots: dict[int, int] = {}  # free row -> slots whose states may not be finite
         self.wants_logits = False
         self.steps, self.run_seconds = 0, 0.0
@@ -115,7 +115,7 @@ class Batch:
         unchecked: whether nobody knows if its states are finite, because a part of its prompt was read and nothing
             drawn. The slots that the next sequence does not reuse are cleared later.
         """
-        written = int(self._next_slots[row]) + 1  # steps write one more slot
+        written = int(self._next_slots[row]) + 1  # a step may have written the slot after its tokens
         self.inputs.clear(row)
         self._draws.clear(row)
         self._input_ids[row], self._next_slots[row], self._row_lengths[row] = 0, 0, self._idle_length
@@ -270,9 +270,9 @@ class Batch:
             self._forget_bindings()
 
     def _forget_bindings(self) -> None:
-        self._step_bindings: dict[tuple[int, bool], BoundInputs] = {}  # of (width, logits)
+        self._step_bindings: dict[tuple[int, bool], BoundInputs] = {}  # by (width, whether logits are copied)
         self._chunk_bindings: dict[int, Binding] = {}
-        self._last_chunk_bindings: dict[tuple[int, bool], BoundInputs] = {}  # of (row, logits)
+        self._last_chunk_bindings: dict[tuple[int, bool], BoundInputs] = {}  # by (row, whether logits are copied)
 
     def _chunk_binding(self, row: int) -> Binding:
         """The binding for a row's chunks that draw nothing."""

@@ -108,7 +108,7 @@ class Engine:
         self._capacity = Capacity(options.rows + options.queue)
         self._worker = EngineWorker(self._batch, self._scheduler, self._capacity, decoder, options)
         self._builder = RequestBuilder(model, options, self._capacity, self._worker)
-        self._shutdown_lock = threading.RLock()  # a signal handler may call shutdown during another
+        self._shutdown_lock = threading.RLock()  # reentrant: a signal handler may call shutdown during another shutdown
         self._is_stopped = False
         self._waker: LoopWaker | None = None
         self._finalizer = weakref.finalize(self, self._worker.retire)  # running requests still finish
@@ -254,7 +254,9 @@ class Engine:
         self._capacity.close("the engine is shut down")
         if cancel and not self._is_stopped:
             self._worker.end_early(None, "cancelled")
-            while not self._capacity.wait_until_empty(0.1):  # callers between `try_reserve` and `start`
+            while not self._capacity.wait_until_empty(
+                0.1
+            ):  # a caller may be between `_try_reserve` and `EngineWorker.start`
                 self._worker.end_early(None, "cancelled")
         self._capacity.wait_until_empty(None)
         with self._shutdown_lock:

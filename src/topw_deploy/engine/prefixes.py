@@ -28,7 +28,7 @@ def shared_length(one: np.ndarray, other: np.ndarray) -> int:
 def begins_with(tokens: np.ndarray, beginning: np.ndarray) -> bool:
     """Whether `beginning` is a beginning of `tokens`."""
     count = len(beginning)
-    if count > len(tokens) or (count and tokens[count - 1] != beginning[-1]):  # cheap, and the usual case
+    if count > len(tokens) or (count and tokens[count - 1] != beginning[-1]):  # a cheap check that is usually enough
         return False
     return bool((tokens[:count] == beginning).all())
 

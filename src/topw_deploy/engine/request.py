@@ -88,7 +88,7 @@ class Request:
         self.put_event: Callable[[Event], None] = put or self._events.put  # in the delivering thread
         self.deliver_event: Callable[[Event], None] = partial(deliver, self.put_event)  # in the engine's thread
         self._on_end, self._check_caller = on_end, check_caller
-        self._trace: TracebackType | None = None  # the error's
+        self._trace: TracebackType | None = None  # traceback of `error`
         self._ended: dict[int, EndedSequence] = {}
         self._results: dict[int, GenerationResult] = {}
         self._done = LockFreeEvent()
@@ -249,7 +249,7 @@ class _SequenceReader:
             return self._new_piece(text, counted, tokens)
         text = "" if decoder is None else decoder.flush()
         result = request.result_of(index, None if decoder is None else "".join([*self._piece_texts, text]))
-        tokens = result.token_ids[self._piece_tokens :]  # with an EOS, which has no event
+        tokens = result.token_ids[self._piece_tokens :]  # includes an EOS, which has no event
         return self._new_piece(text, counted, tokens, result)
 
     def _new_piece(

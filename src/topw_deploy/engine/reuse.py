@@ -88,7 +88,7 @@ class Reuse:
         if shared_length(held, prompt[:tokens]) < len(held):
             self._store_row(row)
         elif self._policy.rows_have_fixed:
-            self._store_fixed(held, lambda: self._batch.copy_fixed(row))  # the next chunk changes them
+            self._store_fixed(held, lambda: self._batch.copy_fixed(row))  # now, because the next chunk changes them
         if known.growing is not None:
             self._batch.restore_growing(row, known.growing, tokens)
         elif known.row is not None and known.row != row:

@@ -90,7 +90,7 @@ class Scheduler(Generic[AnySequence]):
         self._moves_rows = decoding_only or (moves_rows and not runs_all_rows)
         self._waiting: deque[AnySequence] = deque()
         self._rows: list[AnySequence | None] = [None] * rows
-        self._reading: list[AnySequence] = []  # in the order of admission
+        self._reading: list[AnySequence] = []  # in the order in which they got their rows
         self._oldest_is_next = True
         self._is_arranged = True
         self.decoding: list[AnySequence] = []

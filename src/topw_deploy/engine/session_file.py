@@ -37,7 +37,7 @@ from topw_deploy.safetensors_header import ELEMENT_BYTES, METADATA, Entry, read_
 
 FORMAT, VERSION = "topw-session", "1"
 TOKENS = "tokens"
-_MAX_HEADER_BYTES = 16 << 20  # bytes; a manifest has at most that
+_MAX_HEADER_BYTES = 16 << 20  # manifests have the same bound
 _EXPONENT_BITS = {"F32": (np.uint32, 0x7F800000), "F16": (np.uint16, 0x7C00), "BF16": (np.uint16, 0x7F80)}
 
 
@@ -126,7 +126,7 @@ def write_session(path: str | Path, form: SessionForm, tokens: np.ndarray, state
                 stream.write(raw[name].data)
     except NotRegularError as error:
         raise SessionFileError(f"{path} is {error.kind}, which is not replaced; choose another name.") from None
-    except (OSError, ValueError) as error:  # ValueError: a path that no system call accepts
+    except (OSError, ValueError) as error:  # ValueError: no system call accepts such a path
         why = getattr(error, "strerror", None) or error
         raise SessionFileError(f"{str(path)!r} cannot be written ({why}); choose another place.") from None
     return SessionInfo(count, len(header) + sum(map(len, raw.values())))

@@ -26,7 +26,7 @@ Argument = st.recursive(
 )
 
 
-def call(name: str, arguments: dict[str, Any], number: int = 0) -> dict[str, Any]:
+def tool_call(name: str, arguments: dict[str, Any], number: int = 0) -> dict[str, Any]:
     return {
         "id": f"a1B2c3D4{number}",
         "type": "function",
@@ -34,7 +34,7 @@ def call(name: str, arguments: dict[str, Any], number: int = 0) -> dict[str, Any
     }
 
 
-def answer(form: Form, message: dict[str, Any]) -> tuple[str, Parsed]:
+def render_and_parse(form: Form, message: dict[str, Any]) -> tuple[str, Parsed]:
     """Returns (the output of a model that answers with `message`, the parsed output)."""
     template = ChatTemplate(form.source, TOKENS)
     prompt = template.render([USER], tools=TOOLS)
@@ -58,21 +58,25 @@ def test_calls_parse_to_what_was_rendered_and_render_again(form: Form) -> None:
     message: dict[str, Any] = {"role": "assistant", "content": "I look." if form.speaks and not form.reasons else ""}
     if form.reasons:
         message["reasoning_content"] = "A tool\nis needed."
-    message["tool_calls"] = [call("get_weather", WEATHER), call("now", {}, 1), call("get_weather", {"city": "B"}, 2)]
+    message["tool_calls"] = [
+        tool_call("get_weather", WEATHER),
+        tool_call("now", {}, 1),
+        tool_call("get_weather", {"city": "B"}, 2),
+    ]
     message["tool_calls"] = message["tool_calls"][: form.most]
-    output, parsed = answer(form, message)
+    output, parsed = render_and_parse(form, message)
     found = [(c.name, json.loads(c.arguments)) for c in parsed.tool_calls]
     assert found == [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in message["tool_calls"]]
     assert parsed.content == message["content"]
     assert parsed.reasoning == message.get("reasoning_content")
     if form.family == "mistral":
         assert [c.id for c in parsed.tool_calls] == [c["id"] for c in message["tool_calls"]]
-    assert answer(form, parsed.as_message())[0] == output
+    assert render_and_parse(form, parsed.as_message())[0] == output
 
 
 @forms
 def test_a_chat_continues_with_the_result_of_the_tool(form: Form) -> None:
-    _, parsed = answer(form, {"role": "assistant", "content": "", "tool_calls": [call("now", {})]})
+    _, parsed = render_and_parse(form, {"role": "assistant", "content": "", "tool_calls": [tool_call("now", {})]})
     result = parsed.tool_calls[0].reply("it is noon")
     rendered = ChatTemplate(form.source, TOKENS).render([USER, parsed.as_message(), result], tools=TOOLS)
     assert "it is noon" in rendered.rpartition("now")[2]
@@ -80,7 +84,7 @@ def test_a_chat_continues_with_the_result_of_the_tool(form: Form) -> None:
 
 @forms
 def test_an_answer_without_calls_is_its_own_text(form: Form) -> None:
-    _, parsed = answer(form, {"role": "assistant", "content": "It is {warm} [1], a < b."})
+    _, parsed = render_and_parse(form, {"role": "assistant", "content": "It is {warm} [1], a < b."})
     assert parsed == Parsed("It is {warm} [1], a < b.", None, ())
 
 
@@ -96,6 +100,6 @@ def test_an_answer_without_calls_is_its_own_text(form: Form) -> None:
     )
 )
 def test_any_arguments_parse_to_the_same_arguments(form: Form, arguments: dict[str, Any]) -> None:
-    message = {"role": "assistant", "content": "", "tool_calls": [call("get_weather", arguments)]}
-    _, parsed = answer(form, message)
+    message = {"role": "assistant", "content": "", "tool_calls": [tool_call("get_weather", arguments)]}
+    _, parsed = render_and_parse(form, message)
     assert [(c.name, json.loads(c.arguments)) for c in parsed.tool_calls] == [("get_weather", arguments)]

@@ -48,7 +48,7 @@ class Grammars:
         self._tokenizer, self._size = tokenizer, vocab_size
         self._lock = threading.Lock()
         self._vocabulary: tuple[LLTokenizer, MaskLayout] | None = None
-        self._compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()  # at the start of their grammars
+        self._compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()  # matchers at the start of their grammars
 
     def guides(self, rows: Sequence[tuple[Constraint | None, Collection[int]]]) -> list[Guide | None]:
         """Returns a started guide for each row with a constraint, and None for the others.
@@ -84,7 +84,7 @@ class Grammars:
             if found is not None:
                 self._compiled.move_to_end(constraint)
         if found is None:
-            found = compile_grammar(constraint, tokens)  # without the lock: it may take seconds
+            found = compile_grammar(constraint, tokens)  # without the lock, because compiling may take seconds
             with self._lock:
                 self._compiled[constraint] = found
                 while len(self._compiled) > KEPT_GRAMMARS:

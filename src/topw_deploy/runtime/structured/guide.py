@@ -47,7 +47,7 @@ class Guide:
         for token in ends:
             self._end_bits[token // 32] |= np.uint32(1 << token % 32)
         self._other_bits = ~self._end_bits
-        self._mask_with_end = np.zeros(layout.vocab_size // 32 + 1, np.uint32)  # with the bit V
+        self._mask_with_end = np.zeros(layout.vocab_size // 32 + 1, np.uint32)  # has also bit V
         self._address, self._bytes = self._mask_with_end.ctypes.data, self._mask_with_end.nbytes
         self._mask_words = self._mask_with_end[: layout.words]
         self.mask = self._mask_words.view(np.int32)

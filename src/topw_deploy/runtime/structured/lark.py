@@ -137,7 +137,7 @@ def _significant_digits(value: Any) -> int:
         return 1
     try:
         number = Decimal(str(value))
-    except (InvalidOperation, ValueError):  # more digits than Python writes
+    except (InvalidOperation, ValueError):  # Python writes no integers of more than 4,300 digits
         return MOST_MULTIPLE + 1
     if number.adjusted() > 20:
         return MOST_MULTIPLE + 1

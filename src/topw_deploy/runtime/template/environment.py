@@ -28,7 +28,7 @@ from topw_deploy.runtime.template.rewrite import COUNTING, rewrite
 MAX_SOURCE_CHARACTERS = 2**18
 """Maximum characters of a template. Published templates have up to about 30,000."""
 _MAX_DATE_FORMAT = 1000
-_CALL_STEPS, _OPERATOR_STEPS, _OUTPUT_STEPS = 8, 4, 2  # about proportional to time
+_CALL_STEPS, _OPERATOR_STEPS, _OUTPUT_STEPS = 8, 4, 2  # about proportional to the time they take
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
@@ -145,7 +145,9 @@ class _Generation(jinja2.ext.Extension):
 class _Namespace(Namespace):
     """Jinja's `namespace`, but attributes may not begin with an underscore, as Python's own do."""
 
-    def __init__(*arguments: Any, **attributes: Any) -> None:  # `self` may be an attribute
+    def __init__(
+        *arguments: Any, **attributes: Any
+    ) -> None:  # no parameter `self`, because an attribute may have this name
         self, *rest = arguments
         values = dict(*rest, **attributes)
         for name in values:

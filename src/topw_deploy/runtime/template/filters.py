@@ -26,10 +26,10 @@ Returns the value to filter.
 """
 
 _FILTER_STEPS = 6
-_COMPARISONS_PER_ITEM = 20  # of a sort
-_MAX_INDENTATION = 32  # characters, of JSON
+_COMPARISONS_PER_ITEM = 20  # by a sort
+_MAX_INDENTATION = 32  # characters of indentation and separators of JSON
 _MAX_COUNT = 100_000  # of slices, or of the items of a batch; Jinja's `range` has the same bound
-_MAX_DIGITS = 308  # of a float
+_MAX_DIGITS = 308  # decimal digits of the largest float
 
 
 def bounded_filters() -> dict[str, Callable[..., Any]]:
@@ -44,7 +44,7 @@ def bounded_tests() -> dict[str, Callable[..., Any]]:
 
 
 def _guard_filter(function: Callable[..., Any], guard: Guard) -> Callable[..., Any]:
-    place = 1 if hasattr(function, "jinja_pass_arg") else 0  # Jinja's context is first
+    place = 1 if hasattr(function, "jinja_pass_arg") else 0  # some filters get Jinja's context as first argument
 
     @functools.wraps(function)
     def filter_(*args: Any, **kwargs: Any) -> Any:
@@ -77,7 +77,7 @@ def _steps_per_item(rest: list[Any], kwargs: dict[str, Any]) -> int:
     return 1 + sum(len(value) for value in (*rest, *kwargs.values()) if isinstance(value, str)) // 8
 
 
-def _argument(rest: list[Any], kwargs: dict[str, Any], place: int, name: str, default: Any) -> Any:
+def _get_argument(rest: list[Any], kwargs: dict[str, Any], place: int, name: str, default: Any) -> Any:
     return rest[place] if place < len(rest) else kwargs.get(name, default)
 
 
@@ -112,19 +112,19 @@ def _guard_join(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any
     value = _guard_items(meter, value, rest, kwargs)
     meter.count_read(value)
     if is_container(value) or isinstance(value, str):
-        separator = meter.printed_bound(_argument(rest, kwargs, 0, "d", ""))
+        separator = meter.printed_bound(_get_argument(rest, kwargs, 0, "d", ""))
         meter.check_size(sum(meter.printed_bound(item) for item in value) + len(value) * separator)
     return value
 
 
 def _guard_center(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
-    width = _argument(rest, kwargs, 0, "width", 80)
+    width = _get_argument(rest, kwargs, 0, "width", 80)
     meter.check_size(max(meter.printed_bound(value), width if isinstance(width, int) else 0))
     return value
 
 
 def _guard_indent(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
-    text, width = meter.to_text(value), _argument(rest, kwargs, 0, "width", 4)
+    text, width = meter.to_text(value), _get_argument(rest, kwargs, 0, "width", 4)
     size = len(width) if isinstance(width, str) else width if isinstance(width, int) else 0
     meter.count_read(text)
     meter.check_size(len(text) + (len(text.splitlines()) + 1) * max(1, size))
@@ -132,19 +132,19 @@ def _guard_indent(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, A
 
 
 def _guard_replace(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
-    old, new = (_argument(rest, kwargs, place, name, "") for place, name in ((0, "old"), (1, "new")))
-    count = _argument(rest, kwargs, 2, "count", None)
+    old, new = (_get_argument(rest, kwargs, place, name, "") for place, name in ((0, "old"), (1, "new")))
+    count = _get_argument(rest, kwargs, 2, "count", None)
     meter.check_size(replaced_bound(meter, meter.to_text(value), meter.to_text(old), meter.to_text(new), count))
     return value
 
 
 def _guard_trim(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
-    meter.count_search(meter.to_text(value), _argument(rest, kwargs, 0, "chars", None), forward=False)
+    meter.count_search(meter.to_text(value), _get_argument(rest, kwargs, 0, "chars", None), forward=False)
     return _guard_text(meter, value, rest, kwargs)
 
 
 def _guard_round(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
-    digits = _argument(rest, kwargs, 0, "precision", 0)
+    digits = _get_argument(rest, kwargs, 0, "precision", 0)
     if isinstance(digits, int) and abs(digits) > _MAX_DIGITS:
         raise SecurityError(f"round: the precision is {meter.to_text(digits):.20}, but may be at most {_MAX_DIGITS}")
     return _guard_text(meter, value, rest, kwargs)
@@ -160,7 +160,7 @@ def _guard_batch(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, An
 
 def _guard_sum(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
     value = _guard_items(meter, value, rest, kwargs)
-    start = _argument(rest, kwargs, 1, "start", 0)
+    start = _get_argument(rest, kwargs, 1, "start", 0)
     if is_container(start):  # each addition of two lists copies both
         weight = meter.measure(value)[0] + meter.measure(start)[0]
         meter.count_steps(len(value) * weight >> 6)

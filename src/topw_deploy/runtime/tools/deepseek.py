@@ -38,7 +38,7 @@ def _read_call(cursor: Cursor, factory: CallFactory) -> Waiting[ToolCall]:
     yield from cursor.expect(_SEPARATOR)
     yield from cursor.skip_space()
     fenced = False
-    if (yield from cursor.peek()) != "{":  # the name was the type, "function"
+    if (yield from cursor.peek()) != "{":  # DeepSeek V3: the first name was the type, "function"
         name = yield from cursor.take_matching(_NAME)
         yield from cursor.skip_space()
         fenced = bool((yield from cursor.accept("```json")))

@@ -20,7 +20,10 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("deepseek", ("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>")),
     ("mistral", ("[TOOL_CALLS]",)),
     ("pythonic", ("<|tool_call_start|>",)),
-    ("hermes", ("<tool_call>", "!<arg_key>", "!<tool_sep>", "!<tool_calls>")),  # not GLM, Hunyuan, Apriel
+    (
+        "hermes",
+        ("<tool_call>", "!<arg_key>", "!<tool_sep>", "!<tool_calls>"),
+    ),  # the last three are of GLM, Hunyuan and Apriel
     ("llama", ("<|python_tag|>",)),
     ("llama", ("<|start_header_id|>", '"parameters"', "ipython")),
 )

@@ -52,7 +52,7 @@ def _read_message(cursor: Cursor, factory: CallFactory, role: str) -> Reading:
     yield MessageEnd()
     event = Reasoning if channel == "analysis" else Content
     end = yield from cursor.stream_until(event, *_ENDS, _START)
-    if end == _START:  # the end marker is missing
+    if end == _START:  # the model left out the end marker
         cursor.at -= len(_START)
 
 

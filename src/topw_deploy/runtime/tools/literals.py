@@ -24,7 +24,7 @@ _IGNORED_KEYWORDS = {"$comment", "$defs", "$id", "$schema", "definitions"} | {
 _MAX_DEPTH = 32  # nesting of schemas
 _INTEGER = r"-?(0|[1-9][0-9]{0,17})"
 _PROPERTY_NAME = re.compile(r"[^\W\d]\w*")
-_TOOL_NAMES = {True: re.compile(r"[^\W\d][\w.]*"), False: re.compile(r"[^\s{}<>]+")}  # with keywords; in Gemma's form
+_TOOL_NAMES = {True: re.compile(r"[^\W\d][\w.]*"), False: re.compile(r"[^\s{}<>]+")}  # by `ArgumentStyle.keywords`
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class CallForm:
         if not message.get("content"):
             if self.takes_none:
                 adapted["content"] = None
-            if self.takes_thinking and message.get("reasoning_content"):  # the template refuses it beside content
+            if self.takes_thinking and message.get("reasoning_content"):  # the template refuses thinking beside content
                 adapted.setdefault("thinking", message["reasoning_content"])
         return adapted
 

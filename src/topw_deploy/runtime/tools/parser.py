@@ -70,7 +70,7 @@ class ToolCallParser:
             self._content.end_message()
             self._reasoning.end_message()
             return []
-        self._content.end_with_call()
+        self._content.record_call()
         return [step]
 
     def _read_output(self, opened: bool) -> Reading:
@@ -157,7 +157,7 @@ class _WhiteSpaceFilter:
         """Remove white space before the next text."""
         self._held_space, self._strips_next = "", True
 
-    def end_with_call(self) -> None:
+    def record_call(self) -> None:
         """Record that a call follows the text."""
         self._drops_last, self._strips_next = True, False
 
