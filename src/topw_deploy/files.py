@@ -162,7 +162,7 @@ def replace_file(path: Path) -> Iterator[BinaryIO]:
 def sigterm_raises() -> Iterator[None]:
     """Inside the block, SIGTERM raises SystemExit(143), so that temporary files are removed.
 
-    In other threads than the main one, which alone receives signals, this does nothing.
+    Only the main thread receives signals. In other threads, this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -105,6 +105,7 @@ class Fields:
         return name in self._data
 
     def value(self, name: str) -> Any:
+        """Return the value of a field of any type. Raises ValueError if it is missing."""
         if name not in self._data:
             raise ValueError(f"{self._full(name)} is missing")
         return self._data[name]
@@ -126,6 +127,7 @@ class Fields:
         return text(self._full(name), self.value(name))
 
     def one_of(self, name: str, known: Collection[str]) -> str:
+        """Return a string that is one of `known`."""
         found = self.value(name)
         if not isinstance(found, str) or found not in known:
             raise ValueError(f"{self._full(name)} is {short_repr(found)}, not one of {', '.join(known)}")

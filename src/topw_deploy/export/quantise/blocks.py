@@ -60,14 +60,17 @@ class BlocksShape:
 
     @property
     def codes(self) -> tuple[int, int, int]:
+        """The shape of WeightBlocks.codes."""
         return self.outputs, self.blocks, self.block_size * self.bits // 8
 
     @property
     def scales(self) -> tuple[int, int]:
+        """The shape of WeightBlocks.scales."""
         return self.outputs, self.blocks
 
     @property
     def zero_points(self) -> tuple[int, int]:
+        """The shape of WeightBlocks.zero_points if there are any."""
         return self.outputs, -(-self.blocks * self.bits // 8)
 
     @property

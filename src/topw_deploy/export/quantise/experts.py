@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.graph.lazy_weight import LazyWeight, Read
-from topw_deploy.export.quantise.products import stored_tensor
+from topw_deploy.export.quantise.products import number_attribute, stored_tensor
 from topw_deploy.export.quantise.scheme import Quantisation
 from topw_deploy.export.quantise.stored_rows import Origin, StoredRows
 from topw_deploy.export.quantise.weight import QuantisedWeight, RecentBlocks
@@ -50,6 +50,7 @@ class ExpertWeight:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
+        """(experts, outputs, inputs)."""
         experts, outputs, inputs = (int(size) for size in self.tensor.shape)
         return experts, outputs, inputs
 
@@ -71,7 +72,7 @@ def _expert_weights(graph: ir.Graph) -> Iterator[ExpertWeight]:
         places: tuple[int, ...] = ()
         if (node.domain, node.op_type) == (DOMAIN, "MoE"):
             places = _MATRICES
-        elif (node.domain, node.op_type) == ("", "Gather") and not _number(node, "axis"):
+        elif (node.domain, node.op_type) == ("", "Gather") and number_attribute(node, "axis", 0) == 0:
             places = (0,)
         for place in places:
             value = node.inputs[place]
@@ -213,7 +214,3 @@ def _stacked_rows(weight: ExpertWeight) -> LazyWeight:
 
     kept = partial(read, tensor.read) if isinstance(tensor, LazyWeight) and tensor.read is not None else None
     return LazyWeight((id(tensor), "rows"), tensor.dtype, (experts * outputs, inputs), whole, kept, weight.value.name)
-
-
-def _number(node: ir.Node, name: str) -> int:
-    return node.attributes[name].as_int() if name in node.attributes else 0

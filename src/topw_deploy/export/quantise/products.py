@@ -69,12 +69,17 @@ def _match_matmul(node: ir.Node) -> Product | None:
 
 def _match_gemm(node: ir.Node) -> Product | None:
     found = _match_matrix(node.inputs[1])
-    if node.inputs[0] is None or found is None or _number(node, "transA", 0) or _number(node, "alpha", 1) != 1:
+    if (
+        node.inputs[0] is None
+        or found is None
+        or number_attribute(node, "transA", 0)
+        or number_attribute(node, "alpha", 1) != 1
+    ):
         return None
     weight, tensor, transposed = found
     bias = node.inputs[2] if len(node.inputs) > 2 else None
-    product = Product((node,), weight, tensor, transposed != bool(_number(node, "transB", 0)), bias)
-    if bias is not None and (_number(node, "beta", 1) != 1 or not _is_bias(bias, product.outputs)):
+    product = Product((node,), weight, tensor, transposed != bool(number_attribute(node, "transB", 0)), bias)
+    if bias is not None and (number_attribute(node, "beta", 1) != 1 or not _is_bias(bias, product.outputs)):
         return None
     return product
 
@@ -111,5 +116,6 @@ def _is_bias(value: ir.Value, outputs: int) -> bool:
     return tensor is not None and int(tensor.shape[0]) == outputs
 
 
-def _number(node: ir.Node, name: str, default: float) -> float:
+def number_attribute(node: ir.Node, name: str, default: float) -> float:
+    """Return a numeric attribute of a node, or `default` if the node does not state it."""
     return float(node.attributes[name].value) if name in node.attributes else default

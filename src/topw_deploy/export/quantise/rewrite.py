@@ -57,7 +57,7 @@ def quantise(
     experts = ExpertsReplacer(replacer.editor, scheme, stored, replacer.recent)
     replaced = experts.replace(weight for weight in found.experts if id(weight.value) not in excluded)
     _check_half_experts(graph)
-    if not replacer.replaced and not replaced:
+    if not replacer.has_replaced and not replaced:
         raise UnsupportedModelError(
             "the decoder has no product with a constant matrix to quantise; export it with --dtype fp32."
         )
@@ -183,7 +183,8 @@ class _Replacer:
         self._stored: dict[int, _BlockInitializers] = {}
 
     @property
-    def replaced(self) -> bool:
+    def has_replaced(self) -> bool:
+        """Whether anything was replaced."""
         return bool(self._stored or self._tables or self.kept)
 
     def scale_names(self) -> set[str | None]:

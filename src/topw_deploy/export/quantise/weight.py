@@ -118,9 +118,11 @@ class QuantisedWeight:
         return self._lazy(read, ir.DataType.UINT8, wanted)
 
     def scales(self) -> ir.TensorProtocol:
+        """The scales as a tensor of the weight's type."""
         return self._lazy(lambda blocks: blocks.scales, self.scale_type, self.shape.scales)
 
     def zero_points(self) -> ir.TensorProtocol | None:
+        """The zero points as a tensor; None for a symmetric weight."""
         if self.shape.symmetric:
             return None
         return self._lazy(lambda blocks: blocks.zero_points, ir.DataType.UINT8, self.shape.zero_points)

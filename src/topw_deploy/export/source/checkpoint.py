@@ -258,7 +258,7 @@ def exported_config(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json to export for the source's `config`: of a composite model, the text decoder's part."""
     if not any(name.endswith("_config") and name != "quantization_config" for name in config):
         return config
-    with contextlib.suppress(UnsupportedModelError):  # remote code
+    with contextlib.suppress(UnsupportedModelError):  # the configuration needs remote code
         composite = Composite.of(load_config(folder))
         if composite is not None:
             text: dict[str, Any] = json.loads(text_configuration(composite).to_json_string(use_diff=False))

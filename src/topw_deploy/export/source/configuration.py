@@ -9,13 +9,13 @@ from typing import Any
 from topw_deploy.errors import SourceError
 from topw_deploy.files import read_bounded
 
-_MOST_JSON = 16 << 20  # bytes
+MOST_JSON = 16 << 20  # bytes of a configuration file
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`, {} if the file is missing. Raises SourceError for any other content."""
     try:
-        data = json.loads(read_bounded(path, _MOST_JSON, follow=True).decode("utf-8"))
+        data = json.loads(read_bounded(path, MOST_JSON, follow=True).decode("utf-8"))
         json.dumps(data, ensure_ascii=False).encode(
             "utf-8"
         )  # raises for a lone surrogate, which no UTF-8 file can hold

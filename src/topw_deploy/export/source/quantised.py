@@ -60,6 +60,7 @@ class QuantisedCheckpoint:
         stored = stored_tensors(folder)
         self.weights, used = _encoded_weights(kind, stored)
         used |= self.weights.keys()
+        self._integer_weights = {name: each for name, each in self.weights.items() if isinstance(each, IntegerWeight)}
         self._others = {name: tensor for name, tensor in stored.items() if name not in used}
 
     @classmethod
@@ -70,15 +71,12 @@ class QuantisedCheckpoint:
 
     def matrix(self, name: str) -> IntegerMatrix:
         """The codes, scales and zero points of the integer weight `name`."""
-        weight = self.weights[name]
-        assert isinstance(weight, IntegerWeight)
-        return weight.matrix()
+        return self._integer_weights[name].matrix()
 
     def matrices(self) -> Iterator[tuple[str, IntegerMatrix]]:
         """Yield the name and the matrix of every integer weight."""
-        for name, weight in self.weights.items():
-            if isinstance(weight, IntegerWeight):
-                yield name, weight.matrix()
+        for name, weight in self._integer_weights.items():
+            yield name, weight.matrix()
 
     def shapes(self) -> list[tuple[int, ...]]:
         """The shapes of all tensors, those of quantised weights after decoding."""

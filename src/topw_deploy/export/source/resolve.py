@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from topw_deploy.errors import SourceError, one_line
+from topw_deploy.export.source.configuration import MOST_JSON
 from topw_deploy.files import is_file_name, read_bounded, special_files
 from topw_deploy.manifest import MANIFEST_NAME
 
@@ -31,7 +32,6 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _DUPLICATE_FILES = ["consolidated*", "original/*"]  # the same weights in another layout
 _READ_SUFFIXES = {".json", ".jinja", ".model", ".txt", ".tiktoken", ".py"}
 _READ_SUFFIXES |= {".bin", ".safetensors", ".onnx", ".data", ".onnx_data"}
-_MOST_JSON = 16 << 20  # bytes of a configuration
 _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja"]
 
 _DEFAULT_HUB = HubOptions()
@@ -151,7 +151,7 @@ def _is_file(path: Path) -> bool:
 def _genai_decoder_file(folder: Path) -> Path | None:
     """Return the path of the decoder file that genai_config.json names; None unless it names a file of `folder`."""
     try:
-        data = read_bounded(folder / "genai_config.json", _MOST_JSON, follow=True)
+        data = read_bounded(folder / "genai_config.json", MOST_JSON, follow=True)
         name = json.loads(data.decode("utf-8"))["model"]["decoder"]["filename"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

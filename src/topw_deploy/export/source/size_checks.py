@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from topw_deploy.errors import SourceError, UnsupportedModelError
+from topw_deploy.export.source.configuration import MOST_JSON
 from topw_deploy.export.source.quantised import QuantisedCheckpoint
 from topw_deploy.export.source.safetensors_files import stored_tensors
 from topw_deploy.files import read_bounded
@@ -24,7 +25,6 @@ MOST_PARTS = 4096
 """The maximum number of layers, experts or labels. Published models have up to 126, 512 and 1000."""
 _PARTS = re.compile(r"(n|num|moe_num|encoder|decoder)_(\w+_)?(layers?|experts)|num_labels|depth")
 _WEIGHTS = ("*.safetensors", "*.bin")
-_MOST_JSON = 16 << 20  # bytes
 # The model may have twice the stored parameters, because tied embeddings are stored once, and some more, because
 # files may lack small ones.
 _MOST_TIMES, _SPARE = 2, 1 << 20
@@ -36,7 +36,7 @@ def check_counts(folder: Path) -> None:
     Ignores a file that cannot be read, because transformers reports what is wrong with such a file.
     """
     try:
-        config = json.loads(read_bounded(folder / "config.json", _MOST_JSON, follow=True))
+        config = json.loads(read_bounded(folder / "config.json", MOST_JSON, follow=True))
         stated = [(name, value) for name, value in _numbers(config) if value > MOST_PARTS and _PARTS.fullmatch(name)]
     except (OSError, ValueError, RecursionError):
         return

@@ -148,8 +148,8 @@ def text_decoder(composite: Composite, loaded: PreTrainedModel) -> PreTrainedMod
 def parts_left_out(composite: Composite, loaded: PreTrainedModel) -> list[str]:
     """Return the names of the outermost modules of `loaded` that do not belong to the text decoder."""
     decoder = _decoder_in(composite, loaded)
-    path = next(name for name, module in loaded.named_modules() if module is decoder)
-    kept = {path, *_paths_of(loaded, loaded.get_output_embeddings())}
+    path = _path_of(loaded, decoder)
+    kept = {path, _path_of(loaded, loaded.get_output_embeddings())}
     above = {path.rsplit(".", count)[0] for count in range(1, path.count(".") + 1)} | {""}
     return [
         f"{place}.{name}".lstrip(".")
@@ -215,7 +215,8 @@ def _decoder_in(composite: Composite, loaded: PreTrainedModel) -> PreTrainedMode
 
 
 def _head_above(loaded: PreTrainedModel, decoder: PreTrainedModel) -> torch.nn.Module | None:
-    path = next(name for name, module in loaded.named_modules() if module is decoder)
+    """Return the module `lm_head` of the nearest module around the decoder that has one."""
+    path = _path_of(loaded, decoder)
     while path:
         path = path.rpartition(".")[0]
         head = getattr(loaded.get_submodule(path), "lm_head", None)
@@ -224,8 +225,9 @@ def _head_above(loaded: PreTrainedModel, decoder: PreTrainedModel) -> torch.nn.M
     return None
 
 
-def _paths_of(loaded: PreTrainedModel, wanted: torch.nn.Module | None) -> list[str]:
-    return [name for name, module in loaded.named_modules() if module is wanted]
+def _path_of(loaded: PreTrainedModel, wanted: torch.nn.Module | None) -> str:
+    """Return the dotted name of a module within `loaded`; "" if it is not there."""
+    return next((name for name, module in loaded.named_modules() if module is wanted), "")
 
 
 def _share_parameters(source: PreTrainedModel, target: torch.nn.Module) -> None:
