@@ -24,7 +24,7 @@ from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.cache import new_caches
 from topw_deploy.runtime.folder import ModelFolder
-from topw_deploy.runtime.loop import Generation, Row, accept, decode_one_token, prefill
+from topw_deploy.runtime.loop import Generation, Row, accept_tokens, decode_one_token, prefill
 from topw_deploy.runtime.ort.graph_session import SAMPLER_INPUTS
 from topw_deploy.runtime.ort.session import OrtSession
 from topw_deploy.runtime.row_inputs import RuleInputs
@@ -101,10 +101,10 @@ class TopW:
         model = self.model
         self.generation = Generation(self.session, model._caches, [self.row])
         self.generation.binding.bind_array(CHOICE, self.choice)
-        accept(self.generation, prefill(self.generation))
+        accept_tokens(self.generation, prefill(self.generation))
 
     def step(self) -> None:
-        accept(self.generation, decode_one_token(self.generation))
+        accept_tokens(self.generation, decode_one_token(self.generation))
 
     def end(self) -> None:
         """Count the certified steps and free the cache."""

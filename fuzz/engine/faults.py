@@ -60,7 +60,7 @@ class FaultyBinding(HostBinding):
         super().__init__(session)
         self._faults = faults
 
-    def another(self) -> FaultyBinding:
+    def new_sibling(self) -> FaultyBinding:
         return FaultyBinding(self._session, self._faults)
 
     def run(self, step: int | None = None) -> None:

@@ -47,7 +47,7 @@ def tensors(buffers: Buffers) -> list[np.ndarray]:
     found: list[np.ndarray] = []
 
     def look(memory: np.ndarray) -> None:
-        starts = buffers.layout.starts(buffers.batch, buffers.length)
+        starts = buffers.layout.offsets(buffers.batch, buffers.length)
         for state, start in zip(buffers.layout.states, starts, strict=False):
             shape = buffers.batch, *state.sized(buffers.length)
             found.append(memory[start : start + 2 * int(np.prod(shape))].view(np.float16).reshape(shape))

@@ -7,7 +7,7 @@ import pytest
 from tests.support.mask_steps import HOT, expected, set_mask
 from tests.support.toy_model import Load, Toy, byte_ids
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.loop import Generation, accept, decode_one_token, prefill
+from topw_deploy.runtime.loop import Generation, accept_tokens, decode_one_token, prefill
 from topw_deploy.runtime.rows import Row
 
 PROMPTS = [byte_ids("hello"), byte_ids("ab"), byte_ids("xyz?")]
@@ -34,7 +34,7 @@ def generated(model: TopWModel, masked: tuple[bool, ...]) -> list[list[int]]:
             if masked[row.index]:
                 set_mask(generation.inputs.masks, row.index, [*row.request.prompt, *tokens[row.index]])
         drawn = run(generation)  # type: ignore[operator]
-        accept(generation, drawn)
+        accept_tokens(generation, drawn)
         for row in active:
             tokens[row.index].append(drawn[row.index])
 

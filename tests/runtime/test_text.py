@@ -128,7 +128,7 @@ def test_stop_strings_are_cut_whatever_the_pieces(text: str, stops: list[str], s
         shown.append(filter_.push(text[start : start + size]))
         start += size
     shown.append(filter_.flush())
-    assert ("".join(shown), filter_.found) == cut(text, stops)
+    assert ("".join(shown), filter_.stop_string) == cut(text, stops)
 
 
 @given(text=st.text(alphabet="a😀é.", max_size=20), stop=st.sampled_from(["😀", "é.", ".a", "aa"]))
@@ -137,16 +137,16 @@ def test_stop_strings_of_any_characters_are_found_in_tokens(text: str, stop: str
     shown = []
     for token in byte_ids(text):
         shown.append(row.push(token))
-        if row.found:
+        if row.stop_string:
             break
     shown.append(row.flush())
-    assert ("".join(shown), row.found) == cut(text, [stop])
+    assert ("".join(shown), row.stop_string) == cut(text, [stop])
 
 
 def test_text_is_held_back_only_while_it_may_become_a_stop_string() -> None:
     filter_ = StopStrings(["END"])
     assert [filter_.push(c) for c in "aENbEEND"] == ["a", "", "", "ENb", "", "E", "", ""]
-    assert filter_.found == "END"
+    assert filter_.stop_string == "END"
 
 
 @pytest.mark.parametrize("answer", ["plain text", "smile 😀 and 👩‍🚀 é€ done", "日本語のテキスト"])

@@ -76,7 +76,7 @@ class HashingSession:
     def memory(self, size: int) -> HostMemory:
         return HostMemory(size)
 
-    def settle(self, run: Callable[[], object]) -> None:
+    def check_with_run(self, run: Callable[[], object]) -> None:
         run()
 
 
@@ -102,7 +102,7 @@ class HashingBinding:
     def refresh(self, name: str) -> None:
         """Runs read the arrays themselves."""
 
-    def another(self) -> HashingBinding:
+    def new_sibling(self) -> HashingBinding:
         return HashingBinding(self._session)
 
     def close(self) -> None:

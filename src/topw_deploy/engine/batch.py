@@ -278,7 +278,7 @@ class Batch:
         """The binding for a row's chunks that draw nothing."""
         binding = self._chunk_bindings.get(row)
         if binding is None:
-            binding = self._chunk_bindings[row] = self._base_binding.another()
+            binding = self._chunk_bindings[row] = self._base_binding.new_sibling()
             bind_greedy(self._session, binding, 1)
             self._buffers.bind(binding, range(row, row + 1))
             self._bind_chunk(binding)
@@ -311,7 +311,7 @@ class Batch:
 
     def _bind_sampler(self, rows: slice, logits: bool) -> BoundInputs:
         """Make a binding of adjacent rows with their states, the sampler's inputs and, if asked for, the logits."""
-        binding = self._base_binding.another()
+        binding = self._base_binding.new_sibling()
         self._buffers.bind(binding, range(rows.start or 0, rows.stop))
         bound = self.inputs.bind(binding, rows)
         if logits:

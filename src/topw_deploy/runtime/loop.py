@@ -94,7 +94,7 @@ def generate(generation: Generation) -> Iterator[list[tuple[Row, str]]]:
         return
     tokens = prefill(generation)
     while True:
-        changed = accept(generation, tokens)
+        changed = accept_tokens(generation, tokens)
         if generation.step <= generation.last_first_step + 1:
             generation.prefilled_at = time.perf_counter()
         if changed:
@@ -137,7 +137,7 @@ def run_step(generation: Generation) -> list[int]:
     return tokens
 
 
-def accept(generation: Generation, tokens: list[int]) -> list[tuple[Row, str]]:
+def accept_tokens(generation: Generation, tokens: list[int]) -> list[tuple[Row, str]]:
     """Add the drawn tokens to the rows. Returns the rows that gained text or ended, with the new text.
 
     Raises LogitsError for invalid logits.

@@ -92,7 +92,7 @@ class TopWModel:
         self._takes_ragged_batches = caches.takes_ragged_batches
         self._session: Session | None = session
         self.load_seconds = 0.0
-        session.settle(self._run_one_step)
+        session.check_with_run(self._run_one_step)
         self.cpu_nodes = session.cpu_nodes
         self.load_seconds = time.perf_counter() - started
 

@@ -59,7 +59,7 @@ class Binding(Protocol):
     def bind_result(self, name: str, array: np.ndarray) -> None:
         """Make runs write output `name` to `array`."""
 
-    def another(self) -> Binding:
+    def new_sibling(self) -> Binding:
         """A new, empty binding for other runs of this generation, never concurrent; `close` closes both."""
 
     def run(self, step: int | None = None) -> None:
@@ -106,7 +106,7 @@ class Session(Protocol):
     def memory(self, size: int) -> Memory:
         """Zeroed, aligned memory on the session's device."""
 
-    def settle(self, run: Callable[[], object]) -> None:
+    def check_with_run(self, run: Callable[[], object]) -> None:
         """Make the checks that need a run. Call this once, before other runs.
 
         run: function that runs the graph for one token.

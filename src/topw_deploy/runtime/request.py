@@ -110,6 +110,7 @@ class Limits:
 
     @property
     def tokens(self) -> int:
+        """The maximum number of tokens per sequence."""
         return self.context_length if self.max_length is None else min(self.max_length, self.context_length)
 
 

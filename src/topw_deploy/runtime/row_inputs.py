@@ -113,14 +113,14 @@ class MaskInputs:
         self.words, self.version = words, 0
         self._always = always
         self._no_words = np.empty((batch, 0), np.int32)
-        self._all_words: np.ndarray | None = None  # [B, words], from the first mask on
+        self._words: np.ndarray | None = None  # [B, words], from the first mask on
         self._masked: set[int] = set()
         self._limits: dict[int, np.ndarray] = {}
 
     @property
     def array(self) -> np.ndarray:
         """The input, int32 [B, 0] or [B, words]. Rows without a mask allow everything."""
-        return self._allocated() if self._always or self._masked else self._no_words
+        return self._word_array() if self._always or self._masked else self._no_words
 
     @property
     def is_active(self) -> bool:
@@ -136,7 +136,7 @@ class MaskInputs:
             raise ParameterError(
                 f"the mask is {words.dtype} {list(words.shape)}, but must be int32 [{self.words}]: a bit per token."
             )
-        self._allocated()[row] = words & self._limits[row] if row in self._limits else words
+        self._word_array()[row] = words & self._limits[row] if row in self._limits else words
         self._masked.add(row)
         self.version += 1
 
@@ -152,13 +152,13 @@ class MaskInputs:
         self._limits.pop(row, None)
         if row in self._masked:
             self._masked.discard(row)
-            self._allocated()[row] = ALL_ALLOWED
+            self._word_array()[row] = ALL_ALLOWED
             self.version += 1
 
     def swap(self, one: int, other: int) -> None:
         """Exchange two rows."""
         if self._masked & {one, other}:
-            array, pair = self._allocated(), [one, other]
+            array, pair = self._word_array(), [one, other]
             array[pair] = array[pair[::-1]]
             names = {one: other, other: one}
             self._masked = {names.get(row, row) for row in self._masked}
@@ -169,10 +169,10 @@ class MaskInputs:
         """Bind the masks of adjacent `rows`."""
         binding.bind_array(MASK_INPUT, self.array[rows])
 
-    def _allocated(self) -> np.ndarray:
-        if self._all_words is None:
-            self._all_words = np.full((len(self._no_words), self.words), ALL_ALLOWED, np.int32)
-        return self._all_words
+    def _word_array(self) -> np.ndarray:
+        if self._words is None:
+            self._words = np.full((len(self._no_words), self.words), ALL_ALLOWED, np.int32)
+        return self._words
 
 
 class RuleInputs:

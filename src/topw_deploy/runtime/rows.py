@@ -134,8 +134,8 @@ class Row:
             self.end("stop", token)
         elif self.text is not None:
             gained = self.text.push(token)
-            if self.text.found is not None:
-                self.end("stop", self.text.found)
+            if self.text.stop_string is not None:
+                self.end("stop", self.text.stop_string)
         if self.finish_reason is None and self.guide is not None and self.guide.take(token):
             self.end("stop")
         if self.finish_reason is None and self.callbacks is not None:
@@ -154,8 +154,8 @@ class Row:
         if self.finish_reason is None:
             return ""
         gained = text.flush()  # may complete a stop string
-        if self.finish_reason != "stop" and text.found is not None:
-            self.end("stop", text.found)
+        if self.finish_reason != "stop" and text.stop_string is not None:
+            self.end("stop", text.stop_string)
         return gained
 
     def take_new_tokens(self, end: int) -> tuple[int, ...]:

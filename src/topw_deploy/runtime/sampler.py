@@ -71,7 +71,7 @@ class TopWSampler:
         self.vocab_size = folder.manifest.sampler.vocab_size
         self._session = session
         self._outputs = [name for name in SAMPLER_OUTPUT_TYPES if name in session.outputs]
-        session.settle(lambda: self.sample(np.zeros(self.vocab_size, np.float32), uniform=0.5))
+        session.check_with_run(lambda: self.sample(np.zeros(self.vocab_size, np.float32), uniform=0.5))
         self.cpu_nodes = session.cpu_nodes
 
     @classmethod

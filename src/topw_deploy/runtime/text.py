@@ -187,18 +187,18 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
-        self.found: str | None = None
+        self.stop_string: str | None = None
 
     def push(self, text: str) -> str:
         """Add text. Returns the part that cannot belong to a stop string."""
         if not self._stops:
             return text
-        if self.found is not None or not text:
+        if self.stop_string is not None or not text:
             return ""
         text = self._held + text
         matches = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         if matches:
-            _, start, self.found = min(matches)
+            _, start, self.stop_string = min(matches)
             self._held = ""
             return text[:start]
         cut = len(text) - self._longest_possible_start(text)
@@ -232,9 +232,9 @@ class RowText:
         self._guarded = guarded
 
     @property
-    def found(self) -> str | None:
+    def stop_string(self) -> str | None:
         """The stop string that ended the text, or None."""
-        return self._stops.found
+        return self._stops.stop_string
 
     def push(self, token: int) -> str:
         """Add a token. Returns the new text that cannot belong to a stop string."""
@@ -246,7 +246,7 @@ class RowText:
 
     def flush(self) -> str:
         """Return the held-back text. It may complete a stop string, and is then cut before it."""
-        if self.found is not None:
+        if self.stop_string is not None:
             return ""
         text = self._stops.push(self._decoder.flush())
-        return text if self.found is not None else text + self._stops.flush()
+        return text if self.stop_string is not None else text + self._stops.flush()

@@ -119,7 +119,7 @@ class Layout:
         """The bytes of a row of `length` tokens, for each state."""
         return [own + length * token for own, token in zip(self._fixed_bytes, self._token_bytes, strict=True)]
 
-    def starts(self, batch: int, length: int) -> list[int]:
+    def offsets(self, batch: int, length: int) -> list[int]:
         """The byte offset of each state, and then the total size."""
         offsets = [0]
         for size in self.row_bytes(length):
@@ -130,7 +130,7 @@ class Layout:
         """Bind `rows` of each state as past and present.
 
         block: the block's address.
-        starts: `self.starts` of all rows.
+        starts: `self.offsets` of all rows.
         """
         parts = zip(self._names, self._shapes, self._element_numbers, self.row_bytes(length), starts, strict=False)
         for (past, present), shape, number, size, start in parts:
@@ -139,7 +139,7 @@ class Layout:
 
     def size(self, batch: int, length: int) -> int:
         """The bytes of `batch` rows of `length` tokens."""
-        return self.starts(batch, length)[-1]
+        return self.offsets(batch, length)[-1]
 
 
 class Buffers:
@@ -148,16 +148,16 @@ class Buffers:
     def __init__(self, layout: Layout, block: Memory, batch: int, capacity: int, length: int) -> None:
         self.layout, self.block, self.batch = layout, block, batch
         self.capacity, self.length = capacity, length
-        self._starts = layout.starts(batch, length)
+        self._offsets = layout.offsets(batch, length)
 
     def bind(self, binding: Binding, rows: range | None = None) -> None:
         """Bind each state as past and present. rows: None for all."""
         rows = range(self.batch) if rows is None else rows
-        self.layout.bind(binding, self.block.pointer, self._starts, self.length, rows)
+        self.layout.bind(binding, self.block.pointer, self._offsets, self.length, rows)
 
     def clear(self, *, all_states: bool) -> None:
         """Zero the states of fixed size, or all states: some operators multiply masked values, and 0 * NaN is NaN."""
-        size = self._starts[-1 if all_states else self.layout.fixed]
+        size = self._offsets[-1 if all_states else self.layout.fixed]
         if size:
             self.block.clear(size)
 
@@ -188,7 +188,7 @@ class Buffers:
 
     def grow(self, length: int) -> None:
         """Extend all rows to `length` tokens with zeros. The states move, so bind them again."""
-        old_starts, new_starts = self._starts, self.layout.starts(self.batch, length)
+        old_offsets, new_offsets = self._offsets, self.layout.offsets(self.batch, length)
 
         def move(memory: np.ndarray) -> None:
             # Backwards, so that no bytes are overwritten before they have moved.
@@ -197,13 +197,13 @@ class Buffers:
                 axis = state.shape.index(0)
                 size = math.prod(state.shape[axis + 1 :]) * element_bytes(state.dtype)  # of a token
                 for part in reversed(range(self.batch * math.prod(state.shape[:axis]))):
-                    old = old_starts[index] + part * self.length * size
-                    new = new_starts[index] + part * length * size
+                    old = old_offsets[index] + part * self.length * size
+                    new = new_offsets[index] + part * length * size
                     memory[new : new + self.length * size] = memory[old : old + self.length * size]
                     memory[new + self.length * size : new + length * size] = 0
 
         self.block.change(move)
-        self.length, self._starts = length, new_starts
+        self.length, self._offsets = length, new_offsets
 
     def snapshot(self, row: int, tokens: int, states: slice = Layout.all) -> list[np.ndarray]:
         """Copy the first `tokens` tokens of `row`, and its states of fixed size.
@@ -235,7 +235,7 @@ class Buffers:
 
     def _row_views(self, memory: np.ndarray, row: int) -> Iterator[tuple[np.ndarray, int]]:
         """Yield for each state the bytes of `row`, [parts, n], and a part's bytes per token (0 for a fixed size)."""
-        for state, start in zip(self.layout.states, self._starts, strict=False):
+        for state, start in zip(self.layout.states, self._offsets, strict=False):
             size = state.row_bytes(self.length)
             whole = memory[start + row * size : start + (row + 1) * size]
             if state.grows:

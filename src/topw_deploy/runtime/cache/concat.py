@@ -36,7 +36,7 @@ class AllocatingBinding(Binding, Protocol):
     def bind_fresh_again(self, name: str) -> None:
         """Make the next run allocate output `name` again."""
 
-    def another(self) -> AllocatingBinding:
+    def new_sibling(self) -> AllocatingBinding:
         """See `Binding`."""
 
 
@@ -90,7 +90,7 @@ class ConcatCache:
         *ends, last = [*range(self._chunk, self._width, self._chunk), self._width]
         start = 0
         if ends:
-            chunks = self._binding.another()
+            chunks = self._binding.new_sibling()
             bind_greedy(self._session, chunks, self._batch)
             indices = self._bind_states(chunks)
             for end in ends:

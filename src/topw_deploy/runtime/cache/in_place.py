@@ -121,7 +121,7 @@ class InPlaceCache(ABC):
         """Run the chunks of all rows except the last chunk, which is returned."""
         *undrawn, last = self._chunks()
         if undrawn:
-            binding = self._binding.another()
+            binding = self._binding.new_sibling()
             bind_greedy(self._session, binding, len(self._prompts))
             self._buffers.bind(binding)
             for chunk in undrawn:
@@ -144,7 +144,7 @@ class InPlaceCache(ABC):
     def _feed_in_groups(self) -> Chunk:
         """Run the prompts of groups of rows. Returns the chunk of the last tokens."""
         for rows in self._groups():
-            binding = self._binding.another()
+            binding = self._binding.new_sibling()
             bind_greedy(self._session, binding, len(rows))
             self._buffers.bind(binding, rows)
             bodies = [self._prompts[row][:-1] for row in rows]

@@ -165,7 +165,7 @@ def _new_run_options(graph: str) -> ort.RunOptions:
 
 
 class DeviceBinding(HostBinding):
-    """A binding that copies host arrays to and from StepBuffers. Bindings made by `another` share the buffers."""
+    """A binding that copies host arrays to and from StepBuffers. Bindings made by `new_sibling` share the buffers."""
 
     def __init__(self, session: OrtSession, pool: BufferPool, buffers: StepBuffers | None = None) -> None:
         super().__init__(session)
@@ -211,7 +211,7 @@ class DeviceBinding(HostBinding):
         self._memory[source] = (element_type, tuple(shape), pointer)
         self._graph = None
 
-    def another(self) -> DeviceBinding:
+    def new_sibling(self) -> DeviceBinding:
         return DeviceBinding(self._session, self._pool, self._buffers)
 
     def close(self) -> None:

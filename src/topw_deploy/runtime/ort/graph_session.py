@@ -76,7 +76,7 @@ class GraphSession(OrtSession):
         graphs = graphs and self.provider == providers.CUDA
         super().__init__(opened.raw, device, None if device[0] == "cpu" else BufferPool(device, graphs=graphs))
 
-    def settle(self, run: Callable[[], object]) -> None:
+    def check_with_run(self, run: Callable[[], object]) -> None:
         profile, self._profile = self._profile, None
         if profile is None:
             return

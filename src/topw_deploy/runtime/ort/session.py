@@ -72,7 +72,7 @@ class OrtSession:
             found: list[np.ndarray] = self.raw.run(outputs, feeds)
         return found
 
-    def settle(self, run: Callable[[], object]) -> None:
+    def check_with_run(self, run: Callable[[], object]) -> None:
         """Make no check: the session was not opened from a folder."""
 
     def __del__(self) -> None:
@@ -142,7 +142,7 @@ class HostBinding:
         """Make the next run allocate output `name` again."""
         self._io.bind_output(name, self._device)
 
-    def another(self) -> HostBinding:
+    def new_sibling(self) -> HostBinding:
         return HostBinding(self._session)
 
     def close(self) -> None:

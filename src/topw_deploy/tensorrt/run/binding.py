@@ -92,7 +92,7 @@ class TensorRTBinding:
         self._plan = None
         self._results[name] = array
 
-    def another(self) -> TensorRTBinding:
+    def new_sibling(self) -> TensorRTBinding:
         return TensorRTBinding(self._engine, self._stream, owns=False)
 
     def close(self) -> None:

@@ -62,7 +62,7 @@ class TensorRTSession:
     def memory(self, size: int) -> CacheMemory:
         return CacheMemory(self.engine.cuda, size)
 
-    def settle(self, run: Callable[[], object]) -> None:
+    def check_with_run(self, run: Callable[[], object]) -> None:
         """Do nothing: an engine runs entirely on its GPU, so there are no nodes on the CPU to find."""
 
 
