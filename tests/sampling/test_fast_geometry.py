@@ -210,8 +210,8 @@ def test_distances_to_changing_sets_are_right_and_no_pair_is_measured_twice(metr
         nearest = np.sort(exact[np.ix_(rows, members)], axis=1)[:, : max(1, neighbours)].mean(axis=1)
         assert to_set(rows, S) == pytest.approx(nearest, abs=1e-12)
         pairs |= {(i, j) for i in rows for j in members}
-        assert to_set.computed == len(pairs)
-    assert to_set.computed < count * count
+        assert to_set.computed_distances == len(pairs)
+    assert to_set.computed_distances < count * count
 
 
 def test_duplicate_tokens_are_at_distance_zero():

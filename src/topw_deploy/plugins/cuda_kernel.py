@@ -135,19 +135,19 @@ class CudaKernel:
             control, workspace, stream, parts,
         )  # fmt: skip
         if code:
-            raise PluginError(f"the CUDA kernels were not launched: {self._reason(code)}.")
+            raise PluginError(f"the CUDA kernels were not launched: {self._error_text(code)}.")
 
     def allocate(self, size: int) -> int:
         """Allocate zeroed device memory. Returns its address. Raises PluginError if out of memory."""
         memory = c_void_p()
         code = self.handle.topw_cuda_allocate(size, byref(memory))
         if code or memory.value is None:
-            raise PluginError(f"the CUDA device gives no {size:,} bytes: {self._reason(code)}.")
+            raise PluginError(f"the CUDA device gives no {size:,} bytes: {self._error_text(code)}.")
         return memory.value
 
     def release(self, address: int) -> None:
         """Free memory from `allocate`. Work that uses it must have ended."""
         self.handle.topw_cuda_release(address)
 
-    def _reason(self, code: int) -> str:
+    def _error_text(self, code: int) -> str:
         return f"{self.handle.topw_cuda_error(code).decode('utf-8', 'replace')} (error {code})"

@@ -52,11 +52,11 @@ def query_driver() -> Driver:
     if code:
         what = "sees no GPU" if code == _NO_DEVICE else f"does not start (CUDA error {code})"
         return Driver(cuda, (), f"the NVIDIA driver {what}")
-    devices = _devices(driver)
+    devices = _read_devices(driver)
     return Driver(cuda, devices, "" if devices else "the NVIDIA driver sees no GPU")
 
 
-def _devices(driver: ctypes.CDLL) -> tuple[Device, ...]:
+def _read_devices(driver: ctypes.CDLL) -> tuple[Device, ...]:
     count = ctypes.c_int()
     driver.cuDeviceGetCount(ctypes.byref(count))
     found = []

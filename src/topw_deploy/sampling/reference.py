@@ -151,7 +151,7 @@ def crop(
     certified = scale >= 0 and k0 >= K
     warm_cut = not certified and k0 < len(C) and bool(log_p[k0 - 1] == log_p[k0])
     ties = Ties(margin, nucleus, _certificate_lead(base, k0, c) / unit, pool_cut, warm_cut)
-    return Crop(C[S], certified, k0, K, steps, ties, distance_to.computed)
+    return Crop(C[S], certified, k0, K, steps, ties, distance_to.computed_distances)
 
 
 def candidate_pool(logits: Floats, top_m: int) -> tuple[Ids, bool]:
@@ -206,7 +206,7 @@ class SetDistance:
         self._matrix = np.empty((len(C), len(C)))
 
     @property
-    def computed(self) -> int:
+    def computed_distances(self) -> int:
         """Distances computed so far."""
         return len(self._is_filled) * int(self._is_filled.sum())
 

@@ -100,7 +100,7 @@ def find_headers(root: Path) -> tuple[Path, str]:
     for place in HEADERS:
         folder = root / place
         if (folder / "NvInferRuntime.h").is_file():
-            version = _version(folder)
+            version = _read_version(folder)
             if version < OLDEST:
                 raise PluginError(
                     f"{folder} has the headers of TensorRT {'.'.join(map(str, version))}, but "
@@ -113,7 +113,7 @@ def find_headers(root: Path) -> tuple[Path, str]:
     )
 
 
-def _version(folder: Path) -> tuple[int, ...]:
+def _read_version(folder: Path) -> tuple[int, ...]:
     try:
         text = (folder / "NvInferVersion.h").read_text(encoding="utf-8", errors="replace")
     except OSError as error:

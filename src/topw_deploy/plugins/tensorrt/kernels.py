@@ -24,7 +24,7 @@ class PluginKernels:
     def check(self, call: CallShape) -> None:
         """Raises PluginError if the kernels do not support such calls."""
         try:
-            reason = self._kernel.refusal(_shape(call, _table(call)))
+            reason = self._kernel.refusal(_call_shape(call, _call_table(call)))
         except ParameterError as error:
             reason = str(error).rstrip(".")
         if reason:
@@ -35,7 +35,7 @@ class PluginKernels:
 
     def workspace_bytes(self, call: CallShape) -> int:
         """Bytes of scratch memory, 256-byte aligned."""
-        return self._kernel.workspace_bytes(_shape(call, _table(call)))
+        return self._kernel.workspace_bytes(_call_shape(call, _call_table(call)))
 
     def control_memory(self) -> ControlMemory:
         """New control memory for one execution context."""
@@ -47,7 +47,7 @@ class PluginKernels:
         Raises PluginError with CUDA's reason if out of memory.
         """
         try:
-            return control.reserve(self._kernel.control_bytes(_shape(call, _table(call))))
+            return control.reserve(self._kernel.control_bytes(_call_shape(call, _call_table(call))))
         except PluginError as error:
             reason = str(error).rstrip(".")
             raise PluginError(
@@ -71,8 +71,8 @@ class PluginKernels:
 
         Raises PluginError if CUDA refuses.
         """
-        table = _table(call, inputs)
-        shape = _shape(call, table)
+        table = _call_table(call, inputs)
+        shape = _call_shape(call, table)
         arguments = InputsStruct(
             call.batch, call.vocab, call.edits, call.words, inputs["logits"],
             *(inputs[name] for name in (*EDITS, MASK)), *(inputs[name] for name in (*COLUMNS, *RULE)),
@@ -103,7 +103,7 @@ def installed_kernels() -> PluginKernels:
     return kernels
 
 
-def _shape(call: CallShape, table: TableStruct | None) -> CudaShape:
+def _call_shape(call: CallShape, table: TableStruct | None) -> CudaShape:
     node = call.node
     options = TopWOptions(
         top_m=node.top_m, alt_iters=node.alt_iters, metric=node.metric,
@@ -112,7 +112,7 @@ def _shape(call: CallShape, table: TableStruct | None) -> CudaShape:
     return CudaShape(options, call.batch, call.vocab, call.edits, call.logits_type, table)
 
 
-def _table(call: CallShape, inputs: Mapping[str, int] | None = None) -> TableStruct | None:
+def _call_table(call: CallShape, inputs: Mapping[str, int] | None = None) -> TableStruct | None:
     if not call.node.has_table:
         return None
     given: Mapping[str, int | None] = inputs or {}

@@ -120,7 +120,7 @@ class SetDistances:
         # missing values form a rectangle.
         self._group = np.zeros(len(C), dtype=np.int64)
         self._known: list[Mask] = [np.zeros(len(C), dtype=np.bool_)]
-        self.computed = 0
+        self.computed_distances = 0
 
     def __call__(self, rows: Ids, S: Mask) -> Floats:
         """Distances [n] of the pool positions `rows` [n], all outside S, to the mask S."""
@@ -139,7 +139,7 @@ class SetDistances:
     def _compute(self, rows: Ids, columns: Ids) -> None:
         x, y = self._features_at(rows), self._features_at(columns)
         self._store[np.ix_(rows, columns)] = self._geometry.point_distances(x, y)
-        self.computed += len(rows) * len(columns)
+        self.computed_distances += len(rows) * len(columns)
 
     def _features_at(self, positions: Ids) -> Floats:
         missing = positions[~self._has_features[positions]]

@@ -182,7 +182,7 @@ class _RowCrop:
             final_size=max(1, neighbours),
         )
         S, seen, steps = alternation.run(np.arange(len(C)) < k0, self.options.alt_iters)
-        computed = distances.computed if distances else 0
+        computed = distances.computed_distances if distances else 0
         return FastCrop(C[S], False, "geometry", len(C), steps, computed, len(C) * int(seen.sum()) - computed)
 
     def _neighbour_bounds(self, C: Ids) -> Floats | float:

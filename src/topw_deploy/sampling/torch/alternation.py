@@ -29,7 +29,7 @@ class SetDistances:
         # As in `fast.alternation`: the rows of a group have the same columns filled.
         self._group = torch.zeros_like(C)
         self._known = [torch.zeros_like(self._has_features)]
-        self.computed = 0
+        self.computed_distances = 0
 
     def __call__(self, rows: Tensor, S: Tensor) -> Tensor:
         for group in self._group[rows].unique().tolist():
@@ -45,7 +45,7 @@ class SetDistances:
     def _compute(self, rows: Tensor, columns: Tensor) -> None:
         x, y = self._features_at(rows), self._features_at(columns)
         self._store[rows[:, None], columns] = self._geometry.point_distances(x, y)
-        self.computed += len(rows) * len(columns)
+        self.computed_distances += len(rows) * len(columns)
 
     def _features_at(self, positions: Tensor) -> Tensor:
         new = positions[~self._has_features[positions]]

@@ -242,7 +242,7 @@ class _PoolRow:
         """(The kept set [n], the number of tokens in any earlier set, the number of computed distances)."""
         distances = self._set_distances()
         S = self._alternation(distances, 0.0).run_literally(distances, self.warm_start, self.options.alt_iters)
-        return S, distances.computed // len(self.C), distances.computed
+        return S, distances.computed_distances // len(self.C), distances.computed_distances
 
     def _alternated_crop(self) -> tuple[Tensor, int, int]:
         """As `_literal_crop`, for geom_scale >= 0."""
@@ -250,7 +250,7 @@ class _PoolRow:
         distances = self._set_distances() if needs_distances else None
         alternation = self._alternation(distances, self._lower_bounds() if needs_distances else 1.0)
         S, seen = alternation.run(self.warm_start, self.options.alt_iters)
-        return S, int(seen.sum()), distances.computed if distances else 0
+        return S, int(seen.sum()), distances.computed_distances if distances else 0
 
     def _set_distances(self) -> SetDistances:
         return SetDistances(self.geometry, self.C, self.options.neighbours)

@@ -55,7 +55,7 @@ class BestTokens:
         return (self._rows > -torch.inf).sum(1, keepdim=True)
 
     @cached_property
-    def least(self) -> Tensor:
+    def smallest_logit(self) -> Tensor:
         """l_n, the smallest finite logit, [R, 1]."""
         finite = torch.where(self._rows > -torch.inf, self._rows, torch.inf)
         return finite.amin(1, keepdim=True).to(self.logits.dtype)
@@ -72,7 +72,7 @@ class BestTokens:
     @cached_property
     def rest(self) -> Tensor:
         """Z - 1, [R, 1], summed without the first token: in a peaked row, its weight 1 would round away the others."""
-        return self._others.sum(1, keepdim=True)
+        return self._other_weights.sum(1, keepdim=True)
 
     @cached_property
     def Z(self) -> Tensor:  # noqa: N802 - the symbol in docs/contract/rules.md
@@ -84,19 +84,19 @@ class BestTokens:
 
     @cached_property
     def S(self) -> Tensor:  # noqa: N802
-        return 1.0 + self._others.square().sum(1, keepdim=True)
+        return 1.0 + self._other_weights.square().sum(1, keepdim=True)
 
     @cached_property
     def mean(self) -> Tensor:
         """m = D / Z, [R, 1]."""
-        surprise = torch.where(self._others > 0, self._all_y, 0.0)
-        return (self._others * surprise).sum(1, keepdim=True) / self.Z
+        surprise = torch.where(self._other_weights > 0, self._all_y, 0.0)
+        return (self._other_weights * surprise).sum(1, keepdim=True) / self.Z
 
     @cached_property
     def _all_y(self) -> Tensor:
         return (self.top - self._rows.to(self.logits.dtype)) / self._selection
 
     @cached_property
-    def _others(self) -> Tensor:
+    def _other_weights(self) -> Tensor:
         """The weights of the whole rows, 0 for the first token, [R, V]."""
         return torch.exp(-self._all_y).scatter_(1, self._first, 0.0)

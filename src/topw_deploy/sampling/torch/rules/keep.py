@@ -80,7 +80,7 @@ def typical(best: BestTokens, mass: float, _: float) -> Kept:
 
 def min_k(best: BestTokens, tau: float, _: float) -> Kept:
     size = best.logits.shape[1]
-    span = best.top - best.least
+    span = best.top - best.smallest_logit
     cliff, proven = torch.ones_like(best.n), best.complete
     if size > 1:
         decay = (best.logits[:, :-1] - best.logits[:, 1:]) / (best.places[:, :-1] + 1)
@@ -88,7 +88,7 @@ def min_k(best: BestTokens, tau: float, _: float) -> Kept:
         at = decay.argmax(1, keepdim=True)  # the first maximiser; max() may return another
         steepest = decay.gather(1, at)
         cliff = torch.where(steepest > 0, at + 1, cliff)
-        proven = proven | (steepest >= (best.logits[:, -1:] - best.least) / size)
+        proven = proven | (steepest >= (best.logits[:, -1:] - best.smallest_logit) / size)
     # Divide tensor by tensor: torch computes number / tensor as number * (1 / tensor), which may round an integer down.
     least_size = torch.where(span > 0, torch.full_like(span, tau) / span, math.inf if tau > 0 else 0.0)
     k = torch.maximum(cliff, least_size.clamp(max=2.0**31).floor().to(torch.int64))
