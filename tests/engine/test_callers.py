@@ -122,7 +122,7 @@ def test_a_full_queue_raises_an_error(model: TopWModel, engine_of: NewEngine, ga
     with pytest.raises(ParameterError, match="has 4 sequences, but the engine takes 3 at a time"):
         engine.submit("c", n=4)
     with pytest.raises(ParameterError, match="has 30000 sequences, but the engine takes 3 at a time"):
-        engine.submit(["a", "b", "c"], n=10**4)  # refused before they are made
+        engine.submit(["a", "b", "c"], n=10**4)  # refused before the sequences are made
 
 
 def test_callers_of_a_full_queue_wait_for_their_turn(model: TopWModel, engine_of: NewEngine, gate: Gate) -> None:

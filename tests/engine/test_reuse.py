@@ -84,7 +84,9 @@ def test_a_request_can_read_its_prompt_whole(any_model: TopWModel, engine_of: Ne
     assert (again.cached_tokens, again) == (30, generate_alone(any_model, [*SYSTEM, 77])), "later prompts reuse it"
 
 
-def test_a_whole_prompt_takes_the_row_that_was_free_longest(model: TopWModel, engine_of: NewEngine) -> None:
+def test_a_prompt_that_is_read_whole_takes_the_row_that_was_free_longest(
+    model: TopWModel, engine_of: NewEngine
+) -> None:
     """The row that holds its beginning stays free, because a later prompt may need it."""
     engine = engine_of(model, max_batch=2)
     ask(engine, [90, 91, 92] * 10)

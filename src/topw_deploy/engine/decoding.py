@@ -33,7 +33,7 @@ class Group:
         self._passed_steps = 0
 
     def passes(self, tokens: list[int]) -> bool:
-        """Count a step's tokens if each only lengthens its sequence, as `Row.passes` does for one sequence.
+        """Count a step's tokens if each only lengthens its sequence, as `Row.try_lengthen` does for one sequence.
 
         Otherwise counts nothing and returns False. Make a new group then.
 

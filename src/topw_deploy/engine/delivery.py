@@ -49,7 +49,7 @@ class Delivery:
         self._on_error = on_error
         self._added: list[Call] = []
         self._must_send = False  # whether `send_due` must not wait
-        self._sent_at = 0.0  # time.perf_counter()
+        self._sent_at = 0.0  # time.perf_counter() at the last send
         self._closed = False
         self._sent: SimpleQueue[list[Call] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="topw-delivery", daemon=True)

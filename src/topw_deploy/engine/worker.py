@@ -198,7 +198,7 @@ class EngineWorker(InboxThread):
         self._add_token(sequence, token, partial(self._batch.begin, row))
 
     def _begin_prefill(self, sequence: RequestSequence) -> Chunk[RequestSequence]:
-        """Restore a prompt's prefix again: rows may hold more of the prompt now than when `_admit` restored it.
+        """Begin to read a prompt. Restores its prefix again: rows may hold more of it now than when it got its row.
 
         Returns the sequence's first chunk.
         """

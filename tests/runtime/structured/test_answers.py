@@ -101,7 +101,7 @@ def test_a_masked_draw_equals_that_of_the_reference(model: TopWModel, toy: Toy) 
     texts = [b"abc", b"abd", b"b", "né".encode()]
     prompt = byte_ids("hello")
 
-    def bans(tokens: Sequence[int]) -> Any:
+    def banned_edits(tokens: Sequence[int]) -> Any:
         begun = [byte_of[token] for token in tokens[len(prompt) :]]
         allowed = {
             byte_ids(text[len(begun) :])[0] for text in texts if list(text[: len(begun)]) == begun and begun != [*text]
@@ -114,7 +114,7 @@ def test_a_masked_draw_equals_that_of_the_reference(model: TopWModel, toy: Toy) 
     seen = set()
     for seed in range(12):
         result = model.generate(prompt, structured_outputs={"choice": [t.decode() for t in texts]}, seed=seed, **WILD)
-        rows = toy.expect(prompt, len(result.token_ids), parameters, seed, edits=bans)
+        rows = toy.expect(prompt, len(result.token_ids), parameters, seed, edits=banned_edits)
         assert result.token_ids == [row.next_token for row in rows]
         assert result.kept == [row.kept for row in rows]
         assert result.logprobs == pytest.approx([row.logprob for row in rows], abs=1e-5)
@@ -258,7 +258,7 @@ def test_recently_used_grammars_are_not_compiled_again(load: Load, monkeypatch: 
     monkeypatch.setattr(grammars, "compile_grammar", counted)
     monkeypatch.setattr(grammars, "KEPT_GRAMMARS", 2)
     model = load(Toy.random(1))
-    for regex in ("a{9}", "b{9}", "a{9}", "c{9}", "a{9}", "b{9}"):  # c takes the place of b, b of c
+    for regex in ("a{9}", "b{9}", "a{9}", "c{9}", "a{9}", "b{9}"):  # c{9} replaces b{9}, then b{9} replaces c{9}
         answer = model.generate("x", structured_outputs={"regex": regex}, max_new_tokens=20).text
         assert answer == 9 * regex[0]
     assert compiled == ["a{9}", "b{9}", "c{9}", "b{9}"]

@@ -71,13 +71,13 @@ class CallFactory:
         return properties if isinstance(properties, Mapping) else {}
 
 
-def openai_id() -> str:
-    """Makes an id like those of OpenAI's API."""
+def make_openai_id() -> str:
+    """Make an id like those of OpenAI's API."""
     return "call_" + secrets.token_hex(12)
 
 
-def mistral_id() -> str:
-    """Makes an id of 9 letters and digits, as Mistral's templates require."""
+def make_mistral_id() -> str:
+    """Make an id of 9 letters and digits, as Mistral's templates require."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
@@ -97,4 +97,4 @@ class Family:
     markers: tuple[str, ...]
     start: Reader | None = None
     thinking: tuple[str, str] | None = None
-    new_id: Callable[[], str] = field(default=openai_id)
+    new_id: Callable[[], str] = field(default=make_openai_id)

@@ -10,7 +10,7 @@ import re
 
 from topw_deploy.runtime.tools.calls import ToolCall
 from topw_deploy.runtime.tools.cursor import Cursor, Reading, Waiting
-from topw_deploy.runtime.tools.family import CallFactory, Family, mistral_id
+from topw_deploy.runtime.tools.family import CallFactory, Family, make_mistral_id
 from topw_deploy.runtime.tools.values import JSON, read_mapping, read_value
 
 _OPEN, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -50,5 +50,5 @@ FAMILY = Family(
     openers={_OPEN: _read},
     markers=(_OPEN, _ID, _ARGUMENTS, "[THINK]", "[/THINK]"),
     thinking=("[THINK]", "[/THINK]"),
-    new_id=mistral_id,
+    new_id=make_mistral_id,
 )

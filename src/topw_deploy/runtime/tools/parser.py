@@ -63,9 +63,9 @@ class ToolCallParser:
 
     def _filter_space(self, step: Event | MessageEnd) -> list[Event]:
         if isinstance(step, Content):
-            return self._content.text(step.text)
+            return self._content.add_text(step.text)
         if isinstance(step, Reasoning):
-            return self._reasoning.text(step.text)
+            return self._reasoning.add_text(step.text)
         if isinstance(step, MessageEnd):
             self._content.end_message()
             self._reasoning.end_message()
@@ -143,7 +143,7 @@ class _WhiteSpaceFilter:
         self._has_text = False
         self._drops_last = event is Reasoning  # whether to remove white space at the end of the output
 
-    def text(self, text: str) -> list[Event]:
+    def add_text(self, text: str) -> list[Event]:
         """Add text. Returns its event, without white space at its end, which is held until more text follows."""
         text = self._held_space + (text.lstrip() if self._strips_next else text)
         kept = text.rstrip()
