@@ -25,7 +25,7 @@ WAITING = -1  # the row of a sequence that has none
 
 
 class ScheduledSequence:
-    """One sequence.
+    """A sequence that the scheduler gives a row: first its prompt is read, then it decodes.
 
     prompt_tokens: length of the prompt, at least 1.
     read_tokens: number of tokens of the prompt that are in the cache.
