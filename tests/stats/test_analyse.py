@@ -30,7 +30,7 @@ def test_a_far_token_is_dropped_and_a_near_one_kept() -> None:
     parameters = TopWParameters(lam=1.0, beta=3.0, init_top_p=0.3, geom_scale=10.0)
     step = ANALYSER.analyse(logits(1, 0.75, 0.75), parameters)
     assert (step.kept, step.certified, step.added, step.dropped) == (2, False, (), (1,))
-    assert step.changed
+    assert step.is_changed
     assert step.mass == pytest.approx(0.7)
     assert step.entropy == pytest.approx(scipy_entropy([0.4, 0.3, 0.3]))
     assert step.crop_entropy == pytest.approx(scipy_entropy([4 / 7, 3 / 7]))
@@ -47,13 +47,13 @@ def test_a_negative_scale_adds_a_far_token_and_drops_the_likeliest() -> None:
 
 def test_a_certified_step_is_never_changed() -> None:
     step = ANALYSER.analyse(logits(1, 0.5, 0.5), TopWParameters())
-    assert (step.kept, step.certified, step.changed, step.distances) == (1, True, False, 0)
+    assert (step.kept, step.certified, step.is_changed, step.distances) == (1, True, False, 0)
 
 
 def test_an_uncertified_step_may_keep_its_crop() -> None:
     parameters = TopWParameters(lam=1.0, beta=3.0, init_top_p=0.3, geom_scale=1e-4)
     step = ANALYSER.analyse(logits(1, 0.75, 0.75), parameters)
-    assert (step.kept, step.certified, step.changed) == (3, False, False)
+    assert (step.kept, step.certified, step.is_changed) == (3, False, False)
 
 
 def test_a_greedy_step_has_all_mass_on_one_token() -> None:
@@ -86,7 +86,7 @@ def test_steps_agree_with_the_reference_with_and_without_distances() -> None:
         assert (step.kept, step.certified) == (len(wanted.kept), wanted.certified)
         assert set(step.added) == set(wanted.kept) - set(plain.kept)
         assert set(step.dropped) == set(plain.kept) - set(wanted.kept)
-        changed += step.changed
+        changed += step.is_changed
     assert 5 < changed < 55
 
 

@@ -60,7 +60,7 @@ def test_every_step_agrees_with_the_reference_over_logits_computed_by_hand(folde
             assert step.mass == pytest.approx(p[wanted.kept].sum(), rel=1e-6)
             assert step.mass == pytest.approx(mass, rel=1e-5)  # the graph's own output
             assert step.entropy == pytest.approx(-(p[p > 0] * np.log(p[p > 0])).sum(), rel=1e-6)
-            changed += step.changed
+            changed += step.is_changed
             certified += step.certified
             tokens.append(token)
     assert changed > 3

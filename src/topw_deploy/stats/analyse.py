@@ -43,7 +43,7 @@ class StepAnalysis:
     distances_avoided: int
 
     @property
-    def changed(self) -> bool:
+    def is_changed(self) -> bool:
         """Whether distances changed the crop."""
         return bool(self.added or self.dropped)
 

@@ -205,7 +205,7 @@ class RulesReport(BenchReport):
             lines.append(f"\n{model.title}: ms/token (quartiles), certified tokens\n")
             lines.append(table(("rule", *temperatures), model.rows()))
         compared = "the mean of the other rules" if len(request.rules) > 2 else self.models[0].other_rules[0]
-        lines.append(f"\nOverhead of {request.top_w} to {compared} (95 % interval over rounds)\n")
+        lines.append(f"\nOverhead of {request.top_w_label} to {compared} (95 % interval over rounds)\n")
         header = ("model", *temperatures, "all", "all, to the fastest")
         lines.append(table(header, [(model.title, *model.overhead_cells()) for model in self.models]))
         return lines

@@ -81,7 +81,7 @@ class RulesRequest:
         require_few_threads(self.threads)
 
     @property
-    def top_w(self) -> str:
+    def top_w_label(self) -> str:
         """The label of Top-W."""
         return self._top_w_labels[0]
 

@@ -69,7 +69,7 @@ def _measure(
         calls = {name: _seeded_call(process, *place, request.seed) for name, place in places.items()}
         samples = interleave(calls, request.rounds, _WARMUP_ROUNDS, seed=request.seed, advance=advance)
     cells = [RuleTimes(rule.label, temperature, samples[name]) for name, (rule, temperature) in places.items()]
-    return ModelReport(folder, side.label, threads, len(prompt), request.top_w, cells)
+    return ModelReport(folder, side.label, threads, len(prompt), request.top_w_label, cells)
 
 
 def _seeded_call(
