@@ -249,11 +249,11 @@ def test_a_row_without_streamer_and_criteria_has_no_callbacks(
     model: TopWModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:
-        raise AssertionError("a Watch was made")
+        raise AssertionError("callbacks were made")
 
     monkeypatch.setattr("topw_deploy.runtime.callbacks.RowCallbacks.__init__", refuse)
     model.generate("ab", stopping_criteria=[], **SETTINGS)
-    with pytest.raises(AssertionError, match="a Watch was made"):
+    with pytest.raises(AssertionError, match="callbacks were made"):
         model.generate("ab", stopping_criteria=third, **SETTINGS)
 
 
