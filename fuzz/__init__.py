@@ -1,1 +1,1 @@
-"""Long random comparisons of every sampler with the reference."""
+"""Long random tests: of every sampler against the reference, of the engine, and of every loader of files."""

@@ -1,12 +1,12 @@
-"""Compare random and adversarial rows in the emulated CUDA kernels with the reference.
+"""Compare the emulated CUDA kernels with the reference, on random and adversarial rows.
 
     python -m fuzz.cuda [--rows 50000] [--seed 0]
 
-It uses the rows of `fuzz.sampler`, with every table and logits type, several block sizes, and a random thread order.
-Differences are allowed only at float32 ties (docs/contract/graph.md, section 4), but not at equal logits across the
-pool's cut. Prints every difference with its explanation; exits 1 if one has none.
+The rows are those of `fuzz.sampler`. Tables and logits have every type, blocks several sizes, and threads run in random
+order. A difference is allowed only at a float32 tie (docs/contract/graph.md, section 4), but not at equal logits across
+the pool's cut. The program prints every difference with its explanation, and exits with 1 if one has none.
 
-`fuzz` accepts any `plugins.kernel.Kernel`, so `benchmarks.gpu` uses it on a real GPU.
+The function `fuzz` accepts any `plugins.kernel.Kernel`; `benchmarks.gpu` passes a real GPU's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from fuzz.emulation import arguments, emulated, exit_code
 from fuzz.implementations import Answerer, Sampling, open_kernel
-from fuzz.sampler import Bounding, Outcome, Side, compare, exported_bound, report
+from fuzz.sampler import BoundFunction, Outcome, Side, compare, exported_bound, report
 from tests.support.rows import geometry_of
 from tests.support.sampler_cases import ALL, Size, Visit, visits
 from topw_deploy.plugins.kernel import KernelBlocks, KernelTable
@@ -37,19 +37,19 @@ _LARGE_POOL = 200
 
 
 def as_bfloat16(values: np.ndarray) -> np.ndarray:
-    """bfloat16 bits, uint16, rounded to nearest, ties to even."""
+    """Round to bfloat16, to the nearest number and ties to even. Returns the bits, uint16."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32).astype(np.uint64)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
 
 
 def from_bfloat16(bits: np.ndarray) -> np.ndarray:
-    """float32 from bfloat16 bits."""
+    """The float32 numbers of bfloat16 bits, uint16."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def quantised(table: np.ndarray, bits: int) -> tuple[np.ndarray, KernelBlocks, np.ndarray]:
-    """Quantise in blocks of 16 coordinates: packed codes, scales, dequantised rows."""
+    """Quantise a table in blocks of 16 coordinates. Returns packed codes, scales, and the dequantised rows."""
     tokens, hidden = table.shape
     blocks = -(-hidden // _BLOCK)
     padded = np.zeros((tokens, blocks * _BLOCK), np.float32)
@@ -65,7 +65,10 @@ def quantised(table: np.ndarray, bits: int) -> tuple[np.ndarray, KernelBlocks, n
 
 
 def in_type(visit: Visit, kind: str) -> tuple[Visit, Callable[[np.ndarray | None], KernelTable | None]]:
-    """Returns (the visit with its table rounded to `kind`, function from neighbour bounds to the kernel's table)."""
+    """Round a visit's table to the type `kind`.
+
+    Returns the visit with the rounded table, and a function that makes the kernel's table from neighbour bounds.
+    """
     if visit.scenario.options.metric == "uniform":
         return visit, lambda bound: None
     codes, blocks, rows = visit.table, None, visit.table
@@ -85,21 +88,21 @@ def in_type(visit: Visit, kind: str) -> tuple[Visit, Callable[[np.ndarray | None
 
 
 def new_outcome() -> Outcome:
-    """An empty outcome with float32's tie bounds."""
+    """An outcome without rows, with the tie bounds of float32."""
     return Outcome({_NAME: Side(FLOAT32_TIES)}, _NEARLY)
 
 
 def fuzz(
     kernel: Sampling, rows: int, seed: int, before: Callable[[int, Visit], None] | None = None,
-    sizes: tuple[Size, ...] = ALL, *, first: int = 0, measure: Bounding = exported_bound,
+    sizes: tuple[Size, ...] = ALL, *, first: int = 0, measure: BoundFunction = exported_bound,
     after: Callable[[Outcome, int], object] = lambda outcome, rows: None,
 ) -> Outcome:  # fmt: skip
-    """Compare `rows` rows of `kernel` with the reference.
+    """Compare a kernel with the reference on `rows` rows.
 
-    before: called with each visit's number and the visit.
-    after: called with the outcome and each visit's number of rows.
-    first: number of the first visit; the number determines the types.
-    measure: function that computes the neighbour bounds.
+    before: called with the number of each visit and the visit.
+    after: called with the outcome and the number of rows of each visit.
+    first: the number of the first visit. A visit's number determines its types.
+    measure: computes neighbour bounds.
     """
     outcome, done = new_outcome(), 0
     for number, drawn in enumerate(visits(seed, sizes), first):
@@ -124,12 +127,15 @@ def fuzz(
 
 
 def unexplained_of(outcome: Outcome) -> list[str]:
-    """Differences without an explanation."""
+    """The differences without an explanation, as lines of text."""
     return outcome.sides[_NAME].unexplained
 
 
 def _logits_types(number: int) -> tuple[Callable[[np.ndarray], np.ndarray], Callable[[np.ndarray], np.ndarray]]:
-    """Every tenth visit stores float16, every tenth bfloat16."""
+    """How visit `number` stores logits, and how it rounds them before the reference reads them.
+
+    One visit in ten stores float16, another one bfloat16, the others float32.
+    """
     if number % 10 == 3:
         return as_bfloat16, lambda row: from_bfloat16(as_bfloat16(row))
     if number % 10 == 7:

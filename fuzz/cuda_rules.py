@@ -1,13 +1,14 @@
-"""Compare the rules other than Top-W in the emulated CUDA kernels with the reference, on random rows.
+"""Compare the emulated CUDA kernels with the reference, on random rows with rules other than Top-W.
 
     python -m fuzz.cuda_rules [--rows 20000] [--seed 0]
 
-It uses all kinds of rows of tests.support.rule_rows, vocabularies from 1 to 32,000, pools from 1 to 4,096, several
-block sizes, and a random thread order. The kernels decide in double, so a difference is allowed only where the deciding
-quantity is within 1e-9 of its threshold, or the draw within 1e-12. Prints all other differences; exits 1 if there is
-one.
+The rows are of all kinds of tests.support.rule_rows. Vocabularies have 1 to 32,000 tokens, pools 1 to 4,096, blocks
+several sizes, and threads run in random order. The kernels decide in double precision. So a difference is allowed only
+where the deciding quantity is within 1e-9 of its threshold, or the draw within 1e-12. The program prints all other
+differences, and exits with 1 if there is one.
 
-`fuzz` accepts any `plugins.kernel.Kernel`: `fuzz.native_rules` passes the native sampler, `benchmarks.gpu` a real GPU.
+The function `fuzz` accepts any `plugins.kernel.Kernel`: `fuzz.native_rules` passes the native sampler's,
+`benchmarks.gpu` a real GPU's.
 """
 
 from __future__ import annotations
@@ -42,7 +43,13 @@ SIZES = (
 
 @dataclass
 class Found:
-    """Numbers of rows by rule, at a tie by rule, and by (rule, stage that answered); the differences."""
+    """What a comparison found.
+
+    rows: the number of rows of each rule.
+    tied: the number of rows at a tie, by rule.
+    stages: the number of rows by rule and by the stage that answered them.
+    differences: those that are not at a tie, as lines of text.
+    """
 
     rows: Counter[str] = field(default_factory=Counter)
     tied: Counter[str] = field(default_factory=Counter)
@@ -55,11 +62,11 @@ def fuzz(
     after: Callable[[int], object] = lambda rows: None, sizes: Sequence[tuple[int, int, int, int]] = SIZES,
     make: Callable[[np.random.Generator, int, str], Case] = rule_case,
 ) -> Found:  # fmt: skip
-    """Compare at least `rows` rows of `kernel` with the reference.
+    """Compare a kernel with the reference on at least `rows` rows.
 
-    before: called with each batch's number, threads and blocks.
-    after: called with each batch's number of rows.
-    make: makes a row of a vocabulary and rule.
+    before: called with the number of each batch, its threads per block and its blocks.
+    after: called with the number of rows of each batch.
+    make: makes a row for a vocabulary's size and a rule.
     """
     found, number = Found(), 0
     while sum(found.rows.values()) < rows:
@@ -84,7 +91,7 @@ def fuzz(
 
 
 def report(found: Found) -> str:
-    """A table: the rows of each rule, those at a tie, and all by the stage that answered them."""
+    """A Markdown table with the rows of each rule: all, those at a tie, and by the stage that answered them."""
     columns = ("candidates", "pool", "whole row")
     lines = [
         (name, found.rows[name], found.tied[name], *(found.stages[name, column] for column in columns))

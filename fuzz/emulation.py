@@ -1,4 +1,4 @@
-"""Shared by the commands that compare the emulated CUDA kernels with the reference."""
+"""What the commands share that compare kernels with the reference: arguments, the emulated kernel and the exit code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.emulated import EmulatedKernel, built
 
 
 def arguments(description: str | None, rows: int) -> argparse.Namespace:
-    """Parse --rows and --seed. rows: the default."""
+    """Parse the arguments --rows and --seed. rows: the default number of rows."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=rows)
     parser.add_argument("--seed", type=int, default=0)
@@ -22,7 +22,10 @@ def arguments(description: str | None, rows: int) -> argparse.Namespace:
 
 @contextmanager
 def emulated(rows: int) -> Iterator[tuple[EmulatedKernel, Callable[[int], object]]]:
-    """Print the machine. Yields an emulated kernel, and a function that adds to a progress bar of `rows` rows."""
+    """Print the machine and show a progress bar of `rows` rows.
+
+    Yields an emulated kernel, and a function that adds rows to the bar.
+    """
     from tqdm import tqdm
 
     print(machine() + "\n")
@@ -31,7 +34,7 @@ def emulated(rows: int) -> Iterator[tuple[EmulatedKernel, Callable[[int], object
 
 
 def exit_code(differences: Sequence[str]) -> int:
-    """Print the first differences. Returns 1 if there are any."""
+    """Print the first differences. Returns the exit code, 1 if there are any."""
     for line in differences[:20]:
         print(line)
     return 1 if differences else 0

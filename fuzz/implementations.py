@@ -1,7 +1,7 @@
-"""The implementations that `fuzz.sampler` compares, behind one protocol.
+"""The implementations of the sampler that `fuzz.sampler` compares, behind one interface.
 
-An adapter opens an implementation for one scenario and answers lists of rows. It imports on demand, and raises `Absent`
-with the reason if it cannot run.
+A function of ADAPTERS opens an implementation for one scenario. It imports what the implementation needs, raises
+`Absent` with the reason if that cannot run, and returns a function that answers lists of rows.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ Answerer = Callable[[list[Case]], list["Answer"]]
 
 
 class Absent(Exception):  # noqa: N818 - a state, not a failure
-    """An implementation cannot run here; the message says why."""
+    """Raised by an adapter whose implementation cannot run here; the message says why."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One row's answer.
+    """An implementation's answer for one row; by default that of an invalid row.
 
-    kept: ids by (logit descending, id ascending), or ascending if not `ordered`.
-    next_token, logprob, mass: None without a draw.
+    kept: the kept ids, in the order (logit descending, id ascending) if `ordered`, else ascending.
+    stage: the stage of the algorithm that answered.
+    distances: the number of computed distances.
+    distances_avoided: the number of distances that bounds made unnecessary.
+    next_token, logprob, mass: of the draw; None if the implementation does not draw.
     """
 
     kept: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -45,7 +48,7 @@ class Answer:
 
 
 def open_fast(visit: Visit, bound: np.ndarray | None) -> Answerer:
-    """`sampling.fast_crop`, row by row."""
+    """Open `sampling.fast_crop`, which answers row by row."""
 
     def answer(case: Case) -> Answer:
         try:
@@ -58,7 +61,7 @@ def open_fast(visit: Visit, bound: np.ndarray | None) -> Answerer:
 
 
 def open_torch(visit: Visit, bound: np.ndarray | None) -> Answerer:
-    """`sampling.torch.crop_rows`, one batch with parameters per row."""
+    """Open `sampling.torch.crop_rows`, which answers a batch with parameters for each row."""
     try:
         import torch
 
@@ -95,7 +98,7 @@ def open_torch(visit: Visit, bound: np.ndarray | None) -> Answerer:
 
 
 def open_native(visit: Visit, bound: np.ndarray | None) -> Answerer:
-    """The native library's kernel through ctypes, one batch; it also draws."""
+    """Open the native library's kernel through ctypes. It answers a batch, and also draws."""
     from topw_deploy.plugins.kernel import Kernel, KernelTable
     from topw_deploy.plugins.shared_library import library_path, why_absent
 
@@ -108,7 +111,7 @@ def open_native(visit: Visit, bound: np.ndarray | None) -> Answerer:
 
 
 class Sampling(Protocol):
-    """The interface of plugins.kernel.Kernel."""
+    """The method of `plugins.kernel.Kernel` that is compared."""
 
     def sample(self, logits: Any, columns: Any, options: Any, table: Any, *, mass: bool, keep_mask: bool) -> Any: ...
 
@@ -116,10 +119,10 @@ class Sampling(Protocol):
 def open_kernel(
     kernel: Sampling, options: TopWOptions, table: object, logits: Callable[[np.ndarray], np.ndarray] = np.asarray
 ) -> Answerer:
-    """A kernel with one scenario's table and options, one batch.
+    """Open a kernel with one scenario's options and table. It answers a batch.
 
     table: None for the uniform metric.
-    logits: converts float32 rows to the kernel's input type.
+    logits: converts float32 rows to the type that the kernel reads.
     """
     from topw_deploy.plugins.kernel import STAGES
 

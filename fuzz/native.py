@@ -22,7 +22,10 @@ SANITIZERS = "address,undefined"
 
 
 def build(output: Path, compiler: str, libfuzzer: bool) -> None:
-    """Compile the harness with the sampler. Raises NotBuiltError."""
+    """Compile the harness and the sampler into `output`. Raises NotBuiltError if the compiler fails.
+
+    libfuzzer: whether libFuzzer drives the harness, instead of its own main function.
+    """
     sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
     kind = [f"-fsanitize={SANITIZERS},fuzzer"] if libfuzzer else [f"-fsanitize={SANITIZERS}", "-DTOPW_FUZZ_MAIN"]
     command = [compiler, *FLAGS, *kind, "-fno-sanitize-recover=all", f"-I{SOURCES}", *sources, str(HARNESS)]
@@ -33,7 +36,10 @@ def build(output: Path, compiler: str, libfuzzer: bool) -> None:
 
 
 def build_any(folder: Path, compiler: str | None) -> tuple[Path, bool]:
-    """Returns the harness and whether libFuzzer drives it."""
+    """Compile the harness with the first compiler that can. Returns the program, and whether libFuzzer drives it.
+
+    compiler: the only one to try; None for several. Raises NotBuiltError if all fail.
+    """
     reasons = []
     for name in [compiler] if compiler else ["clang++", "g++", "c++"]:
         if shutil.which(name) is None:
@@ -50,7 +56,7 @@ def build_any(folder: Path, compiler: str | None) -> tuple[Path, bool]:
 
 
 def command(program: Path, libfuzzer: bool, seconds: int, seed: int, corpus: Path) -> list[str]:
-    """The command that fuzzes for `seconds`."""
+    """The command that runs the harness for `seconds`. corpus: libFuzzer's folder of inputs."""
     if not libfuzzer:
         return [str(program), str(seconds), str(seed)]
     limits = [f"-max_total_time={seconds}", f"-seed={seed + 1}", "-max_len=2000", "-len_control=0", "-timeout=120"]

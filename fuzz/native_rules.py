@@ -1,10 +1,11 @@
-"""Compare the rules other than Top-W in the native sampler with the reference, on random rows.
+"""Compare the native sampler with the reference, on random rows with rules other than Top-W.
 
     python -m fuzz.native_rules [--rows 20000] [--seed 0]
 
---rows: of each rule. Half are rows of tests.support.rule_rows, half of tests.support.rule_cases, where a quarter have a
-value close to a threshold. Vocabularies range from 1 to 151,936; batches take turns with the processor's instruction
-sets. The allowed differences are those of `fuzz.cuda_rules`. Prints all others; exits 1 if there is one.
+--rows is the number of rows of each rule. Half of them come from tests.support.rule_rows, half from
+tests.support.rule_cases, where a quarter have a value close to a threshold. Vocabularies have 1 to 151,936 tokens.
+Batches use the processor's instruction sets in turn. The allowed differences are those of `fuzz.cuda_rules`. The
+program prints all others, and exits with 1 if there is one.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ from topw_deploy.plugins.kernel import Kernel
 from topw_deploy.plugins.shared_library import library_path, why_absent
 
 NATIVE_SIZES = (*SIZES * 4, (151_936, 1200, 0, 0))
-"""A number of sizes that is no multiple of 3, so that each meets every instruction set. The last has no CUDA blocks."""
+"""Sizes of `fuzz.cuda_rules`; the last one needs no threads and blocks.
+
+Their number is not a multiple of 3, so that each size is combined with every instruction set.
+"""
 
 
 def either_case(rng: np.random.Generator, vocab: int, rule: str) -> Case:
-    """A row of either kind."""
+    """A row of `rule_case` or of `sampler_case`, at random."""
     made = rule_case if rng.random() < 0.5 else sampler_case
     return made(rng, vocab, rule)
 
@@ -39,7 +43,10 @@ def fuzz_native(
     kernel: Kernel, rows: int, seed: int, sizes: tuple[tuple[int, int, int, int], ...] = NATIVE_SIZES,
     after: Callable[[int], object] = lambda rows: None,
 ) -> Found:  # fmt: skip
-    """Compare at least `rows` rows of all rules together, in each instruction set in turn; the best stays active."""
+    """Compare at least `rows` rows of all rules together, with each instruction set in turn.
+
+    Afterwards, the kernel uses the best instruction set again. after: called with the number of rows of each batch.
+    """
     sets = instruction_sets(kernel)
 
     def switch(number: int, threads: int, blocks: int) -> None:

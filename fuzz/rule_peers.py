@@ -1,7 +1,7 @@
-"""Other implementations of the sampling rules: transformers' warpers, the authors' files, vLLM's, and direct formulas.
+"""Other implementations of the sampling rules: transformers' warpers, the authors' code, vLLM's, and direct formulas.
 
-A peer takes a tensor of logits [V], float32 or float64 and already divided by the temperature, and the rule's values.
-It returns the kept ids, ascending.
+A peer takes logits [V], float32 or float64 and already divided by the temperature, and the rule's values (v0, v1). It
+returns the kept ids, ascending.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _p_less(logits: Tensor, _: tuple[float, float]) -> np.ndarray:
 
 
 def _min_k(logits: Tensor, values: tuple[float, float]) -> np.ndarray:
-    """The paper's formulas, applied one by one to the sorted logits. Keeps all logits equal to the last one."""
+    """Min-k by the paper's formulas on the sorted logits. Keeps all tokens whose logit equals the last kept one."""
     ordered = logits[logits.isfinite()].sort(descending=True).values.tolist()
     span = ordered[0] - ordered[-1]
     if span == 0:
@@ -68,16 +68,16 @@ TRANSFORMERS: Mapping[str, Peer] = {
     "epsilon": _warper(warpers.EpsilonLogitsWarper),
     "eta": _warper(warpers.EtaLogitsWarper),
 }
-"""Rule -> transformers' warper."""
+"""Rule -> transformers' warper as a peer."""
 
 FORMULAS: Mapping[str, Peer] = {"p_less": _p_less, "min_k": _min_k}
-"""Rule without a warper -> its formula."""
+"""Rule without a warper in transformers -> its formula as a peer."""
 
 
 def authors_top_h(path: Path) -> Peer:
-    """TopH_LogitsProcessor of the authors' logit_processor.py. It raises IndexError on some rows.
+    """The class TopH_LogitsProcessor of the authors' logit_processor.py as a peer. It raises IndexError on some rows.
 
-    The pool is cut to the vocabulary here, because the code raises for a larger one.
+    The peer cuts the pool to the vocabulary, because the class raises an error for a larger one.
     """
     made = _load(path).TopH_LogitsProcessor
 
@@ -89,15 +89,16 @@ def authors_top_h(path: Path) -> Peer:
 
 
 def authors_top_n_sigma(path: Path) -> Peer:
-    """TopNSigma of the authors' hf_nsigma.py."""
+    """The class TopNSigma of the authors' hf_nsigma.py as a peer."""
     made = _load(path).TopNSigma
     return lambda logits, values: _finite(made(values[0], "cpu")(_NO_IDS, logits[None])[0])
 
 
 def authors_p_less(path: Path) -> Peer:
-    """p_less_decode of the authors' p_less_samplers.py: the tokens with a probability when it draws.
+    """The function p_less_decode of the authors' p_less_samplers.py as a peer.
 
-    None, if rounding puts all probabilities below the threshold: the code then draws from NaN.
+    The peer returns the tokens with a positive probability when the function draws. There are none if rounding puts all
+    probabilities below the threshold; the function then draws from NaN.
     """
     made = _load(path)
 
@@ -114,11 +115,11 @@ _FROM_VLLM = {
     "vllm.utils.torch_utils": ("async_tensor_h2d",),
     "vllm.v1.sample.logits_processor.interface": ("BatchUpdate", "LogitsProcessor", "MoveDirectionality"),
 }
-"""The names that vLLM's builtin.py imports from vLLM, by module. MinKLogitsProcessor calls none of them here."""
+"""Module of vLLM -> the names that builtin.py imports from it. MinKLogitsProcessor uses none of them here."""
 
 
 def vllm_min_k(path: Path) -> Peer:
-    """MinKLogitsProcessor of vLLM's logits_processor/builtin.py, which is loaded without vLLM."""
+    """The class MinKLogitsProcessor of vLLM's logits_processor/builtin.py as a peer. Loads the file without vLLM."""
     modules = {name: ModuleType(name) for name in _FROM_VLLM}
     for name, module in modules.items():
         vars(module).update({wanted: type(wanted, (), {}) for wanted in _FROM_VLLM[name]})

@@ -1,11 +1,11 @@
-"""Compare the sampling rules' definitions with torch's form and processor, transformers' warpers and the authors' code.
+"""Compare other implementations of the sampling rules with their definitions.
 
     python -m fuzz.rules [--rows 20000] [--seed 0] [--rule min_p ...] [--top-h FILE] [--top-n-sigma FILE]
         [--p-less FILE] [--min-k FILE]
 
-The definition is `sampling.rules.kept_set`, in float64. The torch form and `RuleLogitsProcessor` may differ only at
-float64 ties. The others run in float32 and treat ties in their own way; their differences are counted by cause. Exits 1
-if a difference has no known cause.
+The definitions are `sampling.rules.kept_set`, in float64. This project's torch form and `RuleLogitsProcessor` may
+differ only at float64 ties. Transformers' warpers, the authors' code and vLLM's run in float32 and break ties in their
+own ways; their differences are counted by cause. The program exits with 1 if a difference has no known cause.
 
 --top-h: logit_processor.py of github.com/ErfanBaghaei/Top-H-Decoding.
 --top-n-sigma: src/hf/hf_nsigma.py of github.com/Tomorrowdawn/top_nsigma.
@@ -57,7 +57,11 @@ FILES: Mapping[str, tuple[str, Callable[[Path], Peer]]] = {
 
 @dataclass
 class Outcome:
-    """Counts of (rule, peer, cause), and the differences without a known cause."""
+    """The results of a run.
+
+    causes: the number of rows by rule, peer and cause.
+    unexplained: differences without a known cause, as lines of text.
+    """
 
     causes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     unexplained: list[str] = field(default_factory=list)
@@ -75,7 +79,7 @@ def fuzz(
     rows: int, seed: int, rules: tuple[str, ...] = REST, authors: Mapping[str, Peer] | None = None,
     most_vocabulary: int = 151_936,
 ) -> Outcome:  # fmt: skip
-    """Compare `rows` rows of each rule. authors: rule -> the code of one of FILES."""
+    """Compare all implementations on `rows` rows of each rule. authors: rule -> the peer of one of FILES."""
     outcome = Outcome()
     torch.set_num_threads(1)
     for rule in rules:
@@ -105,7 +109,7 @@ def _exact_cause(same: bool, wanted: RuleCrop) -> str | None:
 
 
 def _processor(case: RuleCase) -> np.ndarray:
-    """The ids whose score RuleLogitsProcessor leaves finite."""
+    """The ids that RuleLogitsProcessor keeps, ascending."""
     choices = dict(zip((value.name for value in RULES[case.rule].values), case.values, strict=False))
     processor = RuleLogitsProcessor(rule=case.rule, temperature=case.temperature, **choices)
     scores = processor(torch.zeros(1, 1, dtype=torch.int64), torch.from_numpy(case.logits)[None])[0]
@@ -149,7 +153,7 @@ def _compare_peer(case: RuleCase, name: str, peer: Peer, outcome: Outcome) -> No
 
 
 def _answer(peer: Peer, logits: np.ndarray, values: tuple[float, float]) -> np.ndarray | None:
-    """The peer's kept ids; None for an IndexError: the authors' Top-H beyond its pool, vLLM's min-k for one token."""
+    """The peer's kept ids; None if it raises IndexError, as the authors' Top-H and vLLM's min-k do on some rows."""
     try:
         return peer(torch.from_numpy(logits), values)
     except IndexError:
@@ -173,7 +177,7 @@ def _cause(logits: np.ndarray, wanted: RuleCrop, found: np.ndarray) -> str | Non
 
 
 def _index_error(case: RuleCase, logits: np.ndarray, name: str) -> str | None:
-    """Why the peer raises IndexError at this row; None if there is no known reason."""
+    """Why the peer raises IndexError on this row; None if the reason is not known."""
     if case.rule == "min_k" and name == "vLLM":
         return "raises: vocabulary of one token" if len(logits) == 1 else None
     if case.rule != "top_h" or name != "authors":
@@ -192,7 +196,7 @@ def _whole(p: np.ndarray, alpha: float) -> bool:
 
 
 def _definition(case: RuleCase, logits: np.ndarray, name: str, found: np.ndarray) -> str | None:
-    """The cause if the peer follows a different definition, and this definition in float64 gives its result."""
+    """The cause, if the peer has another definition of the rule which in float64 gives the peer's result; else None."""
     if case.rule == "top_n_sigma" and not len(found):
         few = np.isfinite(logits).sum() < max(2, len(logits))
         return "keeps nothing: sigma is NaN for a -inf, or for one token" if few else None
@@ -210,7 +214,7 @@ def _definition(case: RuleCase, logits: np.ndarray, name: str, found: np.ndarray
 
 
 def _softmax_of_the_pool(row: OrderedRow, alpha: float, pool: int) -> set[int]:
-    """The numbers of tokens that transformers' Top-H may keep if its limit has a relative error of up to 1e-5."""
+    """The sizes of kept sets that transformers' Top-H may have if its limit has a relative error of up to 1e-5."""
     q = row.weights[:pool] / row.weights[:pool].sum()
     E = np.cumsum(-q * np.log(np.maximum(q, 1e-300)))
     limit = alpha * E[-1]
@@ -219,7 +223,7 @@ def _softmax_of_the_pool(row: OrderedRow, alpha: float, pool: int) -> set[int]:
 
 
 def paper_differs(rows: int, seed: int, most_vocabulary: int = 151_936) -> tuple[int, int]:
-    """(Number of rows, number of them where the paper's bound H(q) <= alpha H(p) keeps a different prefix)."""
+    """The number of rows, and of those in which the paper's bound H(q) <= alpha H(p) keeps another prefix."""
     count = 0
     for case in islice(rule_cases(seed, "top_h", most_vocabulary), rows):
         row = OrderedRow.of(case.logits.astype(np.float64), case.temperature)
@@ -233,7 +237,7 @@ def paper_differs(rows: int, seed: int, most_vocabulary: int = 151_936) -> tuple
 
 
 def report(outcome: Outcome) -> str:
-    """A Markdown table of causes by rule and peer."""
+    """A Markdown table of rows by rule, peer and cause."""
     lines = [
         (rule, peer, cause, count)
         for (rule, peer, cause), count in sorted(

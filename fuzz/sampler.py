@@ -1,10 +1,10 @@
-"""Compare random and adversarial rows in the fast samplers with the reference.
+"""Compare the fast samplers with the reference, on random and adversarial rows.
 
     python -m fuzz.sampler [--rows 250000] [--seed 0] [--implementation fast torch native]
 
-All decide in double, so they may differ only at float64 ties (docs/contract/graph.md, section 4), but not at equal
-logits across the pool's cut, which ids order. Every other visit has neighbour bounds. Prints counts and explained
-differences; exits 1 if one has no explanation.
+All of them decide in double precision. So they may differ only at float64 ties (docs/contract/graph.md, section 4), but
+not at equal logits across the pool's cut, which are in the order of their ids. Every second visit has neighbour bounds.
+The program prints counts and explained differences, and exits with 1 if a difference has no explanation.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _NEARLY = TieBounds(objective=1e-6, nucleus=1e-6, draw=0.0)
 _STAGES = ("candidates", "pool", "geometry", "literal", "greedy", "invalid")
 
 Opener = Callable[[Visit, "np.ndarray | None"], Answerer]
-Bounding = Callable[[Geometry, int], np.ndarray]
+BoundFunction = Callable[[Geometry, int], np.ndarray]
 
 
 def exported_bound(geometry: Geometry, tokens: int) -> np.ndarray:
-    """An export's neighbour bound. Imports the exporter."""
+    """The neighbour bound that an export would store. Imports the exporter."""
     from topw_deploy.export.graft.neighbour_bound import neighbour_bound
 
     return neighbour_bound(geometry, tokens)
@@ -43,7 +43,14 @@ def exported_bound(geometry: Geometry, tokens: int) -> np.ndarray:
 
 @dataclass
 class Side:
-    """One implementation's results by regime. bounds: bounds within which rows are tied."""
+    """The results of one implementation.
+
+    bounds: within which a row is tied.
+    stages: the number of rows by regime and by the stage that answered them.
+    distances, avoided: the numbers of computed and of avoided distances by regime.
+    explained: the number of differences by kind and explanation.
+    unexplained: differences without an explanation, as lines of text.
+    """
 
     bounds: TieBounds = FLOAT64_TIES
     stages: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -53,7 +60,7 @@ class Side:
     unexplained: list[str] = field(default_factory=list)
 
     def add(self, case: Case, wanted: SampledRow, found: Answer, label: str) -> None:
-        """Compare one row."""
+        """Compare one row's answer with the reference's. label: names the scenario in a difference."""
         regime = _regime(case)
         self.stages[regime, found.stage] += 1
         self.distances[regime] += found.distances
@@ -68,7 +75,7 @@ class Side:
 
 
 def differences(wanted: SampledRow, found: Answer) -> Iterator[str]:
-    """The differences: in the certificate, in the kept ids and their order, or otherwise in the draw."""
+    """Yield the names of all differences. The draw is compared only if the kept set is the same."""
     if found.certified != wanted.certified:
         yield "certified"
     ids = wanted.kept_ids if found.ordered else np.sort(wanted.kept_ids)
@@ -85,7 +92,13 @@ def differences(wanted: SampledRow, found: Answer) -> Iterator[str]:
 
 @dataclass
 class Outcome:
-    """A run's results. near: bounds for counting nearly tied rows."""
+    """The results of a run.
+
+    sides: by the name of the implementation.
+    near: bounds within which rows count as nearly tied.
+    rows, certified: the numbers of rows and of certified rows by regime.
+    tied, nearly_tied: the numbers of rows on and near a tie.
+    """
 
     sides: dict[str, Side]
     near: TieBounds = _NEARLY
@@ -96,7 +109,7 @@ class Outcome:
 
 
 def fuzz(rows: int, seed: int, names: Sequence[str], sizes: Sequence[Size] = ALL) -> Outcome:
-    """Compare `rows` rows in the named implementations."""
+    """Compare the named implementations with the reference on `rows` rows."""
     from tqdm import tqdm
 
     outcome = Outcome({name: Side() for name in names})
@@ -115,11 +128,12 @@ def fuzz(rows: int, seed: int, names: Sequence[str], sizes: Sequence[Size] = ALL
 
 def compare(
     visit: Visit, cases: list[Case], bounded: bool, outcome: Outcome, openers: Mapping[str, Opener] = ADAPTERS,
-    measure: Bounding = exported_bound,
+    measure: BoundFunction = exported_bound,
 ) -> None:  # fmt: skip
-    """Compare one visit's rows in every implementation.
+    """Compare every implementation with the reference on rows of one visit.
 
-    bounded: pass `measure`'s neighbour bound for small vocabularies.
+    bounded: whether implementations get neighbour bounds; only for vocabularies of up to _LARGEST_BOUNDED tokens.
+    measure: computes the bounds.
     """
     wanted = [reference(visit.scenario, visit.geometry, case) for case in cases]
     for case, row in zip(cases, wanted, strict=True):
@@ -148,7 +162,7 @@ def _regime(case: Case) -> str:
 
 
 def available(names: Sequence[str]) -> list[str]:
-    """The implementations that can run here; prints why others are left out."""
+    """The implementations that can run here. Prints why the others cannot."""
     found = []
     for name in names:
         try:
@@ -160,7 +174,7 @@ def available(names: Sequence[str]) -> list[str]:
 
 
 def report(outcome: Outcome) -> str:
-    """Markdown tables: stages by regime, differences by explanation."""
+    """Markdown tables of rows by regime and stage, and of differences by explanation."""
     parts = [_regimes(name, side, outcome) for name, side in outcome.sides.items()]
     reasons = sorted({reason for side in outcome.sides.values() for reason in side.explained})
     lines: list[tuple[object, ...]] = [(r, *(side.explained[r] for side in outcome.sides.values())) for r in reasons]

@@ -1,6 +1,6 @@
-"""`make fuzz`: compare random rows in all graph forms and the native operator with the reference.
+"""Compare all forms of the graph and the native operator with the reference, on random rows (`make fuzz`).
 
-Prints rows and differences; exits 1 if a difference has no explanation.
+The program prints rows and differences, and exits with 1 if a difference has no explanation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _POTENTIALS = (("nearest", 4), ("knn", 4), ("nearest", 4), ("knn", 2))
 
 
 def scenarios(seed: int) -> Iterator[tuple[Scenario, int, int]]:
-    """Endless (scenario, rows per batch, batches)."""
+    """Yield random scenarios without end, each with the rows of a batch and the number of batches."""
     rng = np.random.default_rng(seed)
     for number in itertools.count():
         vocab, top_m, batch, batches = _SIZES[number % len(_SIZES)]
@@ -53,7 +53,7 @@ def scenarios(seed: int) -> Iterator[tuple[Scenario, int, int]]:
 
 
 def fuzz(rows: int, seed: int, forms: tuple[str, ...]) -> dict[str, Tally]:
-    """Compare at least `rows` rows in each form."""
+    """Compare each form with the reference on at least `rows` rows."""
     tallies = {form: Tally() for form in forms}
     done = 0
     with tqdm(total=rows, unit="row", file=sys.stderr) as bar:
@@ -79,7 +79,7 @@ def fuzz(rows: int, seed: int, forms: tuple[str, ...]) -> dict[str, Tally]:
 
 
 def report(tallies: dict[str, Tally]) -> str:
-    """Markdown tables: certified share by regime, differences by explanation."""
+    """Markdown tables of certified rows by regime, and of differences by explanation."""
     first = next(iter(tallies.values()))
     regimes = [(name, count, f"{first.certified[name] / count:.1%}") for name, count in sorted(first.rows.items())]
     total = sum(first.rows.values())
@@ -109,7 +109,7 @@ def main() -> int:
 
 
 def chosen_forms(parser: argparse.ArgumentParser, given: list[str] | None) -> tuple[str, ...]:
-    """The forms of the command line; without any, all that can run here."""
+    """The forms that the command line names, or else all that can run here."""
     forms = tuple(given) if given else (*FORMS, NATIVE) if library_path() else FORMS
     if NATIVE in forms and not library_path():
         parser.error(f"no native sampler: {why_absent()}")
@@ -117,7 +117,7 @@ def chosen_forms(parser: argparse.ArgumentParser, given: list[str] | None) -> tu
 
 
 def verdict(tallies: dict[str, Tally]) -> int:
-    """Print the first differences without an explanation. Returns 1 if there are any."""
+    """Print the first differences without an explanation. Returns the exit code, 1 if there are any."""
     unexplained = [line for tally in tallies.values() for line in tally.unexplained]
     for line in unexplained[:20]:
         print(line)

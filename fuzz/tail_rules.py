@@ -1,10 +1,10 @@
-"""Compare the rules other than Top-W in all graph forms and the native operator with the reference, on random rows.
+"""Compare all forms of the graph and the native operator with the reference, on rows with rules other than Top-W.
 
     python -m fuzz.tail_rules [--rows 20000] [--seed 0] [--form FORM]
 
---rows: of all rules together, in each form. Each row is drawn from twice: without edits, and with padded edits and a
-mask in place of -inf. A quarter have a value close to a threshold. Only float32's ties explain a difference, as in
-`fuzz.tail`. Prints all others; exits 1 if there is one.
+--rows is the number of rows of all rules together, in each form. Each row is drawn from twice: without edits, and with
+padded edits and a mask in place of -inf. A quarter of the rows have a value close to a threshold. Only a float32 tie
+explains a difference, as in `fuzz.tail`. The program prints all others, and exits with 1 if there is one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ROUNDS = 4  # of SIZES for each batch of LARGEST
 def fuzz(
     rows: int, seed: int, forms: Sequence[str], sizes: Sequence[tuple[int, int, int]] | None = None
 ) -> dict[str, Tally]:
-    """Compare at least `rows` rows in each form. sizes: default: all of SIZES and LARGEST."""
+    """Compare each form with the reference on at least `rows` rows. sizes: None for SIZES and LARGEST."""
     tallies = {form: Tally() for form in forms}
     turns = sizes or (*SIZES * _ROUNDS, LARGEST)
     done = number = 0

@@ -2,7 +2,8 @@
 
     python -m fuzz.engine [--seconds 3600] [--seed 0] [--replay 0.25] [--leak BYTES]
 
-Exits with 1 if a request is lost, stuck or draws other tokens than alone, or if memory, handles or threads grow.
+The program exits with 1 if a request is lost, is stuck, or draws other tokens than it draws alone. It also does so if
+memory, handles or threads grow.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from fuzz.engine.episodes import Report, run_episode
 from fuzz.engine.flatness import ALLOWED, Sample, growth, leaks, sample
 from fuzz.engine.models import open_subjects
 
-_EPISODE = 4.0  # seconds
-_PRINT_EVERY = 60.0
+_EPISODE = 4.0  # seconds that the engines of an episode live
+_PRINT_EVERY = 60.0  # seconds
 
 
 class Watchdog:
-    """Ends the process, with the stacks of all threads, once nothing has happened for a while."""
+    """Ends the process if no counter of the report has changed for 3 STUCK; prints the stacks of all threads first."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
@@ -49,7 +50,11 @@ class Watchdog:
 
 
 def soak(folder: Path, seconds: float, seed: int, replay: float, leak: int) -> int:
-    """Returns the exit status."""
+    """Run episodes for `seconds`, or until something is wrong. Returns the exit code.
+
+    replay: the share of the outcomes that are compared with `generate`.
+    leak: bytes to leak for each request, which the test must notice.
+    """
     report, samples, leaked = Report(), list[Sample](), list[bytearray]()
     subjects = open_subjects(folder, seed)
     Watchdog(report)

@@ -1,6 +1,7 @@
-"""What callers do with requests. A new habit adds one function with `@in_thread` or `@in_task`.
+"""The habits of callers: what they do with a request. A new habit is a function with `@in_thread` or `@in_task`.
 
-Each takes the engine, the request and a random generator, and returns its Outcome, or None if it did not look.
+It takes the engine, the arguments of the request and a random generator. It returns the Outcome, or None if the caller
+does not look at it.
 """
 
 from __future__ import annotations
@@ -14,35 +15,37 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from fuzz.engine.replay import Outcome
-from fuzz.engine.requests import Given
+from fuzz.engine.requests import Arguments
 from topw_deploy.engine import Engine, Request
 from topw_deploy.runtime import GenerationResult, Piece
 
 STUCK = 120.0
 """Seconds after which a request counts as stuck."""
 
-InThread: TypeAlias = "Callable[[Engine, Given, np.random.Generator], Outcome | None]"
-InTask: TypeAlias = "Callable[[Engine, Given, np.random.Generator], Awaitable[Outcome | None]]"
+InThread: TypeAlias = "Callable[[Engine, Arguments, np.random.Generator], Outcome | None]"
+InTask: TypeAlias = "Callable[[Engine, Arguments, np.random.Generator], Awaitable[Outcome | None]]"
 IN_THREADS: list[InThread] = []
 IN_TASKS: list[InTask] = []
 
 
 class CallbackError(Exception):
-    """Raised by callers' own callbacks."""
+    """Raised by a caller's own callback."""
 
 
 def in_thread(habit: InThread) -> InThread:
+    """Register a habit of callers in threads."""
     IN_THREADS.append(habit)
     return habit
 
 
 def in_task(habit: InTask) -> InTask:
+    """Register a habit of callers in asyncio tasks."""
     IN_TASKS.append(habit)
     return habit
 
 
-def finished(request: Request, given: Given) -> Outcome:
-    """Wait for a request. Raises TimeoutError if it is stuck."""
+def finished(request: Request, given: Arguments) -> Outcome:
+    """Wait until a request ends. Raises TimeoutError if it is stuck."""
     try:
         request.result(STUCK)
     except TimeoutError:
@@ -52,7 +55,7 @@ def finished(request: Request, given: Given) -> Outcome:
     return Outcome(given, dict(enumerate(request.results())))
 
 
-def read_pieces(pieces: Iterable[Piece], given: Given, pause: float = 0.0) -> Outcome:
+def read_pieces(pieces: Iterable[Piece], given: Arguments, pause: float = 0.0) -> Outcome:
     reader = _Reader()
     try:
         for piece in pieces:
@@ -77,13 +80,13 @@ class _Reader:
 
 
 @in_thread
-def waits(engine: Engine, given: Given, rng: np.random.Generator) -> Outcome:
+def waits(engine: Engine, given: Arguments, rng: np.random.Generator) -> Outcome:
     return finished(engine.submit(**given), given)
 
 
 @in_thread
-def submits_many(engine: Engine, given: Given, rng: np.random.Generator) -> Outcome:
-    """So that the queue is full now and then."""
+def submits_many(engine: Engine, given: Arguments, rng: np.random.Generator) -> Outcome:
+    """Submit eleven requests at once, so that the queue is sometimes full."""
     requests = []
     try:
         requests += [engine.submit(**{**given, "max_new_tokens": count}) for count in range(1, 12)]
@@ -96,7 +99,7 @@ def submits_many(engine: Engine, given: Given, rng: np.random.Generator) -> Outc
 
 
 @in_thread
-def polls(engine: Engine, given: Given, rng: np.random.Generator) -> Outcome:
+def polls(engine: Engine, given: Arguments, rng: np.random.Generator) -> Outcome:
     request = engine.submit(**given)
     with contextlib.suppress(Exception):
         request.result(float(rng.random()) * 0.002)
@@ -104,17 +107,17 @@ def polls(engine: Engine, given: Given, rng: np.random.Generator) -> Outcome:
 
 
 @in_thread
-def reads(engine: Engine, given: Given, rng: np.random.Generator) -> Outcome:
+def reads(engine: Engine, given: Arguments, rng: np.random.Generator) -> Outcome:
     return read_pieces(engine.submit(**given), given)
 
 
 @in_thread
-def reads_slowly(engine: Engine, given: Given, rng: np.random.Generator) -> Outcome:
+def reads_slowly(engine: Engine, given: Arguments, rng: np.random.Generator) -> Outcome:
     return read_pieces(engine.submit(**given), given, float(rng.random()) * 0.004)
 
 
 @in_thread
-def stops_reading(engine: Engine, given: Given, rng: np.random.Generator) -> Outcome:
+def stops_reading(engine: Engine, given: Arguments, rng: np.random.Generator) -> Outcome:
     request = engine.submit(**given)
     for count, _ in enumerate(request):
         if count == 2:
@@ -123,12 +126,12 @@ def stops_reading(engine: Engine, given: Given, rng: np.random.Generator) -> Out
 
 
 @in_thread
-def forgets(engine: Engine, given: Given, rng: np.random.Generator) -> None:
+def forgets(engine: Engine, given: Arguments, rng: np.random.Generator) -> None:
     engine.submit(**given)
 
 
 @in_thread
-def cancels(engine: Engine, given: Given, rng: np.random.Generator) -> Outcome:
+def cancels(engine: Engine, given: Arguments, rng: np.random.Generator) -> Outcome:
     request = engine.submit(**given)
     time.sleep(float(rng.choice([0.0, 0.001, 0.01])) * float(rng.random()))
     request.cancel()
@@ -136,14 +139,14 @@ def cancels(engine: Engine, given: Given, rng: np.random.Generator) -> Outcome:
 
 
 @in_thread
-def is_in_a_hurry(engine: Engine, given: Given, rng: np.random.Generator) -> Outcome:
+def is_in_a_hurry(engine: Engine, given: Arguments, rng: np.random.Generator) -> Outcome:
     given = {"max_time": float(rng.choice([1e-6, 0.002, 0.01, 1e9])), **given}
     return finished(engine.submit(**given), given)
 
 
 @in_thread
-def watches(engine: Engine, given: Given, rng: np.random.Generator) -> Outcome:
-    """Its criterion counts, and fails at random."""
+def watches(engine: Engine, given: Arguments, rng: np.random.Generator) -> Outcome:
+    """Pass a stopping criterion, which raises an error at a random token."""
     fails_at = int(rng.integers(0, 200))
     seen = 0
 
@@ -160,8 +163,8 @@ def watches(engine: Engine, given: Given, rng: np.random.Generator) -> Outcome:
 
 
 @in_thread
-def vanishes_with_its_loop(engine: Engine, given: Given, rng: np.random.Generator) -> None:
-    """The loop is closed without closing its generators, as after a crash of the application."""
+def vanishes_with_its_loop(engine: Engine, given: Arguments, rng: np.random.Generator) -> None:
+    """Close the event loop without closing its generators, as a crash of the application does."""
     loop = asyncio.new_event_loop()
     try:
         stream = engine.stream(**given)
@@ -172,12 +175,12 @@ def vanishes_with_its_loop(engine: Engine, given: Given, rng: np.random.Generato
 
 
 @in_task
-async def awaits(engine: Engine, given: Given, rng: np.random.Generator) -> Outcome:
+async def awaits(engine: Engine, given: Arguments, rng: np.random.Generator) -> Outcome:
     return _outcome(given, await asyncio.wait_for(engine.generate(**given), STUCK))
 
 
 @in_task
-async def awaits_several(engine: Engine, given: Given, rng: np.random.Generator) -> Outcome:
+async def awaits_several(engine: Engine, given: Arguments, rng: np.random.Generator) -> Outcome:
     found = await asyncio.gather(*(engine.generate(**given) for _ in range(3)), return_exceptions=True)
     for one in found:
         if isinstance(one, BaseException):
@@ -186,7 +189,7 @@ async def awaits_several(engine: Engine, given: Given, rng: np.random.Generator)
 
 
 @in_task
-async def gives_up(engine: Engine, given: Given, rng: np.random.Generator) -> Outcome | None:
+async def gives_up(engine: Engine, given: Arguments, rng: np.random.Generator) -> Outcome | None:
     try:
         found = await asyncio.wait_for(engine.generate(**given), float(rng.random()) * 0.01)
     except asyncio.TimeoutError:
@@ -195,7 +198,7 @@ async def gives_up(engine: Engine, given: Given, rng: np.random.Generator) -> Ou
 
 
 @in_task
-async def is_cancelled(engine: Engine, given: Given, rng: np.random.Generator) -> Outcome | None:
+async def is_cancelled(engine: Engine, given: Arguments, rng: np.random.Generator) -> Outcome | None:
     task = asyncio.ensure_future(engine.generate(**given))
     for _ in range(rng.integers(0, 6)):
         await asyncio.sleep(0)
@@ -207,17 +210,17 @@ async def is_cancelled(engine: Engine, given: Given, rng: np.random.Generator) -
 
 
 @in_task
-async def streams(engine: Engine, given: Given, rng: np.random.Generator) -> Outcome:
+async def streams(engine: Engine, given: Arguments, rng: np.random.Generator) -> Outcome:
     return await _streamed(engine.stream(**given), given, 0.0)
 
 
 @in_task
-async def streams_slowly(engine: Engine, given: Given, rng: np.random.Generator) -> Outcome:
+async def streams_slowly(engine: Engine, given: Arguments, rng: np.random.Generator) -> Outcome:
     return await _streamed(engine.stream(**given), given, float(rng.random()) * 0.004)
 
 
 @in_task
-async def leaves_the_stream(engine: Engine, given: Given, rng: np.random.Generator) -> None:
+async def leaves_the_stream(engine: Engine, given: Arguments, rng: np.random.Generator) -> None:
     async with contextlib.aclosing(engine.stream(**given)) as stream:  # type: ignore[type-var]
         async for _ in stream:
             if rng.random() < 0.3:
@@ -225,15 +228,15 @@ async def leaves_the_stream(engine: Engine, given: Given, rng: np.random.Generat
 
 
 @in_task
-async def drops_the_stream(engine: Engine, given: Given, rng: np.random.Generator) -> None:
-    """Before the first piece, or after it without closing."""
+async def drops_the_stream(engine: Engine, given: Arguments, rng: np.random.Generator) -> None:
+    """Drop the stream before its first piece, or after it without closing."""
     stream = engine.stream(**given)
     if rng.random() < 0.5:
         async for _ in stream:
             break
 
 
-async def _streamed(pieces: AsyncIterator[Piece], given: Given, pause: float) -> Outcome:
+async def _streamed(pieces: AsyncIterator[Piece], given: Arguments, pause: float) -> Outcome:
     reader = _Reader()
     try:
         async for piece in pieces:
@@ -245,5 +248,5 @@ async def _streamed(pieces: AsyncIterator[Piece], given: Given, pause: float) ->
     return Outcome(given, reader.results, text=reader.text)
 
 
-def _outcome(given: Given, found: Any) -> Outcome:
+def _outcome(given: Arguments, found: Any) -> Outcome:
     return Outcome(given, dict(enumerate(found if isinstance(found, list) else [found])))

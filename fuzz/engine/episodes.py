@@ -1,4 +1,4 @@
-"""An episode: engines over all models from their options to their end, and the callers that use them meanwhile."""
+"""An episode: an engine for each model from its creation to its end, and the callers that use the engines meanwhile."""
 
 from __future__ import annotations
 
@@ -17,18 +17,22 @@ import numpy as np
 from fuzz.engine.callers import IN_TASKS, IN_THREADS, STUCK
 from fuzz.engine.models import Subject
 from fuzz.engine.replay import Outcome, complaints
-from fuzz.engine.requests import Given, malformed_request, random_request
+from fuzz.engine.requests import Arguments, malformed_request, random_request
 from topw_deploy.engine import Engine
 from topw_deploy.engine.sequences import Submission
 from topw_deploy.errors import GenerationError
 
-_THREADS, _LOOPS, _TASKS = 5, 2, 4
-_MALFORMED = 0.08
+_THREADS, _LOOPS, _TASKS = 5, 2, 4  # threads with a caller, threads with an event loop, and callers in each loop
+_MALFORMED = 0.08  # share of the requests
 
 
 @dataclass
 class Report:
-    """Counts of what happened, and what is wrong. Any thread may add."""
+    """What happened in all episodes. Any thread may add to it.
+
+    counts: the number of events by name.
+    wrong: what is wrong, as lines of text; at most 20.
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -43,10 +47,13 @@ class Report:
             self.wrong += what[: max(0, 20 - len(self.wrong))]
 
 
-class House:
-    """An engine with its callers.
+class EngineWithCallers:
+    """An engine, and how many callers use it.
 
+    options: of the engine.
+    engine: None once the last reference is dropped.
     open: whether callers may begin a request.
+    started: counts the sequences that the engine starts.
     """
 
     def __init__(self, subject: Subject, options: dict[str, Any]) -> None:
@@ -54,14 +61,14 @@ class House:
         self.engine: Engine | None = Engine(subject.model, **options)
         self.worker, self.capacity = self.engine._worker, self.engine._capacity
         self.open = True
-        self.started = _Started(self.worker.start)
+        self.started = _SequenceCounter(self.worker.start)
         self._inside = 0
         self._lock = threading.Lock()
         self.worker.start = self.started  # type: ignore[method-assign]
 
     @contextlib.contextmanager
-    def visit(self) -> Any:
-        """Yields the engine, or None once it is closed to callers."""
+    def use(self) -> Any:
+        """A context manager in which a caller uses the engine. Yields None once callers may begin no request."""
         with self._lock:
             engine = self.engine if self.open else None
             self._inside += engine is not None
@@ -74,7 +81,7 @@ class House:
                     self._inside -= 1
 
     def close(self) -> None:
-        """Let no more callers in, and wait for those inside."""
+        """Let callers begin no more requests, and wait until none uses the engine. Raises TimeoutError if one does."""
         self.open = False
         end = time.perf_counter() + 2 * STUCK
         while self._inside:
@@ -83,8 +90,11 @@ class House:
             time.sleep(0.001)
 
 
-class _Started:
-    """Counts the sequences that start. It must not refer to the engine, which is to be forgotten."""
+class _SequenceCounter:
+    """Replaces the worker's `start` and counts the sequences that start.
+
+    It does not refer to the engine, because one ending of an engine is to drop the last reference to it.
+    """
 
     def __init__(self, start: Callable[[Submission], None]) -> None:
         self.sequences = 0
@@ -114,11 +124,11 @@ def random_options(rng: np.random.Generator) -> dict[str, Any]:
 def run_episode(
     subjects: list[Subject], rng: np.random.Generator, seconds: float, replay: float, report: Report
 ) -> None:
-    """Callers use new engines for `seconds`, while all of them end one after the other.
+    """Let callers use new engines for `seconds`; then end the engines one by one, while callers still use them.
 
-    replay: share of the outcomes to compare with `generate`.
+    replay: the share of the outcomes that are compared with `generate`.
     """
-    houses = [House(subject, random_options(rng)) for subject in subjects]
+    engines = [EngineWithCallers(subject, random_options(rng)) for subject in subjects]
     for subject in subjects:
         subject.faults.rate = float(rng.choice([0.0, 0.0, 0.002, 0.02]))
         subject.faults.slow = float(rng.choice([0.0, 0.05]))
@@ -127,7 +137,7 @@ def run_episode(
     threads = [
         threading.Thread(
             target=_caller_thread if index < _THREADS else _caller_loop,
-            args=(houses, stopping, int(seed), replay, report),
+            args=(engines, stopping, int(seed), replay, report),
             name=f"caller {index}",
         )
         for index, seed in enumerate(seeds)
@@ -136,8 +146,8 @@ def run_episode(
         thread.start()
     time.sleep(seconds)
     try:
-        for house in houses:
-            _end(house, rng, report)
+        for owner in engines:
+            _end(owner, rng, report)
     finally:
         stopping.set()
         for thread in threads:
@@ -146,11 +156,13 @@ def run_episode(
                 raise TimeoutError(f"{thread.name} is stuck")
 
 
-def _caller_thread(houses: list[House], stopping: threading.Event, seed: int, replay: float, report: Report) -> None:
+def _caller_thread(
+    engines: list[EngineWithCallers], stopping: threading.Event, seed: int, replay: float, report: Report
+) -> None:
     rng, chat = np.random.default_rng(seed), _Chat()
     while not stopping.is_set():
-        house = houses[rng.integers(len(houses))]
-        with house.visit() as engine:
+        owner = engines[rng.integers(len(engines))]
+        with owner.use() as engine:
             if engine is None:
                 stopping.wait(0.001)
                 continue
@@ -160,16 +172,18 @@ def _caller_thread(houses: list[House], stopping: threading.Event, seed: int, re
             except Exception as error:  # noqa: BLE001  # judged by `replay`
                 outcome = Outcome(given, error=error)
             del engine
-        _judge(habit.__name__, outcome, house, chat, rng.random() < replay, report)
+        _record_outcome(habit.__name__, outcome, owner, chat, rng.random() < replay, report)
         del outcome  # an error's frames hold the engine
 
 
-def _caller_loop(houses: list[House], stopping: threading.Event, seed: int, replay: float, report: Report) -> None:
+def _caller_loop(
+    engines: list[EngineWithCallers], stopping: threading.Event, seed: int, replay: float, report: Report
+) -> None:
     async def call(number: int) -> None:
         rng, chat = np.random.default_rng([seed, number]), _Chat()
         while not stopping.is_set():
-            house = houses[rng.integers(len(houses))]
-            with house.visit() as engine:
+            owner = engines[rng.integers(len(engines))]
+            with owner.use() as engine:
                 if engine is None:
                     await asyncio.sleep(0.001)
                     continue
@@ -179,7 +193,7 @@ def _caller_loop(houses: list[House], stopping: threading.Event, seed: int, repl
                 except Exception as error:  # noqa: BLE001
                     outcome = Outcome(given, error=error)
                 del engine
-            _judge(habit.__name__, outcome, house, chat, rng.random() < replay, report)
+            _record_outcome(habit.__name__, outcome, owner, chat, rng.random() < replay, report)
             del outcome
 
     async def call_all() -> None:
@@ -189,91 +203,100 @@ def _caller_loop(houses: list[House], stopping: threading.Event, seed: int, repl
 
 
 class _Chat:
-    """Makes a caller's requests, of which some continue its last sequence."""
+    """Makes the requests of one caller. Some continue its last sequence, as the next turn of a chat does."""
 
     def __init__(self) -> None:
         self.sequence: list[int] | None = None
 
-    def next_request(self, rng: np.random.Generator) -> Given:
+    def next_request(self, rng: np.random.Generator) -> Arguments:
         return malformed_request(rng) if rng.random() < _MALFORMED else random_request(rng, self.sequence)
 
 
-def _judge(habit: str, outcome: Outcome | None, house: House, chat: _Chat, replay: bool, report: Report) -> None:
+def _record_outcome(
+    habit: str, outcome: Outcome | None, owner: EngineWithCallers, chat: _Chat, replay: bool, report: Report
+) -> None:
     report.count("requests", habit)
     if outcome is None:
         return
     if outcome.engine_ended:
-        house.open = False
+        owner.open = False
     if outcome.error is not None:
         report.count("refused" if outcome.refused else f"error {type(outcome.error).__name__}")
         if isinstance(outcome.error, TimeoutError):
-            report.complain([f"stuck in {habit}, engine {house.options}, request {outcome.given!r}"])
+            report.complain([f"stuck in {habit}, engine {owner.options}, request {outcome.given!r}"])
     report.count(*(f"ended: {result.finish_reason}" for result in outcome.results.values()))
     if replay:
         report.count("replayed")
-        report.complain([f"{habit}, engine {house.options}: {one}" for one in complaints(outcome, house.subject.model)])
+        report.complain([f"{habit}, engine {owner.options}: {one}" for one in complaints(outcome, owner.subject.model)])
     prompt = outcome.given.get("prompt")
     if 0 in outcome.results and isinstance(prompt, list) and all(type(token) is int for token in prompt):
         chat.sequence = [*prompt, *outcome.results[0].token_ids]
 
 
-Ending = Callable[[House, Engine], None]
+Ending = Callable[[EngineWithCallers, Engine], None]
 
 
-def _drain(house: House, engine: Engine) -> None:
+def _drain_and_shut_down(owner: EngineWithCallers, engine: Engine) -> None:
     engine.drain(2 * STUCK)
     engine.shutdown()
 
 
-def _cancel_all(house: House, engine: Engine) -> None:
+def _cancel_all(owner: EngineWithCallers, engine: Engine) -> None:
     engine.shutdown()
 
 
-def _finish_all(house: House, engine: Engine) -> None:
+def _finish_all(owner: EngineWithCallers, engine: Engine) -> None:
     engine.shutdown(cancel=False)
 
 
-def _leave_with_an_error(house: House, engine: Engine) -> None:
+def _leave_with_an_error(owner: EngineWithCallers, engine: Engine) -> None:
     with contextlib.suppress(ZeroDivisionError), engine:
         raise ZeroDivisionError
 
 
-def _surprise(house: House, engine: Engine) -> None:
-    """An error that the engine does not expect fails all requests, if there is a run to fail."""
-    house.subject.faults.surprise = True
+def _fail_unexpectedly(owner: EngineWithCallers, engine: Engine) -> None:
+    """Raise an error in a run that the engine does not expect, which fails all its requests; then shut it down."""
+    owner.subject.faults.surprise = True
     with contextlib.suppress(GenerationError):
         engine.submit("x", max_new_tokens=2, max_time=STUCK).result(STUCK)
-    house.subject.faults.surprise = False
+    owner.subject.faults.surprise = False
     engine.shutdown()
 
 
-def _forget(house: House, engine: Engine) -> None:
-    house.close()
-    house.engine = None
+def _drop_last_reference(owner: EngineWithCallers, engine: Engine) -> None:
+    owner.close()
+    owner.engine = None
 
 
-_ENDINGS: list[Ending] = [_drain, _cancel_all, _finish_all, _leave_with_an_error, _surprise, _forget]
+_ENDINGS: list[Ending] = [
+    _drain_and_shut_down,
+    _cancel_all,
+    _finish_all,
+    _leave_with_an_error,
+    _fail_unexpectedly,
+    _drop_last_reference,
+]
 
 
-def _end(house: House, rng: np.random.Generator, report: Report) -> None:
+def _end(owner: EngineWithCallers, rng: np.random.Generator, report: Report) -> None:
     ending = _ENDINGS[rng.integers(len(_ENDINGS))]
     report.count(f"engine: {ending.__name__.strip('_')}")
-    engine = house.engine
+    engine = owner.engine
     assert engine is not None
-    ending(house, engine)
+    ending(owner, engine)
     del engine
-    house.close()
-    worker, until = house.worker, time.perf_counter() + 2 * STUCK
+    owner.close()
+    worker, until = owner.worker, time.perf_counter() + 2 * STUCK
     while worker._thread.is_alive() and time.perf_counter() < until:
         gc.collect()  # callers' errors are in cycles with frames, which refer to the engine
         worker.join(0.05)
-    used = house.capacity.sequences
+    used = owner.capacity.sequences
     wrong = []
     if worker._thread.is_alive():
         wrong.append("the engine's thread goes on")
     if used or worker._lifecycle.alive or not (worker._scheduler.is_idle or worker._lifecycle.failure):
         wrong.append(f"{used} reservations, {len(worker._lifecycle.alive)} requests are not released")
-    if worker.counters.ended != house.started.sequences:
-        wrong.append(f"{house.started.sequences} sequences started, but {worker.counters.ended} ended")
+    if worker.counters.ended != owner.started.sequences:
+        wrong.append(f"{owner.started.sequences} sequences started, but {worker.counters.ended} ended")
     report.count("engines")
-    report.complain([f"after {ending.__name__.strip('_')}, engine {house.options}: {one}" for one in wrong])
+    report.complain([f"after {ending.__name__.strip('_')}, engine {owner.options}: {one}" for one in wrong])

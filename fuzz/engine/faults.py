@@ -1,4 +1,4 @@
-"""Faults in the runs of an engine's thread. Runs of `TopWModel.generate` in other threads never fail."""
+"""Make runs of the model fail in an engine's thread. Runs in other threads, of `TopWModel.generate`, never fail."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _ENGINE_THREAD = "topw-engine"
 
 
 class Faults:
-    """rate: share of the runs that fail, half of them after they have changed the caches.
+    """Decides which runs fail or are slow.
 
+    rate: share of the runs that fail, half of them after they have changed the caches.
     slow: share of the runs that take a few milliseconds longer.
     surprise: whether the next run raises an error that the engine does not expect, once.
     injected: number of failed runs so far.
@@ -30,7 +31,7 @@ class Faults:
 
     @classmethod
     def of(cls, model: TopWModel, seed: int) -> Faults:
-        """Faults of all bindings that `model` makes from now on."""
+        """Faults for all bindings that `model` makes from now on."""
         session, _ = model._require_open()
         faults = cls(seed)
         session.bind = lambda: FaultyBinding(session, faults)  # type: ignore[method-assign,arg-type,return-value]
@@ -54,7 +55,7 @@ class Faults:
 
 
 class FaultyBinding(HostBinding):
-    """A binding whose runs fail as `faults` says."""
+    """A binding whose runs in an engine's thread fail as `faults` decides."""
 
     def __init__(self, session: OrtSession, faults: Faults) -> None:
         super().__init__(session)

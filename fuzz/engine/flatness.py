@@ -1,4 +1,4 @@
-"""Memory, handles and threads of this process, and the test that they do not grow with the requests."""
+"""Measure the memory, handles and threads of this process, and test that they do not grow with the requests."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from pathlib import Path
 import numpy as np
 
 ALLOWED = {"resident": (4e6, 512.0), "allocated": (1e6, 256.0), "objects": (2000.0, 0.25)}
-"""Growth after the first third: at once, and per request, in the units of Sample.
+"""Field of Sample -> the growth that is allowed after the first third of the requests: in all, and per request.
 
-The first is for caches that fill slowly: onnxruntime keeps a memory plan for each combination of input shapes, and its
-arena and malloc's keep what their largest moments took. A leak of 1 KB or of an object per request breaks the second.
+The first number is for caches that fill slowly: onnxruntime keeps a memory plan for each combination of input shapes,
+and its arena and malloc's keep the most memory that they ever needed. A leak of 1 KB or of an object per request
+exceeds the second.
 """
-_LEAST_SAMPLES = 6  # after the first third, for a median to mean something
+_LEAST_SAMPLES = 6  # after the first third; a median of fewer means nothing
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A moment at which no engine lives.
+    """A measurement at a moment when there is no engine.
 
-    requests: since the start.
+    requests: the number of requests since the start.
     resident: bytes of this process in memory.
     allocated: bytes that malloc has handed out; 0 where glibc's mallinfo2 is missing.
     objects: blocks that Python's own allocator has handed out.
@@ -43,7 +44,8 @@ class Sample:
 
 
 def sample(requests: int) -> Sample:
-    for _ in range(2):  # the second finds what finalizers let go
+    """Measure now, after `requests` requests."""
+    for _ in range(2):  # finalizers of the first collection release objects that the second one collects
         gc.collect()
     return Sample(
         requests,
@@ -56,9 +58,10 @@ def sample(requests: int) -> Sample:
 
 
 def growth(samples: Sequence[Sample], name: str) -> tuple[float, float] | None:
-    """Growth of a field after the first third of the requests, and what is allowed. None: too few samples.
+    """The growth of a field after the first third of the requests, and the allowed growth; None for too few samples.
 
-    It is the median slope of all pairs (Theil and Sen), which single outliers do not move, times the requests.
+    The growth is the median slope over all pairs of samples (Theil and Sen), which a few outliers do not change, times
+    the number of requests.
     """
     last = samples[-1].requests if samples else 0
     steady = [one for one in samples if 3 * one.requests >= last]
@@ -76,7 +79,7 @@ def growth(samples: Sequence[Sample], name: str) -> tuple[float, float] | None:
 
 
 def leaks(samples: Sequence[Sample]) -> list[str]:
-    """What grows; [] if nothing does."""
+    """What grows by more than is allowed, as lines of text; [] if nothing does."""
     found = []
     for name in ALLOWED:
         grown = growth(samples, name)
@@ -99,6 +102,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def _allocated() -> int:
+    """The bytes that malloc has handed out; 0 without glibc's mallinfo2."""
     try:
         mallinfo2 = ctypes.CDLL(None).mallinfo2
     except (OSError, AttributeError):

@@ -1,4 +1,4 @@
-"""Toy models to soak: float32 logits that are integers times one factor, so no batch rounds differently."""
+"""Toy models for the soak test. Their logits are integers times one factor, so that every batch rounds them alike."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import TopWOptions
 
 INVALID_AFTER = byte_ids("!")[0]
-"""Logits right after this token are NaN."""
+"""The logits right after this token are NaN."""
 INVALID_STATE = byte_ids("~")[0]
 """The states of this token are NaN, and so are all logits after it."""
 _FORMS: dict[str, dict[str, Any]] = {
@@ -33,7 +33,10 @@ class Subject:
 
 
 def open_subjects(folder: Path, seed: int) -> list[Subject]:
-    """Caches over GroupQueryAttention, and over standard operators that grow and multiply masked values."""
+    """Export and open a model with GroupQueryAttention, and one of standard operators with growing buffers.
+
+    Standard operators multiply masked values, so that NaN in an unused slot would spread.
+    """
     subjects = []
     for number, (name, form) in enumerate(_FORMS.items()):
         toy = Toy.random(number + 1, options=TopWOptions(top_m=64, metric="mahalanobis"))

@@ -1,4 +1,4 @@
-"""Compares what a caller got with what `TopWModel.generate` draws for the same request alone."""
+"""Compare what a caller got with what `TopWModel.generate` draws for the same request alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fuzz.engine import faults
-from fuzz.engine.requests import Given
+from fuzz.engine.requests import Arguments
 from topw_deploy.errors import (
     GenerationError,
     GrammarError,
@@ -25,16 +25,16 @@ _ENDED_ENGINE = ("create a new Engine",)
 
 @dataclass
 class Outcome:
-    """What a caller got.
+    """What a caller got for a request.
 
     given: the arguments of `submit`.
-    results: of the sequences whose end the caller saw, by index.
-    error: what `submit`, the request or the task raised.
-    text: per sequence, the text of the pieces, if the caller read them all.
-    own_error: the error that the caller's own callback raised.
+    results: sequence -> result, of the sequences whose end the caller saw.
+    error: the error that `submit`, the request or the task raised.
+    text: sequence -> text of all its pieces; None if the caller did not read them all.
+    own_error: the class of the error that the caller's own callback raised.
     """
 
-    given: Given
+    given: Arguments
     results: Mapping[int, GenerationResult] = field(default_factory=dict)
     error: BaseException | None = None
     text: Mapping[int, str] | None = None
@@ -42,17 +42,17 @@ class Outcome:
 
     @property
     def engine_ended(self) -> bool:
-        """Whether the engine refuses requests from now on."""
+        """Whether the error says that the engine has ended and takes no more requests."""
         return isinstance(self.error, GenerationError) and any(words in str(self.error) for words in _ENDED_ENGINE)
 
     @property
     def refused(self) -> bool:
-        """Whether the queue was full."""
+        """Whether the engine refused the request because its queue was full."""
         return isinstance(self.error, QueueFullError)
 
 
 def complaints(outcome: Outcome, model: TopWModel) -> list[str]:
-    """What is wrong with an outcome; [] if nothing is."""
+    """What is wrong with an outcome, as lines of text; [] if nothing is."""
     found = _error_complaints(outcome)
     if found or outcome.refused:
         return found
@@ -80,14 +80,14 @@ def _error_complaints(outcome: Outcome) -> list[str]:
 
 
 def _is_replayable(outcome: Outcome) -> bool:
-    """Whether `generate` alone can do the same: faults, deadlines and the engine's own bounds are not its."""
+    """Whether `generate` alone can give the same outcome. It has no faults, deadlines and bounds of an engine."""
     error = str(outcome.error or "")
     ours = faults.MESSAGE in error or "max_time" in error or "sequences, but the engine takes" in error
     return not (outcome.engine_ended or outcome.own_error or (ours and not outcome.results))
 
 
 def _compare(outcome: Outcome, model: TopWModel) -> list[str]:
-    """Finished sequences are equal; interrupted ones begin alike; errors are of the same type."""
+    """Compare with `generate`: finished sequences are equal, interrupted ones begin alike, errors have equal types."""
     given = {name: value for name, value in outcome.given.items() if name != "max_time"}
     error = outcome.error
     injected = error is not None and faults.MESSAGE in str(error)

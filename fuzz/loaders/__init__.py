@@ -1,1 +1,1 @@
-"""Random files and requests through every loader: only errors of topw_deploy.errors may come out."""
+"""Pass random files and requests to every loader, which may raise only errors of topw_deploy.errors."""

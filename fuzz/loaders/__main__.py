@@ -2,8 +2,9 @@
 
     python -m fuzz.loaders [--seconds 60] [--only NAME ...] [--engine atheris|random] [--artifacts FOLDER]
 
-Each loader runs in a process of its own for that long. A finding is an exception that is not of topw_deploy.errors, an
-input that takes longer than 30 s, adds more than 1 GiB to the process, or ends it. Exits with 1 if there is one.
+Each loader runs in a process of its own for the given seconds. A finding is an exception that is not of
+topw_deploy.errors, or an input that takes longer than 30 s, makes the process grow by more than 1 GiB, or ends it. The
+program exits with 1 if there is a finding.
 """
 
 from __future__ import annotations
@@ -19,17 +20,20 @@ from typing import Any
 
 from fuzz.loaders.targets import LOADERS
 
-_SPARE = 600  # seconds to import, to make seeds and to end, also on a busy machine
+_STARTUP = 600  # seconds in addition, to import, to make seeds and to end; enough on a busy machine
 
 
 def fuzz(name: str, seconds: int, seed: int, engine: str, artifacts: Path) -> dict[str, Any]:
-    """The worker's report, with the line `ended` if the process did not end by itself."""
+    """Run the worker for one loader. Returns its report.
+
+    If the process fails or does not end, that is a finding too.
+    """
     report = artifacts / f"{name}.json"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "fuzz.loaders.worker", name, str(report)]
     command += ["--seconds", str(seconds), "--seed", str(seed), "--engine", engine]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds + _SPARE)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds + _STARTUP)
         status, said = done.returncode, done.stderr
     except subprocess.TimeoutExpired as error:
         status, said = -1, str(error)

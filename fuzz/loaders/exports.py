@@ -1,4 +1,4 @@
-"""Loaders of exported folders, and of what is saved beside them."""
+"""The loaders of exported folders, and of files beside them: sessions, and stamps of built engines."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def sampler_manifest(scratch: Path) -> Loader:
 
 
 def folder(scratch: Path) -> Loader:
-    """The first byte chooses the file. onnxruntime does not run: it is no part of this package."""
+    """Files of an exported folder but the graph; the first byte of an input chooses which.
+
+    onnxruntime, which is no part of this package, does not run.
+    """
     from topw_deploy.runtime.chat import load_chat_template
     from topw_deploy.runtime.folder import ModelFolder
     from topw_deploy.runtime.generation_config import read_bos_token_id, read_model_defaults
@@ -145,13 +148,13 @@ def session(scratch: Path) -> Loader:
 
 
 def _reheaded(data: bytes) -> bytes:
-    """The header alone, whose length is right, for changes of its JSON."""
+    """The session file without its data. Changes of the JSON then keep the header's length right."""
     (length,) = struct.unpack("<Q", data[:8])
     return data[: 8 + length]
 
 
 def graph(scratch: Path) -> Loader:
-    """`topw check` and the builder of engines read graphs without onnxruntime."""
+    """Graphs, as `topw check` and the builder of engines read them, without onnxruntime."""
     from topw_deploy.tensorrt.check import check
 
     place = exported(scratch)

@@ -1,4 +1,4 @@
-"""What a loader under test is, and the parts that several of them share."""
+"""The class of a loader under test, and what several loaders share."""
 
 from __future__ import annotations
 
@@ -22,18 +22,22 @@ MESSAGES = [{"role": "user", "content": "Hello there"}, {"role": "assistant", "c
 
 @dataclass(frozen=True)
 class Loader:
-    """read: reads an input; raises TopWError for what it refuses. seeds: inputs, most of them valid."""
+    """A loader under test.
+
+    read: reads an input; raises TopWError if it refuses the input.
+    seeds: inputs from which others are made; most are valid.
+    """
 
     read: Callable[[bytes], object]
     seeds: tuple[bytes, ...]
 
 
 Maker = Callable[[Path], Loader]
-"""Makes a loader whose files are in a folder of its own."""
+"""Makes a loader; takes a folder for its files."""
 
 
 def refusal(loader: Loader, data: bytes) -> TopWError | None:
-    """The error of an input that is refused. Other errors leave this function: they are findings."""
+    """Read an input. Returns the error of a refusal, or None. Raises all other errors, because they are findings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -44,5 +48,5 @@ def refusal(loader: Loader, data: bytes) -> TopWError | None:
 
 
 def exported(scratch: Path) -> Path:
-    """A small export."""
+    """Make a small export below `scratch`. Returns its folder."""
     return export(scratch / "export", Toy.random(2), generation_config={"eos_token_id": 1}, chat_template=TEMPLATE)

@@ -1,6 +1,7 @@
-"""Random changes of a file: of its bytes, or of one value where it is JSON.
+"""Change files at random: their bytes, or one value of their JSON.
 
-JSON is found after the byte with which some targets choose, and after the length that begins a safetensors file.
+The JSON may follow the first byte, with which some loaders choose a file, or the length at the start of a safetensors
+file.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import struct
 from tests.support.mutations import VALUES, places, with_value
 
 LONGEST = 1 << 16
-"""Bytes of an input."""
+"""The largest number of bytes of an input."""
 _NUMBERS = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FFFFFFFFFFFFFFF, 0xFFFFFFFFFFFFFFFF)
 _WORDS = (
     b"..", b"/", b"\0", b"\xff", b"NaN", b"1e999", b"-1", b"null", b"{{", b"{%", b"}}", b"[" * 60, b'{"a":' * 60,
@@ -21,7 +22,7 @@ _WORDS = (
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
-    """`data` with one to eight changes, at most LONGEST bytes."""
+    """`data` with another value in its JSON, or with one to eight changes of its bytes; at most LONGEST bytes."""
     if rng.random() < 0.5 and (changed := _other_json(data, rng)) is not None:
         return changed[:LONGEST]
     found = bytearray(data)
@@ -31,7 +32,7 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
 
 
 def _other_json(data: bytes, rng: random.Random) -> bytes | None:
-    """`data` with another value in its JSON, whose stated length stays right; None if there is no JSON."""
+    """`data` with another value in its JSON, and with the JSON's new length if one is stated; None without JSON."""
     for start in (0, 1):
         if data[start : start + 1] in (b"{", b"["):
             changed = _other_value(data[start:], rng)
@@ -46,7 +47,7 @@ def _other_json(data: bytes, rng: random.Random) -> bytes | None:
 
 
 def _other_value(data: bytes, rng: random.Random) -> bytes | None:
-    """The JSON, or one of its lines, with another value at a random place."""
+    """The JSON, or JSON lines of which one changes, with another value at a random place; None if it cannot be read."""
     lines = data.splitlines(keepends=True)
     whole = rng.choice((*lines, data)) if len(lines) > 1 else data
     try:

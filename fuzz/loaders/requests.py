@@ -1,4 +1,4 @@
-"""Loaders of requests: files of prompts and answers, bodies of HTTP and Triton, arguments of evaluations."""
+"""The loaders of requests: files of prompts and answers, bodies of HTTP and Triton, and arguments of evaluations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from topw_deploy.errors import ParameterError, PromptError
 
 
 def prompts(_scratch: Path) -> Loader:
-    """Files of prompts, of statistics and of questions. The first byte chooses."""
+    """Files of prompts, of prompts for statistics, and of questions; the first byte of an input chooses which."""
     from topw_deploy.cli.judge_files import read_questions
     from topw_deploy.cli.prompt_lines import read_prompt_lines
     from topw_deploy.stats.request import prompts_of_json_lines
@@ -41,8 +41,10 @@ def prompts(_scratch: Path) -> Loader:
 
 
 def answers(scratch: Path) -> Loader:
-    """The answers of an interrupted `topw generate`, which `--resume` reads. The first byte chooses between a run of
-    prompts and one of questions, whose answers become prompts."""
+    """The answers of an interrupted `topw generate`, which `--resume` reads.
+
+    If the first byte of an input is 1, the run is one of questions, whose answers become prompts.
+    """
     from topw_deploy.cli.answer_lines import AnswerFile, check_answers, read_finished
     from topw_deploy.cli.judge_files import Question, judged_text, texts_of, turn_prompts
     from topw_deploy.sampling.seeds import prompt_seed
@@ -75,7 +77,7 @@ def answers(scratch: Path) -> Loader:
 
 
 def triton(scratch: Path) -> Loader:
-    """Triton's inputs to an engine over a toy model. The first byte chooses which are given."""
+    """Triton's inputs for an engine with a toy model; the bits of the first byte of an input choose which there are."""
     import asyncio
 
     from topw_deploy.engine import Engine
@@ -120,7 +122,7 @@ def triton(scratch: Path) -> Loader:
 
 
 def harness(_scratch: Path) -> Loader:
-    """Arguments of the model class for evaluations."""
+    """The arguments of the model class for evaluations, as JSON."""
     from topw_deploy.harness.arguments import read_arguments
 
     def read(data: bytes) -> None:
@@ -138,7 +140,10 @@ def harness(_scratch: Path) -> Loader:
 
 
 def bodies(scratch: Path) -> Loader:
-    """Bodies of HTTP requests to a server over a toy model; a status of 500 is a finding. The first byte chooses."""
+    """Bodies of HTTP requests to a server with a toy model; the first byte of an input chooses the path.
+
+    A status of 500 or more but 503 is a finding.
+    """
     from starlette.testclient import TestClient
 
     from topw_deploy.serve.app import create_app

@@ -1,4 +1,7 @@
-"""Loaders of what an export reads: checkpoints, other exporters' decoders, tokenizers, arrays, an earlier attempt."""
+"""The loaders of what an export reads.
+
+These are checkpoints, other exporters' decoders, tokenizers, arrays, and the journal of an interrupted export.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,11 @@ from fuzz.loaders.loader import Loader, exported
 from tests.support.attacks import call, function, nested_if, safetensors
 from topw_deploy.errors import SourceError
 
-_MOST_BYTES = 1 << 20  # of the tensors that a target makes
+_LARGEST_FILE = 1 << 20  # bytes of the tensors in a file that a loader makes
 
 
 def checkpoint(scratch: Path) -> Loader:
-    """The first byte chooses between a file and an index."""
+    """safetensors files and their index; the first byte of an input chooses which."""
     from topw_deploy.export.source.safetensors_files import INDEX, SINGLE, stored_tensors
 
     tensor = {"dtype": "F16", "shape": [2, 4], "data_offsets": [0, 16]}
@@ -58,7 +61,7 @@ def torch_file(scratch: Path) -> Loader:
 
 
 def torch_pickle(scratch: Path) -> Loader:
-    """The pickle of a file of PyTorch alone, in an archive that is intact."""
+    """The pickle inside a file of PyTorch, in an archive that is intact."""
     import torch
 
     from topw_deploy.export.source.torch_files import tensors_in_torch_file
@@ -81,7 +84,7 @@ def torch_pickle(scratch: Path) -> Loader:
 
 
 def foreign_config(scratch: Path) -> Loader:
-    """config.json and genai_config.json beside another exporter's decoder. The first byte chooses."""
+    """config.json and genai_config.json beside another exporter's decoder; the first byte of an input chooses which."""
     from tests.support.tiny_models import write_decoder
     from topw_deploy.export.foreign.load import load_decoder
     from topw_deploy.export.source.resolve import resolve
@@ -106,7 +109,7 @@ def foreign_config(scratch: Path) -> Loader:
 
 
 def config(scratch: Path) -> Loader:
-    """A checkpoint's config.json, as far as the model without its weights' values."""
+    """A checkpoint's config.json, from which a model without values of weights is made."""
     from tests.support.tiny_models import write_checkpoint
     from topw_deploy.export.source.checkpoint import context_length, exported_config, load_unread
 
@@ -125,9 +128,9 @@ def config(scratch: Path) -> Loader:
 
 
 def quantised(scratch: Path) -> Loader:
-    """The settings of quantised checkpoints, and the types and shapes of their tensors.
+    """Quantised checkpoints: their settings, and the types and shapes of their tensors.
 
-    An input is JSON: config.json as `config`, and for each tensor its type and shape as `tensors`.
+    An input is JSON with `config`, the content of config.json, and `tensors`, the type and shape of each tensor.
     """
     from topw_deploy.export.source.quantised import QuantisedCheckpoint
     from topw_deploy.safetensors_header import ELEMENT_BYTES
@@ -139,7 +142,7 @@ def quantised(scratch: Path) -> Loader:
             header, place = {}, 0
             for name, (dtype, shape) in tensors.items():
                 size = ELEMENT_BYTES[dtype] * int(np.prod([int(axis) for axis in shape], dtype=object))
-                if not 0 <= size <= _MOST_BYTES:
+                if not 0 <= size <= _LARGEST_FILE:
                     raise ValueError("too large")
                 header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [place, place + size]}
                 place += size
@@ -183,7 +186,7 @@ def _quantised_seeds() -> list[Any]:
 
 
 def rank_files(scratch: Path) -> Loader:
-    """tekken.json, tiktoken's files and the tokenizer_config.json beside the latter. The first byte chooses."""
+    """tekken.json, tiktoken's file, and the tokenizer_config.json beside that; the first byte of an input chooses."""
     from tokenizers import Tokenizer
 
     from topw_deploy.export.write.tokenizer_files import check_tokenizer, write_tokenizer
@@ -222,7 +225,7 @@ def _base64(token: bytes) -> str:
 
 
 def sentencepiece(scratch: Path) -> Loader:
-    """tokenizer.model, which transformers converts."""
+    """tokenizer.model of SentencePiece, which transformers converts."""
     from sentencepiece import SentencePieceTrainer
 
     from topw_deploy.export.write.tokenizer_files import check_tokenizer, write_tokenizer
@@ -246,7 +249,7 @@ def sentencepiece(scratch: Path) -> Loader:
 
 
 def arrays(scratch: Path) -> Loader:
-    """.npy files of embeddings and of logits. The first byte chooses."""
+    """.npy files of embeddings and of logits; the first byte of an input chooses which."""
     from topw_deploy.export.source.arrays import embeddings_of_file, median_distance_in_file
     from topw_deploy.sampling import Geometry
 
@@ -272,9 +275,9 @@ def arrays(scratch: Path) -> Loader:
 
 
 def journal(scratch: Path) -> Loader:
-    """The journal of an interrupted export, and the array that it names. The first byte chooses.
+    """The journal of an interrupted export, and the array that it names; the first byte of an input chooses which.
 
-    A damaged journal is no error: the export starts over, which counts as refused here.
+    A damaged journal is no error: the export starts again. This loader counts that as a refusal.
     """
     from topw_deploy.export.request import export_request
     from topw_deploy.export.resume.finished_stages import FinishedStages
@@ -333,7 +336,7 @@ def journal(scratch: Path) -> Loader:
 
 
 def foreign(scratch: Path) -> Loader:
-    """Another exporter's decoder, without its weights; what is valid is read as far as its configuration."""
+    """Another exporter's decoder, as far as its graph and its configuration are read; its weights are not."""
     from tests.support.tiny_models import write_decoder
     from topw_deploy.export.foreign.load import load_decoder
 

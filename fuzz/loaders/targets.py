@@ -1,4 +1,4 @@
-"""Every loader of files and requests, by name."""
+"""All loaders of files and requests, by name."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""Fuzzes one loader in this process.
+"""Fuzz one loader in this process.
 
     python -m fuzz.loaders.worker NAME REPORT --seconds 60 --seed 0 --engine atheris|random
 
-With atheris, libFuzzer guides the inputs by the coverage of topw_deploy. Otherwise they are random changes of inputs
-that were read or refused in a new way. An input that takes longer than SECONDS or more than MEMORY ends the process;
-the report, JSON, is then the last one written: {"inputs", "refused", "kinds", "findings", "running"}.
+With atheris, libFuzzer guides the inputs by the coverage of topw_deploy. Without it, inputs are random changes of seeds
+and of earlier inputs that were read or refused in a new way.
+
+An input that takes longer than SECONDS ends the process. The report is JSON with the keys inputs, refused, kinds,
+findings and running, the hash of the input that was read when the report was written.
 """
 
 from __future__ import annotations
@@ -27,18 +29,19 @@ from typing import Any
 from topw_deploy.errors import TopWError
 
 SECONDS = 30
-"""Longest time of an input: a request's grammar may take 10 to compile, and machines can be busy."""
+"""The longest time that an input may take. A grammar may take 10 s to compile, and the machine may be busy."""
 MEMORY = 1 << 30
-"""Most bytes by which an input may raise the peak of the process's memory."""
+"""The largest number of bytes by which an input may raise the peak of the process's memory."""
 _WRITE_EVERY = 1.0  # seconds
 _DETAILS = re.compile(r"'[^']*'|\"[^\"]*\"|\S*/\S*|[0-9]+")
-_MOST_KEPT = 2000  # inputs of the corpus of the random engine
+_LARGEST_CORPUS = 2000  # inputs; without atheris
 
 
 class Run:
-    """Reads inputs, and keeps count of what they do.
+    """Passes inputs to a loader, counts their outcomes and writes the report.
 
-    artifacts: where inputs that are findings are kept.
+    report: the report's file; None for none.
+    artifacts: the folder for inputs that are findings.
     """
 
     def __init__(self, name: str, report: Path | None, artifacts: Path, scratch: Path) -> None:
@@ -52,7 +55,7 @@ class Run:
         self._written = 0.0
 
     def __call__(self, data: bytes) -> str:
-        """Read an input. Returns what became of it: the error's class and its message without its details."""
+        """Pass an input to the loader. Returns the kind of outcome: "read", a refusal without details, or a finding."""
         self.inputs += 1
         before = _peak()
         self._write(data)
@@ -96,14 +99,14 @@ class Run:
 def run_random(
     run: Callable[[bytes], str], seeds: tuple[bytes, ...], rng: random.Random, goes_on: Callable[[], bool]
 ) -> None:
-    """Change inputs at random, and keep those with a new outcome for more changes."""
+    """Change inputs at random. Inputs with a new kind of outcome join the corpus, to be changed further."""
     from fuzz.loaders.mutate import mutated
 
     corpus, seen = list(seeds), {run(seed) for seed in seeds}
     while goes_on():
         data = mutated(rng.choice(corpus), rng)
         kind = run(data)
-        if kind not in seen and len(corpus) < _MOST_KEPT:
+        if kind not in seen and len(corpus) < _LARGEST_CORPUS:
             seen.add(kind)
             corpus.append(data)
 
@@ -132,12 +135,12 @@ def _run_atheris(run: Run, folder: Path, seconds: int, seed: int) -> None:
 
 
 def _kind(error: TopWError) -> str:
-    """The class and the message, without what it quotes and counts."""
+    """The class of a refusal and its message without quoted text, paths and numbers."""
     return f"{type(error).__name__}: {_DETAILS.sub('', str(error))[:100]}"
 
 
 def _place(error: BaseException) -> str:
-    """The class, and the last line of this package."""
+    """The class of an unexpected error, and the last line of this package in its traceback."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "topw_deploy" in frame.filename]
     last = frames[-1] if frames else traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__} at {Path(last.filename).name}:{last.lineno}: {str(error)[:150]!r}"
