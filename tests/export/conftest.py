@@ -12,13 +12,13 @@ from tests.support.checkpoints import checkpoints_of, foreign_decoder_of
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """family -> its Hugging Face folder."""
+    """A function of a family that returns its Hugging Face folder."""
     return checkpoints_of(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str], Path]) -> Callable[[str], Path]:
-    """family -> its export with default options, unverified."""
+    """A function of a family that returns its export with default options, which is not verified."""
     from topw_deploy.export import ExportRequest, export_model
 
     made: dict[str, Path] = {}

@@ -126,7 +126,7 @@ def test_a_latent_state_holds_rank_and_rotated_key_once() -> None:
 
 
 def without(traced_decoder: TracedDecoder, place: int) -> TracedDecoder:
-    """A copy whose markers lack an optional input."""
+    """A copy whose markers lack the optional input at index `place`."""
     decoder = copy_of(traced_decoder)
     for node in attention_markers(decoder.model.graph):
         if place < len(node.inputs):
@@ -141,13 +141,13 @@ def logits_of(decoder: TracedDecoder, lowering: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("each", "place"), [*((name, 3) for name in SINKS), *((name, 4) for name in ALIBI)])
-def test_losing_sinks_or_slopes_would_fail(each: str, place: int, lowering: str) -> None:
+def test_losing_sinks_or_slopes_changes_logits_beyond_the_bound(each: str, place: int, lowering: str) -> None:
     difference = logits_of(copy_of(traced(each)), lowering) - logits_of(without(traced(each), place), lowering)
     assert np.abs(difference).max() > 10 * FLOAT32
 
 
 @pytest.mark.long
-def test_losing_the_chunk_would_fail(lowering: str) -> None:
+def test_losing_the_chunk_changes_logits_beyond_the_bound(lowering: str) -> None:
     decoder = copy_of(traced("llama4"))
     assert [node.attributes["chunk"].as_int() for node in attention_markers(decoder.model.graph)] == [CHUNK, 0]
     for node in attention_markers(decoder.model.graph):
@@ -157,7 +157,7 @@ def test_losing_the_chunk_would_fail(lowering: str) -> None:
 
 
 @pytest.mark.broad
-def test_losing_blocks_of_tokens_would_fail(lowering: str) -> None:
+def test_losing_blocks_of_tokens_changes_logits_beyond_the_bound(lowering: str) -> None:
     decoder = copy_of(traced("deepseek_v4"))
     assert [node.attributes["stride"].as_int() for node in attention_markers(decoder.model.graph)] == [0, 4, 6]
     for node in attention_markers(decoder.model.graph):

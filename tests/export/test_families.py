@@ -36,8 +36,11 @@ FUSED = {"llama_untied", "qwen2", "phi3", "mistral", "gpt2"}
 
 @dataclass(frozen=True)
 class Wanted:
-    """sequences: token ids.
-    logits: torch's [tokens, vocab] each."""
+    """What torch computes.
+
+    sequences: token ids.
+    logits: those of each sequence, [tokens, vocab].
+    """
 
     sequences: Sequence[np.ndarray]
     logits: Sequence[np.ndarray]
@@ -171,8 +174,7 @@ def test_each_layer_leaves_one_marker_with_its_window_and_cap() -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("window", ir.AttrInt64("window", 0)), ("softcap", ir.AttrFloat32("softcap", 0.0))]
 )
-def test_losing_the_window_or_the_cap_would_fail(lowering: str, name: str, value: ir.Attr) -> None:
-    """Losing either exceeds the bound by far."""
+def test_losing_the_window_or_the_cap_changes_logits_beyond_the_bound(lowering: str, name: str, value: ir.Attr) -> None:
     outputs = []
     for lose in (False, True):
         decoder = copy_of(traced("gemma2"))

@@ -1,4 +1,4 @@
-"""Families in float16: near torch's, with every rotation fused."""
+"""Families in float16 agree with torch, and every rotation is fused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKENS = 40
 
 @cache
 def model_of(family: str) -> PreTrainedModel:
-    """Frequencies stay float32, as loaded."""
+    """A model in float16, whose rotary frequencies stay float32, as when it is loaded."""
     model = make_model(family)
     frequencies = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
     model.half()

@@ -118,7 +118,7 @@ def test_one_node_reads_a_fixed_state_that_is_updated_in_place(family: str, lowe
 
 @pytest.mark.long
 @pytest.mark.parametrize("each", ["inkling", "inkling2"])
-def test_every_layer_adds_biases_by_distance_that_matter(each: str, lowering: str) -> None:
+def test_losing_biases_by_distance_changes_logits_far_beyond_the_bound(each: str, lowering: str) -> None:
     changed = copy_of(traced(each))
     for node in attention_markers(changed.model.graph):
         node.replace_input_with(5, None)

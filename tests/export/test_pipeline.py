@@ -197,7 +197,9 @@ def test_the_uniform_metric_carries_no_geometry(tmp_path: Path, foreign_decoder:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hard_link", [False, True])
-def test_a_foreign_decoder_is_grafted_onto_by_reference(tmp_path: Path, foreign_decoder: Path, hard_link: bool) -> None:
+def test_a_graft_leaves_the_data_files_of_a_foreign_decoder_as_they_are(
+    tmp_path: Path, foreign_decoder: Path, hard_link: bool
+) -> None:
     report = export(foreign_decoder, tmp_path / "out", verify=True, hard_link=hard_link)
     assert report.verification.status == "passed"
     manifest = load_manifest(tmp_path / "out")
@@ -256,7 +258,7 @@ def test_a_foreign_decoder_keeps_its_own_logits_on_request(tmp_path: Path, forei
 def test_the_tokenizer_may_come_from_elsewhere(
     tmp_path: Path, foreign_decoder: Path, checkpoint: Callable[[str], Path]
 ) -> None:
-    """mobius writes only the graph."""
+    """mobius, for example, writes only the graph."""
     bare = tmp_path / "bare"
     bare.mkdir()
     for name in ("model.onnx", "model.onnx.data"):
@@ -268,7 +270,7 @@ def test_the_tokenizer_may_come_from_elsewhere(
 
 
 @pytest.mark.slow
-def test_grouped_query_attention_means_no_left_padding(tmp_path: Path) -> None:
+def test_a_decoder_with_group_query_attention_does_not_allow_left_padding(tmp_path: Path) -> None:
     from topw_deploy.export.foreign.load import load_decoder
 
     def pretend(model: ir.Model) -> None:

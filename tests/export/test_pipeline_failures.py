@@ -27,7 +27,7 @@ from topw_deploy.runtime import TopWModel
 def test_a_failed_verification_leaves_nothing_and_an_earlier_export_alone(
     tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The graph is damaged after grafting; only the subprocess can detect it."""
+    """The graph is damaged after the sampler is grafted, so only the verification can detect it."""
     export(foreign_decoder, tmp_path / "out")
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     write = pipeline.write_model
@@ -75,7 +75,7 @@ def test_nan_weights_fail_the_check_of_logits(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_verification_that_dies_is_a_failure(
+def test_an_export_fails_if_its_verification_dies(
     tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
@@ -105,7 +105,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, foreign_decoder: Path, monke
 
 @pytest.mark.slow
 def test_a_killed_export_leaves_nothing_that_loads(tmp_path: Path, foreign_decoder: Path) -> None:
-    """Killed while verifying, before the files are final."""
+    """It is killed while it verifies, before the files are final."""
     out = tmp_path / "out"
     export(foreign_decoder, out)
     before = {path.name: path.read_bytes() for path in out.iterdir()}

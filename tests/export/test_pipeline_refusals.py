@@ -1,4 +1,4 @@
-"""Unsupported models are rejected before anything is written."""
+"""Unsupported models and options are refused before anything is written."""
 
 from __future__ import annotations
 

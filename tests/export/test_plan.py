@@ -37,7 +37,7 @@ def export(model: Path, out: Path, **settings: Any) -> ExportReport:
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str], Path]) -> tuple[Path, ExportReport]:
-    """An export with data files of at most `SHARD` bytes."""
+    """An export with data files of at most `SHARD` bytes, and the report of its dry run."""
     out = tmp_path_factory.mktemp("sharded") / "out"
     settings = {"max_shard_size": SHARD, "dtype": "fp16"}
     foreseen = export(checkpoint("llama_untied"), out, dry_run=True, **settings)
@@ -149,7 +149,7 @@ def test_an_onnx_decoder_cannot_be_sharded_again(tmp_path: Path, foreign_decoder
 def test_the_required_space_is_that_of_all_files(
     tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hard links need none."""
+    """Hard links need no space."""
     foreseen = export(foreign_decoder, tmp_path / "out", dry_run=True)
     enough = sum(foreseen.sizes.values()) + (16 << 10) + SPARE
 
@@ -180,7 +180,7 @@ def test_each_stage_has_its_own_peak() -> None:
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """More layers than verification needs."""
+    """A checkpoint with one layer more than are verified if memory is short."""
     config = LlamaConfig(
         vocab_size=320,
         hidden_size=32,

@@ -22,7 +22,7 @@ def graph_of_one_node() -> ir.Model:
     return ir.Model(graph, ir_version=11)
 
 
-def test_the_exclusive_or_of_all_bits_of_numbers_that_are_not_negative() -> None:
+def test_the_exclusive_or_of_nonnegative_numbers_is_exact_in_every_bit() -> None:
     model = graph_of_one_node()
     assert spell_out_exclusive_or(model) == 1
     assert {node.op_type for node in model.graph} <= NATIVE

@@ -24,7 +24,7 @@ def tiny(**changes: object) -> LlamaConfig:
 
 @pytest.fixture(scope="module")
 def narrow() -> TracedDecoder:
-    """Heads of 4 numbers."""
+    """The trace of a model whose heads have 4 elements."""
     return trace(make_model(tiny()))
 
 
@@ -44,7 +44,7 @@ def cache_lengths(decoder: TracedDecoder) -> set[object]:
     return {value.shape[2] for value in (*graph.inputs, *graph.outputs) if "." in (value.name or "")}
 
 
-def test_standard_operators_serve_it_with_a_static_cache(narrow: TracedDecoder) -> None:
+def test_standard_operators_have_a_static_cache_of_any_length_on_request(narrow: TracedDecoder) -> None:
     decoder = copy_of(narrow)
     form = lower(decoder, kv=None, target="tensorrt", context_length=64, max_length=0)
     assert (form.kv_form, form.attention, form.buffer_step, form.buffer_least) == ("static", "Attention", 64, 0)

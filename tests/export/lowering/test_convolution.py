@@ -31,7 +31,10 @@ def sample(sequence: int, dtype: torch.dtype = torch.float32, kernel: int = KERN
 def lowered(
     feeds: Mapping[str, torch.Tensor | None], *, contrib: bool, activation: str = "silu", padding: str = ""
 ) -> MarkerGraph:
-    """padding: the input that tells it, `lengths` or `real`, or none."""
+    """A graph with a lowered convolution.
+
+    padding: name of the input that states the padding, `lengths` or `real`; "" for no padding.
+    """
 
     def build(editor: GraphEditor, marker: ir.Node, values: Mapping[str, ir.Value]) -> tuple[ir.Value, ir.Value]:
         places = {name: values.get(name) if name == padding else None for name in ("real", "lengths")}
@@ -58,7 +61,7 @@ def test_the_convolution_and_its_state_equal_the_loop(contrib: bool, sequence: i
 
 
 @both_forms
-def test_without_bias_and_with_two_taps(contrib: bool) -> None:
+def test_a_convolution_without_bias_and_with_two_taps_equals_the_loop(contrib: bool) -> None:
     feeds = {**sample(5, kernel=2), "bias": None}
     output, present = lowered(feeds, contrib=contrib).run(feeds)
     wanted, state = literal_convolution(feeds["x"], feeds["weight"], None, feeds["past"], "silu")
@@ -126,7 +129,7 @@ def history_of(feeds: Mapping[str, torch.Tensor], padding: str = "") -> MarkerGr
 
 
 def numbers(sequence: int) -> dict[str, torch.Tensor]:
-    """Too large for the 24 bits of a float32."""
+    """Integers that are too large for the 24 bits of a float32."""
     large = 2**40 + torch.arange(1, 1 + BATCH * (COLUMNS + sequence)).view(BATCH, 1, -1)
     return {"past": large[..., :COLUMNS].contiguous(), "x": large[..., COLUMNS:].contiguous()}
 

@@ -162,7 +162,7 @@ def test_products_with_another_activation_between_them_share_their_blocks() -> N
     ("op_type", "inputs", "positive"),
     [("Softmax", 1, True), ("Identity", 1, False), ("Mul", 2, False), ("Neg", 1, False), ("Sigmoid", 1, True)],
 )
-def test_weights_count_as_positive_only_by_their_operators(op_type: str, inputs: int, positive: bool) -> None:
+def test_weights_count_as_nonnegative_only_by_their_operators(op_type: str, inputs: int, positive: bool) -> None:
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="weights")
     editor = GraphEditor(graph, "weights")
     scores = editor.input("scores", ir.DataType.FLOAT, ["tokens", 4])

@@ -1,4 +1,4 @@
-"""Norms fused with residual adds, and their input types."""
+"""Norms are fused with residual adds, and their rows cast, only where the values stay the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHAPE: list[int | str | None] = ["batch", "sequence", HIDDEN]
 
 
 def residual(norm: str = "RMSNormalization", norms: int = 1, other: list[int | str | None] = SHAPE) -> ir.Model:
-    """a + b -> norm -> out; the sum is also an output."""
+    """A graph of a + b -> norm -> out, whose sum is an output too."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
     editor = GraphEditor(graph, "toy")
     a, b = editor.input("a", ir.DataType.FLOAT, SHAPE), editor.input("b", ir.DataType.FLOAT, other)
@@ -68,7 +68,7 @@ def test_a_norm_with_weights_of_another_type_is_not_fused() -> None:
 
 
 def half_precision(weights: type) -> ir.Model:
-    """half-precision rows -> norm -> out, in the weights' type."""
+    """A graph of half-precision rows -> norm -> out, in the type `weights`."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
     editor = GraphEditor(graph, "toy")
     rows = editor.input("rows", ir.DataType.FLOAT16, ["batch", HIDDEN])

@@ -63,7 +63,7 @@ def test_queries_keys_and_values_of_one_source_are_one_product(bias: bool) -> No
     np.testing.assert_allclose(whole, np.concatenate([query, key, value], axis=-1), rtol=1e-5, atol=1e-6)
 
 
-def test_parts_of_which_one_has_a_bias_are_not_fused() -> None:
+def test_products_of_which_only_one_has_a_bias_are_not_fused() -> None:
     _, editor, x = start()
     assert fuse_qkv(editor, [linear(editor, x, part, bias=part == 0) for part in range(3)]) is None
 
@@ -118,10 +118,10 @@ def weight(editor: GraphEditor, name: str, *shape: int) -> ir.Value:
 def gated(
     activation: str = "silu", *, widths: tuple[int, int] = (GATE_WIDTH, GATE_WIDTH), biases: int = 0, sources: int = 1
 ) -> ir.Model:
-    """act(gate(x)) * up(x).
+    """A graph of act(gate(x)) * up(x).
 
-    biases: number of projections with one.
-    sources: 2 gives up(-x).
+    biases: number of projections with a bias.
+    sources: 1, or 2 for up(-x).
     """
     editor = GraphEditor(ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy"), "toy")
     x = editor.input("x", ir.DataType.FLOAT, ["batch", "sequence", HIDDEN])

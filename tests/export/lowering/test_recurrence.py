@@ -59,7 +59,7 @@ both_forms = pytest.mark.parametrize("form", FORMS)
 
 
 def sample(rule: str, sizes: Sizes, sequence: int, *, strength: float = 1.0) -> dict[str, torch.Tensor | None]:
-    """Unit keys, as delta rules need; log decays between 0 and -2 * strength."""
+    """Random inputs: keys of length 1, as delta rules need, and log decays between 0 and -2 * strength."""
     random = torch.Generator().manual_seed(sequence)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -95,7 +95,7 @@ def lowered(rule: str, feeds: Mapping[str, torch.Tensor | None], form: str, scal
 def literal(
     rule: str, feeds: Mapping[str, torch.Tensor | None], scale: float = 0.5
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In float64."""
+    """The output and the state after a loop over tokens, in float64."""
     numbers = [None if feeds[name] is None else feeds[name].double() for name in (*INPUTS, "past")]
     return literal_recurrence(*numbers, rule, scale, feeds["real"])
 
@@ -179,7 +179,7 @@ def test_float16_is_computed_in_float32(form: str, rule: str, sizes: Sizes) -> N
 
 
 def test_keys_that_repeat_do_not_spoil_the_inverse() -> None:
-    """Every key equal and every rate 1: a series in powers of the matrix would lose all digits."""
+    """All keys are equal and every beta is 1. A series in powers of the matrix would lose all digits."""
     feeds = sample("delta", DENSE, CHUNK)
     feeds["key"][:] = feeds["key"][:, :1]
     feeds["beta"].fill_(1.0)

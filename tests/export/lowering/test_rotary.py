@@ -25,10 +25,11 @@ Change = Callable[[GraphEditor, ir.Value], ir.Value]
 
 
 def rotation(after: Change = lambda _, value: value, split: int = DIM // 2, swapped: bool = False) -> ir.Model:
-    """x, angles -> out.
+    """A graph that rotates x by angles.
 
-    after: applied to cosines and sines.
-    swapped: swaps the operands of every sum and product.
+    after: what it does with cosines and sines.
+    split: where it splits heads for rotated(x).
+    swapped: whether the operands of every sum and product are swapped.
     """
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
     editor = GraphEditor(graph, "toy")
@@ -55,12 +56,12 @@ def rotation(after: Change = lambda _, value: value, split: int = DIM // 2, swap
 
 
 def interleaved_rotation(*, outside: bool, odd_first: bool = False, repeats: int = 2, wide: bool = False) -> ir.Model:
-    """The same with interleaved pairs.
+    """A graph that rotates x by angles, whose pairs are interleaved.
 
-    outside: repeats the first half of cosines and sines, not the angles.
-    odd_first: negates the other number of each pair.
-    repeats: of each angle.
-    wide: x is half precision, cast to float32 and back.
+    outside: whether it repeats the elements in the first half of cosines and sines instead of the angles.
+    odd_first: whether it negates the first instead of the second element of each pair.
+    repeats: how often it repeats each angle; 2 is right.
+    wide: whether x is half precision, which it casts to float32 and back.
     """
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
     editor = GraphEditor(graph, "toy")
@@ -172,10 +173,10 @@ def test_a_rotation_without_casts_is_not_narrowed() -> None:
 
 
 def part_of_a_head(gap: int = 0, swapped: bool = False) -> ir.Model:
-    """x [.., 2 * DIM], first DIM numbers rotated.
+    """A graph that rotates the first DIM of 2 * DIM elements of each head.
 
-    gap: numbers left out.
-    swapped: rest first.
+    gap: number of elements that it leaves out after these.
+    swapped: whether the result has the other elements first.
     """
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
     editor = GraphEditor(graph, "toy")

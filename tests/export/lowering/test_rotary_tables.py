@@ -1,4 +1,4 @@
-"""Rotary tables: the trace's angles, shared, only if small."""
+"""Rotary tables have the trace's angles, are shared by layers, and are stored only if they are small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Thresholds of softplus are dropped, and reshapes in sequence merged, only where nothing changes."""
+"""Thresholds of softplus are dropped, and reshapes in a row merged, only where no value changes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_softplus_without_its_threshold_is_the_same_in_every_bit() -> None:
 
 
 @pytest.mark.parametrize(("threshold", "compared"), [(3.0, "x"), (20.0, "other")])
-def test_another_choice_than_softplus_stays(threshold: float, compared: str) -> None:
+def test_a_choice_that_is_no_threshold_of_softplus_stays(threshold: float, compared: str) -> None:
     assert drop_softplus_thresholds(softplus(threshold, compared)) == 0
 
 

@@ -146,7 +146,7 @@ def literal(block: torch.nn.Module, hidden: torch.Tensor) -> np.ndarray:
     "family",
     sampled(FAMILIES, (), ("mixtral", "granitemoe", "phimoe", "gpt_oss", "nemotron_h", "llama4_text", "dbrx", "zaya")),
 )
-def test_a_familys_mixture_agrees_with_torch_over_prompts_and_steps(family: str) -> None:
+def test_a_familys_mixture_agrees_with_torch_in_prompts_and_steps(family: str) -> None:
     model = model_of(family)
     block, hidden = block_of(model, FAMILIES[family][0]), torch.randn(2, 7, HIDDEN)
     graph = traced(model, block, hidden)
@@ -203,7 +203,7 @@ def test_a_model_has_its_own_methods_again_after_its_trace() -> None:
 
 
 def test_experts_with_a_configuration_of_their_own_are_marked_too() -> None:
-    """As of a text decoder taken out of a model that also reads images."""
+    """Such as those of a text decoder that was taken out of a model that also reads images."""
     model = model_of("gpt_oss")
     experts = model.model.layers[0].mlp.experts
     model.config = copy.deepcopy(model.config)
@@ -213,7 +213,7 @@ def test_experts_with_a_configuration_of_their_own_are_marked_too() -> None:
     assert experts.config._experts_implementation == before
 
 
-def test_an_activation_is_stated_only_if_its_values_agree() -> None:
+def test_an_activation_gets_attributes_only_if_its_values_agree() -> None:
     known = {"relu": "relu", "silu": "silu", "gelu_pytorch_tanh": "gelu"}
     for name, wanted in known.items():
         found = activation_attributes(ACT2FN[name], gated=False)

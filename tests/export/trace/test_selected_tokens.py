@@ -13,7 +13,9 @@ from topw_deploy.export.trace.interface import dense_tokens
 @pytest.mark.parametrize(
     ("kind", "tokens"), [("deepseek_v32", 64), ("deepseek_v4", 259), ("doge", 128), ("llama_12", None)]
 )
-def test_the_length_without_selection_is_that_of_the_configuration(kind: str, tokens: int | None) -> None:
+def test_the_longest_sequence_of_which_all_tokens_are_selected_follows_from_the_configuration(
+    kind: str, tokens: int | None
+) -> None:
     """DeepSeek V4 selects 64 blocks of 4 tokens, and the next block is complete with its fourth token."""
     assert dense_tokens(make_model(KINDS[kind]())) == tokens
 

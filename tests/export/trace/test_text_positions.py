@@ -33,7 +33,7 @@ class Sections(torch.nn.Module):
         return both.cos() * self.attention_scaling, both.sin() * self.attention_scaling
 
 
-def test_factors_are_those_of_equal_positions_inside_the_block_alone() -> None:
+def test_rotary_factors_are_those_of_text_positions_inside_the_block_only() -> None:
     module, x = Sections(1.0), torch.zeros(1)
     wanted = module(x, POSITIONS.expand(3, 2, 3))
     other = module(x, torch.zeros(3, 2, 3))
@@ -45,7 +45,7 @@ def test_factors_are_those_of_equal_positions_inside_the_block_alone() -> None:
     assert torch.equal(module(x, torch.zeros(3, 2, 3))[0], other[0])
 
 
-def test_an_embedding_that_computes_something_else_is_left() -> None:
+def test_a_rotary_embedding_that_computes_something_else_is_left_unchanged() -> None:
     assert plain_rotary_embeddings(Sections(2.0)) == []
 
 

@@ -51,7 +51,7 @@ def test_the_graph_has_the_frequencies_of_short_sequences(
 
 
 def test_a_model_changes_its_frequencies_again_after_its_trace() -> None:
-    """Also with different frequencies per layer type."""
+    """Each layer type has frequencies of its own."""
     rope = {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
     types = ["sliding_attention"]
     model = make_model(Gemma3TextConfig(**ONE_LAYER, head_dim=16, layer_types=types, rope_parameters=rope))
@@ -63,7 +63,7 @@ def test_a_model_changes_its_frequencies_again_after_its_trace() -> None:
 
 
 def quotient(epsilon: float) -> ir.Model:
-    """x -> 1 / (x + epsilon), as traced."""
+    """A graph of x -> 1 / (x + epsilon), as the tracer writes it."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
     editor = GraphEditor(graph, "toy")
     x = editor.input("x", FLOAT, ["n"])
@@ -92,7 +92,7 @@ def test_a_zero_is_still_dropped() -> None:
     assert [node.op_type for node in model.graph] == ["Reciprocal"]
 
 
-def test_the_norms_of_a_family_have_its_epsilon() -> None:
+def test_the_norms_of_a_trace_have_the_epsilon_of_the_configuration() -> None:
     config = HeliumConfig(**ONE_LAYER, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-8)
     norms = [node for node in trace(make_model(config)).model.graph if node.op_type == "RMSNormalization"]
     assert [node.attributes["epsilon"].as_float() for node in norms] == pytest.approx([1e-8] * 3)

@@ -130,8 +130,8 @@ class ExpertBlocks:
         op, constant = editor.op, editor.constant
         rows = op("Shape", [ids])
         self.height = op("Div", [op("Add", [rows, constant(np.array([experts - 1]))]), constant(np.array([experts]))])
-        most_used = op("Min", [rows, constant(np.array([experts]))])  # experts that can have rows
-        self.count = op("Min", [rows, op("Add", [op("Div", [rows, self.height]), most_used])])
+        most_experts = op("Min", [rows, constant(np.array([experts]))])  # experts that can have rows
+        self.count = op("Min", [rows, op("Add", [op("Div", [rows, self.height]), most_experts])])
         self._slot_of_row, self._expert_of_block = self._assign_slots(ids, rows)
         self._row_of_slot = self._invert_slots(rows)
 

@@ -72,8 +72,10 @@ def add_moe(editor: GraphEditor, marker: ir.Node, stacks: list[LazyWeight]) -> i
     experts, count = int(stacks[0].shape[0]), fixed_size(ids, 1)
     chosen = op("Equal", [op("Unsqueeze", [ids, constant(np.array([2]))]), constant(np.arange(experts))])
     if hidden.dtype == ir.DataType.FLOAT and is_nonnegative(weights):
-        spread = op("Where", [chosen, op("Unsqueeze", [weights, constant(np.array([2]))]), constant(np.float32(0))])
-        dense = op("ReduceSum", [spread, constant(np.array([1]))], keepdims=0)  # [tokens, E]
+        weights_by_expert = op(
+            "Where", [chosen, op("Unsqueeze", [weights, constant(np.array([2]))]), constant(np.float32(0))]
+        )
+        dense = op("ReduceSum", [weights_by_expert, constant(np.array([1]))], keepdims=0)  # [tokens, E]
         router = op("Log", [op("Max", [dense, constant(np.float32(_SMALLEST_WEIGHT))])], dtype=hidden.dtype)
         mixed = _add_operator(editor, marker, stacks, hidden, router, count)
         return op("Mul", [mixed, op("ReduceSum", [weights, constant(np.array([1]))], keepdims=1)])

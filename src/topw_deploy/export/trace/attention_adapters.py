@@ -318,7 +318,7 @@ METHODS: dict[str, dict[str, Method]] = {
     "llama4.Llama4TextRotaryEmbedding": {"forward": _rotary_angles},
     "qwen4_exp.Qwen4ExpTextAttention": {"forward": _qwen4_attention},
 }
-# The same -> replaced functions of the file that defines the class.
+# The same -> replaced functions of the Python module that defines the class.
 FUNCTIONS: dict[str, dict[str, Method]] = {
     "deepseek_v2.DeepseekV2RotaryEmbedding": {"apply_rotary_emb": _rotate_queries_and_keys},
 }

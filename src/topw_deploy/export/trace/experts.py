@@ -287,7 +287,7 @@ def _longcat_experts(
 
 
 def _jetmoe_experts(self: Any, layer_input: torch.Tensor) -> Any:
-    """JetMoeMoE.forward."""
+    """JetMoeMoE.forward. The layer adds a bias to its experts' sum."""
     rows = layer_input.reshape(-1, self.input_size)
     weights, ids = _jetmoe_route(self.router, rows)
     up, down = expert_matrices(self)

@@ -208,10 +208,10 @@ def matrix_lstm(
     backend: Any,
     markers: MixerMarkers,
     layer: int,
-    query: torch.Tensor,  # [batch, heads, sequence, dim], as key and value
+    query: torch.Tensor,  # [batch, heads, sequence, dim], like key and value
     key: torch.Tensor,
     value: torch.Tensor,
-    igate: torch.Tensor,  # [batch, heads, sequence], as fgate
+    igate: torch.Tensor,  # [batch, heads, sequence], like fgate
     fgate: torch.Tensor,
     **_kwargs: Any,
 ) -> tuple[torch.Tensor, None]:

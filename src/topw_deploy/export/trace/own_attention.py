@@ -192,5 +192,5 @@ METHODS: dict[str, dict[str, Method]] = {
     "openai.Attention": {"_attn": _openai_gpt_attention},
     "xglm.XGLMAttention": {"forward": _xglm_attention},
 }
-# The same -> replaced functions of the file that defines the class.
+# The same -> replaced functions of the Python module that defines the class.
 FUNCTIONS: dict[str, dict[str, Method]] = {"git.GitModel": {"create_causal_mask": _no_mask}}
