@@ -69,7 +69,7 @@ def test_every_make_target_exists(page: Path) -> None:
 
 @pages
 def test_every_path_in_backticks_exists(page: Path) -> None:
-    """Names in capitals are the user's; commands write `out` and `dist`."""
+    """Left out: names in capitals, which the user chooses, and `out` and `dist`, which commands write."""
     for code in CODE.findall(BLOCK.sub("", text(page))):
         path = code.split("::")[0]
         if not re.fullmatch(r"[\w.-]+(/[\w.*-]+)+/?|[\w-]+/", path) or re.search(r"[A-Z]{2,}|\*", path):

@@ -115,7 +115,7 @@ def commands_in(files: set[Path]) -> set[str]:
 
 
 def reached_by(named: set[str]) -> set[str]:
-    """The named modules, those that they import, and those of the same folders that these import in turn."""
+    """Return the named modules, the modules that they import, and what these import from their own folder."""
     waiting = [*named, *(found.name for name in named for found in import_graph.imports(name))]
     reached = set[str]()
     while waiting:

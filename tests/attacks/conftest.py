@@ -49,5 +49,5 @@ def decoder(foreign: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """family -> its Hugging Face folder."""
+    """Return a function: family of tiny models -> the folder of its Hugging Face checkpoint."""
     return checkpoints_of(tmp_path_factory)

@@ -121,7 +121,10 @@ def run_export(source: str, out: Path, finished: bool = False, kill_at: int | No
 
 
 def count_operations(source: str, out: Path, report: Path) -> tuple[int, list[int]]:
-    """The number of operations of an export; those that put the folder in place, and what follows the last."""
+    """Return the number of file operations of an export, and the numbers of those that put the folder in place.
+
+    The latter end with the number of the operation after the last one.
+    """
     decisive: list[bool] = []
 
     def export() -> None:

@@ -152,7 +152,7 @@ class Load:
         return found in ("whole", "loading")
 
     def stream(self, seed: int) -> tuple[str, str]:
-        """Returns (text, "whole", "cut" or the code of a 503). Raises AssertionError for an event that is damaged."""
+        """Ask for one stream. Returns (text, what became of the stream: "whole", "cut" or the error code of a 503)."""
         content = f"{seed:02} " * 27 if self._moment == "reading" else "Hi"  # the context has 96 tokens
         body = {"messages": [{"role": "user", "content": content}], "stream": True, "seed": seed, "temperature": 2.0,
                 "ignore_eos": True}  # fmt: skip

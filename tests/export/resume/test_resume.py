@@ -190,7 +190,7 @@ def test_an_export_resumes_after_a_full_disk(
     tmp_path: Path, model: Path, history: tuple[Path, dict[str, list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(data_files, "parts", fill_disk_after(5))
+        patch.setattr(data_files, "byte_blocks", fill_disk_after(5))
         with pytest.raises(ExportError, match=r"disk is full.*--resume"):
             export(model, tmp_path / "out", resume=True)
     assert kept_stages(export(model, tmp_path / "out", resume=True)) == [
@@ -203,16 +203,16 @@ def test_an_export_resumes_after_a_full_disk(
 
 
 def fill_disk_after(count: int) -> Callable[..., object]:
-    """`parts` for `count` weights; then the disk is full."""
-    real, calls = data_files.parts, [0]
+    """Return a `byte_blocks` for `count` weights, after which the disk is full."""
+    real, calls = data_files.byte_blocks, [0]
 
-    def parts(tensor: object) -> object:
+    def byte_blocks(tensor: object) -> object:
         calls[0] += 1
         if calls[0] > count:
             raise OSError(28, "No space left on device")
         return real(tensor)  # type: ignore[arg-type]
 
-    return parts
+    return byte_blocks
 
 
 def test_damaged_weights_are_written_again(tmp_path: Path) -> None:
