@@ -94,11 +94,11 @@ def tokenizer(scratch: Path) -> Loader:
         found = Tokenizer(ModelFolder(place, DecoderManifest))
         ids = found.encode("Hello <s> ab\n\u00e9" + "a" * 200)
         found.decode([*ids, 0, 1, 2, 999])
-        follow = found.follow(ids)
+        text_decoder = found.text_decoder(ids)
         for token in (0, 1, 2, 3):
-            follow.push(token)
-        follow.flush()
-        assert found.bound.characters is None or found.bound.characters >= 0
+            text_decoder.push(token)
+        text_decoder.flush()
+        assert found.token_bound.characters is None or found.token_bound.characters >= 0
 
     normalizers = {"type": "Sequence", "normalizers": [
         {"type": "Replace", "pattern": {"String": " "}, "content": "_"}, {"type": "NFKC"},

@@ -46,7 +46,7 @@ def answers(scratch: Path) -> Loader:
     If the first byte of an input is 1, the run is one of questions, whose answers become prompts.
     """
     from topw_deploy.cli.answer_lines import AnswerFile, check_answers, read_finished
-    from topw_deploy.cli.judge_files import Question, judged_text, texts_of, turn_prompts
+    from topw_deploy.cli.judge_files import Question, judged_text, read_texts, turn_prompts
     from topw_deploy.sampling.seeds import prompt_seed
 
     path = scratch / "answers.jsonl"
@@ -67,7 +67,7 @@ def answers(scratch: Path) -> Loader:
             stream.add([{"index": found.prompts}])
         path.write_bytes(data[1:])
         if data[:1] == b"\1" and read_finished(path, ["r", "s", "t"], [1, 1, 1], "m").prompts == 3:
-            texts = texts_of(path, questions)
+            texts = read_texts(path, questions)
             json.dumps(turn_prompts(questions, [texts], None)).encode()
             judged_text("alpaca_eval", questions, [texts], "g", "d").encode()
 

@@ -293,7 +293,7 @@ def journal(scratch: Path) -> Loader:
     def run(say: Any) -> None:
         found = Journal(place, say)
         finished = FinishedStages(found, request)
-        found.array("neighbour bound", "s", lambda: np.zeros(3, np.float32))
+        found.array_once("neighbour bound", "s", lambda: np.zeros(3, np.float32))
         finished.write_tokenizer_once(
             source, output, lambda: (output / "tokenizer.json").write_text("{}") and ["a notice"]
         )
