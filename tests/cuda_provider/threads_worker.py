@@ -1,7 +1,7 @@
-"""python threads_worker.py FOLDER how, in worker.py's environment.
+"""Generations in many threads: `python threads_worker.py FOLDER HOW`, in the environment of worker.py.
 
-how "in turn": one model with graphs, a thread per generation.
-how "at once": two models with graphs, one without, four threads each.
+HOW "in turn": one model with graphs, and a new thread for each generation.
+HOW "at once": two models with graphs and one without, each in four threads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Users wait for captures, and captures for users."""
+"""Runs wait for captures, and captures for runs."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_failed_capture_releases_the_lock() -> None:
     assert ends(in_a_thread(lambda: capture(lock)))
 
 
-def test_garbage_collection_may_use_the_device_amid_the_lock_s_own_code() -> None:
+def test_garbage_collection_may_use_the_device_within_the_locks_own_code() -> None:
     """It may close a session between any two operations: here it does between all of them, in three threads."""
     lock = DeviceLock()
     capturing, uses, wrong = list[int](), list[int](), list[str]()

@@ -122,7 +122,7 @@ def test_generation_stops_at_the_end_of_sequence(load: Load) -> None:
     assert len(result.logprobs) == len(result.kept) == len(result.certified) == 4
 
 
-def test_an_ordinary_token_can_end_the_text_and_is_no_part_of_it(load: Load) -> None:
+def test_an_ordinary_token_can_end_the_text_and_is_not_part_of_the_text(load: Load) -> None:
     model = load(Toy.script(byte_ids("abc.def"), prompt_tokens=2))
     (dot,) = byte_ids(".")
     result = model.generate("xy", max_new_tokens=7, eos_token_id=[EOS, dot])

@@ -141,7 +141,7 @@ def opened(folder: Path, decoder: Toy, sampler: str) -> TopWModel:
 
 @pytest.fixture(scope="module")
 def dice(tmp_path_factory: pytest.TempPathFactory, sampler_choice: str) -> dict[int, TopWModel]:
-    """By the size of the pool."""
+    """Models by the size of the pool."""
     folder = tmp_path_factory.mktemp("dice")
     always = dict.fromkeys((A, B, C, D, E), DICE)
     return {top_m: opened(folder / str(top_m), toy(always, top_m), sampler_choice) for top_m in (8, 3)}

@@ -64,7 +64,7 @@ def test_a_preset_stands_before_the_models_defaults_and_behind_the_request() -> 
     assert row({"preset": "lively", "do_sample": False}, model).top_w.greedy
 
 
-def test_a_preset_of_a_generation_config_stands_behind_the_request() -> None:
+def test_a_preset_of_a_generation_config_yields_to_the_request() -> None:
     named, _ = split_parameters({"temperature": 0.5})
     (found,) = resolve_rows([[5]], named, {"lam": 0.2}, EXPORTED, LIMITS, config={"preset": "lively", "beta": 3.0})
     expected = preset_parameters("lively", "uniform", None) | {"beta": 3.0, "temperature": 0.5}

@@ -113,7 +113,7 @@ def run(node: onnx.NodeProto, arrays: list[onnx.TensorProto], ids: np.ndarray) -
 
 
 def with_table_form(folder: Path, form: str) -> DecoderManifest:
-    """The folder's manifest for a changed graph."""
+    """Adapt the folder's manifest to a changed graph. form: of the table."""
     path = folder / "topw_manifest.json"
     stated = json.loads(path.read_text("utf-8"))
     stated["sampler"]["table_form"] = form
