@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.fleet.costs import Costs
 from benchmarks.fleet.replica import Replica, Sequence
 from benchmarks.fleet.workload import Requests
-from topw_deploy.serve.affinity import choose, preferred
+from topw_deploy.serve.affinity import choose_replica, order_replicas
 
 Route = Callable[[Sequence, list[int]], int]
 """(request, number of requests that each replica has) -> index of a replica."""
@@ -60,7 +60,7 @@ def router(name: str, replicas: int, seed: int) -> Route:
     def prefix(sequence: Sequence, loads: list[int]) -> int:
         if sequence.group < 0:
             return least(loads)
-        return choose(preferred(str(sequence.group), names), loads, LOAD_FACTOR)
+        return choose_replica(order_replicas(str(sequence.group), names), loads, LOAD_FACTOR)
 
     routes: dict[str, Route] = {
         "random": lambda sequence, loads: index(),

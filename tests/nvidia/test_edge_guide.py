@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_edge_guide import PAGE, commands, exported
+from tests.test_edge_guide import PAGE, commands, export_once
 from topw_deploy.cli.build_engine import command
 
 from .conftest import HERE, ROOT
@@ -23,7 +23,7 @@ def test_the_page_s_export_is_built_by_the_page_s_command(
 ) -> None:
     (export,) = (line for line in commands("") if line.startswith("topw-export") and "--target tensorrt" in line)
     assert "--max-length" not in export
-    exported(export, tmp_path, tmp_path_factory)
+    export_once(export, tmp_path, tmp_path_factory)
     (line,) = (line for line in PAGE.splitlines() if line.startswith("topw build-engine"))
     request = command.make_context("build-engine", shlex.split(line)[2:]).params
     for name in ("as_json", "quiet"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from topw_deploy.serve.affinity import choose, preferred, prefix_key
+from topw_deploy.serve.affinity import choose_replica, order_replicas, prefix_key
 
 NAMES = tuple(f"replica-{number}" for number in range(10))
 KEYS = [f"prompt {number}" for number in range(2000)]
@@ -40,7 +40,7 @@ def test_no_characters_mean_no_key() -> None:
 
 def test_keys_are_spread_over_the_replicas() -> None:
     """A binomial count of mean 200 exceeds 280 with a probability below 1e-8."""
-    counts = Counter(preferred(each, NAMES)[0] for each in KEYS)
+    counts = Counter(order_replicas(each, NAMES)[0] for each in KEYS)
     assert len(counts) == len(NAMES)
     assert max(counts.values()) < 280
 
@@ -48,16 +48,16 @@ def test_keys_are_spread_over_the_replicas() -> None:
 def test_a_lost_replica_moves_only_its_own_keys() -> None:
     left = NAMES[:3] + NAMES[4:]
     for each in KEYS[:200]:
-        before, after = NAMES[preferred(each, NAMES)[0]], left[preferred(each, left)[0]]
+        before, after = NAMES[order_replicas(each, NAMES)[0]], left[order_replicas(each, left)[0]]
         assert before in (after, NAMES[3])
         if before == NAMES[3]:
-            assert after == NAMES[preferred(each, NAMES)[1]]
+            assert after == NAMES[order_replicas(each, NAMES)[1]]
 
 
 def test_a_replica_with_too_much_to_do_is_passed_over() -> None:
     order = (2, 0, 1)
-    assert choose(order, [0, 0, 0], 1.25) == 2
-    assert choose(order, [3, 3, 4], 1.25) == 2  # the bound is ceil(1.25 * 11 / 3) = 5
-    assert choose(order, [3, 3, 5], 1.25) == 0
-    assert choose(order, [5, 2, 5], 1.0) == 1  # ceil(13 / 3) = 5
-    assert choose((0,), [100], 1.0) == 0
+    assert choose_replica(order, [0, 0, 0], 1.25) == 2
+    assert choose_replica(order, [3, 3, 4], 1.25) == 2  # the bound is ceil(1.25 * 11 / 3) = 5
+    assert choose_replica(order, [3, 3, 5], 1.25) == 0
+    assert choose_replica(order, [5, 2, 5], 1.0) == 1  # ceil(13 / 3) = 5
+    assert choose_replica((0,), [100], 1.0) == 0

@@ -54,7 +54,7 @@ class Seeds:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._requests: Counter[str] = Counter()  # by prompt
+        self._requests: Counter[str] = Counter()  # prompt -> number of its requests
 
     def next(self, prompt: str) -> int:
         """The seed, below 2**53, of the next request with this prompt."""

@@ -39,13 +39,13 @@ def prefix_key(body: bytes, characters: int) -> str:
 
 
 @lru_cache(maxsize=4096)
-def preferred(key: str, replicas: tuple[str, ...]) -> tuple[int, ...]:
+def order_replicas(key: str, replicas: tuple[str, ...]) -> tuple[int, ...]:
     """Indices of the replicas in the order in which they are tried for `key`."""
     weights = [blake2b(f"{replica}\n{key}".encode("utf-8", "replace"), digest_size=8).digest() for replica in replicas]
     return tuple(sorted(range(len(replicas)), key=lambda index: weights[index], reverse=True))
 
 
-def choose(order: Sequence[int], loads: Sequence[int], factor: float) -> int:
+def choose_replica(order: Sequence[int], loads: Sequence[int], factor: float) -> int:
     """The first replica of `order` that may take one more request.
 
     loads: number of requests that each replica has.

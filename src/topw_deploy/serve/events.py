@@ -59,7 +59,7 @@ class EventStream(EventSourceResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
-        except TimeoutError:  # of `send_timeout`; the server closes the connection
+        except TimeoutError:  # the client read nothing for `send_timeout`; the server closes the connection
             LOG.info("a client took no bytes", extra={"facts": {"path": scope["path"]}})
         finally:
             await self._events.aclose()

@@ -86,7 +86,7 @@ class LogWriter(logging.Handler):
                 self._write(self.format(_dropped_lines(dropped)))
 
     def _write(self, line: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # of a stream that is closed: nobody can read it
+        with contextlib.suppress(OSError, ValueError):  # the stream is closed: nobody can read it
             if self._descriptor is None:
                 self._stream.write(f"{line}\n")
                 self._stream.flush()

@@ -9,7 +9,13 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from topw_deploy.runtime.generation_config import has_no_effect
-from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES, short_repr, unknown_parameter_error, with_aliases
+from topw_deploy.runtime.parameters import (
+    PARAMETERS,
+    REQUEST_ALIASES,
+    short_repr,
+    unknown_parameter_error,
+    with_aliases,
+)
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
 from topw_deploy.serve.failures import invalid_request
 
@@ -38,7 +44,7 @@ MOST_LOGPROBS = 20
 LOGPROBS = frozenset({"logprobs", "prompt_logprobs"})
 
 _SLOW = frozenset({"structured_outputs", "bad_words"})  # their checks compile grammars and tokenize
-_MOST_QUICK = 1000  # entries of a list that are checked quickly
+_MOST_QUICK = 1000  # a list with more entries is checked in a thread
 
 _SYNONYMS = ("max_tokens", "max_completion_tokens")  # some clients send both
 

@@ -256,7 +256,7 @@ class Pieces:
 
 async def await_first_piece(pieces: AsyncGenerator[Piece, None]) -> Pieces:
     """Wait for the first piece, at most FIRST_PIECE_SECONDS. Returns all pieces. Raises the request's error."""
-    found = Pieces(asyncio.ensure_future(_next(pieces)), pieces)
+    found = Pieces(asyncio.ensure_future(_next_or_none(pieces)), pieces)
     try:
         await found.wait(FIRST_PIECE_SECONDS)
     except BaseException:
@@ -265,7 +265,7 @@ async def await_first_piece(pieces: AsyncGenerator[Piece, None]) -> Pieces:
     return found
 
 
-async def _next(pieces: AsyncIterator[Piece]) -> Piece | None:
+async def _next_or_none(pieces: AsyncIterator[Piece]) -> Piece | None:
     return await anext(pieces, None)
 
 

@@ -16,7 +16,7 @@ from topw_deploy.serve.options import ServeOptions
 from topw_deploy.serve.served import Served
 
 LOG = logging.getLogger("topw_deploy.serve")
-_CANCELLED_SECONDS = 5.0  # that a drain waits for the answers to cancelled requests
+_CANCELLED_SECONDS = 5.0  # a drain waits this long for the answers to cancelled requests
 _NO_LOGITS = "the export has no logits, so the page cannot show which tokens it could draw; use --with-logits"
 
 

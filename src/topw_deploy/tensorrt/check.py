@@ -33,7 +33,9 @@ VERDICTS = ("native", "plugin", "inlined", "unsupported")
 _NAMES = {"tensorrt": "TensorRT", "onnxruntime": "onnxruntime"}
 _ONNXRUNTIME_SINCE = {"GroupQueryAttention": (1, 23), "Attention": (1, 23), "TensorScatter": (1, 26)}
 _WINDOWS_SINCE = (1, 24)  # before 1.24, GroupQueryAttention's windows were a token too long
-_MOST_NODES, _MOST_CALLS = 1 << 20, 16  # after inlining; depth of calls
+_MOST_NODES = 1 << 20  # of a graph whose functions are inlined
+_MOST_NESTED_CALLS = 16  # functions that call each other
+
 RefusalReason = Callable[[Node, Scope], str | None]
 
 
@@ -169,8 +171,8 @@ def _inlined_verdicts(
         raise TensorRTError(
             f"the function {node.operator} calls itself, so it cannot be inlined; export the model again."
         )
-    if len(callers) == _MOST_CALLS:
-        raise TensorRTError(f"functions call each other more than {_MOST_CALLS} deep; export the model again.")
+    if len(callers) == _MOST_NESTED_CALLS:
+        raise TensorRTError(f"functions call each other more than {_MOST_NESTED_CALLS} deep; export the model again.")
     given = list(zip((value.name for value in body.inputs), node.inputs, strict=False))
     inside = Scope(
         {mine: scope.constants[name] for mine, name in given if name in scope.constants},

@@ -11,7 +11,7 @@ from topw_deploy.onnx_file.model import Node
 from topw_deploy.tensorrt.scope import Scope
 
 NEWEST_OPSET = 25
-LARGEST_K = 3840  # of TopK
+LARGEST_K = 3840  # TensorRT's TopK selects at most this many values
 FUSED_HEADS = range(16, 257, 8)  # head sizes of Attention over several tokens
 
 _NATIVE = """

@@ -14,7 +14,7 @@ from topw_deploy.web.libraries import ONNXRUNTIME_VERSION
 MOST_BYTES = 2_000_000_000
 """Maximum bytes of a graph with its weights. WebAssembly has 4 GiB for weights, their packed copies, and the cache."""
 
-_STATE_TYPES = ("float", "float16", "uint8", "int8", "int32", "int64", "bool")  # that the JavaScript library can hold
+_STATE_TYPES = ("float", "float16", "uint8", "int8", "int32", "int64", "bool")  # the JavaScript library can hold these
 _EIGHT_BITS = 4  # the accuracy_level of MatMulNBits that rounds activations
 
 

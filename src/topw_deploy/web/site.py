@@ -15,7 +15,7 @@ from topw_deploy.manifest.folder import open_listed
 from topw_deploy.sizes import decimal_size
 from topw_deploy.web import libraries
 from topw_deploy.web.checks import check_runs, graph_bytes, notes
-from topw_deploy.web.staging import MARKER, staged
+from topw_deploy.web.staging import MARKER, staged_site
 
 MODEL = "model"
 _SITE_FOLDER = Path(__file__).parent / "site"
@@ -81,7 +81,7 @@ def write_site(
     size = graph_bytes(manifest, model)
     _check_separate(model, output)
     found = list(libraries.read_packages(runtime)) if runtime is not None else []
-    with staged(output, overwrite=overwrite) as folder:
+    with staged_site(output, overwrite=overwrite) as folder:
         copy_export(model, manifest, folder / MODEL)
         for name, data in _site_files():
             (folder / name).parent.mkdir(exist_ok=True)

@@ -15,7 +15,7 @@ MARKER = "topw_site.json"
 
 
 @contextmanager
-def staged(output: Path, *, overwrite: bool) -> Iterator[Path]:
+def staged_site(output: Path, *, overwrite: bool) -> Iterator[Path]:
     """Give a folder that becomes `output` at the end of the block. After an error or SIGTERM, `output` is unchanged.
 
     overwrite: replace an earlier site.

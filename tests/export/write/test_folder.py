@@ -256,8 +256,8 @@ with StagedFolder(place / "out") as staged:
     wait(staged.path)
 """
 SITE = """
-from topw_deploy.web.staging import staged
-with staged(place / "out", overwrite=False) as folder:
+from topw_deploy.web.staging import staged_site
+with staged_site(place / "out", overwrite=False) as folder:
     wait(folder)
 """
 REPOSITORY = """

@@ -17,7 +17,7 @@ from topw_deploy.serve.ray.gateway import Gateway
 from topw_deploy.serve.ray.replica import Replica
 from topw_deploy.serve.ray.router import PrefixRouter
 
-_MOST_CALLS = 1024  # that one gateway passes on at once
+_MOST_CALLS = 1024  # one gateway passes on at most this many at once
 _FIELDS = {each.name for each in dataclasses.fields(ServeOptions)}
 
 

@@ -23,14 +23,14 @@ class RayMetrics(Metrics):
     """
 
     def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Any:
-        return _Labelled(metrics.Histogram(f"topw_{name}", text, list(map(float, buckets)), (MODEL,)), (MODEL,))
+        return _LabelledMetric(metrics.Histogram(f"topw_{name}", text, list(map(float, buckets)), (MODEL,)), (MODEL,))
 
     def _counter(self, name: str, text: str, *labels: str) -> Any:
         names = (MODEL, *labels)
-        return _Labelled(metrics.Counter(f"topw_{name}", text, names), names)
+        return _LabelledMetric(metrics.Counter(f"topw_{name}", text, names), names)
 
 
-class _Labelled:
+class _LabelledMetric:
     """A metric of Ray with the methods of Prometheus' client: `labels(value, ...)`, then `observe` or `inc`.
 
     names, values: of the labels.
@@ -39,8 +39,8 @@ class _Labelled:
     def __init__(self, metric: Any, names: tuple[str, ...], values: tuple[str, ...] = ()) -> None:
         self._metric, self._names, self._values = metric, names, values
 
-    def labels(self, *values: object) -> _Labelled:
-        return _Labelled(self._metric, self._names, tuple(map(str, values)))
+    def labels(self, *values: object) -> _LabelledMetric:
+        return _LabelledMetric(self._metric, self._names, tuple(map(str, values)))
 
     def observe(self, value: float) -> None:
         self._metric.observe(float(value), tags=self._tags())

@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from topw_deploy.serve.affinity import choose, preferred
+from topw_deploy.serve.affinity import choose_replica, order_replicas
 
 PREFIX_ARGUMENT = "prefix"
 """Name of the argument of `Replica.relay` with the key of the prompt's beginning."""
@@ -40,6 +40,6 @@ class PrefixRouter(RequestRouter):
             return [candidate_replicas]
         replicas = sorted(candidate_replicas, key=lambda replica: replica.replica_id.unique_id)
         loads = [self.replica_queue_len_cache.get(replica.replica_id) or 0 for replica in replicas]
-        order = preferred(key, tuple(replica.replica_id.unique_id for replica in replicas))
-        chosen = replicas[choose(order, loads, self._load_factor)]
+        order = order_replicas(key, tuple(replica.replica_id.unique_id for replica in replicas))
+        chosen = replicas[choose_replica(order, loads, self._load_factor)]
         return [[chosen], [replica for replica in replicas if replica is not chosen]]

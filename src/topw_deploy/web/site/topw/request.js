@@ -5,7 +5,7 @@ import { ParameterError, PromptError, show } from "./errors.js";
 import { PARAMETERS, valuesPerRow } from "./parameters.js";
 import { GREEDY_BELOW, TOP_W_NAMES, presetParameters, topWParameters } from "./presets.js";
 import { freshSeed } from "./random.js";
-import { RULE_PARAMETERS, TOP_W, checkCarried, ruleOf } from "./rules.js";
+import { RULE_PARAMETERS, TOP_W, checkSamplerHasRule, ruleOf } from "./rules.js";
 
 /**
  * The prompt and the parameters of one sequence.
@@ -162,7 +162,7 @@ function ruleOfRow(sources, sampler) {
     const own = RULE_PARAMETERS.filter((name) => source[name] !== undefined).map((name) => [name, source[name]]);
     if (own.length) {
       const found = ruleOf(Object.fromEntries(own), (name) => sources.get(name));
-      checkCarried(found, sampler);
+      checkSamplerHasRule(found, sampler);
       return found;
     }
   }

@@ -95,7 +95,7 @@ function implied(own) {
  * @param {import("./manifest.js").Sampler} sampler
  * @throws {ParameterError}
  */
-export function checkCarried({ name, values: [share, pool] }, { rules, sortsAll, vocabSize }) {
+export function checkSamplerHasRule({ name, values: [share, pool] }, { rules, sortsAll, vocabSize }) {
   if (!rules.includes(name)) {
     throw new ParameterError(
       `rule is ${name}, but this model carries only ${rules.join(", ")}; export it again with --rules ` +
