@@ -142,12 +142,14 @@ def _compare_peer(case: RuleCase, name: str, peer: Peer, outcome: Outcome) -> No
     wanted = kept_set(logits, case.rule, case.values)
     found = _answer(peer, logits, case.values)
     if found is None:
-        outcome.add(case, name, _index_error(case, logits, name), wanted, "IndexError")
+        outcome.add(case, name, _index_error_cause(case, logits, name), wanted, "IndexError")
         return
-    cause = _cause(logits, wanted, found) or _definition(case, logits, name, found)
+    cause = _kept_set_cause(logits, wanted, found) or _definition_cause(case, logits, name, found)
     if cause is None:  # perhaps its float32 sums
         exact = _answer(peer, logits.astype(np.float64), case.values)
-        if exact is not None and (_cause(logits, wanted, exact) or _definition(case, logits, name, exact)):
+        if exact is not None and (
+            _kept_set_cause(logits, wanted, exact) or _definition_cause(case, logits, name, exact)
+        ):
             cause = "float32 rounding beyond 1e-5"
     outcome.add(case, name, cause, wanted, found)
 
@@ -160,7 +162,7 @@ def _answer(peer: Peer, logits: np.ndarray, values: tuple[float, float]) -> np.n
         return None
 
 
-def _cause(logits: np.ndarray, wanted: RuleCrop, found: np.ndarray) -> str | None:
+def _kept_set_cause(logits: np.ndarray, wanted: RuleCrop, found: np.ndarray) -> str | None:
     if np.array_equal(found, np.sort(wanted.kept)):
         return SAME
     changed = np.setxor1d(found, wanted.kept)
@@ -176,7 +178,7 @@ def _cause(logits: np.ndarray, wanted: RuleCrop, found: np.ndarray) -> str | Non
     return "within 1e-5 of the threshold" if len(found) else "keeps nothing: all within 1e-5 of the threshold"
 
 
-def _index_error(case: RuleCase, logits: np.ndarray, name: str) -> str | None:
+def _index_error_cause(case: RuleCase, logits: np.ndarray, name: str) -> str | None:
     """Why the peer raises IndexError on this row; None if the reason is not known."""
     if case.rule == "min_k" and name == "vLLM":
         return "raises: vocabulary of one token" if len(logits) == 1 else None
@@ -187,15 +189,15 @@ def _index_error(case: RuleCase, logits: np.ndarray, name: str) -> str | None:
     p = np.sort(torch.from_numpy(logits).softmax(0).numpy())[::-1][: int(case.values[1])]
     if (p == 0).any():
         return "raises: probability 0 in the pool"
-    return "raises: entropy rounds to the whole pool's" if _whole(p, case.values[0]) else None
+    return "raises: entropy rounds to the whole pool's" if _keeps_whole_pool(p, case.values[0]) else None
 
 
-def _whole(p: np.ndarray, alpha: float) -> bool:
+def _keeps_whole_pool(p: np.ndarray, alpha: float) -> bool:
     terms = np.cumsum(-p * np.log2(p), dtype=np.float32)
     return bool(terms[-1] <= alpha * terms[-1] * (1 + 1e-5))
 
 
-def _definition(case: RuleCase, logits: np.ndarray, name: str, found: np.ndarray) -> str | None:
+def _definition_cause(case: RuleCase, logits: np.ndarray, name: str, found: np.ndarray) -> str | None:
     """The cause, if the peer has another definition of the rule which in float64 gives the peer's result; else None."""
     if case.rule == "top_n_sigma" and not len(found):
         few = np.isfinite(logits).sum() < max(2, len(logits))
@@ -205,7 +207,7 @@ def _definition(case: RuleCase, logits: np.ndarray, name: str, found: np.ndarray
         return "top_h = 1: rounding drops the pool's last token" if len(found) == n - 1 else None
     if case.rule == "top_h" and name == "transformers":
         row = OrderedRow.of(logits.astype(np.float64), 1.0)
-        sizes = _softmax_of_the_pool(row, case.values[0], int(case.values[1]))
+        sizes = _top_h_sizes(row, case.values[0], int(case.values[1]))
         return "terms of the softmax over its pool" if len(found) in sizes else None
     if case.rule == "min_k" and name == "vLLM" and not np.isfinite(logits).all():
         all_finite = np.array_equal(found, np.flatnonzero(np.isfinite(logits)))
@@ -213,7 +215,7 @@ def _definition(case: RuleCase, logits: np.ndarray, name: str, found: np.ndarray
     return None
 
 
-def _softmax_of_the_pool(row: OrderedRow, alpha: float, pool: int) -> set[int]:
+def _top_h_sizes(row: OrderedRow, alpha: float, pool: int) -> set[int]:
     """The sizes of kept sets that transformers' Top-H may have if its limit has a relative error of up to 1e-5."""
     q = row.weights[:pool] / row.weights[:pool].sum()
     E = np.cumsum(-q * np.log(np.maximum(q, 1e-300)))
@@ -222,7 +224,7 @@ def _softmax_of_the_pool(row: OrderedRow, alpha: float, pool: int) -> set[int]:
     return set(range(least, most + 1))
 
 
-def paper_differs(rows: int, seed: int, most_vocabulary: int = 151_936) -> tuple[int, int]:
+def count_paper_differences(rows: int, seed: int, most_vocabulary: int = 151_936) -> tuple[int, int]:
     """The number of rows, and of those in which the paper's bound H(q) <= alpha H(p) keeps another prefix."""
     count = 0
     for case in islice(rule_cases(seed, "top_h", most_vocabulary), rows):
@@ -260,7 +262,7 @@ def main() -> int:
     outcome = fuzz(given.rows, given.seed, tuple(given.rule), authors)
     print(report(outcome))
     if "top_h" in given.rule:
-        rows, other = paper_differs(given.rows, given.seed)
+        rows, other = count_paper_differences(given.rows, given.seed)
         print(
             f"\nTop-H: the paper's bound on the renormalised crop keeps a different prefix at {other} of {rows} rows."
         )

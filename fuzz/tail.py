@@ -105,7 +105,7 @@ def main() -> int:
     given = parser.parse_args()
     tallies = fuzz(given.rows, given.seed, chosen_forms(parser, given.form))
     print(report(tallies))
-    return verdict(tallies)
+    return print_unexplained(tallies)
 
 
 def chosen_forms(parser: argparse.ArgumentParser, given: list[str] | None) -> tuple[str, ...]:
@@ -116,7 +116,7 @@ def chosen_forms(parser: argparse.ArgumentParser, given: list[str] | None) -> tu
     return forms
 
 
-def verdict(tallies: dict[str, Tally]) -> int:
+def print_unexplained(tallies: dict[str, Tally]) -> int:
     """Print the first differences without an explanation. Returns the exit code, 1 if there are any."""
     unexplained = [line for tally in tallies.values() for line in tally.unexplained]
     for line in unexplained[:20]:

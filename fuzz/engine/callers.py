@@ -44,7 +44,7 @@ def in_task(habit: InTask) -> InTask:
     return habit
 
 
-def finished(request: Request, given: Arguments) -> Outcome:
+def wait_for_outcome(request: Request, given: Arguments) -> Outcome:
     """Wait until a request ends. Raises TimeoutError if it is stuck."""
     try:
         request.result(STUCK)
@@ -81,7 +81,7 @@ class _Reader:
 
 @in_thread
 def waits(engine: Engine, given: Arguments, rng: np.random.Generator) -> Outcome:
-    return finished(engine.submit(**given), given)
+    return wait_for_outcome(engine.submit(**given), given)
 
 
 @in_thread
@@ -92,9 +92,9 @@ def submits_many(engine: Engine, given: Arguments, rng: np.random.Generator) -> 
         requests += [engine.submit(**{**given, "max_new_tokens": count}) for count in range(1, 12)]
     except Exception as error:  # noqa: BLE001
         for request in requests:
-            finished(request, given)
+            wait_for_outcome(request, given)
         return Outcome(given, error=error)
-    outcomes = [finished(request, given) for request in requests]
+    outcomes = [wait_for_outcome(request, given) for request in requests]
     return Outcome({**given, "max_new_tokens": 11}, outcomes[-1].results, outcomes[-1].error)
 
 
@@ -103,7 +103,7 @@ def polls(engine: Engine, given: Arguments, rng: np.random.Generator) -> Outcome
     request = engine.submit(**given)
     with contextlib.suppress(Exception):
         request.result(float(rng.random()) * 0.002)
-    return finished(request, given)
+    return wait_for_outcome(request, given)
 
 
 @in_thread
@@ -122,7 +122,7 @@ def stops_reading(engine: Engine, given: Arguments, rng: np.random.Generator) ->
     for count, _ in enumerate(request):
         if count == 2:
             break
-    return finished(request, given)
+    return wait_for_outcome(request, given)
 
 
 @in_thread
@@ -135,13 +135,13 @@ def cancels(engine: Engine, given: Arguments, rng: np.random.Generator) -> Outco
     request = engine.submit(**given)
     time.sleep(float(rng.choice([0.0, 0.001, 0.01])) * float(rng.random()))
     request.cancel()
-    return finished(request, given)
+    return wait_for_outcome(request, given)
 
 
 @in_thread
 def is_in_a_hurry(engine: Engine, given: Arguments, rng: np.random.Generator) -> Outcome:
     given = {"max_time": float(rng.choice([1e-6, 0.002, 0.01, 1e9])), **given}
-    return finished(engine.submit(**given), given)
+    return wait_for_outcome(engine.submit(**given), given)
 
 
 @in_thread
@@ -157,7 +157,7 @@ def watches(engine: Engine, given: Arguments, rng: np.random.Generator) -> Outco
             raise CallbackError("the caller's own")
         return False
 
-    outcome = finished(engine.submit(**given, stopping_criteria=criterion), given)
+    outcome = wait_for_outcome(engine.submit(**given, stopping_criteria=criterion), given)
     outcome.own_error = CallbackError if isinstance(outcome.error, CallbackError) else None
     return outcome
 

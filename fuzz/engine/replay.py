@@ -102,13 +102,13 @@ def _compare(outcome: Outcome, model: TopWModel) -> list[str]:
         return [f"it raises {type(error).__name__}: {error}, but not alone"]
     whole: Sequence[GenerationResult] = found if isinstance(found, list) else [found]
     return [
-        f"sequence {index} is {_shown(result)}, alone {_shown(whole[index])}"
+        f"sequence {index} is {_describe_result(result)}, alone {_describe_result(whole[index])}"
         for index, result in outcome.results.items()
-        if not _agrees(result, whole[index])
+        if not _is_consistent(result, whole[index])
     ]
 
 
-def _agrees(result: GenerationResult, whole: GenerationResult) -> bool:
+def _is_consistent(result: GenerationResult, whole: GenerationResult) -> bool:
     if result.finish_reason not in _INTERRUPTED:
         return result == whole
     count = len(result.token_ids)
@@ -121,5 +121,5 @@ def _agrees(result: GenerationResult, whole: GenerationResult) -> bool:
     return all(some == more[:count] for some, more in columns)
 
 
-def _shown(result: GenerationResult) -> str:
+def _describe_result(result: GenerationResult) -> str:
     return f"{result.finish_reason} {result.token_ids} {result.logprobs}"

@@ -144,10 +144,10 @@ def session(scratch: Path) -> Loader:
         path.write_bytes(data)
         read_session(path, FORM)
 
-    return Loader(read, (seed, _reheaded(seed)))
+    return Loader(read, (seed, _header_only(seed)))
 
 
-def _reheaded(data: bytes) -> bytes:
+def _header_only(data: bytes) -> bytes:
     """The session file without its data. Changes of the JSON then keep the header's length right."""
     (length,) = struct.unpack("<Q", data[:8])
     return data[: 8 + length]

@@ -21,32 +21,32 @@ _WORDS = (
 )  # fmt: skip
 
 
-def mutated(data: bytes, rng: random.Random) -> bytes:
+def mutate(data: bytes, rng: random.Random) -> bytes:
     """`data` with another value in its JSON, or with one to eight changes of its bytes; at most LONGEST bytes."""
-    if rng.random() < 0.5 and (changed := _other_json(data, rng)) is not None:
+    if rng.random() < 0.5 and (changed := _change_json(data, rng)) is not None:
         return changed[:LONGEST]
     found = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 4, 8))):
-        _change(found, rng)
+        _change_bytes(found, rng)
     return bytes(found[:LONGEST])
 
 
-def _other_json(data: bytes, rng: random.Random) -> bytes | None:
+def _change_json(data: bytes, rng: random.Random) -> bytes | None:
     """`data` with another value in its JSON, and with the JSON's new length if one is stated; None without JSON."""
     for start in (0, 1):
         if data[start : start + 1] in (b"{", b"["):
-            changed = _other_value(data[start:], rng)
+            changed = _change_value(data[start:], rng)
             return None if changed is None else data[:start] + changed
         length = int.from_bytes(data[start : start + 8], "little")
         begin = start + 8
         if data[begin : begin + 1] == b"{" and begin + length <= len(data):
-            changed = _other_value(data[begin : begin + length], rng)
+            changed = _change_value(data[begin : begin + length], rng)
             if changed is not None:
                 return data[:start] + struct.pack("<Q", len(changed)) + changed + data[begin + length :]
     return None
 
 
-def _other_value(data: bytes, rng: random.Random) -> bytes | None:
+def _change_value(data: bytes, rng: random.Random) -> bytes | None:
     """The JSON, or JSON lines of which one changes, with another value at a random place; None if it cannot be read."""
     lines = data.splitlines(keepends=True)
     whole = rng.choice((*lines, data)) if len(lines) > 1 else data
@@ -59,7 +59,7 @@ def _other_value(data: bytes, rng: random.Random) -> bytes | None:
     return changed if whole is data else data.replace(whole, changed + b"\n", 1)
 
 
-def _change(found: bytearray, rng: random.Random) -> None:
+def _change_bytes(found: bytearray, rng: random.Random) -> None:
     at = rng.randrange(len(found) + 1)
     size = rng.choice((1, 2, 4, 8, 64, 1024))
     match rng.randrange(7):

@@ -100,11 +100,11 @@ def run_random(
     run: Callable[[bytes], str], seeds: tuple[bytes, ...], rng: random.Random, goes_on: Callable[[], bool]
 ) -> None:
     """Change inputs at random. Inputs with a new kind of outcome join the corpus, to be changed further."""
-    from fuzz.loaders.mutate import mutated
+    from fuzz.loaders.mutate import mutate
 
     corpus, seen = list(seeds), {run(seed) for seed in seeds}
     while goes_on():
-        data = mutated(rng.choice(corpus), rng)
+        data = mutate(rng.choice(corpus), rng)
         kind = run(data)
         if kind not in seen and len(corpus) < _LARGEST_CORPUS:
             seen.add(kind)
@@ -114,7 +114,7 @@ def run_random(
 def _run_atheris(run: Run, folder: Path, seconds: int, seed: int) -> None:
     import atheris
 
-    from fuzz.loaders.mutate import LONGEST, mutated
+    from fuzz.loaders.mutate import LONGEST, mutate
 
     corpus = folder / "corpus"
     corpus.mkdir()
@@ -123,7 +123,7 @@ def _run_atheris(run: Run, folder: Path, seconds: int, seed: int) -> None:
     rng = random.Random(seed)
 
     def other(data: bytes, most: int, _seed: int) -> bytes:
-        return (mutated(data, rng) if rng.random() < 0.5 else atheris.Mutate(data, min(most, LONGEST)))[:most]
+        return (mutate(data, rng) if rng.random() < 0.5 else atheris.Mutate(data, min(most, LONGEST)))[:most]
 
     def one(data: bytes) -> None:
         run(data)

@@ -33,7 +33,7 @@ onnxruntime's logarithm rounds full vectors and remainders differently. Without 
 its position in the batch.
 """
 
-_OBJECTIVE_SLACK = 8e-6  # absolute for J / beta: several times the rounding of a float32 scan
+_OBJECTIVE_SLACK = 8e-6  # times beta, for J: several times the rounding of a float32 scan
 _WARM_SLACK = 1e-5  # relative to the warm start's mass
 
 

@@ -50,7 +50,7 @@ class RowParameters:
     init_top_p: mass of the warm start, relative to the pool's.
     geom_scale: factor of distances; 0 in greedy rows.
     uniform: the number in [0, 1) that decides the draw.
-    only_rule: the code of each row's rule if the function carries only Top-W, and then all other codes are invalid.
+    only_rule: the code of each row's rule, if the function carries only Top-W: a row with another code is then invalid.
         None if the function carries more rules.
     """
 
@@ -159,8 +159,8 @@ def apply_mask(op: Ops, spec: TailSpec, logits: Tensor, words: Tensor, like: Ten
     words: int32 [batch, ceil(vocab / 32)], or [batch, 0] to allow all tokens.
     like: any int32 [batch]; only its shape is used.
 
-    The words become k = batch or 0 rows of flags, and a row that allows every token follows them. Each row of the batch
-    takes the flags of its number, at most k: with k = 0 all rows take the added one.
+    The words become k rows of flags, k = batch or 0; one more row, number k, allows every token. Row i of the batch
+    reads row min(i, k) of the flags, which is the last one for all i if k = 0.
 
     The row numbers come from `like`, because the result then has the batch's own dimension name. onnxruntime reuses
     only buffers with equal dimension names, and its search for buffers among differently named ones took most of the
