@@ -70,7 +70,7 @@ def change_initializers(folder: Path, target: Path, part: str, ending: str, chan
 
 
 def measure_perplexity(folder: Path, reference: TorchReference, monkeypatch: pytest.MonkeyPatch) -> Check:
-    monkeypatch.setattr(texts, "_MOST", 1024)
+    monkeypatch.setattr(texts, "_LARGEST_BUDGET", 1024)
     manifest = load_decoder_manifest(folder)
     text = evaluation_text(folder, manifest, reference.parameters)
     assert text is not None
