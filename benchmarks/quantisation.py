@@ -24,7 +24,7 @@ from benchmarks.common import table
 from benchmarks.int4 import HEADER, compared, held_out_rows, torch_losses, torch_model
 from topw_deploy.demo import demo_model_path
 from topw_deploy.export.quantise import Quantisation
-from topw_deploy.export.verification.dequantised import rounded
+from topw_deploy.export.verification.dequantised import round_to_blocks
 
 _ERRORS: dict[str, dict[str, Any]] = {
     "int4 search": {"bits": 4},
@@ -67,7 +67,7 @@ def errors() -> str:
     for size in (16, 32, 64, 128, 256):
         cells = []
         for settings in _ERRORS.values():
-            lost = rounded(weights, size, Quantisation(**settings, block_size=size)) - weights.numpy()
+            lost = round_to_blocks(weights, size, Quantisation(**settings, block_size=size)) - weights.numpy()
             cells.append(f"{np.sqrt(np.mean(lost**2)):.2%}")
         rows.append((size, *cells))
     return table(("block", *_ERRORS), rows)
@@ -92,9 +92,9 @@ def _all_rounded(model: Any, quantisation: Quantisation) -> Any:
             if weight.dim() != 2:
                 continue
             size = quantisation.table_block_size(weight.shape[1]) if weight is ends[0] else quantisation.block_size
-            how = quantisation.of_table if any(weight is end for end in ends) else quantisation
+            how = quantisation.table_scheme if any(weight is end for end in ends) else quantisation
             if size is not None:
-                weight.copy_(torch.from_numpy(rounded(weight, size, how)))
+                weight.copy_(torch.from_numpy(round_to_blocks(weight, size, how)))
     return changed
 
 
