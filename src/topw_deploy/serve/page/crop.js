@@ -102,11 +102,11 @@ class Crop {
       : "Fewer than three tokens were in question";
     const side = drawing || el("p", { class: "muted" }, `${why}, so there is no map of their distances.`);
     const two = el("div", { class: "two" }, this.setsTable(found), side);
-    return el("div", {}, this.lead(found), note, this.differenceNote(answer, place, found), two, this.tokensTable(found));
+    return el("div", {}, this.summary(found), note, this.differenceNote(answer, place, found), two, this.tokensTable(found));
   }
 
   // The step in two or three sentences.
-  lead(found) {
+  summary(found) {
     const { token } = found;
     const set = found.sets.find((each) => each.name === (found.rule === "top_w" ? "top_w" : "chosen"));
     const name = found.rule === "top_w" ? "Top-W" : set.label.replaceAll("_", "-");

@@ -62,20 +62,20 @@ async function start() {
   byId("model").replaceChildren(...state.models.map((each) => el("option", { value: each.id }, each.id)));
   if (state.models.some((each) => each.id === before)) {
     byId("model").value = before;
-    offerAbilities();
+    applyModel();
   } else {
     switchModel();
   }
 }
 
 function switchModel() {
-  offerAbilities();
+  applyModel();
   applyMode();
   arrangeSides();
 }
 
 // Offers what the chosen model can do.
-function offerAbilities() {
+function applyModel() {
   const { topw, max_model_len } = chosenModel();
   byId("mode-chat").disabled = !topw.chat;
   byId("no-chat").hidden = topw.chat;

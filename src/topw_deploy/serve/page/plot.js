@@ -6,15 +6,15 @@ function plot(found) {
   if (!found.plane) return null;
   const tokens = new Map(found.tokens.map((token) => [token.id, token]));
   const points = found.plane.points.map((point) => ({ ...point, token: tokens.get(point.id) }));
-  const at = planeToFrame(points);
+  const toFrame = planeToFrame(points);
   const { width, height } = PLOT;
   const axis = (move, name) => svg("text", { class: "axis", "text-anchor": "middle", transform: move }, name);
   const parts = [svg("rect", { class: "frame", x: 0.5, y: 0.5, width: width - 1, height: height - 1, rx: 8 }),
     axis(`translate(${width / 2} ${height - 7})`, "first principal coordinate"),
     axis(`translate(14 ${height / 2}) rotate(-90)`, "second principal coordinate")];
   const order = [...points].sort((a, b) => a.token.probability - b.token.probability);
-  for (const point of order) parts.push(drawToken(point, at(point), found.token.id));
-  parts.push(...drawLabels(points, at, found.token.id));
+  for (const point of order) parts.push(drawToken(point, toFrame(point), found.token.id));
+  parts.push(...drawLabels(points, toFrame, found.token.id));
   const name = `Map of ${points.length} tokens by distance; the table lists them.`;
   const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": name }, ...parts);
   return el("figure", {}, el("h3", {}, "How far apart they are"), drawing, el("figcaption", {},
@@ -49,17 +49,17 @@ function drawToken({ token }, [x, y], drawn) {
 
 // Labels of the drawn, the moved and the likeliest tokens. A label that would overlap another mark is left out; that of
 // the drawn token never is.
-function drawLabels(points, at, drawn) {
+function drawLabels(points, toFrame, drawn) {
   const rank = (token) => (token.id === drawn ? 3 : token.drawn_with > 0 ? 2 : token.change ? 1 : 0);
   const weight = ({ token }) => rank(token) + token.probability;
   const taken = points.map((point) => {
-    const [x, y] = at(point), r = radius(point.token) + (point.id === drawn ? 4 : 0);
+    const [x, y] = toFrame(point), r = radius(point.token) + (point.id === drawn ? 4 : 0);
     return [x - r, y - r, x + r, y + r, point.id];
   });
   const made = [];
   for (const point of [...points].sort((a, b) => weight(b) - weight(a))) {
     if (made.length === PLOT.labels) break;
-    const [x, y] = at(point), gap = radius(point.token) + (point.id === drawn ? 8 : 4);
+    const [x, y] = toFrame(point), gap = radius(point.token) + (point.id === drawn ? 8 : 4);
     const text = withVisibleSpaces(point.token.text).slice(0, 14), wide = 6.4 * text.length + 2;
     const places = [["start", x + gap, y + 4], ["end", x - gap, y + 4], ["middle", x, y - gap - 1],
       ["middle", x, y + gap + 9]];

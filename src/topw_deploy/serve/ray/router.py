@@ -34,7 +34,8 @@ class PrefixRouter(RequestRouter):
         """
         if pending_request is None or not candidate_replicas:
             return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True  # if no replica takes more requests
+        # If no replica takes more requests, Ray waits before it tries again.
+        pending_request.routing_context.should_backoff = True
         key = pending_request.kwargs.get(PREFIX_ARGUMENT, "")
         if not key:
             return [candidate_replicas]

@@ -105,12 +105,12 @@ class RowEdits {
   }
 
   prepare() {
-    for (const [slot, permanent] of this.banned) this.edits.bias[this.#at(slot)] = permanent;
+    for (const [slot, permanent] of this.banned) this.edits.bias[this.#indexOf(slot)] = permanent;
     this.banned = [];
     for (const token of this.#bans()) {
       const slot = this.#slot(token);
-      this.banned.push([slot, this.edits.bias[this.#at(slot)]]);
-      this.edits.bias[this.#at(slot)] = -Infinity;
+      this.banned.push([slot, this.edits.bias[this.#indexOf(slot)]]);
+      this.edits.bias[this.#indexOf(slot)] = -Infinity;
     }
   }
 
@@ -132,17 +132,17 @@ class RowEdits {
     if (repetitionPenalty !== 1) new Set(prompt).forEach((token) => this.#penalize(token));
     for (const [token, bias] of logitBias) {
       const slot = this.#slot(token);
-      this.edits.bias[this.#at(slot)] = bias;
+      this.edits.bias[this.#indexOf(slot)] = bias;
     }
     for (const token of [...suppressed, ...bannedWords]) {
       const slot = this.#slot(token);
-      this.edits.bias[this.#at(slot)] = -Infinity;
+      this.edits.bias[this.#indexOf(slot)] = -Infinity;
     }
   }
 
   #penalize(token) {
     const slot = this.#slot(token); // may allocate new arrays
-    this.edits.penalty[this.#at(slot)] = this.request.repetitionPenalty;
+    this.edits.penalty[this.#indexOf(slot)] = this.request.repetitionPenalty;
   }
 
   #bans() {
@@ -170,12 +170,12 @@ class RowEdits {
   }
 
   #addBias(token, amount) {
-    const at = this.#at(this.#slot(token));
+    const index = this.#indexOf(this.#slot(token));
     // Clamp the bias: only bans may be infinite.
-    this.edits.bias[at] = Math.min(Math.max(this.edits.bias[at] + amount, -LARGEST), LARGEST);
+    this.edits.bias[index] = Math.min(Math.max(this.edits.bias[index] + amount, -LARGEST), LARGEST);
   }
 
-  #at(slot) {
+  #indexOf(slot) {
     return this.index * this.edits.slots + slot;
   }
 
@@ -185,7 +185,7 @@ class RowEdits {
       slot = this.slotOf.size;
       this.slotOf.set(token, slot);
       while (slot >= this.edits.slots) this.edits.grow();
-      this.edits.ids[this.#at(slot)] = BigInt(token);
+      this.edits.ids[this.#indexOf(slot)] = BigInt(token);
     }
     return slot;
   }
