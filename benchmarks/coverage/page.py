@@ -66,8 +66,8 @@ def _summary(file: ResultFile, types: Sequence[str], peers: Sequence[Peer]) -> s
         + table(["exporter", "architectures", f"of {len(types)}"], rows)
         + "\n\n"
         + _filled(
-            "The first rows count exports that agree with torch, the others the types that an exporter lists; those "
-            "exporters were not run. mobius also tries to export unlisted types as Llama."
+            f"The first {len(FORMS)} rows count exports that agree with torch. The others count the types that an "
+            "exporter lists; these exporters were not run. mobius also tries to export unlisted types as Llama."
         )
         + _unlisted(file, types, peers)
     )
@@ -77,7 +77,7 @@ def _unlisted(file: ResultFile, types: Sequence[str], peers: Sequence[Peer]) -> 
     """A paragraph with the exported types that no other exporter lists."""
     listed = {name for peer in peers for name in peer.types}
     names = [f"`{name}`" for name in types if name not in listed and _exports(file, name)]
-    return "\n\n" + _filled(f"Exported here, but in none of the other lists: {', '.join(names)}.") if names else ""
+    return "\n\n" + _filled(f"Exported here, but in no other list: {', '.join(names)}.") if names else ""
 
 
 def _architectures(file: ResultFile, types: Sequence[str]) -> str:
@@ -96,13 +96,13 @@ def _architectures(file: ResultFile, types: Sequence[str]) -> str:
             short.append(f"`{name}` {context}")
     texts = [
         "These types export, in every form unless the table [below](#what-does-not-export) names one. Groups are by "
-        "the kinds of [state](contract/graph.md#8-the-graph) of the default export; `--target tensorrt` has `full` for "
-        "`window`.",
+        "the kinds of [state](contract/graph.md#8-the-graph) of the default export; `--target tensorrt` has `full` "
+        "instead of `window`.",
         f"In every check the largest difference to torch's logits is at most {NEAR:.0e}"
         + (f", except for {', '.join(far)}." if far else "."),
     ]
     if short:
-        texts.append(f"Exports with a shorter context than the tiny model's {CONTEXT} tokens: {', '.join(short)}.")
+        texts.append(f"Contexts shorter than the tiny model's {CONTEXT} tokens: {', '.join(short)}.")
     lists = [
         _filled(f"- {states} ({len(names)}): {', '.join(names)}", "  ")
         for states, names in sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
@@ -135,9 +135,9 @@ def _others() -> str:
 def _making() -> str:
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
     text = (
-        f"`{COMMAND}` exports all of them, each in a process of its own, and writes this page. The command continues "
-        "an interrupted run. Exceptions from the general rule for configurations are in "
-        f"`benchmarks/coverage/overrides.py`. Made with {versions}."
+        f"`{COMMAND}` exports every decoder-only type, each in a process of its own, and writes this page. The command "
+        "continues an interrupted run. `benchmarks/coverage/overrides.py` has the types whose tiny configuration does "
+        f"not follow the general rule. This page was made with {versions}."
     )
     return f"## How this page is made\n\n{_filled(text)}"
 
