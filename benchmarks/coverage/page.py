@@ -77,7 +77,7 @@ def _unlisted(file: ResultFile, types: Sequence[str], peers: Sequence[Peer]) -> 
     """A paragraph with the exported types that no other exporter lists."""
     listed = {name for peer in peers for name in peer.types}
     names = [f"`{name}`" for name in types if name not in listed and _exports(file, name)]
-    return "\n\n" + _filled(f"Exported here, but in no other list: {', '.join(names)}.") if names else ""
+    return "\n\n" + _filled(f"Exported here, but in none of the other lists: {', '.join(names)}.") if names else ""
 
 
 def _architectures(file: ResultFile, types: Sequence[str]) -> str:
