@@ -46,7 +46,7 @@ test: $(VENV)/dev.stamp     ## install and run the tests on all cores, without t
 quick: $(VENV)/dev.stamp    ## the same without the slow ones: every module, in about two minutes
 	$(PYTEST) --quick $(PYTEST_FLAGS)
 
-lint: $(VENV)/dev.stamp     ## ruff and mypy
+lint: $(VENV)/dev.stamp     ## ruff, and mypy for the package, benchmarks and fuzz
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 

@@ -98,8 +98,8 @@ class TopW:
         asked = {"max_new_tokens": new_tokens + 1, "seed": 1, "ignore_eos": True}
         requests, _, _ = self.model._resolve_requests([prompt], asked)
         self.row = Row(0, requests[0], None)
-        model = self.model
-        self.generation = Generation(self.session, model._caches, [self.row])
+        _, caches = self.model._require_open()
+        self.generation = Generation(self.session, caches, [self.row])
         self.generation.binding.bind_array(CHOICE, self.choice)
         accept_tokens(self.generation, prefill(self.generation))
 
@@ -118,7 +118,9 @@ class ArgMax:
     def __init__(self, manifest: DecoderManifest, session: Either) -> None:
         self.session, self.caches = session, new_caches(session, manifest.decoder)  # type: ignore[arg-type]
         self.token = np.zeros(1, np.int64)
-        self.unused = {name: np.zeros((1, 0), np.float32) for name in SAMPLER_INPUTS if name.startswith("edit_")}
+        self.unused: dict[str, np.ndarray] = {
+            name: np.zeros((1, 0), np.float32) for name in SAMPLER_INPUTS if name.startswith("edit_")
+        }
         self.unused |= {name: np.ones(1, np.float32) for name in TopWParameters.__slots__}
         self.unused |= {"edit_ids": np.zeros((1, 0), np.int64), "uniform": np.zeros(1, np.float32)}
         self.unused["allowed"] = np.zeros((1, 0), np.int32)

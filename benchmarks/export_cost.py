@@ -11,6 +11,7 @@ import argparse
 import shutil
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from benchmarks.common import Process, Spread, interleave, machine, run_process, table
@@ -48,7 +49,9 @@ def main() -> None:
             return process.seconds
 
         sides = commands(model, out, args.optimum)
-        samples = interleave({n: (lambda n=n, c=c: sample(n, c)) for n, c in sides.items()}, args.rounds, warmup=1)
+        samples = interleave(
+            {name: partial(sample, name, command) for name, command in sides.items()}, args.rounds, warmup=1
+        )
     print(f"{machine()}; {args.rounds} rounds\n")
     rows = []
     for name in sides:

@@ -118,10 +118,10 @@ def train(
     progress, step = 0.0, 0
     while progress < 1:
         progress = min(1.0, (time.monotonic() - started) / (60 * minutes))
-        learning_rate = RECIPE.learning_rate * learning_rate_factor(step, progress, RECIPE)
+        learning_rate = RECIPE.learning_rate * learning_rate_factor(step, progress, RECIPE.warmup)
         with torch.autocast("cpu", torch.bfloat16):
             loss = token_losses(model, next(source)).mean()
-        update(model, [optimizer], loss, learning_rate, RECIPE)
+        update(model, [optimizer], loss, learning_rate, RECIPE.gradient_norm)
         recent.append(loss.item())
         step += 1
         if step in (1, 10) or step % every == 0 or progress >= 1:

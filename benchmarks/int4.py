@@ -133,7 +133,7 @@ def write_float32(worker: WorkerProcess, model: Path, target: Path, *, texts: bo
     """The checkpoint as GGUF in float32. texts: with its vocabulary, so that llama.cpp can read and write texts."""
     from safetensors.numpy import load_file
 
-    tensors: dict[str, np.ndarray] = {}
+    tensors: dict[str, Any] = {}
     for shard in sorted(model.glob("*.safetensors")):
         tensors |= load_file(shard)
     config = json.loads((model / "config.json").read_text())

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,9 @@ def start_sweeps(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     """settings: scratch (a folder), ours (exports by name), genai (its folder or None), threads, seed."""
     options = _bare_options(settings["threads"])
     order = random.Random(settings["seed"])
-    makers = {name: (bare_export, folder) for name, folder in settings["ours"].items()}
+    makers: dict[str, tuple[Callable[[Path, Path], tuple[Path, DecoderInfo]], Any]] = {
+        name: (bare_export, folder) for name, folder in settings["ours"].items()
+    }
     if settings["genai"] is not None:
         makers["genai"] = (bare_peer, settings["genai"])
     loops: dict[str, ArgMaxLoop] = {}
@@ -218,7 +221,7 @@ def start_memory(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         generate(tokens // 100)
         before = resident()
         parts = {"tenth": tokens // 10, "half": tokens // 2, "whole": tokens}
-        found = {name: peak_during(lambda count=count: generate(count)) - before for name, count in parts.items()}
+        found = {name: peak_during(partial(generate, count)) - before for name, count in parts.items()}
         return {"cache": model.cache_bytes, **found}
 
     return {"grow": grow}

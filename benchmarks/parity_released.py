@@ -12,7 +12,7 @@ import argparse
 import importlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ TABLES = ((60, 8), (500, 32), (5000, 64), (32000, 128))  # (V, d) of the synthet
 TEXT = ("argparse", "collections", "decimal", "difflib", "json", "pickle", "re", "typing")  # their docstrings
 SMALLEST_P = 1e-12  # the released code takes log(max(p, 1e-12))
 
-REGIMES = {
+REGIMES: Mapping[str, Mapping[str, Sequence[float]]] = {
     "defaults": {},
     "geometry acts": {"lam": (0.1, 0.3, 0.6), "beta": (1.5, 2.8), "init_top_p": (0.3, 0.6), "geom_scale": (0.6, 2.0)},
     "repulsive": {"lam": (0.3, 1.0), "beta": (1.5, 2.8), "init_top_p": (0.3, 0.9), "geom_scale": (-0.6,)},
@@ -92,7 +92,9 @@ def model_source(folder: Path) -> Source:
     return Source(model.get_input_embeddings().weight.detach().numpy(), lambda rng: rng.choice(logits))
 
 
-def rows(processor: Any, sources: list[Source], choices: dict, count: int, seed: int) -> Iterator[Row]:
+def rows(
+    processor: Any, sources: list[Source], choices: Mapping[str, Sequence[float]], count: int, seed: int
+) -> Iterator[Row]:
     """`count` rows of a regime, with the released processor's sets."""
     rng = np.random.default_rng(seed)
     settings, per_setting = 6, max(1, count // (6 * len(sources)))
@@ -100,8 +102,8 @@ def rows(processor: Any, sources: list[Source], choices: dict, count: int, seed:
         table = source.table
         geometry = Geometry.from_embeddings(table, OPTIONS.metric)
         for _ in range(settings):
-            drawn = {"temperature": (0.5, 1.0, 2.0)} | choices
-            chosen = {name: rng.choice(values).item() for name, values in drawn.items()}
+            drawn = {"temperature": (0.5, 1.0, 2.0), **choices}
+            chosen = {name: rng.choice(np.asarray(values)).item() for name, values in drawn.items()}
             rounded = bool(chosen.pop("rounded", False))
             parameters = replace(DEFAULTS, **chosen)
             theirs = processor(

@@ -118,8 +118,7 @@ def measured_memory(folder: Path, rows: int, length: int | None, chunk: int) -> 
 
     with TopWModel.from_pretrained(folder, **MODEL_OPTIONS) as model:
         most = min(length or model.manifest.decoder.context_length, model.manifest.decoder.context_length)
-        options = {"max_batch": rows, "max_length": most, "prefill_budget": chunk, "reuse_prefixes": False}
-        with Engine(model, **options) as engine:
+        with Engine(model, max_batch=rows, max_length=most, prefill_budget=chunk, reuse_prefixes=False) as engine:
             prompts = [[3 + row] * (most - 16) for row in range(rows)]
             asked = [engine.submit(prompt, max_new_tokens=16, ignore_eos=True) for prompt in prompts]
             for each in asked:

@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Callable, Iterable
 from functools import cache
 from time import process_time
+from typing import Any
 
 import numpy as np
 import onnx
@@ -60,7 +61,11 @@ def feeds(logits: np.ndarray, **chosen: float) -> Feeds:
 
 def edited(logits: np.ndarray) -> Feeds:
     """The same with 16 edits that change nothing."""
-    edits = {"edit_ids": np.arange(16), "edit_penalty": np.ones(16, np.float32), "edit_bias": np.zeros(16, np.float32)}
+    edits: Feeds = {
+        "edit_ids": np.arange(16),
+        "edit_penalty": np.ones(16, np.float32),
+        "edit_bias": np.zeros(16, np.float32),
+    }
     return feeds(logits) | {name: values[None] for name, values in edits.items()}
 
 
@@ -114,7 +119,7 @@ def tail(
 
 
 def peer(
-    op_type: str, *constants: np.ndarray, outputs: int = 1, vocab: int = VOCAB, **attributes: int
+    op_type: str, *constants: np.ndarray, outputs: int = 1, vocab: int = VOCAB, **attributes: Any
 ) -> onnx.ModelProto:
     """A model of one standard operator over the logits."""
     names = [f"constant_{i}" for i in range(len(constants))]

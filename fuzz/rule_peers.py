@@ -129,7 +129,12 @@ def vllm_min_k(path: Path) -> Peer:
 
     def kept(logits: Tensor, values: tuple[float, float]) -> np.ndarray:
         processor = made(config, torch.device("cpu"), False)
-        request = (0, SimpleNamespace(min_k=True, min_k_tau=values[0]), None, [])
+        request: tuple[int, SimpleNamespace, None, list[int]] = (
+            0,
+            SimpleNamespace(min_k=True, min_k_tau=values[0]),
+            None,
+            [],
+        )
         processor.update_state(SimpleNamespace(batch_size=1, added=[request], removed=[], moved=[]))
         return _finite(processor.apply(logits[None].clone())[0])
 

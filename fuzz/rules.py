@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ from fuzz.rule_peers import (
 )
 from tests.support.rule_cases import GROUP, RuleCase, rule_cases
 from topw_deploy.processors import RuleLogitsProcessor
+from topw_deploy.processors.rules import RuleChoices
 from topw_deploy.sampling import FLOAT32_TIES, FLOAT64_TIES
 from topw_deploy.sampling.rules import RULES, RuleCrop, kept_set
 from topw_deploy.sampling.rules.row import OrderedRow
@@ -110,8 +112,9 @@ def _exact_cause(same: bool, wanted: RuleCrop) -> str | None:
 
 def _processor(case: RuleCase) -> np.ndarray:
     """The ids that RuleLogitsProcessor keeps, ascending."""
-    choices = dict(zip((value.name for value in RULES[case.rule].values), case.values, strict=False))
-    processor = RuleLogitsProcessor(rule=case.rule, temperature=case.temperature, **choices)
+    names = [value.name for value in RULES[case.rule].values]
+    choices = cast(RuleChoices, {"rule": case.rule, **dict(zip(names, case.values, strict=False))})
+    processor = RuleLogitsProcessor(temperature=case.temperature, **choices)
     scores = processor(torch.zeros(1, 1, dtype=torch.int64), torch.from_numpy(case.logits)[None])[0]
     return scores.isfinite().nonzero()[:, 0].numpy()
 

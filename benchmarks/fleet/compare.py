@@ -43,7 +43,7 @@ class Comparison:
     simulated: dict[str, float]
 
     def rows(self) -> list[tuple[str, ...]]:
-        found = []
+        found: list[tuple[str, ...]] = []
         for name, measured in self.measured.items():
             simulated, unit = self.simulated[name], "" if name.endswith("reused") else " ms"
             scale = 1e3 if unit else 1

@@ -23,7 +23,7 @@ def same(first: KernelSamples, second: KernelSamples) -> bool:
     """Whether answers and stages are bitwise equal."""
     for field in fields(KernelSamples):
         a, b = getattr(first, field.name), getattr(second, field.name)
-        if field.name == "reports" and a is not None:
+        if field.name == "reports":
             a, b = a["stage"], b["stage"]
         if a is not None and not np.array_equal(a, b):
             return False
@@ -111,5 +111,13 @@ def unequal_alone(kernel: DeviceKernel, table: DeviceTable, batch: int) -> list[
 
 
 def _row(samples: KernelSamples, row: int) -> KernelSamples:
-    found = {field.name: getattr(samples, field.name) for field in fields(KernelSamples)}
-    return KernelSamples(**{name: None if a is None else a[row : row + 1] for name, a in found.items()})
+    own = slice(row, row + 1)
+    return KernelSamples(
+        samples.next_token[own],
+        samples.logprob[own],
+        samples.kept[own],
+        samples.certified[own],
+        None if samples.mass is None else samples.mass[own],
+        None if samples.keep_mask is None else samples.keep_mask[own],
+        samples.reports[own],
+    )

@@ -6,7 +6,6 @@ The device may be the CPU, for emulated kernels.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,7 +38,7 @@ _OUTPUTS = {
     "mass": torch.float32, "keep_mask": torch.uint8, "reports": torch.uint8,
 }  # fmt: skip
 _TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-assert list(_OUTPUTS) == [name for name, _ in OutputsStruct._fields_]
+assert list(_OUTPUTS) == [field[0] for field in OutputsStruct._fields_]
 
 
 class DeviceTable:
@@ -66,7 +65,8 @@ class DeviceTable:
         """From device rows [V, d], float32 statistics [d] and bound [V]."""
         table = cls.__new__(cls)
         table._kept = [rows, mean, inverse_std, bound]
-        table._describe(*rows.shape, _TYPES[rows.dtype], BlocksStruct())
+        tokens, hidden = rows.shape
+        table._describe(tokens, hidden, _TYPES[rows.dtype], BlocksStruct())
         return table
 
     @property
@@ -142,16 +142,24 @@ class Step:
         self._kernel.launch(self.shape, self._table, self._inputs, self._outputs, *memory, stream, parts)
 
     def samples(self) -> KernelSamples:
-        """The last answers, on the host. Asserts that the control bytes are zero."""
+        """Copy the outputs of the last launch to the host; `reports` is empty if they were not requested.
+
+        Asserts that the control bytes are zero.
+        """
         if self.logits.is_cuda:
             torch.cuda.synchronize()
         assert not bool(self.control.any()), "control bytes are not zero after the launch"
-        found: dict[str, Any] = {name: tensor.cpu().numpy().copy() for name, tensor in self.outputs.items()}
-        for name in {"certified", "keep_mask"} & found.keys():
-            found[name] = found[name].astype(np.bool_)
-        if "reports" in found:
-            found["reports"] = found["reports"].view(REPORT).reshape(-1)
-        return KernelSamples(**{field.name: found.get(field.name) for field in fields(KernelSamples)})
+        found = {name: tensor.cpu().numpy().copy() for name, tensor in self.outputs.items()}
+        keep_mask, reports = found.get("keep_mask"), found.get("reports")
+        return KernelSamples(
+            found["next_token"],
+            found["logprob"],
+            found["kept"],
+            found["certified"].astype(np.bool_),
+            found.get("mass"),
+            None if keep_mask is None else keep_mask.astype(np.bool_),
+            np.empty(0, REPORT) if reports is None else reports.view(REPORT).reshape(-1),
+        )
 
 
 def opened(job: Job) -> DeviceKernel:

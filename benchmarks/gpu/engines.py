@@ -116,7 +116,7 @@ def copy_of(folder: Path, name: str, job: Job) -> Path:
 
 
 def _for_tensorrt(folder: Path) -> bool:
-    from topw_deploy.manifest import load_manifest
+    from benchmarks.gpu.models import decoder_of
 
-    decoder = load_manifest(folder).decoder
+    decoder = decoder_of(folder)
     return decoder is not None and decoder.target == "tensorrt"

@@ -19,6 +19,7 @@ from benchmarks.gpu.job import Job, Result, Step
 
 if TYPE_CHECKING:
     from benchmarks.gpu.ways import Way
+    from topw_deploy.manifest import DecoderInfo
 
 CUDA = "CUDAExecutionProvider"
 _LENGTH, _BATCH = 512, 4  # captured steps allocate the whole cache at once
@@ -38,9 +39,8 @@ def steps(job: Job) -> list[Step]:
 def ways_of(folder: Path) -> dict[str, Way]:
     """Ways to run the folder, by name; captured steps need a cache of fixed size."""
     from benchmarks.gpu.ways import Way
-    from topw_deploy.manifest import load_manifest
 
-    decoder = load_manifest(folder).decoder
+    decoder = decoder_of(folder)
     length = _LENGTH if decoder is None else min(_LENGTH, decoder.context_length)
     graph = {"provider_options": {"enable_cuda_graph": "1"}, "max_length": length, "max_batch": _BATCH}
     return {
@@ -50,6 +50,14 @@ def ways_of(folder: Path) -> dict[str, Way]:
         "cuda, captured": Way({"provider": "cuda", **graph}, "native"),
         "cuda, captured, two threads": Way({"provider": "cuda", **graph}, "native", threads=2),
     }
+
+
+def decoder_of(folder: Path) -> DecoderInfo | None:
+    """The decoder in the folder's manifest, or None if the folder has only a sampler."""
+    from topw_deploy.manifest import DecoderManifest, load_manifest
+
+    manifest = load_manifest(folder)
+    return manifest.decoder if isinstance(manifest, DecoderManifest) else None
 
 
 def folders(job: Job) -> list[Path]:

@@ -72,9 +72,10 @@ def verdict(name: str, code: int | None, said: str) -> Result:
         return Result(absent=(f"{name} could not run: {' / '.join([*messages[1:5], _last(said)])}",))
     if code is None:
         return Result(failed=f"{name} did not end within {_LONGEST:.0f} s: {_last(said)}")
-    data = {"exit code": code, "errors": sum(counts), "said": lines[-_QUOTED:]}
-    if code == _FOUND or sum(counts):
-        return Result(data, failed=f"{name} found {sum(counts)} errors: {_first_errors(lines)}")
+    errors = sum(counts)
+    data = {"exit code": code, "errors": errors, "said": lines[-_QUOTED:]}
+    if code == _FOUND or errors:
+        return Result(data, failed=f"{name} found {errors} errors: {_first_errors(lines)}")
     if not counts:
         return Result(absent=(f"{name} could not run: it ended with {_code(code)} and no summary: {_last(said)}",))
     if code != 0 or not any(line.startswith(ANSWERED) for line in lines):

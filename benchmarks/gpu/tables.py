@@ -26,8 +26,9 @@ def random_rows(vocab: int, hidden: int, device: torch.device) -> torch.Tensor:
 def statistics(rows: torch.Tensor, metric: str) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 mean and inverse standard deviation [d], as by `sampling.embedding_statistics`."""
     count = len(rows)
-    mean = sum(block.sum(0) for block in _blocks(rows, metric)) / count
-    variance = sum((block - mean).square().sum(0) for block in _blocks(rows, metric)) / count
+    zero = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
+    mean = sum((block.sum(0) for block in _blocks(rows, metric)), zero) / count
+    variance = sum(((block - mean).square().sum(0) for block in _blocks(rows, metric)), zero) / count
     added = variance + VARIANCE_ADDED if metric == "mahalanobis" else variance.clamp(min=VARIANCE_FLOOR)
     return mean.float(), added.rsqrt().float()
 

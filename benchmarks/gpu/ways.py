@@ -60,7 +60,7 @@ def run(folder: Path, way: Way, job: Job) -> Result:
             asked, wanted = _wanted(folder, cpu)
             difference = tokens.compare(drawn(model, asked, way.threads), wanted)
             times = timed(model, cpu, way.threads, min(job.rounds, 2 if job.rehearse else 20), job.rehearse)
-            return _result(model, way, difference, times, wrong(difference, _is_float32(folder)), notes)
+            return _result(model, way, difference, times, wrong(difference, _is_float32(model)), notes)
     except TopWError as error:
         return Result(failed=str(error), absent=tuple(notes))
 
@@ -134,11 +134,9 @@ def _cpu(folder: Path, opened: ExitStack, notes: list[str]) -> TopWModel | None:
         return None
 
 
-def _is_float32(folder: Path) -> bool:
-    from topw_deploy.manifest import load_manifest
-
-    decoder = load_manifest(folder).decoder
-    return decoder is not None and (decoder.kv_dtype, decoder.weights_dtype) == ("float", "float")
+def _is_float32(model: TopWModel) -> bool:
+    decoder = model.manifest.decoder
+    return (decoder.kv_dtype, decoder.weights_dtype) == ("float", "float")
 
 
 def _result(

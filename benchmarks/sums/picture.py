@@ -28,7 +28,7 @@ def save_plot(cells: Sequence[Cell], path: Path, title: str) -> None:
     for cell in cells:
         if cell.temperature is None:
             axes.axhline(100 * cell.accuracy, color=MUTED, lw=1, ls="--", label=cell.rule)
-    axes.set_xticks(sorted({cell.temperature for cell in sampled}))
+    axes.set_xticks(sorted({cell.temperature for cell in sampled if cell.temperature is not None}))
     axes.set_ylim(-2, 102)
     axes.set_xlabel("temperature", fontsize=9)
     axes.set_ylabel("problems solved, %", fontsize=9)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -105,12 +105,13 @@ def _details(cell: Cell) -> str:
     return f"{kept} / {100 * cell.unanswered / len(cell.right):.1f} %"
 
 
-def _by_temperature(cells: Sequence[Cell], written: Any) -> str:
+def _by_temperature(cells: Sequence[Cell], written: Callable[[Cell], str]) -> str:
     """A table with a row per rule and a column per temperature. Greedy has the same value in all columns."""
     temperatures = sorted({cell.temperature for cell in cells if cell.temperature is not None})
     rules = list(dict.fromkeys(cell.rule for cell in cells))
     rows = []
     for rule in rules:
         found = {cell.temperature: written(cell) for cell in cells if cell.rule == rule}
-        rows.append((rule, *(found.get(t, found.get(None, "-")) for t in temperatures or [None])))
+        greedy = found.get(None, "-")
+        rows.append((rule, *(found.get(t, greedy) for t in temperatures)) if temperatures else (rule, greedy))
     return table(("rule", *(f"T = {t:g}" for t in temperatures)), rows)

@@ -86,9 +86,17 @@ class Progress:
     curve: list[dict[str, float]] = field(default_factory=list)
 
 
+def special_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a special token. Raises ValueError if the tokenizer lacks the token."""
+    found = tokenizer.token_to_id(token)
+    if found is None:
+        raise ValueError(f"the tokenizer has no token {token!r}.")
+    return int(found)
+
+
 def encode(found: Sequence[Problem], tokenizer: Tokenizer) -> list[tuple[list[int], int]]:
     """For each problem: (ids from BOS to EOS, length of the prompt)."""
-    eos = tokenizer.token_to_id(EOS)
+    eos = special_id(tokenizer, EOS)
     prompts = [len(e.ids) for e in tokenizer.encode_batch([p.prompt for p in found])]
     texts = tokenizer.encode_batch([p.prompt + p.completion for p in found])
     return [([*e.ids, eos], prompt) for e, prompt in zip(texts, prompts, strict=True)]
@@ -108,7 +116,7 @@ def padded(rows: Sequence[tuple[list[int], int]], pad: int) -> tuple[torch.Tenso
 def batches(recipe: Recipe, tokenizer: Tokenizer, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield the training batches from step `first` on. A batch depends only on the recipe and the step."""
     easy = round(recipe.easy * recipe.steps)
-    pad = tokenizer.token_to_id(PAD)
+    pad = special_id(tokenizer, PAD)
     for group in range(first // recipe.group, -(-recipe.steps // recipe.group)):
         start = group * recipe.group
         kinds = ("two",) if start < easy else ("two", "three", "more")
@@ -141,9 +149,10 @@ def evaluate(model: LlamaForCausalLM, tokenizer: Tokenizer, recipe: Recipe) -> d
     """
     rows = encode(list(islice(problems(TEST_SEED, held_out=True), recipe.evaluated)), tokenizer)
     digits = torch.tensor([tokenizer.token_to_id(str(d)) for d in range(10)])
+    pad = special_id(tokenizer, PAD)
     losses, right = [], 0
     for row in rows:
-        logits, targets = scored_logits(model, *padded([row], tokenizer.token_to_id(PAD)))
+        logits, targets = scored_logits(model, *padded([row], pad))
         losses.append(functional.cross_entropy(logits, targets, reduction="none"))
         of_digits = torch.isin(targets, digits)
         right += bool((logits.argmax(-1) == targets)[of_digits].all())
@@ -238,9 +247,9 @@ class Training:
 
     def _step(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         recipe = self.recipe
-        learning_rate = recipe.learning_rate * learning_rate_factor(self.progress.step, self.share, recipe)
+        learning_rate = recipe.learning_rate * learning_rate_factor(self.progress.step, self.share, recipe.warmup)
         loss = functional.cross_entropy(*scored_logits(self.model, inputs, targets))
-        update(self.model, self.optimizers, loss, learning_rate, recipe)
+        update(self.model, self.optimizers, loss, learning_rate, recipe.gradient_norm)
         return loss.item()
 
     def _note(self, train_loss: float) -> None:

@@ -37,12 +37,12 @@ def fuzz(name: str, seconds: int, seed: int, engine: str, artifacts: Path) -> di
         status, said = done.returncode, done.stderr
     except subprocess.TimeoutExpired as error:
         status, said = -1, str(error)
-    found = (
-        json.loads(report.read_text()) if report.exists() else {"inputs": 0, "refused": 0, "kinds": 0, "findings": {}}
-    )
+    found: dict[str, Any] = {"inputs": 0, "refused": 0, "kinds": 0, "findings": {}}
+    if report.exists():
+        found = json.loads(report.read_text())
     if status:
         found["findings"][f"the process ended with {status}"] = said[-2000:]
-    return dict(found)
+    return found
 
 
 def main() -> int:

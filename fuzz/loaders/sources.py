@@ -290,13 +290,15 @@ def journal(scratch: Path) -> Loader:
     manifest = load_decoder_manifest(exported(scratch))
     request = export_request(model="demo", output=scratch / "out")
 
+    def write_tokenizer() -> list[str]:
+        (output / "tokenizer.json").write_text("{}")
+        return ["a notice"]
+
     def run(say: Any) -> None:
         found = Journal(place, say)
         finished = FinishedStages(found, request)
         found.array_once("neighbour bound", "s", lambda: np.zeros(3, np.float32))
-        finished.write_tokenizer_once(
-            source, output, lambda: (output / "tokenizer.json").write_text("{}") and ["a notice"]
-        )
+        finished.write_tokenizer_once(source, output, write_tokenizer)
         finished.copy_once(source / "tokenizer.json", output / "copy", lambda: shutil.copy(source / "tokenizer.json",
                         output / "copy"), hard_link=False)  # fmt: skip
         finished.verify_once(manifest, lambda: (Verification(status="skipped"), True))

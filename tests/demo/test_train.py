@@ -148,7 +148,7 @@ def test_only_matrices_are_decayed() -> None:
 
 def test_the_learning_rate_warms_up_and_ends_at_a_twentieth() -> None:
     recipe = dataclasses.replace(TINY, warmup=10)
-    assert learning_rate_factor(0, 0.0, recipe) == pytest.approx(0.1)
-    assert learning_rate_factor(9, 0.0, recipe) == pytest.approx(1.0)
-    assert learning_rate_factor(10**4, 0.5, recipe) == pytest.approx(0.525)
-    assert learning_rate_factor(10**4, 1.7, recipe) == pytest.approx(0.05)
+    assert learning_rate_factor(0, 0.0, recipe.warmup) == pytest.approx(0.1)
+    assert learning_rate_factor(9, 0.0, recipe.warmup) == pytest.approx(1.0)
+    assert learning_rate_factor(10**4, 0.5, recipe.warmup) == pytest.approx(0.525)
+    assert learning_rate_factor(10**4, 1.7, recipe.warmup) == pytest.approx(0.05)

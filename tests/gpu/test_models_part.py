@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import models, tokens, ways
+from benchmarks.gpu import engines, models, tokens, ways
 from benchmarks.gpu.job import Job, MissingError, Result
 from benchmarks.gpu.unpack import unpack
 from benchmarks.gpu.ways import Way
-from tests.support.toy_model import Toy, export
+from tests.support.toy_model import Toy, export, export_sampler
 from topw_deploy.errors import BenchmarkError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import TopWOptions
@@ -88,6 +88,15 @@ def test_without_kernels_the_step_fails(job: Job, monkeypatch: pytest.MonkeyPatc
     (cuda,) = [step for step in models.steps(job) if step.name == "toy, cuda"]
     with pytest.raises(MissingError, match="there is no library of kernels"):
         cuda.run(job)
+
+
+def test_a_folder_with_only_a_sampler_fails_in_every_way(job: Job, tmp_path: Path) -> None:
+    job.folders = [str(export_sampler(tmp_path / "sampler", Toy.random(1)))]
+    results = answers(job)
+    assert len(results) == 5
+    for name, result in results.items():
+        assert "holds a 'sampler' model" in result.failed, name
+    assert engines.steps(job)[0].name == "TensorRT"  # no folder for TensorRT
 
 
 def test_without_folders_the_part_reports_it(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def _replaced(data: Any, path: Path, value: Any) -> Any:
     if not path:
         return value
     first, *rest = path
-    copy = dict(data) if isinstance(data, dict) else list(data)
+    copy: Any = dict(data) if isinstance(data, dict) else list(data)
     copy[first] = _replaced(data[first], tuple(rest), value)
     return copy
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 
@@ -123,7 +123,7 @@ class Tally:
     explained: Counter[str] = field(default_factory=Counter)
     unexplained: list[str] = field(default_factory=list)
 
-    def add(self, label: str, case: Case, wanted: SampledRow, found: dict[str, object]) -> None:
+    def add(self, label: str, case: Case, wanted: SampledRow, found: Mapping[str, np.ndarray]) -> None:
         """Record one row's differences."""
         regime = case.regime.split(",")[0]
         self.rows[regime] += 1
@@ -148,7 +148,7 @@ def unexplained(
     return tally.unexplained
 
 
-def differences(wanted: SampledRow, found: dict[str, object]) -> Iterator[str]:
+def differences(wanted: SampledRow, found: Mapping[str, np.ndarray]) -> Iterator[str]:
     """What differs: the certificate; the kept set, or else the draw."""
     if bool(found["certified"]) != wanted.certified:
         yield "certified"
@@ -179,5 +179,5 @@ def compare(scenario: Scenario, sessions: dict[str, ort.InferenceSession], geome
                 tallies[form].add(f"{form} {scenario.name}/{scenario.table_kind}", case, row, found)
 
 
-def _brief(values: dict[str, object]) -> dict[str, object]:
+def _brief(values: Mapping[str, object]) -> dict[str, object]:
     return {name: values[name] for name in ("next_token", "kept", "certified", "logprob")}

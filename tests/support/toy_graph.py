@@ -22,9 +22,14 @@ HEAD_DIMS = {"concat": (4, 3), "scatter": (4, 3), "grouped": (8, 16), "shared": 
 """Of layer 0, with the features, and of layer 1, with their first three columns."""
 
 _make = helper.make_node
-_MASK_INPUTS = [("input_ids", ["batch", "sequence"]), ("attention_mask", ["batch", "total"])]
-_LENGTH_INPUTS = [("input_ids", ["batch", "sequence"]), ("write_indices", ["batch"]), ("row_lengths", ["batch"])]
-_INPUTS: dict[str, list[tuple[str, list[str | int]]]] = {
+_InputShapes = list[tuple[str, list[str | int | None]]]
+_MASK_INPUTS: _InputShapes = [("input_ids", ["batch", "sequence"]), ("attention_mask", ["batch", "total"])]
+_LENGTH_INPUTS: _InputShapes = [
+    ("input_ids", ["batch", "sequence"]),
+    ("write_indices", ["batch"]),
+    ("row_lengths", ["batch"]),
+]
+_INPUTS: dict[str, _InputShapes] = {
     "concat": [*_MASK_INPUTS, ("position_ids", ["batch", "sequence"])],
     "scatter": _LENGTH_INPUTS,
     "grouped": [*_LENGTH_INPUTS, ("total_sequence_length", [1])],
@@ -59,13 +64,14 @@ def decoder_graph(
         "no_pads": np.zeros(7, np.int64),
     }
     inputs = [helper.make_tensor_value_info(name, _type_of(name), shape) for name, shape in _INPUTS[form]]
-    outputs, nodes = [], [*_features(), *_PLACES[form]()]
-    slots = max_length or "max_length"
-    lengths = ("past", "total") if form == "concat" else (slots, slots)
+    outputs: list[onnx.ValueInfoProto] = []
+    nodes = [*_features(), *_PLACES[form]()]
+    slots: int | str = max_length or "max_length"
+    lengths: tuple[int | str, int | str] = ("past", "total") if form == "concat" else (slots, slots)
     for layer, size in enumerate(widths):
         pasts, presents = ([f"{side}.{layer}.{part}" for part in ("key", "value")] for side in _SIDES)
         for names, into, length in ((pasts, inputs, lengths[0]), (presents, outputs, lengths[1])):
-            shape = ["batch", 1, length, size]
+            shape: list[str | int | None] = ["batch", 1, length, size]
             into += [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in names]
         nodes += _keep(form, layer, pasts, presents)
     nodes += _logits(form)

@@ -332,16 +332,16 @@ def _decoder_model(toy: Toy, spec: TailSpec, form: str, max_length: int | None, 
 
 
 def _finish(nodes: list, inputs: list, outputs: list, constants: list, spec: TailSpec) -> onnx.ModelProto:
-    kinds = {
-        "edit_ids": (TensorProto.INT64, "edits"),
-        "edit_penalty": (TensorProto.FLOAT, "edits"),
-        "edit_bias": (TensorProto.FLOAT, "edits"),
-        "allowed": (TensorProto.INT32, "words"),
-        "rule": (TensorProto.INT32,),
-        "rule_values": (TensorProto.FLOAT, 2),
+    kinds: dict[str, tuple[int, list[int | str]]] = {
+        "edit_ids": (TensorProto.INT64, ["edits"]),
+        "edit_penalty": (TensorProto.FLOAT, ["edits"]),
+        "edit_bias": (TensorProto.FLOAT, ["edits"]),
+        "allowed": (TensorProto.INT32, ["words"]),
+        "rule": (TensorProto.INT32, []),
+        "rule_values": (TensorProto.FLOAT, [2]),
     }
     for name in TAIL_INPUTS[1:]:
-        dtype, *width = kinds.get(name, (TensorProto.FLOAT,))
+        dtype, width = kinds.get(name, (TensorProto.FLOAT, []))
         inputs = [*inputs, helper.make_tensor_value_info(name, dtype, ["batch", *width])]
     types = {"next_token": TensorProto.INT64, "kept": TensorProto.INT32, "certified": TensorProto.BOOL}
     results = [
@@ -352,9 +352,8 @@ def _finish(nodes: list, inputs: list, outputs: list, constants: list, spec: Tai
         )
         for name in tail_outputs(spec)
     ]
-    sampler = helper.make_node(
-        OP_TYPE, list(tail_inputs(spec)), list(tail_outputs(spec)), domain=DOMAIN, **tail_attributes(spec)
-    )
+    attributes: dict[str, Any] = dict(tail_attributes(spec))
+    sampler = helper.make_node(OP_TYPE, list(tail_inputs(spec)), list(tail_outputs(spec)), domain=DOMAIN, **attributes)
     graph = helper.make_graph([*nodes, sampler], "toy", inputs, [*results, *outputs], constants)
     function = _function(spec)
     opsets = {"": spec.opset, DOMAIN: 1, "com.microsoft": 1}

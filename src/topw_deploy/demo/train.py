@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import tokenizers
@@ -50,6 +50,27 @@ class Recipe:
     precision: str = "bfloat16"  # of matrix products in training: "bfloat16" or "float32"
     compiled: bool = False  # torch.compile: 1.5 times as fast, needs a C++ compiler
     seed: int = 1
+
+
+class LlamaRecipe(Protocol):
+    """The fields of a recipe that determine the model before training."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -105,7 +126,7 @@ def held_out_loss(model: LlamaForCausalLM, documents: Sequence[str], tokenizer: 
     return HeldOut(losses / scored, losses / math.log(2) / sum(len(d.encode()) for d in documents))
 
 
-def build_model(recipe: Recipe, tokenizer: Tokenizer) -> LlamaForCausalLM:
+def build_model(recipe: LlamaRecipe, tokenizer: Tokenizer) -> LlamaForCausalLM:
     """Make a float32 Llama with random weights and tied embeddings."""
     torch.manual_seed(recipe.seed)
     config = LlamaConfig(
@@ -134,10 +155,13 @@ def optimizer_for(model: LlamaForCausalLM, recipe: Recipe) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=recipe.betas)
 
 
-def learning_rate_factor(step: int, progress: float, recipe: Recipe) -> float:
-    """Factor on the peak learning rate: a linear warm-up times a cosine from 1 to 1/20 over `progress` in [0, 1]."""
+def learning_rate_factor(step: int, progress: float, warmup: int) -> float:
+    """Factor on the peak learning rate: a linear warm-up times a cosine from 1 to 1/20 over `progress` in [0, 1].
+
+    warmup: steps.
+    """
     cosine = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    return cosine * min(1.0, (step + 1) / recipe.warmup)
+    return cosine * min(1.0, (step + 1) / warmup)
 
 
 def update(
@@ -145,14 +169,14 @@ def update(
     optimizers: Sequence[torch.optim.Optimizer],
     loss: torch.Tensor,
     learning_rate: float,
-    recipe: Recipe,
+    gradient_norm: float,
 ) -> None:
-    """Take one step of each optimizer on `loss`, with clipped gradients."""
+    """Take one step of each optimizer on `loss`, with the gradient clipped to the norm `gradient_norm`."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.gradient_norm)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), gradient_norm)
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
@@ -174,10 +198,10 @@ def train(model: LlamaForCausalLM, corpus: Corpus, tokenizer: Tokenizer, recipe:
     bar = tqdm(range(recipe.steps), desc="training", unit="step", file=sys.stderr, mininterval=5)
     for step in bar:
         progress = max(step / recipe.steps, (time.monotonic() - started) / (60 * minutes))
-        learning_rate = recipe.learning_rate * learning_rate_factor(step, progress, recipe)
+        learning_rate = recipe.learning_rate * learning_rate_factor(step, progress, recipe.warmup)
         with torch.autocast("cpu", torch.bfloat16, enabled=recipe.precision == "bfloat16"):
             loss = losses(model, next(source)).mean()
-        update(model, [optimizer], loss, learning_rate, recipe)
+        update(model, [optimizer], loss, learning_rate, recipe.gradient_norm)
         recent.append(loss.item())
         last = step + 1 == recipe.steps or progress >= 1
         if (step + 1) % recipe.evaluate_every == 0 or last:
