@@ -1,4 +1,4 @@
-"""Decode the text of prompts, and escape control characters in text for terminals."""
+"""Decode the text of prompts, escape control characters for terminals, and shorten values in messages."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ _MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32",
 # Control characters (C0, DEL, C1), line and paragraph separators, bidirectional overrides and isolates, and lone
 # surrogates, which Python puts into file names that are not UTF-8.
 _UNSAFE = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u2028\\u2029\\u202a-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
+_LONGEST_REPR = 60  # characters
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
@@ -59,3 +60,14 @@ def json_text(document: Any, *, indent: int | None = None, ascii_only: bool = Fa
 def _escape(character: str) -> str:
     number = ord(character)
     return _SHORT.get(character) or (f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}")
+
+
+def short_repr(value: Any) -> str:
+    """Return the repr of a value for messages, shortened to 60 characters."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of too many digits
+        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
+    except RecursionError:
+        return f"a deeply nested {type(value).__name__}"
+    return text if len(text) <= _LONGEST_REPR else f"{text[: _LONGEST_REPR - 3]}..."

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from topw_deploy.dtypes import ELEMENT_TYPES
-from topw_deploy.manifest.fields import parse_json, short_repr
+from topw_deploy.manifest.fields import parse_json
+from topw_deploy.plain_text import short_repr
 
 LARGEST_HEADER = 100 << 20  # bytes: the limit of the safetensors library
 METADATA = "__metadata__"

@@ -15,8 +15,9 @@ from topw_deploy.errors import ParameterError, PromptError, TokenizerError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.chat import ChatTemplate
 from topw_deploy.runtime.generation_config import read_model_defaults
+from topw_deploy.runtime.limits import Limits
 from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS
-from topw_deploy.runtime.request import Limits, RowRequest, resolve_rows, split_parameters
+from topw_deploy.runtime.request import RowRequest, resolve_rows, split_parameters
 from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.sampling import TopWParameters
 

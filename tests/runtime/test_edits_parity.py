@@ -10,7 +10,8 @@ import pytest
 
 from tests.support.toy_model import VOCAB
 from topw_deploy.runtime.edits import EditInputs
-from topw_deploy.runtime.request import Limits, resolve_rows, split_parameters
+from topw_deploy.runtime.limits import Limits
+from topw_deploy.runtime.request import resolve_rows, split_parameters
 from topw_deploy.sampling import TopWParameters
 
 torch = pytest.importorskip("torch")

@@ -11,7 +11,8 @@ import pytest
 from tests.support.toy_model import VOCAB, Load, Toy
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.request import Limits, RowRequest, resolve_rows, split_parameters
+from topw_deploy.runtime.limits import Limits
+from topw_deploy.runtime.request import RowRequest, resolve_rows, split_parameters
 from topw_deploy.sampling import TopWParameters
 
 SETTINGS = {"temperature": 2.0, "lam": 0.3, "max_new_tokens": 5, "seed": 3}

@@ -10,8 +10,9 @@ import pytest
 from tests.support.toy_model import EOS, VOCAB, Load, Toy, byte_ids
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime.limits import Limits
 from topw_deploy.runtime.parameters import REQUEST_ALIASES
-from topw_deploy.runtime.request import Limits, RowRequest, resolve_rows, split_parameters
+from topw_deploy.runtime.request import RowRequest, resolve_rows, split_parameters
 from topw_deploy.sampling import TopWParameters
 
 HOT = {"temperature": 3.0, "lam": 0.1, "seed": 4}

@@ -12,7 +12,8 @@ import pytest
 from tests.support.toy_model import EOS, PAD, VOCAB, Load, Toy, byte_ids
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.request import Limits, RowRequest, resolve_rows, split_parameters
+from topw_deploy.runtime.limits import Limits
+from topw_deploy.runtime.request import RowRequest, resolve_rows, split_parameters
 from topw_deploy.sampling import TopWParameters, preset_parameters
 
 LIMITS = Limits(context_length=1000, vocab_size=VOCAB)

@@ -12,7 +12,8 @@ import pytest
 from tests.support.toy_model import VOCAB, Load, Toy, byte_ids, export_sampler
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime import TopWModel, TopWSampler
-from topw_deploy.runtime.request import Limits, resolve_rows
+from topw_deploy.runtime.limits import Limits
+from topw_deploy.runtime.request import resolve_rows
 from topw_deploy.runtime.row_inputs import RuleInputs
 from topw_deploy.runtime.rules import LONGEST_LIST, longest_pool
 from topw_deploy.sampling import RULES, RuleParameters, TopWParameters, sample_row

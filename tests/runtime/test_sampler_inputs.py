@@ -10,7 +10,8 @@ import pytest
 
 from tests.support.toy_model import VOCAB
 from topw_deploy.runtime.edits import EDIT_INPUTS
-from topw_deploy.runtime.request import Limits, RowRequest, resolve_rows, split_parameters
+from topw_deploy.runtime.limits import Limits
+from topw_deploy.runtime.request import RowRequest, resolve_rows, split_parameters
 from topw_deploy.runtime.row_inputs import RULE_INPUTS, BoundInputs, SamplerInputs
 from topw_deploy.sampling import TopWParameters, mask_words
 from topw_deploy.sampling.parameters import PARAMETER_NAMES

@@ -14,7 +14,8 @@ from topw_deploy.engine import Engine
 from topw_deploy.errors import ParameterError
 from topw_deploy.manifest import MANIFEST_NAME
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.request import Limits, RowRequest, resolve_rows, split_parameters
+from topw_deploy.runtime.limits import Limits
+from topw_deploy.runtime.request import RowRequest, resolve_rows, split_parameters
 from topw_deploy.sampling import TopWOptions, TopWParameters
 
 LIMITS = Limits(context_length=1000, vocab_size=VOCAB)

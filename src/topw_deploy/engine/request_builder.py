@@ -16,11 +16,12 @@ from topw_deploy.engine.seconds import read_max_time
 from topw_deploy.engine.sequences import RequestSequence, Submission
 from topw_deploy.engine.worker import EngineWorker
 from topw_deploy.errors import ParameterError
+from topw_deploy.plain_text import short_repr
 from topw_deploy.runtime.callbacks import RowCallbacks, Streamer
+from topw_deploy.runtime.limits import Limits
 from topw_deploy.runtime.logprobs import RowScores
 from topw_deploy.runtime.model import TopWModel
-from topw_deploy.runtime.parameters import short_repr
-from topw_deploy.runtime.request import Limits, RowRequest
+from topw_deploy.runtime.request import RowRequest
 from topw_deploy.runtime.rows import Row, new_row_text
 from topw_deploy.runtime.rules import longest_pool
 

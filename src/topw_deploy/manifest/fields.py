@@ -12,21 +12,16 @@ import re
 from collections.abc import Collection
 from typing import Any
 
+from topw_deploy.plain_text import short_repr
+
 _MOST_TEXT = 1 << 16  # characters
 _MOST_DIGITS = 400  # of an integer: parsing takes quadratic time, and no field holds longer ones
-_LONGEST_REPR = 60  # characters
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def parse_json(text: str) -> Any:
     """Parse JSON. Raises ValueError for NaN, infinities, integers of over 400 digits and names given twice."""
     return json.loads(text, parse_constant=_no_number, parse_int=_bounded_integer, object_pairs_hook=_unique)
-
-
-def short_repr(value: object) -> str:
-    """Return the repr of `value`, shortened to 60 characters."""
-    text = repr(value)
-    return text if len(text) <= _LONGEST_REPR else f"{text[: _LONGEST_REPR - 3]}..."
 
 
 def integer(name: str, value: object, least: int, most: int) -> int:

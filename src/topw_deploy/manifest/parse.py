@@ -30,7 +30,8 @@ from topw_deploy.manifest.contents import (
     TensorSpec,
     Verification,
 )
-from topw_deploy.manifest.fields import Fields, finite_number, integer, parse_json, sha256, short_repr, text
+from topw_deploy.manifest.fields import Fields, finite_number, integer, parse_json, sha256, text
+from topw_deploy.plain_text import short_repr
 from topw_deploy.sampling.beta import depends_on_temperature
 from topw_deploy.sampling.parameters import (
     IN_FLOAT32,

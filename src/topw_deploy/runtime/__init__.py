@@ -3,7 +3,7 @@
 A call of `TopWModel.generate` crosses these modules:
 model: the public class.
 prompts, tokenizer: a prompt and its token ids.
-request, parameters: the parameters of each row.
+request, limits, parameters: the parameters of each row, and what the model allows.
 loop: prefill and decode steps.
 rows: what each row has drawn, its text and its end.
 row_inputs, edits: the sampler's inputs for each row.

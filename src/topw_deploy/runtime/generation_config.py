@@ -13,8 +13,9 @@ from typing import Any
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.manifest import Manifest
+from topw_deploy.plain_text import short_repr
 from topw_deploy.runtime.folder import ModelFolder
-from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES, Parameter, replace_aliases, short_repr
+from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES, Parameter, replace_aliases
 from topw_deploy.runtime.rules import effective_rule_parameters
 from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES

@@ -16,23 +16,22 @@ from topw_deploy.runtime.callbacks import end_on_failure, end_streamer
 from topw_deploy.runtime.chat import load_chat_template
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.generation_config import read_bos_token_id, read_model_defaults
+from topw_deploy.runtime.limits import (
+    Limits,
+    check_length,
+    check_sequence_count,
+    check_size,
+    check_text_length,
+    model_limits,
+)
 from topw_deploy.runtime.logprobs import LogitsBuffer, check_logits_output, logits_output
 from topw_deploy.runtime.open_session import open_session
 from topw_deploy.runtime.ort.providers import short_name
 from topw_deploy.runtime.prompts import encode_bad_words, read_prompts, split_inputs
 from topw_deploy.runtime.protocols import Session
-from topw_deploy.runtime.request import (
-    Limits,
-    RowRequest,
-    check_length,
-    check_sequence_count,
-    check_text_length,
-    new_resolver,
-    split_parameters,
-)
+from topw_deploy.runtime.request import RowRequest, new_resolver, split_parameters
 from topw_deploy.runtime.results import GenerationResult, Piece
 from topw_deploy.runtime.row_inputs import MASK_INPUT
-from topw_deploy.runtime.rules import longest_pool
 from topw_deploy.runtime.session_options import SessionKeywords, SessionOptions, takes_session_options
 from topw_deploy.runtime.structured.grammars import Grammars
 from topw_deploy.runtime.structured.guide import Guide
@@ -72,8 +71,8 @@ class TopWModel:
         decoder = folder.manifest.decoder
         cache.check_supported(decoder, session.inputs, session.outputs)
         cache.check_layout(decoder, (*folder.manifest.inputs, *folder.manifest.outputs))
-        self._limits = _model_limits(folder.manifest, session, max_length, max_batch)
-        _check_size("prefill_chunk", prefill_chunk)
+        self._limits = model_limits(folder.manifest, session, max_length, max_batch)
+        check_size("prefill_chunk", prefill_chunk)
         self.manifest = folder.manifest
         self.path = folder.path
         self.tokenizer = Tokenizer(folder)
@@ -380,33 +379,3 @@ class TopWModel:
         if self._session is None or self._caches is None:
             raise GenerationError("the model is closed; open it again with TopWModel.from_pretrained.")
         return self._session, self._caches
-
-
-def _model_limits(manifest: DecoderManifest, session: Session, max_length: int | None, max_batch: int | None) -> Limits:
-    context, built_for = manifest.decoder.context_length, session.most_rows
-    _check_size("max_length", max_length)
-    _check_size("max_batch", max_batch)
-    if max_length is not None and max_length > context:
-        raise ParameterError(
-            f"max_length is {max_length}, but the model's context holds {context}; give at most that.", "max_length"
-        )
-    if built_for is not None and (max_batch or 1) > built_for:
-        raise ParameterError(
-            f"max_batch is {max_batch}, but the engine was built for {built_for}; give at most that, or build it again "
-            "with a higher --max-batch.",
-            "max_batch",
-        )
-    sampler = manifest.sampler
-    return Limits(
-        context,
-        sampler.vocab_size,
-        max_length,
-        max_batch or built_for,
-        longest_pool=longest_pool(session.sampler, sampler),
-        rules=sampler.rules,
-    )
-
-
-def _check_size(name: str, value: object) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ParameterError(f"{name} is {value!r}, but must be an integer >= 1.", name)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.errors import ParameterError
+from topw_deploy.plain_text import short_repr
 from topw_deploy.runtime.callbacks import check_criteria, check_streamer
 from topw_deploy.runtime.structured.constraint import read_constraint
 from topw_deploy.sampling.beta import beta_coefficients
@@ -47,17 +48,6 @@ REQUEST_ALIASES: Mapping[str, str] = {
 
 MOST_SEQUENCES = 1 << 16
 """The most sequences of a prompt: each takes memory before any of them runs."""
-
-
-def short_repr(value: Any) -> str:
-    """The repr of a value for messages, cut to 60 characters."""
-    try:
-        text = repr(value)
-    except ValueError:  # an integer of too many digits
-        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
-    except RecursionError:
-        return f"a deeply nested {type(value).__name__}"
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def is_boolean(value: Any) -> bool:

@@ -13,7 +13,8 @@ import numpy as np
 from tokenizers import Encoding
 
 from topw_deploy.errors import ParameterError, PromptError
-from topw_deploy.runtime.parameters import PARAMETERS, is_boolean, short_repr
+from topw_deploy.plain_text import short_repr
+from topw_deploy.runtime.parameters import PARAMETERS, is_boolean
 from topw_deploy.runtime.tokenizer import Tokenizer
 
 Prompt: TypeAlias = "str | list[int]"

@@ -14,17 +14,16 @@ from typing import Any
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.manifest import Manifest
 from topw_deploy.runtime.generation_config import read_settings
+from topw_deploy.runtime.limits import Limits, check_prompt
 from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS, check_names, row_values
 from topw_deploy.runtime.rules import DEFAULT_RULE, check_rule_exported, check_top_h_pool, resolve_rule
 from topw_deploy.runtime.structured.constraint import Constraint
-from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.sampling.likely_pairs import with_raw_scale
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
 from topw_deploy.sampling.presets import preset_parameters
-from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, RULES, RuleParameters
+from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, RuleParameters
 from topw_deploy.sampling.seeds import fresh_seed
 
-_UNCHECKED_CHARACTERS = 8  # per token of the limit: shorter texts are not checked before tokenizing
 CONFIG_PARAMETER = "generation_config"
 _CONFIG_PARAMETERS = {
     name: REQUEST_PARAMETERS[name] for name in ("num_return_sequences", "skip_special_tokens", "add_special_tokens")
@@ -89,31 +88,6 @@ class RowRequest:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The limits of a model, and of the options with which the model or an engine was opened.
-
-    context_length, max_length: maximum tokens per sequence.
-    rows: maximum sequences per call.
-    opened_as: "model" or "engine", the word for messages.
-    longest_pool: see `rules.longest_pool`.
-    rules: names of the sampling rules that the folder carries.
-    """
-
-    context_length: int
-    vocab_size: int
-    max_length: int | None = None
-    rows: int | None = None
-    opened_as: str = "model"
-    longest_pool: int | None = None
-    rules: tuple[str, ...] = tuple(RULES)
-
-    @property
-    def tokens(self) -> int:
-        """The maximum number of tokens per sequence."""
-        return self.context_length if self.max_length is None else min(self.max_length, self.context_length)
-
-
 def split_parameters(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a call's parameters. Returns (row parameters, values of REQUEST_PARAMETERS with defaults).
 
@@ -167,7 +141,7 @@ def resolve_rows(
     for index, prompt in enumerate(prompts):
         request = {name: column[index] for name, column in columns.items() if column[index] is not None}
         sources = _Sources(with_scale_and_preset(request), *stated)
-        _check_prompt(prompt, limits, f"prompt {index}" if len(prompts) > 1 else "the prompt")
+        check_prompt(prompt, limits, f"prompt {index}" if len(prompts) > 1 else "the prompt")
         seed = sources.get("seed")
         seed = fresh_seed() if seed is None else seed
         rows += [_resolve_row(tuple(prompt), sources, defaults, limits, seed, sample) for sample in range(samples)]
@@ -355,54 +329,3 @@ def reading_request(request: RowRequest) -> RowRequest:
         bad_words_ids=(),
         no_repeat_ngram_size=0,
     )
-
-
-def check_length(tokens: int, limits: Limits, which: str) -> None:
-    """Raises PromptError for a prompt of too many tokens. which: the prompt's name in the message."""
-    if tokens > limits.tokens:
-        raise PromptError(f"{which} has {tokens} tokens, {_excess_clause(tokens, limits)}", "max_length")
-
-
-def check_sequence_count(rows: int, limits: Limits) -> None:
-    """Raises PromptError, or ParameterError for an engine, if a request has more sequences than the limits allow."""
-    if rows <= (limits.rows or rows):
-        return
-    if limits.opened_as == "engine":
-        raise ParameterError(
-            f"the request has {rows} sequences, but the engine takes {limits.rows} at a time; give fewer, or make it "
-            "with a higher max_queue.",
-            "max_queue",
-        )
-    raise PromptError(
-        f"the request has {rows} sequences, but the model was opened with max_batch {limits.rows}; "
-        "give fewer at a time, or open it (or build its engine) for more.",
-        "max_batch",
-    )
-
-
-def check_text_length(text: str, tokenizer: Tokenizer, limits: Limits, which: str) -> None:
-    """Raises PromptError if a lower bound on the tokens of `text` exceeds the limits. which: the prompt's name."""
-    if len(text) <= _UNCHECKED_CHARACTERS * limits.tokens:
-        return
-    tokens, why = tokenizer.token_bound.lower_bound(text)
-    if tokens > limits.tokens:
-        raise PromptError(
-            f"{which} has {len(text):,} characters, at least {tokens} tokens ({why}), {_excess_clause(tokens, limits)}",
-            "max_length",
-        )
-
-
-def _excess_clause(tokens: int, limits: Limits) -> str:
-    if tokens > limits.context_length:
-        return f"the model's context holds {limits.context_length}; shorten it."
-    what = limits.opened_as
-    return f"but the {what} was opened with max_length {limits.tokens}; shorten it, or open the {what} with more."
-
-
-def _check_prompt(prompt: Sequence[int], limits: Limits, which: str) -> None:
-    if not prompt:
-        raise PromptError(f"{which} is empty and the tokenizer has no BOS token to start from; give some text.")
-    check_length(len(prompt), limits, which)
-    for token in prompt:
-        if not 0 <= token < limits.vocab_size:
-            raise PromptError(f"{which} holds the token id {token}, but ids go from 0 to {limits.vocab_size - 1}.")

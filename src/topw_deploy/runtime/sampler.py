@@ -12,9 +12,10 @@ import numpy as np
 from topw_deploy.dtypes import SAMPLER_OUTPUT_TYPES, array_name
 from topw_deploy.errors import GenerationError, ParameterError, one_line
 from topw_deploy.manifest import SamplerManifest
+from topw_deploy.plain_text import short_repr
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort.graph_session import GraphSession
-from topw_deploy.runtime.parameters import row_values, short_repr
+from topw_deploy.runtime.parameters import row_values
 from topw_deploy.runtime.row_inputs import RuleInputs, uniforms
 from topw_deploy.runtime.rules import check_rule_exported, check_top_h_pool, longest_pool, resolve_rule
 from topw_deploy.runtime.session_options import SessionKeywords, SessionOptions, takes_session_options

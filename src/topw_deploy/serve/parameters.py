@@ -8,14 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from topw_deploy.plain_text import short_repr
 from topw_deploy.runtime.generation_config import has_no_effect
-from topw_deploy.runtime.parameters import (
-    PARAMETERS,
-    REQUEST_ALIASES,
-    short_repr,
-    unknown_parameter_error,
-    with_aliases,
-)
+from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES, unknown_parameter_error, with_aliases
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
 from topw_deploy.serve.failures import invalid_request
 

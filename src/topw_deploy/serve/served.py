@@ -19,8 +19,9 @@ from topw_deploy.engine import Engine
 from topw_deploy.engine.step_logits import logits_after
 from topw_deploy.errors import QueueFullError, TopWError
 from topw_deploy.runtime import GenerationResult, Piece, TopWModel
+from topw_deploy.runtime.limits import Limits, check_text_length
 from topw_deploy.runtime.logprobs import Logits, gives_logits
-from topw_deploy.runtime.request import Limits, RowRequest, check_text_length
+from topw_deploy.runtime.request import RowRequest
 from topw_deploy.sampling import REQUEST_PRESETS, preset_parameters
 from topw_deploy.serve.failures import TOO_LONG, invalid_request, server_unavailable
 from topw_deploy.serve.options import ServeOptions

@@ -26,7 +26,8 @@ from topw_deploy.progress import SILENT, Advance, Progress
 from topw_deploy.reports import count_text
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.edits import EditInputs
-from topw_deploy.runtime.request import Limits, RowRequest, check_text_length, new_resolver
+from topw_deploy.runtime.limits import Limits, check_text_length
+from topw_deploy.runtime.request import RowRequest, new_resolver
 from topw_deploy.sampling import Geometry, RuleParameters, TopWParameters, as_float32
 from topw_deploy.stats.analyse import Analyser, StepAnalysis
 from topw_deploy.stats.exact.analyse import ExactAnalyser, ExactStep, evenly_spaced_steps, require_objective
