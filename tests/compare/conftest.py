@@ -33,7 +33,7 @@ def text_prompts(*contents: str, **parameters: Any) -> list[Prompt]:
     return [Prompt("prompt", content, f"line {number}", parameters) for number, content in enumerate(contents, 1)]
 
 
-def request_for(folder: Path, prompts: list[Prompt], rules: str = "top_w,plain", **changes: Any) -> CompareRequest:
+def request_for(folder: Path, prompts: list[Prompt], rules: str = "top_w,none", **changes: Any) -> CompareRequest:
     given: dict[str, Any] = {"temperatures": [1.0], "samples": 2, "max_new_tokens": 6, **changes}
     return CompareRequest(folder=folder, prompts=prompts, rules=read_rules(rules), **given)
 
@@ -50,7 +50,7 @@ def sample(text: str = "ab", tokens: tuple[int, ...] = (1, 2), **changes: Any) -
 def comparison(
     samples: Callable[[RuleSetting, float, int], list[Sample]],
     prompts: tuple[str, ...] = ("one", "two"),
-    rules: str = "top_w,plain",
+    rules: str = "top_w,none",
     temperatures: tuple[float, ...] = (0.5, 2.0),
     folder: str = "out",
     missing: tuple[str, ...] = (),

@@ -46,7 +46,7 @@ def test_texts_equal_those_of_generate_and_do_not_depend_on_other_rules(folder: 
 
 def test_rules_that_keep_the_same_tokens_give_the_same_texts(folder: Path) -> None:
     found = compare(
-        request_for(folder, text_prompts(*PROMPTS), "plain,top_p=1,min_p=0,top_k=1", temperatures=[1.0, 2.0])
+        request_for(folder, text_prompts(*PROMPTS), "none,top_p=1,min_p=0,top_k=1", temperatures=[1.0, 2.0])
     )
     for plain, top_p, min_p, _ in (found.cells[:4], found.cells[4:]):
         assert tokens(plain) == tokens(top_p) == tokens(min_p)
@@ -57,7 +57,7 @@ def test_rules_that_keep_the_same_tokens_give_the_same_texts(folder: Path) -> No
 
 def test_surprisal_is_computed_from_the_whole_distribution_at_temperature_1(folder: Path, toy: Toy) -> None:
     found = compare(
-        request_for(folder, text_prompts(*PROMPTS, repetition_penalty=2.0), "plain,top_k=3", temperatures=[1.7])
+        request_for(folder, text_prompts(*PROMPTS, repetition_penalty=2.0), "none,top_k=3", temperatures=[1.7])
     )
     for cell in found.cells:
         for prompt, samples in zip(PROMPTS, cell.samples, strict=True):
@@ -123,7 +123,7 @@ def test_a_chat_needs_a_template(folder: Path) -> None:
 
 
 def test_more_samples_than_rows_wait_for_a_row(folder: Path) -> None:
-    found = compare(request_for(folder, text_prompts(*PROMPTS), "plain", samples=5, rows=1))
+    found = compare(request_for(folder, text_prompts(*PROMPTS), "none", samples=5, rows=1))
     assert [len(samples) for samples in found.cells[0].samples] == [5, 5, 5]
     with pytest.raises(ParameterError, match="max_batch"):
         compare(request_for(folder, text_prompts("a"), rows=5000))

@@ -64,7 +64,7 @@ def page_text(text: str = "plain text", prompt: str = "one", folder: str = "out"
         name = f"{text} {rule.label} {temperature} {place}"
         return [sample(f"{name} {number}", (1, 2, 3, 4, 5)) for number in range(2)]
 
-    rules = "top_w,top_w:preset=lively,plain"
+    rules = "top_w,top_w:preset=lively,none"
     compared = comparison(samples, prompts=(prompt, "two"), rules=rules, folder=folder)
     return page(compared, summarise(compared))
 
@@ -72,7 +72,7 @@ def page_text(text: str = "plain text", prompt: str = "one", folder: str = "out"
 def test_generated_texts_prompts_and_names_are_escaped() -> None:
     read = Reader(page_text(HOSTILE, HOSTILE, f"/tmp/{HOSTILE.replace('/', '').replace(chr(0), '')}"))
     assert {tag for tag, _ in read.tags} <= KNOWN
-    assert f"{SHOWN} plain 2.0 1 1" in read.of("div")
+    assert f"{SHOWN} none 2.0 1 1" in read.of("div")
     assert SHOWN in read.of("bdi")
     assert "alert(1)" in read.of("h1")[0]
 
@@ -111,7 +111,7 @@ def test_the_page_has_a_plot_and_a_definition_of_every_metric_and_a_row_per_cell
     assert read.of("dt") == titles
     rows = [attributes for tag, attributes in read.tags if tag == "tr"]
     assert len(rows) == 1 + 2 * 3
-    assert read.of("li") == ["top_w", "top_w preset=lively", "plain"]
+    assert read.of("li") == ["top_w", "top_w preset=lively", "none"]
 
 
 def test_the_table_shows_intervals_where_prompts_differ() -> None:

@@ -77,7 +77,7 @@ def test_the_table_has_a_row_per_rule_and_temperature() -> None:
     assert head == "2 prompts, 2 texts each, at most 64 tokens; seed 0, native sampler"
     assert columns.split()[:3] == ["temperature", "rule", "perplexity"]
     assert [row.split()[:3] for row in rows] == [
-        ["0.5", "top_w", "2.72"], ["0.5", "plain", "2.72"], ["2", "top_w", "2.72"], ["2", "plain", "2.72"],
+        ["0.5", "top_w", "2.72"], ["0.5", "none", "2.72"], ["2", "top_w", "2.72"], ["2", "none", "2.72"],
     ]  # fmt: skip
 
 

@@ -23,8 +23,7 @@ from topw_deploy.sampling.rules import RULES
         ("typical=0.9", "typical 0.9", {"rule": "typical", "typical_p": 0.9}),
         ("typical_p=0.9", "typical 0.9", {"rule": "typical", "typical_p": 0.9}),
         ("p_less", "p_less", {"rule": "p_less"}),
-        ("plain", "plain", {"rule": "none"}),
-        ("none", "plain", {"rule": "none"}),
+        ("none", "none", {"rule": "none"}),
         ("top_w:lam=2:warm-p=0.5", "top_w lam=2 init_top_p=0.5", {"rule": "top_w", "lam": 2, "init_top_p": 0.5}),
         ("top_w:preset=lively", "top_w preset=lively", {"rule": "top_w", "preset": "lively"}),
         (
@@ -41,7 +40,7 @@ def test_a_rule_is_read_with_its_values_and_a_label(text: str, label: str, param
 
 def test_the_default_rules_are_the_paper_s_and_plain_sampling() -> None:
     labels = [rule.label for rule in read_rules(DEFAULT_RULES)]
-    assert labels == ["top_w", "min_p 0.1", "top_p 0.9", "top_h 0.4", "top_k 50", "plain"]
+    assert labels == ["top_w", "min_p 0.1", "top_p 0.9", "top_h 0.4", "top_k 50", "none"]
 
 
 def test_all_stands_for_every_rule_at_its_usual_values() -> None:
@@ -49,7 +48,7 @@ def test_all_stands_for_every_rule_at_its_usual_values() -> None:
     assert [rule.parameters["rule"] for rule in found] == [*RULES, "top_w"]
     assert [rule.label for rule in found] == [
         "top_w", "top_k 50", "top_p 0.9", "min_p 0.1", "top_h 0.4", "typical 0.95", "epsilon 0.0003", "eta 0.0002",
-        "top_n_sigma 1", "p_less", "min_k 3", "plain", "top_w preset=lively",
+        "top_n_sigma 1", "p_less", "min_k 3", "none", "top_w preset=lively",
     ]  # fmt: skip
 
 
@@ -68,7 +67,7 @@ def test_the_benchmarks_baselines_have_the_values_of_a_comparison() -> None:
         ("min_p=x", "min_p is 'x', but must be"),
         ("top_k=1.5", "top_k is 1.5, but must be an integer"),
         ("top_w=3", "the rule top_w takes no value; write top_w:lam=2:beta=3"),
-        ("plain=3", "the rule plain takes no value; write plain"),
+        ("none=3", "the rule none takes no value; write none"),
         ("min_p=0.1:top_p=0.9", "unknown parameter 'top_p'"),
         ("min_p=0.1:lam=2", "unknown parameter 'lam'"),
         ("top_w:temperature=2", "unknown parameter 'temperature'"),
@@ -77,7 +76,7 @@ def test_the_benchmarks_baselines_have_the_values_of_a_comparison() -> None:
         ("top_w:lam=-1", "lam is -1"),
         ("top_w:preset=dull", "preset is 'dull'"),
         ("min_p,min_p=0.1", "rules has 'min_p 0.1' twice"),
-        ("plain,none", "rules has 'plain' twice"),
+        ("none,none", "rules has 'none' twice"),
         ("top_w,all", "rules has 'top_w' twice"),
         ("all=2", "rules has 'all=2': rule is 'all'"),
     ],

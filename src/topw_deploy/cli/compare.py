@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from topw_deploy.compare.collect import Comparison, Prompt
     from topw_deploy.compare.summary import RuleSummary
 
-DEFAULT_RULES = "top_w,min_p,top_p,top_h,top_k,plain"
+DEFAULT_RULES = "top_w,min_p,top_p,top_h,top_k,none"
 DEFAULT_TEMPERATURES = "0.5,1,1.5,2"
 _JSON_LINES = (".jsonl", ".ndjson")
 """Endings of the names of files with JSON lines; other files are plain text."""
@@ -90,9 +90,9 @@ def command(folder: Path, prompts: Path, json_file: Path | None, html_file: Path
     Every rule draws with the same random numbers at every temperature. The report shows perplexity under the model,
     distinct n-grams, self-BLEU, repetition, kept tokens, their probability mass, the certified share and speed.
 
-    RULE is top_w, top_k, top_p, min_p, top_h, typical, epsilon, eta, top_n_sigma, p_less, min_k or plain; `all` stands
-    for all of them. VALUE is its main parameter; without it, top_k is 50, top_p 0.9, min_p 0.1, typical 0.95, epsilon
-    0.0003, eta 0.0002, and the others have their rule's default. For example:
+    RULE is top_w, top_k, top_p, min_p, top_h, typical, epsilon, eta, top_n_sigma, p_less, min_k or none (plain
+    sampling); `all` stands for all of them. VALUE is its main parameter; without it, top_k is 50, top_p 0.9, min_p 0.1,
+    typical 0.95, epsilon 0.0003, eta 0.0002, and the others have their rule's default. For example:
     --rules top_w,top_w:preset=lively,min_p=0.05,top_h=0.4:top_h_pool=50
 
     Perplexity needs a folder exported with --with-logits, and mass one exported with --with-mass.

@@ -13,9 +13,6 @@ from topw_deploy.sampling.parameters import PARAMETER_NAMES, check_range, unknow
 from topw_deploy.sampling.rules import RULE_OF_VALUE, RULES, TOP_W, Rule, RuleParameters
 from topw_deploy.sampling.rules.parameters import unknown_rule_error
 
-PLAIN = "plain"
-"""The label of the rule `none`."""
-
 ALL = "all"
 """Stands for every rule, each with its default or USUAL value."""
 
@@ -45,9 +42,9 @@ class RuleSetting:
 def read_rules(text: str) -> list[RuleSetting]:
     """Read settings `RULE[=VALUE][:NAME=VALUE]...`, separated by commas. `all` stands for every rule.
 
-    RULE is the name of a rule, the name of a rule's parameter, or `plain`. VALUE is the value of the rule's first
-    parameter; without VALUE, the parameter has the rule's default or its value in USUAL. NAME is another parameter of
-    the rule, or, for Top-W, `preset`.
+    RULE is the name of a rule or of a rule's parameter. VALUE is the value of the rule's first parameter; without
+    VALUE, the parameter has the rule's default or its value in USUAL. NAME is another parameter of the rule, or, for
+    Top-W, `preset`.
 
     Raises ParameterError for an unknown rule or name, an invalid value, and a setting given twice.
     """
@@ -122,8 +119,6 @@ def _split_pair(text: str) -> tuple[str, str | None]:
 
 
 def _find_rule(name: str) -> Rule:
-    if name == PLAIN:
-        return RULES["none"]
     if name in RULES:
         return RULES[name]
     if name in RULE_OF_VALUE:
@@ -144,7 +139,7 @@ def _parse_value(name: str, text: str) -> Any:
 
 
 def _setting_label(rule: Rule, own: Mapping[str, Any]) -> str:
-    words = [PLAIN if rule.name == "none" else rule.name]
+    words = [rule.name]
     first = rule.values[0] if rule.values else None
     if first is not None:
         words.append(_format_value(own.get(first.name, first.default)))
@@ -159,4 +154,4 @@ def _format_value(value: Any) -> str:
 def _example_setting(rule: Rule) -> str:
     if rule is TOP_W:
         return "top_w:lam=2:beta=3"
-    return PLAIN if rule.name == "none" else f"{rule.name}:{_SELECTION_TEMPERATURE}=1"
+    return rule.name if rule.name == "none" else f"{rule.name}:{_SELECTION_TEMPERATURE}=1"
