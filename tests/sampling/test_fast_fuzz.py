@@ -46,7 +46,7 @@ def test_a_row_test_that_is_too_strict_is_noticed(monkeypatch):
 @pytest.mark.long
 def test_stopping_at_a_nested_knn_set_of_any_size_is_noticed(monkeypatch):
     def hasty(**given):
-        return fast_alternation.Alternation(**given | {"settled_at": 1})
+        return fast_alternation.Alternation(**given | {"final_size": 1})
 
     monkeypatch.setattr(fast, "Alternation", hasty)
     assert unexplained(8000, 7)
