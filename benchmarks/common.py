@@ -1,4 +1,4 @@
-"""Shared timing, tables, workers and processes."""
+"""Helpers that the benchmarks share: timing, tables, worker processes and the description of the machine."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ __all__ = [
 ]
 
 
-UNCOUNTED = 2  # warm-up steps in each turn
+UNCOUNTED = 2  # warm-up steps before the counted steps of a turn
 _CHIP = {"cpu family": "family", "model": "model", "CPU implementer": "implementer", "CPU part": "part"}
 
 
 def machine() -> str:
-    """The machine on one line."""
+    """Describe the machine in one line: processor, number of cores, versions of Python and libraries."""
     return str(this_machine())
 
 
@@ -62,43 +62,43 @@ def released_processor(path: Path) -> Any:
         raise SystemExit(str(error)) from None
 
 
-def median_step(step: Callable[[], object], steps: int) -> float:
-    """Median seconds of `steps` steps, after UNCOUNTED others."""
+def median_step_seconds(step: Callable[[], object], steps: int) -> float:
+    """Median seconds of `steps` calls of `step`, after UNCOUNTED warm-up calls."""
     for _ in range(UNCOUNTED):
         step()
     return statistics.median(seconds(step) for _ in range(steps))
 
 
-def one_thread_pool(threads: int) -> None:
+def share_thread_pool(threads: int) -> None:
     """Use one thread pool for all sessions: idle threads of a session's own pool would spin on the next one's cores."""
     import onnxruntime as ort
 
     ort.set_global_thread_pool_sizes(threads, 1)
 
 
-def importable_by_workers() -> None:
+def add_repository_to_pythonpath() -> None:
     """Put the repository on PYTHONPATH for workers, which start by path."""
     root = str(Path(__file__).parents[1])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
 
 
 @dataclass(frozen=True)
-class Process:
-    """Wall seconds and peak resident bytes, children included."""
+class ProcessCost:
+    """Wall-clock seconds and peak resident bytes of a command, child processes included."""
 
     seconds: float
     peak_bytes: int
 
 
-def run_process(command: Sequence[str]) -> Process:
+def run_process(command: Sequence[str]) -> ProcessCost:
     """Run a command and discard its output. Raises CalledProcessError if it fails."""
     started = time.perf_counter()
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     assert child.stderr is not None
-    complaint = child.stderr.read()
+    error_output = child.stderr.read()
     _, status, usage = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
-        raise subprocess.CalledProcessError(child.returncode, command, stderr=complaint)
+        raise subprocess.CalledProcessError(child.returncode, command, stderr=error_output)
     unit = 1 if sys.platform == "darwin" else 1024
-    return Process(time.perf_counter() - started, usage.ru_maxrss * unit)
+    return ProcessCost(time.perf_counter() - started, usage.ru_maxrss * unit)

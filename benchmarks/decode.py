@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import UNCOUNTED, importable_by_workers, machine, say, table
+from benchmarks.common import UNCOUNTED, add_repository_to_pythonpath, machine, say, table
 from benchmarks.decode_worker import CONTROL, write_either
-from benchmarks.models import exported, llama_50m
+from benchmarks.models import export_once, llama_50m
 from topw_deploy.bench.measurement import median_interval
 from topw_deploy.bench.process import WorkerProcess
 
@@ -83,10 +83,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print all turns instead of the table")
     args = parser.parse_args()
-    importable_by_workers()
+    add_repository_to_pythonpath()
     rows, everything = [], {}
     for vocab in args.vocab:
-        folder = exported(llama_50m(vocab), "--tail", args.tail)
+        folder = export_once(llama_50m(vocab), "--tail", args.tail)
         for threads in args.threads:
             say(f"vocabulary {vocab}, {threads} threads")
             sessions = measure(folder, threads, args)

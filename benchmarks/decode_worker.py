@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-from benchmarks.common import UNCOUNTED, median_step, one_thread_pool
+from benchmarks.common import UNCOUNTED, median_step_seconds, share_thread_pool
 from topw_deploy.bench.decode.argmax import link_weights
 from topw_deploy.export.tail import OP_TYPE
 from topw_deploy.manifest import DecoderManifest
@@ -73,8 +73,11 @@ def write_either(export: Path, folder: Path) -> Path:
     return folder / FILE
 
 
-class Either(OrtSession):
-    """A session over the graph of `write_either`. native: use the native operator."""
+class EitherSession(OrtSession):
+    """A session over the graph of `write_either`.
+
+    native: use the native operator instead of the function in the file.
+    """
 
     def __init__(self, path: Path, *, native: bool) -> None:
         options = ort.SessionOptions()
@@ -85,18 +88,18 @@ class Either(OrtSession):
         super().__init__(ort.InferenceSession(path, options, providers=["CPUExecutionProvider"]))
 
 
-class TopW:
-    """The runtime's own loop with Top-W, step by step."""
+class TopWLoop:
+    """Run the runtime's own loop with Top-W, step by step."""
 
-    def __init__(self, export: Path, session: Either) -> None:
+    def __init__(self, export: Path, session: EitherSession) -> None:
         self.session = session
         self.model = TopWModel(ModelFolder(export, DecoderManifest), session, time.perf_counter())
         self.choice = np.array(False)
         self.certified: list[bool] = []
 
     def begin(self, prompt: list[int], new_tokens: int) -> None:
-        asked = {"max_new_tokens": new_tokens + 1, "seed": 1, "ignore_eos": True}
-        requests, _, _ = self.model._resolve_requests([prompt], asked)
+        arguments = {"max_new_tokens": new_tokens + 1, "seed": 1, "ignore_eos": True}
+        requests, _, _ = self.model._resolve_requests([prompt], arguments)
         self.row = Row(0, requests[0], None)
         _, caches = self.model._require_open()
         self.generation = Generation(self.session, caches, [self.row])
@@ -112,10 +115,10 @@ class TopW:
         self.generation.close()
 
 
-class ArgMax:
+class GreedyLoop:
     """A minimal greedy loop over the same graph."""
 
-    def __init__(self, manifest: DecoderManifest, session: Either) -> None:
+    def __init__(self, manifest: DecoderManifest, session: EitherSession) -> None:
         self.session, self.caches = session, new_caches(session, manifest.decoder)  # type: ignore[arg-type]
         self.token = np.zeros(1, np.int64)
         self.unused: dict[str, np.ndarray] = {
@@ -148,14 +151,14 @@ class ArgMax:
 
 def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     """settings: export, either (from `write_either`), samplers, threads, seed."""
-    one_thread_pool(settings["threads"])
-    loops: dict[str, TopW | ArgMax] = {}
+    share_thread_pool(settings["threads"])
+    loops: dict[str, TopWLoop | GreedyLoop] = {}
     for name in settings["samplers"]:
-        session = Either(Path(settings["either"]), native=name == "native")
-        topw = TopW(Path(settings["export"]), session)
-        loops |= {name: topw, f"{name} argmax": ArgMax(topw.model.manifest, session)}
-    # A second ArgMax shows the error of the measurement.
-    loops[CONTROL] = ArgMax(topw.model.manifest, session)
+        session = EitherSession(Path(settings["either"]), native=name == "native")
+        topw = TopWLoop(Path(settings["export"]), session)
+        loops |= {name: topw, f"{name} argmax": GreedyLoop(topw.model.manifest, session)}
+    # A second ArgMax, which does the same work, shows the error of the measurement.
+    loops[CONTROL] = GreedyLoop(topw.model.manifest, session)
     loops[f"{CONTROL} argmax"] = loops[f"{settings['samplers'][-1]} argmax"]
     distinct = [name for name in loops if name != f"{CONTROL} argmax"]
     order = random.Random(settings["seed"])
@@ -166,14 +169,16 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
             loops[name].begin(prompt, turns * (steps + UNCOUNTED))
         found = []
         for _ in range(turns):
-            times = {name: median_step(loops[name].step, steps) for name in order.sample(distinct, len(distinct))}
+            times = {
+                name: median_step_seconds(loops[name].step, steps) for name in order.sample(distinct, len(distinct))
+            }
             found.append(times | {f"{CONTROL} argmax": times[f"{settings['samplers'][-1]} argmax"]})
         for name in distinct:
             loops[name].end()
         return found
 
     def certified() -> float:
-        every = [step for way in loops.values() if isinstance(way, TopW) for step in way.certified]
+        every = [step for way in loops.values() if isinstance(way, TopWLoop) for step in way.certified]
         return sum(every) / max(1, len(every))
 
     return {"sweep": sweep, "certified": certified}

@@ -64,7 +64,7 @@ def measure(folder: Path, name: str, options: argparse.Namespace) -> dict[str, l
     return found
 
 
-def _cell(crop: ExactCrop) -> str:
+def _format_crop(crop: ExactCrop) -> str:
     median, share = crop.standing.excess.median, crop.standing.optimal
     interval = "" if median.low is None else f" ({median.low:.3g}..{median.high:.3g})"
     return f"{median.value:.3g}{interval}, {share.value:.1%}"
@@ -77,7 +77,9 @@ def report(name: str, unit: str, summaries: Sequence[ExactSummary], seeds: int) 
         f"{name}, {unit}: geom_scale {first.geom_scale:.4g}; {first.prompts} prompts, {seeds} seeds; "
         f"{' '.join(str(each.steps) for each in summaries)} steps"
     )
-    rows = [[crop.name, *(_cell(each.crops[place]) for each in summaries)] for place, crop in enumerate(first.crops)]
+    rows = [
+        [crop.name, *(_format_crop(each.crops[place]) for each in summaries)] for place, crop in enumerate(first.crops)
+    ]
     rows.append(["best prefix, tokens, median", *(f"{each.likeliest.median:g}" for each in summaries)])
     rows.append(["Top-W, tokens, mean", *(f"{each.crops[0].kept:.2f}" for each in summaries)])
     return f"{title}\n\n{table(('temperature', *(each.label for each in summaries)), rows)}"

@@ -50,11 +50,11 @@ def main() -> None:
         tokens, _ = candidate_pool(row, args.tokens)
         rows.append((row[tokens] - row[tokens[0]], geometry.distances(tokens, tokens)))
     say(f"{len(rows)} rows, {args.tokens} tokens, temperature 1")
-    print(table(HEADER, [[name, *_cells(rows, parameters)] for name, parameters in SETTINGS.items()]))
+    print(table(HEADER, [[name, *_table_cells(rows, parameters)] for name, parameters in SETTINGS.items()]))
 
 
-def _cells(rows: Sequence[tuple[Floats, Floats]], parameters: TopWParameters) -> list[str]:
-    found = [_row(log_w, parameters.geom_scale * distance, parameters) for log_w, distance in rows]
+def _table_cells(rows: Sequence[tuple[Floats, Floats]], parameters: TopWParameters) -> list[str]:
+    found = [_row_objectives(log_w, parameters.geom_scale * distance, parameters) for log_w, distance in rows]
     sizes, subset, prefix, phi, top_w = np.array(found).T
     equal = [
         [equal_objectives(value, least) for value, least in zip(values, subset, strict=True)]
@@ -72,15 +72,18 @@ def _cells(rows: Sequence[tuple[Floats, Floats]], parameters: TopWParameters) ->
     ]
 
 
-def _row(log_w: Floats, distance: Floats, parameters: TopWParameters) -> tuple[float, float, float, float, float]:
-    """(size of the best subset; F of the best subset, prefix, prefix of the last order, and Top-W's crop)."""
+def _row_objectives(log_w: Floats, distance: Floats, parameters: TopWParameters) -> list[float]:
+    """Values for one row: the size of the best subset, then four values of F.
+
+    F of the best subset, of the best prefix, of the best prefix of Top-W's last order, and of Top-W's crop.
+    """
     n, w = len(log_w), np.exp(log_w)
     F = Objective(w / w.sum(), distance, parameters.lam, parameters.beta)
     kept, order = last_alternation(log_w, distance, parameters, TopWOptions())
     members = (np.arange(1, 2**n)[:, None] >> np.arange(n)) & 1 == 1
     best = min((F(S) for S in members), key=lambda value: value.total)
     prefixes = [F.best_prefix(places).value.total for places in (np.arange(n), order)]
-    return best.kept, best.total, *prefixes, F(np.isin(np.arange(n), kept)).total  # type: ignore[return-value]
+    return [best.kept, best.total, *prefixes, F(np.isin(np.arange(n), kept)).total]
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     python -m benchmarks.experts [--tokens 1024] [--threads 2] [--rounds 3] [--other NAME=EXPORT ...]
 
-Uses a random Mixtral of 54 M parameters. Each round opens each form in a new process and runs its graph with ArgMax
-instead of the sampler: the prompt, with samples of resident memory, the prompt again, and 32 steps.
+Uses a random Mixtral of 54 M parameters. Each round opens each form in a new process, whose graph ends in ArgMax
+instead of the sampler. The process runs the prompt while it samples its resident memory, then the prompt again, then 32
+steps.
 
 --other: further exports of the same model in this package's folder format, for example by another version.
 """
@@ -16,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import Spread, importable_by_workers, machine, say, table
-from benchmarks.models import exported, mixtral_50m
+from benchmarks.common import Spread, add_repository_to_pythonpath, machine, say, table
+from benchmarks.models import export_once, mixtral_50m
 from topw_deploy.bench.process import WorkerProcess
 
 WORKER = Path(__file__).with_name("kv_worker.py")
@@ -30,7 +31,7 @@ FORMS = {
 VOCAB, STEPS = 32_000, 32
 
 
-def measured(export: Path, tokens: list[int], threads: int) -> dict[str, float]:
+def measure_prompt(export: Path, tokens: list[int], threads: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(dir=export.parent, prefix=".experts-") as scratch:
         settings = {"task": "prompt", "scratch": scratch, "export": str(export.absolute()), "threads": threads}
         with WorkerProcess(export.name, WORKER, settings, threads=threads) as worker:
@@ -45,15 +46,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--other", metavar="NAME=EXPORT", action="append", default=[])
     args = parser.parse_args()
-    importable_by_workers()
-    exports = {name: exported(mixtral_50m(), *options) for name, options in FORMS.items()}
+    add_repository_to_pythonpath()
+    exports = {name: export_once(mixtral_50m(), *options) for name, options in FORMS.items()}
     exports |= {name: Path(folder) for name, _, folder in (other.partition("=") for other in args.other)}
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in exports}
     for number in range(args.rounds):
         tokens = [int(token) for token in np.random.default_rng(number).integers(2, VOCAB, args.tokens)]
         for name, export in exports.items():
             say(f"round {number + 1}: {name}")
-            runs[name].append(measured(export, tokens, args.threads))
+            runs[name].append(measure_prompt(export, tokens, args.threads))
 
     def cell(name: str, key: str, scale: float, digits: int) -> str:
         return Spread.of([run[key] for run in runs[name]]).format(scale, digits)

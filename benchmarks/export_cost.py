@@ -14,7 +14,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from benchmarks.common import Process, Spread, interleave, machine, run_process, table
+from benchmarks.common import ProcessCost, Spread, interleave, machine, run_process, table
 from benchmarks.models import llama_50m
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     model = llama_50m()
-    runs: dict[str, list[Process]] = {}
+    runs: dict[str, list[ProcessCost]] = {}
     sizes: dict[str, int] = {}
 
     with tempfile.TemporaryDirectory() as scratch:

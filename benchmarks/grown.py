@@ -40,38 +40,41 @@ from topw_deploy.demo.train import (
 RECIPE = Recipe(
     hidden_size=512, intermediate_size=1536, layers=16, heads=8, kv_heads=4, learning_rate=8e-4, warmup=20, seed=2
 )
-_UNEVEN = 0.35  # standard deviation of the first copy's share of a weight
+_SHARE_DEVIATION = 0.35  # standard deviation of the first copy's share of a weight
 
 
-def grown(source: LlamaForCausalLM, recipe: Recipe) -> LlamaForCausalLM:
-    """The shape of `recipe` with nearly the logits of `source`; the table gets noise."""
+def grow_model(source: LlamaForCausalLM, recipe: Recipe) -> LlamaForCausalLM:
+    """Make a model of the sizes in `recipe` with nearly the logits of `source`.
+
+    The logits differ a little, because the two copies of the embedding table get opposite noise.
+    """
     torch.manual_seed(recipe.seed)
-    config = LlamaConfig(**{**source.config.to_dict(), **_sizes(recipe)})
+    config = LlamaConfig(**{**source.config.to_dict(), **_size_fields(recipe)})
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         table = source.model.embed_tokens.weight
-        noise = _UNEVEN * table.std() * torch.randn_like(table)
+        noise = _SHARE_DEVIATION * table.std() * torch.randn_like(table)
         model.model.embed_tokens.weight.copy_(torch.cat([table + noise, table - noise], 1))
         model.model.norm.weight.copy_(source.model.norm.weight.repeat(2) / 2)
-        for old, new in _placed(source, model):
+        for old, new in _pair_layers(source, model):
             for name, weight in old.named_parameters():
                 _widen(weight, new.get_parameter(name))
     return model
 
 
-def deepened(source: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
-    """`source` with `layers` layers and the same logits."""
+def deepen_model(source: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
+    """Make a model with `layers` layers and the logits of `source`: the added layers are the identity."""
     torch.manual_seed(RECIPE.seed)
     model = LlamaForCausalLM(LlamaConfig(**{**source.config.to_dict(), "num_hidden_layers": layers}))
     model.model.embed_tokens.load_state_dict(source.model.embed_tokens.state_dict())
     model.model.norm.load_state_dict(source.model.norm.state_dict())
-    for old, new in _placed(source, model):
+    for old, new in _pair_layers(source, model):
         new.load_state_dict(old.state_dict())
     return model
 
 
-def _placed(source: LlamaForCausalLM, model: LlamaForCausalLM) -> list[tuple[nn.Module, nn.Module]]:
-    """Each layer of `source` with its place in `model`, whose other layers become the identity."""
+def _pair_layers(source: LlamaForCausalLM, model: LlamaForCausalLM) -> list[tuple[nn.Module, nn.Module]]:
+    """Make every layer of `model` the identity, and pair each layer of `source` with the layer that replaces it."""
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
@@ -81,7 +84,7 @@ def _placed(source: LlamaForCausalLM, model: LlamaForCausalLM) -> list[tuple[nn.
     return [(old, layers[round(number * (len(layers) - 1) / last)]) for number, old in enumerate(source.model.layers)]
 
 
-def _sizes(recipe: Recipe) -> dict[str, int]:
+def _size_fields(recipe: Recipe) -> dict[str, int]:
     return {
         "hidden_size": recipe.hidden_size,
         "intermediate_size": recipe.intermediate_size,
@@ -101,7 +104,7 @@ def _widen(weight: torch.Tensor, target: torch.Tensor) -> None:
         return
     outputs, inputs = (2 * size for size in weight.shape)
     wide = weight.repeat(2, 1)
-    share = 0.5 + _UNEVEN * torch.randn_like(wide)
+    share = 0.5 + _SHARE_DEVIATION * torch.randn_like(wide)
     target[:outputs, : inputs // 2] = share * wide
     target[:outputs, inputs // 2 : inputs] = (1 - share) * wide
 
@@ -109,7 +112,7 @@ def _widen(weight: torch.Tensor, target: torch.Tensor) -> None:
 def train(
     model: LlamaForCausalLM, corpus: Corpus, tokenizer: Tokenizer, folder: Path, minutes: float, every: int
 ) -> None:
-    """Train for `minutes`, writing `folder` every `every` steps."""
+    """Train for `minutes`, and write the model and the log to `folder` every `every` steps."""
     optimizer = optimizer_for(model, RECIPE)
     source = batches(encode_documents(corpus.train, tokenizer), RECIPE)
     some = corpus.held_out[::8]
@@ -145,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     source = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     corpus = gather_corpus()
-    model = grown(source, RECIPE)
+    model = grow_model(source, RECIPE)
     some = corpus.held_out[::8]
     say(f"{held_out_loss(source, some, tokenizer, RECIPE).loss:.4f} nats, grown "
         f"{held_out_loss(model, some, tokenizer, RECIPE).loss:.4f}")  # fmt: skip

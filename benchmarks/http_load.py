@@ -1,4 +1,4 @@
-"""Concurrent streams of completions from a server with OpenAI's API: what they got, and when."""
+"""Keep streams of completions running on a server with OpenAI's API, and record when each text arrived."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _PAUSE = 0.1  # seconds after a refused request
 
 @dataclass
 class Answer:
-    """One stream. feed: its lines, with the time at which each arrived.
+    """One streamed completion. The caller passes each line and its time of arrival to `feed`, and then calls `close`.
 
-    asked: when it was requested.
-    texts: when each part of the text arrived. A part is one token, or several whose text came at once.
-    tokens: as the server counts them, else `limit` if it ended for its length, else the parts.
-    error: what went wrong, in a few words; None for nothing.
-    ended: whether the server said so.
+    asked: time of the request.
+    limit: maximum number of tokens.
+    texts: times at which parts of the text arrived. A part is the text of one token or of several.
+    error: the kind of error, in a few words, or None.
+    ended: whether the server ended the stream.
     """
 
     asked: float
@@ -58,30 +58,34 @@ class Answer:
             self._reason = choice.get("finish_reason") or self._reason
 
     def close(self) -> None:
-        """Called at the end of the stream."""
+        """Record that the stream has ended. Without a finish reason, that is an error."""
         if self.error is None and self._reason is None:
             self.error = "the stream ended early"
         self.ended = self.ended or self.error is None
 
     @property
     def tokens(self) -> int:
+        """The server's count of tokens; without one, `limit` if the stream ended for its length, else the parts."""
         if self._counted is not None and self.ended:
             return self._counted
         return self.limit if self._reason == "length" else len(self.texts)
 
     @property
     def gaps(self) -> Iterator[float]:
-        """Seconds between its parts."""
+        """Seconds between successive parts of the text."""
         return (later - earlier for earlier, later in zip(self.texts, self.texts[1:], strict=False))
 
 
 @dataclass
 class Turn:
-    """What one server did in some seconds of load.
+    """The figures of one server under load.
 
-    requests: those that ended. tokens: of all, also of those that were running at the end.
-    first: seconds from a request to its first text. gaps: seconds between texts.
-    errors: number of requests by what went wrong.
+    seconds: length of the load.
+    requests: number of requests that ended without an error.
+    tokens: tokens of all requests, those that were still running at the end included.
+    first: seconds from a request to its first text.
+    gaps: seconds between successive texts.
+    errors: kind of error -> number of requests.
     """
 
     seconds: float
@@ -95,7 +99,7 @@ class Turn:
         return asdict(self)
 
 
-def summed(seconds: float, answers: list[Answer]) -> Turn:
+def summarise(seconds: float, answers: list[Answer]) -> Turn:
     turn, errors = Turn(seconds), Counter[str]()
     for answer in answers:
         turn.requests += answer.ended and answer.error is None
@@ -108,7 +112,7 @@ def summed(seconds: float, answers: list[Answer]) -> Turn:
     return turn
 
 
-async def load(
+async def run_load(
     client: httpx2.AsyncClient, body: Callable[[int], Mapping[str, Any]], streams: int, seconds: float
 ) -> Turn:
     """Keep `streams` requests running for some seconds, then drop those that still run.
@@ -127,7 +131,7 @@ async def load(
     await asyncio.gather(*running, return_exceptions=True)
     for caller in done:
         caller.result()  # raises a fault of ours
-    return summed(took, answers)
+    return summarise(took, answers)
 
 
 async def _call_again(

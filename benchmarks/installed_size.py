@@ -18,12 +18,12 @@ ROOT, HEAVY = "topw-deploy", "tokenizers"
 Packages = Mapping[str, metadata.Distribution]
 
 
-def normal(name: str) -> str:
+def normalised_name(name: str) -> str:
     """A distribution's normalised name: huggingface-hub for huggingface_hub."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def needs(package: metadata.Distribution, extras: frozenset[str] = frozenset()) -> dict[str, frozenset[str]]:
+def requirements(package: metadata.Distribution, extras: frozenset[str] = frozenset()) -> dict[str, frozenset[str]]:
     """Requirements of a package with `extras`: name -> requested extras."""
     found: dict[str, frozenset[str]] = {}
     for wanted in package.requires or ():
@@ -33,13 +33,15 @@ def needs(package: metadata.Distribution, extras: frozenset[str] = frozenset()) 
             continue
         parts = re.match(r"\s*([\w.-]+)\s*(?:\[([^\]]*)\])?", text)
         assert parts is not None, wanted
-        name = normal(parts[1])
+        name = normalised_name(parts[1])
         more = frozenset(part.strip() for part in (parts[2] or "").split(",") if part.strip())
         found[name] = found.get(name, frozenset()) | more
     return found
 
 
-def reached(packages: Packages, start: Mapping[str, frozenset[str]], leave: frozenset[str] = frozenset()) -> set[str]:
+def needed_packages(
+    packages: Packages, start: Mapping[str, frozenset[str]], leave: frozenset[str] = frozenset()
+) -> set[str]:
     """Installed packages that `start` needs, itself included, without following those in `leave`."""
     seen: set[str] = set()
     open_ = list(start.items())
@@ -47,11 +49,11 @@ def reached(packages: Packages, start: Mapping[str, frozenset[str]], leave: froz
         name, extras = open_.pop()
         if name in packages and name not in seen and name not in leave:
             seen.add(name)
-            open_ += needs(packages[name], extras).items()
+            open_ += requirements(packages[name], extras).items()
     return seen
 
 
-def size(package: metadata.Distribution) -> int:
+def installed_bytes(package: metadata.Distribution) -> int:
     """Bytes of the package's installed files."""
     paths = [Path(str(file.locate())) for file in package.files or ()]
     return sum(path.stat().st_size for path in paths if path.is_file())
@@ -60,9 +62,9 @@ def size(package: metadata.Distribution) -> int:
 def report(packages: Packages) -> list[str]:
     """Table lines: packages, largest first, with a mark on those that only tokenizers needs, and the sum."""
     runtime = frozenset({"cpu"}) if "onnxruntime" in packages else frozenset({"gpu"})
-    every = reached(packages, {ROOT: runtime})
-    brought = every - reached(packages, {ROOT: runtime}, frozenset({HEAVY})) - {HEAVY}
-    sizes = {name: size(packages[name]) for name in every}
+    every = needed_packages(packages, {ROOT: runtime})
+    brought = every - needed_packages(packages, {ROOT: runtime}, frozenset({HEAVY})) - {HEAVY}
+    sizes = {name: installed_bytes(packages[name]) for name in every}
     lines = ["| package | version | MB | |", "|---|---|---|---|"]
     for name in sorted(every, key=lambda name: -sizes[name]):
         why = f"through {HEAVY} only" if name in brought else ""
@@ -73,7 +75,7 @@ def report(packages: Packages) -> list[str]:
 
 
 def main() -> int:
-    packages = {normal(found.metadata["Name"]): found for found in metadata.distributions()}
+    packages = {normalised_name(found.metadata["Name"]): found for found in metadata.distributions()}
     if ROOT not in packages:
         sys.stderr.write(f"{ROOT} is not installed for {sys.executable}; run this with the Python that has it.\n")
         return 1

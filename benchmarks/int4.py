@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import importable_by_workers, machine, say, table
-from benchmarks.models import exported
+from benchmarks.common import add_repository_to_pythonpath, machine, say, table
+from benchmarks.models import export_once
 from topw_deploy.bench.process import WorkerProcess
 
 HERE = Path(__file__)
@@ -79,7 +79,7 @@ def torch_losses(model: Any, rows: np.ndarray) -> np.ndarray:
 
 
 def graph_losses(folder: Path, rows: np.ndarray) -> np.ndarray:
-    """The graph's losses [rows, COLUMNS], token by token."""
+    """Run the exported graph token by token. Returns its losses [rows, COLUMNS]."""
     from topw_deploy.export.verification.probe import LogitsProbe
     from topw_deploy.manifest import load_decoder_manifest
 
@@ -100,8 +100,12 @@ def graph_losses(folder: Path, rows: np.ndarray) -> np.ndarray:
 HEADER = ("weights", "perplexity", "nats over float32", "standard error", "ratio", "file MB")
 
 
-def compared(name: str, losses: np.ndarray, exact: np.ndarray, rows: np.ndarray, size: int) -> tuple[str, ...]:
-    """A table row; documents' first tokens are not counted."""
+def comparison_row(name: str, losses: np.ndarray, exact: np.ndarray, rows: np.ndarray, size: int) -> tuple[str, ...]:
+    """A row of the accuracy table. The first token of each document does not count.
+
+    losses, exact: losses [rows, COLUMNS] of this model and of the float32 model.
+    size: bytes of the weights' files.
+    """
     counted = rows[:, 1:] != 0
     tokens = counted.sum(axis=1)
     lost = ((losses - exact) * counted).sum(axis=1)
@@ -119,18 +123,21 @@ def weights_bytes(folder: Path) -> int:
 
 
 def llama_files(worker: WorkerProcess, model: Path, kinds: list[str], work: Path) -> dict[str, Path]:
-    """The checkpoint's GGUF files by kind."""
+    """Write the checkpoint's GGUF files that do not exist yet. Returns the file of each kind."""
     files = {kind: work / f"{model.name}-{kind}.gguf" for kind in ("F32", *kinds)}
     if not files["F32"].exists():
-        write_float32(worker, model, files["F32"])
+        write_float32_gguf(worker, model, files["F32"])
     for kind, file in files.items():
         if not file.exists():
             worker.call("quantise", source=str(files["F32"].absolute()), kind=kind, target=str(file.absolute()))
     return files
 
 
-def write_float32(worker: WorkerProcess, model: Path, target: Path, *, texts: bool = False) -> None:
-    """The checkpoint as GGUF in float32. texts: with its vocabulary, so that llama.cpp can read and write texts."""
+def write_float32_gguf(worker: WorkerProcess, model: Path, target: Path, *, texts: bool = False) -> None:
+    """Write the checkpoint as a GGUF file in float32.
+
+    texts: include the vocabulary, so that llama.cpp can read and write texts.
+    """
     from safetensors.numpy import load_file
 
     tensors: dict[str, Any] = {}
@@ -155,24 +162,25 @@ def llama_worker(args: argparse.Namespace, threads: int) -> Iterator[WorkerProce
         yield worker
 
 
-def accuracy(args: argparse.Namespace, exports: dict[str, Path]) -> str:
+def accuracy_table(args: argparse.Namespace, exports: dict[str, Path]) -> str:
     rows = held_out_rows(args.model)
     say(f"{rows[:, 1:].size} tokens in {len(rows)} rows")
     exact = torch_losses(torch_model(args.model), rows)
-    found = [compared("float32", exact, exact, rows, 0)]
+    found = [comparison_row("float32", exact, exact, rows, 0)]
     found += [
-        compared(name, graph_losses(path, rows), exact, rows, weights_bytes(path)) for name, path in exports.items()
+        comparison_row(name, graph_losses(path, rows), exact, rows, weights_bytes(path))
+        for name, path in exports.items()
     ]
     with llama_worker(args, 2) as worker:
         if worker is not None:
             for kind, file in llama_files(worker, args.model, args.llama, args.work).items():
                 worker.call("open", name=kind, path=str(file.absolute()), length=COLUMNS)
                 losses = np.asarray(worker.call("losses", name=kind, rows=rows.tolist()))
-                found.append(compared(f"llama.cpp {kind}", losses, exact, rows, file.stat().st_size))
+                found.append(comparison_row(f"llama.cpp {kind}", losses, exact, rows, file.stat().st_size))
     return table(HEADER, found)
 
 
-def speed(args: argparse.Namespace, exports: dict[str, Path], threads: int) -> str:
+def speed_table(args: argparse.Namespace, exports: dict[str, Path], threads: int) -> str:
     """Milliseconds per step and prompt tokens per second, by model."""
     vocabulary = json.loads((args.model / "config.json").read_text())["vocab_size"]
     prompt = [int(token) for token in np.random.default_rng(0).integers(3, vocabulary, args.prompt)]
@@ -225,18 +233,18 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--steps", type=int, default=6, help="counted steps per turn")
     args = parser.parse_args()
-    importable_by_workers()
+    add_repository_to_pythonpath()
     args.work.mkdir(parents=True, exist_ok=True)
     exports = {name: Path(folder) for name, _, folder in (one.partition("=") for one in args.export)}
-    exports = exports or {name: exported(args.model, "--dtype", "int4", *how) for name, how in CANDIDATES.items()}
+    exports = exports or {name: export_once(args.model, "--dtype", "int4", *how) for name, how in CANDIDATES.items()}
     print(f"{machine()}; {args.model}")
     if args.llama_python is None:
         print("llama.cpp is left out: --llama-python is not given")
     if "accuracy" in args.part:
-        print(f"\n{accuracy(args, exports)}", flush=True)
+        print(f"\n{accuracy_table(args, exports)}", flush=True)
     if "speed" in args.part:
         for threads in args.threads:
-            print(f"\n{speed(args, exports, threads)}", flush=True)
+            print(f"\n{speed_table(args, exports, threads)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ def genai_folder(model: Path, dtype: str, python: Path) -> Path:
     folder = CACHE / "genai" / f"{model.name}-{dtype}"
     if not (folder / "genai_config.json").exists():
         shutil.rmtree(folder, ignore_errors=True)
-        source, prologue = _as_the_builder_reads(model)
+        source, prologue = _source_for_builder(model)
         run = f"import runpy; {prologue}runpy.run_module('onnxruntime_genai.models.builder', run_name='__main__')"
         options = ["-p", dtype, "-e", "cpu", "--extra_options", "exclude_embeds=false"]
         command = [str(python), "-c", run, "-i", str(source), "-o", str(folder), *options]
@@ -151,7 +151,7 @@ def genai_folder(model: Path, dtype: str, python: Path) -> Path:
     return folder
 
 
-def _as_the_builder_reads(model: Path) -> tuple[Path, str]:
+def _source_for_builder(model: Path) -> tuple[Path, str]:
     """A folder with the weights of `model`, and code to run before the builder.
 
     Version 0.18 needs an EOS, and reads Gemma 3's rotary base frequencies from fields that transformers 5 no longer

@@ -31,9 +31,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import importable_by_workers, machine, say, table
+from benchmarks.common import add_repository_to_pythonpath, machine, say, table
 from benchmarks.kinds import KINDS, genai_folder, kind_model
-from benchmarks.models import exported, llama_50m
+from benchmarks.models import export_once, llama_50m
 from topw_deploy.bench.decode.request import DecodeRequest
 from topw_deploy.bench.decode.run import run as bench_decode
 from topw_deploy.bench.measurement import median_interval, round_ratios
@@ -51,13 +51,13 @@ FORMS = {
 AS_GENAI = {"int4": ("--quantisation-algorithm", "default", "--block-size", "32", "--table-bits", "4")}
 
 
-def cell(ratios: Sequence[float]) -> str:
+def format_ratios(ratios: Sequence[float]) -> str:
     """0.981 (0.975-0.988)"""
     low, high = median_interval(ratios)
     return f"{statistics.median(ratios):.3f} ({low:.3f}-{high:.3f})"
 
 
-def graphs(ours: dict[str, Path], args: argparse.Namespace) -> None:
+def print_graph_tables(ours: dict[str, Path], args: argparse.Namespace) -> None:
     """Tables of steps and of prefills."""
     rng = np.random.default_rng(args.seed)
     steps, prefills, memories = [], [], []
@@ -69,35 +69,35 @@ def graphs(ours: dict[str, Path], args: argparse.Namespace) -> None:
             sweeps = [
                 sweep
                 for number in range(args.sessions)
-                for sweep in _session(ours, threads, context, number, rng, args)
+                for sweep in _run_session(ours, threads, context, number, rng, args)
             ]
             measured.append(sweeps[0])
             turns = [turn for sweep in sweeps for turn in sweep["turns"]]
             differing = sum(len(set(sweep["first"].values())) > 1 for sweep in sweeps)
             if differing:
                 say(f"  the graphs do not agree on the first token of {differing} in {len(sweeps)} sequences")
-            steps.append((threads, f"{context:,}", *_row(turns, args)))
-            prefills.append((threads, f"{context:,}", *_row([sweep["prefill"] for sweep in sweeps], args)))
+            steps.append((threads, f"{context:,}", *_ratio_cells(turns, args)))
+            prefills.append((threads, f"{context:,}", *_ratio_cells([sweep["prefill"] for sweep in sweeps], args)))
         if threads == args.threads[0]:
             memories = [_memory_row(by_context, decoder, args) for by_context in measured]
     names = [name for name in args.form if name != args.yardstick]
     header = ("threads", "context", f"{args.yardstick} ms", *(f"{name} / {args.yardstick}" for name in names))
     print(f"\nA step of the bare graph\n\n{table(header, steps)}\n\nPrefill\n\n{table(header, prefills)}")
-    print(f"\nStates, KiB\n\n{table(('tokens', 'by the formula', *args.form, *_peers(args)), memories)}")
+    print(f"\nStates, KiB\n\n{table(('tokens', 'by the formula', *args.form, *_peer_names(args)), memories)}")
 
 
-def _peers(args: argparse.Namespace) -> list[str]:
+def _peer_names(args: argparse.Namespace) -> list[str]:
     return ["genai"] if args.genai is not None else []
 
 
 def _memory_row(sweep: dict[str, Any], decoder: DecoderInfo, args: argparse.Namespace) -> list[str]:
     """Memory of the states of one row with room for the sweep's tokens."""
     formula = sum(state.row_bytes(sweep["room"]) for state in decoder.states)
-    sizes = [formula, *(sweep["bytes"][name] for name in (*args.form, *_peers(args)))]
+    sizes = [formula, *(sweep["bytes"][name] for name in (*args.form, *_peer_names(args)))]
     return [f"{sweep['room']:,}", *(f"{size / 1024:,.1f}" for size in sizes)]
 
 
-def _session(
+def _run_session(
     ours: dict[str, Path], threads: int, context: int, number: int, rng: np.random.Generator, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(dir=next(iter(ours.values())).parent, prefix=".kv-") as scratch:
@@ -114,13 +114,13 @@ def _session(
             return [worker.call("sweep", prompt=prompt, turns=args.turns, steps=args.steps) for prompt in prompts]
 
 
-def _row(turns: Sequence[dict[str, float]], args: argparse.Namespace) -> list[str]:
+def _ratio_cells(turns: Sequence[dict[str, float]], args: argparse.Namespace) -> list[str]:
     names = [name for name in args.form if name != args.yardstick]
     base = statistics.median(turn[args.yardstick] for turn in turns) * 1e3
-    return [f"{base:.2f}", *(cell([turn[name] / turn[args.yardstick] for turn in turns]) for name in names)]
+    return [f"{base:.2f}", *(format_ratios([turn[name] / turn[args.yardstick] for turn in turns]) for name in names)]
 
 
-def loop(export: Path, args: argparse.Namespace) -> None:
+def print_loop_table(export: Path, args: argparse.Namespace) -> None:
     """`TopWModel` with Top-W against genai's own loop.
 
     Each session is a new process, because the address of the weights changes a step by some per cent.
@@ -142,7 +142,7 @@ def loop(export: Path, args: argparse.Namespace) -> None:
         say(f"loop: {context} tokens of context")
         sessions = [bench_decode(settings).runs for _ in range(args.sessions)]
         for reports in zip(*sessions, strict=True):  # one per session, same threads
-            rows.append((reports[0].threads, f"{context:,}", *_loop_row(reports, peers)))
+            rows.append((reports[0].threads, f"{context:,}", *_loop_cells(reports, peers)))
     header = (
         "threads",
         "context",
@@ -153,7 +153,7 @@ def loop(export: Path, args: argparse.Namespace) -> None:
     print(f"\nA step of the whole loop, Top-W beside genai's own\n\n{table(header, rows)}")
 
 
-def _loop_row(reports: Sequence[Any], peers: Sequence[str]) -> list[str]:
+def _loop_cells(reports: Sequence[Any], peers: Sequence[str]) -> list[str]:
     """Medians over all runs; ratios by run, with the sessions' extremes."""
     ours = peers[0]
     times: dict[str, list[float]] = {name: [] for name in peers}
@@ -169,11 +169,13 @@ def _loop_row(reports: Sequence[Any], peers: Sequence[str]) -> list[str]:
     cells = [f"{statistics.median(times[name]) * 1e3:.2f}" for name in peers]
     for every in ratios.values():
         medians = [statistics.median(one) for one in every]
-        cells.append(f"{cell([r for one in every for r in one])[:-1]}; sessions {min(medians):.3f}-{max(medians):.3f})")
+        cells.append(
+            f"{format_ratios([r for one in every for r in one])[:-1]}; sessions {min(medians):.3f}-{max(medians):.3f})"
+        )
     return [*cells, f"{statistics.mean(certified):.3f}"]
 
 
-def memory(args: argparse.Namespace) -> None:
+def print_memory_table(args: argparse.Namespace) -> None:
     """Print the resident memory during one long sequence, by form of the cache."""
     rows = []
     for form in ("static", "concat"):
@@ -206,30 +208,31 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=10_000, help="length of the long sequence")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    importable_by_workers()
+    add_repository_to_pythonpath()
     if not args.kind:
-        compare(args.model or llama_50m(), args)
+        print_comparison(args.model or llama_50m(), args)
     for kind in args.kind or ():
         model = kind_model(kind)
         if args.genai_python is not None:
             args.genai = genai_folder(model, args.dtype, args.genai_python)
-        compare(model, args)
+        print_comparison(model, args)
 
 
-def compare(model: Path, args: argparse.Namespace) -> None:
+def print_comparison(model: Path, args: argparse.Namespace) -> None:
     """Print the tables of one model."""
     ours = {
-        name: exported(model, "--dtype", args.dtype, *AS_GENAI.get(args.dtype, ()), *FORMS[name]) for name in args.form
+        name: export_once(model, "--dtype", args.dtype, *AS_GENAI.get(args.dtype, ()), *FORMS[name])
+        for name in args.form
     }
     args.vocab = load_manifest(next(iter(ours.values()))).sampler.vocab_size
     args.yardstick = "genai" if args.genai is not None else args.form[0]
     print(f"\n{machine()}; {model}, {args.dtype}")
     if "graphs" in args.part:
-        graphs(ours, args)
+        print_graph_tables(ours, args)
     if "loop" in args.part and args.genai is not None:
-        loop(ours["static"], args)
+        print_loop_table(ours["static"], args)
     if "memory" in args.part:
-        memory(args)
+        print_memory_table(args)
 
 
 if __name__ == "__main__":

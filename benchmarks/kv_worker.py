@@ -15,8 +15,8 @@ from typing import Any
 import onnx_ir as ir
 import onnxruntime as ort
 
-from benchmarks.common import UNCOUNTED, median_step, one_thread_pool
-from benchmarks.models import exported, llama_small
+from benchmarks.common import UNCOUNTED, median_step_seconds, share_thread_pool
+from benchmarks.models import export_once, llama_small
 from topw_deploy.bench.decode.argmax import ARGMAX_FILE, ArgMaxLoop, ArgMaxSequence, link_weights, write_argmax_model
 from topw_deploy.manifest import DecoderInfo, State, load_decoder_manifest
 from topw_deploy.runtime import TopWModel
@@ -107,7 +107,7 @@ def peer_info(graph: ir.Graph, config: dict[str, Any]) -> DecoderInfo:
 
 
 def _bare_options(threads: int) -> ort.SessionOptions:
-    one_thread_pool(threads)
+    share_thread_pool(threads)
     options = ort.SessionOptions()
     options.use_per_session_threads = False
     options.log_severity_level = 3
@@ -146,7 +146,10 @@ def start_sweeps(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         first = {name: sequence.token for name, sequence in sequences.items()}
         for _ in range(turns):
             found.append(
-                {name: median_step(sequences[name].step, steps) for name in order.sample(list(loops), len(loops))}
+                {
+                    name: median_step_seconds(sequences[name].step, steps)
+                    for name in order.sample(list(loops), len(loops))
+                }
             )
         sizes = {name: loop.cache_bytes for name, loop in loops.items()}
         return {"turns": found, "prefill": prefills, "first": first, "bytes": sizes, "room": room}
@@ -209,7 +212,7 @@ def peak_during(work: Callable[[], object]) -> int:
 def start_memory(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     """settings: form (options of topw-export), tokens (length of the longest sequence)."""
     tokens = settings["tokens"]
-    folder = exported(llama_small(tokens + 64), *settings["form"])
+    folder = export_once(llama_small(tokens + 64), *settings["form"])
     model = TopWModel.from_pretrained(folder, provider="cpu", max_length=tokens + 64, intra_op_num_threads=1)
 
     def generate(count: int) -> None:
@@ -245,7 +248,7 @@ def start_prompt(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
 
         peak = peak_during(prefill) - before
         step = prefill().step
-        return {"peak": peak, "first": seconds[0], "second": seconds[1], "step": median_step(step, steps)}
+        return {"peak": peak, "first": seconds[0], "second": seconds[1], "step": median_step_seconds(step, steps)}
 
     return {"prompt": prompt}
 

@@ -50,7 +50,7 @@ _SHARD = 1 << 30
 _GIB = 2**30
 
 
-def shapes(layers: int, hidden: int, inner: int, kv: int, vocab: int) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(layers: int, hidden: int, inner: int, kv: int, vocab: int) -> dict[str, tuple[int, ...]]:
     """Parameter -> shape, in file order."""
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
     for layer in range(layers):
@@ -81,7 +81,7 @@ def write_checkpoint(folder: Path, billions: float) -> int:
         places.update(dict.fromkeys(shard, name))
         shard.clear()
 
-    for name, shape in shapes(layers, hidden, inner, kv, vocab).items():
+    for name, shape in parameter_shapes(layers, hidden, inner, kv, vocab).items():
         if len(shape) == 1:
             shard[name] = np.ones(shape, np.float16)
         else:
@@ -107,16 +107,16 @@ def write_checkpoint(folder: Path, billions: float) -> int:
     return total
 
 
-def child(code: str, *arguments: str) -> dict[str, Any]:
+def run_child(code: str, *arguments: str) -> dict[str, Any]:
     """Run `code` in its own process; return the JSON it prints."""
     command = [sys.executable, "-c", code, *arguments]
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return dict(json.loads(result.stdout.strip().splitlines()[-1]))
 
 
-def exported(model: Path, out: Path, **settings: Any) -> dict[str, Any]:
+def run_export(model: Path, out: Path, **settings: Any) -> dict[str, Any]:
     say(f"{model.name} -> {out.name} {settings}")
-    return child(_EXPORT, json.dumps({"model": str(model), "output": str(out), "verify": False, **settings}))
+    return run_child(_EXPORT, json.dumps({"model": str(model), "output": str(out), "verify": False, **settings}))
 
 
 def decoder_alone(folder: Path, target: Path) -> None:
@@ -167,23 +167,23 @@ def stages_of(work: Path, billions: float, dtypes: list[str]) -> list[tuple[str,
 
     for dtype in dtypes:
         settings = {"dtype": dtype, "kv": "concat"} if dtype == "fp16" else {"dtype": dtype}
-        dry = exported(work / "model", work / "none", dry_run=True, **settings)
+        dry = run_export(work / "model", work / "none", dry_run=True, **settings)
         add(f"{dtype} dry run", {**dry, "memory": {"graph": dry["memory"]["graph"]}})
         out = work / dtype
-        done = exported(work / "model", out, **settings)
+        done = run_export(work / "model", out, **settings)
         add(f"{dtype} export", done, dry)
         wrong = {name: n for name, n in dry["sizes"].items() if done["sizes"].get(name) != n}
         say(f"wrongly predicted sizes: {wrong or 'none'}")
-        few = exported(work / "model", work / f"{dtype}-few", num_hidden_layers=4, **{**settings, "verify": True})
+        few = run_export(work / "model", work / f"{dtype}-few", num_hidden_layers=4, **{**settings, "verify": True})
         add(f"{dtype} first 4 layers, {few['status']}", few)
         if dtype == "fp16":
             decoder_alone(out, work / "decoder")
-            add("graft onto the fp16 decoder", exported(work / "decoder", work / "graft", hard_link=False))
+            add("graft onto the fp16 decoder", run_export(work / "decoder", work / "graft", hard_link=False))
             shutil.rmtree(work / "graft")
             shutil.rmtree(work / "decoder")
-            add("fp16 first 4 layers, 8 tokens", child(_RUN, str(work / "fp16-few")))
+            add("fp16 first 4 layers, 8 tokens", run_child(_RUN, str(work / "fp16-few")))
         else:
-            add(f"{dtype} whole, 8 tokens", child(_RUN, str(out)))
+            add(f"{dtype} whole, 8 tokens", run_child(_RUN, str(out)))
         shutil.rmtree(work / f"{dtype}-few")
         shutil.rmtree(out)
     return rows

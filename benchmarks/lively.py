@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from benchmarks.common import interleave, machine, ratio, say, table
 from benchmarks.geometry_share import held_out_logits
-from benchmarks.lively_texts import PROMPTS, Measures, Text, Writer, common
-from benchmarks.models import exported
+from benchmarks.lively_texts import PROMPTS, Measures, Text, Writer, shared_ngrams
+from benchmarks.models import export_once
 from topw_deploy.bench.measurement import Spread
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import (
@@ -79,7 +79,7 @@ class Steps:
         return [*shares, f"{self.mean:.1f}", f"{self.median:.0f}", str(self.most), f"{self.mass:.3f}"]
 
 
-def count(rows: NDArray[np.float32], crop: Crop, plain: Crop) -> Steps:
+def count_crops(rows: NDArray[np.float32], crop: Crop, plain: Crop) -> Steps:
     """Count the crops of logits [rows, V]. plain: without distances."""
     certified = acted = over = 0
     sizes, masses = [], []
@@ -96,7 +96,7 @@ def count(rows: NDArray[np.float32], crop: Crop, plain: Crop) -> Steps:
     return Steps(*shares, statistics.fmean(sizes), statistics.median(sizes), max(sizes), statistics.fmean(masses))
 
 
-def top_w(parameters: TopWParameters, geometry: Geometry) -> tuple[Crop, Crop]:
+def top_w_crops(parameters: TopWParameters, geometry: Geometry) -> tuple[Crop, Crop]:
     """Top-W's crop, and the same without distances."""
     options = TopWOptions(metric=METRIC)
 
@@ -107,7 +107,7 @@ def top_w(parameters: TopWParameters, geometry: Geometry) -> tuple[Crop, Crop]:
     return crop, lambda row: crop(row, 0.0)
 
 
-def by_probability(top_p: float = 1.0, min_p: float = 0.0) -> Crop:
+def probability_crop(top_p: float = 1.0, min_p: float = 0.0) -> Crop:
     """Top-p or min-p at temperature 1; certified, as it has no distances."""
 
     def crop(row: NDArray[np.float32]) -> tuple[NDArray[np.int64], bool]:
@@ -120,7 +120,7 @@ def by_probability(top_p: float = 1.0, min_p: float = 0.0) -> Crop:
     return crop
 
 
-def grid(rows: int) -> None:
+def print_grid(rows: int) -> None:
     logits, embeddings = held_out_logits(rows)
     geometry = Geometry.from_embeddings(embeddings, METRIC)
     lines = []
@@ -130,18 +130,18 @@ def grid(rows: int) -> None:
         setting = TopWParameters(
             lam=1.0, beta=beta, init_top_p=mass, geom_scale=distance / UNIT, selection_temperature=temperature
         )
-        steps = count(logits, *top_w(setting, geometry))
+        steps = count_crops(logits, *top_w_crops(setting, geometry))
         lines.append((f"{beta:g}", f"{mass:g}", f"{distance:.2f}", f"{temperature:g}", *steps.cells()))
     print(f"{machine()}; {len(logits)} rows of held-out text, lam 1\n")
     print(table(("beta", "init_top_p", "distance", "crop's temperature", *STEP_COLUMNS), lines))
 
 
-def spread(values: Sequence[float], digits: int) -> str:
+def mean_and_range(values: Sequence[float], digits: int) -> str:
     """Mean (smallest-largest)."""
     return f"{statistics.fmean(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
-def texts(seeds: int, new_tokens: int) -> None:
+def print_texts(seeds: int, new_tokens: int) -> None:
     writer = Writer(new_tokens)
     geometry = Geometry.from_embeddings(writer.embeddings, METRIC)
     measured, cropped = [], []
@@ -151,7 +151,7 @@ def texts(seeds: int, new_tokens: int) -> None:
         measured.append((name, *_measure_cells([writer.measures(run) for run in runs], runs)))
         if crop is not None:
             rows = np.concatenate([writer.logits(text) for run in runs for text in run])
-            cells = count(rows, crop, plain or crop).cells()
+            cells = count_crops(rows, crop, plain or crop).cells()
             if plain is None:  # this sampler has no distances, so nothing to certify
                 cells[:3] = "-", "-", "-"
             cropped.append((name, str(len(rows)), *cells))
@@ -159,11 +159,11 @@ def texts(seeds: int, new_tokens: int) -> None:
     add("the documentation itself", [writer.documentation()], None, None)
     for name, arguments in OTHERS.items():
         runs = [writer.transformers(arguments, seed) for seed in range(seeds)]
-        add(name, runs, by_probability(**arguments), None)
-    with TopWModel.from_pretrained(exported("demo")) as model:
+        add(name, runs, probability_crop(**arguments), None)
+    with TopWModel.from_pretrained(export_once("demo")) as model:
         for name, parameters in TOP_W.items():
             runs = [writer.top_w(model, asdict(parameters), seed) for seed in range(seeds)]
-            add(name, runs, *top_w(parameters, geometry))
+            add(name, runs, *top_w_crops(parameters, geometry))
     print(f"{machine()}; {len(writer.prompts)} prompts, {seeds} seeds, at most {new_tokens} tokens\n")
     header = ("sampler", "tokens", "log-probability", "distinct pairs", "repeated", "words", "same in two seeds")
     print(table(header, measured))
@@ -172,25 +172,25 @@ def texts(seeds: int, new_tokens: int) -> None:
 
 
 def _measure_cells(measures: Sequence[Measures], runs: Sequence[list[Text]]) -> list[str]:
-    pairs = [common(one, other) for one, other in itertools.permutations(runs, 2)]
+    pairs = [shared_ngrams(one, other) for one, other in itertools.permutations(runs, 2)]
     columns = [(m.logprob, m.distinct, m.repeated, m.words) for m in measures]
     logprobs, distinct, repeated, words = zip(*columns, strict=True)
     return [
         f"{statistics.fmean(m.tokens for m in measures):.0f}",
-        spread(logprobs, 2),
-        spread(distinct, 3),
-        spread([100 * share for share in repeated], 1) + " %",
-        spread([100 * share for share in words], 1) + " %",
+        mean_and_range(logprobs, 2),
+        mean_and_range(distinct, 3),
+        mean_and_range([100 * share for share in repeated], 1) + " %",
+        mean_and_range([100 * share for share in words], 1) + " %",
         f"{100 * statistics.fmean(pairs):.1f} %" if pairs else "-",
     ]
 
 
-def speed(rounds: int, new_tokens: int) -> None:
+def print_speed(rounds: int, new_tokens: int) -> None:
     """Print the time per token, with one thread, one row and equal numbers of tokens."""
     prompts = PROMPTS.read_text("utf-8").splitlines()[::3]
     names = list(TOP_W)
     chosen = {name: asdict(TOP_W[name]) for name in (names[0], names[2], names[3])}
-    models = {"": exported("demo"), ", neighbour bound": exported("demo", "--neighbour-bound")}
+    models = {"": export_once("demo"), ", neighbour bound": export_once("demo", "--neighbour-bound")}
     opened = {label: TopWModel.from_pretrained(folder, intra_op_num_threads=1) for label, folder in models.items()}
     shares: dict[str, list[float]] = {}
 
@@ -232,9 +232,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     runs = {
-        "grid": lambda: grid(args.rows),
-        "texts": lambda: texts(args.seeds, args.new_tokens),
-        "speed": lambda: speed(args.rounds, args.new_tokens),
+        "grid": lambda: print_grid(args.rows),
+        "texts": lambda: print_texts(args.seeds, args.new_tokens),
+        "speed": lambda: print_speed(args.rounds, args.new_tokens),
     }
     for part in args.part:
         print(f"\n### {part}\n")

@@ -118,7 +118,7 @@ class Writer:
             tokens=len(logprobs),
             logprob=float(np.mean(logprobs)),
             distinct=len(set(pairs)) / len(pairs),
-            repeated=_repeated(texts),
+            repeated=_repeated_share(texts),
             words=known / len(words),
         )
 
@@ -126,7 +126,7 @@ class Writer:
         return tuple(self.tokenizer(prompt).input_ids)
 
 
-def common(one: Sequence[Text], other: Sequence[Text]) -> float:
+def shared_ngrams(one: Sequence[Text], other: Sequence[Text]) -> float:
     """Share of the 4-grams of `one` that `other` also has for the same prompt."""
     both = total = 0
     for a, b in zip(one, other, strict=True):
@@ -137,7 +137,7 @@ def common(one: Sequence[Text], other: Sequence[Text]) -> float:
     return both / total
 
 
-def _repeated(texts: Sequence[Text]) -> float:
+def _repeated_share(texts: Sequence[Text]) -> float:
     grams = [_ngrams(text.tokens, NGRAM) for text in texts]
     total = sum(map(len, grams))
     return 1 - sum(len(set(found)) for found in grams) / total

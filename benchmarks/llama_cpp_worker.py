@@ -35,6 +35,7 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_DISCARD_LOG = llama_cpp.llama_log_callback(lambda *_: None)  # a global, because llama.cpp keeps only its address
 OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -46,14 +47,18 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{NAMES[inner]}.weight"
 
 
-def rotated_pairs(weight: np.ndarray, heads: int) -> np.ndarray:
+def reorder_rotary_rows(weight: np.ndarray, heads: int) -> np.ndarray:
     """Reorder rows: llama.cpp rotates adjacent pairs of a head, Hugging Face's Llama rotates its two halves."""
     outputs, inputs = weight.shape
     return weight.reshape(heads, 2, outputs // heads // 2, inputs).swapaxes(1, 2).reshape(outputs, inputs)
 
 
-def write(weights: str, config: dict[str, Any], target: str, tokenizer: dict[str, Any] | None = None) -> None:
-    """weights: a .npz file of tensors by name. tokenizer: a byte-level BPE as in tokenizer.json; None for ids only."""
+def write_gguf(weights: str, config: dict[str, Any], target: str, tokenizer: dict[str, Any] | None = None) -> None:
+    """Write a float32 GGUF file.
+
+    weights: path of a .npz file with the tensors by name.
+    tokenizer: the content of a tokenizer.json with a byte-level BPE; None writes no vocabulary.
+    """
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer = gguf.GGUFWriter(target, "llama", use_temp_file=True)
     writer.add_context_length(config["max_position_embeddings"])
@@ -74,7 +79,7 @@ def write(weights: str, config: dict[str, Any], target: str, tokenizer: dict[str
         for name in tensors.files:
             weight = tensors[name].astype(np.float32)
             if name.endswith(("q_proj.weight", "k_proj.weight")):
-                weight = rotated_pairs(weight, heads if "q_proj" in name else kv_heads)
+                weight = reorder_rotary_rows(weight, heads if "q_proj" in name else kv_heads)
             writer.add_tensor(gguf_name(name), np.ascontiguousarray(weight))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -83,7 +88,7 @@ def write(weights: str, config: dict[str, Any], target: str, tokenizer: dict[str
 
 
 def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], config: dict[str, Any]) -> None:
-    """Without an end of sequence in `config`, the first token is one: llama.cpp needs some id."""
+    """Write the tokenizer. If `config` has no beginning or end of sequence, token 0 is used: llama.cpp needs an id."""
     vocabulary: dict[str, int] = tokenizer["model"]["vocab"]
     special = {added["content"] for added in tokenizer["added_tokens"]}
     texts = sorted(vocabulary, key=vocabulary.__getitem__)
@@ -93,7 +98,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], config: d
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(texts)
     writer.add_token_types(kinds)
-    writer.add_token_merges(pairs or [f"{texts[-1]} {texts[-1]}"])  # llama.cpp refuses none; no text has this one
+    writer.add_token_merges(pairs or [f"{texts[-1]} {texts[-1]}"])  # llama.cpp refuses an empty list
     writer.add_bos_token_id(config.get("bos_token_id") or 0)
     writer.add_eos_token_id(config.get("eos_token_id") or 0)
     writer.add_add_bos_token("<|begin_of_text|>" in special)
@@ -121,7 +126,7 @@ class Model:
         self.used = 0
 
     def run(self, ids: list[int], *, every: bool) -> np.ndarray:
-        """Logits of every id, or of the last."""
+        """Append `ids` to the sequence. Returns the logits [n, vocab] of every id or of the last one."""
         batch = llama_cpp.llama_batch_init(len(ids), 0, 1)
         batch.n_tokens = len(ids)
         for place, token in enumerate(ids):
@@ -142,12 +147,11 @@ class Model:
 def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     """settings: threads."""
     llama_cpp.llama_backend_init()
-    quiet = llama_cpp.llama_log_callback(lambda *_: None)
-    llama_cpp.llama_log_set(quiet, ctypes.c_void_p())
-    models: dict[str, Model] = {"_": quiet}  # type: ignore[dict-item]  # kept alive
+    llama_cpp.llama_log_set(_DISCARD_LOG, ctypes.c_void_p())
+    models: dict[str, Model] = {}
     threads = int(settings["threads"])
 
-    def make(source: str, kind: str, target: str) -> int:
+    def quantise(source: str, kind: str, target: str) -> int:
         """Quantise a float32 file to `kind`; returns its size."""
         how = llama_cpp.llama_model_quantize_default_params()
         how.ftype, how.nthread = TYPES[kind], 2
@@ -155,8 +159,8 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
             raise RuntimeError(f"llama.cpp cannot write {kind}")
         return Path(target).stat().st_size
 
-    def written(weights: str, config: dict[str, Any], target: str, tokenizer: dict[str, Any] | None = None) -> int:
-        write(weights, config, target, tokenizer)
+    def write(weights: str, config: dict[str, Any], target: str, tokenizer: dict[str, Any] | None = None) -> int:
+        write_gguf(weights, config, target, tokenizer)
         return Path(target).stat().st_size
 
     def open_(name: str, path: str, length: int) -> None:
@@ -190,4 +194,4 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
                 times.append(time.perf_counter() - began)
         return times
 
-    return {"write": written, "quantise": make, "open": open_, "losses": losses, "prefill": prefill, "turn": turn}
+    return {"write": write, "quantise": quantise, "open": open_, "losses": losses, "prefill": prefill, "turn": turn}

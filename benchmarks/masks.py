@@ -55,7 +55,7 @@ def vocabulary() -> list[bytes]:
     """SIZE tokens; the last PADDING have no text."""
     pieces = [bytes([byte]) for byte in range(256)]
     seen = set(pieces)
-    for piece in _frequent():
+    for piece in _frequent_texts():
         if len(pieces) == SIZE - PADDING:
             break
         if piece not in seen:
@@ -64,7 +64,7 @@ def vocabulary() -> list[bytes]:
     return pieces + [b""] * (SIZE - len(pieces))
 
 
-def _frequent() -> Iterator[bytes]:
+def _frequent_texts() -> Iterator[bytes]:
     counts: Counter[str] = Counter()
     words = re.compile(r" ?[A-Za-z]+| ?[^\sA-Za-z0-9]+|[0-9]|\s+")
     for path in islice(Path(sysconfig.get_paths()["purelib"]).rglob("*.py"), FILES):
@@ -76,7 +76,7 @@ def _frequent() -> Iterator[bytes]:
     yield from (f"#{index:x}".encode() for index in range(SIZE))
 
 
-def steps_of(guide: Guide, rng: np.random.Generator) -> list[float]:
+def step_times(guide: Guide, rng: np.random.Generator) -> list[float]:
     """Microseconds of processor time of each token: advancing, and the next mask."""
     found = []
     for _ in range(TOKENS):
@@ -107,7 +107,7 @@ def main() -> None:
             guide = Guide(matcher.deep_copy(), words, ())
             try:
                 guide.start()
-                steps += steps_of(guide, np.random.default_rng(seed))
+                steps += step_times(guide, np.random.default_rng(seed))
             except GrammarError:
                 note = ", then refused"
         costs = [f"{found(steps):.0f}" for found in (statistics.median, statistics.fmean, max)] if steps else ["-"] * 3

@@ -104,7 +104,7 @@ def _save_tokenizer(folder: Path, vocab_size: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", pad_token="<s>").save_pretrained(folder)
 
 
-def exported(model: Path | str, *options: str) -> Path:
+def export_once(model: Path | str, *options: str) -> Path:
     """The folder of `topw-export MODEL OUT OPTIONS`, exported once."""
     name = "-".join([Path(model).name, *(option.strip("-") for option in options)])
     folder = CACHE / "exported" / name

@@ -40,7 +40,7 @@ TRAINED_TEMPERATURES = (0.5, 1.0)
 Sides = dict[str, Callable[[], Any]]
 
 
-def described(name: str, call: KernelCall) -> str:
+def describe_call(name: str, call: KernelCall) -> str:
     """Name, stage, crop size and number of distances."""
     call()
     report, samples = call.samples.reports[0], call.samples
@@ -48,7 +48,7 @@ def described(name: str, call: KernelCall) -> str:
     return f"{name}: {STAGES[report['stage']]}, keeps {samples.kept[0]}{distances}"
 
 
-def certified_rows(kernel: Kernel, rounds: int) -> str:
+def certified_table(kernel: Kernel, rounds: int) -> str:
     """Certified rows against numpy.max."""
     logits = likely_logits(VOCAB)
     flat = (np.random.default_rng(0).standard_normal((1, VOCAB)) * 1.6).astype(np.float32)
@@ -62,11 +62,11 @@ def certified_rows(kernel: Kernel, rounds: int) -> str:
     }
     row = logits[0]
     sides: Sides = {"numpy.max": lambda: row.max()}
-    sides |= {described(name, call): call for name, call in calls.items()}
+    sides |= {describe_call(name, call): call for name, call in calls.items()}
     return measure(sides, rounds, "numpy.max", in_a_row=10)
 
 
-def allowed_tokens() -> dict[str, np.ndarray]:
+def masks_by_name() -> dict[str, np.ndarray]:
     """Masks, bool [VOCAB], by name: random tokens, consecutive ids, and single tokens."""
     rng = np.random.default_rng(5)
     ranks, ids = rng.permutation(VOCAB), np.arange(VOCAB)
@@ -75,14 +75,14 @@ def allowed_tokens() -> dict[str, np.ndarray]:
     return found | {"1,000 neighbours": (ids >= 40_000) & (ids < 41_000), "one": ids == 77_777}
 
 
-def masked_rows(kernel: Kernel, rounds: int) -> str:
+def masked_table(kernel: Kernel, rounds: int) -> str:
     """Certified rows with a mask against the same row without one."""
     logits, options = likely_logits(VOCAB), TopWOptions(metric="uniform")
     plain = kernel.prepare(logits, {"temperature": 1.0}, options)
     sides: Sides = {"no mask": plain}
-    for name, allowed in allowed_tokens().items():
+    for name, allowed in masks_by_name().items():
         call = kernel.prepare(logits, {"temperature": 1.0}, options, allowed=pack_mask(allowed[None]))
-        sides[described(f"allowed: {name}", call)] = call
+        sides[describe_call(f"allowed: {name}", call)] = call
     return measure(sides, rounds, "no mask", in_a_row=10)
 
 
@@ -100,12 +100,12 @@ def model_rows(rows: int = 12, seed: int = 0) -> np.ndarray:
     return made.astype(np.float32)
 
 
-def ruled_rows(kernel: Kernel, rounds: int) -> str:
+def rules_table(kernel: Kernel, rounds: int) -> str:
     """Every rule's time on `model_rows` at T = 1, relative to numpy.max."""
     return rule_table(time_rules(kernel, model_rows(), 1.0, max(3, rounds // 10)))
 
 
-def trained_rows(kernel: Kernel, rounds: int, count: int) -> str:
+def trained_table(kernel: Kernel, rounds: int, count: int) -> str:
     """Every rule's time on a trained model's rows at two temperatures, relative to numpy.max."""
     say(f"computing {count} rows of the trained model")
     rows, parts = logits_of(trained_model(VOCAB), count), []
@@ -116,7 +116,7 @@ def trained_rows(kernel: Kernel, rounds: int, count: int) -> str:
     return "\n\n".join(parts)
 
 
-def shapes() -> dict[str, np.ndarray]:
+def shaped_logits() -> dict[str, np.ndarray]:
     """Logits, float32 [1, VOCAB], by name: normal ones without likely tokens, and power laws of the rank."""
     rng = np.random.default_rng(0)
     rank = np.arange(1, VOCAB + 1)
@@ -127,20 +127,20 @@ def shapes() -> dict[str, np.ndarray]:
     return {name: logits.astype(np.float32)[None] for name, logits in found.items()}
 
 
-def shaped_rows(kernel: Kernel, rounds: int) -> str:
+def shapes_table(kernel: Kernel, rounds: int) -> str:
     """Rows of other shapes against numpy.max."""
     options = TopWOptions(metric="uniform")
-    rows = shapes()
+    rows = shaped_logits()
     first = next(iter(rows.values()))[0]
     sides: Sides = {"numpy.max": lambda: first.max()}
     for name, logits in rows.items():
         for temperature in (1.0, 2.0):
             call = kernel.prepare(logits, {"temperature": temperature}, options)
-            sides[described(f"{name}, T = {temperature:g}", call)] = call
+            sides[describe_call(f"{name}, T = {temperature:g}", call)] = call
     return measure(sides, rounds, "numpy.max", in_a_row=10)
 
 
-def nearest_other(geometry: Geometry, vocab: int) -> np.ndarray:
+def nearest_neighbour_bounds(geometry: Geometry, vocab: int) -> np.ndarray:
     """float32 [vocab]: lower bounds of the nearest-neighbour distances, Euclidean."""
     points = torch.from_numpy(geometry.features(np.arange(vocab)))
     sizes = points.square().sum(1)
@@ -152,21 +152,21 @@ def nearest_other(geometry: Geometry, vocab: int) -> np.ndarray:
     return np.asarray(torch.cat(nearest).numpy() * (1 - 1e-5), dtype=np.float32)
 
 
-def uncertified_rows(kernel: Kernel, processor: Any, rounds: int) -> str:
+def uncertified_table(kernel: Kernel, processor: Any, rounds: int) -> str:
     """Uncertified rows against the authors' processor over the same table."""
     say(f"making a table of {GEOMETRY_VOCAB:,} x {HIDDEN:,} and its nearest neighbours")
     embeddings = np.random.default_rng(1).standard_normal((GEOMETRY_VOCAB, HIDDEN), dtype=np.float32)
     cosine = KernelTable.from_geometry(Geometry.from_embeddings(embeddings, "cosine"))
     geometry = Geometry.from_embeddings(embeddings, "mahalanobis")
     plain = KernelTable.from_geometry(geometry)
-    bounded = KernelTable.from_geometry(geometry, nearest_other(geometry, GEOMETRY_VOCAB))
+    bounded = KernelTable.from_geometry(geometry, nearest_neighbour_bounds(geometry, GEOMETRY_VOCAB))
     logits = flat_logits()
     calls = {
         "cosine": kernel.prepare(logits, UNCERTIFIED, RELEASED, cosine),
         "mahalanobis": kernel.prepare(logits, UNCERTIFIED, TopWOptions(), plain),
         "mahalanobis, stored bound": kernel.prepare(logits, UNCERTIFIED, TopWOptions(), bounded),
     }
-    sides: Sides = {described(name, call): call for name, call in calls.items()}
+    sides: Sides = {describe_call(name, call): call for name, call in calls.items()}
     yardstick = next(iter(sides))
     if processor is not None:
         theirs = processor(
@@ -200,20 +200,20 @@ def main() -> None:
         kernel.use_instruction_set(given.instruction_set)
     print(f"{machine()}; {chip()}; 1 thread, {kernel.instruction_set}\n")
     if given.rows in ("certified", "all"):
-        print(f"Certified rows, vocabulary {VOCAB:,}:\n\n{certified_rows(kernel, given.rounds)}\n", flush=True)
+        print(f"Certified rows, vocabulary {VOCAB:,}:\n\n{certified_table(kernel, given.rounds)}\n", flush=True)
     if given.rows in ("masked", "all"):
-        print(f"Masked rows, vocabulary {VOCAB:,}, T = 1:\n\n{masked_rows(kernel, given.rounds)}\n", flush=True)
+        print(f"Masked rows, vocabulary {VOCAB:,}, T = 1:\n\n{masked_table(kernel, given.rounds)}\n", flush=True)
     if given.rows in ("rules", "all"):
-        print(f"Rules, vocabulary {VOCAB:,}, T = 1:\n\n{ruled_rows(kernel, given.rounds)}\n", flush=True)
+        print(f"Rules, vocabulary {VOCAB:,}, T = 1:\n\n{rules_table(kernel, given.rounds)}\n", flush=True)
     if given.rows in ("trained", "all"):
         title = f"Rows of the trained model, vocabulary {VOCAB:,}"
-        print(f"{title}:\n\n{trained_rows(kernel, given.rounds, given.count)}\n", flush=True)
+        print(f"{title}:\n\n{trained_table(kernel, given.rounds, given.count)}\n", flush=True)
     if given.rows in ("shapes", "all"):
-        print(f"Other shapes, vocabulary {VOCAB:,}:\n\n{shaped_rows(kernel, given.rounds)}\n", flush=True)
+        print(f"Other shapes, vocabulary {VOCAB:,}:\n\n{shapes_table(kernel, given.rounds)}\n", flush=True)
     if given.rows in ("uncertified", "all"):
         processor = released_processor(given.processor) if given.processor else None
         title = f"Uncertified rows, vocabulary {GEOMETRY_VOCAB:,}, d = {HIDDEN:,}:"
-        print(f"{title}\n\n{uncertified_rows(kernel, processor, max(5, given.rounds // 10))}")
+        print(f"{title}\n\n{uncertified_table(kernel, processor, max(5, given.rounds // 10))}")
 
 
 if __name__ == "__main__":

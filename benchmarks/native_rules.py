@@ -69,23 +69,23 @@ def rule_table(found: dict[str, list[TimedRow]]) -> str:
             (
                 name,
                 f"{len(certified)} of {len(rows)}",
-                _spread(certified),
-                _spread(rows),
+                _format_ratios(certified),
+                _format_ratios(rows),
                 f"{min(kept):,} to {max(kept):,}",
             )
         )
     return table(("rule", "certified", "ratio to numpy.max, certified rows", "all rows", "tokens kept"), lines)
 
 
-def _spread(rows: Sequence[TimedRow]) -> str:
+def _format_ratios(rows: Sequence[TimedRow]) -> str:
     """1.29 (1.21-81.3); a dash without rows."""
     if not rows:
         return "-"
     ratios = [row.ratio for row in rows]
-    return f"{_digits(statistics.median(ratios))} ({_digits(min(ratios))}-{_digits(max(ratios))})"
+    return f"{_format_ratio(statistics.median(ratios))} ({_format_ratio(min(ratios))}-{_format_ratio(max(ratios))})"
 
 
-def _digits(ratio: float) -> str:
+def _format_ratio(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:.0f}"
 
 

@@ -92,7 +92,7 @@ def model_source(folder: Path) -> Source:
     return Source(model.get_input_embeddings().weight.detach().numpy(), lambda rng: rng.choice(logits))
 
 
-def rows(
+def regime_rows(
     processor: Any, sources: list[Source], choices: Mapping[str, Sequence[float]], count: int, seed: int
 ) -> Iterator[Row]:
     """`count` rows of a regime, with the released processor's sets."""
@@ -131,7 +131,9 @@ class SinglePrecision(Geometry):
         return super().features(ids).astype(np.float32)
 
 
-def kept_with(row: Row, floor: float = 0.0, k0: int | None = None, geometry: Geometry | None = None) -> frozenset[int]:
+def kept_set_with(
+    row: Row, floor: float = 0.0, k0: int | None = None, geometry: Geometry | None = None
+) -> frozenset[int]:
     """The kept set of the reference, with one choice of the released code."""
     P, logits = row.parameters, row.logits.astype(np.float64)
     C, _ = candidate_pool(logits, OPTIONS.top_m)
@@ -163,14 +165,14 @@ def cause(row: Row, ties: Ties) -> str:
     """The first cause that reproduces the released processor's set, or a tie."""
     if ties.pool_cut or ties.warm_cut:
         return "equal logits at the pool's or the warm start's cut"
-    if kept_with(row, floor=SMALLEST_P) == row.theirs:
+    if kept_set_with(row, floor=SMALLEST_P) == row.theirs:
         return "log p floored at 1e-12"
-    if row.parameters.init_top_p >= 1 and kept_with(row, k0=rounded_warm_start(row)) == row.theirs:
+    if row.parameters.init_top_p >= 1 and kept_set_with(row, k0=rounded_warm_start(row)) == row.theirs:
         return "warm start of the whole pool"
     if ties.allow_other_set(FLOAT32_TIES):
         return "a tie within float32"
     single = SinglePrecision(*(getattr(row.geometry, name) for name in ("metric", "table", "mean", "inverse_std")))
-    return "float32 geometry" if kept_with(row, geometry=single) == row.theirs else "unexplained"
+    return "float32 geometry" if kept_set_with(row, geometry=single) == row.theirs else "unexplained"
 
 
 def disputed_mass(row: Row, ours: frozenset[int]) -> float:
@@ -199,7 +201,7 @@ def compare(processor: Any, sources: list[Source], count: int, seed: int) -> dic
     result: dict[str, Regime] = {}
     for number, (name, choices) in enumerate(REGIMES.items()):
         found = result[name] = Regime()
-        for row in rows(processor, sources, choices, count, seed + number):
+        for row in regime_rows(processor, sources, choices, count, seed + number):
             ours = crop(row.logits, row.parameters, OPTIONS, row.geometry)
             kept = frozenset(ours.kept.tolist())
             found.rows += 1
@@ -225,10 +227,10 @@ def main() -> None:
     processor = released_processor(arguments.processor)
     for title, sources in (("Synthetic rows", synthetic_sources()), ("Model rows", [model_source(arguments.model)])):
         print(f"{title}:\n")
-        show(compare(processor, sources, arguments.rows, arguments.seed))
+        print_regimes(compare(processor, sources, arguments.rows, arguments.seed))
 
 
-def show(table: dict[str, Regime]) -> None:
+def print_regimes(table: dict[str, Regime]) -> None:
     print("| regime | rows | certified | moved by geometry | equal sets | causes of the others (most mass at stake) |")
     print("|---|---|---|---|---|---|")
     for name, found in table.items():

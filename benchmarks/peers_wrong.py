@@ -85,7 +85,7 @@ class Graph:
         return logits[np.arange(len(ids)), last]
 
 
-def columns(lengths: tuple[int, ...], side: str, pieces: int = 1) -> Columns:
+def padded_columns(lengths: tuple[int, ...], side: str, pieces: int = 1) -> Columns:
     """Prompts padded on `side`, in `pieces` chunks, then two single-token steps."""
     generator = np.random.default_rng(0)
     prompt = max(lengths) - 2
@@ -98,7 +98,7 @@ def columns(lengths: tuple[int, ...], side: str, pieces: int = 1) -> Columns:
     return Columns(ids, mask, (*ends, prompt + 1, prompt + 2))
 
 
-def difference(graph: Graph | LogitsProbe, reference: Any, fed: Columns) -> str:
+def largest_difference(graph: Graph | LogitsProbe, reference: Any, fed: Columns) -> str:
     """The largest difference from torch's logits, or onnxruntime's error."""
     graph.start(len(fed.ids))
     worst, start = 0.0, 0
@@ -130,16 +130,16 @@ def torch_reference(checkpoint: Path) -> Any:
 
 
 BATCHES = {
-    f"one sequence of {LONG}": columns((LONG,), "left"),
-    f"three rows of {LONG}": columns((LONG,) * 3, "left"),
-    f"three rows of {LONG}, the prompt in three pieces": columns((LONG,) * 3, "left", 3),
-    f"rows of {', '.join(map(str, LENGTHS))}, padded on the left": columns(LENGTHS, "left"),
-    f"rows of {', '.join(map(str, LENGTHS))}, padded on the right": columns(LENGTHS, "right"),
+    f"one sequence of {LONG}": padded_columns((LONG,), "left"),
+    f"three rows of {LONG}": padded_columns((LONG,) * 3, "left"),
+    f"three rows of {LONG}, the prompt in three pieces": padded_columns((LONG,) * 3, "left", 3),
+    f"rows of {', '.join(map(str, LENGTHS))}, padded on the left": padded_columns(LENGTHS, "left"),
+    f"rows of {', '.join(map(str, LENGTHS))}, padded on the right": padded_columns(LENGTHS, "right"),
 }
 SEQUENCES = {
-    f"{WINDOW} tokens": columns((WINDOW,), "left"),
-    f"{LONG} tokens": columns((LONG,), "left"),
-    f"rows of {', '.join(map(str, LENGTHS))}, padded on the right": columns(LENGTHS, "right"),
+    f"{WINDOW} tokens": padded_columns((WINDOW,), "left"),
+    f"{LONG} tokens": padded_columns((LONG,), "left"),
+    f"rows of {', '.join(map(str, LENGTHS))}, padded on the right": padded_columns(LENGTHS, "right"),
 }
 MODELS = {
     "mistral": "Mistral: a window of 16 in both layers",
@@ -148,7 +148,7 @@ MODELS = {
 }
 
 
-def rows_of(model: str, fed: dict[str, Columns], root: Path, scratch: Path) -> list[list[str]]:
+def table_rows(model: str, fed: dict[str, Columns], root: Path, scratch: Path) -> list[list[str]]:
     """A row per entry of `fed`: name, then the differences of the peers' graphs and ours."""
     checkpoint = root / "checkpoints" / model
     reference = torch_reference(checkpoint)
@@ -161,7 +161,7 @@ def rows_of(model: str, fed: dict[str, Columns], root: Path, scratch: Path) -> l
     ]
     sides.append(LogitsProbe(ours, load_decoder_manifest(ours).decoder))
     return [
-        [name, *(difference(side, reference, batch) if side is not None else "-" for side in sides)]
+        [name, *(largest_difference(side, reference, batch) if side is not None else "-" for side in sides)]
         for name, batch in fed.items()
     ]
 
@@ -173,9 +173,9 @@ def main() -> None:
     header = ["fed", *MAKERS, OURS]
     with tempfile.TemporaryDirectory() as scratch:
         print(machine(), "\n")
-        print(table(header, rows_of("llama-tied", BATCHES, root, Path(scratch))), "\n")
+        print(table(header, table_rows("llama-tied", BATCHES, root, Path(scratch))), "\n")
         for model, title in MODELS.items():
-            print(f"{title}\n\n{table(header, rows_of(model, SEQUENCES, root, Path(scratch)))}\n")
+            print(f"{title}\n\n{table(header, table_rows(model, SEQUENCES, root, Path(scratch)))}\n")
 
 
 if __name__ == "__main__":

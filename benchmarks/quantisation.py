@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import table
-from benchmarks.int4 import HEADER, compared, held_out_rows, torch_losses, torch_model
+from benchmarks.int4 import HEADER, comparison_row, held_out_rows, torch_losses, torch_model
 from topw_deploy.demo import demo_model_path
 from topw_deploy.export.quantise import Quantisation
 from topw_deploy.export.verification.dequantised import round_to_blocks
@@ -60,7 +60,7 @@ print(resident() - before)
 """
 
 
-def errors() -> str:
+def error_table() -> str:
     """A row per block size, a column per quantiser."""
     weights = torch.from_numpy(np.random.default_rng(0).standard_normal((256, 4096)).astype(np.float32))
     rows = []
@@ -73,18 +73,20 @@ def errors() -> str:
     return table(("block", *_ERRORS), rows)
 
 
-def perplexity(folder: Path, every: int) -> str:
+def perplexity_table(folder: Path, every: int) -> str:
     """A table of perplexities with and without rounded weights."""
     rows = held_out_rows(folder)[::every]
     model = torch_model(folder)
     exact = torch_losses(model, rows)
-    found = [compared("float32", exact, exact, rows, 0)]
+    found = [comparison_row("float32", exact, exact, rows, 0)]
     for name, given in _VARIANTS.items():
-        found.append(compared(name, torch_losses(_all_rounded(model, Quantisation(**given)), rows), exact, rows, 0))
+        found.append(
+            comparison_row(name, torch_losses(_round_model(model, Quantisation(**given)), rows), exact, rows, 0)
+        )
     return table(HEADER[:-1], [line[:-1] for line in found])
 
 
-def _all_rounded(model: Any, quantisation: Quantisation) -> Any:
+def _round_model(model: Any, quantisation: Quantisation) -> Any:
     changed = copy.deepcopy(model)
     ends = [changed.get_input_embeddings().weight, changed.get_output_embeddings().weight]
     with torch.no_grad():
@@ -98,7 +100,7 @@ def _all_rounded(model: Any, quantisation: Quantisation) -> Any:
     return changed
 
 
-def memory(folders: list[Path]) -> str:
+def memory_table(folders: list[Path]) -> str:
     """File and resident bytes of each folder's model.onnx."""
     from topw_deploy.plugins.shared_library import library_path
 
@@ -123,11 +125,11 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     if "errors" in given.part:
-        print(f"\n{errors()}\n", flush=True)
+        print(f"\n{error_table()}\n", flush=True)
     if "perplexity" in given.part:
-        print(f"\n{perplexity(given.model, given.every)}\n", flush=True)
+        print(f"\n{perplexity_table(given.model, given.every)}\n", flush=True)
     if "memory" in given.part or given.folder:
-        print(f"\n{memory(given.folder)}\n")
+        print(f"\n{memory_table(given.folder)}\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 from benchmarks.common import say, table
-from benchmarks.models import exported
+from benchmarks.models import export_once
 from benchmarks.trained_rows import row_table, trained_model
 
 PROMPT = "class Path(os.PathLike):\n    Return a new path with the"
@@ -29,7 +29,7 @@ def main() -> None:
         model = trained_model(vocab)
         header = ("T", "entropy, nats", "probability of the added tokens")
         print(f"Rows on a text, vocabulary {vocab:,}\n\n{table(header, row_table(model))}\n", flush=True)
-        folders.append(str(exported(model, "--tail", args.tail)))
+        folders.append(str(export_once(model, "--tail", args.tail)))
     command = [sys.executable, "-m", "topw_deploy", "bench", "rules", *folders, "--prompt", PROMPT, *rest]
     raise SystemExit(subprocess.run(command).returncode)
 

@@ -17,11 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import importable_by_workers, say, table
+from benchmarks.common import add_repository_to_pythonpath, say, table
 from benchmarks.int4 import llama_files
 from benchmarks.kinds import genai_folder
 from benchmarks.kv import AS_GENAI
-from benchmarks.models import CACHE, exported, llama_50m
+from benchmarks.models import CACHE, export_once, llama_50m
 from topw_deploy.bench.process import WorkerProcess
 from topw_deploy.bench.report import significant
 from topw_deploy.bench.serve.report import Latencies
@@ -73,10 +73,10 @@ def llama_side(model: Path, dtype: str, python: Path, request: FittedServeReques
     )
 
 
-def measure(name: str, dtype: str, args: argparse.Namespace) -> None:
+def measure_model(name: str, dtype: str, args: argparse.Namespace) -> None:
     """Measure one model. Prints its tables and writes its files."""
     model = model_folder(name)
-    folder = exported("demo" if name == "demo" else model, "--dtype", dtype, *AS_GENAI.get(dtype, ()))
+    folder = export_once("demo" if name == "demo" else model, "--dtype", dtype, *AS_GENAI.get(dtype, ()))
     asked = ServeRequest(
         folder=folder,
         concurrency=args.concurrency,
@@ -106,24 +106,24 @@ def measure(name: str, dtype: str, args: argparse.Namespace) -> None:
         report.draw(args.plot / f"{name}-{dtype}.png")
 
 
-def summary(folder: Path) -> str:
+def summary_tables(folder: Path) -> str:
     """A table of the loads and a table of the latencies of all results in a folder."""
     loads, waits = [], []
     for file in sorted(folder.glob("*.json")):
         document = json.loads(file.read_text("utf-8"))
         for found in document["runs"]:
             which = (document["settings"]["folder"], found["threads"])
-            loads += [(*which, *_load_row(load)) for load in found["loads"]]
+            loads += [(*which, *_load_cells(load)) for load in found["loads"]]
             if found["latencies"]:
                 latencies = Latencies(found["latencies"])
-                waits.append((*which, *_latency_row(latencies)))
+                waits.append((*which, *_latency_cells(latencies)))
     header = ("model", "threads", "callers", "new tokens/s", "first text ms", *(label for _, label in SIDES))
     outside = ("outside runs", "with starts and ends", "beyond runs alone")
     waited = ("model", "threads", *outside, "behind a prompt ms", "at once", "prefix reused ms", "read")
     return f"{table(header, loads)}\n\n{table(waited, waits)}"
 
 
-def _load_row(load: dict[str, Any]) -> tuple[str, ...]:
+def _load_cells(load: dict[str, Any]) -> tuple[str, ...]:
     """A row of the table of loads. The sides' times are relative to the engine's."""
     engine = load["sides"]["engine"]
     rate = significant(load["new_tokens"] / statistics.median(engine["seconds"]))
@@ -132,7 +132,7 @@ def _load_row(load: dict[str, Any]) -> tuple[str, ...]:
     return str(load["callers"]), rate, significant(engine["first"][0] * 1e3), *cells
 
 
-def _latency_row(latencies: Latencies) -> tuple[str, ...]:
+def _latency_cells(latencies: Latencies) -> tuple[str, ...]:
     def ms(name: str) -> str:
         return significant(latencies.spread(name).median * 1e3)
 
@@ -163,12 +163,12 @@ def main() -> None:
     parser.add_argument("--summary", type=Path, help="print the tables of all results in this folder, and end")
     args = parser.parse_args()
     if args.summary is not None:
-        print(summary(args.summary))
+        print(summary_tables(args.summary))
         return
-    importable_by_workers()
+    add_repository_to_pythonpath()
     for name in args.model:
         for dtype in args.dtype:
-            measure(name, dtype, args)
+            measure_model(name, dtype, args)
 
 
 if __name__ == "__main__":

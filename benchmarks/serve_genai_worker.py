@@ -41,7 +41,10 @@ def submit(engine: Any, prompt: list[int], new_tokens: int) -> Any:
 
 
 def serve(engine: Any, requests: list[tuple[list[int], int]], callers: int) -> dict[str, Any]:
-    """As described in topw_deploy/bench/serve/worker.py, with each token counted as a text."""
+    """Serve all requests, `callers` at a time. Returns what topw_deploy/bench/serve/worker.py describes.
+
+    Every token counts as a text.
+    """
     first: list[float] = []
     between: list[float] = []
     latest: dict[Any, float] = {}  # when a request was sent, or got its latest token

@@ -38,10 +38,10 @@ from typing import Any
 
 import httpx2
 
-from benchmarks.common import importable_by_workers, machine, say, table
-from benchmarks.http_load import PATH, Turn, load
-from benchmarks.int4 import write_float32
-from benchmarks.models import CACHE, exported, llama_50m
+from benchmarks.common import add_repository_to_pythonpath, machine, say, table
+from benchmarks.http_load import PATH, Turn, run_load
+from benchmarks.int4 import write_float32_gguf
+from benchmarks.models import CACHE, export_once, llama_50m
 from topw_deploy.bench.process import WorkerProcess
 from topw_deploy.bench.report import significant
 from topw_deploy.demo import demo_model_path
@@ -53,7 +53,7 @@ _CONTEXT = 256  # context lengths are multiples of this
 
 
 @dataclass(frozen=True)
-class Side:
+class ServerSide:
     """A server.
 
     command: starts it at a port.
@@ -81,7 +81,7 @@ class Load:
         """Tokens that a sequence needs room for."""
         return -(-(self.prompt_tokens + self.new_tokens) // _CONTEXT) * _CONTEXT
 
-    def body(self, side: Side) -> Callable[[int], dict[str, Any]]:
+    def body(self, side: ServerSide) -> Callable[[int], dict[str, Any]]:
         """The request of a number, which is the same text for every side."""
 
         def of(number: int) -> dict[str, Any]:
@@ -91,15 +91,15 @@ class Load:
         return of
 
 
-def topw_side(model: Path | str, load: Load, threads: int) -> Side:
-    folder = exported(model, "--dtype", "fp32")
+def topw_side(model: Path | str, load: Load, threads: int) -> ServerSide:
+    folder = export_once(model, "--dtype", "fp32")
 
     def command(port: int) -> list[str]:
         words = [sys.executable, "-m", "topw_deploy", "serve", str(folder), "--served-model-name", "model"]
         sizes = ["--max-batch", str(load.streams), "--max-length", str(load.length), "--threads", str(threads)]
         return [*words, *sizes, "--provider", "cpu", "--port", str(port)]
 
-    return Side("topw serve", command, "/health", {"model": "model", "stream_options": {"include_usage": True}})
+    return ServerSide("topw serve", command, "/health", {"model": "model", "stream_options": {"include_usage": True}})
 
 
 def gguf_file(model: Path, python: Path | None) -> Path:
@@ -111,11 +111,11 @@ def gguf_file(model: Path, python: Path | None) -> Path:
             raise SystemExit(f"{file} is missing; give --llama-python, which writes it")
         work.mkdir(parents=True, exist_ok=True)
         with WorkerProcess("llama.cpp", HERE.with_name("llama_cpp_worker.py"), {"threads": 1}, python=python) as worker:
-            write_float32(worker, model, file, texts=True)
+            write_float32_gguf(worker, model, file, texts=True)
     return file
 
 
-def llama_server_side(file: Path, load: Load, threads: int, program: Path) -> Side:
+def llama_server_side(file: Path, load: Load, threads: int, program: Path) -> ServerSide:
     """A slot per stream, `load.length` tokens each. Keeping ended prompts is off: none comes again."""
 
     def command(port: int) -> list[str]:
@@ -123,19 +123,19 @@ def llama_server_side(file: Path, load: Load, threads: int, program: Path) -> Si
         sizes = ["--parallel", str(load.streams), "--ctx-size", str(load.streams * load.length), "--cache-ram", "0"]
         return [*words, *sizes, "--threads", str(threads), "--threads-batch", str(threads), "--no-webui"]
 
-    return Side("llama.cpp's server", command, "/health", {"stream_options": {"include_usage": True}})
+    return ServerSide("llama.cpp's server", command, "/health", {"stream_options": {"include_usage": True}})
 
 
-def llama_python_side(file: Path, load: Load, threads: int, python: Path) -> Side:
+def llama_python_side(file: Path, load: Load, threads: int, python: Path) -> ServerSide:
     def command(port: int) -> list[str]:
         words = [str(python), "-m", "llama_cpp.server", "--model", str(file), "--n_ctx", str(load.length)]
         options = ["--n_threads", str(threads), "--n_threads_batch", str(threads), "--interrupt_requests", "False"]
         return [*words, *options, "--verbose", "False", "--port", str(port)]
 
-    return Side("llama-cpp-python's server", command, "/v1/models", {})
+    return ServerSide("llama-cpp-python's server", command, "/v1/models", {})
 
 
-def transformers_side(model: Path, load: Load, program: Path) -> Side:
+def transformers_side(model: Path, load: Load, program: Path) -> ServerSide:
     name = str(model.absolute())
 
     def command(port: int) -> list[str]:
@@ -145,20 +145,20 @@ def transformers_side(model: Path, load: Load, program: Path) -> Side:
         sizes = [*blocks, "--cb-max-batch-tokens", str(max(load.streams, 512))]
         return [str(program), "serve", name, *options, *sizes, "--port", str(port)]
 
-    return Side("transformers serve", command, "/health", {"model": name})
+    return ServerSide("transformers serve", command, "/health", {"model": name})
 
 
 @contextmanager
-def serving(side: Side, threads: int) -> Iterator[str]:
+def run_server(side: ServerSide, threads: int) -> Iterator[str]:
     """Start a server. Yields its address. Exits with its last lines if it does not start."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
-    environment = _environment(threads)
+    environment = _server_environment(threads)
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(side.command(port), stdout=log, stderr=log, env=environment)
         try:
             address = f"http://127.0.0.1:{port}"
-            if not _answers(process, address + side.ready):
+            if not _wait_until_ready(process, address + side.ready):
                 log.seek(0)
                 lines = log.read().decode("utf-8", "replace").splitlines()[-20:]
                 raise SystemExit("\n".join([f"{side.name} does not start:", *lines]))
@@ -172,13 +172,13 @@ def serving(side: Side, threads: int) -> Iterator[str]:
                 process.wait()
 
 
-def _environment(threads: int) -> dict[str, str]:
+def _server_environment(threads: int) -> dict[str, str]:
     """The environment of a server: this repository, and `threads` threads for libraries that take them from there."""
-    importable_by_workers()
+    add_repository_to_pythonpath()
     return {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
 
 
-def _answers(process: subprocess.Popen[bytes], url: str) -> bool:
+def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> bool:
     until = time.monotonic() + START_SECONDS
     with httpx2.Client(timeout=10) as client:
         while process.poll() is None and time.monotonic() < until:
@@ -192,7 +192,7 @@ def _answers(process: subprocess.Popen[bytes], url: str) -> bool:
 
 
 @dataclass
-class Result:
+class SideResult:
     """The turns of a side. prompt_tokens: of its first request, as the server counts them."""
 
     name: str
@@ -217,7 +217,12 @@ class Result:
         rate = f"{significant(statistics.median(self.rates))} ({significant(low)}-{significant(high)})"
         first, gaps = self.pooled("first"), self.pooled("gaps")
         faults = ", ".join(f"{number} x {what}" for what, number in sorted(self.errors.items())) or "none"
-        waits = (_ms(first, 50), _ms(first, 99), _ms(gaps, 50), _ms(gaps, 99))
+        waits = (
+            _format_percentile(first, 50),
+            _format_percentile(first, 99),
+            _format_percentile(gaps, 50),
+            _format_percentile(gaps, 99),
+        )
         return self.name, rate, *waits, str(sum(turn.requests for turn in self.turns)), faults
 
     def as_dict(self) -> dict[str, Any]:
@@ -242,19 +247,19 @@ def _percentiles(values: Sequence[float]) -> dict[str, float]:
     return {f"p{percent}": percentile(values, percent) for percent in (50, 90, 99, 100)} if values else {}
 
 
-def _ms(values: Sequence[float], percent: float) -> str:
+def _format_percentile(values: Sequence[float], percent: float) -> str:
     return significant(percentile(values, percent) * 1e3) if values else ""
 
 
 HEADER = ("server", "new tokens/s", "first text ms", "p99", "between texts ms", "p99", "requests", "errors")
 
 
-def report(results: Sequence[Result]) -> str:
+def result_table(results: Sequence[SideResult]) -> str:
     """One row per side: rates by turn, waits pooled over the turns."""
     return table(HEADER, [result.row() for result in results])
 
 
-def prompt_tokens(side: Side, address: str, work: Load) -> int:
+def count_prompt_tokens(side: ServerSide, address: str, work: Load) -> int:
     """Serve one request whole. Returns the server's count of its prompt's tokens. Exits if it is refused."""
     body = {name: value for name, value in work.body(side)(-1).items() if name != "stream_options"}
     answer = httpx2.post(address + PATH, json=body, timeout=START_SECONDS)
@@ -263,31 +268,31 @@ def prompt_tokens(side: Side, address: str, work: Load) -> int:
     return int(answer.json()["usage"]["prompt_tokens"])
 
 
-async def take_turn(side: Side, address: str, work: Load, seconds: float) -> Turn:
+async def take_turn(side: ServerSide, address: str, work: Load, seconds: float) -> Turn:
     # A connection for each request: llama.cpp's server at times closes one just when it is used again.
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx2.AsyncClient(base_url=address, timeout=None, limits=limits) as client:
-        return await load(client, work.body(side), work.streams, seconds)
+        return await run_load(client, work.body(side), work.streams, seconds)
 
 
-def measure(sides: Sequence[Side], work: Load, args: argparse.Namespace) -> list[Result]:
+def measure(sides: Sequence[ServerSide], work: Load, args: argparse.Namespace) -> list[SideResult]:
     """Start every server once, so that none fails later, and then take turns."""
-    results: dict[str, Result] = {}
+    results: dict[str, SideResult] = {}
     for side in sides:
-        with serving(side, args.threads) as address:
-            results[side.name] = Result(side.name, prompt_tokens(side, address, work))
+        with run_server(side, args.threads) as address:
+            results[side.name] = SideResult(side.name, count_prompt_tokens(side, address, work))
     order = random.Random(work.seed)
     for number in range(args.rounds):
         for side in order.sample(sides, len(sides)):
             say(f"round {number + 1} of {args.rounds}: {side.name}")
-            with serving(side, args.threads) as address:
-                prompt_tokens(side, address, work)  # warms it up
+            with run_server(side, args.threads) as address:
+                count_prompt_tokens(side, address, work)  # warms it up
                 turn = asyncio.run(take_turn(side, address, work, args.seconds / args.rounds))
             results[side.name].turns.append(turn)
     return list(results.values())
 
 
-def sides(args: argparse.Namespace, work: Load) -> Iterator[Side]:
+def chosen_sides(args: argparse.Namespace, work: Load) -> Iterator[ServerSide]:
     """Those that are named, and ours."""
     model = Path(demo_model_path()) if args.model == "demo" else llama_50m()
     yield topw_side("demo" if args.model == "demo" else model, work, args.threads)
@@ -315,9 +320,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the results")
     args = parser.parse_args()
     work = Load(args.streams, args.prompt_tokens, args.new_tokens, args.seed)
-    results = measure(list(sides(args, work)), work, args)
+    results = measure(list(chosen_sides(args, work)), work, args)
     print(
-        f"\n{machine()}; {args.model}, {args.streams} streams, {args.threads} threads\n\n{report(results)}", flush=True
+        f"\n{machine()}; {args.model}, {args.streams} streams, {args.threads} threads\n\n{result_table(results)}",
+        flush=True,
     )
     if args.json is not None:
         settings = {name: str(value) for name, value in vars(args).items() if name != "json"}

@@ -23,7 +23,17 @@ _BATCH, _UBATCH = 2048, 512  # tokens of a batch, and of a run of the graph: the
 
 
 @dataclass
-class Sequence:
+class ServedSequence:
+    """One request.
+
+    left: tokens still to draw.
+    asked: time of the request.
+    read: number of prompt tokens in the cache.
+    length: number of tokens in the cache.
+    token: the last drawn token.
+    times: when each token was drawn.
+    """
+
     prompt: list[int]
     left: int
     asked: float
@@ -51,20 +61,23 @@ class Server:
         if not self.context:
             raise OSError(f"llama.cpp cannot make a context of {rows} sequences")
         self.memory = llama_cpp.llama_get_memory(self.context)
-        self.rows: list[Sequence | None] = [None] * rows
+        self.rows: list[ServedSequence | None] = [None] * rows
         self.batch = llama_cpp.llama_batch_init(_BATCH, 0, 1)
 
     def serve(self, requests: list[tuple[list[int], int]], callers: int) -> dict[str, Any]:
-        """See topw_deploy/bench/serve/worker.py; every token counts as a text."""
+        """Serve all requests, `callers` at a time. Returns what topw_deploy/bench/serve/worker.py describes.
+
+        Every token counts as a text.
+        """
         began = time.perf_counter()
         coming = iter(requests)
-        served: list[Sequence] = []
-        waiting: deque[Sequence] = deque()
+        served: list[ServedSequence] = []
+        waiting: deque[ServedSequence] = deque()
 
         def send() -> None:
             following = next(coming, None)
             if following is not None:
-                waiting.append(Sequence(*following, asked=time.perf_counter()))
+                waiting.append(ServedSequence(*following, asked=time.perf_counter()))
 
         for _ in range(callers):
             send()
@@ -86,7 +99,7 @@ class Server:
         return {"seconds": time.perf_counter() - began, "first": first, "between": between}
 
     def _run(self) -> dict[int, int]:
-        """One batch. Returns the token of each row that drew one."""
+        """Run one batch. Returns row -> token, for the rows that drew a token."""
         ids: list[int] = []
         places: list[tuple[int, int, bool]] = []  # (row, position, whether it draws)
         for row, sequence in enumerate(self.rows):

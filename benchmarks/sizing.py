@@ -33,7 +33,7 @@ _PRODUCTS = {"MatMul", "Gemm", "MatMulNBits", "MoE", "QMoE"}
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """Bytes of a process, estimated high.
 
     process: Python, its libraries and the tokenizer.
@@ -66,7 +66,7 @@ class Memory:
         return f"{listed}: {binary_size(self.total)} in all"
 
 
-def memory(folder: Path, rows: int, length: int | None, chunk: int = 256) -> Memory:
+def estimate_memory(folder: Path, rows: int, length: int | None, chunk: int = 256) -> MemoryEstimate:
     """From the manifest, the graph and the files.
 
     length: tokens of a sequence; None for the context. chunk: the engine's prefill_budget.
@@ -81,7 +81,7 @@ def memory(folder: Path, rows: int, length: int | None, chunk: int = 256) -> Mem
     tied, width = _graph_sizes(folder, vocab)
     tokenizer = folder / "tokenizer.json"
     process = PROCESS + (_TOKENIZER * tokenizer.stat().st_size if tokenizer.is_file() else 0)
-    return Memory(process, weights, tied, row, rows, 4 * (chunk * _ACTIVATIONS * width + rows * vocab))
+    return MemoryEstimate(process, weights, tied, row, rows, 4 * (chunk * _ACTIVATIONS * width + rows * vocab))
 
 
 def _graph_sizes(folder: Path, vocab: int) -> tuple[int, int]:
@@ -106,7 +106,7 @@ def _graph_sizes(folder: Path, vocab: int) -> tuple[int, int]:
     return tied, width
 
 
-def replicas(rate: float, seconds: float, load: float) -> int:
+def needed_replicas(rate: float, seconds: float, load: float) -> int:
     """Replicas for `rate` requests per second of `seconds` each (`Costs.request`), used to the share `load`."""
     return math.ceil(rate * seconds / load)
 
@@ -127,7 +127,7 @@ def measured_memory(folder: Path, rows: int, length: int | None, chunk: int) -> 
 
 
 @dataclass(frozen=True)
-class Check:
+class StoredRates:
     """A row of the stored table: new tokens per second by callers, and the formula's for those between."""
 
     name: str
@@ -146,7 +146,7 @@ class Check:
         return {width: 1 / (rest + shared / width) for width in time if low < width < high}
 
 
-def stored_rates(text: str) -> list[Check]:
+def stored_rates(text: str) -> list[StoredRates]:
     """The Engine's rates in the section "Serving many callers", where there are more than two numbers of callers.
 
     A star marks a rate of another day, which is left out.
@@ -165,11 +165,11 @@ def stored_rates(text: str) -> list[Check]:
                 rates[int(callers)] = float(rate.replace(",", ""))
     for name, rates in several.items():
         if len(rates) > 2:
-            found.append(Check(name, tuple(rates), tuple(rates.values())))
+            found.append(StoredRates(name, tuple(rates), tuple(rates.values())))
     return found
 
 
-def check() -> str:
+def rate_table() -> str:
     """A table: stored and predicted rates."""
     rows = []
     for each in stored_rates(STORED.read_text("utf-8")):
@@ -194,13 +194,13 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     if args.check:
-        print(check())
+        print(rate_table())
         return
     if args.folder is None:
         parser.error("give OUT or --check")
     given = args.folder, args.rows, args.length, args.chunk
     peak = measured_memory(*given) if args.measure else None
-    found = memory(*given)
+    found = estimate_memory(*given)
     print(found)
     if peak is not None:
         print(f"measured {binary_size(peak)}, {peak / found.total:.2f} of this")
@@ -208,7 +208,7 @@ def main() -> None:
         seconds = Costs.load(args.costs).request(args.prompt, args.new)
         print(f"a request takes {seconds * 1e3:.3g} ms of a replica: at most {1 / seconds:.3g} per second")
         if args.rate is not None:
-            needed = replicas(args.rate, seconds, args.load)
+            needed = needed_replicas(args.rate, seconds, args.load)
             print(f"{args.rate:g} per second at load {args.load:g} need {needed} replicas")
 
 

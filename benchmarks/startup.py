@@ -11,14 +11,14 @@ import argparse
 import sys
 
 from benchmarks.common import Spread, interleave, machine, run_process, table
-from benchmarks.models import exported
+from benchmarks.models import export_once
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
-    demo = exported("demo")
+    demo = export_once("demo")
     programs = {
         "python itself": "pass",
         "import numpy, onnxruntime": "import numpy, onnxruntime",

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.grown import RECIPE, deepened, grown
+from benchmarks.grown import RECIPE, deepen_model, grow_model
 from benchmarks.models import CACHE
 from topw_deploy.demo import demo_model_path
 
@@ -43,10 +43,10 @@ def trained_model(vocab_size: int) -> Path:
     tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
     small = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     wide = vocab_size <= _LARGEST_WIDE
-    model = (grown(small, replace(RECIPE, layers=LAYERS)) if wide else deepened(small, DEEP_LAYERS)).eval()
-    hidden = last_states(model, tokenizer)
-    extend(model, vocab_size, hidden)
-    rows = described(hidden @ model.get_input_embeddings().weight.detach().T, small.config.vocab_size)
+    model = (grow_model(small, replace(RECIPE, layers=LAYERS)) if wide else deepen_model(small, DEEP_LAYERS)).eval()
+    hidden = last_hidden_states(model, tokenizer)
+    add_tokens(model, vocab_size, hidden)
+    rows = row_statistics(hidden @ model.get_input_embeddings().weight.detach().T, small.config.vocab_size)
     model.save_pretrained(folder)
     for name in ("tokenizer_config.json", "generation_config.json"):
         shutil.copyfile(source / name, folder / name)
@@ -61,7 +61,7 @@ def row_table(folder: Path) -> list[tuple[str, ...]]:
     return [(one["temperature"], f"{one['entropy']:.2f}", f"{one['added']:.0%}") for one in found]
 
 
-def last_states(model: Any, tokenizer: Tokenizer) -> torch.Tensor:
+def last_hidden_states(model: Any, tokenizer: Tokenizer) -> torch.Tensor:
     """float32 [N, d]: the output of the last norm at every token of some texts of the language reference."""
     from pydoc_data.topics import topics
 
@@ -77,13 +77,13 @@ def logits_of(folder: Path, count: int) -> np.ndarray:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    hidden = last_states(model, Tokenizer.from_file(str(folder / "tokenizer.json")))
+    hidden = last_hidden_states(model, Tokenizer.from_file(str(folder / "tokenizer.json")))
     chosen = hidden[torch.linspace(0, len(hidden) - 1, count).long()]
     with torch.inference_mode():
         return np.asarray(model.get_output_embeddings()(chosen).numpy())
 
 
-def extend(model: Any, vocab_size: int, hidden: torch.Tensor) -> None:
+def add_tokens(model: Any, vocab_size: int, hidden: torch.Tensor) -> None:
     """Add tokens to a model with tied embeddings. The logits of its own tokens do not change.
 
     An added token is a less likely variant of an own one: the own embedding, plus noise, minus a multiple of the
@@ -106,7 +106,7 @@ def extend(model: Any, vocab_size: int, hidden: torch.Tensor) -> None:
         weight[own:] = table[torch.arange(count) % own] + noise - shift * constant
 
 
-def described(logits: torch.Tensor, own: int) -> list[dict[str, float]]:
+def row_statistics(logits: torch.Tensor, own: int) -> list[dict[str, float]]:
     """Mean entropy, and mean probability of the tokens from `own` on, by temperature. logits: [N, V]."""
     found = []
     for temperature in TEMPERATURES:

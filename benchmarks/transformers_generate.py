@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from benchmarks.common import interleave, machine, ratio, released_processor, table
-from benchmarks.models import exported, llama_50m
+from benchmarks.models import export_once, llama_50m
 from topw_deploy.runtime import TopWModel
 
 
@@ -33,7 +33,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     source = llama_50m(args.vocab)
     ours = TopWModel.from_pretrained(
-        exported(source, "--preset", "released"), provider="cpu", intra_op_num_threads=args.threads
+        export_once(source, "--preset", "released"), provider="cpu", intra_op_num_threads=args.threads
     )
     theirs = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     # top_k=0: the default keeps only the 50 best tokens.

@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 from benchmarks.common import say
-from benchmarks.coverage.architectures import decoder_only
+from benchmarks.coverage.architectures import decoder_only_types
 from benchmarks.coverage.page import PAGE, page
 from benchmarks.coverage.peers import read_peers
 from benchmarks.coverage.results import FORMS, RESULTS, ResultFile
@@ -31,7 +31,7 @@ def main() -> None:
     )
     parser.add_argument("--write", action="store_true", help="write docs/models.md from the results")
     asked = parser.parse_args()
-    known = decoder_only()
+    known = decoder_only_types()
     unknown = sorted(set(asked.only or ()) - set(known))
     if unknown:
         parser.error(f"{', '.join(unknown)}: not a decoder-only type of transformers' causal-LM map")

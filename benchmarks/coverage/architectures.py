@@ -80,11 +80,11 @@ def all_types() -> dict[str, str]:
     return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def decoder_only() -> list[str]:
+def decoder_only_types() -> list[str]:
     """Sorted decoder-only model types of the installed transformers; unknown types count as decoder-only."""
     return sorted(set(all_types()) - NOT_DECODER_ONLY.keys())
 
 
-def unknown() -> list[str]:
+def unlisted_types() -> list[str]:
     """Sorted model types that are in neither table."""
     return sorted(set(all_types()) - NOT_DECODER_ONLY.keys() - DECODER_ONLY)

@@ -9,7 +9,7 @@ from pathlib import Path
 from textwrap import fill
 
 from benchmarks.common import table
-from benchmarks.coverage.architectures import NOT_DECODER_ONLY, all_types, decoder_only
+from benchmarks.coverage.architectures import NOT_DECODER_ONLY, all_types, decoder_only_types
 from benchmarks.coverage.peers import Peer
 from benchmarks.coverage.results import EXPORTED, FORMS, Result, ResultFile
 from benchmarks.coverage.tiny_configs import CONTEXT
@@ -24,7 +24,7 @@ _PACKAGES = ("transformers", "torch", "onnx", "onnxscript", "onnxruntime")
 
 def page(file: ResultFile, peers: Sequence[Peer]) -> str:
     """The page's text."""
-    types = decoder_only()
+    types = decoder_only_types()
     parts = [
         _introduction(file, types),
         _summary(file, types, peers),
@@ -113,7 +113,7 @@ def _architectures(file: ResultFile, types: Sequence[str]) -> str:
 def _refusals(file: ResultFile) -> str:
     reasons: dict[tuple[str, str], list[str]] = defaultdict(list)
     for result in file:
-        if result.outcome != EXPORTED and result.model_type in decoder_only():
+        if result.outcome != EXPORTED and result.model_type in decoder_only_types():
             reasons[result.model_type, _plain(result.reason)].append(result.form)
     if not reasons:
         return ""

@@ -56,10 +56,10 @@ def read_peers() -> list[Peer]:
 def peers_of(environments: Path) -> list[Peer]:
     """Query the packages in `environments`, which `make peers` creates."""
     genai, optimum = (environments / name / "bin" / "python" for name in ("genai", "optimum"))
-    version, source = _answer(genai, _GENAI)
+    version, source = _run_query(genai, _GENAI)
     found = [_peer("onnxruntime-genai", version, types_of_classes(dispatched_classes(source)))]
-    found.append(_peer("mobius-onnx", *_answer(genai, _MOBIUS)))
-    found.append(_peer("optimum-onnx", *_answer(optimum, _OPTIMUM)))
+    found.append(_peer("mobius-onnx", *_run_query(genai, _MOBIUS)))
+    found.append(_peer("optimum-onnx", *_run_query(optimum, _OPTIMUM)))
     return found
 
 
@@ -91,7 +91,7 @@ def _peer(name: str, version: str, types: set[str] | list[str]) -> Peer:
     return Peer(name, version, tuple(sorted(set(types) & all_types().keys())))
 
 
-def _answer(python: Path, code: str) -> list:
+def _run_query(python: Path, code: str) -> list:
     done = subprocess.run([python, "-c", code], check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.strip().splitlines()[-1])
 

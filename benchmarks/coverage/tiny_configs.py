@@ -126,7 +126,7 @@ def tiny_settings(cls: Any, initial: Mapping[str, Any], overrides: Mapping[str, 
 
     initial: what a composite configuration passes to `cls`.
     """
-    defaults = {each.name: _default(each, initial) for each in fields(cls)}
+    defaults = {each.name: _default_value(each, initial) for each in fields(cls)}
     sizes = {name: value for name, value in SIZES.items() if isinstance(defaults.get(name), int)}
     sizes |= {
         name: least for name, least in (("n_group", 1), ("first_k_dense_replace", 0)) if defaults.get(name) == least
@@ -136,13 +136,13 @@ def tiny_settings(cls: Any, initial: Mapping[str, Any], overrides: Mapping[str, 
     if "num_key_value_heads" in defaults:
         sizes["num_key_value_heads"] = _kv_heads(defaults)
     tokens = {name: value for name, value in TOKENS.items() if name in defaults}
-    settings = {**initial, **sizes, **tokens, **_layers(cls, initial, defaults)}
+    settings = {**initial, **sizes, **tokens, **_layer_settings(cls, initial, defaults)}
     for name, spec in cls.sub_configs_defaults.items():
-        settings[name] = _part(spec, overrides.get(name, {}))
+        settings[name] = _part_settings(spec, overrides.get(name, {}))
     return settings | {name: value for name, value in overrides.items() if name not in cls.sub_configs_defaults}
 
 
-def _part(spec: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _part_settings(spec: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
 
     named = getattr(spec.config_class, "model_type", "") == spec.model_type
@@ -150,7 +150,7 @@ def _part(spec: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
     return {**tiny_settings(cls, spec.init_kwargs, overrides), "model_type": spec.model_type}
 
 
-def _default(field: Any, initial: Mapping[str, Any]) -> Any:
+def _default_value(field: Any, initial: Mapping[str, Any]) -> Any:
     if field.name in initial:
         return initial[field.name]
     return None if field.default is MISSING else field.default
@@ -167,7 +167,7 @@ def _kv_heads(defaults: Mapping[str, Any]) -> int:
     return HEADS if default is not None and default == heads else KV_HEADS
 
 
-def _layers(cls: Any, initial: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _layer_settings(cls: Any, initial: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Number of layers and per-layer lists: the first layer of each kind, in order."""
     depth_field = next((name for name in _DEPTHS if name in defaults), None)
     if depth_field is None:

@@ -19,13 +19,13 @@ def main(model_type: str, form: str, folder: Path) -> Result:
     try:
         checkpoint = write_checkpoint(model_type, folder / "checkpoint")
     except Exception as error:  # noqa: BLE001  # model code can raise anything
-        return Result(model_type=model_type, form=form, outcome=BROKEN, reason=_one_line(error))
+        return Result(model_type=model_type, form=form, outcome=BROKEN, reason=_first_line(error))
     started = time.monotonic()
-    outcome = _exported(checkpoint, folder / "export", FORMS[form])
+    outcome = _export_result(checkpoint, folder / "export", FORMS[form])
     return Result(model_type=model_type, form=form, seconds=round(time.monotonic() - started, 1), **outcome)
 
 
-def _exported(checkpoint: Path, output: Path, options: dict[str, Any]) -> dict[str, Any]:
+def _export_result(checkpoint: Path, output: Path, options: dict[str, Any]) -> dict[str, Any]:
     from topw_deploy.errors import TopWError, VerificationError
     from topw_deploy.export import export_model
     from topw_deploy.export.request import export_request
@@ -34,11 +34,11 @@ def _exported(checkpoint: Path, output: Path, options: dict[str, Any]) -> dict[s
     try:
         export_model(export_request(model=str(checkpoint), output=output, **options))
     except VerificationError as error:
-        return {"outcome": WRONG, "reason": _one_line(error)}
+        return {"outcome": WRONG, "reason": _first_line(error)}
     except TopWError as error:
-        return {"outcome": REFUSED, "reason": _one_line(error).replace(str(checkpoint), "the folder")}
+        return {"outcome": REFUSED, "reason": _first_line(error).replace(str(checkpoint), "the folder")}
     except Exception as error:  # noqa: BLE001  # an unexpected error is a result too
-        return {"outcome": FAILED, "reason": f"{type(error).__name__}: {_one_line(error)}"}
+        return {"outcome": FAILED, "reason": f"{type(error).__name__}: {_first_line(error)}"}
     manifest = load_decoder_manifest(output)
     checks = manifest.verification.checks
     return {
@@ -56,7 +56,7 @@ def states_of(manifest: Any) -> dict[str, int]:
     return dict(Counter(kind for _, kind in {(state.layer, state.kind) for state in manifest.decoder.states}))
 
 
-def _one_line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     from topw_deploy.errors import one_line
 
     return one_line(error, 400)

@@ -23,9 +23,9 @@ import numpy as np
 
 from benchmarks.common import say, table
 from benchmarks.fleet.compare import compare
-from benchmarks.fleet.costs import Costs, measure, stored
+from benchmarks.fleet.costs import Costs, measure, stored_costs
 from benchmarks.fleet.simulate import ROUTINGS, simulate
-from benchmarks.fleet.workload import Requests, Workload, draw
+from benchmarks.fleet.workload import Requests, Workload, draw_requests
 
 COLOURS = ("#B8BEC6", "#E69F00", "#0072B2", "#D55E00")
 COMPARED = (0.3, 0.6, 0.85)
@@ -57,28 +57,28 @@ def main() -> None:
         measure(args.measure, args.rows, args.chunk).save(args.costs)
         return
     if args.compare is not None:
-        print(compared(args.compare, args, workload))
+        print(comparison_table(args.compare, args, workload))
         return
-    rows = simulated(args, workload)
+    rows = simulate_loads(args, workload)
     header = ("load", "routing", "requests/s", "first token p50", "p99", "whole answer p50", "p99", "reused")
-    print(table(header, [_cells(row) for row in rows]))
+    print(table(header, [_table_cells(row) for row in rows]))
     if args.json is not None:
         settings = {**asdict(workload), "replicas": args.replicas, "requests": args.requests, "seed": args.seed}
-        document = {"settings": settings, "costs": asdict(chosen(args)), "results": rows}
+        document = {"settings": settings, "costs": asdict(chosen_costs(args)), "results": rows}
         args.json.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
     if args.plot is not None:
         draw_picture(rows, args)
 
 
-def chosen(args: argparse.Namespace) -> Costs:
+def chosen_costs(args: argparse.Namespace) -> Costs:
     """The costs in the file, or the stored ones."""
-    return stored(args.rows) if args.costs is None else Costs.load(args.costs)
+    return stored_costs(args.rows) if args.costs is None else Costs.load(args.costs)
 
 
-def compared(folder: Path, args: argparse.Namespace, workload: Workload) -> str:
+def comparison_table(folder: Path, args: argparse.Namespace, workload: Workload) -> str:
     """A table of a real engine's figures and the simulation's."""
-    costs = chosen(args)
-    requests = draw(replace(workload, groups=min(workload.groups, GROUPS)), 25 * costs.rows, args.seed)
+    costs = chosen_costs(args)
+    requests = draw_requests(replace(workload, groups=min(workload.groups, GROUPS)), 25 * costs.rows, args.seed)
     rows = []
     for load in COMPARED:
         say(f"comparing at load {load:g}")
@@ -91,10 +91,10 @@ def capacity(costs: Costs, requests: Requests, replicas: int) -> float:
     return replicas / costs.request(float(requests.prompt.mean()), float(requests.new.mean()))
 
 
-def simulated(args: argparse.Namespace, workload: Workload) -> list[dict[str, Any]]:
+def simulate_loads(args: argparse.Namespace, workload: Workload) -> list[dict[str, Any]]:
     """One result per load and routing. Seconds."""
-    costs = chosen(args)
-    requests = draw(workload, args.requests * args.replicas, args.seed)
+    costs = chosen_costs(args)
+    requests = draw_requests(workload, args.requests * args.replicas, args.seed)
     most = capacity(costs, requests, args.replicas)
     found = []
     for load in args.loads:
@@ -108,12 +108,12 @@ def simulated(args: argparse.Namespace, workload: Workload) -> list[dict[str, An
     return found
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    times = [_time(seconds) for seconds in (*row["first"], *row["whole"])]
+def _table_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    times = [_format_seconds(seconds) for seconds in (*row["first"], *row["whole"])]
     return f"{row['load']:g}", row["routing"], f"{row['rate']:,.0f}", *times, f"{row['reused']:.0%}"
 
 
-def _time(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.0f} ms" if seconds < 0.9995 else f"{seconds:.1f} s"
 
 

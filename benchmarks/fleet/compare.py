@@ -1,7 +1,7 @@
-"""The same requests on a real engine and on a simulated one.
+"""Compare a real engine with the simulated one on the same requests.
 
-Either in real time, or on a virtual clock, which the engine's runs advance by their times in `costs`: its scheduling
-and its reuse of prefixes are then compared without the noise of the machine.
+The real engine runs in real time or on a virtual clock, which each run of the engine advances by its time in `costs`.
+The virtual clock compares scheduling and reuse of prefixes without the noise of the machine.
 """
 
 from __future__ import annotations
@@ -29,14 +29,18 @@ FIGURES = (
     ("whole answer, p99", lambda outcome: float(np.percentile(outcome.whole, 99))),
     ("prompt tokens reused", lambda outcome: outcome.reused),
 )
-"""What is compared, in seconds but for the last."""
+"""(Name, function of an Outcome). All are in seconds except the last, which is a share."""
 
 _WARM_UP = 0.2
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """load: of the replica's capacity without reuse. Figures by name."""
+    """The figures of both engines at one load.
+
+    load: share of the replica's capacity without reuse of prefixes.
+    measured, simulated: FIGURES by name, of the real and of the simulated engine.
+    """
 
     load: float
     measured: dict[str, float]
@@ -55,34 +59,40 @@ class Comparison:
 
 
 def compare(folder: Path, costs: Costs, requests: Requests, load: float, virtual: bool = False) -> Comparison:
-    """Run `requests` at `load` times the capacity, with both. virtual: whether on the virtual clock."""
+    """Run `requests` at `load` times the capacity on both engines.
+
+    virtual: run the real engine on the virtual clock.
+    """
     rate = load / costs.request(float(requests.prompt.mean()), float(requests.new.mean()))
     timed = requests.at_rate(rate)
-    measured = (_on_virtual_clock if virtual else _in_real_time)(folder, costs, timed)
+    measured = (_run_on_virtual_clock if virtual else _run_in_real_time)(folder, costs, timed)
     outcomes = measured, simulate(costs, timed, 1, "random")
     return Comparison(load, *({name: figure(outcome) for name, figure in FIGURES} for outcome in outcomes))
 
 
 @contextmanager
-def _engine(folder: Path, costs: Costs, requests: Requests) -> Iterator[tuple[Engine, list[list[int]]]]:
-    """An engine, and token ids: the prompts of a group begin with the same tokens, and all others are random."""
+def _open_engine(folder: Path, costs: Costs, requests: Requests) -> Iterator[tuple[Engine, list[list[int]]]]:
+    """Open an engine. Yields the engine and the prompts' token ids.
+
+    Prompts of a group begin with the same tokens; all other tokens are random.
+    """
     rng = np.random.default_rng(1)
     with TopWModel.from_pretrained(folder, **MODEL_OPTIONS) as model:
         vocabulary = model.manifest.sampler.vocab_size
-        heads = {group: rng.integers(3, vocabulary, most) for group, most in _longest_heads(requests).items()}
+        heads = {group: rng.integers(3, vocabulary, most) for group, most in _longest_shared_prefixes(requests).items()}
         prompts = [
             np.concatenate([heads[group][:shared], rng.integers(3, vocabulary, prompt - shared)]).tolist()
             for group, shared, prompt in zip(requests.group.tolist(), requests.shared, requests.prompt, strict=True)
         ]
         with Engine(model, max_batch=costs.rows, prefill_budget=costs.chunk, max_queue=len(prompts)) as engine:
-            for _ in range(2):  # compiles and allocates what the first runs need
+            for _ in range(2):  # warm-up: the first runs compile code and allocate memory
                 engine.submit(prompts[0][:1], max_new_tokens=8, ignore_eos=True).result()
             yield engine, prompts
 
 
-def _in_real_time(folder: Path, costs: Costs, requests: Requests) -> Outcome:
+def _run_in_real_time(folder: Path, costs: Costs, requests: Requests) -> Outcome:
     """Submit each request at its arrival."""
-    with _engine(folder, costs, requests) as (engine, prompts):
+    with _open_engine(folder, costs, requests) as (engine, prompts):
         asked = []
         started = time.perf_counter() + 0.05
         for arrival, prompt, new in zip(requests.arrival.tolist(), prompts, requests.new.tolist(), strict=True):
@@ -94,9 +104,9 @@ def _in_real_time(folder: Path, costs: Costs, requests: Requests) -> Outcome:
         return _outcome(first, whole, [each.result() for each in asked])
 
 
-def _on_virtual_clock(folder: Path, costs: Costs, requests: Requests) -> Outcome:
-    """Submit the requests that have arrived after each run, and the next one when there is nothing to do."""
-    with _engine(folder, costs, requests) as (engine, prompts):
+def _run_on_virtual_clock(folder: Path, costs: Costs, requests: Requests) -> Outcome:
+    """After each run, submit the requests that have arrived. When the engine is idle, submit the next request."""
+    with _open_engine(folder, costs, requests) as (engine, prompts):
         now = 0.0
         asked: list[Any] = []
         tokens: list[list[float]] = [[] for _ in prompts]
@@ -125,7 +135,7 @@ def _on_virtual_clock(folder: Path, costs: Costs, requests: Requests) -> Outcome
         batch.read = lambda row, request, start, end: after(read(row, request, start, end), costs.reading(end - start))
         batch.step = lambda width: after(step(width), costs.step[width - 1])
         while len(asked) < len(prompts):
-            if all(each.done for each in asked):  # so the engine's thread calls nothing here
+            if all(each.done for each in asked):  # then the engine's thread is idle and does not change `now`
                 now = max(now, float(requests.arrival[len(asked)]))
                 submit()
             time.sleep(0.001)
@@ -142,7 +152,7 @@ def _outcome(first: list[float], whole: list[float], results: list[Any]) -> Outc
     return Outcome(np.array(first[start:]), np.array(whole[start:]), reused)
 
 
-def _longest_heads(requests: Requests) -> dict[int, int]:
+def _longest_shared_prefixes(requests: Requests) -> dict[int, int]:
     found: dict[int, int] = {}
     for group, shared in zip(requests.group.tolist(), requests.shared.tolist(), strict=True):
         found[group] = max(shared, found.get(group, 0))

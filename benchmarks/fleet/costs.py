@@ -65,7 +65,7 @@ class Costs:
         return cls(**{**found, "step": tuple(found["step"])})
 
 
-def stored(rows: int = 8) -> Costs:
+def stored_costs(rows: int = 8) -> Costs:
     """The costs of the random Llama of 52 M parameters, int4, one thread, on an idle machine, as docs/lab has them.
 
     Solves for the table "Serving many callers": the time for all requests with one and with four callers, and the times
@@ -73,9 +73,11 @@ def stored(rows: int = 8) -> Costs:
     than four rows are extrapolated.
     """
     text = STORED.read_text("utf-8").split("## Serving many callers\n")[1]
-    requests, prompts, drawn, chunk = (int(n.replace(",", "")) for n in _found(_REQUESTS, text))
-    rates = [float(_found(rf"^\|[^|]*\| 1 \| {callers} \| (\d+) \|", text)[0]) for callers in (1, 4)]
-    reused, factor = map(float, _found(r"^\| 52 M, int4 \| 1 \|.* ([\d.]+) ms \| ([\d.]+) times as long \|$", text))
+    requests, prompts, drawn, chunk = (int(n.replace(",", "")) for n in _find_number(_REQUESTS, text))
+    rates = [float(_find_number(rf"^\|[^|]*\| 1 \| {callers} \| (\d+) \|", text)[0]) for callers in (1, 4)]
+    reused, factor = map(
+        float, _find_number(r"^\| 52 M, int4 \| 1 \|.* ([\d.]+) ms \| ([\d.]+) times as long \|$", text)
+    )
     most, left = 1008, 8
     chunks = math.ceil(most / chunk)
     # fixed + left * token = reused; chunks * fixed + most * token = reused * factor
@@ -91,7 +93,7 @@ def stored(rows: int = 8) -> Costs:
     return Costs(steps, fixed / 1e3, token / 1e3, chunk, "random Llama, 52 M, int4, 1 thread", source)
 
 
-def _found(pattern: str, text: str) -> tuple[str, ...]:
+def _find_number(pattern: str, text: str) -> tuple[str, ...]:
     found = re.search(pattern, text, re.MULTILINE)
     if found is None:
         raise SystemExit(f"{STORED} has no {pattern}")

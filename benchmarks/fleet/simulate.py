@@ -31,7 +31,7 @@ class Outcome:
     reused: float
 
 
-def router(name: str, replicas: int, seed: int) -> Route:
+def new_router(name: str, replicas: int, seed: int) -> Route:
     """A routing of ROUTINGS. All know the present loads, as a single gateway does."""
     rng = np.random.default_rng(seed)
     drawn = iter(())
@@ -75,7 +75,7 @@ def simulate(costs: Costs, requests: Requests, replicas: int, routing: str, seed
     """Send the requests to `replicas` replicas. Deterministic by `seed`."""
     fleet = [Replica(costs) for _ in range(replicas)]
     loads = [0] * replicas
-    route = router(routing, replicas, seed)
+    route = new_router(routing, replicas, seed)
     events: list[tuple[float, int]] = []
     fields = (requests.arrival, requests.group, requests.shared, requests.prompt, requests.new)
     sequences = [Sequence(*values) for values in zip(*(field.tolist() for field in fields), strict=True)]

@@ -52,7 +52,7 @@ class Requests:
         )
 
 
-def draw(workload: Workload, count: int, seed: int) -> Requests:
+def draw_requests(workload: Workload, count: int, seed: int) -> Requests:
     """`count` random requests, one per second on average."""
     rng = np.random.default_rng(seed)
     shape = 1 / workload.burstiness**2

@@ -82,7 +82,7 @@ def main() -> int:
     if given.kernels is not None and not given.kernels.is_file():
         raise SystemExit(f"{given.kernels} is not a file; give a library with --library, or omit it.")
     out = (given.out or ROOT / "out" / ("rehearsal" if given.rehearse else "gpu")).absolute()
-    machine = machines.look()
+    machine = machines.describe_machine()
     try:
         record = Record(out, given.rehearse)
     except RecordError as error:

@@ -1,4 +1,4 @@
-"""Bitwise comparison of answers across launches and batches."""
+"""Compare answers bit by bit across launches and batch sizes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _VALUES = {1: (5_000, 0), 2: (0.97, 0), 3: (0.01, 0), 4: (0.9, 5_000), 5: (0.9, 
 _OPEN_DEVIATION, _PEAK = 1.6, 8.0  # deviation of the logits of rows that need geometry; logit of their likely tokens
 
 
-def same(first: KernelSamples, second: KernelSamples) -> bool:
-    """Whether answers and stages are bitwise equal."""
+def are_equal(first: KernelSamples, second: KernelSamples) -> bool:
+    """Whether all outputs are bitwise equal and the rows took the same stages."""
     for field in fields(KernelSamples):
         a, b = getattr(first, field.name), getattr(second, field.name)
         if field.name == "reports":
@@ -54,22 +54,22 @@ def mixed_rows(batch: int, seed: int, vocab: int) -> tuple[np.ndarray, dict[str,
     return logits, columns, pack_mask(allowed), (codes, values)
 
 
-def table_on(kernel: DeviceKernel, vocab: int, hidden: int = 64) -> DeviceTable:
+def random_table_on(kernel: DeviceKernel, vocab: int, hidden: int = 64) -> DeviceTable:
     rows = np.random.default_rng(3).standard_normal((vocab, hidden), dtype=np.float32)
     table = KernelTable.from_geometry(Geometry.from_embeddings(rows, _OPTIONS.metric))
     assert table is not None
     return DeviceTable(table, kernel.device)
 
 
-def step_of(kernel: DeviceKernel, batch: int, seed: int, table: DeviceTable) -> Step:
-    """Mixed rows over the table's tokens, with every output."""
+def mixed_step(kernel: DeviceKernel, batch: int, seed: int, table: DeviceTable) -> Step:
+    """Bind a step of `mixed_rows` over the table's tokens, with every output."""
     logits, columns, allowed, rules = mixed_rows(batch, seed, table.structure.tokens)
     rows = torch.from_numpy(logits).to(kernel.device)
     return Step(kernel, rows, columns, _OPTIONS, table, allowed=allowed, rules=rules, mass=True, keep_mask=True)
 
 
-def load(step: Step, seed: int) -> None:
-    """Copy other rows into the step's tensors."""
+def load_rows(step: Step, seed: int) -> None:
+    """Copy the `mixed_rows` of another seed into the step's tensors."""
     logits, columns, allowed, rules = mixed_rows(len(step.logits), seed, step.logits.shape[1])
     step.logits.copy_(torch.from_numpy(logits))
     step.allowed.copy_(torch.from_numpy(allowed))
@@ -81,20 +81,20 @@ def load(step: Step, seed: int) -> None:
 
 def unequal_repeats(kernel: DeviceKernel, table: DeviceTable, batch: int, times: int) -> list[int]:
     """Indices of the launches that differ from the first."""
-    step = step_of(kernel, batch, 1, table)
+    step = mixed_step(kernel, batch, 1, table)
     step.launch()
     first = step.samples()
     unequal = []
     for number in range(times):
         step.launch()
-        if not same(first, step.samples()):
+        if not are_equal(first, step.samples()):
             unequal.append(number)
     return unequal
 
 
 def unequal_alone(kernel: DeviceKernel, table: DeviceTable, batch: int) -> list[int]:
     """Indices of the rows that differ from the same row launched alone."""
-    together = step_of(kernel, batch, 2, table)
+    together = mixed_step(kernel, batch, 2, table)
     together.launch()
     wanted = together.samples()
     logits, columns, allowed, rules = mixed_rows(batch, 2, table.structure.tokens)
@@ -105,12 +105,12 @@ def unequal_alone(kernel: DeviceKernel, table: DeviceTable, batch: int) -> list[
         step = Step(kernel, torch.from_numpy(logits[row : row + 1]).to(kernel.device), mine, _OPTIONS, table,
                     allowed=allowed[row : row + 1], rules=own_rules, mass=True, keep_mask=True)  # fmt: skip
         step.launch()
-        if not same(_row(wanted, row), step.samples()):
+        if not are_equal(_one_row(wanted, row), step.samples()):
             unequal.append(row)
     return unequal
 
 
-def _row(samples: KernelSamples, row: int) -> KernelSamples:
+def _one_row(samples: KernelSamples, row: int) -> KernelSamples:
     own = slice(row, row + 1)
     return KernelSamples(
         samples.next_token[own],

@@ -23,7 +23,7 @@ def steps(job: Job) -> list[Step]:
     return [*([] if job.built else compiling), Step("resources", resources, 30, 200)]
 
 
-def for_the_gpu(job: Job) -> Path:
+def library_for_the_gpu(job: Job) -> Path:
     """The library that nvcc compiled; in rehearsals the emulated one."""
     return job.out / "libtopw_nvcc.so" if job.rehearse else job.kernel_file
 
@@ -35,7 +35,7 @@ def kernels(job: Job) -> Result:
 
     said: list[str] = []
     try:
-        built = compile_cuda.compile_cuda(for_the_gpu(job), (job.architecture or _REHEARSED,), say=said.append)
+        built = compile_cuda.compile_cuda(library_for_the_gpu(job), (job.architecture or _REHEARSED,), say=said.append)
     except PluginError as error:
         no_compiler = job.rehearse and "there is no nvcc" in str(error)
         return Result(absent=(str(error),)) if no_compiler else Result(failed=str(error))
@@ -61,17 +61,17 @@ def emulated(job: Job) -> Result:
 
 def resources(job: Job) -> Result:
     """Registers, stack, shared memory (cuobjdump) and spills (ptxas, from PTX) by kernel."""
-    library = for_the_gpu(job)
+    library = library_for_the_gpu(job)
     if not library.is_file():
         return Result(absent=(f"nvcc made no library {library.name}",))
-    cuobjdump = tool("cuobjdump")
+    cuobjdump = find_tool("cuobjdump")
     if cuobjdump is None:
         return Result(absent=("cuobjdump is missing: registers and shared memory are unknown",))
-    said = ask([cuobjdump, "--dump-resource-usage", str(library)])
-    found = usage(said)
+    said = run_tool([cuobjdump, "--dump-resource-usage", str(library)])
+    found = parse_usage(said)
     if not found:
         return Result(failed=f"cuobjdump names no kernel in {library.name}: {said.strip()[-500:]}")
-    spilled, why = spills(library, cuobjdump)
+    spilled, why = spills_by_kernel(library, cuobjdump)
     rows = []
     for name, values in found.items():
         values["spill stores"], values["spill loads"] = spilled.get(name, (None, None))
@@ -80,7 +80,7 @@ def resources(job: Job) -> Result:
     return Result({"kernels": found}, table(head, rows), absent=(why,) if why else ())
 
 
-def usage(said: str) -> dict[str, dict[str, int | None]]:
+def parse_usage(said: str) -> dict[str, dict[str, int | None]]:
     """Parse `cuobjdump --dump-resource-usage`."""
     pattern = re.compile(r"Function (\S+):\s*REG:(\d+) STACK:(\d+) SHARED:(\d+)")
     return {
@@ -89,23 +89,23 @@ def usage(said: str) -> dict[str, dict[str, int | None]]:
     }
 
 
-def spills(library: Path, cuobjdump: str) -> tuple[dict[str, tuple[int, int]], str]:
-    """Bytes of spill (stores, loads) by kernel; or why they are unknown."""
-    ptxas = tool("ptxas")
+def spills_by_kernel(library: Path, cuobjdump: str) -> tuple[dict[str, tuple[int, int]], str]:
+    """Returns (kernel -> bytes of spill (stores, loads), why they are unknown; empty if they are known)."""
+    ptxas = find_tool("ptxas")
     if ptxas is None:
         return {}, "ptxas is missing: spills are unknown"
     with tempfile.TemporaryDirectory(prefix="topw-ptx-") as folder:
-        ask([cuobjdump, "-xptx", "all", str(library)], Path(folder))
+        run_tool([cuobjdump, "-xptx", "all", str(library)], Path(folder))
         found: dict[str, tuple[int, int]] = {}
         for file in sorted(Path(folder).glob("*.ptx")):
             target = re.search(r"^\.target (sm_\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)
-            said = ask([ptxas, "-v", f"-arch={target[1] if target else 'sm_90'}", str(file), "-o", os.devnull])
-            for name, stores, loads in spill_lines(said):
+            said = run_tool([ptxas, "-v", f"-arch={target[1] if target else 'sm_90'}", str(file), "-o", os.devnull])
+            for name, stores, loads in parse_spills(said):
                 found[plain_name(name)] = stores, loads
     return found, "" if found else f"ptxas says nothing about spills in {library.name}"
 
 
-def spill_lines(said: str) -> list[tuple[str, int, int]]:
+def parse_spills(said: str) -> list[tuple[str, int, int]]:
     """(mangled name, bytes of spill stores, of spill loads) from `ptxas -v`."""
     pattern = re.compile(
         r"Function properties for (\S+)\s+(?:ptxas info\s*:)?\s*\d+ bytes stack frame, (\d+) bytes spill stores, "
@@ -123,7 +123,7 @@ def plain_name(mangled: str) -> str:
     return match[1] if match[2] is None else f"{match[1]}<{types.get(match[2].removesuffix('E'), match[2])}>"
 
 
-def tool(name: str) -> str | None:
+def find_tool(name: str) -> str | None:
     """A CUDA program beside nvcc, on PATH or in Triton's package; else None."""
     from topw_deploy.errors import PluginError
     from topw_deploy.plugins import compile_cuda
@@ -145,8 +145,8 @@ def tool(name: str) -> str | None:
     return None
 
 
-def ask(command: list[str], folder: Path | None = None) -> str:
-    """Raises RuntimeError with the program's output if it fails."""
+def run_tool(command: list[str], folder: Path | None = None) -> str:
+    """Run a command in `folder`. Returns its output. Raises RuntimeError with the output if it fails."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=_LIMIT)
     if done.returncode != 0:
         raise RuntimeError(f"{Path(command[0]).name} failed: {(done.stderr or done.stdout).strip()[-500:]}")

@@ -23,31 +23,31 @@ def steps(job: Job) -> list[Step]:
 
 
 def _opened(job: Job) -> tuple[DeviceKernel, DeviceTable]:
-    from benchmarks.gpu.agreement import table_on
-    from benchmarks.gpu.device import opened
+    from benchmarks.gpu.agreement import random_table_on
+    from benchmarks.gpu.device import open_kernel
 
-    kernel = opened(job)
-    return kernel, table_on(kernel, sizes_of(job).small_vocab, sizes_of(job).small_hidden)
+    kernel = open_kernel(job)
+    return kernel, random_table_on(kernel, sizes_of(job).small_vocab, sizes_of(job).small_hidden)
 
 
 def modes(job: Job) -> Result:
     """Capture a step in each mode; replays on other rows must equal launches."""
-    from benchmarks.gpu.agreement import load, same, step_of
-    from benchmarks.gpu.graphs import captured
+    from benchmarks.gpu.agreement import are_equal, load_rows, mixed_step
+    from benchmarks.gpu.graphs import capture_graph
 
     kernel, table = _opened(job)
     batch, others = sizes_of(job).captured
     unequal: list[str] = []
     for mode in _MODES:
-        step = step_of(kernel, batch, 4, table)
-        graph = captured(step.launch, 1, kernel.device, mode)
+        step = mixed_step(kernel, batch, 4, table)
+        graph = capture_graph(step.launch, 1, kernel.device, mode)
         for seed in range(5, 5 + others):
-            load(step, seed)
+            load_rows(step, seed)
             graph.replay()
             replayed = step.samples()
-            fresh = step_of(kernel, batch, seed, table)
+            fresh = mixed_step(kernel, batch, seed, table)
             fresh.launch()
-            if not same(fresh.samples(), replayed):
+            if not are_equal(fresh.samples(), replayed):
                 unequal.append(f"{mode}, rows {seed}")
     failed = f"replays and launches gave different answers: {', '.join(unequal)}." if unequal else ""
     data = {"modes": list(_MODES), "unequal": unequal}
@@ -58,21 +58,21 @@ def behind_a_product(job: Job) -> Result:
     """Capture a step and the matmul before it."""
     import torch
 
-    from benchmarks.gpu.agreement import same, step_of
-    from benchmarks.gpu.graphs import captured
+    from benchmarks.gpu.agreement import are_equal, mixed_step
+    from benchmarks.gpu.graphs import capture_graph
 
     kernel, table = _opened(job)
     (batch, others), hidden, vocab = sizes_of(job).captured, 64, table.structure.tokens
     generator = torch.Generator(kernel.device).manual_seed(2)
     head = torch.randn((hidden, vocab), device=kernel.device, generator=generator) * 0.2
     states = torch.zeros((batch, hidden), device=kernel.device)
-    step, fresh = (step_of(kernel, batch, 4, table) for _ in range(2))
+    step, fresh = (mixed_step(kernel, batch, 4, table) for _ in range(2))
 
     def both() -> None:
         torch.matmul(states, head, out=step.logits)
         step.launch()
 
-    graph = captured(both, 1, kernel.device)
+    graph = capture_graph(both, 1, kernel.device)
     unequal = 0
     for _ in range(others):
         states.copy_(torch.randn(states.shape, device=kernel.device, generator=generator))
@@ -80,7 +80,7 @@ def behind_a_product(job: Job) -> Result:
         replayed = step.samples()
         fresh.logits.copy_(step.logits)
         fresh.launch()
-        unequal += not same(fresh.samples(), replayed)
+        unequal += not are_equal(fresh.samples(), replayed)
     failed = f"{unequal} of {others} replays gave other answers than launches." if unequal else ""
     data = {"replays": others, "unequal": unequal}
     return Result(data, f"{others - unequal} of {others} replays equal launches", failed)
@@ -92,12 +92,12 @@ def two_streams(job: Job) -> Result:
 
     import torch
 
-    from benchmarks.gpu.agreement import same, step_of
+    from benchmarks.gpu.agreement import are_equal, mixed_step
     from benchmarks.gpu.graphs import synchronize
 
     kernel, table = _opened(job)
     on_gpu, least = kernel.device.type == "cuda", sizes_of(job).captured[0]
-    steps = [step_of(kernel, batch, seed, table) for seed, batch in ((11, least), (12, 2 * least))]
+    steps = [mixed_step(kernel, batch, seed, table) for seed, batch in ((11, least), (12, 2 * least))]
     alone = []
     for step in steps:
         step.launch()
@@ -111,7 +111,7 @@ def two_streams(job: Job) -> Result:
             for step, stream in zip(steps, streams, strict=True):
                 with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
                     step.launch()
-        unequal += not all(same(step.samples(), wanted) for step, wanted in zip(steps, alone, strict=True))
+        unequal += not all(are_equal(step.samples(), wanted) for step, wanted in zip(steps, alone, strict=True))
     failed = f"{unequal} of {times} times two streams gave other answers than one." if unequal else ""
     data = {"times": times, "unequal": unequal}
     return Result(data, f"{times - unequal} of {times} times two streams give the answers of one", failed)
@@ -119,18 +119,18 @@ def two_streams(job: Job) -> Result:
 
 def replays(job: Job) -> Result:
     """Replay a graph of certified and open rows; answers must not change."""
-    from benchmarks.gpu.agreement import same, step_of
-    from benchmarks.gpu.graphs import captured
+    from benchmarks.gpu.agreement import are_equal, mixed_step
+    from benchmarks.gpu.graphs import capture_graph
 
     kernel, table = _opened(job)
     times = sizes_of(job).replays
-    step = step_of(kernel, sizes_of(job).captured[0], 6, table)
-    graph = captured(step.launch, 1, kernel.device)
+    step = mixed_step(kernel, sizes_of(job).captured[0], 6, table)
+    graph = capture_graph(step.launch, 1, kernel.device)
     graph.replay()
     first, unequal = step.samples(), 0
     for _ in range(times):
         graph.replay()
-        unequal += not same(first, step.samples())
+        unequal += not are_equal(first, step.samples())
     failed = f"{unequal} of {times} replays gave other answers than the first." if unequal else ""
     data = {"replays": times, "unequal": unequal}
     return Result(data, f"{times - unequal} of {times} replays are bitwise equal to the first", failed)

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gpu.device import DeviceKernel, Edits, Step
 from benchmarks.gpu.graphs import Side
-from benchmarks.gpu.measure import Timed, rotating, zeroing
+from benchmarks.gpu.measure import Timed, rotate_launches, zeroing_side
 from benchmarks.gpu.sizes import Sizes
 from topw_deploy.bench.sampler.inputs import likely_logits
 from topw_deploy.plugins.cuda_kernel import CERTIFY, GEOMETRY
@@ -50,7 +50,7 @@ def top_w_sides(kernel: DeviceKernel, logits: torch.Tensor, sizes: Sizes) -> dic
     step, least = certified_step(kernel, logits), logits.nbytes
     sides["certify alone"] = Timed(lambda: step.launch(CERTIFY), least)
     sides["geometry alone, no row open"] = Timed(lambda: step.launch(GEOMETRY))
-    sides["memset of the control bytes"] = Timed(zeroing(step.control), note=f"{step.control.nbytes:,} bytes")
+    sides["memset of the control bytes"] = Timed(zeroing_side(step.control), note=f"{step.control.nbytes:,} bytes")
     sides["Top-W with mass"] = Timed(certified_step(kernel, logits, mass=True).launch, least)
     sides[f"Top-W with {_EDITS} edits a row"] = Timed(certified_step(kernel, logits, edits_of(logits)).launch, least)
     masked = certified_step(kernel, logits, keep_mask=True)
@@ -89,7 +89,7 @@ def cold_side(kernel: DeviceKernel, step: Step, cold: int) -> tuple[Side, int]:
     """Returns (the step over copies of its logits that together exceed the cache, number of copies)."""
     copies = max(2, math.ceil(cold / step.logits.nbytes))
     others = [certified_step(kernel, step.logits.clone(), memory=step) for _ in range(copies)]
-    return rotating([other.launch for other in others]), copies
+    return rotate_launches([other.launch for other in others]), copies
 
 
 def edits_of(logits: torch.Tensor) -> Edits:

@@ -34,11 +34,11 @@ def steps(job: Job) -> list[Step]:
 def repeats(job: Job) -> Result:
     """Repeat launches, and launch every row of a batch alone."""
     from benchmarks.gpu import agreement
-    from benchmarks.gpu.device import opened
+    from benchmarks.gpu.device import open_kernel
 
-    sizes, kernel = sizes_of(job), opened(job)
+    sizes, kernel = sizes_of(job), open_kernel(job)
     batch, times = (12, 2) if job.rehearse else (64, 200)
-    table = agreement.table_on(kernel, sizes.small_vocab, sizes.small_hidden)
+    table = agreement.random_table_on(kernel, sizes.small_vocab, sizes.small_hidden)
     again = agreement.unequal_repeats(kernel, table, batch, times)
     alone = agreement.unequal_alone(kernel, table, batch)
     lines = [
@@ -53,11 +53,11 @@ def repeats(job: Job) -> Result:
 def shipped_rows(job: Job, dtype: str) -> Result:
     """Compare shipped-shape rows with the CPU's kernel and the reference."""
     from benchmarks.common import table
-    from benchmarks.gpu.device import opened
+    from benchmarks.gpu.device import open_kernel
     from benchmarks.gpu.shipped_rows import compare, cpu_library
     from benchmarks.gpu.tables import random_rows
 
-    sizes, kernel = sizes_of(job), opened(job)
+    sizes, kernel = sizes_of(job), open_kernel(job)
     rows = random_rows(sizes.vocab, sizes.hidden, kernel.device)
     cpu = cpu_library(job.kernels())
     found = compare(kernel, rows, _TYPES[dtype], dtype, sizes.checked, cpu)
@@ -81,10 +81,10 @@ def shipped_rows(job: Job, dtype: str) -> Result:
 
 def rules(job: Job) -> Result:
     """Compare random rows under rules other than Top-W with the reference."""
-    from benchmarks.gpu.device import opened
+    from benchmarks.gpu.device import open_kernel
     from fuzz.cuda_rules import fuzz, report
 
-    found = fuzz(opened(job), sizes_of(job).rule_rows, job.seed)
+    found = fuzz(open_kernel(job), sizes_of(job).rule_rows, job.seed)
     wrong = found.differences
     text = f"{sum(found.rows.values())} rows; {len(wrong)} differ without a tie.\n\n{report(found)}"
     stages = [[*pair, count] for pair, count in found.stages.items()]
@@ -94,32 +94,32 @@ def rules(job: Job) -> Result:
 
 def random_rows(job: Job) -> Result:
     """Compare random and adversarial rows with the reference, continuing after the chunks already recorded."""
-    from benchmarks.gpu.device import opened
+    from benchmarks.gpu.device import open_kernel
     from fuzz.cuda import fuzz, new_outcome, unexplained_of
     from fuzz.sampler import report
     from tests.support.sampler_cases import nearest_distances
 
-    kernel = opened(job)
+    kernel = open_kernel(job)
     rows = min(job.rows, sizes_of(job).rows)
     outcome, done, chunk = new_outcome(), 0, 0
     if job.earlier:
         done, chunk = job.earlier["rows"], job.earlier["chunks"]
-        add(outcome, job.earlier["outcome"])
+        add_counts(outcome, job.earlier["outcome"])
     while done < rows:
         size = min(_CHUNK, rows - done)
         found = fuzz(kernel, size, job.seed * 100_003 + chunk, first=13 * chunk, measure=nearest_distances)
-        add(outcome, plain(found))
+        add_counts(outcome, as_plain_json(found))
         done, chunk = done + size, chunk + 1
-        job.keep({"rows": done, "chunks": chunk, "outcome": plain(outcome)})
+        job.keep({"rows": done, "chunks": chunk, "outcome": as_plain_json(outcome)})
         if job.left() < 0:  # at least one chunk per run
             break
     unexplained = unexplained_of(outcome)
     failed = f"{len(unexplained)} differences are not at a tie: {unexplained[0][:800]}" if unexplained else ""
-    data = {"rows": done, "wanted": rows, "chunks": chunk, "outcome": plain(outcome)}
+    data = {"rows": done, "wanted": rows, "chunks": chunk, "outcome": as_plain_json(outcome)}
     return Result(data, f"{done:,} of {rows:,} rows.\n\n{report(outcome)}", failed, partial=done < rows)
 
 
-def plain(outcome: Outcome) -> dict[str, Any]:
+def as_plain_json(outcome: Outcome) -> dict[str, Any]:
     """The outcome as plain JSON types, for `add`."""
     side = next(iter(outcome.sides.values()))
     return {
@@ -130,7 +130,7 @@ def plain(outcome: Outcome) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def add(outcome: Outcome, found: dict[str, Any]) -> None:
+def add_counts(outcome: Outcome, found: dict[str, Any]) -> None:
     """Add the counts of `plain` to the outcome."""
     side = next(iter(outcome.sides.values()))
     outcome.rows.update(found["rows"])

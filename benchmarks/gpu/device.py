@@ -1,4 +1,4 @@
-"""The CUDA kernels on torch tensors: with the interface of `plugins.kernel.Kernel`, and as bound calls.
+"""Call the CUDA kernels on torch tensors: through the interface of `plugins.kernel.Kernel`, or as a bound `Step`.
 
 The device may be the CPU, for emulated kernels.
 """
@@ -42,7 +42,10 @@ assert list(_OUTPUTS) == [field[0] for field in OutputsStruct._fields_]
 
 
 class DeviceTable:
-    """A table [V, d] and its statistics. table: as for `Kernel`."""
+    """An embedding table [V, d] and its statistics in device memory.
+
+    table: as for `Kernel`.
+    """
 
     def __init__(self, table: KernelTable, device: torch.device) -> None:
         def put(array: Any) -> torch.Tensor | None:
@@ -62,7 +65,7 @@ class DeviceTable:
     def of_tensors(
         cls, rows: torch.Tensor, mean: torch.Tensor, inverse_std: torch.Tensor, bound: torch.Tensor | None = None
     ) -> Self:
-        """From device rows [V, d], float32 statistics [d] and bound [V]."""
+        """Make a table from tensors on the device: rows [V, d], float32 statistics [d] and neighbour bounds [V]."""
         table = cls.__new__(cls)
         table._kept = [rows, mean, inverse_std, bound]
         tokens, hidden = rows.shape
@@ -162,8 +165,8 @@ class Step:
         )
 
 
-def opened(job: Job) -> DeviceKernel:
-    """The job's kernels.
+def open_kernel(job: Job) -> DeviceKernel:
+    """Open the job's library of kernels, on the GPU or in a rehearsal on the CPU.
 
     Raises MissingError without a library or GPU, PluginError for an unusable library.
     """

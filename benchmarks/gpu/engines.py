@@ -23,17 +23,17 @@ _BUILD, _RUN = (150, 470), (40, 240)  # seconds: expected, maximum
 
 
 def steps(job: Job) -> list[Step]:
-    from benchmarks.gpu.models import digest, folders, package
+    from benchmarks.gpu.models import digest, folders, package_identity
 
-    standard = [folder for folder in folders(job) if _for_tensorrt(folder)]
+    standard = [folder for folder in folders(job) if _is_for_tensorrt(folder)]
     why = "" if standard else _no_folders(job)
     why = why or ("" if any(map(find_spec, MODULES)) else _NO_TENSORRT) or _no_gpu_to_rehearse(job)
     if why:
-        return [Step("TensorRT", partial(nothing, why), 1)]
+        return [Step("TensorRT", partial(report_missing, why), 1)]
     found = []
     for folder in standard:
         for name in PLUGINS:
-            inputs = (digest(folder), *map(package, MODULES))
+            inputs = (digest(folder), *map(package_identity, MODULES))
             found += [
                 Step(f"{folder.name}, {name}, build", partial(build, folder, name), *_BUILD, inputs),
                 Step(f"{folder.name}, {name}, tokens", partial(tokens, folder, name), *_RUN, inputs),
@@ -41,8 +41,8 @@ def steps(job: Job) -> list[Step]:
     return found
 
 
-def nothing(why: str, job: Job) -> Result:
-    """Report what is missing, and why it was not packed."""
+def report_missing(why: str, job: Job) -> Result:
+    """Report what is missing, and the reason in pack.json if it was not packed."""
     known = unpack.why_missing(job.packed, "tensorrt")
     return Result(absent=(why, known) if known else (why,))
 
@@ -76,7 +76,7 @@ def build(folder: Path, name: str, job: Job) -> Result:
     from topw_deploy.tensorrt.request import TensorRTRequest
 
     use_kernels(name, job)
-    copy = copy_of(folder, name, job)
+    copy = engine_folder(folder, name, job)
     if copy.exists():
         shutil.rmtree(copy)
     shutil.copytree(folder, copy)
@@ -93,29 +93,29 @@ def build(folder: Path, name: str, job: Job) -> Result:
 
 def tokens(folder: Path, name: str, job: Job) -> Result:
     """Compare the engine's tokens with the CPU's."""
-    from benchmarks.gpu.tokens import beside
+    from benchmarks.gpu.tokens import tokens_file
     from benchmarks.gpu.ways import Way, run
 
     use_kernels(name, job)
-    copy = copy_of(folder, name, job)
+    copy = engine_folder(folder, name, job)
     if not (copy / "engines").is_dir():
         raise MissingError(f"there is no engine in {copy}; the step before this one builds it.")
-    if beside(folder).is_file():
-        shutil.copyfile(beside(folder), beside(copy))
+    if tokens_file(folder).is_file():
+        shutil.copyfile(tokens_file(folder), tokens_file(copy))
     return run(copy, Way({"provider": "tensorrt"}, PLUGINS[name][1]), job)
 
 
 def use_kernels(name: str, job: Job) -> None:
-    """Use the kernels of `build`. Raises MissingError if there are none."""
+    """Let the plugin load the kernels of the part `build`. Raises MissingError if there are none."""
     if name == "plugin":
         os.environ["TOPW_CUDA_LIBRARY"] = str(job.kernels())
 
 
-def copy_of(folder: Path, name: str, job: Job) -> Path:
+def engine_folder(folder: Path, name: str, job: Job) -> Path:
     return job.folder("engines") / f"{folder.name}-{PLUGINS[name][1]}"
 
 
-def _for_tensorrt(folder: Path) -> bool:
+def _is_for_tensorrt(folder: Path) -> bool:
     from benchmarks.gpu.models import decoder_of
 
     decoder = decoder_of(folder)

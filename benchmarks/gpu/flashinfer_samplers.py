@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.gpu.graphs import captured
+from benchmarks.gpu.graphs import capture_graph
 from benchmarks.gpu.measure import Timed
 
 
@@ -28,12 +28,12 @@ def sides(logits: torch.Tensor) -> dict[str, Timed]:
         "FlashInfer top-p 0.95, of probabilities": lambda: top_p_sampling_from_probs(probabilities, 0.95),
         "FlashInfer top-k 50, top-p 0.95, of logits": lambda: top_k_top_p_sampling_from_logits(logits, 50, 0.95),
     }
-    return {name: _timed(side, logits) for name, side in samplers.items()}
+    return {name: _timed_side(side, logits) for name, side in samplers.items()}
 
 
-def _timed(side: Callable[[], object], logits: torch.Tensor) -> Timed:
+def _timed_side(side: Callable[[], object], logits: torch.Tensor) -> Timed:
     try:
-        captured(side, 1, logits.device).replay()
+        capture_graph(side, 1, logits.device).replay()
     except RuntimeError as error:
         words = " ".join(str(error).split())[:120]
         return Timed(side, logits.nbytes, f"launched, not captured: {words}", launched=True)

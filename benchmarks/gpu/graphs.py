@@ -1,4 +1,4 @@
-"""CUDA graphs timed with events; on a CPU, calls timed with a clock."""
+"""Time CUDA graphs with events, and on a CPU the same calls with a clock."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _WARM_UP = 3  # calls before a capture: libraries first allocate and choose algo
 
 
 class Graph(Protocol):
-    """Work to enqueue repeatedly."""
+    """Captured work that `replay` enqueues again."""
 
     def replay(self) -> None: ...
 
 
 class Calls:
-    """A substitute for a graph, for work that cannot be captured."""
+    """Calls one after another, in place of a graph: on a CPU, or for work that cannot be captured."""
 
     def __init__(self, side: Side, steps: int) -> None:
         self._side, self._steps = side, steps
@@ -32,8 +32,11 @@ class Calls:
             self._side()
 
 
-def captured(side: Side, steps: int, device: torch.device, mode: str = "global") -> Graph:
-    """`steps` calls in one graph. mode: the capture mode; onnxruntime uses `global`."""
+def capture_graph(side: Side, steps: int, device: torch.device, mode: str = "global") -> Graph:
+    """Capture `steps` calls of `side` in one graph.
+
+    mode: the capture mode; onnxruntime uses `global`.
+    """
     if device.type == "cpu":
         side()
         return Calls(side, steps)

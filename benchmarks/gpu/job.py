@@ -120,7 +120,7 @@ class Job:
 
 
 class MissingError(Exception):
-    """A step lacks something it needs."""
+    """A step lacks something that it needs. The message names it."""
 
 
 def steps_of(part: str, job: Job) -> list[Step]:

@@ -1,4 +1,7 @@
-"""The GPU and packages. `python -m benchmarks.gpu.machine` queries the driver and prints JSON."""
+"""Describe the GPU and the installed packages.
+
+`python -m benchmarks.gpu.machine` queries the driver and prints JSON.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,11 @@ _LIMIT = 60  # seconds; a driver may hang
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine.
+    """A machine and its GPU.
 
-    architecture: 90 for sm_90.
-    why_none: why there is no GPU, as a clause.
-    cuda: newest version the driver supports.
+    architecture: 90 for sm_90; 0 without a GPU.
+    why_none: a clause on why there is no GPU; empty with one.
+    cuda: the newest CUDA version that the driver supports.
     """
 
     gpu: str
@@ -45,7 +48,7 @@ class Machine:
         }
 
 
-def look() -> Machine:
+def describe_machine() -> Machine:
     """Describe this machine. A child process queries the driver and is killed if it hangs."""
     versions = {name: found for name in PACKAGES if (found := _version(name))}
     command = [sys.executable, "-m", "benchmarks.gpu.machine"]

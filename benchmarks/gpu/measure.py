@@ -1,6 +1,6 @@
-"""Times of steps in CUDA graphs, measured in turn, and the memory bandwidth.
+"""Measure steps in CUDA graphs, taking turns, and the memory bandwidth.
 
-Events time the replay of a graph of many steps, which excludes the host's time.
+CUDA events time the replay of a graph of many steps, so the host's time does not count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import Spread, interleave, table
-from benchmarks.gpu.graphs import Calls, Graph, Side, captured, microseconds
+from benchmarks.gpu.graphs import Calls, Graph, Side, capture_graph, microseconds
 from topw_deploy.plugins import driver
 
 _WARM_UP = 5  # uncounted rounds
@@ -63,7 +63,10 @@ class Times:
         }  # fmt: skip
 
     def table(self, rate: float) -> str:
-        """A Markdown table. rate: read bandwidth, bytes per second."""
+        """A Markdown table of the times.
+
+        rate: read bandwidth in bytes per second.
+        """
         rows = []
         for name, timed in self.sides.items():
             spread, floor = self.spread(name), timed.moved / rate * 1e6
@@ -75,13 +78,16 @@ class Times:
         return table(("side", "us (quartiles)", "goal", "MB", "us at memory's speed", "times that", "note"), rows)
 
 
-def measured(sides: dict[str, Timed], rounds: int, steps: int, device: torch.device) -> Times:
-    """Time every side in turn. steps: minimum number of steps in a graph."""
+def measure_sides(sides: dict[str, Timed], rounds: int, steps: int, device: torch.device) -> Times:
+    """Time all sides in turn, `rounds` times.
+
+    steps: minimum number of steps in a graph.
+    """
     graphs: dict[str, tuple[Graph, int]] = {}
     for name, timed in sides.items():
         if not isinstance(timed.side, tuple):
             count = timed.copies * math.ceil(steps / timed.copies)
-            graph = Calls(timed.side, count) if timed.launched else captured(timed.side, count, device)
+            graph = Calls(timed.side, count) if timed.launched else capture_graph(timed.side, count, device)
             graphs[name] = graph, count
 
     def one(graph: Graph, count: int) -> Callable[[], float]:
@@ -95,7 +101,7 @@ def measured(sides: dict[str, Timed], rounds: int, steps: int, device: torch.dev
     return Times(sides, taken)
 
 
-def rotating(launches: Sequence[Side]) -> Side:
+def rotate_launches(launches: Sequence[Side]) -> Side:
     """A side that enqueues the next of `launches` at each call."""
     state = {"next": 0}
 
@@ -109,12 +115,12 @@ def rotating(launches: Sequence[Side]) -> Side:
 def bandwidth(device: torch.device) -> float:
     """Read bandwidth in bytes per second, from 1 GiB (less on a CPU)."""
     block = torch.rand((_SMALLEST_READ if device.type == "cpu" else _READ) // 4, device=device)
-    graph = captured(block.sum, 5, device)
+    graph = capture_graph(block.sum, 5, device)
     best = min(microseconds(graph, 5, device) for _ in range(10))
     return float(block.nbytes / best * 1e6)
 
 
-def zeroing(block: torch.Tensor) -> Side:
+def zeroing_side(block: torch.Tensor) -> Side:
     """A memset by the driver; torch's `zero_` may launch a kernel."""
     if not block.is_cuda:
         return block.zero_

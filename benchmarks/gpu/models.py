@@ -28,16 +28,16 @@ _SECONDS, _LIMIT = 40, 240
 
 def steps(job: Job) -> list[Step]:
     found = [
-        Step(f"{folder.name}, {name}", partial(one_way, folder, way), _SECONDS, _LIMIT, inputs)
+        Step(f"{folder.name}, {name}", partial(run_way, folder, way), _SECONDS, _LIMIT, inputs)
         for folder in folders(job)
-        for inputs in [(digest(folder), package("onnxruntime"))]
+        for inputs in [(digest(folder), package_identity("onnxruntime"))]
         for name, way in ways_of(folder).items()
     ]
-    return found or [Step("folders", no_folders, 1)]
+    return found or [Step("folders", report_no_folders, 1)]
 
 
 def ways_of(folder: Path) -> dict[str, Way]:
-    """Ways to run the folder, by name; captured steps need a cache of fixed size."""
+    """The ways to run the folder, by name. Captured steps get a cache of fixed size, which CUDA graphs need."""
     from benchmarks.gpu.ways import Way
 
     decoder = decoder_of(folder)
@@ -70,24 +70,24 @@ def folders(job: Job) -> list[Path]:
 
 
 def digest(folder: Path) -> str:
-    """Digest of the manifest, which has the files' hashes, and of the recorded tokens."""
-    from benchmarks.gpu.tokens import beside
+    """A digest of the manifest, which contains the files' hashes, and of the recorded tokens."""
+    from benchmarks.gpu.tokens import tokens_file
 
     found = hashlib.sha256()
-    for path in (folder / "topw_manifest.json", beside(folder)):
+    for path in (folder / "topw_manifest.json", tokens_file(folder)):
         found.update(path.read_bytes() if path.is_file() else b"")
     return found.hexdigest()[:16]
 
 
-def package(name: str) -> str:
-    """The file that `import name` would run, and its digest."""
+def package_identity(name: str) -> str:
+    """The path of the file that `import name` would run, and the digest of that file."""
     spec = find_spec(name)
     if spec is None or spec.origin is None:
         return f"no {name}"
     return f"{spec.origin} {hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()[:16]}"
 
 
-def no_folders(job: Job) -> Result:
+def report_no_folders(job: Job) -> Result:
     return Result(
         absent=(
             f"there are no exported models in {job.packed / 'folders'}, so no model was run: bring "
@@ -97,13 +97,13 @@ def no_folders(job: Job) -> Result:
     )
 
 
-def one_way(folder: Path, way: Way, job: Job) -> Result:
-    """Tokens and time of one folder, opened one way."""
+def run_way(folder: Path, way: Way, job: Job) -> Result:
+    """Run one folder one way. In a rehearsal, the CPU provider replaces CUDA."""
     from benchmarks.gpu import ways
 
     if way.options["provider"] == "cuda":
         if job.rehearse:
-            way = replace(way, options=stand_in(way.options), stands_in="CUDA")
+            way = replace(way, options=cpu_options(way.options), stands_in="CUDA")
         else:
             absent = why_no_cuda()
             if absent:
@@ -120,8 +120,8 @@ def one_way(folder: Path, way: Way, job: Job) -> Result:
     return found
 
 
-def stand_in(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options for the CPU provider, which captures nothing."""
+def cpu_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The same options for the CPU provider, which cannot capture steps."""
     return {**{name: value for name, value in options.items() if name != "provider_options"}, "provider": "cpu"}
 
 

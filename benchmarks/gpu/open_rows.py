@@ -32,13 +32,13 @@ def sides(kernel: DeviceKernel, table: torch.Tensor, metric: str, batch: int, to
     for name, bounded in (("no bound", None), ("nearest neighbours bounded", pool)):
         step = Step(kernel, logits, UNCERTIFIED | {"uniform": 0.37}, options, table_of(table, metric, bounded))
         step.launch()
-        note = describe(step.samples())
+        note = describe_work(step.samples())
         found[f"Top-W, {metric}, {name}"] = Timed(step.launch, moved, note, goal=GOALS.get(batch))
     found["torch.topk of the pool's size"] = Timed(lambda: logits.topk(min(options.top_m, vocab), 1), logits.nbytes)
     return found
 
 
-def describe(samples: KernelSamples) -> str:
+def describe_work(samples: KernelSamples) -> str:
     """A sentence on the work of the rows. Raises NotOpenError for a row that needed no distances."""
     reports = samples.reports
     stages = {STAGES[int(stage)] for stage in reports["stage"]}

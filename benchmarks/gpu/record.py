@@ -66,8 +66,8 @@ class Record:
         self.write()
 
     def write(self) -> None:
-        put(self.folder / JSON, json.dumps(self._all, indent=1, ensure_ascii=False) + "\n")
-        put(self.folder / TABLES, self.tables())
+        replace_file(self.folder / JSON, json.dumps(self._all, indent=1, ensure_ascii=False) + "\n")
+        replace_file(self.folder / TABLES, self.tables())
 
     def tables(self) -> str:
         """Markdown: failures, absences, then a section per part."""
@@ -75,7 +75,7 @@ class Record:
         if self._all["rehearsal"]:
             lines += [f"**{REHEARSAL}**", ""]
         lines += [f"{name}: {value}  " for name, value in self._all["machine"].items() if value]
-        lines += ["", *_bullets("Failed", self.failures()), *_bullets("Not run here", self.absences())]
+        lines += ["", *_bullet_list("Failed", self.failures()), *_bullet_list("Not run here", self.absences())]
         for part in PARTS:
             mine = {key: entry for key, entry in self.steps.items() if key.split("/")[0] == part}
             if mine:
@@ -106,7 +106,7 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def _bullets(title: str, lines: list[str]) -> list[str]:
+def _bullet_list(title: str, lines: list[str]) -> list[str]:
     return [f"**{title}:**", "", *(f"- {line}" for line in lines), ""] if lines else []
 
 
@@ -120,7 +120,7 @@ def _section(name: str, entry: dict[str, Any]) -> list[str]:
     return [*lines, entry["table"], ""] if entry.get("table") else lines
 
 
-def put(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with beside.open("w", encoding="utf-8") as stream:
         stream.write(text)

@@ -19,7 +19,7 @@ from benchmarks.gpu.record import ABSENT, DONE, FAILED, PARTIAL, WAITING, Record
 
 _PLAN_LIMIT = 120.0  # seconds for a child to list its steps
 _GRACE = 5.0  # seconds to end a child and write the record
-_SHORTEST = 20.0  # minimum seconds to continue a partial step
+_SHORTEST = 20.0  # a partial step continues only with at least this many seconds left
 
 Opened = Callable[[str, Job], Child]
 
@@ -30,7 +30,7 @@ def say(text: str) -> None:
 
 @dataclass
 class Run:
-    """One call of the command.
+    """One run of the command.
 
     base: digest of everything that all results depend on.
     end: end of the budget, on time.monotonic's clock.
@@ -89,7 +89,7 @@ class Run:
                 self.record.drop(key)
 
     def _step(self, child: Child, key: str, digest: str, limit: float) -> bool:
-        """Returns whether the process is still usable."""
+        """Run one step and record it. Returns whether the child process is still usable."""
         say(f"{key} ...")
         before = self.record.steps.get(key, {})
         goes_on = before.get("partial") and before.get("inputs") == digest and not self.again
@@ -110,7 +110,7 @@ class Run:
             self._file(key, digest, {**failed, "data": kept["data"], "partial": bool(kept["data"])})
             return False
         result = event["result"]
-        self._file(key, digest, {"state": _state(result), "seconds": event["seconds"], **result})
+        self._file(key, digest, {"state": _outcome_name(result), "seconds": event["seconds"], **result})
         return not result["failed"]
 
     def _file(self, key: str, digest: str, entry: dict[str, Any]) -> None:
@@ -146,7 +146,7 @@ class Run:
         return hashlib.sha256("\0".join([self.base, *inputs]).encode()).hexdigest()[:16]
 
 
-def _state(result: dict[str, Any]) -> str:
+def _outcome_name(result: dict[str, Any]) -> str:
     if result["failed"]:
         return FAILED
     if result["partial"]:

@@ -13,7 +13,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from benchmarks.gpu.build import tool
+from benchmarks.gpu.build import find_tool
 from benchmarks.gpu.job import Job, Result, Step
 
 READY, ANSWERED = "READY", "ANSWERED"  # output of small_rows, which only the child imports
@@ -26,31 +26,33 @@ _SUMMARY = re.compile(r"=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
 
 
 def steps(job: Job) -> list[Step]:
-    alone = Step("rows without a tool", without_a_tool, 20, 120)
-    return [alone, *(Step(name, partial(under, name=name), 45, _LONGEST + 20) for name in TOOLS)]
+    alone = Step("rows without a tool", run_without_tool, 20, 120)
+    return [alone, *(Step(name, partial(run_under_tool, name=name), 45, _LONGEST + 20) for name in TOOLS)]
 
 
 def command(job: Job) -> list[str]:
-    """The program under test."""
+    """The command line of the program that runs under the tools."""
     words = [sys.executable, "-m", "benchmarks.gpu.small_rows", str(job.kernels())]
     return [*words, "--emulated"] if job.rehearse else words
 
 
-def without_a_tool(job: Job) -> Result:
-    """Answers must be right without a tool."""
-    code, said = run(command(job))
+def run_without_tool(job: Job) -> Result:
+    """Run the rows without a tool. Fails if an answer is wrong."""
+    code, said = run_limited(command(job))
     if code != 0 or ANSWERED not in said:
-        return Result(failed=f"the rows ended with {_code(code)} before any tool watched: {_last(said)}")
+        return Result(
+            failed=f"the rows ended with {_describe_exit(code)} before any tool watched: {_last_messages(said)}"
+        )
     return Result({"said": said.splitlines()[-1]}, said.splitlines()[-1])
 
 
-def under(job: Job, name: str) -> Result:
-    """Run the program under a tool."""
+def run_under_tool(job: Job, name: str) -> Result:
+    """Run the program under the tool `name`, and keep the output in NAME.txt."""
     program = sanitizer(job)
     if program is None:
         return Result(absent=(f"compute-sanitizer is missing on this machine: {name} was not run",))
     options = ["--tool", name, "--error-exitcode", str(_FOUND), "--print-limit", "20"]
-    code, said = run([*program, *options, *command(job)])
+    code, said = run_limited([*program, *options, *command(job)])
     log = job.folder("sanitize") / f"{name}.txt"
     log.write_text(said, encoding="utf-8")
     return verdict(name, code, said)
@@ -59,27 +61,35 @@ def under(job: Job, name: str) -> Result:
 def sanitizer(job: Job) -> list[str] | None:
     if job.rehearse:
         return [sys.executable, str(Path(__file__).with_name("sanitizer_stand_in.py"))]
-    found = tool("compute-sanitizer") or (str(_USUAL) if _USUAL.is_file() else None)
+    found = find_tool("compute-sanitizer") or (str(_USUAL) if _USUAL.is_file() else None)
     return None if found is None else [found]
 
 
 def verdict(name: str, code: int | None, said: str) -> Result:
-    """The result of a tool. code: None if killed at its limit."""
+    """The result of a tool.
+
+    code: the exit code; None if the tool was killed at its limit.
+    said: the output.
+    """
     counts = [int(count) for count in _SUMMARY.findall(said)]
     lines = said.splitlines()
     if READY not in lines:  # no allocation: the tool or the driver refuses
         messages = [line.strip("= ") for line in lines if line.startswith("=====")]
-        return Result(absent=(f"{name} could not run: {' / '.join([*messages[1:5], _last(said)])}",))
+        return Result(absent=(f"{name} could not run: {' / '.join([*messages[1:5], _last_messages(said)])}",))
     if code is None:
-        return Result(failed=f"{name} did not end within {_LONGEST:.0f} s: {_last(said)}")
+        return Result(failed=f"{name} did not end within {_LONGEST:.0f} s: {_last_messages(said)}")
     errors = sum(counts)
     data = {"exit code": code, "errors": errors, "said": lines[-_QUOTED:]}
     if code == _FOUND or errors:
         return Result(data, failed=f"{name} found {errors} errors: {_first_errors(lines)}")
     if not counts:
-        return Result(absent=(f"{name} could not run: it ended with {_code(code)} and no summary: {_last(said)}",))
+        return Result(
+            absent=(
+                f"{name} could not run: it ended with {_describe_exit(code)} and no summary: {_last_messages(said)}",
+            )
+        )
     if code != 0 or not any(line.startswith(ANSWERED) for line in lines):
-        return Result(data, failed=f"under {name} the rows ended with {_code(code)}: {_last(said)}")
+        return Result(data, failed=f"under {name} the rows ended with {_describe_exit(code)}: {_last_messages(said)}")
     return Result(data, f"no errors; {next(line for line in lines if line.startswith(ANSWERED))}")
 
 
@@ -88,18 +98,18 @@ def _first_errors(lines: list[str]) -> str:
     return " / ".join(line for line in messages[1 : 1 + _QUOTED] if line)[:1500]
 
 
-def _last(said: str) -> str:
+def _last_messages(said: str) -> str:
     messages = [line.strip("= ").strip() for line in said.splitlines() if line.strip("= ").strip()]
     return " / ".join(messages[-2:])[-800:] or "it printed nothing"
 
 
-def _code(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
     if code is None:
         return "no exit code: it was killed"
     return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
 
-def run(words: list[str]) -> tuple[int | None, str]:
+def run_limited(words: list[str]) -> tuple[int | None, str]:
     """Returns (exit code, output); the code is None if the process group was killed at the limit."""
     process = subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", process_group=0

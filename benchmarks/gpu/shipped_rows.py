@@ -53,7 +53,7 @@ class Verdict:
     by_reference: int = 0
 
 
-def rounded(logits: np.ndarray, dtype: str) -> np.ndarray:
+def round_logits(logits: np.ndarray, dtype: str) -> np.ndarray:
     """The logits rounded to `dtype`, as float32."""
     if dtype == "bfloat16":
         return from_bfloat16(as_bfloat16(logits))
@@ -66,7 +66,7 @@ def rows_of(kinds: list[str], vocab: int, dtype: str, seed: int) -> Rows:
     batch = len(kinds)
     logits = np.concatenate([(likely_logits if "open" not in k else bell_logits)(vocab, 1, seed * 1000 + i)
                              for i, k in enumerate(kinds)])  # fmt: skip
-    logits = rounded(logits, dtype)
+    logits = round_logits(logits, dtype)
     columns = {name: np.full(batch, getattr(TopWParameters(), name), np.float32) for name in PARAMETER_NAMES}
     columns["uniform"] = rng.integers(0, 1 << 24, batch).astype(np.float32) * np.float32(2.0**-24)
     ids = np.full((batch, _EDITS), -1, np.int64)
@@ -109,7 +109,7 @@ class Judge:
         for row, kind in enumerate(rows.kinds):
             verdict.rows[kind] += 1
             verdict.stages[f"{kind}: {STAGES[int(found.reports['stage'][row])]}"] += 1
-            if beside is None or row < _JUDGED or not _agree(beside, found, row):
+            if beside is None or row < _JUDGED or not _rows_agree(beside, found, row):
                 self._by_reference(rows, row, found, verdict)
 
     def _by_reference(self, rows: Rows, row: int, found: KernelSamples, verdict: Verdict) -> None:
@@ -137,7 +137,7 @@ class Judge:
                 verdict.explained[f"{difference}: {reason}"] += 1
 
 
-def _agree(first: KernelSamples, second: KernelSamples, row: int) -> bool:
+def _rows_agree(first: KernelSamples, second: KernelSamples, row: int) -> bool:
     exact = ("next_token", "kept", "certified", "keep_mask")
     close = ("logprob", "mass")
     return all(np.array_equal(getattr(first, name)[row], getattr(second, name)[row]) for name in exact) and all(
@@ -173,11 +173,13 @@ def compare(
         mixes = [[kind] * batch for kind in KINDS] if batch == 1 else [[KINDS[i % len(KINDS)] for i in range(batch)]]
         for mix in mixes:
             rows = rows_of(mix, len(table), dtype, seed + 1)
-            judge.judge(rows, launched(kernel, rows, dtype, options, device_table), verdict)
+            judge.judge(rows, launch_rows(kernel, rows, dtype, options, device_table), verdict)
     return verdict
 
 
-def launched(kernel: DeviceKernel, rows: Rows, dtype: str, options: TopWOptions, table: DeviceTable) -> KernelSamples:
+def launch_rows(
+    kernel: DeviceKernel, rows: Rows, dtype: str, options: TopWOptions, table: DeviceTable
+) -> KernelSamples:
     logits = torch.from_numpy(rows.logits).to(kernel.device, getattr(torch, dtype))
     step = Step(kernel, logits, rows.columns, options, table, rows.edits, allowed=rows.allowed, mass=True,
                 keep_mask=True)  # fmt: skip

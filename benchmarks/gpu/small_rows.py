@@ -111,30 +111,30 @@ def rows(seed: int, scale: float) -> tuple[np.ndarray, dict[str, np.ndarray], tu
     return logits, parameter_columns(columns, BATCH), (ids, penalty, bias, pack_mask(allowed))
 
 
-def put(memory: Memory, array: np.ndarray) -> int:
+def copy_to(memory: Memory, array: np.ndarray) -> int:
     address = memory.allocate(array.nbytes)
     memory.write(address, np.ascontiguousarray(array))
     return address
 
 
 def table_in(memory: Memory, table: KernelTable) -> TableStruct:
-    statistics = (put(memory, array) for array in (table.rows, table.mean, table.inverse_std))
+    statistics = (copy_to(memory, array) for array in (table.rows, table.mean, table.inverse_std))
     rows_at, mean, inverse_std = statistics
     return TableStruct(rows_at, *table.rows.shape, TABLE_TYPES[table.dtype], 0, mean, inverse_std, None, BlocksStruct())
 
 
-def launched(
+def launch_twice(
     kernel: CudaKernel, memory: Memory, stored: np.ndarray, columns: dict[str, np.ndarray],
     changes: tuple[np.ndarray, ...], table: TableStruct,
 ) -> KernelSamples:  # fmt: skip
-    """The kernels' answers, with every output."""
+    """Launch the kernels twice over the same memory. Returns the answers of the second launch, with every output."""
     kind = "bfloat16" if stored.dtype == np.uint16 else str(stored.dtype)
     shape = CudaShape(_OPTIONS, BATCH, VOCAB, EDITS, kind, table)
     samples = KernelSamples.empty(BATCH, VOCAB, mass=True, keep_mask=True)
     places = {field.name: memory.allocate(getattr(samples, field.name).nbytes) for field in fields(samples)}
     inputs = InputsStruct(
-        BATCH, VOCAB, EDITS, mask_words(VOCAB), *(put(memory, array) for array in (stored, *changes)),
-        *(put(memory, columns[name]) for name in COLUMNS),
+        BATCH, VOCAB, EDITS, mask_words(VOCAB), *(copy_to(memory, array) for array in (stored, *changes)),
+        *(copy_to(memory, columns[name]) for name in COLUMNS),
     )  # fmt: skip
     control = kernel.allocate(kernel.control_bytes(shape))
     workspace = memory.allocate(kernel.workspace_bytes(shape))
@@ -196,7 +196,7 @@ def main() -> int:
     for seed, (name, (store, read)) in enumerate(types.items()):
         logits, columns, changes = rows(seed, 1.6)
         stored = store(logits)
-        samples = launched(kernel, memory, stored, columns, changes, table)
+        samples = launch_twice(kernel, memory, stored, columns, changes, table)
         stages.update(STAGES[int(stage)] for stage in samples.reports["stage"])
         wrong += [f"{name}, {line}" for line in wrong_rows(samples, read(stored), columns, changes, geometry)]
     print("\n".join(wrong))

@@ -39,9 +39,9 @@ def steps(job: Job) -> list[Step]:
 def certified_rows(job: Job, batch: int) -> Result:
     """Time certified rows: logits types, warm and cold caches, separate launches, torch operations."""
     from benchmarks.gpu import certified
-    from benchmarks.gpu.device import opened
+    from benchmarks.gpu.device import open_kernel
 
-    sizes, kernel = sizes_of(job), opened(job)
+    sizes, kernel = sizes_of(job), open_kernel(job)
     logits = certified.logits_on(kernel.device, batch, sizes.vocab)
     try:
         sides = certified.top_w_sides(kernel, logits, sizes)
@@ -54,13 +54,13 @@ def certified_rows(job: Job, batch: int) -> Result:
 def flashinfer(job: Job, batch: int) -> Result:
     """Time FlashInfer's samplers, in a step of their own because FlashInfer may compile or fail."""
     from benchmarks.gpu import certified, flashinfer_samplers
-    from benchmarks.gpu.device import opened
+    from benchmarks.gpu.device import open_kernel
     from benchmarks.gpu.measure import Timed
 
     absent = flashinfer_samplers.why_absent()
     if absent:
         return Result(absent=(absent,))
-    sizes, kernel = sizes_of(job), opened(job)
+    sizes, kernel = sizes_of(job), open_kernel(job)
     logits = certified.logits_on(kernel.device, batch, sizes.vocab)
     step = certified.certified_step(kernel, logits)
     sides = {"Top-W, float32": Timed(step.launch, logits.nbytes)} | flashinfer_samplers.sides(logits)
@@ -70,10 +70,10 @@ def flashinfer(job: Job, batch: int) -> Result:
 def open_rows(job: Job, metric: str, batch: int) -> Result:
     """Time open rows at the shipped size."""
     from benchmarks.gpu import open_rows as rows
-    from benchmarks.gpu.device import opened
+    from benchmarks.gpu.device import open_kernel
     from benchmarks.gpu.tables import random_rows
 
-    sizes, kernel = sizes_of(job), opened(job)
+    sizes, kernel = sizes_of(job), open_kernel(job)
     table = random_rows(sizes.vocab, sizes.hidden, kernel.device)
     try:
         sides = rows.sides(kernel, table, metric, batch, sizes.top_m)
@@ -87,10 +87,10 @@ def decode_step(job: Job) -> Result:
     """Time a captured decode step with Top-W, minus the step without it."""
     from benchmarks.common import Spread
     from benchmarks.gpu.decoder import decoder, sampler
-    from benchmarks.gpu.device import opened
+    from benchmarks.gpu.device import open_kernel
     from benchmarks.gpu.measure import Timed
 
-    sizes, kernel = sizes_of(job), opened(job)
+    sizes, kernel = sizes_of(job), open_kernel(job)
     model = decoder(kernel.device, sizes.decoder)
     model.step()
     top_w = sampler(kernel, model.logits, sizes.decoder[0])
@@ -118,10 +118,10 @@ def decode_step(job: Job) -> Result:
 
 def _measured(job: Job, device: torch.device, sides: dict[str, Timed], steps: int | None = None) -> tuple[float, Times]:
     """Returns (memory bandwidth in bytes per second, times)."""
-    from benchmarks.gpu.measure import bandwidth, measured
+    from benchmarks.gpu.measure import bandwidth, measure_sides
 
     sizes = sizes_of(job)
-    return bandwidth(device), measured(sides, min(job.rounds, sizes.rounds), steps or sizes.steps, device)
+    return bandwidth(device), measure_sides(sides, min(job.rounds, sizes.rounds), steps or sizes.steps, device)
 
 
 def _result(job: Job, what: str, rate: float, times: Times) -> Result:

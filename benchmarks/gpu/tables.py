@@ -40,7 +40,10 @@ def _blocks(rows: torch.Tensor, metric: str) -> Iterator[torch.Tensor]:
 
 
 def table_of(rows: torch.Tensor, metric: str, bounded: torch.Tensor | None = None) -> DeviceTable:
-    """bounded: token ids that need neighbour bounds."""
+    """Make the table of `rows` with its statistics.
+
+    bounded: token ids that get neighbour bounds; None for no bounds.
+    """
     mean, inverse_std = statistics(rows, metric)
     bound = None if bounded is None else nearest_bound(rows, metric, mean, inverse_std, bounded)
     return DeviceTable.of_tensors(rows, mean, inverse_std, bound)

@@ -1,6 +1,6 @@
-"""An exported model's tokens for fixed requests, and their comparison.
+"""Draw an exported model's tokens for fixed requests, record and compare them.
 
-The tokens are recorded while packing, because a host's CPU runtime may differ or fail to open the folder.
+`pack` records the CPU's tokens, because the GPU host's CPU runtime may draw others or fail to open the folder.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ Sequences = list[list[int]]
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference between two lists of sequences.
+    """The difference between two lists of sequences.
 
-    steps: the first differing step of each differing sequence.
-    first: the smallest, or None.
+    sequences: number of sequences.
+    steps: the first differing step of each sequence that differs.
+    first: the smallest of `steps`, or None.
     """
 
     sequences: int
@@ -57,7 +58,7 @@ class Difference:
 
 
 def requests(seeds: int = 3, tokens: int = TOKENS) -> list[dict[str, Any]]:
-    """Arguments of `generate`: every choice and seed, prompts alone and batched."""
+    """Arguments of `generate` by request: every choice of parameters and every seed, prompts alone and in a batch."""
     prompts: list[Any] = [*PROMPTS, PROMPTS]
     return [
         {"prompt": prompt, "seed": seed, "max_new_tokens": tokens, **choice}
@@ -67,7 +68,7 @@ def requests(seeds: int = 3, tokens: int = TOKENS) -> list[dict[str, Any]]:
     ]
 
 
-def draw(model: TopWModel, asked: Iterable[dict[str, Any]]) -> Sequences:
+def draw_tokens(model: TopWModel, asked: Iterable[dict[str, Any]]) -> Sequences:
     """The tokens of every sequence, batches in order."""
     drawn: Sequences = []
     for request in asked:
@@ -77,7 +78,7 @@ def draw(model: TopWModel, asked: Iterable[dict[str, Any]]) -> Sequences:
 
 
 def compare(found: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]) -> Difference:
-    """Compare lists of sequences. Raises BenchmarkError for lists of different lengths."""
+    """Compare two lists of sequences. Raises BenchmarkError if their lengths differ."""
     if len(found) != len(wanted):
         raise BenchmarkError(f"{len(found)} sequences were drawn, but {len(wanted)} are recorded; pack again.")
     steps = []
@@ -89,7 +90,7 @@ def compare(found: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]) -> 
     return Difference(len(wanted), tuple(steps))
 
 
-def record(folder: Path, asked: Sequence[dict[str, Any]]) -> None:
+def record_tokens(folder: Path, asked: Sequence[dict[str, Any]]) -> None:
     """Write this CPU's tokens. Raises TopWError if `folder` does not open."""
     import onnxruntime
 
@@ -98,18 +99,18 @@ def record(folder: Path, asked: Sequence[dict[str, Any]]) -> None:
     with TopWModel.from_pretrained(folder, provider="cpu") as model:
         text = {
             "format": FORMAT, "onnxruntime": onnxruntime.__version__, "sampler": model.sampler,
-            "requests": list(asked), "tokens": draw(model, asked),
+            "requests": list(asked), "tokens": draw_tokens(model, asked),
         }  # fmt: skip
-    beside(folder).write_text(json.dumps(text) + "\n", encoding="utf-8")
+    tokens_file(folder).write_text(json.dumps(text) + "\n", encoding="utf-8")
 
 
-def beside(folder: Path) -> Path:
+def tokens_file(folder: Path) -> Path:
     return folder.with_name(folder.name + SUFFIX)
 
 
-def recorded(folder: Path) -> dict[str, Any] | None:
+def load_tokens(folder: Path) -> dict[str, Any] | None:
     """The recorded tokens, or None. Raises BenchmarkError for another format."""
-    path = beside(folder)
+    path = tokens_file(folder)
     if not path.is_file():
         return None
     try:

@@ -32,21 +32,21 @@ def unpack(archives: Sequence[Path], into: Path) -> list[str]:
     """
     for archive in archives:
         index = _index_beside(archive)
-        _same_pack(index, into)
+        _check_same_pack(index, into)
         entry = _entry(index, archive)
-        done = _done(into)
+        done = _unpacked_archives(into)
         if done.get(archive.name) == entry["sha256"]:
             continue
         _extract(archive, index, into)
         _join(index, into)
         _write_json(into / _DONE, done | {archive.name: entry["sha256"]})
-    return missing(into)
+    return unusable_components(into)
 
 
-def missing(folder: Path) -> list[str]:
+def unusable_components(folder: Path) -> list[str]:
     """A sentence per unusable component of `folder`."""
     index = _index(folder / INDEX)
-    done = _done(folder)
+    done = _unpacked_archives(folder)
     found = [f"{name} was not packed: {why}" for name, why in index["absent"].items()]
     for name, component in index["components"].items():
         waiting = [archive for archive in component["archives"] if archive not in done]
@@ -57,7 +57,7 @@ def missing(folder: Path) -> list[str]:
 
 def why_missing(folder: Path, component: str) -> str:
     """Why the component is missing; empty without an index or a reason."""
-    known = missing(folder) if (folder / INDEX).is_file() else []
+    known = unusable_components(folder) if (folder / INDEX).is_file() else []
     return next((sentence for sentence in known if sentence.split(" ", 1)[0] == component), "")
 
 
@@ -65,7 +65,7 @@ def components(folder: Path) -> dict[str, dict[str, Any]]:
     """Index entries of the complete components."""
     if not (folder / INDEX).is_file():
         return {}
-    done = _done(folder)
+    done = _unpacked_archives(folder)
     every: dict[str, dict[str, Any]] = _index(folder / INDEX)["components"]
     return {name: entry for name, entry in every.items() if all(archive in done for archive in entry["archives"])}
 
@@ -113,7 +113,7 @@ def _index(path: Path) -> dict[str, Any]:
     return index
 
 
-def _same_pack(index: Mapping[str, Any], into: Path) -> None:
+def _check_same_pack(index: Mapping[str, Any], into: Path) -> None:
     """Raises BenchmarkError if `into` holds another pack's index."""
     path = into / INDEX
     if not path.is_file():
@@ -147,7 +147,7 @@ def _extract(archive: Path, index: Mapping[str, Any], into: Path) -> None:
     try:
         with lzma.open(archive) as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
             for member in tar:
-                target = into / _checked(member, archive, list(allowed))
+                target = into / _checked_path(member, archive, list(allowed))
                 left -= member.size
                 if left < 0:
                     raise BenchmarkError(f"{archive.name} unpacks to more than {INDEX} says; pack again.")
@@ -156,7 +156,7 @@ def _extract(archive: Path, index: Mapping[str, Any], into: Path) -> None:
         raise BenchmarkError(f"{archive.name} is not a readable .tar.xz file ({error}); pack again.") from None
 
 
-def _checked(member: tarfile.TarInfo, archive: Path, folders: Sequence[str]) -> PurePosixPath:
+def _checked_path(member: tarfile.TarInfo, archive: Path, folders: Sequence[str]) -> PurePosixPath:
     """The member's path. Raises BenchmarkError unless it is a file or link within one of `folders`.
 
     Links must name a file of their own folder, so none leads outside.
@@ -218,7 +218,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _done(folder: Path) -> dict[str, str]:
+def _unpacked_archives(folder: Path) -> dict[str, str]:
     """SHA-256 of the unpacked archives, by name."""
     path = folder / _DONE
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -31,8 +31,9 @@ _WARMUP = 2
 
 @dataclass(frozen=True)
 class Way:
-    """How to open a folder.
+    """How to open and call an exported folder.
 
+    options: arguments of `TopWModel.from_pretrained`.
     sampler: the sampler that the model must report; "" for any.
     threads: concurrent `generate` calls on one model.
     stands_in: what this way replaces in a rehearsal.
@@ -45,7 +46,7 @@ class Way:
 
 
 def run(folder: Path, way: Way, job: Job) -> Result:
-    """Compare the recorded requests' tokens, and time. Fails if the folder does not open."""
+    """Open the folder, compare its tokens with the recorded ones, and time it. The result fails if it does not open."""
     from topw_deploy.runtime import TopWModel
 
     notes: list[str] = []
@@ -56,39 +57,39 @@ def run(folder: Path, way: Way, job: Job) -> Result:
                 return Result(
                     failed=f"{way.sampler} should choose the tokens, but {model.sampler} does: {model.why_graph}"
                 )
-            cpu = _cpu(folder, opened, notes)
-            asked, wanted = _wanted(folder, cpu)
-            difference = tokens.compare(drawn(model, asked, way.threads), wanted)
-            times = timed(model, cpu, way.threads, min(job.rounds, 2 if job.rehearse else 20), job.rehearse)
-            return _result(model, way, difference, times, wrong(difference, _is_float32(model)), notes)
+            cpu = _open_on_cpu(folder, opened, notes)
+            asked, wanted = _reference_tokens(folder, cpu)
+            difference = tokens.compare(draw_concurrently(model, asked, way.threads), wanted)
+            times = time_generation(model, cpu, way.threads, min(job.rounds, 2 if job.rehearse else 20), job.rehearse)
+            return _result(model, way, difference, times, why_not_rounding(difference, _is_float32(model)), notes)
     except TopWError as error:
         return Result(failed=str(error), absent=tuple(notes))
 
 
-def _wanted(folder: Path, cpu: TopWModel | None) -> tuple[list[dict[str, Any]], tokens.Sequences]:
-    """The CPU's tokens: recorded, else drawn here."""
-    known = tokens.recorded(folder)
+def _reference_tokens(folder: Path, cpu: TopWModel | None) -> tuple[list[dict[str, Any]], tokens.Sequences]:
+    """The requests and the CPU's tokens: the recorded ones, else drawn here."""
+    known = tokens.load_tokens(folder)
     if known is not None:
         return known["requests"], known["tokens"]
     if cpu is None:
         raise BenchmarkError(f"{folder} has no recorded tokens, and the CPU does not open it: pack it.")
     asked = tokens.requests()
-    return asked, tokens.draw(cpu, asked)
+    return asked, tokens.draw_tokens(cpu, asked)
 
 
-def drawn(model: TopWModel, asked: Sequence[dict[str, Any]], threads: int) -> tokens.Sequences:
+def draw_concurrently(model: TopWModel, asked: Sequence[dict[str, Any]], threads: int) -> tokens.Sequences:
     """The tokens of every request, in order; each thread takes the next request when it is free."""
     with ThreadPoolExecutor(threads) as pool:
-        answers = pool.map(lambda request: tokens.draw(model, [request]), asked)
+        answers = pool.map(lambda request: tokens.draw_tokens(model, [request]), asked)
         return [sequence for answer in answers for sequence in answer]
 
 
-def timed(
+def time_generation(
     model: TopWModel, cpu: TopWModel | None, threads: int, rounds: int, rehearse: bool = False
 ) -> dict[str, list[float]]:
-    """Milliseconds per token, in turn: "this" and, if it opens, "cpu".
+    """Milliseconds per token in each round, of "this" model and of "cpu", the same folder on the CPU if it opens there.
 
-    Threads generate one sequence each; the slowest counts.
+    Each thread generates one sequence, and the slowest thread counts.
     """
     from benchmarks.common import interleave
 
@@ -108,8 +109,8 @@ def timed(
     return interleave(sides, rounds, warmup=_WARMUP)
 
 
-def wrong(difference: tokens.Difference, float32: bool) -> str:
-    """Why rounding cannot explain the difference; empty if it can."""
+def why_not_rounding(difference: tokens.Difference, float32: bool) -> str:
+    """A sentence on why rounding cannot explain the difference; empty if it can."""
     early = sum(step < EARLY for step in difference.steps)
     if early > MOST_EARLY * difference.sequences:
         return (
@@ -124,7 +125,7 @@ def wrong(difference: tokens.Difference, float32: bool) -> str:
     return ""
 
 
-def _cpu(folder: Path, opened: ExitStack, notes: list[str]) -> TopWModel | None:
+def _open_on_cpu(folder: Path, opened: ExitStack, notes: list[str]) -> TopWModel | None:
     from topw_deploy.runtime import TopWModel
 
     try:

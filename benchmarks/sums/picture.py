@@ -1,4 +1,4 @@
-"""Accuracy over temperature as a picture."""
+"""Draw accuracy against temperature."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.sums.scores import Cell
 from topw_deploy.stats.style import COLOURS, MUTED, style_axes, write_heading
 
 _COLOURS = (*COLOURS, "#56b4e9", "#8c6d31", "#cc3366", "#333333")
-_APART = 0.012  # share of the axis between the marks of two rules at the same temperature
+_MARK_SHIFT = 0.012  # share of the axis between the marks of two rules at the same temperature
 
 
 def save_plot(cells: Sequence[Cell], path: Path, title: str) -> None:
@@ -23,8 +23,8 @@ def save_plot(cells: Sequence[Cell], path: Path, title: str) -> None:
     rules = list(dict.fromkeys(cell.rule for cell in sampled))
     span = max((c.temperature or 0) for c in sampled) - min((c.temperature or 0) for c in sampled) if sampled else 0
     for place, rule in enumerate(rules):
-        shift = (place - (len(rules) - 1) / 2) * _APART * (span or 1) / 2
-        _line(axes, [cell for cell in sampled if cell.rule == rule], shift, _COLOURS[place % len(_COLOURS)])
+        shift = (place - (len(rules) - 1) / 2) * _MARK_SHIFT * (span or 1) / 2
+        _draw_line(axes, [cell for cell in sampled if cell.rule == rule], shift, _COLOURS[place % len(_COLOURS)])
     for cell in cells:
         if cell.temperature is None:
             axes.axhline(100 * cell.accuracy, color=MUTED, lw=1, ls="--", label=cell.rule)
@@ -39,7 +39,7 @@ def save_plot(cells: Sequence[Cell], path: Path, title: str) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _line(axes: Any, cells: Sequence[Cell], shift: float, colour: str) -> None:
+def _draw_line(axes: Any, cells: Sequence[Cell], shift: float, colour: str) -> None:
     cells = sorted(cells, key=lambda cell: cell.temperature or 0.0)
     at = [(cell.temperature or 0.0) + shift for cell in cells]
     heights = [100 * cell.accuracy for cell in cells]

@@ -103,7 +103,7 @@ class _Cast:
         return _Cast(name, other, they, things, rng.choice(PLACES))
 
 
-def _gathered(rng: random.Random, numbers: Sequence[int]) -> Problem:
+def _gathering_problem(rng: random.Random, numbers: Sequence[int]) -> Problem:
     """A person has some things, and gets more once or twice."""
     cast = c = _Cast.drawn(rng)
     told = [
@@ -137,10 +137,10 @@ def _gathered(rng: random.Random, numbers: Sequence[int]) -> Problem:
             "How many are there altogether?",
         )
     )
-    return _solved(rng, cast, [*_with_distractor(rng, cast, told), asked], numbers)
+    return _problem_with_steps(rng, cast, [*_insert_distractor(rng, cast, told), asked], numbers)
 
 
-def _more(rng: random.Random, numbers: Sequence[int]) -> Problem:
+def _comparison_problem(rng: random.Random, numbers: Sequence[int]) -> Problem:
     """One person has more things than another; the question is how many they have together."""
     cast = _Cast.drawn(rng)
     c, (a, b) = cast, numbers
@@ -152,10 +152,10 @@ def _more(rng: random.Random, numbers: Sequence[int]) -> Problem:
             "How many do both of them have?",
         )
     )
-    return _solved(rng, cast, [*_with_distractor(rng, cast, told), asked], (a, b, a), together=True)
+    return _problem_with_steps(rng, cast, [*_insert_distractor(rng, cast, told), asked], (a, b, a), together=True)
 
 
-def _with_distractor(rng: random.Random, cast: _Cast, told: list[str]) -> list[str]:
+def _insert_distractor(rng: random.Random, cast: _Cast, told: list[str]) -> list[str]:
     """Add a sentence with an irrelevant number to `told` in one of five cases."""
     if rng.random() < 0.2:
         number = rng.randrange(11, 99)
@@ -169,13 +169,13 @@ def _with_distractor(rng: random.Random, cast: _Cast, told: list[str]) -> list[s
     return told
 
 
-def _solved(
+def _problem_with_steps(
     rng: random.Random, cast: _Cast, told: Sequence[str], numbers: Sequence[int], *, together: bool = False
 ) -> Problem:
     c, total, lines = cast, numbers[0], []
     for step, number in enumerate(numbers[1:]):
         result = total + number
-        lines.append(f"{rng.choice(_heads(c, step, together))} {total}+{number}: {columns(total, number)}")
+        lines.append(f"{rng.choice(_step_openings(c, step, together))} {total}+{number}: {columns(total, number)}")
         lines[-1] += rng.choice((f" so {result}", f" which is {result}", f" that makes {result}", f" giving {result}"))
         lines[-1] += rng.choice((".", f" {c.things}."))
         total = result
@@ -193,7 +193,7 @@ def _solved(
     return Problem(" ".join(told), "\n".join([*lines, f"#### {total}"]), total)
 
 
-def _heads(cast: _Cast, step: int, together: bool) -> tuple[str, ...]:
+def _step_openings(cast: _Cast, step: int, together: bool) -> tuple[str, ...]:
     c = cast
     if step == 0 and together:
         return (f"{c.other} has", f"First, {c.other} has", f"The {c.things} of {c.other}:", f"Find what {c.other} has:")
@@ -204,7 +204,7 @@ def _heads(cast: _Cast, step: int, together: bool) -> tuple[str, ...]:
     return ("Then add", "Next,", f"Now {c.they} has", f"Add the other {c.things}:", "We go on with", "The next sum is")
 
 
-_WRITERS = {"two": _gathered, "three": _gathered, "more": _more}
+_WRITERS = {"two": _gathering_problem, "three": _gathering_problem, "more": _comparison_problem}
 
 
 def main() -> None:

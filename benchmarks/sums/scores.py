@@ -1,4 +1,4 @@
-"""Accuracy by rule and temperature, with 95 % intervals."""
+"""Count correct answers by rule and temperature, and write tables with 95 % intervals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Z95 = 1.959964
 class Cell:
     """The replies under one rule at one temperature.
 
-    temperature: None for greedy.
+    temperature: None for greedy decoding.
     right: whether the stated total is correct, for each seed and problem in this order.
     unanswered: number of replies without `####` and a number.
     tokens: mean number of tokens per reply.
@@ -67,7 +67,7 @@ def wilson(right: int, total: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def difference(cell: Cell, other: Cell) -> tuple[float, float]:
+def mean_difference(cell: Cell, other: Cell) -> tuple[float, float]:
     """(Mean of `cell` minus `other` over the same problems and seeds, half the width of its 95 % normal interval)."""
     apart = [int(a) - int(b) for a, b in zip(cell.right, other.right, strict=True)]
     return statistics.fmean(apart), Z95 * statistics.pstdev(apart) / math.sqrt(len(apart))
@@ -75,37 +75,40 @@ def difference(cell: Cell, other: Cell) -> tuple[float, float]:
 
 def accuracy_table(cells: Sequence[Cell]) -> str:
     """A row per rule, a column per temperature: accuracy in per cent and its interval."""
-    return _by_temperature(cells, _accuracy)
+    return _temperature_table(cells, _format_accuracy)
 
 
 def details_table(cells: Sequence[Cell]) -> str:
     """A row per rule, a column per temperature: mean kept tokens and the share without an answer."""
-    return _by_temperature(cells, _details)
+    return _temperature_table(cells, _format_details)
 
 
 def difference_table(cells: Sequence[Cell]) -> str:
-    """Accuracy minus that of the first rule, in percentage points, over the same problems and random numbers."""
+    """A row per rule: its accuracy minus the first rule's, in percentage points, with the 95 % interval.
+
+    Both rules answer the same problems with the same random numbers.
+    """
     sampled = [cell for cell in cells if cell.temperature is not None]
     first = {cell.temperature: cell for cell in sampled if cell.rule == sampled[0].rule}
 
     def written(cell: Cell) -> str:
-        mean, half = difference(cell, first[cell.temperature])
+        mean, half = mean_difference(cell, first[cell.temperature])
         return f"{100 * mean:+.1f} ± {100 * half:.1f}"
 
-    return _by_temperature([cell for cell in sampled if cell.rule != sampled[0].rule], written)
+    return _temperature_table([cell for cell in sampled if cell.rule != sampled[0].rule], written)
 
 
-def _accuracy(cell: Cell) -> str:
+def _format_accuracy(cell: Cell) -> str:
     low, high = cell.interval
     return f"{100 * cell.accuracy:.1f} ({100 * low:.1f}-{100 * high:.1f})"
 
 
-def _details(cell: Cell) -> str:
+def _format_details(cell: Cell) -> str:
     kept = "-" if cell.kept is None else f"{cell.kept:.2f}"
     return f"{kept} / {100 * cell.unanswered / len(cell.right):.1f} %"
 
 
-def _by_temperature(cells: Sequence[Cell], written: Callable[[Cell], str]) -> str:
+def _temperature_table(cells: Sequence[Cell], written: Callable[[Cell], str]) -> str:
     """A table with a row per rule and a column per temperature. Greedy has the same value in all columns."""
     temperatures = sorted({cell.temperature for cell in cells if cell.temperature is not None})
     rules = list(dict.fromkeys(cell.rule for cell in cells))

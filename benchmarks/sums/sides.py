@@ -18,7 +18,7 @@ NEW_TOKENS = 184  # the longest true answer has about 160 tokens, the context 25
 GREEDY = "greedy"
 WARPERS = ("top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _OFF = {"top_k": 0, "top_p": 1.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
-_SEEDS_APART = 1_000_003
+_SEED_STRIDE = 1_000_003
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class RuleChoice:
                     "after commas; see --help."
                 )
             if sign:
-                parameters[name] = _number(value)
+                parameters[name] = _parse_number(value)
             elif name != "top_w":  # the default
                 parameters["rule"] = name
         return RuleChoice(text, parameters)
@@ -61,7 +61,7 @@ class RuleChoice:
         return set(self.parameters) <= {*PARAMETER_NAMES, "preset"}
 
 
-def _number(text: str) -> Any:
+def _parse_number(text: str) -> Any:
     for kind in (int, float):
         try:
             return kind(text)
@@ -107,7 +107,7 @@ class EngineSide:
     def replies(self, asked: Sequence[Problem], rule: RuleChoice, temperature: float, seed: int) -> list[Reply]:
         parameters = {"temperature": 0.0} if rule.greedy else {**rule.parameters, "temperature": temperature}
         requests = [
-            self._engine.submit(p.prompt, max_new_tokens=NEW_TOKENS, seed=seed * _SEEDS_APART + place, **parameters)
+            self._engine.submit(p.prompt, max_new_tokens=NEW_TOKENS, seed=seed * _SEED_STRIDE + place, **parameters)
             for place, p in enumerate(asked)
         ]
         results = [request.result() for request in requests]

@@ -94,7 +94,7 @@ def special_id(tokenizer: Tokenizer, token: str) -> int:
     return int(found)
 
 
-def encode(found: Sequence[Problem], tokenizer: Tokenizer) -> list[tuple[list[int], int]]:
+def encode_problems(found: Sequence[Problem], tokenizer: Tokenizer) -> list[tuple[list[int], int]]:
     """For each problem: (ids from BOS to EOS, length of the prompt)."""
     eos = special_id(tokenizer, EOS)
     prompts = [len(e.ids) for e in tokenizer.encode_batch([p.prompt for p in found])]
@@ -102,7 +102,7 @@ def encode(found: Sequence[Problem], tokenizer: Tokenizer) -> list[tuple[list[in
     return [([*e.ids, eos], prompt) for e, prompt in zip(texts, prompts, strict=True)]
 
 
-def padded(rows: Sequence[tuple[list[int], int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+def pad_rows(rows: Sequence[tuple[list[int], int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets, int64 [batch, longest - 1], padded on the right; only answers have targets."""
     width = max(len(ids) for ids, _ in rows)
     inputs = torch.full((len(rows), width - 1), pad)
@@ -121,12 +121,12 @@ def batches(recipe: Recipe, tokenizer: Tokenizer, first: int) -> Iterator[tuple[
         start = group * recipe.group
         kinds = ("two",) if start < easy else ("two", "three", "more")
         seed = recipe.seed * 1_000_003 + group + 1
-        rows = encode(list(islice(problems(seed, kinds=kinds), recipe.batch * recipe.group)), tokenizer)
+        rows = encode_problems(list(islice(problems(seed, kinds=kinds), recipe.batch * recipe.group)), tokenizer)
         rows.sort(key=lambda row: len(row[0]))
         order = torch.randperm(recipe.group, generator=torch.Generator().manual_seed(seed)).tolist()
         for place in range(max(0, first - start), min(recipe.group, recipe.steps - start)):
             cut = order[place] * recipe.batch
-            yield padded(rows[cut : cut + recipe.batch], pad)
+            yield pad_rows(rows[cut : cut + recipe.batch], pad)
 
 
 def scored_logits(
@@ -147,12 +147,12 @@ def evaluate(model: LlamaForCausalLM, tokenizer: Tokenizer, recipe: Recipe) -> d
 
     Digits are scored after the true text, so the share is an estimate of greedy accuracy.
     """
-    rows = encode(list(islice(problems(TEST_SEED, held_out=True), recipe.evaluated)), tokenizer)
+    rows = encode_problems(list(islice(problems(TEST_SEED, held_out=True), recipe.evaluated)), tokenizer)
     digits = torch.tensor([tokenizer.token_to_id(str(d)) for d in range(10)])
     pad = special_id(tokenizer, PAD)
     losses, right = [], 0
     for row in rows:
-        logits, targets = scored_logits(model, *padded([row], pad))
+        logits, targets = scored_logits(model, *pad_rows([row], pad))
         losses.append(functional.cross_entropy(logits, targets, reduction="none"))
         of_digits = torch.isin(targets, digits)
         right += bool((logits.argmax(-1) == targets)[of_digits].all())

@@ -1,4 +1,7 @@
-"""The words of the problems. Varied wording gives every step likely wrong tokens, as in real text."""
+"""The words of the problems.
+
+Varied wording makes several tokens likely at every step, wrong ones too, as in real text.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Spread, interleave, machine, say, table
-from benchmarks.models import exported
+from benchmarks.models import export_once
 from topw_deploy.web import write_site
 
 HERE = Path(__file__).parent
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--dtypes", default="fp32,int8,int4", help="of `topw-export`, separated by commas")
     parser.add_argument("--json", type=Path, help="write all samples to this file")
     args = parser.parse_args()
-    found = {dtype: _measure(dtype, args.rounds, args.tokens) for dtype in args.dtypes.split(",")}
+    found = {dtype: _measure_dtype(dtype, args.rounds, args.tokens) for dtype in args.dtypes.split(",")}
     print(f"{machine()}; {args.rounds} rounds of {args.tokens} tokens, one thread\n")
     rows = [
         (dtype, setting, side, Spread.of(rates).format(digits=1))
@@ -60,9 +60,9 @@ def main() -> None:
         args.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
-def _measure(dtype: str, rounds: int, tokens: int) -> dict[str, dict[str, list[float]]]:
+def _measure_dtype(dtype: str, rounds: int, tokens: int) -> dict[str, dict[str, list[float]]]:
     """Setting -> side -> tokens per second of each round."""
-    model = exported("demo", "--dtype", dtype)
+    model = export_once("demo", "--dtype", dtype)
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         site = Path(folder) / "site"
@@ -70,11 +70,11 @@ def _measure(dtype: str, rounds: int, tokens: int) -> dict[str, dict[str, list[f
         for setting, parameters in SETTINGS.items():
             say(f"{dtype}, {setting}")
             given = {"seed": 2, "max_new_tokens": tokens, "ignore_eos": True, **parameters}
-            found[setting] = _setting(model, site, json.dumps({"prompt": PROMPT, "parameters": given}), rounds)
+            found[setting] = _measure_setting(model, site, json.dumps({"prompt": PROMPT, "parameters": given}), rounds)
     return found
 
 
-def _setting(model: Path, site: Path, request: str, rounds: int) -> dict[str, list[float]]:
+def _measure_setting(model: Path, site: Path, request: str, rounds: int) -> dict[str, list[float]]:
     commands = {
         "Python, native": [sys.executable, "-c", _PYTHON, str(model), "native", request],
         "Python, function": [sys.executable, "-c", _PYTHON, str(model), "graph", request],

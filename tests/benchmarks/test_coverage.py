@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.coverage import runner
-from benchmarks.coverage.architectures import DECODER_ONLY, NOT_DECODER_ONLY, all_types, decoder_only, unknown
+from benchmarks.coverage.architectures import (
+    DECODER_ONLY,
+    NOT_DECODER_ONLY,
+    all_types,
+    decoder_only_types,
+    unlisted_types,
+)
 from benchmarks.coverage.overrides import OVERRIDES
 from benchmarks.coverage.page import page
 from benchmarks.coverage.peers import Peer, dispatched_classes, read_peers, types_of_classes
@@ -39,7 +45,7 @@ def failure(model_type: str) -> str:
 
 
 def test_every_type_of_the_map_is_listed() -> None:
-    new = [failure(name) for name in unknown()]
+    new = [failure(name) for name in unlisted_types()]
     assert not new, (
         f"transformers {metadata.version('transformers')} has new causal-LM types: {', '.join(new)}. List each in "
         "benchmarks/coverage/architectures.py, and see CONTRIBUTING.md, 'Raise the pin of transformers'."
@@ -133,7 +139,7 @@ def test_patches_of_bytes_are_refused_with_their_reason() -> None:
 
 def test_the_page_counts_what_was_exported_and_names_what_was_not(tmp_path: Path) -> None:
     file = ResultFile(tmp_path / "results.json")
-    good, bad, alone, mixed = decoder_only()[:4]
+    good, bad, alone, mixed = decoder_only_types()[:4]
     file.add(Result(model_type=good, form="default", outcome=EXPORTED, difference=1.04e-5, states={"full": 2}))
     for form in FORMS:
         file.add(Result(model_type=bad, form=form, outcome=REFUSED, reason="its layers are | odd."))
@@ -150,7 +156,7 @@ def test_the_page_counts_what_was_exported_and_names_what_was_not(tmp_path: Path
         )
     text = page(file, [Peer("other", "1.0", (good, mixed, "bert"))])
     lines = text.splitlines()
-    count = len(decoder_only())
+    count = len(decoder_only_types())
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert f"This page is incomplete: {3 * count - 10} exports have no result" in text
     (summary,) = [line for line in lines if "`topw-export MODEL OUT`" in line]

@@ -14,10 +14,10 @@ import pytest
 from benchmarks import sizing
 from benchmarks.fleet import __main__ as fleet
 from benchmarks.fleet.compare import compare
-from benchmarks.fleet.costs import Costs, stored
+from benchmarks.fleet.costs import Costs, stored_costs
 from benchmarks.fleet.replica import Replica, Sequence
 from benchmarks.fleet.simulate import ROUTINGS, simulate
-from benchmarks.fleet.workload import Requests, Workload, draw
+from benchmarks.fleet.workload import Requests, Workload, draw_requests
 from tests.support.toy_model import Toy, export
 
 SCALE = Path(__file__).parents[2] / "docs" / "guide" / "scale.md"
@@ -75,7 +75,7 @@ def test_a_prompt_of_the_same_group_is_read_from_where_it_differs() -> None:
 
 
 def test_the_simulation_is_deterministic_and_loses_nothing() -> None:
-    drawn = draw(replace(Workload(), groups=20), 400, seed=3)
+    drawn = draw_requests(replace(Workload(), groups=20), 400, seed=3)
     rate = 3 / SMALL.request(float(drawn.prompt.mean()), float(drawn.new.mean()))
     for routing in ROUTINGS:
         one, two = (simulate(SMALL, drawn.at_rate(rate), 4, routing, seed=1) for _ in range(2))
@@ -87,7 +87,7 @@ def test_the_simulation_is_deterministic_and_loses_nothing() -> None:
 
 
 def test_routing_by_load_beats_chance_and_routing_by_prefix_reuses_more() -> None:
-    drawn = draw(replace(Workload(), groups=200), 3000, seed=0)
+    drawn = draw_requests(replace(Workload(), groups=200), 3000, seed=0)
     rate = 20 * 0.85 / SMALL.request(float(drawn.prompt.mean()), float(drawn.new.mean()))
     found = {routing: simulate(SMALL, drawn.at_rate(rate), 20, routing) for routing in ROUTINGS}
     p99 = {routing: np.percentile(each.first, 99) for routing, each in found.items()}
@@ -98,7 +98,7 @@ def test_routing_by_load_beats_chance_and_routing_by_prefix_reuses_more() -> Non
 def test_the_simulation_is_the_engine_on_a_virtual_clock(tmp_path: Path) -> None:
     """The bound is for tokens that prompts share by chance, as the vocabulary has only 259; the seeds are fixed."""
     folder = export(tmp_path / "toy", Toy.random(3), form="grouped")
-    drawn = draw(Workload(prompt=12, new=10, shared=20, groups=6, most=90), 60, seed=0)
+    drawn = draw_requests(Workload(prompt=12, new=10, shared=20, groups=6, most=90), 60, seed=0)
     found = compare(folder, replace(SMALL, chunk=16), drawn, load=0.9, virtual=True)
     assert found.measured["prompt tokens reused"] > 0.1
     for name, measured in found.measured.items():
@@ -106,7 +106,7 @@ def test_the_simulation_is_the_engine_on_a_virtual_clock(tmp_path: Path) -> None
 
 
 def test_beyond_the_capacity_the_wait_grows() -> None:
-    drawn = draw(replace(Workload(), groups=0), 1000, seed=0)
+    drawn = draw_requests(replace(Workload(), groups=0), 1000, seed=0)
     capacity = 4 / SMALL.request(float(drawn.prompt.mean()), float(drawn.new.mean()))
     low, high = (simulate(SMALL, drawn.at_rate(load * capacity), 4, "least loaded") for load in (0.5, 1.5))
     assert np.median(high.first) > 10 * np.median(low.first)
@@ -117,7 +117,7 @@ def test_the_memory_is_that_of_the_engine(tmp_path: Path) -> None:
     from topw_deploy.runtime import TopWModel
 
     folder = export(tmp_path / "toy", Toy.random(3), form="grouped")
-    found = sizing.memory(folder, 3, 64)
+    found = sizing.estimate_memory(folder, 3, 64)
     with (
         TopWModel.from_pretrained(folder, provider="cpu") as model,
         Engine(model, max_batch=3, max_length=64) as engine,
@@ -125,7 +125,7 @@ def test_the_memory_is_that_of_the_engine(tmp_path: Path) -> None:
         assert engine.stats().cache_bytes == pytest.approx(3 * found.row, rel=0.01)
     parts = (found.weights, found.tied, 3 * found.row, found.work)
     assert found.total == sizing.PROCESS + 16 * (folder / "tokenizer.json").stat().st_size + sum(parts)
-    assert found.total - sizing.memory(folder, 2, 64).total == found.row + 4 * Toy.random(3).vocab
+    assert found.total - sizing.estimate_memory(folder, 2, 64).total == found.row + 4 * Toy.random(3).vocab
 
 
 @pytest.mark.slow
@@ -161,7 +161,7 @@ def test_the_formula_predicts_the_stored_rates() -> None:
 
 def test_the_stored_costs_give_the_stored_figures() -> None:
     """The figures from which they were solved: a request's share of the rate, and the time to the first text."""
-    costs = stored(4)
+    costs = stored_costs(4)
     assert costs.chunk == 256
     assert costs.reading(8) == pytest.approx(16.8e-3)
     assert sum(costs.reading(tokens) for tokens in (256, 256, 256, 240)) == pytest.approx(70 * 16.8e-3)
@@ -169,15 +169,15 @@ def test_the_stored_costs_give_the_stored_figures() -> None:
     reading = 32 * costs.chunk_fixed + 5383 * costs.chunk_token
     for width, rate in ((1, 111), (4, 123)):
         assert 976 / (reading + (976 - 16) * costs.step[width - 1] / width) == pytest.approx(rate)
-    assert stored(8).step[:4] == costs.step
-    assert np.diff(stored(8).step) == pytest.approx(costs.step[1] - costs.step[0])
+    assert stored_costs(8).step[:4] == costs.step
+    assert np.diff(stored_costs(8).step) == pytest.approx(costs.step[1] - costs.step[0])
 
 
 def test_the_rates_of_the_guide_are_those_of_the_stored_costs() -> None:
     """In the table of docs/guide/scale.md, load 1 is the capacity of 1,000 replicas with 8 rows."""
     rows = re.findall(r"^\| ([\d.]+) \| ([\d,]+) \| (?:random|prefix) \|", SCALE.read_text("utf-8"), re.MULTILINE)
     assert len(rows) == 8
-    capacity = fleet.capacity(stored(8), draw(Workload(), 40_000, 0), 1000)
+    capacity = fleet.capacity(stored_costs(8), draw_requests(Workload(), 40_000, 0), 1000)
     for load, rate in rows:
         assert f"{float(load) * capacity:,.0f}" == rate
 
@@ -192,5 +192,5 @@ def test_the_command_simulates_with_the_stored_costs(
 
 
 def test_the_number_of_replicas() -> None:
-    assert sizing.replicas(100, 0.05, 0.7) == 8
+    assert sizing.needed_replicas(100, 0.05, 0.7) == 8
     assert COSTS.request(150, 4) == pytest.approx(2 * 0.5 + 1.5 + 3 * 1.5 / 2)

@@ -16,7 +16,7 @@ def test_added_tokens_take_the_wanted_share_and_leave_the_others_logits() -> Non
     import torch
     import transformers
 
-    from benchmarks.trained_rows import described, extend
+    from benchmarks.trained_rows import add_tokens, row_statistics
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -29,11 +29,11 @@ def test_added_tokens_take_the_wanted_share_and_leave_the_others_logits() -> Non
         hidden = model.model(input_ids=ids).last_hidden_state.flatten(0, 1)
         hidden = hidden + 2.0  # states of trained models have a mean
         before = hidden @ model.get_input_embeddings().weight.T
-        extend(model, ALL, hidden)
+        add_tokens(model, ALL, hidden)
         after = hidden @ model.get_output_embeddings().weight.T
     assert after.shape == (512, ALL)
     assert torch.equal(after[:, :OWN], before)
-    cold, warm, *_, hot = described(after, OWN)
+    cold, warm, *_, hot = row_statistics(after, OWN)
     # 0.25 / 1.25 by construction; the shift is a fit, and rows differ
     assert 0.1 < warm["added"] < 0.35
     assert cold["added"] < warm["added"] < hot["added"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import benchmarks.serve
-from benchmarks.serve import summary
+from benchmarks.serve import summary_tables
 from topw_deploy.bench.process import WorkerProcess
 from topw_deploy.errors import BenchmarkError
 
@@ -206,7 +206,9 @@ def test_the_summary_has_a_row_for_every_load_and_run(tmp_path: Path) -> None:
     runs = [{"threads": 2, "loads": [{"callers": 4, "new_tokens": 300, "sides": sides}], "latencies": latencies}]
     (tmp_path / "a.json").write_text(json.dumps({"settings": {"folder": "demo-int4"}, "runs": runs}), "utf-8")
     rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in summary(tmp_path).splitlines() if "demo" in line
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in summary_tables(tmp_path).splitlines()
+        if "demo" in line
     ]
     assert rows == [
         ["demo-int4", "2", "4", "100", "10.0", "", "", "", "1.25 (1.20-1.30)", ""],

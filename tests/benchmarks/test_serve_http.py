@@ -19,8 +19,17 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from benchmarks import http_load, serve_http
-from benchmarks.http_load import PATH, Answer, Turn, load
-from benchmarks.serve_http import HEADER, Load, Result, Side, gguf_file, llama_server_side, percentile, report
+from benchmarks.http_load import PATH, Answer, Turn, run_load
+from benchmarks.serve_http import (
+    HEADER,
+    Load,
+    ServerSide,
+    SideResult,
+    gguf_file,
+    llama_server_side,
+    percentile,
+    result_table,
+)
 from tests.support.waiting import until_async
 
 ROOT = Path(__file__).parents[2]
@@ -102,7 +111,7 @@ def test_a_load_counts_answers_and_errors(monkeypatch: pytest.MonkeyPatch) -> No
     async def main() -> Turn:
         transport = httpx2.ASGITransport(Starlette(routes=[Route(PATH, completions, methods=["POST"])]))
         async with httpx2.AsyncClient(transport=transport, base_url="http://server") as client:
-            return await load(client, lambda number: {"prompt": str(number), "max_tokens": 2}, 4, 0.5)
+            return await run_load(client, lambda number: {"prompt": str(number), "max_tokens": 2}, 4, 0.5)
 
     monkeypatch.setattr(http_load.asyncio, "wait", until_twenty)
     turn = asyncio.run(main())
@@ -121,7 +130,7 @@ def test_a_fault_of_the_load_itself_is_raised() -> None:
 
     async def main() -> None:
         async with httpx2.AsyncClient(base_url="http://server") as client:
-            await load(client, body, 1, 30.0)
+            await run_load(client, body, 1, 30.0)
 
     with pytest.raises(KeyError):
         asyncio.run(main())
@@ -129,7 +138,7 @@ def test_a_fault_of_the_load_itself_is_raised() -> None:
 
 def test_every_side_gets_the_same_prompts() -> None:
     work = Load(streams=2, prompt_tokens=30, new_tokens=5)
-    one, other = (Side(name, lambda port: [], "/", {"model": name}) for name in "ab")
+    one, other = (ServerSide(name, lambda port: [], "/", {"model": name}) for name in "ab")
     prompts = [work.body(one)(number) for number in (0, 1, 0)]
     assert prompts[0] == prompts[2] != prompts[1]
     assert {**work.body(other)(1), "model": "a"} == prompts[1]
@@ -144,12 +153,12 @@ def test_a_percentile_is_one_of_the_values() -> None:
 
 def test_the_report_pools_the_turns() -> None:
     turns = [Turn(2.0, 3, 200, [0.1], [0.01] * 98, {}), Turn(4.0, 1, 200, [0.3], [0.5, 0.7], {"status 503": 2})]
-    result = Result("one", 30, turns)
-    cells = [cell.strip() for cell in report([result]).splitlines()[2].split("|")[1:-1]]
+    result = SideResult("one", 30, turns)
+    cells = [cell.strip() for cell in result_table([result]).splitlines()[2].split("|")[1:-1]]
     assert dict(zip(HEADER, cells, strict=False))["new tokens/s"] == "75.0 (50.0-100)"
     assert cells == ["one", "75.0 (50.0-100)", "100", "300", "10.0", "500", "4", "2 x status 503"]
     assert result.as_dict()["between_texts_seconds"] == {"p50": 0.01, "p90": 0.01, "p99": 0.5, "p100": 0.7}
-    assert report([Result("two", 30, [Turn(1.0)])]).splitlines()[2].split("|")[-2].strip() == "none"
+    assert result_table([SideResult("two", 30, [Turn(1.0)])]).splitlines()[2].split("|")[-2].strip() == "none"
 
 
 def test_llama_server_has_a_slot_of_full_length_for_each_stream() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.sums import __main__ as command
 from benchmarks.sums.problems import Problem, columns, is_held_out, problems, stated_total
-from benchmarks.sums.scores import Cell, accuracy_table, difference, difference_table, wilson
+from benchmarks.sums.scores import Cell, accuracy_table, difference_table, mean_difference, wilson
 from benchmarks.sums.sides import NEW_TOKENS, Reply, RuleChoice
 from topw_deploy.errors import ParameterError
 
@@ -92,7 +92,7 @@ def test_intervals_are_those_of_wilson_and_of_paired_differences() -> None:
     assert wilson(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
     one = Cell("a", 1.0, (True, True, False, True), 0, 5.0, None)
     other = Cell("b", 1.0, (True, False, False, False), 0, 5.0, None)
-    assert difference(one, other) == pytest.approx((0.5, 1.959964 * 0.5 / 2))
+    assert mean_difference(one, other) == pytest.approx((0.5, 1.959964 * 0.5 / 2))
 
 
 @pytest.mark.slow

@@ -23,11 +23,11 @@ VOCAB, HIDDEN = 2_000, 16
 
 @pytest.fixture
 def table(kernel: DeviceKernel) -> DeviceTable:
-    return agreement.table_on(kernel, VOCAB, HIDDEN)
+    return agreement.random_table_on(kernel, VOCAB, HIDDEN)
 
 
 def test_the_mixed_rows_reach_every_stage(kernel: DeviceKernel, table: DeviceTable) -> None:
-    step = agreement.step_of(kernel, 24, 1, table)
+    step = agreement.mixed_step(kernel, 24, 1, table)
     step.launch()
     assert {STAGES[stage] for stage in step.samples().reports["stage"]} == set(STAGES)
 
@@ -40,17 +40,17 @@ def test_rows_have_the_same_answers_again_and_alone(kernel: DeviceKernel, table:
 def test_answers_that_differ_are_noticed(kernel: DeviceKernel, table: DeviceTable) -> None:
     found = []
     for seed in (1, 2):
-        step = agreement.step_of(kernel, 4, seed, table)
+        step = agreement.mixed_step(kernel, 4, seed, table)
         step.launch()
         found.append(step.samples())
-    assert agreement.same(found[0], found[0])
-    assert not agreement.same(*found)
+    assert agreement.are_equal(found[0], found[0])
+    assert not agreement.are_equal(*found)
 
 
 def test_a_repeat_that_differs_is_named(
     kernel: DeviceKernel, table: DeviceTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agreement, "same", lambda first, second: False)
+    monkeypatch.setattr(agreement, "are_equal", lambda first, second: False)
     assert agreement.unequal_repeats(kernel, table, 2, 2) == [0, 1]
     assert agreement.unequal_alone(kernel, table, 2) == [0, 1]
 
@@ -91,7 +91,7 @@ def test_a_wrong_answer_at_the_shipped_shape_is_noticed(kernel: DeviceKernel) ->
     options, rows = TopWOptions(metric="cosine"), random_rows(VOCAB, HIDDEN, kernel.device)
     drawn = shipped_rows.rows_of(["certified", "edited"], VOCAB, "float32", 1)
     table = table_of(rows, "cosine")
-    samples = shipped_rows.launched(kernel, drawn, "float32", options, table)
+    samples = shipped_rows.launch_rows(kernel, drawn, "float32", options, table)
     geometry = Geometry.from_embeddings(rows.numpy(), "cosine", tuple(t.numpy() for t in table.statistics))
     judge, verdict = shipped_rows.Judge(options, geometry, None), shipped_rows.Verdict()
     judge.judge(drawn, samples, verdict)

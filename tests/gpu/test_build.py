@@ -21,14 +21,14 @@ ptxas info    : Used 128 registers, used 1 barriers
 
 
 def test_registers_stack_and_shared_memory_are_read_by_kernel() -> None:
-    assert build.usage(USAGE) == {
+    assert build.parse_usage(USAGE) == {
         "certify<Bfloat16>": {"registers": 56, "stack": 16, "shared": 6656},
         "geometry": {"registers": 128, "stack": 728, "shared": 4496},
     }
 
 
 def test_spills_are_read_by_kernel() -> None:
-    assert build.spill_lines(PTXAS) == [("_ZN4topw8geometryENS_4CallE", 84, 152)]
+    assert build.parse_spills(PTXAS) == [("_ZN4topw8geometryENS_4CallE", 84, 152)]
 
 
 def test_names_of_kernels_are_readable() -> None:

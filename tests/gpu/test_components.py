@@ -43,7 +43,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
                     wheel.writestr(file, content)
             return path
 
-        monkeypatch.setattr(wheels, "fetch", fetch)
+        monkeypatch.setattr(wheels, "download_wheel", fetch)
 
     return put
 
@@ -190,4 +190,4 @@ def test_without_nvcc_flashinfer_is_not_packed(tmp_path: Path, scratch: Path, mo
 def test_a_file_that_is_not_a_wheel_is_refused(tmp_path: Path) -> None:
     (tmp_path / "it-1.0-py3-none-any.whl").write_bytes(b"not a zip file")
     with pytest.raises(BenchmarkError, match=r"^it-1\.0-py3-none-any\.whl is not a wheel"):
-        wheels.unzip(tmp_path / "it-1.0-py3-none-any.whl", tmp_path / "out")
+        wheels.extract_wheel(tmp_path / "it-1.0-py3-none-any.whl", tmp_path / "out")

@@ -20,7 +20,7 @@ from topw_deploy.sampling import TopWOptions
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     toy = Toy.random(1, options=TopWOptions(top_m=64, metric="mahalanobis"))
     folder = export(tmp_path_factory.mktemp("packed") / "toy", toy, form="scatter", max_length=128)
-    tokens.record(folder, tokens.requests(seeds=1, tokens=12))
+    tokens.record_tokens(folder, tokens.requests(seeds=1, tokens=12))
     return folder
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.packing.fatbin import chosen, fat_binaries, keep_only, survey
+from benchmarks.gpu.packing.fatbin import fat_binaries, keep_only, loaded_code, survey
 from topw_deploy.errors import BenchmarkError, PluginError
 from topw_deploy.plugins import compile_cuda
 
@@ -85,7 +85,7 @@ def test_the_driver_would_choose_what_is_kept(sm: int, wanted: list[str]) -> Non
         entry(PTX, 70, TEXT), entry(PTX, 120, TEXT),
     )  # fmt: skip
     (entries,) = fat_binaries(elf([(".nv_fatbin", given)]))
-    assert [code.label for code in chosen(entries, sm)] == wanted
+    assert [code.label for code in loaded_code(entries, sm)] == wanted
 
 
 def test_a_library_without_code_for_the_gpu_is_reported(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from benchmarks.gpu.certified import NotCertifiedError, certified_step, logits_o
 from benchmarks.gpu.decoder import decoder
 from benchmarks.gpu.device import DeviceKernel
 from benchmarks.gpu.job import Job
-from benchmarks.gpu.measure import Timed, measured, rotating, zeroing
-from benchmarks.gpu.open_rows import NotOpenError, describe
+from benchmarks.gpu.measure import Timed, measure_sides, rotate_launches, zeroing_side
+from benchmarks.gpu.open_rows import NotOpenError, describe_work
 from benchmarks.gpu.sizes import REHEARSED
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def test_a_difference_is_taken_round_by_round() -> None:
         "long": Timed(lambda: time.sleep(0.006)),
         "added": Timed(("long", "short"), 1_000),
     }
-    times = measured(sides, 3, 2, CPU)
+    times = measure_sides(sides, 3, 2, CPU)
     for long, short, added in zip(*(times.microseconds[name] for name in ("long", "short", "added")), strict=True):
         assert added == long - short
     assert times.spread("added").median == statistics.median(times.microseconds["added"])
@@ -38,8 +38,8 @@ def test_a_difference_is_taken_round_by_round() -> None:
 
 def test_a_graph_uses_all_copies_in_turn() -> None:
     walked: list[int] = []
-    side = rotating([lambda number=number: walked.append(number) for number in range(3)])
-    measured({"cold": Timed(side, copies=3)}, 1, 4, CPU)
+    side = rotate_launches([lambda number=number: walked.append(number) for number in range(3)])
+    measure_sides({"cold": Timed(side, copies=3)}, 1, 4, CPU)
     assert walked[-6:] == [walked[-6], *[(walked[-6] + i) % 3 for i in range(1, 6)]]
 
 
@@ -55,7 +55,7 @@ def test_rows_that_need_no_distance_are_not_measured_as_open(kernel: DeviceKerne
     step = certified.Step(kernel, logits_on(CPU, 1, 500), {"uniform": 0.3}, certified._OPTIONS)
     step.launch()
     with pytest.raises(NotOpenError, match="answered by candidates"):
-        describe(step.samples())
+        describe_work(step.samples())
 
 
 def test_the_sides_zero_the_control_memory(kernel: DeviceKernel) -> None:
@@ -84,7 +84,7 @@ def test_flashinfers_samplers_are_timed_beside_top_w_if_installed(
     found = speed.flashinfer(job, 2)
     assert {"top-p", "top-k"} == set(called)
     assert len(found.data["sides"]) == 3
-    monkeypatch.setattr("benchmarks.gpu.flashinfer_samplers.captured", refuses)
+    monkeypatch.setattr("benchmarks.gpu.flashinfer_samplers.capture_graph", refuses)
     found = speed.flashinfer(job, 2)
     assert found.table.count("launched, not captured: operation not permitted") == 2
 
@@ -96,7 +96,7 @@ def test_without_flashinfer_the_step_reports_it(emulated_library: Path, tmp_path
 
 def test_zeroing_sets_every_byte_to_zero() -> None:
     block = torch.ones(300, dtype=torch.uint8)
-    zeroing(block)()
+    zeroing_side(block)()
     assert not block.any()
 
 

@@ -41,7 +41,7 @@ def answers(
     """(failed, absent, data) by step."""
     out = tmp_path_factory.mktemp("out")
     folder = Path(shutil.copytree(demo_folder, out / demo_folder.name))
-    tokens.record(folder, [{**request, "max_new_tokens": 6} for request in tokens.requests()[3:6]])
+    tokens.record_tokens(folder, [{**request, "max_new_tokens": 6} for request in tokens.requests()[3:6]])
     environment = {
         "PATH": os.environ["PATH"],
         "LD_LIBRARY_PATH": str(stand_in),

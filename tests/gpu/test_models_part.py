@@ -28,7 +28,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a cache of 128 tokens and the CPU's tokens."""
     toy = Toy.random(1, options=TopWOptions(top_m=64, metric="mahalanobis"))
     folder = export(tmp_path_factory.mktemp("packed") / "toy", toy, form="scatter", max_length=128)
-    tokens.record(folder, REQUESTS)
+    tokens.record_tokens(folder, REQUESTS)
     return folder
 
 
@@ -65,7 +65,7 @@ def test_a_step_is_repeated_when_the_folder_or_its_tokens_change(job: Job, expor
 
     before = inputs()
     assert inputs() == before
-    beside = tokens.beside(exported)
+    beside = tokens.tokens_file(exported)
     kept = beside.read_text(encoding="utf-8")
     beside.write_text(kept + "\n", encoding="utf-8")
     changed = inputs()
@@ -127,12 +127,12 @@ def test_another_sampler_than_the_one_to_measure_fails(job: Job, exported: Path)
 
 
 def test_the_tokens_of_another_model_fail(job: Job, exported: Path, tmp_path: Path) -> None:
-    known = json.loads(tokens.beside(exported).read_text(encoding="utf-8"))
+    known = json.loads(tokens.tokens_file(exported).read_text(encoding="utf-8"))
     other = export(
         tmp_path / "other", Toy.random(2, options=TopWOptions(top_m=64, metric="mahalanobis")), form="scatter",
         max_length=128,
     )  # fmt: skip
-    tokens.beside(other).write_text(json.dumps(known), encoding="utf-8")
+    tokens.tokens_file(other).write_text(json.dumps(known), encoding="utf-8")
     result = ways.run(other, Way({"provider": "cpu"}), job)
     assert "within 4 steps, more than 25%: rounding does not explain that" in result.failed
     assert result.data["first_difference"] == 0
@@ -146,13 +146,13 @@ def test_a_folder_without_recorded_tokens_is_compared_with_this_cpu(job: Job, tm
 
 def test_recorded_tokens_of_another_format_are_refused(job: Job, tmp_path: Path) -> None:
     folder = export(tmp_path / "old", Toy.random(3), form="scatter", max_length=128)
-    tokens.beside(folder).write_text('{"format": 99}', encoding="utf-8")
+    tokens.tokens_file(folder).write_text('{"format": 99}', encoding="utf-8")
     assert "has format 99" in ways.run(folder, Way({"provider": "cpu"}), job).failed
 
 
 def test_several_threads_keep_the_order_of_the_requests(exported: Path) -> None:
     with TopWModel.from_pretrained(exported, provider="cpu") as model:
-        assert ways.drawn(model, REQUESTS, 4) == tokens.draw(model, REQUESTS)
+        assert ways.draw_concurrently(model, REQUESTS, 4) == tokens.draw_tokens(model, REQUESTS)
 
 
 def test_a_difference_is_counted_from_its_first_step() -> None:
@@ -174,4 +174,4 @@ def test_a_difference_is_counted_from_its_first_step() -> None:
     ],
 )
 def test_rounding_is_distinguished_from_a_wrong_model(steps: tuple[int, ...], float32: bool, fails: bool) -> None:
-    assert bool(ways.wrong(tokens.Difference(100, steps), float32)) == fails
+    assert bool(ways.why_not_rounding(tokens.Difference(100, steps), float32)) == fails

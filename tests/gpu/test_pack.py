@@ -138,7 +138,7 @@ def test_a_missing_package_is_reported_with_pips_message(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(subprocess, "run", pip)
     with pytest.raises(BenchmarkError, match=r"^pip does not fetch it==9 for Python 3\.12: ERROR: No matching"):
-        wheels.fetch("it==9", HOST, tmp_path)
+        wheels.download_wheel("it==9", HOST, tmp_path)
 
 
 def test_the_demo_is_packed_with_the_cpus_tokens(packed_demo: list[Path], tmp_path: Path) -> None:  # noqa: F811

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.gpu import children, runner
 from benchmarks.gpu.job import Job, Result, result_json
-from benchmarks.gpu.record import JSON, TABLES, Record, RecordError, put
+from benchmarks.gpu.record import JSON, TABLES, Record, RecordError, replace_file
 from benchmarks.gpu.runner import Run
 from tests.gpu.toy_part import EXPECTED, LIMIT, ran
 from tests.support.waiting import until
@@ -235,14 +235,14 @@ def test_an_absence_is_in_the_tables_and_tried_again(tmp_path: Path, capfd: pyte
 
 
 def test_a_file_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(tmp_path / "file", "old")
+    replace_file(tmp_path / "file", "old")
 
     def full(_descriptor: int) -> None:
         raise OSError("No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space"):
-        put(tmp_path / "file", "new")
+        replace_file(tmp_path / "file", "new")
     assert (tmp_path / "file").read_text() == "old"
 
 

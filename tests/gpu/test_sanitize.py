@@ -62,15 +62,15 @@ def test_rows_that_fail_under_a_tool_fail() -> None:
 
 def test_a_tool_that_does_not_end_fails_and_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sanitize, "_LONGEST", 0.5)
-    code, said = sanitize.run([sys.executable, "-u", "-c", "import time; print('READY'); time.sleep(600)"])
+    code, said = sanitize.run_limited([sys.executable, "-u", "-c", "import time; print('READY'); time.sleep(600)"])
     assert code is None
     assert "did not end within" in sanitize.verdict("racecheck", code, said).failed
 
 
 def test_a_missing_tool_is_reported(tmp_path: Path, emulated_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sanitize, "tool", lambda name: None)
+    monkeypatch.setattr(sanitize, "find_tool", lambda name: None)
     monkeypatch.setattr(sanitize, "_USUAL", tmp_path / "none")
-    found = sanitize.under(Job(tmp_path, emulated_library), "memcheck")
+    found = sanitize.run_under_tool(Job(tmp_path, emulated_library), "memcheck")
     assert found.absent == ("compute-sanitizer is missing on this machine: memcheck was not run",)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu.packing import command
-from benchmarks.gpu.unpack import INDEX, components, environment, missing, unpack
+from benchmarks.gpu.unpack import INDEX, components, environment, unpack, unusable_components
 from topw_deploy.errors import BenchmarkError
 
 from .test_pack import HOST, LIMIT, refuse, stage_tree, write_tree
@@ -81,7 +81,7 @@ def test_an_interrupted_unpacking_is_resumed(pack: list[Path], tmp_path: Path) -
     done = json.loads((host / "unpacked.json").read_text(encoding="utf-8"))
     last = pack[-1].name
     (host / "unpacked.json").write_text(json.dumps({n: s for n, s in done.items() if n != last}), encoding="utf-8")
-    assert f"onnxruntime is not complete: unpack {last}, too." in missing(host)
+    assert f"onnxruntime is not complete: unpack {last}, too." in unusable_components(host)
     unpack([pack[-1]], host)
     assert list(components(host)) == ["onnxruntime"]
     assert not list(host.rglob("*.slice-*"))

@@ -60,22 +60,22 @@ def write(root: Path, into: Path, name: str, limit: int) -> Written:
     """
     if limit < SMALLEST:
         raise BenchmarkError(f"the limit is {limit} bytes, but must be at least {SMALLEST}; give --limit a larger one.")
-    end = _compressed(b"\0" * 2 * tarfile.BLOCKSIZE, binary=False)
+    end = _compress(b"\0" * 2 * tarfile.BLOCKSIZE, binary=False)
     archives: list[list[bytes]] = [[]]
     slices: dict[str, list[str]] = {}
     for members, stream in _streams(_members(root), limit - len(end)):
         for member in members:
             if member.sliced:
-                slices.setdefault(_whole(root, member), []).append(f"{member.name}{SLICE}{member.start}")
+                slices.setdefault(_relative_name(root, member), []).append(f"{member.name}{SLICE}{member.start}")
         if sum(map(len, archives[-1])) + len(stream) + len(end) > limit:
             archives.append([])
         archives[-1].append(stream)
-    made = [_put(into / f"{name}-{i}{SUFFIX}", [*streams, end]) for i, streams in enumerate(archives, 1)]
-    joined = {file: {"slices": names, **_described(root / file)} for file, names in slices.items()}
+    made = [_write_streams(into / f"{name}-{i}{SUFFIX}", [*streams, end]) for i, streams in enumerate(archives, 1)]
+    joined = {file: {"slices": names, **_archive_entry(root / file)} for file, names in slices.items()}
     return Written(made, joined)
 
 
-def _whole(root: Path, member: Member) -> str:
+def _relative_name(root: Path, member: Member) -> str:
     return member.path.relative_to(root).as_posix()
 
 
@@ -93,25 +93,25 @@ def _streams(members: Sequence[Member], most: int) -> Iterator[tuple[list[Member
     block: list[Member] = []
     for member in members:
         if block and sum(m.size for m in block) + member.size > _BLOCK:
-            yield from _fitting(block, most)
+            yield from _split_to_fit(block, most)
             block = []
         block.append(member)
     if block:
-        yield from _fitting(block, most)
+        yield from _split_to_fit(block, most)
 
 
-def _fitting(block: list[Member], most: int) -> Iterator[tuple[list[Member], bytes]]:
-    stream = _compressed(b"".join(_tar_bytes(member) for member in block), any(_is_library(m.path) for m in block))
+def _split_to_fit(block: list[Member], most: int) -> Iterator[tuple[list[Member], bytes]]:
+    stream = _compress(b"".join(_tar_bytes(member) for member in block), any(_is_library(m.path) for m in block))
     if len(stream) <= most:
         yield block, stream
     elif len(block) > 1:
-        yield from _fitting(block[: len(block) // 2], most)
-        yield from _fitting(block[len(block) // 2 :], most)
+        yield from _split_to_fit(block[: len(block) // 2], most)
+        yield from _split_to_fit(block[len(block) // 2 :], most)
     else:
         (member,) = block
         half = member.size // 2
         for start, size in ((member.start, half), (member.start + half, member.size - half)):
-            yield from _fitting([Member(member.name, member.path, start, size, sliced=True)], most)
+            yield from _split_to_fit([Member(member.name, member.path, start, size, sliced=True)], most)
 
 
 def _tar_bytes(member: Member) -> bytes:
@@ -132,18 +132,18 @@ def _is_library(path: Path) -> bool:
     return path.suffix == ".so" or ".so." in path.name
 
 
-def _compressed(content: bytes, binary: bool) -> bytes:
+def _compress(content: bytes, binary: bool) -> bytes:
     """One .xz stream. binary: apply the x86 filter."""
     filters: list[dict[str, Any]] = [{"id": lzma.FILTER_X86}] if binary else []
     filters.append({"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": _DICTIONARY})
     return lzma.compress(content, format=lzma.FORMAT_XZ, filters=filters)
 
 
-def _put(path: Path, streams: Sequence[bytes]) -> dict[str, Any]:
+def _write_streams(path: Path, streams: Sequence[bytes]) -> dict[str, Any]:
     path.write_bytes(b"".join(streams))
-    return {"name": path.name, **_described(path)}
+    return {"name": path.name, **_archive_entry(path)}
 
 
-def _described(path: Path) -> dict[str, Any]:
+def _archive_entry(path: Path) -> dict[str, Any]:
     with open(path, "rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}

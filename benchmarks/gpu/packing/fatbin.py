@@ -77,7 +77,7 @@ def fat_binaries(data: bytes) -> list[list[Code]]:
     return found
 
 
-def chosen(entries: Sequence[Code], sm: int) -> list[Code]:
+def loaded_code(entries: Sequence[Code], sm: int) -> list[Code]:
     """What the driver loads: the best machine code, else the newest PTX, else nothing."""
     for cubin in (True, False):
         fitting = [code for code in entries if code.cubin == cubin and code.runs_on(sm)]
@@ -100,7 +100,7 @@ def keep_only(path: Path, sm: int) -> Kept:
     data, binaries = _read(path)
     changed = bytearray(data)
     for entries in binaries:
-        wanted = chosen(entries, sm)
+        wanted = loaded_code(entries, sm)
         for code in entries:
             if code not in wanted:
                 changed[code.start : code.start + code.size] = bytes(code.size)
@@ -117,7 +117,7 @@ def _read(path: Path) -> tuple[bytes, list[list[Code]]]:
 
 
 def _summary(binaries: Sequence[Sequence[Code]], sm: int) -> Kept:
-    kept = [code for entries in binaries for code in chosen(entries, sm)]
+    kept = [code for entries in binaries for code in loaded_code(entries, sm)]
     every = [code for entries in binaries for code in entries]
     kept_bytes = sum(code.size for code in kept)
     return Kept(
@@ -125,7 +125,7 @@ def _summary(binaries: Sequence[Sequence[Code]], sm: int) -> Kept:
         dict(Counter(code.label for code in kept)),
         kept_bytes,
         sum(code.size for code in every) - kept_bytes,
-        sum(not chosen(entries, sm) for entries in binaries),
+        sum(not loaded_code(entries, sm) for entries in binaries),
     )
 
 

@@ -48,13 +48,15 @@ def stage(tree: Path, scratch: Path, host: Host) -> Packed:
         nvcc = compile_cuda.find_toolkit().nvcc
     except PluginError as error:
         raise BenchmarkError(f"FlashInfer's samplers are compiled by nvcc: {error}") from None
-    wheel = wheels.fetch(REQUIREMENT, host, scratch)
+    wheel = wheels.download_wheel(REQUIREMENT, host, scratch)
     sources = scratch / "flashinfer"
-    wheels.unzip(wheel, sources, lambda name: "/data/" in name)
-    wheels.unzip(wheel, tree, lambda name: "/data/" not in name and not name.endswith("/RECORD"))
+    wheels.extract_wheel(wheel, sources, lambda name: "/data/" in name)
+    wheels.extract_wheel(wheel, tree, lambda name: "/data/" not in name and not name.endswith("/RECORD"))
     for requirement in NEEDED:
-        wheels.unzip(wheels.fetch(requirement, host, scratch), tree)
-    wheels.unzip(wheels.fetch(RANDOM_HEADERS, host, scratch), scratch / "curand", lambda name: name.endswith(".h"))
+        wheels.extract_wheel(wheels.download_wheel(requirement, host, scratch), tree)
+    wheels.extract_wheel(
+        wheels.download_wheel(RANDOM_HEADERS, host, scratch), scratch / "curand", lambda name: name.endswith(".h")
+    )
     data = sources / "flashinfer" / "data"
     others = [tree / "tvm_ffi" / "include", *(header.parent for header in (scratch / "curand").rglob("curand.h"))]
     includes = [f"-I{data / name}" for name in _FIRST]

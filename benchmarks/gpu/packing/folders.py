@@ -36,7 +36,7 @@ def stage(
     for name in names:
         _export(tree / name, [*FORMS[name], *([] if verify else ["--no-verify"])])
         try:
-            tokens.record(tree / name, tokens.requests(seeds, new_tokens))
+            tokens.record_tokens(tree / name, tokens.requests(seeds, new_tokens))
         except TopWError as error:
             raise BenchmarkError(f"the packed folder {name} does not run on this CPU: {error}") from None
     return Packed(f"topw-deploy {__version__}", notes=() if verify else ("These exports were not verified.",))

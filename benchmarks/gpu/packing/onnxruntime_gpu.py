@@ -22,8 +22,8 @@ def stage(tree: Path, scratch: Path, host: Host) -> Packed:
 
     Raises BenchmarkError if the package is unavailable or has no code for the host's GPU.
     """
-    wheel = wheels.fetch(REQUIREMENT, host, scratch)
-    wheels.unzip(wheel, tree)
+    wheel = wheels.download_wheel(REQUIREMENT, host, scratch)
+    wheels.extract_wheel(wheel, tree)
     package = tree / "onnxruntime"
     for name in _UNUSED:
         shutil.rmtree(package / name, ignore_errors=True)

@@ -28,9 +28,9 @@ def stage(tree: Path, scratch: Path, host: Host) -> Packed:
 
     Raises BenchmarkError if a package is unavailable or has no code for the host's GPU.
     """
-    wheel = wheels.fetch(LIBRARIES, host, scratch)
+    wheel = wheels.download_wheel(LIBRARIES, host, scratch)
     unpacked, folder = scratch / "rtx", tree / "lib"
-    wheels.unzip(wheel, unpacked, lambda name: _BUILDER in name or _PARSER in name)
+    wheels.extract_wheel(wheel, unpacked, lambda name: _BUILDER in name or _PARSER in name)
     folder.mkdir(parents=True)
     found = {}
     for prefix in (_BUILDER, _PARSER):
@@ -47,8 +47,8 @@ def stage(tree: Path, scratch: Path, host: Host) -> Packed:
     for name, library in links.items():
         (folder / name).symlink_to(library.name)
     _empty_plugins(folder / "libnvinfer_plugin.so.11")
-    bindings = wheels.fetch(BINDINGS, host, scratch)
-    wheels.unzip(bindings, tree)
+    bindings = wheels.download_wheel(BINDINGS, host, scratch)
+    wheels.extract_wheel(bindings, tree)
     version = f"TensorRT-RTX {builder.name.removeprefix(_BUILDER)}, bindings {wheels.version(bindings)}"
     return Packed(version, python_path=(".",), linker_path=("lib",), gpu_code={builder.name: kept}, notes=(_NOTE,))
 

@@ -23,7 +23,7 @@ class Host:
     python: str
 
 
-def fetch(requirement: str, host: Host, into: Path) -> Path:
+def download_wheel(requirement: str, host: Host, into: Path) -> Path:
     """Download a wheel with pip. Raises BenchmarkError with pip's message."""
     before = set(into.glob("*.whl"))
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
@@ -41,7 +41,7 @@ def fetch(requirement: str, host: Host, into: Path) -> Path:
     return found.pop()
 
 
-def unzip(wheel: Path, into: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
+def extract_wheel(wheel: Path, into: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
     """Extract the wanted files of a wheel. Raises BenchmarkError for a file that is not a wheel."""
     try:
         with zipfile.ZipFile(wheel) as file:
