@@ -29,5 +29,5 @@ def test_the_code_runs(model: TopWModel, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_the_limits_are_those_of_the_code() -> None:
     patterns = f"{MOST_PATTERNS} patterns in all `patternProperties`"
-    assert f"{MOST_CHARACTERS:,} characters; {patterns}; a least common multiple of {MOST_MULTIPLE:,}" in SECTION
+    assert f"{MOST_CHARACTERS:,} characters, {patterns}, a least common multiple of {MOST_MULTIPLE:,}" in SECTION
     assert f"{COMPILE_SECONDS:.0f} s to compile" in SECTION
