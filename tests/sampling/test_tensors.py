@@ -50,9 +50,7 @@ def ids_of(result, row):
 def check_row(result, row, wanted):
     """Assert that the row's crop is the reference's, except at float64 ties (docs/contract/graph.md, section 4)."""
     ties, bounds = wanted.ties, FLOAT64_TIES
-    tied = (
-        ties.objective <= bounds.objective or ties.nucleus <= bounds.nucleus
-    )  # a cut pool does not count
+    tied = ties.objective <= bounds.objective or ties.nucleus <= bounds.nucleus  # a cut pool does not count
     if not tied:
         assert ids_of(result, row) == wanted.kept.tolist()
         assert result.keep_mask[row].nonzero()[:, 0].tolist() == sorted(wanted.kept.tolist())
