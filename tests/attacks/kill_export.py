@@ -121,9 +121,9 @@ def run_export(source: str, out: Path, finished: bool = False, kill_at: int | No
 
 
 def count_operations(source: str, out: Path, report: Path) -> tuple[int, list[int]]:
-    """Return the number of file operations of an export, and the numbers of those that put the folder in place.
+    """Count the file operations of an export. Returns (their number, decisive).
 
-    The latter end with the number of the operation after the last one.
+    decisive: the number of the first operation that puts something into OUT, of the last one, and of the next after it.
     """
     decisive: list[bool] = []
 

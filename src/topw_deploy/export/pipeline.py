@@ -101,7 +101,7 @@ def _build_graph(job: Job) -> tuple[Decoder, TailSpec]:
 
 
 def _load_decoder(job: Job, file: Path) -> Decoder:
-    """The decoder of another exporter in the ONNX file `file`."""
+    """Read the ONNX file `file`, a decoder that another exporter made."""
     from topw_deploy.export.foreign.load import load_decoder
 
     job.request.check_for_onnx(file.name)

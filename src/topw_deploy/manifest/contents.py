@@ -180,7 +180,10 @@ class DecoderInfo:
 
     @property
     def evicts(self) -> bool:
-        """Whether a state keeps only a window. Prompts of different lengths must then be read one by one."""
+        """Whether a layer's state drops the tokens that have left its window.
+
+        Prompts of different lengths must then be read one by one.
+        """
         return any(state.window for state in self.states)
 
     @property

@@ -135,7 +135,10 @@ def _parse_sweep(text: str) -> tuple[str, list[Any]]:
 
 
 def _parse_value(name: str, value: str) -> float | str:
-    """Parse a number, or keep a `beta` that depends on the temperature as text. Raises ValueError for other text."""
+    """Return `value` as a number, or stripped if it is a `beta` that depends on the temperature, such as "1.5+1.5*T".
+
+    Raises ValueError for other text.
+    """
     try:
         return float(value)
     except ValueError:

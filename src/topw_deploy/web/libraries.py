@@ -37,7 +37,7 @@ class LibraryFile:
         return f"{CDN}/npm/{self.package}@{self.version}/{self.path}"
 
     @property
-    def local(self) -> str:
+    def copy_path(self) -> str:
         """Path of the file in a site that has copies."""
         return f"{FOLDER}/{self.path.rpartition('/')[2]}"
 
@@ -64,14 +64,14 @@ FILES = (SCRIPT, WASM, TOKENIZERS)
 LICENCES = {SCRIPT.package: "MIT", TOKENIZERS.package: "Apache-2.0"}
 
 
-def library_addresses(*, local: bool) -> dict[str, Any]:
+def library_addresses(*, from_copies: bool) -> dict[str, Any]:
     """Where the page finds the libraries, for topw_site.json.
 
-    local: whether the site has copies.
+    from_copies: whether the site has copies, which the page then loads instead of the CDN's files.
     """
 
     def of(file: LibraryFile) -> dict[str, str]:
-        return {"url": file.local} if local else {"url": file.url, "integrity": file.integrity}
+        return {"url": file.copy_path} if from_copies else {"url": file.url, "integrity": file.integrity}
 
     return {"onnxruntime": {"script": of(SCRIPT), "wasm": of(WASM)}, "tokenizers": {"script": of(TOKENIZERS)}}
 

@@ -89,12 +89,12 @@ def write_site(
         page = _page(manifest, size, title or _model_name(manifest), prompt, outside=not found)
         (folder / "index.html").write_text(page, encoding="utf-8")
         for file, data in found:
-            (folder / file.local).parent.mkdir(exist_ok=True)
-            (folder / file.local).write_bytes(data)
+            (folder / file.copy_path).parent.mkdir(exist_ok=True)
+            (folder / file.copy_path).write_bytes(data)
         if found:
             (folder / libraries.FOLDER / "LICENCES.txt").write_text(libraries.licence_notice(), encoding="utf-8")
         loaded = size + sum(entry.size for name, entry in manifest.files.items() if name in _READ_FILES)
-        about = {"version": 1, "bytes": loaded, "libraries": libraries.library_addresses(local=bool(found))}
+        about = {"version": 1, "bytes": loaded, "libraries": libraries.library_addresses(from_copies=bool(found))}
         (folder / MARKER).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return Site(
