@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from topw_deploy.bench.measurement import Spread, interleave, ratio, seconds, this_machine
-from topw_deploy.bench.report import table
 from topw_deploy.errors import BenchmarkError
+from topw_lab.bench.measurement import Spread, interleave, ratio, seconds, this_machine
+from topw_lab.bench.report import table
 
 __all__ = [
     "UNCOUNTED",
@@ -54,7 +54,7 @@ def say(text: str) -> None:
 
 def released_processor(path: Path) -> Any:
     """The authors' class from a copy of their file. Exits with a message if the file lacks it."""
-    from topw_deploy.bench.sides import load_processor  # not at the top: a GPU host may lack what it imports
+    from topw_lab.bench.sides import load_processor  # not at the top: a GPU host may lack what it imports
 
     try:
         return load_processor(path)

@@ -20,8 +20,8 @@ import numpy as np
 from benchmarks.common import UNCOUNTED, add_repository_to_pythonpath, machine, say, table
 from benchmarks.decode_worker import CONTROL, write_either
 from benchmarks.models import export_once, llama_50m
-from topw_deploy.bench.measurement import median_interval
-from topw_deploy.bench.process import WorkerProcess
+from topw_lab.bench.measurement import median_interval
+from topw_lab.bench.process import WorkerProcess
 
 WORKER = Path(__file__).with_name("decode_worker.py")
 Turn = dict[str, float]  # seconds per step; "<sampler> argmax" is its ArgMax

@@ -17,7 +17,6 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from benchmarks.common import UNCOUNTED, median_step_seconds, share_thread_pool
-from topw_deploy.bench.decode.argmax import link_weights
 from topw_deploy.export.tail import OP_TYPE
 from topw_deploy.manifest import DecoderManifest
 from topw_deploy.plugins.shared_library import library_path
@@ -29,6 +28,7 @@ from topw_deploy.runtime.ort.graph_session import SAMPLER_INPUTS
 from topw_deploy.runtime.ort.session import OrtSession
 from topw_deploy.runtime.row_inputs import RuleInputs
 from topw_deploy.sampling import TopWParameters
+from topw_lab.bench.decode.argmax import link_weights
 
 CHOICE = "argmax"  # input, bool
 FILE = "either.onnx"

@@ -25,9 +25,9 @@ from typing import Any
 from benchmarks.common import say, table
 from benchmarks.sums.problems import problems
 from topw_deploy.errors import TopWError
-from topw_deploy.stats.collect import collect
-from topw_deploy.stats.exact_summary import ExactCrop, ExactSummary, summarise_exact
-from topw_deploy.stats.request import ExactRequest, Setting, TextPrompt
+from topw_lab.stats.collect import collect
+from topw_lab.stats.exact_summary import ExactCrop, ExactSummary, summarise_exact
+from topw_lab.stats.request import ExactRequest, Setting, TextPrompt
 
 PROMPTS = Path(__file__).parents[1] / "examples" / "prompts.txt"
 SCALES: dict[str, dict[str, Any]] = {

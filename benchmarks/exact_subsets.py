@@ -19,9 +19,9 @@ from benchmarks.common import say, table
 from benchmarks.geometry_share import held_out_logits
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, preset_parameters
 from topw_deploy.sampling.reference import candidate_pool
-from topw_deploy.stats.exact.analyse import last_alternation
-from topw_deploy.stats.exact.objective import Floats, Objective
-from topw_deploy.stats.exact_summary import equal_objectives
+from topw_lab.stats.exact.analyse import last_alternation
+from topw_lab.stats.exact.objective import Floats, Objective
+from topw_lab.stats.exact_summary import equal_objectives
 
 METRIC, WIDTH = "mahalanobis", 256  # of the bundled model
 LIVELY = TopWParameters(**preset_parameters("lively", METRIC, WIDTH))

@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.common import Spread, add_repository_to_pythonpath, machine, say, table
 from benchmarks.models import export_once, mixtral_50m
-from topw_deploy.bench.process import WorkerProcess
+from topw_lab.bench.process import WorkerProcess
 
 WORKER = Path(__file__).with_name("kv_worker.py")
 FORMS = {

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.common import machine, table
-from topw_deploy.demo import demo_model_path
-from topw_deploy.demo.corpus import gather_corpus
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, crop
+from topw_deploy.tiny import tiny_model_path
+from topw_deploy.tiny.corpus import gather_corpus
 
 SETTINGS = {
     "defaults": TopWParameters(),
@@ -31,8 +31,8 @@ SETTINGS = {
 
 def held_out_logits(rows: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Logits [rows, V] at random positions, and the embedding table [V, d]."""
-    tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
-    model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path())
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype=torch.float32).eval()
     random = np.random.default_rng(0)
     found: list[NDArray[np.float32]] = []
     for text in gather_corpus().held_out:

@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.demo import demo_model_path
 from topw_deploy.export.graph.editor import GraphEditor
+from topw_deploy.tiny import tiny_model_path
 
 _CHILD = """
 import json, sys, time
@@ -86,7 +86,7 @@ def write_decoder(folder: Path, gib: float, hidden: int, vocab: int) -> int:
     data.close()
     ir.save(ir.Model(graph, ir_version=11), folder / "model.onnx")
     (folder / "config.json").write_text(json.dumps({"model_type": "large", "max_position_embeddings": 4096}))
-    shutil.copy(demo_model_path() / "tokenizer.json", folder)
+    shutil.copy(tiny_model_path() / "tokenizer.json", folder)
     return offset
 
 

@@ -22,9 +22,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common import machine, say
-from topw_deploy.demo import demo_model_path
-from topw_deploy.demo.corpus import Corpus, gather_corpus
-from topw_deploy.demo.train import (
+from topw_deploy.tiny import tiny_model_path
+from topw_deploy.tiny.corpus import Corpus, gather_corpus
+from topw_lab.training.train import (
     Recipe,
     batches,
     encode_documents,
@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=40.0)
     parser.add_argument("--every", type=int, default=20, help="steps between two writes of the folder")
     given = parser.parse_args(arguments)
-    folder = demo_model_path()
+    folder = tiny_model_path()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     source = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     corpus = gather_corpus()

@@ -28,7 +28,7 @@ import numpy as np
 
 from benchmarks.common import add_repository_to_pythonpath, machine, say, table
 from benchmarks.models import export_once
-from topw_deploy.bench.process import WorkerProcess
+from topw_lab.bench.process import WorkerProcess
 
 HERE = Path(__file__)
 CANDIDATES: dict[str, tuple[str, ...]] = {
@@ -49,8 +49,8 @@ def held_out_rows(folder: Path) -> np.ndarray:
     """int64 [rows, COLUMNS + 1] of the concatenated held-out documents."""
     from tokenizers import Tokenizer
 
-    from topw_deploy.demo.corpus import gather_corpus
-    from topw_deploy.demo.train import encode_documents
+    from topw_deploy.tiny.corpus import gather_corpus
+    from topw_lab.training.train import encode_documents
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     stream = np.concatenate([ids.numpy() for ids in encode_documents(gather_corpus().held_out, tokenizer)])

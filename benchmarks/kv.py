@@ -34,11 +34,11 @@ import numpy as np
 from benchmarks.common import add_repository_to_pythonpath, machine, say, table
 from benchmarks.kinds import KINDS, genai_folder, kind_model
 from benchmarks.models import export_once, llama_50m
-from topw_deploy.bench.decode.request import DecodeRequest
-from topw_deploy.bench.decode.run import run as bench_decode
-from topw_deploy.bench.measurement import median_interval, round_ratios
-from topw_deploy.bench.process import WorkerProcess
 from topw_deploy.manifest import DecoderInfo, load_decoder_manifest, load_manifest
+from topw_lab.bench.decode.request import DecodeRequest
+from topw_lab.bench.decode.run import run as bench_decode
+from topw_lab.bench.measurement import median_interval, round_ratios
+from topw_lab.bench.process import WorkerProcess
 
 WORKER = Path(__file__).with_name("kv_worker.py")
 FORMS = {

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import machine, say, table
-from topw_deploy.demo import demo_model_path
+from topw_deploy.tiny import tiny_model_path
 
 _EXPORT = """
 import dataclasses, json, sys
@@ -102,8 +102,8 @@ def write_checkpoint(folder: Path, billions: float) -> int:
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        if (demo_model_path() / name).is_file():
-            shutil.copy(demo_model_path() / name, folder)
+        if (tiny_model_path() / name).is_file():
+            shutil.copy(tiny_model_path() / name, folder)
     return total
 
 

@@ -27,7 +27,6 @@ from benchmarks.common import interleave, machine, ratio, say, table
 from benchmarks.geometry_share import held_out_logits
 from benchmarks.lively_texts import PROMPTS, Measures, Text, Writer, shared_ngrams
 from benchmarks.models import export_once
-from topw_deploy.bench.measurement import Spread
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import (
     Geometry,
@@ -38,6 +37,7 @@ from topw_deploy.sampling import (
     preset_parameters,
     typical_distance,
 )
+from topw_lab.bench.measurement import Spread
 
 METRIC, WIDTH = "mahalanobis", 256  # of the bundled model
 UNIT = typical_distance(METRIC, WIDTH)

@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from topw_deploy.demo import demo_model_path
-from topw_deploy.demo.corpus import gather_corpus
 from topw_deploy.runtime import TopWModel
+from topw_deploy.tiny import tiny_model_path
+from topw_deploy.tiny.corpus import gather_corpus
 
 PROMPTS = Path(__file__).parents[1] / "examples" / "prompts.txt"
 NGRAM = 4  # tokens per counted repetition
@@ -58,7 +58,7 @@ class Writer:
     """The bundled float32 model, its tokenizer, the 24 prompts and the corpus."""
 
     def __init__(self, new_tokens: int) -> None:
-        folder = demo_model_path()
+        folder = tiny_model_path()
         self.new_tokens = new_tokens
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -28,10 +28,10 @@ from benchmarks.common import chip, machine, released_processor, say
 from benchmarks.native_rules import mean_entropy, rule_table, time_rules
 from benchmarks.tail import VOCAB, flat_logits, measure
 from benchmarks.trained_rows import logits_of, trained_model
-from topw_deploy.bench.sampler.inputs import likely_logits
 from topw_deploy.plugins.kernel import STAGES, Kernel, KernelCall, KernelTable
 from topw_deploy.plugins.shared_library import library_path, why_absent
 from topw_deploy.sampling import Geometry, TopWOptions, pack_mask
+from topw_lab.bench.sampler.inputs import likely_logits
 
 HIDDEN, GEOMETRY_VOCAB = 2_048, 32_000
 UNCERTIFIED = {"lam": 1.0, "init_top_p": 0.5, "temperature": 2.0, "geom_scale": 0.6}

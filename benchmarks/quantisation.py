@@ -22,9 +22,9 @@ import torch
 
 from benchmarks.common import table
 from benchmarks.int4 import HEADER, comparison_row, held_out_rows, torch_losses, torch_model
-from topw_deploy.demo import demo_model_path
 from topw_deploy.export.quantise import Quantisation
 from topw_deploy.export.verification.dequantised import round_to_blocks
+from topw_deploy.tiny import tiny_model_path
 
 _ERRORS: dict[str, dict[str, Any]] = {
     "int4 search": {"bits": 4},
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument(
         "--part", nargs="+", default=["errors", "perplexity"], choices=("errors", "perplexity", "memory")
     )
-    parser.add_argument("--model", type=Path, default=demo_model_path())
+    parser.add_argument("--model", type=Path, default=tiny_model_path())
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--folder", type=Path, nargs="+", default=[])
     given = parser.parse_args()

@@ -22,13 +22,13 @@ from benchmarks.int4 import llama_files
 from benchmarks.kinds import genai_folder
 from benchmarks.kv import AS_GENAI
 from benchmarks.models import CACHE, export_once, llama_50m
-from topw_deploy.bench.process import WorkerProcess
-from topw_deploy.bench.report import significant
-from topw_deploy.bench.serve.report import Latencies
-from topw_deploy.bench.serve.request import FittedServeRequest, ServeRequest, ServeSide, fit_lengths, longest_sequence
-from topw_deploy.bench.serve.run import run
 from topw_deploy.cli.progress import progress
-from topw_deploy.demo import demo_model_path
+from topw_deploy.tiny import tiny_model_path
+from topw_lab.bench.process import WorkerProcess
+from topw_lab.bench.report import significant
+from topw_lab.bench.serve.report import Latencies
+from topw_lab.bench.serve.request import FittedServeRequest, ServeRequest, ServeSide, fit_lengths, longest_sequence
+from topw_lab.bench.serve.run import run
 
 HERE = Path(__file__)
 GGUF = {"fp32": "F32", "int4": "Q4_0"}
@@ -38,7 +38,7 @@ _ALIGNMENT = 256  # llama.cpp rounds a sequence's maximum length up to a multipl
 
 
 def model_folder(name: str) -> Path:
-    return Path(demo_model_path()) if name == "demo" else llama_50m()
+    return Path(tiny_model_path()) if name == "demo" else llama_50m()
 
 
 def genai_side(model: Path, dtype: str, python: Path) -> ServeSide:

@@ -42,9 +42,9 @@ from benchmarks.common import add_repository_to_pythonpath, machine, say, table
 from benchmarks.http_load import PATH, Turn, run_load
 from benchmarks.int4 import write_float32_gguf
 from benchmarks.models import CACHE, export_once, llama_50m
-from topw_deploy.bench.process import WorkerProcess
-from topw_deploy.bench.report import significant
-from topw_deploy.demo import demo_model_path
+from topw_deploy.tiny import tiny_model_path
+from topw_lab.bench.process import WorkerProcess
+from topw_lab.bench.report import significant
 
 HERE = Path(__file__)
 START_SECONDS = 300.0  # until a server must answer
@@ -294,7 +294,7 @@ def measure(sides: Sequence[ServerSide], work: Load, args: argparse.Namespace) -
 
 def chosen_sides(args: argparse.Namespace, work: Load) -> Iterator[ServerSide]:
     """Those that are named, and ours."""
-    model = Path(demo_model_path()) if args.model == "demo" else llama_50m()
+    model = Path(tiny_model_path()) if args.model == "demo" else llama_50m()
     yield topw_side("demo" if args.model == "demo" else model, work, args.threads)
     if args.llama_server is not None:
         yield llama_server_side(gguf_file(model, args.llama_python), work, args.threads, args.llama_server)

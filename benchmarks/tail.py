@@ -20,7 +20,6 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from benchmarks.common import Spread, interleave, machine, ratio, seconds, table
-from topw_deploy.bench.sampler.inputs import likely_logits
 from topw_deploy.export.graph.embedding import plain_gather
 from topw_deploy.export.sampler_only import sampler_model
 from topw_deploy.export.tail import FORMS, TailSpec
@@ -28,6 +27,7 @@ from topw_deploy.runtime.row_inputs import RuleInputs
 from topw_deploy.sampling import Geometry, pack_mask
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 from topw_deploy.sampling.rules import RULES, RuleParameters
+from topw_lab.bench.sampler.inputs import likely_logits
 
 VOCAB, NARROW = 151_936, 16  # narrow: certified steps do not read the table
 GEOMETRY_VOCAB, HIDDEN = 32_000, 2_048  # fewer tokens, so that several tables fit into memory

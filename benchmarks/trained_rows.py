@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.grown import RECIPE, deepen_model, grow_model
 from benchmarks.models import CACHE
-from topw_deploy.demo import demo_model_path
+from topw_deploy.tiny import tiny_model_path
 
 LAYERS = 11  # at twice the width: 51 M parameters with 32,000 tokens
 DEEP_LAYERS = 16  # at the same width: 50 M parameters with 151,936 tokens
@@ -39,7 +39,7 @@ def trained_model(vocab_size: int) -> Path:
         return folder
     from transformers import AutoModelForCausalLM
 
-    source = demo_model_path()
+    source = tiny_model_path()
     tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
     small = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     wide = vocab_size <= _LARGEST_WIDE

@@ -101,7 +101,7 @@ def test_every_module_and_name_of_the_package_exists(page: Path) -> None:
 def test_every_module_that_a_command_runs_exists(page: Path) -> None:
     joined = text(page).replace("\n", " ")
     for module in set(re.findall(r"python3? -m ((?:benchmarks|fuzz|topw_deploy)[\w.]*)", joined)):
-        path = ROOT / ("src" if module.startswith("topw_deploy") else ".") / Path(*module.rstrip(".").split("."))
+        path = ROOT / ("src" if module.startswith("topw_") else ".") / Path(*module.rstrip(".").split("."))
         assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), module
 
 

@@ -1,4 +1,7 @@
-"""Imports point one way: cli -> export | engine -> runtime -> sampling; each part needs only its own libraries."""
+"""Imports point one way: cli -> export | engine -> runtime -> sampling; each part needs only its own libraries.
+
+The parts of `topw_lab` may use those of `topw_deploy`; there only commands import them, in functions.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ ALLOWED = {
     "install": {"errors", "versions"},
     "sizes": {"errors"},
     "reports": {"errors"},
-    "demo": {"errors"},
+    "tiny": set(),
     "sampling": {"errors"},
     "processors": {"errors", "sampling"},
     "manifest": {"dtypes", "errors", "files", "plain_text", "sampling"},
@@ -41,14 +44,17 @@ ALLOWED = {
     "serve": {"errors", "plain_text", "sampling", "runtime", "engine"},
     "triton": {"errors", "folders", "manifest", "runtime", "engine"},
     "web": {"errors", "files", "folders", "manifest", "sizes", "versions"},
-    "export": LEAVES | {"folders", "memory", "install", "sizes", "safetensors_header", "runtime", "demo"},
+    "export": LEAVES | {"folders", "memory", "install", "sizes", "safetensors_header", "runtime", "tiny"},
     "stats": LEAVES | {"plain_text", "reports", "plugins", "runtime", "export"},
     "bench": LEAVES | {"install", "plain_text", "reports", "plugins", "runtime", "engine", "export", "processors"},
     "compare": {"errors", "manifest", "progress", "plain_text", "reports", "sampling", "runtime", "engine"},
     "harness": {"errors", "install", "manifest", "sampling", "runtime", "engine"},
+    "judges": {"errors", "plain_text"},
+    "training": {"errors", "reports", "tiny"},
     "cli": LEAVES
     | {"install", "telemetry", "plain_text", "sizes", "reports", "plugins", "tensorrt", "runtime"}
-    | {"export", "demo", "stats", "bench", "compare", "harness", "serve", "triton", "web"},
+    | {"export", "serve", "triton", "web"}
+    | {"stats", "bench", "compare", "harness", "judges"},
     "__main__": {"cli"},
 }
 
@@ -70,7 +76,7 @@ NAMED = {
     "stats": {"numpy", "onnx_ir", "matplotlib", "ot"},
     "bench": {"numpy", "onnx", "onnx_ir", "onnxruntime", "onnxruntime_genai", "optimum"}
     | {"torch", "transformers", "matplotlib"},
-    "demo": {"numpy", "torch", "transformers", "tokenizers", "safetensors", "tqdm", "matplotlib"},
+    "training": {"numpy", "torch", "transformers", "tokenizers", "safetensors", "tqdm", "matplotlib"},
     "compare": {"numpy", "sacrebleu"},
     "cli": {"click", "onnxruntime", "tqdm"},
     "harness": {"numpy", "lm_eval", "tqdm"},
@@ -89,7 +95,7 @@ LOADED = {
     "stats": RUNTIME | {"onnx", "onnx_ir", "onnxscript", "ml_dtypes"},
     "bench": RUNTIME | {"torch", "transformers", "onnxruntime_genai"},
     "compare": RUNTIME,
-    "demo": NAMED["demo"] - {"matplotlib"},
+    "training": NAMED["training"] - {"matplotlib"},
     "cli": {"click", "numpy"},
     "harness": RUNTIME | {"lm_eval", "tqdm"},
     "reports": set(),
@@ -146,7 +152,7 @@ def part_of(module: str) -> str:
 
 
 def libraries(names: set[str]) -> set[str]:
-    return {name.split(".")[0] for name in names} - sys.stdlib_module_names - {import_graph.PACKAGE}
+    return {name.split(".")[0] for name in names} - sys.stdlib_module_names - import_graph.PACKAGES
 
 
 ROOMS: dict[str, list[str]] = defaultdict(list)
@@ -162,6 +168,13 @@ def test_imports_point_one_way(room: str) -> None:
         part = part_of(module)
         parts = {part_of(found.name) for found in imports(module) if found.name in MODULES}
         assert parts - {part, "__init__"} <= ALLOWED.get(part, set()), module
+
+
+def test_only_commands_import_the_laboratory_and_only_in_functions() -> None:
+    for module in MODULES:
+        if module.split(".")[0] == "topw_deploy":
+            found = {each.when for each in imports(module) if each.name.split(".")[0] == "topw_lab"}
+            assert found <= ({"types", "call"} if part_of(module) == "cli" else set()), module
 
 
 @pytest.mark.parametrize("order", ORDER, ids=lambda order: order[-1])
@@ -213,7 +226,7 @@ def test_the_import_graph_lists_the_modules_behind_a_package() -> None:
     assert any(name.startswith("topw_deploy.manifest.") for name in named), (
         "the package's module, not the package alone"
     )
-    assert "onnxruntime" in import_graph.loaded_by("topw_deploy.stats.collect")
+    assert "onnxruntime" in import_graph.loaded_by("topw_lab.stats.collect")
 
 
 def loaded_by(statement: str) -> set[str]:

@@ -16,9 +16,9 @@ from topw_deploy.errors import ParameterError, PromptError
 
 def prompts(_scratch: Path) -> Loader:
     """Files of prompts, of prompts for statistics, and of questions; the first byte of an input chooses which."""
-    from topw_deploy.cli.judge_files import read_questions
     from topw_deploy.cli.prompt_lines import read_prompt_lines
-    from topw_deploy.stats.request import prompts_of_json_lines
+    from topw_lab.judges import read_questions
+    from topw_lab.stats.request import prompts_of_json_lines
 
     def lines(data: bytes) -> None:
         for line in read_prompt_lines(data, "in", {}, chat=False, system=None):
@@ -46,8 +46,8 @@ def answers(scratch: Path) -> Loader:
     If the first byte of an input is 1, the run is one of questions, whose answers become prompts.
     """
     from topw_deploy.cli.answer_lines import AnswerFile, check_answers, read_finished
-    from topw_deploy.cli.judge_files import Question, judged_text, read_texts, turn_prompts
     from topw_deploy.sampling.seeds import prompt_seed
+    from topw_lab.judges import Question, judged_text, read_texts, turn_prompts
 
     path = scratch / "answers.jsonl"
     head = {"model": "m", "run_seed": 3}
@@ -123,7 +123,7 @@ def triton(scratch: Path) -> Loader:
 
 def harness(_scratch: Path) -> Loader:
     """The arguments of the model class for evaluations, as JSON."""
-    from topw_deploy.harness.arguments import read_arguments
+    from topw_lab.harness.arguments import read_arguments
 
     def read(data: bytes) -> None:
         try:

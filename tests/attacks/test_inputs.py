@@ -11,11 +11,11 @@ import pytest
 
 from tests.support.attacks import refused
 from topw_deploy.cli.answer_lines import read_finished
-from topw_deploy.cli.judge_files import read_questions
 from topw_deploy.cli.prompt_lines import read_prompt_lines
 from topw_deploy.errors import ParameterError, PromptError
-from topw_deploy.harness.arguments import read_arguments
-from topw_deploy.stats.request import prompts_of_json_lines
+from topw_lab.harness.arguments import read_arguments
+from topw_lab.judges import read_questions
+from topw_lab.stats.request import prompts_of_json_lines
 
 LINES: dict[str, bytes] = {
     "lists in lists": b"[" * 1_000_000,

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from topw_deploy.bench.measurement import MachineInfo
-from topw_deploy.bench.sampler.request import SamplerBenchRequest
+from topw_lab.bench.measurement import MachineInfo
+from topw_lab.bench.sampler.request import SamplerBenchRequest
 
 WITHOUT_A_GRAPH = ("numpy", "max")
 

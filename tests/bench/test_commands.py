@@ -12,9 +12,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.support.toy_model import Toy, export
-from topw_deploy.bench.report import comparison, duration, significant
 from topw_deploy.cli.main import topw
 from topw_deploy.errors import ParameterError
+from topw_lab.bench.report import comparison, duration, significant
 
 Invoke = Callable[..., Result]
 SMALL = ("--vocab", 300, "--hidden", 4, "--rounds", 2, "--peers", "numpy,max")

@@ -14,14 +14,14 @@ import pytest
 from tests.support.toy_graph import FORMS
 from tests.support.toy_model import Toy, export
 from topw_deploy import install
-from topw_deploy.bench.decode.argmax import ARGMAX_FILE, ArgMaxLoop, write_argmax_model
-from topw_deploy.bench.decode.request import DecodeRequest, choose
-from topw_deploy.bench.decode.run import run
-from topw_deploy.bench.decode.worker import start
-from topw_deploy.bench.process import WorkerProcess
 from topw_deploy.errors import BenchmarkError, ManifestError, ParameterError
 from topw_deploy.manifest import load_decoder_manifest
 from topw_deploy.plugins.shared_library import library_path
+from topw_lab.bench.decode.argmax import ARGMAX_FILE, ArgMaxLoop, write_argmax_model
+from topw_lab.bench.decode.request import DecodeRequest, choose
+from topw_lab.bench.decode.run import run
+from topw_lab.bench.decode.worker import start
+from topw_lab.bench.process import WorkerProcess
 
 PROMPT = [5, 9, 40, 7]
 

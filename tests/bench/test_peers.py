@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from tests.support.toy_model import VOCAB, Toy, export
-from topw_deploy.bench.decode.request import DecodeRequest
-from topw_deploy.bench.decode.run import run
-from topw_deploy.bench.process import WorkerProcess
 from topw_deploy.errors import BenchmarkError
+from topw_lab.bench.decode.request import DecodeRequest
+from topw_lab.bench.decode.run import run
+from topw_lab.bench.process import WorkerProcess
 
 GENAI = '''
 import json

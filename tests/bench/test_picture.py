@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from topw_deploy.bench.measurement import Spread
-from topw_deploy.bench.picture import COLOURS, Bar, Panel, draw_panels
 from topw_deploy.errors import ParameterError
+from topw_lab.bench.measurement import Spread
+from topw_lab.bench.picture import COLOURS, Bar, Panel, draw_panels
 
 
 def panel(bars: int) -> Panel:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from topw_deploy.bench.process import WORKERS, WorkerProcess
 from topw_deploy.errors import BenchmarkError, ParameterError
+from topw_lab.bench.process import WORKERS, WorkerProcess
 
 
 def test_output_of_libraries_does_not_mix_with_a_workers_answers(worker_file: Path) -> None:

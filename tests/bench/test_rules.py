@@ -12,18 +12,18 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.toy_model import CONTEXT, Toy, byte_ids, export
-from topw_deploy.bench.measurement import MachineInfo
-from topw_deploy.bench.rules import run as run_module
-from topw_deploy.bench.rules.picture import draw_rules
-from topw_deploy.bench.rules.report import ModelReport, RulesReport, RuleTimes
-from topw_deploy.bench.rules.request import DEFAULT_RULES, RulesRequest, choose, prompt_ids
-from topw_deploy.bench.rules.run import run
-from topw_deploy.bench.rules.worker import start
 from topw_deploy.cli.bench import bench_rules as command
 from topw_deploy.cli.main import topw
 from topw_deploy.errors import BenchmarkError, ManifestError, ParameterError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.rule_settings import read_rules, read_temperatures
+from topw_lab.bench.measurement import MachineInfo
+from topw_lab.bench.rules import run as run_module
+from topw_lab.bench.rules.picture import draw_rules
+from topw_lab.bench.rules.report import ModelReport, RulesReport, RuleTimes
+from topw_lab.bench.rules.request import DEFAULT_RULES, RulesRequest, choose, prompt_ids
+from topw_lab.bench.rules.run import run
+from topw_lab.bench.rules.worker import start
 
 PROMPT = [5, 9, 40, 7]
 

@@ -13,9 +13,13 @@ import pytest
 
 from tests.support.samples import slow
 from topw_deploy import install
-from topw_deploy.bench.sampler import samplers, worker
-from topw_deploy.bench.sampler.genai_model import write_model
-from topw_deploy.bench.sampler.inputs import (
+from topw_deploy.errors import BenchmarkError, ParameterError
+from topw_deploy.plugins.shared_library import library_path
+from topw_deploy.sampling import METRICS, Geometry, TopWOptions, TopWParameters, crop
+from topw_deploy.sampling.fast.crop import FastCrop, fast_crop
+from topw_lab.bench.sampler import samplers, worker
+from topw_lab.bench.sampler.genai_model import write_model
+from topw_lab.bench.sampler.inputs import (
     REGIMES,
     Case,
     bell_logits,
@@ -24,14 +28,10 @@ from topw_deploy.bench.sampler.inputs import (
     pool_neighbour_bound,
     read_logits,
 )
-from topw_deploy.bench.sampler.request import GENAI_SEARCHES, GROUPS, SIDES, SamplerBenchRequest, choose
-from topw_deploy.bench.sampler.run import run
-from topw_deploy.bench.sampler.worker import agreement_sentence, compare_kept_ids
-from topw_deploy.bench.sides import select
-from topw_deploy.errors import BenchmarkError, ParameterError
-from topw_deploy.plugins.shared_library import library_path
-from topw_deploy.sampling import METRICS, Geometry, TopWOptions, TopWParameters, crop
-from topw_deploy.sampling.fast.crop import FastCrop, fast_crop
+from topw_lab.bench.sampler.request import GENAI_SEARCHES, GROUPS, SIDES, SamplerBenchRequest, choose
+from topw_lab.bench.sampler.run import run
+from topw_lab.bench.sampler.worker import agreement_sentence, compare_kept_ids
+from topw_lab.bench.sides import select
 
 NATIVE = ("native", "native-op") if library_path() is not None else ()
 OURS = (*NATIVE, "graph", "graph-ort", "numpy", "torch")

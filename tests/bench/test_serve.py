@@ -12,10 +12,14 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.toy_model import VOCAB, Toy, export
-from topw_deploy.bench.serve import worker
-from topw_deploy.bench.serve.ideal import run_requests
-from topw_deploy.bench.serve.report import Latencies, Load, ServeReport, ServeResult, ServeThreadsReport
-from topw_deploy.bench.serve.request import (
+from topw_deploy.cli.main import topw
+from topw_deploy.engine.batch import Batch
+from topw_deploy.errors import BenchmarkError, ManifestError, ParameterError
+from topw_deploy.runtime import TopWModel
+from topw_lab.bench.serve import worker
+from topw_lab.bench.serve.ideal import run_requests
+from topw_lab.bench.serve.report import Latencies, Load, ServeReport, ServeResult, ServeThreadsReport
+from topw_lab.bench.serve.request import (
     ServeRequest,
     ServeSide,
     choose,
@@ -24,11 +28,7 @@ from topw_deploy.bench.serve.request import (
     longest_sequence,
     make_requests,
 )
-from topw_deploy.bench.serve.run import run
-from topw_deploy.cli.main import topw
-from topw_deploy.engine.batch import Batch
-from topw_deploy.errors import BenchmarkError, ManifestError, ParameterError
-from topw_deploy.runtime import TopWModel
+from topw_lab.bench.serve.run import run
 
 REQUESTS = [([5, 9, 40], 4), ([7] * 11, 1), ([8, 3], 6), ([50, 51, 52, 53], 3), ([9], 2)]
 NEW = sum(new_tokens for _, new_tokens in REQUESTS)

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from topw_deploy.bench.measurement import Spread, calls_filling, interleave, median_interval, ratio
+from topw_lab.bench.measurement import Spread, calls_filling, interleave, median_interval, ratio
 
 
 def turns(rounds: int, seed: int | None = None) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.exact_rules import SCALES, main, prompts_of
 from tests.support.toy_model import Toy, export
-from topw_deploy.stats.exact.analyse import COMPARED
+from topw_lab.stats.exact.analyse import COMPARED
 
 
 @pytest.mark.slow

@@ -44,9 +44,9 @@ def test_a_filled_up_tokenizer_keeps_its_ids(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
     from benchmarks.trained_rows import write_tokenizer
-    from topw_deploy.demo import demo_model_path
+    from topw_deploy.tiny import tiny_model_path
 
-    source = demo_model_path() / "tokenizer.json"
+    source = tiny_model_path() / "tokenizer.json"
     write_tokenizer(source, tmp_path / "tokenizer.json", 5000)
     old, new = Tokenizer.from_file(str(source)), Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert new.get_vocab_size() == 5000

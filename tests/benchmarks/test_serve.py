@@ -10,8 +10,8 @@ import pytest
 
 import benchmarks.serve
 from benchmarks.serve import summary_tables
-from topw_deploy.bench.process import WorkerProcess
 from topw_deploy.errors import BenchmarkError
+from topw_lab.bench.process import WorkerProcess
 
 pytestmark = pytest.mark.slow
 

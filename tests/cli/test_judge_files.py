@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.support.invoking import Invoke
-from topw_deploy.cli.judge_files import Question, judged_text, read_questions, read_texts, turn_prompts
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling.seeds import prompt_seed
+from topw_lab.judges import Question, judged_text, read_questions, read_texts, turn_prompts
 
 ALPACA: list[Any] = [
     {"instruction": "ab", "dataset": "koala", "output": "a reference", "generator": "other"},

@@ -8,11 +8,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from topw_deploy.compare.collect import Sample
-from topw_deploy.compare.page.chart import Line, Point, chart, legend_key
-from topw_deploy.compare.page.html import page
-from topw_deploy.compare.summary import TEXT_METRICS, summarise
 from topw_deploy.runtime.rule_settings import RuleSetting
+from topw_lab.compare.collect import Sample
+from topw_lab.compare.page.chart import Line, Point, chart, legend_key
+from topw_lab.compare.page.html import page
+from topw_lab.compare.summary import TEXT_METRICS, summarise
 
 from .conftest import comparison, sample
 

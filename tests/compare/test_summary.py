@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from topw_deploy.compare.summary import TEXT_METRICS, MetricValue, as_dict, quotient_with_interval, summarise
-from topw_deploy.compare.table import number_text, report_lines
+from topw_lab.compare.summary import TEXT_METRICS, MetricValue, as_dict, quotient_with_interval, summarise
+from topw_lab.compare.table import number_text, report_lines
 
 from .conftest import comparison, sample
 

@@ -11,11 +11,11 @@ import pytest
 
 from examples import paper_tables
 from tests.support.toy_model import Toy, export
-from topw_deploy.cli.judge_files import read_questions
 from topw_deploy.cli.main import topw
 from topw_deploy.runtime.rule_settings import USUAL, read_rules
 from topw_deploy.sampling.parameters import PRESETS, preset_values
 from topw_deploy.sampling.rules import RuleParameters
+from topw_lab.judges import read_questions
 
 CREATIVE = Path(paper_tables.__file__).with_name("creative.json")
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}>"
@@ -114,8 +114,8 @@ def test_the_harness_takes_each_printed_command(capsys: pytest.CaptureFixture[st
     import lm_eval.tasks
     from lm_eval._cli import HarnessCLI
 
-    from topw_deploy.harness.arguments import read_arguments
     from topw_deploy.sampling.rules import take_rule
+    from topw_lab.harness.arguments import read_arguments
 
     found = printed(capsys, "out", "--only", benchmark)
     assert len(found) == CELLS

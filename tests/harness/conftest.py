@@ -33,7 +33,7 @@ def scoring(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opened(scoring: Path) -> Iterator[Open]:
     from lm_eval.api.registry import get_model
 
-    import topw_deploy.harness  # noqa: F401  # registers the class
+    import topw_lab.harness  # noqa: F401  # registers the class
 
     found: list[Any] = []
 

@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[2]
     ],
 )
 def test_unknown_and_invalid_arguments_are_refused_by_name(given: dict[str, Any], said: str) -> None:
-    from topw_deploy.harness.arguments import read_arguments
+    from topw_lab.harness.arguments import read_arguments
 
     with pytest.raises(ParameterError, match=said):
         read_arguments({"path": "out", **given})
@@ -52,13 +52,13 @@ def test_unknown_and_invalid_arguments_are_refused_by_name(given: dict[str, Any]
     ("size", "most", "rows"), [(None, None, 8), ("auto", None, 8), ("auto:4", 3, 3), ("16", None, 16), (5, 64, 5)]
 )
 def test_the_batch_size_is_the_engine_s_rows(size: Any, most: Any, rows: int) -> None:
-    from topw_deploy.harness.arguments import read_arguments
+    from topw_lab.harness.arguments import read_arguments
 
     assert read_arguments({"path": "out", "batch_size": size, "max_batch_size": most}).rows == rows
 
 
 def test_options_reach_the_model_the_engine_and_every_request() -> None:
-    from topw_deploy.harness.arguments import read_arguments
+    from topw_lab.harness.arguments import read_arguments
 
     found = read_arguments({
         "path": "out", "device": "cpu", "sampler": "graph", "max_length": 64, "prefix_bytes": 9, "exact": True,
@@ -71,7 +71,7 @@ def test_options_reach_the_model_the_engine_and_every_request() -> None:
 
 
 def test_the_folder_may_be_a_path_object() -> None:
-    from topw_deploy.harness.arguments import read_arguments
+    from topw_lab.harness.arguments import read_arguments
 
     assert read_arguments({"path": Path("some", "out")}).path == "some/out"
 
@@ -112,7 +112,7 @@ def test_the_command_names_the_model(monkeypatch: pytest.MonkeyPatch, words: lis
 def test_the_class_is_found_by_name_like_the_harness_s_own() -> None:
     from lm_eval.api.registry import get_model, model_registry
 
-    from topw_deploy.harness.model import TopWHarness
+    from topw_lab.harness.model import TopWHarness
 
     assert get_model("topw_deploy") is TopWHarness
     assert "hf" in model_registry
@@ -126,8 +126,8 @@ def entry_point() -> EntryPoint:
 
 
 def test_the_entry_point_is_the_class_under_the_registered_name() -> None:
-    from topw_deploy.harness import NAME
-    from topw_deploy.harness.model import TopWHarness
+    from topw_lab.harness import NAME
+    from topw_lab.harness.model import TopWHarness
 
     assert entry_point().name == NAME
     assert entry_point().load() is TopWHarness
@@ -143,7 +143,7 @@ import lm_eval.models
 from lm_eval.api.registry import get_model, model_registry
 model_registry.register({name!r}, target=EntryPoint({name!r}, {value!r}, {group!r}))
 found = get_model({name!r})
-import topw_deploy.harness
+import topw_lab.harness
 assert get_model({name!r}) is found
 print(found.__module__, found.__qualname__)
 """

@@ -29,7 +29,7 @@ def results(folder: Path) -> dict[str, Any]:
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    import topw_deploy.harness  # noqa: F401
+    import topw_lab.harness  # noqa: F401
 
     found: dict[str, Any] = lm_eval.simple_evaluate(
         model="topw_deploy",
@@ -47,9 +47,9 @@ def torch_likelihood() -> Callable[[list[int], int], float]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from topw_deploy.demo import demo_model_path
+    from topw_deploy.tiny import tiny_model_path
 
-    model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype=torch.float32).eval()
 
     def likelihood(tokens: list[int], start: int) -> float:
         with torch.no_grad():
@@ -105,10 +105,10 @@ def test_answers_are_transformers_greedy_ones(results: dict[str, Any]) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from topw_deploy.demo import demo_model_path
+    from topw_deploy.tiny import tiny_model_path
 
-    tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
-    model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path())
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype=torch.float32)
     for sample in samples(results, "topw_demo_complete"):
         inputs = tokenizer(sample["doc"]["text"], return_tensors="pt", return_token_type_ids=False)
         tokens = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]

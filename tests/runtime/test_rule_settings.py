@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from topw_deploy.bench.sides import MIN_P, TOP_K, TOP_P
 from topw_deploy.cli.compare import DEFAULT_RULES
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.rule_settings import read_rules, read_temperatures
 from topw_deploy.sampling.rules import RULES
+from topw_lab.bench.sides import MIN_P, TOP_K, TOP_P
 
 
 @pytest.mark.parametrize(

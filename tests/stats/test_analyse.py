@@ -10,7 +10,7 @@ from scipy.special import softmax as scipy_softmax
 from scipy.stats import entropy as scipy_entropy
 
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, crop
-from topw_deploy.stats.analyse import Analyser, entropy, softmax
+from topw_lab.stats.analyse import Analyser, entropy, softmax
 
 # Tokens 0 and 2 coincide; token 1 is at distance sqrt 2.
 CORNER = Geometry.from_embeddings(

@@ -18,9 +18,9 @@ from topw_deploy.export.verification.probe import LogitsProbe
 from topw_deploy.manifest import describe_files, load_manifest, save_manifest
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, crop
-from topw_deploy.stats.collect import CollectedRuns, collect, load_analyser
-from topw_deploy.stats.request import Setting, TextPrompt
-from topw_deploy.stats.summary import summarise
+from topw_lab.stats.collect import CollectedRuns, collect, load_analyser
+from topw_lab.stats.request import Setting, TextPrompt
+from topw_lab.stats.summary import summarise
 
 from .conftest import GEOMETRY
 

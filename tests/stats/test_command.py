@@ -12,7 +12,7 @@ from tests.support.toy_model import Toy, export_sampler
 from topw_deploy.errors import ManifestError, ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import preset_parameters
-from topw_deploy.stats.request import Setting, prompts_of_json_lines, prompts_of_lines, settings_of
+from topw_lab.stats.request import Setting, prompts_of_json_lines, prompts_of_lines, settings_of
 
 from .conftest import GEOMETRY
 

@@ -15,12 +15,12 @@ from matplotlib.figure import Figure
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import RuleParameters, TopWParameters
-from topw_deploy.stats import plot
-from topw_deploy.stats.analyse import StepAnalysis
-from topw_deploy.stats.collect import AnalysedSequence, CollectedRuns
-from topw_deploy.stats.request import Setting
-from topw_deploy.stats.summary import MovedToken, SettingSummary, equal_ranges, growing_ranges, summarise
-from topw_deploy.stats.table import report_lines, token_text, verdict
+from topw_lab.stats import plot
+from topw_lab.stats.analyse import StepAnalysis
+from topw_lab.stats.collect import AnalysedSequence, CollectedRuns
+from topw_lab.stats.request import Setting
+from topw_lab.stats.summary import MovedToken, SettingSummary, equal_ranges, growing_ranges, summarise
+from topw_lab.stats.table import report_lines, token_text, verdict
 
 TEXTS = {1: " the", 2: "\n\t", 3: "�", 4: "$x$", 5: "é"}
 

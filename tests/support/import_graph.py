@@ -1,4 +1,4 @@
-"""The package's imports, from its syntax trees.
+"""The imports of both packages, from their syntax trees.
 
 `python -m tests.support.import_graph` prints the rooms (folders) with their modules, lines and imports.
 """
@@ -13,9 +13,10 @@ from functools import cache
 from pathlib import Path
 
 import topw_deploy
+import topw_lab
 
-ROOT = Path(topw_deploy.__file__).parent
-PACKAGE = ROOT.name
+ROOTS = tuple(Path(str(package.__file__)).parent for package in (topw_deploy, topw_lab))
+PACKAGES = {root.name for root in ROOTS}
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,13 @@ class Import:
     when: str
 
 
-def name_of(path: Path) -> str:
+def name_of(root: Path, path: Path) -> str:
     """`topw_deploy.export.pipeline`; `__init__` has the package's name."""
-    parts = (PACKAGE, *path.relative_to(ROOT).with_suffix("").parts)
+    parts = path.relative_to(root.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {name_of(path): path for path in sorted(ROOT.rglob("*.py"))}
+MODULES = {name_of(root, path): path for root in ROOTS for path in sorted(root.rglob("*.py"))}
 
 
 @cache
@@ -82,7 +83,8 @@ def cycle() -> list[str]:
 
 def room_of(module: str) -> str:
     """The folder of `module`, such as `export/graft`; top-level modules are rooms."""
-    path = MODULES[module].relative_to(ROOT)
+    root = next(root for root in ROOTS if root in MODULES[module].parents)
+    path = MODULES[module].relative_to(root)
     return path.parent.as_posix() if len(path.parts) > 1 else path.stem
 
 

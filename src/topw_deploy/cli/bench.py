@@ -15,7 +15,7 @@ from topw_deploy.cli.terminal import say, say_json
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
 
 if TYPE_CHECKING:
-    from topw_deploy.bench.report import BenchReport, PanelReport
+    from topw_lab.bench.report import BenchReport, PanelReport
 
 Item = TypeVar("Item")
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -164,9 +164,9 @@ def sampler(
     Before timing, every implementation of Top-W must keep the same tokens as the reference.
     """
     _check_outputs(json_file, plot)
-    from topw_deploy.bench.sampler.request import SamplerBenchRequest
-    from topw_deploy.bench.sampler.run import run
     from topw_deploy.cli.progress import progress
+    from topw_lab.bench.sampler.request import SamplerBenchRequest
+    from topw_lab.bench.sampler.run import run
 
     request = SamplerBenchRequest(
         regimes=regime,
@@ -214,9 +214,9 @@ def decode(
     Each side loads the model once, in its own process; then the sides take turns.
     """
     _check_outputs(json_file, plot)
-    from topw_deploy.bench.decode.request import DecodeRequest
-    from topw_deploy.bench.decode.run import run
     from topw_deploy.cli.progress import progress
+    from topw_lab.bench.decode.request import DecodeRequest
+    from topw_lab.bench.decode.run import run
 
     request = DecodeRequest(peers=peers or (), **rest)
     _show_report(run(request, progress(quiet)), json_file, plot)
@@ -272,9 +272,9 @@ def serve(peers: tuple[str, ...] | None, json_file: str | None, plot: Path | Non
     text while a long prompt is read and after a reused prefix.
     """
     _check_outputs(json_file, plot)
-    from topw_deploy.bench.serve.request import ServeRequest
-    from topw_deploy.bench.serve.run import run
     from topw_deploy.cli.progress import progress
+    from topw_lab.bench.serve.request import ServeRequest
+    from topw_lab.bench.serve.run import run
 
     request = ServeRequest(peers=peers or (), **rest)
     _show_report(run(request, progress(quiet)), json_file, plot)
@@ -324,11 +324,11 @@ def bench_rules(
     The shares of certified tokens explain differences.
     """
     _check_outputs(json_file, plot)
-    from topw_deploy.bench.rules.picture import draw_rules
-    from topw_deploy.bench.rules.request import RulesRequest
-    from topw_deploy.bench.rules.run import run
     from topw_deploy.cli.progress import progress
     from topw_deploy.runtime.rule_settings import read_rules, read_temperatures
+    from topw_lab.bench.rules.picture import draw_rules
+    from topw_lab.bench.rules.request import RulesRequest
+    from topw_lab.bench.rules.run import run
 
     request = RulesRequest(
         rules=read_rules(rules), temperatures=read_temperatures(temperatures), samplers=samplers or (), **rest

@@ -17,8 +17,8 @@ from topw_deploy.errors import PromptError
 from topw_deploy.plain_text import decode_text
 
 if TYPE_CHECKING:
-    from topw_deploy.compare.collect import Comparison, Prompt
-    from topw_deploy.compare.summary import RuleSummary
+    from topw_lab.compare.collect import Comparison, Prompt
+    from topw_lab.compare.summary import RuleSummary
 
 DEFAULT_RULES = "top_w,min_p,top_p,top_h,top_k,none"
 DEFAULT_TEMPERATURES = "0.5,1,1.5,2"
@@ -103,9 +103,9 @@ def command(folder: Path, prompts: Path, json_file: Path | None, html_file: Path
     install.require("`topw compare`", "compare")
     # Import late, for fast --help and usage errors.
     from topw_deploy.cli.progress import progress
-    from topw_deploy.compare.collect import CompareRequest, compare
-    from topw_deploy.compare.summary import summarise
     from topw_deploy.runtime.rule_settings import read_rules, read_temperatures
+    from topw_lab.compare.collect import CompareRequest, compare
+    from topw_lab.compare.summary import summarise
 
     check_output(json_file, "json_file")
     check_output(html_file, "html_file")
@@ -127,7 +127,7 @@ def command(folder: Path, prompts: Path, json_file: Path | None, html_file: Path
 
 def _read_prompts(path: Path, chat: bool, system: str | None) -> list[Prompt]:
     """The prompts of a file. chat, system: as in `read_prompt_lines`."""
-    from topw_deploy.compare.collect import Prompt
+    from topw_lab.compare.collect import Prompt
 
     data, where = read_source(path)
     if path.suffix.lower() not in _JSON_LINES:
@@ -148,9 +148,9 @@ def _write_report(
     comparison: Comparison, summaries: list[RuleSummary], json_file: Path | None, html_file: Path | None
 ) -> None:
     """Print the table before files are written, so that the table is not lost if the disk is full."""
-    from topw_deploy.compare.page.html import page
-    from topw_deploy.compare.summary import as_dict
-    from topw_deploy.compare.table import report_lines
+    from topw_lab.compare.page.html import page
+    from topw_lab.compare.summary import as_dict
+    from topw_lab.compare.table import report_lines
 
     if str(json_file) != "-":
         say(*report_lines(comparison, summaries))

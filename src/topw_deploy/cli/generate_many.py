@@ -15,7 +15,6 @@ import click
 
 from topw_deploy.cli.answer_lines import AnswerFile, Finished, check_answers, read_finished
 from topw_deploy.cli.files import read_source
-from topw_deploy.cli.judge_files import FORMATS, judged_text, read_questions, read_texts, turn_prompts
 from topw_deploy.cli.progress import click_bar
 from topw_deploy.cli.prompt_lines import PromptLine, read_prompt_lines
 from topw_deploy.cli.terminal import tell
@@ -52,7 +51,7 @@ def prompt_file_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--format",
             "form",
-            type=click.Choice(FORMATS),
+            type=click.Choice(("alpaca_eval", "mt_bench")),
             help="With --prompts-jsonl: read this benchmark's questions, and write --output in its format.",
         ),
         click.option(
@@ -86,7 +85,7 @@ class QuestionFiles:
 
     source, resume, overwrite: as in `PromptFiles`.
     output: the answers in the benchmark's format.
-    form: one of FORMATS.
+    form: one of `topw_lab.judges.FORMATS`.
     model_id: name of the model in `output`; None for the folder's name.
     """
 
@@ -218,6 +217,8 @@ def _answer_prompts(
 
 def _answer_questions(open_model: OpenModel, files: QuestionFiles, options: RunOptions, stats: bool) -> None:
     """Answer all questions turn by turn, each turn to a file of JSON lines. Then write `files.output`."""
+    from topw_lab.judges import judged_text, read_questions, read_texts, turn_prompts
+
     if options.parameters.get("num_return_sequences", 1) != 1:
         raise click.UsageError("--format needs one answer per question; omit --num-return-sequences.")
     data, where = read_source(files.source)

@@ -27,9 +27,9 @@ from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, TOP_W
 
 if TYPE_CHECKING:
-    from topw_deploy.stats.exact_summary import ExactSummary
-    from topw_deploy.stats.request import ExactRequest, TextPrompt
-    from topw_deploy.stats.summary import SettingSummary
+    from topw_lab.stats.exact_summary import ExactSummary
+    from topw_lab.stats.request import ExactRequest, TextPrompt
+    from topw_lab.stats.summary import SettingSummary
 
 
 @click.command(name="stats", context_settings=CONTEXT, epilog=NEEDS_EXPORT)
@@ -124,17 +124,17 @@ def command(
     texts = _read_prompts(prompts, prompt_file, prompts_jsonl)[:limit]
     # Import late, for fast --help and usage errors.
     from topw_deploy.cli.progress import progress
-    from topw_deploy.stats.request import settings_of
+    from topw_lab.stats.request import settings_of
 
     settings = settings_of(take_given(values, (*PARAMETER_NAMES, *RULE_PARAMETER_NAMES)), sweep)
     exact_request = _exact_request(exact, values["exact_steps"], values["exact_pool"])
     check_output(json_file, "json_file")
     check_picture(plot, (".png", ".svg", ".pdf"))
-    from topw_deploy.stats.collect import collect
-    from topw_deploy.stats.exact_plot import save_exact_plot
-    from topw_deploy.stats.exact_summary import summarise_exact
-    from topw_deploy.stats.plot import save_plot
-    from topw_deploy.stats.summary import summarise
+    from topw_lab.stats.collect import collect
+    from topw_lab.stats.exact_plot import save_exact_plot
+    from topw_lab.stats.exact_summary import summarise_exact
+    from topw_lab.stats.plot import save_plot
+    from topw_lab.stats.summary import summarise
 
     generation = {name: values[name] for name in ("max_new_tokens", "seed", "ignore_eos")}
     generation |= {name: values[name] for name in ("preset", "geom_unit") if values[name] is not None}
@@ -166,7 +166,7 @@ def _exact_request(exact: bool, steps: int | None, pool: int | None) -> ExactReq
 
     Raises MissingPackageError without the solver, and UsageError for options that need --exact.
     """
-    from topw_deploy.stats.request import ExactRequest
+    from topw_lab.stats.request import ExactRequest
 
     if not exact:
         for name, value in (("--exact-steps", steps), ("--exact-pool", pool)):
@@ -179,7 +179,7 @@ def _exact_request(exact: bool, steps: int | None, pool: int | None) -> ExactReq
 
 def _read_prompts(given: tuple[str, ...], lines: Path | None, json_lines: Path | None) -> list[TextPrompt]:
     """The prompts of the command line. Raises UsageError unless they are given in exactly one way."""
-    from topw_deploy.stats.request import TextPrompt, prompts_of_json_lines, prompts_of_lines
+    from topw_lab.stats.request import TextPrompt, prompts_of_json_lines, prompts_of_lines
 
     sources = (bool(given), lines is not None, json_lines is not None)
     if sum(sources) != 1:
@@ -199,8 +199,8 @@ def _write_report(
     json_file: Path | None,
 ) -> None:
     """Print the tables before a file is written, so that the tables are not lost if the disk is full."""
-    from topw_deploy.stats.exact_table import exact_lines
-    from topw_deploy.stats.table import report_lines
+    from topw_lab.stats.exact_table import exact_lines
+    from topw_lab.stats.table import report_lines
 
     if str(json_file) != "-":
         say(*report_lines(summaries, values["tokens"]))

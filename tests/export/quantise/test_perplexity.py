@@ -13,7 +13,6 @@ import onnx_ir as ir
 import pytest
 
 from tests.support.samples import broad
-from topw_deploy.demo import demo_model_path
 from topw_deploy.export import export_model
 from topw_deploy.export.request import export_request
 from topw_deploy.export.verification import evaluation_text as texts
@@ -30,6 +29,7 @@ from topw_deploy.export.verification.quantised_checks import (
 from topw_deploy.export.verification.reference import TorchReference
 from topw_deploy.export.verification.sampler_checks import graph_geometry
 from topw_deploy.manifest import Check, Note, load_decoder_manifest
+from topw_deploy.tiny import tiny_model_path
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +53,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="module")
 def reference() -> TorchReference:
-    return TorchReference(demo_model_path(), "float32", None, False)
+    return TorchReference(tiny_model_path(), "float32", None, False)
 
 
 def change_initializers(folder: Path, target: Path, part: str, ending: str, change: Change) -> Path:

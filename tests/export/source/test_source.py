@@ -12,10 +12,10 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from topw_deploy.demo import demo_model_path
 from topw_deploy.errors import SourceError
 from topw_deploy.export.source.resolve import HubOptions, resolve
 from topw_deploy.manifest import MANIFEST_NAME
+from topw_deploy.tiny import tiny_model_path
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def hub_cache(cache: Path, *names: str) -> str:
 
 def test_demo_is_the_bundled_model() -> None:
     source = resolve("demo")
-    assert source.folder == demo_model_path()
+    assert source.folder == tiny_model_path()
     assert (source.route, source.revision) == ("trace", "bundled")
 
 

@@ -160,12 +160,12 @@ def test_half_of_the_tokens_must_be_equal_or_one_wrong(found: TokenAgreement, is
 
 @pytest.mark.slow
 def test_a_right_export_passes_and_a_wrong_runtime_fails(demo_export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from topw_deploy.demo import demo_model_path
     from topw_deploy.export.verification.reference import TorchReference
+    from topw_deploy.tiny import tiny_model_path
 
     manifest = load_decoder_manifest(demo_export)
     geometry = graph_geometry(demo_export, manifest.sampler.options, manifest.sampler.vocab_size)
-    reference = TorchReference(demo_model_path(), "float32", None, False)
+    reference = TorchReference(tiny_model_path(), "float32", None, False)
     for result in generation_checks(demo_export, manifest, reference, geometry, PROMPTS):
         assert isinstance(result, Check)
         assert (result.passed, result.detail) == (True, "10 of 10 tokens")

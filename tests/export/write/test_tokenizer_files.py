@@ -46,10 +46,10 @@ def test_a_sentencepiece_model_is_converted(sentencepiece_folder: Path, tmp_path
 
 
 def test_tokenizer_json_is_copied_byte_for_byte(tmp_path: Path) -> None:
-    from topw_deploy.demo import demo_model_path
+    from topw_deploy.tiny import tiny_model_path
 
-    assert write_tokenizer(demo_model_path(), tmp_path) == []
-    assert (tmp_path / "tokenizer.json").read_bytes() == (demo_model_path() / "tokenizer.json").read_bytes()
+    assert write_tokenizer(tiny_model_path(), tmp_path) == []
+    assert (tmp_path / "tokenizer.json").read_bytes() == (tiny_model_path() / "tokenizer.json").read_bytes()
 
 
 @pytest.mark.parametrize("template", ["{{ messages }}", [{"name": "default", "template": "{{ messages }}"}]])

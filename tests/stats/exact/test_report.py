@@ -15,13 +15,13 @@ from tests.support.toy_model import Toy, export, export_sampler
 from topw_deploy import install
 from topw_deploy.errors import ManifestError, MissingPackageError, ParameterError
 from topw_deploy.sampling import RuleParameters, TopWParameters
-from topw_deploy.stats.collect import AnalysedSequence, CollectedRuns
-from topw_deploy.stats.exact.analyse import COMPARED, TOP_W, ExactStep
-from topw_deploy.stats.exact.objective import BestPrefix, ObjectiveValue
-from topw_deploy.stats.exact_plot import save_exact_plot
-from topw_deploy.stats.exact_summary import ExactSummary, summarise_exact
-from topw_deploy.stats.exact_table import exact_lines
-from topw_deploy.stats.request import Setting
+from topw_lab.stats.collect import AnalysedSequence, CollectedRuns
+from topw_lab.stats.exact.analyse import COMPARED, TOP_W, ExactStep
+from topw_lab.stats.exact.objective import BestPrefix, ObjectiveValue
+from topw_lab.stats.exact_plot import save_exact_plot
+from topw_lab.stats.exact_summary import ExactSummary, summarise_exact
+from topw_lab.stats.exact_table import exact_lines
+from topw_lab.stats.request import Setting
 
 SHORT = ("--max-new-tokens", 4, "-q", "--exact")
 ACTING = ("--lam", 0.6, "--beta", 3, "--init-top-p", 0.4, "--geom-scale", 0.3)

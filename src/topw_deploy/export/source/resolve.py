@@ -64,9 +64,9 @@ def resolve(model: str, hub: HubOptions = _DEFAULT_HUB) -> Source:
     Raises SourceError for missing, gated or unreadable models.
     """
     if model == "demo":
-        from topw_deploy.demo import demo_model_path
+        from topw_deploy.tiny import tiny_model_path
 
-        return Source("demo", "bundled", Path(demo_model_path()))
+        return Source("demo", "bundled", Path(tiny_model_path()))
     path = Path(model).expanduser()
     try:
         if path.exists():

@@ -89,14 +89,14 @@ def _encode(folder: Path, manifest: Manifest, text: str) -> Any:
 
 def _held_out_text() -> str:
     """The documents that the demo model was not trained on."""
-    from topw_deploy.demo.corpus import gather_corpus
+    from topw_deploy.tiny.corpus import gather_corpus
 
     return "\n\n".join(sorted(gather_corpus().held_out))
 
 
 def _general_text() -> tuple[str, str]:
     """The text for other models, and its name. Some distributions package Python without its manual."""
-    from topw_deploy.demo.corpus import topic_sections
+    from topw_deploy.tiny.corpus import topic_sections
 
     try:
         manual = "\n\n".join(topic_sections())

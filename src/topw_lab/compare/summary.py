@@ -1,0 +1,298 @@
+"""Compute the metrics of each rule at each temperature, with bootstrap intervals over prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from statistics import fmean
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topw_lab.compare.collect import Comparison, RuleTexts, Sample
+
+REPEATED_NGRAM = 4
+"""Default n of `repeated_share`."""
+CONFIDENCE = 0.95
+"""Confidence level of the intervals."""
+RESAMPLES = 1000
+"""Bootstrap samples per interval."""
+
+Terms: TypeAlias = "tuple[float, float]"
+"""(Sum, number of terms) of a metric over the texts of one prompt."""
+Floats: TypeAlias = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class TextMetric:
+    """A metric of the texts of one rule at one temperature.
+
+    name: name in JSON.
+    title: name in tables.
+    definition: one sentence for readers of the report.
+    terms: function of the texts of one prompt. The metric is the sum of the first elements over all prompts, divided by
+        the sum of the second ones. None for a metric without an interval.
+    is_exponential: whether the metric is e to the power of that quotient.
+    logarithmic: whether the axis of the metric's plot is logarithmic.
+    share: whether the metric is in [0, 1].
+    """
+
+    name: str
+    title: str
+    definition: str
+    terms: Callable[[Sequence[Sample]], Terms] | None = None
+    is_exponential: bool = False
+    logarithmic: bool = False
+    share: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MetricValue:
+    """The value of a metric and the ends of its interval; None where they are undefined or infinite."""
+
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RuleSummary:
+    """The metrics of one rule at one temperature.
+
+    values: metric name -> value, for all TEXT_METRICS.
+    texts: number of texts.
+    tokens: number of drawn tokens of all texts.
+    """
+
+    cell: RuleTexts
+    values: Mapping[str, MetricValue]
+    texts: int
+    tokens: int
+
+
+def _mean_terms(values: Sequence[float | None]) -> Terms:
+    known = [value for value in values if value is not None]
+    return math.fsum(known), len(known)
+
+
+def _surprisal_terms(samples: Sequence[Sample]) -> Terms:
+    known = [one for one in samples if one.surprisal is not None]
+    return math.fsum(one.surprisal or 0.0 for one in known), sum(one.drawn for one in known)
+
+
+def _distinct_terms(samples: Sequence[Sample], n: int) -> Terms:
+    return _mean_terms([distinct_share([one.tokens for one in samples], n)])
+
+
+def _per_token_terms(samples: Sequence[Sample], name: str) -> Terms:
+    values = [getattr(one, name) for one in samples]
+    return math.fsum(sum(each) for each in values if each is not None), sum(len(each or ()) for each in values)
+
+
+TEXT_METRICS: tuple[TextMetric, ...] = (
+    TextMetric(
+        "perplexity",
+        "perplexity",
+        "e to the mean of -ln p over all drawn tokens, where p is the model's own probability: at temperature 1, over "
+        "the whole vocabulary, without edits of logits.",
+        _surprisal_terms,
+        is_exponential=True,
+        logarithmic=True,
+    ),
+    *(
+        TextMetric(
+            f"distinct_{n}",
+            f"distinct-{n}",
+            f"Different {n}-grams of tokens divided by all {n}-grams, over a prompt's texts together; the mean over "
+            "prompts. It falls with the length of the texts.",
+            partial(_distinct_terms, n=n),
+            share=True,
+        )
+        for n in (1, 2, 3)
+    ),
+    TextMetric(
+        "self_bleu",
+        "self-BLEU",
+        "BLEU-4, over tokens, of a text against the other texts of its prompt, with sacrebleu's smoothing; the mean "
+        "over a prompt's texts and over prompts. High means that texts are alike.",
+        lambda samples: _mean_terms([self_bleu([one.tokens for one in samples])]),
+        share=True,
+    ),
+    TextMetric(
+        "repetition",
+        "repetition",
+        f"The share of a text's {REPEATED_NGRAM}-grams of tokens that occurred earlier in it; the mean over texts.",
+        lambda samples: _mean_terms([repeated_share(one.tokens) for one in samples]),
+        share=True,
+    ),
+    TextMetric(
+        "kept_mean", "kept", "Tokens that the rule kept, mean over steps.", partial(_per_token_terms, name="kept"),
+        logarithmic=True,
+    ),
+    TextMetric("kept_median", "kept, median", "Tokens that the rule kept, median over steps.", logarithmic=True),
+    TextMetric(
+        "mass", "mass", "The kept tokens' share of the probability, mean over steps.",
+        partial(_per_token_terms, name="mass"), share=True,
+    ),
+    TextMetric(
+        "certified", "certified",
+        "The share of certified steps: under Top-W, the kept tokens were proven without token distances; under other "
+        "rules, all of them are among the 64 best.",
+        partial(_per_token_terms, name="certified"), share=True,
+    ),
+    TextMetric(
+        "tokens_per_second", "tokens/s",
+        "Drawn tokens per second of wall-clock time, with reading the prompts and computing log-probabilities.",
+    ),
+)  # fmt: skip
+
+
+def summarise(comparison: Comparison) -> list[RuleSummary]:
+    """Summarise the texts of each rule at each temperature, in order. All use the same resamples of prompts."""
+    count = len(comparison.prompts)
+    rng = np.random.default_rng(0)
+    weights = rng.multinomial(count, [1 / count] * count, size=RESAMPLES).astype(np.float64)  # [R, P]
+    return [_summarise_rule(cell, weights) for cell in comparison.cells]
+
+
+def _summarise_rule(cell: RuleTexts, weights: Floats) -> RuleSummary:
+    texts = [one for samples in cell.samples for one in samples]
+    tokens = sum(one.drawn for one in texts)
+    kept = [size for one in texts for size in one.kept]
+    values = {
+        "kept_median": MetricValue(float(np.median(kept)) if kept else None),
+        "tokens_per_second": MetricValue(tokens / cell.seconds if cell.seconds else None),
+    }
+    for metric in TEXT_METRICS:
+        if metric.terms is not None:
+            terms = np.array([metric.terms(samples) for samples in cell.samples], np.float64)  # [P, 2]
+            values[metric.name] = quotient_with_interval(terms, weights, is_exponential=metric.is_exponential)
+    return RuleSummary(cell, values, len(texts), tokens)
+
+
+def quotient_with_interval(terms: Floats, weights: Floats, *, is_exponential: bool = False) -> MetricValue:
+    """Divide the sum of `terms[:, 0]` by the sum of `terms[:, 1]`, and add a percentile bootstrap interval.
+
+    terms: float64 [P, 2], see `Terms`.
+    weights: float64 [R, P], how often each resample has a prompt.
+    is_exponential: return e to the power of the quotient.
+
+    Resamples without terms are left out. There is no interval for fewer than two prompts with terms.
+
+    Source: the percentile interval of Efron 1979 ("Bootstrap methods: another look at the jackknife").
+    """
+    value = _quotients(terms.sum(axis=0)[None], is_exponential)[0]
+    if not np.isfinite(value):
+        return MetricValue(None)
+    resampled = _quotients(weights @ terms, is_exponential) if np.count_nonzero(terms[:, 1]) >= 2 else np.zeros(0)
+    resampled = resampled[np.isfinite(resampled)]
+    if not len(resampled):
+        return MetricValue(float(value))
+    low, high = np.quantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return MetricValue(float(value), float(low), float(high))
+
+
+def _quotients(sums: Floats, is_exponential: bool) -> Floats:
+    """The quotients [N] of the sums [N, 2]; NaN where there are no terms."""
+    with np.errstate(all="ignore"):
+        quotients: Floats = sums[:, 0] / np.where(sums[:, 1] > 0, sums[:, 1], np.nan)
+        return np.exp(quotients) if is_exponential else quotients
+
+
+def as_dict(comparison: Comparison, summaries: Sequence[RuleSummary]) -> dict[str, Any]:
+    """The report with all texts, in types that JSON has."""
+    request = comparison.request
+    return {
+        "folder": str(request.folder),
+        "model": comparison.model,
+        "provider": comparison.provider,
+        "sampler": comparison.sampler,
+        "seed": request.seed,
+        "samples": request.samples,
+        "max_new_tokens": request.max_new_tokens,
+        "ignore_eos": request.ignore_eos,
+        "missing_outputs": list(comparison.missing),
+        "rules": [{"label": rule.label, "parameters": dict(rule.parameters)} for rule in request.rules],
+        "temperatures": list(request.temperatures),
+        "metrics": {metric.name: metric.definition for metric in TEXT_METRICS},
+        "intervals": {"level": CONFIDENCE, "over": "prompts", "resamples": RESAMPLES},
+        "prompts": list(comparison.prompts),
+        "cells": [_cell_json(summary) for summary in summaries],
+    }
+
+
+def _cell_json(summary: RuleSummary) -> dict[str, Any]:
+    cell = summary.cell
+    return {
+        "rule": cell.rule.label,
+        "temperature": cell.temperature,
+        "texts": summary.texts,
+        "tokens": summary.tokens,
+        "seconds": cell.seconds,
+        "values": {
+            name: {"value": value.value, "low": value.low, "high": value.high}
+            for name, value in ((metric.name, summary.values[metric.name]) for metric in TEXT_METRICS)
+        },
+        "samples": [
+            {
+                "prompt": prompt,
+                "sample": number,
+                "text": one.text,
+                "token_ids": list(one.tokens),
+                "drawn": one.drawn,
+                "surprisal": one.surprisal,
+                "finish_reason": one.finish_reason,
+            }
+            for prompt, samples in enumerate(cell.samples)
+            for number, one in enumerate(samples)
+        ],
+    }
+
+
+def ngrams(tokens: Sequence[int], n: int) -> list[tuple[int, ...]]:
+    """All n-grams of a text, in order; an empty list for fewer than n tokens."""
+    return list(zip(*(tokens[start:] for start in range(n)), strict=False))
+
+
+def distinct_share(texts: Sequence[Sequence[int]], n: int) -> float | None:
+    """The share of different n-grams among all n-grams of `texts`; None without n-grams.
+
+    Source: distinct-n of Li et al. 2016 (arXiv 1510.03055), but divided by the number of n-grams, not of tokens. The
+    share falls with the length of the texts.
+    """
+    grams = [gram for text in texts for gram in ngrams(text, n)]
+    return len(set(grams)) / len(grams) if grams else None
+
+
+def repeated_share(tokens: Sequence[int], n: int = REPEATED_NGRAM) -> float | None:
+    """The share of the n-grams of a text that occurred earlier in the text; None for fewer than n tokens.
+
+    Source: seq-rep-n of Welleck et al. 2020 (arXiv 1908.04319).
+    """
+    different = distinct_share([tokens], n)
+    return None if different is None else 1 - different
+
+
+def self_bleu(texts: Sequence[Sequence[int]]) -> float | None:
+    """The mean BLEU-4 of each text against all others, in [0, 1]; None for fewer than two texts with tokens.
+
+    Source: Self-BLEU of Zhu et al. 2018 (arXiv 1802.01886). BLEU is sacrebleu's sentence BLEU over token ids, with
+    sacrebleu's default smoothing. A text of fewer than four tokens has only the orders up to its length. Texts without
+    tokens are left out.
+    """
+    lines = [" ".join(map(str, text)) for text in texts if len(text)]
+    if len(lines) < 2:
+        return None
+    bleu = _bleu()
+    scores = (bleu.sentence_score(line, lines[:i] + lines[i + 1 :]).score for i, line in enumerate(lines))
+    return fmean(scores) / 100
+
+
+@cache
+def _bleu() -> Any:
+    from sacrebleu.metrics import BLEU
+
+    return BLEU(tokenize="none", effective_order=True)

@@ -1,0 +1,272 @@
+"""`TopWHarness`: an exported folder as a model of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from topw_deploy.errors import ParameterError, PromptError, TokenizerError
+from topw_deploy.manifest import MANIFEST_NAME, sha256_of
+from topw_deploy.runtime import TopWModel
+from topw_deploy.sampling.parameters import PARAMETER_NAMES
+from topw_lab.harness.arguments import read_arguments
+from topw_lab.harness.requests import Seeds, request_parameters
+from topw_lab.harness.running import PromptRequest, Runner
+from topw_lab.harness.scoring import Scorer
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+ScoredRequest = tuple[Any, list[int], list[int]]  # (the request's arguments or None, context ids, continuation ids)
+
+
+class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
+    """A model of the harness: an exported folder, which generates and scores through the batching engine.
+
+    arguments: those of `--model_args`; see docs/guide/evaluation.md.
+
+    Raises ParameterError for an unknown or invalid argument, and the errors of `TopWModel.from_pretrained` and
+    `Engine`.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        self._arguments = given = read_arguments(arguments)
+        self._model = TopWModel.from_pretrained(given.path, **given.opening)
+        # Raises for wrong parameters, before a long run.
+        self._model._resolve_requests([0], {**given.parameters, "max_new_tokens": 1})
+        engine = {**given.engine, **{name: value for name, value in given.opening.items() if name == "max_length"}}
+        self._runner = Runner(self._model, given.rows, engine)
+        context = self._model.manifest.decoder.context_length
+        self._tokens = min(given.opening.get("max_length", context), context)
+        self._scorer = Scorer(self._model, self._runner, self._tokens, given.rows)
+        # The harness seeds numpy's generator (--seed) before it creates the model.
+        self._seed = int(np.random.randint(2**31 - 1)) if given.seed is None else given.seed
+        self._warned: set[str] = set()
+
+    def close(self) -> None:
+        """End the engine's thread and free the cache."""
+        self._runner.close()
+        self._model.close()
+
+    # Tokens
+
+    @property
+    def max_length(self) -> int:
+        """Maximum number of tokens of a prompt and its answer together."""
+        return self._tokens
+
+    @property
+    def max_gen_toks(self) -> int:
+        return self._arguments.max_gen_toks
+
+    @property
+    def batch_size(self) -> int:
+        return self._arguments.rows
+
+    @property
+    def eot_token_id(self) -> int:
+        """The tokenizer's EOS id, else the lowest one of the generation config. Raises TokenizerError without any."""
+        found = self._model.tokenizer.eos_token_id
+        found = min(self._model.defaults["eos_token_id"], default=None) if found is None else found
+        if found is None:
+            raise TokenizerError(
+                f"{self._model.path} has no EOS token, and scoring an empty context needs a BOS or an EOS token; give "
+                "the tokenizer one and export again."
+            )
+        return int(found)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Id of the token that precedes a text without context: BOS, else EOS."""
+        found = self._model.tokenizer.bos_token_id
+        return self.eot_token_id if found is None else found
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Token ids [n] of a text.
+
+        add_special_tokens: None adds them unless the text begins with BOS, as a rendered chat does.
+        """
+        if add_special_tokens is None:
+            bos = self._model.tokenizer.special_tokens.get("bos_token")
+            begun = bos is not None and string.startswith(bos)
+            add_special_tokens = self._arguments.parameters.get("add_special_tokens", not begun)
+        return self._model.tokenizer.encode(string, add_special_tokens)
+
+    def tok_batch_encode(
+        self,
+        strings: Sequence[str],
+        padding_side: str = "left",
+        left_truncate_len: int | None = None,
+        truncation: bool = False,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (ids, attention mask), both int64 [number of texts, longest]. Padding has id 0.
+
+        truncation: keep only the first `max_length` tokens.
+        left_truncate_len: keep only this number of last tokens.
+        """
+        found = [self.tok_encode(text)[: self.max_length if truncation else None] for text in strings]
+        found = [ids[-left_truncate_len:] if left_truncate_len else ids for ids in found]
+        shape = (len(found), max(map(len, found), default=0))
+        ids, mask = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        for row, tokens in enumerate(found):
+            start = shape[1] - len(tokens) if padding_side == "left" else 0
+            ids[row, start : start + len(tokens)] = tokens
+            mask[row, start : start + len(tokens)] = 1
+        return ids, mask
+
+    def tok_decode(self, tokens: Iterable[int], skip_special_tokens: bool = True) -> str:
+        return self._model.tokenizer.decode(list(tokens), skip_special_tokens)
+
+    # Chats
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The folder's name and digest, by which the harness stores prompts."""
+        return f"{self._model.path.name}-{sha256_of(self._model.path / MANIFEST_NAME)[:16]}"
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The source of the chat template. Raises ParameterError for a name, because a folder has one template."""
+        if isinstance(chat_template, str):
+            raise ParameterError(
+                f"--apply_chat_template names the template {chat_template!r:.60}, but {self._model.path} has only one; "
+                "give the option without a name."
+            )
+        template = self._model._template
+        return template.source if chat_template and template is not None else None
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The rendered chat. Without `add_generation_prompt`, it ends with the text of the last message."""
+        text = self._model.apply_chat_template(
+            chat_history, add_generation_prompt=add_generation_prompt, **self._arguments.template
+        )
+        return text if add_generation_prompt else cut_after(text, chat_history[-1]["content"])
+
+    # Generation
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """The answers, each cut before the first occurrence of a text in the request's `until`."""
+        seeds = Seeds(self._seed)
+
+        def prompt_requests() -> Iterator[PromptRequest]:
+            for context, gen_kwargs in (request.args for request in requests):
+                yield self._prompt_request(context, gen_kwargs, seeds.next(context))
+
+        texts = []
+        results = _with_progress(self._runner.results(prompt_requests()), len(requests), "Generating", disable_tqdm)
+        for request, result in zip(requests, results, strict=True):
+            text, end = result.text, self._arguments.think_end_token
+            if end is not None:
+                text = text.split(end)[-1].lstrip()
+            texts.append(text)
+            self.cache_hook.add_partial("generate_until", request.args, text)
+        return texts
+
+    def _prompt_request(self, context: str, gen_kwargs: Mapping[str, Any], seed: int) -> PromptRequest:
+        given = self._arguments.parameters
+        parameters = request_parameters(gen_kwargs, given, self.max_gen_toks, self._model.tokenizer)
+        parameters.pop("add_special_tokens", None)  # applies to the prompt, which is encoded here
+        self._warn_of_overrides(gen_kwargs, parameters)
+        most_prompt = self._tokens - parameters["max_new_tokens"]
+        if most_prompt < 1:
+            raise ParameterError(
+                f"max_gen_toks is {parameters['max_new_tokens']}, but prompt and answer may have {self._tokens} tokens "
+                "together; give --gen_kwargs max_gen_toks=N with a smaller N."
+            )
+        ids = self.tok_encode(context) or [self.prefix_token_id]
+        if len(ids) > most_prompt:
+            self._warn_once(
+                f"prompts of more than {most_prompt} tokens lose their beginning to leave room for the answer."
+            )
+        return ids[-most_prompt:], {**parameters, "seed": seed}
+
+    def _warn_of_overrides(self, gen_kwargs: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
+        given = self._arguments.parameters
+        if given.keys() & {"temperature", "do_sample"}:
+            stated = {name: gen_kwargs[name] for name in ("do_sample", "temperature") if name in gen_kwargs}
+            if stated:
+                self._warn_once(f"--model_args overrides {stated} of the task.")
+        elif parameters.get("temperature") == 0.0 and given.keys() & {*PARAMETER_NAMES, "preset", "rule"}:
+            self._warn_once(
+                "the task is greedy, so the sampler's parameters have no effect; give --model_args temperature."
+            )
+
+    # Log-likelihoods
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """The log-probability of each text, computed in windows that fill the context."""
+        windows: list[ScoredRequest] = []
+        counts = []
+        for (text,) in (request.args for request in requests):
+            pairs = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self._tokens - 1, 1)
+            found = [(None, *make_disjoint_window(pair)) for pair in pairs]
+            windows += found
+            counts.append(len(found))
+        scores = iter(self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm))
+        sums = []
+        for request, count in zip(requests, counts, strict=True):
+            sums.append(sum(next(scores)[0] for _ in range(count)))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, sums[-1])
+        return sums
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[ScoredRequest], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        """(log-probability of the continuation, whether it is the greedy one) for each request.
+
+        Raises the errors of `Scorer.scores`.
+        """
+        scored = [request for request in requests if request[2]]
+        if any(len(context) + len(continuation) > self._tokens for _, context, continuation in scored):
+            self._warn_once(f"prompts and continuations of more than {self._tokens} tokens lose their beginning.")
+        scores = self._scorer.scores([(context, continuation) for _, context, continuation in scored])
+        found = []
+        for request, score in zip(scored, _with_progress(scores, len(scored), "Scoring", disable_tqdm), strict=True):
+            found.append(score)
+            if request[0] is not None:
+                self.cache_hook.add_partial("loglikelihood", request[0], score)
+        ordered = iter(found)
+        return [next(ordered) if request[2] else (0.0, True) for request in requests]
+
+    # Reports
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Facts that the harness writes into its results, in addition to the arguments."""
+        return {
+            "topw_manifest_sha256": sha256_of(self._model.path / MANIFEST_NAME),
+            "topw_defaults": self._model.manifest.stated_defaults,
+            "topw_sampler": self._model.sampler,
+            "topw_provider": self._model.provider,
+            "topw_seed": self._seed,
+        }
+
+    def _warn_once(self, note: str) -> None:
+        if note not in self._warned:
+            self._warned.add(note)
+            _log.warning(note)
+
+
+def _with_progress(values: Iterable[T], total: int, what: str, hidden: bool) -> Iterator[T]:
+    return iter(tqdm(values, total=total, desc=what, disable=hidden))
+
+
+def cut_after(rendered: str, last: str) -> str:
+    """Cut a rendered chat after `last`, the text of its last message, so that the answer continues this text.
+
+    Raises PromptError if the rendered chat does not contain the text.
+    """
+    place = rendered.rfind(last) if last.strip() else -1
+    if place < 0:
+        last = last.strip()
+        place = rendered.rfind(last) if last else -1
+    if place < 0:
+        raise PromptError(
+            f"the rendered chat does not contain the beginning of the answer, {last!r:.60}; evaluate without "
+            "--apply_chat_template, or with another template."
+        )
+    return rendered[: place + len(last)]

@@ -1,0 +1,232 @@
+"""Summarise the steps of each setting: counts and distributions, for all steps and by position."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from topw_deploy.runtime.request import RowRequest
+from topw_deploy.sampling.rules import TOP_W
+from topw_lab.stats.analyse import StepAnalysis
+from topw_lab.stats.collect import AnalysedSequence, CollectedRuns
+
+QUANTILES = {"p10": 0.1, "p25": 0.25, "median": 0.5, "p75": 0.75, "p90": 0.9}
+_MOST_EQUAL_RANGES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Mean, quantiles and extremes of a number over steps.
+
+    least, most: minimum and maximum.
+    """
+
+    mean: float
+    least: float
+    p10: float
+    p25: float
+    median: float
+    p75: float
+    p90: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
+class PositionRange:
+    """The steps at a range of positions in the generated texts.
+
+    first, last: positions, counted from 1.
+    steps: number of steps.
+    single: number of steps that kept one token.
+    certified: number of certified steps.
+    changed: number of steps whose crop distances changed.
+    kept, mass, entropy, crop_entropy: see `StepAnalysis`.
+    """
+
+    first: int
+    last: int
+    steps: int
+    single: int
+    certified: int
+    changed: int
+    kept: Distribution
+    mass: Distribution
+    entropy: Distribution
+    crop_entropy: Distribution
+
+
+@dataclass(frozen=True, slots=True)
+class MovedToken:
+    """A token that distances added to, or dropped from, the crops of `steps` steps."""
+
+    token: int
+    text: str
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingSummary:
+    """What a sampling rule did under one setting.
+
+    label: the setting's label.
+    rule: name of the rule.
+    parameters: of Top-W; or under another rule, the parameters of that rule and the temperatures.
+    prompts, sequences: numbers of prompts and of texts.
+    steps: number of steps.
+    agreed: number of steps whose crop has the size and certificate that the graph reported.
+    certified: number of certified steps.
+    changed: number of steps whose crop differs from the crop for geom_scale 0.
+    added_total: number of tokens that distances put into crops, summed over steps.
+    dropped_total: number of tokens that distances removed from crops, summed over steps.
+    stages: stage of `fast_crop` -> number of steps that it settled.
+    distances: number of ordered token pairs whose distance the fast path measured.
+    distances_avoided: number of pairs that only the literal algorithm measures.
+    whole: all steps; None if there are none.
+    positions: the steps at each position.
+    ranges: the steps by ranges of positions that grow, see `growing_ranges`.
+    windows: the steps by ranges of equal length, see `equal_ranges`.
+    added: the tokens that distances put into crops, most frequent first.
+    dropped: the tokens that distances removed from crops, most frequent first.
+    """
+
+    label: str
+    rule: str
+    parameters: dict[str, float]
+    prompts: int
+    sequences: int
+    steps: int
+    agreed: int
+    certified: int
+    changed: int
+    added_total: int
+    dropped_total: int
+    stages: dict[str, int]
+    distances: int
+    distances_avoided: int
+    whole: PositionRange | None
+    positions: tuple[PositionRange, ...]
+    ranges: tuple[PositionRange, ...]
+    windows: tuple[PositionRange, ...]
+    added: tuple[MovedToken, ...]
+    dropped: tuple[MovedToken, ...]
+
+    @property
+    def certified_share(self) -> float:
+        return self.certified / self.steps if self.steps else 1.0
+
+    @property
+    def changed_share(self) -> float:
+        return self.changed / self.steps if self.steps else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "certified_share": self.certified_share, "changed_share": self.changed_share}
+
+
+def summarise(collected: CollectedRuns) -> list[SettingSummary]:
+    """Summarise the steps of each setting."""
+    return [_summarise_setting(setting.label, sequences, collected) for setting, sequences in collected.runs]
+
+
+def parameters_of(request: RowRequest) -> dict[str, float]:
+    """The parameters that determine the crops of the request's sampling rule."""
+    top_w = asdict(request.top_w)
+    rule = request.rule.chosen
+    if rule is TOP_W:
+        return top_w
+    values = dict(zip((value.name for value in rule.values), request.rule.values, strict=False))
+    return {**values, **{name: top_w[name] for name in ("temperature", "selection_temperature")}}
+
+
+def _summarise_setting(label: str, sequences: Sequence[AnalysedSequence], collected: CollectedRuns) -> SettingSummary:
+    by_position = _steps_by_position(sequences)
+    steps = [step for sequence in sequences for step in sequence.steps]
+    return SettingSummary(
+        label=label,
+        rule=sequences[0].generated.request.rule.chosen.name,
+        parameters=parameters_of(sequences[0].generated.request),
+        prompts=len(sequences) if collected.prompts is None else collected.prompts,
+        sequences=len(sequences),
+        steps=len(steps),
+        agreed=sum(sequence.agreed for sequence in sequences),
+        certified=sum(step.certified for step in steps),
+        changed=sum(step.is_changed for step in steps),
+        added_total=sum(len(step.added) for step in steps),
+        dropped_total=sum(len(step.dropped) for step in steps),
+        stages=dict(Counter(step.stage for step in steps).most_common()),
+        distances=sum(step.distances for step in steps),
+        distances_avoided=sum(step.distances_avoided for step in steps),
+        whole=_position_range(1, len(by_position), steps) if steps else None,
+        positions=tuple(_position_range(position, position, at) for position, at in enumerate(by_position, 1)),
+        ranges=_position_ranges(by_position, growing_ranges(len(by_position))),
+        windows=_position_ranges(by_position, equal_ranges(len(by_position))),
+        added=_moved_tokens(steps, lambda step: step.added, collected.texts),
+        dropped=_moved_tokens(steps, lambda step: step.dropped, collected.texts),
+    )
+
+
+def growing_ranges(positions: int) -> list[tuple[int, int]]:
+    """(first, last) of the ranges 1, 2-4, 5-8, 9-16, 17-32 and so on, up to the last position."""
+    ranges, first, last = [], 1, 1
+    while first <= positions:
+        ranges.append((first, min(last, positions)))
+        first, last = last + 1, max(4, 2 * last)
+    return ranges
+
+
+def equal_ranges(positions: int) -> list[tuple[int, int]]:
+    """(first, last) of at most 16 ranges of equal length. The last range may be shorter."""
+    length = -(-positions // _MOST_EQUAL_RANGES) or 1
+    return [(first, min(first + length - 1, positions)) for first in range(1, positions + 1, length)]
+
+
+def _position_ranges(
+    by_position: Sequence[Sequence[StepAnalysis]], ranges: Sequence[tuple[int, int]]
+) -> tuple[PositionRange, ...]:
+    return tuple(
+        _position_range(first, last, list(chain.from_iterable(by_position[first - 1 : last]))) for first, last in ranges
+    )
+
+
+def _steps_by_position(sequences: Sequence[AnalysedSequence]) -> list[list[StepAnalysis]]:
+    longest = max((len(sequence.steps) for sequence in sequences), default=0)
+    return [
+        [sequence.steps[position] for sequence in sequences if position < len(sequence.steps)]
+        for position in range(longest)
+    ]
+
+
+def _position_range(first: int, last: int, steps: Sequence[StepAnalysis]) -> PositionRange:
+    def distribution(number: Callable[[StepAnalysis], float]) -> Distribution:
+        return _distribution([number(step) for step in steps])
+
+    return PositionRange(
+        first=first,
+        last=last,
+        steps=len(steps),
+        single=sum(step.kept == 1 for step in steps),
+        certified=sum(step.certified for step in steps),
+        changed=sum(step.is_changed for step in steps),
+        kept=distribution(lambda step: step.kept),
+        mass=distribution(lambda step: step.mass),
+        entropy=distribution(lambda step: step.entropy),
+        crop_entropy=distribution(lambda step: step.crop_entropy),
+    )
+
+
+def _distribution(values: Sequence[float]) -> Distribution:
+    quantiles = np.quantile(values, list(QUANTILES.values())).tolist()
+    by_name = dict(zip(QUANTILES, quantiles, strict=True))
+    return Distribution(mean=float(np.mean(values)), least=float(min(values)), most=float(max(values)), **by_name)
+
+
+def _moved_tokens(
+    steps: Sequence[StepAnalysis], tokens: Callable[[StepAnalysis], tuple[int, ...]], texts: dict[int, str]
+) -> tuple[MovedToken, ...]:
+    counts = Counter(token for step in steps for token in tokens(step))
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return tuple(MovedToken(token, texts[token], count) for token, count in ordered)

@@ -1,0 +1,1 @@
+"""Train the bundled model: its tokenizer and its training loop."""

@@ -1,0 +1,105 @@
+"""Size, files and held-out loss of the bundled model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from topw_deploy.tiny import tiny_model_path
+from topw_deploy.tiny.corpus import Corpus
+from topw_lab.training.train import Recipe, encode_documents, held_out_loss
+
+pytestmark = pytest.mark.slow
+
+FOLDER = tiny_model_path()
+LOG = json.loads((FOLDER / "training_log.json").read_text())
+RECIPE = Recipe(**{**LOG["recipe"], "betas": tuple(LOG["recipe"]["betas"])})
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+
+
+def test_the_weights_are_float16_and_under_eight_megabytes() -> None:
+    path = FOLDER / "model.safetensors"
+    assert path.stat().st_size < 8_000_000
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
+    assert {t.get_dtype() for t in tensors.values()} == {"F16"}
+    assert "lm_head.weight" not in tensors
+
+
+def test_the_bundled_model_was_trained_by_the_recipe_in_the_code() -> None:
+    # Compiling changes only the order of roundings.
+    assert dataclasses.replace(RECIPE, compiled=False) == Recipe()
+    assert LOG["steps"] <= RECIPE.steps
+
+
+def test_loading_leaves_no_weight_missing_or_unused() -> None:
+    _, info = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values()), info
+
+
+def test_the_output_layer_is_the_embedding_table(model: LlamaForCausalLM) -> None:
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    assert sum(p.numel() for p in model.parameters()) == LOG["parameters"]
+
+
+def test_both_tokenizer_libraries_read_the_folder(tokenizer: Tokenizer) -> None:
+    served = AutoTokenizer.from_pretrained(FOLDER)
+    text = 'def parse(source, filename="<unknown>"):\n    """日本"""'
+    assert served(text)["input_ids"] == tokenizer.encode(text).ids
+    assert served.decode(served(text)["input_ids"], skip_special_tokens=True) == text
+    assert (served.bos_token_id, served.eos_token_id, served.pad_token_id) == (0, 1, 2)
+    assert served.chat_template is None
+
+
+def test_held_out_text_is_far_better_predicted_than_by_token_frequencies(
+    model: LlamaForCausalLM, tokenizer: Tokenizer, corpus: Corpus
+) -> None:
+    sample = [d for d in corpus.held_out if len(d) < 4000][:12]
+    loss = held_out_loss(model, sample, tokenizer, RECIPE).loss
+    # Token frequencies (add-one smoothed) bound a model without context, ln V an untrained one; the trained model must
+    # halve the latter.
+    counts = Counter(t for ids in encode_documents(corpus.train, tokenizer) for t in ids[1:].tolist())
+    total = counts.total() + RECIPE.vocab_size
+    tokens = [t for ids in encode_documents(sample, tokenizer) for t in ids[1:].tolist()]
+    without_context = -sum(math.log((counts[t] + 1) / total) for t in tokens) / len(tokens)
+    assert loss < math.log(RECIPE.vocab_size) / 2 < without_context
+
+
+@pytest.mark.long
+def test_the_logged_loss_is_that_of_the_file(model: LlamaForCausalLM, tokenizer: Tokenizer, corpus: Corpus) -> None:
+    if corpus.digest != LOG["corpus"]["sha256"]:
+        pytest.skip(f"the model's corpus is that of Python {LOG['versions']['python']}")
+    measured = held_out_loss(model, corpus.held_out, tokenizer, RECIPE)
+    # Summation order differs; a float32 mean keeps far more than five digits.
+    assert measured.loss == pytest.approx(LOG["held_out_loss"], rel=1e-5)
+    assert measured.bits_per_byte == pytest.approx(LOG["held_out_bits_per_byte"], rel=1e-5)
+
+
+@pytest.mark.long
+def test_the_model_ends_its_documents(model: LlamaForCausalLM, tokenizer: Tokenizer) -> None:
+    prompt = torch.tensor([tokenizer.encode("def close(self):\n").ids])
+    torch.manual_seed(1)
+    output = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=100, do_sample=True, num_return_sequences=8
+    )
+    assert (output == tokenizer.token_to_id("<|end_of_text|>")).any(dim=1).sum() >= 2
