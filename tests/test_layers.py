@@ -59,7 +59,7 @@ ALLOWED = {
 }
 
 # Other libraries that a part imports anywhere, and those that importing its modules loads.
-RUNTIME = {"numpy", "onnxruntime", "tokenizers", "jinja2"}
+RUNTIME = {"numpy", "onnxruntime", "tokenizers", "minijinja"}
 EXPORTER = {"torch", "transformers", "onnx", "onnx_ir", "onnxscript", "ml_dtypes"}
 SERVER = {"anyio", "starlette", "sse_starlette", "uvicorn", "pydantic", "prometheus_client"}
 NAMED = {
@@ -123,8 +123,8 @@ ORDER = (
     ("plugins", "plugins/tensorrt"),
     ("stats/exact", "stats"),
     (
-        *("runtime/folder", "runtime/text", "runtime/token_growth", "runtime/token_bound", "runtime/tokenizer"),
-        *("runtime/template", "runtime/structured", "runtime/results", "runtime/tools", "runtime/protocols"),
+        *("runtime/folder", "runtime/text", "runtime/tokenizer"),
+        *("runtime/structured", "runtime/results", "runtime/tools", "runtime/protocols"),
         *(
             "runtime/callbacks",
             "runtime/parameters",
@@ -253,7 +253,7 @@ def test_the_runtime_without_onnxruntime_says_what_to_install() -> None:
 
 
 def test_importing_the_reference_loads_numpy_alone() -> None:
-    assert not loaded_by("import topw_deploy.sampling") & (HEAVY | {"onnxruntime", "click", "tokenizers", "jinja2"})
+    assert not loaded_by("import topw_deploy.sampling") & (HEAVY | {"onnxruntime", "click", "tokenizers", "minijinja"})
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from topw_deploy.cli.terminal import say, say_json
 from topw_deploy.errors import one_line
 from topw_deploy.versions import installed_version
 
-RUNTIME_PACKAGES = ("numpy", "onnxruntime", "tokenizers", "jinja2", "click")
+RUNTIME_PACKAGES = ("numpy", "onnxruntime", "tokenizers", "minijinja", "msgspec", "click")
 EXPORT_PACKAGES = tuple(install.MODULES["export"])
 ONNXRUNTIME_WHEELS = (
     "onnxruntime",

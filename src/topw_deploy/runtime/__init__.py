@@ -1,4 +1,4 @@
-"""Run exported models with numpy, onnxruntime, tokenizers and jinja2.
+"""Run exported models with numpy, onnxruntime, tokenizers and minijinja.
 
 A call of `TopWModel.generate` crosses these modules:
 model: the public class.
@@ -14,11 +14,10 @@ text: the text of the drawn tokens.
 Other modules read what a request may add:
 rules, generation_config: sampling rules, transformers' settings.
 callbacks, logprobs, structured: streamers and stopping criteria, log-probabilities, schemas and grammars.
-chat, template, tools: chat templates, tool calls.
+chat, tools: chat templates, tool calls.
 
 Others open a model:
 folder: files that the manifest lists.
-token_bound, token_growth: bounds on a tokenizer.
 protocols, session_options, open_session, ort: sessions; those of TensorRT are in `topw_deploy.tensorrt.run`.
 device_lock: access to a device.
 

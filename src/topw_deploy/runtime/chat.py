@@ -1,26 +1,38 @@
-"""Chat templates: Jinja2 programs that render messages to a prompt.
+"""Chat templates: Jinja programs that render messages to a prompt.
 
-Templates are untrusted: they run in Jinja's immutable sandbox, with bounds (`template.meter`), on plain copies of data.
+Templates are untrusted. minijinja runs them without Python, with fuel for their steps and the sizes of their values,
+and with a limit on recursion. They see read-only copies of plain data.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from datetime import datetime
+from typing import Any, NoReturn
 
-import jinja2
+import minijinja
 import numpy as np
 
-from topw_deploy.errors import PromptError, TokenizerError, TopWError, one_line
+from topw_deploy.errors import PromptError, TokenizerError, one_line
 from topw_deploy.runtime.folder import ModelFolder
-from topw_deploy.runtime.template.environment import TemplateEnvironment
-from topw_deploy.runtime.template.meter import DEPTH, Meter
 from topw_deploy.runtime.tokenizer import CONFIG_FILE, Tokenizer
 from topw_deploy.runtime.tools.messages import call_form
 from topw_deploy.runtime.tools.schema import schemas_of
 
 TEMPLATE_FILE = "chat_template.jinja"
-_TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError)
+FUEL = 10_000_000  # steps, and characters of values by the dozen; a chat of 10 MB takes less than 3,000,000
+# Published templates have up to about 30,000 characters. Much longer ones overflow the compiler's stack.
+_MOST_CHARACTERS, _LONGEST_TAG = 50_000, 8192
+_MOST_NESTED = 100  # lists and mappings in messages
+_WIDEST = 32  # characters of indentation and of separators in JSON
+
+_TAG = re.compile(r"\{[%{].*?[%}]\}", re.DOTALL)
+_GENERATION = re.compile(r"(\{%[-+]?)\s*(end)?generation\s*([-+]?%\})")  # marks text for training
+_TEXT = r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
+_PERCENT_MANY = re.compile(_TEXT + r"\s*%\s*\((?=[^()]*,)")
+_PERCENT_ONE = re.compile(_TEXT + r"\s*%\s*([A-Za-z_]\w*(?:\.\w+|\[[^\[\]]*\])*)(?![\w.(\[])")
 
 
 class ChatTemplate:
@@ -43,15 +55,21 @@ class ChatTemplate:
         self._call_form = call_form(source)
         self._special_tokens = dict(special_tokens)
         self._name = name
+        self._environment = minijinja.Environment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            fuel=FUEL,
+            debug=False,
+            filters={"tojson": _to_json},
+            globals={"raise_exception": _raise_exception, "strftime_now": _strftime_now},
+        )
         try:
-            self._template = TemplateEnvironment().compile_template(source)
-        except (RecursionError, MemoryError):
-            reason = "its expressions or blocks are nested too deeply"
-        except (jinja2.TemplateError, SyntaxError, *_TEMPLATE_ERRORS) as error:
-            reason = one_line(error, 200)
-        else:
-            return
-        raise TokenizerError(f"{name}: the chat template is not valid ({reason}); correct it and export again.")
+            self._environment.add_template("chat", _translate(source))
+        except (minijinja.TemplateError, ValueError) as error:
+            reason = str(error).partition("\n")[0][:200]
+            raise TokenizerError(
+                f"{name}: the chat template is not valid ({reason}); correct it and export again."
+            ) from None
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
@@ -62,7 +80,7 @@ class ChatTemplate:
             `enable_thinking`.
 
         Raises PromptError for malformed or rejected messages, ParameterError for a function without a schema,
-        TokenizerError for a template that exceeds its bounds.
+        TokenizerError for a template that runs out of fuel.
         """
         if self.with_tools is not None and variables.get("tools") is not None:
             return self.with_tools.render(messages, add_generation_prompt=add_generation_prompt, **variables)
@@ -72,19 +90,17 @@ class ChatTemplate:
             raise PromptError(f"the variable {taken[0]!r} is set by the tokenizer; remove it.")
         if variables.get("tools") is not None:
             variables["tools"] = schemas_of(variables["tools"])
-        given = {"tools": None, "documents": None, **variables, "messages": self._call_form.adapt(messages)}
-        plain = {name: _copy_plain(value) for name, value in given.items()}
-        values = {**self._special_tokens, **plain, "add_generation_prompt": add_generation_prompt}
+        values = {"tools": None, "documents": None, **variables, "messages": self._call_form.adapt(messages)}
+        values = {name: _copy_plain(value) for name, value in values.items()}
+        values |= self._special_tokens | {"add_generation_prompt": add_generation_prompt}
         try:
-            with Meter(self._name, values.values()).running():
-                return self._template.render(values)
-        except TopWError:
-            raise
-        except (RecursionError, MemoryError):
-            raise PromptError(
-                f"{self._name}: the chat template ran out of stack or memory on these messages."
-            ) from None
+            return self._environment.render_template("chat", **values)
         except Exception as error:  # noqa: BLE001  # untrusted code
+            if "ran out of fuel" in str(error):
+                raise TokenizerError(
+                    f"{self._name}: the chat template takes more steps or memory than any chat template should need; "
+                    "correct it and export the model again, or use a plain prompt."
+                ) from None
             raise PromptError(f"the chat template refused the messages: {one_line(error, 1000)}") from None
 
 
@@ -107,18 +123,70 @@ def load_chat_template(folder: ModelFolder, tokenizer: Tokenizer) -> ChatTemplat
     return ChatTemplate(source, tokenizer.special_tokens, place, tool_use)
 
 
+def _translate(source: str) -> str:
+    """Replace what minijinja lacks: `{% generation %}`, and `%` behind a literal text, which becomes a filter.
+
+    Raises ValueError for a template that is too long to compile.
+    """
+    if len(source) > _MOST_CHARACTERS:
+        raise ValueError(f"it has {len(source):,} characters, more than {_MOST_CHARACTERS:,}")
+    if (longest := max((len(tag) for tag in _TAG.findall(source)), default=0)) > _LONGEST_TAG:
+        raise ValueError(f"it has a tag of {longest:,} characters, more than {_LONGEST_TAG:,}")
+
+    def translate_tag(tag: re.Match[str]) -> str:
+        text = _GENERATION.sub(lambda m: f"{m[1]} {'endif' if m[2] else 'if true'} {m[3]}", tag[0])
+        return _PERCENT_ONE.sub(r"\1|format(\2)", _PERCENT_MANY.sub(r"\1|format(", text))
+
+    return _TAG.sub(translate_tag, source)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise ValueError(message)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """The filter `tojson` as in transformers, which does not escape HTML."""
+    width = indent if isinstance(indent, int) else len(indent or "")
+    if max(width, *map(len, separators or [""])) > _WIDEST:
+        raise ValueError(f"tojson takes indents and separators of up to {_WIDEST} characters")
+    separators = None if separators is None else tuple(separators)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse_change(*_arguments: Any, **_keywords: Any) -> NoReturn:
+    raise TypeError("a template may not change the messages")
+
+
+class _List(list[Any]):
+    """A list that a template can only read."""
+
+    append = clear = copy = extend = insert = pop = remove = reverse = sort = _refuse_change  # type: ignore[assignment]
+
+
+class _Mapping(dict[str, Any]):
+    """A mapping that a template can only read."""
+
+    clear = copy = fromkeys = pop = popitem = setdefault = update = _refuse_change  # type: ignore[assignment]
+
+
 def _copy_plain(value: Any, depth: int = 0) -> Any:
-    """Copy a value to Python's own types, so that the template cannot call methods of other objects."""
+    """Copy a value to plain types, so that the template cannot call methods of other objects."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):
         return str.__str__(value)
-    if depth >= DEPTH:
-        raise PromptError(f"messages have lists or mappings nested more than {DEPTH} deep; flatten them.")
+    if depth >= _MOST_NESTED:
+        raise PromptError(f"messages have lists or mappings nested more than {_MOST_NESTED} deep; flatten them.")
     if isinstance(value, Mapping):
-        return {str(key): _copy_plain(item, depth + 1) for key, item in value.items()}
+        return _Mapping((str(key), _copy_plain(item, depth + 1)) for key, item in value.items())
     if isinstance(value, (list, tuple)):
-        return [_copy_plain(item, depth + 1) for item in value]
+        return _List(_copy_plain(item, depth + 1) for item in value)
     if isinstance(value, np.generic):
         return _copy_plain(value.item(), depth + 1)
     raise PromptError(f"messages may hold text, numbers, lists and mappings, not a {type(value).__name__}.")

@@ -9,10 +9,9 @@ from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.manifest import DecoderManifest
 from topw_deploy.runtime.protocols import Session
 from topw_deploy.runtime.rules import longest_pool
-from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.sampling.rules import RULES
 
-_UNCHECKED_CHARACTERS = 8  # per token of the limit: shorter texts are not checked before tokenizing
+_MOST_CHARACTERS = 256  # per token; the longest tokens of published vocabularies are runs of 128 spaces
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +94,12 @@ def check_sequence_count(rows: int, limits: Limits) -> None:
     )
 
 
-def check_text_length(text: str, tokenizer: Tokenizer, limits: Limits, which: str) -> None:
-    """Raises PromptError if a lower bound on the tokens of `text` exceeds the limits. which: the prompt's name."""
-    if len(text) <= _UNCHECKED_CHARACTERS * limits.tokens:
-        return
-    tokens, why = tokenizer.token_bound.lower_bound(text)
-    if tokens > limits.tokens:
+def check_text_length(text: str, limits: Limits, which: str) -> None:
+    """Raises PromptError for a text that is too long to be tokenized. which: the prompt's name."""
+    if len(text) > _MOST_CHARACTERS * limits.tokens:
         raise PromptError(
-            f"{which} has {len(text):,} characters, at least {tokens} tokens ({why}), {_excess_clause(tokens, limits)}",
+            f"{which} has {len(text):,} characters, more than {_MOST_CHARACTERS} per token, "
+            f"{_excess_clause(limits.tokens + 1, limits)}",
             "max_length",
         )
 

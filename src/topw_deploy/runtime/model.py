@@ -267,7 +267,7 @@ class TopWModel:
             return self._encode_text(text, False, "the prompt", self._limits)
 
     def _encode_text(self, text: str, add_special_tokens: bool, which: str, limits: Limits) -> list[int]:
-        check_text_length(text, self.tokenizer, limits, which)
+        check_text_length(text, limits, which)
         return self.tokenizer.encode(text, add_special_tokens)
 
     def _start_generation(

@@ -11,8 +11,6 @@ from tokenizers import Tokenizer as RustTokenizer
 from topw_deploy.errors import PromptError, TokenizerError, one_line
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.text import IncrementalDecoder, TokenBytes
-from topw_deploy.runtime.token_bound import TokenBound, compute_token_bound
-from topw_deploy.runtime.token_growth import refuse_text_growth
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -37,7 +35,6 @@ class Tokenizer:
         text = folder.read_text(TOKENIZER_FILE)
         try:
             self._raw = RustTokenizer.from_str(text)
-            refuse_text_growth(self._raw)
         except BaseException as error:  # noqa: BLE001  # the library raises a bare Exception, or panics in Rust
             raise self._as_tokenizer_error(error, "read") from None
         # Truncation and padding would silently change prompts.
@@ -58,11 +55,6 @@ class Tokenizer:
         except BaseException as error:  # noqa: BLE001
             raise self._as_tokenizer_error(error, "used") from None
         return ids
-
-    @cached_property
-    def token_bound(self) -> TokenBound:
-        """The bound on token lengths; computing it takes about 0.1 us per token of the vocabulary."""
-        return compute_token_bound(self._raw)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Convert token ids to text; ids without a token give no text."""

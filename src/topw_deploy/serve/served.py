@@ -137,7 +137,7 @@ class Served:
 
         A text that certainly has too many tokens is refused without tokenizing it.
         """
-        check_text_length(text, self.model.tokenizer, self._limits, "the prompt")
+        check_text_length(text, self._limits, "the prompt")
         return self.check_length(self.model.tokenizer.encode(text, add_special_tokens))
 
     def check_length(self, ids: list[int]) -> list[int]:

@@ -155,7 +155,7 @@ def _statistic_array(value: ir.Value | None) -> NDArray[np.float32]:
 def _prompt_ids(model: TopWModel, prompt: TextPrompt) -> list[int]:
     """Raises PromptError, naming the prompt, if it is not valid Unicode or fills the context."""
     context = model.manifest.decoder.context_length
-    check_text_length(prompt.text, model.tokenizer, Limits(context, model.manifest.sampler.vocab_size), prompt.where)
+    check_text_length(prompt.text, Limits(context, model.manifest.sampler.vocab_size), prompt.where)
     try:
         ids = model.tokenizer.encode(prompt.text)
     except PromptError as error:
