@@ -18,7 +18,7 @@ import numpy as np
 from topw_deploy.errors import PromptError, TokenizerError, one_line
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.tokenizer import CONFIG_FILE, Tokenizer
-from topw_deploy.runtime.tools.messages import call_form
+from topw_deploy.runtime.tools.formats import message_adapter
 from topw_deploy.runtime.tools.schema import schemas_of
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -52,7 +52,7 @@ class ChatTemplate:
     ) -> None:
         self.source = source
         self.with_tools = with_tools
-        self._call_form = call_form(source)
+        self._adapt_messages = message_adapter(source)
         self._special_tokens = dict(special_tokens)
         self._name = name
         self._environment = minijinja.Environment(
@@ -90,7 +90,7 @@ class ChatTemplate:
             raise PromptError(f"the variable {taken[0]!r} is set by the tokenizer; remove it.")
         if variables.get("tools") is not None:
             variables["tools"] = schemas_of(variables["tools"])
-        values = {"tools": None, "documents": None, **variables, "messages": self._call_form.adapt(messages)}
+        values = {"tools": None, "documents": None, **variables, "messages": self._adapt_messages(messages)}
         values = {name: _copy_plain(value) for name, value in values.items()}
         values |= self._special_tokens | {"add_generation_prompt": add_generation_prompt}
         try:

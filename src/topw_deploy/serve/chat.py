@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from topw_deploy.runtime import GenerationResult, Piece
 from topw_deploy.runtime.tools import Content, Parsed, Reasoning, ToolCallParser
-from topw_deploy.runtime.tools.calls import Event, ToolCall
+from topw_deploy.runtime.tools.parser import Event, ToolCall
 from topw_deploy.serve.bodies import read_body
 from topw_deploy.serve.chat_plan import ChatPlan, plan_and_tokenize
 from topw_deploy.serve.choices import chat_logprobs, ending_fields

@@ -8,7 +8,7 @@ from typing import Any
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.tools import ToolCallParser
-from topw_deploy.runtime.tools.required import required_calls
+from topw_deploy.runtime.tools.grammar import required_calls
 from topw_deploy.runtime.tools.schema import parameter_schemas
 from topw_deploy.serve.failures import invalid_request
 from topw_deploy.serve.schemas.generation import ChatRequest, Message, NamedTool

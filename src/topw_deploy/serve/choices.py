@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from topw_deploy.runtime import GenerationResult, TokenLogprob, TopLogprob
-from topw_deploy.runtime.tools.calls import ToolCall
+from topw_deploy.runtime.tools.parser import ToolCall
 
 _MINUS_INFINITY = -9999.0  # OpenAI's value for -inf, which JSON cannot hold
 _FINISH_REASONS = {"stop": "stop", "criterion": "stop", "length": "length", "timeout": "length"}

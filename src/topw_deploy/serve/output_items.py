@@ -7,7 +7,7 @@ from typing import Any
 
 from topw_deploy.runtime import TokenLogprob
 from topw_deploy.runtime.tools import Content, Reasoning
-from topw_deploy.runtime.tools.calls import Event, ToolCall
+from topw_deploy.runtime.tools.parser import Event, ToolCall
 from topw_deploy.serve.choices import text_logprobs
 
 NamedEvent = tuple[str, dict[str, Any]]

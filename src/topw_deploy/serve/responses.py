@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from topw_deploy.runtime import GenerationResult, TokenLogprob
 from topw_deploy.runtime.tools import Content, Reasoning
-from topw_deploy.runtime.tools.calls import Event, ToolCall
+from topw_deploy.runtime.tools.parser import Event, ToolCall
 from topw_deploy.serve.bodies import read_body, refusal_of
 from topw_deploy.serve.chat_plan import ChatPlan, plan_and_tokenize
 from topw_deploy.serve.events import EventStream, json_event, record_failure

@@ -15,11 +15,11 @@ from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.tools import parse, required_calls
 
 HERMES = """\
-start: call ("\\n" call)*
+start: "<tool_call>" "\\n" call ("\\n" "<tool_call>" "\\n" call)*
 call: tool_0 | tool_1
-tool_0: "<tool_call>" "\\n{\\"name\\": \\"f\\", \\"arguments\\": " arguments_0 "}\\n" "</tool_call>"
+tool_0: "{\\"name\\": \\"f\\", \\"arguments\\": " arguments_0 "}\\n" "</tool_call>"
 arguments_0: %json {"type": "object", "properties": {"n": {"$ref": "#/$defs/N"}}, "$defs": {"N": {"type": "integer"}}}
-tool_1: "<tool_call>" "\\n{\\"name\\": \\"g\\", \\"arguments\\": " arguments_1 "}\\n" "</tool_call>"
+tool_1: "{\\"name\\": \\"g\\", \\"arguments\\": " arguments_1 "}\\n" "</tool_call>"
 arguments_1: %json {"type": "object", "properties": {}}
 """
 SCHEMA = {"type": "object", "properties": {"n": {"$ref": "#/$defs/N"}}, "$defs": {"N": {"type": "integer"}}}
@@ -42,21 +42,21 @@ def test_the_grammar_of_llama_has_no_markers() -> None:
 def test_markers_that_are_special_tokens_are_written_by_their_ids() -> None:
     special = {"<tool_call>": 3, "</tool_call>": 4}
     found = required_calls(TWO, "hermes", name="g", parallel=False, special_tokens=special).splitlines()
-    assert found[0] == "start: call"
-    assert found[2] == 'tool_0: <[3]> "\\n{\\"name\\": \\"g\\", \\"arguments\\": " arguments_0 "}\\n" <[4]>'
+    assert found[0] == 'start: <[3]> "\\n" call'
+    assert found[2] == 'tool_0: "{\\"name\\": \\"g\\", \\"arguments\\": " arguments_0 "}\\n" <[4]>'
 
 
 def test_the_tokens_of_mistral_select_its_format() -> None:
     assert required_calls(TWO, "mistral").startswith('start: "[TOOL_CALLS]" "[" call (", " call)* "]"\n')
     named = required_calls(TWO, "mistral", special_tokens={"[TOOL_CALLS]": 5, "[ARGS]": 32}).splitlines()
-    assert named[0] == "start: call (call)*"
-    assert named[2] == 'tool_0: <[5]> "f" <[32]> arguments_0'
+    assert named[0] == "start: <[5]> call (<[5]> call)*"
+    assert named[2] == 'tool_0: "f" <[32]> arguments_0'
 
 
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ((TWO, "deepseek"), "family is 'deepseek', but grammars exist for .*, harmony, gemma, pythonic only"),
+        ((TWO, "deepseek"), "family is 'deepseek', but grammars exist for .*, gemma, pythonic, harmony only"),
         (([], "hermes"), "tools is empty"),
         ((TWO, "hermes", "h"), "name is 'h', but the tools are f, g"),
     ],

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.samples import examples
-from topw_deploy.runtime.tools.cursor import Mismatch
-from topw_deploy.runtime.tools.function_tags import typed_value
-from topw_deploy.runtime.tools.values import JSON, PYTHON, parse_value
+from topw_deploy.runtime.tools.literals import JSON, PYTHON, Mismatch, parse_value
+from topw_deploy.runtime.tools.parser import typed_value
 
 Value = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

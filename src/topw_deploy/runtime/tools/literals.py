@@ -1,237 +1,309 @@
-"""Lark rules of arguments that are not JSON: Python literals, and Gemma's form with tokens around strings.
+"""Reads values that are still arriving: JSON, Python literals, and Gemma's values with tokens around strings.
 
-llguidance compiles JSON schemas for JSON only. Here a schema may use the keywords in `_KEYWORDS`, and those in
-`_IGNORED_KEYWORDS`, which do not limit values. Other keywords are refused, because the rules would allow values that
-the schema does not allow.
+Readers are generators. They yield None to wait for more text, and an event as soon as it is certain. The text before
+the cursor is then no longer needed. A reader that resumes looks only at new characters.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
-from topw_deploy.errors import ParameterError
+T = TypeVar("T")
+Waiting: TypeAlias = Generator[None, None, T]
+"""Yields None to wait for more text, and returns a T."""
+Event = TypeVar("Event")
+_SPACE = re.compile(r"\s*")
 
-_KEYWORDS = {"$ref", "anyOf", "const", "enum", "nullable", "type"} | {
-    *("additionalProperties", "items", "properties", "required"),
-}
-_IGNORED_KEYWORDS = {"$comment", "$defs", "$id", "$schema", "definitions"} | {
-    *("default", "deprecated", "description", "examples", "format", "readOnly", "title", "writeOnly"),
-}
-_MAX_DEPTH = 32  # nesting of schemas
-_INTEGER = r"-?(0|[1-9][0-9]{0,17})"
-_PROPERTY_NAME = re.compile(r"[^\W\d]\w*")
-_TOOL_NAMES = {True: re.compile(r"[^\W\d][\w.]*"), False: re.compile(r"[^\s{}<>]+")}  # by `ArgumentStyle.keywords`
+
+class Mismatch(Exception):  # noqa: N818  # expected for text that is no call
+    """The text is not of the expected form."""
+
+
+class Cursor:
+    """A position in received text.
+
+    text: the text received so far, without the dropped beginning.
+    at: index of the next character in `text`.
+    ended: whether no more text arrives.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.at = 0
+        self.ended = False
+
+    def drop_read_text(self) -> None:
+        """Drop the text before the cursor."""
+        self.text, self.at = self.text[self.at :], 0
+
+    def wait_for_more(self) -> Waiting[bool]:
+        """Wait for more text. Returns False if none arrives."""
+        size = len(self.text)
+        while len(self.text) == size:
+            if self.ended:
+                return False
+            yield None
+        return True
+
+    def peek(self) -> Waiting[str]:
+        """The next character, or "" at the end."""
+        if self.at == len(self.text):
+            yield from self.wait_for_more()
+        return self.text[self.at : self.at + 1]
+
+    def take_matching(self, pattern: re.Pattern[str]) -> Waiting[str]:
+        """Take all characters that `pattern` matches. The pattern must match every prefix of its matches."""
+        while True:
+            found = pattern.match(self.text, self.at)
+            end = found.end() if found else self.at
+            if end < len(self.text) or not (yield from self.wait_for_more()):
+                break
+        taken, self.at = self.text[self.at : end], end
+        return taken
+
+    def skip_space(self) -> Waiting[str]:
+        """Take white space, and return it."""
+        return (yield from self.take_matching(_SPACE))
+
+    def accept(self, *words: str) -> Waiting[str]:
+        """Take the longest of `words` that follows. Returns the word, or "" if none follows."""
+        while any(_may_complete(self.text, self.at, word) for word in words):
+            if not (yield from self.wait_for_more()):
+                break
+        found = max((word for word in words if self.text.startswith(word, self.at)), key=len, default="")
+        self.at += len(found)
+        return found
+
+    def expect(self, *words: str) -> Waiting[str]:
+        """Like `accept`. Raises Mismatch if none follows."""
+        found = yield from self.accept(*words)
+        if not found:
+            raise Mismatch
+        return found
+
+    def take_until(self, *words: str) -> Waiting[str]:
+        """Take the text before the next of `words`. Raises Mismatch at the end of the text."""
+        pattern, longest = pattern_of(words), max(map(len, words))
+        begin = searched = self.at
+        while not (found := pattern.search(self.text, searched)):
+            searched = max(begin, len(self.text) - longest + 1)
+            if not (yield from self.wait_for_more()):
+                raise Mismatch
+        self.at = found.start()
+        return self.text[begin : self.at]
+
+    def take_quoted(self, quote: str) -> Waiting[str]:
+        """Take a string between two `quote`s, with backslash escapes.
+
+        Returns its text without the quotes, escapes unchanged. Raises Mismatch if the closing quote is missing.
+        """
+        begin = searched = self.at + len(quote)
+        pattern = re.compile(rf"{re.escape(quote)}|\\")
+        while True:
+            found = pattern.search(self.text, searched)
+            if found and found[0] == quote:
+                break
+            searched = found.start() if found else max(begin, len(self.text) - len(quote) + 1)
+            if found and found.end() < len(self.text):
+                searched = found.end() + 1
+            elif not (yield from self.wait_for_more()):
+                raise Mismatch
+        self.at = found.end()
+        return self.text[begin : found.start()]
+
+    def stream_until(self, event: Callable[[str], Event], *ends: str) -> Generator[Event | None, None, str]:
+        """Yield the text before the next of `ends` in parts, and take that end.
+
+        Returns the end, or "" at the end of the text.
+        """
+        pattern = pattern_of(ends)
+        while not (found := pattern.search(self.text, self.at)):
+            yield from self._yield_part(event, len(self.text) - unfinished_length(ends, self.text, self.at))
+            if not (yield from self.wait_for_more()):
+                yield from self._yield_part(event, len(self.text))
+                return ""
+        yield from self._yield_part(event, found.start())
+        self.at = found.end()
+        return found[0]
+
+    def _yield_part(self, event: Callable[[str], Event], end: int) -> Generator[Event, None, None]:
+        if end > self.at:
+            part, self.at = self.text[self.at : end], end
+            yield event(part)
+
+
+def pattern_of(words: tuple[str, ...]) -> re.Pattern[str]:
+    """A pattern that matches any of `words`, the longest if several match."""
+    return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))))
+
+
+def unfinished_length(words: tuple[str, ...], text: str, at: int = 0) -> int:
+    """Length of the longest suffix of `text[at:]` that is a proper prefix of one of `words`."""
+    longest = min(len(text) - at, max(map(len, words)) - 1)
+    for size in range(longest, 0, -1):
+        end = text[-size:]
+        if any(word.startswith(end) for word in words):
+            return size
+    return 0
+
+
+def _may_complete(text: str, at: int, word: str) -> bool:
+    """Whether `text[at:]` is a proper prefix of `word`, so that more text may complete it."""
+    rest = len(text) - at
+    return rest < len(word) and word.startswith(text[at:])
+
+
+MAX_DEPTH = 64
+"""Maximum nesting of lists and mappings; text with deeper values is no call."""
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+_WORD = re.compile(r"[-+.\w]*")
+_BARE_KEY = re.compile(r"""[^\s:,{}\[\]"'<]*""")
+_PYTHON_ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
+_PYTHON_LETTERS = {"\\": "\\", "'": "'", '"': '"', "\n": ""} | dict(zip("abfnrtv", "\a\b\f\n\r\t\v", strict=True))
+_CONSTANTS = {"true": True, "false": False, "null": None}
+_PYTHON_CONSTANTS = _CONSTANTS | {"True": True, "False": False, "None": None}
 
 
 @dataclass(frozen=True)
-class ArgumentStyle:
-    """How a family writes arguments.
+class Dialect:
+    """How values are written.
 
-    quote: the text around strings, which have no escapes; "" for Python's strings.
-    constants: the texts of true, false and null.
-    comma: the text between the members of lists and mappings.
-    colon: the text between keys and values.
-    keywords: whether arguments are written `name=value`; otherwise as a mapping.
+    quotes: the texts that may stand around strings; a grammar writes the last one.
+    escapes: "json", "python", or "" for strings without escapes and keys without quotes.
+    written: the texts of true, false and null in a grammar.
+    comma, colon: the texts between members, and between keys and values, in a grammar.
     """
 
-    quote: str
-    constants: tuple[str, str, str]
-    comma: str
-    colon: str
-    keywords: bool = False
+    quotes: tuple[str, ...] = ('"',)
+    escapes: str = ""
+    written: tuple[str, str, str] = ("true", "false", "null")
+    comma: str = ","
+    colon: str = ":"
 
 
-GEMMA = ArgumentStyle("<escape>", ("true", "false", "null"), ",", ":")
-GEMMA_4 = ArgumentStyle('<|"|>', GEMMA.constants, ",", ":")
-PYTHON = ArgumentStyle("", ("True", "False", "None"), ", ", ": ", keywords=True)
+JSON = Dialect(escapes="json")
+PYTHON = Dialect(('"""', "'''", "'", '"'), "python", ("True", "False", "None"), ", ", ": ")
+GEMMA = Dialect(("<escape>",))
+GEMMA_4 = Dialect(('<|"|>',))
 
 
-class LiteralRules:
-    """Writes the Lark rules of the arguments of all tools.
+def read_value(cursor: Cursor, dialect: Dialect, depth: int = 0) -> Waiting[Any]:
+    """Read one value. Raises Mismatch if there is none."""
+    yield from cursor.skip_space()
+    head = yield from cursor.peek()
+    if head in ("{", "["):
+        if depth == MAX_DEPTH:
+            raise Mismatch
+        return (yield from _read_members(cursor, dialect, depth + 1))
+    if any(quote[0] == head for quote in dialect.quotes):
+        return (yield from _read_string(cursor, dialect))
+    return _parse_constant((yield from cursor.take_matching(_WORD)), dialect)
 
-    lines: the rules so far.
-    lark_terms: function from a text with markers to a Lark expression.
-    special: whether the text around strings is a special token; then a string may contain any other text.
-    """
 
-    def __init__(self, style: ArgumentStyle, lark_terms: Callable[[str], str], *, special: bool) -> None:
-        self._style, self._lark_terms = style, lark_terms
-        self._tool, self._rule = "", ""
-        self._root: Mapping[str, Any] = {}
-        self._reference_rules: dict[str, str] = {}  # reference in the tool's schema -> its rule
-        self._count = 0
-        true, false, null = map(lark_string, style.constants)
-        comma, colon = lark_string(style.comma), lark_string(style.colon)
-        quote = lark_terms(style.quote)
-        inner = r"(.|\n)+" if special else "[^<]+"
-        self.lines = [
-            f"text:{quote} TEXT?{quote}" if quote else "text: TEXT",
-            f"TEXT: /{inner}/" if quote else r'TEXT: /"([^"\\\x00-\x1f\x7f]|\\["\\nrt])*"/',
-            f"integer: /{_INTEGER}/",
-            rf"number: /{_INTEGER}(\.[0-9]{{1,17}})?([eE][-+]?[0-9]{{1,2}})?/",
-            f"boolean: {true} | {false}",
-            f"null: {null}",
-            "any: text | number | boolean | null | list | mapping",
-            f'list: "[" (any ({comma} any)*)? "]"',
-            f'mapping: "{{" (key {colon} any ({comma} key {colon} any)*)? "}}"',
-            "key: /[A-Za-z_][A-Za-z0-9_]*/" if quote else "key: TEXT",
-        ]
+def parse_value(text: str, dialect: Dialect) -> Any:
+    """Parse `text` as one value. Raises Mismatch if it is none, or more than one."""
+    cursor = Cursor()
+    cursor.text, cursor.ended = text, True
+    try:
+        next(read_value(cursor, dialect))
+    except StopIteration as done:
+        if not text[cursor.at :].strip():
+            return done.value
+    raise Mismatch
 
-    def add_tool(self, tool: str, rule: str, schema: Mapping[str, Any]) -> None:
-        """Write the rule named `rule` for the arguments of a tool. schema: of its parameters.
 
-        Raises ParameterError for a schema that the rules cannot express.
-        """
-        self._tool, self._rule, self._root, self._reference_rules, self._count = tool, rule, schema, {}, 0
-        if not _TOOL_NAMES[self._style.keywords].fullmatch(tool):
-            raise self._unsupported("the name")
-        if self._style.keywords:
-            written = self._members_expression(schema, lambda name: lark_string(f"{name}="), 0) or lark_string("")
+def read_mapping(cursor: Cursor, dialect: Dialect) -> Waiting[dict[str, Any]]:
+    """Read a mapping with its braces. Raises Mismatch if there is none."""
+    yield from cursor.skip_space()
+    if (yield from cursor.peek()) != "{":
+        raise Mismatch
+    return (yield from _read_members(cursor, dialect, 1))
+
+
+def _read_members(cursor: Cursor, dialect: Dialect, depth: int) -> Waiting[Any]:
+    """Read a list or a mapping, whose bracket follows."""
+    mapping: dict[str, Any] | None = {} if cursor.text[cursor.at] == "{" else None
+    items: list[Any] = []
+    closing = "]" if mapping is None else "}"
+    cursor.at += 1
+    yield from cursor.skip_space()
+    ended = yield from cursor.accept(closing)
+    while not ended:
+        if mapping is None:
+            items.append((yield from read_value(cursor, dialect, depth)))
         else:
-            written = self._object_expression(schema, 0)
-        self.lines.append(f"{rule}: {written}")
-
-    def _value_expression(self, schema: Any, depth: int) -> str:
-        """The expression of the values that a schema allows. depth: its nesting."""
-        if schema is True or schema == {}:
-            return "any"
-        if not isinstance(schema, Mapping):
-            raise self._unsupported(f"{schema!r} as a schema")
-        if depth > _MAX_DEPTH:
-            raise self._unsupported(f"schemas nested more than {_MAX_DEPTH} deep")
-        unknown = sorted(map(str, schema.keys() - _KEYWORDS - _IGNORED_KEYWORDS))
-        if unknown:
-            raise self._unsupported(repr(unknown[0]))
-        for keyword in ("$ref", "anyOf"):
-            beside = sorted(schema.keys() & _KEYWORDS - {keyword, "nullable"})
-            if keyword in schema and beside:
-                raise self._unsupported(f"{keyword!r} beside {beside[0]!r}")
-        options = list(self._alternatives(schema, depth + 1))
-        if schema.get("nullable") is True:
-            options.append("null")
-        return f"({' | '.join(dict.fromkeys(options))})"
-
-    def _alternatives(self, schema: Mapping[str, Any], depth: int) -> Iterator[str]:
-        """The expressions of which a value must match one."""
-        if "$ref" in schema:
-            yield self._reference_rule(schema["$ref"], depth)
-        elif "const" in schema:
-            yield self._constant_expression(schema["const"])
-        elif "enum" in schema:
-            yield from map(self._constant_expression, self._read_list(schema, "enum"))
-        elif "anyOf" in schema:
-            for option in self._read_list(schema, "anyOf"):
-                yield self._value_expression(option, depth)
-        elif "type" not in schema:
-            yield self._object_expression(schema, depth) if "properties" in schema else "any"
-        else:
-            for kind in self._read_list(schema, "type") if isinstance(schema["type"], list) else [schema["type"]]:
-                yield self._type_expression(kind, schema, depth)
-
-    def _type_expression(self, kind: Any, schema: Mapping[str, Any], depth: int) -> str:
-        if kind == "string":
-            return "text"
-        if kind in ("integer", "number", "boolean", "null"):
-            return str(kind)
-        if kind == "array":
-            item = self._add_rule(self._value_expression(schema.get("items", True), depth))
-            return f'"[" ({item} ({lark_string(self._style.comma)} {item})*)? "]"'
-        if kind == "object":
-            return self._object_expression(schema, depth)
-        raise self._unsupported(f"the type {kind!r}")
-
-    def _object_expression(self, schema: Mapping[str, Any], depth: int) -> str:
-        comma, colon = lark_string(self._style.comma), lark_string(self._style.colon)
-        if schema.get("properties") or schema.get("required"):
-            members = self._members_expression(schema, lambda name: f"{self._key_expression(name)} {colon}", depth)
-            return f'"{{" {members} "}}"'
-        others = schema.get("additionalProperties", "properties" not in schema)
-        if others is False:
-            return '"{}"'
-        pair = self._add_rule(f"key {colon} {self._value_expression(others, depth)}")
-        return f'"{{" ({pair} ({comma} {pair})*)? "}}"'
-
-    def _members_expression(self, schema: Mapping[str, Any], key: Callable[[str], str], depth: int) -> str:
-        """The expression of an object's members, in the schema's order. Members that are not required may be left out.
-
-        key: function from a property's name to the expression of the text before its value.
-        """
-        properties = schema.get("properties") or {}
-        required = self._read_list(schema, "required") if schema.get("required") else []
-        if not isinstance(properties, Mapping) or any(name not in list(properties) for name in required):
-            raise self._unsupported(f"the properties {properties!r} with the required {required!r}")
-        comma = lark_string(self._style.comma)
-        first: list[str] = []  # the ways to begin with this property or a later one
-        rest = ""  # the rule of the properties after this one
-        for name, value in reversed(list(properties.items())):
-            if not _PROPERTY_NAME.fullmatch(str(name)):
-                raise self._unsupported(f"the name {name!r}")
-            pair = self._add_rule(f"{key(name)} {self._value_expression(value, depth)}")
-            needed = name in required
-            first = [f"{pair} {rest}".strip(), *([] if needed else first)]
-            rest = self._add_rule(f"{comma} {pair} {rest}" if needed else f"({comma} {pair})? {rest}")
-        return f"({' | '.join(first)}){'' if required else '?'}" if first else ""
-
-    def _reference_rule(self, reference: Any, depth: int) -> str:
-        """The name of the rule for a reference within the tool's schema."""
-        known = self._reference_rules.get(str(reference))
-        if known is not None:
-            return known
-        start, *parts = str(reference).split("/")
-        target: Any = self._root
-        for part in parts:
-            target = target.get(part) if isinstance(target, Mapping) else None
-        if start != "#" or target is None:
-            raise self._unsupported(f"the reference {reference!r}")
-        name = f"{self._rule}_ref_{len(self._reference_rules)}"
-        self._reference_rules[str(reference)] = name  # before its expression, which may refer to it
-        self.lines.append(f"{name}: {self._value_expression(target, depth)}")
-        return name
-
-    def _constant_expression(self, value: Any) -> str:
-        """The expression of one given value."""
-        true, false, null = map(lark_string, self._style.constants)
-        if value is None or isinstance(value, bool):
-            return null if value is None else true if value else false
-        if isinstance(value, (int, float)):
-            return lark_string(json.dumps(value))
-        quote = self._style.quote
-        if not isinstance(value, str) or (quote and quote in value):
-            raise self._unsupported(f"the constant {value!r}")
-        return (
-            f"{self._lark_terms(quote)} {lark_string(value)}{self._lark_terms(quote)}".strip()
-            if quote
-            else lark_string(lark_string(value))
-        )
-
-    def _key_expression(self, name: str) -> str:
-        return lark_string(name if self._style.quote else lark_string(name))
-
-    def _read_list(self, schema: Mapping[str, Any], key: str) -> list[Any]:
-        value = schema[key]
-        if not isinstance(value, list) or not value:
-            raise self._unsupported(f"{key} without a list")
-        return value
-
-    def _add_rule(self, expression: str) -> str:
-        """Add a rule. Returns its name."""
-        self._count += 1
-        name = f"{self._rule}_{self._count}"
-        self.lines.append(f"{name}: {expression}")
-        return name
-
-    def _unsupported(self, what: str) -> ParameterError:
-        return ParameterError(
-            f"the grammar of this family cannot express {what} in the parameters of the tool {self._tool!r}; leave it "
-            "out, or do not require a call.",
-            "tools",
-        )
+            key = yield from _read_key(cursor, dialect)
+            yield from cursor.skip_space()
+            yield from cursor.expect(":")
+            mapping[key] = yield from read_value(cursor, dialect, depth)
+        yield from cursor.skip_space()
+        ended = (yield from cursor.expect(",", closing)).strip(",")
+    return items if mapping is None else mapping
 
 
-def lark_string(text: str) -> str:
-    """`text` as a Lark string."""
-    return json.dumps(text, ensure_ascii=False)
+def _read_key(cursor: Cursor, dialect: Dialect) -> Waiting[str]:
+    yield from cursor.skip_space()
+    head = yield from cursor.peek()
+    if any(quote[0] == head for quote in dialect.quotes):
+        return (yield from _read_string(cursor, dialect))
+    key = (yield from cursor.take_matching(_BARE_KEY)) if not dialect.escapes else ""
+    if not key:
+        raise Mismatch
+    return key
+
+
+def _read_string(cursor: Cursor, dialect: Dialect) -> Waiting[str]:
+    quote = yield from cursor.expect(*dialect.quotes)
+    if not dialect.escapes:
+        text = yield from cursor.take_until(quote)
+        cursor.at += len(quote)
+        return text
+    cursor.at -= len(quote)
+    written = yield from cursor.take_quoted(quote)
+    if dialect.escapes == "python":
+        return _PYTHON_ESCAPE.sub(_unescape, written)
+    try:
+        text = json.loads(f'"{written}"', strict=False)  # models write line ends into strings
+    except ValueError:
+        raise Mismatch from None
+    return text
+
+
+def _unescape(found: re.Match[str]) -> str:
+    escape = found[1]
+    if len(escape) == 1:
+        return _PYTHON_LETTERS.get(escape, found[0])
+    code = int(escape[1:], 16)
+    return chr(code) if code <= 0x10FFFF else found[0]
+
+
+def _parse_constant(word: str, dialect: Dialect) -> Any:
+    constants = _CONSTANTS if dialect.escapes == "json" else _PYTHON_CONSTANTS
+    if word in constants:
+        return constants[word]
+    if not _NUMBER.fullmatch(word):
+        raise Mismatch
+    try:
+        number = json.loads(word)
+    except ValueError:  # an integer of more digits than Python converts
+        raise Mismatch from None
+    if isinstance(number, float) and not math.isfinite(number):
+        raise Mismatch
+    return number
+
+
+def has_surrogates(text: str) -> bool:
+    """Whether `text` has half of a surrogate pair, which UTF-8 cannot encode."""
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def to_json(value: Any) -> str:
+    """Returns `value` as JSON text. Raises ValueError for NaN and infinities."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    # UTF-8 cannot encode half of a surrogate pair; an ASCII escape in JSON can.
+    return json.dumps(value, allow_nan=False) if has_surrogates(text) else text

@@ -1,18 +1,385 @@
-"""Parses a model's output while it arrives."""
+"""Parses a model's output while it arrives, by the table of formats."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from typing import Any
+import contextlib
+import re
+import secrets
+import string
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.results import GenerationResult
 from topw_deploy.runtime.tokenizer import Tokenizer
-from topw_deploy.runtime.tools.calls import Content, Event, MessageEnd, Parsed, Reasoning, join_neighbours
-from topw_deploy.runtime.tools.cursor import Cursor, Mismatch, Reading, pattern_of, unfinished_length
-from topw_deploy.runtime.tools.families import get_family
-from topw_deploy.runtime.tools.family import CallFactory, Family, Reader
+from topw_deploy.runtime.tools.formats import Family, Format, get_family
+from topw_deploy.runtime.tools.literals import (
+    JSON,
+    PYTHON,
+    Cursor,
+    Mismatch,
+    Waiting,
+    has_surrogates,
+    parse_value,
+    pattern_of,
+    read_mapping,
+    read_value,
+    to_json,
+    unfinished_length,
+)
 from topw_deploy.runtime.tools.schema import parameter_schemas
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a tool.
+
+    id: unique in the output; the model's own if its format has ids.
+    name: the tool's name.
+    arguments: the text of a JSON object.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """The call as in OpenAI's assistant messages."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+    def reply(self, content: str) -> dict[str, Any]:
+        """The message with the tool's result. content: text; JSON if the tool returns data."""
+        return {"role": "tool", "tool_call_id": self.id, "name": self.name, "content": content}
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A part of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """A part of the model's reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class MessageEnd:
+    """The end of one message, in formats whose outputs have several messages."""
+
+
+Event: TypeAlias = Content | Reasoning | ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A parsed output.
+
+    content: the text outside of calls and reasoning; malformed calls stay in it.
+    reasoning: None if there is none.
+    tool_calls: in the order of the output.
+    """
+
+    content: str
+    reasoning: str | None
+    tool_calls: tuple[ToolCall, ...]
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> Parsed:
+        """Join a parser's events."""
+        content, reasoning, calls = [], [], []
+        for event in events:
+            if isinstance(event, Content):
+                content.append(event.text)
+            elif isinstance(event, Reasoning):
+                reasoning.append(event.text)
+            else:
+                calls.append(event)
+        return cls("".join(content), "".join(reasoning) or None, tuple(calls))
+
+    def as_message(self) -> dict[str, Any]:
+        """The assistant's message for the next turn of a chat: OpenAI's form, and `reasoning_content`."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [call.as_dict() for call in self.tool_calls]
+        return message
+
+
+def join_neighbours(events: Sequence[Event]) -> list[Event]:
+    """Join adjacent Content events, and adjacent Reasoning events."""
+    joined: list[Event] = []
+    for event in events:
+        last = joined[-1] if joined else None
+        if isinstance(event, Content) and isinstance(last, Content):
+            joined[-1] = Content(last.text + event.text)
+        elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
+            joined[-1] = Reasoning(last.text + event.text)
+        else:
+            joined.append(event)
+    return joined
+
+
+Reading: TypeAlias = Generator["Event | MessageEnd | None", None, None]
+"""Yields events, and None to wait for more text."""
+_FIELD = re.compile(r"\{(\w+)\}")
+_WORDS = re.compile(r"[^\s<]+|<[^<>\s]*>?")  # of a format's text: markers and what stands between them
+_NAME = re.compile(r"[^\s<>{}\[\]`]*")
+_TAG_NAME = re.compile(r"[^<>\n]*")
+_DOTTED = re.compile(r"(?!\d)[\w.]*")
+_RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
+_HEADER_ENDS = ("<|message|>", "<|channel|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>")
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads the calls of one output at a cursor.
+
+    tools: name of a tool -> schema of its parameters; None if the tools are not known.
+    short_ids: see `Family`.
+    """
+
+    cursor: Cursor
+    tools: Mapping[str, Mapping[str, Any]] | None
+    short_ids: bool
+
+    def calls(self, form: Format) -> Reading:
+        """Read the calls after the opener. Raises Mismatch if there are none; calls before a malformed part count."""
+        cursor, end, calls = self.cursor, _WORDS.findall(form.end), []
+        yield from cursor.skip_space()
+        if form.begin:
+            yield from cursor.expect(form.begin)
+        while True:
+            calls.append((yield from self._call(form)))
+            if not form.whole:
+                yield calls[-1]
+            after = cursor.at
+            yield from cursor.skip_space()
+            if end and (yield from cursor.accept(end[0])):
+                for word in end[1:]:
+                    yield from self._close(word, form)
+                break
+            between = form.between.strip() if form.between is not None else None
+            found = between is not None and (yield from cursor.accept(between))
+            if not found and between != "" and not (between and form.call == "{object}"):  # models leave out commas
+                if form.whole:
+                    raise Mismatch
+                cursor.at = after
+                return
+        if form.whole:
+            yield from calls
+
+    def message(self, opener: str) -> Reading:
+        """Read a message of Harmony after `opener`: a marker, or "" at the start of the answer.
+
+        The prompt ends with `<|start|>assistant`, so an answer may begin with the rest of a header: its recipient.
+        """
+        cursor, header = self.cursor, ""
+        if opener != "<|channel|>":
+            yield from cursor.skip_space()
+            if not opener:
+                header = yield from cursor.expect("to=")
+            header += yield from cursor.take_until(*_HEADER_ENDS)
+            yield from cursor.expect("<|channel|>")
+        rest = yield from cursor.take_until(*_HEADER_ENDS)
+        yield from cursor.expect("<|message|>")
+        channel, _, rest = rest.partition("<|constrain|>")[0].strip().partition(" ")
+        if recipient := _RECIPIENT.search(f"{header} {rest}"):
+            name = recipient[1].removeprefix("functions.")
+            call = self._make(name, (yield from read_mapping(cursor, JSON)))
+            yield from cursor.skip_space()
+            if (yield from cursor.peek()):
+                yield from cursor.expect("<|end|>", "<|call|>", "<|return|>")
+            yield call
+            return
+        yield MessageEnd()
+        event: Callable[[str], Content | Reasoning] = Reasoning if channel == "analysis" else Content
+        end = yield from cursor.stream_until(event, *_HEADER_ENDS[2:])
+        if end == "<|start|>":  # the model left out the end marker
+            cursor.at -= len(end)
+
+    def reasoning(self, end: str) -> Reading:
+        """Read reasoning up to `end`."""
+        yield from self.cursor.stream_until(Reasoning, end)
+
+    def _call(self, form: Format) -> Waiting[ToolCall]:
+        cursor, name, call_id, call = self.cursor, "", None, None
+        for index, part in enumerate(_FIELD.split(form.call)):
+            if index % 2 == 0:
+                for word in _WORDS.findall(part):
+                    if call is None:
+                        yield from cursor.skip_space()
+                        yield from cursor.expect(word)
+                    else:
+                        yield from self._close(word, form)
+                continue
+            yield from cursor.skip_space()
+            if part == "name":
+                name = yield from cursor.take_matching(_NAME)
+            elif part == "id":
+                call_id = yield from cursor.take_matching(_NAME)
+            elif part == "arguments":
+                call = self._make(name, (yield from read_mapping(cursor, form.dialect)), call_id)
+            elif part == "object":
+                call = self._from_object((yield from read_value(cursor, JSON)), unmarked=not form.opener)
+            elif part == "tags":
+                call = yield from self._tags()
+            else:
+                call = yield from self._python_call(".call" if part == "builtin" else "")
+        if call is None or (not form.opener and self.tools is not None and call.name not in self.tools):
+            raise Mismatch
+        return call
+
+    def _close(self, word: str, form: Format) -> Waiting[None]:
+        """Take a closing text, which models leave out at the end of the text and before the next call."""
+        cursor = self.cursor
+        end = cursor.at
+        yield from cursor.skip_space()
+        if not (yield from cursor.accept(word)):
+            if (yield from cursor.peek()) and not (yield from cursor.accept(form.opener)):
+                raise Mismatch
+            cursor.at = end
+
+    def _make(self, name: Any, arguments: Any, call_id: Any = None) -> ToolCall:
+        """Make a call. call_id: the model's id, or None.
+
+        Raises Mismatch unless `name` is a non-empty text and `arguments` is a dict, the JSON text of one, or None.
+        """
+        if isinstance(arguments, str):
+            arguments = parse_value(arguments, JSON)
+        arguments = {} if arguments is None else arguments
+        if not isinstance(name, str) or not name.strip() or has_surrogates(name) or not isinstance(arguments, dict):
+            raise Mismatch
+        try:
+            text = to_json(arguments)
+        except ValueError:
+            raise Mismatch from None
+        if not isinstance(call_id, str) or not call_id:
+            letters = string.ascii_letters + string.digits
+            short = self.short_ids
+            call_id = "".join(map(secrets.choice, [letters] * 9)) if short else f"call_{secrets.token_hex(12)}"
+        return ToolCall(call_id, name.strip(), text)
+
+    def _from_object(self, value: Any, *, unmarked: bool) -> ToolCall:
+        """Make the call that a JSON object with `arguments` or `parameters` describes. Raises Mismatch if it does not.
+
+        unmarked: whether no marker before the object says that it is a call. Then it must have arguments.
+        """
+        inner = value.get("function") if isinstance(value, dict) else None
+        body = inner if isinstance(inner, dict) else value
+        if not isinstance(body, dict):
+            raise Mismatch
+        key = next((key for key in ("arguments", "parameters") if key in body), None)
+        if unmarked and key is None:
+            raise Mismatch
+        return self._make(body.get("name"), body[key] if key else None, value.get("id") if self.short_ids else None)
+
+    def _properties(self, name: str) -> Mapping[str, Any]:
+        """The schema of each parameter of a tool, by the parameter's name; empty if the tool is not known."""
+        properties = (self.tools or {}).get(name, {}).get("properties")
+        return properties if isinstance(properties, Mapping) else {}
+
+    def _tags(self) -> Waiting[ToolCall]:
+        """Read `name>` up to `</function>`: a JSON object as Llama 3's, or a tag per parameter as Qwen3-Coder's."""
+        cursor = self.cursor
+        name = (yield from cursor.take_matching(_TAG_NAME)).strip()
+        yield from cursor.expect(">")
+        yield from cursor.skip_space()
+        if (yield from cursor.peek()) == "{":
+            arguments = yield from read_mapping(cursor, JSON)
+            yield from cursor.skip_space()
+            yield from cursor.expect("</function>")
+        else:
+            arguments, schemas = {}, self._properties(name)
+            while (yield from cursor.expect("<parameter=", "</function>")) == "<parameter=":
+                key = (yield from cursor.take_matching(_TAG_NAME)).strip()
+                yield from cursor.expect(">")
+                arguments[key] = typed_value((yield from self._tag_text()), schemas.get(key))
+        return self._make(name, arguments)
+
+    def _tag_text(self) -> Waiting[str]:
+        """Read a parameter's value up to an end tag that another tag follows: the value may contain end tags."""
+        cursor = self.cursor
+        begin = cursor.at
+        while True:
+            yield from cursor.take_until("</parameter>")
+            end = cursor.at
+            cursor.at += len("</parameter>")
+            yield from cursor.skip_space()
+            after = cursor.at
+            if (yield from cursor.accept("<parameter=", "</function>")):
+                cursor.at = after
+                return cursor.text[begin:end].removeprefix("\n").removesuffix("\n")
+            cursor.at = end + 1
+
+    def _python_call(self, suffix: str) -> Waiting[ToolCall]:
+        """Read `name(key=value, ...)`, also within `print(...)`. suffix: of the name, but not part of the tool's."""
+        cursor = self.cursor
+        printed = yield from cursor.accept("print(")
+        yield from cursor.skip_space()
+        name = yield from cursor.take_matching(_DOTTED)
+        if not name.endswith(suffix):
+            raise Mismatch
+        name = name.removesuffix(suffix)
+        names = list(self._properties(name))  # for arguments without a name
+        arguments: dict[str, Any] = {}
+        yield from cursor.expect("(")
+        yield from cursor.skip_space()
+        end = yield from cursor.accept(")")
+        while end != ")":
+            yield from cursor.skip_space()
+            begin = cursor.at
+            key = yield from cursor.take_matching(_DOTTED)
+            yield from cursor.skip_space()
+            if not key or not (yield from cursor.accept("=")):
+                cursor.at = begin
+                key = names[len(arguments)] if len(arguments) < len(names) else ""
+            if not key or key in arguments:
+                raise Mismatch
+            arguments[key] = yield from read_value(cursor, PYTHON)
+            yield from cursor.skip_space()
+            end = yield from cursor.expect(",", ")")
+        if printed:
+            yield from cursor.skip_space()
+            yield from cursor.expect(")")
+        return self._make(name, arguments)
+
+
+def typed_value(text: str, schema: Any) -> Any:
+    """Returns `text` as a value of the type that `schema` states, read as JSON or Python.
+
+    Returns `text` itself if the schema allows text or states no type, or if `text` is no such value.
+    """
+    types = _allowed_types(schema)
+    if "null" in types and text.strip() in ("null", "None"):
+        return None
+    if not types or "string" in types:
+        return text
+    for dialect in (JSON, PYTHON):
+        with contextlib.suppress(Mismatch):
+            return parse_value(text, dialect)
+    return text
+
+
+def _allowed_types(schema: Any) -> set[str]:
+    """The types that `schema` names, also in its alternatives."""
+    if not isinstance(schema, Mapping):
+        return set()
+    own = schema.get("type")
+    types = {kind for kind in (own if isinstance(own, list) else [own]) if isinstance(kind, str)}
+    if schema.get("nullable") is True:
+        types.add("null")
+    for part in ("anyOf", "oneOf"):
+        options = schema.get(part)
+        for option in options if isinstance(options, list) else ():
+            types |= _allowed_types(option)
+    return types
 
 
 class ToolCallParser:
@@ -32,8 +399,9 @@ class ToolCallParser:
 
     def __init__(self, family: str | Family, tools: Sequence[Any] | None = None, prompt: str = "") -> None:
         self.family = family if isinstance(family, Family) else get_family(family)
-        self._factory = CallFactory(None if tools is None else parameter_schemas(tools), self.family.new_id)
         self._cursor = Cursor()
+        schemas = None if tools is None else parameter_schemas(tools)
+        self._readers = _readers_by_opener(self.family, _Reader(self._cursor, schemas, self.family.short_ids))
         self._content, self._reasoning = _WhiteSpaceFilter(Content), _WhiteSpaceFilter(Reasoning)
         thinking = self.family.thinking
         opened = thinking is not None and prompt.rstrip().endswith(thinking[0])
@@ -84,36 +452,37 @@ class ToolCallParser:
             if opened:
                 yield from cursor.stream_until(Reasoning, family.thinking[1])
                 self._content.strip_next()
-        if family.start is not None:
-            begin = cursor.at
-            yield from cursor.skip_space()
-            yield from self._try_reader(family.start, begin)
+        yield from self._read_after("", cursor.at)
         while opener := (yield from self._read_to_opener()):
             begin = cursor.at
-            cursor.at += len(opener)
-            if not (yield from self._try_reader(family.openers[opener], begin)):
+            if not (yield from self._read_after(opener, begin)):
                 cursor.at = begin + len(opener)
                 yield Content(opener)
 
-    def _try_reader(self, reader: Reader, begin: int) -> Generator[Event | MessageEnd | None, None, bool]:
-        """Run `reader`, whose text begins at `begin`. Returns whether it yielded an event.
+    def _read_after(self, opener: str, begin: int) -> Generator[Event | MessageEnd | None, None, bool]:
+        """Try the readers of the text after `opener`, which is at `begin`. Returns whether one fits.
 
-        After a mismatch, moves the cursor back to the end of the reader's last event.
+        After a mismatch, moves the cursor back to the end of the last event.
         """
         cursor, done = self._cursor, begin
-        try:
-            for step in reader(cursor, self._factory):
-                if step is not None:
-                    done = cursor.at
-                yield step
-        except Mismatch:
-            cursor.at = done
-            return done > begin
-        return True
+        for reader in self._readers.get(opener, ()):
+            cursor.at = begin + len(opener)
+            try:
+                for step in reader():
+                    if step is not None:
+                        done = cursor.at
+                    yield step
+            except Mismatch:
+                cursor.at = done
+                if done > begin:
+                    return True
+            else:
+                return True
+        return False
 
     def _read_to_opener(self) -> Generator[Event | None, None, str]:
         """Yield content up to the next opener. Returns the opener, or "" at the end of the text."""
-        cursor, openers = self._cursor, tuple(self.family.openers)
+        cursor, openers = self._cursor, self.family.openers
         pattern = pattern_of(openers)
         while True:
             cursor.drop_read_text()
@@ -128,6 +497,18 @@ class ToolCallParser:
                 cursor.at = len(cursor.text)
                 yield Content(cursor.text[end:])
                 return ""
+
+
+def _readers_by_opener(family: Family, reader: _Reader) -> dict[str, list[Callable[[], Reading]]]:
+    """The readers of the text after each opener, in the order in which they are tried. "": at the answer's start."""
+    readers: dict[str, list[Callable[[], Reading]]] = {"": [], **{opener: [] for opener in family.openers}}
+    if family.channels:
+        return {opener: [partial(reader.message, opener)] for opener in readers}
+    for form in family.formats:
+        readers[form.opener].append(partial(reader.calls, form))
+    if family.thinking and family.rethinks:
+        readers[family.thinking[0]].append(partial(reader.reasoning, family.thinking[1]))
+    return readers
 
 
 class _WhiteSpaceFilter:
