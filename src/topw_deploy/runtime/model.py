@@ -33,8 +33,7 @@ from topw_deploy.runtime.request import RowRequest, new_resolver, split_paramete
 from topw_deploy.runtime.results import GenerationResult, Piece
 from topw_deploy.runtime.row_inputs import MASK_INPUT
 from topw_deploy.runtime.session_options import SessionKeywords, SessionOptions, takes_session_options
-from topw_deploy.runtime.structured.grammars import Grammars
-from topw_deploy.runtime.structured.guide import Guide
+from topw_deploy.runtime.structured.guide import Grammars, Guide
 from topw_deploy.runtime.text import IncrementalDecoder
 from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.runtime.tools import FAMILIES, Parsed, ToolCallParser, detect

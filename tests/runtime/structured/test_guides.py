@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from tests.runtime.test_text import CROSSING, CROSSING_BYTES, SENTENCEPIECE
 from tests.support.toy_model import Load, Toy, byte_tokenizer
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.structured import grammars
+from topw_deploy.runtime.structured import guide as grammars
 from topw_deploy.runtime.structured.constraint import Constraint, read_constraint
 from topw_deploy.runtime.structured.guide import Guide, MaskLayout
 
