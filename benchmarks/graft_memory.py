@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.graph.editor import GraphEditor
+from topw_deploy.export.graph import GraphEditor
 from topw_deploy.tiny import tiny_model_path
 
 _CHILD = """

@@ -20,7 +20,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from benchmarks.common import Spread, interleave, machine, ratio, seconds, table
-from topw_deploy.export.graph.embedding import plain_gather
+from topw_deploy.export.embedding import plain_gather
 from topw_deploy.export.sampler_only import sampler_model
 from topw_deploy.export.tail import FORMS, TailSpec
 from topw_deploy.runtime.row_inputs import RuleInputs

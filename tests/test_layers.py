@@ -115,7 +115,15 @@ WITHIN = {
 # below it, or a module.
 ORDER = (
     (
-        *("export/graph", "export/source", "export/tail", "export/quantise", "export/request", "export/decoder"),
+        *(
+            "export/graph",
+            "export/embedding",
+            "export/source",
+            "export/tail",
+            "export/quantise",
+            "export/request",
+            "export/decoder",
+        ),
         *("export/graft", "export/resume", "export/job", "export/trace", "export/lowering", "export/foreign"),
         *("export/write", "export/verification", "export/plan", "export/traced_decoder", "export/sampler_only"),
         *("export/pipeline", "export"),

@@ -27,7 +27,7 @@ from tests.support.samples import sampled
 from tests.support.tiny_models import make_model
 from tests.support.traces import trace
 from topw_deploy.export.lowering import lower
-from topw_deploy.export.trace.markers import attention_markers
+from topw_deploy.export.trace.placeholders import attention_placeholders
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.export.verification.cache_drivers import CacheDriver
 
@@ -100,7 +100,7 @@ def test_the_cache_is_written_in_place_for_every_kind(each: str) -> None:
     assert (form.kv_form, form.notice) == ("static", None)
     latents = [state for state in form.states if state.kind == "latent"]
     assert bool(latents) == (each in LATENT)
-    assert len(attention_markers(decoder.model.graph)) == 0
+    assert len(attention_placeholders(decoder.model.graph)) == 0
 
 
 @pytest.mark.parametrize("each", sampled(WIDTHS, ("llama_12",)))
@@ -126,9 +126,9 @@ def test_a_latent_state_holds_rank_and_rotated_key_once() -> None:
 
 
 def without(traced_decoder: TracedDecoder, place: int) -> TracedDecoder:
-    """A copy whose markers lack the optional input at index `place`."""
+    """A copy whose placeholders lack the optional input at index `place`."""
     decoder = copy_of(traced_decoder)
-    for node in attention_markers(decoder.model.graph):
+    for node in attention_placeholders(decoder.model.graph):
         if place < len(node.inputs):
             node.replace_input_with(place, None)
     return decoder
@@ -149,8 +149,8 @@ def test_losing_sinks_or_slopes_changes_logits_beyond_the_bound(each: str, place
 @pytest.mark.long
 def test_losing_the_chunk_changes_logits_beyond_the_bound(lowering: str) -> None:
     decoder = copy_of(traced("llama4"))
-    assert [node.attributes["chunk"].as_int() for node in attention_markers(decoder.model.graph)] == [CHUNK, 0]
-    for node in attention_markers(decoder.model.graph):
+    assert [node.attributes["chunk"].as_int() for node in attention_placeholders(decoder.model.graph)] == [CHUNK, 0]
+    for node in attention_placeholders(decoder.model.graph):
         node.attributes["chunk"] = ir.AttrInt64("chunk", 0)
     difference = logits_of(copy_of(traced("llama4")), lowering) - logits_of(decoder, lowering)
     assert np.abs(difference).max() > 10 * FLOAT32
@@ -159,8 +159,8 @@ def test_losing_the_chunk_changes_logits_beyond_the_bound(lowering: str) -> None
 @pytest.mark.broad
 def test_losing_blocks_of_tokens_changes_logits_beyond_the_bound(lowering: str) -> None:
     decoder = copy_of(traced("deepseek_v4"))
-    assert [node.attributes["stride"].as_int() for node in attention_markers(decoder.model.graph)] == [0, 4, 6]
-    for node in attention_markers(decoder.model.graph):
+    assert [node.attributes["stride"].as_int() for node in attention_placeholders(decoder.model.graph)] == [0, 4, 6]
+    for node in attention_placeholders(decoder.model.graph):
         if node.attributes["stride"].as_int():
             node.attributes["stride"] = ir.AttrInt64("stride", 2 * CONTEXT)
     difference = logits_of(copy_of(traced("deepseek_v4")), lowering) - logits_of(decoder, lowering)

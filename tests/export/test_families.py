@@ -17,7 +17,7 @@ from tests.support.samples import sampled
 from tests.support.tiny_models import FAMILIES, WINDOW, make_model
 from tests.support.traces import trace
 from topw_deploy.export.lowering import lower
-from topw_deploy.export.trace.markers import attention_markers
+from topw_deploy.export.trace.placeholders import attention_placeholders
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.export.verification import worker
 from topw_deploy.export.verification.cache_drivers import CacheDriver
@@ -165,8 +165,8 @@ def test_every_check_of_the_verification_passes(
     assert max(r.difference for r in results if isinstance(r, Check) and r.name.endswith("logits")) <= FLOAT32
 
 
-def test_each_layer_leaves_one_marker_with_its_window_and_cap() -> None:
-    nodes = attention_markers(traced("gemma2").model.graph)
+def test_each_layer_leaves_one_placeholder_with_its_window_and_cap() -> None:
+    nodes = attention_placeholders(traced("gemma2").model.graph)
     assert [node.attributes["window"].as_int() for node in nodes] == [WINDOW, 0]
     assert all(node.attributes["softcap"].as_float() == 2.0 for node in nodes)
 
@@ -178,7 +178,7 @@ def test_losing_the_window_or_the_cap_changes_logits_beyond_the_bound(lowering: 
     outputs = []
     for lose in (False, True):
         decoder = copy_of(traced("gemma2"))
-        for node in attention_markers(decoder.model.graph):
+        for node in attention_placeholders(decoder.model.graph):
             if lose:
                 node.attributes[name] = value
         driver = driver_of(decoder, lower(decoder, context_length=CONTEXT, **LOWERINGS[lowering]))

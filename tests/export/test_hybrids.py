@@ -13,7 +13,7 @@ from tests.support.hybrid_models import HYBRIDS, make_hybrid
 from tests.support.lowerings import LOWERINGS, copy_of, driver_of, lowered
 from tests.support.samples import sampled
 from tests.support.traces import trace
-from topw_deploy.export.trace.markers import attention_markers
+from topw_deploy.export.trace.placeholders import attention_placeholders
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.export.verification.cache_drivers import CacheDriver
 
@@ -120,7 +120,7 @@ def test_one_node_reads_a_fixed_state_that_is_updated_in_place(family: str, lowe
 @pytest.mark.parametrize("each", ["inkling", "inkling2"])
 def test_losing_biases_by_distance_changes_logits_far_beyond_the_bound(each: str, lowering: str) -> None:
     changed = copy_of(traced(each))
-    for node in attention_markers(changed.model.graph):
+    for node in attention_placeholders(changed.model.graph):
         node.replace_input_with(5, None)
     ids = wanted(each)[0][1][None, :40]
     found = []

@@ -9,8 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from topw_deploy.export.graph.embedding import find_embedding
-from topw_deploy.export.graph.table import EmbeddingTable
+from topw_deploy.export.embedding import EmbeddingTable, find_embedding
 from topw_deploy.export.verification.probe import SamplerProbe
 from topw_deploy.export.verification.sampler_checks import sampler_checks
 from topw_deploy.manifest import load_manifest

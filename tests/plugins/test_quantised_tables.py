@@ -16,9 +16,9 @@ from tests.support.quantised_tables import FORMS, Form, Quantised, quantised_tab
 from tests.support.sampler_models import open_model, run
 from tests.support.tail_cases import Case, feeds, random_case
 from topw_deploy.errors import ParameterError
+from topw_deploy.export.embedding import EmbeddingForm
 from topw_deploy.export.graft.sampler_node import add_sampler_inputs, add_sampler_node, install_function
-from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.graph.embedding import EmbeddingForm
+from topw_deploy.export.graph import GraphEditor
 from topw_deploy.export.tail import TailSpec
 from topw_deploy.plugins.kernel import Kernel, KernelBlocks, KernelTable
 from topw_deploy.plugins.shared_library import load

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-from topw_deploy.export.graph.editor import GraphEditor
+from topw_deploy.export.graph import GraphEditor
 
 EXPERTS, HIDDEN, INNER, CHOSEN = 6, 64, 96, 2
 
@@ -39,7 +39,7 @@ def random_mixture(*, biases: bool = False, **settings: object) -> Mixture:
 
 
 def mixture_graph(mixture: Mixture, *, positive: bool, dtype: ir.DataType = ir.DataType.FLOAT) -> ir.Model:
-    """hidden, ids, weights -> out, with one marker.
+    """hidden, ids, weights -> out, with one placeholder.
 
     positive: the graph shows that weights are not negative.
     """

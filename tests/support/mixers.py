@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedConfig
 
-from topw_deploy.export.trace.markers import CONVOLUTION, HISTORY, RECURRENCE, MixerCache, MixerMarkers
+from topw_deploy.export.trace.placeholders import CONVOLUTION, HISTORY, RECURRENCE, MixerCache, MixerPlaceholders
 
 
 def literal_convolution(
@@ -67,8 +67,8 @@ def literal_recurrence(
     return output, present
 
 
-class EagerMarkers(MixerMarkers):
-    """Computes what the markers of one call of a model represent.
+class EagerPlaceholders(MixerPlaceholders):
+    """Computes what the placeholders of one call of a model represent.
 
     states: (kind, layer, number) -> state; updated.
     """

@@ -13,7 +13,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from tests.support.tail_cases import Scenario, embedding_table
-from topw_deploy.export.graph.embedding import plain_gather
+from topw_deploy.export.embedding import plain_gather
 from topw_deploy.export.sampler_only import sampler_model
 from topw_deploy.export.tail import TailSpec
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, sample_row

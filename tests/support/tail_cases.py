@@ -22,7 +22,7 @@ from tests.support.rows import (
     redrawn,
     reference,
 )
-from topw_deploy.export.graph.embedding import plain_gather
+from topw_deploy.export.embedding import plain_gather
 from topw_deploy.export.sampler_only import sampler_model
 from topw_deploy.export.tail import FORMS, TailSpec
 from topw_deploy.plugins.shared_library import library_path

@@ -24,7 +24,7 @@ from onnx import TensorProto, helper, numpy_helper
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from tests.support.toy_graph import HEAD_DIMS, OPSETS, decoder_graph
-from topw_deploy.export.graph.embedding import plain_gather
+from topw_deploy.export.embedding import plain_gather
 from topw_deploy.export.tail import (
     DOMAIN,
     OP_TYPE,

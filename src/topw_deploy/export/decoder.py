@@ -14,7 +14,7 @@ from topw_deploy.manifest import DecoderInfo
 class Decoder:
     """The decoder that each stage of an export passes to the next.
 
-    The stages share one `model` and edit it in place: lowering replaces the trace's markers, quantising replaces
+    The stages share one `model` and edit it in place: lowering replaces the trace's placeholders, quantising replaces
     weights and their products, and grafting adds the sampler's inputs, node and outputs and tidies a traced graph.
     Nothing edits it afterwards. Other fields change only in copies.
 

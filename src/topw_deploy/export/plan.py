@@ -12,8 +12,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from topw_deploy.export.decoder import Decoder
-from topw_deploy.export.graph.editor import external_files, initializer_tensors
-from topw_deploy.export.graph.lazy_weight import BLOCK_BYTES, LazyWeight
+from topw_deploy.export.graph import BLOCK_BYTES, LazyWeight, external_files, initializer_tensors
 from topw_deploy.export.job import Job
 from topw_deploy.export.write.data_files import Slot
 from topw_deploy.export.write.staging import can_hard_link

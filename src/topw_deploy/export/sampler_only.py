@@ -11,10 +11,10 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.errors import ParameterError, VerificationError
+from topw_deploy.export.embedding import plain_gather
 from topw_deploy.export.graft.neighbour_bound import Measure, choose_measure, no_bound
 from topw_deploy.export.graft.sampler_node import add_sampler_inputs, add_sampler_node, install_function
-from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.graph.embedding import plain_gather
+from topw_deploy.export.graph import GraphEditor
 from topw_deploy.export.request import DEFAULT_OPSET, ExportReport, SamplerOptions, build_request
 from topw_deploy.export.source.arrays import embeddings_of_file, embeddings_of_folder, median_distance_in_file
 from topw_deploy.export.source.resolve import HubOptions, Source, resolve

@@ -17,7 +17,7 @@ from topw_deploy.export.request import DEFAULT_OPSET
 from topw_deploy.export.source.checkpoint import context_length, load_unread, overflowing_modules, switching_rope
 from topw_deploy.export.source.quantised import quantised_format
 from topw_deploy.export.source.unread_tensor import load_during_calls
-from topw_deploy.export.trace.interface import dense_tokens
+from topw_deploy.export.trace.attention import dense_tokens
 from topw_deploy.export.trace.trace import TracedDecoder, load_trace, save_trace, trace
 from topw_deploy.manifest import TARGETS, DecoderInfo
 

@@ -16,9 +16,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from topw_deploy.errors import ManifestError, PromptError
+from topw_deploy.export.embedding import EmbeddingTable, find_embedding, stored_array
 from topw_deploy.export.graft.sampler_node import sampler_node
-from topw_deploy.export.graph.embedding import find_embedding
-from topw_deploy.export.graph.table import EmbeddingTable, stored_array
 from topw_deploy.export.tail import GEOMETRY_INPUTS, TAIL_INPUTS
 from topw_deploy.export.verification.probe import LogitsProbe
 from topw_deploy.manifest import MODEL_NAME, DecoderManifest

@@ -10,9 +10,8 @@ import onnx_ir as ir
 import pytest
 
 from topw_deploy.errors import UnsupportedModelError
-from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.graph.embedding import find_embedding
-from topw_deploy.export.graph.table import EmbeddingTable
+from topw_deploy.export.embedding import EmbeddingTable, find_embedding
+from topw_deploy.export.graph import GraphEditor
 
 ROWS, HIDDEN = 50, 32
 TABLE = np.random.default_rng(0).standard_normal((ROWS, HIDDEN)).astype(np.float32)

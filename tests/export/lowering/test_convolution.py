@@ -8,10 +8,10 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from tests.support.marker_graphs import MarkerGraph
 from tests.support.mixers import literal_convolution
-from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.lowering.convolution import ConvolutionLayer, Convolutions, HistoryLayer
+from tests.support.placeholder_graphs import PlaceholderGraph
+from topw_deploy.export.graph import GraphEditor
+from topw_deploy.export.lowering.mixers import ConvolutionLayer, Convolutions, HistoryLayer
 
 BATCH, CHANNELS, KERNEL = 3, 6, 4
 BOUNDS = {torch.float32: 1e-6, torch.float16: 4e-3}  # sums of 5 terms of size 1
@@ -30,20 +30,20 @@ def sample(sequence: int, dtype: torch.dtype = torch.float32, kernel: int = KERN
 
 def lowered(
     feeds: Mapping[str, torch.Tensor | None], *, contrib: bool, activation: str = "silu", padding: str = ""
-) -> MarkerGraph:
+) -> PlaceholderGraph:
     """A graph with a lowered convolution.
 
     padding: name of the input that states the padding, `lengths` or `real`; "" for no padding.
     """
 
-    def build(editor: GraphEditor, marker: ir.Node, values: Mapping[str, ir.Value]) -> tuple[ir.Value, ir.Value]:
+    def build(editor: GraphEditor, placeholder: ir.Node, values: Mapping[str, ir.Value]) -> tuple[ir.Value, ir.Value]:
         places = {name: values.get(name) if name == padding else None for name in ("real", "lengths")}
         convolutions = Convolutions(editor, contrib=contrib, **places)
-        return convolutions.build(ConvolutionLayer.of(marker), values["past"])
+        return convolutions.build(ConvolutionLayer.of(placeholder), values["past"])
 
     inputs = {name: feeds[name] for name in ("x", "weight", "bias")}
     others = {name: feeds[name] for name in ("past", padding) if name}
-    return MarkerGraph("Convolution", inputs, others, build, activation=activation)
+    return PlaceholderGraph("Convolution", inputs, others, build, activation=activation)
 
 
 both_forms = pytest.mark.parametrize("contrib", [True, False], ids=["operator", "standard"])
@@ -119,13 +119,13 @@ def test_chunks_equal_one_call(contrib: bool) -> None:
 COLUMNS = 2  # before the call
 
 
-def history_of(feeds: Mapping[str, torch.Tensor], padding: str = "") -> MarkerGraph:
-    def build(editor: GraphEditor, marker: ir.Node, values: Mapping[str, ir.Value]) -> tuple[ir.Value, ir.Value]:
+def history_of(feeds: Mapping[str, torch.Tensor], padding: str = "") -> PlaceholderGraph:
+    def build(editor: GraphEditor, placeholder: ir.Node, values: Mapping[str, ir.Value]) -> tuple[ir.Value, ir.Value]:
         places = {name: values.get(name) if name == padding else None for name in ("real", "lengths")}
-        return Convolutions(editor, contrib=True, **places).history(HistoryLayer.of(marker), values["past"])
+        return Convolutions(editor, contrib=True, **places).history(HistoryLayer.of(placeholder), values["past"])
 
     others = {name: feeds[name] for name in ("past", padding) if name}
-    return MarkerGraph("History", {"x": feeds["x"]}, others, build, columns=COLUMNS)
+    return PlaceholderGraph("History", {"x": feeds["x"]}, others, build, columns=COLUMNS)
 
 
 def numbers(sequence: int) -> dict[str, torch.Tensor]:

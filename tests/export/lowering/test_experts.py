@@ -22,9 +22,8 @@ from tests.support.experts import (
     run,
 )
 from tests.support.samples import thinned
-from topw_deploy.export.graph.editor import ROUTER_PROPERTY, GraphEditor
-from topw_deploy.export.lowering.experts import lower_experts
-from topw_deploy.export.lowering.experts_operator import is_nonnegative
+from topw_deploy.export.graph import ROUTER_PROPERTY, GraphEditor
+from topw_deploy.export.lowering.experts import is_nonnegative, lower_experts
 
 FLOAT32 = 1e-4  # of outputs up to 30, sums of 96 products; measured: 2e-5
 HALF = 2e-2  # of the largest output: float16 has 11 bits; measured: 1.4e-3

@@ -7,7 +7,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from topw_deploy.export.graph.editor import GraphEditor
+from topw_deploy.export.graph import GraphEditor
 from topw_deploy.export.lowering.rewrites import cast_rows_of_norms, fuse_skip_norms
 
 HIDDEN = 8

@@ -9,12 +9,11 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from tests.support.marker_graphs import MarkerGraph
 from tests.support.mixers import literal_recurrence
+from tests.support.placeholder_graphs import PlaceholderGraph
 from tests.support.samples import slow, thinned
-from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.lowering.chunked_recurrence import CHUNK, ChunkedRecurrences
-from topw_deploy.export.lowering.recurrence import RecurrenceLayer, add_linear_attention
+from topw_deploy.export.graph import GraphEditor
+from topw_deploy.export.lowering.recurrence import CHUNK, ChunkedRecurrences, RecurrenceLayer, add_linear_attention
 
 BATCH = 2
 BOUND = 2e-5  # of the largest output: float32 sums of at most 64 columns in another order, against float64
@@ -80,16 +79,16 @@ def sample(rule: str, sizes: Sizes, sequence: int, *, strength: float = 1.0) -> 
     }
 
 
-def lowered(rule: str, feeds: Mapping[str, torch.Tensor | None], form: str, scale: float = 0.5) -> MarkerGraph:
-    def build(editor: GraphEditor, marker: ir.Node, values: Mapping[str, ir.Value]) -> tuple[ir.Value, ir.Value]:
-        layer = RecurrenceLayer.of(marker)
+def lowered(rule: str, feeds: Mapping[str, torch.Tensor | None], form: str, scale: float = 0.5) -> PlaceholderGraph:
+    def build(editor: GraphEditor, placeholder: ir.Node, values: Mapping[str, ir.Value]) -> tuple[ir.Value, ir.Value]:
+        layer = RecurrenceLayer.of(placeholder)
         if form == "standard":
             return ChunkedRecurrences(editor, values["real"]).build(layer, values["past"])
         return add_linear_attention(editor, layer, values["past"], values["real"])
 
     inputs = {name: feeds[name] for name in INPUTS}
     others = {name: feeds[name] for name in ("past", "real")}
-    return MarkerGraph("Recurrence", inputs, others, build, rule=rule, scale=scale)
+    return PlaceholderGraph("Recurrence", inputs, others, build, rule=rule, scale=scale)
 
 
 def literal(

@@ -15,7 +15,7 @@ from tests.support.lowerings import attention_nodes, copy_of
 from tests.support.samples import broad
 from tests.support.tiny_models import ONE_LAYER, make_model
 from tests.support.traces import trace
-from topw_deploy.export.graph.editor import GraphEditor
+from topw_deploy.export.graph import GraphEditor
 from topw_deploy.export.lowering import lower
 from topw_deploy.export.lowering.rotary import fuse_partial_rotary, fuse_rotary, narrow_rotary
 

@@ -13,10 +13,9 @@ import onnxruntime as ort
 import pytest
 
 from topw_deploy.errors import ParameterError, UnsupportedModelError
+from topw_deploy.export.embedding import EmbeddingTable, find_embedding
 from topw_deploy.export.graft.last_token import last_logits
-from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.graph.embedding import find_embedding
-from topw_deploy.export.graph.table import EmbeddingTable
+from topw_deploy.export.graph import GraphEditor
 from topw_deploy.export.quantise import Quantisation, quantise
 from topw_deploy.export.quantise import weight as weight_module
 

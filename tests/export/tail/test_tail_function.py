@@ -15,7 +15,7 @@ import pytest
 from tests.support.samples import slow
 from tests.support.tail_cases import FORMS, Scenario, Tally, compare, embedding_table, graph, random_case
 from topw_deploy.errors import ParameterError, UnsupportedModelError
-from topw_deploy.export.graph.embedding import EmbeddingForm, plain_gather
+from topw_deploy.export.embedding import EmbeddingForm, plain_gather
 from topw_deploy.export.sampler_only import sampler_model
 from topw_deploy.export.tail import TAIL_INPUTS, TailSpec, build_tail, tail_attributes, tail_inputs, tail_outputs
 from topw_deploy.sampling import Geometry

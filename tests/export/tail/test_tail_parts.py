@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support.samples import slow
-from topw_deploy.export.graph.embedding import plain_gather
+from topw_deploy.export.embedding import plain_gather
 from topw_deploy.export.tail.answer import draw_member
 from topw_deploy.export.tail.candidates import (
     CandidateLogits,

@@ -1,4 +1,4 @@
-"""Mixtures of experts of every family leave markers, whose lowerings agree with torch."""
+"""Mixtures of experts of every family leave placeholders, whose lowerings agree with torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers.activations import ACT2FN
 from tests.support.samples import sampled
 from topw_deploy.export.lowering.experts import lower_experts
 from topw_deploy.export.trace.experts import Gate, activation_attributes, expert_matrices, marked_experts
-from topw_deploy.export.trace.workarounds import silenced_libraries
+from topw_deploy.export.trace.patches import silenced_libraries
 
 FLOAT32 = 1e-5  # of the largest output; measured: 3e-7
 HALF = 5e-3  # of the largest output: float16 has 11 bits; measured: 1e-3
@@ -150,8 +150,8 @@ def test_a_familys_mixture_agrees_with_torch_in_prompts_and_steps(family: str) -
     model = model_of(family)
     block, hidden = block_of(model, FAMILIES[family][0]), torch.randn(2, 7, HIDDEN)
     graph = traced(model, block, hidden)
-    markers = [node.op_type for node in graph.graph if node.domain == "topw.trace"]
-    assert markers == (["ExpertProduct"] * 2 if family in PRODUCTS else ["Experts"])
+    placeholders = [node.op_type for node in graph.graph if node.domain == "topw.trace"]
+    assert placeholders == (["ExpertProduct"] * 2 if family in PRODUCTS else ["Experts"])
     for rows in (hidden, hidden[:1, :1], hidden[:, :1]):
         wanted = literal(block, rows)
         for operator in (True, False):
@@ -209,7 +209,7 @@ def test_experts_with_a_configuration_of_their_own_are_marked_too() -> None:
     model.config = copy.deepcopy(model.config)
     before = experts.config._experts_implementation
     with marked_experts(model):
-        assert experts.config._experts_implementation == "topw_marker"
+        assert experts.config._experts_implementation == "topw_placeholder"
     assert experts.config._experts_implementation == before
 
 

@@ -11,8 +11,8 @@ import torch
 from transformers import masking_utils
 
 from topw_deploy.errors import UnsupportedModelError
-from topw_deploy.export.trace.interface import MaskPlaceholders
-from topw_deploy.export.trace.markers import Visible
+from topw_deploy.export.trace.attention import MaskPlaceholders
+from topw_deploy.export.trace.placeholders import Visible
 
 CAUSAL = masking_utils.causal_mask_function
 WINDOW = masking_utils.sliding_window_causal_mask_function(5)

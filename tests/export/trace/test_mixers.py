@@ -1,4 +1,4 @@
-"""Mixers written with markers equal transformers' own."""
+"""Mixers written with placeholders equal transformers' own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.support.hybrid_models import HYBRIDS, make_hybrid
-from tests.support.mixers import EagerMarkers, StatelessMixersCache
+from tests.support.mixers import EagerPlaceholders, StatelessMixersCache
 from topw_deploy.export.trace.mixers import marked_mixers, takes_cache
 
 BOUND = 1e-4  # of the largest logit: float32 sums in another order, through two layers
@@ -19,7 +19,7 @@ CALLS = (9, 4, 1, 1)  # tokens of a prompt, a chunk and two steps; transformers'
 def logits_by_calls(
     model: PreTrainedModel, ids: torch.Tensor, calls: tuple[int, ...], *, keep_states: bool = True
 ) -> torch.Tensor:
-    """Logits of every token, with the mixers' markers as loops."""
+    """Logits of every token, with the mixers' placeholders as loops."""
     config = model.config.get_text_config(decoder=True)
     cache = StatelessMixersCache(config)
     parameters = inspect.signature(type(model).forward).parameters
@@ -29,7 +29,7 @@ def logits_by_calls(
     for count in calls:
         if not keep_states:
             states.clear()
-        with torch.no_grad(), marked_mixers(model, EagerMarkers(cache, states)):
+        with torch.no_grad(), marked_mixers(model, EagerPlaceholders(cache, states)):
             given = {"input_ids": ids[:, start : start + count], "use_cache": takes_cache(model)}
             if takes_cache(model):
                 given[name] = cache

@@ -9,10 +9,9 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from tests.support.attention_kinds import KINDS
 from tests.support.tiny_models import make_model
-from topw_deploy.export.trace import interface
+from topw_deploy.export.trace import attention
+from topw_deploy.export.trace.attention import adapted_attention, alibi_slopes, mpt_slopes
 from topw_deploy.export.trace.attention_adapters import LATENTS
-from topw_deploy.export.trace.interface import adapted_attention
-from topw_deploy.export.trace.own_attention import alibi_slopes, mpt_slopes
 from topw_deploy.export.trace.trace import trace
 
 
@@ -42,7 +41,7 @@ def test_the_model_is_as_before_after_the_block(kind: str) -> None:
 def test_no_compressed_vectors_stay_on_the_model_after_its_trace(
     monkeypatch: pytest.MonkeyPatch, smaller: bool
 ) -> None:
-    monkeypatch.setattr(interface, "latents_are_smaller", lambda *_arguments: smaller)
+    monkeypatch.setattr(attention, "latents_are_smaller", lambda *_arguments: smaller)
     model = make_model(KINDS["deepseek_v3"]())
     trace(model)
     assert not any(LATENTS in vars(module) for module in model.modules())

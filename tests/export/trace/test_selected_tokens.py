@@ -7,7 +7,7 @@ import pytest
 from tests.support.attention_kinds import KINDS
 from tests.support.hybrid_models import make_hybrid
 from tests.support.tiny_models import make_model
-from topw_deploy.export.trace.interface import dense_tokens
+from topw_deploy.export.trace.attention import dense_tokens
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ import torch
 from tests.support.tiny_models import make_model
 from tests.support.traces import trace
 from topw_deploy.export import ExportRequest, export_model
+from topw_deploy.export.embedding import find_embedding
 from topw_deploy.export.graft.tidy import tidy
-from topw_deploy.export.graph.editor import external_files
-from topw_deploy.export.graph.embedding import find_embedding
+from topw_deploy.export.graph import external_files
 from topw_deploy.export.write import weights
 from topw_deploy.export.write.weights import weight_bytes
 from topw_deploy.tiny import tiny_model_path

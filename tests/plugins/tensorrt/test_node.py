@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from topw_deploy.errors import PluginError
-from topw_deploy.export.graph.embedding import plain_gather
+from topw_deploy.export.embedding import plain_gather
 from topw_deploy.export.tail import TailSpec, tail_attributes, tail_inputs, tail_outputs
 from topw_deploy.plugins.tensorrt.node import FIELDS, CallShape, NodeAttributes, TensorDesc, read_call_shape
 from topw_deploy.sampling.parameters import TopWOptions

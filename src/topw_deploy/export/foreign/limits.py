@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 
 import onnx_ir as ir
 
-from topw_deploy.export.graph.editor import find_input, is_constant
+from topw_deploy.export.graph import find_input, is_constant
 
 _KEEP_VALUES = {"Reshape", "Unsqueeze", "Squeeze", "Flatten", "Cast", "Identity"}  # operators
 _COS_CACHE_INPUTS = {"GroupQueryAttention": 7, "RotaryEmbedding": 2}  # index in com.microsoft's operators

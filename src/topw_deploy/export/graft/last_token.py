@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.graph.editor import (
+from topw_deploy.export.graph import (
     GraphEditor,
     attribute_values,
     find_input,

@@ -12,12 +12,11 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from topw_deploy.dtypes import SAMPLER_OUTPUT_TYPES
 from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.decoder import Decoder
+from topw_deploy.export.embedding import EmbeddingNode, EmbeddingTable, find_embedding
 from topw_deploy.export.graft.last_token import last_logits
 from topw_deploy.export.graft.neighbour_bound import Measure, no_bound
 from topw_deploy.export.graft.tidy import tidy
-from topw_deploy.export.graph.editor import GraphEditor, find_input
-from topw_deploy.export.graph.embedding import EmbeddingNode, find_embedding
-from topw_deploy.export.graph.table import EmbeddingTable
+from topw_deploy.export.graph import GraphEditor, find_input
 from topw_deploy.export.request import SamplerOptions
 from topw_deploy.export.tail import (
     DOMAIN,

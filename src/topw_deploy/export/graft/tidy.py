@@ -6,8 +6,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass
 
-from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.graph.lazy_weight import BLOCK_BYTES, LazyWeight, transpose_tensor
+from topw_deploy.export.graph import BLOCK_BYTES, GraphEditor, LazyWeight, transpose_tensor
 
 
 def tidy(model: ir.Model, table: ir.Value | None) -> None:

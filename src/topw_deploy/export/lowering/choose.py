@@ -10,10 +10,10 @@ from topw_deploy.export.lowering import concat, group_query, scatter
 from topw_deploy.export.lowering.experts import lower_experts
 from topw_deploy.export.lowering.mixers import SINCE as MIXERS_SINCE
 from topw_deploy.export.lowering.mixers import has_mixers, most_columns
-from topw_deploy.export.lowering.projections import fuse_gate_up
 from topw_deploy.export.lowering.rewrites import (
     cast_rows_of_norms,
     drop_softplus_thresholds,
+    fuse_gate_up,
     merge_reshapes,
     spell_out_exclusive_or,
 )
@@ -56,7 +56,7 @@ def lower(
     quantised: bool = False,
     window_cache: bool = True,
 ) -> Lowered:
-    """Replace every marker of `decoder` in place.
+    """Replace every placeholder of `decoder` in place.
 
     kv: `concat` for a concatenated cache; `static` or None for a static cache, or a concatenated one where
         onnxruntime's operator cannot compute the attention.

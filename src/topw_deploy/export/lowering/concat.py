@@ -1,4 +1,4 @@
-"""Lower markers to standard attention over a concatenated cache.
+"""Lower placeholders to standard attention over a concatenated cache.
 
 Causal masks compare cache slots, and windows compare positions (running sums of `attention_mask`). So padding may be on
 the left, on the right or between chunks. Every query sees its own slot, so no row of a softmax is empty.
@@ -9,12 +9,11 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.graph.editor import GraphEditor, required_input
-from topw_deploy.export.lowering.layers import attention_layers
+from topw_deploy.export.graph import GraphEditor, required_input
+from topw_deploy.export.lowering.attention import Masks, Positions, attend, tensorrt_fuses
+from topw_deploy.export.lowering.layers import States, attention_layers
 from topw_deploy.export.lowering.mixers import Padding, has_mixers, lower_mixers
-from topw_deploy.export.lowering.standard_attention import Masks, Positions, attend, tensorrt_fuses
-from topw_deploy.export.lowering.states import States
-from topw_deploy.export.trace.markers import MARKER_DOMAIN
+from topw_deploy.export.trace.placeholders import PLACEHOLDER_DOMAIN
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.manifest import State
 
@@ -22,7 +21,7 @@ PREFIX = "topw.attention"
 
 
 def lower(decoder: TracedDecoder, *, tensorrt: bool = False) -> list[State]:
-    """Replace every marker of `decoder` in place. Returns the states.
+    """Replace every placeholder of `decoder` in place. Returns the states.
 
     Adds the input `attention_mask`, int64 [batch, past + sequence].
     tensorrt: use standard operators only, and decompose attention that TensorRT cannot build as one operator.
@@ -51,7 +50,7 @@ def lower(decoder: TracedDecoder, *, tensorrt: bool = False) -> list[State]:
     if has_mixers(decoder):
         padding = Padding.of_attention_mask(editor, attention_mask)
         lower_mixers(editor, decoder, states, padding, contrib=not tensorrt)
-    decoder.model.opset_imports.pop(MARKER_DOMAIN, None)
+    decoder.model.opset_imports.pop(PLACEHOLDER_DOMAIN, None)
     editor.finish()
     return states.declared
 

@@ -1,4 +1,4 @@
-"""Lower markers to onnxruntime's GroupQueryAttention over a static cache.
+"""Lower placeholders to onnxruntime's GroupQueryAttention over a static cache.
 
 The operator reads only used slots, and can rotate queries and keys. Its rules in onnxruntime 1.24 to 1.31:
 - A call with as many columns as total_sequence_length ignores the past of all rows. In any other call, a batch may have
@@ -21,21 +21,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
+from onnx.reference import ReferenceEvaluator
 
-from topw_deploy.export.graph.editor import GraphEditor, fixed_size
-from topw_deploy.export.lowering.layers import HALF, AttentionLayer, attention_layers
+from topw_deploy.export.graph import CONTRIB_DOMAIN, GraphEditor, find_input, fixed_size
+from topw_deploy.export.lowering.attention import Masks, Positions, attend, lowest_finite
+from topw_deploy.export.lowering.layers import HALF, AttentionLayer, StaticStates, attention_layers
 from topw_deploy.export.lowering.mixers import Padding, has_mixers, lower_mixers
-from topw_deploy.export.lowering.projections import fuse_qkv, merge_heads
-from topw_deploy.export.lowering.rewrites import fuse_skip_norms
-from topw_deploy.export.lowering.rotary_tables import RotaryTable, RotaryTables
-from topw_deploy.export.lowering.standard_attention import Masks, Positions, attend, lowest_finite
-from topw_deploy.export.lowering.states import StaticStates
+from topw_deploy.export.lowering.rewrites import MergedHeads, fuse_qkv, fuse_skip_norms, merge_heads
+from topw_deploy.export.lowering.rotary import rotary_kind
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.manifest import State
 
 _HEAD_MULTIPLE = 8  # the operator's head sizes are multiples of it
 PREFIX = "topw.attention"
-DOMAIN = "com.microsoft"
 OPERATOR = "GroupQueryAttention"
 WINDOW_CACHE_SINCE = "1.29"  # onnxruntime
 _LATENT_OPSET = 24  # the first with TensorScatter
@@ -56,7 +54,7 @@ def refusal(decoder: TracedDecoder) -> str | None:
 
 
 def lower(decoder: TracedDecoder, context_length: int, *, window_cache: bool = True) -> list[State]:
-    """Replace every marker of `decoder` in place; `refusal` must return None for it. Returns the states.
+    """Replace every placeholder of `decoder` in place; `refusal` must return None for it. Returns the states.
 
     context_length: rows of the rotary tables.
     window_cache: layers with a sliding window keep only its tokens; needs onnxruntime `WINDOW_CACHE_SINCE`.
@@ -78,7 +76,7 @@ def lower(decoder: TracedDecoder, context_length: int, *, window_cache: bool = T
                 _lower_with_borrowed_states(shared, layer, presents[layer.source])
     if has_mixers(decoder):
         lower_mixers(editor, decoder, cache, Padding.of_static_cache(editor, cache), contrib=True)
-    model.opset_imports[DOMAIN] = 1
+    model.opset_imports[CONTRIB_DOMAIN] = 1
     if any(layer.latent for layer in layers):
         model.opset_imports[""] = max(_LATENT_OPSET, model.opset_imports[""])
     cache.finish(model)
@@ -125,7 +123,7 @@ def _last_slots(editor: GraphEditor, cache: StaticStates, *, half: bool) -> ir.V
 
 
 def _lower_with_own_states(shared: _Shared, layer: AttentionLayer) -> list[ir.Value]:
-    """Replace the marker of a layer that has states of its own. Returns the states after the call."""
+    """Replace the placeholder of a layer that has states of its own. Returns the states after the call."""
     editor, cache = shared.editor, shared.cache
     if layer.latent:
         return [_lower_latent(shared, layer)]
@@ -152,7 +150,7 @@ def _lower_with_own_states(shared: _Shared, layer: AttentionLayer) -> list[ir.Va
 
 
 def _lower_with_borrowed_states(shared: _Shared, layer: AttentionLayer, presents: Sequence[ir.Value]) -> None:
-    """Replace the marker of a layer that reads another layer's states `presents`.
+    """Replace the placeholder of a layer that reads another layer's states `presents`.
 
     Its operator gets new keys and values of no columns.
     """
@@ -199,11 +197,11 @@ def _add_operator(
     operator_inputs = [*inputs, *shared.lengths, *rotation, None, shared.slots.bias(layer), layer.sink]
     while operator_inputs[-1] is None:
         operator_inputs.pop()
-    return shared.editor.outputs(OPERATOR, operator_inputs, outputs, domain=DOMAIN, **attributes)
+    return shared.editor.outputs(OPERATOR, operator_inputs, outputs, domain=CONTRIB_DOMAIN, **attributes)
 
 
 def _replace_output(editor: GraphEditor, layer: AttentionLayer, output: ir.Value, width: int) -> None:
-    """Let `output` [batch, sequence, heads * width] replace the output of the layer's marker.
+    """Let `output` [batch, sequence, heads * width] replace the output of the layer's placeholder.
 
     Readers that merge the heads read it as it is; the others read a reshape to [batch, sequence, heads, value_dim].
     """
@@ -281,7 +279,7 @@ class UsedSlots:
         return self._biases[key]
 
     def attend(self, layer: AttentionLayer, tokens: Sequence[ir.Value]) -> None:
-        """Replace the layer's marker by products over its states `tokens`, [batch, kv_heads, slots, dim] each."""
+        """Replace the layer's placeholder by products over its states `tokens`, [batch, kv_heads, slots, dim] each."""
         op, constant = self._editor.op, self._editor.constant
         if self._masks is None:
             queries, keys = self._positions.of_queries_and_keys()
@@ -311,10 +309,138 @@ class UsedSlots:
 
 
 def _lower_latent(shared: _Shared, layer: AttentionLayer) -> ir.Value:
-    """Replace the marker of a latent layer. Returns its state after the call."""
+    """Replace the placeholder of a latent layer. Returns its state after the call."""
     (state,) = layer.states
     cache = shared.cache
     present = shared.editor.op("TensorScatter", [cache.past(state), layer.new_key, cache.write_indices], axis=2)
     shared.slots.attend(layer, [present])
     cache.present(state, present)
     return present
+
+
+# Two tables (cosines and sines) that are larger than both are not stored; every call then computes its angles.
+_SHARE_OF_WEIGHTS = 1 / 16
+_ALWAYS_SMALL = 1 << 20  # bytes
+
+
+@dataclass(frozen=True)
+class RotaryTable:
+    """The tables of one rotation.
+
+    cos, sin: initializers [context_length, rotary_dim / 2].
+    interleaved: 1 if neighbouring elements are pairs, 0 if pairs are half the rotated part apart.
+    """
+
+    cos: ir.Value
+    sin: ir.Value
+    interleaved: int
+
+
+class RotaryTables:
+    """The rotary tables of one graph, each stored once.
+
+    context_length: rows of the tables.
+    """
+
+    def __init__(self, editor: GraphEditor, decoder: TracedDecoder, context_length: int) -> None:
+        self._editor = editor
+        self._length = context_length
+        self._positions = find_input(decoder.model.graph, "position_ids")
+        weights = [value.const_value for value in decoder.model.graph.initializers.values()]
+        size = sum(tensor.nbytes for tensor in weights if tensor is not None)
+        self._most_bytes = max(_ALWAYS_SMALL, int(size * _SHARE_OF_WEIGHTS))
+        self._stored: dict[tuple[str, ...], ir.Value] = {}
+
+    def of(self, query: MergedHeads, key: MergedHeads, head_dim: int) -> RotaryTable | None:
+        """The table for `query` and `key`; None if the operator cannot rotate them or the table is too large."""
+        if query.rotary is None or key.rotary is None or head_dim % 16:  # the operator's own condition
+            return None
+        interleaved, rotary_dim = rotary_kind(query.rotary)
+        if rotary_kind(key.rotary) != (interleaved, rotary_dim) or rotary_dim % 16:  # also for partial rotation
+            return None
+        factors = [value for node in (query.rotary, key.rotary) for value in node.inputs[1:]]
+        if not all(self._is_small(value, (rotary_dim or head_dim) // 2) for value in factors):
+            return None
+        tables = [self._table(value) for value in factors]
+        cos, sin = tables[:2]
+        if cos is None or sin is None or tables[:2] != tables[2:]:
+            return None
+        return RotaryTable(cos, sin, interleaved)
+
+    def _is_small(self, factor: ir.Value | None, width: int) -> bool:
+        """Whether two tables like that of `factor`, `width` columns wide, may be stored."""
+        dtype = ir.DataType.FLOAT if factor is None or factor.dtype is None else factor.dtype
+        return 2 * self._length * width * dtype.itemsize <= self._most_bytes
+
+    def _table(self, factor: ir.Value | None) -> ir.Value | None:
+        """The table of the cosines or sines `factor`; None if more than positions and weights decide them."""
+        nodes = _nodes_between(self._positions, factor)
+        if nodes is None or factor is None or self._positions is None:
+            return None
+        key = tuple(_signature(node) for node in nodes)
+        if key not in self._stored:
+            array = _evaluate(nodes, self._positions, factor, self._length)
+            if array is None:
+                return None
+            self._stored[key] = self._editor.constant(array, self._editor.unique("rotary_table"))
+        return self._stored[key]
+
+
+def _nodes_between(source: ir.Value | None, value: ir.Value | None) -> list[ir.Node] | None:
+    """The nodes that compute `value` from `source` and initializers, in order; None if it depends on anything else."""
+    found: list[ir.Node] = []
+
+    def visit(value: ir.Value | None) -> bool:
+        if value is None or value is source or value.is_initializer():
+            return True
+        node = value.producer()
+        if node is None:
+            return False
+        if node not in found:
+            if not all(visit(before) for before in node.inputs):
+                return False
+            found.append(node)
+        return True
+
+    return found if visit(value) and found else None
+
+
+def _signature(node: ir.Node) -> str:
+    """A string that is equal for nodes that compute equal outputs from equal inputs."""
+    names = [value.name if value is not None and value.is_initializer() else "" for value in node.inputs]
+    attributes = sorted((name, str(attribute.value)) for name, attribute in node.attributes.items())
+    return f"{node.domain}::{node.op_type}{attributes}{names}"
+
+
+def _evaluate(nodes: list[ir.Node], positions: ir.Value, value: ir.Value, length: int) -> np.ndarray | None:
+    """Compute `value` at the positions 0 to `length` - 1. Returns [length, width]; None if it has other axes.
+
+    nodes: from `_nodes_between`.
+    """
+    graph = ir.Graph([], [], nodes=[], name="angles", opset_imports={"": 23})
+    known = {id(positions): ir.Value(name="positions", type=positions.type, shape=ir.Shape([1, length]))}
+    graph.inputs.append(known[id(positions)])
+    for node in nodes:
+        for source in node.inputs:
+            if source is not None and id(source) not in known:
+                copy = ir.Value(name=source.name, type=source.type, shape=source.shape, const_value=source.const_value)
+                graph.register_initializer(copy)
+                known[id(source)] = copy
+        node_copy = ir.Node(
+            node.domain,
+            node.op_type,
+            [None if source is None else known[id(source)] for source in node.inputs],
+            list(node.attributes.values()),
+            num_outputs=len(node.outputs),
+        )
+        for old, new in zip(node.outputs, node_copy.outputs, strict=True):
+            new.name, new.type = old.name, old.type
+            known[id(old)] = new
+        graph.append(node_copy)
+    result = known[id(value)]
+    result.type = result.type or ir.TensorType(ir.DataType.FLOAT)
+    graph.outputs.append(result)
+    evaluator = ReferenceEvaluator(ir.to_proto(ir.Model(graph, ir_version=10)))
+    (found,) = evaluator.run(None, {"positions": np.arange(length, dtype=np.int64)[None]})
+    array = np.asarray(found)
+    return array[0] if array.ndim == 3 and array.shape[:2] == (1, length) else None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from topw_deploy.export.graph.editor import element_type, fixed_size
-from topw_deploy.export.trace.markers import attention_markers
+from topw_deploy.export.graph import GraphEditor, element_type, find_input, fixed_size, required_input
+from topw_deploy.export.trace.placeholders import PLACEHOLDER_DOMAIN, attention_placeholders
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.manifest import State, key_value_states
 
@@ -16,7 +18,7 @@ HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """An attention marker with its inputs and attributes (see `trace.markers.mark_attention`).
+    """An attention placeholder with its inputs and attributes (see `trace.placeholders.mark_attention`).
 
     index: number of the layer.
     query: [batch, heads, sequence, head_dim].
@@ -32,7 +34,7 @@ class AttentionLayer:
     """
 
     index: int
-    marker: ir.Node
+    placeholder: ir.Node
     query: ir.Value
     new_key: ir.Value
     new_value: ir.Value
@@ -63,12 +65,12 @@ class AttentionLayer:
     @property
     def sink(self) -> ir.Value | None:
         """Scores [heads] that take part in the softmax but have no value; None for none."""
-        return _optional_input(self.marker, 3)
+        return _optional_input(self.placeholder, 3)
 
     @property
     def slopes(self) -> ir.Value | None:
         """ALiBi's slopes [heads], in bfloat16 for Falcon's rounding; None for none."""
-        return _optional_input(self.marker, 4)
+        return _optional_input(self.placeholder, 4)
 
     @property
     def relative(self) -> ir.Value | None:
@@ -76,7 +78,7 @@ class AttentionLayer:
 
         The last bias holds for all larger distances too.
         """
-        return _optional_input(self.marker, 5)
+        return _optional_input(self.placeholder, 5)
 
     @property
     def states(self) -> tuple[State, ...]:
@@ -104,25 +106,25 @@ class AttentionLayer:
 
     @property
     def output(self) -> ir.Value:
-        """The marker's output, [batch, sequence, heads, value_dim]."""
-        return self.marker.outputs[0]
+        """The placeholder's output, [batch, sequence, heads, value_dim]."""
+        return self.placeholder.outputs[0]
 
 
-def _optional_input(marker: ir.Node, place: int) -> ir.Value | None:
-    return marker.inputs[place] if place < len(marker.inputs) else None
+def _optional_input(placeholder: ir.Node, place: int) -> ir.Value | None:
+    return placeholder.inputs[place] if place < len(placeholder.inputs) else None
 
 
 def attention_layers(decoder: TracedDecoder) -> list[AttentionLayer]:
     """The attention layers of `decoder`, in layer order."""
     layers = []
-    for marker in attention_markers(decoder.model.graph):
-        query, key = marker.inputs[:2]
-        value = _optional_input(marker, 2)
-        latent = marker.attributes["latent"].as_int()
+    for placeholder in attention_placeholders(decoder.model.graph):
+        query, key = placeholder.inputs[:2]
+        value = _optional_input(placeholder, 2)
+        latent = placeholder.attributes["latent"].as_int()
         layers.append(
             AttentionLayer(
-                index=marker.attributes["layer"].as_int(),
-                marker=marker,
+                index=placeholder.attributes["layer"].as_int(),
+                placeholder=placeholder,
                 query=query,
                 new_key=key,
                 new_value=key if latent else value,
@@ -130,12 +132,12 @@ def attention_layers(decoder: TracedDecoder) -> list[AttentionLayer]:
                 kv_heads=fixed_size(key, 1),
                 head_dim=fixed_size(key, 3),
                 value_dim=latent or fixed_size(value, 3),
-                scale=marker.attributes["scale"].as_float(),
-                softcap=marker.attributes["softcap"].as_float(),
-                window=marker.attributes["window"].as_int(),
-                chunk=marker.attributes["chunk"].as_int(),
+                scale=placeholder.attributes["scale"].as_float(),
+                softcap=placeholder.attributes["softcap"].as_float(),
+                window=placeholder.attributes["window"].as_int(),
+                chunk=placeholder.attributes["chunk"].as_int(),
                 latent=latent > 0,
-                stride=marker.attributes["stride"].as_int(),
+                stride=placeholder.attributes["stride"].as_int(),
             )
         )
     return _link_shared_states(layers)
@@ -155,3 +157,92 @@ def _link_shared_states(layers: list[AttentionLayer]) -> list[AttentionLayer]:
         replace(layer, source=sources.get(layer.index), shared_by=tuple(readers.get(layer.index, ())))
         for layer in layers
     ]
+
+
+class States:
+    """Adds an input for each state, and an output for its new value.
+
+    past_tokens, present_tokens: size of the axis of tokens in inputs and in outputs, a name or a number.
+    declared: the states so far.
+    """
+
+    def __init__(self, editor: GraphEditor, past_tokens: int | str, present_tokens: int | str) -> None:
+        self._editor = editor
+        self._past_tokens, self._present_tokens = past_tokens, present_tokens
+        self.declared: list[State] = []
+
+    def past(self, state: State) -> ir.Value:
+        """Declare `state` and add its input. Returns the state before the call, [batch, *state.shape]."""
+        self.declared.append(state)
+        dtype = ir.DataType[state.dtype.upper()]
+        return self._editor.input(state.past, dtype, self._shape(state, self._past_tokens))
+
+    def present(self, state: State, value: ir.Value) -> None:
+        """Make `value` the output that holds `state` after the call."""
+        value.name, value.type = state.present, ir.TensorType(ir.DataType[state.dtype.upper()])
+        value.shape = ir.Shape(self._shape(state, self._present_tokens))
+        self._editor.graph.outputs.append(value)
+
+    @staticmethod
+    def _shape(state: State, tokens: int | str) -> list[int | str]:
+        return ["batch_size", *(tokens if size == 0 else size for size in state.shape)]
+
+
+class StaticStates(States):
+    """States that are written in place, and the inputs that say where.
+
+    Each row fills its buffer from slot 0. The next call overwrites the slots of padded columns before any query sees
+    them.
+
+    slots: number of tokens in a state that holds the whole sequence, or its name; a number for NVIDIA's parser.
+    write_indices: added input; each row's length before the call, int64 [batch].
+    row_lengths: added input; the number of a row's columns before its padding, int64 [batch].
+    sequence: number of the call's columns, int64 [1].
+    total: each row's length after the call, padded columns included, int64 [batch].
+    """
+
+    def __init__(self, editor: GraphEditor, slots: int | str = "max_length") -> None:
+        super().__init__(editor, slots, slots)
+        self._ids = required_input(editor.graph, "input_ids")
+        self.write_indices, self.row_lengths = (
+            ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(["batch_size"]))
+            for name in ("write_indices", "row_lengths")
+        )
+        editor.graph.inputs.insert(1, self.write_indices)
+        editor.graph.inputs.insert(2, self.row_lengths)
+        self.sequence = editor.op("Shape", [self._ids], start=1, end=2)
+        self.total = editor.op("Add", [self.write_indices, self.sequence])
+        self._positions: ir.Value | None = None
+
+    def host_length(self) -> ir.Value:
+        """Add the input total_sequence_length, int32 [1], which the operator reads on the host. Call it once."""
+        value = ir.Value(name="total_sequence_length", type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape([1]))
+        self._editor.graph.inputs.insert(3, value)
+        return value
+
+    def positions(self) -> ir.Value:
+        """The columns' positions, int64 [batch, sequence].
+
+        Padded columns repeat the row's last position, so that they stay inside tables of positions.
+        """
+        if self._positions is None:
+            op, constant = self._editor.op, self._editor.constant
+            count = op("Squeeze", [self.sequence])
+            columns = op("Range", [constant(np.int64(0)), count, constant(np.int64(1))])  # [sequence]
+            last = op("Sub", [self.row_lengths, constant(np.array([1]))])
+            column = op("Min", [columns, op("Unsqueeze", [last, constant(np.array([1]))])])
+            start = op("Unsqueeze", [self.write_indices, constant(np.array([1]))])
+            shape = ["batch_size", "sequence_length"]
+            self._positions = op("Add", [start, column], dtype=ir.DataType.INT64, shape=shape)
+        return self._positions
+
+    def finish(self, model: ir.Model) -> None:
+        """Remove the placeholders' domain and unused nodes; compute positions in place of the input position_ids."""
+        model.opset_imports.pop(PLACEHOLDER_DOMAIN, None)
+        RemoveUnusedNodesPass()(model)
+        position_ids = find_input(model.graph, "position_ids")
+        if position_ids is not None:  # some models read none
+            for node, place in list(position_ids.uses()):
+                node.replace_input_with(place, self._ids if node.op_type == "Shape" else self.positions())
+            model.graph.inputs.remove(position_ids)
+        self._editor.finish()

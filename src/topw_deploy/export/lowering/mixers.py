@@ -1,4 +1,8 @@
-"""Lower the markers of mixers (convolutions, histories and recurrences), and add their states to the graph."""
+"""Lower the Convolution and History placeholders of `trace.placeholders`.
+
+In a static cache rows are padded on the right, so the state ends at a row's last column that is not padding. Padding
+on the left becomes columns of zeros, which equal the state of a new sequence.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,180 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.graph.editor import GraphEditor, element_type, required_input
-from topw_deploy.export.lowering.chunked_recurrence import CHUNK, ChunkedRecurrences
-from topw_deploy.export.lowering.convolution import CONTRIB_DOMAIN, ConvolutionLayer, Convolutions, HistoryLayer
-from topw_deploy.export.lowering.recurrence import RecurrenceLayer, add_linear_attention
-from topw_deploy.export.lowering.states import States, StaticStates
-from topw_deploy.export.trace.markers import CONVOLUTION, HISTORY, MARKER_DOMAIN, RECURRENCE
+from topw_deploy.export.graph import CONTRIB_DOMAIN, GraphEditor, element_type, fixed_size, required_input
+from topw_deploy.export.lowering.layers import States, StaticStates
+from topw_deploy.export.lowering.recurrence import CHUNK, ChunkedRecurrences, RecurrenceLayer, add_linear_attention
+from topw_deploy.export.trace.placeholders import CONVOLUTION, HISTORY, PLACEHOLDER_DOMAIN, RECURRENCE
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.manifest import State
+
+CONVOLUTION_OPERATOR = "CausalConvWithState"  # since onnxruntime 1.25
+_COLUMN_AXIS = 2
+
+
+@dataclass(frozen=True)
+class ConvolutionLayer:
+    """A Convolution placeholder with its inputs and attributes.
+
+    layer: number of the layer.
+    state: number of the state in the layer.
+    x: [batch, channels, sequence].
+    weight: [channels, 1, kernel].
+    bias: [channels] or None.
+    activation: "" or "silu".
+    """
+
+    placeholder: ir.Node
+    layer: int
+    state: int
+    x: ir.Value
+    weight: ir.Value
+    bias: ir.Value | None
+    channels: int
+    kernel: int
+    activation: str
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """The shape of one row's state."""
+        return (self.channels, self.kernel - 1)
+
+    @staticmethod
+    def of(placeholder: ir.Node) -> ConvolutionLayer:
+        x, weight, bias = (*placeholder.inputs, None)[:3]
+        return ConvolutionLayer(
+            placeholder=placeholder,
+            layer=placeholder.attributes["layer"].as_int(),
+            state=placeholder.attributes["state"].as_int(),
+            x=x,
+            weight=_stored_weight(weight),
+            bias=bias,
+            channels=fixed_size(weight, 0),
+            kernel=fixed_size(weight, 2),
+            activation=placeholder.attributes["activation"].as_string(),
+        )
+
+
+@dataclass(frozen=True)
+class HistoryLayer:
+    """A History placeholder with its input and attributes.
+
+    layer: number of the layer.
+    state: number of the state in the layer.
+    x: [batch, channels, sequence].
+    columns: number of earlier columns that the output has before `x`.
+    """
+
+    placeholder: ir.Node
+    layer: int
+    state: int
+    x: ir.Value
+    channels: int
+    columns: int
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """The shape of one row's state."""
+        return (self.channels, self.columns)
+
+    @staticmethod
+    def of(placeholder: ir.Node) -> HistoryLayer:
+        (x,) = placeholder.inputs
+        return HistoryLayer(
+            placeholder=placeholder,
+            layer=placeholder.attributes["layer"].as_int(),
+            state=placeholder.attributes["state"].as_int(),
+            x=x,
+            channels=fixed_size(x, 1),
+            columns=placeholder.attributes["columns"].as_int(),
+        )
+
+
+def _stored_weight(weight: ir.Value) -> ir.Value:
+    """`weight` before reshapes that cancel out: some mixers drop an axis, and the placeholder restores it."""
+    shape, value = weight.shape, weight
+    while (node := value.producer()) is not None and node.op_type in ("Squeeze", "Unsqueeze", "Reshape"):
+        (value, *_) = node.inputs
+        if value.shape == shape:
+            weight = value
+    return weight
+
+
+class Convolutions:
+    """Builds the convolutions and histories of one graph.
+
+    real: bool [batch, sequence], True for columns that are not padding; None if rows are padded on the right only.
+    lengths: int64 [batch], number of a row's columns before its padding; None if no row is padded on the right.
+    contrib: use onnxruntime's operator instead of Conv.
+    """
+
+    def __init__(self, editor: GraphEditor, *, real: ir.Value | None, lengths: ir.Value | None, contrib: bool) -> None:
+        self._editor = editor
+        self._real = None if real is None else editor.op("Unsqueeze", [real, editor.constant(np.array([1]))])
+        self._lengths = lengths
+        self._contrib = contrib
+        self._last_columns: dict[int, ir.Value] = {}
+
+    def build(self, layer: ConvolutionLayer, past: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Build a convolution. Returns the output [batch, channels, sequence] and the present state.
+
+        Only one node reads `past`, so that a runtime may write the present state to the same memory.
+        """
+        x = self._zero_padding(layer.x)
+        if self._contrib and self._lengths is None:
+            return self._add_operator(layer, x, past)
+        if self._contrib:  # two nodes read the past below, so copy it
+            past = self._editor.op("Concat", [past], axis=_COLUMN_AXIS, dtype=past.dtype, shape=past.shape)
+        columns = self._append(past, x)
+        if self._contrib:
+            output, _ = self._add_operator(layer, x, past)
+        else:
+            output = self._convolve(layer, columns)
+        return output, self._present(layer.state_shape, columns)
+
+    def history(self, layer: HistoryLayer, past: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Build a history. Returns the output [batch, channels, columns + sequence] and the present state."""
+        columns = self._append(past, self._zero_padding(layer.x))
+        return columns, self._present(layer.state_shape, columns)
+
+    def _zero_padding(self, x: ir.Value) -> ir.Value:
+        if self._real is None:
+            return x
+        zero = self._editor.constant(np.array(0, x.dtype.numpy()))
+        return self._editor.op("Where", [self._real, x, zero], dtype=x.dtype)
+
+    def _append(self, past: ir.Value, x: ir.Value) -> ir.Value:
+        return self._editor.op("Concat", [past, x], axis=_COLUMN_AXIS, dtype=x.dtype)
+
+    def _add_operator(self, layer: ConvolutionLayer, x: ir.Value, past: ir.Value) -> tuple[ir.Value, ir.Value]:
+        inputs = [x, layer.weight, layer.bias, past]
+        activation = layer.activation or "none"
+        output, present = self._editor.outputs(
+            CONVOLUTION_OPERATOR, inputs, 2, domain=CONTRIB_DOMAIN, activation=activation
+        )
+        output.type = present.type = ir.TensorType(x.dtype)
+        return output, present
+
+    def _convolve(self, layer: ConvolutionLayer, columns: ir.Value) -> ir.Value:
+        op, dtype = self._editor.op, layer.x.dtype
+        inputs = [columns, layer.weight] if layer.bias is None else [columns, layer.weight, layer.bias]
+        output = op("Conv", inputs, group=layer.channels, kernel_shape=[layer.kernel], dtype=dtype)
+        return op("Mul", [output, op("Sigmoid", [output])], dtype=dtype) if layer.activation else output
+
+    def _present(self, state_shape: tuple[int, ...], columns: ir.Value) -> ir.Value:
+        """The last columns of each row that are not padding: the state after the call."""
+        op, constant = self._editor.op, self._editor.constant
+        channels, count = state_shape
+        if self._lengths is None:
+            bounds = (constant(np.array([number])) for number in (-count, np.iinfo(np.int64).max, _COLUMN_AXIS))
+            return op("Slice", [columns, *bounds])
+        if count not in self._last_columns:
+            start = op("Unsqueeze", [self._lengths, constant(np.array([1, 2]))])
+            self._last_columns[count] = op("Add", [start, constant(np.arange(count))])  # [batch, 1, count]
+        shape = constant(np.array([1, channels, 1]))
+        indices = op("Expand", [self._last_columns[count], shape])
+        return op("GatherElements", [columns, indices], axis=_COLUMN_AXIS)
+
 
 SINCE = "1.25"  # the first onnxruntime with LinearAttention and CausalConvWithState
 _STATE_KINDS = {CONVOLUTION: "convolution", HISTORY: "convolution", RECURRENCE: "recurrent"}
@@ -53,55 +223,55 @@ class Padding:
 
 
 def has_mixers(decoder: TracedDecoder) -> bool:
-    """Whether `decoder` has markers of mixers."""
-    return bool(_markers(decoder.model.graph))
+    """Whether `decoder` has placeholders of mixers."""
+    return bool(_placeholders(decoder.model.graph))
 
 
 def most_columns(decoder: TracedDecoder, *, contrib: bool) -> int:
     """The largest number of columns in a call after `lower_mixers`; 0 for no limit. contrib: as there."""
-    has_recurrence = any(marker.op_type == RECURRENCE for marker in _markers(decoder.model.graph))
+    has_recurrence = any(placeholder.op_type == RECURRENCE for placeholder in _placeholders(decoder.model.graph))
     return CHUNK if has_recurrence and not contrib else 0
 
 
 def lower_mixers(
     editor: GraphEditor, decoder: TracedDecoder, states: States, padding: Padding, *, contrib: bool
 ) -> None:
-    """Replace every marker of a mixer in `decoder`, and add its state to `states`.
+    """Replace every placeholder of a mixer in `decoder`, and add its state to `states`.
 
     contrib: use onnxruntime's own operators instead of standard ones.
     """
-    markers = _markers(decoder.model.graph)
+    placeholders = _placeholders(decoder.model.graph)
     left = padding.real if padding.lengths is None else None
     convolutions = Convolutions(editor, real=left, lengths=padding.lengths, contrib=contrib)
     chunked = None
-    for marker in markers:
+    for placeholder in placeholders:
         layer: ConvolutionLayer | HistoryLayer | RecurrenceLayer
-        if marker.op_type == CONVOLUTION:
-            layer = ConvolutionLayer.of(marker)
+        if placeholder.op_type == CONVOLUTION:
+            layer = ConvolutionLayer.of(placeholder)
             state = _state(layer, element_type(layer.x).name.lower())
             output, present = convolutions.build(layer, states.past(state))
-        elif marker.op_type == HISTORY:
-            layer = HistoryLayer.of(marker)
+        elif placeholder.op_type == HISTORY:
+            layer = HistoryLayer.of(placeholder)
             state = _state(layer, element_type(layer.x).name.lower())
             output, present = convolutions.history(layer, states.past(state))
         else:
-            layer = RecurrenceLayer.of(marker)
+            layer = RecurrenceLayer.of(placeholder)
             state = _state(layer, "float")
             if contrib:
                 output, present = add_linear_attention(editor, layer, states.past(state), padding.real)
             else:
                 chunked = chunked or ChunkedRecurrences(editor, padding.real, padding.started)
                 output, present = chunked.build(layer, states.past(state))
-        output.shape = marker.outputs[0].shape
-        editor.replace(marker, output)
+        output.shape = placeholder.outputs[0].shape
+        editor.replace(placeholder, output)
         states.present(state, present)
-    if markers and contrib:
+    if placeholders and contrib:
         decoder.model.opset_imports[CONTRIB_DOMAIN] = 1
 
 
-def _markers(graph: ir.Graph) -> list[ir.Node]:
-    """The markers of mixers, ordered by layer, kind and number of the state in the layer."""
-    nodes = [node for node in graph if node.domain == MARKER_DOMAIN and node.op_type in _STATE_KINDS]
+def _placeholders(graph: ir.Graph) -> list[ir.Node]:
+    """The placeholders of mixers, ordered by layer, kind and number of the state in the layer."""
+    nodes = [node for node in graph if node.domain == PLACEHOLDER_DOMAIN and node.op_type in _STATE_KINDS]
 
     def place(node: ir.Node) -> tuple[int, str, int]:
         return node.attributes["layer"].as_int(), node.op_type, node.attributes["state"].as_int()
@@ -110,7 +280,7 @@ def _markers(graph: ir.Graph) -> list[ir.Node]:
 
 
 def _state(layer: ConvolutionLayer | HistoryLayer | RecurrenceLayer, dtype: str) -> State:
-    kind = _STATE_KINDS[layer.marker.op_type]
+    kind = _STATE_KINDS[layer.placeholder.op_type]
     name = f"{layer.layer}.{kind}.{layer.state}"
     return State(
         layer=layer.layer,

@@ -1,20 +1,281 @@
-"""Rewrites of small patterns: reshapes in a row, softplus, exclusive or, and norms.
+"""The linear layers of queries, keys, values and gates: find them in a trace, and fuse those that read the same input.
 
-Each is faster or more exact in onnxruntime, or avoids an operator that NVIDIA's parser lacks.
+Between a linear layer and attention, transformers splits and transposes heads, often with per-head norms and rotary
+embeddings. One fused product starts threads and rounds activations only once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from topw_deploy.export.graph.editor import GraphEditor, is_constant, is_op, producer, rewrite_each
+from topw_deploy.export.graph import (
+    CONTRIB_DOMAIN,
+    GraphEditor,
+    attribute_values,
+    constant_integer,
+    fixed_size,
+    is_constant,
+    is_op,
+    producer,
+    rewrite_each,
+)
+from topw_deploy.export.lowering.rotary import rotary_producer
+
+
+@dataclass(frozen=True)
+class MergedHeads:
+    """Queries, keys or values whose heads are side by side.
+
+    unrotated: [batch, sequence, heads * head_dim], before any rotary embedding.
+    rotary: the RotaryEmbedding that the model applies to it, or None.
+    """
+
+    unrotated: ir.Value
+    heads: int
+    rotary: ir.Node | None = None
+
+    def rotated(self, editor: GraphEditor) -> ir.Value:
+        """Add the rotation, if there is one. Returns [batch, sequence, heads * head_dim]."""
+        if self.rotary is None:
+            return self.unrotated
+        source = self.unrotated
+        attributes = {**attribute_values(self.rotary), "num_heads": self.heads}
+        inputs = [source, *self.rotary.inputs[1:]]
+        return editor.op("RotaryEmbedding", inputs, dtype=source.dtype, shape=source.shape, **attributes)
+
+
+def merge_heads(editor: GraphEditor, value: ir.Value) -> MergedHeads:
+    """Put the heads of `value` [batch, heads, sequence, head_dim] side by side, before its rotation."""
+    heads = fixed_size(value, 1)
+    rotary = rotary_producer(value)
+    source = value if rotary is None else rotary.inputs[0]
+    return MergedHeads(_join_heads(editor, source), heads, rotary)
+
+
+def _join_heads(editor: GraphEditor, value: ir.Value) -> ir.Value:
+    """[batch, heads, sequence, head_dim] -> [batch, sequence, heads * head_dim], from the linear layer if possible."""
+    width = fixed_size(value, 1) * fixed_size(value, 3)
+    rows = _untranspose_heads(editor, value)
+    reshape = rows.producer()
+    if reshape is not None and is_op(reshape, "Reshape"):
+        source = reshape.inputs[0]
+        if source is not None and source.shape is not None and len(source.shape) == 3 and source.shape[-1] == width:
+            return source
+    shape = editor.constant(np.array([0, 0, width]))
+    return editor.op("Reshape", [rows, shape], dtype=value.dtype, shape=["batch_size", "sequence_length", width])
+
+
+def _untranspose_heads(editor: GraphEditor, value: ir.Value) -> ir.Value:
+    """[batch, heads, sequence, head_dim] -> [batch, sequence, heads, head_dim].
+
+    Moves norms and casts before the model's own transpose, which then has no reader.
+    """
+    node = value.producer()
+    if node is not None and node.domain == "":
+        source = node.inputs[0]
+        if node.op_type == "Transpose" and source is not None and _swaps_heads_and_tokens(node):
+            return source
+        if source is not None and _commutes_with_transpose(node):
+            inner = _untranspose_heads(editor, source)
+            inputs = [inner, *node.inputs[1:]]
+            return editor.op(node.op_type, inputs, dtype=value.dtype, shape=inner.shape, **attribute_values(node))
+    batch, heads, sequence, dim = value.shape
+    return editor.op("Transpose", [value], perm=[0, 2, 1, 3], dtype=value.dtype, shape=[batch, sequence, heads, dim])
+
+
+def _commutes_with_transpose(node: ir.Node) -> bool:
+    """Whether `node` computes each head of each token alone."""
+    norm = node.op_type == "RMSNormalization" and node.attributes["axis"].as_int() in (-1, 3)
+    return norm or node.op_type == "Cast"
+
+
+def _swaps_heads_and_tokens(transpose: ir.Node) -> bool:
+    return "perm" in transpose.attributes and tuple(transpose.attributes["perm"].as_ints()) == (0, 2, 1, 3)
+
+
+_ELEMENTWISE = {"Sigmoid", "Tanh", "Gelu", "Relu", "Erf", "Mul", "Div", "Add", "Pow", "Swish"}
+
+
+def fuse_qkv(editor: GraphEditor, parts: Sequence[ir.Value]) -> ir.Value | None:
+    """Fuse queries, keys and values [batch, sequence, n_i] into one value [batch, sequence, n]; None if impossible.
+
+    If the model itself splits one product (Phi-3, GPT-2), returns that product's output. Other products need stored
+    weights, the same input, and a bias in all or none of them.
+    """
+    return _whole_before_split(parts) or _fuse_products(editor, parts, "qkv")
+
+
+def fuse_gate_up(model: ir.Model) -> int:
+    """Fuse the products gate(x) and up(x) of gated layers, down(act(gate(x)) * up(x)). Returns the number of pairs.
+
+    With two threads and 4-bit weights, steps are 3 % faster; with float32 weights, they take the same time.
+    """
+    editor = GraphEditor(model.graph, "topw.gate")
+    fused = sum(_fuse_gate(editor, node) for node in list(model.graph) if is_op(node, "Mul"))
+    if fused:
+        editor.finish()
+        RemoveUnusedNodesPass()(model)
+    return fused
+
+
+def _whole_before_split(parts: Sequence[ir.Value]) -> ir.Value | None:
+    """The value whose last axis is split or sliced into exactly `parts`, in this order; else None."""
+    nodes = [part.producer() for part in parts]
+    first = nodes[0]
+    if first is None or first.domain:
+        return None
+    whole = first.inputs[0]
+    if whole is None or whole.shape is None:
+        return None
+    last_axis = (-1, len(whole.shape) - 1)
+    if first.op_type == "Split":
+        axis = first.attributes["axis"].as_int() if "axis" in first.attributes else 0
+        return whole if list(first.outputs) == list(parts) and axis in last_axis else None
+    end, width = 0, whole.shape[-1]
+    for part in parts:
+        node = producer(part, "Slice")
+        if node is None or node.inputs[0] is not whole:
+            return None
+        start, stop, axis, step = (constant_integer(value) for value in (*node.inputs[1:], None, None, None)[:4])
+        if axis not in last_axis or step not in (None, 1) or start != end or stop is None or stop <= end:
+            return None
+        end = min(stop, width)
+    return whole if end == width else None
+
+
+def _fuse_gate(editor: GraphEditor, product: ir.Node) -> bool:
+    """Fuse the linear layers behind the two factors of the Mul `product`. Returns whether they could be fused."""
+    parts = [part for part in map(_linear_output_behind, product.inputs) if part is not None]
+    if len(parts) != 2 or parts[0] is parts[1]:
+        return False
+    widths = {part.shape[-1] for part in parts if part.shape is not None}
+    if len(widths) != 1 or not isinstance(width := widths.pop(), int):
+        return False
+    whole = _fuse_products(editor, parts, "gate_up")
+    if whole is None:
+        return False
+    sizes = editor.constant(np.array([width, width]))
+    for old, new in zip(parts, editor.outputs("Split", [whole, sizes], 2, axis=-1), strict=True):
+        new.type, new.shape = old.type, old.shape
+        ir.convenience.replace_all_uses_with(old, new)
+    return True
+
+
+def _linear_output_behind(value: ir.Value | None) -> ir.Value | None:
+    """The output of the only linear layer from which elementwise operators compute `value`; else None."""
+    ends: list[ir.Value] = []
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        if value is None or value.is_initializer() or any(value is end for end in ends):
+            continue
+        node = value.producer()
+        if node is None or node.domain:
+            return None
+        if node.op_type == "MatMul" or (node.op_type == "Add" and _adds_bias(node)):
+            ends.append(value)
+        elif node.op_type in _ELEMENTWISE:
+            pending += node.inputs
+        else:
+            return None
+    return ends[0] if len(ends) == 1 else None
+
+
+def _adds_bias(add: ir.Node) -> bool:
+    """Whether `add` adds an initializer to a product."""
+    nodes = [value.producer() for value in add.inputs if value is not None and not value.is_initializer()]
+    return len(nodes) == 1 and nodes[0] is not None and nodes[0].op_type == "MatMul"
+
+
+def _fuse_products(editor: GraphEditor, parts: Sequence[ir.Value], label: str) -> ir.Value | None:
+    """Compute all `parts` by one product; None if impossible.
+
+    The weight's name joins the names of the parts' weights, so that the patterns of --exclude-nodes still match it.
+    """
+    linear = [_linear_layer(part) for part in parts]
+    if any(one is None for one in linear):
+        return None
+    sources, weights, biases = zip(*(one for one in linear if one is not None), strict=True)
+    if any(source is not sources[0] for source in sources) or len({bias is None for bias in biases}) > 1:
+        return None
+    transposed = {_is_transposed(weight) for weight in weights}  # stored as [out, in]
+    if len(transposed) > 1:
+        return None
+    stored = [weight.producer().inputs[0] if transposed == {True} else weight for weight in weights]
+    axis = 0 if transposed == {True} else 1
+    tensor = concatenated([value.const_value for value in stored], axis)
+    weight = editor.initializer(tensor, editor.unique(_joined_name(stored, label)))
+    width = fixed_size(weight, axis)
+    if transposed == {True}:
+        weight = editor.op("Transpose", [weight], perm=[1, 0], dtype=parts[0].dtype)
+    shape: list[int | str | None] = ["batch_size", "sequence_length", width]
+    whole = editor.op("MatMul", [sources[0], weight], dtype=parts[0].dtype, shape=shape)
+    if biases[0] is None:
+        return whole
+    terms = concatenated([bias.const_value for bias in biases])
+    bias = editor.initializer(terms, editor.unique(_joined_name(biases, label)))
+    return editor.op("Add", [whole, bias], dtype=parts[0].dtype, shape=shape)
+
+
+def _joined_name(values: Sequence[ir.Value], label: str) -> str:
+    return f"{'+'.join(str(value.name) for value in values)}.{label}"
+
+
+def _linear_layer(value: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value | None] | None:
+    """The input, weight [in, out] and bias [out] or None of the linear layer that makes `value`; None if none does."""
+    bias = None
+    add = producer(value, "Add")
+    if add is not None:
+        places = [place for place, term in enumerate(add.inputs) if _is_stored(term, 1)]
+        if len(places) != 1:
+            return None
+        bias, value = add.inputs[places[0]], add.inputs[1 - places[0]]
+    product = producer(value, "MatMul")
+    if product is None or None in product.inputs:
+        return None
+    source, weight = product.inputs
+    if not _is_stored(weight, 2) and not _is_transposed(weight):
+        return None
+    return source, weight, bias
+
+
+def _is_transposed(weight: ir.Value) -> bool:
+    """Whether `weight` is a stored matrix behind a Transpose."""
+    node = producer(weight, "Transpose")
+    return node is not None and _is_stored(node.inputs[0], 2)
+
+
+def _is_stored(value: ir.Value | None, rank: int) -> bool:
+    """Whether `value` is an initializer with `rank` axes."""
+    return (
+        value is not None
+        and value.const_value is not None
+        and not value.is_graph_input()
+        and len(value.const_value.shape) == rank
+    )
+
+
+def concatenated(tensors: Sequence[ir.TensorProtocol], axis: int = -1) -> ir.TensorProtocol:
+    """Concatenate `tensors` along `axis` when the result is written: weights may be too large to hold until then."""
+    shape = [int(size) for size in tensors[0].shape]
+    shape[axis] = sum(int(tensor.shape[axis]) for tensor in tensors)
+    dtype = tensors[0].dtype
+
+    def evaluate() -> ir.TensorProtocol:
+        return ir.Tensor(np.concatenate([tensor.numpy() for tensor in tensors], axis=axis), dtype=dtype)
+
+    return ir.LazyTensor(evaluate, dtype=dtype, shape=ir.Shape(shape))
+
 
 _SMALLEST_THRESHOLD = 17.0  # for larger x, log(1 + exp(-x)) is below half a float32 ulp of x
 _BITS = 63  # of a nonnegative int64
 # The low bits are summed apart: onnxruntime's CPU provider sums int64 as double, which is exact up to 53 bits.
 _LOW_BITS = 32
-_CONTRIB_DOMAIN = "com.microsoft"
 _SKIP_NORMS = {"RMSNormalization": "SkipSimplifiedLayerNormalization", "LayerNormalization": "SkipLayerNormalization"}
 
 
@@ -103,7 +364,7 @@ def fuse_skip_norms(model: ir.Model) -> int:
     editor = GraphEditor(model.graph, "topw.skip")
     fused = sum(_fuse_skip_norm(editor, node) for node in list(model.graph) if is_op(node, "Add"))
     if fused:
-        model.opset_imports[_CONTRIB_DOMAIN] = 1
+        model.opset_imports[CONTRIB_DOMAIN] = 1
         editor.finish()
     return fused
 
@@ -121,7 +382,7 @@ def _fuse_skip_norm(editor: GraphEditor, add: ir.Node) -> bool:
     norm = norms[0]
     epsilon = norm.attributes["epsilon"].as_float() if "epsilon" in norm.attributes else 1e-5
     inputs = [*add.inputs, *norm.inputs[1:]]
-    results = editor.outputs(_SKIP_NORMS[norm.op_type], inputs, 4, domain=_CONTRIB_DOMAIN, epsilon=epsilon)
+    results = editor.outputs(_SKIP_NORMS[norm.op_type], inputs, 4, domain=CONTRIB_DOMAIN, epsilon=epsilon)
     for old, new in ((norm.outputs[0], results[0]), (total, results[3])):
         new.type, new.shape, new.name, old.name = old.type, old.shape, old.name, None
         ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)

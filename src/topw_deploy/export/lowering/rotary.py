@@ -19,7 +19,7 @@ from itertools import permutations
 
 import onnx_ir as ir
 
-from topw_deploy.export.graph.editor import (
+from topw_deploy.export.graph import (
     GraphEditor,
     attribute_values,
     constant_integer,

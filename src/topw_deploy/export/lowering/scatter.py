@@ -1,4 +1,4 @@
-"""Lower markers to TensorScatter into a static cache, and opset 24's Attention over all of its slots.
+"""Lower placeholders to TensorScatter into a static cache, and opset 24's Attention over all of its slots.
 
 NVIDIA's parser ignores Attention's input `nonpad_kv_seqlen`, so boolean masks hide unused slots. A step takes time for
 the whole buffer; `buffer_step` keeps the buffer short. Values in hidden slots are multiplied by zero, so they must be
@@ -12,13 +12,12 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.graph.editor import GraphEditor, attribute_values
-from topw_deploy.export.lowering.layers import AttentionLayer, attention_layers
+from topw_deploy.export.graph import GraphEditor, attribute_values
+from topw_deploy.export.lowering.attention import Masks, Positions, attend, tensorrt_fuses
+from topw_deploy.export.lowering.layers import AttentionLayer, StaticStates, attention_layers
 from topw_deploy.export.lowering.mixers import Padding, has_mixers, lower_mixers
-from topw_deploy.export.lowering.projections import MergedHeads, fuse_qkv, merge_heads
+from topw_deploy.export.lowering.rewrites import MergedHeads, fuse_qkv, merge_heads
 from topw_deploy.export.lowering.rotary import rotary_kind
-from topw_deploy.export.lowering.standard_attention import Masks, Positions, attend, tensorrt_fuses
-from topw_deploy.export.lowering.states import StaticStates
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.manifest import State
 
@@ -29,7 +28,7 @@ BUFFER_STEP = 64  # tokens; for sequences of 1,024, unused slots add at most 6 %
 
 
 def lower(decoder: TracedDecoder, max_length: int | None = None) -> list[State]:
-    """Replace every marker of `decoder` in place, and set opset 24. Returns the states.
+    """Replace every placeholder of `decoder` in place, and set opset 24. Returns the states.
 
     max_length: number of slots, as NVIDIA's parser needs it; None for the symbol `max_length`.
     """
@@ -50,7 +49,7 @@ def lower(decoder: TracedDecoder, max_length: int | None = None) -> list[State]:
 def _lower_attention(
     editor: GraphEditor, cache: StaticStates, layers: list[AttentionLayer], *, for_tensorrt: bool
 ) -> None:
-    """Replace the markers of `layers`, at least one.
+    """Replace the placeholders of `layers`, at least one.
 
     for_tensorrt: decompose attention that TensorRT cannot build as one operator.
     """

@@ -14,8 +14,7 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.graph.lazy_weight import LazyWeight, Read
+from topw_deploy.export.graph import GraphEditor, LazyWeight, Read
 from topw_deploy.export.quantise.products import number_attribute, stored_tensor
 from topw_deploy.export.quantise.scheme import Quantisation
 from topw_deploy.export.quantise.stored_rows import Origin, StoredRows

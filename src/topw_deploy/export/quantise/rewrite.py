@@ -12,8 +12,8 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.errors import ParameterError, UnsupportedModelError
-from topw_deploy.export.graph.editor import ROUTER_PROPERTY, GraphEditor
-from topw_deploy.export.graph.embedding import EmbeddingNode, find_embedding
+from topw_deploy.export.embedding import EmbeddingNode, find_embedding
+from topw_deploy.export.graph import ROUTER_PROPERTY, GraphEditor
 from topw_deploy.export.quantise.experts import ExpertsReplacer, ExpertWeight, find_experts
 from topw_deploy.export.quantise.products import Product, find_products, stored_tensor
 from topw_deploy.export.quantise.scheme import Quantisation

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.graph.lazy_weight import LazyWeight
-from topw_deploy.export.graph.table import stored_array
+from topw_deploy.export.embedding import stored_array
+from topw_deploy.export.graph import LazyWeight
 from topw_deploy.export.quantise.blocks import BlocksShape, ReadRows, WeightBlocks, quantise_weight
 from topw_deploy.export.quantise.scheme import Quantisation
 

@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from topw_deploy.export.graph.embedding import EmbeddingForm
+from topw_deploy.export.embedding import EmbeddingForm
 from topw_deploy.export.tail.geometry import SetDistance, closeness, distance_to_set, token_features
 from topw_deploy.export.tail.inputs import RowParameters, all_true
 from topw_deploy.export.tail.ops import Ops, Tensor, scope

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from topw_deploy.export.graph.embedding import EmbeddingForm
+from topw_deploy.export.embedding import EmbeddingForm
 from topw_deploy.export.tail.ops import Ops, Tensor, scope
 from topw_deploy.export.tail.spec import TailSpec, tail_inputs
 

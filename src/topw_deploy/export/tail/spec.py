@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.export.graph.embedding import EmbeddingForm
+from topw_deploy.export.embedding import EmbeddingForm
 from topw_deploy.sampling.parameters import TopWOptions
 from topw_deploy.sampling.rules import RULES, carried_rules
 

@@ -222,7 +222,7 @@ def latents_are_smaller(self: Any, heads: int) -> bool:
 def mark_latent_attention(
     self: Any, query: Tensor, latents: tuple[Tensor, Tensor], mark: Callable[..., Tensor]
 ) -> Tensor:
-    """Leave a marker of attention to compressed vectors. Returns [batch, sequence, heads, value_dim].
+    """Leave a placeholder of attention to compressed vectors. Returns [batch, sequence, heads, value_dim].
 
     query: [batch, heads, sequence, dim].
     latents: the arguments of `expand_kv`.

@@ -1,4 +1,4 @@
-"""Markers for mixtures of experts in a trace.
+"""Placeholders for mixtures of experts in a trace.
 
 Experts(hidden [tokens, D], ids [tokens, k], weights [tokens, k], gate_up [E, N, D], down [E, D, I],
         gate_up_bias [E, N] or none, down_bias [E, D] or none) -> [tokens, D]
@@ -32,7 +32,7 @@ EXPERTS_OP = "Experts"
 PRODUCT_OP = "ExpertProduct"
 GATED = "swiglu"
 _DOMAIN = "topw.trace"
-_IMPLEMENTATION = "topw_marker"
+_IMPLEMENTATION = "topw_placeholder"
 _ACTIVATION = "_topw_activation"  # attribute of a module: `activation_attributes` of its activation
 # Inputs on which activations are compared: numbers from -24 to 24 in mixed order.
 _SAMPLE = torch.linspace(-24.0, 24.0, 768)[torch.arange(768) * 325 % 768].reshape(4, 192)
@@ -68,10 +68,10 @@ class Gate:
 
 @dataclass(frozen=True)
 class Adapter:
-    """How a class of experts outside transformers' interface leaves markers.
+    """How a class of experts outside transformers' interface leaves placeholders.
 
     methods: name of a method -> its replacement.
-    activation: path of the module's attribute that is the gate's activation; None if no marker needs it.
+    activation: path of the module's attribute that is the gate's activation; None if no placeholder needs it.
     """
 
     methods: dict[str, Callable[..., Any]]
@@ -80,7 +80,7 @@ class Adapter:
 
 @contextlib.contextmanager
 def marked_experts(model: PreTrainedModel) -> Iterator[None]:
-    """Make the experts of `model` leave markers inside the block."""
+    """Make the experts of `model` leave placeholders inside the block."""
     ExpertsInterface.register(_IMPLEMENTATION, _mark_call)
     replaced = [(module, _traced_attributes(module)) for module in model.modules()]
     # A decoder taken out of another model keeps its own configuration, which set_experts_implementation would miss.
@@ -153,7 +153,7 @@ def mark_experts(
     biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Leave markers of each token's weighted sum over its experts. Returns [tokens, D].
+    """Leave placeholders of each token's weighted sum over its experts. Returns [tokens, D].
 
     activate: the activation, [n, N] -> [n, I].
     attributes: `activation_attributes` of `activate`.
@@ -174,7 +174,7 @@ def mark_experts(
 def mark_product(
     rows: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Leave a marker of the product of each row with its expert's matrix. Returns [R, N].
+    """Leave a placeholder of the product of each row with its expert's matrix. Returns [R, N].
 
     rows: [R, K].
     ids: each row's expert, [R].
@@ -199,7 +199,7 @@ def _mark(op_type: str, inputs: list[torch.Tensor | None], attributes: dict[str,
 
 
 def activation_attributes(activate: Callable[[torch.Tensor], torch.Tensor], *, gated: bool) -> dict[str, Any] | None:
-    """The attributes of an Experts marker with the activation `activate`; None if no attributes describe it.
+    """The attributes of an Experts placeholder with the activation `activate`; None if no attributes describe it.
 
     Compares its outputs with those of known activations.
     gated: whether `activate` maps [n, 2 I] to [n, I].

@@ -1,8 +1,4 @@
-"""Trace a causal LM with transformers' exporter.
-
-Layers see the tokens of one call only, and leave markers where they mix tokens (see `markers`). The lowering adds the
-states of earlier calls to the graph.
-"""
+"""Trace without weights: parameters are fake tensors in the trace, and then initializers that are read on demand."""
 
 from __future__ import annotations
 
@@ -11,30 +7,107 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import onnxscript.optimizer
 import onnxscript.rewriter.onnx_fusions
 import torch
+from onnx_ir import tensor_adapters
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import Cache, PreTrainedModel
 from transformers.exporters import OnnxConfig, OnnxExporter
 
 from topw_deploy.errors import UnsupportedModelError
+from topw_deploy.export.graph import LazyWeight
+from topw_deploy.export.source.stored import EncodedWeight, StoredTensor
+from topw_deploy.export.source.unread_tensor import UnreadTensor, read_part
+from topw_deploy.export.trace.attention import marked_attention
 from topw_deploy.export.trace.experts import marked_experts
-from topw_deploy.export.trace.interface import marked_attention
-from topw_deploy.export.trace.markers import MARKER_DOMAIN, SymbolicMarkers, attention_markers
 from topw_deploy.export.trace.mixers import marked_mixers, takes_cache
-from topw_deploy.export.trace.weightless import Weights, fake_parameters, weight_tensor
-from topw_deploy.export.trace.workarounds import (
+from topw_deploy.export.trace.patches import (
     fixed_frequencies,
     hidden_small_terms,
     plain_rotary_embeddings,
     positions_of_text,
     silenced_libraries,
 )
+from topw_deploy.export.trace.placeholders import PLACEHOLDER_DOMAIN, SymbolicPlaceholders, attention_placeholders
+
+
+class Weights:
+    """The parameters of a model that has fake ones in their place.
+
+    fake_mode: computes shapes instead of values.
+    by_name: the real parameters.
+    """
+
+    def __init__(self, by_name: dict[str, torch.Tensor]) -> None:
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.by_name = by_name
+
+    def attach(self, model: ir.Model) -> None:
+        """Replace the fake initializers of `model` by the real parameters. Raises ValueError for one without any."""
+        for name, value in model.graph.initializers.items():
+            fake = getattr(value.const_value, "raw", None)
+            if not isinstance(fake, FakeTensor):
+                continue
+            weight = self.by_name.get(name)
+            if weight is None or weight.shape != fake.shape or weight.dtype != fake.dtype:
+                raise ValueError(f"the weight {name} of the graph is not a parameter of the model")
+            value.const_value = weight_tensor(weight, name)
+
+
+@contextlib.contextmanager
+def fake_parameters(model: torch.nn.Module) -> Iterator[Weights]:
+    """Replace the parameters of `model` by fake tensors inside the block; shared parameters stay shared."""
+    real = dict(model.named_parameters(remove_duplicate=False))
+    weights = Weights(
+        {
+            name: parameter if isinstance(parameter, UnreadTensor) else parameter.detach()
+            for name, parameter in real.items()
+        }
+    )
+    fakes: dict[int, torch.nn.Parameter] = {}
+    for parameter in real.values():
+        if id(parameter) not in fakes:
+            with weights.fake_mode:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+            fakes[id(parameter)] = torch.nn.Parameter(empty, requires_grad=False)
+    try:
+        _set_parameters(model, {name: fakes[id(parameter)] for name, parameter in real.items()})
+        yield weights
+    finally:
+        _set_parameters(model, real)
+
+
+def weight_tensor(parameter: torch.Tensor, name: str) -> ir.TensorProtocol:
+    """`parameter` as the tensor of an initializer; an UnreadTensor is read on demand."""
+    if not isinstance(parameter, UnreadTensor):
+        return tensor_adapters.TorchTensor(parameter.detach(), name=name)
+
+    def load() -> ir.TensorProtocol:
+        return tensor_adapters.TorchTensor(parameter.values(), name=name)
+
+    dtype, shape = tensor_adapters.from_torch_dtype(parameter.dtype), tuple(parameter.shape)
+    read = None if parameter.file is None else partial(_read_part, parameter.file, parameter.dtype)
+    return LazyWeight(id(parameter), dtype, shape, load, read, name)
+
+
+def _set_parameters(model: torch.nn.Module, parameters: dict[str, torch.nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, parameter)
+
+
+def _read_part(file: StoredTensor | EncodedWeight, dtype: torch.dtype, index: Any) -> np.ndarray:
+    """The values at `index` (slices or ids), as an array of ONNX's type for `dtype`."""
+    return tensor_adapters.TorchTensor(read_part(file, index).to(dtype).contiguous()).numpy()
+
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _OPSET = 23  # at 24 the tracer decomposes norms and rotary embeddings
@@ -50,7 +123,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class TracedDecoder:
-    """A traced decoder, with markers.
+    """A traced decoder, with placeholders.
 
     model: inputs input_ids and, if the model reads positions, position_ids, both int64 [batch, sequence]; output logits
         [batch, sequence, vocab].
@@ -65,7 +138,7 @@ def trace(model: PreTrainedModel) -> TracedDecoder:
     """Trace `model`, which must be in evaluation mode on the CPU, at opset 23.
 
     Raises UnsupportedModelError for a model that is no causal decoder over tokens, for a failed trace, and for a trace
-    without markers or with several attention markers for one layer.
+    without placeholders or with several attention placeholders for one layer.
     """
     config = model.config.get_text_config(decoder=True)
     _check_architecture(model, config)
@@ -74,7 +147,7 @@ def trace(model: PreTrainedModel) -> TracedDecoder:
     _attach_and_optimize(model, traced, weights)
     _name_dimensions(traced.graph)
     _remove_metadata(traced)
-    _check_markers(model, config, traced.graph)
+    _check_placeholders(model, config, traced.graph)
     return TracedDecoder(traced, int(config.num_hidden_layers))
 
 
@@ -121,12 +194,12 @@ def _check_architecture(model: PreTrainedModel, config: Any) -> None:
         )
 
 
-def _check_markers(model: PreTrainedModel, config: Any, graph: ir.Graph) -> None:
-    """Raise UnsupportedModelError if the graph has no marker, or several attention markers for one layer."""
-    nodes = attention_markers(graph)
+def _check_placeholders(model: PreTrainedModel, config: Any, graph: ir.Graph) -> None:
+    """Raise UnsupportedModelError if the graph has no placeholder, or several attention placeholders for one layer."""
+    nodes = attention_placeholders(graph)
     name = type(model).__name__
     layers = [node.attributes["layer"].as_int() for node in nodes]
-    if len(set(layers)) != len(layers) or not any(node.domain == MARKER_DOMAIN for node in graph):
+    if len(set(layers)) != len(layers) or not any(node.domain == PLACEHOLDER_DOMAIN for node in graph):
         raise UnsupportedModelError(
             f"{name} shows {len(nodes)} attention calls for {config.num_hidden_layers} layers through transformers' "
             "attention interface, but one per attention layer is needed; graft an ONNX decoder made by another "
@@ -162,7 +235,7 @@ def _traceable_forward(model: PreTrainedModel) -> Iterator[None]:
         positions = {"position_ids": position_ids} if takes_positions else {}
         cache = TracedCache(position_ids)
         cached = {_cache_argument(forward): cache, "use_cache": True} if takes_cache(model) else {"use_cache": False}
-        with marked_mixers(model, SymbolicMarkers(cache)), positions_of_text(rotary_embeddings, position_ids):
+        with marked_mixers(model, SymbolicPlaceholders(cache)), positions_of_text(rotary_embeddings, position_ids):
             outputs = forward(input_ids=input_ids, **cached, **positions)
         return {"logits": outputs.logits}
 
@@ -268,7 +341,7 @@ class TracedCache(Cache):
 
     positions: the positions of the call's tokens, int64 [batch, sequence], for layers that read them from the cache.
     convolution, recurrence: (layer, number of the state in the layer) of the last request for such a state, to which
-        the next marker belongs; None before the first.
+        the next placeholder belongs; None before the first.
     """
 
     def __init__(self, positions: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.errors import VerificationError
-from topw_deploy.export.graph.table import stored_array
+from topw_deploy.export.embedding import stored_array
 from topw_deploy.export.quantise.blocks import BlocksShape, dequantise, quantise_weight
 from topw_deploy.export.quantise.experts import keeps_codes
 from topw_deploy.export.quantise.products import FLOATS

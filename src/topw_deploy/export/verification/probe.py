@@ -15,7 +15,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from topw_deploy.errors import VerificationError
 from topw_deploy.export.graft.sampler_node import NODE_NAME, sampler_node
-from topw_deploy.export.graph.editor import GraphEditor, external_files, required_node_input
+from topw_deploy.export.graph import GraphEditor, external_files, required_node_input
 from topw_deploy.export.tail import TAIL_INPUTS
 from topw_deploy.export.verification.cache_drivers import cache_driver
 from topw_deploy.manifest import MODEL_NAME, DecoderInfo

@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
+from topw_deploy.export.embedding import EmbeddingTable, find_embedding, stored_array
 from topw_deploy.export.graft.sampler_node import sampler_node
-from topw_deploy.export.graph.editor import constant_of, required_node_input
-from topw_deploy.export.graph.embedding import find_embedding
-from topw_deploy.export.graph.table import EmbeddingTable, stored_array
+from topw_deploy.export.graph import constant_of, required_node_input
 from topw_deploy.export.tail import GEOMETRY_INPUTS, TAIL_INPUTS
 from topw_deploy.export.verification.probe import SamplerProbe
 from topw_deploy.manifest import MODEL_NAME, Check, NotCompared, SamplerInfo

@@ -10,8 +10,7 @@ from typing import Any, BinaryIO, Protocol
 
 import onnx_ir as ir
 
-from topw_deploy.export.graph.editor import constant_of
-from topw_deploy.export.graph.lazy_weight import BLOCK_BYTES, byte_blocks
+from topw_deploy.export.graph import BLOCK_BYTES, byte_blocks, constant_of
 from topw_deploy.progress import Advance
 
 DATA_FILE = "model.onnx_data"

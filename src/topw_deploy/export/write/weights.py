@@ -9,7 +9,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from topw_deploy.dtypes import ELEMENT_TYPES
-from topw_deploy.export.graph.editor import external_files, initializer_tensors
+from topw_deploy.export.graph import external_files, initializer_tensors
 from topw_deploy.export.write.data_files import Log, NullLog, Slot, external_tensor, file_sizes, lay_out, write_data
 from topw_deploy.manifest import MODEL_NAME
 

@@ -208,8 +208,8 @@ def write_sampler_model(inputs: SamplerInputs, form: str, *, with_keep_mask: boo
         return path
     import onnx_ir as ir
 
+    from topw_deploy.export.embedding import plain_gather
     from topw_deploy.export.graft.sampler_node import BOUND_NAME
-    from topw_deploy.export.graph.embedding import plain_gather
     from topw_deploy.export.sampler_only import sampler_model
     from topw_deploy.export.tail import TailSpec
 

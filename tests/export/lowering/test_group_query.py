@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from tests.support.lowerings import attention_nodes, copy_of
 from tests.support.tiny_models import ONE_LAYER, make_model
 from tests.support.traces import trace
-from topw_deploy.export.lowering import lower, rotary_tables
+from topw_deploy.export.lowering import group_query, lower
 from topw_deploy.export.trace.trace import TracedDecoder
 
 pytestmark = pytest.mark.slow
@@ -44,9 +44,9 @@ def test_two_tables_of_exactly_the_largest_size_are_stored(
     traced: TracedDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = 2 * LENGTH * 8 * 4  # cosines and sines of 16 rotated elements, float32
-    monkeypatch.setattr(rotary_tables, "_SHARE_OF_WEIGHTS", 0)
+    monkeypatch.setattr(group_query, "_SHARE_OF_WEIGHTS", 0)
     for most, rotates in ((size, 1), (size - 1, 0)):
-        monkeypatch.setattr(rotary_tables, "_ALWAYS_SMALL", most)
+        monkeypatch.setattr(group_query, "_ALWAYS_SMALL", most)
         nodes = attention_nodes(lowered(traced))
         assert [node.attributes["do_rotary"].as_int() for node in nodes] == [rotates, rotates]
 
@@ -67,9 +67,9 @@ def test_tables_that_are_large_beside_the_weights_are_neither_computed_nor_store
     def compute(*_arguments: object) -> None:
         raise AssertionError("computed")
 
-    monkeypatch.setattr(rotary_tables, "_ALWAYS_SMALL", 0)
-    monkeypatch.setattr(rotary_tables, "_SHARE_OF_WEIGHTS", 1e-6)
-    monkeypatch.setattr(rotary_tables, "_evaluate", compute)
+    monkeypatch.setattr(group_query, "_ALWAYS_SMALL", 0)
+    monkeypatch.setattr(group_query, "_SHARE_OF_WEIGHTS", 1e-6)
+    monkeypatch.setattr(group_query, "_evaluate", compute)
     decoder = lowered(traced)
     assert [node.attributes["do_rotary"].as_int() for node in attention_nodes(decoder)] == [0, 0]
     assert sum(node.op_type == "RotaryEmbedding" for node in decoder.model.graph) == 4

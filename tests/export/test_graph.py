@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from topw_deploy.errors import UnsupportedModelError
-from topw_deploy.export.graph.editor import GraphEditor, constant_of, element_type, required_node_input
+from topw_deploy.export.graph import GraphEditor, constant_of, element_type, required_node_input
 
 UNTYPED = ir.Value(name="hidden")
 

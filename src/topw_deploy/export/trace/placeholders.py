@@ -1,7 +1,7 @@
-"""Markers: placeholder nodes of domain topw.trace for all that mixes tokens.
+"""Placeholder nodes of domain topw.trace for all that mixes tokens.
 
-A trace has a marker for each attention, convolution, history and recurrence (and for experts, see `experts`). Markers
-have no masks and no states, so one trace serves every target; `lowering` replaces them.
+A trace has a placeholder for each attention, convolution, history and recurrence (and for experts, see `experts`).
+Placeholders have no masks and no states, so one trace serves every target; `lowering` replaces them.
 
 Attention: see `mark_attention`.
 
@@ -36,16 +36,16 @@ import torch
 
 from topw_deploy.errors import UnsupportedModelError
 
-MARKER_DOMAIN = "topw.trace"
+PLACEHOLDER_DOMAIN = "topw.trace"
 ATTENTION = "Attention"
 CONVOLUTION = "Convolution"
 HISTORY = "History"
 RECURRENCE = "Recurrence"
 
 
-def attention_markers(graph: ir.Graph) -> list[ir.Node]:
-    """The attention markers of `graph`, in layer order."""
-    nodes = [node for node in graph if node.domain == MARKER_DOMAIN and node.op_type == ATTENTION]
+def attention_placeholders(graph: ir.Graph) -> list[ir.Node]:
+    """The attention placeholders of `graph`, in layer order."""
+    nodes = [node for node in graph if node.domain == PLACEHOLDER_DOMAIN and node.op_type == ATTENTION]
     return sorted(nodes, key=lambda node: node.attributes["layer"].as_int())
 
 
@@ -76,9 +76,9 @@ def mark_attention(
     latent: int = 0,
     stride: int = 0,
 ) -> torch.Tensor:
-    """Leave an attention marker. Returns its output, [batch, sequence, heads, value_dim].
+    """Leave an attention placeholder. Returns its output, [batch, sequence, heads, value_dim].
 
-    layer: the layer's number, which no other attention marker has.
+    layer: the layer's number, which no other attention placeholder has.
     scale: factor of the products of queries and keys.
     softcap: scores become softcap * tanh(score / softcap); 0 for no cap.
     visible: which keys a query sees; None for all up to the query.
@@ -107,7 +107,7 @@ def mark_attention(
         inputs.pop()
     batch, heads, sequence, _ = query.shape
     return torch.onnx.ops.symbolic(
-        f"{MARKER_DOMAIN}::{ATTENTION}",
+        f"{PLACEHOLDER_DOMAIN}::{ATTENTION}",
         inputs,
         attributes,
         dtype=query.dtype,
@@ -117,7 +117,7 @@ def mark_attention(
 
 
 class MixerCache(Protocol):
-    """The part of a traced model's cache that `MixerMarkers` read.
+    """The part of a traced model's cache that `MixerPlaceholders` read.
 
     convolution, recurrence: (layer, number of the state in the layer) of a mixer's last request for such a state; None
         before the first.
@@ -127,8 +127,8 @@ class MixerCache(Protocol):
     recurrence: tuple[int, int] | None
 
 
-class MixerMarkers(ABC):
-    """Leaves the markers of convolutions, histories and recurrences in one call of a model.
+class MixerPlaceholders(ABC):
+    """Leaves the placeholders of convolutions, histories and recurrences in one call of a model.
 
     The module's docstring has their formulas and shapes. The states of a layer are numbered from 0, recurrences apart
     from the others. The methods' argument `layer` is None for the layer that last requested a state from the cache.
@@ -179,7 +179,7 @@ class MixerMarkers(ABC):
         dtype: torch.dtype,
         shape: Sequence[int],
     ) -> torch.Tensor:
-        """Leave the marker `op_type`. Returns its output, of type `dtype` and shape `shape`."""
+        """Leave the placeholder `op_type`. Returns its output, of type `dtype` and shape `shape`."""
 
     def _mark_state(
         self,
@@ -190,7 +190,7 @@ class MixerMarkers(ABC):
         layer: int | None,
         attributes: dict[str, Any],
     ) -> torch.Tensor:
-        """Leave a marker with the attributes layer and state besides `attributes`."""
+        """Leave a placeholder with the attributes layer and state besides `attributes`."""
         kind = RECURRENCE if op_type == RECURRENCE else CONVOLUTION
         if layer is None:
             pending = self._cache.convolution if kind == CONVOLUTION else self._cache.recurrence
@@ -205,8 +205,8 @@ class MixerMarkers(ABC):
         return self.mark(op_type, inputs, {**attributes, "layer": layer, "state": state}, dtype, shape)
 
 
-class SymbolicMarkers(MixerMarkers):
-    """Leaves the markers as nodes of a torch.onnx trace."""
+class SymbolicPlaceholders(MixerPlaceholders):
+    """Leaves the placeholders as nodes of a torch.onnx trace."""
 
     def mark(
         self,
@@ -217,5 +217,5 @@ class SymbolicMarkers(MixerMarkers):
         shape: Sequence[int],
     ) -> torch.Tensor:
         return torch.onnx.ops.symbolic(
-            f"{MARKER_DOMAIN}::{op_type}", inputs, attributes, dtype=dtype, shape=shape, version=1
+            f"{PLACEHOLDER_DOMAIN}::{op_type}", inputs, attributes, dtype=dtype, shape=shape, version=1
         )

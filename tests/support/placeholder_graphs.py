@@ -1,4 +1,4 @@
-"""Lower and run graphs of one marker."""
+"""Lower and run graphs of one placeholder."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import onnx_ir as ir
 import onnxruntime as ort
 import torch
 
-from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.trace.markers import MARKER_DOMAIN
+from topw_deploy.export.graph import GraphEditor
+from topw_deploy.export.trace.placeholders import PLACEHOLDER_DOMAIN
 
 Build = Callable[[GraphEditor, ir.Node, Mapping[str, ir.Value]], tuple[ir.Value, ir.Value]]
 
 
-class MarkerGraph:
-    """A session that computes a lowered marker.
+class PlaceholderGraph:
+    """A session that computes a lowered placeholder.
 
-    inputs: the marker's, in its order; None for missing ones.
+    inputs: the placeholder's, in its order; None for missing ones.
     others: further graph inputs, such as `past`.
     build: the lowering; returns output and present state.
     """
@@ -35,12 +35,16 @@ class MarkerGraph:
         given = [values.get(name) for name in inputs]
         while given[-1] is None:
             given.pop()
-        marker = ir.node(op_type, given, domain=MARKER_DOMAIN, attributes={"layer": 0, "state": 0, **attributes})
+        placeholder = ir.node(
+            op_type, given, domain=PLACEHOLDER_DOMAIN, attributes={"layer": 0, "state": 0, **attributes}
+        )
         first = next(tensor for tensor in inputs.values() if tensor is not None)
-        marker.outputs[0].type = ir.TensorType(_dtype(first))
-        graph = ir.Graph(list(values.values()), [], nodes=[], opset_imports={"": 23, "com.microsoft": 1}, name="marker")
+        placeholder.outputs[0].type = ir.TensorType(_dtype(first))
+        graph = ir.Graph(
+            list(values.values()), [], nodes=[], opset_imports={"": 23, "com.microsoft": 1}, name="placeholder"
+        )
         editor = GraphEditor(graph, "test")
-        output, present = build(editor, marker, values)
+        output, present = build(editor, placeholder, values)
         for name, value in (("output", output), ("present", present)):
             value.name = name
             value.type = value.type or ir.TensorType(_dtype(others["past"]))

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.graph.editor import GraphEditor, fixed_size
+from topw_deploy.export.graph import GraphEditor, fixed_size
 from topw_deploy.export.lowering.layers import HALF, AttentionLayer
 
 
@@ -182,7 +182,7 @@ def attend(
     *,
     decomposed: bool = False,
 ) -> None:
-    """Replace the layer's marker by attention.
+    """Replace the layer's placeholder by attention.
 
     tokens: the layer's states after the call: keys and values [batch, kv_heads, tokens, head_dim], or its latents.
     mask: from `Masks.of`, [batch, 1 or heads, sequence, tokens]; with a stride it has two columns per token.
@@ -196,11 +196,11 @@ def attend(
     decomposed = decomposed or layer.latent or layer.softcap > 0 or layer.sink is not None
     compute = _decomposed_attention if decomposed else _attention_operator
     output = compute(editor, layer, keys, values, mask)
-    # Transpose to the marker's layout, [batch, sequence, heads, dim].
+    # Transpose to the placeholder's layout, [batch, sequence, heads, dim].
     output = editor.op("Transpose", [output], perm=[0, 2, 1, 3], dtype=layer.output.dtype)
     output.shape = layer.output.shape
     ir.convenience.replace_all_uses_with(layer.output, output)
-    editor.graph.remove(layer.marker, safe=True)
+    editor.graph.remove(layer.placeholder, safe=True)
 
 
 def tensorrt_fuses(layer: AttentionLayer) -> bool:

@@ -1,1 +1,0 @@
-"""Edit onnx_ir graphs."""
