@@ -43,7 +43,7 @@ from topw_deploy.processors import RuleLogitsProcessor
 from topw_deploy.processors.rules import RuleChoices
 from topw_deploy.sampling import FLOAT32_TIES, FLOAT64_TIES
 from topw_deploy.sampling.rules import RULES, RuleCrop, kept_set
-from topw_deploy.sampling.rules.row import OrderedRow
+from topw_deploy.sampling.rules import OrderedRow
 from topw_deploy.sampling.torch import rule_rows
 
 SAME = "same kept set"

@@ -13,7 +13,7 @@ from topw_deploy.export.sampler_only import export_sampler, sampler_request
 from topw_deploy.processors import TopWLogitsProcessor, median_distance_of
 from topw_deploy.runtime import TopWSampler
 from topw_deploy.sampling import Geometry, TopWOptions, median_distance
-from topw_deploy.sampling.likely_pairs import SAMPLE_TEXT
+from topw_deploy.sampling.geometry import SAMPLE_TEXT
 
 from .tiny import VOCAB
 

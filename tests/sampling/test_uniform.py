@@ -7,7 +7,7 @@ import pytest
 
 from topw_deploy.sampling import FLOAT64_TIES
 from topw_deploy.sampling.reference import first_maximiser, objective
-from topw_deploy.sampling.rules.reference import kept_set
+from topw_deploy.sampling.rules import kept_set
 
 from .brute_force import random_cases, trace
 

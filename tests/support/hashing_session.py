@@ -22,7 +22,7 @@ from topw_deploy.runtime.cache import new_caches
 from topw_deploy.runtime.cache.buffers import HostMemory
 from topw_deploy.runtime.limits import Limits
 from topw_deploy.runtime.ort.graph_session import SAMPLER_INPUTS
-from topw_deploy.sampling.mask import mask_words
+from topw_deploy.sampling.row import mask_words
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 
 CONTEXT = 24

@@ -12,9 +12,8 @@ import click
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling.beta import beta_coefficients
-from topw_deploy.sampling.likely_pairs import GEOM_UNITS
 from topw_deploy.sampling.parameters import METRICS, OPTION_NAMES, PARAMETER_NAMES, POTENTIALS, PRESETS
-from topw_deploy.sampling.presets import REQUEST_PRESETS
+from topw_deploy.sampling.presets import GEOM_UNITS, REQUEST_PRESETS
 from topw_deploy.sampling.rules import RULE_OF_VALUE, RULES
 
 Command = TypeVar("Command", bound=Callable[..., Any])

@@ -265,7 +265,7 @@ class Verification:
     checks: comparisons that can fail.
     not_compared: comparisons that were not possible. If there are any, the status is "partial".
     notes: measurements, which do not affect the status.
-    median_distance: median distance of likely pairs of tokens (sampling.likely_pairs), > 0; None if not measured.
+    median_distance: median distance of likely pairs of tokens (sampling.geometry), > 0; None if not measured.
     """
 
     status: str
@@ -303,7 +303,7 @@ class Manifest:
 
     @property
     def median_distance(self) -> float | None:
-        """Median distance of likely pairs of tokens (sampling.likely_pairs); None if it was not measured."""
+        """Median distance of likely pairs of tokens (sampling.geometry); None if it was not measured."""
         return 1.0 if self.sampler.options.metric == "uniform" else self.verification.median_distance
 
     @property

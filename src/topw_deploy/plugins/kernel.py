@@ -27,8 +27,8 @@ from topw_deploy.plugins.structs import (
     TableStruct,
     address,
 )
-from topw_deploy.sampling.mask import mask_words
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions, TopWParameters, canonical_names
+from topw_deploy.sampling.row import mask_words
 
 __all__ = ["COLUMNS", "REPORT", "STAGES", "Kernel", "KernelBlocks", "KernelCall", "KernelSamples", "KernelTable"]
 

@@ -18,7 +18,6 @@ from topw_deploy.plain_text import short_repr
 from topw_deploy.runtime.callbacks import check_criteria, check_streamer
 from topw_deploy.runtime.structured.constraint import read_constraint
 from topw_deploy.sampling.beta import beta_coefficients
-from topw_deploy.sampling.likely_pairs import check_geom_unit
 from topw_deploy.sampling.parameters import (
     ALIASES,
     IN_FLOAT32,
@@ -27,9 +26,8 @@ from topw_deploy.sampling.parameters import (
     check_range,
     unknown_name,
 )
-from topw_deploy.sampling.presets import check_preset
-from topw_deploy.sampling.rules import RULE_OF_VALUE, RULES
-from topw_deploy.sampling.rules.parameters import unknown_rule_error
+from topw_deploy.sampling.presets import check_geom_unit, check_preset
+from topw_deploy.sampling.rules import RULE_OF_VALUE, RULES, unknown_rule_error
 from topw_deploy.sampling.seeds import SEED_BITS
 
 OTHER_SAMPLERS = frozenset({"top_a", "tfs_z", "penalty_alpha", "mirostat"})

@@ -18,9 +18,8 @@ from topw_deploy.runtime.limits import Limits, check_prompt
 from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS, check_names, row_values
 from topw_deploy.runtime.rules import DEFAULT_RULE, check_rule_exported, check_top_h_pool, resolve_rule
 from topw_deploy.runtime.structured.constraint import Constraint
-from topw_deploy.sampling.likely_pairs import with_raw_scale
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
-from topw_deploy.sampling.presets import preset_parameters
+from topw_deploy.sampling.presets import preset_parameters, with_raw_scale
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, RuleParameters
 from topw_deploy.sampling.seeds import fresh_seed
 

@@ -14,8 +14,8 @@ from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.edits import EDIT_INPUTS, EditInputs
 from topw_deploy.runtime.protocols import Binding, Session
 from topw_deploy.runtime.request import RowRequest
-from topw_deploy.sampling.mask import ALL_ALLOWED, WORD_BITS, pack_mask
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
+from topw_deploy.sampling.row import ALL_ALLOWED, WORD_BITS, pack_mask
 from topw_deploy.sampling.rules import RuleParameters
 
 MASK_INPUT = "allowed"

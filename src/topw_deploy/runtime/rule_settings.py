@@ -10,8 +10,7 @@ from typing import Any
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, check_range, unknown_name
-from topw_deploy.sampling.rules import RULE_OF_VALUE, RULES, TOP_W, Rule, RuleParameters
-from topw_deploy.sampling.rules.parameters import unknown_rule_error
+from topw_deploy.sampling.rules import RULE_OF_VALUE, RULES, TOP_W, Rule, RuleParameters, unknown_rule_error
 
 ALL = "all"
 """Stands for every rule, each with its default or USUAL value."""

@@ -20,10 +20,9 @@ from topw_deploy.runtime.row_inputs import RuleInputs, uniforms
 from topw_deploy.runtime.rules import check_rule_exported, check_top_h_pool, longest_pool, resolve_rule
 from topw_deploy.runtime.session_options import SessionKeywords, SessionOptions, takes_session_options
 from topw_deploy.sampling.beta import beta_coefficients
-from topw_deploy.sampling.likely_pairs import check_geom_unit, with_raw_scale
-from topw_deploy.sampling.mask import ALL_ALLOWED, pack_mask
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters, canonical_names
-from topw_deploy.sampling.presets import preset_parameters
+from topw_deploy.sampling.presets import check_geom_unit, preset_parameters, with_raw_scale
+from topw_deploy.sampling.row import ALL_ALLOWED, pack_mask
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
 from topw_deploy.sampling.seeds import SEED_BITS
 

@@ -1,16 +1,13 @@
-"""Top-W and the other sampling rules: parameters, algorithms, draw.
+"""Top-W and the other sampling rules: parameters, kept sets, draws.
 
+`reference`: Top-W, literally, in float64: the definition that every other implementation is compared with.
 `rules`: the other rules, which a row may use instead of Top-W.
-`reference`: the literal algorithm in float64, which is the definition.
-`fast`: the same crops in numpy, one row at a time, without work that is proven unnecessary.
-`torch`: the same crops for batches of tensors on any device. Only this module imports torch.
+`row`: a row from logits to token, with edits, masks and draw.
+`torch`: Top-W for batches of tensors on any device, and `processor` for transformers. Only these import torch.
 """
 
 from topw_deploy.sampling.beta import beta_at
-from topw_deploy.sampling.fast.crop import FastCrop, fast_crop
-from topw_deploy.sampling.geometry import Geometry, embedding_statistics
-from topw_deploy.sampling.likely_pairs import GEOM_UNITS, median_distance
-from topw_deploy.sampling.mask import apply_mask, mask_words, pack_mask, unpack_mask
+from topw_deploy.sampling.geometry import Geometry, embedding_statistics, median_distance
 from topw_deploy.sampling.parameters import (
     ALIASES,
     GREEDY_BELOW,
@@ -25,9 +22,21 @@ from topw_deploy.sampling.parameters import (
     preset_values,
     unknown_name,
 )
-from topw_deploy.sampling.presets import REQUEST_PRESETS, preset_parameters, typical_distance
+from topw_deploy.sampling.presets import GEOM_UNITS, REQUEST_PRESETS, preset_parameters, typical_distance
 from topw_deploy.sampling.reference import FLOAT32_TIES, FLOAT64_TIES, Crop, TieBounds, Ties, crop
-from topw_deploy.sampling.row import Draw, SampledRow, apply_edits, as_float32, crop_mass, draw, sample_row
+from topw_deploy.sampling.row import (
+    Draw,
+    SampledRow,
+    apply_edits,
+    apply_mask,
+    as_float32,
+    crop_mass,
+    draw,
+    mask_words,
+    pack_mask,
+    sample_row,
+    unpack_mask,
+)
 from topw_deploy.sampling.rules import RULES, RuleParameters, take_rule
 from topw_deploy.sampling.seeds import uniform_for
 
@@ -46,7 +55,6 @@ __all__ = [
     "RULES",
     "Crop",
     "Draw",
-    "FastCrop",
     "Geometry",
     "RuleParameters",
     "SampledRow",
@@ -63,7 +71,6 @@ __all__ = [
     "crop_mass",
     "draw",
     "embedding_statistics",
-    "fast_crop",
     "mask_words",
     "median_distance",
     "pack_mask",

@@ -1,4 +1,4 @@
-"""Presets of a request's parameters. They set no option that an export fixes."""
+"""Presets of a request's parameters, and the unit of `geom_scale`. They set no option that an export fixes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
+
 from topw_deploy.errors import ParameterError
-from topw_deploy.sampling.parameters import PRESETS, TopWParameters, preset_values
+from topw_deploy.sampling.parameters import IN_FLOAT32, PRESETS, TopWParameters, preset_values
+
+GEOM_UNITS = ("raw", "median")
+"""Units of `geom_scale`: per unit of the metric, or per median distance of likely pairs."""
 
 LIVELY_DISTANCE = 1.5
 """The product of geom_scale and `typical_distance` under `lively`."""
@@ -22,6 +27,12 @@ REQUEST_PRESETS: Mapping[str, str] = {
     "lively": "parameters at which token geometry decides most crops (docs/lab/lively.md)",
 }
 """Name -> description in one line."""
+
+
+_NOT_MEASURED = (
+    "this export has no median distance of likely pairs, which its verification measures; export the model again "
+    "without --no-verify, or give geom_scale with geom_unit raw"
+)
 
 
 def preset_parameters(name: str, metric: str, width: int | None) -> dict[str, Any]:
@@ -59,3 +70,48 @@ def typical_distance(metric: str, width: int | None) -> float:
             raise ParameterError("width is None, but the distance mahalanobis grows with the embedding width; give it.")
         return math.sqrt(2 * width)
     return math.sqrt(2) if metric == "unit" else 1.0
+
+
+def check_geom_unit(unit: object) -> str:
+    """Return `unit`. Raises ParameterError if it is not one of GEOM_UNITS."""
+    if not isinstance(unit, str) or unit not in GEOM_UNITS:
+        raise ParameterError(f"geom_unit is {unit!r:.60}, but must be one of {', '.join(GEOM_UNITS)}.", "geom_unit")
+    return unit
+
+
+def with_raw_scale(stated: Mapping[str, Any], median: float | None, unknown: str = _NOT_MEASURED) -> Mapping[str, Any]:
+    """Convert the geom_scale of `stated` to the metric's unit if its geom_unit is `median`; else return `stated`.
+
+    stated: parameters by name, from one source: its geom_unit applies only to its own geom_scale.
+    median: the median distance, or None if it is unknown.
+    unknown: why `median` is None, and the next step, as a clause for the error message.
+
+    Raises ParameterError for an unknown unit and a geom_unit without geom_scale, and the errors of `raw_geom_scale`.
+    """
+    unit = stated.get("geom_unit")
+    if unit is None or check_geom_unit(unit) == "raw":
+        return stated
+    if "geom_scale" not in stated:
+        raise ParameterError(
+            f"geom_unit is {unit!r}, but geom_scale is not given with it; give both together.",
+            "geom_unit",
+            "geom_scale",
+        )
+    return {**stated, "geom_scale": raw_geom_scale(stated["geom_scale"], median, unknown)}
+
+
+def raw_geom_scale(geom_scale: float, median: float | None, unknown: str = _NOT_MEASURED) -> float:
+    """Convert `geom_scale` from units of the median distance to the metric's unit: geom_scale / median.
+
+    Raises ParameterError if `median` is None, with the reason `unknown`, and for a result beyond float32.
+    """
+    if median is None:
+        raise ParameterError(f"geom_unit is 'median', but {unknown}.", "geom_unit")
+    raw = geom_scale / median
+    if not abs(raw) <= float(np.finfo(np.float32).max):
+        raise ParameterError(
+            f"geom_scale is {geom_scale!r}, {raw:g} when divided by the median distance {median:g}, but must be finite "
+            f"{IN_FLOAT32}.",
+            "geom_scale",
+        )
+    return raw

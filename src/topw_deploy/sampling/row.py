@@ -1,4 +1,8 @@
-"""One row from logits to token, with the graph's numbers (docs/contract/graph.md, sections 3 to 7)."""
+"""One row from logits to token, with the graph's numbers (docs/contract/graph.md, sections 3 to 7).
+
+A packed mask allows token `id` if bit `id % 32` of word `id // 32`, the least significant first, is 1: the layout of
+llguidance, xgrammar and vLLM.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling.geometry import Geometry, Ids
-from topw_deploy.sampling.mask import apply_mask
 from topw_deploy.sampling.parameters import GREEDY_BELOW, TopWOptions, TopWParameters, check_range
 from topw_deploy.sampling.reference import Crop, Ties, crop
-from topw_deploy.sampling.rules.reference import RuleCrop, kept_set
-from topw_deploy.sampling.rules.registry import RULES_BY_CODE, TOP_W, Rule
+from topw_deploy.sampling.rules import RULES_BY_CODE, TOP_W, RuleCrop, kept_set
 
+WORD_BITS = 32
+ALL_ALLOWED = np.int32(-1)  # every bit of a word of a mask set
+_LITTLE_ENDIAN = np.dtype("<i4")
 PADDING = -1  # an edit id without effect, because rows of a batch have different numbers of edits
 
 
@@ -103,9 +108,14 @@ def sample_row(
     with np.errstate(over="ignore"):
         values = np.asarray(rule_values, dtype=np.float32).tolist()
     known = RULES_BY_CODE.get(rule)
-    if not _has_valid_logits(row) or not 0 <= u < 1 or known is None or not known.accepts(values):
+    if not np.isfinite(row.max()) or not 0 <= u < 1 or known is None or not known.accepts(values):
         return SampledRow()
-    chosen = crop(row, rounded, options, geometry) if known is TOP_W else _crop_by_rule(row, rounded, known, values)
+    chosen: Crop | RuleCrop
+    if known is TOP_W:
+        chosen = crop(row, rounded, options, geometry)
+    else:
+        temperatures = {name: getattr(rounded, name) for name in ("temperature", "selection_temperature")}
+        chosen = kept_set(row, known, values, **temperatures)
     mass = crop_mass(row, chosen, rounded)
     if rounded.greedy:
         return SampledRow(int(chosen.kept[0]), 0.0, 1, chosen.kept, True, mass, chosen.ties)
@@ -113,11 +123,6 @@ def sample_row(
     return SampledRow(
         drawn.token, drawn.logprob, len(chosen.kept), chosen.kept, chosen.certified, mass, chosen.ties, drawn.margin
     )
-
-
-def _crop_by_rule(row: NDArray[np.float32], parameters: TopWParameters, rule: Rule, values: list[float]) -> RuleCrop:
-    selection = parameters.selection_temperature
-    return kept_set(row, rule, values, temperature=parameters.temperature, selection_temperature=selection)
 
 
 def crop_mass(logits: ArrayLike, chosen: Crop | RuleCrop, parameters: TopWParameters) -> float:
@@ -128,10 +133,6 @@ def crop_mass(logits: ArrayLike, chosen: Crop | RuleCrop, parameters: TopWParame
     row = np.asarray(logits).astype(np.float64)
     w = np.exp((row - row.max()) / selection)
     return float(w[chosen.kept].sum() / w.sum())
-
-
-def _has_valid_logits(row: NDArray[np.float32]) -> bool:
-    return not np.isnan(row).any() and not (row == np.inf).any() and bool(np.isfinite(row).any())
 
 
 def apply_edits(logits: ArrayLike, ids: ArrayLike, penalty: ArrayLike, bias: ArrayLike) -> NDArray[np.float32]:
@@ -208,3 +209,46 @@ def draw(logits: ArrayLike, kept: ArrayLike, temperature: float, uniform: float)
     i = min(int(np.argmax(distances > 0)), len(ids) - 1)
     margin = float(np.abs(distances[:-1]).min() / G[-1]) if len(ids) > 1 else math.inf
     return Draw(int(ids[i]), float(a[i] - np.log(G[-1])), margin)
+
+
+def mask_words(vocab: int) -> int:
+    """The number of words in one row's mask: ceil(vocab / 32)."""
+    return -(-vocab // WORD_BITS)
+
+
+def pack_mask(allowed: ArrayLike) -> NDArray[np.int32]:
+    """Pack flags bool [..., V] into words int32 [..., ceil(V / 32)]; the bits beyond V are 0.
+
+    Raises ParameterError for another type or for a scalar.
+    """
+    flags = np.asarray(allowed)
+    if flags.dtype != np.bool_ or flags.ndim == 0:
+        raise ParameterError(f"the mask is {flags.dtype} {list(flags.shape)}, but must be bool [..., vocab].")
+    vocab = flags.shape[-1]
+    octets = np.zeros((*flags.shape[:-1], mask_words(vocab) * 4), np.uint8)
+    octets[..., : -(-vocab // 8)] = np.packbits(flags, axis=-1, bitorder="little")
+    return octets.view(_LITTLE_ENDIAN).astype(np.int32, copy=False)
+
+
+def unpack_mask(words: ArrayLike, vocab: int) -> NDArray[np.bool_]:
+    """Unpack words int32 [..., ceil(V / 32)] into flags bool [..., vocab].
+
+    Raises ParameterError for another type or width.
+    """
+    given = np.asarray(words)
+    if given.dtype != np.int32 or given.ndim == 0 or given.shape[-1] != mask_words(vocab):
+        raise ParameterError(
+            f"the mask is {given.dtype} {list(given.shape)}, but must be int32 [..., {mask_words(vocab)}] for "
+            f"{vocab} tokens."
+        )
+    octets = np.ascontiguousarray(given, _LITTLE_ENDIAN).view(np.uint8)
+    return np.unpackbits(octets, axis=-1, count=vocab, bitorder="little").view(np.bool_)
+
+
+def apply_mask(logits: ArrayLike, words: ArrayLike) -> NDArray[np.float32]:
+    """Set the logits [..., V] of tokens that `words` [..., ceil(V / 32)] does not allow to -inf. Returns float32.
+
+    Raises the errors of `unpack_mask`.
+    """
+    row = np.asarray(logits, dtype=np.float32)
+    return np.where(unpack_mask(words, row.shape[-1]), row, np.float32(-np.inf))

@@ -17,7 +17,7 @@ from topw_deploy.errors import TensorRTError
 from topw_deploy.files import open_regular, replace_file
 from topw_deploy.manifest import MODEL_NAME, DecoderManifest
 from topw_deploy.progress import SILENT, Progress
-from topw_deploy.sampling.mask import mask_words
+from topw_deploy.sampling.row import mask_words
 from topw_deploy.tensorrt import api, plugin_choice
 from topw_deploy.tensorrt.engines import EnginePlatform, folder_problem, this_platform
 from topw_deploy.tensorrt.profiles import Profile

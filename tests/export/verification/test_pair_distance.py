@@ -13,7 +13,7 @@ from topw_deploy.export.verification.evaluation_text import page_ends
 from topw_deploy.export.verification.results import Outcome, PairDistance, decode_result, encode_result, format_result
 from topw_deploy.manifest import load_decoder_manifest
 from topw_deploy.sampling import Geometry, TopWOptions, median_distance
-from topw_deploy.sampling.likely_pairs import SAMPLE_TEXT
+from topw_deploy.sampling.geometry import SAMPLE_TEXT
 
 TOY = Toy.random(1, options=TopWOptions(top_m=64, metric="mahalanobis"))
 

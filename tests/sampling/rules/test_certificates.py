@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.rule_cases import rule_cases
 from topw_deploy.sampling.rules import kept_set
-from topw_deploy.sampling.rules.row import OrderedRow
+from topw_deploy.sampling.rules import OrderedRow
 
 ROWS = 300
 

@@ -85,7 +85,7 @@ def map_array(path: Path, content: str) -> np.ndarray:
 
 
 def median_distance_in_file(path: Path, geometry: Geometry, vocab_size: int) -> float:
-    """Return the median distance of likely pairs of tokens (sampling.likely_pairs) over the steps in a .npy file.
+    """Return the median distance of likely pairs of tokens (sampling.geometry) over the steps in a .npy file.
 
     path: floating-point logits [steps, vocab_size], with 1 to MOST_STEPS steps.
     Raises SourceError for other files, and if no row has two likely tokens at a distance > 0.

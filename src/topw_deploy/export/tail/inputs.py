@@ -9,8 +9,8 @@ import numpy as np
 
 from topw_deploy.export.tail.ops import Ops, Tensor, scope
 from topw_deploy.export.tail.spec import TailSpec
-from topw_deploy.sampling.mask import WORD_BITS, mask_words
 from topw_deploy.sampling.parameters import GREEDY_BELOW
+from topw_deploy.sampling.row import WORD_BITS, mask_words
 
 # float32 numbers: the largest finite one, the smallest positive one, and the largest one below 1.
 LARGEST = float(np.finfo(np.float32).max)

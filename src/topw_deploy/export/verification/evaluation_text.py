@@ -14,7 +14,7 @@ import numpy as np
 from topw_deploy.errors import TokenizerError
 from topw_deploy.export.verification.quantised_checks import EvaluationText
 from topw_deploy.manifest import DecoderManifest, Manifest, open_listed
-from topw_deploy.sampling.likely_pairs import SAMPLE_TEXT, first_and_last_tokens, split_special_prefix
+from topw_deploy.sampling.geometry import SAMPLE_TEXT, first_and_last_tokens, split_special_prefix
 
 _COLUMNS = 256  # tokens in each row
 _LARGEST_BUDGET, _SMALLEST_BUDGET = 8192, 1024  # tokens of text

@@ -33,7 +33,7 @@ from topw_deploy.manifest import DecoderManifest, NotCompared, load_decoder_mani
 from topw_deploy.memory import peak_bytes
 from topw_deploy.runtime.ort.native_sampler import operator_library
 from topw_deploy.sampling import Geometry, median_distance
-from topw_deploy.sampling.likely_pairs import LIKELY_TEXT_TOKENS
+from topw_deploy.sampling.geometry import LIKELY_TEXT_TOKENS
 
 _TEXT = (
     "def parse(text):\n    return text.split()\nThe quick brown fox jumps over the lazy dog. In 1815 it was 3.14159, "

@@ -10,8 +10,8 @@ from topw_deploy.dtypes import SAMPLER_OUTPUT_TYPES, array_name
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins.shared_library import CUDA_ABI_VERSION
 from topw_deploy.plugins.structs import COLUMNS
-from topw_deploy.sampling.mask import mask_words
 from topw_deploy.sampling.parameters import METRICS
+from topw_deploy.sampling.row import mask_words
 
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11

@@ -19,8 +19,8 @@ from topw_deploy.runtime.ort.device_binding import BufferPool
 from topw_deploy.runtime.ort.session import OrtSession, graph_inputs
 from topw_deploy.runtime.row_inputs import MASK_INPUT, RULE_INPUTS
 from topw_deploy.runtime.session_options import SessionOptions
-from topw_deploy.sampling.mask import mask_words
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
+from topw_deploy.sampling.row import mask_words
 
 SAMPLER_INPUTS = (*PARAMETER_NAMES, "uniform", *EDIT_INPUTS, MASK_INPUT, *RULE_INPUTS)
 SAMPLER_OUTPUTS = ("next_token", "logprob", "kept", "certified")

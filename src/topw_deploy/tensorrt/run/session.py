@@ -9,7 +9,7 @@ from typing import Any, Literal
 from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.errors import GenerationError, ManifestError, TensorRTError
 from topw_deploy.manifest import DecoderManifest
-from topw_deploy.sampling.mask import mask_words
+from topw_deploy.sampling.row import mask_words
 from topw_deploy.tensorrt import api, plugin_choice
 from topw_deploy.tensorrt.engines import find_fitting_engine, this_platform
 from topw_deploy.tensorrt.run.binding import TensorRTBinding

@@ -9,7 +9,7 @@ import numpy as np
 
 from topw_deploy.export.tail.inputs import BELOW_ONE, LARGEST, SMALLEST, RowParameters, all_true
 from topw_deploy.export.tail.ops import Ops, Tensor, scope
-from topw_deploy.sampling.rules.registry import ALL_RULES, LARGEST_COUNT, RULES
+from topw_deploy.sampling.rules import ALL_RULES, LARGEST_COUNT, RULES
 
 GREEDY_RULE = "top_k"
 """The rule that answers greedy rows, with k = 1. A function that carries any rule but Top-W computes it too."""
