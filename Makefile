@@ -77,17 +77,17 @@ triton: $(TRITON)/ready.stamp $(VENV)/export.stamp  ## the Triton repository in 
 
 fuzz: $(VENV)/dev.stamp     ## random rows through every sampler there is, against the reference (about an hour)
 	$(BIN)/python -m fuzz.sampler --rows 250000
-	$(BIN)/python -m fuzz.tail --rows 100000
-	$(BIN)/python -m fuzz.rules --rows 20000
-	$(BIN)/python -m fuzz.tail_rules --rows 20000
+	$(BIN)/python -m fuzz.graphs --rows 100000
+	$(BIN)/python -m fuzz.graphs --rules --rows 20000
+	$(BIN)/python -m fuzz.peers --rows 20000
 
 fuzz-native: $(VENV)/dev.stamp  ## the native sampler under sanitizers, ten minutes, and its rules against the reference
 	$(BIN)/python -m fuzz.native --seconds 600
-	$(BIN)/python -m fuzz.native_rules --rows 20000
+	$(BIN)/python -m fuzz.sampler --rules --implementation native --rows 220000
 
 fuzz-cuda: $(VENV)/dev.stamp  ## random rows through the CUDA kernels in emulation, against the reference
-	$(BIN)/python -m fuzz.cuda --rows 50000
-	$(BIN)/python -m fuzz.cuda_rules
+	$(BIN)/python -m fuzz.sampler --implementation cuda --rows 50000
+	$(BIN)/python -m fuzz.sampler --rules --implementation cuda --rows 20000
 
 fuzz-loaders: $(VENV)/dev.stamp  ## random files and requests through every loader, a minute each; LOADER_SECONDS=600 for more
 	$(INSTALL) atheris || echo "atheris cannot be had: inputs are random"

@@ -33,10 +33,10 @@ from topw_deploy.sampling import (
     TopWOptions,
     TopWParameters,
     as_float32,
-    fast_crop,
     preset_parameters,
     typical_distance,
 )
+from topw_deploy.sampling import crop as reference_crop
 from topw_lab.bench.measurement import Spread
 
 METRIC, WIDTH = "mahalanobis", 256  # of the bundled model
@@ -101,7 +101,7 @@ def top_w_crops(parameters: TopWParameters, geometry: Geometry) -> tuple[Crop, C
     options = TopWOptions(metric=METRIC)
 
     def crop(row: NDArray[np.float32], scale: float = parameters.geom_scale) -> tuple[NDArray[np.int64], bool]:
-        found = fast_crop(row, as_float32(replace(parameters, geom_scale=scale)), options, geometry)
+        found = reference_crop(row, as_float32(replace(parameters, geom_scale=scale)), options, geometry)
         return found.kept, found.certified
 
     return crop, lambda row: crop(row, 0.0)

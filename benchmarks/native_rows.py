@@ -28,7 +28,7 @@ from benchmarks.common import chip, machine, released_processor, say
 from benchmarks.native_rules import mean_entropy, rule_table, time_rules
 from benchmarks.tail import VOCAB, flat_logits, measure
 from benchmarks.trained_rows import logits_of, trained_model
-from topw_deploy.plugins.kernel import STAGES, Kernel, KernelCall, KernelTable
+from tests.support.kernel import STAGES, Kernel, KernelCall, KernelTable
 from topw_deploy.plugins.shared_library import library_path, why_absent
 from topw_deploy.sampling import Geometry, TopWOptions, pack_mask
 from topw_lab.bench.sampler.inputs import likely_logits

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.common import interleave, seconds, table
-from topw_deploy.plugins.kernel import Kernel
+from tests.support.kernel import Kernel
 from topw_deploy.sampling import TopWOptions
 
 RULES: dict[str, tuple[int, tuple[float, float]]] = {

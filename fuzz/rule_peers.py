@@ -44,6 +44,12 @@ def _p_less(logits: Tensor, _: tuple[float, float]) -> np.ndarray:
     return (p >= p.square().sum()).nonzero()[:, 0].numpy()
 
 
+def _top_n_sigma(logits: Tensor, values: tuple[float, float]) -> np.ndarray:
+    finite = logits[logits.isfinite()]
+    sigma = float(finite.std()) if len(finite) > 1 else 0.0
+    return (logits >= finite.max() - values[0] * sigma).nonzero()[:, 0].numpy()
+
+
 def _min_k(logits: Tensor, values: tuple[float, float]) -> np.ndarray:
     """Min-k by the paper's formulas on the sorted logits. Keeps all tokens whose logit equals the last kept one."""
     ordered = logits[logits.isfinite()].sort(descending=True).values.tolist()
@@ -70,7 +76,7 @@ TRANSFORMERS: Mapping[str, Peer] = {
 }
 """Rule -> transformers' warper as a peer."""
 
-FORMULAS: Mapping[str, Peer] = {"p_less": _p_less, "min_k": _min_k}
+FORMULAS: Mapping[str, Peer] = {"top_n_sigma": _top_n_sigma, "p_less": _p_less, "min_k": _min_k}
 """Rule without a warper in transformers -> its formula as a peer."""
 
 

@@ -1,278 +1,116 @@
-"""Compare other implementations of the sampling rules with their definitions.
+"""Compare kernels with the reference, on random rows with rules other than Top-W: `python -m fuzz.sampler --rules`.
 
-    python -m fuzz.rules [--rows 20000] [--seed 0] [--rule min_p ...] [--top-h FILE] [--top-n-sigma FILE]
-        [--p-less FILE] [--min-k FILE]
+The rows of the CUDA kernels are of all kinds of tests.support.rule_rows. The native sampler gets half of its rows from
+tests.support.rule_cases, where a quarter have a value close to a threshold; batches use the processor's instruction
+sets in turn. Vocabularies have 1 to 151,936 tokens, pools 1 to 4,096. The kernels decide in double precision. So a
+difference is allowed only where the deciding quantity is within 1e-9 of its threshold, or the draw within 1e-12.
 
-The definitions are `sampling.rules.kept_set`, in float64. This project's torch form and `RuleLogitsProcessor` may
-differ only at float64 ties. Transformers' warpers, the authors' code and vLLM's run in float32 and break ties in their
-own ways; their differences are counted by cause. The program exits with 1 if a difference has no known cause.
-
---top-h: logit_processor.py of github.com/ErfanBaghaei/Top-H-Decoding.
---top-n-sigma: src/hf/hf_nsigma.py of github.com/Tomorrowdawn/top_nsigma.
---p-less: p_less_samplers.py of the authors.
---min-k: vllm/v1/sample/logits_processor/builtin.py of vLLM's pull request 48142.
+The function `fuzz` accepts any `tests.support.kernel.Kernel`; `benchmarks.gpu` passes a real GPU's.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from pathlib import Path
-from typing import cast
+from typing import Any
 
 import numpy as np
-import torch
-from tqdm import tqdm
 
-from benchmarks.common import machine, table
-from fuzz.rule_peers import (
-    FORMULAS,
-    TRANSFORMERS,
-    Peer,
-    authors_p_less,
-    authors_top_h,
-    authors_top_n_sigma,
-    vllm_min_k,
-)
-from tests.support.rule_cases import GROUP, RuleCase, rule_cases
-from topw_deploy.processors import RuleLogitsProcessor
-from topw_deploy.processors.rules import RuleChoices
-from topw_deploy.sampling import FLOAT32_TIES, FLOAT64_TIES
-from topw_deploy.sampling.rules import RULES, RuleCrop, kept_set
-from topw_deploy.sampling.rules import OrderedRow
-from topw_deploy.sampling.torch import rule_rows
+from benchmarks.common import table
+from tests.support.kernel import STAGES
+from tests.support.rows import Case
+from tests.support.rule_cases import sampler_case
+from tests.support.rule_rows import differences_from_rules, rule_case, rule_columns, rules_of
+from topw_deploy.sampling import TopWOptions
+from topw_deploy.sampling.rules import RULES, RULES_BY_CODE
 
-SAME = "same kept set"
-REST = tuple(name for name in RULES if name != "top_w")
-FILES: Mapping[str, tuple[str, Callable[[Path], Peer]]] = {
-    "top_h": ("authors", authors_top_h),
-    "top_n_sigma": ("authors", authors_top_n_sigma),
-    "p_less": ("authors", authors_p_less),
-    "min_k": ("vLLM", vllm_min_k),
-}
-"""Rule with a file on the command line -> (whose code it is, how to load it)."""
+TIE, DRAW = 1e-9, 1e-12
+OTHERS = [name for name in RULES if name != "top_w"]
+BATCH = 33
+
+# (vocabulary, top_m, threads per block, blocks)
+SIZES = (
+    (1, 1, 32, 1), (7, 3, 64, 2), (64, 64, 64, 3), (90, 10, 32, 2), (300, 5, 64, 5), (1000, 200, 64, 3),
+    (1280, 64, 128, 3), (3000, 1200, 256, 2), (5000, 1, 128, 4), (5000, 2000, 256, 2), (9000, 4096, 512, 2),
+    (32_000, 1200, 256, 3),
+)  # fmt: skip
+NATIVE_SIZES = (*SIZES * 4, (151_936, 1200, 0, 0))
+"""Their number is not a multiple of 3, so that each size is combined with every instruction set."""
 
 
 @dataclass
-class Outcome:
-    """The results of a run.
+class Found:
+    """What a comparison found.
 
-    causes: the number of rows by rule, peer and cause.
-    unexplained: differences without a known cause, as lines of text.
+    rows: the number of rows of each rule.
+    tied: the number of rows at a tie, by rule.
+    stages: the number of rows by rule and by the stage that answered them.
+    differences: those that are not at a tie, as lines of text.
     """
 
-    causes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-    unexplained: list[str] = field(default_factory=list)
-
-    def add(self, case: RuleCase, peer: str, cause: str | None, wanted: RuleCrop, found: object) -> None:
-        self.causes[case.rule, peer, cause or "unexplained"] += 1
-        if cause is None:
-            self.unexplained.append(
-                f"{peer}: {case.rule} {case.values}, T {case.temperature}, V {len(case.logits)}, {case.kind}: "
-                f"wanted {wanted.kept.tolist()!s:.200}, found {found!s:.200}, margin {wanted.ties.rule}"
-            )
+    rows: Counter[str] = field(default_factory=Counter)
+    tied: Counter[str] = field(default_factory=Counter)
+    stages: Counter[tuple[str, str]] = field(default_factory=Counter)
+    differences: list[str] = field(default_factory=list)
 
 
 def fuzz(
-    rows: int, seed: int, rules: tuple[str, ...] = REST, authors: Mapping[str, Peer] | None = None,
-    most_vocabulary: int = 151_936,
-) -> Outcome:  # fmt: skip
-    """Compare all implementations on `rows` rows of each rule. authors: rule -> the peer of one of FILES."""
-    outcome = Outcome()
-    torch.set_num_threads(1)
-    for rule in rules:
-        cases = islice(rule_cases(seed, rule, most_vocabulary), rows)
-        with tqdm(total=rows, desc=rule, mininterval=2.0, file=sys.stderr) as bar:
-            while group := tuple(islice(cases, GROUP)):
-                _compare(group, outcome, authors or {})
-                bar.update(len(group))
-    return outcome
+    kernel: Any, rows: int, seed: int, before: Callable[[int, int, int], object] = lambda number, threads, blocks: None,
+    sizes: Sequence[tuple[int, int, int, int]] = SIZES,
+    make: Callable[[np.random.Generator, int, str], Case] = rule_case,
+) -> Found:  # fmt: skip
+    """Compare a kernel with the reference on at least `rows` rows of all rules together.
+
+    before: called with the number of each batch, its threads per block and its blocks.
+    make: makes a row for a vocabulary's size and a rule.
+    """
+    found, number = Found(), 0
+    while sum(found.rows.values()) < rows:
+        vocab, top_m, threads, blocks = sizes[number % len(sizes)]
+        before(number, threads, blocks)
+        rng = np.random.default_rng([seed, number])
+        cases = [make(rng, vocab, OTHERS[n % len(OTHERS)]) for n in range(BATCH)]
+        answers = kernel.sample(
+            np.stack([case.logits for case in cases]), rule_columns(cases), TopWOptions(metric="uniform", top_m=top_m),
+            rules=rules_of(cases), mass=True, keep_mask=True,
+        )  # fmt: skip
+        found.differences += differences_from_rules(answers, cases, tie=TIE, draw=DRAW, tied=found.tied)
+        for case, report in zip(cases, answers.reports, strict=True):
+            name, stage = RULES_BY_CODE[case.rule].name, STAGES[report["stage"]]
+            whole = stage == "pool" and report["candidates"] == vocab > top_m
+            found.rows[name] += 1
+            found.stages[name, "whole row" if whole else stage] += 1
+        number += 1
+    return found
 
 
-def _compare(cases: tuple[RuleCase, ...], outcome: Outcome, authors: Mapping[str, Peer]) -> None:
-    found = _torch_form(cases)
-    for case, (kept, certified) in zip(cases, found, strict=True):
-        wanted = kept_set(case.logits, case.rule, case.values, temperature=case.temperature)
-        same = np.array_equal(kept, wanted.kept) and certified == wanted.certified
-        outcome.add(case, "torch form", _exact_cause(same, wanted), wanted, kept)
-        masked = _processor(case)
-        same = np.array_equal(masked, np.sort(wanted.kept))
-        outcome.add(case, "processor", _exact_cause(same, wanted), wanted, masked)
-        for name, peer in _peers(case.rule, authors):
-            _compare_peer(case, name, peer, outcome)
-
-
-def _exact_cause(same: bool, wanted: RuleCrop) -> str | None:
-    return SAME if same else "float64 tie" if wanted.ties.allow_other_set(FLOAT64_TIES) else None
-
-
-def _processor(case: RuleCase) -> np.ndarray:
-    """The ids that RuleLogitsProcessor keeps, ascending."""
-    names = [value.name for value in RULES[case.rule].values]
-    choices = cast(RuleChoices, {"rule": case.rule, **dict(zip(names, case.values, strict=False))})
-    processor = RuleLogitsProcessor(temperature=case.temperature, **choices)
-    scores = processor(torch.zeros(1, 1, dtype=torch.int64), torch.from_numpy(case.logits)[None])[0]
-    return scores.isfinite().nonzero()[:, 0].numpy()
-
-
-def _torch_form(cases: tuple[RuleCase, ...]) -> list[tuple[np.ndarray, bool]]:
-    crop = rule_rows(
-        torch.from_numpy(np.stack([case.logits for case in cases])),
-        (
-            torch.full((len(cases),), RULES[cases[0].rule].code),
-            torch.tensor([case.values for case in cases], dtype=torch.float64),
-        ),
-        torch.tensor([case.temperature for case in cases], dtype=torch.float64),
+def fuzz_emulated(kernel: Any, rows: int, seed: int) -> Found:
+    """Compare the emulated CUDA kernels, with threads in random order."""
+    return fuzz(
+        kernel, rows, seed, lambda number, threads, blocks: kernel.emulate(seed * 1000 + number, threads, blocks)
     )
-    return [(crop.ids[i, : crop.kept[i]].numpy(), bool(crop.certified[i])) for i in range(len(cases))]
 
 
-def _peers(rule: str, authors: Mapping[str, Peer]) -> Iterator[tuple[str, Peer]]:
-    if rule in authors:
-        yield FILES[rule][0], authors[rule]
-    if rule in TRANSFORMERS:
-        yield "transformers", TRANSFORMERS[rule]
-    if rule in FORMULAS:
-        yield "formula", FORMULAS[rule]
+def fuzz_native(kernel: Any, rows: int, seed: int, sizes: Sequence[tuple[int, int, int, int]] = NATIVE_SIZES) -> Found:
+    """Compare the native sampler, with each instruction set in turn. Afterwards it uses the best one again."""
+    from tests.support.native_cases import instruction_sets
 
-
-def _compare_peer(case: RuleCase, name: str, peer: Peer, outcome: Outcome) -> None:
-    logits = case.logits / np.float32(case.temperature)  # as in `generate`
-    wanted = kept_set(logits, case.rule, case.values)
-    found = _answer(peer, logits, case.values)
-    if found is None:
-        outcome.add(case, name, _index_error_cause(case, logits, name), wanted, "IndexError")
-        return
-    cause = _kept_set_cause(logits, wanted, found) or _definition_cause(case, logits, name, found)
-    if cause is None:  # perhaps its float32 sums
-        exact = _answer(peer, logits.astype(np.float64), case.values)
-        if exact is not None and (
-            _kept_set_cause(logits, wanted, exact) or _definition_cause(case, logits, name, exact)
-        ):
-            cause = "float32 rounding beyond 1e-5"
-    outcome.add(case, name, cause, wanted, found)
-
-
-def _answer(peer: Peer, logits: np.ndarray, values: tuple[float, float]) -> np.ndarray | None:
-    """The peer's kept ids; None if it raises IndexError, as the authors' Top-H and vLLM's min-k do on some rows."""
+    sets = instruction_sets(kernel)
     try:
-        return peer(torch.from_numpy(logits), values)
-    except IndexError:
-        return None
+        return fuzz(
+            kernel, rows, seed, lambda number, *_: kernel.use_instruction_set(sets[number % len(sets)]), sizes,
+            lambda rng, vocab, rule: (rule_case if rng.random() < 0.5 else sampler_case)(rng, vocab, rule),
+        )  # fmt: skip
+    finally:
+        kernel.use_instruction_set(sets[0])
 
 
-def _kept_set_cause(logits: np.ndarray, wanted: RuleCrop, found: np.ndarray) -> str | None:
-    if np.array_equal(found, np.sort(wanted.kept)):
-        return SAME
-    changed = np.setxor1d(found, wanted.kept)
-    missing = np.setdiff1d(wanted.kept, found)
-    if not len(missing) and np.isin(logits[changed], logits[wanted.kept]).all():
-        return "keeps all logits equal to the last one"
-    if np.array_equal(np.sort(logits[found]), np.sort(logits[wanted.kept])):
-        return "keeps other ids of equal logits"
-    if (torch.from_numpy(logits).softmax(0).numpy()[changed] == 0).all():
-        return "probability 0 in float32"
-    if not wanted.ties.allow_other_set(FLOAT32_TIES):
-        return None
-    return "within 1e-5 of the threshold" if len(found) else "keeps nothing: all within 1e-5 of the threshold"
-
-
-def _index_error_cause(case: RuleCase, logits: np.ndarray, name: str) -> str | None:
-    """Why the peer raises IndexError on this row; None if the reason is not known."""
-    if case.rule == "min_k" and name == "vLLM":
-        return "raises: vocabulary of one token" if len(logits) == 1 else None
-    if case.rule != "top_h" or name != "authors":
-        return None
-    if case.values[1] == 1:
-        return "raises: pool of one token"
-    p = np.sort(torch.from_numpy(logits).softmax(0).numpy())[::-1][: int(case.values[1])]
-    if (p == 0).any():
-        return "raises: probability 0 in the pool"
-    return "raises: entropy rounds to the whole pool's" if _keeps_whole_pool(p, case.values[0]) else None
-
-
-def _keeps_whole_pool(p: np.ndarray, alpha: float) -> bool:
-    terms = np.cumsum(-p * np.log2(p), dtype=np.float32)
-    return bool(terms[-1] <= alpha * terms[-1] * (1 + 1e-5))
-
-
-def _definition_cause(case: RuleCase, logits: np.ndarray, name: str, found: np.ndarray) -> str | None:
-    """The cause, if the peer has another definition of the rule which in float64 gives the peer's result; else None."""
-    if case.rule == "top_n_sigma" and not len(found):
-        few = np.isfinite(logits).sum() < max(2, len(logits))
-        return "keeps nothing: sigma is NaN for a -inf, or for one token" if few else None
-    if case.rule == "top_h" and name == "authors" and case.values[0] == 1:
-        n = min(int(case.values[1]), int(np.isfinite(logits).sum()))
-        return "top_h = 1: rounding drops the pool's last token" if len(found) == n - 1 else None
-    if case.rule == "top_h" and name == "transformers":
-        row = OrderedRow.of(logits.astype(np.float64), 1.0)
-        sizes = _top_h_sizes(row, case.values[0], int(case.values[1]))
-        return "terms of the softmax over its pool" if len(found) in sizes else None
-    if case.rule == "min_k" and name == "vLLM" and not np.isfinite(logits).all():
-        all_finite = np.array_equal(found, np.flatnonzero(np.isfinite(logits)))
-        return "keeps all finite tokens: a logit of -inf makes the range infinite" if all_finite else None
-    return None
-
-
-def _top_h_sizes(row: OrderedRow, alpha: float, pool: int) -> set[int]:
-    """The sizes of kept sets that transformers' Top-H may have if its limit has a relative error of up to 1e-5."""
-    q = row.weights[:pool] / row.weights[:pool].sum()
-    E = np.cumsum(-q * np.log(np.maximum(q, 1e-300)))
-    limit = alpha * E[-1]
-    least, most = (max(1, int((limit * slack >= E).sum())) for slack in (1 - 1e-5, 1 + 1e-5))
-    return set(range(least, most + 1))
-
-
-def count_paper_differences(rows: int, seed: int, most_vocabulary: int = 151_936) -> tuple[int, int]:
-    """The number of rows, and of those in which the paper's bound H(q) <= alpha H(p) keeps another prefix."""
-    count = 0
-    for case in islice(rule_cases(seed, "top_h", most_vocabulary), rows):
-        row = OrderedRow.of(case.logits.astype(np.float64), case.temperature)
-        terms = row.weighted_surprise + row.weights * row.log_total
-        P = np.cumsum(row.weights) / row.total
-        entropies = np.cumsum(terms) / row.total / P + np.log(P)
-        paper = max(1, int((entropies <= case.values[0] * terms.sum() / row.total).cumprod().sum()))
-        released = len(kept_set(case.logits, "top_h", case.values, temperature=case.temperature).kept)
-        count += paper != released
-    return rows, count
-
-
-def report(outcome: Outcome) -> str:
-    """A Markdown table of rows by rule, peer and cause."""
+def report(found: Found) -> str:
+    """A Markdown table with the rows of each rule: all, those at a tie, and by the stage that answered them."""
+    columns = ("candidates", "pool", "whole row")
     lines = [
-        (rule, peer, cause, count)
-        for (rule, peer, cause), count in sorted(
-            outcome.causes.items(), key=lambda item: (REST.index(item[0][0]), item[0][1], -item[1])
-        )
+        (name, found.rows[name], found.tied[name], *(found.stages[name, column] for column in columns))
+        for name in OTHERS
     ]
-    return table(("rule", "compared with", "result", "rows"), lines)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rule", nargs="+", choices=REST, default=list(REST))
-    for rule in FILES:
-        parser.add_argument(f"--{rule.replace('_', '-')}", type=Path)
-    given = parser.parse_args()
-    authors = {rule: load(path) for rule, (_, load) in FILES.items() if (path := getattr(given, rule))}
-    print(machine() + "\n")
-    outcome = fuzz(given.rows, given.seed, tuple(given.rule), authors)
-    print(report(outcome))
-    if "top_h" in given.rule:
-        rows, other = count_paper_differences(given.rows, given.seed)
-        print(
-            f"\nTop-H: the paper's bound on the renormalised crop keeps a different prefix at {other} of {rows} rows."
-        )
-    for line in outcome.unexplained[:20]:
-        print(line)
-    return 1 if outcome.unexplained else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return table(("rule", "rows", "at a tie", *columns), lines)

@@ -1,10 +1,15 @@
-"""Compare the fast samplers with the reference, on random and adversarial rows.
+"""Compare the samplers with the reference, on random and adversarial rows.
 
-    python -m fuzz.sampler [--rows 250000] [--seed 0] [--implementation fast torch native]
+    python -m fuzz.sampler [--implementation torch native cuda] [--rules] [--rows 250000] [--seed 0]
 
-All of them decide in double precision. So they may differ only at float64 ties (docs/contract/graph.md, section 4), but
-not at equal logits across the pool's cut, which are in the order of their ids. Every second visit has neighbour bounds.
-The program prints counts and explained differences, and exits with 1 if a difference has no explanation.
+`torch` and `native` decide in double precision. So they may differ only at float64 ties (docs/contract/graph.md,
+section 4), but not at equal logits across the pool's cut, which are in the order of their ids. Every second visit has
+neighbour bounds. `cuda` runs the kernels' source in emulation, with tables and logits of every type, blocks of several
+sizes and threads in random order; a difference is allowed at a float32 tie. With --rules the rows have rules other than
+Top-W (`fuzz.rules`). The program prints counts and explained differences, and exits with 1 if a difference has no
+explanation. `fuzz.graphs` compares the function in the ONNX file and onnxruntime's operator.
+
+The function `fuzz_kernel` accepts any `tests.support.kernel.Kernel`; `benchmarks.gpu` passes a real GPU's.
 """
 
 from __future__ import annotations
@@ -18,19 +23,18 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.common import machine, table
-from fuzz.implementations import ADAPTERS, Absent, Answer, Answerer
+from fuzz import implementations, rules
+from fuzz.implementations import ADAPTERS, Absent, Answer, Opener, Sampling
 from tests.support.rows import LOGPROB_BOUND, Case, explanation, reference
 from tests.support.sampler_cases import ALL, Size, Visit, visits
-from topw_deploy.sampling import FLOAT64_TIES, Geometry, SampledRow, TieBounds
+from topw_deploy.sampling import FLOAT32_TIES, FLOAT64_TIES, Geometry, SampledRow, TieBounds
 
 _MASS_BOUND = 1e-6  # relative: double sums rounded to float32
 _SMALLEST_MASS = float(np.finfo(np.float32).tiny)  # a crop with negative geom_scale may have less
 _BATCH_VALUES = 1 << 20  # logits per batch call
 _LARGEST_BOUNDED = 1100  # tokens; bounds need all pairs
-_NEARLY = TieBounds(objective=1e-6, nucleus=1e-6, draw=0.0)
-_STAGES = ("candidates", "pool", "geometry", "literal", "greedy", "invalid")
+_NEAR = {FLOAT64_TIES: TieBounds(1e-6, 1e-6, 0.0), FLOAT32_TIES: TieBounds(1e-3, 1e-3, 0.0)}
 
-Opener = Callable[[Visit, "np.ndarray | None"], Answerer]
 BoundFunction = Callable[[Geometry, int], np.ndarray]
 
 
@@ -45,33 +49,14 @@ def exported_bound(geometry: Geometry, tokens: int) -> np.ndarray:
 class Side:
     """The results of one implementation.
 
-    bounds: within which a row is tied.
     stages: the number of rows by regime and by the stage that answered them.
-    distances, avoided: the numbers of computed and of avoided distances by regime.
     explained: the number of differences by kind and explanation.
     unexplained: differences without an explanation, as lines of text.
     """
 
-    bounds: TieBounds = FLOAT64_TIES
     stages: Counter[tuple[str, str]] = field(default_factory=Counter)
-    distances: Counter[str] = field(default_factory=Counter)
-    avoided: Counter[str] = field(default_factory=Counter)
     explained: Counter[str] = field(default_factory=Counter)
     unexplained: list[str] = field(default_factory=list)
-
-    def add(self, case: Case, wanted: SampledRow, found: Answer, label: str) -> None:
-        """Compare one row's answer with the reference's. label: names the scenario in a difference."""
-        regime = _regime(case)
-        self.stages[regime, found.stage] += 1
-        self.distances[regime] += found.distances
-        self.avoided[regime] += found.distances_avoided
-        for difference in differences(wanted, found):
-            reason = explanation(difference, wanted, self.bounds, pool_cut=False)
-            if reason is None:
-                self.unexplained.append(f"{label}: {difference}; {case.regime}, {case.parameters}, wanted {wanted}, "
-                                        f"found {found}")  # fmt: skip
-            else:
-                self.explained[f"{difference}: {reason}"] += 1
 
 
 def differences(wanted: SampledRow, found: Answer) -> Iterator[str]:
@@ -95,39 +80,77 @@ class Outcome:
     """The results of a run.
 
     sides: by the name of the implementation.
-    near: bounds within which rows count as nearly tied.
+    bounds: within which a row is tied.
     rows, certified: the numbers of rows and of certified rows by regime.
     tied, nearly_tied: the numbers of rows on and near a tie.
     """
 
     sides: dict[str, Side]
-    near: TieBounds = _NEARLY
+    bounds: TieBounds = FLOAT64_TIES
     rows: Counter[str] = field(default_factory=Counter)
     certified: Counter[str] = field(default_factory=Counter)
     tied: int = 0
     nearly_tied: int = 0
 
+    @property
+    def unexplained(self) -> list[str]:
+        return [line for side in self.sides.values() for line in side.unexplained]
+
+    def add(self, name: str, case: Case, wanted: SampledRow, found: Answer, label: str) -> None:
+        """Compare one row's answer with the reference's. label: names the scenario in a difference."""
+        side = self.sides[name]
+        side.stages[_regime(case), found.stage] += 1
+        for difference in differences(wanted, found):
+            reason = explanation(difference, wanted, self.bounds, pool_cut=False)
+            if reason is None:
+                side.unexplained.append(f"{name} {label}: {difference}; {case.regime}, {case.parameters}, wanted "
+                                        f"{wanted}, found {found}")  # fmt: skip
+            else:
+                side.explained[f"{difference}: {reason}"] += 1
+
 
 def fuzz(rows: int, seed: int, names: Sequence[str], sizes: Sequence[Size] = ALL) -> Outcome:
     """Compare the named implementations with the reference on `rows` rows."""
-    from tqdm import tqdm
+    outcome, done = Outcome({name: Side() for name in names}), 0
+    for number, visit in enumerate(visits(seed, sizes)):
+        cases = visit.cases[: rows - done]
+        compare(visit, cases, bool(number % 2), outcome, {name: ADAPTERS[name] for name in names})
+        done += len(cases)
+        _show(done, rows, outcome)
+        if done >= rows:
+            break
+    return outcome
 
-    outcome = Outcome({name: Side() for name in names})
-    done = 0
-    with tqdm(total=rows, unit="row", file=sys.stderr, mininterval=1.0) as bar:
-        for number, visit in enumerate(visits(seed, sizes)):
-            cases = visit.cases[: rows - done]
-            compare(visit, cases, bool(number % 2), outcome)
-            done += len(cases)
-            bar.update(len(cases))
-            bar.set_postfix(unexplained=sum(len(side.unexplained) for side in outcome.sides.values()))
-            if done >= rows:
-                return outcome
-    raise AssertionError("visits are endless")
+
+def fuzz_kernel(
+    kernel: Sampling, rows: int, seed: int, before: Callable[[int, Visit], None] = lambda number, visit: None,
+    sizes: Sequence[Size] = ALL, *, first: int = 0, measure: BoundFunction = exported_bound,
+) -> Outcome:  # fmt: skip
+    """Compare a CUDA kernel with the reference on `rows` rows of all types, allowing float32 ties.
+
+    before: called with the number of each visit and the visit.
+    first: the number of the first visit. A visit's number determines its types.
+    measure: computes neighbour bounds.
+    """
+    outcome, done = Outcome({"cuda": Side()}, FLOAT32_TIES), 0
+    for number, drawn in enumerate(visits(seed, sizes), first):
+        before(number, drawn)
+        visit, cases, opener = implementations.in_types(number, drawn, drawn.cases[: rows - done], kernel)
+        compare(visit, cases, bool(number % 2), outcome, {"cuda": opener}, measure)
+        done += len(cases)
+        _show(done, rows, outcome)
+        if done >= rows:
+            break
+    return outcome
+
+
+def _show(done: int, rows: int, outcome: Outcome) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{done:,} of {rows:,} rows, {len(outcome.unexplained)} unexplained", end="", file=sys.stderr)
 
 
 def compare(
-    visit: Visit, cases: list[Case], bounded: bool, outcome: Outcome, openers: Mapping[str, Opener] = ADAPTERS,
+    visit: Visit, cases: list[Case], bounded: bool, outcome: Outcome, openers: Mapping[str, Opener],
     measure: BoundFunction = exported_bound,
 ) -> None:  # fmt: skip
     """Compare every implementation with the reference on rows of one visit.
@@ -139,18 +162,18 @@ def compare(
     for case, row in zip(cases, wanted, strict=True):
         outcome.rows[_regime(case)] += 1
         outcome.certified[_regime(case)] += row.certified
-        outcome.tied += any(_allowed(row, side.bounds) for side in outcome.sides.values())
-        outcome.nearly_tied += _allowed(row, outcome.near)
+        outcome.tied += _allowed(row, outcome.bounds)
+        outcome.nearly_tied += _allowed(row, _NEAR[outcome.bounds])
     vocab = visit.scenario.vocab_size
     has_bound = bounded and visit.scenario.options.metric != "uniform" and vocab <= _LARGEST_BOUNDED
     bound = measure(visit.geometry, vocab) if has_bound else None
     label = f"{visit.scenario.name}/{visit.scenario.table_kind}/{visit.scenario.seed}{'/bound' if has_bound else ''}"
-    for name, side in outcome.sides.items():
-        answerer = openers[name](visit, bound)
+    for name, opener in openers.items():
+        answerer = opener(visit, bound)
         size = max(1, _BATCH_VALUES // vocab)
         found = [row for start in range(0, len(cases), size) for row in answerer(cases[start : start + size])]
         for case, row, answer in zip(cases, wanted, found, strict=True):
-            side.add(case, row, answer, f"{name} {label}")
+            outcome.add(name, case, row, answer, label)
 
 
 def _allowed(row: SampledRow, bounds: TieBounds) -> bool:
@@ -182,37 +205,58 @@ def report(outcome: Outcome) -> str:
     near = outcome.nearly_tied - outcome.tied
     ties = (
         f"{outcome.tied} rows lie on a tie, where a difference is allowed, and {near} within "
-        f"{outcome.near.objective:g} of one, where none is. Differences:"
+        f"{_NEAR[outcome.bounds].objective:g} of one, where none is. Differences:"
     )
     return "\n\n".join([*parts, ties, table(("difference", *outcome.sides), lines)])
 
 
 def _regimes(name: str, side: Side, outcome: Outcome) -> str:
-    lines = []
+    lines, stages = [], sorted({stage for _, stage in side.stages})
     for regime in (*sorted(outcome.rows), "all"):
         chosen = list(outcome.rows) if regime == "all" else [regime]
         count = sum(outcome.rows[r] for r in chosen)
-        shares = (sum(side.stages[r, stage] for r in chosen) / count for stage in _STAGES)
-        computed, avoided = (sum(c[r] for r in chosen) for c in (side.distances, side.avoided))
-        saved = f"{avoided / (computed + avoided):.1%}" if computed + avoided else "none asked for"
+        shares = (sum(side.stages[r, stage] for r in chosen) / count for stage in stages)
         certified = sum(outcome.certified[r] for r in chosen) / count
-        lines.append((regime, count, f"{certified:.1%}", *(f"{share:.1%}" for share in shares), saved))
-    return f"{name}:\n\n" + table(("regime", "rows", "certified", *_STAGES, "distances avoided"), lines)
+        lines.append((regime, count, f"{certified:.1%}", *(f"{share:.1%}" for share in shares)))
+    return f"{name}:\n\n" + table(("regime", "rows", "certified", *stages), lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=250_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--implementation", nargs="+", choices=tuple(ADAPTERS), default=list(ADAPTERS))
+    parser.add_argument("--implementation", nargs="+", choices=(*ADAPTERS, "cuda"), default=list(ADAPTERS))
+    parser.add_argument("--rules", action="store_true", help="rows with rules other than Top-W; not for torch")
     given = parser.parse_args()
     print(machine() + "\n")
-    outcome = fuzz(given.rows, given.seed, available(given.implementation))
-    print(report(outcome))
-    unexplained = [line for side in outcome.sides.values() for line in side.unexplained]
-    for line in unexplained[:20]:
+    names, wrong = set(given.implementation), []
+    plain = available([name for name in given.implementation if name != "cuda"])
+    if given.rules and "native" in plain:
+        found = rules.fuzz_native(implementations.native_kernel(), given.rows, given.seed)
+        print(f"native:\n\n{rules.report(found)}\n")
+        wrong += found.differences
+    elif plain and not given.rules:
+        outcome = fuzz(given.rows, given.seed, plain)
+        print(report(outcome))
+        wrong += outcome.unexplained
+    if "cuda" in names:
+        with implementations.emulated() as kernel:
+            if given.rules:
+                found = rules.fuzz_emulated(kernel, given.rows, given.seed)
+                print(f"cuda:\n\n{rules.report(found)}\n")
+                wrong += found.differences
+            else:
+
+                def shuffle(number: int, visit: Visit) -> None:
+                    implementations.shuffle(kernel, given.seed, number, visit)
+
+                outcome = fuzz_kernel(kernel, given.rows, given.seed, shuffle)
+                print(report(outcome))
+                wrong += outcome.unexplained
+    for line in wrong[:20]:
         print(line)
-    return 1 if unexplained or not outcome.sides else 0
+    print(f"{len(wrong)} differences are unexplained.")
+    return 1 if wrong or not (plain or "cuda" in names) else 0
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ ALLOWED = {
     "reports": {"errors"},
     "tiny": set(),
     "sampling": {"errors"},
-    "processors": {"errors", "sampling"},
     "manifest": {"dtypes", "errors", "files", "plain_text", "sampling"},
     "safetensors_header": {"dtypes", "plain_text", "manifest"},
     "plugins": {"errors", "files", "dtypes", "progress", "versions", "install", "sampling"},
@@ -46,7 +45,7 @@ ALLOWED = {
     "web": {"errors", "files", "folders", "manifest", "sizes", "versions"},
     "export": LEAVES | {"folders", "memory", "install", "sizes", "safetensors_header", "runtime", "tiny"},
     "stats": LEAVES | {"plain_text", "reports", "plugins", "runtime", "export"},
-    "bench": LEAVES | {"install", "plain_text", "reports", "plugins", "runtime", "engine", "export", "processors"},
+    "bench": LEAVES | {"install", "plain_text", "reports", "plugins", "runtime", "engine", "export"},
     "compare": {"errors", "manifest", "progress", "plain_text", "reports", "sampling", "runtime", "engine"},
     "harness": {"errors", "install", "manifest", "sampling", "runtime", "engine"},
     "judges": {"errors", "plain_text"},
@@ -71,7 +70,6 @@ NAMED = {
     "engine": {"numpy"},
     "triton": {"numpy", "triton_python_backend_utils"},
     "serve": SERVER | {"numpy"},
-    "processors": {"numpy", "torch", "transformers"},
     "export": EXPORTER | {"numpy", "onnxruntime", "tokenizers", "huggingface_hub", "sentencepiece"},
     "stats": {"numpy", "onnx_ir", "matplotlib", "ot"},
     "bench": {"numpy", "onnx", "onnx_ir", "onnxruntime", "onnxruntime_genai", "optimum"}
@@ -90,7 +88,6 @@ LOADED = {
     "engine": RUNTIME,
     "serve": RUNTIME | SERVER,
     "triton": RUNTIME | {"triton_python_backend_utils"},
-    "processors": {"numpy", "torch", "transformers"},
     "export": EXPORTER | RUNTIME,
     "stats": RUNTIME | {"onnx", "onnx_ir", "onnxscript", "ml_dtypes"},
     "bench": RUNTIME | {"torch", "transformers", "onnxruntime_genai"},
@@ -102,10 +99,10 @@ LOADED = {
     "web": {"numpy"},
     "__main__": {"click", "numpy"},
 }
-# Subpackages with more libraries; nothing imports them unasked.
+# Rooms with more libraries, a folder or a module; nothing imports them unasked.
 WITHIN = {
     "sampling/torch": {"numpy", "torch"},
-    "sampling/torch/rules": {"numpy", "torch"},
+    "sampling/processor": {"numpy", "torch", "transformers"},
     "runtime/structured": RUNTIME | {"llguidance"},
     "serve/ray": RUNTIME | SERVER | {"ray"},
 }
@@ -170,6 +167,11 @@ for name in MODULES:
 rooms = pytest.mark.parametrize("room", ROOMS)
 
 
+def within(module: str, others: set[str]) -> set[str]:
+    """The libraries of a room of WITHIN; `others` for any other module."""
+    return WITHIN.get("/".join(module.split(".")[1:]), WITHIN.get(import_graph.room_of(module), others))
+
+
 @rooms
 def test_imports_point_one_way(room: str) -> None:
     for module in ROOMS[room]:
@@ -211,7 +213,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 @rooms
 def test_each_part_names_only_its_own_libraries(room: str) -> None:
     for module in ROOMS[room]:
-        allowed = WITHIN.get(room, NAMED.get(part_of(module), set()))
+        allowed = within(module, NAMED.get(part_of(module), set()))
         assert libraries({found.name for found in imports(module)}) <= allowed, module
 
 
@@ -219,7 +221,7 @@ def test_each_part_names_only_its_own_libraries(room: str) -> None:
 def test_importing_a_module_loads_only_its_part_s_libraries(room: str) -> None:
     for module in ROOMS[room]:
         part = part_of(module)
-        allowed = WITHIN.get(room, LOADED.get(part, NAMED.get(part, set())))
+        allowed = within(module, LOADED.get(part, NAMED.get(part, set())))
         assert libraries(import_graph.loaded_by(module)) <= allowed, module
 
 

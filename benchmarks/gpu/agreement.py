@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.device import DeviceKernel, DeviceTable, Step
-from topw_deploy.plugins.kernel import KernelSamples, KernelTable, RuleArrays
+from tests.support.kernel import KernelSamples, KernelTable, RuleArrays
 from topw_deploy.sampling import Geometry, pack_mask
 from topw_deploy.sampling.parameters import TopWOptions
 

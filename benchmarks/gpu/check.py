@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 _CHUNK = 2_000  # random rows per record
 _SHOWN = 20  # maximum differences recorded
 _TYPES = {"float32": "cosine", "float16": "mahalanobis", "bfloat16": "cosine"}  # logits type -> metric
-_COUNTERS = ("distances", "avoided", "explained")
 
 
 def steps(job: Job) -> list[Step]:
@@ -82,7 +81,7 @@ def shipped_rows(job: Job, dtype: str) -> Result:
 def rules(job: Job) -> Result:
     """Compare random rows under rules other than Top-W with the reference."""
     from benchmarks.gpu.device import open_kernel
-    from fuzz.cuda_rules import fuzz, report
+    from fuzz.rules import fuzz, report
 
     found = fuzz(open_kernel(job), sizes_of(job).rule_rows, job.seed)
     wrong = found.differences
@@ -95,25 +94,25 @@ def rules(job: Job) -> Result:
 def random_rows(job: Job) -> Result:
     """Compare random and adversarial rows with the reference, continuing after the chunks already recorded."""
     from benchmarks.gpu.device import open_kernel
-    from fuzz.cuda import fuzz, new_outcome, unexplained_of
-    from fuzz.sampler import report
+    from fuzz.sampler import Outcome, Side, fuzz_kernel, report
     from tests.support.sampler_cases import nearest_distances
+    from topw_deploy.sampling import FLOAT32_TIES
 
     kernel = open_kernel(job)
     rows = min(job.rows, sizes_of(job).rows)
-    outcome, done, chunk = new_outcome(), 0, 0
+    outcome, done, chunk = Outcome({"cuda": Side()}, FLOAT32_TIES), 0, 0
     if job.earlier:
         done, chunk = job.earlier["rows"], job.earlier["chunks"]
         add_counts(outcome, job.earlier["outcome"])
     while done < rows:
         size = min(_CHUNK, rows - done)
-        found = fuzz(kernel, size, job.seed * 100_003 + chunk, first=13 * chunk, measure=nearest_distances)
+        found = fuzz_kernel(kernel, size, job.seed * 100_003 + chunk, first=13 * chunk, measure=nearest_distances)
         add_counts(outcome, as_plain_json(found))
         done, chunk = done + size, chunk + 1
         job.keep({"rows": done, "chunks": chunk, "outcome": as_plain_json(outcome)})
         if job.left() < 0:  # at least one chunk per run
             break
-    unexplained = unexplained_of(outcome)
+    unexplained = outcome.unexplained
     failed = f"{len(unexplained)} differences are not at a tie: {unexplained[0][:800]}" if unexplained else ""
     data = {"rows": done, "wanted": rows, "chunks": chunk, "outcome": as_plain_json(outcome)}
     return Result(data, f"{done:,} of {rows:,} rows.\n\n{report(outcome)}", failed, partial=done < rows)
@@ -126,7 +125,7 @@ def as_plain_json(outcome: Outcome) -> dict[str, Any]:
         "rows": dict(outcome.rows), "certified": dict(outcome.certified), "tied": outcome.tied,
         "nearly_tied": outcome.nearly_tied, "unexplained": side.unexplained[:_SHOWN],
         "stages": [[*pair, count] for pair, count in side.stages.items()],
-        **{name: dict(getattr(side, name)) for name in _COUNTERS},
+        "explained": dict(side.explained),
     }  # fmt: skip
 
 
@@ -139,5 +138,4 @@ def add_counts(outcome: Outcome, found: dict[str, Any]) -> None:
     outcome.nearly_tied += found["nearly_tied"]
     side.unexplained += found["unexplained"]
     side.stages.update(Counter({(regime, stage): count for regime, stage, count in found["stages"]}))
-    for name in _COUNTERS:
-        getattr(side, name).update(found[name])
+    side.explained.update(found["explained"])

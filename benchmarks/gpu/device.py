@@ -14,24 +14,10 @@ import torch
 from numpy.typing import ArrayLike
 
 from benchmarks.gpu.job import Job, MissingError
+from tests.support.kernel import COLUMNS, REPORT, CallInputs, Edits, KernelSamples, KernelTable, Rules
 from topw_deploy.plugins.cuda_kernel import ALL_PARTS, CudaKernel, CudaShape
-from topw_deploy.plugins.kernel import (
-    COLUMNS,
-    REPORT,
-    KernelSamples,
-    KernelTable,
-    Rules,
-    check_table,
-    edit_arrays,
-    mask_array,
-    parameter_columns,
-    rule_arrays,
-)
 from topw_deploy.plugins.structs import TABLE_TYPES, BlocksStruct, InputsStruct, OutputsStruct, TableStruct
 from topw_deploy.sampling.parameters import TopWOptions
-
-Edits = tuple[ArrayLike, ArrayLike, ArrayLike]
-"""(ids, penalty, bias), each [B, N]."""
 
 _OUTPUTS = {
     "next_token": torch.int64, "logprob": torch.float32, "kept": torch.int32, "certified": torch.uint8,
@@ -111,12 +97,11 @@ class Step:
         batch, vocab = logits.shape
         device = logits.device
         self._kernel, self.logits = kernel, logits
-        given = parameter_columns(columns or {}, batch)
-        self.columns = {name: torch.tensor(column, device=device) for name, column in given.items()}
-        changes = (*edit_arrays(edits, batch), mask_array(allowed, batch, vocab))
-        self._changes = [torch.from_numpy(array).to(device) for array in changes]
+        given = CallInputs.of(np.empty((batch, 0)), columns, edits, allowed, rules)
+        self.columns = {name: torch.tensor(column, device=device) for name, column in given.columns.items()}
+        self._changes = [torch.from_numpy(array).to(device) for array in given.changes]
         self.allowed = self._changes[3]
-        self.rules = [torch.tensor(array, device=device) for array in rule_arrays(rules, batch) or ()]
+        self.rules = [torch.tensor(array, device=device) for array in given.rules or ()]
         wanted = {"mass": mass, "keep_mask": keep_mask, "reports": reports}
         width = {"keep_mask": (vocab,), "reports": (REPORT.itemsize,)}
         self.outputs = {
@@ -205,7 +190,6 @@ class DeviceKernel(CudaKernel):
         elif rows.dtype != torch.float16:
             rows = rows.float()
         chosen = TopWOptions() if options is None else options
-        check_table(chosen, table, rows.shape[1])
         on_device = None if table is None else DeviceTable(table, self.device)
         step = Step(self, rows.to(self.device), columns, chosen, on_device, edits, allowed=allowed, rules=rules,
                     mass=mass, keep_mask=keep_mask)  # fmt: skip

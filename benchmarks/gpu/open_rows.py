@@ -9,7 +9,7 @@ from benchmarks.gpu.agreement import UNCERTIFIED
 from benchmarks.gpu.device import DeviceKernel, Step
 from benchmarks.gpu.measure import Timed
 from benchmarks.gpu.tables import table_of
-from topw_deploy.plugins.kernel import STAGES, KernelSamples
+from tests.support.kernel import STAGES, KernelSamples
 from topw_deploy.sampling.parameters import TopWOptions
 from topw_lab.bench.sampler.inputs import bell_logits
 

@@ -12,12 +12,11 @@ import torch
 from benchmarks.gpu.agreement import UNCERTIFIED
 from benchmarks.gpu.device import DeviceKernel, DeviceTable, Step
 from benchmarks.gpu.tables import table_of
-from fuzz.cuda import as_bfloat16, from_bfloat16
-from fuzz.implementations import Answer
+from fuzz.implementations import Answer, as_bfloat16, from_bfloat16
 from fuzz.sampler import differences
+from tests.support.kernel import STAGES, Kernel, KernelSamples, KernelTable
 from tests.support.rows import explanation
 from topw_deploy.errors import ProviderError
-from topw_deploy.plugins.kernel import STAGES, Kernel, KernelSamples, KernelTable
 from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, pack_mask, sample_row
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions, TopWParameters

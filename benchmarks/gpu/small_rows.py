@@ -20,14 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from fuzz.cuda import as_bfloat16, from_bfloat16
-from fuzz.implementations import Answer
+from fuzz.implementations import Answer, as_bfloat16, from_bfloat16
 from fuzz.sampler import differences
+from tests.support.kernel import COLUMNS, STAGES, CallInputs, KernelSamples, KernelTable
 from tests.support.rows import explanation
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins import driver
 from topw_deploy.plugins.cuda_kernel import CudaKernel, CudaShape
-from topw_deploy.plugins.kernel import COLUMNS, STAGES, KernelSamples, KernelTable, parameter_columns
 from topw_deploy.plugins.structs import TABLE_TYPES, BlocksStruct, InputsStruct, OutputsStruct, TableStruct
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, mask_words, pack_mask, sample_row
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions
@@ -108,7 +107,7 @@ def rows(seed: int, scale: float) -> tuple[np.ndarray, dict[str, np.ndarray], tu
     allowed = np.ones((BATCH, VOCAB), np.bool_)
     allowed[1::2] = rng.random((BATCH // 2, VOCAB)) < 0.5
     allowed[1::2, [7, VOCAB - 2]], logits[1::2, VOCAB - 2] = [True, False], np.nan
-    return logits, parameter_columns(columns, BATCH), (ids, penalty, bias, pack_mask(allowed))
+    return logits, CallInputs.of(logits, columns).columns, (ids, penalty, bias, pack_mask(allowed))
 
 
 def copy_to(memory: Memory, array: np.ndarray) -> int:

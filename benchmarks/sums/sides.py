@@ -155,7 +155,7 @@ class TorchSide:
         if rule.greedy:
             return {"do_sample": False, **_OFF, "top_k": None, "top_p": None}
         if rule.top_w:
-            from topw_deploy.processors import TopWLogitsProcessor
+            from topw_deploy.sampling.processor import TopWLogitsProcessor
 
             topw = TopWLogitsProcessor(self._model, temperature=temperature, **rule.parameters)
             return topw.generate_arguments()

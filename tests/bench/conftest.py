@@ -7,7 +7,7 @@ import pytest
 from topw_lab.bench.measurement import MachineInfo
 from topw_lab.bench.sampler.request import SamplerBenchRequest
 
-WITHOUT_A_GRAPH = ("numpy", "max")
+WITHOUT_A_GRAPH = ("torch", "max")
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from topw_deploy.errors import ParameterError
 from topw_lab.bench.report import comparison, duration, significant
 
 Invoke = Callable[..., Result]
-SMALL = ("--vocab", 300, "--hidden", 4, "--rounds", 2, "--peers", "numpy,max")
+SMALL = ("--vocab", 300, "--hidden", 4, "--rounds", 2, "--peers", "torch,max")
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def bench() -> Invoke:
 def test_the_table_goes_to_stdout_and_progress_to_stderr(bench: Invoke, tmp_path: Path) -> None:
     done = bench("sampler", *SMALL, "--json", tmp_path / "out.json", "--plot", tmp_path / "out.png")
     assert done.exit_code == 0
-    assert done.stdout.count("| Top-W numpy") == 2
+    assert done.stdout.count("| Top-W torch") == 2
     assert "Comparing kept sets" in done.stderr
     assert "Comparing" not in done.stdout
     assert len(json.loads((tmp_path / "out.json").read_text())["cases"]) == 2

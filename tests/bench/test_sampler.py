@@ -16,8 +16,7 @@ from topw_deploy import install
 from topw_deploy.errors import BenchmarkError, ParameterError
 from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.sampling import METRICS, Geometry, TopWOptions, TopWParameters, crop
-from topw_deploy.sampling.fast.crop import FastCrop, fast_crop
-from topw_lab.bench.sampler import samplers, worker
+from topw_lab.bench.sampler import worker
 from topw_lab.bench.sampler.genai_model import write_model
 from topw_lab.bench.sampler.inputs import (
     REGIMES,
@@ -30,17 +29,18 @@ from topw_lab.bench.sampler.inputs import (
 )
 from topw_lab.bench.sampler.request import GENAI_SEARCHES, GROUPS, SIDES, SamplerBenchRequest, choose
 from topw_lab.bench.sampler.run import run
+from topw_lab.bench.sampler.torch_samplers import TorchSampler
 from topw_lab.bench.sampler.worker import agreement_sentence, compare_kept_ids
 from topw_lab.bench.sides import select
 
-NATIVE = ("native", "native-op") if library_path() is not None else ()
-OURS = (*NATIVE, "graph", "graph-ort", "numpy", "torch")
+NATIVE = ("native",) if library_path() is not None else ()
+OURS = (*NATIVE, "graph", "graph-ort", "torch")
 
 
 def settings_for(asked: SamplerBenchRequest, folder: Path, **changes: Any) -> dict[str, Any]:
     sent = {"vocab": asked.vocab, "hidden": asked.hidden, "batch": asked.batch, "seed": 0, "threads": 1,
             "regimes": ["certified"], "temperatures": [1.0], "geom_scale": 1.0, "logits": None, "authors": None,
-            "neighbour_bound": False, "options": {}, "sides": ["numpy"], "folder": str(folder)}  # fmt: skip
+            "neighbour_bound": False, "options": {}, "sides": ["torch"], "folder": str(folder)}  # fmt: skip
     return {**sent, **changes}
 
 
@@ -51,12 +51,12 @@ def test_a_report_has_every_side_of_every_case(small_request: SamplerBenchReques
     report = run(small_request)
     assert [found.case["label"] for found in report.cases] == ["certified, T = 1", "certified, T = 2"]
     for found in report.cases:
-        assert list(found.samples) == ["numpy", "max"]
+        assert list(found.samples) == ["torch", "max"]
         assert all(len(times) == 2 and min(times) > 0 for times in found.samples.values())
     text = report.text()
-    assert "| Top-W numpy" in text
+    assert "| Top-W torch" in text
     assert "2 rows, 2 certified" in text
-    assert "the reference's set on every row: numpy" in text
+    assert "the reference's set on every row: torch" in text
 
 
 @pytest.mark.slow
@@ -69,9 +69,9 @@ def test_a_report_is_plain_json_with_all_samples_and_the_machine(small_request: 
     side = document["cases"][1]["sides"]["max"]
     assert len(side["seconds"]) == 2
     assert side["ratio_to_ours"]["median"] == pytest.approx(
-        np.median(np.array(side["seconds"]) / document["cases"][1]["sides"]["numpy"]["seconds"])
+        np.median(np.array(side["seconds"]) / document["cases"][1]["sides"]["torch"]["seconds"])
     )
-    assert document["cases"][0]["agreement"]["sides"]["numpy"] == {"rows": 2, "same": 2, "ties": 0}
+    assert document["cases"][0]["agreement"]["sides"]["torch"] == {"rows": 2, "same": 2, "ties": 0}
 
 
 @pytest.mark.parametrize("metric", [name if name == METRICS[0] else slow(name) for name in METRICS])
@@ -91,15 +91,12 @@ def test_all_our_implementations_keep_the_same_set(metric: str, regime: str, tmp
 
 
 def test_a_wrong_implementation_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def one_too_few(*arguments: Any) -> FastCrop:
-        answer = fast_crop(*arguments)
-        return replace(answer, kept=answer.kept[:-1])
-
-    monkeypatch.setattr(samplers, "fast_crop", one_too_few)
+    right = TorchSampler.kept_ids
+    monkeypatch.setattr(TorchSampler, "kept_ids", lambda *given: [ids[:-1] for ids in right(*given) or ()])
     check = worker.start(
         settings_for(SamplerBenchRequest(vocab=2000, hidden=8), tmp_path, regimes=["flat"], temperatures=[2.0])
     )
-    with pytest.raises(BenchmarkError, match=r"numpy keeps \d+ tokens of row 0 where the reference keeps \d+ \(1 diff"):
+    with pytest.raises(BenchmarkError, match=r"torch keeps \d+ tokens of row 0 where the reference keeps \d+ \(1 diff"):
         check["check"](case=0)
 
 
@@ -108,7 +105,7 @@ def test_other_tokens_of_the_same_number_are_a_difference() -> None:
     right = crop(row, TopWParameters(temperature=3.0), TopWOptions(metric="uniform"))
     wrong = np.append(right.kept[:-1], np.setdiff1d(np.arange(100), right.kept)[0])
     with pytest.raises(BenchmarkError, match=r"\(2 differ\)"):
-        compare_kept_ids("numpy", [wrong], [right], exact=True)
+        compare_kept_ids("torch", [wrong], [right], exact=True)
     assert compare_kept_ids("authors", [wrong], [right], exact=False).same == 0
 
 
@@ -148,7 +145,7 @@ def test_without_the_native_library_the_native_sides_say_why(monkeypatch: pytest
     present, absent = choose(SamplerBenchRequest())
     assert "native" not in {side.name for side in present}
     assert {side.label: side.why_not for side in absent}[
-        "Top-W native, C function"
+        "Top-W native, onnxruntime op"
     ] == "not here: TOPW_NATIVE=0 disables it"
 
 
@@ -160,13 +157,13 @@ def test_more_threads_than_any_machine_has_are_refused() -> None:
 @pytest.mark.slow
 def test_a_greedy_row_is_timed_like_any_other(small_request: SamplerBenchRequest) -> None:
     (found,) = run(replace(small_request, temperatures=(0.0,))).cases
-    assert "numpy" in found.samples
+    assert "torch" in found.samples
 
 
 def test_names_and_groups_select_sides_in_the_order_of_the_table() -> None:
     sides = list(SIDES.values())
-    found = select(sides, ["max", "hf", "numpy"], GROUPS)
-    assert [side.name for side in found] == ["numpy", "hf-top-p", "hf-top-k", "hf-min-p", "max"]
+    found = select(sides, ["max", "hf", "torch"], GROUPS)
+    assert [side.name for side in found] == ["torch", "hf-top-p", "hf-top-k", "hf-min-p", "max"]
     with pytest.raises(ParameterError, match="'top-p' is not a side of this benchmark; choose from native, "):
         select(sides, ["top-p"], GROUPS)
 
@@ -211,7 +208,7 @@ def test_the_rows_of_a_regime_are_certified_or_not_as_it_says(regime: str) -> No
 @pytest.mark.slow
 def test_logits_come_from_a_file_if_one_is_given(tmp_path: Path) -> None:
     np.save(tmp_path / "row.npy", bell_logits(300)[0].astype(np.float16))
-    asked = SamplerBenchRequest(logits=tmp_path / "row.npy", hidden=4, rounds=1, peers=("numpy", "max"))
+    asked = SamplerBenchRequest(logits=tmp_path / "row.npy", hidden=4, rounds=1, peers=("torch", "max"))
     (first, _) = run(asked).cases
     assert (first.case["vocab"], first.case["batch"]) == (300, 1)
 

@@ -13,7 +13,7 @@ from benchmarks.gpu import agreement, check, shipped_rows
 from benchmarks.gpu.device import DeviceKernel, DeviceTable
 from benchmarks.gpu.job import Job
 from benchmarks.gpu.tables import nearest_bound, random_rows, statistics, table_of
-from topw_deploy.plugins.kernel import STAGES
+from tests.support.kernel import STAGES
 from topw_deploy.sampling import Geometry, TopWOptions, embedding_statistics
 
 pytestmark = pytest.mark.slow

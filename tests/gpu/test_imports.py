@@ -47,7 +47,7 @@ def test_a_part_lists_its_steps_with_the_standard_library_alone(part: str) -> No
 @pytest.mark.slow
 def test_steps_on_the_kernels_need_numpy_and_torch_alone() -> None:
     modules = ", ".join(f"benchmarks.gpu.{module}" for module in MODULES_OF_STEPS)
-    done = import_without((*EXPORTERS, *NOT_ON_THE_HOST), f"import {modules}, fuzz.cuda")
+    done = import_without((*EXPORTERS, *NOT_ON_THE_HOST), f"import {modules}, fuzz.sampler")
     assert done.returncode == 0, done.stderr
 
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.kernel import Kernel
 from tests.support.native_cases import instruction_sets, opened
 from tests.support.samples import slow
 from topw_deploy.plugins import shared_library as library
-from topw_deploy.plugins.kernel import Kernel
 from topw_deploy.plugins.shared_library import library_path
 
 

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.kernel import STAGES, Kernel, KernelSamples, KernelTable
 from tests.support.masks import KINDS, masked, masks, packed, some_allowed, unequal_fields
 from tests.support.native_cases import columns, instruction_sets, scenario_cases, unexplained
 from tests.support.tail_cases import Case, Scenario, random_case
-from topw_deploy.errors import ParameterError
-from topw_deploy.plugins.kernel import STAGES, Kernel, KernelSamples, KernelTable
 from topw_deploy.sampling import TopWOptions, apply_edits, sample_row
 
 UNIFORM = TopWOptions(metric="uniform", top_m=200)
@@ -180,17 +179,3 @@ def test_every_instruction_set_answers_masked_rows_with_the_same_bits(kernel: Ke
         answers.append(answer(kernel, logits, chosen, UNIFORM, allowed=words))
     for other in answers[1:]:
         assert set(unequal_fields(answers[0], other)) <= {"mass"}  # its last bit may differ
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        (np.zeros((1, 9), np.int64), r"int64 \[1, 9\]"),
-        (np.zeros((1, 8), np.int32), r"int32 \[1, 8\]"),
-        (np.zeros((2, 9), np.int32), r"int32 \[2, 9\]"),
-        (np.zeros(9, np.int32), r"int32 \[9\]"),
-    ],
-)
-def test_a_mask_of_another_size_or_type_is_refused(kernel: Kernel, wrong: np.ndarray, says: str) -> None:
-    with pytest.raises(ParameterError, match=rf"allowed is {says}, but must be int32 \[1, 9\]"):
-        kernel.sample(np.zeros((1, 257)), options=UNIFORM, allowed=wrong)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.support.kernel import Kernel, KernelSamples, KernelTable
 from tests.support.native_cases import opened
-from topw_deploy.errors import ParameterError, ProviderError
-from topw_deploy.plugins.kernel import Kernel, KernelSamples, KernelTable
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, sample_row
 
 UNIFORM = TopWOptions(metric="uniform")
@@ -170,55 +167,3 @@ def test_more_neighbours_than_members_are_all_members(kernel: Kernel) -> None:
     assert found.keep_mask is not None
     wanted = sample_row(logits[0], chosen, options, geometry)
     assert np.array_equal(np.flatnonzero(found.keep_mask[0]), np.sort(wanted.kept_ids))
-
-
-def test_wrong_arguments_raise_typed_errors(kernel: Kernel, tmp_path: Path) -> None:
-    table = KernelTable(np.ones((4, 2), np.float32), np.zeros(2, np.float32), np.ones(2, np.float32))
-    with pytest.raises(ParameterError, match=r"must be \[B, V\]"):
-        kernel.sample(np.zeros(5))
-    with pytest.raises(ParameterError, match="needs a table"):
-        kernel.sample(np.zeros((1, 4)))
-    with pytest.raises(ParameterError, match="4 rows, but needs one for each of the 5"):
-        kernel.sample(np.zeros((1, 5)), table=table)
-    with pytest.raises(ParameterError, match="lamda"):
-        kernel.sample(np.zeros((1, 4)), {"lamda": 1.0}, UNIFORM)
-    with pytest.raises(ParameterError, match=r"lam has shape \(3,\)"):
-        kernel.sample(np.zeros((1, 4)), {"lam": [1.0, 2.0, 3.0]}, UNIFORM)
-    with pytest.raises(ParameterError, match=r"beta is '1\.5', but must be one number or numbers"):
-        kernel.sample(np.zeros((1, 4)), {"beta": "1.5"}, UNIFORM)
-    with pytest.raises(ParameterError, match=r"neighbour_bound is float32 \(\), but must be float32 \[4\]"):
-        kernel.sample(np.zeros((1, 4)), table=replace(table, neighbour_bound=np.array(0, np.float32)))
-    with pytest.raises(ParameterError, match="edits have shapes"):
-        kernel.sample(np.zeros((1, 4)), options=UNIFORM, edits=([[1, 2]], [[1.0]], [[0.0]]))
-    with pytest.raises(ParameterError, match="int32, but must be float32"):
-        KernelTable(np.ones((4, 2), np.int32), np.zeros(2, np.float32), np.ones(2, np.float32))
-    with pytest.raises(ParameterError, match="mean is"):
-        KernelTable(np.ones((4, 2), np.float32), np.zeros(3, np.float32), np.ones(2, np.float32))
-    with pytest.raises(ParameterError, match="'mmx' is not available"):
-        kernel.use_instruction_set("mmx")
-    (tmp_path / "text.so").write_text("no library")
-    for path in (tmp_path / "text.so", tmp_path / "absent.so"):
-        with pytest.raises(ProviderError, match="cannot be loaded as the native sampler"):
-            Kernel(path)
-
-
-def test_a_library_that_is_not_the_sampler_is_refused() -> None:
-    import _ctypes
-
-    with pytest.raises(ProviderError, match="cannot be loaded as the native sampler"):
-        Kernel(_ctypes.__file__)
-
-
-def test_a_wrong_library_named_by_the_variable_is_refused_with_the_variables_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "text.so").write_text("no library")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TOPW_NATIVE_LIBRARY", "text.so")
-    with pytest.raises(
-        ProviderError, match=r"\); TOPW_NATIVE_LIBRARY='text.so' selects it: unset it, or give a library"
-    ):
-        Kernel(tmp_path / "text.so")
-    monkeypatch.delenv("TOPW_NATIVE_LIBRARY")
-    with pytest.raises(ProviderError, match=r"\); build it again\.$"):
-        Kernel(tmp_path / "text.so")

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from tests.support.kernel import STAGES, Kernel, KernelSamples
 from tests.support.masks import masked, masks, packed, unequal_fields
 from tests.support.native_cases import instruction_sets, unexplained
 from tests.support.rows import Case, random_case
 from tests.support.samples import thinned
-from topw_deploy.errors import ParameterError
-from topw_deploy.plugins.kernel import STAGES, Kernel, KernelSamples
 from topw_deploy.sampling import TopWOptions, sample_row
 from topw_deploy.sampling.rules import RULES
 
@@ -241,17 +240,3 @@ def test_an_unknown_rule_or_a_value_outside_its_interval_makes_its_row_invalid(
         assert (found.next_token[1], found.kept[1], found.certified[1], found.logprob[1]) == (-1, 0, False, 0)
         assert found.next_token[0] >= 0
         assert found.next_token[2] >= 0
-
-
-@pytest.mark.parametrize(
-    ("rules", "says"),
-    [
-        ((1.0, (0, 0)), "float64"),
-        (([1, 2], (0, 0)), r"int64 \[2\]"),
-        ((1, (0, 0, 0)), r"values \[3\]"),
-        ((1, [[0, 0], [0, 0]]), r"values \[2, 2\]"),
-    ],
-)
-def test_rules_of_another_shape_or_type_are_refused(kernel: Kernel, rules: tuple[object, object], says: str) -> None:
-    with pytest.raises(ParameterError, match=says):
-        kernel.sample(np.zeros((1, 40)), options=UNIFORM, rules=rules)  # type: ignore[arg-type]

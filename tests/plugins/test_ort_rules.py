@@ -10,9 +10,9 @@ import pytest
 from onnx import TensorProto
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidArgument, InvalidGraph
 
+from tests.support.kernel import COLUMNS, Kernel
 from tests.support.node_models import node_model
 from tests.support.sampler_models import open_model, run
-from topw_deploy.plugins.kernel import COLUMNS, Kernel
 from topw_deploy.sampling import TopWOptions, TopWParameters
 
 OPTIONS = TopWOptions(metric="uniform", top_m=40)

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
 
+from tests.support.kernel import Kernel, KernelTable
 from tests.support.native_cases import columns, opened
 from tests.support.quantised_tables import FORMS, Form, Quantised, quantised_table
 from tests.support.sampler_models import open_model, run
 from tests.support.tail_cases import Case, feeds, random_case
-from topw_deploy.errors import ParameterError
 from topw_deploy.export.embedding import EmbeddingForm
 from topw_deploy.export.graft.sampler_node import add_sampler_inputs, add_sampler_node, install_function
 from topw_deploy.export.graph import GraphEditor
 from topw_deploy.export.tail import TailSpec
-from topw_deploy.plugins.kernel import Kernel, KernelBlocks, KernelTable
 from topw_deploy.plugins.shared_library import load
 from topw_deploy.sampling import Geometry, TopWOptions
 
@@ -123,28 +121,6 @@ def test_the_operator_takes_the_nodes_own_tensors_and_answers_as_the_function(na
 )
 def test_forms_are_known_by_their_text(native_library: Path, text: str, known: bool) -> None:
     assert load(native_library).supports(text) is known
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"scales": np.zeros((8, 3), np.float32)}, "scales have shape"),
-        ({"scales": np.zeros((8, 4))}, "scales are float64"),
-        ({"zero_points": np.zeros((8, 1), np.uint8)}, "zero points have"),
-        ({"zero_points": np.zeros((8, 2), np.int8)}, "zero points are int8"),
-        ({"codes": np.zeros((8, 32), np.int32)}, "codes are int32"),
-        ({"element": "int3"}, "in int3"),
-        ({"bits": 2}, "have 2 bits"),
-        ({"block_size": 24}, "block_size is 24"),
-    ],
-)
-def test_parts_that_do_not_fit_each_other_are_refused(wrong: dict[str, Any], words: str) -> None:
-    right = {"bits": 4, "block_size": 16, "element": "uint8", "codes": np.zeros((8, 32), np.uint8)}
-    right |= {"scales": np.zeros((8, 4), np.float32), "zero_points": np.zeros((8, 2), np.uint8)}
-    parts = right | wrong
-    codes, mean = parts.pop("codes"), np.zeros(64, np.float32)
-    with pytest.raises(ParameterError, match=words):
-        KernelTable(codes, mean, mean, None, KernelBlocks(**parts))
 
 
 def test_a_node_whose_parts_do_not_fit_runs_the_function(native_library: Path) -> None:

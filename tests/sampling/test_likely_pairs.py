@@ -9,7 +9,8 @@ import pytest
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, crop, median_distance
-from topw_deploy.sampling.geometry import LIKELY_TOKENS, raw_geom_scale
+from topw_deploy.sampling.geometry import LIKELY_TOKENS
+from topw_deploy.sampling.presets import raw_geom_scale
 
 METRICS = ("mahalanobis", "unit", "cosine")
 

@@ -27,14 +27,13 @@ TEXTS = {1: " the", 2: "\n\t", 3: "�", 4: "$x$", 5: "é"}
 
 def step(kept: int = 1, certified: bool = True, **changes: Any) -> StepAnalysis:
     given = {
-        "mass": 0.5, "entropy": 2.0, "crop_entropy": 0.0, "added": (), "dropped": (), "stage": "candidates",
-        "distances": 0, "distances_avoided": 0,
+        "mass": 0.5, "entropy": 2.0, "crop_entropy": 0.0, "added": (), "dropped": (),
     }  # fmt: skip
     return StepAnalysis(kept=kept, certified=certified, **{**given, **changes})
 
 
 def uncertified_step(kept: int, added: tuple[int, ...] = (), dropped: tuple[int, ...] = ()) -> StepAnalysis:
-    return step(kept, False, added=added, dropped=dropped, stage="geometry", distances=30, distances_avoided=70)
+    return step(kept, False, added=added, dropped=dropped)
 
 
 def summaries(*sequences: list[StepAnalysis], label: str = "") -> list[SettingSummary]:
@@ -54,8 +53,6 @@ def test_steps_are_counted_by_setting_and_by_position() -> None:
     assert (summary.sequences, summary.steps, summary.certified, summary.changed) == (2, 4, 1, 2)
     assert (summary.certified_share, summary.changed_share) == (0.25, 0.5)
     assert (summary.added_total, summary.dropped_total) == (1, 3)
-    assert summary.stages == {"geometry": 3, "candidates": 1}
-    assert (summary.distances, summary.distances_avoided) == (90, 210)
     first, second, third = summary.positions
     assert (first.first, first.steps, first.certified, first.changed, first.single) == (1, 2, 1, 1, 1)
     assert (first.kept.mean, first.kept.least, first.kept.median, first.kept.most) == (5.0, 1, 5.0, 9)
@@ -85,7 +82,6 @@ def test_the_report_names_what_geometry_moved_with_readable_tokens() -> None:
     assert "tokens dropped 3, kept 1, 2.0 per changed step" in text
     assert "kept only because of geometry (steps): ' the' 1" in text
     assert r"dropped only because of geometry (steps): '\n\t' 2, <token 3> 1" in text
-    assert "distances  90 measured, 70.0 % avoided" in text
     assert token_text(MovedToken(5, "é", 1)) == "'é'"
 
 

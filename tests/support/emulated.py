@@ -1,4 +1,4 @@
-"""The CUDA kernels' sources as C++ over fibres (plugins/cuda/emulator.h)."""
+"""The CUDA kernels' sources as C++ over fibres (emulator/emulator.h)."""
 
 from __future__ import annotations
 
@@ -7,34 +7,23 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from ctypes import c_uint32, c_uint64
-from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from tests.support.kernel import CallInputs, Edits, KernelSamples, KernelTable, Rules, table_struct
 from tests.support.shared import locked
 from topw_deploy.plugins import compile_native
 from topw_deploy.plugins.cuda_kernel import CudaKernel, CudaShape
-from topw_deploy.plugins.kernel import (
-    COLUMNS,
-    KernelSamples,
-    KernelTable,
-    Rules,
-    check_table,
-    edit_arrays,
-    mask_array,
-    parameter_columns,
-    rule_arrays,
-)
-from topw_deploy.plugins.kernel_table import table_struct
-from topw_deploy.plugins.structs import InputsStruct, OutputsStruct, address
 from topw_deploy.sampling.parameters import TopWOptions
 
 CUDA_SOURCES = compile_native.SOURCES.with_name("cuda")
+EMULATOR = Path(__file__).with_name("emulator") / "emulator.cpp"
 FLAGS = (
     "-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-ffp-contract=off", "-shared",
     "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror", "-DTOPW_EMULATE",
+    f"-I{CUDA_SOURCES}", f"-I{EMULATOR.parent}",
 )  # fmt: skip
 _KERNELS = (CUDA_SOURCES / "launch.cu", compile_native.SOURCES / "quantised.cpp")
 _TYPES = ("float32", "float16", "uint16")
@@ -52,10 +41,12 @@ def compiled(folder: Path, sources: Sequence[Path], extra: Sequence[str] = ()) -
 
     Raises compile_native.NotBuiltError if the compiler is missing or fails.
     """
-    code = ["-x", "c++", *map(str, sources), str(CUDA_SOURCES / "emulator.cpp"), f"-I{CUDA_SOURCES}"]
+    code = ["-x", "c++", *map(str, sources), str(EMULATOR)]
     command = [*compile_native.find_compiler(), *FLAGS, *extra, *code]
     digest = hashlib.sha256("\0".join(command).encode())
-    for source in sorted({*sources, *CUDA_SOURCES.iterdir(), *compile_native.SOURCES.glob("*.h")}):
+    for source in sorted(
+        {*sources, *CUDA_SOURCES.iterdir(), *EMULATOR.parent.iterdir(), *compile_native.SOURCES.glob("*.h")}
+    ):
         if source.is_file():
             digest.update(source.read_bytes())
     path = folder / f"lib{sources[0].stem}_{digest.hexdigest()[:16]}.so"
@@ -97,7 +88,7 @@ class EmulatedKernel(CudaKernel):
         columns: Mapping[str, ArrayLike] | None = None,
         options: TopWOptions | None = None,
         table: KernelTable | None = None,
-        edits: tuple[ArrayLike, ArrayLike, ArrayLike] | None = None,
+        edits: Edits | None = None,
         *,
         allowed: ArrayLike | None = None,
         rules: Rules | None = None,
@@ -114,20 +105,13 @@ class EmulatedKernel(CudaKernel):
         if str(rows.dtype) not in _TYPES:
             rows = rows.astype(np.float32)
         options = TopWOptions() if options is None else options
-        check_table(options, table, rows.shape[1])
-        given = parameter_columns(columns or {}, len(rows))
-        changes = (*edit_arrays(edits, len(rows)), mask_array(allowed, *rows.shape))
-        chosen = rule_arrays(rules, len(rows))
-        samples = KernelSamples.empty(len(rows), rows.shape[1], mass, keep_mask)
+        inputs = CallInputs.of(rows, columns, edits, allowed, rules)
+        samples = KernelSamples.empty(*rows.shape, mass, keep_mask)
         described = table_struct(table)
         kind = "bfloat16" if rows.dtype == np.uint16 else str(rows.dtype)
-        shape = CudaShape(options, len(rows) + spare, rows.shape[1], changes[0].shape[1] + spare, kind, described)
-        inputs = InputsStruct(
-            *rows.shape, changes[0].shape[1], changes[3].shape[1], *map(address, (rows, *changes)),
-            *(address(given[n]) for n in COLUMNS), *map(address, chosen or (None, None)),
-        )  # fmt: skip
-        outputs = OutputsStruct(*(address(getattr(samples, field.name)) for field in fields(samples)))
-        self.launch(shape, described, inputs, outputs, *self._room_for(shape))
+        slots = inputs.changes[0].shape[1] + spare
+        shape = CudaShape(options, len(rows) + spare, rows.shape[1], slots, kind, described)
+        self.launch(shape, described, inputs.struct(), samples.struct(), *self._room_for(shape))
         left = self._control(shape)
         assert not left.any(), f"control bytes {np.flatnonzero(left)[:8]} are not zero after the launch"
         return samples

@@ -22,8 +22,8 @@ from topw_deploy.runtime.cache import new_caches
 from topw_deploy.runtime.cache.buffers import HostMemory
 from topw_deploy.runtime.limits import Limits
 from topw_deploy.runtime.ort.graph_session import SAMPLER_INPUTS
-from topw_deploy.sampling.row import mask_words
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
+from topw_deploy.sampling.row import mask_words
 
 CONTEXT = 24
 EOS, FIRST, TOKENS, INVALID = 1, 3, 5, 9

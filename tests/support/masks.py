@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from topw_deploy.plugins.kernel import KernelSamples
+from tests.support.kernel import KernelSamples
 
 KINDS = ("one", "few", "run", "half", "most", "all", "last")
 FIELDS = ("next_token", "logprob", "kept", "certified", "mass", "keep_mask", "reports")

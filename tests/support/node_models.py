@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from topw_deploy.plugins.kernel import COLUMNS
+from tests.support.kernel import COLUMNS
 from topw_deploy.sampling import TopWOptions
 
 INPUTS = {

@@ -8,8 +8,8 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
+from tests.support.kernel import KernelBlocks
 from topw_deploy.dtypes import ELEMENT_TYPES
-from topw_deploy.plugins.kernel import KernelBlocks
 
 
 @dataclass(frozen=True)

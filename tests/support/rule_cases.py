@@ -9,8 +9,7 @@ import numpy as np
 
 from tests.support.rows import Case, random_case
 from topw_deploy.sampling.parameters import TopWParameters
-from topw_deploy.sampling.rules import RULES
-from topw_deploy.sampling.rules import OrderedRow
+from topw_deploy.sampling.rules import RULES, OrderedRow
 
 VOCABULARIES = ((1, 2, 3), (4, 7, 12, 25), (50, 64, 65, 97), (257, 1000, 1021), (4095, 5000, 8209), (32_000, 151_936))
 SHARES = (0.04, 0.25, 0.26, 0.31, 0.13, 0.01)

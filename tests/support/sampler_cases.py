@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tests.support.rows import Case, Scenario, embedding_table, geometry_of, random_case
-from topw_deploy.sampling import Geometry, TopWParameters, as_float32, crop, fast_crop
+from topw_deploy.sampling import Geometry, TopWParameters, as_float32, crop
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
 
 
@@ -113,7 +113,7 @@ def _order(case: Case) -> np.ndarray:
 
 
 def _result(case: Case, scenario: Scenario, geometry: Geometry) -> tuple[object, ...]:
-    found = fast_crop(case.logits, as_float32(case.parameters), scenario.options, geometry)
+    found = crop(case.logits, as_float32(case.parameters), scenario.options, geometry)
     return found.certified, *np.sort(found.kept).tolist()
 
 

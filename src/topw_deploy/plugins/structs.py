@@ -5,7 +5,6 @@ from __future__ import annotations
 from ctypes import Structure, c_int32, c_int64, c_void_p
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from topw_deploy import dtypes
@@ -21,24 +20,6 @@ TABLE_TYPES = {
     dtypes.array_name(name): dtypes.ELEMENT_TYPES[name].number for name in (*dtypes.FLOATS, "uint8", "uint4", "int4")
 }
 """Name of a table's element type, as from `array_name` -> its TensorProto.DataType."""
-
-REPORT = np.dtype(
-    [
-        ("stage", np.int32),
-        ("candidates", np.int32),
-        ("steps", np.int32),
-        ("reserved", np.int32),
-        ("distances", np.int64),
-        ("distances_avoided", np.int64),
-    ]
-)
-"""topw_report, the work a row took.
-
-stage: the last stage reached (an index of kernel.STAGES).
-candidates: tokens visited after the pass over the logits.
-steps: alternations.
-distances, distances_avoided: token pairs of the literal rule whose distance was and was not computed.
-"""
 
 
 class OptionsStruct(Structure):

@@ -25,8 +25,8 @@ from topw_deploy.sampling import (
     TopWOptions,
     TopWParameters,
     as_float32,
+    crop,
     draw,
-    fast_crop,
     uniform_for,
 )
 from topw_deploy.sampling.rules import TOP_W, kept_set
@@ -122,10 +122,10 @@ class StepExplanation:
         """Add the set of Top-W, unless it needs distances that cannot be read, and the set without distances."""
         plain = replace(self.parameters, geom_scale=0.0)
         uniform = replace(self.options, metric="uniform", potential="nearest")
-        base = fast_crop(self.row, plain, uniform, Geometry.uniform())  # needs no distances
+        base = crop(self.row, plain, uniform, Geometry.uniform())  # needs no distances
         found = base if self._is_certified(base.certified) else None
         if found is None and self.geometry is not None:
-            found = fast_crop(self.row, self.parameters, self.options, self.geometry)
+            found = crop(self.row, self.parameters, self.options, self.geometry)
         if found is not None:
             self.sets.append(KeptSet("top_w", "Top-W", found.kept, found.certified))
         self.sets.append(KeptSet("without_distances", "Top-W without distances", base.kept))

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters
-from topw_deploy.sampling.fast.crop import fast_crop
+from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, crop
 from topw_deploy.sampling.parameters import GREEDY_BELOW
 from topw_deploy.sampling.rules import TOP_W, RuleParameters, kept_set
 
@@ -26,9 +25,6 @@ class StepAnalysis:
     crop_entropy: entropy of the renormalised crop at the sampling temperature, in nats.
     added: tokens that are in the crop only because of distances.
     dropped: tokens that are not in the crop only because of distances.
-    stage: the stage of `fast_crop` that settled the crop; "greedy" or "rule" under a rule other than Top-W.
-    distances: number of ordered token pairs whose distance `fast_crop` measured.
-    distances_avoided: number of pairs that only the literal algorithm measures; 0 if unknown.
     """
 
     kept: int
@@ -38,9 +34,6 @@ class StepAnalysis:
     crop_entropy: float
     added: tuple[int, ...]
     dropped: tuple[int, ...]
-    stage: str
-    distances: int
-    distances_avoided: int
 
     @property
     def is_changed(self) -> bool:
@@ -50,11 +43,10 @@ class StepAnalysis:
 
 @dataclass(frozen=True)
 class Analyser:
-    """Recomputes a model's crops from its options, geometry and optional neighbour bound [V]."""
+    """Recomputes a model's crops from its options and geometry, with the reference."""
 
     options: TopWOptions
     geometry: Geometry
-    neighbour_bound: NDArray[np.float32] | None = None
 
     def analyse(
         self, logits: NDArray[np.float32], parameters: TopWParameters, rule: RuleParameters | None = None
@@ -66,34 +58,29 @@ class Analyser:
         """
         if rule is not None and rule.chosen is not TOP_W:
             return _analyse_other_rule(logits, parameters, rule)
-        crop = fast_crop(logits, parameters, self.options, self.geometry, self.neighbour_bound)
+        found = crop(logits, parameters, self.options, self.geometry)
         # A certified crop is the same for every geom_scale >= 0 (docs/contract/theory.md, T2).
-        without = crop.kept if crop.certified else self._kept_without_distances(logits, parameters)
+        without = found.kept if found.certified else self._kept_without_distances(logits, parameters)
         return StepAnalysis(
-            certified=crop.certified,
-            **_probability_fields(logits, crop.kept, parameters),
-            added=tuple(np.setdiff1d(crop.kept, without).tolist()),
-            dropped=tuple(np.setdiff1d(without, crop.kept).tolist()),
-            stage=crop.stage,
-            distances=crop.distances,
-            distances_avoided=crop.distances_avoided,
+            certified=found.certified,
+            **_probability_fields(logits, found.kept, parameters),
+            added=tuple(np.setdiff1d(found.kept, without).tolist()),
+            dropped=tuple(np.setdiff1d(without, found.kept).tolist()),
         )
 
     def _kept_without_distances(self, logits: NDArray[np.float32], parameters: TopWParameters) -> NDArray[np.int64]:
-        return fast_crop(logits, replace(parameters, geom_scale=0.0), self.options, self.geometry).kept
+        options = replace(self.options, metric="uniform", potential="nearest")
+        return crop(logits, replace(parameters, geom_scale=0.0), options).kept
 
 
 def _analyse_other_rule(logits: NDArray[np.float32], parameters: TopWParameters, rule: RuleParameters) -> StepAnalysis:
     temperatures = {name: getattr(parameters, name) for name in ("temperature", "selection_temperature")}
-    crop = kept_set(logits, rule.chosen, rule.values, **temperatures)
+    found = kept_set(logits, rule.chosen, rule.values, **temperatures)
     return StepAnalysis(
-        certified=crop.certified,
-        **_probability_fields(logits, crop.kept, parameters),
+        certified=found.certified,
+        **_probability_fields(logits, found.kept, parameters),
         added=(),
         dropped=(),
-        stage="greedy" if parameters.greedy else "rule",
-        distances=0,
-        distances_avoided=0,
     )
 
 

@@ -128,7 +128,7 @@ def _moved_token_texts(runs: Sequence[tuple[Setting, Sequence[AnalysedSequence]]
 
 
 def load_analyser(folder: Path, manifest: DecoderManifest) -> Analyser:
-    """Load the embedding table, statistics and neighbour bound of the sampler node in `folder`.
+    """Load the embedding table and statistics of the sampler node in `folder`.
 
     Raises ManifestError if the node has no statistics.
     """
@@ -138,11 +138,11 @@ def load_analyser(folder: Path, manifest: DecoderManifest) -> Analyser:
     graph = ir.load(folder / MODEL_NAME).graph
     inputs = sampler_node(graph).inputs[len(TAIL_INPUTS) :]
     statistics, table_inputs = inputs[: len(GEOMETRY_INPUTS)], inputs[len(GEOMETRY_INPUTS) :]
-    mean, inverse_std, bound = (_statistic_array(value) for value in statistics)
+    mean, inverse_std = (_statistic_array(value) for value in statistics[:2])
     lookup = replace(find_embedding(graph), data=tuple(table_inputs), hidden=sampler.hidden_size)
     table: Any = EmbeddingTable(lookup, sampler.vocab_size)
     geometry = Geometry.from_embeddings(table, sampler.options.metric, (mean, inverse_std))
-    return Analyser(sampler.options, geometry, bound if len(bound) else None)
+    return Analyser(sampler.options, geometry)
 
 
 def _statistic_array(value: ir.Value | None) -> NDArray[np.float32]:

@@ -83,9 +83,6 @@ class SettingSummary:
     changed: number of steps whose crop differs from the crop for geom_scale 0.
     added_total: number of tokens that distances put into crops, summed over steps.
     dropped_total: number of tokens that distances removed from crops, summed over steps.
-    stages: stage of `fast_crop` -> number of steps that it settled.
-    distances: number of ordered token pairs whose distance the fast path measured.
-    distances_avoided: number of pairs that only the literal algorithm measures.
     whole: all steps; None if there are none.
     positions: the steps at each position.
     ranges: the steps by ranges of positions that grow, see `growing_ranges`.
@@ -105,9 +102,6 @@ class SettingSummary:
     changed: int
     added_total: int
     dropped_total: int
-    stages: dict[str, int]
-    distances: int
-    distances_avoided: int
     whole: PositionRange | None
     positions: tuple[PositionRange, ...]
     ranges: tuple[PositionRange, ...]
@@ -157,9 +151,6 @@ def _summarise_setting(label: str, sequences: Sequence[AnalysedSequence], collec
         changed=sum(step.is_changed for step in steps),
         added_total=sum(len(step.added) for step in steps),
         dropped_total=sum(len(step.dropped) for step in steps),
-        stages=dict(Counter(step.stage for step in steps).most_common()),
-        distances=sum(step.distances for step in steps),
-        distances_avoided=sum(step.distances_avoided for step in steps),
         whole=_position_range(1, len(by_position), steps) if steps else None,
         positions=tuple(_position_range(position, position, at) for position, at in enumerate(by_position, 1)),
         ranges=_position_ranges(by_position, growing_ranges(len(by_position))),

@@ -90,12 +90,6 @@ def _setting_details(summary: SettingSummary, most_tokens: int) -> Iterator[str]
             "last bits of the logits differ, at a near-tie."
         )
     yield f"certified  {_percentage(summary.certified, summary.steps)}"
-    if summary.rule == TOP_W.name:
-        stages = ", ".join(f"{name} {_percentage(count, summary.steps)}" for name, count in summary.stages.items())
-        yield f"settled by {stages}"
-    pairs = summary.distances + summary.distances_avoided
-    if pairs:
-        yield f"distances  {summary.distances:,} measured, {_percentage(summary.distances_avoided, pairs)} avoided"
     yield ""
     header = ("position", "steps", "certified", "geometry acted", "one token", "kept", "mass", "entropy", "of crop")
     rows = [_range_cells(place, summary) for place in summary.ranges] if len(summary.ranges) > 1 else []

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fuzz.cuda_rules import OTHERS
-from fuzz.tail_rules import fuzz
+from fuzz.graphs import fuzz_rules as fuzz
+from fuzz.rules import OTHERS
 from tests.support import tail_cases
 from tests.support.masks import packed, some_allowed
 from tests.support.samples import slow

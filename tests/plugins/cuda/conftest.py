@@ -7,8 +7,8 @@ import pytest
 
 from tests.plugins.cuda.certified_rows import native_kernel
 from tests.support.emulated import EmulatedKernel, built, compiled
+from tests.support.kernel import Kernel
 from topw_deploy.plugins import compile_native
-from topw_deploy.plugins.kernel import Kernel
 
 
 @pytest.fixture(scope="session")

@@ -15,8 +15,8 @@ import numpy as np
 
 import tests.support.emulated
 from tests.support.emulated import EmulatedKernel
+from tests.support.kernel import COLUMNS, STAGES, KernelTable
 from tests.support.rule_rows import rule_case, rules_of
-from topw_deploy.plugins.kernel import COLUMNS, STAGES, KernelTable
 from topw_deploy.sampling import TopWOptions
 
 PAGE = mmap.PAGESIZE

@@ -15,10 +15,10 @@ from tests.plugins.cuda.certified_rows import (
     same_bits,
 )
 from tests.support.emulated import EmulatedKernel
+from tests.support.kernel import STAGES, Kernel
 from tests.support.native_cases import columns, sampled
 from tests.support.sampler_cases import SMALL, Size
 from tests.support.samples import thinned
-from topw_deploy.plugins.kernel import STAGES, Kernel
 from topw_deploy.sampling import TopWOptions
 
 CANDIDATES = STAGES.index("candidates")

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fuzz.cuda import fuzz
+from fuzz.sampler import fuzz_kernel
 from tests.plugins.cuda.certified_rows import native_kernel, same_bits
 from tests.support.emulated import EmulatedKernel
+from tests.support.kernel import STAGES, KernelSamples, KernelTable, table_struct
 from tests.support.native_cases import columns, sampled, scenario_cases
 from tests.support.quantised_tables import Form, quantised_table
 from tests.support.sampler_cases import SMALL, Size
@@ -19,8 +20,6 @@ from tests.support.samples import slow
 from tests.support.tail_cases import Case, Scenario
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins.cuda_kernel import CudaShape
-from topw_deploy.plugins.kernel import STAGES, KernelSamples, KernelTable
-from topw_deploy.plugins.kernel_table import table_struct
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, TopWOptions, sample_row
 
 OPEN = [STAGES.index(name) for name in ("pool", "geometry", "literal")]
@@ -59,7 +58,7 @@ def test_random_and_adversarial_rows_are_answered_as_by_the_reference(
     kernel: EmulatedKernel, sizes: tuple[Size, ...], rows: int
 ) -> None:
     layouts = ((64, 3), (32, 1), (96, 4)) if sizes is SMALL else ((256, 2), (128, 3), (512, 1))
-    outcome = fuzz(kernel, rows, 5, lambda number, _: kernel.emulate(number, *layouts[number % 3]), sizes)
+    outcome = fuzz_kernel(kernel, rows, 5, lambda number, _: kernel.emulate(number, *layouts[number % 3]), sizes)
     (side,) = outcome.sides.values()
     assert side.unexplained == []
     assert {stage for _, stage in side.stages} >= {"geometry", "literal", "candidates"}

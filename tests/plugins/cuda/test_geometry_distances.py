@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from tests.plugins.cuda.test_emulator import address
+from tests.support.kernel import KernelTable, table_struct
 from tests.support.quantised_tables import FORMS, quantised_table
-from topw_deploy.plugins.kernel import KernelTable
-from topw_deploy.plugins.kernel_table import table_struct
 from topw_deploy.sampling import Geometry
 
 # Float32 rounding of coordinates, norms and 32 + 4 + 4 + 16 partial sums.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support.emulated import EmulatedKernel
-from topw_deploy.plugins.kernel import STAGES
+from tests.support.kernel import STAGES
 from topw_deploy.sampling import TopWOptions
 from topw_deploy.sampling.reference import candidate_pool
 

@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 import pytest
 
-from fuzz.cuda import fuzz
+from fuzz.sampler import fuzz_kernel
 from tests.plugins.cuda.test_emulator import address
 from tests.support.emulated import EmulatedKernel, built
 from tests.support.sampler_cases import SMALL
@@ -64,7 +64,7 @@ def test_kernels_that_weigh_in_double_answer_as_the_reference(request: pytest.Fi
     """As compiled for sm_80, 90 and 100."""
     assert request.config.cache is not None
     kernel = EmulatedKernel(built(request.config.cache.mkdir("emulated"), ["-DTOPW_FAST_DOUBLES=1"]))
-    outcome = fuzz(kernel, 600, 8, lambda number, _: kernel.emulate(number, 64, 3), SMALL)
+    outcome = fuzz_kernel(kernel, 600, 8, lambda number, _: kernel.emulate(number, 64, 3), SMALL)
     (side,) = outcome.sides.values()
     assert side.unexplained == []
     assert {stage for _, stage in side.stages} >= {"geometry", "candidates"}

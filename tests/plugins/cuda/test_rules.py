@@ -9,11 +9,11 @@ import pytest
 
 from tests.plugins.cuda.certified_rows import same_bits
 from tests.support.emulated import EmulatedKernel
+from tests.support.kernel import STAGES, KernelSamples
 from tests.support.masks import masked, masks, packed
 from tests.support.rows import Case
 from tests.support.rule_rows import differences_from_rules, rule_case, rule_columns, rules_of, with_logits
 from tests.support.samples import slow, thinned
-from topw_deploy.plugins.kernel import STAGES, KernelSamples
 from topw_deploy.sampling import TopWOptions
 from topw_deploy.sampling.rules import RULES
 

@@ -10,8 +10,8 @@ import pytest
 
 from tests.plugins.cuda.certified_rows import same_bits
 from tests.support.emulated import EmulatedKernel
+from tests.support.kernel import STAGES, KernelSamples, KernelTable
 from tests.support.samples import broad
-from topw_deploy.plugins.kernel import STAGES, KernelSamples, KernelTable
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, TopWOptions, TopWParameters, sample_row
 
 pytestmark = pytest.mark.long

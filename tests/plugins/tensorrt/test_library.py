@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.emulated import CUDA_SOURCES, FLAGS
+from tests.support.emulated import EMULATOR, FLAGS
 from topw_deploy.plugins import compile_cuda, compile_native
 from topw_deploy.plugins.tensorrt.compile import SOURCE, find_headers
 
@@ -40,11 +40,11 @@ def headers(kind: str) -> list[Path]:
 
 def compiled(folder: Path, included: list[Path]) -> Path:
     """Only plugin_steps.cpp has sanitizers: they report fibres' stacks as errors."""
-    command = [*compile_native.find_compiler(), *(flag for flag in FLAGS if flag != "-shared"), f"-I{CUDA_SOURCES}"]
+    command = [*compile_native.find_compiler(), *(flag for flag in FLAGS if flag != "-shared")]
     folders = [f"-isystem{path}" for path in included]
     parts = {
         "kernels_watched": (HERE / "kernels_watched.cpp", []),
-        "emulator": (CUDA_SOURCES / "emulator.cpp", []),
+        "emulator": (EMULATOR, []),
         "quantised": (compile_native.SOURCES / "quantised.cpp", []),
         "plugin": (SOURCE, [*SANITIZERS, *folders]),
         "plugin_steps": (HERE / "plugin_steps.cpp", [*SANITIZERS, *folders]),

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.kernel import COLUMNS, Kernel, KernelTable
 from tests.support.masks import packed
 from tests.support.native_cases import geometry_of
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins import shared_library
 from topw_deploy.plugins import tensorrt as plugins
-from topw_deploy.plugins.kernel import COLUMNS, Kernel, KernelTable
 from topw_deploy.plugins.shared_library import CUDA_ABI_VERSION, library_path
 from topw_deploy.plugins.tensorrt.kernels import PluginKernels
 from topw_deploy.plugins.tensorrt.node import CallShape, NodeAttributes

@@ -89,11 +89,9 @@ _GRAPH, _HF = ("onnx_ir", "onnxscript"), ("torch", "transformers")
 SIDES = {
     side.name: side
     for side in (
-        SamplerSide("native", "Top-W native, C function", "ours", "token", True),
-        SamplerSide("native-op", "Top-W native, onnxruntime op", "ours", "token", True, _GRAPH),
+        SamplerSide("native", "Top-W native, onnxruntime op", "ours", "token", True, _GRAPH),
         SamplerSide("graph", "Top-W graph, portable", "ours", "token", True, _GRAPH),
         SamplerSide("graph-ort", "Top-W graph, onnxruntime form", "ours", "token", True, _GRAPH),
-        SamplerSide("numpy", "Top-W numpy", "ours", "token", True),
         SamplerSide("torch", "Top-W torch", "ours", "crop", True, ("torch",)),
         SamplerSide("authors", "Top-W, authors' processor", "peer", "crop", False, _HF),
         SamplerSide("hf-top-p", f"transformers top-p {TOP_P}", "peer", "crop", False, _HF),
@@ -138,7 +136,7 @@ def _why_not(side: SamplerSide, request: SamplerBenchRequest) -> str | None:
             return "not installed: pip install onnxruntime-genai, or give an environment's Python with --genai-python"
         if not install.is_importable("onnx"):
             return f"not usable without onnx: {install.install_command('export')}"
-    if side.name in ("native", "native-op") and (why_no_library := sides.why_no_native_library()) is not None:
+    if side.name == "native" and (why_no_library := sides.why_no_native_library()) is not None:
         return why_no_library
     if not all(map(install.is_importable, side.needs)):
         return f"not installed: {install.install_command('export')}"

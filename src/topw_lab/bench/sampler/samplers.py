@@ -1,4 +1,4 @@
-"""The samplers of numpy, the native library and onnxruntime. `torch_samplers` has the others."""
+"""The samplers of onnxruntime. `torch_samplers` has the others."""
 
 from __future__ import annotations
 
@@ -9,17 +9,12 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from topw_deploy.errors import ProviderError
 from topw_deploy.runtime.row_inputs import RuleInputs
-from topw_deploy.sampling import draw
-from topw_deploy.sampling.fast.crop import FastCrop, fast_crop
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_lab.bench.sampler.inputs import TABLE_FILE, Case, Logits, SamplerInputs
 
 if TYPE_CHECKING:
     import onnxruntime as ort
-
-    from topw_deploy.plugins.kernel import KernelCall
 
 Call = Callable[[], object]
 
@@ -44,31 +39,6 @@ def ids_of_mask(keep_mask: NDArray[np.bool_] | None) -> list[NDArray[np.int64]] 
     return None if keep_mask is None else [np.flatnonzero(row) for row in keep_mask]
 
 
-class NumpySampler:
-    """Top-W in numpy: `fast_crop` and, unless greedy, `draw`, row by row."""
-
-    def __init__(self, inputs: SamplerInputs) -> None:
-        self._inputs = inputs
-
-    def prepare_step(self, case: Case, logits: Logits) -> Call:
-        uniforms, temperature = self._inputs.uniform.tolist(), case.parameters.temperature
-
-        def sample() -> list[int]:
-            if case.parameters.greedy:
-                return [int(self._crop(row, case).kept[0]) for row in logits]
-            pairs = zip(logits, uniforms, strict=True)
-            return [draw(row, self._crop(row, case).kept, temperature, uniform).token for row, uniform in pairs]
-
-        return sample
-
-    def kept_ids(self, case: Case, logits: Logits) -> Sequence[ArrayLike]:
-        return [self._crop(row, case).kept for row in logits]
-
-    def _crop(self, row: Logits, case: Case) -> FastCrop:
-        inputs = self._inputs
-        return fast_crop(row, case.parameters, inputs.options, inputs.geometry, inputs.neighbour_bound)
-
-
 class NumpyMax:
     """`numpy.max` of each row, as a yardstick: every sampler must read the logits."""
 
@@ -77,38 +47,6 @@ class NumpyMax:
 
     def kept_ids(self, case: Case, logits: Logits) -> None:
         return None
-
-
-class NativeSampler:
-    """Top-W in the native library: the C function `topw_sample_row` for each row, in one thread."""
-
-    def __init__(self, inputs: SamplerInputs) -> None:
-        from topw_deploy.plugins.kernel import Kernel, KernelTable
-        from topw_deploy.plugins.shared_library import library_path, why_absent
-
-        path = library_path()
-        if path is None:
-            raise ProviderError(why_absent())
-        self._kernel, self._inputs = Kernel(path), inputs
-        self._table = KernelTable.from_geometry(inputs.geometry, inputs.neighbour_bound)
-
-    def prepare_step(self, case: Case, logits: Logits) -> Call:
-        return self._prepare(case, logits, keep_mask=False)
-
-    def kept_ids(self, case: Case, logits: Logits) -> Sequence[ArrayLike] | None:
-        call = self._prepare(case, logits, keep_mask=True)
-        call()
-        return ids_of_mask(call.samples.keep_mask)
-
-    def _prepare(self, case: Case, logits: Logits, *, keep_mask: bool) -> KernelCall:
-        columns = {name: getattr(case.parameters, name) for name in PARAMETER_NAMES}
-        return self._kernel.prepare(
-            logits,
-            {**columns, "uniform": self._inputs.uniform},
-            self._inputs.options,
-            self._table,
-            keep_mask=keep_mask,
-        )
 
 
 class GraphSampler:

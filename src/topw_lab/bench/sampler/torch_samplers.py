@@ -26,8 +26,7 @@ class TorchSampler:
     def __init__(self, inputs: SamplerInputs) -> None:
         from topw_deploy.sampling.torch import TensorGeometry
 
-        self._options, bound = inputs.options, inputs.neighbour_bound
-        self._bound = None if bound is None else torch.from_numpy(bound)
+        self._options = inputs.options
         self._geometry = None
         if inputs.embeddings is not None:
             table = torch.from_file(str(inputs.folder / TABLE_FILE), size=inputs.embeddings.size).view(
@@ -45,7 +44,7 @@ class TorchSampler:
     def _crop(self, scores: torch.Tensor, case: Case) -> Any:
         from topw_deploy.sampling.torch import crop_rows
 
-        return crop_rows(scores, case.parameters, self._options, self._geometry, neighbour_bound=self._bound)
+        return crop_rows(scores, case.parameters, self._options, self._geometry)
 
 
 class TransformersWarper:

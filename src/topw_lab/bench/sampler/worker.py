@@ -99,10 +99,8 @@ def make_inputs(settings: SamplerSettings) -> SamplerInputs:
 def make_sampler(name: str, inputs: SamplerInputs) -> TimedSampler:
     """Make the sampler of side `name`, and import its libraries."""
     makers: dict[str, Callable[[], TimedSampler]] = {
-        "numpy": partial(samplers.NumpySampler, inputs),
         "max": samplers.NumpyMax,
-        "native": partial(samplers.NativeSampler, inputs),
-        "native-op": partial(samplers.GraphSampler, inputs, "portable", native=True),
+        "native": partial(samplers.GraphSampler, inputs, "portable", native=True),
         "graph": partial(samplers.GraphSampler, inputs, "portable", native=False),
         "graph-ort": partial(samplers.GraphSampler, inputs, "onnxruntime", native=False),
         "argmax": partial(samplers.OperatorModel, inputs, "ArgMax"),
@@ -147,13 +145,10 @@ class SamplerWorker:
 
     def instruction_set(self) -> str | None:
         """The instruction set of the native library; None if no side uses the library."""
-        if not {"native", "native-op"} & set(self.samplers):
-            return None
-        from topw_deploy.plugins.kernel import Kernel
-        from topw_deploy.plugins.shared_library import library_path
+        from topw_deploy.plugins.shared_library import library_path, load
 
         path = library_path()
-        return None if path is None else Kernel(path).instruction_set
+        return load(path).instruction_set if path is not None and "native" in self.samplers else None
 
     def check(self, case: int) -> dict[str, Any]:
         """Compare the kept sets of all sides with the reference's. Raises BenchmarkError if an exact side differs.

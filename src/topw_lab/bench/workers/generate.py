@@ -94,7 +94,7 @@ def _processor_maker(processor: str | None) -> Callable[[Any], list[Any]]:
     if processor is None:
         return lambda _model: []
     if processor == "topw":
-        from topw_deploy.processors import TopWLogitsProcessor
+        from topw_deploy.sampling.processor import TopWLogitsProcessor
 
         return lambda model: [TopWLogitsProcessor(model)]
     from topw_lab.bench.sides import load_processor

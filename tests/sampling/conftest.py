@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from tests.processors.tiny import tiny_llama
+from tests.sampling.tiny import tiny_llama
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,7 +6,7 @@ from transformers import LogitsProcessorList, MinPLogitsWarper, RepetitionPenalt
 from transformers.generation import logits_process
 
 from topw_deploy.errors import GenerationError, ParameterError
-from topw_deploy.processors import TopWLogitsProcessor
+from topw_deploy.sampling.processor import TopWLogitsProcessor
 
 from .tiny import EOS, PAD, WIDE, Seen, kept_sets, reference_sets, tiny_llama
 

@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerFast
 from tests.support.toy_model import BOS, byte_tokenizer
 from topw_deploy.errors import ParameterError
 from topw_deploy.export.sampler_only import export_sampler, sampler_request
-from topw_deploy.processors import TopWLogitsProcessor, median_distance_of
 from topw_deploy.runtime import TopWSampler
 from topw_deploy.sampling import Geometry, TopWOptions, median_distance
 from topw_deploy.sampling.geometry import SAMPLE_TEXT
+from topw_deploy.sampling.processor import TopWLogitsProcessor, median_distance_of
 
 from .tiny import VOCAB
 

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
 
-from topw_deploy.processors import TopWLogitsProcessor
 from topw_deploy.sampling import Geometry, crop
+from topw_deploy.sampling.processor import TopWLogitsProcessor
 
 VOCAB, BOS, EOS, PAD = 320, 1, 2, 0
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support.rule_cases import rule_cases
-from topw_deploy.sampling.rules import kept_set
-from topw_deploy.sampling.rules import OrderedRow
+from topw_deploy.sampling.rules import OrderedRow, kept_set
 
 ROWS = 300
 

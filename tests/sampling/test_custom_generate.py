@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.processors import RuleLogitsProcessor, TopWLogitsProcessor
+from topw_deploy.sampling.processor import TopWLogitsProcessor
 
 from .tiny import WIDE, Seen, kept_sets, reference_sets
 
@@ -38,11 +38,11 @@ def custom(model, **arguments):
         {"preset": "released", "temperature": 2.0},
         WIDE | {"metric": "unit"},
         WIDE | {"geom_unit": "median", "median_distance": 0.25},
-        {"rule": "top_w", "lam": 1.0},
+        {"lam": 1.0},
     ],
 )
 def test_it_generates_what_the_processor_does(model, choices):
-    topw = TopWLogitsProcessor(model, **{name: value for name, value in choices.items() if name != "rule"})
+    topw = TopWLogitsProcessor(model, **choices)
     torch.manual_seed(0)
     direct = model.generate(PROMPT, **topw.generate_arguments(), **EVERYTHING)
     out = custom(model, **choices)
@@ -67,36 +67,6 @@ def test_top_w_comes_after_the_users_processors_and_generates_penalties(model):
     table = model.get_input_embeddings().weight
     assert [kept_sets(scores) for scores in out.scores] == [reference_sets(topw, s, table) for s in seen.scores]
     assert not torch.equal(seen.scores[0], out.logits[0])
-
-
-@pytest.mark.parametrize(
-    "choices",
-    [
-        {"rule": "min_p", "min_p": 0.1},
-        {"rule": "top_k", "top_k": 3},
-        {"rule": "top_h"},
-        {"rule": "top_n_sigma", "top_n_sigma": 0.5},
-        {"rule": "min_k", "selection_temperature": 1.0},
-    ],
-    ids=str,
-)
-def test_another_rule_takes_top_w_s_place(model, choices):
-    rule = RuleLogitsProcessor(temperature=1.75, **choices)
-    out = custom(model, temperature=1.75, **choices)
-    torch.manual_seed(0)
-    direct = model.generate(PROMPT, **rule.generate_arguments() | {"temperature": 1.75}, **EVERYTHING)
-    assert torch.equal(out.sequences, direct.sequences)
-    assert [kept_sets(scores) for scores in out.scores] == [kept_sets(scores) for scores in direct.scores]
-    assert all(kept_sets(scores) != kept_sets(logits) for logits, scores in zip(out.logits, out.scores, strict=True))
-
-
-def test_parameters_of_two_rules_are_refused(model):
-    with pytest.raises(ParameterError, match="unknown parameter 'lam'"):
-        custom(model, rule="min_p", min_p=0.1, lam=1.0)
-    with pytest.raises(ParameterError, match="top_k is a parameter of the rule top_k, but the rule is min_p"):
-        custom(model, rule="min_p", min_p=0.1, top_k=5)
-    with pytest.raises(ParameterError, match="rule is 'minp': did you mean min_p"):
-        custom(model, rule="minp")
 
 
 @pytest.mark.parametrize("other", [{"top_k": 5}, {"top_p": 0.9}, {"num_beams": 2}, {"do_sample": False}])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -199,3 +201,9 @@ def test_kept_set_refuses_top_w_and_invalid_arguments() -> None:
         kept_set(ROW, "top_w")
     with pytest.raises(ParameterError, match=r"the rule top_h has the values \(0.4,\), but needs top_h in \(0, 1\], "):
         kept_set(ROW, "top_h", (0.4,))
+
+
+def test_the_page_has_a_section_for_every_rule_and_no_other() -> None:
+    page = Path(__file__).parents[2] / "docs" / "contract" / "rules.md"
+    sections = re.findall(r"^### (.+)$", page.read_text("utf-8").partition("\n## 4. ")[2], re.MULTILINE)
+    assert [name.replace("-", "_") for name in sections] == [name for name in RULES if name != "top_w"]
