@@ -23,10 +23,10 @@ from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.cache import new_caches
 from topw_deploy.runtime.folder import ModelFolder
-from topw_deploy.runtime.loop import Generation, Row, accept_tokens, decode_one_token, prefill
+from topw_deploy.runtime.inputs import RuleInputs
+from topw_deploy.runtime.loop import Batch, accept_tokens, decode_one_token, prefill
 from topw_deploy.runtime.ort.graph_session import SAMPLER_INPUTS
 from topw_deploy.runtime.ort.session import OrtSession
-from topw_deploy.runtime.row_inputs import RuleInputs
 from topw_deploy.sampling import TopWParameters
 from topw_lab.bench.decode.argmax import link_weights
 
@@ -98,21 +98,20 @@ class TopWLoop:
         self.certified: list[bool] = []
 
     def begin(self, prompt: list[int], new_tokens: int) -> None:
-        arguments = {"max_new_tokens": new_tokens + 1, "seed": 1, "ignore_eos": True}
-        requests, _, _ = self.model._resolve_requests([prompt], arguments)
-        self.row = Row(0, requests[0], None)
+        sequences = self.model.prepare([prompt], max_new_tokens=new_tokens + 1, seed=1, ignore_eos=True)
+        (self.sequence,) = sequences
         _, caches = self.model._require_open()
-        self.generation = Generation(self.session, caches, [self.row])
-        self.generation.binding.bind_array(CHOICE, self.choice)
-        accept_tokens(self.generation, prefill(self.generation))
+        self.batch = Batch(self.session, caches, sequences)
+        self.batch.binding.bind_array(CHOICE, self.choice)
+        accept_tokens(self.batch, prefill(self.batch))
 
     def step(self) -> None:
-        accept_tokens(self.generation, decode_one_token(self.generation))
+        accept_tokens(self.batch, decode_one_token(self.batch))
 
     def end(self) -> None:
         """Count the certified steps and free the cache."""
-        self.certified += self.generation.record.values("certified", 0, self.row.steps)
-        self.generation.close()
+        self.certified += self.batch.outputs(self.sequence, "certified")
+        self.batch.close()
 
 
 class GreedyLoop:

@@ -23,7 +23,7 @@ from benchmarks.common import Spread, interleave, machine, ratio, seconds, table
 from topw_deploy.export.embedding import plain_gather
 from topw_deploy.export.sampler_only import sampler_model
 from topw_deploy.export.tail import FORMS, TailSpec
-from topw_deploy.runtime.row_inputs import RuleInputs
+from topw_deploy.runtime.inputs import RuleInputs
 from topw_deploy.sampling import Geometry, pack_mask
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 from topw_deploy.sampling.rules import RULES, RuleParameters

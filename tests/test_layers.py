@@ -55,6 +55,7 @@ ALLOWED = {
     | {"export", "serve", "triton", "web"}
     | {"stats", "bench", "compare", "harness", "judges"},
     "__main__": {"cli"},
+    "__init__": {"engine", "export", "runtime"},  # imported when one of their names is used
 }
 
 # Other libraries that a part imports anywhere, and those that importing its modules loads.
@@ -130,15 +131,9 @@ ORDER = (
     (
         *("runtime/folder", "runtime/text", "runtime/tokenizer"),
         *("runtime/structured", "runtime/results", "runtime/tools", "runtime/protocols"),
-        *(
-            "runtime/callbacks",
-            "runtime/parameters",
-            "runtime/rules",
-            "runtime/generation_config",
-            "runtime/limits",
-            "runtime/request",
-        ),
-        *("runtime/edits", "runtime/row_inputs", "runtime/cache", "runtime/device_lock", "runtime/session_options"),
+        *("runtime/parameters", "runtime/generation_config", "runtime/logprobs", "runtime/sequence"),
+        *("runtime/prompts", "runtime/inputs", "runtime/cache", "runtime/outputs", "runtime/prepare"),
+        *("runtime/device_lock", "runtime/session_options"),
         *("runtime/ort", "runtime"),
     ),
 )
@@ -250,13 +245,13 @@ HEAVY = {"torch", "transformers", "onnx", "onnx_ir", "onnxscript"}
 
 
 def test_importing_the_runtime_loads_no_exporter_library() -> None:
-    loaded = loaded_by("import topw_deploy.runtime")
+    loaded = loaded_by("from topw_deploy.runtime import TopWModel")
     assert "onnxruntime" in loaded
     assert not loaded & (HEAVY | {"click", "huggingface_hub"})
 
 
 def test_the_runtime_without_onnxruntime_says_what_to_install() -> None:
-    code = "import sys; sys.modules['onnxruntime'] = None; import topw_deploy.runtime"
+    code = "import sys; sys.modules['onnxruntime'] = None; from topw_deploy.runtime import TopWModel"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "running a model needs onnxruntime, which is not installed ([cpu] brings it, or [gpu]" in done.stderr
     assert done.stderr.endswith(f"; run: {install.install_command('cpu')}\n")

@@ -130,8 +130,7 @@ def test_the_runs_alone_serve_the_requests_by_the_engines_schedule(model: TopWMo
         return read(row, request, start, end)
 
     batch.read = counted  # type: ignore[method-assign]
-    requests = [model._resolve_requests(prompt, {"max_new_tokens": new, "seed": 1, "ignore_eos": True})[0][0]
-                for prompt, new in REQUESTS]  # fmt: skip
+    requests = [model.prepare(prompt, max_new_tokens=new, seed=1, ignore_eos=True)[0] for prompt, new in REQUESTS]
     for _ in range(2):  # all rows are free again
         before = batch.steps
         reads.clear()

@@ -13,7 +13,7 @@ from benchmarks import decode_worker
 from benchmarks.decode_worker import CHOICE, write_either
 from tests.support.toy_graph import FORMS, HEAD_DIMS
 from tests.support.toy_model import VOCAB, Toy, export
-from topw_deploy.runtime.row_inputs import RuleInputs
+from topw_deploy.runtime.inputs import RuleInputs
 from topw_deploy.sampling import TopWParameters
 from topw_lab.bench.process import WorkerProcess
 

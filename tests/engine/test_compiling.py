@@ -43,15 +43,15 @@ class Compiler:
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     pytest.importorskip("llguidance")
-    compiler, guides = Compiler(), TopWModel._new_guides
+    compiler, compile_grammars = Compiler(), TopWModel.compile_grammars
 
-    def slow(model: TopWModel, rows: Any) -> Any:
-        if any(row.constraint is not None for row in rows):
+    def slow(model: TopWModel, sequences: Any) -> None:
+        if any(sequence.params.constraint is not None for sequence in sequences):
             compiler.reached.set()
             assert compiler.opened.wait(HANG)
-        return guides(model, rows)
+        compile_grammars(model, sequences)
 
-    monkeypatch.setattr(TopWModel, "_new_guides", slow)
+    monkeypatch.setattr(TopWModel, "compile_grammars", slow)
     yield compiler
     compiler.opened.set()
 

@@ -10,17 +10,18 @@ import numpy as np
 
 from topw_deploy.engine.decoding import Group
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.request import RowRequest
-from topw_deploy.runtime.rows import Row
-from topw_deploy.runtime.text import RowText
+from topw_deploy.runtime.sequence import Sequence, SequenceParams
 
 
-def request_of(model: TopWModel, budget: int, ends: frozenset[int] = frozenset()) -> RowRequest:
-    (request,), *_ = model._resolve_requests([5, 6], {"seed": 1})
-    return replace(request, budget=budget, eos_token_ids=ends)
+def request_of(model: TopWModel, budget: int, ends: frozenset[int] = frozenset()) -> SequenceParams:
+    return replace(model.prepare([5, 6], seed=1)[0].params, budget=budget, eos_token_ids=ends)
 
 
-def group_of(rows: list[Row], width: int | None = None) -> Group:
+def sequence_of(model: TopWModel, index: int, params: SequenceParams) -> Sequence:
+    return Sequence(index, (5, 6), params, model.tokenizer)
+
+
+def group_of(rows: list[Sequence], width: int | None = None) -> Group:
     sequences: list[Any] = [SimpleNamespace(row=place, generation=row) for place, row in enumerate(rows)]
     return Group(sequences[::-1], len(rows) if width is None else width)
 
@@ -33,7 +34,7 @@ def test_a_group_passes_the_tokens_that_each_row_passes_alone(model: TopWModel) 
             request_of(model, int(rng.integers(1, 12)), frozenset(rng.integers(0, 40, rng.integers(3)).tolist()))
             for _ in range(rng.integers(1, 5))
         ]
-        rows, alone = ([Row(index, request, None) for index, request in enumerate(requests)] for _ in range(2))
+        rows, alone = ([sequence_of(model, *each) for each in enumerate(requests)] for _ in range(2))
         group = group_of(rows)
         while True:
             tokens = rng.integers(-1 if rng.random() < 0.05 else 0, 40, len(rows)).tolist()
@@ -53,7 +54,8 @@ def test_a_group_passes_the_tokens_that_each_row_passes_alone(model: TopWModel) 
 
 def test_rows_with_text_or_with_free_rows_between_them_cannot_pass_together(model: TopWModel) -> None:
     request = request_of(model, 9)
-    plain, watched = Row(0, request, None), Row(1, request, RowText(model.tokenizer.text_decoder([5, 6]), (), 0))
+    plain, watched = sequence_of(model, 0, request), sequence_of(model, 1, request)
+    watched.decode_as_drawn()
     assert not group_of([plain, watched]).can_pass
     assert not group_of([plain], width=2).can_pass
     assert group_of([plain]).can_pass

@@ -172,7 +172,7 @@ def test_only_runs_with_a_request_that_asks_write_logits_to_the_host(
 
 
 def test_a_batch_refuses_to_copy_logits_that_its_graph_lacks(model: TopWModel) -> None:
-    (request,), *_ = model._resolve_requests([5, 6], {"seed": 1})
+    (request,) = model.prepare([5, 6], seed=1)
     batch = Batch(model._require_open()[0], model._decoder, 1, CONTEXT)
     try:
         batch.assign(0, request)

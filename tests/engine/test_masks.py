@@ -11,7 +11,7 @@ from tests.support.toy_model import CONTEXT, Toy, byte_ids
 from topw_deploy.engine.batch import Batch
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.ort.session import HostBinding
-from topw_deploy.runtime.request import RowRequest
+from topw_deploy.runtime.sequence import Sequence
 
 
 class Rows:
@@ -23,10 +23,10 @@ class Rows:
         self.batch = Batch(session, model._decoder, rows, CONTEXT)
         self.tokens: list[list[int]] = []
         self.masked: list[bool] = []
-        self.requests: list[RowRequest] = []
+        self.requests: list[Sequence] = []
 
     def join(self, text: str, seed: int, *, masked: bool) -> None:
-        (request,), *_ = self.model._resolve_requests(byte_ids(text), {"max_new_tokens": 60, "seed": seed, **HOT})
+        (request,) = self.model.prepare(byte_ids(text), max_new_tokens=60, seed=seed, **HOT)
         row = len(self.tokens)
         self.requests.append(request)
         self.tokens.append([])

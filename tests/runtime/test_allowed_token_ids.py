@@ -8,7 +8,7 @@ import pytest
 from tests.support.toy_model import EOS, VOCAB, Load, Toy, byte_ids
 from topw_deploy.errors import LogitsError, ParameterError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.row_inputs import MaskInputs
+from topw_deploy.runtime.inputs import MaskInputs
 from topw_deploy.sampling.row import pack_mask
 
 HOT = {"temperature": 3.0, "lam": 0.1, "seed": 4, "max_new_tokens": 12, "ignore_eos": True}

@@ -10,16 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.prepared import prepare
 from tests.support.toy_model import VOCAB
 from topw_deploy.errors import ParameterError, PromptError, TokenizerError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.chat import ChatTemplate
-from topw_deploy.runtime.generation_config import read_model_defaults
-from topw_deploy.runtime.limits import Limits
-from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS
-from topw_deploy.runtime.request import RowRequest, resolve_rows, split_parameters
+from topw_deploy.runtime.parameters import PARAMETERS
+from topw_deploy.runtime.prepare import Limits, Preparer
+from topw_deploy.runtime.sequence import Sequence
 from topw_deploy.runtime.tokenizer import Tokenizer
-from topw_deploy.sampling import TopWParameters
 
 LIMITS = Limits(context_length=64, vocab_size=VOCAB)
 SCALARS = st.one_of(
@@ -41,7 +40,7 @@ VALUES = st.recursive(
     max_leaves=6,
 )
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
-NAMES = st.sampled_from([*PARAMETERS, *REQUEST_PARAMETERS])
+NAMES = st.sampled_from(list(PARAMETERS))
 
 
 @pytest.mark.slow
@@ -61,9 +60,7 @@ def check_resolved(request: dict[str, Any], rows: int) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            named, whole = split_parameters(request)
-        samples, config = min(whole["num_return_sequences"], 2), whole["generation_config"]
-        found = resolve_rows([[1, 2]] * rows, named, {}, TopWParameters(), LIMITS, samples, config=config)
+            found = prepare(request, [[1, 2]] * rows, limits=LIMITS)
     except (ParameterError, PromptError):
         return
     assert len(found) % rows == 0
@@ -71,8 +68,10 @@ def check_resolved(request: dict[str, Any], rows: int) -> None:
         check_sane(row)
 
 
-def check_sane(row: RowRequest) -> None:
-    assert 1 <= row.budget <= LIMITS.context_length - 2
+def check_sane(sequence: Sequence) -> None:
+    row = sequence.params
+    assert row.prompt_logprobs is not None or row.budget
+    assert 0 <= row.budget <= LIMITS.context_length - 2
     assert 0 < row.repetition_penalty < math.inf
     assert all(0 <= token < VOCAB for token in (*row.eos_token_ids, row.pad_token_id, *row.logit_bias))
     assert all(bias < math.inf for bias in row.logit_bias.values())
@@ -84,7 +83,7 @@ class FakeFolder:
     """A folder with only a generation_config.json."""
 
     def __init__(self, config: dict[str, Any], model: TopWModel) -> None:
-        self.config, self.manifest = config, model.manifest
+        self.config, self.manifest, self.path = config, model.manifest, model.path
 
     def read_json(self, name: str) -> dict[str, Any]:
         return self.config if name == "generation_config.json" else {}
@@ -99,10 +98,10 @@ def test_any_generation_config_is_read_or_refused(model: TopWModel) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                defaults = read_model_defaults(FakeFolder(config, model), tokenizer)  # type: ignore[arg-type]
+                preparer = Preparer(FakeFolder(config, model), tokenizer, LIMITS)  # type: ignore[arg-type]
+                check_sane(preparer.prepare([1, 2], {})[0])
             except ParameterError:
                 return
-            check_sane(resolve_rows([[1, 2]], {}, defaults, TopWParameters(), LIMITS)[0])
 
     check()
 
@@ -120,7 +119,7 @@ def test_any_prompt_becomes_rows_or_is_refused(model: TopWModel) -> None:
     @given(prompt=VALUES, inputs=st.dictionaries(st.sampled_from(INPUTS), VALUES, max_size=2))
     def check(prompt: Any, inputs: dict[str, Any]) -> None:
         try:
-            rows, _, _ = model._resolve_requests(prompt, inputs)
+            rows = model.prepare(prompt, **inputs)
         except PromptError:
             return
         assert all(row.prompt for row in rows)

@@ -251,7 +251,7 @@ def test_a_row_without_streamer_and_criteria_has_no_callbacks(
     def refuse(*_: Any) -> None:
         raise AssertionError("callbacks were made")
 
-    monkeypatch.setattr("topw_deploy.runtime.callbacks.RowCallbacks.__init__", refuse)
+    monkeypatch.setattr("topw_deploy.runtime.sequence.Callbacks.__init__", refuse)
     model.generate("ab", stopping_criteria=[], **SETTINGS)
     with pytest.raises(AssertionError, match="callbacks were made"):
         model.generate("ab", stopping_criteria=third, **SETTINGS)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topw_deploy.runtime.row_inputs import Draws, uniforms
+from topw_deploy.runtime.inputs import Draws, uniforms
 from topw_deploy.sampling import uniform_for
 
 

@@ -7,12 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.prepared import edits_of, prepare
 from tests.support.toy_model import VOCAB, Toy, export_sampler
 from topw_deploy.runtime import TopWSampler
-from topw_deploy.runtime.edits import EditInputs
-from topw_deploy.runtime.limits import Limits
-from topw_deploy.runtime.request import resolve_rows, split_parameters
-from topw_deploy.sampling import TopWParameters, apply_edits
+from topw_deploy.runtime.inputs import EditInputs
+from topw_deploy.sampling import apply_edits
 
 A, B, C = 10, 11, 12
 PROMPT = [A, C]
@@ -25,8 +24,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "guide" / "runtime.md"
 
 
 def edits() -> EditInputs:
-    named, _ = split_parameters({"seed": 1, "repetition_penalty": PENALTY, "logit_bias": BIASES})
-    return EditInputs(resolve_rows([PROMPT], named, {}, TopWParameters(), Limits(1000, VOCAB)))
+    return edits_of(prepare({"repetition_penalty": PENALTY, "logit_bias": BIASES}, [PROMPT]))
 
 
 def test_numpys_edits_give_the_numbers_of_the_example() -> None:

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.prepared import edits_of
 from tests.support.toy_model import EOS, VOCAB, Load, Toy, byte_ids
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.edits import EditInputs
+from topw_deploy.runtime.inputs import EditInputs
 from topw_deploy.sampling import TopWParameters
 
 PROMPT = byte_ids("hello")
@@ -160,17 +161,15 @@ def test_all_edits_together_fit_and_agree(model: TopWModel, toy: Toy) -> None:
 
 
 def test_a_batch_without_edits_sends_empty_inputs(model: TopWModel) -> None:
-    requests, _, _ = model._resolve_requests(["a", "b"], {})
-    edits = EditInputs(requests)
+    edits = edits_of(model.prepare(["a", "b"]))
     assert not edits.is_active
     assert edits.ids.shape == (2, 0)
 
 
 def test_slots_stay_distinct_within_a_row(model: TopWModel) -> None:
-    requests, _, _ = model._resolve_requests(
-        ["banana", "a"], {"repetition_penalty": 1.1, "presence_penalty": 1.0, "no_repeat_ngram_size": 1, "seed": 1}
+    edits = edits_of(
+        model.prepare(["banana", "a"], repetition_penalty=1.1, presence_penalty=1.0, no_repeat_ngram_size=1, seed=1)
     )
-    edits = EditInputs(requests)
     rng = np.random.default_rng(0)
     for _ in range(80):
         edits.write_bans()
@@ -184,16 +183,16 @@ def test_slots_stay_distinct_within_a_row(model: TopWModel) -> None:
 def test_rows_are_set_cleared_and_exchanged_alone(model: TopWModel) -> None:
     """A row's edits depend on its request alone, wherever and beside whatever it runs."""
     settings: dict[str, Any] = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "no_repeat_ngram_size": 2}
-    (first,), *_ = model._resolve_requests("banana", settings)
-    (second,), *_ = model._resolve_requests("x", {"logit_bias": dict.fromkeys(range(3, 40), 1.0)})
-    (plain,), *_ = model._resolve_requests("y", {})
+    (first,) = model.prepare("banana", **settings)
+    (second,) = model.prepare("x", logit_bias=dict.fromkeys(range(3, 40), 1.0))
+    (plain,) = model.prepare("y")
 
     def inputs(edits: EditInputs, row: int) -> set[tuple[int, float, float]]:
         edits.write_bans(row)
         rows = zip(edits.ids[row].tolist(), edits.penalty[row].tolist(), edits.bias[row].tolist(), strict=True)
         return {edit for edit in rows if edit[0] >= 0}
 
-    alone, together = EditInputs([first]), EditInputs([None] * 3)
+    alone, together = edits_of([first]), EditInputs(3)
     assert (together.is_active, together.slots) == (False, 0)
     together.set(1, first)
     place = 1
@@ -215,8 +214,8 @@ def test_rows_are_set_cleared_and_exchanged_alone(model: TopWModel) -> None:
 
 
 def test_a_row_whose_edits_do_not_fit_is_without_edits(model: TopWModel) -> None:
-    (large,), *_ = model._resolve_requests("abc", {"logit_bias": dict.fromkeys(range(3, 8), 1.0)})
-    edits = EditInputs([None, None], fixed=4)
+    (large,) = model.prepare("abc", logit_bias=dict.fromkeys(range(3, 8), 1.0))
+    edits = EditInputs(2, fixed=4)
     with pytest.raises(ParameterError, match="edits more than 4 tokens"):
         edits.set(1, large)
     assert not edits.is_active
@@ -224,12 +223,11 @@ def test_a_row_whose_edits_do_not_fit_is_without_edits(model: TopWModel) -> None
 
 
 def test_a_graph_with_fixed_slots_refuses_more_edits(model: TopWModel) -> None:
-    requests, _, _ = model._resolve_requests("abc", {"logit_bias": {1: 1.0, 2: 1.0, 3: 1.0}})
-    assert EditInputs(requests, fixed=3).ids.tolist() == [[1, 2, 3]]
+    requests = model.prepare("abc", logit_bias={1: 1.0, 2: 1.0, 3: 1.0})
+    assert edits_of(requests, fixed=3).ids.tolist() == [[1, 2, 3]]
     with pytest.raises(ParameterError, match="edits more than 2 tokens"):
-        EditInputs(requests, fixed=2)
-    plain, _, _ = model._resolve_requests("abc", {})
-    assert EditInputs(plain, fixed=4).ids.tolist() == [[-1] * 4]
+        edits_of(requests, fixed=2)
+    assert edits_of(model.prepare("abc"), fixed=4).ids.tolist() == [[-1] * 4]
 
 
 def test_penalties_that_add_up_beyond_float32_stay_finite(model: TopWModel) -> None:

@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.prepared import edits_of, prepare
 from tests.support.toy_model import VOCAB
-from topw_deploy.runtime.edits import EditInputs
-from topw_deploy.runtime.limits import Limits
-from topw_deploy.runtime.request import resolve_rows, split_parameters
-from topw_deploy.sampling import TopWParameters
+from topw_deploy.runtime.inputs import EditInputs
 
 torch = pytest.importorskip("torch")
 processors = pytest.importorskip("transformers").generation.logits_process
@@ -47,7 +45,7 @@ def test_each_edit_agrees_step_by_step(request_: dict[str, Any], make: Any) -> N
     rng = np.random.default_rng(0)
     for _ in range(6):
         prompt = rng.integers(2, 12, rng.integers(1, 9)).tolist()  # few tokens, for repetitions
-        processor, edits = make(len(prompt)), edits_of(prompt, request_)
+        processor, edits = make(len(prompt)), edits_after(prompt, request_)
         tokens = list(prompt)
         for _ in range(25):
             logits = (rng.standard_normal(VOCAB) * 4).astype(np.float32)
@@ -57,6 +55,5 @@ def test_each_edit_agrees_step_by_step(request_: dict[str, Any], make: Any) -> N
             edits.add_token(0, tokens[-1])
 
 
-def edits_of(prompt: Sequence[int], request: dict[str, Any]) -> EditInputs:
-    named, _ = split_parameters({"seed": 1, "eos_token_id": EOS, **request})
-    return EditInputs(resolve_rows([prompt], named, {}, TopWParameters(), Limits(1000, VOCAB)))
+def edits_after(prompt: Sequence[int], request: dict[str, Any]) -> EditInputs:
+    return edits_of(prepare({"eos_token_id": EOS, **request}, [prompt]))

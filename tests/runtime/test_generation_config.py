@@ -8,21 +8,17 @@ from typing import Any
 
 import pytest
 
+from tests.support.prepared import params
 from tests.support.toy_model import VOCAB, Load, Toy
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.limits import Limits
-from topw_deploy.runtime.request import RowRequest, resolve_rows, split_parameters
-from topw_deploy.sampling import TopWParameters
+from topw_deploy.runtime.sequence import SequenceParams
 
 SETTINGS = {"temperature": 2.0, "lam": 0.3, "max_new_tokens": 5, "seed": 3}
 
 
-def row(request: dict[str, Any], config: dict[str, Any], model: dict[str, Any]) -> RowRequest:
-    named, whole = split_parameters({**request, "generation_config": config})
-    limits = Limits(1000, VOCAB)
-    (only,) = resolve_rows([[5] * 10], named, model, TopWParameters(), limits, config=whole["generation_config"])
-    return only
+def row(request: dict[str, Any], config: dict[str, Any], model: dict[str, Any]) -> SequenceParams:
+    return params({**request, "generation_config": config}, file=model)
 
 
 @pytest.mark.parametrize(

@@ -100,13 +100,13 @@ def test_the_cache_stays_in_onnxruntime_and_logits_never_leave_the_graph(
     """Only token ids and a few numbers per row go to the host."""
     crossed: set[str] = set()
     generations = []
-    original = loop.Generation.__init__
+    original = loop.Batch.__init__
 
-    def watched(self: loop.Generation, *arguments: object) -> None:
+    def watched(self: loop.Batch, *arguments: object) -> None:
         original(self, *arguments)
         generations.append(self)
 
-    monkeypatch.setattr(loop.Generation, "__init__", watched)
+    monkeypatch.setattr(loop.Batch, "__init__", watched)
     model.generate("hello", max_new_tokens=8, seed=1)
     (generation,) = generations
     crossed = set(generation.binding._arrays)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.runtime.row_inputs import MaskInputs
+from topw_deploy.runtime.inputs import MaskInputs
 
 
 def mask(*words: int) -> np.ndarray:

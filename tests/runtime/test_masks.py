@@ -7,8 +7,7 @@ import pytest
 from tests.support.mask_steps import HOT, expected, set_mask
 from tests.support.toy_model import Load, Toy, byte_ids
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.loop import Generation, accept_tokens, decode_one_token, prefill
-from topw_deploy.runtime.rows import Row
+from topw_deploy.runtime.loop import Batch, accept_tokens, steps
 
 PROMPTS = [byte_ids("hello"), byte_ids("ab"), byte_ids("xyz?")]
 MASKED = (True, False, True)
@@ -17,34 +16,25 @@ STEPS = (14, 20, 9)
 
 def generated(model: TopWModel, masked: tuple[bool, ...]) -> list[list[int]]:
     """Tokens of a batch whose `masked` rows are masked before every step."""
-    requests = [
-        request
-        for seed, (prompt, steps) in enumerate(zip(PROMPTS, STEPS, strict=True))
-        for request in model._resolve_requests(
-            prompt, {"max_new_tokens": steps, "seed": seed, "ignore_eos": True, **HOT}
-        )[0]
-    ]
-    rows = [Row(index, request, None) for index, request in enumerate(requests)]
-    generation = Generation(*model._require_open(), rows)
-    tokens: list[list[int]] = [[] for _ in rows]
-
-    def step(run: object) -> None:
-        active = list(generation.active)
-        for row in active:
-            if masked[row.index]:
-                set_mask(generation.inputs.masks, row.index, [*row.request.prompt, *tokens[row.index]])
-        drawn = run(generation)  # type: ignore[operator]
-        accept_tokens(generation, drawn)
-        for row in active:
-            tokens[row.index].append(drawn[row.index])
-
+    sequences = model.prepare(PROMPTS, max_new_tokens=list(STEPS), seed=list(range(len(STEPS))), ignore_eos=True, **HOT)
+    batch = Batch(*model._require_open(), sequences)
+    drawn: list[list[int]] = [[] for _ in sequences]
     try:
-        step(prefill)
-        while generation.active:
-            step(decode_one_token)
+        mask(batch, masked, drawn)
+        for tokens in steps(batch):
+            for sequence in batch.active:
+                drawn[sequence.index].append(tokens[sequence.index])
+            accept_tokens(batch, tokens)
+            mask(batch, masked, drawn)
     finally:
-        generation.close()
-    return tokens
+        batch.close()
+    return drawn
+
+
+def mask(batch: Batch, masked: tuple[bool, ...], drawn: list[list[int]]) -> None:
+    for sequence in batch.active:
+        if masked[sequence.index]:
+            set_mask(batch.inputs.masks, sequence.index, [*sequence.prompt, *drawn[sequence.index]])
 
 
 def wanted(toy: Toy, masked: tuple[bool, ...]) -> list[list[int]]:

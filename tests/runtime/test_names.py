@@ -7,21 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.prepared import params
 from tests.support.toy_model import EOS, VOCAB, Load, Toy, byte_ids
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.limits import Limits
-from topw_deploy.runtime.parameters import REQUEST_ALIASES
-from topw_deploy.runtime.request import RowRequest, resolve_rows, split_parameters
-from topw_deploy.sampling import TopWParameters
+from topw_deploy.runtime.parameters import ALIASES, check_names
 
 HOT = {"temperature": 3.0, "lam": 0.1, "seed": 4}
-
-
-def row(request: dict[str, Any], prompt: int = 10) -> RowRequest:
-    named, _ = split_parameters(request)
-    (only,) = resolve_rows([[5] * prompt], named, {"eos_token_id": (EOS,)}, TopWParameters(), Limits(1000, VOCAB))
-    return only
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
@@ -30,7 +22,7 @@ def test_max_tokens_is_max_new_tokens(model: TopWModel, name: str) -> None:
 
 
 def test_min_tokens_is_min_new_tokens() -> None:
-    assert row({"min_tokens": 4}).min_new_tokens == 4
+    assert params({"min_tokens": 4}).min_new_tokens == 4
 
 
 @pytest.mark.parametrize("stop", ["<", ["#", "<"]])
@@ -46,14 +38,14 @@ def test_n_is_num_return_sequences(model: TopWModel) -> None:
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
 
 
-@pytest.mark.parametrize(("alias", "name"), REQUEST_ALIASES.items())
+@pytest.mark.parametrize(("alias", "name"), ALIASES.items())
 def test_a_name_and_its_alias_together_are_refused_and_both_are_named(alias: str, name: str) -> None:
     if name == "top_m":  # fixed by the export, under either name
         return
     for first, second in ((name, alias), (alias, name)):
         with pytest.raises(ParameterError, match=f"{name} is given twice, as {first} and as {second}; give it once"):
-            split_parameters({first: 1, second: 1})
-    assert split_parameters({name: None, alias: 1}) == split_parameters({name: 1})
+            check_names({first: 1, second: 1})
+    assert check_names({name: None, alias: 1}) == check_names({name: 1})
 
 
 def test_stop_token_ids_end_a_sequence_beside_the_models_own_and_despite_ignore_eos(load: Load) -> None:
@@ -70,11 +62,11 @@ def test_stop_token_ids_end_a_sequence_beside_the_models_own_and_despite_ignore_
 @pytest.mark.parametrize("keys", [(1, "1"), ("1", "01"), (np.int64(7), "7")], ids=repr)
 def test_a_bias_given_twice_for_a_token_is_refused_by_name(keys: tuple[Any, Any]) -> None:
     with pytest.raises(ParameterError, match=f"logit_bias names the token id {int(keys[0])} twice; give it one bias"):
-        row({"logit_bias": {keys[0]: 1.0, keys[1]: 2.0}})
+        params({"logit_bias": {keys[0]: 1.0, keys[1]: 2.0}})
 
 
 def test_biases_may_have_the_keys_of_json() -> None:
-    assert row({"logit_bias": {"5": 1, "6": -100}}).logit_bias == {5: 1.0, 6: -100.0}
+    assert params({"logit_bias": {"5": 1, "6": -100}}).logit_bias == {5: 1.0, 6: -100.0}
 
 
 @pytest.mark.parametrize("true", [True, np.True_], ids=["Python", "numpy"])
@@ -93,7 +85,7 @@ def test_biases_may_have_the_keys_of_json() -> None:
 )
 def test_a_boolean_is_not_a_token_id(request_: Any, true: Any) -> None:
     with pytest.raises(ParameterError, match=r"is (np\.)?True_?, but must be an integer"):
-        row(request_(true))
+        params(request_(true))
 
 
 @pytest.mark.parametrize("prompt", [[True, 3], [3, np.True_], np.array([True, False]), [[3], [False]]], ids=repr)

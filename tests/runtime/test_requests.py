@@ -9,21 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.prepared import prepare
 from tests.support.toy_model import EOS, PAD, VOCAB, Load, Toy, byte_ids
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.limits import Limits
-from topw_deploy.runtime.request import RowRequest, resolve_rows, split_parameters
+from topw_deploy.runtime.sequence import SequenceParams
 from topw_deploy.sampling import TopWParameters, preset_parameters
 
-LIMITS = Limits(context_length=1000, vocab_size=VOCAB)
 EXPORTED = TopWParameters(lam=1.5, temperature=0.9)
 
 
-def row(request: dict[str, Any], model: dict[str, Any] | None = None, prompt: int = 10) -> RowRequest:
-    named, _ = split_parameters(request)
-    (only,) = resolve_rows([[5] * prompt], named, model or {}, EXPORTED, LIMITS)
-    return only
+def row(request: dict[str, Any], model: dict[str, Any] | None = None) -> SequenceParams:
+    (only,) = prepare(request, file=model, exported=EXPORTED)
+    return only.params
 
 
 @pytest.mark.parametrize(
@@ -66,17 +64,16 @@ def test_a_preset_stands_before_the_models_defaults_and_behind_the_request() -> 
 
 
 def test_a_preset_of_a_generation_config_yields_to_the_request() -> None:
-    named, _ = split_parameters({"temperature": 0.5})
-    (found,) = resolve_rows([[5]], named, {"lam": 0.2}, EXPORTED, LIMITS, config={"preset": "lively", "beta": 3.0})
+    found = row({"temperature": 0.5, "generation_config": {"preset": "lively", "beta": 3.0}}, {"lam": 0.2})
     expected = preset_parameters("lively", "uniform", None) | {"beta": 3.0, "temperature": 0.5}
     assert found.top_w == TopWParameters(**expected)
 
 
 def test_each_row_may_have_its_own_preset() -> None:
-    named, _ = split_parameters({"preset": ["paper", None, "lively"], "lam": [None, 1.7, None]})
-    found = resolve_rows([[5], [6], [7]], named, {}, EXPORTED, LIMITS, geometry=("mahalanobis", 32))
+    request = {"preset": ["paper", None, "lively"], "lam": [None, 1.7, None]}
+    found = prepare(request, [[5], [6], [7]], exported=EXPORTED, geometry=("mahalanobis", 32))
     lively = TopWParameters(**preset_parameters("lively", "mahalanobis", 32))
-    assert [r.top_w for r in found] == [TopWParameters(), TopWParameters(lam=1.7, temperature=0.9), lively]
+    assert [r.params.top_w for r in found] == [TopWParameters(), TopWParameters(lam=1.7, temperature=0.9), lively]
 
 
 def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
@@ -214,9 +211,8 @@ def test_one_parameter_under_two_names_is_refused(model: TopWModel) -> None:
     ],
 )
 def test_one_more_level_of_lists_means_one_value_per_row(name: str, value: Any, rows: list[Any]) -> None:
-    named, _ = split_parameters({name: value})
     attribute = {"eos_token_id": "eos_token_ids"}.get(name, name)
-    found = [getattr(r, attribute) for r in resolve_rows([[5], [6]], named, {}, EXPORTED, LIMITS)]
+    found = [getattr(r.params, attribute) for r in prepare({name: value}, [[5], [6]])]
     assert all(want is ... or want == have for want, have in zip(rows, found, strict=True))
 
 
@@ -243,7 +239,7 @@ def test_a_real_generation_config_is_honoured_and_its_other_samplers_are_named_o
     (notice,) = [str(w.message) for w in caught]
     assert notice.startswith("generation_config.json sets top_k=50, top_p=0.9, which has no effect here")
     assert Path(caught[0].filename).name == "conftest.py", "the notice points at the caller of from_pretrained"
-    (request,), _, _ = model._resolve_requests("a", {})
+    request = model.prepare("a")[0].params
     assert request.top_w.temperature == 0.6
     assert request.repetition_penalty == 1.05
     assert request.eos_token_ids == {EOS, 7}

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.prepared import params
 from tests.support.toy_model import VOCAB, Load, Toy, byte_ids, export_sampler
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime import TopWModel, TopWSampler
-from topw_deploy.runtime.limits import Limits
-from topw_deploy.runtime.request import resolve_rows
-from topw_deploy.runtime.row_inputs import RuleInputs
-from topw_deploy.runtime.rules import LONGEST_LIST, longest_pool
+from topw_deploy.runtime.inputs import RuleInputs
+from topw_deploy.runtime.prepare import LONGEST_LIST, Limits, longest_pool
 from topw_deploy.sampling import RULES, RuleParameters, TopWParameters, sample_row
 
 HOT: dict[str, Any] = {"temperature": 3.0, "seed": 4, "max_new_tokens": 8, "ignore_eos": True}
@@ -150,5 +149,5 @@ def test_a_pool_of_top_h_that_the_function_would_cut_is_refused(
         sampler.sample(logits, uniform=0.5, top_h_pool=200)
     limits = Limits(10, VOCAB, longest_pool=100)
     with pytest.raises(ParameterError, match="top_h_pool is 200, but"):
-        resolve_rows([[5]], {"top_h_pool": 200}, {}, TopWParameters(), limits)
-    assert resolve_rows([[5]], {"top_h_pool": 100}, {}, TopWParameters(), limits)[0].rule.values[1] == 100
+        params({"top_h_pool": 200}, prompts=[[5]], limits=limits)
+    assert params({"top_h_pool": 100}, prompts=[[5]], limits=limits).rule.values[1] == 100

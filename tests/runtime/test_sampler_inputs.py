@@ -8,12 +8,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from tests.support.prepared import prepare
 from tests.support.toy_model import VOCAB
-from topw_deploy.runtime.edits import EDIT_INPUTS
-from topw_deploy.runtime.limits import Limits
-from topw_deploy.runtime.request import RowRequest, resolve_rows, split_parameters
-from topw_deploy.runtime.row_inputs import RULE_INPUTS, BoundInputs, SamplerInputs
-from topw_deploy.sampling import TopWParameters, mask_words
+from topw_deploy.runtime.inputs import EDIT_INPUTS, RULE_INPUTS, BoundInputs, SamplerInputs
+from topw_deploy.runtime.sequence import Sequence
+from topw_deploy.sampling import mask_words
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 
 WORDS = mask_words(VOCAB)
@@ -51,9 +50,8 @@ def bind(inputs: SamplerInputs, rows: slice = slice(None)) -> tuple[BoundInputs,
     return inputs.bind(cast(Any, binding), rows), binding
 
 
-def request(**parameters: Any) -> RowRequest:
-    row, _ = split_parameters({"seed": 1, **parameters})
-    return resolve_rows([[5, 6]], row, {}, TopWParameters(), Limits(1000, VOCAB))[0]
+def request(**parameters: Any) -> Sequence:
+    return prepare(parameters, [[5, 6]])[0]
 
 
 def changes(inputs: SamplerInputs, bound: BoundInputs, binding: RecordingBinding) -> Any:

@@ -9,37 +9,29 @@ from typing import Any
 
 import pytest
 
-from tests.support.toy_model import EOS, VOCAB, Toy, export
+from tests.support.prepared import prepare
+from tests.support.toy_model import EOS, Toy, export
 from topw_deploy.engine import Engine
 from topw_deploy.errors import ParameterError
 from topw_deploy.manifest import MANIFEST_NAME
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.limits import Limits
-from topw_deploy.runtime.request import RowRequest, resolve_rows, split_parameters
 from topw_deploy.sampling import TopWOptions, TopWParameters
 
-LIMITS = Limits(context_length=1000, vocab_size=VOCAB)
 EXPORTED = TopWParameters(lam=1.5, temperature=0.9)
 MEDIAN = 2.5
 
 
-def rows(
-    request: dict[str, Any], count: int = 1, model: dict[str, Any] | None = None, **about: Any
-) -> list[RowRequest]:
-    named, whole = split_parameters(request)
+def rows(request: dict[str, Any], count: int = 1, **about: Any) -> list[TopWParameters]:
     about = {"exported": EXPORTED, "median_distance": MEDIAN, **about}
-    exported = about.pop("exported")
-    return resolve_rows([[5]] * count, named, model or {}, exported, LIMITS, config=whole["generation_config"], **about)
+    return [sequence.params.top_w for sequence in prepare(request, [[5]] * count, **about)]
 
 
 def beta(request: dict[str, Any], **about: Any) -> float:
-    (only,) = rows(request, **about)
-    return only.top_w.beta
+    return rows(request, **about)[0].beta
 
 
 def scale(request: dict[str, Any], **about: Any) -> float:
-    (only,) = rows(request, **about)
-    return only.top_w.geom_scale
+    return rows(request, **about)[0].geom_scale
 
 
 # beta
@@ -66,12 +58,12 @@ def scale(request: dict[str, Any], **about: Any) -> float:
 def test_beta_is_its_number_at_the_temperature_that_the_row_ends_up_with(
     request_: dict[str, Any], model: dict[str, Any], expected: float
 ) -> None:
-    assert beta(request_, model=model) == pytest.approx(expected, rel=1e-15)
+    assert beta(request_, file=model) == pytest.approx(expected, rel=1e-15)
 
 
 def test_each_row_has_its_own_beta_and_temperature() -> None:
     request = {"beta": ["1.5+1.5*T", None, "2*T"], "temperature": [1.0, 2.0, 2.0]}
-    assert [row.top_w.beta for row in rows(request, 3)] == [3.0, EXPORTED.beta, 4.0]
+    assert [row.beta for row in rows(request, 3)] == [3.0, EXPORTED.beta, 4.0]
 
 
 def test_a_default_of_the_export_follows_the_requests_temperature() -> None:
@@ -116,12 +108,12 @@ def test_text_that_is_no_beta_is_refused(request_: dict[str, Any], message: str)
 def test_a_unit_applies_to_the_scale_that_is_given_with_it(
     request_: dict[str, Any], model: dict[str, Any], expected: float
 ) -> None:
-    assert scale(request_, model=model) == expected
+    assert scale(request_, file=model) == expected
 
 
 def test_each_row_may_have_its_own_unit() -> None:
     found = rows({"geom_scale": [1.5, 1.5], "geom_unit": ["median", None]}, 2)
-    assert [row.top_w.geom_scale for row in found] == [1.5 / MEDIAN, 1.5]
+    assert [row.geom_scale for row in found] == [1.5 / MEDIAN, 1.5]
 
 
 @pytest.mark.parametrize(

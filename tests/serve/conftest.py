@@ -114,19 +114,19 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
-        step = TopWModel._resolve_requests
+        prepare = TopWModel.prepare
         gate = self
 
         def held(ids: Any) -> bool:
             assert gate.opened.wait(HANG)
             return False
 
-        def requests(model: TopWModel, prompt: Any, parameters: Any, limits: Any = None) -> Any:
-            if limits is None:  # the model's own run, not the engine's
-                return step(model, prompt, parameters)
-            return step(model, prompt, {**parameters, "stopping_criteria": [held]}, limits)
+        def watched(model: TopWModel, prompt: Any, *, limits: Any = None, **parameters: Any) -> Any:
+            if limits is not None:  # the engine's run, not the model's own
+                parameters["stopping_criteria"] = [held]
+            return prepare(model, prompt, limits=limits, **parameters)
 
-        monkeypatch.setattr(TopWModel, "_resolve_requests", requests)
+        monkeypatch.setattr(TopWModel, "prepare", watched)
 
 
 @pytest.fixture

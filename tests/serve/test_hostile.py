@@ -260,13 +260,13 @@ def test_parameters_that_take_long_to_check_are_checked_in_another_thread(
     server: Live, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], stream: bool
 ) -> None:
     threads: list[int] = []
-    read = TopWModel._resolve_requests
+    prepare = TopWModel.prepare
 
-    def recording(*arguments: Any) -> Any:
+    def recording(*arguments: Any, **parameters: Any) -> Any:
         threads.append(threading.get_ident())
-        return read(*arguments)
+        return prepare(*arguments, **parameters)
 
-    monkeypatch.setattr(TopWModel, "_resolve_requests", recording)
+    monkeypatch.setattr(TopWModel, "prepare", recording)
     assert statuses(server.send(post(ask(stream=stream, **fields)))) == [200]
     assert threads
     assert server.thread not in threads

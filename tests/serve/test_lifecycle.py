@@ -156,7 +156,7 @@ def test_all_sequences_of_a_client_that_goes_away_count_as_aborted(folder: Path,
 
 
 def test_a_stream_that_the_engine_fails_ends_with_its_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = TopWModel._resolve_requests
+    prepare = TopWModel.prepare
 
     begun = threading.Event()
 
@@ -164,10 +164,10 @@ def test_a_stream_that_the_engine_fails_ends_with_its_error(folder: Path, monkey
         assert begun.wait(HANG)  # an earlier error would be the whole answer
         raise LogitsError("there is no token left to draw; relax the constraints.")
 
-    def failing(model: TopWModel, prompt: Any, parameters: Any, limits: Any) -> Any:
-        return requests(model, prompt, {**parameters, "stopping_criteria": [fails]}, limits)
+    def failing(model: TopWModel, prompt: Any, **parameters: Any) -> Any:
+        return prepare(model, prompt, **{**parameters, "stopping_criteria": [fails]})
 
-    monkeypatch.setattr(TopWModel, "_resolve_requests", failing)
+    monkeypatch.setattr(TopWModel, "prepare", failing)
     monkeypatch.setattr("topw_deploy.serve.served.FIRST_PIECE_SECONDS", 0.0)
 
     async def test(app: Starlette, service: Service) -> None:

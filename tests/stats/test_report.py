@@ -37,7 +37,9 @@ def uncertified_step(kept: int, added: tuple[int, ...] = (), dropped: tuple[int,
 
 
 def summaries(*sequences: list[StepAnalysis], label: str = "") -> list[SettingSummary]:
-    generated: Any = SimpleNamespace(request=SimpleNamespace(top_w=TopWParameters(), rule=RuleParameters()))
+    generated: Any = SimpleNamespace(
+        request=SimpleNamespace(params=SimpleNamespace(top_w=TopWParameters(), rule=RuleParameters()))
+    )
     found = [AnalysedSequence(generated, steps, len(steps)) for steps in sequences]
     return summarise(CollectedRuns([(Setting(label, {}), found)], TEXTS))
 

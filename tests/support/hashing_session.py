@@ -20,8 +20,8 @@ from topw_deploy.manifest import DecoderInfo, State
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.cache import new_caches
 from topw_deploy.runtime.cache.buffers import HostMemory
-from topw_deploy.runtime.limits import Limits
 from topw_deploy.runtime.ort.graph_session import SAMPLER_INPUTS
+from topw_deploy.runtime.prepare import Limits
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.row import mask_words
 
@@ -52,7 +52,8 @@ def hashing_model(model: TopWModel, form: str) -> TopWModel:
     session = HashingSession(decoder, mask_words(model.manifest.sampler.vocab_size))
     found.manifest = replace(model.manifest, decoder=decoder)
     found._decoder, found._session, found._caches = decoder, session, new_caches(session, decoder)
-    found._limits = Limits(CONTEXT, model.manifest.sampler.vocab_size)
+    found._preparer = copy.copy(model._preparer)
+    found._preparer.limits = Limits(CONTEXT, model.manifest.sampler.vocab_size)
     return found
 
 

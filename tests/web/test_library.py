@@ -7,8 +7,8 @@ import random
 from pathlib import Path
 
 from tests.support.browser import run_node
-from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES, REQUEST_PARAMETERS
-from topw_deploy.runtime.row_inputs import uniforms
+from topw_deploy.runtime.inputs import uniforms
+from topw_deploy.runtime.parameters import ALIASES, PARAMETERS
 from topw_deploy.sampling import uniform_for
 from topw_deploy.sampling.parameters import METRICS
 from topw_deploy.sampling.presets import REQUEST_PRESETS, preset_parameters
@@ -53,10 +53,10 @@ def test_names_defaults_rules_and_presets_are_pythons() -> None:
             for name, p in parameters.items()
         }
 
-    assert found["rows"] == of({name: p for name, p in PARAMETERS.items() if name not in PYTHON_ONLY})
+    assert found["rows"] == of({name: p for name, p in PARAMETERS.items() if p.per_prompt and name not in PYTHON_ONLY})
     whole = ("num_return_sequences", "skip_special_tokens", "add_special_tokens")
-    assert found["requests"] == of({name: REQUEST_PARAMETERS[name] for name in whole})
-    assert found["aliases"] == dict(REQUEST_ALIASES)
+    assert found["requests"] == of({name: PARAMETERS[name] for name in whole})
+    assert found["aliases"] == dict(ALIASES)
     rules = [[r.code, r.name, [[value.name, value.default] for value in r.values]] for r in RULES.values()]
     assert found["rules"] == rules
     assert found["presets"] == {

@@ -262,7 +262,7 @@ class _AnswerRun:
         self._model_digest = sha256_of(model.path / MANIFEST_NAME)[:32]
         self._digests = [line.digest({"max_context": options.max_context}) for line in prompts]
         seed = options.parameters.get("seed")
-        self._given_seed = None if seed is None else PARAMETERS["seed"].parse("seed", seed)
+        self._given_seed = None if seed is None else PARAMETERS["seed"].read("seed", seed)
         self.run_seed = fresh_seed() if self._given_seed is None else self._given_seed
         self.failed = 0
         self._sequences = self._tokens = self._certified = 0
@@ -346,9 +346,9 @@ def _encode_prompt(model: TopWModel, line: PromptLine) -> str | list[int] | TopW
 
 def _batch_wide_parameters(line: PromptLine) -> dict[str, Any]:
     """The parameters of a line that must be the same for all prompts of a batch."""
-    from topw_deploy.runtime.parameters import REQUEST_PARAMETERS
+    from topw_deploy.runtime.parameters import PARAMETERS
 
-    return {name: value for name, value in line.parameters.items() if name in REQUEST_PARAMETERS}
+    return {name: value for name, value in line.parameters.items() if not PARAMETERS[name].per_prompt}
 
 
 def _batches(prompts: Sequence[PromptLine], size: int) -> Iterator[list[PromptLine]]:

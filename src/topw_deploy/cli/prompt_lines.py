@@ -14,9 +14,6 @@ from topw_deploy.plain_text import numbered_lines
 KINDS = ("prompt", "prompt_ids", "messages")
 _KIND_ALIASES = {"token_ids": "prompt_ids"}
 _OWN_FIELDS = ("id", *KINDS)
-_PYTHON_OBJECTS = frozenset(
-    {"generation_config", "streamer", "stopping_criteria"}
-)  # parameters that JSON has no values for
 _EXPECTED = 'write "text", {"prompt": "text"}, {"prompt_ids": [1, 2]} or {"messages": [...]}'
 
 
@@ -144,13 +141,12 @@ def _is_list_of(value: Any, kind: type) -> bool:
 def _check_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
     """Check parameters, each by itself. Returns them by their canonical names."""
     # Import late, so that a file that cannot be read is refused without waiting for onnxruntime.
-    from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS, check_names
+    from topw_deploy.runtime.parameters import PARAMETERS, read_values
 
-    known = {**PARAMETERS, **REQUEST_PARAMETERS}
-    named = check_names(given)
-    for name in _PYTHON_OBJECTS & named.keys():
-        raise ParameterError(f"{name} is not allowed here; give each parameter by its own name.")
-    return {name: known[name].parse(name, value) for name, value in named.items()}
+    for name in given:
+        if name in PARAMETERS and not PARAMETERS[name].in_json:
+            raise ParameterError(f"{name} is not allowed here; give each parameter by its own name.")
+    return read_values(given)
 
 
 def _check_together(own: Mapping[str, Any]) -> None:

@@ -4,7 +4,6 @@ A call passes these modules, in this order:
 
 engine, request, stats: the public classes.
 options, seconds: checks of options and times.
-request_builder: makes a request and its sequences from a call's arguments.
 capacity: bounds the number of accepted sequences.
 worker, inbox: the engine's thread, and how other threads call it.
 lifecycle, sequences: the start and end of requests; the thread's records of them.

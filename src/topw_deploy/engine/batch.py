@@ -18,11 +18,10 @@ from topw_deploy.errors import ParameterError
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache.buffers import HostMemory, MemoryPool
 from topw_deploy.runtime.cache.in_place import bind_total
-from topw_deploy.runtime.logprobs import LogitsBuffer
+from topw_deploy.runtime.inputs import BoundInputs, Draws, SamplerInputs, bind_greedy
+from topw_deploy.runtime.outputs import LogitsBuffer, SlotOutputs, StepRecord
 from topw_deploy.runtime.protocols import Binding, Session
-from topw_deploy.runtime.request import RowRequest
-from topw_deploy.runtime.row_inputs import BoundInputs, Draws, SamplerInputs, bind_greedy
-from topw_deploy.runtime.rows import RowOutputs, StepRecord
+from topw_deploy.runtime.sequence import Sequence as GeneratedSequence
 
 
 def no_logits(rows: int) -> LogitsBuffer:
@@ -100,12 +99,12 @@ class Batch:
         self._pool.free()
         del self._buffers  # it refers to the memory too
 
-    def assign(self, row: int, request: RowRequest) -> None:
-        """Give a free row to a request: set the row's parameters, rule, edits and mask.
+    def assign(self, row: int, sequence: GeneratedSequence) -> None:
+        """Give a free row to a sequence: set the row's parameters, rule, edits and mask.
 
-        Raises ParameterError if the request edits more tokens than the graph allows; the row is then free.
+        Raises ParameterError if the sequence edits more tokens than the graph allows; the row is then free.
         """
-        self.inputs.set(row, request)
+        self.inputs.set(row, sequence)
 
     def clear(self, row: int, *, nonfinite: bool = False, unchecked: bool = False) -> None:
         """Free a row and make it greedy, which costs least in steps. Call `keep_tokens` if its tokens will be reused.
@@ -152,21 +151,23 @@ class Batch:
         """Put a copy by `copy_fixed` into a row that does not decode."""
         self._buffers.restore(row, fixed, None, self._buffers.layout.fixed_states)
 
-    def read(self, row: int, request: RowRequest, start: int, end: int) -> int | None:
+    def read(self, row: int, sequence: GeneratedSequence, start: int, end: int) -> int | None:
         """Read the tokens `start` to `end`, exclusive, of the row's prompt. Returns the first drawn token if they are
-        the prompt's last ones, else None.
+        the prompt's last ones that are not read one by one, else None.
 
         Raises GenerationError, and ParameterError for too many edits.
         """
-        ids = np.array([request.prompt[start:end]], np.int64)  # [1, S]
+        ids = np.array([sequence.prompt[start:end]], np.int64)  # [1, S]
         self._make_room(end)
         unchecked = self._unchecked_slots.pop(row, 0)
         if start == 0 or unchecked:
             self._buffers.clear_row(row, unchecked, first=start)
-        last = end == len(request.prompt)
+        last = end == len(sequence.prompt) - sequence.unread_tokens
         if last:
             self.inputs.edits.write_bans(row)
-            self.inputs.uniform[row] = self._draws.begin(row, request.seed, request.sample, end, self.steps)
+            self.inputs.uniform[row] = self._draws.begin(
+                row, sequence.params.seed, sequence.params.sample, end, self.steps
+            )
         binding = self._last_chunk_binding(row, self.wants_logits) if last else self._chunk_binding(row)
         self._chunk_start[0], self._chunk_length[0] = start, end - start
         binding.bind_array("input_ids", ids)
@@ -175,7 +176,7 @@ class Batch:
         self._run(binding, 0 if last else None)
         return self._chunk_record.store(0)[0] if last else None
 
-    def first_outputs(self) -> RowOutputs:
+    def first_outputs(self) -> SlotOutputs:
         """A copy of the sampler's outputs of the last `read`, [1] each."""
         return self._chunk_record.copy_outputs(0, 0, 1)
 
@@ -221,7 +222,7 @@ class Batch:
         for row in range(width):
             next_slots[row] += 1
 
-    def recorded_outputs(self, row: int, start: int, end: int) -> list[RowOutputs]:
+    def recorded_outputs(self, row: int, start: int, end: int) -> list[SlotOutputs]:
         """Copies of the sampler's outputs for a row in the steps `start` to `end`, exclusive, in parts. Only the last
         `length` steps are kept.
         """

@@ -29,11 +29,11 @@ class Group:
         self.has_scores = any(generation.scores is not None for generation in self._generations)
         self.can_pass = len(sequences) == width and all(generation.is_plain for generation in self._generations)
         self._fewest_left = min(generation.tokens_left for generation in self._generations)
-        self._ends = frozenset[int]().union(*(one.request.eos_token_ids for one in self._generations))
+        self._ends = frozenset[int]().union(*(one.params.eos_token_ids for one in self._generations))
         self._passed_steps = 0
 
     def passes(self, tokens: list[int]) -> bool:
-        """Count a step's tokens if each only lengthens its sequence, as `Row.try_lengthen` does for one sequence.
+        """Count a step's tokens if each only lengthens its sequence, as `Sequence.try_lengthen` does for one sequence.
 
         Otherwise counts nothing and returns False. Make a new group then.
 

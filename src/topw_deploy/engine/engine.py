@@ -5,34 +5,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 import weakref
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from topw_deploy.engine.batch import Batch, no_logits
-from topw_deploy.engine.capacity import Capacity
+from topw_deploy.engine.capacity import Capacity, Reservation
 from topw_deploy.engine.options import check_form, check_tensorrt, read_options
-from topw_deploy.engine.request import PieceReader, Request
-from topw_deploy.engine.request_builder import RequestBuilder, RequestDraft
+from topw_deploy.engine.request import Event, PieceReader, Request
 from topw_deploy.engine.scheduler import Scheduler
-from topw_deploy.engine.seconds import read_timeout
+from topw_deploy.engine.seconds import read_max_time, read_timeout
 from topw_deploy.engine.sequences import RequestSequence, Submission
 from topw_deploy.engine.session_file import SessionInfo, read_session, session_form, write_session
 from topw_deploy.engine.stats import EngineStats
 from topw_deploy.engine.tasks import EventQueue, LoopWaker, TaskFlag
 from topw_deploy.engine.worker import EngineWorker
 from topw_deploy.errors import ParameterError, PromptError, QueueFullError, TopWError
-from topw_deploy.runtime.callbacks import end_on_failure
-from topw_deploy.runtime.logprobs import LogitsBuffer, logits_output
-from topw_deploy.runtime.model import TopWModel
+from topw_deploy.plain_text import short_repr
+from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime.outputs import LogitsBuffer, logits_output
+from topw_deploy.runtime.parameters import GenerationParameters
+from topw_deploy.runtime.prepare import Sequences
 from topw_deploy.runtime.results import Piece
+from topw_deploy.runtime.sequence import end_on_failure
 
 
 class Engine:
@@ -107,14 +110,21 @@ class Engine:
         self._session_form = session_form(model.manifest, options)
         self._capacity = Capacity(options.rows + options.queue)
         self._worker = EngineWorker(self._batch, self._scheduler, self._capacity, decoder, options)
-        self._builder = RequestBuilder(model, options, self._capacity, self._worker)
+        self.limits = replace(
+            model.limits, max_length=options.length, sequences=options.rows + options.queue, opened_as="engine"
+        )
         self._shutdown_lock = threading.RLock()  # reentrant: a signal handler may call shutdown during another shutdown
         self._is_stopped = False
         self._waker: LoopWaker | None = None
         self._finalizer = weakref.finalize(self, self._worker.retire)  # running requests still finish
 
     def submit(
-        self, prompt: Any = None, *, max_time: float | None = None, reuse_prefix: bool = True, **parameters: Any
+        self,
+        prompt: Any = None,
+        *,
+        max_time: float | None = None,
+        reuse_prefix: bool = True,
+        **parameters: Unpack[GenerationParameters],
     ) -> Request:
         """Queue a request. Its result is that of `TopWModel.generate` with the same arguments.
 
@@ -127,7 +137,8 @@ class Engine:
         `drain` or `shutdown`.
         """
         with end_on_failure(parameters.get("streamer")):
-            submission = self._builder.build(self._builder.draft(prompt, parameters, max_time, reuse_prefix))
+            submission = self._new_submission(prompt, parameters, max_time, reuse_prefix)
+            self._model.compile_grammars(submission.request.sequences)
             with self._release_on_error(submission):
                 if not self._try_reserve(submission):
                     self._worker.check_caller("submit")
@@ -141,7 +152,12 @@ class Engine:
         return submission.request
 
     async def generate(
-        self, prompt: Any = None, *, max_time: float | None = None, reuse_prefix: bool = True, **parameters: Any
+        self,
+        prompt: Any = None,
+        *,
+        max_time: float | None = None,
+        reuse_prefix: bool = True,
+        **parameters: Unpack[GenerationParameters],
     ) -> Any:
         """Like `submit(...).result()`, for asyncio. Cancelling the task cancels the request.
 
@@ -149,8 +165,8 @@ class Engine:
         """
         ended = TaskFlag(self._loop_waker())
         with end_on_failure(parameters.get("streamer")):
-            draft = self._builder.draft(prompt, parameters, max_time, reuse_prefix)
-            submission = await self._builder.build_async(draft, on_end=ended.set)
+            submission = self._new_submission(prompt, parameters, max_time, reuse_prefix, on_end=ended.set)
+            await self._compile_grammars(submission)
             await self._start(submission)
         try:
             await ended.wait()
@@ -159,7 +175,12 @@ class Engine:
         return submission.request.result()
 
     def stream(
-        self, prompt: Any = None, *, max_time: float | None = None, reuse_prefix: bool = True, **parameters: Any
+        self,
+        prompt: Any = None,
+        *,
+        max_time: float | None = None,
+        reuse_prefix: bool = True,
+        **parameters: Unpack[GenerationParameters],
     ) -> AsyncIterator[Piece]:
         """Like iterating over `submit(...)`, for asyncio. Closing the iterator or cancelling the task cancels the
         request.
@@ -169,10 +190,10 @@ class Engine:
         """
         events = EventQueue()
         with end_on_failure(parameters.get("streamer")):
-            draft = self._builder.draft(prompt, parameters, max_time, reuse_prefix)
-            builds_later = draft.has_grammars and _is_in_loop()
-            submission = None if builds_later else self._builder.build(draft, put=events.put)
-        return self._stream_pieces(draft, submission, events)
+            submission = self._new_submission(prompt, parameters, max_time, reuse_prefix, put=events.put)
+            if not _is_in_loop():
+                self._model.compile_grammars(submission.request.sequences)
+        return self._stream_pieces(submission, events)
 
     def save_session(self, prompt: Any, path: str | Path, *, add_special_tokens: bool = True) -> SessionInfo:
         """Write the states after a prompt to a file, so that another process can continue from it after `load_session`.
@@ -189,11 +210,10 @@ class Engine:
         SessionFileError if the file cannot be written.
         """
         self._check_reuse()
-        parameters = {"add_special_tokens": add_special_tokens}
-        rows, _, _ = self._model._resolve_requests(prompt, parameters, self._builder.limits)
-        if len(rows) > 1:
-            raise PromptError(f"there are {len(rows)} prompts, but a session has one; save them one by one.")
-        tokens = np.array(rows[0].prompt, np.int64)
+        sequences = self._model.prepare(prompt, limits=self.limits, add_special_tokens=add_special_tokens)
+        if len(sequences) > 1:
+            raise PromptError(f"there are {len(sequences)} prompts, but a session has one; save them one by one.")
+        tokens = np.array(sequences[0].prompt, np.int64)
         count, states = self._worker.save(tokens)
         return write_session(path, self._session_form, tokens[:count], states)
 
@@ -275,6 +295,54 @@ class Engine:
         """Wait for all requests, or cancel them if the block failed."""
         self.shutdown(cancel=error is not None)
 
+    def _new_submission(
+        self,
+        prompt: Any,
+        parameters: Mapping[str, Any],
+        max_time: float | None,
+        reuse_prefix: bool = True,
+        *,
+        put: Callable[[Event], None] | None = None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> Submission:
+        """Check the arguments of a call, and make its request. Reserves no capacity. put, on_end: see `Request`.
+
+        Raises ParameterError and PromptError, and GenerationError if the engine is closed or in another process.
+        """
+        started = time.perf_counter()
+        worker = self._worker
+        worker.check_process("submit")
+        seconds = read_max_time(max_time)
+        if not isinstance(reuse_prefix, bool):
+            raise ParameterError(
+                f"reuse_prefix is {short_repr(reuse_prefix)}, but must be True or False.", "reuse_prefix"
+            )
+        self._capacity.check_open()
+        prepared: Sequences = self._model.prepare(prompt, limits=self.limits, **parameters)
+        request = Request(
+            prepared,
+            self._session,
+            self._model.load_seconds,
+            cancel=partial(worker.end_early, reason="cancelled"),
+            put=put,
+            on_end=on_end,
+            check_caller=worker.check_caller,
+            deliver=worker.deliver,
+            started=started,
+        )
+        sequences = [RequestSequence(request, each, reuse_prefix) for each in prepared]
+        deadline = None if seconds is None else started + seconds
+        return Submission(request, sequences, Reservation(len(sequences)), deadline, prepared.streamer)
+
+    async def _compile_grammars(self, submission: Submission) -> None:
+        """Compile the grammars of a request in a thread of the loop's executor. Does nothing if they are compiled.
+
+        If the task is cancelled, the thread continues; its result is dropped and holds no engine resources.
+        """
+        sequences = submission.request.sequences
+        if any(each.guide is None and each.params.constraint is not None for each in sequences):
+            await asyncio.to_thread(self._model.compile_grammars, sequences)
+
     def _check_reuse(self) -> None:
         if not self._options.reuses_prefixes:
             raise ParameterError(
@@ -345,14 +413,11 @@ class Engine:
                     return
             self._worker.start(submission)
 
-    async def _stream_pieces(
-        self, draft: RequestDraft, submission: Submission | None, events: EventQueue
-    ) -> AsyncIterator[Piece]:
-        """The pieces of `stream`. submission: built from the draft; None to build it in a thread, for its grammars."""
-        with end_on_failure(draft.streamer):
-            if submission is None:
-                submission = await self._builder.build_async(draft, put=events.put)
-            request = submission.request
+    async def _stream_pieces(self, submission: Submission, events: EventQueue) -> AsyncIterator[Piece]:
+        """The pieces of `stream`."""
+        request = submission.request
+        with end_on_failure(submission.streamer):
+            await self._compile_grammars(submission)
             listener = events.listen(self._loop_waker(), request.cancel)
             await self._start(submission)
         reader = PieceReader(request)

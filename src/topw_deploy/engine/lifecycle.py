@@ -64,7 +64,7 @@ class Lifecycle:
                     generation.callbacks.stream_prompt()
             except BaseException as error:  # noqa: BLE001  # of the caller's code
                 self.fail(sequence, error)
-            fills_context = not (generation.request.budget or generation.unread_tokens)
+            fills_context = not (generation.params.budget or generation.unread_tokens)
             if fills_context and not sequence.has_ended:
                 generation.end("length")
                 self.end(sequence)

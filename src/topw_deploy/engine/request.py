@@ -15,9 +15,10 @@ from typing import Any, TypeAlias
 
 from topw_deploy.engine.seconds import read_timeout
 from topw_deploy.errors import GenerationError
+from topw_deploy.runtime.prepare import Sequences
 from topw_deploy.runtime.protocols import Session
 from topw_deploy.runtime.results import GenerationResult, Piece, TokenLogprob
-from topw_deploy.runtime.rows import Row, TextDecoderFactory, new_row_text, row_result
+from topw_deploy.runtime.sequence import Sequence as GeneratedSequence
 from topw_deploy.runtime.text import RowText
 
 Event: TypeAlias = "tuple[int, int | str | None, int] | None"
@@ -37,33 +38,25 @@ class EndedSequence:
     cached_tokens: see GenerationResult.
     """
 
-    row: Row
+    sequence: GeneratedSequence
     outputs: Callable[[str], list[Any]]
     prefill_began_at: float | None
     first_token_at: float
     cached_tokens: int
 
 
-@dataclass(frozen=True)
-class ResultContext:
-    """The parts of the model that a request's results need. new_text_decoder: see `topw_deploy.runtime.rows`."""
-
-    session: Session
-    new_text_decoder: TextDecoderFactory
-    load_seconds: float
-
-
 class Request:
     """A submitted request of one or several sequences. Any thread may use it.
 
+    sequences: their states.
     error: the error with which it failed; None if it did not fail.
     """
 
     def __init__(
         self,
-        rows: Sequence[Row],
-        is_single: bool,
-        context: ResultContext,
+        sequences: Sequences,
+        session: Session,
+        load_seconds: float,
         cancel: Callable[[Request], None],
         put: Callable[[Event], None] | None = None,
         on_end: Callable[[], None] = lambda: None,
@@ -73,8 +66,7 @@ class Request:
     ) -> None:
         """`Engine.submit` creates requests.
 
-        rows: one per sequence.
-        is_single: whether there is one result, not a list.
+        session, load_seconds: of the model, for the results.
         put: receives the events; None to let the request keep them for its iterator.
         on_end: called after the last event.
         check_caller: called with a method's name before the method waits; see `InboxThread.check_caller`.
@@ -83,7 +75,8 @@ class Request:
         """
         self.started = time.perf_counter() if started is None else started
         self.error: BaseException | None = None
-        self._rows, self._is_single, self._context, self._cancel = rows, is_single, context, cancel
+        self.sequences, self._cancel = sequences, cancel
+        self._session, self._load_seconds = session, load_seconds
         self._events: SimpleQueue[Event] = SimpleQueue()
         self.put_event: Callable[[Event], None] = put or self._events.put  # in the delivering thread
         self.deliver_event: Callable[[Event], None] = partial(deliver, self.put_event)  # in the engine's thread
@@ -114,7 +107,7 @@ class Request:
             raise TimeoutError(f"the request did not end within {timeout} s; wait again, or call cancel().")
         self.raise_error()
         results = self.results()
-        return results[0] if self._is_single else results
+        return results[0] if self.sequences.is_single else results
 
     def results(self) -> list[GenerationResult]:
         """The results of the sequences that have ended, in order; with finish_reason "error" if the request failed."""
@@ -160,19 +153,19 @@ class Request:
 
     def new_text(self, index: int) -> RowText | None:
         """A decoder of a sequence's tokens, or None if the engine's thread decodes them."""
-        row = self._rows[index]
-        return None if row.text is not None else new_row_text(row.request, self._context.new_text_decoder)
+        sequence = self.sequences[index]
+        return None if sequence.text is not None else sequence.new_text()
 
     def next_scores(self, index: int, drawn: int) -> list[TokenLogprob] | None:
         """The log-probabilities of a sequence's first `drawn` tokens that no piece has had yet, if requested."""
-        scores = self._rows[index].scores
+        scores = self.sequences[index].scores
         return None if scores is None else scores.take_new_entries(drawn)
 
     def next_tokens(self, index: int, drawn: int) -> tuple[int, ...]:
         """Those of the first `drawn` tokens of a sequence that no piece has had yet. Only for sequences whose text the
         engine's thread decodes.
         """
-        return self._rows[index].take_new_tokens(drawn)
+        return self.sequences[index].take_new_tokens(drawn)
 
     def fail(self, error: BaseException) -> None:
         """Fail the request. Called by the engine's thread; the first error is kept."""
@@ -182,20 +175,18 @@ class Request:
     def end_sequence(self, index: int, ended: EndedSequence) -> None:
         """Record the end of a sequence. Called in the delivering thread, after the sequence's other events."""
         self._ended[index] = ended
-        self.put_event((index, None, ended.row.steps))
-        if len(self._ended) == len(self._rows):
+        self.put_event((index, None, ended.sequence.steps))
+        if len(self._ended) == len(self.sequences):
             self._done.set()
             self.put_event(None)
             self._on_end()
 
     def _new_result(self, ended: EndedSequence, text: str | None) -> GenerationResult:
-        began_at = ended.row.finished_at if ended.prefill_began_at is None else ended.prefill_began_at
-        return row_result(
-            ended.row,
+        began_at = ended.sequence.finished_at if ended.prefill_began_at is None else ended.prefill_began_at
+        return ended.sequence.result(
             ended.outputs,
-            self._context.session,
-            self._context.new_text_decoder,
-            load_seconds=self._context.load_seconds,
+            self._session,
+            load_seconds=self._load_seconds,
             started=self.started,
             prefilled=ended.first_token_at,
             queued=max(0.0, began_at - self.started),

@@ -13,9 +13,9 @@ from topw_deploy.engine.capacity import Reservation
 from topw_deploy.engine.request import EndedSequence, Request
 from topw_deploy.engine.scheduler import ScheduledSequence
 from topw_deploy.engine.seconds import waitable
-from topw_deploy.runtime.callbacks import Streamer
-from topw_deploy.runtime.request import reading_request
-from topw_deploy.runtime.rows import Row, RowOutputs
+from topw_deploy.runtime.outputs import SlotOutputs
+from topw_deploy.runtime.sequence import Sequence as GeneratedSequence
+from topw_deploy.runtime.sequence import Streamer
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class TokenOutputs:
         read.
     """
 
-    parts: Sequence[RowOutputs] = ()
+    parts: Sequence[SlotOutputs] = ()
     counted: slice = field(default_factory=lambda: slice(0))
 
     def array(self, name: str) -> np.ndarray:
@@ -45,8 +45,6 @@ class RequestSequence(ScheduledSequence):
 
     generation: its tokens, text, callbacks and grammar.
     prompt: int64 [n].
-    prompt_request: the request to use while the prompt is read. Steps that read a prompt token by token are greedy and
-        unedited.
     reuses_prefix: whether its prompt may start after a known prefix.
     prefill_began_at: time.perf_counter() before its first chunk; None until then.
     cached_tokens: tokens of the prompt that were reused instead of read.
@@ -56,14 +54,13 @@ class RequestSequence(ScheduledSequence):
     has_ended: whether its result was handed over, or is about to be.
     """
 
-    def __init__(self, request: Request, generation: Row, reuses_prefix: bool = True) -> None:
+    def __init__(self, request: Request, generation: GeneratedSequence, reuses_prefix: bool = True) -> None:
         super().__init__(len(generation.fed_prompt))
         self.request, self.generation, self.reuses_prefix = request, generation, reuses_prefix
-        self.prompt_request = reading_request(generation.request) if generation.unread_tokens else generation.request
-        self.prompt = np.array(self.prompt_request.prompt, np.int64)
+        self.prompt = np.array(generation.fed_prompt, np.int64)
         self.prefill_began_at: float | None = None
         self.cached_tokens = 0
-        self.first_outputs: RowOutputs | None = None
+        self.first_outputs: SlotOutputs | None = None
         self.spans: list[tuple[int, int]] = []
         self.first_token_at = request.started
         self.has_ended = False

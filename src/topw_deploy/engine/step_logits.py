@@ -10,12 +10,12 @@ import numpy as np
 from topw_deploy.engine.engine import Engine
 from topw_deploy.engine.tasks import TaskFlag
 from topw_deploy.errors import GenerationError, PromptError
-from topw_deploy.runtime.logprobs import Logits, RowScores
+from topw_deploy.runtime.logprobs import Logits, Scores
 
 _ONE_TOKEN: dict[str, Any] = {"max_new_tokens": 1, "temperature": 0.0, "seed": 0, "logprobs": 0}
 
 
-class _FirstLogits(RowScores):
+class _FirstLogits(Scores):
     """Keeps the logits of a sequence's first drawn token, instead of computing log-probabilities.
 
     logits: float32 [V]; None until the token is drawn.
@@ -40,10 +40,9 @@ async def logits_after(engine: Engine, tokens: Sequence[int], max_time: float | 
     GenerationError if the engine is shut down or `max_time` is over first.
     """
     ended = TaskFlag(engine._loop_waker())
-    draft = engine._builder.draft(list(tokens), _ONE_TOKEN, max_time)
-    submission = engine._builder.build(draft, on_end=ended.set)
-    (sequence,) = submission.sequences
-    first = sequence.generation.scores = _FirstLogits(sequence.generation.request, str)
+    submission = engine._new_submission(list(tokens), _ONE_TOKEN, max_time, on_end=ended.set)
+    (sequence,) = submission.request.sequences
+    first = sequence.scores = _FirstLogits(0, None, str)
     await engine._start(submission)
     try:
         await ended.wait()

@@ -162,7 +162,8 @@ class EngineWorker(InboxThread):
         for sequence in self._scheduler.admit(self._choose_row):
             try:
                 if not sequence.has_ended:  # it may have ended with another sequence of its request
-                    self._batch.assign(sequence.row, sequence.prompt_request)
+                    if not sequence.generation.unread_tokens:
+                        self._batch.assign(sequence.row, sequence.generation)
                     self._update_mask(sequence)
                     self._scheduler.skip_prefix(sequence, self._restore_prefix(sequence))
             except ParameterError as error:
@@ -182,7 +183,7 @@ class EngineWorker(InboxThread):
             if sequence.prefill_began_at is None:
                 chunk = self._begin_prefill(sequence)
             self._batch.wants_logits = sequence.generation.needs_logits
-            token = self._batch.read(row, sequence.prompt_request, chunk.start, chunk.end)
+            token = self._batch.read(row, sequence.generation, chunk.start, chunk.end)
         except (TopWError, MemoryError) as error:
             self._lifecycle.fail(sequence, _copy_error(error), nonfinite=True)
             return
@@ -322,7 +323,7 @@ class EngineWorker(InboxThread):
         try:
             feed(token)
             if not is_drawn and not generation.unread_tokens:
-                self._batch.assign(sequence.row, generation.request)
+                self._batch.assign(sequence.row, generation)
             self._update_mask(sequence)
         except ParameterError as error:
             self._lifecycle.fail(sequence, error)

@@ -2,18 +2,18 @@
 
 A call of `TopWModel.generate` crosses these modules:
 model: the public class.
-prompts, tokenizer: a prompt and its token ids.
-request, limits, parameters: the parameters of each row, and what the model allows.
+parameters: the table of all parameters, and their checks.
+prepare, prompts, tokenizer: prompts and parameters become sequences.
+sequence: what each sequence has drawn, its text and its end.
 loop: prefill and decode steps.
-rows: what each row has drawn, its text and its end.
-row_inputs, edits: the sampler's inputs for each row.
+inputs, outputs: what each step feeds to the sampler and returns.
 cache.in_place, cache.buffers: key-value caches and their memory; for a cache of the form `concat`, cache.concat.
 ort.session: runs of the graph; on a device, ort.device_binding.
 text: the text of the drawn tokens.
 
 Other modules read what a request may add:
-rules, generation_config: sampling rules, transformers' settings.
-callbacks, logprobs, structured: streamers and stopping criteria, log-probabilities, schemas and grammars.
+generation_config: transformers' settings.
+logprobs, structured: log-probabilities, schemas and grammars.
 chat, tools: chat templates, tool calls.
 
 Others open a model:
@@ -27,20 +27,18 @@ results: public results.
 token_geometry, rule_settings: inspection of steps, comparison of rules.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from topw_deploy import install, telemetry
 from topw_deploy.errors import MissingPackageError
 
-try:
-    telemetry.switch_off()
-    import onnxruntime as _onnxruntime  # noqa: F401
-except ModuleNotFoundError as error:
-    if error.name != "onnxruntime":
-        raise
-    raise MissingPackageError(install.missing_message("running a model", "cpu"), name="onnxruntime") from None
-
-from topw_deploy.runtime.model import TopWModel
-from topw_deploy.runtime.results import GenerationResult, Piece, Timings, TokenLogprob, TopLogprob
-from topw_deploy.runtime.sampler import Samples, TopWSampler
+if TYPE_CHECKING:
+    from topw_deploy.runtime.model import TopWModel
+    from topw_deploy.runtime.results import GenerationResult, Piece, Timings, TokenLogprob, TopLogprob
+    from topw_deploy.runtime.sampler import Samples, TopWSampler
 
 __all__ = [
     "GenerationResult",
@@ -52,3 +50,19 @@ __all__ = [
     "TopWModel",
     "TopWSampler",
 ]
+
+_MODULES = {"TopWModel": "model", "TopWSampler": "sampler", "Samples": "sampler"}  # others: results
+
+telemetry.switch_off()  # before anything imports onnxruntime
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used, so that the table of parameters does not load onnxruntime."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'results')}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "onnxruntime":
+            raise
+        raise MissingPackageError(install.missing_message("running a model", "cpu"), name="onnxruntime") from None

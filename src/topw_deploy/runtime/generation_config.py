@@ -15,17 +15,11 @@ from topw_deploy.errors import ParameterError
 from topw_deploy.manifest import Manifest
 from topw_deploy.plain_text import short_repr
 from topw_deploy.runtime.folder import ModelFolder
-from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES, Parameter, replace_aliases
-from topw_deploy.runtime.rules import effective_rule_parameters
+from topw_deploy.runtime.parameters import ALIASES, PARAMETERS, Parameter, check_names
 from topw_deploy.runtime.tokenizer import Tokenizer
-from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
+from topw_deploy.sampling.rules import RULE_OF_VALUE, RULE_PARAMETER_NAMES, RULES
 
 CONFIG_FILE = "generation_config.json"
-_REQUEST_ONLY = frozenset({
-    "seed", "ignore_eos", "preset", "logprobs", "prompt_logprobs", "bad_words", "allowed_token_ids",
-    "structured_outputs",
-})  # fmt: skip
-
 # Settings without effect on the drawn tokens.
 _WITHOUT_EFFECT = frozenset({
     "transformers_version", "trust_remote_code", "top_w", "bos_token_id", "decoder_start_token_id",
@@ -68,11 +62,11 @@ def read_settings(stated: Mapping[str, Any], where: str, known: Mapping[str, Par
     Raises ParameterError for an invalid or duplicate parameter.
     """
     honoured, ignored = {}, {}
-    of_rule = effective_rule_parameters(stated, _disables, implied=where != CONFIG_FILE)
+    of_rule = _effective_rule_parameters(stated, implied=where != CONFIG_FILE)
     for key, value in stated.items():
         if value is None:
             continue
-        if REQUEST_ALIASES.get(key, key) in known and (key in of_rule or key not in RULE_PARAMETER_NAMES):
+        if ALIASES.get(key, key) in known and (key in of_rule or key not in RULE_PARAMETER_NAMES):
             honoured[key] = value
         elif not has_no_effect(key, value):
             ignored[key] = value
@@ -83,9 +77,26 @@ def read_settings(stated: Mapping[str, Any], where: str, known: Mapping[str, Par
             stacklevel=_caller_stack_level(),
         )
     try:
-        return {name: known[name].parse(name, value) for name, value in replace_aliases(honoured).items()}
+        return {name: known[name].read(name, value) for name, value in check_names(honoured, known).items()}
     except ParameterError as error:
         raise ParameterError(f"{where}: {error}") from None
+
+
+def _effective_rule_parameters(stated: Mapping[str, Any], *, implied: bool) -> frozenset[str]:
+    """The names of the rule parameters that take effect in a generation config: those of the rule that it names.
+
+    implied: whether parameters of a single rule choose that rule without naming it. False for the model's own file,
+        whose rule is Top-W unless the file names another.
+    """
+    own = {name: value for name, value in stated.items() if name in RULE_PARAMETER_NAMES and value is not None}
+    rule = own.get("rule")
+    if rule is None and implied:
+        found = {RULE_OF_VALUE[name].name for name, value in own.items() if not _disables(name, value)}
+        rule = found.pop() if len(found) == 1 else None
+    if rule is None:
+        return frozenset()
+    values = RULES[rule].values if isinstance(rule, str) and rule in RULES else ()
+    return frozenset({"rule", *(value.name for value in values)})
 
 
 def has_no_effect(name: str, value: Any) -> bool:
@@ -113,7 +124,7 @@ def read_model_defaults(folder: ModelFolder[Manifest], tokenizer: Tokenizer) -> 
 
     Raises ParameterError, naming the file, for an invalid parameter.
     """
-    known = {name: parameter for name, parameter in PARAMETERS.items() if name not in _REQUEST_ONLY}
+    known = {name: parameter for name, parameter in PARAMETERS.items() if parameter.in_file and parameter.per_prompt}
     defaults = read_settings(folder.read_json(CONFIG_FILE), CONFIG_FILE, known)
     if "eos_token_id" not in defaults:
         defaults["eos_token_id"] = _eos_from_other_files(folder, tokenizer)
@@ -137,17 +148,11 @@ def read_bos_token_id(folder: ModelFolder[Manifest], tokenizer: Tokenizer) -> in
     return tokenizer.bos_token_id
 
 
-def _parse_from_file(name: str, value: Any) -> Any:
-    try:
-        return PARAMETERS[name].parse(name, value)
-    except ParameterError as error:
-        raise ParameterError(f"{CONFIG_FILE}: {error}") from None
-
-
 def _eos_from_other_files(folder: ModelFolder[Manifest], tokenizer: Tokenizer) -> tuple[int, ...]:
     for config in _model_configs(folder):
         if config.get("eos_token_id") is not None:
-            return tuple(_parse_from_file("eos_token_id", config["eos_token_id"]))
+            stated = {"eos_token_id": config["eos_token_id"]}
+            return tuple(read_settings(stated, CONFIG_FILE, PARAMETERS)["eos_token_id"])
     return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
 
 

@@ -12,15 +12,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from topw_deploy.dtypes import ELEMENT_TYPES
-from topw_deploy.errors import LogitsError, ParameterError
-from topw_deploy.manifest import DecoderManifest, TensorSpec
-from topw_deploy.runtime.cache.buffers import allocate_zeros
-from topw_deploy.runtime.protocols import Binding
-from topw_deploy.runtime.request import RowRequest
+from topw_deploy.errors import LogitsError
 from topw_deploy.runtime.results import TokenLogprob, TopLogprob
 
-LOGITS_OUTPUT = "logits"
 _BLOCKS_PER_TOKEN = 8  # of `best`: more blocks leave fewer candidates
 
 Logits: TypeAlias = NDArray[np.float32]
@@ -80,11 +74,14 @@ def best_ids(logits: np.ndarray, count: int) -> np.ndarray:
     return candidates[np.argsort(-logits[candidates], kind="stable")[:count]]
 
 
-class RowScores:
-    """Collects the log-probabilities of one sequence under the model."""
+class Scores:
+    """Collects the log-probabilities of one sequence under the model.
 
-    def __init__(self, request: RowRequest, text_of: TextOf) -> None:
-        self._request, self._text_of = request, text_of
+    logprobs, prompt_logprobs: the parameters.
+    """
+
+    def __init__(self, logprobs: int | None, prompt_logprobs: int | None, text_of: TextOf) -> None:
+        self._logprobs, self._prompt_logprobs, self._text_of = logprobs, prompt_logprobs, text_of
         self._prompt: list[TokenScore] = []
         self._drawn: list[TokenScore] = []
         self._returned = 0  # number of drawn tokens whose entries `take_new_entries` has returned
@@ -92,24 +89,24 @@ class RowScores:
     def add_prompt(self, logits: np.ndarray, token: int) -> None:
         """Add the prompt's next token. logits: [V], after the token before. Raises LogitsError for NaN or +inf."""
         where = f"token {len(self._prompt) + 1} of the prompt"
-        self._prompt.append(self._score_token(logits, token, self._request.prompt_logprobs, where))
+        self._prompt.append(self._score_token(logits, token, self._prompt_logprobs, where))
 
     def add(self, logits: np.ndarray, token: int) -> None:
         """Add the next drawn token. logits: [V], from which it was drawn. Raises LogitsError for NaN or +inf."""
-        self._drawn.append(self._score_token(logits, token, self._request.logprobs, f"step {len(self._drawn)}"))
+        self._drawn.append(self._score_token(logits, token, self._logprobs, f"step {len(self._drawn)}"))
 
     def prompt_entries(self) -> list[TokenLogprob | None] | None:
         """One entry per prompt token that was read, None for the first one.
 
         Returns None without the parameter `prompt_logprobs`.
         """
-        if self._request.prompt_logprobs is None:
+        if self._prompt_logprobs is None:
             return None
         return [None, *self._to_entries(self._prompt)]
 
     def drawn_entries(self, start: int = 0, end: int | None = None) -> list[TokenLogprob] | None:
         """One entry per drawn token from `start` to `end`, exclusive. None without the parameter `logprobs`."""
-        return None if self._request.logprobs is None else self._to_entries(self._drawn[start:end])
+        return None if self._logprobs is None else self._to_entries(self._drawn[start:end])
 
     def take_new_entries(self, end: int) -> list[TokenLogprob] | None:
         """Return the entries of drawn tokens before `end` that earlier calls have not returned."""
@@ -146,65 +143,3 @@ class RowScores:
             )
             for one in scores
         ]
-
-
-class LogitsBuffer:
-    """The graph's output `logits` for a batch, on the host.
-
-    spec: float [batch, V], or, in another exporter's decoder, [batch, columns, V], where the last column is that of
-        each row's last token.
-    """
-
-    def __init__(self, spec: TensorSpec, rows: int, vocab: int) -> None:
-        self._rows, self._vocab = rows, vocab
-        self._dtype = np.dtype(ELEMENT_TYPES[spec.dtype].numpy)
-        self._has_columns = len(spec.shape) == 3
-        self.columns = 1
-        self._array = self._allocate()
-
-    def bind(self, binding: Binding, rows: slice = slice(None), columns: int = 1) -> None:
-        """Make the next runs of `binding` write the logits of adjacent `rows`.
-
-        columns: of the runs' `input_ids`.
-        """
-        if self._has_columns and self.columns != columns:
-            self.columns = columns
-            self._array = self._allocate()
-        binding.bind_result(LOGITS_OUTPUT, self._array[rows])
-
-    def row(self, row: int) -> np.ndarray:
-        """The logits after a row's last token: float [V], valid until the next run."""
-        found: np.ndarray = self._array[row, -1] if self._has_columns else self._array[row]
-        return found
-
-    def _allocate(self) -> np.ndarray:
-        shape = (self._rows, self.columns, self._vocab) if self._has_columns else (self._rows, self._vocab)
-        return allocate_zeros("the logits", shape, self._dtype.type)
-
-
-def logits_output(manifest: DecoderManifest) -> TensorSpec | None:
-    """The description of the graph's output `logits`; None if the graph does not return logits."""
-    return next((spec for spec in manifest.outputs if spec.name == LOGITS_OUTPUT), None)
-
-
-def gives_logits(manifest: DecoderManifest) -> bool:
-    """Whether the graph has the output `logits` (`--with-logits`), in a type that numpy reads."""
-    spec = logits_output(manifest)
-    return spec is not None and bool(ELEMENT_TYPES[spec.dtype].numpy)
-
-
-def check_logits_output(requests: Sequence[RowRequest], spec: TensorSpec | None, path: object) -> None:
-    """Raises ParameterError if the graph of the folder `path` gives no log-probabilities, which `requests` need."""
-    name = "prompt_logprobs" if requests[0].logprobs is None else "logprobs"
-    if spec is None:
-        raise ParameterError(
-            f"{name} needs the graph's output logits, which {path} lacks; export it again with --with-logits, or omit "
-            f"{name}.",
-            name,
-        )
-    if not ELEMENT_TYPES[spec.dtype].numpy:
-        raise ParameterError(
-            f"{name} needs logits of float32 or float16, but those of {path} are {spec.dtype}; export the model with "
-            f"another type, or omit {name}.",
-            name,
-        )

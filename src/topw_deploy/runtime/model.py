@@ -3,44 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as ListOf
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, Unpack, overload
 
-from topw_deploy.errors import GenerationError, ParameterError, PromptError, TokenizerError
+from topw_deploy.errors import GenerationError, ParameterError, TokenizerError
 from topw_deploy.manifest import DecoderManifest
-from topw_deploy.runtime import cache, loop
-from topw_deploy.runtime.callbacks import end_on_failure, end_streamer
+from topw_deploy.runtime import cache
 from topw_deploy.runtime.chat import load_chat_template
 from topw_deploy.runtime.folder import ModelFolder
-from topw_deploy.runtime.generation_config import read_bos_token_id, read_model_defaults
-from topw_deploy.runtime.limits import (
-    Limits,
-    check_length,
-    check_sequence_count,
-    check_size,
-    check_text_length,
-    model_limits,
-)
-from topw_deploy.runtime.logprobs import LogitsBuffer, check_logits_output, logits_output
+from topw_deploy.runtime.inputs import MASK_INPUT
+from topw_deploy.runtime.loop import Batch, accept_tokens, prefill, steps
 from topw_deploy.runtime.open_session import open_session
 from topw_deploy.runtime.ort.providers import short_name
-from topw_deploy.runtime.prompts import encode_bad_words, read_prompts, split_inputs
+from topw_deploy.runtime.outputs import LogitsBuffer, logits_output
+from topw_deploy.runtime.parameters import GenerationParameters
+from topw_deploy.runtime.prepare import Limits, Preparer, Sequences, check_size, model_limits
 from topw_deploy.runtime.protocols import Session
-from topw_deploy.runtime.request import RowRequest, new_resolver, split_parameters
 from topw_deploy.runtime.results import GenerationResult, Piece
-from topw_deploy.runtime.row_inputs import MASK_INPUT
+from topw_deploy.runtime.sequence import Sequence, end_on_failure
 from topw_deploy.runtime.session_options import SessionKeywords, SessionOptions, takes_session_options
-from topw_deploy.runtime.structured.guide import Grammars, Guide
-from topw_deploy.runtime.text import IncrementalDecoder
+from topw_deploy.runtime.structured.guide import Grammars
 from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.runtime.tools import FAMILIES, Parsed, ToolCallParser, detect
 from topw_deploy.runtime.tools.parser import marked_text
-
-if TYPE_CHECKING:
-    from typing import Unpack  # since Python 3.11
 
 Message = Mapping[str, Any]
 
@@ -70,24 +59,22 @@ class TopWModel:
         decoder = folder.manifest.decoder
         cache.check_supported(decoder, session.inputs, session.outputs)
         cache.check_layout(decoder, (*folder.manifest.inputs, *folder.manifest.outputs))
-        self._limits = model_limits(folder.manifest, session, max_length, max_batch)
+        limits = model_limits(folder.manifest, session, max_length, max_batch)
         check_size("prefill_chunk", prefill_chunk)
         self.manifest = folder.manifest
         self.path = folder.path
         self.tokenizer = Tokenizer(folder)
         self._grammars = Grammars(self.tokenizer, folder.manifest.sampler.vocab_size)
-        self.defaults = read_model_defaults(folder, self.tokenizer)
-        self._resolve_rows = new_resolver(folder.manifest, self.defaults)
         self.provider = session.provider
         self.sampler, self.why_graph = session.sampler, session.why_graph
         self._decoder, self._logits_output = decoder, logits_output(folder.manifest)
-        self._bos_token_id = read_bos_token_id(folder, self.tokenizer)
         self._template = load_chat_template(folder, self.tokenizer)
         caches = cache.new_caches(
             session, decoder, max_length=max_length, max_batch=max_batch, prefill_chunk=prefill_chunk
         )
         self._caches: cache.Caches | None = caches
-        self._takes_ragged_batches = caches.takes_ragged_batches
+        self._preparer = Preparer(folder, self.tokenizer, limits, pads=caches.takes_ragged_batches)
+        self.defaults = self._preparer.defaults
         self._session: Session | None = session
         self.load_seconds = 0.0
         session.check_with_run(self._run_one_step)
@@ -121,6 +108,11 @@ class TopWModel:
         return cls(folder, opened, started, max_length=max_length, max_batch=max_batch, prefill_chunk=prefill_chunk)
 
     @property
+    def limits(self) -> Limits:
+        """The limits on the prompts and sequences of a call."""
+        return self._preparer.limits
+
+    @property
     def cache_bytes(self) -> int:
         """Size of the key-value buffers; 0 if onnxruntime owns the cache ("concat").
 
@@ -129,50 +121,101 @@ class TopWModel:
         return 0 if self._caches is None else self._caches.bytes
 
     @overload
-    def generate(self, prompt: str, **parameters: Any) -> GenerationResult: ...
+    def generate(self, prompt: str, **parameters: Unpack[GenerationParameters]) -> GenerationResult: ...
     @overload
     def generate(
-        self, prompt: Sequence[str] | Sequence[Sequence[int]], **parameters: Any
+        self, prompt: ListOf[str] | ListOf[ListOf[int]], **parameters: Unpack[GenerationParameters]
     ) -> list[GenerationResult]: ...
     @overload
-    def generate(self, prompt: Sequence[int], **parameters: Any) -> GenerationResult: ...
+    def generate(self, prompt: ListOf[int], **parameters: Unpack[GenerationParameters]) -> GenerationResult: ...
     @overload
-    def generate(self, prompt: Any = None, **parameters: Any) -> Any: ...
+    def generate(self, prompt: Any = None, **parameters: Unpack[GenerationParameters]) -> Any: ...
 
-    def generate(self, prompt: Any = None, **parameters: Any) -> Any:
+    def generate(self, prompt: Any = None, **parameters: Unpack[GenerationParameters]) -> Any:
         """Continue `prompt`. Returns one GenerationResult, or a list for a batch or `num_return_sequences` > 1.
 
         prompt: text, token ids, a batch of either, or a tokenizer's output, also as keywords.
-        parameters: see docs/guide/runtime.md. A list gives one value per prompt.
+        parameters: see `GenerationParameters` and docs/guide/runtime.md. A list gives one value per prompt.
 
         Raises ParameterError, PromptError, GenerationError, and errors of the callbacks.
         """
-        pieces, rows, is_single = self._start_generation(prompt, parameters, streaming=False)
-        results = {piece.row: piece.result for piece in pieces}
-        return results[0] if is_single else [results[row] for row in range(rows)]
+        sequences = self._start(prompt, parameters)
+        results = {piece.row: piece.result for piece in self._pieces(sequences)}
+        return results[0] if sequences.is_single else [results[index] for index in range(len(sequences))]
 
-    def stream(self, prompt: Any = None, **parameters: Any) -> Iterator[Piece]:
+    def stream(self, prompt: Any = None, **parameters: Unpack[GenerationParameters]) -> Iterator[Piece]:
         """Yield the text of `generate` in pieces; a row's last piece has the row's result.
 
         Raises the errors of a wrong prompt or parameter at once, not at the first piece.
         """
-        pieces, _, _ = self._start_generation(prompt, parameters, streaming=True)
-        return pieces
+        sequences = self._start(prompt, parameters)
+        for sequence in sequences:
+            sequence.decode_as_drawn()
+        return self._pieces(sequences, streaming=True)
+
+    def prepare(
+        self, prompt: Any = None, *, limits: Limits | None = None, **parameters: Unpack[GenerationParameters]
+    ) -> Sequences:
+        """Check a call's prompt and parameters, and make its sequences, by prompt, then sample.
+
+        prompt, parameters: see `generate`.
+        limits: None for the model's.
+
+        Raises ParameterError and PromptError.
+        """
+        return self._preparer.prepare(prompt, parameters, limits)
+
+    def encode(
+        self, text: str, add_special_tokens: bool = True, *, which: str = "the prompt", limits: Limits | None = None
+    ) -> list[int]:
+        """The token ids of a prompt. Raises PromptError for a text that is too long to be tokenized.
+
+        which: the prompt's name in messages.
+        limits: None for the model's.
+        """
+        return self._preparer.encode(text, add_special_tokens, which, limits or self.limits)
+
+    def compile_grammars(self, sequences: Sequences) -> None:
+        """Let each sequence with a constraint follow its grammar, which may take seconds. Call this before their steps.
+
+        Raises ParameterError if the graph cannot mask tokens, and the errors of `Grammars.guides`.
+        """
+        constrained = [sequence for sequence in sequences if sequence.params.constraint is not None]
+        if not constrained:
+            return
+        if MASK_INPUT not in self._require_open()[0].inputs:
+            raise ParameterError(
+                f"structured_outputs needs a graph with the input {MASK_INPUT!r}, which this one lacks; export the "
+                "model again.",
+                "structured_outputs",
+            )
+        pairs = [(sequence.params.constraint, sequence.params.eos_token_ids) for sequence in constrained]
+        for sequence, guide in zip(constrained, self._grammars.guides(pairs), strict=True):
+            if guide is not None:
+                sequence.follow(guide)
 
     def chat(
-        self, messages: Sequence[Message], *, template_variables: Mapping[str, Any] | None = None, **parameters: Any
+        self,
+        messages: ListOf[Message],
+        *,
+        template_variables: Mapping[str, Any] | None = None,
+        **parameters: Unpack[GenerationParameters],
     ) -> GenerationResult:
         """Answer `messages`, mappings with `role` and `content`. See `apply_chat_template`."""
         return self.generate(self._encode_chat(messages, template_variables, parameters), **parameters)
 
     def stream_chat(
-        self, messages: Sequence[Message], *, template_variables: Mapping[str, Any] | None = None, **parameters: Any
+        self,
+        messages: ListOf[Message],
+        *,
+        template_variables: Mapping[str, Any] | None = None,
+        **parameters: Unpack[GenerationParameters],
     ) -> Iterator[Piece]:
         """Yield the text of `chat` in pieces, as `stream` does."""
         return self.stream(self._encode_chat(messages, template_variables, parameters), **parameters)
 
     def apply_chat_template(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
+        self, messages: ListOf[Message], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
         """Render `messages` with the chat template. Encode the result with add_special_tokens=False.
 
@@ -202,7 +245,7 @@ class TopWModel:
         return detect(source, self.tokenizer.added_tokens)
 
     def tool_parser(
-        self, tools: Sequence[Any] | None = None, family: str | None = None, prompt: str = ""
+        self, tools: ListOf[Any] | None = None, family: str | None = None, prompt: str = ""
     ) -> ToolCallParser:
         """Make a parser for a streamed output. Generate the output with skip_special_tokens=False.
 
@@ -222,7 +265,7 @@ class TopWModel:
     def parse_tool_calls(
         self,
         output: str | GenerationResult,
-        tools: Sequence[Any] | None = None,
+        tools: ListOf[Any] | None = None,
         family: str | None = None,
         prompt: str = "",
     ) -> Parsed:
@@ -251,128 +294,70 @@ class TopWModel:
         return f"TopWModel({str(self.path)!r}, {self._decoder.model_type}, {short_name(self.provider)})"
 
     def _run_one_step(self) -> None:
-        (request,), *_ = self._resolve_requests([0], {"max_new_tokens": 1, "seed": 0})
-        generation = loop.Generation(*self._require_open(), [loop.Row(0, request, None)])
+        batch = Batch(*self._require_open(), self.prepare([0], max_new_tokens=1, seed=0))
         try:
-            loop.prefill(generation)
+            prefill(batch)
         finally:
-            generation.close()
+            batch.close()
 
     def _encode_chat(
-        self, messages: Sequence[Message], variables: Mapping[str, Any] | None, parameters: Mapping[str, Any]
+        self, messages: ListOf[Message], variables: Mapping[str, Any] | None, parameters: Mapping[str, Any]
     ) -> list[int]:
         with end_on_failure(parameters.get("streamer")):
             text = self.apply_chat_template(messages, **(variables or {}))
-            return self._encode_text(text, False, "the prompt", self._limits)
+            return self.encode(text, add_special_tokens=False)
 
-    def _encode_text(self, text: str, add_special_tokens: bool, which: str, limits: Limits) -> list[int]:
-        check_text_length(text, limits, which)
-        return self.tokenizer.encode(text, add_special_tokens)
+    def _start(self, prompt: Any, parameters: Mapping[str, Any]) -> Sequences:
+        """The sequences of a call, ready for `_pieces`."""
+        with end_on_failure(parameters.get("streamer")):
+            sequences = self.prepare(prompt, **parameters)  # type: ignore[arg-type]
+            self._require_open()
+            self.compile_grammars(sequences)
+            return sequences
 
-    def _start_generation(
-        self, prompt: Any, parameters: Mapping[str, Any], *, streaming: bool
-    ) -> tuple[Iterator[Piece], int, bool]:
-        """Start a generation. Returns (pieces, number of sequences, whether to return one result instead of a list)."""
+    def _pieces(self, sequences: Sequences, *, streaming: bool = False) -> Iterator[Piece]:
+        """Yield pieces of new text; a sequence's last piece has its result.
+
+        streaming: whether the pieces have log-probabilities.
+        """
+        started = time.perf_counter()
         try:
-            requests, request_parameters, is_single = self._resolve_requests(prompt, parameters)
-            return self._new_pieces(requests, request_parameters, streaming=streaming), len(requests), is_single
-        except BaseException:
-            end_streamer(parameters.get("streamer"))
-            raise
+            batch = Batch(*self._require_open(), sequences, self._new_logits_buffer(sequences))
+            try:
+                for sequence in sequences:
+                    if sequence.callbacks is not None:
+                        sequence.callbacks.stream_prompt()
+                    if sequence.finish_reason is not None:  # no token may be drawn
+                        yield self._new_piece(batch, sequence, "", started, streaming)
+                for tokens in steps(batch):
+                    for sequence, text in accept_tokens(batch, tokens):
+                        yield self._new_piece(batch, sequence, text, started, streaming)
+            finally:
+                batch.close()
+        finally:  # a thread may be waiting for the streamer
+            if sequences.streamer is not None:
+                sequences.streamer.end()
 
-    def _resolve_requests(
-        self, prompt: Any, parameters: Mapping[str, Any], limits: Limits | None = None
-    ) -> tuple[list[RowRequest], Mapping[str, Any], bool]:
-        """Check a call's prompt and parameters.
-
-        limits: None for the model's.
-
-        Returns (rows, values of REQUEST_PARAMETERS, whether to return one result instead of a list).
-        """
-        limits = limits or self._limits
-        prompt, attention_mask, parameters = split_inputs(prompt, parameters)
-        row_parameters, request_parameters = split_parameters(parameters)
-        samples = request_parameters["num_return_sequences"]
-        row_parameters, config = (
-            encode_bad_words(given, self.tokenizer)
-            for given in (row_parameters, request_parameters["generation_config"])
-        )
-        prompts, is_single = self._read_prompts(
-            prompt, attention_mask, request_parameters["add_special_tokens"], samples, limits
-        )
-        rows = self._resolve_rows(prompts, row_parameters, limits=limits, samples=samples, config=config)
-        if not self._takes_ragged_batches and len({len(p) for p in prompts}) > 1:
-            raise PromptError(
-                f"this decoder cannot pad, but the prompts of the batch have {', '.join(str(len(p)) for p in prompts)} "
-                "tokens; generate from them one by one, or group those of equal length."
+    def _new_piece(self, batch: Batch, sequence: Sequence, text: str, started: float, streaming: bool) -> Piece:
+        result = None
+        if sequence.finish_reason is not None:
+            result = sequence.result(
+                partial(batch.outputs, sequence),
+                batch.session,
+                load_seconds=self.load_seconds,
+                started=started,
+                prefilled=batch.prefilled_at or started,  # no prefill if a prompt fills the context
             )
-        if request_parameters["streamer"] is not None and len(rows) > 1:
-            raise ParameterError(
-                f"a streamer follows one sequence, but the request has {len(rows)}; generate them one by one, or use "
-                "model.stream, whose pieces name their row."
-            )
-        scored = [row for row in rows if row.needs_scores]
-        if scored:
-            check_logits_output(scored, self._logits_output, self.path)
-        return rows, request_parameters, is_single and samples == 1
+        drawn = sequence.steps
+        entries = sequence.scores.take_new_entries(drawn) if streaming and sequence.scores is not None else None
+        return Piece(text, sequence.index, result, entries, drawn, sequence.take_new_tokens(drawn))
 
-    def _read_prompts(
-        self, prompt: Any, mask: Any, add_special_tokens: bool, samples: int, limits: Limits
-    ) -> tuple[list[list[int]], bool]:
-        """Check the prompts' number and lengths, then tokenize. Returns (ids per prompt, whether there is no batch)."""
-
-        def check(tokens: int, which: str) -> None:
-            check_length(tokens, limits, which)
-
-        prompts, is_single = read_prompts(prompt, mask, check)
-        check_sequence_count(len(prompts) * samples, limits)
-        bos = [] if self._bos_token_id is None else [self._bos_token_id]
-        names = [f"prompt {index}" for index in range(len(prompts))] if len(prompts) > 1 else ["the prompt"]
-        return [
-            (self._encode_text(p, add_special_tokens, name, limits) if isinstance(p, str) else p) or bos
-            for p, name in zip(prompts, names, strict=True)
-        ], is_single
-
-    def _new_guides(self, rows: Sequence[RowRequest]) -> list[Guide | None]:
-        """The guide of each row, or [] if no row has a constraint.
-
-        Raises ParameterError if the graph cannot mask tokens, and the errors of `Grammars.guides`.
-        """
-        if all(row.constraint is None for row in rows):
-            return []
-        if MASK_INPUT not in self._require_open()[0].inputs:
-            raise ParameterError(
-                f"structured_outputs needs a graph with the input {MASK_INPUT!r}, which this one lacks; export the "
-                "model again.",
-                "structured_outputs",
-            )
-        return self._grammars.guides([(row.constraint, row.eos_token_ids) for row in rows])
-
-    def _new_pieces(
-        self, requests: Sequence[RowRequest], request_parameters: Mapping[str, Any], *, streaming: bool
-    ) -> Iterator[Piece]:
-        def new_text_decoder(prompt: Sequence[int]) -> IncrementalDecoder:
-            return self.tokenizer.text_decoder(prompt, request_parameters["skip_special_tokens"])
-
-        return loop.RequestRun(
-            *self._require_open(),
-            requests,
-            new_text_decoder,
-            self.load_seconds,
-            streaming=streaming,
-            streamer=request_parameters["streamer"],
-            criteria=request_parameters["stopping_criteria"],
-            guides=self._new_guides(requests),
-            logits=self._new_logits_buffer(len(requests))
-            if any(request.needs_scores for request in requests)
-            else None,
-            text_of=self.tokenizer.text_of,
-        ).pieces()
-
-    def _new_logits_buffer(self, rows: int) -> LogitsBuffer | None:
-        """A buffer for the graph's logits, or None if the graph does not return them."""
+    def _new_logits_buffer(self, sequences: Sequences) -> LogitsBuffer | None:
+        """A buffer for the graph's logits, or None if no sequence needs them."""
         spec = self._logits_output
-        return None if spec is None else LogitsBuffer(spec, rows, self.manifest.sampler.vocab_size)
+        if spec is None or not any(sequence.params.needs_scores for sequence in sequences):
+            return None
+        return LogitsBuffer(spec, len(sequences), self.manifest.sampler.vocab_size)
 
     def _require_open(self) -> tuple[Session, cache.Caches]:
         if self._session is None or self._caches is None:

@@ -1,51 +1,91 @@
-"""The parameters of a request: their names, their checks, and lists of one value per row.
+"""The parameters of a generation: one table of their names, aliases, values, ranges and meanings.
 
-The names are those of transformers, of vLLM (penalties) and of Top-W. REQUEST_ALIASES has those of other libraries.
+`GenerationParameters` is the table. From it come the signatures of `generate` and `submit`, the checks, the options of
+`topw generate`, the fields of the server's requests, and the table in docs/guide/runtime.md.
+
+The names are those of transformers, of vLLM (penalties) and of Top-W.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, TypedDict, TypeVar, get_args, get_type_hints
 
 import numpy as np
+from numpy.typing import NDArray
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.plain_text import short_repr
-from topw_deploy.runtime.callbacks import check_criteria, check_streamer
 from topw_deploy.runtime.structured.constraint import read_constraint
 from topw_deploy.sampling.beta import beta_coefficients
-from topw_deploy.sampling.parameters import (
-    ALIASES,
-    IN_FLOAT32,
-    OPTION_NAMES,
-    PARAMETER_NAMES,
-    check_range,
-    unknown_name,
-)
-from topw_deploy.sampling.presets import check_geom_unit, check_preset
+from topw_deploy.sampling.parameters import ALIASES as AUTHORS_ALIASES
+from topw_deploy.sampling.parameters import IN_FLOAT32, OPTION_NAMES, check_range, unknown_name
+from topw_deploy.sampling.presets import GEOM_UNITS, REQUEST_PRESETS, check_geom_unit, check_preset
 from topw_deploy.sampling.rules import RULE_OF_VALUE, RULES, unknown_rule_error
 from topw_deploy.sampling.seeds import SEED_BITS
 
 OTHER_SAMPLERS = frozenset({"top_a", "tfs_z", "penalty_alpha", "mirostat"})
 """Parameters of samplers that are not among the rules."""
 
-REQUEST_ALIASES: Mapping[str, str] = {
-    **ALIASES,
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "stop": "stop_strings",
-    "n": "num_return_sequences",
-    "response_format": "structured_outputs",
-}
-"""Names in vLLM, OpenAI's API and the authors' code -> ours."""
-
 MOST_SEQUENCES = 1 << 16
 """The most sequences of a prompt: each takes memory before any of them runs."""
+
+T = TypeVar("T")
+PerPrompt = T | Sequence[T | None] | NDArray[Any]
+"""One value for all prompts, or a list with one for each; None in the list means "not given"."""
+
+Ids = int | Sequence[int]
+Texts = str | Sequence[str]
+Read = Callable[[str, Any], Any]
+"""A function from a parameter's name and its value for one sequence to the checked value. Raises ParameterError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """What the table says of a parameter beside its type.
+
+    text: the meaning, in one sentence.
+    read: checks a value for one sequence.
+    default: this package's default; None if there is none, or if it is the model's.
+    depth: how deeply lists are nested in the value for one sequence. One more level lists a value per prompt.
+    choices: the texts that the value can be; empty if it is no such text.
+    in_file: whether the model's `generation_config.json` may state it.
+    in_json: whether requests in JSON may state it. Others are objects of Python.
+    kind: int, float, bool or str, for a plain value; None for others. Comes from the type.
+    per_prompt: whether the prompts of a call may have different values. Comes from the type.
+    """
+
+    text: str
+    read: Read
+    default: Any = None
+    depth: int = 0
+    choices: tuple[str, ...] = ()
+    in_file: bool = True
+    in_json: bool = True
+    kind: type | None = None
+    per_prompt: bool = False
+
+    def lists_values(self, value: Any) -> bool:
+        """Whether `value` lists one value per prompt."""
+        for _ in range(self.depth):
+            if not _is_list(value):
+                return False
+            inner = [v for v in value if _is_list(v) and len(v)]
+            if not inner:
+                return False
+            value = inner[0]
+        return self.per_prompt and _is_list(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """Another library's name of the parameter `name`."""
+
+    name: str
 
 
 def is_boolean(value: Any) -> bool:
@@ -53,28 +93,41 @@ def is_boolean(value: Any) -> bool:
     return isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
 
 
-def _parse_integer(name: str, value: Any, low: int, high: float = math.inf) -> int:
-    try:
-        number = None if is_boolean(value) else operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or not low <= number < high:
-        bound = f">= {low}" if high == math.inf else f"in [{low}, {high})"
-        raise ParameterError(f"{name} is {short_repr(value)}, but must be an integer {bound}.", name)
-    return number
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim > 0)
 
 
-def _parse_real(name: str, value: Any, holds: Callable[[float], bool], bound: str) -> float:
-    try:
-        known = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-        number = float(value) if known else math.nan
-    except OverflowError:  # an integer beyond float64
-        number = math.inf
-    # The graph computes in float32.
-    if not holds(number) or not holds(_to_float32(number)):
-        wanted = f"{bound} {IN_FLOAT32}" if holds(number) else bound
-        raise ParameterError(f"{name} is {short_repr(value)}, but must be {wanted}.", name)
-    return number
+def integer(low: int, high: float = math.inf) -> Read:
+    """A check for integers in [low, high)."""
+
+    def read(name: str, value: Any) -> int:
+        try:
+            number = None if is_boolean(value) else operator.index(value)
+        except TypeError:
+            number = None
+        if number is None or not low <= number < high:
+            bound = f">= {low}" if high == math.inf else f"in [{low}, {high})"
+            raise ParameterError(f"{name} is {short_repr(value)}, but must be an integer {bound}.", name)
+        return number
+
+    return read
+
+
+def real(holds: Callable[[float], bool], bound: str) -> Read:
+    """A check for numbers that are within `bound` in float32 too, in which the graph computes."""
+
+    def read(name: str, value: Any) -> float:
+        try:
+            known = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+            number = float(value) if known else math.nan
+        except OverflowError:  # an integer beyond float64
+            number = math.inf
+        if not holds(number) or not holds(_to_float32(number)):
+            wanted = f"{bound} {IN_FLOAT32}" if holds(number) else bound
+            raise ParameterError(f"{name} is {short_repr(value)}, but must be {wanted}.", name)
+        return number
+
+    return read
 
 
 def _to_float32(value: float) -> float:
@@ -82,80 +135,73 @@ def _to_float32(value: float) -> float:
         return float(np.float32(value))
 
 
-def _parse_flag(name: str, value: Any) -> bool:
-    if not isinstance(value, (bool, np.bool_)):
-        raise ParameterError(f"{name} is {short_repr(value)}, but must be True or False.", name)
-    return bool(value)
+_finite = real(math.isfinite, "a finite number")
+_positive = real(lambda x: 0 < x < math.inf, "a finite number > 0")
+_bias = real(lambda x: x < math.inf, "a number below infinity (-inf bans the token)")
+_token = integer(0)
 
 
-def _integer_parser(low: int, high: float = math.inf) -> Callable[[str, Any], int]:
-    return lambda name, value: _parse_integer(name, value, low, high)
-
-
-def _parse_positive(name: str, value: Any) -> float:
-    return _parse_real(name, value, lambda x: 0 < x < math.inf, "a finite number > 0")
-
-
-def _parse_finite(name: str, value: Any) -> float:
-    return _parse_real(name, value, math.isfinite, "a finite number")
-
-
-def _parse_top_w(name: str, value: Any) -> float:
-    number = _parse_real(name, value, math.isfinite, "a finite number")
+def _top_w(name: str, value: Any) -> float:
+    number: float = _finite(name, value)
     check_range(name, number)
     check_range(name, number, _to_float32(number))
     return number
 
 
-def _parse_beta(name: str, value: Any) -> float | str:
+def _beta(name: str, value: Any) -> float | str:
     """Returns a number, or text without outer spaces if the value depends on the temperature."""
     if isinstance(value, str):
         constant, slope = beta_coefficients(value)
         if slope:
             return value.strip()
         value = constant
-    return _parse_top_w(name, value)
+    return _top_w(name, value)
 
 
-def _parse_rule(name: str, value: Any) -> str:
+def _rule(name: str, value: Any) -> str:
     if not isinstance(value, str) or value not in RULES:
         raise unknown_rule_error(value)
     return value
 
 
-def _parse_rule_value(name: str, value: Any) -> float:
+def _rule_value(name: str) -> Read:
     stated = next(each for each in RULE_OF_VALUE[name].values if each.name == name)
-    return _parse_real(name, value, stated.accepts, stated.bound)
+    return real(stated.accepts, stated.bound)
 
 
-def _parse_ids(name: str, value: Any) -> tuple[int, ...]:
-    values = value if _is_list(value) else [value]
-    return tuple(_parse_integer(name, v, 0) for v in values)
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise ParameterError(f"{name} is {short_repr(value)}, but must be True or False.", name)
+    return bool(value)
 
 
-def _parse_nonempty_ids(name: str, value: Any) -> tuple[int, ...]:
-    ids = _parse_ids(name, value)
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    return tuple(_token(name, v) for v in (value if _is_list(value) else [value]))
+
+
+def _some_ids(name: str, value: Any) -> tuple[int, ...]:
+    ids = _ids(name, value)
     if not ids:
         raise ParameterError(f"{name} is empty, but must have at least one token id.", name)
     return ids
 
 
-def _parse_id_lists(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+def _id_lists(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
     if not _is_list(value) or not all(_is_list(v) and len(v) for v in value):
         raise ParameterError(
             f"{name} is {short_repr(value)}, but must be a list of non-empty lists of token ids.", name
         )
-    return tuple(_parse_ids(name, v) for v in value)
+    return tuple(_ids(name, v) for v in value)
 
 
-def _parse_strings(name: str, value: Any) -> tuple[str, ...]:
+def _texts(name: str, value: Any) -> tuple[str, ...]:
     values = [value] if isinstance(value, str) else value
     if not _is_list(values) or not all(isinstance(v, str) and v for v in values):
         raise ParameterError(f"{name} is {short_repr(value)}, but must be a non-empty string or a list of them.", name)
     return tuple(values)
 
 
-def _parse_biases(name: str, value: Any) -> dict[int, float]:
+def _biases(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise ParameterError(f"{name} is {short_repr(value)}, but must map token ids to numbers.", name)
     result: dict[int, float] = {}
@@ -163,17 +209,16 @@ def _parse_biases(name: str, value: Any) -> dict[int, float]:
         if isinstance(token, str) and token.isascii() and token.isdigit():
             token = int(token)  # JSON keys are strings
         try:
-            key = _parse_integer(f"a token id of {name}", token, 0)
+            key = _token(f"a token id of {name}", token)
             if key in result:
                 raise ParameterError(f"{name} names the token id {key} twice; give it one bias.")
-            bound = "a number below infinity (-inf bans the token)"
-            result[key] = _parse_real(f"{name}[{key}]", bias, lambda x: x < math.inf and x == x, bound)
+            result[key] = _bias(f"{name}[{key}]", bias)
         except ParameterError as error:
             raise ParameterError(str(error), name) from None
     return result
 
 
-def _parse_config(name: str, value: Any) -> dict[str, Any]:
+def _settings(name: str, value: Any) -> dict[str, Any]:
     """The settings of a mapping or of a GenerationConfig of transformers, of which only non-default values are read."""
     if not isinstance(value, Mapping):
         if not callable(getattr(value, "to_diff_dict", None)):
@@ -186,90 +231,324 @@ def _parse_config(name: str, value: Any) -> dict[str, Any]:
     return {key: stated for key, stated in value.items() if stated is not None}
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim > 0)
+def _streamer(name: str, value: Any) -> Any:
+    _refuse_class(name, value)
+    if not callable(getattr(value, "put", None)) or not callable(getattr(value, "end", None)):
+        raise ParameterError(
+            f"{name} is a {type(value).__name__}, but must have methods put and end, like transformers' TextStreamer."
+        )
+    return value
 
 
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """A request parameter.
-
-    parse: function from (name, value of one row) to the checked value.
-    default: this package's default.
-    depth: how deeply lists are nested in one row's value. A value with one more level has one value per row.
-    """
-
-    parse: Callable[[str, Any], Any]
-    default: Any = None
-    depth: int = 0
-
-    def is_per_row(self, value: Any) -> bool:
-        """Whether `value` lists one value per row."""
-        for _ in range(self.depth):
-            if not _is_list(value):
-                return False
-            inner = [v for v in value if _is_list(v) and len(v)]
-            if not inner:
-                return False
-            value = inner[0]
-        return _is_list(value)
+def _criteria(name: str, value: Any) -> tuple[Callable[..., object], ...]:
+    criteria = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    for criterion in criteria:
+        _refuse_class(name, criterion)
+        if not callable(criterion):
+            raise ParameterError(
+                f"{name} has a {type(criterion).__name__}, but must be a function of token ids, or a list of functions."
+            )
+        if not takes_tensors(criterion) and not _takes_ids_alone(criterion):
+            raise ParameterError(
+                f"{name}: {criterion_name(criterion)} cannot be called with the token ids alone; remove its other "
+                "arguments, or make it a subclass of transformers' StoppingCriteria."
+            )
+    return criteria
 
 
-PARAMETERS: Mapping[str, Parameter] = {
-    "max_new_tokens": Parameter(_integer_parser(0), 256),
-    "max_length": Parameter(_integer_parser(1)),
-    "min_new_tokens": Parameter(_integer_parser(0), 0),
-    "min_length": Parameter(_integer_parser(0), 0),
-    "do_sample": Parameter(_parse_flag),
-    "eos_token_id": Parameter(_parse_ids, (), depth=1),
-    "pad_token_id": Parameter(_integer_parser(0)),
-    "ignore_eos": Parameter(_parse_flag, False),
-    "stop_token_ids": Parameter(_parse_ids, (), depth=1),
-    "stop_strings": Parameter(_parse_strings, (), depth=1),
-    "repetition_penalty": Parameter(_parse_positive, 1.0),
-    "presence_penalty": Parameter(_parse_finite, 0.0),
-    "frequency_penalty": Parameter(_parse_finite, 0.0),
-    "logit_bias": Parameter(_parse_biases, {}),
-    "suppress_tokens": Parameter(_parse_ids, (), depth=1),
-    "allowed_token_ids": Parameter(_parse_nonempty_ids, (), depth=1),
-    "bad_words_ids": Parameter(_parse_id_lists, (), depth=2),
-    "bad_words": Parameter(_parse_strings, (), depth=1),
-    "no_repeat_ngram_size": Parameter(_integer_parser(0), 0),
-    "structured_outputs": Parameter(read_constraint),
-    "logprobs": Parameter(_integer_parser(0)),
-    "prompt_logprobs": Parameter(_integer_parser(0)),
-    "seed": Parameter(_integer_parser(0, 2**SEED_BITS)),
-    "preset": Parameter(lambda _name, value: check_preset(value)),
-    **{name: Parameter(_parse_top_w) for name in PARAMETER_NAMES},
-    "beta": Parameter(_parse_beta),
-    "geom_unit": Parameter(lambda _name, value: check_geom_unit(value)),
-    "rule": Parameter(_parse_rule),
-    **{name: Parameter(_parse_rule_value) for name in RULE_OF_VALUE},
-}
-"""The parameters that may differ by row."""
-
-REQUEST_PARAMETERS: Mapping[str, Parameter] = {
-    "num_return_sequences": Parameter(_integer_parser(1, MOST_SEQUENCES + 1), 1),
-    "skip_special_tokens": Parameter(_parse_flag, True),
-    "add_special_tokens": Parameter(_parse_flag, True),
-    "generation_config": Parameter(_parse_config, {}),
-    "streamer": Parameter(check_streamer),
-    "stopping_criteria": Parameter(check_criteria, ()),
-}
-"""The parameters of a whole request."""
+def _refuse_class(name: str, value: object) -> None:
+    if isinstance(value, type):
+        raise ParameterError(f"{name} is the class {value.__name__}; give an instance of it.")
 
 
-def check_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the names of a call's parameters. Returns `given` under our names, without None values.
+def takes_tensors(criterion: object) -> bool:
+    """Whether a stopping criterion is one of transformers'."""
+    return any(
+        kind.__name__ == "StoppingCriteria" and kind.__module__.partition(".")[0] == "transformers"
+        for kind in type(criterion).__mro__
+    )
+
+
+def criterion_name(criterion: object) -> str:
+    """The name of a stopping criterion, for results and messages."""
+    return str(getattr(criterion, "__name__", type(criterion).__name__))
+
+
+def _takes_ids_alone(criterion: Callable[..., object]) -> bool:
+    try:
+        inspect.signature(criterion).bind(None)
+    except ValueError:  # some built-in functions have no signature
+        return True
+    except TypeError:
+        return False
+    return True
+
+
+def _top_w_number(text: str) -> Parameter:
+    return Parameter(text, _top_w)
+
+
+def _of_rule(name: str, text: str) -> Parameter:
+    rule = RULE_OF_VALUE[name]
+    default = next(each.default for each in rule.values if each.name == name)
+    stated = "" if default is None else f"; {default:g} without a value"
+    return Parameter(f"{rule.name}: {text}{stated}.", _rule_value(name))
+
+
+class PromptInputs(TypedDict, total=False):
+    """A prompt as keywords: `generate(**tokenizer(text))`."""
+
+    input_ids: Any
+    attention_mask: Any
+    token_type_ids: Any
+
+
+class GenerationParameters(PromptInputs, total=False):
+    """The parameters of `TopWModel.generate` and of all that generates like it. None means "not given"."""
+
+    max_new_tokens: Annotated[
+        PerPrompt[int],
+        Parameter("Maximum number of new tokens; 0 only with prompt_logprobs.", integer(0), 256),
+    ]
+    max_length: Annotated[
+        PerPrompt[int],
+        Parameter("Maximum number of tokens of prompt and answer together.", integer(1)),
+    ]
+    min_new_tokens: Annotated[
+        PerPrompt[int],
+        Parameter("Minimum number of new tokens before an end of sequence or a stop string.", integer(0), 0),
+    ]
+    min_length: Annotated[
+        PerPrompt[int],
+        Parameter("The same minimum, counting the prompt too.", integer(0), 0),
+    ]
+    seed: Annotated[
+        PerPrompt[int],
+        Parameter("Makes the draws repeatable; in [0, 2^64), random if not given.", integer(0, 2**SEED_BITS),
+                  in_file=False),
+    ]  # fmt: skip
+    num_return_sequences: Annotated[
+        int,
+        Parameter("Number of independent sequences per prompt.", integer(1, MOST_SEQUENCES + 1), 1),
+    ]
+    do_sample: Annotated[
+        PerPrompt[bool],
+        Parameter("False means temperature 0.", _flag),
+    ]
+    preset: Annotated[
+        PerPrompt[str],
+        Parameter("Named values for those of Top-W's six parameters that are not given.",
+                  lambda _name, value: check_preset(value), choices=tuple(REQUEST_PRESETS), in_file=False),
+    ]  # fmt: skip
+    lam: Annotated[PerPrompt[float], _top_w_number("Weight of the entropy term, >= 0.")]
+    beta: Annotated[
+        PerPrompt[float | str],
+        Parameter("Weight of the log-mass reward, >= 0; may depend on the temperature T, as 1.5+1.5*T.", _beta),
+    ]
+    temperature: Annotated[
+        PerPrompt[float], _top_w_number("Sampling temperature, >= 0; below 1e-5, sampling is greedy.")
+    ]
+    selection_temperature: Annotated[
+        PerPrompt[float], _top_w_number("Temperature for choosing the kept set, >= 0; 0 means the temperature.")
+    ]
+    init_top_p: Annotated[PerPrompt[float], _top_w_number("Probability mass of the initial nucleus, in (0, 1].")]
+    geom_scale: Annotated[PerPrompt[float], _top_w_number("Factor on token distances; a negative one repels.")]
+    geom_unit: Annotated[
+        PerPrompt[str],
+        Parameter("Unit of the geom_scale given with it: the metric's, or the median distance of likely tokens.",
+                  lambda _name, value: check_geom_unit(value), choices=GEOM_UNITS),
+    ]  # fmt: skip
+    rule: Annotated[
+        PerPrompt[str],
+        Parameter("Sampling rule; one of its parameters alone chooses it too.", _rule, choices=tuple(RULES)),
+    ]
+    top_k: Annotated[PerPrompt[int], _of_rule("top_k", "keep the k best tokens, >= 1")]
+    top_p: Annotated[
+        PerPrompt[float],
+        _of_rule("top_p", "keep the fewest best tokens with this probability in total, in (0, 1]"),
+    ]
+    min_p: Annotated[
+        PerPrompt[float],
+        _of_rule("min_p", "keep tokens with at least this share of the best one's probability, in [0, 1]"),
+    ]
+    top_h: Annotated[
+        PerPrompt[float],
+        _of_rule("top_h", "keep the best tokens up to this share of the pool's entropy, in (0, 1]"),
+    ]
+    top_h_pool: Annotated[PerPrompt[int], _of_rule("top_h_pool", "number of best tokens in the pool, >= 1")]
+    typical_p: Annotated[
+        PerPrompt[float],
+        _of_rule("typical_p", "keep the most typical tokens with this probability in total, in (0, 1)"),
+    ]
+    epsilon_cutoff: Annotated[
+        PerPrompt[float], _of_rule("epsilon_cutoff", "keep tokens with at least this probability, in (0, 1)")
+    ]
+    eta_cutoff: Annotated[
+        PerPrompt[float],
+        _of_rule("eta_cutoff", "like epsilon, with a lower cutoff for flat distributions, in (0, 1)"),
+    ]
+    top_n_sigma: Annotated[
+        PerPrompt[float],
+        _of_rule("top_n_sigma", "keep logits within so many standard deviations of the best one, >= 0"),
+    ]
+    min_k_tau: Annotated[
+        PerPrompt[float],
+        _of_rule("min_k_tau", "keep at least this number divided by the range of the logits, >= 0"),
+    ]
+    repetition_penalty: Annotated[
+        PerPrompt[float],
+        Parameter("Divides the logits > 0 of tokens in prompt and answer, and multiplies the others; > 0.", _positive,
+                  1.0),
+    ]  # fmt: skip
+    presence_penalty: Annotated[
+        PerPrompt[float], Parameter("Subtracted once from the logits of generated tokens.", _finite, 0.0)
+    ]
+    frequency_penalty: Annotated[
+        PerPrompt[float], Parameter("Subtracted from the logits of generated tokens, per occurrence.", _finite, 0.0)
+    ]
+    no_repeat_ngram_size: Annotated[
+        PerPrompt[int],
+        Parameter("No n-gram of this size occurs twice in prompt and answer; 0 allows it.", integer(0), 0),
+    ]
+    logit_bias: Annotated[
+        PerPrompt[Mapping[Any, float]],
+        Parameter("Numbers to add to tokens' logits after the penalties, by token id; -inf bans a token.", _biases, {}),
+    ]
+    suppress_tokens: Annotated[
+        PerPrompt[Ids], Parameter("Token ids that are never drawn.", _ids, (), depth=1)
+    ]  # fmt: skip
+    allowed_token_ids: Annotated[
+        PerPrompt[Ids],
+        Parameter("The only token ids that are drawn, with an end of sequence if there shall be one.", _some_ids, (),
+                  depth=1, in_file=False),
+    ]  # fmt: skip
+    bad_words_ids: Annotated[
+        PerPrompt[Sequence[Sequence[int]]],
+        Parameter("Lists of token ids that are never completed, except a single end of sequence.", _id_lists, (),
+                  depth=2),
+    ]  # fmt: skip
+    bad_words: Annotated[
+        PerPrompt[Texts],
+        Parameter("Texts that are never completed, as tokenized at the start of a text and after a space.", _texts, (),
+                  depth=1, in_file=False),
+    ]  # fmt: skip
+    stop_strings: Annotated[
+        PerPrompt[Texts], Parameter("Texts before the first of which the answer is cut.", _texts, (), depth=1)
+    ]  # fmt: skip
+    stop_token_ids: Annotated[
+        PerPrompt[Ids], Parameter("Further token ids that end the answer, also with ignore_eos.", _ids, (), depth=1)
+    ]  # fmt: skip
+    eos_token_id: Annotated[
+        PerPrompt[Ids], Parameter("Token ids that end the answer, instead of the model's.", _ids, (), depth=1)
+    ]  # fmt: skip
+    ignore_eos: Annotated[
+        PerPrompt[bool], Parameter("Continue after the end of sequence.", _flag, False, in_file=False)
+    ]  # fmt: skip
+    pad_token_id: Annotated[
+        PerPrompt[int],
+        Parameter("Token id that the graph reads after a sequence's end; affects no result.", integer(0)),
+    ]
+    structured_outputs: Annotated[
+        PerPrompt[Mapping[str, Any]],
+        Parameter("What the text must match: json, regex, choice, grammar or json_object.", read_constraint,
+                  in_file=False),
+    ]  # fmt: skip
+    logprobs: Annotated[
+        PerPrompt[int],
+        Parameter("Log-probabilities of the drawn tokens, and of so many alternatives for each.", integer(0),
+                  in_file=False),
+    ]  # fmt: skip
+    prompt_logprobs: Annotated[
+        PerPrompt[int],
+        Parameter("Log-probabilities of the prompt's tokens, and of so many alternatives for each.", integer(0),
+                  in_file=False),
+    ]  # fmt: skip
+    skip_special_tokens: Annotated[bool, Parameter("Omit special tokens from the text.", _flag, True)]
+    add_special_tokens: Annotated[bool, Parameter("Add the tokenizer's special tokens to a text prompt.", _flag, True)]
+    generation_config: Annotated[
+        Any,
+        Parameter("A mapping of these parameters, or transformers' GenerationConfig.", _settings, {}, in_json=False),
+    ]
+    streamer: Annotated[Any, Parameter("Receives the prompt and each token.", _streamer, in_json=False)]
+    stopping_criteria: Annotated[
+        Any, Parameter("Functions of the token ids that end the answer.", _criteria, (), in_json=False)
+    ]
+
+    # Names in vLLM, OpenAI's API and the authors' code.
+    max_tokens: Annotated[PerPrompt[int], Alias("max_new_tokens")]
+    max_completion_tokens: Annotated[PerPrompt[int], Alias("max_new_tokens")]
+    min_tokens: Annotated[PerPrompt[int], Alias("min_new_tokens")]
+    n: Annotated[int, Alias("num_return_sequences")]
+    stop: Annotated[PerPrompt[Texts], Alias("stop_strings")]
+    response_format: Annotated[PerPrompt[Mapping[str, Any]], Alias("structured_outputs")]
+    lambda_geom: Annotated[PerPrompt[float], Alias("lam")]
+    warm_p: Annotated[PerPrompt[float], Alias("init_top_p")]
+
+
+def _read_table() -> tuple[dict[str, Parameter], dict[str, str]]:
+    parameters: dict[str, Parameter] = {}
+    aliases = dict(AUTHORS_ALIASES)
+    for name, hint in get_type_hints(GenerationParameters, include_extras=True).items():
+        stated = getattr(hint, "__metadata__", (None,))[0]
+        if isinstance(stated, Alias):
+            aliases[name] = stated.name
+        elif isinstance(stated, Parameter):
+            annotation = get_args(hint)[0]
+            members = get_args(annotation)
+            plain = next((kind for kind in members or (annotation,) if kind in (bool, int, float, str)), None)
+            parameters[name] = replace(stated, kind=None if stated.depth else plain, per_prompt=NDArray[Any] in members)
+    return parameters, aliases
+
+
+PARAMETERS: Mapping[str, Parameter]
+ALIASES: Mapping[str, str]
+PARAMETERS, ALIASES = _read_table()
+"""The parameters by name, and names in vLLM, OpenAI's API and the authors' code -> ours."""
+
+
+def check_names(given: Mapping[str, Any], known: Iterable[str] = PARAMETERS) -> dict[str, Any]:
+    """Check the names of parameters. Returns `given` under our names, without None values, with lists for tensors.
 
     Raises ParameterError for parameters of other samplers, parameters that the export fixed, unknown names and
     duplicates.
     """
-    known = [*PARAMETERS, *REQUEST_PARAMETERS]
     for name in given:
-        if REQUEST_ALIASES.get(name, name) not in known:
+        if ALIASES.get(name, name) not in known:
             raise unknown_parameter_error(name, known)
-    return replace_aliases({name: value for name, value in given.items() if value is not None})
+    used: dict[str, str] = {}
+    for name, value in given.items():
+        ours = ALIASES.get(name, name)
+        if value is None:
+            continue
+        if ours in used:
+            raise ParameterError(f"{ours} is given twice, as {used[ours]} and as {name}; give it once.", ours)
+        used[ours] = name
+    return {ours: _tensor_to_list(given[name]) for ours, name in used.items()}
+
+
+def read_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the names of parameters, and the value of each for one prompt. Returns the values under our names.
+
+    Raises ParameterError.
+    """
+    return {name: PARAMETERS[name].read(name, value) for name, value in check_names(given).items()}
+
+
+def values_per_prompt(name: str, value: Any, count: int, of: str = "prompts") -> list[Any]:
+    """Check the parameter `name`. Returns a value for each of `count` prompts; None where a list has None.
+
+    of: the noun for messages.
+    """
+    parameter = PARAMETERS[name]
+    if not parameter.lists_values(value):
+        return [parameter.read(name, value)] * count
+    values: Sequence[Any] = list(value)
+    if len(values) != count:
+        raise ParameterError(
+            f"{name} has {len(values)} values for {count} {of}; give one value for all or one for each.",
+            name,
+        )
+    return [None if v is None else parameter.read(name, v) for v in values]
 
 
 def unknown_parameter_error(name: str, known: Iterable[str]) -> ParameterError:
@@ -279,45 +558,18 @@ def unknown_parameter_error(name: str, known: Iterable[str]) -> ParameterError:
             f"{name} belongs to a sampler that is not available; remove it, or choose one of the rules "
             f"{', '.join(RULES)}."
         )
-    ours = REQUEST_ALIASES.get(name, name)
+    ours = ALIASES.get(name, name)
     if ours in OPTION_NAMES:
         return ParameterError(f"{ours} is built into the graph, so no request can change it; export the model again.")
     return unknown_name(name, known)
 
 
-def with_aliases(names: Collection[str]) -> frozenset[str]:
-    """Our `names`, and the aliases that requests may use for them."""
-    return frozenset({*names, *(alias for alias, ours in REQUEST_ALIASES.items() if ours in names)})
-
-
-def replace_aliases(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace aliases by our names, and tensors by lists. Raises ParameterError for a parameter under two names."""
-    used: dict[str, str] = {}
-    for name in given:
-        ours = REQUEST_ALIASES.get(name, name)
-        if ours in used:
-            raise ParameterError(f"{ours} is given twice, as {used[ours]} and as {name}; give it once.", ours)
-        used[ours] = name
-    return {ours: _tensor_to_list(given[name]) for ours, name in used.items()}
+def names_in_json() -> frozenset[str]:
+    """The names, and the aliases, of the parameters that a request in JSON may state."""
+    names = {name for name, parameter in PARAMETERS.items() if parameter.in_json}
+    return frozenset({*names, *(alias for alias, ours in ALIASES.items() if ours in names)})
 
 
 def _tensor_to_list(value: Any) -> Any:
     is_tensor = hasattr(value, "tolist") and not isinstance(value, (np.ndarray, np.generic))
     return value.tolist() if is_tensor else value
-
-
-def row_values(name: str, value: Any, rows: int, of: str = "prompts") -> list[Any]:
-    """Check the parameter `name`. Returns a value for each of `rows` rows; None where a list has None.
-
-    of: what a row is, for messages.
-    """
-    parameter = PARAMETERS[name]
-    if not parameter.is_per_row(value):
-        return [parameter.parse(name, value)] * rows
-    values: Sequence[Any] = list(value)
-    if len(values) != rows:
-        raise ParameterError(
-            f"{name} has {len(values)} values for {rows} {of}; give one value for all or one for each.",
-            name,
-        )
-    return [None if v is None else parameter.parse(name, v) for v in values]

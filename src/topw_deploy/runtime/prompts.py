@@ -189,10 +189,10 @@ def encode_bad_words(given: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str
         raise ParameterError(f"{_BAD_WORDS} and {_BAD_WORDS_IDS} are both given; give one of them.", _BAD_WORDS)
     others = {name: value for name, value in given.items() if name != _BAD_WORDS}
     value, parameter = given[_BAD_WORDS], PARAMETERS[_BAD_WORDS]
-    if parameter.is_per_row(value):
-        rows = [None if v is None else _encode_words(parameter.parse(_BAD_WORDS, v), tokenizer) for v in value]
+    if parameter.lists_values(value):
+        rows = [None if v is None else _encode_words(parameter.read(_BAD_WORDS, v), tokenizer) for v in value]
         return {**others, _BAD_WORDS_IDS: rows}
-    return {**others, _BAD_WORDS_IDS: _encode_words(parameter.parse(_BAD_WORDS, value), tokenizer)}
+    return {**others, _BAD_WORDS_IDS: _encode_words(parameter.read(_BAD_WORDS, value), tokenizer)}
 
 
 def _encode_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES
+from topw_deploy.runtime.parameters import ALIASES, PARAMETERS
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, check_range, unknown_name
 from topw_deploy.sampling.rules import RULE_OF_VALUE, RULES, TOP_W, Rule, RuleParameters, unknown_rule_error
 
@@ -99,7 +99,7 @@ def _parse_setting(item: str) -> RuleSetting:
     }
     for part in rest:
         extra, value = _split_pair(part)
-        extra = REQUEST_ALIASES.get(extra, extra)
+        extra = ALIASES.get(extra, extra)
         if value is None:
             raise ParameterError(f"{part!r:.60} is not NAME=VALUE; write for example {_example_setting(rule)}.")
         if extra not in allowed:
@@ -134,7 +134,7 @@ def _parse_value(name: str, text: str) -> Any:
             break
         except ValueError:
             continue
-    return PARAMETERS[name].parse(name, value)
+    return PARAMETERS[name].read(name, value)
 
 
 def _setting_label(rule: Rule, own: Mapping[str, Any]) -> str:

@@ -14,16 +14,16 @@ from topw_deploy.errors import GenerationError, ParameterError, one_line
 from topw_deploy.manifest import SamplerManifest
 from topw_deploy.plain_text import short_repr
 from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.runtime.inputs import RuleInputs, uniforms
 from topw_deploy.runtime.ort.graph_session import GraphSession
-from topw_deploy.runtime.parameters import row_values
-from topw_deploy.runtime.row_inputs import RuleInputs, uniforms
-from topw_deploy.runtime.rules import check_rule_exported, check_top_h_pool, longest_pool, resolve_rule
+from topw_deploy.runtime.parameters import values_per_prompt
+from topw_deploy.runtime.prepare import check_rule, longest_pool
 from topw_deploy.runtime.session_options import SessionKeywords, SessionOptions, takes_session_options
 from topw_deploy.sampling.beta import beta_coefficients
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters, canonical_names
-from topw_deploy.sampling.presets import check_geom_unit, preset_parameters, with_raw_scale
+from topw_deploy.sampling.presets import preset_parameters, with_raw_scale
 from topw_deploy.sampling.row import ALL_ALLOWED, pack_mask
-from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
+from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, RuleParameters
 from topw_deploy.sampling.seeds import SEED_BITS
 
 if TYPE_CHECKING:
@@ -170,14 +170,11 @@ class TopWSampler:
         return {name: columns[name] for name in PARAMETER_NAMES}
 
     def _read_rules(self, rows: int, given: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        columns = {name: row_values(name, value, rows, "rows") for name, value in given.items()}
+        columns = {name: values_per_prompt(name, value, rows, "rows") for name, value in given.items()}
         rules, longest = RuleInputs(rows), longest_pool(self.sampler, self.manifest.sampler)
         for row in range(rows):
-            rule = resolve_rule(
-                lambda _: None, {name: each[row] for name, each in columns.items() if each[row] is not None}
-            )
-            check_rule_exported(rule, self.manifest.sampler.rules)
-            check_top_h_pool(rule, longest, self.vocab_size)
+            rule = RuleParameters(**{name: each[row] for name, each in columns.items() if each[row] is not None})
+            check_rule(rule, self.manifest.sampler.rules, longest, self.vocab_size)
             rules.set(row, rule)
         return rules.arrays
 
@@ -186,7 +183,7 @@ class TopWSampler:
         unit = named.pop("geom_unit", None)
         if unit is None:
             return named
-        units = [check_geom_unit(unit)] * rows if isinstance(unit, str) else row_values("geom_unit", unit, rows, "rows")
+        units = values_per_prompt("geom_unit", unit, rows, "rows")
         if "median" not in (units or [unit]):
             return named
         if "geom_scale" not in named:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,19 +11,24 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from topw_deploy.errors import ManifestError
-from topw_deploy.runtime.logprobs import Logits, gives_logits
+from topw_deploy.runtime.logprobs import Logits
+from topw_deploy.runtime.outputs import gives_logits
 from topw_deploy.runtime.token_geometry import read_geometry
 from topw_deploy.sampling import Geometry
 from topw_deploy.serve.bodies import read_body
 from topw_deploy.serve.failures import invalid_request
 from topw_deploy.serve.inspection import InspectedStep, StepExplanation
-from topw_deploy.serve.parameters import OF_REQUEST
 from topw_deploy.serve.run import Run
 from topw_deploy.serve.schemas.inspect import InspectRequest
 from topw_deploy.serve.served import Served
 from topw_deploy.serve.service import service_of
 
-_WITHOUT_EFFECT = frozenset({*OF_REQUEST, "logprobs", "prompt_logprobs", "max_new_tokens", "max_length"})
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("num_return_sequences", "skip_special_tokens", "add_special_tokens", "logprobs", "prompt_logprobs"),
+        *("max_new_tokens", "max_length"),
+    }
+)
 
 
 class Inspector:
@@ -95,5 +99,5 @@ def _inspected_step(body: InspectRequest, served: Served) -> InspectedStep:
         raise invalid_request(f"token_ids has {unknown}, but ids go from 0 to {vocab - 1}.", "token_ids")
     served.check_length([*body.prompt_token_ids, *drawn])
     request = served.resolve(body.prompt_token_ids, {**parameters, "max_new_tokens": 1})
-    request = replace(request, sample=body.sample)
-    return InspectedStep(request, tuple(drawn), body.token_ids[body.position], has_seed="seed" in parameters)
+    token = body.token_ids[body.position]
+    return InspectedStep(request, body.sample, tuple(drawn), token, has_seed="seed" in parameters)

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topw_deploy.errors import LogitsError
-from topw_deploy.runtime.edits import edited_logits
+from topw_deploy.runtime.inputs import edited_logits
 from topw_deploy.runtime.logprobs import Logits
-from topw_deploy.runtime.request import RowRequest
 from topw_deploy.runtime.rule_settings import read_rules
+from topw_deploy.runtime.sequence import Sequence as GeneratedSequence
 from topw_deploy.sampling import (
     GREEDY_BELOW,
     Geometry,
@@ -49,13 +49,15 @@ Floats = NDArray[np.float64]
 class InspectedStep:
     """The step to explain.
 
-    request: the resolved request.
+    request: the sequence, not started.
+    sample: the number of the sample that it was.
     drawn: tokens drawn before the step.
     token: the token that the step drew.
     has_seed: whether the request stated its seed, without which the draw cannot be repeated.
     """
 
-    request: RowRequest
+    request: GeneratedSequence
+    sample: int
     drawn: Sequence[int]
     token: int
     has_seed: bool
@@ -104,7 +106,7 @@ class StepExplanation:
     sets: list[KeptSet] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.parameters = as_float32(self.step.request.top_w)
+        self.parameters = as_float32(self.step.request.params.top_w)
         self.row = edited_logits(self.logits, self.step.request, self.step.drawn)
         if not np.isfinite(self.row.max()) or np.isnan(self.row).any():
             raise LogitsError("the logits of this step contain NaN or +infinity, or none is finite.")
@@ -114,7 +116,7 @@ class StepExplanation:
         for setting in COMPARED_RULES:
             rule = RuleParameters(**setting.parameters)
             self.sets.append(KeptSet(rule.chosen.name, setting.label, self._kept_by(rule)))
-        chosen = self.step.request.rule
+        chosen = self.step.request.params.rule
         if chosen.chosen is not TOP_W:
             self.sets.insert(0, KeptSet("chosen", chosen.chosen.name, self._kept_by(chosen)))
 
@@ -147,7 +149,7 @@ class StepExplanation:
     @property
     def drawn_from(self) -> KeptSet | None:
         """The set that the token was drawn from; None if it is unknown."""
-        wanted = "top_w" if self.step.request.rule.chosen is TOP_W else "chosen"
+        wanted = "top_w" if self.step.request.params.rule.chosen is TOP_W else "chosen"
         return next((each for each in self.sets if each.name == wanted), None)
 
     def as_dict(self) -> dict[str, Any]:
@@ -160,7 +162,7 @@ class StepExplanation:
         return {
             "object": "topw.inspection",
             "position": self.step.position,
-            "rule": self.step.request.rule.chosen.name,
+            "rule": self.step.request.params.rule.chosen.name,
             "parameters": asdict(self.parameters),
             "metric": self.options.metric,
             "distances_unavailable": self.why_no_geometry,
@@ -203,7 +205,7 @@ class StepExplanation:
             "uniform": None,
         }
         if self.step.has_seed and kept is not None:
-            u = uniform_for(request.seed, self.step.position, request.sample)
+            u = uniform_for(request.params.seed, self.step.position, self.step.sample)
             found["uniform"] = u
             greedy = self.parameters.greedy
             found["redrawn"] = int(

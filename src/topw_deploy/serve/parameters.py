@@ -10,7 +10,7 @@ from typing import Any
 
 from topw_deploy.plain_text import short_repr
 from topw_deploy.runtime.generation_config import has_no_effect
-from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES, unknown_parameter_error, with_aliases
+from topw_deploy.runtime.parameters import ALIASES, PARAMETERS, names_in_json, unknown_parameter_error
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
 from topw_deploy.serve.failures import invalid_request
 
@@ -19,11 +19,7 @@ IGNORED = frozenset({
 })  # fmt: skip
 """Fields of OpenAI's API that say nothing about the text. They are accepted and ignored."""
 
-OF_REQUEST = frozenset({"num_return_sequences", "skip_special_tokens", "add_special_tokens"})
-"""Parameters of a whole request; the others can differ between the rows of a batch."""
-
-NAMES = frozenset({*PARAMETERS, *OF_REQUEST})
-FIELDS = with_aliases(NAMES) | IGNORED
+FIELDS = names_in_json() | IGNORED
 """The undeclared fields that a request may have, unless its schema refuses them."""
 
 LONGEST_NAME = 64
@@ -73,10 +69,10 @@ def read_parameters(fields: Mapping[str, Any]) -> dict[str, Any]:
         del given[_SYNONYMS[0]]
     found: dict[str, Any] = {}
     for name, value in given.items():
-        ours = REQUEST_ALIASES.get(name, name)
+        ours = ALIASES.get(name, name)
         if ours in found:
             raise invalid_request(f"{ours} is given twice, once as {name}; give it once.", name)
-        if ours in PARAMETERS and PARAMETERS[ours].is_per_row(value):
+        if PARAMETERS[ours].lists_values(value):
             raise invalid_request(f"{name} is a list of values, but a request takes one value.", name)
         _check_size(name, ours, value)
         if "rule" in given or not _is_off(ours, value):
@@ -114,5 +110,5 @@ def name_as_given(param: str | None, fields: Mapping[str, Any]) -> str | None:
     """The name by which the request's `fields` state the parameter `param`; None if requests have no such parameter."""
     if param in fields:
         return param
-    given = next((name for name in fields if REQUEST_ALIASES.get(name) == param), param)
-    return given if param in NAMES or param == "tools" else None
+    given = next((name for name in fields if ALIASES.get(name) == param), param)
+    return given if param in FIELDS or param == "tools" else None

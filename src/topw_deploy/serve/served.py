@@ -19,9 +19,9 @@ from topw_deploy.engine import Engine
 from topw_deploy.engine.step_logits import logits_after
 from topw_deploy.errors import QueueFullError, TopWError
 from topw_deploy.runtime import GenerationResult, Piece, TopWModel
-from topw_deploy.runtime.limits import Limits, check_text_length
-from topw_deploy.runtime.logprobs import Logits, gives_logits
-from topw_deploy.runtime.request import RowRequest
+from topw_deploy.runtime.logprobs import Logits
+from topw_deploy.runtime.outputs import gives_logits
+from topw_deploy.runtime.sequence import Sequence as GeneratedSequence
 from topw_deploy.sampling import REQUEST_PRESETS, preset_parameters
 from topw_deploy.serve.failures import TOO_LONG, invalid_request, server_unavailable
 from topw_deploy.serve.options import ServeOptions
@@ -55,8 +55,6 @@ class Served:
         self._most_prompt = options.max_prompt_tokens
         self._timeout = options.request_timeout
         self._most_waiting = int(options.engine.get("max_queue", 256))
-        sampler = model.manifest.sampler
-        self._limits = Limits(context, sampler.vocab_size, self.length, opened_as="engine", rules=sampler.rules)
         self._preparing = anyio.CapacityLimiter(PREPARING_THREADS)
 
     @cached_property
@@ -72,7 +70,7 @@ class Served:
         limits: the export's defaults of the other fields of the page's form.
         """
         sampler = self.model.manifest.sampler
-        default = self.resolve([0], {"seed": 0})
+        default = self.resolve([0], {"seed": 0}).params
         return {
             "chat": self.model.has_chat_template,
             "logits": gives_logits(self.model.manifest),
@@ -137,8 +135,7 @@ class Served:
 
         A text that certainly has too many tokens is refused without tokenizing it.
         """
-        check_text_length(text, self._limits, "the prompt")
-        return self.check_length(self.model.tokenizer.encode(text, add_special_tokens))
+        return self.check_length(self.model.encode(text, add_special_tokens, limits=self.engine.limits))
 
     def check_length(self, ids: list[int]) -> list[int]:
         """Returns `ids`. Raises RequestError for more than `max_prompt_tokens` of them."""
@@ -201,10 +198,9 @@ class Served:
         """The logits float32 [V] after `tokens`. Cancelling the task frees the row. Raises as `logits_after` does."""
         return await logits_after(self.engine, tokens, self._time_limit(None))
 
-    def resolve(self, prompt: list[int], parameters: Mapping[str, Any]) -> RowRequest:
-        """The request of one sequence with all its parameters. Raises ParameterError and PromptError."""
-        rows, *_ = self.model._resolve_requests(prompt, parameters, self._limits)
-        return rows[0]
+    def resolve(self, prompt: list[int], parameters: Mapping[str, Any]) -> GeneratedSequence:
+        """One sequence with all its parameters, not started. Raises ParameterError and PromptError."""
+        return self.model.prepare(prompt, limits=self.engine.limits, **parameters)[0]
 
     def without_path(self, message: str) -> str:
         """`message` with the model's name in place of the folder's path, which clients must not see."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from starlette.requests import Request
 
 from topw_deploy.errors import TopWError
-from topw_deploy.runtime.logprobs import gives_logits
+from topw_deploy.runtime.outputs import gives_logits
 from topw_deploy.serve.failures import invalid_request, server_unavailable
 from topw_deploy.serve.metrics import Metrics
 from topw_deploy.serve.options import ServeOptions

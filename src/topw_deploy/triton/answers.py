@@ -12,10 +12,9 @@ import numpy as np
 from topw_deploy.engine import Engine
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import GenerationResult
-from topw_deploy.runtime.parameters import PARAMETERS, unknown_parameter_error, with_aliases
+from topw_deploy.runtime.parameters import names_in_json, unknown_parameter_error
 
-_WHOLE_REQUEST = frozenset({"num_return_sequences", "skip_special_tokens", "add_special_tokens", "max_time"})
-NAMES = with_aliases({*PARAMETERS, *_WHOLE_REQUEST})
+NAMES = names_in_json() | {"max_time"}
 
 ReadInput = Callable[[str], "np.ndarray | None"]
 """Returns the values of the input with a name; None if the request has no such input."""

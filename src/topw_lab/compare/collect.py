@@ -18,7 +18,7 @@ from topw_deploy.manifest import MANIFEST_NAME, sha256_of
 from topw_deploy.progress import SILENT, Advance, Progress
 from topw_deploy.reports import count_text
 from topw_deploy.runtime import GenerationResult, TopWModel
-from topw_deploy.runtime.logprobs import logits_output
+from topw_deploy.runtime.outputs import logits_output
 from topw_deploy.runtime.rule_settings import RuleSetting
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
@@ -163,7 +163,7 @@ def compare(request: CompareRequest, progress: Progress = SILENT) -> Comparison:
             for rule in request.rules
         ]
         for _, _, parameters in columns:  # refuse a wrong rule or temperature before the first text
-            model._resolve_requests(prepared[0].ids, {**prepared[0].parameters, **parameters})
+            model.prepare(prepared[0].ids, **{**prepared[0].parameters, **parameters})
         length = max(len(prompt.ids) + prompt.budget for prompt in prepared)
         texts = len(prepared) * request.samples * len(columns)
         progress.say(
@@ -213,12 +213,12 @@ def _prepare_prompt(
     try:
         if prompt.kind == "messages":
             content = model.tokenizer.encode(model.apply_chat_template(content), add_special_tokens=False)
-        rows, _, _ = model._resolve_requests(content, parameters)
+        first = model.prepare(content, **parameters)[0]
     except (PromptError, ParameterError, TokenizerError) as error:
         raise type(error)(f"{prompt.where}: {error}", *error.parameters) from None
-    if rows[0].budget == 0:
-        raise PromptError(f"{prompt.where} has {len(rows[0].prompt)} tokens and fills the model's context; shorten it.")
-    return PreparedPrompt(list(rows[0].prompt), parameters, rows[0].budget)
+    if first.params.budget == 0:
+        raise PromptError(f"{prompt.where} has {len(first.prompt)} tokens and fills the model's context; shorten it.")
+    return PreparedPrompt(list(first.prompt), parameters, first.params.budget)
 
 
 def _generate_texts(

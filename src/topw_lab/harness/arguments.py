@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES, REQUEST_PARAMETERS, check_names, is_boolean
+from topw_deploy.runtime.parameters import ALIASES, PARAMETERS, is_boolean, read_values
 from topw_deploy.sampling.parameters import unknown_name
 from topw_deploy.sampling.seeds import SEED_BITS
 
@@ -108,20 +108,19 @@ def read_arguments(given: Mapping[str, Any]) -> Arguments:
 
 
 def _read_parameters(stated: Mapping[str, Any]) -> dict[str, Any]:
-    known = {**PARAMETERS, **REQUEST_PARAMETERS}
     for name in stated:
-        ours = REQUEST_ALIASES.get(name, name)
+        ours = ALIASES.get(name, name)
         if name in _INSTEAD or ours in _INSTEAD:
             raise ParameterError(
                 f"{name} is not an argument of this model; give {_INSTEAD.get(name, _INSTEAD.get(ours))}."
             )
         if ours in _CHANGING_RESULTS:
             raise ParameterError(f"{name} changes what a request returns, which the harness cannot use; remove it.")
-        if ours not in known and difflib.get_close_matches(
+        if ours not in PARAMETERS and difflib.get_close_matches(
             name, (*OWN_ARGUMENTS, *OPENING_ARGUMENTS, *ENGINE_ARGUMENTS), n=1
         ):
             raise unknown_name(name, [*OWN_ARGUMENTS, *OPENING_ARGUMENTS, *ENGINE_ARGUMENTS, *PARAMETERS])
-    return {name: known[name].parse(name, value) for name, value in check_names(stated).items()}
+    return read_values(stated)
 
 
 def _read_rows(size: Any, most: Any) -> int:

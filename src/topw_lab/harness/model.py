@@ -39,7 +39,7 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
         self._arguments = given = read_arguments(arguments)
         self._model = TopWModel.from_pretrained(given.path, **given.opening)
         # Raises for wrong parameters, before a long run.
-        self._model._resolve_requests([0], {**given.parameters, "max_new_tokens": 1})
+        self._model.prepare([0], **{**given.parameters, "max_new_tokens": 1})
         engine = {**given.engine, **{name: value for name, value in given.opening.items() if name == "max_length"}}
         self._runner = Runner(self._model, given.rows, engine)
         context = self._model.manifest.decoder.context_length

@@ -9,7 +9,7 @@ from typing import Any
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.generation_config import has_no_effect
-from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES
+from topw_deploy.runtime.parameters import ALIASES, PARAMETERS
 from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.sampling.seeds import prompt_seed
 
@@ -41,7 +41,7 @@ def request_parameters(
     return {
         "max_new_tokens": int(lengths[0]) if lengths else max_gen_toks,
         **_stop_parameters(until, tokenizer),
-        **{name: value for name, value in stated.items() if REQUEST_ALIASES.get(name, name) not in given},
+        **{name: value for name, value in stated.items() if ALIASES.get(name, name) not in given},
         **given,
     }
 
@@ -65,7 +65,7 @@ class Seeds:
 
 
 def _is_ours(name: str) -> bool:
-    return REQUEST_ALIASES.get(name, name) in PARAMETERS
+    return ALIASES.get(name, name) in PARAMETERS
 
 
 def _sampling_parameters(greedy: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import GenerationResult, TopWModel
-from topw_deploy.runtime.logprobs import logits_output
+from topw_deploy.runtime.outputs import logits_output
 from topw_lab.harness.running import PromptRequest, Runner
 
 Pair: TypeAlias = "tuple[Sequence[int], Sequence[int]]"

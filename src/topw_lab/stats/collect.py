@@ -24,9 +24,8 @@ from topw_deploy.manifest import MODEL_NAME, DecoderManifest
 from topw_deploy.progress import SILENT, Advance, Progress
 from topw_deploy.reports import count_text
 from topw_deploy.runtime import GenerationResult, TopWModel
-from topw_deploy.runtime.edits import EditInputs
-from topw_deploy.runtime.limits import Limits, check_text_length
-from topw_deploy.runtime.request import RowRequest, new_resolver
+from topw_deploy.runtime.inputs import EditInputs
+from topw_deploy.runtime.sequence import Sequence as Prepared
 from topw_deploy.sampling import Geometry, RuleParameters, TopWParameters, as_float32
 from topw_lab.stats.analyse import Analyser, StepAnalysis
 from topw_lab.stats.exact.analyse import ExactAnalyser, ExactStep, evenly_spaced_steps, require_objective
@@ -37,7 +36,7 @@ from topw_lab.stats.request import ExactRequest, Setting, TextPrompt
 class GeneratedSequence:
     """Request and result of one prompt under one setting."""
 
-    request: RowRequest
+    request: Prepared
     result: GenerationResult
 
 
@@ -100,7 +99,7 @@ def collect(
         # For each setting, the parameters of every seed.
         parameters = [_parameters_by_seed({**(generation or {}), **s.parameters}, seeds) for s in settings]
         # Resolve one prompt with all of them first: wrong parameters are refused before anything is generated.
-        requests = [_resolve(model, ids[:1], each)[0] for by_seed in parameters for each in by_seed]
+        requests = [model.prepare(ids[:1], **each)[0] for by_seed in parameters for each in by_seed]
         exact_analyser = None if exact is None else _exact_analyser(exact, analyser, requests)
         progress.say(f"Generating from {count_text(n, 'prompt')} under {count_text(len(settings), 'setting')}")
         with progress.bar(n * len(settings) * seeds, "prompts") as advance:
@@ -154,9 +153,8 @@ def _statistic_array(value: ir.Value | None) -> NDArray[np.float32]:
 def _prompt_ids(model: TopWModel, prompt: TextPrompt) -> list[int]:
     """Raises PromptError, naming the prompt, if it is not valid Unicode or fills the context."""
     context = model.manifest.decoder.context_length
-    check_text_length(prompt.text, Limits(context, model.manifest.sampler.vocab_size), prompt.where)
     try:
-        ids = model.tokenizer.encode(prompt.text)
+        ids = model.encode(prompt.text)
     except PromptError as error:
         raise PromptError(f"{prompt.where}: {error}") from None
     if len(ids) >= context:
@@ -167,17 +165,12 @@ def _prompt_ids(model: TopWModel, prompt: TextPrompt) -> list[int]:
     return ids
 
 
-def _resolve(model: TopWModel, ids: Sequence[list[int]], parameters: Mapping[str, Any]) -> list[RowRequest]:
-    limits = Limits(model.manifest.decoder.context_length, model.manifest.sampler.vocab_size)
-    return new_resolver(model.manifest, model.defaults)(ids, parameters, limits=limits)
-
-
-def _exact_analyser(exact: ExactRequest, analyser: Analyser, requests: Sequence[RowRequest]) -> ExactAnalyser:
+def _exact_analyser(exact: ExactRequest, analyser: Analyser, requests: Sequence[Prepared]) -> ExactAnalyser:
     """Raises ParameterError for a pool or requests that the exact objective does not allow."""
     top_m = analyser.options.top_m
     exact_analyser = ExactAnalyser(analyser.options, analyser.geometry, top_m if exact.pool is None else exact.pool)
     for request in requests:
-        require_objective(request.top_w)
+        require_objective(request.params.top_w)
     return exact_analyser
 
 
@@ -196,10 +189,10 @@ def _generate_run(
     advance: Advance,
 ) -> list[GeneratedSequence]:
     """Generate from all prompts once per seed."""
-    requests: list[RowRequest] = []
+    requests: list[Prepared] = []
     results: list[GenerationResult] = []
     for parameters in parameters_by_seed:
-        requests += _resolve(model, ids, parameters)
+        requests += model.prepare(ids, **parameters)
         for batch in batches:
             results += model.generate([ids[i] for i in batch], **parameters)
             advance(len(batch))
@@ -228,7 +221,9 @@ def _analyse_batch(
     exact_steps: Sequence[_ExactSteps],
     advance: Advance,
 ) -> Iterator[AnalysedSequence]:
-    edits = EditInputs([sequence.request for sequence in batch])
+    edits = EditInputs(len(batch))
+    for row, sequence in enumerate(batch):
+        edits.set(row, sequence.request)
     steps: list[list[StepAnalysis]] = [[] for _ in batch]
     agreed = [0] * len(batch)
     for position, logits in enumerate(recomputed_logits(probe, batch)):
@@ -236,9 +231,9 @@ def _analyse_batch(
             request, result = sequence.request, sequence.result
             if position >= len(result.token_ids):
                 continue
-            edited, parameters = edits.apply(row, logits[row]), as_float32(request.top_w)
-            step = analyser.analyse(edited, parameters, request.rule)
-            exact_steps[row].analyse(position, edited, parameters, request.rule)
+            edited, parameters = edits.apply(row, logits[row]), as_float32(request.params.top_w)
+            step = analyser.analyse(edited, parameters, request.params.rule)
+            exact_steps[row].analyse(position, edited, parameters, request.params.rule)
             edits.add_token(row, result.token_ids[position])
             agreed[row] += (step.kept, step.certified) == (result.kept[position], result.certified[position])
             steps[row].append(step)

@@ -157,7 +157,7 @@ def _summarise_setting(label: str, sequences: Sequence[AnalysedSequence], prompt
         (i, at + 1, sequence.exact[at]) for i, sequence in enumerate(sequences, 1) for at in sorted(sequence.exact)
     )
     request = sequences[0].generated.request
-    parameters, rule = request.top_w, request.rule
+    parameters, rule = request.params.top_w, request.params.rule
     steps = [step for _, _, step in rows]
     prompt_of_row = [(i - 1) % (prompts or len(sequences)) for i, _, _ in rows]
     bootstrap = _Bootstrap(prompt_of_row)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from topw_deploy.runtime.request import RowRequest
+from topw_deploy.runtime.sequence import SequenceParams
 from topw_deploy.sampling.rules import TOP_W
 from topw_lab.stats.analyse import StepAnalysis
 from topw_lab.stats.collect import AnalysedSequence, CollectedRuns
@@ -126,13 +126,13 @@ def summarise(collected: CollectedRuns) -> list[SettingSummary]:
     return [_summarise_setting(setting.label, sequences, collected) for setting, sequences in collected.runs]
 
 
-def parameters_of(request: RowRequest) -> dict[str, float]:
-    """The parameters that determine the crops of the request's sampling rule."""
-    top_w = asdict(request.top_w)
-    rule = request.rule.chosen
+def parameters_of(params: SequenceParams) -> dict[str, float]:
+    """The parameters that determine the kept sets of the sampling rule."""
+    top_w = asdict(params.top_w)
+    rule = params.rule.chosen
     if rule is TOP_W:
         return top_w
-    values = dict(zip((value.name for value in rule.values), request.rule.values, strict=False))
+    values = dict(zip((value.name for value in rule.values), params.rule.values, strict=False))
     return {**values, **{name: top_w[name] for name in ("temperature", "selection_temperature")}}
 
 
@@ -141,8 +141,8 @@ def _summarise_setting(label: str, sequences: Sequence[AnalysedSequence], collec
     steps = [step for sequence in sequences for step in sequence.steps]
     return SettingSummary(
         label=label,
-        rule=sequences[0].generated.request.rule.chosen.name,
-        parameters=parameters_of(sequences[0].generated.request),
+        rule=sequences[0].generated.request.params.rule.chosen.name,
+        parameters=parameters_of(sequences[0].generated.request.params),
         prompts=len(sequences) if collected.prompts is None else collected.prompts,
         sequences=len(sequences),
         steps=len(steps),

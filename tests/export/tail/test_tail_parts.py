@@ -39,7 +39,7 @@ from topw_deploy.export.tail.inputs import (
 from topw_deploy.export.tail.ops import EagerOps
 from topw_deploy.export.tail.pool import alternate, best_prefix, candidate_pool, is_certified, potential, prefix_ends
 from topw_deploy.export.tail.spec import FORMS, TailSpec
-from topw_deploy.runtime.row_inputs import RuleInputs
+from topw_deploy.runtime.inputs import RuleInputs
 from topw_deploy.sampling import Geometry, crop, sample_row
 from topw_deploy.sampling import apply_edits as reference_edits
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters

@@ -18,7 +18,7 @@ from topw_deploy.export.tail import TailSpec, build_tail
 from topw_deploy.export.tail.ops import EagerOps
 from topw_deploy.export.tail.rules.inputs import INTERVALS
 from topw_deploy.export.tail.rules.vocabulary import largest_threshold
-from topw_deploy.runtime.rules import LONGEST_LIST
+from topw_deploy.runtime.prepare import LONGEST_LIST
 from topw_deploy.sampling import apply_mask
 from topw_deploy.sampling.parameters import TopWOptions
 from topw_deploy.sampling.rules import RULES, RULES_BY_CODE

@@ -13,7 +13,7 @@ from onnx import helper
 from tests.support.toy_model import Toy, export, export_sampler
 from topw_deploy.errors import GenerationError, ManifestError, ProviderError
 from topw_deploy.manifest import DecoderManifest, load_manifest, save_manifest
-from topw_deploy.runtime import TopWModel, TopWSampler, loop
+from topw_deploy.runtime import TopWModel, TopWSampler
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort import cpu_nodes, graph_checks, graph_session
 from topw_deploy.sampling import TopWOptions
@@ -123,7 +123,7 @@ def test_a_provider_that_opens_a_model_and_does_not_run_it_is_an_error(
     def fail(_generation: Any) -> list[int]:
         raise GenerationError("onnxruntime failed at step 0: CUDA failure 209: no kernel image is available")
 
-    monkeypatch.setattr(loop, "prefill", fail)
+    monkeypatch.setattr("topw_deploy.runtime.model.prefill", fail)
     with pytest.raises(ProviderError, match=r"azure opens the model but fails to run it: onnxruntime failed"):
         TopWModel.from_pretrained(folder, provider="azure")
 

@@ -238,7 +238,7 @@ def test_padding_rows_of_the_embedding_and_special_tokens_are_never_allowed(load
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     model = load(Toy.random(1), tokenizer=tokenizer)
     for stated in ({"regex": "(?s:.*)"}, {"grammar": "start: <[*]>*"}):
-        (row,) = model._resolve_requests([5], {"structured_outputs": stated})[0]
+        row = model.prepare([5], structured_outputs=stated)[0].params
         (guide,) = grammars.Grammars(model.tokenizer, VOCAB).guides([(row.constraint, row.eos_token_ids)])
         assert guide is not None
         allowed = np.flatnonzero(np.unpackbits(guide.mask.view(np.uint8), bitorder="little"))

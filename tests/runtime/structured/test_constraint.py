@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from topw_deploy.errors import GrammarError, ParameterError
-from topw_deploy.runtime.parameters import check_names, row_values
+from topw_deploy.runtime.parameters import check_names, values_per_prompt
 from topw_deploy.runtime.structured.constraint import MOST_CHARACTERS, Constraint, read_constraint
 
 SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
@@ -80,7 +80,7 @@ def test_a_schema_nested_too_deeply_or_in_itself_is_refused() -> None:
 
 
 def test_one_request_may_give_a_constraint_per_prompt() -> None:
-    columns = row_values("structured_outputs", [{"regex": "a"}, None, {"type": "text"}], 3)
+    columns = values_per_prompt("structured_outputs", [{"regex": "a"}, None, {"type": "text"}], 3)
     assert columns == [Constraint("regex", "a"), None, Constraint("text")]
 
 

@@ -40,7 +40,9 @@ def step(
 
 
 def summary(*sequences: list[ExactStep], label: str = "") -> ExactSummary:
-    generated: Any = SimpleNamespace(request=SimpleNamespace(top_w=TopWParameters(), rule=RuleParameters()))
+    generated: Any = SimpleNamespace(
+        request=SimpleNamespace(params=SimpleNamespace(top_w=TopWParameters(), rule=RuleParameters()))
+    )
     runs = [AnalysedSequence(generated, [None] * 7, 7, dict(enumerate(steps, 2))) for steps in sequences]  # type: ignore[list-item]
     (found,) = summarise_exact(CollectedRuns([(Setting(label, {}), runs)], {}))
     return found

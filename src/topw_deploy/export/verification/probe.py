@@ -19,7 +19,7 @@ from topw_deploy.export.graph import GraphEditor, external_files, required_node_
 from topw_deploy.export.tail import TAIL_INPUTS
 from topw_deploy.export.verification.cache_drivers import cache_driver
 from topw_deploy.manifest import MODEL_NAME, DecoderInfo
-from topw_deploy.runtime.row_inputs import RuleInputs
+from topw_deploy.runtime.inputs import RuleInputs
 from topw_deploy.sampling.rules import RuleParameters
 
 LOGITS = "topw.probe.logits"

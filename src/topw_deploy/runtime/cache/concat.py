@@ -10,8 +10,8 @@ import numpy as np
 from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache.buffers import allocate_zeros
+from topw_deploy.runtime.inputs import bind_greedy
 from topw_deploy.runtime.protocols import Binding, Memory, Session
-from topw_deploy.runtime.row_inputs import bind_greedy
 
 
 class AllocatingBinding(Binding, Protocol):

@@ -10,8 +10,8 @@ import numpy as np
 
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache.buffers import MemoryPool
+from topw_deploy.runtime.inputs import bind_greedy
 from topw_deploy.runtime.protocols import Binding, Session
-from topw_deploy.runtime.row_inputs import bind_greedy
 
 Chunk = tuple[np.ndarray, np.ndarray, np.ndarray]
 """(ids [b, s], starts [b], lengths [b]), int64: append lengths[r] ids to row r, which has starts[r] tokens.

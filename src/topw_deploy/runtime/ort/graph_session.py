@@ -12,12 +12,11 @@ import onnxruntime as ort
 from topw_deploy.errors import GenerationError, ManifestError, ParameterError, ProviderError, one_line
 from topw_deploy.manifest import DecoderManifest, Manifest, TensorSpec
 from topw_deploy.runtime.device_lock import device_lock
-from topw_deploy.runtime.edits import EDIT_INPUTS
 from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.runtime.inputs import EDIT_INPUTS, MASK_INPUT, RULE_INPUTS
 from topw_deploy.runtime.ort import cpu_nodes, graph_checks, native_sampler, providers
 from topw_deploy.runtime.ort.device_binding import BufferPool
 from topw_deploy.runtime.ort.session import OrtSession, graph_inputs
-from topw_deploy.runtime.row_inputs import MASK_INPUT, RULE_INPUTS
 from topw_deploy.runtime.session_options import SessionOptions
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.row import mask_words

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from topw_deploy.runtime.row_inputs import RuleInputs
+from topw_deploy.runtime.inputs import RuleInputs
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_lab.bench.sampler.inputs import TABLE_FILE, Case, Logits, SamplerInputs
 

@@ -9,19 +9,19 @@ from collections.abc import Callable, Sequence
 
 from topw_deploy.engine.batch import Batch
 from topw_deploy.engine.scheduler import ScheduledSequence, Scheduler
-from topw_deploy.runtime.request import RowRequest
+from topw_deploy.runtime.sequence import Sequence as Prepared
 
 
 class _Sequence(ScheduledSequence):
     """A request in the scheduler. left: number of tokens to draw."""
 
-    def __init__(self, request: RowRequest) -> None:
+    def __init__(self, request: Prepared) -> None:
         super().__init__(len(request.prompt))
-        self.request, self.left = request, request.budget
+        self.request, self.left = request, request.params.budget
 
 
 def run_requests(
-    batch: Batch, rows: int, chunk: int, requests: Sequence[RowRequest], callers: int, *, decoding_only: bool = False
+    batch: Batch, rows: int, chunk: int, requests: Sequence[Prepared], callers: int, *, decoding_only: bool = False
 ) -> float:
     """Serve the requests, at most `callers` at a time, in the engine's order. Returns the seconds spent in runs.
 

@@ -144,7 +144,7 @@ class ServeWorker:
         """Make the engine's runs for the requests. The time between runs is not counted."""
         rows, decoder = min(callers, self._rows), self._model.manifest.decoder
         rows_of = [
-            self._model._resolve_requests(prompt, {"max_new_tokens": new_tokens, "ignore_eos": True, "seed": 1})[0][0]
+            self._model.prepare(prompt, max_new_tokens=new_tokens, ignore_eos=True, seed=1)[0]
             for prompt, new_tokens in requests
         ]
         if rows not in self._batches:

@@ -1,0 +1,443 @@
+"""`prepare`: the only place where prompts and parameters become sequences.
+
+Precedence of parameters: the request, its preset (Top-W only), its `generation_config`, the model's
+`generation_config.json`, the export's defaults (Top-W only), this package's defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from topw_deploy.dtypes import ELEMENT_TYPES
+from topw_deploy.errors import ParameterError, PromptError
+from topw_deploy.manifest import DecoderManifest, SamplerInfo
+from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.runtime.generation_config import read_bos_token_id, read_model_defaults, read_settings
+from topw_deploy.runtime.outputs import logits_output
+from topw_deploy.runtime.parameters import PARAMETERS, check_names, values_per_prompt
+from topw_deploy.runtime.prompts import encode_bad_words, read_prompts, split_inputs
+from topw_deploy.runtime.protocols import Session
+from topw_deploy.runtime.sequence import Callbacks, Sequence, SequenceParams, Streamer
+from topw_deploy.runtime.tokenizer import Tokenizer
+from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
+from topw_deploy.sampling.presets import preset_parameters, with_raw_scale
+from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, RULES, RuleParameters
+from topw_deploy.sampling.seeds import fresh_seed
+
+LONGEST_LIST = 3840
+"""Tokens that the sampler's function sorts in the forms `portable` and `static` (docs/contract/graph.md, section 8)."""
+
+_MOST_CHARACTERS = 256  # per token; the longest tokens of published vocabularies are runs of 128 spaces
+_SHARED = tuple(name for name, parameter in PARAMETERS.items() if not parameter.per_prompt)
+_TOP_W = RuleParameters()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of a model, and of the options with which the model or an engine was opened.
+
+    context_length, max_length: maximum tokens per sequence.
+    sequences: maximum sequences per call.
+    opened_as: "model" or "engine", the word for messages.
+    longest_pool: see `longest_pool`.
+    rules: names of the sampling rules that the folder carries.
+    """
+
+    context_length: int
+    vocab_size: int
+    max_length: int | None = None
+    sequences: int | None = None
+    opened_as: str = "model"
+    longest_pool: int | None = None
+    rules: tuple[str, ...] = tuple(RULES)
+
+    @property
+    def tokens(self) -> int:
+        """The maximum number of tokens per sequence."""
+        return self.context_length if self.max_length is None else min(self.max_length, self.context_length)
+
+
+def model_limits(manifest: DecoderManifest, session: Session, max_length: int | None, max_batch: int | None) -> Limits:
+    """The limits of a model that is opened with these options. Raises ParameterError for an option out of range."""
+    context, built_for = manifest.decoder.context_length, session.most_rows
+    check_size("max_length", max_length)
+    check_size("max_batch", max_batch)
+    if max_length is not None and max_length > context:
+        raise ParameterError(
+            f"max_length is {max_length}, but the model's context holds {context}; give at most that.", "max_length"
+        )
+    if built_for is not None and (max_batch or 1) > built_for:
+        raise ParameterError(
+            f"max_batch is {max_batch}, but the engine was built for {built_for}; give at most that, or build it again "
+            "with a higher --max-batch.",
+            "max_batch",
+        )
+    sampler = manifest.sampler
+    pool = longest_pool(session.sampler, sampler)
+    return Limits(
+        context, sampler.vocab_size, max_length, max_batch or built_for, longest_pool=pool, rules=sampler.rules
+    )
+
+
+def check_size(name: str, value: object) -> None:
+    """Raises ParameterError unless `value` is None or an integer >= 1. name: the option's name."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ParameterError(f"{name} is {value!r}, but must be an integer >= 1.", name)
+
+
+def longest_pool(sampler: str, info: SamplerInfo) -> int | None:
+    """The largest `top_h_pool` that a session can compute, apart from the whole vocabulary; None for any.
+
+    sampler: the session's "native", "plugin" or "graph".
+    """
+    searches = sampler == "graph" and info.tail != "onnxruntime" and info.vocab_size > LONGEST_LIST
+    return LONGEST_LIST if searches else None
+
+
+class Sequences(list[Sequence]):
+    """The sequences of a call, by prompt, then sample.
+
+    is_single: whether the call has one result, not a list.
+    streamer: the call's streamer, or None.
+    """
+
+    is_single: bool
+    streamer: Streamer | None
+
+
+class Preparer:
+    """Makes sequences from prompts and parameters, for one model. Any thread may use it.
+
+    limits: those of the model; an engine has its own.
+    defaults: parameters of the model's `generation_config.json`.
+    """
+
+    def __init__(
+        self, folder: ModelFolder[DecoderManifest], tokenizer: Tokenizer, limits: Limits, *, pads: bool = True
+    ) -> None:
+        """pads: whether the prompts of a batch may differ in length.
+
+        Raises ParameterError for an invalid parameter in `generation_config.json`.
+        """
+        manifest = folder.manifest
+        self.limits, self.defaults = limits, read_model_defaults(folder, tokenizer)
+        self._path, self._tokenizer, self._pads = folder.path, tokenizer, pads
+        self._bos_token_id = read_bos_token_id(folder, tokenizer)
+        self._exported, self._geometry = manifest.stated_defaults, manifest.sampler.geometry
+        self._median_distance, self._logits = manifest.median_distance, logits_output(manifest)
+
+    def prepare(self, prompt: Any, parameters: Mapping[str, Any], limits: Limits | None = None) -> Sequences:
+        """The sequences of a call. See `TopWModel.prepare`."""
+        limits = limits or self.limits
+        prompt, mask, given = split_inputs(prompt, parameters)
+        own, config, shared = self._split(check_names(given))
+        prompts, is_single = read_prompts(prompt, mask, lambda tokens, which: check_length(tokens, limits, which))
+        samples = shared["num_return_sequences"]
+        check_sequence_count(len(prompts) * samples, limits)
+        names = [f"prompt {index}" for index in range(len(prompts))] if len(prompts) > 1 else ["the prompt"]
+        ids = [
+            tuple(self._token_ids(each, name, shared["add_special_tokens"], limits))
+            for each, name in zip(prompts, names, strict=True)
+        ]
+        sources = self._sources(own, config, len(prompts))
+        sequences = Sequences()
+        for tokens, name, each in zip(ids, names, sources, strict=True):
+            check_prompt(tokens, limits, name)
+            seed = each.get("seed")
+            seed = fresh_seed() if seed is None else seed
+            for sample in range(samples):
+                params = self._resolve(len(tokens), each, limits, seed, sample, shared["skip_special_tokens"])
+                sequences.append(self._new_sequence(len(sequences), tokens, params, shared))
+        sequences.is_single, sequences.streamer = is_single and samples == 1, shared["streamer"]
+        self._check_together(sequences, [len(tokens) for tokens in ids])
+        return sequences
+
+    def encode(self, text: str, add_special_tokens: bool, which: str, limits: Limits) -> list[int]:
+        """See `TopWModel.encode`."""
+        if len(text) > _MOST_CHARACTERS * limits.tokens:
+            raise PromptError(
+                f"{which} has {len(text):,} characters, more than {_MOST_CHARACTERS} per token, "
+                f"{_excess_clause(limits.tokens + 1, limits)}",
+                "max_length",
+            )
+        return self._tokenizer.encode(text, add_special_tokens)
+
+    def _split(self, named: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """Returns (the values per prompt, those of the generation_config, the shared values of the call)."""
+        config: dict[str, Any] = {}
+        if "generation_config" in named:
+            stated = PARAMETERS["generation_config"].read("generation_config", named.pop("generation_config"))
+            known = {name: parameter for name, parameter in PARAMETERS.items() if parameter.in_json}
+            config = read_settings(stated, "generation_config", known)
+        shared = {
+            name: PARAMETERS[name].read(name, named.pop(name))
+            if name in named
+            else config.pop(name, PARAMETERS[name].default)
+            for name in _SHARED
+        }
+        return encode_bad_words(named, self._tokenizer), encode_bad_words(config, self._tokenizer), shared
+
+    def _token_ids(self, prompt: str | list[int], which: str, add_special_tokens: bool, limits: Limits) -> list[int]:
+        ids = self.encode(prompt, add_special_tokens, which, limits) if isinstance(prompt, str) else prompt
+        return ids or ([] if self._bos_token_id is None else [self._bos_token_id])
+
+    def _sources(self, own: Mapping[str, Any], config: Mapping[str, Any], prompts: int) -> list[_Sources]:
+        """The sources of each prompt's parameters."""
+        columns = {name: values_per_prompt(name, value, prompts) for name, value in own.items()}
+        stated = self._with_preset(config), self._with_preset(self.defaults)
+        return [
+            _Sources(self._with_preset({n: c[index] for n, c in columns.items() if c[index] is not None}), *stated)
+            for index in range(prompts)
+        ]
+
+    def _with_preset(self, stated: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The parameters of one source with those of its preset, and its geom_scale in the metric's unit."""
+        if "geom_unit" in stated:
+            stated = with_raw_scale(stated, self._median_distance)
+        return {**preset_parameters(stated["preset"], *self._geometry), **stated} if "preset" in stated else stated
+
+    def _resolve(
+        self, prompt: int, sources: _Sources, limits: Limits, seed: int, sample: int, skip_special_tokens: bool
+    ) -> SequenceParams:
+        """The parameters of a sequence with a prompt of `prompt` tokens."""
+        value = sources.value
+        eos, stop = frozenset(value("eos_token_id")), frozenset(value("stop_token_ids"))
+        for name in ("eos_token_id", "stop_token_ids", "logit_bias", "suppress_tokens", "allowed_token_ids"):
+            sources.check_ids(name, value(name), limits)
+        for word in value("bad_words_ids"):
+            sources.check_ids("bad_words_ids", word, limits)
+        for name in ("logprobs", "prompt_logprobs"):
+            sources.check_count(name, limits)
+        pad, constraint = value("pad_token_id"), value("structured_outputs")
+        return SequenceParams(
+            top_w=_resolve_top_w(sources, self._exported),
+            rule=_resolve_rule(sources, limits),
+            seed=seed,
+            sample=sample,
+            budget=_resolve_budget(prompt, sources, limits),
+            min_new_tokens=max(value("min_new_tokens"), value("min_length") - prompt),
+            eos_token_ids=stop if value("ignore_eos") else eos | stop,
+            pad_token_id=pad if pad is not None and pad < limits.vocab_size else min(eos, default=0),
+            stop_strings=value("stop_strings"),
+            repetition_penalty=value("repetition_penalty"),
+            presence_penalty=value("presence_penalty"),
+            frequency_penalty=value("frequency_penalty"),
+            logit_bias=value("logit_bias"),
+            suppress_tokens=value("suppress_tokens"),
+            allowed_token_ids=value("allowed_token_ids"),
+            bad_words_ids=value("bad_words_ids"),
+            no_repeat_ngram_size=value("no_repeat_ngram_size"),
+            constraint=None if constraint is None or constraint.kind == "text" else constraint,
+            logprobs=value("logprobs"),
+            prompt_logprobs=value("prompt_logprobs"),
+            skip_special_tokens=skip_special_tokens,
+        )
+
+    def _new_sequence(
+        self, index: int, prompt: tuple[int, ...], params: SequenceParams, shared: Mapping[str, Any]
+    ) -> Sequence:
+        callbacks = None
+        if shared["streamer"] is not None or shared["stopping_criteria"]:
+            callbacks = Callbacks(prompt, len(prompt) + params.budget, shared["streamer"], shared["stopping_criteria"])
+        return Sequence(index, prompt, params, self._tokenizer, callbacks)
+
+    def _check_together(self, sequences: Sequences, lengths: list[int]) -> None:
+        """Check what the graph and the callbacks ask of all sequences. lengths: of the prompts."""
+        if not self._pads and len(set(lengths)) > 1:
+            raise PromptError(
+                f"this decoder cannot pad, but the prompts of the batch have {', '.join(map(str, lengths))} "
+                "tokens; generate from them one by one, or group those of equal length."
+            )
+        if sequences.streamer is not None and len(sequences) > 1:
+            raise ParameterError(
+                f"a streamer follows one sequence, but the request has {len(sequences)}; generate them one by one, or "
+                "use model.stream, whose pieces name their row."
+            )
+        scored = next((sequence.params for sequence in sequences if sequence.params.needs_scores), None)
+        if scored is not None:
+            self._check_logits("prompt_logprobs" if scored.logprobs is None else "logprobs")
+
+    def _check_logits(self, name: str) -> None:
+        """Raises ParameterError if the graph gives no log-probabilities, which the parameter `name` asks for."""
+        if self._logits is None:
+            raise ParameterError(
+                f"{name} needs the graph's output logits, which {self._path} lacks; export it again with "
+                f"--with-logits, or omit {name}.",
+                name,
+            )
+        if not ELEMENT_TYPES[self._logits.dtype].numpy:
+            raise ParameterError(
+                f"{name} needs logits of float32 or float16, but those of {self._path} are {self._logits.dtype}; "
+                f"export the model with another type, or omit {name}.",
+                name,
+            )
+
+
+class _Sources:
+    """Where a prompt's parameters are stated: its request, the request's generation_config, and the model's own.
+
+    all: the three, the first to win before the others.
+    """
+
+    def __init__(self, request: Mapping[str, Any], config: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+        self.all = (request, config, model)
+        self.request, self.config, self.model = self.all
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of the first source that states `name`, else `default`."""
+        return next((source[name] for source in self.all if name in source), default)
+
+    def value(self, name: str) -> Any:
+        """The value of the first source that states `name`, else this package's default."""
+        return self.get(name, PARAMETERS[name].default)
+
+    def name_in(self, source: Mapping[str, Any], name: str) -> str:
+        """The name of a parameter for messages, with the source where it matters."""
+        return f"generation_config: {name}" if source is self.config else name
+
+    def stated_name(self, name: str) -> str:
+        """The name of a parameter for messages about its value."""
+        return self.name_in(next((source for source in self.all if name in source), self.model), name)
+
+    def check_ids(self, name: str, ids: Iterable[int], limits: Limits) -> None:
+        """Raises ParameterError for an id of the parameter `name` that the vocabulary does not have."""
+        for token in ids:
+            if token >= limits.vocab_size:
+                raise ParameterError(
+                    f"{self.stated_name(name)} names the token id {token}, but ids go from 0 to "
+                    f"{limits.vocab_size - 1}.",
+                    name,
+                )
+
+    def check_count(self, name: str, limits: Limits) -> None:
+        """Raises ParameterError if the parameter `name` asks for more tokens than the vocabulary has."""
+        count = self.value(name)
+        if count is not None and count > limits.vocab_size:
+            raise ParameterError(
+                f"{self.stated_name(name)} is {count}, but the vocabulary has {limits.vocab_size} tokens; give at "
+                "most that.",
+                name,
+            )
+
+
+def _resolve_top_w(sources: _Sources, exported: Mapping[str, Any]) -> TopWParameters:
+    values = {name: sources.get(name, exported[name]) for name in PARAMETER_NAMES}
+    for source in sources.all:  # first with do_sample or temperature
+        sampled = source.get("do_sample")
+        if sampled is False:
+            values["temperature"] = 0.0
+        elif sampled and source is not sources.model and TopWParameters(**values).greedy:
+            if "temperature" in source:
+                raise ParameterError(
+                    f"{sources.name_in(source, 'do_sample')} is True, but temperature is {source['temperature']!r}, "
+                    "which is greedy; give a higher temperature.",
+                    "temperature",
+                )
+            values["temperature"] = 1.0
+        if sampled is not None or "temperature" in source:
+            break
+    return TopWParameters(**values)
+
+
+def _resolve_rule(sources: _Sources, limits: Limits) -> RuleParameters:
+    """The sampling rule of the first source that names or implies one, else Top-W."""
+    for source in sources.all:
+        own = {name: source[name] for name in RULE_PARAMETER_NAMES if name in source}
+        if own:
+            named = RULES[own["rule"]].values if own.get("rule") in RULES else ()
+            others = {value.name: sources.get(value.name) for value in named}
+            rule = RuleParameters(**{**others, **own})
+            check_rule(rule, limits.rules, limits.longest_pool, limits.vocab_size)
+            return rule
+    return _TOP_W
+
+
+def check_rule(rule: RuleParameters, carried: Iterable[str], longest: int | None, vocab_size: int) -> None:
+    """Raises ParameterError unless a folder can compute `rule`.
+
+    carried: the rules of the folder.
+    longest: see `longest_pool`.
+    """
+    carried = tuple(carried)
+    if rule.name not in carried:
+        raise ParameterError(
+            f"rule is {rule.name}, but this folder carries only {', '.join(carried)}; export it again with "
+            f"--rules {','.join((*carried, rule.name))}.",
+            "rule",
+        )
+    share, pool = rule.values
+    if longest is not None and rule.name == "top_h" and share < 1 and longest < pool < vocab_size:
+        raise ParameterError(
+            f"top_h_pool is {pool:.0f}, but the sampler's function takes at most {longest}, or the whole vocabulary of "
+            f"{vocab_size}; give such a pool, open the model with the native sampler, or export with --tail "
+            "onnxruntime.",
+            "top_h_pool",
+        )
+
+
+def _resolve_budget(prompt: int, sources: _Sources, limits: Limits) -> int:
+    """The maximum number of new tokens after a prompt of `prompt` tokens."""
+    if "max_new_tokens" in sources.request and "max_length" in sources.request:
+        raise ParameterError("max_new_tokens and max_length are both given; give one of them.")
+    wanted = PARAMETERS["max_new_tokens"].default
+    for source in sources.all:
+        if "max_new_tokens" in source:
+            wanted = source["max_new_tokens"]
+            break
+        if source.get("max_length", 0) > prompt:
+            wanted = source["max_length"] - prompt
+            break
+        if "max_length" in source and source is not sources.model:
+            raise PromptError(
+                f"the prompt has {prompt} tokens, but {sources.name_in(source, 'max_length')} is "
+                f"{source['max_length']}; raise it."
+            )
+    if wanted == 0 and sources.value("prompt_logprobs") is None:
+        raise ParameterError(
+            f"{sources.name_in(source, 'max_new_tokens')} is 0, but must be an integer >= 1, or 0 with "
+            "prompt_logprobs.",
+            "max_new_tokens",
+        )
+    return min(wanted, limits.tokens - prompt)
+
+
+def check_length(tokens: int, limits: Limits, which: str) -> None:
+    """Raises PromptError for a prompt of too many tokens. which: the prompt's name in the message."""
+    if tokens > limits.tokens:
+        raise PromptError(f"{which} has {tokens} tokens, {_excess_clause(tokens, limits)}", "max_length")
+
+
+def _excess_clause(tokens: int, limits: Limits) -> str:
+    if tokens > limits.context_length:
+        return f"the model's context holds {limits.context_length}; shorten it."
+    what = limits.opened_as
+    return f"but the {what} was opened with max_length {limits.tokens}; shorten it, or open the {what} with more."
+
+
+def check_sequence_count(sequences: int, limits: Limits) -> None:
+    """Raises PromptError, or ParameterError for an engine, if a request has more sequences than the limits allow."""
+    if sequences <= (limits.sequences or sequences):
+        return
+    if limits.opened_as == "engine":
+        raise ParameterError(
+            f"the request has {sequences} sequences, but the engine takes {limits.sequences} at a time; give fewer, or "
+            "make it with a higher max_queue.",
+            "max_queue",
+        )
+    raise PromptError(
+        f"the request has {sequences} sequences, but the model was opened with max_batch {limits.sequences}; "
+        "give fewer at a time, or open it (or build its engine) for more.",
+        "max_batch",
+    )
+
+
+def check_prompt(prompt: tuple[int, ...], limits: Limits, which: str) -> None:
+    """Raises PromptError for token ids that are none, too many or outside the vocabulary. which: the prompt's name."""
+    if not prompt:
+        raise PromptError(f"{which} is empty and the tokenizer has no BOS token to start from; give some text.")
+    check_length(len(prompt), limits, which)
+    for token in prompt:
+        if not 0 <= token < limits.vocab_size:
+            raise PromptError(f"{which} holds the token id {token}, but ids go from 0 to {limits.vocab_size - 1}.")
