@@ -38,13 +38,13 @@ def run(command: str, folder: Path, **variables: str) -> None:
 def test_the_page_marks_no_blocks_of_commands_that_these_tests_leave_out() -> None:
     assert {block["needs"] for block in BLOCK.finditer(PAGE)} == {"", ", needs nvcc"}
     assert PAGE.count("<!-- runs on a CPU") == len(BLOCK.findall(PAGE))
-    assert len(commands("")) == 8
+    assert len(commands("")) == 6
     assert len(commands(", needs nvcc")) == 2
 
 
 def test_trtexec_gets_the_library_by_the_option_that_finds_its_plugin() -> None:
     """--staticPlugins only opens the library, which does not register itself: it exports getCreators."""
-    assert "--dynamicPlugins=libtopw_tensorrt.so" in PAGE
+    assert "--dynamicPlugins=libtopw_cuda.so" in PAGE
     assert "--staticPlugins" not in PAGE
 
 

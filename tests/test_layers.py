@@ -23,6 +23,7 @@ ALLOWED = {
     "dtypes": set(),
     "progress": set(),
     "memory": set(),
+    "device_lock": set(),
     "telemetry": set(),
     "versions": set(),
     "files": {"errors"},
@@ -37,8 +38,8 @@ ALLOWED = {
     "manifest": {"dtypes", "errors", "files", "plain_text", "sampling"},
     "safetensors_header": {"dtypes", "plain_text", "manifest"},
     "plugins": {"errors", "files", "dtypes", "progress", "versions", "install", "sampling"},
-    "tensorrt": LEAVES | {"plugins"},
-    "runtime": LEAVES | {"install", "telemetry", "plain_text", "sizes", "plugins", "tensorrt"},
+    "tensorrt": LEAVES | {"device_lock", "install", "plugins"},
+    "runtime": LEAVES | {"device_lock", "install", "telemetry", "plain_text", "sizes", "plugins", "tensorrt"},
     "engine": LEAVES | {"plain_text", "sizes", "safetensors_header", "runtime"},
     "serve": {"errors", "plain_text", "sampling", "runtime", "engine"},
     "triton": {"errors", "folders", "manifest", "runtime", "engine"},
@@ -59,14 +60,14 @@ ALLOWED = {
 }
 
 # Other libraries that a part imports anywhere, and those that importing its modules loads.
-RUNTIME = {"numpy", "onnxruntime", "tokenizers", "minijinja"}
+RUNTIME = {"numpy", "onnxruntime", "tokenizers", "minijinja", "msgspec"}
 EXPORTER = {"torch", "transformers", "onnx", "onnx_ir", "onnxscript", "ml_dtypes"}
 SERVER = {"anyio", "starlette", "sse_starlette", "uvicorn", "pydantic", "prometheus_client"}
 NAMED = {
     "manifest": set(),
     "sampling": {"numpy"},
     "plugins": {"numpy"},
-    "tensorrt": {"numpy"},
+    "tensorrt": {"numpy", "msgspec"},
     "runtime": RUNTIME,
     "engine": {"numpy"},
     "triton": {"numpy", "triton_python_backend_utils"},
@@ -77,14 +78,14 @@ NAMED = {
     | {"torch", "transformers", "matplotlib"},
     "training": {"numpy", "torch", "transformers", "tokenizers", "safetensors", "tqdm", "matplotlib"},
     "compare": {"numpy", "sacrebleu"},
-    "cli": {"click", "onnxruntime", "tqdm"},
+    "cli": {"click", "msgspec", "onnxruntime", "tqdm"},
     "harness": {"numpy", "lm_eval", "tqdm"},
     "reports": {"matplotlib"},
 }
 LOADED = {
     "manifest": {"numpy"},
     "safetensors_header": {"numpy"},
-    "tensorrt": {"numpy"},
+    "tensorrt": {"numpy", "msgspec"},
     "runtime": RUNTIME,
     "engine": RUNTIME,
     "serve": RUNTIME | SERVER,
@@ -94,11 +95,11 @@ LOADED = {
     "bench": RUNTIME | {"torch", "transformers", "onnxruntime_genai"},
     "compare": RUNTIME,
     "training": NAMED["training"] - {"matplotlib"},
-    "cli": {"click", "numpy"},
+    "cli": {"click", "msgspec", "numpy"},
     "harness": RUNTIME | {"lm_eval", "tqdm"},
     "reports": set(),
     "web": {"numpy"},
-    "__main__": {"click", "numpy"},
+    "__main__": {"click", "msgspec", "numpy"},
 }
 # Rooms with more libraries, a folder or a module; nothing imports them unasked.
 WITHIN = {
@@ -126,14 +127,13 @@ ORDER = (
         *("export/write", "export/verification", "export/plan", "export/traced_decoder", "export/sampler_only"),
         *("export/pipeline", "export"),
     ),
-    ("plugins", "plugins/tensorrt"),
     ("stats/exact", "stats"),
     (
         *("runtime/folder", "runtime/text", "runtime/tokenizer"),
         *("runtime/structured", "runtime/results", "runtime/tools", "runtime/protocols"),
         *("runtime/parameters", "runtime/generation_config", "runtime/logprobs", "runtime/sequence"),
         *("runtime/prompts", "runtime/inputs", "runtime/cache", "runtime/outputs", "runtime/prepare"),
-        *("runtime/device_lock", "runtime/session_options"),
+        "runtime/session_options",
         *("runtime/ort", "runtime"),
     ),
 )

@@ -69,11 +69,10 @@ def _no_gpu_to_rehearse(job: Job) -> str:
 
 def build(folder: Path, name: str, job: Job) -> Result:
     """Build an engine for batches of four, in a copy of the folder."""
+
     from topw_deploy.errors import TopWError
-    from topw_deploy.plugins.tensorrt import tensorrt_module
     from topw_deploy.progress import Progress
     from topw_deploy.tensorrt.build import build_engine
-    from topw_deploy.tensorrt.request import TensorRTRequest
 
     use_kernels(name, job)
     copy = engine_folder(folder, name, job)
@@ -81,13 +80,13 @@ def build(folder: Path, name: str, job: Job) -> Result:
         shutil.rmtree(copy)
     shutil.copytree(folder, copy)
     said: list[str] = []
-    request = TensorRTRequest(out=copy, max_batch=_BATCH, max_sequence=_SEQUENCE, plugin=PLUGINS[name][0])
+    bounds = {"max_batch": _BATCH, "max_sequence": _SEQUENCE}
     try:
-        built = build_engine(request, Progress(say=said.append))
+        built = build_engine(copy, plugin=PLUGINS[name][0], progress=Progress(say=said.append), **bounds)
     except TopWError as error:
         return Result({"said": said}, failed=str(error))
     size = built.path.stat().st_size
-    data = {"said": said, "seconds": built.seconds, "bytes": size, "tensorrt": str(tensorrt_module().__version__)}
+    data = {"said": said, "seconds": built.seconds, "bytes": size, "tensorrt": built.stamp.tensorrt}
     return Result(data, f"{size / 1e6:.1f} MB in {built.seconds:.0f} s: {said[0] if said else ''}")
 
 

@@ -7,7 +7,7 @@ import struct
 from pathlib import Path
 
 from fuzz.loaders.loader import MESSAGES, TEMPLATE, Loader, exported
-from tests.support.attacks import call, function, nested_if, put
+from tests.support.attacks import put
 from tests.support.toy_model import Toy, export_sampler
 from topw_deploy.manifest import (
     MANIFEST_NAME,
@@ -153,24 +153,6 @@ def _header_only(data: bytes) -> bytes:
     return data[: 8 + length]
 
 
-def graph(scratch: Path) -> Loader:
-    """Graphs, as `topw check` and the builder of engines read them, without onnxruntime."""
-    from topw_deploy.tensorrt.check import check
-
-    place = exported(scratch)
-    original = (place / MANIFEST_NAME).read_bytes()
-    whole = (place / "model.onnx").read_bytes()
-    inner = whole + nested_if(3) + function("f", ["g"]) + function("g", []) + call("f")
-
-    def read(data: bytes) -> None:
-        (place / MANIFEST_NAME).write_bytes(original)
-        put(place, "model.onnx", data)
-        for target in ("tensorrt", "onnxruntime"):
-            check(place, target, ask=False)
-
-    return Loader(read, (inner[-30_000:], nested_if(3) + function("f", ["g"]) + function("g", []) + call("f")))
-
-
 def stamp(scratch: Path) -> Loader:
     from topw_deploy.tensorrt.stamp import read_stamp
 
@@ -178,7 +160,7 @@ def stamp(scratch: Path) -> Loader:
     sizes = {"least": 1, "usual": 2, "most": 4}
     whole = {
         "engine": "gpu.engine", "size": 5, "sha256": "0" * 64, "manifest": "0" * 64, "tensorrt": "10.16", "gpu": "G",
-        "sm": 90, "plugin": "none", "plugin_version": "", "precision": "fp16", "cache_length": 64, "workspace": None,
+        "sm": 90, "plugin": "", "precision": "fp16", "cache_length": 64, "workspace": None,
         "profiles": [{"name": "p", "batch": sizes, "sequence": sizes, "edits": sizes}], "topw_deploy": "0.1",
         "format_version": 1,
     }  # fmt: skip

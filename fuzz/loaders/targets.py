@@ -12,7 +12,7 @@ LOADERS: dict[str, Maker] = {
     for each in (
         # exports
         exports.manifest, exports.sampler_manifest, exports.folder, exports.tokenizer, exports.template,
-        exports.session, exports.graph, exports.stamp,
+        exports.session, exports.stamp,
         # sources
         sources.checkpoint, sources.torch_file, sources.torch_pickle, sources.foreign, sources.foreign_config,
         sources.quantised, sources.config, sources.rank_files, sources.sentencepiece, sources.arrays, sources.journal,

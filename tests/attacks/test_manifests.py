@@ -80,13 +80,13 @@ def test_a_bomb_in_another_file_is_refused(folder: Path, name: str, content: byt
 @pytest.mark.parametrize("content", [content for content, _ in BOMBS.values()], ids=list(BOMBS))
 def test_a_stamp_that_is_a_bomb_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "gpu.json").write_bytes(content)
-    with refused(TensorRTError, "is not an engine's stamp"):
+    with refused(TensorRTError, "is not an engine's stamp|more than 1048576 bytes"):
         read_stamp(tmp_path / "gpu.json")
 
 
 def test_a_stamp_of_a_terabyte_is_not_read(tmp_path: Path) -> None:
     sparse(tmp_path / "gpu.json", 1 << 40)
-    with refused(TensorRTError, "larger than 1048576 bytes"):
+    with refused(TensorRTError, "more than 1048576 bytes"):
         read_stamp(tmp_path / "gpu.json")
 
 
@@ -95,5 +95,5 @@ def test_a_stamp_of_a_terabyte_is_not_read(tmp_path: Path) -> None:
 )
 def test_a_stamp_that_names_another_file_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "gpu.json").write_text(json.dumps({"format_version": 1, "engine": name}))
-    with refused(TensorRTError, r"engine is .*, not (the name of an \.engine file in the same folder|a line of text)"):
+    with refused(TensorRTError, r"matching regex .* - at `\$.engine`"):
         read_stamp(tmp_path / "gpu.json")

@@ -13,7 +13,7 @@ import pytest
 from tests.support.invoking import Invoke
 from topw_deploy.cli import doctor, plugins
 from topw_deploy.errors import PluginError
-from topw_deploy.plugins import compile_cuda, driver, shared_library, status
+from topw_deploy.plugins import compile_cuda, driver, status
 from topw_deploy.plugins.compile_cuda import CompiledLibrary
 from topw_deploy.plugins.nvcc import CompilationState
 
@@ -96,7 +96,7 @@ def test_architectures_may_be_written_in_all_usual_ways(
         (["--cuda", "--arch", "hopper"], "'hopper' is not an architecture; write 87, sm_87, 8.7 or native"),
         (["--cuda", "--architecture", "sm_90a"], "Known: sm_75, sm_80, sm_86, sm_87, sm_89, sm_90, sm_100"),
         (["--cuda", "--arch", ","], "'' is not an architecture"),
-        ([], "give what to build"),
+        ([], "Missing option '--cuda'"),
     ],
 )
 def test_a_wrong_architecture_and_a_missing_target_are_usage_errors(
@@ -117,7 +117,6 @@ FOUND = status.Status(
     status.CpuStatus("/lib/libtopw.so", "avx2", ""),
     status.CudaStatus("/lib/libtopw_cuda.so", (75, 90), ""),
     driver.Driver("13.0", (driver.Device("NVIDIA H200", 90),), ""),
-    status.TensorRTStatus("/lib/libtopw_tensorrt.so", ""),
 )
 
 
@@ -126,23 +125,12 @@ def test_the_installed_libraries_and_gpus_are_shown(invoke: Invoke, monkeypatch:
     assert invoke("plugins", "show").stdout.splitlines() == [
         "CPU library   /lib/libtopw.so, avx2",
         "CUDA library  /lib/libtopw_cuda.so, sm_75 sm_90",
-        "TRT library   /lib/libtopw_tensorrt.so",
         "GPU 0         NVIDIA H200, sm_90",
         "driver        runs CUDA 13.0",
     ]
     found = json.loads(invoke("plugins", "show", "--json").stdout)
     assert found["cuda"]["architectures"] == [75, 90]
     assert found["driver"]["devices"] == [{"name": "NVIDIA H200", "architecture": 90}]
-
-
-def test_tensorrts_library_is_shown_or_why_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("TOPW_TENSORRT_LIBRARY", raising=False)
-    monkeypatch.setattr(shared_library, "TENSORRT_PACKAGED", tmp_path / "libtopw_tensorrt.so")
-    assert "topw plugins build --tensorrt-root DIR" in status.tensorrt_status().why_none
-    (tmp_path / "libtopw_tensorrt.so").touch()
-    assert status.tensorrt_status().path == str(tmp_path / "libtopw_tensorrt.so")
-    monkeypatch.setenv("TOPW_TENSORRT_LIBRARY", "/nowhere")
-    assert status.tensorrt_status().why_none == "TOPW_TENSORRT_LIBRARY is /nowhere, which is not a file"
 
 
 def test_doctor_shows_the_cuda_library_and_the_driver(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,9 +45,7 @@ def hostile(random_model: Path, tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "words", [("inspect",), ("verify", "--hashes-only"), ("check", "--no-ask"), ("generate", "--stats")]
-)
+@pytest.mark.parametrize("words", [("inspect",), ("verify", "--hashes-only"), ("generate", "--stats")])
 def test_names_from_a_folder_are_printed_escaped(invoke: Invoke, hostile: Path, words: tuple[str, ...]) -> None:
     prompt = ("x", "--max-new-tokens", 2, "--seed", 1, "--no-stream") if words[0] == "generate" else ()
     result = invoke(words[0], hostile, *prompt, *words[1:])

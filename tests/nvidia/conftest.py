@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.plugins.cuda.conftest import emulated_library  # noqa: F401  # a fixture
+from tests.support.emulated import CUDA_SOURCES, EMULATOR, FLAGS
+from topw_deploy.plugins import compile_native
 
 from .make_environment import REASON, environment
 
@@ -29,12 +30,23 @@ def pytest_runtest_setup() -> None:
 
 
 @pytest.fixture(scope="session")
-def nvidia(tmp_path_factory: pytest.TempPathFactory, emulated_library: Path) -> Ask:  # noqa: F811
-    """(tasks, plugin) -> worker.py's answers, in one process per plugin, as registration is global."""
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library of TensorRT's plugin, with emulated kernels."""
+    library = tmp_path_factory.mktemp("plugin") / "libtopw_cuda.so"
+    shared = (CUDA_SOURCES / "launch.cu", EMULATOR, compile_native.SOURCES / "quantised.cpp")
+    sources = (*shared, CUDA_SOURCES.with_name("tensorrt") / "topw_plugin.cpp")
+    command = [*compile_native.find_compiler(), *FLAGS, "-frtti", f"-I{CUDA_SOURCES}", "-x", "c++"]
+    subprocess.run([*command, *map(str, sources), "-o", str(library)], check=True)
+    return library
 
-    def ask(tasks: Sequence[dict[str, Any]], plugin: str | None = None) -> list[dict[str, Any]]:
+
+@pytest.fixture(scope="session")
+def nvidia(tmp_path_factory: pytest.TempPathFactory, plugin: Path) -> Ask:
+    """(tasks, with_plugin) -> worker.py's answers, in one process each, as registration is global."""
+
+    def ask(tasks: Sequence[dict[str, Any]], *, with_plugin: bool = False) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp("nvidia")
-        asked = {"plugin": plugin, "kernels": str(emulated_library), "tasks": list(tasks)}
+        asked = {"plugin": str(plugin) if with_plugin else None, "tasks": list(tasks)}
         (folder / "tasks.json").write_text(json.dumps(asked), encoding="utf-8")
         command = [str(ROOT / "bin" / "python"), str(HERE / "worker.py"), "tasks.json", "answers.json"]
         done = subprocess.run(

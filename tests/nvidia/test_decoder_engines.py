@@ -58,17 +58,17 @@ def decoders(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
 @pytest.fixture(scope="session")
 def inlined(nvidia: Ask, decoders: dict[str, Path], request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     names = MODELS if request.config.option.broad else INLINED
-    return _built(nvidia, {name: decoders[name] for name in names}, None)
+    return _built(nvidia, {name: decoders[name] for name in names}, with_plugin=False)
 
 
 @pytest.fixture(scope="session")
 def plugged(nvidia: Ask, decoders: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    return _built(nvidia, decoders, "python")
+    return _built(nvidia, decoders, with_plugin=True)
 
 
-def _built(nvidia: Ask, decoders: dict[str, Path], plugin: str | None) -> dict[str, dict[str, Any]]:
+def _built(nvidia: Ask, decoders: dict[str, Path], *, with_plugin: bool) -> dict[str, dict[str, Any]]:
     tasks = [{"model": str(path / "model.onnx"), "batches": BATCHES, "sequence": PROMPT} for path in decoders.values()]
-    return dict(zip(decoders, nvidia(tasks, plugin=plugin), strict=True))
+    return dict(zip(decoders, nvidia(tasks, with_plugin=with_plugin), strict=True))
 
 
 @pytest.mark.parametrize("name", sampled(MODELS, INLINED, ()))
@@ -81,8 +81,29 @@ def test_a_decoder_with_its_sampler_as_a_plugin_is_built(plugged: dict[str, dict
     assert_built(plugged[name], plugins=1)
 
 
-def test_the_check_passes_what_the_parser_takes(nvidia: Ask, decoders: dict[str, Path]) -> None:
+def test_the_check_passes_what_the_builder_takes(nvidia: Ask, decoders: dict[str, Path]) -> None:
     for name, answer in zip(decoders, nvidia([{"check": str(path)} for path in decoders.values()]), strict=True):
-        assert answer["passed"], (name, answer)
-        assert answer["takes"]
-        assert answer["unsupported"] == []
+        assert answer["takes"], (name, answer)
+        assert answer["refusals"] == []
+
+
+REFUSED = {"for-onnxruntime": {}, "quantised": {"dtype": "int4"}, "any-length": {"target": "tensorrt", "max_length": 0}}
+
+
+def test_the_check_names_the_nodes_that_the_parser_refuses(nvidia: Ask, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "llama", "llama_untied")
+    for name, settings in REFUSED.items():
+        export(checkpoint, tmp_path / name, **settings)
+    answers = nvidia([{"check": str(tmp_path / name)} for name in REFUSED])
+    first = [answer["refusals"][0].split()[0] for answer in answers]
+    assert first == ["GroupQueryAttention", "GatherBlockQuantized", "TensorScatter"]
+    assert not any(answer["takes"] for answer in answers)
+    assert all("--target tensorrt --max-length N" in answer["next_step"] for answer in answers)
+
+
+def test_a_function_that_tensorrt_refuses_is_taken_with_the_plugin(nvidia: Ask, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "llama", "llama_untied")
+    export(checkpoint, tmp_path / "out", target="tensorrt", max_length=64, tail="onnxruntime")
+    task = [{"check": str(tmp_path / "out")}]
+    (without,), (plugged,) = nvidia(task), nvidia(task, with_plugin=True)
+    assert (without["takes"], plugged["takes"], plugged["why_no_plugin"]) == (False, True, "")

@@ -61,7 +61,7 @@ def inlined(nvidia: Ask, samplers: dict[str, Path], request: pytest.FixtureReque
 @pytest.fixture(scope="session")
 def plugged(nvidia: Ask, samplers: dict[str, Path]) -> dict[str, dict[str, Any]]:
     tasks = [{"model": str(path), "batches": BATCHES} for path in samplers.values()]
-    return dict(zip(samplers, nvidia(tasks, plugin="python"), strict=True))
+    return dict(zip(samplers, nvidia(tasks, with_plugin=True), strict=True))
 
 
 @pytest.mark.parametrize("name", sampled(VARIANTS, INLINED, ()))
@@ -78,24 +78,6 @@ def test_with_the_plugin_the_node_is_one_layer_of_the_engine(plugged: dict[str, 
     assert plugged[name]["layers"] <= 1 + 4  # table, statistics and bounds: constants
 
 
-@pytest.mark.parametrize("name", sampled(VARIANTS, LONG, ()))
-def test_plugins_in_python_free_their_memory_when_tensorrt_deletes_them(
-    plugged: dict[str, dict[str, Any]], name: str
-) -> None:
-    """TensorRT's module never releases its Python references."""
-    assert plugged[name]["plugins_made"] > 1
-    assert plugged[name]["left"] == 0
-
-
-def test_a_graph_without_the_function_needs_the_plugin_and_takes_it(nvidia: Ask, samplers: dict[str, Path]) -> None:
-    """TensorRT before 10.15 needs this."""
-    task = {"model": str(samplers["portable"]), "batches": BATCHES[:1], "without_function": True}
-    (refused,) = nvidia([task])
-    assert not refused["parsed"]
-    (taken,) = nvidia([task], plugin="python")
-    assert_built(taken, plugins=1)
-
-
 @pytest.mark.parametrize("dtype", ["FLOAT16", "BFLOAT16"])
 def test_the_plugin_takes_logits_in_half_precision_where_a_graph_hands_it_some(
     nvidia: Ask, samplers: dict[str, Path], tmp_path: Path, dtype: str
@@ -103,7 +85,7 @@ def test_the_plugin_takes_logits_in_half_precision_where_a_graph_hands_it_some(
     model = onnx.load(samplers["portable"])
     model.graph.input[0].type.tensor_type.elem_type = onnx.TensorProto.DataType.Value(dtype)
     onnx.save(model, tmp_path / "model.onnx")
-    (answer,) = nvidia([{"model": str(tmp_path / "model.onnx"), "batches": BATCHES}], plugin="python")
+    (answer,) = nvidia([{"model": str(tmp_path / "model.onnx"), "batches": BATCHES}], with_plugin=True)
     assert_built(answer, plugins=1)
 
 
@@ -112,6 +94,6 @@ def test_the_plugin_refuses_what_the_kernels_cannot_serve_before_there_is_an_eng
 ) -> None:
     options = TopWOptions(metric="uniform", top_m=5000)
     export_sampler(sampler_request(output=tmp_path / "out", vocab_size=VOCAB, options=options, verify=False))
-    (answer,) = nvidia([{"model": str(tmp_path / "out" / "model.onnx"), "batches": [[1, 1]]}], plugin="python")
+    (answer,) = nvidia([{"model": str(tmp_path / "out" / "model.onnx"), "batches": [[1, 1]]}], with_plugin=True)
     assert answer["parsed"]
     assert answer["bytes"] == [0]

@@ -1,14 +1,13 @@
 """Runs NVIDIA's parser and builder, in the environment of make_environment.py.
 
-Reads {"plugin": null | "python" | library path, "kernels": library for "python", "tasks": [task, ...]}.
-A task is {"model": path, "batches": [[least, most], ...], "sequence": most tokens, "without_function": bool}
-or {"check": folder}.
-Writes the results of `parse_and_build` or `check_folder`, with the numbers of Python plugins and of those with control
-memory.
+Reads {"plugin": null | library path, "tasks": [task, ...]}.
+A task is {"model": path, "batches": [[least, most], ...], "sequence": most tokens} or {"check": folder}.
+Writes the results of `parse_and_build` or of `topw check`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -18,7 +17,6 @@ from typing import Any
 import tensorrt_bindings as trt
 
 EDITS = 8
-controls: list[Any] = []  # of all Python plugins
 
 
 class Logger(trt.ILogger):  # type: ignore[misc]
@@ -31,39 +29,14 @@ class Logger(trt.ILogger):  # type: ignore[misc]
             self.errors.append(message)
 
 
-def load_plugin(plugin: str | None, kernels: str | None) -> None:
-    if plugin is None:
-        return
-    if plugin != "python":
-        assert trt.get_plugin_registry().load_library(plugin)
-        return
-    from topw_deploy.plugins.tensorrt import plugin as python_plugin
-    from topw_deploy.plugins.tensorrt.kernels import ControlMemory, PluginKernels
-
-    class Watched(PluginKernels):
-        """Give plugins control memory at once: a builder without a GPU announces no shapes."""
-
-        def control_memory(self) -> ControlMemory:
-            control = super().control_memory()
-            control.reserve(256)
-            controls.append(control)
-            return control
-
-    assert kernels is not None
-    python_plugin.register(Watched(Path(kernels)))
-
-
 def parse_and_build(task: dict[str, Any]) -> dict[str, Any]:
     """Parse a model, and build an engine for each range of batches. `bytes` are their sizes, 0 without an engine."""
-    from topw_deploy.tensorrt.model_file import without_function
-
     logger, started = Logger(), time.perf_counter()
     builder = trt.Builder(logger)
     network = builder.create_network(0)
     parser = trt.OnnxParser(network, logger)
     path = Path(task["model"])
-    data = without_function(path, "topw", "TopWSample") if task.get("without_function") else path.read_bytes()
-    took = parser.parse(data, str(path))
+    took = parser.parse(path.read_bytes(), str(path))
     layers = [network.get_layer(index).type for index in range(network.num_layers)]
     sizes = []
     words = mask_words(network, path) if took else 0
@@ -109,27 +82,15 @@ def shape(tensor: Any, batch: int, task: dict[str, Any], words: int) -> tuple[li
 def check_folder(folder: str) -> dict[str, Any]:
     from topw_deploy.tensorrt.check import check
 
-    report = check(Path(folder), "tensorrt")
-    assert report.parser is not None, report.not_asked
-    return {
-        "passed": report.passed,
-        "needs_plugin": report.needs_plugin,
-        "unsupported": sorted({node.operator for node in report.unsupported}),
-        "takes": report.parser.takes,
-        "plugin": report.parser.plugin,
-        "version": report.parser.version,
-        "refusals": report.parser.refusals,
-    }
+    return dataclasses.asdict(check(Path(folder)))
 
 
 def main() -> None:
     asked = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    load_plugin(asked["plugin"], asked["kernels"])
-    answers = []
-    for task in asked["tasks"]:
-        answer = check_folder(task["check"]) if "check" in task else parse_and_build(task)
-        answers.append({**answer, "plugins_made": len(controls), "left": sum(bool(c._blocks) for c in controls)})
-        Path(sys.argv[2]).write_text(json.dumps(answers), encoding="utf-8")
+    if asked["plugin"] is not None:
+        assert trt.get_plugin_registry().load_library(asked["plugin"])
+    answers = [check_folder(task["check"]) if "check" in task else parse_and_build(task) for task in asked["tasks"]]
+    Path(sys.argv[2]).write_text(json.dumps(answers), encoding="utf-8")
 
 
 if __name__ == "__main__":

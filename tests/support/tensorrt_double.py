@@ -117,8 +117,18 @@ class Parser:
         self.num_errors = int(bool(self._trt.refuses))
         return not self._trt.refuses
 
+    def supports_model_v2(self, data: bytes, path: str) -> bool:
+        assert Path(path).read_bytes() == data
+        self.num_errors = int(bool(self._trt.refuses))
+        return not self._trt.refuses
+
     def get_error(self, index: int) -> Any:
-        return SimpleNamespace(desc=lambda: self._trt.refuses)
+        return SimpleNamespace(
+            desc=lambda: self._trt.refuses,
+            node_name=lambda: "node",
+            node_operator=lambda: "Foo",
+            local_function_stack=lambda: ["Outer"],
+        )
 
 
 class Profile:

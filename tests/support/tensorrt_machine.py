@@ -10,9 +10,7 @@ import pytest
 
 from tests.support.cuda_double import Gpu
 from tests.support.tensorrt_double import TensorRT
-from topw_deploy.errors import PluginError
-from topw_deploy.plugins import driver
-from topw_deploy.plugins import tensorrt as plugins
+from topw_deploy.plugins import driver, shared_library
 
 
 def install(patch: pytest.MonkeyPatch, gpu: Gpu, trt: TensorRT) -> None:
@@ -43,9 +41,6 @@ def trt(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> TensorRT:
 @pytest.fixture
 def no_plugin(trt: TensorRT, monkeypatch: pytest.MonkeyPatch) -> None:
     """No plugin in the registry, and none to register."""
-
-    def absent() -> None:
-        raise PluginError("the CUDA library is absent.")
-
     trt.registry.all_creators.clear()
-    monkeypatch.setattr(plugins, "register", absent)
+    monkeypatch.setattr(shared_library, "library_path", lambda kind: None)
+    monkeypatch.setattr(shared_library, "why_absent", lambda kind: "the CUDA library is absent")

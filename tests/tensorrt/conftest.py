@@ -9,13 +9,12 @@ import pytest
 from tests.support.tensorrt_machine import gpu, no_plugin, trt  # noqa: F401  # fixtures
 from tests.support.toy_model import Toy, export
 from topw_deploy.tensorrt.build import build_engine
-from topw_deploy.tensorrt.request import TensorRTRequest
 
 CACHE = 128
 
 
 def build(out: Path, **settings: Any) -> Any:
-    return build_engine(TensorRTRequest(out=out, **settings))
+    return build_engine(out, **settings)
 
 
 @pytest.fixture(scope="session")

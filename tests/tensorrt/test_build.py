@@ -10,6 +10,7 @@ import stat
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +21,10 @@ from tests.support.tensorrt_double import Config, TensorRT
 from tests.tensorrt.conftest import CACHE, build
 from topw_deploy.errors import ParameterError, TensorRTError
 from topw_deploy.manifest import load_manifest, save_manifest
-from topw_deploy.plugins.tensorrt.module import BUILT_WITH
+from topw_deploy.plugins import shared_library
 from topw_deploy.progress import Progress
-from topw_deploy.tensorrt import plugin_choice
 from topw_deploy.tensorrt.build import build_engine
-from topw_deploy.tensorrt.request import TensorRTRequest
+from topw_deploy.tensorrt.check import BUILT_WITH
 from topw_deploy.tensorrt.stamp import read_stamp
 
 
@@ -41,7 +41,7 @@ def test_an_engine_lies_beside_a_stamp_that_says_what_it_is(trt: TensorRT, out: 
     assert (stamp.size, stamp.sha256) == (len(data), hashlib.sha256(data).hexdigest())
     assert stamp.manifest == hashlib.sha256((out / "topw_manifest.json").read_bytes()).hexdigest()
     assert (stamp.tensorrt, stamp.gpu, stamp.sm) == ("10.16.1.11", "Double GPU", 90)
-    assert (stamp.plugin, stamp.plugin_version, stamp.precision) == ("python", BUILT_WITH, "as exported")
+    assert (stamp.plugin, stamp.precision) == (BUILT_WITH, "as exported")
     assert (stamp.cache_length, stamp.workspace) == (CACHE, 1 << 20)
     assert (stamp.most_batch, stamp.most_sequence, stamp.most_edits) == (4, 32, 64)
     assert written(out) == [f"double-gpu-sm90-tensorrt10.16.1.11.{end}" for end in ("engine", "json")]
@@ -156,64 +156,53 @@ def test_timings_of_another_machine_are_refused(trt: TensorRT, out: Path, tmp_pa
         build(out, timing_cache=tmp_path)
 
 
-@pytest.mark.parametrize("streams", [True, False])
-def test_the_bytes_are_the_same_whether_tensorrt_gives_them_piecewise_or_at_once(
-    trt: TensorRT, out: Path, streams: bool
-) -> None:
-    if not streams:
-        del trt.module.IStreamWriter
+def test_the_bytes_are_tensorrts_and_hashed(trt: TensorRT, out: Path) -> None:
     built = build(out)
     assert json.loads(built.path.read_bytes())["path"] == str(out / "model.onnx")
     assert hashlib.sha256(built.path.read_bytes()).hexdigest() == built.stamp.sha256
 
 
-@pytest.mark.parametrize(("asked", "kind"), [("auto", "python"), ("python", "python"), ("none", "none")])
-def test_the_stamp_says_what_samples(trt: TensorRT, out: Path, asked: str, kind: str) -> None:
-    if asked == "none":
-        with pytest.raises(TensorRTError, match="has already registered the sampler's plugin"):
-            build(out, plugin=asked)
-        trt.registry.all_creators.clear()
-    stamp = build(out, plugin=asked).stamp
-    assert (stamp.plugin, stamp.plugin_version) == (kind, "" if kind == "none" else BUILT_WITH)
+def test_a_build_without_the_plugin_is_refused_where_it_is_registered(trt: TensorRT, out: Path) -> None:
+    with pytest.raises(TensorRTError, match="has already registered the sampler's plugin"):
+        build(out, plugin="none")
+    trt.registry.all_creators.clear()
+    assert build(out, plugin="none").stamp.plugin == ""
 
 
 @pytest.mark.usefixtures("no_plugin")
-def test_auto_goes_on_with_the_function_and_python_does_not(trt: TensorRT, out: Path) -> None:
+def test_auto_goes_on_with_the_function(trt: TensorRT, out: Path) -> None:
     lines: list[str] = []
-    built = build_engine(TensorRTRequest(out=out), Progress(say=lines.append))
-    assert built.stamp.plugin == "none"
+    built = build_engine(out, progress=Progress(say=lines.append))
+    assert built.stamp.plugin == ""
     assert lines[0].endswith("the sampler as a function: the CUDA library is absent")
-    with pytest.raises(TensorRTError, match="the plugin is not available: the CUDA library is absent"):
-        build(out, plugin="python")
 
 
 def test_a_plugins_library_is_loaded_and_must_hold_the_plugin(trt: TensorRT, out: Path, tmp_path: Path) -> None:
     trt.registry.all_creators.clear()
-    good, other = tmp_path / "libtopw_tensorrt.so", tmp_path / "libother.so"
+    good, other = tmp_path / "libtopw_cuda.so", tmp_path / "libother.so"
     for path in (good, other):
         path.touch()
-    with pytest.raises(TensorRTError, match=r"libother.so has no plugin for the sampler's node; .*--tensorrt-root"):
+    with pytest.raises(TensorRTError, match=r"libother.so has no plugin for the sampler's node; .*--cuda"):
         build(out, plugin=str(other))
-    assert build(out, plugin=str(good)).stamp.plugin == "library"
+    assert build(out, plugin=str(good)).stamp.plugin == BUILT_WITH
     assert trt.registry.libraries == [str(other), str(good)]
-    with pytest.raises(
-        TensorRTError, match=r"absent\.so \(from .*\) is not a file; `topw plugins build --tensorrt-root` builds one"
-    ):
+    trt.registry.all_creators.clear()
+    with pytest.raises(TensorRTError, match=r"absent\.so is not a file; `topw plugins build --cuda` builds one"):
         build(out, plugin=str(tmp_path / "absent.so"))
 
 
-@pytest.mark.usefixtures("no_plugin")
-def test_the_installed_library_serves_where_python_cannot(
-    trt: TensorRT, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_cuda_library_is_used_if_it_has_code_for_this_gpu(
+    trt: TensorRT, gpu: Gpu, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "libtopw_tensorrt.so"
-    path.touch()
-    monkeypatch.setenv("TOPW_TENSORRT_LIBRARY", str(path))
-    built = build(out)
-    assert (built.stamp.plugin, trt.registry.libraries) == ("library", [str(path)])
     trt.registry.all_creators.clear()
-    plugin_choice.register_plugin_of("python", BUILT_WITH, trt.module)  # either plugin runs the other's engines
-    assert trt.registry.libraries == [str(path)] * 2
+    library = SimpleNamespace(can_run_on=lambda architecture: architecture == 90)
+    monkeypatch.setattr(shared_library, "library_path", lambda kind: Path("/lib/libtopw_cuda.so"))
+    monkeypatch.setattr(shared_library, "load_cuda", lambda path: library)
+    gpu.architecture = 87
+    assert build(out).stamp.plugin == ""
+    gpu.architecture = 90
+    assert build(out).stamp.plugin == BUILT_WITH
+    assert trt.registry.libraries == ["/lib/libtopw_cuda.so"]
 
 
 def test_a_tensorrt_that_does_not_start_is_one_sentence(trt: TensorRT, out: Path) -> None:
@@ -234,7 +223,7 @@ def test_progress_grows_to_a_hundred(trt: TensorRT, out: Path) -> None:
         assert (total, unit) == (100, "%")
         yield shown.append
 
-    build_engine(TensorRTRequest(out=out), Progress(bar=bar))
+    build_engine(out, progress=Progress(bar=bar))
     assert shown == [16, 17, 17, 50]  # the first of two phases in three steps, then the second
 
 
@@ -249,17 +238,14 @@ def test_an_interrupt_while_building_leaves_the_earlier_engine(trt: TensorRT, ou
         yield interrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_engine(TensorRTRequest(out=out, max_batch=2), Progress(bar=bar))
+        build_engine(out, max_batch=2, progress=Progress(bar=bar))
     (engine,) = out.glob("engines/*.engine")
     assert engine.read_bytes() == before
     assert len(written(out)) == 2
     assert read_stamp(engine.with_suffix(".json")).most_batch == 1
 
 
-@pytest.mark.parametrize("streams", [True, False])
-def test_a_build_that_fails_says_why_and_leaves_nothing(trt: TensorRT, out: Path, streams: bool) -> None:
-    if not streams:
-        del trt.module.IStreamWriter
+def test_a_build_that_fails_says_why_and_leaves_nothing(trt: TensorRT, out: Path) -> None:
     trt.fails = "no tactic\n  for node 7"
     with pytest.raises(TensorRTError, match=r"could not build an engine \(no tactic for node 7\); give smaller bounds"):
         build(out)
@@ -329,7 +315,7 @@ def test_a_closed_terminal_is_no_full_disk(trt: TensorRT, out: Path) -> None:
         yield closed
 
     with pytest.raises(BrokenPipeError):
-        build_engine(TensorRTRequest(out=out), Progress(bar=bar))
+        build_engine(out, progress=Progress(bar=bar))
     assert written(out) == []
 
 
@@ -339,7 +325,7 @@ def test_a_disk_that_is_full_leaves_nothing(trt: TensorRT, out: Path, monkeypatc
     def full(self: Any, data: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module._HashingSink, "__call__", full)
+    monkeypatch.setattr(module._HashedFile, "write", full)
     with pytest.raises(TensorRTError, match=r"engines cannot be written: No space left on device; make room"):
         build(out)
     assert written(out) == []

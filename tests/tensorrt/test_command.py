@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def test_the_engines_path_is_printed_and_its_stamp_as_json(
 
 def test_every_option_reaches_the_builder(trt: TensorRT, out: Path, tmp_path: Path) -> None:
     options = ["--max-sequence", "16", "--max-edits", "4", "--fp16", "--timing-cache", str(tmp_path / "timings")]
-    assert call(str(out), *options, "--plugin", "python", "--workspace", "1GB", "-q") == 0
+    assert call(str(out), *options, "--workspace", "1GB", "-q") == 0
     config = trt.configs[0]
     assert config.profiles[1].shapes["input_ids"][2] == [1, 16]
     assert config.profiles[1].shapes["edit_ids"][2] == [1, 4]
@@ -79,3 +80,34 @@ def test_failures_are_one_sentence_and_a_code(
     assert error.startswith("Error: TensorRT 10.16.1.11 could not build an engine (no memory)")
     assert error.count("\n") == 1
     assert call(str(out), "--workspace", "much") == 2
+
+
+def check(*arguments: str) -> int:
+    return run(topw, "topw", "TOPW", ["check", *arguments])
+
+
+def test_check_prints_the_parsers_answer_and_the_next_step(
+    trt: TensorRT, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(str(out)) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "TensorRT    10.16.1.11: takes all of the graph",
+        "sampler     the plugin",
+        f"next        topw build-engine {out}",
+    ]
+    trt.refuses = "no importer\nfor Foo"
+    assert check(str(out), "--json") == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["refusals"] == ["Foo (node in Outer): no importer for Foo"]
+    assert report["next_step"] == "export the original model again with --target tensorrt --max-length N"
+
+
+def test_without_tensorrt_check_says_that_only_the_parser_can_tell(
+    out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("tensorrt", "tensorrt_bindings"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert check(str(out)) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("Error: only TensorRT's own parser can tell which nodes it takes: ")
+    assert f"run there: topw check {out}" in error

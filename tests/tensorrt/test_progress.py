@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from topw_deploy.tensorrt.progress import Phases
+from topw_deploy.tensorrt.build import Phases
 
 
 def test_phases_within_phases_make_one_growing_number() -> None:

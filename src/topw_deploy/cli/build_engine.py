@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -75,10 +74,10 @@ class _Size(click.ParamType):
 )
 @click.option(
     "--plugin",
-    metavar="auto|python|none|PATH",
+    metavar="auto|none|PATH",
     default="auto",
     show_default=True,
-    help="Implementation of the sampler: the plugin (from Python or a library), or the function in the file.",
+    help="What samples: the plugin (of the CUDA library, or of the library PATH), or the function in the file.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the engine's stamp as JSON.")
 @quiet_option
@@ -89,13 +88,13 @@ def command(out: Path, as_json: bool, quiet: bool, **values: Any) -> None:
     stamp beside it. Run it with --provider tensorrt.
     """
     # Import late, for fast --help and usage errors.
-    from topw_deploy.tensorrt.build import build_engine
-    from topw_deploy.tensorrt.request import TensorRTRequest
+    from msgspec import to_builtins
 
-    request = TensorRTRequest(out=out, **values)
-    built = build_engine(request, SILENT if quiet else Progress(print_phase, _building_bar))
+    from topw_deploy.tensorrt.build import build_engine
+
+    built = build_engine(out, progress=SILENT if quiet else Progress(print_phase, _building_bar), **values)
     if as_json:
-        say_json({"path": str(built.path), **dataclasses.asdict(built.stamp)}, indent=2)
+        say_json({"path": str(built.path), **to_builtins(built.stamp)}, indent=2)
     else:
         if not quiet:
             tell(f"{binary_size(built.stamp.size)} in {built.seconds:.0f} s")

@@ -192,12 +192,12 @@ def _diagnose_cuda() -> CudaDiagnosis:
 
 
 def _tensorrt_version() -> str:
-    from topw_deploy.errors import PluginError
-    from topw_deploy.plugins.tensorrt import tensorrt_module
+    from topw_deploy.errors import TensorRTError
+    from topw_deploy.tensorrt.check import load_tensorrt
 
     try:
-        return str(tensorrt_module().__version__)
-    except PluginError as error:
+        return str(load_tensorrt().__version__)
+    except TensorRTError as error:
         return f"none: {error}"
 
 

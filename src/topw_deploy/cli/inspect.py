@@ -21,8 +21,7 @@ from topw_deploy.manifest import (
 )
 from topw_deploy.sampling.rules import RULES
 from topw_deploy.sizes import binary_size
-from topw_deploy.tensorrt.engines import folder_problem, stamp_paths, unfinished_engines
-from topw_deploy.tensorrt.stamp import FOLDER, read_stamp
+from topw_deploy.tensorrt.stamp import FOLDER, folder_problem, read_stamp, stamp_paths, unfinished_engines
 
 _CACHE_FORMS = {
     "concat": "past in, past plus new tokens out",
@@ -87,7 +86,7 @@ def _engine_lines(folder: Path) -> Iterator[str]:
             continue
         profiles = " and ".join(profile.name for profile in stamp.profiles)
         bounds = f"{stamp.most_batch} rows, {stamp.most_sequence} tokens and {stamp.most_edits} edits of each"
-        sampler = "its function" if stamp.plugin == "none" else "the plugin"
+        sampler = "the plugin" if stamp.plugin else "its function"
         rows.append((stamp.engine, f"{binary_size(stamp.size)}, for {profiles}: {bounds}; sampled by {sampler}"))
     interrupted = "not used: it has no stamp, so its build was interrupted"
     rows += [(path.name, interrupted) for path in unfinished_engines(folder)]

@@ -44,13 +44,11 @@ class _Architectures(click.ParamType):
 
 
 @command.command(name="build")
-@click.option("--cuda", is_flag=True, help="Build the library of CUDA kernels: onnxruntime's operator for GPUs.")
 @click.option(
-    "--tensorrt-root",
-    type=click.Path(path_type=Path, file_okay=False, exists=True),
-    default=None,
-    metavar="DIR",
-    help="Build TensorRT's plugin for C++ hosts and trtexec with the headers in DIR (/usr for system packages).",
+    "--cuda",
+    is_flag=True,
+    required=True,
+    help="Build the library of CUDA kernels: onnxruntime's operator for GPUs, and TensorRT's plugin.",
 )
 @click.option(
     "--architecture",
@@ -71,7 +69,6 @@ class _Architectures(click.ParamType):
 @quiet_option
 def build(
     cuda: bool,
-    tensorrt_root: Path | None,
     architecture: tuple[tuple[str, ...], ...],
     output: Path | None,
     quiet: bool,
@@ -79,24 +76,16 @@ def build(
     """Compile a library on this machine, which does not need the GPUs.
 
     Needs nvcc (CUDA_HOME, PATH, pip's packages, /usr/local/cuda) and a C++ compiler, and takes some minutes for all
-    architectures. If --output is outside the package, TOPW_CUDA_LIBRARY must name the library of --cuda; the Python
-    plugin for TensorRT uses that library, too. The library of --tensorrt-root is for `build-engine --plugin`, trtexec
-    --dynamicPlugins and C++ hosts.
+    architectures. If --output is outside the package, TOPW_CUDA_LIBRARY must name the library. For trtexec and C++
+    hosts, give the library to --dynamicPlugins or IPluginRegistry::loadLibrary.
     """
-    if cuda == (tensorrt_root is not None):
-        raise click.UsageError("give what to build: either --cuda or --tensorrt-root DIR.")
     from topw_deploy.plugins import driver
-    from topw_deploy.plugins.compile_cuda import CompiledLibrary, compile_cuda
-    from topw_deploy.plugins.tensorrt.compile import CompiledPlugin, compile_tensorrt
+    from topw_deploy.plugins.compile_cuda import compile_cuda
 
     architectures = driver.resolve_architectures([name for names in architecture for name in names])
     say_progress = progress(quiet).say
     with _shown_progress(quiet) as watch:
-        library: CompiledLibrary | CompiledPlugin
-        if tensorrt_root is None:
-            library = compile_cuda(output, architectures, say=say_progress, watch=watch)
-        else:
-            library = compile_tensorrt(tensorrt_root, output, architectures, say=say_progress, watch=watch)
+        library = compile_cuda(output, architectures, say=say_progress, watch=watch)
     names = " ".join(f"sm_{number}" for number in library.architectures)
     say_progress(f"{decimal_size(library.size)} for {names} in {library.seconds:.0f} s")
     say(library.path)

@@ -1,4 +1,4 @@
-"""Read the nodes, functions, types and shapes of an ONNX file.
+"""Read the nodes, types and shapes of an ONNX file.
 
 Weights are not read: a Constant has a view of its bytes. Field numbers are those of onnx.proto.
 """
@@ -82,7 +82,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """A graph, or the body of a function, whose inputs and outputs have no types.
+    """A graph.
 
     constants: the initializers, by name.
     values: the values inside the graph whose type or shape the file states, by name.
@@ -93,19 +93,6 @@ class Graph:
     outputs: tuple[Value, ...]
     constants: Mapping[str, Constant] = field(default_factory=dict)
     values: Mapping[str, Value] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Model:
-    """An ONNX model.
-
-    opsets: opset version by domain, "" for the standard operators.
-    functions: bodies of model-local functions by (domain, name).
-    """
-
-    graph: Graph
-    opsets: Mapping[str, int]
-    functions: Mapping[tuple[str, str], Graph]
 
 
 class _Budget:
@@ -136,50 +123,15 @@ class _Budget:
         self._nested -= 1
 
 
-def read_model(data: memoryview) -> Model:
-    """Read the model in a file's bytes. Raises ProtobufError if it is not ONNX, or larger than any published graph."""
-    graph, opsets, functions, budget = None, {}, {}, _Budget()
-    for number, value, *_ in protobuf.fields(data):
-        budget.take()
-        if number == 7:  # graph
-            graph = _graph(protobuf.payload(value), budget)
-        elif number == 8:  # opset_import
-            domain, version = _opset(protobuf.payload(value))
-            opsets["" if domain == "ai.onnx" else domain] = version
-        elif number == 25:  # functions
-            key, body = _function(protobuf.payload(value), budget)
-            functions[key] = body
-    if graph is None:
-        raise protobuf.ProtobufError(_NO_GRAPH)
-    return Model(graph, opsets, functions)
-
-
 def read_graph(data: memoryview) -> Graph:
-    """Read the graph alone, without functions and opsets. Raises the errors of `read_model`."""
+    """Read the graph in a file's bytes, without functions and opsets.
+
+    Raises ProtobufError if it is not ONNX, or larger than any published graph.
+    """
     for number, value, *_ in protobuf.fields(data):
         if number == 7:  # graph
             return _graph(protobuf.payload(value), _Budget())
     raise protobuf.ProtobufError(_NO_GRAPH)
-
-
-def without_function(data: memoryview, domain: str, name: str) -> bytes:
-    """Return a file's bytes without the model-local function `name` of `domain`. Raises ProtobufError if not ONNX."""
-    kept, copied = [], 0
-    for number, value, start, end in protobuf.fields(data):
-        if number == 25 and _function_name(protobuf.payload(value)) == (domain, name):
-            kept.append(bytes(data[copied:start]))
-            copied = end
-    return b"".join([*kept, bytes(data[copied:])])
-
-
-def _opset(message: memoryview) -> tuple[str, int]:
-    domain, version = "", 0
-    for number, value, *_ in protobuf.fields(message):
-        if number == 1:
-            domain = protobuf.text(value)
-        elif number == 2:
-            version = protobuf.integer(value)
-    return domain, version
 
 
 def _graph(message: memoryview, budget: _Budget) -> Graph:
@@ -198,32 +150,6 @@ def _graph(message: memoryview, budget: _Budget) -> Graph:
             described = _value(protobuf.payload(value), budget)
             values[described.name] = described
     return Graph(tuple(nodes), tuple(inputs), tuple(outputs), constants, values)
-
-
-def _function_name(message: memoryview) -> tuple[str, str]:
-    name = domain = ""
-    for number, value, *_ in protobuf.fields(message):
-        if number == 1:
-            name = protobuf.text(value)
-        elif number == 10:
-            domain = protobuf.text(value)
-    return domain, name
-
-
-def _function(message: memoryview, budget: _Budget) -> tuple[tuple[str, str], Graph]:
-    nodes, inputs, outputs, values = [], [], [], {}
-    for number, value, *_ in protobuf.fields(message):
-        budget.take()
-        if number == 4:  # input
-            inputs.append(Value(protobuf.text(value)))
-        elif number == 5:  # output
-            outputs.append(Value(protobuf.text(value)))
-        elif number == 7:  # node
-            nodes.append(_node(protobuf.payload(value), budget))
-        elif number == 12:  # value_info
-            described = _value(protobuf.payload(value), budget)
-            values[described.name] = described
-    return _function_name(message), Graph(tuple(nodes), tuple(inputs), tuple(outputs), {}, values)
 
 
 def _node(message: memoryview, budget: _Budget) -> Node:

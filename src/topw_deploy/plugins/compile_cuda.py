@@ -1,4 +1,4 @@
-"""Compile the CUDA library with nvcc and the C++ compiler.
+"""Compile the CUDA library with nvcc and the C++ compiler: the kernels, onnxruntime's operators and TensorRT's plugin.
 
 The CUDA runtime is linked statically and loads the driver on first use, so the library loads on any machine.
 """
@@ -96,13 +96,19 @@ def compile_cuda(
     try:
         with tempfile.TemporaryDirectory(prefix="topw-cuda-") as scratch:
             library = Path(scratch) / output.name
-            operator = [*sorted(compile_native.SOURCES.glob("*.cpp")), *sorted(SOURCES.glob("ort_*.cpp"))]
-            link(toolkit, compile_with_kernels(toolkit, chosen, Path(scratch), operator, watch=watch), library)
+            link(toolkit, compile_with_kernels(toolkit, chosen, Path(scratch), cpp_sources(), watch=watch), library)
             _check_loads(library)
             compile_native.install_library(library, output)
     except compile_native.NotBuiltError as reason:
         raise PluginError(f"the CUDA library was not built: {reason}.") from None
     return CompiledLibrary(output, chosen, toolkit.version, time.perf_counter() - started, output.stat().st_size)
+
+
+def cpp_sources() -> list[Path]:
+    """The C++ sources of the CUDA library."""
+    plugin = SOURCES.with_name("tensorrt")
+    folders = ((compile_native.SOURCES, "*.cpp"), (SOURCES, "ort_*.cpp"), (plugin, "*.cpp"))
+    return [path for folder, pattern in folders for path in sorted(folder.glob(pattern))]
 
 
 def check_output(output: Path) -> None:
@@ -208,26 +214,25 @@ def compile_with_kernels(
     toolkit: Toolkit,
     architectures: Sequence[int],
     scratch: Path,
-    cpp_sources: Sequence[Path],
-    flags: Sequence[str] = (),
+    sources: Sequence[Path],
     *,
     watch: nvcc.Watch = nvcc.ignore_state,
 ) -> list[str]:
-    """Compile the kernels and `cpp_sources`, the latter with extra `flags`, to objects in `scratch`.
+    """Compile the kernels and the C++ `sources` to objects in `scratch`.
 
     Returns the objects' paths. Raises NotBuiltError.
     """
     kernels = sorted(SOURCES.glob("*.cu"))
-    if not kernels or not cpp_sources:
+    if not kernels or not sources:
         raise compile_native.NotBuiltError(f"the sources are not in {SOURCES.parent}")
     defines = [f"-DTOPW_WITH_CUDA={'.'.join(map(str, architectures))}"]
     includes = [f"-I{folder}" for folder in (compile_native.SOURCES, SOURCES)]
     cpp = [*compile_native.find_compiler(), *compile_native.FLAGS, *defines, *includes, f"-isystem{toolkit.headers}"]
-    cpp += [*flags, "-c"]
+    cpp += ["-frtti", "-c"]  # TensorRT may inspect the plugin's type
     cores = len(os.sched_getaffinity(0))
     threads = max(1, cores // len(kernels))
     cu = [str(toolkit.nvcc), *nvcc_flags(), *code_flags(architectures), f"--threads={threads}", *defines, *includes]
-    jobs = [(cu, source) for source in kernels] + [(cpp, source) for source in cpp_sources]  # longest first
+    jobs = [(cu, source) for source in kernels] + [(cpp, source) for source in sources]  # longest first
     interrupted = threading.Event()
 
     def watch_all(state: nvcc.CompilationState) -> None:

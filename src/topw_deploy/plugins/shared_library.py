@@ -1,7 +1,7 @@
 """Find and load the native libraries, or say why one is missing.
 
-The CUDA library includes the CPU operator. Libraries come from the package, or from TOPW_NATIVE_LIBRARY and
-TOPW_CUDA_LIBRARY. They never come from a model's folder, which holds only data.
+The CUDA library includes the CPU operator and TensorRT's plugin. Libraries come from the package, or from
+TOPW_NATIVE_LIBRARY and TOPW_CUDA_LIBRARY. They never come from a model's folder, which holds only data.
 """
 
 from __future__ import annotations
@@ -179,17 +179,3 @@ def hide_operators() -> Iterator[None]:
     finally:
         for library in libraries:
             library.set_visible(True)
-
-
-TENSORRT_PACKAGED = Path(__file__).with_name("libtopw_tensorrt.so")
-"""Default path of TensorRT's plugin library."""
-TENSORRT_VARIABLE = "TOPW_TENSORRT_LIBRARY"
-"""The environment variable for the path of another plugin library."""
-
-
-def installed_tensorrt() -> Path | None:
-    """The path in TENSORRT_VARIABLE, whether it exists or not; else TENSORRT_PACKAGED, or None if it does not exist."""
-    given = os.environ.get(TENSORRT_VARIABLE)
-    if given:
-        return Path(given)
-    return TENSORRT_PACKAGED if TENSORRT_PACKAGED.is_file() else None

@@ -34,26 +34,17 @@ class CudaStatus:
 
 
 @dataclass(frozen=True)
-class TensorRTStatus:
-    """The library of TensorRT's plugin, which is not loaded here: only TensorRT can load it."""
-
-    path: str | None
-    why_none: str
-
-
-@dataclass(frozen=True)
 class Status:
     """The native libraries and the GPUs of this machine."""
 
     cpu: CpuStatus
     cuda: CudaStatus
     driver: driver.Driver
-    tensorrt: TensorRTStatus
 
 
 def read_status() -> Status:
     found = driver.query_driver()
-    return Status(cpu_status(), cuda_status(found), found, tensorrt_status())
+    return Status(cpu_status(), cuda_status(found), found)
 
 
 def cpu_status() -> CpuStatus:
@@ -87,24 +78,12 @@ def cuda_status(found: driver.Driver) -> CudaStatus:
     return CudaStatus(str(path), library.architectures, why)
 
 
-def tensorrt_status() -> TensorRTStatus:
-    path = shared_library.installed_tensorrt()
-    if path is None:
-        return TensorRTStatus(
-            None, "it was not built here (`topw plugins build --tensorrt-root DIR` builds it, for C++)"
-        )
-    if not path.is_file():
-        return TensorRTStatus(None, f"{shared_library.TENSORRT_VARIABLE} is {path}, which is not a file")
-    return TensorRTStatus(str(path), "")
-
-
 def status_lines(status: Status) -> list[str]:
     """The status as lines of text."""
     cpu, cuda = status.cpu, status.cuda
     return [
         f"CPU library   {cpu.path}, {cpu.instruction_set}" if cpu.path else f"CPU library   none: {cpu.why_none}",
         cuda_line("CUDA library  ", cuda),
-        f"TRT library   {status.tensorrt.path or f'none: {status.tensorrt.why_none}'}",
         *driver_lines(status.driver),
     ]
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 
+from topw_deploy.device_lock import device_lock
 from topw_deploy.errors import ParameterError, ProviderError, TensorRTError
 from topw_deploy.manifest import DecoderManifest
-from topw_deploy.runtime.device_lock import device_lock
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort import providers
 from topw_deploy.runtime.ort.graph_session import GraphSession
 from topw_deploy.runtime.protocols import Session
 from topw_deploy.runtime.session_options import SessionOptions
-from topw_deploy.tensorrt.engines import has_engines
-from topw_deploy.tensorrt.run.session import TensorRTSession
+from topw_deploy.tensorrt.run import TensorRTSession
+from topw_deploy.tensorrt.stamp import has_engines
 
 ENGINE = "tensorrt"
 """The provider name that prefers an engine; `TensorrtExecutionProvider` always means onnxruntime's provider."""
@@ -67,7 +67,7 @@ def _open_engine(folder: ModelFolder[DecoderManifest], options: SessionOptions) 
         raise ProviderError(
             f"sampler is {options.sampler!r}, but the engine was built {'with' if wanted == 'graph' else 'without'} "
             f"the plugin; build it again with `topw build-engine {folder.path} --plugin "
-            f"{'none' if wanted == 'graph' else 'python'}`.",
+            f"{'none' if wanted == 'graph' else 'auto'}`.",
             "sampler",
         )
     return session

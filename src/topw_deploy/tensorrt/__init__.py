@@ -1,9 +1,10 @@
-"""TensorRT engines of an exported folder: check the graph, build on the target machine, run where the engine fits.
+"""TensorRT engines of an exported folder: ask the parser, build on the target machine, run where the engine fits.
 
 Needs `tensorrt`, and cuda-python to run engines, but neither onnxruntime nor onnx.
 
-- check: `check`, `operators`, `scope`, `model_file`; `api` runs TensorRT's own parser
-- build: `request`, `profiles`, `plugin_choice`, `build`, `progress`
-- find: `stamp`, `engines`
-- run: `run/`
+- check: TensorRT's module, the sampler's plugin, the parser's answer
+- profiles, build, stamp: an engine, and the file beside it that says where it fits
+- run, cuda: an engine behind the runtime's interface of a session
+
+Tested with NVIDIA's parser and builder, and with doubles of TensorRT and CUDA. Engines were not run on a GPU.
 """

@@ -1,36 +1,38 @@
-"""Builds an engine of an exported folder on the machine that will run the engine.
-
-Tested with NVIDIA's parser and builder. The engines were not run on a GPU.
-"""
+"""Builds an engine of an exported folder on the machine that will run the engine."""
 
 from __future__ import annotations
 
 import hashlib
 import re
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO
 
-from topw_deploy.errors import TensorRTError
+from topw_deploy.errors import ParameterError, TensorRTError
 from topw_deploy.files import open_regular, replace_file
-from topw_deploy.manifest import MODEL_NAME, DecoderManifest
-from topw_deploy.progress import SILENT, Progress
+from topw_deploy.manifest import MODEL_NAME, DecoderManifest, load_manifest
+from topw_deploy.progress import SILENT, Advance, Progress
 from topw_deploy.sampling.row import mask_words
-from topw_deploy.tensorrt import api, plugin_choice
-from topw_deploy.tensorrt.engines import EnginePlatform, folder_problem, this_platform
-from topw_deploy.tensorrt.profiles import Profile
-from topw_deploy.tensorrt.progress import Phases, new_monitor
-from topw_deploy.tensorrt.request import TensorRTRequest, load_buildable
-from topw_deploy.tensorrt.stamp import ENGINE_SUFFIX, FOLDER, STAMP_SUFFIX, TensorRTStamp, manifest_hash, write_stamp
-from topw_deploy.versions import installed_version, major_minor
+from topw_deploy.tensorrt import check
+from topw_deploy.tensorrt.profiles import Profile, make_profiles
+from topw_deploy.tensorrt.stamp import (
+    ENGINE_SUFFIX,
+    FOLDER,
+    STAMP_SUFFIX,
+    EnginePlatform,
+    TensorRTStamp,
+    folder_problem,
+    manifest_hash,
+    this_platform,
+    write_stamp,
+)
+from topw_deploy.versions import installed_version
 
-OLDEST = (10, 15)  # the first TensorRT with TensorScatter, which updates the cache in place
-_BLOCK = 64 << 20  # bytes per write
-
-Sink: TypeAlias = Callable[[bytes | memoryview], object]
-"""Receives the bytes of an engine, piece by piece."""
+_USUAL_SEQUENCE = 1024  # tokens of a row per run: longer chunks take more memory and are not faster
 
 
 @dataclass(frozen=True)
@@ -42,134 +44,199 @@ class BuiltEngine:
     seconds: float
 
 
-def build_engine(request: TensorRTRequest, progress: Progress = SILENT) -> BuiltEngine:
+def build_engine(
+    out: Path,
+    *,
+    max_batch: int = 1,
+    max_sequence: int | None = None,
+    max_edits: int | None = None,
+    profile: str = "both",
+    fp16: bool = False,
+    workspace: int | None = None,
+    timing_cache: Path | None = None,
+    plugin: str = "auto",
+    progress: Progress = SILENT,
+) -> BuiltEngine:
     """Build an engine into the folder's `engines/`. It replaces an engine for the same GPU and TensorRT.
+
+    out: a folder exported for TensorRT.
+    max_batch: maximum number of rows per run.
+    max_sequence: maximum number of tokens of a row per run; None for min(1,024, the cache's length).
+    max_edits: maximum number of logit edits of a row; None for the cache's length.
+    profile: "both", "decode" or "prefill", see `make_profiles`.
+    fp16: let a float32 decoder run in half precision.
+    workspace: bytes of scratch memory; None for TensorRT's choice.
+    timing_cache: a file to read and update; None for no file.
+    plugin: what runs the sampler's node. "auto": the plugin of the CUDA library, or else the node's function; "none":
+        the function; or the path of a library that has the plugin.
 
     A failed build leaves no new engine. Raises TensorRTError, ManifestError or ParameterError.
     """
     started = time.perf_counter()
-    manifest, cache_length = load_buildable(request.out)
-    profiles = request.profiles(cache_length)
-    if request.fp16 and manifest.decoder.weights_dtype != "float":
-        raise TensorRTError(
-            f"--fp16 is only for float32, but the weights of {request.out} are {manifest.decoder.weights_dtype}; "
-            "leave it out."
+    if workspace is not None and workspace < 1:
+        raise ParameterError(f"workspace is {workspace}, but must be at least 1 byte.", "workspace")
+    if fp16 and plugin == "none":
+        raise ParameterError(
+            "fp16 would compute the sampler's function in half precision, too; build with the plugin, or export with "
+            "--dtype fp16, which leaves the sampler as it is.",
+            "fp16",
         )
-    trt = api.load_tensorrt()
-    _check_version(trt)
+    if timing_cache is not None and not timing_cache.parent.is_dir():  # else it would be lost after the build
+        raise ParameterError(
+            f"timing_cache is {timing_cache}, but {timing_cache.parent} is not a folder.", "timing_cache"
+        )
+    manifest, cache_length = _load_buildable(out)
+    sequence = max_sequence or min(_USUAL_SEQUENCE, cache_length)
+    if sequence > cache_length:
+        raise ParameterError(
+            f"max_sequence is {sequence}, but the cache of this export holds {cache_length} tokens; give at most "
+            "that, or export with a larger --max-length.",
+            "max_sequence",
+        )
+    edits = cache_length if max_edits is None else max_edits
+    profiles = make_profiles(profile, max_batch=max_batch, max_sequence=sequence, max_edits=edits)
+    if fp16 and manifest.decoder.weights_dtype != "float":
+        raise TensorRTError(
+            f"--fp16 is only for float32, but the weights of {out} are {manifest.decoder.weights_dtype}; leave it out."
+        )
+    trt = check.load_tensorrt()
     platform = this_platform(str(trt.__version__))
-    plugin = plugin_choice.choose_plugin(request.plugin, trt)
-    if request.fp16 and plugin.kind == "none":
+    why_no_plugin = _choose_plugin(trt, plugin)
+    if fp16 and why_no_plugin:
         raise TensorRTError(
-            f"--fp16 needs the sampler's plugin, but {plugin.why_none}; export with --dtype fp16 instead."
+            f"--fp16 needs the sampler's plugin, but {why_no_plugin}; export with --dtype fp16 instead."
         )
-    progress.say(f"TensorRT {platform.tensorrt}, {platform.gpu} (sm_{platform.sm}), {plugin}")
-    build = _EngineBuild(trt, request, manifest, profiles, cache_length, platform, plugin)
+    sampler = f"the sampler as a function: {why_no_plugin}" if why_no_plugin else "the sampler as a plugin"
+    progress.say(f"TensorRT {platform.tensorrt}, {platform.gpu} (sm_{platform.sm}), {sampler}")
+
+    def write(stream: _HashedFile) -> None:
+        logger = check.new_logger(trt)
+        builder = check.create_object(trt, "Builder", logger)
+        network = check.parse_model(trt, logger, builder, out / MODEL_NAME, fp16=fp16)
+        config = _configure(trt, builder, manifest, profiles, fp16=fp16, workspace=workspace)
+        if timing_cache is not None:
+            _read_timing_cache(config, timing_cache)
+        _run_builder(trt, builder, network, config, stream, logger, progress)
+        if timing_cache is not None:
+            _write_timing_cache(config, timing_cache)
+
     try:
-        path, stamp = _write_engine(build, progress)
+        path, size, digest = _write_engine(out, platform, write)
+        stamp = TensorRTStamp(
+            engine=path.name,
+            size=size,
+            sha256=digest,
+            manifest=manifest_hash(out),
+            tensorrt=platform.tensorrt,
+            gpu=platform.gpu,
+            sm=platform.sm,
+            plugin="" if why_no_plugin else check.BUILT_WITH,
+            precision="fp16" if fp16 else "as exported",
+            cache_length=cache_length,
+            profiles=profiles,
+            workspace=workspace,
+            topw_deploy=installed_version("topw-deploy") or "unknown",
+            format_version=1,
+        )
+        write_stamp(out / FOLDER, stamp)
     except BrokenPipeError:  # the terminal that shows the progress was closed
         raise
     except OSError as error:
-        raise TensorRTError(
-            f"{request.out / FOLDER} cannot be written: {error.strerror or error}; make room."
-        ) from None
+        raise TensorRTError(f"{out / FOLDER} cannot be written: {error.strerror or error}; make room.") from None
     return BuiltEngine(path, stamp, time.perf_counter() - started)
 
 
-@dataclass(frozen=True)
-class _EngineBuild:
-    """The checked inputs of a build."""
+def _load_buildable(out: Path) -> tuple[DecoderManifest, int]:
+    """Returns (manifest of the folder `out`, its cache's length in tokens).
 
-    trt: Any
-    request: TensorRTRequest
-    manifest: DecoderManifest
-    profiles: tuple[Profile, ...]
-    cache_length: int
-    platform: EnginePlatform
-    plugin: plugin_choice.PluginChoice
-
-
-def _check_version(trt: Any) -> None:
-    if major_minor(trt.__version__) < OLDEST:
+    Raises ManifestError, and TensorRTError if no engine can be built of the folder.
+    """
+    manifest = load_manifest(out)
+    if manifest.verification.status == "provisional":
+        raise TensorRTError(f"{out} is an export whose verification did not finish; export the model again.")
+    if not isinstance(manifest, DecoderManifest):
         raise TensorRTError(
-            f"this is TensorRT {trt.__version__}, but a cache that is updated in place (TensorScatter) needs "
-            f"{'.'.join(map(str, OLDEST))} or later; install a newer one, or run the folder with onnxruntime."
+            f"{out} holds only a sampler, but this command builds decoders; use trtexec or another program."
         )
+    decoder = manifest.decoder
+    if decoder.target != "tensorrt" or decoder.kv_form != "static" or not decoder.ragged_chunks:
+        raise TensorRTError(
+            f"{out} was exported for {decoder.target} with a {decoder.kv_form} cache; export with --target tensorrt "
+            "--kv static --max-length N."
+        )
+    if decoder.recurs:
+        raise TensorRTError(
+            f"{out} has convolution or recurrent states, which an engine cannot update in place: TensorRT promises "
+            "that only for keys and values; run the export with onnxruntime."
+        )
+    pasts = {state.past for state in decoder.states}
+    lengths = {spec.shape[2] if len(spec.shape) == 4 else None for spec in manifest.inputs if spec.name in pasts}
+    fixed = [size for size in lengths if isinstance(size, int)]
+    if len(lengths) != 1 or not fixed:
+        raise TensorRTError(f"the cache of {out} has no fixed length; export for TensorRT without --max-length 0.")
+    return manifest, fixed[0]
 
 
-def _write_engine(build: _EngineBuild, progress: Progress) -> tuple[Path, TensorRTStamp]:
-    request, platform = build.request, build.platform
-    folder = request.out / FOLDER
-    if reason := folder_problem(request.out):
+def _choose_plugin(trt: Any, plugin: str) -> str:
+    """Register the plugin. Returns why there is none, as a clause; "" if there is one."""
+    if plugin not in ("auto", "none"):
+        return check.register_plugin(trt, Path(plugin))
+    if plugin == "auto":
+        return check.register_plugin(trt)
+    if check.plugin_registered(trt):  # the parser would use it
+        raise TensorRTError("this process has already registered the sampler's plugin; build without it in another.")
+    return "--plugin none was given"
+
+
+def _write_engine(out: Path, platform: EnginePlatform, write: Callable[[_HashedFile], None]) -> tuple[Path, int, str]:
+    """Write an engine's file atomically with `write`. Returns (its path, size in bytes, SHA-256)."""
+    folder = out / FOLDER
+    if reason := folder_problem(out):
         raise TensorRTError(f"{folder} {reason}; remove it, and build again.")
     folder.mkdir(exist_ok=True)
-    path = folder / f"{_file_stem(platform)}{ENGINE_SUFFIX}"
-    digest = hashlib.sha256()
+    gpu = re.sub(r"[^a-z0-9]+", "-", platform.gpu.lower()).strip("-")[:60] or "gpu"
+    path = folder / f"{gpu}-sm{platform.sm}-tensorrt{platform.tensorrt}{ENGINE_SUFFIX}"
     with replace_file(path) as stream:
-        serialize(build.trt, request, build.manifest, build.profiles, _HashingSink(stream, digest), progress)
+        hashed = _HashedFile(stream)
+        write(hashed)
         size = stream.tell()
         path.with_suffix(STAMP_SUFFIX).unlink(missing_ok=True)  # an engine without a stamp is not used
-    stamp = TensorRTStamp(
-        engine=path.name,
-        size=size,
-        sha256=digest.hexdigest(),
-        manifest=manifest_hash(request.out),
-        tensorrt=platform.tensorrt,
-        gpu=platform.gpu,
-        sm=platform.sm,
-        plugin=build.plugin.kind,
-        plugin_version=build.plugin.version,
-        precision="fp16" if request.fp16 else "as exported",
-        cache_length=build.cache_length,
-        profiles=build.profiles,
-        workspace=request.workspace,
-        topw_deploy=installed_version("topw-deploy") or "unknown",
-    )
-    write_stamp(folder, stamp)
-    return path, stamp
+    return path, size, hashed.digest.hexdigest()
 
 
-def serialize(
-    trt: Any,
-    request: TensorRTRequest,
-    manifest: DecoderManifest,
-    profiles: tuple[Profile, ...],
-    sink: Sink,
-    progress: Progress = SILENT,
-) -> None:
-    """Build an engine and pass its bytes to `sink`. Raises TensorRTError, and an error of `progress`."""
-    logger = api.new_logger(trt)
-    builder = api.create_object(trt, "Builder", logger)
-    network = api.parse_model(trt, logger, builder, request.out / MODEL_NAME, fp16=request.fp16)
-    config = _configure(trt, builder, request, manifest, profiles)
-    with progress.bar(100, "%") as advance:
-        phases = Phases(advance)
-        config.progress_monitor = kept_alive = new_monitor(trt, phases)
-        done = _run_builder(trt, builder, network, config, sink)
-    del kept_alive
-    if phases.stopped is not None:
-        raise phases.stopped
-    if not done:
-        raise TensorRTError(
-            f"TensorRT {trt.__version__} could not build an engine ({api.first_error(logger)}); give smaller "
-            "bounds or a larger --workspace."
-        )
-    if request.timing_cache is not None:
-        _write_timing_cache(config, request.timing_cache)
+class _HashedFile:
+    """Writes bytes to a file and adds them to a hash."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream, self.digest = stream, hashlib.sha256()
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._stream.write(data)
+        self.digest.update(data)
 
 
 def _configure(
-    trt: Any, builder: Any, request: TensorRTRequest, manifest: DecoderManifest, profiles: Sequence[Profile]
+    trt: Any,
+    builder: Any,
+    manifest: DecoderManifest,
+    profiles: Sequence[Profile],
+    *,
+    fp16: bool,
+    workspace: int | None,
 ) -> Any:
     config = builder.create_builder_config()
     # TF32 rounds the factors of float32 products to 10 bits. The graph was verified without TF32.
     config.clear_flag(trt.BuilderFlag.TF32)
-    if request.fp16:
-        _allow_half_precision(trt, config)
-    if request.workspace is not None:
-        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, request.workspace)
-    if request.timing_cache is not None:
-        _read_timing_cache(config, request.timing_cache)
+    if fp16:
+        flag = getattr(trt.BuilderFlag, "FP16", None)
+        if flag is None:
+            raise TensorRTError(
+                f"TensorRT {trt.__version__} computes only in the graph's types; export with --dtype fp16 instead of "
+                "building with --fp16."
+            )
+        config.set_flag(flag)
+    if workspace is not None:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
     words = mask_words(manifest.sampler.vocab_size)
     for profile in profiles:
         shapes = builder.create_optimization_profile()
@@ -178,16 +245,6 @@ def _configure(
         if config.add_optimization_profile(shapes) < 0:
             raise TensorRTError(f"TensorRT does not accept the profile {profile}; give smaller bounds.")
     return config
-
-
-def _allow_half_precision(trt: Any, config: Any) -> None:
-    flag = getattr(trt.BuilderFlag, "FP16", None)
-    if flag is None:
-        raise TensorRTError(
-            f"TensorRT {trt.__version__} computes only in the graph's types; export with --dtype fp16 instead of "
-            "building with --fp16."
-        )
-    config.set_flag(flag)
 
 
 def _read_timing_cache(config: Any, path: Path) -> None:
@@ -215,27 +272,14 @@ def _write_timing_cache(config: Any, path: Path) -> None:
         ) from None
 
 
-def _run_builder(trt: Any, builder: Any, network: Any, config: Any, sink: Sink) -> bool:
-    """Run the builder. Returns whether it made an engine.
+def _run_builder(
+    trt: Any, builder: Any, network: Any, config: Any, stream: _HashedFile, logger: Any, progress: Progress
+) -> None:
+    """Build the engine and write it piece by piece, without a second copy of the weights.
 
-    Where TensorRT has IStreamWriter, the engine is written piece by piece, without a second copy of the weights.
+    Raises TensorRTError, and the errors of `stream` and `progress`: no exception may pass through TensorRT.
     """
-    if hasattr(trt, "IStreamWriter"):
-        writer = _new_writer(trt, sink)
-        done = bool(builder.build_serialized_network_to_stream(network, config, writer))
-        if writer.failed is not None:
-            raise writer.failed
-        return done
-    plan = builder.build_serialized_network(network, config)
-    if plan is None:
-        return False
-    whole = memoryview(plan)
-    for start in range(0, len(whole), _BLOCK):
-        sink(whole[start : start + _BLOCK])
-    return True
 
-
-def _new_writer(trt: Any, sink: Sink) -> Any:
     class Writer(trt.IStreamWriter):  # type: ignore[misc]  # the base is a value of the module
         def __init__(self) -> None:
             trt.IStreamWriter.__init__(self)
@@ -243,27 +287,97 @@ def _new_writer(trt: Any, sink: Sink) -> Any:
 
         def write(self, data: bytes) -> int:
             try:
-                sink(data)
-            except OSError as error:  # `_run_builder` raises it: no exception may pass through TensorRT
+                stream.write(data)
+            except OSError as error:
                 self.failed = error
                 return 0
             return len(data)
 
-    return Writer()
+    writer = Writer()
+    with progress.bar(100, "%") as advance:
+        phases = Phases(advance)
+        config.progress_monitor = monitor = _new_monitor(trt, phases)
+        done = builder.build_serialized_network_to_stream(network, config, writer)
+    del monitor  # the builder holds no reference to it
+    if failed := writer.failed or phases.stopped:
+        raise failed
+    if not done:
+        raise TensorRTError(
+            f"TensorRT {trt.__version__} could not build an engine ({check.first_error(logger)}); give smaller "
+            "bounds or a larger --workspace."
+        )
 
 
-class _HashingSink:
-    """Writes bytes to a file and adds them to a hash."""
+class Phases:
+    """The progress of a build as one percentage, from TensorRT's phases, which nest and run on several threads.
 
-    def __init__(self, stream: BinaryIO, digest: Any) -> None:
-        self._stream, self._digest = stream, digest
+    advance: called with the number of whole percents gained.
+    stopped: the first exception of `advance`. It cancels the build. The caller raises it after the build.
+    """
 
-    def __call__(self, data: bytes | memoryview) -> None:
-        self._stream.write(data)
-        self._digest.update(data)
+    def __init__(self, advance: Advance) -> None:
+        self._advance = advance
+        self._lock = threading.Lock()
+        self._phases: dict[str, tuple[str | None, int, int]] = {}  # name -> parent, steps, steps done
+        self._shown = 0
+        self.stopped: BaseException | None = None
+
+    def start(self, name: str, parent: str | None, steps: int) -> None:
+        """Start a phase within the parent's current step."""
+        with self._locked():
+            self._phases[name] = (parent, max(1, steps), 0)
+
+    def step(self, name: str, step: int) -> bool:
+        """Complete a step. Returns whether the build may continue."""
+        with self._locked():
+            if name in self._phases:
+                parent, steps, _ = self._phases[name]
+                self._phases[name] = (parent, steps, step + 1)
+            self._show()
+        return self.stopped is None
+
+    def finish(self, name: str) -> None:
+        """End a phase, possibly before its last step."""
+        with self._locked():
+            if name in self._phases:
+                parent, steps, _ = self._phases[name]
+                self._phases[name] = (parent, steps, steps)
+                self._show()
+                del self._phases[name]
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        try:
+            with self._lock:
+                yield
+        except BaseException as error:  # noqa: BLE001
+            self.stopped = self.stopped or error
+
+    def _show(self) -> None:
+        roots = [name for name, (parent, _, _) in self._phases.items() if parent not in self._phases]
+        percent = int(100 * max((self._share(name) for name in roots), default=0.0))
+        if percent > self._shown:
+            gained, self._shown = percent - self._shown, percent
+            self._advance(gained)
+
+    def _share(self, name: str) -> float:
+        _, steps, done = self._phases[name]
+        within = max((self._share(n) for n, (parent, _, _) in self._phases.items() if parent == name), default=0.0)
+        return min(1.0, (done + (within if done < steps else 0.0)) / steps)
 
 
-def _file_stem(platform: EnginePlatform) -> str:
-    """The name of the engine's file without its suffix, such as `nvidia-h200-sm90-tensorrt10.15.1`."""
-    gpu = re.sub(r"[^a-z0-9]+", "-", platform.gpu.lower()).strip("-")[:60] or "gpu"
-    return f"{gpu}-sm{platform.sm}-tensorrt{platform.tensorrt}"
+def _new_monitor(trt: Any, phases: Phases) -> Any:
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]  # the base is a value of the module
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            phases.start(phase_name, parent_phase, num_steps)
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            return phases.step(phase_name, step)
+
+        def phase_finish(self, phase_name: str) -> None:
+            phases.finish(phase_name)
+
+    return Monitor()

@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 from topw_deploy.errors import ParameterError, TensorRTError
 from topw_deploy.manifest import TensorSpec
@@ -15,23 +17,25 @@ from topw_deploy.manifest import TensorSpec
 KINDS = ("both", "decode", "prefill")
 _USUAL_EDITS = 16  # slots that the runtime allocates first
 _EDITS = ("edit_ids", "edit_penalty", "edit_bias")
-_MASK = "allowed"
+_Size = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
+class Range(Struct, frozen=True, forbid_unknown_fields=True):
     """The bounds of a dimension, and the size that it is tuned for: TensorRT's min, opt and max."""
 
-    least: int
-    usual: int
-    most: int
+    least: _Size
+    usual: _Size
+    most: _Size
+
+    def __post_init__(self) -> None:
+        if not self.least <= self.usual <= self.most:
+            raise ValueError(f"the range {self.least}, {self.usual}, {self.most} is not ascending")
 
     def __contains__(self, value: int) -> bool:
         return self.least <= value <= self.most
 
 
-@dataclass(frozen=True, slots=True)
-class Profile:
+class Profile(Struct, frozen=True, forbid_unknown_fields=True):
     """An optimization profile.
 
     name: "decode" or "prefill".
@@ -44,10 +48,6 @@ class Profile:
     batch: Range
     sequence: Range
     edits: Range
-
-    def covers(self, batch: int, sequence: int, edits: int) -> bool:
-        """Whether the profile accepts a run of this shape."""
-        return batch in self.batch and sequence in self.sequence and edits in self.edits
 
     def shapes(self, spec: TensorSpec, words: int) -> tuple[list[int], list[int], list[int]]:
         """The min, opt and max shapes of input `spec`. Raises TensorRTError for an unknown dimension.
@@ -67,7 +67,7 @@ class Profile:
             return self.sequence
         if axis == 1 and spec.name in _EDITS:
             return self.edits
-        if axis == 1 and spec.name == _MASK:
+        if axis == 1 and spec.name == "allowed":
             return Range(words, words, words)
         raise TensorRTError(
             f"input {spec.name} has the dimension {dimension!r}, for which an engine has no bounds; "
@@ -83,9 +83,9 @@ def make_profiles(kind: str, *, max_batch: int, max_sequence: int, max_edits: in
     Raises ParameterError for another kind or a bound below 1.
     """
     if kind not in KINDS:
-        raise ParameterError(f"profile is {kind!r}, but must be one of {', '.join(KINDS)}.")
+        raise ParameterError(f"profile is {kind!r}, but must be one of {', '.join(KINDS)}.", "profile")
     for name, value in (("max_batch", max_batch), ("max_sequence", max_sequence), ("max_edits", max_edits)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if value < 1:
             raise ParameterError(f"{name} is {value!r}, but must be an integer >= 1.", name)
     batch = Range(1, max_batch, max_batch)
     edits = Range(0, min(_USUAL_EDITS, max_edits), max_edits)  # no edits: an empty tensor
@@ -96,4 +96,7 @@ def make_profiles(kind: str, *, max_batch: int, max_sequence: int, max_edits: in
 
 def find_profile(available: Sequence[Profile], batch: int, sequence: int, edits: int) -> int | None:
     """Index of the first profile that covers a run of this shape; None if none does."""
-    return next((i for i, profile in enumerate(available) if profile.covers(batch, sequence, edits)), None)
+    for index, profile in enumerate(available):
+        if batch in profile.batch and sequence in profile.sequence and edits in profile.edits:
+            return index
+    return None

@@ -1,64 +1,63 @@
-"""The stamp beside an engine: a JSON file with the engine's source, platform and hash.
+"""An engine's stamp, and the engine of a folder that fits this machine.
 
 An engine is code for one GPU model and one TensorRT version, and may be deserialized only if its stamp fits. The stamp
-is written last, so an engine without a stamp is unfinished.
+is a JSON file beside the engine with the engine's source, platform and hash. It is written last, so an engine without a
+stamp is unfinished.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from dataclasses import asdict, dataclass
+import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
 
 from topw_deploy.errors import TensorRTError
-from topw_deploy.files import NotRegularError, open_regular, replace_file
-from topw_deploy.manifest import MANIFEST_NAME, sha256_of
-from topw_deploy.manifest.fields import parse_json
-from topw_deploy.tensorrt.profiles import Profile, Range
+from topw_deploy.files import NotRegularError, open_regular, read_bounded, replace_file
+from topw_deploy.manifest import MANIFEST_NAME, sha256_of, sha256_of_stream
+from topw_deploy.plugins import driver
+from topw_deploy.tensorrt.profiles import Profile
 
 FOLDER = "engines"
-FORMAT_VERSION = 1
 ENGINE_SUFFIX, STAMP_SUFFIX = ".engine", ".json"
-PLUGINS, PRECISIONS = ("python", "library", "none"), ("as exported", "fp16")
 _MAX_BYTES = 1 << 20  # a stamp has about 2 KB; a hostile file must not fill the memory
-_INT32, _INT64 = (1 << 31) - 1, (1 << 63) - 1
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.engine")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+_Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+_Line = Annotated[str, Meta(pattern=r"^[ -~]*\Z")]
+_Int32 = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+_Int64 = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorRTStamp:
+class TensorRTStamp(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A stamp's fields.
 
     engine: name of the engine's file in engines/.
     size, sha256: bytes and hash of that file.
     manifest: SHA-256 of the folder's manifest.
     tensorrt, gpu, sm: the platform; sm is 87 for sm_87.
-    plugin: one of PLUGINS; "none" for the graph's function.
-    plugin_version: "" without a plugin.
-    precision: one of PRECISIONS.
+    plugin: version of the sampler's plugin; "" for the graph's function.
     cache_length: tokens.
     workspace: bytes of scratch memory; None for no limit.
     topw_deploy: version of this package.
     """
 
-    engine: str
-    size: int
-    sha256: str
-    manifest: str
-    tensorrt: str
-    gpu: str
-    sm: int
-    plugin: str
-    plugin_version: str
-    precision: str
-    cache_length: int
-    profiles: tuple[Profile, ...]
-    workspace: int | None
-    topw_deploy: str
-    format_version: int = FORMAT_VERSION
+    engine: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\.engine\Z")]
+    size: _Int64
+    sha256: _Sha256
+    manifest: _Sha256
+    tensorrt: _Line
+    gpu: _Line
+    sm: _Int32
+    plugin: _Line
+    precision: Literal["as exported", "fp16"]
+    cache_length: _Int32
+    profiles: Annotated[tuple[Profile, ...], Meta(min_length=1)]
+    workspace: _Int64 | None
+    topw_deploy: _Line
+    format_version: Literal[1]
 
     @property
     def most_batch(self) -> int:
@@ -72,34 +71,23 @@ class TensorRTStamp:
     def most_edits(self) -> int:
         return max(profile.edits.most for profile in self.profiles)
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
-
 
 def read_stamp(path: Path) -> TensorRTStamp:
     """Read and check a stamp. Raises TensorRTError for a file that is not readable or not a stamp."""
     try:
-        with open_regular(path) as stream:
-            raw = stream.read(_MAX_BYTES + 1)
-        if len(raw) > _MAX_BYTES:
-            raise ValueError(f"it is larger than {_MAX_BYTES} bytes")
-        return _parse_stamp(_checked_object("it", _parse_json(raw)))
+        return msgspec.json.decode(read_bounded(path, _MAX_BYTES), type=TensorRTStamp)
     except NotRegularError:
         raise TensorRTError(f"{path} is not an engine's stamp (it is not a file in the folder).") from None
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise TensorRTError(f"{path} is not an engine's stamp ({error}).") from None
     except OSError as error:
         raise TensorRTError(f"{path} cannot be read: {error.strerror or error}.") from None
-    except KeyError as error:
-        raise TensorRTError(f"{path} is not an engine's stamp (field {error} is missing).") from None
-    except ValueError as error:
-        raise TensorRTError(f"{path} is not an engine's stamp ({error}).") from None
 
 
-def write_stamp(folder: Path, stamp: TensorRTStamp) -> Path:
+def write_stamp(folder: Path, stamp: TensorRTStamp) -> None:
     """Write the stamp atomically beside its engine."""
-    path = (folder / stamp.engine).with_suffix(STAMP_SUFFIX)
-    with replace_file(path) as stream:
-        stream.write(stamp.to_json().encode("utf-8"))
-    return path
+    with replace_file((folder / stamp.engine).with_suffix(STAMP_SUFFIX)) as stream:
+        stream.write(msgspec.json.format(msgspec.json.encode(stamp), indent=2) + b"\n")
 
 
 def manifest_hash(out: Path) -> str:
@@ -110,67 +98,97 @@ def manifest_hash(out: Path) -> str:
         raise TensorRTError(f"{out / MANIFEST_NAME} cannot be read: {error.strerror or error}.") from None
 
 
-def _parse_json(raw: bytes) -> Any:
+@dataclass(frozen=True)
+class EnginePlatform:
+    """What an engine is built for: a TensorRT version, and a GPU by name and architecture (87 for sm_87)."""
+
+    tensorrt: str
+    gpu: str
+    sm: int
+
+
+def this_platform(tensorrt_version: str, device: int = 0) -> EnginePlatform:
+    """The platform of GPU number `device` of this machine. Raises TensorRTError if there is no such GPU."""
+    seen = driver.query_driver()
+    if not 0 <= device < len(seen.devices):
+        reason = seen.why_none or f"device {device} was requested, but there are {len(seen.devices)} GPUs"
+        raise TensorRTError(f"no engine can be built or run here: {reason}; see `topw plugins show`.")
+    gpu = seen.devices[device]
+    return EnginePlatform(tensorrt_version, gpu.name, gpu.architecture)
+
+
+def folder_problem(out: Path) -> str | None:
+    """Why the folder's `engines` is not used, as a clause that follows its name; None if it can be used."""
+    path = out / FOLDER
+    if path.is_symlink():
+        return "is a symbolic link, but engines must be in the folder itself"
+    return "is not a folder" if path.exists() and not path.is_dir() else None
+
+
+def stamp_paths(out: Path) -> list[Path]:
+    """The files that may be stamps of engines, sorted."""
+    return _files_ending_in(out, STAMP_SUFFIX)
+
+
+def unfinished_engines(out: Path) -> list[Path]:
+    """Engines without a stamp, whose builds did not finish."""
+    stamped = {path.with_suffix(ENGINE_SUFFIX) for path in stamp_paths(out)}
+    return [path for path in _files_ending_in(out, ENGINE_SUFFIX) if path not in stamped]
+
+
+def _files_ending_in(out: Path, suffix: str) -> list[Path]:
+    return [] if folder_problem(out) else sorted((out / FOLDER).glob(f"*{suffix}"))
+
+
+def has_engines(out: Path) -> bool:
+    """Whether the folder has any engine, finished or not."""
+    return bool(stamp_paths(out) or unfinished_engines(out))
+
+
+def find_fitting_engine(out: Path, platform: EnginePlatform) -> tuple[Path, TensorRTStamp]:
+    """Returns (an intact engine for `platform`, its stamp). Raises TensorRTError with the reasons if there is none."""
+    reasons = []
+    for path in stamp_paths(out):
+        try:
+            stamp = read_stamp(path)
+        except TensorRTError as error:
+            reasons.append(str(error).rstrip("."))
+            continue
+        engine = path.with_name(stamp.engine)
+        reason = _misfit_reason(stamp, out, platform) or _damage_reason(engine, stamp)
+        if not reason:
+            return engine, stamp
+        reasons.append(f"{FOLDER}/{stamp.engine} {reason}")
+    if reason := folder_problem(out):
+        reasons.append(f"{FOLDER} {reason}")
+    reasons += [f"{FOLDER}/{path.name} has no stamp, as after an interrupted build" for path in unfinished_engines(out)]
+    raise TensorRTError(f"{'; '.join(reasons) or f'{out} has no engine'}; build one with `topw build-engine {out}`.")
+
+
+def _misfit_reason(stamp: TensorRTStamp, out: Path, platform: EnginePlatform) -> str | None:
+    """Why an engine with this stamp does not fit, as a clause that follows its name; None if it fits."""
+    if stamp.manifest != manifest_hash(out):
+        return "was built from another export than this folder's"
+    if stamp.tensorrt != platform.tensorrt:
+        return f"was built by TensorRT {stamp.tensorrt}, but this is {platform.tensorrt}"
+    if (stamp.gpu, stamp.sm) != (platform.gpu, platform.sm):
+        return f"was built for {stamp.gpu} (sm_{stamp.sm}), but this is {platform.gpu} (sm_{platform.sm})"
+    return None
+
+
+def _damage_reason(engine: Path, stamp: TensorRTStamp) -> str | None:
+    """How the engine differs from its stamp, as a clause that follows its name; None if it does not.
+
+    Reads the whole file.
+    """
     try:
-        return parse_json(raw.decode("utf-8"))
-    except (ValueError, RecursionError):
-        raise ValueError("it is not JSON: it was changed or truncated") from None
-
-
-def _parse_stamp(data: dict[str, Any]) -> TensorRTStamp:
-    version = data["format_version"]
-    if type(version) is not int or version != FORMAT_VERSION:  # true and 1.0 are equal to 1
-        raise ValueError(f"it has format version {version!r:.60}, not {FORMAT_VERSION}")
-    unknown = sorted(data.keys() - TensorRTStamp.__dataclass_fields__.keys())
-    if unknown:
-        raise ValueError(f"it has the unknown field {unknown[0]!r:.60}")
-    if not _NAME.fullmatch(_checked_text(data, "engine")):
-        raise ValueError(f"engine is {data['engine']!r}, not the name of an .engine file in the same folder")
-    for name in ("sha256", "manifest"):
-        if not _SHA256.fullmatch(_checked_text(data, name)):
-            raise ValueError(f"{name} is {data[name]!r:.80}, not a SHA-256 in hexadecimal")
-    for name in ("tensorrt", "gpu", "plugin_version", "topw_deploy"):
-        _checked_text(data, name)
-    for name, known in (("plugin", PLUGINS), ("precision", PRECISIONS)):
-        if _checked_text(data, name) not in known:
-            raise ValueError(f"{name} is {data[name]!r:.60}, not one of {', '.join(known)}")
-    for name, most in (("size", _INT64), ("sm", _INT32), ("cache_length", _INT32)):
-        _checked_integer(name, data[name], 1, most)
-    if data["workspace"] is not None:
-        _checked_integer("workspace", data["workspace"], 1, _INT64)
-    if not isinstance(data["profiles"], list):
-        raise ValueError(f"profiles is {data['profiles']!r:.60}, not a list")
-    profiles = tuple(
-        Profile(_checked_text(p, "name"), *(_parse_range(name, p[name]) for name in ("batch", "sequence", "edits")))
-        for p in (_checked_object("a profile", each) for each in data["profiles"])
-    )
-    if not profiles:
-        raise ValueError("it has no profiles")
-    return TensorRTStamp(**{**data, "profiles": profiles})
-
-
-def _parse_range(name: str, data: object) -> Range:
-    least, usual, most = (
-        _checked_integer(name, _checked_object(name, data)[key], 0, _INT32) for key in ("least", "usual", "most")
-    )
-    if not least <= usual <= most:
-        raise ValueError(f"{name} is {least}, {usual}, {most}, which is not ascending")
-    return Range(least, usual, most)
-
-
-def _checked_object(what: str, data: object) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise ValueError(f"{what} is {data!r:.60}, not a JSON object")
-    return data
-
-
-def _checked_text(data: dict[str, Any], name: str) -> str:
-    if not isinstance(data[name], str) or not data[name].isprintable():
-        raise ValueError(f"{name} is {data[name]!r:.60}, not a line of text")
-    return str(data[name])
-
-
-def _checked_integer(name: str, value: object, least: int, most: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ValueError(f"{name} is {value!r:.60}, not an integer >= {least} and <= {most}")
-    return value
+        with open_regular(engine) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size != stamp.size:
+                return f"has {size} bytes, but its stamp states {stamp.size}: it was changed or truncated"
+            found = sha256_of_stream(stream)
+    except (FileNotFoundError, NotRegularError):
+        return "is not a file in the folder"
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    return None if found == stamp.sha256 else "does not have the SHA-256 of its stamp: it was changed"

@@ -7,7 +7,6 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from topw_deploy.export.lowering.rewrites import spell_out_exclusive_or
-from topw_deploy.tensorrt.operators import NATIVE
 
 LARGEST = 2**63 - 1
 
@@ -25,7 +24,7 @@ def graph_of_one_node() -> ir.Model:
 def test_the_exclusive_or_of_nonnegative_numbers_is_exact_in_every_bit() -> None:
     model = graph_of_one_node()
     assert spell_out_exclusive_or(model) == 1
-    assert {node.op_type for node in model.graph} <= NATIVE
+    assert not any(node.op_type.startswith("Bitwise") for node in model.graph)
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
     a = np.array([[0, 1, LARGEST], [2**62, 248_319 * (2**45 + 1), 6]])
     b = np.array([[0, LARGEST, LARGEST], [1, 2**61 + 12_345, 3]])

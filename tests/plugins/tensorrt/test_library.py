@@ -1,53 +1,84 @@
-"""The C++ plugin with emulated kernels, under AddressSanitizer with leak detection.
+"""TensorRT's plugin with emulated kernels, under AddressSanitizer with leak detection.
 
-Compiled against stand-in headers, and NVIDIA's if TENSORRT_ROOT names them.
+tests/nvidia has NVIDIA's parser and builder.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.support.emulated import EMULATOR, FLAGS
-from topw_deploy.plugins import compile_cuda, compile_native
-from topw_deploy.plugins.tensorrt.compile import SOURCE, find_headers
-
-from .test_plugin import BATCH, UNIFORM, VOCAB, arrays, cpus_answer
+from tests.support.emulated import CUDA_SOURCES, EMULATOR, FLAGS
+from tests.support.kernel import COLUMNS, Kernel, KernelTable
+from tests.support.masks import packed
+from tests.support.native_cases import geometry_of
+from topw_deploy.plugins import compile_native
+from topw_deploy.plugins.shared_library import library_path, why_absent
+from topw_deploy.sampling.parameters import TopWOptions
 
 pytestmark = pytest.mark.long
 
 HERE = Path(__file__).parent
+SOURCE = CUDA_SOURCES.with_name("tensorrt") / "topw_plugin.cpp"
 SANITIZERS = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 ProgramRun = tuple[dict[str, int], Path, str]
-ANSWERS = {"next_token": np.int64, "logprob": np.float32, "kept": np.int32, "certified": np.bool_}
+ANSWERS = {"next_token": np.int64, "logprob": np.float32, "kept": np.int32, "certified": np.bool_,
+           "mass": np.float32, "keep_mask": np.bool_}  # fmt: skip
+VOCAB, BATCH = 300, 4
 
 
-def headers(kind: str) -> list[Path]:
-    if kind == "stand-in":
-        return [HERE / "stand_in"]
-    root = os.environ.get("TENSORRT_ROOT")
-    if not root:
-        pytest.skip("TENSORRT_ROOT names no folder with TensorRT's headers")
-    try:
-        return [find_headers(Path(root))[0], compile_cuda.find_toolkit().headers]
-    except compile_native.NotBuiltError as reason:
-        pytest.skip(f"no headers of CUDA: {reason}")
+def arrays(hidden: int) -> dict[str, np.ndarray]:
+    """Inputs by name, with open, greedy and edited rows, all but the first masked, and a row with min-p."""
+    rng = np.random.default_rng(5)
+    given = {"logits": (rng.standard_normal((BATCH, VOCAB)) * 3).astype(np.float32)}
+    given["edit_ids"] = np.array([[-1], [7], [-1], [-1]])
+    given["edit_penalty"] = np.array([[1], [1.3], [1], [1]], np.float32)
+    given["edit_bias"] = np.array([[0], [9], [0], [0]], np.float32)
+    open_tokens = rng.random((BATCH, VOCAB)) < 0.7
+    open_tokens[0], open_tokens[1, 7] = True, True
+    given["allowed"] = packed(open_tokens)
+    values = {"temperature": [1, 1, 0, 1], "lam": [0.6] * 4, "beta": [2.8] * 4, "init_top_p": [0.4] * 4,
+              "selection_temperature": [0] * 4, "geom_scale": [1] * 4, "uniform": [0.1, 0.5, 0.7, 0.95]}  # fmt: skip
+    given |= {name: np.array(values[name], np.float32) for name in COLUMNS}
+    given["rule"] = np.array([0, 0, 9, 3], np.int32)
+    given["rule_values"] = np.array([[0, 0], [0, 0], [0, 0], [0.05, 0]], np.float32)
+    if hidden:
+        table = rng.standard_normal((VOCAB, hidden)).astype(np.float32)
+        geometry = geometry_of(TopWOptions(metric="unit"), table)
+        given |= {
+            "mean": np.asarray(geometry.mean, np.float32), "inverse_std": np.asarray(geometry.inverse_std, np.float32),
+            "neighbour_bound": np.zeros(0, np.float32), "table": table,
+        }  # fmt: skip
+    return given
 
 
-def compiled(folder: Path, included: list[Path]) -> Path:
+def cpus_answer(given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    path = library_path()
+    if path is None:
+        pytest.skip(f"no native sampler to compare with: {why_absent()}")
+    table = KernelTable(given["table"], given["mean"], given["inverse_std"]) if "table" in given else None
+    options = TopWOptions(top_m=64, alt_iters=3, metric="uniform" if table is None else "unit")
+    edits = (given["edit_ids"], given["edit_penalty"], given["edit_bias"])
+    found = Kernel(path).sample(
+        given["logits"], {name: given[name] for name in COLUMNS}, options, table, edits, allowed=given["allowed"],
+        rules=(given["rule"], given["rule_values"]), mass=True, keep_mask=True,
+    )  # fmt: skip
+    return {name: getattr(found, name) for name in ANSWERS}
+
+
+def compiled(folder: Path) -> Path:
     """Only plugin_steps.cpp has sanitizers: they report fibres' stacks as errors."""
-    command = [*compile_native.find_compiler(), *(flag for flag in FLAGS if flag != "-shared")]
-    folders = [f"-isystem{path}" for path in included]
+    command = [*compile_native.find_compiler(), *(flag for flag in FLAGS if flag != "-shared"), f"-I{CUDA_SOURCES}"]
+    plugin = [*SANITIZERS, f"-I{SOURCE.parent}", "-frtti"]
     parts = {
         "kernels_watched": (HERE / "kernels_watched.cpp", []),
         "emulator": (EMULATOR, []),
         "quantised": (compile_native.SOURCES / "quantised.cpp", []),
-        "plugin": (SOURCE, [*SANITIZERS, *folders]),
-        "plugin_steps": (HERE / "plugin_steps.cpp", [*SANITIZERS, *folders]),
+        "plugin": (SOURCE, plugin),
+        "plugin_steps": (HERE / "plugin_steps.cpp", plugin),
     }
     for name, (source, flags) in parts.items():
         subprocess.run([*command, *flags, "-c", str(source), "-o", str(folder / f"{name}.o")], check=True)
@@ -67,30 +98,34 @@ def require_sanitizers(folder: Path) -> None:
         pytest.skip(f"the compiler has no sanitizers: {done.stderr.strip()[-200:]}")
 
 
-@pytest.fixture(scope="module", params=["stand-in", "NVIDIA"])
-def program_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ProgramRun:
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plugin")
+    require_sanitizers(folder)
+    return compiled(folder)
+
+
+@pytest.fixture(scope="module", params=[0, 8], ids=["uniform", "geometry"])
+def program_run(program: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ProgramRun:
     """(The numbers that the program prints, by name; the file of its outputs; what it writes to stderr)."""
     folder = tmp_path_factory.mktemp("library")
-    included = headers(request.param)
-    require_sanitizers(folder)
-    program = compiled(folder, included)
-    given = arrays(UNIFORM)
-    sizes = np.array([BATCH, VOCAB, given["edit_ids"].shape[1], given["allowed"].shape[1]])
+    given = arrays(request.param)
+    sizes = np.array([BATCH, VOCAB, given["edit_ids"].shape[1], given["allowed"].shape[1], request.param])
     (folder / "inputs").write_bytes(b"".join(array.tobytes() for array in (sizes, *given.values())))
     done = subprocess.run(
         [program, folder / "inputs", folder / "outputs"], capture_output=True, text=True, errors="replace"
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = (line.rpartition(" ") for line in done.stdout.splitlines())
-    return {name: int(value) for name, _, value in lines}, folder / "outputs", done.stderr
+    return {"hidden": request.param} | {name: int(value) for name, _, value in lines}, folder / "outputs", done.stderr
 
 
 def test_an_enqueued_step_answers_as_the_cpus_sampler_in_every_context(program_run: ProgramRun) -> None:
     data, at = program_run[1].read_bytes(), 0
-    wanted = cpus_answer(UNIFORM, arrays(UNIFORM))
+    wanted = cpus_answer(arrays(program_run[0]["hidden"]))
     for _ in range(2):
         for name, dtype in ANSWERS.items():
-            found = np.frombuffer(data, dtype, BATCH, at)
+            found = np.frombuffer(data, dtype, wanted[name].size, at).reshape(wanted[name].shape)
             at += found.nbytes
             np.testing.assert_allclose(found, wanted[name], rtol=1e-5, atol=1e-6, err_msg=name)
     assert at == len(data)

@@ -13,7 +13,6 @@ from tests.support.toy_model import Toy, export
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import TopWOptions
 from topw_deploy.tensorrt.build import build_engine
-from topw_deploy.tensorrt.request import TensorRTRequest
 
 CACHE = 128
 Open = Callable[..., TopWModel]
@@ -37,7 +36,7 @@ def opened(out: Path, trt: TensorRT) -> Open:  # noqa: F811
     """Build and open an engine, by default for four rows and chunks of 16 tokens."""
 
     def open_engine(model_settings: dict[str, Any] | None = None, **settings: Any) -> TopWModel:
-        build_engine(TensorRTRequest(out=out, **{"max_batch": 4, "max_sequence": 16, **settings}))
+        build_engine(out, **{"max_batch": 4, "max_sequence": 16, **settings})
         return TopWModel.from_pretrained(out, provider="tensorrt", **(model_settings or {}))
 
     return open_engine

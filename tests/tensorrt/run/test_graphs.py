@@ -15,12 +15,12 @@ import pytest
 from tests.support.cuda_double import Gpu
 from tests.support.tensorrt_double import Context, Engine, TensorRT
 from tests.tensorrt.run.conftest import Open
+from topw_deploy.device_lock import DeviceLock
 from topw_deploy.errors import GenerationError, TensorRTError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.cache.in_place import InPlaceCaches
-from topw_deploy.runtime.device_lock import DeviceLock
-from topw_deploy.tensorrt.run.cuda import CacheMemory, CudaDevice
-from topw_deploy.tensorrt.run.session import TensorRTSession
+from topw_deploy.tensorrt.cuda import CacheMemory, CudaDevice
+from topw_deploy.tensorrt.run import TensorRTSession
 
 LOCK = DeviceLock()
 HOT: dict[str, Any] = {"temperature": 2.0, "lam": 0.3, "ignore_eos": True, "max_new_tokens": 20, "seed": 5}

@@ -16,17 +16,15 @@ import pytest
 from tests.support.cuda_double import Gpu
 from tests.support.tensorrt_double import Engine, TensorRT
 from tests.tensorrt.run.conftest import Open
-from topw_deploy.errors import ParameterError, PluginError, ProviderError
-from topw_deploy.plugins import driver
-from topw_deploy.plugins import tensorrt as plugins
-from topw_deploy.plugins.tensorrt.module import BUILT_WITH
+from topw_deploy.errors import ParameterError, ProviderError
+from topw_deploy.plugins import driver, shared_library
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.ort import providers
 from topw_deploy.runtime.ort.graph_session import GraphSession
 from topw_deploy.runtime.session_options import SessionOptions
 from topw_deploy.tensorrt.build import build_engine
-from topw_deploy.tensorrt.request import TensorRTRequest
-from topw_deploy.tensorrt.run.session import TensorRTSession
+from topw_deploy.tensorrt.check import BUILT_WITH
+from topw_deploy.tensorrt.run import TensorRTSession
 
 
 def load(out: Path, provider: str = "tensorrt", **settings: Any) -> TopWModel:
@@ -108,7 +106,7 @@ def missing_plugin(out: Path, gpu: Gpu, trt: TensorRT) -> None:
 
 def other_plugin(out: Path, gpu: Gpu, trt: TensorRT) -> None:
     (stamp,) = out.glob("engines/*.json")
-    stamp.write_text(stamp.read_text().replace(f'"plugin_version": "{BUILT_WITH}"', '"plugin_version": "1.1"'))
+    stamp.write_text(stamp.read_text().replace(f'"plugin": "{BUILT_WITH}"', '"plugin": "1.1"'))
 
 
 @pytest.mark.parametrize(
@@ -118,32 +116,26 @@ def other_plugin(out: Path, gpu: Gpu, trt: TensorRT) -> None:
         (other_tensorrt, "was built by TensorRT 10.16.1.11, but this is 11.0.0"),
         (other_export, "was built from another export"),
         (cut_short, "it was changed or truncated"),
-        (
-            missing_plugin,
-            "it needs the sampler's plugin, which is unusable: the CUDA library is absent; build",
-        ),
-        (other_plugin, f"it was built with version 1.1 of the plugin, but this is {BUILT_WITH}; build it again"),
+        (missing_plugin, "needs version .* of the sampler's plugin, but the CUDA library is absent; build it again"),
+        (other_plugin, f"needs version 1.1 of the sampler's plugin, but this is version {BUILT_WITH}; build it again"),
     ],
 )
 def test_an_engine_that_does_not_fit_is_one_sentence_that_says_how_to_rebuild(
     out: Path, gpu: Gpu, trt: TensorRT, monkeypatch: pytest.MonkeyPatch, change: Any, message: str
 ) -> None:
-    build_engine(TensorRTRequest(out=out))
+    build_engine(out)
     change(out, gpu, trt)
     if change is missing_plugin:
-        monkeypatch.setattr(plugins, "register", absent)
+        monkeypatch.setattr(shared_library, "library_path", lambda kind: None)
+        monkeypatch.setattr(shared_library, "why_absent", lambda kind: "the CUDA library is absent")
     with pytest.raises(ProviderError, match=message) as caught:
         load(out)
     assert str(caught.value).count("topw build-engine") == 1
     assert trt.contexts == []
 
 
-def absent() -> None:
-    raise PluginError("the CUDA library is absent.")
-
-
 def test_bytes_that_tensorrt_does_not_open_are_one_sentence(out: Path, trt: TensorRT) -> None:
-    built = build_engine(TensorRTRequest(out=out))
+    built = build_engine(out)
     built.path.write_bytes(b"{" * built.stamp.size)
     stamp = built.path.with_suffix(".json")
     stamp.write_text(stamp.read_text().replace(built.stamp.sha256, hashlib.sha256(built.path.read_bytes()).hexdigest()))
@@ -152,7 +144,7 @@ def test_bytes_that_tensorrt_does_not_open_are_one_sentence(out: Path, trt: Tens
 
 
 def test_an_engine_with_other_profiles_than_its_stamp_is_refused(out: Path, trt: TensorRT) -> None:
-    built = build_engine(TensorRTRequest(out=out))
+    built = build_engine(out)
     stamp = built.path.with_suffix(".json")
     data = json.loads(stamp.read_text())
     data["profiles"].pop()
@@ -175,7 +167,7 @@ def test_onnxruntimes_provider_is_used_where_there_is_no_engine(
 def test_a_warning_names_an_engine_that_does_not_fit_if_onnxruntime_runs_instead(
     out: Path, gpu: Gpu, trt: TensorRT, with_tensorrt_in_onnxruntime: list[str]
 ) -> None:
-    build_engine(TensorRTRequest(out=out))
+    build_engine(out)
     gpu.name = "Another GPU"
     with pytest.warns(RuntimeWarning, match="TensorRT provider runs instead of an engine: .* was built for Double"):
         load(out)
@@ -186,7 +178,7 @@ def test_a_warning_names_an_engine_that_does_not_fit_if_onnxruntime_runs_instead
 def test_the_full_name_is_onnxruntimes_provider_even_beside_an_engine(
     out: Path, trt: TensorRT, with_tensorrt_in_onnxruntime: list[str], name: str
 ) -> None:
-    build_engine(TensorRTRequest(out=out))
+    build_engine(out)
     load(out, name)
     assert with_tensorrt_in_onnxruntime == [name]
 
@@ -248,7 +240,7 @@ def test_a_gpu_may_be_chosen_by_number(opened: Open) -> None:
 
 
 def test_a_device_without_room_is_one_sentence(out: Path, gpu: Gpu, trt: TensorRT) -> None:
-    build_engine(TensorRTRequest(out=out))
+    build_engine(out)
     gpu.free_bytes = 0
     message = r"\.engine cannot be opened: CUDA failed in cudaMallocHost .*; build one with"
     with pytest.raises(ProviderError, match=message):
@@ -258,7 +250,7 @@ def test_a_device_without_room_is_one_sentence(out: Path, gpu: Gpu, trt: TensorR
 def test_a_tensor_that_is_wanted_on_the_host_is_refused(
     out: Path, trt: TensorRT, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build_engine(TensorRTRequest(out=out))
+    build_engine(out)
     places = trt.module.TensorLocation
     monkeypatch.setattr(
         Engine, "get_tensor_location", lambda self, name: places.HOST if name == "edit_ids" else places.DEVICE

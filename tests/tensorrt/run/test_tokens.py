@@ -17,7 +17,6 @@ from topw_deploy.errors import GenerationError, ParameterError, PromptError
 from topw_deploy.export.request import export_request
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.tensorrt.build import build_engine
-from topw_deploy.tensorrt.request import TensorRTRequest
 
 HOT: dict[str, Any] = {"temperature": 2.0, "lam": 0.3, "ignore_eos": True, "max_new_tokens": 20, "seed": 5}
 PROMPTS = ["a", "some much longer prompt than the others are", "middle one", "b"]
@@ -122,7 +121,7 @@ def test_nan_in_a_cache_stays_with_its_request(opened: Open, on_cpu: TopWModel, 
 def test_a_cache_whose_parts_do_not_end_at_256_bytes_is_taken(trt: TensorRT, tmp_path: Path) -> None:
     """100 tokens of 4 float32 numbers are 1,600 bytes; TensorRT requires addresses aligned to 256."""
     out = export(tmp_path / "out", Toy.random(1), form="scatter", max_length=100)
-    build_engine(TensorRTRequest(out=out, max_batch=4, max_sequence=16))
+    build_engine(out, max_batch=4, max_sequence=16)
     model = TopWModel.from_pretrained(out, provider="tensorrt")
     on_cpu = TopWModel.from_pretrained(out, provider="cpu", intra_op_num_threads=1, sampler="graph")
     for prompts in ("abc", ["abc", "de", "f"]):
@@ -199,7 +198,7 @@ def test_inputs_that_the_engine_does_not_have_are_not_given_to_it(
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_bundled_model_draws_the_same_on_tensorrt_and_the_cpu(demo_for_tensorrt: Path, trt: TensorRT) -> None:
-    build_engine(TensorRTRequest(out=demo_for_tensorrt, max_batch=2, max_sequence=32))
+    build_engine(demo_for_tensorrt, max_batch=2, max_sequence=32)
     model = TopWModel.from_pretrained(demo_for_tensorrt, provider="tensorrt")
     expected = TopWModel.from_pretrained(demo_for_tensorrt, provider="cpu")
     prompts = ["def parse(self, text):", "import os"]

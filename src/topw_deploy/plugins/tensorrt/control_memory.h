@@ -1,4 +1,8 @@
-// The kernels' control memory for one TensorRT execution context; see kernels.py.
+// The kernels' control memory for one TensorRT execution context.
+//
+// The kernels leave control memory zero (topw_cuda.h), so memory that persists needs no clearing. TensorRT's workspace
+// would need a memset node in every captured graph, because other layers overwrite it. Older blocks stay until the end,
+// because captured graphs keep using them.
 #ifndef TOPW_TENSORRT_CONTROL_MEMORY_H
 #define TOPW_TENSORRT_CONTROL_MEMORY_H
 

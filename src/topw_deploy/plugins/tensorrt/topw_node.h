@@ -1,11 +1,11 @@
-// A node topw::TopWSample in TensorRT's terms: attributes, types and sizes of inputs. Matches node.py.
+// A node topw::TopWSample in TensorRT's terms: attributes, types and sizes of inputs.
 #ifndef TOPW_TENSORRT_NODE_H
 #define TOPW_TENSORRT_NODE_H
 
-#include <NvInferRuntime.h>
 #include <string.h>
 
 #include "../native/parameters.h"
+#include "tensorrt_abi.h"
 #include "topw_cuda.h"
 
 namespace topw {
@@ -23,7 +23,7 @@ enum Input {
 constexpr int32_t kWithoutTable = kMean, kWithTable = kTable + 1;
 enum Output { kNextToken, kLogprob, kKept, kCertified, kFirstOnRequest };
 
-void log_error(const char *format, ...);  // to TensorRT's logger
+void log_error(const char *format, ...);
 
 // ---- attributes
 

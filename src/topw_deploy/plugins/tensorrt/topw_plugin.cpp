@@ -1,48 +1,31 @@
-// TensorRT's plugin for the node topw::TopWSample (docs/contract/graph.md, section 8), for C++ hosts and trtexec.
+// TensorRT's plugin for the node topw::TopWSample (docs/contract/graph.md, section 8), a part of the library with the CUDA
+// kernels.
 //
-// One library with the CUDA kernels and runtime, compiled against the headers of the TensorRT that will load it.
-// TensorRT is not linked: its plugin registry opens the library and calls getCreators. plugin.py serializes the same
-// fields, so either plugin runs the other's engines.
+// TensorRT is not linked: its plugin registry opens the library and calls getCreators.
 
-#include <NvInferRuntime.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 
-#include <atomic>
 #include <new>
 
 #include "control_memory.h"
+#include "tensorrt_abi.h"
 #include "topw_cuda.h"
 #include "topw_node.h"
 
-#if NV_TENSORRT_MAJOR < 10 || (NV_TENSORRT_MAJOR == 10 && NV_TENSORRT_MINOR < 3)
-#error "this plugin needs the headers of TensorRT 10.3 or newer"
-#endif
-
 namespace topw {
-
-namespace {
 
 constexpr char kName[] = "TopWSample", kVersion[] = "1", kNamespace[] = "topw";
 
-std::atomic<nvinfer1::ILoggerFinder *> logger_finder{nullptr};
-
-}  // namespace
-
+// Prints to stderr: TensorRT's logger has another layout in TensorRT 10 than in 11.
 void log_error(const char *format, ...) {
-  char message[512] = "TopWSample: ";
-  const size_t start = strlen(message);
+  char message[512];
   va_list values;
   va_start(values, format);
-  vsnprintf(message + start, sizeof message - start, format, values);
+  vsnprintf(message, sizeof message, format, values);
   va_end(values);
-  nvinfer1::ILoggerFinder *finder = logger_finder.load();
-  nvinfer1::ILogger *logger = finder ? finder->findLogger() : nullptr;
-  if (logger)
-    logger->log(nvinfer1::ILogger::Severity::kERROR, message);
-  else
-    fprintf(stderr, "%s\n", message);
+  fprintf(stderr, "TopWSample: %s\n", message);
 }
 
 namespace {
@@ -127,7 +110,8 @@ class Plugin final : public nvinfer1::IPluginV3,
     return has_inputs(count) && largest_shape(in, &shape) ? static_cast<size_t>(topw_cuda_workspace_bytes(&shape)) : 0;
   }
 
-  // See on_shape_change in plugin.py.
+  // Allocates on the current device, which is the engine's. TensorRT calls this in the first run after a shape or
+  // address changed, and forbids capturing that run.
   int32_t onShapeChange(const nvinfer1::PluginTensorDesc *in, int32_t count, const nvinfer1::PluginTensorDesc *,
                         int32_t) noexcept override {
     topw_cuda_shape shape;
@@ -137,7 +121,7 @@ class Plugin final : public nvinfer1::IPluginV3,
   // Enqueues only kernels, so a CUDA graph can capture a step. Allocates only if onShapeChange was not called, for
   // example by a builder that times layers.
   int32_t enqueue(const nvinfer1::PluginTensorDesc *in, const nvinfer1::PluginTensorDesc *, const void *const *inputs,
-                  void *const *outputs, void *workspace, cudaStream_t stream) noexcept override {
+                  void *const *outputs, void *workspace, nvinfer1::Stream stream) noexcept override {
     topw_cuda_shape shape;
     void *const control = actual_shape(in, &shape) ? reserve(shape) : nullptr;
     if (!control) return -1;
@@ -279,4 +263,4 @@ extern "C" TOPW_EXPORT nvinfer1::IPluginCreatorInterface *const *getCreators(int
   return creators;
 }
 
-extern "C" TOPW_EXPORT void setLoggerFinder(nvinfer1::ILoggerFinder *finder) { topw::logger_finder.store(finder); }
+extern "C" TOPW_EXPORT void setLoggerFinder(nvinfer1::ILoggerFinder *) {}  // TensorRT requires it

@@ -20,10 +20,10 @@ from queue import SimpleQueue
 import numpy as np
 import onnxruntime as ort
 
+from topw_deploy.device_lock import device_lock
 from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.errors import GenerationError, one_line
 from topw_deploy.runtime.cache.buffers import REMEDY, allocate_zeros
-from topw_deploy.runtime.device_lock import device_lock
 from topw_deploy.runtime.ort.session import HostBinding, OrtSession
 
 _LEAST_BYTES = {"changing": 4 << 10, "rest": 64 << 10, "results": 4 << 10}  # bytes; enough for most requests

@@ -9,9 +9,9 @@ from typing import Any
 
 import onnxruntime as ort
 
+from topw_deploy.device_lock import device_lock
 from topw_deploy.errors import GenerationError, ManifestError, ParameterError, ProviderError, one_line
 from topw_deploy.manifest import DecoderManifest, Manifest, TensorSpec
-from topw_deploy.runtime.device_lock import device_lock
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.inputs import EDIT_INPUTS, MASK_INPUT, RULE_INPUTS
 from topw_deploy.runtime.ort import cpu_nodes, graph_checks, native_sampler, providers

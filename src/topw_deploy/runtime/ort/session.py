@@ -9,10 +9,10 @@ from typing import Protocol
 import numpy as np
 import onnxruntime as ort
 
+from topw_deploy.device_lock import DeviceLock
 from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.errors import GenerationError, one_line
 from topw_deploy.runtime.cache.buffers import HostMemory
-from topw_deploy.runtime.device_lock import DeviceLock
 from topw_deploy.runtime.ort import providers
 from topw_deploy.runtime.protocols import CpuNode, Memory, Sampler
 

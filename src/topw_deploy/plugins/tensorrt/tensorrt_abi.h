@@ -1,28 +1,30 @@
-// A stand-in for the header of TensorRT's plugins with what topw_plugin.cpp uses: types, names and virtual functions.
-// Layouts and values are not TensorRT's, so nothing built with it works with TensorRT.
-#ifndef TOPW_TESTS_NV_INFER_RUNTIME_H
-#define TOPW_TESTS_NV_INFER_RUNTIME_H
+// TensorRT's plugin interface, declared as in NVIDIA's headers of TensorRT 10.15 to 11.1 (Apache-2.0), so that one library
+// works with all of them and is built without their headers. Only layouts matter: the order of virtual functions, the
+// fields of structures, and the values of enumerators. Those that the plugin does not use have no names.
+#ifndef TOPW_TENSORRT_ABI_H
+#define TOPW_TENSORRT_ABI_H
 
 #include <stddef.h>
 #include <stdint.h>
 
-#define NV_TENSORRT_MAJOR 10
-#define NV_TENSORRT_MINOR 3
-
-typedef struct CUstream_st *cudaStream_t;
+struct CUstream_st;
 
 namespace nvinfer1 {
 
-enum class DataType : int32_t { kFLOAT, kHALF, kINT8, kINT32, kBOOL, kINT64, kBF16 };
-enum class TensorFormat : int32_t { kLINEAR, kCHW2 };
-enum class PluginFieldType : int32_t { kCHAR, kINT32, kINT64 };
-enum class PluginCapabilityType : int32_t { kCORE, kBUILD, kRUNTIME };
-enum class TensorRTPhase : int32_t { kBUILD, kRUNTIME };
+using Stream = CUstream_st *;  // cudaStream_t
+
+enum class DataType : int32_t { kFLOAT = 0, kHALF = 1, kINT32 = 3, kBOOL = 4, kBF16 = 7, kINT64 = 8 };
+enum class TensorFormat : int32_t { kLINEAR = 0 };
+enum class PluginFieldType : int32_t { kINT32 = 5, kCHAR = 6, kUNKNOWN = 8, kINT64 = 10 };
+enum class PluginCapabilityType : int32_t { kCORE = 0, kBUILD = 1, kRUNTIME = 2 };
+enum class TensorRTPhase : int32_t { kBUILD = 0, kRUNTIME = 1 };
+enum class APILanguage : int32_t { kCPP = 0 };
 
 struct Dims {
   int32_t nbDims;
   int64_t d[8];
 };
+
 class IDimensionExpr;
 struct DimsExprs {
   int32_t nbDims;
@@ -30,11 +32,13 @@ struct DimsExprs {
 };
 class IExprBuilder;
 class IPluginResourceContext;
+class ILoggerFinder;
 
 struct PluginTensorDesc {
   Dims dims;
   DataType type;
   TensorFormat format;
+  float scale;
 };
 struct DynamicPluginTensorDesc {
   PluginTensorDesc desc;
@@ -43,7 +47,7 @@ struct DynamicPluginTensorDesc {
 
 struct PluginField {
   explicit PluginField(const char *name = nullptr, const void *data = nullptr,
-                       PluginFieldType type = PluginFieldType::kCHAR, int32_t length = 0)
+                       PluginFieldType type = PluginFieldType::kUNKNOWN, int32_t length = 0) noexcept
       : name(name), data(data), type(type), length(length) {}
   const char *name;
   const void *data;
@@ -55,32 +59,32 @@ struct PluginFieldCollection {
   const PluginField *fields;
 };
 
-class ILogger {
- public:
-  enum class Severity : int32_t { kERROR };
-  virtual ~ILogger() = default;
-  virtual void log(Severity, const char *) noexcept = 0;
-};
-class ILoggerFinder {
- public:
-  virtual ~ILoggerFinder() = default;
-  virtual ILogger *findLogger() = 0;
+struct InterfaceInfo {
+  const char *kind;
+  int32_t major, minor;
 };
 
-class IPluginCapability {
+class IVersionedInterface {
  public:
-  virtual ~IPluginCapability() = default;
+  virtual APILanguage getAPILanguage() const noexcept { return APILanguage::kCPP; }
+  virtual InterfaceInfo getInterfaceInfo() const noexcept = 0;
+  virtual ~IVersionedInterface() noexcept = default;
 };
 
-class IPluginV3 {
+inline namespace v_1_0 {  // part of the types' names, as in NVIDIA's libraries
+
+class IPluginCapability : public IVersionedInterface {};
+
+class IPluginV3 : public IVersionedInterface {
  public:
-  virtual ~IPluginV3() = default;
+  InterfaceInfo getInterfaceInfo() const noexcept override { return {"PLUGIN", 1, 0}; }
   virtual IPluginCapability *getCapabilityInterface(PluginCapabilityType) noexcept = 0;
   virtual IPluginV3 *clone() noexcept = 0;
 };
 
 class IPluginV3OneCore : public IPluginCapability {
  public:
+  InterfaceInfo getInterfaceInfo() const noexcept override { return {"PLUGIN_V3ONE_CORE", 1, 0}; }
   virtual const char *getPluginName() const noexcept = 0;
   virtual const char *getPluginVersion() const noexcept = 0;
   virtual const char *getPluginNamespace() const noexcept = 0;
@@ -88,6 +92,7 @@ class IPluginV3OneCore : public IPluginCapability {
 
 class IPluginV3OneBuild : public IPluginCapability {
  public:
+  InterfaceInfo getInterfaceInfo() const noexcept override { return {"PLUGIN_V3ONE_BUILD", 1, 0}; }
   virtual int32_t configurePlugin(const DynamicPluginTensorDesc *, int32_t, const DynamicPluginTensorDesc *,
                                   int32_t) noexcept = 0;
   virtual int32_t getOutputDataTypes(DataType *, int32_t, const DataType *, int32_t) const noexcept = 0;
@@ -97,29 +102,37 @@ class IPluginV3OneBuild : public IPluginCapability {
   virtual int32_t getNbOutputs() const noexcept = 0;
   virtual size_t getWorkspaceSize(const DynamicPluginTensorDesc *, int32_t, const DynamicPluginTensorDesc *,
                                   int32_t) const noexcept = 0;
+  virtual int32_t getValidTactics(int32_t *, int32_t) noexcept { return 0; }
+  virtual int32_t getNbTactics() noexcept { return 0; }
+  virtual const char *getTimingCacheID() noexcept { return nullptr; }
+  virtual int32_t getFormatCombinationLimit() noexcept { return 100; }
+  virtual const char *getMetadataString() noexcept { return nullptr; }
 };
 
 class IPluginV3OneRuntime : public IPluginCapability {
  public:
+  InterfaceInfo getInterfaceInfo() const noexcept override { return {"PLUGIN_V3ONE_RUNTIME", 1, 0}; }
+  virtual int32_t setTactic(int32_t) noexcept { return 0; }
   virtual int32_t onShapeChange(const PluginTensorDesc *, int32_t, const PluginTensorDesc *, int32_t) noexcept = 0;
-  virtual int32_t enqueue(const PluginTensorDesc *, const PluginTensorDesc *, const void *const *, void *const *,
-                          void *, cudaStream_t) noexcept = 0;
+  virtual int32_t enqueue(const PluginTensorDesc *, const PluginTensorDesc *, const void *const *, void *const *, void *,
+                          Stream) noexcept = 0;
   virtual IPluginV3 *attachToContext(IPluginResourceContext *) noexcept = 0;
   virtual const PluginFieldCollection *getFieldsToSerialize() noexcept = 0;
 };
 
-class IPluginCreatorInterface {
- public:
-  virtual ~IPluginCreatorInterface() = default;
-};
+class IPluginCreatorInterface : public IVersionedInterface {};
+
 class IPluginCreatorV3One : public IPluginCreatorInterface {
  public:
+  InterfaceInfo getInterfaceInfo() const noexcept override { return {"PLUGIN CREATOR_V3ONE", 1, 0}; }
   virtual IPluginV3 *createPlugin(const char *, const PluginFieldCollection *, TensorRTPhase) noexcept = 0;
   virtual const PluginFieldCollection *getFieldNames() noexcept = 0;
   virtual const char *getPluginName() const noexcept = 0;
   virtual const char *getPluginVersion() const noexcept = 0;
   virtual const char *getPluginNamespace() const noexcept = 0;
 };
+
+}  // namespace v_1_0
 
 }  // namespace nvinfer1
 

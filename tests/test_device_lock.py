@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.waiting import HANG, until
-from topw_deploy.runtime.device_lock import DeviceLock, device_lock
+from topw_deploy.device_lock import DeviceLock, device_lock
 
 
 def in_a_thread(work: Callable[[], object]) -> threading.Thread:
