@@ -20,10 +20,11 @@ import onnxruntime as ort
 import pytest
 
 from tests.support.toy_model import Toy, export
+from topw_deploy import device_lock
 from topw_deploy.device_lock import DeviceLock
 from topw_deploy.errors import GenerationError
 from topw_deploy.manifest import DecoderManifest
-from topw_deploy.runtime import TopWModel, device_lock
+from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort import device_binding
 from topw_deploy.runtime.ort.device_binding import Area, BufferPool, DeviceBinding, DeviceMemory
