@@ -12,7 +12,7 @@ from benchmarks.gpu.device import DeviceKernel, Edits, Step
 from benchmarks.gpu.graphs import Side
 from benchmarks.gpu.measure import Timed, rotate_launches, zeroing_side
 from benchmarks.gpu.sizes import Sizes
-from topw_deploy.plugins.cuda_kernel import CERTIFY, GEOMETRY
+from tests.support.cuda_kernel import CERTIFY, GEOMETRY
 from topw_deploy.sampling import pack_mask
 from topw_deploy.sampling.parameters import TopWOptions
 from topw_lab.bench.sampler.inputs import likely_logits

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import ArrayLike
 
 from benchmarks.gpu.job import Job, MissingError
+from tests.support.cuda_kernel import ALL_PARTS, CudaKernel, CudaShape
 from tests.support.kernel import COLUMNS, REPORT, CallInputs, Edits, KernelSamples, KernelTable, Rules
-from topw_deploy.plugins.cuda_kernel import ALL_PARTS, CudaKernel, CudaShape
-from topw_deploy.plugins.structs import TABLE_TYPES, BlocksStruct, InputsStruct, OutputsStruct, TableStruct
+from tests.support.structs import TABLE_TYPES, BlocksStruct, InputsStruct, OutputsStruct, TableStruct
 from topw_deploy.sampling.parameters import TopWOptions
 
 _OUTPUTS = {

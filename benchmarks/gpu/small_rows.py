@@ -22,12 +22,12 @@ import numpy as np
 
 from fuzz.implementations import Answer, as_bfloat16, from_bfloat16
 from fuzz.sampler import differences
+from tests.support.cuda_kernel import CudaKernel, CudaShape
 from tests.support.kernel import COLUMNS, STAGES, CallInputs, KernelSamples, KernelTable
 from tests.support.rows import explanation
+from tests.support.structs import TABLE_TYPES, BlocksStruct, InputsStruct, OutputsStruct, TableStruct
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins import driver
-from topw_deploy.plugins.cuda_kernel import CudaKernel, CudaShape
-from topw_deploy.plugins.structs import TABLE_TYPES, BlocksStruct, InputsStruct, OutputsStruct, TableStruct
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, mask_words, pack_mask, sample_row
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions
 

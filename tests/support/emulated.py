@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from tests.support.cuda_kernel import CudaKernel, CudaShape
 from tests.support.kernel import CallInputs, Edits, KernelSamples, KernelTable, Rules, table_struct
 from tests.support.shared import locked
 from topw_deploy.plugins import compile_native
-from topw_deploy.plugins.cuda_kernel import CudaKernel, CudaShape
 from topw_deploy.sampling.parameters import TopWOptions
 
 CUDA_SOURCES = compile_native.SOURCES.with_name("cuda")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from topw_deploy.plugins.structs import (
+from tests.support.structs import (
     COLUMNS,
     TABLE_TYPES,
     BlocksStruct,

@@ -11,6 +11,7 @@ import pytest
 
 from fuzz.sampler import fuzz_kernel
 from tests.plugins.cuda.certified_rows import native_kernel, same_bits
+from tests.support.cuda_kernel import CudaShape
 from tests.support.emulated import EmulatedKernel
 from tests.support.kernel import STAGES, KernelSamples, KernelTable, table_struct
 from tests.support.native_cases import columns, sampled, scenario_cases
@@ -19,7 +20,6 @@ from tests.support.sampler_cases import SMALL, Size
 from tests.support.samples import slow
 from tests.support.tail_cases import Case, Scenario
 from topw_deploy.errors import PluginError
-from topw_deploy.plugins.cuda_kernel import CudaShape
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, TopWOptions, sample_row
 
 OPEN = [STAGES.index(name) for name in ("pool", "geometry", "literal")]

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.cuda_kernel import CudaKernel, CudaShape
 from tests.support.emulated import CUDA_SOURCES, EmulatedKernel
+from tests.support.structs import TABLE_TYPES, BlocksStruct, InputsStruct, OutputsStruct, TableStruct
 from topw_deploy.errors import ParameterError, PluginError
-from topw_deploy.plugins.cuda_kernel import CudaKernel, CudaShape
-from topw_deploy.plugins.structs import TABLE_TYPES, BlocksStruct, InputsStruct, OutputsStruct, TableStruct
 from topw_deploy.sampling import TopWOptions
 
 UNIFORM = TopWOptions(metric="uniform")

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from tests.plugins.cuda.certified_rows import differences_from, same_bits
+from tests.support.cuda_kernel import CudaShape
 from tests.support.emulated import EmulatedKernel
 from tests.support.kernel import STAGES, Kernel, KernelTable
 from tests.support.masks import masked, masks, packed, some_allowed
 from tests.support.native_cases import columns, scenario_cases
+from tests.support.structs import InputsStruct, OutputsStruct
 from tests.support.tail_cases import Scenario, random_case
 from topw_deploy.errors import PluginError
-from topw_deploy.plugins.cuda_kernel import CudaShape
-from topw_deploy.plugins.structs import InputsStruct, OutputsStruct
 from topw_deploy.sampling import TopWOptions, apply_edits
 
 UNIFORM = TopWOptions(metric="uniform", top_m=200)

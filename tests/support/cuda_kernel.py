@@ -10,9 +10,9 @@ from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_int32, c_int64,
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.structs import FLOATS, TABLE_TYPES, InputsStruct, OptionsStruct, OutputsStruct, TableStruct
 from topw_deploy.errors import ParameterError, PluginError
 from topw_deploy.plugins.shared_library import CUDA_ABI_VERSION
-from topw_deploy.plugins.structs import FLOATS, TABLE_TYPES, InputsStruct, OptionsStruct, OutputsStruct, TableStruct
 from topw_deploy.sampling.parameters import TopWOptions
 
 CERTIFY, GEOMETRY = 1, 2  # the two launches of a step
