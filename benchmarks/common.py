@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from topw_deploy.errors import BenchmarkError
-from topw_lab.bench.measurement import Spread, interleave, ratio, seconds, this_machine
-from topw_lab.bench.report import table
+from topw_lab.bench.measure import Spread, interleave, ratio, seconds, this_machine
+from topw_lab.tables import table
 
 __all__ = [
     "UNCOUNTED",

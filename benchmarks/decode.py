@@ -20,8 +20,8 @@ import numpy as np
 from benchmarks.common import UNCOUNTED, add_repository_to_pythonpath, machine, say, table
 from benchmarks.decode_worker import CONTROL, write_either
 from benchmarks.models import export_once, llama_50m
-from topw_lab.bench.measurement import median_interval
-from topw_lab.bench.process import WorkerProcess
+from topw_lab.bench.measure import median_interval
+from topw_lab.worker import Worker
 
 WORKER = Path(__file__).with_name("decode_worker.py")
 Turn = dict[str, float]  # seconds per step; "<sampler> argmax" is its ArgMax
@@ -41,7 +41,7 @@ def measure(folder: Path, threads: int, args: argparse.Namespace) -> list[list[T
                 "threads": threads,
                 "seed": args.seed + number,
             }
-            with WorkerProcess("the models", WORKER, settings, threads=threads) as worker:
+            with Worker("the models", WORKER, settings, threads=threads) as worker:
                 turns: list[Turn] = []
                 for _ in range(args.sweeps):
                     prompt = [int(token) for token in rng.integers(1, 30_000, args.prompt)]

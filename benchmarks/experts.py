@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.common import Spread, add_repository_to_pythonpath, machine, say, table
 from benchmarks.models import export_once, mixtral_50m
-from topw_lab.bench.process import WorkerProcess
+from topw_lab.worker import Worker
 
 WORKER = Path(__file__).with_name("kv_worker.py")
 FORMS = {
@@ -34,7 +34,7 @@ VOCAB, STEPS = 32_000, 32
 def measure_prompt(export: Path, tokens: list[int], threads: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(dir=export.parent, prefix=".experts-") as scratch:
         settings = {"task": "prompt", "scratch": scratch, "export": str(export.absolute()), "threads": threads}
-        with WorkerProcess(export.name, WORKER, settings, threads=threads) as worker:
+        with Worker(export.name, WORKER, settings, threads=threads) as worker:
             found: dict[str, float] = worker.call("prompt", tokens=tokens, steps=STEPS)
             return found
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from benchmarks.common import add_repository_to_pythonpath, machine, say, table
 from benchmarks.models import export_once
-from topw_lab.bench.process import WorkerProcess
+from topw_lab.worker import Worker
 
 HERE = Path(__file__)
 CANDIDATES: dict[str, tuple[str, ...]] = {
@@ -122,7 +122,7 @@ def weights_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("model.onnx*"))
 
 
-def llama_files(worker: WorkerProcess, model: Path, kinds: list[str], work: Path) -> dict[str, Path]:
+def llama_files(worker: Worker, model: Path, kinds: list[str], work: Path) -> dict[str, Path]:
     """Write the checkpoint's GGUF files that do not exist yet. Returns the file of each kind."""
     files = {kind: work / f"{model.name}-{kind}.gguf" for kind in ("F32", *kinds)}
     if not files["F32"].exists():
@@ -133,7 +133,7 @@ def llama_files(worker: WorkerProcess, model: Path, kinds: list[str], work: Path
     return files
 
 
-def write_float32_gguf(worker: WorkerProcess, model: Path, target: Path, *, texts: bool = False) -> None:
+def write_float32_gguf(worker: Worker, model: Path, target: Path, *, texts: bool = False) -> None:
     """Write the checkpoint as a GGUF file in float32.
 
     texts: include the vocabulary, so that llama.cpp can read and write texts.
@@ -152,13 +152,13 @@ def write_float32_gguf(worker: WorkerProcess, model: Path, target: Path, *, text
 
 
 @contextmanager
-def llama_worker(args: argparse.Namespace, threads: int) -> Iterator[WorkerProcess | None]:
+def llama_worker(args: argparse.Namespace, threads: int) -> Iterator[Worker | None]:
     if args.llama_python is None:
         yield None
         return
     settings = {"threads": threads}
     side = HERE.with_name("llama_cpp_worker.py")
-    with WorkerProcess("llama.cpp", side, settings, python=args.llama_python, threads=threads) as worker:
+    with Worker("llama.cpp", side, settings, python=args.llama_python, threads=threads) as worker:
         yield worker
 
 
@@ -188,10 +188,8 @@ def speed_table(args: argparse.Namespace, exports: dict[str, Path], threads: int
     with ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(dir=next(iter(exports.values())).parent))
         settings = {"task": "loops", "scratch": scratch, "threads": threads}
-        ours = stack.enter_context(
-            WorkerProcess("the exports", HERE.with_name("kv_worker.py"), settings, threads=threads)
-        )
-        places: dict[str, tuple[WorkerProcess, dict[str, Any]]] = {}
+        ours = stack.enter_context(Worker("the exports", HERE.with_name("kv_worker.py"), settings, threads=threads))
+        places: dict[str, tuple[Worker, dict[str, Any]]] = {}
         for name, path in exports.items():
             ours.call("open", name=name, path=str(path.absolute()), length=0)
             places[name] = ours, {"room": room}

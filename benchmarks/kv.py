@@ -35,10 +35,10 @@ from benchmarks.common import add_repository_to_pythonpath, machine, say, table
 from benchmarks.kinds import KINDS, genai_folder, kind_model
 from benchmarks.models import export_once, llama_50m
 from topw_deploy.manifest import DecoderInfo, load_decoder_manifest, load_manifest
-from topw_lab.bench.decode.request import DecodeRequest
-from topw_lab.bench.decode.run import run as bench_decode
-from topw_lab.bench.measurement import median_interval, round_ratios
-from topw_lab.bench.process import WorkerProcess
+from topw_lab.bench.decode import DecodeRequest
+from topw_lab.bench.decode import run as bench_decode
+from topw_lab.bench.measure import median_interval, round_ratios
+from topw_lab.worker import Worker
 
 WORKER = Path(__file__).with_name("kv_worker.py")
 FORMS = {
@@ -109,7 +109,7 @@ def _run_session(
             "threads": threads,
             "seed": args.seed + number,
         }
-        with WorkerProcess("the graphs", WORKER, settings, threads=threads) as worker:
+        with Worker("the graphs", WORKER, settings, threads=threads) as worker:
             prompts = [[int(token) for token in rng.integers(2, args.vocab, context)] for _ in range(args.sweeps)]
             return [worker.call("sweep", prompt=prompt, turns=args.turns, steps=args.steps) for prompt in prompts]
 
@@ -140,9 +140,9 @@ def print_loop_table(export: Path, args: argparse.Namespace) -> None:
             seed=args.seed,
         )
         say(f"loop: {context} tokens of context")
-        sessions = [bench_decode(settings).runs for _ in range(args.sessions)]
+        sessions = [bench_decode(settings).results["runs"] for _ in range(args.sessions)]
         for reports in zip(*sessions, strict=True):  # one per session, same threads
-            rows.append((reports[0].threads, f"{context:,}", *_loop_cells(reports, peers)))
+            rows.append((reports[0]["threads"], f"{context:,}", *_loop_cells(reports, peers)))
     header = (
         "threads",
         "context",
@@ -160,12 +160,13 @@ def _loop_cells(reports: Sequence[Any], peers: Sequence[str]) -> list[str]:
     ratios: dict[str, list[list[float]]] = {name: [] for name in peers[1:]}
     certified = []
     for report in reports:
-        per_token = {name: side.per_token for name, side in report.sides.items()}
+        sides = report["sides"]
+        per_token = {name: [run["rest"] / (run["tokens"] - 1) for run in side["runs"]] for name, side in sides.items()}
         for name in peers:
             times[name] += per_token[name]
         for name in peers[1:]:
             ratios[name].append(round_ratios(per_token, ours, name))
-        certified += [run["certified"] for run in report.sides[ours].runs]
+        certified += [run["certified"] for run in sides[ours]["runs"]]
     cells = [f"{statistics.median(times[name]) * 1e3:.2f}" for name in peers]
     for every in ratios.values():
         medians = [statistics.median(one) for one in every]
@@ -180,7 +181,7 @@ def print_memory_table(args: argparse.Namespace) -> None:
     rows = []
     for form in ("static", "concat"):
         settings = {"task": "memory", "form": list(FORMS[form]), "tokens": args.tokens}
-        with WorkerProcess(f"a long sequence, {form}", WORKER, settings) as worker:
+        with Worker(f"a long sequence, {form}", WORKER, settings) as worker:
             found = worker.call("grow")
         mib = [f"{found[name] / 2**20:.1f}" for name in ("cache", "tenth", "half", "whole")]
         rows.append((form, f"{args.tokens:,}", *mib))

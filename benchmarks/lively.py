@@ -37,7 +37,7 @@ from topw_deploy.sampling import (
     typical_distance,
 )
 from topw_deploy.sampling import crop as reference_crop
-from topw_lab.bench.measurement import Spread
+from topw_lab.bench.measure import Spread
 
 METRIC, WIDTH = "mahalanobis", 256  # of the bundled model
 UNIT = typical_distance(METRIC, WIDTH)

@@ -31,7 +31,7 @@ from benchmarks.trained_rows import logits_of, trained_model
 from tests.support.kernel import STAGES, Kernel, KernelCall, KernelTable
 from topw_deploy.plugins.shared_library import library_path, why_absent
 from topw_deploy.sampling import Geometry, TopWOptions, pack_mask
-from topw_lab.bench.sampler.inputs import likely_logits
+from topw_lab.bench.samplers import likely_logits
 
 HIDDEN, GEOMETRY_VOCAB = 2_048, 32_000
 UNCERTIFIED = {"lam": 1.0, "init_top_p": 0.5, "temperature": 2.0, "geom_scale": 0.6}

@@ -24,11 +24,10 @@ from benchmarks.kv import AS_GENAI
 from benchmarks.models import CACHE, export_once, llama_50m
 from topw_deploy.cli.progress import progress
 from topw_deploy.tiny import tiny_model_path
-from topw_lab.bench.process import WorkerProcess
-from topw_lab.bench.report import significant
-from topw_lab.bench.serve.report import Latencies
-from topw_lab.bench.serve.request import FittedServeRequest, ServeRequest, ServeSide, fit_lengths, longest_sequence
-from topw_lab.bench.serve.run import run
+from topw_lab.bench.serve import Latencies, Lengths, ServeRequest, fit_lengths, run
+from topw_lab.bench.sides import Side
+from topw_lab.tables import significant
+from topw_lab.worker import Worker
 
 HERE = Path(__file__)
 GGUF = {"fp32": "F32", "int4": "Q4_0"}
@@ -41,34 +40,34 @@ def model_folder(name: str) -> Path:
     return Path(tiny_model_path()) if name == "demo" else llama_50m()
 
 
-def genai_side(model: Path, dtype: str, python: Path) -> ServeSide:
+def genai_side(model: Path, dtype: str, python: Path) -> Side:
     folder = genai_folder(model, dtype, python.absolute())
-    return ServeSide(
-        "genai",
-        "onnxruntime-genai's Engine",
-        "peer",
-        str(HERE.with_name("serve_genai_worker.py")),
-        "serve",
-        {"folder": str(folder.absolute())},
+    return Side(
+        name="genai",
+        label="onnxruntime-genai's Engine",
+        kind="peer",
+        worker=HERE.with_name("serve_genai_worker.py"),
+        do="serve",
+        settings={"folder": str(folder.absolute())},
         python=python,
     )
 
 
-def llama_side(model: Path, dtype: str, python: Path, request: FittedServeRequest) -> ServeSide:
+def llama_side(model: Path, dtype: str, python: Path, request: ServeRequest, lengths: Lengths) -> Side:
     kind = GGUF[dtype]
     work = CACHE / "gguf"
     work.mkdir(parents=True, exist_ok=True)
-    with WorkerProcess("llama.cpp", HERE.with_name("llama_cpp_worker.py"), {"threads": 1}, python=python) as worker:
+    with Worker("llama.cpp", HERE.with_name("llama_cpp_worker.py"), {"threads": 1}, python=python) as worker:
         file = llama_files(worker, model, [kind] if kind != "F32" else [], work)[kind]
-    length = -(-longest_sequence(request) // _ALIGNMENT) * _ALIGNMENT
+    length = -(-lengths.longest // _ALIGNMENT) * _ALIGNMENT
     rows = min(request.rows, max(request.concurrency))
-    return ServeSide(
-        "llama",
-        f"llama.cpp, {kind}, batches as its server's",
-        "peer",
-        str(HERE.with_name("serve_llama_worker.py")),
-        "serve",
-        {"file": str(file.absolute()), "rows": rows, "length": length},
+    return Side(
+        name="llama",
+        label=f"llama.cpp, {kind}, batches as its server's",
+        kind="peer",
+        worker=HERE.with_name("serve_llama_worker.py"),
+        do="serve",
+        settings={"file": str(file.absolute()), "rows": rows, "length": length},
         python=python,
     )
 
@@ -77,7 +76,7 @@ def measure_model(name: str, dtype: str, args: argparse.Namespace) -> None:
     """Measure one model. Prints its tables and writes its files."""
     model = model_folder(name)
     folder = export_once("demo" if name == "demo" else model, "--dtype", dtype, *AS_GENAI.get(dtype, ()))
-    asked = ServeRequest(
+    request = ServeRequest(
         folder=folder,
         concurrency=args.concurrency,
         requests=args.requests,
@@ -88,12 +87,11 @@ def measure_model(name: str, dtype: str, args: argparse.Namespace) -> None:
         peers=args.peers,
         seed=args.seed,
     )
-    request, *_ = fit_lengths(asked)
     others = []
     if args.genai_python is not None:
         others.append(genai_side(model, dtype, args.genai_python))
     if args.llama_python is not None:
-        others.append(llama_side(model, dtype, args.llama_python, request))
+        others.append(llama_side(model, dtype, args.llama_python, request, fit_lengths(request)))
     say(f"{name}, {dtype}")
     report = run(request, progress(False), others)
     report = replace(report, request=replace(report.request, folder=Path(f"{name}-{dtype}")))

@@ -43,8 +43,8 @@ from benchmarks.http_load import PATH, Turn, run_load
 from benchmarks.int4 import write_float32_gguf
 from benchmarks.models import CACHE, export_once, llama_50m
 from topw_deploy.tiny import tiny_model_path
-from topw_lab.bench.process import WorkerProcess
-from topw_lab.bench.report import significant
+from topw_lab.tables import significant
+from topw_lab.worker import Worker
 
 HERE = Path(__file__)
 START_SECONDS = 300.0  # until a server must answer
@@ -110,7 +110,7 @@ def gguf_file(model: Path, python: Path | None) -> Path:
         if python is None:
             raise SystemExit(f"{file} is missing; give --llama-python, which writes it")
         work.mkdir(parents=True, exist_ok=True)
-        with WorkerProcess("llama.cpp", HERE.with_name("llama_cpp_worker.py"), {"threads": 1}, python=python) as worker:
+        with Worker("llama.cpp", HERE.with_name("llama_cpp_worker.py"), {"threads": 1}, python=python) as worker:
             write_float32_gguf(worker, model, file, texts=True)
     return file
 

@@ -32,7 +32,6 @@ ALLOWED = {
     "plain_text": {"errors"},
     "install": {"errors", "versions"},
     "sizes": {"errors"},
-    "reports": {"errors"},
     "tiny": set(),
     "sampling": {"errors"},
     "manifest": {"dtypes", "errors", "files", "plain_text", "sampling"},
@@ -45,16 +44,19 @@ ALLOWED = {
     "triton": {"errors", "folders", "manifest", "runtime", "engine"},
     "web": {"errors", "files", "folders", "manifest", "sizes", "versions"},
     "export": LEAVES | {"folders", "memory", "install", "sizes", "safetensors_header", "runtime", "tiny"},
-    "stats": LEAVES | {"plain_text", "reports", "plugins", "runtime", "export"},
-    "bench": LEAVES | {"install", "plain_text", "reports", "plugins", "runtime", "engine", "export"},
-    "compare": {"errors", "manifest", "progress", "plain_text", "reports", "sampling", "runtime", "engine"},
+    "stats": LEAVES | {"plain_text", "plugins", "runtime", "export", "plots", "tables"},
+    "bench": LEAVES | {"install", "plain_text", "plugins", "runtime", "engine", "export", "plots", "tables", "worker"},
+    "compare": {"errors", "manifest", "progress", "plain_text", "sampling", "runtime", "engine", "tables"},
     "harness": {"errors", "install", "manifest", "sampling", "runtime", "engine"},
     "judges": {"errors", "plain_text"},
-    "training": {"errors", "reports", "tiny"},
+    "tables": set(),
+    "plots": {"errors", "plain_text"},
+    "worker": {"errors"},
+    "training": {"tiny"},
     "cli": LEAVES
-    | {"install", "telemetry", "plain_text", "sizes", "reports", "plugins", "tensorrt", "runtime"}
+    | {"install", "telemetry", "plain_text", "sizes", "plugins", "tensorrt", "runtime"}
     | {"export", "serve", "triton", "web"}
-    | {"stats", "bench", "compare", "harness", "judges"},
+    | {"stats", "bench", "compare", "harness", "judges", "plots"},
     "__main__": {"cli"},
     "__init__": {"engine", "export", "runtime"},  # imported when one of their names is used
 }
@@ -80,7 +82,7 @@ NAMED = {
     "compare": {"numpy", "sacrebleu"},
     "cli": {"click", "msgspec", "onnxruntime", "tqdm"},
     "harness": {"numpy", "lm_eval", "tqdm"},
-    "reports": {"matplotlib"},
+    "plots": {"matplotlib"},
 }
 LOADED = {
     "manifest": {"numpy"},
@@ -97,7 +99,6 @@ LOADED = {
     "training": NAMED["training"] - {"matplotlib"},
     "cli": {"click", "msgspec", "numpy"},
     "harness": RUNTIME | {"lm_eval", "tqdm"},
-    "reports": set(),
     "web": {"numpy"},
     "__main__": {"click", "msgspec", "numpy"},
 }

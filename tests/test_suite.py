@@ -25,7 +25,7 @@ LEFT_OUT = re.compile(r"pytest\.mark\.(slow|long|broad)\b")
 # does that.
 ELSEWHERE = {
     "topw_deploy.__main__": "cli/test_main.py",
-    "topw_lab.bench.workers.genai": "bench/test_peers.py",
+    "topw_lab.bench.genai": "bench/test_peers.py",
     "topw_lab.judges": "cli/test_judge_files.py",
     "topw_deploy.serve.schemas.inspect": "serve/test_page.py",
     "topw_deploy.serve.schemas.responses": "serve/test_responses.py",
@@ -35,8 +35,7 @@ ELSEWHERE = {
 }
 # Modules that only slower tests reach, and why.
 SLOW = {
-    "topw_lab.bench.workers.generate": "a process that imports transformers, for seconds",
-    "topw_lab.bench.workers.serve": "a process that imports transformers, for seconds",
+    "topw_lab.bench.generate": "a process that imports transformers, for seconds",
     **dict.fromkeys(
         [f"topw_deploy.serve.ray.{name}" for name in ("application", "gateway", "metrics", "replica", "router")],
         "needs Ray, in an environment of its own",

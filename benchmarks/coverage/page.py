@@ -63,7 +63,7 @@ def _summary(file: ResultFile, types: Sequence[str], peers: Sequence[Peer]) -> s
         rows.append([f"{peer.name} {peer.version}, listed", str(count), _share(count, len(types))])
     return (
         "## Summary\n\n"
-        + table(["exporter", "architectures", f"of {len(types)}"], rows)
+        + table(["exporter", "architectures", f"of {len(types)}"], rows, left=3)
         + "\n\n"
         + _filled(
             f"The first {len(FORMS)} rows count exports that agree with torch. The others count the types that an "
@@ -121,7 +121,7 @@ def _refusals(file: ResultFile) -> str:
         [f"`{name}`", "all" if len(forms) == len(FORMS) else ", ".join(forms), reason]
         for (name, reason), forms in sorted(reasons.items())
     ]
-    return "## What does not export\n\n" + table(["type", "forms", "why"], rows)
+    return "## What does not export\n\n" + table(["type", "forms", "why"], rows, left=3)
 
 
 def _others() -> str:

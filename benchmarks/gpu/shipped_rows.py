@@ -20,7 +20,7 @@ from topw_deploy.errors import ProviderError
 from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, pack_mask, sample_row
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions, TopWParameters
-from topw_lab.bench.sampler.inputs import bell_logits, likely_logits
+from topw_lab.bench.samplers import bell_logits, likely_logits
 
 KINDS = ("certified", "open", "edited", "invalid", "masked", "masked open")
 _EDITS = 8

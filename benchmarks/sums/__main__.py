@@ -27,7 +27,7 @@ from benchmarks.sums.problems import Problem, problems
 from benchmarks.sums.scores import Cell, accuracy_table, details_table, difference_table
 from benchmarks.sums.sides import EngineSide, Reply, RuleChoice, Side, TorchSide
 from topw_deploy.errors import TopWError
-from topw_deploy.reports import require_matplotlib
+from topw_lab.plots import require_matplotlib
 
 RULES = ("greedy", "top_w", "top_w,preset=lively", "none", "top_k=50", "top_p=0.9", "min_p=0.1", "top_h=0.4")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.sums.scores import Cell
-from topw_lab.stats.style import COLOURS, MUTED, style_axes, write_heading
+from topw_lab.plots import COLOURS, MUTED, style_axes, write_heading
 
 _COLOURS = (*COLOURS, "#56b4e9", "#8c6d31", "#cc3366", "#333333")
 _MARK_SHIFT = 0.012  # share of the axis between the marks of two rules at the same temperature

@@ -71,3 +71,8 @@ def short_repr(value: Any) -> str:
     except RecursionError:
         return f"a deeply nested {type(value).__name__}"
     return text if len(text) <= _LONGEST_REPR else f"{text[: _LONGEST_REPR - 3]}..."
+
+
+def count_text(number: int, word: str) -> str:
+    """Return a number with its noun: `1 prompt`, `2 prompts`."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"

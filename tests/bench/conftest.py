@@ -1,18 +1,22 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
 
-from topw_lab.bench.measurement import MachineInfo
-from topw_lab.bench.sampler.request import SamplerBenchRequest
+from topw_deploy.cli.main import topw
+from topw_lab.bench.measure import MachineInfo
+from topw_lab.bench.sampler import SamplerRequest
 
-WITHOUT_A_GRAPH = ("torch", "max")
+QUICK = ("graph", "max")
 
 
 @pytest.fixture
 def worker_file(tmp_path: Path) -> Path:
-    """The file of a worker, for WorkerProcess."""
+    """The file of a worker, for Worker."""
     path = tmp_path / "worker_file.py"
     path.write_text(
         "import os, sys\n"
@@ -35,10 +39,21 @@ def worker_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def small_request() -> SamplerBenchRequest:
-    return SamplerBenchRequest(vocab=500, hidden=8, batch=2, rounds=2, temperatures=(1.0, 2.0), peers=WITHOUT_A_GRAPH)
+def small_request() -> SamplerRequest:
+    return SamplerRequest(vocab=500, hidden=8, batch=2, rounds=2, temperatures=(1.0, 2.0), peers=QUICK)
 
 
 @pytest.fixture
 def any_machine() -> MachineInfo:
     return MachineInfo("a processor", (), 2, 8.0, "a system", "3.11", {}, load=0.0)
+
+
+@pytest.fixture
+def bench() -> Callable[..., Result]:
+    """Runs `topw bench`."""
+
+    def run(*arguments: object) -> Result:
+        extra: dict[str, Any] = {"auto_envvar_prefix": "TOPW"}
+        return CliRunner().invoke(topw, ["bench", *map(str, arguments)], **extra)
+
+    return run

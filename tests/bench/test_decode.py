@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 import pytest
+from click.testing import Result
 
 from tests.support.toy_graph import FORMS
 from tests.support.toy_model import Toy, export
@@ -17,11 +20,10 @@ from topw_deploy import install
 from topw_deploy.errors import BenchmarkError, ManifestError, ParameterError
 from topw_deploy.manifest import load_decoder_manifest
 from topw_deploy.plugins.shared_library import library_path
-from topw_lab.bench.decode.argmax import ARGMAX_FILE, ArgMaxLoop, write_argmax_model
-from topw_lab.bench.decode.request import DecodeRequest, choose
-from topw_lab.bench.decode.run import run
-from topw_lab.bench.decode.worker import start
-from topw_lab.bench.process import WorkerProcess
+from topw_lab.bench.argmax import ARGMAX_FILE, ArgMaxLoop, write_argmax_model
+from topw_lab.bench.decode import DecodeRequest, run, sides, start
+from topw_lab.bench.sides import FOLDER, choose
+from topw_lab.worker import Worker
 
 PROMPT = [5, 9, 40, 7]
 
@@ -93,15 +95,19 @@ def test_the_first_token_and_the_rest_take_no_longer_than_the_run(folder: Path, 
 @pytest.mark.slow
 def test_a_report_has_times_and_memory_of_every_side(asked: DecodeRequest) -> None:
     report = run(replace(asked, threads=(1, 2)))
-    assert [found.threads for found in report.runs] == [1, 2]
-    for found in report.runs:
-        assert list(found.sides) == ["topw-graph", "argmax"]
-        for side in found.sides.values():
-            assert [r["tokens"] for r in side.runs] == [4, 4]
-            assert min(side.per_token) > 0
-            assert min(side.first) > 0
-            assert side.peak_bytes is not None
-            assert side.peak_bytes > 1 << 20
+    document = json.loads(json.dumps(report.as_dict()))
+    assert [found["threads"] for found in document["runs"]] == [1, 2]
+    for found in document["runs"]:
+        assert found["reference"] == "topw-graph"
+        assert list(found["sides"]) == ["topw-graph", "argmax"]
+        for side in found["sides"].values():
+            assert [one["tokens"] for one in side["runs"]] == [4, 4]
+            assert side["seconds_per_token"]["median"] == pytest.approx(
+                np.median([r["rest"] / 3 for r in side["runs"]])
+            )
+            assert min(side["load_seconds"], *(one["first"] for one in side["runs"])) > 0
+            assert side["peak_bytes"] > 1 << 20
+        assert found["sides"]["topw-graph"]["ratio"]["median"] == 1.0
     text = report.text()
     assert "2 threads; the ratio is to TopWModel, graph" in text
     assert "| same graph, ArgMax" in text
@@ -109,30 +115,26 @@ def test_a_report_has_times_and_memory_of_every_side(asked: DecodeRequest) -> No
 
 
 @pytest.mark.slow
-def test_a_report_is_plain_json_with_every_round(asked: DecodeRequest) -> None:
-    document = json.loads(json.dumps(run(asked).as_dict()))
-    (only,) = document["runs"]
-    assert (only["threads"], only["reference"]) == (1, "topw-graph")
-    side = only["sides"]["argmax"]
-    assert len(side["runs"]) == 2
-    assert side["seconds_per_token"]["median"] == pytest.approx(np.median([r["rest"] / 3 for r in side["runs"]]))
-    assert only["sides"]["topw-graph"]["ratio"]["median"] == 1.0
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(library_path() is None, reason="no native library was built")
-def test_the_native_sampler_is_a_side_of_its_own(asked: DecodeRequest) -> None:
-    report = run(replace(asked, rounds=1, peers=("topw",)))
-    assert list(report.runs[0].sides) == ["topw-native", "topw-graph"]
+def test_the_native_sampler_is_a_side_of_its_own(bench: Callable[..., Result], folder: Path, tmp_path: Path) -> None:
+    done = bench("decode", folder, "--prompt-tokens", 4, "--new-tokens", 3, "--rounds", 1, "--peers", "topw", "--plot",
+                 tmp_path / "out.png")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "| TopWModel, native" in done.stdout
+    assert "| TopWModel, graph" in done.stdout
+    assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
 
 
 # Sides
 
 
+def names(request: DecodeRequest) -> list[str]:
+    return [side.name for side in choose([*sides(request)], request.peers, ("genai", "transformers"))[0]]
+
+
 def test_peers_without_a_folder_are_named_with_what_to_give(asked: DecodeRequest) -> None:
-    present, absent = choose(replace(asked, peers=()))
-    assert {"topw-graph", "argmax"} <= {side.name for side in present}
-    reasons = {side.name: side.why_not for side in absent}
+    reasons = {side.name: side.why_not for side in sides(asked)}
+    assert reasons["topw-graph"] is reasons["argmax"] is None
     assert "--transformers MODEL_DIR" in str(reasons["transformers-greedy"])
     assert "optimum-cli export onnx" in str(reasons["optimum-greedy"])
     assert "onnxruntime_genai.models.builder" in str(reasons["genai-top-p"])
@@ -140,77 +142,63 @@ def test_peers_without_a_folder_are_named_with_what_to_give(asked: DecodeRequest
 
 def test_a_peer_with_its_own_interpreter_needs_nothing_installed_here(asked: DecodeRequest, tmp_path: Path) -> None:
     there = replace(asked, peers=("genai",), genai=tmp_path, genai_python=tmp_path / "python")
-    present, _ = choose(there)
-    assert [side.name for side in present] == ["genai-greedy", "genai-top-p", "genai-top-k"]
-    assert all(side.python == tmp_path / "python" for side in present)
+    assert names(there) == ["genai-greedy", "genai-top-p", "genai-top-k"]
+    assert {side.python for side in sides(there) if side.name.startswith("genai")} == {tmp_path / "python"}
 
 
-def test_a_named_peer_that_cannot_run_is_an_error(asked: DecodeRequest) -> None:
-    with pytest.raises(BenchmarkError, match="transformers-greedy was requested, but is without a model: give --tran"):
-        choose(replace(asked, peers=("transformers",)))
-
-
-def test_a_folder_for_a_library_that_is_not_installed_is_an_error(
-    asked: DecodeRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (
+            {"peers": ("transformers",)},
+            BenchmarkError,
+            "transformers-greedy was requested, but is without a model",
+        ),
+        ({"peers": ("vllm",)}, ParameterError, "'vllm' is not a side of this benchmark; choose from topw-native, "),
+        ({"optimum": Path()}, BenchmarkError, "is given, but optimum-onnx is not installed: pip install optimum-onnx"),
+        ({"authors": Path("x.py")}, ParameterError, "give the model's folder with --transformers"),
+        ({"prompt_tokens": 90, "new_tokens": 10}, ParameterError, r"90 \+ 10 tokens are 100, but the context has 96"),
+        ({"folder": Path("nowhere")}, ManifestError, "nowhere"),
+    ],
+)
+def test_a_request_that_cannot_run_is_refused(
+    asked: DecodeRequest,
+    changes: dict[str, Any],
+    error: type[Exception],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(install, "is_importable", lambda module: not module.startswith("optim"))
-    with pytest.raises(BenchmarkError, match=r"is given, but optimum-onnx is not installed: pip install optimum-onnx"):
-        choose(replace(asked, optimum=tmp_path, peers=()))
-
-
-def test_an_unknown_name_lists_the_known_ones(asked: DecodeRequest) -> None:
-    with pytest.raises(ParameterError, match="'vllm' is not a side of this benchmark; choose from topw-native, "):
-        choose(replace(asked, peers=("vllm",)))
+    with pytest.raises(error, match=message):
+        run(replace(asked, **changes))
 
 
 def test_every_sampling_search_sets_top_k(asked: DecodeRequest, tmp_path: Path) -> None:
     given = replace(asked, peers=(), genai=tmp_path, genai_python=tmp_path, transformers=tmp_path,
                     optimum=tmp_path, optimum_python=tmp_path, authors=tmp_path)  # fmt: skip
-    present, _ = choose(given)
-    searches = {side.name: side.settings["search"] for side in present if "search" in side.settings}
+    searches = [side.settings["search"] for side in sides(given) if "search" in side.settings]
     assert len(searches) == 9
-    assert all("top_k" in search for search in searches.values() if search["do_sample"])
-
-
-# Refusals
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"new_tokens": 1}, "new_tokens is 1, but must be an integer >= 2"),
-        ({"prompt_tokens": 0}, "prompt_tokens is 0"),
-        ({"rounds": 0}, "rounds is 0"),
-        ({"threads": (0,)}, r"threads are \[0\]"),
-        ({"threads": ()}, r"threads are \[\]"),
-        ({"authors": Path("x.py")}, "give the model's folder with --transformers"),
-    ],
-)
-def test_a_request_out_of_range_is_refused(asked: DecodeRequest, changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        replace(asked, **changes)  # type: ignore[arg-type]
-
-
-def test_more_tokens_than_the_context_are_refused(asked: DecodeRequest) -> None:
-    with pytest.raises(ParameterError, match=r"90 \+ 10 tokens are 100, but the context has 96"):
-        run(replace(asked, prompt_tokens=90, new_tokens=10))
-
-
-def test_a_folder_that_is_not_an_export_is_refused(asked: DecodeRequest, tmp_path: Path) -> None:
-    with pytest.raises(ManifestError):
-        run(replace(asked, folder=tmp_path))
+    assert all("top_k" in search for search in searches if search["do_sample"])
 
 
 @pytest.mark.slow
 def test_a_wrong_authors_file_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("class Other: ...\n")
+    (tmp_path / "broken.py").write_text("import nothing_that_is_there\n")
     (tmp_path / "mine.txt").write_text("class TopW_LogitsProcessor: ...\n")
-    wanted = {
+    for name, message in {
         "mine.py": "has no TopW_LogitsProcessor; give the authors' logit_processor_w1.py.",
+        "broken.py": "does not load (ModuleNotFoundError",
         "mine.txt": "is not a Python file; give the path of the authors' logit_processor_w1.py.",
-    }
-    for name, message in wanted.items():
+    }.items():
         settings = {"library": "transformers", "folder": "nowhere", "processor": str(tmp_path / name), "threads": 1}
         with pytest.raises(BenchmarkError) as found:
-            WorkerProcess("transformers, authors' processor", "generate.py", settings)
-        assert str(found.value) == f"{tmp_path / name} {message}"
+            Worker("transformers, authors' processor", FOLDER / "generate.py", settings)
+        assert str(found.value).startswith(f"{tmp_path / name} {message}")
+
+
+@pytest.mark.parametrize("arguments", [("--rounds", 0), ("--threads", 0), ("--threads", "1,2000"), ("--new-tokens", 1)])
+def test_a_number_out_of_range_is_a_usage_error(bench: Callable[..., Result], folder: Path, arguments: Any) -> None:
+    done = bench("decode", folder, *arguments)
+    assert done.exit_code == 2
+    assert "is not in the range" in done.stderr

@@ -9,9 +9,9 @@ import pytest
 
 from tests.support.toy_model import VOCAB, Toy, export
 from topw_deploy.errors import BenchmarkError
-from topw_lab.bench.decode.request import DecodeRequest
-from topw_lab.bench.decode.run import run
-from topw_lab.bench.process import WorkerProcess
+from topw_lab.bench.decode import DecodeRequest, run
+from topw_lab.bench.sides import FOLDER
+from topw_lab.worker import Worker
 
 GENAI = '''
 import json
@@ -80,15 +80,14 @@ def genai(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_genai_gets_the_logits_of_the_case_before_every_draw(tmp_path: Path) -> None:
     rows = [np.eye(2, 9, k=shift, dtype=np.float32) for shift in (0, 5)]
     for index, logits in enumerate(rows):
-        np.save(tmp_path / f"{index}.npy", logits)
+        np.save(tmp_path / f"logits-{index}.npy", logits)
     settings = {
         "task": "sample",
-        "model": str(tmp_path),
+        "folder": str(tmp_path),
         "sides": {"genai-greedy": {"do_sample": False}},
-        "logits": [str(tmp_path / "0.npy"), str(tmp_path / "1.npy")],
         "temperatures": [1.0, 2.0],
     }
-    with WorkerProcess("genai", "genai.py", settings) as worker:
+    with Worker("genai", FOLDER / "genai.py", settings) as worker:
         for case, tokens in enumerate(([0, 1], [5, 6])):
             assert worker.call("time", side="genai-greedy", case=case) > 0
             assert worker.call("tokens", side="genai-greedy", case=case) == tokens
@@ -97,7 +96,7 @@ def test_genai_gets_the_logits_of_the_case_before_every_draw(tmp_path: Path) -> 
 @pytest.mark.usefixtures("genai")
 def test_genai_decodes_as_many_tokens_as_are_asked_for() -> None:
     settings = {"task": "decode", "folder": "any", "search": {"do_sample": False}, "threads": 2}
-    with WorkerProcess("genai", "genai.py", settings) as worker:
+    with Worker("genai", FOLDER / "genai.py", settings) as worker:
         found = worker.call("run", prompt=[1, 2, 3], new_tokens=7)
     assert found["tokens"] == 7
     assert found["first"] > 0
@@ -124,15 +123,15 @@ def test_the_folders_generation_config_does_not_change_transformers_decoding(tmp
         transformers=tmp_path / "model",
         peers=("transformers-topw",),
     )
-    (found,) = run(asked).runs
-    assert found.times.reference_name == "transformers-topw"
-    (side,) = found.sides.values()
-    assert [turn["tokens"] for turn in side.runs] == [6]
-    assert min(side.per_token) > 0
+    (found,) = run(asked).results["runs"]
+    assert found["reference"] == "transformers-topw"
+    (side,) = found["sides"].values()
+    assert [turn["tokens"] for turn in side["runs"]] == [6]
+    assert side["seconds_per_token"]["low"] > 0
 
 
 @pytest.mark.slow
 def test_a_folder_without_a_model_is_named_in_the_error(tmp_path: Path) -> None:
     settings = {"library": "transformers", "folder": str(tmp_path), "search": {}, "processor": None, "threads": 1}
     with pytest.raises(BenchmarkError, match=r"^transformers, greedy failed: .*Error: .*omit it or repair it\.$"):
-        WorkerProcess("transformers, greedy", "generate.py", settings)
+        Worker("transformers, greedy", FOLDER / "generate.py", settings)

@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from click.testing import Result
 
 from tests.support.toy_model import VOCAB, Toy, export
-from topw_deploy.cli.main import topw
 from topw_deploy.engine.batch import Batch
 from topw_deploy.errors import BenchmarkError, ManifestError, ParameterError
 from topw_deploy.runtime import TopWModel
-from topw_lab.bench.serve import worker
-from topw_lab.bench.serve.ideal import run_requests
-from topw_lab.bench.serve.report import Latencies, Load, ServeReport, ServeResult, ServeThreadsReport
-from topw_lab.bench.serve.request import (
+from topw_lab.bench import serve_worker
+from topw_lab.bench.serve import (
+    Latencies,
+    Load,
     ServeRequest,
-    ServeSide,
-    choose,
     fit_lengths,
     log_normal_lengths,
-    longest_sequence,
     make_requests,
+    own_sides,
+    run,
 )
-from topw_lab.bench.serve.run import run
+from topw_lab.bench.serve_worker import run_requests
+from topw_lab.bench.sides import Side
 
 REQUESTS = [([5, 9, 40], 4), ([7] * 11, 1), ([8, 3], 6), ([50, 51, 52, 53], 3), ([9], 2)]
 NEW = sum(new_tokens for _, new_tokens in REQUESTS)
@@ -45,8 +45,8 @@ def model(folder: Path) -> TopWModel:
 
 
 @pytest.fixture(scope="module")
-def server(model: TopWModel) -> worker.ServeWorker:
-    return worker.ServeWorker(model, rows=2, prefill_budget=4)
+def server(model: TopWModel) -> serve_worker.ServeWorker:
+    return serve_worker.ServeWorker(model, rows=2, prefill_budget=4)
 
 
 @pytest.fixture
@@ -64,23 +64,20 @@ def test_lengths_have_the_mean_and_the_tail_of_a_log_normal_distribution() -> No
     assert log_normal_lengths(3, 1) == [1, 1, 1]
 
 
-def test_requests_depend_only_on_the_seed_and_the_number_of_callers(asked: ServeRequest) -> None:
-    request, vocab, _ = fit_lengths(replace(asked, requests=16))
-    found = make_requests(request, 4, vocab)
-    assert found == make_requests(request, 16, vocab)
-    assert found != make_requests(replace(request, seed=1), 4, vocab)
-    assert len(found) == 16
-    assert len(make_requests(request, 20, vocab)) == 20
+def test_requests_depend_only_on_their_number_and_the_seed(folder: Path) -> None:
+    lengths = fit_lengths(ServeRequest(folder=folder, concurrency=(1,)))
+    found = make_requests(lengths, 16, 0)
+    assert found == make_requests(lengths, 16, 0) != make_requests(lengths, 16, 1)
     assert len({len(prompt) for prompt, _ in found}) > 8
-    assert max(len(prompt) + new_tokens for prompt, new_tokens in found) <= longest_sequence(request)
+    assert max(len(prompt) + new_tokens for prompt, new_tokens in found) <= lengths.longest
     assert all(0 <= token < VOCAB for prompt, _ in found for token in prompt)
 
 
 def test_by_default_lengths_fit_a_short_context(folder: Path) -> None:
-    request, _, context = fit_lengths(ServeRequest(folder=folder))
-    assert (request.prompt_tokens, request.new_tokens) == (12, 12)
-    assert (request.long_tokens, request.prefix_tokens) == (95, 87)
-    assert longest_sequence(request) <= context == 96
+    lengths = fit_lengths(ServeRequest(folder=folder))
+    assert (lengths.prompt_tokens, lengths.new_tokens) == (12, 12)
+    assert (lengths.long_tokens, lengths.prefix_tokens) == (95, 87)
+    assert lengths.longest <= lengths.context == 96
 
 
 # What the worker measures
@@ -89,7 +86,7 @@ def test_by_default_lengths_fit_a_short_context(folder: Path) -> None:
 @pytest.mark.parametrize("side", ["engine", "one_by_one", "static"])
 @pytest.mark.parametrize("callers", [1, 3])
 def test_every_request_has_a_first_text_and_no_time_exceeds_the_whole(
-    server: worker.ServeWorker, side: str, callers: int
+    server: serve_worker.ServeWorker, side: str, callers: int
 ) -> None:
     served = getattr(server, side)(REQUESTS, callers)
     assert len(served["first"]) == len(REQUESTS)
@@ -98,7 +95,7 @@ def test_every_request_has_a_first_text_and_no_time_exceeds_the_whole(
     assert sum(served["between"]) <= callers * served["seconds"]
 
 
-def test_the_engine_reports_the_share_of_its_time_outside_runs(server: worker.ServeWorker) -> None:
+def test_the_engine_reports_the_share_of_its_time_outside_runs(server: serve_worker.ServeWorker) -> None:
     served = server.engine([([1, 2], 30)] * 2, 2)
     assert 0 < served["steady"] < 1
     assert 0 < served["outside"] < 1
@@ -106,10 +103,10 @@ def test_the_engine_reports_the_share_of_its_time_outside_runs(server: worker.Se
 
 
 def test_callers_of_generate_wait_for_those_before_them(
-    server: worker.ServeWorker, model: TopWModel, monkeypatch: pytest.MonkeyPatch
+    server: serve_worker.ServeWorker, model: TopWModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(1000))
-    monkeypatch.setattr(worker.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(serve_worker.time, "perf_counter", lambda: float(next(clock)))
     generate = model.generate(REQUESTS[0][0], max_new_tokens=2, seed=1)
     now = replace(generate, timings=replace(generate.timings, prefill_seconds=0.25))
     monkeypatch.setattr(model, "generate", lambda *_arguments, **_parameters: now)
@@ -142,11 +139,11 @@ def test_the_runs_alone_serve_the_requests_by_the_engines_schedule(model: TopWMo
         assert batch.steps - before <= sum(new - 1 for _, new in REQUESTS)
 
 
-def test_a_short_request_that_waits_for_a_long_prompt_is_timed(server: worker.ServeWorker) -> None:
+def test_a_short_request_that_waits_for_a_long_prompt_is_timed(server: serve_worker.ServeWorker) -> None:
     assert server.wait_behind_prompt([5] * 90, [1, 2, 3], budget=8) > 0
 
 
-def test_the_second_prompt_of_a_prefix_reuses_it(server: worker.ServeWorker) -> None:
+def test_the_second_prompt_of_a_prefix_reuses_it(server: serve_worker.ServeWorker) -> None:
     before = server._engine(2, reuse=True).stats().cached_tokens
     read, reused = server.wait_after_prefix([11] * 60, [[1, 2], [3, 4]])
     assert min(read, reused) > 0
@@ -158,21 +155,19 @@ def test_the_second_prompt_of_a_prefix_reuses_it(server: worker.ServeWorker) -> 
 
 @pytest.mark.slow
 def test_a_report_has_every_side_and_latency(asked: ServeRequest) -> None:
-    report = run(asked)
-    (found,) = report.runs
-    assert [load.callers for load in found.loads] == [1, 3]
-    assert list(found.loads[0].sides) == ["engine", "one-by-one", "ideal"]
-    assert list(found.loads[1].sides) == ["engine", "one-by-one", "static", "ideal"]
-    assert all(len(side.rounds) == 2 for load in found.loads for side in load.sides.values())
-    assert found.latencies is not None
-    for values in found.latencies.rounds:
+    document = json.loads(json.dumps(run(asked).as_dict()))
+    (found,) = document["runs"]
+    assert [load["callers"] for load in found["loads"]] == [1, 3]
+    assert list(found["loads"][0]["sides"]) == ["engine", "one-by-one", "ideal"]
+    assert list(found["loads"][1]["sides"]) == ["engine", "one-by-one", "static", "ideal"]
+    assert all(len(side["seconds"]) == 2 for load in found["loads"] for side in load["sides"].values())
+    assert len(found["latencies"]) == 2
+    for values in found["latencies"]:
         assert values["lost"] < 1, "below 0 if something else delays the runs alone"
         assert min(value for name, value in values.items() if name != "lost") > 0
-    document = json.loads(json.dumps(report.as_dict()))
-    side = document["runs"][0]["loads"][1]["sides"]["engine"]
+    side = found["loads"][1]["sides"]["engine"]
     assert side["ratio"]["median"] == 1.0
-    assert len(side["seconds"]) == len(side["outside"]) == len(side["steady"]) == 2
-    assert len(document["runs"][0]["latencies"]) == 2
+    assert len(side["outside"]) == len(side["steady"]) == 2
 
 
 @pytest.mark.slow
@@ -186,95 +181,69 @@ def test_a_side_of_another_library_is_served_the_same_requests(asked: ServeReque
         "    return {'serve': serve}\n",
         encoding="utf-8",
     )
-    other = ServeSide("other", "another", "peer", str(file), "serve", {})
+    other = Side(name="other", label="another", kind="peer", worker=file, do="serve", settings={})
     report = run(replace(asked, concurrency=(3,), rounds=1, peers=("engine", "other")), others=[other])
-    (load,) = report.runs[0].loads
-    assert list(load.sides) == ["engine", "other"]
-    assert load.sides["other"].seconds == [float(load.new_tokens)]
-    assert load.times.ratios("other")[0] > 1
+    (load,) = report.results["runs"][0]["loads"]
+    assert list(load["sides"]) == ["engine", "other"]
+    assert load["sides"]["other"]["seconds"] == [float(load["new_tokens"])]
+    assert load["sides"]["other"]["ratio"]["median"] > 1
 
 
-def test_a_report_summarises_its_rounds(asked: ServeRequest, any_machine: Any) -> None:
-    def side(label: str, kind: str, *seconds: float) -> ServeResult:
-        rounds = [{"seconds": took, "first": [took / 2], "between": [], "outside": 0.02} for took in seconds]
-        return ServeResult(label, kind, rounds)
-
-    sides = {"engine": side("Engine", "ours", 2.0, 4.0), "static": side("lists", "yardstick", 3.0, 6.0)}
-    load = Load(callers=4, requests=6, prompt_tokens=1200, new_tokens=300, sides=sides)
-    values = {
-        "chunked": 0.1, "whole": 0.5, "read": 0.4, "reused": 0.01,
-        "steady": 0.01, "outside": 0.02, "lost": 0.06, "step": 0.001,
-    }  # fmt: skip
-    request, *_ = fit_lengths(asked)
-    runs = [ServeThreadsReport(2, [load], Latencies([values]))]
-    report = ServeReport(request=request, machine=any_machine, runs=runs, absent=[])
-    text = report.text()
-    assert "2 threads, 4 callers: 6 requests, 1,200 prompt and 300 new tokens" in text
-    row = next(line for line in text.splitlines() if line.startswith("| lists"))
-    assert [cell.strip() for cell in row.split("|")[2:6]] == ["1.33", "66.7", "1.500 (1.500-1.500)", "2,250 / 2,980"]
+def test_a_load_and_latencies_are_summarised(asked: ServeRequest) -> None:
+    served = {
+        name: [{"seconds": took, "first": [took / 2], "between": [], "outside": 0.02} for took in seconds]
+        for name, seconds in {"engine": (2.0, 4.0), "static": (3.0, 6.0)}.items()
+    }
+    sides = [side for side in own_sides(asked) if side.name in served]
+    load = Load(callers=4, requests=[([1] * 200, 50)] * 6, sides=sides, served=served)
+    assert load.title == "4 callers: 6 requests, 1,200 prompt and 300 new tokens"
+    assert load.row(sides[1])[1:5] == ("1.33", "66.7", "1.500 (1.500-1.500)", "2,250 / 2,980")
+    panel = load.panel("")
+    assert panel.title == "4 callers get 100 new tokens/s: 1.5x faster than generate of lists"
+    assert [bar.kind for bar in panel.bars] == ["ours", "yardstick"]
+    values = {"chunked": 0.1, "whole": 0.5, "read": 0.4, "reused": 0.01, "steady": 0.01, "outside": 0.02, "lost": 0.06,
+              "step": 0.001}  # fmt: skip
+    latencies, lengths = Latencies([values]), fit_lengths(asked)
+    text = "\n".join(latencies.lines(8, lengths))
     assert "1.0 (1.0-1.0) % of the engine's time is outside the session's runs between starts and ends" in text
     assert "2.0 (2.0-2.0) % in all; the runs alone take 6.0 (6.0-6.0) % less time." in text
     assert "5.0 (5.0-5.0) times as long" in text
     assert "40.0 (40.0-40.0) times as fast" in text
-    first, second = report.panels()
-    assert first.title == "4 callers get 100 new tokens/s: 1.5x faster than lists"
-    assert [bar.kind for bar in first.bars] == ["ours", "yardstick"]
-    assert "5.0x sooner behind a prompt read in chunks, and 40x sooner after a reused prefix" in second.title
+    title = latencies.panel("", lengths).title
+    assert "5.0x sooner behind a prompt read in chunks, and 40x sooner after a reused prefix" in title
 
 
 # Refusals
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "error", "message"),
     [
-        ({"concurrency": (4, 0)}, "concurrency is 0, but must be an integer >= 1"),
-        ({"concurrency": ()}, "concurrency is empty"),
-        ({"new_tokens": 1}, "new_tokens is 1, but must be an integer >= 2"),
-        ({"rows": 0}, "rows is 0"),
-        ({"threads": (0,)}, r"threads are \[0\]"),
+        ({"prompt_tokens": 60}, ParameterError, "prompt_tokens is 60, so a sequence may need .* the context has 96"),
+        ({"long_tokens": 96}, ParameterError, "long_tokens is 96, so a sequence may need 97 tokens"),
+        ({"prefix_tokens": 90}, ParameterError, "prefix_tokens is 90, so a sequence may need 99 tokens"),
+        ({"peers": ("vllm",)}, ParameterError, "'vllm' is not a side of this benchmark; choose from engine, one-by"),
+        ({"peers": ("x",)}, BenchmarkError, "x was requested, but is not installed"),
+        ({"folder": Path("nowhere")}, ManifestError, "nowhere"),
     ],
 )
-def test_a_request_out_of_range_is_refused(asked: ServeRequest, changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        replace(asked, **changes)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"prompt_tokens": 60}, "prompt_tokens is 60, so a sequence may need .* tokens, but the context has 96"),
-        ({"long_tokens": 96}, "long_tokens is 96, so a sequence may need 97 tokens"),
-        ({"prefix_tokens": 90}, "prefix_tokens is 90, so a sequence may need 99 tokens"),
-    ],
-)
-def test_lengths_beyond_the_context_are_refused(asked: ServeRequest, changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        fit_lengths(replace(asked, **changes))  # type: ignore[arg-type]
-
-
-def test_unknown_and_absent_sides_are_refused(asked: ServeRequest) -> None:
-    with pytest.raises(ParameterError, match="'vllm' is not a side of this benchmark; choose from engine, one-by-one"):
-        choose(replace(asked, peers=("vllm",)))
-    absent = ServeSide("x", "an x", "peer", "x.py", "serve", {}, why_not="not installed: pip install x")
-    assert [side.name for side in choose(asked, [absent])[1]] == ["x"]
-    with pytest.raises(BenchmarkError, match="x was requested, but is not installed"):
-        choose(replace(asked, peers=("x",)), [absent])
-
-
-def test_a_folder_that_is_not_an_export_is_refused(asked: ServeRequest, tmp_path: Path) -> None:
-    with pytest.raises(ManifestError):
-        run(replace(asked, folder=tmp_path))
+def test_a_request_that_cannot_run_is_refused(
+    asked: ServeRequest, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    absent = Side(name="x", label="an x", kind="peer", settings={}, why_not="not installed: pip install x")
+    with pytest.raises(error, match=message):
+        run(replace(asked, **changes), others=[absent])
 
 
 # The command
 
 
 @pytest.mark.slow
-def test_the_command_prints_a_table_and_writes_json_and_a_picture(folder: Path, tmp_path: Path) -> None:
-    arguments = ["bench", "serve", folder, "--concurrency", "2", "--requests", "2", "--rounds", "1", "--json",
-                 tmp_path / "out.json", "--plot", tmp_path / "out.png"]  # fmt: skip
-    done = CliRunner().invoke(topw, list(map(str, arguments)))
+def test_the_command_prints_a_table_and_writes_json_and_a_picture(
+    bench: Callable[..., Result], folder: Path, tmp_path: Path
+) -> None:
+    done = bench("serve", folder, "--concurrency", 2, "--requests", 2, "--rounds", 1, "--json", tmp_path / "out.json",
+                 "--plot", tmp_path / "out.png")  # fmt: skip
     assert done.exit_code == 0, done.output
     assert "| generate one by one" in done.stdout
     assert "First text of a request of 16 tokens while a prompt of 95 is read" in done.stdout
@@ -282,7 +251,8 @@ def test_the_command_prints_a_table_and_writes_json_and_a_picture(folder: Path, 
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_the_command_refuses_callers_that_are_not_numbers(folder: Path) -> None:
-    done = CliRunner().invoke(topw, ["bench", "serve", str(folder), "--concurrency", "1,many"])
-    assert done.exit_code == 2
-    assert "'1,many' is not a comma-separated list of numbers of callers." in done.stderr
+@pytest.mark.parametrize("value", ["1,many", "4,0"])
+def test_the_command_refuses_callers_that_are_not_numbers(
+    bench: Callable[..., Result], folder: Path, value: str
+) -> None:
+    assert bench("serve", folder, "--concurrency", value).exit_code == 2

@@ -15,7 +15,7 @@ from tests.support.toy_graph import FORMS, HEAD_DIMS
 from tests.support.toy_model import VOCAB, Toy, export
 from topw_deploy.runtime.inputs import RuleInputs
 from topw_deploy.sampling import TopWParameters
-from topw_lab.bench.process import WorkerProcess
+from topw_lab.worker import Worker
 
 pytestmark = pytest.mark.slow
 
@@ -81,7 +81,7 @@ def test_a_sweep_times_every_sampler_and_the_control(
     monkeypatch.setenv("PYTHONPATH", str(Path(decode_worker.__file__).parents[1]), prepend=os.pathsep)
     settings = {"export": str(folder), "either": str(write_either(folder, tmp_path)), "samplers": ["graph"],
                 "threads": 1, "seed": 0}  # fmt: skip
-    with WorkerProcess("the models", Path(decode_worker.__file__), settings) as worker:
+    with Worker("the models", Path(decode_worker.__file__), settings) as worker:
         turns = worker.call("sweep", prompt=PROMPT, turns=3, steps=2)
         assert worker.call("certified") > 0
     assert len(turns) == 3

@@ -11,7 +11,7 @@ import pytest
 import benchmarks.serve
 from benchmarks.serve import summary_tables
 from topw_deploy.errors import BenchmarkError
-from topw_lab.bench.process import WorkerProcess
+from topw_lab.worker import Worker
 
 pytestmark = pytest.mark.slow
 
@@ -169,7 +169,7 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def served(side: str, settings: dict[str, object], callers: int) -> dict[str, object]:
     file = Path(benchmarks.serve.__file__).with_name(f"serve_{side}_worker.py")
-    with WorkerProcess(side, file, {**settings, "threads": 1}) as worker:
+    with Worker(side, file, {**settings, "threads": 1}) as worker:
         found = worker.call("serve", requests=REQUESTS, callers=callers)
         assert worker.call("serve", requests=REQUESTS, callers=callers)["first"]
     return dict(found)

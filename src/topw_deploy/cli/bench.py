@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import click
 
 from topw_deploy.cli.files import check_output, check_picture, write_json
-from topw_deploy.cli.flags import suggestion
 from topw_deploy.cli.options import CONTEXT, quiet_option
 from topw_deploy.cli.terminal import say, say_json
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
 
 if TYPE_CHECKING:
-    from topw_lab.bench.report import BenchReport, PanelReport
+    from topw_lab.bench.sides import Report
 
 Item = TypeVar("Item")
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -25,27 +24,19 @@ _EXISTING_FOLDER = click.Path(path_type=Path, file_okay=False, exists=True)
 
 
 class _CommaSeparated(click.ParamType, Generic[Item]):
-    """A type of option: comma-separated values of one type, such as 1,2.
+    """A type of option: comma-separated values, such as 1,2.
 
-    kind: type of the values.
+    kind: click's type of the values.
     name: what the values are, for messages.
-    choices: the allowed values; empty for any.
     """
 
-    def __init__(self, kind: type[Item], *, name: str, choices: Sequence[Item] = ()) -> None:
-        self.name, self._kind, self._choices = name, kind, choices
+    def __init__(self, kind: click.ParamType, *, name: str) -> None:
+        self.name, self._kind = name, kind
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Item, ...]:
         if isinstance(value, tuple):
             return value
-        try:
-            items = tuple(self._kind(part) for part in str(value).replace(",", " ").split())  # type: ignore[call-arg]
-        except ValueError:
-            self.fail(f"{value!r} is not a comma-separated list of {self.name}.", param, ctx)
-        for item in items:
-            if self._choices and item not in self._choices:
-                known = [str(choice) for choice in self._choices]
-                self.fail(f"{item!r} is not one of {', '.join(known)}.{suggestion(str(item), known)}", param, ctx)
+        items = tuple(self._kind.convert(part, param, ctx) for part in str(value).replace(",", " ").split())
         if not items:
             self.fail(f"the value is empty, but must list {self.name}.", param, ctx)
         return items
@@ -99,7 +90,9 @@ def _threads_option(of: str) -> Callable[[Command], Command]:
     """The option --threads for several thread counts. of: what has these threads, for the help."""
     return click.option(
         "--threads",
-        type=_CommaSeparated(int, name="thread counts"),
+        type=_CommaSeparated(
+            click.IntRange(1, 1024), name="thread counts"
+        ),  # some libraries start as many as requested
         default="1",
         show_default=True,
         help=f"Threads of {of}. Comma-separated: one run per value.",
@@ -108,7 +101,7 @@ def _threads_option(of: str) -> Callable[[Command], Command]:
 
 _peers_option = click.option(
     "--peers",
-    type=_CommaSeparated(str, name="sides"),
+    type=_CommaSeparated(click.STRING, name="sides"),
     help="Run only these sides, separated by commas; each must be available.",
 )
 
@@ -119,7 +112,7 @@ _peers_option = click.option(
 @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Rows per step.")
 @click.option(
     "--regime",
-    type=_CommaSeparated(str, name="regimes", choices=("certified", "flat", "uncertified")),
+    type=_CommaSeparated(click.Choice(("certified", "flat", "uncertified")), name="regimes"),
     default="certified",
     show_default=True,
     help="Kind of logits: the crop is certified among few candidates (certified), among many (flat), or decided by "
@@ -127,7 +120,7 @@ _peers_option = click.option(
 )
 @click.option(
     "--temperature",
-    type=_CommaSeparated(float, name="temperatures"),
+    type=_CommaSeparated(click.FLOAT, name="temperatures"),
     help="Sampling temperature; default: the regime's own. Comma-separated.",
 )
 @click.option(
@@ -145,7 +138,7 @@ _peers_option = click.option(
     "--genai-python", type=_EXISTING_FILE, metavar="PYTHON", help="Python of an environment with onnxruntime-genai."
 )
 @_common_options(
-    click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Threads of each side."),
+    click.option("--threads", type=click.IntRange(1, 1024), default=1, show_default=True, help="Threads of each side."),
     40,
 )
 def sampler(
@@ -165,10 +158,9 @@ def sampler(
     """
     _check_outputs(json_file, plot)
     from topw_deploy.cli.progress import progress
-    from topw_lab.bench.sampler.request import SamplerBenchRequest
-    from topw_lab.bench.sampler.run import run
+    from topw_lab.bench.sampler import SamplerRequest, run
 
-    request = SamplerBenchRequest(
+    request = SamplerRequest(
         regimes=regime,
         temperatures=temperature or (),
         options=TopWOptions(metric=metric, alt_iters=alt_iters),
@@ -215,8 +207,7 @@ def decode(
     """
     _check_outputs(json_file, plot)
     from topw_deploy.cli.progress import progress
-    from topw_lab.bench.decode.request import DecodeRequest
-    from topw_lab.bench.decode.run import run
+    from topw_lab.bench.decode import DecodeRequest, run
 
     request = DecodeRequest(peers=peers or (), **rest)
     _show_report(run(request, progress(quiet)), json_file, plot)
@@ -226,7 +217,7 @@ def decode(
 @click.argument("folder", metavar="OUT", type=_EXISTING_FOLDER)
 @click.option(
     "--concurrency",
-    type=_CommaSeparated(int, name="numbers of callers"),
+    type=_CommaSeparated(click.IntRange(min=1), name="numbers of callers"),
     default="1,4,16,64",
     show_default=True,
     help="Number of callers; each sends its next request when it has the answer. Comma-separated: one run per value.",
@@ -260,7 +251,7 @@ def decode(
 )
 @click.option(
     "--peers",
-    type=_CommaSeparated(str, name="sides"),
+    type=_CommaSeparated(click.STRING, name="sides"),
     help="Run only these of engine, one-by-one, static and ideal, separated by commas.",
 )
 @_common_options(_threads_option("the session"), 3)
@@ -273,8 +264,7 @@ def serve(peers: tuple[str, ...] | None, json_file: str | None, plot: Path | Non
     """
     _check_outputs(json_file, plot)
     from topw_deploy.cli.progress import progress
-    from topw_lab.bench.serve.request import ServeRequest
-    from topw_lab.bench.serve.run import run
+    from topw_lab.bench.serve import ServeRequest, run
 
     request = ServeRequest(peers=peers or (), **rest)
     _show_report(run(request, progress(quiet)), json_file, plot)
@@ -292,7 +282,7 @@ def serve(peers: tuple[str, ...] | None, json_file: str | None, plot: Path | Non
 @click.option("--temperatures", metavar="T1,T2,...", default="0.5,1,1.5,2", show_default=True, help="Temperatures.")
 @click.option(
     "--samplers",
-    type=_CommaSeparated(str, name="samplers", choices=("native", "graph")),
+    type=_CommaSeparated(click.Choice(("native", "graph")), name="samplers"),
     help="How to open each model: with the native operator, with the function in its graph, or (default) both, one "
     "after the other. Comma-separated.",
 )
@@ -326,17 +316,12 @@ def bench_rules(
     _check_outputs(json_file, plot)
     from topw_deploy.cli.progress import progress
     from topw_deploy.runtime.rule_settings import read_rules, read_temperatures
-    from topw_lab.bench.rules.picture import draw_rules
-    from topw_lab.bench.rules.request import RulesRequest
-    from topw_lab.bench.rules.run import run
+    from topw_lab.bench.rules import RulesRequest, run
 
     request = RulesRequest(
         rules=read_rules(rules), temperatures=read_temperatures(temperatures), samplers=samplers or (), **rest
     )
-    report = run(request, progress(quiet))
-    _print_report(report, json_file)
-    if plot is not None:
-        draw_rules(plot, report)
+    _show_report(run(request, progress(quiet)), json_file, plot)
 
 
 def _check_outputs(json_file: str | None, plot: Path | None) -> None:
@@ -345,17 +330,13 @@ def _check_outputs(json_file: str | None, plot: Path | None) -> None:
     check_picture(plot, (".png",))
 
 
-def _show_report(report: PanelReport, json_file: str | None, plot: Path | None) -> None:
-    _print_report(report, json_file)
-    if plot is not None:
-        report.draw(plot)
-
-
-def _print_report(report: BenchReport, json_file: str | None) -> None:
-    """Print the report, or write it as JSON to stdout if `json_file` is -. Also write `json_file` if it is a file."""
+def _show_report(report: Report, json_file: str | None, plot: Path | None) -> None:
+    """Print the report, or write it as JSON to stdout if `json_file` is -. Then write the files."""
     if json_file == "-":
         say_json(report.as_dict(), indent=2)
-        return
-    say(*report.text().split("\n"))
-    if json_file is not None:
-        write_json(report.as_dict(), Path(json_file))
+    else:
+        say(*report.text().split("\n"))
+        if json_file is not None:
+            write_json(report.as_dict(), Path(json_file))
+    if plot is not None:
+        report.draw(plot)

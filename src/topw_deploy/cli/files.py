@@ -11,7 +11,6 @@ import click
 
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.plain_text import json_text
-from topw_deploy.reports import require_matplotlib
 
 
 def read_source(path: Path) -> tuple[bytes, str]:
@@ -56,6 +55,8 @@ def check_picture(path: Path | None, endings: tuple[str, ...]) -> None:
     check_output(path, "plot")
     if path.suffix.lower() not in endings:
         raise ParameterError(f"plot is {path}, but must end in {' or '.join(endings)}; choose another name.", "plot")
+    from topw_lab.plots import require_matplotlib
+
     require_matplotlib()
 
 

@@ -22,7 +22,7 @@ from topw_deploy.cli.options import (
     take_given,
 )
 from topw_deploy.cli.terminal import say, say_json
-from topw_deploy.reports import count_text
+from topw_deploy.plain_text import count_text
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, TOP_W
 

@@ -1,7 +1,7 @@
 """`topw bench`: time sampling and decoding, and compare with other libraries (docs/guide/benchmarking.md).
 
-- `sides`: the rows of a table, and which of them can run here
-- `process`, `workers`: one process for each environment, which runs the sides of that environment
-- `measurement`, `report`, `picture`: times, tables and bar charts of all commands
-- `sampler`, `decode`, `rules`, `serve`: one folder per command
+- `decode`, `rules`, `sampler`, `serve`: one file per command says what is measured; `samplers` and `serve_worker` are
+  the workers of the last two
+- `sides`, `measure`: sides in processes of their own, rounds, and the report
+- `argmax`: the exported decoder with ArgMax; `genai`, `generate`: workers for other libraries
 """

@@ -15,8 +15,8 @@ from typing import Any
 from topw_deploy.engine import Engine
 from topw_deploy.errors import ParameterError, PromptError, TokenizerError
 from topw_deploy.manifest import MANIFEST_NAME, sha256_of
+from topw_deploy.plain_text import count_text
 from topw_deploy.progress import SILENT, Advance, Progress
-from topw_deploy.reports import count_text
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.outputs import logits_output
 from topw_deploy.runtime.rule_settings import RuleSetting

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from topw_deploy.reports import aligned_columns, count_text
+from topw_deploy.plain_text import count_text
 from topw_lab.compare.collect import Comparison
 from topw_lab.compare.summary import TEXT_METRICS, RuleSummary
+from topw_lab.tables import table
 
 _MISSING_OUTPUT_NOTES = {
     "logits": "Perplexity needs the graph's output logits: export again with --with-logits.",
@@ -20,7 +21,7 @@ def report_lines(comparison: Comparison, summaries: Sequence[RuleSummary]) -> It
     yield title_line(comparison)
     yield ""
     header = ("temperature", "rule", *(metric.title for metric in _TABLE_METRICS), "tokens", "seconds")
-    yield from aligned_columns(header, map(_row_cells, summaries), left=2)
+    yield from table(header, map(_row_cells, summaries), left=2).split("\n")
     for note in missing_metric_notes(comparison):
         yield ""
         yield note

@@ -21,8 +21,8 @@ from topw_deploy.export.graft.sampler_node import sampler_node
 from topw_deploy.export.tail import GEOMETRY_INPUTS, TAIL_INPUTS
 from topw_deploy.export.verification.probe import LogitsProbe
 from topw_deploy.manifest import MODEL_NAME, DecoderManifest
+from topw_deploy.plain_text import count_text
 from topw_deploy.progress import SILENT, Advance, Progress
-from topw_deploy.reports import count_text
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.inputs import EditInputs
 from topw_deploy.runtime.sequence import Sequence as Prepared

@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from topw_lab.stats.exact.analyse import TOP_W
-from topw_lab.stats.exact_summary import ExactSummary
-from topw_lab.stats.style import (
+from topw_lab.plots import (
     COLOURS,
     MUTED,
     TEXT,
@@ -21,6 +19,8 @@ from topw_lab.stats.style import (
     style_axes,
     write_heading,
 )
+from topw_lab.stats.exact.analyse import TOP_W
+from topw_lab.stats.exact_summary import ExactSummary
 
 _LINEAR_BELOW = 0.01  # the axis of F is linear up to this, then logarithmic
 _RULE_COLOURS = (*COLOURS, TEXT, MUTED)  # Top-W, six compared rules, and one rule that wrote texts

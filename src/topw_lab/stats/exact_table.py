@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from topw_deploy.reports import aligned_columns, count_text
+from topw_deploy.plain_text import count_text
 from topw_deploy.sampling.rules import TOP_W as TOP_W_RULE
 from topw_lab.stats.exact_summary import Estimate, ExactSummary, Standing
+from topw_lab.tables import table
 
 _STANDING_COLUMNS = ("median (95 %)", "p95", "most", "relative", "p95", "most")
 
@@ -19,10 +20,10 @@ def exact_lines(summaries: Sequence[ExactSummary]) -> Iterator[str]:
         return
     yield ""
     yield "Top-W's crop compared with the best prefix: how often it is as good, and how far its F is above."
-    yield from aligned_columns(
+    yield from table(
         ("setting", "order", "steps", "kept median", "best median", "optimal (95 %)", *_STANDING_COLUMNS),
         [row for summary in summaries for row in _top_w_rows(summary)],
-    )
+    ).split("\n")
     for summary in summaries:
         yield ""
         yield from _rule_lines(summary)
@@ -61,7 +62,7 @@ def _rule_lines(summary: ExactSummary) -> Iterator[str]:
         means = [f"{number:.4g}" for number in (crop.transport, crop.entropy, crop.value)]
         sizes = [f"{crop.kept:.1f}", f"{crop.mass:.3f}"]
         rows.append([crop.name, *sizes, *means, f"{100 * crop.lowest.value:.1f} %", *_standing_cells(crop.standing)])
-    yield from aligned_columns(header, rows)
+    yield from table(header, rows).split("\n")
     for crop in summary.crops:
         if crop.cut:
             yield f"{crop.name}: kept tokens outside the analysed ones are left out at {count_text(crop.cut, 'step')}"

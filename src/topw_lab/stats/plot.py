@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from topw_lab.stats.style import COLOURS, colours, drawable_text, new_figure, save_figure, style_axes, write_heading
+from topw_lab.plots import COLOURS, colours, drawable_text, new_figure, save_figure, style_axes, write_heading
 from topw_lab.stats.summary import Distribution, MovedToken, PositionRange, SettingSummary
 from topw_lab.stats.table import token_text, verdict
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from topw_deploy.reports import aligned_columns, count_text
+from topw_deploy.plain_text import count_text
 from topw_deploy.sampling.rules import TOP_W
 from topw_lab.stats.summary import Distribution, MovedToken, PositionRange, SettingSummary
+from topw_lab.tables import table
 
 _UNREADABLE = "�"  # replaces bytes that are not UTF-8
 
@@ -62,7 +63,7 @@ def _settings_table(summaries: Sequence[SettingSummary]) -> Iterator[str]:
         percentages = (_percentage(summary.certified, summary.steps), _changed_share(summary, summary))
         numbers = _mean_cells(whole) if whole is not None else ["-"] * 7
         rows.append([summary.label or "as given", str(summary.steps), *percentages, *numbers])
-    yield from aligned_columns(header, rows)
+    yield from table(header, rows).split("\n")
 
 
 def _mean_cells(place: PositionRange) -> list[str]:
@@ -93,7 +94,7 @@ def _setting_details(summary: SettingSummary, most_tokens: int) -> Iterator[str]
     yield ""
     header = ("position", "steps", "certified", "geometry acted", "one token", "kept", "mass", "entropy", "of crop")
     rows = [_range_cells(place, summary) for place in summary.ranges] if len(summary.ranges) > 1 else []
-    yield from aligned_columns(header, [*rows, ["all", *_range_cells(summary.whole, summary)[1:]]])
+    yield from table(header, [*rows, ["all", *_range_cells(summary.whole, summary)[1:]]]).split("\n")
     for title, tokens in (
         ("kept only because of geometry", summary.added),
         ("dropped only because of geometry", summary.dropped),

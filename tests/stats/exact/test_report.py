@@ -81,7 +81,7 @@ def test_intervals_resample_prompts_and_hold_the_estimate() -> None:
 def test_the_table_shows_the_share_the_excess_and_the_cut_crops() -> None:
     one = summary([step(2.0, 2.0), step(3.0, 1.0, cut=("top-p 0.9",))], label="temperature 1")
     text = "\n".join(exact_lines([one]))
-    assert "temperature 1  probability      2" in text
+    assert "| temperature 1 | probability |     2 |" in text
     assert "2 of 7 steps, 1 prompt; 40 tokens with mass 0.900 on average" in text
     assert "50.0 %" in text
     assert "top-p 0.9: kept tokens outside the analysed ones are left out at 1 step" in text

@@ -8,43 +8,45 @@ from pathlib import Path
 import pytest
 
 from topw_deploy.errors import BenchmarkError, ParameterError
-from topw_lab.bench.process import WORKERS, WorkerProcess
+from topw_lab import worker as worker_module
+from topw_lab.worker import Worker
 
 
 def test_output_of_libraries_does_not_mix_with_a_workers_answers(worker_file: Path) -> None:
-    with WorkerProcess("adder", worker_file, {"name": "adder"}) as worker:
+    with Worker("adder", worker_file, {"name": "adder"}) as worker:
         assert worker.call("add", a=2, b=3) == 5
         assert worker.call("add", a="x", b="é") == "xé"
 
 
 def test_a_worker_gets_the_thread_count_that_blas_libraries_read(worker_file: Path) -> None:
-    with WorkerProcess("adder", worker_file, {"name": "adder"}, threads=3) as worker:
+    with Worker("adder", worker_file, {"name": "adder"}, threads=3) as worker:
         assert worker.call("threads") == "3"
 
 
 def test_the_workers_folder_is_not_on_the_path(worker_file: Path) -> None:
-    with WorkerProcess("adder", worker_file, {"name": "adder"}) as worker:
-        assert str(WORKERS) not in worker.call("path")
+    with Worker("adder", worker_file, {"name": "adder"}) as worker:
+        assert str(Path(worker_module.__file__).parent) not in worker.call("path")
 
 
 @pytest.mark.slow
 def test_a_file_without_start_is_refused() -> None:
     with pytest.raises(BenchmarkError, match="no attribute 'start'"):
-        WorkerProcess("nothing", WORKERS.parent / "sides.py", {})
+        Worker("nothing", worker_module.__file__, {})
 
 
 def test_a_worker_reports_how_much_memory_it_took(worker_file: Path) -> None:
     ballast = bytearray(300 << 20)  # must not count as the child's
     for place in range(0, len(ballast), 1 << 12):
         ballast[place] = 1
-    with WorkerProcess("adder", worker_file, {"name": "adder"}) as worker:
-        peak = worker.peak_bytes()
+    with Worker("adder", worker_file, {"name": "adder"}) as worker:
+        peak = worker.call("peak_bytes")
+        assert worker.call("load_seconds") > 0
     assert peak is not None
     assert 1 << 20 < peak < 200 << 20
 
 
 def test_an_error_in_a_worker_is_one_sentence_with_the_sides_name(worker_file: Path) -> None:
-    with WorkerProcess("adder", worker_file, {"name": "adder"}) as worker:
+    with Worker("adder", worker_file, {"name": "adder"}) as worker:
         with pytest.raises(BenchmarkError, match=r"^adder failed: ValueError: two lines; omit it or repair it\.$"):
             worker.call("fail")
         assert worker.call("add", a=1, b=1) == 2
@@ -52,7 +54,7 @@ def test_an_error_in_a_worker_is_one_sentence_with_the_sides_name(worker_file: P
 
 def test_an_error_of_this_package_keeps_its_type_and_message(worker_file: Path) -> None:
     with (
-        WorkerProcess("adder", worker_file, {"name": "adder"}) as worker,
+        Worker("adder", worker_file, {"name": "adder"}) as worker,
         pytest.raises(ParameterError, match=r"^lam is -1\.$"),
     ):
         worker.call("refuse")
@@ -60,14 +62,14 @@ def test_an_error_of_this_package_keeps_its_type_and_message(worker_file: Path) 
 
 def test_a_worker_that_dies_is_named_with_its_last_line_of_stderr(worker_file: Path) -> None:
     with (
-        WorkerProcess("adder", worker_file, {"name": "adder"}) as worker,
+        Worker("adder", worker_file, {"name": "adder"}) as worker,
         pytest.raises(BenchmarkError, match=r"^adder ended with exit code 7: out of luck; "),
     ):
         worker.call("die", code=7)
 
 
 def test_every_call_of_a_dead_worker_reports_its_exit(worker_file: Path) -> None:
-    with WorkerProcess("adder", worker_file, {"name": "adder"}) as worker:
+    with Worker("adder", worker_file, {"name": "adder"}) as worker:
         for _ in range(2):
             with pytest.raises(BenchmarkError, match="ended with exit code 7"):
                 worker.call("die", code=7)
@@ -75,7 +77,7 @@ def test_every_call_of_a_dead_worker_reports_its_exit(worker_file: Path) -> None
 
 def test_a_missing_interpreter_is_refused(worker_file: Path, tmp_path: Path) -> None:
     with pytest.raises(BenchmarkError, match="give a Python interpreter"):
-        WorkerProcess("adder", worker_file, {"name": "adder"}, python=tmp_path / "python")
+        Worker("adder", worker_file, {"name": "adder"}, python=tmp_path / "python")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a shell script")
@@ -87,11 +89,11 @@ def test_a_program_that_is_not_python_is_refused(
     (tmp_path / "python").chmod(0o755)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BenchmarkError, match=r"^adder: .*python is not Python; give a Python interpreter\.$"):
-        WorkerProcess("adder", worker_file, {"name": "adder"}, python=Path("python"))
+        Worker("adder", worker_file, {"name": "adder"}, python=Path("python"))
 
 
 def test_an_interpreter_without_the_library_names_it(tmp_path: Path) -> None:
     path = tmp_path / "worker_file.py"
     path.write_text("import a_library_that_nobody_has\n", encoding="utf-8")
     with pytest.raises(BenchmarkError, match="No module named 'a_library_that_nobody_has'"):
-        WorkerProcess("peer", path, {}, python=sys.executable)
+        Worker("peer", path, {}, python=sys.executable)

@@ -13,8 +13,8 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 from topw_deploy.progress import Advance
 from topw_deploy.versions import installed_version
@@ -48,6 +48,10 @@ class Spread:
             return cls(values[0], values[0], values[0])
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, low, high)
+
+    @property
+    def ends(self) -> tuple[float, float, float]:
+        return self.low, self.median, self.high
 
     def format(self, scale: float = 1.0, digits: int = 2) -> str:
         """The numbers times `scale`, with this many decimals: "17.10 (16.90-17.60)"."""
@@ -154,9 +158,6 @@ class MachineInfo:
         flags = f" ({', '.join(self.flags)})" if self.flags else ""
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         return f"{self.processor}{flags}, {self.cores} cores; Python {self.python}, {versions}"
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "flags": list(self.flags)}
 
 
 def this_machine() -> MachineInfo:

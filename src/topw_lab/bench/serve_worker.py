@@ -20,15 +20,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import Any, TypedDict
+from typing import Any
 
 from topw_deploy.engine import Engine
 from topw_deploy.engine.batch import Batch
+from topw_deploy.engine.scheduler import ScheduledSequence, Scheduler
 from topw_deploy.runtime import TopWModel
-from topw_lab.bench.serve.ideal import run_requests
+from topw_deploy.runtime.sequence import Sequence as Prepared
 
 Requests = list[tuple[list[int], int]]
 Served = dict[str, Any]
@@ -37,28 +38,16 @@ _FIRST_TEXT_NEW = 8  # new tokens of a request of which only the first text is t
 _PAUSE = 1e-4  # seconds between two looks at the engine
 
 
-class ServeSettings(TypedDict):
-    """Settings of the worker.
+def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
+    """Open the model. Returns the methods of ServeWorker.
 
-    folder: the exported model.
-    rows: maximum number of rows of the engine.
-    prefill_budget: the engine's option.
-    threads: number of threads of the session.
+    settings: "folder" (the exported model), "threads" of the session, and "rows" and "prefill_budget" of the engine.
     """
-
-    folder: str
-    rows: int
-    prefill_budget: int
-    threads: int
-
-
-def start(settings: ServeSettings) -> dict[str, Callable[..., Any]]:
-    """Open the model. Returns the methods of ServeWorker."""
     model = TopWModel.from_pretrained(settings["folder"], provider="cpu", intra_op_num_threads=settings["threads"])
     worker = ServeWorker(model, settings["rows"], settings["prefill_budget"])
     return {
         "engine": worker.engine,
-        "one_by_one": worker.one_by_one,
+        "one-by-one": worker.one_by_one,
         "static": worker.static,
         "ideal": worker.ideal,
         "wait_behind_prompt": worker.wait_behind_prompt,
@@ -190,3 +179,82 @@ class ServeWorker:
         if key not in self._engines:
             self._engines[key] = Engine(self._model, max_batch=rows, prefill_budget=key[1], reuse_prefixes=reuse)
         return self._engines[key]
+
+
+class _Sequence(ScheduledSequence):
+    """A request in the scheduler. left: number of tokens to draw."""
+
+    def __init__(self, request: Prepared) -> None:
+        super().__init__(len(request.prompt))
+        self.request, self.left = request, request.params.budget
+
+
+def run_requests(
+    batch: Batch, rows: int, chunk: int, requests: Sequence[Prepared], callers: int, *, decoding_only: bool = False
+) -> float:
+    """Make the engine's runs for the requests, at most `callers` at a time. Returns the seconds spent in runs.
+
+    There are no threads, callers or texts, and only the runs are timed. Their time is a lower bound for `Engine`, which
+    adds the cost of its own and the callers' Python code.
+
+    rows: number of rows of `batch`; all must be free.
+    chunk: maximum number of prompt tokens per run.
+    decoding_only: see `Scheduler`.
+    """
+    scheduler: Scheduler[_Sequence] = Scheduler(rows, chunk, decoding_only=decoding_only, moves_rows=batch.copies_rows)
+    sequences = [_Sequence(request) for request in requests]
+    waiting = iter(sequences[callers:])
+    for sequence in sequences[:callers]:
+        scheduler.submit(sequence)
+    before = batch.run_seconds
+    while not scheduler.is_idle:
+        for sequence in scheduler.admit():
+            batch.assign(sequence.row, sequence.request)
+        ended = _read_chunk(batch, scheduler)
+        ended += _run_step(batch, scheduler)
+        for sequence in ended:
+            batch.clear(sequence.row)
+            following = next(waiting, None)
+            if following is not None:
+                scheduler.submit(following)
+    return batch.run_seconds - before
+
+
+def _read_chunk(batch: Batch, scheduler: Scheduler[_Sequence]) -> list[_Sequence]:
+    """Read a chunk of a prompt, if one waits. Returns the sequences that ended."""
+    chunk = scheduler.next_chunk()
+    if chunk is None:
+        return []
+    sequence = chunk.sequence
+    token = batch.read(sequence.row, sequence.request, chunk.start, chunk.end)
+    scheduler.record_read(chunk)
+    if token is None:
+        return []
+    return _accept_tokens(scheduler, [sequence], lambda sequence: batch.begin(sequence.row, token))
+
+
+def _run_step(batch: Batch, scheduler: Scheduler[_Sequence]) -> list[_Sequence]:
+    """Draw a token for each decoding row. Returns the sequences that ended."""
+    for pair in scheduler.arrange():
+        batch.exchange(*pair)
+    if not scheduler.decoding:
+        return []
+    tokens = batch.step(scheduler.width)
+    return _accept_tokens(
+        scheduler, list(scheduler.decoding), lambda sequence: batch.accept(sequence.row, tokens[sequence.row])
+    )
+
+
+def _accept_tokens(
+    scheduler: Scheduler[_Sequence], sequences: Sequence[_Sequence], feed: Callable[[_Sequence], None]
+) -> list[_Sequence]:
+    """Count the new token of each sequence, and feed it to the next run. Returns the sequences that ended."""
+    ended = []
+    for sequence in sequences:
+        sequence.left -= 1
+        if sequence.left:
+            feed(sequence)
+        else:
+            scheduler.end(sequence)
+            ended.append(sequence)
+    return ended

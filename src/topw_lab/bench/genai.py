@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import onnxruntime_genai as og  # type: ignore[import-not-found]
@@ -46,47 +46,22 @@ class GenaiSampler:
         return seconds
 
 
-class SamplingSettings(TypedDict):
-    """Settings for the task "sample".
-
-    model: folder of the model.
-    sides: name of each side -> search options.
-    logits: for each case, a .npy file [B, V].
-    temperatures: temperature of each case.
-    """
-
-    task: str
-    model: str
-    sides: dict[str, dict[str, Any]]
-    logits: list[str]
-    temperatures: list[float]
-
-
-class DecodingSettings(TypedDict):
-    """Settings for the task "decode".
-
-    folder: a model that genai's builder wrote.
-    search: search options.
-    threads: number of threads of the session.
-    """
-
-    task: str
-    folder: str
-    search: dict[str, Any]
-    threads: int
-
-
 def start(settings: Any) -> dict[str, Callable[..., Any]]:
-    """Start the task of the settings, which are SamplingSettings or DecodingSettings."""
+    """Start the task of the settings: "sample" or "decode"."""
     if hasattr(og, "disable_telemetry_events"):
         og.disable_telemetry_events()
     return {"sample": start_sampling, "decode": start_decoding}[settings["task"]](settings)
 
 
-def start_sampling(settings: SamplingSettings) -> dict[str, Callable[..., Any]]:
-    """Load the model. Returns `time` (seconds per step), `tokens` (of one draw) and `version`."""
-    model = og.Model(settings["model"])
-    logits = [np.load(Path(path)) for path in settings["logits"]]
+def start_sampling(settings: Any) -> dict[str, Callable[..., Any]]:
+    """Load the model. Returns `time` (seconds per step), `tokens` (of one draw) and `version`.
+
+    settings: "folder" (with the model in genai/, and the logits [B, V] of each case in logits-0.npy and so on), "sides"
+        (name of each side -> search options), and "temperatures" of the cases.
+    """
+    folder = Path(settings["folder"])
+    model = og.Model(str(folder / "genai"))
+    logits = [np.load(folder / f"logits-{index}.npy") for index in range(len(settings["temperatures"]))]
     samplers: dict[tuple[str, int], GenaiSampler] = {}
 
     def sampler(side: str, case: int) -> GenaiSampler:
@@ -109,14 +84,15 @@ def start_sampling(settings: SamplingSettings) -> dict[str, Callable[..., Any]]:
     return {"time": time_step, "tokens": tokens, "version": lambda: og.__version__}
 
 
-def start_decoding(settings: DecodingSettings) -> dict[str, Callable[..., Any]]:
-    """Load the model. Returns `run` (generates once, see `LoopResult.runs`) and `load_seconds`."""
-    began = time.perf_counter()
+def start_decoding(settings: Any) -> dict[str, Callable[..., Any]]:
+    """Load the model. Returns `run`, which generates once; see `decode.start`.
+
+    settings: "folder" (a model that genai's builder wrote), "search" options, and "threads" of the session.
+    """
     config = og.Config(settings["folder"])
     session = {"intra_op_num_threads": settings["threads"]}
     config.overlay(json.dumps({"model": {"decoder": {"session_options": session}}}))
     model = og.Model(config)
-    load_seconds = time.perf_counter() - began
 
     def run(prompt: list[int], new_tokens: int) -> dict[str, float]:
         started = time.perf_counter()
@@ -134,4 +110,4 @@ def start_decoding(settings: DecodingSettings) -> dict[str, Callable[..., Any]]:
             tokens.append(int(generator.get_next_tokens()[0]))
         return {"first": first - started, "rest": time.perf_counter() - first, "tokens": len(tokens)}
 
-    return {"run": run, "load_seconds": lambda: load_seconds}
+    return {"run": run}

@@ -1,4 +1,4 @@
-"""The order of the timed calls, and the statistics of their times."""
+"""The order of the timed calls, the statistics of their times, and their text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import statistics
 
 import pytest
 
-from topw_lab.bench.measurement import Spread, calls_filling, interleave, median_interval, ratio
+from topw_lab.bench.measure import Spread, calls_filling, interleave, median_interval, ratio
+from topw_lab.tables import comparison, duration, percentage, significant, table
 
 
 def turns(rounds: int, seed: int | None = None) -> list[str]:
@@ -69,3 +70,31 @@ def test_the_interval_of_few_values_lies_among_them_and_around_the_median(count:
 def test_a_burst_has_as_many_calls_as_fill_it_and_at_least_one() -> None:
     assert calls_filling(lambda: None, 1.0, 50) == 50
     assert calls_filling(lambda: None, 0.0, 50) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (significant(0.0), "0"),
+        (significant(0.01234), "0.0123"),
+        (significant(1.0), "1.00"),
+        (significant(17.44), "17.4"),
+        (significant(99.96), "100"),
+        (significant(1234.5), "1,230"),
+        (significant(0.9996), "1.00"),
+        (duration(17.4e-6), "17.4 us"),
+        (duration(2e-3), "2.00 ms"),
+        (duration(2e-8), "0.0200 us"),
+        (duration(0.9e-3, 1.1e-3, 2e-3), "1.10 ms (0.900-2.00)"),
+        (percentage(1, 10_000), "0.1 %"),
+        (percentage(9_999, 10_000), "99.9 %"),
+        (percentage(2, 2), "100.0 %"),
+        (percentage(0, 0), "-"),
+        (comparison({"a": 560.4, "b": 0.5, "c": 12.0}), "560x faster than a, 12x than c, 2.0x slower than b"),
+        (comparison({}), ""),
+        (table(("side", "x"), [("a", 1), ("b", 22)]),
+         "| side |    x |\n|------|-----:|\n| a    |    1 |\n| b    |   22 |"),
+    ],
+)  # fmt: skip
+def test_numbers_and_tables_read_well(text: str, expected: str) -> None:
+    assert text == expected

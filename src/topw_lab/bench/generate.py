@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
@@ -27,30 +27,16 @@ class _TokenClock:
         pass
 
 
-class GenerateSettings(TypedDict):
-    """Settings of the worker.
+def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
+    """Load the model. Returns `run`, which generates once; see `decode.start`.
 
-    library: "transformers" or "optimum".
-    folder: a model in the library's format.
-    threads: number of threads of PyTorch or of the session.
-    search: fields of a GenerationConfig.
-    processor: "topw" for Top-W, or the path of the authors' file; None without a logits processor.
+    settings: "library" ("transformers" or "optimum"), "folder" (a model in its format), "threads" of PyTorch or of the
+        session, "search" (fields of a GenerationConfig), and "processor": "topw" for Top-W, or the path of the authors'
+        file; None without a logits processor.
     """
-
-    library: str
-    folder: str
-    threads: int
-    search: dict[str, Any]
-    processor: str | None
-
-
-def start(settings: GenerateSettings) -> dict[str, Callable[..., Any]]:
-    """Load the model. Returns `run` (generates once, see `LoopResult.runs`) and `load_seconds`."""
     torch.set_num_threads(settings["threads"])
     make_processors = _processor_maker(settings["processor"])  # refuses a wrong file before the model is loaded
-    began = time.perf_counter()
     model = _load_model(settings)
-    load_seconds = time.perf_counter() - began
     processors = make_processors(model)
     # The folder's config could set top_k or end sequences early.
     model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=None, **settings["search"])
@@ -70,10 +56,10 @@ def start(settings: GenerateSettings) -> dict[str, Callable[..., Any]]:
         first, last = clock.times[1], clock.times[-1]  # times[0] is when `generate` gave the prompt
         return {"first": first - started, "rest": last - first, "tokens": out.shape[1] - len(prompt)}
 
-    return {"run": run, "load_seconds": lambda: load_seconds}
+    return {"run": run}
 
 
-def _load_model(settings: GenerateSettings) -> Any:
+def _load_model(settings: dict[str, Any]) -> Any:
     if settings["library"] == "optimum":
         import onnxruntime as ort
         from optimum.onnxruntime import ORTModelForCausalLM  # type: ignore[import-not-found]

@@ -1,1 +1,0 @@
-"""`topw bench sampler`: time one step of several samplers on the same logits."""

@@ -1,1 +1,0 @@
-"""`topw bench serve`: time the requests of many callers to one model."""
