@@ -19,7 +19,6 @@ PEERS     := .peers
 CUDA      := .cuda
 NVIDIA    := .nvidia
 HOST      := .venv-host
-OLDEST    := .venv-310
 BROWSER   := .browser
 RAY       := .venv-ray
 TRITON    := .triton
@@ -31,7 +30,7 @@ PYTEST    := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reor
 PIP       := pip install --quiet --disable-pip-version-check --no-compile
 INSTALL   := $(BIN)/$(PIP) -c constraints.txt $(PIP_FLAGS)
 
-.PHONY: demo test quick lint peers clients peers-serve judges cuda-tools nvidia host python310 browser ray triton fuzz fuzz-native fuzz-cuda fuzz-loaders soak bench gpu wheels clean help
+.PHONY: demo test quick lint peers clients peers-serve judges cuda-tools nvidia host browser ray triton fuzz fuzz-native fuzz-cuda fuzz-loaders soak bench gpu wheels clean help
 
 help:            ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -65,8 +64,6 @@ cuda-tools: $(CUDA)/tools.stamp $(CUDA)/onnxruntime.stamp  ## NVIDIA's compilers
 nvidia: $(NVIDIA)/ready.stamp  ## NVIDIA's ONNX parser and builder as pip packages, for `make test`; they need no GPU
 
 host: $(HOST)/ready.stamp  ## the Python and the packages of a GPU host, in which `make test` rehearses `make gpu`
-
-python310: $(OLDEST)/ready.stamp  ## Python 3.10 with onnxruntime 1.23, as on JetPack 6, for `make test`
 
 browser: $(BROWSER)/ready.stamp  ## a headless Chromium, axe-core, and onnxruntime for browsers and Node, from npm, for `make test`
 
@@ -116,7 +113,7 @@ wheels: $(WHEELS)/tools.stamp  ## dist/: the sdist, wheels with the native sampl
 	for wheel in dist/*manylinux*.whl; do $(WHEELS)/bin/auditwheel show $$wheel || exit 1; done
 
 clean:           ## remove the environments, the wheels and what demo wrote
-	rm -rf $(VENV) $(WHEELS) $(PEERS) $(CUDA) $(NVIDIA) $(HOST) $(OLDEST) $(BROWSER) $(RAY) $(TRITON) $(CLIENTS) $(JUDGES) out-demo dist build
+	rm -rf $(VENV) $(WHEELS) $(PEERS) $(CUDA) $(NVIDIA) $(HOST) $(BROWSER) $(RAY) $(TRITON) $(CLIENTS) $(JUDGES) out-demo dist build
 
 # The compiler for both processors, linking against glibc 2.17 (manylinux2014), and what checks that.
 $(WHEELS)/tools.stamp: constraints.txt
@@ -171,13 +168,6 @@ $(NVIDIA)/ready.stamp: $(VENV)/dev.stamp tests/nvidia/requirements.txt tests/nvi
 $(HOST)/ready.stamp: tests/gpu/host.txt .ci/find-python
 	"$$(.ci/find-python 3.12)" -m venv --clear $(HOST)
 	$(HOST)/bin/$(PIP) $(PIP_FLAGS) -r $<
-	@touch $@
-
-# The runtime alone, in the oldest Python and onnxruntime that it supports. Both environments build the native sampler
-# in this checkout, so one after the other.
-$(OLDEST)/ready.stamp: tests/python310/requirements.txt pyproject.toml setup.py .ci/find-python | $(VENV)/dev.stamp
-	"$$(.ci/find-python 3.10)" -m venv --clear $(OLDEST)
-	$(OLDEST)/bin/$(PIP) $(PIP_FLAGS) -c $< -e '.[cpu]'
 	@touch $@
 
 # Clients of the server, with nothing of this project. guidellm needs torch, so it is added where it is wanted.

@@ -9,12 +9,12 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import tomllib
 
 from topw_deploy import install, versions
 from topw_deploy.errors import MissingPackageError
@@ -111,17 +111,6 @@ def test_the_message_names_every_missing_package(
     with pytest.raises(MissingPackageError) as raised:
         install.require("exporting", "export")
     assert str(raised.value) == f"exporting needs {names} not installed; run: {install.install_command('export')}"
-
-
-def test_the_message_for_an_older_python_says_what_to_do_instead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(install.sys, "version_info", (3, 10, 13))
-    assert install.install_command("export") == f"python3.11 -m pip install -e '{ROOT}[export]'"
-    assert not install.install_command("cpu").startswith("python3.11 ")
-    with pytest.raises(MissingPackageError, match=r"^exporting needs Python 3.11 or newer, and this is .*copy"):
-        install.require("exporting", "export")
-    with pytest.raises(MissingPackageError) as raised:
-        install.require("`topw stats`", "export")
-    assert str(raised.value).endswith(f"; in another environment run: {install.install_command('export')}")
 
 
 def test_beside_onnxruntime_gpu_the_message_names_another_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,10 +131,9 @@ ORDER = (
     ("stats/exact", "stats"),
     (
         *("runtime/folder", "runtime/text", "runtime/tokenizer"),
-        *("runtime/structured", "runtime/results", "runtime/tools", "runtime/protocols"),
+        *("runtime/structured", "runtime/results", "runtime/tools", "runtime/session"),
         *("runtime/parameters", "runtime/generation_config", "runtime/logprobs", "runtime/sequence"),
         *("runtime/prompts", "runtime/inputs", "runtime/cache", "runtime/outputs", "runtime/prepare"),
-        "runtime/session_options",
         *("runtime/ort", "runtime"),
     ),
 )

@@ -192,7 +192,7 @@ async def awaits_several(engine: Engine, given: Arguments, rng: np.random.Genera
 async def gives_up(engine: Engine, given: Arguments, rng: np.random.Generator) -> Outcome | None:
     try:
         found = await asyncio.wait_for(engine.generate(**given), float(rng.random()) * 0.01)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         return None
     return _outcome(given, found)
 

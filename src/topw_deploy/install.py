@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import platform
 import shlex
 import shutil
 import sys
@@ -51,20 +50,14 @@ MODULES = {
 }
 """Extra -> {distribution: module} of what the extra adds to the package's own dependencies."""
 
-EXPORT_PYTHON = (3, 11)
-"""The oldest Python that exporting is tested with."""
-
-_EXPORT_PYTHON_TEXT = ".".join(map(str, EXPORT_PYTHON))
 _SOURCES = Path(__file__).resolve().parents[1]
 
 
 def require(what: str, extra: str) -> None:
-    """Raises MissingPackageError if packages of `extra` are missing, or if this Python is too old for it.
+    """Raises MissingPackageError if packages of `extra` are missing.
 
     what: the subject of the message, such as "exporting".
     """
-    if extra == "export" and sys.version_info < EXPORT_PYTHON:
-        raise MissingPackageError(why_not_this_python(what))
     if missing_distributions(extra):
         raise MissingPackageError(missing_message(what, extra))
 
@@ -98,21 +91,8 @@ def install_advice(what: str, extra: str) -> tuple[str, str]:
     return found, install_command(extra)
 
 
-def why_not_this_python(what: str) -> str:
-    """Say that this Python is too old to export, and what to do instead."""
-    found = f"{what} needs Python {_EXPORT_PYTHON_TEXT} or newer, and this is {platform.python_version()}"
-    if what == "exporting":
-        return f"{found}; export on another machine and copy the folder to this one."
-    return f"{found}; in another environment run: {install_command('export')}"
-
-
 def install_command(extra: str = "") -> str:
-    """Return the command that installs `extra`, or the package's own dependencies.
-
-    The command names a newer Python if this one is too old for `extra`.
-    """
-    if extra == "export" and sys.version_info < EXPORT_PYTHON:
-        return f"python{_EXPORT_PYTHON_TEXT} -m pip install {requirement(extra)}"
+    """Return the command that installs `extra`, or the package's own dependencies."""
     return f"{pip_command('install')} {requirement(extra)}"
 
 

@@ -34,7 +34,7 @@ from topw_deploy.runtime import TopWModel
 
 pytestmark = pytest.mark.long
 
-OLDEST = "1.23.2"  # supported
+OLDEST = "1.27.0"  # supported
 
 
 def find_cmake() -> str | None:

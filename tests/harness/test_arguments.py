@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tomllib
 
 from topw_deploy.errors import ParameterError
 

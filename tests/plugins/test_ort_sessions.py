@@ -31,8 +31,8 @@ from topw_deploy.manifest import (
 from topw_deploy.plugins import shared_library as library
 from topw_deploy.runtime import TopWModel, TopWSampler
 from topw_deploy.runtime.folder import ModelFolder
-from topw_deploy.runtime.ort import graph_session, native_sampler
-from topw_deploy.runtime.session_options import SessionOptions
+from topw_deploy.runtime.ort import graph_session, native
+from topw_deploy.runtime.session import SessionOptions
 from topw_deploy.sampling import TopWOptions
 
 TOY = Toy.random(1, options=TopWOptions(top_m=64, metric="mahalanobis"))
@@ -164,13 +164,13 @@ def test_a_node_that_the_operator_refuses_is_opened_again_with_the_function(
 
 
 def test_a_form_that_the_manifest_names_as_unknown_is_not_even_tried(native_library: Path) -> None:
-    found, why = native_sampler.operator_library("CPUExecutionProvider", "com.microsoft.GatherBlockQuantized(bits=2)")
+    found, why = native.operator_library("CPUExecutionProvider", "com.microsoft.GatherBlockQuantized(bits=2)")
     assert found is None
     assert why == "the native sampler does not support the table form com.microsoft.GatherBlockQuantized(bits=2)"
 
 
 def test_other_providers_run_the_function(native_library: Path) -> None:
-    found, why = native_sampler.operator_library("CoreMLExecutionProvider", "")
+    found, why = native.operator_library("CoreMLExecutionProvider", "")
     assert (found, why) == (None, "the native sampler supports cpu and cuda, but the provider is coreml")
 
 

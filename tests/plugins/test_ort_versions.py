@@ -19,7 +19,7 @@ from topw_deploy.sampling.parameters import TopWOptions
 
 pytestmark = pytest.mark.long
 
-OLDEST = (1, 17)  # the operator's interface
+OLDEST = (1, 27)
 CASES = {
     "cosine": Wanted(keep_mask=True),
     "mahalanobis-knn": Wanted(TopWOptions(top_m=60, potential="knn"), mass=True, keep_mask=True),
@@ -50,9 +50,7 @@ def old_python(pytestconfig: pytest.Config) -> Path:
     if not (folder / "ready").is_file():
         version = _oldest_version()
         venv.create(folder, with_pip=True, clear=True)
-        # Older wheels need NumPy 1.
-        numpy = ["numpy<2"] if version < (1, 19) else ["numpy"]
-        _pip(python, "install", "--only-binary=:all:", f"onnxruntime=={'.'.join(map(str, version))}", *numpy)
+        _pip(python, "install", "--only-binary=:all:", f"onnxruntime=={'.'.join(map(str, version))}", "numpy")
         (folder / "ready").touch()
     return python
 
@@ -63,7 +61,7 @@ def _oldest_version() -> tuple[int, ...]:
     found = re.search(r"Available versions: (.*)", listed)
     versions = [tuple(map(int, name.split("."))) for name in re.findall(r"\d+(?:\.\d+)+", found[1] if found else "")]
     if not [version for version in versions if version[:2] >= OLDEST]:
-        pytest.skip(f"pip lists no onnxruntime from 1.17 on: {listed[:200]}")
+        pytest.skip(f"pip lists no onnxruntime from 1.27 on: {listed[:200]}")
     return min(version for version in versions if version[:2] >= OLDEST)
 
 

@@ -13,7 +13,7 @@ import pytest
 from topw_deploy.errors import ParameterError, ProviderError
 from topw_deploy.runtime import TopWModel, TopWSampler
 from topw_deploy.runtime.ort import graph_session, providers
-from topw_deploy.runtime.session_options import SessionKeywords, SessionOptions
+from topw_deploy.runtime.session import SessionKeywords, SessionOptions
 
 
 @pytest.mark.parametrize("opened", [TopWModel, TopWSampler])

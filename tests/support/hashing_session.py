@@ -77,9 +77,6 @@ class HashingSession:
     def memory(self, size: int) -> HostMemory:
         return HostMemory(size)
 
-    def check_with_run(self, run: Callable[[], object]) -> None:
-        run()
-
 
 class HashingBinding:
     def __init__(self, session: HashingSession) -> None:

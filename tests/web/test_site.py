@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Any
 
 import onnx
 import pytest
-import tomllib
 from click.testing import CliRunner, Result
 
 from tests.support.browser import FOLDER, needs_browser

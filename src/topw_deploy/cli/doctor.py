@@ -124,8 +124,6 @@ def diagnose() -> Diagnosis:
     if missing:
         problems.append((f"missing: {', '.join(missing)}", install.install_command()))
     hints = [install.install_advice("exporting", "export")] if install.missing_distributions("export") else []
-    if sys.version_info < install.EXPORT_PYTHON:
-        hints = [("exporting needs Python 3.11 or newer", install.install_command("export"))]
     return Diagnosis(
         topw_deploy=installed_version("topw-deploy") or "not installed (running from source)",
         python=f"{platform.python_version()} ({sys.executable})",
@@ -167,9 +165,9 @@ def _diagnose_native() -> NativeDiagnosis:
         import onnxruntime as ort
     except ImportError as error:
         return NativeDiagnosis(None, None, f"onnxruntime cannot be imported ({error})")
-    from topw_deploy.runtime.ort import native_sampler, providers
+    from topw_deploy.runtime.ort import native, providers
 
-    library, why = native_sampler.operator_library(providers.CPU, "")
+    library, why = native.operator_library(providers.CPU, "")
     if library is None:
         return NativeDiagnosis(None, None, why)
     options = ort.SessionOptions()

@@ -20,8 +20,8 @@ from topw_deploy.runtime.cache.buffers import HostMemory, MemoryPool
 from topw_deploy.runtime.cache.in_place import bind_total
 from topw_deploy.runtime.inputs import BoundInputs, Draws, SamplerInputs, bind_greedy
 from topw_deploy.runtime.outputs import LogitsBuffer, SlotOutputs, StepRecord
-from topw_deploy.runtime.protocols import Binding, Session
 from topw_deploy.runtime.sequence import Sequence as GeneratedSequence
+from topw_deploy.runtime.session import Binding, Session
 
 
 def no_logits(rows: int) -> LogitsBuffer:

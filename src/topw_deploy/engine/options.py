@@ -11,7 +11,7 @@ from topw_deploy.manifest import DecoderInfo
 from topw_deploy.plain_text import short_repr
 from topw_deploy.runtime.cache.buffers import ALIGNMENT
 from topw_deploy.runtime.parameters import is_boolean
-from topw_deploy.runtime.protocols import Session
+from topw_deploy.runtime.session import Session
 from topw_deploy.sizes import decimal_size
 
 WHEN_FULL = ("error", "wait")

@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 from topw_deploy.engine.seconds import read_timeout
 from topw_deploy.errors import GenerationError
 from topw_deploy.runtime.prepare import Sequences
-from topw_deploy.runtime.protocols import Session
 from topw_deploy.runtime.results import GenerationResult, Piece, TokenLogprob
 from topw_deploy.runtime.sequence import Sequence as GeneratedSequence
+from topw_deploy.runtime.session import Session
 from topw_deploy.runtime.text import RowText
 
 Event: TypeAlias = "tuple[int, int | str | None, int] | None"

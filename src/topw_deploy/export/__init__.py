@@ -1,15 +1,10 @@
 """Export a language model with its sampler to ONNX.
 
-Importing it raises ExportError in Python older than 3.11, and MissingPackageError without the extra [export].
+Importing it raises MissingPackageError without the extra [export].
 """
 
-import sys
-
 from topw_deploy import install
-from topw_deploy.errors import ExportError, MissingPackageError
-
-if sys.version_info < install.EXPORT_PYTHON:
-    raise ExportError(install.why_not_this_python("exporting"))
+from topw_deploy.errors import MissingPackageError
 
 try:
     from topw_deploy.export.pipeline import export_model

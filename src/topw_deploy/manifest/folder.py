@@ -136,10 +136,7 @@ def sha256_of(path: Path) -> str:
 
 def sha256_of_stream(stream: BinaryIO) -> str:
     """Return the hexadecimal SHA-256 of an open file, from its current position on."""
-    digest, block = hashlib.sha256(), memoryview(bytearray(1 << 20))
-    while size := stream.readinto(block):  # type: ignore[attr-defined]  # hashlib.file_digest needs Python 3.11
-        digest.update(block[:size])
-    return digest.hexdigest()
+    return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]  # BinaryIO has readinto
 
 
 def _refuse_special_files(folder: Path) -> None:

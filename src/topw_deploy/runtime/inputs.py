@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.runtime.protocols import Binding, Session
 from topw_deploy.runtime.sequence import Sequence
+from topw_deploy.runtime.session import Binding, Session
 from topw_deploy.sampling import apply_edits
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
 from topw_deploy.sampling.row import ALL_ALLOWED, WORD_BITS, pack_mask

@@ -12,8 +12,8 @@ from typing import Any
 from topw_deploy.runtime.cache import Caches
 from topw_deploy.runtime.inputs import Draws, SamplerInputs
 from topw_deploy.runtime.outputs import LogitsBuffer, StepRecord
-from topw_deploy.runtime.protocols import Session
 from topw_deploy.runtime.sequence import Sequence
+from topw_deploy.runtime.session import Session
 
 
 class Batch:

@@ -16,16 +16,15 @@ from topw_deploy.runtime import cache
 from topw_deploy.runtime.chat import load_chat_template
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.inputs import MASK_INPUT
-from topw_deploy.runtime.loop import Batch, accept_tokens, prefill, steps
-from topw_deploy.runtime.open_session import open_session
+from topw_deploy.runtime.loop import Batch, accept_tokens, steps
+from topw_deploy.runtime.ort.graph_session import open_session
 from topw_deploy.runtime.ort.providers import short_name
 from topw_deploy.runtime.outputs import LogitsBuffer, logits_output
 from topw_deploy.runtime.parameters import GenerationParameters
 from topw_deploy.runtime.prepare import Limits, Preparer, Sequences, check_size, model_limits
-from topw_deploy.runtime.protocols import Session
 from topw_deploy.runtime.results import GenerationResult, Piece
 from topw_deploy.runtime.sequence import Sequence, end_on_failure
-from topw_deploy.runtime.session_options import SessionKeywords, SessionOptions, takes_session_options
+from topw_deploy.runtime.session import Session, SessionKeywords, SessionOptions, takes_session_options
 from topw_deploy.runtime.structured.guide import Grammars
 from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.runtime.tools import FAMILIES, Parsed, ToolCallParser, detect
@@ -76,8 +75,6 @@ class TopWModel:
         self._preparer = Preparer(folder, self.tokenizer, limits, pads=caches.takes_ragged_batches)
         self.defaults = self._preparer.defaults
         self._session: Session | None = session
-        self.load_seconds = 0.0
-        session.check_with_run(self._run_one_step)
         self.cpu_nodes = session.cpu_nodes
         self.load_seconds = time.perf_counter() - started
 
@@ -292,13 +289,6 @@ class TopWModel:
 
     def __repr__(self) -> str:
         return f"TopWModel({str(self.path)!r}, {self._decoder.model_type}, {short_name(self.provider)})"
-
-    def _run_one_step(self) -> None:
-        batch = Batch(*self._require_open(), self.prepare([0], max_new_tokens=1, seed=0))
-        try:
-            prefill(batch)
-        finally:
-            batch.close()
 
     def _encode_chat(
         self, messages: ListOf[Message], variables: Mapping[str, Any] | None, parameters: Mapping[str, Any]

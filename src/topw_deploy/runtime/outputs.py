@@ -10,7 +10,7 @@ import numpy as np
 from topw_deploy.dtypes import ELEMENT_TYPES, SAMPLER_OUTPUT_TYPES, array_name
 from topw_deploy.manifest import DecoderManifest, TensorSpec
 from topw_deploy.runtime.cache.buffers import allocate_zeros
-from topw_deploy.runtime.protocols import Binding
+from topw_deploy.runtime.session import Binding
 
 LOGITS_OUTPUT = "logits"
 

@@ -18,8 +18,8 @@ from topw_deploy.runtime.generation_config import read_bos_token_id, read_model_
 from topw_deploy.runtime.outputs import logits_output
 from topw_deploy.runtime.parameters import PARAMETERS, check_names, values_per_prompt
 from topw_deploy.runtime.prompts import encode_bad_words, read_prompts, split_inputs
-from topw_deploy.runtime.protocols import Session
 from topw_deploy.runtime.sequence import Callbacks, Sequence, SequenceParams, Streamer
+from topw_deploy.runtime.session import Session
 from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
 from topw_deploy.sampling.presets import preset_parameters, with_raw_scale

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -18,16 +18,13 @@ from topw_deploy.runtime.inputs import RuleInputs, uniforms
 from topw_deploy.runtime.ort.graph_session import GraphSession
 from topw_deploy.runtime.parameters import values_per_prompt
 from topw_deploy.runtime.prepare import check_rule, longest_pool
-from topw_deploy.runtime.session_options import SessionKeywords, SessionOptions, takes_session_options
+from topw_deploy.runtime.session import SessionKeywords, SessionOptions, takes_session_options
 from topw_deploy.sampling.beta import beta_coefficients
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters, canonical_names
 from topw_deploy.sampling.presets import preset_parameters, with_raw_scale
 from topw_deploy.sampling.row import ALL_ALLOWED, pack_mask
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, RuleParameters
 from topw_deploy.sampling.seeds import SEED_BITS
-
-if TYPE_CHECKING:
-    from typing import Unpack  # since Python 3.11
 
 _NO_MEDIAN = (
     "this folder has no median distance of likely pairs; export the sampler again with the model's logits (--logits "
@@ -71,7 +68,6 @@ class TopWSampler:
         self.vocab_size = folder.manifest.sampler.vocab_size
         self._session = session
         self._outputs = [name for name in SAMPLER_OUTPUT_TYPES if name in session.outputs]
-        session.check_with_run(lambda: self.sample(np.zeros(self.vocab_size, np.float32), uniform=0.5))
         self.cpu_nodes = session.cpu_nodes
 
     @classmethod

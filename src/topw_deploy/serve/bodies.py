@@ -37,7 +37,7 @@ async def read_bytes(request: Request, *, max_bytes: int, seconds: float) -> byt
     """Read the body. Raises RequestError: 408 if it does not arrive within `seconds`, 413 if it has too many bytes."""
     try:
         return await asyncio.wait_for(_read(request, max_bytes), seconds)
-    except (asyncio.TimeoutError, TimeoutError):
+    except TimeoutError:
         raise RequestError(
             Failure(408, INVALID, "request_timeout", f"the body did not arrive within {seconds:g} s; send it again.")
         ) from None

@@ -110,7 +110,7 @@ class Service:
     async def _wait_until_idle(self, seconds: float) -> bool:
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
-        except (asyncio.TimeoutError, TimeoutError):
+        except TimeoutError:
             return False
         return True
 

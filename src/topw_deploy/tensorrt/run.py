@@ -6,7 +6,7 @@ once. Both copies use pinned memory and belong to the CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,9 +74,6 @@ class TensorRTSession:
 
     def memory(self, size: int) -> CacheMemory:
         return CacheMemory(self.engine.cuda, size)
-
-    def check_with_run(self, run: Callable[[], object]) -> None:
-        """Do nothing: an engine runs entirely on its GPU, so there are no nodes on the CPU to find."""
 
 
 def _check_manifest(manifest: DecoderManifest) -> None:

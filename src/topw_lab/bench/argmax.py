@@ -17,7 +17,7 @@ from topw_deploy.errors import BenchmarkError
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache import Cache, new_caches
 from topw_deploy.runtime.ort.session import OrtSession
-from topw_deploy.runtime.protocols import Binding
+from topw_deploy.runtime.session import Binding
 
 ARGMAX_FILE = "argmax.onnx"
 

@@ -17,7 +17,7 @@ from tests.support.toy_model import Toy, export
 from topw_deploy.plugins import compile_cuda, compile_native
 from topw_deploy.plugins import shared_library as library
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.ort import native_sampler
+from topw_deploy.runtime.ort import native
 from topw_deploy.sampling import TopWOptions
 
 from .tools import ARCHITECTURES, CUDA12, HERE, JETSON, RuntimeCompiler, digest, home
@@ -101,11 +101,11 @@ def test_options_that_one_library_registered_on_are_understood_by_the_other(
     options = ort.SessionOptions()
     options.register_custom_ops_library(str(cuda_library))
     assert TopWModel.from_pretrained(folder, provider="cpu", session_options=options).sampler == "native"
-    found, why = native_sampler.operator_library("CUDAExecutionProvider", "", options)
+    found, why = native.operator_library("CUDAExecutionProvider", "", options)
     assert (found, why) == (library.load_cuda(cuda_library), "")
     options = ort.SessionOptions()
     options.register_custom_ops_library(str(native_library))
-    found, why = native_sampler.operator_library("CUDAExecutionProvider", "", options)
+    found, why = native.operator_library("CUDAExecutionProvider", "", options)
     assert found is None
     assert why == "the session options already have the CPU's operator and cannot take the GPU's; give new ones"
 

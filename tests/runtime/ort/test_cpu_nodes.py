@@ -11,8 +11,11 @@ import pytest
 
 from tests.support.toy_model import Toy, export, export_sampler
 from topw_deploy.errors import ParameterError, ProviderError
+from topw_deploy.manifest import DecoderManifest
 from topw_deploy.runtime import TopWModel, TopWSampler
-from topw_deploy.runtime.ort import cpu_nodes, graph_session
+from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.runtime.ort import graph_session, providers
+from topw_deploy.runtime.session import CpuNode
 from topw_deploy.sampling import TopWOptions
 
 
@@ -53,15 +56,15 @@ def test_on_the_cpu_there_is_nothing_to_name(folder: Path, tmp_path: Path) -> No
 def test_every_node_of_a_real_session_is_listed_with_its_operator(folder: Path) -> None:
     options = ort.SessionOptions()
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "0")
-    cpu_nodes.record_assignments(options)
-    cpu_nodes.record_assignments(options)
+    providers.record_assignments(options)
+    providers.record_assignments(options)
     raw = ort.InferenceSession(str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"])
-    found = cpu_nodes.assigned_cpu_nodes(raw)
+    found = providers.assigned_cpu_nodes(raw)
     assert {"TopK", "Concat"} <= {node.operator for node in found}
-    assert all(node.computes == (node.operator not in cpu_nodes._SHAPE_OPERATORS) for node in found)
+    assert all(node.computes == (node.operator not in providers._SHAPE_OPERATORS) for node in found)
 
 
-def nodes(*operators: str) -> tuple[cpu_nodes.CpuNode, ...]:
+def nodes(*operators: str) -> tuple[CpuNode, ...]:
     def group(provider: str, domain: str, operator: str) -> Any:
         node = SimpleNamespace(name=f"node.{operator}", domain=domain, op_type=operator)
         return SimpleNamespace(ep_name=provider, get_nodes=lambda: [node])
@@ -70,18 +73,18 @@ def nodes(*operators: str) -> tuple[cpu_nodes.CpuNode, ...]:
     for operator in operators:
         domain = "com.microsoft" if operator in ("GroupQueryAttention", "MatMulNBits") else ""
         groups.append(group("CPUExecutionProvider", domain, operator))
-    return cpu_nodes.assigned_cpu_nodes(SimpleNamespace(get_provider_graph_assignment_info=lambda: groups))  # type: ignore[arg-type]
+    return providers.assigned_cpu_nodes(SimpleNamespace(get_provider_graph_assignment_info=lambda: groups))  # type: ignore[arg-type]
 
 
 def test_arithmetic_on_shapes_is_no_complaint() -> None:
     found = nodes("Squeeze", "Concat", "Add", "Sub", "Cast", "ReduceMax")
     assert [node.computes for node in found] == [False] * 6
-    cpu_nodes.refuse_cpu_nodes(found, "CUDAExecutionProvider")
+    providers.refuse_cpu_nodes(found, "CUDAExecutionProvider")
 
 
 def test_an_operator_that_cuda_has_for_other_types_only_is_reported_with_a_remedy() -> None:
     with pytest.raises(ProviderError) as raised:
-        cpu_nodes.refuse_cpu_nodes(nodes("Shape", *["GroupQueryAttention"] * 4), "CUDAExecutionProvider")
+        providers.refuse_cpu_nodes(nodes("Shape", *["GroupQueryAttention"] * 4), "CUDAExecutionProvider")
     assert str(raised.value) == (
         "cuda leaves 4 nodes on the CPU: 4 GroupQueryAttention (node.GroupQueryAttention, node.GroupQueryAttention, "
         "node.GroupQueryAttention, ...); onnxruntime has it for CUDA in float16 and bfloat16: export with --dtype fp16"
@@ -126,3 +129,14 @@ def test_a_graph_that_onnxruntime_cannot_capture_is_an_error_with_a_way_out(
     monkeypatch.setattr(graph_session, "_new_session", refuse)
     with pytest.raises(ProviderError, match=r"cannot use the graph capture feature .*export again with --dtype fp16"):
         TopWModel.from_pretrained(folder, provider="cuda", provider_options={"enable_cuda_graph": "1"})
+
+
+def test_an_optimisation_that_ends_the_process_is_switched_off_for_devices(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GroupQueryAttentionFusion on ONNX's RotaryEmbedding, onnxruntime issue 28604."""
+    asked: list[Any] = []
+    monkeypatch.setattr(ort, "InferenceSession", lambda *_, **settings: asked.append(settings["disabled_optimizers"]))
+    for provider in ("CPUExecutionProvider", "CUDAExecutionProvider"):
+        graph_session._new_session(ModelFolder(folder, DecoderManifest), [(provider, {})], ort.SessionOptions())
+    assert asked == [None, ["GroupQueryAttentionFusion"]]

@@ -16,7 +16,7 @@ from topw_deploy import install
 from topw_deploy.cli import doctor
 from topw_deploy.errors import ProviderError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.ort import cuda_libraries, graph_session
+from topw_deploy.runtime.ort import graph_session, providers
 
 NOT_FOUND = "cannot open shared object file: No such file or directory"
 Preload = Callable[[Callable[..., None]], list[Any]]
@@ -25,8 +25,8 @@ Preload = Callable[[Callable[..., None]], list[Any]]
 @pytest.fixture
 def preload(monkeypatch: pytest.MonkeyPatch) -> Preload:
     """Replaces onnxruntime.preload_dlls in a fresh process state. Returns the folders it is called for."""
-    monkeypatch.setattr(cuda_libraries, "_first_result", [])
-    monkeypatch.setattr(cuda_libraries.importlib.util, "find_spec", lambda _name: None)
+    monkeypatch.setattr(providers, "_first_result", [])
+    monkeypatch.setattr(providers.importlib.util, "find_spec", lambda _name: None)
 
     def use(does: Callable[..., None]) -> list[Any]:
         calls: list[Any] = []
@@ -53,14 +53,14 @@ def test_libraries_are_loaded_once_and_the_console_stays_clean(
     calls = preload(find_nothing)
     command = install.install_command("gpu")
     expected = f"onnxruntime found no libcublasLt.so.13, libcurand.so.10; to install them, run: {command}"
-    assert {cuda_libraries.preload_libraries() for _ in range(3)} == {expected}
+    assert {providers.preload_libraries() for _ in range(3)} == {expected}
     assert calls == [None]
     assert capfd.readouterr() == ("", "")
 
 
 def test_threads_that_come_at_once_load_once(preload: Preload) -> None:
     calls = preload(lambda _directory: None)
-    threads = [threading.Thread(target=cuda_libraries.preload_libraries) for _ in range(8)]
+    threads = [threading.Thread(target=providers.preload_libraries) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -75,7 +75,7 @@ def test_output_of_other_threads_is_printed_meanwhile(preload: Preload, capsys: 
         other.join()
 
     preload(load)
-    assert cuda_libraries.preload_libraries() == ""
+    assert providers.preload_libraries() == ""
     assert capsys.readouterr().out == "from elsewhere\n"
 
 
@@ -89,16 +89,11 @@ def test_packages_in_other_folders_are_looked_through_where_something_is_missing
     spec = ModuleSpec("nvidia", None, is_package=True)
     beside = str(Path(ort.__file__).parents[1] / "nvidia")
     spec.submodule_search_locations = [beside, str(tmp_path / "nvidia")]
-    monkeypatch.setattr(cuda_libraries.importlib.util, "find_spec", lambda _name: spec)
+    monkeypatch.setattr(providers.importlib.util, "find_spec", lambda _name: spec)
     calls = preload(lambda directory: find_nothing(directory) if directory is None else None)
-    assert cuda_libraries.preload_libraries() == ""
+    assert providers.preload_libraries() == ""
     folders = [str(tmp_path / "nvidia" / package / "lib") for package in ("cu13", "cudnn")]
     assert calls == [None, *folders]
-
-
-def test_an_onnxruntime_without_the_function_loads_nothing(preload: Preload, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(ort, "preload_dlls", raising=False)
-    assert cuda_libraries.preload_libraries() == ""
 
 
 def test_an_error_of_the_function_is_kept(preload: Preload) -> None:
@@ -106,7 +101,7 @@ def test_an_error_of_the_function_is_kept(preload: Preload) -> None:
         raise RuntimeError("Invalid parameter of directory")
 
     preload(fail)
-    assert cuda_libraries.preload_libraries() == "RuntimeError: Invalid parameter of directory"
+    assert providers.preload_libraries() == "RuntimeError: Invalid parameter of directory"
 
 
 @pytest.fixture

@@ -26,10 +26,10 @@ from topw_deploy.errors import GenerationError
 from topw_deploy.manifest import DecoderManifest
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.folder import ModelFolder
-from topw_deploy.runtime.ort import device_binding
-from topw_deploy.runtime.ort.device_binding import Area, BufferPool, DeviceBinding, DeviceMemory
+from topw_deploy.runtime.ort import device
+from topw_deploy.runtime.ort.device import Area, BufferPool, DeviceBinding, DeviceMemory
 from topw_deploy.runtime.ort.graph_session import GraphSession
-from topw_deploy.runtime.session_options import SessionOptions
+from topw_deploy.runtime.session import SessionOptions
 from topw_deploy.sampling import TopWOptions
 
 TOY = Toy.random(5, options=TopWOptions(top_m=64, metric="mahalanobis"))
@@ -107,7 +107,7 @@ Open = Callable[..., tuple[TopWModel, Capturing]]
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Open:
     """Open a folder with the doubles. graphs: capture steps."""
     monkeypatch.setattr(ort, "SessionIOBinding", lambda raw: (Bound if isinstance(raw, Capturing) else REAL)(raw))
-    monkeypatch.setattr(device_binding, "Area", FarArea)
+    monkeypatch.setattr(device, "Area", FarArea)
 
     def open_(path: Path, *, graphs: bool) -> tuple[TopWModel, Capturing]:
         folder = ModelFolder(path, DecoderManifest)
@@ -189,7 +189,7 @@ def test_a_buffer_that_grows_is_captured_again(folders: dict[str, Path], on_a_de
 def test_there_are_only_so_many_graphs(
     folders: dict[str, Path], on_a_device: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_binding, "_MOST_GRAPHS", 2)
+    monkeypatch.setattr(device, "_MOST_GRAPHS", 2)
     model, session = on_a_device(folders["stepped"], graphs=True)
     expected = on_the_host(folders["stepped"]).generate("abcd", seed=0, max_new_tokens=40, **SETTINGS)
     assert model.generate("abcd", seed=0, max_new_tokens=40, **SETTINGS).token_ids == expected.token_ids
@@ -235,7 +235,7 @@ def test_memory_grows_for_a_long_prompt_and_is_used_again(folders: dict[str, Pat
     host = on_the_host(folders["grouped"])
     model, session = on_a_device(folders["grouped"], graphs=True)
     pool = model._session._buffers  # type: ignore[union-attr]
-    pool._free.append(lent := device_binding.StepBuffers(("cpu", 0)))
+    pool._free.append(lent := device.StepBuffers(("cpu", 0)))
     lent.areas["rest"] = FarArea(256, ("cpu", 0))  # too small for ids and parameters
     for text in ("z" * 40, "short"):
         expected = host.generate(text, seed=1, max_new_tokens=8, **SETTINGS)
@@ -258,14 +258,14 @@ def test_a_failed_run_says_where_and_gives_its_memory_back(folders: dict[str, Pa
 
 
 def test_garbage_collection_may_close_a_generation_while_a_graph_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, made = BufferPool(("cpu", 0), graphs=True), device_binding._new_run_options
+    pool, made = BufferPool(("cpu", 0), graphs=True), device._new_run_options
     buffers = pool.borrow()
 
     def collecting(graph: str) -> ort.RunOptions:
         pool.give_back(buffers)
         return made(graph)
 
-    monkeypatch.setattr(device_binding, "_new_run_options", collecting)
+    monkeypatch.setattr(device, "_new_run_options", collecting)
     thread = threading.Thread(target=pool.graph, args=("a step",), daemon=True)
     thread.start()
     thread.join(30)

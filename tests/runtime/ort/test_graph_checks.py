@@ -67,12 +67,12 @@ def found(tmp_path: Path, model: bytes) -> list[Lookup]:
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
-        ({}, Lookup(4, 32, 64, True)),
-        ({"zeros": False}, Lookup(4, 32, 64, False)),
-        ({"zeros": False, "blank": True}, Lookup(4, 32, 64, False)),
-        ({"bits": 8, "block": 16, "width": 40}, Lookup(8, 16, 40, True)),
-        ({"as_head": True}, Lookup(4, 32, 64, True)),
-        ({"as_head": True, "bits": 8, "zeros": False}, Lookup(8, 32, 64, False)),
+        ({}, Lookup(32, 64, True)),
+        ({"zeros": False}, Lookup(32, 64, False)),
+        ({"zeros": False, "blank": True}, Lookup(32, 64, False)),
+        ({"bits": 8, "block": 16, "width": 40}, Lookup(16, 40, True)),
+        ({"as_head": True}, Lookup(32, 64, True)),
+        ({"as_head": True, "bits": 8, "zeros": False}, Lookup(32, 64, False)),
         ({"kind": TensorProto.UINT4}, None),
         ({"kind": TensorProto.INT4, "zeros": False}, None),
     ],
@@ -96,21 +96,17 @@ def test_sizes_are_read_in_either_encoding(tmp_path: Path) -> None:
     encoded = model.SerializeToString()
     sizes = b"\x08\x06\x08\x20\x10\x02"  # 6, 32, then the type
     assert encoded.count(sizes) == 1
-    assert found(tmp_path, encoded.replace(sizes, b"\x0a\x02\x06\x20\x10\x02")) == [Lookup(4, 32, 64, True)]
+    assert found(tmp_path, encoded.replace(sizes, b"\x0a\x02\x06\x20\x10\x02")) == [Lookup(32, 64, True)]
 
 
 @pytest.mark.parametrize(
     ("lookup", "version", "words"),
     [
-        (Lookup(4, 32, 64, True), "1.23.2", "a table of 4 bits, .* --dtype int8 or fp16, install 1.24 or newer"),
-        (Lookup(4, 32, 64, True), "1.24.1", ""),
-        (Lookup(8, 32, 64, True), "1.23.2", ""),
-        (Lookup(8, 32, 64, False), "1.23.2", "without zero points"),
-        (Lookup(4, 32, 64, False), "1.28.0", r"without zero points, which onnxruntime 1\.28\.0 reads wrongly on CUDA"),
-        (Lookup(4, 32, 64, False), "1.29.0", ""),
-        (Lookup(4, 32, 64, False), "2.0.0", ""),
-        (Lookup(4, 64, 96, True), "1.31.1", "rows of 96 weights in blocks of 64, which"),
-        (Lookup(8, 16, 40, False), "1.31.1", "rows of 40 weights in blocks of 16"),
+        (Lookup(32, 64, False), "1.28.0", r"without zero points, which onnxruntime 1\.28\.0 reads wrongly on CUDA"),
+        (Lookup(32, 64, False), "1.29.0", ""),
+        (Lookup(32, 64, False), "2.0.0", ""),
+        (Lookup(64, 96, True), "1.31.1", "rows of 96 weights in blocks of 64, which"),
+        (Lookup(16, 40, False), "1.31.1", "rows of 40 weights in blocks of 16"),
     ],
 )
 def test_each_version_has_its_defects(lookup: Lookup, version: str, words: str) -> None:
@@ -121,7 +117,7 @@ def test_each_version_has_its_defects(lookup: Lookup, version: str, words: str) 
 
 def test_only_a_session_on_cuda_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = export(tmp_path / "toy", Toy.random(1, options=TopWOptions(top_m=64, metric="uniform")))
-    monkeypatch.setattr(graph_checks, "read_lookups", lambda _folder: [Lookup(4, 64, 96, True)])
+    monkeypatch.setattr(graph_checks, "read_lookups", lambda _folder: [Lookup(64, 96, True)])
     TopWModel.from_pretrained(folder, provider="cpu")
     monkeypatch.setattr(providers, "check_used", lambda *_: providers.CUDA)
     with pytest.raises(

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from tests.support.waiting import HANG
-from topw_deploy.runtime.ort.device_binding import RunThread
+from topw_deploy.runtime.ort.device import RunThread
 
 
 def test_calls_run_on_one_thread_in_order() -> None:

@@ -21,7 +21,7 @@ from topw_deploy.plugins import driver, shared_library
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.ort import providers
 from topw_deploy.runtime.ort.graph_session import GraphSession
-from topw_deploy.runtime.session_options import SessionOptions
+from topw_deploy.runtime.session import SessionOptions
 from topw_deploy.tensorrt.build import build_engine
 from topw_deploy.tensorrt.check import BUILT_WITH
 from topw_deploy.tensorrt.run import TensorRTSession

@@ -8,8 +8,7 @@ from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
 from topw_deploy.export.lowering import concat, group_query, scatter
 from topw_deploy.export.lowering.experts import lower_experts
-from topw_deploy.export.lowering.mixers import SINCE as MIXERS_SINCE
-from topw_deploy.export.lowering.mixers import has_mixers, most_columns
+from topw_deploy.export.lowering.mixers import most_columns
 from topw_deploy.export.lowering.rewrites import (
     cast_rows_of_norms,
     drop_softplus_thresholds,
@@ -79,7 +78,6 @@ def lower(
     fuse_partial_rotary(decoder.model)
     if target == "onnxruntime":  # its Softplus does not overflow
         drop_softplus_thresholds(decoder.model)
-    uses_mixer_operators = has_mixers(decoder) and target == "onnxruntime"
     columns = most_columns(decoder, contrib=target == "onnxruntime")
     if kv == "concat":
         lowered = Lowered(tuple(concat.lower(decoder, tensorrt=target == "tensorrt")))
@@ -92,8 +90,7 @@ def lower(
     cast_rows_of_norms(decoder.model)
     merge_reshapes(decoder.model)
     states = sorted(lowered.states, key=lambda state: state.layer)
-    least = lowered.least_onnxruntime or (MIXERS_SINCE if uses_mixer_operators else "")
-    return replace(lowered, states=tuple(states), most_columns=columns, least_onnxruntime=least)
+    return replace(lowered, states=tuple(states), most_columns=columns)
 
 
 def default_length(context_length: int) -> int:

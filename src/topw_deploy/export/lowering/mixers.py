@@ -186,7 +186,6 @@ class Convolutions:
         return op("GatherElements", [columns, indices], axis=_COLUMN_AXIS)
 
 
-SINCE = "1.25"  # the first onnxruntime with LinearAttention and CausalConvWithState
 _STATE_KINDS = {CONVOLUTION: "convolution", HISTORY: "convolution", RECURRENCE: "recurrent"}
 
 

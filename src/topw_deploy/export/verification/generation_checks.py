@@ -17,7 +17,7 @@ from topw_deploy.manifest import Check, DecoderManifest, NotCompared
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort.graph_session import GraphSession
-from topw_deploy.runtime.session_options import SessionOptions
+from topw_deploy.runtime.session import SessionOptions
 from topw_deploy.sampling import Geometry, SampledRow, TopWParameters, sample_row, uniform_for
 
 TOKENS = 10  # generated after each prompt

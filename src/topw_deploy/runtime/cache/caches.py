@@ -12,7 +12,7 @@ from topw_deploy.manifest import KV_FORMS, DecoderInfo, TensorSpec
 from topw_deploy.runtime.cache.buffers import CACHE_TYPES
 from topw_deploy.runtime.cache.concat import ConcatCaches
 from topw_deploy.runtime.cache.in_place import InPlaceCaches
-from topw_deploy.runtime.protocols import Binding, Session
+from topw_deploy.runtime.session import Binding, Session
 
 DEFAULT_CHUNK = 1024  # tokens per run; more is no faster
 _REQUIRED_INPUTS = {

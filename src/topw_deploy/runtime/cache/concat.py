@@ -11,7 +11,7 @@ from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache.buffers import allocate_zeros
 from topw_deploy.runtime.inputs import bind_greedy
-from topw_deploy.runtime.protocols import Binding, Memory, Session
+from topw_deploy.runtime.session import Binding, Memory, Session
 
 
 class AllocatingBinding(Binding, Protocol):

@@ -11,7 +11,7 @@ import numpy as np
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache.buffers import MemoryPool
 from topw_deploy.runtime.inputs import bind_greedy
-from topw_deploy.runtime.protocols import Binding, Session
+from topw_deploy.runtime.session import Binding, Session
 
 Chunk = tuple[np.ndarray, np.ndarray, np.ndarray]
 """(ids [b, s], starts [b], lengths [b]), int64: append lengths[r] ids to row r, which has starts[r] tokens.

@@ -1,22 +1,17 @@
 """Refuse graphs that this onnxruntime does not support, or would compute wrongly without an error.
 
-Before 1.24 (JetPack 6 has 1.23, see docs/guide/edge.md), onnxruntime lacks opset 24, and GroupQueryAttention makes a
-sliding window one token too long.
-
 On CUDA, `GatherBlockQuantized` over a uint8 table reads wrong weights:
 
-- before 1.24 for two weights per byte (int4);
 - before 1.29 without zero points: it uses 0 where the CPU uses 2 ** (bits - 1);
 - up to at least 1.31 if a row ends within a block: it uses scales of other rows.
 
-This exporter avoids the last two; others may not.
+This exporter avoids both; others may not.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -30,21 +25,10 @@ from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort import providers
 from topw_deploy.versions import major_minor
 
-_MOST_OPSET = 23  # the newest opset that onnxruntime supports before 1.24
-# Matches the attribute in an ONNX file unless its value is -1 (no window).
-_WINDOW_ATTRIBUTE = re.compile(rb"local_window_size\x18(?!\xff{9}\x01)")
 _COMPILED_OPERATOR = b"EPContext"
 _LOOKUP_OPERATOR = "GatherBlockQuantized"
 _ZERO_POINTS_INPUT = 3  # index
-_FIRST_WITH_PAIRS = (1, 24)  # the first version that reads two weights per byte
 _FIRST_WITH_MIDDLE = (1, 29)  # the first version that takes 2 ** (bits - 1) for zero points that are not given
-
-
-def check_before_opening(folder: ModelFolder[Manifest]) -> None:
-    """Raises ManifestError for a graph that this onnxruntime cannot run correctly."""
-    if is_before_1_24():
-        _check_before_1_24(folder)
-    _check_least_version(folder)
 
 
 def refuse_compiled(folder: ModelFolder[Manifest]) -> None:
@@ -65,23 +49,8 @@ def refuse_compiled(folder: ModelFolder[Manifest]) -> None:
         )
 
 
-def _check_before_1_24(folder: ModelFolder[Manifest]) -> None:
-    opset = folder.manifest.opset.get("", 0)
-    if opset > _MOST_OPSET:
-        raise ManifestError(
-            f"{folder.path} has operators of opset {opset}, but onnxruntime {ort.__version__} supports at most opset "
-            f"{_MOST_OPSET}; export without --target tensorrt, or install onnxruntime 1.26 or newer."
-        )
-    with map_file(folder.model) as graph:
-        found = _WINDOW_ATTRIBUTE.search(graph)
-    if found:
-        raise ManifestError(
-            f"{folder.path} has a sliding window in GroupQueryAttention, which onnxruntime {ort.__version__} makes one "
-            "token too long; export with --kv concat, or install onnxruntime 1.24 or newer."
-        )
-
-
-def _check_least_version(folder: ModelFolder[Manifest]) -> None:
+def check_version(folder: ModelFolder[Manifest]) -> None:
+    """Raises ManifestError if the graph needs a newer onnxruntime."""
     manifest = folder.manifest
     if not isinstance(manifest, DecoderManifest):
         return
@@ -95,11 +64,6 @@ def _check_least_version(folder: ModelFolder[Manifest]) -> None:
     )
 
 
-def is_before_1_24() -> bool:
-    """Whether onnxruntime is older than 1.24."""
-    return major_minor(ort.__version__) < (1, 24)
-
-
 @dataclass(frozen=True)
 class Lookup:
     """An embedding lookup in a uint8 table.
@@ -107,7 +71,6 @@ class Lookup:
     width: number of weights in a row.
     """
 
-    bits: int
     block_size: int
     width: int
     has_zero_points: bool
@@ -129,8 +92,6 @@ def lookup_error_clause(lookup: Lookup, version: str) -> str:
     """A clause that says what onnxruntime `version` computes wrongly on CUDA, with a remedy; "" for nothing."""
     wrongly = f"which onnxruntime {version} reads wrongly on CUDA"
     again = "export the original model again"
-    if lookup.bits < 8 and major_minor(version) < _FIRST_WITH_PAIRS:
-        return f"a table of {lookup.bits} bits, {wrongly}; export with --dtype int8 or fp16, install 1.24 or newer"
     if not lookup.has_zero_points and major_minor(version) < _FIRST_WITH_MIDDLE:
         return f"a quantised table without zero points, {wrongly}; {again}, install 1.29 or newer"
     if lookup.width % lookup.block_size:
@@ -159,7 +120,6 @@ def _read_lookup(node: Node, made_by: Mapping[str, Node], constants: Mapping[str
         return None
     bits = node.attributes.get("bits", 4)
     return Lookup(
-        bits=bits,
         block_size=node.attributes.get("block_size", 128),
         width=math.prod(table.shape[1:]) * 8 // bits,
         has_zero_points=len(node.inputs) > _ZERO_POINTS_INPUT and bool(node.inputs[_ZERO_POINTS_INPUT]),

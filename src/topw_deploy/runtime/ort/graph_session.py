@@ -1,25 +1,31 @@
-"""Open an exported graph in onnxruntime on the requested provider."""
+"""Open an exported graph: a TensorRT engine of it, or a session of onnxruntime on the requested provider."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import onnxruntime as ort
 
 from topw_deploy.device_lock import device_lock
-from topw_deploy.errors import GenerationError, ManifestError, ParameterError, ProviderError, one_line
+from topw_deploy.errors import ManifestError, ParameterError, ProviderError, TensorRTError, one_line
 from topw_deploy.manifest import DecoderManifest, Manifest, TensorSpec
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.inputs import EDIT_INPUTS, MASK_INPUT, RULE_INPUTS
-from topw_deploy.runtime.ort import cpu_nodes, graph_checks, native_sampler, providers
-from topw_deploy.runtime.ort.device_binding import BufferPool
+from topw_deploy.runtime.ort import graph_checks, native, providers
+from topw_deploy.runtime.ort.device import BufferPool
 from topw_deploy.runtime.ort.session import OrtSession, graph_inputs
-from topw_deploy.runtime.session_options import SessionOptions
+from topw_deploy.runtime.session import Session, SessionOptions
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.row import mask_words
+from topw_deploy.tensorrt.run import TensorRTSession
+from topw_deploy.tensorrt.stamp import has_engines
+
+ENGINE = "tensorrt"
+"""The provider name that prefers an engine; `TensorrtExecutionProvider` always means onnxruntime's provider."""
 
 SAMPLER_INPUTS = (*PARAMETER_NAMES, "uniform", *EDIT_INPUTS, MASK_INPUT, *RULE_INPUTS)
 SAMPLER_OUTPUTS = ("next_token", "logprob", "kept", "certified")
@@ -31,6 +37,59 @@ _HINT_FOR_GRAPHS = (
 # This optimizer fuses RotaryEmbedding into GroupQueryAttention on CUDA. It takes ONNX's RotaryEmbedding for that of
 # onnxruntime, reads past its inputs and crashes (onnxruntime issue 28604).
 _DISABLED_OPTIMIZERS = ["GroupQueryAttentionFusion"]
+
+
+def open_session(folder: ModelFolder[DecoderManifest], options: SessionOptions) -> Session:
+    """Open `folder` with `options`.
+
+    Raises GraphSession's errors, and ProviderError if provider is "tensorrt" and there is neither an engine nor
+    onnxruntime's provider.
+    """
+    if options.provider.lower() != ENGINE:
+        return GraphSession(folder, options)
+    try:
+        return _open_engine(folder, options)
+    except TensorRTError as error:
+        reason = str(error).rstrip(".")
+    if ENGINE in providers.available():
+        if has_engines(folder.path):
+            warnings.warn(
+                f"onnxruntime's TensorRT provider runs instead of an engine: {reason}.", RuntimeWarning, stacklevel=3
+            )
+    elif options.allow_fallback:
+        warnings.warn(f"there is no engine to run: {reason}.", RuntimeWarning, stacklevel=3)
+    else:
+        # Do not say how to build an engine if the reason says so already, or that none can be built without a GPU.
+        known = "topw build-engine" in reason or "can be built" in reason
+        hint = "" if known else f"; build one with `topw build-engine {folder.path}`"
+        raise ProviderError(
+            f"there is no engine to run and this onnxruntime has no TensorRT: {reason}{hint}, or use another provider."
+        )
+    return GraphSession(folder, replace(options, provider=ENGINE))
+
+
+def _open_engine(folder: ModelFolder[DecoderManifest], options: SessionOptions) -> TensorRTSession:
+    device = options.device_number
+    session = TensorRTSession(folder.path, folder.manifest, device_lock(("cuda", device)), device)
+    names = {name for name in options.provider_options or {} if name != "device_id"}
+    given = {"session_options": options.session_options, **options.threads, "provider_options": names or None}
+    for name, value in given.items():
+        if value is not None:
+            raise ParameterError(
+                f"{name} is for onnxruntime, and the engine in {folder.path} runs without it; omit it, or use "
+                "provider='TensorrtExecutionProvider'.",
+                name,
+                "provider",
+            )
+    wanted = {"native": "plugin", "graph": "graph"}.get(options.sampler, session.sampler)
+    if wanted != session.sampler:
+        raise ProviderError(
+            f"sampler is {options.sampler!r}, but the engine was built {'with' if wanted == 'graph' else 'without'} "
+            f"the plugin; build it again with `topw build-engine {folder.path} --plugin "
+            f"{'none' if wanted == 'graph' else 'auto'}`.",
+            "sampler",
+        )
+    return session
 
 
 class GraphSession(OrtSession):
@@ -51,56 +110,25 @@ class GraphSession(OrtSession):
         graphs = wanted == providers.CUDA and options.cuda_graphs
         if graphs:
             _check_can_capture(folder)
-        graph_checks.check_before_opening(folder)
+        graph_checks.check_version(folder)
         if wanted != providers.CPU:
             graph_checks.refuse_compiled(folder)
-        self._profile = cpu_nodes.record_assignments(settings) if wanted != providers.CPU else None
-        self._allows_fallback = options.allow_fallback or options.provider == "auto"
-        try:
-            opened, failure = _open(folder, wanted, options, settings, fallback=self._allows_fallback)
-        finally:
-            if self._profile is not None:
-                self._profile.restore()
+            providers.record_assignments(settings)
+        allows_fallback = options.allow_fallback or options.provider == "auto"
+        opened, failure = _open(folder, wanted, options, settings, fallback=allows_fallback)
         self.sampler, self.why_graph = opened.sampler, opened.why_graph
-        self.provider = providers.check_used(wanted, opened.raw, self._allows_fallback)
+        self.provider = providers.check_used(wanted, opened.raw, allows_fallback)
         graph_checks.check_lookups(folder, self.provider)
-        if self.provider != providers.CPU and self._profile is None:
-            self.cpu_nodes = cpu_nodes.assigned_cpu_nodes(opened.raw)
-        if not self._allows_fallback:
-            cpu_nodes.refuse_cpu_nodes(self.cpu_nodes, self.provider)
+        if self.provider != providers.CPU:
+            self.cpu_nodes = providers.assigned_cpu_nodes(opened.raw)
+        if not allows_fallback:
+            providers.refuse_cpu_nodes(self.cpu_nodes, self.provider)
         self._warn_of_fallback(requested, failure, unused)
         _check_io(folder, opened.raw)
         self.mask_words = mask_words(folder.manifest.sampler.vocab_size)
         device = providers.device_of(self.provider), options.device_number
         graphs = graphs and self.provider == providers.CUDA
         super().__init__(opened.raw, device, None if device[0] == "cpu" else BufferPool(device, graphs=graphs))
-
-    def check_with_run(self, run: Callable[[], object]) -> None:
-        profile, self._profile = self._profile, None
-        if profile is None:
-            return
-        try:
-            run()
-        except GenerationError as error:
-            reason = str(error).rstrip(".")
-            raise ProviderError(
-                f"{providers.short_name(self.provider)} opens the model but fails to run it: {reason}; see "
-                "`topw doctor`, or use provider='cpu'.",
-                "provider",
-            ) from None
-        nodes = profile.nodes(self.raw)
-        if self.provider == providers.CPU:
-            return
-        self.cpu_nodes = cpu_nodes.profiled_cpu_nodes(nodes)
-        if not nodes:
-            raise ProviderError(
-                f"onnxruntime {ort.__version__} does not report which nodes {providers.short_name(self.provider)} "
-                "runs; install 1.24 or newer, or use provider='cpu'.",
-                "provider",
-            )
-        if not self._allows_fallback:
-            cpu_nodes.refuse_cpu_nodes(self.cpu_nodes, self.provider)
-        self._warn_of_fallback(self.provider, "", graphs_unused=False)
 
     def _warn_of_fallback(self, requested: str, failure: str, graphs_unused: bool) -> None:
         doctor, name = "; `topw doctor` shows what is missing", providers.short_name(requested)
@@ -113,7 +141,7 @@ class GraphSession(OrtSession):
         elif graphs_unused:
             what = "enable_cuda_graph is not used: running on cpu"
         else:
-            what = cpu_nodes.cpu_nodes_clause(self.cpu_nodes, self.provider)
+            what = providers.cpu_nodes_clause(self.cpu_nodes, self.provider)
             what += doctor if what else ""
         if what:
             warnings.warn(f"{what}.", RuntimeWarning, stacklevel=5)
@@ -137,7 +165,7 @@ def _open(
     settings: ort.SessionOptions,
     *,
     fallback: bool,
-) -> tuple[native_sampler.OpenedSession, str]:
+) -> tuple[native.OpenedSession, str]:
     """Open a session on the provider `wanted`, or, if that fails and `fallback`, on the CPU.
 
     Returns (session, why `wanted` failed or "").
@@ -145,9 +173,9 @@ def _open(
     device = providers.device_of(wanted), options.device_number
     missing = providers.missing_libraries(wanted)
 
-    def open_on(provider: str, chain: list[Any]) -> native_sampler.OpenedSession:
+    def open_on(provider: str, chain: list[Any]) -> native.OpenedSession:
         with nullcontext() if providers.device_of(provider) == "cpu" else device_lock(device).opening():
-            return native_sampler.open_with_sampler(
+            return native.open_with_sampler(
                 lambda: _new_session(folder, chain, settings),
                 settings,
                 provider=provider,

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 
-from topw_deploy.device_lock import DeviceLock
 from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.errors import GenerationError, one_line
 from topw_deploy.runtime.cache.buffers import HostMemory
 from topw_deploy.runtime.ort import providers
-from topw_deploy.runtime.protocols import CpuNode, Memory, Sampler
-
-
-class DeviceBuffers(Protocol):
-    """What makes bindings and memory on a device; see `device_binding.BufferPool`."""
-
-    lock: DeviceLock
-
-    def bind(self, session: OrtSession) -> HostBinding:
-        """A new binding for one generation."""
-
-    def memory(self, size: int) -> Memory:
-        """Memory of the device, initially zero."""
+from topw_deploy.runtime.session import CpuNode, Memory, Sampler
 
 
 class OrtSession:
     """The protocol `Session` over an open InferenceSession.
 
     device: (kind, number) of the device that holds the tensors.
-    buffers: makes bindings and memory on that device; None for the host.
+    buffers: the device's `device.BufferPool`, which makes bindings and memory there; None for the host.
     with_defaults: the inputs that have a default value.
     """
 
@@ -45,11 +32,9 @@ class OrtSession:
     most_columns: int | None = None
     most_edits: int | None = None
     mask_words = 0
-    _buffers: DeviceBuffers | None = None
+    _buffers: Any = None
 
-    def __init__(
-        self, raw: ort.InferenceSession, device: tuple[str, int] = ("cpu", 0), buffers: DeviceBuffers | None = None
-    ) -> None:
+    def __init__(self, raw: ort.InferenceSession, device: tuple[str, int] = ("cpu", 0), buffers: Any = None) -> None:
         self.raw, self.device, self._buffers = raw, device, buffers
         nodes = graph_inputs(raw)
         self.inputs = frozenset(node.name for node in nodes)
@@ -71,9 +56,6 @@ class OrtSession:
         with nullcontext() if self._buffers is None else self._buffers.lock.shared_use:
             found: list[np.ndarray] = self.raw.run(outputs, feeds)
         return found
-
-    def check_with_run(self, run: Callable[[], object]) -> None:
-        """Make no check: the session was not opened from a folder."""
 
     def __del__(self) -> None:
         """Close the session under the lock, because closing frees device memory."""

@@ -12,7 +12,7 @@ from topw_deploy.plugins import driver
 from topw_deploy.plugins import shared_library as library
 from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.runtime.ort import providers
-from topw_deploy.runtime.protocols import Sampler
+from topw_deploy.runtime.session import Sampler
 
 _LIBRARY_KINDS: dict[str, library.Kind] = {providers.CPU: "cpu", providers.CUDA: "cuda"}
 
