@@ -12,7 +12,7 @@ import sys
 from benchmarks.common import say
 
 MODULES = (
-    *("tail", "native_rows", "decode", "kv", "experts", "startup", "export_cost", "graft_memory", "geometry_share"),
+    *("function", "native_rows", "decode", "kv", "experts", "startup", "export_cost", "graft_memory", "geometry_share"),
     *("serve", "lively", "masks", "rules"),
 )
 

@@ -74,7 +74,6 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, nargs="+", default=[32_000, 151_936])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--sampler", nargs="+", default=["native", "graph"], choices=("native", "graph"))
-    parser.add_argument("--tail", default="portable", choices=("portable", "onnxruntime", "static"))
     parser.add_argument("--sessions", type=int, default=4, help="processes")
     parser.add_argument("--sweeps", type=int, default=3, help="sequences per session")
     parser.add_argument("--turns", type=int, default=20, help="turns of each sampler per sequence")
@@ -86,7 +85,7 @@ def main() -> None:
     add_repository_to_pythonpath()
     rows, everything = [], {}
     for vocab in args.vocab:
-        folder = export_once(llama_50m(vocab), "--tail", args.tail)
+        folder = export_once(llama_50m(vocab))
         for threads in args.threads:
             say(f"vocabulary {vocab}, {threads} threads")
             sessions = measure(folder, threads, args)
@@ -98,7 +97,7 @@ def main() -> None:
         print(json.dumps(everything))
         return
     longest = args.prompt + args.turns * (args.steps + UNCOUNTED)
-    print(f"{machine()}; {args.prompt} to {longest} tokens of cache, tail {args.tail}\n")
+    print(f"{machine()}; {args.prompt} to {longest} tokens of cache\n")
     header = ("vocabulary", "threads", "ArgMax ms", *(f"{name} / ArgMax" for name in args.sampler), CONTROL)
     print(table(header, rows))
 

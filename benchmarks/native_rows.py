@@ -25,8 +25,8 @@ import numpy as np
 import torch
 
 from benchmarks.common import chip, machine, released_processor, say
+from benchmarks.function import VOCAB, flat_logits, measure
 from benchmarks.native_rules import mean_entropy, rule_table, time_rules
-from benchmarks.tail import VOCAB, flat_logits, measure
 from benchmarks.trained_rows import logits_of, trained_model
 from tests.support.kernel import STAGES, Kernel, KernelCall, KernelTable
 from topw_deploy.plugins.shared_library import library_path, why_absent

@@ -1,6 +1,6 @@
 """ms per token by sampling rule, with a trained model's logits (the paper's table 7). Figures: docs/lab/benchmarks.md.
 
-    python -m benchmarks.rules [--vocab 32000 151936] [--tail portable] [OPTIONS of `topw bench rules`]
+    python -m benchmarks.rules [--vocab 32000 151936] [OPTIONS of `topw bench rules`]
 
 The models are the bundled one, grown (benchmarks/trained_rows.py), and continue a text.
 """
@@ -21,7 +21,6 @@ PROMPT = "class Path(os.PathLike):\n    Return a new path with the"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocab", type=int, nargs="+", default=[32_000, 151_936])
-    parser.add_argument("--tail", default="portable", choices=("portable", "onnxruntime", "static"))
     args, rest = parser.parse_known_args()
     folders = []
     for vocab in args.vocab:
@@ -29,7 +28,7 @@ def main() -> None:
         model = trained_model(vocab)
         header = ("T", "entropy, nats", "probability of the added tokens")
         print(f"Rows on a text, vocabulary {vocab:,}\n\n{table(header, row_table(model))}\n", flush=True)
-        folders.append(str(export_once(model, "--tail", args.tail)))
+        folders.append(str(export_once(model)))
     command = [sys.executable, "-m", "topw_deploy", "bench", "rules", *folders, "--prompt", PROMPT, *rest]
     raise SystemExit(subprocess.run(command).returncode)
 

@@ -19,8 +19,7 @@ from tqdm import tqdm
 
 from benchmarks.common import machine, table
 from fuzz.rules import OTHERS
-from tests.support.rule_cases import sampler_case
-from tests.support.tail_cases import (
+from tests.support.function_cases import (
     FORMS,
     NATIVE,
     Scenario,
@@ -31,6 +30,7 @@ from tests.support.tail_cases import (
     opened,
     random_case,
 )
+from tests.support.rule_cases import sampler_case
 from topw_deploy.plugins.shared_library import library_path, why_absent
 from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.parameters import METRICS, TopWOptions

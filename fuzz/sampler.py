@@ -40,7 +40,7 @@ BoundFunction = Callable[[Geometry, int], np.ndarray]
 
 def exported_bound(geometry: Geometry, tokens: int) -> np.ndarray:
     """The neighbour bound that an export would store. Imports the exporter."""
-    from topw_deploy.export.graft.neighbour_bound import neighbour_bound
+    from topw_deploy.export.sampler.neighbour_bound import neighbour_bound
 
     return neighbour_bound(geometry, tokens)
 

@@ -22,7 +22,7 @@ def a_manifest(**changes: object) -> m.DecoderManifest:
         inputs=(m.TensorSpec("input_ids", "int64", ("batch", "sequence")),),
         outputs=(m.TensorSpec("next_token", "int64", ("batch",)),),
         sampler=m.SamplerInfo(
-            tail="portable",
+            branches=True,
             vocab_size=4096,
             hidden_size=256,
             table_form="Gather(axis=0)",

@@ -137,6 +137,6 @@ def test_without_the_library_the_function_runs_but_cannot_be_captured(generate: 
 
 
 def test_the_static_form_of_the_function_can_be_captured(generate: Generate, folder: Folder) -> None:
-    path = folder("llama_untied", dtype="fp16", target="tensorrt", max_length=64, tail="static")
+    path = folder("llama_untied", dtype="fp16", target="tensorrt", max_length=64, branches=False)
     found = generate(path, native=False, **GRAPHS)
     assert (found["sampler"], found.get("error")) == ("graph", None)

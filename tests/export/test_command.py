@@ -60,7 +60,7 @@ def test_the_result_as_json(tmp_path: Path, foreign_decoder: Path) -> None:
 def test_both_spellings_and_every_top_w_name_parse(tmp_path: Path, foreign_decoder: Path, spelling: str) -> None:
     options = (
         "--no-verify --with-mass --top-m 40 --alt-iters 5 --metric cosine --potential knn --knn-k 3 --preset released "
-        "--lambda-geom 1.5 --beta 2.5 --warm-p 0.9 --selection-temperature 0.5 --tail static"
+        "--lambda-geom 1.5 --beta 2.5 --warm-p 0.9 --selection-temperature 0.5 --no-branches"
     )
     if spelling == "snake":
         options = " ".join("--" + o[2:].replace("-", "_") if o.startswith("--") else o for o in options.split())
@@ -71,7 +71,7 @@ def test_both_spellings_and_every_top_w_name_parse(tmp_path: Path, foreign_decod
     assert manifest.defaults.geom_scale == 0.6  # from the preset
     assert (manifest.sampler.options.top_m, manifest.sampler.options.alt_iters) == (40, 5)
     assert manifest.sampler.options.neighbours == 3
-    assert manifest.sampler.tail == "static"
+    assert not manifest.sampler.branches
 
 
 def test_a_dry_run_lists_inputs_outputs_and_sizes(tmp_path: Path, foreign_decoder: Path) -> None:

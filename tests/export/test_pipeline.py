@@ -18,7 +18,7 @@ from topw_deploy.errors import (
 )
 from topw_deploy.export import export_model
 from topw_deploy.export.request import export_request
-from topw_deploy.export.tail import OP_TYPE
+from topw_deploy.export.sampler.spec import OP_TYPE
 from topw_deploy.manifest import MANIFEST_NAME, load_manifest
 from topw_deploy.progress import Progress
 from topw_deploy.runtime import TopWModel
@@ -111,7 +111,7 @@ def test_an_export_without_any_default_verifies(tmp_path: Path, checkpoint: Call
         model=str(checkpoint("qwen2")),
         output=tmp_path / "out",
         options=TopWOptions(top_m=50, alt_iters=9, metric="cosine", potential="knn", knn_k=2),
-        tail="static",
+        branches=False,
         num_hidden_layers=1,
         opset=24,
     )
@@ -121,7 +121,7 @@ def test_an_export_without_any_default_verifies(tmp_path: Path, checkpoint: Call
     assert manifest.verification == report.verification
     assert len([line for line in lines if "[✓]" in line]) == 13
     assert manifest.sampler.options == request.sampler.options
-    assert manifest.sampler.tail == "static"
+    assert not manifest.sampler.branches
     assert manifest.opset[""] == 24
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_hidden_layers"] == 1
 

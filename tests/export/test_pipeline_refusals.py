@@ -22,7 +22,6 @@ from topw_deploy.errors import (
     TokenizerError,
     UnsupportedModelError,
 )
-from topw_deploy.export.request import export_request
 from topw_deploy.export.trace import trace
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 
@@ -163,11 +162,6 @@ def test_too_many_layers_are_refused(tmp_path: Path, checkpoint: Callable[[str],
 def test_a_request_out_of_range_is_refused(tmp_path: Path, setting: dict[str, object], message: str) -> None:
     with pytest.raises(ParameterError, match=message):
         export("demo", tmp_path / "out", **setting)
-
-
-def test_an_unknown_form_of_the_sampler_is_refused_by_the_request(tmp_path: Path) -> None:
-    with pytest.raises(ParameterError, match="tail is 'fast', but must be one of portable, onnxruntime, static"):
-        export_request(model="demo", output=tmp_path / "out", tail="fast")
 
 
 def test_unsuitable_foreign_graphs_are_refused_with_a_reason(tmp_path: Path, foreign_decoder: Path) -> None:

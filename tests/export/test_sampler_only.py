@@ -15,9 +15,9 @@ import pytest
 from tests.support.samples import slow
 from topw_deploy.errors import ExportError, ParameterError, SourceError, UnsupportedModelError, VerificationError
 from topw_deploy.export import sampler_only
+from topw_deploy.export.sampler.spec import SAMPLER_INPUTS
 from topw_deploy.export.sampler_only import SamplerRequest, export_sampler, sampler_request
 from topw_deploy.export.source.arrays import embeddings_of_file, embeddings_of_folder
-from topw_deploy.export.tail import TAIL_INPUTS
 from topw_deploy.manifest import check_hashes, load_manifest
 from topw_deploy.sampling import Geometry, median_distance
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
@@ -61,11 +61,11 @@ def test_a_sampler_from_a_table_is_verified_and_described(npy: Path, tmp_path: P
     assert manifest.defaults == defaults
     assert manifest.sampler.options == OPTIONS
     assert manifest.sampler.table_form == "Gather(axis=0)"
-    assert [tensor.name for tensor in manifest.inputs] == list(TAIL_INPUTS)
+    assert [tensor.name for tensor in manifest.inputs] == list(SAMPLER_INPUTS)
     assert manifest.sampler.outputs == ("next_token", "logprob", "kept", "certified", "mass", "keep_mask")
     assert manifest.verification.status == "passed"
     opened = ort.InferenceSession(str(tmp_path / "out" / "model.onnx"), providers=["CPUExecutionProvider"])
-    assert [value.name for value in opened.get_inputs()] == list(TAIL_INPUTS)
+    assert [value.name for value in opened.get_inputs()] == list(SAMPLER_INPUTS)
 
 
 def test_the_uniform_metric_needs_only_a_vocabulary_size(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from transformers import GemmaConfig, GlmConfig, LlamaConfig
 from tests.support.hybrid_models import hybrid_config
 from tests.support.samples import sampled
 from tests.support.tiny_models import COMMON, export, write_checkpoint
+from topw_deploy.export.sampler_only import export_sampler, sampler_request
+from topw_deploy.sampling import TopWOptions
 
 from .conftest import Ask, assert_built
 
@@ -20,7 +22,7 @@ SLOTS, PROMPT = 64, 16
 BATCHES = [[1, 16]]
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": ("llama_tied", {}),
-    "llama-static": ("llama_untied", {"tail": "static"}),
+    "llama-static": ("llama_untied", {"branches": False}),
     "llama-half": (LlamaConfig(**COMMON, head_dim=16), {"dtype": "fp16"}),
     "llama-narrow-half": (LlamaConfig(**COMMON, head_dim=8), {"dtype": "bf16"}),
     "llama-copied-cache": ("llama_tied", {"kv": "concat", "max_length": None}),
@@ -102,8 +104,8 @@ def test_the_check_names_the_nodes_that_the_parser_refuses(nvidia: Ask, tmp_path
 
 
 def test_a_function_that_tensorrt_refuses_is_taken_with_the_plugin(nvidia: Ask, tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "llama", "llama_untied")
-    export(checkpoint, tmp_path / "out", target="tensorrt", max_length=64, tail="onnxruntime")
+    options = TopWOptions(metric="uniform", top_m=4000)  # more than TensorRT sorts
+    export_sampler(sampler_request(output=tmp_path / "out", vocab_size=8192, options=options, verify=False))
     task = [{"check": str(tmp_path / "out")}]
     (without,), (plugged,) = nvidia(task), nvidia(task, with_plugin=True)
     assert (without["takes"], plugged["takes"], plugged["why_no_plugin"]) == (False, True, "")

@@ -20,18 +20,18 @@ pytestmark = pytest.mark.long
 VOCAB, HIDDEN = 8192, 32  # enough complete blocks for the branch that does not copy logits
 BATCHES = [[1, 1], [8, 8], [1, 16]]
 VARIANTS: dict[str, dict[str, Any]] = {
-    "portable": {"tail": "portable"},
-    "static": {"tail": "static"},
-    "portable-uniform": {"tail": "portable", "options": TopWOptions(metric="uniform")},
-    "static-uniform": {"tail": "static", "options": TopWOptions(metric="uniform")},
-    "all-outputs": {"tail": "portable", "with_mass": True, "with_keep_mask": True},
-    "mask-alone": {"tail": "static", "with_keep_mask": True, "options": TopWOptions(metric="cosine", alt_iters=9)},
-    "k-nearest": {"tail": "portable", "options": TopWOptions(metric="unit", potential="knn", knn_k=4)},
-    "bounds": {"tail": "portable", "neighbour_bound": True, "options": TopWOptions(top_m=200)},
+    "branches": {},
+    "no-branches": {"branches": False},
+    "uniform": {"options": TopWOptions(metric="uniform")},
+    "no-branches-uniform": {"branches": False, "options": TopWOptions(metric="uniform")},
+    "all-outputs": {"with_mass": True, "with_keep_mask": True},
+    "mask-alone": {"branches": False, "with_keep_mask": True, "options": TopWOptions(metric="cosine", alt_iters=9)},
+    "k-nearest": {"options": TopWOptions(metric="unit", potential="knn", knn_k=4)},
+    "bounds": {"neighbour_bound": True, "options": TopWOptions(top_m=200)},
 }
 
 
-LONG = ("portable", "static", "mask-alone", "k-nearest", "bounds")
+LONG = ("branches", "no-branches", "mask-alone", "k-nearest", "bounds")
 """The others are broad."""
 INLINED = ("mask-alone", "k-nearest", "bounds")
 """Of these, those that are also built without a plugin."""
@@ -82,7 +82,7 @@ def test_with_the_plugin_the_node_is_one_layer_of_the_engine(plugged: dict[str, 
 def test_the_plugin_takes_logits_in_half_precision_where_a_graph_hands_it_some(
     nvidia: Ask, samplers: dict[str, Path], tmp_path: Path, dtype: str
 ) -> None:
-    model = onnx.load(samplers["portable"])
+    model = onnx.load(samplers["branches"])
     model.graph.input[0].type.tensor_type.elem_type = onnx.TensorProto.DataType.Value(dtype)
     onnx.save(model, tmp_path / "model.onnx")
     (answer,) = nvidia([{"model": str(tmp_path / "model.onnx"), "batches": BATCHES}], with_plugin=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.function_cases import Case, Scenario, random_case
 from tests.support.kernel import STAGES, Kernel, KernelTable
 from tests.support.native_cases import (
     differences,
@@ -18,7 +19,6 @@ from tests.support.native_cases import (
     scenario_cases,
     unexplained,
 )
-from tests.support.tail_cases import Case, Scenario, random_case
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, sample_row
 
 METRICS = ("mahalanobis", "unit", "cosine", "uniform")

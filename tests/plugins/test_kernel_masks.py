@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.function_cases import Case, Scenario, random_case
 from tests.support.kernel import STAGES, Kernel, KernelSamples, KernelTable
 from tests.support.masks import KINDS, masked, masks, packed, some_allowed, unequal_fields
 from tests.support.native_cases import columns, instruction_sets, scenario_cases, unexplained
-from tests.support.tail_cases import Case, Scenario, random_case
 from topw_deploy.sampling import TopWOptions, apply_edits, sample_row
 
 UNIFORM = TopWOptions(metric="uniform", top_m=200)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.support.function_cases import Case
 from tests.support.kernel import STAGES, Kernel
 from tests.support.native_cases import differences, opened, sampled
 from tests.support.samples import slow
-from tests.support.tail_cases import Case
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters
 
 OPTIONS = TopWOptions(metric="uniform")

@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.support.function_cases import NATIVE, Scenario, Tally, compare, embedding_table, feeds, graph, random_case
 from tests.support.sampler_models import Wanted, clear_rows, open_model, run
 from tests.support.samples import slow
-from tests.support.tail_cases import NATIVE, Scenario, Tally, compare, embedding_table, feeds, graph, random_case
 from topw_deploy.sampling import Geometry, apply_edits, sample_row
 from topw_deploy.sampling.parameters import METRICS, PARAMETER_NAMES, TopWOptions
 
@@ -48,12 +48,12 @@ def test_crops_tokens_and_certificates_equal_the_reference_on_every_row(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.parametrize("form", ["portable", "onnxruntime", "static"])
+@pytest.mark.parametrize("branches", [True, False])
 @pytest.mark.parametrize(("mass", "keep_mask"), [(False, False), (True, False), (False, True), (True, True)])
 def test_every_set_of_outputs_is_recognised_and_equals_the_functions(
-    native_library: Path, metric: Any, form: str, mass: bool, keep_mask: bool
+    native_library: Path, metric: Any, branches: bool, mass: bool, keep_mask: bool
 ) -> None:
-    wanted = Wanted(TopWOptions(top_m=40, metric=metric), form=form, mass=mass, keep_mask=keep_mask)
+    wanted = Wanted(TopWOptions(top_m=40, metric=metric), branches=branches, mass=mass, keep_mask=keep_mask)
     model = wanted.model()
     rng = np.random.default_rng(1)
     inputs = feeds([random_case(rng, wanted.vocab_size) for _ in range(24)])

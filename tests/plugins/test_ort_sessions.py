@@ -14,9 +14,9 @@ import onnx
 import onnxruntime as ort
 import pytest
 
+from tests.support.function_cases import feeds, random_case
 from tests.support.sampler_models import Wanted, node_of, open_model, set_attribute
 from tests.support.samples import slow
-from tests.support.tail_cases import feeds, random_case
 from tests.support.toy_model import Toy, export, export_sampler
 from topw_deploy.errors import ManifestError, ParameterError, ProviderError
 from topw_deploy.manifest import (

@@ -13,8 +13,8 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
+from tests.support.function_cases import feeds, random_case
 from tests.support.sampler_models import Wanted, clear_rows, open_model, run
-from tests.support.tail_cases import feeds, random_case
 from topw_deploy.sampling.parameters import TopWOptions
 
 pytestmark = pytest.mark.long
@@ -23,7 +23,6 @@ OLDEST = (1, 27)
 CASES = {
     "cosine": Wanted(keep_mask=True),
     "mahalanobis-knn": Wanted(TopWOptions(top_m=60, potential="knn"), mass=True, keep_mask=True),
-    "mahalanobis, onnxruntime": Wanted(TopWOptions(top_m=60), form="onnxruntime", keep_mask=True),
     "uniform": Wanted(TopWOptions(top_m=1200, metric="uniform"), keep_mask=True),
 }
 

@@ -10,15 +10,15 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+from tests.support.function_cases import Case, feeds, random_case
 from tests.support.kernel import Kernel, KernelTable
 from tests.support.native_cases import columns, opened
 from tests.support.quantised_tables import FORMS, Form, Quantised, quantised_table
 from tests.support.sampler_models import open_model, run
-from tests.support.tail_cases import Case, feeds, random_case
 from topw_deploy.export.embedding import EmbeddingForm
-from topw_deploy.export.graft.sampler_node import add_sampler_inputs, add_sampler_node, install_function
 from topw_deploy.export.graph import GraphEditor
-from topw_deploy.export.tail import TailSpec
+from topw_deploy.export.sampler.attach import add_sampler_inputs, add_sampler_node, install_function
+from topw_deploy.export.sampler.spec import SamplerSpec
 from topw_deploy.plugins.shared_library import load
 from topw_deploy.sampling import Geometry, TopWOptions
 
@@ -64,8 +64,8 @@ def operator_model(quantised: Quantised) -> onnx.ModelProto:
     attributes = {"bits": form.bits, "block_size": form.block_size, "gather_axis": 0, "quantize_axis": 1}
     described = tuple((tensor.dtype, tuple(int(size) for size in tensor.shape)) for tensor in held)
     embedding = EmbeddingForm("com.microsoft", "GatherBlockQuantized", tuple(attributes.items()), described, 1)
-    spec = TailSpec(
-        options=OPTIONS, vocab_size=VOCAB, embedding=embedding, hidden_size=form.hidden, form="portable", opset=21,
+    spec = SamplerSpec(
+        options=OPTIONS, vocab_size=VOCAB, embedding=embedding, hidden_size=form.hidden, opset=21,
         with_mass=False, with_keep_mask=True,
     )  # fmt: skip
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 21, "com.microsoft": 1}, name="sampler")

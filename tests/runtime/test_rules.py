@@ -135,9 +135,9 @@ def test_a_pool_of_top_h_that_the_function_would_cut_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler = TopWSampler.from_pretrained(export_sampler(tmp_path / "out", Toy.random(0)), provider="cpu")
-    info = replace(sampler.manifest.sampler, vocab_size=5000, tail="static")
+    info = replace(sampler.manifest.sampler, vocab_size=5000)
     assert longest_pool("graph", info) == LONGEST_LIST
-    exact = (("native", info), ("plugin", info), ("graph", replace(info, tail="onnxruntime")))
+    exact = (("native", info), ("plugin", info))
     assert {longest_pool(*each) for each in (*exact, ("graph", replace(info, vocab_size=LONGEST_LIST)))} == {None}
     monkeypatch.setattr("topw_deploy.runtime.sampler.longest_pool", lambda *_: 100)
     logits = np.zeros(VOCAB, np.float32)

@@ -12,10 +12,10 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 
-from tests.support.tail_cases import Scenario, embedding_table
+from tests.support.function_cases import Scenario, embedding_table
 from topw_deploy.export.embedding import plain_gather
+from topw_deploy.export.sampler.spec import SamplerSpec
 from topw_deploy.export.sampler_only import sampler_model
-from topw_deploy.export.tail import TailSpec
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, sample_row
 from topw_deploy.sampling.parameters import TopWOptions
 
@@ -24,7 +24,7 @@ from topw_deploy.sampling.parameters import TopWOptions
 class Wanted:
     """The options of a model.
 
-    form: of the function's body.
+    branches: whether the function has branches.
     mass, keep_mask: optional outputs.
     dtype: of the table.
     """
@@ -32,7 +32,7 @@ class Wanted:
     options: TopWOptions = field(default_factory=lambda: TopWOptions(top_m=40, metric="cosine"))
     vocab_size: int = 300
     hidden_size: int = 8
-    form: str = "portable"
+    branches: bool = True
     mass: bool = False
     keep_mask: bool = False
     dtype: Any = np.float32
@@ -58,12 +58,12 @@ class Wanted:
     @cache  # noqa: B019  # few are made
     def _built(self) -> onnx.ModelProto:
         uniform, table = self.options.metric == "uniform", self.table
-        spec = TailSpec(
+        spec = SamplerSpec(
             options=self.options,
             vocab_size=self.vocab_size,
             embedding=None if uniform else plain_gather(*table.shape, dtype=ir.tensor(table).dtype),
             hidden_size=None if uniform else self.hidden_size,
-            form=self.form,
+            branches=self.branches,
             opset=self.opset,
             with_mass=self.mass,
             with_keep_mask=self.keep_mask,

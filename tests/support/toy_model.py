@@ -25,15 +25,15 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from tests.support.toy_graph import HEAD_DIMS, OPSETS, decoder_graph
 from topw_deploy.export.embedding import plain_gather
-from topw_deploy.export.tail import (
+from topw_deploy.export.sampler.function import build_function
+from topw_deploy.export.sampler.spec import (
     DOMAIN,
     OP_TYPE,
-    TAIL_INPUTS,
-    TailSpec,
-    build_tail,
-    tail_attributes,
-    tail_inputs,
-    tail_outputs,
+    SAMPLER_INPUTS,
+    SamplerSpec,
+    sampler_attributes,
+    sampler_inputs,
+    sampler_outputs,
 )
 from topw_deploy.manifest import (
     DecoderInfo,
@@ -218,7 +218,7 @@ def export(
     rules: that the sampler's function carries; with Top-W alone it opens and runs faster.
     """
     folder.mkdir(parents=True)
-    spec = TailSpec(
+    spec = SamplerSpec(
         options=toy.options,
         vocab_size=toy.vocab,
         embedding=None if toy.options.metric == "uniform" else plain_gather(*toy.embeddings.shape),
@@ -261,7 +261,7 @@ def export(
 def export_sampler(folder: Path, toy: Toy, with_mass: bool = False, with_keep_mask: bool = False) -> Path:
     """Write a sampler-only folder (uniform metric)."""
     folder.mkdir(parents=True)
-    spec = TailSpec(
+    spec = SamplerSpec(
         options=toy.options,
         vocab_size=VOCAB,
         opset=OPSETS["concat"],
@@ -276,7 +276,7 @@ def export_sampler(folder: Path, toy: Toy, with_mass: bool = False, with_keep_ma
 
 
 def write_manifest(
-    folder: Path, model: onnx.ModelProto, spec: TailSpec, decoder: DecoderInfo | None, defaults: TopWParameters
+    folder: Path, model: onnx.ModelProto, spec: SamplerSpec, decoder: DecoderInfo | None, defaults: TopWParameters
 ) -> None:
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     shared: dict[str, Any] = {
@@ -286,12 +286,12 @@ def write_manifest(
         "inputs": _specs(model.graph.input),
         "outputs": _specs(model.graph.output),
         "sampler": SamplerInfo(
-            tail=spec.form,
+            branches=spec.branches,
             vocab_size=spec.vocab_size,
             hidden_size=spec.hidden_size,
-            table_form=str(tail_attributes(spec)["table_form"]),
+            table_form=str(sampler_attributes(spec)["table_form"]),
             options=spec.options,
-            outputs=tail_outputs(spec),
+            outputs=sampler_outputs(spec),
             rules=spec.rules,
         ),
         "defaults": defaults,
@@ -315,7 +315,9 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(data), encoding="utf-8")
 
 
-def _decoder_model(toy: Toy, spec: TailSpec, form: str, max_length: int | None, with_logits: bool) -> onnx.ModelProto:
+def _decoder_model(
+    toy: Toy, spec: SamplerSpec, form: str, max_length: int | None, with_logits: bool
+) -> onnx.ModelProto:
     nodes, inputs, outputs, constants = decoder_graph(toy.numbers(), form, max_length)
     if with_logits:
         outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", toy.vocab]), *outputs]
@@ -331,7 +333,7 @@ def _decoder_model(toy: Toy, spec: TailSpec, form: str, max_length: int | None, 
     return _finish(nodes, inputs, outputs, constants, spec)
 
 
-def _finish(nodes: list, inputs: list, outputs: list, constants: list, spec: TailSpec) -> onnx.ModelProto:
+def _finish(nodes: list, inputs: list, outputs: list, constants: list, spec: SamplerSpec) -> onnx.ModelProto:
     kinds: dict[str, tuple[int, list[int | str]]] = {
         "edit_ids": (TensorProto.INT64, ["edits"]),
         "edit_penalty": (TensorProto.FLOAT, ["edits"]),
@@ -340,7 +342,7 @@ def _finish(nodes: list, inputs: list, outputs: list, constants: list, spec: Tai
         "rule": (TensorProto.INT32, []),
         "rule_values": (TensorProto.FLOAT, [2]),
     }
-    for name in TAIL_INPUTS[1:]:
+    for name in SAMPLER_INPUTS[1:]:
         dtype, width = kinds.get(name, (TensorProto.FLOAT, []))
         inputs = [*inputs, helper.make_tensor_value_info(name, dtype, ["batch", *width])]
     types = {"next_token": TensorProto.INT64, "kept": TensorProto.INT32, "certified": TensorProto.BOOL}
@@ -350,10 +352,12 @@ def _finish(nodes: list, inputs: list, outputs: list, constants: list, spec: Tai
             types.get(name, TensorProto.BOOL if name == "keep_mask" else TensorProto.FLOAT),
             ["batch", spec.vocab_size] if name == "keep_mask" else ["batch"],
         )
-        for name in tail_outputs(spec)
+        for name in sampler_outputs(spec)
     ]
-    attributes: dict[str, Any] = dict(tail_attributes(spec))
-    sampler = helper.make_node(OP_TYPE, list(tail_inputs(spec)), list(tail_outputs(spec)), domain=DOMAIN, **attributes)
+    attributes: dict[str, Any] = dict(sampler_attributes(spec))
+    sampler = helper.make_node(
+        OP_TYPE, list(sampler_inputs(spec)), list(sampler_outputs(spec)), domain=DOMAIN, **attributes
+    )
     graph = helper.make_graph([*nodes, sampler], "toy", inputs, [*results, *outputs], constants)
     function = _function(spec)
     opsets = {"": spec.opset, DOMAIN: 1, "com.microsoft": 1}
@@ -362,6 +366,6 @@ def _finish(nodes: list, inputs: list, outputs: list, constants: list, spec: Tai
 
 
 @cache
-def _function(spec: TailSpec) -> onnx.FunctionProto:
+def _function(spec: SamplerSpec) -> onnx.FunctionProto:
     """The sampler's 2,000 nodes, which callers copy and do not change."""
-    return ir.serde.serialize_function(build_tail(spec))
+    return ir.serde.serialize_function(build_function(spec))

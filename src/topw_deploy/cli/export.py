@@ -15,13 +15,13 @@ from topw_deploy.cli.options import (
     NEEDS_EXPORT,
     baked_options,
     bound_option,
+    branches_option,
     crop_options,
     hub_options,
     parameter_options,
     quantisation_options,
     report_options,
     rules_option,
-    tail_option,
     take_given,
 )
 from topw_deploy.cli.progress import progress
@@ -73,7 +73,7 @@ _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16
     "[default: only the last, where supported]",
 )
 @quantisation_options
-@tail_option
+@branches_option
 @rules_option
 @baked_options
 @bound_option

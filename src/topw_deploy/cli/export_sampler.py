@@ -14,12 +14,12 @@ from topw_deploy.cli.options import (
     NEEDS_EXPORT,
     baked_options,
     bound_option,
+    branches_option,
     crop_options,
     hub_options,
     parameter_options,
     report_options,
     rules_option,
-    tail_option,
     take_given,
 )
 from topw_deploy.cli.progress import progress
@@ -43,7 +43,7 @@ from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES
     type=click.Path(path_type=Path, dir_okay=False),
     help="A .npy file with the model's logits [steps, vocab]; measures the unit of --geom-unit median.",
 )
-@tail_option
+@branches_option
 @rules_option
 @baked_options
 @bound_option

@@ -21,7 +21,6 @@ _OPTION_OF_PARAMETER = {
     "max_length": "max_context",
     "algorithm": "quantisation_algorithm",
     "exclude": "exclude_nodes",
-    "form": "tail",
     "model_dir": "transformers",
     "regimes": "regime",
     "temperatures": "temperature",

@@ -55,7 +55,7 @@ def _lines(folder: Path, manifest: Manifest) -> Iterator[str]:
         [
             ("vocabulary", sampler.vocab_size),
             ("embedding width", "none (uniform metric)" if sampler.hidden_size is None else sampler.hidden_size),
-            ("tail", sampler.tail),
+            ("branches", "yes" if sampler.branches else "no"),
             ("rules", "all" if len(sampler.rules) == len(RULES) else ", ".join(sampler.rules)),
             *((name, value) for name, value in asdict(sampler.options).items()),
             *([("table", sampler.table_form)] if sampler.table_form else []),

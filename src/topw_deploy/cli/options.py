@@ -139,14 +139,13 @@ def baked_options(command: Command) -> Command:
     return preset(command)
 
 
-def tail_option(command: Command) -> Command:
-    """Add --tail, the form of the sampler's function."""
+def branches_option(command: Command) -> Command:
+    """Add --no-branches, for a sampler's function without control flow."""
     return click.option(
-        "--tail",
-        type=click.Choice(("portable", "onnxruntime", "static")),
-        default="portable",
+        "--branches/--no-branches",
+        default=True,
         show_default=True,
-        help="Form of the sampler's graph: for every runtime, fastest in onnxruntime, or without control flow.",
+        help="Whether the sampler's function skips work by branches; without, it has no control flow.",
     )(command)
 
 
@@ -157,7 +156,7 @@ def rules_option(command: Command) -> Command:
         metavar="RULE,...",
         default=None,
         callback=_parse_rule_names,
-        help="Sampling rules that requests may use; Top-W always. Fewer make --tail static faster.  [default: all]",
+        help="Sampling rules that requests may use; Top-W always. Fewer make --no-branches faster.  [default: all]",
     )(command)
 
 

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from topw_deploy.errors import ExportError, ParameterError
 from topw_deploy.export.decoder import Decoder
-from topw_deploy.export.graft.neighbour_bound import choose_measure
-from topw_deploy.export.graft.sampler_node import graft
 from topw_deploy.export.job import Job
 from topw_deploy.export.plan import layers_to_verify, onnx_data_files, plan_of, verification_bytes
 from topw_deploy.export.quantise import quantise
@@ -22,9 +20,11 @@ from topw_deploy.export.quantise.stored_rows import StoredRows
 from topw_deploy.export.request import ExportReport, ExportRequest
 from topw_deploy.export.resume.finished_stages import FinishedStages, stamp_of_source
 from topw_deploy.export.resume.journal import Journal
+from topw_deploy.export.sampler.attach import attach_sampler
+from topw_deploy.export.sampler.neighbour_bound import choose_measure
+from topw_deploy.export.sampler.spec import SamplerSpec
 from topw_deploy.export.source.quantised import quantised_format
 from topw_deploy.export.source.resolve import Source, refuse_special_files, resolve
-from topw_deploy.export.tail import TailSpec
 from topw_deploy.export.write.configuration import copy_genai_configuration, write_configuration
 from topw_deploy.export.write.manifest import decoder_manifest, decoder_report, file_bytes_in
 from topw_deploy.export.write.staging import StagedFolder, check_free, copy_file, require_space
@@ -88,8 +88,8 @@ def _build_and_write(job: Job, folder: Path) -> tuple[Decoder, DecoderManifest]:
         return _write(job, decoder, sampler, folder)
 
 
-def _build_graph(job: Job) -> tuple[Decoder, TailSpec]:
-    """The decoder with the sampler grafted onto it, and the sampler's description."""
+def _build_graph(job: Job) -> tuple[Decoder, SamplerSpec]:
+    """The decoder with the sampler attached to it, and the sampler's description."""
     request, progress = job.request, job.progress
     decoder = _load_decoder(job, job.source.onnx) if job.source.onnx is not None else _build_decoder(job)
     sampler = request.sampler
@@ -97,7 +97,7 @@ def _build_graph(job: Job) -> tuple[Decoder, TailSpec]:
     measure = choose_measure(sampler.neighbour_bound, request.dry_run, progress)
     if sampler.neighbour_bound:
         measure = job.finished.keep_measurement(measure)
-    return graft(decoder, sampler, measure)
+    return attach_sampler(decoder, sampler, measure)
 
 
 def _load_decoder(job: Job, file: Path) -> Decoder:
@@ -148,7 +148,7 @@ def _quantise_decoder(job: Job, decoder: Decoder, options: Quantisation) -> Deco
     return replace(decoder, info=info).with_notices(*notices)
 
 
-def _write(job: Job, decoder: Decoder, sampler: TailSpec, folder: Path) -> tuple[Decoder, DecoderManifest]:
+def _write(job: Job, decoder: Decoder, sampler: SamplerSpec, folder: Path) -> tuple[Decoder, DecoderManifest]:
     """Write all files to `folder`, with a manifest that the runtime refuses because the verification is missing.
 
     Returns the decoder with its sizes and more notices, and this manifest.

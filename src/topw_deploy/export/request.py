@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from topw_deploy.errors import ParameterError
 from topw_deploy.export.quantise.scheme import DTYPE_BITS, Quantisation
 from topw_deploy.export.source.resolve import HubOptions
-from topw_deploy.export.tail.spec import FORMS
 from topw_deploy.manifest import TARGETS, TensorSpec, Verification
 from topw_deploy.sampling import as_float32
 from topw_deploy.sampling.beta import depends_on_temperature
@@ -157,18 +156,18 @@ class SamplerOptions:
     options: Top-W's options, which are fixed in the graph.
     defaults: the default parameters of generation.
     default_beta: a default `beta` that depends on the temperature, as text; "" for the number in `defaults`.
-    tail: form of the ONNX function: `portable`, `onnxruntime` or `static`.
+    branches: whether the function skips work by branches (`If`); without, it has no control flow.
     with_logits, with_mass, with_keep_mask: whether the graph has these outputs.
     neighbour_bound: whether to store each token's distance to its nearest neighbour.
     rules: names of the sampling rules that the function has besides Top-W. Default: all.
-    Raises ParameterError for an unknown form or rule, for defaults outside float32, for a default_beta that does not
+    Raises ParameterError for an unknown rule, for defaults outside float32, for a default_beta that does not
     depend on the temperature, and for a bound with the uniform metric.
     """
 
     options: TopWOptions = field(default_factory=TopWOptions)
     defaults: TopWParameters = field(default_factory=TopWParameters)
     default_beta: str = ""
-    tail: str = "portable"
+    branches: bool = True
     with_logits: bool = False
     with_mass: bool = False
     with_keep_mask: bool = False
@@ -176,8 +175,6 @@ class SamplerOptions:
     rules: tuple[str, ...] = tuple(RULES)
 
     def __post_init__(self) -> None:
-        if self.tail not in FORMS:
-            raise ParameterError(f"tail is {self.tail!r}, but must be one of {', '.join(FORMS)}.", "tail")
         object.__setattr__(self, "rules", carried_rules(self.rules))
         if self.default_beta and not depends_on_temperature(self.default_beta):
             raise ParameterError(

@@ -12,13 +12,13 @@ import onnx_ir as ir
 
 from topw_deploy.errors import ParameterError, VerificationError
 from topw_deploy.export.embedding import plain_gather
-from topw_deploy.export.graft.neighbour_bound import Measure, choose_measure, no_bound
-from topw_deploy.export.graft.sampler_node import add_sampler_inputs, add_sampler_node, install_function
 from topw_deploy.export.graph import GraphEditor
 from topw_deploy.export.request import DEFAULT_OPSET, ExportReport, SamplerOptions, build_request
+from topw_deploy.export.sampler.attach import add_sampler_inputs, add_sampler_node, install_function
+from topw_deploy.export.sampler.neighbour_bound import Measure, choose_measure, no_bound
+from topw_deploy.export.sampler.spec import GEOMETRY_INPUTS, SamplerSpec
 from topw_deploy.export.source.arrays import embeddings_of_file, embeddings_of_folder, median_distance_in_file
 from topw_deploy.export.source.resolve import HubOptions, Source, resolve
-from topw_deploy.export.tail import GEOMETRY_INPUTS, TailSpec
 from topw_deploy.export.write.manifest import file_bytes_in, sampler_manifest, sampler_report
 from topw_deploy.export.write.staging import StagedFolder, check_free, require_space
 from topw_deploy.export.write.weights import weight_bytes, write_model
@@ -127,18 +127,18 @@ def export_sampler(request: SamplerRequest, progress: Progress = SILENT) -> Expo
     return report
 
 
-def sampler_spec(request: SamplerRequest, vocab_size: int, table: np.ndarray | None) -> TailSpec:
+def sampler_spec(request: SamplerRequest, vocab_size: int, table: np.ndarray | None) -> SamplerSpec:
     """The description of the ONNX function. Raises ParameterError for options out of range.
 
     table: embeddings [>= vocab_size, hidden], or None.
     """
     rows, hidden = (None, None) if table is None else table.shape
-    return TailSpec(
+    return SamplerSpec(
         options=request.sampler.options,
         vocab_size=vocab_size,
         embedding=None if table is None else plain_gather(int(rows or 0), int(hidden or 0), ir.tensor(table).dtype),
         hidden_size=hidden,
-        form=request.sampler.tail,
+        branches=request.sampler.branches,
         opset=request.opset,
         with_mass=request.sampler.with_mass,
         with_keep_mask=request.sampler.with_keep_mask,
@@ -147,7 +147,7 @@ def sampler_spec(request: SamplerRequest, vocab_size: int, table: np.ndarray | N
 
 
 def sampler_model(
-    spec: TailSpec, table: np.ndarray | None, geometry: Geometry, measure: Measure = no_bound
+    spec: SamplerSpec, table: np.ndarray | None, geometry: Geometry, measure: Measure = no_bound
 ) -> ir.Model:
     """The model of the sampler alone: `logits` float32 [batch, vocab] and the sampler's inputs -> its outputs.
 

@@ -197,9 +197,9 @@ class DecoderInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerInfo:
-    """The options and the form of the `topw::TopWSample` node.
+    """The options of the `topw::TopWSample` node.
 
-    tail: the form of the function: "portable", "onnxruntime" or "static".
+    branches: whether the function skips work by branches; without, it has no control flow.
     hidden_size: the width of the embeddings; None for the uniform metric.
     table_form: the operator and attributes that read an embedding, "" for the uniform metric.
     outputs: names of the sampler's outputs in the graph.
@@ -207,7 +207,7 @@ class SamplerInfo:
     rules: the sampling rules that the function can apply, in the order of their codes.
     """
 
-    tail: str
+    branches: bool
     vocab_size: int
     hidden_size: int | None
     table_form: str

@@ -142,7 +142,7 @@ def _sampler(data: Fields) -> SamplerInfo:
     data.refuse_others(_names(SamplerInfo))
     hidden = data.value("hidden_size")
     return SamplerInfo(
-        tail=data.text("tail"),
+        branches=data.boolean("branches"),
         vocab_size=data.integer("vocab_size", 1, MOST_VOCABULARY),
         hidden_size=None if hidden is None else data.integer("hidden_size", 1, MOST_WIDTH),
         table_form=data.text("table_form"),

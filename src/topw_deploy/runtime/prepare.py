@@ -27,7 +27,7 @@ from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, RULES, RuleParamete
 from topw_deploy.sampling.seeds import fresh_seed
 
 LONGEST_LIST = 3840
-"""Tokens that the sampler's function sorts in the forms `portable` and `static` (docs/contract/graph.md, section 8)."""
+"""Tokens that the sampler's function sorts (docs/contract/graph.md, section 8)."""
 
 _MOST_CHARACTERS = 256  # per token; the longest tokens of published vocabularies are runs of 128 spaces
 _SHARED = tuple(name for name, parameter in PARAMETERS.items() if not parameter.per_prompt)
@@ -92,7 +92,7 @@ def longest_pool(sampler: str, info: SamplerInfo) -> int | None:
 
     sampler: the session's "native", "plugin" or "graph".
     """
-    searches = sampler == "graph" and info.tail != "onnxruntime" and info.vocab_size > LONGEST_LIST
+    searches = sampler == "graph" and info.vocab_size > LONGEST_LIST
     return LONGEST_LIST if searches else None
 
 
@@ -371,8 +371,7 @@ def check_rule(rule: RuleParameters, carried: Iterable[str], longest: int | None
     if longest is not None and rule.name == "top_h" and share < 1 and longest < pool < vocab_size:
         raise ParameterError(
             f"top_h_pool is {pool:.0f}, but the sampler's function takes at most {longest}, or the whole vocabulary of "
-            f"{vocab_size}; give such a pool, open the model with the native sampler, or export with --tail "
-            "onnxruntime.",
+            f"{vocab_size}; give such a pool, or open the model with the native sampler.",
             "top_h_pool",
         )
 

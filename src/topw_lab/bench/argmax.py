@@ -30,7 +30,7 @@ def write_argmax_model(export: Path, folder: Path) -> Path:
     """
     import onnx_ir as ir
 
-    from topw_deploy.export.tail import OP_TYPE, TAIL_INPUTS
+    from topw_deploy.export.sampler.spec import OP_TYPE, SAMPLER_INPUTS
 
     model = ir.load(export / "model.onnx")
     graph = model.graph
@@ -48,7 +48,7 @@ def write_argmax_model(export: Path, folder: Path) -> Path:
     graph.outputs.extend([token, *states])
     graph.remove(sampler, safe=True)
     token.name = "next_token"
-    inputs = [value for value in graph.inputs if value.name not in TAIL_INPUTS]
+    inputs = [value for value in graph.inputs if value.name not in SAMPLER_INPUTS]
     graph.inputs.clear()
     graph.inputs.extend(inputs)
     model.functions.clear()

@@ -344,12 +344,12 @@ def write_sampler_model(inputs: Inputs, *, with_keep_mask: bool) -> Path:
     import onnx_ir as ir
 
     from topw_deploy.export.embedding import plain_gather
-    from topw_deploy.export.graft.sampler_node import BOUND_NAME
+    from topw_deploy.export.sampler.attach import BOUND_NAME
+    from topw_deploy.export.sampler.spec import SamplerSpec
     from topw_deploy.export.sampler_only import sampler_model
-    from topw_deploy.export.tail import TailSpec
 
     vocab, table = inputs.logits[0].shape[1], inputs.embeddings
-    spec = TailSpec(
+    spec = SamplerSpec(
         options=inputs.options,
         vocab_size=vocab,
         embedding=None if table is None else plain_gather(*table.shape),

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from topw_deploy.errors import ManifestError, PromptError
 from topw_deploy.export.embedding import EmbeddingTable, find_embedding, stored_array
-from topw_deploy.export.graft.sampler_node import sampler_node
-from topw_deploy.export.tail import GEOMETRY_INPUTS, TAIL_INPUTS
+from topw_deploy.export.sampler.attach import sampler_node
+from topw_deploy.export.sampler.spec import GEOMETRY_INPUTS, SAMPLER_INPUTS
 from topw_deploy.export.verification.probe import LogitsProbe
 from topw_deploy.manifest import MODEL_NAME, DecoderManifest
 from topw_deploy.plain_text import count_text
@@ -135,7 +135,7 @@ def load_analyser(folder: Path, manifest: DecoderManifest) -> Analyser:
     if sampler.options.metric == "uniform" or sampler.hidden_size is None:
         return Analyser(sampler.options, Geometry.uniform())
     graph = ir.load(folder / MODEL_NAME).graph
-    inputs = sampler_node(graph).inputs[len(TAIL_INPUTS) :]
+    inputs = sampler_node(graph).inputs[len(SAMPLER_INPUTS) :]
     statistics, table_inputs = inputs[: len(GEOMETRY_INPUTS)], inputs[len(GEOMETRY_INPUTS) :]
     mean, inverse_std = (_statistic_array(value) for value in statistics[:2])
     lookup = replace(find_embedding(graph), data=tuple(table_inputs), hidden=sampler.hidden_size)

@@ -16,8 +16,8 @@ from tests.support.tiny_models import make_model
 from tests.support.traces import trace
 from topw_deploy.export import ExportRequest, export_model
 from topw_deploy.export.embedding import find_embedding
-from topw_deploy.export.graft.tidy import tidy
 from topw_deploy.export.graph import external_files
+from topw_deploy.export.tidy import tidy
 from topw_deploy.export.write import weights
 from topw_deploy.export.write.weights import weight_bytes
 from topw_deploy.tiny import tiny_model_path
@@ -62,8 +62,8 @@ def test_equal_but_separate_tables_are_not_tied() -> None:
         model.lm_head.weight[5, 5] += 1
     traced = trace(model)
     table = find_embedding(traced.model.graph).data[0]
-    from topw_deploy.export.graft.last_token import last_logits
     from topw_deploy.export.lowering.concat import lower
+    from topw_deploy.export.sampler.attach import last_logits
 
     lower(traced)
     last_logits(traced.model.graph)

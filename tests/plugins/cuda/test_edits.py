@@ -7,8 +7,8 @@ import pytest
 
 from tests.plugins.cuda.certified_rows import differences_from, same_bits
 from tests.support.emulated import EmulatedKernel
+from tests.support.function_cases import random_case
 from tests.support.kernel import Kernel
-from tests.support.tail_cases import random_case
 from topw_deploy.sampling import TopWOptions, apply_edits
 
 UNIFORM = TopWOptions(metric="uniform", top_m=200)

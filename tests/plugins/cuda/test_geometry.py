@@ -13,12 +13,12 @@ from fuzz.sampler import fuzz_kernel
 from tests.plugins.cuda.certified_rows import native_kernel, same_bits
 from tests.support.cuda_kernel import CudaShape
 from tests.support.emulated import EmulatedKernel
+from tests.support.function_cases import Case, Scenario
 from tests.support.kernel import STAGES, KernelSamples, KernelTable, table_struct
 from tests.support.native_cases import columns, sampled, scenario_cases
 from tests.support.quantised_tables import Form, quantised_table
 from tests.support.sampler_cases import SMALL, Size
 from tests.support.samples import slow
-from tests.support.tail_cases import Case, Scenario
 from topw_deploy.errors import PluginError
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, TopWOptions, sample_row
 

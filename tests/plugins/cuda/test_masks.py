@@ -8,11 +8,11 @@ import pytest
 from tests.plugins.cuda.certified_rows import differences_from, same_bits
 from tests.support.cuda_kernel import CudaShape
 from tests.support.emulated import EmulatedKernel
+from tests.support.function_cases import Scenario, random_case
 from tests.support.kernel import STAGES, Kernel, KernelTable
 from tests.support.masks import masked, masks, packed, some_allowed
 from tests.support.native_cases import columns, scenario_cases
 from tests.support.structs import InputsStruct, OutputsStruct
-from tests.support.tail_cases import Scenario, random_case
 from topw_deploy.errors import PluginError
 from topw_deploy.sampling import TopWOptions, apply_edits
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from tests.support.emulated import CUDA_SOURCES, compiled
+from tests.support.function_cases import feeds, random_case
 from tests.support.masks import masks, packed
 from tests.support.rule_rows import rule_case, rules_of
 from tests.support.sampler_models import Wanted, clear_rows, open_model, run
-from tests.support.tail_cases import feeds, random_case
 from topw_deploy.plugins import compile_native
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
 

@@ -20,8 +20,8 @@ from topw_deploy.export.foreign.limits import (
     window_of,
 )
 from topw_deploy.export.graph import external_files, find_input, initializer_tensors, required_input
+from topw_deploy.export.sampler.spec import NEWEST_OPSET, OLDEST_OPSET
 from topw_deploy.export.source.configuration import read_json, text_part
-from topw_deploy.export.tail.spec import NEWEST_OPSET, OLDEST_OPSET
 from topw_deploy.manifest import MOST_TOKENS, DecoderInfo, State, key_value_states
 
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")

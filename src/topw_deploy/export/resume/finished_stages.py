@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from topw_deploy.export.graft.neighbour_bound import Measure
 from topw_deploy.export.request import ExportRequest
 from topw_deploy.export.resume.journal import DataLog, Journal, stamp_of
+from topw_deploy.export.sampler.neighbour_bound import Measure
 from topw_deploy.export.source.resolve import Source
 from topw_deploy.manifest import Manifest, Verification, sha256_of, verification_from_dict
 from topw_deploy.sampling import Geometry

@@ -14,9 +14,9 @@ import onnxruntime as ort
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from topw_deploy.errors import VerificationError
-from topw_deploy.export.graft.sampler_node import NODE_NAME, sampler_node
 from topw_deploy.export.graph import GraphEditor, external_files, required_node_input
-from topw_deploy.export.tail import TAIL_INPUTS
+from topw_deploy.export.sampler.attach import NODE_NAME, sampler_node
+from topw_deploy.export.sampler.spec import SAMPLER_INPUTS
 from topw_deploy.export.verification.cache_drivers import cache_driver
 from topw_deploy.manifest import MODEL_NAME, DecoderInfo
 from topw_deploy.runtime.inputs import RuleInputs
@@ -91,7 +91,7 @@ def _decoder_model(folder: Path) -> ir.Model:
     graph.outputs.clear()
     graph.outputs.extend([output, *cache])
     RemoveUnusedNodesPass()(model)
-    for value in [value for value in graph.inputs if value.name in TAIL_INPUTS]:
+    for value in [value for value in graph.inputs if value.name in SAMPLER_INPUTS]:
         graph.inputs.remove(value)
     editor.finish()
     return model
@@ -159,7 +159,7 @@ def _sampler_model(folder: Path) -> ir.Model:
         ir.convenience.replace_all_uses_with(old, logits)  # also by the nodes that `add_defaults` added
     graph.outputs.extend(node.outputs)
     RemoveUnusedNodesPass()(model)
-    for value in [value for value in graph.inputs if value.name not in TAIL_INPUTS]:
+    for value in [value for value in graph.inputs if value.name not in SAMPLER_INPUTS]:
         graph.inputs.remove(value)
     editor.finish()
     return model

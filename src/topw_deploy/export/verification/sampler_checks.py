@@ -10,9 +10,9 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.export.embedding import EmbeddingTable, find_embedding, stored_array
-from topw_deploy.export.graft.sampler_node import sampler_node
 from topw_deploy.export.graph import constant_of, required_node_input
-from topw_deploy.export.tail import GEOMETRY_INPUTS, TAIL_INPUTS
+from topw_deploy.export.sampler.attach import sampler_node
+from topw_deploy.export.sampler.spec import GEOMETRY_INPUTS, SAMPLER_INPUTS
 from topw_deploy.export.verification.probe import SamplerProbe
 from topw_deploy.manifest import MODEL_NAME, Check, NotCompared, SamplerInfo
 from topw_deploy.sampling import (
@@ -269,7 +269,7 @@ def check_bound(folder: Path, geometry: Geometry, tokens: int) -> Check:
 def stored_bound(folder: Path) -> np.ndarray:
     """The export's neighbour bound, input 16 of the sampler node: float32 [tokens] or [0]."""
     model = ir.load(folder / MODEL_NAME)
-    bound = sampler_node(model.graph).inputs[len(TAIL_INPUTS) + GEOMETRY_INPUTS.index("neighbour_bound")]
+    bound = sampler_node(model.graph).inputs[len(SAMPLER_INPUTS) + GEOMETRY_INPUTS.index("neighbour_bound")]
     return np.array(stored_array(constant_of(required_node_input(bound))))
 
 

@@ -13,8 +13,8 @@ from topw_deploy.errors import ManifestError, UnsupportedModelError
 from topw_deploy.export.decoder import Decoder
 from topw_deploy.export.job import Job
 from topw_deploy.export.request import ExportReport, SamplerOptions
+from topw_deploy.export.sampler.spec import SamplerSpec
 from topw_deploy.export.source.resolve import Source
-from topw_deploy.export.tail import TailSpec
 from topw_deploy.export.write.weights import weight_bytes
 from topw_deploy.manifest import (
     DecoderManifest,
@@ -29,7 +29,7 @@ from topw_deploy.versions import library_versions
 
 
 def decoder_manifest(
-    job: Job, decoder: Decoder, sampler: TailSpec, folder: Path, known: dict[str, str]
+    job: Job, decoder: Decoder, sampler: SamplerSpec, folder: Path, known: dict[str, str]
 ) -> DecoderManifest:
     """Build the manifest of a decoder with its sampler, with the status "provisional".
 
@@ -50,7 +50,7 @@ def decoder_manifest(
 
 
 def sampler_manifest(
-    model: ir.Model, source: Source, spec: TailSpec, options: SamplerOptions, folder: Path
+    model: ir.Model, source: Source, spec: SamplerSpec, options: SamplerOptions, folder: Path
 ) -> SamplerManifest:
     """Build the manifest of a sampler without decoder, with the status "provisional"."""
     return SamplerManifest(**_shared_fields(model, source, "sampler", spec, options, folder, {}))
@@ -110,7 +110,7 @@ def _shared_fields(
     model: ir.Model,
     source: Source,
     route: str,
-    spec: TailSpec,
+    spec: SamplerSpec,
     sampler: SamplerOptions,
     folder: Path,
     known: dict[str, str],
@@ -123,7 +123,7 @@ def _shared_fields(
         "inputs": _tensor_specs(model.graph.inputs),
         "outputs": outputs,
         "sampler": SamplerInfo(
-            tail=spec.form,
+            branches=spec.branches,
             vocab_size=spec.vocab_size,
             hidden_size=spec.hidden_size,
             table_form=spec.embedding.form if spec.embedding is not None else "",

@@ -173,7 +173,7 @@ function readSampler(data) {
     hiddenSize: hidden === null ? null : requireInteger("sampler.hidden_size", hidden, 1, MOST_VOCABULARY),
     metric,
     rules: requireList("sampler.rules", data.rules).map(readRule),
-    sortsAll: data.tail === "onnxruntime" || vocabSize <= LONGEST_LIST,
+    sortsAll: vocabSize <= LONGEST_LIST,
   };
 }
 

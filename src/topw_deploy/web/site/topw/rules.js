@@ -105,7 +105,7 @@ export function checkSamplerHasRule({ name, values: [share, pool] }, { rules, so
   if (name === "top_h" && !sortsAll && share < 1 && pool > LONGEST_LIST && pool < vocabSize) {
     throw new ParameterError(
       `top_h_pool is ${pool}, but this model takes at most ${LONGEST_LIST}, or the whole vocabulary of ${vocabSize}; ` +
-        "give such a pool, or export with --tail onnxruntime.",
+        "give such a pool.",
     );
   }
 }

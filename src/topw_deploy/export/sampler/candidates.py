@@ -5,26 +5,24 @@ A certified crop consists of the K most probable tokens (docs/contract/graph.md,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from topw_deploy.export.tail.inputs import (
+from topw_deploy.export.sampler.inputs import (
     BLOCK,
+    CANDIDATES,
     LARGEST,
     SMALLEST,
     BoundedColumn,
+    InputLogits,
     RowParameters,
-    all_true_as_float,
+    all_true_in_row,
     are_in_range,
     padded_width,
 )
-from topw_deploy.export.tail.ops import Ops, Tensor, scope
-from topw_deploy.export.tail.spec import TailSpec
-
-CANDIDATES = 64
-"""The number of candidates. They lie in at most as many blocks, so the search reads this number of blocks."""
+from topw_deploy.export.sampler.ops import Ops, Tensor, scope
+from topw_deploy.export.sampler.spec import SamplerSpec
 
 _VECTOR = 16
 """The number of columns of the candidates is a multiple of this; the padding is -inf.
@@ -37,31 +35,9 @@ _OBJECTIVE_SLACK = 8e-6  # times beta, for J: several times the rounding of a fl
 _WARM_SLACK = 1e-5  # relative to the warm start's mass
 
 
-@dataclass(frozen=True)
-class LargestBlocks:
-    """The n blocks of `BLOCK` consecutive logits with the largest maxima, in any order.
-
-    logits: float32 [batch, n, BLOCK].
-    index: the number of each block in its row, int64 [batch, n].
-    """
-
-    logits: Tensor
-    index: Tensor
-
-
 def padded_count(count: int) -> int:
     """The number of columns that hold `count` tokens and their padding."""
     return -(-count // _VECTOR) * _VECTOR
-
-
-def unpadded_count(count: int) -> int:
-    """The largest number of tokens, at most `count`, whose columns need no padding."""
-    return count // _VECTOR * _VECTOR
-
-
-def candidates_width(vocab_size: int) -> int:
-    """The number of columns of all candidates, with padding."""
-    return padded_count(min(CANDIDATES, vocab_size))
 
 
 @dataclass(frozen=True)
@@ -106,7 +82,6 @@ class CandidateScan:
     score: lam * a.
     mass: Gamma, the sum of weights of the prefix.
     gain: Phi, the sum of weight * score of the prefix.
-    objective: J of the prefix.
     best: the maximum of J, [batch, 1].
     last: K - 1, the first position with the maximum, int64 [batch, 1].
     """
@@ -115,7 +90,6 @@ class CandidateScan:
     score: Tensor
     mass: Tensor
     gain: Tensor
-    objective: Tensor
     best: Tensor
     last: Tensor
 
@@ -138,45 +112,55 @@ class DrawColumns:
 class CandidatePath:
     """Top-W's crop and draw, computed from the candidates alone.
 
-    is_settled: 1 in rows for which they are proven, else 0; float32 [batch, 1].
+    is_done: 1 in rows for which they are proven, else 0; float32 [batch, 1].
     """
 
     candidates: CandidateLogits
     scan: CandidateScan
     draw: DrawColumns
-    is_settled: Tensor
+    is_done: Tensor
+
+
+def search_candidates(op: Ops, spec: SamplerSpec, logits: InputLogits) -> CandidateSearch:
+    """Find the candidates of the edited and masked logits.
+
+    Has up to two branches, one after the other: on whether there are edits, then on whether there are masks. With
+    masks, the first search is wasted; it is cheap.
+    """
+
+    def search(values: Tensor, width: int = padded_width(spec.vocab_size)) -> list[Tensor]:
+        found = block_candidates(op, values, width, spec.vocab_size)
+        return [found.logits, found.ids, op.ReduceSum(values, op.constant([1], np.int64), keepdims=1)]
+
+    def search_unmasked() -> list[Tensor]:
+        if not logits.can_read_in_place:
+            return search(logits.edited())
+        return op.branch(
+            logits.is_empty("edit_ids"),
+            lambda: search(logits.inputs["logits"], spec.vocab_size),
+            lambda: search(logits.edited()),
+        )
+
+    unmasked = search_unmasked()
+    values, ids, total = op.branch(logits.is_empty("allowed"), lambda: unmasked, lambda: search(logits.masked()))
+    return CandidateSearch(CandidateLogits(values, ids, min(CANDIDATES, spec.vocab_size)), total)
 
 
 @scope
-def largest_blocks(op: Ops, logits: Tensor, width: int) -> LargestBlocks:
-    """The blocks of logits [batch, width] in which the candidates lie."""
-    blocks = width // BLOCK
-    grid = op.Reshape(logits, op.constant([0, blocks, BLOCK], np.int64))
-    maxima = op.ReduceMax(grid, op.constant([2], np.int64), keepdims=0)
-    _, index = op.TopK(maxima, op.constant([min(CANDIDATES, blocks)], np.int64), axis=1, sorted=0)
-    chosen = op.GatherND(grid, op.Unsqueeze(index, op.constant([2], np.int64)), batch_dims=1)
-    return LargestBlocks(chosen, index)
-
-
-@scope
-def search_candidates(op: Ops, logits: Tensor, width: int, vocab_size: int) -> CandidateSearch:
-    """Find the candidates and the sum of each row. logits: [batch, width], padded or not."""
-    candidates = block_candidates(op, largest_blocks(op, logits, width), vocab_size)
-    return CandidateSearch(candidates, op.ReduceSum(logits, op.constant([1], np.int64), keepdims=1))
-
-
-@scope
-def block_candidates(op: Ops, blocks: LargestBlocks, vocab_size: int) -> CandidateLogits:
-    """The candidates, from the blocks in which they lie."""
-    block_count = min(CANDIDATES, padded_width(vocab_size) // BLOCK)
-    count = min(CANDIDATES, vocab_size)
-    flat_logits = op.Reshape(blocks.logits, op.constant([0, block_count * BLOCK], np.int64))
-    logits, position = op.TopK(flat_logits, op.constant([padded_count(count)], np.int64), axis=1)
-    size = op.constant(BLOCK, np.int64)
-    # Added to a position in `flat_logits`, the offset of its block gives the token's id.
-    offset = op.Mul(op.Sub(blocks.index, op.constant(np.arange(block_count), np.int64)), size)
+def block_candidates(op: Ops, logits: Tensor, width: int, vocab_size: int) -> CandidateLogits:
+    """The candidates of logits [batch, width], padded or not: they lie in the blocks with the largest maxima."""
+    count, last_axis, size = min(CANDIDATES, vocab_size), op.constant([2], np.int64), op.constant(BLOCK, np.int64)
+    block_count = min(CANDIDATES, width // BLOCK)
+    grid = op.Reshape(logits, op.constant([0, width // BLOCK, BLOCK], np.int64))
+    maxima = op.ReduceMax(grid, last_axis, keepdims=0)
+    _, index = op.TopK(maxima, op.constant([block_count], np.int64), axis=1, sorted=0)
+    blocks = op.GatherND(grid, op.Unsqueeze(index, last_axis), batch_dims=1)
+    flat = op.Reshape(blocks, op.constant([0, block_count * BLOCK], np.int64))
+    values, position = op.TopK(flat, op.constant([padded_count(count)], np.int64), axis=1)
+    # Added to a position in `flat`, the offset of its block gives the token's id.
+    offset = op.Mul(op.Sub(index, op.constant(np.arange(block_count), np.int64)), size)
     ids = op.Add(position, op.GatherElements(offset, op.Div(position, size), axis=1))
-    candidates = CandidateLogits(logits, ids, count)
+    candidates = CandidateLogits(values, ids, count)
     # For a small vocabulary, the columns after `count` hold the padding of the logits, which is -inf already.
     return candidates if count == vocab_size else _mask_padding(op, candidates)
 
@@ -227,12 +211,17 @@ def scan_candidates(op: Ops, drop: Tensor, width: int, parameters: RowParameters
     best = op.ReduceMax(objective, op.constant([1], np.int64), keepdims=1)
     positions = op.constant(np.arange(width), np.int64)
     last = first_position(op, op.GreaterOrEqual(objective, best), positions, op.constant(width - 1, np.int64))
-    return CandidateScan(weight, score, mass, gain, objective, best, last)
+    return CandidateScan(weight, score, mass, gain, best, last)
 
 
 @scope
 def certificate_bounds(
-    op: Ops, candidates: CandidateLogits, drop: Tensor, scan: CandidateScan, parameters: RowParameters, spec: TailSpec
+    op: Ops,
+    candidates: CandidateLogits,
+    drop: Tensor,
+    scan: CandidateScan,
+    parameters: RowParameters,
+    spec: SamplerSpec,
 ) -> list[BoundedColumn]:
     """Columns that certify the crop of a row if each lies in its interval: the crop is then the top K tokens.
 
@@ -266,32 +255,20 @@ def certificate_bounds(
 
 
 @scope
-def candidate_path(op: Ops, spec: TailSpec, search: CandidateSearch, parameters: RowParameters) -> CandidatePath:
-    """Top-W's crop and draw from the candidates of `search`, for all rows."""
+def candidate_path(op: Ops, spec: SamplerSpec, search: CandidateSearch, parameters: RowParameters) -> CandidatePath:
+    """Top-W's crop and draw from the candidates of `search`, for all rows.
+
+    A row is done if it is valid and certified. Its sum is NaN or +inf if one of its logits is. The sum of a valid row
+    can overflow too: such a row is not done here, and `valid_rows` finds it valid later.
+    """
     candidates = first_candidates(op, search.candidates, spec.pool_size)
     largest = candidates.largest(op)
     drop = op.Sub(candidates.logits, largest)
     scan = scan_candidates(op, drop, candidates.width, parameters)
-    certificate = certificate_bounds(op, candidates, drop, scan, parameters, spec)
-    is_settled = all_true_as_float(op, settled_conditions(op, search, largest, certificate, parameters))
-    return CandidatePath(candidates, scan, draw_candidate(op, candidates, drop, scan.last, parameters), is_settled)
-
-
-@scope
-def settled_conditions(
-    op: Ops,
-    search: CandidateSearch,
-    largest: Tensor,
-    certificate: Sequence[BoundedColumn],
-    parameters: RowParameters,
-) -> Tensor:
-    """The conditions under which a row is settled, that is, valid and certified: bool [batch, n].
-
-    A row's sum is NaN or +inf if one of its logits is. The sum of a valid row can overflow too: such a row is not
-    settled, and `valid_rows` finds it valid later.
-    """
-    finite = [(largest, -LARGEST, LARGEST), (search.total, -np.inf, LARGEST)]
-    return are_in_range(op, parameters, [*finite, *certificate])
+    bounds = [(largest, -LARGEST, LARGEST), (search.total, -np.inf, LARGEST)]
+    bounds += certificate_bounds(op, candidates, drop, scan, parameters, spec)
+    is_done = all_true_in_row(op, are_in_range(op, parameters, bounds))
+    return CandidatePath(candidates, scan, draw_candidate(op, candidates, drop, scan.last, parameters), is_done)
 
 
 @scope

@@ -13,19 +13,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.function_cases import FORMS, Case, by_hand, feeds, opened, random_case, run, unexplained
 from tests.support.masks import KINDS, some_allowed
 from tests.support.masks import packed as packed_by_hand
 from tests.support.samples import slow
-from tests.support.tail_cases import FORMS, Case, by_hand, feeds, opened, random_case, run, unexplained
-from topw_deploy.export.tail.inputs import allowed_tokens, padded_width
-from topw_deploy.export.tail.ops import Recorder
+from topw_deploy.export.sampler.inputs import allowed_tokens, padded_width
+from topw_deploy.export.sampler.ops import Ops
 from topw_deploy.sampling import apply_edits, apply_mask, mask_words, pack_mask, unpack_mask
 
 VOCABULARIES = (1, 31, 32, 33, 300, 8192)  # below, at and above whole words; whole blocks that are read in place
 
 
 def in_forms(*vocabularies: int) -> list[Any]:
-    """Forms and vocabularies; `make quick` tests every form with 33 tokens, and one with whole blocks."""
+    """Forms and vocabularies, of which `make quick` tests those with 33 tokens, and one with whole blocks."""
     quick = [*((form, 33) for form in FORMS), (FORMS[0], 8192)]
     given = [(form, vocab) for vocab in vocabularies for form in FORMS]
     return [case if case in quick else slow(*case) for case in given]
@@ -41,11 +41,11 @@ def random_masks(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
 @cache
 def unpacker(words: int) -> ort.InferenceSession:
     """A session of `allowed_tokens` alone."""
-    recorder = Recorder()
+    op = Ops(branches=True)
     value = ir.Value(name="words", type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape(["rows", words]))
-    flags = allowed_tokens(recorder, value, words * 32)
+    flags = allowed_tokens(op, value, words * 32)
     flags.type = ir.TensorType(ir.DataType.BOOL)
-    graph_ = ir.Graph([value], [flags], nodes=recorder.nodes, opset_imports={"": 18}, name="unpack")
+    graph_ = ir.Graph([value], [flags], nodes=op.nodes, opset_imports={"": 18}, name="unpack")
     model = ir.to_proto(ir.Model(graph_, ir_version=10))
     return ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
 

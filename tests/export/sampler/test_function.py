@@ -12,12 +12,19 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from tests.support.function_cases import FORMS, Scenario, Tally, compare, embedding_table, graph, random_case
 from tests.support.samples import slow
-from tests.support.tail_cases import FORMS, Scenario, Tally, compare, embedding_table, graph, random_case
 from topw_deploy.errors import ParameterError, UnsupportedModelError
 from topw_deploy.export.embedding import EmbeddingForm, plain_gather
+from topw_deploy.export.sampler.function import build_function
+from topw_deploy.export.sampler.spec import (
+    SAMPLER_INPUTS,
+    SamplerSpec,
+    sampler_attributes,
+    sampler_inputs,
+    sampler_outputs,
+)
 from topw_deploy.export.sampler_only import sampler_model
-from topw_deploy.export.tail import TAIL_INPUTS, TailSpec, build_tail, tail_attributes, tail_inputs, tail_outputs
 from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.parameters import TopWOptions
 
@@ -25,9 +32,9 @@ OPTIONS = TopWOptions(top_m=20)
 FORBIDDEN_FOR_TENSORRT = {"NonZero", "Loop", "Scan", "Range", "ScatterND", "Unique", "Compress"}
 
 
-def spec(form: str = "portable", **changes: Any) -> TailSpec:
-    given = {"options": OPTIONS, "vocab_size": 60, "embedding": plain_gather(60, 4), "hidden_size": 4, "form": form}
-    return TailSpec(**{**given, **changes})
+def spec(form: str = "branches", **changes: Any) -> SamplerSpec:
+    given = {"options": OPTIONS, "vocab_size": 60, "embedding": plain_gather(60, 4), "hidden_size": 4}
+    return SamplerSpec(branches=form == "branches", **{**given, **changes})
 
 
 def all_nodes(graph: Any) -> Iterator[ir.Node]:
@@ -56,7 +63,7 @@ def test_every_opset_passes_the_checker_and_equals_the_reference(form: str, opse
 
 @pytest.mark.parametrize("form", FORMS)
 def test_names_of_nodes_and_values_are_unique_across_subgraphs(form: str) -> None:
-    nodes = list(all_nodes(build_tail(spec(form, with_mass=True, with_keep_mask=True))))
+    nodes = list(all_nodes(build_function(spec(form, with_mass=True, with_keep_mask=True))))
     names = Counter(node.name for node in nodes) + Counter(
         v.name for node in nodes for v in node.outputs if not node.name
     )
@@ -65,68 +72,64 @@ def test_names_of_nodes_and_values_are_unique_across_subgraphs(form: str) -> Non
     assert max(values.values()) == 1
 
 
-def test_a_call_without_edits_and_masks_reads_whole_blocks_in_place() -> None:
-    options = TopWOptions(metric="uniform")
-    large = {vocab: TailSpec(options=options, vocab_size=vocab) for vocab in (8192, 8193)}
-    kinds = {vocab: Counter(node.op_type for node in build_tail(wanted)) for vocab, wanted in large.items()}
-    assert (kinds[8192]["If"], kinds[8192]["Pad"]) == (6, 0)
-    assert (kinds[8193]["If"], kinds[8193]["Pad"]) == (5, 1)
-
-
-def branches(spec_: TailSpec) -> list[tuple[list[ir.Node], list[ir.Node]]]:
+def branches(spec_: SamplerSpec) -> list[tuple[list[ir.Node], list[ir.Node]]]:
     """(then nodes, else nodes) of each outermost `If`."""
-    found = [node for node in build_tail(spec_) if node.op_type == "If"]
+    found = [node for node in build_function(spec_) if node.op_type == "If"]
     sides = [[node.attributes[name].as_graph() for name in ("then_branch", "else_branch")] for node in found]
     return [(list(all_nodes(then)), list(all_nodes(otherwise))) for then, otherwise in sides]
 
 
-def test_the_portable_form_has_consecutive_branches_and_the_static_form_none() -> None:
-    kinds = {form: Counter(node.op_type for node in all_nodes(build_tail(spec(form)))) for form in FORMS}
-    assert kinds["portable"]["If"] == len(branches(spec("portable"))) == 5
-    assert kinds["static"]["If"] == 0
-    for form in ("portable", "static"):
-        assert not FORBIDDEN_FOR_TENSORRT & set(kinds[form])
-    assert kinds["onnxruntime"]["If"] == 8
-    assert kinds["onnxruntime"]["Loop"] == 1
+def kinds(nodes: Iterator[ir.Node]) -> Counter[str]:
+    return Counter(node.op_type for node in nodes)
+
+
+def test_a_call_without_edits_and_masks_reads_whole_blocks_in_place() -> None:
+    for vocab, ifs, pads in ((8192, 6, 0), (8193, 5, 1)):
+        outer = kinds(build_function(SamplerSpec(options=TopWOptions(metric="uniform"), vocab_size=vocab)))
+        assert (outer["If"], outer["Pad"]) == (ifs, pads)
+
+
+@pytest.mark.parametrize("vocab", [60, 8192])
+def test_branches_are_consecutive_and_without_them_there_is_no_control_flow(vocab: int) -> None:
+    large = {"vocab_size": vocab, "embedding": plain_gather(vocab, 4)}
+    with_, without = (kinds(all_nodes(build_function(spec(form, **large)))) for form in FORMS)
+    assert with_["If"] == len(branches(spec(**large)))
+    assert without["If"] == 0
+    assert not FORBIDDEN_FOR_TENSORRT & (set(with_) | set(without))
 
 
 @pytest.mark.parametrize("rules", [("top_w",), ("top_w", "min_p", "top_p")], ids=",".join)
-def test_the_static_form_copies_no_length_from_the_host(rules: tuple[str, ...]) -> None:
+def test_without_branches_no_length_is_copied_from_the_host(rules: tuple[str, ...]) -> None:
     """Shape and Size have their results on the CPU, and CUDA captures no copy from there."""
-    kinds = {node.op_type for node in build_tail(spec("static", with_mass=True, rules=rules))}
-    assert not {"Shape", "Size"} & kinds
+    found = kinds(build_function(spec("no-branches", with_mass=True, rules=rules)))
+    assert not {"Shape", "Size"} & set(found)
 
 
-def test_without_geometry_to_skip_the_portable_form_has_one_branch_for_the_pool() -> None:
-    assert len(branches(TailSpec(options=TopWOptions(top_m=20, metric="uniform"), vocab_size=60))) == 4
-
-
-def test_only_the_last_branch_of_the_portable_form_computes_geometry() -> None:
-    assert "MatMul" not in {node.op_type for node in build_tail(spec())}
-    (unmasked, masked), (fast, ruled), (proven, whole), (settled, pooled), (answered, moved) = branches(spec())
-    assert len(unmasked) < len(masked)
-    assert "MatMul" not in {node.op_type for node in masked}
-    assert not {"MatMul", "Gather", "If"} & {node.op_type for node in (*fast, *proven, *settled, *answered)}
-    assert not {"MatMul", "If"} & {node.op_type for node in (*ruled, *whole, *pooled)}
+def test_only_the_last_branch_computes_geometry() -> None:
+    assert "MatMul" not in kinds(build_function(spec()))
+    *others, (answered, moved) = branches(spec())
+    assert len(others) == 3  # masks, other rules, the pool
+    for then, otherwise in others:
+        assert not {"MatMul", "If"} & {node.op_type for node in (*then, *otherwise)}
     assert {"MatMul", "Gather"} <= {node.op_type for node in moved}
-    assert len(fast) + len(proven) + len(settled) + len(answered) < 30
+    assert sum(len(then) for then, _ in others[1:]) + len(answered) < 30
 
 
 def test_inputs_outputs_and_attributes_are_those_of_the_contract() -> None:
     full = spec(with_mass=True, with_keep_mask=True, options=TopWOptions(potential="knn", knn_k=3))
-    assert tail_inputs(full) == (*TAIL_INPUTS, "mean", "inverse_std", "neighbour_bound", "embedding_0")
-    assert tail_outputs(full) == ("next_token", "logprob", "kept", "certified", "mass", "keep_mask")
-    assert tail_attributes(full) == {
+    assert sampler_inputs(full) == (*SAMPLER_INPUTS, "mean", "inverse_std", "neighbour_bound", "embedding_0")
+    assert sampler_outputs(full) == ("next_token", "logprob", "kept", "certified", "mass", "keep_mask")
+    assert sampler_attributes(full) == {
         "plugin_namespace": "topw", "plugin_version": "1", "top_m": 1200, "alt_iters": 3, "metric": "mahalanobis",
         "knn_k": 3, "table_form": "Gather(axis=0)", "with_mass": 1, "with_keep_mask": 1,
     }  # fmt: skip
-    uniform = TailSpec(options=TopWOptions(metric="uniform"), vocab_size=9)
-    assert tail_inputs(uniform) == TAIL_INPUTS
-    assert tail_attributes(uniform)["table_form"] == ""
-    assert tail_attributes(uniform)["with_mass"] == tail_attributes(uniform)["with_keep_mask"] == 0
-    function = build_tail(full)
-    assert tuple(value.name for value in function.inputs) == tail_inputs(full)
-    assert tuple(value.name for value in function.outputs) == tail_outputs(full)
+    uniform = SamplerSpec(options=TopWOptions(metric="uniform"), vocab_size=9)
+    assert sampler_inputs(uniform) == SAMPLER_INPUTS
+    assert sampler_attributes(uniform)["table_form"] == ""
+    assert sampler_attributes(uniform)["with_mass"] == sampler_attributes(uniform)["with_keep_mask"] == 0
+    function = build_function(full)
+    assert tuple(value.name for value in function.inputs) == sampler_inputs(full)
+    assert tuple(value.name for value in function.outputs) == sampler_outputs(full)
     assert function.opset_imports == {"": 23}
 
 
@@ -135,7 +138,6 @@ def test_inputs_outputs_and_attributes_are_those_of_the_contract() -> None:
     [
         ({"opset": 17}, "opset is 17"),
         ({"opset": 25}, "opset is 25"),
-        ({"form": "fast"}, "tail is 'fast'"),
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"embedding": None}, "needs the embedding table"),
     ],
@@ -161,7 +163,7 @@ def test_a_gather_over_columns_and_a_misplaced_index_are_refused() -> None:
         EmbeddingForm("", "Gather", (), ((ir.DataType.FLOAT, (3, 2)),), 3)
 
 
-@pytest.mark.parametrize("form", ["portable", slow("onnxruntime"), slow("static")])
+@pytest.mark.parametrize("form", ["branches", slow("no-branches")])
 def test_a_quantised_table_is_read_through_its_own_operator(form: str) -> None:
     rng = np.random.default_rng(0)
     vocab, hidden, block = 60, 32, 16
@@ -205,7 +207,7 @@ def test_half_precision_tables_with_more_rows_than_tokens_are_cast_after_the_gat
     )
     model = ir.to_proto(sampler_model(wide, stored, geometry))
     opened = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    tally = {"portable": Tally()}
+    tally = {"branches": Tally()}
     cases = [random_case(rng, 60) for _ in range(48)]
-    compare(Scenario(options, 60, 6, "plain", 0), {"portable": opened}, geometry, cases, tally)
-    assert tally["portable"].unexplained == []
+    compare(Scenario(options, 60, 6, "plain", 0), {"branches": opened}, geometry, cases, tally)
+    assert tally["branches"].unexplained == []

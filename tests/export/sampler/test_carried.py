@@ -12,12 +12,13 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from tests.export.tail.test_tail_rules import POOLS, SEARCHED, SORTED, values_of
+from tests.export.sampler.test_rules import SEARCHED, SORTED, values_of
+from tests.support.function_cases import FORMS, Case, Scenario, feeds, random_case, run, unexplained
 from tests.support.samples import slow
-from tests.support.tail_cases import FORMS, Case, Scenario, feeds, random_case, run, unexplained
 from topw_deploy.errors import ManifestError, ParameterError
+from topw_deploy.export.sampler.function import build_function
+from topw_deploy.export.sampler.spec import SamplerSpec
 from topw_deploy.export.sampler_only import export_sampler, sampler_model, sampler_request
-from topw_deploy.export.tail import TailSpec, build_tail
 from topw_deploy.manifest import load_manifest
 from topw_deploy.runtime import TopWSampler
 from topw_deploy.sampling import Geometry
@@ -37,12 +38,17 @@ CASES = [
 
 
 def options_of(vocab: int) -> TopWOptions:
-    return TopWOptions(metric="uniform", top_m=POOLS.get(vocab, 20))
+    return TopWOptions(metric="uniform", top_m=20)
 
 
-def spec(form: str, rules: tuple[str, ...], vocab: int) -> TailSpec:
-    return TailSpec(
-        options=options_of(vocab), vocab_size=vocab, form=form, rules=rules, with_keep_mask=True, with_mass=True
+def spec(form: str, rules: tuple[str, ...], vocab: int) -> SamplerSpec:
+    return SamplerSpec(
+        options=options_of(vocab),
+        vocab_size=vocab,
+        branches=form == "branches",
+        rules=rules,
+        with_keep_mask=True,
+        with_mass=True,
     )
 
 
@@ -85,7 +91,7 @@ def test_the_carried_rules_equal_the_definitions_and_others_are_invalid(
 
 def test_a_function_has_only_the_nodes_of_the_rules_that_it_carries() -> None:
     def kinds(*rules: str) -> Counter[str]:
-        return Counter(node.op_type for node in build_tail(spec("static", rules, SEARCHED)))
+        return Counter(node.op_type for node in build_function(spec("no-branches", rules, SEARCHED)))
 
     alone, min_p, both, everything = kinds(), kinds("min_p"), kinds("min_p", "top_p"), kinds(*RULES)
     assert alone.total() < min_p.total() < both.total() < everything.total()
@@ -94,12 +100,12 @@ def test_a_function_has_only_the_nodes_of_the_rules_that_it_carries() -> None:
 
 def test_an_unknown_rule_is_refused() -> None:
     with pytest.raises(ParameterError, match="rules has 'top_x'"):
-        spec("static", ("top_x",), SORTED)
+        spec("no-branches", ("top_x",), SORTED)
 
 
 def test_a_folder_records_its_rules_and_the_runtime_refuses_others(tmp_path: Path) -> None:
     request = sampler_request(
-        output=tmp_path / "out", vocab_size=SORTED, options=options_of(SORTED), tail="static", rules=("min_p",)
+        output=tmp_path / "out", vocab_size=SORTED, options=options_of(SORTED), branches=False, rules=("min_p",)
     )
     report = export_sampler(request)
     assert report.verification.status == "passed"

@@ -1,6 +1,6 @@
 """Time of one sampling step in onnxruntime, against its own TopK and ArgMax. Figures: docs/lab/benchmarks.md.
 
-    python -m benchmarks.tail [--rounds 400] [--steps certified|geometry|rules|static|opening|all]
+    python -m benchmarks.function [--rounds 400] [--steps certified|geometry|rules|no-branches|opening|all]
 
 One thread, inputs and outputs bound once, all sides in turn.
 """
@@ -21,8 +21,8 @@ from onnx import TensorProto, helper
 
 from benchmarks.common import Spread, interleave, machine, ratio, seconds, table
 from topw_deploy.export.embedding import plain_gather
+from topw_deploy.export.sampler.spec import SamplerSpec
 from topw_deploy.export.sampler_only import sampler_model
-from topw_deploy.export.tail import FORMS, TailSpec
 from topw_deploy.runtime.inputs import RuleInputs
 from topw_deploy.sampling import Geometry, pack_mask
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
@@ -32,6 +32,7 @@ from topw_lab.bench.samplers import likely_logits
 VOCAB, NARROW = 151_936, 16  # narrow: certified steps do not read the table
 GEOMETRY_VOCAB, HIDDEN = 32_000, 2_048  # fewer tokens, so that several tables fit into memory
 GEOMETRY = {"lam": 0.6, "beta": 2.8, "init_top_p": 0.3}  # parameters at which the certificate fails
+FORMS = {"branches": True, "no branches": False}
 Feeds = dict[str, np.ndarray]
 
 
@@ -101,17 +102,17 @@ def random_table(vocab: int, hidden: int) -> tuple[np.ndarray, Geometry]:
     return embeddings, Geometry.from_embeddings(embeddings, TopWOptions().metric)
 
 
-def tail(
-    form: str, vocab: int, hidden: int, with_mass: bool = False, rules: tuple[str, ...] = tuple(RULES)
+def function(
+    vocab: int, hidden: int, branches: bool = True, with_mass: bool = False, rules: tuple[str, ...] = tuple(RULES)
 ) -> onnx.ModelProto:
     """The sampler-only model over a random table [vocab, hidden]."""
     embeddings, geometry = random_table(vocab, hidden)
-    spec = TailSpec(
+    spec = SamplerSpec(
         options=TopWOptions(),
         vocab_size=vocab,
         embedding=plain_gather(vocab, hidden),
         hidden_size=hidden,
-        form=form,
+        branches=branches,
         with_mass=with_mass,
         rules=rules,
     )
@@ -151,16 +152,16 @@ def certified_steps(rounds: int) -> str:
     """Certified steps against standard operators, with warm (as after the matmul) and cold caches."""
     logits = likely_logits(VOCAB)
     alone: Feeds = {"logits": logits}
+    opened = session(function(VOCAB, NARROW))
     sides = {
         "TopK 1200": bound(session(peer("TopK", np.array([1200]), outputs=2, axis=1)), alone),
         "TopK 50": bound(session(peer("TopK", np.array([50]), outputs=2, axis=1)), alone),
         "ArgMax": bound(session(peer("ArgMax", axis=1)), alone),
-        "tail portable, T = 1": bound(session(tail("portable", VOCAB, NARROW)), feeds(logits)),
-        "tail onnxruntime, T = 1": bound(session(tail("onnxruntime", VOCAB, NARROW)), feeds(logits)),
-        "tail portable, T = 2": bound(session(tail("portable", VOCAB, NARROW)), feeds(logits, temperature=2.0)),
-        "with mass, T = 1": bound(session(tail("portable", VOCAB, NARROW, with_mass=True)), feeds(logits)),
-        "tail portable, 16 edits": bound(session(tail("portable", VOCAB, NARROW)), edited(logits)),
-        "tail portable, masked": bound(session(tail("portable", VOCAB, NARROW)), masked(logits)),
+        "function, T = 1": bound(opened, feeds(logits)),
+        "function, T = 2": bound(opened, feeds(logits, temperature=2.0)),
+        "with mass, T = 1": bound(session(function(VOCAB, NARROW, with_mass=True)), feeds(logits)),
+        "function, 16 edits": bound(opened, edited(logits)),
+        "function, masked": bound(opened, masked(logits)),
     }
     warm = measure(sides, max(5, rounds // 10), "TopK 1200", in_a_row=10)
     cold = measure(sides, rounds, "TopK 1200")
@@ -168,50 +169,52 @@ def certified_steps(rounds: int) -> str:
 
 
 def geometry_steps(rounds: int) -> str:
-    """Steps at T = 2 that the candidates do not settle: certified by the pool, and uncertified."""
+    """Steps at T = 2 that the candidates do not answer: certified by the pool, and uncertified."""
     logits = likely_logits(GEOMETRY_VOCAB)
     rows = {"flat, certified": feeds(flat_logits(), temperature=2.0)}
     rows["not certified"] = feeds(logits, temperature=2.0, **GEOMETRY)
     topk = peer("TopK", np.array([1200]), outputs=2, vocab=GEOMETRY_VOCAB, axis=1)
     sides = {"TopK 1200": bound(session(topk), {"logits": logits})}
-    for form in FORMS:
-        opened = session(tail(form, GEOMETRY_VOCAB, HIDDEN))
-        sides |= {f"tail {form}, {kind}": bound(opened, row) for kind, row in rows.items()}
+    for name, branches in FORMS.items():
+        opened = session(function(GEOMETRY_VOCAB, HIDDEN, branches))
+        sides |= {f"{name}, {kind}": bound(opened, row) for kind, row in rows.items()}
     return measure(sides, rounds, "TopK 1200")
 
 
 def rule_steps(rounds: int) -> str:
-    """Steps of other rules that are proven by the candidates, by the list of 1,200, and by the whole vocabulary."""
+    """Steps of other rules, which the list of the largest logits proves, and which need the whole vocabulary."""
     logits = likely_logits(VOCAB)
     rules = {
         "top-k 50": RuleParameters(top_k=50),
+        "top-p 0.9": RuleParameters(top_p=0.9),
         "min-p 0.05": RuleParameters(min_p=0.05),
-        "top-n-sigma 1": RuleParameters(top_n_sigma=1.0),
         "Top-H 0.4": RuleParameters(rule="top_h"),
-        "top-k 500, list": RuleParameters(top_k=500),
-        "top-p 0.9, list": RuleParameters(top_p=0.9),
-        "typical 0.9, list": RuleParameters(typical_p=0.9),
-        "top-p 0.99, vocabulary": RuleParameters(top_p=0.99),
-        "none, vocabulary": RuleParameters(rule="none"),
+        "typical 0.9": RuleParameters(typical_p=0.9),
+        "epsilon 0.001": RuleParameters(epsilon_cutoff=0.001),
+        "eta 0.002": RuleParameters(eta_cutoff=0.002),
+        "top-n-sigma 1": RuleParameters(top_n_sigma=1.0),
+        "p-less": RuleParameters(rule="p_less"),
+        "min-k": RuleParameters(rule="min_k"),
+        "top-p 0.99": RuleParameters(top_p=0.99),
+        "none": RuleParameters(rule="none"),
     }
     sides = {"TopK 1200": bound(session(peer("TopK", np.array([1200]), outputs=2, axis=1)), {"logits": logits})}
-    for form in FORMS:
-        opened = session(tail(form, VOCAB, NARROW))
-        for name, rule in list(rules.items())[-1 if form == "static" else 0 :]:
-            chosen = RuleInputs(1)
-            chosen.set(0, rule)
-            sides[f"tail {form}, {name}"] = bound(opened, feeds(logits) | chosen.arrays)
+    opened = session(function(VOCAB, NARROW))
+    for name, rule in rules.items():
+        chosen = RuleInputs(1)
+        chosen.set(0, rule)
+        sides[name] = bound(opened, feeds(logits) | chosen.arrays)
     return measure(sides, rounds, "TopK 1200")
 
 
-def static_steps(rounds: int) -> str:
-    """Time steps of the form `static`, exported with different `--rules`. All rows use Top-W."""
+def steps_without_branches(rounds: int) -> str:
+    """Steps of functions without branches, exported with different `--rules`. All rows use Top-W."""
     logits = likely_logits(VOCAB)
     sides = {"TopK 1200": bound(session(peer("TopK", np.array([1200]), outputs=2, axis=1)), {"logits": logits})}
     for rules in ((), *((name,) for name in RULES if name != "top_w"), tuple(RULES)):
         name = ", ".join(rules) if len(rules) < len(RULES) else "all"
         sides[f"Top-W and {name}" if rules else "Top-W alone"] = bound(
-            session(tail("static", VOCAB, NARROW, rules=rules)), feeds(logits)
+            session(function(VOCAB, NARROW, False, rules=rules)), feeds(logits)
         )
     return measure(sides, rounds, "TopK 1200")
 
@@ -219,18 +222,18 @@ def static_steps(rounds: int) -> str:
 def opening(rounds: int) -> str:
     """Nodes and bytes of the function, and processor time to open a session of the sampler-only model."""
     lines = []
-    for form in FORMS:
+    for name, branches in FORMS.items():
         for carried in (tuple(RULES), ()):
-            model = tail(form, VOCAB, NARROW, rules=carried)
-            (function,) = model.functions
+            model = function(VOCAB, NARROW, branches, rules=carried)
+            (body,) = model.functions
             data, times = model.SerializeToString(), []
             for _ in range(rounds):
                 started = process_time()
                 _opened(data)
                 times.append(process_time() - started)
-            kind = f"{form}, {'all rules' if carried else 'Top-W alone'}"
+            kind = f"{name}, {'all rules' if carried else 'Top-W alone'}"
             lines.append(
-                (kind, _nodes(function.node), f"{function.ByteSize():,}", Spread.of(times).format(1e3, 0),
+                (kind, _nodes(body.node), f"{body.ByteSize():,}", Spread.of(times).format(1e3, 0),
                  f"{min(times) * 1e3:.0f}")
             )  # fmt: skip
     return table(("function", "nodes", "bytes", "median (quartiles), ms", "best"), lines)
@@ -246,7 +249,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=400)
     parser.add_argument(
-        "--steps", choices=("certified", "geometry", "rules", "static", "opening", "all"), default="all"
+        "--steps", choices=("certified", "geometry", "rules", "no-branches", "opening", "all"), default="all"
     )
     given = parser.parse_args()
     print(machine() + "; 1 thread\n")
@@ -254,14 +257,13 @@ def main() -> None:
         print(f"Certified steps, vocabulary {VOCAB:,}:\n\n" + certified_steps(given.rounds) + "\n", flush=True)
     if given.steps in ("rules", "all"):
         print(f"Other rules, vocabulary {VOCAB:,}:\n\n" + rule_steps(max(5, given.rounds // 20)) + "\n", flush=True)
-    if given.steps in ("static", "all"):
-        print(
-            f"The form static, vocabulary {VOCAB:,}:\n\n" + static_steps(max(5, given.rounds // 20)) + "\n", flush=True
-        )
+    if given.steps in ("no-branches", "all"):
+        figures = steps_without_branches(max(5, given.rounds // 20))
+        print(f"Without branches, vocabulary {VOCAB:,}:\n\n{figures}\n", flush=True)
     if given.steps in ("opening", "all"):
         print(f"Opening, vocabulary {VOCAB:,}:\n\n" + opening(max(5, given.rounds // 40)) + "\n", flush=True)
     if given.steps in ("geometry", "all"):
-        title = f"Steps that the candidates do not settle, mahalanobis, vocabulary {GEOMETRY_VOCAB:,}, d = {HIDDEN:,}:"
+        title = f"Steps that the candidates do not answer, mahalanobis, vocabulary {GEOMETRY_VOCAB:,}, d = {HIDDEN:,}:"
         print(f"{title}\n\n" + geometry_steps(max(5, given.rounds // 20)))
 
 

@@ -7,8 +7,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from topw_deploy.export.graft.last_token import last_logits
 from topw_deploy.export.graph import GraphEditor
+from topw_deploy.export.sampler.attach import last_logits
 
 HIDDEN, VOCAB = 4, 7
 TABLE = np.random.default_rng(0).standard_normal((VOCAB, HIDDEN)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""ONNX operators as Python calls: `Recorder` records them as nodes; `EagerOps` runs them at once in unit tests.
+"""ONNX operators as Python calls, which `Ops` records as nodes.
 
 onnxscript's `@script` is not used: it turns every `if` and `for` into an ONNX node and passes only single tensors. The
 sampler's code passes dataclasses of tensors, and its `if` and `for` run while the function is recorded.
@@ -9,55 +9,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import onnx_ir as ir
 
-Tensor = Any
-"""An `onnx_ir.Value` while recording, an array-like while evaluating."""
+Tensor = ir.Value
 
 BranchBody = Callable[[], Sequence[Tensor]]
 """Computes one side of a branch and returns its outputs. Both sides return equally many tensors of the same types."""
 
-LoopBody = Callable[..., Sequence[Tensor]]
-"""Computes one iteration: takes the states; returns whether to continue, bool scalar, and then the next states."""
-
 _OUTPUT_COUNTS = {"TopK": 2}  # of operators with several outputs
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class Ops(Protocol):
-    """Operators as methods: `op.TopK(x, k, axis=1)`."""
-
-    def __getattr__(self, op_type: str) -> Callable[..., Any]: ...
-
-    def constant(self, value: Any, dtype: type = np.float32) -> Tensor:
-        """Return a constant tensor. Equal constants share a node."""
-
-    def branch(self, condition: Tensor, then: BranchBody, otherwise: BranchBody) -> list[Tensor]:
-        """Compute one of two sides (`If`). condition: bool scalar."""
-
-    def loop(self, trips: int, states: Sequence[Tensor], body: LoopBody) -> list[Tensor]:
-        """Run `body` at most `trips` >= 1 times (`Loop`). Returns the final states."""
-
-    def custom_op(self, domain: str, op_type: str, inputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> Tensor:
-        """Apply an operator of any domain that has one output."""
-
-    def name_scope(self, name: str) -> Any:
-        """Return a context manager inside which node names begin with `name`."""
-
-
-def scope(function: Callable[Concatenate[Ops, P], R]) -> Callable[Concatenate[Ops, P], R]:
-    """Prefix the names of the nodes that `function` records with the function's name; profilers show these names."""
-
-    @functools.wraps(function)
-    def call_in_scope(op: Ops, *args: P.args, **kwargs: P.kwargs) -> R:
-        with op.name_scope(function.__name__):
-            return function(op, *args, **kwargs)
-
-    return call_in_scope
 
 
 class _Scope:
@@ -72,17 +36,19 @@ class _Scope:
         self.results: dict[Hashable, Sequence[ir.Value]] = {}
 
 
-class Recorder:
-    """Records each operator call as a node of an ONNX function.
+class Ops:
+    """Operators as methods, `op.TopK(x, k, axis=1)`. Each call is recorded as a node of an ONNX function.
 
     A call that is equal to an earlier one of the same graph or an enclosing graph adds no node and returns the earlier
     outputs. So the sampler's code may compute a value wherever it needs it.
 
+    branches: whether `branch` records an If.
     nodes: those of the function itself.
     domains: of all recorded operators; "" is ONNX's own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, branches: bool) -> None:
+        self._branches = branches
         self._scopes = [_Scope()]
         self._path: list[str] = []
         self._counter = 0
@@ -103,35 +69,35 @@ class Recorder:
         return self._scopes[0].nodes
 
     def constant(self, value: Any, dtype: type = np.float32) -> ir.Value:
+        """Record a constant."""
         array: np.ndarray = np.asarray(value, dtype=dtype)
         key = (str(array.dtype), array.shape, array.tobytes())
         return self._find_or_add(key, lambda: self._add_node("", "Constant", (), {"value": ir.tensor(array)}, 1))[0]
 
     def custom_op(self, domain: str, op_type: str, inputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> ir.Value:
+        """Apply an operator of any domain that has one output."""
         self.domains.add(domain)
         return self._record_once(domain, op_type, inputs, attributes, 1)[0]
 
     def branch(self, condition: Tensor, then: BranchBody, otherwise: BranchBody) -> list[Tensor]:
+        """Compute one of two sides (`If`). condition: bool scalar.
+
+        `otherwise` is the general side: its results are right also where the condition holds. Without branches, only
+        this side is recorded.
+        """
+        if not self._branches:
+            return list(otherwise())
         sides = {"then_branch": self._subgraph("then", then), "else_branch": self._subgraph("otherwise", otherwise)}
         return list(self._add_node("", "If", (condition,), sides, len(sides["then_branch"].outputs)).outputs)
 
-    def loop(self, trips: int, states: Sequence[Tensor], body: LoopBody) -> list[Tensor]:
-        self._counter += 1
-        names = ("trip", "going", *(f"carried_{place}" for place in range(len(states))))
-        trip, going, *carried = (ir.Value(name=f"{name}_{self._counter}") for name in names)
-        for value, dtype in ((trip, ir.DataType.INT64), (going, ir.DataType.BOOL)):
-            value.dtype, value.shape = dtype, ir.Shape([])
-        graph = self._subgraph("loop", lambda: body(*carried), [trip, going, *carried])
-        inputs = (self.constant(trips, np.int64), self.constant(True, np.bool_), *states)
-        return list(self._add_node("", "Loop", inputs, {"body": graph}, len(states)).outputs)
-
     @contextmanager
     def name_scope(self, name: str) -> Iterator[None]:
+        """A context inside which names of nodes begin with `name`."""
         self._path.append(name)
         yield
         self._path.pop()
 
-    def _subgraph(self, name: str, body: BranchBody, inputs: Sequence[ir.Value] = ()) -> ir.Graph:
+    def _subgraph(self, name: str, body: BranchBody) -> ir.Graph:
         scope = _Scope()
         self._scopes.append(scope)
         outputs: list[ir.Value] = []
@@ -142,7 +108,7 @@ class Recorder:
                 outputs.append(value if is_own else self._add_node("", "Identity", (value,), {}, 1).outputs[0])
         self._scopes.pop()
         self._counter += 1
-        return ir.Graph(inputs, outputs, nodes=scope.nodes, name=f"{name}_{self._counter}")
+        return ir.Graph((), outputs, nodes=scope.nodes, name=f"{name}_{self._counter}")
 
     def _find_or_add(self, key: Hashable, add: Callable[[], ir.Node]) -> Sequence[ir.Value]:
         """Return the outputs of the node with this key in the current or an enclosing graph; without one, `add` it."""
@@ -174,6 +140,17 @@ class Recorder:
         return node
 
 
+def scope(function: Callable[Concatenate[Ops, P], R]) -> Callable[Concatenate[Ops, P], R]:
+    """Prefix the names of the nodes that `function` records with the function's name; profilers show these names."""
+
+    @functools.wraps(function)
+    def call_in_scope(op: Ops, *args: P.args, **kwargs: P.kwargs) -> R:
+        with op.name_scope(function.__name__):
+            return function(op, *args, **kwargs)
+
+    return call_in_scope
+
+
 def remove_unused(graph: ir.Graph) -> None:
     """Remove the nodes on which no output of the graph depends, also from its subgraphs."""
     results = {id(value) for value in graph.outputs}
@@ -184,38 +161,3 @@ def remove_unused(graph: ir.Graph) -> None:
         for attribute in node.attributes.values():
             if attribute.type == ir.AttributeType.GRAPH:
                 remove_unused(attribute.as_graph())
-
-
-class EagerOps:
-    """Runs each operator call at once with onnxscript's evaluator, on numpy arrays and onnxscript tensors."""
-
-    def __init__(self, opset: int) -> None:
-        import onnxscript
-
-        self._opset = getattr(onnxscript, f"opset{opset}")
-
-    def __getattr__(self, op_type: str) -> Callable[..., Any]:
-        return getattr(self._opset, op_type)
-
-    def constant(self, value: Any, dtype: type = np.float32) -> np.ndarray:
-        return np.asarray(value, dtype=dtype)
-
-    def custom_op(self, domain: str, op_type: str, inputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> Tensor:
-        from onnxscript import values
-
-        opset = self._opset if not domain else values.Opset(domain, 1)
-        return values.Op(opset, op_type)(*inputs, **attributes)
-
-    def branch(self, condition: Tensor, then: BranchBody, otherwise: BranchBody) -> list[Tensor]:
-        return list(then() if bool(np.asarray(condition)) else otherwise())
-
-    def loop(self, trips: int, states: Sequence[Tensor], body: LoopBody) -> list[Tensor]:
-        for _ in range(trips):
-            going, *states = body(*states)
-            if not bool(np.asarray(going)):
-                break
-        return list(states)
-
-    @contextmanager
-    def name_scope(self, name: str) -> Iterator[None]:
-        yield

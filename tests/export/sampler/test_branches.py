@@ -9,8 +9,8 @@ import onnxruntime as ort
 import pytest
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
+from tests.support.function_cases import Case, Scenario, embedding_table, feeds, graph, run
 from tests.support.samples import slow
-from tests.support.tail_cases import Case, Scenario, embedding_table, feeds, graph, run
 from topw_deploy.sampling import Geometry, crop, sample_row
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 
@@ -39,7 +39,7 @@ def flat(seed: int) -> Case:
     return row(seed, temperature=2.0, init_top_p=1.0)
 
 
-def settled(seed: int) -> Case:
+def short(seed: int) -> Case:
     return row(seed, temperature=0.5)
 
 
@@ -54,28 +54,27 @@ def broken(seed: int) -> Case:
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_are_of_the_kind_that_their_names_say(seed: int) -> None:
     options = TopWOptions(top_m=300, metric="uniform")
-    wide, short, other = (crop(case.logits, TopWParameters(**case.parameters), options)
-                          for case in (flat(seed), settled(seed), uncertified(seed)))  # fmt: skip
-    assert (wide.certified, short.certified, other.certified) == (True, True, False)
-    assert wide.base_size > 64 > short.base_size
+    wide, narrow, other = (crop(case.logits, TopWParameters(**case.parameters), options)
+                          for case in (flat(seed), short(seed), uncertified(seed)))  # fmt: skip
+    assert (wide.certified, narrow.certified, other.certified) == (True, True, False)
+    assert wide.base_size > 64 > narrow.base_size
 
 
-@pytest.mark.parametrize("form", ["portable", slow("onnxruntime")])
 @pytest.mark.parametrize(
     "batch",
     [
         [flat(0)],
         [flat(1), flat(2), flat(3)],
-        [flat(0), settled(0)],
-        [settled(1), broken(0), flat(1)],
+        [flat(0), short(0)],
+        [short(1), broken(0), flat(1)],
         [broken(1)],
-        [settled(2)],
+        [short(2)],
     ],
-    ids=["flat", "all flat", "flat and settled", "flat, settled and invalid", "invalid", "settled"],
+    ids=["flat", "all flat", "flat and short", "flat, short and invalid", "invalid", "short"],
 )
-def test_certified_and_invalid_rows_look_up_no_embedding(form: str, batch: list[Case]) -> None:
-    found = run(session(form, "unreadable"), feeds(batch))
-    wanted = run(session(form, "whole"), feeds(batch))
+def test_certified_and_invalid_rows_look_up_no_embedding(batch: list[Case]) -> None:
+    found = run(session("branches", "unreadable"), feeds(batch))
+    wanted = run(session("branches", "whole"), feeds(batch))
     for name, values in found.items():
         assert np.array_equal(values, wanted[name]), name
     geometry = Geometry.from_embeddings(TABLES["whole"], "mahalanobis")
@@ -89,15 +88,15 @@ def test_certified_and_invalid_rows_look_up_no_embedding(form: str, batch: list[
         assert np.array_equal(np.flatnonzero(found["keep_mask"][index]), np.sort(answer.kept_ids))
 
 
-@pytest.mark.parametrize("form", ["portable", slow("onnxruntime"), slow("static")])
+@pytest.mark.parametrize("form", ["branches", slow("no-branches")])
 def test_an_uncertified_row_looks_up_embeddings(form: str) -> None:
     with pytest.raises(InvalidArgument, match="out of"):
         run(session(form, "unreadable"), feeds([flat(0), uncertified(0)]))
 
 
-@pytest.mark.parametrize("form", ["portable", slow("onnxruntime"), slow("static")])
+@pytest.mark.parametrize("form", ["branches", slow("no-branches")])
 def test_geometry_of_one_row_does_not_change_certified_and_invalid_rows(form: str) -> None:
-    others = [flat(0), settled(0), broken(0), flat(1)]
+    others = [flat(0), short(0), broken(0), flat(1)]
     alone = run(session(form, "whole"), feeds(others))
     for table in ("whole", "poisoned"):
         beside = run(session(form, table), feeds([uncertified(0), *others, uncertified(1)]))

@@ -1,4 +1,4 @@
-"""Add the sampler node and its function to a decoder.
+"""Attach the sampler to a decoder: the node, its function, and the logits of each row's last attended position.
 
 Of all weights, only those of the embedding table are read, for its statistics.
 """
@@ -13,21 +13,27 @@ from topw_deploy.dtypes import SAMPLER_OUTPUT_TYPES
 from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.decoder import Decoder
 from topw_deploy.export.embedding import EmbeddingNode, EmbeddingTable, find_embedding
-from topw_deploy.export.graft.last_token import last_logits
-from topw_deploy.export.graft.neighbour_bound import Measure, no_bound
-from topw_deploy.export.graft.tidy import tidy
-from topw_deploy.export.graph import GraphEditor, find_input
+from topw_deploy.export.graph import (
+    GraphEditor,
+    attribute_values,
+    find_input,
+    is_constant,
+    required_input,
+    required_node_input,
+)
 from topw_deploy.export.request import SamplerOptions
-from topw_deploy.export.tail import (
+from topw_deploy.export.sampler.function import build_function
+from topw_deploy.export.sampler.neighbour_bound import Measure, no_bound
+from topw_deploy.export.sampler.spec import (
     DOMAIN,
     DOMAIN_VERSION,
     OP_TYPE,
-    TAIL_INPUTS,
-    TailSpec,
-    build_tail,
-    tail_attributes,
-    tail_outputs,
+    SAMPLER_INPUTS,
+    SamplerSpec,
+    sampler_attributes,
+    sampler_outputs,
 )
+from topw_deploy.export.tidy import tidy
 from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.parameters import TopWParameters
 
@@ -43,8 +49,15 @@ _MATRIX_INPUTS: dict[str, tuple[ir.DataType, str | int]] = {  # name -> (element
 _VECTOR_TYPES = {"rule": ir.DataType.INT32}  # name -> element type of inputs [batch]; all others are float32
 _GREEDY = TopWParameters(temperature=0.0)
 
+PREFIX = "topw.last"  # of the names that this module adds
+_ELEMENTWISE = {"Tanh", "Cast", "Identity", "Neg", "Sigmoid"}
+_ELEMENTWISE_WITH_VECTOR = {"Mul", "Div", "Add", "Sub"}  # row-wise if the other input has rank 0 or 1
+_MATMULS = {("", "MatMul"), ("com.microsoft", "MatMulNBits"), ("com.microsoft", "FusedMatMul")}
 
-def graft(decoder: Decoder, wanted: SamplerOptions, measure: Measure = no_bound) -> tuple[Decoder, TailSpec]:
+
+def attach_sampler(
+    decoder: Decoder, wanted: SamplerOptions, measure: Measure = no_bound
+) -> tuple[Decoder, SamplerSpec]:
     """Add the sampler to `decoder.model` in place. Returns the decoder and the options of its sampler node.
 
     With `with_logits`, the graph keeps an output `logits`. In another exporter's decoder it is that decoder's own
@@ -61,12 +74,12 @@ def graft(decoder: Decoder, wanted: SamplerOptions, measure: Measure = no_bound)
     _check_rows(embedding, vocab)
     keep_own = decoder.foreign and wanted.with_logits
     logits = last_logits(graph, before_matmul=not keep_own)
-    spec = TailSpec(
+    spec = SamplerSpec(
         options=wanted.options,
         vocab_size=vocab,
         embedding=embedding.form if embedding else None,
         hidden_size=embedding.hidden if embedding else None,
-        form=wanted.tail,
+        branches=wanted.branches,
         opset=decoder.opset,
         with_mass=wanted.with_mass,
         with_keep_mask=wanted.with_keep_mask,
@@ -100,7 +113,7 @@ def _shared_table(graph: ir.Graph) -> ir.Value | None:
 def add_sampler_inputs(editor: GraphEditor, batch: int | str) -> list[ir.Value]:
     """Append graph inputs for the node's inputs but `logits`. Returns them in the node's order."""
     inputs = []
-    for name in TAIL_INPUTS[1:]:
+    for name in SAMPLER_INPUTS[1:]:
         dtype, *width = _MATRIX_INPUTS.get(name, (_VECTOR_TYPES.get(name, ir.DataType.FLOAT),))
         inputs.append(editor.input(name, dtype, [batch, *width]))
     return inputs
@@ -134,7 +147,7 @@ def _default(name: str) -> np.ndarray:
 
 
 def geometry_constants(
-    editor: GraphEditor, embedding: EmbeddingNode, spec: TailSpec, measure: Measure
+    editor: GraphEditor, embedding: EmbeddingNode, spec: SamplerSpec, measure: Measure
 ) -> list[ir.Value]:
     """Add the node's inputs `GEOMETRY_INPUTS` as initializers, from the statistics of the embedding table."""
     table = EmbeddingTable(embedding, spec.vocab_size)
@@ -146,15 +159,15 @@ def geometry_constants(
     ]
 
 
-def add_sampler_node(graph: ir.Graph, spec: TailSpec, inputs: list[ir.Value], batch: int | str) -> list[ir.Value]:
-    """Append the sampler node. Returns its outputs, named as in `tail_outputs(spec)`.
+def add_sampler_node(graph: ir.Graph, spec: SamplerSpec, inputs: list[ir.Value], batch: int | str) -> list[ir.Value]:
+    """Append the sampler node. Returns its outputs, named as in `sampler_outputs(spec)`.
 
-    inputs: in the order of `tail_inputs(spec)`.
+    inputs: in the order of `sampler_inputs(spec)`.
     batch: the dimension of the outputs.
     """
-    names = tail_outputs(spec)
+    names = sampler_outputs(spec)
     node = ir.node(
-        OP_TYPE, inputs, attributes=tail_attributes(spec), domain=DOMAIN, num_outputs=len(names), name=NODE_NAME
+        OP_TYPE, inputs, attributes=sampler_attributes(spec), domain=DOMAIN, num_outputs=len(names), name=NODE_NAME
     )
     for value, name in zip(node.outputs, names, strict=True):
         value.name = name
@@ -164,9 +177,9 @@ def add_sampler_node(graph: ir.Graph, spec: TailSpec, inputs: list[ir.Value], ba
     return list(node.outputs)
 
 
-def install_function(model: ir.Model, spec: TailSpec) -> None:
+def install_function(model: ir.Model, spec: SamplerSpec) -> None:
     """Add the sampler's function to the model, and import its domain."""
-    function = build_tail(spec)
+    function = build_function(spec)
     model.functions[function.identifier()] = function
     model.opset_imports[DOMAIN] = DOMAIN_VERSION
 
@@ -216,3 +229,121 @@ def _check_rows(embedding: EmbeddingNode | None, vocab: int) -> None:
             f"the embedding table has {embedding.rows} rows for logits of width {vocab}, but every token needs one; "
             "export with --metric uniform."
         )
+
+
+def last_logits(graph: ir.Graph, *, before_matmul: bool = True) -> ir.Value:
+    """Add nodes that select each row's last logits. Returns these, float32 [batch, vocab].
+
+    `logits` stays a graph output.
+
+    graph: maps input_ids [batch, sequence] and attention_mask [batch, past + sequence] or row_lengths [batch] to logits
+        [batch, sequence, vocab].
+    before_matmul: select before the vocabulary matmul if possible, so that only the selected positions are computed
+        where `logits` is not used. False selects from the complete logits.
+    """
+    logits = next(value for value in graph.outputs if value.name == "logits")
+    editor = GraphEditor(graph, PREFIX)
+    found = _vocabulary_matmul(logits) if before_matmul else None
+    if found is None:
+        selected = _select_last(editor, graph, logits)
+    else:
+        matmul, later_nodes = found
+        hidden = _select_last(editor, graph, required_node_input(matmul.inputs[0]))
+        selected = _copy_nodes(editor, matmul, later_nodes, hidden)
+    selected.shape = ir.Shape(["batch_size", logits.shape[-1] if logits.shape is not None else None])
+    selected.type = ir.TensorType(logits.dtype)
+    if logits.dtype != ir.DataType.FLOAT:
+        selected = editor.op("Cast", [selected], to=ir.DataType.FLOAT, dtype=ir.DataType.FLOAT, shape=selected.shape)
+    editor.finish()
+    return selected
+
+
+def _select_last(editor: GraphEditor, graph: ir.Graph, rows: ir.Value) -> ir.Value:
+    """Select the last attended position of each row: [batch, sequence, n] -> [batch, n]."""
+    op, constant = editor.op, editor.constant
+    if rows.shape is not None and rows.shape[1] == 1:
+        return op("Squeeze", [rows, constant(np.array([1]))])
+    last = _last_column(editor, graph)
+    if rows.shape is None or rows.dtype is None:
+        return op("GatherND", [rows, last], batch_dims=1)
+    return op("GatherND", [rows, last], batch_dims=1, dtype=rows.dtype, shape=["batch_size", rows.shape[-1]])
+
+
+def _last_column(editor: GraphEditor, graph: ir.Graph) -> ir.Value:
+    """The column of each row's last attended position, int64 [batch, 1]."""
+    op, constant = editor.op, editor.constant
+    lengths = find_input(graph, "row_lengths")
+    if lengths is not None:
+        return op("Unsqueeze", [op("Sub", [lengths, constant(np.array([1]))]), constant(np.array([1]))])
+    ids, mask = required_input(graph, "input_ids"), required_input(graph, "attention_mask")
+    length = op("Shape", [ids], start=1, end=2)
+    end = constant(np.array([np.iinfo(np.int64).max]))
+    attended = op("Slice", [mask, op("Neg", [length]), end, constant(np.array([1]))])  # [batch, sequence]
+    if mask.dtype != ir.DataType.INT64:
+        attended = op("Cast", [attended], to=ir.DataType.INT64)
+    columns = op("Range", [constant(np.int64(0)), op("Squeeze", [length]), constant(np.int64(1))])
+    return op("ReduceMax", [op("Mul", [attended, columns]), constant(np.array([1]))], keepdims=1)
+
+
+def _vocabulary_matmul(logits: ir.Value) -> tuple[ir.Node, list[ir.Node]] | None:
+    """The vocabulary matmul, and the row-wise nodes between it and the logits, last first.
+
+    None if the logits have other nodes, or ones of which it is not known whether they treat each position alone.
+    """
+    if logits.shape is None or len(logits.shape) != 3:
+        return None
+    later_nodes: list[ir.Node] = []
+    value = logits
+    while (node := value.producer()) is not None:
+        if (node.domain, node.op_type) in _MATMULS:
+            return (node, later_nodes) if _is_rowwise_matmul(node) else None
+        source = _rowwise_source(node)
+        if source is None:
+            return None
+        later_nodes.append(node)
+        value = source
+    return None
+
+
+def _is_rowwise_matmul(matmul: ir.Node) -> bool:
+    """Whether each row of the output depends only on the same row of the first input, which has rank 3."""
+    weights = matmul.inputs[1]
+    if not all(source is None or is_constant(source) for source in matmul.inputs[1:]) or weights is None:
+        return False
+    if matmul.op_type == "MatMulNBits":
+        return True
+    flags = ("transA", "transBatchA", "transBatchB")
+    transposes_rows = any(matmul.attributes[name].as_int() for name in flags if name in matmul.attributes)
+    return not transposes_rows and weights.shape is not None and len(weights.shape) == 2
+
+
+def _rowwise_source(node: ir.Node) -> ir.Value | None:
+    """The input of a row-wise node that is not constant; None for other nodes."""
+    if node.domain != "" or len(node.outputs) != 1:
+        return None
+    if node.op_type in _ELEMENTWISE:
+        return node.inputs[0]
+    if node.op_type not in _ELEMENTWISE_WITH_VECTOR:
+        return None
+    varying = [value for value in node.inputs if not is_constant(value)]
+    fixed = [value for value in node.inputs if value not in varying]
+    if len(varying) == 1 and all(value.shape is not None and len(value.shape) <= 1 for value in fixed):
+        return varying[0]
+    return None
+
+
+def _copy_nodes(editor: GraphEditor, matmul: ir.Node, later_nodes: list[ir.Node], hidden: ir.Value) -> ir.Value:
+    """Copy the matmul and the nodes after it, with `hidden` as the matmul's input. Returns the last copy's output."""
+    value = _copy_node(editor, matmul, matmul.inputs[0], hidden)
+    old = matmul.outputs[0]
+    for node in reversed(later_nodes):
+        value = _copy_node(editor, node, old, value)
+        old = node.outputs[0]
+    return value
+
+
+def _copy_node(editor: GraphEditor, node: ir.Node, old: ir.Value | None, new: ir.Value) -> ir.Value:
+    """Copy `node` with the input `new` in place of `old`. Returns the copy's output."""
+    inputs = [new if value is old else value for value in node.inputs]
+    attributes = attribute_values(node)
+    return editor.op(node.op_type, inputs, domain=node.domain, dtype=node.outputs[0].dtype, **attributes)

@@ -13,12 +13,11 @@ from topw_deploy.sampling.rules import RULES, carried_rules
 DOMAIN = "topw"
 OP_TYPE = "TopWSample"
 DOMAIN_VERSION = 1
-FORMS = ("portable", "onnxruntime", "static")
 OLDEST_OPSET, NEWEST_OPSET = 18, 24
 LARGEST_VOCABULARY = 1 << 24
 """The largest vocabulary: the function passes token ids as float32, which holds every integer up to it."""
 
-TAIL_INPUTS = (
+SAMPLER_INPUTS = (
     "logits",
     "edit_ids",
     "edit_penalty",
@@ -49,15 +48,14 @@ neighbour_bound: [vocab], a lower bound of each token's distance to its nearest 
 
 
 @dataclass(frozen=True, kw_only=True)
-class TailSpec:
+class SamplerSpec:
     """The options of one sampler node, fixed at export.
 
     options: Top-W's options.
     vocab_size: width of the logits, 1 to LARGEST_VOCABULARY.
     embedding: the decoder's embedding lookup; optional for the `uniform` metric.
     hidden_size: width of the embeddings; optional for the `uniform` metric.
-    form: `portable` (consecutive branches, static shapes), `onnxruntime` (nested branches, dynamic shapes) or `static`
-        (no branches).
+    branches: whether the function skips work that a batch does not need, by `If`. Without, it has no control flow.
     opset: 18 to 24.
     with_mass: whether the node has the output `mass`.
     with_keep_mask: whether the node has the output `keep_mask`.
@@ -71,7 +69,7 @@ class TailSpec:
     vocab_size: int
     embedding: EmbeddingForm | None = None
     hidden_size: int | None = None
-    form: str = "portable"
+    branches: bool = True
     opset: int = 23
     with_mass: bool = False
     with_keep_mask: bool = False
@@ -83,8 +81,6 @@ class TailSpec:
                 f"vocab_size is {self.vocab_size}, but must be an integer in 1..{LARGEST_VOCABULARY}.", "vocab_size"
             )
         object.__setattr__(self, "rules", carried_rules(self.rules))
-        if self.form not in FORMS:
-            raise ParameterError(f"tail is {self.form!r}, but must be one of {', '.join(FORMS)}.", "tail")
         if not OLDEST_OPSET <= self.opset <= NEWEST_OPSET:
             raise ParameterError(
                 f"opset is {self.opset}, but the sampler needs {OLDEST_OPSET} to {NEWEST_OPSET}; convert the model.",
@@ -116,14 +112,14 @@ class TailSpec:
         return min(self.options.top_m, self.vocab_size)
 
 
-def tail_inputs(spec: TailSpec) -> tuple[str, ...]:
+def sampler_inputs(spec: SamplerSpec) -> tuple[str, ...]:
     """The names of the node's inputs, in order; those of the embedding node are called `embedding_0`, `embedding_1`…"""
     if spec.lookup is None:
-        return TAIL_INPUTS
-    return (*TAIL_INPUTS, *GEOMETRY_INPUTS, *(f"embedding_{i}" for i in range(len(spec.lookup.inputs))))
+        return SAMPLER_INPUTS
+    return (*SAMPLER_INPUTS, *GEOMETRY_INPUTS, *(f"embedding_{i}" for i in range(len(spec.lookup.inputs))))
 
 
-def tail_outputs(spec: TailSpec) -> tuple[str, ...]:
+def sampler_outputs(spec: SamplerSpec) -> tuple[str, ...]:
     """The names of the node's outputs, in order.
 
     next_token int64, logprob float32, kept int32 and certified bool, all [batch]. Then, if requested, mass float32
@@ -133,7 +129,7 @@ def tail_outputs(spec: TailSpec) -> tuple[str, ...]:
     return ("next_token", "logprob", "kept", "certified", *(name for name, wanted in optional if wanted))
 
 
-def tail_attributes(spec: TailSpec) -> dict[str, str | int]:
+def sampler_attributes(spec: SamplerSpec) -> dict[str, str | int]:
     """The node's attributes, which native kernels read; the function's body ignores them.
 
     plugin_namespace, plugin_version: TensorRT finds its plugin by them.

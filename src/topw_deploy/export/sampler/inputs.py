@@ -1,14 +1,14 @@
-"""Read the node's inputs: turn parameters into columns, apply edits and masks to the logits."""
+"""Read the node's inputs: parameters as columns, logits with edits and masks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from topw_deploy.export.tail.ops import Ops, Tensor, scope
-from topw_deploy.export.tail.spec import TailSpec
+from topw_deploy.export.sampler.ops import Ops, Tensor, scope
+from topw_deploy.export.sampler.spec import SamplerSpec
 from topw_deploy.sampling.parameters import GREEDY_BELOW
 from topw_deploy.sampling.row import WORD_BITS, mask_words
 
@@ -29,8 +29,13 @@ _INTERVALS = {
 }
 PARAMETERS = tuple(_INTERVALS)
 
+EDITED = ("logits", "edit_ids", "edit_penalty", "edit_bias")
+
 BoundedColumn = tuple[Tensor, float, float]
 """A column float32 [batch, 1] with its lowest and highest allowed value."""
+
+CANDIDATES = 64
+"""The number of candidates. They lie in at most as many blocks, so the search reads this number of blocks."""
 
 BLOCK = 128
 """Tokens in each block of the candidate search. Shorter blocks have more maxima to search, longer ones more logits."""
@@ -72,7 +77,7 @@ def row_parameters(op: Ops, inputs: Sequence[Tensor], only_rule: Tensor | None =
     """Turn the node's inputs into columns.
 
     inputs: float32 [batch], in the order of `PARAMETERS`.
-    only_rule: the input `rule`, int32 [batch], if the function carries only Top-W.
+    only_rule: the code of each row's rule, float32 [batch, 1], if the function carries only Top-W.
     """
     axis = op.constant([1], np.int64)
     columns = tuple(op.Unsqueeze(value, axis) for value in inputs)
@@ -91,7 +96,7 @@ def row_parameters(op: Ops, inputs: Sequence[Tensor], only_rule: Tensor | None =
         init_top_p=init_top_p,
         geom_scale=op.Where(is_greedy, zero, geom_scale),
         uniform=uniform,
-        only_rule=None if only_rule is None else op.Cast(op.Unsqueeze(only_rule, axis), to=1),
+        only_rule=only_rule,
     )
 
 
@@ -111,17 +116,27 @@ def are_in_range(op: Ops, parameters: RowParameters, further: Sequence[BoundedCo
 
 
 @scope
-def all_true(op: Ops, flags: Tensor, axis: int | None = None) -> Tensor:
-    """Whether all `flags` are true: a bool scalar, or with `axis` the flags reduced over that axis, which is kept."""
-    if axis is None:
-        return op.Cast(op.ReduceMin(op.Cast(flags, to=1), keepdims=0), to=9)
-    return op.Cast(all_true_as_float(op, flags, axis), to=9)
+def all_true(op: Ops, flags: Tensor) -> Tensor:
+    """Whether all `flags` are true, bool scalar."""
+    return op.Cast(op.ReduceMin(op.Cast(flags, to=1), keepdims=0), to=9)
 
 
 @scope
-def all_true_as_float(op: Ops, flags: Tensor, axis: int = 1) -> Tensor:
-    """Like `all_true` over one axis, but float32: 1 for true, 0 for false."""
-    return op.ReduceMin(op.Cast(flags, to=1), op.constant([axis], np.int64), keepdims=1)
+def all_true_in_row(op: Ops, flags: Tensor) -> Tensor:
+    """Whether all flags of a row are true: bool [batch, n] -> float32 [batch, 1], 1 for true, 0 for false."""
+    return op.ReduceMin(op.Cast(flags, to=1), op.constant([1], np.int64), keepdims=1)
+
+
+@scope
+def valid_rows(op: Ops, logits: Tensor, parameters: RowParameters) -> Tensor:
+    """Whether a row is valid: bool [batch, 1].
+
+    Its parameters must be in range, and its logits must have a finite one, no NaN and no +inf.
+    """
+    largest = op.ReduceMax(logits, op.constant([1], np.int64), keepdims=1)
+    usable = all_true_in_row(op, op.LessOrEqual(logits, op.constant(LARGEST)))  # the comparison is false for NaN
+    bounds = [(largest, -LARGEST, LARGEST), (usable, 1.0, 1.0)]
+    return op.Cast(all_true_in_row(op, are_in_range(op, parameters, bounds)), to=9)
 
 
 def padded_width(vocab_size: int) -> int:
@@ -130,7 +145,7 @@ def padded_width(vocab_size: int) -> int:
 
 
 @scope
-def apply_edits(op: Ops, logits: Tensor, ids: Tensor, penalty: Tensor, bias: Tensor, vocab_size: int) -> Tensor:
+def apply_edits(op: Ops, vocab_size: int, logits: Tensor, ids: Tensor, penalty: Tensor, bias: Tensor) -> Tensor:
     """Pad logits [batch, vocab] with -inf to [batch, padded] and edit them (docs/contract/graph.md, section 6).
 
     A logit l becomes (l / penalty if l > 0 else l * penalty) + bias, or NaN unless penalty > 0. An edit with an id
@@ -153,7 +168,7 @@ def apply_edits(op: Ops, logits: Tensor, ids: Tensor, penalty: Tensor, bias: Ten
 
 
 @scope
-def apply_mask(op: Ops, spec: TailSpec, logits: Tensor, words: Tensor, like: Tensor) -> Tensor:
+def apply_mask(op: Ops, spec: SamplerSpec, logits: Tensor, words: Tensor, like: Tensor) -> Tensor:
     """Set the logits [batch, padded] of tokens that are not allowed to -inf (docs/contract/graph.md, section 6).
 
     words: int32 [batch, ceil(vocab / 32)], or [batch, 0] to allow all tokens.
@@ -176,8 +191,7 @@ def apply_mask(op: Ops, spec: TailSpec, logits: Tensor, words: Tensor, like: Ten
     flags = allowed_tokens(op, word_rows, width)
     all_allowed = op.Expand(op.constant(True, np.bool_), op.constant([1, width], np.int64))
     numbers = op.CumSum(op.Cast(op.Equal(like, like), to=7), op.constant(0, np.int64), exclusive=1)
-    k = _row_count_on_device(op, word_rows) if spec.form == "static" else op.Shape(flags, start=0, end=1)
-    row = op.Min(numbers, k)
+    row = op.Min(numbers, _row_count_on_device(op, word_rows))
     allowed = op.Gather(op.Concat(flags, all_allowed, axis=0), row, axis=0)
     return op.Where(allowed, logits, op.constant(-np.inf))
 
@@ -214,6 +228,38 @@ def low_and_high(op: Ops, values: Tensor, base: int) -> Tensor:
     low = op.Mod(values, divisor)
     high = op.Div(op.Sub(values, low), divisor)
     return op.Concat(op.Unsqueeze(low, axis), op.Unsqueeze(high, axis), axis=2)
+
+
+class InputLogits:
+    """The node's input `logits`: as given, edited, or edited and masked.
+
+    can_read_in_place: whether a branch searches the logits without a copy if no row has edits. Other functions always
+        copy: for the padding to whole blocks, for `mass`, or because copying a small vocabulary costs less than a
+        branch. Otherwise the edited logits are computed before all branches, which then share them.
+    """
+
+    def __init__(self, op: Ops, spec: SamplerSpec, inputs: Mapping[str, Tensor]) -> None:
+        self._op, self._spec, self.inputs = op, spec, inputs
+        has_whole_blocks = spec.vocab_size % BLOCK == 0 and spec.vocab_size // BLOCK >= CANDIDATES
+        self.can_read_in_place = has_whole_blocks and not spec.with_mass
+        if not self.can_read_in_place:
+            self.edited()
+
+    def edited(self) -> Tensor:
+        """The logits with edits, float32 [batch, padded]."""
+        return apply_edits(self._op, self._spec.vocab_size, *(self.inputs[name] for name in EDITED))
+
+    def masked(self) -> Tensor:
+        """The logits with edits and masks, float32 [batch, padded]."""
+        return apply_mask(self._op, self._spec, self.edited(), self.inputs["allowed"], self.inputs["rule"])
+
+    def unpadded(self) -> Tensor:
+        """The logits with edits and masks, float32 [batch, vocab]."""
+        return without_padding(self._op, self.masked(), self._spec.vocab_size)
+
+    def is_empty(self, name: str) -> Tensor:
+        """Whether the input `name` has no elements, bool scalar."""
+        return self._op.Equal(self._op.Size(self.inputs[name]), self._op.constant(0, np.int64))
 
 
 @scope

@@ -1,4 +1,4 @@
-"""Compare random rows in the tail's graph with the reference."""
+"""Compare random rows in the sampler's function with the reference."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.support.rows import (
     reference,
 )
 from topw_deploy.export.embedding import plain_gather
+from topw_deploy.export.sampler.spec import SamplerSpec
 from topw_deploy.export.sampler_only import sampler_model
-from topw_deploy.export.tail import FORMS, TailSpec
 from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.sampling import Geometry, SampledRow, pack_mask
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions, TopWParameters
@@ -34,6 +34,9 @@ __all__ = [
     "FORMS", "NATIVE", "Case", "Scenario", "Tally", "by_hand", "compare", "embedding_table", "feeds", "graph", "opened",
     "random_case", "run", "unexplained",
 ]  # fmt: skip
+
+FORMS = ("branches", "no-branches")
+"""The function, with and without branches."""
 
 NATIVE = "native"
 """A form beside FORMS: the native operator."""
@@ -47,12 +50,12 @@ def graph(
     Omits `mass` for a large vocabulary of whole blocks, where it would disable the branch that skips edits.
     """
     uses_table = scenario.options.metric != "uniform"
-    spec = TailSpec(
+    spec = SamplerSpec(
         options=scenario.options,
         vocab_size=scenario.vocab_size,
         embedding=plain_gather(*table.shape) if uses_table else None,
         hidden_size=scenario.hidden_size if uses_table else None,
-        form="portable" if form == NATIVE else form,
+        branches=form != "no-branches",
         opset=opset,
         with_mass=not (scenario.vocab_size % 128 == 0 and scenario.vocab_size >= 8192),
         with_keep_mask=True,

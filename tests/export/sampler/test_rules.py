@@ -10,23 +10,20 @@ import pytest
 
 from fuzz.graphs import fuzz_rules as fuzz
 from fuzz.rules import OTHERS
-from tests.support import tail_cases
+from tests.support import function_cases
+from tests.support.function_cases import FORMS, Case, by_hand, feeds, opened, random_case, run, unexplained
 from tests.support.masks import packed, some_allowed
 from tests.support.samples import slow
-from tests.support.tail_cases import FORMS, Case, by_hand, feeds, opened, random_case, run, unexplained
-from topw_deploy.export.tail import TailSpec, build_tail
-from topw_deploy.export.tail.ops import EagerOps
-from topw_deploy.export.tail.rules.inputs import INTERVALS
-from topw_deploy.export.tail.rules.vocabulary import largest_threshold
+from topw_deploy.export.sampler.function import build_function
+from topw_deploy.export.sampler.rules import INTERVALS
+from topw_deploy.export.sampler.spec import SamplerSpec
 from topw_deploy.runtime.prepare import LONGEST_LIST
 from topw_deploy.sampling import apply_mask
 from topw_deploy.sampling.parameters import TopWOptions
 from topw_deploy.sampling.rules import RULES, RULES_BY_CODE
 
 SORTED, SEARCHED = 300, 4096
-"""Vocabularies: below and above the 3840 tokens that portable and static sort."""
-POOLS = {SEARCHED: 200}
-"""Sizes of the pool; 20 for other vocabularies. Above 64, there is a list between candidates and vocabulary."""
+"""Vocabularies: below and above the 3840 tokens that the function sorts."""
 
 VALUES: dict[str, tuple[Any, ...]] = {
     "top_w": ((0,),),
@@ -55,7 +52,7 @@ def with_rule(rng: np.random.Generator, case: Case) -> Case:
 
 
 def wrong(form: str, vocab: int, cases: list[Case], metric: str = "cosine") -> list[str]:
-    scenario, geometry, session = opened(form, vocab, metric, top_m=POOLS.get(vocab, 20))
+    scenario, geometry, session = opened(form, vocab, metric, top_m=20)
     return unexplained(f"{form} {vocab}", scenario, geometry, cases, run(session, feeds(cases)))
 
 
@@ -82,7 +79,7 @@ SMALL = ((SORTED, 20, 1), (SORTED, 20, 2))
 
 
 def test_the_long_comparison_tries_every_rule_and_notices_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    tally = fuzz(44, 3, ("portable",), SMALL)["portable"]
+    tally = fuzz(44, 3, ("branches",), SMALL)["branches"]
     assert tally.unexplained == []
     assert tally.rows == dict.fromkeys(OTHERS, 2 * 4)
 
@@ -90,8 +87,8 @@ def test_the_long_comparison_tries_every_rule_and_notices_wrong_tokens(monkeypat
         found = run(session, inputs)
         return found | {"next_token": (found["next_token"] + 1) % SORTED}
 
-    monkeypatch.setattr(tail_cases, "run", shifted)
-    assert len(fuzz(11, 3, ("portable",), SMALL)["portable"].unexplained) > 10
+    monkeypatch.setattr(function_cases, "run", shifted)
+    assert len(fuzz(11, 3, ("branches",), SMALL)["branches"].unexplained) > 10
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -117,7 +114,7 @@ def test_sets_larger_than_the_candidates_are_kept_and_drawn_in_order_of_ids(form
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("vocab", [SORTED, slow(SEARCHED)])
 def test_masks_and_edits_come_before_the_rule(form: str, vocab: int) -> None:
-    scenario, geometry, session = opened(form, vocab, "cosine", top_m=POOLS.get(vocab, 20))
+    scenario, geometry, session = opened(form, vocab, "cosine", top_m=20)
     rng = np.random.default_rng(7)
     cases = [with_rule(rng, random_case(rng, vocab)) for _ in range(24)]
     flags = np.stack([some_allowed(rng, vocab, "half") for _ in cases])
@@ -136,7 +133,7 @@ def test_masks_and_edits_come_before_the_rule(form: str, vocab: int) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_have_the_same_bits_in_a_batch_with_other_rules(form: str) -> None:
     rng = np.random.default_rng(3)
-    *_, session = opened(form, SEARCHED, "cosine", top_m=POOLS[SEARCHED])
+    *_, session = opened(form, SEARCHED, "cosine", top_m=20)
     top_w = [random_case(rng, SEARCHED) for _ in range(6)]
     others = [with_rule(rng, random_case(rng, SEARCHED)) for _ in range(6)]
     for own, further in ((top_w, others), (others, top_w)):
@@ -196,40 +193,16 @@ def test_the_intervals_are_those_of_the_definitions() -> None:
             )
 
 
-@pytest.mark.parametrize("kind", [slow("normal"), slow("tiny"), "extreme", slow("equal")])
-def test_the_search_finds_the_threshold_exactly(kind: str) -> None:
-    rng, op = np.random.default_rng(1), EagerOps(18)
-    keys = {
-        "normal": rng.standard_normal(256),
-        "tiny": rng.standard_normal(256) * 1e-42,
-        "extreme": rng.choice([-3e38, -1e30, -1.0, 0.0, 1e-45, 3.4e38], 256),
-        "equal": np.full(256, -7.25),
-    }[kind].astype(np.float32)
-    for count in (1, 2, 100, 256):
-
-        def sums(thresholds: Any, keys: np.ndarray = keys) -> np.ndarray:
-            return (keys >= _array(thresholds)).sum(axis=3, keepdims=True).astype(np.float32)
-
-        limit = np.full((1, 1, 1, 1), count - 1, np.float32)
-        assert _array(largest_threshold(op, sums, limit)).item() == np.sort(keys)[::-1][count - 1]
-    unreachable = np.full((1, 1, 1, 1), 256, np.float32)
-    assert _array(largest_threshold(op, sums, unreachable)).item() == np.finfo(np.float32).min
-
-
 def test_long_vocabularies_are_searched_without_a_longer_sort_than_tensorrt_has() -> None:
-    for form in ("portable", "static"):
-        spec = TailSpec(options=TopWOptions(metric="uniform"), vocab_size=5000, form=form)
+    for branches in (True, False):
+        spec = SamplerSpec(options=TopWOptions(metric="uniform"), vocab_size=5000, branches=branches)
         sizes = [
             int(node.inputs[1].producer().attributes["value"].as_tensor().numpy()[0])
-            for graph_ in _graphs(build_tail(spec).graph)
+            for graph_ in _graphs(build_function(spec).graph)
             for node in graph_
             if node.op_type == "TopK" and node.inputs[1].producer().op_type == "Constant"
         ]
         assert max(sizes) == LONGEST_LIST == 3840
-
-
-def _array(tensor: Any) -> np.ndarray:
-    return np.asarray(tensor.value if hasattr(tensor, "value") else tensor)
 
 
 def _graphs(graph_: Any) -> list[Any]:
@@ -238,8 +211,8 @@ def _graphs(graph_: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_row_of_another_rule_is_not_answered_as_one_of_top_w_that_is_settled(form: str) -> None:
-    """Alone: beside rows that are not settled, it does not reach the branch for settled rows."""
+def test_a_row_of_another_rule_is_not_answered_as_one_of_top_w(form: str) -> None:
+    """Alone: beside rows that need the pool, it does not reach the candidates' answer."""
     *_, session = opened(form, 300)
     logits = np.linspace(0, 20, 300, dtype=np.float32)
     top_w, plain = (run(session, feeds([by_hand(logits, rule)])) for rule in ("top_w", "none"))

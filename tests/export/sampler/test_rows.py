@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.function_cases import FORMS, Case, Scenario, embedding_table, feeds, graph, random_case, run
 from tests.support.samples import slow
-from tests.support.tail_cases import FORMS, Case, Scenario, embedding_table, feeds, graph, random_case, run
 from topw_deploy.sampling import Geometry, apply_edits, sample_row
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 
@@ -102,7 +102,7 @@ def test_an_invalid_row_is_marked_and_does_not_change_the_others(
             assert np.array_equal(values[index], clean[name][index]), name
 
 
-@pytest.mark.parametrize("form", ["portable", slow("onnxruntime"), slow("static")])
+@pytest.mark.parametrize("form", ["branches", slow("no-branches")])
 def test_a_row_has_the_same_bits_alone_and_beside_rows_that_need_geometry(form: str) -> None:
     rows = [*random_rows(1, 150), case(np.linspace(0, 1, 300), **GEOMETRY_WANTED)]
     together = run(session(form), feeds(rows))
@@ -177,7 +177,7 @@ def test_draws_follow_the_probabilities_of_the_crop() -> None:
     logits = np.random.default_rng(0).standard_normal(300) * 0.2
     row = case(logits, **{**GEOMETRY_WANTED, "lam": 0.0, "init_top_p": 0.9})
     uniforms = (np.arange(512) + 0.5) / 512
-    found = run(session("portable"), feeds([Case(row.logits, row.parameters, u, "") for u in uniforms]))
+    found = run(session("branches"), feeds([Case(row.logits, row.parameters, u, "") for u in uniforms]))
     kept = np.flatnonzero(found["keep_mask"][0])
     weights = np.exp(logits[kept].astype(np.float32) / 1.5)
     counts = np.bincount(found["next_token"], minlength=300)[kept]
@@ -186,7 +186,7 @@ def test_draws_follow_the_probabilities_of_the_crop() -> None:
     assert np.abs(counts - 512 * weights / weights.sum()).max() <= 1.01
 
 
-@pytest.mark.parametrize("form", ["portable", slow("onnxruntime"), slow("static")])
+@pytest.mark.parametrize("form", ["branches", slow("no-branches")])
 def test_a_row_has_the_same_bits_with_padded_edits_and_without_any(form: str) -> None:
     scenario = Scenario(TopWOptions(top_m=30, metric="uniform"), 8192, 1, "plain", 0)
     opened = graph(scenario, form, np.zeros((8192, 1), np.float32), Geometry.uniform())

@@ -1,1 +1,0 @@
-"""Add the sampler to a decoder."""
