@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 import onnx_ir as ir
 
-Tensor = ir.Value
+Tensor: TypeAlias = ir.Value
 
 BranchBody = Callable[[], Sequence[Tensor]]
 """Computes one side of a branch and returns its outputs. Both sides return equally many tensors of the same types."""
