@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 from benchmarks.common import released_processor
-from topw_deploy.sampling import FLOAT32_TIES, PRESETS, Geometry, Ties, TopWOptions, TopWParameters, crop
+from topw_deploy.sampling import FLOAT32_TIES, Geometry, Ties, TopWOptions, TopWParameters, crop
+from topw_deploy.sampling.parameters import PRESETS
 from topw_deploy.sampling.reference import SetDistance, candidate_pool, first_maximiser, objective, warm_start
 from topw_deploy.tiny import tiny_model_path
 

@@ -17,7 +17,8 @@ from tests.support.samples import slow
 from topw_deploy import install
 from topw_deploy.errors import BenchmarkError, ParameterError
 from topw_deploy.plugins.shared_library import library_path
-from topw_deploy.sampling import METRICS, Geometry, TopWOptions, TopWParameters, crop
+from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, crop
+from topw_deploy.sampling.parameters import METRICS
 from topw_lab.bench import samplers
 from topw_lab.bench.sampler import SamplerRequest, run, sides, write_empty_model
 from topw_lab.bench.samplers import (

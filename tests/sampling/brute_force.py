@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import ot
 
-from topw_deploy.sampling import METRICS, Crop, Geometry, TopWOptions, TopWParameters, crop
+from topw_deploy.sampling import Crop, Geometry, TopWOptions, TopWParameters, crop
+from topw_deploy.sampling.parameters import METRICS
 
 TRUE_METRICS = ("mahalanobis", "unit", "uniform")  # `cosine` breaks the triangle inequality
 

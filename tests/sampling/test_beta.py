@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.sampling import PRESETS, TopWParameters, beta_at, preset_values
-from topw_deploy.sampling.beta import beta_coefficients, depends_on_temperature
+from topw_deploy.sampling import TopWParameters
+from topw_deploy.sampling.beta import beta_at, beta_coefficients, depends_on_temperature
+from topw_deploy.sampling.parameters import PRESETS, preset_values
 
 
 def parameters(beta: Any, temperature: float = 1.0) -> TopWParameters:

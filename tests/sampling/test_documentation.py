@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from topw_deploy.sampling import ALIASES
+from topw_deploy.sampling.parameters import ALIASES
 from topw_deploy.sampling.processor import Choices, TopWLogitsProcessor
 
 ROOT = Path(__file__).parents[2]

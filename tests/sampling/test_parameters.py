@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.sampling import OPTION_NAMES, PARAMETER_NAMES, TopWOptions, TopWParameters, canonical_names
+from topw_deploy.sampling import TopWOptions, TopWParameters
+from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES, canonical_names
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_a_source_without_embeddings_or_of_another_metric_is_refused(table):
         TopWLogitsProcessor()
     with pytest.raises(ParameterError, match="given a Dropout"):
         TopWLogitsProcessor(nn.Dropout())
-    with pytest.raises(ParameterError, match="metric is cosine, but a unit geometry"):
+    with pytest.raises(ParameterError, match="metric cosine, but a unit geometry"):
         TopWLogitsProcessor(TensorGeometry.from_embeddings(table, "unit"), metric="cosine")
 
 

@@ -6,16 +6,8 @@ import numpy as np
 import pytest
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.sampling import (
-    FLOAT32_TIES,
-    FLOAT64_TIES,
-    PRESETS,
-    Geometry,
-    Ties,
-    TopWOptions,
-    TopWParameters,
-    crop,
-)
+from topw_deploy.sampling import FLOAT32_TIES, FLOAT64_TIES, Geometry, Ties, TopWOptions, TopWParameters, crop
+from topw_deploy.sampling.parameters import PRESETS
 
 from .brute_force import Case, Points, random_cases, trace
 

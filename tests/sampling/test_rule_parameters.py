@@ -8,7 +8,7 @@ import pytest
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import TopWParameters
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
-from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, RULES, RULES_BY_CODE, RuleParameters, take_rule
+from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, RULES, RULES_BY_CODE, RuleParameters
 
 
 def test_the_code_of_each_rule_stays() -> None:
@@ -68,11 +68,6 @@ def test_a_parameter_implies_its_rule(given: dict, rule: str, values: tuple[floa
 def test_wrong_requests_name_the_value_and_the_bound(given: dict, message: str) -> None:
     with pytest.raises(ParameterError, match=message):
         RuleParameters(**given)
-
-
-def test_a_request_splits_into_its_rule_and_the_rest() -> None:
-    rule, rest = take_rule({"top_k": 5, "temperature": 0.7, "seed": 3})
-    assert (rule, rest) == (RuleParameters(top_k=5), {"temperature": 0.7, "seed": 3})
 
 
 def test_rule_names_are_not_names_of_top_w() -> None:

@@ -1,7 +1,7 @@
 """Top-W as a `custom_generate` of transformers: `model.generate(..., custom_generate=<this repository>)`."""
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.sampling import ALIASES
+from topw_deploy.sampling.parameters import ALIASES
 from topw_deploy.sampling.processor import Choices, TopWLogitsProcessor
 
 OWN = {"preset", "geom_unit", "median_distance", *Choices.__annotations__, *ALIASES}

@@ -6,55 +6,32 @@
 `torch`: Top-W for batches of tensors on any device, and `processor` for transformers. Only these import torch.
 """
 
-from topw_deploy.sampling.beta import beta_at
 from topw_deploy.sampling.geometry import Geometry, embedding_statistics, median_distance
 from topw_deploy.sampling.parameters import (
-    ALIASES,
-    GREEDY_BELOW,
-    METRICS,
-    OPTION_NAMES,
-    PARAMETER_NAMES,
-    POTENTIALS,
-    PRESETS,
     TopWOptions,
     TopWParameters,
-    canonical_names,
-    preset_values,
-    unknown_name,
 )
-from topw_deploy.sampling.presets import GEOM_UNITS, REQUEST_PRESETS, preset_parameters, typical_distance
+from topw_deploy.sampling.presets import preset_parameters, typical_distance
 from topw_deploy.sampling.reference import FLOAT32_TIES, FLOAT64_TIES, Crop, TieBounds, Ties, crop
 from topw_deploy.sampling.row import (
-    Draw,
     SampledRow,
     apply_edits,
     apply_mask,
     as_float32,
-    crop_mass,
     draw,
     mask_words,
     pack_mask,
     sample_row,
     unpack_mask,
 )
-from topw_deploy.sampling.rules import RULES, RuleParameters, take_rule
+from topw_deploy.sampling.rules import RULES, RuleParameters
 from topw_deploy.sampling.seeds import uniform_for
 
 __all__ = [
-    "ALIASES",
     "FLOAT32_TIES",
     "FLOAT64_TIES",
-    "GEOM_UNITS",
-    "GREEDY_BELOW",
-    "METRICS",
-    "OPTION_NAMES",
-    "PARAMETER_NAMES",
-    "POTENTIALS",
-    "PRESETS",
-    "REQUEST_PRESETS",
     "RULES",
     "Crop",
-    "Draw",
     "Geometry",
     "RuleParameters",
     "SampledRow",
@@ -65,21 +42,15 @@ __all__ = [
     "apply_edits",
     "apply_mask",
     "as_float32",
-    "beta_at",
-    "canonical_names",
     "crop",
-    "crop_mass",
     "draw",
     "embedding_statistics",
     "mask_words",
     "median_distance",
     "pack_mask",
     "preset_parameters",
-    "preset_values",
     "sample_row",
-    "take_rule",
     "typical_distance",
     "uniform_for",
-    "unknown_name",
     "unpack_mask",
 ]

@@ -75,10 +75,11 @@ def _float_blocks(table: Any, metric: str) -> Iterator[Floats]:
         yield normalise(block) if metric == "mahalanobis" else block
 
 
-def embedding_statistics(table: ArrayLike, metric: str) -> tuple[Floats, Floats]:
+def embedding_statistics(table: Any, metric: str) -> tuple[Floats, Floats]:
     """Mean and inverse standard deviation of each coordinate of the embedding table.
 
-    table: [V, d], any floating type or a memory map; read twice, in 8 MiB blocks.
+    table: [V, d], any floating type or a memory map, or an object with a shape whose slices are arrays; read twice, in
+        8 MiB blocks.
     metric: `mahalanobis` normalises rows to unit length; `unit` and `cosine` use raw rows.
 
     Returns float64 (mean [d], inverse standard deviation [d]): 1 / sqrt(variance + 1e-12) for `mahalanobis` (paper,

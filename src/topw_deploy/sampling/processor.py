@@ -32,6 +32,7 @@ from topw_deploy.sampling.parameters import (
     preset_values,
 )
 from topw_deploy.sampling.presets import REQUEST_PRESETS, preset_parameters, with_raw_scale
+from topw_deploy.sampling.reference import metric_error
 from topw_deploy.sampling.row import as_float32
 
 try:
@@ -209,7 +210,6 @@ def _check_caller(processor: LogitsProcessor, temperature: float | None, frame: 
 
     Raises ParameterError for beam search, for a later warper that removes tokens, and for another temperature.
     """
-    warpers = None
     for _ in range(_MOST_CALLS_BETWEEN):
         if frame is None or frame.f_code.co_name != "__call__":
             return
@@ -217,7 +217,7 @@ def _check_caller(processor: LogitsProcessor, temperature: float | None, frame: 
         if isinstance(warpers, LogitsProcessorList):
             break
         frame = frame.f_back
-    if frame is None or not isinstance(warpers, LogitsProcessorList):
+    else:
         return
     if frame.f_back is not None and frame.f_back.f_code.co_name == "_beam_search":
         raise ParameterError(
@@ -250,9 +250,7 @@ def geometry_of(source: Source, metric: str) -> TensorGeometry:
     """
     if isinstance(source, TensorGeometry):
         if source.metric != metric:
-            raise ParameterError(
-                f"the metric is {metric}, but a {source.metric} geometry was given; give one of that metric."
-            )
+            raise metric_error(metric, source)
         return source
     if metric == "uniform":
         return TensorGeometry.uniform()

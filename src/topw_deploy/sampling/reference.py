@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,16 +19,6 @@ from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 
 Mask = NDArray[np.bool_]
 
-
-class HasMetric(Protocol):
-    """A `Geometry`, or the same on tensors."""
-
-    @property
-    def metric(self) -> str:
-        """One of METRICS."""
-
-
-AnyGeometry = TypeVar("AnyGeometry", bound=HasMetric)
 
 # Weights are in units of the largest and at least e^-60. With geom_scale >= 0 every prefix holds the largest logit: the
 # floor changes no sum. Otherwise a prefix may hold only tiny weights; the floor keeps its mass normal in float32 and
@@ -92,7 +82,6 @@ class Crop:
     base_size: K, the first maximiser of J without geometry.
     steps: number of alternations, 0 if greedy.
     ties: see `Ties`.
-    distances: number of computed ordered pairs (pool token, member of some S(t)), including a token with itself.
     """
 
     kept: Ids
@@ -101,7 +90,6 @@ class Crop:
     base_size: int
     steps: int
     ties: Ties
-    distances: int = 0
 
 
 def crop(
@@ -115,7 +103,10 @@ def crop(
     another metric.
     """
     options = TopWOptions() if options is None else options
-    geometry = checked_geometry(options, geometry)
+    if geometry is None and options.metric == "uniform":
+        geometry = Geometry.uniform()
+    if geometry is None or geometry.metric != options.metric:
+        raise metric_error(options.metric, geometry)
     row = checked_row(logits)
     if parameters.greedy:
         return Crop(np.array([np.argmax(row)], dtype=np.int64), True, 1, 1, 0, Ties())
@@ -151,7 +142,7 @@ def crop(
     certified = scale >= 0 and k0 >= K
     warm_cut = not certified and k0 < len(C) and bool(log_p[k0 - 1] == log_p[k0])
     ties = Ties(margin, nucleus, _certificate_lead(base, k0, c) / unit, pool_cut, warm_cut)
-    return Crop(C[S], certified, k0, K, steps, ties, distance_to.computed_distances)
+    return Crop(C[S], certified, k0, K, steps, ties)
 
 
 def candidate_pool(logits: Floats, top_m: int) -> tuple[Ids, bool]:
@@ -205,11 +196,6 @@ class SetDistance:
         self._is_filled = np.zeros(len(C), dtype=np.bool_)  # columns of _matrix
         self._matrix = np.empty((len(C), len(C)))
 
-    @property
-    def computed_distances(self) -> int:
-        """Distances computed so far."""
-        return len(self._is_filled) * int(self._is_filled.sum())
-
     def __call__(self, S: Mask) -> Floats:
         missing = S & ~self._is_filled
         if missing.any():
@@ -233,19 +219,10 @@ def _certificate_lead(base: Floats, k0: int, c: float) -> float:
     return math.inf if c <= 0 or k0 == len(base) else float(abs(base[:k0].max() - base[k0:].max()))
 
 
-def checked_geometry(options: TopWOptions, geometry: Geometry | None) -> Geometry:
-    """`geometry`, or the uniform one if none is needed. Raises ParameterError unless it has the options' metric."""
-    if geometry is None and options.metric == "uniform":
-        return Geometry.uniform()
-    return require_metric(options.metric, geometry)
-
-
-def require_metric(metric: str, geometry: AnyGeometry | None) -> AnyGeometry:
-    """Return `geometry`. Raises ParameterError unless it is a geometry of `metric`."""
-    if geometry is None or geometry.metric != metric:
-        given = "no geometry" if geometry is None else f"a {geometry.metric} geometry"
-        raise ParameterError(f"the options have the metric {metric}, but {given} was given; give one of that metric.")
-    return geometry
+def metric_error(metric: str, geometry: Any) -> ParameterError:
+    """The error for a missing geometry, and for one of another metric, of numpy or torch."""
+    given = "no geometry" if geometry is None else f"a {geometry.metric} geometry"
+    return ParameterError(f"the options have the metric {metric}, but {given} was given; give one of that metric.")
 
 
 def checked_row(logits: ArrayLike) -> Floats:

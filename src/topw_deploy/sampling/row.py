@@ -149,25 +149,22 @@ def apply_edits(logits: ArrayLike, ids: ArrayLike, penalty: ArrayLike, bias: Arr
     i = np.asarray(ids, dtype=np.int64)
     divide = np.asarray(penalty, dtype=np.float32)
     add = np.asarray(bias, dtype=np.float32)
-    _check_edits(i, divide, add, len(edited))
+    if not i.ndim == divide.ndim == add.ndim == 1 or not len(i) == len(divide) == len(add):
+        raise ParameterError(f"edits have shapes {i.shape}, {divide.shape}, {add.shape}, but must be [N] each.")
     divide = np.where(divide > 0, divide, np.float32(np.nan))
     real = i != PADDING
     i, divide, add = i[real], divide[real], add[real]
+    outside = i[(i < 0) | (i >= len(edited))]
+    if len(outside):
+        raise ParameterError(
+            f"edit id {outside[0]} is not a token: it must be in 0..{len(edited) - 1}, or -1 for padding."
+        )
+    if len(np.unique(i)) < len(i):
+        raise ParameterError("a token is edited twice in one row; combine its edits into one.")
     with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinities invalidate the row later
         old = edited[i]
         edited[i] = np.where(old > 0, old / divide, old * divide) + add
     return edited
-
-
-def _check_edits(ids: NDArray[np.int64], penalty: NDArray[np.float32], bias: NDArray[np.float32], vocab: int) -> None:
-    if not ids.ndim == penalty.ndim == bias.ndim == 1 or not len(ids) == len(penalty) == len(bias):
-        raise ParameterError(f"edits have shapes {ids.shape}, {penalty.shape}, {bias.shape}, but must be [N] each.")
-    outside = ids[(ids < PADDING) | (ids >= vocab)]
-    if len(outside):
-        raise ParameterError(f"edit id {outside[0]} is not a token: it must be in 0..{vocab - 1}, or -1 for padding.")
-    real = ids[ids != PADDING]
-    if len(np.unique(real)) < len(real):
-        raise ParameterError("a token is edited twice in one row; combine its edits into one.")
 
 
 @dataclass(frozen=True, slots=True)

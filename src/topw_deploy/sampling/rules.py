@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -238,14 +237,12 @@ class Rule:
     name: the rule's name in a request.
     values: the rule's parameters, at most two: v0 and v1 of the graph's input `rule_values`.
     choose: the rule's definition; None for Top-W, which `sampling.reference` defines.
-    uses_temperature: whether the kept set depends on the selection temperature.
     """
 
     code: int
     name: str
     values: tuple[RuleValue, ...] = ()
     choose: Callable[[OrderedRow, float, float], Choice] | None = None
-    uses_temperature: bool = True
 
     def accepts(self, values: Sequence[float]) -> bool:
         """Whether (v0, v1) are in their intervals. A value that the rule does not use may be any number."""
@@ -274,17 +271,17 @@ _MIN_P = RuleValue("min_p", lambda value: 0 <= value <= 1, "in [0, 1]")
 TOP_W = Rule(0, "top_w")
 ALL_RULES = (
     TOP_W,
-    Rule(1, "top_k", (_count("top_k"),), top_k, uses_temperature=False),
+    Rule(1, "top_k", (_count("top_k"),), top_k),
     Rule(2, "top_p", (_share("top_p"),), top_p),
     Rule(3, "min_p", (_MIN_P,), min_p),
     Rule(4, "top_h", (_share("top_h", 0.4), _count("top_h_pool", 100)), top_h),
     Rule(5, "typical", (_open_share("typical_p"),), typical),
     Rule(6, "epsilon", (_open_share("epsilon_cutoff"),), epsilon),
     Rule(7, "eta", (_open_share("eta_cutoff"),), eta),
-    Rule(8, "top_n_sigma", (_non_negative("top_n_sigma", 1.0),), top_n_sigma, uses_temperature=False),
+    Rule(8, "top_n_sigma", (_non_negative("top_n_sigma", 1.0),), top_n_sigma),
     Rule(9, "p_less", (), p_less),
-    Rule(10, "min_k", (_non_negative("min_k_tau", 3.0),), min_k, uses_temperature=False),
-    Rule(11, "none", (), keep_all, uses_temperature=False),
+    Rule(10, "min_k", (_non_negative("min_k_tau", 3.0),), min_k),
+    Rule(11, "none", (), keep_all),
 )
 
 RULES: Mapping[str, Rule] = {rule.name: rule for rule in ALL_RULES}
@@ -448,9 +445,3 @@ def _rounded(value: RuleValue, given: object, chosen: Rule) -> float:
     if not value.accepts(rounded):
         raise ParameterError(f"{value.name} is {given!r}, but must be {value.bound} {IN_FLOAT32}.", value.name)
     return rounded
-
-
-def take_rule(given: Mapping[str, Any]) -> tuple[RuleParameters, dict[str, Any]]:
-    """Split a request's parameters into (its rule, all other parameters). Raises the errors of `RuleParameters`."""
-    own = {name: value for name, value in given.items() if name in RULE_PARAMETER_NAMES}
-    return RuleParameters(**own), {name: value for name, value in given.items() if name not in own}

@@ -8,27 +8,26 @@ certify it, alternates. Decisions use float64. MPS lacks it, so decisions there 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Self
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.sampling.geometry import SMALLEST_NORM, VARIANCE_ADDED, VARIANCE_FLOOR, Floats
+from topw_deploy.sampling.geometry import SMALLEST_NORM, Floats, embedding_statistics
 from topw_deploy.sampling.parameters import (
     GREEDY_BELOW,
-    METRICS,
     PARAMETER_NAMES,
     TopWOptions,
     TopWParameters,
     canonical_names,
 )
-from topw_deploy.sampling.reference import SMALLEST_LOG_WEIGHT, require_metric
+from topw_deploy.sampling.reference import SMALLEST_LOG_WEIGHT, metric_error
 
 TensorParameters = TopWParameters | Mapping[str, "float | Tensor"]
 """One set of numbers for all rows, or numbers and tensors [B] by name. Missing names get defaults."""
@@ -39,7 +38,7 @@ CANDIDATES = 64
 
 _CANDIDATE_BLOCK = 64  # neighbouring tokens whose maximum is taken before the search for candidates
 _FIRST_TOKENS = 64  # tokens whose distances are computed before the row test is repeated; the number doubles each time
-_TABLE_VALUES = 1 << 19  # values per block of an embedding table: 4 MiB in float64, to fit in cache
+_PAIR_VALUES = 1 << 19  # values of close pairs at once: 4 MiB in float64, to fit in cache
 # As in `sampling.geometry`; larger for float32, which has fewer digits.
 _NEAR_SHARE = {torch.float64: 1e-3, torch.float32: 0.05}
 # (Margin of J, in its unit; relative margin of the warm start's mass). Rounding within them only costs work.
@@ -66,24 +65,15 @@ class TensorGeometry:
 
         weight: any floating type and device; kept by reference, so do not train it further.
 
-        The statistics are those of `sampling.embedding_statistics`, computed on the table's device in float64 (float32
-        on MPS).
+        The statistics are those of `sampling.embedding_statistics`, computed on the CPU.
 
         Raises ParameterError for another metric, a table that is not a floating [V, d] and values that are not finite.
         """
-        if metric not in METRICS or metric == "uniform":
-            raise ParameterError(f"metric {metric!r} takes no embeddings; only mahalanobis, unit and cosine do.")
         if weight.ndim != 2 or 0 in weight.shape or not weight.is_floating_point() or weight.is_meta:
             kind = f"{str(weight.dtype).removeprefix('torch.')} {tuple(weight.shape)} on {weight.device}"
             raise ParameterError(f"the embedding table is {kind}, but must be floating point [V, d], in memory.")
         table = weight.detach()
-        mean = torch.stack([block.sum(0) for block in _float_blocks(table, metric)]).sum(0) / len(table)
-        squares = [(block - mean).square_().sum(0) for block in _float_blocks(table, metric)]
-        variance = torch.stack(squares).sum(0) / len(table)
-        if not bool(mean.isfinite().all() & variance.isfinite().all()):
-            raise ParameterError("the embedding table contains NaN or infinity; check the checkpoint.")
-        floored = variance + VARIANCE_ADDED if metric == "mahalanobis" else variance.clamp(min=VARIANCE_FLOOR)
-        return cls(metric, table, mean, 1.0 / floored.sqrt())
+        return cls(metric, table, *map(torch.from_numpy, embedding_statistics(_HostRows(table), metric)))
 
     @classmethod
     def uniform(cls) -> Self:
@@ -110,7 +100,7 @@ class TensorGeometry:
         sizes = x.square().sum(1)[:, None] + y.square().sum(1)
         squares = torch.addmm(sizes, x, y.T, alpha=-2.0)
         row, col = torch.nonzero(squares <= _NEAR_SHARE[x.dtype] * sizes, as_tuple=True)
-        pairs = max(1, _TABLE_VALUES // x.shape[1])
+        pairs = max(1, _PAIR_VALUES // x.shape[1])
         for i, j in zip(row.split(pairs), col.split(pairs), strict=True):
             squares[i, j] = (x[i] - y[j]).square_().sum(1)
         return squares.sqrt()
@@ -126,10 +116,15 @@ def _normalise(points: Tensor) -> Tensor:
     return points / torch.linalg.vector_norm(points, dim=1, keepdim=True).clamp(min=SMALLEST_NORM)
 
 
-def _float_blocks(table: Tensor, metric: str) -> Iterator[Tensor]:
-    for block in table.split(max(1, _TABLE_VALUES // table.shape[1])):
-        rows = block.to(working_dtype(table.device), copy=True)
-        yield _normalise(rows) if metric == "mahalanobis" else rows
+class _HostRows:
+    """A table on any device whose slices are numpy arrays, float32 or float64."""
+
+    def __init__(self, table: Tensor) -> None:
+        self.table, self.shape = table, table.shape
+
+    def __getitem__(self, rows: slice) -> NDArray[np.floating]:
+        block = self.table[rows]
+        return (block if block.dtype == torch.float64 else block.float()).cpu().numpy()
 
 
 @dataclass(frozen=True)
@@ -195,7 +190,8 @@ def crop_rows(
     options = TopWOptions() if options is None else options
     if geometry is None and options.metric == "uniform":
         geometry = TensorGeometry.uniform()
-    geometry = require_metric(options.metric, geometry)
+    if geometry is None or geometry.metric != options.metric:
+        raise metric_error(options.metric, geometry)
     if logits.ndim != 2 or 0 in logits.shape or not logits.is_floating_point():
         kind = f"{str(logits.dtype).removeprefix('torch.')} {tuple(logits.shape)}"
         raise ParameterError(f"logits are {kind}, but must be floating point [B, V], both >= 1.")
@@ -423,7 +419,8 @@ class _Pool:
     def _step(self, S: Tensor, neighbours: int, geometry: TensorGeometry) -> Tensor:
         members = geometry.features(self.C[S])
         count = min(neighbours or 1, len(members))
-        phi, known = self.scores.clone(), S.clone()  # upper bounds of phi until the distances are computed
+        phi = self.scores.clone()  # upper bounds of phi until the distances are computed
+        known = S.clone() if self.scale else torch.ones_like(S)
         tokens = _FIRST_TOKENS
         while True:
             best, lead = self.best_prefix(phi, known.nonzero()[:, 0])

@@ -19,7 +19,6 @@ from topw_deploy.runtime.logprobs import Logits
 from topw_deploy.runtime.rule_settings import read_rules
 from topw_deploy.runtime.sequence import Sequence as GeneratedSequence
 from topw_deploy.sampling import (
-    GREEDY_BELOW,
     Geometry,
     RuleParameters,
     TopWOptions,
@@ -29,6 +28,7 @@ from topw_deploy.sampling import (
     draw,
     uniform_for,
 )
+from topw_deploy.sampling.parameters import GREEDY_BELOW
 from topw_deploy.sampling.rules import TOP_W, kept_set
 from topw_deploy.serve.token_map import map_tokens
 

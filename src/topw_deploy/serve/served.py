@@ -22,7 +22,8 @@ from topw_deploy.runtime import GenerationResult, Piece, TopWModel
 from topw_deploy.runtime.logprobs import Logits
 from topw_deploy.runtime.outputs import gives_logits
 from topw_deploy.runtime.sequence import Sequence as GeneratedSequence
-from topw_deploy.sampling import REQUEST_PRESETS, preset_parameters
+from topw_deploy.sampling import preset_parameters
+from topw_deploy.sampling.presets import REQUEST_PRESETS
 from topw_deploy.serve.failures import TOO_LONG, invalid_request, server_unavailable
 from topw_deploy.serve.options import ServeOptions
 from topw_deploy.serve.parameters import takes_long

@@ -10,7 +10,7 @@ from scipy.optimize import linprog
 
 from tests.sampling.brute_force import cropped, direct_distances, entropy, geometry_of, subsets, whole_objective
 from topw_deploy.errors import VerificationError
-from topw_deploy.sampling import METRICS
+from topw_deploy.sampling.parameters import METRICS
 from topw_lab.stats.exact import objective as module
 from topw_lab.stats.exact.objective import TOLERANCE, Objective, solve_transport
 
