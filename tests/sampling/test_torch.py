@@ -179,7 +179,7 @@ def test_the_row_test_spares_most_distances_of_unlikely_tokens(monkeypatch):
             return computed(self, x, y)
 
         monkeypatch.setattr(TensorGeometry, "point_distances", counted)
-        wide = {"lam": 0.3, "beta": 1.5, "init_top_p": 0.3, "geom_scale": 0.1, "temperature": 1.2}
+        wide = {"lam": 0.6, "beta": 2.0, "init_top_p": 0.3, "geom_scale": 0.1}
         assert not crop_rows(logits, wide, TopWOptions(), geometry).certified
         monkeypatch.setattr(module._Pool, "_may_be_kept", lambda self, phi, best: torch.ones_like(phi).bool())
     assert 0 < counts[0] < counts[1] / 2
