@@ -25,9 +25,8 @@ from typing import Any
 from benchmarks.common import say, table
 from benchmarks.sums.problems import problems
 from topw_deploy.errors import TopWError
-from topw_lab.stats.collect import collect
-from topw_lab.stats.exact_summary import ExactCrop, ExactSummary, summarise_exact
-from topw_lab.stats.request import ExactRequest, Setting, TextPrompt
+from topw_lab.stats.collect import ExactRequest, Setting, collect
+from topw_lab.stats.exact_report import ExactCrop, ExactSummary, summarise_exact
 
 PROMPTS = Path(__file__).parents[1] / "examples" / "prompts.txt"
 SCALES: dict[str, dict[str, Any]] = {
@@ -37,13 +36,13 @@ SCALES: dict[str, dict[str, Any]] = {
 """Unit of the distances -> parameters of a request."""
 
 
-def prompts_of(name: str, count: int) -> list[TextPrompt]:
+def prompts_of(name: str, count: int) -> list[tuple[str, str]]:
     """The prompts of the model `name`, "demo" or "sums"."""
     if name == "demo":
         texts = PROMPTS.read_text(encoding="utf-8").splitlines()
     else:
         texts = [problem.prompt for problem in islice(problems(0, held_out=True), count)]
-    return [TextPrompt(text, f"prompt {number}") for number, text in enumerate(texts[:count], 1)]
+    return [(text, f"prompt {number}") for number, text in enumerate(texts[:count], 1)]
 
 
 def measure(folder: Path, name: str, options: argparse.Namespace) -> dict[str, list[ExactSummary]]:

@@ -19,9 +19,8 @@ from benchmarks.common import say, table
 from benchmarks.geometry_share import held_out_logits
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, preset_parameters
 from topw_deploy.sampling.reference import candidate_pool
-from topw_lab.stats.exact.analyse import last_alternation
-from topw_lab.stats.exact.objective import Floats, Objective
-from topw_lab.stats.exact_summary import equal_objectives
+from topw_lab.stats.exact import Floats, Objective, last_alternation
+from topw_lab.stats.exact_report import equal_objectives
 
 METRIC, WIDTH = "mahalanobis", 256  # of the bundled model
 LIVELY = TopWParameters(**preset_parameters("lively", METRIC, WIDTH))

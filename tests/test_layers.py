@@ -129,7 +129,6 @@ ORDER = (
         *("export/write", "export/verification", "export/plan", "export/traced_decoder", "export/sampler_only"),
         *("export/pipeline", "export"),
     ),
-    ("stats/exact", "stats"),
     (
         *("runtime/folder", "runtime/text", "runtime/tokenizer"),
         *("runtime/structured", "runtime/results", "runtime/tools", "runtime/session"),

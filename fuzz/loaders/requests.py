@@ -15,10 +15,9 @@ from topw_deploy.errors import ParameterError, PromptError
 
 
 def prompts(_scratch: Path) -> Loader:
-    """Files of prompts, of prompts for statistics, and of questions; the first byte of an input chooses which."""
+    """Files of prompts and of questions; the first byte of an input chooses which."""
     from topw_deploy.cli.prompt_lines import read_prompt_lines
     from topw_lab.judges import read_questions
-    from topw_lab.stats.request import prompts_of_json_lines
 
     def lines(data: bytes) -> None:
         for line in read_prompt_lines(data, "in", {}, chat=False, system=None):
@@ -26,18 +25,16 @@ def prompts(_scratch: Path) -> Loader:
 
     readers: tuple[Callable[[bytes], object], ...] = (
         lines,
-        lambda data: prompts_of_json_lines(data, "in"),
         lambda data: read_questions(data, "in", "alpaca_eval"),
         lambda data: read_questions(data, "in", "mt_bench"),
     )
     seeds = (
         b'\0"text"\n{"prompt_ids": [1, 2], "seed": 3, "temperature": 0.5, "stop": ["a"], "logit_bias": {"5": 1}}',
         b'\0{"messages": [{"role": "user", "content": "a"}], "id": 7, "structured_outputs": {"regex": "a+"}}',
-        b'\1{"prompt": "a"}',
-        b'\2[{"instruction": "a", "dataset": "b"}]',
-        b'\3{"question_id": 1, "turns": ["a", "b"]}',
+        b'\1[{"instruction": "a", "dataset": "b"}]',
+        b'\2{"question_id": 1, "turns": ["a", "b"]}',
     )
-    return Loader(lambda data: readers[data[0] % 4](data[1:]) if data else None, seeds)
+    return Loader(lambda data: readers[data[0] % 3](data[1:]) if data else None, seeds)
 
 
 def answers(scratch: Path) -> Loader:

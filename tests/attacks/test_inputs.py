@@ -15,7 +15,6 @@ from topw_deploy.cli.prompt_lines import read_prompt_lines
 from topw_deploy.errors import ParameterError, PromptError
 from topw_lab.harness.arguments import read_arguments
 from topw_lab.judges import read_questions
-from topw_lab.stats.request import prompts_of_json_lines
 
 LINES: dict[str, bytes] = {
     "lists in lists": b"[" * 1_000_000,
@@ -31,7 +30,6 @@ LINES: dict[str, bytes] = {
 
 READERS: dict[str, Callable[[bytes], object]] = {
     "prompts": lambda data: read_prompt_lines(data, "in.jsonl", {}, chat=False, system=None),
-    "stats": lambda data: prompts_of_json_lines(data, "in.jsonl"),
     "AlpacaEval": lambda data: read_questions(data, "in.jsonl", "alpaca_eval"),
     "MT-Bench": lambda data: read_questions(data, "in.jsonl", "mt_bench"),
 }

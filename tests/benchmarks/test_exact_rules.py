@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.exact_rules import SCALES, main, prompts_of
 from tests.support.toy_model import Toy, export
-from topw_lab.stats.exact.analyse import COMPARED
+from topw_lab.stats.exact import COMPARED
 
 
 @pytest.mark.slow
@@ -31,4 +31,4 @@ def test_every_rule_has_a_row_in_each_table_and_texts_of_several_seeds_are_analy
 
 
 def test_the_sums_model_gets_held_out_problems() -> None:
-    assert [prompt.text.startswith("Question: ") for prompt in prompts_of("sums", 3)] == [True] * 3
+    assert [text.startswith("Question: ") for text, _ in prompts_of("sums", 3)] == [True] * 3

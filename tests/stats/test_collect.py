@@ -14,9 +14,8 @@ from tests.support.toy_model import EOS, Toy, byte_ids, export
 from topw_deploy.export.verification.probe import LogitsProbe
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, crop
-from topw_lab.stats.collect import CollectedRuns, collect, load_analyser
-from topw_lab.stats.request import Setting, TextPrompt
-from topw_lab.stats.summary import summarise
+from topw_lab.stats.collect import CollectedRuns, Setting, collect, load_analyser
+from topw_lab.stats.report import summarise
 
 from .conftest import GEOMETRY
 
@@ -24,7 +23,7 @@ TEXTS = ("abc", "hello", "x y")
 
 
 def collect_texts(folder: Path, *texts: str, batch_size: int = 1, **parameters: float) -> CollectedRuns:
-    prompts = [TextPrompt(text, f"prompt {number}") for number, text in enumerate(texts)]
+    prompts = [(text, f"prompt {number}") for number, text in enumerate(texts)]
     generation = {"max_new_tokens": 12, "seed": 5}
     return collect(folder, prompts, [Setting("", parameters)], batch_size=batch_size, generation=generation)
 
@@ -33,7 +32,7 @@ def test_the_tokens_are_those_of_topw_generate(folder: Path, invoke: Invoke) -> 
     options = [f"--{name.replace('_', '-')}={value}" for name, value in GEOMETRY.items()]
     for text, found in zip(TEXTS, collect_texts(folder, *TEXTS, **GEOMETRY).runs[0][1], strict=True):
         line = invoke("generate", folder, text, "--json", "--seed", 5, "--max-new-tokens", 12, *options).stdout
-        assert found.generated.result.token_ids == json.loads(line)["token_ids"]
+        assert found.result.token_ids == json.loads(line)["token_ids"]
 
 
 def test_every_step_agrees_with_the_reference_over_logits_computed_by_hand(folder: Path, toy: Toy) -> None:
@@ -42,10 +41,8 @@ def test_every_step_agrees_with_the_reference_over_logits_computed_by_hand(folde
     changed = certified = 0
     for text, found in zip(TEXTS, collect_texts(folder, *TEXTS, **GEOMETRY).runs[0][1], strict=True):
         tokens = byte_ids(text)
-        assert len(found.steps) == len(found.generated.result.token_ids) == found.agreed
-        for step, token, mass in zip(
-            found.steps, found.generated.result.token_ids, found.generated.result.mass or [], strict=True
-        ):
+        assert len(found.steps) == len(found.result.token_ids) == found.agreed
+        for step, token, mass in zip(found.steps, found.result.token_ids, found.result.mass or [], strict=True):
             row = toy.logits(tokens)
             wanted = crop(row, parameters, toy.options, geometry)
             plain = crop(row, replace(parameters, geom_scale=0.0), toy.options, geometry)
@@ -75,7 +72,7 @@ def test_rows_that_end_early_have_only_their_own_steps(tmp_path: Path) -> None:
     folder = export(tmp_path / "out", toy)
     first, second = collect_texts(folder, "a", "bcd", batch_size=2).runs[0][1]
     assert len(first.steps) == first.agreed == 3
-    assert len(second.steps) == second.agreed == len(second.generated.result.token_ids)
+    assert len(second.steps) == second.agreed == len(second.result.token_ids)
 
 
 def test_the_models_own_penalties_are_applied_before_the_analysis(tmp_path: Path, toy: Toy) -> None:
@@ -83,7 +80,7 @@ def test_the_models_own_penalties_are_applied_before_the_analysis(tmp_path: Path
     folder = export(tmp_path / "out", toy, with_mass=True, generation_config=config)
     for found in collect_texts(folder, *TEXTS, lam=1.0).runs[0][1]:
         assert found.agreed == len(found.steps) == 12
-        masses = found.generated.result.mass or []
+        masses = found.result.mass or []
         assert [step.mass for step in found.steps] == pytest.approx(masses, rel=1e-5)
 
 
@@ -112,7 +109,7 @@ def test_steps_whose_crop_differs_from_the_reported_one_are_counted(
 
 
 def test_settings_stand_side_by_side(folder: Path) -> None:
-    prompts = [TextPrompt("abc", "one")]
+    prompts = [("abc", "one")]
     settings = [Setting("cold", {"temperature": 0.0}), Setting("hot", {"temperature": 3.0})]
     cold, hot = summarise(collect(folder, prompts, settings, generation={"max_new_tokens": 6, "seed": 1}))
     assert (cold.label, hot.label) == ("cold", "hot")

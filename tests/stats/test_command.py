@@ -9,10 +9,11 @@ import pytest
 
 from tests.support.invoking import Invoke
 from tests.support.toy_model import Toy, export_sampler
+from topw_deploy.cli.prompt_lines import read_text_lines
 from topw_deploy.errors import ManifestError, ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import preset_parameters
-from topw_lab.stats.request import Setting, prompts_of_json_lines, prompts_of_lines, settings_of
+from topw_lab.stats.collect import Setting, settings_of
 
 from .conftest import GEOMETRY
 
@@ -129,18 +130,19 @@ def test_a_value_out_of_range_is_refused_by_its_name(folder: Path, invoke: Invok
 )
 def test_a_file_without_prompts_is_refused(data: bytes, message: str) -> None:
     with pytest.raises(PromptError, match=message):
-        prompts_of_lines(data, "a.txt")
+        read_text_lines(data, "a.txt")
 
 
-@pytest.mark.parametrize("line", ["{", "7", '{"text": "x"}', '{"prompt": 3}', "[" * 100_000])
-def test_a_json_line_without_a_prompt_is_named(line: str) -> None:
-    with pytest.raises(PromptError, match=r"line 2 of a\.jsonl"):
-        prompts_of_json_lines(f'"fine"\n{line}\n'.encode(), "a.jsonl")
+@pytest.mark.parametrize("line", ["{", '{"prompt_ids": [1]}', '{"prompt": "a", "seed": 3}'])
+def test_a_json_line_that_is_not_a_text_is_named(folder: Path, invoke: Invoke, tmp_path: Path, line: str) -> None:
+    (tmp_path / "a.jsonl").write_text(f'"fine"\n{line}\n')
+    with pytest.raises(PromptError, match=r"line 2 of .*a\.jsonl"):
+        invoke("stats", folder, "--prompts-jsonl", tmp_path / "a.jsonl")
 
 
 def test_only_line_feeds_end_a_prompt() -> None:
-    found = prompts_of_lines("\ufeffa\u2028b\x0cc\r\nd".encode(), "f")
-    assert [prompt.text for prompt in found] == ["a\u2028b\x0cc", "d"]
+    found = read_text_lines("\ufeffa\u2028b\x0cc\r\nd".encode(), "f")
+    assert [line.prompt for line in found] == ["a\u2028b\x0cc", "d"]
 
 
 def test_a_missing_file_and_a_folder_are_refused(folder: Path, invoke: Invoke, tmp_path: Path) -> None:
@@ -154,7 +156,7 @@ def test_a_prompt_with_half_of_a_surrogate_pair_is_named_by_its_line(
     folder: Path, invoke: Invoke, tmp_path: Path
 ) -> None:
     (tmp_path / "p.jsonl").write_text('"fine"\n"\\ud800"\n')
-    with pytest.raises(PromptError, match=r"line 2 of .*p\.jsonl: .* half of a surrogate pair"):
+    with pytest.raises(PromptError, match=r"line 2 of .*p\.jsonl has half of a surrogate pair"):
         invoke("stats", folder, "--prompts-jsonl", tmp_path / "p.jsonl", *SHORT)
 
 

@@ -16,11 +16,17 @@ from matplotlib.figure import Figure
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import RuleParameters, TopWParameters
 from topw_lab.stats import plot
-from topw_lab.stats.analyse import StepAnalysis
-from topw_lab.stats.collect import AnalysedSequence, CollectedRuns
-from topw_lab.stats.request import Setting
-from topw_lab.stats.summary import MovedToken, SettingSummary, equal_ranges, growing_ranges, summarise
-from topw_lab.stats.table import report_lines, token_text, verdict
+from topw_lab.stats.collect import AnalysedText, CollectedRuns, Setting, StepAnalysis
+from topw_lab.stats.report import (
+    MovedToken,
+    SettingSummary,
+    equal_ranges,
+    growing_ranges,
+    report_lines,
+    summarise,
+    token_text,
+    verdict,
+)
 
 TEXTS = {1: " the", 2: "\n\t", 3: "�", 4: "$x$", 5: "é"}
 
@@ -37,11 +43,10 @@ def uncertified_step(kept: int, added: tuple[int, ...] = (), dropped: tuple[int,
 
 
 def summaries(*sequences: list[StepAnalysis], label: str = "") -> list[SettingSummary]:
-    generated: Any = SimpleNamespace(
-        request=SimpleNamespace(params=SimpleNamespace(top_w=TopWParameters(), rule=RuleParameters()))
-    )
-    found = [AnalysedSequence(generated, steps, len(steps)) for steps in sequences]
-    return summarise(CollectedRuns([(Setting(label, {}), found)], TEXTS))
+    request: Any = SimpleNamespace(params=SimpleNamespace(top_w=TopWParameters(), rule=RuleParameters()))
+    result: Any = None
+    found = [AnalysedText(request, result, steps, len(steps)) for steps in sequences]
+    return summarise(CollectedRuns([(Setting(label, {}), found)], TEXTS, len(sequences)))
 
 
 def summary_of_changes() -> list[SettingSummary]:

@@ -14,9 +14,8 @@ from topw_deploy.errors import ParameterError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import RuleParameters
 from topw_deploy.sampling.rules import kept_set
-from topw_lab.stats.analyse import softmax
-from topw_lab.stats.exact.analyse import COMPARED, TOP_W, rules_to_compare
-from topw_lab.stats.request import settings_of
+from topw_lab.stats.collect import settings_of, softmax
+from topw_lab.stats.exact import COMPARED, TOP_W, rules_to_compare
 
 SHORT = ("--max-new-tokens", 6, "-q")
 

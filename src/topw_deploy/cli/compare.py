@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +10,8 @@ import click
 from topw_deploy import install
 from topw_deploy.cli.files import check_output, read_source, write_json, write_text
 from topw_deploy.cli.options import CONTEXT, opening_options, quiet_option, require_folder_first, take_opening
-from topw_deploy.cli.prompt_lines import read_prompt_lines
+from topw_deploy.cli.prompt_lines import read_prompt_lines, read_text_lines
 from topw_deploy.cli.terminal import say, say_json
-from topw_deploy.errors import PromptError
-from topw_deploy.plain_text import decode_text
 
 if TYPE_CHECKING:
     from topw_lab.compare.collect import Comparison, Prompt
@@ -130,18 +127,11 @@ def _read_prompts(path: Path, chat: bool, system: str | None) -> list[Prompt]:
     from topw_lab.compare.collect import Prompt
 
     data, where = read_source(path)
-    if path.suffix.lower() not in _JSON_LINES:
-        data = _to_json_lines(data, where)
-    lines = read_prompt_lines(data, where, {}, chat=chat, system=system)
+    if path.suffix.lower() in _JSON_LINES:
+        lines = read_prompt_lines(data, where, {}, chat=chat, system=system)
+    else:
+        lines = read_text_lines(data, where, chat=chat, system=system)
     return [Prompt(line.kind, line.prompt, line.where, line.parameters) for line in lines]
-
-
-def _to_json_lines(data: bytes, where: str) -> bytes:
-    """Turn lines of text into lines of JSON strings with the same line numbers. Raises PromptError without prompts."""
-    texts = [line.removesuffix("\r") for line in decode_text(data, where).split("\n")]
-    if not any(text.strip() for text in texts):
-        raise PromptError(f"{where} holds no prompt; write one on each line.")
-    return "\n".join(json.dumps(text) if text.strip() else "" for text in texts).encode()
 
 
 def _write_report(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from topw_deploy.errors import ParameterError, PromptError
@@ -79,6 +79,19 @@ def read_prompt_lines(
         lines.append(PromptLine(len(lines), place, value.get("id"), kind, prompt, _merge_parameters(common, own)))
     if not lines:
         raise PromptError(f"{where} holds no prompt; {_EXPECTED} on each line.")
+    return lines
+
+
+def read_text_lines(data: bytes, where: str, *, chat: bool = False, system: str | None = None) -> list[PromptLine]:
+    """Read the prompts of a text file: one on each line that is not blank; as in `read_prompt_lines`."""
+    lines = [
+        PromptLine(index, f"line {number} of {where}", None, "prompt", text, {})
+        for index, (number, text) in enumerate(numbered_lines(data, where))
+    ]
+    if not lines:
+        raise PromptError(f"{where} holds no prompt; write one on each line.")
+    if chat:
+        return [replace(line, kind="messages", prompt=user_messages(system, line.prompt)) for line in lines]
     return lines
 
 

@@ -21,15 +21,16 @@ from topw_deploy.cli.options import (
     rule_options,
     take_given,
 )
+from topw_deploy.cli.prompt_lines import read_prompt_lines, read_text_lines
 from topw_deploy.cli.terminal import say, say_json
+from topw_deploy.errors import PromptError
 from topw_deploy.plain_text import count_text
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, TOP_W
 
 if TYPE_CHECKING:
-    from topw_lab.stats.exact_summary import ExactSummary
-    from topw_lab.stats.request import ExactRequest, TextPrompt
-    from topw_lab.stats.summary import SettingSummary
+    from topw_lab.stats.exact_report import ExactSummary
+    from topw_lab.stats.report import SettingSummary
 
 
 @click.command(name="stats", context_settings=CONTEXT, epilog=NEEDS_EXPORT)
@@ -121,21 +122,22 @@ def command(
     """
     require_folder_first(folder, prompts)
     install.require("`topw stats`", "export")
+    if exact:
+        install.require("`topw stats --exact`", "exact")
+    elif values["exact_steps"] is not None or values["exact_pool"] is not None:
+        raise click.UsageError("--exact-steps and --exact-pool need --exact.")
     texts = _read_prompts(prompts, prompt_file, prompts_jsonl)[:limit]
     # Import late, for fast --help and usage errors.
     from topw_deploy.cli.progress import progress
-    from topw_lab.stats.request import settings_of
+    from topw_lab.stats.collect import ExactRequest, collect, settings_of
+    from topw_lab.stats.exact_report import save_exact_plot, summarise_exact
+    from topw_lab.stats.plot import save_plot
+    from topw_lab.stats.report import summarise
 
     settings = settings_of(take_given(values, (*PARAMETER_NAMES, *RULE_PARAMETER_NAMES)), sweep)
-    exact_request = _exact_request(exact, values["exact_steps"], values["exact_pool"])
+    exact_request = ExactRequest(values["exact_steps"] or 200, values["exact_pool"]) if exact else None
     check_output(json_file, "json_file")
     check_picture(plot, (".png", ".svg", ".pdf"))
-    from topw_lab.stats.collect import collect
-    from topw_lab.stats.exact_plot import save_exact_plot
-    from topw_lab.stats.exact_summary import summarise_exact
-    from topw_lab.stats.plot import save_plot
-    from topw_lab.stats.summary import summarise
-
     generation = {name: values[name] for name in ("max_new_tokens", "seed", "ignore_eos")}
     generation |= {name: values[name] for name in ("preset", "geom_unit") if values[name] is not None}
     collected = collect(
@@ -161,34 +163,19 @@ def command(
             save_exact_plot(exact_summaries, plot, f"Crops under the exact objective: {subject}")
 
 
-def _exact_request(exact: bool, steps: int | None, pool: int | None) -> ExactRequest | None:
-    """The request for --exact; None without.
-
-    Raises MissingPackageError without the solver, and UsageError for options that need --exact.
-    """
-    from topw_lab.stats.request import ExactRequest
-
-    if not exact:
-        for name, value in (("--exact-steps", steps), ("--exact-pool", pool)):
-            if value is not None:
-                raise click.UsageError(f"{name} needs --exact.")
-        return None
-    install.require("`topw stats --exact`", "exact")
-    return ExactRequest(pool=pool) if steps is None else ExactRequest(steps, pool)
-
-
-def _read_prompts(given: tuple[str, ...], lines: Path | None, json_lines: Path | None) -> list[TextPrompt]:
-    """The prompts of the command line. Raises UsageError unless they are given in exactly one way."""
-    from topw_lab.stats.request import TextPrompt, prompts_of_json_lines, prompts_of_lines
-
-    sources = (bool(given), lines is not None, json_lines is not None)
-    if sum(sources) != 1:
+def _read_prompts(given: tuple[str, ...], lines: Path | None, json_lines: Path | None) -> list[tuple[str, str]]:
+    """The prompts of the command line, each with its place. Raises UsageError unless they are given in one way."""
+    if sum((bool(given), lines is not None, json_lines is not None)) != 1:
         raise click.UsageError("give prompts in one way: PROMPT, --prompt-file or --prompts-jsonl.")
-    if lines is not None:
-        return prompts_of_lines(*read_source(lines))
+    if given:
+        return [(text, f"prompt {number}") for number, text in enumerate(given, 1)]
+    found = read_text_lines(*read_source(lines)) if lines is not None else []
     if json_lines is not None:
-        return prompts_of_json_lines(*read_source(json_lines))
-    return [TextPrompt(text, f"prompt {number}") for number, text in enumerate(given, 1)]
+        found = read_prompt_lines(*read_source(json_lines), {}, chat=False, system=None)
+    for line in found:
+        if line.kind != "prompt" or line.parameters:
+            raise PromptError(f'{line.where} has more than a text; write "text" or {{"prompt": "text"}} on each line.')
+    return [(line.prompt, line.where) for line in found]
 
 
 def _write_report(
@@ -199,8 +186,8 @@ def _write_report(
     json_file: Path | None,
 ) -> None:
     """Print the tables before a file is written, so that the tables are not lost if the disk is full."""
-    from topw_lab.stats.exact_table import exact_lines
-    from topw_lab.stats.table import report_lines
+    from topw_lab.stats.exact_report import exact_lines
+    from topw_lab.stats.report import report_lines
 
     if str(json_file) != "-":
         say(*report_lines(summaries, values["tokens"]))

@@ -1,11 +1,13 @@
-"""Generate like `topw generate`, then recompute and analyse every step's logits.
+"""Generate like `topw generate`, then recompute every step's logits, and compare each kept set with the one without
+distances.
 
 The exported graph has no logits output, so the part of the graph before the sampler runs again on the generated tokens,
-with the same cache and padding. Each crop is compared with the size and certificate that the first run reported.
+with the same cache and padding. Each kept set is compared with the size and certificate that the first run reported.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from topw_deploy.errors import ManifestError, PromptError
+from topw_deploy.errors import ManifestError, ParameterError, PromptError
 from topw_deploy.export.embedding import EmbeddingTable, find_embedding, stored_array
 from topw_deploy.export.sampler.attach import sampler_node
 from topw_deploy.export.sampler.spec import GEOMETRY_INPUTS, SAMPLER_INPUTS
@@ -25,32 +27,191 @@ from topw_deploy.plain_text import count_text
 from topw_deploy.progress import SILENT, Advance, Progress
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.inputs import EditInputs
+from topw_deploy.runtime.parameters import read_values
 from topw_deploy.runtime.sequence import Sequence as Prepared
-from topw_deploy.sampling import Geometry, RuleParameters, TopWParameters, as_float32
-from topw_lab.stats.analyse import Analyser, StepAnalysis
-from topw_lab.stats.exact.analyse import ExactAnalyser, ExactStep, evenly_spaced_steps, require_objective
-from topw_lab.stats.request import ExactRequest, Setting, TextPrompt
+from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, as_float32, crop
+from topw_deploy.sampling.beta import depends_on_temperature
+from topw_deploy.sampling.parameters import ALIASES, GREEDY_BELOW, PARAMETER_NAMES, unknown_name
+from topw_deploy.sampling.reference import Crop
+from topw_deploy.sampling.rules import RULE_OF_VALUE, TOP_W, RuleCrop, RuleParameters, kept_set
+from topw_lab.stats.exact import ExactAnalyser, ExactStep, evenly_spaced_steps, require_objective
+
+Floats = NDArray[np.float64]
+
+_SWEPT = (*PARAMETER_NAMES, *RULE_OF_VALUE)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The sampling parameters of one run.
+
+    label: names and values of the parameters that differ between settings.
+    parameters: parameters of Top-W, the sampling rule, and parameters of that rule.
+    """
+
+    label: str
+    parameters: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ExactRequest:
+    """Which steps to analyse under the exact objective F.
+
+    steps: maximum number of steps per setting; they are evenly spaced over the texts of the setting.
+    pool: F is computed among this many likeliest tokens, at least the export's top_m. None: top_m.
+    """
+
+    steps: int
+    pool: int | None = None
+
+
+def settings_of(given: Mapping[str, Any], sweeps: Sequence[str]) -> list[Setting]:
+    """Combine the parameters `given` with every combination of the swept values, one setting each.
+
+    sweeps: texts such as "temperature=0.5,1,2".
+
+    Raises ParameterError for a sweep of another form, or a name that is unknown, swept twice or in `given`.
+    """
+    columns: dict[str, list[Any]] = {}
+    for text in sweeps:
+        name, values = _parse_sweep(text)
+        if name in columns:
+            raise ParameterError(f"{name} is swept twice; give all its values in one --sweep.", name, "sweep")
+        if name in given:
+            raise ParameterError(f"{name} is given as an option and swept; remove one of them.", name, "sweep")
+        columns[name] = values
+    settings = []
+    for combination in itertools.product(*columns.values()):
+        swept = dict(zip(columns, combination, strict=True))
+        label = ", ".join(f"{name} {_value_text(value)}" for name, value in swept.items())
+        settings.append(Setting(label, {**given, **swept}))
+    return settings
+
+
+def _value_text(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
+
+
+def _parse_sweep(text: str) -> tuple[str, list[Any]]:
+    name, equals, values = text.partition("=")
+    name = name.strip().replace("-", "_")
+    name = ALIASES.get(name, name)
+    if equals and name not in _SWEPT:
+        raise ParameterError(str(unknown_name(name, _SWEPT)), "sweep")
+    try:
+        parsed = list(dict.fromkeys(_parse_value(name, value) for value in values.split(",")))
+    except ValueError:
+        raise ParameterError(
+            f"the sweep {text!r} is not NAME=NUMBER,NUMBER,...; write for example temperature=0.5,1,2.", "sweep"
+        ) from None
+    for value in parsed:
+        try:
+            read_values({name: value})  # checks the range
+        except ParameterError as error:
+            raise ParameterError(str(error), "sweep") from None
+    return name, parsed
+
+
+def _parse_value(name: str, value: str) -> float | str:
+    """`value` as a number, or as text if it is a `beta` that depends on the temperature, such as "1.5+1.5*T"."""
+    if name == "beta" and depends_on_temperature(value):
+        return value.strip()
+    return float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class StepAnalysis:
+    """The crop of one step. Under a rule other than Top-W, no distance is measured.
+
+    kept: number of tokens in the crop.
+    mass: probability of the crop under the softmax at the selection temperature.
+    entropy: entropy of the whole softmax at the sampling temperature, in nats.
+    crop_entropy: entropy of the renormalised crop at the sampling temperature, in nats.
+    added: tokens that are in the crop only because of distances.
+    dropped: tokens that are not in the crop only because of distances.
+    """
+
+    kept: int
+    certified: bool
+    mass: float
+    entropy: float
+    crop_entropy: float
+    added: tuple[int, ...]
+    dropped: tuple[int, ...]
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether distances changed the crop."""
+        return bool(self.added or self.dropped)
 
 
 @dataclass(frozen=True)
-class GeneratedSequence:
-    """Request and result of one prompt under one setting."""
+class Analyser:
+    """Recomputes a model's crops from its options and geometry, with the reference."""
 
-    request: Prepared
-    result: GenerationResult
+    options: TopWOptions
+    geometry: Geometry
+
+    def analyse(
+        self, logits: NDArray[np.float32], parameters: TopWParameters, rule: RuleParameters | None = None
+    ) -> StepAnalysis:
+        """Analyse one row of edited logits [V].
+
+        parameters: Top-W's, rounded to float32. The temperatures apply to every rule.
+        rule: the sampling rule of the row; None for Top-W.
+        """
+        temperature, selection = parameters.temperature, parameters.selection_temperature
+        found: Crop | RuleCrop
+        if rule is not None and rule.chosen is not TOP_W:
+            found = kept_set(logits, rule.chosen, rule.values, temperature=temperature, selection_temperature=selection)
+            without = found.kept
+        else:
+            found = crop(logits, parameters, self.options, self.geometry)
+            # A certified crop is the same for every geom_scale >= 0 (docs/contract/theory.md, T2).
+            without = found.kept
+            if not found.certified:
+                options = replace(self.options, metric="uniform", potential="nearest")
+                without = crop(logits, replace(parameters, geom_scale=0.0), options).kept
+        return StepAnalysis(
+            certified=found.certified,
+            kept=len(found.kept),
+            mass=float(softmax(logits, selection or temperature)[found.kept].sum()),
+            entropy=entropy(softmax(logits, temperature)),
+            crop_entropy=entropy(softmax(logits[found.kept], temperature)),
+            added=tuple(np.setdiff1d(found.kept, without).tolist()),
+            dropped=tuple(np.setdiff1d(without, found.kept).tolist()),
+        )
 
 
-@dataclass(frozen=True)
-class AnalysedSequence:
-    """A generated sequence and the analysis of its steps.
+def softmax(logits: NDArray[np.float32], temperature: float) -> Floats:
+    """Probabilities [V]. Below `GREEDY_BELOW`, the first largest logit has probability 1."""
+    row = logits.astype(np.float64)
+    if temperature < GREEDY_BELOW:
+        return (np.arange(len(row)) == np.argmax(row)).astype(np.float64)
+    w: Floats = np.exp((row - row.max()) / temperature)
+    return w / w.sum()
 
+
+def entropy(p: Floats) -> float:
+    """Entropy of the probabilities `p` in nats. Probabilities of 0 are allowed."""
+    positive = p[p > 0]
+    return float(max(0.0, -(positive * np.log(positive)).sum()))
+
+
+@dataclass
+class AnalysedText:
+    """A generated text and the analysis of its steps.
+
+    request: the prompt with its parameters.
+    steps: the analysed steps.
     agreed: number of steps whose crop has the size and certificate that the graph reported.
     exact: the steps analysed under the exact objective, by position from 0.
     """
 
-    generated: GeneratedSequence
-    steps: list[StepAnalysis]
-    agreed: int
+    request: Prepared
+    result: GenerationResult
+    steps: list[StepAnalysis] = field(default_factory=list)
+    agreed: int = 0
     exact: dict[int, ExactStep] = field(default_factory=dict)
 
 
@@ -58,19 +219,19 @@ class AnalysedSequence:
 class CollectedRuns:
     """Result of `collect`.
 
-    runs: each setting with its sequences: all prompts in order with the first seed, then with the next seed, and so on.
-    texts: the text of each token that distances added or dropped, by token id.
-    prompts: number of prompts; None if every sequence has its own.
+    runs: each setting with its texts: all prompts in order with the first seed, then with the next seed, and so on.
+    tokens: the text of each token that distances added or dropped, by token id.
+    prompts: number of prompts.
     """
 
-    runs: list[tuple[Setting, list[AnalysedSequence]]]
-    texts: dict[int, str]
-    prompts: int | None = None
+    runs: list[tuple[Setting, list[AnalysedText]]]
+    tokens: dict[int, str]
+    prompts: int
 
 
 def collect(
     folder: Path,
-    prompts: Sequence[TextPrompt],
+    prompts: Sequence[tuple[str, str]],
     settings: Sequence[Setting],
     *,
     batch_size: int = 1,
@@ -82,6 +243,7 @@ def collect(
     """Generate from every prompt under every setting and analyse each step.
 
     folder: an exported model.
+    prompts: (text, place of the prompt in its source, for error messages) of each.
     batch_size: prompts per batch; batching can change the last bits of logits.
     generation: further parameters of `TopWModel.generate`.
     seeds: number of texts per prompt; their seeds are consecutive and start with the seed in `generation`.
@@ -90,40 +252,46 @@ def collect(
     Raises ManifestError for a folder without a decoder, PromptError for a prompt longer than the context,
     ParameterError for settings or a pool that the exact objective does not allow, and the errors of `TopWModel`.
     """
-    n = len(prompts)
-    batches = [range(start, min(start + batch_size, n)) for start in range(0, n, batch_size)]
+    exact_analyser = None
     with TopWModel.from_pretrained(folder) as model:
         manifest, tokenizer = model.manifest, model.tokenizer
-        ids = [_prompt_ids(model, prompt) for prompt in prompts]
+        ids = [_prompt_ids(model, *prompt) for prompt in prompts]
         analyser = load_analyser(folder, manifest)
-        # For each setting, the parameters of every seed.
-        parameters = [_parameters_by_seed({**(generation or {}), **s.parameters}, seeds) for s in settings]
-        # Resolve one prompt with all of them first: wrong parameters are refused before anything is generated.
-        requests = [model.prepare(ids[:1], **each)[0] for by_seed in parameters for each in by_seed]
-        exact_analyser = None if exact is None else _exact_analyser(exact, analyser, requests)
-        progress.say(f"Generating from {count_text(n, 'prompt')} under {count_text(len(settings), 'setting')}")
-        with progress.bar(n * len(settings) * seeds, "prompts") as advance:
-            generated = [_generate_run(model, ids, batches, by_seed, advance) for by_seed in parameters]
+        first = {"seed": 0, **(generation or {})}
+        by_setting = [
+            [{**first, **setting.parameters, "seed": first["seed"] + offset} for offset in range(seeds)]
+            for setting in settings
+        ]
+        # Prepare one prompt with all of them first: wrong parameters are refused before anything is generated.
+        requests = [model.prepare(ids[:1], **each)[0] for by_seed in by_setting for each in by_seed]
+        if exact is not None:
+            pool = analyser.options.top_m if exact.pool is None else exact.pool
+            exact_analyser = ExactAnalyser(analyser.options, analyser.geometry, pool)
+            for request in requests:
+                require_objective(request.params.top_w)
+        what = f"{count_text(len(ids), 'prompt')} under {count_text(len(settings), 'setting')}"
+        progress.say(f"Generating from {what}")
+        with progress.bar(len(ids) * len(settings) * seeds, "prompts") as advance:
+            generated = [
+                [batch for each in by_seed for batch in _generate(model, ids, batch_size, each, advance)]
+                for by_seed in by_setting
+            ]
     progress.say("Analysing every step")
     probe = LogitsProbe(folder, manifest.decoder)
     runs = []
-    with progress.bar(sum(len(one.result.token_ids) for run in generated for one in run), "tokens") as advance:
-        for setting, run in zip(settings, generated, strict=True):
-            lengths = [len(one.result.token_ids) for one in run]
-            positions = evenly_spaced_steps(lengths, 0 if exact is None else exact.steps)
-            exact_steps = [_ExactSteps(exact_analyser, chosen) for chosen in positions]
-            sequences: list[AnalysedSequence] = []
-            for batch in (range(b.start + n * s, b.stop + n * s) for s in range(seeds) for b in batches):
-                rows = [run[i] for i in batch]
-                sequences += _analyse_batch(probe, analyser, rows, [exact_steps[i] for i in batch], advance)
-            runs.append((setting, sequences))
-    return CollectedRuns(runs, _moved_token_texts(runs, tokenizer), n)
-
-
-def _moved_token_texts(runs: Sequence[tuple[Setting, Sequence[AnalysedSequence]]], tokenizer: Any) -> dict[int, str]:
-    steps = [step for _, sequences in runs for sequence in sequences for step in sequence.steps]
-    moved = {token for step in steps for token in (*step.added, *step.dropped)}
-    return {token: tokenizer.decode([token], skip_special_tokens=False) for token in sorted(moved)}
+    total = sum(len(text.result.token_ids) for batches in generated for batch in batches for text in batch)
+    with progress.bar(total, "tokens") as advance:
+        for setting, batches in zip(settings, generated, strict=True):
+            texts = [text for batch in batches for text in batch]
+            lengths = [len(text.result.token_ids) for text in texts]
+            chosen = iter(evenly_spaced_steps(lengths, 0 if exact is None else exact.steps))
+            for batch in batches:
+                places = list(itertools.islice(chosen, len(batch)))
+                _analyse_batch(probe, analyser, batch, exact_analyser, places, advance)
+            runs.append((setting, texts))
+    steps = [step for _, texts in runs for text in texts for step in text.steps]
+    moved = sorted({token for step in steps for token in (*step.added, *step.dropped)})
+    return CollectedRuns(runs, {id: tokenizer.decode([id], skip_special_tokens=False) for id in moved}, len(ids))
 
 
 def load_analyser(folder: Path, manifest: DecoderManifest) -> Analyser:
@@ -150,113 +318,74 @@ def _statistic_array(value: ir.Value | None) -> NDArray[np.float32]:
     return np.array(stored_array(value.const_value))
 
 
-def _prompt_ids(model: TopWModel, prompt: TextPrompt) -> list[int]:
+def _prompt_ids(model: TopWModel, text: str, where: str) -> list[int]:
     """Raises PromptError, naming the prompt, if it is not valid Unicode or fills the context."""
     context = model.manifest.decoder.context_length
     try:
-        ids = model.encode(prompt.text)
+        ids = model.encode(text)
     except PromptError as error:
-        raise PromptError(f"{prompt.where}: {error}") from None
+        raise PromptError(f"{where}: {error}") from None
     if len(ids) >= context:
         raise PromptError(
-            f"{prompt.where} has {len(ids)} tokens, but the model's context of {context} must hold it and a new one; "
-            "shorten it."
+            f"{where} has {len(ids)} tokens, but the model's context of {context} must hold it and a new one; shorten "
+            "it."
         )
     return ids
 
 
-def _exact_analyser(exact: ExactRequest, analyser: Analyser, requests: Sequence[Prepared]) -> ExactAnalyser:
-    """Raises ParameterError for a pool or requests that the exact objective does not allow."""
-    top_m = analyser.options.top_m
-    exact_analyser = ExactAnalyser(analyser.options, analyser.geometry, top_m if exact.pool is None else exact.pool)
-    for request in requests:
-        require_objective(request.params.top_w)
-    return exact_analyser
-
-
-def _parameters_by_seed(parameters: Mapping[str, Any], seeds: int) -> list[Mapping[str, Any]]:
-    """`parameters` with each of `seeds` consecutive seeds."""
-    if seeds == 1:
-        return [parameters]
-    return [{**parameters, "seed": parameters.get("seed", 0) + offset} for offset in range(seeds)]
-
-
-def _generate_run(
-    model: TopWModel,
-    ids: Sequence[list[int]],
-    batches: Sequence[range],
-    parameters_by_seed: Sequence[Mapping[str, Any]],
-    advance: Advance,
-) -> list[GeneratedSequence]:
-    """Generate from all prompts once per seed."""
-    requests: list[Prepared] = []
-    results: list[GenerationResult] = []
-    for parameters in parameters_by_seed:
-        requests += model.prepare(ids, **parameters)
-        for batch in batches:
-            results += model.generate([ids[i] for i in batch], **parameters)
-            advance(len(batch))
-    return [GeneratedSequence(request, result) for request, result in zip(requests, results, strict=True)]
-
-
-@dataclass
-class _ExactSteps:
-    """Analyses the steps of one sequence at the positions `chosen` under the exact objective."""
-
-    analyser: ExactAnalyser | None
-    chosen: set[int]
-    steps: dict[int, ExactStep] = field(default_factory=dict)
-
-    def analyse(
-        self, position: int, logits: NDArray[np.float32], parameters: TopWParameters, rule: RuleParameters
-    ) -> None:
-        if self.analyser is not None and position in self.chosen:
-            self.steps[position] = self.analyser.analyse(logits, parameters, rule)
+def _generate(
+    model: TopWModel, ids: Sequence[list[int]], batch_size: int, parameters: Mapping[str, Any], advance: Advance
+) -> Iterator[list[AnalysedText]]:
+    """Generate from all prompts. Yields the texts of each batch, not yet analysed."""
+    for start in range(0, len(ids), batch_size):
+        batch = ids[start : start + batch_size]
+        results = model.generate(batch, **parameters)
+        yield [AnalysedText(*pair) for pair in zip(model.prepare(batch, **parameters), results, strict=True)]
+        advance(len(batch))
 
 
 def _analyse_batch(
     probe: LogitsProbe,
     analyser: Analyser,
-    batch: Sequence[GeneratedSequence],
-    exact_steps: Sequence[_ExactSteps],
+    batch: Sequence[AnalysedText],
+    exact: ExactAnalyser | None,
+    chosen: Sequence[set[int]],
     advance: Advance,
-) -> Iterator[AnalysedSequence]:
+) -> None:
+    """Analyse the texts of a batch. chosen: the positions of each text that `exact` also analyses."""
     edits = EditInputs(len(batch))
-    for row, sequence in enumerate(batch):
-        edits.set(row, sequence.request)
-    steps: list[list[StepAnalysis]] = [[] for _ in batch]
-    agreed = [0] * len(batch)
+    for row, text in enumerate(batch):
+        edits.set(row, text.request)
     for position, logits in enumerate(recomputed_logits(probe, batch)):
-        for row, sequence in enumerate(batch):
-            request, result = sequence.request, sequence.result
+        for row, text in enumerate(batch):
+            params, result = text.request.params, text.result
             if position >= len(result.token_ids):
                 continue
-            edited, parameters = edits.apply(row, logits[row]), as_float32(request.params.top_w)
-            step = analyser.analyse(edited, parameters, request.params.rule)
-            exact_steps[row].analyse(position, edited, parameters, request.params.rule)
+            edited, parameters = edits.apply(row, logits[row]), as_float32(params.top_w)
+            step = analyser.analyse(edited, parameters, params.rule)
+            if exact is not None and position in chosen[row]:
+                text.exact[position] = exact.analyse(edited, parameters, params.rule)
             edits.add_token(row, result.token_ids[position])
-            agreed[row] += (step.kept, step.certified) == (result.kept[position], result.certified[position])
-            steps[row].append(step)
+            text.agreed += (step.kept, step.certified) == (result.kept[position], result.certified[position])
+            text.steps.append(step)
             advance(1)
-    exact = [each.steps for each in exact_steps]
-    return (AnalysedSequence(*fields) for fields in zip(batch, steps, agreed, exact, strict=True))
 
 
-def recomputed_logits(probe: LogitsProbe, batch: Sequence[GeneratedSequence]) -> Iterator[NDArray[np.float32]]:
+def recomputed_logits(probe: LogitsProbe, batch: Sequence[AnalysedText]) -> Iterator[NDArray[np.float32]]:
     """Yield the logits [batch, vocab] of every step, before edits. The logits of finished rows are arbitrary."""
-    lengths = [len(sequence.result.token_ids) for sequence in batch]
-    width = max(len(sequence.request.prompt) for sequence in batch)
+    lengths = [len(text.result.token_ids) for text in batch]
+    width = max(len(text.request.prompt) for text in batch)
     ids, mask = (np.zeros((len(batch), width), np.int64) for _ in range(2))
-    for row, sequence in enumerate(batch):
-        start = width - len(sequence.request.prompt)
-        ids[row, start:], mask[row, start:] = sequence.request.prompt, 1
+    for row, text in enumerate(batch):
+        start = width - len(text.request.prompt)
+        ids[row, start:], mask[row, start:] = text.request.prompt, 1
     probe.start(len(batch))
     for position in range(max(lengths)):
         yield probe.step(ids, mask)
         alive = np.array([[position + 1 < length] for length in lengths])
         tokens = [
-            sequence.result.token_ids[min(position, length - 1)] if length else 0
-            for sequence, length in zip(batch, lengths, strict=True)
+            text.result.token_ids[min(position, length - 1)] if length else 0
+            for text, length in zip(batch, lengths, strict=True)
         ]
         ids = np.array(tokens, np.int64)[:, None]
         mask = np.concatenate([mask, alive.astype(np.int64)], axis=1)

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from topw_lab.plots import COLOURS, colours, drawable_text, new_figure, save_figure, style_axes, write_heading
-from topw_lab.stats.summary import Distribution, MovedToken, PositionRange, SettingSummary
-from topw_lab.stats.table import token_text, verdict
+from topw_lab.stats.report import Distribution, MovedToken, PositionRange, SettingSummary, token_text, verdict
 
 _GREY, _SAME, _ADDED, _DROPPED = "#b6bdc6", "#f0c64c", "#009e73", "#d55e00"
 _MOST_TOKENS = 9  # maximum number of added, and of dropped, tokens shown

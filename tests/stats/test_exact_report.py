@@ -15,13 +15,9 @@ from tests.support.toy_model import Toy, export, export_sampler
 from topw_deploy import install
 from topw_deploy.errors import ManifestError, MissingPackageError, ParameterError
 from topw_deploy.sampling import RuleParameters, TopWParameters
-from topw_lab.stats.collect import AnalysedSequence, CollectedRuns
-from topw_lab.stats.exact.analyse import COMPARED, TOP_W, ExactStep
-from topw_lab.stats.exact.objective import BestPrefix, ObjectiveValue
-from topw_lab.stats.exact_plot import save_exact_plot
-from topw_lab.stats.exact_summary import ExactSummary, summarise_exact
-from topw_lab.stats.exact_table import exact_lines
-from topw_lab.stats.request import Setting
+from topw_lab.stats.collect import AnalysedText, CollectedRuns, Setting
+from topw_lab.stats.exact import COMPARED, TOP_W, BestPrefix, ExactStep, ObjectiveValue
+from topw_lab.stats.exact_report import ExactSummary, exact_lines, save_exact_plot, summarise_exact
 
 SHORT = ("--max-new-tokens", 4, "-q", "--exact")
 ACTING = ("--lam", 0.6, "--beta", 3, "--init-top-p", 0.4, "--geom-scale", 0.3)
@@ -40,11 +36,10 @@ def step(
 
 
 def summary(*sequences: list[ExactStep], label: str = "") -> ExactSummary:
-    generated: Any = SimpleNamespace(
-        request=SimpleNamespace(params=SimpleNamespace(top_w=TopWParameters(), rule=RuleParameters()))
-    )
-    runs = [AnalysedSequence(generated, [None] * 7, 7, dict(enumerate(steps, 2))) for steps in sequences]  # type: ignore[list-item]
-    (found,) = summarise_exact(CollectedRuns([(Setting(label, {}), runs)], {}))
+    request: Any = SimpleNamespace(params=SimpleNamespace(top_w=TopWParameters(), rule=RuleParameters()))
+    nothing: Any = None
+    runs = [AnalysedText(request, nothing, [nothing] * 7, 7, dict(enumerate(steps, 2))) for steps in sequences]
+    (found,) = summarise_exact(CollectedRuns([(Setting(label, {}), runs)], {}, len(sequences)))
     return found
 
 
@@ -145,7 +140,7 @@ def test_settings_without_an_exact_objective_are_refused_before_generating(
         invoke(*words, "--geom-scale", -1)
     with pytest.raises(ParameterError, match="exact_pool is 39, but must be at least the export's top_m of 40"):
         invoke(*words, "--exact-pool", 39)
-    assert "--exact-steps needs --exact" in invoke("stats", folder, "abc", "--exact-steps", 3).stderr
+    assert "--exact-steps and --exact-pool need --exact" in invoke("stats", folder, "abc", "--exact-steps", 3).stderr
     with pytest.raises(ManifestError, match="sampler"):
         invoke("stats", export_sampler(tmp_path / "alone", Toy.random(2)), "abc", *SHORT)
     monkeypatch.setattr(install, "is_importable", lambda module: module != "ot")

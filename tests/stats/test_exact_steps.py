@@ -17,7 +17,7 @@ from tests.sampling.brute_force import (
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import FLOAT64_TIES, Geometry, TopWOptions, TopWParameters, as_float32, crop
 from topw_deploy.sampling.reference import candidate_pool
-from topw_lab.stats.exact.analyse import (
+from topw_lab.stats.exact import (
     COMPARED,
     EVERY_TOKEN,
     TOP_W,

@@ -11,8 +11,8 @@ from scipy.optimize import linprog
 from tests.sampling.brute_force import cropped, direct_distances, entropy, geometry_of, subsets, whole_objective
 from topw_deploy.errors import VerificationError
 from topw_deploy.sampling.parameters import METRICS
-from topw_lab.stats.exact import objective as module
-from topw_lab.stats.exact.objective import TOLERANCE, Objective, solve_transport
+from topw_lab.stats import exact as module
+from topw_lab.stats.exact import TOLERANCE, Objective, solve_transport
 
 CLOSE = 1e-8  # HiGHS and POT both work to about 1e-9 on costs of order 1
 
