@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+import msgspec
+
 from topw_deploy.dtypes import ELEMENT_TYPES
-from topw_deploy.manifest.fields import parse_json
 from topw_deploy.plain_text import short_repr
 
 LARGEST_HEADER = 100 << 20  # bytes: the limit of the safetensors library
@@ -42,7 +43,7 @@ def read_header(stream: BinaryIO, size: int, most: int = LARGEST_HEADER) -> tupl
     if length > min(most, size - 8):
         raise ValueError(f"its header claims {length} bytes")
     try:
-        header = parse_json(stream.read(length).decode("utf-8"))
+        header = msgspec.json.decode(stream.read(length))
     except RecursionError:
         raise ValueError("its header is nested too deeply") from None
     if not isinstance(header, dict):

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.attacks import many_names, refused, safetensors, sparse
+from tests.support.attacks import refused, safetensors, sparse
 from tests.support.samples import broad
 from topw_deploy.errors import SourceError, TopWError, UnsupportedModelError
 from topw_deploy.export.source.safetensors_files import stored_tensors
@@ -50,7 +50,6 @@ FILES: dict[str, tuple[bytes, str]] = {
     "an empty axis beside a huge one": (safetensors({"a": tensor(0, 0, [0, 1 << 70])}), "'a' has the shape"),
     "33 axes": (safetensors({"a": tensor(0, 1, [1] * 33)}, b"1"), "'a' has 33 axes, more than 32"),
     "a type of nobody": (safetensors({"a": tensor(0, 1, dtype="os.system")}, b"1"), "'a' has 1 bytes for 'os.system'"),
-    "many names, one twice": (safetensors(many_names(100_000)), "'99999' is given twice"),
     "lists in lists": (safetensors(b"[" * 1_000_000), "nested too deeply"),
     "a header of 2**64 - 1 bytes": (safetensors(b"{}", length=(1 << 64) - 1), "claims 18446744073709551615 bytes"),
     "data after the last tensor": (safetensors({"a": tensor(0, 8)}, bytes(9)), "but its last tensor ends at"),
@@ -60,7 +59,7 @@ FILES: dict[str, tuple[bytes, str]] = {
         safetensors(b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1e400]}}', b"1"),
         "the entry of",
     ),
-    "NaN": (safetensors(b'{"a":NaN}'), "NaN is not a JSON number"),
+    "NaN": (safetensors(b'{"a":NaN}'), "malformed"),
     "nothing": (b"", "it has 0 bytes"),
     "a pickle": (b"\x80\x04\x95\x0b\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix.", "its header claims"),
 }

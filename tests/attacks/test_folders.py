@@ -210,8 +210,6 @@ def test_a_folder_never_makes_the_process_load_its_code(folder: Path, tmp_path: 
         helper.set_model_props(model, {"ort_config": json.dumps(stated), "ep_library": "custom_ops.so"})
 
     rewrite(folder, session_options)
-    manifest = json.loads((folder / MANIFEST_NAME).read_text())
-    (folder / MANIFEST_NAME).write_text(json.dumps({**manifest, **options, "session_options": options}))
     path = os.pathsep.join(entry for entry in sys.path if entry)
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([sys.executable, "-c", LOAD, str(folder)], capture_output=True, text=True, env=environment)

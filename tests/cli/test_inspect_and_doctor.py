@@ -7,12 +7,12 @@ import json
 import shutil
 import sys
 import types
-from dataclasses import replace
 from pathlib import Path
 
 import onnx
 import onnxruntime as ort
 import pytest
+from msgspec.structs import replace
 
 from tests.support.invoking import Invoke
 from topw_deploy import install

@@ -8,10 +8,10 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 import topw_deploy.cli
 from tests.support.invoking import Invoke

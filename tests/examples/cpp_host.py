@@ -8,13 +8,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from msgspec.structs import replace
 
 from tests.support.toy_model import _specs, byte_ids
 from topw_deploy.manifest import MANIFEST_NAME, describe_files, load_manifest, save_manifest

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from msgspec.structs import replace
 from onnx import TensorProto, helper
 
 from tests.examples.cpp_host import FORMS, Host, compare, fails, ids_of, native_library, options_of, rewritten

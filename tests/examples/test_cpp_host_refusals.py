@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import onnxruntime as ort
 import pytest
+from msgspec.structs import replace
 
 from tests.examples.cpp_host import Host, fails, host_of, ids_of
 from tests.support.toy_model import VOCAB, Toy, export_sampler

@@ -5,7 +5,6 @@ from __future__ import annotations
 import _ctypes
 import shutil
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from msgspec.structs import replace
 
 from tests.support.function_cases import feeds, random_case
 from tests.support.sampler_models import Wanted, node_of, open_model, set_attribute

@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from msgspec import structs
 
 from tests.support.toy_model import VOCAB, Toy, export_sampler
 from topw_deploy.errors import GenerationError, ParameterError, TopWError
@@ -85,11 +86,12 @@ def test_a_scale_may_be_per_median_distance_for_some_rows(tmp_path: Path) -> Non
     shared: dict[str, Any] = {"uniform": 0.5, "lam": 0.4, "init_top_p": 0.3, "geom_scale": 1.0}
     raw = sampler.sample(LOGITS, **shared).kept.tolist()
     assert sampler.sample(LOGITS, geom_unit="median", **shared).kept.tolist() == raw  # 1 under the uniform metric
-    info = replace(sampler.manifest.sampler, options=replace(sampler.manifest.sampler.options, metric="cosine"))
-    sampler.manifest = replace(sampler.manifest, sampler=info)
+    info = structs.replace(sampler.manifest.sampler, options=replace(sampler.manifest.sampler.options, metric="cosine"))
+    sampler.manifest = structs.replace(sampler.manifest, sampler=info)
     with pytest.raises(ParameterError, match=r"this folder has no median distance.* export the sampler again with"):
         sampler.sample(LOGITS, geom_unit="median", **shared)
-    sampler.manifest = replace(sampler.manifest, verification=Verification(status="passed", median_distance=4.0))
+    measured = Verification(status="passed", median_distance=4.0)
+    sampler.manifest = structs.replace(sampler.manifest, verification=measured)
     quarter = sampler.sample(LOGITS, **{**shared, "geom_scale": 0.25}).kept.tolist()
     assert quarter != raw
     assert sampler.sample(LOGITS, geom_unit="median", **shared).kept.tolist() == quarter

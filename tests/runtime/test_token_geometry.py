@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from msgspec.structs import replace
 from onnx import TensorProto, helper, numpy_helper
 
 from tests.support.toy_model import VOCAB, Toy, export
 from topw_deploy.errors import ManifestError
-from topw_deploy.manifest import DecoderManifest, load_decoder_manifest
+from topw_deploy.export.write.table import read_tables
+from topw_deploy.manifest import DecoderManifest, describe_files, load_decoder_manifest
 from topw_deploy.runtime.token_geometry import read_geometry
 from topw_deploy.sampling import Geometry, TopWOptions
 
@@ -34,39 +37,41 @@ def test_the_uniform_metric_needs_no_table(tmp_path: Path) -> None:
     assert read_geometry(folder, load_decoder_manifest(folder)).metric == "uniform"
 
 
-def test_a_table_of_another_form_is_refused(tmp_path: Path) -> None:
-    toy = Toy.random(1, options=TopWOptions(top_m=64, metric="unit"))
-    folder = export(tmp_path / "out", toy)
-    manifest = with_table_form(folder, "Gather(axis=1)")
-    with pytest.raises(ManifestError, match=r"Gather\(axis=1\)"):
-        read_geometry(folder, manifest)
-
-
-@pytest.mark.parametrize("sizes", [{"vocab_size": VOCAB + 1}, {"hidden_size": 5}, {"hidden_size": 9}])
-def test_a_table_of_other_sizes_than_the_manifest_states_is_refused(tmp_path: Path, sizes: dict[str, int]) -> None:
+def test_a_table_that_the_manifest_does_not_describe_is_refused(tmp_path: Path) -> None:
     toy = Toy.random(1, options=TopWOptions(top_m=64, metric="unit"))
     folder = export(tmp_path / "out", toy)
     manifest = load_decoder_manifest(folder)
-    with pytest.raises(ManifestError, match="but the graph's table or its statistics have other sizes"):
-        read_geometry(folder, replace(manifest, sampler=replace(manifest.sampler, **sizes)))
+    with pytest.raises(ManifestError, match=r"cannot be read: its table is looked up by Gather\(axis=0\)"):
+        read_geometry(folder, replace(manifest, sampler=replace(manifest.sampler, table=None)))
 
 
-@pytest.mark.parametrize("offset", ["start", "-4", str(10**9)])
-def test_statistics_outside_a_file_are_refused(tmp_path: Path, offset: str) -> None:
+@pytest.mark.parametrize("change", [{"offset": 10**9}, {"file": "config"}])
+def test_an_array_outside_the_listed_files_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     toy = Toy.random(1, options=TopWOptions(top_m=64, metric="unit"))
     folder = export(tmp_path / "out", toy)
-    form = load_decoder_manifest(folder).sampler.table_form
+    manifest = load_decoder_manifest(folder)
+    assert manifest.sampler.table is not None
+    table = replace(manifest.sampler.table, mean=replace(manifest.sampler.table.mean, **change))
+    with pytest.raises(ManifestError, match="which has no such bytes; export it again"):
+        read_geometry(folder, replace(manifest, sampler=replace(manifest.sampler, table=table)))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_table_in_a_data_file_is_read_from_it(tmp_path: Path, transposed: bool) -> None:
+    toy = Toy.random(1, options=TopWOptions(top_m=64, metric="unit"))
+    folder = export(tmp_path / "out", toy)
     model = onnx.load(folder / "model.onnx")
-    sampler = next(each for each in model.graph.node if each.op_type == "TopWSample")
-    mean = next(each for each in model.graph.initializer if each.name == sampler.input[14])
-    mean.ClearField("raw_data")
-    mean.data_location = TensorProto.EXTERNAL
-    for key, value in (("location", "tokenizer.json"), ("offset", offset)):
-        mean.external_data.add(key=key, value=value)
-    (folder / "model.onnx").write_bytes(model.SerializeToString())
-    manifest = with_table_form(folder, form)
-    with pytest.raises(ManifestError, match="is not stored as an array"):
-        read_geometry(folder, manifest)
+    if transposed:
+        sampler = next(each for each in model.graph.node if each.op_type == "TopWSample")
+        model.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(toy.embeddings.T), "transposed"))
+        model.graph.node.insert(0, helper.make_node("Transpose", ["transposed"], ["rows of the table"]))
+        sampler.input[-1] = "rows of the table"
+    onnx.save(model, folder / "model.onnx", save_as_external_data=True, location="weights", size_threshold=0)
+    manifest = described_again(folder)
+    assert manifest.sampler.table is not None
+    assert manifest.sampler.table.rows.file == manifest.sampler.table.mean.file == "weights"
+    ids = np.arange(0, toy.vocab, 7)
+    assert np.array_equal(read_geometry(folder, manifest).table[ids], toy.embeddings[ids])
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -93,10 +98,11 @@ def test_a_quantised_table_is_read_as_onnxruntime_reads_it(tmp_path: Path, bits:
     model.graph.initializer.extend(arrays)
     sampler = next(each for each in model.graph.node if each.op_type == "TopWSample")
     sampler.input[-1:] = list(data)
+    settings = ",".join(f"{name}={value}" for name, value in sorted(attributes.items()))
+    form = next(each for each in sampler.attribute if each.name == "table_form")
+    form.s = f"com.microsoft.GatherBlockQuantized({settings})".encode()
     onnx.save(model, folder / "model.onnx")
-    form = ",".join(f"{name}={value}" for name, value in sorted(attributes.items()))
-    manifest = with_table_form(folder, f"com.microsoft.GatherBlockQuantized({form})")
-    table = read_geometry(folder, manifest).table
+    table = read_geometry(folder, described_again(folder)).table
     assert np.array_equal(table[ids], expected)
 
 
@@ -112,11 +118,14 @@ def run(node: onnx.NodeProto, arrays: list[onnx.TensorProto], ids: np.ndarray) -
     return found
 
 
-def with_table_form(folder: Path, form: str) -> DecoderManifest:
-    """Adapt the folder's manifest to a changed graph. form: of the table."""
+def described_again(folder: Path) -> DecoderManifest:
+    """The manifest of a changed graph, as the exporter describes it."""
     path = folder / "topw_manifest.json"
     stated = json.loads(path.read_text("utf-8"))
-    stated["sampler"]["table_form"] = form
-    stated["files"]["model.onnx"]["size"] = (folder / "model.onnx").stat().st_size
+    names = [each.name for each in folder.iterdir() if each.name != path.name]
+    table, _ = read_tables(folder)
+    stated["files"], stated["sampler"]["table"] = (
+        msgspec.to_builtins(each) for each in (describe_files(folder, names), table)
+    )
     path.write_text(json.dumps(stated), "utf-8")
     return load_decoder_manifest(folder)

@@ -68,12 +68,6 @@ def safetensors(header: Any, data: bytes = b"", length: int | None = None) -> by
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
 
-def many_names(count: int) -> bytes:
-    """An object of `count` different names, the last of which is given twice."""
-    names = b",".join(b'"%d":0' % number for number in range(count))
-    return b"{" + names + b',"%d":0}' % (count - 1)
-
-
 def varint(number: int) -> bytes:
     found = bytearray()
     while number > 127:

@@ -10,10 +10,10 @@ import copy
 import ctypes
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from topw_deploy.errors import GenerationError
 from topw_deploy.manifest import DecoderInfo, State

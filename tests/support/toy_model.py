@@ -35,6 +35,7 @@ from topw_deploy.export.sampler.spec import (
     sampler_inputs,
     sampler_outputs,
 )
+from topw_deploy.export.write.table import read_tables
 from topw_deploy.manifest import (
     DecoderInfo,
     DecoderManifest,
@@ -279,6 +280,7 @@ def write_manifest(
     folder: Path, model: onnx.ModelProto, spec: SamplerSpec, decoder: DecoderInfo | None, defaults: TopWParameters
 ) -> None:
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    table, lookups = read_tables(folder)
     shared: dict[str, Any] = {
         "source": {"id": "toy", "revision": "", "route": "test"},
         "libraries": {"topw_deploy": "test"},
@@ -293,8 +295,10 @@ def write_manifest(
             options=spec.options,
             outputs=sampler_outputs(spec),
             rules=spec.rules,
+            table=table,
         ),
         "defaults": defaults,
+        "lookups": lookups,
         "files": describe_files(folder, [name for name in names if name != "topw_manifest.json"]),
     }
     save_manifest(folder, SamplerManifest(**shared) if decoder is None else DecoderManifest(decoder=decoder, **shared))

@@ -8,12 +8,12 @@ import json
 import os
 import stat
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.support.cuda_double import Gpu
 from tests.support.special_files import SPECIAL, no_hang

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from tests.attacks.test_manifests import BOMBS, OUTSIDE
 from tests.support.attacks import MEMORY, claim, put, sparse
 from tests.support.browser import run_node
 from tests.support.special_files import OTHERS, SPECIAL
 from tests.support.toy_model import Toy, export
+from tests.test_manifest import BOMBS, OUTSIDE
 from topw_deploy.manifest import MANIFEST_NAME
 
 pytestmark = pytest.mark.slow
@@ -63,16 +63,8 @@ def linked_folder(folder: Path) -> None:
     claim(folder, "sub/data", 2)
 
 
-# JavaScript's parser reads many digits as infinity, and of a name given twice the last; the version is then wrong.
-READ_OTHERWISE = {
-    "an integer of many digits": "has format version Infinity",
-    "many names, one twice": "has format version",
-}
 REFUSED: dict[str, Case] = {
-    **{
-        name: (manifest(content), READ_OTHERWISE.get(name) or re.sub("NaN.*|-Inf.*", "is not JSON", reason))
-        for name, (content, reason) in BOMBS.items()
-    },
+    **{name: (manifest(content), "is not JSON|is not UTF-8|has format version") for name, content in BOMBS.items()},
     "a manifest of a terabyte": (huge(MANIFEST_NAME, 1 << 40), "is larger than 16777216 bytes"),
     "a byte order mark": (manifest(b"\xef\xbb\xbf{}"), "is not JSON"),
     "a list": (manifest(b"[]"), "has format version undefined"),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import tomllib
-from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import onnx
 import pytest
 from click.testing import CliRunner, Result
+from msgspec.structs import replace
 
 from tests.support.browser import FOLDER, needs_browser
 from tests.support.toy_model import Toy, export, export_sampler
@@ -46,7 +47,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path = tmp_path / "packages" / "node_modules" / file.package / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(file.path.encode())
-        files.append(replace(file, integrity=libraries.integrity(file.path.encode())))
+        files.append(dataclasses.replace(file, integrity=libraries.integrity(file.path.encode())))
     monkeypatch.setattr(libraries, "FILES", tuple(files))
     return tmp_path / "packages"
 
@@ -233,10 +234,16 @@ def test_what_a_browser_cannot_run_is_refused(model: Path, tmp_path: Path) -> No
     for wrong, message in (
         (changed(manifest, states=states), "element type bfloat16"),
         (changed(manifest, least_onnxruntime="1.31"), r"needs onnxruntime 1\.31, but the page has .*1\.30"),
-        (replace(manifest, files={**manifest.files, **large}), r"has 2\.0 GB of weights, but .* at most 2\.0 GB"),
+        (
+            replace(manifest, files={**manifest.files, **large}),
+            r"has 2\.0 GB of weights, but .* at most 2\.0 GB",
+        ),
         (changed(manifest, weights={"float16": 1_999_999_999}), r"has 2\.0 GB of weights, as float32, but"),
         (replace(manifest, files={"model.onnx": manifest.files["model.onnx"]}), r"no tokenizer\.json"),
-        (replace(manifest, source={"route": "graft"}, outputs=(*manifest.outputs, logits)), "graft with logits"),
+        (
+            replace(manifest, source={"route": "graft"}, outputs=(*manifest.outputs, logits)),
+            "graft with logits",
+        ),
     ):
         with pytest.raises(UnsupportedModelError, match=message):
             check_runs(wrong, model)

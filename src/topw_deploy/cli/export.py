@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from topw_deploy import install
 from topw_deploy.cli.options import (
@@ -146,7 +146,7 @@ def command(
     for notice in report.notices:
         tell(f"Note: {notice}.")
     if as_json:
-        say_json(dataclasses.asdict(report), indent=2)
+        say_json(msgspec.to_builtins(report, enc_hook=str), indent=2)
     else:
         say(*_report_lines(report))
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from topw_deploy import install
 from topw_deploy.cli.options import (
@@ -85,7 +85,7 @@ def command(model: str | None, out: Path | None, as_json: bool, quiet: bool, **v
     for notice in report.notices:
         tell(f"Note: {notice}.")
     if as_json:
-        say_json(dataclasses.asdict(report), indent=2)
+        say_json(msgspec.to_builtins(report, enc_hook=str), indent=2)
     elif report.dry_run:
         say(f"{out} would hold {report.nodes} nodes and {report.weight_bytes:,} bytes of weights")
     else:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import click
+import msgspec
 
 from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.terminal import say, say_json
@@ -40,7 +41,7 @@ def command(folder: Path, as_json: bool) -> None:
     """
     manifest = load_manifest(folder)
     if as_json:
-        say_json(asdict(manifest), indent=2)
+        say_json(msgspec.to_builtins(manifest), indent=2)
     else:
         say(*_lines(folder, manifest))
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from topw_deploy import install
 from topw_deploy.cli.options import CONTEXT
@@ -71,7 +71,7 @@ def _check_graph(out: Path, manifest: Any, source: str | None, trust_remote_code
         return {"skipped": [("graph", reason)]}
     outcome = recheck(out, manifest, source, trust_remote_code, Progress(tell))
     return {
-        "checks": [dataclasses.asdict(check) for check in outcome.checks],
+        "checks": msgspec.to_builtins(outcome.checks),
         "skipped": [(each.name, each.reason) for each in outcome.not_compared],
-        "notes": [dataclasses.asdict(note) for note in outcome.notes],
+        "notes": msgspec.to_builtins(outcome.notes),
     }

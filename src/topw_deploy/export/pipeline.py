@@ -9,6 +9,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from msgspec import structs
+
 from topw_deploy.errors import ExportError, ParameterError
 from topw_deploy.export.decoder import Decoder
 from topw_deploy.export.job import Job
@@ -55,7 +57,7 @@ def export_model(request: ExportRequest, progress: Progress = SILENT) -> ExportR
         job = Job(request, source, finished, progress, started=started)
         decoder, manifest = _build_and_write(job, staged.path)
         decoder, verification = _verify(job, decoder, manifest, staged)
-        save_manifest(staged.path, replace(manifest, decoder=decoder.info, verification=verification))
+        save_manifest(staged.path, structs.replace(manifest, decoder=decoder.info, verification=verification))
         report = decoder_report(job, decoder, file_bytes_in(staged.path), job.memory.peaks, verification)
         progress.say(f"Moving the finished folder to {request.output}")
         staged.commit()
@@ -144,7 +146,9 @@ def _quantise_decoder(job: Job, decoder: Decoder, options: Quantisation) -> Deco
     rows = StoredRows.of(job.source.folder)
     notices = quantise(decoder.model, options, rows, cut=job.request.graph.num_hidden_layers is not None)
     least = max(decoder.info.least_onnxruntime, least_onnxruntime(decoder.model.graph), key=major_minor)
-    info = replace(decoder.info, weights_dtype=options.dtype, quantisation=options.as_dict(), least_onnxruntime=least)
+    info = structs.replace(
+        decoder.info, weights_dtype=options.dtype, quantisation=options.as_dict(), least_onnxruntime=least
+    )
     return replace(decoder, info=info).with_notices(*notices)
 
 
@@ -174,7 +178,7 @@ def _write(job: Job, decoder: Decoder, sampler: SamplerSpec, folder: Path) -> tu
     )
     write_configuration(job.source, tokenizer, folder, request.graph.num_hidden_layers)
     notices = [*notices, *copy_genai_configuration(job.source, folder, request.sampler.with_logits)]
-    info = replace(decoder.info, weights=bytes_by_type(decoder.model))
+    info = structs.replace(decoder.info, weights=bytes_by_type(decoder.model))
     decoder = replace(decoder, info=info).with_notices(*notices)
     manifest = decoder_manifest(job, decoder, sampler, folder, log.hashes)
     save_manifest(folder, manifest)
@@ -230,7 +234,7 @@ def _forbid_padding(decoder: Decoder, *, verified: bool) -> Decoder:
         return decoder
     side = "left" if info.left_padding else "right"
     reason = f"is wrong for rows padded on the {side}" if verified else f"was not checked for {side} padding"
-    return replace(decoder, info=replace(info, left_padding=False, right_padding=False)).with_notices(
+    return replace(decoder, info=structs.replace(info, left_padding=False, right_padding=False)).with_notices(
         f"this decoder {reason}, so the prompts of a batch must have equal lengths"
     )
 
@@ -252,11 +256,13 @@ def _verify_first_layers(job: Job, layers: int, folder: Path) -> tuple[Verificat
     first_layers = Job(request, job.source, FinishedStages(Journal(None), request))
     with StagedFolder(folder) as staged:
         _, manifest = _build_and_write(first_layers, staged.path)
-        save_manifest(staged.path, replace(manifest, verification=Verification(status="skipped")))
+        save_manifest(staged.path, structs.replace(manifest, verification=Verification(status="skipped")))
         staged.commit()
     verification, may_pad = verify_in_subprocess(
         replace(first_layers, progress=job.progress, memory=job.memory), folder
     )
-    checks = tuple(replace(check, detail=f"{check.detail}; first {layers} layers") for check in verification.checks)
+    checks = tuple(
+        structs.replace(check, detail=f"{check.detail}; first {layers} layers") for check in verification.checks
+    )
     # The median distance is that of likely tokens, and other tokens are likely after the first layers alone.
-    return replace(verification, status="partial", checks=checks, median_distance=None), may_pad
+    return structs.replace(verification, status="partial", checks=checks, median_distance=None), may_pad

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from msgspec import structs
 
 from topw_deploy.errors import ParameterError, VerificationError
 from topw_deploy.export.embedding import plain_gather
@@ -120,8 +121,8 @@ def export_sampler(request: SamplerRequest, progress: Progress = SILENT) -> Expo
         if request.verify:
             progress.say("Verifying")
             verification = _verify(staged.path, manifest, geometry)
-        verification = replace(verification, median_distance=median)
-        save_manifest(staged.path, replace(manifest, verification=verification))
+        verification = structs.replace(verification, median_distance=median)
+        save_manifest(staged.path, structs.replace(manifest, verification=verification))
         report = sampler_report(request.output, model, started, file_bytes_in(staged.path), verification)
         staged.commit()
     return report

@@ -83,7 +83,7 @@ def build_decoder(job: Job) -> Decoder:
         most_columns=lowered.most_columns,
         buffer_step=lowered.buffer_step,
         buffer_least=lowered.buffer_least,
-        target=target,
+        target=target,  # type: ignore[arg-type]  # a name, checked in the request
         least_onnxruntime=lowered.least_onnxruntime,
     )
     return Decoder(traced.model, info, foreign=False, notices=tuple(notices))

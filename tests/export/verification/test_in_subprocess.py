@@ -6,11 +6,11 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
+import msgspec
 import pytest
 
 from topw_deploy.errors import VerificationError
@@ -44,7 +44,7 @@ def test_padding_that_fails_is_recorded_with_its_limit_for_another_exporters_dec
     assert good == GOOD
     assert (recorded.name, recorded.passed) == (LEFT_PADDED, False)
     assert recorded.detail == "lengths [64, 32, 7, 1]; so the prompts of a batch must have equal lengths"
-    json.dumps(asdict(verification), allow_nan=False)  # a manifest holds finite numbers
+    json.dumps(msgspec.to_builtins(verification), allow_nan=False)  # a manifest holds finite numbers
 
 
 def test_padding_that_fails_ends_the_export_of_our_own_decoder(monkeypatch: pytest.MonkeyPatch) -> None:

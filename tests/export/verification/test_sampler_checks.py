@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -140,5 +139,5 @@ def test_a_sampler_that_could_not_be_compared_is_exported_as_partial(
     assert report.verification.status == "partial"
     assert [each.name for each in report.verification.not_compared] == ["sampler"]
     assert load_manifest(tmp_path / "out").verification == report.verification
-    names = [check["name"] for check in asdict(report.verification)["checks"]]
+    names = [check.name for check in report.verification.checks]
     assert names == ["sampler rules", "sampler rules' log-probabilities"]

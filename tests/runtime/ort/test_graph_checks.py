@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import onnx
 import onnxruntime as ort
 import pytest
+from msgspec.structs import replace
 from onnx import TensorProto, helper
 
 from tests.support.toy_model import Toy, export
 from topw_deploy.errors import ManifestError
+from topw_deploy.export.write.table import read_tables
+from topw_deploy.manifest import Lookup, load_manifest, save_manifest
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.ort import graph_checks, providers
-from topw_deploy.runtime.ort.graph_checks import Lookup, lookup_error_clause
+from topw_deploy.runtime.ort import providers
+from topw_deploy.runtime.ort.graph_checks import lookup_error_clause
 from topw_deploy.sampling import TopWOptions
 
 ROWS = 6
@@ -61,7 +62,7 @@ def graph(
 
 def found(tmp_path: Path, model: bytes) -> list[Lookup]:
     (tmp_path / "model.onnx").write_bytes(model)
-    return graph_checks.read_lookups(SimpleNamespace(model=tmp_path / "model.onnx"))  # type: ignore[arg-type]
+    return list(read_tables(tmp_path)[1])
 
 
 @pytest.mark.parametrize(
@@ -90,15 +91,6 @@ def test_a_graph_without_such_a_lookup_has_none(tmp_path: Path) -> None:
     assert found(tmp_path, model.SerializeToString()) == []
 
 
-def test_sizes_are_read_in_either_encoding(tmp_path: Path) -> None:
-    """ONNX writes one field per size; other writers pack them."""
-    model = onnx.load_from_string(graph())
-    encoded = model.SerializeToString()
-    sizes = b"\x08\x06\x08\x20\x10\x02"  # 6, 32, then the type
-    assert encoded.count(sizes) == 1
-    assert found(tmp_path, encoded.replace(sizes, b"\x0a\x02\x06\x20\x10\x02")) == [Lookup(32, 64, True)]
-
-
 @pytest.mark.parametrize(
     ("lookup", "version", "words"),
     [
@@ -117,7 +109,7 @@ def test_each_version_has_its_defects(lookup: Lookup, version: str, words: str) 
 
 def test_only_a_session_on_cuda_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = export(tmp_path / "toy", Toy.random(1, options=TopWOptions(top_m=64, metric="uniform")))
-    monkeypatch.setattr(graph_checks, "read_lookups", lambda _folder: [Lookup(64, 96, True)])
+    save_manifest(folder, replace(load_manifest(folder), lookups=(Lookup(64, 96, True),)))
     TopWModel.from_pretrained(folder, provider="cpu")
     monkeypatch.setattr(providers, "check_used", lambda *_: providers.CUDA)
     with pytest.raises(

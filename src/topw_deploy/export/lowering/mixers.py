@@ -16,7 +16,7 @@ from topw_deploy.export.lowering.layers import States, StaticStates
 from topw_deploy.export.lowering.recurrence import CHUNK, ChunkedRecurrences, RecurrenceLayer, add_linear_attention
 from topw_deploy.export.trace.placeholders import CONVOLUTION, HISTORY, PLACEHOLDER_DOMAIN, RECURRENCE
 from topw_deploy.export.trace.trace import TracedDecoder
-from topw_deploy.manifest import State
+from topw_deploy.manifest import State, StateKind
 
 CONVOLUTION_OPERATOR = "CausalConvWithState"  # since onnxruntime 1.25
 _COLUMN_AXIS = 2
@@ -186,7 +186,7 @@ class Convolutions:
         return op("GatherElements", [columns, indices], axis=_COLUMN_AXIS)
 
 
-_STATE_KINDS = {CONVOLUTION: "convolution", HISTORY: "convolution", RECURRENCE: "recurrent"}
+_STATE_KINDS: dict[str, StateKind] = {CONVOLUTION: "convolution", HISTORY: "convolution", RECURRENCE: "recurrent"}
 
 
 @dataclass(frozen=True)

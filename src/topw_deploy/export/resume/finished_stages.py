@@ -16,13 +16,14 @@ import hashlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from topw_deploy.export.request import ExportRequest
 from topw_deploy.export.resume.journal import DataLog, Journal, stamp_of
 from topw_deploy.export.sampler.neighbour_bound import Measure
 from topw_deploy.export.source.resolve import Source
-from topw_deploy.manifest import Manifest, Verification, sha256_of, verification_from_dict
+from topw_deploy.manifest import Manifest, Verification, sha256_of
 from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.parameters import TopWParameters
 from topw_deploy.versions import library_versions
@@ -119,14 +120,14 @@ class FinishedStages:
 
         If an earlier attempt verified the same files, return its result.
         """
-        stage, files = "verification", [dataclasses.asdict(entry) for entry in manifest.files.values()]
+        stage, files = "verification", msgspec.to_builtins(list(manifest.files.values()))
         stamp = stamp_of(self.weights, files, dataclasses.asdict(manifest.defaults))
         found = self.journal.find(stage, stamp, verification=dict, may_pad=bool)
         if found is not None:
             with contextlib.suppress(ValueError):  # another program wrote the line
-                return verification_from_dict(found["verification"]), found["may_pad"]
+                return msgspec.convert(found["verification"], Verification), found["may_pad"]
         verification, may_pad = verify()
-        self.journal.record(stage, stamp, verification=dataclasses.asdict(verification), may_pad=may_pad)
+        self.journal.record(stage, stamp, verification=msgspec.to_builtins(verification), may_pad=may_pad)
         return verification, may_pad
 
 

@@ -20,7 +20,6 @@ from topw_deploy.errors import SourceError
 from topw_deploy.export.source.arrays import map_array
 from topw_deploy.files import is_file_name, read_bounded, replace_file
 from topw_deploy.manifest import sha256_of
-from topw_deploy.manifest.fields import parse_json
 
 _FILE = "journal.jsonl"
 _MOST_BYTES = 256 << 20  # the line of a weight has about 150
@@ -123,7 +122,7 @@ class Journal:
             try:
                 if not line.endswith(b"\n"):
                     raise ValueError("the process was killed while it wrote this line")
-                self._apply_line(parse_json(line.decode("utf-8")))
+                self._apply_line(json.loads(line.decode("utf-8")))
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 with replace_file(path) as stream:
                     stream.writelines(lines[:number])

@@ -14,12 +14,12 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
+from msgspec.structs import replace
 
 from topw_deploy.errors import VerificationError
 from topw_deploy.export.embedding import stored_array

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
 
+from msgspec import structs
+
 from topw_deploy.errors import SourceError, VerificationError
 from topw_deploy.export.job import Job
 from topw_deploy.export.source.resolve import HubOptions, resolve
@@ -63,7 +65,7 @@ def _add_limit(check: Check) -> Check:
     if check.passed:
         return check
     difference = min(check.difference, sys.float_info.max) if check.difference >= 0 else sys.float_info.max  # NaN
-    return replace(check, difference=difference, detail=f"{check.detail}; {_EQUAL_LENGTHS}")
+    return structs.replace(check, difference=difference, detail=f"{check.detail}; {_EQUAL_LENGTHS}")
 
 
 def recheck(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from topw_deploy.manifest import Check, NotCompared, Note, Verification
+import msgspec
+
+from topw_deploy.manifest import Check, NotCompared, Note, Status, Verification
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Outcome:
 
     def verification(self) -> Verification:
         """The record for the manifest: "passed" if everything was compared and all checks passed, else "partial"."""
-        status = "partial" if self.not_compared or self.failed else "passed"
+        status: Status = "partial" if self.not_compared or self.failed else "passed"
         return Verification(
             status=status,
             checks=self.checks,
@@ -76,14 +78,14 @@ class Outcome:
 def encode_result(result: Result) -> dict[str, Any]:
     """Encode a result as {kind: fields}, for JSON."""
     kind = next(kind for kind, each in _KINDS.items() if isinstance(result, each))
-    return {kind: asdict(result)}
+    return {kind: msgspec.to_builtins(result)}
 
 
 def decode_result(line: dict[str, Any]) -> Result | None:
     """Decode what `encode_result` returned; None for other lines of the worker."""
     for kind, each in _KINDS.items():
         if kind in line:
-            return each(**line[kind])
+            return msgspec.convert(line[kind], each)
     return None
 
 

@@ -15,6 +15,7 @@ from topw_deploy.export.job import Job
 from topw_deploy.export.request import ExportReport, SamplerOptions
 from topw_deploy.export.sampler.spec import SamplerSpec
 from topw_deploy.export.source.resolve import Source
+from topw_deploy.export.write.table import read_tables
 from topw_deploy.export.write.weights import weight_bytes
 from topw_deploy.manifest import (
     DecoderManifest,
@@ -116,6 +117,7 @@ def _shared_fields(
     known: dict[str, str],
 ) -> dict[str, Any]:
     outputs = _tensor_specs(model.graph.outputs)
+    table, lookups = read_tables(folder)
     return {
         "source": {"id": source.id, "revision": source.revision, "route": route},
         "libraries": library_versions(),
@@ -131,7 +133,9 @@ def _shared_fields(
             outputs=tuple(output.name for output in outputs if not output.name.startswith("present.")),
             neighbour_bound=sampler.neighbour_bound,
             rules=spec.rules,
+            table=table,
         ),
+        "lookups": lookups,
         "defaults": sampler.defaults,
         "default_beta": sampler.default_beta,
         "verification": Verification(status="provisional"),

@@ -10,24 +10,18 @@ This exporter avoids both; others may not.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 
 import onnxruntime as ort
 
 from topw_deploy.errors import ManifestError
-from topw_deploy.files import map_file, map_stream
-from topw_deploy.manifest import MODEL_NAME, DecoderManifest, Manifest
-from topw_deploy.onnx_file.model import Constant, Node, read_graph
+from topw_deploy.files import map_stream
+from topw_deploy.manifest import MODEL_NAME, DecoderManifest, Lookup, Manifest
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort import providers
 from topw_deploy.versions import major_minor
 
 _COMPILED_OPERATOR = b"EPContext"
-_LOOKUP_OPERATOR = "GatherBlockQuantized"
-_ZERO_POINTS_INPUT = 3  # index
 _FIRST_WITH_MIDDLE = (1, 29)  # the first version that takes 2 ** (bits - 1) for zero points that are not given
 
 
@@ -64,26 +58,11 @@ def check_version(folder: ModelFolder[Manifest]) -> None:
     )
 
 
-@dataclass(frozen=True)
-class Lookup:
-    """An embedding lookup in a uint8 table.
-
-    width: number of weights in a row.
-    """
-
-    block_size: int
-    width: int
-    has_zero_points: bool
-
-
 def check_lookups(folder: ModelFolder[Manifest], provider: str) -> None:
-    """Raises ManifestError for a lookup that `provider`, a full name, computes wrongly.
-
-    Call it only after onnxruntime has validated the graph.
-    """
+    """Raises ManifestError for a lookup that `provider`, a full name, computes wrongly."""
     if providers.device_of(provider) != "cuda":
         return
-    for lookup in read_lookups(folder):
+    for lookup in folder.manifest.lookups:
         if found := lookup_error_clause(lookup, ort.__version__):
             raise ManifestError(f"{folder.path} looks embeddings up in {found}, or use provider='cpu'.", "provider")
 
@@ -98,29 +77,3 @@ def lookup_error_clause(lookup: Lookup, version: str) -> str:
         size = f"rows of {lookup.width} weights in blocks of {lookup.block_size}"
         return f"{size}, {wrongly}; {again}"
     return ""
-
-
-def read_lookups(folder: ModelFolder[Manifest]) -> list[Lookup]:
-    """Read the graph's lookups in uint8 tables."""
-    data = map_file(folder.model)
-    if data.find(_LOOKUP_OPERATOR.encode()) < 0:
-        return []
-    graph = read_graph(memoryview(data))
-    made_by = {name: node for node in graph.nodes for name in node.outputs}
-    found = (_read_lookup(node, made_by, graph.constants) for node in graph.nodes if node.op_type == _LOOKUP_OPERATOR)
-    return [lookup for lookup in found if lookup is not None]
-
-
-def _read_lookup(node: Node, made_by: Mapping[str, Node], constants: Mapping[str, Constant]) -> Lookup | None:
-    name = node.inputs[0]
-    while name in made_by and made_by[name].op_type == "Reshape":  # tied head's weight [rows, blocks, bytes]
-        name = made_by[name].inputs[0]
-    table = constants.get(name)
-    if table is None or table.dtype != "uint8":
-        return None
-    bits = node.attributes.get("bits", 4)
-    return Lookup(
-        block_size=node.attributes.get("block_size", 128),
-        width=math.prod(table.shape[1:]) * 8 // bits,
-        has_zero_points=len(node.inputs) > _ZERO_POINTS_INPUT and bool(node.inputs[_ZERO_POINTS_INPUT]),
-    )
