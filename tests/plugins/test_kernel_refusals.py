@@ -8,15 +8,9 @@ import numpy as np
 import pytest
 
 from tests.support.kernel import Kernel, KernelSamples, KernelTable
-from tests.support.native_cases import opened
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, sample_row
 
 UNIFORM = TopWOptions(metric="uniform")
-
-
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
-    return opened(tmp_path_factory.mktemp("native"))
 
 
 def assert_invalid(found: KernelSamples, row: int = 0) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.kernel import STAGES, Kernel, KernelSamples
-from tests.support.masks import masked, masks, packed, unequal_fields
+from tests.support.masks import masks, packed, unequal_fields
 from tests.support.native_cases import instruction_sets, unexplained
 from tests.support.rows import Case, random_case
 from tests.support.samples import thinned
@@ -177,15 +177,6 @@ def test_every_instruction_set_keeps_and_draws_the_same(kernel: Kernel) -> None:
             assert set(unequal_fields(answers[0], other)) <= {"mass", "reports"}  # the mass's last bit may differ
 
 
-def test_a_mask_is_the_same_as_logits_of_minus_infinity(each_kernel: Kernel) -> None:
-    batch = Batch(4, 1021, 120)
-    allowed = masks(np.random.default_rng(0), 120, 1021)
-    batch.allowed = packed(allowed)
-    found = batch.sampled(each_kernel)
-    batch.logits, batch.allowed = masked(batch.logits, allowed), np.zeros((120, 0), np.int32)
-    assert set(unequal_fields(found, batch.sampled(each_kernel))) <= {"mass", "reports"}
-
-
 def peaked(vocab: int = 151_936) -> np.ndarray:
     """Logits, float32 [1, vocab]: a likely token, thirty others, and normal ones."""
     rng = np.random.default_rng(0)
@@ -204,19 +195,6 @@ def test_few_candidates_settle_the_rows_of_a_language_model(each_kernel: Kernel)
     assert found.certified.all()
     assert {STAGES[stage] for stage in found.reports["stage"]} == {"candidates"}
     assert (found.reports["candidates"] < 300).all()
-
-
-def test_rules_are_chosen_per_row_and_leave_other_rows_alone(kernel: Kernel) -> None:
-    batch = Batch(5, 700, 48)
-    together = batch.sampled(kernel)
-    for i in range(0, 48, 5):
-        one = Batch(5, 700, 48)
-        for name in ("logits", "rules", "values", "temperature", "selection", "uniform", "allowed"):
-            setattr(one, name, getattr(batch, name)[i : i + 1])
-        one.edits = tuple(each[i : i + 1] for each in batch.edits)  # type: ignore[assignment]
-        alone = one.sampled(kernel)
-        for name in ("next_token", "logprob", "kept", "certified", "mass", "keep_mask"):
-            assert np.array_equal(getattr(alone, name)[0], getattr(together, name)[i]), (i, name)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.function_cases import Case
 from tests.support.kernel import STAGES, Kernel
-from tests.support.native_cases import differences, opened, sampled
+from tests.support.native_cases import differences, sampled
 from tests.support.samples import slow
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters
 
@@ -16,11 +16,6 @@ BLOCK = 128  # logits per block maximum
 FIRST_SCAN = 200  # more than the first scan's candidates, without ties
 SECOND_SCAN = 640  # the second scan's candidates
 LAM, FLAT_VOCAB = 2.2, 80_000
-
-
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
-    return opened(tmp_path_factory.mktemp("native"))
 
 
 def case(logits: np.ndarray, **parameters: float) -> Case:
