@@ -229,7 +229,7 @@ def check_free(output: Path, overwrite: bool) -> None:
     if not taken:
         return
     kind = "an export of topw_deploy"
-    refuse_contents(output, overwrite=overwrite, placeholder=MANIFEST_NAME, kind=kind, name="output")
+    refuse_contents(output, overwrite=overwrite, marker=MANIFEST_NAME, kind=kind, name="output")
     if os.path.ismount(output) or output.resolve() == Path.cwd():
         what = "a mount point" if os.path.ismount(output) else "the current folder"
         raise ExportError(
