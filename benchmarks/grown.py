@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from benchmarks.common import machine, say
 from topw_deploy.tiny import tiny_model_path
 from topw_deploy.tiny.corpus import Corpus, gather_corpus
-from topw_lab.training.train import (
+from topw_lab.training import (
     Recipe,
     batches,
     encode_documents,

@@ -50,7 +50,7 @@ def held_out_rows(folder: Path) -> np.ndarray:
     from tokenizers import Tokenizer
 
     from topw_deploy.tiny.corpus import gather_corpus
-    from topw_lab.training.train import encode_documents
+    from topw_lab.training import encode_documents
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     stream = np.concatenate([ids.numpy() for ids in encode_documents(gather_corpus().held_out, tokenizer)])

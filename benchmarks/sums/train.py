@@ -27,8 +27,9 @@ from transformers import LlamaForCausalLM
 from benchmarks.common import say
 from benchmarks.sums.problems import Problem, problems
 from benchmarks.sums.tokenizer import train_tokenizer
-from topw_lab.training.tokenizer import EOS, PAD
-from topw_lab.training.train import (
+from topw_lab.training import (
+    EOS,
+    PAD,
     build_model,
     learning_rate_factor,
     update,

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from topw_lab.compare.summary import distinct_share, ngrams, repeated_share, self_bleu
+from topw_lab.compare.report import distinct_share, ngrams, repeated_share, self_bleu
 
 
 def test_ngrams_are_all_windows_of_a_text() -> None:

@@ -10,9 +10,8 @@ import pytest
 
 from topw_deploy.runtime.rule_settings import RuleSetting
 from topw_lab.compare.collect import Sample
-from topw_lab.compare.page.chart import Line, Point, chart, legend_key
-from topw_lab.compare.page.html import page
-from topw_lab.compare.summary import TEXT_METRICS, summarise
+from topw_lab.compare.page import Line, Point, chart, legend_key, page
+from topw_lab.compare.report import TEXT_METRICS, summarise
 
 from .conftest import comparison, sample
 

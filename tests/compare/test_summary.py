@@ -8,8 +8,15 @@ import math
 import numpy as np
 import pytest
 
-from topw_lab.compare.summary import TEXT_METRICS, MetricValue, as_dict, quotient_with_interval, summarise
-from topw_lab.compare.table import number_text, report_lines
+from topw_lab.compare.report import (
+    TEXT_METRICS,
+    MetricValue,
+    as_dict,
+    number_text,
+    quotient_with_interval,
+    report_lines,
+    summarise,
+)
 
 from .conftest import comparison, sample
 

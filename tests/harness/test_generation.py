@@ -47,7 +47,7 @@ def test_a_task_that_does_not_sample_is_greedy(opened: Open, quiet: dict[str, An
 def test_model_args_override_the_task(opened: Open, scoring: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain = TopWModel.from_pretrained(scoring, provider="cpu")
     model = opened(temperature=2.5, lam=0.2, seed=5)
-    from topw_lab.harness.requests import Seeds
+    from topw_lab.harness.model import Seeds
 
     found = generate(model, *((prompt, {**TASK, "temperature": 0.0, "lam": 2.0}) for prompt in PROMPTS[:5]))
     seeds = Seeds(5)

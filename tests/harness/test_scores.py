@@ -73,9 +73,9 @@ def test_a_long_continuation_or_one_without_reuse_is_read_in_steps_of_all_rows(
 
 
 def test_a_recurrent_model_does_not_reuse_prompts(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert opened()._runner.reuses
+    assert opened()._scorer._reuses
     monkeypatch.setattr(DecoderInfo, "recurs", True)
-    assert not opened()._runner.reuses
+    assert not opened()._scorer._reuses
 
 
 def test_a_long_context_loses_its_beginning(opened: Open, toy: Toy) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from topw_deploy.tiny import tiny_model_path
 from topw_deploy.tiny.corpus import Corpus
-from topw_lab.training.train import Recipe, encode_documents, held_out_loss
+from topw_lab.training import Recipe, encode_documents, held_out_loss
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from topw_deploy.tiny.corpus import Corpus
-from topw_lab.training.tokenizer import train_tokenizer
-from topw_lab.training.train import (
+from topw_lab.training import (
     Recipe,
     batches,
     build_model,
@@ -25,6 +24,7 @@ from topw_lab.training.train import (
     plot_curve,
     run,
     train,
+    train_tokenizer,
 )
 
 TINY = Recipe(

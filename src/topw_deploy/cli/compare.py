@@ -15,7 +15,7 @@ from topw_deploy.cli.terminal import say, say_json
 
 if TYPE_CHECKING:
     from topw_lab.compare.collect import Comparison, Prompt
-    from topw_lab.compare.summary import RuleSummary
+    from topw_lab.compare.report import RuleSummary
 
 DEFAULT_RULES = "top_w,min_p,top_p,top_h,top_k,none"
 DEFAULT_TEMPERATURES = "0.5,1,1.5,2"
@@ -102,7 +102,7 @@ def command(folder: Path, prompts: Path, json_file: Path | None, html_file: Path
     from topw_deploy.cli.progress import progress
     from topw_deploy.runtime.rule_settings import read_rules, read_temperatures
     from topw_lab.compare.collect import CompareRequest, compare
-    from topw_lab.compare.summary import summarise
+    from topw_lab.compare.report import summarise
 
     check_output(json_file, "json_file")
     check_output(html_file, "html_file")
@@ -138,9 +138,8 @@ def _write_report(
     comparison: Comparison, summaries: list[RuleSummary], json_file: Path | None, html_file: Path | None
 ) -> None:
     """Print the table before files are written, so that the table is not lost if the disk is full."""
-    from topw_lab.compare.page.html import page
-    from topw_lab.compare.summary import as_dict
-    from topw_lab.compare.table import report_lines
+    from topw_lab.compare.page import page
+    from topw_lab.compare.report import as_dict, report_lines
 
     if str(json_file) != "-":
         say(*report_lines(comparison, summaries))

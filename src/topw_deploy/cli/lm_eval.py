@@ -20,6 +20,6 @@ def command(arguments: tuple[str, ...]) -> None:
     The default is --model topw_deploy. See docs/guide/evaluation.md for --model_args, and `topw lm-eval run --help` for
     the harness's own options.
     """
-    from topw_lab.harness.command import run
+    from topw_lab.harness import run
 
     run(arguments)

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from topw_deploy.engine import Engine
 from topw_deploy.errors import ParameterError, PromptError, TokenizerError
 from topw_deploy.manifest import MANIFEST_NAME, sha256_of
 from topw_deploy.plain_text import count_text
-from topw_deploy.progress import SILENT, Advance, Progress
+from topw_deploy.progress import SILENT, Progress
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.outputs import logits_output
 from topw_deploy.runtime.rule_settings import RuleSetting
+from topw_deploy.runtime.sequence import Sequence as Prepared
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
 from topw_deploy.sampling.seeds import prompt_seed
+from topw_lab.running import PromptRequest, Runner
 
-_QUEUED_PER_ROW = 8  # sequences submitted ahead for each row, so that rows stay busy while a long sequence ends
 _SET_BY_COMPARISON = frozenset({
     *PARAMETER_NAMES, *RULE_PARAMETER_NAMES, "preset", "do_sample", "seed", "num_return_sequences", "logprobs",
     "prompt_logprobs",
@@ -152,158 +149,73 @@ def compare(request: CompareRequest, progress: Progress = SILENT) -> Comparison:
     """
     with TopWModel.from_pretrained(request.folder, **request.opening) as model:
         has_logits = logits_output(model.manifest) is not None
-        missing = [*(["logits"] if not has_logits else []), *(["mass"] if not _has_mass(model) else [])]
+        has_mass = any(spec.name == "mass" for spec in model.manifest.outputs)
+        missing = [name for name, has in (("logits", has_logits), ("mass", has_mass)) if not has]
         fixed = {"num_return_sequences": request.samples, **({"logprobs": 0} if has_logits else {})}
-        prepared = [
-            _prepare_prompt(model, prompt, request, place, fixed) for place, prompt in enumerate(request.prompts)
-        ]
+        prepared: list[PromptRequest] = []
+        lengths, texts = [], []
+        for place, prompt in enumerate(request.prompts):
+            parameters = _parameters(prompt, request, place) | fixed
+            sequence = _prepare(model, prompt, parameters)
+            ids = list(sequence.prompt)
+            prepared.append((ids, parameters))
+            lengths.append(len(ids) + sequence.params.budget)
+            is_text = prompt.kind == "prompt"
+            texts.append(prompt.content if is_text else model.tokenizer.decode(ids, skip_special_tokens=False))
         columns = [
             (rule, temperature, {**rule.parameters, "temperature": temperature})
             for temperature in request.temperatures
             for rule in request.rules
         ]
+        first_ids, first = prepared[0]
         for _, _, parameters in columns:  # refuse a wrong rule or temperature before the first text
-            model.prepare(prepared[0].ids, **{**prepared[0].parameters, **parameters})
-        length = max(len(prompt.ids) + prompt.budget for prompt in prepared)
-        texts = len(prepared) * request.samples * len(columns)
+            model.prepare(first_ids, **{**first, **parameters})
+        total = len(prepared) * request.samples * len(columns)
         progress.say(
-            f"Generating {count_text(texts, 'text')}: {count_text(len(request.rules), 'rule')} at "
+            f"Generating {count_text(total, 'text')}: {count_text(len(request.rules), 'rule')} at "
             f"{count_text(len(request.temperatures), 'temperature')}"
         )
-        with (
-            TextGenerator(model, request.rows, length, request.samples) as generator,
-            progress.bar(texts, "texts") as advance,
-        ):
-            list(generator.results([prepared[0].for_one_token()]))  # not timed: the first run takes longer
-            cells = [
-                _generate_texts(generator, prepared, rule, temperature, parameters, advance)
-                for rule, temperature, parameters in columns
-            ]
+        # exact=True: a text must not depend on the rules that ran before.
+        runner = Runner(model, request.rows, request.samples, max_length=max(lengths), exact=True)
+        with runner, progress.bar(total, "texts") as advance:
+            one = {name: value for name, value in first.items() if name != "max_length"}
+            one |= {"max_new_tokens": 1, "num_return_sequences": 1}
+            list(runner.results([(first_ids, one)]))  # not timed: the first run takes longer
+            cells = []
+            for rule, temperature, parameters in columns:
+                started = time.perf_counter()
+                results = []
+                for found in runner.results((ids, {**own, **parameters}) for ids, own in prepared):
+                    results.append(found if isinstance(found, list) else [found])
+                    advance(len(results[-1]))
+                seconds = time.perf_counter() - started
+                samples = [[Sample.of(result) for result in found] for found in results]
+                cells.append(RuleTexts(rule, temperature, samples, seconds))
         digest = sha256_of(model.path / MANIFEST_NAME)[:32]
-        texts_of_prompts = [
-            _prompt_text(model, prompt, each.ids) for prompt, each in zip(request.prompts, prepared, strict=True)
-        ]
-        return Comparison(request, digest, model.provider, model.sampler, texts_of_prompts, cells, tuple(missing))
+        return Comparison(request, digest, model.provider, model.sampler, texts, cells, tuple(missing))
 
 
-def _has_mass(model: TopWModel) -> bool:
-    return any(spec.name == "mass" for spec in model.manifest.outputs)
-
-
-def _prepare_prompt(
-    model: TopWModel, prompt: Prompt, request: CompareRequest, place: int, fixed: Mapping[str, Any]
-) -> PreparedPrompt:
-    """Encode and check a prompt. Raises errors that name the prompt.
-
-    place: the prompt's place among all prompts.
-    fixed: parameters of every prompt.
-    """
+def _parameters(prompt: Prompt, request: CompareRequest, place: int) -> dict[str, Any]:
+    """The parameters of a prompt without those of the rule. place: the prompt's place among all prompts."""
     for name in prompt.parameters:
         if name in _SET_BY_COMPARISON:
             raise PromptError(f"{prompt.where} sets {name}, which a comparison sets for all prompts; remove it.")
     limit = {} if "max_length" in prompt.parameters else {"max_new_tokens": request.max_new_tokens}
-    parameters = {
-        **limit,
-        "ignore_eos": request.ignore_eos,
-        **prompt.parameters,
-        **fixed,
-        "seed": prompt_seed(request.seed, place),
-    }
+    own = {**limit, "ignore_eos": request.ignore_eos, **prompt.parameters}
+    return {**own, "seed": prompt_seed(request.seed, place)}
+
+
+def _prepare(model: TopWModel, prompt: Prompt, parameters: Mapping[str, Any]) -> Prepared:
+    """Encode and check a prompt. Raises errors that name the prompt."""
     content = prompt.content
     try:
         if prompt.kind == "messages":
             content = model.tokenizer.encode(model.apply_chat_template(content), add_special_tokens=False)
-        first = model.prepare(content, **parameters)[0]
+        sequence = model.prepare(content, **parameters)[0]
     except (PromptError, ParameterError, TokenizerError) as error:
         raise type(error)(f"{prompt.where}: {error}", *error.parameters) from None
-    if first.params.budget == 0:
-        raise PromptError(f"{prompt.where} has {len(first.prompt)} tokens and fills the model's context; shorten it.")
-    return PreparedPrompt(list(first.prompt), parameters, first.params.budget)
-
-
-def _generate_texts(
-    generator: TextGenerator,
-    prepared: Sequence[PreparedPrompt],
-    rule: RuleSetting,
-    temperature: float,
-    parameters: Mapping[str, Any],
-    advance: Advance,
-) -> RuleTexts:
-    started = time.perf_counter()
-    results_by_prompt = []
-    for results in generator.results([prompt.with_parameters(parameters) for prompt in prepared]):
-        results_by_prompt.append(results)
-        advance(len(results))
-    seconds = time.perf_counter() - started
-    samples = [[Sample.of(result) for result in results] for results in results_by_prompt]
-    return RuleTexts(rule, temperature, samples, seconds)
-
-
-def _prompt_text(model: TopWModel, prompt: Prompt, ids: Sequence[int]) -> str:
-    return prompt.content if prompt.kind == "prompt" else model.tokenizer.decode(ids, skip_special_tokens=False)
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedPrompt:
-    """An encoded prompt.
-
-    ids: token ids.
-    parameters: parameters of `TopWModel.generate` without rule and temperature.
-    budget: maximum number of new tokens that the parameters and the context allow.
-    """
-
-    ids: list[int]
-    parameters: Mapping[str, Any]
-    budget: int
-
-    def with_parameters(self, parameters: Mapping[str, Any]) -> PreparedPrompt:
-        return replace(self, parameters={**self.parameters, **parameters})
-
-    def for_one_token(self) -> PreparedPrompt:
-        """The same prompt with a budget of one token, for one text."""
-        kept = {name: value for name, value in self.parameters.items() if name != "max_length"}
-        return replace(self, parameters={**kept, "max_new_tokens": 1, "num_return_sequences": 1})
-
-
-class TextGenerator(contextlib.AbstractContextManager["TextGenerator"]):
-    """Generates from many prompts: together in an Engine if the model has a static cache, else one by one.
-
-    rows: number of sequences that run at once.
-    length: maximum number of tokens of a sequence, including its prompt.
-    samples: maximum number of sequences of a request.
-    """
-
-    def __init__(self, model: TopWModel, rows: int, length: int, samples: int) -> None:
-        self._model, self._ahead = model, max(1, _QUEUED_PER_ROW * rows // samples)
-        self._engine: Engine | None = None
-        if model.manifest.decoder.kv_form == "static":
-            queue = max(_QUEUED_PER_ROW * rows, samples)
-            # exact=True: a text must not depend on the rules that ran before.
-            self._engine = Engine(
-                model, max_batch=rows, max_length=length, max_queue=queue, when_full="wait", exact=True
-            )
-
-    def results(self, prompts: Iterable[PreparedPrompt]) -> Iterator[list[GenerationResult]]:
-        """Yield the results of each prompt, in order. Raises the first error of a request."""
-        if self._engine is None:
-            for prompt in prompts:
-                yield _as_list(self._model.generate(prompt.ids, **prompt.parameters))
-            return
-        running: deque[Any] = deque()
-        for prompt in prompts:
-            running.append(self._engine.submit(prompt.ids, **prompt.parameters))
-            if len(running) >= self._ahead:
-                yield _as_list(running.popleft().result())
-        while running:
-            yield _as_list(running.popleft().result())
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close the engine. If the block raised, requests that still run are cancelled."""
-        if self._engine is not None:
-            self._engine.__exit__(kind, error, trace)
-
-
-def _as_list(results: GenerationResult | list[GenerationResult]) -> list[GenerationResult]:
-    return results if isinstance(results, list) else [results]
+    if sequence.params.budget == 0:
+        raise PromptError(
+            f"{prompt.where} has {len(sequence.prompt)} tokens and fills the model's context; shorten it."
+        )
+    return sequence

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import logging
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from lm_eval.api.model import TemplateLM
@@ -13,12 +17,15 @@ from tqdm import tqdm
 
 from topw_deploy.errors import ParameterError, PromptError, TokenizerError
 from topw_deploy.manifest import MANIFEST_NAME, sha256_of
-from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime import GenerationResult, TopWModel
+from topw_deploy.runtime.generation_config import has_no_effect
+from topw_deploy.runtime.outputs import logits_output
+from topw_deploy.runtime.parameters import ALIASES, PARAMETERS
+from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
+from topw_deploy.sampling.seeds import prompt_seed
 from topw_lab.harness.arguments import read_arguments
-from topw_lab.harness.requests import Seeds, request_parameters
-from topw_lab.harness.running import PromptRequest, Runner
-from topw_lab.harness.scoring import Scorer
+from topw_lab.running import PromptRequest, Runner
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -41,10 +48,12 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
         # Raises for wrong parameters, before a long run.
         self._model.prepare([0], **{**given.parameters, "max_new_tokens": 1})
         engine = {**given.engine, **{name: value for name, value in given.opening.items() if name == "max_length"}}
-        self._runner = Runner(self._model, given.rows, engine)
+        self._runner = Runner(self._model, given.rows, **engine)
         context = self._model.manifest.decoder.context_length
         self._tokens = min(given.opening.get("max_length", context), context)
-        self._scorer = Scorer(self._model, self._runner, self._tokens, given.rows)
+        decoder = self._model.manifest.decoder
+        reuses = not decoder.recurs and engine.get("reuse_prefixes") is not False and self._runner.engine is not None
+        self._scorer = Scorer(self._model, self._runner, self._tokens, given.rows, reuses)
         # The harness seeds numpy's generator (--seed) before it creates the model.
         self._seed = int(np.random.randint(2**31 - 1)) if given.seed is None else given.seed
         self._warned: set[str] = set()
@@ -270,3 +279,158 @@ def cut_after(rendered: str, last: str) -> str:
             "--apply_chat_template, or with another template."
         )
     return rendered[: place + len(last)]
+
+
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # in the harness's order
+_WHETHER_GREEDY = ("do_sample", "temperature")
+
+
+def request_parameters(
+    gen_kwargs: Mapping[str, Any], given: Mapping[str, Any], max_gen_toks: int, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """The parameters of `TopWModel.generate` for a request, without its seed.
+
+    gen_kwargs: those of the task and of `--gen_kwargs`. As in the harness, a request is greedy with do_sample=False,
+        and without a temperature above 0 or do_sample=True.
+    given: the parameters in `--model_args`. They override `gen_kwargs`; a temperature also overrides do_sample.
+    max_gen_toks: maximum number of new tokens if `gen_kwargs` has no length.
+
+    Raises ParameterError if `until` has another type than text or list of texts, or if `gen_kwargs` has a seed.
+    """
+    stated = {name: value for name, value in gen_kwargs.items() if value is not None}
+    until = _until_texts(stated.pop("until", ()))
+    lengths = [stated.pop(name) for name in _LENGTHS if name in stated]
+    if "seed" in stated:
+        raise ParameterError("gen_kwargs has a seed, but the seed is the run's; give --model_args seed=N.", "seed")
+    greedy = {name: stated.pop(name) for name in _WHETHER_GREEDY if name in stated}
+    if not given.keys() & _WHETHER_GREEDY:
+        stated |= _sampling_parameters(greedy)
+    stated = {name: value for name, value in stated.items() if _is_ours(name) or not has_no_effect(name, value)}
+    return {
+        "max_new_tokens": int(lengths[0]) if lengths else max_gen_toks,
+        **_stop_parameters(until, tokenizer),
+        **{name: value for name, value in stated.items() if ALIASES.get(name, name) not in given},
+        **given,
+    }
+
+
+class Seeds:
+    """Seeds of requests. Each depends on the run's seed, the prompt, and the number of earlier requests with it.
+
+    So the draws of a request do not depend on `--limit`, the order, the number of rows, the rule or other tasks.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._requests: Counter[str] = Counter()  # prompt -> number of its requests
+
+    def next(self, prompt: str) -> int:
+        """The seed, below 2**53, of the next request with this prompt."""
+        count = self._requests[prompt]
+        self._requests[prompt] += 1
+        digest = hashlib.sha256(f"{count}\n{prompt}".encode("utf-8", "surrogatepass")).digest()
+        return prompt_seed(self._seed, int.from_bytes(digest[:8], "little"))
+
+
+def _is_ours(name: str) -> bool:
+    return ALIASES.get(name, name) in PARAMETERS
+
+
+def _sampling_parameters(greedy: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters that the harness's `do_sample` and `temperature` mean."""
+    if greedy.get("do_sample") is False or not (greedy.get("do_sample") or greedy.get("temperature")):
+        return {"temperature": 0.0}
+    return dict(greedy)
+
+
+def _until_texts(value: Any) -> list[str]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
+        raise ParameterError(f"until is {value!r:.60}, but must be a text or a list of texts.", "until")
+    return [text for text in texts if text]
+
+
+def _stop_parameters(until: list[str], tokenizer: Tokenizer) -> dict[str, Any]:
+    """The stop strings, and as stop ids those that are special tokens, because special tokens give no text."""
+    special = {text: token for token, text in tokenizer.special_ids.items()}
+    ids = [special[text] for text in until if text in special]
+    return {**({"stop_token_ids": ids} if ids else {}), **({"stop_strings": until} if until else {})}
+
+
+Pair: TypeAlias = "tuple[Sequence[int], Sequence[int]]"
+"""Token ids of a context and of a continuation."""
+
+# Parameters that undo what a model's generation config may ban, because the scored token must be drawn.
+_UNEDITED: dict[str, Any] = {
+    "temperature": 0.0,
+    "min_new_tokens": 0,
+    "min_length": 0,
+    "suppress_tokens": [],
+    "bad_words_ids": [],
+    "no_repeat_ngram_size": 0,
+    "seed": 0,
+}
+
+
+class Scorer:
+    """Scores each continuation in the faster of two ways.
+
+    - One request per token of the continuation. It reads the tokens before this token in chunks, and draws this token
+      as the only allowed one. All requests but the first reuse the tokens that the request before has read.
+    - One request for `prompt_logprobs`. It reads context and continuation token by token, in steps of all rows.
+
+    tokens: maximum number of tokens of context and continuation together.
+    rows: number of rows of the engine.
+    reuses: whether the engine reuses the states of the tokens that begin an earlier prompt, too.
+    """
+
+    def __init__(self, model: TopWModel, runner: Runner, tokens: int, rows: int, reuses: bool) -> None:
+        self._model, self._runner, self._tokens, self._rows, self._reuses = model, runner, tokens, rows, reuses
+
+    def scores(self, pairs: Sequence[Pair]) -> Iterator[tuple[float, bool]]:
+        """Yield (log-probability, whether each token is the greedy one) of each continuation, in order.
+
+        pairs: contexts and continuations, which must not be empty. A context that is too long loses its beginning.
+
+        Raises ParameterError for a folder without logits, PromptError for a continuation longer than the context.
+        """
+        if logits_output(self._model.manifest) is None:
+            raise ParameterError(
+                f"log-likelihoods need the output logits, which the graph of {self._model.path} lacks; export it again "
+                "with --with-logits."
+            )
+        results = self._runner.results(itertools.chain.from_iterable(map(self._requests, pairs)))
+        for _, continuation in pairs:
+            yield self._score(results, len(continuation))
+
+    def _requests(self, pair: Pair) -> Iterable[PromptRequest]:
+        context, continuation = pair
+        if len(continuation) >= self._tokens:
+            raise PromptError(
+                f"a continuation has {len(continuation)} tokens, but at most {self._tokens - 1} can be scored; shorten "
+                "it."
+            )
+        whole = [*context, *continuation][-self._tokens :]
+        start = len(whole) - len(continuation)
+        if not self._scores_by_drawing(len(continuation), len(whole)):
+            return [(whole, {**_UNEDITED, "max_new_tokens": 0, "prompt_logprobs": 0})]
+        one = {**_UNEDITED, "max_new_tokens": 1, "logprobs": 0}
+        return [(whole[:end], {**one, "allowed_token_ids": whole[end : end + 1]}) for end in range(start, len(whole))]
+
+    def _scores_by_drawing(self, continuation: int, whole: int) -> bool:
+        """Whether drawing the tokens is the faster way.
+
+        continuation, whole: number of tokens of the continuation, and of context and continuation together.
+
+        Drawing takes a run of one row per token of the continuation. The other way takes a step of all rows per token
+        of context and continuation.
+        """
+        return continuation == 1 or (self._reuses and continuation * self._rows <= whole)
+
+    def _score(self, results: Iterator[GenerationResult], continuation: int) -> tuple[float, bool]:
+        result = next(results)
+        if result.prompt_logprobs is not None:
+            return result.prompt_likelihood(result.prompt_tokens - continuation)
+        drawn = [result, *itertools.islice(results, continuation - 1)]
+        entries = [one.token_logprobs[0] for one in drawn if one.token_logprobs]
+        return math.fsum(entry.logprob for entry in entries), all(entry.greedy for entry in entries)

@@ -1,4 +1,4 @@
-"""Train the demo model: `python -m topw_lab.training.train --output DIR`."""
+"""Train the bundled model: `python -m topw_lab.training --output DIR`."""
 
 from __future__ import annotations
 
@@ -9,23 +9,70 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tokenizers
 import torch
 import transformers
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.nn import functional
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from topw_deploy.tiny.corpus import Corpus, gather_corpus
-from topw_lab.training.tokenizer import BOS, EOS, PAD, tokenizer_config, train_tokenizer
+
+BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
+SPECIAL_TOKENS = (BOS, EOS, PAD)  # ids 0, 1, 2
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Learn merges from `documents`. The tokenizer prepends BOS to a text, but does not append EOS.
+
+    vocab_size: number of tokens, including three special tokens and one for each of the 256 bytes, so that no byte is
+        unknown.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    tokenizer.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing(
+                single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+            ),
+        ]
+    )
+    return tokenizer
+
+
+def tokenizer_config(context: int) -> dict[str, Any]:
+    """The content of tokenizer_config.json, for a class that transformers 4 and 5 both have.
+
+    context: maximum number of tokens.
+    """
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "add_bos_token": True,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": context,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "padding_side": "left",
+    }
 
 
 @dataclass(frozen=True)
@@ -50,27 +97,6 @@ class Recipe:
     precision: str = "bfloat16"  # of matrix products in training: "bfloat16" or "float32"
     compiled: bool = False  # torch.compile: 1.5 times as fast, needs a C++ compiler
     seed: int = 1
-
-
-class LlamaRecipe(Protocol):
-    """The fields of a recipe that determine the model before training."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def context(self) -> int: ...
-    @property
-    def seed(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -126,7 +152,7 @@ def held_out_loss(model: LlamaForCausalLM, documents: Sequence[str], tokenizer: 
     return HeldOut(losses / scored, losses / math.log(2) / sum(len(d.encode()) for d in documents))
 
 
-def build_model(recipe: LlamaRecipe, tokenizer: Tokenizer) -> LlamaForCausalLM:
+def build_model(recipe: Recipe, tokenizer: Tokenizer) -> LlamaForCausalLM:
     """Make a float32 Llama with random weights and tied embeddings."""
     torch.manual_seed(recipe.seed)
     config = LlamaConfig(
@@ -325,7 +351,7 @@ def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m topw_lab.training.train", description="Train the demo model on this Python's documentation."
+        prog="python -m topw_lab.training", description="Train the bundled model on this Python's documentation."
     )
     parser.add_argument("--output", type=Path, default=Path("demo-model"), help="folder (default: %(default)s)")
     parser.add_argument(
