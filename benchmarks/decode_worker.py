@@ -19,7 +19,7 @@ import onnxruntime as ort
 from benchmarks.common import UNCOUNTED, median_step_seconds, share_thread_pool
 from topw_deploy.export.sampler.spec import OP_TYPE
 from topw_deploy.manifest import DecoderManifest
-from topw_deploy.plugins.shared_library import library_path
+from topw_deploy.plugins.library import library_path
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.cache import new_caches
 from topw_deploy.runtime.folder import ModelFolder

@@ -29,7 +29,7 @@ from benchmarks.function import VOCAB, flat_logits, measure
 from benchmarks.native_rules import mean_entropy, rule_table, time_rules
 from benchmarks.trained_rows import logits_of, trained_model
 from tests.support.kernel import STAGES, Kernel, KernelCall, KernelTable
-from topw_deploy.plugins.shared_library import library_path, why_absent
+from topw_deploy.plugins.library import library_path, why_absent
 from topw_deploy.sampling import Geometry, TopWOptions, pack_mask
 from topw_lab.bench.samplers import likely_logits
 

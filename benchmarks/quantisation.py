@@ -102,7 +102,7 @@ def _round_model(model: Any, quantisation: Quantisation) -> Any:
 
 def memory_table(folders: list[Path]) -> str:
     """File and resident bytes of each folder's model.onnx."""
-    from topw_deploy.plugins.shared_library import library_path
+    from topw_deploy.plugins.library import library_path
 
     rows = []
     for folder in folders:

@@ -31,7 +31,7 @@ from tests.support.function_cases import (
     random_case,
 )
 from tests.support.rule_cases import sampler_case
-from topw_deploy.plugins.shared_library import library_path, why_absent
+from topw_deploy.plugins.library import library_path, why_absent
 from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
 

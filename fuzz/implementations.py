@@ -103,7 +103,7 @@ def open_native(visit: Visit, bound: np.ndarray | None) -> Answerer:
 def native_kernel() -> Any:
     """The kernel of the native library."""
     from tests.support.kernel import Kernel
-    from topw_deploy.plugins.shared_library import library_path, why_absent
+    from topw_deploy.plugins.library import library_path, why_absent
 
     path = library_path()
     if path is None:

@@ -31,11 +31,11 @@ def library_for_the_gpu(job: Job) -> Path:
 def kernels(job: Job) -> Result:
     """Compile with nvcc. In a rehearsal without nvcc, the step is absent."""
     from topw_deploy.errors import PluginError
-    from topw_deploy.plugins import compile_cuda
+    from topw_deploy.plugins import nvcc
 
     said: list[str] = []
     try:
-        built = compile_cuda.compile_cuda(library_for_the_gpu(job), (job.architecture or _REHEARSED,), say=said.append)
+        built = nvcc.compile_cuda(library_for_the_gpu(job), (job.architecture or _REHEARSED,), say=said.append)
     except PluginError as error:
         no_compiler = job.rehearse and "there is no nvcc" in str(error)
         return Result(absent=(str(error),)) if no_compiler else Result(failed=str(error))
@@ -126,10 +126,10 @@ def plain_name(mangled: str) -> str:
 def find_tool(name: str) -> str | None:
     """A CUDA program beside nvcc, on PATH or in Triton's package; else None."""
     from topw_deploy.errors import PluginError
-    from topw_deploy.plugins import compile_cuda
+    from topw_deploy.plugins import nvcc
 
     try:
-        beside = compile_cuda.find_toolkit().nvcc.resolve().parent / name
+        beside = nvcc.find_toolkit().nvcc.resolve().parent / name
         if beside.is_file():
             return str(beside)
     except PluginError:

@@ -61,9 +61,9 @@ def _no_folders(job: Job) -> str:
 
 
 def _no_gpu_to_rehearse(job: Job) -> str:
-    from topw_deploy.plugins import driver
+    from topw_deploy.plugins import library
 
-    why = driver.query_driver().why_none if job.rehearse else ""
+    why = library.query_driver().why_none if job.rehearse else ""
     return f"no engine is built in a rehearsal without a GPU: {why}" if why else ""
 
 

@@ -72,10 +72,10 @@ def _version(name: str) -> str:
 
 
 def main() -> None:
-    from topw_deploy.plugins import driver
+    from topw_deploy.plugins import library
 
-    found = driver.query_driver()
-    first = found.devices[0] if found.devices else driver.Device("", 0)
+    found = library.query_driver()
+    first = found.devices[0] if found.devices else library.Device("", 0)
     json.dump({"gpu": first.name, "architecture": first.architecture, "why_none": found.why_none, "cuda": found.cuda},
               sys.stdout)  # fmt: skip
 

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.common import Spread, interleave, table
 from benchmarks.gpu.graphs import Calls, Graph, Side, capture_graph, microseconds
-from topw_deploy.plugins import driver
+from topw_deploy.plugins import library
 
 _WARM_UP = 5  # uncounted rounds
 _READ = 1 << 30  # bytes
@@ -129,7 +129,7 @@ def zeroing_side(block: torch.Tensor) -> Side:
 
 def memset(address: int, size: int, stream: int) -> None:
     """Zero `size` bytes on the device. Raises RuntimeError with the driver's error."""
-    code = ctypes.CDLL(driver.LIBRARY).cuMemsetD8Async(
+    code = ctypes.CDLL(library.DRIVER_NAME).cuMemsetD8Async(
         ctypes.c_uint64(address), ctypes.c_ubyte(0), ctypes.c_size_t(size), ctypes.c_void_p(stream)
     )
     if code:

@@ -17,7 +17,7 @@ from fuzz.sampler import differences
 from tests.support.kernel import STAGES, Kernel, KernelSamples, KernelTable
 from tests.support.rows import explanation
 from topw_deploy.errors import ProviderError
-from topw_deploy.plugins.shared_library import library_path
+from topw_deploy.plugins.library import library_path
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, pack_mask, sample_row
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions, TopWParameters
 from topw_lab.bench.samplers import bell_logits, likely_logits

@@ -27,7 +27,7 @@ from tests.support.kernel import COLUMNS, STAGES, CallInputs, KernelSamples, Ker
 from tests.support.rows import explanation
 from tests.support.structs import TABLE_TYPES, BlocksStruct, InputsStruct, OutputsStruct, TableStruct
 from topw_deploy.errors import PluginError
-from topw_deploy.plugins import driver
+from topw_deploy.plugins import library
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, mask_words, pack_mask, sample_row
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions
 
@@ -42,7 +42,7 @@ class DeviceMemory:
 
     def __init__(self) -> None:
         try:
-            self._driver = ctypes.CDLL(driver.LIBRARY)
+            self._driver = ctypes.CDLL(library.DRIVER_NAME)
         except OSError as error:
             raise PluginError(f"there is no NVIDIA driver ({error}).") from None
 

@@ -190,7 +190,7 @@ NAMES = ("libtopw.so", "libtopw_cuda.so", "custom_ops.so", "plugins/libtopw.so",
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
 def test_a_folder_never_makes_the_process_load_its_code(folder: Path, tmp_path: Path) -> None:
     """Files that name libraries in every way that some runtime honours, also from within the folder."""
-    from topw_deploy.plugins.shared_library import library_path
+    from topw_deploy.plugins.library import library_path
 
     library, witness = library_path(), tmp_path / "witness"
     content = Path(library).read_bytes() if library is not None else b"\x7fELF" + bytes(60)

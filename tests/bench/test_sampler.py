@@ -16,7 +16,7 @@ from click.testing import Result
 from tests.support.samples import slow
 from topw_deploy import install
 from topw_deploy.errors import BenchmarkError, ParameterError
-from topw_deploy.plugins.shared_library import library_path
+from topw_deploy.plugins.library import library_path
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, crop
 from topw_deploy.sampling.parameters import METRICS
 from topw_lab.bench import samplers

@@ -13,9 +13,8 @@ import pytest
 from tests.support.invoking import Invoke
 from topw_deploy.cli import doctor, plugins
 from topw_deploy.errors import PluginError
-from topw_deploy.plugins import compile_cuda, driver, status
-from topw_deploy.plugins.compile_cuda import CompiledLibrary
-from topw_deploy.plugins.nvcc import CompilationState
+from topw_deploy.plugins import library, nvcc
+from topw_deploy.plugins.nvcc import CompilationState, CompiledLibrary
 
 
 @pytest.fixture
@@ -31,7 +30,7 @@ def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ..
         watch(CompilationState((), (90, 87), 2, 60.0))
         return CompiledLibrary(output or tmp_path / "lib.so", (87, 90), "13.0", 61.4, 4_200_000)
 
-    monkeypatch.setattr(compile_cuda, "compile_cuda", build)
+    monkeypatch.setattr(nvcc, "compile_cuda", build)
     return asked
 
 
@@ -72,11 +71,13 @@ def test_a_terminal_has_one_line_that_shows_what_is_compiled_how_much_is_done_an
 def test_native_stands_for_the_gpus_that_the_driver_lists(
     invoke: Invoke, built: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = driver.Driver("13.0", (driver.Device("Orin", 87), driver.Device("H200", 90), driver.Device("H200", 90)), "")
-    monkeypatch.setattr(driver, "query_driver", lambda: found)
+    found = library.Driver(
+        "13.0", (library.Device("Orin", 87), library.Device("H200", 90), library.Device("H200", 90)), ""
+    )
+    monkeypatch.setattr(library, "query_driver", lambda: found)
     assert invoke("plugins", "build", "--cuda", "--architecture", "native", "--architecture", "8.0").exit_code == 0
     assert built == [(None, (80, 87, 90))]
-    monkeypatch.setattr(driver, "query_driver", lambda: driver.Driver(None, (), "there is no NVIDIA driver"))
+    monkeypatch.setattr(library, "query_driver", lambda: library.Driver(None, (), "there is no NVIDIA driver"))
     with pytest.raises(PluginError, match="'native' means the GPU of this machine, but there is no NVIDIA driver"):
         invoke("plugins", "build", "--cuda", "--arch", "native")
 
@@ -113,15 +114,15 @@ def test_without_nvcc_the_reason_is_one_sentence(invoke: Invoke, monkeypatch: py
         invoke("plugins", "build", "--cuda")
 
 
-FOUND = status.Status(
-    status.CpuStatus("/lib/libtopw.so", "avx2", ""),
-    status.CudaStatus("/lib/libtopw_cuda.so", (75, 90), ""),
-    driver.Driver("13.0", (driver.Device("NVIDIA H200", 90),), ""),
+FOUND = library.Status(
+    library.CpuStatus("/lib/libtopw.so", "avx2", ""),
+    library.CudaStatus("/lib/libtopw_cuda.so", (75, 90), ""),
+    library.Driver("13.0", (library.Device("NVIDIA H200", 90),), ""),
 )
 
 
 def test_the_installed_libraries_and_gpus_are_shown(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "read_status", lambda: FOUND)
+    monkeypatch.setattr(library, "read_status", lambda: FOUND)
     assert invoke("plugins", "show").stdout.splitlines() == [
         "CPU library   /lib/libtopw.so, avx2",
         "CUDA library  /lib/libtopw_cuda.so, sm_75 sm_90",
@@ -134,14 +135,14 @@ def test_the_installed_libraries_and_gpus_are_shown(invoke: Invoke, monkeypatch:
 
 
 def test_doctor_shows_the_cuda_library_and_the_driver(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "read_status", lambda: FOUND)
+    monkeypatch.setattr(library, "read_status", lambda: FOUND)
     assert set(invoke("doctor").stdout.splitlines()) >= {
         "CUDA sampler: for the GPU here, sm_75 sm_90, /lib/libtopw_cuda.so",
         "NVIDIA driver: runs CUDA 13.0, NVIDIA H200, sm_90",
     }
-    missing = status.CudaStatus(None, (), "it was not built here")
-    without = dataclasses.replace(FOUND, cuda=missing, driver=driver.Driver(None, (), "none"))
-    monkeypatch.setattr(status, "read_status", lambda: without)
+    missing = library.CudaStatus(None, (), "it was not built here")
+    without = dataclasses.replace(FOUND, cuda=missing, driver=library.Driver(None, (), "none"))
+    monkeypatch.setattr(library, "read_status", lambda: without)
     assert doctor._cuda_lines(doctor._diagnose_cuda()) == [
         "CUDA sampler: none (it was not built here)",
         "NVIDIA driver: none",

@@ -14,7 +14,7 @@ import pytest
 
 from tests.plugins.cuda import tools
 from tests.support.emulated import CUDA_SOURCES, compiled
-from topw_deploy.plugins import compile_cuda, compile_native
+from topw_deploy.plugins import compile_native, nvcc
 
 from .make_stand_in import make
 
@@ -50,7 +50,7 @@ def stand_in(python: Path, request: pytest.FixtureRequest) -> Path:
                 home = tools.home()
                 if home is not None:
                     patch.setenv("CUDA_HOME", str(home))
-                make(folder, provider, compile_cuda.find_toolkit().headers)
+                make(folder, provider, nvcc.find_toolkit().headers)
         except (compile_native.NotBuiltError, subprocess.CalledProcessError) as error:
             pytest.fail(f"the stand-in does not compile: {getattr(error, 'stderr', error)}")
         (folder / "ready").touch()

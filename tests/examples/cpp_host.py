@@ -18,8 +18,8 @@ from msgspec.structs import replace
 
 from tests.support.toy_model import _specs, byte_ids
 from topw_deploy.manifest import MANIFEST_NAME, describe_files, load_manifest, save_manifest
-from topw_deploy.plugins import compile_native, shared_library
-from topw_deploy.plugins.shared_library import library_path
+from topw_deploy.plugins import compile_native, library
+from topw_deploy.plugins.library import library_path
 from topw_deploy.runtime import GenerationResult, TopWModel
 
 HERE = Path(__file__).parent
@@ -79,7 +79,7 @@ def compiled(output: Path, *flags: str, source: Path | None = None) -> Path:
 def native_library() -> Path:
     path = library_path()
     if path is None:
-        pytest.skip(f"no native sampler: {shared_library.why_absent()}")
+        pytest.skip(f"no native sampler: {library.why_absent()}")
     return path
 
 

@@ -15,7 +15,7 @@ from tests.support.tiny_models import VOCAB
 from topw_deploy.cli import main
 from topw_deploy.cli.verify import command as verify_command
 from topw_deploy.manifest import load_manifest
-from topw_deploy.plugins.shared_library import why_absent
+from topw_deploy.plugins.library import why_absent
 
 
 @dataclass(frozen=True)

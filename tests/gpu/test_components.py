@@ -13,7 +13,7 @@ from benchmarks.gpu.packing import flashinfer, onnxruntime_gpu, tensorrt, wheels
 from benchmarks.gpu.packing.fatbin import fat_binaries
 from benchmarks.gpu.packing.wheels import Host
 from topw_deploy.errors import BenchmarkError, PluginError
-from topw_deploy.plugins import compile_cuda
+from topw_deploy.plugins import nvcc
 
 from .fatbin_files import CUBIN, elf, entry, fat_binary
 
@@ -147,10 +147,10 @@ def flashinfer_wheels(source: bytes) -> dict[str, dict[str, bytes]]:
     }
 
 
-@pytest.fixture
-def nvcc() -> None:
+@pytest.fixture(name="nvcc")
+def found_nvcc() -> None:
     try:
-        compile_cuda.find_toolkit()
+        nvcc.find_toolkit()
     except PluginError as error:
         pytest.skip(str(error))
 

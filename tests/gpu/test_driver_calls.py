@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from topw_deploy.plugins import compile_native, driver
+from topw_deploy.plugins import compile_native, library
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory, emulated_library: Path
     folder = tmp_path_factory.mktemp("driver")
     source = Path(__file__).with_name("driver_stand_in.cpp")
     compile_native.run_compiler(
-        [*compile_native.find_compiler(), "-shared", "-fPIC", str(source), "-o", str(folder / driver.LIBRARY)]
+        [*compile_native.find_compiler(), "-shared", "-fPIC", str(source), "-o", str(folder / library.DRIVER_NAME)]
     )
     return {**os.environ, "LD_LIBRARY_PATH": str(folder)}
 

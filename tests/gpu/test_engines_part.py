@@ -12,7 +12,7 @@ from benchmarks.gpu.job import Job, MissingError, Step
 from tests.support.tensorrt_double import TensorRT
 from tests.support.tensorrt_machine import gpu, trt  # noqa: F401  # fixtures
 from tests.support.toy_model import Toy, export
-from topw_deploy.plugins import driver
+from topw_deploy.plugins import library
 from topw_deploy.sampling import TopWOptions
 
 
@@ -100,7 +100,7 @@ def test_the_reason_why_tensorrt_was_not_packed_is_reported(job: Job, monkeypatc
 
 @pytest.mark.usefixtures("found_here")
 def test_a_rehearsal_without_a_gpu_reports_that_no_engine_is_built(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "query_driver", lambda: driver.Driver(None, (), "there is no NVIDIA driver"))
+    monkeypatch.setattr(library, "query_driver", lambda: library.Driver(None, (), "there is no NVIDIA driver"))
     (step,) = engines.steps(job)
     expected = "no engine is built in a rehearsal without a GPU: there is no NVIDIA driver"
     assert step.run(job).absent == (expected,)

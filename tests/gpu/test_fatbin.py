@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.gpu.packing.fatbin import fat_binaries, keep_only, loaded_code, survey
 from topw_deploy.errors import BenchmarkError, PluginError
-from topw_deploy.plugins import compile_cuda
+from topw_deploy.plugins import nvcc
 
 from .fatbin_files import CUBIN, ONLY_THERE, PTX, elf, entry, fat_binary
 
@@ -123,14 +123,14 @@ def test_a_broken_file_is_refused_and_not_changed(tmp_path: Path, content: bytes
 @pytest.mark.slow
 def test_a_library_of_nvcc_keeps_the_code_of_one_gpu(tmp_path: Path) -> None:
     try:
-        nvcc = compile_cuda.find_toolkit().nvcc
+        compiler = nvcc.find_toolkit().nvcc
     except PluginError as error:
         pytest.skip(str(error))
     source, path = tmp_path / "add.cu", tmp_path / "libadd.so"
     source.write_text("__global__ void add(float *x) { x[threadIdx.x] += 1; }\n", encoding="ascii")
     code = [f"-gencode=arch=compute_{sm},code=sm_{sm}" for sm in (80, 90)]
     code += ["-gencode=arch=compute_90,code=compute_90"]
-    subprocess.run([nvcc, "-shared", "-Xcompiler=-fPIC", *code, str(source), "-o", str(path)], check=True)
+    subprocess.run([compiler, "-shared", "-Xcompiler=-fPIC", *code, str(source), "-o", str(path)], check=True)
     before = payloads(path)
     kept = keep_only(path, 90)
     after = payloads(path)

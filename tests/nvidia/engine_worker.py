@@ -17,12 +17,12 @@ from typing import Any
 import msgspec
 
 from topw_deploy.errors import TopWError
-from topw_deploy.plugins import driver
+from topw_deploy.plugins import library
 from topw_deploy.progress import Progress
 from topw_deploy.tensorrt import check, stamp
 from topw_deploy.tensorrt.build import build_engine
 
-GPU = driver.Driver("13.0", (driver.Device("No GPU", 90),), "")
+GPU = library.Driver("13.0", (library.Device("No GPU", 90),), "")
 
 
 def build(request: dict[str, Any]) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def write_whole(builder: Any, network: Any, config: Any, writer: Any) -> bool:
 
 
 def main() -> None:
-    driver.query_driver = lambda: GPU
+    library.query_driver = lambda: GPU
     check.load_tensorrt().Builder.build_serialized_network_to_stream = write_whole  # missing in TensorRT-RTX
     requests = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     Path(sys.argv[2]).write_text(json.dumps([build(request) for request in requests]), encoding="utf-8")

@@ -7,8 +7,8 @@ import pytest
 from tests.support.kernel import Kernel
 from tests.support.native_cases import instruction_sets, opened
 from tests.support.samples import slow
-from topw_deploy.plugins import shared_library as library
-from topw_deploy.plugins.shared_library import library_path
+from topw_deploy.plugins import library
+from topw_deploy.plugins.library import library_path
 
 
 @pytest.fixture(scope="session")

@@ -15,9 +15,7 @@ import pytest
 
 from tests.support.waiting import HANG, until
 from topw_deploy.errors import PluginError
-from topw_deploy.plugins import compile_cuda, compile_native, driver, nvcc, status
-from topw_deploy.plugins import shared_library as library
-from topw_deploy.plugins.tensorrt import kernels
+from topw_deploy.plugins import compile_native, library, nvcc
 
 Invoke = Callable[..., object]
 Install = Callable[..., Path]
@@ -41,7 +39,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
         monkeypatch.delenv(name, raising=False)
     nowhere = {name: str(tmp_path / "site") for name in ("purelib", "platlib")}
     monkeypatch.setattr(sysconfig, "get_paths", lambda: nowhere)
-    monkeypatch.setattr(compile_cuda, "_USUAL_ROOT", tmp_path / "usual")
+    monkeypatch.setattr(nvcc, "_USUAL_ROOT", tmp_path / "usual")
 
     def put(root: Path, script: str = NVCC) -> Path:
         for folder in ("bin", "lib64", "include"):
@@ -57,22 +55,22 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 def test_without_nvcc_the_command_that_installs_one_is_named(install: Install) -> None:
     with pytest.raises(PluginError, match=r"there is no nvcc in CUDA_HOME, PATH, .* pip install nvidia-cuda-nvcc "):
-        compile_cuda.find_toolkit()
+        nvcc.find_toolkit()
 
 
 def test_nvcc_is_taken_from_the_variable_the_path_the_environment_or_the_usual_place(
     install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual = install(tmp_path / "usual")
-    assert compile_cuda.find_toolkit().nvcc == usual
+    assert nvcc.find_toolkit().nvcc == usual
     pips = install(tmp_path / "site" / "nvidia" / "cu13")
-    assert compile_cuda.find_toolkit().nvcc == pips
+    assert nvcc.find_toolkit().nvcc == pips
     on_path = install(tmp_path / "path")
     monkeypatch.setenv("PATH", f"{on_path.parent}:/usr/bin:/bin")
-    assert compile_cuda.find_toolkit().nvcc == on_path
+    assert nvcc.find_toolkit().nvcc == on_path
     named = install(tmp_path / "named")
     monkeypatch.setenv("CUDA_PATH", str(tmp_path / "named"))
-    found = compile_cuda.find_toolkit()
+    found = nvcc.find_toolkit()
     assert (found.nvcc, found.version) == (named, "12.6")
     assert found.architectures == (50, 75, 80, 86, 87, 89, 90)
     assert (found.libraries, found.headers) == (tmp_path / "named" / "lib64", tmp_path / "named" / "include")
@@ -84,33 +82,33 @@ def test_a_variable_that_names_no_toolkit_is_refused(
     install(tmp_path / "usual")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nothing"))
     with pytest.raises(PluginError, match=r"CUDA_HOME is '.*nothing', which has no bin/nvcc; correct or unset it"):
-        compile_cuda.find_toolkit()
+        nvcc.find_toolkit()
 
 
 def test_an_nvcc_without_the_static_runtime_or_of_another_kind_is_refused(install: Install, tmp_path: Path) -> None:
-    nvcc = install(tmp_path / "usual")
+    compiler = install(tmp_path / "usual")
     (tmp_path / "usual" / "lib64" / "libcudart_static.a").unlink()
     with pytest.raises(PluginError, match=r"nvcc lacks libcudart_static.a; run: pip install"):
-        compile_cuda.find_toolkit()
-    nvcc.write_text("#!/bin/sh\necho hello\n")
+        nvcc.find_toolkit()
+    compiler.write_text("#!/bin/sh\necho hello\n")
     with pytest.raises(PluginError, match="is not a supported nvcc"):
-        compile_cuda.find_toolkit()
+        nvcc.find_toolkit()
 
 
 def test_the_architectures_are_all_that_nvcc_supports_or_the_requested_ones(install: Install, tmp_path: Path) -> None:
     install(tmp_path / "usual")
-    toolkit = compile_cuda.find_toolkit()
-    assert compile_cuda.choose_architectures(toolkit, ()) == (75, 80, 86, 87, 89, 90)
-    assert compile_cuda.choose_architectures(toolkit, (90, 87, 90)) == (87, 90)
+    toolkit = nvcc.find_toolkit()
+    assert nvcc.choose_architectures(toolkit, ()) == (75, 80, 86, 87, 89, 90)
+    assert nvcc.choose_architectures(toolkit, (90, 87, 90)) == (87, 90)
     for unknown in (110, 50):
         with pytest.raises(PluginError, match=rf"nvcc 12.6 does not compile .* sm_{unknown}, only for 75, 80"):
-            compile_cuda.choose_architectures(toolkit, (87, unknown))
+            nvcc.choose_architectures(toolkit, (87, unknown))
     with pytest.raises(PluginError, match=r"nvcc 9.2 compiles for none .* sm_75 or newer; install CUDA 11"):
-        compile_cuda.choose_architectures(replace(toolkit, version="9.2", architectures=(50, 70)), ())
+        nvcc.choose_architectures(replace(toolkit, version="9.2", architectures=(50, 70)), ())
 
 
 def test_nvcc_is_told_to_store_code_for_each_architecture_and_ptx_of_the_newest() -> None:
-    assert compile_cuda.code_flags((87, 90)) == [
+    assert nvcc.code_flags((87, 90)) == [
         "-gencode=arch=compute_87,code=sm_87",
         "-gencode=arch=compute_90,code=sm_90",
         "-gencode=arch=compute_90,code=compute_90",
@@ -126,14 +124,14 @@ def test_a_build_that_fails_says_where_and_leaves_the_library_that_was_there(
     output.write_bytes(b"of an earlier build")
     said: list[str] = []
     with pytest.raises(PluginError, match=r"was not built: .*nvcc failed \(kernel.cu\(7\): error: no such word\)"):
-        compile_cuda.compile_cuda(output, say=said.append)
+        nvcc.compile_cuda(output, say=said.append)
     assert said == [f"nvcc 12.6 ({tmp_path / 'usual' / 'bin' / 'nvcc'}), sm_75, sm_80, sm_86, sm_87, sm_89, sm_90"]
     assert output.read_bytes() == b"of an earlier build"
     monkeypatch.setenv("CXX", f"{sys.executable} -m ziglang c++")
     with pytest.raises(
         PluginError, match=r"nvcc needs a single program as its C\+\+ compiler, but CXX is \S+ -m ziglang"
     ):
-        compile_cuda.compile_cuda(output)
+        nvcc.compile_cuda(output)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +145,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_compiled(
     (tmp_path / "file").write_bytes(b"")
     said: list[str] = []
     with pytest.raises(PluginError, match=rf"cannot be written \({reason}\); name another file with --output"):
-        compile_cuda.compile_cuda(tmp_path / place, say=said.append)
+        nvcc.compile_cuda(tmp_path / place, say=said.append)
     assert said == []
     with pytest.raises(compile_native.NotBuiltError, match="cannot be written"):
         compile_native.install_library(Path(__file__), tmp_path / "file" / "lib.so")
@@ -167,7 +165,7 @@ def test_a_compiler_that_is_none_is_named(
     install(tmp_path / "usual")
     monkeypatch.setenv("CXX", named)
     with pytest.raises(PluginError, match=rf"the CUDA library was not built: CXX is '{named}', .*{reason}"):
-        compile_cuda.compile_cuda(tmp_path / "lib.so")
+        nvcc.compile_cuda(tmp_path / "lib.so")
 
 
 def test_a_library_runs_on_gpus_that_have_its_code_or_can_compile_its_ptx() -> None:
@@ -210,24 +208,26 @@ def fake_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[in
         source.write_text(FAKE_DRIVER)
         defines = [f"-DINIT={code}", f"-DCOUNT={count}"]
         subprocess.run([*compiler, *defines, "-fPIC", "-shared", str(source), "-o", str(made)], check=True)
-        monkeypatch.setattr(driver, "LIBRARY", str(made))
+        monkeypatch.setattr(library, "DRIVER_NAME", str(made))
 
     return make
 
 
 def test_the_driver_reports_its_version_and_its_gpus(fake_driver: Callable[[int, int], None]) -> None:
     fake_driver(0, 2)
-    found = driver.query_driver()
-    assert found == driver.Driver("12.6", (driver.Device("Orin", 87), driver.Device("Second", 90)), "")
+    found = library.query_driver()
+    assert found == library.Driver("12.6", (library.Device("Orin", 87), library.Device("Second", 90)), "")
     fake_driver(100, 0)
-    assert driver.query_driver() == driver.Driver("12.6", (), "the NVIDIA driver sees no GPU")
+    assert library.query_driver() == library.Driver("12.6", (), "the NVIDIA driver sees no GPU")
     fake_driver(999, 0)
-    assert driver.query_driver().why_none == "the NVIDIA driver does not start (CUDA error 999)"
+    assert library.query_driver().why_none == "the NVIDIA driver does not start (CUDA error 999)"
 
 
 def test_without_a_driver_the_reason_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "LIBRARY", "libcuda.so.none")
-    assert driver.query_driver() == driver.Driver(None, (), "there is no NVIDIA driver (libcuda.so.none was not found)")
+    monkeypatch.setattr(library, "DRIVER_NAME", "libcuda.so.none")
+    assert library.query_driver() == library.Driver(
+        None, (), "there is no NVIDIA driver (libcuda.so.none was not found)"
+    )
 
 
 def test_the_report_says_why_a_library_serves_no_gpu_here(
@@ -236,29 +236,24 @@ def test_the_report_says_why_a_library_serves_no_gpu_here(
     fake_driver(0, 1)
     monkeypatch.setenv("TOPW_CUDA_LIBRARY", str(tmp_path / "nowhere.so"))
     assert (
-        status.read_status().cuda.why_unused == f"TOPW_CUDA_LIBRARY is {tmp_path / 'nowhere.so'}, which is not a file"
+        library.read_status().cuda.why_unused == f"TOPW_CUDA_LIBRARY is {tmp_path / 'nowhere.so'}, which is not a file"
     )
     (tmp_path / "other.so").write_bytes(b"\x7fELF and nothing more")
     monkeypatch.setenv("TOPW_CUDA_LIBRARY", str(tmp_path / "other.so"))
     named = f"the library of TOPW_CUDA_LIBRARY='{tmp_path / 'other.so'}' does not load ("
-    assert status.read_status().cuda.why_unused.startswith(named)
+    assert library.read_status().cuda.why_unused.startswith(named)
     pretended = library.CudaLibrary.__new__(library.CudaLibrary)
     pretended.path, pretended.architectures = tmp_path / "other.so", (80, 90)
     monkeypatch.setattr(library, "load_cuda", lambda path: pretended)
-    found = status.read_status()
+    found = library.read_status()
     assert found.cuda.why_unused == "it has no code for sm_87 (run: topw plugins build --cuda --arch 87)"
-    assert status.status_lines(found)[1:] == [
+    assert library.status_lines(found)[1:] == [
         f"CUDA library  {tmp_path / 'other.so'}, sm_80 sm_90, unused: {found.cuda.why_unused}",
-        f"TRT library   none: {found.tensorrt.why_none}",
         "GPU 0         Orin, sm_87",
         "driver        runs CUDA 12.6",
     ]
-    monkeypatch.setattr(kernels, "PluginKernels", lambda path: path)
-    with pytest.raises(PluginError, match=r"other.so has kernels for sm_80 sm_90, and this GPU is sm_87; run: "):
-        kernels.installed_kernels()
     pretended.architectures = (80, 87)
-    assert status.read_status().cuda.why_unused == ""
-    assert kernels.installed_kernels() == tmp_path / "other.so"
+    assert library.read_status().cuda.why_unused == ""
 
 
 def test_ctrl_c_ends_nvcc(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,5 +277,5 @@ def test_ctrl_c_ends_nvcc(install: Install, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(nvcc, "run_nvcc", run)
     monkeypatch.setattr(compile_native, "run_compiler", lambda command: None)
     with pytest.raises(KeyboardInterrupt):
-        compile_cuda.compile_cuda(tmp_path / "made.so", (87,))
+        nvcc.compile_cuda(tmp_path / "made.so", (87,))
     assert ended.wait(HANG)

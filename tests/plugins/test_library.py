@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from topw_deploy.plugins import compile_cuda, compile_native
-from topw_deploy.plugins import shared_library as library
-from topw_deploy.plugins.shared_library import library_path
+from topw_deploy.plugins import compile_native, library, nvcc
+from topw_deploy.plugins.library import library_path
 
 ROOT = Path(__file__).parents[2]
 
@@ -147,7 +146,7 @@ def test_a_wheel_with_the_library_is_for_one_platform_and_one_without_for_all(
     tag, files = wheel_of(source_tree)
     assert tag == "py3-none-any"
     assert compile_native.LIBRARY_NAME not in files
-    assert "shared_library.py" in files
+    assert "library.py" in files
 
 
 @pytest.mark.slow
@@ -159,6 +158,6 @@ def test_the_source_distribution_has_every_file_that_the_library_is_made_from(so
     (archive,) = (source_tree / "dist").iterdir()
     with tarfile.open(archive) as files:
         packed = set(files.getnames())
-    for folder in (compile_native.SOURCES, compile_cuda.SOURCES):
+    for folder in (compile_native.SOURCES, nvcc.SOURCES):
         here = {path.name for path in folder.iterdir() if path.is_file()}
         assert {Path(name).name for name in packed if f"/plugins/{folder.name}/" in name} == here

@@ -28,7 +28,7 @@ from topw_deploy.manifest import (
     manifest_from_json,
     save_manifest,
 )
-from topw_deploy.plugins import shared_library as library
+from topw_deploy.plugins import library
 from topw_deploy.runtime import TopWModel, TopWSampler
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort import graph_session, native

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from topw_deploy.plugins import compile_cuda, compile_native
+from topw_deploy.plugins import compile_native, nvcc
 
 HEADERS = {
     "algorithm": r"max|min|sort|stable_sort|partial_sort|nth_element|fill|fill_n|copy|copy_n|lower_bound|upper_bound"
@@ -18,7 +18,7 @@ HEADERS = {
     "string": r"string|to_string",
     "vector": r"vector",
 }
-SOURCES = sorted([*compile_native.SOURCES.glob("*.cpp"), *compile_cuda.SOURCES.glob("*.c*")])
+SOURCES = sorted([*compile_native.SOURCES.glob("*.cpp"), *nvcc.SOURCES.glob("*.c*")])
 
 
 def included(source: Path, seen: set[Path]) -> set[str]:

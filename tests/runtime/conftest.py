@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.samples import slow
 from tests.support.toy_model import Load, Toy, export
-from topw_deploy.plugins import shared_library as library
+from topw_deploy.plugins import library
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import TopWOptions
 

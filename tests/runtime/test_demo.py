@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topw_deploy.plugins import shared_library as library
+from topw_deploy.plugins import library
 from topw_deploy.runtime import TopWModel
 
 pytestmark = pytest.mark.slow

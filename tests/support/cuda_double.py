@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from topw_deploy.plugins import driver
+from topw_deploy.plugins import library
 
 _OK, _INVALID, _NO_MEMORY, _NOT_WHILE_CAPTURING, _SPOILED = 0, 1, 2, 900, 901
 _ERRORS = {
@@ -71,9 +71,9 @@ class Gpu:
         self.module = self._module()
         self._handles = iter(range(1, 1 << 30))
 
-    def look(self) -> driver.Driver:
-        """Replaces plugins.driver.query_driver."""
-        return driver.Driver("13.0", (driver.Device(self.name, self.architecture),), "")
+    def look(self) -> library.Driver:
+        """Replaces plugins.library.query_driver."""
+        return library.Driver("13.0", (library.Device(self.name, self.architecture),), "")
 
     def at(self, pointer: int, size: int) -> np.ndarray:
         """The device's bytes. AssertionError if not allocated."""

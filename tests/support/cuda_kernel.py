@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.support.structs import FLOATS, TABLE_TYPES, InputsStruct, OptionsStruct, OutputsStruct, TableStruct
 from topw_deploy.errors import ParameterError, PluginError
-from topw_deploy.plugins.shared_library import CUDA_ABI_VERSION
+from topw_deploy.plugins.library import CUDA_ABI_VERSION
 from topw_deploy.sampling.parameters import TopWOptions
 
 CERTIFY, GEOMETRY = 1, 2  # the two launches of a step

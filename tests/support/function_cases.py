@@ -25,7 +25,7 @@ from tests.support.rows import (
 from topw_deploy.export.embedding import plain_gather
 from topw_deploy.export.sampler.spec import SamplerSpec
 from topw_deploy.export.sampler_only import sampler_model
-from topw_deploy.plugins.shared_library import library_path
+from topw_deploy.plugins.library import library_path
 from topw_deploy.sampling import Geometry, SampledRow, pack_mask
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions, TopWParameters
 from topw_deploy.sampling.rules import RULES

@@ -11,9 +11,8 @@ import pytest
 
 from tests.support.kernel import Kernel, KernelSamples, KernelTable
 from tests.support.rows import Case, Scenario, embedding_table, geometry_of, random_case
-from topw_deploy.plugins import compile_native
-from topw_deploy.plugins import shared_library as library
-from topw_deploy.plugins.shared_library import library_path
+from topw_deploy.plugins import compile_native, library
+from topw_deploy.plugins.library import library_path
 from topw_deploy.sampling import FLOAT64_TIES, Geometry, SampledRow, TopWOptions, sample_row
 
 LOGPROB_BOUND = 2e-7  # relative above 1: float64 rounded to float32

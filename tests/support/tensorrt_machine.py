@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.cuda_double import Gpu
 from tests.support.tensorrt_double import TensorRT
-from topw_deploy.plugins import driver, shared_library
+from topw_deploy.plugins import library
 
 
 def install(patch: pytest.MonkeyPatch, gpu: Gpu, trt: TensorRT) -> None:
@@ -21,7 +21,7 @@ def install(patch: pytest.MonkeyPatch, gpu: Gpu, trt: TensorRT) -> None:
     for name, module in (("cuda", package), ("cuda.bindings", bindings), ("cuda.bindings.runtime", gpu.module)):
         patch.setitem(sys.modules, name, module)
     patch.setitem(sys.modules, "tensorrt", trt.module)
-    patch.setattr(driver, "query_driver", gpu.look)
+    patch.setattr(library, "query_driver", gpu.look)
 
 
 @pytest.fixture
@@ -42,5 +42,5 @@ def trt(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> TensorRT:
 def no_plugin(trt: TensorRT, monkeypatch: pytest.MonkeyPatch) -> None:
     """No plugin in the registry, and none to register."""
     trt.registry.all_creators.clear()
-    monkeypatch.setattr(shared_library, "library_path", lambda kind: None)
-    monkeypatch.setattr(shared_library, "why_absent", lambda kind: "the CUDA library is absent")
+    monkeypatch.setattr(library, "library_path", lambda kind: None)
+    monkeypatch.setattr(library, "why_absent", lambda kind: "the CUDA library is absent")

@@ -21,7 +21,7 @@ from tests.support.tensorrt_double import Config, TensorRT
 from tests.tensorrt.conftest import CACHE, build
 from topw_deploy.errors import ParameterError, TensorRTError
 from topw_deploy.manifest import load_manifest, save_manifest
-from topw_deploy.plugins import shared_library
+from topw_deploy.plugins import library
 from topw_deploy.progress import Progress
 from topw_deploy.tensorrt.build import build_engine
 from topw_deploy.tensorrt.check import BUILT_WITH
@@ -195,9 +195,9 @@ def test_the_cuda_library_is_used_if_it_has_code_for_this_gpu(
     trt: TensorRT, gpu: Gpu, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trt.registry.all_creators.clear()
-    library = SimpleNamespace(can_run_on=lambda architecture: architecture == 90)
-    monkeypatch.setattr(shared_library, "library_path", lambda kind: Path("/lib/libtopw_cuda.so"))
-    monkeypatch.setattr(shared_library, "load_cuda", lambda path: library)
+    kernels = SimpleNamespace(can_run_on=lambda architecture: architecture == 90)
+    monkeypatch.setattr(library, "library_path", lambda kind: Path("/lib/libtopw_cuda.so"))
+    monkeypatch.setattr(library, "load_cuda", lambda path: kernels)
     gpu.architecture = 87
     assert build(out).stamp.plugin == ""
     gpu.architecture = 90

@@ -13,7 +13,7 @@ import pytest
 from tests.support.cuda_double import Gpu
 from tests.support.tensorrt_double import TensorRT
 from topw_deploy.errors import TensorRTError
-from topw_deploy.plugins import driver
+from topw_deploy.plugins import library
 from topw_deploy.tensorrt.build import BuiltEngine, build_engine
 from topw_deploy.tensorrt.stamp import EnginePlatform, find_fitting_engine, has_engines, read_stamp, this_platform
 
@@ -183,6 +183,6 @@ def test_a_folder_without_engines_says_how_to_build_one(out: Path) -> None:
 def test_a_gpu_that_is_not_there_is_named(trt: TensorRT, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TensorRTError, match="device 1 was requested, but there are 1 GPUs"):
         this_platform("10.16.1.11", 1)
-    monkeypatch.setattr(driver, "query_driver", lambda: driver.Driver(None, (), "there is no NVIDIA driver"))
+    monkeypatch.setattr(library, "query_driver", lambda: library.Driver(None, (), "there is no NVIDIA driver"))
     with pytest.raises(TensorRTError, match="there is no NVIDIA driver; see `topw plugins show`"):
         this_platform("10.16.1.11")

@@ -13,7 +13,7 @@ from tests.support.toy_model import Toy, export, export_sampler
 from tests.tensorrt.conftest import CACHE, build
 from topw_deploy.errors import ManifestError, ParameterError, TensorRTError
 from topw_deploy.manifest import State, Verification, load_decoder_manifest, load_manifest, save_manifest
-from topw_deploy.plugins import driver
+from topw_deploy.plugins import library
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_an_export_with_recurrent_states_is_left_to_onnxruntime(out: Path) -> No
 
 
 def test_what_is_missing_on_the_machine_is_named(trt: TensorRT, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "query_driver", lambda: driver.Driver("13.0", (), "the NVIDIA driver sees no GPU"))
+    monkeypatch.setattr(library, "query_driver", lambda: library.Driver("13.0", (), "the NVIDIA driver sees no GPU"))
     with pytest.raises(TensorRTError, match="no engine can be built or run here: the NVIDIA driver sees no GPU"):
         build(out)
     trt.module.__version__ = "10.14.1"

@@ -14,7 +14,7 @@ from benchmarks.gpu.packing.component import Packed
 from benchmarks.gpu.packing.fatbin import survey
 from benchmarks.gpu.packing.wheels import Host
 from topw_deploy.errors import BenchmarkError, PluginError
-from topw_deploy.plugins import compile_cuda, compile_native
+from topw_deploy.plugins import compile_native, nvcc
 
 REQUIREMENT = "flashinfer-python==0.7.2.post1"
 NEEDED = (
@@ -45,7 +45,7 @@ _LIMIT = 1_800  # seconds per module
 def stage(tree: Path, scratch: Path, host: Host) -> Packed:
     """Stage the component. Raises BenchmarkError without a working nvcc, or if a package is unavailable."""
     try:
-        nvcc = compile_cuda.find_toolkit().nvcc
+        compiler = nvcc.find_toolkit().nvcc
     except PluginError as error:
         raise BenchmarkError(f"FlashInfer's samplers are compiled by nvcc: {error}") from None
     wheel = wheels.download_wheel(REQUIREMENT, host, scratch)
@@ -65,7 +65,7 @@ def stage(tree: Path, scratch: Path, host: Host) -> Packed:
     for module, names in MODULES.items():
         made = tree / "flashinfer" / "data" / "aot" / module / f"{module}.so"
         made.parent.mkdir(parents=True)
-        _compile(nvcc, host.sm, [data / "csrc" / name for name in names], includes, made)
+        _compile(compiler, host.sm, [data / "csrc" / name for name in names], includes, made)
         code[made.name] = survey(made, host.sm)
     return Packed(
         wheels.version(wheel),

@@ -180,9 +180,9 @@ def _diagnose_native() -> NativeDiagnosis:
 
 
 def _diagnose_cuda() -> CudaDiagnosis:
-    from topw_deploy.plugins import status
+    from topw_deploy.plugins import library
 
-    installed = status.read_status()
+    installed = library.read_status()
     gpus = tuple(f"{device.name}, sm_{device.architecture}" for device in installed.driver.devices)
     return CudaDiagnosis(
         installed.cuda.path, installed.cuda.architectures, installed.cuda.why_unused, installed.driver.cuda, gpus

@@ -33,12 +33,12 @@ class _Architectures(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
         from topw_deploy.errors import ParameterError
-        from topw_deploy.plugins import driver
+        from topw_deploy.plugins import library
 
         if isinstance(value, tuple):
             return value
         try:
-            return driver.parse_architectures(str(value))
+            return library.parse_architectures(str(value))
         except ParameterError as error:
             self.fail(str(error), param, ctx)
 
@@ -79,16 +79,16 @@ def build(
     architectures. If --output is outside the package, TOPW_CUDA_LIBRARY must name the library. For trtexec and C++
     hosts, give the library to --dynamicPlugins or IPluginRegistry::loadLibrary.
     """
-    from topw_deploy.plugins import driver
-    from topw_deploy.plugins.compile_cuda import compile_cuda
+    from topw_deploy.plugins import library
+    from topw_deploy.plugins.nvcc import compile_cuda
 
-    architectures = driver.resolve_architectures([name for names in architecture for name in names])
+    architectures = library.resolve_architectures([name for names in architecture for name in names])
     say_progress = progress(quiet).say
     with _shown_progress(quiet) as watch:
-        library = compile_cuda(output, architectures, say=say_progress, watch=watch)
-    names = " ".join(f"sm_{number}" for number in library.architectures)
-    say_progress(f"{decimal_size(library.size)} for {names} in {library.seconds:.0f} s")
-    say(library.path)
+        built = compile_cuda(output, architectures, say=say_progress, watch=watch)
+    names = " ".join(f"sm_{number}" for number in built.architectures)
+    say_progress(f"{decimal_size(built.size)} for {names} in {built.seconds:.0f} s")
+    say(built.path)
 
 
 @contextlib.contextmanager
@@ -126,10 +126,10 @@ class _LinePrinter:
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def show(as_json: bool) -> None:
     """Show the installed libraries, what they support, and the GPUs of this machine."""
-    from topw_deploy.plugins import status
+    from topw_deploy.plugins import library
 
-    installed = status.read_status()
+    installed = library.read_status()
     if as_json:
         say_json(asdict(installed), indent=2)
     else:
-        say(*status.status_lines(installed))
+        say(*library.status_lines(installed))

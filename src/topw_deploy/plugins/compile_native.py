@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from topw_deploy.files import replace_file
-from topw_deploy.plugins.shared_library import LIBRARY_NAME as LIBRARY_NAME
+from topw_deploy.plugins.library import LIBRARY_NAME as LIBRARY_NAME
 
 SOURCES = Path(__file__).with_name("native")
 

@@ -12,7 +12,7 @@ from topw_deploy import install
 from topw_deploy.errors import TensorRTError
 from topw_deploy.files import NotRegularError, map_file
 from topw_deploy.manifest import MODEL_NAME, DecoderManifest, Manifest, load_manifest
-from topw_deploy.plugins import driver, shared_library
+from topw_deploy.plugins import library
 from topw_deploy.versions import major_minor
 
 OLDEST = (10, 15)
@@ -21,7 +21,7 @@ OLDEST = (10, 15)
 PLUGIN = ("TopWSample", "1", "topw")
 """The plugin's name, version and namespace (plugins/tensorrt/topw_plugin.cpp)."""
 
-BUILT_WITH = f"{PLUGIN[1]}.{shared_library.CUDA_ABI_VERSION}"
+BUILT_WITH = f"{PLUGIN[1]}.{library.CUDA_ABI_VERSION}"
 """The versions of the plugin and of the kernels' interface, which determines an engine's workspace."""
 
 _MODULES = (
@@ -93,9 +93,9 @@ def register_plugin(trt: Any, path: Path | None = None) -> str:
     if plugin_registered(trt):
         return ""
     if path is None:
-        path = shared_library.library_path("cuda")
+        path = library.library_path("cuda")
         if path is None:
-            return shared_library.why_absent("cuda")
+            return library.why_absent("cuda")
         if why := _missing_code(path):
             return why
     elif not path.is_file():
@@ -111,11 +111,11 @@ def register_plugin(trt: Any, path: Path | None = None) -> str:
 def _missing_code(path: Path) -> str:
     """Why the CUDA library at `path` is of no use to this machine's GPUs, as a clause; "" if it is."""
     try:
-        library = shared_library.load_cuda(path)
+        kernels = library.load_cuda(path)
     except OSError as error:
         return f"the CUDA library does not load ({error})"
-    devices = driver.query_driver().devices
-    if not devices or any(library.can_run_on(device.architecture) for device in devices):
+    devices = library.query_driver().devices
+    if not devices or any(kernels.can_run_on(device.architecture) for device in devices):
         return ""
     number = devices[0].architecture
     return f"{path.name} has no code for sm_{number} (run `topw plugins build --cuda --arch {number}`)"

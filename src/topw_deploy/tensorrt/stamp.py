@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 from topw_deploy.errors import TensorRTError
 from topw_deploy.files import NotRegularError, open_regular, read_bounded, replace_file
 from topw_deploy.manifest import MANIFEST_NAME, sha256_of, sha256_of_stream
-from topw_deploy.plugins import driver
+from topw_deploy.plugins import library
 from topw_deploy.tensorrt.profiles import Profile
 
 FOLDER = "engines"
@@ -109,7 +109,7 @@ class EnginePlatform:
 
 def this_platform(tensorrt_version: str, device: int = 0) -> EnginePlatform:
     """The platform of GPU number `device` of this machine. Raises TensorRTError if there is no such GPU."""
-    seen = driver.query_driver()
+    seen = library.query_driver()
     if not 0 <= device < len(seen.devices):
         reason = seen.why_none or f"device {device} was requested, but there are {len(seen.devices)} GPUs"
         raise TensorRTError(f"no engine can be built or run here: {reason}; see `topw plugins show`.")

@@ -225,10 +225,10 @@ def _why_not(name: str, needs: Sequence[str], request: SamplerRequest) -> str | 
 
 
 def _instruction_set() -> str | None:
-    from topw_deploy.plugins import shared_library
+    from topw_deploy.plugins import library
 
-    path = shared_library.library_path()
-    return None if path is None else shared_library.load(path).instruction_set
+    path = library.library_path()
+    return None if path is None else library.load(path).instruction_set
 
 
 def _row(side: Side, times: Times) -> tuple[str, ...]:

@@ -302,7 +302,7 @@ def open_session(path: Path, threads: int, *, native: bool = False) -> ort.Infer
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.log_severity_level = 3
     if native:
-        from topw_deploy.plugins.shared_library import library_path
+        from topw_deploy.plugins.library import library_path
 
         options.register_custom_ops_library(str(library_path()))
     return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])

@@ -228,7 +228,7 @@ def require_context(manifest: DecoderManifest, prompt_tokens: int, new_tokens: i
 
 def why_no_native_library() -> str | None:
     """`Side.why_not` of a side that needs the native library; None if the library is here."""
-    from topw_deploy.plugins.shared_library import library_path, why_absent
+    from topw_deploy.plugins.library import library_path, why_absent
 
     return None if library_path() is not None else f"not here: {why_absent()}"
 

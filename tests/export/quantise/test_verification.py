@@ -21,7 +21,7 @@ from topw_deploy.export.quantise.blocks import WeightBlocks
 from topw_deploy.export.request import export_request
 from topw_deploy.export.verification.dequantised import dequantise_model, exact_copy
 from topw_deploy.manifest import load_decoder_manifest
-from topw_deploy.plugins.shared_library import library_path
+from topw_deploy.plugins.library import library_path
 from topw_deploy.runtime import TopWModel
 
 pytestmark = pytest.mark.long

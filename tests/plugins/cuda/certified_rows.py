@@ -11,7 +11,7 @@ from tests.support.function_cases import Case, Scenario, random_case
 from tests.support.kernel import STAGES, Kernel, KernelSamples
 from tests.support.native_cases import sampled, unexplained
 from tests.support.sampler_cases import Size, visits
-from topw_deploy.plugins.shared_library import library_path
+from topw_deploy.plugins.library import library_path
 from topw_deploy.sampling import Geometry, TopWOptions, sample_row
 
 ALONE = [STAGES.index(name) for name in ("invalid", "greedy", "candidates")]

@@ -14,8 +14,7 @@ import pytest
 from tests.support.function_cases import feeds, random_case
 from tests.support.sampler_models import Wanted, open_model, run
 from tests.support.toy_model import Toy, export
-from topw_deploy.plugins import compile_cuda, compile_native
-from topw_deploy.plugins import shared_library as library
+from topw_deploy.plugins import compile_native, library, nvcc
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.ort import native
 from topw_deploy.sampling import TopWOptions
@@ -26,10 +25,10 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def toolkit() -> compile_cuda.Toolkit:
+def toolkit() -> nvcc.Toolkit:
     with pytest.MonkeyPatch.context() as patch:
         _use(patch)
-        return compile_cuda.find_toolkit()
+        return nvcc.find_toolkit()
 
 
 def _use(patch: pytest.MonkeyPatch) -> None:
@@ -45,23 +44,23 @@ def _use(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def cuda_library(toolkit: compile_cuda.Toolkit, request: pytest.FixtureRequest) -> Path:
+def cuda_library(toolkit: nvcc.Toolkit, request: pytest.FixtureRequest) -> Path:
     """The library, compiled for all architectures; warnings of nvcc are errors."""
     assert request.config.cache is not None
-    key = digest(toolkit.version, compile_cuda.FLAGS, compile_native.FLAGS, ARCHITECTURES)
+    key = digest(toolkit.version, nvcc.FLAGS, compile_native.FLAGS, ARCHITECTURES)
     path = request.config.cache.mkdir("nvcc") / key / "libtopw_cuda.so"
     if not path.is_file():
         with pytest.MonkeyPatch.context() as patch:
             _use(patch)
-            compile_cuda.compile_cuda(path, ARCHITECTURES)
+            nvcc.compile_cuda(path, ARCHITECTURES)
     return path
 
 
-def test_one_library_holds_code_for_every_gpu(toolkit: compile_cuda.Toolkit, cuda_library: Path) -> None:
+def test_one_library_holds_code_for_every_gpu(toolkit: nvcc.Toolkit, cuda_library: Path) -> None:
     found = library.load_cuda(cuda_library)
-    assert found.architectures == compile_cuda.choose_architectures(toolkit, ARCHITECTURES)
+    assert found.architectures == nvcc.choose_architectures(toolkit, ARCHITECTURES)
     if not ARCHITECTURES and toolkit.version.startswith("13."):
-        assert found.architectures == compile_cuda.ARCHITECTURES
+        assert found.architectures == nvcc.ARCHITECTURES
 
 
 def test_the_library_needs_no_cuda_and_no_driver_to_load(cuda_library: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from topw_deploy.plugins import compile_cuda, compile_native
+from topw_deploy.plugins import compile_native, nvcc
 
 HERE = Path(__file__).parent
 ROOT = Path(os.environ.get("TOPW_CUDA_TOOLS", HERE.parents[2] / ".cuda"))
@@ -42,7 +42,7 @@ def home() -> Path | None:
 
 def digest(*words: object) -> str:
     found = hashlib.sha256("\0".join(map(str, words)).encode())
-    for folder in (compile_native.SOURCES, compile_cuda.SOURCES, HERE / "jit"):
+    for folder in (compile_native.SOURCES, nvcc.SOURCES, HERE / "jit"):
         for file in sorted(folder.iterdir()):
             found.update(file.name.encode() + b"\0" + file.read_bytes())
     return found.hexdigest()[:16]
@@ -54,7 +54,7 @@ class RuntimeCompiler:
     def __init__(self) -> None:
         site = packages("tools", "cuda_nvrtc/lib/libnvrtc.so.12")
         self._library = ctypes.CDLL(str(site / "cuda_nvrtc/lib/libnvrtc.so.12"))
-        self._includes = (compile_cuda.SOURCES, site / "cuda_runtime/include", HERE / "jit")
+        self._includes = (nvcc.SOURCES, site / "cuda_runtime/include", HERE / "jit")
 
     @property
     def version(self) -> str:

@@ -16,7 +16,7 @@ from tests.support.kernel import COLUMNS, Kernel, KernelTable
 from tests.support.masks import packed
 from tests.support.native_cases import geometry_of
 from topw_deploy.plugins import compile_native
-from topw_deploy.plugins.shared_library import library_path, why_absent
+from topw_deploy.plugins.library import library_path, why_absent
 from topw_deploy.sampling.parameters import TopWOptions
 
 pytestmark = pytest.mark.long

@@ -17,7 +17,7 @@ from tests.support.cuda_double import Gpu
 from tests.support.tensorrt_double import Engine, TensorRT
 from tests.tensorrt.run.conftest import Open
 from topw_deploy.errors import ParameterError, ProviderError
-from topw_deploy.plugins import driver, shared_library
+from topw_deploy.plugins import library
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.ort import providers
 from topw_deploy.runtime.ort.graph_session import GraphSession
@@ -70,7 +70,7 @@ def test_without_an_engine_the_command_to_build_one_is_named(out: Path, trt: Ten
 def test_without_a_gpu_the_error_does_not_say_to_build_an_engine(
     out: Path, trt: TensorRT, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "query_driver", lambda: driver.Driver(None, (), "there is no NVIDIA driver"))
+    monkeypatch.setattr(library, "query_driver", lambda: library.Driver(None, (), "there is no NVIDIA driver"))
     with pytest.raises(ProviderError, match=r"there is no NVIDIA driver; see `topw plugins show`, or use another pro"):
         load(out)
 
@@ -126,8 +126,8 @@ def test_an_engine_that_does_not_fit_is_one_sentence_that_says_how_to_rebuild(
     build_engine(out)
     change(out, gpu, trt)
     if change is missing_plugin:
-        monkeypatch.setattr(shared_library, "library_path", lambda kind: None)
-        monkeypatch.setattr(shared_library, "why_absent", lambda kind: "the CUDA library is absent")
+        monkeypatch.setattr(library, "library_path", lambda kind: None)
+        monkeypatch.setattr(library, "why_absent", lambda kind: "the CUDA library is absent")
     with pytest.raises(ProviderError, match=message) as caught:
         load(out)
     assert str(caught.value).count("topw build-engine") == 1

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import onnxruntime as ort
 
 from topw_deploy.errors import ProviderError, one_line
-from topw_deploy.plugins import driver
-from topw_deploy.plugins import shared_library as library
-from topw_deploy.plugins.shared_library import library_path
+from topw_deploy.plugins import library
+from topw_deploy.plugins.library import library_path
 from topw_deploy.runtime.ort import providers
 from topw_deploy.runtime.session import Sampler
 
@@ -81,7 +80,7 @@ def _load_library(kind: library.Kind) -> tuple[library.Library | None, str]:
 
 def _missing_code(found: library.CudaLibrary, device: int) -> str:
     """A clause that says that the library has no code for this GPU; "" if it has."""
-    devices = driver.query_driver().devices
+    devices = library.query_driver().devices
     if device >= len(devices) or found.can_run_on(devices[device].architecture):
         return ""
     number = devices[device].architecture

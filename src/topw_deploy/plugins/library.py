@@ -1,4 +1,4 @@
-"""Find and load the native libraries, or say why one is missing.
+"""The native libraries and the NVIDIA driver: find, load and report them.
 
 The CUDA library includes the CPU operator and TensorRT's plugin. Libraries come from the package, or from
 TOPW_NATIVE_LIBRARY and TOPW_CUDA_LIBRARY. They never come from a model's folder, which holds only data.
@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
+
+from topw_deploy.errors import ParameterError, PluginError
 
 Kind: TypeAlias = Literal["cpu", "cuda"]
 
@@ -179,3 +183,205 @@ def hide_operators() -> Iterator[None]:
     finally:
         for library in libraries:
             library.set_visible(True)
+
+
+# ---- the driver, its GPUs, and the names of architectures
+
+DRIVER_NAME = "libcuda.so.1"
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
+_NO_DEVICE = 100
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU's name and architecture (87 for sm_87)."""
+
+    name: str
+    architecture: int
+
+
+@dataclass(frozen=True)
+class Driver:
+    """The driver's version and GPUs.
+
+    cuda: the newest CUDA version that the driver supports, such as "13.0"; None without a driver.
+    devices: visible GPUs.
+    why_none: why `devices` is empty, as a clause; "" if it is not.
+    """
+
+    cuda: str | None
+    devices: tuple[Device, ...]
+    why_none: str
+
+
+def query_driver() -> Driver:
+    """Query the driver's version and GPUs. Without a driver or a GPU, the result says why."""
+    try:
+        driver = ctypes.CDLL(DRIVER_NAME)
+    except OSError:
+        return Driver(None, (), f"there is no NVIDIA driver ({DRIVER_NAME} was not found)")
+    version = ctypes.c_int()
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    cuda = f"{version.value // 1000}.{version.value % 1000 // 10}"
+    code = driver.cuInit(0)
+    if code:
+        what = "sees no GPU" if code == _NO_DEVICE else f"does not start (CUDA error {code})"
+        return Driver(cuda, (), f"the NVIDIA driver {what}")
+    devices = _read_devices(driver)
+    return Driver(cuda, devices, "" if devices else "the NVIDIA driver sees no GPU")
+
+
+def _read_devices(driver: ctypes.CDLL) -> tuple[Device, ...]:
+    count = ctypes.c_int()
+    driver.cuDeviceGetCount(ctypes.byref(count))
+    found = []
+    for number in range(count.value):
+        device, name = ctypes.c_int(), ctypes.create_string_buffer(256)
+        driver.cuDeviceGet(ctypes.byref(device), number)
+        driver.cuDeviceGetName(name, len(name), device)
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        driver.cuDeviceGetAttribute(ctypes.byref(major), _CAPABILITY_MAJOR, device)
+        driver.cuDeviceGetAttribute(ctypes.byref(minor), _CAPABILITY_MINOR, device)
+        found.append(Device(name.value.decode("utf-8", "replace"), 10 * major.value + minor.value))
+    return tuple(found)
+
+
+ARCHITECTURES = (75, 80, 86, 87, 89, 90, 100, 110, 120, 121)
+"""The default targets of a library: sm_75 (Turing) to sm_121, including Jetson's sm_87 and sm_110."""
+
+NATIVE = "native"
+"""The GPUs of this machine, as in nvcc's -arch=native."""
+
+
+def parse_architectures(text: str) -> tuple[str, ...]:
+    """Parse a list of architectures, separated by commas, semicolons or spaces. Each becomes "87" or NATIVE.
+
+    Raises ParameterError for anything else.
+    """
+    words = re.split(r"[,;\s]+", text.strip(",; \t\n"))
+    return tuple(map(_parse_architecture, words))
+
+
+def _parse_architecture(word: str) -> str:
+    if word == NATIVE:
+        return NATIVE
+    number = re.fullmatch(r"(?:sm_|compute_)?(\d{2,3})|(\d{1,2})\.(\d)", word)
+    if number is None:
+        known = ", ".join(f"sm_{known}" for known in ARCHITECTURES)
+        raise ParameterError(
+            f"{word!r} is not an architecture; write 87, sm_87, 8.7 or {NATIVE} (this machine's GPU). Known: {known}."
+        )
+    return number[1] or number[2] + number[3]
+
+
+def resolve_architectures(names: Sequence[str]) -> tuple[int, ...]:
+    """The numbers of the architectures `names`, ascending; NATIVE is those of this machine's GPUs.
+
+    Raises PluginError for NATIVE without a GPU.
+    """
+    numbers = {int(name) for name in names if name != NATIVE}
+    if NATIVE in names:
+        found = query_driver()
+        if not found.devices:
+            raise PluginError(
+                f"{NATIVE!r} means the GPU of this machine, but {found.why_none}; name the architecture, such as sm_87."
+            )
+        numbers |= {device.architecture for device in found.devices}
+    return tuple(sorted(numbers))
+
+
+# ---- reports
+
+
+@dataclass(frozen=True)
+class CpuStatus:
+    """The CPU library.
+
+    why_none: why path and instruction_set are None, as a clause; "" if they are not.
+    """
+
+    path: str | None
+    instruction_set: str | None
+    why_none: str
+
+
+@dataclass(frozen=True)
+class CudaStatus:
+    """The CUDA library.
+
+    why_unused: why no GPU here can use it, as a clause; "" if one can.
+    """
+
+    path: str | None
+    architectures: tuple[int, ...]
+    why_unused: str
+
+
+@dataclass(frozen=True)
+class Status:
+    """The native libraries and the GPUs of this machine."""
+
+    cpu: CpuStatus
+    cuda: CudaStatus
+    driver: Driver
+
+
+def read_status() -> Status:
+    found = query_driver()
+    return Status(cpu_status(), cuda_status(found), found)
+
+
+def cpu_status() -> CpuStatus:
+    path = library_path()
+    if path is None:
+        return CpuStatus(None, None, why_absent())
+    try:
+        return CpuStatus(str(path), load(path).instruction_set, "")
+    except OSError as error:
+        return CpuStatus(None, None, _load_failure(path, "cpu", error))
+
+
+def _load_failure(path: Path, kind: Kind, error: OSError) -> str:
+    named = variable_selecting(path, kind)
+    return f"{f'the library of {named}' if named else 'it'} does not load ({error})"
+
+
+def cuda_status(found: Driver) -> CudaStatus:
+    path = library_path("cuda")
+    if path is None:
+        return CudaStatus(None, (), why_absent("cuda"))
+    try:
+        library = load_cuda(path)
+    except OSError as error:
+        return CudaStatus(None, (), _load_failure(path, "cuda", error))
+    unserved = [device for device in found.devices if not library.can_run_on(device.architecture)]
+    why = found.why_none
+    if unserved and len(unserved) == len(found.devices):
+        number = unserved[0].architecture
+        why = f"it has no code for sm_{number} (run: topw plugins build --cuda --arch {number})"
+    return CudaStatus(str(path), library.architectures, why)
+
+
+def status_lines(status: Status) -> list[str]:
+    """The status as lines of text."""
+    cpu, cuda = status.cpu, status.cuda
+    return [
+        f"CPU library   {cpu.path}, {cpu.instruction_set}" if cpu.path else f"CPU library   none: {cpu.why_none}",
+        cuda_line("CUDA library  ", cuda),
+        *driver_lines(status.driver),
+    ]
+
+
+def cuda_line(title: str, cuda: CudaStatus) -> str:
+    if cuda.path is None:
+        return f"{title}none: {cuda.why_unused}"
+    state = f", unused: {cuda.why_unused}" if cuda.why_unused else ""
+    return f"{title}{cuda.path}, {' '.join(f'sm_{number}' for number in cuda.architectures)}{state}"
+
+
+def driver_lines(found: Driver) -> list[str]:
+    if found.why_none:
+        return [f"GPU           none: {found.why_none}"]
+    return [f"GPU {number}         {d.name}, sm_{d.architecture}" for number, d in enumerate(found.devices)] + [
+        f"driver        runs CUDA {found.cuda}"
+    ]
