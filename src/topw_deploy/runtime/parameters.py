@@ -13,7 +13,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, TypedDict, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TypeAlias, TypedDict, TypeVar, get_args, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,12 +35,12 @@ MOST_SEQUENCES = 1 << 16
 """The most sequences of a prompt: each takes memory before any of them runs."""
 
 T = TypeVar("T")
-PerPrompt = T | Sequence[T | None] | NDArray[Any]
+PerPrompt: TypeAlias = T | Sequence[T | None] | NDArray[Any]
 """One value for all prompts, or a list with one for each; None in the list means "not given"."""
 
-Ids = int | Sequence[int]
-Texts = str | Sequence[str]
-Read = Callable[[str, Any], Any]
+Ids: TypeAlias = int | Sequence[int]
+Texts: TypeAlias = str | Sequence[str]
+Read: TypeAlias = Callable[[str, Any], Any]
 """A function from a parameter's name and its value for one sequence to the checked value. Raises ParameterError."""
 
 
