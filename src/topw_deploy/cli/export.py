@@ -77,7 +77,7 @@ _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16
 @rules_option
 @baked_options
 @bound_option
-@parameter_options
+@parameter_options(*PARAMETER_NAMES)
 @click.option("--with-logits", is_flag=True, help="Add an output with the logits, for log-probabilities.")
 @crop_options
 @click.option("--num-hidden-layers", type=int, default=None, help="Export only the first N layers, for tests.")

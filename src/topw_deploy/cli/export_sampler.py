@@ -47,7 +47,7 @@ from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES
 @rules_option
 @baked_options
 @bound_option
-@parameter_options
+@parameter_options(*PARAMETER_NAMES)
 @click.option("--opset", type=int, default=None, help="ONNX opset, 18 to 24.  [default: 23]")
 @crop_options
 @click.option("--dry-run", is_flag=True, help="Show what would be written; write nothing.")

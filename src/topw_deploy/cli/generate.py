@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
-from topw_deploy.cli.answer_options import answer_options, take_answer_options
 from topw_deploy.cli.generate_many import RunOptions, answer_file, prompt_file_options, take_prompt_files
 from topw_deploy.cli.options import (
     CONTEXT,
-    geom_unit_option,
+    OPTION_PARAMETERS,
+    constraint_options,
     opening_options,
     parameter_options,
-    preset_option,
     require_folder_first,
-    rule_options,
+    take_constraint,
     take_opening,
 )
 from topw_deploy.cli.prompt_lines import user_messages
@@ -43,40 +42,8 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per sequence, each on a line.")
 @click.option("--stats", is_flag=True, help="Print speed, crop sizes and the certified share to stderr.")
 @click.option("--stream/--no-stream", default=True, help="Print text as it is generated (default) or at the end.")
-@click.option("--seed", type=int, help="Make the draws repeatable; --stats and --json report the seed used.")
-@click.option(
-    "--max-new-tokens", "--max-tokens", "max_new_tokens", type=int, help="Maximum number of tokens to generate."
-)
-@click.option(
-    "--min-new-tokens",
-    "--min-tokens",
-    "min_new_tokens",
-    type=int,
-    help="Minimum number of tokens before an end of sequence.",
-)
-@preset_option
-@parameter_options
-@geom_unit_option
-@rule_options
-@click.option("--repetition-penalty", type=float, help="Penalty for tokens that occurred before, > 0; 1 is none.")
-@click.option("--presence-penalty", type=float, help="Subtract from logits of generated tokens, once.")
-@click.option("--frequency-penalty", type=float, help="Subtract from logits of generated tokens, per occurrence.")
-@click.option("--no-repeat-ngram-size", type=int, help="Never generate an n-gram of this size twice; 0 allows it.")
-@click.option(
-    "--logit-bias", metavar="ID=BIAS", multiple=True, help="Number to add to a token's logit; -inf bans it. Repeatable."
-)
-@click.option(
-    "--stop-strings", "--stop", "stop_strings", metavar="TEXT", multiple=True, help="End before this text. Repeatable."
-)
-@click.option("--ignore-eos", is_flag=True, help="Continue after the end of sequence.")
-@answer_options
-@click.option(
-    "-n",
-    "--num-return-sequences",
-    "num_return_sequences",
-    type=click.IntRange(min=1),
-    help="Independent sequences for the prompt.",
-)
+@parameter_options(*OPTION_PARAMETERS)
+@constraint_options
 @click.option(
     "--max-context",
     type=click.IntRange(min=1),
@@ -97,7 +64,6 @@ def command(
     as_json: bool,
     stats: bool,
     stream: bool,
-    logit_bias: tuple[str, ...],
     **parameters: Any,
 ) -> None:
     """Continue PROMPT with the exported model in the folder OUT.
@@ -121,10 +87,9 @@ def command(
         "max_length": parameters.pop("max_context"),
         "prefill_chunk": parameters.pop("prefill_chunk"),
     }
-    answer = take_answer_options(parameters)
-    if "logprobs" in answer and not (as_json or files is not None):
+    generation = take_constraint(parameters) | _given_parameters(parameters)
+    if "logprobs" in generation and not (as_json or files is not None):
         raise click.UsageError("--logprobs needs --json, which shows them.")
-    generation = _given_parameters(parameters, logit_bias) | answer
     if files is not None:
         options = RunOptions(
             parameters=generation,
@@ -182,14 +147,11 @@ def _decode_prompt(data: bytes, where: str) -> str:
     return decode_text(data, where).removesuffix("\n").removesuffix("\r")
 
 
-def _given_parameters(parameters: dict[str, Any], logit_bias: tuple[str, ...]) -> dict[str, Any]:
+def _given_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
     """The parameters that the user set on the command line."""
-    # Compared by identity, because 0 equals False but is a value that the user set.
-    generation = {n: v for n, v in parameters.items() if v is not None and v is not False and v != ()}
-    if "stop_strings" in generation:
-        generation["stop_strings"] = list(generation["stop_strings"])
-    if logit_bias:
-        generation["logit_bias"] = _parse_biases(logit_bias)
+    generation = {name: value for name, value in parameters.items() if value is not None and value != ()}
+    if "logit_bias" in generation:
+        generation["logit_bias"] = _parse_biases(generation["logit_bias"])
     return generation
 
 

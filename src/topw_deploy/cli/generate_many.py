@@ -318,8 +318,8 @@ class _AnswerRun:
             return self._model.generate(prompts, **columns[0])
         batch_wide = _batch_wide_parameters(batch[0])
         names = dict.fromkeys(name for column in columns for name in column if name not in batch_wide)
-        by_prompt = {name: [column.get(name) for column in columns] for name in names}
-        return self._model.generate(prompts, **by_prompt, **batch_wide)
+        parameters = {name: [column.get(name) for column in columns] for name in names} | batch_wide
+        return self._model.generate(prompts, **parameters)
 
     def report(self, seconds: float) -> None:
         """Print the numbers of --stats. seconds: duration of the run."""

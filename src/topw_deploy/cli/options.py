@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from topw_deploy.errors import ParameterError
+from topw_deploy.plain_text import decode_text
+from topw_deploy.runtime.parameters import ALIASES, PARAMETERS
 from topw_deploy.sampling.beta import beta_coefficients
 from topw_deploy.sampling.parameters import METRICS, OPTION_NAMES, PARAMETER_NAMES, POTENTIALS, PRESETS
-from topw_deploy.sampling.presets import GEOM_UNITS, REQUEST_PRESETS
 from topw_deploy.sampling.rules import RULE_OF_VALUE, RULES
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -29,17 +30,6 @@ CONTEXT: dict[str, Any] = {
 NEEDS_EXPORT = "Needs the extra [export]; `topw doctor` shows how to install it."
 """`epilog` of the commands that need the extra [export]."""
 
-_PARAMETER_HELP = {
-    "lam": (("--lam", "--lambda-geom"), "Weight of the entropy term, >= 0."),
-    "beta": (("--beta",), "Weight of the log-mass reward, >= 0; may depend on --temperature T, as 1.5+1.5*T."),
-    "temperature": (("--temperature",), "Sampling temperature, >= 0; below 1e-5, sampling is greedy."),
-    "selection_temperature": (
-        ("--selection-temperature",),
-        "Temperature for choosing the crop; 0 uses --temperature.",
-    ),
-    "init_top_p": (("--init-top-p", "--warm-p"), "Probability mass of the initial nucleus, in (0, 1]."),
-    "geom_scale": (("--geom-scale",), "Factor on token distances; negative values repel."),
-}
 _OPTION_HELP: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
     "top_m": (("--top-m", "--m"), {"type": int}, "Number of candidate tokens, >= 1."),
     "alt_iters": (("--alt-iters",), {"type": int}, "Maximum number of alternations, >= 1."),
@@ -68,60 +58,38 @@ class _Beta(click.ParamType):
         return value
 
 
-def parameter_options(command: Command) -> Command:
-    """Add the options for Top-W's parameters. Their default is None."""
-    for name in reversed(PARAMETER_NAMES):
-        names, text = _PARAMETER_HELP[name]
-        kind = _Beta() if name == "beta" else float
-        command = click.option(*names, name, type=kind, default=None, help=text)(command)
-    return command
-
-
-def geom_unit_option(command: Command) -> Command:
-    """Add --geom-unit, for a request. Its default is None."""
-    return click.option(
-        "--geom-unit",
-        type=click.Choice(GEOM_UNITS),
-        default=None,
-        help="Unit of --geom-scale: the metric's, or the model's median distance of likely tokens.  [default: raw]",
-    )(command)
-
-
-_RULE_HELP = {
-    "top_k": (int, "Keep the k best tokens, >= 1."),
-    "top_p": (float, "Keep the fewest best tokens with at least this probability in total, in (0, 1]."),
-    "min_p": (float, "Keep tokens with at least this fraction of the best one's probability, in [0, 1]."),
-    "top_h": (float, "Keep the best tokens up to this share of the pool's entropy, in (0, 1].  [default: 0.4]"),
-    "top_h_pool": (int, "Number of best tokens in the pool, >= 1.  [default: 100]"),
-    "typical_p": (float, "Keep the most typical tokens with at least this probability in total, in (0, 1)."),
-    "epsilon_cutoff": (float, "Keep tokens with at least this probability, in (0, 1)."),
-    "eta_cutoff": (float, "Like epsilon, with a lower cutoff for flat distributions, in (0, 1)."),
-    "top_n_sigma": (float, "Keep logits within this many standard deviations of the best one, >= 0.  [default: 1]"),
-    "min_k_tau": (float, "Keep at least this number divided by the range of the logits, >= 0.  [default: 3]"),
+_SETTINGS: Mapping[str, dict[str, Any]] = {
+    "beta": {"type": _Beta()},
+    "stop_strings": {"metavar": "TEXT", "multiple": True},
+    "logit_bias": {"metavar": "ID=BIAS", "multiple": True},
 }
+"""Parameter -> the settings of its option, where they do not follow from the parameter's type."""
+
+OPTION_PARAMETERS = tuple(name for name, parameter in PARAMETERS.items() if "command" in parameter.places)
+"""The parameters of a generation that `topw generate` takes as options."""
+
+TOP_W_AND_RULES = tuple(name for name in OPTION_PARAMETERS if name in {"preset", *PARAMETER_NAMES, "geom_unit", "rule"}
+                        or name in RULE_OF_VALUE)  # fmt: skip
+"""Those that choose the kept sets."""
 
 
-def rule_options(command: Command) -> Command:
-    """Add --rule, and the options for the parameters of the sampling rules. Their default is None."""
-    for name, (kind, text) in reversed(_RULE_HELP.items()):
-        flag = f"--{name.replace('_', '-')}"
-        command = click.option(flag, name, type=kind, default=None, help=f"{RULE_OF_VALUE[name].name}: {text}")(command)
-    return click.option(
-        "--rule",
-        type=click.Choice(tuple(RULES)),
-        default=None,
-        help="Sampling rule; giving only one of its parameters also chooses it.  [default: top_w]",
-    )(command)
+def parameter_options(*names: str) -> Callable[[Command], Command]:
+    """Add the options of parameters of a generation, as the table in `runtime.parameters` describes them.
+
+    Options that may be repeated have the value () if they are not given, others None.
+    """
+    return lambda command: _add_options(command, tuple(map(_parameter_option, names)))
 
 
-def preset_option(command: Command) -> Command:
-    """Add --preset, for a request. Its default is None."""
-    return click.option(
-        "--preset",
-        type=click.Choice(tuple(REQUEST_PRESETS)),
-        default=None,
-        help="Named set of Top-W parameters; the options below override it.  [default: the export's parameters]",
-    )(command)
+def _parameter_option(name: str) -> Callable[[Command], Command]:
+    parameter = PARAMETERS[name]
+    spellings = [name, *(alias for alias, ours in ALIASES.items() if ours == name)]
+    flags = [f"-{each}" if len(each) == 1 else f"--{each.replace('_', '-')}" for each in spellings]
+    kind = click.Choice(parameter.choices) if parameter.choices else parameter.kind
+    settings: dict[str, Any] = {"is_flag": True} if kind is bool else {"type": kind}
+    default = "" if parameter.default in (None, (), {}, False) else f"  [default: {parameter.default:g}]"
+    settings |= {"default": None, "help": f"{parameter.text}{default}", **_SETTINGS.get(name, {})}
+    return click.option(*flags, name, **settings)
 
 
 def baked_options(command: Command) -> Command:
@@ -332,3 +300,53 @@ def take_given(values: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]
     """Remove `names` from `values`. Returns the values that are not None, by name."""
     removed = {name: values.pop(name, None) for name in names}
     return {name: value for name, value in removed.items() if value is not None}
+
+
+_CONSTRAINT_KEYS = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+"""Option -> its key in `structured_outputs`."""
+
+
+def constraint_options(command: Command) -> Command:
+    """Add the options whose values `take_constraint` takes. Their default is None or empty."""
+    options = (
+        click.option(
+            "--json-schema", "-j", metavar="SCHEMA", help="Answer in JSON that matches this schema, or @FILE."
+        ),
+        click.option(
+            "--regex", metavar="EXPR", help="Answer with a text that fully matches this expression, or @FILE."
+        ),
+        click.option("--choice", metavar="TEXT", multiple=True, help="Answer with one of these texts. Repeatable."),
+        click.option("--grammar", metavar="TEXT", help="Answer with a text of this Lark or GBNF grammar, or @FILE."),
+    )
+    return _add_options(command, options)
+
+
+def take_constraint(values: dict[str, Any]) -> dict[str, Any]:
+    """Remove the values of `constraint_options`. Returns `structured_outputs`, if they set it.
+
+    Raises UsageError if more than one option says what the text must match, or if a file cannot be read.
+    """
+    constraints = {name: value for name in _CONSTRAINT_KEYS if (value := values.pop(name)) not in (None, ())}
+    parameters: dict[str, Any] = {}
+    if len(constraints) > 1:
+        raise click.UsageError(f"give only one of {', '.join(map(_flag, constraints))}.")
+    for name, value in constraints.items():
+        constraint = list(value) if name == "choice" else _text_or_file(_flag(name), value)
+        parameters["structured_outputs"] = {_CONSTRAINT_KEYS[name]: constraint}
+    return parameters
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _text_or_file(flag: str, value: str) -> str:
+    """`value`, or the text of the file FILE for a value of the form @FILE."""
+    if not value.startswith("@"):
+        return value
+    path = value[1:]
+    try:
+        with open(path, "rb") as file:
+            return decode_text(file.read(), path)
+    except OSError as error:
+        raise click.UsageError(f"{flag}: {os.fsdecode(path)} cannot be read: {error.strerror or error}.") from None

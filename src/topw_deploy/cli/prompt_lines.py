@@ -157,7 +157,7 @@ def _check_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
     from topw_deploy.runtime.parameters import PARAMETERS, read_values
 
     for name in given:
-        if name in PARAMETERS and not PARAMETERS[name].in_json:
+        if name in PARAMETERS and "json" not in PARAMETERS[name].places:
             raise ParameterError(f"{name} is not allowed here; give each parameter by its own name.")
     return read_values(given)
 

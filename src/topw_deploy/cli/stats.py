@@ -13,12 +13,10 @@ from topw_deploy.cli.files import check_output, check_picture, read_source, writ
 from topw_deploy.cli.options import (
     CONTEXT,
     NEEDS_EXPORT,
-    geom_unit_option,
+    TOP_W_AND_RULES,
     parameter_options,
-    preset_option,
     quiet_option,
     require_folder_first,
-    rule_options,
     take_given,
 )
 from topw_deploy.cli.prompt_lines import read_prompt_lines, read_text_lines
@@ -64,10 +62,7 @@ if TYPE_CHECKING:
 )
 @click.option("--ignore-eos", is_flag=True, help="Continue after the end of sequence.")
 @click.option("--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Prompts per batch.")
-@preset_option
-@parameter_options
-@geom_unit_option
-@rule_options
+@parameter_options(*TOP_W_AND_RULES)
 @click.option(
     "--sweep",
     metavar="NAME=V1,V2,...",

@@ -124,7 +124,9 @@ def read_model_defaults(folder: ModelFolder[Manifest], tokenizer: Tokenizer) -> 
 
     Raises ParameterError, naming the file, for an invalid parameter.
     """
-    known = {name: parameter for name, parameter in PARAMETERS.items() if parameter.in_file and parameter.per_prompt}
+    known = {
+        name: parameter for name, parameter in PARAMETERS.items() if "file" in parameter.places and parameter.per_prompt
+    }
     defaults = read_settings(folder.read_json(CONFIG_FILE), CONFIG_FILE, known)
     if "eos_token_id" not in defaults:
         defaults["eos_token_id"] = _eos_from_other_files(folder, tokenizer)

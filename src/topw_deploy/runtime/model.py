@@ -118,7 +118,9 @@ class TopWModel:
         return 0 if self._caches is None else self._caches.bytes
 
     @overload
-    def generate(self, prompt: str, **parameters: Unpack[GenerationParameters]) -> GenerationResult: ...
+    def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts too
+        self, prompt: str, **parameters: Unpack[GenerationParameters]
+    ) -> GenerationResult: ...
     @overload
     def generate(
         self, prompt: ListOf[str] | ListOf[ListOf[int]], **parameters: Unpack[GenerationParameters]

@@ -34,6 +34,10 @@ OTHER_SAMPLERS = frozenset({"top_a", "tfs_z", "penalty_alpha", "mirostat"})
 MOST_SEQUENCES = 1 << 16
 """The most sequences of a prompt: each takes memory before any of them runs."""
 
+EVERYWHERE = frozenset({"json", "file", "command"})
+JSON_AND_FILE, JSON_AND_COMMAND = EVERYWHERE - {"command"}, EVERYWHERE - {"file"}
+JSON, PYTHON = frozenset({"json"}), frozenset[str]()
+
 T = TypeVar("T")
 PerPrompt: TypeAlias = T | Sequence[T | None] | NDArray[Any]
 """One value for all prompts, or a list with one for each; None in the list means "not given"."""
@@ -53,8 +57,8 @@ class Parameter:
     default: this package's default; None if there is none, or if it is the model's.
     depth: how deeply lists are nested in the value for one sequence. One more level lists a value per prompt.
     choices: the texts that the value can be; empty if it is no such text.
-    in_file: whether the model's `generation_config.json` may state it.
-    in_json: whether requests in JSON may state it. Others are objects of Python.
+    places: where it may be stated beside calls in Python: "json" is any request in JSON, or a call's
+        generation_config; "file" the model's `generation_config.json`; "command" an option of `topw generate`.
     kind: int, float, bool or str, for a plain value; None for others. Comes from the type.
     per_prompt: whether the prompts of a call may have different values. Comes from the type.
     """
@@ -64,8 +68,7 @@ class Parameter:
     default: Any = None
     depth: int = 0
     choices: tuple[str, ...] = ()
-    in_file: bool = True
-    in_json: bool = True
+    places: frozenset[str] = EVERYWHERE
     kind: type | None = None
     per_prompt: bool = False
 
@@ -307,39 +310,40 @@ class GenerationParameters(PromptInputs, total=False):
     """The parameters of `TopWModel.generate` and of all that generates like it. None means "not given"."""
 
     max_new_tokens: Annotated[
-        PerPrompt[int],
-        Parameter("Maximum number of new tokens; 0 only with prompt_logprobs.", integer(0), 256),
+        PerPrompt[int], Parameter("Maximum number of new tokens; 0 only with prompt_logprobs.", integer(0), 256)
     ]
     max_length: Annotated[
         PerPrompt[int],
-        Parameter("Maximum number of tokens of prompt and answer together.", integer(1)),
+        Parameter("Maximum number of tokens of prompt and answer together.", integer(1), places=JSON_AND_FILE),
     ]
     min_new_tokens: Annotated[
         PerPrompt[int],
         Parameter("Minimum number of new tokens before an end of sequence or a stop string.", integer(0), 0),
     ]
     min_length: Annotated[
-        PerPrompt[int],
-        Parameter("The same minimum, counting the prompt too.", integer(0), 0),
+        PerPrompt[int], Parameter("The same minimum, counting the prompt too.", integer(0), 0, places=JSON_AND_FILE)
     ]
     seed: Annotated[
         PerPrompt[int],
-        Parameter("Makes the draws repeatable; in [0, 2^64), random if not given.", integer(0, 2**SEED_BITS),
-                  in_file=False),
-    ]  # fmt: skip
+        Parameter(
+            "Makes the draws repeatable; in [0, 2^64), random if not given.",
+            integer(0, 2**SEED_BITS),
+            places=JSON_AND_COMMAND,
+        ),
+    ]
     num_return_sequences: Annotated[
-        int,
-        Parameter("Number of independent sequences per prompt.", integer(1, MOST_SEQUENCES + 1), 1),
+        int, Parameter("Number of independent sequences per prompt.", integer(1, MOST_SEQUENCES + 1), 1)
     ]
-    do_sample: Annotated[
-        PerPrompt[bool],
-        Parameter("False means temperature 0.", _flag),
-    ]
+    do_sample: Annotated[PerPrompt[bool], Parameter("False means temperature 0.", _flag, places=JSON_AND_FILE)]
     preset: Annotated[
         PerPrompt[str],
-        Parameter("Named values for those of Top-W's six parameters that are not given.",
-                  lambda _name, value: check_preset(value), choices=tuple(REQUEST_PRESETS), in_file=False),
-    ]  # fmt: skip
+        Parameter(
+            "Named values for those of Top-W's six parameters that are not given.",
+            lambda _name, value: check_preset(value),
+            choices=tuple(REQUEST_PRESETS),
+            places=JSON_AND_COMMAND,
+        ),
+    ]
     lam: Annotated[PerPrompt[float], _top_w_number("Weight of the entropy term, >= 0.")]
     beta: Annotated[
         PerPrompt[float | str],
@@ -355,25 +359,26 @@ class GenerationParameters(PromptInputs, total=False):
     geom_scale: Annotated[PerPrompt[float], _top_w_number("Factor on token distances; a negative one repels.")]
     geom_unit: Annotated[
         PerPrompt[str],
-        Parameter("Unit of the geom_scale given with it: the metric's, or the median distance of likely tokens.",
-                  lambda _name, value: check_geom_unit(value), choices=GEOM_UNITS),
-    ]  # fmt: skip
+        Parameter(
+            "Unit of the geom_scale given with it: the metric's, or the median distance of likely tokens.",
+            lambda _name, value: check_geom_unit(value),
+            choices=GEOM_UNITS,
+        ),
+    ]
     rule: Annotated[
         PerPrompt[str],
         Parameter("Sampling rule; one of its parameters alone chooses it too.", _rule, choices=tuple(RULES)),
     ]
     top_k: Annotated[PerPrompt[int], _of_rule("top_k", "keep the k best tokens, >= 1")]
     top_p: Annotated[
-        PerPrompt[float],
-        _of_rule("top_p", "keep the fewest best tokens with this probability in total, in (0, 1]"),
+        PerPrompt[float], _of_rule("top_p", "keep the fewest best tokens with this probability in total, in (0, 1]")
     ]
     min_p: Annotated[
         PerPrompt[float],
         _of_rule("min_p", "keep tokens with at least this share of the best one's probability, in [0, 1]"),
     ]
     top_h: Annotated[
-        PerPrompt[float],
-        _of_rule("top_h", "keep the best tokens up to this share of the pool's entropy, in (0, 1]"),
+        PerPrompt[float], _of_rule("top_h", "keep the best tokens up to this share of the pool's entropy, in (0, 1]")
     ]
     top_h_pool: Annotated[PerPrompt[int], _of_rule("top_h_pool", "number of best tokens in the pool, >= 1")]
     typical_p: Annotated[
@@ -384,22 +389,21 @@ class GenerationParameters(PromptInputs, total=False):
         PerPrompt[float], _of_rule("epsilon_cutoff", "keep tokens with at least this probability, in (0, 1)")
     ]
     eta_cutoff: Annotated[
-        PerPrompt[float],
-        _of_rule("eta_cutoff", "like epsilon, with a lower cutoff for flat distributions, in (0, 1)"),
+        PerPrompt[float], _of_rule("eta_cutoff", "like epsilon, with a lower cutoff for flat distributions, in (0, 1)")
     ]
     top_n_sigma: Annotated[
         PerPrompt[float],
         _of_rule("top_n_sigma", "keep logits within so many standard deviations of the best one, >= 0"),
     ]
     min_k_tau: Annotated[
-        PerPrompt[float],
-        _of_rule("min_k_tau", "keep at least this number divided by the range of the logits, >= 0"),
+        PerPrompt[float], _of_rule("min_k_tau", "keep at least this number divided by the range of the logits, >= 0")
     ]
     repetition_penalty: Annotated[
         PerPrompt[float],
-        Parameter("Divides the logits > 0 of tokens in prompt and answer, and multiplies the others; > 0.", _positive,
-                  1.0),
-    ]  # fmt: skip
+        Parameter(
+            "Divides the logits > 0 of tokens in prompt and answer, and multiplies the others; > 0.", _positive, 1.0
+        ),
+    ]
     presence_penalty: Annotated[
         PerPrompt[float], Parameter("Subtracted once from the logits of generated tokens.", _finite, 0.0)
     ]
@@ -415,63 +419,93 @@ class GenerationParameters(PromptInputs, total=False):
         Parameter("Numbers to add to tokens' logits after the penalties, by token id; -inf bans a token.", _biases, {}),
     ]
     suppress_tokens: Annotated[
-        PerPrompt[Ids], Parameter("Token ids that are never drawn.", _ids, (), depth=1)
-    ]  # fmt: skip
+        PerPrompt[Ids], Parameter("Token ids that are never drawn.", _ids, (), depth=1, places=JSON_AND_FILE)
+    ]
     allowed_token_ids: Annotated[
         PerPrompt[Ids],
-        Parameter("The only token ids that are drawn, with an end of sequence if there shall be one.", _some_ids, (),
-                  depth=1, in_file=False),
-    ]  # fmt: skip
+        Parameter(
+            "The only token ids that are drawn, with an end of sequence if there shall be one.",
+            _some_ids,
+            (),
+            depth=1,
+            places=JSON,
+        ),
+    ]
     bad_words_ids: Annotated[
         PerPrompt[Sequence[Sequence[int]]],
-        Parameter("Lists of token ids that are never completed, except a single end of sequence.", _id_lists, (),
-                  depth=2),
-    ]  # fmt: skip
+        Parameter(
+            "Lists of token ids that are never completed, except a single end of sequence.",
+            _id_lists,
+            (),
+            depth=2,
+            places=JSON_AND_FILE,
+        ),
+    ]
     bad_words: Annotated[
         PerPrompt[Texts],
-        Parameter("Texts that are never completed, as tokenized at the start of a text and after a space.", _texts, (),
-                  depth=1, in_file=False),
-    ]  # fmt: skip
+        Parameter(
+            "Texts that are never completed, as tokenized at the start of a text and after a space.",
+            _texts,
+            (),
+            depth=1,
+            places=JSON,
+        ),
+    ]
     stop_strings: Annotated[
         PerPrompt[Texts], Parameter("Texts before the first of which the answer is cut.", _texts, (), depth=1)
-    ]  # fmt: skip
+    ]
     stop_token_ids: Annotated[
-        PerPrompt[Ids], Parameter("Further token ids that end the answer, also with ignore_eos.", _ids, (), depth=1)
-    ]  # fmt: skip
+        PerPrompt[Ids],
+        Parameter(
+            "Further token ids that end the answer, also with ignore_eos.", _ids, (), depth=1, places=JSON_AND_FILE
+        ),
+    ]
     eos_token_id: Annotated[
-        PerPrompt[Ids], Parameter("Token ids that end the answer, instead of the model's.", _ids, (), depth=1)
-    ]  # fmt: skip
+        PerPrompt[Ids],
+        Parameter("Token ids that end the answer, instead of the model's.", _ids, (), depth=1, places=JSON_AND_FILE),
+    ]
     ignore_eos: Annotated[
-        PerPrompt[bool], Parameter("Continue after the end of sequence.", _flag, False, in_file=False)
-    ]  # fmt: skip
+        PerPrompt[bool], Parameter("Continue after the end of sequence.", _flag, False, places=JSON_AND_COMMAND)
+    ]
     pad_token_id: Annotated[
         PerPrompt[int],
-        Parameter("Token id that the graph reads after a sequence's end; affects no result.", integer(0)),
+        Parameter(
+            "Token id that the graph reads after a sequence's end; affects no result.", integer(0), places=JSON_AND_FILE
+        ),
     ]
     structured_outputs: Annotated[
         PerPrompt[Mapping[str, Any]],
-        Parameter("What the text must match: json, regex, choice, grammar or json_object.", read_constraint,
-                  in_file=False),
-    ]  # fmt: skip
+        Parameter(
+            "What the text must match: json, regex, choice, grammar or json_object.", read_constraint, places=JSON
+        ),
+    ]
     logprobs: Annotated[
         PerPrompt[int],
-        Parameter("Log-probabilities of the drawn tokens, and of so many alternatives for each.", integer(0),
-                  in_file=False),
-    ]  # fmt: skip
+        Parameter(
+            "Log-probabilities of the drawn tokens, and of so many alternatives for each.",
+            integer(0),
+            places=JSON_AND_COMMAND,
+        ),
+    ]
     prompt_logprobs: Annotated[
         PerPrompt[int],
-        Parameter("Log-probabilities of the prompt's tokens, and of so many alternatives for each.", integer(0),
-                  in_file=False),
-    ]  # fmt: skip
-    skip_special_tokens: Annotated[bool, Parameter("Omit special tokens from the text.", _flag, True)]
-    add_special_tokens: Annotated[bool, Parameter("Add the tokenizer's special tokens to a text prompt.", _flag, True)]
+        Parameter(
+            "Log-probabilities of the prompt's tokens, and of so many alternatives for each.", integer(0), places=JSON
+        ),
+    ]
+    skip_special_tokens: Annotated[
+        bool, Parameter("Omit special tokens from the text.", _flag, True, places=JSON_AND_FILE)
+    ]
+    add_special_tokens: Annotated[
+        bool, Parameter("Add the tokenizer's special tokens to a text prompt.", _flag, True, places=JSON_AND_FILE)
+    ]
     generation_config: Annotated[
         Any,
-        Parameter("A mapping of these parameters, or transformers' GenerationConfig.", _settings, {}, in_json=False),
+        Parameter("A mapping of these parameters, or transformers' GenerationConfig.", _settings, {}, places=PYTHON),
     ]
-    streamer: Annotated[Any, Parameter("Receives the prompt and each token.", _streamer, in_json=False)]
+    streamer: Annotated[Any, Parameter("Receives the prompt and each token.", _streamer, places=PYTHON)]
     stopping_criteria: Annotated[
-        Any, Parameter("Functions of the token ids that end the answer.", _criteria, (), in_json=False)
+        Any, Parameter("Functions of the token ids that end the answer.", _criteria, (), places=PYTHON)
     ]
 
     # Names in vLLM, OpenAI's API and the authors' code.
@@ -566,7 +600,7 @@ def unknown_parameter_error(name: str, known: Iterable[str]) -> ParameterError:
 
 def names_in_json() -> frozenset[str]:
     """The names, and the aliases, of the parameters that a request in JSON may state."""
-    names = {name for name, parameter in PARAMETERS.items() if parameter.in_json}
+    names = {name for name, parameter in PARAMETERS.items() if "json" in parameter.places}
     return frozenset({*names, *(alias for alias, ours in ALIASES.items() if ours in names)})
 
 

@@ -169,7 +169,7 @@ class Preparer:
         config: dict[str, Any] = {}
         if "generation_config" in named:
             stated = PARAMETERS["generation_config"].read("generation_config", named.pop("generation_config"))
-            known = {name: parameter for name, parameter in PARAMETERS.items() if parameter.in_json}
+            known = {name: parameter for name, parameter in PARAMETERS.items() if "json" in parameter.places}
             config = read_settings(stated, "generation_config", known)
         shared = {
             name: PARAMETERS[name].read(name, named.pop(name))
