@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-import tests.support.emulated
+import tests.support.kernel
 from tests.support.emulated import EmulatedKernel
 from tests.support.kernel import COLUMNS, STAGES, KernelTable
 from tests.support.rule_rows import rule_case, rules_of
@@ -50,6 +50,7 @@ class Guarded(EmulatedKernel):
         return int(inside.ctypes.data)
 
     def launch(self, *arguments: Any, **named: Any) -> None:
+        assert self._placed
         super().launch(*arguments, **named)
         for array, inside, _ in self._placed:
             if array.flags.writeable:
@@ -65,7 +66,7 @@ def edits_of(rng: np.random.Generator, rows: int, vocab: int) -> tuple[np.ndarra
 
 def main(path: Path) -> None:
     kernel, rng = Guarded(path), np.random.default_rng(3)
-    tests.support.emulated.address = kernel.place
+    tests.support.kernel.address = kernel.place
     stages, number = set[int](), 0
     for vocab in (1, 63, 65, 130, 1001, 1003, 4099):
         for dtype in (np.float32, np.float16, np.uint16):
