@@ -74,8 +74,8 @@ triton: $(TRITON)/ready.stamp $(VENV)/export.stamp  ## the Triton repository in 
 
 fuzz: $(VENV)/dev.stamp     ## random rows through every sampler there is, against the reference (about an hour)
 	$(BIN)/python -m fuzz.sampler --rows 250000
-	$(BIN)/python -m fuzz.graphs --rows 100000
-	$(BIN)/python -m fuzz.graphs --rules --rows 20000
+	$(BIN)/python -m fuzz.sampler --implementation branches no-branches operator --rows 100000
+	$(BIN)/python -m fuzz.sampler --implementation branches no-branches operator --rules --rows 20000
 	$(BIN)/python -m fuzz.peers --rows 20000
 
 fuzz-native: $(VENV)/dev.stamp  ## the native sampler under sanitizers, ten minutes, and its rules against the reference

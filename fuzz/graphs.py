@@ -1,15 +1,11 @@
-"""Compare all forms of the graph and the native operator with the reference, on random rows.
+"""Compare the function in the ONNX file and onnxruntime's operator with the reference, on random rows: `fuzz.sampler`.
 
-    python -m fuzz.graphs [--rules] [--rows 100000] [--seed 0] [--form FORM]
-
-With --rules, the rows have rules other than Top-W; a quarter of them have a value close to a threshold. --rows is the
-number of rows in each form. Each row is drawn from twice: without edits, and with padded edits and a mask in place of
--inf. Only a float32 tie explains a difference. The program prints all others, and exits with 1 if there is one.
+Each row is drawn from twice: without edits, and with padded edits and a mask in place of -inf. Only a float32 tie
+explains a difference.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,11 +13,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.common import machine, table
+from benchmarks.common import table
 from fuzz.rules import OTHERS
 from tests.support.function_cases import (
-    FORMS,
-    NATIVE,
     Scenario,
     Tally,
     compare,
@@ -31,7 +25,6 @@ from tests.support.function_cases import (
     random_case,
 )
 from tests.support.rule_cases import sampler_case
-from topw_deploy.plugins.library import library_path, why_absent
 from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
 
@@ -130,28 +123,3 @@ def report(tallies: dict[str, Tally]) -> str:
         + "\n\nDifferences:\n\n"
         + table(("difference", *tallies), lines)
     )
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rules", action="store_true", help="rows with rules other than Top-W")
-    parser.add_argument("--rows", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--form", choices=(*FORMS, NATIVE), action="append", help="compare only this form (default: all)"
-    )
-    given = parser.parse_args()
-    forms = tuple(given.form or ((*FORMS, NATIVE) if library_path() else FORMS))
-    if NATIVE in forms and not library_path():
-        parser.error(f"no native sampler: {why_absent()}")
-    print(machine() + "\n")
-    tallies = (fuzz_rules if given.rules else fuzz)(given.rows, given.seed, forms)
-    print(report(tallies))
-    unexplained = [line for tally in tallies.values() for line in tally.unexplained]
-    for line in unexplained[:20]:
-        print(line)
-    return 1 if unexplained else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

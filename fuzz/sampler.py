@@ -1,13 +1,14 @@
 """Compare the samplers with the reference, on random and adversarial rows.
 
-    python -m fuzz.sampler [--implementation torch native cuda] [--rules] [--rows 250000] [--seed 0]
+    python -m fuzz.sampler [--implementation NAME ...] [--rules] [--rows 250000] [--seed 0]
 
 `torch` and `native` decide in double precision. So they may differ only at float64 ties (docs/contract/graph.md,
 section 4), but not at equal logits across the pool's cut, which are in the order of their ids. Every second visit has
 neighbour bounds. `cuda` runs the kernels' source in emulation, with tables and logits of every type, blocks of several
-sizes and threads in random order; a difference is allowed at a float32 tie. With --rules the rows have rules other than
-Top-W (`fuzz.rules`). The program prints counts and explained differences, and exits with 1 if a difference has no
-explanation. `fuzz.graphs` compares the function in the ONNX file and onnxruntime's operator.
+sizes and threads in random order; a difference is allowed at a float32 tie. `branches` and `no-branches` are the
+function in the ONNX file, and `operator` the native operator, in onnxruntime, with edits and masks (`fuzz.graphs`).
+With --rules the rows have rules other than Top-W (`fuzz.rules`). The program prints counts and explained differences,
+and exits with 1 if a difference has no explanation.
 
 The function `fuzz_kernel` accepts any `tests.support.kernel.Kernel`; `benchmarks.gpu` passes a real GPU's.
 """
@@ -34,6 +35,9 @@ _SMALLEST_MASS = float(np.finfo(np.float32).tiny)  # a crop with negative geom_s
 _BATCH_VALUES = 1 << 20  # logits per batch call
 _LARGEST_BOUNDED = 1100  # tokens; bounds need all pairs
 _NEAR = {FLOAT64_TIES: TieBounds(1e-6, 1e-6, 0.0), FLOAT32_TIES: TieBounds(1e-3, 1e-3, 0.0)}
+
+GRAPHS = {"branches": "branches", "no-branches": "no-branches", "operator": "native"}
+"""Name of an implementation in onnxruntime -> its form in tests.support.function_cases."""
 
 BoundFunction = Callable[[Geometry, int], np.ndarray]
 
@@ -225,38 +229,52 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=250_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--implementation", nargs="+", choices=(*ADAPTERS, "cuda"), default=list(ADAPTERS))
+    parser.add_argument(
+        "--implementation", nargs="+", choices=(*ADAPTERS, "cuda", *GRAPHS), default=list(ADAPTERS), metavar="NAME",
+        help=f"any of {', '.join((*ADAPTERS, 'cuda', *GRAPHS))}; default: {' '.join(ADAPTERS)}",
+    )  # fmt: skip
     parser.add_argument("--rules", action="store_true", help="rows with rules other than Top-W; not for torch")
     given = parser.parse_args()
     print(machine() + "\n")
-    names, wrong = set(given.implementation), []
-    plain = available([name for name in given.implementation if name != "cuda"])
-    if given.rules and "native" in plain:
-        found = rules.fuzz_native(implementations.native_kernel(), given.rows, given.seed)
-        print(f"native:\n\n{rules.report(found)}\n")
-        wrong += found.differences
-    elif plain and not given.rules:
-        outcome = fuzz(given.rows, given.seed, plain)
-        print(report(outcome))
-        wrong += outcome.unexplained
-    if "cuda" in names:
-        with implementations.emulated() as kernel:
-            if given.rules:
-                found = rules.fuzz_emulated(kernel, given.rows, given.seed)
-                print(f"cuda:\n\n{rules.report(found)}\n")
-                wrong += found.differences
-            else:
+    plain = available([name for name in given.implementation if name in ADAPTERS])
+    wrong = _fuzz_rules(given, plain) if given.rules else _fuzz_top_w(given, plain)
+    forms = tuple(GRAPHS[name] for name in given.implementation if name in GRAPHS)
+    if forms:
+        from fuzz import graphs
 
-                def shuffle(number: int, visit: Visit) -> None:
-                    implementations.shuffle(kernel, given.seed, number, visit)
-
-                outcome = fuzz_kernel(kernel, given.rows, given.seed, shuffle)
-                print(report(outcome))
-                wrong += outcome.unexplained
+        tallies = (graphs.fuzz_rules if given.rules else graphs.fuzz)(given.rows, given.seed, forms)
+        print(graphs.report(tallies))
+        wrong += [line for tally in tallies.values() for line in tally.unexplained]
     for line in wrong[:20]:
         print(line)
     print(f"{len(wrong)} differences are unexplained.")
-    return 1 if wrong or not (plain or "cuda" in names) else 0
+    return 1 if wrong else 0
+
+
+def _fuzz_top_w(given: argparse.Namespace, plain: Sequence[str]) -> list[str]:
+    outcomes = [fuzz(given.rows, given.seed, plain)] if plain else []
+    if "cuda" in given.implementation:
+        with implementations.emulated() as kernel:
+
+            def shuffle(number: int, visit: Visit) -> None:
+                implementations.shuffle(kernel, given.seed, number, visit)
+
+            outcomes.append(fuzz_kernel(kernel, given.rows, given.seed, shuffle))
+    for outcome in outcomes:
+        print(report(outcome))
+    return [line for outcome in outcomes for line in outcome.unexplained]
+
+
+def _fuzz_rules(given: argparse.Namespace, plain: Sequence[str]) -> list[str]:
+    found = {}
+    if "native" in plain:
+        found["native"] = rules.fuzz_native(implementations.native_kernel(), given.rows, given.seed)
+    if "cuda" in given.implementation:
+        with implementations.emulated() as kernel:
+            found["cuda"] = rules.fuzz_emulated(kernel, given.rows, given.seed)
+    for name, each in found.items():
+        print(f"{name}:\n\n{rules.report(each)}\n")
+    return [line for each in found.values() for line in each.differences]
 
 
 if __name__ == "__main__":
