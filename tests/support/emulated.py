@@ -106,7 +106,7 @@ class EmulatedKernel(CudaKernel):
             rows = rows.astype(np.float32)
         options = TopWOptions() if options is None else options
         inputs = CallInputs.of(rows, columns, edits, allowed, rules)
-        samples = KernelSamples.empty(*rows.shape, mass, keep_mask)
+        samples = KernelSamples.empty(len(rows), rows.shape[1], mass, keep_mask)
         described = table_struct(table)
         kind = "bfloat16" if rows.dtype == np.uint16 else str(rows.dtype)
         slots = inputs.changes[0].shape[1] + spare

@@ -248,7 +248,7 @@ class Kernel:
         mass, keep_mask: whether to compute these outputs.
         """
         inputs = CallInputs.of(np.ascontiguousarray(logits, np.float32), columns, edits, allowed, rules)
-        samples = KernelSamples.empty(*inputs.logits.shape, mass, keep_mask)
+        samples = KernelSamples.empty(len(inputs.logits), inputs.logits.shape[1], mass, keep_mask)
         return KernelCall(self._library, inputs, options or TopWOptions(), table, samples)
 
 
