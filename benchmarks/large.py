@@ -38,7 +38,7 @@ print(json.dumps({"seconds": report.seconds, "memory": report.memory, "sizes": r
 """
 _RUN = """
 import json, sys, time
-from topw_deploy.memory import peak_bytes
+from topw_deploy.progress import peak_bytes
 from topw_deploy.runtime import TopWModel
 started = time.perf_counter()
 model = TopWModel.from_pretrained(sys.argv[1])

@@ -19,8 +19,8 @@ from pathlib import Path
 from benchmarks.common import table
 from benchmarks.fleet.costs import MODEL_OPTIONS, STORED, Costs
 from topw_deploy.manifest import DecoderManifest, load_manifest
-from topw_deploy.memory import peak_bytes
-from topw_deploy.sizes import binary_size
+from topw_deploy.progress import peak_bytes
+from topw_deploy.text import binary_size
 
 PROCESS = 120 << 20
 """Python, its libraries and the HTTP server, in bytes. An engine alone took 90 MiB."""

@@ -10,6 +10,7 @@ Importing `topw_deploy` imports none of these packages, until one of its four na
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,10 @@ __all__ = ["Engine", "TopWModel", "TopWSampler", "export_model"]
 __version__ = "0.1.0"
 
 _PACKAGES = {"Engine": "engine", "TopWModel": "runtime", "TopWSampler": "runtime", "export_model": "export"}
+
+
+# Official builds of onnxruntime send events to Microsoft. Its import reads this variable; "0" keeps them.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
 def __getattr__(name: str) -> Any:

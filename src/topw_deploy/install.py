@@ -1,4 +1,4 @@
-"""Find missing packages, and say how to install them.
+"""Versions of packages, which are missing, and how to install them.
 
 This package is not on a package index. So an install command names where this copy came from: a clone, a wheel or a
 repository, as pip's direct_url.json states.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shlex
 import shutil
 import sys
@@ -17,10 +18,11 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from topw_deploy import versions
+import topw_deploy
 from topw_deploy.errors import MissingPackageError
 
 NAME = "topw-deploy"
+_EXPORTED_WITH = ("torch", "transformers", "onnx-ir", "onnxscript", "onnxruntime", "numpy")
 MODULES = {
     "cpu": {"onnxruntime": "onnxruntime"},
     "structured": {"llguidance": "llguidance"},
@@ -83,7 +85,7 @@ def install_advice(what: str, extra: str) -> tuple[str, str]:
     *some, last = missing_distributions(extra) or [f"the packages of [{extra}]"]
     names = f"{', '.join(some)} and {last}" if some else last
     found = f"{what} needs {names}, which {'are' if some else 'is'} not installed"
-    if extra == "export" and versions.installed_version("onnxruntime-gpu"):
+    if extra == "export" and installed_version("onnxruntime-gpu"):
         other = "activate another environment first: [export] brings onnxruntime, which overwrites onnxruntime-gpu"
         return f"{found}; {other}", f"pip install {requirement(extra)}"
     if extra == "cpu":
@@ -141,3 +143,22 @@ def is_importable(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # the parent package is missing
         return False
+
+
+def major_minor(version: str) -> tuple[int, ...]:
+    """Return the major and the minor number, to compare versions: (10, 13) for `10.13.3.9`, () for an empty string."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of a distribution; None if it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions of this package and of the libraries that an export uses, by name."""
+    found = {name: version for name in _EXPORTED_WITH if (version := installed_version(name)) is not None}
+    return {"topw_deploy": topw_deploy.__version__} | found

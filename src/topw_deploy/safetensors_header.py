@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from topw_deploy.dtypes import ELEMENT_TYPES
-from topw_deploy.plain_text import short_repr
+from topw_deploy.text import short_repr
 
 LARGEST_HEADER = 100 << 20  # bytes: the limit of the safetensors library
 METADATA = "__metadata__"

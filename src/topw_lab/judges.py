@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from topw_deploy.errors import PromptError
-from topw_deploy.plain_text import decode_text, numbered_lines
+from topw_deploy.text import decode_text, numbered_lines
 
 FORMATS = ("alpaca_eval", "mt_bench")
 _EXPECTED = {

@@ -12,7 +12,7 @@ from textwrap import fill
 from typing import Any
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.plain_text import printable
+from topw_deploy.text import printable
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#a35b9a", "#e69f00", "#5c6b73")
 TEXT, MUTED, GRID = "#1f2933", "#66717d", "#e3e6ea"

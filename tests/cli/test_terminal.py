@@ -18,7 +18,7 @@ from tests.support.invoking import Invoke
 from tests.support.toy_model import EOS, Toy, byte_ids, export
 from topw_deploy.cli import terminal
 from topw_deploy.manifest import load_manifest, save_manifest
-from topw_deploy.plain_text import printable
+from topw_deploy.text import printable
 
 COMMANDS = sorted(Path(topw_deploy.cli.__file__).parent.glob("*.py"))
 EVIL = "\x1b]0;owned\x07\x9b2J\u202e"

@@ -24,7 +24,7 @@ from topw_deploy.export.write import weights
 from topw_deploy.export.write.data_files import file_sizes, lay_out
 from topw_deploy.export.write.staging import SPARE
 from topw_deploy.manifest import Check, Verification, check_hashes, load_manifest
-from topw_deploy.memory import StageMemory, peak_bytes, resident_bytes
+from topw_deploy.progress import StageMemory, peak_bytes, resident_bytes
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from topw_deploy.serve.app import ROUTES
 from topw_deploy.serve.metrics import GAUGES
 from topw_deploy.serve.server import _CLOSING
 from topw_deploy.serve.service import _CANCELLED_SECONDS
-from topw_deploy.sizes import parse_size
+from topw_deploy.text import parse_size
 
 ROOT = Path(__file__).parents[2]
 CONTAINER = (ROOT / "deploy" / "Containerfile").read_text("utf-8")

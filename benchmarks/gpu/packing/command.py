@@ -24,7 +24,7 @@ from benchmarks.gpu.packing.component import Packed
 from benchmarks.gpu.packing.wheels import Host
 from benchmarks.gpu.unpack import FORMAT, INDEX
 from topw_deploy.errors import BenchmarkError, ParameterError
-from topw_deploy.sizes import parse_size
+from topw_deploy.text import parse_size
 
 COMPONENTS = ("folders", "onnxruntime", "flashinfer", "tensorrt")
 ROOT = Path(__file__).resolve().parents[3]

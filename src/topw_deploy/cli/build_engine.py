@@ -12,7 +12,7 @@ from topw_deploy.cli.options import CONTEXT, quiet_option
 from topw_deploy.cli.progress import click_bar, print_phase
 from topw_deploy.cli.terminal import say, say_json, tell
 from topw_deploy.progress import SILENT, Advance, Progress
-from topw_deploy.sizes import binary_size
+from topw_deploy.text import binary_size
 
 
 class _Size(click.ParamType):
@@ -22,7 +22,7 @@ class _Size(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         from topw_deploy.errors import ParameterError
-        from topw_deploy.sizes import parse_size
+        from topw_deploy.text import parse_size
 
         try:
             return parse_size(value)

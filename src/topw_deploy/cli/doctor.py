@@ -14,7 +14,7 @@ from topw_deploy import install
 from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.terminal import say, say_json
 from topw_deploy.errors import one_line
-from topw_deploy.versions import installed_version
+from topw_deploy.install import installed_version
 
 RUNTIME_PACKAGES = ("numpy", "onnxruntime", "tokenizers", "minijinja", "msgspec", "click")
 EXPORT_PACKAGES = tuple(install.MODULES["export"])

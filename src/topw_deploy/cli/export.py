@@ -27,7 +27,7 @@ from topw_deploy.cli.options import (
 from topw_deploy.cli.progress import progress
 from topw_deploy.cli.terminal import say, say_json, tell
 from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES
-from topw_deploy.sizes import binary_size
+from topw_deploy.text import binary_size
 
 _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16", "int4", "int8")
 

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from topw_deploy.errors import ParameterError, PromptError
-from topw_deploy.plain_text import json_text
+from topw_deploy.text import json_text
 
 
 def read_source(path: Path) -> tuple[bytes, str]:

@@ -24,7 +24,7 @@ from topw_deploy.cli.options import (
 from topw_deploy.cli.prompt_lines import user_messages
 from topw_deploy.cli.terminal import GeneratedText, say_json, tell
 from topw_deploy.errors import PromptError
-from topw_deploy.plain_text import decode_text
+from topw_deploy.text import decode_text
 
 if TYPE_CHECKING:
     from topw_deploy.runtime import GenerationResult, Piece, TopWModel

@@ -20,7 +20,7 @@ from topw_deploy.cli.prompt_lines import PromptLine, read_prompt_lines
 from topw_deploy.cli.terminal import tell
 from topw_deploy.errors import LogitsError, ParameterError, PromptError, TokenizerError, TopWError
 from topw_deploy.files import replace_file
-from topw_deploy.plain_text import count_text
+from topw_deploy.text import count_text
 
 if TYPE_CHECKING:
     from topw_deploy.runtime import GenerationResult, TopWModel

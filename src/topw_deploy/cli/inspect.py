@@ -21,8 +21,8 @@ from topw_deploy.manifest import (
     load_manifest,
 )
 from topw_deploy.sampling.rules import RULES
-from topw_deploy.sizes import binary_size
 from topw_deploy.tensorrt.stamp import FOLDER, folder_problem, read_stamp, stamp_paths, unfinished_engines
+from topw_deploy.text import binary_size
 
 _CACHE_FORMS = {
     "concat": "past in, past plus new tokens out",

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 import click
 
-from topw_deploy import install, telemetry
+from topw_deploy import install
 from topw_deploy.cli.flags import attach_contexts, context_of, is_set_by_user, suggestion, with_flags
 from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.terminal import prepare_streams, tell
@@ -134,7 +134,6 @@ def run(command: click.Command | None, program: str, prefix: str, args: Sequence
     prefix: first part of the names of environment variables.
     args: the arguments; None for those of the process.
     """
-    telemetry.switch_off()
     warnings.showwarning = _show_note
     if not prepare_streams():
         return _report_failure("standard output is closed; redirect it to a file or to the null device.")

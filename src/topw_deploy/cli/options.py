@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 import click
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.plain_text import decode_text
 from topw_deploy.runtime.parameters import ALIASES, PARAMETERS
 from topw_deploy.sampling.beta import beta_coefficients
 from topw_deploy.sampling.parameters import METRICS, OPTION_NAMES, PARAMETER_NAMES, POTENTIALS, PRESETS
 from topw_deploy.sampling.rules import RULE_OF_VALUE, RULES
+from topw_deploy.text import decode_text
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

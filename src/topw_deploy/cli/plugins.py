@@ -15,7 +15,7 @@ import click
 from topw_deploy.cli.options import CONTEXT, quiet_option
 from topw_deploy.cli.progress import print_phase, progress
 from topw_deploy.cli.terminal import rewrite_line, say, say_json
-from topw_deploy.sizes import decimal_size
+from topw_deploy.text import decimal_size
 
 if TYPE_CHECKING:
     from topw_deploy.plugins.nvcc import CompilationState

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from topw_deploy.errors import ParameterError, PromptError
-from topw_deploy.plain_text import numbered_lines
+from topw_deploy.text import numbered_lines
 
 KINDS = ("prompt", "prompt_ids", "messages")
 _KIND_ALIASES = {"token_ids": "prompt_ids"}

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from topw_deploy.cli.options import CONTEXT, opening_options, take_opening
-from topw_deploy.sizes import parse_size
+from topw_deploy.text import parse_size
 
 _ENGINE_OPTIONS = (
     "max_batch",

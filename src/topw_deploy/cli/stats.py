@@ -22,9 +22,9 @@ from topw_deploy.cli.options import (
 from topw_deploy.cli.prompt_lines import read_prompt_lines, read_text_lines
 from topw_deploy.cli.terminal import say, say_json
 from topw_deploy.errors import PromptError
-from topw_deploy.plain_text import count_text
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, TOP_W
+from topw_deploy.text import count_text
 
 if TYPE_CHECKING:
     from topw_lab.stats.exact_report import ExactSummary

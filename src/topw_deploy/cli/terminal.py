@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any
 
-from topw_deploy.plain_text import json_text, printable
+from topw_deploy.text import json_text, printable
 
 
 def say(*lines: object) -> None:

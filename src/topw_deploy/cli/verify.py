@@ -12,8 +12,8 @@ from topw_deploy import install
 from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.terminal import say, say_json, tell
 from topw_deploy.errors import MissingPackageError
-from topw_deploy.plain_text import count_text
 from topw_deploy.progress import Progress
+from topw_deploy.text import count_text
 
 
 @click.command(name="verify", context_settings=CONTEXT)

@@ -9,7 +9,7 @@ import click
 
 from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.terminal import say, say_json, tell
-from topw_deploy.sizes import decimal_size
+from topw_deploy.text import decimal_size
 from topw_deploy.web import write_site
 
 

@@ -29,13 +29,13 @@ from topw_deploy.engine.stats import EngineStats
 from topw_deploy.engine.tasks import EventQueue, LoopWaker, TaskFlag
 from topw_deploy.engine.worker import EngineWorker
 from topw_deploy.errors import ParameterError, PromptError, QueueFullError, TopWError
-from topw_deploy.plain_text import short_repr
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.outputs import LogitsBuffer, logits_output
 from topw_deploy.runtime.parameters import GenerationParameters
 from topw_deploy.runtime.prepare import Sequences
 from topw_deploy.runtime.results import Piece
 from topw_deploy.runtime.sequence import end_on_failure
+from topw_deploy.text import short_repr
 
 
 class Engine:

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from topw_deploy.engine.batch import row_bytes
 from topw_deploy.errors import ParameterError
 from topw_deploy.manifest import DecoderInfo
-from topw_deploy.plain_text import short_repr
 from topw_deploy.runtime.cache.buffers import ALIGNMENT
 from topw_deploy.runtime.parameters import is_boolean
 from topw_deploy.runtime.session import Session
-from topw_deploy.sizes import decimal_size
+from topw_deploy.text import decimal_size, short_repr
 
 WHEN_FULL = ("error", "wait")
 MOST_ROWS = 1024

@@ -23,7 +23,7 @@ from topw_deploy.engine.options import EngineOptions
 from topw_deploy.engine.prefixes import NO_TOKENS, ReusePolicy, RowPrefixes, Snapshots, begins_with, shared_length
 from topw_deploy.errors import GenerationError
 from topw_deploy.manifest import DecoderInfo
-from topw_deploy.sizes import decimal_size
+from topw_deploy.text import decimal_size
 
 LEAST_GAIN = 16  # tokens; reading fewer again costs about as much as another run
 

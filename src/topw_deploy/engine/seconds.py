@@ -8,8 +8,8 @@ import threading
 import numpy as np
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.plain_text import short_repr
 from topw_deploy.runtime.parameters import is_boolean
+from topw_deploy.text import short_repr
 
 
 def read_max_time(value: object) -> float | None:

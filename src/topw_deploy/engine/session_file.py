@@ -31,9 +31,9 @@ from topw_deploy.engine.options import EngineOptions
 from topw_deploy.errors import ParameterError, SessionFileError
 from topw_deploy.files import NotRegularError, kind_of, open_regular, replace_file
 from topw_deploy.manifest import DecoderManifest, State
-from topw_deploy.plain_text import short_repr
 from topw_deploy.runtime.cache.buffers import Layout, allocate_zeros
 from topw_deploy.safetensors_header import ELEMENT_BYTES, METADATA, Entry, read_entry, read_header
+from topw_deploy.text import short_repr
 
 FORMAT, VERSION = "topw-session", "1"
 TOKENS = "tokens"

@@ -9,8 +9,7 @@ from pathlib import Path
 from topw_deploy.export.request import ExportRequest
 from topw_deploy.export.resume.finished_stages import FinishedStages
 from topw_deploy.export.source.resolve import Source
-from topw_deploy.memory import StageMemory
-from topw_deploy.progress import SILENT, Progress
+from topw_deploy.progress import SILENT, Progress, StageMemory
 
 
 @dataclass(frozen=True)

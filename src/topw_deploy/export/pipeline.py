@@ -32,10 +32,10 @@ from topw_deploy.export.write.manifest import decoder_manifest, decoder_report, 
 from topw_deploy.export.write.staging import StagedFolder, check_free, copy_file, require_space
 from topw_deploy.export.write.tokenizer_files import check_tokenizer, write_tokenizer
 from topw_deploy.export.write.weights import bytes_by_type, write_model
+from topw_deploy.install import major_minor
 from topw_deploy.manifest import DecoderManifest, Verification, save_manifest
 from topw_deploy.progress import SILENT, Progress
-from topw_deploy.sizes import decimal_size
-from topw_deploy.versions import major_minor
+from topw_deploy.text import decimal_size
 
 
 def export_model(request: ExportRequest, progress: Progress = SILENT) -> ExportReport:

@@ -19,7 +19,7 @@ from topw_deploy.export.write.staging import can_hard_link
 from topw_deploy.export.write.tokenizer_files import COPIED_FILES
 from topw_deploy.export.write.weights import data_slots, parameter_count, quantised_type, written_sizes
 from topw_deploy.manifest import MODEL_NAME
-from topw_deploy.memory import available_bytes, resident_bytes
+from topw_deploy.progress import available_bytes, resident_bytes
 
 _SMALL_FILES = 16 << 10  # approximate bytes of the manifest and the configuration
 _QUANTISATION_PEAK = {"int4": 12.0, "int8": 6.5}  # bytes of memory per byte of codes (measured for int4)

@@ -15,7 +15,7 @@ from topw_deploy.sampling import as_float32
 from topw_deploy.sampling.beta import depends_on_temperature
 from topw_deploy.sampling.parameters import PRESETS, TopWOptions, TopWParameters, preset_values
 from topw_deploy.sampling.rules import RULES, carried_rules
-from topw_deploy.sizes import parse_size
+from topw_deploy.text import parse_size
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int4": "float32", "int8": "float32"}
 """Values of the option dtype -> torch's type of the traced weights; int4 and int8 are quantised after the trace."""

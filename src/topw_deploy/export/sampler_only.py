@@ -26,7 +26,7 @@ from topw_deploy.export.write.weights import weight_bytes, write_model
 from topw_deploy.manifest import SamplerManifest, Verification, save_manifest
 from topw_deploy.progress import SILENT, Progress
 from topw_deploy.sampling import Geometry
-from topw_deploy.sizes import decimal_size
+from topw_deploy.text import decimal_size
 
 _VERIFIED_ROWS = 4
 

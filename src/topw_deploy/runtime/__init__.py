@@ -32,7 +32,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from topw_deploy import install, telemetry
+from topw_deploy import install
 from topw_deploy.errors import MissingPackageError
 
 if TYPE_CHECKING:
@@ -52,8 +52,6 @@ __all__ = [
 ]
 
 _MODULES = {"TopWModel": "model", "TopWSampler": "sampler", "Samples": "sampler"}  # others: results
-
-telemetry.switch_off()  # before anything imports onnxruntime
 
 
 def __getattr__(name: str) -> Any:

@@ -13,11 +13,11 @@ from typing import Any
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.manifest import Manifest
-from topw_deploy.plain_text import short_repr
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.parameters import ALIASES, PARAMETERS, Parameter, check_names
 from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.sampling.rules import RULE_OF_VALUE, RULE_PARAMETER_NAMES, RULES
+from topw_deploy.text import short_repr
 
 CONFIG_FILE = "generation_config.json"
 # Settings without effect on the drawn tokens.

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.plain_text import short_repr
 from topw_deploy.runtime.structured.constraint import read_constraint
 from topw_deploy.sampling.beta import beta_coefficients
 from topw_deploy.sampling.parameters import ALIASES as AUTHORS_ALIASES
@@ -27,6 +26,7 @@ from topw_deploy.sampling.parameters import IN_FLOAT32, OPTION_NAMES, check_rang
 from topw_deploy.sampling.presets import GEOM_UNITS, REQUEST_PRESETS, check_geom_unit, check_preset
 from topw_deploy.sampling.rules import RULE_OF_VALUE, RULES, unknown_rule_error
 from topw_deploy.sampling.seeds import SEED_BITS
+from topw_deploy.text import short_repr
 
 OTHER_SAMPLERS = frozenset({"top_a", "tfs_z", "penalty_alpha", "mirostat"})
 """Parameters of samplers that are not among the rules."""

@@ -13,9 +13,9 @@ import numpy as np
 from tokenizers import Encoding
 
 from topw_deploy.errors import ParameterError, PromptError
-from topw_deploy.plain_text import short_repr
 from topw_deploy.runtime.parameters import PARAMETERS, is_boolean
 from topw_deploy.runtime.tokenizer import Tokenizer
+from topw_deploy.text import short_repr
 
 Prompt: TypeAlias = "str | list[int]"
 LengthCheck: TypeAlias = "Callable[[int, str], None]"

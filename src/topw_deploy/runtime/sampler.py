@@ -12,7 +12,6 @@ import numpy as np
 from topw_deploy.dtypes import SAMPLER_OUTPUT_TYPES, array_name
 from topw_deploy.errors import GenerationError, ParameterError, one_line
 from topw_deploy.manifest import SamplerManifest
-from topw_deploy.plain_text import short_repr
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.inputs import RuleInputs, uniforms
 from topw_deploy.runtime.ort.graph_session import GraphSession
@@ -25,6 +24,7 @@ from topw_deploy.sampling.presets import preset_parameters, with_raw_scale
 from topw_deploy.sampling.row import ALL_ALLOWED, pack_mask
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, RuleParameters
 from topw_deploy.sampling.seeds import SEED_BITS
+from topw_deploy.text import short_repr
 
 _NO_MEDIAN = (
     "this folder has no median distance of likely pairs; export the sampler again with the model's logits (--logits "

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from topw_deploy.plain_text import short_repr
 from topw_deploy.runtime.generation_config import has_no_effect
 from topw_deploy.runtime.parameters import ALIASES, PARAMETERS, names_in_json, unknown_parameter_error
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
 from topw_deploy.serve.failures import invalid_request
+from topw_deploy.text import short_repr
 
 IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",

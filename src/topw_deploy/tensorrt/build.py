@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 from topw_deploy.errors import ParameterError, TensorRTError
 from topw_deploy.files import open_regular, replace_file
+from topw_deploy.install import installed_version
 from topw_deploy.manifest import MODEL_NAME, DecoderManifest, load_manifest
 from topw_deploy.progress import SILENT, Advance, Progress
 from topw_deploy.sampling.row import mask_words
@@ -30,7 +31,6 @@ from topw_deploy.tensorrt.stamp import (
     this_platform,
     write_stamp,
 )
-from topw_deploy.versions import installed_version
 
 _USUAL_SEQUENCE = 1024  # tokens of a row per run: longer chunks take more memory and are not faster
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from topw_deploy.errors import ManifestError, UnsupportedModelError
 from topw_deploy.files import map_file
+from topw_deploy.install import major_minor
 from topw_deploy.manifest import MODEL_NAME, DecoderManifest
-from topw_deploy.sizes import decimal_size
-from topw_deploy.versions import major_minor
+from topw_deploy.text import decimal_size
 from topw_deploy.web.libraries import ONNXRUNTIME_VERSION
 
 MOST_BYTES = 2_000_000_000

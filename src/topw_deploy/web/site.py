@@ -11,7 +11,7 @@ from pathlib import Path
 
 from topw_deploy.errors import ExportError, ManifestError
 from topw_deploy.manifest import MANIFEST_NAME, DecoderManifest, FileEntry, load_decoder_manifest, open_listed
-from topw_deploy.sizes import decimal_size
+from topw_deploy.text import decimal_size
 from topw_deploy.web import libraries
 from topw_deploy.web.checks import check_runs, graph_bytes, notes
 from topw_deploy.web.staging import MARKER, staged_site

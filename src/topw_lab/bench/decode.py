@@ -16,8 +16,8 @@ from typing import Any
 
 from topw_deploy import install
 from topw_deploy.errors import BenchmarkError, ParameterError
-from topw_deploy.plain_text import count_text
 from topw_deploy.progress import SILENT, Progress
+from topw_deploy.text import count_text
 from topw_lab.bench.measure import Spread, interleave, this_machine
 from topw_lab.bench.sides import (
     FOLDER,

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from topw_deploy.install import installed_version
 from topw_deploy.progress import Advance
-from topw_deploy.versions import installed_version
 
 Sample = TypeVar("Sample")
 

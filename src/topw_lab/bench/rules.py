@@ -19,12 +19,12 @@ import numpy as np
 
 from topw_deploy.errors import BenchmarkError, ParameterError, PromptError
 from topw_deploy.manifest import DecoderManifest
-from topw_deploy.plain_text import count_text, printable
 from topw_deploy.progress import SILENT, Advance, Progress
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.rule_settings import RuleSetting
 from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.sampling.rules import TOP_W
+from topw_deploy.text import count_text, printable
 from topw_lab.bench.measure import Spread, interleave, this_machine
 from topw_lab.bench.sides import (
     MIN_P,

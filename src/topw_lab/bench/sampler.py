@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from topw_deploy import install
-from topw_deploy.plain_text import count_text
 from topw_deploy.progress import SILENT, Progress
 from topw_deploy.sampling import TopWOptions
+from topw_deploy.text import count_text
 from topw_lab.bench import samplers
 from topw_lab.bench.measure import interleave, this_machine
 from topw_lab.bench.samplers import Case, make_cases, make_logits, read_logits

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from topw_deploy.errors import BenchmarkError, ParameterError
-from topw_deploy.plain_text import count_text
 from topw_deploy.runtime.inputs import RuleInputs
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, as_float32, crop
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.reference import FLOAT32_TIES, Crop, candidate_pool
+from topw_deploy.text import count_text
 from topw_lab.bench.measure import calls_filling, seconds
 from topw_lab.bench.sides import MIN_P, TOP_K, TOP_P, load_processor
 

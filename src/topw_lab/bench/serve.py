@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.plain_text import count_text
 from topw_deploy.progress import SILENT, Advance, Progress
+from topw_deploy.text import count_text
 from topw_lab.bench.measure import Spread, interleave, this_machine
 from topw_lab.bench.sides import FOLDER, Report, Side, Times, choose, decoder_manifest, start_workers
 from topw_lab.plots import Bar, Panel, draw_panels

@@ -16,9 +16,9 @@ import numpy as np
 
 from topw_deploy.errors import BenchmarkError, ManifestError, ParameterError
 from topw_deploy.manifest import DecoderManifest, load_manifest
-from topw_deploy.plain_text import count_text
 from topw_deploy.progress import Progress
 from topw_deploy.runtime.rule_settings import USUAL
+from topw_deploy.text import count_text
 from topw_lab.bench.measure import MachineInfo, Spread, median_interval, round_ratios
 from topw_lab.plots import Bar, Panel
 from topw_lab.worker import Worker

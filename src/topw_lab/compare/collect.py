@@ -11,7 +11,6 @@ from typing import Any
 
 from topw_deploy.errors import ParameterError, PromptError, TokenizerError
 from topw_deploy.manifest import MANIFEST_NAME, sha256_of
-from topw_deploy.plain_text import count_text
 from topw_deploy.progress import SILENT, Progress
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.outputs import logits_output
@@ -20,6 +19,7 @@ from topw_deploy.runtime.sequence import Sequence as Prepared
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
 from topw_deploy.sampling.seeds import prompt_seed
+from topw_deploy.text import count_text
 from topw_lab.running import PromptRequest, Runner
 
 _SET_BY_COMPARISON = frozenset({

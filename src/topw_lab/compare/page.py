@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from topw_deploy.plain_text import printable
+from topw_deploy.text import printable
 from topw_lab.compare.collect import Comparison, Sample
 from topw_lab.compare.report import (
     CONFIDENCE,

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from topw_deploy.plain_text import count_text
+from topw_deploy.text import count_text
 from topw_lab.compare.collect import Comparison, RuleTexts, Sample
 from topw_lab.tables import table
 

@@ -23,7 +23,6 @@ from topw_deploy.export.sampler.attach import sampler_node
 from topw_deploy.export.sampler.spec import GEOMETRY_INPUTS, SAMPLER_INPUTS
 from topw_deploy.export.verification.probe import LogitsProbe
 from topw_deploy.manifest import MODEL_NAME, DecoderManifest
-from topw_deploy.plain_text import count_text
 from topw_deploy.progress import SILENT, Advance, Progress
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.inputs import EditInputs
@@ -34,6 +33,7 @@ from topw_deploy.sampling.beta import depends_on_temperature
 from topw_deploy.sampling.parameters import ALIASES, GREEDY_BELOW, PARAMETER_NAMES, unknown_name
 from topw_deploy.sampling.reference import Crop
 from topw_deploy.sampling.rules import RULE_OF_VALUE, TOP_W, RuleCrop, RuleParameters, kept_set
+from topw_deploy.text import count_text
 from topw_lab.stats.exact import ExactAnalyser, ExactStep, evenly_spaced_steps, require_objective
 
 Floats = NDArray[np.float64]

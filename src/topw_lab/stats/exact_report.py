@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from topw_deploy.plain_text import count_text
 from topw_deploy.sampling.rules import TOP_W as TOP_W_RULE
+from topw_deploy.text import count_text
 from topw_lab.plots import (
     COLOURS,
     MUTED,

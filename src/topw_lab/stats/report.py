@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from topw_deploy.plain_text import count_text
 from topw_deploy.runtime.sequence import SequenceParams
 from topw_deploy.sampling.rules import TOP_W
+from topw_deploy.text import count_text
 from topw_lab.stats.collect import AnalysedText, CollectedRuns, StepAnalysis
 from topw_lab.tables import percentage, table
 

@@ -22,7 +22,7 @@ from topw_deploy.export.source.checkpoint import load_checkpoint
 from topw_deploy.export.source.safetensors_files import stored_tensors
 from topw_deploy.export.source.unread_tensor import UnreadTensor, cast_to_float32, load_during_calls
 from topw_deploy.export.trace.trace import fake_parameters, trace, weight_tensor
-from topw_deploy.memory import StageMemory, resident_bytes
+from topw_deploy.progress import StageMemory, resident_bytes
 
 
 def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from topw_deploy.export.quantise.products import Product, find_products, stored_
 from topw_deploy.export.quantise.scheme import Quantisation
 from topw_deploy.export.quantise.stored_rows import Origin, StoredRows
 from topw_deploy.export.quantise.weight import QuantisedWeight, RecentBlocks, row_reader
-from topw_deploy.sizes import decimal_size
+from topw_deploy.text import decimal_size
 
 DOMAIN = "com.microsoft"
 _NOTABLE = 0.01  # a notice names each weight left in float that has more than this share of all weight bytes

@@ -23,10 +23,10 @@ from topw_deploy.export.request import ExportRequest
 from topw_deploy.export.resume.journal import DataLog, Journal, stamp_of
 from topw_deploy.export.sampler.neighbour_bound import Measure
 from topw_deploy.export.source.resolve import Source
+from topw_deploy.install import library_versions
 from topw_deploy.manifest import Manifest, Verification, sha256_of
 from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.parameters import TopWParameters
-from topw_deploy.versions import library_versions
 
 _TOKENIZER = "tokenizer files"
 _WHOLE_BYTES = 16 << 20

@@ -30,7 +30,7 @@ from topw_deploy.export.verification.results import PairDistance, Result, encode
 from topw_deploy.export.verification.rule_checks import rule_checks
 from topw_deploy.export.verification.sampler_checks import check_bound, graph_geometry, sampler_checks
 from topw_deploy.manifest import DecoderManifest, NotCompared, load_decoder_manifest, open_listed
-from topw_deploy.memory import peak_bytes
+from topw_deploy.progress import peak_bytes
 from topw_deploy.runtime.ort.native import operator_library
 from topw_deploy.sampling import Geometry, median_distance
 from topw_deploy.sampling.geometry import LIKELY_TEXT_TOKENS

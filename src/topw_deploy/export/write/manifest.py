@@ -17,6 +17,7 @@ from topw_deploy.export.sampler.spec import SamplerSpec
 from topw_deploy.export.source.resolve import Source
 from topw_deploy.export.write.table import read_tables
 from topw_deploy.export.write.weights import weight_bytes
+from topw_deploy.install import library_versions
 from topw_deploy.manifest import (
     DecoderManifest,
     SamplerInfo,
@@ -26,7 +27,6 @@ from topw_deploy.manifest import (
     describe_files,
     manifest_from_json,
 )
-from topw_deploy.versions import library_versions
 
 
 def decoder_manifest(

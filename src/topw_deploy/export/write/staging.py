@@ -25,7 +25,7 @@ from topw_deploy.files import sigterm_raises
 from topw_deploy.folders import refuse_contents, replace_folder, write_error
 from topw_deploy.manifest import MANIFEST_NAME
 from topw_deploy.progress import Advance
-from topw_deploy.sizes import decimal_size
+from topw_deploy.text import decimal_size
 
 _locks: Any
 try:

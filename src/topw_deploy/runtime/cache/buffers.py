@@ -17,7 +17,7 @@ from topw_deploy.dtypes import ELEMENT_TYPES, element_bytes
 from topw_deploy.errors import GenerationError
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.session import Binding, Memory, Session
-from topw_deploy.sizes import decimal_size
+from topw_deploy.text import decimal_size
 
 CACHE_TYPES = ("float", "uint8", "int8", "int32", "int64", "bool", "float16", "bfloat16")
 """Supported cache element types."""

@@ -16,10 +16,10 @@ import onnxruntime as ort
 
 from topw_deploy.errors import ManifestError
 from topw_deploy.files import map_stream
+from topw_deploy.install import major_minor
 from topw_deploy.manifest import MODEL_NAME, DecoderManifest, Lookup, Manifest
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort import providers
-from topw_deploy.versions import major_minor
 
 _COMPILED_OPERATOR = b"EPContext"
 _FIRST_WITH_MIDDLE = (1, 29)  # the first version that takes 2 ** (bits - 1) for zero points that are not given

@@ -1,4 +1,4 @@
-"""Decode the text of prompts, escape control characters for terminals, and shorten values in messages."""
+"""Text: decode prompts, escape control characters, and format counts, sizes and values for messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from topw_deploy.errors import PromptError
+from topw_deploy.errors import ParameterError, PromptError
 
 _MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32",
           codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}  # fmt: skip
@@ -17,6 +17,12 @@ _MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32",
 _UNSAFE = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u2028\\u2029\\u202a-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
 _LONGEST_REPR = 60  # characters
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+_DECIMAL = ("bytes", "kB", "MB", "GB", "TB")
+_BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB")
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_MOST = float(1 << 63)  # bytes; offsets in files have 63 bits
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([kmgt]b|[kmg]ib|)", re.IGNORECASE)
 
 
 def decode_text(data: bytes, where: str) -> str:
@@ -76,3 +82,35 @@ def short_repr(value: Any) -> str:
 def count_text(number: int, word: str) -> str:
     """Return a number with its noun: `1 prompt`, `2 prompts`."""
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+def parse_size(size: int | str, name: str = "the size") -> int:
+    """Return the bytes of a size: a number, `500MB` (10^6), `2GB` (10^9), `2GiB` (2^30), ...
+
+    name: the parameter in messages.
+    Raises ParameterError for anything else, and from 2^63 bytes on.
+    """
+    match = _SIZE.fullmatch(str(size).strip())
+    found = 0.0 if match is None else float(match[1]) * _UNITS[match[2].upper()]
+    if not 0.5 < found < _MOST:
+        raise ParameterError(
+            f"{name} is {size!r:.60}, but must be a positive number of bytes below 2^63, such as 500MB, 2GB or 2GiB.",
+            name,
+        )
+    return round(found)
+
+
+def decimal_size(count: float, digits: int = 1) -> str:
+    """Format a size in powers of 1000, with `digits` decimals: `17 bytes`, `20.3 MB`, `1.2 GB`."""
+    unit = 0
+    while round(count, digits) >= 1000 and unit < len(_DECIMAL) - 1:
+        count, unit = count / 1000, unit + 1
+    return f"{count:.{digits}f} {_DECIMAL[unit]}" if unit else f"{count:.0f} {_DECIMAL[0]}"
+
+
+def binary_size(count: float) -> str:
+    """Format a size in powers of 1024: `17 bytes`, `3.0 GiB`."""
+    unit = 0
+    while round(count, 1) >= 1024 and unit < len(_BINARY) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{count:.1f} {_BINARY[unit]}" if unit else f"{count} {_BINARY[0]}"
