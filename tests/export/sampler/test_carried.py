@@ -14,12 +14,10 @@ import pytest
 
 from tests.export.sampler.test_rules import SEARCHED, SORTED, values_of
 from tests.support.function_cases import FORMS, Case, Scenario, feeds, random_case, run, unexplained
-from tests.support.samples import slow
-from topw_deploy.errors import ManifestError, ParameterError
+from topw_deploy.errors import ParameterError
 from topw_deploy.export.sampler.function import build_function
 from topw_deploy.export.sampler.spec import SamplerSpec
 from topw_deploy.export.sampler_only import export_sampler, sampler_model, sampler_request
-from topw_deploy.manifest import load_manifest
 from topw_deploy.runtime import TopWSampler
 from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.parameters import TopWOptions
@@ -98,11 +96,6 @@ def test_a_function_has_only_the_nodes_of_the_rules_that_it_carries() -> None:
     assert (alone["TopK"], everything["TopK"]) == (both["TopK"], both["TopK"] + 1)
 
 
-def test_an_unknown_rule_is_refused() -> None:
-    with pytest.raises(ParameterError, match="rules has 'top_x'"):
-        spec("no-branches", ("top_x",), SORTED)
-
-
 def test_a_folder_records_its_rules_and_the_runtime_refuses_others(tmp_path: Path) -> None:
     request = sampler_request(
         output=tmp_path / "out", vocab_size=SORTED, options=options_of(SORTED), branches=False, rules=("min_p",)
@@ -118,17 +111,3 @@ def test_a_folder_records_its_rules_and_the_runtime_refuses_others(tmp_path: Pat
         ParameterError, match="carries only top_w, min_p; export it again with --rules top_w,min_p,top_p"
     ):
         sampler.sample(logits, uniform=0.5, top_p=0.9)
-
-
-@pytest.mark.parametrize("rules", ['["min_p"]', *map(slow, ('["min_p", "top_w"]', '["top_w", "top_x"]', "7"))])
-def test_a_manifest_with_other_lists_does_not_load(tmp_path: Path, rules: str) -> None:
-    export_sampler(
-        sampler_request(output=tmp_path / "out", vocab_size=SORTED, options=options_of(SORTED), rules=(), verify=False)
-    )
-    file = tmp_path / "out" / "topw_manifest.json"
-    text = file.read_text(encoding="utf-8")
-    changed = text.replace('"rules": [\n      "top_w"\n    ]', f'"rules": {rules}')
-    assert changed != text
-    file.write_text(changed, encoding="utf-8")
-    with pytest.raises(ManifestError, match="rules"):
-        load_manifest(tmp_path / "out")

@@ -140,6 +140,7 @@ def test_inputs_outputs_and_attributes_are_those_of_the_contract() -> None:
         ({"opset": 25}, "opset is 25"),
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"embedding": None}, "needs the embedding table"),
+        ({"rules": ("top_x",)}, "rules has 'top_x'"),
     ],
 )
 def test_an_impossible_spec_is_refused_with_its_bound(changes: dict[str, Any], message: str) -> None:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import ml_dtypes
@@ -18,14 +13,13 @@ from hypothesis import strategies as st
 
 from tests.support.samples import examples
 from tests.support.tiny_models import VOCAB
-from tests.support.waiting import HANG
 from topw_deploy.errors import ParameterError, VerificationError
 from topw_deploy.export import export_model
 from topw_deploy.export.request import export_request
 from topw_deploy.export.sampler import neighbour_bound as module
 from topw_deploy.export.sampler.neighbour_bound import neighbour_bound
-from topw_deploy.export.sampler_only import SamplerRequest, export_sampler, sampler_request
-from topw_deploy.export.verification.sampler_checks import check_bound, nearest_distances, stored_bound
+from topw_deploy.export.sampler_only import export_sampler, sampler_request
+from topw_deploy.export.verification.sampler_checks import nearest_distances, stored_bound
 from topw_deploy.manifest import load_manifest
 from topw_deploy.progress import Progress
 from topw_deploy.sampling import Geometry
@@ -136,20 +130,6 @@ def test_blocks_of_any_size_give_the_same_bound(table: np.ndarray, metric: str, 
     assert square(parts) == pytest.approx(square(whole), abs=1e-5 * max(size, 1.0))
 
 
-def test_every_pair_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BLOCK", 7)
-    monkeypatch.setattr(module, "_HELD_VALUES", 14 * 6)
-    done: list[int] = []
-
-    @contextlib.contextmanager
-    def bar(total: int, unit: str) -> Iterator[Callable[[int], object]]:
-        assert (total, unit) == (45 * 44 // 2, "pairs")
-        yield done.append
-
-    neighbour_bound(Geometry.from_embeddings(random_table(45, 4), "unit"), 45, Progress(bar=bar))
-    assert sum(done) == 45 * 44 // 2
-
-
 def test_rows_outside_the_vocabulary_are_not_neighbours() -> None:
     table = random_table(50, 8)
     table[45:] = table[:5]
@@ -158,10 +138,6 @@ def test_rows_outside_the_vocabulary_are_not_neighbours() -> None:
     bound = neighbour_bound(geometry, 45)
     assert bound.shape == (45,)
     assert (bound[:5] > 0).all()
-
-
-def test_the_bound_of_a_single_token_is_zero() -> None:
-    assert measured(random_table(1, 4), "mahalanobis").tolist() == [0.0]
 
 
 def test_the_uniform_metric_has_no_bound(tmp_path: Path) -> None:
@@ -194,16 +170,6 @@ def test_a_bound_is_stored_and_verified(metric: str, tmp_path: Path) -> None:
     assert np.array_equal(stored_bound(tmp_path / "out"), measured(random_table(90, 6)[:80], metric))
     inputs = [value.name for value in ort.InferenceSession(str(tmp_path / "out" / "model.onnx")).get_inputs()]
     assert "topw.neighbour_bound" not in inputs
-
-
-def test_without_the_option_there_is_no_bound(tmp_path: Path) -> None:
-    np.save(tmp_path / "table.npy", random_table(9, 3))
-    export_sampler(SamplerRequest(output=tmp_path / "out", embeddings=tmp_path / "table.npy"))
-    assert stored_bound(tmp_path / "out").shape == (0,)
-    assert not load_manifest(tmp_path / "out").sampler.neighbour_bound
-    check = check_bound(tmp_path / "out", Geometry.from_embeddings(random_table(9, 3), "mahalanobis"), 9)
-    assert not check.passed
-    assert "shape (0,)" in check.detail
 
 
 @pytest.mark.slow
@@ -240,23 +206,3 @@ def test_a_bound_that_is_too_large_fails_the_verification(tmp_path: Path, monkey
     with pytest.raises(VerificationError, match="neighbour bound"):
         export_sampler(request)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_an_interrupted_measurement_leaves_nothing(tmp_path: Path) -> None:
-    np.save(tmp_path / "table.npy", random_table(40_000, 256))
-    arguments = ["export-sampler", "--embeddings", "table.npy", "out", "--neighbour-bound"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "topw_deploy", *arguments], cwd=tmp_path, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    seen = ""
-    while "nearest neighbour" not in seen:
-        line = process.stderr.readline()
-        assert line, f"ended early: {seen}"
-        seen += line
-    process.send_signal(signal.SIGINT)
-    rest = process.communicate(timeout=HANG)[1]
-    assert process.returncode == 130, seen + rest
-    assert "Traceback" not in rest
-    assert [path.name for path in tmp_path.iterdir()] == ["table.npy"]

@@ -1,4 +1,4 @@
-"""Invalid, greedy and edited rows are independent."""
+"""Rows are independent: invalid, greedy and edited ones, and those that need geometry beside those that do not."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import onnxruntime as ort
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
 from tests.support.function_cases import FORMS, Case, Scenario, embedding_table, feeds, graph, random_case, run
-from tests.support.samples import slow
 from topw_deploy.sampling import Geometry, apply_edits, sample_row
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 
-SCENARIO = Scenario(TopWOptions(top_m=50), 300, 8, "near-duplicates", 0)
-GEOMETRY_WANTED = {"lam": 0.3, "beta": 2.5, "init_top_p": 0.2, "temperature": 1.5}
+SCENARIO = Scenario(TopWOptions(top_m=300), 2000, 8, "near-duplicates", 0)
+VOCAB = SCENARIO.vocab_size
+TABLES = {
+    "whole": embedding_table(SCENARIO),
+    "unreadable": np.zeros((1, 8), np.float32),  # only token 0 can be looked up
+    "poisoned": np.full((VOCAB, 8), np.nan, np.float32),
+}
+GEOMETRY = Geometry.from_embeddings(TABLES["whole"], "mahalanobis")
 
 
 @cache
-def tables() -> tuple[np.ndarray, Geometry]:
-    embeddings = embedding_table(SCENARIO)
-    return embeddings, Geometry.from_embeddings(embeddings, "mahalanobis")
-
-
-@cache
-def session(form: str) -> ort.InferenceSession:
-    return graph(SCENARIO, form, *tables())
+def session(form: str, table: str = "whole") -> ort.InferenceSession:
+    return graph(SCENARIO, form, TABLES[table], GEOMETRY)
 
 
 def case(logits: np.ndarray, uniform: float = 0.5, **chosen: float) -> Case:
@@ -37,11 +37,33 @@ def case(logits: np.ndarray, uniform: float = 0.5, **chosen: float) -> Case:
 
 def random_rows(seed: int, count: int) -> list[Case]:
     rng = np.random.default_rng(seed)
-    return [random_case(rng, SCENARIO.vocab_size) for _ in range(count)]
+    return [random_case(rng, VOCAB) for _ in range(count)]
+
+
+def normal(seed: int, **chosen: float) -> Case:
+    return case(np.random.default_rng(seed).standard_normal(VOCAB), 0.4, **chosen)
+
+
+def flat(seed: int) -> Case:
+    """A certified row whose crop exceeds the candidates."""
+    return normal(seed, temperature=2.0, init_top_p=1.0)
+
+
+def short(seed: int) -> Case:
+    """A row that the candidates prove."""
+    return normal(seed, temperature=0.5)
+
+
+def uncertified(seed: int) -> Case:
+    return normal(seed, temperature=1.5, lam=0.3, init_top_p=0.2)
+
+
+def broken(seed: int) -> Case:
+    return normal(seed, temperature=-1.0)
 
 
 def assert_row(found: dict[str, np.ndarray], index: int, wanted: Case) -> None:
-    row = sample_row(wanted.logits, wanted.parameters, SCENARIO.options, tables()[1], wanted.uniform)
+    row = sample_row(wanted.logits, wanted.parameters, SCENARIO.options, GEOMETRY, wanted.uniform)
     assert int(found["next_token"][index]) == row.next_token
     assert int(found["kept"][index]) == row.kept
     assert bool(found["certified"][index]) == row.certified
@@ -80,7 +102,7 @@ def spoil(row: Case, what: object, place: int) -> Case:
 @settings(max_examples=60)
 @given(
     what=st.one_of(broken_logits, broken_parameters),
-    place=st.integers(0, SCENARIO.vocab_size - 1),
+    place=st.integers(0, VOCAB - 1),
     seed=st.integers(0, 30),
     at=st.integers(0, 3),
     form=st.sampled_from(FORMS),
@@ -102,16 +124,43 @@ def test_an_invalid_row_is_marked_and_does_not_change_the_others(
             assert np.array_equal(values[index], clean[name][index]), name
 
 
-@pytest.mark.parametrize("form", ["branches", slow("no-branches")])
+@pytest.mark.parametrize("form", FORMS)
 def test_a_row_has_the_same_bits_alone_and_beside_rows_that_need_geometry(form: str) -> None:
-    rows = [*random_rows(1, 150), case(np.linspace(0, 1, 300), **GEOMETRY_WANTED)]
+    rows = [*random_rows(1, 60), flat(0), broken(0), short(0), uncertified(0)]
     together = run(session(form), feeds(rows))
-    assert not together["certified"].all()
-    assert together["certified"].any()
+    assert together["certified"][-4:].tolist() == [True, False, True, False]
     for index, row in enumerate(rows):
         alone = run(session(form), feeds([row]))
         for name, values in together.items():
             assert np.array_equal(values[index], alone[name][0]), (name, index)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [[flat(0)], [flat(1), flat(2), flat(3)], [short(1), broken(0), flat(1)], [broken(1)], [short(2)]],
+    ids=["flat", "all flat", "short, invalid and flat", "invalid", "short"],
+)
+def test_certified_and_invalid_rows_look_up_no_embedding(batch: list[Case]) -> None:
+    found, wanted = (run(session("branches", table), feeds(batch)) for table in ("unreadable", "whole"))
+    for name, values in found.items():
+        assert np.array_equal(values, wanted[name]), name
+    for index, row in enumerate(batch):
+        if row.parameters["temperature"] > 0:
+            assert found["certified"][index]
+            assert_row(found, index, row)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_uncertified_row_looks_up_embeddings_and_leaves_other_rows_alone(form: str) -> None:
+    others = [flat(0), short(0), broken(0), flat(1)]
+    batch = [uncertified(0), *others, uncertified(1)]
+    with pytest.raises(InvalidArgument, match="out of"):
+        run(session(form, "unreadable"), feeds(batch))
+    alone = run(session(form), feeds(others))
+    for table in ("whole", "poisoned"):
+        beside = run(session(form, table), feeds(batch))
+        for name, values in alone.items():
+            assert np.array_equal(beside[name][1:-1], values), (name, table)
 
 
 def test_the_forms_give_the_same_bits_for_certified_rows() -> None:
@@ -125,11 +174,11 @@ def test_the_forms_give_the_same_bits_for_certified_rows() -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_greedy_takes_the_lowest_id_of_the_largest_logits(form: str) -> None:
-    logits = np.zeros((3, 300))
+    logits = np.zeros((3, VOCAB))
     logits[0, [250, 40, 130]] = 2
-    logits[1, 299] = 1
+    logits[1, VOCAB - 1] = 1
     found = run(session(form), feeds([case(row, temperature=t) for row, t in zip(logits, (0, 9e-6, 0), strict=True)]))
-    assert found["next_token"].tolist() == [40, 299, 0]
+    assert found["next_token"].tolist() == [40, VOCAB - 1, 0]
     assert found["kept"].tolist() == [1, 1, 1]
     assert found["logprob"].tolist() == [0, 0, 0]
     assert found["certified"].all()
@@ -141,7 +190,7 @@ def test_edits_apply_before_everything_else(form: str) -> None:
     rows = random_rows(3, 12)
     inputs = feeds(rows, edits=6)
     for index, row in enumerate(rows):
-        ids = rng.permutation(SCENARIO.vocab_size)[:6]
+        ids = rng.permutation(VOCAB)[:6]
         ids[rng.random(6) < 0.3] = -1
         inputs["edit_ids"][index] = ids
         inputs["edit_penalty"][index] = rng.uniform(0.5, 2, 6)
@@ -167,26 +216,26 @@ def test_a_wrong_penalty_makes_its_row_invalid_unless_the_edit_is_padding(form: 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_huge_finite_logits_are_not_treated_as_infinite(form: str) -> None:
-    logits = np.full(300, 3e38)
+    logits = np.full(VOCAB, 3e38)
     logits[7] = 3.3e38
     row = case(logits)
     assert_row(run(session(form), feeds([row])), 0, row)
 
 
 def test_draws_follow_the_probabilities_of_the_crop() -> None:
-    logits = np.random.default_rng(0).standard_normal(300) * 0.2
-    row = case(logits, **{**GEOMETRY_WANTED, "lam": 0.0, "init_top_p": 0.9})
+    logits = np.random.default_rng(0).standard_normal(VOCAB) * 0.2
+    row = case(logits, lam=0.0, beta=2.5, init_top_p=0.9, temperature=1.5)
     uniforms = (np.arange(512) + 0.5) / 512
     found = run(session("branches"), feeds([Case(row.logits, row.parameters, u, "") for u in uniforms]))
     kept = np.flatnonzero(found["keep_mask"][0])
     weights = np.exp(logits[kept].astype(np.float32) / 1.5)
-    counts = np.bincount(found["next_token"], minlength=300)[kept]
+    counts = np.bincount(found["next_token"], minlength=VOCAB)[kept]
     assert counts.sum() == 512
     # Evenly spread uniforms hit an interval of length p floor(512 p) times, or once more.
     assert np.abs(counts - 512 * weights / weights.sum()).max() <= 1.01
 
 
-@pytest.mark.parametrize("form", ["branches", slow("no-branches")])
+@pytest.mark.parametrize("form", FORMS)
 def test_a_row_has_the_same_bits_with_padded_edits_and_without_any(form: str) -> None:
     scenario = Scenario(TopWOptions(top_m=30, metric="uniform"), 8192, 1, "plain", 0)
     opened = graph(scenario, form, np.zeros((8192, 1), np.float32), Geometry.uniform())

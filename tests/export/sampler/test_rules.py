@@ -65,16 +65,6 @@ def test_mixed_batches_equal_the_definitions(form: str, vocab: int, metric: str)
     assert wrong(form, vocab, cases, metric) == []
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("vocab", [1, 64, SORTED, 3841, 8192])
-def test_many_mixed_batches_equal_the_definitions(form: str, vocab: int) -> None:
-    rng = np.random.default_rng(vocab + 1)
-    for _ in range(20):
-        cases = [with_rule(rng, random_case(rng, vocab)) for _ in range(48)]
-        assert wrong(form, vocab, cases) == []
-
-
 SMALL = ((SORTED, 20, 1), (SORTED, 20, 2))
 
 
