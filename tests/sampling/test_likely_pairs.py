@@ -10,7 +10,12 @@ import pytest
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, crop, median_distance
 from topw_deploy.sampling.geometry import LIKELY_TOKENS
-from topw_deploy.sampling.presets import raw_geom_scale
+from topw_deploy.sampling.presets import with_raw_scale
+
+
+def raw_geom_scale(geom_scale: float, median: float | None) -> float:
+    return float(with_raw_scale({"geom_scale": geom_scale, "geom_unit": "median"}, median)["geom_scale"])
+
 
 METRICS = ("mahalanobis", "unit", "cosine")
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.sampling.parameters import IN_FLOAT32, PRESETS, TopWParameters, preset_values
+from topw_deploy.sampling.parameters import IN_FLOAT32, PRESETS, TopWParameters, as_number, preset_values
 
 GEOM_UNITS = ("raw", "median")
 """Units of `geom_scale`: per unit of the metric, or per median distance of likely pairs."""
@@ -86,7 +86,8 @@ def with_raw_scale(stated: Mapping[str, Any], median: float | None, unknown: str
     median: the median distance, or None if it is unknown.
     unknown: why `median` is None, and the next step, as a clause for the error message.
 
-    Raises ParameterError for an unknown unit and a geom_unit without geom_scale, and the errors of `raw_geom_scale`.
+    Raises ParameterError for an unknown unit, a geom_unit without geom_scale, an unknown median, and a result beyond
+    float32.
     """
     unit = stated.get("geom_unit")
     if unit is None or check_geom_unit(unit) == "raw":
@@ -97,16 +98,9 @@ def with_raw_scale(stated: Mapping[str, Any], median: float | None, unknown: str
             "geom_unit",
             "geom_scale",
         )
-    return {**stated, "geom_scale": raw_geom_scale(stated["geom_scale"], median, unknown)}
-
-
-def raw_geom_scale(geom_scale: float, median: float | None, unknown: str = _NOT_MEASURED) -> float:
-    """Convert `geom_scale` from units of the median distance to the metric's unit: geom_scale / median.
-
-    Raises ParameterError if `median` is None, with the reason `unknown`, and for a result beyond float32.
-    """
     if median is None:
         raise ParameterError(f"geom_unit is 'median', but {unknown}.", "geom_unit")
+    geom_scale = as_number("geom_scale", stated["geom_scale"])
     raw = geom_scale / median
     if not abs(raw) <= float(np.finfo(np.float32).max):
         raise ParameterError(
@@ -114,4 +108,4 @@ def raw_geom_scale(geom_scale: float, median: float | None, unknown: str = _NOT_
             f"{IN_FLOAT32}.",
             "geom_scale",
         )
-    return raw
+    return {**stated, "geom_scale": raw}

@@ -138,7 +138,13 @@ class TopWLogitsProcessor(LogitsProcessor):
         self.options = TopWOptions(**(options | {key: value for key, value in given.items() if key in OPTION_NAMES}))
         self.geometry = geometry_of(model_or_embeddings, self.options.metric)
         own = {key: value for key, value in given.items() if key in PARAMETER_NAMES}
-        own = _to_raw_geom_scale(own, geom_unit, median_distance, self.options.metric)
+        if median_distance is not None and not 0 < as_number("median_distance", median_distance) < math.inf:
+            raise ParameterError(
+                f"median_distance is {median_distance!r}, but must be a finite number > 0.", "median_distance"
+            )
+        median = 1.0 if self.options.metric == "uniform" else median_distance
+        own = dict(with_raw_scale(own | {"geom_unit": geom_unit}, median, _NO_MEDIAN))
+        del own["geom_unit"]
         if name in PRESETS:
             values = preset_values(name) | own
         else:
@@ -185,18 +191,6 @@ class TopWLogitsProcessor(LogitsProcessor):
                 "model's output and the processors before Top-W."
             )
         return self.last.masked(scores)
-
-
-def _to_raw_geom_scale(stated: dict[str, Any], unit: str, median: float | None, metric: str) -> dict[str, Any]:
-    """Convert the geom_scale of `stated`, if there is one, from `unit` to the metric's unit."""
-    if median is not None and not 0 < as_number("median_distance", median) < math.inf:
-        raise ParameterError(f"median_distance is {median!r}, but must be a finite number > 0.", "median_distance")
-    if "geom_scale" in stated:
-        as_number("geom_scale", stated["geom_scale"])
-    known_median = 1.0 if metric == "uniform" else median
-    converted = dict(with_raw_scale({**stated, "geom_unit": unit}, known_median, _NO_MEDIAN))
-    del converted["geom_unit"]
-    return converted
 
 
 def _check_caller(processor: LogitsProcessor, temperature: float | None, frame: FrameType | None) -> None:
