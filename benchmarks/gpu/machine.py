@@ -17,7 +17,7 @@ from benchmarks.gpu.children import ROOT, environment
 
 PACKAGES = (
     "torch", "numpy", "triton", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "onnxruntime-gpu",
-    "tensorrt", "cuda-bindings", "cupy-cuda13x", "safetensors", "tokenizers", "flashinfer-python",
+    "tensorrt", "cuda-bindings", "cupy-cuda13x", "safetensors", "tokenizers",
 )  # fmt: skip
 _LIMIT = 60  # seconds; a driver may hang
 

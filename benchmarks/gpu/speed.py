@@ -1,4 +1,4 @@
-"""The part `speed`: step times in a CUDA graph, against torch and FlashInfer."""
+"""The part `speed`: step times in a CUDA graph, against torch."""
 
 from __future__ import annotations
 
@@ -29,11 +29,7 @@ def steps(job: Job) -> list[Step]:
         for batch in sizes.open_batches
         for metric in _METRICS
     ]
-    peers = [
-        Step(f"FlashInfer's samplers, batch {batch}", partial(flashinfer, batch=batch), 15, 150, rounds)
-        for batch in sizes.certified
-    ]
-    return [*certified, *uncertified, Step("share of a decode step", decode_step, 30, 180, rounds), *peers]
+    return [*certified, *uncertified, Step("share of a decode step", decode_step, 30, 180, rounds)]
 
 
 def certified_rows(job: Job, batch: int) -> Result:
@@ -48,22 +44,6 @@ def certified_rows(job: Job, batch: int) -> Result:
     except certified.NotCertifiedError as error:
         return Result(failed=str(error))
     sides |= certified.torch_sides(logits, sizes.top_m)
-    return _result(job, f"{sizes.vocab:,} tokens, batch {batch}", *_measured(job, kernel.device, sides))
-
-
-def flashinfer(job: Job, batch: int) -> Result:
-    """Time FlashInfer's samplers, in a step of their own because FlashInfer may compile or fail."""
-    from benchmarks.gpu import certified, flashinfer_samplers
-    from benchmarks.gpu.device import open_kernel
-    from benchmarks.gpu.measure import Timed
-
-    absent = flashinfer_samplers.why_absent()
-    if absent:
-        return Result(absent=(absent,))
-    sizes, kernel = sizes_of(job), open_kernel(job)
-    logits = certified.logits_on(kernel.device, batch, sizes.vocab)
-    step = certified.certified_step(kernel, logits)
-    sides = {"Top-W, float32": Timed(step.launch, logits.nbytes)} | flashinfer_samplers.sides(logits)
     return _result(job, f"{sizes.vocab:,} tokens, batch {batch}", *_measured(job, kernel.device, sides))
 
 

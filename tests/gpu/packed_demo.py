@@ -16,7 +16,9 @@ def packed_demo(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The float16 bundled model with the CPU's tokens."""
 
     def make(into: Path) -> None:
-        assert command.main(["--only", "folders", "--limit", "2MiB", "--into", str(into), "--rehearse"]) == 0
+        assert (
+            command.main(["--only", "folders", "packages", "--limit", "2MiB", "--into", str(into), "--rehearse"]) == 0
+        )
 
     return sorted(made_once(tmp_path_factory, "packed-demo", make).glob("*.tar.xz"))
 

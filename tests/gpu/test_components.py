@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.packing import flashinfer, onnxruntime_gpu, tensorrt, wheels
-from benchmarks.gpu.packing.fatbin import fat_binaries
+from benchmarks.gpu.packing import onnxruntime_gpu, tensorrt, wheels
 from benchmarks.gpu.packing.wheels import Host
-from topw_deploy.errors import BenchmarkError, PluginError
-from topw_deploy.plugins import nvcc
+from topw_deploy.errors import BenchmarkError
 
 from .fatbin_files import CUBIN, elf, entry, fat_binary
 
@@ -125,66 +123,6 @@ def test_a_tensorrt_of_another_layout_is_not_packed(serve: Serve, tmp_path: Path
     serve({})
     with pytest.raises(BenchmarkError, match="its layout changed, so nothing of it is packed"):
         tensorrt.stage(tmp_path / "tree", scratch, HOST)
-
-
-KERNEL = (
-    b"#include <cub/order.h>\n#include <curand.h>\n#ifdef FLASHINFER_ENABLE_F16\n__global__ void kernel() {}\n#endif\n"
-)
-
-
-def flashinfer_wheels(source: bytes) -> dict[str, dict[str, bytes]]:
-    sources = [name for names_ in flashinfer.MODULES.values() for name in names_]
-    first = dict.fromkeys(sources, b"// one kernel is enough\n") | {"sampling.cu": source, "topk.cu": source}
-    return {
-        "flashinfer-python": {
-            "flashinfer/__init__.py": b"",
-            "flashinfer/data/cccl/cub/cub/order.h": b"#pragma once\n",
-            "flashinfer_python-0.7.2.dist-info/RECORD": b"long",
-            **{f"flashinfer/data/csrc/{name}": content for name, content in first.items()},
-        },
-        "nvidia-curand": {"nvidia/cu13/include/curand.h": b"#pragma once\n"},
-        "einops": {"einops/__init__.py": b""},
-    }
-
-
-@pytest.fixture(name="nvcc")
-def found_nvcc() -> None:
-    try:
-        nvcc.find_toolkit()
-    except PluginError as error:
-        pytest.skip(str(error))
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("nvcc")
-def test_flashinfers_samplers_are_compiled_and_their_sources_left_out(
-    serve: Serve, tmp_path: Path, scratch: Path
-) -> None:
-    serve(flashinfer_wheels(KERNEL))
-    packed = flashinfer.stage(tmp_path / "tree", scratch, HOST)
-    assert names(tmp_path / "tree") == {
-        "flashinfer/__init__.py",
-        "einops/__init__.py",
-        "flashinfer/data/aot/sampling/sampling.so",
-        "flashinfer/data/aot/topk/topk.so",
-    }
-    made = (tmp_path / "tree" / "flashinfer/data/aot/sampling/sampling.so").read_bytes()
-    assert {code.label for entries in fat_binaries(made) for code in entries} == {"sm_90"}
-    assert (packed.version, packed.variables) == ("0.7.2.post1", {"FLASHINFER_WORKSPACE_BASE": "home"})
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("nvcc")
-def test_a_compile_error_is_reported_with_the_compilers_message(serve: Serve, tmp_path: Path, scratch: Path) -> None:
-    serve(flashinfer_wheels(b"this is no C++\n"))
-    with pytest.raises(BenchmarkError, match=r"(?s)^nvcc does not compile sampling\.so: .*error"):
-        flashinfer.stage(tmp_path / "tree", scratch, HOST)
-
-
-def test_without_nvcc_flashinfer_is_not_packed(tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    with pytest.raises(BenchmarkError, match=r"^FlashInfer's samplers are compiled by nvcc: CUDA_HOME is"):
-        flashinfer.stage(tmp_path / "tree", scratch, HOST)
 
 
 def test_a_file_that_is_not_a_wheel_is_refused(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ ROOT = Path(__file__).parents[2]
 EXPORTERS = (
     "transformers", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "topw_deploy.export", "topw_deploy.runtime",
 )  # fmt: skip
-NOT_ON_THE_HOST = ("scipy", "matplotlib", "pytest", "tqdm", "flashinfer", "tensorrt")
+NOT_ON_THE_HOST = ("scipy", "matplotlib", "pytest", "tqdm", "tensorrt", "msgspec", "minijinja")
 MODULES_OF_STEPS = (
-    "agreement", "certified", "decoder", "device", "flashinfer_samplers", "graphs", "measure", "open_rows",
+    "agreement", "certified", "decoder", "device", "graphs", "measure", "open_rows",
     "shipped_rows", "tables",
 )  # fmt: skip
 

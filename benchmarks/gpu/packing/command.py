@@ -19,18 +19,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.packing import archives, flashinfer, folders, onnxruntime_gpu, tensorrt
+from benchmarks.gpu.packing import archives, folders, onnxruntime_gpu, packages, tensorrt
 from benchmarks.gpu.packing.component import Packed
 from benchmarks.gpu.packing.wheels import Host
 from benchmarks.gpu.unpack import FORMAT, INDEX
 from topw_deploy.errors import BenchmarkError, ParameterError
 from topw_deploy.text import parse_size
 
-COMPONENTS = ("folders", "onnxruntime", "flashinfer", "tensorrt")
+COMPONENTS = ("folders", "packages", "onnxruntime", "tensorrt")
 ROOT = Path(__file__).resolve().parents[3]
 _PACKAGES: dict[str, Callable[[Path, Path, Host], Packed]] = {
+    "packages": packages.stage,
     "onnxruntime": onnxruntime_gpu.stage,
-    "flashinfer": flashinfer.stage,
     "tensorrt": tensorrt.stage,
 }
 
