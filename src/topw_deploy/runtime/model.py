@@ -56,8 +56,7 @@ class TopWModel:
         prefill_chunk: int | None = None,
     ) -> None:
         decoder = folder.manifest.decoder
-        cache.check_supported(decoder, session.inputs, session.outputs)
-        cache.check_layout(decoder, (*folder.manifest.inputs, *folder.manifest.outputs))
+        cache.check_cache(decoder, (*folder.manifest.inputs, *folder.manifest.outputs))
         limits = model_limits(folder.manifest, session, max_length, max_batch)
         check_size("prefill_chunk", prefill_chunk)
         self.manifest = folder.manifest
