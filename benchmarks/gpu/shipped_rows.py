@@ -16,7 +16,6 @@ from fuzz.implementations import Answer, as_bfloat16, from_bfloat16
 from fuzz.sampler import differences
 from tests.support.kernel import STAGES, Kernel, KernelSamples, KernelTable
 from tests.support.rows import explanation
-from topw_deploy.errors import ProviderError
 from topw_deploy.plugins.library import library_path
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, pack_mask, sample_row
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions, TopWParameters
@@ -151,7 +150,7 @@ def cpu_library(kernels: Path) -> Path | None:
             if path is not None:
                 Kernel(path)
                 return path
-        except ProviderError:
+        except (OSError, AttributeError):  # not a library, or one without the CPU's kernel
             continue
     return None
 
