@@ -2,39 +2,58 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
+from msgspec import Meta, Struct
 
 from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.text import short_repr
 
 LARGEST_HEADER = 100 << 20  # bytes: the limit of the safetensors library
 METADATA = "__metadata__"
-_MOST_AXES = 32  # the bound of NumPy before version 2
 _MOST_BYTES = (1 << 63) - 1
 ELEMENT_BYTES = {each.safetensors: each.bits // 8 for each in ELEMENT_TYPES.values() if each.safetensors}
 """safetensors' name of an element type -> bytes per element."""
 
+_Count = Annotated[int, Meta(ge=0, le=_MOST_BYTES)]
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor in a header. begin, end: the range of its bytes, counted from the end of the header."""
+
+class Entry(Struct, frozen=True):
+    """A tensor in a header. data_offsets: the range of its bytes, counted from the end of the header.
+
+    Raises ValueError if the range does not fit the type and the shape.
+    """
 
     dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
+    shape: Annotated[tuple[_Count, ...], Meta(max_length=32)]  # the bound of NumPy before version 2
+    data_offsets: tuple[_Count, _Count]
+
+    def __post_init__(self) -> None:
+        element = ELEMENT_BYTES.get(self.dtype, 0)
+        if element * math.prod(max(axis, 1) for axis in self.shape) > _MOST_BYTES:  # NumPy bounds empty arrays too
+            raise ValueError(f"the shape {short_repr(list(self.shape))} has more than {_MOST_BYTES} bytes")
+        if self.end - self.begin != element * math.prod(self.shape):
+            raise ValueError(
+                f"{self.end - self.begin} bytes for {short_repr(self.dtype)} of shape {short_repr(list(self.shape))}"
+            )
+
+    @property
+    def begin(self) -> int:
+        return self.data_offsets[0]
+
+    @property
+    def end(self) -> int:
+        return self.data_offsets[1]
 
 
 def read_header(stream: BinaryIO, size: int, most: int = LARGEST_HEADER) -> tuple[dict[str, Any], int]:
     """Read the header of a file of `size` bytes. Returns (header, offset of the data).
 
-    Raises ValueError if the header is not a JSON object, names a tensor twice, or is longer than the file or `most`
-    bytes.
+    Raises ValueError if the header is not a JSON object, or is longer than the file or `most` bytes.
     """
     start = stream.read(8)
     if len(start) < 8:
@@ -43,51 +62,25 @@ def read_header(stream: BinaryIO, size: int, most: int = LARGEST_HEADER) -> tupl
     if length > min(most, size - 8):
         raise ValueError(f"its header claims {length} bytes")
     try:
-        header = msgspec.json.decode(stream.read(length))
+        return msgspec.json.decode(stream.read(length), type=dict[str, Any]), 8 + length
     except RecursionError:
         raise ValueError("its header is nested too deeply") from None
-    if not isinstance(header, dict):
-        raise ValueError("its header is not a JSON object")
-    return header, 8 + length
 
 
-def read_entry(name: str, given: Any) -> Entry:
-    """Check the entry of a tensor in a header.
-
-    Raises ValueError if a field is missing or wrong, or if the range of bytes does not fit the type and the shape.
-    """
-    if not isinstance(given, dict) or not {"dtype", "shape", "data_offsets"} <= given.keys():
-        raise ValueError(f"{short_repr(name)} has no dtype, shape and data_offsets")
-    dtype, shape, offsets = given["dtype"], given["shape"], given["data_offsets"]
-    if not isinstance(dtype, str) or not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-        raise ValueError(f"the entry of {short_repr(name)} is {short_repr(given)}")
-    if len(shape) > _MOST_AXES:
-        raise ValueError(f"{short_repr(name)} has {len(shape)} axes, more than {_MOST_AXES}")
-    count = ELEMENT_BYTES.get(dtype, 0)
-    extent = max(count, 1)  # bytes if empty axes had size 1, which is what NumPy bounds
-    for dimension in shape:
-        count *= dimension
-        extent *= max(dimension, 1)
-    if extent > _MOST_BYTES:
-        raise ValueError(f"{short_repr(name)} has the shape {short_repr(shape)}, of more than {_MOST_BYTES} bytes")
-    begin, end = offsets
-    if end - begin != count:
-        raise ValueError(
-            f"{short_repr(name)} has {end - begin} bytes for {short_repr(dtype)} of shape {short_repr(shape)}"
-        )
-    return Entry(dtype, tuple(shape), begin, end)
+def read_entry(name: str, value: Any) -> Entry:
+    """Check the entry of a tensor in a header. Raises ValueError if a field is missing or wrong."""
+    try:
+        return msgspec.convert(value, Entry)
+    except ValueError as error:
+        raise ValueError(f"the entry of {short_repr(name)}: {error!s:.300}") from None
 
 
 def refuse_overlap(entries: Mapping[str, Entry]) -> None:
     """Raise ValueError if two tensors share bytes."""
     end, last = 0, ""
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         if entry.begin < end:
             raise ValueError(
                 f"{short_repr(name)} begins at {entry.begin}, within {short_repr(last)}, which ends at {end}"
             )
         end, last = entry.end, name
-
-
-def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)

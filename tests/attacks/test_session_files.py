@@ -27,7 +27,7 @@ def entry(shape: list[int], begin: int = 0, end: int = 0) -> dict[str, Any]:
 
 
 HEADERS: dict[str, tuple[bytes, str]] = {
-    "lists in lists": (safetensors(b"[" * 1_000_000), "nested too deeply"),
+    "lists in lists": (safetensors(b"[" * 1_000_000), "got `array`"),
     "objects in objects": (safetensors(b'{"a":' * 1_000_000), "nested too deeply"),
     "an integer of a million digits": (safetensors(b'{"a":1' + b"0" * 1_000_000 + b"}"), "out of range"),
     "NaN": (safetensors(b'{"a":NaN}'), "malformed"),
@@ -37,14 +37,14 @@ HEADERS: dict[str, tuple[bytes, str]] = {
         safetensors(
             b'{"tokens":{"dtype":"I64","data_offsets":[0,0],"shape":[' + b",".join([b"9" * 400] * 30_001) + b"]}}"
         ),
-        "has 30001 axes, more than 32",
+        "out of range|length <= 32",
     ),
-    "axes whose product overflows": (safetensors(entry([1 << 32, 1 << 32])), "of more than 9223372036854775807 bytes"),
-    "an axis of 2**63": (safetensors(entry([1 << 63])), "of more than 9223372036854775807 bytes"),
-    "an empty axis beside a huge one": (safetensors(entry([0, HUGE])), "of more than 9223372036854775807 bytes"),
-    "axes whose product wraps to 40": (safetensors(entry([5, (1 << 61) + 1], 0, 40), bytes(40)), "of more than"),
+    "axes whose product overflows": (safetensors(entry([1 << 32, 1 << 32])), "9223372036854775807|out of range"),
+    "an axis of 2**63": (safetensors(entry([1 << 63])), "9223372036854775807|out of range"),
+    "an empty axis beside a huge one": (safetensors(entry([0, HUGE])), "9223372036854775807|out of range"),
+    "axes whose product wraps to 40": (safetensors(entry([5, (1 << 61) + 1], 0, 40), bytes(40)), "has more than"),
     "a negative axis": (safetensors(entry([-5])), "the entry of 'tokens'"),
-    "offsets that go back": (safetensors(entry([5], 40, 0)), "has -40 bytes"),
+    "offsets that go back": (safetensors(entry([5], 40, 0)), "-40 bytes"),
     "negative offsets": (safetensors(entry([5], -40, 0)), "the entry of 'tokens'"),
     "true as an axis": (safetensors(b'{"tokens":{"dtype":"I64","shape":[true],"data_offsets":[0,8]}}'), "the entry of"),
 }  # fmt: skip
