@@ -36,7 +36,7 @@ help:            ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
 
 demo: $(VENV)/export.stamp  ## install, export the bundled model, stream text from it
-	$(BIN)/topw-export demo out-demo --overwrite
+	$(BIN)/topw-export tiny out-demo --overwrite
 	$(BIN)/topw generate out-demo "class Path" --preset lively --seed 2 --max-new-tokens 120 --stats
 
 test: $(VENV)/dev.stamp     ## install and run the tests on all cores, without the long ones

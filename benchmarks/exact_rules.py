@@ -1,6 +1,6 @@
 """Sampling rules under the exact objective, on two models and several seeds. Results: docs/lab/exact.md.
 
-    topw-export demo out-demo
+    topw-export tiny out-demo
     python -m benchmarks.sums.train
     topw-export .cache/benchmarks/sums out-sums
     python -m benchmarks.exact_rules --demo out-demo --sums out-sums [--seeds 3] [--steps 97] [--json FILE]

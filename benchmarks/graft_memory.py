@@ -25,9 +25,7 @@ from topw_deploy.tiny import tiny_model_path
 
 _CHILD = """
 import json, sys, time
-from pathlib import Path
 from topw_deploy.export import export_model
-from topw_deploy.export.request import export_request
 from topw_deploy.progress import Progress
 def peak():  # not getrusage, which starts with the parent's peak
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
@@ -35,8 +33,10 @@ before = peak()
 started = time.perf_counter()
 lines = []
 export_model(
-    export_request(model=sys.argv[1], output=Path(sys.argv[2]), verify=False, hard_link=sys.argv[3] == "1"),
-    Progress(lambda line: lines.append((round(time.perf_counter() - started, 2), line))),
+    *sys.argv[1:3],
+    verify=False,
+    hard_link=sys.argv[3] == "1",
+    progress=Progress(lambda line: lines.append((round(time.perf_counter() - started, 2), line))),
 )
 print(json.dumps({"seconds": time.perf_counter() - started, "imports_mib": before / 1024, "peak_mib": peak() / 1024,
                   "phases": lines}))

@@ -32,14 +32,9 @@ from topw_lab.worker import Worker
 
 HERE = Path(__file__)
 CANDIDATES: dict[str, tuple[str, ...]] = {
-    **{
-        f"{algorithm} {size}, table {bits}": (
-            *("--quantisation-algorithm", algorithm, "--block-size", str(size), "--table-bits", str(bits)),
-        )
-        for bits in (8, 4)
-        for algorithm, sizes in (("search", (32, 64, 128)), ("k_quant", (128,)), ("default", (32, 128)))
-        for size in sizes
-    },
+    f"blocks of {size}, table {bits}": ("--block-size", str(size), "--table-bits", str(bits))
+    for bits in (8, 4)
+    for size in (32, 64, 128)
 }
 COLUMNS = 512
 _BATCH = 16

@@ -26,13 +26,10 @@ from topw_deploy.tiny import tiny_model_path
 
 _EXPORT = """
 import dataclasses, json, sys
-from pathlib import Path
 from topw_deploy.export import export_model
-from topw_deploy.export.request import export_request
 from topw_deploy.progress import Progress
-settings = json.loads(sys.argv[1])
-settings["output"] = Path(settings["output"])
-report = export_model(export_request(**settings), Progress(lambda line: print(line, file=sys.stderr, flush=True)))
+progress = Progress(lambda line: print(line, file=sys.stderr, flush=True))
+report = export_model(**json.loads(sys.argv[1]), progress=progress)
 print(json.dumps({"seconds": report.seconds, "memory": report.memory, "sizes": report.sizes,
                   "status": report.verification.status, "notices": report.notices}))
 """

@@ -160,7 +160,7 @@ def print_texts(seeds: int, new_tokens: int) -> None:
     for name, arguments in OTHERS.items():
         runs = [writer.transformers(arguments, seed) for seed in range(seeds)]
         add(name, runs, probability_crop(**arguments), None)
-    with TopWModel.from_pretrained(export_once("demo")) as model:
+    with TopWModel.from_pretrained(export_once("tiny")) as model:
         for name, parameters in TOP_W.items():
             runs = [writer.top_w(model, asdict(parameters), seed) for seed in range(seeds)]
             add(name, runs, *top_w_crops(parameters, geometry))
@@ -190,7 +190,7 @@ def print_speed(rounds: int, new_tokens: int) -> None:
     prompts = PROMPTS.read_text("utf-8").splitlines()[::3]
     names = list(TOP_W)
     chosen = {name: asdict(TOP_W[name]) for name in (names[0], names[2], names[3])}
-    models = {"": export_once("demo"), ", neighbour bound": export_once("demo", "--neighbour-bound")}
+    models = {"": export_once("tiny"), ", neighbour bound": export_once("tiny", "--neighbour-bound")}
     opened = {label: TopWModel.from_pretrained(folder, intra_op_num_threads=1) for label, folder in models.items()}
     shares: dict[str, list[float]] = {}
 

@@ -19,7 +19,7 @@ import numpy as np
 import onnxruntime as ort
 
 from benchmarks.common import machine, say, table
-from topw_deploy.export import ExportRequest, export_model
+from topw_deploy.export import export_model
 from topw_deploy.export.verification.probe import LogitsProbe
 from topw_deploy.manifest import load_decoder_manifest
 
@@ -154,7 +154,7 @@ def table_rows(model: str, fed: dict[str, Columns], root: Path, scratch: Path) -
     reference = torch_reference(checkpoint)
     say(f"{model}: exporting")
     ours = scratch / model
-    export_model(ExportRequest(model=str(checkpoint), output=ours, verify=False))
+    export_model(checkpoint, ours, verify=False)
     sides: list[Graph | LogitsProbe | None] = [
         Graph(folder) if (folder := root / "folders" / name.format(model)).is_dir() else None
         for name in MAKERS.values()

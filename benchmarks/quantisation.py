@@ -29,12 +29,7 @@ from topw_deploy.tiny import tiny_model_path
 _ERRORS: dict[str, dict[str, Any]] = {
     "int4 search": {"bits": 4},
     "int4 search symmetric": {"bits": 4, "symmetric": True},
-    "int4 k_quant": {"bits": 4, "algorithm": "k_quant"},
-    "int4 default symmetric": {"bits": 4, "algorithm": "default"},
-    "int4 default asymmetric": {"bits": 4, "algorithm": "default", "symmetric": False},
-    "int4 rtn symmetric": {"bits": 4, "algorithm": "rtn"},
     "int8 search": {"bits": 8},
-    "int8 default symmetric": {"bits": 8, "algorithm": "default"},
 }
 _VARIANTS: dict[str, dict[str, Any]] = {
     f"{name}, blocks of {size}{f', table {bits}' if settings['bits'] == 4 else ''}": {
@@ -61,7 +56,7 @@ print(resident() - before)
 
 
 def error_table() -> str:
-    """A row per block size, a column per quantiser."""
+    """A row per block size, a column per scheme."""
     weights = torch.from_numpy(np.random.default_rng(0).standard_normal((256, 4096)).astype(np.float32))
     rows = []
     for size in (16, 32, 64, 128, 256):

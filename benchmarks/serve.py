@@ -75,7 +75,7 @@ def llama_side(model: Path, dtype: str, python: Path, request: ServeRequest, len
 def measure_model(name: str, dtype: str, args: argparse.Namespace) -> None:
     """Measure one model. Prints its tables and writes its files."""
     model = model_folder(name)
-    folder = export_once("demo" if name == "demo" else model, "--dtype", dtype, *AS_GENAI.get(dtype, ()))
+    folder = export_once("tiny" if name == "demo" else model, "--dtype", dtype, *AS_GENAI.get(dtype, ()))
     request = ServeRequest(
         folder=folder,
         concurrency=args.concurrency,

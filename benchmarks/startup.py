@@ -18,7 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
-    demo = export_once("demo")
+    demo = export_once("tiny")
     programs = {
         "python itself": "pass",
         "import numpy, onnxruntime": "import numpy, onnxruntime",

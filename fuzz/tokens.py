@@ -29,7 +29,7 @@ from topw_deploy.engine import Engine
 from topw_deploy.runtime import TopWModel, TopWSampler
 
 Case = tuple[str, Callable[[], Any]]
-TINY = "demo"
+TINY = "tiny"
 _HYBRIDS = 6
 _LIVELY = {"lam": 0.5, "beta": 2.8, "temperature": 1.5, "init_top_p": 0.3}
 _RULES: dict[str, dict[str, Any]] = {

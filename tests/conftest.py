@@ -139,9 +139,9 @@ def repeated_work_shared(isolated: None, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="session")
 def demo_export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model, exported once."""
-    from topw_deploy.export import ExportRequest, export_model
+    from topw_deploy.export import export_model
 
     def make(folder: Path) -> None:
-        export_model(ExportRequest(model="demo", output=folder, verify=False))
+        export_model("tiny", folder, verify=False)
 
     return made_once(tmp_path_factory, "demo", make)

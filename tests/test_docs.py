@@ -143,7 +143,7 @@ def test_every_option_of_a_topw_command_exists(page: Path) -> None:
 
 def test_an_option_that_does_not_exist_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("Use `topw serve out --max-rows 3` or\n\n```sh\ntopw-export demo out --dtipe int4\n```\n")
+    page.write_text("Use `topw serve out --max-rows 3` or\n\n```sh\ntopw-export tiny out --dtipe int4\n```\n")
     with pytest.raises(AssertionError, match="--dtipe"):
         test_every_option_of_a_topw_command_exists(page)
     page.write_text("Use `topw serve out\n--max-rows 3`.\n")

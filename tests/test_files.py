@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.special_files import OTHERS, SPECIAL, no_hang
 from topw_deploy import files
-from topw_deploy.files import NotRegularError, is_file_name, open_inside, open_regular, replace_file, special_files
+from topw_deploy.files import NotRegularError, is_file_name, open_inside, open_regular, special_files
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
 EVERY = {**SPECIAL, **OTHERS}
@@ -110,12 +110,3 @@ def test_special_files_are_found_wherever_they_are(folder: Path) -> None:
     assert list(special_files(folder.parent)) == []
     assert len(list(special_files(folder.parent, deep=True))) == len(found)
     assert list(special_files(folder.parent, deep=True, without="folder")) == []
-
-
-def test_a_replaced_file_has_the_permissions_of_a_new_one(folder: Path, umask: int) -> None:
-    path = folder / "written"
-    for _ in range(2):
-        with replace_file(path) as stream:
-            stream.write(b"new")
-        assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
-    assert [entry.name for entry in sorted(folder.iterdir())] == ["sub", "written"]

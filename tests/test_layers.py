@@ -17,21 +17,21 @@ from tests.support.samples import slow
 from topw_deploy import install
 
 # Parts that each part may import.
-LEAVES = {"errors", "text", "files", "dtypes", "progress", "install", "manifest", "sampling"}
+LEAVES = {"errors", "text", "files", "folders", "dtypes", "progress", "install", "manifest", "sampling"}
 ALLOWED = {
     "errors": set(),
     "dtypes": set(),
     "progress": set(),
     "device_lock": set(),
     "files": {"errors"},
-    "folders": {"errors", "files"},
+    "folders": {"errors"},
     "text": {"errors"},
     "install": {"errors"},
     "tiny": set(),
     "sampling": {"errors"},
-    "manifest": {"dtypes", "errors", "files", "sampling"},
+    "manifest": {"dtypes", "errors", "files", "folders", "sampling"},
     "safetensors_header": {"dtypes", "text"},
-    "plugins": {"errors", "files", "dtypes", "progress", "install", "sampling"},
+    "plugins": {"errors", "files", "folders", "dtypes", "progress", "install", "sampling"},
     "tensorrt": LEAVES | {"device_lock", "plugins"},
     "runtime": LEAVES | {"device_lock", "plugins", "tensorrt"},
     "engine": LEAVES | {"safetensors_header", "runtime"},
@@ -117,14 +117,14 @@ ORDER = (
             "export/embedding",
             "export/source",
             "export/quantise",
-            "export/request",
+            "export/options",
             "export/decoder",
             "export/tidy",
             "export/sampler",
         ),
-        *("export/resume", "export/job", "export/trace", "export/lowering", "export/foreign"),
-        *("export/write", "export/verification", "export/plan", "export/traced_decoder", "export/sampler_only"),
-        *("export/pipeline", "export"),
+        *("export/trace", "export/lowering", "export/foreign"),
+        *("export/write", "export/verification", "export/plan", "export/traced_decoder", "export/pipeline"),
+        *("export/sampler_only", "export"),
     ),
     (
         *("runtime/folder", "runtime/text", "runtime/tokenizer"),

@@ -32,7 +32,7 @@ def test_the_program_of_the_file_draws_the_stated_token_without_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    made = CliRunner().invoke(topw, ["export-sampler", "demo", "out-sampler", "--no-verify"])
+    made = CliRunner().invoke(topw, ["export-sampler", "tiny", "out-sampler", "--no-verify"])
     assert made.exit_code == 0, made.output
     program, output = programs()[1]
     assert "topw_deploy" not in program

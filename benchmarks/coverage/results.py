@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 FORMS = {"default": {}, "tensorrt": {"target": "tensorrt"}, "int4": {"dtype": "int4"}}
-"""Form -> options of export_request."""
+"""Form -> options of export_model."""
 
 RESULTS = Path(__file__).with_name("results.json")
 """The results behind docs/models.md."""

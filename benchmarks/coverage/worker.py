@@ -28,11 +28,10 @@ def main(model_type: str, form: str, folder: Path) -> Result:
 def _export_result(checkpoint: Path, output: Path, options: dict[str, Any]) -> dict[str, Any]:
     from topw_deploy.errors import TopWError, VerificationError
     from topw_deploy.export import export_model
-    from topw_deploy.export.request import export_request
     from topw_deploy.manifest import load_decoder_manifest
 
     try:
-        export_model(export_request(model=str(checkpoint), output=output, **options))
+        export_model(checkpoint, output, **options)
     except VerificationError as error:
         return {"outcome": WRONG, "reason": _first_line(error)}
     except TopWError as error:

@@ -62,7 +62,7 @@ def main() -> None:
 
 def _measure_dtype(dtype: str, rounds: int, tokens: int) -> dict[str, dict[str, list[float]]]:
     """Setting -> side -> tokens per second of each round."""
-    model = export_once("demo", "--dtype", dtype)
+    model = export_once("tiny", "--dtype", dtype)
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         site = Path(folder) / "site"

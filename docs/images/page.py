@@ -28,7 +28,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         out = str(Path(place) / "demo")
         topw = [sys.executable, "-m", "topw_deploy"]
-        subprocess.run([*topw, "export", "demo", out, "--with-logits", "--no-verify", "--quiet"], check=True)
+        subprocess.run([*topw, "export", "tiny", out, "--with-logits", "--no-verify", "--quiet"], check=True)
         server = subprocess.Popen([*topw, "serve", out, "--port", "0"], stderr=subprocess.PIPE, text=True)
         try:
             assert server.stderr is not None

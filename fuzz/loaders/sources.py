@@ -1,12 +1,11 @@
 """The loaders of what an export reads.
 
-These are checkpoints, other exporters' decoders, tokenizers, arrays, and the journal of an interrupted export.
+These are checkpoints, other exporters' decoders, tokenizers, and arrays.
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import io
 import json
 import shutil
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fuzz.loaders.loader import Loader, exported
+from fuzz.loaders.loader import Loader
 from tests.support.attacks import call, function, nested_if, safetensors
 from topw_deploy.errors import SourceError
 
@@ -272,69 +271,6 @@ def arrays(scratch: Path) -> Loader:
 
     table, logits = rng.standard_normal((6, 3)), rng.standard_normal((4, 6)).astype(np.float32)
     return Loader(read, (b"\0" + seed(table.astype(np.float16)), b"\0" + seed(table), b"\1" + seed(logits)))
-
-
-def journal(scratch: Path) -> Loader:
-    """The journal of an interrupted export, and the array that it names; the first byte of an input chooses which.
-
-    A damaged journal is no error: the export starts again. This loader counts that as a refusal.
-    """
-    from topw_deploy.export.request import export_request
-    from topw_deploy.export.resume.finished_stages import FinishedStages
-    from topw_deploy.export.resume.journal import DataLog, Journal
-    from topw_deploy.manifest import Verification, load_decoder_manifest
-
-    place, source, output = scratch / "workspace", scratch / "source", scratch / "workspace" / "out"
-    source.mkdir()
-    (source / "tokenizer.json").write_text("{}")
-    manifest = load_decoder_manifest(exported(scratch))
-    request = export_request(model="demo", output=scratch / "out")
-
-    def write_tokenizer() -> list[str]:
-        (output / "tokenizer.json").write_text("{}")
-        return ["a notice"]
-
-    def run(say: Any) -> None:
-        found = Journal(place, say)
-        finished = FinishedStages(found, request)
-        found.array_once("neighbour bound", "s", lambda: np.zeros(3, np.float32))
-        finished.write_tokenizer_once(source, output, write_tokenizer)
-        finished.copy_once(source / "tokenizer.json", output / "copy", lambda: shutil.copy(source / "tokenizer.json",
-                        output / "copy"), hard_link=False)  # fmt: skip
-        finished.verify_once(manifest, lambda: (Verification(status="skipped"), True))
-        log = DataLog(found, "s")
-        log.record_start("model.onnx_data", "layout", log.written_weights("model.onnx_data", "layout"))
-        log.record_weight("model.onnx_data", "a", hashlib.sha256(b"a").hexdigest())
-        finished.remove_other_files(output, ["copy"])
-
-    def fresh() -> None:
-        shutil.rmtree(place, ignore_errors=True)
-        output.mkdir(parents=True)
-
-    fresh()
-    run(lambda _line: None)
-    lines, array = (place / "journal.jsonl").read_bytes(), (place / "neighbour-bound.npy").read_bytes()
-    kept: list[str] = []
-    run(kept.append)
-
-    def read(data: bytes) -> None:
-        fresh()
-        (place / "neighbour-bound.npy").write_bytes(data[1:] if data[:1] == b"\1" else array)
-        digest = hashlib.sha256(data[1:]).hexdigest().encode()
-        old = hashlib.sha256(array).hexdigest().encode()
-        (place / "journal.jsonl").write_bytes(lines.replace(old, digest) if data[:1] == b"\1" else data[1:])
-        for name in ("tokenizer.json", "copy"):
-            (output / name).write_text("{}")
-        witness = scratch / "witness"
-        witness.write_text("a file outside")
-        said: list[str] = []
-        run(said.append)
-        assert witness.exists()
-        if not all(line in said for line in kept if line.startswith("Kept")):
-            raise SourceError(f"not all is kept: {said}")
-
-    first = lines.split(b"\n")
-    return Loader(read, (b"\0" + lines, b"\1" + array, *(b"\0" + line for line in first if line)))
 
 
 def foreign(scratch: Path) -> Loader:

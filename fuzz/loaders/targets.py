@@ -15,7 +15,7 @@ LOADERS: dict[str, Maker] = {
         exports.session, exports.stamp,
         # sources
         sources.checkpoint, sources.torch_file, sources.torch_pickle, sources.foreign, sources.foreign_config,
-        sources.quantised, sources.config, sources.rank_files, sources.sentencepiece, sources.arrays, sources.journal,
+        sources.quantised, sources.config, sources.rank_files, sources.sentencepiece, sources.arrays,
         # requests
         requests.prompts, requests.answers, requests.bodies, requests.triton, requests.harness,
     )

@@ -1,31 +1,19 @@
-"""Open regular files only, and write files completely or not at all.
-
-Opening a named pipe would wait for a writer, and reading a device might never end. Written files have the permissions
-of the umask.
-"""
+"""Open regular files only: opening a named pipe would wait for a writer, and reading a device might never end."""
 
 from __future__ import annotations
 
 import errno
 import mmap
 import os
-import secrets
-import signal
 import stat
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import BinaryIO
 
 _O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # 0 where the system lacks the flag
 _O_DIRECTORY = getattr(os, "O_DIRECTORY", 0)
 # With O_NONBLOCK, opening a named pipe returns at once, and fstat then shows its type.
 _READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-_CREATE_FLAGS = (
-    os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | _O_NOFOLLOW
-)
 _HAS_DIR_FD = os.open in os.supports_dir_fd and os.stat in os.supports_dir_fd
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISLNK, "a symbolic link"),
@@ -140,44 +128,6 @@ def special_files(folder: Path, *, deep: bool = False, without: str = "") -> Ite
                     yield path, f"a link to {kind_of(mode)}" if entry.is_symlink() else kind_of(mode)
 
 
-@contextmanager
-def replace_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a stream for the new content of `path`. The content replaces the file at the end of the block, in one step.
-
-    It is flushed to disk before. After an error, `path` is unchanged. Permissions follow the umask.
-    """
-    temporary, handle = _new_file(path)
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-@contextmanager
-def sigterm_raises() -> Iterator[None]:
-    """Inside the block, SIGTERM raises SystemExit(143), so that temporary files are removed.
-
-    Only the main thread receives signals. In other threads, this does nothing.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, _exit)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _exit(_number: int, _frame: FrameType | None) -> None:
-    raise SystemExit(143)
-
-
 def _open_checked(path: str | Path, place: int | None, wanted: Callable[[int], bool], follow: bool = False) -> int:
     """Open a file of a type, given by a test of st_mode. Returns the descriptor.
 
@@ -211,13 +161,3 @@ def _refuse_links(folder: Path, name: str) -> None:
         linked = True
     if linked:
         raise NotRegularError("a symbolic link", path)
-
-
-def _new_file(path: Path) -> tuple[Path, int]:
-    """Create a temporary file beside `path` whose permissions, unlike tempfile's, follow the umask."""
-    while True:
-        temporary = path.with_name(f".{path.stem[:40]}-{secrets.token_hex(8)}")
-        try:
-            return temporary, os.open(temporary, _CREATE_FLAGS, 0o666)
-        except FileExistsError:
-            continue

@@ -1,54 +1,228 @@
-"""Write a folder completely or not at all: write it under a hidden name, and rename it at the end."""
+"""Write a folder or a file completely or not at all: under a hidden name beside it, renamed at the end."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
+import secrets
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, BinaryIO
 
 from topw_deploy.errors import ExportError
-from topw_deploy.files import sigterm_raises
 
+SPARE = 16 << 20
+"""Bytes of the disk that must stay free."""
 _AT_FDCWD, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+_PARTIAL, _LOCK = ".topw-partial-", ".topw-lock"
+_LOCKED_BYTE = 1 << 20  # Windows lets nobody read a locked byte, so it lies behind the text
 
 
 @contextmanager
-def staged_folder(output: Path, *, place: Path | None = None, replace: bool = False) -> Iterator[Path]:
+def atomic_folder(
+    output: Path,
+    *,
+    marker: str,
+    kind: str,
+    overwrite: bool = False,
+    keep_failed: bool = False,
+    place: Path | None = None,
+) -> Iterator[Path]:
     """Yield an empty folder that becomes `output` at the end of the block. An error or SIGTERM changes nothing.
 
+    `output` is locked meanwhile, so that a second process that writes it fails at once.
+
+    marker, kind: the file that `overwrite` requires in a folder with contents, and what such a folder is.
+    overwrite: whether to replace an earlier folder of this kind.
+    keep_failed: whether to keep the files after an error, as `OUTPUT.failed`.
     place: the folder for the hidden folder, on the device of `output`; by default the parent of `output`.
-    replace: whether to replace the folder `output`, if there is one.
-    Raises OSError if the folder cannot be written.
+    Raises ExportError if `output` is not free, is locked or cannot be written.
     """
-    workspace = Path(tempfile.mkdtemp(prefix=f".{output.name}.topw-", dir=place or output.parent))
+    output = Path(os.path.abspath(output))
+    check_free(output, marker=marker, kind=kind, overwrite=overwrite)
+    place = place or output.parent
     try:
-        with sigterm_raises():
+        place.mkdir(parents=True, exist_ok=True)
+        with _locked(place / f".{output.name}{_LOCK}", output), sigterm_raises():
+            prefix = f".{output.name}{_PARTIAL}"
+            for left in [path for path in place.iterdir() if path.name.startswith(prefix)]:  # of a killed process
+                shutil.rmtree(left, ignore_errors=True)
+            workspace = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
             made = workspace / output.name
-            made.mkdir()
-            yield made
-            if replace and output.exists():
-                replace_folder(made, output)
-            else:
-                made.rename(output)
+            try:
+                made.mkdir()
+                yield made
+                check_free(output, marker=marker, kind=kind, overwrite=overwrite)
+                _put_in_place(made, output)
+            except Exception:
+                if keep_failed and made.exists():
+                    shutil.move(made, _unused_failed_name(output))
+                raise
+            finally:
+                shutil.rmtree(workspace, ignore_errors=True)
+    except OSError as error:
+        raise _write_error(output, error) from error
+
+
+def check_free(output: Path, *, marker: str, kind: str, overwrite: bool) -> None:
+    """Raise ExportError unless `output` is new, empty, or (`overwrite`) a folder with the file `marker`."""
+    try:
+        if not output.exists() and not output.is_symlink():
+            above = next(parent for parent in Path(os.path.abspath(output)).parents if parent.exists())
+            if not above.is_dir():
+                raise ExportError(f"{output} cannot be created, because {above} is not a folder; choose another one.")
+            if not os.access(above, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return
+        if output.is_symlink() or not output.is_dir():
+            raise ExportError(f"{output} is not a folder; choose another one.")
+        if output.resolve() == Path.cwd():
+            raise ExportError(f"{output} is the current folder, which cannot be replaced; choose a folder in it.")
+        if not any(output.iterdir()):
+            return
+    except OSError as error:
+        raise _write_error(output, error) from error
+    if not overwrite:
+        raise ExportError(f"{output} is not empty; choose another folder or give --overwrite.")
+    if not (output / marker).is_file():
+        raise ExportError(
+            f"{output} holds files that are not {kind} (no {marker}), which --overwrite does not delete; choose "
+            "another folder or empty it."
+        )
+
+
+def require_space(folder: Path, needed: int) -> None:
+    """Raise ExportError if the disk of `folder` has fewer than `needed` + SPARE free bytes."""
+    free = shutil.disk_usage(folder).free
+    if free < needed + SPARE:
+        raise ExportError(
+            f"the disk of {folder} has {free / 1e9:.2f} GB free, but {(needed + SPARE) / 1e9:.2f} GB are needed; make "
+            "room or choose another output."
+        )
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield a stream for the new content of `path`. The content replaces the file at the end of the block, in one step.
+
+    It is flushed to disk before. After an error, `path` is unchanged. Permissions follow the umask.
+    """
+    temporary = path.with_name(f".{path.stem[:40]}-{secrets.token_hex(8)}")
+    try:
+        with temporary.open("xb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """Inside the block, SIGTERM raises SystemExit(143), so that temporary files are removed.
+
+    Only the main thread receives signals. In other threads, this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
     finally:
-        shutil.rmtree(workspace, ignore_errors=True)
+        signal.signal(signal.SIGTERM, before)
 
 
-def replace_folder(made: Path, output: Path) -> None:
+def _exit(_number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(143)
+
+
+@contextmanager
+def _locked(file: Path, output: Path) -> Iterator[None]:
+    """Hold a lock on `file`, which is removed at the end. Raise ExportError if another process holds it.
+
+    The system releases the lock of a killed process.
+    """
+    while True:
+        handle = os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+        if not _try_lock(handle):
+            holder = os.read(handle, 200).decode(errors="replace")
+            os.close(handle)
+            raise ExportError(
+                f"{output} is being written by another process ({holder or 'which has just started'}); wait until it "
+                "ends, or choose another output."
+            )
+        with contextlib.suppress(FileNotFoundError):  # the last holder removed the file before it was locked here
+            if os.path.samestat(os.fstat(handle), file.stat()):
+                break
+        os.close(handle)
+    try:
+        os.ftruncate(handle, 0)
+        os.write(handle, f"process {os.getpid()}, since {datetime.now():%Y-%m-%d %H:%M:%S}".encode())
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # Windows removes no open file; an unlocked one does no harm
+            file.unlink()
+        os.close(handle)
+
+
+def _try_lock(handle: int) -> bool:
+    """Lock an open file without waiting. Returns whether no other process holds the lock."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        os.lseek(handle, _LOCKED_BYTE, os.SEEK_SET)
+        try:
+            msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+        except OSError:
+            return False
+        finally:
+            os.lseek(handle, 0, os.SEEK_SET)
+        return True
+    import fcntl
+
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # the file system has no locks
+        return True
+    return True
+
+
+def _put_in_place(made: Path, output: Path) -> None:
+    """Flush `made` to disk and rename it to `output`, an empty folder or one that it replaces."""
+    for path in [*sorted(file for file in made.rglob("*") if file.is_file()), made]:
+        _sync(path)
+    if output.exists() and any(output.iterdir()):
+        _replace(made, output)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            output.rmdir()
+        made.rename(output)
+    _sync(output.parent)
+
+
+def _replace(made: Path, output: Path) -> None:
     """Replace the folder `output` with `made`.
 
     If the system can exchange two folders in one step, the old folder is then at `made`, and the caller removes it.
     Otherwise the old folder is moved away and removed. A process that is killed between these steps leaves both folders
     under hidden names.
     """
-    if exchange(made, output):
+    if _exchange(made, output):
         return
     aside = Path(tempfile.mkdtemp(prefix=f".{output.name}.topw-old-", dir=output.parent))
     old = aside / output.name
@@ -63,7 +237,7 @@ def replace_folder(made: Path, output: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def exchange(one: Path, other: Path) -> bool:
+def _exchange(one: Path, other: Path) -> bool:
     """Exchange two folders in one step. Returns whether it could: the common file systems of Linux can."""
     if sys.platform != "linux":
         return False
@@ -74,30 +248,27 @@ def exchange(one: Path, other: Path) -> bool:
     return bool(renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0)
 
 
-def refuse_contents(output: Path, *, overwrite: bool, marker: str, kind: str, name: str) -> None:
-    """Raise ExportError for a folder with contents, unless `overwrite` is true and the file `marker` is in the folder.
-
-    kind: what a folder with `marker` is, for messages, such as "an export".
-    name: what the command line calls the folder.
-    """
-    if not overwrite:
-        raise ExportError(f"{output} is not empty; choose another {name} or give --overwrite.")
-    if not (output / marker).is_file():
-        raise ExportError(
-            f"{output} holds files that are not {kind} (no {marker}), which --overwrite does not delete; choose "
-            f"another {name} or empty it."
-        )
+def _sync(path: Path) -> None:
+    if os.name == "nt" and path.is_dir():  # Windows opens no folders
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
-def write_error(output: Path, error: OSError, again: str, *, kept: bool = False) -> ExportError:
-    """Return the user's error for an OSError while writing `output`.
+def _unused_failed_name(output: Path) -> Path:
+    number = 1
+    while (name := output.with_name(f"{output.name}.failed" + (f"-{number}" if number > 1 else ""))).exists():
+        number += 1
+    return name
 
-    again: the user's next step, such as "export again".
-    kept: whether the files written so far stay.
-    """
-    nothing = "" if kept else "nothing was kept, "
+
+def _write_error(output: Path, error: OSError) -> ExportError:
+    """Return the user's error for an OSError while writing `output`."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ExportError(f"the disk is full while writing {output}; {nothing}make room and {again}.")
+        return ExportError(f"the disk is full while writing {output}; nothing was kept, make room and write it again.")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return ExportError(f"{output} cannot be written ({error.strerror}); choose a folder you may write to.")
-    return ExportError(f"writing {output} failed ({error.strerror or error}); {nothing}{again}.")
+    return ExportError(f"writing {output} failed ({error.strerror or error}); nothing was kept, write it again.")

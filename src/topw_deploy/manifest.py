@@ -19,7 +19,8 @@ from msgspec import Meta, Struct
 
 from topw_deploy.dtypes import ELEMENT_TYPES, element_bytes
 from topw_deploy.errors import ManifestError
-from topw_deploy.files import NotRegularError, open_inside, open_regular, replace_file, special_files
+from topw_deploy.files import NotRegularError, open_inside, open_regular, special_files
+from topw_deploy.folders import atomic_file
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 from topw_deploy.sampling.rules import RULES, carried_rules
 
@@ -551,7 +552,7 @@ def describe_files(
 
 def save_manifest(folder: str | Path, manifest: Manifest) -> None:
     """Write the manifest into `folder` in one step, so that readers never see half of it."""
-    with replace_file(Path(folder) / MANIFEST_NAME) as stream:
+    with atomic_file(Path(folder) / MANIFEST_NAME) as stream:
         stream.write(manifest.to_json().encode("utf-8"))
 
 

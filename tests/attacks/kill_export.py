@@ -2,7 +2,7 @@
 
     python -m tests.attacks.kill_export SOURCE FOLDER SITUATION SHARE
 
-SITUATION: new (OUT does not exist), replace (OUT is an earlier export) or fill (OUT is an empty folder).
+SITUATION: new (OUT does not exist) or replace (OUT is an earlier export).
 SHARE: 1 for all operations, 10 for every tenth, and for those that put the folder in place.
 
 An audit hook counts what Python opens, renames, creates and removes beside OUT, and kills the process. Children are
@@ -23,7 +23,6 @@ from typing import Any
 
 from topw_deploy.errors import ManifestError, TopWError
 from topw_deploy.export import export_model
-from topw_deploy.export.request import export_request
 from topw_deploy.export.write import weights
 from topw_deploy.manifest import MANIFEST_NAME, check_hashes, load_manifest
 
@@ -47,12 +46,12 @@ def main(source: str, folder: Path, situation: str, share: int) -> None:
     wrong, killed = [], 0
     for number in sorted({*range(0, operations, share), *decisive}):
         out = prepare_output(work, situation, folder / "old")
-        status = run_export(source, out, resume=True, overwrite=situation == "replace", kill_at=number)
+        status = run_export(source, out, overwrite=situation == "replace", kill_at=number)
         if not os.WIFSIGNALED(status):
             wrong.append(f"{number}: ended with {status}")
             continue
         killed += 1
-        for complaint in check(source, out, old, new, resume=number % 2 == 0):
+        for complaint in check(source, out, old, new):
             wrong.append(f"{situation}, killed before operation {number}: {complaint}")
     sys.stdout.write(json.dumps({"operations": operations, "killed": killed, "wrong": wrong}))
 
@@ -62,16 +61,14 @@ def prepare_output(work: Path, situation: str, old: Path) -> Path:
     work.mkdir()
     if situation == "replace":
         shutil.copytree(old, work / "out")
-    elif situation == "fill":
-        (work / "out").mkdir()
     return work / "out"
 
 
-def check(source: str, out: Path, old: dict[str, bytes], new: dict[str, bytes], resume: bool) -> list[str]:
+def check(source: str, out: Path, old: dict[str, bytes], new: dict[str, bytes]) -> list[str]:
     """What is wrong after a kill, and after the export that follows."""
     complaints = []
     hidden = [path.name for path in out.parent.iterdir() if path != out]
-    if any(not name.startswith(".out.topw-partial-") for name in hidden) or len(hidden) > 1:
+    if any(not name.startswith((".out.topw-partial-", ".out.topw-lock")) for name in hidden) or len(hidden) > 2:
         complaints.append(f"left {hidden}")
     found = read_contents(out) if out.exists() else {}
     complete = MANIFEST_NAME in found
@@ -86,22 +83,18 @@ def check(source: str, out: Path, old: dict[str, bytes], new: dict[str, bytes], 
     except ManifestError as error:
         if complete:
             complaints.append(f"the folder does not load: {error}")
-    if status := run_export(source, out, resume=resume, overwrite=complete, finished=True):
+    if status := run_export(source, out, overwrite=complete, finished=True):
         complaints.append(f"the next export ends with {status}")
     elif read_contents(out) != new:
         complaints.append("the next export has other bytes")
-    # An export killed before it creates its lock file, or after it removes it, leaves an empty folder. Later exports
-    # remove such folders once they are an hour old.
-    left = [path.name for path in out.parent.iterdir() if path.name != "out" and any(path.iterdir())]
-    if left:
+    if left := [path.name for path in out.parent.iterdir() if path.name != "out"]:
         complaints.append(f"the next export leaves {left}")
     return complaints
 
 
 def read_contents(folder: Path) -> dict[str, bytes]:
-    """Files by name, without the list of what was moved into an empty folder."""
-    files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
-    return {name: path.read_bytes() for name, path in files.items() if not name.startswith(".topw-partial-")}
+    """Files by name."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def run_export(source: str, out: Path, finished: bool = False, kill_at: int | None = None, **settings: Any) -> int:
@@ -111,7 +104,7 @@ def run_export(source: str, out: Path, finished: bool = False, kill_at: int | No
         if kill_at is not None:
             watch(out.parent, lambda number, _: number == kill_at and os.kill(os.getpid(), signal.SIGKILL))
         try:
-            export_model(export_request(model=source, output=out, verify=False, **settings))
+            export_model(source, out, verify=False, **settings)
         except TopWError as error:
             if finished:
                 sys.stderr.write(f"{error}\n")
@@ -129,7 +122,7 @@ def count_operations(source: str, out: Path, report: Path) -> tuple[int, list[in
 
     def export() -> None:
         watch(out.parent, lambda number, puts: decisive.append(puts))
-        export_model(export_request(model=source, output=out, verify=False, resume=True, overwrite=out.exists()))
+        export_model(source, out, verify=False, overwrite=out.exists())
         report.write_text(json.dumps(list(decisive)))
 
     assert in_child(export) == 0

@@ -14,13 +14,13 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.attacks.kill_export import in_child, read_contents, watch
 from tests.engine.test_session_file import FORM, TOKENS, states_of
 from topw_deploy.engine.session_file import write_session
-from topw_deploy.export.sampler_only import export_sampler, sampler_request
+from topw_deploy.export.sampler_only import export_sampler
 from topw_deploy.sampling.parameters import TopWOptions
 from topw_deploy.triton.repository import write_repository
 from topw_deploy.web import write_site
@@ -45,9 +45,7 @@ def _site(model: Path, target: Path, version: int) -> object:
 def _sampler(_model: Path, target: Path, version: int) -> object:
     options = TopWOptions(metric="uniform")
     return export_sampler(
-        sampler_request(
-            output=target, vocab_size=300 + version, options=options, verify=False, overwrite=target.exists()
-        )
+        None, target, vocab_size=300 + version, **asdict(options), verify=False, overwrite=target.exists()
     )
 
 

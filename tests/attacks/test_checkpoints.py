@@ -198,7 +198,6 @@ MODULE = "open({witness!r}, 'w').close()\nraise RuntimeError('the code ran')\n"
 def test_code_of_a_checkpoint_does_not_run(checkpoint: Callable[[str], Path], tmp_path: Path, part: str) -> None:
     """auto_map, custom_generate and modules with names that transformers uses; only --trust-remote-code runs them."""
     from topw_deploy.export import export_model
-    from topw_deploy.export.request import export_request
 
     folder, witness = Path(shutil.copytree(checkpoint("llama_tied"), tmp_path / "model")), tmp_path / "witness"
     for name in ("evil.py", "generate.py", "custom_generate/generate.py", "modeling_llama.py", "sitecustomize.py"):
@@ -214,10 +213,9 @@ def test_code_of_a_checkpoint_does_not_run(checkpoint: Callable[[str], Path], tm
     if part == "config.json":
         data["model_type"] = "evil"
     path.write_text(json.dumps(data))
-    request = export_request(model=str(folder), output=tmp_path / "out", verify=False)
     if part == "config.json":
         with refused(TopWError, "trust|not recogni[sz]e|unknown|evil"):
-            export_model(request)
+            export_model(folder, tmp_path / "out", verify=False)
     else:
-        export_model(request)
+        export_model(folder, tmp_path / "out", verify=False)
     assert not witness.exists()

@@ -20,8 +20,7 @@ from onnx import TensorProto, helper
 from tests.support.attacks import call, claim, function, nested_if, put, refused, sparse
 from tests.support.samples import thinned
 from topw_deploy.errors import ManifestError
-from topw_deploy.export.write.fill import is_being_filled, undo_fill
-from topw_deploy.manifest import MANIFEST_NAME, DecoderManifest
+from topw_deploy.manifest import DecoderManifest
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort.graph_checks import refuse_compiled
@@ -141,18 +140,6 @@ def test_a_file_far_too_large_is_not_read(folder: Path, name: str, size: int, mo
     claim(folder, name, size)
     with refused(ManifestError, rf"{name} has {size} bytes, but may have at most {most}"):
         TopWModel.from_pretrained(folder, provider="cpu")
-
-
-@pytest.mark.parametrize("name", ["..", ".", "", "../secret", "/etc/passwd", "a\0b"])
-def test_a_list_of_moved_files_that_names_another_folder_removes_nothing(tmp_path: Path, name: str) -> None:
-    """An export into a folder removes what the list in it names: the files of a process that was killed meanwhile."""
-    (tmp_path / "secret").write_text("x")
-    output = tmp_path / "out"
-    output.mkdir()
-    (output / ".topw-partial-moved").write_text(json.dumps([name, MANIFEST_NAME]))
-    assert not is_being_filled(output)
-    undo_fill(output)
-    assert [path.name for path in sorted(tmp_path.rglob("*"))] == ["out", ".topw-partial-moved", "secret"]
 
 
 def test_compiled_code_of_another_tool_is_refused(folder: Path) -> None:

@@ -13,7 +13,6 @@ from onnx import TensorProto, helper
 from tests.support.attacks import call, function, nested_if, refused, sparse
 from topw_deploy.errors import SourceError, TopWError, UnsupportedModelError
 from topw_deploy.export import export_model
-from topw_deploy.export.request import export_request
 
 pytestmark = pytest.mark.slow
 Change = Callable[[onnx.ModelProto], object]
@@ -155,5 +154,5 @@ def test_a_graph_named_outside_the_folder_is_not_opened(decoder: Path, name: str
 def expect_refusal(decoder: Path, kind: type[TopWError], reason: str, verify: bool = False) -> None:
     output = decoder.parent / "out"
     with refused(kind, reason):
-        export_model(export_request(model=str(decoder), output=output, verify=verify))
+        export_model(decoder, output, verify=verify)
     assert sorted(path.name for path in decoder.parent.iterdir()) == [decoder.name]

@@ -1,7 +1,4 @@
-"""Processes killed at any moment: what they wrote is the old state or the new one, and the next run succeeds.
-
-Kills at the stages of an export with all of its options: tests/export/resume/test_resume.py.
-"""
+"""Processes killed at any moment: what they wrote is the old state or the new one, and the next run succeeds."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ def run_worker(name: str, *arguments: object) -> dict[str, Any]:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("situation", "share"),
-    [("new", 30), ("replace", 30), ("fill", 30), broad("new", 1), broad("replace", 1), broad("fill", 1)],
+    [("new", 30), ("replace", 30), broad("new", 1), broad("replace", 1)],
 )  # fmt: skip
 def test_an_export_killed_before_any_file_operation(foreign: Path, tmp_path: Path, situation: str, share: int) -> None:
     found = run_worker("kill_export", foreign, tmp_path, situation, share)

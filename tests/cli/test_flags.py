@@ -88,14 +88,13 @@ def test_an_error_other_than_a_wrong_value_names_the_option_and_exits_with_1(ran
             "--max-shard-size is '5xB', but must be a positive number of bytes below 2^63, such as ",
         ),
         (["--int4-block-size", 32], "--int4-block-size is an option for quantised weights, but dtype is fp32; "),
-        (["--algo-config", "rtn"], "--algo-config is an option for quantised weights, but dtype is fp32; "),
         (["--num-hidden-layers", 0], "--num-hidden-layers is 0, but must be an integer >= 1."),
         (["--opset", 9], "--opset is 9, but must be 23 or 24: "),
     ],
 )
 def test_a_wrong_value_of_an_export_names_its_option(tmp_path: Path, words: list[object], message: str) -> None:
     for program, start in ((TOPW, ["export"]), (EXPORT, [])):
-        done = run(*start, "demo", tmp_path / "out", *words, program=program)
+        done = run(*start, "tiny", tmp_path / "out", *words, program=program)
         assert (done.returncode, error(done)[: len(message)]) == (2, message)
     assert not (tmp_path / "out").exists()
 
@@ -131,12 +130,12 @@ def test_wrong_values_of_the_other_commands_name_their_options(
 @pytest.mark.parametrize(
     ("words", "suggested"),
     [
-        (["exprot", "demo", "out"], "export"),
+        (["exprot", "tiny", "out"], "export"),
         slow(["bench", "samper"], "sampler"),
         slow(["plugins", "buidl"], "build"),
         (["generate", "out", "x", "--temprature", "1"], "--temperature"),
         slow(["generate", "out", "x", "--sampler", "natve"], "native"),
-        slow(["export", "demo", "out", "--preset", "papr"], "paper"),
+        slow(["export", "tiny", "out", "--preset", "papr"], "paper"),
         slow(["bench", "sampler", "--regime", "certifed"], "certified"),
     ],
 )

@@ -43,10 +43,10 @@ def test_inspect_says_how_weights_were_quantised(invoke: Invoke, random_model: P
     shutil.copytree(random_model, folder)
     manifest = load_manifest(folder)
     assert manifest.decoder is not None
-    how = {"bits": 4, "block_size": 64, "symmetric": True, "accuracy_level": 4, "algorithm": "rtn", "exclude": []}
+    how = {"bits": 4, "block_size": 64, "symmetric": True, "accuracy_level": 4, "exclude": []}
     save_manifest(folder, replace(manifest, decoder=replace(manifest.decoder, quantisation=how)))
     shown = invoke("inspect", folder).stdout
-    assert "rtn, blocks of 64, symmetric, accuracy level 4, table and head 4 bits" in shown
+    assert "blocks of 64, symmetric, accuracy level 4, table and head 4 bits" in shown
     save_manifest(folder, replace(manifest, decoder=replace(manifest.decoder, quantisation={**how, "table_bits": 8})))
     assert "table and head 8 bits" in invoke("inspect", folder).stdout
     assert "quantised" not in invoke("inspect", random_model).stdout

@@ -73,7 +73,7 @@ def test_help_lists_every_command_and_is_0() -> None:
 
 @pytest.mark.slow
 def test_both_spellings_of_the_exporter_read_the_same_variables() -> None:
-    for program, words in ((TOPW, ("export", "demo", "out")), (EXPORT, ("demo", "out"))):
+    for program, words in ((TOPW, ("export", "tiny", "out")), (EXPORT, ("tiny", "out"))):
         done = run(*words, program=program, TOPW_EXPORT_METRIC="nonsense")
         assert done.returncode == 2
         assert "nonsense" in done.stderr
@@ -103,7 +103,7 @@ def test_a_missing_package_of_any_extra_is_named(
 
 @pytest.mark.parametrize(
     ("words", "what"),
-    [(("export", "demo", "out"), "exporting"), slow(("export-sampler", "demo", "out"), "exporting"),
+    [(("export", "tiny", "out"), "exporting"), slow(("export-sampler", "tiny", "out"), "exporting"),
      slow(("stats", "out", "x"), "`topw stats`")],
 )  # fmt: skip
 def test_a_command_without_its_extra_names_all_that_is_missing(words: tuple[str, ...], what: str) -> None:

@@ -15,7 +15,6 @@ from onnx import TensorProto, helper
 
 from tests.examples.cpp_host import FORMS, Host, compare, fails, ids_of, native_library, options_of, rewritten
 from tests.support.toy_model import EOS, Toy, export
-from topw_deploy.export.request import export_request
 from topw_deploy.manifest import load_decoder_manifest, load_manifest
 from topw_deploy.runtime import TopWModel
 
@@ -37,7 +36,7 @@ def test_the_bundled_model_draws_the_same_tokens_with_both_caches(
     from topw_deploy.export import export_model
 
     concat = tmp_path / "concat"
-    export_model(export_request(model="demo", output=concat, verify=False, kv="concat", dtype="fp16"))
+    export_model("tiny", concat, verify=False, kv="concat", dtype="fp16")
     for folder in (demo_export, concat):
         with TopWModel.from_pretrained(folder, provider="cpu", intra_op_num_threads=1) as model:
             assert load_manifest(folder).decoder.kv_form == ("concat" if folder == concat else "static")  # type: ignore[union-attr]

@@ -132,7 +132,7 @@ def test_the_commands_of_its_readme_run_and_draw_what_the_python_runtime_draws(
 ) -> None:
     page = (SOURCES / "README.md").read_text(encoding="utf-8")
     script = "".join(re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
-    assert script.startswith("topw-export demo out/demo\n")  # done by the fixture
+    assert script.startswith("topw-export tiny out/demo\n")  # done by the fixture
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "demo").symlink_to(demo_export)
     (tmp_path / "examples").symlink_to(ROOT / "examples")

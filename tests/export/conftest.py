@@ -19,14 +19,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str], Path]) -> Callable[[str], Path]:
     """A function of a family that returns its export with default options, which is not verified."""
-    from topw_deploy.export import ExportRequest, export_model
+    from topw_deploy.export import export_model
 
     made: dict[str, Path] = {}
 
     def folder(family: str) -> Path:
         if family not in made:
             made[family] = tmp_path_factory.mktemp("exported") / family
-            export_model(ExportRequest(model=str(checkpoint(family)), output=made[family], verify=False))
+            export_model(checkpoint(family), made[family], verify=False)
         return made[family]
 
     return folder

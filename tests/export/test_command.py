@@ -41,7 +41,7 @@ def test_progress_goes_to_stderr_and_the_result_to_stdout(tmp_path: Path, foreig
     result = run(foreign_decoder, tmp_path / "out")
     assert result.exit_code == 0
     assert result.stdout == f"{tmp_path / 'out'}\n"
-    assert "Grafting the sampler" in result.stderr
+    assert "Attaching the sampler" in result.stderr
     assert result.stderr.count("[✓]") == 12
     median = load_manifest(tmp_path / "out").median_distance
     assert median is not None
@@ -100,14 +100,14 @@ def test_failures_are_one_sentence_and_exit_code_1(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["demo"], ["demo", "out", "-m", "demo"], ["demo", "out", "--unknown"], ["demo", "out", "--dtype", "x"]],
+    [[], ["tiny"], ["tiny", "out", "-m", "tiny"], ["tiny", "out", "--unknown"], ["tiny", "out", "--dtype", "x"]],
 )
 def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
     assert run(*arguments).exit_code == 2
 
 
 def test_a_parameter_out_of_range_is_named(tmp_path: Path) -> None:
-    result = run("demo", tmp_path / "out", "--init-top-p", "1.5")
+    result = run("tiny", tmp_path / "out", "--init-top-p", "1.5")
     assert result.exit_code == 2
     assert "--init-top-p is 1.5, but must be in (0, 1]" in result.stderr
 

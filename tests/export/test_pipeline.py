@@ -17,7 +17,6 @@ from topw_deploy.errors import (
     TokenizerError,
 )
 from topw_deploy.export import export_model
-from topw_deploy.export.request import export_request
 from topw_deploy.export.sampler.spec import OP_TYPE
 from topw_deploy.manifest import MANIFEST_NAME, load_manifest
 from topw_deploy.progress import Progress
@@ -107,20 +106,21 @@ def test_logits_on_request_are_of_the_last_position(tmp_path: Path, checkpoint: 
 @pytest.mark.long
 def test_an_export_without_any_default_verifies(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
     lines: list[str] = []
-    request = export_request(
-        model=str(checkpoint("qwen2")),
-        output=tmp_path / "out",
-        options=TopWOptions(top_m=50, alt_iters=9, metric="cosine", potential="knn", knn_k=2),
+    top_w = {"top_m": 50, "alt_iters": 9, "metric": "cosine", "potential": "knn", "knn_k": 2}
+    report = export_model(
+        checkpoint("qwen2"),
+        tmp_path / "out",
+        progress=Progress(lines.append),
         branches=False,
         num_hidden_layers=1,
         opset=24,
+        **top_w,
     )
-    report = export_model(request, Progress(lines.append))
     manifest = load_manifest(tmp_path / "out")
     assert manifest.verification.status == "passed"
     assert manifest.verification == report.verification
     assert len([line for line in lines if "[✓]" in line]) == 13
-    assert manifest.sampler.options == request.sampler.options
+    assert manifest.sampler.options == TopWOptions(**top_w)
     assert not manifest.sampler.branches
     assert manifest.opset[""] == 24
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_hidden_layers"] == 1
@@ -166,8 +166,7 @@ def test_activations_beyond_half_precision_are_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_bfloat16_export_names_unverified_parts(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
     lines: list[str] = []
-    request = export_request(model=str(checkpoint("llama_tied")), output=tmp_path / "out", dtype="bf16")
-    report = export_model(request, Progress(lines.append))
+    report = export_model(checkpoint("llama_tied"), tmp_path / "out", dtype="bf16", progress=Progress(lines.append))
     assert report.verification.status == "partial"
     assert [check.name.split()[0] for check in report.verification.checks] == ["sampler"] * 6
     assert "bfloat16 graphs cannot run on a CPU" in report.notices[0]
@@ -186,7 +185,7 @@ def test_a_dry_run_reports_and_writes_nothing(tmp_path: Path, checkpoint: Callab
 
 @pytest.mark.slow
 def test_the_uniform_metric_carries_no_geometry(tmp_path: Path, foreign_decoder: Path) -> None:
-    export(foreign_decoder, tmp_path / "out", options=TopWOptions(metric="uniform"), verify=True)
+    export(foreign_decoder, tmp_path / "out", metric="uniform", verify=True)
     manifest = load_manifest(tmp_path / "out")
     assert manifest.sampler.hidden_size is None
     assert "topw.embedding_mean" not in ir.load(tmp_path / "out" / "model.onnx").graph.initializers

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -32,10 +33,10 @@ def test_a_failed_verification_leaves_nothing_and_an_earlier_export_alone(
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     write = pipeline.write_model
 
-    def spoil(model: ir.Model, folder: Path, *rest: object) -> None:
+    def spoil(model: ir.Model, folder: Path, *rest: Any) -> dict[str, str]:
         value = next(v for v in model.graph.initializers.values() if v.shape == ir.Shape([48, 32]))
         value.const_value = ir.tensor(value.const_value.numpy() * np.float32(1.5), name=value.name)
-        write(model, folder, *rest)
+        return write(model, folder, *rest)
 
     monkeypatch.setattr(pipeline, "write_model", spoil)
     with pytest.raises(VerificationError, match=r"checks failed \(first: prefill logits"):
@@ -53,11 +54,11 @@ def test_a_failed_verification_leaves_nothing_and_an_earlier_export_alone(
 def test_wrong_statistics_are_noticed(tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = pipeline.write_model
 
-    def spoil(model: ir.Model, folder: Path, *rest: object) -> None:
+    def spoil(model: ir.Model, folder: Path, *rest: Any) -> dict[str, str]:
         value = model.graph.initializers["topw.embedding_inverse_std"]
         scale = np.linspace(0.1, 3.0, value.shape[0], dtype=np.float32)
         value.const_value = ir.tensor(value.const_value.numpy() * scale, name=value.name)
-        write(model, folder, *rest)
+        return write(model, folder, *rest)
 
     monkeypatch.setattr(pipeline, "write_model", spoil)
     with pytest.raises(VerificationError, match="first: sampler kept sets"):
@@ -110,10 +111,10 @@ def test_a_killed_export_leaves_nothing_that_loads(tmp_path: Path, foreign_decod
     export(foreign_decoder, out)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     code = (
-        "from pathlib import Path\nfrom topw_deploy.export import ExportRequest, export_model\n"
+        "from topw_deploy.export import export_model\n"
         "from topw_deploy.progress import Progress\n"
-        f"request = ExportRequest(model={str(foreign_decoder)!r}, output=Path({str(out)!r}), overwrite=True)\n"
-        "export_model(request, Progress(lambda line: print(line, flush=True)))\n"
+        "progress = Progress(lambda line: print(line, flush=True))\n"
+        f"export_model({str(foreign_decoder)!r}, {str(out)!r}, overwrite=True, progress=progress)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -123,10 +124,9 @@ def test_a_killed_export_leaves_nothing_that_loads(tmp_path: Path, foreign_decod
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    left = [path for path in tmp_path.iterdir() if path != out]
-    assert len(left) == 1  # the hidden folder
+    (left,) = tmp_path.glob(".out.topw-partial-*")
     with pytest.raises(ManifestError, match="verification did not finish"):
-        TopWModel.from_pretrained(left[0] / "out")
+        TopWModel.from_pretrained(left / "out")
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 

@@ -23,7 +23,6 @@ from topw_deploy.errors import (
     UnsupportedModelError,
 )
 from topw_deploy.export.trace import trace
-from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 
 
 def test_an_output_in_use_is_refused_before_anything_else(tmp_path: Path) -> None:
@@ -135,7 +134,7 @@ def test_a_table_with_too_few_rows_is_refused(tmp_path: Path) -> None:
     folder = write_decoder(tmp_path / "in", "llama_tied", shorten)
     with pytest.raises(UnsupportedModelError, match=f"{VOCAB - 3} rows for logits of width {VOCAB}"):
         export(folder, tmp_path / "out")
-    export(folder, tmp_path / "out", options=TopWOptions(metric="uniform"))
+    export(folder, tmp_path / "out", metric="uniform")
 
 
 def test_too_many_layers_are_refused(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
@@ -156,12 +155,12 @@ def test_too_many_layers_are_refused(tmp_path: Path, checkpoint: Callable[[str],
         ({"max_length": 128, "target": "tensorrt", "kv": "concat"}, "length of tensorrt's static cache"),
         ({"max_length": 100, "target": "tensorrt"}, "multiple of 64"),
         ({"max_length": -64, "target": "tensorrt"}, "multiple of 64"),
-        ({"defaults": TopWParameters(lam=1e300)}, r"lam is 1e\+300, but must be .* in float32 too"),
+        ({"lam": 1e300}, r"lam is 1e\+300, but must be .* in float32 too"),
     ],
 )
 def test_a_request_out_of_range_is_refused(tmp_path: Path, setting: dict[str, object], message: str) -> None:
     with pytest.raises(ParameterError, match=message):
-        export("demo", tmp_path / "out", **setting)
+        export("tiny", tmp_path / "out", **setting)
 
 
 def test_unsuitable_foreign_graphs_are_refused_with_a_reason(tmp_path: Path, foreign_decoder: Path) -> None:

@@ -17,14 +17,15 @@ from transformers import LlamaConfig
 from tests.support.tiny_models import write_checkpoint
 from topw_deploy.errors import ExportError, ParameterError
 from topw_deploy.export import ExportReport, export_model, plan
-from topw_deploy.export.job import Job
+from topw_deploy.export.options import ExportOptions
 from topw_deploy.export.plan import Plan
-from topw_deploy.export.request import export_request, parse_size
+from topw_deploy.export.source.resolve import Source
 from topw_deploy.export.write import weights
-from topw_deploy.export.write.data_files import file_sizes, lay_out
-from topw_deploy.export.write.staging import SPARE
+from topw_deploy.export.write.weights import file_sizes, lay_out
+from topw_deploy.folders import SPARE
 from topw_deploy.manifest import Check, Verification, check_hashes, load_manifest
 from topw_deploy.progress import StageMemory, peak_bytes, resident_bytes
+from topw_deploy.text import parse_size
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +33,7 @@ SHARD = 40_000
 
 
 def export(model: Path, out: Path, **settings: Any) -> ExportReport:
-    return export_model(export_request(model=str(model), output=out, **{"verify": False, **settings}))
+    return export_model(model, out, **{"verify": False, **settings})
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +139,7 @@ def test_sizes_are_read_as_transformers_reads_them(size: int | str, wanted: int)
 @pytest.mark.parametrize("size", ["", "GB", "-1GB", "0", "2 gigabytes", 0])
 def test_an_invalid_size_is_refused(tmp_path: Path, size: int | str) -> None:
     with pytest.raises(ParameterError, match="must be a positive number of bytes"):
-        export_request(model="demo", output=tmp_path, max_shard_size=size)
+        export_model("tiny", tmp_path, max_shard_size=size)
 
 
 def test_an_onnx_decoder_cannot_be_sharded_again(tmp_path: Path, foreign_decoder: Path) -> None:
@@ -199,11 +200,11 @@ def test_a_model_too_large_for_memory_is_verified_by_its_first_layers(
     monkeypatch.setattr(plan, "available_bytes", lambda: 1)
     seen: list[dict[str, Any]] = []
 
-    def verify(job: Job, folder: Path) -> tuple[Verification, bool]:
+    def verify(_source: Source, options: ExportOptions, folder: Path, *_: object) -> tuple[Verification, bool, int]:
         decoder = load_manifest(folder).decoder
         assert decoder is not None
-        seen.append({"layers": decoder.num_layers, "asked": job.request.graph.num_hidden_layers})
-        return Verification(status="passed", checks=(Check("prefill logits", True, 0.0, 1.0, "torch"),)), True
+        seen.append({"layers": decoder.num_layers, "asked": options.num_hidden_layers})
+        return Verification(status="passed", checks=(Check("prefill logits", True, 0.0, 1.0, "torch"),)), True, 0
 
     monkeypatch.setattr("topw_deploy.export.verification.verify_in_subprocess", verify)
     report = export(deep, tmp_path / "out", verify=True)
@@ -222,7 +223,7 @@ def test_the_first_layers_are_exported_although_a_pattern_names_a_later_one(
     tmp_path: Path, deep: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "available_bytes", lambda: 1)
-    passed = Verification(status="passed"), True
+    passed = Verification(status="passed"), True, 0
     monkeypatch.setattr("topw_deploy.export.verification.verify_in_subprocess", lambda *_rest: passed)
     pattern = f"*layers.{plan.VERIFIED_LAYERS}.mlp.down_proj*"
     export(deep, tmp_path / "out", verify=True, dtype="int4", exclude_nodes=(pattern,))

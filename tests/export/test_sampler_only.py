@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.support.samples import slow
 from topw_deploy.errors import ExportError, ParameterError, SourceError, UnsupportedModelError, VerificationError
 from topw_deploy.export import sampler_only
 from topw_deploy.export.sampler.spec import SAMPLER_INPUTS
-from topw_deploy.export.sampler_only import SamplerRequest, export_sampler, sampler_request
+from topw_deploy.export.sampler_only import export_sampler
 from topw_deploy.export.source.arrays import embeddings_of_file, embeddings_of_folder
 from topw_deploy.manifest import check_hashes, load_manifest
 from topw_deploy.sampling import Geometry, median_distance
@@ -45,15 +46,15 @@ def safetensors_file(path: Path, tensors: dict[str, np.ndarray], dtype: str) -> 
 
 def test_a_sampler_from_a_table_is_verified_and_described(npy: Path, tmp_path: Path) -> None:
     defaults = TopWParameters(lam=1.5)
-    request = sampler_request(
-        output=tmp_path / "out",
+    report = export_sampler(
+        None,
+        tmp_path / "out",
         embeddings=npy,
-        options=OPTIONS,
-        defaults=defaults,
+        **asdict(OPTIONS),
+        **asdict(defaults),
         with_mass=True,
         with_keep_mask=True,
     )
-    report = export_sampler(request)
     assert report.files == ("model.onnx", "topw_manifest.json")
     manifest = load_manifest(tmp_path / "out")
     check_hashes(tmp_path / "out", manifest)
@@ -70,7 +71,7 @@ def test_a_sampler_from_a_table_is_verified_and_described(npy: Path, tmp_path: P
 
 def test_the_uniform_metric_needs_only_a_vocabulary_size(tmp_path: Path) -> None:
     options = TopWOptions(metric="uniform", top_m=25)
-    export_sampler(sampler_request(output=tmp_path / "out", vocab_size=70, options=options))
+    export_sampler(None, tmp_path / "out", vocab_size=70, **asdict(options))
     manifest = load_manifest(tmp_path / "out")
     assert manifest.sampler.hidden_size is None
     assert manifest.inputs[0].shape == ("batch", 70)
@@ -80,11 +81,11 @@ def test_the_uniform_metric_needs_only_a_vocabulary_size(tmp_path: Path) -> None
 def test_logits_give_the_median_distance(npy: Path, tmp_path: Path) -> None:
     rows = np.random.default_rng(1).standard_normal((5, 90)).astype(np.float32)
     np.save(tmp_path / "rows.npy", rows)
-    given: dict[str, Any] = {"embeddings": npy, "options": OPTIONS, "verify": False}
-    export_sampler(sampler_request(output=tmp_path / "out", logits=tmp_path / "rows.npy", **given))
+    given: dict[str, Any] = {"embeddings": npy, **asdict(OPTIONS), "verify": False}
+    export_sampler(None, tmp_path / "out", logits=tmp_path / "rows.npy", **given)
     expected = median_distance(Geometry.from_embeddings(TABLE, "mahalanobis"), rows)
     assert load_manifest(tmp_path / "out").median_distance == expected
-    export_sampler(sampler_request(output=tmp_path / "none", **given))
+    export_sampler(None, tmp_path / "none", **given)
     assert load_manifest(tmp_path / "none").median_distance is None
 
 
@@ -101,22 +102,21 @@ def test_logits_without_a_median_distance_are_refused(
     npy: Path, tmp_path: Path, rows: np.ndarray, message: str
 ) -> None:
     np.save(tmp_path / "rows.npy", rows)
-    request = sampler_request(output=tmp_path / "out", embeddings=npy, logits=tmp_path / "rows.npy", options=OPTIONS)
     with pytest.raises(SourceError, match=message):
-        export_sampler(request)
+        export_sampler(None, tmp_path / "out", embeddings=npy, logits=tmp_path / "rows.npy", **asdict(OPTIONS))
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
 def test_a_table_may_have_more_rows_than_the_vocabulary(npy: Path, tmp_path: Path) -> None:
-    export_sampler(sampler_request(output=tmp_path / "out", embeddings=npy, vocab_size=80, options=OPTIONS))
+    export_sampler(None, tmp_path / "out", embeddings=npy, vocab_size=80, **asdict(OPTIONS))
     assert load_manifest(tmp_path / "out").sampler.vocab_size == 80
 
 
 @pytest.mark.slow
 def test_a_large_table_is_in_a_data_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, npy: Path) -> None:
     monkeypatch.setattr("topw_deploy.export.write.weights.EXTERNAL_ABOVE", 1000)
-    report = export_sampler(sampler_request(output=tmp_path / "out", embeddings=npy, options=OPTIONS))
+    report = export_sampler(None, tmp_path / "out", embeddings=npy, **asdict(OPTIONS))
     assert "model.onnx_data" in report.files
     assert load_manifest(tmp_path / "out").verification.status == "passed"
 
@@ -131,7 +131,7 @@ def test_input_embeddings_are_mapped_from_a_checkpoint(dtype: str, tmp_path: Pat
     found = embeddings_of_folder(tmp_path)
     assert isinstance(found, np.memmap)
     assert np.array_equal(found.astype(np.float32), table.astype(np.float32))
-    report = export_sampler(sampler_request(output=tmp_path / "out", model=str(tmp_path), options=OPTIONS))
+    report = export_sampler(tmp_path, tmp_path / "out", **asdict(OPTIONS))
     assert report.verification.status == "passed"
 
 
@@ -195,15 +195,15 @@ def test_an_embedding_file_must_be_a_matrix_of_floats(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"embeddings": Path("x.npy"), "model": "demo"}, "both given"),
+        ({"embeddings": Path("x.npy"), "model": "tiny"}, "both given"),
         ({}, "needs token embeddings"),
-        ({"options": TopWOptions(metric="uniform")}, "--vocab-size"),
-        ({"options": TopWOptions(metric="uniform"), "vocab_size": 9, "logits": Path("x.npy")}, "leave them out"),
+        ({"metric": "uniform"}, "--vocab-size"),
+        ({"metric": "uniform", "vocab_size": 9, "logits": Path("x.npy")}, "leave them out"),
     ],
 )
 def test_a_request_must_name_one_source(given: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match=message):
-        sampler_request(output=tmp_path, **given)
+        export_sampler(**{"model": None, "out": tmp_path, **given})
 
 
 @pytest.mark.parametrize(
@@ -222,17 +222,17 @@ def test_a_value_out_of_range_is_refused_before_embeddings_are_read_through(
 
     monkeypatch.setattr(Geometry, "from_embeddings", compute)
     with pytest.raises(ParameterError, match=message):
-        export_sampler(sampler_request(output=tmp_path / "out", embeddings=npy, options=OPTIONS, **given))
+        export_sampler(None, tmp_path / "out", embeddings=npy, **asdict(OPTIONS), **given)
 
 
 def test_defaults_that_float32_cannot_hold_are_refused(npy: Path, tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match=r"init_top_p is 1e-60, but must be in \(0, 1\] in float32 too"):
-        sampler_request(output=tmp_path, embeddings=npy, defaults=TopWParameters(init_top_p=1e-60))
+        export_sampler(None, tmp_path, embeddings=npy, init_top_p=1e-60)
 
 
 def test_a_vocabulary_beyond_the_table_is_refused(npy: Path, tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match="90 rows"):
-        export_sampler(SamplerRequest(output=tmp_path / "out", embeddings=npy, vocab_size=91))
+        export_sampler(None, tmp_path / "out", embeddings=npy, vocab_size=91)
 
 
 def test_a_folder_in_use_is_left_alone(npy: Path, tmp_path: Path) -> None:
@@ -240,12 +240,12 @@ def test_a_folder_in_use_is_left_alone(npy: Path, tmp_path: Path) -> None:
     output.mkdir()
     (output / "mine.txt").write_text("mine")
     with pytest.raises(ExportError, match="not empty"):
-        export_sampler(sampler_request(output=output, embeddings=npy, options=OPTIONS))
+        export_sampler(None, output, embeddings=npy, **asdict(OPTIONS))
     assert [file.name for file in output.iterdir()] == ["mine.txt"]
 
 
 def test_a_dry_run_writes_nothing(npy: Path, tmp_path: Path) -> None:
-    report = export_sampler(sampler_request(output=tmp_path / "out", embeddings=npy, options=OPTIONS, dry_run=True))
+    report = export_sampler(None, tmp_path / "out", embeddings=npy, **asdict(OPTIONS), dry_run=True)
     assert report.nodes == 1
     assert report.weight_bytes >= TABLE.nbytes
     assert not (tmp_path / "out").exists()
@@ -262,5 +262,5 @@ def test_a_sampler_that_disagrees_with_the_reference_is_not_kept(
 
     monkeypatch.setattr(sampler_only, "sampler_model", wrong)
     with pytest.raises(VerificationError, match="sampler"):
-        export_sampler(sampler_request(output=tmp_path / "out", embeddings=npy, options=OPTIONS))
+        export_sampler(None, tmp_path / "out", embeddings=npy, **asdict(OPTIONS))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["table.npy"]

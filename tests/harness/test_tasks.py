@@ -17,10 +17,10 @@ TASKS = Path(__file__).parents[2] / "examples" / "lm_eval"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model, with its logits."""
-    from topw_deploy.export import ExportRequest, SamplerOptions, export_model
+    from topw_deploy.export import export_model
 
     output = tmp_path_factory.mktemp("demo") / "out"
-    export_model(ExportRequest(model="demo", output=output, verify=False, sampler=SamplerOptions(with_logits=True)))
+    export_model("tiny", output, verify=False, with_logits=True)
     return output
 
 

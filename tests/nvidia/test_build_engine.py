@@ -21,7 +21,7 @@ pytestmark = pytest.mark.long
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo") / "out"
-    export("demo", folder, target="tensorrt", max_length=128)
+    export("tiny", folder, target="tensorrt", max_length=128)
     return folder
 
 

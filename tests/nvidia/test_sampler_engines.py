@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import onnx
 import pytest
 
 from tests.support.samples import sampled
-from topw_deploy.export.sampler_only import export_sampler, sampler_request
+from topw_deploy.export.sampler_only import export_sampler
 from topw_deploy.sampling.parameters import TopWOptions
 
 from .conftest import Ask, assert_built
@@ -22,12 +23,12 @@ BATCHES = [[1, 1], [8, 8], [1, 16]]
 VARIANTS: dict[str, dict[str, Any]] = {
     "branches": {},
     "no-branches": {"branches": False},
-    "uniform": {"options": TopWOptions(metric="uniform")},
-    "no-branches-uniform": {"branches": False, "options": TopWOptions(metric="uniform")},
+    "uniform": {"metric": "uniform"},
+    "no-branches-uniform": {"branches": False, "metric": "uniform"},
     "all-outputs": {"with_mass": True, "with_keep_mask": True},
-    "mask-alone": {"branches": False, "with_keep_mask": True, "options": TopWOptions(metric="cosine", alt_iters=9)},
-    "k-nearest": {"options": TopWOptions(metric="unit", potential="knn", knn_k=4)},
-    "bounds": {"neighbour_bound": True, "options": TopWOptions(top_m=200)},
+    "mask-alone": {"branches": False, "with_keep_mask": True, "metric": "cosine", "alt_iters": 9},
+    "k-nearest": {"metric": "unit", "potential": "knn", "knn_k": 4},
+    "bounds": {"neighbour_bound": True, "top_m": 200},
 }
 
 
@@ -47,7 +48,7 @@ def samplers(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
         settings = VARIANTS[name]
         uniform = settings.get("options", TopWOptions()).metric == "uniform"
         source = {"vocab_size": VOCAB} if uniform else {"embeddings": table}
-        export_sampler(sampler_request(output=folder / name, verify=False, **source, **settings))
+        export_sampler(None, folder / name, verify=False, **source, **settings)
     return {name: folder / name / "model.onnx" for name in names}
 
 
@@ -93,7 +94,7 @@ def test_the_plugin_refuses_what_the_kernels_cannot_serve_before_there_is_an_eng
     nvidia: Ask, tmp_path: Path
 ) -> None:
     options = TopWOptions(metric="uniform", top_m=5000)
-    export_sampler(sampler_request(output=tmp_path / "out", vocab_size=VOCAB, options=options, verify=False))
+    export_sampler(None, tmp_path / "out", vocab_size=VOCAB, **asdict(options), verify=False)
     (answer,) = nvidia([{"model": str(tmp_path / "out" / "model.onnx"), "batches": [[1, 1]]}], with_plugin=True)
     assert answer["parsed"]
     assert answer["bytes"] == [0]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from topw_deploy.export import export_model
-from topw_deploy.export.request import ExportReport, export_request
+from topw_deploy.export.options import ExportReport
 
 from .models import PEERS, Peer
 
@@ -74,14 +74,10 @@ def grafted(tmp_path_factory: pytest.TempPathFactory, folder: Callable[[str], Fo
             source = folder(name)
             complete = any((source.path / file).is_file() for file in ("config.json", "genai_config.json"))
             has_tokenizer = (source.path / "tokenizer.json").is_file()
-            request = export_request(
-                model=str(source.path),
-                output=tmp_path_factory.mktemp("grafted") / name,
-                with_logits=True,
-                verify=verify,
-                tokenizer=None if complete and has_tokenizer else source.checkpoint,
-            )
-            made[name, verify] = Grafted(source, request.output, export_model(request))
+            out = tmp_path_factory.mktemp("grafted") / name
+            tokenizer = None if complete and has_tokenizer else source.checkpoint
+            report = export_model(source.path, out, with_logits=True, verify=verify, tokenizer=tokenizer)
+            made[name, verify] = Grafted(source, out, report)
         return made[name, verify]
 
     return make

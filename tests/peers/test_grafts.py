@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from topw_deploy.errors import UnsupportedModelError
-from topw_deploy.export import ExportRequest, export_model
+from topw_deploy.export import export_model
 from topw_deploy.export.foreign.load import load_decoder
 from topw_deploy.manifest import DecoderInfo, load_manifest
 from topw_deploy.runtime import TopWModel
@@ -182,4 +182,4 @@ def test_the_models_own_configuration_says_the_same_of_its_window(
 def test_a_cache_in_mobiuss_static_layout_is_refused_by_name(folder: Callable, tmp_path: Path) -> None:
     static = folder("mobius-static-llama-tied")
     with pytest.raises(UnsupportedModelError, match="without --static-cache"):
-        export_model(ExportRequest(model=str(static.path), output=tmp_path / "out", tokenizer=static.checkpoint))
+        export_model(static.path, tmp_path / "out", tokenizer=static.checkpoint)

@@ -230,11 +230,10 @@ def test_logits_that_are_not_numbers_name_the_token_of_the_prompt(load: Load) ->
 @pytest.mark.slow
 def test_the_bundled_models_are_torchs(tmp_path: Path) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    from topw_deploy.export import ExportRequest, SamplerOptions, export_model
+    from topw_deploy.export import export_model
     from topw_deploy.tiny import tiny_model_path
 
-    sampler = SamplerOptions(with_logits=True)
-    export_model(ExportRequest(model="demo", output=tmp_path / "out", verify=False, sampler=sampler))
+    export_model("tiny", tmp_path / "out", verify=False, with_logits=True)
     model = TopWModel.from_pretrained(tmp_path / "out", provider="cpu", intra_op_num_threads=1)
     result = model.generate("def parse(text):\n    ", seed=1, temperature=1.5, max_new_tokens=8, logprobs=4,
                             prompt_logprobs=4)  # fmt: skip

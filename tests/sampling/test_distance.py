@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.toy_model import BOS, byte_tokenizer
 from topw_deploy.errors import ParameterError
-from topw_deploy.export.sampler_only import export_sampler, sampler_request
+from topw_deploy.export.sampler_only import export_sampler
 from topw_deploy.runtime import TopWSampler
-from topw_deploy.sampling import Geometry, TopWOptions, median_distance
+from topw_deploy.sampling import Geometry, median_distance
 from topw_deploy.sampling.geometry import SAMPLE_TEXT
 from topw_deploy.sampling.processor import TopWLogitsProcessor, median_distance_of
 
@@ -49,13 +49,12 @@ def test_the_processor_and_the_sampler_alone_keep_the_same_tokens(model, tokeniz
     np.save(tmp_path / "table.npy", table)
     np.save(tmp_path / "logits.npy", logits)
     export_sampler(
-        sampler_request(
-            output=tmp_path / "out",
-            embeddings=tmp_path / "table.npy",
-            logits=tmp_path / "logits.npy",
-            options=TopWOptions(top_m=100),
-            with_keep_mask=True,
-        )
+        None,
+        tmp_path / "out",
+        embeddings=tmp_path / "table.npy",
+        logits=tmp_path / "logits.npy",
+        top_m=100,
+        with_keep_mask=True,
     )
     sampler = TopWSampler.from_pretrained(tmp_path / "out", provider="cpu")
     median = median_distance_of(model, tokenizer)

@@ -15,8 +15,7 @@ from tests.serve.conftest import TEMPLATE, NewClient
 from tests.serve.test_page import drawn, inspect, set_of
 from tests.support.browser import needs_browser, run_node
 from tests.support.toy_model import Toy, export
-from topw_deploy.export import ExportRequest, export_model
-from topw_deploy.export.request import SamplerOptions
+from topw_deploy.export import export_model
 from topw_deploy.manifest import MANIFEST_NAME
 from topw_deploy.sampling.rules import RULES
 
@@ -31,8 +30,7 @@ SCRIPT = Path(__file__).parents[1] / "browser" / "page.mjs"
 def bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model with logits, and a median distance in place of the one that a verification measures."""
     place = tmp_path_factory.mktemp("page") / "demo"
-    sampler = SamplerOptions(with_logits=True)
-    export_model(ExportRequest(model="demo", output=place, verify=False, sampler=sampler))
+    export_model("tiny", place, verify=False, with_logits=True)
     manifest = json.loads((place / MANIFEST_NAME).read_text("utf-8"))
     manifest["verification"]["median_distance"] = MEDIAN
     (place / MANIFEST_NAME).write_text(json.dumps(manifest), "utf-8")

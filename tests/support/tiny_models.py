@@ -27,7 +27,6 @@ from transformers import (
 from tests.support.traces import trace
 from topw_deploy.export import ExportReport, export_model
 from topw_deploy.export.lowering.concat import lower
-from topw_deploy.export.request import export_request
 
 VOCAB = 320
 WINDOW = 8
@@ -133,6 +132,6 @@ def write_decoder(folder: Path, family: str, change: Callable[[ir.Model], None] 
 
 
 def export(model: Path | str, output: Path, **settings: object) -> ExportReport:
-    """Unverified by default. settings: of export_request."""
+    """Unverified by default. settings: of export_model."""
     settings = {"verify": False, **settings}
-    return export_model(export_request(model=str(model), output=output, **settings))  # type: ignore[arg-type]
+    return export_model(model, output, **settings)  # type: ignore[arg-type]

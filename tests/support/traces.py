@@ -1,29 +1,26 @@
 """Each model is traced once in a test run.
 
 Tracing takes most of a small export's time and depends on a model's structure, not on its weights. A repeated model
-gets the trace that the first one left, loaded as a resumed export loads its own. `tests/export/trace` tests tracing
+gets the trace that the first one left. `tests/export/trace` tests tracing
 itself.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import tempfile
-from functools import partial
 from pathlib import Path
 
+import onnx_ir as ir
 import torch
 from transformers import PreTrainedModel
 
-from topw_deploy.export.resume.journal import Journal
 from topw_deploy.export.trace import trace as real
-from topw_deploy.export.trace.trace import TracedDecoder
+from topw_deploy.export.trace.trace import TracedDecoder, weight_tensor
 
 folder: Path | None = None
 """Where traces are kept; None: every model is traced."""
-_STAGE = "traced graph"
 _LIBRARIES = ("torch.", "transformers.")
 
 
@@ -32,16 +29,39 @@ def trace(model: PreTrainedModel) -> TracedDecoder:
     stamp = structure_of(model)
     if folder is None or stamp is None:
         return real.trace(model)
-    kept = Journal(folder / stamp).find(_STAGE, stamp, file=str, num_layers=int)
-    if kept is not None:
-        return real.load_trace(kept["file"], kept["num_layers"], model)
+    kept = folder / f"{stamp}.onnx"
+    if kept.is_file():
+        return _load(kept, model)
     traced = real.trace(model)
-    scratch = Path(tempfile.mkdtemp(dir=folder))
-    save = partial(real.save_trace, traced, model)
-    Journal(scratch).record_file(_STAGE, stamp, "trace.onnx", save, num_layers=traced.num_layers)
-    with contextlib.suppress(OSError):  # another worker was first
-        scratch.rename(folder / stamp)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        _save(traced, model, Path(scratch) / "trace.onnx")
+        (Path(scratch) / "trace.onnx").replace(kept)
     return traced
+
+
+def _save(traced: TracedDecoder, model: torch.nn.Module, path: Path) -> None:
+    """Save the graph of `traced` to `path`, without the parameters of `model`."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    values = [value for name, value in traced.model.graph.initializers.items() if name in parameters]
+    before = [value.const_value for value in values]
+    for value, tensor in zip(values, before, strict=True):
+        shape, name = ir.Shape([int(size) for size in tensor.shape]), value.name or ""
+        value.const_value = ir.ExternalTensor("checkpoint", 0, tensor.nbytes, tensor.dtype, shape=shape, name=name)
+    try:
+        ir.save(traced.model, path)
+    finally:
+        for value, tensor in zip(values, before, strict=True):
+            value.const_value = tensor
+
+
+def _load(path: Path, model: PreTrainedModel) -> TracedDecoder:
+    """Load a trace that `_save` saved to `path`, with the parameters of `model`."""
+    graph_model = ir.load(path)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, value in graph_model.graph.initializers.items():
+        if isinstance(value.const_value, ir.ExternalTensor):
+            value.const_value = weight_tensor(parameters[name], name)
+    return TracedDecoder(graph_model, int(model.config.get_text_config(decoder=True).num_hidden_layers))
 
 
 def structure_of(model: PreTrainedModel) -> str | None:

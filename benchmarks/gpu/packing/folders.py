@@ -18,7 +18,7 @@ FORMS = {
     "int4-gqa": ("--dtype", "int4", "--compute-dtype", "fp16"),
     "float16-standard": ("--dtype", "fp16", "--target", "tensorrt", "--max-length", "512"),
 }
-"""Folder -> options of `topw export demo`. float32 uses standard operators, as GroupQueryAttention on CUDA takes half
+"""Folder -> options of `topw export tiny`. float32 uses standard operators, as GroupQueryAttention on CUDA takes half
 precision only."""
 
 
@@ -43,8 +43,8 @@ def stage(
 
 
 def _export(folder: Path, options: Sequence[str]) -> None:
-    command = [sys.executable, "-m", "topw_deploy", "export", "demo", str(folder), *options, "--quiet"]
+    command = [sys.executable, "-m", "topw_deploy", "export", "tiny", str(folder), *options, "--quiet"]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode != 0:
         words = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
-        raise BenchmarkError(f"topw export demo {' '.join(options)} failed: {words[-1][:500]}")
+        raise BenchmarkError(f"topw export tiny {' '.join(options)} failed: {words[-1][:500]}")

@@ -22,11 +22,10 @@ from topw_deploy.cli.options import (
     quantisation_options,
     report_options,
     rules_option,
-    take_given,
 )
 from topw_deploy.cli.progress import progress
 from topw_deploy.cli.terminal import say, say_json, tell
-from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES
+from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.text import binary_size
 
 _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16", "int4", "int8")
@@ -101,9 +100,6 @@ _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16
     help="Also add the export to this model repository of Triton, as `topw triton` does.",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be written, with sizes and memory; write nothing.")
-@click.option(
-    "--resume", is_flag=True, help="Continue an interrupted export to OUT; if interrupted again, keep the files."
-)
 @click.option("--overwrite", "--force", is_flag=True, help="Replace an earlier export in OUT at the very end.")
 @click.option("--no-verify", is_flag=True, help="Do not compare the export with the model.")
 @click.option("--keep-failed", is_flag=True, help="Keep the files of a failed export in OUT.failed.")
@@ -115,7 +111,7 @@ def command(
 ) -> None:
     """Export MODEL with a Top-W sampler into the folder OUT.
 
-    MODEL is a hub id, a Hugging Face folder, `demo`, or an ONNX decoder (file or folder) made by optimum, mobius or
+    MODEL is a hub id, a Hugging Face folder, `tiny`, or an ONNX decoder (file or folder) made by optimum, mobius or
     onnxruntime-genai.
 
     --top-m, --alt-iters, --metric, --potential and --knn-k are fixed in the graph. --lam, --beta, --temperature,
@@ -124,21 +120,10 @@ def command(
     model, out = _argument_or_option("MODEL", model, model_option), _argument_or_option("OUT", out, out_option)
     # Import late, for fast --help and usage errors.
     install.require("exporting", "export")
-    from topw_deploy.export.pipeline import export_model
-    from topw_deploy.export.request import DTYPE_ALIASES, export_request, with_preset
+    from topw_deploy.export import export_model
 
-    triton = values.pop("triton")
-    as_json, quiet, verify = values.pop("as_json"), values.pop("quiet"), not values.pop("no_verify")
-    values["dtype"] = DTYPE_ALIASES.get(values["dtype"], values["dtype"])
-    parameters, baked = take_given(values, PARAMETER_NAMES), take_given(values, OPTION_NAMES)
-    sampler = with_preset(values.pop("preset"), parameters, baked)
-    try:
-        request = export_request(model=model, output=out, verify=verify, **sampler, **values)
-        report = export_model(request, progress(quiet))
-    except KeyboardInterrupt:
-        if values["resume"]:
-            tell(f"The finished part is kept beside {out}; run the same command to continue.")
-        raise
+    triton, as_json, quiet = values.pop("triton"), values.pop("as_json"), values.pop("quiet")
+    report = export_model(model, out, progress=progress(quiet), verify=not values.pop("no_verify"), **values)
     if triton is not None and not report.dry_run:
         from topw_deploy.triton.repository import write_repository
 

@@ -20,11 +20,10 @@ from topw_deploy.cli.options import (
     parameter_options,
     report_options,
     rules_option,
-    take_given,
 )
 from topw_deploy.cli.progress import progress
 from topw_deploy.cli.terminal import say, say_json, tell
-from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES
+from topw_deploy.sampling.parameters import PARAMETER_NAMES
 
 
 @click.command(name="export-sampler", context_settings=CONTEXT, epilog=NEEDS_EXPORT)
@@ -58,7 +57,7 @@ from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES
 def command(model: str | None, out: Path | None, as_json: bool, quiet: bool, **values: Any) -> None:
     """Export the sampler alone into the folder OUT: logits in, tokens out.
 
-    Token distances come from the input embeddings of MODEL (a hub id, a Hugging Face folder, or `demo`) or from
+    Token distances come from the input embeddings of MODEL (a hub id, a Hugging Face folder, or `tiny`) or from
     --embeddings FILE. --metric uniform with --vocab-size needs neither; OUT is then the only argument.
     """
     if out is None:  # click takes a single argument for MODEL, but it is OUT
@@ -67,21 +66,9 @@ def command(model: str | None, out: Path | None, as_json: bool, quiet: bool, **v
         raise click.UsageError("Missing argument 'OUT'.")
     # Import late, for fast --help and usage errors.
     install.require("exporting", "export")
-    from topw_deploy.export.request import DEFAULT_OPSET, with_preset
-    from topw_deploy.export.sampler_only import export_sampler, sampler_request
+    from topw_deploy.export import export_sampler
 
-    parameters, baked = take_given(values, PARAMETER_NAMES), take_given(values, OPTION_NAMES)
-    sampler = with_preset(values.pop("preset"), parameters, baked)
-    opset, verify = values.pop("opset") or DEFAULT_OPSET, not values.pop("no_verify")
-    request = sampler_request(
-        output=out,
-        model=model,
-        opset=opset,
-        verify=verify,
-        **sampler,
-        **values,
-    )
-    report = export_sampler(request, progress(quiet))
+    report = export_sampler(model, out, progress=progress(quiet), verify=not values.pop("no_verify"), **values)
     for notice in report.notices:
         tell(f"Note: {notice}.")
     if as_json:

@@ -19,7 +19,6 @@ from topw_deploy.errors import TopWError
 _OPTION_OF_PARAMETER = {
     "intra_op_num_threads": "threads",
     "max_length": "max_context",
-    "algorithm": "quantisation_algorithm",
     "exclude": "exclude_nodes",
     "model_dir": "transformers",
     "regimes": "regime",

@@ -19,7 +19,7 @@ from topw_deploy.cli.progress import click_bar
 from topw_deploy.cli.prompt_lines import PromptLine, read_prompt_lines
 from topw_deploy.cli.terminal import tell
 from topw_deploy.errors import LogitsError, ParameterError, PromptError, TokenizerError, TopWError
-from topw_deploy.files import replace_file
+from topw_deploy.folders import atomic_file
 from topw_deploy.text import count_text
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def _answer_questions(open_model: OpenModel, files: QuestionFiles, options: RunO
             options = replace(options, parameters={**options.parameters, "seed": seed})  # the same for all turns
             answers.append(read_texts(path, [question for question in questions if len(question.turns) > turn]))
         name = files.model_id or model.path.resolve().name
-    with replace_file(files.output) as stream:
+    with atomic_file(files.output) as stream:
         stream.write(judged_text(files.form, questions, answers, name, files.source.stem).encode())
 
 

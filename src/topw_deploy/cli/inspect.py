@@ -121,7 +121,7 @@ def _decoder_rows(decoder: DecoderInfo) -> Iterator[tuple[str, object]]:
         zeros = "symmetric" if how.get("symmetric") else "with zero points"
         yield (
             "quantised",
-            f"{how.get('algorithm')}, blocks of {how.get('block_size')}, {zeros}, "
+            f"blocks of {how.get('block_size')}, {zeros}, "
             f"accuracy level {how.get('accuracy_level')}, table and head {how.get('table_bits', how.get('bits'))} bits",
         )
     yield "context", f"{decoder.context_length} tokens"

@@ -147,7 +147,6 @@ def quantisation_options(command: Command) -> Command:
     choices = {
         "block_size": ("16", "32", "64", "128", "256"),
         "accuracy_level": ("0", "1", "2", "3", "4"),
-        "algorithm": ("search", "default", "rtn", "k_quant"),
     }
     options = (
         click.option(
@@ -173,8 +172,7 @@ def quantisation_options(command: Command) -> Command:
         click.option(
             "--symmetric/--asymmetric",
             default=None,
-            help="int4, int8: quantise without or with zero points.  [default: symmetric for the algorithms default "
-            "and rtn, else asymmetric]",
+            help="int4, int8: quantise without or with zero points.  [default: asymmetric]",
         ),
         click.option(
             "--accuracy-level",
@@ -184,16 +182,6 @@ def quantisation_options(command: Command) -> Command:
             callback=_parse_integer,
             help="int4, int8: lowest precision for activations: 1 float32, 2 float16, 3 bfloat16, 4 int8, 0 unset.  "
             "[default: 4]",
-        ),
-        click.option(
-            "--quantisation-algorithm",
-            "--quantization-algorithm",
-            "--algo-config",
-            "--int4-algo-config",
-            "quantisation_algorithm",
-            type=click.Choice(choices["algorithm"]),
-            default=None,
-            help="int4, int8: how to choose scales; all but search are onnxruntime's.  [default: search]",
         ),
         click.option(
             "--exclude-nodes",

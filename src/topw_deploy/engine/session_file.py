@@ -29,7 +29,8 @@ import numpy as np
 from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.engine.options import EngineOptions
 from topw_deploy.errors import ParameterError, SessionFileError
-from topw_deploy.files import NotRegularError, kind_of, open_regular, replace_file
+from topw_deploy.files import NotRegularError, kind_of, open_regular
+from topw_deploy.folders import atomic_file
 from topw_deploy.manifest import DecoderManifest, State
 from topw_deploy.runtime.cache.buffers import Layout, allocate_zeros
 from topw_deploy.safetensors_header import ELEMENT_BYTES, METADATA, Entry, read_entry, read_header
@@ -120,7 +121,7 @@ def write_session(path: str | Path, form: SessionForm, tokens: np.ndarray, state
     try:
         if os.path.lexists(path) and not stat.S_ISREG(mode := path.lstat().st_mode):
             raise NotRegularError(kind_of(mode), path)
-        with replace_file(path) as stream:
+        with atomic_file(path) as stream:
             stream.write(header)
             for name in tensors:
                 stream.write(raw[name].data)

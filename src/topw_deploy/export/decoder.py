@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
@@ -10,17 +10,14 @@ from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.manifest import DecoderInfo
 
 
-@dataclass(frozen=True)
+@dataclass
 class Decoder:
-    """The decoder that each stage of an export passes to the next.
-
-    The stages share one `model` and edit it in place: lowering replaces the trace's placeholders, quantising replaces
-    weights and their products, and grafting adds the sampler's inputs, node and outputs and tidies a traced graph.
-    Nothing edits it afterwards. Other fields change only in copies.
+    """The decoder that each stage of an export passes to the next, which edits it in place.
 
     model: inputs input_ids, past_key_values.{i}.key|value and either attention_mask and (position_ids) or, with a
         static cache, write_indices and row_lengths; outputs logits [batch, sequence, vocab] and
-        present.{i}.key|value.
+        present.{i}.key|value. Quantising replaces weights and their products; attaching the sampler adds its inputs,
+        node and outputs.
     info: its description in the manifest.
     foreign: whether another exporter made it; its nodes then stay as they are.
     notices: sentences for the user about what the decoder lacks or changes.
@@ -29,11 +26,7 @@ class Decoder:
     model: ir.Model
     info: DecoderInfo
     foreign: bool
-    notices: tuple[str, ...] = ()
-
-    def with_notices(self, *notices: str) -> Decoder:
-        """A copy with these notices after its own."""
-        return replace(self, notices=(*self.notices, *notices))
+    notices: list[str] = field(default_factory=list)
 
     @property
     def vocab_size(self) -> int:

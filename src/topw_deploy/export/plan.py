@@ -12,12 +12,18 @@ from pathlib import Path
 import onnx_ir as ir
 
 from topw_deploy.export.decoder import Decoder
-from topw_deploy.export.graph import BLOCK_BYTES, LazyWeight, external_files, initializer_tensors
-from topw_deploy.export.job import Job
-from topw_deploy.export.write.data_files import Slot
-from topw_deploy.export.write.staging import can_hard_link
+from topw_deploy.export.graph import BLOCK_BYTES, LazyWeight, initializer_tensors
+from topw_deploy.export.options import ExportOptions
+from topw_deploy.export.source.resolve import Source
 from topw_deploy.export.write.tokenizer_files import COPIED_FILES
-from topw_deploy.export.write.weights import data_slots, parameter_count, quantised_type, written_sizes
+from topw_deploy.export.write.weights import (
+    Slot,
+    data_slots,
+    onnx_data_files,
+    parameter_count,
+    quantised_type,
+    written_sizes,
+)
 from topw_deploy.manifest import MODEL_NAME
 from topw_deploy.progress import available_bytes, resident_bytes
 
@@ -65,32 +71,25 @@ class Plan:
         return sum(size for name, size in self.files.items() if name not in (MODEL_NAME, *COPIED_FILES))
 
 
-def plan_of(job: Job, decoder: Decoder, folder: Path) -> Plan:
+def plan_of(decoder: Decoder, source: Source, options: ExportOptions, folder: Path) -> Plan:
     """The plan for writing `decoder` to `folder`, which need not exist."""
-    slots = data_slots(decoder.model, job.request.weights.shard_bytes)
+    slots = data_slots(decoder.model, options.shard_bytes)
     files = written_sizes(decoder.model, slots)
     linked_bytes = 0
-    for location, path in onnx_data_files(job, decoder).items():
+    for location, path in onnx_data_files(decoder.model, source).items():
         files[location] = path.resolve().stat().st_size
-        if job.request.weights.hard_link and can_hard_link(path, _first_existing(folder)):
+        if options.hard_link and path.resolve().stat().st_dev == _first_existing(folder).stat().st_dev:
             linked_bytes += files[location]
     for name in COPIED_FILES:
-        if (job.tokenizer_folder / name).is_file():
-            files[name] = (job.tokenizer_folder / name).stat().st_size
+        if (source.tokenizer / name).is_file():
+            files[name] = (source.tokenizer / name).stat().st_size
     weight_peak = max((_peak_bytes(slot) for slot in slots), default=files[MODEL_NAME])
     memory = {"writing": resident_bytes() + weight_peak}
     temporary_bytes = 0
-    if job.request.verify:
+    if options.verify:
         memory["verification"] = verification_bytes(decoder)
-        temporary_bytes = first_layers_bytes(job, decoder, sum(files.values()))
+        temporary_bytes = first_layers_bytes(decoder, source, sum(files.values()))
     return Plan(files, linked_bytes, temporary_bytes, slots, memory)
-
-
-def onnx_data_files(job: Job, decoder: Decoder) -> dict[str, Path]:
-    """The data files of an ONNX decoder: location in the graph -> path. {} for other sources."""
-    if job.source.onnx is None:
-        return {}
-    return {location: job.source.onnx.parent / location for location in external_files(decoder.model)}
 
 
 def _peak_bytes(slot: Slot) -> int:
@@ -114,22 +113,22 @@ def verification_bytes(decoder: Decoder) -> int:
     return fixed + round(per_parameter * parameter_count(decoder.model))
 
 
-def layers_to_verify(job: Job, decoder: Decoder) -> int | None:
+def layers_to_verify(decoder: Decoder, source: Source) -> int | None:
     """VERIFIED_LAYERS if there is too little memory to verify all layers, else None.
 
     None also for another exporter's decoder, which cannot be cut, and where the free memory is unknown.
     """
     free = available_bytes()  # 0 if unknown
-    can_cut = job.source.onnx is None and decoder.info.num_layers > VERIFIED_LAYERS
+    can_cut = source.onnx is None and decoder.info.num_layers > VERIFIED_LAYERS
     return VERIFIED_LAYERS if can_cut and 0 < free < verification_bytes(decoder) else None
 
 
-def first_layers_bytes(job: Job, decoder: Decoder, file_bytes: int) -> int:
+def first_layers_bytes(decoder: Decoder, source: Source, file_bytes: int) -> int:
     """Disk space for an export of the first layers, if these are verified in place of the whole; else 0.
 
     file_bytes: size of the whole export.
     """
-    if layers_to_verify(job, decoder) is None:
+    if layers_to_verify(decoder, source) is None:
         return 0
     tables = 2 * max((int(tensor.nbytes) for tensor in initializer_tensors(decoder.model)), default=0)
     return min(file_bytes, file_bytes * VERIFIED_LAYERS // decoder.info.num_layers + tables)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import numpy as np
 import onnx_ir as ir
@@ -14,15 +14,16 @@ from msgspec import structs
 from topw_deploy.errors import ParameterError, VerificationError
 from topw_deploy.export.embedding import plain_gather
 from topw_deploy.export.graph import GraphEditor
-from topw_deploy.export.request import DEFAULT_OPSET, ExportReport, SamplerOptions, build_request
+from topw_deploy.export.options import DEFAULT_OPSET, ExportReport, SamplerKeywords, SamplerOptions, read_options
+from topw_deploy.export.pipeline import export_folder
 from topw_deploy.export.sampler.attach import add_sampler_inputs, add_sampler_node, install_function
 from topw_deploy.export.sampler.neighbour_bound import Measure, choose_measure, no_bound
 from topw_deploy.export.sampler.spec import GEOMETRY_INPUTS, SamplerSpec
 from topw_deploy.export.source.arrays import embeddings_of_file, embeddings_of_folder, median_distance_in_file
-from topw_deploy.export.source.resolve import HubOptions, Source, resolve
+from topw_deploy.export.source.resolve import Source, resolve
 from topw_deploy.export.write.manifest import file_bytes_in, sampler_manifest, sampler_report
-from topw_deploy.export.write.staging import StagedFolder, check_free, require_space
 from topw_deploy.export.write.weights import weight_bytes, write_model
+from topw_deploy.folders import require_space
 from topw_deploy.manifest import SamplerManifest, Verification, save_manifest
 from topw_deploy.progress import SILENT, Progress
 from topw_deploy.sampling import Geometry
@@ -31,120 +32,116 @@ from topw_deploy.text import decimal_size
 _VERIFIED_ROWS = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplerRequest:
-    """A request for an export of the sampler alone.
+class SamplerExportKeywords(SamplerKeywords, total=False):
+    """The options of `export_sampler`; None means the default. See `SamplerExportOptions`."""
 
-    output: the folder to write.
-    model: a hub id, a folder or `demo` with the input embeddings.
+    embeddings: str | Path | None
+    vocab_size: int | None
+    logits: str | Path | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerExportOptions(SamplerOptions):
+    """The options of an export of the sampler alone.
+
     embeddings: a .npy file [tokens, hidden] with the input embeddings, instead of a model.
     vocab_size: width of the logits, by default the number of embeddings; required for the uniform metric without a
         model and embeddings.
     logits: a .npy file [steps, vocab_size] with the model's logits at steps of ordinary texts, from which the export
         computes the median distance of likely pairs; None leaves it unknown.
-    opset: 18 to 24.
-    overwrite, verify, dry_run: as in ExportRequest.
-    Raises ParameterError for a model together with embeddings, for neither if the metric or the width needs one, for
-    with_logits, and for logits with the uniform metric.
+    opset: 18 to 24, by default 23.
     """
 
-    output: Path
-    model: str | None = None
-    embeddings: Path | None = None
+    embeddings: str | Path | None = None
     vocab_size: int | None = None
-    logits: Path | None = None
-    opset: int = DEFAULT_OPSET
-    hub: HubOptions = field(default_factory=HubOptions)
-    sampler: SamplerOptions = field(default_factory=SamplerOptions)
-    overwrite: bool = False
-    verify: bool = True
-    dry_run: bool = False
+    logits: str | Path | None = None
 
-    def __post_init__(self) -> None:
-        if self.sampler.with_logits:
-            raise ParameterError(
-                "with_logits keeps a decoder's logits, but this export has no decoder; leave it out.", "with_logits"
-            )
-        if self.model is not None and self.embeddings is not None:
+    def check_source(self, model: str | None) -> None:
+        """Raise ParameterError for a model together with embeddings, for neither if the metric or the width needs one,
+        and for logits with the uniform metric.
+        """
+        metric = self.top_w.metric
+        if model is not None and self.embeddings is not None:
             raise ParameterError("a model and an embeddings file are both given; give only one of them.", "embeddings")
-        metric = self.sampler.options.metric
         if self.logits is not None and metric == "uniform":
             raise ParameterError(
                 "logits are for the median distance, which is 1 for the uniform metric; leave them out.", "logits"
             )
-        if self.model is None and self.embeddings is None:
-            if metric != "uniform":
-                raise ParameterError(
-                    f"metric {metric!r} needs token embeddings; give a model or --embeddings FILE.npy, "
-                    "or use --metric uniform.",
-                    "metric",
-                )
-            if self.vocab_size is None:
-                raise ParameterError(
-                    "the uniform metric without a model needs the width of the logits: --vocab-size.", "vocab_size"
-                )
+        if model is not None or self.embeddings is not None:
+            return
+        if metric != "uniform":
+            raise ParameterError(
+                f"metric {metric!r} needs token embeddings; give a model or --embeddings FILE.npy, or use --metric "
+                "uniform.",
+                "metric",
+            )
+        if self.vocab_size is None:
+            raise ParameterError(
+                "the uniform metric without a model needs the width of the logits: --vocab-size.", "vocab_size"
+            )
 
 
-def sampler_request(**values: Any) -> SamplerRequest:
-    """A SamplerRequest whose groups of options get their values from flat keywords."""
-    return build_request(SamplerRequest, values)
+def export_sampler(
+    model: str | Path | None,
+    out: str | Path,
+    *,
+    progress: Progress = SILENT,
+    **options: Unpack[SamplerExportKeywords],
+) -> ExportReport:
+    """Write and verify the folder `out`, the sampler for the embeddings of `model`. If it fails, `out` is unchanged.
 
-
-def export_sampler(request: SamplerRequest, progress: Progress = SILENT) -> ExportReport:
-    """Write and verify the folder that `request` describes. If it fails, `request.output` is unchanged.
-
+    model: a hub id, a folder or `tiny` with the input embeddings; None for the option `embeddings` or none.
+    options: those of `topw export-sampler`, see SamplerExportOptions.
     Raises errors of topw_deploy.errors, such as VerificationError if the written graph is wrong.
     """
-    started, sampler = time.monotonic(), request.sampler
-    check_free(request.output, request.overwrite)
-    table, source = _embedding_table(request)
-    vocab_size = _vocabulary_size(request, table)
-    if sampler.options.metric == "uniform":
-        table = None
-    spec = sampler_spec(request, vocab_size, table)  # raises for options out of range, before the work below
-    if table is None:
-        geometry = Geometry.uniform()
-    else:
-        progress.say(f"Computing statistics of {vocab_size} embeddings")
-        geometry = Geometry.from_embeddings(table[:vocab_size], sampler.options.metric)
-    median = None if request.logits is None else median_distance_in_file(request.logits, geometry, vocab_size)
-    model = sampler_model(spec, table, geometry, choose_measure(sampler.neighbour_bound, request.dry_run, progress))
-    if request.dry_run:
-        return sampler_report(request.output, model, started, {})
-    with StagedFolder(request.output, overwrite=request.overwrite) as staged:
-        require_space(staged.path.parent, weight_bytes(model))
-        progress.say(f"Writing {decimal_size(weight_bytes(model))}")
-        write_model(model, staged.path)
-        manifest = sampler_manifest(model, source, spec, sampler, staged.path)
-        save_manifest(staged.path, manifest)
-        verification = Verification(status="skipped")
-        if request.verify:
+    chosen, out, started = read_options(SamplerExportOptions, options), Path(out), time.monotonic()
+    chosen.check_source(None if model is None else str(model))
+    if chosen.dry_run:
+        return sampler_report(out, _build(model, chosen, progress)[0], started, {})
+    with export_folder(out, chosen) as folder:
+        graph, spec, geometry, source = _build(model, chosen, progress)
+        median = None
+        if chosen.logits is not None:
+            median = median_distance_in_file(Path(chosen.logits), geometry, spec.vocab_size)
+        require_space(folder.parent, weight_bytes(graph))
+        progress.say(f"Writing {decimal_size(weight_bytes(graph))}")
+        write_model(graph, folder)
+        manifest = sampler_manifest(graph, source, spec, chosen, folder)
+        save_manifest(folder, manifest)
+        verification = Verification(status="skipped", median_distance=median)
+        if chosen.verify:
             progress.say("Verifying")
-            verification = _verify(staged.path, manifest, geometry)
-        verification = structs.replace(verification, median_distance=median)
-        save_manifest(staged.path, structs.replace(manifest, verification=verification))
-        report = sampler_report(request.output, model, started, file_bytes_in(staged.path), verification)
-        staged.commit()
-    return report
+            verification = _verify(folder, manifest, geometry, median)
+        save_manifest(folder, structs.replace(manifest, verification=verification))
+        return sampler_report(out, graph, started, file_bytes_in(folder), verification)
 
 
-def sampler_spec(request: SamplerRequest, vocab_size: int, table: np.ndarray | None) -> SamplerSpec:
-    """The description of the ONNX function. Raises ParameterError for options out of range.
-
-    table: embeddings [>= vocab_size, hidden], or None.
-    """
+def _build(
+    model: str | Path | None, options: SamplerExportOptions, progress: Progress
+) -> tuple[ir.Model, SamplerSpec, Geometry, Source]:
+    """The graph, its description, the embeddings' geometry and their source."""
+    table, source = _embedding_table(model, options)
+    vocab_size = _vocabulary_size(options, table)
+    if options.top_w.metric == "uniform":
+        table = None
     rows, hidden = (None, None) if table is None else table.shape
-    return SamplerSpec(
-        options=request.sampler.options,
+    spec = SamplerSpec(  # raises for options out of range, before the work below
+        options=options.top_w,
         vocab_size=vocab_size,
         embedding=None if table is None else plain_gather(int(rows or 0), int(hidden or 0), ir.tensor(table).dtype),
         hidden_size=hidden,
-        branches=request.sampler.branches,
-        opset=request.opset,
-        with_mass=request.sampler.with_mass,
-        with_keep_mask=request.sampler.with_keep_mask,
-        rules=request.sampler.rules,
+        branches=options.branches,
+        opset=options.opset or DEFAULT_OPSET,
+        with_mass=options.with_mass,
+        with_keep_mask=options.with_keep_mask,
+        rules=options.rules,
     )
+    geometry = Geometry.uniform()
+    if table is not None:
+        progress.say(f"Computing statistics of {vocab_size} embeddings")
+        geometry = Geometry.from_embeddings(table[:vocab_size], options.top_w.metric)
+    measure = choose_measure(options.neighbour_bound, options.dry_run, progress)
+    return sampler_model(spec, table, geometry, measure), spec, geometry, source
 
 
 def sampler_model(
@@ -179,11 +176,11 @@ def ir_version(opset: int) -> int:
     return 8 if opset < 19 else 9 if opset < 21 else 10
 
 
-def _vocabulary_size(request: SamplerRequest, table: np.ndarray | None) -> int:
+def _vocabulary_size(options: SamplerExportOptions, table: np.ndarray | None) -> int:
     """The width of the logits. Raises ParameterError for more tokens than embeddings."""
     if table is None:
-        return request.vocab_size or 0
-    vocab_size = len(table) if request.vocab_size is None else request.vocab_size
+        return options.vocab_size or 0
+    vocab_size = len(table) if options.vocab_size is None else options.vocab_size
     if len(table) < vocab_size:
         raise ParameterError(
             f"vocab_size is {vocab_size}, but the embedding table has {len(table)} rows and every token needs one; "
@@ -193,19 +190,23 @@ def _vocabulary_size(request: SamplerRequest, table: np.ndarray | None) -> int:
     return vocab_size
 
 
-def _embedding_table(request: SamplerRequest) -> tuple[np.ndarray | None, Source]:
+def _embedding_table(model: str | Path | None, options: SamplerExportOptions) -> tuple[np.ndarray | None, Source]:
     """The embeddings [tokens, hidden], or None, and their source. Casts float64 to float32, which the graph has."""
-    if request.embeddings is not None:
-        table, source = embeddings_of_file(request.embeddings), Source(str(request.embeddings), "local", Path())
-    elif request.model is not None:
-        source = resolve(request.model, request.hub)
+    if model is not None:
+        source = resolve(str(model), **options.hub)
         table = embeddings_of_folder(source.folder)
+    elif options.embeddings is not None:
+        table, source = embeddings_of_file(Path(options.embeddings)), _without_files(str(options.embeddings), "local")
     else:
-        return None, Source("uniform", "none", Path())
+        return None, _without_files("uniform", "none")
     return (table.astype(np.float32) if table.dtype == np.float64 else table), source
 
 
-def _verify(folder: Path, manifest: SamplerManifest, geometry: Geometry) -> Verification:
+def _without_files(name: str, revision: str) -> Source:
+    return Source(name, revision, Path(), Path())
+
+
+def _verify(folder: Path, manifest: SamplerManifest, geometry: Geometry, median: float | None) -> Verification:
     """Compare the sampler in `folder` with the reference, on random logits. Raises VerificationError if they differ."""
     from topw_deploy.export.verification.probe import SamplerProbe
     from topw_deploy.export.verification.results import Outcome
@@ -230,4 +231,4 @@ def _verify(folder: Path, manifest: SamplerManifest, geometry: Geometry) -> Veri
             f"{check.name} differ from the reference by {check.difference:g}, but at most {check.bound:g} is allowed "
             f"({check.detail}); report this with the options used."
         )
-    return outcome.verification()
+    return replace(outcome, median_distance=median).verification()

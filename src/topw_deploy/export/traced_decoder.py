@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,15 +10,16 @@ from transformers import PreTrainedModel
 from topw_deploy.dtypes import onnx_name
 from topw_deploy.errors import UnsupportedModelError, one_line
 from topw_deploy.export.decoder import Decoder
-from topw_deploy.export.job import Job
 from topw_deploy.export.lowering import lower
-from topw_deploy.export.request import DEFAULT_OPSET
+from topw_deploy.export.options import DEFAULT_OPSET, ExportOptions
 from topw_deploy.export.source.checkpoint import context_length, load_unread, overflowing_modules, switching_rope
 from topw_deploy.export.source.quantised import quantised_format
+from topw_deploy.export.source.resolve import Source
 from topw_deploy.export.source.unread_tensor import load_during_calls
 from topw_deploy.export.trace.attention import dense_tokens
-from topw_deploy.export.trace.trace import TracedDecoder, load_trace, save_trace, trace
+from topw_deploy.export.trace.trace import trace
 from topw_deploy.manifest import TARGETS, DecoderInfo
+from topw_deploy.progress import Progress
 
 _IR_VERSION = 11  # the first that has opset 23
 _SAMPLE_TEXT = """The quick brown fox jumps over the lazy dog. In 1815 the treaty was signed; 3.14159 is near pi.
@@ -29,30 +29,30 @@ Wir fahren morgen nach München. Où est la bibliothèque? 東京は日本の首
 """
 
 
-def build_decoder(job: Job) -> Decoder:
-    """Load, check, trace and lower the checkpoint of `job`. The weights stay in their files.
+def build_decoder(source: Source, options: ExportOptions, progress: Progress) -> Decoder:
+    """Load, check, trace and lower the checkpoint `source`. The weights stay in their files.
 
     Raises SourceError for a checkpoint that cannot be read, and UnsupportedModelError for one that cannot be exported.
     """
-    source, options, weights = job.source, job.request.graph, job.request.weights
-    dtype, target, opset = weights.torch_dtype, options.target or TARGETS[0], options.opset or DEFAULT_OPSET
-    job.progress.say(f"Loading {source.id} in {dtype}")
+    dtype, target, opset = options.torch_dtype, options.target or TARGETS[0], options.opset or DEFAULT_OPSET
+    progress.say(f"Loading {source.id} in {dtype}")
     model, notices = load_unread(
         source.folder,
         dtype,
         num_hidden_layers=options.num_hidden_layers,
-        trust_remote_code=job.request.hub.trust_remote_code,
+        trust_remote_code=options.trust_remote_code,
     )
-    if dtype == "float16" and not job.request.dry_run:  # a dry run reads no weights
-        job.progress.say("Checking activations for float16 overflow")
-        notices.append(_overflow_notice(model, job))
+    if dtype == "float16" and not options.dry_run:  # a dry run reads no weights
+        progress.say("Checking activations for float16 overflow")
+        notices.append(_overflow_notice(model, source.folder))
     notices += _limit_notices(model, dtype)
-    traced = _trace_or_resume(model, job)
+    progress.say("Tracing")
+    traced = trace(model)
     context = min(context_length(model.config), dense_tokens(model) or context_length(model.config))
     # Fusing gates saves time with quantised weights only. It joins two weights, so it needs weights that the export
     # quantises: codes of a quantised checkpoint, which are kept, may be packed differently.
     stored = quantised_format(source.folder)
-    fuse_gates = weights.quantisation is not None and (stored is None or not stored.integers)
+    fuse_gates = options.quantisation is not None and (stored is None or not stored.integers)
     lowered = lower(
         traced,
         kv=options.kv,
@@ -61,9 +61,9 @@ def build_decoder(job: Job) -> Decoder:
         max_length=options.max_length,
         window_cache=options.window_cache is not False,
         fuse_gates=fuse_gates,
-        quantised=weights.quantisation is not None,
+        quantised=options.quantisation is not None,
     )
-    job.progress.say(f"Lowered attention to {lowered.attention}, the cache {lowered.kv_form}")
+    progress.say(f"Lowered attention to {lowered.attention}, the cache {lowered.kv_form}")
     if lowered.notice is not None:
         notices.append(lowered.notice)
     # The trace has opset 23; its operators are also valid in 24.
@@ -86,7 +86,7 @@ def build_decoder(job: Job) -> Decoder:
         target=target,  # type: ignore[arg-type]  # a name, checked in the request
         least_onnxruntime=lowered.least_onnxruntime,
     )
-    return Decoder(traced.model, info, foreign=False, notices=tuple(notices))
+    return Decoder(traced.model, info, foreign=False, notices=notices)
 
 
 def _limit_notices(model: PreTrainedModel, dtype: str) -> list[str]:
@@ -111,35 +111,16 @@ def _limit_notices(model: PreTrainedModel, dtype: str) -> list[str]:
     return notices
 
 
-def _trace_or_resume(model: PreTrainedModel, job: Job) -> TracedDecoder:
-    """The trace of `model`: the one that an interrupted export saved, or a new one, which is saved."""
-    stage, journal, stamp = "traced graph", job.finished.journal, job.finished.trace
-    saved = journal.find(stage, stamp, file=str, num_layers=int)
-    if saved is not None:
-        return load_trace(saved["file"], saved["num_layers"], model)
-    job.progress.say("Tracing")
-    traced = trace(model)
-    save = partial(save_trace, traced, model)
-    journal.record_file(stage, stamp, "trace.onnx", save, num_layers=traced.num_layers)
-    return traced
-
-
-def _overflow_notice(model: PreTrainedModel, job: Job) -> str:
-    """Run `model` on samples, unless an interrupted export did. Returns what overflowed, as a sentence for the user."""
-    stage, journal, stamp = "overflow check", job.finished.journal, job.finished.trace
-    entry = journal.find(stage, stamp, found=list)
-    if entry is None:
-        try:
-            with load_during_calls(model):
-                names = overflowing_modules(model, sample_batches(model, job.source.folder))
-        except RuntimeError as error:  # such as for float32 weights that the model keeps for precision
-            raise UnsupportedModelError(
-                f"{type(model).__name__} does not run in float16 in transformers ({one_line(error)}); use --dtype "
-                "fp32 or bf16."
-            ) from error
-        journal.record(stage, stamp, found=names)
-    else:
-        names = entry["found"]
+def _overflow_notice(model: PreTrainedModel, folder: Path) -> str:
+    """Run `model` on samples. Returns what overflowed, as a sentence for the user."""
+    try:
+        with load_during_calls(model):
+            names = overflowing_modules(model, sample_batches(model, folder))
+    except RuntimeError as error:  # such as for float32 weights that the model keeps for precision
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not run in float16 in transformers ({one_line(error)}); use --dtype fp32 or "
+            "bf16."
+        ) from error
     if not names:
         return "no activation exceeded float16's range on the sample text"
     return (

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from topw_deploy.files import replace_file
+from topw_deploy.folders import atomic_file
 from topw_deploy.plugins.library import LIBRARY_NAME as LIBRARY_NAME
 
 SOURCES = Path(__file__).with_name("native")
@@ -79,7 +79,7 @@ def install_library(library: Path, output: Path) -> None:
     """Replace `output` by a copy of `library`. Processes that have loaded the old file keep it."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with library.open("rb") as source, replace_file(output) as target:
+        with library.open("rb") as source, atomic_file(output) as target:
             shutil.copyfileobj(source, target)
     except OSError as error:
         raise NotBuiltError(f"{output} cannot be written ({error.strerror or error})") from None

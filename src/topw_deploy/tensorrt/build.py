@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from topw_deploy.errors import ParameterError, TensorRTError
-from topw_deploy.files import open_regular, replace_file
+from topw_deploy.files import open_regular
+from topw_deploy.folders import atomic_file
 from topw_deploy.install import installed_version
 from topw_deploy.manifest import MODEL_NAME, DecoderManifest, load_manifest
 from topw_deploy.progress import SILENT, Advance, Progress
@@ -196,7 +197,7 @@ def _write_engine(out: Path, platform: EnginePlatform, write: Callable[[_HashedF
     folder.mkdir(exist_ok=True)
     gpu = re.sub(r"[^a-z0-9]+", "-", platform.gpu.lower()).strip("-")[:60] or "gpu"
     path = folder / f"{gpu}-sm{platform.sm}-tensorrt{platform.tensorrt}{ENGINE_SUFFIX}"
-    with replace_file(path) as stream:
+    with atomic_file(path) as stream:
         hashed = _HashedFile(stream)
         write(hashed)
         size = stream.tell()
@@ -264,7 +265,7 @@ def _read_timing_cache(config: Any, path: Path) -> None:
 
 def _write_timing_cache(config: Any, path: Path) -> None:
     try:
-        with replace_file(path) as stream:
+        with atomic_file(path) as stream:
             stream.write(memoryview(config.get_timing_cache().serialize()))
     except OSError as error:
         raise TensorRTError(

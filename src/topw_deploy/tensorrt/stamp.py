@@ -16,7 +16,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from topw_deploy.errors import TensorRTError
-from topw_deploy.files import NotRegularError, open_regular, read_bounded, replace_file
+from topw_deploy.files import NotRegularError, open_regular, read_bounded
+from topw_deploy.folders import atomic_file
 from topw_deploy.manifest import MANIFEST_NAME, sha256_of, sha256_of_stream
 from topw_deploy.plugins import library
 from topw_deploy.tensorrt.profiles import Profile
@@ -86,7 +87,7 @@ def read_stamp(path: Path) -> TensorRTStamp:
 
 def write_stamp(folder: Path, stamp: TensorRTStamp) -> None:
     """Write the stamp atomically beside its engine."""
-    with replace_file((folder / stamp.engine).with_suffix(STAMP_SUFFIX)) as stream:
+    with atomic_file((folder / stamp.engine).with_suffix(STAMP_SUFFIX)) as stream:
         stream.write(msgspec.json.format(msgspec.json.encode(stamp), indent=2) + b"\n")
 
 

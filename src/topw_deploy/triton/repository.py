@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from topw_deploy import folders
 from topw_deploy.errors import ExportError, ParameterError
+from topw_deploy.folders import atomic_folder
 from topw_deploy.manifest import DecoderManifest, load_manifest
 
 EXPORT = "export"
@@ -76,10 +76,12 @@ def write_repository(
         raise ExportError(f"{target} exists; remove it, or give another name.")
     try:
         repository.mkdir(parents=True, exist_ok=True)
-        with folders.staged_folder(target, place=_staging_folder(repository)) as made:
-            _write_files(made, export, configuration(name, engine or {}, opening or {}), hard_link)
     except OSError as error:
-        raise folders.write_error(target, error, "write it again") from None
+        raise ExportError(f"{repository} cannot be created ({error.strerror or error}); choose another one.") from None
+    with atomic_folder(
+        target, marker="config.pbtxt", kind="a model of Triton", place=_staging_folder(repository)
+    ) as made:
+        _write_files(made, export, configuration(name, engine or {}, opening or {}), hard_link)
     return target
 
 

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from topw_deploy.errors import ExportError, ManifestError
+from topw_deploy.folders import atomic_folder
 from topw_deploy.manifest import MANIFEST_NAME, DecoderManifest, FileEntry, load_decoder_manifest, open_listed
 from topw_deploy.text import decimal_size
 from topw_deploy.web import libraries
 from topw_deploy.web.checks import check_runs, graph_bytes, notes
-from topw_deploy.web.staging import MARKER, staged_site
 
 MODEL = "model"
+MARKER = "topw_site.json"
+"""Name of the file that marks a folder as a site. It is written last."""
 _SITE_FOLDER = Path(__file__).parent / "site"
 _PART_BYTES = 1 << 20
 _POLICY = {
@@ -80,7 +82,7 @@ def write_site(
     size = graph_bytes(manifest, model)
     _check_separate(model, output)
     found = list(libraries.read_packages(runtime)) if runtime is not None else []
-    with staged_site(output, overwrite=overwrite) as folder:
+    with atomic_folder(output, marker=MARKER, kind="a site of `topw web`", overwrite=overwrite) as folder:
         copy_export(model, manifest, folder / MODEL)
         for name, data in _site_files():
             (folder / name).parent.mkdir(exist_ok=True)

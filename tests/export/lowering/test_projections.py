@@ -18,7 +18,6 @@ from topw_deploy.export import export_model
 from topw_deploy.export.graph import GraphEditor
 from topw_deploy.export.lowering import lower
 from topw_deploy.export.lowering.rewrites import concatenated, fuse_gate_up, fuse_qkv
-from topw_deploy.export.request import export_request
 from topw_deploy.export.trace.trace import TracedDecoder
 
 pytestmark = pytest.mark.slow
@@ -211,6 +210,6 @@ def test_an_export_fuses_gates_of_quantised_weights(
     tmp_path: Path, checkpoint: Callable[[str], Path], dtype: str, fused: int
 ) -> None:
     out = tmp_path / "out"
-    export_model(export_request(model=str(checkpoint("llama_untied")), output=out, dtype=dtype, verify=False))
+    export_model(checkpoint("llama_untied"), out, dtype=dtype, verify=False)
     splits = [node for node in ir.load(out / "model.onnx").graph if node.op_type == "Split"]
     assert len(splits) == fused

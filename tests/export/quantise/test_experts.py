@@ -33,9 +33,9 @@ INT8_ACTIVATIONS = 0.03  # of the largest output; measured: 0.011
 SCHEMES: dict[str, dict[str, Any]] = {
     "int4": {"bits": 4, "block_size": 32, "accuracy_level": 1},
     "int4 of odd blocks": {"bits": 4, "block_size": 16, "accuracy_level": 1},
+    "int4 without a level": {"bits": 4, "block_size": 16, "accuracy_level": 0},
     "int4 symmetric": {"bits": 4, "block_size": 32, "symmetric": True, "accuracy_level": 1},
     "int4 of one block": {"bits": 4, "block_size": 256, "symmetric": True, "accuracy_level": 1},
-    "int4 rounded to nearest": {"bits": 4, "block_size": 16, "algorithm": "rtn", "accuracy_level": 0},
 }
 
 
@@ -46,8 +46,8 @@ def round_mixture(mixture: Mixture, scheme: Quantisation, dtype: Any = np.float3
     found = {}
     for name in ("up", "down"):
         rows = getattr(mixture, name).astype(dtype).reshape(-1, getattr(mixture, name).shape[2])
-        shape = BlocksShape(*rows.shape, scheme.bits, size, scheme.is_symmetric)
-        blocks = quantise_weight(lambda start, stop, rows=rows: rows[start:stop], shape, scheme, rows.dtype)  # type: ignore[misc]
+        shape = BlocksShape(*rows.shape, scheme.bits, size, scheme.symmetric)
+        blocks = quantise_weight(lambda start, stop, rows=rows: rows[start:stop], shape, rows.dtype)  # type: ignore[misc]
         found[name] = dequantise(blocks, shape).reshape(getattr(mixture, name).shape)
     return replace(mixture, **found)
 

@@ -12,9 +12,8 @@ import pytest
 
 from tests.export.quantise.packed_checkpoints import RoundedLayer, write_packed
 from topw_deploy.errors import ParameterError, SourceError, UnsupportedModelError
-from topw_deploy.export import ExportRequest, export_model
+from topw_deploy.export import export_model
 from topw_deploy.export.quantise.blocks import unpack_codes
-from topw_deploy.export.request import export_request
 from topw_deploy.export.source.checkpoint import load_checkpoint
 from topw_deploy.export.source.quantised import QuantisedCheckpoint, quantised_format
 from topw_deploy.manifest import load_manifest
@@ -72,9 +71,7 @@ def codes_in(folder: Path) -> set[bytes]:
 @pytest.mark.parametrize("kind", ["gptq asymmetric", "gptq act-order", "awq"])
 def test_the_graph_multiplies_with_the_checkpoints_own_codes(kind: str, tmp_path: Path) -> None:
     layers = write_kind(tmp_path / "model", kind)
-    report = export_model(
-        export_request(model=str(tmp_path / "model"), output=tmp_path / "out", dtype="int4", verify=kind != "awq")
-    )
+    report = export_model(tmp_path / "model", tmp_path / "out", dtype="int4", verify=kind != "awq")
     assert any("keep the checkpoint's own codes" in notice for notice in report.notices)
     found = codes_in(tmp_path / "out")
     for name, layer in layers.items():
@@ -87,7 +84,7 @@ def test_the_graph_multiplies_with_the_checkpoints_own_codes(kind: str, tmp_path
 @pytest.mark.long
 def test_experts_keep_the_checkpoints_own_codes(tmp_path: Path) -> None:
     layers = write_kind(tmp_path / "model", "gptq", "qwen3_moe")
-    report = export_model(export_request(model=str(tmp_path / "model"), output=tmp_path / "out", dtype="int4"))
+    report = export_model(tmp_path / "model", tmp_path / "out", dtype="int4")
     assert "2 of 2 groups of experts keep them too" in report.notices
     found: set[bytes] = set()
     for node in ir.load(tmp_path / "out" / "model.onnx").graph:
@@ -102,18 +99,17 @@ def test_experts_keep_the_checkpoints_own_codes(tmp_path: Path) -> None:
 
 def test_half_precision_is_refused_for_a_packed_checkpoint(tmp_path: Path) -> None:
     write_kind(tmp_path / "model", "gptq")
-    request = export_request(model=str(tmp_path / "model"), output=tmp_path / "out", dtype="int4", compute_dtype="fp16")
     with pytest.raises(
         ParameterError, match=r"holds GPTQ codes, which can be kept only with compute_dtype 'fp32'; leave"
     ):
-        export_model(request)
+        export_model(tmp_path / "model", tmp_path / "out", dtype="int4", compute_dtype="fp16")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
 def test_a_packed_checkpoint_can_be_exported_in_float(tmp_path: Path) -> None:
     write_kind(tmp_path / "model", "gptq")
-    export_model(ExportRequest(model=str(tmp_path / "model"), output=tmp_path / "out", verify=False))
+    export_model(tmp_path / "model", tmp_path / "out", verify=False)
     operators = {node.op_type for node in ir.load(tmp_path / "out" / "model.onnx").graph}
     assert "MatMulNBits" not in operators
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from topw_deploy.errors import ParameterError
+from topw_deploy.export import export_model
+from topw_deploy.export.options import ExportOptions, read_options
 from topw_deploy.export.quantise import Quantisation
-from topw_deploy.export.request import export_request
 
 
 @pytest.mark.parametrize(
@@ -18,8 +19,6 @@ from topw_deploy.export.request import export_request
         ({"bits": 3}, "bits is 3"),
         ({"bits": 4, "block_size": 48}, "block_size is 48"),
         ({"bits": 4, "accuracy_level": 5}, "accuracy_level is 5"),
-        ({"bits": 4, "algorithm": "hqq"}, "algorithm is 'hqq'"),
-        ({"bits": 4, "algorithm": "k_quant", "symmetric": True}, "never symmetric"),
         ({"bits": 8, "table_bits": 4}, "table_bits is 4, but must be 8"),
         ({"bits": 4, "table_bits": 6}, "table_bits is 6, but must be 4"),
     ],
@@ -27,14 +26,6 @@ from topw_deploy.export.request import export_request
 def test_values_out_of_range_are_refused(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(ParameterError, match=words):
         Quantisation(**wrong)
-
-
-def test_search_and_k_quant_are_asymmetric_by_default() -> None:
-    assert Quantisation(bits=4, algorithm="default").is_symmetric
-    assert not Quantisation(bits=4, algorithm="default", symmetric=False).is_symmetric
-    assert Quantisation(bits=4, symmetric=True).is_symmetric
-    assert not Quantisation(bits=4).is_symmetric
-    assert not Quantisation(bits=4, algorithm="k_quant").is_symmetric
 
 
 @pytest.mark.parametrize(
@@ -71,10 +62,10 @@ def test_patterns_match_names_of_nodes_and_weights() -> None:
 
 
 def test_a_request_accepts_options_of_quantisation_only_with_a_quantised_dtype() -> None:
-    request = export_request(model="m", output=Path("o"), dtype="int8", block_size=64, symmetric=False)
-    assert request.weights.quantisation == Quantisation(bits=8, block_size=64, symmetric=False)
-    assert export_request(model="m", output=Path("o"), dtype="fp16").weights.quantisation is None
+    options = read_options(ExportOptions, {"dtype": "int8", "block_size": 64, "symmetric": False})
+    assert options.quantisation == Quantisation(bits=8, block_size=64, symmetric=False)
+    assert read_options(ExportOptions, {"dtype": "fp16"}).quantisation is None
     with pytest.raises(ParameterError, match="block_size is an option for quantised weights, but dtype is fp32"):
-        export_request(model="m", output=Path("o"), block_size=64)
+        export_model("m", Path("o"), block_size=64)
     with pytest.raises(ParameterError, match="tensorrt has no operator"):
-        export_request(model="m", output=Path("o"), dtype="int4", target="tensorrt")
+        export_model("m", Path("o"), dtype="int4", target="tensorrt")

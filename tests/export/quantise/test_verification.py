@@ -18,7 +18,6 @@ from topw_deploy.export import export_model
 from topw_deploy.export.quantise import Quantisation
 from topw_deploy.export.quantise import weight as weight_module
 from topw_deploy.export.quantise.blocks import WeightBlocks
-from topw_deploy.export.request import export_request
 from topw_deploy.export.verification.dequantised import dequantise_model, exact_copy
 from topw_deploy.manifest import load_decoder_manifest
 from topw_deploy.plugins.library import library_path
@@ -27,7 +26,7 @@ from topw_deploy.runtime import TopWModel
 pytestmark = pytest.mark.long
 
 CASES = {
-    "llama_tied": {"dtype": "int4", "block_size": 16, "quantisation_algorithm": "k_quant"},
+    "llama_tied": {"dtype": "int4", "block_size": 16},
     "gpt2": {"dtype": "int8", "symmetric": False},
     "qwen2": {"dtype": "int4", "kv": "concat", "exclude_nodes": ("node_linear_3",)},
     "gemma3": {"dtype": "int4", "compute_dtype": "fp16", "exclude_nodes": ("node_linear_3",)},
@@ -42,7 +41,7 @@ def verified(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str
     def folder(family: str) -> Path:
         if family not in made:
             made[family] = tmp_path_factory.mktemp("quantised") / family
-            export_model(export_request(model=str(checkpoint(family)), output=made[family], **CASES[family]))  # type: ignore[arg-type]
+            export_model(checkpoint(family), made[family], **CASES[family])  # type: ignore[arg-type]
         return made[family]
 
     return folder
@@ -84,14 +83,7 @@ def test_every_form_of_the_sampler_reads_the_quantised_table(
     branches: bool, tmp_path: Path, checkpoint: Callable[[str], Path]
 ) -> None:
     how = {"dtype": "int4", "block_size": 32, "table_bits": 4, "symmetric": True}
-    request = export_request(
-        model=str(checkpoint("llama_tied")),
-        output=tmp_path / "out",
-        **how,
-        branches=branches,
-        verify=False,  # type: ignore[arg-type]
-    )
-    export_model(request)
+    export_model(checkpoint("llama_tied"), tmp_path / "out", **how, branches=branches, verify=False)
     settings = {"max_new_tokens": 12, "seed": 3, "temperature": 2.0, "lam": 1.0, "init_top_p": 0.5, "ignore_eos": True}
     with TopWModel.from_pretrained(tmp_path / "out", sampler="graph") as model:
         tokens = model.generate([5, 9, 7], **settings).token_ids
@@ -115,11 +107,8 @@ def test_wrong_zero_points_in_one_weight_fail_the_verification(
         return made
 
     monkeypatch.setattr(weight_module, "quantise_weight", wrong)
-    request = export_request(
-        model=str(checkpoint("llama_tied")), output=tmp_path / "out", dtype="int4", symmetric=False
-    )
     with pytest.raises(VerificationError, match="prefill logits"):
-        export_model(request)
+        export_model(checkpoint("llama_tied"), tmp_path / "out", dtype="int4", symmetric=False)
     assert not (tmp_path / "out").exists()
 
 
@@ -173,15 +162,7 @@ def test_block_sizes_that_a_table_cannot_have_are_halved(tmp_path: Path) -> None
         tie_word_embeddings=False,
     )  # fmt: skip
     write_checkpoint(tmp_path / "model", config)
-    request = export_request(
-        model=str(tmp_path / "model"),
-        output=tmp_path / "out",
-        dtype="int4",
-        block_size=64,
-        table_bits=4,
-        symmetric=False,
-    )
-    export_model(request)
+    export_model(tmp_path / "model", tmp_path / "out", dtype="int4", block_size=64, table_bits=4, symmetric=False)
     nodes = {node.op_type: node for node in ir.load(tmp_path / "out" / "model.onnx").graph}
     assert nodes["GatherBlockQuantized"].attributes["block_size"].as_int() == 16
     assert nodes["MatMulNBits"].attributes["block_size"].as_int() == 64
@@ -200,6 +181,6 @@ def test_a_compute_dtype_applies_to_everything_but_the_weights(verified: Callabl
 @pytest.mark.parametrize("dtype", [None, "fp16", "bf16"])
 def test_a_compute_dtype_is_refused_without_quantised_weights(dtype: str | None, tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match="compute_dtype is an option for quantised weights"):
-        export_request(model="demo", output=tmp_path, dtype=dtype, compute_dtype="fp16")
+        export_model("tiny", tmp_path, dtype=dtype, compute_dtype="fp16")
     with pytest.raises(ParameterError, match="compute_dtype is 'bf16', but must be one of fp32, fp16"):
-        export_request(model="demo", output=tmp_path, dtype="int4", compute_dtype="bf16")
+        export_model("tiny", tmp_path, dtype="int4", compute_dtype="bf16")

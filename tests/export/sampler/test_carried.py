@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from tests.support.function_cases import FORMS, Case, Scenario, feeds, random_ca
 from topw_deploy.errors import ParameterError
 from topw_deploy.export.sampler.function import build_function
 from topw_deploy.export.sampler.spec import SamplerSpec
-from topw_deploy.export.sampler_only import export_sampler, sampler_model, sampler_request
+from topw_deploy.export.sampler_only import export_sampler, sampler_model
 from topw_deploy.runtime import TopWSampler
 from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.parameters import TopWOptions
@@ -97,10 +97,9 @@ def test_a_function_has_only_the_nodes_of_the_rules_that_it_carries() -> None:
 
 
 def test_a_folder_records_its_rules_and_the_runtime_refuses_others(tmp_path: Path) -> None:
-    request = sampler_request(
-        output=tmp_path / "out", vocab_size=SORTED, options=options_of(SORTED), branches=False, rules=("min_p",)
+    report = export_sampler(
+        None, tmp_path / "out", vocab_size=SORTED, **asdict(options_of(SORTED)), branches=False, rules=("min_p",)
     )
-    report = export_sampler(request)
     assert report.verification.status == "passed"
     assert "1 rules" in next(check.detail for check in report.verification.checks if check.name == "sampler rules")
     sampler = TopWSampler.from_pretrained(tmp_path / "out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import ml_dtypes
@@ -15,10 +16,9 @@ from tests.support.samples import examples
 from tests.support.tiny_models import VOCAB
 from topw_deploy.errors import ParameterError, VerificationError
 from topw_deploy.export import export_model
-from topw_deploy.export.request import export_request
 from topw_deploy.export.sampler import neighbour_bound as module
 from topw_deploy.export.sampler.neighbour_bound import neighbour_bound
-from topw_deploy.export.sampler_only import export_sampler, sampler_request
+from topw_deploy.export.sampler_only import export_sampler
 from topw_deploy.export.verification.sampler_checks import nearest_distances, stored_bound
 from topw_deploy.manifest import load_manifest
 from topw_deploy.progress import Progress
@@ -145,9 +145,9 @@ def test_the_uniform_metric_has_no_bound(tmp_path: Path) -> None:
         neighbour_bound(Geometry.uniform(), 4)
     options = TopWOptions(metric="uniform")
     with pytest.raises(ParameterError, match="leave --neighbour-bound out"):
-        export_request(model="demo", output=tmp_path / "out", options=options, neighbour_bound=True)
+        export_model("tiny", tmp_path / "out", **asdict(options), neighbour_bound=True)
     with pytest.raises(ParameterError, match="leave --neighbour-bound out"):
-        sampler_request(output=tmp_path / "out", vocab_size=9, options=options, neighbour_bound=True)
+        export_sampler(None, tmp_path / "out", vocab_size=9, **asdict(options), neighbour_bound=True)
 
 
 @pytest.mark.slow
@@ -155,14 +155,14 @@ def test_the_uniform_metric_has_no_bound(tmp_path: Path) -> None:
 def test_a_bound_is_stored_and_verified(metric: str, tmp_path: Path) -> None:
     np.save(tmp_path / "table.npy", random_table(90, 6))
     options = TopWOptions(top_m=25, metric=metric)
-    request = sampler_request(
-        output=tmp_path / "out",
+    export_sampler(
+        None,
+        tmp_path / "out",
         embeddings=tmp_path / "table.npy",
         vocab_size=80,
-        options=options,
+        **asdict(options),
         neighbour_bound=True,
     )
-    export_sampler(request)
     manifest = load_manifest(tmp_path / "out")
     assert manifest.sampler.neighbour_bound
     assert "neighbour bound" in [check.name for check in manifest.verification.checks]
@@ -174,9 +174,8 @@ def test_a_bound_is_stored_and_verified(metric: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_decoder_gets_its_own_tables_bound(tmp_path: Path, foreign_decoder: Path) -> None:
-    request = export_request(model=str(foreign_decoder), output=tmp_path / "out", neighbour_bound=True)
     lines: list[str] = []
-    export_model(request, Progress(lines.append))
+    export_model(foreign_decoder, tmp_path / "out", neighbour_bound=True, progress=Progress(lines.append))
     manifest = load_manifest(tmp_path / "out")
     tokens = manifest.sampler.vocab_size
     assert f"Measuring the distance of each of {tokens} tokens to its nearest neighbour" in lines
@@ -189,9 +188,7 @@ def test_a_dry_run_computes_no_bound_but_counts_its_bytes(
 ) -> None:
     monkeypatch.setattr(module, "neighbour_bound", lambda *_: pytest.fail("a dry run measured"))
     plain, bound = (
-        export_model(
-            export_request(model=str(foreign_decoder), output=tmp_path / "out", dry_run=True, neighbour_bound=wanted)
-        )
+        export_model(foreign_decoder, tmp_path / "out", dry_run=True, neighbour_bound=wanted)
         for wanted in (False, True)
     )
     assert bound.weight_bytes - plain.weight_bytes == 4 * VOCAB
@@ -202,7 +199,6 @@ def test_a_bound_that_is_too_large_fails_the_verification(tmp_path: Path, monkey
     monkeypatch.setattr(
         module, "neighbour_bound", lambda geometry, tokens, _progress: neighbour_bound(geometry, tokens) + 1
     )
-    request = sampler_request(output=tmp_path / "out", embeddings=tmp_path / "table.npy", neighbour_bound=True)
     with pytest.raises(VerificationError, match="neighbour bound"):
-        export_sampler(request)
+        export_sampler(None, tmp_path / "out", embeddings=tmp_path / "table.npy", neighbour_bound=True)
     assert not (tmp_path / "out").exists()

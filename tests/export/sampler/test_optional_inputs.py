@@ -9,8 +9,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from topw_deploy.export import ExportRequest, export_model
-from topw_deploy.export.request import export_request
+from topw_deploy.export import export_model
 from topw_deploy.manifest import load_manifest
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.ort.graph_session import SAMPLER_INPUTS
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def with_logits(foreign_decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("grafted") / "out"
-    export_model(export_request(model=str(foreign_decoder), output=out, with_logits=True))
+    export_model(foreign_decoder, out, with_logits=True)
     return out
 
 
@@ -54,7 +53,7 @@ def test_the_decoders_own_logits_need_none_of_the_samplers_inputs(
 
 
 def test_the_runtime_feeds_optional_inputs(foreign_decoder: Path, with_logits: Path, tmp_path: Path) -> None:
-    export_model(ExportRequest(model=str(foreign_decoder), output=tmp_path / "plain", verify=False))
+    export_model(foreign_decoder, tmp_path / "plain", verify=False)
     setting = {
         "lam": 0.5,
         "temperature": 1.7,
@@ -82,8 +81,9 @@ def test_genai_config_is_copied_only_where_genai_can_run_the_export(foreign_deco
     (folder / "genai_config.json").write_text(text)
 
     def export(name: str, **options: bool) -> tuple[Path, tuple[str, ...]]:
-        request = export_request(model=str(folder), output=tmp_path / name, verify=False, **options)
-        return tmp_path / name / "genai_config.json", export_model(request).notices
+        return tmp_path / name / "genai_config.json", export_model(
+            folder, tmp_path / name, verify=False, **options
+        ).notices
 
     kept, _ = export("kept", with_logits=True)
     assert kept.read_text() == text

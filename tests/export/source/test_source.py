@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import errors
 
 from topw_deploy.errors import SourceError
-from topw_deploy.export.source.resolve import HubOptions, resolve
+from topw_deploy.export.source.resolve import resolve
 from topw_deploy.manifest import MANIFEST_NAME
 from topw_deploy.tiny import tiny_model_path
 
@@ -47,7 +47,7 @@ def hub_cache(cache: Path, *names: str) -> str:
 
 
 def test_demo_is_the_bundled_model() -> None:
-    source = resolve("demo")
+    source = resolve("tiny")
     assert source.folder == tiny_model_path()
     assert (source.route, source.revision) == ("trace", "bundled")
 
@@ -116,7 +116,7 @@ def test_an_ambiguous_name_is_looked_up_locally_and_on_the_hub(tmp_path: Path, m
     (tmp_path / "models").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SourceError) as refusal:
-        resolve("models/nope", HubOptions(cache_dir=tmp_path / "cache", local_files_only=True))
+        resolve("models/nope", cache_dir=tmp_path / "cache", local_files_only=True)
     assert str(refusal.value).startswith(
         f"models/nope is neither a local path (the folder models holds no nope) nor complete in the hub's cache "
         f"{tmp_path / 'cache'}, and the hub is disabled or did not answer; check the path, download the model"
@@ -134,13 +134,13 @@ def test_an_inaccessible_path_is_reported_in_one_sentence(monkeypatch: pytest.Mo
 
 def test_a_cached_hub_model_is_found_without_the_network(tmp_path: Path) -> None:
     commit = hub_cache(tmp_path, "config.json", "model.safetensors", "tokenizer.json")
-    source = resolve("me/tiny", HubOptions(cache_dir=tmp_path, local_files_only=True))
+    source = resolve("me/tiny", cache_dir=tmp_path, local_files_only=True)
     assert (source.revision, source.route) == (commit, "trace")
 
 
 def test_a_graph_in_the_hubs_cache_is_found_through_its_links(tmp_path: Path) -> None:
     hub_cache(tmp_path, "config.json", "onnx/model.onnx", "onnx/model.onnx_data")
-    source = resolve("me/tiny", HubOptions(cache_dir=tmp_path, local_files_only=True))
+    source = resolve("me/tiny", cache_dir=tmp_path, local_files_only=True)
     assert source.onnx is not None
     assert source.onnx.is_symlink()
     assert source.folder.name == "a" * 40
@@ -149,13 +149,13 @@ def test_a_graph_in_the_hubs_cache_is_found_through_its_links(tmp_path: Path) ->
 def test_a_hub_model_without_weights_is_refused(tmp_path: Path) -> None:
     hub_cache(tmp_path, "config.json")
     with pytest.raises(SourceError, match="neither safetensors"):
-        resolve("me/tiny", HubOptions(cache_dir=tmp_path, local_files_only=True))
+        resolve("me/tiny", cache_dir=tmp_path, local_files_only=True)
 
 
 @pytest.mark.parametrize("given", [{"local_files_only": True}, {}], ids=["asked", "HF_HUB_OFFLINE"])
 def test_a_missing_hub_model_says_how_to_get_it(tmp_path: Path, given: dict[str, bool]) -> None:
     with pytest.raises(SourceError, match=r"nor complete in the hub's cache .*HF_HUB_OFFLINE unset"):
-        resolve("me/missing", HubOptions(cache_dir=tmp_path, **given))
+        resolve("me/missing", cache_dir=tmp_path, **given)
 
 
 def answer(status: int) -> Any:
@@ -183,7 +183,7 @@ def test_every_download_failure_has_its_message(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(SourceError, match=message):
-        resolve("me/tiny", HubOptions(revision="v9"))
+        resolve("me/tiny", revision="v9")
 
 
 def test_the_hub_options_reach_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_the_hub_options_reach_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path
         return str(touch(tmp_path / ("b" * 40), "config.json", "model.safetensors"))
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    resolve("me/tiny", HubOptions(revision="v1", cache_dir=tmp_path, token="secret"))
+    resolve("me/tiny", revision="v1", cache_dir=tmp_path, token="secret")
     assert asked[0]["revision"] == "v1"
     assert asked[0]["token"] == "secret"
     assert asked[0]["cache_dir"] == tmp_path

@@ -122,7 +122,7 @@ def test_the_written_configuration_is_the_text_decoders(kind: str, tmp_path: Pat
     decoder = load_unread(tmp_path, "float32")[0]
     output = tmp_path / "out"
     output.mkdir()
-    write_configuration(Source(kind, "local", tmp_path), tmp_path, output, None)
+    write_configuration(Source(kind, "local", tmp_path, tmp_path), output, None)
     config = AutoConfig.from_pretrained(output)
     assert type(config) is type(decoder.config)
     assert config.architectures == [type(decoder).__name__]

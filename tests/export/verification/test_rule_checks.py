@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import pytest
 
-from topw_deploy.export.sampler_only import export_sampler, sampler_request
+from topw_deploy.export.sampler_only import export_sampler
 from topw_deploy.export.verification.probe import SamplerProbe
 from topw_deploy.export.verification.rule_checks import rule_checks
 from topw_deploy.manifest import Check, NotCompared
@@ -35,7 +36,7 @@ class Changed:
 def probe(tmp_path_factory: pytest.TempPathFactory) -> SamplerProbe:
     folder = tmp_path_factory.mktemp("sampler") / "out"
     options = TopWOptions(metric="uniform")
-    export_sampler(sampler_request(vocab_size=VOCAB, output=folder, options=options, verify=False))
+    export_sampler(None, folder, vocab_size=VOCAB, **asdict(options), verify=False)
     return SamplerProbe(folder)
 
 

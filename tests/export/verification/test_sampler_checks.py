@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.samples import slow
-from topw_deploy.export.sampler_only import export_sampler, sampler_request
+from topw_deploy.export.sampler_only import export_sampler
 from topw_deploy.export.verification import sampler_checks as module
 from topw_deploy.export.verification.probe import SamplerProbe
 from topw_deploy.export.verification.sampler_checks import constructed_logits, sampler_checks
@@ -46,8 +47,7 @@ def sampler(tmp_path_factory: pytest.TempPathFactory) -> tuple[SamplerManifest, 
     folder = tmp_path_factory.mktemp("sampler")
     np.save(folder / "table.npy", TABLE)
     options = TopWOptions(top_m=64)
-    request = sampler_request(embeddings=folder / "table.npy", output=folder / "out", options=options, verify=False)
-    export_sampler(request)
+    export_sampler(None, folder / "out", embeddings=folder / "table.npy", **asdict(options), verify=False)
     manifest = load_manifest(folder / "out")
     assert isinstance(manifest, SamplerManifest)
     return manifest, SamplerProbe(folder / "out"), Geometry.from_embeddings(TABLE, "mahalanobis")
@@ -134,8 +134,7 @@ def test_a_sampler_that_could_not_be_compared_is_exported_as_partial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "FEWEST_ROWS", 10_000)
-    request = sampler_request(vocab_size=50, output=tmp_path / "out", options=TopWOptions(metric="uniform"))
-    report = export_sampler(request)
+    report = export_sampler(None, tmp_path / "out", vocab_size=50, metric="uniform")
     assert report.verification.status == "partial"
     assert [each.name for each in report.verification.not_compared] == ["sampler"]
     assert load_manifest(tmp_path / "out").verification == report.verification

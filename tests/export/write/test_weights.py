@@ -14,7 +14,7 @@ import torch
 
 from tests.support.tiny_models import make_model
 from tests.support.traces import trace
-from topw_deploy.export import ExportRequest, export_model
+from topw_deploy.export import export_model
 from topw_deploy.export.embedding import find_embedding
 from topw_deploy.export.graph import external_files
 from topw_deploy.export.tidy import tidy
@@ -75,7 +75,7 @@ def test_large_weights_lie_in_one_file_beside_the_graph(
     tmp_path: Path, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights, "EXTERNAL_ABOVE", 10_000)
-    export_model(ExportRequest(model=str(checkpoint("llama_tied")), output=tmp_path / "out", verify=False))
+    export_model(checkpoint("llama_tied"), tmp_path / "out", verify=False)
     model = ir.load(tmp_path / "out" / "model.onnx")
     assert set(external_files(model)) == {"model.onnx_data"}
     inline = [v for v in model.graph.initializers.values() if not isinstance(v.const_value, ir.ExternalTensor)]

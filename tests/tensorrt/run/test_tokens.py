@@ -14,7 +14,6 @@ from tests.support.tensorrt_double import TensorRT
 from tests.support.toy_model import BOS, PAD, Toy, byte_ids, export
 from tests.tensorrt.run.conftest import Open
 from topw_deploy.errors import GenerationError, ParameterError, PromptError
-from topw_deploy.export.request import export_request
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.tensorrt.build import build_engine
 
@@ -214,5 +213,5 @@ def demo_for_tensorrt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from topw_deploy.export import export_model
 
     output = tmp_path_factory.mktemp("demo") / "export"
-    export_model(export_request(model="demo", output=output, verify=False, target="tensorrt", max_length=128))
+    export_model("tiny", output, verify=False, target="tensorrt", max_length=128)
     return output

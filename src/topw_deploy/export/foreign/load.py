@@ -58,7 +58,7 @@ def load_decoder(file: Path, folder: Path) -> Decoder:
     _check_opset(model, file)
     _check_names(model.graph, file)
     info, notices = _describe(model.graph, folder)
-    return Decoder(model, info, foreign=True, notices=tuple(notices))
+    return Decoder(model, info, foreign=True, notices=notices)
 
 
 class _Configuration:

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import onnx
 
 from topw_deploy.errors import ExportError
-from topw_deploy.export.quantise.scheme import Quantisation
 from topw_deploy.export.quantise.search import search_blocks
 
-_SLICE_VALUES = 16 << 20  # weights of a slice: 64 MiB in float32, of which k_quant makes several copies
-
-_LOGGERS = ("onnxruntime.quantization.matmul_nbits_quantizer", "neural_compressor")
+_SLICE_VALUES = 16 << 20  # weights of a slice: 64 MiB in float32
 
 ReadRows = Callable[[int, int], np.ndarray]
 """A function (start, stop) -> the weights [stop - start, inputs] of these outputs."""
@@ -79,7 +72,7 @@ class BlocksShape:
         return math.prod(self.codes) + 4 * math.prod(self.scales) + (not self.symmetric) * math.prod(self.zero_points)
 
 
-def quantise_weight(read: ReadRows, shape: BlocksShape, scheme: Quantisation, dtype: np.dtype[Any]) -> WeightBlocks:
+def quantise_weight(read: ReadRows, shape: BlocksShape, dtype: np.dtype[Any]) -> WeightBlocks:
     """Quantise the weight that `read` returns, a slice of outputs at a time.
 
     Slices do not change the result, because blocks never cross outputs.
@@ -97,14 +90,11 @@ def quantise_weight(read: ReadRows, shape: BlocksShape, scheme: Quantisation, dt
             raise ExportError(
                 "a weight to be quantised contains NaN or infinity; check the checkpoint, or exclude the weight."
             )
-        part = (
-            _quantise_by_search(rows, shape)
-            if scheme.algorithm == "search"
-            else _quantise_by_onnxruntime(rows, shape, scheme)
-        )
-        codes[start:stop], scales[start:stop] = part.codes, part.scales
-        if zero_points is not None and part.zero_points is not None:
-            zero_points[start:stop] = part.zero_points
+        part = search_blocks(rows, shape.block_size, shape.bits, symmetric=shape.symmetric, dtype=rows.dtype)
+        codes[start:stop] = pack_codes(part.codes, shape.bits).reshape(len(rows), *shape.codes[1:])
+        scales[start:stop] = part.scales
+        if zero_points is not None:
+            zero_points[start:stop] = pack_codes(part.zero_points, shape.bits)
     return WeightBlocks(codes, scales, zero_points)
 
 
@@ -133,74 +123,3 @@ def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
     if codes.shape[1] % 2:
         codes = np.pad(codes, ((0, 0), (0, 1)))
     return codes[:, ::2] | (codes[:, 1::2] << 4)
-
-
-def _quantise_by_search(rows: np.ndarray, shape: BlocksShape) -> WeightBlocks:
-    found = search_blocks(rows, shape.block_size, shape.bits, symmetric=shape.symmetric, dtype=rows.dtype)
-    codes = pack_codes(found.codes, shape.bits).reshape(len(rows), *shape.codes[1:])
-    return WeightBlocks(codes, found.scales, None if shape.symmetric else pack_codes(found.zero_points, shape.bits))
-
-
-def _quantise_by_onnxruntime(rows: np.ndarray, shape: BlocksShape, scheme: Quantisation) -> WeightBlocks:
-    blocks = shape.blocks
-    # All algorithms but `default` pack 4-bit zero points across rows, so the number of blocks must be even.
-    blocks += blocks % 2 if shape.bits == 4 and scheme.algorithm != "default" else 0
-    weight = np.zeros((blocks * shape.block_size, len(rows)), rows.dtype)
-    weight[: shape.inputs] = rows.T
-    found = _run_onnxruntime_quantiser(weight, shape, scheme)
-    codes = found[1].reshape(len(rows), blocks, -1)[:, : shape.blocks]
-    scales = found[2].reshape(len(rows), blocks)[:, : shape.blocks]
-    if shape.symmetric:
-        return WeightBlocks(codes, scales, None)
-    return WeightBlocks(codes, scales, found[3].reshape(len(rows), -1)[:, : shape.zero_points[1]])
-
-
-def _run_onnxruntime_quantiser(weight: np.ndarray, shape: BlocksShape, scheme: Quantisation) -> list[np.ndarray]:
-    name, inputs = "product", "weight"
-    node = onnx.helper.make_node("MatMul", ["x", inputs], ["y"], name=name)
-    x = onnx.helper.make_tensor_value_info("x", onnx.helper.np_dtype_to_tensor_dtype(weight.dtype), [None, len(weight)])
-    graph = onnx.helper.make_graph([node], "one", [x], [], [onnx.numpy_helper.from_array(weight, inputs)])
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10)
-    with _silence_quantiser():
-        from onnxruntime.quantization import matmul_nbits_quantizer as tool
-
-        config = {name: {"bits": shape.bits, "group_size": shape.block_size}}
-        algorithms: dict[str, Any] = {
-            "default": None,
-            "rtn": tool.RTNWeightOnlyQuantConfig(customized_weight_config=config),
-            "k_quant": tool.KQuantWeightOnlyQuantConfig(customized_weight_config=config),
-        }
-        quantiser = tool.MatMulNBitsQuantizer(
-            model,
-            bits=shape.bits,
-            block_size=shape.block_size,
-            is_symmetric=shape.symmetric,
-            algo_config=algorithms[scheme.algorithm],
-        )
-        quantiser.process()
-    result = quantiser.model.model.graph
-    made = {tensor.name: tensor for tensor in result.initializer}
-    (product,) = result.node
-    if product.op_type != "MatMulNBits" or len(product.input) != (3 if shape.symmetric else 4):
-        raise ExportError(
-            f"onnxruntime's quantiser returned a {product.op_type} with {len(product.input)} inputs; "
-            "report this with your version of onnxruntime."
-        )
-    return [weight, *(onnx.numpy_helper.to_array(made[name]) for name in product.input[1:])]
-
-
-@contextlib.contextmanager
-def _silence_quantiser() -> Iterator[None]:
-    """Inside the block, hide what onnxruntime's quantiser prints and logs. Afterwards, restore the loggers."""
-    root = logging.getLogger()
-    others = [logging.getLogger(name) for name in _LOGGERS]
-    handlers, levels = list(root.handlers), [logger.level for logger in (root, *others)]
-    for logger in others:
-        logger.setLevel(logging.ERROR)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), np.errstate(all="ignore"):
-            yield
-    finally:
-        root.handlers[:] = handlers
-        for logger, level in zip((root, *others), levels, strict=True):
-            logger.setLevel(level)

@@ -11,10 +11,8 @@ from topw_deploy.errors import ParameterError
 
 DTYPE_BITS = {"int4": 4, "int8": 8}
 """Value of --dtype -> bits of a weight."""
-ALGORITHMS = ("search", "default", "rtn", "k_quant")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 ACCURACY_LEVELS = (0, 1, 2, 3, 4)
-_ASYMMETRIC = ("search", "k_quant")  # algorithms whose zero points are free unless `symmetric` is set
 _TABLE_BITS = 8
 _SMALLEST_BLOCK = BLOCK_SIZES[0]
 
@@ -26,21 +24,18 @@ class Quantisation:
     bits: 4 or 8.
     block_size: weights per scale.
     table_bits: bits of the token table and head, `bits` or 8; None for 8.
-    symmetric: whether all zero points are 2 ** (bits - 1). None: false for `search` and `k_quant`, true for others.
+    symmetric: whether all zero points are 2 ** (bits - 1).
     accuracy_level: MatMulNBits' least precise activation type: 0 unset, 1 float32, 2 float16, 3 bfloat16, 4 int8.
-    algorithm: `search` minimises squared errors, onnxruntime's `k_quant` weighted ones; its `default` and `rtn` round
-        to nearest (symmetric: 8 negative and 7 positive steps, or 7 each way).
     exclude: file-name patterns of nodes or weights to leave float.
 
-    Raises ParameterError for a value out of range or a symmetric `k_quant`.
+    Raises ParameterError for a value out of range.
     """
 
     bits: int
     block_size: int = 128
     table_bits: int | None = None
-    symmetric: bool | None = None
+    symmetric: bool = False
     accuracy_level: int = 4
-    algorithm: str = "search"
     exclude: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -48,7 +43,6 @@ class Quantisation:
             ("bits", tuple(DTYPE_BITS.values())),
             ("block_size", BLOCK_SIZES),
             ("accuracy_level", ACCURACY_LEVELS),
-            ("algorithm", ALGORITHMS),
         ):
             if getattr(self, name) not in known:
                 choices = ", ".join(map(str, known))
@@ -58,15 +52,6 @@ class Quantisation:
                 f"table_bits is {self.table_bits!r}, but must be {self.bits} (as the other weights) or {_TABLE_BITS}.",
                 "table_bits",
             )
-        if self.symmetric and self.algorithm == "k_quant":
-            raise ParameterError(
-                "k_quant is never symmetric, as it fits a minimum to each block; leave --symmetric out.", "symmetric"
-            )
-
-    @property
-    def is_symmetric(self) -> bool:
-        """`symmetric`, with None resolved."""
-        return self.symmetric if self.symmetric is not None else self.algorithm not in _ASYMMETRIC
 
     @property
     def dtype(self) -> str:
@@ -80,7 +65,7 @@ class Quantisation:
 
     def as_dict(self) -> dict[str, Any]:
         """The fields for the manifest, with defaults resolved."""
-        resolved = {"symmetric": self.is_symmetric, "table_bits": self.table_scheme.bits, "exclude": list(self.exclude)}
+        resolved = {"table_bits": self.table_scheme.bits, "exclude": list(self.exclude)}
         return {**asdict(self), **resolved}
 
     @classmethod
@@ -99,14 +84,14 @@ class Quantisation:
         Asymmetric 4-bit rows need an even number of blocks: onnxruntime 1.24, and on CUDA up to 1.31, looks up rows
         with an odd number wrongly.
         """
-        return self._largest_block([width], even=self.table_scheme.bits == 4 and not self.is_symmetric)
+        return self._largest_block([width], even=self.table_scheme.bits == 4 and not self.symmetric)
 
     def experts_block_size(self, widths: Collection[int]) -> int | None:
         """Return the largest block size up to `block_size` for experts with rows of `widths` weights, or None.
 
         As in a table, rows must be whole blocks. Asymmetric rows need an even number of blocks.
         """
-        return self._largest_block(widths, even=not self.is_symmetric) if widths else None
+        return self._largest_block(widths, even=not self.symmetric) if widths else None
 
     def _largest_block(self, widths: Collection[int], *, even: bool) -> int | None:
         """Return the largest block size that divides all `widths`, with `even` into an even number of blocks."""

@@ -88,10 +88,10 @@ class QuantisedWeight:
         """Quantise `tensor`: [outputs, inputs] if `by_output`, else [inputs, outputs]."""
         sizes = [int(size) for size in tensor.shape]
         outputs, inputs = sizes if by_output else sizes[::-1]
-        shape = BlocksShape(outputs, inputs, scheme.bits, block_size, scheme.is_symmetric)
+        shape = BlocksShape(outputs, inputs, scheme.bits, block_size, scheme.symmetric)
 
         def compute() -> WeightBlocks:
-            return quantise_weight(row_reader(tensor, by_output), shape, scheme, tensor.dtype.numpy())
+            return quantise_weight(row_reader(tensor, by_output), shape, tensor.dtype.numpy())
 
         return cls(shape, tensor.dtype, compute, recent, keep=keep, experts=experts)
 

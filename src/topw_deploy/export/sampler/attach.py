@@ -21,7 +21,7 @@ from topw_deploy.export.graph import (
     required_input,
     required_node_input,
 )
-from topw_deploy.export.request import SamplerOptions
+from topw_deploy.export.options import ExportOptions
 from topw_deploy.export.sampler.function import build_function
 from topw_deploy.export.sampler.neighbour_bound import Measure, no_bound
 from topw_deploy.export.sampler.spec import (
@@ -55,9 +55,7 @@ _ELEMENTWISE_WITH_VECTOR = {"Mul", "Div", "Add", "Sub"}  # row-wise if the other
 _MATMULS = {("", "MatMul"), ("com.microsoft", "MatMulNBits"), ("com.microsoft", "FusedMatMul")}
 
 
-def attach_sampler(
-    decoder: Decoder, wanted: SamplerOptions, measure: Measure = no_bound
-) -> tuple[Decoder, SamplerSpec]:
+def attach_sampler(decoder: Decoder, wanted: ExportOptions, measure: Measure = no_bound) -> tuple[Decoder, SamplerSpec]:
     """Add the sampler to `decoder.model` in place. Returns the decoder and the options of its sampler node.
 
     With `with_logits`, the graph keeps an output `logits`. In another exporter's decoder it is that decoder's own
@@ -69,13 +67,13 @@ def attach_sampler(
     Raises UnsupportedModelError if the metric needs embeddings, and the decoder has none, or fewer rows than tokens.
     """
     graph = decoder.model.graph
-    embedding = find_embedding(graph) if wanted.options.metric != "uniform" else None
+    embedding = find_embedding(graph) if wanted.top_w.metric != "uniform" else None
     vocab = decoder.vocab_size
     _check_rows(embedding, vocab)
     keep_own = decoder.foreign and wanted.with_logits
     logits = last_logits(graph, before_matmul=not keep_own)
     spec = SamplerSpec(
-        options=wanted.options,
+        options=wanted.top_w,
         vocab_size=vocab,
         embedding=embedding.form if embedding else None,
         hidden_size=embedding.hidden if embedding else None,

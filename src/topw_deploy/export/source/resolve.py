@@ -6,35 +6,31 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 from topw_deploy.errors import SourceError, one_line
 from topw_deploy.export.source.configuration import MOST_JSON
-from topw_deploy.files import is_file_name, read_bounded, special_files
+from topw_deploy.files import is_file_name, read_bounded
 from topw_deploy.manifest import MANIFEST_NAME
 
 
-@dataclass(frozen=True, kw_only=True)
-class HubOptions:
-    """How to access the hub. The first four fields are those of huggingface_hub's snapshot_download.
+class HubKeywords(TypedDict, total=False):
+    """How to access the hub. The first four are those of huggingface_hub's snapshot_download.
 
     trust_remote_code: download and run the model's Python code.
     """
 
-    revision: str | None = None
-    cache_dir: Path | None = None
-    token: str | None = None
-    local_files_only: bool = False
-    trust_remote_code: bool = False
+    revision: str | None
+    cache_dir: str | Path | None
+    token: str | None
+    local_files_only: bool
+    trust_remote_code: bool
 
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _DUPLICATE_FILES = ["consolidated*", "original/*"]  # the same weights in another layout
-_READ_SUFFIXES = {".json", ".jinja", ".model", ".txt", ".tiktoken", ".py"}
-_READ_SUFFIXES |= {".bin", ".safetensors", ".onnx", ".data", ".onnx_data"}
 _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja"]
-
-_DEFAULT_HUB = HubOptions()
 
 
 @dataclass(frozen=True)
@@ -43,13 +39,15 @@ class Source:
 
     id: the name that the user gave.
     revision: the hub's commit, "local" or "bundled".
-    folder: the folder that holds the configuration and the tokenizer.
+    folder: the folder that holds the configuration.
+    tokenizer: the folder that holds the tokenizer, and the configuration if `folder` lacks it.
     onnx: the decoder's ONNX file; None for a Hugging Face checkpoint.
     """
 
     id: str
     revision: str
     folder: Path
+    tokenizer: Path
     onnx: Path | None = None
 
     @property
@@ -58,61 +56,55 @@ class Source:
         return "trace" if self.onnx is None else "graft"
 
 
-def resolve(model: str, hub: HubOptions = _DEFAULT_HUB) -> Source:
-    """Find the local files of `model`: `demo`, a folder, an ONNX file, or a hub id, which is downloaded.
+def resolve(model: str, tokenizer: str | Path | None = None, **hub: Unpack[HubKeywords]) -> Source:
+    """Find the local files of `model`: `tiny`, a folder, an ONNX file, or a hub id, which is downloaded.
 
+    tokenizer: the folder of the tokenizer; None for the model's own.
     Raises SourceError for missing, gated or unreadable models.
     """
-    if model == "demo":
+    file, revision = _find(model, hub)
+    if file.is_file():
+        folder, onnx = _configuration_folder(file), file
+    else:
+        folder, onnx = file, None
+    return Source(model, revision, folder, folder if tokenizer is None else Path(tokenizer), onnx)
+
+
+def _find(model: str, hub: HubKeywords) -> tuple[Path, str]:
+    """The folder of a checkpoint or the file of an ONNX decoder, and its revision."""
+    if model == "tiny":
         from topw_deploy.tiny import tiny_model_path
 
-        return Source("demo", "bundled", Path(tiny_model_path()))
+        return tiny_model_path(), "bundled"
     path = Path(model).expanduser()
     try:
         if path.exists():
-            return _local_source(model, path, "local")
+            return _local_source(path), "local"
     except OSError as error:
         raise SourceError(f"{path} cannot be read: {error.strerror or error}; check its permissions.") from None
     if not _HUB_ID.fullmatch(model) or path.suffix == ".onnx":
         raise SourceError(f"{model} does not exist, and is not a hub id (owner/name) either; check the path.")
     snapshot = _download(model, hub)
-    return _local_source(model, snapshot, snapshot.name)
+    return _local_source(snapshot), snapshot.name
 
 
-def _local_source(model: str, path: Path, revision: str) -> Source:
+def _local_source(path: Path) -> Path:
     if path.is_file():
         if path.suffix != ".onnx":
             raise SourceError(f"{path} is not an .onnx file; give a model folder, an .onnx file or a hub id.")
-        refuse_special_files(path.parent)
-        refuse_special_files(_configuration_folder(path))
-        return Source(model, revision, _configuration_folder(path), path)
+        return path
     if (path / MANIFEST_NAME).exists():
         raise SourceError(f"{path} is already an export of topw_deploy; give the model that it was made from.")
-    refuse_special_files(path)
     if any(file for pattern in _WEIGHTS for file in path.glob(pattern)):
         if not (path / "config.json").is_file():
             raise SourceError(f"{path} holds weights but no config.json; add the model's configuration.")
-        return Source(model, revision, path)
+        return path
     onnx = _find_onnx_file(path)
     if onnx is None:
         raise SourceError(
             f"{path} holds neither Hugging Face weights ({', '.join(_WEIGHTS)}) nor an .onnx file; give a model folder."
         )
-    refuse_special_files(onnx.parent)
-    return Source(model, revision, _configuration_folder(onnx), onnx)
-
-
-def refuse_special_files(folder: Path) -> None:
-    """Raise SourceError if a model file in `folder` is a pipe, socket or device, or a link to one: reads could block.
-
-    Links to regular files are allowed, because the hub's cache uses them.
-    """
-    try:
-        for path, kind in special_files(folder):
-            if path.suffix in _READ_SUFFIXES:
-                raise SourceError(f"{path} is {kind}, not a regular file; remove it, or fetch the model again.")
-    except OSError as error:
-        raise SourceError(f"{folder} cannot be read ({error.strerror or error}); give a model folder.") from None
+    return onnx
 
 
 def _configuration_folder(onnx: Path) -> Path:
@@ -158,19 +150,19 @@ def _genai_decoder_file(folder: Path) -> Path | None:
     return folder / name if is_file_name(name) else None
 
 
-def _download(model: str, hub: HubOptions) -> Path:
+def _download(model: str, hub: HubKeywords) -> Path:
     from huggingface_hub import snapshot_download
 
-    small = [*_SMALL_FILES, "*.py"] if hub.trust_remote_code else _SMALL_FILES
+    small = [*_SMALL_FILES, "*.py"] if hub.get("trust_remote_code") else _SMALL_FILES
     for patterns in (["*.safetensors"], ["pytorch_model*.bin"], ["*.onnx", "*.onnx_data", "*.onnx.data"]):
         try:
             folder = Path(
                 snapshot_download(
                     model,
-                    revision=hub.revision,
-                    cache_dir=hub.cache_dir,
-                    token=hub.token,
-                    local_files_only=hub.local_files_only,
+                    revision=hub.get("revision"),
+                    cache_dir=hub.get("cache_dir"),
+                    token=hub.get("token"),
+                    local_files_only=hub.get("local_files_only", False),
                     allow_patterns=small + patterns,
                     ignore_patterns=_DUPLICATE_FILES,
                 )
@@ -187,15 +179,15 @@ def _missing_name_hint(model: str) -> str:
     return f" (the folder {folder} holds no {Path(model).name})" if folder.name and folder.is_dir() else ""
 
 
-def _download_error(model: str, hub: HubOptions, error: Exception) -> SourceError:
+def _download_error(model: str, hub: HubKeywords, error: Exception) -> SourceError:
     from huggingface_hub import constants, errors
 
-    where = f"{model} (revision {hub.revision})" if hub.revision else model
-    cache = hub.cache_dir or constants.HF_HUB_CACHE
+    where = f"{model} (revision {hub.get('revision')})" if hub.get("revision") else model
+    cache = hub.get("cache_dir") or constants.HF_HUB_CACHE
     if isinstance(error, errors.GatedRepoError):
         return SourceError(f"{where} is gated; accept its licence on the hub and set HF_TOKEN or give --token.")
     if isinstance(error, errors.RevisionNotFoundError):
-        return SourceError(f"{model} has no revision {hub.revision!r} on the hub; check --revision.")
+        return SourceError(f"{model} has no revision {hub.get('revision')!r} on the hub; check --revision.")
     if isinstance(error, errors.RepositoryNotFoundError):
         return SourceError(
             f"{where} is neither a local path{_missing_name_hint(model)} nor a model on the hub (private ones need "

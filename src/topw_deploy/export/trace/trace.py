@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,7 +111,6 @@ def _read_part(file: StoredTensor | EncodedWeight, dtype: torch.dtype, index: An
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _OPSET = 23  # at 24 the tracer decomposes norms and rotary embeddings
 _BATCH, _SEQUENCE = 2, 3  # sample sizes: the tracer takes equal sizes and 1 for constants
-_PARAMETERS = "checkpoint"  # location of the parameters in a saved trace; no such file exists
 _SEE_LATER_TOKENS = {"cpmant"}  # model types whose own masks show each token of a prompt all of the prompt
 # Model type -> why no graph over tokens can compute the model.
 _REFUSED = {
@@ -149,31 +147,6 @@ def trace(model: PreTrainedModel) -> TracedDecoder:
     _remove_metadata(traced)
     _check_placeholders(model, config, traced.graph)
     return TracedDecoder(traced, int(config.num_hidden_layers))
-
-
-def save_trace(traced: TracedDecoder, model: torch.nn.Module, path: Path) -> None:
-    """Save the graph of `traced` to `path` for a resumed export, without the parameters of `model`."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    values = [value for name, value in traced.model.graph.initializers.items() if name in parameters]
-    before = [value.const_value for value in values]
-    for value, tensor in zip(values, before, strict=True):
-        shape, name = ir.Shape([int(size) for size in tensor.shape]), value.name or ""
-        value.const_value = ir.ExternalTensor(_PARAMETERS, 0, tensor.nbytes, tensor.dtype, shape=shape, name=name)
-    try:
-        ir.save(traced.model, path)
-    finally:
-        for value, tensor in zip(values, before, strict=True):
-            value.const_value = tensor
-
-
-def load_trace(path: Path, num_layers: int, model: torch.nn.Module) -> TracedDecoder:
-    """Load a trace that `save_trace` saved to `path`, with the parameters of `model`."""
-    graph_model = ir.load(path)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, value in graph_model.graph.initializers.items():
-        if isinstance(value.const_value, ir.ExternalTensor):
-            value.const_value = weight_tensor(parameters[name], name)
-    return TracedDecoder(graph_model, num_layers)
 
 
 def _check_architecture(model: PreTrainedModel, config: Any) -> None:

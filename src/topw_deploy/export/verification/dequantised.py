@@ -135,8 +135,8 @@ def round_to_blocks(
     """Quantise and dequantise `rows` [outputs, inputs]. Returns float32. scales: the type in which they are rounded."""
     array = rows.numpy().astype(scales)
     outputs, inputs = array.shape
-    shape = BlocksShape(outputs, inputs, scheme.bits, block_size, scheme.is_symmetric)
-    blocks = quantise_weight(lambda start, stop: array[start:stop], shape, scheme, array.dtype)
+    shape = BlocksShape(outputs, inputs, scheme.bits, block_size, scheme.symmetric)
+    blocks = quantise_weight(lambda start, stop: array[start:stop], shape, array.dtype)
     return np.ascontiguousarray(dequantise(blocks, shape))
 
 

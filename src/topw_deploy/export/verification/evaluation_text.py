@@ -1,7 +1,7 @@
 """The text on which perplexity and distances are measured.
 
-For the demo model it is its held-out documents. For other models it is prose and the reference manual of Python, which
-most installations contain.
+For the bundled model it is its held-out documents. For other models it is prose and the reference manual of Python,
+which most installations contain.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def evaluation_text(folder: Path, manifest: DecoderManifest, parameters: int) ->
 
     parameters: the number of weights of the model, which limits the length of the text.
     """
-    is_demo = manifest.source.get("id") == "demo"
-    text, name = (_held_out_text(), "the demo's held-out text") if is_demo else _general_text()
+    is_tiny = manifest.source.get("id") == "tiny"
+    text, name = (_held_out_text(), "the tiny model's held-out text") if is_tiny else _general_text()
     found = _encode(folder, manifest, text)
     if found is None:
         return None
@@ -88,7 +88,7 @@ def _encode(folder: Path, manifest: Manifest, text: str) -> Any:
 
 
 def _held_out_text() -> str:
-    """The documents that the demo model was not trained on."""
+    """The documents that the bundled model was not trained on."""
     from topw_deploy.tiny.corpus import gather_corpus
 
     return "\n\n".join(sorted(gather_corpus().held_out))

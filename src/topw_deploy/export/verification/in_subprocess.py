@@ -14,8 +14,8 @@ from typing import IO, Any, cast
 from msgspec import structs
 
 from topw_deploy.errors import SourceError, VerificationError
-from topw_deploy.export.job import Job
-from topw_deploy.export.source.resolve import HubOptions, resolve
+from topw_deploy.export.options import ExportOptions
+from topw_deploy.export.source.resolve import Source, resolve
 from topw_deploy.export.verification.results import (
     LEFT_PADDED,
     RIGHT_PADDED,
@@ -31,33 +31,34 @@ _TERMINATION_SECONDS = 5.0  # for the process to end after a signal, before it i
 _EQUAL_LENGTHS = "so the prompts of a batch must have equal lengths"
 
 
-def verify_in_subprocess(job: Job, folder: Path) -> tuple[Verification, bool]:
-    """Verify a new export. Returns the record for the manifest, and whether batches may be padded.
+def verify_in_subprocess(
+    source: Source, options: ExportOptions, folder: Path, progress: Progress
+) -> tuple[Verification, bool, int]:
+    """Verify a new export. Returns the record for the manifest, whether batches may be padded, and the peak of memory.
 
     Another exporter's decoder may fail one of the padding checks; the manifest records it, and batches may then not be
     padded. Raises VerificationError for any other failed check.
     """
-    source = job.source
     task = {
         "folder": str(folder),
         "onnx": str(source.onnx) if source.onnx else None,
         "checkpoint": None if source.onnx else str(source.folder),
-        "num_hidden_layers": job.request.graph.num_hidden_layers,
-        "trust_remote_code": job.request.hub.trust_remote_code,
+        "num_hidden_layers": options.num_hidden_layers,
+        "trust_remote_code": options.trust_remote_code,
         "measure": True,
     }
-    outcome = run_checks(task, job.progress)
-    job.memory.peaks["verification"] = outcome.peak
+    outcome = run_checks(task, progress)
     failed = [check.name for check in outcome.failed]
     if source.onnx is not None and failed in ([LEFT_PADDED], [RIGHT_PADDED]):
-        return replace(outcome, checks=tuple(map(_add_limit, outcome.checks))).verification(), False
+        limited = replace(outcome, checks=tuple(map(_add_limit, outcome.checks)))
+        return limited.verification(), False, outcome.peak
     if outcome.failed:
         worst = outcome.failed[0]
         raise VerificationError(
             f"{len(outcome.failed)} of {len(outcome.checks)} checks failed (first: {worst.name}, difference "
             f"{worst.difference:.3g}, bound {worst.bound:.3g}); nothing was kept, --keep-failed keeps the files."
         )
-    return outcome.verification(), True
+    return outcome.verification(), True, outcome.peak
 
 
 def _add_limit(check: Check) -> Check:
@@ -83,7 +84,7 @@ def recheck(
     task: dict[str, Any] = {"folder": str(folder), "trust_remote_code": trust_remote_code, "native": True}
     try:
         revision = None if named or manifest.source.get("revision") == "local" else manifest.source.get("revision")
-        source = resolve(named or manifest.source["id"], HubOptions(revision=revision, local_files_only=True))
+        source = resolve(named or manifest.source["id"], revision=revision, local_files_only=True)
     except SourceError as error:
         task["no_reference"] = f"the source is not available ({error})"
     else:

@@ -17,8 +17,8 @@ from topw_deploy.export.verification.reference import Reference
 from topw_deploy.manifest import Check, DecoderManifest, Note
 from topw_deploy.sampling import Geometry, sample_row, uniform_for
 
-# Largest increase of the loss in nats per token. For int4 it is five times that of the worst options on the bundled
-# model (0.040: `default`, blocks of 256). For comparison, scales a fifth too large in one layer cost 0.3, swapped half
+# Largest increase of the loss in nats per token. For int4 it is five times that of rounding the bundled model to
+# nearest in blocks of 256 (0.040). For comparison, scales a fifth too large in one layer cost 0.3, swapped half
 # bytes in one matrix 0.13 to 1.1, and correct 8-bit weights at most 0.002.
 PERPLEXITY_BOUNDS = {"int4": 0.2, "int8": 0.02}
 # The same for models that are no better than guessing. Rounding changes their loss in either direction, by up to 0.6 in

@@ -15,7 +15,7 @@ _GENAI = "genai_config.json"
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def write_configuration(source: Source, tokenizer_folder: Path, output: Path, num_hidden_layers: int | None) -> None:
+def write_configuration(source: Source, output: Path, num_hidden_layers: int | None) -> None:
     """Write config.json and generation_config.json into `output`.
 
     Each file comes from the model's folder, else from the tokenizer's. A missing config.json is made from
@@ -23,7 +23,7 @@ def write_configuration(source: Source, tokenizer_folder: Path, output: Path, nu
     num_hidden_layers: the number of layers to state in config.json; None leaves the source's.
     Raises SourceError for a configuration that cannot be read.
     """
-    folders = (source.folder, tokenizer_folder)
+    folders = (source.folder, source.tokenizer)
     genai: dict[str, Any] = next(
         (data["model"] for f in folders if isinstance((data := read_json(f / _GENAI)).get("model"), dict)),
         {},

@@ -11,8 +11,7 @@ import onnx_ir as ir
 
 from topw_deploy.errors import ManifestError, UnsupportedModelError
 from topw_deploy.export.decoder import Decoder
-from topw_deploy.export.job import Job
-from topw_deploy.export.request import ExportReport, SamplerOptions
+from topw_deploy.export.options import ExportOptions, ExportReport, SamplerOptions
 from topw_deploy.export.sampler.spec import SamplerSpec
 from topw_deploy.export.source.resolve import Source
 from topw_deploy.export.write.table import read_tables
@@ -30,16 +29,20 @@ from topw_deploy.manifest import (
 
 
 def decoder_manifest(
-    job: Job, decoder: Decoder, sampler: SamplerSpec, folder: Path, known: dict[str, str]
+    decoder: Decoder,
+    sampler: SamplerSpec,
+    source: Source,
+    options: ExportOptions,
+    folder: Path,
+    known: dict[str, str],
 ) -> DecoderManifest:
     """Build the manifest of a decoder with its sampler, with the status "provisional".
 
     known: {file name: SHA-256} of files hashed while they were written.
     Raises UnsupportedModelError for a model that no valid manifest can describe, such as one with too many layers.
     """
-    source = job.source
-    facts = _shared_fields(decoder.model, source, source.route, sampler, job.request.sampler, folder, known)
-    manifest = DecoderManifest(**facts, decoder=decoder.info)
+    shared = _shared_fields(decoder.model, source, source.route, sampler, options, folder, known)
+    manifest = DecoderManifest(**shared, decoder=decoder.info)
     try:
         manifest_from_json(manifest.to_json())
     except ManifestError as error:
@@ -51,34 +54,35 @@ def decoder_manifest(
 
 
 def sampler_manifest(
-    model: ir.Model, source: Source, spec: SamplerSpec, options: SamplerOptions, folder: Path
+    model: ir.Model, source: Source, sampler: SamplerSpec, options: SamplerOptions, folder: Path
 ) -> SamplerManifest:
     """Build the manifest of a sampler without decoder, with the status "provisional"."""
-    return SamplerManifest(**_shared_fields(model, source, "sampler", spec, options, folder, {}))
+    return SamplerManifest(**_shared_fields(model, source, "sampler", sampler, options, folder, {}))
 
 
 def decoder_report(
-    job: Job,
     decoder: Decoder,
+    out: Path,
+    started: float,
     sizes: dict[str, int],
     memory: dict[str, int],
     verification: Verification | None = None,
 ) -> ExportReport:
-    """Build the report of an export or a dry run.
+    """Build the report of an export, or of a dry run without `verification`.
 
+    started: when the export began, by time.monotonic().
     sizes: bytes by file.
     memory: peak bytes by stage.
     """
-    dry_run = job.request.dry_run
     return ExportReport(
-        output=Path(job.request.output),
-        dry_run=dry_run,
+        output=out,
+        dry_run=verification is None,
         model_type=decoder.info.model_type,
         file_bytes=sum(sizes.values()),
-        files=() if dry_run else tuple(sorted(sizes)),
-        seconds=time.monotonic() - job.started,
+        files=() if verification is None else tuple(sorted(sizes)),
+        seconds=time.monotonic() - started,
         verification=verification or Verification(status="skipped"),
-        notices=decoder.notices,
+        notices=tuple(decoder.notices),
         sizes=sizes,
         memory=memory,
         states=decoder.info.state_bytes(),
@@ -87,11 +91,11 @@ def decoder_report(
 
 
 def sampler_report(
-    output: Path, model: ir.Model, started: float, sizes: dict[str, int], verification: Verification | None = None
+    out: Path, model: ir.Model, started: float, sizes: dict[str, int], verification: Verification | None = None
 ) -> ExportReport:
     """Build the report of a sampler-only export. sizes: bytes by file; empty for a dry run."""
     return ExportReport(
-        output=output,
+        output=out,
         dry_run=not sizes,
         model_type="sampler",
         file_bytes=sum(sizes.values()) or weight_bytes(model),
@@ -112,7 +116,7 @@ def _shared_fields(
     source: Source,
     route: str,
     spec: SamplerSpec,
-    sampler: SamplerOptions,
+    options: SamplerOptions,
     folder: Path,
     known: dict[str, str],
 ) -> dict[str, Any]:
@@ -131,13 +135,13 @@ def _shared_fields(
             table_form=spec.embedding.form if spec.embedding is not None else "",
             options=spec.options,
             outputs=tuple(output.name for output in outputs if not output.name.startswith("present.")),
-            neighbour_bound=sampler.neighbour_bound,
+            neighbour_bound=options.neighbour_bound,
             rules=spec.rules,
             table=table,
         ),
         "lookups": lookups,
-        "defaults": sampler.defaults,
-        "default_beta": sampler.default_beta,
+        "defaults": options.defaults,
+        "default_beta": options.default_beta,
         "verification": Verification(status="provisional"),
         "files": describe_files(folder, list(file_bytes_in(folder)), known),
     }

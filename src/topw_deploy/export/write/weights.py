@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import errno
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import BinaryIO
 
 import onnx_ir as ir
 
 from topw_deploy.dtypes import ELEMENT_TYPES
-from topw_deploy.export.graph import external_files, initializer_tensors
-from topw_deploy.export.write.data_files import Log, NullLog, Slot, external_tensor, file_sizes, lay_out, write_data
+from topw_deploy.errors import ExportError
+from topw_deploy.export.graph import byte_blocks, constant_of, external_files, initializer_tensors
+from topw_deploy.export.source.resolve import Source
 from topw_deploy.manifest import MODEL_NAME
+from topw_deploy.progress import Advance
 
+DATA_FILE = "model.onnx_data"
+_OTHER_DATA_FILE = "model.topw.onnx_data"  # if the decoder's own data has a name made from DATA_FILE
+_INLINE_BELOW = (
+    1024  # bytes: smaller tensors stay in the graph, because shape inference needs shapes, axes and scalars there
+)
+_PAGE = 4096  # bytes: tensors larger than _ALIGNED_ABOVE start on a page, so that they can be mapped
+_ALIGNED_ABOVE = 1 << 20  # bytes, as in onnx_ir
 # Up to this many bytes, weights stay in model.onnx: one file is easier to copy and compare. Above, the runtime maps a
 # data file instead of parsing a copy (59 instead of 89 MB for 35 MB of 4-bit weights), and tools can edit the graph
 # without reading weights. Protobuf's limit is 2 GiB.
@@ -20,6 +35,95 @@ EXTERNAL_ABOVE = 16 << 20
 
 _QUANTISED = {"MatMulNBits": "bits", "GatherBlockQuantized": "bits", "QMoE": "expert_weight_bits"}
 _CODE_TYPES = (ir.DataType.UINT4, ir.DataType.INT4, ir.DataType.INT8)
+_COPY_PART = 64 << 20  # bytes
+_NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP}  # other device, or no hard links
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a weight in a data file. offset, length: in bytes."""
+
+    value: ir.Value
+    file: str
+    offset: int
+    length: int
+
+    @property
+    def tensor(self) -> ir.TensorProtocol:
+        return constant_of(self.value)
+
+    @property
+    def name(self) -> str:
+        return str(self.value.name)
+
+
+def lay_out(values: Iterable[ir.Value], taken: Iterable[str] = (), max_shard_size: int | None = None) -> list[Slot]:
+    """Assign a slot to each weight of at least 1 KiB, in order.
+
+    taken: names of the decoder's own data files, which no slot uses.
+    max_shard_size: maximum bytes of a file, exceeded only by a single larger weight; None writes one file.
+    """
+    slots: list[tuple[ir.Value, int, int, int]] = []
+    shard = end = 0
+    for value in values:
+        tensor = constant_of(value)
+        if tensor.nbytes < _INLINE_BELOW:
+            continue
+        offset = _aligned_offset(end, tensor.nbytes)
+        if max_shard_size is not None and end > 0 and offset + tensor.nbytes > max_shard_size:
+            shard, offset = shard + 1, 0
+        end = offset + tensor.nbytes
+        slots.append((value, shard, offset, tensor.nbytes))
+    names = _file_names(DATA_FILE, shard + 1)
+    if not set(names).isdisjoint(taken):
+        names = _file_names(_OTHER_DATA_FILE, shard + 1)
+    return [Slot(value, names[index], offset, length) for value, index, offset, length in slots]
+
+
+def file_sizes(slots: Iterable[Slot]) -> dict[str, int]:
+    """Return {file name: bytes}."""
+    sizes: dict[str, int] = {}
+    for slot in slots:
+        sizes[slot.file] = slot.offset + slot.length
+    return sizes
+
+
+def _external_tensor(slot: Slot, folder: Path) -> ir.ExternalTensor:
+    """Return a tensor that refers to the slot's bytes in `folder`."""
+    tensor = slot.tensor
+    shape = ir.Shape([int(size) for size in tensor.shape])
+    return ir.ExternalTensor(
+        slot.file, slot.offset, slot.length, tensor.dtype, shape=shape, name=slot.name, base_dir=folder
+    )
+
+
+def _write_data(slots: list[Slot], path: Path, advance: Advance) -> str:
+    """Write the data file `path` with these slots, in parts of at most `BLOCK_BYTES` bytes where possible.
+
+    advance: called with the number of bytes of each part.
+    Returns the SHA-256 of the file.
+    """
+    digest = hashlib.sha256()
+    with path.open("wb") as stream:
+        for slot in slots:
+            gap = memoryview(bytes(slot.offset - stream.tell()))
+            for part in chain([gap], byte_blocks(slot.tensor)):
+                stream.write(part)
+                digest.update(part)
+                advance(len(part))
+            if stream.tell() != slot.offset + slot.length:
+                raise ValueError(f"{slot.name} has {stream.tell() - slot.offset} bytes instead of {slot.length}")
+    return digest.hexdigest()
+
+
+def _aligned_offset(end: int, size: int) -> int:
+    return -(-end // _PAGE) * _PAGE if size > _ALIGNED_ABOVE else end
+
+
+def _file_names(name: str, count: int) -> list[str]:
+    """`name` for one file; `model-00001-of-00002.onnx_data`, ... for several."""
+    stem, _, suffix = name.partition(".")
+    return [f"{stem}-{index + 1:05d}-of-{count:05d}.{suffix}" for index in range(count)] if count > 1 else [name]
 
 
 def weight_bytes(model: ir.Model) -> int:
@@ -75,23 +179,72 @@ def written_sizes(model: ir.Model, slots: list[Slot]) -> dict[str, int]:
 
 
 def write_model(
-    model: ir.Model,
-    folder: Path,
-    progress: Callable[[int], object] = lambda _bytes: None,
-    slots: list[Slot] | None = None,
-    log: Log | None = None,
-) -> None:
-    """Write model.onnx and the data files of `slots` into `folder`.
+    model: ir.Model, folder: Path, advance: Advance = lambda _bytes: None, slots: list[Slot] | None = None
+) -> dict[str, str]:
+    """Write model.onnx and the data files of `slots` into `folder`. Returns {data file: SHA-256}.
 
     References to the decoder's own data files keep their relative locations.
-    progress: called with the number of bytes of each part.
+    advance: called with the number of bytes of each part.
     slots: by default those of data_slots.
-    log: the log of written weights, see write_data.
+    Raises ExportError for a graph that protobuf cannot hold.
     """
     slots = data_slots(model) if slots is None else slots
-    write_data(slots, folder, log or NullLog(), progress)
-    with _refer_to_files(slots, folder):
-        ir.save(model, folder / MODEL_NAME)
+    try:
+        files = dict.fromkeys(slot.file for slot in slots)
+        hashes = {file: _write_data([s for s in slots if s.file == file], folder / file, advance) for file in files}
+        with _refer_to_files(slots, folder):
+            ir.save(model, folder / MODEL_NAME)
+    except (MemoryError, ValueError) as error:
+        raise ExportError(f"the graph cannot be written ({error}); report this model.") from error
+    return hashes
+
+
+def onnx_data_files(model: ir.Model, source: Source) -> dict[str, Path]:
+    """The data files of an ONNX decoder: location in the graph -> path. {} for other sources."""
+    if source.onnx is None:
+        return {}
+    return {location: source.onnx.parent / location for location in external_files(model)}
+
+
+def copy_data_files(model: ir.Model, source: Source, folder: Path, advance: Advance, *, hard_link: bool) -> None:
+    """Copy the data files of an ONNX decoder to `folder`. Where the file system can clone files, this takes no space.
+
+    hard_link: make hard links where the file system can. That takes no time or space, but onnx and onnx_ir refuse
+        hard-linked data files as an attack. onnxruntime accepts them, but not symbolic links.
+    advance: called with the number of bytes written since its last call.
+    """
+    for location, path in onnx_data_files(model, source).items():
+        real, target = path.resolve(strict=True), folder / location
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if hard_link:
+            try:
+                os.link(real, target)
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+            else:
+                advance(real.stat().st_size)
+                continue
+        with real.open("rb") as read, target.open("wb") as write:
+            _copy(read, write, advance)
+
+
+def _copy(read: BinaryIO, write: BinaryIO, advance: Advance) -> None:
+    """Copy the whole file: in the kernel, which may share blocks, or else part by part."""
+    with contextlib.suppress(AttributeError):  # systems other than Linux
+        while True:
+            try:
+                copied = os.copy_file_range(read.fileno(), write.fileno(), _COPY_PART)
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                    raise
+                break  # the file systems cannot
+            if copied == 0:
+                return
+            advance(copied)
+    while part := read.read(_COPY_PART):
+        write.write(part)
+        advance(len(part))
 
 
 @contextlib.contextmanager
@@ -99,7 +252,7 @@ def _refer_to_files(slots: list[Slot], folder: Path) -> Iterator[None]:
     """Inside the block, the graph refers to the data files instead of holding the weights of `slots`."""
     before = [slot.tensor for slot in slots]
     for slot in slots:
-        slot.value.const_value = external_tensor(slot, folder)
+        slot.value.const_value = _external_tensor(slot, folder)
     try:
         yield
     finally:

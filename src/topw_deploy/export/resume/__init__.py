@@ -1,1 +1,0 @@
-"""Continue an interrupted export."""
