@@ -76,7 +76,7 @@ def test_beta_may_depend_on_each_rows_temperature(sampler: TopWSampler) -> None:
     assert found.kept.tolist() != sampler.sample(LOGITS, temperature=temperatures, beta=1.5, **shared).kept.tolist()
     with pytest.raises(ParameterError, match=r"beta is '1.5\+T', but must be"):
         sampler.sample(LOGITS[:0], uniform=0.5, beta="1.5+T")
-    with pytest.raises(ParameterError, match="must be one number or one for each of the"):
+    with pytest.raises(ParameterError, match="beta has 17 values for 16 rows"):
         sampler.sample(LOGITS, uniform=0.5, beta=["1+1*T"] * (ROWS + 1))
 
 

@@ -186,17 +186,10 @@ class Preparer:
     def _sources(self, own: Mapping[str, Any], config: Mapping[str, Any], prompts: int) -> list[_Sources]:
         """The sources of each prompt's parameters."""
         columns = {name: values_per_prompt(name, value, prompts) for name, value in own.items()}
-        stated = self._with_preset(config), self._with_preset(self.defaults)
-        return [
-            _Sources(self._with_preset({n: c[index] for n, c in columns.items() if c[index] is not None}), *stated)
-            for index in range(prompts)
-        ]
-
-    def _with_preset(self, stated: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The parameters of one source with those of its preset, and its geom_scale in the metric's unit."""
-        if "geom_unit" in stated:
-            stated = with_raw_scale(stated, self._median_distance)
-        return {**preset_parameters(stated["preset"], *self._geometry), **stated} if "preset" in stated else stated
+        own_of = [{n: c[index] for n, c in columns.items() if c[index] is not None} for index in range(prompts)]
+        about = self._geometry, self._median_distance
+        others = with_preset(config, *about), with_preset(self.defaults, *about)
+        return [_Sources(with_preset(each, *about), *others) for each in own_of]
 
     def _resolve(
         self, prompt: int, sources: _Sources, limits: Limits, seed: int, sample: int, skip_special_tokens: bool
@@ -273,6 +266,19 @@ class Preparer:
                 f"export the model with another type, or omit {name}.",
                 name,
             )
+
+
+def with_preset(
+    stated: Mapping[str, Any], geometry: tuple[str, int | None], median_distance: float | None, *unknown: str
+) -> Mapping[str, Any]:
+    """The parameters of one source with those of its preset, and its geom_scale in the metric's unit.
+
+    geometry: (metric, width of the embeddings or None).
+    median_distance, unknown: see `with_raw_scale`.
+    """
+    if "geom_unit" in stated:
+        stated = with_raw_scale(stated, median_distance, *unknown)
+    return {**preset_parameters(stated["preset"], *geometry), **stated} if "preset" in stated else stated
 
 
 class _Sources:

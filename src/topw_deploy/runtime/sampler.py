@@ -15,17 +15,16 @@ from topw_deploy.manifest import SamplerManifest
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.inputs import RuleInputs, uniforms
 from topw_deploy.runtime.ort.graph_session import GraphSession
-from topw_deploy.runtime.parameters import values_per_prompt
-from topw_deploy.runtime.prepare import check_rule, longest_pool
+from topw_deploy.runtime.parameters import PARAMETERS, check_names, values_per_prompt
+from topw_deploy.runtime.prepare import check_rule, longest_pool, with_preset
 from topw_deploy.runtime.session import SessionKeywords, SessionOptions, takes_session_options
-from topw_deploy.sampling.beta import beta_coefficients
-from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters, canonical_names
-from topw_deploy.sampling.presets import preset_parameters, with_raw_scale
+from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
 from topw_deploy.sampling.row import ALL_ALLOWED, pack_mask
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, RuleParameters
 from topw_deploy.sampling.seeds import SEED_BITS
 from topw_deploy.text import short_repr
 
+_NAMES = ("preset", *PARAMETER_NAMES, "geom_unit", *RULE_PARAMETER_NAMES)
 _NO_MEDIAN = (
     "this folder has no median distance of likely pairs; export the sampler again with the model's logits (--logits "
     "FILE.npy), or give geom_scale with geom_unit raw"
@@ -94,7 +93,6 @@ class TopWSampler:
         edit_penalty: np.ndarray | None = None,
         edit_bias: np.ndarray | None = None,
         allowed: np.ndarray | None = None,
-        preset: str | None = None,
         **parameters: Any,
     ) -> Samples:
         """Draw one token per row of `logits`, with `uniform`, or `seed` and `position`.
@@ -105,17 +103,15 @@ class TopWSampler:
         edit_ids: int64 [B, N], tokens to edit, padded with -1.
         edit_penalty, edit_bias: float32 [B, N] (section 6).
         allowed: tokens that may be drawn, bool [B, V] or packed int32 [B, ceil(V / 32)] (section 6). None: all.
-        preset: Top-W defaults (docs/lab/lively.md). None: the export's.
-        parameters: the sampling `rule` and its parameters (docs/contract/rules.md), and Top-W's with `geom_unit`; one
-            value or one per row.
+        parameters: `rule` and the rules' parameters (docs/contract/rules.md), and `preset`, Top-W's parameters and
+            `geom_unit`, instead of the export's; one value or one per row.
 
         Raises ParameterError for bad arguments, GenerationError for invalid logits.
         """
         logits = _read_logits(logits, self.vocab_size)
         rows = len(logits)
         feeds = {"logits": logits, "uniform": _read_uniform(rows, uniform, seed, position, sample)}
-        top_w, rule = _split_parameters(parameters)
-        feeds |= self._read_parameters(rows, top_w, preset) | self._read_rules(rows, rule)
+        feeds |= self._read_parameters(rows, parameters)
         feeds |= _read_edits(rows, self.vocab_size, edit_ids, edit_penalty, edit_bias)
         feeds["allowed"] = self._read_mask(rows, allowed)
         if rows == 0:
@@ -151,62 +147,30 @@ class TopWSampler:
             )
         return np.ascontiguousarray(pack_mask(given) if given.dtype == np.bool_ else given)
 
-    def _read_parameters(self, rows: int, given: Mapping[str, Any], preset: str | None) -> dict[str, np.ndarray]:
-        named = self._convert_scales(canonical_names(given, (*PARAMETER_NAMES, "geom_unit")), rows)
-        if preset is not None:
-            named = {**preset_parameters(preset, *self.manifest.sampler.geometry), **named}
-        stated = {**self.manifest.stated_defaults, **named}
-        stated["beta"] = _evaluate_betas(stated["beta"], stated["temperature"], rows)
-        columns = {}
-        for name, given_value in stated.items():
-            values = _read_column(name, given_value, rows, np.float32)
-            for value in np.unique(values if rows else np.asarray(given_value, np.float32)).tolist():
-                TopWParameters(**{name: value})
-            columns[name] = values
-        return {name: columns[name] for name in PARAMETER_NAMES}
-
-    def _read_rules(self, rows: int, given: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        columns = {name: values_per_prompt(name, value, rows, "rows") for name, value in given.items()}
-        rules, longest = RuleInputs(rows), longest_pool(self.sampler, self.manifest.sampler)
-        for row in range(rows):
-            rule = RuleParameters(**{name: each[row] for name, each in columns.items() if each[row] is not None})
-            check_rule(rule, self.manifest.sampler.rules, longest, self.vocab_size)
+    def _read_parameters(self, rows: int, given: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """The inputs of Top-W's parameters and of the rules, with a value for each row."""
+        named = check_names(given, _NAMES)
+        if not rows:  # check the values nevertheless
+            named = {name: value for name, value in named.items() if not PARAMETERS[name].lists_values(value)}
+        columns = {name: values_per_prompt(name, value, rows or 1, "rows") for name, value in named.items()}
+        resolved: dict[tuple[Any, ...], tuple[TopWParameters, RuleParameters]] = {}
+        values, rules = np.empty((rows or 1, len(PARAMETER_NAMES)), np.float32), RuleInputs(rows or 1)
+        for row, stated in enumerate(zip(*columns.values(), strict=True) if columns else [()] * (rows or 1)):
+            if stated not in resolved:
+                resolved[stated] = self._resolve_row(dict(zip(columns, stated, strict=True)))
+            top_w, rule = resolved[stated]
+            values[row] = [getattr(top_w, name) for name in PARAMETER_NAMES]
             rules.set(row, rule)
-        return rules.arrays
+        arrays = {**dict(zip(PARAMETER_NAMES, values.T.copy(), strict=True)), **rules.arrays}
+        return {name: array[:rows] for name, array in arrays.items()}
 
-    def _convert_scales(self, named: dict[str, Any], rows: int) -> dict[str, Any]:
-        """Convert geom_scale to the metric's own unit. Returns `named` without geom_unit."""
-        unit = named.pop("geom_unit", None)
-        if unit is None:
-            return named
-        units = values_per_prompt("geom_unit", unit, rows, "rows")
-        if "median" not in (units or [unit]):
-            return named
-        if "geom_scale" not in named:
-            with_raw_scale({"geom_unit": "median"}, None)  # raises
-        scales = _read_column("geom_scale", named["geom_scale"], rows, np.float64).tolist()
-        median = self.manifest.median_distance
-        stated = [{"geom_unit": unit, "geom_scale": scale} for unit, scale in zip(units, scales, strict=True)]
-        return {**named, "geom_scale": [with_raw_scale(each, median, _NO_MEDIAN)["geom_scale"] for each in stated]}
-
-
-def _evaluate_betas(beta: Any, temperature: Any, rows: int) -> Any:
-    """Replace texts of `beta` by their numbers at the rows' temperatures."""
-    several = isinstance(beta, (list, tuple)) or (isinstance(beta, np.ndarray) and beta.ndim == 1)
-    values = list(beta) if several else [beta]
-    for text in (value for value in values if isinstance(value, str)):
-        beta_coefficients(text)  # also of a batch without rows
-    if not any(isinstance(value, str) for value in values) or (several and len(values) != rows):
-        return beta
-    temperatures = _read_column("temperature", temperature, rows, np.float64).tolist()
-    each = values if several else values * rows
-    return [TopWParameters(beta=b, temperature=t).beta for b, t in zip(each, temperatures, strict=True)]
-
-
-def _split_parameters(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split parameters. Returns (those of Top-W, those of sampling rules)."""
-    rule = {name: value for name, value in given.items() if name in RULE_PARAMETER_NAMES and value is not None}
-    return {name: value for name, value in given.items() if name not in RULE_PARAMETER_NAMES}, rule
+    def _resolve_row(self, stated: Mapping[str, Any]) -> tuple[TopWParameters, RuleParameters]:
+        info, median = self.manifest.sampler, self.manifest.median_distance
+        named = with_preset({n: v for n, v in stated.items() if v is not None}, info.geometry, median, _NO_MEDIAN)
+        rule = RuleParameters(**{name: value for name, value in named.items() if name in RULE_PARAMETER_NAMES})
+        check_rule(rule, info.rules, longest_pool(self.sampler, info), self.vocab_size)
+        every = {**self.manifest.stated_defaults, **named}
+        return TopWParameters(**{name: every[name] for name in PARAMETER_NAMES}), rule
 
 
 def _read_logits(given: Any, vocab: int) -> np.ndarray:
