@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.emulated import EmulatedKernel, built
 from tests.support.kernel import Kernel
 from tests.support.native_cases import instruction_sets, opened
 from tests.support.samples import slow
-from topw_deploy.plugins import library
+from topw_deploy.plugins import compile_native, library
 from topw_deploy.plugins.library import library_path
 
 
@@ -25,11 +26,36 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
     return opened(tmp_path_factory.mktemp("native"))
 
 
-@pytest.fixture(params=("avx512", "avx2", slow("generic")))
-def each_kernel(request: pytest.FixtureRequest, kernel: Kernel) -> Kernel:
+def use_instruction_set(kernel: Kernel, name: str) -> Kernel:
     sets = instruction_sets(kernel)
-    name = sets[-1] if request.param == "generic" else request.param
+    name = sets[-1] if name == "generic" else name
     if name not in sets:
         pytest.skip(f"this processor has no {name}")
     kernel.use_instruction_set(name)
     return kernel
+
+
+@pytest.fixture(params=("avx512", "avx2", slow("generic")))
+def each_kernel(request: pytest.FixtureRequest, kernel: Kernel) -> Kernel:
+    return use_instruction_set(kernel, request.param)
+
+
+@pytest.fixture(scope="session")
+def emulated_library(request: pytest.FixtureRequest) -> Path:
+    """The CUDA kernels compiled as C++ over fibres; skipped without a compiler."""
+    try:
+        compile_native.find_compiler()
+    except compile_native.NotBuiltError as reason:
+        pytest.skip(f"no emulated kernels: {reason}")
+    assert request.config.cache is not None
+    return built(request.config.cache.mkdir("emulated"))
+
+
+@pytest.fixture(params=("avx512", "avx2", slow("generic"), "cuda"))
+def any_kernel(request: pytest.FixtureRequest) -> Kernel | EmulatedKernel:
+    """The native sampler with an instruction set, or the emulated CUDA kernels with few, small blocks."""
+    if request.param != "cuda":
+        return use_instruction_set(request.getfixturevalue("kernel"), request.param)
+    emulated = EmulatedKernel(request.getfixturevalue("emulated_library"))
+    emulated.emulate(seed=1, threads=64, blocks=3)
+    return emulated

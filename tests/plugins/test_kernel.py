@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -145,13 +146,13 @@ def test_edited_rows_are_answered_as_by_the_reference(each_kernel: Kernel, vocab
         assert list(unexplained(wanted, found, i)) == [], case.regime
 
 
-def test_edits_outside_the_vocabulary_have_no_effect_whatever_is_beside_them(each_kernel: Kernel) -> None:
+def test_edits_outside_the_vocabulary_have_no_effect_whatever_is_beside_them(any_kernel: Any) -> None:
     logits = np.random.default_rng(0).standard_normal((1, 300)).astype(np.float32)
-    plain = each_kernel.sample(logits, options=TopWOptions(metric="uniform"), keep_mask=True)
+    plain = any_kernel.sample(logits, options=TopWOptions(metric="uniform"), keep_mask=True)
     ids = np.array([[-1, 300, 2**62, -(2**62), -2]])
     penalty = np.array([[0.0, -1.0, np.nan, np.inf, 0.0]])
     bias = np.array([[np.nan, np.inf, np.nan, -np.inf, np.inf]])
-    edited = each_kernel.sample(
+    edited = any_kernel.sample(
         logits, options=TopWOptions(metric="uniform"), edits=(ids, penalty, bias), keep_mask=True
     )
     assert np.array_equal(plain.keep_mask, edited.keep_mask)

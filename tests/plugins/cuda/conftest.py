@@ -6,20 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.plugins.cuda.certified_rows import native_kernel
-from tests.support.emulated import EmulatedKernel, built, compiled
+from tests.support.emulated import EmulatedKernel, compiled
 from tests.support.kernel import Kernel
 from topw_deploy.plugins import compile_native
-
-
-@pytest.fixture(scope="session")
-def emulated_library(request: pytest.FixtureRequest) -> Path:
-    """The kernels compiled as C++ over fibres; skipped without a compiler."""
-    try:
-        compile_native.find_compiler()
-    except compile_native.NotBuiltError as reason:
-        pytest.skip(f"no emulated kernels: {reason}")
-    assert request.config.cache is not None
-    return built(request.config.cache.mkdir("emulated"))
 
 
 @pytest.fixture

@@ -141,23 +141,6 @@ def test_the_largest_logit_is_kept_alone_and_of_equals_the_first(kernel: Emulate
             assert differences_from(cpu.sample(logits, chosen, UNIFORM, mass=True, keep_mask=True), found) == []
 
 
-def test_every_kind_of_invalid_row_is_answered_as_invalid_and_affects_no_other(
-    kernel: EmulatedKernel, cpu: Kernel
-) -> None:
-    logits = np.random.default_rng(1).standard_normal((9, 777)).astype(np.float32)
-    logits[0, 776], logits[1, 5], logits[2] = np.nan, np.inf, -np.inf
-    chosen = {
-        "temperature": [1, 1, 1, -1, 1, 1, 1, 1, 1], "init_top_p": [1, 1, 1, 1, 0, 1.5, 1, 1, 1],
-        "uniform": [0, 0, 0, 0, 0, 0, 1, 0.5, 0.5], "lam": [1, 1, 1, 1, 1, 1, 1, np.nan, 1],
-    }  # fmt: skip
-    found = kernel.sample(logits, chosen, UNIFORM, mass=True, keep_mask=True)
-    assert found.next_token.tolist()[:8] == [-1] * 8
-    assert found.kept.tolist()[:8] == [0] * 8
-    assert found.kept[8] > 0
-    assert differences_from(cpu.sample(logits, chosen, UNIFORM, mass=True, keep_mask=True), found) == []
-    assert found.reports["stage"].tolist()[:8] == [STAGES.index("invalid")] * 8
-
-
 def test_a_call_may_be_smaller_than_its_workspace(kernel: EmulatedKernel, cpu: Kernel) -> None:
     cases = random_rows(cpu, 1, 500, 20, UNIFORM)
     logits, given = np.stack([case.logits for case in cases]), columns(cases)

@@ -1,4 +1,4 @@
-"""Device and CPU edit logits identically."""
+"""Device and CPU edit and mask logits identically."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 
 from tests.plugins.cuda.certified_rows import differences_from, same_bits
+from tests.support.cuda_kernel import CudaShape
 from tests.support.emulated import EmulatedKernel
 from tests.support.function_cases import random_case
 from tests.support.kernel import Kernel
+from tests.support.masks import masks, packed
+from tests.support.structs import InputsStruct, OutputsStruct
+from topw_deploy.errors import PluginError
 from topw_deploy.sampling import TopWOptions, apply_edits
 
 UNIFORM = TopWOptions(metric="uniform", top_m=200)
@@ -74,40 +78,28 @@ def test_of_several_edits_of_one_token_the_last_counts_in_any_order_of_threads(
         assert np.array_equal(found.next_token, wanted.next_token)
 
 
-def test_edits_outside_the_vocabulary_have_no_effect_whatever_is_beside_them(kernel: EmulatedKernel) -> None:
-    logits = np.random.default_rng(0).standard_normal((1, 300)).astype(np.float32)
-    ids = np.array([[-1, 300, 2**62, -(2**62), -2]])
-    penalty = np.array([[0.0, -1.0, np.nan, np.inf, 0.0]])
-    bias = np.array([[np.nan, np.inf, np.nan, -np.inf, np.inf]])
-    plain = kernel.sample(logits, options=UNIFORM, mass=True, keep_mask=True)
-    edited = kernel.sample(logits, options=UNIFORM, edits=(ids, penalty, bias), mass=True, keep_mask=True)
-    assert same_bits(plain, edited) == []
-
-
-@pytest.mark.parametrize("penalty", [0.0, -1.0, np.nan])
-def test_a_penalty_that_is_not_positive_makes_the_row_invalid_and_no_other(
-    kernel: EmulatedKernel, penalty: float
-) -> None:
-    logits = np.random.default_rng(0).standard_normal((3, 3000)).astype(np.float32)
-    ids, bias = np.full((3, 4), 2999), np.zeros((3, 4))
-    penalties = np.ones((3, 4))
-    penalties[1, 2] = penalty
-    found = kernel.sample(logits, options=UNIFORM, edits=(ids, penalties, bias), mass=True)
-    assert found.next_token[1] == -1
-    assert (found.next_token[[0, 2]] >= 0).all()
-
-
-def test_edits_do_not_repair_a_logit_that_is_not_a_number(kernel: EmulatedKernel) -> None:
-    logits = np.zeros((3, 130), np.float32)
-    logits[0, 7], logits[1, 129] = np.nan, np.inf
-    ids = np.array([[7], [129], [5]])
-    found = kernel.sample(logits, options=UNIFORM, edits=(ids, np.ones((3, 1)), np.full((3, 1), -np.inf)))
-    assert found.next_token.tolist()[:2] == [-1, -1]
-    assert found.next_token[2] == 0
-
-
 def test_a_row_of_which_all_but_one_token_is_banned_keeps_that_token(kernel: EmulatedKernel) -> None:
     ids = np.array([[i for i in range(260) if i != 137]])
     logits = np.random.default_rng(0).standard_normal((1, 260)).astype(np.float32)
     found = kernel.sample(logits, options=UNIFORM, edits=(ids, np.ones(ids.shape), np.full(ids.shape, -np.inf)))
     assert (found.next_token[0], found.kept[0], found.logprob[0]) == (137, 1, 0)
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+def test_logits_of_half_precision_are_masked(kernel: EmulatedKernel, kind: str) -> None:
+    rng = np.random.default_rng(4)
+    logits, allowed = (rng.standard_normal((14, 704)) * 3).astype(np.float32), masks(rng, 14, 704)
+    if kind == "float16":
+        stored, low = logits.astype(np.float16), np.float16(-np.inf)
+    else:
+        stored, low = (logits.view(np.uint32) >> 16).astype(np.uint16), np.uint16(0xFF80)
+    found = kernel.sample(stored, options=UNIFORM, allowed=packed(allowed), mass=True, keep_mask=True)
+    plain = kernel.sample(np.where(allowed, stored, low), options=UNIFORM, mass=True, keep_mask=True)
+    assert same_bits(plain, found) == []
+
+
+def test_a_mask_of_another_width_is_not_launched(kernel: EmulatedKernel) -> None:
+    shape = CudaShape(UNIFORM, 1, 300)
+    for words in (-1, 1, 9, 11):
+        with pytest.raises(PluginError, match="not launched"):
+            kernel.launch(shape, None, InputsStruct(1, 300, 0, words), OutputsStruct(), *kernel._room_for(shape))
