@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -208,11 +209,11 @@ def test_few_candidates_settle_the_rows_of_a_language_model(each_kernel: Kernel)
     + [(code, (v, 0)) for code in (8, 10) for v in (-1e-6, np.nan, np.inf)],
 )
 def test_an_unknown_rule_or_a_value_outside_its_interval_makes_its_row_invalid(
-    kernel: Kernel, rule: int, values: tuple[float, float]
+    any_kernel: Any, rule: int, values: tuple[float, float]
 ) -> None:
     logits = np.random.default_rng(0).standard_normal((3, 300)).astype(np.float32)
     for temperature in (1.0, 0.0):
-        found = kernel.sample(
+        found = any_kernel.sample(
             logits, {"temperature": temperature}, UNIFORM, rules=([0, rule, 3], [[0, 0], values, [0.1, np.nan]])
         )
         assert (found.next_token[1], found.kept[1], found.certified[1], found.logprob[1]) == (-1, 0, False, 0)
