@@ -1,6 +1,6 @@
 """`python -m benchmarks` runs every measurement that needs only the extra [dev].
 
-Excludes `transformers_generate` and `parity_released`, which need the authors' file, `sums`, which needs its trained
+Excludes `parity_released`, which needs the authors' file, `sums`, which needs its trained
 model, and `coverage`, which takes hours.
 """
 
@@ -12,8 +12,8 @@ import sys
 from benchmarks.common import say
 
 MODULES = (
-    *("function", "native_rows", "decode", "kv", "experts", "startup", "export_cost", "graft_memory", "geometry_share"),
-    *("serve", "lively", "masks", "rules"),
+    *("function", "native_rows", "decode", "kv", "experts", "startup", "export_cost"),
+    *("serve", "masks", "rules"),
 )
 
 

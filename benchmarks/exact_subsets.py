@@ -14,11 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.common import say, table
-from benchmarks.geometry_share import held_out_logits
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, preset_parameters
 from topw_deploy.sampling.reference import candidate_pool
+from topw_deploy.tiny import tiny_model_path
+from topw_deploy.tiny.corpus import gather_corpus
 from topw_lab.stats.exact import Floats, Objective, last_alternation
 from topw_lab.stats.exact_report import equal_objectives
 
@@ -35,6 +39,22 @@ HEADER = (
     "parameters", "best subset, tokens", "best subset is a prefix", "prefix above it, mean", "most",
     "phi prefix above it, mean", "Top-W's crop is the best subset", "above it, mean", "most",
 )  # fmt: skip
+
+
+def held_out_logits(rows: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Logits [rows, V] at random positions, and the embedding table [V, d]."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path())
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype=torch.float32).eval()
+    random = np.random.default_rng(0)
+    found: list[NDArray[np.float32]] = []
+    for text in gather_corpus().held_out:
+        ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=512).input_ids
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0].numpy()
+        found.extend(logits[random.choice(len(logits), min(len(logits), 8), replace=False)])
+        if len(found) >= rows:
+            break
+    return np.stack(found[:rows]), model.get_input_embeddings().weight.detach().numpy()
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Compare caches updated in place with onnxruntime-genai's on the same weights. Figures: docs/lab/benchmarks.md.
 
     python -m benchmarks.kv --model HF_FOLDER --genai FOLDER --genai-python PYTHON [--context 128 1024 4096]
-        [--threads 1 2] [--dtype fp32] [--part graphs loop memory]
+        [--threads 1 2] [--dtype fp32]
 
 FOLDER is written by genai's builder, in its own environment:
 
@@ -10,12 +10,11 @@ FOLDER is written by genai's builder, in its own environment:
 Without --model, uses a random 52 M parameter Llama; without --genai, only our forms. --kind makes both folders, for a
 random model of about 50 M parameters with convolutions, windows, sinks and experts, or gated delta rules:
 
-    python -m benchmarks.kv --kind lfm2 gpt_oss gemma3 qwen3_5 --genai-python PYTHON --part graphs --form static
+    python -m benchmarks.kv --kind lfm2 gpt_oss gemma3 qwen3_5 --genai-python PYTHON --form static
         --context 128 1024 [--dtype fp32]
 
-graphs: decoders with ArgMax instead of the sampler, in turns of a few steps in one process; ratios per turn.
-loop: `TopWModel` with Top-W against genai's own loop, greedy and with top-p.
-memory: resident bytes while a small model generates one sequence of --tokens tokens.
+Decoders with ArgMax instead of the sampler take turns of a few steps in one process; ratios per turn.
+`topw bench decode OUT --genai FOLDER` measures the whole loops.
 
 Tables have medians with 95 % intervals.
 """
@@ -35,9 +34,7 @@ from benchmarks.common import add_repository_to_pythonpath, machine, say, table
 from benchmarks.kinds import KINDS, genai_folder, kind_model
 from benchmarks.models import export_once, llama_50m
 from topw_deploy.manifest import DecoderInfo, load_decoder_manifest, load_manifest
-from topw_lab.bench.decode import DecodeRequest
-from topw_lab.bench.decode import run as bench_decode
-from topw_lab.bench.measure import median_interval, round_ratios
+from topw_lab.bench.measure import median_interval
 from topw_lab.worker import Worker
 
 WORKER = Path(__file__).with_name("kv_worker.py")
@@ -120,75 +117,6 @@ def _ratio_cells(turns: Sequence[dict[str, float]], args: argparse.Namespace) ->
     return [f"{base:.2f}", *(format_ratios([turn[name] / turn[args.yardstick] for turn in turns]) for name in names)]
 
 
-def print_loop_table(export: Path, args: argparse.Namespace) -> None:
-    """`TopWModel` with Top-W against genai's own loop.
-
-    Each session is a new process, because the address of the weights changes a step by some per cent.
-    """
-    peers = ("topw-native", "genai-greedy", "genai-top-p")
-    rows = []
-    for context in args.context:
-        settings = DecodeRequest(
-            folder=export,
-            prompt_tokens=context,
-            new_tokens=args.new_tokens,
-            threads=args.threads,
-            genai=args.genai,
-            genai_python=args.genai_python,
-            peers=peers,
-            rounds=args.rounds,
-            seed=args.seed,
-        )
-        say(f"loop: {context} tokens of context")
-        sessions = [bench_decode(settings).results["runs"] for _ in range(args.sessions)]
-        for reports in zip(*sessions, strict=True):  # one per session, same threads
-            rows.append((reports[0]["threads"], f"{context:,}", *_loop_cells(reports, peers)))
-    header = (
-        "threads",
-        "context",
-        *(f"{name} ms" for name in peers),
-        *(f"ours / {name}" for name in peers[1:]),
-        "certified",
-    )
-    print(f"\nA step of the whole loop, Top-W beside genai's own\n\n{table(header, rows)}")
-
-
-def _loop_cells(reports: Sequence[Any], peers: Sequence[str]) -> list[str]:
-    """Medians over all runs; ratios by run, with the sessions' extremes."""
-    ours = peers[0]
-    times: dict[str, list[float]] = {name: [] for name in peers}
-    ratios: dict[str, list[list[float]]] = {name: [] for name in peers[1:]}
-    certified = []
-    for report in reports:
-        sides = report["sides"]
-        per_token = {name: [run["rest"] / (run["tokens"] - 1) for run in side["runs"]] for name, side in sides.items()}
-        for name in peers:
-            times[name] += per_token[name]
-        for name in peers[1:]:
-            ratios[name].append(round_ratios(per_token, ours, name))
-        certified += [run["certified"] for run in sides[ours]["runs"]]
-    cells = [f"{statistics.median(times[name]) * 1e3:.2f}" for name in peers]
-    for every in ratios.values():
-        medians = [statistics.median(one) for one in every]
-        cells.append(
-            f"{format_ratios([r for one in every for r in one])[:-1]}; sessions {min(medians):.3f}-{max(medians):.3f})"
-        )
-    return [*cells, f"{statistics.mean(certified):.3f}"]
-
-
-def print_memory_table(args: argparse.Namespace) -> None:
-    """Print the resident memory during one long sequence, by form of the cache."""
-    rows = []
-    for form in ("static", "concat"):
-        settings = {"task": "memory", "form": list(FORMS[form]), "tokens": args.tokens}
-        with Worker(f"a long sequence, {form}", WORKER, settings) as worker:
-            found = worker.call("grow")
-        mib = [f"{found[name] / 2**20:.1f}" for name in ("cache", "tenth", "half", "whole")]
-        rows.append((form, f"{args.tokens:,}", *mib))
-    header = ("form", "tokens", "cache", "a tenth of them", "a half", "all")
-    print(f"\nPeak resident memory over that after 1 % of the tokens, MiB\n\n{table(header, rows)}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="Hugging Face folder (default: a random model)")
@@ -196,7 +124,6 @@ def main() -> None:
     parser.add_argument("--genai", type=Path, help="the folder that genai's builder made of the same model")
     parser.add_argument("--genai-python", type=Path, help="interpreter of its environment (default: this one)")
     parser.add_argument("--dtype", default="fp32", help="type of our exports")
-    parser.add_argument("--part", nargs="+", default=["graphs", "loop", "memory"], choices=("graphs", "loop", "memory"))
     parser.add_argument("--form", nargs="+", default=["static", "scatter"], choices=list(FORMS))
     parser.add_argument("--context", type=int, nargs="+", default=[128, 1024, 4096])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
@@ -204,9 +131,6 @@ def main() -> None:
     parser.add_argument("--sweeps", type=int, default=2, help="sequences per session")
     parser.add_argument("--turns", type=int, default=12, help="turns of each graph per sequence")
     parser.add_argument("--steps", type=int, default=6, help="counted steps per turn")
-    parser.add_argument("--rounds", type=int, default=7, help="runs of each loop per session")
-    parser.add_argument("--new-tokens", type=int, default=64, help="tokens generated in each run")
-    parser.add_argument("--tokens", type=int, default=10_000, help="length of the long sequence")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     add_repository_to_pythonpath()
@@ -228,12 +152,7 @@ def print_comparison(model: Path, args: argparse.Namespace) -> None:
     args.vocab = load_manifest(next(iter(ours.values()))).sampler.vocab_size
     args.yardstick = "genai" if args.genai is not None else args.form[0]
     print(f"\n{machine()}; {model}, {args.dtype}")
-    if "graphs" in args.part:
-        print_graph_tables(ours, args)
-    if "loop" in args.part and args.genai is not None:
-        print_loop_table(ours["static"], args)
-    if "memory" in args.part:
-        print_memory_table(args)
+    print_graph_tables(ours, args)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from benchmarks.common import UNCOUNTED, median_step_seconds, share_thread_pool
-from benchmarks.models import export_once, llama_small
 from topw_deploy.manifest import DecoderInfo, State, load_decoder_manifest
-from topw_deploy.runtime import TopWModel
 from topw_lab.bench.argmax import ARGMAX_FILE, ArgMaxLoop, ArgMaxSequence, link_weights, write_argmax_model
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -87,7 +84,7 @@ def peer_info(graph: ir.Graph, config: dict[str, Any]) -> DecoderInfo:
         states.append(
             State(
                 layer=int(name.split(".")[1]),
-                kind=kind,
+                kind=kind,  # type: ignore[arg-type]
                 past=name,
                 present="present" + name[len("past_key_values" if name.startswith("past_key") else "past") :],
                 dtype=value.dtype.name.lower(),
@@ -209,27 +206,6 @@ def peak_during(work: Callable[[], object]) -> int:
     return max(*seen, resident())
 
 
-def start_memory(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """settings: form (options of topw-export), tokens (length of the longest sequence)."""
-    tokens = settings["tokens"]
-    folder = export_once(llama_small(tokens + 64), *settings["form"])
-    model = TopWModel.from_pretrained(folder, provider="cpu", max_length=tokens + 64, intra_op_num_threads=1)
-
-    def generate(count: int) -> None:
-        result = model.generate([1, 2, 3], max_new_tokens=count, seed=1, ignore_eos=True)
-        assert len(result.token_ids) == count
-
-    def grow() -> dict[str, int]:
-        """Growth of peak memory for a tenth, half and all tokens, after a short sequence."""
-        generate(tokens // 100)
-        before = resident()
-        parts = {"tenth": tokens // 10, "half": tokens // 2, "whole": tokens}
-        found = {name: peak_during(partial(generate, count)) - before for name, count in parts.items()}
-        return {"cache": model.cache_bytes, **found}
-
-    return {"grow": grow}
-
-
 def start_prompt(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     """settings: scratch (a folder), export, threads."""
     loop = ArgMaxLoop(
@@ -255,5 +231,5 @@ def start_prompt(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
 
 def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     """settings["task"] selects a function above; see it for the other settings."""
-    tasks = {"sweeps": start_sweeps, "loops": start_loops, "memory": start_memory, "prompt": start_prompt}
+    tasks = {"sweeps": start_sweeps, "loops": start_loops, "prompt": start_prompt}
     return tasks[settings["task"]](settings)

@@ -2,9 +2,8 @@
 
     python -m benchmarks.large [--billions 3] [--dtypes fp16 int4] [--folder DIR]
 
-The model is a Llama with random float16 weights. Stages, each a process: dry run, export, graft onto the exported
-decoder, verification of the first layers, a few tokens. DIR needs three times the checkpoint's size (18 GB for 3
-billion parameters). Figures: docs/lab/benchmarks.md.
+The model is a Llama with random float16 weights. Dry run and export are processes of their
+own. DIR needs three times the checkpoint's size (18 GB for 3 billion parameters). Figures: docs/lab/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -32,16 +31,6 @@ progress = Progress(lambda line: print(line, file=sys.stderr, flush=True))
 report = export_model(**json.loads(sys.argv[1]), progress=progress)
 print(json.dumps({"seconds": report.seconds, "memory": report.memory, "sizes": report.sizes,
                   "status": report.verification.status, "notices": report.notices}))
-"""
-_RUN = """
-import json, sys, time
-from topw_deploy.progress import peak_bytes
-from topw_deploy.runtime import TopWModel
-started = time.perf_counter()
-model = TopWModel.from_pretrained(sys.argv[1])
-loaded = time.perf_counter() - started
-result = model.generate("The quick brown fox", max_new_tokens=8, seed=1)
-print(json.dumps({"seconds": time.perf_counter() - started, "loaded": loaded, "memory": {"running": peak_bytes()}}))
 """
 _SHARD = 1 << 30
 _GIB = 2**30
@@ -116,35 +105,6 @@ def run_export(model: Path, out: Path, **settings: Any) -> dict[str, Any]:
     return run_child(_EXPORT, json.dumps({"model": str(model), "output": str(out), "verify": False, **settings}))
 
 
-def decoder_alone(folder: Path, target: Path) -> None:
-    """Write a decoder like another exporter's: logits of one position, no sampler."""
-    import onnx_ir as ir
-    from onnx_ir.passes.common import RemoveUnusedNodesPass
-
-    target.mkdir()
-    for file in folder.iterdir():
-        if file.name not in ("model.onnx", "topw_manifest.json"):
-            (target / file.name).hardlink_to(file) if "onnx_data" in file.name else shutil.copy(file, target)
-    model = ir.load(folder / "model.onnx")
-    sampler = next(node for node in model.graph if node.op_type == "TopWSample")
-    logits = sampler.inputs[0]
-    assert logits is not None
-    cache = [value for value in model.graph.outputs if (value.name or "").startswith("present.")]
-    shown = ir.node("Unsqueeze", [logits, ir.Value(name="axis", const_value=ir.tensor(np.array([1]), name="axis"))])
-    model.graph.register_initializer(shown.inputs[1])
-    shown.outputs[0].name, shown.outputs[0].type = "logits", ir.TensorType(ir.DataType.FLOAT)
-    shown.outputs[0].shape = ir.Shape(["batch_size", 1, logits.shape[-1] if logits.shape is not None else None])
-    model.graph.append(shown)
-    model.graph.outputs.clear()
-    model.graph.outputs.extend([shown.outputs[0], *cache])
-    RemoveUnusedNodesPass()(model)
-    used = {"input_ids", "attention_mask", "position_ids"}
-    for value in list(model.graph.inputs):
-        if value.name not in used and not (value.name or "").startswith("past_key_values."):
-            model.graph.inputs.remove(value)
-    ir.save(model, target / "model.onnx")
-
-
 def stages_of(work: Path, billions: float, dtypes: list[str]) -> list[tuple[str, ...]]:
     """Table rows by stage: name, seconds, GiB of files, peak GiB, predicted GiB."""
     started = time.perf_counter()
@@ -171,17 +131,6 @@ def stages_of(work: Path, billions: float, dtypes: list[str]) -> list[tuple[str,
         add(f"{dtype} export", done, dry)
         wrong = {name: n for name, n in dry["sizes"].items() if done["sizes"].get(name) != n}
         say(f"wrongly predicted sizes: {wrong or 'none'}")
-        few = run_export(work / "model", work / f"{dtype}-few", num_hidden_layers=4, **{**settings, "verify": True})
-        add(f"{dtype} first 4 layers, {few['status']}", few)
-        if dtype == "fp16":
-            decoder_alone(out, work / "decoder")
-            add("graft onto the fp16 decoder", run_export(work / "decoder", work / "graft", hard_link=False))
-            shutil.rmtree(work / "graft")
-            shutil.rmtree(work / "decoder")
-            add("fp16 first 4 layers, 8 tokens", run_child(_RUN, str(work / "fp16-few")))
-        else:
-            add(f"{dtype} whole, 8 tokens", run_child(_RUN, str(out)))
-        shutil.rmtree(work / f"{dtype}-few")
         shutil.rmtree(out)
     return rows
 

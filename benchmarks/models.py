@@ -40,19 +40,6 @@ def mixtral_50m() -> Path:
     return _random_llama(CACHE / "mixtral-32000", 32_000, sizes, "Mixtral")
 
 
-def llama_small(context: int) -> Path:
-    """A tiny random decoder for `context` tokens."""
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": context,
-    }
-    return _random_llama(CACHE / f"llama-small-{context}", 2_000, sizes)
-
-
 def _random_llama(folder: Path, vocab_size: int, sizes: dict[str, int], family: str = "Llama") -> Path:
     """Write a random Llama, or a random model of another family."""
     config = {

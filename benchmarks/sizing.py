@@ -2,11 +2,9 @@
 
     python -m benchmarks.sizing OUT [--rows 8] [--length TOKENS] [--chunk 256] [--measure]
     python -m benchmarks.sizing OUT --costs FILE --rate 100 --prompt 300 --new 60 [--load 0.7]
-    python -m benchmarks.sizing --check
 
 --measure fills every row of an engine and compares the process's peak with the formula. --costs is what
-`python -m benchmarks.fleet --measure OUT` wrote. --check compares the formula of the throughput with the stored table
-in docs/lab/benchmarks.md.
+`python -m benchmarks.fleet --measure OUT` wrote.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.common import table
-from benchmarks.fleet.costs import MODEL_OPTIONS, STORED, Costs
+from benchmarks.fleet.costs import MODEL_OPTIONS, Costs
 from topw_deploy.manifest import DecoderManifest, load_manifest
 from topw_deploy.progress import peak_bytes
 from topw_deploy.text import binary_size
@@ -25,7 +22,6 @@ from topw_deploy.text import binary_size
 PROCESS = 120 << 20
 """Python, its libraries and the HTTP server, in bytes. An engine alone took 90 MiB."""
 
-_ROWS = 16  # of the stored table's engines
 _TOKENIZER = 16  # bytes per byte of tokenizer.json; took 8 to 14
 _ACTIVATIONS = 16  # float32 values per token of a chunk and per input or output of the widest product; took 8 to 14
 _LOOKUPS = {"Gather", "GatherBlockQuantized"}
@@ -126,62 +122,9 @@ def measured_memory(folder: Path, rows: int, length: int | None, chunk: int) -> 
     return peak_bytes()
 
 
-@dataclass(frozen=True)
-class StoredRates:
-    """A row of the stored table: new tokens per second by callers, and the formula's for those between."""
-
-    name: str
-    callers: tuple[int, ...]
-    stored: tuple[float, ...]
-
-    def predicted(self) -> dict[int, float]:
-        """New tokens per second by number of callers, from the fewest and from the first that fill the rows.
-
-        A new token takes x + a / width: a is a step's part that all rows share, x everything else, prompts included.
-        """
-        time = {width: 1 / rate for width, rate in zip(self.callers, self.stored, strict=True) if width <= _ROWS}
-        low, high = min(time), max(time)
-        shared = (time[low] - time[high]) / (1 / low - 1 / high)
-        rest = time[high] - shared / high
-        return {width: 1 / (rest + shared / width) for width in time if low < width < high}
-
-
-def stored_rates(text: str) -> list[StoredRates]:
-    """The Engine's rates in the section "Serving many callers", where there are more than two numbers of callers.
-
-    A star marks a rate of another day, which is left out.
-    """
-    section = text.split("## Serving many callers\n")[1].split("\n## ")[0]
-    found, model = [], ""
-    several: dict[str, dict[int, float]] = {}
-    for line in section.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) < 7 or not cells[1].isdigit():
-            continue
-        model = cells[0] or model
-        rates = several.setdefault(f"{model}, {cells[1]} threads", {})
-        for callers, rate in zip(cells[2].split("/"), cells[3].split("/"), strict=True):
-            if not rate.endswith("*"):
-                rates[int(callers)] = float(rate.replace(",", ""))
-    for name, rates in several.items():
-        if len(rates) > 2:
-            found.append(StoredRates(name, tuple(rates), tuple(rates.values())))
-    return found
-
-
-def rate_table() -> str:
-    """A table: stored and predicted rates."""
-    rows = []
-    for each in stored_rates(STORED.read_text("utf-8")):
-        for width, rate in each.predicted().items():
-            stored = each.stored[each.callers.index(width)]
-            rows.append((each.name, str(width), f"{stored:,.0f}", f"{rate:,.0f}", f"{rate / stored:.2f}"))
-    return table(("model", "callers", "stored", "formula", "ratio"), rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", metavar="OUT", type=Path, nargs="?")
+    parser.add_argument("folder", metavar="OUT", type=Path)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int)
     parser.add_argument("--chunk", type=int, default=256, help="the engine's prefill_budget")
@@ -191,13 +134,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=300, help="tokens that are read")
     parser.add_argument("--new", type=int, default=60, help="tokens that are drawn")
     parser.add_argument("--load", type=float, default=0.7, help="share of the capacity that is used")
-    parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    if args.check:
-        print(rate_table())
-        return
-    if args.folder is None:
-        parser.error("give OUT or --check")
     given = args.folder, args.rows, args.length, args.chunk
     peak = measured_memory(*given) if args.measure else None
     found = estimate_memory(*given)

@@ -16,11 +16,17 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.grown import RECIPE, deepen_model, grow_model
 from benchmarks.models import CACHE
 from topw_deploy.tiny import tiny_model_path
+from topw_lab.training import Recipe
 
+RECIPE = Recipe(
+    hidden_size=512, intermediate_size=1536, layers=16, heads=8, kv_heads=4, learning_rate=8e-4, warmup=20, seed=2
+)
+_SHARE_DEVIATION = 0.35  # standard deviation of the first copy's share of a weight
 LAYERS = 11  # at twice the width: 51 M parameters with 32,000 tokens
 DEEP_LAYERS = 16  # at the same width: 50 M parameters with 151,936 tokens
 _LARGEST_WIDE = 65_536  # vocabulary; with more tokens, the width stays the same
@@ -130,3 +136,69 @@ def write_tokenizer(source: Path, target: Path, vocab_size: int) -> None:
     first = max([*vocabulary.values(), *(token["id"] for token in document["added_tokens"])]) + 1
     vocabulary |= {f"<unused{token}>": token for token in range(first, vocab_size)}
     target.write_text(json.dumps(document, ensure_ascii=False), "utf-8")
+
+
+def grow_model(source: LlamaForCausalLM, recipe: Recipe) -> LlamaForCausalLM:
+    """Make a model of the sizes in `recipe` with nearly the logits of `source`.
+
+    The logits differ a little, because the two copies of the embedding table get opposite noise.
+    """
+    torch.manual_seed(recipe.seed)
+    config = LlamaConfig(**{**source.config.to_dict(), **_size_fields(recipe)})
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        table = source.model.embed_tokens.weight
+        noise = _SHARE_DEVIATION * table.std() * torch.randn_like(table)
+        model.model.embed_tokens.weight.copy_(torch.cat([table + noise, table - noise], 1))
+        model.model.norm.weight.copy_(source.model.norm.weight.repeat(2) / 2)
+        for old, new in _pair_layers(source, model):
+            for name, weight in old.named_parameters():
+                _widen(weight, new.get_parameter(name))
+    return model
+
+
+def deepen_model(source: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
+    """Make a model with `layers` layers and the logits of `source`: the added layers are the identity."""
+    torch.manual_seed(RECIPE.seed)
+    model = LlamaForCausalLM(LlamaConfig(**{**source.config.to_dict(), "num_hidden_layers": layers}))
+    model.model.embed_tokens.load_state_dict(source.model.embed_tokens.state_dict())
+    model.model.norm.load_state_dict(source.model.norm.state_dict())
+    for old, new in _pair_layers(source, model):
+        new.load_state_dict(old.state_dict())
+    return model
+
+
+def _pair_layers(source: LlamaForCausalLM, model: LlamaForCausalLM) -> list[tuple[nn.Module, nn.Module]]:
+    """Make every layer of `model` the identity, and pair each layer of `source` with the layer that replaces it."""
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    last, layers = len(source.model.layers) - 1, model.model.layers
+    # evenly spread, the first and last included
+    return [(old, layers[round(number * (len(layers) - 1) / last)]) for number, old in enumerate(source.model.layers)]
+
+
+def _size_fields(recipe: Recipe) -> dict[str, int]:
+    return {
+        "hidden_size": recipe.hidden_size,
+        "intermediate_size": recipe.intermediate_size,
+        "num_hidden_layers": recipe.layers,
+        "num_attention_heads": recipe.heads,
+        "num_key_value_heads": recipe.kv_heads,
+    }
+
+
+def _widen(weight: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy `weight` twice along the outputs, split between two copies of the inputs.
+
+    The rest of `target` is unchanged.
+    """
+    if weight.dim() == 1:
+        target.copy_(weight.repeat(2))
+        return
+    outputs, inputs = (2 * size for size in weight.shape)
+    wide = weight.repeat(2, 1)
+    share = 0.5 + _SHARE_DEVIATION * torch.randn_like(wide)
+    target[:outputs, : inputs // 2] = share * wide
+    target[:outputs, inputs // 2 : inputs] = (1 - share) * wide

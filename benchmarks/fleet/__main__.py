@@ -1,12 +1,12 @@
 """Simulates many replicas of the engine. Results: docs/guide/scale.md.
 
     python -m benchmarks.fleet --measure OUT [--rows 8] [--chunk 256] [--costs FILE]
-    python -m benchmarks.fleet --compare OUT [--virtual] [--costs FILE]
+    python -m benchmarks.fleet --compare OUT [--costs FILE]
     python -m benchmarks.fleet [--costs FILE] [--replicas 1000] [--loads 0.5 0.7 ...] [--json FILE] [--plot FILE]
 
 The first measures an exported model's runs on this machine and writes them to FILE. The second compares the same
-requests on a real engine and on a simulated one; with --virtual, on a clock that the engine's runs advance by their
-times in FILE, so that the machine's speed does not matter. The third simulates replicas with these costs behind several
+requests on a real engine and on a simulated one, on a clock that the engine's runs advance by their times in FILE, so
+that the machine's speed does not matter. The third simulates replicas with these costs behind several
 routings; the same seed gives the same figures. Without FILE, the costs are those of the stored figures in
 docs/lab/benchmarks.md. Loads are shares of the replicas' capacity without reuse of prefixes.
 """
@@ -36,7 +36,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", type=Path, metavar="OUT", help="measure this exported model")
     parser.add_argument("--compare", type=Path, metavar="OUT", help="run the same requests on a real engine")
-    parser.add_argument("--virtual", action="store_true", help="compare on a virtual clock")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--chunk", type=int, default=256)
     parser.add_argument("--costs", type=Path, help="file of measured costs; otherwise stored ones are used")
@@ -82,7 +81,7 @@ def comparison_table(folder: Path, args: argparse.Namespace, workload: Workload)
     rows = []
     for load in COMPARED:
         say(f"comparing at load {load:g}")
-        rows += compare(folder, costs, requests, load, args.virtual).rows()
+        rows += compare(folder, costs, requests, load).rows()
     return table(("load", "", "engine", "simulated", "ratio"), rows)
 
 

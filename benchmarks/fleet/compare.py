@@ -1,7 +1,7 @@
 """Compare a real engine with the simulated one on the same requests.
 
-The real engine runs in real time or on a virtual clock, which each run of the engine advances by its time in `costs`.
-The virtual clock compares scheduling and reuse of prefixes without the noise of the machine.
+The real engine runs on a virtual clock, which each run of the engine advances by its time in `costs`. So scheduling and
+reuse of prefixes are compared without the noise of the machine.
 """
 
 from __future__ import annotations
@@ -58,14 +58,11 @@ class Comparison:
         return found
 
 
-def compare(folder: Path, costs: Costs, requests: Requests, load: float, virtual: bool = False) -> Comparison:
-    """Run `requests` at `load` times the capacity on both engines.
-
-    virtual: run the real engine on the virtual clock.
-    """
+def compare(folder: Path, costs: Costs, requests: Requests, load: float) -> Comparison:
+    """Run `requests` at `load` times the capacity on both engines."""
     rate = load / costs.request(float(requests.prompt.mean()), float(requests.new.mean()))
     timed = requests.at_rate(rate)
-    measured = (_run_on_virtual_clock if virtual else _run_in_real_time)(folder, costs, timed)
+    measured = _run_on_virtual_clock(folder, costs, timed)
     outcomes = measured, simulate(costs, timed, 1, "random")
     return Comparison(load, *({name: figure(outcome) for name, figure in FIGURES} for outcome in outcomes))
 
@@ -88,20 +85,6 @@ def _open_engine(folder: Path, costs: Costs, requests: Requests) -> Iterator[tup
             for _ in range(2):  # warm-up: the first runs compile code and allocate memory
                 engine.submit(prompts[0][:1], max_new_tokens=8, ignore_eos=True).result()
             yield engine, prompts
-
-
-def _run_in_real_time(folder: Path, costs: Costs, requests: Requests) -> Outcome:
-    """Submit each request at its arrival."""
-    with _open_engine(folder, costs, requests) as (engine, prompts):
-        asked = []
-        started = time.perf_counter() + 0.05
-        for arrival, prompt, new in zip(requests.arrival.tolist(), prompts, requests.new.tolist(), strict=True):
-            time.sleep(max(0.0, started + arrival - time.perf_counter()))
-            asked.append(engine.submit(prompt, max_new_tokens=new, ignore_eos=True, seed=0))
-        timings = [each.result().timings for each in asked]
-        first = [each.prefill_seconds for each in timings]
-        whole = [each.prefill_seconds + each.decode_seconds for each in timings]
-        return _outcome(first, whole, [each.result() for each in asked])
 
 
 def _run_on_virtual_clock(folder: Path, costs: Costs, requests: Requests) -> Outcome:

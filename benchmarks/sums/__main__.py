@@ -8,8 +8,6 @@ A rule is `greedy`, a rule's name (`top_w`, `none`), or one of its parameters (`
 parameters after commas (`top_w,lam=2.2,beta=2.8`, `top_w,preset=lively`), which are passed to `generate` unchanged.
 Every seed has its own held-out problems. All rules and temperatures answer the same problems with the same random
 numbers.
-
---torch: generate with transformers and its own warpers instead; --folder is then the trained model's folder.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from benchmarks.common import machine, say
 from benchmarks.sums.picture import save_plot
 from benchmarks.sums.problems import Problem, problems
 from benchmarks.sums.scores import Cell, accuracy_table, details_table, difference_table
-from benchmarks.sums.sides import EngineSide, Reply, RuleChoice, Side, TorchSide
+from benchmarks.sums.sides import EngineSide, Reply, RuleChoice
 from topw_deploy.errors import TopWError
 from topw_lab.plots import require_matplotlib
 
@@ -33,7 +31,7 @@ RULES = ("greedy", "top_w", "top_w,preset=lively", "none", "top_k=50", "top_p=0.
 
 
 def measure(
-    side: Side, rules: Sequence[RuleChoice], temperatures: Sequence[float], asked: Sequence[Sequence[Problem]]
+    side: EngineSide, rules: Sequence[RuleChoice], temperatures: Sequence[float], asked: Sequence[Sequence[Problem]]
 ) -> list[Cell]:
     """Answer the problems: a cell per rule and temperature, and one for greedy.
 
@@ -65,14 +63,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.sums", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, required=True, help="an export, or with --torch the trained model")
+    parser.add_argument("--folder", type=Path, required=True, help="an export")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.5, 1.0, 1.5, 2.0], metavar="T")
     parser.add_argument("--rules", nargs="+", default=list(RULES), metavar="RULE", help=f"default: {' '.join(RULES)}")
     parser.add_argument("--seeds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--problems", type=int, default=100, help="per seed (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=32, help="rows that run at once (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="CPU threads; default: the library's")
-    parser.add_argument("--torch", action="store_true", help="use transformers instead of an export")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the counts to this file")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw accuracy over temperature (.png)")
     return parser.parse_args(arguments)
@@ -83,13 +80,12 @@ def run(options: argparse.Namespace) -> None:
         require_matplotlib()
     rules = [RuleChoice.parse(text) for text in options.rules]
     asked = [list(islice(problems(seed, held_out=True), options.problems)) for seed in range(options.seeds)]
-    side: Side = (TorchSide if options.torch else EngineSide)(options.folder, options.batch, options.threads)
+    side = EngineSide(options.folder, options.batch, options.threads)
     try:
         cells = measure(side, rules, options.temperatures, asked)
     finally:
         side.close()
-    way = "transformers' generate" if options.torch else "Engine"
-    title = f"{options.folder.name} by {way}; {options.seeds} seeds of {options.problems} problems; {machine()}"
+    title = f"{options.folder.name}; {options.seeds} seeds of {options.problems} problems; {machine()}"
     print(report(cells, title))
     if options.json:
         content: dict[str, Any] = {"title": title, "seeds": options.seeds, "problems": options.problems}

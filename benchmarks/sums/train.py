@@ -1,16 +1,13 @@
-"""Train the model: `python -m benchmarks.sums.train --output .cache/benchmarks/sums [--slice SECONDS] [--threads 2]`.
+"""Train the model: `python -m benchmarks.sums.train --output .cache/benchmarks/sums [--threads 2]`.
 
-Training can be interrupted. A checkpoint is written to the output folder every `--save-every` seconds and at the end of
-a slice; the same command continues from it, with the same weights as without an interruption. The finished model is a
-Hugging Face folder for `topw-export`. A run that would take longer than `--minutes` is ended by the clock, after the
-learning rate has decayed; only runs that end by steps are bit-for-bit repeatable.
+The model is a Hugging Face folder for `topw-export`. A run that would take longer than `--minutes` is ended by the
+clock, after the learning rate has decayed; only runs that end by steps are bit-for-bit repeatable.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +24,7 @@ from transformers import LlamaForCausalLM
 from benchmarks.common import say
 from benchmarks.sums.problems import Problem, problems
 from benchmarks.sums.tokenizer import train_tokenizer
+from topw_lab import training
 from topw_lab.training import (
     EOS,
     PAD,
@@ -38,48 +36,42 @@ from topw_lab.training import (
     write_tokenizer,
 )
 
-CHECKPOINT = "checkpoint.pt"
 LOG = "training_log.json"
 IGNORED = -100  # a target that is not scored
 TEST_SEED = 1_000_000  # seed of the held-out problems for the curve
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(training.Recipe):
     """Settings that, with the library versions and the machine's arithmetic, determine the weights.
 
+    momentum: Muon's. weight_decay is of the layers' matrices, betas are AdamW's.
     easy: share of the steps at the beginning that have one sum per problem.
     group: number of batches whose problems are sorted by length together.
+    evaluated: number of held-out problems.
     """
 
     vocab_size: int = 1664
     hidden_size: int = 192
     intermediate_size: int = 512
-    layers: int = 4
     heads: int = 6
-    context: int = 256  # tokens
-    batch: int = 32  # problems per step
+    kv_heads: int = 6
+    context: int = 256
+    batch: int = 32
     steps: int = 1600
-    warmup: int = 60  # steps
+    warmup: int = 60
+    weight_decay: float = 0.05
+    betas: tuple[float, float] = (0.9, 0.98)
+    evaluate_every: int = 100
+    momentum: float = 0.95
     easy: float = 0.15
     group: int = 8
-    learning_rate: float = 3e-3  # peak; a cosine reduces it to a twentieth
-    weight_decay: float = 0.05  # of the layers' matrices
-    momentum: float = 0.95  # Muon's
-    betas: tuple[float, float] = (0.9, 0.98)  # AdamW's
-    gradient_norm: float = 1.0
-    evaluate_every: int = 100  # steps
-    evaluated: int = 64  # held-out problems
-    seed: int = 1
-
-    @property
-    def kv_heads(self) -> int:
-        return self.heads
+    evaluated: int = 64
 
 
 @dataclass
 class Progress:
-    """Totals of a run over all its slices: steps, seconds of training, seconds of CPU time, points of the curve."""
+    """Totals of a run: steps, seconds of training, seconds of CPU time, points of the curve."""
 
     step: int = 0
     seconds: float = 0.0
@@ -114,18 +106,18 @@ def pad_rows(rows: Sequence[tuple[list[int], int]], pad: int) -> tuple[torch.Ten
     return inputs, targets
 
 
-def batches(recipe: Recipe, tokenizer: Tokenizer, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the training batches from step `first` on. A batch depends only on the recipe and the step."""
+def batches(recipe: Recipe, tokenizer: Tokenizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the training batches. A batch depends only on the recipe and the step."""
     easy = round(recipe.easy * recipe.steps)
     pad = special_id(tokenizer, PAD)
-    for group in range(first // recipe.group, -(-recipe.steps // recipe.group)):
+    for group in range(-(-recipe.steps // recipe.group)):
         start = group * recipe.group
         kinds = ("two",) if start < easy else ("two", "three", "more")
         seed = recipe.seed * 1_000_003 + group + 1
         rows = encode_problems(list(islice(problems(seed, kinds=kinds), recipe.batch * recipe.group)), tokenizer)
         rows.sort(key=lambda row: len(row[0]))
         order = torch.randperm(recipe.group, generator=torch.Generator().manual_seed(seed)).tolist()
-        for place in range(max(0, first - start), min(recipe.group, recipe.steps - start)):
+        for place in range(min(recipe.group, recipe.steps - start)):
             cut = order[place] * recipe.batch
             yield pad_rows(rows[cut : cut + recipe.batch], pad)
 
@@ -180,9 +172,9 @@ def optimizers_for(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.
 
 
 class Training:
-    """A run in a folder, resumed from its checkpoint if there is one.
+    """A run whose model is written to a folder.
 
-    minutes: maximum training time over all slices. The learning rate follows the steps or the clock, whichever is
+    minutes: maximum training time. The learning rate follows the steps or the clock, whichever is
         further along.
     """
 
@@ -192,8 +184,6 @@ class Training:
         self.model = build_model(recipe, self.tokenizer)
         self.optimizers = optimizers_for(self.model, recipe)
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / CHECKPOINT).exists():
-            self._load()
 
     @property
     def share(self) -> float:
@@ -204,47 +194,19 @@ class Training:
     def done(self) -> bool:
         return self.share >= 1
 
-    def run(self, seconds: float, save_every: float) -> None:
-        """Train until the run is done or `seconds` have passed, then save."""
-        progress, before = self.progress, dataclasses.replace(self.progress)
-        started, cpu = time.monotonic(), time.process_time()
-        saved, recent = started, []
-        for inputs, targets in batches(self.recipe, self.tokenizer, progress.step):
+    def run(self) -> None:
+        """Train until the run is done."""
+        progress, started, cpu = self.progress, time.monotonic(), time.process_time()
+        recent: list[float] = []
+        for inputs, targets in batches(self.recipe, self.tokenizer):
             recent.append(self._step(inputs, targets))
             progress.step += 1
-            now = time.monotonic()
-            progress.seconds = before.seconds + now - started
-            progress.cpu_seconds = before.cpu_seconds + time.process_time() - cpu
+            progress.seconds, progress.cpu_seconds = time.monotonic() - started, time.process_time() - cpu
             if progress.step % self.recipe.evaluate_every == 0 or self.done:
                 self._note(sum(recent) / len(recent))
                 recent = []
-            if self.done or now - started >= seconds:
-                break
-            if now - saved >= save_every:
-                self.save()
-                saved = now
-        self.save()
-
-    def save(self) -> None:
-        """Write the checkpoint. If this is interrupted, the previous one remains."""
-        state = {
-            "recipe": dataclasses.asdict(self.recipe),
-            "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "progress": dataclasses.asdict(self.progress),
-        }
-        partial = self.folder / f"{CHECKPOINT}.partial"
-        torch.save(state, partial)
-        os.replace(partial, self.folder / CHECKPOINT)
-
-    def _load(self) -> None:
-        state = torch.load(self.folder / CHECKPOINT, weights_only=True)
-        if state["recipe"] != dataclasses.asdict(self.recipe):
-            raise SystemExit(f"{self.folder} has a checkpoint of another recipe; remove it, or give another --output.")
-        self.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.progress = Progress(**state["progress"])
+            if self.done:
+                return
 
     def _step(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         recipe = self.recipe
@@ -264,21 +226,20 @@ class Training:
         say(" ".join(f"{name} {value:.4g}" for name, value in point.items()))
 
 
-def write_model(training: Training) -> dict[str, Any]:
-    """Write the float32 model, tokenizer and log into the folder, and remove the checkpoint. Returns the log."""
-    folder, model, recipe = training.folder, training.model, training.recipe
+def write_model(run: Training) -> dict[str, Any]:
+    """Write the float32 model, tokenizer and log into the folder. Returns the log."""
+    folder, model, recipe = run.folder, run.model, run.recipe
     model.config.architectures = [type(model).__name__]
     model.save_pretrained(folder)
-    write_tokenizer(model, training.tokenizer, recipe.context, folder)
+    write_tokenizer(model, run.tokenizer, recipe.context, folder)
     log = {
         "recipe": dataclasses.asdict(recipe),
         "parameters": sum(p.numel() for p in model.parameters()),
-        **dataclasses.asdict(training.progress),
+        **dataclasses.asdict(run.progress),
         "threads": torch.get_num_threads(),
         "versions": versions(),
     }
     write_json(folder / LOG, log)
-    (folder / CHECKPOINT).unlink()
     return log
 
 
@@ -288,24 +249,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=Recipe.steps, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=Recipe.seed, help="default: %(default)s")
     parser.add_argument("--minutes", type=float, default=29.0, help="maximum training time (default: %(default)s)")
-    parser.add_argument("--slice", type=float, default=float("inf"), help="seconds to train in this call; default: all")
-    parser.add_argument("--save-every", type=float, default=60.0, help="seconds (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: all (%(default)s)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     if (options.output / LOG).exists():
         sys.stdout.write(f"{options.output} is already trained; remove it to train again.\n")
         return
-    training = Training(Recipe(steps=options.steps, seed=options.seed), options.output, options.minutes)
-    training.run(options.slice, options.save_every)
-    if not training.done:
-        sys.stdout.write(f"{options.output}: {training.progress.step} of {options.steps} steps; run again to go on.\n")
-        return
-    log = write_model(training)
+    run = Training(Recipe(steps=options.steps, seed=options.seed), options.output, options.minutes)
+    run.run()
+    log = write_model(run)
     last = log["curve"][-1]
     sys.stdout.write(
         f"{options.output}: held-out loss {last['held_out_loss']:.4f}, every digit right in {last['digits_right']:.1%} "
-        f"of {training.recipe.evaluated} problems, {log['step']} steps in {log['seconds']:.0f} s\n"
+        f"of {run.recipe.evaluated} problems, {log['step']} steps in {log['seconds']:.0f} s\n"
     )
 
 

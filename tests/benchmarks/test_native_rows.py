@@ -1,4 +1,4 @@
-"""The tables of `python -m benchmarks.native_rows --rows rules|trained`: what they count, not what they time."""
+"""The tables of `python -m benchmarks.native_rows`: what they count, not what they time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.common import chip
-from benchmarks.native_rules import RULES, TimedRow, mean_entropy, rule_table, time_rules
+from benchmarks.native_rows import RULES, TimedRow, mean_entropy, rule_table, time_rules
 from tests.support.native_cases import opened
 from topw_deploy.sampling.rules import RULES_BY_CODE, kept_set
 
