@@ -259,15 +259,18 @@ class EmbeddingTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     zero_points: StoredArray | None = None
 
     def check_sizes(self, vocabulary: int, width: int) -> None:
-        """Raise ValueError unless the arrays have the sizes of `vocabulary` embeddings of `width` numbers."""
-        wanted = {"rows": (vocabulary, width), "mean": (width,), "inverse_std": (width,)}
+        """Raise ValueError unless the arrays have the sizes of `vocabulary` or more embeddings of `width` numbers."""
+        stored = max(
+            vocabulary, self.rows.shape[-1 if self.transposed else 0]
+        )  # a table may have rows beyond the logits
+        wanted = {"rows": (stored, width), "mean": (width,), "inverse_std": (width,)}
         if self.transposed:
-            wanted["rows"] = (width, vocabulary)
+            wanted["rows"] = (width, stored)
         if self.bits:
             blocks = -(-width // max(self.block_size, 1))
-            wanted["rows"], wanted["scales"] = (vocabulary, -(-width * self.bits // 8)), (vocabulary, blocks)
+            wanted["rows"], wanted["scales"] = (stored, -(-width * self.bits // 8)), (stored, blocks)
             if self.zero_points is not None:
-                wanted["zero_points"] = (vocabulary, -(-blocks * self.bits // 8))
+                wanted["zero_points"] = (stored, -(-blocks * self.bits // 8))
         for name, shape in wanted.items():
             array = getattr(self, name)
             in_codes = bool(self.bits) and name in ("rows", "zero_points")
