@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.device import DeviceKernel
-from tests.plugins.cuda.conftest import emulated_library  # noqa: F401  # a fixture
+from tests.plugins.conftest import emulated_library  # noqa: F401  # a fixture
 
 ROOT = Path(__file__).parents[2]
 
