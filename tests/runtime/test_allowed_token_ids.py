@@ -2,41 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from tests.support.toy_model import EOS, VOCAB, Load, Toy, byte_ids
 from topw_deploy.errors import LogitsError, ParameterError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.inputs import MaskInputs
-from topw_deploy.sampling.row import pack_mask
 
 HOT = {"temperature": 3.0, "lam": 0.1, "seed": 4, "max_new_tokens": 12, "ignore_eos": True}
-
-
-def words(*tokens: int) -> np.ndarray:
-    flags = np.zeros(64, np.bool_)
-    flags[list(tokens)] = True
-    return pack_mask(flags)
-
-
-def test_a_limit_holds_for_every_mask_of_its_row_until_it_is_cleared() -> None:
-    masks = MaskInputs(3, 2)
-    masks.limit(1, [3, 33, 63])
-    assert (masks.array[1] == words(3, 33, 63)).all()
-    masks.set(1, words(3, 4, 63))
-    masks.set(0, words(4))
-    assert (masks.array[1] == words(3, 63)).all()
-    assert (masks.array[0] == words(4)).all()
-    masks.swap(1, 2)
-    masks.set(2, words(4, 33))
-    masks.set(1, words(4, 33))
-    assert (masks.array[2] == words(33)).all()
-    assert (masks.array[1] == words(4, 33)).all()
-    masks.clear(2)
-    assert (masks.array[2] == -1).all()
-    masks.set(2, words(4))
-    assert (masks.array[2] == words(4)).all()
 
 
 def test_no_other_token_is_drawn(model: TopWModel) -> None:

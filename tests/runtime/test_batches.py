@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.support.toy_model import EOS, Load, Toy, byte_ids
-from topw_deploy.errors import ParameterError, PromptError
+from topw_deploy.errors import PromptError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.sampling import TopWParameters, uniform_for
+from topw_deploy.sampling import TopWParameters
 
 PROMPTS = ["a", "some longer prompt", "mid", "four of them"]
 
@@ -72,35 +72,11 @@ def test_a_single_prompt_with_several_sequences_gives_a_list(model: TopWModel) -
     assert len(model.generate(["ab"], max_new_tokens=2)) == 1
 
 
-def test_draws_depend_on_real_tokens_not_on_padding(model: TopWModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Position counts tokens before the draw: 1 for "a", although padded to 18 columns."""
-    from topw_deploy.runtime import loop
-
-    seen: list[np.ndarray] = []
-    original = loop.run_step
-
-    def watched(generation: loop.Generation) -> list[int]:
-        tokens = original(generation)
-        seen.append(generation.inputs.uniform.copy())
-        return tokens
-
-    monkeypatch.setattr(loop, "run_step", watched)
-    model.generate(PROMPTS, max_new_tokens=2, seed=77, ignore_eos=True)
-    lengths = [len(byte_ids(p)) for p in PROMPTS]
-    for step in range(2):
-        assert seen[step].tolist() == [uniform_for(77, length + step) for length in lengths]
-
-
 def test_a_decoder_that_cannot_pad_takes_equal_lengths_only(load: Load) -> None:
     model = load(Toy.random(0), padding=False)
     assert len(model.generate(["abc", "def"], max_new_tokens=2)) == 2
     with pytest.raises(PromptError, match="cannot pad, but the prompts of the batch have 3, 2 tokens"):
         model.generate(["abc", "de"])
-
-
-def test_a_list_of_the_wrong_length_is_an_error(model: TopWModel) -> None:
-    with pytest.raises(ParameterError, match="temperature has 3 values for 2 prompts"):
-        model.generate(["a", "b"], temperature=[1, 1, 1])
 
 
 def test_rows_that_end_at_different_times_do_not_change_each_other(load: Load) -> None:

@@ -48,57 +48,6 @@ def check(
     assert plain.token_ids != result.token_ids, "the edits of this test must make a difference"
 
 
-def test_repetition_penalty_counts_prompt_and_generated_tokens(model: TopWModel, toy: Toy) -> None:
-    def edit(tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        penalty, bias = none()
-        penalty[list(set(tokens))] = 1.6
-        return penalty, bias
-
-    check(model, toy, edit, repetition_penalty=1.6)
-
-
-def test_presence_and_frequency_penalties_count_generated_tokens_only(model: TopWModel, toy: Toy) -> None:
-    def edit(tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        penalty, bias = none()
-        for token, count in Counter(tokens[len(PROMPT) :]).items():
-            bias[token] = -0.75 - 0.5 * count
-        return penalty, bias
-
-    check(model, toy, edit, presence_penalty=0.75, frequency_penalty=0.5)
-
-
-def test_logit_bias_and_suppressed_tokens(model: TopWModel, toy: Toy) -> None:
-    likely = np.argsort(-toy.logits(PROMPT))[:3].tolist()
-
-    def edit(tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        penalty, bias = none()
-        bias[100], bias[200] = 8.0, -3.5
-        bias[likely] = -np.inf
-        return penalty, bias
-
-    check(model, toy, edit, logit_bias={100: 8.0, "200": -3.5}, suppress_tokens=likely)
-
-
-def test_no_repeat_ngram_size_never_repeats_one(model: TopWModel, toy: Toy) -> None:
-    for size in (1, 2, 3):
-
-        def edit(tokens: list[int], size: int = size) -> tuple[np.ndarray, np.ndarray]:
-            penalty, bias = none()
-            tail = tokens[len(tokens) - size + 1 :]
-            for start in range(len(tokens) - size + 1):
-                if tokens[start : start + size - 1] == tail:
-                    bias[tokens[start + size - 1]] = -np.inf
-            return penalty, bias
-
-        if size == 3:  # hot sampling does not repeat three tokens
-            result = model.generate(PROMPT, max_new_tokens=60, temperature=0, no_repeat_ngram_size=3, ignore_eos=True)
-            tokens = PROMPT + result.token_ids
-            grams = [tuple(tokens[i : i + 3]) for i in range(len(tokens) - 2)]
-            assert len(set(grams)) == len(grams)
-        else:
-            check(model, toy, edit, no_repeat_ngram_size=size)
-
-
 def test_bad_words_are_banned_only_where_they_would_be_completed(load: Load) -> None:
     toy = Toy.script(byte_ids("abcabc"), prompt_tokens=1)
     model = load(toy)
@@ -126,11 +75,12 @@ def test_min_new_tokens_bans_the_end_of_sequence_until_then(load: Load) -> None:
     assert len(model.generate("ab", max_new_tokens=30, min_length=5, seed=1).token_ids) == 4
 
 
-def test_stop_strings_wait_for_min_new_tokens(load: Load) -> None:
-    model = load(Toy.script(byte_ids("a.b.c."), prompt_tokens=1))
-    assert model.generate("x", max_new_tokens=6, stop_strings=".").text == "a"
-    assert model.generate("x", max_new_tokens=6, stop_strings=".", min_new_tokens=3).text == "a.b"
-    assert model.generate("x", max_new_tokens=6, stop_strings=".", min_new_tokens=4).text == "a.b"
+def test_no_repeat_ngram_size_never_repeats_one(model: TopWModel) -> None:
+    for size in (1, 2, 3):
+        result = model.generate(PROMPT, max_new_tokens=60, temperature=0, no_repeat_ngram_size=size, ignore_eos=True)
+        tokens = PROMPT + result.token_ids
+        grams = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
+        assert len(set(grams)) == len(grams) - (size == 1), "hello has its l twice"
 
 
 def test_all_edits_together_fit_and_agree(model: TopWModel, toy: Toy) -> None:
@@ -140,7 +90,7 @@ def test_all_edits_together_fit_and_agree(model: TopWModel, toy: Toy) -> None:
         penalty, bias = none()
         penalty[list(set(tokens))] = 1.2
         for token, count in Counter(tokens[len(PROMPT) :]).items():
-            bias[token] -= 0.25 * count
+            bias[token] -= 0.75 + 0.25 * count
         bias[50:90] += 0.5
         bias[np.arange(120, 160)] = -np.inf
         for start in range(len(tokens) - 1):
@@ -153,17 +103,12 @@ def test_all_edits_together_fit_and_agree(model: TopWModel, toy: Toy) -> None:
         toy,
         edit,
         repetition_penalty=1.2,
+        presence_penalty=0.75,
         frequency_penalty=0.25,
-        logit_bias=dict.fromkeys(range(50, 90), 0.5),
+        logit_bias={**dict.fromkeys(range(50, 89), 0.5), "89": 0.5},
         suppress_tokens=list(range(120, 160)),
         no_repeat_ngram_size=2,
     )
-
-
-def test_a_batch_without_edits_sends_empty_inputs(model: TopWModel) -> None:
-    edits = edits_of(model.prepare(["a", "b"]))
-    assert not edits.is_active
-    assert edits.ids.shape == (2, 0)
 
 
 def test_slots_stay_distinct_within_a_row(model: TopWModel) -> None:
@@ -220,14 +165,6 @@ def test_a_row_whose_edits_do_not_fit_is_without_edits(model: TopWModel) -> None
         edits.set(1, large)
     assert not edits.is_active
     assert edits.ids.tolist() == [[-1] * 4] * 2
-
-
-def test_a_graph_with_fixed_slots_refuses_more_edits(model: TopWModel) -> None:
-    requests = model.prepare("abc", logit_bias={1: 1.0, 2: 1.0, 3: 1.0})
-    assert edits_of(requests, fixed=3).ids.tolist() == [[1, 2, 3]]
-    with pytest.raises(ParameterError, match="edits more than 2 tokens"):
-        edits_of(requests, fixed=2)
-    assert edits_of(model.prepare("abc"), fixed=4).ids.tolist() == [[-1] * 4]
 
 
 def test_penalties_that_add_up_beyond_float32_stay_finite(model: TopWModel) -> None:

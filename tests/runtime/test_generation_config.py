@@ -8,56 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.prepared import params
 from tests.support.toy_model import VOCAB, Load, Toy
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.sequence import SequenceParams
 
 SETTINGS = {"temperature": 2.0, "lam": 0.3, "max_new_tokens": 5, "seed": 3}
-
-
-def row(request: dict[str, Any], config: dict[str, Any], model: dict[str, Any]) -> SequenceParams:
-    return params({**request, "generation_config": config}, file=model)
-
-
-@pytest.mark.parametrize(
-    ("request_", "config", "model", "temperature"),
-    [
-        ({}, {"temperature": 0.5}, {"temperature": 0.6}, 0.5),
-        ({"temperature": 0.4}, {"temperature": 0.5}, {"temperature": 0.6}, 0.4),
-        ({}, {"temperature": None}, {"temperature": 0.6}, 0.6),
-        ({}, {"do_sample": False, "temperature": 0.5}, {}, 0.0),
-        ({"temperature": 0.4}, {"do_sample": False}, {}, 0.4),
-        ({"do_sample": True}, {"do_sample": False, "temperature": 0.5}, {}, 0.5),
-        ({"do_sample": True}, {"temperature": 0.0}, {}, 1.0),
-        ({}, {"do_sample": True}, {"do_sample": False, "temperature": 0.6}, 0.6),
-        ({}, {"temperature": 0.5}, {"do_sample": False}, 0.5),
-        ({}, {"lam": 1.0}, {"do_sample": False}, 0.0),
-        ({}, {"do_sample": True}, {"temperature": 0.0}, 1.0),
-    ],
-)
-def test_the_temperature_comes_from_the_first_place_that_states_it(
-    request_: dict[str, Any], config: dict[str, Any], model: dict[str, Any], temperature: float
-) -> None:
-    assert row(request_, config, model).top_w.temperature == temperature
-
-
-@pytest.mark.parametrize(
-    ("request_", "config", "model", "budget"),
-    [
-        ({}, {"max_new_tokens": 7}, {"max_new_tokens": 30}, 7),
-        ({}, {"max_length": 30}, {"max_new_tokens": 5}, 20),
-        ({}, {"max_length": 30, "max_new_tokens": 5}, {}, 5),
-        ({"max_new_tokens": 3}, {"max_length": 8}, {}, 3),
-        ({"max_length": 12}, {"max_new_tokens": 7}, {}, 2),
-        ({}, {"max_tokens": 9}, {}, 9),
-    ],
-)
-def test_the_token_limit_comes_from_the_first_place_that_states_one(
-    request_: dict[str, Any], config: dict[str, Any], model: dict[str, Any], budget: int
-) -> None:
-    assert row(request_, config, model).budget == budget
 
 
 def test_everything_that_a_request_may_state_may_be_stated_there(model: TopWModel) -> None:

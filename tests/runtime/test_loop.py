@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -114,22 +113,6 @@ def test_the_cache_stays_in_onnxruntime_and_logits_never_leave_the_graph(
     assert crossed >= {"input_ids", "next_token", "uniform"}
 
 
-def test_generation_stops_at_the_end_of_sequence(load: Load) -> None:
-    model = load(Toy.script([*byte_ids("abc"), EOS, *byte_ids("never")], prompt_tokens=2))
-    result = model.generate("xy", max_new_tokens=20)
-    assert (result.text, result.finish_reason, result.stop) == ("abc", "stop", EOS)
-    assert result.token_ids == [*byte_ids("abc"), EOS]
-    assert len(result.logprobs) == len(result.kept) == len(result.certified) == 4
-
-
-def test_an_ordinary_token_can_end_the_text_and_is_not_part_of_the_text(load: Load) -> None:
-    model = load(Toy.script(byte_ids("abc.def"), prompt_tokens=2))
-    (dot,) = byte_ids(".")
-    result = model.generate("xy", max_new_tokens=7, eos_token_id=[EOS, dot])
-    assert (result.text, result.stop) == ("abc", dot)
-    assert "".join(p.text for p in model.stream("xy", max_new_tokens=7, eos_token_id=dot)) == "abc"
-
-
 def test_ignore_eos_goes_on_and_leaves_the_special_token_out_of_the_text(load: Load) -> None:
     model = load(Toy.script([*byte_ids("ab"), EOS, *byte_ids("cd")], prompt_tokens=1))
     result = model.generate("x", max_new_tokens=5, ignore_eos=True)
@@ -213,29 +196,6 @@ def test_a_finished_row_cannot_fail_the_others(load: Load) -> None:
     model = load(toy, generation_config={"pad_token_id": PAD})
     short, long = model.generate(["ab", "cd"], max_new_tokens=[1, 8], ignore_eos=True, seed=3)
     assert (len(short.token_ids), len(long.token_ids)) == (1, 8)
-
-
-def test_banning_everything_is_a_generation_error(model: TopWModel) -> None:
-    with pytest.raises(GenerationError, match="row 0 is invalid at step 0"):
-        model.generate("ab", suppress_tokens=list(range(VOCAB)))
-
-
-def test_two_threads_on_one_model_do_not_disturb_each_other(model: TopWModel) -> None:
-    """Each generation has its own cache; a shared one would corrupt answers."""
-    hot = {"temperature": 3.0, "lam": 0.1, "max_new_tokens": 40, "ignore_eos": True}
-    prompts = ["first", "second prompt", "third"]
-    alone = [model.generate(p, seed=i, **hot).token_ids for i, p in enumerate(prompts)]
-    found: dict[int, list[int]] = {}
-
-    def work(index: int) -> None:
-        found[index] = model.generate(prompts[index], seed=index, **hot).token_ids
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[i] for i in range(3)] == alone
 
 
 def test_two_interleaved_streams_do_not_disturb_each_other(model: TopWModel) -> None:

@@ -7,62 +7,50 @@ import pytest
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.inputs import MaskInputs
+from topw_deploy.sampling.row import unpack_mask
+
+ROWS, TOKENS = 3, 64
+EVERY = set(range(TOKENS))
 
 
-def mask(*words: int) -> np.ndarray:
-    return np.array(words, np.int32)
+@pytest.mark.parametrize("always", [False, True])
+def test_masks_and_limits_stay_with_their_rows_until_they_are_cleared(always: bool) -> None:
+    rng, masks = np.random.default_rng(0), MaskInputs(ROWS, TOKENS // 32, always=always)
+    allowed: list[set[int] | None] = [None] * ROWS  # None: the row is not masked
+    limits: list[set[int]] = [EVERY] * ROWS
+    for _ in range(500):
+        row, other = rng.integers(0, ROWS, 2).tolist()
+        kind = rng.choice(["set", "limit", "clear", "swap"], p=[0.4, 0.1, 0.4, 0.1])
+        if kind == "set":
+            words = rng.integers(-(2**31), 2**31, TOKENS // 32).astype(np.int32)
+            masks.set(row, words)
+            allowed[row] = limits[row] & set(np.flatnonzero(unpack_mask(words[None], TOKENS)).tolist())
+            words[:] = 7  # the mask is a copy
+        elif kind == "limit":
+            limits[row] = set(rng.choice(TOKENS, 20, replace=False).tolist())
+            masks.limit(row, limits[row])
+            allowed[row] = limits[row]
+        elif kind == "clear":
+            masks.clear(row)
+            allowed[row], limits[row] = None, EVERY
+        else:
+            masks.swap(row, other)
+            for column in (allowed, limits):
+                column[row], column[other] = column[other], column[row]  # type: ignore[index, assignment]
+        assert masks.is_active == any(each is not None for each in allowed)
+        assert masks.array.dtype == np.int32
+        if not always and not masks.is_active:
+            assert masks.array.shape == (ROWS, 0), "no words cost least"
+            continue
+        found = [set(np.flatnonzero(flags).tolist()) for flags in unpack_mask(masks.array, TOKENS)]
+        assert found == [EVERY if each is None else each for each in allowed]
 
 
-def test_a_batch_without_masks_has_no_words() -> None:
-    masks = MaskInputs(3, 2)
-    assert masks.array.shape == (3, 0)
-    assert masks.array.dtype == np.int32
-    assert not masks.is_active
-
-
-def test_the_first_mask_gives_all_rows_words_but_forbids_tokens_in_its_row_only() -> None:
-    masks = MaskInputs(3, 2)
-    given = mask(5, 0)
-    masks.set(1, given)
-    given[:] = 7  # the mask is a copy
-    assert masks.array.tolist() == [[-1, -1], [5, 0], [-1, -1]]
-    assert masks.is_active
-
-
-def test_without_masks_there_are_no_words_and_new_words_allow_everything() -> None:
-    masks = MaskInputs(2, 1)
-    masks.set(0, mask(1))
-    masks.set(1, mask(2))
-    masks.clear(0)
-    masks.clear(0)
-    assert masks.array.tolist() == [[-1], [2]]
-    masks.clear(1)
-    assert masks.array.shape == (2, 0)
-    masks.set(0, mask(3))
-    assert masks.array.tolist() == [[3], [-1]]
-
-
-def test_a_graph_that_always_takes_masks_gets_ones() -> None:
-    masks = MaskInputs(2, 3, always=True)
-    assert masks.array.tolist() == [[-1] * 3] * 2
-    assert not masks.is_active
-
-
-def test_rows_are_exchanged_with_their_masks() -> None:
-    masks = MaskInputs(3, 1)
-    masks.swap(0, 1)
-    assert masks.array.shape == (3, 0)
-    masks.set(0, mask(1))
-    masks.swap(0, 2)
-    assert masks.array.tolist() == [[-1], [-1], [1]]
-    masks.clear(2)
-    assert not masks.is_active
-
-
-@pytest.mark.parametrize("words", [mask(1), mask(1, 2, 3), np.zeros(2, np.int64), np.zeros((1, 2), np.int32)])
-def test_a_mask_of_another_shape_or_type_is_refused_and_changes_nothing(words: np.ndarray) -> None:
+@pytest.mark.parametrize("shape", [(1,), (3,), (1, 2)])
+def test_a_mask_of_another_shape_or_type_is_refused_and_changes_nothing(shape: tuple[int, ...]) -> None:
     masks = MaskInputs(2, 2)
-    masks.set(0, mask(3, 4))
-    with pytest.raises(ParameterError, match=r"must be int32 \[2\]"):
-        masks.set(0, words)
+    masks.set(0, np.array([3, 4], np.int32))
+    for words in (np.zeros(shape, np.int32), np.zeros(2, np.int64)):
+        with pytest.raises(ParameterError, match=r"must be int32 \[2\]"):
+            masks.set(0, words)
     assert masks.array.tolist() == [[3, 4], [-1, -1]]

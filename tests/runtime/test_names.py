@@ -16,28 +16,6 @@ from topw_deploy.runtime.parameters import ALIASES, check_names
 HOT = {"temperature": 3.0, "lam": 0.1, "seed": 4}
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_max_tokens_is_max_new_tokens(model: TopWModel, name: str) -> None:
-    assert len(model.generate("ab", ignore_eos=True, **{name: 3}).token_ids) == 3
-
-
-def test_min_tokens_is_min_new_tokens() -> None:
-    assert params({"min_tokens": 4}).min_new_tokens == 4
-
-
-@pytest.mark.parametrize("stop", ["<", ["#", "<"]])
-def test_stop_is_stop_strings(load: Load, stop: object) -> None:
-    result = load(Toy.script([*byte_ids("ok<no"), EOS], prompt_tokens=1)).generate("x", stop=stop)
-    assert (result.text, result.finish_reason, result.stop) == ("ok", "stop", "<")
-
-
-def test_n_is_num_return_sequences(model: TopWModel) -> None:
-    results = model.generate("ab", n=3, max_tokens=4, **HOT)
-    assert [r.sample for r in results] == [0, 1, 2]
-    expected = model.generate("ab", num_return_sequences=3, max_new_tokens=4, **HOT)
-    assert [r.token_ids for r in results] == [r.token_ids for r in expected]
-
-
 @pytest.mark.parametrize(("alias", "name"), ALIASES.items())
 def test_a_name_and_its_alias_together_are_refused_and_both_are_named(alias: str, name: str) -> None:
     if name == "top_m":  # fixed by the export, under either name

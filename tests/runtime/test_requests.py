@@ -43,6 +43,18 @@ def row(request: dict[str, Any], model: dict[str, Any] | None = None) -> Sequenc
         ({"do_sample": True}, {"do_sample": False, "temperature": 0.6}, "temperature", 0.6),
         ({"do_sample": True}, {"temperature": 0.0}, "temperature", 1.0),
         ({"do_sample": False, "temperature": 0.7}, {}, "temperature", 0.0),
+        # generation_config, between the request and generation_config.json
+        ({"generation_config": {"temperature": 0.5}}, {"temperature": 0.6}, "temperature", 0.5),
+        ({"temperature": 0.4, "generation_config": {"temperature": 0.5}}, {}, "temperature", 0.4),
+        ({"generation_config": {"temperature": None}}, {"temperature": 0.6}, "temperature", 0.6),
+        ({"generation_config": {"do_sample": False, "temperature": 0.5}}, {}, "temperature", 0.0),
+        ({"temperature": 0.4, "generation_config": {"do_sample": False}}, {}, "temperature", 0.4),
+        ({"do_sample": True, "generation_config": {"do_sample": False, "temperature": 0.5}}, {}, "temperature", 0.5),
+        ({"do_sample": True, "generation_config": {"temperature": 0.0}}, {}, "temperature", 1.0),
+        ({"generation_config": {"do_sample": True}}, {"do_sample": False, "temperature": 0.6}, "temperature", 0.6),
+        ({"generation_config": {"temperature": 0.5}}, {"do_sample": False}, "temperature", 0.5),
+        ({"generation_config": {"lam": 1.0}}, {"do_sample": False}, "temperature", 0.0),
+        ({"generation_config": {"do_sample": True}}, {"temperature": 0.0}, "temperature", 1.0),
         # other kinds of numbers
         ({"temperature": np.float32(0.5)}, {}, "temperature", 0.5),
         ({"lam": np.int64(2)}, {}, "lam", 2.0),
@@ -92,6 +104,12 @@ def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
         ({"max_length": 30}, {"max_new_tokens": 5}, 20),
         ({"max_new_tokens": 7}, {"max_length": 12}, 7),
         ({}, {"max_length": 8}, 256),  # ignored: below the prompt's length
+        ({"generation_config": {"max_new_tokens": 7}}, {"max_new_tokens": 30}, 7),
+        ({"generation_config": {"max_length": 30}}, {"max_new_tokens": 5}, 20),
+        ({"generation_config": {"max_length": 30, "max_new_tokens": 5}}, {}, 5),
+        ({"max_new_tokens": 3, "generation_config": {"max_length": 8}}, {}, 3),
+        ({"max_length": 12, "generation_config": {"max_new_tokens": 7}}, {}, 2),
+        ({"generation_config": {"max_tokens": 9}}, {}, 9),
         ({"max_new_tokens": 100_000}, {}, 990),  # the context
         ({"max_length": 100_000}, {}, 990),
     ],

@@ -142,14 +142,6 @@ def test_a_row_without_an_allowed_token_is_named(sampler: TopWSampler) -> None:
         sampler.sample(LOGITS, uniform=0.5, allowed=flags)
 
 
-def test_half_precision_logits_are_taken_as_float32(sampler: TopWSampler) -> None:
-    half = LOGITS.astype(np.float16)
-    assert (
-        sampler.sample(half, uniform=0.3).next_token.tolist()
-        == sampler.sample(half.astype(np.float32), uniform=0.3).next_token.tolist()
-    )
-
-
 def test_an_invalid_row_is_named(sampler: TopWSampler) -> None:
     spoilt = LOGITS.copy()
     spoilt[[2, 5], 7] = np.nan
