@@ -11,7 +11,7 @@ LOADERS: dict[str, Maker] = {
     each.__name__.replace("_", "-"): each
     for each in (
         # exports
-        exports.manifest, exports.sampler_manifest, exports.folder, exports.tokenizer, exports.template,
+        exports.manifest, exports.folder, exports.tokenizer, exports.template,
         exports.session, exports.stamp,
         # sources
         sources.checkpoint, sources.torch_file, sources.torch_pickle, sources.foreign, sources.foreign_config,

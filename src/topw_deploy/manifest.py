@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 
 from topw_deploy.dtypes import ELEMENT_TYPES, element_bytes
 from topw_deploy.errors import ManifestError
-from topw_deploy.files import NotRegularError, open_inside, open_regular, special_files
+from topw_deploy.files import NotRegularError, open_inside, open_regular
 from topw_deploy.folders import atomic_file
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 from topw_deploy.sampling.rules import RULES, carried_rules
@@ -30,7 +30,6 @@ FORMAT_VERSION = 1
 MOST_TOKENS = (1 << 31) - 1  # maximum context; operators count tokens in 32 bits
 _MOST_BYTES = 16 << 20  # of a manifest, which has a few KB
 _MOST_LAYERS = 4096
-_ENGINES = "engines"  # a subfolder whose files are checked when they are used (tensorrt/engines.py)
 
 Target = Literal["onnxruntime", "tensorrt"]
 Status = Literal["provisional", "passed", "partial", "skipped"]
@@ -260,9 +259,8 @@ class EmbeddingTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def check_sizes(self, vocabulary: int, width: int) -> None:
         """Raise ValueError unless the arrays have the sizes of `vocabulary` or more embeddings of `width` numbers."""
-        stored = max(
-            vocabulary, self.rows.shape[-1 if self.transposed else 0]
-        )  # a table may have rows beyond the logits
+        # A table may have rows beyond the logits.
+        stored = max(vocabulary, self.rows.shape[-1 if self.transposed else 0])
         wanted = {"rows": (stored, width), "mean": (width,), "inverse_std": (width,)}
         if self.transposed:
             wanted["rows"] = (width, stored)
@@ -461,8 +459,8 @@ def load_manifest(folder: str | Path) -> DecoderManifest | SamplerManifest:
     """Read the manifest of `folder`, which may be a link, and check the sizes of the files that it lists.
 
     Hashes are not checked, because loading must not read gigabytes; use `check_hashes`.
-    Raises ManifestError for a missing or malformed manifest, for a listed file that is missing, not regular, linked,
-    outside the folder or of another size, and for any pipe, socket or device in the folder.
+    Raises ManifestError for a missing or malformed manifest, for a listed file that is missing, not regular, linked
+    or of another size.
     """
     folder = Path(folder)
     path = folder / MANIFEST_NAME
@@ -486,11 +484,6 @@ def load_manifest(folder: str | Path) -> DecoderManifest | SamplerManifest:
     manifest = manifest_from_json(raw)
     for name, entry in manifest.files.items():
         open_listed(folder, name, entry).close()
-    for special, kind in special_files(folder, deep=True, without=_ENGINES):
-        raise ManifestError(
-            f"{special} is {kind}, and a model folder holds regular files only; remove it, or copy the folder's files "
-            "elsewhere."
-        )
     return manifest
 
 

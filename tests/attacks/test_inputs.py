@@ -83,17 +83,6 @@ def test_answers_of_another_run_are_not_continued(tmp_path: Path, name: str) -> 
         read_finished(tmp_path / "out.jsonl", ["r", "s"], [1, 1], "m")
 
 
-def test_json_of_any_depth_is_read_or_refused_with_a_typed_error() -> None:
-    """Parsing, checking and writing JSON have bounds of their own, which differ by a few levels."""
-    for depth in (*range(90, 110), *range(900, 1000)):
-        for line in (b"[" * depth + b"]" * depth, b'{"messages": [{"a": ' + b"[" * depth + b"]" * depth + b"}]}"):
-            try:
-                for found in read_prompt_lines(line, "in.jsonl", {}, chat=False, system=None):
-                    found.digest({})
-            except PromptError:
-                continue
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
