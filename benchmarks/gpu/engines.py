@@ -15,8 +15,8 @@ from benchmarks.gpu import unpack
 from benchmarks.gpu.job import Job, MissingError, Result, Step
 
 MODULES = ("tensorrt", "tensorrt_bindings")
-PLUGINS = {"plugin": ("python", "plugin"), "the file's function": ("none", "graph")}
-"""What runs the sampler's node -> (TensorRTRequest.plugin, the sampler that the opened model must report)."""
+PLUGINS = {"plugin": ("auto", "plugin"), "the file's function": ("none", "graph")}
+"""What runs the sampler's node -> (build_engine's `plugin`, the sampler that the opened model must report)."""
 
 _BATCH, _SEQUENCE = 4, 64
 _BUILD, _RUN = (150, 470), (40, 240)  # seconds: expected, maximum

@@ -144,7 +144,7 @@ def test_a_missing_package_is_reported_with_pips_message(tmp_path: Path, monkeyp
 def test_the_demo_is_packed_with_the_cpus_tokens(packed_demo: list[Path], tmp_path: Path) -> None:  # noqa: F811
     assert len(packed_demo) >= 4
     assert unpack(packed_demo, tmp_path / "host") == []
-    assert list(components(tmp_path / "host")) == ["folders"]
+    assert list(components(tmp_path / "host")) == ["folders", "packages"]
     folder = tmp_path / "host" / "folders" / "float16-gqa"
     recorded = json.loads(folder.with_name("float16-gqa.tokens.json").read_text(encoding="utf-8"))
     assert len(recorded["tokens"]) == 32

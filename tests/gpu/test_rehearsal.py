@@ -75,7 +75,7 @@ def test_every_figure_is_marked_as_a_rehearsals(rehearsed: tuple[Path, subproces
 def test_absences_are_reported_first(rehearsed: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     out, done = rehearsed
     for said in (done.stderr, done.stdout, (out / "results.md").read_text()):
-        assert "no engine is built in a rehearsal" in said
+        assert "there is no model exported for TensorRT" in said
 
 
 def test_the_same_command_again_repeats_no_finished_step(

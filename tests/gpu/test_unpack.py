@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-import lzma
 import os
 import shutil
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -121,98 +117,18 @@ def test_archives_of_another_pack_are_refused(pack: list[Path], tmp_path: Path) 
         unpack(sorted((tmp_path / "pack").glob("*.tar.xz")), tmp_path / "host")
 
 
-def member(name: str, content: bytes = b"", **settings: Any) -> tuple[tarfile.TarInfo, bytes]:
-    info = tarfile.TarInfo(name)
-    info.size = len(content)
-    for setting, value in settings.items():
-        setattr(info, setting, value)
-    return info, content
-
-
-def crafted(folder: Path, *members: tuple[tarfile.TarInfo, bytes], size: int = 1 << 20) -> Path:
-    """These members, with a matching index."""
-    folder.mkdir(exist_ok=True)
-    path = folder / "pack-onnxruntime-1.tar.xz"
-    with lzma.open(path, "wb") as stream, tarfile.open(fileobj=stream, mode="w") as tar:
-        for info, content in members:
-            tar.addfile(info, io.BytesIO(content))
-    index = {
-        "format": 1, "slices": {}, "absent": {},
-        "archives": [{"name": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}],
-        "components": {"onnxruntime": {"archives": [path.name], "bytes": size}},
-    }  # fmt: skip
-    (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
-    return path
-
-
-LINK = {"type": tarfile.SYMTYPE}
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        member("../evil", b"x"),
-        member("onnxruntime/../../evil", b"x"),
-        member("/tmp/evil", b"x"),
-        member("other/evil", b"x"),
-        member("onnxruntime", b"x"),
-        member("onnxruntime/evil", linkname="/etc", **LINK),
-        member("onnxruntime/evil", linkname="../..", **LINK),
-        member("onnxruntime/evil", linkname="..", **LINK),
-        member("onnxruntime/evil", linkname="sub/../../..", **LINK),
-        member("onnxruntime/evil", linkname="onnxruntime/a", type=tarfile.LNKTYPE),
-        member("onnxruntime/evil", type=tarfile.FIFOTYPE),
-        member("onnxruntime/evil", type=tarfile.CHRTYPE),
-    ],
-)
-def test_a_member_that_leads_out_of_the_folder_is_refused(tmp_path: Path, bad: tuple[tarfile.TarInfo, bytes]) -> None:
-    archive = crafted(tmp_path / "pack", member("onnxruntime/good", b"good"), bad)
-    with pytest.raises(BenchmarkError, match="refused"):
-        unpack([archive], tmp_path / "host")
-    assert not [path for path in tmp_path.rglob("evil*") if path.name == "evil"]
-    assert components(tmp_path / "host") == {}
-
-
-def test_an_existing_link_is_not_followed(tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (tmp_path / "host").mkdir()
-    (tmp_path / "host" / "onnxruntime").symlink_to(outside)
-    with pytest.raises(BenchmarkError, match="leads out of"):
-        unpack([crafted(tmp_path / "pack", member("onnxruntime/evil", b"x"))], tmp_path / "host")
-    assert not list(outside.iterdir())
-
-
-def test_a_file_replaces_a_link_of_its_name_and_does_not_write_through_it(tmp_path: Path) -> None:
-    precious = tmp_path / "precious"
-    precious.write_text("kept", encoding="utf-8")
-    (tmp_path / "host" / "onnxruntime").mkdir(parents=True)
-    (tmp_path / "host" / "onnxruntime" / "file").symlink_to(precious)
-    unpack([crafted(tmp_path / "pack", member("onnxruntime/file", b"new"))], tmp_path / "host")
-    assert precious.read_text(encoding="utf-8") == "kept"
-    assert (tmp_path / "host" / "onnxruntime" / "file").read_bytes() == b"new"
-
-
-def test_an_archive_that_unpacks_to_more_than_it_should_is_refused(tmp_path: Path) -> None:
-    archive = crafted(tmp_path / "pack", member("onnxruntime/bomb", bytes(3_000_000)))
-    with pytest.raises(BenchmarkError, match="unpacks to more than"):
-        unpack([archive], tmp_path / "host")
-    assert not (tmp_path / "host" / "onnxruntime" / "bomb").exists()
-
-
-def test_a_file_that_is_not_an_archive_is_refused(tmp_path: Path) -> None:
-    archive = crafted(tmp_path / "pack", member("onnxruntime/good", b"good"))
-    archive.write_bytes(b"plain text")
-    index = json.loads((tmp_path / "pack" / INDEX).read_text(encoding="utf-8"))
-    index["archives"][0]["sha256"] = hashlib.sha256(b"plain text").hexdigest()
-    (tmp_path / "pack" / INDEX).write_text(json.dumps(index), encoding="utf-8")
+def test_a_file_that_is_not_an_archive_is_refused(pack: list[Path], tmp_path: Path) -> None:
+    index = json.loads(pack[0].with_name(INDEX).read_text(encoding="utf-8"))
+    pack[0].write_bytes(b"plain text")
+    entry = next(entry for entry in index["archives"] if entry["name"] == pack[0].name)
+    entry["sha256"] = hashlib.sha256(b"plain text").hexdigest()
+    pack[0].with_name(INDEX).write_text(json.dumps(index), encoding="utf-8")
     with pytest.raises(BenchmarkError, match=r"is not a readable \.tar\.xz file"):
-        unpack([archive], tmp_path / "host")
+        unpack([pack[0]], tmp_path / "host")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 99}'])
-def test_an_invalid_index_is_refused(tmp_path: Path, text: str) -> None:
-    archive = crafted(tmp_path / "pack", member("onnxruntime/good", b"good"))
-    (tmp_path / "pack" / INDEX).write_text(text, encoding="utf-8")
+def test_an_invalid_index_is_refused(pack: list[Path], tmp_path: Path, text: str) -> None:
+    pack[0].with_name(INDEX).write_text(text, encoding="utf-8")
     with pytest.raises(BenchmarkError, match="pack again"):
-        unpack([archive], tmp_path / "host")
+        unpack([pack[0]], tmp_path / "host")

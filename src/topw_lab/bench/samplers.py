@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from topw_deploy.errors import BenchmarkError, ParameterError
-from topw_deploy.runtime.inputs import RuleInputs
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, as_float32, crop
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.reference import FLOAT32_TIES, Crop, candidate_pool
@@ -333,6 +332,8 @@ def session_inputs(inputs: Inputs, case: Case, logits: Logits) -> dict[str, np.n
     empty = {"edit_ids": np.int64, "edit_penalty": np.float32, "edit_bias": np.float32, "allowed": np.int32}
     columns = {name: np.full(batch, case.parameters[name], np.float32) for name in PARAMETER_NAMES}
     edits = {name: np.zeros((batch, 0), dtype) for name, dtype in empty.items()}
+    from topw_deploy.runtime.inputs import RuleInputs  # needs onnxruntime, which a GPU host's steps do without
+
     return {"logits": logits, "uniform": inputs.uniform, **edits, **columns, **RuleInputs(batch).arrays}
 
 
