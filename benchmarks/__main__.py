@@ -12,7 +12,7 @@ import sys
 from benchmarks.common import say
 
 MODULES = (
-    *("function", "native_rows", "decode", "kv", "experts", "startup", "export_cost"),
+    *("function", "native_rows", "decode", "kv", "experts", "export_cost"),
     *("serve", "masks", "rules"),
 )
 

@@ -50,7 +50,6 @@ CLOCKS = {
     "gpu/test_runner.py": "a clock that the test holds",
     "runtime/ort/test_device_binding.py": "the start that a model is given",
     "serve/test_lifecycle.py": "a clock that the test sets forward",
-    "benchmarks/llama_server.py": "a double of a server that loads for a while",
     "nvidia/worker.py": "seconds that are printed",
     "peers/run_builders.py": "seconds that are printed",
     "scale/ray_cluster.py": "seconds that are printed, and the time after which a wait is a hang",

@@ -37,55 +37,6 @@ def ends(replica: Replica) -> list[Sequence]:
     return found
 
 
-def test_one_request_takes_its_chunks_and_steps() -> None:
-    replica = Replica(COSTS)
-    replica.arrive(Sequence(2.0, -1, 0, 150, 4))
-    (done,) = ends(replica)
-    # Chunks of 100 and 50 tokens, which draws the first token; then three steps.
-    assert done.first == pytest.approx(2 + 1.5 + 1.0)
-    assert done.end == pytest.approx(done.first + 3 * 1.0)
-    assert replica.load == 0
-
-
-def test_a_request_joins_after_the_current_iteration() -> None:
-    replica = Replica(COSTS)
-    first, second, third = Sequence(0.0, -1, 0, 50, 5), Sequence(2.5, -1, 0, 50, 2), Sequence(2.6, -1, 0, 50, 1)
-    replica.arrive(first)
-    assert replica.finish() == []  # the chunk, 1.0, and the step with the first row, 1.0
-    replica.arrive(second)
-    replica.arrive(third)  # both rows are in use
-    ends(replica)
-    assert first.first == pytest.approx(1.0)
-    # At 3.0, the second reads: 1.0; then a step of both, 1.5, its last; the first has one more.
-    assert second.first == pytest.approx(4.0)
-    assert second.end == pytest.approx(5.5)
-    assert third.first == pytest.approx(6.5)  # a chunk, and the first row's last step
-    assert first.end == pytest.approx(7.5)
-    assert third.end == third.first
-
-
-def test_a_prompt_of_the_same_group_is_read_from_where_it_differs() -> None:
-    replica = Replica(COSTS)
-    one, two = Sequence(0.0, 7, 80, 90, 1), Sequence(5.0, 7, 80, 90, 1)
-    for each in (one, two):
-        replica.arrive(each)
-        ends(replica)
-    assert (one.reused, two.reused) == (0, 80)
-    assert two.first == pytest.approx(5.0 + 0.5 + 0.1)
-
-
-def test_the_simulation_is_deterministic_and_loses_nothing() -> None:
-    drawn = draw_requests(replace(Workload(), groups=20), 400, seed=3)
-    rate = 3 / SMALL.request(float(drawn.prompt.mean()), float(drawn.new.mean()))
-    for routing in ROUTINGS:
-        one, two = (simulate(SMALL, drawn.at_rate(rate), 4, routing, seed=1) for _ in range(2))
-        assert np.array_equal(one.first, two.first)
-        assert len(one.first) == 320
-        assert np.all(np.isfinite(one.whole))
-        assert np.all(one.whole >= one.first)
-        assert np.all(one.first > 0)
-
-
 def test_routing_by_load_beats_chance_and_routing_by_prefix_reuses_more() -> None:
     drawn = draw_requests(replace(Workload(), groups=200), 3000, seed=0)
     rate = 20 * 0.85 / SMALL.request(float(drawn.prompt.mean()), float(drawn.new.mean()))
@@ -103,13 +54,6 @@ def test_the_simulation_is_the_engine_on_a_virtual_clock(tmp_path: Path) -> None
     assert found.measured["prompt tokens reused"] > 0.1
     for name, measured in found.measured.items():
         assert found.simulated[name] == pytest.approx(measured, rel=0.12), name
-
-
-def test_beyond_the_capacity_the_wait_grows() -> None:
-    drawn = draw_requests(replace(Workload(), groups=0), 1000, seed=0)
-    capacity = 4 / SMALL.request(float(drawn.prompt.mean()), float(drawn.new.mean()))
-    low, high = (simulate(SMALL, drawn.at_rate(load * capacity), 4, "least loaded") for load in (0.5, 1.5))
-    assert np.median(high.first) > 10 * np.median(low.first)
 
 
 def test_the_memory_is_that_of_the_engine(tmp_path: Path) -> None:
@@ -162,15 +106,6 @@ def test_the_stored_costs_give_the_stored_figures() -> None:
         assert 976 / (reading + (976 - 16) * costs.step[width - 1] / width) == pytest.approx(rate)
     assert stored_costs(8).step[:4] == costs.step
     assert np.diff(stored_costs(8).step) == pytest.approx(costs.step[1] - costs.step[0])
-
-
-def test_the_rates_of_the_guide_are_those_of_the_stored_costs() -> None:
-    """In the table of docs/guide/scale.md, load 1 is the capacity of 1,000 replicas with 8 rows."""
-    rows = re.findall(r"^\| ([\d.]+) \| ([\d,]+) \| (?:random|prefix) \|", SCALE.read_text("utf-8"), re.MULTILINE)
-    assert len(rows) == 8
-    capacity = fleet.capacity(stored_costs(8), draw_requests(Workload(), 40_000, 0), 1000)
-    for load, rate in rows:
-        assert f"{float(load) * capacity:,.0f}" == rate
 
 
 def test_the_command_simulates_with_the_stored_costs(

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.common import chip
 from benchmarks.native_rows import RULES, TimedRow, mean_entropy, rule_table, time_rules
 from tests.support.native_cases import opened
 from topw_deploy.sampling.rules import RULES_BY_CODE, kept_set
@@ -42,15 +41,6 @@ def test_the_entropy_is_that_of_the_softmax_at_the_temperature() -> None:
     assert mean_entropy(np.array([[5.0, 5.0, 5.0, 5.0], [90.0, 0.0, 0.0, 0.0]]), 1.0) == pytest.approx(math.log(4) / 2)
     p = np.array([0.7, 0.2, 0.1])
     assert mean_entropy(2 * np.log(p)[None] + 3, 2.0) == pytest.approx(-(p * np.log(p)).sum())
-
-
-def test_the_chip_is_named_by_its_family_and_model(tmp_path: Path) -> None:
-    file = tmp_path / "cpuinfo"
-    file.write_text(
-        "processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n\nmodel\t\t: 17\n", "utf-8"
-    )
-    assert chip(file) == "family 25, model 17"
-    assert chip(tmp_path / "absent") == "unknown chip"
 
 
 @pytest.mark.slow

@@ -18,12 +18,6 @@ from topw_deploy.errors import ParameterError
 SOME = list(islice(problems(3), 200))
 
 
-def test_columns_add_from_the_ones_and_carry() -> None:
-    assert columns(47, 85) == "7+5+0=12 4+8+1=13"
-    assert columns(999, 1) == "9+1+0=10 9+0+1=10 9+0+1=10"
-    assert columns(10, 2345) == "0+5+0=05 1+4+0=05 0+3+0=03 0+2+0=02"
-
-
 def test_every_written_step_is_true_and_the_last_is_the_answer() -> None:
     for problem in SOME:
         steps = re.findall(r" (\d+)\+(\d+): ((?:\d\+\d\+\d=\d\d ?)+).*? (\d+)", problem.answer)
@@ -91,18 +85,6 @@ def test_intervals_are_those_of_wilson_and_of_paired_differences() -> None:
     one = Cell("a", 1.0, (True, True, False, True), 0, 5.0, None)
     other = Cell("b", 1.0, (True, False, False, False), 0, 5.0, None)
     assert mean_difference(one, other) == pytest.approx((0.5, 1.959964 * 0.5 / 2))
-
-
-@pytest.mark.slow
-def test_texts_fit_the_context_and_digits_are_tokens() -> None:
-    from benchmarks.sums.tokenizer import train_tokenizer
-
-    tokenizer = train_tokenizer(1664)
-    for problem in SOME:
-        assert len(tokenizer.encode(problem.completion).ids) <= NEW_TOKENS
-        assert len(tokenizer.encode(problem.prompt).ids) <= 256 - NEW_TOKENS
-        assert tokenizer.decode(tokenizer.encode(problem.prompt).ids) == problem.prompt
-    assert tokenizer.encode(" 512+7").tokens[1:] == ["Ġ", "5", "1", "2", "+", "7"]
 
 
 class Answering:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tomllib
 from importlib.metadata import EntryPoint
@@ -70,12 +69,6 @@ def test_options_reach_the_model_the_engine_and_every_request() -> None:
     assert "provider" not in read_arguments({"path": "out", "device": "cuda:0"}).opening, "the harness's default"
 
 
-def test_the_folder_may_be_a_path_object() -> None:
-    from topw_lab.harness.arguments import read_arguments
-
-    assert read_arguments({"path": Path("some", "out")}).path == "some/out"
-
-
 def test_the_context_may_be_shorter(opened: Open) -> None:
     model = opened(max_length=40, batch_size=2)
     assert model.max_length == 40
@@ -109,15 +102,6 @@ def test_the_command_names_the_model(monkeypatch: pytest.MonkeyPatch, words: lis
     assert sys.argv == before
 
 
-def test_the_class_is_found_by_name_like_the_harness_s_own() -> None:
-    from lm_eval.api.registry import get_model, model_registry
-
-    from topw_lab.harness.model import TopWHarness
-
-    assert get_model("topw_deploy") is TopWHarness
-    assert "hf" in model_registry
-
-
 def entry_point() -> EntryPoint:
     """The model's, as pyproject.toml declares it."""
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["entry-points"]
@@ -131,24 +115,6 @@ def test_the_entry_point_is_the_class_under_the_registered_name() -> None:
 
     assert entry_point().name == NAME
     assert entry_point().load() is TopWHarness
-
-
-@pytest.mark.slow
-def test_a_harness_that_reads_entry_points_finds_the_class_once() -> None:
-    # In a new process, because importing the package has already registered the class in this one.
-    name, value, group = (getattr(entry_point(), field) for field in ("name", "value", "group"))
-    program = f"""
-from importlib.metadata import EntryPoint
-import lm_eval.models
-from lm_eval.api.registry import get_model, model_registry
-model_registry.register({name!r}, target=EntryPoint({name!r}, {value!r}, {group!r}))
-found = get_model({name!r})
-import topw_lab.harness
-assert get_model({name!r}) is found
-print(found.__module__, found.__qualname__)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.split() == value.split(":"), done.stderr
 
 
 @pytest.mark.long

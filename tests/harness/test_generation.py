@@ -35,15 +35,6 @@ def test_greedy_answers_are_the_models_in_the_order_of_the_requests(
     assert len(set(found)) > 20
 
 
-@pytest.mark.parametrize("quiet", [{}, {"temperature": 0.0}, {"temperature": 0.9, "do_sample": False}])
-def test_a_task_that_does_not_sample_is_greedy(opened: Open, quiet: dict[str, Any]) -> None:
-    model = opened(seed=3)
-    greedy = generate(model, ("abc", TASK))
-    assert generate(model, ("abc", {"max_gen_toks": 9, "lam": 0.1, **quiet})) == greedy
-    assert generate(model, ("abc", {"max_gen_toks": 9, "lam": 0.1, "temperature": 3.0})) != greedy
-    assert generate(model, ("abc", {"max_gen_toks": 9, "lam": 0.1, "do_sample": True})) != greedy
-
-
 def test_model_args_override_the_task(opened: Open, scoring: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain = TopWModel.from_pretrained(scoring, provider="cpu")
     model = opened(temperature=2.5, lam=0.2, seed=5)
@@ -54,19 +45,6 @@ def test_model_args_override_the_task(opened: Open, scoring: Path, caplog: pytes
     given = {"temperature": 2.5, "lam": 0.2, "max_new_tokens": 9, "stop": ["\n\n"]}
     assert found == [plain.generate(prompt, **given, seed=seeds.next(prompt)).text for prompt in PROMPTS[:5]]
     assert "--model_args overrides {'do_sample': False, 'temperature': 0.0} of the task." in caplog.text
-
-
-def test_model_args_may_ask_for_sampling_without_a_temperature(opened: Open) -> None:
-    greedy, sampled = opened(lam=0.1, seed=1), opened(lam=0.1, seed=1, do_sample=True)
-    prompts = [(prompt, TASK) for prompt in PROMPTS[:5]]
-    assert generate(sampled, *prompts) != generate(greedy, *prompts)
-
-
-def test_a_greedy_task_with_sampler_parameters_causes_a_warning(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
-    generate(opened(lam=1.0), *[("abc", TASK)] * 2)
-    assert [r.getMessage() for r in caplog.records if r.name.startswith("topw")] == [
-        "the task is greedy, so the sampler's parameters have no effect; give --model_args temperature."
-    ]
 
 
 def test_draws_depend_only_on_seed_prompt_and_repetition(opened: Open) -> None:
@@ -110,19 +88,6 @@ def test_a_long_prompt_loses_its_beginning_to_leave_room(opened: Open, caplog: p
         ParameterError, match=f"max_gen_toks is {CONTEXT}, but prompt and answer may have {CONTEXT} tokens together"
     ):
         generate(model, ("ab", {"max_gen_toks": CONTEXT}))
-
-
-def test_settings_without_effect_are_ignored_and_others_are_checked_by_the_runtime(opened: Open) -> None:
-    model = opened()
-    assert generate(model, ("ab", {**TASK, "num_beams": 1, "use_cache": True})) == generate(model, ("ab", TASK))
-    for wrong, said in (
-        ({"num_beams": 4}, "unknown parameter 'num_beams'"),
-        ({"beta": -1}, "beta is -1"),
-        ({"until": 3}, "until is 3, but must be a text or a list"),
-        ({"seed": 3}, "give --model_args seed=N"),
-    ):
-        with pytest.raises(ParameterError, match=said):
-            generate(model, ("ab", {**TASK, **wrong}))
 
 
 def test_text_up_to_the_end_of_thinking_is_removed(opened: Open, tmp_path: Path) -> None:

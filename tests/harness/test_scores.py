@@ -36,20 +36,6 @@ def test_the_likelihood_of_a_continuation_is_the_models(opened: Open, toy: Toy, 
         assert (total, greedy) == (pytest.approx(expected[0], abs=1e-4), expected[1]), (context, continuation)
 
 
-@pytest.mark.parametrize("batch_size", [1, 8], ids=["drawn", "read"])
-def test_a_greedy_continuation_is_reported_as_greedy(opened: Open, toy: Toy, batch_size: int) -> None:
-    model, tokens = opened(batch_size=batch_size), byte_ids("Once")
-    for _ in range(3):
-        tokens.append(int(toy.logits(tokens).argmax()))
-    asked = [(None, tokens[:4], tokens[4:]), (None, tokens[:4], tokens[4:5]), (None, tokens[:6], [tokens[6] ^ 1]),
-             (None, tokens[:4], [*tokens[4:6], tokens[6] ^ 1]), (None, tokens, [])]  # fmt: skip
-    found = model._loglikelihood_tokens(asked, disable_tqdm=True)
-    assert [greedy for _, greedy in found] == [True, True, False, False, True]
-    assert found[-1] == (0.0, True)
-    for (_, context, continuation), (total, _) in zip(asked, found, strict=True):
-        assert total == pytest.approx(likelihood(toy, context + continuation, len(context))[0], abs=1e-4)
-
-
 def test_continuations_are_drawn_after_a_prompt_that_is_read_in_chunks_and_reused(opened: Open, toy: Toy) -> None:
     model, tokens = opened(batch_size=2), byte_ids("question " * 9)
     asked = [(None, tokens, byte_ids(text)) for text in ("A", "B", "no", "maybe")]
@@ -59,17 +45,6 @@ def test_continuations_are_drawn_after_a_prompt_that_is_read_in_chunks_and_reuse
     stats = model._runner.engine.stats()
     assert stats.steps == 0, "no prompt was read token by token"
     assert stats.prompt_tokens < 3 * len(tokens) < stats.cached_tokens
-
-
-@pytest.mark.parametrize("engine", [{}, {"reuse_prefixes": False}])
-def test_a_long_continuation_or_one_without_reuse_is_read_in_steps_of_all_rows(
-    opened: Open, engine: dict[str, bool]
-) -> None:
-    model, tokens = opened(batch_size=4, **engine), byte_ids("question " * 9)
-    for length, drawn in ((1, True), (20, not engine), (25, False)):
-        before = model._runner.engine.stats().steps
-        model._loglikelihood_tokens([(None, tokens, tokens[:length])], disable_tqdm=True)
-        assert (model._runner.engine.stats().steps == before) == drawn, length
 
 
 def test_a_recurrent_model_does_not_reuse_prompts(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,13 +113,3 @@ def test_a_folder_without_logits_says_what_to_export(opened: Open, toy: Toy, tmp
         arguments = ("a", "b") if ask == model.loglikelihood else ("ab",)
         with pytest.raises(ParameterError, match=r"output logits, which .* lacks; export it again with --with-logits"):
             ask(instances("", [arguments]), disable_tqdm=True)
-
-
-def test_texts_are_encoded_and_padded_together(opened: Open) -> None:
-    model = opened(max_length=4)
-    ids, mask = model.tok_batch_encode(["a", "bcd"])
-    assert (ids.tolist(), mask.tolist()) == ([[0, 0, *byte_ids("a")], byte_ids("bcd")], [[0, 0, 1], [1, 1, 1]])
-    ids, mask = model.tok_batch_encode(["a", "bcdefg"], padding_side="right", truncation=True)
-    assert (ids.tolist(), mask.tolist()) == ([[*byte_ids("a"), 0, 0, 0], byte_ids("bcde")], [[1, 0, 0, 0], [1] * 4])
-    assert model.tok_batch_encode(["abc"], left_truncate_len=2)[0].tolist() == [byte_ids("bc")]
-    assert model.tok_decode(byte_ids("hi")) == "hi"

@@ -42,22 +42,6 @@ def test_a_negative_scale_adds_a_far_token_and_drops_the_likeliest() -> None:
     assert (step.kept, step.added, step.dropped) == (1, (1,), (0,))
 
 
-def test_a_certified_step_is_never_changed() -> None:
-    step = ANALYSER.analyse(logits(1, 0.5, 0.5), TopWParameters())
-    assert (step.kept, step.certified, step.is_changed) == (1, True, False)
-
-
-def test_an_uncertified_step_may_keep_its_crop() -> None:
-    parameters = TopWParameters(lam=1.0, beta=3.0, init_top_p=0.3, geom_scale=1e-4)
-    step = ANALYSER.analyse(logits(1, 0.75, 0.75), parameters)
-    assert (step.kept, step.certified, step.is_changed) == (3, False, False)
-
-
-def test_a_greedy_step_has_all_mass_on_one_token() -> None:
-    step = ANALYSER.analyse(logits(1, 0.9, 0.9), TopWParameters(temperature=0.0))
-    assert (step.kept, step.mass, step.entropy, step.crop_entropy) == (1, 1.0, 0.0, 0.0)
-
-
 def test_mass_is_taken_at_the_selection_temperature_and_entropy_at_that_of_the_draw() -> None:
     row = np.random.default_rng(0).normal(0, 2, 50).astype(np.float32)
     analyser = Analyser(TopWOptions(metric="uniform"), Geometry.uniform())

@@ -13,7 +13,7 @@ from tests.support.invoking import Invoke
 from tests.support.toy_model import EOS, Toy, byte_ids, export
 from topw_deploy.export.verification.probe import LogitsProbe
 from topw_deploy.runtime import TopWModel
-from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, crop
+from topw_deploy.sampling import Geometry, TopWParameters, crop
 from topw_lab.stats.collect import CollectedRuns, Setting, collect, load_analyser
 from topw_lab.stats.report import summarise
 
@@ -84,13 +84,6 @@ def test_the_models_own_penalties_are_applied_before_the_analysis(tmp_path: Path
         assert [step.mass for step in found.steps] == pytest.approx(masses, rel=1e-5)
 
 
-def test_a_model_with_the_uniform_metric_is_analysed_without_embeddings(tmp_path: Path) -> None:
-    folder = export(tmp_path / "out", Toy.random(2))
-    assert load_analyser(folder, TopWModel.from_pretrained(folder).manifest).geometry.metric == "uniform"
-    (summary,) = summarise(collect_texts(folder, "abc"))
-    assert summary.steps == summary.agreed == 12
-
-
 def test_the_analyser_has_the_geometry_of_the_sampler_node(folder: Path, toy: Toy) -> None:
     analyser = load_analyser(folder, TopWModel.from_pretrained(folder).manifest)
     ids = np.array([5, 9, 200])
@@ -117,9 +110,3 @@ def test_settings_stand_side_by_side(folder: Path) -> None:
     assert cold.whole is not None
     assert hot.whole is not None
     assert cold.whole.kept.most == 1 < hot.whole.kept.most
-
-
-def test_the_analyser_has_the_options_stored_in_the_export(folder: Path) -> None:
-    assert load_analyser(folder, TopWModel.from_pretrained(folder).manifest).options == TopWOptions(
-        top_m=40, metric="mahalanobis"
-    )

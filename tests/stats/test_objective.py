@@ -132,11 +132,6 @@ def test_f_has_the_papers_three_terms() -> None:
     assert value.total == pytest.approx(value.transport + 2.0 * value.entropy - 3.0 * np.log(p[S].sum()))
 
 
-def test_keeping_all_tokens_needs_no_transport() -> None:
-    p, distance, _ = next(rows(7, 1, n=6))
-    assert Objective(p, distance, 1.5, 3.0)(np.ones(6, bool)).total == pytest.approx(1.5 * entropy(p))
-
-
 def test_an_unproven_plan_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     p, distance, _ = next(rows(8, 1, n=6))
     monkeypatch.setattr(module, "_potentials", lambda distance, S, v: (np.zeros(len(distance)),) * 2)

@@ -18,9 +18,6 @@ from topw_lab.training import (
     build_model,
     encode_documents,
     held_out_loss,
-    learning_rate_factor,
-    optimizer_for,
-    parse_arguments,
     plot_curve,
     run,
     train,
@@ -89,33 +86,6 @@ def test_one_seed_gives_one_set_of_weights() -> None:
     assert not torch.equal(weights[0], weights[2])
 
 
-def test_training_stops_when_the_minutes_are_over() -> None:
-    recipe = dataclasses.replace(TINY, steps=10**9)
-    curve = train(build_model(recipe, TOKENIZER), CORPUS, TOKENIZER, recipe, minutes=0.005)
-    assert curve[-1]["step"] < 10**6
-    assert curve[-1]["learning_rate"] < 0.1 * recipe.learning_rate
-
-
-@pytest.mark.parametrize("words", [("--minutes", "0"), ("--minutes", "nan"), ("--steps", "0"), ("--threads", "-1")])
-def test_a_number_that_is_not_positive_is_a_usage_error(
-    words: tuple[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        parse_arguments(words)
-    assert f"argument {words[0]}: {words[1]} is not greater than 0" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_training_lowers_the_loss() -> None:
-    recipe = dataclasses.replace(TINY, steps=60, warmup=5, evaluate_every=60, learning_rate=1e-2)
-    model = build_model(recipe, TOKENIZER)
-    before = held_out_loss(model, CORPUS.held_out, TOKENIZER, recipe).loss
-    curve = train(model, CORPUS, TOKENIZER, recipe, minutes=1.0)
-    # The sentences differ in one number, so 60 steps about halve their loss.
-    assert before == pytest.approx(torch.tensor(300.0).log().item(), abs=0.1)
-    assert curve[-1]["train_loss"] < 0.7 * before
-
-
 def test_every_document_ends_with_eos_and_an_epoch_has_each_token_once() -> None:
     documents = encode_documents(CORPUS.train, TOKENIZER)
     assert all(ids[0] == 0 and ids[-1] == 1 for ids in documents)
@@ -137,18 +107,3 @@ def test_held_out_loss_counts_each_token_once_and_no_bos() -> None:
     assert result.loss == pytest.approx(torch.tensor(300.0).log().item(), rel=1e-5)
     size = sum(len(d.encode()) for d in CORPUS.held_out)
     assert result.bits_per_byte == pytest.approx(scored * torch.tensor(300.0).log2().item() / size, rel=1e-5)
-
-
-def test_only_matrices_are_decayed() -> None:
-    decayed, free = optimizer_for(build_model(TINY, TOKENIZER), TINY).param_groups
-    assert {p.ndim for p in decayed["params"]} == {2}
-    assert {p.ndim for p in free["params"]} == {1}
-    assert (decayed["weight_decay"], free["weight_decay"]) == (TINY.weight_decay, 0.0)
-
-
-def test_the_learning_rate_warms_up_and_ends_at_a_twentieth() -> None:
-    recipe = dataclasses.replace(TINY, warmup=10)
-    assert learning_rate_factor(0, 0.0, recipe.warmup) == pytest.approx(0.1)
-    assert learning_rate_factor(9, 0.0, recipe.warmup) == pytest.approx(1.0)
-    assert learning_rate_factor(10**4, 0.5, recipe.warmup) == pytest.approx(0.525)
-    assert learning_rate_factor(10**4, 1.7, recipe.warmup) == pytest.approx(0.05)
