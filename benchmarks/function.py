@@ -27,7 +27,7 @@ from topw_deploy.runtime.inputs import RuleInputs
 from topw_deploy.sampling import Geometry, pack_mask
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 from topw_deploy.sampling.rules import RULES, RuleParameters
-from topw_lab.bench.samplers import likely_logits
+from topw_lab.bench.logits import likely_logits
 
 VOCAB, NARROW = 151_936, 16  # narrow: certified steps do not read the table
 GEOMETRY_VOCAB, HIDDEN = 32_000, 2_048  # fewer tokens, so that several tables fit into memory

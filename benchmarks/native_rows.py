@@ -24,7 +24,7 @@ from benchmarks.trained_rows import logits_of, trained_model
 from tests.support.kernel import STAGES, Kernel, KernelCall
 from topw_deploy.plugins.library import library_path, why_absent
 from topw_deploy.sampling import TopWOptions
-from topw_lab.bench.samplers import likely_logits
+from topw_lab.bench.logits import likely_logits
 
 TRAINED_TEMPERATURES = (0.5, 1.0)
 Sides = dict[str, Callable[[], Any]]

@@ -15,7 +15,7 @@ from benchmarks.gpu.sizes import Sizes
 from tests.support.cuda_kernel import CERTIFY, GEOMETRY
 from topw_deploy.sampling import pack_mask
 from topw_deploy.sampling.parameters import TopWOptions
-from topw_lab.bench.samplers import likely_logits
+from topw_lab.bench.logits import likely_logits
 
 GOALS = {1: 8.0, 64: 20.0}
 """Goal for a step of certified float32 rows on an H200, in microseconds, by batch."""

@@ -11,7 +11,7 @@ from benchmarks.gpu.measure import Timed
 from benchmarks.gpu.tables import table_of
 from tests.support.kernel import STAGES, KernelSamples
 from topw_deploy.sampling.parameters import TopWOptions
-from topw_lab.bench.samplers import bell_logits
+from topw_lab.bench.logits import bell_logits
 
 GOALS = {1: 60.0}
 """Goal for a step of open rows on an H200, in microseconds, by batch."""

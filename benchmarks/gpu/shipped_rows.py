@@ -19,7 +19,7 @@ from tests.support.rows import explanation
 from topw_deploy.plugins.library import library_path
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, pack_mask, sample_row
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions, TopWParameters
-from topw_lab.bench.samplers import bell_logits, likely_logits
+from topw_lab.bench.logits import bell_logits, likely_logits
 
 KINDS = ("certified", "open", "edited", "invalid", "masked", "masked open")
 _EDITS = 8

@@ -20,14 +20,12 @@ from topw_deploy.plugins.library import library_path
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, crop
 from topw_deploy.sampling.parameters import METRICS
 from topw_lab.bench import samplers
+from topw_lab.bench.logits import bell_logits, likely_logits, make_logits
 from topw_lab.bench.sampler import SamplerRequest, run, sides, write_empty_model
 from topw_lab.bench.samplers import (
     REGIMES,
-    bell_logits,
     compare_kept_ids,
-    likely_logits,
     make_cases,
-    make_logits,
     pool_neighbour_bound,
     read_logits,
 )

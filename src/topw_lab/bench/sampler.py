@@ -21,8 +21,9 @@ from topw_deploy.progress import SILENT, Progress
 from topw_deploy.sampling import TopWOptions
 from topw_deploy.text import count_text
 from topw_lab.bench import samplers
+from topw_lab.bench.logits import make_logits
 from topw_lab.bench.measure import interleave, this_machine
-from topw_lab.bench.samplers import Case, make_cases, make_logits, read_logits
+from topw_lab.bench.samplers import Case, make_cases, read_logits
 from topw_lab.bench.sides import (
     FOLDER,
     MIN_P,

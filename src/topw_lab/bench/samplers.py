@@ -18,13 +18,13 @@ from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, as_float
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.reference import FLOAT32_TIES, Crop, candidate_pool
 from topw_deploy.text import count_text
+from topw_lab.bench.logits import Logits
 from topw_lab.bench.measure import calls_filling, seconds
 from topw_lab.bench.sides import MIN_P, TOP_K, TOP_P, load_processor
 
 if TYPE_CHECKING:
     import onnxruntime as ort
 
-Logits = NDArray[np.float32]
 Table = NDArray[np.float32]
 Call = Callable[[], object]
 
@@ -39,8 +39,6 @@ REGIMES: Mapping[str, tuple[tuple[float, ...], Mapping[str, float]]] = {
 """Regime (kind of logits) -> (default temperatures, parameters that differ from the defaults)."""
 
 TABLE_FILE = "table.bin"
-_BELL_DEVIATION, _LIKELY_TOKENS, _LEAST_LIKELY_LOGIT = 2.2, 20, 7.7
-_FLAT_TOKENS, _FLAT_LOGIT, _FLAT_DEVIATION = 120, 10.0, 0.2
 _BLOCK_ROWS = 1024  # rows of the embedding table that are processed at once
 _SLACK = 1e-3  # relative; far above the rounding error of float32 on random points
 _SAMPLE_SECONDS, _MOST_CALLS = 2e-3, 100  # a sample has as many calls as take this long, at most so many
@@ -76,41 +74,6 @@ def make_cases(regimes: Sequence[str], temperatures: Sequence[float], geom_scale
             rounded = as_float32({**REGIMES[regime][1], "temperature": temperature, "geom_scale": geom_scale})
             cases.append(Case(regime, {name: getattr(rounded, name) for name in PARAMETER_NAMES}))
     return cases
-
-
-def likely_logits(vocab: int, batch: int = 1, seed: int = 0) -> Logits:
-    """float32 [batch, vocab], like those of a language model: normal, standard deviation 2.2, and 20 likely tokens."""
-    rng = np.random.default_rng(seed)
-    rows = []
-    for _ in range(batch):
-        row = rng.standard_normal(vocab) * _BELL_DEVIATION
-        likely = min(_LIKELY_TOKENS, vocab)
-        row[rng.permutation(vocab)[:likely]] = _LEAST_LIKELY_LOGIT + rng.exponential(2.0, likely)
-        rows.append(row)
-    return np.stack(rows).astype(np.float32)
-
-
-def flat_logits(vocab: int, batch: int = 1, seed: int = 0) -> Logits:
-    """float32 [batch, vocab]: standard normal, and 120 tokens that are about equally likely.
-
-    Top-W keeps all 120 tokens, more than the first 64 candidates that the graph tries.
-    """
-    rng = np.random.default_rng(seed)
-    rows = rng.standard_normal((batch, vocab))
-    for row in rows:
-        likely = rng.permutation(vocab)[:_FLAT_TOKENS]
-        row[likely] = _FLAT_LOGIT + _FLAT_DEVIATION * rng.standard_normal(len(likely))
-    return rows.astype(np.float32)
-
-
-def bell_logits(vocab: int, batch: int = 1, seed: int = 0) -> Logits:
-    """float32 [batch, vocab]: `likely_logits` without the likely tokens."""
-    return (np.random.default_rng(seed).standard_normal((batch, vocab)) * _BELL_DEVIATION).astype(np.float32)
-
-
-def make_logits(regime: str, vocab: int, batch: int, seed: int) -> Logits:
-    """Random logits of a regime, float32 [batch, vocab]."""
-    return {"certified": likely_logits, "flat": flat_logits, "uncertified": bell_logits}[regime](vocab, batch, seed)
 
 
 def read_logits(path: Path) -> Logits:
