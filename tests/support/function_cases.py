@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -31,8 +32,8 @@ from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions, TopWPa
 from topw_deploy.sampling.rules import RULES
 
 __all__ = [
-    "FORMS", "NATIVE", "Case", "Scenario", "Tally", "by_hand", "compare", "embedding_table", "feeds", "graph", "opened",
-    "random_case", "run", "unexplained",
+    "FORMS", "NATIVE", "Case", "Scenario", "Tally", "by_hand", "compare", "compared", "embedding_table", "feeds",
+    "graph", "opened", "random_case", "run", "unexplained",
 ]  # fmt: skip
 
 FORMS = ("branches", "no-branches")
@@ -43,9 +44,9 @@ NATIVE = "native"
 
 
 def graph(
-    scenario: Scenario, form: str, table: np.ndarray, geometry: Geometry, opset: int = 23, threads: int = 1
+    scenario: Scenario, form: str, table: np.ndarray, geometry: Geometry, threads: int = 1, **changes: Any
 ) -> ort.InferenceSession:
-    """A session of the sampler-only model; `form`: one of FORMS, or NATIVE.
+    """A session of the sampler-only model; `form`: one of FORMS, or NATIVE; changes: of the spec.
 
     Omits `mass` for a large vocabulary of whole blocks, where it would disable the branch that skips edits.
     """
@@ -56,9 +57,9 @@ def graph(
         embedding=plain_gather(*table.shape) if uses_table else None,
         hidden_size=scenario.hidden_size if uses_table else None,
         branches=form != "no-branches",
-        opset=opset,
         with_mass=not (scenario.vocab_size % 128 == 0 and scenario.vocab_size >= 8192),
         with_keep_mask=True,
+        **changes,
     )
     model = sampler_model(spec, table if uses_table else None, geometry)
     options = ort.SessionOptions()
@@ -71,13 +72,13 @@ def graph(
 
 @cache
 def opened(
-    form: str, vocab: int, metric: str = "mahalanobis", top_m: int = 50
+    form: str, vocab: int, metric: str = "mahalanobis", top_m: int = 50, rules: tuple[str, ...] = tuple(RULES)
 ) -> tuple[Scenario, Geometry, ort.InferenceSession]:
     """A scenario with a plain table of 8 coordinates, its geometry, and a session of its graph."""
     scenario = Scenario(TopWOptions(top_m=top_m, metric=metric), vocab, 8, "plain", 0)
     table = embedding_table(scenario)
     geometry = Geometry.from_embeddings(table, metric) if metric != "uniform" else Geometry.uniform()
-    return scenario, geometry, graph(scenario, form, table, geometry)
+    return scenario, geometry, graph(scenario, form, table, geometry, rules=rules)
 
 
 def by_hand(logits: object, rule: str, *values: float, **changes: float) -> Case:
@@ -180,6 +181,16 @@ def compare(scenario: Scenario, sessions: dict[str, ort.InferenceSession], geome
             for index, (row, case) in enumerate(zip(rows, batch, strict=True)):
                 found = {name: value[index] for name, value in results.items()}
                 tallies[form].add(f"{form} {scenario.name}/{scenario.table_kind}", case, row, found)
+
+
+def compared(
+    scenario: Scenario, geometry: Geometry, session: ort.InferenceSession, cases: list[Case], most: float = 1.0
+) -> list[str]:
+    """The differences of `compare` that no tie explains; ties may explain at most the share `most`."""
+    tally = {"": Tally()}
+    compare(scenario, {"": session}, geometry, cases, tally)
+    assert sum(tally[""].explained.values()) <= most * 2 * len(cases)
+    return tally[""].unexplained
 
 
 def _brief(values: Mapping[str, object]) -> dict[str, object]:

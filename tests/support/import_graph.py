@@ -82,7 +82,7 @@ def cycle() -> list[str]:
 
 
 def room_of(module: str) -> str:
-    """The folder of `module`, such as `export/graft`; top-level modules are rooms."""
+    """The folder of `module`, such as `export/sampler`; top-level modules are rooms."""
     root = next(root for root in ROOTS if root in MODULES[module].parents)
     path = MODULES[module].relative_to(root)
     return path.parent.as_posix() if len(path.parts) > 1 else path.stem

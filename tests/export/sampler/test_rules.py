@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,12 @@ from tests.support import function_cases
 from tests.support.function_cases import FORMS, Case, by_hand, feeds, opened, random_case, run, unexplained
 from tests.support.masks import packed, some_allowed
 from tests.support.samples import slow
+from topw_deploy.errors import ParameterError
 from topw_deploy.export.sampler.function import build_function
 from topw_deploy.export.sampler.rules import INTERVALS
 from topw_deploy.export.sampler.spec import SamplerSpec
+from topw_deploy.export.sampler_only import export_sampler
+from topw_deploy.runtime import TopWSampler
 from topw_deploy.runtime.prepare import LONGEST_LIST
 from topw_deploy.sampling import apply_mask
 from topw_deploy.sampling.parameters import TopWOptions
@@ -209,3 +214,66 @@ def test_a_row_of_another_rule_is_not_answered_as_one_of_top_w(form: str) -> Non
     assert top_w["certified"].tolist() == [True]
     assert top_w["kept"][0] < 300
     assert plain["kept"].tolist() == [300]
+
+
+CHOICES = (("top_w",), ("min_p", "top_n_sigma"), ("top_p",), ("typical", "none"), ("top_h",), ("min_k",))
+
+CHOSEN = [
+    pytest.param(vocab, rules, form, id=f"{vocab}-{','.join(rules)}-{form}", marks=marks)
+    for place, vocab in enumerate((SORTED, SEARCHED))
+    for choice, rules in enumerate(CHOICES)
+    for number, form in enumerate(FORMS)
+    for marks in [() if (choice % 2, choice % 3) == (place, number) else pytest.mark.slow]  # each once is quick
+]
+
+
+@pytest.mark.parametrize(("vocab", "rules", "form"), CHOSEN)
+def test_the_carried_rules_equal_the_definitions_and_others_are_invalid(
+    vocab: int, rules: tuple[str, ...], form: str
+) -> None:
+    scenario, geometry, session = opened(form, vocab, "uniform", 20, rules)
+    rng, names = np.random.default_rng(len(rules)), (*rules, "top_w")
+    missing = next(name for name in RULES if name not in names)
+    cases = [
+        replace(random_case(rng, vocab), rule=RULES[name].code, rule_values=values_of(rng, name), regime=name)
+        for name in (*(names[index % len(names)] for index in range(24)), missing)
+    ]
+    cases[0].parameters["temperature"] = cases[1].parameters["temperature"] = 0.0
+    found = run(session, feeds(cases))
+    answered = {name: values[:-1] for name, values in found.items()}
+    assert unexplained(form, scenario, geometry, cases[:-1], answered) == []
+    refused = [found[name][-1] for name in ("next_token", "kept", "certified", "logprob", "mass")]
+    assert refused == [-1, 0, False, 0, 0]
+    assert not found["keep_mask"][-1].any()
+
+
+def test_a_function_has_only_the_nodes_of_the_rules_that_it_carries() -> None:
+    def kinds(*rules: str) -> Counter[str]:
+        options = TopWOptions(metric="uniform")
+        spec = SamplerSpec(options=options, vocab_size=SEARCHED, branches=False, rules=rules)
+        return Counter(node.op_type for node in build_function(spec))
+
+    alone, min_p, both, everything = kinds(), kinds("min_p"), kinds("min_p", "top_p"), kinds(*RULES)
+    assert alone.total() < min_p.total() < both.total() < everything.total()
+    assert (alone["TopK"], everything["TopK"]) == (both["TopK"], both["TopK"] + 1)
+
+
+def test_a_folder_records_its_rules_and_the_runtime_refuses_others(tmp_path: Path) -> None:
+    report = export_sampler(
+        None,
+        tmp_path / "out",
+        vocab_size=SORTED,
+        **asdict(TopWOptions(metric="uniform", top_m=20)),
+        branches=False,
+        rules=("min_p",),
+    )
+    assert report.verification.status == "passed"
+    assert "1 rules" in next(check.detail for check in report.verification.checks if check.name == "sampler rules")
+    sampler = TopWSampler.from_pretrained(tmp_path / "out")
+    assert sampler.manifest.sampler.rules == ("top_w", "min_p")
+    logits = np.zeros(SORTED, np.float32)
+    assert sampler.sample(logits, uniform=0.5, min_p=0.1).kept.tolist() == [SORTED]
+    with pytest.raises(
+        ParameterError, match="carries only top_w, min_p; export it again with --rules top_w,min_p,top_p"
+    ):
+        sampler.sample(logits, uniform=0.5, top_p=0.9)
