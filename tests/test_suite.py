@@ -36,10 +36,7 @@ ELSEWHERE = {
 # Modules that only slower tests reach, and why.
 SLOW = {
     "topw_lab.bench.generate": "a process that imports transformers, for seconds",
-    **dict.fromkeys(
-        [f"topw_deploy.serve.ray.{name}" for name in ("application", "gateway", "metrics", "replica", "router")],
-        "needs Ray, in an environment of its own",
-    ),
+    "topw_deploy.serve.ray.deployments": "needs Ray, in an environment of its own",
 }
 
 # Files that read a clock, and why no verdict depends on what they read.

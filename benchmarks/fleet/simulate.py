@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.fleet.costs import Costs
 from benchmarks.fleet.replica import Replica, Sequence
 from benchmarks.fleet.workload import Requests
-from topw_deploy.serve.affinity import choose_replica, order_replicas
+from topw_deploy.serve.ray import choose_replica, order_replicas
 
 Route = Callable[[Sequence, list[int]], int]
 """(request, number of requests that each replica has) -> index of a replica."""

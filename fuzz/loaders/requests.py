@@ -144,7 +144,7 @@ def bodies(scratch: Path) -> Loader:
     from starlette.testclient import TestClient
 
     from topw_deploy.serve.app import create_app
-    from topw_deploy.serve.options import ServeOptions
+    from topw_deploy.serve.service import ServeOptions
 
     place = export(scratch / "toy", Toy.random(3), form="grouped", with_logits=True, chat_template=TEMPLATE)
     opening: dict[str, Any] = {"provider": "cpu", "intra_op_num_threads": 1}

@@ -37,7 +37,7 @@ SLOWLY = """
 import sys, time
 from topw_deploy.cli.main import main
 from topw_deploy.engine.batch import Batch
-from topw_deploy.serve.served import Served
+from topw_deploy.serve.service import Served
 seconds = {"Served.open": 600, "Batch.read": 0.2, "Batch.step": 0.01}[sys.argv[1]]
 owner, name = sys.argv[1].split(".")
 owner = {"Served": Served, "Batch": Batch}[owner]

@@ -89,7 +89,7 @@ def test_the_pod_s_options_and_variables_exist() -> None:
 
 @pytest.mark.parametrize("probe", ["startupProbe", "readinessProbe", "livenessProbe"])
 def test_probes_ask_for_paths_that_exist_and_need_no_key(probe: str) -> None:
-    from topw_deploy.serve.access import OPEN_PATHS
+    from topw_deploy.serve.app import OPEN_PATHS
 
     path = SERVER[probe]["httpGet"]["path"]
     assert path in PATHS & OPEN_PATHS
@@ -160,7 +160,7 @@ def test_the_manifest_s_limits_for_gpus_fit_the_schemas() -> None:
 def test_ray_s_example_has_arguments_that_exist() -> None:
     from dataclasses import fields
 
-    from topw_deploy.serve.options import ServeOptions
+    from topw_deploy.serve.service import ServeOptions
 
     application = yaml.safe_load((ROOT / "examples" / "scale" / "ray.yaml").read_text("utf-8"))["applications"][0]
     arguments = application["args"]

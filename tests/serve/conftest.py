@@ -15,7 +15,7 @@ from tests.support.toy_model import Toy, export
 from tests.support.waiting import HANG, until
 from topw_deploy.runtime import TopWModel
 from topw_deploy.serve.app import create_app
-from topw_deploy.serve.options import ServeOptions
+from topw_deploy.serve.service import ServeOptions
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
@@ -27,7 +27,7 @@ HOT: dict[str, Any] = {"temperature": 2.5, "lam": 0.2}
 CPU: dict[str, Any] = {"provider": "cpu", "intra_op_num_threads": 1}
 UNLIMITED: dict[str, float] = dict.fromkeys(
     (
-        "header_timeout", "body_timeout", "request_timeout", "send_timeout", "drain_timeout", "ping_interval",
+        "body_timeout", "request_timeout", "drain_timeout", "ping_interval",
     ),
     10 * HANG,
 )  # fmt: skip
@@ -131,7 +131,7 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    monkeypatch.setattr("topw_deploy.serve.served.FIRST_PIECE_SECONDS", 0.05)
+    monkeypatch.setattr("topw_deploy.serve.stream.FIRST_PIECE_SECONDS", 0.05)
     gate = Gate(monkeypatch)
     yield gate
     gate.opened.set()

@@ -13,8 +13,8 @@ from starlette.testclient import TestClient
 from tests.serve.conftest import HELLO, NewClient, refused
 from tests.support.toy_model import Toy, export
 from topw_deploy.serve.app import PAGE_ROUTES, ROUTES
-from topw_deploy.serve.log_writer import JsonLines, PlainLines
 from topw_deploy.serve.metrics import PATHS
+from topw_deploy.serve.server import JsonLines, PlainLines
 
 CHAT = "/v1/chat/completions"
 ASK = {"messages": HELLO, "max_tokens": 3, "seed": 1}
@@ -144,7 +144,7 @@ def test_an_unexpected_error_is_a_500_without_details(
     def fails(*_: Any) -> None:
         raise RuntimeError("the secret reason")
 
-    monkeypatch.setattr("topw_deploy.serve.served.Served.render", fails)
+    monkeypatch.setattr("topw_deploy.runtime.TopWModel.apply_chat_template", fails)
     response = client.post(CHAT, json=ASK)
     assert "secret" not in refused(response, 500, "internal_error")
     assert response.headers["x-request-id"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from topw_deploy.serve.affinity import choose_replica, order_replicas, prefix_key
+from topw_deploy.serve.ray import choose_replica, order_replicas, prefix_key
 
 NAMES = tuple(f"replica-{number}" for number in range(10))
 KEYS = [f"prompt {number}" for number in range(2000)]

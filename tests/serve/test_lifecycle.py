@@ -19,9 +19,7 @@ from tests.support.waiting import HANG, set_when, until_async
 from topw_deploy.errors import LogitsError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.serve.app import create_app
-from topw_deploy.serve.options import ServeOptions
-from topw_deploy.serve.served import PREPARING_THREADS
-from topw_deploy.serve.service import Service
+from topw_deploy.serve.service import PREPARING_THREADS, ServeOptions, Service
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ENDLESS = {"messages": HELLO, "ignore_eos": True, "seed": 1}
@@ -168,7 +166,7 @@ def test_a_stream_that_the_engine_fails_ends_with_its_error(folder: Path, monkey
         return prepare(model, prompt, **{**parameters, "stopping_criteria": [fails]})
 
     monkeypatch.setattr(TopWModel, "prepare", failing)
-    monkeypatch.setattr("topw_deploy.serve.served.FIRST_PIECE_SECONDS", 0.0)
+    monkeypatch.setattr("topw_deploy.serve.stream.FIRST_PIECE_SECONDS", 0.0)
 
     async def test(app: Starlette, service: Service) -> None:
         call = Call(app, TEXT, {"prompt": "a", "n": 2, "ignore_eos": True, "stream": True})

@@ -223,7 +223,7 @@ def test_sigterm_drains(started: Any, folder: Path) -> None:
 OPENS_SLOWLY = """
 import sys, time
 from topw_deploy.cli.main import main
-from topw_deploy.serve.served import Served
+from topw_deploy.serve.service import Served
 Served.open = classmethod(lambda *arguments: time.sleep(10**6))
 main(sys.argv[1:])
 """

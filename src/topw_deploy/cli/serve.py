@@ -76,13 +76,6 @@ _SERVER_OPTIONS = ("host", "port", "uds", "max_connections", "verbose")
     help="Maximum size of a request's body; larger ones get 413.",
 )
 @click.option(
-    "--header-timeout",
-    type=float,
-    default=10.0,
-    show_default=True,
-    help="Seconds in which a request's headers must arrive.",
-)
-@click.option(
     "--body-timeout", type=float, default=30.0, show_default=True, help="Seconds in which a request's body must arrive."
 )
 @click.option("--max-prompt-tokens", type=int, help="Maximum tokens of a prompt.  [default: what fits the context]")
@@ -106,13 +99,6 @@ _SERVER_OPTIONS = ("host", "port", "uds", "max_connections", "verbose")
     default=15.0,
     show_default=True,
     help="Seconds between comments that keep a stream's connection open.",
-)
-@click.option(
-    "--send-timeout",
-    type=float,
-    default=60.0,
-    show_default=True,
-    help="Seconds after which the connection of a client that reads nothing is closed.",
 )
 @click.option(
     "--drain-timeout",
@@ -145,8 +131,8 @@ def command(
     from topw_deploy import install
 
     install.require("server_options", "serve")
-    from topw_deploy.serve.options import ServeOptions
     from topw_deploy.serve.server import run
+    from topw_deploy.serve.service import ServeOptions
 
     for name in ("kv_bytes", "prefix_bytes", "max_body"):
         if options[name] is not None:

@@ -1,46 +1,49 @@
-"""The ASGI application."""
+"""The ASGI application: routes, middleware, error handlers, and the endpoints that generate nothing."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from topw_deploy.errors import TopWError
-from topw_deploy.serve.access import OPEN_PATHS, AccessLog, KeyCheck, LengthCheck, log_entry_of
-from topw_deploy.serve.chat import chat_completions
+from topw_deploy.serve.chat import chat_completions, render
 from topw_deploy.serve.completions import completions
-from topw_deploy.serve.failures import INVALID, Failure, failure_of
+from topw_deploy.serve.failures import INVALID, RETRY_HEADERS, Failure, failure_of, invalid_request
 from topw_deploy.serve.inspect import inspect
-from topw_deploy.serve.options import ServeOptions
 from topw_deploy.serve.page import page
 from topw_deploy.serve.responses import responses
-from topw_deploy.serve.service import Service
-from topw_deploy.serve.status import health, live, metrics, model, models
-from topw_deploy.serve.tokens import detokenize, tokenize
+from topw_deploy.serve.schemas.tokens import DetokenizeRequest, TokenizeRequest
+from topw_deploy.serve.service import Served, ServeOptions, Service, service_of
+from topw_deploy.serve.stream import cancel_on_disconnect, read_body
 
-ROUTES = (
-    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-    Route("/v1/completions", completions, methods=["POST"]),
-    Route("/v1/responses", responses, methods=["POST"]),
-    Route("/v1/models", models, methods=["GET"]),
-    Route("/v1/models/{name:path}", model, methods=["GET"]),
-    Route("/tokenize", tokenize, methods=["POST"]),
-    Route("/detokenize", detokenize, methods=["POST"]),
-    Route("/health", health, methods=["GET"]),
-    Route("/live", live, methods=["GET"]),
-    Route("/metrics", metrics, methods=["GET"]),
-)
-PAGE_ROUTES = (
-    Route("/", page, methods=["GET"]),
-    Route("/topw/inspect", inspect, methods=["POST"]),
+LOG = logging.getLogger("topw_deploy.serve")
+OPEN_PATHS = frozenset({"/health", "/live"})
+"""Paths that need no key, because probes have none."""
+
+_ID_HEADER = "X-Request-Id"
+_LONGEST_ID = 128  # characters
+_CLIENT_GONE = 499  # nginx' status for a client that closed the connection
+_AMBIGUOUS_LENGTH = Failure(
+    400,
+    INVALID,
+    "ambiguous_length",
+    "the body's length is stated twice, or in a way that HTTP/1.0 lacks; send Content-Length or Transfer-Encoding.",
 )
 
 
@@ -59,8 +62,7 @@ def create_app(options: ServeOptions) -> Starlette:
         finally:
             await service.stop()
 
-    log = Middleware(AccessLog, on_request=service.count_request, on_answer=service.metrics.count_answer)
-    middleware = [log, Middleware(LengthCheck)]
+    middleware = [Middleware(AccessLog, on_request=service.count_request, on_answer=service.metrics.count_answer)]
     if options.cors_origins:
         origins = list(options.cors_origins)
         middleware.append(
@@ -86,7 +88,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     failure = failure_of(error)
     if failure.status == 500:
         raise error  # AccessLog logs it with its traceback
-    log_entry_of(request).facts["error"] = failure.code
+    request.scope["topw.log_entry"].facts["error"] = failure.code
     return JSONResponse(failure.as_dict(), failure.status, dict(failure.headers))
 
 
@@ -101,5 +103,218 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
 
 async def _answer_nobody(request: Request, error: Exception) -> Response:
     """The answer to a client that has disconnected. It is never sent; its status is logged."""
-    log_entry_of(request).facts["error"] = "client_gone"
+    request.scope["topw.log_entry"].facts["error"] = "client_gone"
     return Response(status_code=499)
+
+
+async def health(request: Request) -> Response:
+    """Answer 200 if requests are accepted, else 503."""
+    state = service_of(request).state
+    ready = state == "ready"
+    return JSONResponse({"status": "ok" if ready else state}, 200 if ready else 503, None if ready else RETRY_HEADERS)
+
+
+async def live(request: Request) -> Response:
+    """Answer 503 if the models could not be opened, else 200, also while they are loaded and while requests drain."""
+    state = service_of(request).state
+    return JSONResponse({"status": state}, 503 if state == "failed" else 200)
+
+
+async def metrics(request: Request) -> Response:
+    """Answer the metrics in Prometheus' text format."""
+    return Response(service_of(request).metrics.as_text(), media_type=CONTENT_TYPE_LATEST)
+
+
+async def models(request: Request) -> Response:
+    """List the served models."""
+    service = service_of(request)
+    service.check_ready()
+    return JSONResponse({"object": "list", "data": [_model_entry(each) for each in service.served()]})
+
+
+async def model(request: Request) -> Response:
+    """Describe one served model."""
+    return JSONResponse(_model_entry(service_of(request).find(request.path_params["name"])))
+
+
+def _model_entry(served: Served) -> dict[str, Any]:
+    return {
+        "id": served.name,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "topw_deploy",
+        "max_model_len": served.length,
+        "topw": served.abilities,
+    }
+
+
+async def tokenize(request: Request) -> Response:
+    """Answer the token ids of a text, or of the rendered messages of a chat."""
+    body = await read_body(request, TokenizeRequest)
+    served = service_of(request).find(body.model)
+    request.scope["topw.log_entry"].facts["model"] = served.name
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid_request("give one of prompt and messages.", "prompt")
+
+    def encode() -> list[int]:
+        if body.messages is None:
+            return served.encode(body.prompt or "", body.add_special_tokens)
+        return served.encode(render(served, body.messages, body.chat_template_kwargs, body.tools or None), False)
+
+    try:
+        ids = await cancel_on_disconnect(request, served.prepare(encode))
+    except TopWError as error:
+        error.args = (served.without_path(str(error)), *error.args[1:])
+        raise
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": served.length, "tokens": ids}
+    if body.return_token_strs:
+        answer["token_strs"] = [served.model.tokenizer.text_of(token) for token in ids]
+    return JSONResponse(answer)
+
+
+async def detokenize(request: Request) -> Response:
+    """Answer the text of token ids, special tokens included."""
+    body = await read_body(request, DetokenizeRequest)
+    served = service_of(request).find(body.model)
+    request.scope["topw.log_entry"].facts["model"] = served.name
+    size = served.model.manifest.sampler.vocab_size
+    wrong = next((token for token in body.tokens if not 0 <= token < size), None)
+    if wrong is not None:
+        raise invalid_request(f"tokens has an id that is not from 0 to {size - 1}.", "tokens")
+    decode = served.prepare(lambda: served.model.tokenizer.decode(body.tokens, False))
+    text = await cancel_on_disconnect(request, decode)
+    return JSONResponse({"prompt": text})
+
+
+@dataclass
+class LogEntry:
+    """The log's entry of one request, written when the request has ended.
+
+    id: the client's X-Request-Id, or a random one.
+    started: time.perf_counter() at the beginning of the request.
+    status: of the response; 0 until it begins.
+    facts: further fields of the entry, which the endpoints add.
+    """
+
+    id: str
+    started: float = field(default_factory=time.perf_counter)
+    status: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class AccessLog:
+    """Gives each request an id, writes its log entry, and answers 500 if the application fails.
+
+    Answers 400 and closes the connection if a request has both Content-Length and Transfer-Encoding. RFC 9112, 6.1: if
+    a proxy uses one header and this server the other, they see the end of the body at different places, and a part of
+    the body counts as the next request (request smuggling). Transfer-Encoding in HTTP/1.0 is refused for the same
+    reason.
+
+    on_request: called with 1 when a POST request begins and with -1 when it ends.
+    on_answer: called with the path and the status of each request when it ends.
+    """
+
+    def __init__(self, app: ASGIApp, on_request: Callable[[int], None], on_answer: Callable[[str, int], None]) -> None:
+        self._app, self._on_request, self._on_answer = app, on_request, on_answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        entry = scope["topw.log_entry"] = LogEntry(_request_id(scope))
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                entry.status = message["status"]
+                MutableHeaders(scope=message)[_ID_HEADER] = entry.id
+            await send(message)
+
+        counted = int(scope["method"] == "POST")
+        self._on_request(counted)
+        try:
+            if _has_ambiguous_length(scope):
+                failure = _AMBIGUOUS_LENGTH
+                response = JSONResponse(failure.as_dict(), failure.status, {"Connection": "close"})
+                await response(scope, receive, send_with_id)
+            else:
+                await self._app(scope, receive, send_with_id)
+        except Exception as error:  # one request must not end the server
+            LOG.exception("the request failed", extra={"facts": {"request_id": entry.id}})
+            if not entry.status:
+                failure = failure_of(error)
+                await JSONResponse(failure.as_dict(), failure.status)(scope, receive, send_with_id)
+        finally:
+            self._on_request(-counted)
+            self._on_answer(scope["path"].removeprefix(scope.get("root_path", "")), entry.status or _CLIENT_GONE)
+            _write(scope, entry)
+
+
+def _write(scope: Scope, entry: LogEntry) -> None:
+    client = scope.get("client")
+    facts = {
+        "request_id": entry.id,
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": entry.status or _CLIENT_GONE,
+        "seconds": round(time.perf_counter() - entry.started, 6),
+        "client": client[0] if client else None,
+        **entry.facts,
+    }
+    level = logging.DEBUG if scope["method"] == "GET" and entry.status < 400 else logging.INFO
+    LOG.log(level, "request", extra={"facts": facts})
+
+
+def _request_id(scope: Scope) -> str:
+    given = Headers(scope=scope).get(_ID_HEADER, "")
+    usable = 0 < len(given) <= _LONGEST_ID and given.isascii() and given.isprintable()
+    return given if usable else secrets.token_hex(16)
+
+
+def _has_ambiguous_length(scope: Scope) -> bool:
+    names = {name for name, _ in scope["headers"]}
+    if b"transfer-encoding" not in names:
+        return False
+    return b"content-length" in names or scope["http_version"] < "1.1"
+
+
+class KeyCheck:
+    """Refuses requests without one of the keys, given as `Authorization: Bearer KEY`.
+
+    open_paths: paths that need no key.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Collection[str] = OPEN_PATHS) -> None:
+        self._app, self._keys, self._open_paths = app, [key.encode() for key in keys], open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in self._open_paths or self._has_key(scope):
+            await self._app(scope, receive, send)
+            return
+        message = "the API key is missing or wrong; send the header 'Authorization: Bearer KEY'."
+        failure = Failure(401, INVALID, "invalid_api_key", message)
+        response = JSONResponse(failure.as_dict(), failure.status, {"WWW-Authenticate": "Bearer"})
+        await response(scope, receive, send)
+
+    def _has_key(self, scope: Scope) -> bool:
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        key = given.strip().encode("latin-1", "replace")
+        # All keys are compared, so that the time reveals nothing about them.
+        return bool(sum([secrets.compare_digest(key, each) for each in self._keys])) and scheme.lower() == "bearer"
+
+
+ROUTES = (
+    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/responses", responses, methods=["POST"]),
+    Route("/v1/models", models, methods=["GET"]),
+    Route("/v1/models/{name:path}", model, methods=["GET"]),
+    Route("/tokenize", tokenize, methods=["POST"]),
+    Route("/detokenize", detokenize, methods=["POST"]),
+    Route("/health", health, methods=["GET"]),
+    Route("/live", live, methods=["GET"]),
+    Route("/metrics", metrics, methods=["GET"]),
+)
+PAGE_ROUTES = (
+    Route("/", page, methods=["GET"]),
+    Route("/topw/inspect", inspect, methods=["POST"]),
+)

@@ -2,141 +2,233 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from sse_starlette import ServerSentEvent
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from topw_deploy.runtime import GenerationResult, Piece
-from topw_deploy.runtime.tools import Content, Parsed, Reasoning, ToolCallParser
+from topw_deploy.errors import ParameterError
+from topw_deploy.runtime import GenerationResult, Piece, TokenLogprob, TopLogprob
+from topw_deploy.runtime.tools import Content, Parsed, Reasoning, ToolCallParser, required_calls
 from topw_deploy.runtime.tools.parser import Event, ToolCall
-from topw_deploy.serve.bodies import read_body
-from topw_deploy.serve.chat_plan import ChatPlan, plan_and_tokenize
-from topw_deploy.serve.choices import chat_logprobs, ending_fields
-from topw_deploy.serve.events import DONE, EventStream, json_event, record_failure
-from topw_deploy.serve.run import Run
-from topw_deploy.serve.schemas.generation import ChatRequest, StreamOptions
-from topw_deploy.serve.served import Pieces
-from topw_deploy.serve.service import service_of
+from topw_deploy.runtime.tools.schema import parameter_schemas
+from topw_deploy.serve.failures import invalid_request
+from topw_deploy.serve.schemas.generation import ChatRequest, Message, NamedTool
+from topw_deploy.serve.service import Served
+from topw_deploy.serve.stream import Run, answer_choices, ending_fields, finite, read_body
+
+_RESERVED_VARIABLES = ("self", "messages", "tools", "add_generation_prompt")
+"""Variables of the chat template that only the server sets."""
 
 
 async def chat_completions(request: Request) -> Response:
     """Answer the messages of a chat, whole or as a stream of chunks."""
     body = await read_body(request, ChatRequest)
-    run = Run(request, service_of(request), body, "chatcmpl", "messages")
-    plan, prompt, ids = await run.prepare(lambda: plan_and_tokenize(body, run.served))
-    run.prompt_tokens = len(ids)
-    run.log_prompt(prompt)
-    if run.is_stream:
-        pieces = await run.begin_stream(ids, plan.parameters)
-        events = _stream_events(run, plan, prompt, ids, pieces, body.stream_options or StreamOptions())
-        return EventStream(events, partial(run.close_stream, pieces), run.options)
-    results = await run.generate(ids, plan.parameters)
-    choices = [_choice(index, result, plan, prompt, run.returns_ids) for index, result in enumerate(results)]
-    given = {"prompt_token_ids": ids} if run.returns_ids else {}
-    return JSONResponse({**_answer_fields(run, "chat.completion"), **given, "choices": choices, "usage": run.usage})
+    run = Run(request, body, "chatcmpl", "messages")
+    chat = await run.prepare(lambda: read_chat(body, run.served))
+    run.prompt_tokens = len(chat.ids)
+    run.log_prompt(chat.prompt)
+    head = {
+        "id": run.id,
+        "object": "chat.completion.chunk" if body.stream else "chat.completion",
+        "created": run.created,
+        "model": run.served.name,
+        "system_fingerprint": None,
+    }
+    given = {"prompt_token_ids": chat.ids} if run.returns_ids else {}
+    deltas: dict[int, _Deltas] = {}
+
+    def whole_choice(index: int, result: GenerationResult) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": result.text, "refusal": None}
+        calls: tuple[ToolCall, ...] = ()
+        if chat.tools is not None:
+            parsed = chat.parse(result)
+            calls = parsed.tool_calls
+            message["content"] = parsed.content or (None if calls else "")
+            if parsed.reasoning is not None:
+                message["reasoning_content"] = parsed.reasoning
+            if calls:
+                message["tool_calls"] = [call.as_dict() for call in calls]
+        logprobs = chat_logprobs(result.token_logprobs)
+        ids = {"token_ids": result.token_ids} if run.returns_ids else {}
+        end = ending_fields(result, calls, per_token=run.returns_ids)
+        return {"index": index, "message": message, "logprobs": logprobs, **ids, **end}
+
+    def chunks(piece: Piece) -> Iterator[dict[str, Any]]:
+        row = piece.row
+        if row not in deltas:
+            deltas[row] = _Deltas(chat, row, run.returns_ids)
+            yield {**given, "choices": [deltas[row].choice({"role": "assistant", "content": ""})]}
+        for choice in deltas[row].add(piece):
+            yield {"choices": [choice]}
+
+    return await answer_choices(
+        run, chat.ids, chat.parameters, head if body.stream else {**head, **given}, whole_choice, chunks
+    )
 
 
-def _answer_fields(run: Run, kind: str) -> dict[str, Any]:
-    return {
-        "id": run.id, "object": kind, "created": run.created, "model": run.served.name, "system_fingerprint": None,
-    }  # fmt: skip
+@dataclass(frozen=True)
+class Chat:
+    """A checked and rendered chat request.
 
-
-def _choice(index: int, result: GenerationResult, plan: ChatPlan, prompt: str, with_ids: bool) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": result.text, "refusal": None}
-    calls: tuple[ToolCall, ...] = ()
-    if plan.tools is not None:
-        parsed = plan.served.model.parse_tool_calls(result, plan.tools, plan.served.tool_family, prompt)
-        calls = parsed.tool_calls if plan.parallel else parsed.tool_calls[:1]
-        message |= _message_fields(parsed, calls)
-    logprobs = chat_logprobs(result.token_logprobs)
-    ids = {"token_ids": result.token_ids} if with_ids else {}
-    end = ending_fields(result, calls, per_token=with_ids)
-    return {"index": index, "message": message, "logprobs": logprobs, **ids, **end}
-
-
-def _message_fields(parsed: Parsed, calls: tuple[ToolCall, ...]) -> dict[str, Any]:
-    message: dict[str, Any] = {"content": parsed.content or (None if calls else "")}
-    if parsed.reasoning is not None:
-        message["reasoning_content"] = parsed.reasoning
-    if calls:
-        message["tool_calls"] = [call.as_dict() for call in calls]
-    return message
-
-
-class ChoiceDeltas:
-    """Turns the pieces of one choice into the deltas of its chunks.
-
-    parser: of the choice's reasoning and tool calls; None for plain text.
-    parallel: whether the answer may have several calls.
-    calls: the tool calls sent so far.
+    ids: token ids of the rendered prompt.
+    parameters: of the engine.
+    tools: the tools whose calls the answer may have; None if the answer is read as plain text.
+    parallel: whether an answer may have several calls.
     """
 
-    def __init__(self, parser: ToolCallParser | None, parallel: bool) -> None:
-        self.calls: list[ToolCall] = []
-        self._parser, self._parallel = parser, parallel
+    served: Served
+    prompt: str
+    ids: list[int]
+    parameters: Mapping[str, Any]
+    tools: list[dict[str, Any]] | None
+    parallel: bool
+
+    def parser(self) -> ToolCallParser | None:
+        """A parser for one answer; None if the answer is plain text."""
+        if self.tools is None:
+            return None
+        return self.served.model.tool_parser(self.tools, self.served.tool_family, self.prompt)
+
+    def parse(self, result: GenerationResult) -> Parsed:
+        """The parts of a whole answer."""
+        model, family = self.served.model, self.served.tool_family
+        parsed = model.parse_tool_calls(result, self.tools, family, self.prompt)
+        return parsed if self.parallel else Parsed(parsed.content, parsed.reasoning, parsed.tool_calls[:1])
+
+
+def read_chat(body: ChatRequest, served: Served) -> Chat:
+    """Check, render and tokenize a chat request. Slow: call it in a thread.
+
+    Raises RequestError and ParameterError for a field that is invalid or not supported, TokenizerError and PromptError.
+    """
+    parameters = body.parameters()
+    parameters |= served.default_length(parameters) | _logprobs_parameter(body)
+    tools = body.tools if body.tools and body.tool_choice != "none" else None
+    if tools is None and body.tool_choice not in (None, "none", "auto"):
+        raise invalid_request("tool_choice asks for a call, but there are no tools; give tools.", "tool_choice")
+    if tools is not None:
+        parameter_schemas(tools)
+        parameters |= _tool_parameters(body, tools, served, "structured_outputs" in parameters)
+    add_special_tokens = parameters.pop("add_special_tokens", False)
+    prompt = render(served, body.messages, body.chat_template_kwargs, tools, body.reasoning_effort)
+    ids = served.encode(prompt, add_special_tokens)
+    return Chat(served, prompt, ids, parameters, tools, parallel=body.parallel_tool_calls is not False)
+
+
+def render(
+    served: Served,
+    messages: Sequence[Message],
+    variables: Mapping[str, Any] | None,
+    tools: Sequence[Any] | None,
+    effort: str | None = None,
+) -> str:
+    """The prompt of a chat.
+
+    variables: the request's `chat_template_kwargs`.
+
+    Raises RequestError for a variable that only the server sets, TokenizerError and PromptError.
+    """
+    for name in variables or ():
+        if name in _RESERVED_VARIABLES:
+            raise invalid_request(
+                f"chat_template_kwargs has {name}, which the server sets; remove it.", "chat_template_kwargs"
+            )
+    given: dict[str, Any] = {"tools": tools, "reasoning_effort": effort}
+    given = {name: value for name, value in given.items() if value is not None} | dict(variables or {})
+    plain = [message.as_dict(f"messages.{index}") for index, message in enumerate(messages)]
+    return served.model.apply_chat_template(plain, **given)
+
+
+def _logprobs_parameter(body: ChatRequest) -> dict[str, int]:
+    if body.logprobs:
+        return {"logprobs": body.top_logprobs or 0}
+    if body.top_logprobs:
+        raise invalid_request('top_logprobs is given without logprobs; add "logprobs": true.', "top_logprobs")
+    return {}
+
+
+def _tool_parameters(
+    body: ChatRequest, tools: list[dict[str, Any]], served: Served, constrained: bool
+) -> dict[str, Any]:
+    if served.tool_family is None:
+        raise invalid_request(
+            f"the chat template of {served.name} has tool calls of no known family; send no tools, or start the "
+            "server with --tool-parser.",
+            "tools",
+            "tools_unsupported",
+            422,
+        )
+    found: dict[str, Any] = {"skip_special_tokens": False}  # the markers of calls may be special tokens
+    choice = body.tool_choice
+    if choice in (None, "auto"):
+        return found
+    if constrained:
+        raise invalid_request(
+            "tool_choice asks for a call, so the answer cannot match a schema too; give one.", "tool_choice"
+        )
+    try:
+        grammar = required_calls(
+            tools,
+            served.tool_family,
+            name=choice.function.name if isinstance(choice, NamedTool) else None,
+            parallel=body.parallel_tool_calls is not False,
+            special_tokens={text: token for token, text in served.model.tokenizer.special_ids.items()},
+        )
+    except ParameterError as error:
+        raise invalid_request(f"tool_choice: {error}", "tool_choice") from None
+    return {**found, "structured_outputs": {"grammar": grammar}}
+
+
+class _Deltas:
+    """Turns the pieces of one choice into the choices of its chunks."""
+
+    def __init__(self, chat: Chat, index: int, returns_ids: bool) -> None:
+        self._index, self._returns_ids, self._parallel = index, returns_ids, chat.parallel
+        self._parser = chat.parser()
+        self._calls: list[ToolCall] = []
+        self._logprobs: list[TokenLogprob] = []  # of tokens that no chunk has yet
+        self._tokens: list[int] = []  # ids of the same tokens
 
     def add(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """Yield the deltas of the next piece; none while its text is held back."""
+        """Yield the choices of the next piece's chunks; none while its text is held back."""
+        self._logprobs += piece.token_logprobs or ()
+        self._tokens += piece.token_ids
         if self._parser is None:
-            yield from [{"content": piece.text}] if piece.text else []
-            return
-        events = self._parser.feed(piece.text)
+            events: list[Event] = [Content(piece.text)] if piece.text else []
+        else:
+            events = self._parser.feed(piece.text) + (self._parser.finish() if piece.result is not None else [])
+        for event in events:
+            if isinstance(event, Content):
+                yield self.choice({"content": event.text})
+            elif isinstance(event, Reasoning):
+                yield self.choice({"reasoning_content": event.text})
+            elif self._parallel or not self._calls:
+                self._calls.append(event)
+                yield self.choice({"tool_calls": [{"index": len(self._calls) - 1, **event.as_dict()}]})
         if piece.result is not None:
-            events = [*events, *self._parser.finish()]
-        for each in events:
-            yield from self._delta(each)
+            yield self.choice({}, ending_fields(piece.result, self._calls, per_token=self._returns_ids))
 
-    def _delta(self, found: Event) -> Iterator[dict[str, Any]]:
-        if isinstance(found, Content):
-            yield {"content": found.text}
-        elif isinstance(found, Reasoning):
-            yield {"reasoning_content": found.text}
-        elif self._parallel or not self.calls:
-            self.calls.append(found)
-            yield {"tool_calls": [{"index": len(self.calls) - 1, **found.as_dict()}]}
+    def choice(self, delta: dict[str, Any], end: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The choice of the next chunk, with all tokens that no chunk has yet."""
+        logprobs, self._logprobs = chat_logprobs(self._logprobs or None), []
+        tokens, self._tokens = self._tokens, []
+        own = {"token_ids": tokens} if self._returns_ids else {}
+        end = end or {"finish_reason": None}
+        return {"index": self._index, "delta": delta, "logprobs": logprobs, **own, **end}
 
 
-async def _stream_events(
-    run: Run, plan: ChatPlan, prompt: str, ids: list[int], pieces: Pieces, options: StreamOptions
-) -> AsyncGenerator[ServerSentEvent, None]:
-    head = _answer_fields(run, "chat.completion.chunk")
-    with_ids = run.returns_ids
-    deltas: dict[int, ChoiceDeltas] = {}
-    logprobs: dict[int, list[Any]] = {}  # of each choice's tokens that no chunk has yet
-    tokens: dict[int, list[int]] = {}  # ids of the same tokens
+def chat_logprobs(entries: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+    """`logprobs` of a chat's choice; None without entries."""
+    return None if entries is None else {"content": text_logprobs(entries), "refusal": None}
 
-    def chunk(index: int, delta: dict[str, Any], entries: Any = None, end: Any = None) -> ServerSentEvent:
-        own = {"token_ids": tokens.pop(index, [])} if with_ids else {}
-        given = {"prompt_token_ids": ids} if with_ids and "role" in delta else {}
-        choice = {
-            "index": index,
-            "delta": delta,
-            "logprobs": chat_logprobs(entries),
-            **own,
-            **(end or {"finish_reason": None}),
-        }
-        return json_event({**head, **given, "choices": [choice], **run.usage_field(options)})
 
-    try:
-        async for piece in run.count_pieces(pieces):
-            row = piece.row
-            if row not in deltas:
-                deltas[row] = ChoiceDeltas(plan.parser(prompt), plan.parallel)
-                yield chunk(row, {"role": "assistant", "content": ""})
-            logprobs.setdefault(row, []).extend(piece.token_logprobs or ())
-            tokens.setdefault(row, []).extend(piece.token_ids)
-            for delta in deltas[row].add(piece):
-                yield chunk(row, delta, logprobs.pop(row, None) or None)
-            if piece.result is not None:
-                end = ending_fields(piece.result, deltas[row].calls, per_token=with_ids)
-                yield chunk(row, {}, logprobs.pop(row, None) or None, end)
-        if options.include_usage:
-            yield json_event({**head, "choices": [], "usage": run.usage})
-    except Exception as error:  # noqa: BLE001  # the status was already sent
-        yield json_event(record_failure(error, run.log_entry))
-    yield DONE
+def text_logprobs(entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    """Log-probabilities of a text's tokens, each with its likeliest alternatives."""
+
+    def fields(one: TokenLogprob | TopLogprob) -> dict[str, Any]:
+        return {"token": one.text, "logprob": finite(one.logprob), "bytes": list(one.text.encode())}
+
+    return [{**fields(one), "top_logprobs": [fields(each) for each in one.top_logprobs]} for one in entries]

@@ -15,13 +15,11 @@ from topw_deploy.runtime.logprobs import Logits
 from topw_deploy.runtime.outputs import gives_logits
 from topw_deploy.runtime.token_geometry import read_geometry
 from topw_deploy.sampling import Geometry
-from topw_deploy.serve.bodies import read_body
 from topw_deploy.serve.failures import invalid_request
 from topw_deploy.serve.inspection import InspectedStep, StepExplanation
-from topw_deploy.serve.run import Run
 from topw_deploy.serve.schemas.inspect import InspectRequest
-from topw_deploy.serve.served import Served
-from topw_deploy.serve.service import service_of
+from topw_deploy.serve.service import Served
+from topw_deploy.serve.stream import Run, read_body
 
 _WITHOUT_EFFECT = frozenset(
     {
@@ -66,7 +64,7 @@ _inspectors: WeakKeyDictionary[Served, Inspector] = WeakKeyDictionary()
 async def inspect(request: Request) -> Response:
     """Recompute the step that drew a token, and explain its kept sets."""
     body = await read_body(request, InspectRequest)
-    run = Run(request, service_of(request), body, "inspect", "prompt_token_ids")
+    run = Run(request, body, "inspect", "prompt_token_ids")
     served = run.served
     with run.naming_fields():
         step = _inspected_step(body, served)

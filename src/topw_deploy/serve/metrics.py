@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -15,9 +15,6 @@ from prometheus_client.registry import Collector
 
 from topw_deploy.engine import EngineStats
 from topw_deploy.runtime import GenerationResult
-
-if TYPE_CHECKING:
-    from topw_deploy.serve.served import Served
 
 MODEL = "model_name"
 _MODELS = "/v1/models/"
@@ -52,12 +49,12 @@ COUNTERS: tuple[tuple[str, str, ReadStats], ...] = (
 class Metrics:
     """The server's metrics.
 
-    served: returns the models, whose engines are read at each scrape.
+    engines: returns each model's name and the state of its engine; called at each scrape.
     """
 
-    def __init__(self, served: Callable[[], Iterable[Served]]) -> None:
+    def __init__(self, engines: Callable[[], Iterable[tuple[str, EngineStats]]]) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_Engines(served))
+        self.registry.register(_Engines(engines))
         histogram, counter = self._histogram, self._counter
         self._first = histogram("time_to_first_token_seconds", "From the engine's call to the first token.", _SECONDS)
         self._gap = histogram("inter_token_latency_seconds", "Between tokens.", _SECONDS)
@@ -124,11 +121,11 @@ class Metrics:
 class _Engines(Collector):
     """Reads the engines' own counts when Prometheus scrapes."""
 
-    def __init__(self, served: Callable[[], Iterable[Served]]) -> None:
-        self._served = served
+    def __init__(self, engines: Callable[[], Iterable[tuple[str, EngineStats]]]) -> None:
+        self._engines = engines
 
     def collect(self) -> Iterator[Metric]:
-        found = [(each.name, each.engine.stats()) for each in self._served()]
+        found = list(self._engines())
         gauges = [(GaugeMetricFamily(f"topw:{name}", text, labels=[MODEL]), of) for name, text, of in GAUGES]
         counters = [(CounterMetricFamily(f"topw:{name}", text, labels=[MODEL]), of) for name, text, of in COUNTERS]
         for family, of in itertools.chain(gauges, counters):

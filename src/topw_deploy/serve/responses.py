@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -14,32 +13,29 @@ from starlette.responses import JSONResponse, Response
 from topw_deploy.runtime import GenerationResult, TokenLogprob
 from topw_deploy.runtime.tools import Content, Reasoning
 from topw_deploy.runtime.tools.parser import Event, ToolCall
-from topw_deploy.serve.bodies import read_body, refusal_of
-from topw_deploy.serve.chat_plan import ChatPlan, plan_and_tokenize
-from topw_deploy.serve.events import EventStream, json_event, record_failure
-from topw_deploy.serve.output_items import OutputItems
-from topw_deploy.serve.run import Run
+from topw_deploy.serve.chat import Chat, read_chat, text_logprobs
 from topw_deploy.serve.schemas.generation import ChatRequest
 from topw_deploy.serve.schemas.responses import ResponsesRequest
-from topw_deploy.serve.served import Pieces
-from topw_deploy.serve.service import service_of
+from topw_deploy.serve.stream import EventStream, Run, json_event, read_body, refusal_of
+
+NamedEvent = tuple[str, dict[str, Any]]
+"""(type of an event, its other fields)"""
 
 
 async def responses(request: Request) -> Response:
     """Answer an input, whole or as a stream of events."""
     body = await read_body(request, ResponsesRequest)
-    run = Run(request, service_of(request), body, "resp", "input")
-    plan, prompt, ids = await run.prepare(lambda: plan_and_tokenize(_as_chat(body), run.served))
-    run.prompt_tokens = len(ids)
-    run.log_prompt(prompt)
+    run = Run(request, body, "resp", "input")
+    chat = await run.prepare(lambda: read_chat(_as_chat(body), run.served))
+    run.prompt_tokens = len(chat.ids)
+    run.log_prompt(chat.prompt)
     output = OutputItems(run.log_entry.id)
-    if run.is_stream:
-        pieces = await run.begin_stream(ids, plan.parameters)
-        events = _stream_events(run, body, plan, prompt, pieces, output)
-        return EventStream(events, partial(run.close_stream, pieces), run.options)
-    (result,) = await run.generate(ids, plan.parameters)
-    logprobs = _text_logprobs(result, plan, prompt)
-    for part in _answer_parts(result, plan, prompt):
+    if body.stream:
+        await run.start(chat.ids, chat.parameters)
+        return EventStream(run, _stream_events(run, body, chat, output))
+    (result,) = await run.generate(chat.ids, chat.parameters)
+    logprobs = _text_logprobs(result, chat)
+    for part in _answer_parts(result, chat):
         for _ in output.add(part, logprobs if isinstance(part, Content) else ()):
             pass
     for _ in output.close(_status(result)):
@@ -54,20 +50,20 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
         raise refusal_of(error) from None
 
 
-def _answer_parts(result: GenerationResult, plan: ChatPlan, prompt: str) -> Iterable[Event]:
+def _answer_parts(result: GenerationResult, chat: Chat) -> Iterable[Event]:
     """The reasoning, text and calls of a whole answer, in this order."""
-    if plan.tools is None:
+    if chat.tools is None:
         return [Content(result.text)] if result.text else []
-    parsed = plan.served.model.parse_tool_calls(result, plan.tools, plan.served.tool_family, prompt)
+    parsed = chat.parse(result)
     reasoning: list[Event] = [Reasoning(parsed.reasoning)] if parsed.reasoning else []
     content: list[Event] = [Content(parsed.content)] if parsed.content else []
-    return [*reasoning, *content, *(parsed.tool_calls if plan.parallel else parsed.tool_calls[:1])]
+    return [*reasoning, *content, *parsed.tool_calls]
 
 
-def _text_logprobs(result: GenerationResult, plan: ChatPlan, prompt: str) -> list[TokenLogprob]:
+def _text_logprobs(result: GenerationResult, chat: Chat) -> list[TokenLogprob]:
     """The log-probabilities of the tokens of a whole answer's text, without those of reasoning and calls."""
     entries = list(result.token_logprobs or ())
-    parser = plan.parser(prompt)
+    parser = chat.parser()
     if parser is None or not entries:
         return entries
     found: list[TokenLogprob] = []
@@ -151,7 +147,7 @@ def _response_fields(
 
 
 async def _stream_events(
-    run: Run, body: ResponsesRequest, plan: ChatPlan, prompt: str, pieces: Pieces, output: OutputItems
+    run: Run, body: ResponsesRequest, chat: Chat, output: OutputItems
 ) -> AsyncGenerator[ServerSentEvent, None]:
     number = 0
 
@@ -163,15 +159,15 @@ async def _stream_events(
     try:
         for kind in ("response.created", "response.in_progress"):
             yield numbered(kind, {"response": _response_fields(run, body, output, "in_progress")})
-        parser = plan.parser(prompt)
+        parser = chat.parser()
         waiting: list[TokenLogprob] = []  # of tokens whose text is held back
-        async for piece in run.count_pieces(pieces):
+        async for piece in run.pieces():
             found: list[Event] = [Content(piece.text)] if piece.text else []
             if parser is not None:
                 found = parser.feed(piece.text) + (parser.finish() if piece.result is not None else [])
             waiting += piece.token_logprobs or ()
             for each, logprobs in _assign_logprobs(found, waiting):
-                if plan.parallel or not (output.calls and isinstance(each, ToolCall)):
+                if chat.parallel or not (output.calls and isinstance(each, ToolCall)):
                     for kind, data in output.add(each, logprobs):
                         yield numbered(kind, data)
             if piece.result is not None:
@@ -181,6 +177,118 @@ async def _stream_events(
                 response = _response_fields(run, body, output, status, _incomplete_details(piece.result))
                 yield numbered(f"response.{status}", {"response": response})
     except Exception as error:  # noqa: BLE001  # the status was already sent
-        failure = record_failure(error, run.log_entry)["error"]
+        failure = run.record_failure(error)["error"]
         response = {**_response_fields(run, body, output, "failed"), "error": failure}
         yield numbered("response.failed", {"response": response})
+
+
+class OutputItems:
+    """Builds the items of one answer. At most one item, a message or reasoning, is open.
+
+    run_id: part of the items' ids.
+    done: finished items, in order.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self.done: list[dict[str, Any]] = []
+        self._id = run_id
+        self._kind: type[Content] | type[Reasoning] | None = None  # of the open item, if there is one
+        self._text: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []  # of the open message's tokens
+
+    @property
+    def calls(self) -> int:
+        """Number of finished tool calls."""
+        return sum(item["type"] == "function_call" for item in self.done)
+
+    def add(self, part: Event, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[NamedEvent]:
+        """Add text, reasoning or a call. Yields the events for the client.
+
+        logprobs: log-probabilities of a message's new tokens.
+        """
+        if isinstance(part, ToolCall):
+            yield from self.close("completed")
+            yield from self._add_call(part)
+            return
+        if self._kind is not type(part):
+            yield from self.close("completed")
+            self._kind = type(part)
+            yield from self._open()
+        self._text.append(part.text)
+        new = text_logprobs(logprobs)
+        self._logprobs += new
+        kind, field = self._text_kind(new)
+        yield f"response.{kind}.delta", {**self._place(), "delta": part.text, **field}
+
+    def close(self, status: str, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[NamedEvent]:
+        """Finish the open item, if there is one. Yields the events for the client.
+
+        status: "completed" or "incomplete".
+        logprobs: log-probabilities of tokens after the text of a message, such as EOS.
+        """
+        if self._kind is None:
+            return
+        if self._kind is Content:
+            self._logprobs += text_logprobs(logprobs)
+        text, part, place = "".join(self._text), self._part("".join(self._text)), self._place()
+        kind, field = self._text_kind(self._logprobs)
+        yield f"response.{kind}.done", {**place, "text": text, **field}
+        yield "response.content_part.done", {**place, "part": part}
+        item = self._item(status, [part])
+        yield "response.output_item.done", {"output_index": len(self.done), "item": item}
+        self.done.append(item)
+        self._kind, self._text, self._logprobs = None, [], []
+
+    def _text_kind(self, entries: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
+        """Returns (the open item's name in the types of events, the field of its tokens' log-probabilities)."""
+        if self._kind is Reasoning:
+            return "reasoning_text", {}
+        return "output_text", {"logprobs": [_without_bytes(entry) for entry in entries]}
+
+    def _open(self) -> Iterator[NamedEvent]:
+        item = self._item("in_progress", [])
+        yield "response.output_item.added", {"output_index": len(self.done), "item": item}
+        yield "response.content_part.added", {**self._place(), "part": self._part("")}
+
+    def _add_call(self, call: ToolCall) -> Iterator[NamedEvent]:
+        item = {
+            "type": "function_call",
+            "id": self._item_id("fc"),
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": call.arguments,
+            "status": "completed",
+        }
+        place = {"item_id": item["id"], "output_index": len(self.done)}
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        yield "response.output_item.added", {"output_index": len(self.done), "item": begun}
+        yield "response.function_call_arguments.delta", {**place, "delta": call.arguments}
+        done = {**place, "name": call.name, "arguments": call.arguments}
+        yield "response.function_call_arguments.done", done
+        yield "response.output_item.done", {"output_index": len(self.done), "item": item}
+        self.done.append(item)
+
+    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        if self._kind is Reasoning:
+            base = {"type": "reasoning", "id": self._item_id("rs"), "summary": []}
+            return {**base, "content": content, "status": status}
+        base = {"type": "message", "id": self._item_id("msg"), "role": "assistant"}
+        return {**base, "content": content, "status": status}
+
+    def _part(self, text: str) -> dict[str, Any]:
+        if self._kind is Reasoning:
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._logprobs)}
+
+    def _place(self) -> dict[str, Any]:
+        prefix = "rs" if self._kind is Reasoning else "msg"
+        return {"item_id": self._item_id(prefix), "output_index": len(self.done), "content_index": 0}
+
+    def _item_id(self, prefix: str) -> str:
+        return f"{prefix}_{self._id}_{len(self.done)}"
+
+
+def _without_bytes(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry of a log-probability as events have it."""
+    best = [{"token": each["token"], "logprob": each["logprob"]} for each in entry["top_logprobs"]]
+    return {"token": entry["token"], "logprob": entry["logprob"], "top_logprobs": best}

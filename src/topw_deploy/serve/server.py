@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import json
 import logging
 import os
 import signal
 import socket
 import stat
 import sys
+import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -21,10 +22,7 @@ from starlette.applications import Starlette
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.serve.app import create_app
-from topw_deploy.serve.connections import Connection
-from topw_deploy.serve.log_writer import JsonLines, LogWriter, PlainLines
-from topw_deploy.serve.options import ServeOptions
-from topw_deploy.serve.service import Service
+from topw_deploy.serve.service import ServeOptions, Service
 
 LOG = logging.getLogger("topw_deploy.serve")
 _CLOSING = 5  # seconds that a stopping server waits for connections whose clients do not read
@@ -63,11 +61,11 @@ def run(
         """End the process without its threads, which may be inside onnxruntime for long."""
         if uds is not None:
             uds.unlink(missing_ok=True)
-        log.close()
+        log.flush()
         os._exit(code)
 
     try:
-        server = new_server(app, options, max_connections)
+        server = new_server(app, max_connections)
         server.end = end
         LOG.info("listening", extra={"facts": {"address": where, "models": list(options.models)}})
         if uds is None and not options.api_keys and not host.startswith("127.") and host not in ("localhost", "::1"):
@@ -78,17 +76,16 @@ def run(
         listener.close()
         if uds is not None:
             uds.unlink(missing_ok=True)
-        log.close()
+        log.flush()
     if service.failure is not None:
         raise service.failure
 
 
-def new_server(app: Starlette, options: ServeOptions, max_connections: int | None = None) -> Server:
-    """A uvicorn server with the limits of `options`."""
-    connection = partial(Connection, header_timeout=options.header_timeout, send_timeout=options.send_timeout)
+def new_server(app: Starlette, max_connections: int | None = None) -> Server:
+    """A uvicorn server of the application."""
     config = uvicorn.Config(
         app,
-        http=connection,
+        http="h11",
         log_config=None,
         access_log=False,
         ws="none",
@@ -193,9 +190,35 @@ def _check_unused(path: Path) -> None:
     raise ParameterError(f"another process listens at {path}; stop it, or give another uds.", "uds")
 
 
-def start_log(json_lines: bool, verbose: bool) -> LogWriter:
-    """Send the logs of the server, of uvicorn and of asyncio to stderr. Close the handler to write the last lines."""
-    handler = LogWriter(sys.stderr)
+class JsonLines(logging.Formatter):
+    """Formats a record as one JSON object: time, level, event, and the facts of a request."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {"time": _timestamp(record), "level": record.levelname.lower(), "event": record.getMessage()}
+        line |= getattr(record, "facts", {})
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class PlainLines(logging.Formatter):
+    """Formats a record as text: time, level, event, and `name=value` for each fact."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        facts = getattr(record, "facts", {})
+        stated = " ".join(f"{name}={json.dumps(value, default=str)}" for name, value in facts.items())
+        line = f"{_timestamp(record)} {record.levelname} {record.getMessage()} {stated}".rstrip()
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _timestamp(record: logging.LogRecord) -> str:
+    seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+    return f"{seconds}.{int(record.msecs):03d}Z"
+
+
+def start_log(json_lines: bool, verbose: bool) -> logging.Handler:
+    """Send the logs of the server, of uvicorn and of asyncio to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if json_lines else PlainLines())
     for name, level in (
         ("topw_deploy.serve", logging.DEBUG if verbose else logging.INFO),

@@ -1,23 +1,253 @@
-"""The models of a server, and its state: loading, ready, draining or failed."""
+"""The served models, and the state of the server: loading, ready, draining or failed."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
 
-from starlette.requests import Request
+import anyio
+from starlette.requests import ClientDisconnect, Request
 
-from topw_deploy.errors import TopWError
+from topw_deploy.engine import Engine, EngineStats
+from topw_deploy.errors import ParameterError, QueueFullError, TopWError
+from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.outputs import gives_logits
-from topw_deploy.serve.failures import invalid_request, server_unavailable
+from topw_deploy.runtime.sequence import Sequence
+from topw_deploy.runtime.tools import FAMILIES
+from topw_deploy.sampling import preset_parameters
+from topw_deploy.sampling.presets import REQUEST_PRESETS
+from topw_deploy.serve.failures import TOO_LONG, invalid_request, server_unavailable
 from topw_deploy.serve.metrics import Metrics
-from topw_deploy.serve.options import ServeOptions
-from topw_deploy.serve.served import Served
 
 LOG = logging.getLogger("topw_deploy.serve")
+Result = TypeVar("Result")
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+PREPARING_THREADS = 4
+"""Threads per model that render templates, tokenize and compile grammars."""
+
 _CANCELLED_SECONDS = 5.0  # a drain waits this long for the answers to cancelled requests
 _NO_LOGITS = "the export has no logits, so the page cannot show which tokens it could draw; use --with-logits"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Checked options of the server.
+
+    models: name of a model in requests -> its exported folder.
+    opening: options of `TopWModel.from_pretrained`.
+    engine: options of each model's `Engine`.
+    api_keys: accepted keys; empty for a server without keys.
+    cors_origins: origins whose pages may call the server; "*" for all.
+    max_body: maximum number of bytes of a request's body.
+    body_timeout: seconds in which a body must arrive.
+    max_prompt_tokens: maximum number of tokens of a prompt; None for what the model's context holds.
+    request_timeout: maximum seconds of a generation, including the wait in the queue; None for no limit.
+    ping_interval: seconds between the comments of a stream, which keep its connection open.
+    drain_timeout: seconds in which running requests may finish after a signal to stop.
+    log_prompts: whether the log contains prompts and answers.
+    tool_parser: family of the models' tool calls; None for the family that the chat template shows.
+    page: whether to serve the page at `/` and its endpoint `/topw/inspect`.
+
+    Raises ParameterError for an invalid value.
+    """
+
+    models: Mapping[str, Path]
+    opening: Mapping[str, Any] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    api_keys: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    max_body: int = 8 * 2**20
+    body_timeout: float = 30.0
+    max_prompt_tokens: int | None = None
+    request_timeout: float | None = 600.0
+    ping_interval: float = 15.0
+    drain_timeout: float = 30.0
+    log_prompts: bool = False
+    tool_parser: str | None = None
+    page: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise ParameterError("there is no model to serve; give at least one exported folder.", "models")
+        for name in self.models:
+            _check_text("the name of a model", name)
+        for key in self.api_keys:
+            _check_text("api_key", key)
+        for name in ("max_body", "max_prompt_tokens"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ParameterError(f"{name} is {value!r}, but must be an integer >= 1.", name)
+        for each in fields(self):
+            if each.name.endswith(("_timeout", "_interval")):
+                _check_seconds(each.name, getattr(self, each.name))
+        if self.tool_parser is not None and self.tool_parser not in FAMILIES:
+            raise ParameterError(
+                f"tool_parser is {self.tool_parser!r}, but must be one of {', '.join(FAMILIES)}.", "tool_parser"
+            )
+
+
+def _check_text(what: str, value: object) -> None:
+    if not isinstance(value, str) or not value or not value.isprintable() or value.strip() != value:
+        raise ParameterError(f"{what} is {value!r}, but must be printable text without spaces around it.")
+
+
+def _check_seconds(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ParameterError(f"{name} is {value!r}, but must be a finite number of seconds > 0.", name)
+
+
+class Served:
+    """A model and its engine.
+
+    name: as requests state it.
+    created: unix time at which the model was opened.
+    length: maximum number of tokens of a sequence, prompt included.
+    tool_family: family of the model's tool calls; None if unknown.
+    """
+
+    def __init__(self, name: str, model: TopWModel, engine: Engine, options: ServeOptions) -> None:
+        self.name, self.model, self.engine = name, model, engine
+        self.created = int(time.time())
+        context = model.manifest.decoder.context_length
+        self.length = min(context, options.engine.get("max_length") or context)
+        self.tool_family = options.tool_parser or model.tool_family
+        self._most_prompt = options.max_prompt_tokens
+        self._timeout = options.request_timeout
+        self._most_waiting = int(options.engine.get("max_queue", 256))
+        self._preparing = anyio.CapacityLimiter(PREPARING_THREADS)
+
+    @cached_property
+    def abilities(self) -> dict[str, Any]:
+        """The field `topw` of the model's entry in `/v1/models`.
+
+        chat: whether the model has a chat template.
+        logits: whether log-probabilities and inspections are available.
+        median_distance: of likely pairs, the unit of `geom_unit` median; None if it was not measured.
+        rule: the export's default sampling rule.
+        defaults, presets: Top-W's parameters; a `beta` that depends on the temperature is text.
+        penalties: the export's repetition, presence and frequency penalty.
+        limits: the export's defaults of the other fields of the page's form.
+        """
+        sampler = self.model.manifest.sampler
+        default = self.resolve([0], {"seed": 0}).params
+        return {
+            "chat": self.model.has_chat_template,
+            "logits": gives_logits(self.model.manifest),
+            "metric": sampler.options.metric,
+            "median_distance": self.model.manifest.median_distance,
+            "top_m": sampler.options.top_m,
+            "vocab_size": sampler.vocab_size,
+            "rule": default.rule.chosen.name,
+            "defaults": asdict(default.top_w),
+            "penalties": {name: getattr(default, name) for name in PENALTIES},
+            "limits": {
+                "min_tokens": default.min_new_tokens,
+                "no_repeat_ngram_size": default.no_repeat_ngram_size,
+                "stop": list(default.stop_strings),
+            },
+            "presets": {name: preset_parameters(name, *sampler.geometry) for name in REQUEST_PRESETS},
+        }
+
+    @classmethod
+    def open(cls, name: str, folder: Path, options: ServeOptions) -> Served:
+        """Open an exported folder. Raises the errors of `TopWModel.from_pretrained` and `Engine`."""
+        model = TopWModel.from_pretrained(folder, **options.opening)
+        try:
+            return cls(name, model, Engine(model, **options.engine), options)
+        except TopWError:
+            model.close()
+            raise
+
+    def close(self) -> None:
+        """Cancel the running requests, and free the memory."""
+        self.engine.shutdown()
+        self.model.close()
+
+    async def prepare(self, function: Callable[[], Result], limiter: anyio.CapacityLimiter | None = None) -> Result:
+        """Call a slow function in a thread.
+
+        limiter: bounds the number of threads; None for the limiter of the threads that prepare requests.
+
+        Raises QueueFullError if too many calls wait for a thread.
+        """
+        limiter = limiter or self._preparing
+        if limiter.statistics().tasks_waiting > self._most_waiting:
+            raise QueueFullError(f"{self._most_waiting} requests wait to be prepared; try again later.", "max_queue")
+        abandoned = threading.Event()
+
+        def call() -> Result:
+            if abandoned.is_set():
+                raise ClientDisconnect
+            return function()
+
+        # A thread cannot be cancelled. Its task continues and counts in the limiter, so that clients that disconnect
+        # cannot start more threads than the limit.
+        task = asyncio.ensure_future(anyio.to_thread.run_sync(call, limiter=limiter))
+        try:
+            return await asyncio.shield(task)
+        finally:
+            abandoned.set()
+            task.add_done_callback(_retrieve_error)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text. Raises PromptError and RequestError for too many.
+
+        A text that certainly has too many tokens is refused without tokenizing it.
+        """
+        return self.check_length(self.model.encode(text, add_special_tokens, limits=self.engine.limits))
+
+    def check_length(self, ids: list[int]) -> list[int]:
+        """Returns `ids`. Raises RequestError for more than `max_prompt_tokens` of them."""
+        if self._most_prompt is not None and len(ids) > self._most_prompt:
+            raise invalid_request(
+                f"the prompt has {len(ids)} tokens, which exceeds the maximum number of tokens allowed by this server, "
+                f"{self._most_prompt}; shorten it.",
+                code=TOO_LONG,
+            )
+        return ids
+
+    def check_prompt_count(self, prompts: int) -> None:
+        """Raises RequestError for more prompts than can run and wait. Call it before they are tokenized."""
+        most = self.engine.stats().rows + self._most_waiting
+        if prompts > most:
+            raise invalid_request(
+                f"the request has {prompts} prompts, but this server takes {most} at a time; send fewer."
+            )
+
+    def default_length(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """`max_new_tokens` of a chat that states no length: all that fits the context, as in OpenAI's API."""
+        lengths = {"max_new_tokens", "max_length"}
+        stated = lengths & {*parameters, *self.model.defaults}
+        return {} if stated else {"max_new_tokens": self.length}
+
+    def resolve(self, prompt: list[int], parameters: Mapping[str, Any]) -> Sequence:
+        """One sequence with all its parameters, not started. Raises ParameterError and PromptError."""
+        return self.model.prepare(prompt, limits=self.engine.limits, **parameters)[0]
+
+    def without_path(self, message: str) -> str:
+        """`message` with the model's name in place of the folder's path, which clients must not see."""
+        return message.replace(str(self.model.path), self.name)
+
+    def time_limit(self, max_time: float | None) -> float | None:
+        """The lower one of a request's and the server's limit, in seconds; None for no limit."""
+        given = [seconds for seconds in (max_time, self._timeout) if seconds is not None]
+        return min(given, default=None)
+
+
+def _retrieve_error(task: asyncio.Future[Any]) -> None:
+    """Retrieve the error of a task that nobody awaits, so that asyncio does not log it."""
+    if not task.cancelled():
+        task.exception()
 
 
 class Service:
@@ -35,7 +265,7 @@ class Service:
         self.failure: BaseException | None = None
         self.on_failure: Callable[[], None] = lambda: None
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.metrics = Metrics(self.served)
+        self.metrics = Metrics(self.engine_stats)
         self._served: dict[str, Served] = {}
         self._active = 0
         self._idle = asyncio.Event()
@@ -45,6 +275,10 @@ class Service:
     def served(self) -> Iterable[Served]:
         """The opened models."""
         return tuple(self._served.values())
+
+    def engine_stats(self) -> list[tuple[str, EngineStats]]:
+        """Each model's name and the state of its engine."""
+        return [(each.name, each.engine.stats()) for each in self.served()]
 
     def start(self) -> None:
         """Begin to open the models. Call it in the event loop."""

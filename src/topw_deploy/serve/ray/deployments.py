@@ -1,0 +1,335 @@
+"""The deployments of the Ray Serve application: the gateway, the router and the replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve import Application, metrics
+from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import BackPressureError
+from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from topw_deploy.errors import GenerationError, ParameterError, QueueFullError
+from topw_deploy.serve.app import create_app
+from topw_deploy.serve.failures import Failure, RequestError, failure_of, invalid_request, server_unavailable
+from topw_deploy.serve.metrics import COUNTERS, GAUGES, MODEL, Metrics
+from topw_deploy.serve.ray import choose_replica, order_replicas, prefix_key
+from topw_deploy.serve.server import start_log
+from topw_deploy.serve.service import ServeOptions, Service
+from topw_deploy.serve.stream import read_bytes
+
+LOG = logging.getLogger("ray.serve")
+ATTEMPTS = 2
+"""Number of replicas to try. If a replica dies before it answers, the request is sent to another replica."""
+
+_PASSED_FIELDS = ("method", "path", "query_string", "headers", "http_version", "scheme", "client", "server")
+_OWN_HEADERS = {b"content-length", b"x-request-id"}  # set again by the response, or by Ray
+_LOST = server_unavailable(
+    "the replica ended before the answer was whole; send the request again.", "replica_lost"
+).failure
+_MOST_CALLS = 1024  # one gateway passes on at most this many at once
+_OPTIONS = {each.name for each in dataclasses.fields(ServeOptions)}
+PREFIX_ARGUMENT = "prefix"
+"""Name of the argument of `Replica.relay` with the key of the prompt's beginning."""
+
+REPORT_INTERVAL = 5.0
+"""Seconds between reports of the engines' counts."""
+
+Head = tuple[int, list[tuple[bytes, bytes]]]
+"""(status, headers) of an answer."""
+
+
+def build_application(given: dict[str, Any]) -> Application:
+    """Build the application of `build`."""
+    characters, factor = given.pop("prefix_characters", 256), given.pop("load_factor", 1.25)
+    _check_routing(characters, factor)
+    unknown = given.keys() - _OPTIONS
+    if unknown:
+        raise ParameterError(f"unknown argument {min(unknown)!r}; known are {', '.join(sorted(_OPTIONS))}.")
+    options = ServeOptions(**{**given, "models": _read_folders(given.get("models")), **_lists_as_tuples(given)})
+    rows, queue = int(options.engine.get("max_batch", 8)), int(options.engine.get("max_queue", 256))
+    router = RequestRouterConfig(request_router_class=PrefixRouter, request_router_kwargs={"load_factor": factor})
+    replicas = serve.deployment(Replica, name="Replica").options(
+        max_ongoing_requests=2 * rows,
+        max_queued_requests=queue,
+        graceful_shutdown_timeout_s=options.drain_timeout,
+        request_router_config=router,
+    )
+    gateway = serve.deployment(Gateway, name="Gateway").options(
+        max_ongoing_requests=_MOST_CALLS, graceful_shutdown_timeout_s=options.drain_timeout
+    )
+    return gateway.bind(replicas.bind(options), options, characters)
+
+
+def _check_routing(characters: Any, factor: Any) -> None:
+    if isinstance(characters, bool) or not isinstance(characters, int) or characters < 0:
+        raise ParameterError(f"prefix_characters is {characters!r}, but must be an integer >= 0.", "prefix_characters")
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 1 <= factor < float("inf"):
+        raise ParameterError(f"load_factor is {factor!r}, but must be a finite number >= 1.", "load_factor")
+
+
+def _read_folders(models: Any) -> dict[str, Path]:
+    """Check `models`. The paths must be absolute, because each replica runs in a working directory of its own."""
+    if not isinstance(models, Mapping):
+        raise ParameterError("models is missing; give the path of an exported folder for each name.", "models")
+    found = {str(name): Path(folder) for name, folder in models.items()}
+    relative = next((folder for folder in found.values() if not folder.is_absolute()), None)
+    if relative is not None:
+        raise ParameterError(f"models has the path {relative}, but must have absolute ones.", "models")
+    return found
+
+
+def _lists_as_tuples(given: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """The options that are lists in YAML, as tuples."""
+    return {name: tuple(given[name]) for name in ("api_keys", "cors_origins") if name in given}
+
+
+class Gateway:
+    """Passes requests to replicas.
+
+    replicas: Ray's handle of the replicas.
+    prefix_characters: number of a prompt's first characters that choose its replica.
+    """
+
+    def __init__(self, replicas: DeploymentHandle, options: ServeOptions, prefix_characters: int) -> None:
+        self._relay = replicas.options(method_name="relay", stream=True)
+        self._options, self._characters = options, prefix_characters
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer a request. If the client disconnects, Ray cancels this call and the call of the replica."""
+        try:
+            if request.url.path == "/metrics":
+                # They would be those of only one of the replicas.
+                message = "every node's Ray agent exports the metrics of its replicas; see --metrics-export-port."
+                raise invalid_request(f"/metrics: {message}", code="not_found", status=404)
+            options = self._options
+            body = await read_bytes(request, options.max_body, options.body_timeout)
+            return await self._pass_on(request, body)
+        except RequestError as error:
+            return _error_response(error.failure)
+
+    async def _pass_on(self, request: Request, body: bytes) -> Response:
+        scope = {"type": "http", "root_path": "", **{name: request.scope.get(name) for name in _PASSED_FIELDS}}
+        key = prefix_key(body, self._characters) if body else ""
+        for attempt in range(ATTEMPTS):
+            parts = self._relay.remote(scope, body, **{PREFIX_ARGUMENT: key})
+            try:
+                status, headers = await anext(parts)
+            except BackPressureError:
+                full = QueueFullError(f"{self._options.engine.get('max_queue', 256)} requests wait; try again later.")
+                return _error_response(failure_of(full))
+            except RayActorError:
+                LOG.warning("a replica ended before it answered, attempt %d of %d", attempt + 1, ATTEMPTS)
+                continue
+            return _relay_response(status, headers, parts)
+        return _error_response(_LOST)
+
+
+def _relay_response(status: int, headers: list[tuple[bytes, bytes]], parts: Any) -> Response:
+    """The replica's answer. parts: yields its body."""
+    is_event_stream = dict(headers).get(b"content-type", b"").startswith(b"text/event-stream")
+    response = StreamingResponse(_relay_body(parts, is_event_stream), status)
+    response.raw_headers = [(name, value) for name, value in headers if name.lower() not in _OWN_HEADERS]
+    return response
+
+
+async def _relay_body(parts: Any, is_event_stream: bool) -> AsyncIterator[bytes]:
+    """Yield the parts of the body.
+
+    If the replica dies, a stream of events ends with an error event, and without [DONE]. Any other answer is cut off,
+    which its client sees as an error.
+    """
+    try:
+        async for part in parts:
+            yield part
+    except RayActorError:
+        LOG.warning("a replica ended in the middle of an answer")
+        if not is_event_stream:
+            raise
+        yield f"data: {json.dumps(_LOST.as_dict())}\n\n".encode()
+    finally:
+        parts.cancel()
+
+
+def _error_response(failure: Failure) -> Response:
+    return JSONResponse(failure.as_dict(), failure.status, dict(failure.headers))
+
+
+class PrefixRouter(RequestRouter):
+    """Sends prompts that begin alike to one replica, within a bound on its load.
+
+    For requests without a prompt, Ray chooses the replica.
+    """
+
+    def initialize_state(self, load_factor: float = 1.25, **_: Any) -> None:
+        """Called by Ray.
+
+        load_factor: no replica gets more than this many times the mean number of requests.
+        """
+        self._load_factor = load_factor
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Called by Ray. Returns [[the chosen replica], [all others]].
+
+        If the chosen replica takes no more requests, Ray tries the others, those with the fewest requests first.
+        """
+        if pending_request is None or not candidate_replicas:
+            return [candidate_replicas]
+        # If no replica takes more requests, Ray waits before it tries again.
+        pending_request.routing_context.should_backoff = True
+        key = pending_request.kwargs.get(PREFIX_ARGUMENT, "")
+        if not key:
+            return [candidate_replicas]
+        replicas = sorted(candidate_replicas, key=lambda replica: replica.replica_id.unique_id)
+        loads = [self.replica_queue_len_cache.get(replica.replica_id) or 0 for replica in replicas]
+        order = order_replicas(key, tuple(replica.replica_id.unique_id for replica in replicas))
+        chosen = replicas[choose_replica(order, loads, self._load_factor)]
+        return [[chosen], [replica for replica in replicas if replica is not chosen]]
+
+
+class Replica:
+    """Opens the models. Ray sends requests after the models are open.
+
+    Raises the errors of opening a model.
+    """
+
+    async def __init__(self, options: ServeOptions) -> None:  # type: ignore[misc]  # Ray awaits it
+        start_log(json_lines=True, verbose=False)
+        self._app = create_app(options)
+        self._service: Service = self._app.state.service
+        self._service.metrics = RayMetrics(self._service.engine_stats)
+        self._service.start()
+        await self._service.wait_until_open()
+        self._reports = asyncio.ensure_future(report_engines(self._service))
+
+    async def relay(
+        self, scope: dict[str, Any], body: bytes, *, prefix: str = ""
+    ) -> AsyncGenerator[Head | bytes, None]:
+        """Answer one HTTP request. Yields (status, headers), then the parts of the body.
+
+        scope: the request's ASGI scope.
+        body: the whole body of the request.
+        prefix: read only by the router.
+
+        Cancelling the generator frees the request's rows.
+        """
+        parts: asyncio.Queue[Head | bytes | None] = asyncio.Queue()
+        gone = asyncio.Event()
+        unread = [body]
+
+        async def receive() -> dict[str, Any]:
+            if unread:
+                return {"type": "http.request", "body": unread.pop(), "more_body": False}
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                parts.put_nowait((message["status"], list(message.get("headers", ()))))
+            elif message.get("body"):
+                parts.put_nowait(bytes(message["body"]))
+
+        async def answer() -> None:
+            try:
+                await self._app({**scope, "app": self._app}, receive, send)
+            finally:
+                parts.put_nowait(None)
+
+        task = asyncio.ensure_future(answer())
+        try:
+            while True:
+                part = await parts.get()
+                if part is None:
+                    break
+                yield part
+        finally:
+            gone.set()
+            if not task.done():
+                task.cancel()
+            await asyncio.wait({task})
+        task.result()
+
+    def check_health(self) -> None:
+        """Called by Ray, which replaces a replica that raises.
+
+        Raises GenerationError unless the replica accepts requests or finishes running ones.
+        """
+        if self._service.state not in ("ready", "draining"):
+            raise GenerationError(f"the replica is {self._service.state}.")
+
+    def __del__(self) -> None:
+        """Free the models. Called by Ray when all requests have ended, or after `graceful_shutdown_timeout_s`."""
+        service = getattr(self, "_service", None)
+        for each in service.served() if service is not None else ():
+            each.close()
+
+
+class RayMetrics(Metrics):
+    """The metrics of each request and token, as histograms and counters of Ray.
+
+    Names have the prefix `topw_`, because names in Ray cannot have a colon. Ray adds labels for deployment, replica
+    and application.
+    """
+
+    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Any:
+        return _LabelledMetric(metrics.Histogram(f"topw_{name}", text, list(map(float, buckets)), (MODEL,)), (MODEL,))
+
+    def _counter(self, name: str, text: str, *labels: str) -> Any:
+        names = (MODEL, *labels)
+        return _LabelledMetric(metrics.Counter(f"topw_{name}", text, names), names)
+
+
+class _LabelledMetric:
+    """A metric of Ray with the methods of Prometheus' client: `labels(value, ...)`, then `observe` or `inc`.
+
+    names, values: of the labels.
+    """
+
+    def __init__(self, metric: Any, names: tuple[str, ...], values: tuple[str, ...] = ()) -> None:
+        self._metric, self._names, self._values = metric, names, values
+
+    def labels(self, *values: object) -> _LabelledMetric:
+        return _LabelledMetric(self._metric, self._names, tuple(map(str, values)))
+
+    def observe(self, value: float) -> None:
+        self._metric.observe(float(value), tags=self._tags())
+
+    def inc(self, amount: float = 1) -> None:
+        if amount > 0:  # Ray refuses 0
+            self._metric.inc(float(amount), tags=self._tags())
+
+    def _tags(self) -> dict[str, str]:
+        """The labels with their values. A new dictionary for each call, because Ray adds its own labels to it."""
+        return dict(zip(self._names, self._values, strict=True))
+
+
+async def report_engines(service: Service) -> None:
+    """Send the engines' counts to Ray every REPORT_INTERVAL seconds, until the task is cancelled."""
+    gauges = [(metrics.Gauge(f"topw_{name}", text, (MODEL,)), read) for name, text, read in GAUGES]
+    counters = [(metrics.Counter(f"topw_{name}", text, (MODEL,)), read) for name, text, read in COUNTERS]
+    sent: dict[tuple[str, int], float] = {}  # (model, counter) -> its last value
+    while True:
+        for served in service.served():
+            stats, tags = served.engine.stats(), {MODEL: served.name}
+            for gauge, read in gauges:
+                gauge.set(read(stats), tags=tags)
+            for index, (counter, read) in enumerate(counters):
+                now = read(stats)
+                gained = now - sent.get((served.name, index), 0)
+                sent[served.name, index] = now
+                if gained > 0:
+                    counter.inc(gained, tags=tags)
+        await asyncio.sleep(REPORT_INTERVAL)

@@ -1,0 +1,453 @@
+"""One request: reads its body, runs and counts its generation, and sends the answer, whole or as events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import statistics
+import time
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar, cast
+
+from anyio import CapacityLimiter
+from pydantic import BaseModel, ValidationError
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from topw_deploy.engine.step_logits import logits_after
+from topw_deploy.errors import PromptError, TopWError
+from topw_deploy.runtime import GenerationResult, Piece
+from topw_deploy.runtime.logprobs import Logits
+from topw_deploy.runtime.tools.parser import ToolCall
+from topw_deploy.serve.failures import (
+    INVALID,
+    TOO_LONG,
+    Failure,
+    RequestError,
+    failure_of,
+    invalid_request,
+    is_expected,
+    server_unavailable,
+)
+from topw_deploy.serve.parameters import check_fields, name_as_given, takes_long
+from topw_deploy.serve.schemas.generation import GenerationRequest, StreamOptions
+from topw_deploy.serve.service import service_of
+
+LOG = logging.getLogger("topw_deploy.serve")
+Body = TypeVar("Body", bound=BaseModel)
+Result = TypeVar("Result")
+DONE = ServerSentEvent("[DONE]", sep="\n")
+FIRST_PIECE_SECONDS = 1.0
+"""Seconds that a stream waits for its first piece, so that an early error is answered with its own status. After them,
+the stream begins, and comments keep it open."""
+
+_LONGEST = 300  # characters of a message
+_FINISH_REASONS = {"stop": "stop", "criterion": "stop", "length": "length", "timeout": "length"}
+"""The engine's finish reason -> OpenAI's. Its clients know no others; `stop_reason` tells a timeout from a length."""
+
+
+async def read_body(request: Request, schema: type[Body]) -> Body:
+    """Read the body and check it.
+
+    Raises RequestError: 503, without reading the body, unless requests are accepted; 408 and 413 for a body beyond the
+    limits; 400 for a body that is not JSON in UTF-8, is nested too deeply, or does not fit the schema.
+    """
+    service = service_of(request)
+    service.check_ready()
+    data = await read_bytes(request, service.options.max_body, service.options.body_timeout)
+    try:
+        return schema.model_validate_json(data)
+    except ValidationError as error:
+        raise refusal_of(error, schema.model_fields) from None
+
+
+async def read_bytes(request: Request, max_bytes: int, seconds: float) -> bytes:
+    """Read the body. Raises RequestError: 408 if it does not arrive within `seconds`, 413 if it has too many bytes."""
+    large = f"the body has more than {max_bytes} bytes; send a shorter one."
+    stated = request.headers.get("content-length", "")
+
+    async def read() -> bytes:
+        chunks, size = [], 0
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > max_bytes:
+                raise invalid_request(large, code="body_too_large", status=413)
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    if stated.isdecimal() and len(stated) < 20 and int(stated) > max_bytes:
+        raise invalid_request(large, code="body_too_large", status=413)
+    try:
+        return await asyncio.wait_for(read(), seconds)
+    except TimeoutError:
+        raise RequestError(
+            Failure(408, INVALID, "request_timeout", f"the body did not arrive within {seconds:g} s; send it again.")
+        ) from None
+
+
+def refusal_of(error: ValidationError, known: Collection[str] = ()) -> RequestError:
+    """The error to answer a body that does not fit its schema. It names the first wrong field.
+
+    known: names of the fields of a schema that allows no others.
+    """
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    first, message = found[0], str(found[0]["msg"])[:_LONGEST]
+    if first["type"] == "json_invalid":
+        return invalid_request(f"the body is not valid JSON: {message}.", code="invalid_json")
+    if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
+        check_fields([str(first["loc"][0])], known, {})
+    # A value that fits no type of a union has one error for each of these types.
+    same = [each["loc"] for each in found if each["loc"][:1] == first["loc"][:1]]
+    path = [parts[0] for parts in zip(*same, strict=False) if len(set(parts)) == 1]
+    param = ".".join(map(str, path))[:_LONGEST] or None
+    if first["type"] == "missing":
+        return invalid_request(f"{param} is missing.", param, "missing_required_parameter")
+    return invalid_request(f"{param or 'the body'}: {message}.", param, "invalid_type")
+
+
+class Run:
+    """The generation that a request asks for, of one or several sequences, counted in the log and the metrics.
+
+    kind: beginning of the answer's id, such as "chatcmpl".
+    prompt_field: name of the field with the prompt, for error messages.
+    created: unix time.
+    samples: number of sequences per prompt.
+    prompt_tokens: number of tokens of all prompts; the endpoint sets it before the generation.
+    """
+
+    def __init__(self, request: Request, body: GenerationRequest, kind: str, prompt_field: str) -> None:
+        service = service_of(request)
+        self.body, self.log_entry = body, request.scope["topw.log_entry"]
+        self.options, self.served = service.options, service.find(body.model)
+        self.id, self.created = f"{kind}-{self.log_entry.id}", int(time.time())
+        self.prompt_tokens, self.samples = 0, 1
+        self.log_entry.facts["model"] = self.served.name
+        self._request, self._metrics = request, service.metrics
+        self._prompt_field = prompt_field
+        self._sequences, self._failed = 0, False
+        self._drawn: dict[int, int] = {}
+        self._results: dict[int, GenerationResult] = {}
+        self._pieces: AsyncGenerator[Piece, None] | None = None
+        self._first: asyncio.Future[Piece | None] | None = None
+
+    @property
+    def returns_ids(self) -> bool:
+        """Whether the answer must have token ids."""
+        return bool(getattr(self.body, "return_token_ids", None))
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's `usage`, with the tokens so far."""
+        drawn = sum(self._drawn.values())
+        cached = sum(result.cached_tokens for row, result in self._results.items() if row % self.samples == 0)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": drawn,
+            "total_tokens": self.prompt_tokens + drawn,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    async def prepare(self, function: Callable[[], Result], limiter: CapacityLimiter | None = None) -> Result:
+        """Call a slow function in a thread, as `Served.prepare` does. Raises RequestError for an expected error."""
+        return await self._await(self.served.prepare(function, limiter))
+
+    async def logits(self, tokens: Sequence[int]) -> Logits:
+        """The logits float32 [V] after `tokens`. If the client disconnects, the row is freed."""
+        return await self._await(logits_after(self.served.engine, tokens, self.served.time_limit(None)))
+
+    async def generate(self, prompt: Any, parameters: Mapping[str, Any]) -> list[GenerationResult]:
+        """The results of all sequences, by prompt, then sample. If the client disconnects, the rows are freed.
+
+        Raises RequestError for an expected error, such as a server that stops.
+        """
+        if takes_long(parameters):  # `start` checks them in a thread
+            await self.start(prompt, parameters)
+            try:
+                await self._await(self._read_all())
+            finally:
+                await self.close()
+        else:
+            self._count_sequences(prompt, parameters)
+            try:
+                found = await self._await(self.served.engine.generate(prompt, **self._limits, **parameters))
+            except ClientDisconnect:
+                self._count_aborted()
+                raise
+            for row, result in enumerate(found if isinstance(found, list) else [found]):
+                self._record_end(row, result, streamed=False)
+        results = [self._results[row] for row in sorted(self._results)]
+        for result in results:
+            _check_not_cancelled(result)
+        return results
+
+    async def start(self, prompt: Any, parameters: Mapping[str, Any]) -> None:
+        """Start a stream, which `pieces` reads and `close` ends.
+
+        Raises errors that occur before its first piece and in its first FIRST_PIECE_SECONDS.
+        """
+        self._count_sequences(prompt, parameters)
+        begin = partial(self.served.engine.stream, prompt, **self._limits, **parameters)
+
+        async def until_first_piece() -> None:
+            # It is an async generator, though annotated as an iterator.
+            self._pieces = cast("AsyncGenerator[Piece, None]", await self.served.prepare(begin))
+            self._first = asyncio.ensure_future(self._next_piece())
+            await asyncio.wait({self._first}, timeout=FIRST_PIECE_SECONDS)
+            if self._first.done():
+                self._first.result()
+
+        try:
+            await self._await(until_first_piece())
+        except BaseException as error:
+            self._failed = not isinstance(error, ClientDisconnect)
+            await self.close()
+            raise
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yield the pieces that carry text or a regular end, counted. Raises RequestError for an expected error."""
+        assert self._first is not None
+        last: dict[int, tuple[float, int]] = {}
+        with self.naming_fields():
+            piece = await self._first
+            while piece is not None:
+                if piece.result is None or piece.result.finish_reason != "error":
+                    now = time.perf_counter()
+                    before, drawn = last.get(piece.row, (now, piece.drawn))
+                    if piece.drawn > drawn:
+                        self._metrics.add_gap(self.served.name, (now - before) / (piece.drawn - drawn))
+                    last[piece.row] = now, piece.drawn
+                    self._drawn[piece.row] = piece.drawn
+                    if piece.result is not None:
+                        self._record_end(piece.row, piece.result, streamed=True)
+                        _check_not_cancelled(piece.result)
+                    yield piece
+                piece = await self._next_piece()
+
+    async def close(self) -> None:
+        """End a stream. Cancels sequences that have not ended, and counts them as aborted unless the stream failed."""
+        if self._first is not None:
+            self._first.cancel()
+            await asyncio.wait({self._first})
+        if self._pieces is not None:
+            await self._pieces.aclose()
+        if not self._failed:
+            self._count_aborted()
+
+    @contextmanager
+    def naming_fields(self) -> Iterator[None]:
+        """Turn expected errors into RequestErrors that name the fields as the request does."""
+        try:
+            yield
+        except RequestError:
+            raise
+        except TopWError as error:
+            if not is_expected(error):
+                raise
+            failure = failure_of(error)
+            message, param = self.served.without_path(failure.message), name_as_given(failure.param, self.body.others)
+            if param is not None:
+                message = re.sub(rf"\b{failure.param}\b", param, message)
+            if failure.code == TOO_LONG:  # clients such as litellm recognise OpenAI's words
+                message = f"this model's maximum context length is {self.served.length} tokens: {message}"
+            if isinstance(error, PromptError):
+                param = self._prompt_field
+            raise RequestError(replace(failure, message=message, param=param)) from None
+
+    def log_prompt(self, prompt: Any) -> None:
+        """Add the prompt to the log entry, if the server logs prompts."""
+        if self.options.log_prompts:
+            self.log_entry.facts["prompt"] = prompt
+
+    def record_failure(self, error: BaseException) -> dict[str, Any]:
+        """Log an error in a stream whose status was already sent. Returns the data of the event that reports it."""
+        failure = failure_of(error)
+        self.log_entry.facts["error"] = failure.code
+        if not is_expected(error):
+            LOG.error("a stream failed", exc_info=error, extra={"facts": {"request_id": self.log_entry.id}})
+        return failure.as_dict()
+
+    @property
+    def _limits(self) -> dict[str, Any]:
+        """The engine's arguments that are no parameters of the text."""
+        seconds = self.served.time_limit(self.body.max_time)
+        return {"max_time": seconds, "reuse_prefix": self.body.cache_prompt is not False}
+
+    async def _await(self, work: Awaitable[Result]) -> Result:
+        with self.naming_fields():
+            return await cancel_on_disconnect(self._request, work)
+
+    async def _next_piece(self) -> Piece | None:
+        assert self._pieces is not None
+        try:
+            return await anext(self._pieces, None)
+        except Exception:
+            self._failed = True
+            raise
+
+    async def _read_all(self) -> None:
+        async for _ in self.pieces():
+            pass
+
+    def _count_sequences(self, prompt: Any, parameters: Mapping[str, Any]) -> None:
+        samples = parameters.get("num_return_sequences", 1)
+        self.samples = samples if type(samples) is int else 1  # the engine refuses others
+        several = bool(prompt) and isinstance(prompt[0], list)
+        self._sequences = self.samples * (len(prompt) if several else 1)
+
+    def _count_aborted(self) -> None:
+        self._metrics.count_aborted(self.served.name, self._sequences - len(self._results))
+
+    def _record_end(self, row: int, result: GenerationResult, *, streamed: bool) -> None:
+        self._drawn[row], self._results[row] = len(result.token_ids), result
+        self._metrics.count_ended(self.served.name, result, streamed=streamed)
+        results = [self._results[row] for row in sorted(self._results)]
+        facts = self.log_entry.facts
+        facts |= {
+            "stream": bool(self.body.stream),
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.usage["prompt_tokens_details"]["cached_tokens"],
+            "completion_tokens": sum(len(each.token_ids) for each in results),
+            "first_token_seconds": round(min(each.timings.prefill_seconds for each in results), 6),
+            "finish_reasons": [each.finish_reason for each in results],
+        }
+        if self.options.log_prompts:
+            facts["answers"] = [each.text for each in results]
+
+
+async def answer_choices(
+    run: Run,
+    prompt: Any,
+    parameters: Mapping[str, Any],
+    head: Mapping[str, Any],
+    whole_choice: Callable[[int, GenerationResult], dict[str, Any]],
+    chunks: Callable[[Piece], Iterable[dict[str, Any]]],
+) -> Response:
+    """Generate, and answer with a choice per sequence: whole, or as a stream of chunks.
+
+    head: the fields with which the answer and each chunk begin.
+    whole_choice: function from a choice's index and result to the choice.
+    chunks: function from a piece to the chunks that it adds, without head and usage.
+    """
+    if not run.body.stream:
+        results = await run.generate(prompt, parameters)
+        choices = [whole_choice(index, result) for index, result in enumerate(results)]
+        return JSONResponse({**head, "choices": choices, "usage": run.usage})
+    await run.start(prompt, parameters)
+    options = run.body.stream_options or StreamOptions()
+
+    async def events() -> AsyncGenerator[ServerSentEvent, None]:
+        try:
+            async for piece in run.pieces():
+                for chunk in chunks(piece):
+                    usage: dict[str, Any] = {"usage": None} if options.include_usage else {}
+                    usage = {"usage": run.usage} if options.continuous_usage_stats else usage
+                    yield json_event({**head, **chunk, **usage})
+            if options.include_usage:
+                yield json_event({**head, "choices": [], "usage": run.usage})
+        except Exception as error:  # noqa: BLE001  # the status was already sent
+            yield json_event(run.record_failure(error))
+        yield DONE
+
+    return EventStream(run, events())
+
+
+def ending_fields(
+    result: GenerationResult, calls: Sequence[ToolCall] = (), *, per_token: bool = False
+) -> dict[str, Any]:
+    """The fields of a choice that state why the sequence ended, and what the sampler did.
+
+    calls: the tool calls in the answer.
+    per_token: whether `topw` has `kept`, `certified` and `logprobs` of each token.
+
+    Returns `finish_reason`; `stop_reason`, the stop string, "timeout" or None; and `topw`, whose `seed` repeats the
+    draws and whose `certified_share` and `kept_mean` are as in GenerationResult.
+    """
+    reason = "tool_calls" if calls else _FINISH_REASONS[result.finish_reason]
+    stop = "timeout" if result.finish_reason == "timeout" else result.stop
+    facts: dict[str, Any] = {
+        "seed": result.seed,
+        "rule": result.rule,
+        "certified_share": round(result.certified_share, 6),
+        "kept_mean": round(statistics.fmean(result.kept), 6) if result.kept else None,
+    }
+    if per_token:
+        facts |= {"kept": result.kept, "certified": result.certified, "logprobs": result.logprobs}
+    return {"finish_reason": reason, "stop_reason": stop if isinstance(stop, str) else None, "topw": facts}
+
+
+def finite(logprob: float) -> float:
+    """A log-probability for JSON, which cannot hold -inf. OpenAI writes -9999."""
+    return max(logprob, -9999.0)
+
+
+def json_event(data: Mapping[str, Any], name: str | None = None) -> ServerSentEvent:
+    """A server-sent event whose data is JSON.
+
+    name: type of the event; None for an event without one.
+    """
+    return ServerSentEvent(json.dumps(data, ensure_ascii=False, separators=(",", ":")), event=name, sep="\n")
+
+
+class EventStream(EventSourceResponse):
+    """Sends the events of a started run. While there are none, sends comments, which keep the connection open."""
+
+    def __init__(self, run: Run, events: AsyncGenerator[ServerSentEvent, None]) -> None:
+        self._run, self._events = run, events
+        super().__init__(
+            events,
+            ping=run.options.ping_interval,  # type: ignore[arg-type]  # anyio sleeps for fractions of seconds too
+            sep="\n",
+            ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()
+            await self._run.close()
+
+
+def _check_not_cancelled(result: GenerationResult) -> None:
+    """Raises RequestError (503) if a sequence was cancelled because the server is stopping."""
+    if result.finish_reason == "cancelled":
+        raise server_unavailable("the server is shutting down; send the request again.", "draining")
+
+
+async def cancel_on_disconnect(request: Request, work: Awaitable[Result]) -> Result:
+    """Await `work`. If the client disconnects first, cancel `work` and raise ClientDisconnect.
+
+    The request's body must have been read.
+    """
+
+    async def wait_for_disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.wait({task, gone})
