@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from starlette.testclient import TestClient
-from topw_deploy.serve.options import ServeOptions
 
 from topw_deploy import Engine, TopWModel, export_model
 from topw_deploy.serve.app import create_app
+from topw_deploy.serve.service import ServeOptions
 
 
 def calls(folder: Path, place: Path) -> dict[str, Callable[[], object]]:
