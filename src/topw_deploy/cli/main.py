@@ -28,7 +28,7 @@ from topw_deploy.errors import ParameterError, TopWError
 COMMANDS = {
     "export": "Export a model with its sampler into one ONNX graph.",
     "export-sampler": "Export the sampler alone, for logits from elsewhere.",
-    "check": "Show which nodes TensorRT or onnxruntime supports, before any build.",
+    "check": "Ask TensorRT's parser which nodes of an exported model it takes.",
     "build-engine": "Build a TensorRT engine of an exported model, for this machine.",
     "generate": "Generate text with an exported model.",
     "serve": "Serve exported models over HTTP, with the endpoints of OpenAI's API.",

@@ -6,6 +6,7 @@ once. Both copies use pinned memory and belong to the CUDA graph.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,12 +19,12 @@ from topw_deploy.device_lock import DeviceLock
 from topw_deploy.dtypes import ELEMENT_TYPES, element_bytes
 from topw_deploy.errors import GenerationError, ManifestError, TensorRTError
 from topw_deploy.files import map_file
-from topw_deploy.manifest import DecoderManifest, TensorSpec
+from topw_deploy.manifest import DecoderManifest
 from topw_deploy.sampling.row import mask_words
 from topw_deploy.tensorrt import check
 from topw_deploy.tensorrt.cuda import Allocation, CacheMemory, Context, Copies, CudaDevice, PinnedMemory, Span, Stream
 from topw_deploy.tensorrt.profiles import find_profile
-from topw_deploy.tensorrt.stamp import TensorRTStamp, find_fitting_engine, this_platform
+from topw_deploy.tensorrt.stamp import find_fitting_engine, this_platform
 
 _ALIGNMENT = 256  # bytes: CUDA's allocation alignment, on which TensorRT's kernels rely
 _SMALLEST = 64 << 10  # bytes: enough for most steps and prompt chunks
@@ -34,6 +35,8 @@ class TensorRTSession:
 
     Raises TensorRTError if TensorRT, CUDA, a fitting engine or its plugin is missing or fails, and ManifestError for a
     manifest that no engine can have.
+
+    tensors: names of the engine's own inputs and outputs; it has no inputs that its graph does not read.
     """
 
     provider = "tensorrt"
@@ -62,18 +65,71 @@ class TensorRTSession:
         self.most_rows: int | None = self.stamp.most_batch
         self.most_columns: int | None = self.stamp.most_sequence
         self.most_edits: int | None = self.stamp.most_edits
+        self._results = [spec for spec in manifest.outputs if not spec.name.startswith("present.")]
         try:
-            self.engine = TensorRTEngine(
-                trt, path, self.stamp, manifest.inputs, manifest.outputs, CudaDevice(lock, device)
-            )
+            self.cuda = CudaDevice(lock, device)
+            with lock.opening():
+                self._open(trt, path)
         except GenerationError as error:
             raise TensorRTError(f"{path} cannot be opened: {error}") from None
 
+    def _open(self, trt: Any, path: Path) -> None:
+        self._trt, self._logger = trt, check.new_logger(trt)
+        self._runtime = check.create_object(trt, "Runtime", self._logger)  # must outlive the engine
+        try:
+            with map_file(path) as view:
+                self._engine = self._runtime.deserialize_cuda_engine(view)
+        except OSError as error:
+            raise TensorRTError(f"{path} cannot be read: {error.strerror or error}") from None
+        if self._engine is None:
+            raise TensorRTError(f"TensorRT cannot open {path} ({check.first_error(self._logger)})")
+        self.tensors = _tensor_names(trt, self._engine)
+        outputs = set(self.outputs)
+        fits = outputs <= self.tensors <= self.inputs | outputs
+        if not fits or self._engine.num_optimization_profiles != len(self.stamp.profiles):
+            raise TensorRTError(
+                f"{path.name} has inputs, outputs or profiles that differ from the export's or its stamp's"
+            )
+        self._free = [self._new_stream()]
+
     def bind(self) -> TensorRTBinding:
-        return TensorRTBinding(self.engine, self.engine.borrow_stream())
+        """A binding on an unused stream, or on a new one. Its `close` returns the stream."""
+        with suppress(IndexError):
+            return TensorRTBinding(self, self._free.pop())
+        with self.cuda.lock.shared_use:
+            self.cuda.use()
+            return TensorRTBinding(self, self._new_stream())
+
+    def return_stream(self, stream: EngineStream) -> None:
+        self._free.append(stream)  # atomic, so it needs no lock: garbage collection may call this anywhere
 
     def memory(self, size: int) -> CacheMemory:
-        return CacheMemory(self.engine.cuda, size)
+        return CacheMemory(self.cuda, size)
+
+    @property
+    def why_no_graph(self) -> str:
+        """Why steps are not launched as a CUDA graph; "" if they are."""
+        free = tuple(self._free)  # a copy, as other threads change it
+        return next((c.why_no_graph for stream in free for c in stream.contexts if c.why_no_graph), "")
+
+    def profile_for(self, batch: int, sequence: int, edits: int) -> int:
+        """Number of the profile for a run of this shape. Raises GenerationError if none covers it."""
+        found = find_profile(self.stamp.profiles, batch, sequence, edits)
+        if found is None:
+            raise GenerationError(
+                f"the engine has no profile for {batch} rows, {sequence} new tokens and {edits} edits; build it with "
+                "larger bounds."
+            )
+        return found
+
+    def output_bytes(self, batch: int) -> dict[str, int]:
+        """Bytes of each output by its name, without the caches, which are updated in place."""
+        return {
+            spec.name: batch * math.prod(map(int, spec.shape[1:])) * element_bytes(spec.dtype) for spec in self._results
+        }
+
+    def _new_stream(self) -> EngineStream:
+        return EngineStream(self._trt, self._engine, self.cuda, self._logger)
 
 
 def _check_manifest(manifest: DecoderManifest) -> None:
@@ -88,90 +144,6 @@ def _check_manifest(manifest: DecoderManifest) -> None:
                 f"the manifest states the output {spec.name} as {spec.dtype} {list(spec.shape)}, which has no fixed "
                 "size; export the model again with --target tensorrt."
             )
-
-
-class TensorRTEngine:
-    """The engine in the file `path`.
-
-    inputs, outputs: those in the manifest.
-    tensors: names of the engine's own inputs and outputs; it has no inputs that its graph does not read.
-
-    Raises TensorRTError if TensorRT refuses the file, GenerationError if CUDA fails.
-    """
-
-    def __init__(
-        self,
-        trt: Any,
-        path: Path,
-        stamp: TensorRTStamp,
-        inputs: Sequence[TensorSpec],
-        outputs: Sequence[TensorSpec],
-        cuda: CudaDevice,
-    ) -> None:
-        self.cuda, self._trt, self._logger = cuda, trt, check.new_logger(trt)
-        self._profiles = stamp.profiles
-        self._results = [spec for spec in outputs if not spec.name.startswith("present.")]
-        with cuda.lock.opening():
-            self._runtime = check.create_object(trt, "Runtime", self._logger)  # must outlive the engine
-            self._raw = _deserialize(self._runtime, path)
-            if self._raw is None:
-                raise TensorRTError(f"TensorRT cannot open {path} ({check.first_error(self._logger)})")
-            self.tensors = _tensor_names(trt, self._raw)
-            names_in, names_out = {spec.name for spec in inputs}, {spec.name for spec in outputs}
-            fits = names_out <= self.tensors <= names_in | names_out
-            if not fits or self._raw.num_optimization_profiles != len(stamp.profiles):
-                raise TensorRTError(
-                    f"{stamp.engine} has inputs, outputs or profiles that differ from the export's or its stamp's"
-                )
-            self._free = [self._new_stream()]
-
-    def borrow_stream(self) -> EngineStream:
-        """Take an unused stream, or make one. The caller returns it with `return_stream`."""
-        with suppress(IndexError):
-            return self._free.pop()
-        with self.cuda.lock.shared_use:
-            self.cuda.use()
-            return self._new_stream()
-
-    def return_stream(self, stream: EngineStream) -> None:
-        self._free.append(stream)  # atomic, so it needs no lock: garbage collection may call this anywhere
-
-    @property
-    def why_no_graph(self) -> str:
-        """Why steps are not launched as a CUDA graph; "" if they are."""
-        free = tuple(self._free)  # a copy, as other threads change it
-        return next((c.why_no_graph for stream in free for c in stream.contexts if c.why_no_graph), "")
-
-    def profile_for(self, batch: int, sequence: int, edits: int) -> int:
-        """Number of the profile for a run of this shape. Raises GenerationError if none covers it."""
-        found = find_profile(self._profiles, batch, sequence, edits)
-        if found is None:
-            raise GenerationError(
-                f"the engine has no profile for {batch} rows, {sequence} new tokens and {edits} edits; build it with "
-                "larger bounds."
-            )
-        return found
-
-    def output_bytes(self, batch: int) -> dict[str, int]:
-        """Bytes of each output by its name, without the caches, which are updated in place."""
-        sizes = {}
-        for spec in self._results:
-            size = element_bytes(spec.dtype)
-            for axis, dimension in enumerate(spec.shape):
-                size *= batch if axis == 0 else int(dimension)
-            sizes[spec.name] = size
-        return sizes
-
-    def _new_stream(self) -> EngineStream:
-        return EngineStream(self._trt, self._raw, self.cuda, self._logger)
-
-
-def _deserialize(runtime: Any, path: Path) -> Any:
-    try:
-        with map_file(path) as view:
-            return runtime.deserialize_cuda_engine(view)
-    except OSError as error:
-        raise TensorRTError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def _tensor_names(trt: Any, engine: Any) -> frozenset[str]:
@@ -214,8 +186,8 @@ class TensorRTBinding:
     owns: whether `close` returns the stream to the engine.
     """
 
-    def __init__(self, engine: TensorRTEngine, stream: EngineStream, *, owns: bool = True) -> None:
-        self._engine, self._stream, self._owns = engine, stream, owns
+    def __init__(self, session: TensorRTSession, stream: EngineStream, *, owns: bool = True) -> None:
+        self._session, self._stream, self._owns = session, stream, owns
         self._arrays: dict[str, np.ndarray] = {}
         self._changing: set[str] = set()
         self._stale: set[str] = set()  # inputs not yet copied to the device
@@ -256,20 +228,20 @@ class TensorRTBinding:
         self._results[name] = array
 
     def new_sibling(self) -> TensorRTBinding:
-        return TensorRTBinding(self._engine, self._stream, owns=False)
+        return TensorRTBinding(self._session, self._stream, owns=False)
 
     def close(self) -> None:
         """Wait for an interrupted run, and return the stream to the engine unless CUDA fails on the stream."""
         if self._owns and not self._closed:
             self._closed = True
             with suppress(GenerationError):
-                self._engine.cuda.use()
+                self._session.cuda.use()
                 self._stream.cuda_stream.wait()
-                self._engine.return_stream(self._stream)
+                self._session.return_stream(self._stream)
 
     def run(self, step: int | None = None) -> None:
         try:
-            with self._engine.cuda.lock.shared_use:
+            with self._session.cuda.lock.shared_use:
                 plan = self._compute(repeated=bool(step))  # step 0 runs the prompts' last chunk
         except GenerationError as error:
             self._stream.loaded = None
@@ -280,7 +252,7 @@ class TensorRTBinding:
 
     def _compute(self, *, repeated: bool) -> _RunPlan:
         stream = self._stream
-        self._engine.cuda.use()
+        self._session.cuda.use()
         plan = self._plan
         if plan is None or not plan.is_valid(stream, repeated):
             plan = self._plan = self._new_plan(repeated)
@@ -308,11 +280,11 @@ class TensorRTBinding:
         self._stale.clear()
 
     def _new_plan(self, repeated: bool) -> _RunPlan:
-        engine, stream = self._engine, self._stream
+        session, stream = self._session, self._stream
         ids, edits = self._arrays["input_ids"], self._arrays["edit_ids"]
         batch, sequence = ids.shape
-        profile = engine.profile_for(batch, sequence, edits.shape[1])
-        unread = {name: size for name, size in engine.output_bytes(batch).items() if name not in self._results}
+        profile = session.profile_for(batch, sequence, edits.shape[1])
+        unread = {name: size for name, size in session.output_bytes(batch).items() if name not in self._results}
         layout = MemoryLayout(self._changing, self._arrays, self._results, unread)
         stream.reserve(layout)
         device, host = stream.device.pointer, stream.host
@@ -323,8 +295,8 @@ class TensorRTBinding:
         return _RunPlan(
             layout=layout,
             context=stream.context(profile, repeated=repeated),
-            shapes={name: shape for name, shape in shapes.items() if name in engine.tensors},
-            addresses={name: at for name, at in addresses.items() if name in engine.tensors},
+            shapes={name: shape for name, shape in shapes.items() if name in session.tensors},
+            addresses={name: at for name, at in addresses.items() if name in session.tensors},
             copies=Copies(host.pointer, device, layout.changing, layout.results),
             changing=[
                 (array, _view_like(host.array, layout.inputs[name].start, array))

@@ -39,7 +39,7 @@ def test_a_step_is_captured_after_one_that_warms_up(opened: Open, gpu: Gpu, trt:
     assert (calls["cudaStreamBeginCapture"], calls["cudaGraphInstantiate"], calls["cudaGraphLaunch"]) == (1, 1, 18)
     decode = next(context for context in trt.contexts if context.profile == 0)
     assert decode.runs == 19
-    assert model._session.engine.why_no_graph == ""  # type: ignore[union-attr]
+    assert model._session.why_no_graph == ""  # type: ignore[union-attr]
 
 
 def test_a_later_generation_of_the_same_shape_launches_the_graph_at_once(opened: Open, gpu: Gpu) -> None:
@@ -117,7 +117,7 @@ def test_a_stream_on_which_cuda_fails_is_not_used_again(opened: Open, gpu: Gpu, 
     with pytest.raises(GenerationError, match=r"the engine failed at step \d+: CUDA failed in cudaStreamSynchronize"):
         list(stream)
     gpu.module.cudaStreamSynchronize = wait
-    assert model._session.engine._free == []  # type: ignore[union-attr]
+    assert model._session._free == []  # type: ignore[union-attr]
     assert model.generate("abc", **HOT).token_ids == on_cpu.generate("abc", **HOT).token_ids
 
 
@@ -138,7 +138,7 @@ def test_an_engine_with_branches_cannot_be_captured_and_runs_all_the_same(
     calls = calls_of(gpu, lambda: model.generate("abc", **HOT))
     assert "cudaStreamBeginCapture" not in calls  # not tried a third time
     assert gpu.count("cudaStreamBeginCapture") == 2
-    assert model._session.engine.why_no_graph.startswith("TensorRT does not accept the run")  # type: ignore[union-attr]
+    assert model._session.why_no_graph.startswith("TensorRT does not accept the run")  # type: ignore[union-attr]
 
 
 def test_a_capture_that_another_thread_spoils_is_tried_again(opened: Open, gpu: Gpu, on_cpu: TopWModel) -> None:
@@ -153,7 +153,7 @@ def test_a_capture_that_another_thread_spoils_is_tried_again(opened: Open, gpu: 
     gpu.module.cudaStreamEndCapture = spoiled_once
     calls = calls_of(gpu, lambda: model.generate("abc", **HOT))
     assert (calls["cudaStreamBeginCapture"], calls["cudaGraphLaunch"]) == (2, 17)
-    assert model._session.engine.why_no_graph == ""  # type: ignore[union-attr]
+    assert model._session.why_no_graph == ""  # type: ignore[union-attr]
     assert model.generate("abc", **HOT).token_ids == on_cpu.generate("abc", **HOT).token_ids
 
 
@@ -189,7 +189,7 @@ def test_a_shape_that_no_profile_holds_is_one_sentence(opened: Open) -> None:
     session = opened()._session
     assert isinstance(session, TensorRTSession)
     with pytest.raises(GenerationError, match="no profile for 5 rows, 1 new tokens and 0 edits; build it with larger"):
-        session.engine.profile_for(5, 1, 0)
+        session.profile_for(5, 1, 0)
 
 
 @pytest.mark.parametrize(
