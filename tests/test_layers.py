@@ -17,28 +17,27 @@ from tests.support.samples import slow
 from topw_deploy import install
 
 # Parts that each part may import.
-LEAVES = {"errors", "text", "files", "folders", "dtypes", "progress", "install", "manifest", "sampling"}
+LEAVES = {"errors", "text", "folders", "dtypes", "progress", "install", "manifest", "sampling"}
 ALLOWED = {
     "errors": set(),
     "dtypes": set(),
     "progress": set(),
     "device_lock": set(),
-    "files": {"errors"},
     "folders": {"errors"},
     "text": {"errors"},
     "install": {"errors"},
     "tiny": set(),
     "sampling": {"errors"},
-    "manifest": {"dtypes", "errors", "files", "folders", "sampling"},
+    "manifest": {"dtypes", "errors", "folders", "sampling"},
     "safetensors_header": {"dtypes", "text"},
-    "plugins": {"errors", "files", "folders", "dtypes", "progress", "install", "sampling"},
+    "plugins": {"errors", "folders", "dtypes", "progress", "install", "sampling"},
     "tensorrt": LEAVES | {"device_lock", "plugins"},
     "runtime": LEAVES | {"device_lock", "plugins", "tensorrt"},
     "engine": LEAVES | {"safetensors_header", "runtime"},
     "serve": {"errors", "text", "sampling", "runtime", "engine"},
     "triton": {"errors", "folders", "manifest", "runtime", "engine"},
-    "web": {"errors", "files", "folders", "manifest", "text", "install"},
-    "export": LEAVES | {"folders", "safetensors_header", "runtime", "tiny"},
+    "web": {"errors", "folders", "manifest", "text", "install"},
+    "export": LEAVES | {"safetensors_header", "runtime", "tiny"},
     "stats": LEAVES | {"plugins", "runtime", "export", "plots", "tables"},
     "bench": LEAVES | {"plugins", "runtime", "engine", "export", "plots", "tables", "worker"},
     "compare": {"errors", "manifest", "progress", "text", "sampling", "runtime", "tables", "running"},

@@ -1,18 +1,24 @@
-"""Write a folder or a file completely or not at all: under a hidden name beside it, renamed at the end."""
+"""Read regular files, and write a file or a folder completely or not at all.
+
+Opening a named pipe would wait for a writer, and reading a device might never end. What is written gets its name at the
+end; until then it has a hidden name beside it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import errno
+import mmap
 import os
 import secrets
 import shutil
 import signal
+import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -26,6 +32,100 @@ SPARE = 16 << 20
 _AT_FDCWD, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 _PARTIAL, _LOCK = ".topw-partial-", ".topw-lock"
 _LOCKED_BYTE = 1 << 20  # Windows lets nobody read a locked byte, so it lies behind the text
+
+
+# With O_NONBLOCK, opening a named pipe returns at once, and fstat then shows its type.
+_READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+_KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
+    (stat.S_ISREG, "a regular file"),
+    (stat.S_ISLNK, "a symbolic link"),
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
+
+class TooLargeError(OSError):
+    """The file has more bytes than the reader allows."""
+
+    def __init__(self, path: str | Path, most: int) -> None:
+        super().__init__(errno.EFBIG, f"it has more than {most} bytes", str(path))
+
+
+class NotRegularError(OSError):
+    """The path is not a regular file. kind: what it is, such as `a named pipe` or `a symbolic link`."""
+
+    def __init__(self, kind: str, path: str | Path) -> None:
+        super().__init__(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+        self.kind = kind
+
+
+def is_file_name(name: object) -> bool:
+    """Whether `name` names a file directly in a folder: a text without separators, other than "", "." and ".."."""
+    return isinstance(name, str) and name not in ("", ".", "..") and set(name).isdisjoint("/\\\0")
+
+
+def kind_of(mode: int) -> str:
+    """Return the type of a file from its st_mode: `a regular file`, `a folder`, `a named pipe`, ..."""
+    return next((name for holds, name in _KINDS if holds(mode)), "a device")
+
+
+def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
+    """Open a regular file for reading.
+
+    follow: whether `path` may be a symbolic link to a regular file.
+    Raises NotRegularError for links (without `follow`), folders, pipes, sockets and devices; OSError like `open`.
+    """
+    # Check the type by name first, because opening a device can have effects, and again when no other file can come in
+    # between.
+    _require_regular(os.stat(path, follow_symlinks=follow).st_mode, path)
+    stream = os.fdopen(os.open(path, _READ_FLAGS | (0 if follow else getattr(os, "O_NOFOLLOW", 0))), "rb")
+    try:
+        _require_regular(os.fstat(stream.fileno()).st_mode, path)
+    except NotRegularError:
+        stream.close()
+        raise
+    return stream
+
+
+def open_inside(folder: Path, name: str) -> BinaryIO:
+    """Open a regular file inside `folder` for reading. The folder itself may be a symbolic link.
+
+    name: a plain path with `/` as separator.
+    Raises NotRegularError for a symbolic link in `name`, and the errors of `open_regular`.
+    """
+    outer = os.path.dirname(name)
+    if os.path.realpath(folder / outer) != os.path.join(os.path.realpath(folder), outer).rstrip(os.sep):
+        raise NotRegularError("a symbolic link", folder / name)
+    return open_regular(folder / name)
+
+
+def read_bounded(path: Path, most: int, *, follow: bool = False) -> bytes:
+    """Read a whole file. Raises TooLargeError for more than `most` bytes, and the errors of `open_regular`."""
+    with open_regular(path, follow=follow) as stream:
+        data = stream.read(most + 1)
+    if len(data) > most:
+        raise TooLargeError(path, most)
+    return data
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """Memory-map a regular file read-only. Raises the errors of `open_regular`, and ValueError for an empty file."""
+    with open_regular(path) as stream:
+        return map_stream(stream)
+
+
+def map_stream(stream: BinaryIO) -> mmap.mmap:
+    """Memory-map an open file read-only.
+
+    The map stays valid when `stream` is closed. Raises ValueError if it is empty.
+    """
+    return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _require_regular(mode: int, path: Path) -> None:
+    if not stat.S_ISREG(mode):
+        raise NotRegularError(kind_of(mode), path)
 
 
 @contextmanager

@@ -19,8 +19,7 @@ from msgspec import Meta, Struct
 
 from topw_deploy.dtypes import ELEMENT_TYPES, element_bytes
 from topw_deploy.errors import ManifestError
-from topw_deploy.files import NotRegularError, open_inside, open_regular
-from topw_deploy.folders import atomic_file
+from topw_deploy.folders import NotRegularError, atomic_file, open_inside, open_regular
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 from topw_deploy.sampling.rules import RULES, carried_rules
 

@@ -29,8 +29,7 @@ import numpy as np
 from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.engine.options import EngineOptions
 from topw_deploy.errors import ParameterError, SessionFileError
-from topw_deploy.files import NotRegularError, kind_of, open_regular
-from topw_deploy.folders import atomic_file
+from topw_deploy.folders import NotRegularError, atomic_file, kind_of, open_regular
 from topw_deploy.manifest import DecoderManifest, State
 from topw_deploy.runtime.cache.buffers import Layout, allocate_zeros
 from topw_deploy.safetensors_header import ELEMENT_BYTES, METADATA, Entry, read_entry, read_header

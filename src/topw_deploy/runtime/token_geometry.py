@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.errors import ManifestError
-from topw_deploy.files import map_stream
+from topw_deploy.folders import map_stream
 from topw_deploy.manifest import EmbeddingTable, Manifest, StoredArray, open_listed
 from topw_deploy.sampling import Geometry
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from topw_deploy.errors import ParameterError, TensorRTError
-from topw_deploy.files import open_regular
-from topw_deploy.folders import atomic_file
+from topw_deploy.folders import atomic_file, open_regular
 from topw_deploy.install import installed_version
 from topw_deploy.manifest import MODEL_NAME, DecoderManifest, load_manifest
 from topw_deploy.progress import SILENT, Advance, Progress

@@ -10,7 +10,7 @@ from typing import Any
 
 from topw_deploy import install
 from topw_deploy.errors import TensorRTError
-from topw_deploy.files import NotRegularError, map_file
+from topw_deploy.folders import NotRegularError, map_file
 from topw_deploy.install import major_minor
 from topw_deploy.manifest import MODEL_NAME, DecoderManifest, Manifest, load_manifest
 from topw_deploy.plugins import library

@@ -18,7 +18,7 @@ import numpy as np
 from topw_deploy.device_lock import DeviceLock
 from topw_deploy.dtypes import ELEMENT_TYPES, element_bytes
 from topw_deploy.errors import GenerationError, ManifestError, TensorRTError
-from topw_deploy.files import map_file
+from topw_deploy.folders import map_file
 from topw_deploy.manifest import DecoderManifest
 from topw_deploy.sampling.row import mask_words
 from topw_deploy.tensorrt import check

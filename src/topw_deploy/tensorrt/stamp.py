@@ -16,8 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from topw_deploy.errors import TensorRTError
-from topw_deploy.files import NotRegularError, open_regular, read_bounded
-from topw_deploy.folders import atomic_file
+from topw_deploy.folders import NotRegularError, atomic_file, open_regular, read_bounded
 from topw_deploy.manifest import MANIFEST_NAME, sha256_of, sha256_of_stream
 from topw_deploy.plugins import library
 from topw_deploy.tensorrt.profiles import Profile

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from topw_deploy.errors import ManifestError, UnsupportedModelError
-from topw_deploy.files import map_file
+from topw_deploy.folders import map_file
 from topw_deploy.install import major_minor
 from topw_deploy.manifest import MODEL_NAME, DecoderManifest
 from topw_deploy.text import decimal_size

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.files import open_regular
+from topw_deploy.folders import open_regular
 
 CDN = "https://cdn.jsdelivr.net"
 FOLDER = "runtime"

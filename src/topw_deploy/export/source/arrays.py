@@ -9,7 +9,7 @@ import numpy as np
 from topw_deploy.errors import SourceError, UnsupportedModelError, one_line
 from topw_deploy.export.source.safetensors_files import tensor_files, tensors_in
 from topw_deploy.export.source.stored import NUMPY_TYPES
-from topw_deploy.files import open_regular
+from topw_deploy.folders import open_regular
 from topw_deploy.sampling import Geometry, median_distance
 
 MOST_STEPS = 4096

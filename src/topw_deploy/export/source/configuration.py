@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from topw_deploy.errors import SourceError
-from topw_deploy.files import read_bounded
+from topw_deploy.folders import read_bounded
 
 MOST_JSON = 16 << 20  # bytes of a configuration file
 

@@ -10,7 +10,7 @@ from typing import TypedDict, Unpack
 
 from topw_deploy.errors import SourceError, one_line
 from topw_deploy.export.source.configuration import MOST_JSON
-from topw_deploy.files import is_file_name, read_bounded
+from topw_deploy.folders import is_file_name, read_bounded
 from topw_deploy.manifest import MANIFEST_NAME
 
 

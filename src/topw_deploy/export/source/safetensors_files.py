@@ -10,7 +10,7 @@ from typing import Any
 
 from topw_deploy.errors import SourceError
 from topw_deploy.export.source.stored import StoredTensor
-from topw_deploy.files import open_regular, read_bounded
+from topw_deploy.folders import open_regular, read_bounded
 from topw_deploy.safetensors_header import LARGEST_HEADER, METADATA, read_entry, read_header, refuse_overlap
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -19,7 +19,7 @@ from topw_deploy.errors import SourceError, UnsupportedModelError
 from topw_deploy.export.source.configuration import MOST_JSON
 from topw_deploy.export.source.quantised import QuantisedCheckpoint
 from topw_deploy.export.source.safetensors_files import stored_tensors
-from topw_deploy.files import read_bounded
+from topw_deploy.folders import read_bounded
 
 MOST_PARTS = 4096
 """The maximum number of layers, experts or labels. Published models have up to 126, 512 and 1000."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from topw_deploy.export.sampler.spec import OP_TYPE
-from topw_deploy.files import map_file
+from topw_deploy.folders import map_file
 from topw_deploy.manifest import MODEL_NAME, EmbeddingTable, Lookup, StoredArray
 
 _MEAN, _INVERSE_STD, _TABLE = 14, 15, 17  # inputs of the sampler node

@@ -15,7 +15,7 @@ import os
 import onnxruntime as ort
 
 from topw_deploy.errors import ManifestError
-from topw_deploy.files import map_stream
+from topw_deploy.folders import map_stream
 from topw_deploy.install import major_minor
 from topw_deploy.manifest import MODEL_NAME, DecoderManifest, Lookup, Manifest
 from topw_deploy.runtime.folder import ModelFolder
