@@ -28,7 +28,7 @@ from topw_deploy.runtime.loop import Batch, accept_tokens, decode_one_token, pre
 from topw_deploy.runtime.ort.graph_session import SAMPLER_INPUTS
 from topw_deploy.runtime.ort.session import OrtSession
 from topw_deploy.sampling import TopWParameters
-from topw_lab.bench.argmax import link_weights
+from topw_lab.bench.decode import link_weights
 
 CHOICE = "argmax"  # input, bool
 FILE = "either.onnx"

@@ -16,7 +16,7 @@ import onnxruntime as ort
 
 from benchmarks.common import UNCOUNTED, median_step_seconds, share_thread_pool
 from topw_deploy.manifest import DecoderInfo, State, load_decoder_manifest
-from topw_lab.bench.argmax import ARGMAX_FILE, ArgMaxLoop, ArgMaxSequence, link_weights, write_argmax_model
+from topw_lab.bench.decode import ARGMAX_FILE, ArgMaxLoop, ArgMaxSequence, link_weights, write_argmax_model
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 INTERVAL = 0.01  # seconds between memory samples

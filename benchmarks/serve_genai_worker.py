@@ -41,7 +41,7 @@ def submit(engine: Any, prompt: list[int], new_tokens: int) -> Any:
 
 
 def serve(engine: Any, requests: list[tuple[list[int], int]], callers: int) -> dict[str, Any]:
-    """Serve all requests, `callers` at a time. Returns what topw_lab/bench/serve_worker.py describes.
+    """Serve all requests, `callers` at a time. Returns what topw_lab/bench/serve.py describes.
 
     Every token counts as a text.
     """

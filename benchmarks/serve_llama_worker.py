@@ -65,7 +65,7 @@ class Server:
         self.batch = llama_cpp.llama_batch_init(_BATCH, 0, 1)
 
     def serve(self, requests: list[tuple[list[int], int]], callers: int) -> dict[str, Any]:
-        """Serve all requests, `callers` at a time. Returns what topw_lab/bench/serve_worker.py describes.
+        """Serve all requests, `callers` at a time. Returns what topw_lab/bench/serve.py describes.
 
         Every token counts as a text.
         """

@@ -20,8 +20,7 @@ from topw_deploy import install
 from topw_deploy.errors import BenchmarkError, ManifestError, ParameterError
 from topw_deploy.manifest import load_decoder_manifest
 from topw_deploy.plugins.library import library_path
-from topw_lab.bench.argmax import ARGMAX_FILE, ArgMaxLoop, write_argmax_model
-from topw_lab.bench.decode import DecodeRequest, run, sides, start
+from topw_lab.bench.decode import ARGMAX_FILE, ArgMaxLoop, DecodeRequest, run, sides, start, write_argmax_model
 from topw_lab.bench.sides import FOLDER, choose
 from topw_lab.worker import Worker
 

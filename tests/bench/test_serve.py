@@ -16,18 +16,19 @@ from tests.support.toy_model import VOCAB, Toy, export
 from topw_deploy.engine.batch import Batch
 from topw_deploy.errors import BenchmarkError, ManifestError, ParameterError
 from topw_deploy.runtime import TopWModel
-from topw_lab.bench import serve_worker
+from topw_lab.bench import serve as serve_module
 from topw_lab.bench.serve import (
     Latencies,
     Load,
     ServeRequest,
+    ServeWorker,
     fit_lengths,
     log_normal_lengths,
     make_requests,
     own_sides,
     run,
+    run_requests,
 )
-from topw_lab.bench.serve_worker import run_requests
 from topw_lab.bench.sides import Side
 
 REQUESTS = [([5, 9, 40], 4), ([7] * 11, 1), ([8, 3], 6), ([50, 51, 52, 53], 3), ([9], 2)]
@@ -45,8 +46,8 @@ def model(folder: Path) -> TopWModel:
 
 
 @pytest.fixture(scope="module")
-def server(model: TopWModel) -> serve_worker.ServeWorker:
-    return serve_worker.ServeWorker(model, rows=2, prefill_budget=4)
+def server(model: TopWModel) -> ServeWorker:
+    return ServeWorker(model, rows=2, prefill_budget=4)
 
 
 @pytest.fixture
@@ -86,7 +87,7 @@ def test_by_default_lengths_fit_a_short_context(folder: Path) -> None:
 @pytest.mark.parametrize("side", ["engine", "one_by_one", "static"])
 @pytest.mark.parametrize("callers", [1, 3])
 def test_every_request_has_a_first_text_and_no_time_exceeds_the_whole(
-    server: serve_worker.ServeWorker, side: str, callers: int
+    server: ServeWorker, side: str, callers: int
 ) -> None:
     served = getattr(server, side)(REQUESTS, callers)
     assert len(served["first"]) == len(REQUESTS)
@@ -95,7 +96,7 @@ def test_every_request_has_a_first_text_and_no_time_exceeds_the_whole(
     assert sum(served["between"]) <= callers * served["seconds"]
 
 
-def test_the_engine_reports_the_share_of_its_time_outside_runs(server: serve_worker.ServeWorker) -> None:
+def test_the_engine_reports_the_share_of_its_time_outside_runs(server: ServeWorker) -> None:
     served = server.engine([([1, 2], 30)] * 2, 2)
     assert 0 < served["steady"] < 1
     assert 0 < served["outside"] < 1
@@ -103,10 +104,10 @@ def test_the_engine_reports_the_share_of_its_time_outside_runs(server: serve_wor
 
 
 def test_callers_of_generate_wait_for_those_before_them(
-    server: serve_worker.ServeWorker, model: TopWModel, monkeypatch: pytest.MonkeyPatch
+    server: ServeWorker, model: TopWModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(1000))
-    monkeypatch.setattr(serve_worker.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(serve_module.time, "perf_counter", lambda: float(next(clock)))
     generate = model.generate(REQUESTS[0][0], max_new_tokens=2, seed=1)
     now = replace(generate, timings=replace(generate.timings, prefill_seconds=0.25))
     monkeypatch.setattr(model, "generate", lambda *_arguments, **_parameters: now)
@@ -139,11 +140,11 @@ def test_the_runs_alone_serve_the_requests_by_the_engines_schedule(model: TopWMo
         assert batch.steps - before <= sum(new - 1 for _, new in REQUESTS)
 
 
-def test_a_short_request_that_waits_for_a_long_prompt_is_timed(server: serve_worker.ServeWorker) -> None:
+def test_a_short_request_that_waits_for_a_long_prompt_is_timed(server: ServeWorker) -> None:
     assert server.wait_behind_prompt([5] * 90, [1, 2, 3], budget=8) > 0
 
 
-def test_the_second_prompt_of_a_prefix_reuses_it(server: serve_worker.ServeWorker) -> None:
+def test_the_second_prompt_of_a_prefix_reuses_it(server: ServeWorker) -> None:
     before = server._engine(2, reuse=True).stats().cached_tokens
     read, reused = server.wait_after_prefix([11] * 60, [[1, 2], [3, 4]])
     assert min(read, reused) > 0

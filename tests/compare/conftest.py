@@ -9,7 +9,7 @@ import pytest
 from tests.support.invoking import invoke  # noqa: F401  # a fixture
 from tests.support.toy_model import Toy, export
 from topw_deploy.runtime.rule_settings import RuleSetting, read_rules
-from topw_lab.compare.collect import CompareRequest, Comparison, Prompt, RuleTexts, Sample
+from topw_lab.compare.comparison import CompareRequest, Comparison, Prompt, RuleTexts, Sample
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from tests.support.toy_model import EOS, Toy, byte_ids, export
 from topw_deploy.errors import ParameterError, PromptError, TokenizerError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling.seeds import prompt_seed
-from topw_lab.compare.collect import Prompt, RuleTexts, compare
+from topw_lab.compare.comparison import Prompt, RuleTexts, compare
 
 from .conftest import request_for, text_prompts
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from topw_lab.compare.report import distinct_share, repeated_share, self_bleu
+from topw_lab.compare.comparison import distinct_share, repeated_share, self_bleu
 
 
 def test_the_distinct_share_counts_the_ngrams_of_all_texts_together() -> None:

@@ -9,9 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from topw_deploy.runtime.rule_settings import RuleSetting
-from topw_lab.compare.collect import Sample
+from topw_lab.compare.comparison import TEXT_METRICS, Sample, summarise
 from topw_lab.compare.page import Line, Point, chart, page
-from topw_lab.compare.report import TEXT_METRICS, summarise
 
 from .conftest import comparison, sample
 

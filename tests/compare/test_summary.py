@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from topw_lab.compare.report import (
+from topw_lab.compare.comparison import (
     TEXT_METRICS,
     MetricValue,
     as_dict,

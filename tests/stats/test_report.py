@@ -12,7 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from topw_deploy.sampling import RuleParameters, TopWParameters
-from topw_lab.stats import plot
+from topw_lab.stats import report as plot
 from topw_lab.stats.collect import AnalysedText, CollectedRuns, Setting, StepAnalysis
 from topw_lab.stats.report import (
     MovedToken,

@@ -14,8 +14,7 @@ from topw_deploy.cli.prompt_lines import read_prompt_lines, read_text_lines
 from topw_deploy.cli.terminal import say, say_json
 
 if TYPE_CHECKING:
-    from topw_lab.compare.collect import Comparison, Prompt
-    from topw_lab.compare.report import RuleSummary
+    from topw_lab.compare.comparison import Comparison, Prompt, RuleSummary
 
 DEFAULT_RULES = "top_w,min_p,top_p,top_h,top_k,none"
 DEFAULT_TEMPERATURES = "0.5,1,1.5,2"
@@ -101,8 +100,7 @@ def command(folder: Path, prompts: Path, json_file: Path | None, html_file: Path
     # Import late, for fast --help and usage errors.
     from topw_deploy.cli.progress import progress
     from topw_deploy.runtime.rule_settings import read_rules, read_temperatures
-    from topw_lab.compare.collect import CompareRequest, compare
-    from topw_lab.compare.report import summarise
+    from topw_lab.compare.comparison import CompareRequest, compare, summarise
 
     check_output(json_file, "json_file")
     check_output(html_file, "html_file")
@@ -124,7 +122,7 @@ def command(folder: Path, prompts: Path, json_file: Path | None, html_file: Path
 
 def _read_prompts(path: Path, chat: bool, system: str | None) -> list[Prompt]:
     """The prompts of a file. chat, system: as in `read_prompt_lines`."""
-    from topw_lab.compare.collect import Prompt
+    from topw_lab.compare.comparison import Prompt
 
     data, where = read_source(path)
     if path.suffix.lower() in _JSON_LINES:
@@ -138,8 +136,8 @@ def _write_report(
     comparison: Comparison, summaries: list[RuleSummary], json_file: Path | None, html_file: Path | None
 ) -> None:
     """Print the table before files are written, so that the table is not lost if the disk is full."""
+    from topw_lab.compare.comparison import as_dict, report_lines
     from topw_lab.compare.page import page
-    from topw_lab.compare.report import as_dict, report_lines
 
     if str(json_file) != "-":
         say(*report_lines(comparison, summaries))

@@ -126,8 +126,7 @@ def command(
     from topw_deploy.cli.progress import progress
     from topw_lab.stats.collect import ExactRequest, collect, settings_of
     from topw_lab.stats.exact_report import save_exact_plot, summarise_exact
-    from topw_lab.stats.plot import save_plot
-    from topw_lab.stats.report import summarise
+    from topw_lab.stats.report import save_plot, summarise
 
     settings = settings_of(take_given(values, (*PARAMETER_NAMES, *RULE_PARAMETER_NAMES)), sweep)
     exact_request = ExactRequest(values["exact_steps"] or 200, values["exact_pool"]) if exact else None

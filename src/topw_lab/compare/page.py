@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from html import escape
 
 from topw_deploy.text import printable
-from topw_lab.compare.collect import Comparison, Sample
-from topw_lab.compare.report import (
+from topw_lab.compare.comparison import (
     CONFIDENCE,
     RESAMPLES,
     TEXT_METRICS,
+    Comparison,
     RuleSummary,
+    Sample,
     TextMetric,
     missing_metric_notes,
     number_text,

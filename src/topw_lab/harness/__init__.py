@@ -1,8 +1,6 @@
 """A model class for lm-evaluation-harness, registered as `topw_deploy` (docs/guide/evaluation.md).
 
-- `model`: the class, the parameters and seed of a request, and log-likelihoods of continuations
-- `arguments`: checks `--model_args`
-
+`model` has the class, the parameters and seed of a request, log-likelihoods of continuations, and `--model_args`.
 Importing this package registers the class, so that `lm_eval.simple_evaluate(model="topw_deploy", ...)` finds it. `run`
 is the harness's own command line.
 """
