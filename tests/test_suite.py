@@ -27,16 +27,12 @@ ELSEWHERE = {
     "topw_deploy.__main__": "cli/test_main.py",
     "topw_lab.bench.genai": "bench/test_peers.py",
     "topw_lab.judges": "cli/test_judge_files.py",
-    "topw_deploy.serve.schemas.inspect": "serve/test_page.py",
-    "topw_deploy.serve.schemas.responses": "serve/test_responses.py",
-    "topw_deploy.serve.schemas.tokens": "serve/test_completions.py",
     "topw_deploy.triton.answers": "scale/test_triton.py",
     "topw_deploy.triton.backend": "scale/test_triton.py",
 }
 # Modules that only slower tests reach, and why.
 SLOW = {
     "topw_lab.bench.generate": "a process that imports transformers, for seconds",
-    "topw_deploy.serve.ray.deployments": "needs Ray, in an environment of its own",
 }
 
 # Files that read a clock, and why no verdict depends on what they read.

@@ -19,8 +19,8 @@ from topw_deploy.engine.batch import Batch
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import RuleParameters, TopWOptions, TopWParameters
 from topw_deploy.sampling.rules import RULE_OF_VALUE
+from topw_deploy.serve.inspect import place_in_plane
 from topw_deploy.serve.page import SCRIPTS
-from topw_deploy.serve.token_map import place_in_plane
 
 INSPECT = "/topw/inspect"
 LIVELY: dict[str, Any] = {"temperature": 1.5, "lam": 0.3, "beta": 2.0, "init_top_p": 0.6, "geom_scale": 1.0}

@@ -13,6 +13,5 @@ A request:
 
 Others:
 - page: the page at `/`.
-- inspection, token_map: what the page shows about one drawn token.
 - ray: the same server on several machines.
 """

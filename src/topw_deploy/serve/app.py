@@ -28,7 +28,7 @@ from topw_deploy.serve.failures import INVALID, RETRY_HEADERS, Failure, failure_
 from topw_deploy.serve.inspect import inspect
 from topw_deploy.serve.page import page
 from topw_deploy.serve.responses import responses
-from topw_deploy.serve.schemas.tokens import DetokenizeRequest, TokenizeRequest
+from topw_deploy.serve.schemas import DetokenizeRequest, TokenizeRequest
 from topw_deploy.serve.service import Served, ServeOptions, Service, service_of
 from topw_deploy.serve.stream import cancel_on_disconnect, read_body
 

@@ -15,7 +15,7 @@ from topw_deploy.runtime.tools import Content, Parsed, Reasoning, ToolCallParser
 from topw_deploy.runtime.tools.parser import Event, ToolCall
 from topw_deploy.runtime.tools.schema import parameter_schemas
 from topw_deploy.serve.failures import invalid_request
-from topw_deploy.serve.schemas.generation import ChatRequest, Message, NamedTool
+from topw_deploy.serve.schemas import ChatRequest, Message, NamedTool
 from topw_deploy.serve.service import Served
 from topw_deploy.serve.stream import Run, answer_choices, ending_fields, finite, read_body
 

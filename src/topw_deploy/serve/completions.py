@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from topw_deploy.runtime import GenerationResult, Piece, TokenLogprob, TopLogprob
 from topw_deploy.serve.failures import invalid_request
-from topw_deploy.serve.schemas.generation import CompletionRequest
+from topw_deploy.serve.schemas import CompletionRequest
 from topw_deploy.serve.service import Served
 from topw_deploy.serve.stream import Run, answer_choices, ending_fields, finite, read_body
 

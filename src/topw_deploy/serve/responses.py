@@ -14,8 +14,7 @@ from topw_deploy.runtime import GenerationResult, TokenLogprob
 from topw_deploy.runtime.tools import Content, Reasoning
 from topw_deploy.runtime.tools.parser import Event, ToolCall
 from topw_deploy.serve.chat import Chat, read_chat, text_logprobs
-from topw_deploy.serve.schemas.generation import ChatRequest
-from topw_deploy.serve.schemas.responses import ResponsesRequest
+from topw_deploy.serve.schemas import ChatRequest, ResponsesRequest
 from topw_deploy.serve.stream import EventStream, Run, json_event, read_body, refusal_of
 
 NamedEvent = tuple[str, dict[str, Any]]

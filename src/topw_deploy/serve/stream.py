@@ -47,7 +47,7 @@ from topw_deploy.serve.failures import (
     server_unavailable,
 )
 from topw_deploy.serve.parameters import check_fields, name_as_given, takes_long
-from topw_deploy.serve.schemas.generation import GenerationRequest, StreamOptions
+from topw_deploy.serve.schemas import GenerationRequest, StreamOptions
 from topw_deploy.serve.service import service_of
 
 LOG = logging.getLogger("topw_deploy.serve")

@@ -3,7 +3,6 @@
 The folder `site` has the page and the JavaScript library `topw`, which examples/node uses, too.
 """
 
-from topw_deploy.web.checks import check_runs, notes
-from topw_deploy.web.site import Site, write_site
+from topw_deploy.web.site import Site, check_runs, notes, write_site
 
 __all__ = ["Site", "check_runs", "notes", "write_site"]
