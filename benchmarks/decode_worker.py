@@ -18,11 +18,10 @@ import onnxruntime as ort
 
 from benchmarks.common import UNCOUNTED, median_step_seconds, share_thread_pool
 from topw_deploy.export.sampler.spec import OP_TYPE
-from topw_deploy.manifest import DecoderManifest
+from topw_deploy.manifest import DecoderManifest, ModelFolder
 from topw_deploy.plugins.library import library_path
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.cache import new_caches
-from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.inputs import RuleInputs
 from topw_deploy.runtime.loop import Batch, accept_tokens, decode_one_token, prefill
 from topw_deploy.runtime.ort.graph_session import SAMPLER_INPUTS

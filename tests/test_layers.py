@@ -126,7 +126,7 @@ ORDER = (
         *("export/sampler_only", "export"),
     ),
     (
-        *("runtime/folder", "runtime/text", "runtime/tokenizer"),
+        *("runtime/text", "runtime/tokenizer"),
         *("runtime/structured", "runtime/results", "runtime/tools", "runtime/session"),
         *("runtime/parameters", "runtime/generation_config", "runtime/logprobs", "runtime/sequence"),
         *("runtime/prompts", "runtime/inputs", "runtime/cache", "runtime/outputs", "runtime/prepare"),
@@ -224,7 +224,7 @@ def test_the_exporter_runs_models_only_to_verify_them() -> None:
 
 
 def test_the_import_graph_lists_the_modules_behind_a_package() -> None:
-    named = {found.name for found in imports("topw_deploy.runtime.folder")}
+    named = {found.name for found in imports("topw_deploy.runtime.tokenizer")}
     assert "topw_deploy.manifest" in named
     assert "onnxruntime" in import_graph.loaded_by("topw_lab.stats.collect")
 

@@ -28,8 +28,8 @@ def folder(scratch: Path) -> Loader:
 
     onnxruntime, which is no part of this package, does not run.
     """
+    from topw_deploy.manifest import ModelFolder
     from topw_deploy.runtime.chat import load_chat_template
-    from topw_deploy.runtime.folder import ModelFolder
     from topw_deploy.runtime.generation_config import read_bos_token_id, read_model_defaults
     from topw_deploy.runtime.tokenizer import Tokenizer
 
@@ -63,7 +63,7 @@ def folder(scratch: Path) -> Loader:
 
 def tokenizer(scratch: Path) -> Loader:
     from tests.runtime.test_folder_fuzz import SMALL_TOKENIZER
-    from topw_deploy.runtime.folder import ModelFolder
+    from topw_deploy.manifest import ModelFolder
     from topw_deploy.runtime.tokenizer import Tokenizer
 
     place = exported(scratch)

@@ -20,9 +20,8 @@ from onnx import TensorProto, helper
 from tests.support.attacks import call, claim, function, nested_if, put, refused, sparse
 from tests.support.samples import thinned
 from topw_deploy.errors import ManifestError
-from topw_deploy.manifest import DecoderManifest
+from topw_deploy.manifest import DecoderManifest, ModelFolder
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort.graph_checks import refuse_compiled
 
 Change = Callable[[onnx.ModelProto], object]

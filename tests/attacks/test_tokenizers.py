@@ -13,8 +13,7 @@ from tests.support.attacks import put, refused
 from tests.support.special_files import no_hang
 from tests.support.toy_model import byte_tokenizer
 from topw_deploy.errors import TokenizerError
-from topw_deploy.manifest import DecoderManifest
-from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.manifest import DecoderManifest, ModelFolder
 from topw_deploy.runtime.tokenizer import Tokenizer
 
 Change = Callable[[dict[str, Any]], object]

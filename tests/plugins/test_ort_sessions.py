@@ -23,6 +23,7 @@ from topw_deploy.manifest import (
     MANIFEST_NAME,
     DecoderManifest,
     Manifest,
+    ModelFolder,
     describe_files,
     load_manifest,
     manifest_from_json,
@@ -30,7 +31,6 @@ from topw_deploy.manifest import (
 )
 from topw_deploy.plugins import library
 from topw_deploy.runtime import TopWModel, TopWSampler
-from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort import graph_session, native
 from topw_deploy.runtime.session import SessionOptions
 from topw_deploy.sampling import TopWOptions

@@ -14,8 +14,7 @@ import pytest
 from tests.support.mutations import mutations
 from tests.support.toy_model import Toy, export
 from topw_deploy.errors import TopWError
-from topw_deploy.manifest import DecoderManifest, describe_files
-from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.manifest import DecoderManifest, ModelFolder, describe_files
 from topw_deploy.runtime.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.long

@@ -17,7 +17,6 @@ logprobs, structured: log-probabilities, schemas and grammars.
 chat, tools: chat templates, tool calls.
 
 Others open a model:
-folder: files that the manifest lists.
 protocols, session_options, open_session, ort: sessions; those of TensorRT are in `topw_deploy.tensorrt.run`.
 device_lock: access to a device.
 

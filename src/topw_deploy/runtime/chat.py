@@ -16,7 +16,7 @@ import minijinja
 import numpy as np
 
 from topw_deploy.errors import PromptError, TokenizerError, one_line
-from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.manifest import ModelFolder
 from topw_deploy.runtime.tokenizer import CONFIG_FILE, Tokenizer
 from topw_deploy.runtime.tools.formats import message_adapter
 from topw_deploy.runtime.tools.schema import schemas_of

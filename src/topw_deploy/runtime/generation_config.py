@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.manifest import Manifest
-from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.manifest import Manifest, ModelFolder
 from topw_deploy.runtime.parameters import ALIASES, PARAMETERS, Parameter, check_names
 from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.sampling.rules import RULE_OF_VALUE, RULE_PARAMETER_NAMES, RULES

@@ -11,10 +11,9 @@ from types import TracebackType
 from typing import Any, Unpack, overload
 
 from topw_deploy.errors import GenerationError, ParameterError, TokenizerError
-from topw_deploy.manifest import DecoderManifest
+from topw_deploy.manifest import DecoderManifest, ModelFolder
 from topw_deploy.runtime import cache
 from topw_deploy.runtime.chat import load_chat_template
-from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.inputs import MASK_INPUT
 from topw_deploy.runtime.loop import Batch, accept_tokens, steps
 from topw_deploy.runtime.ort.graph_session import open_session

@@ -12,8 +12,7 @@ from typing import Any
 
 from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.errors import ParameterError, PromptError
-from topw_deploy.manifest import DecoderManifest, SamplerInfo
-from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.manifest import DecoderManifest, ModelFolder, SamplerInfo
 from topw_deploy.runtime.generation_config import read_bos_token_id, read_model_defaults, read_settings
 from topw_deploy.runtime.outputs import logits_output
 from topw_deploy.runtime.parameters import PARAMETERS, check_names, values_per_prompt

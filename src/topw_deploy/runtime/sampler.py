@@ -11,8 +11,7 @@ import numpy as np
 
 from topw_deploy.dtypes import SAMPLER_OUTPUT_TYPES, array_name
 from topw_deploy.errors import GenerationError, ParameterError, one_line
-from topw_deploy.manifest import SamplerManifest
-from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.manifest import ModelFolder, SamplerManifest
 from topw_deploy.runtime.inputs import RuleInputs, uniforms
 from topw_deploy.runtime.ort.graph_session import GraphSession
 from topw_deploy.runtime.parameters import PARAMETERS, check_names, values_per_prompt

@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer as RustTokenizer
 
 from topw_deploy.errors import PromptError, TokenizerError, one_line
-from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.manifest import ModelFolder
 from topw_deploy.runtime.text import IncrementalDecoder, TokenBytes
 
 TOKENIZER_FILE = "tokenizer.json"

@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.errors import BenchmarkError, ParameterError, PromptError
-from topw_deploy.manifest import DecoderManifest
+from topw_deploy.manifest import DecoderManifest, ModelFolder
 from topw_deploy.progress import SILENT, Advance, Progress
-from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.rule_settings import RuleSetting
 from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.sampling.rules import TOP_W

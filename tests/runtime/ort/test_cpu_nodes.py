@@ -11,9 +11,8 @@ import pytest
 
 from tests.support.toy_model import Toy, export, export_sampler
 from topw_deploy.errors import ParameterError, ProviderError
-from topw_deploy.manifest import DecoderManifest
+from topw_deploy.manifest import DecoderManifest, ModelFolder
 from topw_deploy.runtime import TopWModel, TopWSampler
-from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort import graph_session, providers
 from topw_deploy.runtime.session import CpuNode
 from topw_deploy.sampling import TopWOptions

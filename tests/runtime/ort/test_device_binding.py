@@ -23,9 +23,8 @@ from tests.support.toy_model import Toy, export
 from topw_deploy import device_lock
 from topw_deploy.device_lock import DeviceLock
 from topw_deploy.errors import GenerationError
-from topw_deploy.manifest import DecoderManifest
+from topw_deploy.manifest import DecoderManifest, ModelFolder
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort import device
 from topw_deploy.runtime.ort.device import Area, BufferPool, DeviceBinding, DeviceMemory
 from topw_deploy.runtime.ort.graph_session import GraphSession

@@ -13,9 +13,8 @@ import numpy as np
 
 from topw_deploy.export.verification.decoder_checks import BOUNDS
 from topw_deploy.export.verification.reference import Reference
-from topw_deploy.manifest import Check, DecoderManifest, NotCompared
+from topw_deploy.manifest import Check, DecoderManifest, ModelFolder, NotCompared
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort.graph_session import GraphSession
 from topw_deploy.runtime.session import SessionOptions
 from topw_deploy.sampling import Geometry, SampledRow, TopWParameters, sample_row, uniform_for

@@ -17,8 +17,7 @@ import onnxruntime as ort
 from topw_deploy.errors import ManifestError
 from topw_deploy.folders import map_stream
 from topw_deploy.install import major_minor
-from topw_deploy.manifest import MODEL_NAME, DecoderManifest, Lookup, Manifest
-from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.manifest import MODEL_NAME, DecoderManifest, Lookup, Manifest, ModelFolder
 from topw_deploy.runtime.ort import providers
 
 _COMPILED_OPERATOR = b"EPContext"

@@ -12,8 +12,7 @@ import onnxruntime as ort
 
 from topw_deploy.device_lock import device_lock
 from topw_deploy.errors import ManifestError, ParameterError, ProviderError, TensorRTError, one_line
-from topw_deploy.manifest import DecoderManifest, Manifest, TensorSpec
-from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.manifest import DecoderManifest, Manifest, ModelFolder, TensorSpec
 from topw_deploy.runtime.inputs import EDIT_INPUTS, MASK_INPUT, RULE_INPUTS
 from topw_deploy.runtime.ort import graph_checks, native, providers
 from topw_deploy.runtime.ort.device import BufferPool
