@@ -42,12 +42,13 @@ def folder(scratch: Path) -> Loader:
             {"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "{{ tools }}"}]},
         "special_tokens_map.json": {"bos_token": "<s>", "eos_token": {"content": "</s>"}},
     }  # fmt: skip
-    original = (place / MANIFEST_NAME).read_bytes()
+    originals = {path: path.read_bytes() for path in place.iterdir() if path.name in (*names, MANIFEST_NAME)}
 
     def read(data: bytes) -> None:
         if not data:
             return
-        (place / MANIFEST_NAME).write_bytes(original)
+        for path, original in originals.items():
+            path.write_bytes(original)
         put(place, names[data[0] % len(names)], data[1:])
         opened = ModelFolder(place, DecoderManifest)
         tokenizer = Tokenizer(opened)
