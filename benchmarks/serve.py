@@ -2,7 +2,6 @@
 
     python -m benchmarks.serve --model demo llama-50m --dtype fp32 int4 [--genai-python PYTHON] [--llama-python PYTHON]
         [--concurrency 1 4 16 64] [--threads 1 2] [--rounds 3] [--json FOLDER] [--plot FOLDER]
-    python -m benchmarks.serve --summary FOLDER
 
 The first PYTHON has onnxruntime-genai, the second llama-cpp-python and gguf. Exports, genai's graphs and GGUF files are
 created once and kept. int4 is genai's default quantisation, in blocks of 32, for both graphs, and Q4_0 for llama.cpp.
@@ -12,27 +11,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from benchmarks.common import add_repository_to_pythonpath, say, table
+from benchmarks.common import add_repository_to_pythonpath, say
 from benchmarks.int4 import llama_files
 from benchmarks.kinds import genai_folder
 from benchmarks.kv import AS_GENAI
 from benchmarks.models import CACHE, export_once, llama_50m
 from topw_deploy.cli.progress import progress
 from topw_deploy.tiny import tiny_model_path
-from topw_lab.bench.serve import Latencies, Lengths, ServeRequest, fit_lengths, run
+from topw_lab.bench.serve import Lengths, ServeRequest, fit_lengths, run
 from topw_lab.bench.sides import Side
-from topw_lab.tables import significant
 from topw_lab.worker import Worker
 
 HERE = Path(__file__)
 GGUF = {"fp32": "F32", "int4": "Q4_0"}
-SIDES = (("one-by-one", "one by one"), ("static", "lists"), ("ideal", "runs alone"), ("genai", "genai"),
-         ("llama", "llama.cpp"))  # fmt: skip
 _ALIGNMENT = 256  # llama.cpp rounds a sequence's maximum length up to a multiple of this
 
 
@@ -104,44 +98,6 @@ def measure_model(name: str, dtype: str, args: argparse.Namespace) -> None:
         report.draw(args.plot / f"{name}-{dtype}.png")
 
 
-def summary_tables(folder: Path) -> str:
-    """A table of the loads and a table of the latencies of all results in a folder."""
-    loads, waits = [], []
-    for file in sorted(folder.glob("*.json")):
-        document = json.loads(file.read_text("utf-8"))
-        for found in document["runs"]:
-            which = (document["settings"]["folder"], found["threads"])
-            loads += [(*which, *_load_cells(load)) for load in found["loads"]]
-            if found["latencies"]:
-                latencies = Latencies(found["latencies"])
-                waits.append((*which, *_latency_cells(latencies)))
-    header = ("model", "threads", "callers", "new tokens/s", "first text ms", *(label for _, label in SIDES))
-    outside = ("outside runs", "with starts and ends", "beyond runs alone")
-    waited = ("model", "threads", *outside, "behind a prompt ms", "at once", "prefix reused ms", "read")
-    return f"{table(header, loads)}\n\n{table(waited, waits)}"
-
-
-def _load_cells(load: dict[str, Any]) -> tuple[str, ...]:
-    """A row of the table of loads. The sides' times are relative to the engine's."""
-    engine = load["sides"]["engine"]
-    rate = significant(load["new_tokens"] / statistics.median(engine["seconds"]))
-    ratios = [load["sides"].get(name) for name, _ in SIDES]
-    cells = ["" if side is None else "{median:.2f} ({low:.2f}-{high:.2f})".format(**side["ratio"]) for side in ratios]
-    return str(load["callers"]), rate, significant(engine["first"][0] * 1e3), *cells
-
-
-def _latency_cells(latencies: Latencies) -> tuple[str, ...]:
-    def ms(name: str) -> str:
-        return significant(latencies.spread(name).median * 1e3)
-
-    behind, prefix = latencies.ratio("whole", "chunked"), latencies.ratio("read", "reused")
-    return (
-        *(f"{latencies.spread(name).format(100, 1)} %" for name in ("steady", "outside", "lost")),
-        *(ms("chunked"), f"{behind.format(digits=1)} x"),
-        *(ms("reused"), f"{prefix.format(digits=1)} x"),
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=["demo", "llama-50m"], choices=("demo", "llama-50m"))
@@ -158,11 +114,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="folder for the results")
     parser.add_argument("--plot", type=Path, help="folder for the pictures")
-    parser.add_argument("--summary", type=Path, help="print the tables of all results in this folder, and end")
     args = parser.parse_args()
-    if args.summary is not None:
-        print(summary_tables(args.summary))
-        return
     add_repository_to_pythonpath()
     for name in args.model:
         for dtype in args.dtype:
