@@ -47,8 +47,6 @@ FILES: dict[str, tuple[bytes, str]] = {
         safetensors({"a": tensor(0, 0, [1 << 32, 1 << 32])}),
         "'a': the shape .* has more than 9223372036854775807 bytes",
     ),
-    "an empty axis beside a huge one": (safetensors({"a": tensor(0, 0, [0, 1 << 70])}), "the entry of 'a'"),
-    "33 axes": (safetensors({"a": tensor(0, 1, [1] * 33)}, b"1"), "'a': .*length <= 32"),
     "a type of nobody": (safetensors({"a": tensor(0, 1, dtype="os.system")}, b"1"), "'a': 1 bytes for 'os.system'"),
     "lists in lists": (safetensors(b"[" * 1_000_000), "got `array`"),
     "a header of 2**64 - 1 bytes": (safetensors(b"{}", length=(1 << 64) - 1), "claims 18446744073709551615 bytes"),
@@ -85,12 +83,9 @@ INDEXES: dict[str, tuple[bytes, str]] = {
     "a file outside": (b'{"weight_map": {"a": "../../../etc/passwd"}}', "passwd is not a safetensors file"),
     "an absolute path": (b'{"weight_map": {"a": "/dev/zero"}}', "zero is not a safetensors file"),
     "the folder above": (b'{"weight_map": {"a": ".."}}', r"is not a safetensors file|Is a directory"),
-    "a zero byte": (b'{"weight_map": {"a": "a\\u0000b"}}', "is not a safetensors file"),
-    "a path of Windows": (b'{"weight_map": {"a": "C:\\\\secret"}}', "is not a safetensors file"),
     "a pipe": (b'{"weight_map": {"a": "pipe"}}', "it is a named pipe, not a regular file"),
     "a device": (b'{"weight_map": {"a": "device"}}', "it is a device, not a regular file"),
     "lists in lists": (b"[" * 1_000_000, "is damaged"),
-    "a list of names": (b'{"weight_map": ["a"]}', "is damaged"),
 }
 
 
@@ -162,14 +157,7 @@ def test_an_archive_of_an_unknown_version_or_with_a_huge_byte_order_is_refused(t
 CONFIGS: dict[str, tuple[dict[str, Any], type[TopWError], str]] = {
     "a thousand million layers": ({"num_hidden_layers": 10**9}, UnsupportedModelError, "states num_hidden_layers 1000"),
     "layers of another part": ({"vision_config": {"depth": 10**9}}, UnsupportedModelError, "states depth 1000"),
-    "a thousand million experts": (
-        {"x": [{"n_routed_experts": 10**9}]},
-        UnsupportedModelError,
-        "n_routed_experts 1000",
-    ),
-    "a thousand million labels": ({"num_labels": 10**9}, UnsupportedModelError, "states num_labels 1000"),
     "heads of a million numbers": ({"head_dim": 10**6}, SourceError, r"of \d+ parameters, but the weights have"),
-    "a vocabulary of 2**31": ({"vocab_size": 1 << 31}, SourceError, r"of \d+ parameters, but the weights have"),
     "one thousand layers": ({"num_hidden_layers": 1000}, SourceError, r"of \d+ parameters, but the weights have"),
 }
 

@@ -62,26 +62,15 @@ GRAPHS: dict[str, tuple[Change, str]] = {
         move_weight(location="/etc/passwd"),
         "keeps weights at '/etc/passwd', outside its folder",
     ),
-    "data on a drive of Windows": (
-        move_weight(location="C:\\secret"),
-        r"needs the data file C:\\secret, which is missing",
-    ),
-    "data above, as Windows writes it": (
-        move_weight(location="..\\secret"),
-        r"needs the data file \.\.\\secret, which is",
-    ),
     "data in a device": (move_weight(location="zero"), "needs the data file zero, which is missing"),
     "data that is not there": (move_weight(location="gone"), "needs the data file gone, which is missing"),
-    "data in the folder itself": (move_weight(location="."), "which is missing"),
     "data before the file": (move_weight(offset="-8"), "cannot be read as ONNX|bytes at offset -8 of model.onnx.data"),
     "data beyond the file": (
         move_weight(offset=str(1 << 40)),
         "bytes at offset 1099511627776 of model.onnx.data, which has",
     ),
     "less data than the shape needs": (move_weight(length="4"), "in 4 bytes at offset"),
-    "an offset that is no number": (move_weight(offset="os.system"), "cannot be read as ONNX"),
     "a shape that overflows": (set_shape(1 << 32, 1 << 32, 1 << 32), "cannot be read as ONNX|keeps the .* bytes"),
-    "a negative size": (set_shape(-4), "cannot be read as ONNX|keeps the .* bytes"),
     "a constant in another file": (
         add_external_constant("/etc/passwd"),
         "keeps an attribute of the node 'Constant' in another file",
@@ -107,7 +96,6 @@ def test_a_data_file_whose_name_is_not_utf_8_is_refused(decoder: Path) -> None:
 
 APPENDED = {
     "If within If": nested_if(300),
-    "a number that does not end": b"\xff" * 100,
     "a field longer than the file": b"\x3a\xff\xff\xff\xff\x07",
 }
 
