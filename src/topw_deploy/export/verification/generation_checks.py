@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ _SETTINGS: tuple[tuple[str, dict[str, float]], ...] = (
     ("defaults", {}),
     ("lam 0.5, temperature 1.5", {"lam": 0.5, "temperature": 1.5}),
 )
-_NO_EDITS = {
+_NO_EDITS: dict[str, Any] = {
     "ignore_eos": True,
     "min_new_tokens": 0,
     "stop_strings": (),
