@@ -77,7 +77,11 @@ def _batch_and_engine(model: TopWModel, prompts: list[Any]) -> Iterator[Case]:
     yield "stream", lambda: [i for d in model.stream(prompts[1], seed=4, max_new_tokens=24) for i in d.token_ids]
     if model.manifest.decoder.right_padding or model.manifest.decoder.left_padding:
         yield "batch", lambda: _tokens(model.generate(prompts, seed=[1, 2, 3], max_new_tokens=20, **_LIVELY))
-        rules: dict[str, Any] = {"temperature": [1.0, 1.5, 0.7], "min_p": [0.05, None, None], "top_p": [None, 0.9, None]}
+        rules: dict[str, Any] = {
+            "temperature": [1.0, 1.5, 0.7],
+            "min_p": [0.05, None, None],
+            "top_p": [None, 0.9, None],
+        }
         yield "batch of rules", lambda: _tokens(model.generate(prompts, seed=7, max_new_tokens=20, **rules))
 
     def engine() -> list[list[int]]:

@@ -126,10 +126,9 @@ ORDER = (
         *("export/sampler_only", "export"),
     ),
     (
-        *("runtime/text", "runtime/tokenizer"),
-        *("runtime/structured", "runtime/results", "runtime/tools", "runtime/session"),
+        *("runtime/tokenizer", "runtime/structured", "runtime/results", "runtime/tools", "runtime/session"),
         *("runtime/parameters", "runtime/generation_config", "runtime/logprobs", "runtime/sequence"),
-        *("runtime/prompts", "runtime/inputs", "runtime/cache", "runtime/outputs", "runtime/prepare"),
+        *("runtime/inputs", "runtime/cache", "runtime/outputs", "runtime/prepare"),
         *("runtime/ort", "runtime"),
     ),
 )

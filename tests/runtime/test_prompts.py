@@ -13,7 +13,7 @@ from tests.support.toy_model import PAD, VOCAB, byte_ids, byte_tokenizer
 from tests.test_layers import HEAVY, loaded_by
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.prompts import read_prompts
+from topw_deploy.runtime.prepare import read_prompts
 
 IDS = byte_ids("hello")
 SETTINGS = {"max_new_tokens": 6, "temperature": 3.0, "lam": 0.1, "seed": 5}
@@ -156,5 +156,5 @@ def test_booleans_and_floats_of_torch_are_not_token_ids(model: TopWModel) -> Non
 
 @pytest.mark.slow
 def test_reading_tensors_loads_no_tensor_library() -> None:
-    statement = "import numpy; from topw_deploy.runtime.prompts import read_prompts; read_prompts(numpy.ones(2, int))"
+    statement = "import numpy; from topw_deploy.runtime.prepare import read_prompts; read_prompts(numpy.ones(2, int))"
     assert not loaded_by(statement) & HEAVY

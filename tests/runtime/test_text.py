@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.support.toy_model import BYTES, EOS, SPECIAL, Load, Toy, byte_ids, byte_tokenizer
-from topw_deploy.runtime.text import IncrementalDecoder, RowText, StopStrings, TokenBytes
+from topw_deploy.runtime.tokenizer import IncrementalDecoder, RowText, StopStrings, TokenBytes
 
 BYTE_LEVEL = byte_tokenizer()
 WORDS = ["▁the", "▁sun", "shine", "▁", "s", "."]

@@ -19,7 +19,7 @@ from topw_deploy.runtime.prepare import Sequences
 from topw_deploy.runtime.results import GenerationResult, Piece, TokenLogprob
 from topw_deploy.runtime.sequence import Sequence as GeneratedSequence
 from topw_deploy.runtime.session import Session
-from topw_deploy.runtime.text import RowText
+from topw_deploy.runtime.tokenizer import RowText
 
 Event: TypeAlias = "tuple[int, int | str | None, int] | None"
 """(index of a sequence; its next token, or new text, or None at its end; number of its tokens so far).

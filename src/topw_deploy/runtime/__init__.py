@@ -3,13 +3,13 @@
 A call of `TopWModel.generate` crosses these modules:
 model: the public class.
 parameters: the table of all parameters, and their checks.
-prepare, prompts, tokenizer: prompts and parameters become sequences.
+prepare: prompts and parameters become sequences.
+tokenizer: text to token ids and back.
 sequence: what each sequence has drawn, its text and its end.
 loop: prefill and decode steps.
 inputs, outputs: what each step feeds to the sampler and returns.
 cache.in_place, cache.buffers: key-value caches and their memory; for a cache of the form `concat`, cache.concat.
 ort.session: runs of the graph; on a device, ort.device_binding.
-text: the text of the drawn tokens.
 
 Other modules read what a request may add:
 generation_config: transformers' settings.

@@ -19,8 +19,7 @@ from topw_deploy.runtime.results import GenerationResult, Timings
 from topw_deploy.runtime.session import Session
 from topw_deploy.runtime.structured.constraint import Constraint
 from topw_deploy.runtime.structured.guide import Guide
-from topw_deploy.runtime.text import RowText
-from topw_deploy.runtime.tokenizer import Tokenizer
+from topw_deploy.runtime.tokenizer import RowText, Tokenizer
 from topw_deploy.sampling.parameters import TopWParameters
 from topw_deploy.sampling.rules import RuleParameters
 
