@@ -128,7 +128,7 @@ ORDER = (
     (
         *("runtime/tokenizer", "runtime/structured", "runtime/results", "runtime/tools", "runtime/session"),
         *("runtime/parameters", "runtime/generation_config", "runtime/logprobs", "runtime/sequence"),
-        *("runtime/inputs", "runtime/cache", "runtime/outputs", "runtime/prepare"),
+        *("runtime/inputs", "runtime/cache", "runtime/loop", "runtime/prepare"),
         *("runtime/ort", "runtime"),
     ),
 )

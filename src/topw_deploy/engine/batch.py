@@ -19,7 +19,7 @@ from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache.buffers import HostMemory, MemoryPool
 from topw_deploy.runtime.cache.in_place import bind_total
 from topw_deploy.runtime.inputs import BoundInputs, Draws, SamplerInputs, bind_greedy
-from topw_deploy.runtime.outputs import LogitsBuffer, SlotOutputs, StepRecord
+from topw_deploy.runtime.loop import LogitsBuffer, SlotOutputs, StepRecord
 from topw_deploy.runtime.sequence import Sequence as GeneratedSequence
 from topw_deploy.runtime.session import Binding, Session
 

@@ -30,7 +30,7 @@ from topw_deploy.engine.tasks import EventQueue, LoopWaker, TaskFlag
 from topw_deploy.engine.worker import EngineWorker
 from topw_deploy.errors import ParameterError, PromptError, QueueFullError, TopWError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.outputs import LogitsBuffer, logits_output
+from topw_deploy.runtime.loop import LogitsBuffer, logits_output
 from topw_deploy.runtime.parameters import GenerationParameters
 from topw_deploy.runtime.prepare import Sequences
 from topw_deploy.runtime.results import Piece

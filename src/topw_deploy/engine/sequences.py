@@ -13,7 +13,7 @@ from topw_deploy.engine.capacity import Reservation
 from topw_deploy.engine.request import EndedSequence, Request
 from topw_deploy.engine.scheduler import ScheduledSequence
 from topw_deploy.engine.seconds import waitable
-from topw_deploy.runtime.outputs import SlotOutputs
+from topw_deploy.runtime.loop import SlotOutputs
 from topw_deploy.runtime.sequence import Sequence as GeneratedSequence
 from topw_deploy.runtime.sequence import Streamer
 

@@ -6,8 +6,8 @@ parameters: the table of all parameters, and their checks.
 prepare: prompts and parameters become sequences.
 tokenizer: text to token ids and back.
 sequence: what each sequence has drawn, its text and its end.
-loop: prefill and decode steps.
-inputs, outputs: what each step feeds to the sampler and returns.
+loop: prefill and decode steps, and what each returns.
+inputs: what each step feeds to the sampler.
 cache.in_place, cache.buffers: key-value caches and their memory; for a cache of the form `concat`, cache.concat.
 ort.session: runs of the graph; on a device, ort.device_binding.
 

@@ -1,4 +1,4 @@
-"""The generation loop: `prefill`, then `decode_one_token` until all sequences end.
+"""The generation loop: `prefill`, then `decode_one_token` until all sequences end; and what each step returns.
 
 Each run of the graph (decoder and sampler) is one step. The logits and the cache stay on the device.
 """
@@ -6,14 +6,18 @@ Each run of the graph (decoder and sampler) is one step. The logits and the cach
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import Any, TypeAlias
 
+import numpy as np
+
+from topw_deploy.dtypes import ELEMENT_TYPES, SAMPLER_OUTPUT_TYPES, array_name
+from topw_deploy.manifest import DecoderManifest, TensorSpec
 from topw_deploy.runtime.cache import Caches
+from topw_deploy.runtime.cache.buffers import allocate_zeros
 from topw_deploy.runtime.inputs import Draws, SamplerInputs
-from topw_deploy.runtime.outputs import LogitsBuffer, StepRecord
 from topw_deploy.runtime.sequence import Sequence
-from topw_deploy.runtime.session import Session
+from topw_deploy.runtime.session import Binding, Session
 
 
 class Batch:
@@ -165,3 +169,109 @@ def accept_tokens(batch: Batch, tokens: list[int]) -> list[tuple[Sequence, str]]
     if b.step <= b.last_first_step + 1:
         b.prefilled_at = time.perf_counter()
     return changed
+
+
+LOGITS_OUTPUT = "logits"
+
+# Sorted by descending element size, for alignment.
+_RECORDED_TYPES = {
+    name: np.dtype(array_name(SAMPLER_OUTPUT_TYPES[name]))
+    for name in ("next_token", "logprob", "mass", "kept", "certified")
+}
+
+SlotOutputs: TypeAlias = dict[str, np.ndarray]
+"""The outputs of a slot, [steps] each, by name; without those that the graph lacks."""
+
+
+class StepRecord:
+    """Records the sampler's outputs, [B] each, of `steps` steps of a batch.
+
+    All outputs of a step are in one array, which a memoryview copies: an assignment of numpy runs more code, which each
+    run of the graph evicts from the CPU cache.
+
+    tokens: the tokens of the last run, int64 [B].
+    """
+
+    def __init__(self, outputs: Collection[str], batch: int, steps: int) -> None:
+        columns: dict[str, slice] = {}  # byte ranges
+        end = 0
+        for name, dtype in _RECORDED_TYPES.items():
+            if name in outputs:
+                columns[name] = slice(end, end := end + batch * dtype.itemsize)
+        latest = np.zeros(end, np.uint8)
+        self._outputs = {name: latest[column].view(_RECORDED_TYPES[name]) for name, column in columns.items()}
+        self._size = end
+        self._latest, self.tokens = latest.data, self._outputs["next_token"].data
+        kept = allocate_zeros("the record of the steps", (steps, end), np.uint8)
+        self._kept = kept.reshape(-1).data
+        self._values = {
+            name: kept[:, column].view(_RECORDED_TYPES[name]) for name, column in columns.items()
+        }  # [steps, B]
+
+    def bind(self, binding: Binding, slots: int | None = None) -> None:
+        """Make runs of `binding` write the outputs of the first `slots` slots; None: of all."""
+        for name, latest in self._outputs.items():
+            binding.bind_result(name, latest[:slots])
+
+    def store(self, step: int) -> list[int]:
+        """Store the last run's outputs as those of `step`.
+
+        Returns the run's tokens [B]; those of slots that were not in the run are arbitrary.
+        """
+        start = step * self._size
+        self._kept[start : start + self._size] = self._latest
+        tokens: list[int] = self.tokens.tolist()
+        return tokens
+
+    def values(self, name: str, slot: int, end: int, start: int = 0) -> list[Any]:
+        """The output `name` of a slot in the steps `start` to `end`, exclusive; [] if the graph has no such output."""
+        return list(self._values[name][start:end, slot].tolist()) if name in self._values else []
+
+    def copy_outputs(self, slot: int, start: int, end: int) -> SlotOutputs:
+        """Copy all outputs of a slot in the steps `start` to `end`, exclusive."""
+        return {name: values[start:end, slot].copy() for name, values in self._values.items()}
+
+
+class LogitsBuffer:
+    """The graph's output `logits` for a batch, on the host.
+
+    spec: float [batch, V], or, in another exporter's decoder, [batch, columns, V], where the last column is that of
+        each slot's last token.
+    """
+
+    def __init__(self, spec: TensorSpec, slots: int, vocab: int) -> None:
+        self._slots, self._vocab = slots, vocab
+        self._dtype = np.dtype(ELEMENT_TYPES[spec.dtype].numpy)
+        self._has_columns = len(spec.shape) == 3
+        self.columns = 1
+        self._array = self._allocate()
+
+    def bind(self, binding: Binding, slots: slice = slice(None), columns: int = 1) -> None:
+        """Make the next runs of `binding` write the logits of adjacent `slots`.
+
+        columns: of the runs' `input_ids`.
+        """
+        if self._has_columns and self.columns != columns:
+            self.columns = columns
+            self._array = self._allocate()
+        binding.bind_result(LOGITS_OUTPUT, self._array[slots])
+
+    def row(self, slot: int) -> np.ndarray:
+        """The logits after a slot's last token: float [V], valid until the next run."""
+        found: np.ndarray = self._array[slot, -1] if self._has_columns else self._array[slot]
+        return found
+
+    def _allocate(self) -> np.ndarray:
+        shape = (self._slots, self.columns, self._vocab) if self._has_columns else (self._slots, self._vocab)
+        return allocate_zeros("the logits", shape, self._dtype.type)
+
+
+def logits_output(manifest: DecoderManifest) -> TensorSpec | None:
+    """The description of the graph's output `logits`; None if the graph does not return logits."""
+    return next((spec for spec in manifest.outputs if spec.name == LOGITS_OUTPUT), None)
+
+
+def gives_logits(manifest: DecoderManifest) -> bool:
+    """Whether the graph has the output `logits` (`--with-logits`), in a type that numpy reads."""
+    spec = logits_output(manifest)
+    return spec is not None and bool(ELEMENT_TYPES[spec.dtype].numpy)

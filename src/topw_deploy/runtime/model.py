@@ -15,10 +15,9 @@ from topw_deploy.manifest import DecoderManifest, ModelFolder
 from topw_deploy.runtime import cache
 from topw_deploy.runtime.chat import load_chat_template
 from topw_deploy.runtime.inputs import MASK_INPUT
-from topw_deploy.runtime.loop import Batch, accept_tokens, steps
+from topw_deploy.runtime.loop import Batch, LogitsBuffer, accept_tokens, logits_output, steps
 from topw_deploy.runtime.ort.graph_session import open_session
 from topw_deploy.runtime.ort.providers import short_name
-from topw_deploy.runtime.outputs import LogitsBuffer, logits_output
 from topw_deploy.runtime.parameters import GenerationParameters
 from topw_deploy.runtime.prepare import Limits, Preparer, Sequences, check_size, model_limits
 from topw_deploy.runtime.results import GenerationResult, Piece

@@ -21,7 +21,7 @@ from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.manifest import DecoderManifest, ModelFolder, SamplerInfo
 from topw_deploy.runtime.generation_config import read_bos_token_id, read_model_defaults, read_settings
-from topw_deploy.runtime.outputs import logits_output
+from topw_deploy.runtime.loop import logits_output
 from topw_deploy.runtime.parameters import PARAMETERS, check_names, is_boolean, values_per_prompt
 from topw_deploy.runtime.sequence import Callbacks, Sequence, SequenceParams, Streamer
 from topw_deploy.runtime.session import Session

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from topw_deploy.errors import LogitsError, ManifestError
 from topw_deploy.runtime.inputs import edited_logits
 from topw_deploy.runtime.logprobs import Logits
-from topw_deploy.runtime.outputs import gives_logits
+from topw_deploy.runtime.loop import gives_logits
 from topw_deploy.runtime.rule_settings import read_rules
 from topw_deploy.runtime.sequence import Sequence as GeneratedSequence
 from topw_deploy.runtime.token_geometry import read_geometry

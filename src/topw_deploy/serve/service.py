@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from topw_deploy.engine import Engine, EngineStats
 from topw_deploy.errors import ParameterError, QueueFullError, TopWError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.outputs import gives_logits
+from topw_deploy.runtime.loop import gives_logits
 from topw_deploy.runtime.sequence import Sequence
 from topw_deploy.runtime.tools import FAMILIES
 from topw_deploy.sampling import preset_parameters

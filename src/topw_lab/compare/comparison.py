@@ -18,7 +18,7 @@ from topw_deploy.errors import ParameterError, PromptError, TokenizerError
 from topw_deploy.manifest import MANIFEST_NAME, sha256_of
 from topw_deploy.progress import SILENT, Progress
 from topw_deploy.runtime import GenerationResult, TopWModel
-from topw_deploy.runtime.outputs import logits_output
+from topw_deploy.runtime.loop import logits_output
 from topw_deploy.runtime.rule_settings import RuleSetting
 from topw_deploy.runtime.sequence import Sequence as Prepared
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
