@@ -20,7 +20,7 @@ import onnxruntime as ort
 
 from benchmarks.common import machine, say, table
 from topw_deploy.export import export_model
-from topw_deploy.export.verification.probe import LogitsProbe
+from topw_deploy.export.verification.reference import LogitsProbe
 from topw_deploy.manifest import load_decoder_manifest
 
 HEADS, DIM, CAPACITY, WINDOW = 2, 16, 64, 16  # of tests/peers/models.py; the buffer exceeds every sequence here

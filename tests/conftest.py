@@ -124,7 +124,7 @@ def repeated_work_shared(isolated: None, tmp_path_factory: pytest.TempPathFactor
         return
     from tests.support import traces, warm_process
     from topw_deploy.export import traced_decoder as decoder
-    from topw_deploy.export.verification import in_subprocess
+    from topw_deploy.export.verification import run as in_subprocess
 
     folder = root_of_run(tmp_path_factory) / "traces"
     folder.mkdir(exist_ok=True)

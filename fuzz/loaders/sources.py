@@ -24,7 +24,7 @@ _LARGEST_FILE = 1 << 20  # bytes of the tensors in a file that a loader makes
 
 def checkpoint(scratch: Path) -> Loader:
     """safetensors files and their index; the first byte of an input chooses which."""
-    from topw_deploy.export.source.safetensors_files import INDEX, SINGLE, stored_tensors
+    from topw_deploy.export.source.files import INDEX, SINGLE, stored_tensors
 
     tensor = {"dtype": "F16", "shape": [2, 4], "data_offsets": [0, 16]}
     other = {"dtype": "BF16", "shape": [3], "data_offsets": [16, 22]}
@@ -45,7 +45,7 @@ def checkpoint(scratch: Path) -> Loader:
 def torch_file(scratch: Path) -> Loader:
     import torch
 
-    from topw_deploy.export.source.torch_files import tensors_in_torch_file
+    from topw_deploy.export.source.files import tensors_in_torch_file
 
     path = scratch / "pytorch_model.bin"
     torch.save({"a": torch.zeros(2, 3), "b": torch.ones(4, dtype=torch.float16)}, path)
@@ -63,7 +63,7 @@ def torch_pickle(scratch: Path) -> Loader:
     """The pickle inside a file of PyTorch, in an archive that is intact."""
     import torch
 
-    from topw_deploy.export.source.torch_files import tensors_in_torch_file
+    from topw_deploy.export.source.files import tensors_in_torch_file
 
     path = scratch / "pytorch_model.bin"
     whole = torch.arange(6.0).reshape(2, 3)
@@ -85,7 +85,7 @@ def torch_pickle(scratch: Path) -> Loader:
 def foreign_config(scratch: Path) -> Loader:
     """config.json and genai_config.json beside another exporter's decoder; the first byte of an input chooses which."""
     from tests.support.tiny_models import write_decoder
-    from topw_deploy.export.foreign.load import load_decoder
+    from topw_deploy.export.foreign import load_decoder
     from topw_deploy.export.source.resolve import resolve
 
     place = write_decoder(scratch / "decoder", "llama_tied")
@@ -188,7 +188,7 @@ def rank_files(scratch: Path) -> Loader:
     """tekken.json, tiktoken's file, and the tokenizer_config.json beside that; the first byte of an input chooses."""
     from tokenizers import Tokenizer
 
-    from topw_deploy.export.write.tokenizer_files import check_tokenizer, write_tokenizer
+    from topw_deploy.export.source.tokenizer import check_tokenizer, write_tokenizer
 
     names = ("tekken.json", "tiktoken.model", "tokenizer_config.json")
     ranks = [_base64(bytes([byte])) for byte in range(256)] + [_base64(b"ab"), _base64(b" a")]
@@ -227,7 +227,7 @@ def sentencepiece(scratch: Path) -> Loader:
     """tokenizer.model of SentencePiece, which transformers converts."""
     from sentencepiece import SentencePieceTrainer
 
-    from topw_deploy.export.write.tokenizer_files import check_tokenizer, write_tokenizer
+    from topw_deploy.export.source.tokenizer import check_tokenizer, write_tokenizer
 
     made = io.BytesIO()
     texts = ["def parse(text): return text", "a list of the words in the string", "the lazy dog"] * 20
@@ -276,7 +276,7 @@ def arrays(scratch: Path) -> Loader:
 def foreign(scratch: Path) -> Loader:
     """Another exporter's decoder, as far as its graph and its configuration are read; its weights are not."""
     from tests.support.tiny_models import write_decoder
-    from topw_deploy.export.foreign.load import load_decoder
+    from topw_deploy.export.foreign import load_decoder
 
     place = write_decoder(scratch / "decoder", "llama_tied")
     whole = (place / "model.onnx").read_bytes()

@@ -19,7 +19,7 @@ import pytest
 from tests.support.attacks import refused, safetensors, sparse
 from tests.support.samples import broad
 from topw_deploy.errors import SourceError, TopWError, UnsupportedModelError
-from topw_deploy.export.source.safetensors_files import stored_tensors
+from topw_deploy.export.source.files import stored_tensors
 
 pytestmark = pytest.mark.slow
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

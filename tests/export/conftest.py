@@ -36,7 +36,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str
 def cold_verification(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verify in a new process, as the exporter does; other tests fork a warm one (tests/support/warm_process.py)."""
     from tests.support import warm_process
-    from topw_deploy.export.verification import in_subprocess
+    from topw_deploy.export.verification import run as in_subprocess
 
     monkeypatch.setattr(in_subprocess, "start", warm_process.start_new)
 

@@ -29,7 +29,7 @@ from tests.support.traces import trace
 from topw_deploy.export.lowering import lower
 from topw_deploy.export.trace.placeholders import attention_placeholders
 from topw_deploy.export.trace.trace import TracedDecoder
-from topw_deploy.export.verification.cache_drivers import CacheDriver
+from topw_deploy.export.verification.reference import CacheDriver
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ from topw_deploy.export.lowering import lower
 from topw_deploy.export.trace.placeholders import attention_placeholders
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.export.verification import worker
-from topw_deploy.export.verification.cache_drivers import CacheDriver
+from topw_deploy.export.verification.reference import CacheDriver
 from topw_deploy.manifest import Check, load_decoder_manifest
 
 pytestmark = pytest.mark.slow

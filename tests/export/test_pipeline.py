@@ -270,7 +270,7 @@ def test_the_tokenizer_may_come_from_elsewhere(
 
 @pytest.mark.slow
 def test_a_decoder_with_group_query_attention_does_not_allow_left_padding(tmp_path: Path) -> None:
-    from topw_deploy.export.foreign.load import load_decoder
+    from topw_deploy.export.foreign import load_decoder
 
     def pretend(model: ir.Model) -> None:
         model.opset_imports["com.microsoft"] = 1

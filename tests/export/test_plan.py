@@ -206,7 +206,7 @@ def test_a_model_too_large_for_memory_is_verified_by_its_first_layers(
         seen.append({"layers": decoder.num_layers, "asked": options.num_hidden_layers})
         return Verification(status="passed", checks=(Check("prefill logits", True, 0.0, 1.0, "torch"),)), True, 0
 
-    monkeypatch.setattr("topw_deploy.export.verification.verify_in_subprocess", verify)
+    monkeypatch.setattr("topw_deploy.export.verification.run.verify_in_subprocess", verify)
     report = export(deep, tmp_path / "out", verify=True)
     assert seen == [{"layers": plan.VERIFIED_LAYERS, "asked": plan.VERIFIED_LAYERS}]
     manifest = load_manifest(tmp_path / "out")
@@ -224,7 +224,7 @@ def test_the_first_layers_are_exported_although_a_pattern_names_a_later_one(
 ) -> None:
     monkeypatch.setattr(plan, "available_bytes", lambda: 1)
     passed = Verification(status="passed"), True, 0
-    monkeypatch.setattr("topw_deploy.export.verification.verify_in_subprocess", lambda *_rest: passed)
+    monkeypatch.setattr("topw_deploy.export.verification.run.verify_in_subprocess", lambda *_rest: passed)
     pattern = f"*layers.{plan.VERIFIED_LAYERS}.mlp.down_proj*"
     export(deep, tmp_path / "out", verify=True, dtype="int4", exclude_nodes=(pattern,))
     assert load_manifest(tmp_path / "out").verification.status == "partial"

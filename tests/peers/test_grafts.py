@@ -9,7 +9,7 @@ import pytest
 
 from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export import export_model
-from topw_deploy.export.foreign.load import load_decoder
+from topw_deploy.export.foreign import load_decoder
 from topw_deploy.manifest import DecoderInfo, load_manifest
 from topw_deploy.runtime import TopWModel
 

@@ -10,8 +10,8 @@ import onnx_ir as ir
 import pytest
 
 from topw_deploy.export.embedding import EmbeddingTable, find_embedding
-from topw_deploy.export.verification.probe import SamplerProbe
-from topw_deploy.export.verification.sampler_checks import sampler_checks
+from topw_deploy.export.verification.reference import SamplerProbe
+from topw_deploy.export.verification.sampler import sampler_checks
 from topw_deploy.manifest import load_manifest
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import Geometry

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.invoking import Invoke
 from tests.support.toy_model import EOS, Toy, byte_ids, export
-from topw_deploy.export.verification.probe import LogitsProbe
+from topw_deploy.export.verification.reference import LogitsProbe
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import Geometry, TopWParameters, crop
 from topw_lab.stats.collect import CollectedRuns, Setting, collect, load_analyser

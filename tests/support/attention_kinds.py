@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import transformers as tf
 
-from topw_deploy.export.verification.cache_drivers import CacheDriver
+from topw_deploy.export.verification.reference import CacheDriver
 
 WINDOW = CHUNK = 8
 LENGTHS = (7, 40, 1, 23)  # five windows or chunks at most

@@ -10,7 +10,7 @@ import onnxruntime as ort
 from topw_deploy.export.lowering import Lowered, lower
 from topw_deploy.export.sampler.attach import last_logits
 from topw_deploy.export.trace.trace import TracedDecoder
-from topw_deploy.export.verification.cache_drivers import CacheDriver, cache_driver
+from topw_deploy.export.verification.reference import CacheDriver, cache_driver
 from topw_deploy.manifest import DecoderInfo
 
 CONTEXT = 256

@@ -14,13 +14,13 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
-from topw_deploy.export.verification import in_subprocess
+from topw_deploy.export.verification import run as in_subprocess
 
 start_new = in_subprocess.start
 _PYTHON = sys.executable
 _IMPORTED = (
     "topw_deploy.export.verification.worker",
-    "topw_deploy.export.verification.generation_checks",
+    "topw_deploy.export.verification.decoder",
     "topw_deploy.export.traced_decoder",
     "transformers.models.auto.modeling_auto",
 )

@@ -64,7 +64,7 @@ def command(out: Path, source: str | None, hashes_only: bool, trust_remote_code:
 def _check_graph(out: Path, manifest: Any, source: str | None, trust_remote_code: bool) -> dict[str, Any]:
     try:
         install.require("it", "export")
-        from topw_deploy.export.verification import recheck
+        from topw_deploy.export.verification.run import recheck
     except MissingPackageError as error:
         reason = str(error)
         tell(f"  -[-] the graph: not compared, {reason}")

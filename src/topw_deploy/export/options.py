@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.export.quantise.scheme import DTYPE_BITS, Quantisation
+from topw_deploy.export.quantise.rounding import DTYPE_BITS, Quantisation
 from topw_deploy.export.source.resolve import HubKeywords
 from topw_deploy.manifest import TARGETS, TensorSpec, Verification
 from topw_deploy.sampling import as_float32

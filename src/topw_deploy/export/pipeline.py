@@ -20,11 +20,11 @@ from topw_deploy.export.quantise.stored_rows import StoredRows
 from topw_deploy.export.sampler.attach import attach_sampler
 from topw_deploy.export.sampler.neighbour_bound import choose_measure
 from topw_deploy.export.sampler.spec import SamplerSpec
+from topw_deploy.export.source.configuration import copy_genai_configuration, write_configuration
 from topw_deploy.export.source.quantised import quantised_format
 from topw_deploy.export.source.resolve import Source, resolve
-from topw_deploy.export.write.configuration import copy_genai_configuration, write_configuration
+from topw_deploy.export.source.tokenizer import check_tokenizer, write_tokenizer
 from topw_deploy.export.write.manifest import decoder_manifest, decoder_report, file_bytes_in
-from topw_deploy.export.write.tokenizer_files import check_tokenizer, write_tokenizer
 from topw_deploy.export.write.weights import bytes_by_type, copy_data_files, write_model
 from topw_deploy.folders import atomic_folder, check_free, require_space
 from topw_deploy.install import major_minor
@@ -83,7 +83,7 @@ def find_source(model: str, options: ExportOptions, progress: Progress) -> Sourc
 def build_graph(source: Source, options: ExportOptions, progress: Progress) -> tuple[Decoder, SamplerSpec]:
     """The decoder with the sampler attached to it, and the sampler's description."""
     if source.onnx is not None:
-        from topw_deploy.export.foreign.load import load_decoder
+        from topw_deploy.export.foreign import load_decoder
 
         options.check_for_onnx(source.onnx.name)
         progress.say(f"Reading the decoder {source.onnx}")
@@ -160,7 +160,7 @@ def verify(
         if decoder.foreign:
             _forbid_padding(decoder, "was not checked for {side} padding")
         return Verification(status="skipped")
-    from topw_deploy.export.verification import verify_in_subprocess
+    from topw_deploy.export.verification.run import verify_in_subprocess
 
     layers = layers_to_verify(decoder, source)
     if layers is None:
@@ -196,7 +196,7 @@ def _verify_first_layers(
 
     Returns the result, with status `partial`, whether rows may be padded, and the peak of memory.
     """
-    from topw_deploy.export.verification import verify_in_subprocess
+    from topw_deploy.export.verification.run import verify_in_subprocess
 
     options = replace(options, num_hidden_layers=layers, neighbour_bound=False)
     first = folder.parent / "first-layers"

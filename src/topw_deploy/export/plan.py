@@ -15,7 +15,7 @@ from topw_deploy.export.decoder import Decoder
 from topw_deploy.export.graph import BLOCK_BYTES, LazyWeight, initializer_tensors
 from topw_deploy.export.options import ExportOptions
 from topw_deploy.export.source.resolve import Source
-from topw_deploy.export.write.tokenizer_files import COPIED_FILES
+from topw_deploy.export.source.tokenizer import COPIED_FILES
 from topw_deploy.export.write.weights import (
     Slot,
     data_slots,

@@ -208,10 +208,9 @@ def _without_files(name: str, revision: str) -> Source:
 
 def _verify(folder: Path, manifest: SamplerManifest, geometry: Geometry, median: float | None) -> Verification:
     """Compare the sampler in `folder` with the reference, on random logits. Raises VerificationError if they differ."""
-    from topw_deploy.export.verification.probe import SamplerProbe
-    from topw_deploy.export.verification.results import Outcome
-    from topw_deploy.export.verification.rule_checks import rule_checks
-    from topw_deploy.export.verification.sampler_checks import check_bound, sampler_checks
+    from topw_deploy.export.verification.reference import SamplerProbe
+    from topw_deploy.export.verification.run import Outcome
+    from topw_deploy.export.verification.sampler import check_bound, rule_checks, sampler_checks
 
     generator = np.random.default_rng(0)
     deviations = generator.uniform(0.5, 3.0, (_VERIFIED_ROWS, 1))

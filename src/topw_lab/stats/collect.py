@@ -21,7 +21,7 @@ from topw_deploy.errors import ManifestError, ParameterError, PromptError
 from topw_deploy.export.embedding import EmbeddingTable, find_embedding, stored_array
 from topw_deploy.export.sampler.attach import sampler_node
 from topw_deploy.export.sampler.spec import GEOMETRY_INPUTS, SAMPLER_INPUTS
-from topw_deploy.export.verification.probe import LogitsProbe
+from topw_deploy.export.verification.reference import LogitsProbe
 from topw_deploy.manifest import MODEL_NAME, DecoderManifest
 from topw_deploy.progress import SILENT, Advance, Progress
 from topw_deploy.runtime import GenerationResult, TopWModel

@@ -11,8 +11,7 @@ import onnx_ir as ir
 import pytest
 
 from topw_deploy.errors import UnsupportedModelError
-from topw_deploy.export.foreign.limits import Window, applies_window, lost_soft_cap, sequence_limit, window_of
-from topw_deploy.export.foreign.load import load_decoder
+from topw_deploy.export.foreign import Window, applies_window, load_decoder, lost_soft_cap, sequence_limit, window_of
 from topw_deploy.export.graph import GraphEditor
 
 VOCAB, HIDDEN, HEADS, DIM = 40, 16, 2, 8

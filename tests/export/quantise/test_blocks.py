@@ -19,7 +19,7 @@ from topw_deploy.export.quantise.blocks import (
     quantise_weight,
     unpack_codes,
 )
-from topw_deploy.export.quantise.scheme import Quantisation
+from topw_deploy.export.quantise.rounding import Quantisation
 
 OUTPUTS, INPUTS = 24, 80  # 80: the last block of 32 is half empty; 80 / 16 = 5 blocks is odd
 WEIGHT = np.random.default_rng(0).standard_normal((OUTPUTS, INPUTS)).astype(np.float32)

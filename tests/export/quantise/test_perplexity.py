@@ -14,19 +14,19 @@ from msgspec.structs import replace
 
 from tests.support.samples import broad
 from topw_deploy.export import export_model
-from topw_deploy.export.verification import evaluation_text as texts
-from topw_deploy.export.verification.evaluation_text import evaluation_text, token_budget
-from topw_deploy.export.verification.probe import LogitsProbe
-from topw_deploy.export.verification.quantised_checks import (
+from topw_deploy.export.verification import quantised as texts
+from topw_deploy.export.verification.quantised import (
     PERPLEXITY_BOUNDS,
     UNTRAINED_BOUND,
     EvaluationText,
     Loss,
+    evaluation_text,
     perplexity_check,
     quantised_checks,
+    token_budget,
 )
-from topw_deploy.export.verification.reference import TorchReference
-from topw_deploy.export.verification.sampler_checks import graph_geometry
+from topw_deploy.export.verification.reference import LogitsProbe, TorchReference
+from topw_deploy.export.verification.sampler import graph_geometry
 from topw_deploy.manifest import Check, Note, load_decoder_manifest
 from topw_deploy.tiny import tiny_model_path
 

@@ -16,7 +16,7 @@ from topw_deploy.errors import ParameterError, UnsupportedModelError
 from topw_deploy.export.embedding import EmbeddingTable, find_embedding
 from topw_deploy.export.graph import GraphEditor
 from topw_deploy.export.quantise import Quantisation, quantise
-from topw_deploy.export.quantise import weight as weight_module
+from topw_deploy.export.quantise import blocks as weight_module
 from topw_deploy.export.sampler.attach import last_logits
 
 VOCAB, HIDDEN, INNER = 40, 64, 96

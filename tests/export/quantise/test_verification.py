@@ -16,9 +16,9 @@ from tests.support.tiny_models import ONE_LAYER, make_model, write_checkpoint
 from topw_deploy.errors import ParameterError, VerificationError
 from topw_deploy.export import export_model
 from topw_deploy.export.quantise import Quantisation
-from topw_deploy.export.quantise import weight as weight_module
+from topw_deploy.export.quantise import blocks as weight_module
 from topw_deploy.export.quantise.blocks import WeightBlocks
-from topw_deploy.export.verification.dequantised import dequantise_model, exact_copy
+from topw_deploy.export.verification.quantised import dequantise_model, exact_copy
 from topw_deploy.manifest import load_decoder_manifest
 from topw_deploy.plugins.library import library_path
 from topw_deploy.runtime import TopWModel

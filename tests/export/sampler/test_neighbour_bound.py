@@ -19,7 +19,7 @@ from topw_deploy.export import export_model
 from topw_deploy.export.sampler import neighbour_bound as module
 from topw_deploy.export.sampler.neighbour_bound import neighbour_bound
 from topw_deploy.export.sampler_only import export_sampler
-from topw_deploy.export.verification.sampler_checks import nearest_distances, stored_bound
+from topw_deploy.export.verification.sampler import nearest_distances, stored_bound
 from topw_deploy.manifest import load_manifest
 from topw_deploy.progress import Progress
 from topw_deploy.sampling import Geometry

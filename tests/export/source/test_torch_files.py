@@ -15,7 +15,7 @@ from tests.support.tiny_models import export, make_model, write_tokenizer
 from topw_deploy.errors import SourceError
 from topw_deploy.export.source.arrays import embeddings_of_folder
 from topw_deploy.export.source.checkpoint import load_checkpoint, load_unread
-from topw_deploy.export.source.safetensors_files import stored_tensors
+from topw_deploy.export.source.files import stored_tensors
 from topw_deploy.export.source.unread_tensor import UnreadTensor
 
 Tensors = dict[str, torch.Tensor]

@@ -19,7 +19,7 @@ from tests.support.tiny_models import FAMILIES, make_model
 from topw_deploy.errors import SourceError
 from topw_deploy.export.graph import LazyWeight, byte_blocks, transpose_tensor
 from topw_deploy.export.source.checkpoint import load_checkpoint
-from topw_deploy.export.source.safetensors_files import stored_tensors
+from topw_deploy.export.source.files import stored_tensors
 from topw_deploy.export.source.unread_tensor import UnreadTensor, cast_to_float32, load_during_calls
 from topw_deploy.export.trace.trace import fake_parameters, trace, weight_tensor
 from topw_deploy.progress import StageMemory, resident_bytes

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.support.toy_model import Toy, export
-from topw_deploy.export.verification import generation_checks as generation
-from topw_deploy.export.verification.generation_checks import TokenAgreement, compare_tokens, generation_checks
-from topw_deploy.export.verification.sampler_checks import graph_geometry
+from topw_deploy.export.verification import decoder as generation
+from topw_deploy.export.verification.decoder import TokenAgreement, compare_tokens, generation_checks
+from topw_deploy.export.verification.sampler import graph_geometry
 from topw_deploy.manifest import Check, DecoderManifest, NotCompared, load_decoder_manifest
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, sample_row, uniform_for
 

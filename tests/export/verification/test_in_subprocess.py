@@ -7,27 +7,26 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import IO, Any
 
 import msgspec
 import pytest
 
 from topw_deploy.errors import VerificationError
-from topw_deploy.export.verification import in_subprocess, worker
-from topw_deploy.export.verification.results import LEFT_PADDED, Outcome, Result, decode_result, encode_result
-from topw_deploy.manifest import Check, NotCompared
+from topw_deploy.export.options import ExportOptions
+from topw_deploy.export.source.resolve import Source
+from topw_deploy.export.verification import run as in_subprocess
+from topw_deploy.export.verification import worker
+from topw_deploy.export.verification.run import LEFT_PADDED, Outcome, Result, decode_result, encode_result
+from topw_deploy.manifest import Check, NotCompared, Verification
 from topw_deploy.progress import SILENT, Progress
 
 GOOD = Check("prefill logits", True, 1e-7, 1e-4, "64 tokens")
 
 
-def job(onnx: Path | None) -> Any:
-    request = SimpleNamespace(
-        graph=SimpleNamespace(num_hidden_layers=None), hub=SimpleNamespace(trust_remote_code=False)
-    )
-    source = SimpleNamespace(onnx=onnx, folder=Path("model"))
-    return SimpleNamespace(source=source, request=request, progress=SILENT, memory=SimpleNamespace(peaks={}))
+def verify(onnx: Path | None) -> tuple[Verification, bool, int]:
+    source = Source("id", "local", Path("model"), Path("model"), onnx)
+    return in_subprocess.verify_in_subprocess(source, ExportOptions(), Path("out"), SILENT)
 
 
 @pytest.mark.parametrize("difference", [3.0, float("inf"), float("nan")])
@@ -36,10 +35,8 @@ def test_padding_that_fails_is_recorded_with_its_limit_for_another_exporters_dec
 ) -> None:
     failed = Check(LEFT_PADDED, False, difference, 1e-4, "lengths [64, 32, 7, 1]")
     monkeypatch.setattr(in_subprocess, "run_checks", lambda *_rest: Outcome((GOOD, failed), peak=5))
-    wanted = job(Path("model.onnx"))
-    verification, may_pad = in_subprocess.verify_in_subprocess(wanted, Path("out"))
-    assert (verification.status, may_pad) == ("partial", False)
-    assert wanted.memory.peaks == {"verification": 5}
+    verification, may_pad, peak = verify(Path("model.onnx"))
+    assert (verification.status, may_pad, peak) == ("partial", False, 5)
     good, recorded = verification.checks
     assert good == GOOD
     assert (recorded.name, recorded.passed) == (LEFT_PADDED, False)
@@ -51,14 +48,14 @@ def test_padding_that_fails_ends_the_export_of_our_own_decoder(monkeypatch: pyte
     failed = Check(LEFT_PADDED, False, 3.0, 1e-4, "lengths [64, 32, 7, 1]")
     monkeypatch.setattr(in_subprocess, "run_checks", lambda *_rest: Outcome((GOOD, failed)))
     with pytest.raises(VerificationError, match=r"1 of 2 checks failed \(first: left-padded batch logits"):
-        in_subprocess.verify_in_subprocess(job(None), Path("out"))
+        verify(None)
 
 
 def test_another_failure_beside_padding_ends_the_export(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = (Check("prefill logits", False, 3.0, 1e-4), Check(LEFT_PADDED, False, 3.0, 1e-4))
     monkeypatch.setattr(in_subprocess, "run_checks", lambda *_rest: Outcome(failed))
     with pytest.raises(VerificationError, match="2 of 2 checks failed"):
-        in_subprocess.verify_in_subprocess(job(Path("model.onnx")), Path("out"))
+        verify(Path("model.onnx"))
 
 
 WAITS = """

@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.toy_model import BOS, VOCAB, Toy, byte_tokenizer, export
 from topw_deploy.export.verification import worker
-from topw_deploy.export.verification.evaluation_text import page_ends
-from topw_deploy.export.verification.results import Outcome, PairDistance, decode_result, encode_result, format_result
+from topw_deploy.export.verification.quantised import page_ends
+from topw_deploy.export.verification.run import Outcome, PairDistance, decode_result, encode_result, format_result
 from topw_deploy.manifest import load_decoder_manifest
 from topw_deploy.sampling import Geometry, TopWOptions, median_distance
 from topw_deploy.sampling.geometry import SAMPLE_TEXT

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from topw_deploy.export.foreign.load import load_decoder
-from topw_deploy.export.verification.decoder_checks import decoder_checks
+from topw_deploy.export.foreign import load_decoder
+from topw_deploy.export.verification.decoder import decoder_checks
 from topw_deploy.export.verification.reference import OriginalDecoderReference
 from topw_deploy.manifest import DecoderInfo, key_value_states
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from topw_deploy.export.verification.results import Outcome, Result, decode_result, encode_result, format_result
+from topw_deploy.export.verification.run import Outcome, Result, decode_result, encode_result, format_result
 from topw_deploy.manifest import Check, NotCompared, Note
 
 GOOD, BAD = Check("prefill", True, 1e-7, 1e-4, "torch"), Check("decode", False, 1.0, 1e-4, "4 steps")

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from topw_deploy.export.sampler_only import export_sampler
-from topw_deploy.export.verification.probe import SamplerProbe
-from topw_deploy.export.verification.rule_checks import rule_checks
+from topw_deploy.export.verification.reference import SamplerProbe
+from topw_deploy.export.verification.sampler import rule_checks
 from topw_deploy.manifest import Check, NotCompared
 from topw_deploy.sampling import TopWParameters
 from topw_deploy.sampling.parameters import TopWOptions

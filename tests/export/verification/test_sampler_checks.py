@@ -12,9 +12,9 @@ import pytest
 
 from tests.support.samples import slow
 from topw_deploy.export.sampler_only import export_sampler
-from topw_deploy.export.verification import sampler_checks as module
-from topw_deploy.export.verification.probe import SamplerProbe
-from topw_deploy.export.verification.sampler_checks import constructed_logits, sampler_checks
+from topw_deploy.export.verification import sampler as module
+from topw_deploy.export.verification.reference import SamplerProbe
+from topw_deploy.export.verification.sampler import constructed_logits, sampler_checks
 from topw_deploy.manifest import Check, NotCompared, SamplerManifest, load_manifest
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters
 

@@ -16,8 +16,8 @@ import regex
 from tokenizers import Tokenizer
 
 from topw_deploy.errors import TokenizerError
-from topw_deploy.export.write import rank_files
-from topw_deploy.export.write.tokenizer_files import check_tokenizer, write_tokenizer
+from topw_deploy.export.source import tokenizer as rank_files
+from topw_deploy.export.source.tokenizer import check_tokenizer, write_tokenizer
 
 # As in mistral-common's own files.
 PATTERN = (

@@ -10,7 +10,7 @@ import sentencepiece
 from tokenizers import Tokenizer
 
 from topw_deploy.errors import TokenizerError
-from topw_deploy.export.write.tokenizer_files import check_tokenizer, write_tokenizer
+from topw_deploy.export.source.tokenizer import check_tokenizer, write_tokenizer
 
 TEXT = "the quick brown fox jumps over the lazy dog and returns a list of words"
 

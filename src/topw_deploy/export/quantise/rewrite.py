@@ -14,11 +14,11 @@ import onnx_ir as ir
 from topw_deploy.errors import ParameterError, UnsupportedModelError
 from topw_deploy.export.embedding import EmbeddingNode, find_embedding
 from topw_deploy.export.graph import ROUTER_PROPERTY, GraphEditor
+from topw_deploy.export.quantise.blocks import QuantisedWeight, RecentBlocks, row_reader
 from topw_deploy.export.quantise.experts import ExpertsReplacer, ExpertWeight, find_experts
 from topw_deploy.export.quantise.products import Product, find_products, stored_tensor
-from topw_deploy.export.quantise.scheme import Quantisation
+from topw_deploy.export.quantise.rounding import Quantisation
 from topw_deploy.export.quantise.stored_rows import Origin, StoredRows
-from topw_deploy.export.quantise.weight import QuantisedWeight, RecentBlocks, row_reader
 from topw_deploy.text import decimal_size
 
 DOMAIN = "com.microsoft"

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from topw_deploy.export.quantise.blocks import BlocksShape, WeightBlocks, pack_codes
+from topw_deploy.export.source.files import IntegerMatrix
 from topw_deploy.export.source.quantised import QuantisedCheckpoint
-from topw_deploy.export.source.stored import IntegerMatrix
 
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 16, 256
 

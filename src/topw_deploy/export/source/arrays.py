@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from topw_deploy.errors import SourceError, UnsupportedModelError, one_line
-from topw_deploy.export.source.safetensors_files import tensor_files, tensors_in
-from topw_deploy.export.source.stored import NUMPY_TYPES
+from topw_deploy.export.source.files import NUMPY_TYPES, tensor_files, tensors_in
 from topw_deploy.folders import open_regular
 from topw_deploy.sampling import Geometry, median_distance
 

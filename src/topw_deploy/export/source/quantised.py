@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from topw_deploy.errors import SourceError, UnsupportedModelError
-from topw_deploy.export.source.compressed import compressed_weights, has_integer_weights
-from topw_deploy.export.source.gptq_awq import PackedFormat, packed_weights
-from topw_deploy.export.source.mxfp4 import mxfp4_weights
-from topw_deploy.export.source.safetensors_files import stored_tensors
-from topw_deploy.export.source.scaled import scaled_weights
-from topw_deploy.export.source.stored import EncodedWeight, IntegerMatrix, IntegerWeight, StoredTensor
+from topw_deploy.export.source.files import EncodedWeight, IntegerMatrix, IntegerWeight, StoredTensor, stored_tensors
+from topw_deploy.export.source.packed import PackedFormat, compressed_weights, has_integer_weights, packed_weights
+from topw_deploy.export.source.scaled import mxfp4_weights, scaled_weights
 
 _FLOAT8_METHODS = ("fp8", "fbgemm_fp8", "modelopt")
 _SUPPORTED = (

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TypedDict, Unpack
 
 from topw_deploy.errors import SourceError, one_line
-from topw_deploy.export.source.configuration import MOST_JSON
 from topw_deploy.folders import is_file_name, read_bounded
 from topw_deploy.manifest import MANIFEST_NAME
 
@@ -27,6 +26,7 @@ class HubKeywords(TypedDict, total=False):
     trust_remote_code: bool
 
 
+MOST_JSON = 16 << 20  # bytes of a configuration file
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _DUPLICATE_FILES = ["consolidated*", "original/*"]  # the same weights in another layout

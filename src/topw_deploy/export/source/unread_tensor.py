@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_any, tree_map
 
-from topw_deploy.export.source.stored import NUMPY_TYPES, EncodedWeight, StoredTensor
+from topw_deploy.export.source.files import NUMPY_TYPES, EncodedWeight, StoredTensor
 
 
 class UnreadTensor(torch.Tensor):

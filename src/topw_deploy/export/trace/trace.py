@@ -23,7 +23,7 @@ from transformers.exporters import OnnxConfig, OnnxExporter
 
 from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.graph import LazyWeight
-from topw_deploy.export.source.stored import EncodedWeight, StoredTensor
+from topw_deploy.export.source.files import EncodedWeight, StoredTensor
 from topw_deploy.export.source.unread_tensor import UnreadTensor, read_part
 from topw_deploy.export.trace.attention import marked_attention
 from topw_deploy.export.trace.experts import marked_experts

@@ -17,18 +17,27 @@ import numpy as np
 
 from topw_deploy.dtypes import array_name
 from topw_deploy.errors import TopWError
-from topw_deploy.export.quantise.scheme import Quantisation
+from topw_deploy.export.quantise.rounding import Quantisation
 from topw_deploy.export.quantise.stored_rows import StoredRows
 from topw_deploy.export.source.configuration import text_part
-from topw_deploy.export.verification.decoder_checks import decoder_checks
-from topw_deploy.export.verification.dequantised import dequantise_model, exact_copy
-from topw_deploy.export.verification.evaluation_text import encode, evaluation_text, page_ends
-from topw_deploy.export.verification.probe import LogitsProbe, SamplerProbe
-from topw_deploy.export.verification.quantised_checks import quantised_checks
-from topw_deploy.export.verification.reference import OriginalDecoderReference, Reference, TorchReference
-from topw_deploy.export.verification.results import PairDistance, Result, encode_result
-from topw_deploy.export.verification.rule_checks import rule_checks
-from topw_deploy.export.verification.sampler_checks import check_bound, graph_geometry, sampler_checks
+from topw_deploy.export.verification.decoder import decoder_checks
+from topw_deploy.export.verification.quantised import (
+    dequantise_model,
+    encode,
+    evaluation_text,
+    exact_copy,
+    page_ends,
+    quantised_checks,
+)
+from topw_deploy.export.verification.reference import (
+    LogitsProbe,
+    OriginalDecoderReference,
+    Reference,
+    SamplerProbe,
+    TorchReference,
+)
+from topw_deploy.export.verification.run import PairDistance, Result, encode_result
+from topw_deploy.export.verification.sampler import check_bound, graph_geometry, rule_checks, sampler_checks
 from topw_deploy.manifest import DecoderManifest, NotCompared, load_decoder_manifest, open_listed
 from topw_deploy.progress import peak_bytes
 from topw_deploy.runtime.ort.native import operator_library
@@ -104,7 +113,7 @@ def _run_checks(
     elif probe is None:
         yield NotCompared("generation", f"{decoder.kv_dtype} cannot run on a CPU")
     else:
-        from topw_deploy.export.verification.generation_checks import generation_checks
+        from topw_deploy.export.verification.decoder import generation_checks
 
         yield from generation_checks(folder, manifest, reference, geometry, sequences[::-1])
 

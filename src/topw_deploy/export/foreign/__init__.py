@@ -1,1 +1,0 @@
-"""Decoders from other exporters."""

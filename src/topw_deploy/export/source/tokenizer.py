@@ -1,0 +1,388 @@
+"""Copy a tokenizer into an export, or convert it to `tokenizer.json`.
+
+tekken.json and tiktoken's text files list byte strings by rank. Such a tokenizer splits text by a pattern. In each
+piece, it merges the adjacent pair whose joined bytes have the lowest rank, until no pair has a rank. The BPE of
+`tokenizers` ranks pairs instead: here, every way to split a token into two becomes a merge, and merges are ordered by
+the rank of the token that they make.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from topw_deploy.errors import TokenizerError, one_line
+
+TEKKEN = "tekken.json"
+_TEKKEN_ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+_UNNAMED_SPECIAL = "<SPECIAL_{}>"
+_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n?")
+_LETTERS_AND_NUMBERS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+# Number of ranks of a tiktoken file, which does not state its pattern -> (model family, pattern).
+_KNOWN_PATTERNS = {
+    128_000: ("Llama 3", _LETTERS_AND_NUMBERS.format("{1,3}")),
+    151_643: ("Qwen", _LETTERS_AND_NUMBERS.format("")),
+}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What a file of ranks says about its tokenizer.
+
+    tokens: the bytes of each token, by rank.
+    first: the id of the token of rank 0.
+    pattern: the regular expression that splits text into pieces.
+    specials: text of a special token -> id.
+    """
+
+    tokens: list[bytes]
+    first: int
+    pattern: str
+    specials: Mapping[str, int]
+
+
+def read_tekken(path: Path) -> tuple[Ranks, dict[str, str]]:
+    """Read mistral-common's `tekken.json`. Returns (ranks, {role: special token}).
+
+    The ids of special tokens come first, as many as the file states; unnamed ones are `<SPECIAL_n>`. As many ranks
+    follow as fit into the stated size of the vocabulary. Raises TokenizerError for other contents.
+    """
+    try:
+        data = json.loads(path.read_text("utf-8"))
+        config, stated = data["config"], data.get("special_tokens")
+        if stated is None:
+            raise TokenizerError(
+                f"{path} is of a version that does not state its special tokens; convert it with mistral-common or "
+                "transformers, and give the folder of the tokenizer.json with --tokenizer."
+            )
+        stated = sorted(stated, key=lambda entry: int(entry["rank"]))
+        texts = [str(entry["token_str"]) for entry in stated]
+        if [int(entry["rank"]) for entry in stated] != list(range(len(stated))):
+            raise ValueError("the ranks of its special tokens have gaps")
+        first = int(config.get("default_num_special_tokens") or len(texts))
+        size = config.get("default_vocab_size")
+        if size is not None and int(size) < first:
+            raise ValueError(f"its vocabulary of {size} tokens is smaller than its {first} special tokens")
+        entries = data["vocab"][: None if size is None else int(size) - first]
+        tokens = [base64.b64decode(entry["token_bytes"], validate=True) for entry in entries]
+        pattern = str(config["pattern"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise TokenizerError(f"{path} is damaged ({one_line(error)}); fetch it again.") from None
+    specials = {text: place for place, text in enumerate(texts)}
+    specials |= {_UNNAMED_SPECIAL.format(place): place for place in range(len(texts), first)}
+    return Ranks(tokens, first, pattern, specials), {
+        role: text for role, text in _TEKKEN_ROLES.items() if text in specials
+    }
+
+
+def is_tiktoken(path: Path) -> bool:
+    """Whether a file begins with a line of base64 and a rank; SentencePiece's `tokenizer.model` does not."""
+    with path.open("rb") as stream:
+        return _LINE.fullmatch(stream.readline(1000)) is not None
+
+
+def read_tiktoken(path: Path, settings: Mapping[str, Any]) -> Ranks:
+    """Read a text file of tiktoken. settings: the tokenizer_config.json, which states the special tokens.
+
+    Raises TokenizerError for other contents, and for an unknown pattern or unknown special tokens.
+    """
+    try:
+        pairs = [line.split() for line in path.read_bytes().splitlines() if line]
+        tokens = [base64.b64decode(token, validate=True) for token, _ in pairs]
+        if [int(rank) for _, rank in pairs] != list(range(len(pairs))):
+            raise ValueError("its ranks have gaps")
+    except (OSError, ValueError, binascii.Error) as error:
+        raise TokenizerError(f"{path} is damaged ({one_line(error)}); fetch it again.") from None
+    specials = _stated_specials(settings)
+    if len(tokens) not in _KNOWN_PATTERNS or not specials:
+        what = (
+            "special tokens are not in tokenizer_config.json"
+            if len(tokens) in _KNOWN_PATTERNS
+            else "pattern is unknown"
+        )
+        raise TokenizerError(
+            f"{path} is a tiktoken file of {len(tokens)} ranks whose {what}; convert it with transformers' "
+            "TikTokenConverter and the pattern and special tokens of the model's code, and give the folder of the "
+            "tokenizer.json with --tokenizer."
+        )
+    return Ranks(tokens, 0, _KNOWN_PATTERNS[len(tokens)][1], specials)
+
+
+def build_tokenizer(ranks: Ranks, path: Path, begin: str | None) -> Tokenizer:
+    """Build the tokenizer.
+
+    path: the file of the ranks, for messages.
+    begin: the special token that starts each text, or None.
+    Raises TokenizerError for ranks that tokenizer.json cannot express.
+    """
+    ids = {token: ranks.first + rank for rank, token in enumerate(ranks.tokens)}
+    missing = [byte for byte in range(256) if bytes([byte]) not in ids]
+    if missing or len(ids) < len(ranks.tokens):
+        what = f"the byte {missing[0]} has no rank" if missing else "a token has two ranks"
+        raise TokenizerError(f"{path} is damaged ({what}); fetch it again.")
+    vocabulary = {_printable_text(token): number for token, number in ids.items()}
+    used = set(ids.values())
+    taken = [text for text, number in ranks.specials.items() if text in vocabulary or number in used]
+    if taken:
+        raise TokenizerError(
+            f"{path} has an ordinary token with the text or id of the special token {taken[0]!r}, which tokenizer.json "
+            "cannot have; give another folder with --tokenizer."
+        )
+    merges = [(_printable_text(left), _printable_text(right)) for left, right in _possible_merges(ids)]
+    try:
+        tokenizer = Tokenizer(models.BPE({**ranks.specials, **vocabulary}, merges, ignore_merges=True))
+        pieces = pre_tokenizers.Split(Regex(ranks.pattern), "isolated")
+    except Exception as error:  # noqa: BLE001  # the library raises bare Exception
+        raise TokenizerError(f"{path} cannot be converted ({one_line(error)}); fetch it again.") from None
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pieces, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    ordered = sorted(ranks.specials, key=lambda text: ranks.specials[text])
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in ordered])
+    if begin is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{begin} $A", pair=f"{begin} $A $B", special_tokens=[(begin, ranks.specials[begin])]
+        )
+    return tokenizer
+
+
+def _possible_merges(ids: Mapping[bytes, int]) -> Iterable[tuple[bytes, bytes]]:
+    for token in sorted(ids, key=lambda token: ids[token]):
+        splits = [(token[:at], token[at:]) for at in range(1, len(token))]
+        known = [pair for pair in splits if pair[0] in ids and pair[1] in ids]
+        yield from sorted(known, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+
+
+def _stated_specials(settings: Mapping[str, Any]) -> dict[str, int]:
+    stated = settings.get("added_tokens_decoder")
+    if not isinstance(stated, dict):
+        return {}
+    return {
+        str(entry["content"]): int(number)
+        for number, entry in stated.items()
+        if isinstance(entry, dict) and "content" in entry and str(number).isdigit()
+    }
+
+
+def _byte_characters() -> list[str]:
+    """Return GPT-2's character for each byte: the byte's own if printable, else the next one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
+
+
+_BYTE_CHARACTERS = _byte_characters()
+
+
+def _printable_text(token: bytes) -> str:
+    return "".join(_BYTE_CHARACTERS[byte] for byte in token)
+
+
+SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+_SAMPLES = (
+    "the lazy dog",
+    "a list of words",
+    "The quick brown fox jumps over the lazy dog; then it returns 42 words!",
+    "Wir fahren morgen nach München.",
+    "東京は日本の首都です",
+)
+COPIED_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+"""Files that are copied without change."""
+_CONVERTIBLE = (
+    *SENTENCEPIECE,
+    "vocab.json",
+    "vocab.txt",
+    "tiktoken.model",
+    TEKKEN,
+)
+_TIKTOKEN = "*.tiktoken"
+_OTHER_TEMPLATES = "additional_chat_templates"
+"""transformers' folder of chat templates other than the default one."""
+_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raises TokenizerError if `folder` has no tokenizer that can be copied or converted."""
+    if (folder / "tokenizer.json").is_file():
+        _check_readable(folder / "tokenizer.json")
+    named = any((folder / name).is_file() for name in ("tokenizer.json", *_CONVERTIBLE))
+    if not named and not any(folder.glob(_TIKTOKEN)):
+        raise TokenizerError(
+            f"{folder} has no tokenizer (neither tokenizer.json nor {', '.join((*_CONVERTIBLE, _TIKTOKEN))}); "
+            "add it or give a folder that has it with --tokenizer."
+        )
+
+
+def _check_readable(file: Path) -> None:
+    from tokenizers import Tokenizer
+
+    try:
+        Tokenizer.from_file(str(file))
+    except Exception as error:  # noqa: BLE001  # the library raises bare Exception
+        raise TokenizerError(f"{file} cannot be read ({one_line(error)}); fetch or save it again.") from None
+
+
+def write_tokenizer(folder: Path, output: Path, *, trust_remote_code: bool = False) -> list[str]:
+    """Write the tokenizer of `folder` into `output`. Returns notices for the user.
+
+    `tokenizer.json` is copied. tekken.json and tiktoken's files are converted by rank_files.py, all others by
+    transformers. A chat template in tokenizer_config.json becomes chat_template.jinja.
+    Raises TokenizerError if the conversion fails.
+    """
+    notices = []
+    if (folder / "tokenizer.json").is_file():
+        _copy_tokenizer_files(folder, output)
+    else:
+        found = _rank_file(folder)
+        if found is not None:
+            _convert_ranks(found, output)
+        else:
+            _convert_with_transformers(folder, output, trust_remote_code)
+        notices.append(f"the tokenizer of {folder.name} was converted to tokenizer.json")
+    _extract_chat_template(output)
+    return notices
+
+
+def _copy_tokenizer_files(folder: Path, output: Path) -> None:
+    for name in COPIED_FILES:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, output / name)
+
+
+def _rank_file(folder: Path) -> Path | None:
+    """Return the tekken.json or tiktoken file of `folder`, or None."""
+    if (folder / TEKKEN).is_file():
+        return folder / TEKKEN
+    named = [folder / "tiktoken.model", folder / "tokenizer.model", *sorted(folder.glob(_TIKTOKEN))]
+    return next((file for file in named if file.is_file() and is_tiktoken(file)), None)
+
+
+def _convert_ranks(file: Path, output: Path) -> None:
+    settings = _read_settings(file.parent)
+    if file.name == TEKKEN:
+        ranks, roles = read_tekken(file)
+    else:
+        ranks, roles = read_tiktoken(file, settings), {}
+    roles |= {role: text for role in _ROLES if (text := _token_text(settings.get(role))) in ranks.specials}
+    begin = roles.get("bos_token") if settings.get("add_bos_token", True) else None
+    tokenizer = build_tokenizer(ranks, file, begin)
+    _copy_tokenizer_files(file.parent, output)
+    tokenizer.save(str(output / "tokenizer.json"))
+    text = json.dumps({**settings, **roles}, indent=2, ensure_ascii=False)
+    (output / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _token_text(value: object) -> str:
+    """Return the text of a token, which a configuration states as text or as an object."""
+    return str(value.get("content") if isinstance(value, dict) else value)
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    """Read tokenizer_config.json; {} if it is missing. Raises TokenizerError if it is damaged."""
+    file = folder / "tokenizer_config.json"
+    try:
+        found = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise TokenizerError(f"{file} is damaged ({one_line(error)}); repair it.") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _convert_with_transformers(folder: Path, output: Path, trust_remote_code: bool) -> None:
+    from transformers import AutoTokenizer, LlamaTokenizer
+
+    named = [folder / name for name in SENTENCEPIECE if (folder / name).is_file()]
+    why = None
+    # If no class is stated, transformers takes its general tokenizer, which omits the space that Llama's puts before a
+    # text. So if the result differs from the SentencePiece model, try Llama's class.
+    for kind in (AutoTokenizer, LlamaTokenizer) if named else (AutoTokenizer,):
+        _save_fast(kind, folder, output, trust_remote_code)
+        why = conversion_difference(named[0], output / "tokenizer.json") if named else None
+        if why is None:
+            break
+    if why is not None:
+        raise TokenizerError(
+            f"the tokenizer in {folder} is converted wrongly by transformers ({why}); state its tokenizer_class in "
+            "tokenizer_config.json, or give a folder that has tokenizer.json with --tokenizer."
+        )
+    for name in (*_CONVERTIBLE, "merges.txt"):
+        (output / name).unlink(missing_ok=True)  # replaced by tokenizer.json
+    shutil.rmtree(output / _OTHER_TEMPLATES, ignore_errors=True)  # chat uses the default template
+
+
+def _save_fast(kind: Any, folder: Path, output: Path, trust_remote_code: bool) -> None:
+    try:
+        tokenizer = kind.from_pretrained(
+            folder, use_fast=True, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+        tokenizer.save_pretrained(output)
+    except Exception as error:  # a tokenizer's own code can raise any error
+        raise TokenizerError(
+            f"the tokenizer in {folder} cannot be converted to tokenizer.json ({type(error).__name__}: "
+            f"{one_line(error)}); convert it with transformers and give its folder with --tokenizer."
+        ) from error
+    if not (output / "tokenizer.json").is_file():
+        raise TokenizerError(
+            f"the tokenizer in {folder} has no fast form, so it cannot be saved as tokenizer.json; "
+            "give a folder that has tokenizer.json with --tokenizer."
+        )
+
+
+def _extract_chat_template(output: Path) -> None:
+    config = output / "tokenizer_config.json"
+    if (output / "chat_template.jinja").exists() or not config.exists():
+        return
+    try:
+        template = json.loads(config.read_text("utf-8")).get("chat_template")
+    except (ValueError, AttributeError, RecursionError):
+        return
+    if isinstance(template, list):  # chat uses the default template
+        template = next(
+            (t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None
+        )
+    if isinstance(template, str):
+        (output / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+
+def conversion_difference(model: Path, converted: Path) -> str | None:
+    """Describe the first sample that a converted tokenizer splits differently from the original; None if all agree.
+
+    model: a SentencePiece file. One that SentencePiece cannot read is not compared.
+    converted: a tokenizer.json.
+
+    transformers converts by the tokenizer's class, or by general rules if the folder names no class. Those rules ignore
+    some settings of a SentencePiece model, such as the space before a text. Samples with pieces that the model does not
+    know are skipped.
+    """
+    import sentencepiece
+
+    try:
+        reference = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    except (OSError, RuntimeError):
+        return None
+    tokenizer = Tokenizer.from_file(str(converted))
+    for sample in _SAMPLES:
+        ids = reference.encode(sample)
+        expected = [reference.id_to_piece(number) for number in ids]
+        found = tokenizer.encode(sample, add_special_tokens=False).tokens
+        if reference.unk_id() not in ids and found != expected:
+            return f"{sample!r} becomes {found[:6]} instead of {expected[:6]}"
+    return None

@@ -1,0 +1,453 @@
+"""Measure what quantisation loses on text, and undo the rounding for the other checks.
+
+The other checks have the same rounded weights on both sides. So these are the only checks that poor rounding fails, and
+only for trained models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx_ir as ir
+from msgspec.structs import replace
+
+from topw_deploy.errors import TokenizerError, VerificationError
+from topw_deploy.export.embedding import stored_array
+from topw_deploy.export.quantise.blocks import BlocksShape, dequantise, quantise_weight
+from topw_deploy.export.quantise.experts import keeps_codes
+from topw_deploy.export.quantise.products import FLOATS
+from topw_deploy.export.quantise.rounding import Quantisation
+from topw_deploy.export.quantise.stored_rows import StoredRows
+from topw_deploy.export.verification.reference import LogitsProbe, Reference
+from topw_deploy.manifest import (
+    MODEL_NAME,
+    Check,
+    DecoderManifest,
+    Manifest,
+    Note,
+    describe_files,
+    open_listed,
+    save_manifest,
+)
+from topw_deploy.sampling import Geometry, sample_row, uniform_for
+from topw_deploy.sampling.geometry import SAMPLE_TEXT, first_and_last_tokens, split_special_prefix
+
+_COLUMNS = 256  # tokens in each row
+_LARGEST_BUDGET, _SMALLEST_BUDGET = 8192, 1024  # tokens of text
+_LARGEST_WORK = 4 * 10**12  # multiply-adds of a model for the text: under a minute on a few cores
+
+
+def evaluation_text(folder: Path, manifest: DecoderManifest, parameters: int) -> EvaluationText | None:
+    """The text for perplexity, as rows of tokens; None without tokenizer.json or if the text is too short.
+
+    parameters: the number of weights of the model, which limits the length of the text.
+    """
+    is_tiny = manifest.source.get("id") == "tiny"
+    text, name = (_held_out_text(), "the tiny model's held-out text") if is_tiny else _general_text()
+    found = _encode(folder, manifest, text)
+    if found is None:
+        return None
+    start, body = _start_and_body(found, manifest.sampler.vocab_size)
+    length = min(_COLUMNS, manifest.decoder.context_length, len(start) + len(body)) - len(start)
+    count = min(max(1, token_budget(parameters) // max(1, length)), len(body) // max(1, length))
+    if length + len(start) < 2 or count < 1:
+        return None
+    rows = np.hstack([np.tile(start, (count, 1)), body[: count * length].reshape(count, length)])
+    return EvaluationText(rows, len(start), name)
+
+
+def page_ends(folder: Path, manifest: DecoderManifest, columns: int) -> list[np.ndarray]:
+    """The first and the last tokens of a page of prose and code, int64 [n] each; [] without tokenizer.json.
+
+    Each begins with the tokenizer's leading special tokens and has at most `columns` tokens.
+    """
+    found = _encode(folder, manifest, SAMPLE_TEXT)
+    if found is None:
+        return []
+    length = min(columns, manifest.decoder.context_length)
+    return first_and_last_tokens(*_start_and_body(found, manifest.sampler.vocab_size), length)
+
+
+def _start_and_body(found: Any, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    return split_special_prefix(found.ids, found.special_tokens_mask, vocab_size)
+
+
+def token_budget(parameters: int) -> int:
+    """The number of tokens to measure with a model of this many weights."""
+    return max(_SMALLEST_BUDGET, min(_LARGEST_BUDGET, _LARGEST_WORK // max(1, 2 * parameters)))
+
+
+def encode(folder: Path, manifest: Manifest, text: str) -> list[int] | None:
+    """Encode `text` with the export's tokenizer.json. Returns the ids, or None without the file.
+
+    Raises ManifestError if the file was changed, and TokenizerError if it cannot be read.
+    """
+    found = _encode(folder, manifest, text)
+    return None if found is None else list(found.ids)
+
+
+def _encode(folder: Path, manifest: Manifest, text: str) -> Any:
+    entry = manifest.files.get("tokenizer.json")
+    if entry is None:
+        return None
+    from tokenizers import Tokenizer
+
+    with open_listed(folder, "tokenizer.json", entry) as stream:
+        data = stream.read()
+    try:
+        return Tokenizer.from_str(data.decode("utf-8")).encode(text)
+    except Exception as error:  # noqa: BLE001  # the library raises bare Exception
+        reason = " ".join(str(error).split())[:200]
+        raise TokenizerError(
+            f"{folder / 'tokenizer.json'} cannot be read ({reason}); export the model again."
+        ) from None
+
+
+def _held_out_text() -> str:
+    """The documents that the bundled model was not trained on."""
+    from topw_deploy.tiny.corpus import gather_corpus
+
+    return "\n\n".join(sorted(gather_corpus().held_out))
+
+
+def _general_text() -> tuple[str, str]:
+    """The text for other models, and its name. Some distributions package Python without its manual."""
+    from topw_deploy.tiny.corpus import topic_sections
+
+    try:
+        manual = "\n\n".join(topic_sections())
+    except ImportError:
+        return SAMPLE_TEXT, "prose and code"
+    return f"{SAMPLE_TEXT}\n\n{manual}", "prose, code and Python's reference manual"
+
+
+# Largest increase of the loss in nats per token. For int4 it is five times that of rounding the bundled model to
+# nearest in blocks of 256 (0.040). For comparison, scales a fifth too large in one layer cost 0.3, swapped half
+# bytes in one matrix 0.13 to 1.1, and correct 8-bit weights at most 0.002.
+PERPLEXITY_BOUNDS = {"int4": 0.2, "int8": 0.02}
+# The same for models that are no better than guessing. Rounding changes their loss in either direction, by up to 0.6 in
+# random models at 4 bits. So a smaller increase proves nothing; a larger one fails.
+UNTRAINED_BOUND = 1.0
+_CERTAINTY = 2.0  # the number of standard errors by which a loss must exceed its bound to fail
+_BATCH = 16  # rows in a batch
+_CROPS = 32  # positions at which kept sets and tokens are compared
+_SEED = 11
+
+
+@dataclass(frozen=True)
+class EvaluationText:
+    """A text on which a loss is measured.
+
+    rows: token ids, int64 [rows, columns].
+    prefix: the number of special tokens (BOS) at the start of each row.
+    name: describes the text in results.
+    """
+
+    rows: np.ndarray
+    prefix: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss of both models on a text, in nats per token.
+
+    exact: of the float32 model.
+    quantised: of the exported graph.
+    error: the standard error of their difference.
+    """
+
+    exact: float
+    quantised: float
+    error: float
+
+    @classmethod
+    def of(cls, exact: np.ndarray, quantised: np.ndarray) -> Loss:
+        """Average losses [rows, tokens]. The samples are rows, because the losses of neighbouring tokens correlate."""
+        samples = (quantised - exact).mean(axis=1) if len(exact) > 1 else (quantised - exact)[0]
+        error = samples.std(ddof=1) / math.sqrt(len(samples)) if len(samples) > 1 else 0.0
+        return cls(float(exact.mean()), float(quantised.mean()), float(error))
+
+    @property
+    def difference(self) -> float:
+        """The increase of the loss: the logarithm of the ratio of perplexities."""
+        return self.quantised - self.exact
+
+
+def quantised_checks(
+    probe: LogitsProbe,
+    reference: Reference,
+    text: EvaluationText,
+    manifest: DecoderManifest,
+    geometries: tuple[Geometry, Geometry],
+) -> Iterator[Check | Note]:
+    """Compare perplexity, kept sets and tokens of the exported graph with those of the float32 model.
+
+    probe: the exported graph, with its own products.
+    reference: the float32 model.
+    geometries: of the graph's table and of the float32 model's.
+
+    Yields the perplexity, which can fail, and then two notes.
+    """
+    counted = text.rows.shape[1] - 1
+    places = {divmod(int(place), counted) for place in np.linspace(0, len(text.rows) * counted - 1, _CROPS)}
+    exact, quantised, agreements = [], [], []
+    for start in range(0, len(text.rows), _BATCH):
+        rows = text.rows[start : start + _BATCH]
+        here = {(row - start, column) for row, column in places if start <= row < start + len(rows)}
+        losses, float_logits = _float_losses(reference, rows, here)
+        exact.append(losses)
+        losses = np.empty_like(losses)
+        probe.start(len(rows))
+        for column in range(counted):
+            logits = probe.step(rows[:, column : column + 1], np.ones((len(rows), column + 1), np.int64))
+            losses[:, column] = _losses(logits, rows[:, column + 1])
+            for row in [row for row, place in here if place == column]:
+                pair = logits[row], float_logits[row, column]
+                agreements.append(_agreement(*pair, (start + row) * counted + column, manifest, geometries))
+        quantised.append(losses)
+    loss = Loss.of(*(np.concatenate(part)[:, max(0, text.prefix - 1) :] for part in (exact, quantised)))
+    yield perplexity_check(loss, manifest, text)
+    for what, same in zip(("kept sets", "tokens"), np.sum(agreements, axis=0), strict=True):
+        yield Note(f"{what} compared with float32", f"{same} of {len(agreements)} equal under the defaults")
+
+
+def perplexity_check(loss: Loss, manifest: DecoderManifest, text: EvaluationText) -> Check | Note:
+    """Check that the loss grew by at most the bound, within its statistical error.
+
+    A model that is no better than guessing does not pass: it fails, or gets a Note.
+    """
+    trained = loss.exact < math.log(manifest.sampler.vocab_size)
+    bound = PERPLEXITY_BOUNDS[manifest.decoder.weights_dtype] if trained else UNTRAINED_BOUND
+    name = "perplexity, log of the ratio"
+    passed = bool(loss.difference - _CERTAINTY * loss.error <= bound)
+    tokens = len(text.rows) * (text.rows.shape[1] - max(1, text.prefix))
+    detail = (
+        f"standard error {loss.error:.1g}; {np.exp(loss.quantised):.4g}, in float32 {np.exp(loss.exact):.4g}; "
+        f"{tokens} tokens of {text.name}"
+    )
+    if passed and not trained:
+        return Note(name, f"{loss.difference:.2g}, of a model that does no better than guessing; {detail}")
+    return Check(name, passed, loss.difference, bound, detail)
+
+
+def _float_losses(
+    reference: Reference, rows: np.ndarray, places: set[tuple[int, int]]
+) -> tuple[np.ndarray, dict[tuple[int, int], np.ndarray]]:
+    """The float32 model's losses [rows, columns - 1], and its logits at the places (row, column)."""
+    losses = np.empty((len(rows), rows.shape[1] - 1))
+    kept: dict[tuple[int, int], np.ndarray] = {}
+    for number, row in enumerate(rows):
+        logits = reference.logits(row)
+        for column in range(len(row) - 1):
+            losses[number, column] = _losses(logits[None, column], row[None, column + 1])[0]
+        kept |= {place: logits[place[1]].copy() for place in places if place[0] == number}
+    return losses, kept
+
+
+def _losses(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """-log p of each token, in nats: float64 [n]. logits: [n, vocab]; tokens: ids [n]."""
+    wide = logits.astype(np.float64)
+    most = wide.max(axis=1)
+    chosen = wide[np.arange(len(tokens)), tokens]
+    return np.asarray(np.log(np.exp(wide - most[:, None]).sum(axis=1)) + most - chosen)
+
+
+def _agreement(
+    logits: np.ndarray,
+    float_logits: np.ndarray,
+    place: int,
+    manifest: DecoderManifest,
+    geometries: tuple[Geometry, Geometry],
+) -> tuple[bool, bool]:
+    """Whether both models keep the same set, and draw the same token, under the defaults. place: seeds the draw."""
+    uniform = uniform_for(_SEED, place)
+    rows = [
+        sample_row(row, manifest.defaults, manifest.sampler.options, geometry, uniform)
+        for row, geometry in zip((logits, float_logits), geometries, strict=True)
+    ]
+    same_set = np.array_equal(np.sort(rows[0].kept_ids), np.sort(rows[1].kept_ids))
+    return same_set, rows[0].next_token == rows[1].next_token
+
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+_FLOAT32 = np.dtype(np.float32)
+_FLOAT32_LEVEL = 1  # the accuracy_level of products in float32
+_QMOE_PRODUCTS = "ORT_QMOE_CPU_QNBIT_GEMM"  # environment variable that onnxruntime 1.31 reads
+_KEY_WEIGHTS = 64  # the number of leading weights that identify an output
+
+
+def dequantise_model(
+    model: PreTrainedModel, folder: Path, scheme: Quantisation, stored: StoredRows | None = None
+) -> None:
+    """Round the matrices of `model` in place, as the export in `folder` rounds them.
+
+    Skips matrices that the export keeps in float, and those in `stored`, which the checkpoint stores quantised.
+    """
+    import torch  # ONNX comparisons need no torch
+    from transformers.pytorch_utils import Conv1D
+
+    graph = ir.load(folder / MODEL_NAME).graph
+    kept, scales = float_output_keys(graph), scale_type(graph)
+    table = model.get_input_embeddings().weight
+    ends = {id(table), id(getattr(model.get_output_embeddings(), "weight", None))}
+    with torch.no_grad():
+        done = _dequantise_experts(model, kept, scheme, stored, scales)
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                if parameter.dim() != 2 or id(parameter) in done:
+                    continue
+                done.add(id(parameter))
+                rows = parameter.T if isinstance(module, Conv1D) else parameter  # [outputs, inputs]
+                block_size = scheme.table_block_size(rows.shape[1]) if parameter is table else scheme.block_size
+                how = scheme.table_scheme if id(parameter) in ends else scheme
+                exact = stored is not None and stored.origin(rows.numpy()) is not None
+                if block_size is not None and not exact and _output_key(rows) not in kept:
+                    rows.copy_(torch.from_numpy(round_to_blocks(rows, block_size, how, scales)))
+
+
+def _dequantise_experts(
+    model: PreTrainedModel,
+    kept: set[bytes],
+    scheme: Quantisation,
+    stored: StoredRows | None,
+    scales: np.dtype[Any],
+) -> set[int]:
+    """Round the matrices of experts in place. Returns `id` of each of their parameters."""
+    import torch
+
+    from topw_deploy.export.trace.experts import expert_matrices
+
+    def has_kept_codes(matrix: torch.Tensor) -> bool:
+        origin = None if stored is None else stored.origin(matrix.reshape(-1, matrix.shape[2]).numpy())
+        return origin is not None and keeps_codes(origin)
+
+    matrices = [matrix for module in model.modules() for matrix in expert_matrices(module)]
+    found = [
+        matrix for matrix in matrices if _output_key(matrix.flatten(0, 1)) not in kept and not has_kept_codes(matrix)
+    ]
+    block_size = scheme.experts_block_size({matrix.shape[2] for matrix in found})
+    if block_size is not None:
+        for matrix in found:
+            rows = matrix.reshape(-1, matrix.shape[2])  # [experts * outputs, inputs]
+            matrix.copy_(torch.from_numpy(round_to_blocks(rows, block_size, scheme, scales)).view(matrix.shape))
+    return {id(matrix if matrix._base is None else matrix._base) for matrix in matrices}
+
+
+def scale_type(graph: ir.Graph) -> np.dtype[Any]:
+    """The element type of the graph's scales, in which weights are rounded; float32 if it has none."""
+    scales = (node.inputs[2].const_value for node in graph if node.op_type == "MatMulNBits" and node.inputs[2])
+    return np.dtype(next((tensor.dtype.numpy() for tensor in scales if tensor is not None), np.float32))
+
+
+def float_output_keys(graph: ir.Graph) -> set[bytes]:
+    """The keys of all outputs that the graph keeps in float: of each row and each column of its float matrices."""
+    found: set[bytes] = set()
+    for value in graph.initializers.values():
+        tensor = value.const_value
+        if tensor is None or tensor.dtype not in FLOATS:
+            continue
+        if len(tensor.shape) == 3:  # experts [E, N, K]
+            found |= {_key_of(row) for row in stored_array(tensor).reshape(-1, tensor.shape[2])[:, :_KEY_WEIGHTS]}
+        if len(tensor.shape) == 2:
+            array = stored_array(tensor)
+            found |= {_key_of(row) for row in array[:, :_KEY_WEIGHTS]}
+            found |= {_key_of(column) for column in array[:_KEY_WEIGHTS].T}
+    return found
+
+
+def _output_key(rows: torch.Tensor) -> bytes:
+    """The key of the first output of `rows` [outputs, inputs] that is not zero. A padding token's row may be zero."""
+    return _key_of(rows[int(rows[:, :_KEY_WEIGHTS].any(dim=1).byte().argmax())].numpy())
+
+
+def _key_of(output: np.ndarray) -> bytes:
+    """The leading weights of an output, as bytes."""
+    return np.ascontiguousarray(output[:_KEY_WEIGHTS], dtype=np.float32).tobytes()
+
+
+def round_to_blocks(
+    rows: torch.Tensor, block_size: int, scheme: Quantisation, scales: np.dtype[Any] = _FLOAT32
+) -> np.ndarray:
+    """Quantise and dequantise `rows` [outputs, inputs]. Returns float32. scales: the type in which they are rounded."""
+    array = rows.numpy().astype(scales)
+    outputs, inputs = array.shape
+    shape = BlocksShape(outputs, inputs, scheme.bits, block_size, scheme.symmetric)
+    blocks = quantise_weight(lambda start, stop: array[start:stop], shape, array.dtype)
+    return np.ascontiguousarray(dequantise(blocks, shape))
+
+
+@contextlib.contextmanager
+def exact_copy(folder: Path, manifest: DecoderManifest) -> Iterator[Path]:
+    """A context manager that yields a temporary copy of `folder` whose quantised products compute in float32.
+
+    Yields `folder` itself if its products do so already. QMoE of 8 bits has no attribute for this, but an environment
+    variable, which sessions read that are opened inside the context. Data files are hard-linked where possible.
+
+    Raises VerificationError if the copy cannot be created beside `folder`.
+    """
+    with _environment(_QMOE_PRODUCTS, "fp32"):
+        yield from _open_exact_copy(folder, manifest)
+
+
+def _open_exact_copy(folder: Path, manifest: DecoderManifest) -> Iterator[Path]:
+    if manifest.decoder.quantisation.get("accuracy_level", 0) in (0, _FLOAT32_LEVEL):
+        yield folder
+        return
+    try:
+        made = Path(tempfile.mkdtemp(prefix=".topw-exact-", dir=folder.parent))
+    except OSError as error:
+        raise VerificationError(
+            f"{folder.parent} cannot be written ({error.strerror}), but verification needs a temporary variant of the "
+            "graph there; copy the folder and verify the copy."
+        ) from error
+    try:
+        for name in manifest.files.keys() - {MODEL_NAME}:
+            (made / name).parent.mkdir(exist_ok=True, parents=True)
+            _link_or_copy(folder / name, made / name)
+        _write_exact(folder / MODEL_NAME, made / MODEL_NAME)
+        files = manifest.files | describe_files(made, [MODEL_NAME])
+        save_manifest(made, replace(manifest, files=files))
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _write_exact(source: Path, target: Path) -> None:
+    """Write the graph with products in float32."""
+    model = ir.load(source)
+    for node in model.graph:
+        if node.op_type in ("MatMulNBits", "QMoE") and "accuracy_level" in node.attributes:
+            node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", _FLOAT32_LEVEL)
+    ir.save(model, target)
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
