@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ from transformers import GemmaConfig, GlmConfig, LlamaConfig
 from tests.support.hybrid_models import hybrid_config
 from tests.support.samples import sampled
 from tests.support.tiny_models import COMMON, export, write_checkpoint
-from topw_deploy.export.sampler_only import export_sampler
-from topw_deploy.sampling import TopWOptions
 
 from .conftest import Ask, assert_built
 
@@ -53,7 +50,7 @@ def decoders(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     names = list(MODELS if request.config.option.broad else LONG)
     for name in names:
         family, settings = MODELS[name]
-        source = "tiny" if family == "demo" else write_checkpoint(folder / "checkpoints" / name, family)
+        source = "tiny" if family == "tiny" else write_checkpoint(folder / "checkpoints" / name, family)
         export(source, folder / name, **{"target": "tensorrt", "max_length": SLOTS, **settings})
     return {name: folder / name for name in names}
 
@@ -102,11 +99,3 @@ def test_the_check_names_the_nodes_that_the_parser_refuses(nvidia: Ask, tmp_path
     assert first == ["GroupQueryAttention", "GatherBlockQuantized", "TensorScatter"]
     assert not any(answer["takes"] for answer in answers)
     assert all("--target tensorrt --max-length N" in answer["next_step"] for answer in answers)
-
-
-def test_a_function_that_tensorrt_refuses_is_taken_with_the_plugin(nvidia: Ask, tmp_path: Path) -> None:
-    options = TopWOptions(metric="uniform", top_m=4000)  # more than TensorRT sorts
-    export_sampler(None, tmp_path / "out", vocab_size=8192, **asdict(options), verify=False)
-    task = [{"check": str(tmp_path / "out")}]
-    (without,), (plugged,) = nvidia(task), nvidia(task, with_plugin=True)
-    assert (without["takes"], plugged["takes"], plugged["why_no_plugin"]) == (False, True, "")

@@ -98,3 +98,12 @@ def test_the_plugin_refuses_what_the_kernels_cannot_serve_before_there_is_an_eng
     (answer,) = nvidia([{"model": str(tmp_path / "out" / "model.onnx"), "batches": [[1, 1]]}], with_plugin=True)
     assert answer["parsed"]
     assert answer["bytes"] == [0]
+
+
+def test_the_check_says_whether_the_plugin_serves_the_node(nvidia: Ask, tmp_path: Path) -> None:
+    options = TopWOptions(metric="uniform", top_m=64)
+    export_sampler(None, tmp_path / "out", vocab_size=VOCAB, **asdict(options), verify=False)
+    task = [{"check": str(tmp_path / "out")}]
+    (without,), (plugged,) = nvidia(task), nvidia(task, with_plugin=True)
+    assert (without["takes"], plugged["takes"], plugged["why_no_plugin"]) == (True, True, "")
+    assert without["why_no_plugin"].startswith("it was not built here")
