@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def _tokens(results: Any) -> list[list[int]]:
 def _calls(model: TopWModel, prompts: list[Any], settings: dict[str, dict[str, Any]]) -> Iterator[Case]:
     for number, (name, parameters) in enumerate(settings.items()):
         given = {"max_new_tokens": 24, "seed": 100 + number, **parameters}
-        yield name, lambda given=given: _tokens(model.generate(prompts[0], **given))
+        yield name, partial(lambda given: _tokens(model.generate(prompts[0], **given)), given)
 
 
 def _batch_and_engine(model: TopWModel, prompts: list[Any]) -> Iterator[Case]:
@@ -121,6 +122,10 @@ def _tiny_cases(work: Path) -> Iterator[Case]:
                     yield f"tiny {variant}, {sampler}: {name}", run
 
 
+def _output(words: list[str]) -> str:
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+
+
 def _cpp_cases(work: Path) -> Iterator[Case]:
     import onnxruntime
 
@@ -133,7 +138,7 @@ def _cpp_cases(work: Path) -> Iterator[Case]:
             words = [str(word) for word in (*command, 3, 70, 11)]
             yield (
                 f"C++, {'native' if native else 'graph'}: {' '.join(options)}",
-                lambda words=words: subprocess.run(words, check=True, capture_output=True, text=True).stdout,
+                partial(_output, words),
             )
 
 
@@ -147,9 +152,10 @@ def _kept_sets(work: Path) -> Iterator[Case]:
         def kept(opened: TopWSampler = opened, rng: np.random.Generator = rng) -> list[bytes]:
             """Kept sets, tokens and certificates of 20 rows."""
             cases = [random_case(rng, opened.vocab_size) for _ in range(20)]
-            answers = [opened.sample(c.logits[None], uniform=c.uniform, **c.parameters) for c in cases]
+            answers = [opened.sample(c.logits[None], uniform=c.uniform, **dict[str, Any](c.parameters)) for c in cases]
             return [
-                np.packbits(a.keep_mask).tobytes() + a.next_token.tobytes() + a.certified.tobytes() for a in answers
+                np.packbits(np.asarray(a.keep_mask, bool)).tobytes() + a.next_token.tobytes() + a.certified.tobytes()
+                for a in answers
             ]
 
         for batch in range(batches):

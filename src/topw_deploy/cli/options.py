@@ -13,8 +13,8 @@ import click
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.parameters import ALIASES, PARAMETERS
 from topw_deploy.sampling.beta import beta_coefficients
-from topw_deploy.sampling.parameters import METRICS, OPTION_NAMES, PARAMETER_NAMES, POTENTIALS, PRESETS
-from topw_deploy.sampling.rules import RULE_OF_VALUE, RULES
+from topw_deploy.sampling.parameters import METRICS, OPTION_NAMES, POTENTIALS, PRESETS
+from topw_deploy.sampling.rules import RULES
 from topw_deploy.text import decode_text
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -67,10 +67,6 @@ _SETTINGS: Mapping[str, dict[str, Any]] = {
 
 OPTION_PARAMETERS = tuple(name for name, parameter in PARAMETERS.items() if "command" in parameter.places)
 """The parameters of a generation that `topw generate` takes as options."""
-
-TOP_W_AND_RULES = tuple(name for name in OPTION_PARAMETERS if name in {"preset", *PARAMETER_NAMES, "geom_unit", "rule"}
-                        or name in RULE_OF_VALUE)  # fmt: skip
-"""Those that choose the kept sets."""
 
 
 def parameter_options(*names: str) -> Callable[[Command], Command]:

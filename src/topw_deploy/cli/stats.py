@@ -13,7 +13,6 @@ from topw_deploy.cli.files import check_output, check_picture, read_source, writ
 from topw_deploy.cli.options import (
     CONTEXT,
     NEEDS_EXPORT,
-    TOP_W_AND_RULES,
     parameter_options,
     quiet_option,
     require_folder_first,
@@ -22,6 +21,7 @@ from topw_deploy.cli.options import (
 from topw_deploy.cli.prompt_lines import read_prompt_lines, read_text_lines
 from topw_deploy.cli.terminal import say, say_json
 from topw_deploy.errors import PromptError
+from topw_deploy.runtime.parameters import OF_KEPT_SET
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, TOP_W
 from topw_deploy.text import count_text
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 )
 @click.option("--ignore-eos", is_flag=True, help="Continue after the end of sequence.")
 @click.option("--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Prompts per batch.")
-@parameter_options(*TOP_W_AND_RULES)
+@parameter_options(*OF_KEPT_SET)
 @click.option(
     "--sweep",
     metavar="NAME=V1,V2,...",

@@ -22,9 +22,9 @@ from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.structured.constraint import read_constraint
 from topw_deploy.sampling.beta import beta_coefficients
 from topw_deploy.sampling.parameters import ALIASES as AUTHORS_ALIASES
-from topw_deploy.sampling.parameters import IN_FLOAT32, OPTION_NAMES, check_range, unknown_name
+from topw_deploy.sampling.parameters import IN_FLOAT32, OPTION_NAMES, PARAMETER_NAMES, check_range, unknown_name
 from topw_deploy.sampling.presets import GEOM_UNITS, REQUEST_PRESETS, check_geom_unit, check_preset
-from topw_deploy.sampling.rules import RULE_OF_VALUE, RULES, unknown_rule_error
+from topw_deploy.sampling.rules import RULE_OF_VALUE, RULE_PARAMETER_NAMES, RULES, unknown_rule_error
 from topw_deploy.sampling.seeds import SEED_BITS
 from topw_deploy.text import short_repr
 
@@ -538,6 +538,10 @@ PARAMETERS: Mapping[str, Parameter]
 ALIASES: Mapping[str, str]
 PARAMETERS, ALIASES = _read_table()
 """The parameters by name, and names in vLLM, OpenAI's API and the authors' code -> ours."""
+
+
+OF_KEPT_SET = ("preset", *PARAMETER_NAMES, "geom_unit", *RULE_PARAMETER_NAMES)
+"""The parameters that choose the kept set of a step."""
 
 
 def check_names(given: Mapping[str, Any], known: Iterable[str] = PARAMETERS) -> dict[str, Any]:

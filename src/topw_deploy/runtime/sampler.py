@@ -14,7 +14,7 @@ from topw_deploy.errors import GenerationError, ParameterError, one_line
 from topw_deploy.manifest import ModelFolder, SamplerManifest
 from topw_deploy.runtime.inputs import RuleInputs, uniforms
 from topw_deploy.runtime.ort.graph_session import GraphSession
-from topw_deploy.runtime.parameters import PARAMETERS, check_names, values_per_prompt
+from topw_deploy.runtime.parameters import OF_KEPT_SET, PARAMETERS, check_names, values_per_prompt
 from topw_deploy.runtime.prepare import check_rule, longest_pool, with_preset
 from topw_deploy.runtime.session import SessionKeywords, SessionOptions, takes_session_options
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
@@ -23,7 +23,6 @@ from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, RuleParameters
 from topw_deploy.sampling.seeds import SEED_BITS
 from topw_deploy.text import short_repr
 
-_NAMES = ("preset", *PARAMETER_NAMES, "geom_unit", *RULE_PARAMETER_NAMES)
 _NO_MEDIAN = (
     "this folder has no median distance of likely pairs; export the sampler again with the model's logits (--logits "
     "FILE.npy), or give geom_scale with geom_unit raw"
@@ -148,7 +147,7 @@ class TopWSampler:
 
     def _read_parameters(self, rows: int, given: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """The inputs of Top-W's parameters and of the rules, with a value for each row."""
-        named = check_names(given, _NAMES)
+        named = check_names(given, OF_KEPT_SET)
         if not rows:  # check the values nevertheless
             named = {name: value for name, value in named.items() if not PARAMETERS[name].lists_values(value)}
         columns = {name: values_per_prompt(name, value, rows or 1, "rows") for name, value in named.items()}
