@@ -93,7 +93,7 @@ fuzz-loaders: $(VENV)/dev.stamp  ## random files and requests through every load
 soak: $(VENV)/dev.stamp     ## random callers, faults and restarts of the batching engine, an hour; SECONDS=600 for less
 	$(BIN)/python -m fuzz.engine --seconds $(SECONDS)
 
-bench: $(VENV)/dev.stamp    ## the figures of docs/lab/benchmarks.md
+bench: $(VENV)/dev.stamp    ## the figures of docs/lab/results.md
 	$(BIN)/python -m benchmarks
 
 gpu:             ## on a machine with an NVIDIA GPU, nvcc and torch: build, check, sanitize, capture, measure, run models

@@ -1,4 +1,4 @@
-"""A decoding step with Top-W against the same step with ArgMax, accurate to 1 %. Figures: docs/lab/benchmarks.md.
+"""A decoding step with Top-W against the same step with ArgMax, accurate to 1 %. Figures: docs/lab/results.md.
 
     python -m benchmarks.decode [--vocab 32000 151936] [--threads 1 2] [--sampler native graph] [--sessions 4]
 

@@ -1,4 +1,4 @@
-"""Sampling rules under the exact objective, on two models and several seeds. Results: docs/lab/exact.md.
+"""Sampling rules under the exact objective, on two models and several seeds. Results: docs/lab/results.md.
 
     topw-export tiny out-demo
     python -m benchmarks.sums.train

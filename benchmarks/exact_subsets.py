@@ -1,4 +1,4 @@
-"""What the restriction to prefixes costs under the exact objective, on small rows. Results: docs/lab/exact.md.
+"""What the restriction to prefixes costs under the exact objective, on small rows. Results: docs/lab/results.md.
 
     python -m benchmarks.exact_subsets [--rows 200] [--tokens 8]
 

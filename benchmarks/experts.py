@@ -1,4 +1,4 @@
-"""Memory and time of a long prompt and of a step with a mixture of experts. Figures: docs/lab/benchmarks.md.
+"""Memory and time of a long prompt and of a step with a mixture of experts. Figures: docs/lab/results.md.
 
     python -m benchmarks.experts [--tokens 1024] [--threads 2] [--rounds 3] [--other NAME=EXPORT ...]
 

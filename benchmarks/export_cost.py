@@ -2,7 +2,7 @@
 
     python -m benchmarks.export_cost [--optimum PYTHON] [--rounds 3]
 
-PYTHON needs the extra [optimum], which conflicts with [export]. Figures: docs/lab/benchmarks.md.
+PYTHON needs the extra [optimum], which conflicts with [export]. Figures: docs/lab/results.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Time of one sampling step in onnxruntime, against its own TopK and ArgMax. Figures: docs/lab/benchmarks.md.
+"""Time of one sampling step in onnxruntime, against its own TopK and ArgMax. Figures: docs/lab/results.md.
 
     python -m benchmarks.function [--rounds 400] [--steps certified|geometry|rules|no-branches|opening|all]
 

@@ -1,4 +1,4 @@
-"""Compare caches updated in place with onnxruntime-genai's on the same weights. Figures: docs/lab/benchmarks.md.
+"""Compare caches updated in place with onnxruntime-genai's on the same weights. Figures: docs/lab/results.md.
 
     python -m benchmarks.kv --model HF_FOLDER --genai FOLDER --genai-python PYTHON [--context 128 1024 4096]
         [--threads 1 2] [--dtype fp32]

@@ -1,4 +1,4 @@
-"""Time of one row in the native sampler, through ctypes on one thread. Results: docs/lab/benchmarks.md.
+"""Time of one row in the native sampler, through ctypes on one thread. Results: docs/lab/results.md.
 
     python -m benchmarks.native_rows [--rounds 100] [--count 64]
 

@@ -1,4 +1,4 @@
-"""ms per token by sampling rule, with a trained model's logits (the paper's table 7). Figures: docs/lab/benchmarks.md.
+"""ms per token by sampling rule, with a trained model's logits (the paper's table 7). Figures: docs/lab/results.md.
 
     python -m benchmarks.rules [--vocab 32000 151936] [OPTIONS of `topw bench rules`]
 

@@ -1,4 +1,4 @@
-"""`topw bench serve` with onnxruntime-genai's Engine and llama.cpp, same weights. Results: docs/lab/benchmarks.md.
+"""`topw bench serve` with onnxruntime-genai's Engine and llama.cpp, same weights. Results: docs/lab/results.md.
 
     python -m benchmarks.serve --model demo llama-50m --dtype fp32 int4 [--genai-python PYTHON] [--llama-python PYTHON]
         [--concurrency 1 4 16 64] [--threads 1 2] [--rounds 3] [--json FOLDER] [--plot FOLDER]

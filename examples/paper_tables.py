@@ -10,7 +10,7 @@ A cell is a benchmark, a rule, a temperature and a seed. Its results go to RESUL
 
 GSM8K and GPQA come from the hub, where GPQA is gated. Save AlpacaEval's and MT-Bench's questions as FILE first. What
 judges their answers, and those of `creative`, is not run. `sums` is not the paper's: it needs no network, but the model
-of benchmarks/sums (docs/lab/sums.md).
+of benchmarks/sums (docs/lab/results.md).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ The first measures an exported model's runs on this machine and writes them to F
 requests on a real engine and on a simulated one, on a clock that the engine's runs advance by their times in FILE, so
 that the machine's speed does not matter. The third simulates replicas with these costs behind several
 routings; the same seed gives the same figures. Without FILE, the costs are those of the stored figures in
-docs/lab/benchmarks.md. Loads are shares of the replicas' capacity without reuse of prefixes.
+docs/lab/results.md. Loads are shares of the replicas' capacity without reuse of prefixes.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def stored_costs(rows: int = 8) -> Costs:
     )
     each = (four - one) / 3
     steps = tuple((one + (width - 1) * each) / 1e3 for width in range(1, rows + 1))
-    source = "docs/lab/benchmarks.md, idle AMD EPYC with AVX2"
+    source = "docs/lab/results.md, idle AMD EPYC with AVX2"
     return Costs(steps, fixed / 1e3, token / 1e3, chunk, "random Llama, 52 M, int4, 1 thread", source)
 
 

@@ -1,1 +1,1 @@
-"""A small model that solves word problems step by step, and its accuracy by sampling rule (docs/lab/sums.md)."""
+"""A small model that solves word problems step by step, and its accuracy by sampling rule (docs/lab/results.md)."""

@@ -1,4 +1,4 @@
-"""Accuracy of the trained model by sampling rule and temperature. Results: docs/lab/sums.md.
+"""Accuracy of the trained model by sampling rule and temperature. Results: docs/lab/results.md.
 
     python -m benchmarks.sums.train
     topw-export .cache/benchmarks/sums out-sums

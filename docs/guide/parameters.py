@@ -16,7 +16,7 @@ _SECTIONS = {
     "lam": "../contract/graph.md#1-parameters",
     "logit_bias": "#penalties-and-biases",
     "logprobs": "#log-probabilities",
-    "preset": "../lab/lively.md",
+    "preset": "../lab/results.md#the-preset-lively",
     "rule": "#sampling-rules",
     "seed": "../contract/random.md",
     "stopping_criteria": "#streamers-and-stopping-criteria",

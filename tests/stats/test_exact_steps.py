@@ -101,7 +101,7 @@ def test_without_distances_top_w_is_the_optimum_of_f() -> None:
 
 
 def test_the_steps_bound_at_its_own_crop_is_too_low_by_twice_the_distance_of_the_removed_mass() -> None:
-    # docs/lab/exact.md: at f = -dist(., S), E_p f - J_f(S) is F(S) with -E_p dist(., S) in place of W1 >= E_p dist.
+    # docs/lab/results.md: at f = -dist(., S), E_p f - J_f(S) is F(S) with -E_p dist(., S) in place of W1 >= E_p dist.
     rng = np.random.default_rng(5)
     table = rng.normal(size=(7, 3))
     distance = Geometry.from_embeddings(table, "mahalanobis").distances(np.arange(7), np.arange(7))

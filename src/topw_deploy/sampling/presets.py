@@ -24,7 +24,7 @@ _LIVELY = TopWParameters(lam=1.0, beta=4.0, selection_temperature=1.0, init_top_
 REQUEST_PRESETS: Mapping[str, str] = {
     "paper": "the paper's parameters, which keep few tokens and are nearly always certified",
     "creative": "the paper's creative setting: `paper` with beta 1.5+1.5*T, T the temperature",
-    "lively": "parameters at which token geometry decides most crops (docs/lab/lively.md)",
+    "lively": "parameters at which token geometry decides most crops (docs/lab/results.md)",
 }
 """Name -> description in one line."""
 
