@@ -3,7 +3,7 @@
     make peers && python -m benchmarks.peers_wrong
 
 Graphs run unchanged in onnxruntime, with columns as in transformers; GroupQueryAttention's cache is one buffer for past
-and present. Our export gets the same columns. Tables of docs/guide/grafting.md.
+and present. Our export gets the same columns. Tables of docs/guide/import.md.
 """
 
 from __future__ import annotations
