@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.common import add_repository_to_pythonpath, say
@@ -21,12 +20,13 @@ from benchmarks.kv import AS_GENAI
 from benchmarks.models import CACHE, export_once, llama_50m
 from topw_deploy.cli.progress import progress
 from topw_deploy.tiny import tiny_model_path
-from topw_lab.bench.serve import Lengths, ServeRequest, fit_lengths, run
+from topw_lab.bench.serve import make_requests, run
 from topw_lab.bench.sides import Side
 from topw_lab.worker import Worker
 
 HERE = Path(__file__)
 GGUF = {"fp32": "F32", "int4": "Q4_0"}
+ROWS = 16  # sequences that an engine runs at once
 _ALIGNMENT = 256  # llama.cpp rounds a sequence's maximum length up to a multiple of this
 
 
@@ -47,21 +47,21 @@ def genai_side(model: Path, dtype: str, python: Path) -> Side:
     )
 
 
-def llama_side(model: Path, dtype: str, python: Path, request: ServeRequest, lengths: Lengths) -> Side:
+def llama_side(model: Path, dtype: str, python: Path, longest: int, callers: int) -> Side:
+    """longest: tokens of the longest sequence. callers: the largest number of callers."""
     kind = GGUF[dtype]
     work = CACHE / "gguf"
     work.mkdir(parents=True, exist_ok=True)
     with Worker("llama.cpp", HERE.with_name("llama_cpp_worker.py"), {"threads": 1}, python=python) as worker:
         file = llama_files(worker, model, [kind] if kind != "F32" else [], work)[kind]
-    length = -(-lengths.longest // _ALIGNMENT) * _ALIGNMENT
-    rows = min(request.rows, max(request.concurrency))
+    length = -(-longest // _ALIGNMENT) * _ALIGNMENT
     return Side(
         name="llama",
         label=f"llama.cpp, {kind}, batches as its server's",
         kind="peer",
         worker=HERE.with_name("serve_llama_worker.py"),
         do="serve",
-        settings={"file": str(file.absolute()), "rows": rows, "length": length},
+        settings={"file": str(file.absolute()), "rows": min(ROWS, callers), "length": length},
         python=python,
     )
 
@@ -70,25 +70,28 @@ def measure_model(name: str, dtype: str, args: argparse.Namespace) -> None:
     """Measure one model. Prints its tables and writes its files."""
     model = model_folder(name)
     folder = export_once("tiny" if name == "demo" else model, "--dtype", dtype, *AS_GENAI.get(dtype, ()))
-    request = ServeRequest(
-        folder=folder,
-        concurrency=args.concurrency,
-        requests=args.requests,
-        threads=args.threads,
-        rounds=args.rounds,
-        prompt_tokens=args.prompt_tokens,
-        new_tokens=args.new_tokens,
-        peers=args.peers,
-        seed=args.seed,
-    )
+    lengths = {"prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens, "seed": args.seed}
     others = []
     if args.genai_python is not None:
         others.append(genai_side(model, dtype, args.genai_python))
     if args.llama_python is not None:
-        others.append(llama_side(model, dtype, args.llama_python, request, fit_lengths(request)))
+        callers = max(args.concurrency)
+        requests = make_requests(folder, max(args.requests, callers), **lengths)
+        longest = max(len(prompt) for prompt, _ in requests) + max(new for _, new in requests)
+        others.append(llama_side(model, dtype, args.llama_python, longest, callers))
     say(f"{name}, {dtype}")
-    report = run(request, progress(False), others)
-    report = replace(report, request=replace(report.request, folder=Path(f"{name}-{dtype}")))
+    report = run(
+        folder,
+        concurrency=args.concurrency,
+        requests=args.requests,
+        rows=ROWS,
+        threads=args.threads,
+        rounds=args.rounds,
+        peers=args.peers,
+        progress=progress(False),
+        others=others,
+        **lengths,
+    )
     print(f"\n{report.text()}", flush=True)
     if args.json is not None:
         parts = (name, dtype, "threads", *args.threads, "callers", *args.concurrency)

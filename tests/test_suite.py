@@ -25,14 +25,10 @@ LEFT_OUT = re.compile(r"pytest\.mark\.(slow|long|broad)\b")
 # does that.
 ELSEWHERE = {
     "topw_deploy.__main__": "cli/test_main.py",
-    "topw_lab.bench.genai": "bench/test_peers.py",
+    "topw_lab.bench.peers": "bench/test_peers.py",
     "topw_lab.judges": "cli/test_judge_files.py",
     "topw_deploy.triton.answers": "scale/test_triton.py",
     "topw_deploy.triton.backend": "scale/test_triton.py",
-}
-# Modules that only slower tests reach, and why.
-SLOW = {
-    "topw_lab.bench.generate": "a process that imports transformers, for seconds",
 }
 
 # Files that read a clock, and why no verdict depends on what they read.
@@ -133,7 +129,7 @@ def test_quick_reaches_every_module_by_the_tests_of_its_part() -> None:
         files = {file for path in own for file in helpers(path)}
         named = {name for file in files for name in imported(file) if name in MODULES} | commands_in(files)
         missing -= {name for name in reached_by(named | commands if part == "cli" else named) if part_of(name) == part}
-    assert missing == ELSEWHERE.keys() | SLOW.keys()
+    assert missing == ELSEWHERE.keys()
 
 
 def test_modules_without_an_import_in_the_tests_of_their_part_have_another_quick_test() -> None:
@@ -154,7 +150,7 @@ def test_no_other_file_reads_a_clock() -> None:
         for path in FILES
         if path != Path(__file__) and reading.search(path.read_text(encoding="utf-8"))
     }
-    assert found - CLOCKS.keys() == {"bench/test_serve.py"}, "it replaces the clock"
+    assert found - CLOCKS.keys() == set()
     assert CLOCKS.keys() <= found, "list only files that read one"
 
 

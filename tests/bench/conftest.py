@@ -8,10 +8,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 from topw_deploy.cli.main import topw
-from topw_lab.bench.measure import MachineInfo
-from topw_lab.bench.sampler import SamplerRequest
-
-QUICK = ("graph", "max")
 
 
 @pytest.fixture
@@ -36,16 +32,6 @@ def worker_file(tmp_path: Path) -> Path:
         encoding="utf-8",
     )
     return path
-
-
-@pytest.fixture
-def small_request() -> SamplerRequest:
-    return SamplerRequest(vocab=500, hidden=8, batch=2, rounds=2, temperatures=(1.0, 2.0), peers=QUICK)
-
-
-@pytest.fixture
-def any_machine() -> MachineInfo:
-    return MachineInfo("a processor", (), 2, 8.0, "a system", "3.11", {}, load=0.0)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from topw_lab.bench.measure import Spread, calls_filling, interleave, median_interval, ratio
+from topw_lab.bench.measure import Spread, interleave, median_interval, ratio
 from topw_lab.tables import comparison, duration, percentage, significant, table
 
 
@@ -65,11 +65,6 @@ def test_the_interval_of_few_values_lies_among_them_and_around_the_median(count:
     low, high = median_interval(values)
     assert {low, high} <= set(values)
     assert low <= statistics.median(values) <= high
-
-
-def test_a_burst_has_as_many_calls_as_fill_it_and_at_least_one() -> None:
-    assert calls_filling(lambda: None, 1.0, 50) == 50
-    assert calls_filling(lambda: None, 0.0, 50) == 1
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import asdict
@@ -17,57 +16,26 @@ from tests.support.samples import slow
 from topw_deploy import install
 from topw_deploy.errors import BenchmarkError, ParameterError
 from topw_deploy.plugins.library import library_path
-from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, crop
+from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, as_float32, crop
 from topw_deploy.sampling.parameters import METRICS
 from topw_lab.bench import samplers
 from topw_lab.bench.logits import bell_logits, likely_logits, make_logits
-from topw_lab.bench.sampler import SamplerRequest, run, sides, write_empty_model
-from topw_lab.bench.samplers import (
-    REGIMES,
-    compare_kept_ids,
-    make_cases,
-    pool_neighbour_bound,
-    read_logits,
-)
-from topw_lab.bench.sides import choose
+from topw_lab.bench.sampler import REGIMES, read_logits, run, write_empty_model
+from topw_lab.bench.samplers import compare_kept_ids, pool_neighbour_bound
 
 OURS = [*(["native"] if library_path() is not None else []), "graph", "torch"]
 SMALL = ("--vocab", 300, "--hidden", 4, "--rounds", 2, "--peers", "graph,max")
 
 
-def check(folder: Path, sides: list[str], regime: str, vocab: int = 2000, **options: Any) -> dict[str, Any]:
-    """Compare two rows of a regime at T = 2 with the reference."""
-    cases = make_cases([regime], [2.0], 1.0)
-    np.save(folder / "logits-0.npy", make_logits(regime, vocab, 2, 0))
+def check(folder: Path, sides: list[str], regime: str, **options: Any) -> dict[str, Any]:
+    """Compare two kept sets of a regime at T = 2 with the reference's."""
+    parameters = asdict(as_float32({**REGIMES[regime][1], "temperature": 2.0}))
+    np.save(folder / "logits-0.npy", make_logits(regime, 2000, 2, 0))
     has_bound = options["metric"] != "uniform"
-    settings = {"folder": str(folder), "cases": [asdict(case) for case in cases], "options": options, "hidden": 8,
+    settings = {"folder": str(folder), "cases": [parameters], "options": options, "hidden": 8,
                 "neighbour_bound": has_bound, "authors": None, "seed": 0, "threads": 1}  # fmt: skip
-    found: dict[str, Any] = samplers.start(settings)["check"](case=0, sides=sides)
-    return found
-
-
-# The report
-
-
-@pytest.mark.slow
-def test_a_report_has_every_side_of_every_case(small_request: SamplerRequest) -> None:
-    report = run(small_request)
-    document = json.loads(json.dumps(report.as_dict()))
-    assert [found["label"] for found in document["cases"]] == ["certified, T = 1", "certified, T = 2"]
-    for found in document["cases"]:
-        assert list(found["sides"]) == ["graph", "max"]
-        assert all(len(side["seconds"]) == 2 and min(side["seconds"]) > 0 for side in found["sides"].values())
-        assert found["agreement"]["sides"]["graph"] == {"rows": 2, "same": 2, "ties": 0}
-    side = document["cases"][1]["sides"]["max"]
-    ours = document["cases"][1]["sides"]["graph"]["seconds"]
-    assert side["ratio_to_ours"]["median"] == pytest.approx(np.median(np.array(side["seconds"]) / ours))
-    assert document["machine"]["cores"] >= 1
-    assert "numpy" in document["machine"]["versions"]
-    assert document["settings"]["vocab"] == 500
-    text = report.text()
-    assert "| Top-W graph" in text
-    assert "2 rows, 2 certified" in text
-    assert "the reference's set on every row: graph" in text
+    agreement: dict[str, Any] = samplers.start(settings)["check"](case=0, sides=sides)
+    return agreement
 
 
 @pytest.mark.parametrize("metric", [name if name == METRICS[0] else slow(name) for name in METRICS])
@@ -86,7 +54,7 @@ def test_other_tokens_of_the_same_number_are_a_difference() -> None:
     row = likely_logits(100)[0]
     right = crop(row, TopWParameters(temperature=3.0), TopWOptions(metric="uniform"))
     wrong = np.append(right.kept[:-1], np.setdiff1d(np.arange(100), right.kept)[0])
-    with pytest.raises(BenchmarkError, match=r"graph keeps .* of row 0 where the reference keeps .* \(2 differ\)"):
+    with pytest.raises(BenchmarkError, match=r"graph keeps .* of sequence 0 where the reference keeps .* \(2 differ\)"):
         compare_kept_ids("graph", [wrong], [right], exact=True)
     assert compare_kept_ids("authors", [wrong], [right], exact=False) == (0, 0)
 
@@ -100,40 +68,22 @@ def test_a_difference_at_a_tie_is_counted_and_allowed() -> None:
 # Sides
 
 
-def chosen(*peers: str) -> tuple[list[str], dict[str, str | None]]:
-    """Names of the present sides, and reasons of the absent ones by label."""
-    request = SamplerRequest(peers=peers)
-    present, absent = choose(sides(request, Path(), make_cases(["certified"], [1.0], 1.0)), peers, ("hf", "genai"))
-    return [side.name for side in present], {side.label: side.why_not for side in absent}
-
-
-def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name in modules else find(name, *rest))
-
-
-def test_a_side_that_cannot_run_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    without(monkeypatch, "onnxruntime_genai", "transformers")
+@pytest.mark.parametrize(
+    ("peers", "error", "message"),
+    [
+        (("genai-top-p",), BenchmarkError, "top-p 0.9 was requested, but is not installed: pip install onnxruntime-"),
+        (("hf",), BenchmarkError, "transformers top-p 0.9, kept set only was requested, but is not installed: "),
+        (("native",), BenchmarkError, "onnxruntime op was requested, but is not here: TOPW_NATIVE=0 disables it"),
+        (("top-p",), ParameterError, "'top-p' is not a side of this benchmark; choose from native, "),
+    ],
+)
+def test_a_side_that_is_named_must_be_there(
+    peers: tuple[str, ...], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(install, "is_importable", lambda module: module not in ("onnxruntime_genai", "transformers"))
     monkeypatch.setenv("TOPW_NATIVE", "0")
-    present, reasons = chosen()
-    assert not any(name.startswith(("genai", "hf", "native")) for name in present)
-    assert str(reasons["onnxruntime-genai greedy"]).startswith("not installed: pip install onnxruntime-genai")
-    assert reasons["transformers top-k 50"] == f"not installed: {install.install_command('export')}"
-    assert reasons["Top-W native, onnxruntime op"] == "not here: TOPW_NATIVE=0 disables it"
-
-
-def test_a_side_that_is_named_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    without(monkeypatch, "onnxruntime_genai")
-    with pytest.raises(BenchmarkError, match=r"^genai-greedy was requested, but is not installed: [^.]+\.$"):
-        chosen("genai-greedy")
-    with pytest.raises(BenchmarkError, match="authors was requested, but is without its file: give --authors"):
-        chosen("authors")
-
-
-def test_names_and_groups_select_sides_in_the_order_of_the_table() -> None:
-    assert chosen("max", "hf", "graph")[0] == ["graph", "hf-top-p", "hf-top-k", "hf-min-p", "max"]
-    with pytest.raises(ParameterError, match="'top-p' is not a side of this benchmark; choose from native, "):
-        chosen("top-p")
+    with pytest.raises(error, match=message):
+        run(vocab=50, hidden=4, peers=peers)
 
 
 def test_the_model_for_genai_gives_logits_of_any_shape_and_counts_its_cache(tmp_path: Path) -> None:
@@ -156,22 +106,32 @@ def test_the_model_for_genai_gives_logits_of_any_shape_and_counts_its_cache(tmp_
 
 
 @pytest.mark.slow
-def test_the_table_goes_to_stdout_and_progress_to_stderr(bench: Callable[..., Result], tmp_path: Path) -> None:
-    done = bench("sampler", *SMALL, "--json", tmp_path / "out.json", "--plot", tmp_path / "out.png")
-    assert done.exit_code == 0
+def test_the_command_reports_every_side_of_every_case(bench: Callable[..., Result], tmp_path: Path) -> None:
+    done = bench("sampler", *SMALL, "--batch", 2, "--json", tmp_path / "out.json", "--plot", tmp_path / "out.png")
+    assert done.exit_code == 0, done.output
     assert done.stdout.count("| Top-W graph") == 2
-    assert "Comparing kept sets" in done.stderr
-    assert "Comparing" not in done.stdout
-    assert len(json.loads((tmp_path / "out.json").read_text())["cases"]) == 2
+    assert "2 sequences, 2 certified" in done.stdout
+    assert "graph keeps the reference's set on 2" in done.stdout
+    assert "Preparing logits" in done.stderr
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert [case["parameters"]["temperature"] for case in document["runs"]] == [1, 2]
+    for case in document["runs"]:
+        assert list(case["sides"]) == ["graph", "max"]
+        assert case["agreement"]["sides"]["graph"] == {"same": 2, "ties": 0}
+        times, ours = (case["sides"][name] for name in ("max", "graph"))
+        assert min(times["seconds"]) > 0
+        assert times["ratio"]["median"] == pytest.approx(np.median(np.array(times["seconds"]) / ours["seconds"]))
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.slow
-def test_with_quiet_and_json_to_stdout_nothing_else_is_printed(bench: Callable[..., Result]) -> None:
-    done = bench("sampler", *SMALL, "--quiet", "--json", "-", "--temperature", "0")
+def test_with_quiet_and_json_to_stdout_nothing_else_is_printed(bench: Callable[..., Result], tmp_path: Path) -> None:
+    np.save(tmp_path / "logits.npy", bell_logits(300)[0].astype(np.float16))
+    done = bench("sampler", "--logits", tmp_path / "logits.npy", "--hidden", 4, "--rounds", 1, "--peers", "max",
+                 "--quiet", "--json", "-", "--temperature", "0")  # fmt: skip
     assert done.stderr == ""
-    (case,) = json.loads(done.stdout)["cases"]
-    assert case["parameters"]["temperature"] == 0
+    (case,) = json.loads(done.stdout)["runs"]
+    assert case["title"] == "certified, T = 0: 300 tokens, 1 sequence"
 
 
 @pytest.mark.parametrize(
@@ -228,34 +188,16 @@ def test_the_rows_of_a_regime_are_certified_or_not_as_it_says(regime: str) -> No
         assert (found.base_size > 64) == (regime != "certified")
 
 
-@pytest.mark.slow
-def test_logits_come_from_a_file_if_one_is_given(tmp_path: Path) -> None:
-    np.save(tmp_path / "row.npy", bell_logits(300)[0].astype(np.float16))
-    (first, _) = run(SamplerRequest(logits=tmp_path / "row.npy", hidden=4, rounds=1, peers=("max",))).results["cases"]
-    assert (first["vocab"], first["batch"]) == (300, 1)
-
-
 @pytest.mark.parametrize(
-    ("array", "message"),
-    [
-        (np.zeros((1, 2, 3), np.float32), "must be floating point, [V] or [B, V]"),
-        (np.zeros(3, np.int64), "holds int64 [3]"),
-        (np.zeros((2, 0), np.float32), "must be floating point"),
-        (np.array([0, np.nan], np.float32), "has NaN, +infinity or a row without a finite logit"),
-        (np.full(2, -np.inf, np.float32), "has NaN, +infinity or a row without a finite logit"),
-    ],
+    "array",
+    [np.zeros((1, 2, 3)), np.zeros((2, 0)), np.array([0, np.nan]), np.full(2, -np.inf), np.array(["text"]), None],
 )
-def test_a_file_without_logits_is_refused(array: np.ndarray, message: str, tmp_path: Path) -> None:
-    np.save(tmp_path / "rows.npy", array)
-    with pytest.raises(ParameterError) as error:
-        read_logits(tmp_path / "rows.npy")
-    assert message in str(error.value)
-
-
-def test_a_file_that_is_no_array_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "rows.npy").write_text("rows")
-    with pytest.raises(ParameterError, match=r"cannot be read as a \.npy file"):
-        read_logits(tmp_path / "rows.npy")
+def test_a_file_without_logits_is_refused(array: np.ndarray | None, tmp_path: Path) -> None:
+    (tmp_path / "logits.npy").write_text("no array")
+    if array is not None:
+        np.save(tmp_path / "logits.npy", array)
+    with pytest.raises(ParameterError, match=r"logits\.npy is not a \.npy file of logits"):
+        read_logits(tmp_path / "logits.npy")
 
 
 @pytest.mark.parametrize("metric", ["mahalanobis", "unit", "cosine"])

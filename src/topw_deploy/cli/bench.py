@@ -109,13 +109,13 @@ _peers_option = click.option(
 @command.command(name="sampler", context_settings=CONTEXT)
 @click.option("--vocab", type=click.IntRange(min=1), default=151_936, show_default=True, help="Vocabulary size.")
 @click.option("--hidden", type=click.IntRange(min=1), default=2048, show_default=True, help="Embedding size.")
-@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Rows per step.")
+@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences per step.")
 @click.option(
     "--regime",
     type=_CommaSeparated(click.Choice(("certified", "flat", "uncertified")), name="regimes"),
     default="certified",
     show_default=True,
-    help="Kind of logits: the crop is certified among few candidates (certified), among many (flat), or decided by "
+    help="Kind of logits: the kept set is certified among few candidates (certified), among many (flat), or decided by "
     "distances (uncertified). Comma-separated.",
 )
 @click.option(
@@ -158,16 +158,18 @@ def sampler(
     """
     _check_outputs(json_file, plot)
     from topw_deploy.cli.progress import progress
-    from topw_lab.bench.sampler import SamplerRequest, run
+    from topw_lab.bench.sampler import run
 
-    request = SamplerRequest(
+    options = TopWOptions(metric=metric, alt_iters=alt_iters)
+    report = run(
         regimes=regime,
         temperatures=temperature or (),
-        options=TopWOptions(metric=metric, alt_iters=alt_iters),
+        options=options,
         peers=peers or (),
+        progress=progress(quiet),
         **rest,
     )
-    _show_report(run(request, progress(quiet)), json_file, plot)
+    _show_report(report, json_file, plot)
 
 
 @command.command(name="decode", context_settings=CONTEXT)
@@ -207,10 +209,9 @@ def decode(
     """
     _check_outputs(json_file, plot)
     from topw_deploy.cli.progress import progress
-    from topw_lab.bench.decode import DecodeRequest, run
+    from topw_lab.bench.decode import run
 
-    request = DecodeRequest(peers=peers or (), **rest)
-    _show_report(run(request, progress(quiet)), json_file, plot)
+    _show_report(run(peers=peers or (), progress=progress(quiet), **rest), json_file, plot)
 
 
 @command.command(name="serve", context_settings=CONTEXT)
@@ -231,23 +232,15 @@ def decode(
 )
 @click.option("--prompt-tokens", type=click.IntRange(min=1), help="Mean length of prompts; default: 342, or what fits.")
 @click.option("--new-tokens", type=click.IntRange(min=2), help="Mean number of new tokens; default: 62, or what fits.")
-@click.option("--rows", type=click.IntRange(min=1), default=16, show_default=True, help="Maximum rows of the engine.")
+@click.option(
+    "--rows", type=click.IntRange(min=1), default=16, show_default=True, help="Sequences that the engine runs at once."
+)
 @click.option(
     "--prefill-budget",
     type=click.IntRange(min=1),
     default=256,
     show_default=True,
     help="Maximum number of prompt tokens that the engine reads at once.",
-)
-@click.option(
-    "--long-tokens",
-    type=click.IntRange(min=1),
-    help="Length of the prompt that a short request waits for; default: 4000, or what fits.",
-)
-@click.option(
-    "--prefix-tokens",
-    type=click.IntRange(min=1),
-    help="Length of the reused prefix; default: 1000, or what fits.",
 )
 @click.option(
     "--peers",
@@ -264,10 +257,9 @@ def serve(peers: tuple[str, ...] | None, json_file: str | None, plot: Path | Non
     """
     _check_outputs(json_file, plot)
     from topw_deploy.cli.progress import progress
-    from topw_lab.bench.serve import ServeRequest, run
+    from topw_lab.bench.serve import run
 
-    request = ServeRequest(peers=peers or (), **rest)
-    _show_report(run(request, progress(quiet)), json_file, plot)
+    _show_report(run(peers=peers or (), progress=progress(quiet), **rest), json_file, plot)
 
 
 @command.command(name="rules", context_settings=CONTEXT)
@@ -287,7 +279,9 @@ def serve(peers: tuple[str, ...] | None, json_file: str | None, plot: Path | Non
     "after the other. Comma-separated.",
 )
 @click.option("--prompt", metavar="TEXT", help="Continue this text.  [default: random tokens]")
-@click.option("--prompt-tokens", type=click.IntRange(min=1), help="Length of the random prompt; default: 128.")
+@click.option(
+    "--prompt-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Length of the random prompt."
+)
 @click.option(
     "--max-new-tokens",
     "--new-tokens",
@@ -316,12 +310,16 @@ def bench_rules(
     _check_outputs(json_file, plot)
     from topw_deploy.cli.progress import progress
     from topw_deploy.runtime.rule_settings import read_rules, read_temperatures
-    from topw_lab.bench.rules import RulesRequest, run
+    from topw_lab.bench.rules import run
 
-    request = RulesRequest(
-        rules=read_rules(rules), temperatures=read_temperatures(temperatures), samplers=samplers or (), **rest
+    report = run(
+        rules=read_rules(rules),
+        temperatures=read_temperatures(temperatures),
+        samplers=samplers or (),
+        progress=progress(quiet),
+        **rest,
     )
-    _show_report(run(request, progress(quiet)), json_file, plot)
+    _show_report(report, json_file, plot)
 
 
 def _check_outputs(json_file: str | None, plot: Path | None) -> None:

@@ -11,7 +11,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,15 @@ from numpy.typing import NDArray
 
 from topw_deploy import install
 from topw_deploy.errors import BenchmarkError, ParameterError
-from topw_deploy.manifest import DecoderInfo
+from topw_deploy.manifest import DecoderInfo, load_decoder_manifest
 from topw_deploy.progress import SILENT, Progress
 from topw_deploy.runtime.cache import Cache, new_caches
 from topw_deploy.runtime.ort.session import OrtSession
 from topw_deploy.runtime.session import Binding
 from topw_deploy.text import count_text
-from topw_lab.bench.measure import Spread, interleave, this_machine
+from topw_lab.bench.measure import Spread, interleave
 from topw_lab.bench.sides import (
-    FOLDER,
+    PEERS,
     SEARCHES,
     TOP_K,
     TOP_P,
@@ -42,51 +41,28 @@ from topw_lab.bench.sides import (
     start_workers,
     why_no_native_library,
 )
-from topw_lab.plots import Panel, draw_panels
-from topw_lab.tables import comparison, significant, table
+from topw_lab.tables import comparison, significant
 
+ARGMAX_FILE = "argmax.onnx"
 _GROUPS = ("topw", "genai", "optimum", "transformers")
 _LABELS = {"greedy": "greedy", "top-p": f"top-p {TOP_P}", "top-k-top-p": f"top-k {TOP_K}, top-p {TOP_P}"}
 _COMPARED = {"genai-top-p": "onnxruntime-genai with top-p", "transformers-authors": "the authors' code"}
 _HEADER = ("side", "ms/token (quartiles)", "ratio (quartiles)", "first token ms", "prompt tokens/s", "load s",
            "peak MiB")  # fmt: skip
-_WARMUP_ROUNDS = 1
-_SCRATCH_PREFIX = ".topw-bench-"
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecodeRequest:
-    """Options of `topw bench decode`.
-
-    folder: an exported model.
-    prompt_tokens: length of the random prompt.
-    new_tokens: number of tokens to generate, at least 2.
-    threads: thread counts; all sides run with each of them.
-    transformers, optimum, genai: folders with the same weights in each library's format.
-    optimum_python, genai_python: Python interpreters of the environments with these libraries.
-    authors: the file with the authors' logits processor, which runs in transformers.
-    peers: names of sides; empty for all.
-    rounds: number of times that each side is timed.
-    seed: of the prompt and of the order of the sides.
-    """
-
-    folder: Path
-    prompt_tokens: int = 128
-    new_tokens: int = 64
-    threads: Sequence[int] = (1,)
-    transformers: Path | None = None
-    optimum: Path | None = None
-    optimum_python: Path | None = None
-    genai: Path | None = None
-    genai_python: Path | None = None
-    authors: Path | None = None
-    peers: Sequence[str] = ()
-    rounds: int = 9
-    seed: int = 0
-
-
-def sides(request: DecodeRequest) -> Iterator[Side]:
-    """Every side, in the order of the table.
+def sides(
+    folder: Path,
+    argmax: Path,
+    *,
+    transformers: Path | None = None,
+    optimum: Path | None = None,
+    optimum_python: Path | None = None,
+    genai: Path | None = None,
+    genai_python: Path | None = None,
+    authors: Path | None = None,
+) -> Iterator[Side]:
+    """Every side, in the order of the table. argmax: the file of the side `argmax`; for the others see `run`.
 
     Raises BenchmarkError if the folder of a library is given, but the library is missing.
     """
@@ -96,48 +72,41 @@ def sides(request: DecodeRequest) -> Iterator[Side]:
         ("graph", "topw-graph", "TopWModel, graph", "ours", None),
         ("argmax", "argmax", "same graph, ArgMax", "yardstick", why_no_argmax),
     ):
-        settings = {"folder": str(request.folder), "variant": variant}
+        settings: dict[str, Any] = {"folder": str(folder), "variant": variant, "argmax": str(argmax)}
         yield Side(name=name, label=label, kind=kind, worker=__file__, settings=settings, why_not=why_not)
     option = "--genai FOLDER, written by python -m onnxruntime_genai.models.builder"
-    why_not = _why_not("onnxruntime_genai", "onnxruntime-genai", request.genai, request.genai_python, option)
+    why_not = _why_not("onnxruntime_genai", "onnxruntime-genai", genai, genai_python, option)
     for name, search in (("greedy", "greedy"), ("top-p", "top-p"), ("top-k", "top-k-top-p")):
-        yield Side(
-            name=f"genai-{name}",
-            label=f"onnxruntime-genai, {_LABELS[search]}",
-            kind="peer",
-            worker=FOLDER / "genai.py",
-            settings={"task": "decode", "folder": str(request.genai), "search": SEARCHES[search]},
-            python=request.genai_python,
-            why_not=why_not,
-        )
+        settings = {"task": "decode", "folder": str(genai), "search": SEARCHES[search]}
+        label = f"onnxruntime-genai, {_LABELS[search]}"
+        yield Side(name=f"genai-{name}", label=label, kind="peer", worker=PEERS, settings=settings,
+                   python=genai_python, why_not=why_not)  # fmt: skip
     option = "--optimum FOLDER, written by optimum-cli export onnx"
-    optimum = _why_not("optimum.onnxruntime", "optimum-onnx", request.optimum, request.optimum_python, option)
-    option = "--transformers MODEL_DIR"
-    transformers = _why_not("transformers", "transformers", request.transformers, None, option)
+    why_no_optimum = _why_not("optimum.onnxruntime", "optimum-onnx", optimum, optimum_python, option)
+    why_no_transformers = _why_not("transformers", "transformers", transformers, None, "--transformers MODEL_DIR")
     for library, name, label, search, processor in (
         ("optimum", "greedy", "greedy", "greedy", None),
         ("optimum", "top-p", _LABELS["top-p"], "top-p", None),
         ("transformers", "greedy", "greedy", "greedy", None),
         ("transformers", "top-p", _LABELS["top-p"], "top-p", None),
         ("transformers", "topw", "our processor", "all", "topw"),
-        ("transformers", "authors", "authors' processor", "all", str(request.authors)),
+        *([("transformers", "authors", "authors' processor", "all", str(authors))] if authors else []),
     ):
-        folder = request.optimum if library == "optimum" else request.transformers
-        if name != "authors" or request.authors is not None:
-            yield Side(
-                name=f"{library}-{name}",
-                label=f"{library}, {label}",
-                kind="ours" if processor == "topw" else "peer",
-                worker=FOLDER / "generate.py",
-                settings={
-                    "library": library,
-                    "folder": str(folder),
-                    "search": SEARCHES[search],
-                    "processor": processor,
-                },
-                python=request.optimum_python if library == "optimum" else None,
-                why_not=optimum if library == "optimum" else transformers,
-            )
+        is_optimum = library == "optimum"
+        yield Side(
+            name=f"{library}-{name}",
+            label=f"{library}, {label}",
+            kind="ours" if processor == "topw" else "peer",
+            worker=PEERS,
+            settings={
+                "task": library,
+                "folder": str(optimum if is_optimum else transformers),
+                "search": SEARCHES[search],
+                "processor": processor,
+            },
+            python=optimum_python if is_optimum else None,
+            why_not=why_no_optimum if is_optimum else why_no_transformers,
+        )
 
 
 def _why_not(module: str, distribution: str, folder: Path | None, python: Path | None, option: str) -> str | None:
@@ -157,124 +126,110 @@ def _why_not(module: str, distribution: str, folder: Path | None, python: Path |
     return None if folder is not None else f"without a model: give {option}"
 
 
-def run(request: DecodeRequest, progress: Progress = SILENT) -> Report:
+def run(
+    folder: Path,
+    *,
+    prompt_tokens: int = 128,
+    new_tokens: int = 64,
+    threads: Sequence[int] = (1,),
+    peers: Sequence[str] = (),
+    rounds: int = 9,
+    seed: int = 0,
+    progress: Progress = SILENT,
+    **libraries: Path | None,
+) -> Report:
     """Measure all sides in turn, each in its own process.
 
-    Raises ManifestError for a folder without a decoder, ParameterError for a request that does not fit the model,
+    folder: an exported model.
+    prompt_tokens: length of the random prompt.
+    new_tokens: number of tokens to generate, at least 2.
+    threads: thread counts; all sides run with each of them.
+    peers: names of sides; empty for all.
+    libraries: "transformers", "optimum" and "genai" (folders with the same weights in each library's format),
+        "optimum_python" and "genai_python" (interpreters of the environments with these libraries), and "authors" (the
+        file with the authors' logits processor, which runs in transformers).
+
+    Raises ManifestError for a folder without a decoder, ParameterError for lengths that exceed the context,
     BenchmarkError for a named side that is missing and for a side that dies.
     """
-    if request.authors is not None and request.transformers is None:
-        raise ParameterError(
-            "the authors' processor runs in transformers; give the model's folder with --transformers.", "authors"
-        )
-    prompt = random_prompt(request.folder, request.prompt_tokens, request.new_tokens, request.seed)
-    present, absent = choose([*sides(request)], request.peers, _GROUPS)
-    machine = this_machine()
-    tokens = f"{request.prompt_tokens} + {request.new_tokens} tokens"
-    lines = [f"{machine}; {tokens}, {count_text(request.rounds, 'round')}"]
-    runs, panels = [], []
-    total = len(request.threads) * len(present) * (request.rounds + _WARMUP_ROUNDS)
-    with (
-        tempfile.TemporaryDirectory(prefix=_SCRATCH_PREFIX, dir=_scratch_parent(request.folder)) as scratch,
-        progress.bar(total, "run") as advance,
-    ):
-        present = [_with_argmax_file(side, request.folder, Path(scratch)) for side in present]
-        for threads in request.threads:
-            with start_workers(present, threads, progress) as workers:
-                calls = {
-                    name: partial(worker.call, "run", prompt=prompt, new_tokens=request.new_tokens)
-                    for name, worker in workers.items()
+    if libraries.get("authors") and libraries.get("transformers") is None:
+        raise ParameterError("the authors' processor runs in transformers; give --transformers, too.", "authors")
+    prompt = random_prompt(folder, prompt_tokens, new_tokens, seed)
+    settings = {"folder": folder, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "threads": threads,
+                "rounds": rounds, "seed": seed, **libraries}  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix=".topw-bench-", dir=_scratch_parent(folder)) as scratch:
+        argmax = Path(scratch, ARGMAX_FILE)
+        present, absent = choose([*sides(folder, argmax, **libraries)], peers, _GROUPS)
+        report = Report("decode", settings, absent, "one token after the first")
+        if any(side.name == "argmax" for side in present):
+            write_argmax_model(folder, argmax.parent)
+        with progress.bar(len(threads) * len(present) * (rounds + 1), "run") as advance:
+            for count in threads:
+                with start_workers(present, count, progress) as workers:
+                    calls = {
+                        name: partial(worker.call, "run", prompt=prompt, new_tokens=new_tokens)
+                        for name, worker in workers.items()
+                    }
+                    samples = interleave(calls, rounds, seed=seed, advance=advance)
+                    costs = {
+                        name: {each: worker.call(each) for each in ("load_seconds", "peak_bytes")}
+                        for name, worker in workers.items()
+                    }
+                per_token = {
+                    name: [run["rest"] / max(1, run["tokens"] - 1) for run in runs] for name, runs in samples.items()
                 }
-                samples = interleave(calls, request.rounds, _WARMUP_ROUNDS, seed=request.seed, advance=advance)
-                costs = {
-                    name: {each: worker.call(each) for each in ("load_seconds", "peak_bytes")}
-                    for name, worker in workers.items()
-                }
-            seconds = {
-                name: [run["rest"] / max(1, run["tokens"] - 1) for run in runs] for name, runs in samples.items()
-            }
-            times = Times(present, seconds)
-            count = count_text(threads, "thread")
-            rows = [_row(side, times, samples[side.name], request.prompt_tokens, costs[side.name]) for side in present]
-            lines += [f"\n{count}; the ratio is to {times.reference.label}\n", table(_HEADER, rows)]
-            lines += _notes(present, samples, request.new_tokens)
-            runs.append({"threads": threads, "reference": times.reference.name, "sides": {
-                side.name: {
-                    "label": side.label,
-                    "kind": side.kind,
-                    "runs": samples[side.name],
-                    **costs[side.name],
-                    "seconds_per_token": asdict(times.spread(side.name)),
-                    "first_token_seconds": asdict(Spread.of([run["first"] for run in samples[side.name]])),
-                    "ratio": times.ratio_json(side.name),
-                }
-                for side in present
-            }})  # fmt: skip
-            panels.append(_panel(times, f"{count}, {tokens}"))
-    note = f"Medians; whiskers are quartiles. {machine}."
-    return Report(
-        benchmark="decode",
-        request=request,
-        machine=machine,
-        lines=lines,
-        results={"runs": runs},
-        draw=lambda path: draw_panels(path, panels, "one token after the first", note),
-        absent=absent,
-    )
+                title = f"{count_text(count, 'thread')}, {prompt_tokens} + {new_tokens} tokens"
+                _add_results(report, title, Times(present, per_token), samples, costs)
+    return report
 
 
-def _row(
-    side: Side, times: Times, runs: Sequence[dict[str, float]], prompt_tokens: int, costs: dict[str, Any]
-) -> tuple[str, ...]:
-    first = Spread.of([run["first"] for run in runs]).median
-    return (
-        side.label,
-        times.spread(side.name).format(1e3),
-        Spread.of(times.ratios(side.name)).format(digits=3),
-        f"{first * 1e3:.1f}",
-        significant(prompt_tokens / first),
-        f"{costs['load_seconds']:.2f}",
-        "" if costs["peak_bytes"] is None else f"{costs['peak_bytes'] / 2**20:.0f}",
-    )
-
-
-def _notes(present: Sequence[Side], samples: dict[str, list[dict[str, float]]], new_tokens: int) -> list[str]:
-    """Lines below the table: sides that ended before `new_tokens` tokens, and the share of certified steps."""
-    fewest = {side.label: min(run["tokens"] for run in samples[side.name]) for side in present}
-    notes = [f"{label} ended after {tokens} tokens." for label, tokens in fewest.items() if tokens < new_tokens]
+def _add_results(
+    report: Report,
+    title: str,
+    times: Times,
+    samples: dict[str, list[dict[str, float]]],
+    costs: dict[str, dict[str, Any]],
+) -> None:
+    """Add the sides with one number of threads to the report."""
+    rows = []
+    for side in times.sides:
+        first, cost = Spread.of([run["first"] for run in samples[side.name]]).median, costs[side.name]
+        rows.append((
+            side.label,
+            times.spread(side.name).format(1e3),
+            times.ratio(side.name).format(digits=3),
+            f"{first * 1e3:.1f}",
+            significant(report.settings["prompt_tokens"] / first),
+            f"{cost['load_seconds']:.2f}",
+            "" if cost["peak_bytes"] is None else f"{cost['peak_bytes'] / 2**20:.0f}",
+        ))  # fmt: skip
+    report.add_table(f"{title}; the ratio is to {times.reference.label}", _HEADER, rows)
+    for side in times.sides:
+        fewest = min(run["tokens"] for run in samples[side.name])
+        if fewest < report.settings["new_tokens"]:
+            report.lines.append(f"{side.label} ended after {fewest} tokens.")
     certified = [run["certified"] for runs in samples.values() for run in runs if "certified" in run]
-    return [*notes, f"Certified steps: {min(certified):.1%} or more."] if certified else notes
-
-
-def _panel(times: Times, subtitle: str) -> Panel:
-    title = f"A token with Top-W takes {times.spread(times.reference.name).median * 1e3:.2f} ms"
-    if "argmax" in times:
-        title += f", {1 / times.ratio('argmax'):.2f}x the same graph with ArgMax"
-    factors = {label: times.ratio(name) for name, label in _COMPARED.items() if name in times}
+    if certified:
+        report.lines.append(f"Certified steps: {min(certified):.1%} or more.")
+    report.runs.append({"title": title, **times.as_dict(runs=samples, costs=costs)})
+    finding = f"A token with Top-W takes {times.spread(times.reference.name).median * 1e3:.2f} ms"
+    if "argmax" in times.seconds:
+        finding += f", {1 / times.ratio('argmax').median:.2f}x the same graph with ArgMax"
+    factors = {label: times.ratio(name).median for name, label in _COMPARED.items() if name in times.seconds}
+    if factors:
+        finding += f": {comparison(factors)}"
 
     def text(side: Side) -> str:
-        ratio = "" if side.kind == "ours" else f"   {times.ratio(side.name):.2f}x ours"
-        return f"{times.spread(side.name).median * 1e3:.2f} ms{ratio}"
+        factor = "" if side.kind == "ours" else f"   {times.ratio(side.name).median:.2f}x ours"
+        return f"{times.spread(side.name).median * 1e3:.2f} ms{factor}"
 
-    return times.panel(subtitle, f"{title}: {comparison(factors)}" if factors else title, text)
-
-
-def _with_argmax_file(side: Side, export: Path, scratch: Path) -> Side:
-    """Write the model of the side `argmax` to `scratch`, and add the path to its settings. Other sides stay as is."""
-    if side.name != "argmax":
-        return side
-    from topw_lab.bench.decode import write_argmax_model
-
-    return replace(side, settings={**side.settings, "argmax": str(write_argmax_model(export, scratch))})
+    report.panels.append(times.panel(title, finding, text))
 
 
 def _scratch_parent(folder: Path) -> Path | None:
     """The parent of `folder`, on whose file system weights can be hard-linked; None if nothing can be written there."""
-    try:
-        with tempfile.TemporaryDirectory(prefix=_SCRATCH_PREFIX, dir=folder.resolve().parent):
-            return folder.resolve().parent
-    except OSError:
-        return None
+    parent = folder.resolve().parent
+    return parent if os.access(parent, os.W_OK) else None
 
 
 def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
@@ -286,49 +241,34 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     `run` generates once. It returns seconds to the first token ("first"), seconds of the other tokens ("rest"), the
     number of tokens ("tokens") and, of `TopWModel`, the share of certified tokens ("certified").
     """
-    return {"run": (_load_argmax if settings["variant"] == "argmax" else _load_topw)(settings)}
-
-
-def _load_topw(settings: dict[str, Any]) -> Callable[[list[int], int], dict[str, float]]:
     from topw_deploy.runtime import TopWModel
 
+    if settings["variant"] == "argmax":
+        options = ort.SessionOptions()
+        options.intra_op_num_threads, options.log_severity_level = settings["threads"], 3
+        decoder = load_decoder_manifest(settings["folder"]).decoder
+        return {"run": partial(_run_argmax, ArgMaxLoop(Path(settings["argmax"]), decoder, options))}
     model = TopWModel.from_pretrained(
         settings["folder"], provider="cpu", sampler=settings["variant"], intra_op_num_threads=settings["threads"]
     )
 
-    def run(prompt: list[int], new_tokens: int) -> dict[str, float]:
+    def run_top_w(prompt: list[int], new_tokens: int) -> dict[str, float]:
         started = time.perf_counter()
         result = model.generate(prompt, max_new_tokens=new_tokens, seed=1, ignore_eos=True)
         seconds, rest = time.perf_counter() - started, result.timings.decode_seconds
         tokens, certified = len(result.token_ids), result.certified_share
         return {"first": seconds - rest, "rest": rest, "tokens": tokens, "certified": certified}
 
-    return run
+    return {"run": run_top_w}
 
 
-def _load_argmax(settings: dict[str, Any]) -> Callable[[list[int], int], dict[str, float]]:
-    import onnxruntime as ort
-
-    from topw_deploy.manifest import load_decoder_manifest
-    from topw_lab.bench.decode import ArgMaxLoop
-
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = settings["threads"]
-    options.log_severity_level = 3
-    loop = ArgMaxLoop(Path(settings["argmax"]), load_decoder_manifest(settings["folder"]).decoder, options)
-
-    def run(prompt: list[int], new_tokens: int) -> dict[str, float]:
-        started = time.perf_counter()
-        sequence = loop.prefill(prompt, len(prompt) + new_tokens)
-        first = time.perf_counter()
-        for _ in range(new_tokens - 1):
-            sequence.step()
-        return {"first": first - started, "rest": time.perf_counter() - first, "tokens": new_tokens}
-
-    return run
-
-
-ARGMAX_FILE = "argmax.onnx"
+def _run_argmax(loop: ArgMaxLoop, prompt: list[int], new_tokens: int) -> dict[str, float]:
+    started = time.perf_counter()
+    sequence = loop.prefill(prompt, len(prompt) + new_tokens)
+    first = time.perf_counter()
+    for _ in range(new_tokens - 1):
+        sequence.step()
+    return {"first": first - started, "rest": time.perf_counter() - first, "tokens": new_tokens}
 
 
 def write_argmax_model(export: Path, folder: Path) -> Path:

@@ -6,6 +6,7 @@ affects all sides. Reports give medians over rounds.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import platform
@@ -14,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from topw_deploy.install import installed_version
@@ -24,10 +26,8 @@ Sample = TypeVar("Sample")
 FLAGS = ("avx2", "avx512f", "avx512_vnni", "amx_tile", "asimd", "sve")
 """Processor features by which libraries choose their kernels."""
 
-DISTRIBUTIONS = ("topw-deploy", "numpy", "onnxruntime", "torch", "transformers")
-
+_DISTRIBUTIONS = ("topw-deploy", "numpy", "onnxruntime", "torch", "transformers")
 _TWO_SIDED_95 = 1.96  # standard deviations
-_BUSY_LOAD = 0.5  # running processes per core
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Spread:
 
     def format(self, scale: float = 1.0, digits: int = 2) -> str:
         """The numbers times `scale`, with this many decimals: "17.10 (16.90-17.60)"."""
-        low, median, high = (f"{value * scale:.{digits}f}" for value in (self.low, self.median, self.high))
+        low, median, high = (f"{value * scale:.{digits}f}" for value in self.ends)
         return f"{median} ({low}-{high})"
 
 
@@ -78,13 +78,6 @@ def seconds(call: Callable[[], object], repeat: int = 1) -> float:
     for _ in range(repeat):
         call()
     return (time.perf_counter() - started) / repeat
-
-
-def calls_filling(call: Callable[[], object], duration: float, most: int) -> int:
-    """How many calls take about `duration` seconds, in [1, most]. Calls `call` twice to find out."""
-    call()
-    once = max(seconds(call), 1e-9)
-    return max(1, min(most, round(duration / once)))
 
 
 def interleave(
@@ -115,81 +108,21 @@ def interleave(
     return samples
 
 
-def round_ratios(samples: Mapping[str, Sequence[float]], over: str, under: str) -> list[float]:
-    """samples[over] / samples[under], by round."""
-    return [a / b for a, b in zip(samples[over], samples[under], strict=True)]
-
-
 def ratio(samples: Mapping[str, Sequence[float]], over: str, under: str) -> Spread:
     """The spread of samples[over] / samples[under] over rounds."""
-    return Spread.of(round_ratios(samples, over, under))
+    return Spread.of([a / b for a, b in zip(samples[over], samples[under], strict=True)])
 
 
-@dataclass(frozen=True)
-class MachineInfo:
-    """The machine and the libraries of a measurement.
-
-    processor: name of the processor.
-    flags: the FLAGS that the processor has.
-    cores: number of cores that this process may use.
-    memory_gib: physical memory in GiB; None if unknown.
-    system: operating system, release and architecture.
-    python: version of Python.
-    versions: versions of the installed DISTRIBUTIONS.
-    load: mean number of running processes over the last minute; None if unknown.
-    """
-
-    processor: str
-    flags: tuple[str, ...]
-    cores: int
-    memory_gib: float | None
-    system: str
-    python: str
-    versions: dict[str, str]
-    load: float | None
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether the load says that other processes are running."""
-        return self.load is not None and self.load > _BUSY_LOAD * self.cores
-
-    def __str__(self) -> str:
-        """The machine on one line."""
-        flags = f" ({', '.join(self.flags)})" if self.flags else ""
-        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        return f"{self.processor}{flags}, {self.cores} cores; Python {self.python}, {versions}"
-
-
-def this_machine() -> MachineInfo:
-    """Describe this machine and its current load."""
-    processor, flags = _processor_and_flags()
-    has_affinity = hasattr(os, "sched_getaffinity")
-    return MachineInfo(
-        processor=processor,
-        flags=flags,
-        cores=len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1,
-        memory_gib=_memory_gib(),
-        system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        python=platform.python_version(),
-        versions={name: version for name in DISTRIBUTIONS if (version := installed_version(name)) is not None},
-        load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-    )
-
-
-def _processor_and_flags() -> tuple[str, tuple[str, ...]]:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as stream:
-            first = stream.read().split("\n\n")[0]
-    except OSError:
-        return platform.processor() or platform.machine(), ()
-    pairs = (line.split(":", 1) for line in first.splitlines() if ":" in line)
-    fields = {key.strip(): value.strip() for key, value in pairs}
-    features = fields.get("flags", fields.get("Features", "")).split()  # the names on x86-64 and on arm64
-    return fields.get("model name", platform.machine()), tuple(flag for flag in FLAGS if flag in features)
-
-
-def _memory_gib() -> float | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    except (AttributeError, OSError, ValueError):
-        return None
+def this_machine() -> str:
+    """The processor, its number of cores and the versions of libraries, in one line."""
+    processor, flags = platform.processor() or platform.machine(), ""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text("utf-8").split("\n\n")[0].splitlines()
+        fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        processor = fields.get("model name", processor)
+        names = fields.get("flags", fields.get("Features", "")).split()  # the names on x86-64 and on arm64
+        flags = ", ".join(flag for flag in FLAGS if flag in names)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    versions = [f"{name} {version}" for name in _DISTRIBUTIONS if (version := installed_version(name)) is not None]
+    features = f" ({flags})" if flags else ""
+    return f"{processor}{features}, {cores} cores; {', '.join([f'Python {platform.python_version()}', *versions])}"

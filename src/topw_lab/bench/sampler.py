@@ -1,6 +1,6 @@
 """`topw bench sampler`: one sampling step, from logits to a token, of Top-W and of every other installed sampler.
 
-Measured: seconds per step, the mean over about 2 ms of calls on the same logits (`samplers`, and `genai` for
+Measured: seconds per step, the mean over about 2 ms of calls on the same logits (`samplers`, and `peers` for
 onnxruntime-genai). Before that, every implementation of Top-W must keep the reference's tokens.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,17 @@ from typing import Any
 import numpy as np
 
 from topw_deploy import install
+from topw_deploy.errors import ParameterError
 from topw_deploy.progress import SILENT, Progress
-from topw_deploy.sampling import TopWOptions
+from topw_deploy.sampling import TopWOptions, as_float32
+from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.text import count_text
 from topw_lab.bench import samplers
-from topw_lab.bench.logits import make_logits
-from topw_lab.bench.measure import interleave, this_machine
-from topw_lab.bench.samplers import Case, make_cases, read_logits
+from topw_lab.bench.logits import Logits, make_logits
+from topw_lab.bench.measure import interleave
 from topw_lab.bench.sides import (
-    FOLDER,
     MIN_P,
+    PEERS,
     SEARCHES,
     TOP_K,
     TOP_P,
@@ -37,186 +38,131 @@ from topw_lab.bench.sides import (
     start_workers,
     why_no_native_library,
 )
-from topw_lab.plots import Panel, draw_panels
-from topw_lab.tables import comparison, duration, significant, table
+from topw_lab.tables import comparison, duration, significant
+
+REGIMES: Mapping[str, tuple[tuple[float, ...], Mapping[str, float]]] = {
+    # Few candidates, like nearly all steps of a language model.
+    "certified": ((1.0, 2.0), {}),
+    # A hundred tokens in the kept set, and thousands in the warm start.
+    "flat": ((2.0,), {}),
+    # Distances decide among all tokens of the pool. The warm start is a third of the pool.
+    "uncertified": ((2.0,), {"lam": 1.0, "init_top_p": 0.5}),
+}
+"""Kind of logits -> (default temperatures, parameters that differ from the defaults)."""
 
 _WARMUP_ROUNDS = 2
 _YARDSTICK = "max"
 _COMPARED = {"authors": "the authors' code", "hf-top-p": "transformers' top-p",
              "genai-top-p": "onnxruntime-genai's top-p"}  # fmt: skip
 _EXPORTER, _TORCH = ("onnx_ir", "onnxscript"), ("torch", "transformers")
-_SIDES: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
-    ("native", "Top-W native, onnxruntime op", "ours", "token", _EXPORTER),
-    ("graph", "Top-W graph", "ours", "token", _EXPORTER),
-    ("torch", "Top-W torch", "ours", "crop", ("torch",)),
-    ("authors", "Top-W, authors' processor", "peer", "crop", _TORCH),
-    ("hf-top-p", f"transformers top-p {TOP_P}", "peer", "crop", _TORCH),
-    ("hf-top-k", f"transformers top-k {TOP_K}", "peer", "crop", _TORCH),
-    ("hf-min-p", f"transformers min-p {MIN_P}", "peer", "crop", _TORCH),
-    ("genai-top-p", f"onnxruntime-genai top-p {TOP_P}", "peer", "token", ("onnx",)),
-    ("genai-top-k", f"onnxruntime-genai top-k {TOP_K}", "peer", "token", ("onnx",)),
-    ("genai-top-k-top-p", f"onnxruntime-genai top-k {TOP_K}, top-p {TOP_P}", "peer", "token", ("onnx",)),
-    ("genai-greedy", "onnxruntime-genai greedy", "peer", "token", ("onnx",)),
-    ("max", "numpy.max", "yardstick", "number", ()),
-    ("argmax", "onnxruntime ArgMax", "yardstick", "token", ("onnx",)),
-    ("topk", "onnxruntime TopK 1200", "yardstick", "ids", ("onnx",)),
+_SIDES: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    ("native", "Top-W native, onnxruntime op", "ours", _EXPORTER),
+    ("graph", "Top-W graph", "ours", _EXPORTER),
+    ("torch", "Top-W torch, kept set only", "ours", ("torch",)),
+    ("authors", "Top-W, authors' processor, kept set only", "peer", _TORCH),
+    ("hf-top-p", f"transformers top-p {TOP_P}, kept set only", "peer", _TORCH),
+    ("hf-top-k", f"transformers top-k {TOP_K}, kept set only", "peer", _TORCH),
+    ("hf-min-p", f"transformers min-p {MIN_P}, kept set only", "peer", _TORCH),
+    ("genai-top-p", f"onnxruntime-genai top-p {TOP_P}", "peer", ("onnx",)),
+    ("genai-top-k", f"onnxruntime-genai top-k {TOP_K}", "peer", ("onnx",)),
+    ("max", "numpy.max", "yardstick", ()),
+    ("argmax", "onnxruntime ArgMax", "yardstick", ("onnx",)),
 )
-"""(name, label, kind, what one call returns, modules of [export] that it needs), in the order of the table."""
+"""(name, label, kind, modules of [export] that it needs), in the order of the table."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplerRequest:
-    """Options of `topw bench sampler`.
+def run(
+    *,
+    regimes: Sequence[str] = ("certified",),
+    temperatures: Sequence[float] = (),
+    vocab: int = 151_936,
+    hidden: int = 2048,
+    batch: int = 1,
+    options: TopWOptions | None = None,
+    geom_scale: float = 1.0,
+    logits: Path | None = None,
+    neighbour_bound: bool = False,
+    peers: Sequence[str] = (),
+    authors: Path | None = None,
+    genai_python: Path | None = None,
+    rounds: int = 40,
+    threads: int = 1,
+    seed: int = 0,
+    progress: Progress = SILENT,
+) -> Report:
+    """Compare the kept sets of all implementations of Top-W with the reference's, then time all sides in turn.
 
-    vocab: width of the logits.
-    hidden: width of the embeddings.
-    batch: number of rows per step.
     regimes: keys of REGIMES.
     temperatures: empty for the default temperatures of each regime.
+    vocab: width of the logits.
+    hidden: width of the embeddings.
+    batch: number of sequences per step.
     options, geom_scale: of Top-W.
     logits: a .npy file, whose shape replaces `vocab` and `batch`; None for random logits.
     neighbour_bound: whether the neighbour bound is computed, for the tokens of the pools.
     peers: names of sides, or "hf" or "genai" for several; empty for all.
     authors: the file with the authors' logits processor.
     genai_python: interpreter of an environment with onnxruntime-genai.
-    rounds: number of times that each side is timed.
     threads: number of threads of each side.
     seed: of logits, embeddings and the order of the sides.
-    """
-
-    vocab: int = 151_936
-    hidden: int = 2048
-    batch: int = 1
-    regimes: Sequence[str] = ("certified",)
-    temperatures: Sequence[float] = ()
-    options: TopWOptions = field(default_factory=TopWOptions)
-    geom_scale: float = 1.0
-    logits: Path | None = None
-    neighbour_bound: bool = False
-    peers: Sequence[str] = ()
-    authors: Path | None = None
-    genai_python: Path | None = None
-    rounds: int = 40
-    threads: int = 1
-    seed: int = 0
-
-
-def run(request: SamplerRequest, progress: Progress = SILENT) -> Report:
-    """Compare the kept sets of all implementations of Top-W with the reference's, then time all sides in turn.
 
     Raises ParameterError for numbers out of range and for logits that cannot be read, BenchmarkError for a named side
     that is missing, and for a side that dies or differs from the reference.
     """
-    cases = make_cases(request.regimes, request.temperatures, request.geom_scale)
-    given = None if request.logits is None else read_logits(request.logits)
-    logits = [given if given is not None else make_logits(case.regime, request.vocab, request.batch, request.seed)
-              for case in cases]  # fmt: skip
-    batch, vocab = logits[0].shape
-    with tempfile.TemporaryDirectory(prefix="topw-bench-") as name:
-        folder = Path(name)
-        for index, rows in enumerate(logits):
-            np.save(folder / f"logits-{index}.npy", rows)
-        present, absent = choose(sides(request, folder, cases), request.peers, ("hf", "genai"))
-        # The authors' file cannot be installed, so the side is not listed as left out.
-        absent = [side for side in absent if side.name != "authors"]
-        machine = this_machine()
-        if any(side.python or "genai" in side.name for side in present):
-            write_empty_model(folder / "genai", vocab, request.threads)
+    options = options or TopWOptions()
+    settings = {"regimes": regimes, "vocab": vocab, "hidden": hidden, "batch": batch, "options": asdict(options),
+                "logits": logits, "neighbour_bound": neighbour_bound, "rounds": rounds, "threads": threads,
+                "seed": seed}  # fmt: skip
+    cases: list[tuple[str, dict[str, float]]] = []
+    for regime in regimes:
+        for temperature in temperatures or REGIMES[regime][0]:
+            top_w = as_float32({**REGIMES[regime][1], "temperature": temperature, "geom_scale": geom_scale})
+            cases.append((regime, {name: getattr(top_w, name) for name in PARAMETER_NAMES}))
+    read = None if logits is None else read_logits(logits)
+    parameters = [case for _, case in cases]
+    with tempfile.TemporaryDirectory(prefix="topw-bench-") as folder:
+        for index, (regime, _) in enumerate(cases):
+            values = make_logits(regime, vocab, batch, seed) if read is None else read
+            batch, vocab = values.shape
+            np.save(f"{folder}/logits-{index}.npy", values)
+        ours = {"folder": folder, "cases": parameters, "options": asdict(options), "hidden": hidden, "seed": seed,
+                "neighbour_bound": neighbour_bound, "authors": authors and str(authors)}  # fmt: skip
+        genai = {
+            "task": "sample",
+            "folder": folder,
+            "temperatures": [case["temperature"] for case in parameters],
+            "sides": {f"genai-{name}": search for name, search in SEARCHES.items()},
+        }
+        every = [
+            Side(name=name, label=label, kind=kind, worker=PEERS, settings=genai, python=genai_python,
+                 why_not=_why_not(name, needs, genai_python))
+            if name.startswith("genai-")
+            else Side(name=name, label=label, kind=kind, worker=samplers.__file__, settings=ours,
+                      why_not=_why_not(name, needs))
+            for name, label, kind, needs in _SIDES
+            if name != "authors" or authors is not None
+        ]  # fmt: skip
+        present, absent = choose(every, peers, ("hf", "genai"))
+        report = Report("sampler", settings, absent, "one step")
+        if any(side.worker == PEERS for side in present):
+            write_empty_model(Path(folder, "genai"), vocab, threads)
         progress.say("Preparing logits, embeddings and sides")
-        agreements: list[dict[str, Any]] = []
-        times: list[Times] = []
-        with start_workers(present, request.threads, progress) as workers:
-            own = [side.name for side in present if side.worker == samplers.__file__]
-            for index, case in enumerate(cases):
-                if own:
-                    progress.say(f"Comparing kept sets: {case.label}")
-                    agreements.append(workers[own[0]].call("check", case=index, sides=own))
-            total = len(cases) * len(present) * (request.rounds + _WARMUP_ROUNDS)
-            with progress.bar(total, "step") as advance:
-                for index in range(len(cases)):
-                    calls = {name: partial(workers[name].call, "time", side=name, case=index) for name in workers}
-                    seconds = interleave(calls, request.rounds, _WARMUP_ROUNDS, seed=request.seed, advance=advance)
-                    times.append(Times(present, seconds))
-    instructions = _instruction_set() if any(side.name == "native" for side in present) else None
-    native = f", native with {instructions}" if instructions else ""
-    lines = [f"{machine}; {count_text(request.threads, 'thread')}, {count_text(request.rounds, 'round')}{native}"]
-    geometry = f"metric {request.options.metric}"
-    if request.options.metric != "uniform":
-        geometry += f", d = {request.hidden:,}" + (", neighbour bound" if request.neighbour_bound else "")
-    results, panels = [], []
-    for case, rows_of_case, agreement in zip(cases, times, agreements or [{}] * len(cases), strict=True):
-        size = f"{case.label}: {vocab:,} tokens"
-        lines += [f"\n{size}, {count_text(batch, 'row')}, {geometry}", f"{agreement.get('sentence', '')}\n"]
-        header = ("side", "gives", "median (quartiles)", "x numpy.max", f"x {rows_of_case.reference.label}")
-        lines.append(table(header, [_row(side, rows_of_case) for side in present], left=2))
-        panels.append(_panel(rows_of_case, size if batch == 1 else f"{size}, {batch} rows"))
-        results.append({
-            **asdict(case),
-            "label": case.label,
-            "batch": batch,
-            "vocab": vocab,
-            "agreement": agreement,
-            "sides": {
-                side.name: {
-                    "seconds": list(rows_of_case.seconds[side.name]),
-                    "spread": asdict(rows_of_case.spread(side.name)),
-                    "ratio_to_ours": rows_of_case.ratio_json(side.name),
-                }
-                for side in present
-            },
-        })  # fmt: skip
-    note = f"Medians; whiskers are quartiles. {machine}."
-    return Report(
-        benchmark="sampler",
-        request=request,
-        machine=machine,
-        lines=lines,
-        results={"instruction_set": instructions, "cases": results},
-        draw=lambda path: draw_panels(path, panels, "one step", note),
-        absent=absent,
-    )
+        own = [side.name for side in present if side.worker == samplers.__file__]
+        with (
+            start_workers(present, threads, progress) as workers,
+            progress.bar(len(cases) * len(present) * (rounds + _WARMUP_ROUNDS), "step") as advance,
+        ):
+            for index, (regime, case) in enumerate(cases):
+                agreement = workers[own[0]].call("check", case=index, sides=own) if own else {"sentence": ""}
+                calls = {name: partial(workers[name].call, "time", side=name, case=index) for name in workers}
+                seconds = interleave(calls, rounds, _WARMUP_ROUNDS, seed=seed, advance=advance)
+                title = f"{regime}, T = {case['temperature']:g}: {vocab:,} tokens, {count_text(batch, 'sequence')}"
+                _add_results(report, title, Times(present, seconds), {"parameters": case, "agreement": agreement})
+    return report
 
 
-def sides(request: SamplerRequest, folder: Path, cases: Sequence[Case]) -> list[Side]:
-    """Every side, in the order of the table. folder: has the logits of the cases, for the workers."""
-    settings = {
-        "folder": str(folder),
-        "cases": [asdict(case) for case in cases],
-        "options": asdict(request.options),
-        "hidden": request.hidden,
-        "neighbour_bound": request.neighbour_bound,
-        "authors": None if request.authors is None else str(request.authors),
-        "seed": request.seed,
-    }
-    genai = {
-        "task": "sample",
-        "folder": str(folder),
-        "temperatures": [case.parameters["temperature"] for case in cases],
-        "sides": {f"genai-{name}": search for name, search in SEARCHES.items()},
-    }
-    every = []
-    for name, label, kind, gives, needs in _SIDES:
-        is_genai = name.startswith("genai-")
-        every.append(
-            Side(
-                name=name,
-                label=label,
-                kind=kind,
-                gives=gives,
-                worker=FOLDER / "genai.py" if is_genai else samplers.__file__,
-                settings=genai if is_genai else settings,
-                python=request.genai_python if is_genai else None,
-                why_not=_why_not(name, needs, request),
-            )
-        )
-    return every
-
-
-def _why_not(name: str, needs: Sequence[str], request: SamplerRequest) -> str | None:
-    if name == "authors" and request.authors is None:
-        return "without its file: give --authors PATH/TO/logit_processor_w1.py"
-    is_genai = name.startswith("genai-")
-    if is_genai and request.genai_python is None and not install.is_importable("onnxruntime_genai"):
+def _why_not(name: str, needs: Sequence[str], genai_python: Path | None = None) -> str | None:
+    if name.startswith("genai-") and genai_python is None and not install.is_importable("onnxruntime_genai"):
         return "not installed: pip install onnxruntime-genai, or give an environment's Python with --genai-python"
     if name == "native" and (why_no_library := why_no_native_library()) is not None:
         return why_no_library
@@ -225,33 +171,44 @@ def _why_not(name: str, needs: Sequence[str], request: SamplerRequest) -> str | 
     return None
 
 
-def _instruction_set() -> str | None:
-    from topw_deploy.plugins import library
+def _add_results(report: Report, title: str, times: Times, facts: dict[str, Any]) -> None:
+    """Add the sides of one case to the report."""
+    ours, has_yardstick = times.reference, _YARDSTICK in times.seconds
 
-    path = library.library_path()
-    return None if path is None else library.load(path).instruction_set
+    def ratio(side: Side, to: str | None = None) -> str:
+        return significant(times.ratio(side.name, to).median)
 
-
-def _row(side: Side, times: Times) -> tuple[str, ...]:
-    ratios = [
-        significant(times.ratio(side.name, other)) if other in times else ""
-        for other in (_YARDSTICK, times.reference.name)
-    ]
-    return side.label, side.gives, duration(*times.spread(side.name).ends), *ratios
-
-
-def _panel(times: Times, subtitle: str) -> Panel:
-    ours = times.reference.name
-    title = f"A Top-W step takes {duration(times.spread(ours).median)}"
-    if _YARDSTICK in times:
-        title += f" ({significant(times.ratio(ours, _YARDSTICK), 2)}x one numpy.max)"
-    factors = {label: times.ratio(name) for name, label in _COMPARED.items() if name in times}
+    header = ("side", "median (quartiles)", "x numpy.max", f"x {ours.label}")
+    rows = [
+        (side.label, duration(*times.spread(side.name).ends), ratio(side, _YARDSTICK) if has_yardstick else "",
+         ratio(side))
+        for side in times.sides
+    ]  # fmt: skip
+    report.add_table(f"{title}\n{facts['agreement']['sentence']}", header, rows)
+    report.runs.append({"title": title, **facts, **times.as_dict()})
+    finding = f"A Top-W step takes {duration(times.spread(ours.name).median)}"
+    if has_yardstick:
+        finding += f" ({significant(times.ratio(ours.name, _YARDSTICK).median, 2)}x one numpy.max)"
+    factors = {label: times.ratio(name).median for name, label in _COMPARED.items() if name in times.seconds}
+    if factors:
+        finding += f": {comparison(factors)}"
 
     def text(side: Side) -> str:
-        ratio = f"   {significant(times.ratio(side.name), 2)}x ours" if side.kind == "peer" else ""
-        return duration(times.spread(side.name).median) + ratio
+        return duration(times.spread(side.name).median) + (f"   {ratio(side)}x ours" if side.kind == "peer" else "")
 
-    return times.panel(subtitle, f"{title}: {comparison(factors)}" if factors else title, text)
+    report.panels.append(times.panel(title, finding, text))
+
+
+def read_logits(path: Path) -> Logits:
+    """Read logits from a .npy file, [V] or [B, V], as float32 [B, V]. Raises ParameterError for other files."""
+    try:
+        logits = np.atleast_2d(np.load(path, allow_pickle=False)).astype(np.float32)
+        usable = logits.ndim == 2 and logits.size > 0 and bool(np.isfinite(logits.max(axis=1)).all())
+    except (OSError, ValueError, EOFError):
+        usable = False
+    if not usable:
+        raise ParameterError(f"{path} is not a .npy file of logits, [V] or [B, V], without NaN or +infinity.")
+    return np.ascontiguousarray(logits)
 
 
 def write_empty_model(folder: Path, vocab: int, threads: int) -> None:

@@ -13,11 +13,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from statistics import NormalDist, median
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -26,18 +25,19 @@ from topw_deploy.engine import Engine
 from topw_deploy.engine.batch import Batch
 from topw_deploy.engine.scheduler import ScheduledSequence, Scheduler
 from topw_deploy.errors import ParameterError
-from topw_deploy.progress import SILENT, Advance, Progress
+from topw_deploy.manifest import load_decoder_manifest
+from topw_deploy.progress import SILENT, Progress
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.sequence import Sequence as Prepared
 from topw_deploy.text import count_text
-from topw_lab.bench.measure import Spread, interleave, this_machine
-from topw_lab.bench.sides import Report, Side, Times, choose, decoder_manifest, start_workers
-from topw_lab.plots import Bar, Panel, draw_panels
-from topw_lab.tables import comparison, duration, significant, table
+from topw_lab.bench.measure import Spread, interleave
+from topw_lab.bench.sides import Report, Side, Times, choose, start_workers
+from topw_lab.plots import Bar, Panel
+from topw_lab.tables import comparison, duration, significant
 from topw_lab.worker import Worker
 
 MEAN_PROMPT, MEAN_NEW = 342, 62  # default mean numbers of prompt tokens and new tokens
-LONG_PROMPT, LONG_PREFIX = 4000, 1000  # default lengths of the long prompt and of the reused prefix
+LONG_PROMPT, LONG_PREFIX = 4000, 1000  # tokens of the long prompt and of the reused prefix, if they fit the context
 SHORT_PROMPT, SUFFIX = 16, 8  # tokens of the request that waits for the long prompt, and after a prefix
 STREAMS = 8  # callers when the overhead of the engine is measured
 _STREAM_PROMPT, _STREAM_NEW = 16, 128  # prompt tokens and new tokens of a streaming caller, if they fit the context
@@ -51,102 +51,74 @@ Requests = list[tuple[list[int], int]]
 """(prompt, new tokens) of each request."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServeRequest:
-    """Options of `topw bench serve`.
-
-    folder: an exported model with a `static` cache.
-    concurrency: numbers of callers; each number is measured on its own.
-    requests: minimum number of requests in a round; there is at least one for each caller.
-    prompt_tokens, new_tokens: mean lengths. None: MEAN_PROMPT and MEAN_NEW, or less if the context is short.
-    rows: maximum number of rows of the engine.
-    prefill_budget: the engine's option.
-    long_tokens: length of the prompt that a short request waits for. None: LONG_PROMPT, or what fits the context.
-    prefix_tokens: length of the reused prefix. None: LONG_PREFIX, or what fits the context.
-    threads: thread counts; each count is measured on its own.
-    peers: names of sides; empty for all.
-    rounds: number of times that each side is timed.
-    seed: of the requests and of the order of the sides.
-    """
-
-    folder: Path
-    concurrency: Sequence[int] = (1, 4, 16, 64)
-    requests: int = 16
-    prompt_tokens: int | None = None
-    new_tokens: int | None = None
-    rows: int = 16
-    prefill_budget: int = 256
-    long_tokens: int | None = None
-    prefix_tokens: int | None = None
-    threads: Sequence[int] = (1,)
-    peers: Sequence[str] = ()
-    rounds: int = 3
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """The lengths of a request, which fit the model's context, and the model's context and vocabulary.
-
-    longest: maximum number of tokens of a sequence of the callers, prompt and new tokens together.
-    """
-
-    prompt_tokens: int
-    new_tokens: int
-    long_tokens: int
-    prefix_tokens: int
-    longest: int
-    context: int
-    vocab: int
-
-
-def fit_lengths(request: ServeRequest) -> Lengths:
-    """Set the lengths that are None.
-
-    Raises ManifestError for a folder without a decoder, ParameterError for lengths that do not fit the context.
-    """
-    manifest = decoder_manifest(request.folder)
-    context, count = manifest.decoder.context_length, max(request.requests, *request.concurrency)
-    prompt = request.prompt_tokens or max(1, min(MEAN_PROMPT, context // _CONTEXT_DIVISOR))
-    new = request.new_tokens or max(2, min(MEAN_NEW, context // _CONTEXT_DIVISOR))
-    long = request.long_tokens or max(1, min(LONG_PROMPT, context - 1))
-    prefix = request.prefix_tokens or max(1, min(LONG_PREFIX, context - SUFFIX - 1))
-    longest = log_normal_lengths(count, prompt)[-1] + log_normal_lengths(count, new)[-1]
-    for name, length, needed in (
-        ("prompt_tokens", prompt, longest),
-        ("long_tokens", long, long + 1),
-        ("prefix_tokens", prefix, prefix + SUFFIX + 1),
-    ):
-        if needed > context:
-            raise ParameterError(
-                f"{name} is {length}, so a sequence may need {needed} tokens, but the context has {context}; give "
-                "less.",
-                name,
-            )
-    return Lengths(prompt, new, long, prefix, longest, context, manifest.sampler.vocab_size)
-
-
 def log_normal_lengths(count: int, mean: int) -> list[int]:
     """`count` lengths with about this mean, in ascending order: quantiles of a log-normal distribution."""
     normal = NormalDist(-(_LOG_DEVIATION**2) / 2, _LOG_DEVIATION)
     return [max(1, round(mean * math.exp(normal.inv_cdf((index + 0.5) / count)))) for index in range(count)]
 
 
-def make_requests(lengths: Lengths, count: int, seed: int) -> Requests:
-    """Random requests, the same for equal seeds."""
+def make_requests(
+    folder: Path, count: int, prompt_tokens: int | None = None, new_tokens: int | None = None, seed: int = 0
+) -> Requests:
+    """Random requests, the same for equal seeds.
+
+    prompt_tokens, new_tokens: mean lengths. None: MEAN_PROMPT and MEAN_NEW, or less if the context is short.
+
+    Raises ManifestError for a folder without a decoder, ParameterError for lengths that do not fit the context.
+    """
+    manifest = load_decoder_manifest(folder)
+    context = manifest.decoder.context_length
+    prompts, budgets = (
+        log_normal_lengths(count, mean or max(2, min(usual, context // _CONTEXT_DIVISOR)))
+        for mean, usual in ((prompt_tokens, MEAN_PROMPT), (new_tokens, MEAN_NEW))
+    )
+    if prompts[-1] + budgets[-1] > context:
+        raise ParameterError(
+            f"a request may have {prompts[-1]} + {budgets[-1]} tokens, but the context has {context}; lower "
+            "prompt_tokens or new_tokens.",
+            "prompt_tokens",
+        )
     rng = np.random.default_rng([seed, count])
-    prompts = rng.permutation(log_normal_lengths(count, lengths.prompt_tokens)).tolist()
-    budgets = rng.permutation(log_normal_lengths(count, lengths.new_tokens)).tolist()
     return [
-        (rng.integers(0, lengths.vocab, tokens).tolist(), budget)
-        for tokens, budget in zip(prompts, budgets, strict=True)
+        (rng.integers(0, manifest.sampler.vocab_size, tokens).tolist(), budget)
+        for tokens, budget in zip(rng.permutation(prompts).tolist(), rng.permutation(budgets).tolist(), strict=True)
     ]
 
 
-def own_sides(request: ServeRequest) -> list[Side]:
-    """The sides of this package, which share a process. `static` is not measured with a single caller."""
-    settings = {"folder": str(request.folder), "rows": request.rows, "prefill_budget": request.prefill_budget}
-    return [
+def run(
+    folder: Path,
+    *,
+    concurrency: Sequence[int] = (1, 4, 16, 64),
+    requests: int = 16,
+    prompt_tokens: int | None = None,
+    new_tokens: int | None = None,
+    rows: int = 16,
+    prefill_budget: int = 256,
+    threads: Sequence[int] = (1,),
+    peers: Sequence[str] = (),
+    rounds: int = 3,
+    seed: int = 0,
+    progress: Progress = SILENT,
+    others: Sequence[Side] = (),
+) -> Report:
+    """Measure all sides in turn.
+
+    folder: an exported model with a `static` cache.
+    concurrency: numbers of callers; each number is measured on its own.
+    requests: minimum number of requests in a round; there is at least one for each caller.
+    prompt_tokens, new_tokens: see `make_requests`.
+    rows: maximum number of sequences that the engine runs at once.
+    prefill_budget: the engine's option.
+    threads: thread counts; each count is measured on its own.
+    peers: names of sides; empty for all.
+    seed: of the requests and of the order of the sides.
+    others: sides other than this package's. Their function is like the methods of `ServeWorker`.
+
+    Raises ManifestError for a folder without a decoder, ParameterError for a request that does not fit the model,
+    BenchmarkError for a named side that is missing and for a side that dies.
+    """
+    settings = {"folder": str(folder), "rows": rows, "prefill_budget": prefill_budget}
+    own = [
         Side(name=name, label=label, kind=kind, worker=__file__, do=name, settings=settings)
         for name, label, kind in (
             ("engine", "Engine", "ours"),
@@ -155,239 +127,154 @@ def own_sides(request: ServeRequest) -> list[Side]:
             ("ideal", "the Engine's runs alone", "yardstick"),
         )
     ]
-
-
-def run(request: ServeRequest, progress: Progress = SILENT, others: Sequence[Side] = ()) -> Report:
-    """Measure all sides in turn.
-
-    others: sides other than this package's. Their function is like the methods of `ServeWorker`.
-
-    Raises ManifestError for a folder without a decoder, ParameterError for a request that does not fit the model,
-    BenchmarkError for a named side that is missing and for a side that dies.
-    """
-    lengths = fit_lengths(request)
-    request = replace(request, **{name: getattr(lengths, name) for name in vars(lengths) if hasattr(request, name)})
-    present, absent = choose([*own_sides(request), *others], request.peers)
-    machine = this_machine()
-    lines = [f"{machine}; {request.folder.name}, {count_text(request.rounds, 'round')}"]
-    panels: list[Panel] = []
-    runs = []
-    measured = [[side for side in present if callers > 1 or side.name != "static"] for callers in request.concurrency]
+    present, absent = choose([*own, *others], peers)
+    loads = {
+        callers: make_requests(folder, max(requests, callers), prompt_tokens, new_tokens, seed)
+        for callers in concurrency
+    }
     has_engine = any(side.name == "engine" for side in present)
-    total = len(request.threads) * request.rounds * (sum(map(len, measured)) + has_engine)
+    settings |= {"concurrency": concurrency, "threads": threads, "rounds": rounds, "seed": seed}
+    report = Report("serve", settings, absent, "all requests, or to the first text")
+    total = len(threads) * rounds * (len(loads) * len(present) - (1 in loads) + has_engine)
     with progress.bar(total, "run") as advance:
-        for threads in request.threads:
-            threads_text, loads, latencies = count_text(threads, "thread"), [], None
-            with start_workers(present, threads, progress) as workers:
-                for callers, load_sides in zip(request.concurrency, measured, strict=True):
-                    requests = make_requests(lengths, max(request.requests, callers), request.seed)
-                    load = _measure_load(workers, load_sides, request, callers, requests, advance)
-                    loads.append(load.as_dict())
-                    lines += [f"\n{threads_text}, {load.title}\n", table(_HEADER, map(load.row, load.sides))]
-                    panels.append(load.panel(f"{request.folder.name}, {threads_text}, {load.title}"))
+        for count in threads:
+            name = f"{folder.resolve().name}, {count_text(count, 'thread')}"
+            with start_workers(present, count, progress) as workers:
+                for callers, load in loads.items():
+                    # `static` is `one-by-one` if there is a single caller.
+                    sides = [side for side in present if callers > 1 or side.name != "static"]
+                    warmup = [(prompt, min(new, _WARMUP_NEW)) for prompt, new in load[: max(rows, requests)]]
+                    calls = {}
+                    for side in sides:
+                        call = partial(workers[side.name].call, side.do, callers=callers)
+                        call(requests=warmup)  # maps the memory
+                        calls[side.name] = partial(call, requests=load)
+                    served = interleave(calls, rounds, 0, seed=seed, advance=advance)
+                    _add_load(report, name, callers, load, sides, served)
                 if has_engine:
-                    latencies = Latencies(_measure_latencies(workers["engine"], request, lengths, advance))
-                    lines += ["", *latencies.lines(request.prefill_budget, lengths)]
-                    subtitle = f"{request.folder.name}, {threads_text}, time to the first text"
-                    panels.append(latencies.panel(subtitle, lengths))
-            rounds = None if latencies is None else latencies.rounds
-            runs.append({"threads": threads, "loads": loads, "latencies": rounds})
-    note = f"Medians; whiskers are quartiles. {machine}."
-    return Report(
-        benchmark="serve",
-        request=request,
-        machine=machine,
-        lines=lines,
-        results={"runs": runs},
-        draw=lambda path: draw_panels(path, panels, "all requests, or to the first text", note),
-        absent=absent,
-    )
+                    latencies = []
+                    for number in range(rounds + 1):  # the first is a warm-up
+                        latencies.append(_latencies(workers["engine"], folder, prefill_budget, seed + number))
+                        advance(int(number > 0))
+                    _add_latencies(report, name, prefill_budget, latencies[1:])
+    return report
 
 
-@dataclass(frozen=True)
-class Load:
-    """All sides with one number of callers.
-
-    served: the worker's results by side and round.
-    """
-
-    callers: int
-    requests: Requests
-    sides: Sequence[Side]
-    served: Mapping[str, Sequence[Mapping[str, Any]]]
-
-    @property
-    def times(self) -> Times:
-        """Seconds for all requests of each side."""
-        return Times(self.sides, {name: [each["seconds"] for each in rounds] for name, rounds in self.served.items()})
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(len(prompt) for prompt, _ in self.requests)
-
-    @property
-    def new_tokens(self) -> int:
-        return sum(new_tokens for _, new_tokens in self.requests)
-
-    @property
-    def title(self) -> str:
-        tokens = f"{self.prompt_tokens:,} prompt and {self.new_tokens:,} new tokens"
-        return f"{count_text(self.callers, 'caller')}: {count_text(len(self.requests), 'request')}, {tokens}"
-
-    def percentiles(self, side: str, what: str) -> tuple[float, float] | None:
-        """Median and 99th percentile of "first" or "between" in seconds, over all rounds; None without values."""
-        values = [value for served in self.served[side] for value in served[what]]
-        return (float(np.percentile(values, 50)), float(np.percentile(values, 99))) if values else None
-
-    def row(self, side: Side) -> tuple[str, ...]:
-        """The side's row of the table."""
-        seconds = median(self.times.seconds[side.name])
-        percentiles = (self.percentiles(side.name, what) for what in ("first", "between"))
-        return (
-            side.label,
-            significant(len(self.requests) / seconds),
-            significant(self.new_tokens / seconds),
-            Spread.of(self.times.ratios(side.name)).format(digits=3),
-            *("" if pair is None else " / ".join(significant(end * 1e3) for end in pair) for pair in percentiles),
-        )
-
-    def as_dict(self) -> dict[str, Any]:
-        sides = {
-            side.name: {
-                "label": side.label,
-                "kind": side.kind,
-                "seconds": self.times.seconds[side.name],
-                "ratio": self.times.ratio_json(side.name),
-                "first": self.percentiles(side.name, "first"),
-                "between": self.percentiles(side.name, "between"),
-                **{what: [served[what] for served in self.served[side.name] if what in served]
-                   for what in ("steady", "outside")},
-            }
-            for side in self.sides
-        }  # fmt: skip
-        return {
-            "callers": self.callers,
-            "requests": len(self.requests),
-            "prompt_tokens": self.prompt_tokens,
-            "new_tokens": self.new_tokens,
-            "reference": self.times.reference.name,
-            "sides": sides,
-        }
-
-    def panel(self, subtitle: str) -> Panel:
-        times = self.times
-        reference = times.reference.name
-
-        def rate(side: str) -> str:
-            return f"{significant(self.new_tokens / times.spread(side).median)} new tokens/s"
-
-        def text(side: Side) -> str:
-            return rate(side.name) + ("" if side.name == reference else f"   {times.ratio(side.name):.2f}x")
-
-        title = f"{count_text(self.callers, 'caller')} {'gets' if self.callers == 1 else 'get'} {rate(reference)}"
-        factors = {side.label: times.ratio(side.name) for side in self.sides if side.name not in (reference, "ideal")}
-        return times.panel(subtitle, f"{title}: {comparison(factors)}" if factors else title, text)
-
-
-def _measure_load(
-    workers: Mapping[str, Worker],
-    sides: Sequence[Side],
-    request: ServeRequest,
+def _add_load(
+    report: Report,
+    name: str,
     callers: int,
     requests: Requests,
-    advance: Advance,
-) -> Load:
-    """Serve the requests of `callers` callers with each side, in turn."""
-    warmup = [(prompt, min(new, _WARMUP_NEW)) for prompt, new in requests[: max(request.rows, request.requests)]]
-    for side in sides:  # maps the memory
-        workers[side.name].call(side.do, requests=warmup, callers=callers)
-    calls = {side.name: partial(workers[side.name].call, side.do, requests=requests, callers=callers) for side in sides}
-    return Load(callers, requests, sides, interleave(calls, request.rounds, 0, seed=request.seed, advance=advance))
+    sides: Sequence[Side],
+    served: Mapping[str, Sequence[Mapping[str, Any]]],
+) -> None:
+    """Add all sides with one number of callers to the report. served: the worker's results by side and round."""
+    times = Times(sides, {side: [each["seconds"] for each in rounds] for side, rounds in served.items()})
+    new_tokens = sum(new for _, new in requests)
+    tokens = f"{sum(len(prompt) for prompt, _ in requests):,} prompt and {new_tokens:,} new tokens"
+    title = f"{name}, {count_text(callers, 'caller')}: {count_text(len(requests), 'request')}, {tokens}"
+    # Median and 99th percentile in seconds, over all rounds.
+    waits = {
+        what: {side: np.percentile(values, (50, 99)).tolist() if values else None for side, values in (
+            (side, [value for each in rounds for value in each[what]]) for side, rounds in served.items())}
+        for what in ("first", "between")
+    }  # fmt: skip
+
+    def rate(side: str, count: int = new_tokens) -> str:
+        return significant(count / times.spread(side).median)
+
+    rows = []
+    for side in sides:
+        pairs = [waits[what][side.name] for what in ("first", "between")]
+        shown = ["" if pair is None else " / ".join(significant(end * 1e3) for end in pair) for pair in pairs]
+        ratio = times.ratio(side.name).format(digits=3)
+        rows.append((side.label, rate(side.name, len(requests)), rate(side.name), ratio, *shown))
+    report.add_table(title, _HEADER, rows)
+    report.runs.append({"title": title, "callers": callers, "requests": len(requests), "new_tokens": new_tokens,
+                        **times.as_dict(**waits)})  # fmt: skip
+    reference = times.reference.name
+    finding = f"{count_text(callers, 'caller')} {'gets' if callers == 1 else 'get'} {rate(reference)} new tokens/s"
+    factors = {side.label: times.ratio(side.name).median for side in sides if side.name not in (reference, "ideal")}
+    if factors:
+        finding += f": {comparison(factors)}"
+
+    def text(side: Side) -> str:
+        factor = "" if side.name == reference else f"   {times.ratio(side.name).median:.2f}x"
+        return f"{rate(side.name)} new tokens/s{factor}"
+
+    report.panels.append(times.panel(title, finding, text))
 
 
-@dataclass(frozen=True)
-class Latencies:
-    """Latencies of the engine, and its overhead with STREAMS streaming callers.
+def _latencies(worker: Worker, folder: Path, budget: int, seed: int) -> dict[str, float]:
+    """One round of latencies of the engine, and of its overhead with STREAMS streaming callers.
 
-    rounds: for each round, by name:
-        chunked, whole: seconds to the first text of a short request while a long prompt is read in chunks, or at once.
-        read, reused: seconds to the first text of a long prompt whose prefix is read, or reused.
-        outside: share of the engine's time outside the session's runs.
-        steady: the same share, only over iterations that run one step for the same sequences as the iteration before.
-        lost: 1 - time of the runs alone (side `ideal`) / time of the engine, for the same requests.
-        step: seconds per step.
+    chunked, whole: seconds to the first text of a short request while a long prompt is read in chunks, or at once.
+    read, reused: seconds to the first text of a long prompt whose prefix is read, or reused.
+    outside, steady, step: see `ServeWorker`.
+    lost: 1 - time of the runs alone (side `ideal`) / time of the engine, for the same requests.
+    long, prefix: numbers of tokens of the long prompt and of the prefix.
     """
-
-    rounds: Sequence[Mapping[str, float]]
-
-    def spread(self, name: str) -> Spread:
-        return Spread.of([latencies[name] for latencies in self.rounds])
-
-    def ratio(self, over: str, under: str) -> Spread:
-        return Spread.of([latencies[over] / latencies[under] for latencies in self.rounds])
-
-    def lines(self, budget: int, lengths: Lengths) -> list[str]:
-        """The sentences of the report."""
-        medians = {name: duration(self.spread(name).median) for name in self.rounds[0]}
-        return [
-            f"{STREAMS} streaming callers: {self.spread('steady').format(100, 1)} % of the engine's time is outside "
-            f"the session's runs between starts and ends, {self.spread('outside').format(100, 1)} % in all; the runs "
-            f"alone take {self.spread('lost').format(100, 1)} % less time. A step takes {medians['step']}.",
-            f"First text of a request of {SHORT_PROMPT} tokens while a prompt of {lengths.long_tokens:,} is read: "
-            f"{medians['chunked']} with chunks of {budget}, {medians['whole']} if it is read at once, "
-            f"{self.ratio('whole', 'chunked').format(digits=1)} times as long.",
-            f"First text after {lengths.prefix_tokens:,} + {SUFFIX} tokens: {medians['read']} if all are read, "
-            f"{medians['reused']} if the first {lengths.prefix_tokens:,} are reused, "
-            f"{self.ratio('read', 'reused').format(digits=1)} times as fast.",
-        ]
-
-    def panel(self, subtitle: str, lengths: Lengths) -> Panel:
-        bars = [
-            Bar(label, self.spread(name).ends, kind, duration(self.spread(name).median))
-            for name, kind, label in (
-                ("chunked", "ours", f"behind {lengths.long_tokens:,} tokens, chunked"),
-                ("whole", "yardstick", f"behind {lengths.long_tokens:,} tokens, at once"),
-                ("reused", "ours", f"{lengths.prefix_tokens:,} + {SUFFIX} tokens, reused"),
-                ("read", "yardstick", f"{lengths.prefix_tokens:,} + {SUFFIX} tokens, read"),
-            )
-        ]
-        title = (
-            f"The first text comes {significant(self.ratio('whole', 'chunked').median, 2)}x sooner behind a prompt "
-            f"read in chunks, and {significant(self.ratio('read', 'reused').median, 2)}x sooner after a reused prefix"
-        )
-        return Panel(subtitle, title, bars)
-
-
-def _measure_latencies(
-    worker: Worker, request: ServeRequest, lengths: Lengths, advance: Advance
-) -> list[dict[str, float]]:
-    """The rounds of `Latencies`. A first round is a warm-up, and not counted."""
-    rng = np.random.default_rng(request.seed)
+    manifest = load_decoder_manifest(folder)
+    context, rng = manifest.decoder.context_length, np.random.default_rng(seed)
 
     def random_tokens(count: int) -> list[int]:
-        ids: list[int] = rng.integers(0, lengths.vocab, count).tolist()
+        ids: list[int] = rng.integers(0, manifest.sampler.vocab_size, count).tolist()
         return ids
 
-    rounds: list[dict[str, float]] = []
-    stream = min(_STREAM_PROMPT, lengths.context // 2)
-    budgets = {"chunked": request.prefill_budget, "whole": max(lengths.long_tokens, lengths.context)}
-    for number in range(request.rounds + 1):
-        long, short = random_tokens(lengths.long_tokens), random_tokens(min(SHORT_PROMPT, lengths.long_tokens))
-        prefix, suffixes = random_tokens(lengths.prefix_tokens), [random_tokens(SUFFIX), random_tokens(SUFFIX)]
-        streams = [(random_tokens(stream), min(_STREAM_NEW, lengths.context - stream)) for _ in range(STREAMS)]
-        streamed = worker.call("engine", requests=streams, callers=STREAMS)
-        ideal = worker.call("ideal", requests=streams, callers=STREAMS)["seconds"]
-        read, reused = worker.call("wait_after_prefix", prefix=prefix, suffixes=suffixes)
-        waits = {
-            name: worker.call("wait_behind_prompt", long=long, short=short, budget=budget)
-            for name, budget in budgets.items()
-        }
-        overhead = {name: streamed[name] for name in ("steady", "outside", "step")}
-        lost = 1 - ideal / streamed["seconds"]
-        rounds.append({**waits, "read": read, "reused": reused, **overhead, "lost": lost})
-        if number:
-            advance(1)
-    return rounds[1:]
+    long, prefix = (random_tokens(max(1, min(most, context - SHORT_PROMPT))) for most in (LONG_PROMPT, LONG_PREFIX))
+    short, suffixes = random_tokens(min(SHORT_PROMPT, len(long))), [random_tokens(SUFFIX), random_tokens(SUFFIX)]
+    stream = min(_STREAM_PROMPT, context // 2)
+    streams = [(random_tokens(stream), min(_STREAM_NEW, context - stream)) for _ in range(STREAMS)]
+    streamed = worker.call("engine", requests=streams, callers=STREAMS)
+    ideal = worker.call("ideal", requests=streams, callers=STREAMS)["seconds"]
+    read, reused = worker.call("wait_after_prefix", prefix=prefix, suffixes=suffixes)
+    return {
+        "chunked": worker.call("wait_behind_prompt", long=long, short=short, budget=budget),
+        "whole": worker.call("wait_behind_prompt", long=long, short=short, budget=max(len(long), context)),
+        "read": read,
+        "reused": reused,
+        **{name: streamed[name] for name in ("steady", "outside", "step")},
+        "lost": 1 - ideal / streamed["seconds"],
+        "long": len(long),
+        "prefix": len(prefix),
+    }
+
+
+def _add_latencies(report: Report, name: str, budget: int, rounds: Sequence[Mapping[str, float]]) -> None:
+    """Add the rounds of `_latencies` to the report."""
+    spreads = {each: Spread.of([latencies[each] for latencies in rounds]) for each in rounds[0]}
+    medians = {each: duration(spread.median) for each, spread in spreads.items()}
+    shares = {each: spreads[each].format(100, 1) for each in ("steady", "outside", "lost")}
+    sooner, faster = (
+        Spread.of([latencies[over] / latencies[under] for latencies in rounds])
+        for over, under in (("whole", "chunked"), ("read", "reused"))
+    )
+    long, prefix = f"{rounds[0]['long']:,}", f"{rounds[0]['prefix']:,}"
+    report.lines += [
+        "",
+        f"{STREAMS} streaming callers: {shares['steady']} % of the engine's time is outside the session's runs between "
+        f"starts and ends, {shares['outside']} % in all; the runs alone take {shares['lost']} % less time. A step "
+        f"takes {medians['step']}.",
+        f"First text of a request of {SHORT_PROMPT} tokens while a prompt of {long} is read: {medians['chunked']} with "
+        f"chunks of {budget}, {medians['whole']} if it is read at once, {sooner.format(digits=1)} times as long.",
+        f"First text after {prefix} + {SUFFIX} tokens: {medians['read']} if all are read, {medians['reused']} if the "
+        f"first {prefix} are reused, {faster.format(digits=1)} times as fast.",
+    ]
+    report.runs.append({"title": f"{name}, latencies", "latencies": rounds})
+    bars = [
+        Bar(label, spreads[each].ends, kind, medians[each])
+        for each, kind, label in (
+            ("chunked", "ours", f"behind {long} tokens, chunked"),
+            ("whole", "yardstick", f"behind {long} tokens, at once"),
+            ("reused", "ours", f"{prefix} + {SUFFIX} tokens, reused"),
+            ("read", "yardstick", f"{prefix} + {SUFFIX} tokens, read"),
+        )
+    ]
+    finding = (
+        f"The first text comes {significant(sooner.median, 2)}x sooner behind a prompt read in chunks, and "
+        f"{significant(faster.median, 2)}x sooner after a reused prefix"
+    )
+    report.panels.append(Panel(f"{name}, time to the first text", finding, bars))
 
 
 Served = dict[str, Any]
@@ -403,14 +290,9 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     """
     model = TopWModel.from_pretrained(settings["folder"], provider="cpu", intra_op_num_threads=settings["threads"])
     worker = ServeWorker(model, settings["rows"], settings["prefill_budget"])
-    return {
-        "engine": worker.engine,
-        "one-by-one": worker.one_by_one,
-        "static": worker.static,
-        "ideal": worker.ideal,
-        "wait_behind_prompt": worker.wait_behind_prompt,
-        "wait_after_prefix": worker.wait_after_prefix,
-    }
+    sides = {name: getattr(worker, name.replace("-", "_")) for name in ("engine", "one-by-one", "static", "ideal")}
+    waits = {"wait_behind_prompt": worker.wait_behind_prompt, "wait_after_prefix": worker.wait_after_prefix}
+    return {**sides, **waits}
 
 
 class ServeWorker:
@@ -570,64 +452,41 @@ def run_requests(
     There are no threads, callers or texts, and only the runs are timed. Their time is a lower bound for `Engine`, which
     adds the cost of its own and the callers' Python code.
 
-    rows: number of rows of `batch`; all must be free.
+    rows: number of slots of `batch`; all must be free.
     chunk: maximum number of prompt tokens per run.
     decoding_only: see `Scheduler`.
     """
     scheduler: Scheduler[_Sequence] = Scheduler(rows, chunk, decoding_only=decoding_only, moves_rows=batch.copies_rows)
-    sequences = [_Sequence(request) for request in requests]
-    waiting = iter(sequences[callers:])
-    for sequence in sequences[:callers]:
-        scheduler.submit(sequence)
+    waiting = deque(_Sequence(request) for request in requests)
+
+    def take(sequence: _Sequence, feed: Callable[[int, int], None], token: int) -> None:
+        """Count a drawn token, and feed it to the next run or end the sequence."""
+        sequence.left -= 1
+        if sequence.left:
+            feed(sequence.row, token)
+            return
+        scheduler.end(sequence)
+        batch.clear(sequence.row)
+        if waiting:
+            scheduler.submit(waiting.popleft())
+
+    for _ in range(min(callers, len(waiting))):
+        scheduler.submit(waiting.popleft())
     before = batch.run_seconds
     while not scheduler.is_idle:
         for sequence in scheduler.admit():
             batch.assign(sequence.row, sequence.request)
-        ended = _read_chunk(batch, scheduler)
-        ended += _run_step(batch, scheduler)
-        for sequence in ended:
-            batch.clear(sequence.row)
-            following = next(waiting, None)
-            if following is not None:
-                scheduler.submit(following)
+        part = scheduler.next_chunk()
+        if part is not None:
+            sequence = part.sequence
+            token = batch.read(sequence.row, sequence.request, part.start, part.end)
+            scheduler.record_read(part)
+            if token is not None:
+                take(sequence, batch.begin, token)
+        for pair in scheduler.arrange():
+            batch.exchange(*pair)
+        if scheduler.decoding:
+            tokens = batch.step(scheduler.width)
+            for sequence in list(scheduler.decoding):
+                take(sequence, batch.accept, tokens[sequence.row])
     return batch.run_seconds - before
-
-
-def _read_chunk(batch: Batch, scheduler: Scheduler[_Sequence]) -> list[_Sequence]:
-    """Read a chunk of a prompt, if one waits. Returns the sequences that ended."""
-    chunk = scheduler.next_chunk()
-    if chunk is None:
-        return []
-    sequence = chunk.sequence
-    token = batch.read(sequence.row, sequence.request, chunk.start, chunk.end)
-    scheduler.record_read(chunk)
-    if token is None:
-        return []
-    return _accept_tokens(scheduler, [sequence], lambda sequence: batch.begin(sequence.row, token))
-
-
-def _run_step(batch: Batch, scheduler: Scheduler[_Sequence]) -> list[_Sequence]:
-    """Draw a token for each decoding row. Returns the sequences that ended."""
-    for pair in scheduler.arrange():
-        batch.exchange(*pair)
-    if not scheduler.decoding:
-        return []
-    tokens = batch.step(scheduler.width)
-    return _accept_tokens(
-        scheduler, list(scheduler.decoding), lambda sequence: batch.accept(sequence.row, tokens[sequence.row])
-    )
-
-
-def _accept_tokens(
-    scheduler: Scheduler[_Sequence], sequences: Sequence[_Sequence], feed: Callable[[_Sequence], None]
-) -> list[_Sequence]:
-    """Count the new token of each sequence, and feed it to the next run. Returns the sequences that ended."""
-    ended = []
-    for sequence in sequences:
-        sequence.left -= 1
-        if sequence.left:
-            feed(sequence)
-        else:
-            scheduler.end(sequence)
-            ended.append(sequence)
-    return ended

@@ -7,20 +7,20 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from topw_deploy.errors import BenchmarkError, ManifestError, ParameterError
-from topw_deploy.manifest import DecoderManifest, load_manifest
+from topw_deploy.errors import BenchmarkError, ParameterError
+from topw_deploy.manifest import load_decoder_manifest
 from topw_deploy.progress import Progress
 from topw_deploy.runtime.rule_settings import USUAL
 from topw_deploy.text import count_text
-from topw_lab.bench.measure import MachineInfo, Spread, median_interval, round_ratios
-from topw_lab.plots import Bar, Panel
+from topw_lab.bench.measure import Spread, median_interval, this_machine
+from topw_lab.plots import Bar, Panel, draw_panels
+from topw_lab.tables import table
 from topw_lab.worker import Worker
 
 TOP_P, TOP_K, MIN_P = USUAL["top_p"], USUAL["top_k"], USUAL["min_p"]
@@ -35,13 +35,13 @@ SEARCHES: dict[str, dict[str, Any]] = {
 }
 """Name -> options of onnxruntime-genai and transformers. top_k is always given, because both default to 50."""
 
-FOLDER = Path(__file__).parent
-"""Folder of the workers."""
+PEERS = Path(__file__).with_name("peers.py")
+"""The worker of other libraries."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One implementation that is timed: a row of the table.
+    """One implementation that is timed: a line of the table.
 
     Sides with equal worker, settings and python share a process.
 
@@ -52,7 +52,6 @@ class Side:
     settings: settings for the worker's `start`, without `threads`.
     do: the worker's function.
     python: the worker's interpreter; None for this one.
-    gives: what one call returns, for the table of samplers.
     why_not: why the side cannot run here and what to do, as the end of the sentence "the side is ..."; None if it can.
     """
 
@@ -63,17 +62,13 @@ class Side:
     settings: Mapping[str, Any]
     do: str = "run"
     python: Path | None = None
-    gives: str = ""
     why_not: str | None = None
 
 
-AnySide = TypeVar("AnySide", bound=Side)
-
-
 def choose(
-    sides: Sequence[AnySide], names: Sequence[str], groups: Collection[str] = ()
-) -> tuple[list[AnySide], list[AnySide]]:
-    """Select the sides in `names`, or all if `names` is empty. Returns (sides to run, sides that cannot run here).
+    sides: Sequence[Side], names: Sequence[str], groups: Collection[str] = ()
+) -> tuple[list[Side], dict[str, str]]:
+    """Select the sides in `names`, or all if `names` is empty. Returns (sides to run, label -> why it cannot run here).
 
     A name in `groups` selects every "<group>-..." side. Raises ParameterError for an unknown name, BenchmarkError for a
     named side that cannot run.
@@ -84,10 +79,10 @@ def choose(
             raise ParameterError(f"{name!r} is not a side of this benchmark; choose from {', '.join(known)}.", "peers")
     prefixes = tuple(f"{name}-" for name in names if name in groups)
     selected = [side for side in sides if not names or side.name in names or side.name.startswith(prefixes)]
-    for side in selected:
-        if names and side.why_not is not None:
-            raise BenchmarkError(f"{side.name} was requested, but is {side.why_not}.")
-    return [side for side in selected if side.why_not is None], [side for side in selected if side.why_not is not None]
+    absent = {side.label: side.why_not for side in selected if side.why_not is not None}
+    for label, why_not in absent.items() if names else ():
+        raise BenchmarkError(f"{label} was requested, but is {why_not}.")
+    return [side for side in selected if side.why_not is None], absent
 
 
 @contextmanager
@@ -118,9 +113,6 @@ class Times:
     sides: Sequence[Side]
     seconds: Mapping[str, Sequence[float]]
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.seconds
-
     @property
     def reference(self) -> Side:
         """The side that ratios refer to: our first side, else the first."""
@@ -131,16 +123,26 @@ class Times:
 
     def ratios(self, name: str, to: str | None = None) -> list[float]:
         """The time of side `name` relative to side `to` (None: the reference), by round."""
-        return round_ratios(self.seconds, name, to or self.reference.name)
+        others = self.seconds[to or self.reference.name]
+        return [a / b for a, b in zip(self.seconds[name], others, strict=True)]
 
-    def ratio(self, name: str, to: str | None = None) -> float:
-        """The median of `ratios`."""
-        return Spread.of(self.ratios(name, to)).median
+    def ratio(self, name: str, to: str | None = None) -> Spread:
+        return Spread.of(self.ratios(name, to))
 
-    def ratio_json(self, name: str) -> dict[str, Any]:
-        """Median and quartiles of the ratios to the reference, and the confidence interval of the median."""
-        ratios = self.ratios(name)
-        return {**asdict(Spread.of(ratios)), "median_interval": median_interval(ratios)}
+    def as_dict(self, **more: Mapping[str, Any]) -> dict[str, Any]:
+        """The times and ratios of each side, in types that JSON has. more: field -> side -> further figure."""
+        return {"reference": self.reference.name, "sides": {
+            side.name: {
+                "label": side.label,
+                "kind": side.kind,
+                "seconds": self.seconds[side.name],
+                "spread": asdict(self.spread(side.name)),
+                "ratio": asdict(self.ratio(side.name)),
+                "ratio_interval": median_interval(self.ratios(side.name)),
+                **{name: figures[side.name] for name, figures in more.items()},
+            }
+            for side in self.sides
+        }}  # fmt: skip
 
     def panel(self, subtitle: str, title: str, text: Callable[[Side], str]) -> Panel:
         """A panel with a bar per side, shortest first. text: makes the text right of a bar."""
@@ -148,59 +150,52 @@ class Times:
         return Panel(subtitle, title, sorted(bars, key=lambda bar: bar.seconds[1]))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class Report:
-    """What a benchmark measured.
+    """What a benchmark measured, as text, JSON and a picture.
 
     benchmark: name of the command.
-    request: the benchmark's request, a dataclass.
-    absent: the sides that were left out.
-    lines: the text without the closing lines.
-    results: what was measured, in types that JSON has.
-    draw: writes the picture.
+    settings: of the command.
+    absent: label of each side that was left out -> why.
+    axis: label of the picture's axis: what a bar's time was spent on.
     """
 
     benchmark: str
-    request: Any
-    machine: MachineInfo
-    lines: Sequence[str]
-    results: Mapping[str, Any]
-    draw: Callable[[Path], None]
-    absent: Sequence[Side] = ()
+    settings: Mapping[str, Any]
+    absent: Mapping[str, str]
+    axis: str
+    machine: str = field(default_factory=this_machine)
+    load: float = field(default_factory=lambda: os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0)
+    lines: list[str] = field(default_factory=list)
+    runs: list[Mapping[str, Any]] = field(default_factory=list)
+    panels: list[Panel] = field(default_factory=list)
+
+    def add_table(self, title: str, header: Sequence[object], rows: Sequence[Sequence[object]]) -> None:
+        self.lines += ["", title, "", table(header, rows)]
 
     def text(self) -> str:
-        """The report as text, with the absent sides by reason, and a line if the machine was busy."""
+        """The report as text, with the load of the machine at the start and the absent sides by reason."""
+        first = f"{self.machine}; load {self.load:.1f} at the start; {count_text(self.settings['rounds'], 'round')}"
         labels: dict[str, list[str]] = {}
-        for side in self.absent:
-            labels.setdefault(str(side.why_not), []).append(side.label)
+        for label, reason in self.absent.items():
+            labels.setdefault(reason, []).append(label)
         lines = [""] * bool(labels) + [f"Left out: {'; '.join(same)} - {reason}" for reason, same in labels.items()]
-        if self.machine.is_busy:
-            lines.append(f"The load was {self.machine.load:.1f} at the start: other processes were running too.")
-        return "\n".join([*self.lines, *lines])
+        return "\n".join([first, *self.lines, *lines])
 
     def as_dict(self) -> dict[str, Any]:
         """The report in types that JSON has."""
         return {
             "benchmark": self.benchmark,
-            "machine": asdict(self.machine),
-            "settings": {name: _json_value(value) for name, value in asdict(self.request).items()},
-            **self.results,
-            "absent": {side.label: side.why_not for side in self.absent},
+            "machine": self.machine,
+            "load": self.load,
+            "settings": json.loads(json.dumps(self.settings, default=str)),
+            "runs": self.runs,
+            "absent": self.absent,
         }
 
-
-def _json_value(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_json_value(each) for each in value]
-    return str(value) if isinstance(value, Path) else value
-
-
-def decoder_manifest(folder: Path) -> DecoderManifest:
-    """The manifest of an exported model. Raises ManifestError for a sampler without a decoder."""
-    manifest = load_manifest(folder)
-    if not isinstance(manifest, DecoderManifest):
-        raise ManifestError(f"{folder} is a sampler without a decoder; use `topw bench sampler` for it.")
-    return manifest
+    def draw(self, path: Path) -> None:
+        """Write the picture."""
+        draw_panels(path, self.panels, self.axis, f"Medians; whiskers are quartiles. {self.machine}.")
 
 
 def random_prompt(folder: Path, prompt_tokens: int, new_tokens: int, seed: int) -> list[int]:
@@ -208,22 +203,17 @@ def random_prompt(folder: Path, prompt_tokens: int, new_tokens: int, seed: int) 
 
     Raises ManifestError for a sampler without a decoder, ParameterError if prompt and new tokens exceed the context.
     """
-    manifest = decoder_manifest(folder)
-    require_context(manifest, prompt_tokens, new_tokens, "prompt_tokens")
-    tokens: list[int] = np.random.default_rng(seed).integers(0, manifest.sampler.vocab_size, prompt_tokens).tolist()
-    return tokens
-
-
-def require_context(manifest: DecoderManifest, prompt_tokens: int, new_tokens: int, name: str) -> None:
-    """Raises ParameterError if the tokens exceed the context. name: the parameter that sets the prompt's length."""
-    needed, context = prompt_tokens + new_tokens, manifest.decoder.context_length
-    if needed > context:
+    manifest = load_decoder_manifest(folder)
+    context = manifest.decoder.context_length
+    if prompt_tokens + new_tokens > context:
         raise ParameterError(
-            f"{prompt_tokens} + {new_tokens} tokens are {needed}, but the context has {context}; lower {name} or "
+            f"{prompt_tokens} + {new_tokens} tokens exceed the context of {context}; lower prompt_tokens or "
             "new_tokens.",
-            name,
+            "prompt_tokens",
             "new_tokens",
         )
+    tokens: list[int] = np.random.default_rng(seed).integers(0, manifest.sampler.vocab_size, prompt_tokens).tolist()
+    return tokens
 
 
 def why_no_native_library() -> str | None:
@@ -239,15 +229,11 @@ def load_processor(path: Path) -> Any:
     Raises BenchmarkError for a file without that class.
     """
     os.environ |= {"TOPW_PRINT_PARAMS": "0", "TOPW_PRINT_KEPT": "0"}
-    spec = importlib.util.spec_from_file_location("authors_processor", path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise BenchmarkError(f"{path} is not a Python file; give the path of the authors' logit_processor_w1.py.")
-    module: ModuleType = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        spec = importlib.util.spec_from_file_location("authors_processor", path)
+        module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+        spec.loader.exec_module(module)  # type: ignore[union-attr]
+        return module.TopW_LogitsProcessor
     except Exception as error:
         message = " ".join(f"{type(error).__name__}: {error}".split())
         raise BenchmarkError(f"{path} does not load ({message}); give the authors' logit_processor_w1.py.") from error
-    if not hasattr(module, "TopW_LogitsProcessor"):
-        raise BenchmarkError(f"{path} has no TopW_LogitsProcessor; give the authors' logit_processor_w1.py.")
-    return module.TopW_LogitsProcessor
