@@ -9,8 +9,7 @@ from starlette.testclient import TestClient
 
 from topw_deploy.runtime.parameters import PARAMETERS
 from topw_deploy.serve.app import PAGE_ROUTES, ROUTES
-from topw_deploy.serve.parameters import IGNORED
-from topw_deploy.serve.schemas import ChatRequest
+from topw_deploy.serve.schemas import IGNORED, ChatRequest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "guide" / "serve.md").read_text(encoding="utf-8")

@@ -46,8 +46,7 @@ from topw_deploy.serve.failures import (
     is_expected,
     server_unavailable,
 )
-from topw_deploy.serve.parameters import check_fields, name_as_given, takes_long
-from topw_deploy.serve.schemas import GenerationRequest, StreamOptions
+from topw_deploy.serve.schemas import GenerationRequest, StreamOptions, check_fields, name_as_given, takes_long
 from topw_deploy.serve.service import service_of
 
 LOG = logging.getLogger("topw_deploy.serve")
