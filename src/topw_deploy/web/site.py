@@ -26,7 +26,6 @@ from topw_deploy.manifest import (
     open_listed,
 )
 from topw_deploy.text import decimal_size
-from topw_deploy.web import libraries
 
 CDN = "https://cdn.jsdelivr.net"
 FOLDER = "runtime"
@@ -197,7 +196,7 @@ def write_site(
     check_runs(manifest, model)
     size = graph_bytes(manifest, model)
     _check_separate(model, output)
-    found = list(libraries.read_packages(runtime)) if runtime is not None else []
+    found = list(read_packages(runtime)) if runtime is not None else []
     with atomic_folder(output, marker=MARKER, kind="a site of `topw web`", overwrite=overwrite) as folder:
         copy_export(model, manifest, folder / MODEL)
         for name, data in _site_files():
@@ -209,9 +208,9 @@ def write_site(
             (folder / file.copy_path).parent.mkdir(exist_ok=True)
             (folder / file.copy_path).write_bytes(data)
         if found:
-            (folder / libraries.FOLDER / "LICENCES.txt").write_text(libraries.licence_notice(), encoding="utf-8")
+            (folder / FOLDER / "LICENCES.txt").write_text(licence_notice(), encoding="utf-8")
         loaded = size + sum(entry.size for name, entry in manifest.files.items() if name in _READ_FILES)
-        about = {"version": 1, "bytes": loaded, "libraries": libraries.library_addresses(from_copies=bool(found))}
+        about = {"version": 1, "bytes": loaded, "libraries": library_addresses(from_copies=bool(found))}
         (folder / MARKER).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return Site(
@@ -264,7 +263,7 @@ def _page(manifest: DecoderManifest, size: int, title: str, prompt: str, *, outs
 
     size: bytes of the graph and its weights.
     """
-    policy = {**_POLICY, "connect-src": f"'self' {libraries.CDN}"} if outside else _POLICY
+    policy = {**_POLICY, "connect-src": f"'self' {CDN}"} if outside else _POLICY
     bits = manifest.decoder.quantisation.get("bits")
     kind = f", {bits}-bit weights" if bits else ""
     about = f"A language model of {decimal_size(size)}{kind}. It runs in this browser; nothing that you type leaves it."
@@ -332,9 +331,9 @@ def check_runs(manifest: DecoderManifest, folder: Path) -> None:
                 "fp32 or fp16."
             )
     least = manifest.decoder.least_onnxruntime
-    if least and major_minor(least) > major_minor(libraries.ONNXRUNTIME_VERSION):
+    if least and major_minor(least) > major_minor(ONNXRUNTIME_VERSION):
         raise UnsupportedModelError(
-            f"{folder} needs onnxruntime {least}, but the page has onnxruntime-web {libraries.ONNXRUNTIME_VERSION}; "
+            f"{folder} needs onnxruntime {least}, but the page has onnxruntime-web {ONNXRUNTIME_VERSION}; "
             "export without what needs the newer one, such as with --no-window-cache."
         )
     if manifest.source.get("route") == "graft" and any(spec.name == "logits" for spec in manifest.outputs):
