@@ -14,7 +14,7 @@ from topw_deploy.runtime import GenerationResult, Piece, TokenLogprob, TopLogpro
 from topw_deploy.runtime.tools import Content, Parsed, Reasoning, ToolCallParser, required_calls
 from topw_deploy.runtime.tools.parser import Event, ToolCall
 from topw_deploy.runtime.tools.schema import parameter_schemas
-from topw_deploy.serve.failures import invalid_request
+from topw_deploy.serve.failures import RequestError
 from topw_deploy.serve.schemas import ChatRequest, Message, NamedTool
 from topw_deploy.serve.service import Served
 from topw_deploy.serve.stream import Run, answer_choices, ending_fields, finite, read_body
@@ -108,7 +108,7 @@ def read_chat(body: ChatRequest, served: Served) -> Chat:
     parameters |= served.default_length(parameters) | _logprobs_parameter(body)
     tools = body.tools if body.tools and body.tool_choice != "none" else None
     if tools is None and body.tool_choice not in (None, "none", "auto"):
-        raise invalid_request("tool_choice asks for a call, but there are no tools; give tools.", "tool_choice")
+        raise RequestError("tool_choice asks for a call, but there are no tools; give tools.", "tool_choice")
     if tools is not None:
         parameter_schemas(tools)
         parameters |= _tool_parameters(body, tools, served, "structured_outputs" in parameters)
@@ -133,9 +133,8 @@ def render(
     """
     for name in variables or ():
         if name in _RESERVED_VARIABLES:
-            raise invalid_request(
-                f"chat_template_kwargs has {name}, which the server sets; remove it.", "chat_template_kwargs"
-            )
+            message = f"chat_template_kwargs has {name}, which the server sets; remove it."
+            raise RequestError(message, "chat_template_kwargs")
     given: dict[str, Any] = {"tools": tools, "reasoning_effort": effort}
     given = {name: value for name, value in given.items() if value is not None} | dict(variables or {})
     plain = [message.as_dict(f"messages.{index}") for index, message in enumerate(messages)]
@@ -146,7 +145,7 @@ def _logprobs_parameter(body: ChatRequest) -> dict[str, int]:
     if body.logprobs:
         return {"logprobs": body.top_logprobs or 0}
     if body.top_logprobs:
-        raise invalid_request('top_logprobs is given without logprobs; add "logprobs": true.', "top_logprobs")
+        raise RequestError('top_logprobs is given without logprobs; add "logprobs": true.', "top_logprobs")
     return {}
 
 
@@ -154,7 +153,7 @@ def _tool_parameters(
     body: ChatRequest, tools: list[dict[str, Any]], served: Served, constrained: bool
 ) -> dict[str, Any]:
     if served.tool_family is None:
-        raise invalid_request(
+        raise RequestError(
             f"the chat template of {served.name} has tool calls of no known family; send no tools, or start the "
             "server with --tool-parser.",
             "tools",
@@ -166,9 +165,8 @@ def _tool_parameters(
     if choice in (None, "auto"):
         return found
     if constrained:
-        raise invalid_request(
-            "tool_choice asks for a call, so the answer cannot match a schema too; give one.", "tool_choice"
-        )
+        message = "tool_choice asks for a call, so the answer cannot match a schema too; give one."
+        raise RequestError(message, "tool_choice")
     try:
         grammar = required_calls(
             tools,
@@ -178,7 +176,7 @@ def _tool_parameters(
             special_tokens={text: token for token, text in served.model.tokenizer.special_ids.items()},
         )
     except ParameterError as error:
-        raise invalid_request(f"tool_choice: {error}", "tool_choice") from None
+        raise RequestError(f"tool_choice: {error}", "tool_choice") from None
     return {**found, "structured_outputs": {"grammar": grammar}}
 
 

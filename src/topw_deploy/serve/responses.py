@@ -28,7 +28,7 @@ async def responses(request: Request) -> Response:
     chat = await run.prepare(lambda: read_chat(_as_chat(body), run.served))
     run.prompt_tokens = len(chat.ids)
     run.log_prompt(chat.prompt)
-    output = OutputItems(run.log_entry.id)
+    output = OutputItems(run.facts["request_id"])
     if body.stream:
         await run.start(chat.ids, chat.parameters)
         return EventStream(run, _stream_events(run, body, chat, output))

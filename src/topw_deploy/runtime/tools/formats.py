@@ -220,8 +220,8 @@ def detect(template: str | None, tokens: Collection[str] = ()) -> str | None:
     return None
 
 
-def get_family(name: str) -> Family:
-    """Returns the family with this name. Raises ParameterError for an unknown name."""
+def get_family(name: str, parameter: str = "family") -> Family:
+    """Returns the family with this name. Raises ParameterError, which names `parameter`, for an unknown name."""
     if not isinstance(name, str) or name not in FAMILIES:
-        raise ParameterError(f"family is {name!r}, but must be one of {', '.join(FAMILIES)}.", "family")
+        raise ParameterError(f"{parameter} is {name!r}, but must be one of {', '.join(FAMILIES)}.", parameter)
     return FAMILIES[name]
