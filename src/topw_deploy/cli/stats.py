@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path, allow_dash=True),
     help="Write the report as JSON; - is standard output.",
 )
-@click.option("--exact", is_flag=True, help="Also compare crops under the paper's exact objective (needs POT).")
+@click.option("--exact", is_flag=True, help="Also compare kept sets under the paper's exact objective (needs POT).")
 @click.option(
     "--exact-steps",
     type=click.IntRange(min=1),
@@ -107,13 +107,13 @@ def command(
 ) -> None:
     """Generate from prompts with the exported model in the folder OUT and report what Top-W, or another rule, did.
 
-    Give prompts as PROMPT, --prompt-file or --prompts-jsonl. The report shows how many steps were certified, the crops'
-    sizes, mass and entropy by position, how often token geometry changed the crop (compared with geom_scale 0 at the
-    same logits), and which tokens it kept or dropped. The text is what `topw generate` produces for the seed.
+    Give prompts as PROMPT, --prompt-file or --prompts-jsonl. The report shows how many steps were certified, the sizes,
+    mass and entropy of the kept sets by position, how often token geometry changed a set (compared with geom_scale 0 at
+    the same logits), and which tokens it kept or dropped. The text is what `topw generate` produces for the seed.
 
-    With --exact, the report also shows how far the crops of Top-W and of other rules, at the steps of these texts, are
-    from minimising the paper's exact objective with Top-W's parameters. The optimal transport in it is solved by linear
-    programming. --plot then draws this comparison.
+    With --exact, the report also shows how far the kept sets of Top-W and of other rules, at the steps of these texts,
+    are from minimising the paper's exact objective with Top-W's parameters. The optimal transport in it is solved by
+    linear programming. --plot then draws this comparison.
     """
     require_folder_first(folder, prompts)
     install.require("`topw stats`", "export")
@@ -154,7 +154,7 @@ def command(
             rule = "Top-W" if summaries[0].rule == TOP_W.name else f"the rule {summaries[0].rule}"
             save_plot(summaries, plot, f"What {rule} did: {subject}")
         else:
-            save_exact_plot(exact_summaries, plot, f"Crops under the exact objective: {subject}")
+            save_exact_plot(exact_summaries, plot, f"Kept sets under the exact objective: {subject}")
 
 
 def _read_prompts(given: tuple[str, ...], lines: Path | None, json_lines: Path | None) -> list[tuple[str, str]]:
@@ -190,7 +190,7 @@ def _write_report(
     if json_file is not None:
         names = ("max_new_tokens", "seed", "seeds", "batch_size", "preset", "geom_unit")
         options = {name: values[name] for name in names}
-        report = {"folder": str(folder), **options, "settings": [summary.as_dict() for summary in summaries]}
+        report = {"folder": str(folder), **options, "settings": [asdict(summary) for summary in summaries]}
         if exact_summaries is not None:
             report["exact"] = [asdict(summary) for summary in exact_summaries]
         if str(json_file) == "-":
