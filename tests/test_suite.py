@@ -34,7 +34,6 @@ ELSEWHERE = {
 # Files that read a clock, and why no verdict depends on what they read.
 CLOCKS = {
     "support/waiting.py": "the time after which a wait is a hang",
-    "bench/test_decode.py": "durations that are parts of a longer one",
     "engine/test_delivery.py": "a clock that the test sets forward",
     "gpu/test_runner.py": "a clock that the test holds",
     "runtime/ort/test_device_binding.py": "the start that a model is given",

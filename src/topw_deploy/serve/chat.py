@@ -41,16 +41,9 @@ async def chat_completions(request: Request) -> Response:
     deltas: dict[int, _Deltas] = {}
 
     def whole_choice(index: int, result: GenerationResult) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": result.text, "refusal": None}
-        calls: tuple[ToolCall, ...] = ()
-        if chat.tools is not None:
-            parsed = chat.parse(result)
-            calls = parsed.tool_calls
-            message["content"] = parsed.content or (None if calls else "")
-            if parsed.reasoning is not None:
-                message["reasoning_content"] = parsed.reasoning
-            if calls:
-                message["tool_calls"] = [call.as_dict() for call in calls]
+        parsed = chat.parse(result)
+        calls = parsed.tool_calls
+        message = parsed.as_message() | {"content": parsed.content or (None if calls else ""), "refusal": None}
         logprobs = chat_logprobs(result.token_logprobs)
         ids = {"token_ids": result.token_ids} if run.returns_ids else {}
         end = ending_fields(result, calls, per_token=run.returns_ids)
@@ -94,9 +87,26 @@ class Chat:
 
     def parse(self, result: GenerationResult) -> Parsed:
         """The parts of a whole answer."""
+        if self.tools is None:
+            return Parsed(result.text, None, ())
         model, family = self.served.model, self.served.tool_family
         parsed = model.parse_tool_calls(result, self.tools, family, self.prompt)
         return parsed if self.parallel else Parsed(parsed.content, parsed.reasoning, parsed.tool_calls[:1])
+
+    def events(self, piece: Piece, parser: ToolCallParser | None, calls: int) -> Iterator[Event]:
+        """Yield the parts of the answer that a piece completes.
+
+        calls: number of the answer's calls so far.
+        """
+        if parser is None:
+            yield from [Content(piece.text)] if piece.text else []
+            return
+        for event in parser.feed(piece.text) + (parser.finish() if piece.result is not None else []):
+            if isinstance(event, ToolCall):
+                calls += 1
+                if calls > 1 and not self.parallel:
+                    continue
+            yield event
 
 
 def read_chat(body: ChatRequest, served: Served) -> Chat:
@@ -184,7 +194,7 @@ class _Deltas:
     """Turns the pieces of one choice into the choices of its chunks."""
 
     def __init__(self, chat: Chat, index: int, returns_ids: bool) -> None:
-        self._index, self._returns_ids, self._parallel = index, returns_ids, chat.parallel
+        self._chat, self._index, self._returns_ids = chat, index, returns_ids
         self._parser = chat.parser()
         self._calls: list[ToolCall] = []
         self._logprobs: list[TokenLogprob] = []  # of tokens that no chunk has yet
@@ -194,16 +204,12 @@ class _Deltas:
         """Yield the choices of the next piece's chunks; none while its text is held back."""
         self._logprobs += piece.token_logprobs or ()
         self._tokens += piece.token_ids
-        if self._parser is None:
-            events: list[Event] = [Content(piece.text)] if piece.text else []
-        else:
-            events = self._parser.feed(piece.text) + (self._parser.finish() if piece.result is not None else [])
-        for event in events:
+        for event in self._chat.events(piece, self._parser, len(self._calls)):
             if isinstance(event, Content):
                 yield self.choice({"content": event.text})
             elif isinstance(event, Reasoning):
                 yield self.choice({"reasoning_content": event.text})
-            elif self._parallel or not self._calls:
+            else:
                 self._calls.append(event)
                 yield self.choice({"tool_calls": [{"index": len(self._calls) - 1, **event.as_dict()}]})
         if piece.result is not None:
