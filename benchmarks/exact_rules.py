@@ -26,7 +26,7 @@ from benchmarks.common import say, table
 from benchmarks.sums.problems import problems
 from topw_deploy.errors import TopWError
 from topw_lab.stats.collect import ExactRequest, Setting, collect
-from topw_lab.stats.exact_report import ExactCrop, ExactSummary, summarise_exact
+from topw_lab.stats.exact_report import ExactSummary, RuleUnderF, summarise_exact
 
 PROMPTS = Path(__file__).parents[1] / "examples" / "prompts.txt"
 SCALES: dict[str, dict[str, Any]] = {
@@ -63,24 +63,20 @@ def measure(folder: Path, name: str, options: argparse.Namespace) -> dict[str, l
     return found
 
 
-def _format_crop(crop: ExactCrop) -> str:
-    median, share = crop.standing.excess.median, crop.standing.optimal
-    interval = "" if median.low is None else f" ({median.low:.3g}..{median.high:.3g})"
-    return f"{median.value:.3g}{interval}, {share.value:.1%}"
+def _cell(rule: RuleUnderF) -> str:
+    return f"{rule.standing.median.text('.3g')}, {rule.standing.optimal.value:.1%}"
 
 
 def report(name: str, unit: str, summaries: Sequence[ExactSummary], seeds: int) -> str:
     """A table: F above the best prefix, median (interval), and the share of the steps where the rule is as good."""
     first = summaries[0]
     title = (
-        f"{name}, {unit}: geom_scale {first.geom_scale:.4g}; {first.prompts} prompts, {seeds} seeds; "
+        f"{name}, {unit}: geom_scale {first.parameters['geom_scale']:.4g}; {first.prompts} prompts, {seeds} seeds; "
         f"{' '.join(str(each.steps) for each in summaries)} steps"
     )
-    rows = [
-        [crop.name, *(_format_crop(each.crops[place]) for each in summaries)] for place, crop in enumerate(first.crops)
-    ]
+    rows = [[rule.name, *(_cell(each.rules[place]) for each in summaries)] for place, rule in enumerate(first.rules)]
     rows.append(["best prefix, tokens, median", *(f"{each.likeliest.median:g}" for each in summaries)])
-    rows.append(["Top-W, tokens, mean", *(f"{each.crops[0].kept:.2f}" for each in summaries)])
+    rows.append(["Top-W, tokens, mean", *(f"{each.rules[0].kept:.2f}" for each in summaries)])
     return f"{title}\n\n{table(('temperature', *(each.label for each in summaries)), rows)}"
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.exact_subsets [--rows 200] [--tokens 8]
 
 Takes the `--tokens` likeliest tokens of held-out rows of the bundled model, renormalised. Compares the best of all
-subsets with the best prefix of the probability order, the best prefix of Top-W's last order, and Top-W's crop. Needs
+subsets with the best prefix of the probability order, the best prefix of Top-W's last order, and Top-W's set. Needs
 the extra `exact`.
 """
 
@@ -23,8 +23,7 @@ from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, preset_p
 from topw_deploy.sampling.reference import candidate_pool
 from topw_deploy.tiny import tiny_model_path
 from topw_deploy.tiny.corpus import gather_corpus
-from topw_lab.stats.exact import Floats, Objective, last_alternation
-from topw_lab.stats.exact_report import equal_objectives
+from topw_lab.stats.exact import Floats, Objective, equal_objectives, last_alternation
 
 METRIC, WIDTH = "mahalanobis", 256  # of the bundled model
 LIVELY = TopWParameters(**preset_parameters("lively", METRIC, WIDTH))
@@ -37,7 +36,7 @@ SETTINGS: Mapping[str, TopWParameters] = {
 }
 HEADER = (
     "parameters", "best subset, tokens", "best subset is a prefix", "prefix above it, mean", "most",
-    "phi prefix above it, mean", "Top-W's crop is the best subset", "above it, mean", "most",
+    "phi prefix above it, mean", "Top-W's kept set is the best subset", "above it, mean", "most",
 )  # fmt: skip
 
 
@@ -94,7 +93,7 @@ def _table_cells(rows: Sequence[tuple[Floats, Floats]], parameters: TopWParamete
 def _row_objectives(log_w: Floats, distance: Floats, parameters: TopWParameters) -> list[float]:
     """Values for one row: the size of the best subset, then four values of F.
 
-    F of the best subset, of the best prefix, of the best prefix of Top-W's last order, and of Top-W's crop.
+    F of the best subset, of the best prefix, of the best prefix of Top-W's last order, and of Top-W's kept set.
     """
     n, w = len(log_w), np.exp(log_w)
     F = Objective(w / w.sum(), distance, parameters.lam, parameters.beta)

@@ -20,8 +20,8 @@ import numpy as np
 
 from benchmarks.common import machine, table
 from topw_deploy.errors import GrammarError
-from topw_deploy.runtime.structured.constraint import read_constraint
-from topw_deploy.runtime.structured.guide import Guide, MaskLayout, compile_grammar, read_tokens
+from topw_deploy.runtime.guide import Guide, MaskLayout, compile_grammar, read_tokens
+from topw_deploy.runtime.structured import read_constraint
 
 SIZE = 151_936
 PADDING = 290  # rows of the embedding without a token

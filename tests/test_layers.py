@@ -103,6 +103,7 @@ WITHIN = {
     "sampling/torch": {"numpy", "torch"},
     "sampling/processor": {"numpy", "torch", "transformers"},
     "runtime/structured": RUNTIME | {"llguidance"},
+    "runtime/guide": RUNTIME | {"llguidance"},
     "serve/ray": RUNTIME | SERVER | {"ray"},
 }
 
@@ -126,7 +127,14 @@ ORDER = (
         *("export/sampler_only", "export"),
     ),
     (
-        *("runtime/tokenizer", "runtime/structured", "runtime/results", "runtime/tools", "runtime/session"),
+        *(
+            "runtime/tokenizer",
+            "runtime/structured",
+            "runtime/guide",
+            "runtime/results",
+            "runtime/tools",
+            "runtime/session",
+        ),
         *("runtime/parameters", "runtime/generation_config", "runtime/logprobs", "runtime/sequence"),
         *("runtime/inputs", "runtime/cache", "runtime/loop", "runtime/prepare"),
         *("runtime/ort", "runtime"),

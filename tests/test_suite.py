@@ -34,7 +34,6 @@ ELSEWHERE = {
 # Files that read a clock, and why no verdict depends on what they read.
 CLOCKS = {
     "support/waiting.py": "the time after which a wait is a hang",
-    "bench/test_decode.py": "durations that are parts of a longer one",
     "engine/test_delivery.py": "a clock that the test sets forward",
     "gpu/test_runner.py": "a clock that the test holds",
     "runtime/ort/test_device_binding.py": "the start that a model is given",
@@ -99,7 +98,7 @@ def is_quick(path: Path) -> bool:
 def commands_in(files: set[Path]) -> set[str]:
     """The modules of the commands that files name in a text."""
     texts = {node.value for file in files for node in ast.walk(tree(file)) if isinstance(node, ast.Constant)}
-    return {f"topw_deploy.cli.{module}" for name, (module, _text) in COMMANDS.items() if name in texts}
+    return {f"topw_deploy.cli.{name.replace('-', '_')}" for name in COMMANDS if name in texts}
 
 
 def reached_by(named: set[str]) -> set[str]:

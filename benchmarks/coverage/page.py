@@ -9,7 +9,7 @@ from pathlib import Path
 from textwrap import fill
 
 from benchmarks.common import table
-from benchmarks.coverage.architectures import NOT_DECODER_ONLY, all_types, decoder_only_types
+from benchmarks.coverage.architectures import all_types, decoder_only_types
 from benchmarks.coverage.peers import Peer
 from benchmarks.coverage.results import EXPORTED, FORMS, Result, ResultFile
 from benchmarks.coverage.tiny_configs import CONTEXT
@@ -30,7 +30,6 @@ def page(file: ResultFile, peers: Sequence[Peer]) -> str:
         _summary(file, types, peers),
         _architectures(file, types),
         _refusals(file),
-        _others(),
         _making(),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -41,11 +40,11 @@ def _introduction(file: ResultFile, types: Sequence[str]) -> str:
     missing = sum(1 for name in types for form in FORMS if file.find(name, form) is None)
     note = f"This page is incomplete: {missing} exports have no result for this version yet."
     text = (
-        f"transformers {version} maps {len(all_types())} types to a causal language model. {len(types)} are "
-        "decoder-only language models, or multimodal models with such a text decoder. This page states which of these "
-        "export. Each is tried as a tiny random model with every kind of layer of its architecture, and its graph is "
-        "compared with torch ([what is verified](guide/export.md#what-is-verified)). Real checkpoints differ in sizes, "
-        "not in operators."
+        f"transformers {version} maps {len(all_types())} types to a causal language model, of which {len(types)} are "
+        "decoder-only language models, or multimodal models with such a text decoder. Each is tried as a tiny random "
+        "model with every kind of layer, and its graph is compared with torch ([what is "
+        "verified](guide/export.md#what-is-verified)). The others (encoder-decoders, encoders, draft models) are "
+        "listed in `benchmarks/coverage/architectures.py`."
     )
     return "\n\n".join(["# Models", _filled(text), *([note] if missing else [])])
 
@@ -68,16 +67,16 @@ def _summary(file: ResultFile, types: Sequence[str], peers: Sequence[Peer]) -> s
         + _filled(
             f"The first {len(FORMS)} rows count exports that agree with torch. The others count the types that an "
             "exporter lists; these exporters were not run. mobius also tries to export unlisted types as Llama."
+            + _unlisted(file, types, peers)
         )
-        + _unlisted(file, types, peers)
     )
 
 
 def _unlisted(file: ResultFile, types: Sequence[str], peers: Sequence[Peer]) -> str:
-    """A paragraph with the exported types that no other exporter lists."""
+    """A sentence with the number of exported types that no other exporter lists."""
     listed = {name for peer in peers for name in peer.types}
-    names = [f"`{name}`" for name in types if name not in listed and _exports(file, name)]
-    return "\n\n" + _filled(f"Exported here, but in none of the other lists: {', '.join(names)}.") if names else ""
+    count = sum(1 for name in types if name not in listed and _exports(file, name))
+    return f" {count} types export here that are in none of the other lists." if count else ""
 
 
 def _architectures(file: ResultFile, types: Sequence[str]) -> str:
@@ -124,20 +123,11 @@ def _refusals(file: ResultFile) -> str:
     return "## What does not export\n\n" + table(["type", "forms", "why"], rows, left=3)
 
 
-def _others() -> str:
-    reasons: dict[str, list[str]] = defaultdict(list)
-    for name, reason in NOT_DECODER_ONLY.items():
-        reasons[reason].append(f"`{name}`")
-    lines = [_filled(f"- {reason}: {', '.join(names)}", "  ") for reason, names in reasons.items()]
-    return "## Not decoder-only\n\nThese types of the map were not tried:\n\n" + "\n".join(lines)
-
-
 def _making() -> str:
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
     text = (
-        f"`{COMMAND}` exports every decoder-only type, each in a process of its own, and writes this page. The command "
-        "continues an interrupted run. `benchmarks/coverage/overrides.py` has the types whose tiny configuration does "
-        f"not follow the general rule. This page was made with {versions}."
+        f"`{COMMAND}` exports every decoder-only type, each in a process of its own, and writes this page; it "
+        f"continues an interrupted run. This page was made with {versions}."
     )
     return f"## How this page is made\n\n{_filled(text)}"
 

@@ -70,19 +70,19 @@ def write_heading(axes: Any, text: str, pad: float = 6) -> None:
 
 def colours(count: int) -> Sequence[Any]:
     """At least `count` different colours."""
-    if count <= len(COLOURS):
-        return COLOURS
+    if count <= len(COLOURS) + 1:
+        return (*COLOURS, TEXT)
     from matplotlib import colormaps
 
     return [colormaps["viridis"](0.95 * place / (count - 1)) for place in range(count)]
 
 
-def drawable_text(text: str, most: int) -> str:
-    """`text` on one printable line of at most `most` characters.
+def drawable_text(text: str, most: int, keep: str = "") -> str:
+    """`text` without control characters but those in `keep`, of at most `most` characters.
 
     `$` is escaped, because matplotlib reads text between two of them as a formula.
     """
-    text = printable(text)
+    text = printable(text, keep=keep)
     return (text if len(text) <= most else f"{text[: most - 1]}…").replace("$", r"\$")
 
 

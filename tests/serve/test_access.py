@@ -14,7 +14,7 @@ from tests.serve.conftest import HELLO, NewClient, refused
 from tests.support.toy_model import Toy, export
 from topw_deploy.serve.app import PAGE_ROUTES, ROUTES
 from topw_deploy.serve.metrics import PATHS
-from topw_deploy.serve.server import JsonLines, PlainLines
+from topw_deploy.serve.server import LogFormatter
 
 CHAT = "/v1/chat/completions"
 ASK = {"messages": HELLO, "max_tokens": 3, "seed": 1}
@@ -67,7 +67,9 @@ def test_errors_have_request_ids_too(client: TestClient) -> None:
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     """The log, as it is written."""
-    return [json.loads(JsonLines().format(record)) for record in caplog.records if record.name == "topw_deploy.serve"]
+    return [
+        json.loads(LogFormatter(True).format(record)) for record in caplog.records if record.name == "topw_deploy.serve"
+    ]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -85,7 +87,7 @@ def test_a_line_of_the_log_has_counts_but_no_text(
     assert 0 < line["first_token_seconds"] < line["seconds"]
     assert secret not in caplog.text
     assert secret not in json.dumps(line)
-    assert "status=200 " in PlainLines().format(caplog.records[-1]) + " "
+    assert "status=200 " in LogFormatter(False).format(caplog.records[-1]) + " "
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from starlette.testclient import TestClient
 
 from topw_deploy.runtime.parameters import PARAMETERS
 from topw_deploy.serve.app import PAGE_ROUTES, ROUTES
-from topw_deploy.serve.parameters import IGNORED
-from topw_deploy.serve.schemas import ChatRequest
+from topw_deploy.serve.schemas import IGNORED, ChatRequest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "guide" / "serve.md").read_text(encoding="utf-8")
@@ -40,7 +39,7 @@ def test_the_page_names_every_field() -> None:
 def test_clients_have_the_versions_that_the_tests_install() -> None:
     files = ("constraints.txt", "tests/serve_clients/requirements.txt", "tests/serve_clients/guidellm.txt")
     pinned = set(re.findall(r"^([\w-]+)==(\S+)", "\n".join((ROOT / name).read_text("utf-8") for name in files), re.M))
-    rows = re.findall(r"^\| ([\w-]+) \| ([\d.]+) \|", PAGE.split("### Checked with\n")[1], re.M)
+    rows = re.findall(r"([\w-]+) (\d+\.[\d.]*\d)", PAGE.split("- **Clients checked**")[1].split("\n\n")[0])
     assert {name for name, _ in rows} == {"openai", "litellm", "langchain-openai", "llama-benchy", "guidellm"}
     assert set(rows) <= pinned
 

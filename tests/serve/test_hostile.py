@@ -19,7 +19,7 @@ from tests.serve.conftest import HELLO, HOT, Gate
 from tests.serve.live import SEEDS, TEXT, Live, ask, live, post, read_answer, read_until_closed
 from tests.support.waiting import HANG, until
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.structured import guide as grammars
+from topw_deploy.runtime import guide as grammars
 
 pytestmark = pytest.mark.slow
 

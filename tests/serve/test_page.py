@@ -65,7 +65,7 @@ def test_every_drawn_token_is_in_the_set_that_the_reference_keeps(client: TestCl
         answer = inspect(client, choice, position, **LIVELY)
         token = choice["token_ids"][position]
         shown = {each["id"]: each for each in answer["tokens"]}
-        assert token == row.next_token == answer["token"]["redrawn"]
+        assert token == row.next_token
         assert "top_w" in shown[token]["sets"]
         assert shown[token]["drawn_with"] == pytest.approx(np.exp(row.logprob), rel=1e-5)
         assert {i for i, each in shown.items() if "top_w" in each["sets"]} == set(row.kept_ids.tolist()) & set(shown)
@@ -90,8 +90,8 @@ def test_an_explanation_reads_the_last_token_only(
     client = serve(folder)
     choice = drawn(client, prompt="a" * 40, **HOT)
     monkeypatch.setattr(Batch, "read", counting)
-    for position, token in enumerate(choice["token_ids"]):
-        assert inspect(client, choice, position, **HOT)["token"]["redrawn"] == token
+    for position in range(12):
+        assert inspect(client, choice, position, **HOT)["token"]["kept"]
     assert (sum(positions), sum(40 + position for position in range(12))) == (12, 546)
 
 
@@ -112,15 +112,10 @@ def test_the_rule_penalties_and_limits_of_the_request_count(client: TestClient) 
     fields = {"rule": "min_p", "min_p": 0.02, "temperature": 2.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5,
               "allowed_token_ids": list(range(20, 120))}  # fmt: skip
     choice = drawn(client, **fields)
-    for position, token in enumerate(choice["token_ids"]):
+    for position in range(len(choice["token_ids"])):
         answer = inspect(client, choice, position, **fields)
-        assert answer["token"]["redrawn"] == token
+        assert answer["token"]["kept"]
         assert set_of(answer, "chosen")["kept"] == choice["topw"]["kept"][position]
-
-
-def test_without_a_seed_nothing_is_redrawn(client: TestClient) -> None:
-    answer = inspect(client, drawn(client), 0, seed=None)
-    assert answer["token"]["redrawn"] is answer["token"]["uniform"] is None
 
 
 @pytest.mark.parametrize(

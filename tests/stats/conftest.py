@@ -9,7 +9,7 @@ from tests.support.toy_model import Toy, export
 from topw_deploy.sampling import TopWOptions
 
 GEOMETRY = {"lam": 0.6, "beta": 3.0, "init_top_p": 0.4, "geom_scale": 0.3}
-"""Parameters under which the toy model's distances change some crops and not others."""
+"""Parameters under which the toy model's distances change some kept sets and not others."""
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The analysis of one step, on rows small enough to compute the crops by hand."""
+"""The analysis of one step, on rows small enough to compute the kept sets by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_far_token_is_dropped_and_a_near_one_kept() -> None:
     assert step.is_changed
     assert step.mass == pytest.approx(0.7)
     assert step.entropy == pytest.approx(scipy_entropy([0.4, 0.3, 0.3]))
-    assert step.crop_entropy == pytest.approx(scipy_entropy([4 / 7, 3 / 7]))
+    assert step.kept_entropy == pytest.approx(scipy_entropy([4 / 7, 3 / 7]))
 
 
 def test_a_negative_scale_adds_a_far_token_and_drops_the_likeliest() -> None:
@@ -49,7 +49,7 @@ def test_mass_is_taken_at_the_selection_temperature_and_entropy_at_that_of_the_d
     kept = np.argsort(-row)[: step.kept]
     assert step.mass == pytest.approx(scipy_softmax(row / 1.5)[kept].sum(), rel=1e-6)
     assert step.entropy == pytest.approx(scipy_entropy(scipy_softmax(row / 0.7)), rel=1e-6)
-    assert step.crop_entropy == pytest.approx(scipy_entropy(scipy_softmax(row[kept] / 0.7)), rel=1e-6)
+    assert step.kept_entropy == pytest.approx(scipy_entropy(scipy_softmax(row[kept] / 0.7)), rel=1e-6)
 
 
 def test_banned_tokens_have_no_probability() -> None:

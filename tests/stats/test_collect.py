@@ -92,7 +92,7 @@ def test_the_analyser_has_the_geometry_of_the_sampler_node(folder: Path, toy: To
 
 
 @pytest.mark.slow
-def test_steps_whose_crop_differs_from_the_reported_one_are_counted(
+def test_steps_whose_kept_set_differs_from_the_reported_one_are_counted(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = LogitsProbe.step

@@ -1,4 +1,4 @@
-"""One step under F: Top-W's order in its last alternation, the compared crops, and what the theory states."""
+"""One step under F: Top-W's order in its last alternation, the compared kept sets, and what the theory states."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_last_order_begins_with_the_references_crop() -> None:
 
 
 @pytest.mark.parametrize("metric", ["mahalanobis", "cosine"])
-def test_every_crop_has_the_f_of_a_dense_solution(metric: str) -> None:
+def test_every_kept_set_has_the_f_of_a_dense_solution(metric: str) -> None:
     parameters = as_float32(TopWParameters(lam=0.6, beta=3.0, init_top_p=0.4, geom_scale=0.3, temperature=1.3))
     step = analyser(metric).analyse(ROW, parameters)
     order = np.argsort(-ROW.astype(np.float64), kind="stable")
@@ -68,24 +68,24 @@ def test_every_crop_has_the_f_of_a_dense_solution(metric: str) -> None:
     kept = {TOP_W: np.isin(order, found.kept), "min-p 0.05": p >= 0.05 * p[0], EVERY_TOKEN: p > 0}
     for name, members in kept.items():
         wanted = whole_objective(p, members, distance, parameters.lam, parameters.beta)
-        assert step.crops[name].total == pytest.approx(wanted, abs=1e-8)
-        assert step.crops[name].kept == members.sum()
-    assert len({value.kept for value in step.crops.values()}) > 3
-    assert set(step.crops) == {TOP_W, *COMPARED}
+        assert step.rules[name].total == pytest.approx(wanted, abs=1e-8)
+        assert step.rules[name].kept == members.sum()
+    assert len({value.kept for value in step.rules.values()}) > 3
+    assert set(step.rules) == {TOP_W, *COMPARED}
     assert step.metric == (metric == "mahalanobis")
     prefixes = [whole_objective(p, np.arange(40) < k, distance, parameters.lam, parameters.beta) for k in range(1, 41)]
     assert step.likeliest.value.total == pytest.approx(min(prefixes), abs=1e-6)
     assert (step.tokens, step.mass, step.cut) == (40, pytest.approx(1.0), ())
 
 
-def test_fewer_tokens_than_the_vocabulary_are_renormalised_and_longer_crops_are_cut() -> None:
+def test_fewer_tokens_than_the_vocabulary_are_renormalised_and_longer_sets_are_cut() -> None:
     parameters = as_float32(TopWParameters(temperature=20.0))
     step = analyser(most=30).analyse(ROW, parameters)
     p = np.sort(np.exp(ROW.astype(np.float64) / 20))[::-1]
     assert step.tokens == 30
     assert step.mass == pytest.approx(p[:30].sum() / p.sum())
-    assert step.crops[EVERY_TOKEN].mass == pytest.approx(1.0)
-    assert step.crops[EVERY_TOKEN].entropy == pytest.approx(entropy(p[:30] / p[:30].sum()))
+    assert step.rules[EVERY_TOKEN].mass == pytest.approx(1.0)
+    assert step.rules[EVERY_TOKEN].entropy == pytest.approx(entropy(p[:30] / p[:30].sum()))
     assert step.cut == ("min-p 0.05", "min-p 0.1", "top-p 0.9", "top-p 0.95")
 
 
@@ -96,11 +96,11 @@ def test_without_distances_top_w_is_the_optimum_of_f() -> None:
         row = (3 * rng.normal(size=40)).astype(np.float32)
         step = analyser(top_m=40).analyse(row, as_float32(TopWParameters(lam=1.0, beta=2.5, geom_scale=0.0)))
         for best in (step.likeliest, step.phi):
-            assert step.crops[TOP_W].total == pytest.approx(best.value.total, abs=1e-6)
-            assert step.crops[TOP_W].kept == best.value.kept
+            assert step.rules[TOP_W].total == pytest.approx(best.value.total, abs=1e-6)
+            assert step.rules[TOP_W].kept == best.value.kept
 
 
-def test_the_steps_bound_at_its_own_crop_is_too_low_by_twice_the_distance_of_the_removed_mass() -> None:
+def test_the_steps_bound_at_its_own_kept_set_is_too_low_by_twice_the_distance_of_the_removed_mass() -> None:
     # docs/lab/results.md: at f = -dist(., S), E_p f - J_f(S) is F(S) with -E_p dist(., S) in place of W1 >= E_p dist.
     rng = np.random.default_rng(5)
     table = rng.normal(size=(7, 3))

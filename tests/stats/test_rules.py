@@ -25,14 +25,16 @@ def report_of(invoke: Invoke, *words: object) -> dict[str, Any]:
     return found
 
 
-def test_a_rules_crops_are_its_definitions_over_logits_computed_by_hand(folder: Path, toy: Toy, invoke: Invoke) -> None:
+def test_a_rules_kept_sets_are_its_definitions_over_logits_computed_by_hand(
+    folder: Path, toy: Toy, invoke: Invoke
+) -> None:
     words = (folder, "abc", *SHORT, "--min-p", 0.25, "--temperature", 1.5)
     (setting,) = report_of(invoke, *words)["settings"]
     assert (setting["rule"], setting["agreed"], setting["changed"]) == ("min_p", 6, 0)
     assert setting["parameters"] == {"min_p": 0.25, "temperature": 1.5, "selection_temperature": 0.0}
     tokens = byte_ids("abc")
     text = TopWModel.from_pretrained(folder).generate("abc", min_p=0.25, temperature=1.5, seed=0, max_new_tokens=6)
-    for place, token in zip(setting["positions"], text.token_ids, strict=True):
+    for place, token in zip(setting["ranges"], text.token_ids, strict=True):
         row = toy.logits(tokens)
         kept = kept_set(row, "min_p", (0.25,), temperature=1.5).kept
         p = softmax(row, 1.5)
@@ -69,7 +71,7 @@ def test_the_exact_report_compares_the_texts_rule_under_top_ws_objective(folder:
     words = (folder, "abc", "de", *SHORT, "--exact", "--exact-steps", 4, "--typical-p", 0.5, "--geom-scale", 0.3)
     (setting,) = report_of(invoke, *words)["exact"]
     assert (setting["rule"], setting["geom_scale"]) == ("typical 0.5", pytest.approx(0.3))
-    assert [crop["name"] for crop in setting["crops"]] == [TOP_W, "typical 0.5", *COMPARED]
+    assert [rule["name"] for rule in setting["rules"]] == [TOP_W, "typical 0.5", *COMPARED]
     assert "texts by the rule typical 0.5" in invoke("stats", *words).stdout
 
 

@@ -27,7 +27,7 @@ from topw_deploy.manifest import (
     load_decoder_manifest,
     save_manifest,
 )
-from topw_deploy.web import check_runs, libraries, notes, site, write_site
+from topw_deploy.web import check_runs, notes, site, write_site
 
 ROOT = Path(__file__).parents[2]
 OWN = ROOT / "src" / "topw_deploy" / "web" / "site"
@@ -42,12 +42,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A node_modules with other contents under the fixed names and hashes."""
     files = []
-    for file in libraries.FILES:
+    for file in site.FILES:
         path = tmp_path / "packages" / "node_modules" / file.package / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(file.path.encode())
-        files.append(dataclasses.replace(file, integrity=libraries.integrity(file.path.encode())))
-    monkeypatch.setattr(libraries, "FILES", tuple(files))
+        files.append(dataclasses.replace(file, integrity=site.integrity(file.path.encode())))
+    monkeypatch.setattr(site, "FILES", tuple(files))
     return tmp_path / "packages"
 
 
@@ -87,14 +87,14 @@ def test_a_site_with_copies_names_no_other_host(model: Path, packages: Path, tmp
     for number, runtime in enumerate((packages, packages / "node_modules")):
         folder = tmp_path / f"site-{number}"
         assert not write_site(model, folder, runtime=runtime).outside
-        assert (folder / "runtime" / "ort-wasm-simd-threaded.wasm").read_bytes() == libraries.WASM.path.encode()
+        assert (folder / "runtime" / "ort-wasm-simd-threaded.wasm").read_bytes() == site.WASM.path.encode()
         assert "https" not in policy(folder)
         code = [folder / name for name in listed(folder) if name.endswith((".html", ".js", ".css", "topw_site.json"))]
         assert not [path for path in code if re.search(r"https?://(?!www\.w3\.org/2000/svg)", path.read_text("utf-8"))]
 
 
 def test_packages_of_other_versions_are_refused(model: Path, packages: Path, tmp_path: Path) -> None:
-    script = packages / "node_modules" / libraries.SCRIPT.package / libraries.SCRIPT.path
+    script = packages / "node_modules" / site.SCRIPT.package / site.SCRIPT.path
     script.write_bytes(b"another version")
     with pytest.raises(
         ParameterError, match=r"is not the file of onnxruntime-web .*; run `npm install .*onnxruntime-w"
@@ -109,7 +109,7 @@ def test_packages_of_other_versions_are_refused(model: Path, packages: Path, tmp
 def test_the_packages_that_tests_and_examples_install_are_those_of_the_site() -> None:
     for place in ("tests/browser", "examples/node"):
         named = json.loads((ROOT / place / "package.json").read_text("utf-8"))["dependencies"]
-        wanted = {file.package: file.version for file in libraries.FILES}
+        wanted = {file.package: file.version for file in site.FILES}
         if place == "examples/node":
             wanted = {name.replace("-web", "-node"): version for name, version in wanted.items()}
         assert wanted.items() <= named.items()
@@ -117,7 +117,7 @@ def test_the_packages_that_tests_and_examples_install_are_those_of_the_site() ->
 
 def test_the_hashes_are_those_of_the_installed_packages() -> None:
     needs_browser()
-    assert [file for file, _ in libraries.read_packages(FOLDER)] == list(libraries.FILES)
+    assert [file for file, _ in site.read_packages(FOLDER)] == list(site.FILES)
 
 
 def test_every_file_of_the_site_is_in_a_wheel() -> None:

@@ -14,7 +14,8 @@ import pytest
 from tests.support.browser import FOLDER, ROOT, needs_browser, run_node
 from tests.web.cases import CASES, WRONG, Case, case, differences, write_cases
 from topw_deploy.runtime import TopWModel
-from topw_deploy.web import libraries, write_site
+from topw_deploy.web import site as sites
+from topw_deploy.web import write_site
 
 pytestmark = pytest.mark.long
 
@@ -113,7 +114,7 @@ def test_libraries_from_the_cdn_run_with_threads_and_need_their_hashes(demo_expo
     assert f"Ready: {THREADS} thread" in found["opened"]
     with opened(demo_export) as model:
         assert found["page"]["text"] == "import" + model.generate("import", seed=3, max_new_tokens=24).text
-    assert set(found["outside"]) == {file.url for file in libraries.FILES}
+    assert set(found["outside"]) == {file.url for file in sites.FILES}
     broken = drive(folder, tmp_path, cdn=str(FOLDER / "node_modules"), broken="tokenizers.min.mjs")
     assert "cannot be fetched with the hash sha384-" in broken["opened"]
 

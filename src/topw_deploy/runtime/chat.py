@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -18,7 +18,8 @@ import numpy as np
 from topw_deploy.errors import PromptError, TokenizerError, one_line
 from topw_deploy.manifest import ModelFolder
 from topw_deploy.runtime.tokenizer import CONFIG_FILE, Tokenizer
-from topw_deploy.runtime.tools.formats import message_adapter
+from topw_deploy.runtime.tools.formats import detect
+from topw_deploy.runtime.tools.literals import JSON, Mismatch, parse_value, to_json
 from topw_deploy.runtime.tools.schema import schemas_of
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -52,7 +53,7 @@ class ChatTemplate:
     ) -> None:
         self.source = source
         self.with_tools = with_tools
-        self._adapt_messages = message_adapter(source)
+        self._adapt_messages = _message_adapter(source)
         self._special_tokens = dict(special_tokens)
         self._name = name
         self._environment = minijinja.Environment(
@@ -121,6 +122,52 @@ def load_chat_template(folder: ModelFolder, tokenizer: Tokenizer) -> ChatTemplat
     place, with_tools = str(folder.path / name), named.get("tool_use")
     tool_use = ChatTemplate(with_tools, tokenizer.special_tokens, place) if isinstance(with_tools, str) else None
     return ChatTemplate(source, tokenizer.special_tokens, place, tool_use)
+
+
+_AS_JSON = re.compile(r"""arguments['"]?\]?\s*\|\s*tojson""")
+_WITHOUT_CONTENT = re.compile(r"""content['"]?\]? is (not )?none""")
+
+
+def _message_adapter(template: str) -> Callable[[Sequence[Mapping[str, Any]]], list[Mapping[str, Any]]]:
+    """Returns a function that copies messages with tool calls to the form that a chat template takes.
+
+    OpenAI's clients and `Parsed.as_message` give a call's arguments as JSON text, and "" for no content. Most templates
+    print arguments with `tojson`, which would quote the text again; some of DeepSeek's take text, and None for no
+    content. Harmony's take reasoning as `thinking`. Messages for templates of unknown families stay as they are.
+    """
+    family = detect(template)
+    takes_text = family == "deepseek" and not _AS_JSON.search(template)
+    takes_none = family == "deepseek" and _WITHOUT_CONTENT.search(template)
+
+    def adapt_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
+        calls = message.get("tool_calls")
+        if not calls or not isinstance(calls, (list, tuple)):
+            return message
+        adapted = {**message, "tool_calls": [adapt_call(call) for call in calls]}
+        if not message.get("content"):
+            if takes_none:
+                adapted["content"] = None
+            # The template refuses `thinking` beside content.
+            if family == "harmony" and message.get("reasoning_content"):
+                adapted.setdefault("thinking", message["reasoning_content"])
+        return adapted
+
+    def adapt_call(call: Any) -> Any:
+        if not isinstance(call, Mapping):
+            return call
+        if isinstance(call.get("function"), Mapping):
+            return {**call, "function": adapt_call(call["function"])}
+        return {**call, "arguments": adapt_arguments(call["arguments"])} if "arguments" in call else call
+
+    def adapt_arguments(arguments: Any) -> Any:
+        try:
+            if takes_text:
+                return to_json(arguments) if isinstance(arguments, Mapping) else arguments
+            return parse_value(arguments, JSON) if isinstance(arguments, str) else arguments
+        except (Mismatch, TypeError, ValueError):
+            return arguments
+
+    return lambda messages: [message if family is None else adapt_message(message) for message in messages]
 
 
 def _translate(source: str) -> str:

@@ -14,6 +14,7 @@ from topw_deploy.errors import GenerationError, ParameterError, TokenizerError
 from topw_deploy.manifest import DecoderManifest, ModelFolder
 from topw_deploy.runtime import cache
 from topw_deploy.runtime.chat import load_chat_template
+from topw_deploy.runtime.guide import Grammars
 from topw_deploy.runtime.inputs import MASK_INPUT
 from topw_deploy.runtime.loop import Batch, LogitsBuffer, accept_tokens, logits_output, steps
 from topw_deploy.runtime.ort.graph_session import open_session
@@ -23,7 +24,6 @@ from topw_deploy.runtime.prepare import Limits, Preparer, Sequences, check_size,
 from topw_deploy.runtime.results import GenerationResult, Piece
 from topw_deploy.runtime.sequence import Sequence, end_on_failure
 from topw_deploy.runtime.session import Session, SessionKeywords, SessionOptions, takes_session_options
-from topw_deploy.runtime.structured.guide import Grammars
 from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.runtime.tools import FAMILIES, Parsed, ToolCallParser, detect
 from topw_deploy.runtime.tools.parser import marked_text

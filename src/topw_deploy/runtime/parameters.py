@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.runtime.structured.constraint import read_constraint
+from topw_deploy.runtime.structured import read_constraint
 from topw_deploy.sampling.beta import beta_coefficients
 from topw_deploy.sampling.parameters import ALIASES as AUTHORS_ALIASES
 from topw_deploy.sampling.parameters import IN_FLOAT32, OPTION_NAMES, PARAMETER_NAMES, check_range, unknown_name

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -24,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from topw_deploy.errors import TopWError
 from topw_deploy.serve.chat import chat_completions, render
 from topw_deploy.serve.completions import completions
-from topw_deploy.serve.failures import INVALID, RETRY_HEADERS, Failure, failure_of, invalid_request
+from topw_deploy.serve.failures import RETRY, RequestError, failure_of
 from topw_deploy.serve.inspect import inspect
 from topw_deploy.serve.page import page
 from topw_deploy.serve.responses import responses
@@ -38,13 +37,8 @@ OPEN_PATHS = frozenset({"/health", "/live"})
 
 _ID_HEADER = "X-Request-Id"
 _LONGEST_ID = 128  # characters
+_AMBIGUOUS = "the body's length is stated twice, or in a way that HTTP/1.0 lacks; send one length."
 _CLIENT_GONE = 499  # nginx' status for a client that closed the connection
-_AMBIGUOUS_LENGTH = Failure(
-    400,
-    INVALID,
-    "ambiguous_length",
-    "the body's length is stated twice, or in a way that HTTP/1.0 lacks; send Content-Length or Transfer-Encoding.",
-)
 
 
 def create_app(options: ServeOptions) -> Starlette:
@@ -62,16 +56,15 @@ def create_app(options: ServeOptions) -> Starlette:
         finally:
             await service.stop()
 
-    middleware = [Middleware(AccessLog, on_request=service.count_request, on_answer=service.metrics.count_answer)]
+    middleware = [Middleware(AccessLog, service=service)]
     if options.cors_origins:
-        origins = list(options.cors_origins)
         middleware.append(
             Middleware(
                 CORSMiddleware,
-                allow_origins=origins,
+                allow_origins=list(options.cors_origins),
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
-                expose_headers=["X-Request-Id"],
+                expose_headers=[_ID_HEADER],
             )
         )
     if options.api_keys:
@@ -85,11 +78,12 @@ def create_app(options: ServeOptions) -> Starlette:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    failure = failure_of(error)
+    run = request.scope.get("topw.run")
+    failure: RequestError = failure_of(error) if run is None else run.failure_of(error)
     if failure.status == 500:
         raise error  # AccessLog logs it with its traceback
-    request.scope["topw.log_entry"].facts["error"] = failure.code
-    return JSONResponse(failure.as_dict(), failure.status, dict(failure.headers))
+    request.scope["topw.facts"]["error"] = failure.code
+    return failure.response()
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
@@ -97,21 +91,20 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     message = f"{request.method} {request.url.path[:200]}: {error.detail}."
-    failure = Failure(error.status_code, INVALID, code, message)
-    return JSONResponse(failure.as_dict(), failure.status, dict(error.headers or {}))
+    return RequestError(message, None, code, error.status_code).response(dict(error.headers or {}))
 
 
 async def _answer_nobody(request: Request, error: Exception) -> Response:
     """The answer to a client that has disconnected. It is never sent; its status is logged."""
-    request.scope["topw.log_entry"].facts["error"] = "client_gone"
-    return Response(status_code=499)
+    request.scope["topw.facts"]["error"] = "client_gone"
+    return Response(status_code=_CLIENT_GONE)
 
 
 async def health(request: Request) -> Response:
     """Answer 200 if requests are accepted, else 503."""
     state = service_of(request).state
     ready = state == "ready"
-    return JSONResponse({"status": "ok" if ready else state}, 200 if ready else 503, None if ready else RETRY_HEADERS)
+    return JSONResponse({"status": "ok" if ready else state}, 200 if ready else 503, None if ready else RETRY)
 
 
 async def live(request: Request) -> Response:
@@ -152,9 +145,9 @@ async def tokenize(request: Request) -> Response:
     """Answer the token ids of a text, or of the rendered messages of a chat."""
     body = await read_body(request, TokenizeRequest)
     served = service_of(request).find(body.model)
-    request.scope["topw.log_entry"].facts["model"] = served.name
+    request.scope["topw.facts"]["model"] = served.name
     if (body.prompt is None) == (body.messages is None):
-        raise invalid_request("give one of prompt and messages.", "prompt")
+        raise RequestError("give one of prompt and messages.", "prompt")
 
     def encode() -> list[int]:
         if body.messages is None:
@@ -176,98 +169,75 @@ async def detokenize(request: Request) -> Response:
     """Answer the text of token ids, special tokens included."""
     body = await read_body(request, DetokenizeRequest)
     served = service_of(request).find(body.model)
-    request.scope["topw.log_entry"].facts["model"] = served.name
+    request.scope["topw.facts"]["model"] = served.name
     size = served.model.manifest.sampler.vocab_size
     wrong = next((token for token in body.tokens if not 0 <= token < size), None)
     if wrong is not None:
-        raise invalid_request(f"tokens has an id that is not from 0 to {size - 1}.", "tokens")
+        raise RequestError(f"tokens has an id that is not from 0 to {size - 1}.", "tokens")
     decode = served.prepare(lambda: served.model.tokenizer.decode(body.tokens, False))
     text = await cancel_on_disconnect(request, decode)
     return JSONResponse({"prompt": text})
 
 
-@dataclass
-class LogEntry:
-    """The log's entry of one request, written when the request has ended.
-
-    id: the client's X-Request-Id, or a random one.
-    started: time.perf_counter() at the beginning of the request.
-    status: of the response; 0 until it begins.
-    facts: further fields of the entry, which the endpoints add.
-    """
-
-    id: str
-    started: float = field(default_factory=time.perf_counter)
-    status: int = 0
-    facts: dict[str, Any] = field(default_factory=dict)
-
-
 class AccessLog:
-    """Gives each request an id, writes its log entry, and answers 500 if the application fails.
+    """Gives each request an id, counts it, writes its log entry, and answers 500 if the application fails.
+
+    The scope's "topw.facts" is the entry, to which the endpoints add.
 
     Answers 400 and closes the connection if a request has both Content-Length and Transfer-Encoding. RFC 9112, 6.1: if
     a proxy uses one header and this server the other, they see the end of the body at different places, and a part of
     the body counts as the next request (request smuggling). Transfer-Encoding in HTTP/1.0 is refused for the same
     reason.
-
-    on_request: called with 1 when a POST request begins and with -1 when it ends.
-    on_answer: called with the path and the status of each request when it ends.
     """
 
-    def __init__(self, app: ASGIApp, on_request: Callable[[int], None], on_answer: Callable[[str, int], None]) -> None:
-        self._app, self._on_request, self._on_answer = app, on_request, on_answer
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        entry = scope["topw.log_entry"] = LogEntry(_request_id(scope))
+        started, status = time.perf_counter(), 0
+        stated = Headers(scope=scope).get(_ID_HEADER, "")
+        usable = 0 < len(stated) <= _LONGEST_ID and stated.isascii() and stated.isprintable()
+        facts = {
+            "request_id": stated if usable else secrets.token_hex(16),
+            "method": scope["method"],
+            "path": scope["path"],
+        }
+        scope["topw.facts"] = facts
 
         async def send_with_id(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                entry.status = message["status"]
-                MutableHeaders(scope=message)[_ID_HEADER] = entry.id
+                status = message["status"]
+                MutableHeaders(scope=message)[_ID_HEADER] = facts["request_id"]
             await send(message)
 
         counted = int(scope["method"] == "POST")
-        self._on_request(counted)
+        self._service.count_request(counted)
         try:
             if _has_ambiguous_length(scope):
-                failure = _AMBIGUOUS_LENGTH
-                response = JSONResponse(failure.as_dict(), failure.status, {"Connection": "close"})
-                await response(scope, receive, send_with_id)
+                failure = RequestError(_AMBIGUOUS, None, "ambiguous_length")
+                await failure.response({"Connection": "close"})(scope, receive, send_with_id)
             else:
                 await self._app(scope, receive, send_with_id)
         except Exception as error:  # one request must not end the server
-            LOG.exception("the request failed", extra={"facts": {"request_id": entry.id}})
-            if not entry.status:
-                failure = failure_of(error)
-                await JSONResponse(failure.as_dict(), failure.status)(scope, receive, send_with_id)
+            LOG.exception("the request failed", extra={"facts": {"request_id": facts["request_id"]}})
+            if not status:
+                await failure_of(error).response()(scope, receive, send_with_id)
         finally:
-            self._on_request(-counted)
-            self._on_answer(scope["path"].removeprefix(scope.get("root_path", "")), entry.status or _CLIENT_GONE)
-            _write(scope, entry)
-
-
-def _write(scope: Scope, entry: LogEntry) -> None:
-    client = scope.get("client")
-    facts = {
-        "request_id": entry.id,
-        "method": scope["method"],
-        "path": scope["path"],
-        "status": entry.status or _CLIENT_GONE,
-        "seconds": round(time.perf_counter() - entry.started, 6),
-        "client": client[0] if client else None,
-        **entry.facts,
-    }
-    level = logging.DEBUG if scope["method"] == "GET" and entry.status < 400 else logging.INFO
-    LOG.log(level, "request", extra={"facts": facts})
-
-
-def _request_id(scope: Scope) -> str:
-    given = Headers(scope=scope).get(_ID_HEADER, "")
-    usable = 0 < len(given) <= _LONGEST_ID and given.isascii() and given.isprintable()
-    return given if usable else secrets.token_hex(16)
+            self._service.count_request(-counted)
+            status = status or _CLIENT_GONE
+            self._service.metrics.count_answer(scope["path"].removeprefix(scope.get("root_path", "")), status)
+            client = scope.get("client")
+            facts |= {
+                "status": status,
+                "seconds": round(time.perf_counter() - started, 6),
+                "client": client[0] if client else None,
+            }
+            level = logging.DEBUG if scope["method"] == "GET" and status < 400 else logging.INFO
+            LOG.log(level, "request", extra={"facts": facts})
 
 
 def _has_ambiguous_length(scope: Scope) -> bool:
@@ -291,9 +261,8 @@ class KeyCheck:
             await self._app(scope, receive, send)
             return
         message = "the API key is missing or wrong; send the header 'Authorization: Bearer KEY'."
-        failure = Failure(401, INVALID, "invalid_api_key", message)
-        response = JSONResponse(failure.as_dict(), failure.status, {"WWW-Authenticate": "Bearer"})
-        await response(scope, receive, send)
+        failure = RequestError(message, None, "invalid_api_key", 401)
+        await failure.response({"WWW-Authenticate": "Bearer"})(scope, receive, send)
 
     def _has_key(self, scope: Scope) -> bool:
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")

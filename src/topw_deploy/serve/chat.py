@@ -14,7 +14,7 @@ from topw_deploy.runtime import GenerationResult, Piece, TokenLogprob, TopLogpro
 from topw_deploy.runtime.tools import Content, Parsed, Reasoning, ToolCallParser, required_calls
 from topw_deploy.runtime.tools.parser import Event, ToolCall
 from topw_deploy.runtime.tools.schema import parameter_schemas
-from topw_deploy.serve.failures import invalid_request
+from topw_deploy.serve.failures import RequestError
 from topw_deploy.serve.schemas import ChatRequest, Message, NamedTool
 from topw_deploy.serve.service import Served
 from topw_deploy.serve.stream import Run, answer_choices, ending_fields, finite, read_body
@@ -41,16 +41,9 @@ async def chat_completions(request: Request) -> Response:
     deltas: dict[int, _Deltas] = {}
 
     def whole_choice(index: int, result: GenerationResult) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": result.text, "refusal": None}
-        calls: tuple[ToolCall, ...] = ()
-        if chat.tools is not None:
-            parsed = chat.parse(result)
-            calls = parsed.tool_calls
-            message["content"] = parsed.content or (None if calls else "")
-            if parsed.reasoning is not None:
-                message["reasoning_content"] = parsed.reasoning
-            if calls:
-                message["tool_calls"] = [call.as_dict() for call in calls]
+        parsed = chat.parse(result)
+        calls = parsed.tool_calls
+        message = parsed.as_message() | {"content": parsed.content or (None if calls else ""), "refusal": None}
         logprobs = chat_logprobs(result.token_logprobs)
         ids = {"token_ids": result.token_ids} if run.returns_ids else {}
         end = ending_fields(result, calls, per_token=run.returns_ids)
@@ -94,9 +87,26 @@ class Chat:
 
     def parse(self, result: GenerationResult) -> Parsed:
         """The parts of a whole answer."""
+        if self.tools is None:
+            return Parsed(result.text, None, ())
         model, family = self.served.model, self.served.tool_family
         parsed = model.parse_tool_calls(result, self.tools, family, self.prompt)
         return parsed if self.parallel else Parsed(parsed.content, parsed.reasoning, parsed.tool_calls[:1])
+
+    def events(self, piece: Piece, parser: ToolCallParser | None, calls: int) -> Iterator[Event]:
+        """Yield the parts of the answer that a piece completes.
+
+        calls: number of the answer's calls so far.
+        """
+        if parser is None:
+            yield from [Content(piece.text)] if piece.text else []
+            return
+        for event in parser.feed(piece.text) + (parser.finish() if piece.result is not None else []):
+            if isinstance(event, ToolCall):
+                calls += 1
+                if calls > 1 and not self.parallel:
+                    continue
+            yield event
 
 
 def read_chat(body: ChatRequest, served: Served) -> Chat:
@@ -108,7 +118,7 @@ def read_chat(body: ChatRequest, served: Served) -> Chat:
     parameters |= served.default_length(parameters) | _logprobs_parameter(body)
     tools = body.tools if body.tools and body.tool_choice != "none" else None
     if tools is None and body.tool_choice not in (None, "none", "auto"):
-        raise invalid_request("tool_choice asks for a call, but there are no tools; give tools.", "tool_choice")
+        raise RequestError("tool_choice asks for a call, but there are no tools; give tools.", "tool_choice")
     if tools is not None:
         parameter_schemas(tools)
         parameters |= _tool_parameters(body, tools, served, "structured_outputs" in parameters)
@@ -133,9 +143,8 @@ def render(
     """
     for name in variables or ():
         if name in _RESERVED_VARIABLES:
-            raise invalid_request(
-                f"chat_template_kwargs has {name}, which the server sets; remove it.", "chat_template_kwargs"
-            )
+            message = f"chat_template_kwargs has {name}, which the server sets; remove it."
+            raise RequestError(message, "chat_template_kwargs")
     given: dict[str, Any] = {"tools": tools, "reasoning_effort": effort}
     given = {name: value for name, value in given.items() if value is not None} | dict(variables or {})
     plain = [message.as_dict(f"messages.{index}") for index, message in enumerate(messages)]
@@ -146,7 +155,7 @@ def _logprobs_parameter(body: ChatRequest) -> dict[str, int]:
     if body.logprobs:
         return {"logprobs": body.top_logprobs or 0}
     if body.top_logprobs:
-        raise invalid_request('top_logprobs is given without logprobs; add "logprobs": true.', "top_logprobs")
+        raise RequestError('top_logprobs is given without logprobs; add "logprobs": true.', "top_logprobs")
     return {}
 
 
@@ -154,7 +163,7 @@ def _tool_parameters(
     body: ChatRequest, tools: list[dict[str, Any]], served: Served, constrained: bool
 ) -> dict[str, Any]:
     if served.tool_family is None:
-        raise invalid_request(
+        raise RequestError(
             f"the chat template of {served.name} has tool calls of no known family; send no tools, or start the "
             "server with --tool-parser.",
             "tools",
@@ -166,9 +175,8 @@ def _tool_parameters(
     if choice in (None, "auto"):
         return found
     if constrained:
-        raise invalid_request(
-            "tool_choice asks for a call, so the answer cannot match a schema too; give one.", "tool_choice"
-        )
+        message = "tool_choice asks for a call, so the answer cannot match a schema too; give one."
+        raise RequestError(message, "tool_choice")
     try:
         grammar = required_calls(
             tools,
@@ -178,7 +186,7 @@ def _tool_parameters(
             special_tokens={text: token for token, text in served.model.tokenizer.special_ids.items()},
         )
     except ParameterError as error:
-        raise invalid_request(f"tool_choice: {error}", "tool_choice") from None
+        raise RequestError(f"tool_choice: {error}", "tool_choice") from None
     return {**found, "structured_outputs": {"grammar": grammar}}
 
 
@@ -186,7 +194,7 @@ class _Deltas:
     """Turns the pieces of one choice into the choices of its chunks."""
 
     def __init__(self, chat: Chat, index: int, returns_ids: bool) -> None:
-        self._index, self._returns_ids, self._parallel = index, returns_ids, chat.parallel
+        self._chat, self._index, self._returns_ids = chat, index, returns_ids
         self._parser = chat.parser()
         self._calls: list[ToolCall] = []
         self._logprobs: list[TokenLogprob] = []  # of tokens that no chunk has yet
@@ -196,16 +204,12 @@ class _Deltas:
         """Yield the choices of the next piece's chunks; none while its text is held back."""
         self._logprobs += piece.token_logprobs or ()
         self._tokens += piece.token_ids
-        if self._parser is None:
-            events: list[Event] = [Content(piece.text)] if piece.text else []
-        else:
-            events = self._parser.feed(piece.text) + (self._parser.finish() if piece.result is not None else [])
-        for event in events:
+        for event in self._chat.events(piece, self._parser, len(self._calls)):
             if isinstance(event, Content):
                 yield self.choice({"content": event.text})
             elif isinstance(event, Reasoning):
                 yield self.choice({"reasoning_content": event.text})
-            elif self._parallel or not self._calls:
+            else:
                 self._calls.append(event)
                 yield self.choice({"tool_calls": [{"index": len(self._calls) - 1, **event.as_dict()}]})
         if piece.result is not None:

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from topw_deploy.runtime import GenerationResult, Piece, TokenLogprob, TopLogprob
-from topw_deploy.serve.failures import invalid_request
+from topw_deploy.serve.failures import RequestError
 from topw_deploy.serve.schemas import CompletionRequest
 from topw_deploy.serve.service import Served
 from topw_deploy.serve.stream import Run, answer_choices, ending_fields, finite, read_body
@@ -72,12 +72,11 @@ def _parameters(body: CompletionRequest) -> dict[str, Any]:
         parameters["max_new_tokens"] = NEW_TOKENS
     if body.echo and "logprobs" in parameters:
         if body.stream:
-            raise invalid_request("a stream cannot echo with logprobs; omit echo, logprobs or stream.", "echo")
+            raise RequestError("a stream cannot echo with logprobs; omit echo, logprobs or stream.", "echo")
         parameters.setdefault("prompt_logprobs", parameters["logprobs"])
     elif "prompt_logprobs" in parameters:
-        raise invalid_request(
-            "prompt_logprobs is given without echo and logprobs; add both to get them.", "prompt_logprobs"
-        )
+        message = "prompt_logprobs is given without echo and logprobs; add both to get them."
+        raise RequestError(message, "prompt_logprobs")
     return parameters
 
 

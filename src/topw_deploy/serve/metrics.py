@@ -5,7 +5,6 @@ All but the count of answers have the label `model_name`.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
@@ -46,6 +45,23 @@ COUNTERS: tuple[tuple[str, str, ReadStats], ...] = (
 )
 
 
+READ_ENDED: tuple[tuple[str, str, tuple[float, ...], Callable[[GenerationResult], float | None]], ...] = (
+    ("request_prompt_tokens", "Tokens of a prompt.", _TOKENS, lambda result: result.prompt_tokens),
+    ("request_generation_tokens", "Tokens drawn for a sequence.", _TOKENS, lambda result: len(result.token_ids)),
+    ("request_queue_time_seconds", "Until the engine began to read the prompt.", _SECONDS,
+     lambda result: result.timings.queue_seconds),
+    ("e2e_request_latency_seconds", "From the engine's call to the last token.", _SECONDS,
+     lambda result: result.timings.prefill_seconds + result.timings.decode_seconds),
+    ("time_to_first_token_seconds", "From the engine's call to the first token.", _SECONDS,
+     lambda result: result.timings.prefill_seconds if result.token_ids else None),
+    ("request_prefill_time_seconds", "From the queue's end to the first token.", _SECONDS,
+     lambda result: result.timings.prefill_seconds - result.timings.queue_seconds if result.token_ids else None),
+    ("request_decode_time_seconds", "From the first to the last token.", _SECONDS,
+     lambda result: result.timings.decode_seconds if result.token_ids else None),
+)  # fmt: skip
+"""(name, help, buckets, value of an ended sequence; None if it has none) of each histogram of sequences."""
+
+
 class Metrics:
     """The server's metrics.
 
@@ -55,18 +71,11 @@ class Metrics:
     def __init__(self, engines: Callable[[], Iterable[tuple[str, EngineStats]]]) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_Engines(engines))
-        histogram, counter = self._histogram, self._counter
-        self._first = histogram("time_to_first_token_seconds", "From the engine's call to the first token.", _SECONDS)
-        self._gap = histogram("inter_token_latency_seconds", "Between tokens.", _SECONDS)
-        self._whole = histogram("e2e_request_latency_seconds", "From the engine's call to the last token.", _SECONDS)
-        self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
-        self._drawn = histogram("request_generation_tokens", "Tokens drawn for a sequence.", _TOKENS)
-        self._kept = histogram("kept_tokens", "Tokens that the sampler kept at a step.", _TOKENS)
-        self._queue = histogram("request_queue_time_seconds", "Until the engine began to read the prompt.", _SECONDS)
-        self._prefill = histogram("request_prefill_time_seconds", "From then to the first token.", _SECONDS)
-        self._decode = histogram("request_decode_time_seconds", "From the first to the last token.", _SECONDS)
-        self._certified = counter("certified_tokens", "Tokens whose kept set was proven without distances.")
-        self._success = counter("request_success", "Sequences that ended.", "finished_reason")
+        self._ended = [(self._histogram(name, text, buckets), read) for name, text, buckets, read in READ_ENDED]
+        self._gap = self._histogram("inter_token_latency_seconds", "Between tokens.", _SECONDS)
+        self._kept = self._histogram("kept_tokens", "Tokens that the sampler kept at a step.", _TOKENS)
+        self._certified = self._counter("certified_tokens", "Tokens whose kept set was proven without distances.")
+        self._success = self._counter("request_success", "Sequences that ended.", "finished_reason")
         text = "Answers, by path and status; 499 if the client left before."
         self._answers = Counter("topw:http_responses", text, ["path", "status"], registry=self.registry)
 
@@ -86,36 +95,31 @@ class Metrics:
 
         streamed: whether `add_gap` was called for the gaps between its tokens.
         """
-        timings, drawn = result.timings, len(result.token_ids)
         self._success.labels(model, ABORT if result.finish_reason == "cancelled" else result.finish_reason).inc()
-        self._prompt.labels(model).observe(result.prompt_tokens)
-        self._drawn.labels(model).observe(drawn)
         self._certified.labels(model).inc(sum(result.certified))
+        for histogram, read in self._ended:
+            value = read(result)
+            if value is not None:
+                histogram.labels(model).observe(value)
         kept = self._kept.labels(model)
         for size in result.kept:
             kept.observe(size)
-        self._whole.labels(model).observe(timings.prefill_seconds + timings.decode_seconds)
-        self._queue.labels(model).observe(timings.queue_seconds)
-        if drawn:
-            self._first.labels(model).observe(timings.prefill_seconds)
-            self._prefill.labels(model).observe(timings.prefill_seconds - timings.queue_seconds)
-            self._decode.labels(model).observe(timings.decode_seconds)
-        if timings.decode_steps and not streamed:
-            self._gap.labels(model).observe(timings.seconds_per_token)
+        if result.timings.decode_steps and not streamed:
+            self.add_gap(model, result.timings.seconds_per_token)
 
     def add_gap(self, model: str, seconds: float) -> None:
         """Count the seconds between two tokens of a streamed sequence."""
         self._gap.labels(model).observe(seconds)
+
+    def as_text(self) -> bytes:
+        """The metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
 
     def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Any:
         return Histogram(f"topw:{name}", text, [MODEL], registry=self.registry, buckets=tuple(buckets))
 
     def _counter(self, name: str, text: str, *labels: str) -> Any:
         return Counter(f"topw:{name}", text, [MODEL, *labels], registry=self.registry)
-
-    def as_text(self) -> bytes:
-        """The metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
 
 
 class _Engines(Collector):
@@ -126,9 +130,9 @@ class _Engines(Collector):
 
     def collect(self) -> Iterator[Metric]:
         found = list(self._engines())
-        gauges = [(GaugeMetricFamily(f"topw:{name}", text, labels=[MODEL]), of) for name, text, of in GAUGES]
-        counters = [(CounterMetricFamily(f"topw:{name}", text, labels=[MODEL]), of) for name, text, of in COUNTERS]
-        for family, of in itertools.chain(gauges, counters):
-            for name, stats in found:
-                family.add_metric([name], of(stats))
-            yield family
+        for kind, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, text, read in table:
+                family = kind(f"topw:{name}", text, labels=[MODEL])
+                for model, stats in found:
+                    family.add_metric([model], read(stats))
+                yield family

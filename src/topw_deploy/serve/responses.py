@@ -28,17 +28,15 @@ async def responses(request: Request) -> Response:
     chat = await run.prepare(lambda: read_chat(_as_chat(body), run.served))
     run.prompt_tokens = len(chat.ids)
     run.log_prompt(chat.prompt)
-    output = OutputItems(run.log_entry.id)
+    output = OutputItems(run.facts["request_id"])
     if body.stream:
         await run.start(chat.ids, chat.parameters)
         return EventStream(run, _stream_events(run, body, chat, output))
     (result,) = await run.generate(chat.ids, chat.parameters)
     logprobs = _text_logprobs(result, chat)
     for part in _answer_parts(result, chat):
-        for _ in output.add(part, logprobs if isinstance(part, Content) else ()):
-            pass
-    for _ in output.close(_status(result)):
-        pass
+        list(output.add(part, logprobs if isinstance(part, Content) else ()))
+    list(output.close(_status(result)))
     return JSONResponse(_response_fields(run, body, output, _status(result), _incomplete_details(result)))
 
 
@@ -51,8 +49,6 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
 
 def _answer_parts(result: GenerationResult, chat: Chat) -> Iterable[Event]:
     """The reasoning, text and calls of a whole answer, in this order."""
-    if chat.tools is None:
-        return [Content(result.text)] if result.text else []
     parsed = chat.parse(result)
     reasoning: list[Event] = [Reasoning(parsed.reasoning)] if parsed.reasoning else []
     content: list[Event] = [Content(parsed.content)] if parsed.content else []
@@ -161,14 +157,10 @@ async def _stream_events(
         parser = chat.parser()
         waiting: list[TokenLogprob] = []  # of tokens whose text is held back
         async for piece in run.pieces():
-            found: list[Event] = [Content(piece.text)] if piece.text else []
-            if parser is not None:
-                found = parser.feed(piece.text) + (parser.finish() if piece.result is not None else [])
             waiting += piece.token_logprobs or ()
-            for each, logprobs in _assign_logprobs(found, waiting):
-                if chat.parallel or not (output.calls and isinstance(each, ToolCall)):
-                    for kind, data in output.add(each, logprobs):
-                        yield numbered(kind, data)
+            for each, logprobs in _assign_logprobs([*chat.events(piece, parser, output.calls)], waiting):
+                for kind, data in output.add(each, logprobs):
+                    yield numbered(kind, data)
             if piece.result is not None:
                 status = _status(piece.result)
                 for kind, data in output.close(status, waiting):
@@ -212,7 +204,8 @@ class OutputItems:
         if self._kind is not type(part):
             yield from self.close("completed")
             self._kind = type(part)
-            yield from self._open()
+            yield self._added(self._item("in_progress", []))
+            yield "response.content_part.added", {**self._place(), "part": self._part("")}
         self._text.append(part.text)
         new = text_logprobs(logprobs)
         self._logprobs += new
@@ -233,9 +226,7 @@ class OutputItems:
         kind, field = self._text_kind(self._logprobs)
         yield f"response.{kind}.done", {**place, "text": text, **field}
         yield "response.content_part.done", {**place, "part": part}
-        item = self._item(status, [part])
-        yield "response.output_item.done", {"output_index": len(self.done), "item": item}
-        self.done.append(item)
+        yield self._finished(self._item(status, [part]))
         self._kind, self._text, self._logprobs = None, [], []
 
     def _text_kind(self, entries: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
@@ -243,11 +234,6 @@ class OutputItems:
         if self._kind is Reasoning:
             return "reasoning_text", {}
         return "output_text", {"logprobs": [_without_bytes(entry) for entry in entries]}
-
-    def _open(self) -> Iterator[NamedEvent]:
-        item = self._item("in_progress", [])
-        yield "response.output_item.added", {"output_index": len(self.done), "item": item}
-        yield "response.content_part.added", {**self._place(), "part": self._part("")}
 
     def _add_call(self, call: ToolCall) -> Iterator[NamedEvent]:
         item = {
@@ -259,20 +245,23 @@ class OutputItems:
             "status": "completed",
         }
         place = {"item_id": item["id"], "output_index": len(self.done)}
-        begun = {**item, "arguments": "", "status": "in_progress"}
-        yield "response.output_item.added", {"output_index": len(self.done), "item": begun}
+        yield self._added({**item, "arguments": "", "status": "in_progress"})
         yield "response.function_call_arguments.delta", {**place, "delta": call.arguments}
         done = {**place, "name": call.name, "arguments": call.arguments}
         yield "response.function_call_arguments.done", done
-        yield "response.output_item.done", {"output_index": len(self.done), "item": item}
+        yield self._finished(item)
+
+    def _added(self, item: dict[str, Any]) -> NamedEvent:
+        return "response.output_item.added", {"output_index": len(self.done), "item": item}
+
+    def _finished(self, item: dict[str, Any]) -> NamedEvent:
         self.done.append(item)
+        return "response.output_item.done", {"output_index": len(self.done) - 1, "item": item}
 
     def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        if self._kind is Reasoning:
-            base = {"type": "reasoning", "id": self._item_id("rs"), "summary": []}
-            return {**base, "content": content, "status": status}
-        base = {"type": "message", "id": self._item_id("msg"), "role": "assistant"}
-        return {**base, "content": content, "status": status}
+        is_message = self._kind is Content
+        own = {"type": "message", "role": "assistant"} if is_message else {"type": "reasoning", "summary": []}
+        return {**own, "id": self._place()["item_id"], "content": content, "status": status}
 
     def _part(self, text: str) -> dict[str, Any]:
         if self._kind is Reasoning:

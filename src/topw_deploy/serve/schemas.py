@@ -1,14 +1,84 @@
-"""The fields of the requests. Fields that a schema does not declare are parameters of the engine (`parameters`)."""
+"""The fields of requests.
+
+A field that a schema does not declare is a parameter of `TopWModel.generate`, under its own name or its name in
+OpenAI's API or vLLM.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from topw_deploy.serve.failures import invalid_request
-from topw_deploy.serve.parameters import FIELDS, MOST_LOGPROBS, check_fields, read_parameters
+from topw_deploy.runtime.generation_config import has_no_effect
+from topw_deploy.runtime.parameters import ALIASES, PARAMETERS, names_in_json, unknown_parameter_error
+from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
+from topw_deploy.serve.failures import RequestError
+from topw_deploy.text import short_repr
+
+IGNORED = frozenset({
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+})  # fmt: skip
+"""Fields of OpenAI's API that say nothing about the text. They are accepted and ignored."""
+
+FIELDS = names_in_json() | IGNORED
+"""The undeclared fields that a request may have, unless its schema refuses them."""
+
+MOST_LOGPROBS = 20
+"""Maximum number of alternatives per token, as in OpenAI's API."""
+
+_LONGEST_NAME = 64  # characters of an unknown field's name that the answer repeats
+_MOST_ENTRIES = 1024  # of each parameter in _EACH_TOKEN, whose entries cost time at every token of the batch
+_EACH_TOKEN = ("stop_strings", "bad_words", "bad_words_ids", "logit_bias", "suppress_tokens")
+_SYNONYMS = ("max_tokens", "max_completion_tokens")  # some clients send both
+
+
+def check_fields(given: Iterable[str], known: Collection[str], refused: Mapping[str, str]) -> None:
+    """Check the names of a request's fields.
+
+    known: names that the endpoint knows.
+    refused: names of other endpoints' fields -> the reason, and what to do.
+
+    Raises RequestError naming the first field that is refused or unknown.
+    """
+    for name in given:
+        if name in refused:
+            raise RequestError(f"{name} {refused[name]}.", name, "unsupported_parameter")
+        if name not in known:
+            message = str(unknown_parameter_error(name, known))
+            if len(name) > _LONGEST_NAME:
+                message = f"unknown parameter {name[:_LONGEST_NAME]!r}..., of {len(name)} characters; remove it."
+            raise RequestError(message, name[:_LONGEST_NAME], "unknown_parameter")
+
+
+def read_parameters(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine's parameters in `fields`, under the engine's names. The fields' names must have been checked.
+
+    A field that is null counts as absent. A value that switches another rule off, such as `top_p` 1 or `top_k` -1,
+    chooses no rule unless `rule` is given, because many clients always send such values.
+
+    Raises RequestError naming a field that is given twice, is too long, or has one value per prompt.
+    """
+    given = {name: value for name, value in fields.items() if value is not None and name not in IGNORED}
+    if all(name in given for name in _SYNONYMS) and given[_SYNONYMS[0]] == given[_SYNONYMS[1]]:
+        del given[_SYNONYMS[0]]
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        ours = ALIASES.get(name, name)
+        if ours in found:
+            raise RequestError(f"{ours} is given twice, once as {name}; give it once.", name)
+        if PARAMETERS[ours].lists_values(value):
+            raise RequestError(f"{name} is a list of values, but a request takes one value.", name)
+        if ours in _EACH_TOKEN and isinstance(value, (list, dict)) and len(value) > _MOST_ENTRIES:
+            raise RequestError(f"{name} has {len(value)} entries, but may have at most {_MOST_ENTRIES}.", name)
+        if ours in ("logprobs", "prompt_logprobs") and isinstance(value, int) and value > MOST_LOGPROBS:
+            raise RequestError(f"{name} is {short_repr(value)}, but may be at most {MOST_LOGPROBS}.", name)
+        is_off = ours in RULE_PARAMETER_NAMES and not isinstance(value, bool) and has_no_effect(ours, value)
+        if "rule" in given or not is_off:
+            found[ours] = value
+    return found
+
 
 NO_PROMPT_LOGPROBS = "is not available here; send the prompt to /v1/completions with echo and logprobs"
 
@@ -47,22 +117,18 @@ class GenerationRequest(BaseModel):
         """The fields that the schema does not declare."""
         return self.model_extra or {}
 
-    @classmethod
-    def known_fields(cls) -> frozenset[str]:
-        """The names of the fields that a request may have."""
-        return (frozenset(cls.model_fields) | FIELDS) - cls.refused.keys()
-
     def check_fields(self) -> None:
         """Raises RequestError for a field that is unknown or belongs to another endpoint."""
         declared = {name: getattr(self, name) for name in type(self).model_fields}
         given = [name for name, value in {**declared, **self.others}.items() if value is not None]
-        check_fields(given, self.known_fields(), self.refused)
+        known = (type(self).model_fields.keys() | FIELDS) - self.refused.keys()
+        check_fields(given, known, self.refused)
 
     def parameters(self) -> dict[str, Any]:
         """The engine's parameters. Raises RequestError for a wrong field, and for `stream_options` without `stream`."""
         self.check_fields()
         if self.stream_options is not None and not self.stream:
-            raise invalid_request('stream_options is given without stream; add "stream": true.', "stream_options")
+            raise RequestError('stream_options is given without stream; add "stream": true.', "stream_options")
         return read_parameters(self.others)
 
 
@@ -109,9 +175,8 @@ class Message(BaseModel):
         """
         extra = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
         calls = {"tool_calls": self.tool_calls} if self.tool_calls else {}
-        role = (
-            "system" if self.role == "developer" else self.role
-        )  # templates know only OpenAI's older name of the role
+        # Templates know only OpenAI's older name of the role.
+        role = "system" if self.role == "developer" else self.role
         return {**extra, "role": role, "content": self._text(where), **calls}
 
     def _text(self, where: str) -> str:
@@ -119,7 +184,7 @@ class Message(BaseModel):
             return self.content or ""
         for index, part in enumerate(self.content):
             if part.type not in ("text", "input_text", "output_text") or part.text is None:
-                raise invalid_request(
+                raise RequestError(
                     f"{where}.content.{index} is of type {part.type[:40]!r}, but this server takes text only.",
                     f"{where}.content.{index}.type",
                 )
@@ -173,11 +238,6 @@ class FunctionTool(BaseModel):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-
-    def as_chat_tool(self) -> dict[str, Any]:
-        """The tool as a chat request states it."""
-        function = self.model_dump(exclude={"type"}, exclude_none=True)
-        return {"type": "function", "function": function}
 
 
 class ToolName(BaseModel):
@@ -258,12 +318,16 @@ class ResponsesRequest(GenerationRequest):
         """The chat request with the same answer. Raises RequestError for a wrong field."""
         self.check_fields()
         if self.top_logprobs and not self.include:
-            raise invalid_request(f"top_logprobs is given without include; add {_WITH_LOGPROBS}.", "top_logprobs")
+            raise RequestError(f"top_logprobs is given without include; add {_WITH_LOGPROBS}.", "top_logprobs")
+        choice: Any = self.tool_choice
+        if isinstance(choice, ToolName):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        tools = [each.model_dump(exclude={"type"}, exclude_none=True) for each in self.tools or ()]
         fields: dict[str, Any] = {
             "stream": self.stream,
             "messages": self._messages(),
-            "tools": [tool.as_chat_tool() for tool in self.tools] if self.tools else None,
-            "tool_choice": self._tool_choice(),
+            "tools": [{"type": "function", "function": tool} for tool in tools] or None,
+            "tool_choice": choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "chat_template_kwargs": self.chat_template_kwargs,
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
@@ -275,21 +339,13 @@ class ResponsesRequest(GenerationRequest):
         given = {name: value for name, value in fields.items() if value is not None}
         return ChatRequest.model_validate({**self.others, **given})
 
-    def _tool_choice(self) -> Any:
-        if isinstance(self.tool_choice, ToolName):
-            return {"type": "function", "function": {"name": self.tool_choice.name}}
-        return self.tool_choice
-
     def _response_format(self) -> Mapping[str, Any] | None:
         wanted = None if self.text is None else self.text.format
-        if wanted is None or wanted.type == "text":
-            return None
-        if wanted.type == "json_object":
-            return {"type": "json_object"}
+        if wanted is None or wanted.type != "json_schema":
+            return None if wanted is None else {"type": wanted.type}
         if wanted.schema_ is None:
-            raise invalid_request(
-                "text.format has no schema; give one.", "text.format.schema", "missing_required_parameter"
-            )
+            name = "text.format.schema"
+            raise RequestError(f"{name} is missing; give one.", name, "missing_required_parameter")
         return {"type": "json_schema", "json_schema": {"schema": wanted.schema_}}
 
     def _messages(self) -> list[dict[str, Any]]:
@@ -331,7 +387,7 @@ def _add_item(messages: list[dict[str, Any]], item: InputItem, where: str, names
 
 def _require(value: str | None, where: str, name: str) -> str:
     if not value:
-        raise invalid_request(f"{where}.{name} is missing.", f"{where}.{name}", "missing_required_parameter")
+        raise RequestError(f"{where}.{name} is missing.", f"{where}.{name}", "missing_required_parameter")
     return value
 
 

@@ -161,65 +161,53 @@ def _unix_socket(path: Path) -> socket.socket:
     Replaces a socket that a killed server left. Raises ParameterError for a socket at which a process listens.
     """
     if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
-        _check_unused(path)
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)  # a full backlog gives an error instead of blocking
+            try:
+                probe.connect(str(path))
+                is_used = True
+            except BlockingIOError:
+                is_used = True
+            except (ConnectionRefusedError, FileNotFoundError):
+                is_used = False
+        if is_used:
+            raise ParameterError(f"another process listens at {path}; stop it, or give another uds.", "uds")
         path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX)
+    old = os.umask(0o177)
     try:
-        old = os.umask(0o177)
-        try:
-            listener.bind(str(path))
-        finally:
-            os.umask(old)
+        listener.bind(str(path))
         listener.listen(2048)
     except OSError:
         listener.close()
         raise
+    finally:
+        os.umask(old)
     return listener
 
 
-def _check_unused(path: Path) -> None:
-    """Raises ParameterError if a process listens at a socket, and OSError if that cannot be determined."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)  # a full backlog raises instead of blocking
-        try:
-            probe.connect(str(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            return
-        except BlockingIOError:
-            pass
-    raise ParameterError(f"another process listens at {path}; stop it, or give another uds.", "uds")
+class LogFormatter(logging.Formatter):
+    """Formats a record and the facts of its request: as one JSON object, or as text with `name=value` of each fact."""
 
-
-class JsonLines(logging.Formatter):
-    """Formats a record as one JSON object: time, level, event, and the facts of a request."""
+    def __init__(self, as_json: bool) -> None:
+        super().__init__()
+        self._as_json = as_json
 
     def format(self, record: logging.LogRecord) -> str:
-        line = {"time": _timestamp(record), "level": record.levelname.lower(), "event": record.getMessage()}
-        line |= getattr(record, "facts", {})
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
-
-
-class PlainLines(logging.Formatter):
-    """Formats a record as text: time, level, event, and `name=value` for each fact."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        facts = getattr(record, "facts", {})
-        stated = " ".join(f"{name}={json.dumps(value, default=str)}" for name, value in facts.items())
-        line = f"{_timestamp(record)} {record.levelname} {record.getMessage()} {stated}".rstrip()
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
-
-
-def _timestamp(record: logging.LogRecord) -> str:
-    seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-    return f"{seconds}.{int(record.msecs):03d}Z"
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        when, event, facts = f"{seconds}.{int(record.msecs):03d}Z", record.getMessage(), getattr(record, "facts", {})
+        trace = self.formatException(record.exc_info) if record.exc_info else ""
+        if self._as_json:
+            line = {"time": when, "level": record.levelname.lower(), "event": event, **facts}
+            return json.dumps({**line, "traceback": trace} if trace else line, default=str)
+        stated = [f"{name}={json.dumps(value, default=str)}" for name, value in facts.items()]
+        return " ".join([when, record.levelname, event, *stated]) + (f"\n{trace}" if trace else "")
 
 
 def start_log(json_lines: bool, verbose: bool) -> logging.Handler:
     """Send the logs of the server, of uvicorn and of asyncio to stderr."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if json_lines else PlainLines())
+    handler.setFormatter(LogFormatter(json_lines))
     for name, level in (
         ("topw_deploy.serve", logging.DEBUG if verbose else logging.INFO),
         ("uvicorn", logging.WARNING),

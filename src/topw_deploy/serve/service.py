@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,14 +17,16 @@ import anyio
 from starlette.requests import ClientDisconnect, Request
 
 from topw_deploy.engine import Engine, EngineStats
-from topw_deploy.errors import ParameterError, QueueFullError, TopWError
+from topw_deploy.errors import ManifestError, ParameterError, QueueFullError, TopWError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.loop import gives_logits
+from topw_deploy.runtime.parameters import integer
 from topw_deploy.runtime.sequence import Sequence
-from topw_deploy.runtime.tools import FAMILIES
-from topw_deploy.sampling import preset_parameters
+from topw_deploy.runtime.token_geometry import read_geometry
+from topw_deploy.runtime.tools.formats import get_family
+from topw_deploy.sampling import Geometry, preset_parameters
 from topw_deploy.sampling.presets import REQUEST_PRESETS
-from topw_deploy.serve.failures import TOO_LONG, invalid_request, server_unavailable
+from topw_deploy.serve.failures import TOO_LONG, RequestError
 from topw_deploy.serve.metrics import Metrics
 
 LOG = logging.getLogger("topw_deploy.serve")
@@ -77,33 +79,21 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if not self.models:
             raise ParameterError("there is no model to serve; give at least one exported folder.", "models")
-        for name in self.models:
-            _check_text("the name of a model", name)
-        for key in self.api_keys:
-            _check_text("api_key", key)
+        for what, text in (
+            *(("api_key", key) for key in self.api_keys),
+            *(("the name of a model", n) for n in self.models),
+        ):
+            if not isinstance(text, str) or not text or not text.isprintable() or text.strip() != text:
+                raise ParameterError(f"{what} is {text!r}, but must be printable text without spaces around it.")
         for name in ("max_body", "max_prompt_tokens"):
+            if getattr(self, name) is not None:
+                integer(1)(name, getattr(self, name))
+        for name in ("body_timeout", "request_timeout", "ping_interval", "drain_timeout"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ParameterError(f"{name} is {value!r}, but must be an integer >= 1.", name)
-        for each in fields(self):
-            if each.name.endswith(("_timeout", "_interval")):
-                _check_seconds(each.name, getattr(self, each.name))
-        if self.tool_parser is not None and self.tool_parser not in FAMILIES:
-            raise ParameterError(
-                f"tool_parser is {self.tool_parser!r}, but must be one of {', '.join(FAMILIES)}.", "tool_parser"
-            )
-
-
-def _check_text(what: str, value: object) -> None:
-    if not isinstance(value, str) or not value or not value.isprintable() or value.strip() != value:
-        raise ParameterError(f"{what} is {value!r}, but must be printable text without spaces around it.")
-
-
-def _check_seconds(name: str, value: Any) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ParameterError(f"{name} is {value!r}, but must be a finite number of seconds > 0.", name)
+            if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
+                raise ParameterError(f"{name} is {value!r}, but must be a finite number of seconds > 0.", name)
+        if self.tool_parser is not None:
+            get_family(self.tool_parser, "tool_parser")
 
 
 class Served:
@@ -158,6 +148,14 @@ class Served:
             "presets": {name: preset_parameters(name, *sampler.geometry) for name in REQUEST_PRESETS},
         }
 
+    @cached_property
+    def geometry(self) -> tuple[Geometry | None, str | None]:
+        """Returns (the model's geometry, None), or (None, the reason why it cannot be read)."""
+        try:
+            return read_geometry(self.model.path, self.model.manifest), None
+        except ManifestError as error:
+            return None, self.without_path(str(error))
+
     @classmethod
     def open(cls, name: str, folder: Path, options: ServeOptions) -> Served:
         """Open an exported folder. Raises the errors of `TopWModel.from_pretrained` and `Engine`."""
@@ -173,15 +171,9 @@ class Served:
         self.engine.shutdown()
         self.model.close()
 
-    async def prepare(self, function: Callable[[], Result], limiter: anyio.CapacityLimiter | None = None) -> Result:
-        """Call a slow function in a thread.
-
-        limiter: bounds the number of threads; None for the limiter of the threads that prepare requests.
-
-        Raises QueueFullError if too many calls wait for a thread.
-        """
-        limiter = limiter or self._preparing
-        if limiter.statistics().tasks_waiting > self._most_waiting:
+    async def prepare(self, function: Callable[[], Result]) -> Result:
+        """Call a slow function in a thread. Raises QueueFullError if too many calls wait for a thread."""
+        if self._preparing.statistics().tasks_waiting > self._most_waiting:
             raise QueueFullError(f"{self._most_waiting} requests wait to be prepared; try again later.", "max_queue")
         abandoned = threading.Event()
 
@@ -192,12 +184,13 @@ class Served:
 
         # A thread cannot be cancelled. Its task continues and counts in the limiter, so that clients that disconnect
         # cannot start more threads than the limit.
-        task = asyncio.ensure_future(anyio.to_thread.run_sync(call, limiter=limiter))
+        task = asyncio.ensure_future(anyio.to_thread.run_sync(call, limiter=self._preparing))
         try:
             return await asyncio.shield(task)
         finally:
             abandoned.set()
-            task.add_done_callback(_retrieve_error)
+            # Retrieves the error of a task that nobody awaits, so that asyncio does not log it.
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. Raises PromptError and RequestError for too many.
@@ -209,7 +202,7 @@ class Served:
     def check_length(self, ids: list[int]) -> list[int]:
         """Returns `ids`. Raises RequestError for more than `max_prompt_tokens` of them."""
         if self._most_prompt is not None and len(ids) > self._most_prompt:
-            raise invalid_request(
+            raise RequestError(
                 f"the prompt has {len(ids)} tokens, which exceeds the maximum number of tokens allowed by this server, "
                 f"{self._most_prompt}; shorten it.",
                 code=TOO_LONG,
@@ -220,9 +213,8 @@ class Served:
         """Raises RequestError for more prompts than can run and wait. Call it before they are tokenized."""
         most = self.engine.stats().rows + self._most_waiting
         if prompts > most:
-            raise invalid_request(
-                f"the request has {prompts} prompts, but this server takes {most} at a time; send fewer."
-            )
+            message = f"the request has {prompts} prompts, but this server takes {most} at a time"
+            raise RequestError(f"{message}; send fewer.")
 
     def default_length(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """`max_new_tokens` of a chat that states no length: all that fits the context, as in OpenAI's API."""
@@ -242,12 +234,6 @@ class Served:
         """The lower one of a request's and the server's limit, in seconds; None for no limit."""
         given = [seconds for seconds in (max_time, self._timeout) if seconds is not None]
         return min(given, default=None)
-
-
-def _retrieve_error(task: asyncio.Future[Any]) -> None:
-    """Retrieve the error of a task that nobody awaits, so that asyncio does not log it."""
-    if not task.cancelled():
-        task.exception()
 
 
 class Service:
@@ -326,7 +312,7 @@ class Service:
     def check_ready(self) -> None:
         """Raises RequestError (503) unless requests are accepted."""
         if self.state != "ready":
-            raise server_unavailable(f"the server is {self.state}; try again later.", self.state)
+            raise RequestError(f"the server is {self.state}; try again later.", None, self.state, 503)
 
     def find(self, name: str | None) -> Served:
         """The model that a request names. Raises RequestError for an unknown one (404), or if none is ready (503)."""
@@ -335,10 +321,10 @@ class Service:
         if name is None and len(self._served) == 1:
             return next(iter(self._served.values()))
         if name is None:
-            raise invalid_request(f"model is missing; give one of {names}.", "model", "missing_required_parameter")
+            raise RequestError(f"model is missing; give one of {names}.", "model", "missing_required_parameter")
         if name not in self._served:
             message = f"the model {name[:80]!r} is not served; give one of {names}."
-            raise invalid_request(message, "model", "model_not_found", 404)
+            raise RequestError(message, "model", "model_not_found", 404)
         return self._served[name]
 
     async def _wait_until_idle(self, seconds: float) -> bool:

@@ -15,39 +15,24 @@ from collections.abc import (
     Callable,
     Collection,
     Iterable,
-    Iterator,
     Mapping,
     Sequence,
 )
-from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from anyio import CapacityLimiter
 from pydantic import BaseModel, ValidationError
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from topw_deploy.engine.step_logits import logits_after
-from topw_deploy.errors import PromptError, TopWError
+from topw_deploy.errors import PromptError
 from topw_deploy.runtime import GenerationResult, Piece
-from topw_deploy.runtime.logprobs import Logits
+from topw_deploy.runtime.parameters import ALIASES
 from topw_deploy.runtime.tools.parser import ToolCall
-from topw_deploy.serve.failures import (
-    INVALID,
-    TOO_LONG,
-    Failure,
-    RequestError,
-    failure_of,
-    invalid_request,
-    is_expected,
-    server_unavailable,
-)
-from topw_deploy.serve.parameters import check_fields, name_as_given, takes_long
-from topw_deploy.serve.schemas import GenerationRequest, StreamOptions
+from topw_deploy.serve.failures import TOO_LONG, RequestError, failure_of
+from topw_deploy.serve.schemas import FIELDS, GenerationRequest, StreamOptions, check_fields
 from topw_deploy.serve.service import service_of
 
 LOG = logging.getLogger("topw_deploy.serve")
@@ -59,6 +44,8 @@ FIRST_PIECE_SECONDS = 1.0
 the stream begins, and comments keep it open."""
 
 _LONGEST = 300  # characters of a message
+_SLOW = frozenset({"structured_outputs", "bad_words"})  # their checks compile grammars and tokenize
+_MOST_QUICK = 1000  # a list with more entries is checked in a thread
 _FINISH_REASONS = {"stop": "stop", "criterion": "stop", "length": "length", "timeout": "length"}
 """The engine's finish reason -> OpenAI's. Its clients know no others; `stop_reason` tells a timeout from a length."""
 
@@ -80,26 +67,22 @@ async def read_body(request: Request, schema: type[Body]) -> Body:
 
 async def read_bytes(request: Request, max_bytes: int, seconds: float) -> bytes:
     """Read the body. Raises RequestError: 408 if it does not arrive within `seconds`, 413 if it has too many bytes."""
-    large = f"the body has more than {max_bytes} bytes; send a shorter one."
+    message = f"the body has more than {max_bytes} bytes; send a shorter one."
+    too_large = RequestError(message, None, "body_too_large", 413)
     stated = request.headers.get("content-length", "")
-
-    async def read() -> bytes:
-        chunks, size = [], 0
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > max_bytes:
-                raise invalid_request(large, code="body_too_large", status=413)
-            chunks.append(chunk)
-        return b"".join(chunks)
-
     if stated.isdecimal() and len(stated) < 20 and int(stated) > max_bytes:
-        raise invalid_request(large, code="body_too_large", status=413)
+        raise too_large
+    body = bytearray()
     try:
-        return await asyncio.wait_for(read(), seconds)
+        async with asyncio.timeout(seconds):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > max_bytes:
+                    raise too_large
     except TimeoutError:
-        raise RequestError(
-            Failure(408, INVALID, "request_timeout", f"the body did not arrive within {seconds:g} s; send it again.")
-        ) from None
+        message = f"the body did not arrive within {seconds:g} s; send it again."
+        raise RequestError(message, None, "request_timeout", 408) from None
+    return bytes(body)
 
 
 def refusal_of(error: ValidationError, known: Collection[str] = ()) -> RequestError:
@@ -110,7 +93,7 @@ def refusal_of(error: ValidationError, known: Collection[str] = ()) -> RequestEr
     found = error.errors(include_url=False, include_context=False, include_input=False)
     first, message = found[0], str(found[0]["msg"])[:_LONGEST]
     if first["type"] == "json_invalid":
-        return invalid_request(f"the body is not valid JSON: {message}.", code="invalid_json")
+        return RequestError(f"the body is not valid JSON: {message}.", code="invalid_json")
     if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
         check_fields([str(first["loc"][0])], known, {})
     # A value that fits no type of a union has one error for each of these types.
@@ -118,8 +101,8 @@ def refusal_of(error: ValidationError, known: Collection[str] = ()) -> RequestEr
     path = [parts[0] for parts in zip(*same, strict=False) if len(set(parts)) == 1]
     param = ".".join(map(str, path))[:_LONGEST] or None
     if first["type"] == "missing":
-        return invalid_request(f"{param} is missing.", param, "missing_required_parameter")
-    return invalid_request(f"{param or 'the body'}: {message}.", param, "invalid_type")
+        return RequestError(f"{param} is missing.", param, "missing_required_parameter")
+    return RequestError(f"{param or 'the body'}: {message}.", param, "invalid_type")
 
 
 class Run:
@@ -127,6 +110,7 @@ class Run:
 
     kind: beginning of the answer's id, such as "chatcmpl".
     prompt_field: name of the field with the prompt, for error messages.
+    facts: the request's entry in the log.
     created: unix time.
     samples: number of sequences per prompt.
     prompt_tokens: number of tokens of all prompts; the endpoint sets it before the generation.
@@ -134,11 +118,13 @@ class Run:
 
     def __init__(self, request: Request, body: GenerationRequest, kind: str, prompt_field: str) -> None:
         service = service_of(request)
-        self.body, self.log_entry = body, request.scope["topw.log_entry"]
+        self.body, self.facts = body, request.scope["topw.facts"]
         self.options, self.served = service.options, service.find(body.model)
-        self.id, self.created = f"{kind}-{self.log_entry.id}", int(time.time())
+        self.id, self.created = f"{kind}-{self.facts['request_id']}", int(time.time())
         self.prompt_tokens, self.samples = 0, 1
-        self.log_entry.facts["model"] = self.served.name
+        self.returns_ids = bool(getattr(body, "return_token_ids", None))
+        self.facts["model"] = self.served.name
+        request.scope["topw.run"] = self
         self._request, self._metrics = request, service.metrics
         self._prompt_field = prompt_field
         self._sequences, self._failed = 0, False
@@ -146,11 +132,6 @@ class Run:
         self._results: dict[int, GenerationResult] = {}
         self._pieces: AsyncGenerator[Piece, None] | None = None
         self._first: asyncio.Future[Piece | None] | None = None
-
-    @property
-    def returns_ids(self) -> bool:
-        """Whether the answer must have token ids."""
-        return bool(getattr(self.body, "return_token_ids", None))
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -164,35 +145,29 @@ class Run:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
-    async def prepare(self, function: Callable[[], Result], limiter: CapacityLimiter | None = None) -> Result:
-        """Call a slow function in a thread, as `Served.prepare` does. Raises RequestError for an expected error."""
-        return await self._await(self.served.prepare(function, limiter))
-
-    async def logits(self, tokens: Sequence[int]) -> Logits:
-        """The logits float32 [V] after `tokens`. If the client disconnects, the row is freed."""
-        return await self._await(logits_after(self.served.engine, tokens, self.served.time_limit(None)))
+    async def prepare(self, function: Callable[[], Result]) -> Result:
+        """Call a slow function in a thread, as `Served.prepare` does, unless the client disconnects."""
+        return await cancel_on_disconnect(self._request, self.served.prepare(function))
 
     async def generate(self, prompt: Any, parameters: Mapping[str, Any]) -> list[GenerationResult]:
-        """The results of all sequences, by prompt, then sample. If the client disconnects, the rows are freed.
-
-        Raises RequestError for an expected error, such as a server that stops.
-        """
-        if takes_long(parameters):  # `start` checks them in a thread
+        """The results of all sequences, by prompt, then sample. If the client disconnects, the rows are freed."""
+        if _takes_long(parameters):  # `start` checks them in a thread
             await self.start(prompt, parameters)
             try:
-                await self._await(self._read_all())
+                await cancel_on_disconnect(self._request, self._read_all())
             finally:
                 await self.close()
         else:
             self._count_sequences(prompt, parameters)
+            work = self.served.engine.generate(prompt, **self._limits, **parameters)
             try:
-                found = await self._await(self.served.engine.generate(prompt, **self._limits, **parameters))
+                found = await cancel_on_disconnect(self._request, work)
             except ClientDisconnect:
                 self._count_aborted()
                 raise
             for row, result in enumerate(found if isinstance(found, list) else [found]):
                 self._record_end(row, result, streamed=False)
-        results = [self._results[row] for row in sorted(self._results)]
+        results = self._ended
         for result in results:
             _check_not_cancelled(result)
         return results
@@ -208,23 +183,24 @@ class Run:
         async def until_first_piece() -> None:
             # It is an async generator, though annotated as an iterator.
             self._pieces = cast("AsyncGenerator[Piece, None]", await self.served.prepare(begin))
-            self._first = asyncio.ensure_future(self._next_piece())
+            self._first = asyncio.ensure_future(anext(self._pieces, None))
             await asyncio.wait({self._first}, timeout=FIRST_PIECE_SECONDS)
             if self._first.done():
                 self._first.result()
 
         try:
-            await self._await(until_first_piece())
+            await cancel_on_disconnect(self._request, until_first_piece())
         except BaseException as error:
             self._failed = not isinstance(error, ClientDisconnect)
             await self.close()
             raise
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Yield the pieces that carry text or a regular end, counted. Raises RequestError for an expected error."""
+        """Yield the pieces that carry text or a regular end, counted."""
         assert self._first is not None
+        assert self._pieces is not None
         last: dict[int, tuple[float, int]] = {}
-        with self.naming_fields():
+        try:
             piece = await self._first
             while piece is not None:
                 if piece.result is None or piece.result.finish_reason != "error":
@@ -238,7 +214,10 @@ class Run:
                         self._record_end(piece.row, piece.result, streamed=True)
                         _check_not_cancelled(piece.result)
                     yield piece
-                piece = await self._next_piece()
+                piece = await anext(self._pieces, None)
+        except Exception as error:
+            self._failed = not isinstance(error, RequestError)
+            raise
 
     async def close(self) -> None:
         """End a stream. Cancels sequences that have not ended, and counts them as aborted unless the stream failed."""
@@ -250,37 +229,30 @@ class Run:
         if not self._failed:
             self._count_aborted()
 
-    @contextmanager
-    def naming_fields(self) -> Iterator[None]:
-        """Turn expected errors into RequestErrors that name the fields as the request does."""
-        try:
-            yield
-        except RequestError:
-            raise
-        except TopWError as error:
-            if not is_expected(error):
-                raise
-            failure = failure_of(error)
-            message, param = self.served.without_path(failure.message), name_as_given(failure.param, self.body.others)
-            if param is not None:
-                message = re.sub(rf"\b{failure.param}\b", param, message)
-            if failure.code == TOO_LONG:  # clients such as litellm recognise OpenAI's words
-                message = f"this model's maximum context length is {self.served.length} tokens: {message}"
-            if isinstance(error, PromptError):
-                param = self._prompt_field
-            raise RequestError(replace(failure, message=message, param=param)) from None
+    def failure_of(self, error: BaseException) -> RequestError:
+        """The failure to answer for `error`, which names the fields as the request does."""
+        failure = failure_of(error)
+        if failure is error or failure.status == 500:
+            return failure
+        message, param = self.served.without_path(str(failure)), self._name_as_given(failure.param)
+        if param is not None:
+            message = re.sub(rf"\b{failure.param}\b", param, message)
+        if failure.code == TOO_LONG:  # clients such as litellm recognise OpenAI's words
+            message = f"this model's maximum context length is {self.served.length} tokens: {message}"
+        param = self._prompt_field if isinstance(error, PromptError) else param
+        return RequestError(message, param, failure.code, failure.status)
 
     def log_prompt(self, prompt: Any) -> None:
         """Add the prompt to the log entry, if the server logs prompts."""
         if self.options.log_prompts:
-            self.log_entry.facts["prompt"] = prompt
+            self.facts["prompt"] = prompt
 
     def record_failure(self, error: BaseException) -> dict[str, Any]:
         """Log an error in a stream whose status was already sent. Returns the data of the event that reports it."""
-        failure = failure_of(error)
-        self.log_entry.facts["error"] = failure.code
-        if not is_expected(error):
-            LOG.error("a stream failed", exc_info=error, extra={"facts": {"request_id": self.log_entry.id}})
+        failure = self.failure_of(error)
+        self.facts["error"] = failure.code
+        if failure.status == 500:
+            LOG.error("a stream failed", exc_info=error, extra={"facts": {"request_id": self.facts["request_id"]}})
         return failure.as_dict()
 
     @property
@@ -289,17 +261,17 @@ class Run:
         seconds = self.served.time_limit(self.body.max_time)
         return {"max_time": seconds, "reuse_prefix": self.body.cache_prompt is not False}
 
-    async def _await(self, work: Awaitable[Result]) -> Result:
-        with self.naming_fields():
-            return await cancel_on_disconnect(self._request, work)
+    @property
+    def _ended(self) -> list[GenerationResult]:
+        return [self._results[row] for row in sorted(self._results)]
 
-    async def _next_piece(self) -> Piece | None:
-        assert self._pieces is not None
-        try:
-            return await anext(self._pieces, None)
-        except Exception:
-            self._failed = True
-            raise
+    def _name_as_given(self, param: str | None) -> str | None:
+        """The name by which the request states a parameter; None if requests have no such parameter."""
+        fields = self.body.others
+        if param in fields:
+            return param
+        stated = next((name for name in fields if ALIASES.get(name) == param), param)
+        return stated if param in FIELDS or param == "tools" else None
 
     async def _read_all(self) -> None:
         async for _ in self.pieces():
@@ -317,9 +289,8 @@ class Run:
     def _record_end(self, row: int, result: GenerationResult, *, streamed: bool) -> None:
         self._drawn[row], self._results[row] = len(result.token_ids), result
         self._metrics.count_ended(self.served.name, result, streamed=streamed)
-        results = [self._results[row] for row in sorted(self._results)]
-        facts = self.log_entry.facts
-        facts |= {
+        results = self._ended
+        self.facts |= {
             "stream": bool(self.body.stream),
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.usage["prompt_tokens_details"]["cached_tokens"],
@@ -328,7 +299,14 @@ class Run:
             "finish_reasons": [each.finish_reason for each in results],
         }
         if self.options.log_prompts:
-            facts["answers"] = [each.text for each in results]
+            self.facts["answers"] = [each.text for each in results]
+
+
+def _takes_long(parameters: Mapping[str, Any]) -> bool:
+    """Whether checking `parameters` is so slow that it must not be done in the event loop's thread."""
+    if not parameters.keys().isdisjoint(_SLOW):
+        return True
+    return any(isinstance(value, (list, dict)) and len(value) > _MOST_QUICK for value in parameters.values())
 
 
 async def answer_choices(
@@ -428,7 +406,7 @@ class EventStream(EventSourceResponse):
 def _check_not_cancelled(result: GenerationResult) -> None:
     """Raises RequestError (503) if a sequence was cancelled because the server is stopping."""
     if result.finish_reason == "cancelled":
-        raise server_unavailable("the server is shutting down; send the request again.", "draining")
+        raise RequestError("the server is shutting down; send the request again.", None, "draining", 503)
 
 
 async def cancel_on_disconnect(request: Request, work: Awaitable[Result]) -> Result:

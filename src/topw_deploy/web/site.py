@@ -1,16 +1,21 @@
-"""Checks an export and writes its site: the page, the library `topw`, the model's files, and other libraries."""
+"""The JavaScript libraries of a site: their fixed versions and the hashes of their files.
+
+A site loads the libraries from a CDN, whose files browsers check by the hashes, or has copies of them.
+"""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import html
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from topw_deploy.errors import ExportError, ManifestError, UnsupportedModelError
-from topw_deploy.folders import atomic_folder, map_file
+from topw_deploy.errors import ExportError, ManifestError, ParameterError, UnsupportedModelError
+from topw_deploy.folders import atomic_folder, map_file, open_regular
 from topw_deploy.install import major_minor
 from topw_deploy.manifest import (
     MANIFEST_NAME,
@@ -21,7 +26,110 @@ from topw_deploy.manifest import (
     open_listed,
 )
 from topw_deploy.text import decimal_size
-from topw_deploy.web import libraries
+
+CDN = "https://cdn.jsdelivr.net"
+FOLDER = "runtime"
+ONNXRUNTIME_VERSION = "1.30.0"
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryFile:
+    """A file of an npm package.
+
+    integrity: SHA-384 in base64, as in the attribute `integrity` of HTML.
+    """
+
+    package: str
+    version: str
+    path: str
+    integrity: str
+
+    @property
+    def url(self) -> str:
+        return f"{CDN}/npm/{self.package}@{self.version}/{self.path}"
+
+    @property
+    def copy_path(self) -> str:
+        """Path of the file in a site that has copies."""
+        return f"{FOLDER}/{self.path.rpartition('/')[2]}"
+
+
+SCRIPT = LibraryFile(
+    "onnxruntime-web",
+    ONNXRUNTIME_VERSION,
+    "dist/ort.wasm.bundle.min.mjs",
+    "sha384-PLWz+nHEVHpjwBsO0YVdvQj6n5814Iv8E3b8FG0Rp/uIAtjFMCKOpP66iPzedrIG",
+)
+WASM = LibraryFile(
+    "onnxruntime-web",
+    ONNXRUNTIME_VERSION,
+    "dist/ort-wasm-simd-threaded.wasm",
+    "sha384-vjBJ1z7qrhkTyYsNqKeF6c7N+nOJSU94czEo+tvZcu8G75JparGq9kB+kTnEUNVM",
+)
+TOKENIZERS = LibraryFile(
+    "@huggingface/tokenizers",
+    "0.2.0",
+    "dist/tokenizers.min.mjs",
+    "sha384-Tl2lMbeE3RCGFLOUGQ7LhvaagysxiOw/9dulz2sD6jxNa1MckRJQBbYdVHhOoqEs",
+)
+FILES = (SCRIPT, WASM, TOKENIZERS)
+LICENCES = {SCRIPT.package: "MIT", TOKENIZERS.package: "Apache-2.0"}
+
+
+def library_addresses(*, from_copies: bool) -> dict[str, Any]:
+    """Where the page finds the libraries, for topw_site.json.
+
+    from_copies: whether the site has copies, which the page then loads instead of the CDN's files.
+    """
+
+    def of(file: LibraryFile) -> dict[str, str]:
+        return {"url": file.copy_path} if from_copies else {"url": file.url, "integrity": file.integrity}
+
+    return {"onnxruntime": {"script": of(SCRIPT), "wasm": of(WASM)}, "tokenizers": {"script": of(TOKENIZERS)}}
+
+
+def read_packages(folder: Path) -> Iterator[tuple[LibraryFile, bytes]]:
+    """Yield (file, its bytes) of the packages that npm installed.
+
+    folder: a `node_modules` folder, or the folder that contains it.
+
+    Raises ParameterError, with the command to run, for a file that is missing or of another version.
+    """
+    root = folder / "node_modules" if (folder / "node_modules").is_dir() else folder
+    wanted = " ".join(sorted({f"{file.package}@{file.version}" for file in FILES}))
+    for file in FILES:
+        path = root / file.package / file.path
+        try:
+            with open_regular(path, follow=True) as stream:
+                data = stream.read()
+        except OSError as error:
+            raise ParameterError(
+                f"runtime is {str(folder)!r}, but {path} cannot be read ({error.strerror}); run `npm install {wanted}` "
+                "and give its node_modules.",
+                "runtime",
+            ) from None
+        if integrity(data) != file.integrity:
+            raise ParameterError(
+                f"runtime is {str(folder)!r}, but {path} is not the file of {file.package} {file.version}; run "
+                f"`npm install {wanted}` and give its node_modules.",
+                "runtime",
+            )
+        yield file, data
+
+
+def integrity(data: bytes) -> str:
+    """The hash of `data`, in the form of `LibraryFile.integrity`."""
+    return f"sha384-{base64.b64encode(hashlib.sha384(data).digest()).decode()}"
+
+
+def licence_notice() -> str:
+    """The text that names the licences of the copied files."""
+    versions = {file.package: file.version for file in FILES}
+    return "".join(
+        f"{package} {versions[package]}: {licence}, https://www.npmjs.com/package/{package}\n"
+        for package, licence in LICENCES.items()
+    )
+
 
 MODEL = "model"
 MARKER = "topw_site.json"
@@ -88,7 +196,7 @@ def write_site(
     check_runs(manifest, model)
     size = graph_bytes(manifest, model)
     _check_separate(model, output)
-    found = list(libraries.read_packages(runtime)) if runtime is not None else []
+    found = list(read_packages(runtime)) if runtime is not None else []
     with atomic_folder(output, marker=MARKER, kind="a site of `topw web`", overwrite=overwrite) as folder:
         copy_export(model, manifest, folder / MODEL)
         for name, data in _site_files():
@@ -100,9 +208,9 @@ def write_site(
             (folder / file.copy_path).parent.mkdir(exist_ok=True)
             (folder / file.copy_path).write_bytes(data)
         if found:
-            (folder / libraries.FOLDER / "LICENCES.txt").write_text(libraries.licence_notice(), encoding="utf-8")
+            (folder / FOLDER / "LICENCES.txt").write_text(licence_notice(), encoding="utf-8")
         loaded = size + sum(entry.size for name, entry in manifest.files.items() if name in _READ_FILES)
-        about = {"version": 1, "bytes": loaded, "libraries": libraries.library_addresses(from_copies=bool(found))}
+        about = {"version": 1, "bytes": loaded, "libraries": library_addresses(from_copies=bool(found))}
         (folder / MARKER).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return Site(
@@ -155,7 +263,7 @@ def _page(manifest: DecoderManifest, size: int, title: str, prompt: str, *, outs
 
     size: bytes of the graph and its weights.
     """
-    policy = {**_POLICY, "connect-src": f"'self' {libraries.CDN}"} if outside else _POLICY
+    policy = {**_POLICY, "connect-src": f"'self' {CDN}"} if outside else _POLICY
     bits = manifest.decoder.quantisation.get("bits")
     kind = f", {bits}-bit weights" if bits else ""
     about = f"A language model of {decimal_size(size)}{kind}. It runs in this browser; nothing that you type leaves it."
@@ -223,9 +331,9 @@ def check_runs(manifest: DecoderManifest, folder: Path) -> None:
                 "fp32 or fp16."
             )
     least = manifest.decoder.least_onnxruntime
-    if least and major_minor(least) > major_minor(libraries.ONNXRUNTIME_VERSION):
+    if least and major_minor(least) > major_minor(ONNXRUNTIME_VERSION):
         raise UnsupportedModelError(
-            f"{folder} needs onnxruntime {least}, but the page has onnxruntime-web {libraries.ONNXRUNTIME_VERSION}; "
+            f"{folder} needs onnxruntime {least}, but the page has onnxruntime-web {ONNXRUNTIME_VERSION}; "
             "export without what needs the newer one, such as with --no-window-cache."
         )
     if manifest.source.get("route") == "graft" and any(spec.name == "logits" for spec in manifest.outputs):

@@ -121,33 +121,33 @@ def _parse_value(name: str, value: str) -> float | str:
 
 @dataclass(frozen=True, slots=True)
 class StepAnalysis:
-    """The crop of one step. Under a rule other than Top-W, no distance is measured.
+    """The kept set of one step. Under a rule other than Top-W, no distance is measured.
 
-    kept: number of tokens in the crop.
-    mass: probability of the crop under the softmax at the selection temperature.
+    kept: number of tokens in the set.
+    mass: probability of the set under the softmax at the selection temperature.
     entropy: entropy of the whole softmax at the sampling temperature, in nats.
-    crop_entropy: entropy of the renormalised crop at the sampling temperature, in nats.
-    added: tokens that are in the crop only because of distances.
-    dropped: tokens that are not in the crop only because of distances.
+    kept_entropy: entropy of the renormalised set at the sampling temperature, in nats.
+    added: tokens that are in the set only because of distances.
+    dropped: tokens that are not in the set only because of distances.
     """
 
     kept: int
     certified: bool
     mass: float
     entropy: float
-    crop_entropy: float
+    kept_entropy: float
     added: tuple[int, ...]
     dropped: tuple[int, ...]
 
     @property
     def is_changed(self) -> bool:
-        """Whether distances changed the crop."""
+        """Whether distances changed the kept set."""
         return bool(self.added or self.dropped)
 
 
 @dataclass(frozen=True)
 class Analyser:
-    """Recomputes a model's crops from its options and geometry, with the reference."""
+    """Recomputes a model's kept sets from its options and geometry, with the reference."""
 
     options: TopWOptions
     geometry: Geometry
@@ -155,10 +155,10 @@ class Analyser:
     def analyse(
         self, logits: NDArray[np.float32], parameters: TopWParameters, rule: RuleParameters | None = None
     ) -> StepAnalysis:
-        """Analyse one row of edited logits [V].
+        """Analyse edited logits [V] of one step.
 
         parameters: Top-W's, rounded to float32. The temperatures apply to every rule.
-        rule: the sampling rule of the row; None for Top-W.
+        rule: the sampling rule of the step; None for Top-W.
         """
         temperature, selection = parameters.temperature, parameters.selection_temperature
         found: Crop | RuleCrop
@@ -167,7 +167,7 @@ class Analyser:
             without = found.kept
         else:
             found = crop(logits, parameters, self.options, self.geometry)
-            # A certified crop is the same for every geom_scale >= 0 (docs/contract/theory.md, T2).
+            # A certified set is the same for every geom_scale >= 0 (docs/contract/theory.md, T2).
             without = found.kept
             if not found.certified:
                 options = replace(self.options, metric="uniform", potential="nearest")
@@ -177,7 +177,7 @@ class Analyser:
             kept=len(found.kept),
             mass=float(softmax(logits, selection or temperature)[found.kept].sum()),
             entropy=entropy(softmax(logits, temperature)),
-            crop_entropy=entropy(softmax(logits[found.kept], temperature)),
+            kept_entropy=entropy(softmax(logits[found.kept], temperature)),
             added=tuple(np.setdiff1d(found.kept, without).tolist()),
             dropped=tuple(np.setdiff1d(without, found.kept).tolist()),
         )
@@ -204,7 +204,7 @@ class AnalysedText:
 
     request: the prompt with its parameters.
     steps: the analysed steps.
-    agreed: number of steps whose crop has the size and certificate that the graph reported.
+    agreed: number of steps whose kept set has the size and certificate that the graph reported.
     exact: the steps analysed under the exact objective, by position from 0.
     """
 

@@ -37,6 +37,11 @@ TOLERANCE = 1e-6
 """Two values of F are equal if they differ by at most this, in units of max(1, F)."""
 
 
+def equal_objectives(value: float, other: float) -> bool:
+    """Whether two values of F are equal within `TOLERANCE`."""
+    return abs(value - other) <= TOLERANCE * max(1.0, other)
+
+
 @dataclass(frozen=True, slots=True)
 class ObjectiveValue:
     """F of one set S of tokens, and the terms of F.
@@ -61,12 +66,10 @@ class BestPrefix:
 
     value: F of the best prefix.
     bound: proven lower bound of F over all prefixes; at most `TOLERANCE` below `value`.
-    solved: number of prefixes whose transport problem was solved.
     """
 
     value: ObjectiveValue
     bound: float
-    solved: int
 
 
 @dataclass
@@ -106,15 +109,13 @@ class Objective:
         for _, plan in self._solved.values():
             np.maximum(lower, untransported + self._transport_bounds(plan, order, Gamma), out=lower)
         value: ObjectiveValue | None = None
-        solved = 0
         while True:
             k = int(np.argmin(lower)) + 1
             if value is not None and lower[k - 1] >= value.total - TOLERANCE * max(1.0, value.total):
-                return BestPrefix(value, float(min(lower[k - 1], value.total)), solved)
+                return BestPrefix(value, float(min(lower[k - 1], value.total)))
             S = np.zeros(len(self.p), dtype=np.bool_)
             S[order[:k]] = True
             candidate, plan = self._solve(S)
-            solved += 1
             if value is None or candidate.total < value.total:
                 value = candidate
             np.maximum(lower, untransported + self._transport_bounds(plan, order, Gamma), out=lower)
@@ -195,10 +196,10 @@ def _potentials(distance: Floats, S: Mask, v: Floats) -> tuple[Floats, Floats]:
 
 
 TOP_W = "Top-W"
-"""Name of Top-W's crop in reports."""
+"""Top-W's name in reports."""
 
 EVERY_TOKEN = "every token"
-"""Name of plain sampling in reports. Its crop is every token among which F is computed."""
+"""Plain sampling's name in reports. It keeps every token among which F is computed."""
 
 COMPARED: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "Top-H 0.4": ("top_h", (0.4, 100)),
@@ -219,8 +220,8 @@ class ExactStep:
     mass: probability of these tokens under the softmax of all tokens.
     likeliest: the best prefix of the probability order.
     phi: the best prefix of the order by phi in Top-W's last alternation step.
-    crops: F of each rule's crop, by name. Tokens among which F is not computed are removed from the crop first.
-    cut: names of the rules whose crop had such tokens, without plain sampling.
+    rules: F of each rule's kept set, by name. Tokens among which F is not computed are removed from the set first.
+    cut: names of the rules whose kept set had such tokens, without plain sampling.
     metric: whether the export's distance satisfies the triangle inequality.
     """
 
@@ -228,7 +229,7 @@ class ExactStep:
     mass: float
     likeliest: BestPrefix
     phi: BestPrefix
-    crops: Mapping[str, ObjectiveValue]
+    rules: Mapping[str, ObjectiveValue]
     cut: tuple[str, ...]
     metric: bool
 
@@ -255,7 +256,7 @@ class ExactAnalyser:
     def analyse(
         self, logits: NDArray[np.float32], parameters: TopWParameters, rule: RuleParameters | None = None
     ) -> ExactStep:
-        """Analyse one row of edited logits [V].
+        """Analyse edited logits [V] of one step.
 
         parameters: of Top-W, rounded to float32; see `require_objective`. They define F, also for texts that another
             rule wrote.
@@ -272,30 +273,24 @@ class ExactAnalyser:
         distance = parameters.geom_scale * self.geometry.distances(tokens, tokens)
         F = Objective(w / w.sum(), distance, parameters.lam, parameters.beta, metric)
         kept, order = last_alternation(log_w[: self.options.top_m], distance, parameters, self.options)
-        crops, cut = {TOP_W: F(_membership(len(tokens), kept))}, []
+        rules, cut = {TOP_W: F(_membership(len(tokens), kept))}, []
         for name, (other, values) in (COMPARED if rule is None else rules_to_compare(rule)).items():
             members = np.isin(tokens, kept_ids := kept_set(row, other, values, selection_temperature=Ts).kept)
-            crops[name] = F(members)
+            rules[name] = F(members)
             if name != EVERY_TOKEN and members.sum() < len(kept_ids):
                 cut.append(name)
         likeliest, phi = F.best_prefix(np.arange(len(tokens))), F.best_prefix(order)
-        return ExactStep(len(tokens), float(w.sum()) / total, likeliest, phi, crops, tuple(cut), metric)
+        return ExactStep(len(tokens), float(w.sum()) / total, likeliest, phi, rules, tuple(cut), metric)
 
 
 def require_objective(parameters: TopWParameters) -> None:
-    """Raises ParameterError for parameters under which F is not defined."""
-    if parameters.greedy:
-        raise ParameterError(
-            f"temperature is {parameters.temperature:g}, but the exact objective needs a distribution; choose a "
-            "temperature of at least 1e-5.",
-            "temperature",
-        )
-    if parameters.geom_scale < 0:
-        raise ParameterError(
-            f"geom_scale is {parameters.geom_scale:g}, but the exact objective needs distances >= 0; choose a "
-            "geom_scale of at least 0.",
-            "geom_scale",
-        )
+    """Raises ParameterError for parameters under which F is not defined: no distribution, or negative distances."""
+    for name, value, is_wrong, bound in (
+        ("temperature", parameters.temperature, parameters.greedy, "1e-5"),
+        ("geom_scale", parameters.geom_scale, parameters.geom_scale < 0, "0"),
+    ):
+        if is_wrong:
+            raise ParameterError(f"{name} is {value:g}, but the exact objective needs at least {bound}.", name)
 
 
 def last_alternation(
@@ -307,7 +302,7 @@ def last_alternation(
     distance: float64 [n, n], n >= m, already multiplied by geom_scale.
 
     Returns (kept [k], order [m]), both as places in the pool. `order` is the order by phi in the last step, and `kept`
-    is its first k places, the crop.
+    is its first k places, the kept set.
     """
     m = len(log_w)
     w, c = np.exp(log_w), parameters.beta - parameters.lam

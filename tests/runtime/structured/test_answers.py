@@ -14,7 +14,7 @@ from tests.support.toy_model import EOS, VOCAB, Load, Toy, byte_ids
 from topw_deploy.engine import Engine
 from topw_deploy.errors import LogitsError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.structured import guide as grammars
+from topw_deploy.runtime import guide as grammars
 from topw_deploy.sampling import TopWParameters
 
 WILD: dict[str, Any] = {"temperature": 2.5, "lam": 0.2}

@@ -8,7 +8,7 @@ import pytest
 
 from topw_deploy.errors import GrammarError, ParameterError
 from topw_deploy.runtime.parameters import check_names, values_per_prompt
-from topw_deploy.runtime.structured.constraint import MOST_CHARACTERS, Constraint, read_constraint
+from topw_deploy.runtime.structured import MOST_CHARACTERS, Constraint, read_constraint
 
 SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
 TEXT = '{"type": "object", "properties": {"é": {"type": "integer"}}}'

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.structured.constraint import MOST_CHARACTERS, MOST_MULTIPLE, MOST_PATTERNS
-from topw_deploy.runtime.structured.guide import COMPILE_SECONDS
+from topw_deploy.runtime.guide import COMPILE_SECONDS
+from topw_deploy.runtime.structured import MOST_CHARACTERS, MOST_MULTIPLE, MOST_PATTERNS
 
 PAGE = Path(__file__).parents[3] / "docs" / "guide" / "runtime.md"
 SECTION = PAGE.read_text(encoding="utf-8").split("### Structured output\n")[1].split("\n## ")[0]

@@ -14,7 +14,7 @@ from topw_deploy import install
 from topw_deploy.engine import Engine
 from topw_deploy.errors import GenerationError, GrammarError, MissingPackageError, ParameterError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.structured import guide as grammars
+from topw_deploy.runtime import guide as grammars
 
 BROKEN: list[tuple[dict[str, Any], str, tuple[int | None, int | None]]] = [
     ({"regex": "a(b"}, "the expression does not compile: unclosed group (column 2).", (1, 2)),

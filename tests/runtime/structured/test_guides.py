@@ -15,9 +15,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from tests.runtime.test_text import CROSSING, CROSSING_BYTES, SENTENCEPIECE
 from tests.support.toy_model import Load, Toy, byte_tokenizer
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.structured import guide as grammars
-from topw_deploy.runtime.structured.constraint import Constraint, read_constraint
-from topw_deploy.runtime.structured.guide import Guide, MaskLayout
+from topw_deploy.runtime import guide as grammars
+from topw_deploy.runtime.guide import Guide, MaskLayout
+from topw_deploy.runtime.structured import Constraint, read_constraint
 
 PIECES = [bytes([byte]) for byte in range(256)] + [b"ab", b"abc", b"bc", b"ab", "né".encode(), b"", b"c,", b""]
 TOKENS = grammars.read_tokens([*PIECES, b"<special>"], [len(PIECES)])

@@ -11,13 +11,11 @@ A format's texts are read and, for `tool_choice="required"`, written as a gramma
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.runtime.tools.literals import GEMMA, GEMMA_4, JSON, PYTHON, Dialect, Mismatch, parse_value, to_json
+from topw_deploy.runtime.tools.literals import GEMMA, GEMMA_4, JSON, PYTHON, Dialect
 
 
 @dataclass(frozen=True)
@@ -222,54 +220,8 @@ def detect(template: str | None, tokens: Collection[str] = ()) -> str | None:
     return None
 
 
-def get_family(name: str) -> Family:
-    """Returns the family with this name. Raises ParameterError for an unknown name."""
+def get_family(name: str, parameter: str = "family") -> Family:
+    """Returns the family with this name. Raises ParameterError, which names `parameter`, for an unknown name."""
     if not isinstance(name, str) or name not in FAMILIES:
-        raise ParameterError(f"family is {name!r}, but must be one of {', '.join(FAMILIES)}.", "family")
+        raise ParameterError(f"{parameter} is {name!r}, but must be one of {', '.join(FAMILIES)}.", parameter)
     return FAMILIES[name]
-
-
-_AS_JSON = re.compile(r"""arguments['"]?\]?\s*\|\s*tojson""")
-_WITHOUT_CONTENT = re.compile(r"""content['"]?\]? is (not )?none""")
-
-
-def message_adapter(template: str) -> Callable[[Sequence[Mapping[str, Any]]], list[Mapping[str, Any]]]:
-    """Returns a function that copies messages with tool calls to the form that a chat template takes.
-
-    OpenAI's clients and `Parsed.as_message` give a call's arguments as JSON text, and "" for no content. Most templates
-    print arguments with `tojson`, which would quote the text again; some of DeepSeek's take text, and None for no
-    content. Harmony's take reasoning as `thinking`. Messages for templates of unknown families stay as they are.
-    """
-    family = detect(template)
-    takes_text = family == "deepseek" and not _AS_JSON.search(template)
-    takes_none = family == "deepseek" and _WITHOUT_CONTENT.search(template)
-
-    def adapt_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
-        calls = message.get("tool_calls")
-        if not calls or not isinstance(calls, (list, tuple)):
-            return message
-        adapted = {**message, "tool_calls": [adapt_call(call) for call in calls]}
-        if not message.get("content"):
-            if takes_none:
-                adapted["content"] = None
-            # The template refuses `thinking` beside content.
-            if family == "harmony" and message.get("reasoning_content"):
-                adapted.setdefault("thinking", message["reasoning_content"])
-        return adapted
-
-    def adapt_call(call: Any) -> Any:
-        if not isinstance(call, Mapping):
-            return call
-        if isinstance(call.get("function"), Mapping):
-            return {**call, "function": adapt_call(call["function"])}
-        return {**call, "arguments": adapt_arguments(call["arguments"])} if "arguments" in call else call
-
-    def adapt_arguments(arguments: Any) -> Any:
-        try:
-            if takes_text:
-                return to_json(arguments) if isinstance(arguments, Mapping) else arguments
-            return parse_value(arguments, JSON) if isinstance(arguments, str) else arguments
-        except (Mismatch, TypeError, ValueError):
-            return arguments
-
-    return lambda messages: [message if family is None else adapt_message(message) for message in messages]

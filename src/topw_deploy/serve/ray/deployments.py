@@ -18,11 +18,12 @@ from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 from topw_deploy.errors import GenerationError, ParameterError, QueueFullError
+from topw_deploy.runtime.parameters import integer, real
 from topw_deploy.serve.app import create_app
-from topw_deploy.serve.failures import Failure, RequestError, failure_of, invalid_request, server_unavailable
+from topw_deploy.serve.failures import RequestError, failure_of
 from topw_deploy.serve.metrics import COUNTERS, GAUGES, MODEL, Metrics
 from topw_deploy.serve.ray import choose_replica, order_replicas, prefix_key
 from topw_deploy.serve.server import start_log
@@ -35,11 +36,8 @@ ATTEMPTS = 2
 
 _PASSED_FIELDS = ("method", "path", "query_string", "headers", "http_version", "scheme", "client", "server")
 _OWN_HEADERS = {b"content-length", b"x-request-id"}  # set again by the response, or by Ray
-_LOST = server_unavailable(
-    "the replica ended before the answer was whole; send the request again.", "replica_lost"
-).failure
+_LOST = RequestError("the replica ended before its answer; send the request again.", None, "replica_lost", 503)
 _MOST_CALLS = 1024  # one gateway passes on at most this many at once
-_OPTIONS = {each.name for each in dataclasses.fields(ServeOptions)}
 PREFIX_ARGUMENT = "prefix"
 """Name of the argument of `Replica.relay` with the key of the prompt's beginning."""
 
@@ -52,12 +50,21 @@ Head = tuple[int, list[tuple[bytes, bytes]]]
 
 def build_application(given: dict[str, Any]) -> Application:
     """Build the application of `build`."""
-    characters, factor = given.pop("prefix_characters", 256), given.pop("load_factor", 1.25)
-    _check_routing(characters, factor)
-    unknown = given.keys() - _OPTIONS
+    characters = integer(0)("prefix_characters", given.pop("prefix_characters", 256))
+    at_least_one = real(lambda number: 1 <= number < float("inf"), "a finite number >= 1")
+    factor = at_least_one("load_factor", given.pop("load_factor", 1.25))
+    unknown = given.keys() - {each.name for each in dataclasses.fields(ServeOptions)}
     if unknown:
-        raise ParameterError(f"unknown argument {min(unknown)!r}; known are {', '.join(sorted(_OPTIONS))}.")
-    options = ServeOptions(**{**given, "models": _read_folders(given.get("models")), **_lists_as_tuples(given)})
+        raise ParameterError(f"unknown argument {min(unknown)!r}; see ServeOptions.")
+    models = given.get("models")
+    if not isinstance(models, Mapping):
+        raise ParameterError("models is missing; give the path of an exported folder for each name.", "models")
+    for folder in models.values():  # each replica runs in a working directory of its own
+        if not Path(folder).is_absolute():
+            raise ParameterError(f"models has the path {folder}, but must have absolute ones.", "models")
+    given["models"] = {str(name): Path(folder) for name, folder in models.items()}
+    lists = {name: tuple(given[name]) for name in ("api_keys", "cors_origins") if name in given}
+    options = ServeOptions(**{**given, **lists})
     rows, queue = int(options.engine.get("max_batch", 8)), int(options.engine.get("max_queue", 256))
     router = RequestRouterConfig(request_router_class=PrefixRouter, request_router_kwargs={"load_factor": factor})
     replicas = serve.deployment(Replica, name="Replica").options(
@@ -70,29 +77,6 @@ def build_application(given: dict[str, Any]) -> Application:
         max_ongoing_requests=_MOST_CALLS, graceful_shutdown_timeout_s=options.drain_timeout
     )
     return gateway.bind(replicas.bind(options), options, characters)
-
-
-def _check_routing(characters: Any, factor: Any) -> None:
-    if isinstance(characters, bool) or not isinstance(characters, int) or characters < 0:
-        raise ParameterError(f"prefix_characters is {characters!r}, but must be an integer >= 0.", "prefix_characters")
-    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 1 <= factor < float("inf"):
-        raise ParameterError(f"load_factor is {factor!r}, but must be a finite number >= 1.", "load_factor")
-
-
-def _read_folders(models: Any) -> dict[str, Path]:
-    """Check `models`. The paths must be absolute, because each replica runs in a working directory of its own."""
-    if not isinstance(models, Mapping):
-        raise ParameterError("models is missing; give the path of an exported folder for each name.", "models")
-    found = {str(name): Path(folder) for name, folder in models.items()}
-    relative = next((folder for folder in found.values() if not folder.is_absolute()), None)
-    if relative is not None:
-        raise ParameterError(f"models has the path {relative}, but must have absolute ones.", "models")
-    return found
-
-
-def _lists_as_tuples(given: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """The options that are lists in YAML, as tuples."""
-    return {name: tuple(given[name]) for name in ("api_keys", "cors_origins") if name in given}
 
 
 class Gateway:
@@ -112,12 +96,12 @@ class Gateway:
             if request.url.path == "/metrics":
                 # They would be those of only one of the replicas.
                 message = "every node's Ray agent exports the metrics of its replicas; see --metrics-export-port."
-                raise invalid_request(f"/metrics: {message}", code="not_found", status=404)
+                raise RequestError(f"/metrics: {message}", None, "not_found", 404)
             options = self._options
             body = await read_bytes(request, options.max_body, options.body_timeout)
             return await self._pass_on(request, body)
         except RequestError as error:
-            return _error_response(error.failure)
+            return error.response()
 
     async def _pass_on(self, request: Request, body: bytes) -> Response:
         scope = {"type": "http", "root_path": "", **{name: request.scope.get(name) for name in _PASSED_FIELDS}}
@@ -128,20 +112,15 @@ class Gateway:
                 status, headers = await anext(parts)
             except BackPressureError:
                 full = QueueFullError(f"{self._options.engine.get('max_queue', 256)} requests wait; try again later.")
-                return _error_response(failure_of(full))
+                return failure_of(full).response()
             except RayActorError:
                 LOG.warning("a replica ended before it answered, attempt %d of %d", attempt + 1, ATTEMPTS)
                 continue
-            return _relay_response(status, headers, parts)
-        return _error_response(_LOST)
-
-
-def _relay_response(status: int, headers: list[tuple[bytes, bytes]], parts: Any) -> Response:
-    """The replica's answer. parts: yields its body."""
-    is_event_stream = dict(headers).get(b"content-type", b"").startswith(b"text/event-stream")
-    response = StreamingResponse(_relay_body(parts, is_event_stream), status)
-    response.raw_headers = [(name, value) for name, value in headers if name.lower() not in _OWN_HEADERS]
-    return response
+            is_event_stream = dict(headers).get(b"content-type", b"").startswith(b"text/event-stream")
+            response = StreamingResponse(_relay_body(parts, is_event_stream), status)
+            response.raw_headers = [(name, value) for name, value in headers if name.lower() not in _OWN_HEADERS]
+            return response
+        return _LOST.response()
 
 
 async def _relay_body(parts: Any, is_event_stream: bool) -> AsyncIterator[bytes]:
@@ -160,10 +139,6 @@ async def _relay_body(parts: Any, is_event_stream: bool) -> AsyncIterator[bytes]
         yield f"data: {json.dumps(_LOST.as_dict())}\n\n".encode()
     finally:
         parts.cancel()
-
-
-def _error_response(failure: Failure) -> Response:
-    return JSONResponse(failure.as_dict(), failure.status, dict(failure.headers))
 
 
 class PrefixRouter(RequestRouter):

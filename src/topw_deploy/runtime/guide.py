@@ -13,7 +13,7 @@ import numpy as np
 
 from topw_deploy import install
 from topw_deploy.errors import GenerationError, GrammarError, TokenizerError, one_line
-from topw_deploy.runtime.structured.constraint import Constraint, to_lark
+from topw_deploy.runtime.structured import Constraint, to_lark
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
