@@ -1,4 +1,4 @@
-"""Writes the table of parameters in docs/guide/runtime.md, from `topw_deploy.runtime.parameters`.
+"""Writes the list of parameters in docs/guide/runtime.md, from `topw_deploy.runtime.parameters`.
 
 python docs/guide/parameters.py        (a test fails while the page and the parameters differ)
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from topw_deploy.runtime.parameters import ALIASES, PARAMETERS, Parameter
 
 PAGE = Path(__file__).with_name("runtime.md")
-HEAD = "| parameter | meaning | default |\n|---|---|---|\n"
+HEAD = "Parameters, with the default in brackets:\n\n"
 _SECTIONS = {
     "geom_unit": "#variants-of-top-w",
     "lam": "../contract/graph.md#1-parameters",
@@ -27,24 +27,24 @@ _SECTIONS = {
 
 
 def table() -> str:
-    """The table in Markdown."""
+    """The parameters as a list in Markdown."""
     return HEAD + "".join(_row(name, parameter) for name, parameter in PARAMETERS.items())
 
 
 def page(old: str) -> str:
-    """The page with the table in place of its old one."""
+    """The page with the list in place of its old one."""
     before, _, rest = old.partition(HEAD)
     lines = rest.split("\n")
-    rows = next(place for place, line in enumerate(lines) if not line.startswith("|"))
+    rows = next(place for place, line in enumerate(lines) if not line.startswith("- "))
     return before + table() + "\n".join(lines[rows:])
 
 
 def _row(name: str, parameter: Parameter) -> str:
     aliases = "".join(f", `{alias}`" for alias, ours in ALIASES.items() if ours == name)
     shown = f"[`{name}`]({_SECTIONS[name]})" if name in _SECTIONS else f"`{name}`"
-    default = "" if parameter.default in (None, (), {}) else f"`{parameter.default}`"
+    default = "" if parameter.default in (None, (), {}) else f" [`{parameter.default}`]"
     choices = f" One of {', '.join(f'`{each}`' for each in parameter.choices)}." if name != "rule" else ""
-    return f"| {shown}{aliases} | {parameter.text}{choices if parameter.choices else ''} | {default} |\n"
+    return f"- {shown}{aliases}: {parameter.text}{choices if parameter.choices else ''}{default}\n"
 
 
 if __name__ == "__main__":
