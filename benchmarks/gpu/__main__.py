@@ -13,23 +13,92 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
+import platform
 import signal
+import subprocess
 import sys
 import time
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src")]  # this project is not installed on the host
 
-from benchmarks.gpu import machine as machines  # noqa: E402
-from benchmarks.gpu import unpack  # noqa: E402
+from benchmarks.gpu.archives import unpack  # noqa: E402
 from benchmarks.gpu.job import PARTS, REHEARSAL, Job  # noqa: E402
 from benchmarks.gpu.record import PARTIAL, TABLES, WAITING, Record, RecordError  # noqa: E402
-from benchmarks.gpu.runner import Run, say  # noqa: E402
+from benchmarks.gpu.runner import Run, environment, say  # noqa: E402
 from topw_deploy.errors import BenchmarkError  # noqa: E402
 
 _PLUGINS, _CODE = ROOT / "src" / "topw_deploy" / "plugins", {".cu", ".cuh", ".cpp", ".h"}
 _UNFINISHED = 3
+
+
+_PACKAGES = (
+    "torch", "numpy", "triton", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "onnxruntime-gpu",
+    "tensorrt", "cuda-bindings", "cupy-cuda13x", "safetensors", "tokenizers",
+)  # fmt: skip
+_DRIVER_LIMIT = 60  # seconds; a driver may hang
+_QUERY = """
+import json
+from topw_deploy.plugins import library
+
+found = library.query_driver()
+first = found.devices[0] if found.devices else library.Device("", 0)
+print(json.dumps([first.name, first.architecture, found.why_none, found.cuda or ""]))
+"""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine and its GPU.
+
+    architecture: 90 for sm_90; 0 without a GPU.
+    why_none: a clause on why there is no GPU; empty with one.
+    cuda: the newest CUDA version that the driver supports.
+    """
+
+    gpu: str
+    architecture: int
+    why_none: str
+    cuda: str
+    versions: dict[str, str]
+
+    def as_table(self) -> dict[str, Any]:
+        return {
+            "GPU": self.gpu or f"none: {self.why_none}",
+            "architecture": f"sm_{self.architecture}" if self.gpu else "",
+            "driver's CUDA": self.cuda,
+            "processor": platform.processor() or platform.machine(),
+            "Python": platform.python_version(),
+            "packages": ", ".join(f"{name} {number}" for name, number in self.versions.items()),
+        }
+
+
+def describe_machine() -> Machine:
+    """Describe this machine. A child process queries the driver and is killed if it hangs."""
+    versions = {name: found for name in _PACKAGES if (found := _version(name))}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _QUERY], cwd=ROOT, env=environment(), capture_output=True, text=True,
+            errors="replace", timeout=_DRIVER_LIMIT,
+        )  # fmt: skip
+        gpu, architecture, why_none, cuda = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        return Machine("", 0, f"the NVIDIA driver did not answer within {_DRIVER_LIMIT} s", "", versions)
+    except ValueError:
+        return Machine("", 0, f"the driver could not be queried ({done.stderr.strip()[-300:]})", "", versions)
+    return Machine(gpu, architecture, why_none, cuda, versions)
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -73,16 +142,16 @@ def digest_of_kernels(library: Path | None) -> str:
 
 def main() -> int:
     if sys.argv[1:2] == ["pack"]:
-        from benchmarks.gpu.packing import command
+        from benchmarks.gpu import pack
 
-        return command.main(sys.argv[2:])
+        return pack.main(sys.argv[2:])
     given = arguments().parse_args()
     started = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that children end too
     if given.kernels is not None and not given.kernels.is_file():
         raise SystemExit(f"{given.kernels} is not a file; give a library with --library, or omit it.")
     out = (given.out or ROOT / "out" / ("rehearsal" if given.rehearse else "gpu")).absolute()
-    machine = machines.describe_machine()
+    machine = describe_machine()
     try:
         record = Record(out, given.rehearse)
     except RecordError as error:
@@ -97,7 +166,7 @@ def main() -> int:
     kind = "emulated" if given.rehearse else "cuda"
     library = (given.kernels or out / f"libtopw_{kind}-{kernels}.so").absolute()
     try:
-        missing = unpack.unpack(given.pack, out / "packed") if given.pack else []
+        missing = unpack(given.pack, out / "packed") if given.pack else []
     except BenchmarkError as error:
         raise SystemExit(str(error)) from None
     for sentence in missing:

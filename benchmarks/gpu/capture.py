@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
 
-from benchmarks.gpu.job import Job, Result, Step
-from benchmarks.gpu.sizes import sizes_of
+import torch
 
-if TYPE_CHECKING:
-    from benchmarks.gpu.device import DeviceKernel, DeviceTable
+from benchmarks.gpu.device import DeviceKernel, DeviceTable, open_kernel
+from benchmarks.gpu.job import Job, Result, Step, sizes_of
+from benchmarks.gpu.measure import capture_graph, synchronize
+from benchmarks.gpu.rows import are_equal, load_rows, mixed_step, random_table_on
 
 _MODES = ("global", "thread_local", "relaxed")
 
@@ -23,8 +24,6 @@ def steps(job: Job) -> list[Step]:
 
 
 def _opened(job: Job) -> tuple[DeviceKernel, DeviceTable]:
-    from benchmarks.gpu.agreement import random_table_on
-    from benchmarks.gpu.device import open_kernel
 
     kernel = open_kernel(job)
     return kernel, random_table_on(kernel, sizes_of(job).small_vocab, sizes_of(job).small_hidden)
@@ -32,12 +31,10 @@ def _opened(job: Job) -> tuple[DeviceKernel, DeviceTable]:
 
 def modes(job: Job) -> Result:
     """Capture a step in each mode; replays on other rows must equal launches."""
-    from benchmarks.gpu.agreement import are_equal, load_rows, mixed_step
-    from benchmarks.gpu.graphs import capture_graph
 
     kernel, table = _opened(job)
     batch, others = sizes_of(job).captured
-    unequal: list[str] = []
+    unequal = 0
     for mode in _MODES:
         step = mixed_step(kernel, batch, 4, table)
         graph = capture_graph(step.launch, 1, kernel.device, mode)
@@ -47,19 +44,12 @@ def modes(job: Job) -> Result:
             replayed = step.samples()
             fresh = mixed_step(kernel, batch, seed, table)
             fresh.launch()
-            if not are_equal(fresh.samples(), replayed):
-                unequal.append(f"{mode}, rows {seed}")
-    failed = f"replays and launches gave different answers: {', '.join(unequal)}." if unequal else ""
-    data = {"modes": list(_MODES), "unequal": unequal}
-    return Result(data, f"captured as {', '.join(_MODES)}: {len(unequal)} replays differ from launches", failed)
+            unequal += not are_equal(fresh.samples(), replayed)
+    return _result(unequal, len(_MODES) * others, f"replays of graphs captured as {', '.join(_MODES)} equal launches")
 
 
 def behind_a_product(job: Job) -> Result:
     """Capture a step and the matmul before it."""
-    import torch
-
-    from benchmarks.gpu.agreement import are_equal, mixed_step
-    from benchmarks.gpu.graphs import capture_graph
 
     kernel, table = _opened(job)
     (batch, others), hidden, vocab = sizes_of(job).captured, 64, table.structure.tokens
@@ -81,19 +71,11 @@ def behind_a_product(job: Job) -> Result:
         fresh.logits.copy_(step.logits)
         fresh.launch()
         unequal += not are_equal(fresh.samples(), replayed)
-    failed = f"{unequal} of {others} replays gave other answers than launches." if unequal else ""
-    data = {"replays": others, "unequal": unequal}
-    return Result(data, f"{others - unequal} of {others} replays equal launches", failed)
+    return _result(unequal, others, "replays equal launches")
 
 
 def two_streams(job: Job) -> Result:
     """Run two steps concurrently; answers must not change."""
-    import contextlib
-
-    import torch
-
-    from benchmarks.gpu.agreement import are_equal, mixed_step
-    from benchmarks.gpu.graphs import synchronize
 
     kernel, table = _opened(job)
     on_gpu, least = kernel.device.type == "cuda", sizes_of(job).captured[0]
@@ -112,15 +94,11 @@ def two_streams(job: Job) -> Result:
                 with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
                     step.launch()
         unequal += not all(are_equal(step.samples(), wanted) for step, wanted in zip(steps, alone, strict=True))
-    failed = f"{unequal} of {times} times two streams gave other answers than one." if unequal else ""
-    data = {"times": times, "unequal": unequal}
-    return Result(data, f"{times - unequal} of {times} times two streams give the answers of one", failed)
+    return _result(unequal, times, "times two streams give the answers of one")
 
 
 def replays(job: Job) -> Result:
     """Replay a graph of certified and open rows; answers must not change."""
-    from benchmarks.gpu.agreement import are_equal, mixed_step
-    from benchmarks.gpu.graphs import capture_graph
 
     kernel, table = _opened(job)
     times = sizes_of(job).replays
@@ -131,6 +109,10 @@ def replays(job: Job) -> Result:
     for _ in range(times):
         graph.replay()
         unequal += not are_equal(first, step.samples())
-    failed = f"{unequal} of {times} replays gave other answers than the first." if unequal else ""
-    data = {"replays": times, "unequal": unequal}
-    return Result(data, f"{times - unequal} of {times} replays are bitwise equal to the first", failed)
+    return _result(unequal, times, "replays are bitwise equal to the first")
+
+
+def _result(unequal: int, of: int, what: str) -> Result:
+    """what: such as "replays equal launches"; the result fails if it does not hold every time."""
+    text = f"{of - unequal} of {of} {what}"
+    return Result({"times": of, "unequal": unequal}, text, f"only {text}." if unequal else "")

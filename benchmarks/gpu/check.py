@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from benchmarks.gpu.job import Job, Result, Step
-from benchmarks.gpu.sizes import sizes_of
-
-if TYPE_CHECKING:
-    from fuzz.sampler import Outcome
+from benchmarks.common import table
+from benchmarks.gpu.device import open_kernel, random_rows
+from benchmarks.gpu.job import Job, Result, Step, sizes_of
+from benchmarks.gpu.rows import compare, cpu_library, random_table_on, unequal_alone, unequal_repeats
+from fuzz import rules as rule_rows
+from fuzz.sampler import Outcome, Side, fuzz_kernel, report
+from tests.support.sampler_cases import nearest_distances
+from topw_deploy.sampling import FLOAT32_TIES
 
 _CHUNK = 2_000  # random rows per record
 _SHOWN = 20  # maximum differences recorded
@@ -26,20 +29,18 @@ def steps(job: Job) -> list[Step]:
         Step("repeats and batches", repeats, 20, 180),
         *shipped,
         Step("rules", rules, 30, 240, (str(job.seed),)),
-        Step("random rows", random_rows, 60, 450, (str(job.rows), str(job.seed))),
+        Step("random rows", compare_random_rows, 60, 450, (str(job.rows), str(job.seed))),
     ]
 
 
 def repeats(job: Job) -> Result:
     """Repeat launches, and launch every row of a batch alone."""
-    from benchmarks.gpu import agreement
-    from benchmarks.gpu.device import open_kernel
 
     sizes, kernel = sizes_of(job), open_kernel(job)
     batch, times = (12, 2) if job.rehearse else (64, 200)
-    table = agreement.random_table_on(kernel, sizes.small_vocab, sizes.small_hidden)
-    again = agreement.unequal_repeats(kernel, table, batch, times)
-    alone = agreement.unequal_alone(kernel, table, batch)
+    embeddings = random_table_on(kernel, sizes.small_vocab, sizes.small_hidden)
+    again = unequal_repeats(kernel, embeddings, batch, times)
+    alone = unequal_alone(kernel, embeddings, batch)
     lines = [
         f"- {times - len(again)} of {times} repeated launches of {batch} rows answer bit for bit as the first",
         f"- {batch - len(alone)} of {batch} rows answer bit for bit alone as in the batch",
@@ -51,10 +52,6 @@ def repeats(job: Job) -> Result:
 
 def shipped_rows(job: Job, dtype: str) -> Result:
     """Compare shipped-shape rows with the CPU's kernel and the reference."""
-    from benchmarks.common import table
-    from benchmarks.gpu.device import open_kernel
-    from benchmarks.gpu.shipped_rows import compare, cpu_library
-    from benchmarks.gpu.tables import random_rows
 
     sizes, kernel = sizes_of(job), open_kernel(job)
     rows = random_rows(sizes.vocab, sizes.hidden, kernel.device)
@@ -80,23 +77,17 @@ def shipped_rows(job: Job, dtype: str) -> Result:
 
 def rules(job: Job) -> Result:
     """Compare random rows under rules other than Top-W with the reference."""
-    from benchmarks.gpu.device import open_kernel
-    from fuzz.rules import fuzz, report
 
-    found = fuzz(open_kernel(job), sizes_of(job).rule_rows, job.seed)
+    found = rule_rows.fuzz(open_kernel(job), sizes_of(job).rule_rows, job.seed)
     wrong = found.differences
-    text = f"{sum(found.rows.values())} rows; {len(wrong)} differ without a tie.\n\n{report(found)}"
+    text = f"{sum(found.rows.values())} rows; {len(wrong)} differ without a tie.\n\n{rule_rows.report(found)}"
     stages = [[*pair, count] for pair, count in found.stages.items()]
     data = {"rows": dict(found.rows), "stages": stages, "wrong": wrong[:_SHOWN]}
     return Result(data, text, f"{len(wrong)} differences are not at a tie: {wrong[0]}" if wrong else "")
 
 
-def random_rows(job: Job) -> Result:
+def compare_random_rows(job: Job) -> Result:
     """Compare random and adversarial rows with the reference, continuing after the chunks already recorded."""
-    from benchmarks.gpu.device import open_kernel
-    from fuzz.sampler import Outcome, Side, fuzz_kernel, report
-    from tests.support.sampler_cases import nearest_distances
-    from topw_deploy.sampling import FLOAT32_TIES
 
     kernel = open_kernel(job)
     rows = min(job.rows, sizes_of(job).rows)

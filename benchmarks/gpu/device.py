@@ -1,11 +1,11 @@
-"""Call the CUDA kernels on torch tensors: through the interface of `plugins.kernel.Kernel`, or as a bound `Step`.
+"""Call the CUDA kernels on torch tensors: through the interface of `plugins.kernel.Kernel`, or as a bound `BoundStep`.
 
 The device may be the CPU, for emulated kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from benchmarks.gpu.job import Job, MissingError
+from benchmarks.gpu.job import Job, StepError
 from tests.support.cuda_kernel import ALL_PARTS, CudaKernel, CudaShape
 from tests.support.kernel import COLUMNS, REPORT, CallInputs, Edits, KernelSamples, KernelTable, Rules
 from tests.support.structs import TABLE_TYPES, BlocksStruct, InputsStruct, OutputsStruct, TableStruct
+from topw_deploy.sampling.geometry import VARIANCE_ADDED, VARIANCE_FLOOR
 from topw_deploy.sampling.parameters import TopWOptions
 
 _OUTPUTS = {
@@ -71,7 +72,7 @@ class DeviceTable:
         self.structure = TableStruct(rows, tokens, hidden, TABLE_TYPES[dtype], 0, *statistics, blocks)
 
 
-class Step:
+class BoundStep:
     """A bound call on device tensors; every `launch` reads `logits`, `columns`, `allowed` and `rules` again.
 
     logits: float32, float16 or bfloat16 [B, V].
@@ -92,7 +93,7 @@ class Step:
         mass: bool = False,
         keep_mask: bool = False,
         reports: bool = True,
-        memory: Step | None = None,
+        memory: BoundStep | None = None,
     ) -> None:
         batch, vocab = logits.shape
         device = logits.device
@@ -153,13 +154,13 @@ class Step:
 def open_kernel(job: Job) -> DeviceKernel:
     """Open the job's library of kernels, on the GPU or in a rehearsal on the CPU.
 
-    Raises MissingError without a library or GPU, PluginError for an unusable library.
+    Raises StepError without a library or GPU, PluginError for an unusable library.
     """
     if job.rehearse:
         return DeviceKernel(job.kernels(), torch.device("cpu"))
     if not torch.cuda.is_available():
         why = "sees no GPU" if torch.version.cuda else "is built without CUDA"
-        raise MissingError(f"torch {torch.__version__} {why}, so this step cannot run.")
+        raise StepError(f"torch {torch.__version__} {why}, so this step cannot run.")
     return DeviceKernel(job.kernels(), torch.device("cuda"))
 
 
@@ -191,7 +192,7 @@ class DeviceKernel(CudaKernel):
             rows = rows.float()
         chosen = TopWOptions() if options is None else options
         on_device = None if table is None else DeviceTable(table, self.device)
-        step = Step(self, rows.to(self.device), columns, chosen, on_device, edits, allowed=allowed, rules=rules,
+        step = BoundStep(self, rows.to(self.device), columns, chosen, on_device, edits, allowed=allowed, rules=rules,
                     mass=mass, keep_mask=keep_mask)  # fmt: skip
         step.launch()
         return step.samples()
@@ -199,3 +200,67 @@ class DeviceKernel(CudaKernel):
 
 def address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+_BLOCK = 8_192  # rows per pass
+_SLACK = 1e-3  # relative: far above float32's error on random points
+
+
+def random_rows(vocab: int, hidden: int, device: torch.device) -> torch.Tensor:
+    """float16 [vocab, hidden], normal, fixed seed."""
+    generator = torch.Generator(device).manual_seed(1)
+    rows = torch.empty((vocab, hidden), dtype=torch.float16, device=device)
+    for start in range(0, vocab, _BLOCK):
+        block = rows[start : start + _BLOCK]
+        block.copy_(torch.randn(block.shape, device=device, generator=generator))
+    return rows
+
+
+def statistics(rows: torch.Tensor, metric: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 mean and inverse standard deviation [d], as by `sampling.embedding_statistics`."""
+    count = len(rows)
+    zero = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
+    mean = sum((block.sum(0) for block in _blocks(rows, metric)), zero) / count
+    variance = sum(((block - mean).square().sum(0) for block in _blocks(rows, metric)), zero) / count
+    added = variance + VARIANCE_ADDED if metric == "mahalanobis" else variance.clamp(min=VARIANCE_FLOOR)
+    return mean.float(), added.rsqrt().float()
+
+
+def _blocks(rows: torch.Tensor, metric: str) -> Iterator[torch.Tensor]:
+    for start in range(0, len(rows), _BLOCK):
+        block = rows[start : start + _BLOCK].double()
+        yield torch.nn.functional.normalize(block, dim=1) if metric == "mahalanobis" else block
+
+
+def table_of(rows: torch.Tensor, metric: str, bounded: torch.Tensor | None = None) -> DeviceTable:
+    """Make the table of `rows` with its statistics.
+
+    bounded: token ids that get neighbour bounds; None for no bounds.
+    """
+    mean, inverse_std = statistics(rows, metric)
+    bound = None if bounded is None else nearest_bound(rows, metric, mean, inverse_std, bounded)
+    return DeviceTable.of_tensors(rows, mean, inverse_std, bound)
+
+
+def nearest_bound(
+    rows: torch.Tensor, metric: str, mean: torch.Tensor, inverse_std: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """float32 [V]: lower bounds of the nearest-neighbour distances of the tokens `ids`; 0 for all others."""
+
+    def points(block: torch.Tensor) -> torch.Tensor:
+        if metric == "mahalanobis":
+            return (torch.nn.functional.normalize(block.float(), dim=1) - mean) * inverse_std
+        return torch.nn.functional.normalize((block.float() - mean) * inverse_std, dim=1)
+
+    bound = torch.zeros(len(rows), device=rows.device)
+    for some in ids.split(_BLOCK):
+        mine = points(rows[some])  # [n, d]
+        nearest = torch.full((len(some),), torch.inf, device=rows.device)
+        for start in range(0, len(rows), _BLOCK):
+            others = points(rows[start : start + _BLOCK])
+            found = 1 - mine @ others.T if metric == "cosine" else torch.cdist(mine, others)
+            within = (some >= start) & (some < start + len(others))
+            found[within.nonzero().flatten(), some[within] - start] = torch.inf
+            nearest = torch.minimum(nearest, found.amin(1))
+        bound[some] = torch.where(nearest > _SLACK, nearest * (1 - _SLACK), 0)
+    return bound

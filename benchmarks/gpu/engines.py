@@ -11,8 +11,8 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.gpu import unpack
-from benchmarks.gpu.job import Job, MissingError, Result, Step
+from benchmarks.gpu import archives
+from benchmarks.gpu.job import Job, Result, Step, StepError
 
 MODULES = ("tensorrt", "tensorrt_bindings")
 PLUGINS = {"plugin": ("auto", "plugin"), "the file's function": ("none", "graph")}
@@ -43,7 +43,7 @@ def steps(job: Job) -> list[Step]:
 
 def report_missing(why: str, job: Job) -> Result:
     """Report what is missing, and the reason in pack.json if it was not packed."""
-    known = unpack.why_missing(job.packed, "tensorrt")
+    known = archives.why_missing(job.packed, "tensorrt")
     return Result(absent=(why, known) if known else (why,))
 
 
@@ -80,9 +80,10 @@ def build(folder: Path, name: str, job: Job) -> Result:
         shutil.rmtree(copy)
     shutil.copytree(folder, copy)
     said: list[str] = []
-    bounds = {"max_batch": _BATCH, "max_sequence": _SEQUENCE}
     try:
-        built = build_engine(copy, plugin=PLUGINS[name][0], progress=Progress(say=said.append), **bounds)
+        built = build_engine(
+            copy, max_batch=_BATCH, max_sequence=_SEQUENCE, plugin=PLUGINS[name][0], progress=Progress(say=said.append)
+        )
     except TopWError as error:
         return Result({"said": said}, failed=str(error))
     size = built.path.stat().st_size
@@ -92,20 +93,19 @@ def build(folder: Path, name: str, job: Job) -> Result:
 
 def tokens(folder: Path, name: str, job: Job) -> Result:
     """Compare the engine's tokens with the CPU's."""
-    from benchmarks.gpu.tokens import tokens_file
-    from benchmarks.gpu.ways import Way, run
+    from benchmarks.gpu.ways import Way, run_way, tokens_file
 
     use_kernels(name, job)
     copy = engine_folder(folder, name, job)
     if not (copy / "engines").is_dir():
-        raise MissingError(f"there is no engine in {copy}; the step before this one builds it.")
+        raise StepError(f"there is no engine in {copy}; the step before this one builds it.")
     if tokens_file(folder).is_file():
         shutil.copyfile(tokens_file(folder), tokens_file(copy))
-    return run(copy, Way({"provider": "tensorrt"}, PLUGINS[name][1]), job)
+    return run_way(copy, Way({"provider": "tensorrt"}, PLUGINS[name][1]), job)
 
 
 def use_kernels(name: str, job: Job) -> None:
-    """Let the plugin load the kernels of the part `build`. Raises MissingError if there are none."""
+    """Let the plugin load the kernels of the part `build`. Raises StepError if there are none."""
     if name == "plugin":
         os.environ["TOPW_CUDA_LIBRARY"] = str(job.kernels())
 

@@ -5,18 +5,21 @@ CUDA events time the replay of a graph of many steps, so the host's time does no
 
 from __future__ import annotations
 
-import ctypes
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from benchmarks.common import Spread, interleave, table
-from benchmarks.gpu.graphs import Calls, Graph, Side, capture_graph, microseconds
-from topw_deploy.plugins import library
 
+Side = Callable[[], object]
+"""Enqueues work on torch's current stream."""
+
+_HEAD_START = 200_000  # GPU cycles, about 100 us
+_FIRST_CALLS = 3  # calls before a capture: libraries first allocate and choose algorithms
 _WARM_UP = 5  # uncounted rounds
 _READ = 1 << 30  # bytes
 _SMALLEST_READ = 1 << 22
@@ -30,7 +33,6 @@ class Timed:
     moved: bytes that a step must read or write; 0 if that has no meaning.
     copies: number of copies of its logits; a graph's steps are a multiple of it.
     goal: the goal in microseconds.
-    launched: whether each call is launched, because it cannot be captured.
     """
 
     side: Side | tuple[str, str]
@@ -38,7 +40,6 @@ class Timed:
     note: str = ""
     copies: int = 1
     goal: float | None = None
-    launched: bool = False
 
 
 @dataclass
@@ -87,8 +88,7 @@ def measure_sides(sides: dict[str, Timed], rounds: int, steps: int, device: torc
     for name, timed in sides.items():
         if not isinstance(timed.side, tuple):
             count = timed.copies * math.ceil(steps / timed.copies)
-            graph = Calls(timed.side, count) if timed.launched else capture_graph(timed.side, count, device)
-            graphs[name] = graph, count
+            graphs[name] = capture_graph(timed.side, count, device), count
 
     def one(graph: Graph, count: int) -> Callable[[], float]:
         return lambda: microseconds(graph, count, device)
@@ -120,17 +120,59 @@ def bandwidth(device: torch.device) -> float:
     return float(block.nbytes / best * 1e6)
 
 
-def zeroing_side(block: torch.Tensor) -> Side:
-    """A memset by the driver; torch's `zero_` may launch a kernel."""
-    if not block.is_cuda:
-        return block.zero_
-    return lambda: memset(block.data_ptr(), block.nbytes, torch.cuda.current_stream().cuda_stream)
+class Graph(Protocol):
+    """Captured work that `replay` enqueues again."""
+
+    def replay(self) -> None: ...
 
 
-def memset(address: int, size: int, stream: int) -> None:
-    """Zero `size` bytes on the device. Raises RuntimeError with the driver's error."""
-    code = ctypes.CDLL(library.DRIVER_NAME).cuMemsetD8Async(
-        ctypes.c_uint64(address), ctypes.c_ubyte(0), ctypes.c_size_t(size), ctypes.c_void_p(stream)
-    )
-    if code:
-        raise RuntimeError(f"cuMemsetD8Async answered with CUDA error {code}")
+class Calls:
+    """Calls one after another, in place of a graph on a CPU."""
+
+    def __init__(self, side: Side, steps: int) -> None:
+        self._side, self._steps = side, steps
+
+    def replay(self) -> None:
+        for _ in range(self._steps):
+            self._side()
+
+
+def capture_graph(side: Side, steps: int, device: torch.device, mode: str = "global") -> Graph:
+    """Capture `steps` calls of `side` in one graph.
+
+    mode: the capture mode; onnxruntime uses `global`.
+    """
+    if device.type == "cpu":
+        side()
+        return Calls(side, steps)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(_FIRST_CALLS):
+            side()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode=mode):
+        for _ in range(steps):
+            side()
+    return graph
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def microseconds(graph: Graph, steps: int, device: torch.device) -> float:
+    if device.type == "cpu":
+        started = time.perf_counter()
+        graph.replay()
+        return (time.perf_counter() - started) * 1e6 / steps
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(_HEAD_START)  # the graph is queued before `begin` passes, so its launch is not timed
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3 / steps

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.gpu import unpack
+from benchmarks.gpu import archives
 from benchmarks.gpu.job import Job, Result, Step
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _SECONDS, _LIMIT = 40, 240
 
 def steps(job: Job) -> list[Step]:
     found = [
-        Step(f"{folder.name}, {name}", partial(run_way, folder, way), _SECONDS, _LIMIT, inputs)
+        Step(f"{folder.name}, {name}", partial(run_on, folder, way), _SECONDS, _LIMIT, inputs)
         for folder in folders(job)
         for inputs in [(digest(folder), package_identity("onnxruntime"))]
         for name, way in ways_of(folder).items()
@@ -64,14 +64,14 @@ def folders(job: Job) -> list[Path]:
     """The folders given with --folder, else the packed ones."""
     if job.folders:
         return [Path(folder) for folder in job.folders]
-    if "folders" not in unpack.components(job.packed):
+    if "folders" not in archives.components(job.packed):
         return []
     return sorted(path.parent for path in (job.packed / "folders").glob("*/topw_manifest.json"))
 
 
 def digest(folder: Path) -> str:
     """A digest of the manifest, which contains the files' hashes, and of the recorded tokens."""
-    from benchmarks.gpu.tokens import tokens_file
+    from benchmarks.gpu.ways import tokens_file
 
     found = hashlib.sha256()
     for path in (folder / "topw_manifest.json", tokens_file(folder)):
@@ -97,7 +97,7 @@ def report_no_folders(job: Job) -> Result:
     )
 
 
-def run_way(folder: Path, way: Way, job: Job) -> Result:
+def run_on(folder: Path, way: Way, job: Job) -> Result:
     """Run one folder one way. In a rehearsal, the CPU provider replaces CUDA."""
     from benchmarks.gpu import ways
 
@@ -107,11 +107,11 @@ def run_way(folder: Path, way: Way, job: Job) -> Result:
         else:
             absent = why_no_cuda()
             if absent:
-                known = unpack.why_missing(job.packed, "onnxruntime")
+                known = archives.why_missing(job.packed, "onnxruntime")
                 return Result(absent=(absent, known) if known else (absent,))
             if way.sampler == "native":
                 os.environ["TOPW_CUDA_LIBRARY"] = str(job.kernels())
-    found = ways.run(folder, way, job)
+    found = ways.run_way(folder, way, job)
     if found.data:
         import onnxruntime
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from benchmarks.gpu.packing.fatbin import MAGIC
+from benchmarks.gpu.fatbin import MAGIC
 
 PTX, CUBIN = 1, 2
 ONLY_THERE = 1 << 20

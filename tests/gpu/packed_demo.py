@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.packing import command
-from benchmarks.gpu.unpack import unpack
+from benchmarks.gpu import pack
+from benchmarks.gpu.archives import unpack
 from tests.support.shared import made_once
 
 
@@ -16,9 +16,7 @@ def packed_demo(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The float16 bundled model with the CPU's tokens."""
 
     def make(into: Path) -> None:
-        assert (
-            command.main(["--only", "folders", "packages", "--limit", "2MiB", "--into", str(into), "--rehearse"]) == 0
-        )
+        assert pack.main(["--only", "folders", "packages", "--limit", "2MiB", "--into", str(into), "--rehearse"]) == 0
 
     return sorted(made_once(tmp_path_factory, "packed-demo", make).glob("*.tar.xz"))
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu import agreement, check, shipped_rows
-from benchmarks.gpu.device import DeviceKernel, DeviceTable
+from benchmarks.gpu import check
+from benchmarks.gpu import rows as gpu_rows
+from benchmarks.gpu.device import DeviceKernel, DeviceTable, nearest_bound, random_rows, statistics, table_of
 from benchmarks.gpu.job import Job
-from benchmarks.gpu.tables import nearest_bound, random_rows, statistics, table_of
 from tests.support.kernel import STAGES
 from topw_deploy.sampling import Geometry, TopWOptions, embedding_statistics
 
@@ -23,36 +23,23 @@ VOCAB, HIDDEN = 2_000, 16
 
 @pytest.fixture
 def table(kernel: DeviceKernel) -> DeviceTable:
-    return agreement.random_table_on(kernel, VOCAB, HIDDEN)
+    return gpu_rows.random_table_on(kernel, VOCAB, HIDDEN)
 
 
 def test_the_mixed_rows_reach_every_stage(kernel: DeviceKernel, table: DeviceTable) -> None:
-    step = agreement.mixed_step(kernel, 24, 1, table)
+    step = gpu_rows.mixed_step(kernel, 24, 1, table)
     step.launch()
     assert {STAGES[stage] for stage in step.samples().reports["stage"]} == set(STAGES)
-
-
-def test_rows_have_the_same_answers_again_and_alone(kernel: DeviceKernel, table: DeviceTable) -> None:
-    assert agreement.unequal_repeats(kernel, table, 6, 2) == []
-    assert agreement.unequal_alone(kernel, table, 6) == []
 
 
 def test_answers_that_differ_are_noticed(kernel: DeviceKernel, table: DeviceTable) -> None:
     found = []
     for seed in (1, 2):
-        step = agreement.mixed_step(kernel, 4, seed, table)
+        step = gpu_rows.mixed_step(kernel, 4, seed, table)
         step.launch()
         found.append(step.samples())
-    assert agreement.are_equal(found[0], found[0])
-    assert not agreement.are_equal(*found)
-
-
-def test_a_repeat_that_differs_is_named(
-    kernel: DeviceKernel, table: DeviceTable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(agreement, "are_equal", lambda first, second: False)
-    assert agreement.unequal_repeats(kernel, table, 2, 2) == [0, 1]
-    assert agreement.unequal_alone(kernel, table, 2) == [0, 1]
+    assert gpu_rows.are_equal(found[0], found[0])
+    assert not gpu_rows.are_equal(*found)
 
 
 @pytest.mark.parametrize("metric", ["cosine", "mahalanobis"])
@@ -80,7 +67,7 @@ def test_the_bound_is_below_the_nearest_distance_and_close_to_it(metric: str) ->
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_rows_of_the_shipped_shape_are_compared_with_the_reference(kernel: DeviceKernel, dtype: str) -> None:
     rows = random_rows(VOCAB, HIDDEN, kernel.device)
-    verdict = shipped_rows.compare(kernel, rows, "cosine", dtype, (1, 4), None)
+    verdict = gpu_rows.compare(kernel, rows, "cosine", dtype, (1, 4), None)
     assert verdict.wrong == []
     assert verdict.by_reference == sum(verdict.rows.values()) == 10
     assert set(verdict.stages) >= {"certified: candidates", "open: geometry", "invalid: invalid", "masked: candidates"}
@@ -89,11 +76,11 @@ def test_rows_of_the_shipped_shape_are_compared_with_the_reference(kernel: Devic
 
 def test_a_wrong_answer_at_the_shipped_shape_is_noticed(kernel: DeviceKernel) -> None:
     options, rows = TopWOptions(metric="cosine"), random_rows(VOCAB, HIDDEN, kernel.device)
-    drawn = shipped_rows.rows_of(["certified", "edited"], VOCAB, "float32", 1)
+    drawn = gpu_rows.rows_of(["certified", "edited"], VOCAB, "float32", 1)
     table = table_of(rows, "cosine")
-    samples = shipped_rows.launch_rows(kernel, drawn, "float32", options, table)
+    samples = gpu_rows.launch_rows(kernel, drawn, "float32", options, table)
     geometry = Geometry.from_embeddings(rows.numpy(), "cosine", tuple(t.numpy() for t in table.statistics))
-    judge, verdict = shipped_rows.Judge(options, geometry, None), shipped_rows.Verdict()
+    judge, verdict = gpu_rows.Judge(options, geometry, None), gpu_rows.Verdict()
     judge.judge(drawn, samples, verdict)
     assert verdict.wrong == []
     judge.judge(drawn, replace(samples, next_token=samples.next_token + 1), verdict)
@@ -105,14 +92,14 @@ def test_random_rows_continue_after_the_recorded_chunks(
 ) -> None:
     monkeypatch.setattr(check, "_CHUNK", 60)
     job = Job(tmp_path, emulated_library, rehearse=True, rows=120, seed=3)
-    whole = check.random_rows(job)
+    whole = check.compare_random_rows(job)
     kept = []
     job.keep = kept.append
     job.end = 0.0  # no time left: one chunk
-    first = check.random_rows(job)
+    first = check.compare_random_rows(job)
     assert first.partial
     assert first.data["rows"] == kept[0]["rows"] == 60
     job.earlier = kept[0]
-    resumed = check.random_rows(job)
+    resumed = check.compare_random_rows(job)
     assert not resumed.partial
     assert resumed.data == whole.data

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.packing import onnxruntime_gpu, tensorrt, wheels
-from benchmarks.gpu.packing.wheels import Host
-from topw_deploy.errors import BenchmarkError
+from benchmarks.gpu import pack
+from benchmarks.gpu.pack import Host
 
 from .fatbin_files import CUBIN, elf, entry, fat_binary
 
@@ -41,7 +40,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
                     wheel.writestr(file, content)
             return path
 
-        monkeypatch.setattr(wheels, "download_wheel", fetch)
+        monkeypatch.setattr(pack, "download_wheel", fetch)
 
     return put
 
@@ -63,7 +62,7 @@ def onnxruntime_wheel(provider: bytes) -> dict[str, bytes]:
 
 def test_only_what_sessions_load_of_onnxruntime_is_packed(serve: Serve, tmp_path: Path, scratch: Path) -> None:
     serve({"onnxruntime-gpu": onnxruntime_wheel(FOR_90)})
-    packed = onnxruntime_gpu.stage(tmp_path / "tree", scratch, HOST)
+    packed = pack.stage_onnxruntime(tmp_path / "tree", scratch, HOST)
     assert names(tmp_path / "tree") == {
         "onnxruntime/__init__.py",
         "onnxruntime/capi/onnxruntime_pybind11_state.so",
@@ -76,12 +75,6 @@ def test_only_what_sessions_load_of_onnxruntime_is_packed(serve: Serve, tmp_path
     assert b"wanted!" in library
     assert b"old" not in library
     assert packed.gpu_code["libonnxruntime_providers_cuda.so"].kept == {"sm_90": 1}
-
-
-def test_an_onnxruntime_without_code_for_the_gpu_is_not_packed(serve: Serve, tmp_path: Path, scratch: Path) -> None:
-    serve({"onnxruntime-gpu": onnxruntime_wheel(FOR_120)})
-    with pytest.raises(BenchmarkError, match=r"has code for sm_120, none for sm_90\.$"):
-        onnxruntime_gpu.stage(tmp_path / "tree", scratch, HOST)
 
 
 def tensorrt_wheels(builder: bytes) -> dict[str, dict[str, bytes]]:
@@ -98,7 +91,7 @@ def tensorrt_wheels(builder: bytes) -> dict[str, dict[str, bytes]]:
 
 def test_tensorrt_rtx_is_packed_under_tensorrts_names(serve: Serve, tmp_path: Path, scratch: Path) -> None:
     serve(tensorrt_wheels(FOR_90))
-    packed = tensorrt.stage(tmp_path / "tree", scratch, HOST)
+    packed = pack.stage_tensorrt(tmp_path / "tree", scratch, HOST)
     library = tmp_path / "tree" / "lib"
     assert {path.name: os.readlink(path) for path in library.iterdir() if path.is_symlink()} == {
         "libnvinfer.so.11": "libtensorrt_rtx.so.1.7.1",
@@ -111,21 +104,3 @@ def test_tensorrt_rtx_is_packed_under_tensorrts_names(serve: Serve, tmp_path: Pa
     assert packed.version == "TensorRT-RTX 1.7.1, bindings 11.4.0.106"
     assert packed.linker_path == ("lib",)
     assert packed.gpu_code["libtensorrt_rtx.so.1.7.1"].found == {"sm_80": 1, "sm_90": 1}
-
-
-def test_a_tensorrt_without_code_for_the_gpu_is_not_packed(serve: Serve, tmp_path: Path, scratch: Path) -> None:
-    serve(tensorrt_wheels(FOR_120))
-    with pytest.raises(BenchmarkError, match=r"^libtensorrt_rtx\.so\.1\.7\.1 has code for sm_120, none for sm_90\.$"):
-        tensorrt.stage(tmp_path / "tree", scratch, HOST)
-
-
-def test_a_tensorrt_of_another_layout_is_not_packed(serve: Serve, tmp_path: Path, scratch: Path) -> None:
-    serve({})
-    with pytest.raises(BenchmarkError, match="its layout changed, so nothing of it is packed"):
-        tensorrt.stage(tmp_path / "tree", scratch, HOST)
-
-
-def test_a_file_that_is_not_a_wheel_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "it-1.0-py3-none-any.whl").write_bytes(b"not a zip file")
-    with pytest.raises(BenchmarkError, match=r"^it-1\.0-py3-none-any\.whl is not a wheel"):
-        wheels.extract_wheel(tmp_path / "it-1.0-py3-none-any.whl", tmp_path / "out")

@@ -36,16 +36,6 @@ def test_the_rows_for_the_sanitizer_reach_the_device_through_the_driver(
     assert "ANSWERED" in done.stdout
 
 
-@pytest.mark.parametrize(("stream", "said"), [(0, "[0, 0, 7]"), (1 << 40, "[0, 0, 7]"), (3, "CUDA error 400")])
-def test_the_measured_memset_is_the_drivers(environment: dict[str, str], stream: int, said: str) -> None:
-    code = (
-        "import numpy as np\nfrom benchmarks.gpu.measure import memset\nblock = np.full(3, 7, np.uint8)\n"
-        f"memset(block.ctypes.data, 2, {stream})\nprint(block.tolist())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert said in done.stdout + done.stderr
-
-
 def test_the_driver_has_the_functions() -> None:
     bindings = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
     for name in CALLED:

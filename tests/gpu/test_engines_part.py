@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import engines, models, tokens
-from benchmarks.gpu.job import Job, MissingError, Step
+from benchmarks.gpu import engines, models, ways
+from benchmarks.gpu.job import Job, Step, StepError
 from tests.support.tensorrt_double import TensorRT
 from tests.support.tensorrt_machine import gpu, trt  # noqa: F401  # fixtures
 from tests.support.toy_model import Toy, export
@@ -20,7 +20,7 @@ from topw_deploy.sampling import TopWOptions
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     toy = Toy.random(1, options=TopWOptions(top_m=64, metric="mahalanobis"))
     folder = export(tmp_path_factory.mktemp("packed") / "toy", toy, form="scatter", max_length=128)
-    tokens.record_tokens(folder, tokens.requests(seeds=1, tokens=12))
+    ways.record_tokens(folder, ways.requests(seeds=1, tokens=12))
     return folder
 
 
@@ -64,7 +64,7 @@ def test_an_engine_is_built_in_a_copy_and_draws_the_recorded_tokens(
 
 @pytest.mark.usefixtures("found_here", "trt")
 def test_tokens_without_a_build_name_what_is_missing(job: Job) -> None:
-    with pytest.raises(MissingError, match="the step before this one builds it"):
+    with pytest.raises(StepError, match="the step before this one builds it"):
         steps(job)["toy, plugin, tokens"].run(job)
 
 
@@ -72,21 +72,6 @@ def test_tokens_without_a_build_name_what_is_missing(job: Job) -> None:
 def test_a_refused_build_fails_with_its_message(job: Job, trt: TensorRT) -> None:  # noqa: F811
     trt.refuses = "no such operator"
     assert "no such operator" in steps(job)["toy, plugin, build"].run(job).failed
-
-
-def test_without_tensorrt_nothing_is_run_and_the_step_reports_it(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "find_spec", lambda name: None)
-    (step,) = engines.steps(job)
-    result = step.run(job)
-    assert (result.data, result.failed) == ({}, "")
-    assert "no engine was built or run; bring pack-tensorrt-*.tar.xz" in result.absent[0]
-
-
-def test_without_a_folder_for_tensorrt_the_step_reports_it(tmp_path: Path) -> None:
-    toy = export(tmp_path / "toy", Toy.random(1), form="scatter")
-    job = Job(tmp_path / "out", tmp_path / "none.so", folders=[str(toy)])
-    (step,) = engines.steps(job)
-    assert "there is no model exported for TensorRT" in step.run(job).absent[0]
 
 
 def test_the_reason_why_tensorrt_was_not_packed_is_reported(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

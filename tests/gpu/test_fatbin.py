@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.packing.fatbin import fat_binaries, keep_only, loaded_code, survey
+from benchmarks.gpu.fatbin import fat_binaries, keep_only, loaded_code
 from topw_deploy.errors import BenchmarkError, PluginError
 from topw_deploy.plugins import nvcc
 
@@ -43,30 +43,6 @@ def test_code_for_other_gpus_is_zeroed_and_the_wanted_one_stays(tmp_path: Path) 
     assert b"numbers" in after
 
 
-def test_only_payloads_of_other_gpus_change(tmp_path: Path) -> None:
-    path = library(tmp_path)
-    before = path.read_bytes()
-    others = {
-        position
-        for entries in fat_binaries(before)
-        for code in entries
-        if code.architecture != 90
-        for position in range(code.start, code.start + code.size)
-    }
-    keep_only(path, 90)
-    changed = {i for i, (a, b) in enumerate(zip(before, path.read_bytes(), strict=True)) if a != b}
-    assert changed <= others
-
-
-def test_a_survey_does_not_change_the_file(tmp_path: Path) -> None:
-    path = library(tmp_path)
-    before = path.read_bytes()
-    assert survey(path, 90) == keep_only(path, 90)
-    path.write_bytes(before)
-    survey(path, 90)
-    assert path.read_bytes() == before
-
-
 @pytest.mark.parametrize(
     ("sm", "wanted"),
     [
@@ -86,20 +62,6 @@ def test_the_driver_would_choose_what_is_kept(sm: int, wanted: list[str]) -> Non
     )  # fmt: skip
     (entries,) = fat_binaries(elf([(".nv_fatbin", given)]))
     assert [code.label for code in loaded_code(entries, sm)] == wanted
-
-
-def test_a_library_without_code_for_the_gpu_is_reported(tmp_path: Path) -> None:
-    kept = survey(library(tmp_path), 75)
-    assert (kept.kept, kept.without) == ({}, 2)
-
-
-def test_relocatable_fat_binaries_count_too() -> None:
-    file = elf([("__nv_relfatbin", fat_binary(entry(CUBIN, 90, WANTED)))])
-    assert [code.label for (code,) in fat_binaries(file)] == ["sm_90"]
-
-
-def test_a_library_without_gpu_code_has_none() -> None:
-    assert fat_binaries(elf([(".text", b"x")])) == []
 
 
 @pytest.mark.parametrize(

@@ -7,20 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import engines, models, tokens, ways
-from benchmarks.gpu.job import Job, MissingError, Result
-from benchmarks.gpu.unpack import unpack
+from benchmarks.gpu import models, ways
+from benchmarks.gpu.archives import unpack
+from benchmarks.gpu.job import Job, Result
 from benchmarks.gpu.ways import Way
-from tests.support.toy_model import Toy, export, export_sampler
+from tests.support.toy_model import Toy, export
 from topw_deploy.errors import BenchmarkError
-from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import TopWOptions
 
 from .packed_demo import packed_demo  # noqa: F401  # a fixture
 
 pytestmark = pytest.mark.long
 
-REQUESTS = tokens.requests(seeds=1, tokens=12)
+REQUESTS = ways.requests(seeds=1, tokens=12)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +27,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a cache of 128 tokens and the CPU's tokens."""
     toy = Toy.random(1, options=TopWOptions(top_m=64, metric="mahalanobis"))
     folder = export(tmp_path_factory.mktemp("packed") / "toy", toy, form="scatter", max_length=128)
-    tokens.record_tokens(folder, REQUESTS)
+    ways.record_tokens(folder, REQUESTS)
     return folder
 
 
@@ -65,7 +64,7 @@ def test_a_step_is_repeated_when_the_folder_or_its_tokens_change(job: Job, expor
 
     before = inputs()
     assert inputs() == before
-    beside = tokens.tokens_file(exported)
+    beside = ways.tokens_file(exported)
     kept = beside.read_text(encoding="utf-8")
     beside.write_text(kept + "\n", encoding="utf-8")
     changed = inputs()
@@ -82,84 +81,44 @@ def test_without_an_onnxruntime_for_cuda_the_step_names_what_to_bring(job: Job) 
     assert "is for CPUs: no model was run on CUDA; bring pack-onnxruntime-*.tar.xz" in sentence
 
 
-def test_without_kernels_the_step_fails(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    job.rehearse = False
-    monkeypatch.setattr(models, "why_no_cuda", lambda: "")
-    (cuda,) = [step for step in models.steps(job) if step.name == "toy, cuda"]
-    with pytest.raises(MissingError, match="there is no library of kernels"):
-        cuda.run(job)
-
-
-def test_a_folder_with_only_a_sampler_fails_in_every_way(job: Job, tmp_path: Path) -> None:
-    job.folders = [str(export_sampler(tmp_path / "sampler", Toy.random(1)))]
-    results = answers(job)
-    assert len(results) == 5
-    for name, result in results.items():
-        assert "holds a 'sampler' model" in result.failed, name
-    assert engines.steps(job)[0].name == "TensorRT"  # no folder for TensorRT
-
-
-def test_without_folders_the_part_reports_it(tmp_path: Path) -> None:
-    (step,) = models.steps(Job(tmp_path, tmp_path / "none.so"))
-    (sentence,) = step.run(Job(tmp_path, tmp_path / "none.so")).absent
-    assert "no model was run: bring pack-folders-*.tar.xz" in sentence
-
-
 def test_packed_folders_are_run_once_all_archives_are_there(
     packed_demo: list[Path], tmp_path: Path  # noqa: F811
 ) -> None:  # fmt: skip
     job = Job(tmp_path, tmp_path / "none.so")
-    unpack(packed_demo[:-1], job.packed)
+    unpack(packed_demo[1:], job.packed)
     assert models.folders(job) == []
-    unpack(packed_demo[-1:], job.packed)
+    unpack(packed_demo[:1], job.packed)
     assert [folder.name for folder in models.folders(job)] == ["float16-gqa"]
 
 
-def test_a_refused_way_fails_with_the_runtimes_message(job: Job, exported: Path) -> None:
-    result = ways.run(exported, Way({"provider": "cuda"}), job)
-    assert "this onnxruntime" in result.failed
-    assert "was built without 'cuda'" in result.failed
-
-
 def test_another_sampler_than_the_one_to_measure_fails(job: Job, exported: Path) -> None:
-    result = ways.run(exported, Way({"provider": "cpu", "sampler": "graph"}, "native"), job)
+    result = ways.run_way(exported, Way({"provider": "cpu", "sampler": "graph"}, "native"), job)
     assert result.failed.startswith("native should choose the tokens, but graph does: ")
 
 
 def test_the_tokens_of_another_model_fail(job: Job, exported: Path, tmp_path: Path) -> None:
-    known = json.loads(tokens.tokens_file(exported).read_text(encoding="utf-8"))
+    known = json.loads(ways.tokens_file(exported).read_text(encoding="utf-8"))
     other = export(
         tmp_path / "other", Toy.random(2, options=TopWOptions(top_m=64, metric="mahalanobis")), form="scatter",
         max_length=128,
     )  # fmt: skip
-    tokens.tokens_file(other).write_text(json.dumps(known), encoding="utf-8")
-    result = ways.run(other, Way({"provider": "cpu"}), job)
+    ways.tokens_file(other).write_text(json.dumps(known), encoding="utf-8")
+    result = ways.run_way(other, Way({"provider": "cpu"}), job)
     assert "within 4 steps, more than 25%: rounding does not explain that" in result.failed
     assert result.data["first_difference"] == 0
 
 
-def test_a_folder_without_recorded_tokens_is_compared_with_this_cpu(job: Job, tmp_path: Path) -> None:
-    folder = export(tmp_path / "fresh", Toy.random(3), form="scatter", max_length=128)
-    result = ways.run(folder, Way({"provider": "cpu"}), job)
-    assert (result.failed, result.data["equal"]) == ("", result.data["sequences"])
-
-
 def test_recorded_tokens_of_another_format_are_refused(job: Job, tmp_path: Path) -> None:
     folder = export(tmp_path / "old", Toy.random(3), form="scatter", max_length=128)
-    tokens.tokens_file(folder).write_text('{"format": 99}', encoding="utf-8")
-    assert "has format 99" in ways.run(folder, Way({"provider": "cpu"}), job).failed
-
-
-def test_several_threads_keep_the_order_of_the_requests(exported: Path) -> None:
-    with TopWModel.from_pretrained(exported, provider="cpu") as model:
-        assert ways.draw_concurrently(model, REQUESTS, 4) == tokens.draw_tokens(model, REQUESTS)
+    ways.tokens_file(folder).write_text('{"format": 99}', encoding="utf-8")
+    assert "has format 99" in ways.run_way(folder, Way({"provider": "cpu"}), job).failed
 
 
 def test_a_difference_is_counted_from_its_first_step() -> None:
-    found = tokens.compare([[1, 2, 3], [1, 2, 3], [1, 2], [7]], [[1, 2, 3], [1, 5, 6], [1, 2, 3], [8]])
+    found = ways.compare_tokens([[1, 2, 3], [1, 2, 3], [1, 2], [7]], [[1, 2, 3], [1, 5, 6], [1, 2, 3], [8]])
     assert (found.equal, found.first, found.steps) == (1, 0, (1, 2, 0))
     with pytest.raises(BenchmarkError, match="2 sequences were drawn, but 1 are recorded"):
-        tokens.compare([[1], [2]], [[1]])
+        ways.compare_tokens([[1], [2]], [[1]])
 
 
 @pytest.mark.parametrize(
@@ -174,4 +133,4 @@ def test_a_difference_is_counted_from_its_first_step() -> None:
     ],
 )
 def test_rounding_is_distinguished_from_a_wrong_model(steps: tuple[int, ...], float32: bool, fails: bool) -> None:
-    assert bool(ways.why_not_rounding(tokens.Difference(100, steps), float32)) == fails
+    assert bool(ways.why_not_rounding(ways.Difference(100, steps), float32)) == fails

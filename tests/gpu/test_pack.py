@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.packing import archives, command, wheels
-from benchmarks.gpu.packing.component import Packed
-from benchmarks.gpu.packing.wheels import Host
-from benchmarks.gpu.unpack import INDEX, components, unpack
+from benchmarks.gpu import archives, pack
+from benchmarks.gpu.archives import INDEX, components, unpack
+from benchmarks.gpu.pack import Host, Packed
 from topw_deploy.errors import BenchmarkError
 from topw_deploy.runtime import TopWModel
 
@@ -45,16 +44,6 @@ def tar_names(path: Path) -> list[str]:
     return subprocess.run(["tar", "-tJf", path], check=True, capture_output=True, text=True).stdout.splitlines()
 
 
-def test_no_archive_exceeds_the_limit_and_each_matches_the_index(tmp_path: Path) -> None:
-    write_tree(tmp_path / "tree")
-    written = archives.write(tmp_path / "tree", tmp_path, "pack-part", LIMIT)
-    assert len(written.archives) >= 5
-    for archive in written.archives:
-        content = (tmp_path / archive["name"]).read_bytes()
-        assert len(content) == archive["bytes"] <= LIMIT
-        assert hashlib.sha256(content).hexdigest() == archive["sha256"]
-
-
 def test_only_a_file_above_the_limit_is_sliced(tmp_path: Path) -> None:
     files = write_tree(tmp_path / "tree")
     written = archives.write(tmp_path / "tree", tmp_path, "pack-part", LIMIT)
@@ -76,11 +65,6 @@ def test_the_same_files_give_the_same_archives(tmp_path: Path) -> None:
     assert [a["sha256"] for a in first.archives] == [a["sha256"] for a in second.archives]
 
 
-def test_too_small_a_limit_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BenchmarkError, match=r"^the limit is 1000 bytes, but must be at least 65536"):
-        archives.write(tmp_path, tmp_path, "pack", 1000)
-
-
 def stage_tree(tree: Path, scratch: Path, host: Host) -> Packed:
     write_tree(tree.parent)
     (tree.parent / "part").rename(tree)
@@ -94,12 +78,12 @@ def refuse(tree: Path, scratch: Path, host: Host) -> Packed:
 @pytest.fixture
 def staged(monkeypatch: pytest.MonkeyPatch) -> None:
     """One component has the files above, one cannot be packed."""
-    monkeypatch.setattr(command, "_PACKAGES", {"onnxruntime": stage_tree, "tensorrt": refuse})
+    monkeypatch.setattr(pack, "_PACKAGES", {"onnxruntime": stage_tree, "tensorrt": refuse})
 
 
 @pytest.mark.usefixtures("staged")
 def test_the_index_lists_packed_and_absent_components(tmp_path: Path) -> None:
-    assert command.pack(tmp_path, ["tensorrt", "onnxruntime"], LIMIT, HOST) == 1
+    assert pack.pack(tmp_path, ["tensorrt", "onnxruntime"], LIMIT, HOST) == 1
     index = json.loads((tmp_path / INDEX).read_text(encoding="utf-8"))
     assert index["absent"] == {"tensorrt": "libthing.so has code for sm_120, none for sm_90."}
     entry = index["components"]["onnxruntime"]
@@ -110,24 +94,11 @@ def test_the_index_lists_packed_and_absent_components(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {INDEX, *entry["archives"]}
 
 
-@pytest.mark.usefixtures("staged")
-def test_packing_again_replaces_the_archives(tmp_path: Path) -> None:
-    command.pack(tmp_path, ["onnxruntime"], LIMIT, HOST)
-    many = len(list(tmp_path.iterdir()))
-    assert command.pack(tmp_path, ["onnxruntime"], 10 * LIMIT, HOST) == 0
-    assert len(list(tmp_path.iterdir())) == 2 < many
-
-
 def test_a_folder_with_other_files_is_not_cleared(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("chapter 1", encoding="utf-8")
     with pytest.raises(BenchmarkError, match=r"thesis\.txt, which this command did not write"):
-        command.pack(tmp_path, ["folders"], LIMIT, HOST)
+        pack.pack(tmp_path, ["folders"], LIMIT, HOST)
     assert (tmp_path / "thesis.txt").is_file()
-
-
-def test_an_invalid_size_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"^the size is 'much'"):
-        command.main(["--limit", "much", "--into", str(tmp_path / "pack")])
 
 
 def test_a_missing_package_is_reported_with_pips_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +109,7 @@ def test_a_missing_package_is_reported_with_pips_message(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(subprocess, "run", pip)
     with pytest.raises(BenchmarkError, match=r"^pip does not fetch it==9 for Python 3\.12: ERROR: No matching"):
-        wheels.download_wheel("it==9", HOST, tmp_path)
+        pack.download_wheel("it==9", HOST, tmp_path)
 
 
 def test_the_demo_is_packed_with_the_cpus_tokens(packed_demo: list[Path], tmp_path: Path) -> None:  # noqa: F811

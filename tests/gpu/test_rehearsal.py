@@ -72,12 +72,6 @@ def test_every_figure_is_marked_as_a_rehearsals(rehearsed: tuple[Path, subproces
     assert "REHEARSAL" in done.stderr
 
 
-def test_absences_are_reported_first(rehearsed: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    out, done = rehearsed
-    for said in (done.stderr, done.stdout, (out / "results.md").read_text()):
-        assert "there is no model exported for TensorRT" in said
-
-
 def test_the_same_command_again_repeats_no_finished_step(
     host: Path, rehearsed: tuple[Path, subprocess.CompletedProcess[str]]
 ) -> None:

@@ -84,12 +84,6 @@ def counts_and_hangs(job: Job) -> Result:
     return Result({"count": done}, f"{done}")
 
 
-def checks_the_time(job: Job) -> Result:
-    log(job, "checks_the_time")
-    return Result({"left": job.left()})
-
-
 STEPS = {
-    step.__name__: step
-    for step in (passes, also_passes, raises, absent, hangs, crashes, counts, counts_and_hangs, checks_the_time)
+    step.__name__: step for step in (passes, also_passes, raises, absent, hangs, crashes, counts, counts_and_hangs)
 }

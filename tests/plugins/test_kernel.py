@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -178,16 +177,6 @@ def test_stored_neighbour_bounds_save_distances_and_change_nothing(each_kernel: 
     assert sampled(each_kernel, cases, options, table).reports["distances"].sum() < without.reports["distances"].sum()
 
 
-def test_pruning_avoids_distances_and_says_how_many(each_kernel: Kernel) -> None:
-    geometry, cases, options = uncertified("cosine", 1)
-    found = sampled(each_kernel, cases, options, KernelTable.from_geometry(geometry))
-    geometric = found.reports[found.reports["stage"] == STAGES.index("geometry")]
-    assert len(geometric) > 10
-    assert (geometric["steps"] >= 1).all()
-    assert geometric["distances_avoided"].sum() > geometric["distances"].sum()
-    assert (found.reports["stage"] == STAGES.index("geometry")).tolist() == (~found.certified).tolist()
-
-
 def test_a_repulsive_row_that_cycles_ends_where_the_literal_rule_ends(each_kernel: Kernel) -> None:
     """With a huge alt_iters, the length of the cycle decides which set is the last."""
     rng = np.random.default_rng(4)
@@ -206,17 +195,6 @@ def test_a_repulsive_row_that_cycles_ends_where_the_literal_rule_ends(each_kerne
             assert found.keep_mask is not None
             assert np.flatnonzero(found.keep_mask[0]).tolist() == sorted(end)
     assert 0 < cycles < 40
-
-
-def test_threads_with_a_workspace_each_answer_as_one_thread_does(kernel: Kernel) -> None:
-    kernel.use_instruction_set(instruction_sets(kernel)[0])
-    geometry, cases, options = uncertified("mahalanobis", 2)
-    table = KernelTable.from_geometry(geometry)
-    alone = sampled(kernel, cases, options, table)
-    with ThreadPoolExecutor(4) as pool:
-        for found in pool.map(lambda _: sampled(kernel, cases, options, table), range(8)):
-            for field in ("next_token", "logprob", "kept", "certified", "mass", "keep_mask", "reports"):
-                assert np.array_equal(getattr(alone, field), getattr(found, field)), field
 
 
 def test_the_answer_of_a_row_does_not_depend_on_its_batch(each_kernel: Kernel) -> None:

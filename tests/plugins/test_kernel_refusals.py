@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.kernel import Kernel, KernelSamples, KernelTable
-from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, sample_row
+from topw_deploy.sampling import TopWOptions, TopWParameters, sample_row
 
 UNIFORM = TopWOptions(metric="uniform")
 
@@ -147,17 +147,3 @@ def test_a_poisoned_table_is_answered_with_some_token_of_the_row(kernel: Kernel,
             assert found.keep_mask is not None
             assert found.keep_mask[0].sum() == found.kept[0] >= 1
             assert found.keep_mask[0, found.next_token[0]]
-
-
-def test_more_neighbours_than_members_are_all_members(kernel: Kernel) -> None:
-    rng = np.random.default_rng(3)
-    rows = rng.standard_normal((60, 1)).astype(np.float32)
-    options = TopWOptions(metric="unit", potential="knn", knn_k=2**40, top_m=50)
-    table = KernelTable(rows, np.zeros(1, np.float32), np.ones(1, np.float32))
-    logits = row_of(60)
-    geometry = Geometry.from_embeddings(rows, "unit", ([0.0], [1.0]))
-    chosen = {"lam": 0.3, "init_top_p": 0.2, "geom_scale": 0.5}
-    found = answer(kernel, logits, columns=chosen, options=options, table=table)
-    assert found.keep_mask is not None
-    wanted = sample_row(logits[0], chosen, options, geometry)
-    assert np.array_equal(np.flatnonzero(found.keep_mask[0]), np.sort(wanted.kept_ids))

@@ -64,14 +64,6 @@ def test_a_failure_quotes_nvccs_error_and_none_of_its_commands(script: Path) -> 
         nvcc.run_nvcc(["/nowhere"], 1, nvcc.ignore_state)
 
 
-def test_an_exception_of_the_watcher_ends_nvcc(script: Path) -> None:
-    def watch(state: CompilationState) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        nvcc.run_nvcc([str(script)], 2, watch)
-
-
 def test_an_exception_of_the_watcher_also_ends_the_compilers_that_nvcc_started(script: Path) -> None:
     """They keep nvcc's output open, and the reader waits for its end."""
     started = script.parent / "started"

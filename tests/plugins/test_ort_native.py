@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -144,34 +143,3 @@ def test_many_rows_on_two_threads_equal_the_rows_alone(native_library: Path) -> 
         alone = run(session, feeds([case]))
         for name, values in together.items():
             np.testing.assert_array_equal(values[row], alone[name][0], err_msg=name)
-
-
-def test_no_rows_give_empty_outputs(native_library: Path) -> None:
-    wanted = Wanted(keep_mask=True)
-    case = random_case(np.random.default_rng(0), wanted.vocab_size)
-    none = {name: values[:0] for name, values in feeds([case]).items()}
-    found = run(open_model(wanted.model(), native_library), none)
-    assert found["next_token"].shape == (0,)
-    assert found["keep_mask"].shape == (0, wanted.vocab_size)
-
-
-@pytest.mark.slow
-def test_one_session_serves_several_threads_at_once(native_library: Path) -> None:
-    wanted = Wanted(vocab_size=1000, keep_mask=True)
-    rng = np.random.default_rng(5)
-    batches = [feeds([random_case(rng, wanted.vocab_size) for _ in range(size)]) for size in (1, 5, 1, 12)]
-    session = open_model(wanted.model(), native_library, threads=2)
-    expected = [run(session, inputs) for inputs in batches]
-    wrong: list[str] = []
-
-    def work(number: int) -> None:
-        for _ in range(30):
-            found = run(session, batches[number])
-            wrong.extend(name for name in found if not np.array_equal(found[name], expected[number][name]))
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(batches))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from tests.support.function_cases import feeds, random_case
 from tests.support.sampler_models import Wanted, node_of, open_model, set_attribute
 from tests.support.samples import slow
-from tests.support.toy_model import Toy, export, export_sampler
+from tests.support.toy_model import Toy, export
 from topw_deploy.errors import ManifestError, ParameterError, ProviderError
 from topw_deploy.manifest import (
     MANIFEST_NAME,
@@ -25,12 +25,11 @@ from topw_deploy.manifest import (
     Manifest,
     ModelFolder,
     describe_files,
-    load_manifest,
     manifest_from_json,
     save_manifest,
 )
 from topw_deploy.plugins import library
-from topw_deploy.runtime import TopWModel, TopWSampler
+from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.ort import graph_session, native
 from topw_deploy.runtime.session import SessionOptions
 from topw_deploy.sampling import TopWOptions
@@ -63,18 +62,6 @@ def test_the_function_runs_on_request_and_draws_the_same(native_library: Path, t
     assert (function.sampler, operator.sampler) == ("graph", "native")
     assert function.generate("a", max_new_tokens=1).sampler == "graph"
     assert tokens(function) == tokens(operator)
-
-
-def test_the_sampler_alone_reports_its_implementation_too(native_library: Path, tmp_path: Path) -> None:
-    folder = export_sampler(tmp_path / "sampler", Toy.random(0), with_keep_mask=True)
-    logits = np.random.default_rng(0).standard_normal((9, 259)).astype(np.float32) * 2
-    found = {}
-    for choice in ("native", "graph"):
-        sampler = TopWSampler.from_pretrained(folder, provider="cpu", sampler=choice)
-        assert sampler.sampler == choice
-        found[choice] = sampler.sample(logits, seed=1, position=4, temperature=1.5, lam=0.1)
-    np.testing.assert_array_equal(found["native"].next_token, found["graph"].next_token)
-    np.testing.assert_array_equal(found["native"].keep_mask, found["graph"].keep_mask)
 
 
 def test_another_choice_is_a_parameter_error(toy_folder: Path) -> None:
@@ -161,12 +148,6 @@ def test_a_node_that_the_operator_refuses_is_opened_again_with_the_function(
     assert tokens(load(folder)) == tokens(load(toy_folder, sampler="graph"))
     with pytest.raises(ProviderError, match=r"com.example.Lookup\(bits=3\)' is not known"):
         load(folder, sampler="native")
-
-
-def test_a_form_that_the_manifest_names_as_unknown_is_not_even_tried(native_library: Path) -> None:
-    found, why = native.operator_library("CPUExecutionProvider", "com.microsoft.GatherBlockQuantized(bits=2)")
-    assert found is None
-    assert why == "the native sampler does not support the table form com.microsoft.GatherBlockQuantized(bits=2)"
 
 
 def test_other_providers_run_the_function(native_library: Path) -> None:
@@ -266,34 +247,6 @@ def test_session_options_that_have_the_operator_already_are_taken(native_library
     assert load(toy_folder, session_options=options, sampler="graph").sampler == "graph"
 
 
-def test_a_refusal_leaves_the_callers_options_usable(native_library: Path, toy_folder: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(toy_folder, tmp_path / "copy"))
-    change_graph(folder, lambda model: set_attribute(model, "table_form", "unheard of"))
-    options = ort.SessionOptions()
-    assert load(folder, session_options=options).sampler == "graph"
-    assert load(toy_folder, session_options=options).sampler == "native"
-
-
-@pytest.mark.slow
-def test_models_opened_at_the_same_time_get_what_each_requested(native_library: Path, toy_folder: Path) -> None:
-    options = ort.SessionOptions()
-    options.register_custom_ops_library(str(native_library))
-    wrong: list[str] = []
-
-    def work(choice: str) -> None:
-        for _ in range(6):
-            found = load(toy_folder, session_options=options, sampler=choice).sampler
-            if found != choice:
-                wrong.append(f"{choice} gave {found}")
-
-    threads = [threading.Thread(target=work, args=(choice,)) for choice in ("native", "graph") * 2]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-
-
 def test_generations_at_the_same_time_on_one_native_model_equal_those_alone(
     native_library: Path, toy_folder: Path
 ) -> None:
@@ -312,10 +265,3 @@ def test_generations_at_the_same_time_on_one_native_model_equal_those_alone(
     for thread in threads:
         thread.join()
     assert found == {n: [expected[n]] * 5 for n in range(4)}
-
-
-def test_the_manifest_of_an_edited_copy_still_loads(toy_folder: Path, tmp_path: Path) -> None:
-    """Checks the edits of the tests above."""
-    folder = Path(shutil.copytree(toy_folder, tmp_path / "copy"))
-    change_graph(folder, lambda model: None)
-    assert load_manifest(folder).files["model.onnx"].size == (folder / "model.onnx").stat().st_size

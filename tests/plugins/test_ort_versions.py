@@ -108,9 +108,3 @@ def test_tokens_and_crops_are_the_same_on_the_oldest_runtime_and_on_this_one(
         for output in ("next_token", "kept", "certified", "keep_mask"):
             np.testing.assert_array_equal(outputs[output][clear], expected[output][clear], err_msg=f"{title}: {output}")
         np.testing.assert_allclose(outputs["logprob"][clear], expected["logprob"][clear], rtol=1e-5, atol=1e-5)
-
-
-def test_a_model_at_opset_18_is_written_in_a_format_that_1_17_reads() -> None:
-    assert Wanted().model().ir_version == 8
-    assert Wanted(opset=20).model().ir_version == 9
-    assert Wanted(opset=23).model().ir_version == 10

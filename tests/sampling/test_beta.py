@@ -10,7 +10,6 @@ import pytest
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import TopWParameters
 from topw_deploy.sampling.beta import beta_at, beta_coefficients, depends_on_temperature
-from topw_deploy.sampling.parameters import PRESETS, preset_values
 
 
 def parameters(beta: Any, temperature: float = 1.0) -> TopWParameters:
@@ -74,8 +73,3 @@ def test_a_beta_out_of_range_is_named_with_its_text_number_and_temperature() -> 
         parameters("1e38+1e38*T", 5.0)
     with pytest.raises(ParameterError, match="temperature is nan"):
         parameters("1.5+1.5*T", float("nan"))
-
-
-def test_the_creative_preset_is_the_papers_with_a_beta_that_depends_on_the_temperature() -> None:
-    assert preset_values("creative") == {**preset_values("paper"), "beta": "1.5+1.5*T"}
-    assert PRESETS["creative"] == (TopWParameters(beta=3.0), PRESETS["paper"][1])

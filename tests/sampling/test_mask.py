@@ -24,11 +24,6 @@ from topw_deploy.sampling import (
 FLAGS = st.lists(st.booleans(), min_size=1, max_size=150).map(lambda flags: np.array(flags, np.bool_))
 
 
-@pytest.mark.parametrize(("vocab", "words"), [(1, 1), (31, 1), (32, 1), (33, 2), (151_936, 4748)])
-def test_a_mask_has_one_word_for_each_32_tokens(vocab: int, words: int) -> None:
-    assert mask_words(vocab) == words
-
-
 def test_bits_are_packed_with_the_least_significant_first() -> None:
     flags = np.zeros(35, np.bool_)
     flags[[0, 3, 31, 33]] = True

@@ -60,8 +60,3 @@ def test_an_unknown_name_is_refused_with_the_nearest_known_one():
 def test_a_parameter_under_two_names_is_refused():
     with pytest.raises(ParameterError, match="lam is given twice"):
         canonical_names({"lam": 1.0, "lambda_geom": 2.0})
-
-
-def test_the_graphs_knn_attribute_is_zero_for_nearest():
-    assert TopWOptions().neighbours == 0
-    assert TopWOptions(potential="knn", knn_k=3).neighbours == 3

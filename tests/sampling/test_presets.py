@@ -9,21 +9,11 @@ import pytest
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import Geometry, TopWParameters, crop, preset_parameters, typical_distance
-from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions
+from topw_deploy.sampling.parameters import TopWOptions
 
 
 def test_the_preset_paper_is_the_defaults() -> None:
     assert TopWParameters(**preset_parameters("paper", "mahalanobis", 64)) == TopWParameters()
-
-
-def test_a_preset_states_every_top_w_parameter() -> None:
-    assert tuple(preset_parameters("lively", "cosine", 64)) == PARAMETER_NAMES
-
-
-def test_the_creative_preset_follows_the_rows_temperature() -> None:
-    creative = preset_parameters("creative", "mahalanobis", 64)
-    assert TopWParameters(**creative) == TopWParameters(beta=3.0)
-    assert TopWParameters(**creative | {"temperature": 2.0}) == TopWParameters(beta=4.5, temperature=2.0)
 
 
 def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:

@@ -33,16 +33,6 @@ def test_it_keeps_what_the_definition_keeps(model, table, metric, potential):
     assert topw.last.certified_share < 0.5
 
 
-@pytest.mark.parametrize("preset", ["paper", "released"])
-@pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_the_presets_keep_what_the_definition_keeps(model, table, preset, temperature):
-    topw = TopWLogitsProcessor(model, preset=preset, temperature=temperature)
-    scores = random_scores(40)
-    assert kept_sets(topw(PROMPT, scores)) == reference_sets(topw, scores, table)
-    assert topw.last.certified_share > 0.9
-    assert topw.last.kept.tolist() == [len(kept) for kept in kept_sets(topw(PROMPT, scores))]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_kept_scores_are_untouched_and_the_type_stays(model, dtype):
     scores = random_scores(6).to(dtype)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.sampling import FLOAT32_TIES, FLOAT64_TIES, Geometry, Ties, TopWOptions, TopWParameters, crop
-from topw_deploy.sampling.parameters import PRESETS
+from topw_deploy.sampling import FLOAT64_TIES, Geometry, TopWOptions, TopWParameters, crop
 
 from .brute_force import Case, Points, random_cases, trace
 
@@ -166,15 +165,6 @@ def test_raising_alt_iters_after_the_fixed_point_changes_nothing():
         assert exact.crop().kept.tolist() == long.kept.tolist()
 
 
-def test_the_presets_are_the_papers_and_the_released_ones():
-    parameters, options = PRESETS["paper"]
-    assert (parameters.lam, parameters.beta, parameters.init_top_p, parameters.geom_scale) == (2.2, 2.8, 0.999, 1.0)
-    assert (options.top_m, options.alt_iters, options.metric, options.potential) == (1200, 3, "mahalanobis", "nearest")
-    parameters, options = PRESETS["released"]
-    assert (parameters.lam, parameters.beta, parameters.init_top_p, parameters.geom_scale) == (2.2, 2.8, 0.999, 0.6)
-    assert (options.top_m, options.alt_iters, options.metric, options.potential) == (1200, 9, "cosine", "nearest")
-
-
 @pytest.mark.parametrize(
     ("logits", "words"),
     [
@@ -206,17 +196,6 @@ def test_a_pool_of_1200_tokens_with_2048_coordinates_is_answered():
     found = crop(logits, TopWParameters(lam=0.2, beta=4.0, init_top_p=0.6, geom_scale=0.02), TopWOptions(), geometry)
     assert not found.certified
     assert found.warm_size < len(found.kept) <= 1200
-
-
-def test_ties_are_allowed_within_the_bounds_and_not_beyond():
-    assert Ties(objective=1e-5).allow_other_set(FLOAT32_TIES)
-    assert not Ties(objective=1.1e-5).allow_other_set(FLOAT32_TIES)
-    assert not Ties(objective=1e-5).allow_other_set(FLOAT64_TIES)
-    assert Ties(nucleus=2e-6).allow_other_set(FLOAT32_TIES)
-    assert Ties(pool_cut=True).allow_other_set(FLOAT64_TIES)
-    assert not Ties(certificate=0.0).allow_other_set(FLOAT64_TIES)
-    assert Ties(certificate=0.0).allow_other_certified(FLOAT64_TIES)
-    assert not Ties().allow_other_certified(FLOAT32_TIES)
 
 
 def test_the_margins_are_the_ones_of_the_run():

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.sampling import TopWParameters
-from topw_deploy.sampling.parameters import PARAMETER_NAMES
-from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, RULES, RULES_BY_CODE, RuleParameters
+from topw_deploy.sampling.rules import RULES, RULES_BY_CODE, RuleParameters
 
 
 def test_the_code_of_each_rule_stays() -> None:
@@ -68,8 +66,3 @@ def test_a_parameter_implies_its_rule(given: dict, rule: str, values: tuple[floa
 def test_wrong_requests_name_the_value_and_the_bound(given: dict, message: str) -> None:
     with pytest.raises(ParameterError, match=message):
         RuleParameters(**given)
-
-
-def test_rule_names_are_not_names_of_top_w() -> None:
-    assert not set(RULE_PARAMETER_NAMES) & set(PARAMETER_NAMES)
-    assert not any(hasattr(TopWParameters(), name) for name in RULE_PARAMETER_NAMES)

@@ -93,16 +93,6 @@ def test_a_rows_answer_does_not_depend_on_its_neighbours():
         assert (alone.certified[0], alone.invalid[0]) == (together.certified[row], together.invalid[row])
 
 
-def test_numbers_and_columns_of_the_same_numbers_give_the_same_crops():
-    rng = np.random.default_rng(2)
-    logits = torch.from_numpy(rng.standard_normal((5, 900)).astype(np.float32) * 2)
-    shared = crop_rows(logits, TopWParameters(lam=0.3, beta=1.0, temperature=1.5), UNIFORM)
-    named = crop_rows(logits, {"lambda_geom": torch.full((5,), 0.3, dtype=torch.float64), "beta": 1.0,
-                               "temperature": 1.5}, UNIFORM)  # fmt: skip
-    assert torch.equal(shared.keep_mask, named.keep_mask)
-    assert shared.kept.min() > 1
-
-
 @pytest.mark.parametrize("parameters", [{}, {"temperature": 0.0}, {"lam": 0.0}, {"geom_scale": -1.0}])
 def test_a_vocabulary_of_one_token_keeps_it(parameters):
     result = crop_rows(torch.tensor([[-3.0], [2.0]]), parameters, UNIFORM)
@@ -131,21 +121,11 @@ def test_the_lowest_of_equal_largest_tokens_is_the_greedy_one_and_minus_zero_equ
     assert ids_of(crop_rows(logits, {}, UNIFORM), 0) == [17, 9000, 19_999]
 
 
-def test_equal_logits_across_the_pools_cut_are_taken_by_id():
-    result = crop_rows(torch.zeros(1, 10_000), {"lam": 0.0, "init_top_p": 1.0}, TopWOptions(metric="uniform", top_m=70))
-    assert ids_of(result, 0) == list(range(70))
-
-
 def test_banned_tokens_are_never_kept_even_if_the_pool_is_larger():
     logits = torch.full((1, 300), -torch.inf)
     logits[0, [5, 250]] = 1.0
     result = crop_rows(logits, {"lam": 0.0, "beta": 9.0}, UNIFORM)
     assert result.keep_mask[0].nonzero()[:, 0].tolist() == [5, 250]
-
-
-def test_the_masked_logits_are_the_kept_ones_and_minus_infinity():
-    masked = crop_rows(PEAKED, {}, UNIFORM).masked(PEAKED)
-    assert masked.tolist() == [[-torch.inf, 5.0, PEAKED[0, 2].item(), -torch.inf, -torch.inf]]
 
 
 def test_certified_rows_sync_the_device_once_to_read_one_boolean():

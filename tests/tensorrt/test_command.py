@@ -69,19 +69,6 @@ def test_generate_runs_the_engine(trt: TensorRT, out: Path, capsys: pytest.Captu
     assert sum(context.runs for context in trt.contexts) == 5
 
 
-def test_failures_are_one_sentence_and_a_code(
-    trt: TensorRT, out: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert call(str(tmp_path / "absent")) == 1
-    assert capsys.readouterr().err.startswith("Error: ")
-    trt.fails = "no memory"
-    assert call(str(out), "-q") == 1
-    error = capsys.readouterr().err
-    assert error.startswith("Error: TensorRT 10.16.1.11 could not build an engine (no memory)")
-    assert error.count("\n") == 1
-    assert call(str(out), "--workspace", "much") == 2
-
-
 def check(*arguments: str) -> int:
     return run(topw, "topw", "TOPW", ["check", *arguments])
 

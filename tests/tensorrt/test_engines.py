@@ -174,12 +174,6 @@ def test_an_engine_without_a_stamp_was_never_finished(built: BuiltEngine, out: P
         find_fitting_engine(out, HERE)
 
 
-def test_a_folder_without_engines_says_how_to_build_one(out: Path) -> None:
-    assert not has_engines(out)
-    with pytest.raises(TensorRTError, match="has no engine; build one with"):
-        find_fitting_engine(out, HERE)
-
-
 def test_a_gpu_that_is_not_there_is_named(trt: TensorRT, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TensorRTError, match="device 1 was requested, but there are 1 GPUs"):
         this_platform("10.16.1.11", 1)

@@ -28,17 +28,6 @@ def test_a_run_takes_the_first_profile_that_holds_it(shape: tuple[int, int, int]
     assert (None if found is None else BOTH[found].name) == name
 
 
-def test_an_engine_for_prompts_decodes_too_and_one_for_decoding_takes_one_token() -> None:
-    (prefill,) = make_profiles("prefill", max_batch=1, max_sequence=32, max_edits=8)
-    (decode,) = make_profiles("decode", max_batch=1, max_sequence=32, max_edits=8)
-    assert find_profile([prefill], 1, 1, 0) == 0
-    assert find_profile([decode], 1, 2, 0) is None
-
-
-def test_profiles_are_tuned_for_a_bound_on_edits_below_the_usual_number() -> None:
-    assert BOTH[0].edits == Range(0, 8, 8)
-
-
 def test_a_dimension_that_an_engine_cannot_leave_open_is_named() -> None:
     profile = Profile("decode", *[Range(1, 1, 1)] * 3)
     with pytest.raises(TensorRTError, match=r"past_key_values\.0\.key has the dimension 'max_length', for which"):

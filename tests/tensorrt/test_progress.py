@@ -26,21 +26,6 @@ def test_phases_within_phases_make_one_growing_number() -> None:
     assert phases.stopped is None
 
 
-def test_a_phase_that_ends_early_or_never_began_does_not_lower_the_percentage() -> None:
-    shown: list[int] = []
-    phases = Phases(shown.append)
-    assert phases.step("unknown", 3)
-    phases.start("first", None, 2)
-    phases.start("part", "first", 4)
-    phases.finish("part")
-    phases.finish("part")
-    assert shown == [50]
-    phases.finish("first")
-    phases.start("second", None, 2)
-    phases.step("second", 0)
-    assert shown == [50, 50]
-
-
 @pytest.mark.parametrize("raised", [KeyboardInterrupt(), BrokenPipeError()])
 def test_an_exception_while_reporting_cancels_the_build_and_is_kept(raised: BaseException) -> None:
     def advance(part: int) -> None:

@@ -19,29 +19,19 @@ def kernel(emulated_library: Path) -> EmulatedKernel:
     return opened
 
 
-def probing(request: pytest.FixtureRequest, source: str) -> ctypes.CDLL:
+@pytest.fixture(scope="session")
+def probes(request: pytest.FixtureRequest) -> ctypes.CDLL:
     try:
         compile_native.find_compiler()
     except compile_native.NotBuiltError as reason:
         pytest.skip(f"no emulated kernels: {reason}")
     assert request.config.cache is not None
-    path = compiled(request.config.cache.mkdir("emulated"), [Path(__file__).with_name(source)])
+    path = compiled(request.config.cache.mkdir("emulated"), [Path(__file__).with_name("probes.cu")])
     library = ctypes.CDLL(str(path))
     library.probe_error.restype = ctypes.c_char_p
-    return library
-
-
-@pytest.fixture(scope="session")
-def probes(request: pytest.FixtureRequest) -> ctypes.CDLL:
-    library = probing(request, "probes.cu")
     library.probe_settings.argtypes = (ctypes.c_uint64, ctypes.c_uint32)
     library.probe_settings(1, 4)
     return library
-
-
-@pytest.fixture(scope="session")
-def geometry_probes(request: pytest.FixtureRequest) -> ctypes.CDLL:
-    return probing(request, "geometry_probes.cu")
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -15,13 +13,12 @@ from tests.plugins.cuda.certified_rows import (
     same_bits,
 )
 from tests.support.emulated import EmulatedKernel
-from tests.support.kernel import STAGES, Kernel
+from tests.support.kernel import Kernel
 from tests.support.native_cases import columns, sampled
 from tests.support.sampler_cases import SMALL, Size
 from tests.support.samples import thinned
 from topw_deploy.sampling import TopWOptions
 
-CANDIDATES = STAGES.index("candidates")
 UNIFORM = TopWOptions(metric="uniform", top_m=200)
 LARGER = (
     Size((257, 300, 1000, 1021), (1, 20, 64, 100, 200), (3,), 200, 0.5),
@@ -61,18 +58,6 @@ def test_a_large_vocabulary_is_answered_with_the_blocks_of_a_device(kernel: Emul
         assert differences_from(sampled(cpu, cases, options), sampled(kernel, cases, options)) == []
 
 
-@pytest.mark.slow
-def test_batches_of_any_size_answer_each_row_as_alone(kernel: EmulatedKernel, cpu: Kernel) -> None:
-    cases = random_rows(cpu, 3, 700, 560, UNIFORM)[:256]
-    assert len(cases) == 256
-    together = sampled(kernel, cases, UNIFORM)
-    assert differences_from(sampled(cpu, cases, UNIFORM), together) == []
-    for some in (slice(0, 1), slice(7, 10), slice(100, 164)):
-        alone = sampled(kernel, cases[some], UNIFORM)
-        for name in ("next_token", "logprob", "kept", "certified", "mass", "keep_mask", "reports"):
-            assert np.array_equal(getattr(alone, name), getattr(together, name)[some]), name
-
-
 @pytest.mark.parametrize("vocab", [65, 1000, 9001])
 def test_no_order_of_threads_and_no_size_of_blocks_changes_a_bit(
     kernel: EmulatedKernel, cpu: Kernel, vocab: int
@@ -107,24 +92,6 @@ def test_logits_in_half_precision_are_read_as_the_numbers_they_hold(
     assert differences_from(cpu.sample(held, options=UNIFORM, mass=True, keep_mask=True), half) == []
 
 
-def test_as_many_rows_are_settled_from_candidates_as_on_the_cpu(kernel: EmulatedKernel, cpu: Kernel) -> None:
-    """If the gap holds too many tokens (small lam), the best few hundred suffice."""
-    rng = np.random.default_rng(8)
-    settled = {"few": 0, "many": 0}
-    for _ in range(12):
-        row = -1.2 * np.log(rng.permutation(40000) + 1.0) + 0.3 * rng.standard_normal(40000)
-        logits = row.astype(np.float32)[None]
-        chosen = {"lam": rng.choice([0.0, 0.05, 0.3]), "beta": 0.6, "temperature": 1.0, "init_top_p": 0.999}
-        wanted = cpu.sample(logits, chosen, UNIFORM, mass=True, keep_mask=True)
-        if wanted.reports["stage"][0] != CANDIDATES:
-            continue
-        found = kernel.sample(logits, chosen, UNIFORM, mass=True, keep_mask=True)
-        assert differences_from(wanted, found) == []
-        assert found.reports["stage"][0] == CANDIDATES
-        settled["many" if found.reports["candidates"][0] > 300 else "few"] += 1
-    assert settled["many"] > 0
-
-
 def test_the_largest_logit_is_kept_alone_and_of_equals_the_first(kernel: EmulatedKernel, cpu: Kernel) -> None:
     """Greedy rows, and rows with beta <= lam and several largest logits."""
     rng = np.random.default_rng(0)
@@ -148,13 +115,6 @@ def test_a_call_may_be_smaller_than_its_workspace(kernel: EmulatedKernel, cpu: K
     assert differences_from(sampled(cpu, cases, UNIFORM), found) == []
     none = kernel.sample(logits[:0], {}, UNIFORM, mass=True, keep_mask=True, spare=2)
     assert len(none.next_token) == 0
-
-
-def test_a_pool_smaller_than_the_candidates_settles_the_row_by_itself(kernel: EmulatedKernel, cpu: Kernel) -> None:
-    for top_m in (1, 3, 17):
-        options = replace(UNIFORM, top_m=top_m)
-        cases = random_rows(cpu, top_m, 600, 120, options)
-        assert differences_from(sampled(cpu, cases, options), sampled(kernel, cases, options)) == []
 
 
 @pytest.mark.parametrize("spread", [0.01, 1.0, 30.0])

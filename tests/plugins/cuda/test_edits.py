@@ -78,13 +78,6 @@ def test_of_several_edits_of_one_token_the_last_counts_in_any_order_of_threads(
         assert np.array_equal(found.next_token, wanted.next_token)
 
 
-def test_a_row_of_which_all_but_one_token_is_banned_keeps_that_token(kernel: EmulatedKernel) -> None:
-    ids = np.array([[i for i in range(260) if i != 137]])
-    logits = np.random.default_rng(0).standard_normal((1, 260)).astype(np.float32)
-    found = kernel.sample(logits, options=UNIFORM, edits=(ids, np.ones(ids.shape), np.full(ids.shape, -np.inf)))
-    assert (found.next_token[0], found.kept[0], found.logprob[0]) == (137, 1, 0)
-
-
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
 def test_logits_of_half_precision_are_masked(kernel: EmulatedKernel, kind: str) -> None:
     rng = np.random.default_rng(4)

@@ -62,23 +62,6 @@ def test_divergence_is_an_error_that_names_the_place(probes: ctypes.CDLL, kind: 
     assert error(probes) == ""
 
 
-def test_warp_and_block_votes_and_shuffles_answer_as_cuda_defines_them(probes: ctypes.CDLL) -> None:
-    out = np.zeros((THREADS, 8), np.int32)
-    assert probes.probe_exchange(THREADS, address(out)) == 0
-    own = np.arange(THREADS)
-    lane, warp = own % 32, own // 32 * 32
-    assert np.array_equal(out[:, 0], warp + 3)
-    assert np.array_equal(out[:, 1], warp + (lane ^ 5))
-    assert np.array_equal(out[:, 2], np.where(lane < 2, own, own - 2))
-    assert np.array_equal(out[:, 3], np.where(lane > 29, own, own + 2))
-    for first in range(0, THREADS, 32):
-        votes = sum(1 << i for i in range(32) if (first + i) % 3 == 0)
-        assert (out[first : first + 32, 4].view(np.uint32) == votes).all()
-    assert (out[:, 5] == len(range(0, THREADS, 5))).all()
-    assert (out[:, 6] == 1).all()
-    assert (out[:, 7] == 0).all()
-
-
 def test_a_load_that_is_not_aligned_is_an_error_that_names_the_place(probes: ctypes.CDLL) -> None:
     memory = np.zeros(32, np.int32)
     aligned = memory[-memory.ctypes.data // 4 % 4 :]
@@ -117,19 +100,6 @@ def test_resident_blocks_can_wait_for_each_other(probes: ctypes.CDLL) -> None:
         arrived, out = np.zeros(2, np.uint32), np.zeros(7, np.int32)
         assert probes.probe_meet(4, address(arrived), address(out), 7) == 0
         assert out.tolist() == [4 * 64] * 7
-
-
-def test_blocks_that_are_not_resident_at_once_cannot_wait_for_each_other(probes: ctypes.CDLL) -> None:
-    arrived, out = np.zeros(2, np.uint32), np.zeros(7, np.int32)
-    assert probes.probe_meet(5, address(arrived), address(out), 1) == 1
-    assert "wait for memory that no one writes" in error(probes)
-
-
-@pytest.mark.parametrize("threads", [0, 31, 33, 1056])
-def test_blocks_of_no_whole_warps_or_too_many_are_refused(probes: ctypes.CDLL, threads: int) -> None:
-    out = np.zeros(2048, np.int32)
-    assert probes.probe_reverse(threads, address(out), 1) == 1
-    assert f"a block of {threads} threads" in error(probes)
 
 
 def test_many_threads_need_few_memory_mappings(probes: ctypes.CDLL) -> None:

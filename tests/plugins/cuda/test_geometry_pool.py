@@ -68,18 +68,3 @@ def test_the_short_types_of_logits_are_taken_as_float32_ones(kernel: EmulatedKer
         for given, meant in ((half, half.astype(np.float32)), (bits, (bits.astype(np.uint32) << 16).view(np.float32))):
             for found, row in zip(pools(kernel, given, 300), meant, strict=True):
                 assert np.array_equal(found, np.sort(candidate_pool(row.astype(np.float64), 300)[0]))
-
-
-def test_edits_decide_which_tokens_are_in_the_pool(kernel: EmulatedKernel) -> None:
-    rng = np.random.default_rng(4)
-    vocab, count = 12_000, 150
-    row = rng.standard_normal((2, vocab)).astype(np.float32)
-    ids = np.stack([rng.permutation(vocab)[:count] for _ in row])
-    penalty = rng.uniform(0.5, 2.0, ids.shape).astype(np.float32)
-    bias = rng.choice([0.0, 5.0, -np.inf], ids.shape).astype(np.float32)
-    found = pools(kernel, row, 200, (ids, penalty, bias))
-    for n in range(2):
-        edited = row[n].copy()
-        value = edited[ids[n]]
-        edited[ids[n]] = np.where(value > 0, value / penalty[n], value * penalty[n]) + bias[n]
-        assert np.array_equal(found[n], np.sort(candidate_pool(edited.astype(np.float64), 200)[0]))

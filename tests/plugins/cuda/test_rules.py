@@ -115,24 +115,6 @@ def test_rules_follow_the_mask_and_the_edits(kernel: EmulatedKernel, vocab: int)
     assert differences_from_rules(found, with_logits(cases, changed), **TIES) == []
 
 
-def test_logits_of_half_precision_have_the_rules_of_their_values(kernel: EmulatedKernel) -> None:
-    cases = cases_of(4, 1100, 22)
-    halves = np.stack([case.logits for case in cases]).astype(np.float16)
-    rounded = with_logits(cases, halves.astype(np.float32))
-    found = kernel.sample(halves, rule_columns(cases), options(8), rules=rules_of(cases), **EVERY)
-    assert same_bits(sampled(kernel, rounded, 8), found) == []
-
-
-def test_a_greedy_row_keeps_the_first_of_its_largest_logits_under_every_rule(kernel: EmulatedKernel) -> None:
-    cases = [
-        replace(case, parameters={**case.parameters, "temperature": 0.0}) for case in cases_of(9, 130, 2 * len(OTHERS))
-    ]
-    found = sampled(kernel, cases, 8)
-    assert found.next_token.tolist() == [int(case.logits.argmax()) for case in cases]
-    assert found.kept.tolist() == [1] * len(cases)
-    assert found.certified.all()
-
-
 @pytest.mark.parametrize("gap", [30.0, 700.0, 720.0, 735.0, 744.0, 760.0])
 def test_top_h_of_a_row_whose_other_weights_nearly_vanish_is_decided(kernel: EmulatedKernel, gap: float) -> None:
     (case,) = cases_of(1, 1500, 1, "top_h")

@@ -20,7 +20,6 @@ from topw_deploy.errors import GenerationError, TensorRTError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.cache.in_place import InPlaceCaches
 from topw_deploy.tensorrt.cuda import CacheMemory, CudaDevice
-from topw_deploy.tensorrt.run import TensorRTSession
 
 LOCK = DeviceLock()
 HOT: dict[str, Any] = {"temperature": 2.0, "lam": 0.3, "ignore_eos": True, "max_new_tokens": 20, "seed": 5}
@@ -73,12 +72,6 @@ def test_a_step_with_edits_copies_them_beside_the_graph(opened: Open, gpu: Gpu) 
     assert calls == {**launched, "cudaMemcpyAsync": 3 * steps}
 
 
-def test_a_row_that_ends_changes_no_shape(opened: Open, gpu: Gpu) -> None:
-    model = opened()
-    calls = calls_of(gpu, lambda: model.generate(["abc", "de"], **{**HOT, "max_new_tokens": [5, 20]}))
-    assert calls["cudaGraphInstantiate"] == 1
-
-
 def test_other_shapes_and_more_slots_for_edits_are_captured_again(opened: Open, gpu: Gpu) -> None:
     model = opened()
     calls = calls_of(gpu, lambda: model.generate("abc", **{**HOT, "max_new_tokens": 60}, presence_penalty=1.0))
@@ -119,12 +112,6 @@ def test_a_stream_on_which_cuda_fails_is_not_used_again(opened: Open, gpu: Gpu, 
     gpu.module.cudaStreamSynchronize = wait
     assert model._session._free == []  # type: ignore[union-attr]
     assert model.generate("abc", **HOT).token_ids == on_cpu.generate("abc", **HOT).token_ids
-
-
-def test_chunks_of_prompts_are_never_captured_even_of_one_token(opened: Open, gpu: Gpu) -> None:
-    model = opened(profile="decode")
-    calls = calls_of(gpu, lambda: model.generate("a prompt, token by token", **{**HOT, "max_new_tokens": 1}))
-    assert "cudaStreamBeginCapture" not in calls
 
 
 @pytest.mark.usefixtures("no_plugin")
@@ -185,13 +172,6 @@ def test_a_context_that_cannot_be_created_is_one_sentence(opened: Open, monkeypa
         opened().generate("abc", **HOT)
 
 
-def test_a_shape_that_no_profile_holds_is_one_sentence(opened: Open) -> None:
-    session = opened()._session
-    assert isinstance(session, TensorRTSession)
-    with pytest.raises(GenerationError, match="no profile for 5 rows, 1 new tokens and 0 edits; build it with larger"):
-        session.profile_for(5, 1, 0)
-
-
 @pytest.mark.parametrize(
     ("method", "answer", "message"),
     [
@@ -216,19 +196,6 @@ def test_what_tensorrt_refuses_is_one_sentence(
         opened().generate("abc", **HOT)
 
 
-def test_memory_of_the_device_comes_to_the_host_to_be_changed(gpu: Gpu, trt: TensorRT) -> None:
-    memory = CacheMemory(CudaDevice(LOCK), 1000)
-    assert not gpu.at(memory.pointer, 1000).any()
-
-    def number(array: Any) -> None:
-        array[:] = [i % 251 for i in range(len(array))]
-
-    memory.change(number)
-    assert gpu.at(memory.pointer, 1000).tolist() == [i % 251 for i in range(1000)]
-    memory.clear(400)
-    assert gpu.at(memory.pointer, 1000).tolist() == [0] * 400 + [i % 251 for i in range(400, 1000)]
-
-
 def test_two_devices_in_one_thread_and_one_in_another_keep_their_memory_apart(gpu: Gpu, trt: TensorRT) -> None:
     gpu.devices = 2
     first, second = CudaDevice(LOCK, 0), CudaDevice(LOCK, 1)
@@ -236,11 +203,6 @@ def test_two_devices_in_one_thread_and_one_in_another_keep_their_memory_apart(gp
     with ThreadPoolExecutor(1) as other:
         made.append(other.submit(CacheMemory, second, 1000).result())
     assert [gpu.device_of[memory.pointer] for memory in made] == [1, 0, 1, 1]
-
-
-def test_a_device_that_is_not_there_is_refused(gpu: Gpu, trt: TensorRT) -> None:
-    with pytest.raises(GenerationError, match="CUDA failed in cudaSetDevice"):
-        CudaDevice(LOCK, 3)
 
 
 def test_without_cuda_python_the_command_to_install_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import onnxruntime as ort
 import pytest
 
 from tests.support.cuda_double import Gpu
-from tests.support.tensorrt_double import Engine, TensorRT
+from tests.support.tensorrt_double import TensorRT
 from tests.tensorrt.run.conftest import Open
 from topw_deploy.errors import ParameterError, ProviderError
 from topw_deploy.plugins import library
@@ -55,24 +54,11 @@ def test_a_fitting_engine_runs_the_model(opened: Open) -> None:
     assert model.cache_bytes == 0
 
 
-def test_the_cache_may_be_allocated_when_the_model_is_opened(opened: Open) -> None:
-    model = opened({"max_length": 64, "max_batch": 2})
-    assert model.cache_bytes == 2 * 128 * 2 * (4 + 3) * 4
-
-
 def test_without_an_engine_the_command_to_build_one_is_named(out: Path, trt: TensorRT) -> None:
     message = r"no engine to run and this onnxruntime has no TensorRT: .*out has no engine; build one with `topw build-"
     with pytest.raises(ProviderError, match=message) as caught:
         load(out)
     assert str(caught.value).count("topw build-engine") == 1
-
-
-def test_without_a_gpu_the_error_does_not_say_to_build_an_engine(
-    out: Path, trt: TensorRT, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(library, "query_driver", lambda: library.Driver(None, (), "there is no NVIDIA driver"))
-    with pytest.raises(ProviderError, match=r"there is no NVIDIA driver; see `topw plugins show`, or use another pro"):
-        load(out)
 
 
 def test_without_tensorrt_the_command_to_install_it_is_named(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,15 +141,6 @@ def test_an_engine_with_other_profiles_than_its_stamp_is_refused(out: Path, trt:
         load(out)
 
 
-def test_onnxruntimes_provider_is_used_where_there_is_no_engine(
-    out: Path, trt: TensorRT, with_tensorrt_in_onnxruntime: list[str]
-) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        load(out)
-    assert with_tensorrt_in_onnxruntime == ["tensorrt"]
-
-
 def test_a_warning_names_an_engine_that_does_not_fit_if_onnxruntime_runs_instead(
     out: Path, gpu: Gpu, trt: TensorRT, with_tensorrt_in_onnxruntime: list[str]
 ) -> None:
@@ -244,16 +221,4 @@ def test_a_device_without_room_is_one_sentence(out: Path, gpu: Gpu, trt: TensorR
     gpu.free_bytes = 0
     message = r"\.engine cannot be opened: CUDA failed in cudaMallocHost .*; build one with"
     with pytest.raises(ProviderError, match=message):
-        load(out)
-
-
-def test_a_tensor_that_is_wanted_on_the_host_is_refused(
-    out: Path, trt: TensorRT, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    build_engine(out)
-    places = trt.module.TensorLocation
-    monkeypatch.setattr(
-        Engine, "get_tensor_location", lambda self, name: places.HOST if name == "edit_ids" else places.DEVICE
-    )
-    with pytest.raises(ProviderError, match="the engine needs edit_ids in host memory"):
         load(out)

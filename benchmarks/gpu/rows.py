@@ -1,25 +1,126 @@
-"""Shipped-shape rows (V = 151,936, d = 2,048) against the CPU's kernel and the reference."""
+"""Rows of every kind: bit by bit across launches and batch sizes, and against the CPU's kernel and the reference."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from benchmarks.gpu.agreement import UNCERTIFIED
-from benchmarks.gpu.device import DeviceKernel, DeviceTable, Step
-from benchmarks.gpu.tables import table_of
+from benchmarks.gpu.device import BoundStep, DeviceKernel, DeviceTable, table_of
 from fuzz.implementations import Answer, as_bfloat16, from_bfloat16
 from fuzz.sampler import differences
-from tests.support.kernel import STAGES, Kernel, KernelSamples, KernelTable
+from tests.support.kernel import STAGES, Kernel, KernelSamples, KernelTable, RuleArrays
 from tests.support.rows import explanation
 from topw_deploy.plugins.library import library_path
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, pack_mask, sample_row
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions, TopWParameters
 from topw_lab.bench.logits import bell_logits, likely_logits
+
+UNCERTIFIED = {"lam": 1.0, "init_top_p": 0.5, "temperature": 2.0, "geom_scale": 0.6}
+_OPTIONS = TopWOptions(metric="cosine", alt_iters=9)
+_RULES = np.array([0, 0, 0, 1, 0, 0, 2, 0, 5, 0, 3, 4, 0, 10, 11, 8], np.int32)  # codes of successive rows
+_VALUES = {1: (5_000, 0), 2: (0.97, 0), 3: (0.01, 0), 4: (0.9, 5_000), 5: (0.9, 0), 8: (1.5, 0), 10: (30, 0)}
+_OPEN_DEVIATION, _PEAK = 1.6, 8.0  # deviation of the logits of rows that need geometry; logit of their likely tokens
+
+
+def are_equal(first: KernelSamples, second: KernelSamples) -> bool:
+    """Whether all outputs are bitwise equal and the rows took the same stages."""
+    for output in fields(KernelSamples):
+        a, b = getattr(first, output.name), getattr(second, output.name)
+        if output.name == "reports":
+            a, b = a["stage"], b["stage"]
+        if a is not None and not np.array_equal(a, b):
+            return False
+    return True
+
+
+def mixed_rows(batch: int, seed: int, vocab: int) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray, RuleArrays]:
+    """Logits, parameters, masks and rules of certified, uncertified, greedy, repelled and invalid rows.
+
+    Repelled: with a negative geom_scale. Every second row is masked; one such mask is empty. Some rows have other rules
+    than Top-W.
+    """
+    rng = np.random.default_rng(seed)
+    logits = (rng.standard_normal((batch, vocab)) * _OPEN_DEVIATION).astype(np.float32)
+    logits[::3, :20] += _PEAK
+    logits[5::17, 3] = np.nan
+    columns = {name: np.full(batch, value, np.float32) for name, value in UNCERTIFIED.items()}
+    columns["lam"] = rng.choice([0.3, 1.0, 2.2], batch).astype(np.float32)
+    columns["init_top_p"] = rng.choice([0.1, 0.3, 0.5, 0.999], batch).astype(np.float32)
+    columns["temperature"] = rng.choice([0.7, 1.0, 2.0], batch).astype(np.float32)
+    columns["temperature"][7::11] = 0
+    columns["geom_scale"][4::13] = -0.3
+    columns["uniform"] = rng.random(batch, dtype=np.float32)
+    allowed = rng.random((batch, vocab)) < rng.choice([0.02, 0.5, 0.99], (batch, 1))
+    allowed[::2], allowed[9:10] = True, False
+    codes = np.resize(_RULES, batch)
+    values = np.array([_VALUES.get(int(code), (0, 0)) for code in codes], np.float32)
+    return logits, columns, pack_mask(allowed), (codes, values)
+
+
+def random_table_on(kernel: DeviceKernel, vocab: int, hidden: int = 64) -> DeviceTable:
+    rows = np.random.default_rng(3).standard_normal((vocab, hidden), dtype=np.float32)
+    table = KernelTable.from_geometry(Geometry.from_embeddings(rows, _OPTIONS.metric))
+    assert table is not None
+    return DeviceTable(table, kernel.device)
+
+
+def mixed_step(kernel: DeviceKernel, batch: int, seed: int, table: DeviceTable) -> BoundStep:
+    """Bind a step of `mixed_rows` over the table's tokens, with every output."""
+    logits, columns, allowed, rules = mixed_rows(batch, seed, table.structure.tokens)
+    rows = torch.from_numpy(logits).to(kernel.device)
+    return BoundStep(kernel, rows, columns, _OPTIONS, table, allowed=allowed, rules=rules, mass=True, keep_mask=True)
+
+
+def load_rows(step: BoundStep, seed: int) -> None:
+    """Copy the `mixed_rows` of another seed into the step's tensors."""
+    logits, columns, allowed, rules = mixed_rows(len(step.logits), seed, step.logits.shape[1])
+    step.logits.copy_(torch.from_numpy(logits))
+    step.allowed.copy_(torch.from_numpy(allowed))
+    for tensor, array in zip(step.rules, rules, strict=True):
+        tensor.copy_(torch.from_numpy(array))
+    for name, values in columns.items():
+        step.columns[name].copy_(torch.from_numpy(values))
+
+
+def unequal_repeats(kernel: DeviceKernel, table: DeviceTable, batch: int, times: int) -> list[int]:
+    """Indices of the launches that differ from the first."""
+    step = mixed_step(kernel, batch, 1, table)
+    step.launch()
+    first = step.samples()
+    unequal = []
+    for number in range(times):
+        step.launch()
+        if not are_equal(first, step.samples()):
+            unequal.append(number)
+    return unequal
+
+
+def unequal_alone(kernel: DeviceKernel, table: DeviceTable, batch: int) -> list[int]:
+    """Indices of the rows that differ from the same row launched alone."""
+    together = mixed_step(kernel, batch, 2, table)
+    together.launch()
+    wanted = together.samples()
+    logits, columns, allowed, rules = mixed_rows(batch, 2, table.structure.tokens)
+    unequal = []
+    for row in range(batch):
+        mine = {name: values[row : row + 1] for name, values in columns.items()}
+        own_rules = rules[0][row : row + 1], rules[1][row : row + 1]
+        step = BoundStep(kernel, torch.from_numpy(logits[row : row + 1]).to(kernel.device), mine, _OPTIONS, table,
+                    allowed=allowed[row : row + 1], rules=own_rules, mass=True, keep_mask=True)  # fmt: skip
+        step.launch()
+        if not are_equal(_one_row(wanted, row), step.samples()):
+            unequal.append(row)
+    return unequal
+
+
+def _one_row(samples: KernelSamples, row: int) -> KernelSamples:
+    found = {name: None if values is None else values[row : row + 1] for name, values in vars(samples).items()}
+    return KernelSamples(**found)  # type: ignore[arg-type]
+
 
 KINDS = ("certified", "open", "edited", "invalid", "masked", "masked open")
 _EDITS = 8
@@ -27,7 +128,7 @@ _JUDGED = 8  # rows per batch always compared with the reference
 
 
 @dataclass(frozen=True)
-class Rows:
+class ShippedRows:
     """Rows of KINDS: logits float32 [B, V], exact in the tested type, with parameters, edits and masks.
 
     allowed: int32 [B, ceil(V / 32)]; None if no row is masked.
@@ -58,7 +159,7 @@ def round_logits(logits: np.ndarray, dtype: str) -> np.ndarray:
     return logits.astype(dtype).astype(np.float32)
 
 
-def rows_of(kinds: list[str], vocab: int, dtype: str, seed: int) -> Rows:
+def rows_of(kinds: list[str], vocab: int, dtype: str, seed: int) -> ShippedRows:
     """One row per kind; edits penalise, favour and ban likely tokens; masks forbid half of all, one of them NaN."""
     rng = np.random.default_rng(seed)
     batch = len(kinds)
@@ -85,7 +186,7 @@ def rows_of(kinds: list[str], vocab: int, dtype: str, seed: int) -> Rows:
         if kind == "invalid":
             logits[row, int(rng.integers(vocab))] = rng.choice([np.nan, np.inf])
     allowed = None if open_tokens.all() else pack_mask(open_tokens)
-    return Rows(logits, columns, (ids, penalty, bias), allowed, kinds)
+    return ShippedRows(logits, columns, (ids, penalty, bias), allowed, kinds)
 
 
 class Judge:
@@ -96,7 +197,7 @@ class Judge:
         self._table = KernelTable.from_geometry(geometry)
         self._kernel = None if cpu is None else Kernel(cpu)
 
-    def judge(self, rows: Rows, found: KernelSamples, verdict: Verdict) -> None:
+    def judge(self, rows: ShippedRows, found: KernelSamples, verdict: Verdict) -> None:
         """Compare all rows with the CPU's kernel, and some rows and all that differ with the reference."""
         beside = None
         if self._kernel is not None:
@@ -110,7 +211,7 @@ class Judge:
             if beside is None or row < _JUDGED or not _rows_agree(beside, found, row):
                 self._by_reference(rows, row, found, verdict)
 
-    def _by_reference(self, rows: Rows, row: int, found: KernelSamples, verdict: Verdict) -> None:
+    def _by_reference(self, rows: ShippedRows, row: int, found: KernelSamples, verdict: Verdict) -> None:
         parameters = {name: float(rows.columns[name][row]) for name in PARAMETER_NAMES}
         edits = tuple(array[row] for array in rows.edits)
         wanted = sample_row(
@@ -176,10 +277,10 @@ def compare(
 
 
 def launch_rows(
-    kernel: DeviceKernel, rows: Rows, dtype: str, options: TopWOptions, table: DeviceTable
+    kernel: DeviceKernel, rows: ShippedRows, dtype: str, options: TopWOptions, table: DeviceTable
 ) -> KernelSamples:
     logits = torch.from_numpy(rows.logits).to(kernel.device, getattr(torch, dtype))
-    step = Step(kernel, logits, rows.columns, options, table, rows.edits, allowed=rows.allowed, mass=True,
+    step = BoundStep(kernel, logits, rows.columns, options, table, rows.edits, allowed=rows.allowed, mass=True,
                 keep_mask=True)  # fmt: skip
     step.launch()
     return step.samples()

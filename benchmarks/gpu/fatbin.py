@@ -87,17 +87,19 @@ def loaded_code(entries: Sequence[Code], sm: int) -> list[Code]:
     return []
 
 
-def survey(path: Path, sm: int) -> Kept:
-    """A dry run of `keep_only`. Raises BenchmarkError as `fat_binaries` does."""
-    return _summary(_read(path)[1], sm)
-
-
 def keep_only(path: Path, sm: int) -> Kept:
     """Zero every payload that `sm` does not load.
 
-    Raises BenchmarkError as `fat_binaries` does, without changing the file.
+    Raises BenchmarkError as `fat_binaries` does, or if there is no code for `sm`, without changing the file.
     """
-    data, binaries = _read(path)
+    data = path.read_bytes()
+    try:
+        binaries = fat_binaries(data)
+    except BenchmarkError as error:
+        raise BenchmarkError(f"{path.name}: {error}") from None
+    summary = _summary(binaries, sm)
+    if not summary.kept:
+        raise BenchmarkError(f"{path.name} has code for {', '.join(summary.found) or 'no GPU'}, none for sm_{sm}.")
     changed = bytearray(data)
     for entries in binaries:
         wanted = loaded_code(entries, sm)
@@ -105,15 +107,7 @@ def keep_only(path: Path, sm: int) -> Kept:
             if code not in wanted:
                 changed[code.start : code.start + code.size] = bytes(code.size)
     path.write_bytes(changed)
-    return _summary(binaries, sm)
-
-
-def _read(path: Path) -> tuple[bytes, list[list[Code]]]:
-    data = path.read_bytes()
-    try:
-        return data, fat_binaries(data)
-    except BenchmarkError as error:
-        raise BenchmarkError(f"{path.name}: {error}") from None
+    return summary
 
 
 def _summary(binaries: Sequence[Sequence[Code]], sm: int) -> Kept:
