@@ -18,8 +18,7 @@ from fuzz.engine.callers import IN_TASKS, IN_THREADS, STUCK
 from fuzz.engine.models import Subject
 from fuzz.engine.replay import Outcome, complaints
 from fuzz.engine.requests import Arguments, malformed_request, random_request
-from topw_deploy.engine import Engine
-from topw_deploy.engine.sequences import Submission
+from topw_deploy.engine import Engine, Request
 from topw_deploy.errors import GenerationError
 
 _THREADS, _LOOPS, _TASKS = 5, 2, 4  # threads with a caller, threads with an event loop, and callers in each loop
@@ -96,14 +95,14 @@ class _SequenceCounter:
     It does not refer to the engine, because one ending of an engine is to drop the last reference to it.
     """
 
-    def __init__(self, start: Callable[[Submission], None]) -> None:
+    def __init__(self, start: Callable[[Request], None]) -> None:
         self.sequences = 0
         self._start, self._lock = start, threading.Lock()
 
-    def __call__(self, submission: Submission) -> None:
+    def __call__(self, request: Request) -> None:
         with self._lock:
-            self.sequences += len(submission.sequences)
-        self._start(submission)
+            self.sequences += len(request.sequences)
+        self._start(request)
 
 
 def random_options(rng: np.random.Generator) -> dict[str, Any]:
@@ -294,9 +293,9 @@ def _end(owner: EngineWithCallers, rng: np.random.Generator, report: Report) -> 
     wrong = []
     if worker._thread.is_alive():
         wrong.append("the engine's thread goes on")
-    if used or worker._lifecycle.alive or not (worker._scheduler.is_idle or worker._lifecycle.failure):
-        wrong.append(f"{used} reservations, {len(worker._lifecycle.alive)} requests are not released")
-    if worker.counters.ended != owner.started.sequences:
-        wrong.append(f"{owner.started.sequences} sequences started, but {worker.counters.ended} ended")
+    if used or worker.alive or not (worker._scheduler.is_idle or worker.failure):
+        wrong.append(f"{used} reservations, {len(worker.alive)} requests are not released")
+    if worker.stats.ended != owner.started.sequences:
+        wrong.append(f"{owner.started.sequences} sequences started, but {worker.stats.ended} ended")
     report.count("engines")
     report.complain([f"after {ending.__name__.strip('_')}, engine {owner.options}: {one}" for one in wrong])

@@ -14,7 +14,7 @@ import pytest
 from tests.support.samples import slow
 from tests.support.toy_model import Toy, export
 from tests.support.waiting import HANG, set_when
-from topw_deploy.engine import Engine, inbox
+from topw_deploy.engine import Engine, worker
 from topw_deploy.engine.batch import Batch
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import TopWOptions
@@ -84,7 +84,7 @@ class WatchedQueue(SimpleQueue):
 @pytest.fixture
 def watched_inbox(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the inbox of each new engine a WatchedQueue."""
-    monkeypatch.setattr(inbox, "SimpleQueue", WatchedQueue)
+    monkeypatch.setattr(worker, "SimpleQueue", WatchedQueue)
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,8 @@ from tests.support.waiting import HANG, until
 from topw_deploy.engine import Engine
 from topw_deploy.engine import worker as engine_thread
 from topw_deploy.engine.batch import Batch
-from topw_deploy.engine.delivery import Delivery, defer_call
 from topw_deploy.engine.request import Request
+from topw_deploy.engine.waiting import Delivery
 from topw_deploy.errors import GenerationError, LogitsError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.results import Piece
@@ -51,14 +51,14 @@ def test_a_deferred_call_is_made_after_the_other_calls_of_its_send() -> None:
     made: list[str] = []
     delivery = Delivery(lambda error: made.append(type(error).__name__))
     for number in range(2):
-        delivery.add(defer_call, lambda: made.append("later"))
+        delivery.add(delivery.call_last, lambda: made.append("later"))
         delivery.add(made.append, str(number))
-    delivery.add(defer_call, lambda: 1 // 0)
+    delivery.add(delivery.call_last, lambda: 1 // 0)
     delivery.send()
     delivery.add(made.append, "next")
     delivery.close()
     assert made == ["0", "1", "later", "later", "ZeroDivisionError", "next"]
-    defer_call(lambda: made.append("at once"))
+    delivery.call_last(lambda: made.append("at once"))
     assert made[-1] == "at once"
 
 
@@ -67,14 +67,14 @@ def test_delayable_calls_are_made_with_the_next_call_that_may_not_wait(monkeypat
     delivery = Delivery(lambda error: made.append(-1))
     delivery.add(made.append, 0)
     delivery.send_due()
-    monkeypatch.setattr("topw_deploy.engine.delivery.HOLD", math.inf)
+    monkeypatch.setattr("topw_deploy.engine.waiting.HOLD", math.inf)
     delivery.add_delayable(made.append, 1)
     delivery.send_due()
     assert delivery._added
-    monkeypatch.setattr("topw_deploy.engine.delivery.HOLD", 0.0)
+    monkeypatch.setattr("topw_deploy.engine.waiting.HOLD", 0.0)
     delivery.send_due()
     assert not delivery._added
-    monkeypatch.setattr("topw_deploy.engine.delivery.HOLD", math.inf)
+    monkeypatch.setattr("topw_deploy.engine.waiting.HOLD", math.inf)
     delivery.add_delayable(made.append, 2)
     delivery.add(made.append, 3)
     delivery.add_delayable(made.append, 4)
@@ -88,7 +88,7 @@ def test_delayable_calls_are_made_with_the_next_call_that_may_not_wait(monkeypat
 def test_tokens_wait_only_if_several_rows_are_in_use_and_not_for_prompts_or_ends(
     model: TopWModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with patch("topw_deploy.engine.inbox.threading.Thread", Unstarted):
+    with patch("topw_deploy.engine.worker.threading.Thread", Unstarted):
         engine = Engine(model, max_batch=2)
     worker = engine._worker
 
@@ -96,11 +96,11 @@ def test_tokens_wait_only_if_several_rows_are_in_use_and_not_for_prompts_or_ends
         """Run iterations. Returns the number of events that the request then has."""
         for _ in range(iterations):
             worker._iterate()
-        while not worker._delivery._sent.empty():
-            worker._delivery._make_calls()
+        while not worker.delivery._sent.empty():
+            worker.delivery._make_calls()
         return request._events.qsize()
 
-    monkeypatch.setattr("topw_deploy.engine.delivery.HOLD", math.inf)
+    monkeypatch.setattr("topw_deploy.engine.waiting.HOLD", math.inf)
     first = engine.submit("a", max_new_tokens=20, seed=1, **HOT)
     assert [arrived(first) for _ in range(3)] == [2, 3, 4], "alone; its first iteration draws two tokens"
     second = engine.submit("b", max_new_tokens=8, seed=1, **HOT)
@@ -129,7 +129,7 @@ def test_an_error_while_tokens_are_delivered_fails_the_requests_instead_of_leavi
     monkeypatch.setattr(Request, "end_sequence", fail_once)
     with pytest.raises(RuntimeError, match="no more room"):
         engine.submit("b", max_new_tokens=3, seed=1, **HOT).result(60)
-    until(lambda: engine._worker._lifecycle.failure)
+    until(lambda: engine._worker.failure)
     with pytest.raises(GenerationError, match=r"the engine has failed \(RuntimeError: no more room\)"):
         engine.submit("c", **HOT)
 

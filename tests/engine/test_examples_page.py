@@ -16,7 +16,7 @@ from tests.engine.conftest import Gate
 from tests.support.toy_model import Toy, export
 from tests.support.waiting import HANG, until_async
 from topw_deploy.engine import Engine
-from topw_deploy.engine.delivery import HOLD
+from topw_deploy.engine.waiting import HOLD
 
 pytestmark = pytest.mark.slow  # imports FastAPI
 

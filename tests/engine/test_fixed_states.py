@@ -156,5 +156,5 @@ def test_every_request_of_a_random_schedule_draws_what_it_draws_alone(hybrid: To
         for prompt, new, request in requests:
             assert request.result(60).token_ids == ask(hybrid, prompt, new).token_ids
         assert engine.stats().cached_tokens > 0
-        stored: Snapshots = engine._worker._reuse._snapshots
+        stored: Snapshots = engine._worker._prefixes._snapshots
         assert stored.bytes <= stored.max_bytes

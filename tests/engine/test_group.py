@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from topw_deploy.engine.decoding import Group
+from topw_deploy.engine.request import Group
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.sequence import Sequence, SequenceParams
 
@@ -22,7 +22,7 @@ def sequence_of(model: TopWModel, index: int, params: SequenceParams) -> Sequenc
 
 
 def group_of(rows: list[Sequence], width: int | None = None) -> Group:
-    sequences: list[Any] = [SimpleNamespace(row=place, generation=row) for place, row in enumerate(rows)]
+    sequences: list[Any] = [SimpleNamespace(row=place, state=row) for place, row in enumerate(rows)]
     return Group(sequences[::-1], len(rows) if width is None else width)
 
 

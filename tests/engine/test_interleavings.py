@@ -61,7 +61,7 @@ class Stepped:
 
     def __init__(self, model: TopWModel, form: str, **options: Any) -> None:
         self.model = hashing_model(model, form)
-        with patch("topw_deploy.engine.inbox.threading.Thread", Unstarted):
+        with patch("topw_deploy.engine.worker.threading.Thread", Unstarted):
             self.engine = Engine(self.model, **options)
         self.worker = self.engine._worker
         self.running: list[tuple[dict[str, Any], Request]] = []
@@ -91,11 +91,11 @@ class Stepped:
         self.check()
 
     def expire(self) -> None:
-        self.worker._lifecycle.expire(math.inf)
+        self.worker._expire(math.inf)
         self.check()
 
     def deliver(self) -> None:
-        delivery = self.worker._delivery
+        delivery = self.worker.delivery
         delivery.send()
         while not delivery._sent.empty():
             delivery._make_calls()
@@ -110,7 +110,7 @@ class Stepped:
         assert self.engine._capacity.sequences == 0
 
     def check(self) -> None:
-        assert not self.worker._lifecycle.failure
+        assert not self.worker.failure
         self.deliver()
         ended = [pair for pair in self.running if pair[1].done]
         self.running = [pair for pair in self.running if not pair[1].done]
@@ -184,7 +184,7 @@ def test_random_schedules_draw_what_requests_draw_alone(model: TopWModel, form: 
             stepped.iterate(str(rng.choice(["before", "after"])) if choice < 0.32 else "")
     stepped.finish()
     assert stepped.compared > 20
-    assert stepped.cached or (stepped.worker._reuse._exact and form in ("recurrent", "growing recurrent", "window"))
+    assert stepped.cached or (stepped.worker._prefixes._exact and form in ("recurrent", "growing recurrent", "window"))
 
 
 def test_a_row_that_moves_to_unchecked_states_draws_what_it_draws_alone(model: TopWModel) -> None:

@@ -66,8 +66,8 @@ def test_a_fork_is_refused_at_once(model: TopWModel, engine_of: NewEngine, monke
     assert len(running.result(60).token_ids) == 3
 
 
-def test_a_signal_handler_may_cancel_during_another_call(model: TopWModel, engine_of: NewEngine, gate: Gate) -> None:
-    """Garbage collection may do so too, when it ends coroutines. The test cancels at each call inside `cancel`."""
+def test_a_cancellation_may_happen_during_another(model: TopWModel, engine_of: NewEngine, gate: Gate) -> None:
+    """Garbage collection does so when it ends generators. The test cancels at each call inside `cancel`."""
     engine = engine_of(model)
     request = engine.submit("a", max_new_tokens=50, stopping_criteria=gate, **HOT)
     depth = [0, 0]

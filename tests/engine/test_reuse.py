@@ -192,7 +192,7 @@ def test_the_snapshot_used_longest_ago_makes_room(model: TopWModel, engine_of: N
 def test_without_host_memory_a_taken_row_is_lost(model: TopWModel, engine_of: NewEngine) -> None:
     engine = engine_of(model, max_batch=1)
     assert [ask(engine, prompt).cached_tokens for prompt in (SYSTEM, [5] * 30, SYSTEM)] == [0, 0, 0]
-    assert len(engine._worker._reuse._snapshots) == 0
+    assert len(engine._worker._prefixes._snapshots) == 0
 
 
 def test_a_row_whose_states_are_not_finite_is_not_reused(load: Any, engine_of: NewEngine) -> None:

@@ -186,7 +186,7 @@ def test_a_session_whose_states_fit_host_memory_only_in_part_is_loaded_into_a_ro
     for prefix_bytes in (247, 248):
         other = engine_of(hashing, prefix_bytes=prefix_bytes)
         other.load_session(tmp_path / "session")
-        assert len(other._worker._reuse._snapshots) == (2 if prefix_bytes == 248 else 0)
+        assert len(other._worker._prefixes._snapshots) == (2 if prefix_bytes == 248 else 0)
         assert ask(other, [*prompt, FIRST]).cached_tokens == 10
 
 
@@ -332,7 +332,6 @@ def test_a_call_gets_an_error_while_the_thread_ends(
 
     def call_and_close(batch: Batch) -> None:
         thread.start()
-        until(engine._worker._inbox.qsize)
         close(batch)
 
     thread = threading.Thread(target=save, daemon=True)

@@ -11,7 +11,6 @@ import pytest
 from tests.engine.conftest import FORMS, HOT, Gate, NewEngine
 from tests.support.toy_model import CONTEXT, Toy
 from topw_deploy.engine import Engine
-from topw_deploy.engine.step_logits import logits_after
 from topw_deploy.errors import GenerationError, LogitsError, ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
 
@@ -29,7 +28,7 @@ def test_step_logits_are_those_of_the_model_and_each_reads_one_token(
     before = engine.stats().prompt_tokens
     for count in (*range(12), *reversed(range(12))):
         tokens = [*PROMPT, *drawn[:count]]
-        assert np.array_equal(asyncio.run(logits_after(engine, tokens)), toy.logits(tokens))
+        assert np.array_equal(asyncio.run(engine.logits_after(tokens)), toy.logits(tokens))
     assert engine.stats().prompt_tokens - before == 24
     assert sum(len(PROMPT) + count for count in range(12)) == 426
 
@@ -42,7 +41,7 @@ def test_step_logits_do_not_change_a_running_request(toy: Toy, load: Load, engin
     assert gate.reached.wait(60)
 
     async def several() -> list[np.ndarray]:
-        asked = [asyncio.ensure_future(logits_after(engine, PROMPT[: 9 + each])) for each in range(3)]
+        asked = [asyncio.ensure_future(engine.logits_after(PROMPT[: 9 + each])) for each in range(3)]
         gate.opened.set()
         return await asyncio.gather(*asked)
 
@@ -55,7 +54,7 @@ def test_a_request_without_step_logits_gets_an_error(
     toy: Toy, load: Load, engine_of: NewEngine, model: TopWModel
 ) -> None:
     def ask(engine: Engine, tokens: list[int], max_time: float | None = None) -> None:
-        asyncio.run(logits_after(engine, tokens, max_time))
+        asyncio.run(engine.logits_after(tokens, max_time))
 
     with pytest.raises(ParameterError, match="--with-logits"):
         ask(engine_of(model, max_batch=1), [5])

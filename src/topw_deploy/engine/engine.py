@@ -3,39 +3,47 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import operator
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 import numpy as np
 
-from topw_deploy.engine.batch import Batch, no_logits
-from topw_deploy.engine.capacity import Capacity, Reservation
-from topw_deploy.engine.options import check_form, check_tensorrt, read_options
-from topw_deploy.engine.request import Event, PieceReader, Request
+from topw_deploy.engine.batch import Batch, no_logits, row_bytes
+from topw_deploy.engine.prefixes import Prefixes
+from topw_deploy.engine.request import EngineSequence, Event, Request
 from topw_deploy.engine.scheduler import Scheduler
-from topw_deploy.engine.seconds import read_max_time, read_timeout
-from topw_deploy.engine.sequences import RequestSequence, Submission
-from topw_deploy.engine.session_file import SessionInfo, read_session, session_form, write_session
-from topw_deploy.engine.stats import EngineStats
-from topw_deploy.engine.tasks import EventQueue, LoopWaker, TaskFlag
-from topw_deploy.engine.worker import EngineWorker
-from topw_deploy.errors import ParameterError, PromptError, QueueFullError, TopWError
+from topw_deploy.engine.session_file import SessionForm, SessionInfo, read_session, write_session
+from topw_deploy.engine.waiting import Capacity, LoopWaker, read_max_time, read_timeout
+from topw_deploy.engine.worker import EngineStats, EngineWorker
+from topw_deploy.errors import GenerationError, ParameterError, PromptError, QueueFullError
+from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime.cache.buffers import ALIGNMENT
+from topw_deploy.runtime.logprobs import Logits, Scores
 from topw_deploy.runtime.loop import LogitsBuffer, logits_output
-from topw_deploy.runtime.parameters import GenerationParameters
-from topw_deploy.runtime.prepare import Sequences
+from topw_deploy.runtime.parameters import GenerationParameters, is_boolean
 from topw_deploy.runtime.results import Piece
 from topw_deploy.runtime.sequence import end_on_failure
-from topw_deploy.text import short_repr
+from topw_deploy.runtime.session import Session
+from topw_deploy.text import decimal_size, short_repr
+
+Result = TypeVar("Result")
+
+MOST_ROWS = 1024
+"""Maximum rows: the engine compares each prompt with the tokens of every row, and keeps random numbers for all rows."""
+_REMEDIES = {
+    "concat": "export it again without --kv concat, or use TopWModel.generate",
+    "shared": "export the original checkpoint with topw-export, or use TopWModel.generate",
+}
 
 
 class Engine:
@@ -80,40 +88,39 @@ class Engine:
     ) -> None:
         session, _ = model._require_open()
         decoder = model.manifest.decoder
-        check_form(decoder, model.path)
-        options = read_options(
-            decoder,
-            session.most_columns,
-            max_batch=max_batch,
-            max_length=max_length,
-            kv_bytes=kv_bytes,
-            max_queue=max_queue,
-            when_full=when_full,
-            prefill_budget=prefill_budget,
-            reuse_prefixes=reuse_prefixes,
-            prefix_bytes=prefix_bytes,
-            exact=exact,
-        )
-        check_tensorrt(session, decoder, options)
-        self._model, self._session, self._options = model, session, options
+        if decoder.kv_form != "static":
+            raise ParameterError(
+                f"the batching engine needs a cache of the form 'static', but {model.path} has {decoder.kv_form!r}; "
+                f"{_REMEDIES.get(decoder.kv_form, 'use TopWModel.generate')}."
+            )
+        length = _read_length(max_length, decoder.context_length)
+        rows = _read_rows(max_batch, kv_bytes, decoder, length)
+        queue, prefix_bytes = _read_size("max_queue", max_queue, 0), _read_size("prefix_bytes", prefix_bytes, 0)
+        chunk = _read_size("prefill_budget", prefill_budget)
+        chunk = min(chunk, session.most_columns or chunk, decoder.most_columns or chunk)
+        if when_full not in ("error", "wait"):
+            raise ParameterError(f"when_full is {when_full!r}, but must be one of error, wait.", "when_full")
+        for name, value in (("reuse_prefixes", reuse_prefixes), ("exact", exact)):
+            if not isinstance(value, bool):
+                raise ParameterError(f"{name} is {value!r}, but must be True or False.", name)
+        _check_tensorrt(session, decoder, rows, length)
+
+        self._model, self._session, self._rows, self._length = model, session, rows, length
+        self._waits_if_full, self._exact_chunk = when_full == "wait", chunk if exact else 0
         spec = logits_output(model.manifest)
         vocab_size = model.manifest.sampler.vocab_size
         new_logits = no_logits if spec is None else partial(LogitsBuffer, spec, vocab=vocab_size)
-        self._batch = Batch(session, decoder, options.rows, options.length, new_logits)
-        self._scheduler: Scheduler[RequestSequence] = Scheduler(
-            options.rows,
-            options.chunk,
-            decoding_only=decoder.evicts,
-            moves_rows=self._batch.copies_rows,
-            runs_all_rows=options.exact,
+        self._batch = Batch(session, decoder, rows, length, new_logits)
+        self._scheduler: Scheduler[EngineSequence] = Scheduler(
+            rows, chunk, decoding_only=decoder.evicts, moves_rows=self._batch.copies_rows, runs_all_rows=exact
         )
-        self._session_form = session_form(model.manifest, options)
-        self._capacity = Capacity(options.rows + options.queue)
-        self._worker = EngineWorker(self._batch, self._scheduler, self._capacity, decoder, options)
-        self.limits = replace(
-            model.limits, max_length=options.length, sequences=options.rows + options.queue, opened_as="engine"
+        self._prefixes = Prefixes(
+            self._batch, decoder, rows, chunk, is_enabled=reuse_prefixes, max_bytes=prefix_bytes, exact=exact
         )
-        self._shutdown_lock = threading.RLock()  # reentrant: a signal handler may call shutdown during another shutdown
+        self._capacity = Capacity(rows + queue)
+        self._worker = EngineWorker(self._batch, self._scheduler, self._prefixes, self._capacity)
+        self.limits = replace(model.limits, max_length=length, sequences=rows + queue, opened_as="engine")
+        self._shutdown_lock = threading.Lock()
         self._is_stopped = False
         self._waker: LoopWaker | None = None
         self._finalizer = weakref.finalize(self, self._worker.retire)  # running requests still finish
@@ -137,19 +144,20 @@ class Engine:
         `drain` or `shutdown`.
         """
         with end_on_failure(parameters.get("streamer")):
-            submission = self._new_submission(prompt, parameters, max_time, reuse_prefix)
-            self._model.compile_grammars(submission.request.sequences)
-            with self._release_on_error(submission):
-                if not self._try_reserve(submission):
+            request = self._new_request(prompt, parameters, max_time, reuse_prefix)
+            self._model.compile_grammars(request.sequences)
+            place = self._reserve(request)
+            if not place.done():
+                try:
                     self._worker.check_caller("submit")
-                    settled: SimpleQueue[None] = SimpleQueue()
-                    self._capacity.enqueue(submission.reservation, partial(settled.put, None))
-                    with contextlib.suppress(Empty):
-                        settled.get(timeout=submission.seconds_left)
-                    if not self._finish_waiting(submission):
-                        return submission.request
-                self._worker.start(submission)
-        return submission.request
+                    place.exception(request.seconds_left)
+                except TimeoutError:
+                    pass
+                except BaseException:
+                    self._abandon(request, place)
+                    raise
+            self._start(request, place)
+        return request
 
     async def generate(
         self,
@@ -163,16 +171,16 @@ class Engine:
 
         A grammar is compiled in a thread of the loop's executor; everything else runs in the loop's thread.
         """
-        ended = TaskFlag(self._loop_waker())
+        waker, ended = self._loop_waker(), asyncio.Event()
         with end_on_failure(parameters.get("streamer")):
-            submission = self._new_submission(prompt, parameters, max_time, reuse_prefix, on_end=ended.set)
-            await self._compile_grammars(submission)
-            await self._start(submission)
+            request = self._new_request(prompt, parameters, max_time, reuse_prefix)
+            request.on_end = partial(waker.call, ended.set)
+            await self._start_in_loop(request)
         try:
             await ended.wait()
         finally:
-            submission.request.cancel()
-        return submission.request.result()
+            request.cancel()
+        return request.result()
 
     def stream(
         self,
@@ -188,12 +196,40 @@ class Engine:
         Raises what `submit` raises: errors of parameters and prompts at once, others from the first piece. In a task, a
         grammar is compiled like that of `generate`, before the first piece; in a thread without a loop, at once.
         """
-        events = EventQueue()
         with end_on_failure(parameters.get("streamer")):
-            submission = self._new_submission(prompt, parameters, max_time, reuse_prefix, put=events.put)
+            request = self._new_request(prompt, parameters, max_time, reuse_prefix)
             if not _is_in_loop():
-                self._model.compile_grammars(submission.request.sequences)
-        return self._stream_pieces(submission, events)
+                self._model.compile_grammars(request.sequences)
+        return self._stream_pieces(request)
+
+    async def logits_after(self, tokens: Sequence[int], max_time: float | None = None) -> Logits:
+        """Returns the logits after `tokens`, before edits and masks: float32 [V].
+
+        Submits a request for one token, which queues like any other and reads only tokens that the engine does not
+        hold, usually one. Cancelling the task cancels the request.
+
+        max_time: seconds, including queueing.
+
+        Raises ParameterError for an export without logits, and LogitsError for NaN or +infinity. Raises PromptError if
+        `tokens` is empty, has an unknown token, or fills the context. Raises QueueFullError if the queue is full, and
+        GenerationError if the engine is shut down or `max_time` is over first.
+        """
+        waker, ended = self._loop_waker(), asyncio.Event()
+        one_token = {"max_new_tokens": 1, "temperature": 0.0, "seed": 0, "logprobs": 0}
+        request = self._new_request(list(tokens), one_token, max_time)
+        request.on_end = partial(waker.call, ended.set)
+        first = request.sequences[0].scores = _FirstLogits(0, None, str)
+        await self._start_in_loop(request)
+        try:
+            await ended.wait()
+        finally:
+            request.cancel()
+        reason = request.result().finish_reason
+        if first.logits is not None:
+            return first.logits
+        if reason == "length":
+            raise PromptError(f"{len(tokens)} tokens fill the context, so none can follow; give fewer.", "max_length")
+        raise GenerationError(f"the step's logits were not computed: the request ended as {reason!r}; send it again.")
 
     def save_session(self, prompt: Any, path: str | Path, *, add_special_tokens: bool = True) -> SessionInfo:
         """Write the states after a prompt to a file, so that another process can continue from it after `load_session`.
@@ -209,13 +245,13 @@ class Engine:
         Raises GenerationError if the engine holds no beginning of the prompt, or after `shutdown`, PromptError, and
         SessionFileError if the file cannot be written.
         """
-        self._check_reuse()
+        self._check_reuse("save_session")
         sequences = self._model.prepare(prompt, limits=self.limits, add_special_tokens=add_special_tokens)
         if len(sequences) > 1:
             raise PromptError(f"there are {len(sequences)} prompts, but a session has one; save them one by one.")
         tokens = np.array(sequences[0].prompt, np.int64)
-        count, states = self._worker.save(tokens)
-        return write_session(path, self._session_form, tokens[:count], states)
+        count, states = self._call(partial(self._prefixes.longest_states, tokens))
+        return write_session(path, self._session_form(), tokens[:count], states)
 
     def load_session(self, path: str | Path) -> SessionInfo:
         """Load a file written by `save_session` of the same export. Prompts that begin with its tokens then reuse them.
@@ -226,23 +262,22 @@ class Engine:
         engine is exact, from an engine with other chunks. Raises GenerationError if there is no room, or after `drain`
         or `shutdown`.
         """
-        self._check_reuse()
+        self._check_reuse("load_session")
         self._capacity.check_open()
-        self._worker.check_caller("load_session")
-        tokens, states, info = read_session(path, self._session_form)
-        self._worker.load(tokens, states)
+        tokens, states, info = read_session(path, self._session_form())
+        self._call(lambda: self._prefixes.load(tokens, states, self._scheduler.free_rows))
         return info
 
     def stats(self) -> EngineStats:
         """The engine's state, and its totals so far. Any thread may call this, also after `shutdown`."""
         in_use = self._scheduler.rows_in_use
-        return EngineStats(
-            rows=self._options.rows,
+        return replace(
+            self._worker.stats,
+            rows=self._rows,
             in_use=in_use,
             queued=max(0, self._capacity.sequences - in_use),
             cache_bytes=self._batch.bytes,
             run_seconds=self._batch.run_seconds,
-            **asdict(self._worker.counters),
         )
 
     def drain(self, timeout: float | None = None) -> None:
@@ -265,8 +300,8 @@ class Engine:
         cancel: whether to end requests with what they drew so far (finish_reason "cancelled"); otherwise wait for them.
             While one caller waits, another may cancel.
 
-        Does nothing in a fork of the engine's process. A signal handler that interrupts `submit` and calls `shutdown`
-        would deadlock; let it raise an exception or set an event instead.
+        Does nothing in a fork of the engine's process. Signal handlers must not call it; let them raise an exception or
+        set an event instead.
         """
         if self._worker.is_forked:
             return
@@ -274,9 +309,7 @@ class Engine:
         self._capacity.close("the engine is shut down")
         if cancel and not self._is_stopped:
             self._worker.end_early(None, "cancelled")
-            while not self._capacity.wait_until_empty(
-                0.1
-            ):  # a caller may be between `_try_reserve` and `EngineWorker.start`
+            while not self._capacity.wait_until_empty(0.1):  # a caller may be between `_reserve` and `_start`
                 self._worker.end_early(None, "cancelled")
         self._capacity.wait_until_empty(None)
         with self._shutdown_lock:
@@ -295,81 +328,39 @@ class Engine:
         """Wait for all requests, or cancel them if the block failed."""
         self.shutdown(cancel=error is not None)
 
-    def _new_submission(
-        self,
-        prompt: Any,
-        parameters: Mapping[str, Any],
-        max_time: float | None,
-        reuse_prefix: bool = True,
-        *,
-        put: Callable[[Event], None] | None = None,
-        on_end: Callable[[], None] = lambda: None,
-    ) -> Submission:
-        """Check the arguments of a call, and make its request. Reserves no capacity. put, on_end: see `Request`.
+    def _new_request(
+        self, prompt: Any, parameters: Mapping[str, Any], max_time: float | None, reuse_prefix: bool = True
+    ) -> Request:
+        """Check the arguments of a call, and make its request. Reserves no capacity.
 
         Raises ParameterError and PromptError, and GenerationError if the engine is closed or in another process.
         """
         started = time.perf_counter()
-        worker = self._worker
-        worker.check_process("submit")
+        self._worker.check_caller("submit", waits=False)
         seconds = read_max_time(max_time)
         if not isinstance(reuse_prefix, bool):
             raise ParameterError(
                 f"reuse_prefix is {short_repr(reuse_prefix)}, but must be True or False.", "reuse_prefix"
             )
         self._capacity.check_open()
-        prepared: Sequences = self._model.prepare(prompt, limits=self.limits, **parameters)
-        request = Request(
-            prepared,
+        return Request(
+            self._model.prepare(prompt, limits=self.limits, **parameters),
+            partial(self._worker.end_early, reason="cancelled"),
+            self._worker.check_caller,
             self._session,
             self._model.load_seconds,
-            cancel=partial(worker.end_early, reason="cancelled"),
-            put=put,
-            on_end=on_end,
-            check_caller=worker.check_caller,
-            deliver=worker.deliver,
             started=started,
+            deadline=None if seconds is None else started + seconds,
+            reuses_prefix=reuse_prefix,
         )
-        sequences = [RequestSequence(request, each, reuse_prefix) for each in prepared]
-        deadline = None if seconds is None else started + seconds
-        return Submission(request, sequences, Reservation(len(sequences)), deadline, prepared.streamer)
 
-    async def _compile_grammars(self, submission: Submission) -> None:
-        """Compile the grammars of a request in a thread of the loop's executor. Does nothing if they are compiled.
-
-        If the task is cancelled, the thread continues; its result is dropped and holds no engine resources.
-        """
-        sequences = submission.request.sequences
-        if any(each.guide is None and each.params.constraint is not None for each in sequences):
-            await asyncio.to_thread(self._model.compile_grammars, sequences)
-
-    def _check_reuse(self) -> None:
-        if not self._options.reuses_prefixes:
-            raise ParameterError(
-                "sessions need the reuse of prefixes, but reuse_prefixes is False; create the engine with True.",
-                "reuse_prefixes",
-            )
-
-    @contextlib.contextmanager
-    def _release_on_error(self, submission: Submission) -> Iterator[None]:
-        """Release the reservation if the block fails, also by a KeyboardInterrupt at any moment."""
-        try:
-            yield
-        except TopWError:  # only raised before `EngineWorker.start`
-            self._capacity.release(submission.reservation)
-            raise
-        except BaseException:
-            self._worker.withdraw(submission)
-            raise
-
-    def _try_reserve(self, submission: Submission) -> bool:
-        """Reserve capacity for a request. Returns False if the request must wait for capacity.
+    def _reserve(self, request: Request) -> Future[None]:
+        """Reserve capacity for a request. The future is done when there is room.
 
         Raises QueueFullError if the queue is full and requests do not wait.
         """
-        if self._capacity.try_reserve(submission.reservation):
-            return True
-        if not self._options.waits_if_full:
+        place = self._capacity.reserve(len(request.sequences))
+        if not self._waits_if_full and self._capacity.give_up(place):
             raise QueueFullError(
                 f"the engine has {self._capacity.sequences} sequences, but room for only "
                 f"{self._capacity.max_sequences}; try again later, or create it with a higher max_queue or "
@@ -377,64 +368,88 @@ class Engine:
                 "max_queue",
                 "when_full",
             )
-        return False
+        return place
 
-    def _finish_waiting(self, submission: Submission) -> bool:
-        """Check the result of waiting for capacity. Returns False if the deadline passed first; the request has then
-        ended.
+    def _start(self, request: Request, place: Future[None]) -> None:
+        """Start a request after it waited for its place; end it if its time is over.
 
         Raises GenerationError if the engine was closed meanwhile.
         """
-        if self._capacity.is_granted(submission.reservation):
-            return True
-        self._capacity.release(submission.reservation)
-        self._capacity.check_open()
-        submission.abandon("timeout")
-        return False
+        if self._capacity.give_up(place):
+            request.end_unstarted("timeout")
+            return
+        place.result()
+        self._worker.start(request)
 
-    async def _start(self, submission: Submission) -> None:
-        """Start a request, or wait until there is capacity for it, like `submit`."""
-        with self._release_on_error(submission):
-            if not self._try_reserve(submission):
-                release = partial(self._capacity.release, submission.reservation)
-                flag = TaskFlag(self._loop_waker(), on_loop_closed=release)
-                self._capacity.enqueue(submission.reservation, flag.set)
-                seconds_left = submission.seconds_left
+    def _abandon(self, request: Request, place: Future[None]) -> None:
+        """Release the place of a request whose caller stopped waiting."""
+        if not self._capacity.give_up(place) and place.exception() is None:
+            self._capacity.release(len(request.sequences))
+
+    async def _start_in_loop(self, request: Request) -> None:
+        """Start a request like `submit`. Grammars that are not compiled yet are compiled in a thread.
+
+        If the task is cancelled meanwhile, that thread continues; its result is dropped.
+        """
+        if any(each.guide is None and each.params.constraint is not None for each in request.sequences):
+            await asyncio.to_thread(self._model.compile_grammars, request.sequences)
+        place = self._reserve(request)
+        if not place.done():
+            loop, waiting = asyncio.get_running_loop(), asyncio.wrap_future(place)
+            place.add_done_callback(lambda done: self._abandon(request, done) if loop.is_closed() else None)
+            waiting.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio logs the error
+            try:
                 # Not wait_for, which before Python 3.12 loses a cancellation that coincides with the result.
-                timer = None
-                if seconds_left is not None:
-                    timer = asyncio.get_running_loop().call_later(seconds_left, flag.event.set)
-                try:
-                    await flag.wait()
-                finally:
-                    if timer is not None:
-                        timer.cancel()
-                if not self._finish_waiting(submission):
-                    return
-            self._worker.start(submission)
+                await asyncio.wait([waiting], timeout=request.seconds_left)
+            except BaseException:
+                self._abandon(request, place)
+                raise
+        self._start(request, place)
 
-    async def _stream_pieces(self, submission: Submission, events: EventQueue) -> AsyncIterator[Piece]:
+    async def _stream_pieces(self, request: Request) -> AsyncIterator[Piece]:
         """The pieces of `stream`."""
-        request = submission.request
-        with end_on_failure(submission.streamer):
-            await self._compile_grammars(submission)
-            listener = events.listen(self._loop_waker(), request.cancel)
-            await self._start(submission)
-        reader = PieceReader(request)
+        waker, events = self._loop_waker(), asyncio.Queue[Event]()
+
+        def put(event: Event) -> None:
+            if not waker.call(events.put_nowait, event):  # the loop was closed
+                self._worker.end_early(request, "cancelled")
+
+        request.put_event = put
+        with end_on_failure(request.sequences.streamer):
+            await self._start_in_loop(request)
         try:
-            while (event := await listener.get()) is not None:
-                piece = reader.piece(event)
+            while (event := await events.get()) is not None:
+                piece = request.read_piece(event)
                 if piece is not None:
                     yield piece
         finally:
             request.cancel()
         request.raise_error()
 
+    def _check_reuse(self, method: str) -> None:
+        self._worker.check_caller(method)
+        if not self._prefixes.is_enabled:
+            raise ParameterError(
+                "sessions need the reuse of prefixes, but reuse_prefixes is False; create the engine with True.",
+                "reuse_prefixes",
+            )
+
+    def _call(self, function: Callable[[], Result]) -> Result:
+        """Call a function in the engine's thread. Raises GenerationError after `shutdown`."""
+        with self._shutdown_lock:
+            if self._is_stopped:
+                raise GenerationError("the engine is shut down; create a new Engine.")
+            called = self._worker.call(function)
+        return called.result()
+
+    def _session_form(self) -> SessionForm:
+        return SessionForm.of(self._model.manifest, self._length, self._exact_chunk)
+
     def _loop_waker(self) -> LoopWaker:
         """The waker of the running loop, which all its tasks share."""
         waker = self._waker
         if waker is None or waker.loop is not asyncio.get_running_loop():
-            waker = self._waker = LoopWaker()
+            waker = self._waker = LoopWaker(self._worker.delivery.call_last)
         return waker
 
 
@@ -445,3 +460,75 @@ def _is_in_loop() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+class _FirstLogits(Scores):
+    """Keeps the logits of a sequence's first drawn token, instead of computing log-probabilities.
+
+    logits: float32 [V]; None until the token is drawn.
+    """
+
+    logits: Logits | None = None
+
+    def add(self, logits: np.ndarray, token: int) -> None:
+        self.logits = np.array(logits, np.float32)
+
+
+def _read_length(max_length: int | None, context: int) -> int:
+    """Returns the maximum tokens of a row."""
+    length = context if max_length is None else _read_size("max_length", max_length)
+    if length > context:
+        raise ParameterError(
+            f"max_length is {length}, but the model's context holds {context}; give at most that.", "max_length"
+        )
+    return length
+
+
+def _read_rows(max_batch: int, kv_bytes: int | None, decoder: DecoderInfo, length: int) -> int:
+    """Returns the number of rows. Raises ParameterError if `kv_bytes` has no room for one, or there are too many."""
+    rows = max_batch = _read_size("max_batch", max_batch)
+    if kv_bytes is not None:
+        bytes_per_row = row_bytes(decoder, max(length, decoder.buffer_least))
+        kv_bytes = _read_size("kv_bytes", kv_bytes)
+        rows = min(rows, kv_bytes // max(bytes_per_row, 1))
+        if not rows:
+            raise ParameterError(
+                f"kv_bytes is {decimal_size(kv_bytes)}, but a row of {length} tokens takes "
+                f"{decimal_size(bytes_per_row)}; give more, or a smaller max_length.",
+                "kv_bytes",
+                "max_length",
+            )
+    if rows > MOST_ROWS:
+        raise ParameterError(
+            f"max_batch is {max_batch}, but an engine has at most {MOST_ROWS} rows; give at most that, and a higher "
+            "max_queue for sequences that wait.",
+            "max_batch",
+        )
+    return rows
+
+
+def _check_tensorrt(session: Session, decoder: DecoderInfo, rows: int, length: int) -> None:
+    """Raises ParameterError for a TensorRT engine that was built for fewer rows, or that cannot bind single rows."""
+    if session.most_rows is not None and rows > session.most_rows:
+        raise ParameterError(
+            f"max_batch is {rows}, but the TensorRT engine was built for {session.most_rows}; give at most that, or "
+            "build it again with a higher --max-batch."
+        )
+    sizes = [state.row_bytes(max(length, decoder.buffer_least)) for state in decoder.states]
+    unaligned = next((size for size in sizes if size % ALIGNMENT), None)
+    if session.provider == "tensorrt" and rows > 1 and unaligned is not None:
+        raise ParameterError(
+            f"a row of a state takes {unaligned} bytes, which is not a multiple of {ALIGNMENT}, so TensorRT cannot "
+            "read a prompt into one of several rows; give max_batch=1, or open the model with another provider."
+        )
+
+
+def _read_size(name: str, value: object, least: int = 1) -> int:
+    """Returns the option as an int. Raises ParameterError unless it is an integer >= `least`."""
+    try:
+        size = None if is_boolean(value) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        size = None
+    if size is None or size < least:
+        raise ParameterError(f"{name} is {short_repr(value)}, but must be an integer >= {least}.", name)
+    return size

@@ -1,4 +1,13 @@
-"""Which tokens the rows of the cache and the snapshots hold, and which of them a prompt can reuse. Needs no session.
+"""Prefix reuse: starts prompts after tokens that the cache or a snapshot already holds.
+
+A free row keeps its last sequence until another request takes it. A request takes the free row that holds most of its
+prompt. Before its first chunk, more of the prompt may be copied from another row, or restored from a snapshot. The
+tokens that a row then loses are stored as a snapshot, if `prefix_bytes` has room.
+
+States of fixed size cannot be rolled back to an earlier token. If `prefix_bytes` has room, they are stored at the end
+of every chunk; the keys and values of the same tokens may be in any row or snapshot.
+
+A row that takes part in a step without decoding writes one slot: the slot after its tokens.
 
 Tokens are int64 [n]. A row or snapshot holds tokens if it has their states, from position 0 on. "Growing" states have a
 token axis and so include the states of every beginning of the tokens. States of fixed size (convolutions, recurrences,
@@ -7,15 +16,20 @@ windows) are known only after certain tokens: after all tokens of a row, and whe
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import numpy as np
 
+from topw_deploy.engine.batch import Batch, row_bytes
+from topw_deploy.errors import GenerationError
+from topw_deploy.manifest import DecoderInfo
+from topw_deploy.text import decimal_size
+
+LEAST_GAIN = 16  # tokens; reading fewer again costs about as much as another run
 NO_TOKENS = np.zeros(0, np.int64)
-AnyStates = TypeVar("AnyStates")
 
 
 def shared_length(one: np.ndarray, other: np.ndarray) -> int:
@@ -106,7 +120,7 @@ class RowPrefixes:
 
 
 @dataclass(slots=True)
-class _Snapshot(Generic[AnyStates]):
+class _Snapshot:
     """States after tokens.
 
     size: bytes, including the tokens.
@@ -114,12 +128,12 @@ class _Snapshot(Generic[AnyStates]):
     """
 
     tokens: np.ndarray
-    states: AnyStates
+    states: list[np.ndarray]
     size: int
     is_fixed: bool
 
 
-class Snapshots(Generic[AnyStates]):
+class Snapshots:
     """Stores states after tokens, at most `max_bytes` of them. The least recently used snapshot is dropped first.
 
     Growing states and states of fixed size after the same tokens are two snapshots.
@@ -127,7 +141,7 @@ class Snapshots(Generic[AnyStates]):
 
     def __init__(self, max_bytes: int, policy: ReusePolicy) -> None:
         self.max_bytes, self._policy = max_bytes, policy
-        self._snapshots: OrderedDict[int, _Snapshot[AnyStates]] = OrderedDict()
+        self._snapshots: OrderedDict[int, _Snapshot] = OrderedDict()
         self._last_number = 0
         self.bytes = 0
 
@@ -138,7 +152,7 @@ class Snapshots(Generic[AnyStates]):
         """Whether states of `size` bytes should be stored: they fit into `max_bytes`, and are not stored yet."""
         return len(tokens) > 0 and size <= self.max_bytes and self._find(tokens, is_fixed) is None
 
-    def put(self, tokens: np.ndarray, states: AnyStates, size: int, *, is_fixed: bool = False) -> None:
+    def put(self, tokens: np.ndarray, states: list[np.ndarray], size: int, *, is_fixed: bool = False) -> None:
         """Store states that `accepts` accepts. Growing states replace those of beginnings of `tokens`."""
         if not is_fixed:
             for number, snapshot in list(self._snapshots.items()):
@@ -152,7 +166,7 @@ class Snapshots(Generic[AnyStates]):
 
     def find_growing(
         self, wanted: np.ndarray, least: int, fixed_lengths: Sequence[int] = ()
-    ) -> tuple[int, AnyStates] | None:
+    ) -> tuple[int, list[np.ndarray]] | None:
         """Find the growing states with the most reusable tokens, which then count as used.
 
         Returns (number of these tokens, the states), or None for fewer than `least` tokens.
@@ -176,7 +190,7 @@ class Snapshots(Generic[AnyStates]):
             if snapshot.is_fixed and begins_with(wanted, snapshot.tokens)
         ]
 
-    def find_fixed(self, tokens: np.ndarray) -> AnyStates | None:
+    def find_fixed(self, tokens: np.ndarray) -> list[np.ndarray] | None:
         """Find the states of fixed size after `tokens`, which then count as used."""
         number = self._find(tokens, is_fixed=True)
         if number is None:
@@ -198,3 +212,268 @@ class Snapshots(Generic[AnyStates]):
 
     def _drop(self, number: int) -> None:
         self.bytes -= self._snapshots.pop(number).size
+
+
+@dataclass(slots=True)
+class _KnownPrefix:
+    """The longest beginning of a prompt whose states are known.
+
+    tokens: its length.
+    row: the row with its growing states; None if `growing` has them.
+    fixed: its states of fixed size; None for those of `row`.
+    """
+
+    tokens: int
+    row: int | None = None
+    growing: list[np.ndarray] | None = None
+    fixed: list[np.ndarray] | None = None
+
+
+class Prefixes:
+    """Records which rows and snapshots hold which tokens, and lets prompts reuse them.
+
+    Used only by the engine's thread.
+
+    chunk: maximum tokens of a chunk.
+    is_enabled: whether prompts reuse tokens.
+    max_bytes: maximum size of all snapshots.
+    exact: see `Engine`.
+    decoding_tokens: function from a row to all tokens that it holds, or None if it is not decoding.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        decoder: DecoderInfo,
+        rows: int,
+        chunk: int,
+        *,
+        is_enabled: bool = True,
+        max_bytes: int = 0,
+        exact: bool = False,
+    ) -> None:
+        self._batch, self._decoder, self._exact, self.is_enabled = batch, decoder, exact, is_enabled
+        self.decoding_tokens: Callable[[int], np.ndarray | None] = lambda row: None
+        self._has_growing = any(state.grows for state in decoder.states)
+        # A row of an exact engine goes past the last multiple of a chunk, so its states are not known at a multiple.
+        unit = chunk if exact else 1
+        self._policy = ReusePolicy(unit, has_fixed_states=decoder.recurs, rows_have_fixed=not exact)
+        self._fixed_bytes = sum(state.row_bytes(0) for state in decoder.states if not state.grows)
+        self._stores_fixed = decoder.recurs and batch.copies_rows and max_bytes > 0
+        self._prefixes = RowPrefixes(rows, self._policy)
+        self._snapshots: Snapshots = Snapshots(max_bytes, self._policy)
+
+    def choose_row(self, prompt: np.ndarray, free: Sequence[int], *, reuses_prefix: bool = True) -> int:
+        """The free row for a prompt. reuses_prefix: see `restore_prefix`."""
+        wanted = prompt[:-1] if reuses_prefix else NO_TOKENS
+        return self._prefixes.choose_row(wanted, free, self._snapshots.fixed_lengths(wanted))
+
+    def restore_prefix(self, row: int, prompt: np.ndarray, *, reuses_prefix: bool = True) -> int:
+        """Put the states of the longest known prefix of a prompt into its row. Returns the prefix's length.
+
+        reuses_prefix: if False, the row is emptied and 0 is returned.
+        """
+        if not self.is_enabled:
+            return 0
+        held = self._prefixes.held[row]
+        known = self._find_longest(prompt[:-1] if reuses_prefix else NO_TOKENS, row)
+        tokens = known.tokens
+        if shared_length(held, prompt[:tokens]) < len(held):
+            self._store_row(row)
+        elif self._policy.rows_have_fixed:
+            self._store_fixed(held, lambda: self._batch.copy_fixed(row))  # now, because the next chunk changes them
+        if known.growing is not None:
+            self._batch.restore_growing(row, known.growing, tokens)
+        elif known.row is not None and known.row != row:
+            self._batch.copy_row(known.row, row, tokens)
+        if known.fixed is not None:
+            self._batch.restore_fixed(row, known.fixed)
+        self._prefixes.held[row] = prompt[:tokens]
+        self._batch.keep_tokens(row, tokens)
+        return tokens
+
+    def branch_position(self, prompt: np.ndarray, start: int) -> int:
+        """The position at which a chunk of a prompt that is read from `start` on should end; 0 for none.
+
+        The prompt first differs from another sequence there, and no states of fixed size are stored for that position.
+        Storing them lets the next prompt with the same beginning reuse them.
+        """
+        if not (self.is_enabled and self._stores_fixed) or self._exact:
+            return 0
+        wanted = prompt[:-1]
+        in_rows = (shared_length(self._tokens_in(row, wanted), wanted) for row in range(len(self._prefixes.held)))
+        shared = max(self._snapshots.longest_shared(wanted), *in_rows)
+        return shared if shared - start >= LEAST_GAIN else 0
+
+    def record_read(self, row: int, tokens: np.ndarray, *, is_finite: bool = True) -> None:
+        """Record that a row holds `tokens`, the beginning of its prompt.
+
+        is_finite: whether its states are finite, as far as known; others are not stored.
+        """
+        if self.is_enabled:
+            count = self._policy.round_down(len(tokens))
+            self._prefixes.held[row] = tokens[:count]
+            if is_finite and count == len(tokens):
+                self._store_fixed(tokens, lambda: self._batch.copy_fixed(row))
+
+    def release_row(self, row: int, tokens: np.ndarray | None) -> None:
+        """Record that a row is free. tokens: the tokens that it holds; None for those passed to `record_read`."""
+        if tokens is not None and self.is_enabled and not (self._exact and len(tokens)):
+            self._prefixes.held[row] = tokens
+        self._prefixes.record_release(row)
+        self._batch.keep_tokens(row, len(self._prefixes.held[row]))
+
+    def has_tokens(self, row: int) -> bool:
+        """Whether a row holds tokens that a prompt may reuse."""
+        return len(self._prefixes.held[row]) > 0
+
+    def exchange(self, one: int, other: int) -> None:
+        """Record that two rows were exchanged."""
+        self._prefixes.exchange(one, other)
+
+    def shrink_buffers(self, prompt: np.ndarray) -> None:
+        """Store what rows hold and shorten the buffers again, if that makes steps cheaper.
+
+        Does nothing if the next prompt reuses half of their length. Call this only while no row is in use.
+        """
+        wanted = prompt[:-1]
+        fixed_lengths = self._snapshots.fixed_lengths(wanted)
+        reusable = max(self._policy.reusable_count(held, wanted, fixed_lengths) for held in self._prefixes.held)
+        if not self._batch.can_shrink or 2 * reusable >= self._batch.slots:
+            return
+        for row in self._prefixes.rows_by_release():
+            self._store_row(row)
+            self._prefixes.held[row] = NO_TOKENS
+            self._batch.keep_tokens(row, 0)
+        self._batch.shrink()
+
+    def longest_states(self, tokens: np.ndarray) -> tuple[int, list[np.ndarray]]:
+        """Returns (length of the longest known beginning of `tokens`, its states in the order of the cache's layout).
+
+        The states are copies, or belong to a snapshot, which does not change. They may be of more tokens.
+
+        Raises GenerationError if no beginning is known, or there is no memory for the copy.
+        """
+        known = self._find_longest(tokens)
+        if not known.tokens:
+            raise GenerationError(
+                f"the engine holds no states after a beginning of the {len(tokens)} tokens; generate from them first."
+            )
+        growing, fixed = known.growing, known.fixed
+        try:
+            if growing is None:
+                growing = [] if known.row is None else self._batch.copy_growing(known.row, known.tokens)
+            if fixed is None:
+                fixed = [] if known.row is None else self._batch.copy_fixed(known.row)
+        except MemoryError:
+            raise GenerationError(
+                f"there is no memory for a copy of {known.tokens} tokens; end requests first."
+            ) from None
+        return known.tokens, [*fixed, *growing]
+
+    def load(self, tokens: np.ndarray, states: Sequence[np.ndarray], free: Sequence[int]) -> None:
+        """Store the states that `longest_states` returned for `tokens`, or put them into one of the `free` rows.
+
+        Raises GenerationError if neither has room.
+        """
+        if self._find_longest(tokens).tokens == len(tokens):
+            return
+        count = sum(not state.grows for state in self._decoder.states)
+        fixed, growing = list(states[:count]), list(states[count:])
+        if self._fits_snapshots(tokens):
+            self._store_growing(tokens, lambda: growing)
+            self._store_fixed(tokens, lambda: fixed)
+            return
+        if not free or (self._exact and self._policy.has_fixed_states):
+            raise self._no_room(tokens, has_free_row=bool(free))
+        row = self._prefixes.choose_row(tokens, free, self._snapshots.fixed_lengths(tokens))
+        self._store_row(row)
+        self._prefixes.held[row] = NO_TOKENS
+        self._batch.restore_growing(row, growing, len(tokens))
+        self._batch.restore_fixed(row, fixed)
+        self._prefixes.held[row] = tokens
+        self._prefixes.record_release(row)
+
+    def _no_room(self, tokens: np.ndarray, has_free_row: bool) -> GenerationError:
+        """The error for a session that fits neither host memory nor a row."""
+        if not self._batch.copies_rows:
+            if has_free_row:
+                return GenerationError(
+                    "an exact engine on a device cannot load a session of a model with states of fixed size; create "
+                    "the engine without exact=True.",
+                    "exact",
+                )
+            return GenerationError("all rows are in use, and a device has no other place for a session; end requests.")
+        size = decimal_size(self._snapshot_bytes(tokens))
+        return GenerationError(
+            f"the session takes {size}, but prefix_bytes is {decimal_size(self._snapshots.max_bytes)}"
+            f"{'' if has_free_row else ' and all rows are in use'}; create the engine with a higher prefix_bytes.",
+            "prefix_bytes",
+        )
+
+    def _find_longest(self, wanted: np.ndarray, row: int | None = None) -> _KnownPrefix:
+        """Find the longest known beginning of `wanted`. row: the row into which it will be put; None for a copy."""
+        policy, fixed_lengths = self._policy, self._snapshots.fixed_lengths(wanted)
+        best, row_has_fixed = _KnownPrefix(0), False
+        rows: list[int] = list(range(len(self._prefixes.held)))
+        if row is not None:
+            others = [other for other in rows if other != row]
+            rows = [row, *others] if self._batch.copies_rows else [row]
+        for other in rows:
+            held = self._prefixes.held[row] if other == row else self._tokens_in(other, wanted)
+            reusable = policy.reusable_count(held, wanted, fixed_lengths)
+            if reusable > best.tokens:
+                best = _KnownPrefix(reusable, other)
+                row_has_fixed = policy.rows_have_fixed and reusable == len(held)
+        stored = self._snapshots.find_growing(wanted, best.tokens + 1, fixed_lengths)
+        if stored is not None:
+            best, row_has_fixed = _KnownPrefix(stored[0], growing=stored[1]), False
+        if not self._has_growing and max(fixed_lengths, default=0) > best.tokens:
+            best, row_has_fixed = _KnownPrefix(max(fixed_lengths)), False
+        if best.tokens and policy.has_fixed_states and not row_has_fixed:
+            best.fixed = self._snapshots.find_fixed(wanted[: best.tokens])
+        return best
+
+    def _tokens_in(self, row: int, wanted: np.ndarray) -> np.ndarray:
+        """The tokens that a row holds. Those that a decoding row drew are looked up only if `wanted` may share them."""
+        held = self._prefixes.held[row]
+        if self._exact or not len(held) or shared_length(held, wanted) < len(held):
+            return held
+        decoding = self.decoding_tokens(row)
+        return held if decoding is None else decoding
+
+    def _store_row(self, row: int) -> None:
+        """Store the tokens that a row holds, unless another row or a snapshot can be used instead."""
+        tokens = self._prefixes.held[row]
+        if not self._fits_snapshots(tokens):
+            return
+        others = (held for other, held in enumerate(self._prefixes.held) if other != row)
+        if not any(begins_with(held, tokens) for held in others):
+            self._store_growing(tokens, lambda: self._batch.copy_growing(row, len(tokens)))
+        if self._policy.rows_have_fixed:
+            self._store_fixed(tokens, lambda: self._batch.copy_fixed(row))
+
+    def _fits_snapshots(self, tokens: np.ndarray) -> bool:
+        """Whether all states of `tokens` fit into host memory together."""
+        return self._batch.copies_rows and self._snapshot_bytes(tokens) <= self._snapshots.max_bytes
+
+    def _snapshot_bytes(self, tokens: np.ndarray) -> int:
+        """Bytes of all snapshots that store the states of `tokens`."""
+        growing = self._growing_bytes(tokens) if self._has_growing else 0
+        return growing + (self._fixed_bytes + tokens.nbytes if self._policy.has_fixed_states else 0)
+
+    def _growing_bytes(self, tokens: np.ndarray) -> int:
+        """Bytes of a snapshot of growing states."""
+        return row_bytes(self._decoder, len(tokens)) - self._fixed_bytes + tokens.nbytes
+
+    def _store_growing(self, tokens: np.ndarray, copy_states: Callable[[], list[np.ndarray]]) -> None:
+        size = self._growing_bytes(tokens)
+        if self._has_growing and self._snapshots.accepts(tokens, size):
+            with contextlib.suppress(MemoryError):  # then these tokens are read again
+                self._snapshots.put(tokens.copy(), copy_states(), size)
+
+    def _store_fixed(self, tokens: np.ndarray, copy_states: Callable[[], list[np.ndarray]]) -> None:
+        size = self._fixed_bytes + tokens.nbytes
+        if self._stores_fixed and self._snapshots.accepts(tokens, size, is_fixed=True):
+            with contextlib.suppress(MemoryError):
+                self._snapshots.put(tokens.copy(), copy_states(), size, is_fixed=True)

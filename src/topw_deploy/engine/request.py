@@ -1,25 +1,26 @@
-"""A request from the caller's side: results, pieces and cancellation."""
+"""`Request`: the caller's handle. `EngineSequence`: one sequence of it in the engine's thread."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from topw_deploy.engine.seconds import read_timeout
+import numpy as np
+
+from topw_deploy.engine.scheduler import ScheduledSequence
+from topw_deploy.engine.waiting import read_timeout, waitable
 from topw_deploy.errors import GenerationError
+from topw_deploy.runtime.loop import SlotOutputs
 from topw_deploy.runtime.prepare import Sequences
-from topw_deploy.runtime.results import GenerationResult, Piece, TokenLogprob
-from topw_deploy.runtime.sequence import Sequence as GeneratedSequence
+from topw_deploy.runtime.results import GenerationResult, Piece
+from topw_deploy.runtime.sequence import Sequence as SequenceState
 from topw_deploy.runtime.session import Session
-from topw_deploy.runtime.tokenizer import RowText
 
 Event: TypeAlias = "tuple[int, int | str | None, int] | None"
 """(index of a sequence; its next token, or new text, or None at its end; number of its tokens so far).
@@ -28,63 +29,44 @@ The number is 0 for a token that the engine's thread did not count. None instead
 """
 
 
-@dataclass(frozen=True)
-class EndedSequence:
-    """An ended sequence.
-
-    outputs: function from the name of a sampler's output to its values, one per token.
-    prefill_began_at: time.perf_counter() before the first chunk of its prompt; None if it ended before.
-    first_token_at: time.perf_counter() at its first token.
-    cached_tokens: see GenerationResult.
-    """
-
-    sequence: GeneratedSequence
-    outputs: Callable[[str], list[Any]]
-    prefill_began_at: float | None
-    first_token_at: float
-    cached_tokens: int
-
-
 class Request:
     """A submitted request of one or several sequences. Any thread may use it.
 
     sequences: their states.
+    cancel: called by `cancel`.
+    check_caller: called with a method's name before the method waits; see `EngineWorker.check_caller`.
+    session, load_seconds: of the model, for the results.
+    started: time.perf_counter() at the caller's call.
+    deadline: time.perf_counter() at which the request must end; None for no deadline.
+    reuses_prefix: whether its prompts may start after known prefixes.
+    put_event: receives the events, in the delivering thread. The request keeps them for its iterator by default.
+    on_end: called after the last event.
     error: the error with which it failed; None if it did not fail.
     """
 
     def __init__(
         self,
         sequences: Sequences,
+        cancel: Callable[[Request], None],
+        check_caller: Callable[[str], None],
         session: Session,
         load_seconds: float,
-        cancel: Callable[[Request], None],
-        put: Callable[[Event], None] | None = None,
-        on_end: Callable[[], None] = lambda: None,
-        check_caller: Callable[[str], None] = lambda method: None,
-        deliver: Callable[..., None] = lambda function, *arguments: function(*arguments),
-        started: float | None = None,
+        *,
+        started: float,
+        deadline: float | None = None,
+        reuses_prefix: bool = True,
     ) -> None:
-        """`Engine.submit` creates requests.
-
-        session, load_seconds: of the model, for the results.
-        put: receives the events; None to let the request keep them for its iterator.
-        on_end: called after the last event.
-        check_caller: called with a method's name before the method waits; see `InboxThread.check_caller`.
-        deliver: calls `put` on behalf of the engine's thread; see `EngineWorker.deliver`.
-        started: time.perf_counter() at the caller's call; None for now.
-        """
-        self.started = time.perf_counter() if started is None else started
-        self.error: BaseException | None = None
-        self.sequences, self._cancel = sequences, cancel
-        self._session, self._load_seconds = session, load_seconds
+        self.sequences, self.started, self.deadline, self.reuses_prefix = sequences, started, deadline, reuses_prefix
+        self.session, self.load_seconds, self._cancel, self._check_caller = session, load_seconds, cancel, check_caller
         self._events: SimpleQueue[Event] = SimpleQueue()
-        self.put_event: Callable[[Event], None] = put or self._events.put  # in the delivering thread
-        self.deliver_event: Callable[[Event], None] = partial(deliver, self.put_event)  # in the engine's thread
-        self._on_end, self._check_caller = on_end, check_caller
+        self.put_event: Callable[[Event], object] = self._events.put
+        self.on_end: Callable[[], object] = lambda: None
+        self.error: BaseException | None = None
         self._trace: TracebackType | None = None  # traceback of `error`
-        self._ended: dict[int, EndedSequence] = {}
+        self._new_results: dict[int, Callable[..., GenerationResult]] = {}  # of the sequences that have ended
         self._results: dict[int, GenerationResult] = {}
-        self._done = LockFreeEvent()
+        self._readers: dict[int, _PieceReader] = {}
+        self._done = threading.Event()
         self._lock = threading.Lock()
         self._is_iterated = False
 
@@ -92,6 +74,11 @@ class Request:
     def done(self) -> bool:
         """Whether all sequences have ended."""
         return self._done.is_set()
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds to the deadline, or None."""
+        return None if self.deadline is None else waitable(self.deadline - time.perf_counter())
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the GenerationResult, or for the list of them if `generate` would return a list.
@@ -111,7 +98,7 @@ class Request:
 
     def results(self) -> list[GenerationResult]:
         """The results of the sequences that have ended, in order; with finish_reason "error" if the request failed."""
-        return [self.result_of(index) for index in sorted(self._ended)]
+        return [self._result_of(index) for index in sorted(self._new_results)]
 
     def cancel(self) -> None:
         """End the request with what it drew so far (finish_reason "cancelled"). No effect once it has ended."""
@@ -129,117 +116,97 @@ class Request:
             was_iterated, self._is_iterated = self._is_iterated, True
         if was_iterated:
             raise GenerationError("the pieces of a request can be read only once; use result() for the whole text.")
-        reader = PieceReader(self)
         try:
             while (event := self._events.get()) is not None:
-                piece = reader.piece(event)
+                piece = self.read_piece(event)
                 if piece is not None:
                     yield piece
         finally:
             self.cancel()  # no effect if all events were read
         self.raise_error()
 
+    def read_piece(self, event: tuple[int, int | str | None, int]) -> Piece | None:
+        """The piece of an event, in the reader's thread; None for a token that completes no character."""
+        index, new, counted = event
+        reader = self._readers.get(index)
+        if reader is None:
+            reader = self._readers[index] = _PieceReader(self.sequences[index], partial(self._result_of, index))
+        return reader.piece(new, counted)
+
     def raise_error(self) -> None:
         """Raise the request's error, if it has one, always with the same traceback."""
         if self.error is not None:
             raise self.error.with_traceback(self._trace)
-
-    def result_of(self, index: int, text: str | None = None) -> GenerationResult:
-        """The result of an ended sequence. text: its text if the caller has decoded it already."""
-        with self._lock:
-            if index not in self._results:
-                self._results[index] = self._new_result(self._ended[index], text)
-            return self._results[index]
-
-    def new_text(self, index: int) -> RowText | None:
-        """A decoder of a sequence's tokens, or None if the engine's thread decodes them."""
-        sequence = self.sequences[index]
-        return None if sequence.text is not None else sequence.new_text()
-
-    def next_scores(self, index: int, drawn: int) -> list[TokenLogprob] | None:
-        """The log-probabilities of a sequence's first `drawn` tokens that no piece has had yet, if requested."""
-        scores = self.sequences[index].scores
-        return None if scores is None else scores.take_new_entries(drawn)
-
-    def next_tokens(self, index: int, drawn: int) -> tuple[int, ...]:
-        """Those of the first `drawn` tokens of a sequence that no piece has had yet. Only for sequences whose text the
-        engine's thread decodes.
-        """
-        return self.sequences[index].take_new_tokens(drawn)
 
     def fail(self, error: BaseException) -> None:
         """Fail the request. Called by the engine's thread; the first error is kept."""
         if self.error is None:
             self.error, self._trace = error, error.__traceback__
 
-    def end_sequence(self, index: int, ended: EndedSequence) -> None:
-        """Record the end of a sequence. Called in the delivering thread, after the sequence's other events."""
-        self._ended[index] = ended
-        self.put_event((index, None, ended.sequence.steps))
-        if len(self._ended) == len(self.sequences):
+    def end_streamer(self) -> None:
+        """Call the streamer's `end`. An error in it fails the request."""
+        if self.sequences.streamer is not None:
+            try:
+                self.sequences.streamer.end()
+            except BaseException as error:  # noqa: BLE001  # the caller's code
+                self.fail(error)
+
+    def end_sequence(self, sequence: SequenceState, new_result: Callable[..., GenerationResult]) -> None:
+        """Record the end of a sequence. Called in the delivering thread, after the sequence's other events.
+
+        new_result: makes its result; takes `text`, see `Sequence.result`.
+        """
+        self._new_results[sequence.index] = new_result
+        self.put_event((sequence.index, None, sequence.steps))
+        if len(self._new_results) == len(self.sequences):
             self._done.set()
             self.put_event(None)
-            self._on_end()
+            self.on_end()
 
-    def _new_result(self, ended: EndedSequence, text: str | None) -> GenerationResult:
-        began_at = ended.sequence.finished_at if ended.prefill_began_at is None else ended.prefill_began_at
-        return ended.sequence.result(
-            ended.outputs,
-            self._session,
-            load_seconds=self._load_seconds,
-            started=self.started,
-            prefilled=ended.first_token_at,
-            queued=max(0.0, began_at - self.started),
-            cached_tokens=ended.cached_tokens,
-            text=text,
-        )
+    def end_unstarted(self, reason: str) -> None:
+        """End a request that the engine's thread never saw."""
+        self.end_streamer()
+        for state in self.sequences:
+            state.interrupt(reason)
+            EngineSequence(self, state).end(TokenOutputs())
 
-
-class PieceReader:
-    """Turns a request's events into pieces, in the reader's thread."""
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self._sequences: dict[int, _SequenceReader] = {}
-
-    def piece(self, event: tuple[int, int | str | None, int]) -> Piece | None:
-        """The piece of an event; None for a token that completes no character."""
-        index, new, counted = event
-        sequence = self._sequences.get(index)
-        if sequence is None:
-            sequence = self._sequences[index] = _SequenceReader(self._request, index)
-        return sequence.piece(new, counted)
+    def _result_of(self, index: int, text: str | None = None) -> GenerationResult:
+        """The result of an ended sequence. text: its text if the caller has decoded it already."""
+        with self._lock:
+            if index not in self._results:
+                self._results[index] = self._new_results[index](text=text)
+            return self._results[index]
 
 
-class _SequenceReader:
-    """Turns the events of one sequence into pieces."""
+class _PieceReader:
+    """Turns the events of one sequence into pieces.
 
-    __slots__ = ("_drawn", "_index", "_pending_tokens", "_piece_texts", "_piece_tokens", "_request", "_text")
+    result: makes the sequence's result; takes its text, or None if the engine's thread decoded it.
+    """
 
-    def __init__(self, request: Request, index: int) -> None:
-        self._request, self._index = request, index
-        self._text = request.new_text(index)
-        self._piece_texts: list[str] = []
+    def __init__(self, state: SequenceState, result: Callable[[str | None], GenerationResult]) -> None:
+        self._state, self._result = state, result
+        self._decoder = state.new_text() if state.text is None else None
+        self._texts: list[str] = []
         self._pending_tokens: list[int] = []  # tokens that no piece has had yet
         self._piece_tokens = 0  # number of tokens that pieces have had
         self._drawn = 0  # number of tokens so far
 
     def piece(self, new: int | str | None, counted: int) -> Piece | None:
-        """The piece of an event; see `Event` and `PieceReader.piece`."""
-        request, index, decoder = self._request, self._index, self._text
+        """The piece of an event; see `Event` and `Request.read_piece`."""
         self._drawn = self._drawn + 1 if new is not None and not counted else counted
         if isinstance(new, str):
-            return self._new_piece(new, counted, request.next_tokens(index, counted))
+            return self._new_piece(new, counted, self._state.take_new_tokens(counted))
         if new is not None:
             self._pending_tokens.append(new)
-            text = "" if decoder is None else decoder.push(new)
+            text = "" if self._decoder is None else self._decoder.push(new)
             if not text:
                 return None
-            self._piece_texts.append(text)
+            self._texts.append(text)
             tokens, self._pending_tokens = self._pending_tokens, []
             return self._new_piece(text, counted, tokens)
-        text = "" if decoder is None else decoder.flush()
-        result = request.result_of(index, None if decoder is None else "".join([*self._piece_texts, text]))
+        text = "" if self._decoder is None else self._decoder.flush()
+        result = self._result(None if self._decoder is None else "".join([*self._texts, text]))
         tokens = result.token_ids[self._piece_tokens :]  # includes an EOS, which has no event
         return self._new_piece(text, counted, tokens, result)
 
@@ -247,40 +214,116 @@ class _SequenceReader:
         self, text: str, counted: int, tokens: Sequence[int], result: GenerationResult | None = None
     ) -> Piece:
         self._piece_tokens += len(tokens)
-        scores = self._request.next_scores(self._index, counted)
-        return Piece(text, self._index, result, scores, self._drawn, tuple(tokens))
+        scores = self._state.scores
+        entries = None if scores is None else scores.take_new_entries(counted)
+        return Piece(text, self._state.index, result, entries, self._drawn, tuple(tokens))
 
 
-class LockFreeEvent:
-    """Like threading.Event, but `wait` shares no lock with `set`.
+@dataclass(frozen=True)
+class TokenOutputs:
+    """The sampler's outputs for a sequence's tokens, as recorded by the batch. Joined when a result is read.
 
-    A signal handler may interrupt `wait` and wait for the thread that calls `set`, as `Engine.shutdown` does. With a
-    shared lock, both threads would wait for each other.
+    parts: outputs of consecutive runs, in order.
+    counted: which of the joined entries belong to the sequence's tokens; the others were drawn while its prompt was
+        read.
     """
 
-    def __init__(self) -> None:
-        self._is_set = False
-        self._waiting: deque[threading.Lock] = deque()  # one per waiting thread; `set` releases them
+    parts: Sequence[SlotOutputs] = ()
+    counted: slice = field(default_factory=lambda: slice(0))
 
-    def is_set(self) -> bool:
-        return self._is_set
+    def array(self, name: str) -> np.ndarray:
+        """Output `name`, [tokens]; empty if the graph lacks it."""
+        arrays = [part[name] for part in self.parts if name in part]
+        return np.concatenate(arrays)[self.counted] if arrays else np.zeros(0, np.int64)
 
-    def set(self) -> None:
-        """Wake all threads that wait."""
-        self._is_set = True
-        with contextlib.suppress(IndexError):  # the deque is empty
-            while True:
-                self._waiting.popleft().release()
+    def values(self, name: str) -> list[Any]:
+        """Output `name`, one value per token; [] if the graph lacks it."""
+        return list(self.array(name).tolist())
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the event is set, at most `timeout` seconds. Returns whether it is set."""
-        waiting = threading.Lock()
-        waiting.acquire()
-        self._waiting.append(waiting)
-        try:
-            if not self._is_set:  # otherwise `set` may not have seen `waiting`
-                waiting.acquire(timeout=-1 if timeout is None else timeout)
-        finally:
-            with contextlib.suppress(ValueError):  # `set` removed it
-                self._waiting.remove(waiting)
-        return self._is_set
+
+class EngineSequence(ScheduledSequence):
+    """One sequence in the engine's thread.
+
+    state: its tokens, text, callbacks and grammar.
+    prompt: int64 [n].
+    prefill_began_at: time.perf_counter() before its first chunk; None until then.
+    cached_tokens: tokens of the prompt that were reused instead of read.
+    first_outputs: the outputs of the run that read the prompt's last chunk; None until then.
+    spans: (row, first step) for each row that it decoded in, in order.
+    first_token_at: time.perf_counter() at its first token.
+    has_ended: whether its result was handed over, or is about to be.
+    """
+
+    def __init__(self, request: Request, state: SequenceState) -> None:
+        super().__init__(len(state.fed_prompt))
+        self.request, self.state = request, state
+        self.prompt = np.array(state.fed_prompt, np.int64)
+        self.prefill_began_at: float | None = None
+        self.cached_tokens = 0
+        self.first_outputs: SlotOutputs | None = None
+        self.spans: list[tuple[int, int]] = []
+        self.first_token_at = request.started
+        self.has_ended = False
+
+    def tokens_in_cache(self, outputs: TokenOutputs) -> np.ndarray:
+        """The tokens in its row while it decodes: all but the last drawn one, int64 [n]."""
+        prompt = np.array(self.state.fed_prompt, np.int64) if self.state.discarded_draws else self.prompt
+        return np.concatenate([prompt, outputs.array("next_token")])[:-1]
+
+    def end(self, outputs: TokenOutputs) -> None:
+        """Hand the result to the request."""
+        request, state = self.request, self.state
+        began_at = state.finished_at if self.prefill_began_at is None else self.prefill_began_at
+        new_result = partial(
+            state.result,
+            outputs.values,
+            request.session,
+            load_seconds=request.load_seconds,
+            started=request.started,
+            prefilled=self.first_token_at,
+            queued=max(0.0, began_at - request.started),
+            cached_tokens=self.cached_tokens,
+        )
+        request.end_sequence(state, new_result)
+
+
+class Group:
+    """The sequences of a step, until one joins, leaves or moves.
+
+    While every token only lengthens its sequence, the group counts the tokens and `settle` adds them later: each run
+    evicts the sequences from the CPU cache, so touching them in every step is slow.
+
+    sequences: in the order of their rows.
+    has_scores: whether a sequence has log-probabilities.
+    can_pass: whether `passes` can return True.
+    """
+
+    def __init__(self, sequences: Sequence[EngineSequence], width: int) -> None:
+        """width: number of rows of a step."""
+        self.sequences = sorted(sequences, key=lambda sequence: sequence.row)
+        self._states = [sequence.state for sequence in self.sequences]
+        self.has_scores = any(state.scores is not None for state in self._states)
+        self.can_pass = len(sequences) == width and all(state.is_plain for state in self._states)
+        self._fewest_left = min(state.tokens_left for state in self._states)
+        self._ends = frozenset[int]().union(*(state.params.eos_token_ids for state in self._states))
+        self._passed_steps = 0
+
+    def passes(self, tokens: list[int]) -> bool:
+        """Count a step's tokens if each only lengthens its sequence, as `Sequence.try_lengthen` does for one sequence.
+
+        Otherwise counts nothing and returns False. Make a new group then.
+
+        tokens: of all rows of a step.
+        """
+        if self._fewest_left <= 1 or min(tokens) < 0 or not self._ends.isdisjoint(tokens):
+            return False
+        self._fewest_left -= 1
+        self._passed_steps += 1
+        return True
+
+    def settle(self) -> None:
+        """Add the counted tokens to the sequences."""
+        if self._passed_steps:
+            for state in self._states:
+                state.steps += self._passed_steps
+            self._passed_steps = 0

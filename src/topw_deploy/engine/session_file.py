@@ -27,7 +27,6 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from topw_deploy.dtypes import ELEMENT_TYPES
-from topw_deploy.engine.options import EngineOptions
 from topw_deploy.errors import ParameterError, SessionFileError
 from topw_deploy.folders import NotRegularError, atomic_file, kind_of, open_regular
 from topw_deploy.manifest import DecoderManifest, State
@@ -72,6 +71,19 @@ class SessionForm:
     vocabulary: int
     chunk: int
 
+    @classmethod
+    def of(cls, manifest: DecoderManifest, length: int, chunk: int) -> SessionForm:
+        """The form for an export, and an engine's options."""
+        return cls(
+            # Equals the SHA-256 of manifest.json, unless another version of this package wrote that file.
+            manifest=hashlib.sha256(manifest.to_json().encode("utf-8")).hexdigest(),
+            model=manifest.source.get("id", ""),
+            states=tuple(Layout(manifest.decoder).states),
+            length=length,
+            vocabulary=manifest.sampler.vocab_size,
+            chunk=chunk,
+        )
+
     def tensors(self, tokens: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """The tensors of a session: name -> (safetensors' element type, shape), in the order of the file.
 
@@ -80,19 +92,6 @@ class SessionForm:
         tensors: dict[str, tuple[str, tuple[int, ...]]] = {TOKENS: ("I64", (tokens,))}
         tensors |= {state.past: (ELEMENT_TYPES[state.dtype].safetensors, state.sized(tokens)) for state in self.states}
         return dict(sorted(tensors.items(), key=lambda item: -ELEMENT_BYTES[item[1][0]]))
-
-
-def session_form(manifest: DecoderManifest, options: EngineOptions) -> SessionForm:
-    """The form of the sessions of an engine with these options."""
-    return SessionForm(
-        # Equals the SHA-256 of manifest.json, unless another version of this package wrote that file.
-        manifest=hashlib.sha256(manifest.to_json().encode("utf-8")).hexdigest(),
-        model=manifest.source.get("id", ""),
-        states=tuple(Layout(manifest.decoder).states),
-        length=options.length,
-        vocabulary=manifest.sampler.vocab_size,
-        chunk=options.chunk if options.exact else 0,
-    )
 
 
 def write_session(path: str | Path, form: SessionForm, tokens: np.ndarray, states: Sequence[np.ndarray]) -> SessionInfo:

@@ -1,142 +1,204 @@
-"""The engine's thread: one iteration after another, each with at most one chunk and one step."""
+"""The engine's thread: one iteration after another, each with at most one chunk and one step.
+
+An iteration runs what other threads have posted, then chooses who runs (scheduler.py), runs a chunk and a step
+(batch.py), and gives each sequence its token; events go to the delivering thread (waiting.py).
+"""
 
 from __future__ import annotations
 
 import atexit
+import math
+import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
 from topw_deploy.engine.batch import Batch
-from topw_deploy.engine.capacity import Capacity
-from topw_deploy.engine.decoding import Decoding
-from topw_deploy.engine.delivery import Delivery
-from topw_deploy.engine.inbox import InboxThread
-from topw_deploy.engine.lifecycle import Lifecycle
-from topw_deploy.engine.options import EngineOptions
-from topw_deploy.engine.prefixes import NO_TOKENS
-from topw_deploy.engine.request import Request
-from topw_deploy.engine.reuse import Reuse
-from topw_deploy.engine.scheduler import Chunk, Scheduler
-from topw_deploy.engine.sequences import RequestSequence, Submission
-from topw_deploy.engine.stats import Counters
-from topw_deploy.errors import GenerationError, LogitsError, ParameterError, TopWError
-from topw_deploy.manifest import DecoderInfo
+from topw_deploy.engine.prefixes import NO_TOKENS, Prefixes
+from topw_deploy.engine.request import EngineSequence, Group, Request, TokenOutputs
+from topw_deploy.engine.scheduler import WAITING, Chunk, Scheduler
+from topw_deploy.engine.waiting import Capacity, Delivery
+from topw_deploy.errors import GenerationError, LogitsError, ParameterError, TopWError, one_line
 
 _EXIT_SECONDS = 10.0  # seconds that the interpreter waits for a run or a callback in progress
 _workers: weakref.WeakSet[EngineWorker] = weakref.WeakSet()
+Result = TypeVar("Result")
 
 
-class EngineWorker(InboxThread):
+@dataclass(slots=True)
+class EngineStats:
+    """State and totals of an engine.
+
+    rows: rows of the cache.
+    in_use: rows in use.
+    queued: accepted sequences without a row.
+    steps: runs that drew a token for each decoding row.
+    chunks: runs that read a part of a prompt.
+    prompt_tokens: prompt tokens that were read.
+    cached_tokens: prompt tokens that were reused instead.
+    new_tokens: tokens drawn.
+    ended: sequences that ended for any reason.
+    failed: requests that failed.
+    cache_bytes: size of the cache.
+    busy_seconds: time in iterations of the engine's thread.
+    run_seconds: the part of `busy_seconds` in runs of the session; the rest is overhead. A run may include a wait for
+        another thread that holds Python's interpreter lock when the run ends.
+    steady_seconds, steady_run_seconds: the same of iterations that ran only a step, with the same sequences as the step
+        before.
+    """
+
+    rows: int = 0
+    in_use: int = 0
+    queued: int = 0
+    steps: int = 0
+    chunks: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    ended: int = 0
+    failed: int = 0
+    cache_bytes: int = 0
+    busy_seconds: float = 0.0
+    run_seconds: float = 0.0
+    steady_seconds: float = 0.0
+    steady_run_seconds: float = 0.0
+
+
+class EngineWorker:
     """The engine's thread. It runs chunks and steps until `retire`, and only this thread uses the batch.
 
-    Other threads may call only the methods `start` to `retire`, and those of `InboxThread`.
+    Other threads call only the methods from `check_caller` to `retire`.
+
+    stats: the totals so far; what belongs to an instant stays 0.
+    alive: the sequences of the requests that have not ended.
+    failure: why the engine failed, as an error message; "" if it has not.
     """
 
     def __init__(
         self,
         batch: Batch,
-        scheduler: Scheduler[RequestSequence],
+        scheduler: Scheduler[EngineSequence],
+        prefixes: Prefixes,
         capacity: Capacity,
-        decoder: DecoderInfo,
-        options: EngineOptions,
     ) -> None:
-        super().__init__("topw-engine")
-        self.counters = Counters()
-        self._batch, self._scheduler = batch, scheduler
-        self._decoding = Decoding(batch, scheduler)
-        self._reuse = Reuse(batch, decoder, options, self._decoding.tokens_in)
-        self._delivery = Delivery(lambda error: self._post(partial(self._lifecycle.fail_all, error)))
-        self._lifecycle = Lifecycle(
-            batch, scheduler, capacity, self._reuse, self._decoding, self._delivery, self.counters
-        )
+        self.stats = EngineStats()
+        self.alive: dict[Request, list[EngineSequence]] = {}
+        self.failure = ""
+        self._batch, self._scheduler, self._prefixes, self._capacity = batch, scheduler, prefixes, capacity
+        prefixes.decoding_tokens = self._tokens_in
+        # Unlike threading's locks, its `put` may run in a garbage collection during another `put`.
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.delivery = Delivery(lambda error: self._post(partial(self._fail_all, error)))
+        self._group: Group | None = None  # of the next step; None if a sequence has joined, left or moved
+        self._first_deadline = math.inf  # no request in `alive` has an earlier one
         self._is_retiring = False
+        self._process = os.getpid()
+        self._thread = threading.Thread(target=self._main, name="topw-engine", daemon=True)
         self._thread.start()
         _workers.add(self)
 
-    def start(self, submission: Submission) -> None:
-        """Queue a request whose reservation was granted."""
-        self._post(partial(self._lifecycle.start, submission))
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a fork of the engine's process, and so lacks the engine's thread."""
+        return os.getpid() != self._process
 
-    def withdraw(self, submission: Submission) -> None:
-        """End a request that its caller will never receive. `start` may have been called for it."""
-        self._post(partial(self._lifecycle.withdraw, submission))
+    def check_caller(self, method: str, *, waits: bool = True) -> None:
+        """Raises GenerationError in a fork, and if a method that waits was called in this thread."""
+        if self.is_forked:
+            raise GenerationError(
+                f"{method}() was called in process {os.getpid()}, a fork of process {self._process}, which has the "
+                "engine's thread; create the Engine in the process that uses it, or start processes with 'spawn'."
+            )
+        if waits and threading.current_thread() is self._thread:
+            raise GenerationError(f"a callback called {method}(), which would wait for itself; call it elsewhere.")
+
+    def start(self, request: Request) -> None:
+        """Queue a request for which there is room."""
+        sequences = [EngineSequence(request, state) for state in request.sequences]
+        self._post(partial(self._start, request, sequences))
 
     def end_early(self, request: Request | None, reason: str) -> None:
         """End a request, or all, before the next run."""
-        self._post(partial(self._lifecycle.end_early, request, reason))
+        self._post(partial(self._end_early, request, reason))
 
-    def deliver(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call a function in the delivering thread, after the functions passed before. The function must not block.
+    def call(self, function: Callable[[], Result]) -> Future[Result]:
+        """Call a function between two iterations. Its future has a GenerationError if the engine has failed."""
+        future: Future[Result] = Future()
 
-        Call this only in the engine's thread.
-        """
-        self._delivery.add(function, *arguments)
+        def run() -> None:
+            try:
+                if self.failure:
+                    raise GenerationError(self.failure)
+                future.set_result(function())
+            except BaseException as error:  # noqa: BLE001  # the caller's
+                future.set_exception(error)
+
+        self._post(run)
+        return future
 
     def wait_for_posted(self) -> None:
         """Wait until the iteration in progress and all functions posted before are done, and their events delivered."""
-        done: SimpleQueue[None] = SimpleQueue()
-        self._post(partial(self.deliver, done.put, None))
-        if self._has_ended:  # a signal handler has shut the engine down
-            self._empty_inbox()
-        done.get()
-
-    def save(self, tokens: np.ndarray) -> tuple[int, list[np.ndarray]]:
-        """Call `Reuse.longest_states` between two iterations."""
-        return self._call("save_session", partial(self._reuse.longest_states, tokens))
-
-    def load(self, tokens: np.ndarray, states: Sequence[np.ndarray]) -> None:
-        """Call `Reuse.load` between two iterations."""
-        self._call("load_session", lambda: self._reuse.load(tokens, states, self._scheduler.free_rows))
+        done = threading.Event()
+        self._post(partial(self.delivery.add, done.set))
+        done.wait()
 
     def retire(self) -> None:
         """Make the thread end and release the batch as soon as it has no requests."""
-        self._post(self._retire)
 
-    def _check_alive(self) -> None:
-        if self._has_ended or self._lifecycle.failure:
-            raise GenerationError(self._lifecycle.failure or "the engine is shut down; create a new Engine.")
+        def retire() -> None:
+            self._is_retiring = True
+
+        self._post(retire)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the thread ends, at most `timeout` seconds."""
+        self._thread.join(timeout)
+
+    def _post(self, function: Callable[[], None]) -> None:
+        """Let the thread run a function. Does not wait."""
+        self._inbox.put(function)
 
     def _main(self) -> None:
-        while self._lifecycle.alive or not self._inbox.empty() or not self._is_retiring:
+        while self.alive or not self._inbox.empty() or not self._is_retiring:
             try:
                 self._iterate()
             except BaseException as error:  # noqa: BLE001  # callers must not wait forever
-                self._lifecycle.fail_all(error)
-                self._delivery.send()
+                self._fail_all(error)
+                self.delivery.send()
         self._batch.close()
-        self._has_ended = True
-        self._empty_inbox()
-        self._delivery.close()
+        self.delivery.close()
 
     def _iterate(self) -> None:
         """Run the posted functions, then one chunk and one step. Without sequences, wait for a posted function."""
         inbox = self._inbox
-        if inbox.empty() and (self._scheduler.is_idle or self._lifecycle.failure):
-            self._delivery.send()
+        if inbox.empty() and (self._scheduler.is_idle or self.failure):
+            self.delivery.send()
             inbox.get()()  # blocks until a function is posted
-        began, run_seconds, counters = time.perf_counter(), self._batch.run_seconds, self.counters
-        is_undisturbed, group, chunks = inbox.empty(), self._decoding.group, counters.chunks
+        began, run_seconds, stats = time.perf_counter(), self._batch.run_seconds, self.stats
+        is_undisturbed, group, chunks = inbox.empty(), self._group, stats.chunks
         if not is_undisturbed:
-            self._delivery.send()  # now, because starting requests may take longer than HOLD
+            self.delivery.send()  # now, because starting requests may take longer than HOLD
         while not inbox.empty():
             inbox.get()()
-        if self._lifecycle.deadlines:
-            self._lifecycle.expire(time.perf_counter())
-        if not self._lifecycle.failure:
+        if self._first_deadline <= (now := time.perf_counter()):
+            self._expire(now)
+        if not self.failure:
             self._run()
-        self._delivery.send_due()
+        self.delivery.send_due()
         took = time.perf_counter() - began
-        counters.busy_seconds += took
-        is_same_group = group is not None and group is self._decoding.group
-        if is_undisturbed and is_same_group and chunks == counters.chunks:
-            counters.steady_seconds += took
-            counters.steady_run_seconds += self._batch.run_seconds - run_seconds
+        stats.busy_seconds += took
+        is_same_group = group is not None and group is self._group
+        if is_undisturbed and is_same_group and chunks == stats.chunks:
+            stats.steady_seconds += took
+            stats.steady_run_seconds += self._batch.run_seconds - run_seconds
 
     def _run(self) -> None:
         """Run one chunk and one step, in the order that scheduler.py describes."""
@@ -145,9 +207,9 @@ class EngineWorker(InboxThread):
             self._admit()
         chunk = scheduler.next_chunk()
         if chunk is not None:
-            self._delivery.send()  # now, because the next run may be long
+            self.delivery.send()  # now, because the next run may be long
             self._read_chunk(chunk)
-            self._delivery.send()  # so that a first token does not wait for the step
+            self.delivery.send()  # so that a first token does not wait for the step
         if batch.inputs.edits.is_active:
             self._write_edits()
         while pairs := scheduler.arrange():  # again after a failed exchange, which frees rows
@@ -158,56 +220,57 @@ class EngineWorker(InboxThread):
     def _admit(self) -> None:
         first = self._scheduler.first_waiting
         if first is not None and not self._scheduler.rows_in_use:
-            self._reuse.shrink_buffers(first.prompt)
+            self._prefixes.shrink_buffers(first.prompt)
         for sequence in self._scheduler.admit(self._choose_row):
             try:
                 if not sequence.has_ended:  # it may have ended with another sequence of its request
-                    if not sequence.generation.unread_tokens:
-                        self._batch.assign(sequence.row, sequence.generation)
+                    if not sequence.state.unread_tokens:
+                        self._batch.assign(sequence.row, sequence.state)
                     self._update_mask(sequence)
                     self._scheduler.skip_prefix(sequence, self._restore_prefix(sequence))
             except ParameterError as error:
-                self._lifecycle.fail(sequence, error)
+                self._fail(sequence, error)
             except (TopWError, MemoryError) as error:
-                self._lifecycle.fail(sequence, _copy_error(error), nonfinite=True)
+                self._fail(sequence, _copy_error(error), nonfinite=True)
 
-    def _choose_row(self, sequence: RequestSequence, free: Sequence[int]) -> int:
-        return self._reuse.choose_row(sequence.prompt, free, reuses_prefix=sequence.reuses_prefix)
+    def _choose_row(self, sequence: EngineSequence, free: Sequence[int]) -> int:
+        return self._prefixes.choose_row(sequence.prompt, free, reuses_prefix=sequence.request.reuses_prefix)
 
-    def _restore_prefix(self, sequence: RequestSequence) -> int:
-        return self._reuse.restore_prefix(sequence.row, sequence.prompt, reuses_prefix=sequence.reuses_prefix)
+    def _restore_prefix(self, sequence: EngineSequence) -> int:
+        reuses_prefix = sequence.request.reuses_prefix
+        return self._prefixes.restore_prefix(sequence.row, sequence.prompt, reuses_prefix=reuses_prefix)
 
-    def _read_chunk(self, chunk: Chunk[RequestSequence]) -> None:
+    def _read_chunk(self, chunk: Chunk[EngineSequence]) -> None:
         sequence, row = chunk.sequence, chunk.sequence.row
         try:
             if sequence.prefill_began_at is None:
                 chunk = self._begin_prefill(sequence)
-            self._batch.wants_logits = sequence.generation.needs_logits
-            token = self._batch.read(row, sequence.generation, chunk.start, chunk.end)
+            self._batch.wants_logits = sequence.state.needs_logits
+            token = self._batch.read(row, sequence.state, chunk.start, chunk.end)
         except (TopWError, MemoryError) as error:
-            self._lifecycle.fail(sequence, _copy_error(error), nonfinite=True)
+            self._fail(sequence, _copy_error(error), nonfinite=True)
             return
-        self.counters.chunks += 1
-        self.counters.prompt_tokens += chunk.end - chunk.start
-        self._reuse.record_read(row, sequence.prompt[: chunk.end], is_finite=token is None or token >= 0)
+        self.stats.chunks += 1
+        self.stats.prompt_tokens += chunk.end - chunk.start
+        self._prefixes.record_read(row, sequence.prompt[: chunk.end], is_finite=token is None or token >= 0)
         self._scheduler.record_read(chunk)
         if token is None:
             return
-        self._decoding.regroup()
+        self._regroup()
         sequence.first_outputs = self._batch.first_outputs()
         sequence.spans = [(row, self._batch.steps)]
         self._add_token(sequence, token, partial(self._batch.begin, row))
 
-    def _begin_prefill(self, sequence: RequestSequence) -> Chunk[RequestSequence]:
+    def _begin_prefill(self, sequence: EngineSequence) -> Chunk[EngineSequence]:
         """Begin to read a prompt. Restores its prefix again: rows may hold more of it now than when it got its row.
 
         Returns the sequence's first chunk.
         """
         sequence.prefill_began_at = time.perf_counter()
         sequence.cached_tokens = self._restore_prefix(sequence)
-        if sequence.reuses_prefix:
-            sequence.branch_position = self._reuse.branch_position(sequence.prompt, sequence.cached_tokens)
-        self.counters.cached_tokens += sequence.cached_tokens
+        if sequence.request.reuses_prefix:
+            sequence.branch_position = self._prefixes.branch_position(sequence.prompt, sequence.cached_tokens)
+        self.stats.cached_tokens += sequence.cached_tokens
         return self._scheduler.skip_prefix(sequence, sequence.cached_tokens)
 
     def _write_edits(self) -> None:
@@ -216,17 +279,17 @@ class EngineWorker(InboxThread):
                 if not sequence.has_ended:  # it may have ended with another sequence of its request
                     self._batch.inputs.edits.write_bans(sequence.row)
             except ParameterError as error:
-                self._lifecycle.fail(sequence, error)
+                self._fail(sequence, error)
 
     def _exchange_rows(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._decoding.regroup()
+        self._regroup()
         for pair in pairs:
             try:
-                saves = self._scheduler.sequence_in(pair[0]) is not None or self._reuse.has_tokens(pair[1])
+                saves = self._scheduler.sequence_in(pair[0]) is not None or self._prefixes.has_tokens(pair[1])
                 self._batch.exchange(*pair, saves)
             except (TopWError, MemoryError) as error:
                 self._clear_exchanged(pair, _copy_error(error))
-            self._reuse.exchange(*pair)
+            self._prefixes.exchange(*pair)
         for sequence in list(self._scheduler.decoding):
             if sequence.spans[-1][0] != sequence.row:
                 sequence.spans.append((sequence.row, self._batch.steps))
@@ -236,35 +299,36 @@ class EngineWorker(InboxThread):
         for row in rows:
             sequence = self._scheduler.sequence_in(row)
             if sequence is not None:
-                self._lifecycle.fail(sequence, error, nonfinite=True)
+                self._fail(sequence, error, nonfinite=True)
             else:
                 self._batch.clear(row, nonfinite=True)
-                self._reuse.release_row(row, NO_TOKENS)
+                self._prefixes.release_row(row, NO_TOKENS)
 
     def _step(self) -> None:
-        batch, width, group = self._batch, self._scheduler.width, self._decoding.next_group()
+        batch, width = self._batch, self._scheduler.width
+        group = self._group = self._group or Group(self._scheduler.decoding, width)
         sequences = group.sequences
         try:
-            batch.wants_logits = group.has_scores and any(sequence.generation.needs_logits for sequence in sequences)
+            batch.wants_logits = group.has_scores and any(sequence.state.needs_logits for sequence in sequences)
             tokens = batch.step(width)
         except GenerationError as error:
             for sequence in sequences:
                 if not sequence.has_ended:  # it may have ended with another sequence of its request
-                    self._lifecycle.fail(sequence, GenerationError(str(error)), nonfinite=True)
+                    self._fail(sequence, GenerationError(str(error)), nonfinite=True)
             return
-        self.counters.steps += 1
+        self.stats.steps += 1
         if group.can_pass:
             if not batch.inputs.edits.is_active and group.passes(tokens[:width]):
                 batch.accept_all(width)
                 self._deliver(zip(sequences, tokens, strict=False), width)
                 return
-            self._decoding.regroup()
-        passed: list[tuple[RequestSequence, int]] = []
+            self._regroup()
+        passed: list[tuple[EngineSequence, int]] = []
         for sequence in sequences:
             if sequence.has_ended:  # it may have ended with another sequence of its request
                 continue
             token = tokens[sequence.row]
-            if not sequence.generation.try_lengthen(token):
+            if not sequence.state.try_lengthen(token):
                 passed = self._deliver(passed, len(passed))
                 self._add_token(sequence, token, partial(batch.accept, sequence.row))
                 continue
@@ -273,69 +337,184 @@ class EngineWorker(InboxThread):
                 batch.accept(sequence.row, token)
             except ParameterError as error:
                 passed = self._deliver(passed, len(passed))
-                self._lifecycle.fail(sequence, error)
+                self._fail(sequence, error)
         self._deliver(passed, len(passed))
 
-    def _deliver(self, passed: Iterable[tuple[RequestSequence, int]], count: int) -> list[tuple[RequestSequence, int]]:
+    def _deliver(self, passed: Iterable[tuple[EngineSequence, int]], count: int) -> list[tuple[EngineSequence, int]]:
         """Deliver `count` tokens, which only lengthened their sequences.
 
         If several rows are in use, the tokens may be delivered together with those of the next short steps.
 
         Returns an empty list, to collect the next tokens in.
         """
-        self.counters.new_tokens += count
+        self.stats.new_tokens += count
         if count:
-            add = self._delivery.add_delayable if self._scheduler.rows_in_use > 1 else self._delivery.add
+            add = self.delivery.add_delayable if self._scheduler.rows_in_use > 1 else self.delivery.add
             add(_put_tokens, passed)
         return []
 
-    def _add_token(self, sequence: RequestSequence, token: int, feed: Callable[[int], None]) -> None:
+    def _add_token(self, sequence: EngineSequence, token: int, feed: Callable[[int], None]) -> None:
         """Add the token that a run drew to a sequence. Unless that ends the sequence, `feed` its next input token.
 
         While a prompt is read token by token, the drawn token is discarded, and the next input is the prompt's.
         """
-        generation = sequence.generation
-        is_drawn = not generation.unread_tokens
-        if not generation.steps:
+        state = sequence.state
+        is_drawn = not state.unread_tokens
+        if not state.steps:
             sequence.first_token_at = time.perf_counter()
         if is_drawn and token < 0:
-            error = generation.invalid_draw_error(f"sequence {generation.index} of the request")
-            self._lifecycle.fail(sequence, error, nonfinite=True)
+            error = state.invalid_draw_error(f"sequence {state.index} of the request")
+            self._fail(sequence, error, nonfinite=True)
             return
-        logits = self._batch.logits(sequence.row) if generation.needs_logits else None
+        logits = self._batch.logits(sequence.row) if state.needs_logits else None
         text = ""
         try:
             if is_drawn:
-                text = generation.add_token(token, logits)
+                text = state.add_token(token, logits)
             else:
-                token = generation.read_prompt_token(logits)
+                token = state.read_prompt_token(logits)
         except BaseException as error:  # noqa: BLE001  # of the caller's code, or of the logits
-            self._lifecycle.fail(sequence, error, nonfinite=isinstance(error, LogitsError))
+            self._fail(sequence, error, nonfinite=isinstance(error, LogitsError))
             return
         if is_drawn:
-            self.counters.new_tokens += 1
-            _deliver_token(sequence, token, text)
+            self.stats.new_tokens += 1
+            self._deliver_token(sequence, token, text)
         else:
-            self.counters.prompt_tokens += 1
-        if generation.finish_reason is not None:
-            self._lifecycle.end(sequence)
+            self.stats.prompt_tokens += 1
+        if state.finish_reason is not None:
+            self._end(sequence)
             return
         try:
             feed(token)
-            if not is_drawn and not generation.unread_tokens:
-                self._batch.assign(sequence.row, generation)
+            if not is_drawn and not state.unread_tokens:
+                self._batch.assign(sequence.row, state)
             self._update_mask(sequence)
         except ParameterError as error:
-            self._lifecycle.fail(sequence, error)
+            self._fail(sequence, error)
 
-    def _update_mask(self, sequence: RequestSequence) -> None:
+    def _deliver_token(self, sequence: EngineSequence, token: int, text: str) -> None:
+        """Deliver a drawn token, or the text that this thread decoded from it. A stop token has no event."""
+        state = sequence.state
+        new: int | str = token if state.text is None else text
+        if new if isinstance(new, str) else not isinstance(state.stop, int):
+            self.delivery.add(sequence.request.put_event, (state.index, new, state.steps))
+
+    def _update_mask(self, sequence: EngineSequence) -> None:
         """Update the mask of the tokens that a sequence's grammar allows next."""
-        generation = sequence.generation
-        if generation.guide is not None and not generation.unread_tokens:
-            self._batch.inputs.masks.set(sequence.row, generation.guide.mask)
+        state = sequence.state
+        if state.guide is not None and not state.unread_tokens:
+            self._batch.inputs.masks.set(sequence.row, state.guide.mask)
 
-    def _retire(self) -> None:
-        self._is_retiring = True
+    def _start(self, request: Request, sequences: list[EngineSequence]) -> None:
+        self.alive[request] = sequences
+        if request.deadline is not None:
+            self._first_deadline = min(self._first_deadline, request.deadline)
+        if self.failure:
+            self._fail(sequences[0], GenerationError(self.failure))
+            return
+        for sequence in sequences:
+            self._scheduler.submit(sequence)
+        for sequence in sequences:
+            state = sequence.state
+            try:
+                if state.callbacks is not None and not sequence.has_ended:
+                    state.callbacks.stream_prompt()
+            except BaseException as error:  # noqa: BLE001  # of the caller's code
+                self._fail(sequence, error)
+            fills_context = not (state.params.budget or state.unread_tokens)
+            if fills_context and not sequence.has_ended:
+                state.end("length")
+                self._end(sequence)
+
+    def _end_early(self, request: Request | None, reason: str) -> None:
+        """End a request, or all if None, with what it drew so far. No effect on a request that has ended."""
+        for sequences in list(self.alive.values()) if request is None else [self.alive.get(request, [])]:
+            for sequence in sequences:
+                if not sequence.has_ended:
+                    self._interrupt(sequence, reason)
+
+    def _expire(self, now: float) -> None:
+        """End the requests whose deadlines have passed. now: by time.perf_counter()."""
+        for request in list(self.alive):
+            if request.deadline is not None and request.deadline <= now:
+                self._end_early(request, "timeout")
+        deadlines = (request.deadline for request in self.alive if request.deadline is not None)
+        self._first_deadline = min(deadlines, default=math.inf)
+
+    def _fail(self, sequence: EngineSequence, error: BaseException, *, nonfinite: bool = False) -> None:
+        """End all sequences of a request because one of them failed. nonfinite: see `Batch.clear`."""
+        sequence.request.fail(error)
+        self.stats.failed += 1
+        for other in self.alive[sequence.request]:
+            if not other.has_ended:
+                self._interrupt(other, "error", nonfinite=nonfinite)
+
+    def _fail_all(self, error: BaseException) -> None:
+        """Fail all requests, and accept no more, after an error that none of them caused."""
+        why = f"the engine has failed ({type(error).__name__}: {one_line(error)})"
+        self.failure = f"{why}; create a new Engine."
+        self._capacity.close(why)
+        self._scheduler.clear()
+        for sequences in list(self.alive.values()):
+            alive = [sequence for sequence in sequences if not sequence.has_ended]
+            if alive:
+                self._fail(alive[0], GenerationError(self.failure))
+
+    def _end(self, sequence: EngineSequence, *, nonfinite: bool = False) -> None:
+        """Free the row of an ended sequence and hand over its result. nonfinite: see `Batch.clear`."""
+        outputs, row = self._outputs_of(sequence), sequence.row
+        self._regroup()
+        if not self.failure:
+            self._scheduler.end(sequence)
+            if row != WAITING:
+                unchecked = 0 < sequence.read_tokens < sequence.prompt_tokens
+                self._batch.clear(row, nonfinite=nonfinite, unchecked=unchecked)
+                self._prefixes.release_row(row, _tokens_left(sequence, outputs) if self._prefixes.is_enabled else None)
+        self.stats.ended += 1
+        sequence.has_ended = True
+        if all(other.has_ended for other in self.alive[sequence.request]):
+            del self.alive[sequence.request]
+            sequence.request.end_streamer()
+        self._capacity.release()
+        self.delivery.add(sequence.end, outputs)
+
+    def _regroup(self) -> None:
+        """Settle the group, and let the next step make a new one."""
+        if self._group is not None:
+            self._group.settle()
+            self._group = None
+
+    def _outputs_of(self, sequence: EngineSequence) -> TokenOutputs:
+        """A copy of the sampler's outputs for a sequence's tokens."""
+        if self._group is not None:
+            self._group.settle()
+        if sequence.first_outputs is None:
+            return TokenOutputs()
+        parts = [sequence.first_outputs]
+        ends = [start for _, start in sequence.spans[1:]] + [self._batch.steps]
+        for (row, start), end in zip(sequence.spans, ends, strict=False):
+            parts += self._batch.recorded_outputs(row, start, end)
+        skipped = sequence.state.discarded_draws
+        return TokenOutputs(parts, slice(skipped, skipped + sequence.state.steps))
+
+    def _tokens_in(self, row: int) -> np.ndarray | None:
+        """The tokens in a row, int64 [n]; None if the row is not decoding."""
+        sequence = self._scheduler.sequence_in(row)
+        if sequence is None or not sequence.is_decoding:
+            return None
+        return sequence.tokens_in_cache(self._outputs_of(sequence))
+
+    def _interrupt(self, sequence: EngineSequence, reason: str, *, nonfinite: bool = False) -> None:
+        """End a sequence before its last token, with the text that was held back."""
+        state = sequence.state
+        try:
+            text = state.interrupt(reason)
+        except BaseException as error:  # noqa: BLE001  # of the tokenizer, perhaps the one that failed the request
+            sequence.request.fail(error)
+            text = ""
+        if text:
+            self.delivery.add(sequence.request.put_event, (state.index, text, state.steps))
+        self._end(sequence, nonfinite=nonfinite)
 
 
 def _copy_error(error: BaseException) -> BaseException:
@@ -347,21 +526,21 @@ def _copy_error(error: BaseException) -> BaseException:
     return error
 
 
-def _deliver_token(sequence: RequestSequence, token: int, text: str) -> None:
-    """Deliver a drawn token, or the text that the engine's thread decoded from it. A stop token has no event."""
-    generation = sequence.generation
-    if generation.text is not None:
-        if text:
-            sequence.request.deliver_event((generation.index, text, generation.steps))
-    elif not isinstance(generation.stop, int):
-        sequence.request.deliver_event((generation.index, token, generation.steps))
+def _tokens_left(sequence: EngineSequence, outputs: TokenOutputs) -> np.ndarray | None:
+    """The tokens in the row of an ended sequence; None if only a part of its prompt was read.
+
+    The last drawn token was not read. After an error the row may have read one more token than its results show.
+    """
+    if sequence.state.finish_reason == "error":
+        return NO_TOKENS
+    return sequence.tokens_in_cache(outputs) if sequence.is_decoding else None
 
 
-def _put_tokens(drawn: Iterable[tuple[RequestSequence, int]]) -> None:
+def _put_tokens(drawn: Iterable[tuple[EngineSequence, int]]) -> None:
     """Put the events of tokens that only lengthened their sequences. Runs in the delivering thread."""
     for sequence, token in drawn:
         # 0: not counted, because only log-probabilities need the number, and these sequences have none.
-        sequence.request.put_event((sequence.generation.index, token, 0))
+        sequence.request.put_event((sequence.state.index, token, 0))
 
 
 @atexit.register

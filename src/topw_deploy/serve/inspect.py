@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from topw_deploy.engine.step_logits import logits_after
 from topw_deploy.errors import LogitsError
 from topw_deploy.runtime.inputs import edited_logits
 from topw_deploy.runtime.logprobs import Logits
@@ -65,7 +64,7 @@ async def inspect(request: Request) -> Response:
             status=422,
         )
     drawn, token = body.token_ids[: body.position], body.token_ids[body.position]
-    computed = logits_after(served.engine, [*sequence.prompt, *drawn], served.time_limit(None))
+    computed = served.engine.logits_after([*sequence.prompt, *drawn], served.time_limit(None))
     logits = await cancel_on_disconnect(request, computed)
     return JSONResponse(await run.prepare(lambda: explain(served, sequence, drawn, token, logits)))
 
