@@ -118,12 +118,10 @@ ORDER = (
             "export/source",
             "export/quantise",
             "export/options",
-            "export/decoder",
-            "export/tidy",
             "export/sampler",
         ),
         *("export/trace", "export/lowering", "export/foreign"),
-        *("export/write", "export/verification", "export/plan", "export/traced_decoder", "export/pipeline"),
+        *("export/write", "export/verification", "export/traced_decoder", "export/pipeline"),
         *("export/sampler_only", "export"),
     ),
     (

@@ -249,7 +249,7 @@ def sentencepiece(scratch: Path) -> Loader:
 
 def arrays(scratch: Path) -> Loader:
     """.npy files of embeddings and of logits; the first byte of an input chooses which."""
-    from topw_deploy.export.source.arrays import embeddings_of_file, median_distance_in_file
+    from topw_deploy.export.sampler_only import embeddings_of_file, median_distance_in_file
     from topw_deploy.sampling import Geometry
 
     path = scratch / "array.npy"

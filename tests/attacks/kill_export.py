@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from topw_deploy.errors import ManifestError, TopWError
-from topw_deploy.export import export_model
-from topw_deploy.export.write import weights
+from topw_deploy.export import export_model, write
 from topw_deploy.manifest import MANIFEST_NAME, check_hashes, load_manifest
 
 _EVENTS = frozenset({
@@ -33,7 +32,7 @@ _EVENTS = frozenset({
 
 
 def main(source: str, folder: Path, situation: str, share: int) -> None:
-    weights.EXTERNAL_ABOVE = 10_000  # writes a data file
+    write.EXTERNAL_ABOVE = 10_000  # writes a data file
     expected = folder / "expected"
     assert run_export(source, expected / "out", finished=True) == 0
     old, new = {}, read_contents(expected / "out")

@@ -16,12 +16,11 @@ from transformers import LlamaConfig
 
 from tests.support.tiny_models import write_checkpoint
 from topw_deploy.errors import ExportError, ParameterError
-from topw_deploy.export import ExportReport, export_model, plan
+from topw_deploy.export import ExportReport, export_model, pipeline
 from topw_deploy.export.options import ExportOptions
-from topw_deploy.export.plan import Plan
+from topw_deploy.export.pipeline import Plan
 from topw_deploy.export.source.resolve import Source
-from topw_deploy.export.write import weights
-from topw_deploy.export.write.weights import file_sizes, lay_out
+from topw_deploy.export.write import bytes_by_type, file_sizes, lay_out, weight_bytes
 from topw_deploy.folders import SPARE
 from topw_deploy.manifest import Check, Verification, check_hashes, load_manifest
 from topw_deploy.progress import StageMemory, peak_bytes, resident_bytes
@@ -93,9 +92,9 @@ def test_a_dry_run_estimates_the_memory_of_each_stage(sharded: tuple[Path, Expor
 def test_the_memory_estimate_of_a_verification_is_within_ten_percent_of_measurements(
     monkeypatch: pytest.MonkeyPatch, dtype: str, parameters: int, measured: int
 ) -> None:
-    monkeypatch.setattr(plan, "parameter_count", lambda _model: parameters)
+    monkeypatch.setattr(pipeline, "parameter_count", lambda _model: parameters)
     decoder = SimpleNamespace(info=SimpleNamespace(weights_dtype=dtype), model=None)
-    assert plan.verification_bytes(decoder) == pytest.approx(measured * 1e6, rel=0.1)  # type: ignore[arg-type]
+    assert pipeline.verification_bytes(decoder) == pytest.approx(measured * 1e6, rel=0.1)  # type: ignore[arg-type]
 
 
 def test_shards_respect_the_maximum_size_and_load(sharded: tuple[Path, ExportReport]) -> None:
@@ -186,7 +185,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=320,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=plan.VERIFIED_LAYERS + 1,
+        num_hidden_layers=pipeline.VERIFIED_LAYERS + 1,
         num_attention_heads=4,
         max_position_embeddings=256,
     )
@@ -197,7 +196,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_model_too_large_for_memory_is_verified_by_its_first_layers(
     tmp_path: Path, deep: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "available_bytes", lambda: 1)
+    monkeypatch.setattr(pipeline, "available_bytes", lambda: 1)
     seen: list[dict[str, Any]] = []
 
     def verify(_source: Source, options: ExportOptions, folder: Path, *_: object) -> tuple[Verification, bool, int]:
@@ -208,12 +207,12 @@ def test_a_model_too_large_for_memory_is_verified_by_its_first_layers(
 
     monkeypatch.setattr("topw_deploy.export.verification.run.verify_in_subprocess", verify)
     report = export(deep, tmp_path / "out", verify=True)
-    assert seen == [{"layers": plan.VERIFIED_LAYERS, "asked": plan.VERIFIED_LAYERS}]
+    assert seen == [{"layers": pipeline.VERIFIED_LAYERS, "asked": pipeline.VERIFIED_LAYERS}]
     manifest = load_manifest(tmp_path / "out")
     assert manifest.decoder is not None
-    assert manifest.decoder.num_layers == plan.VERIFIED_LAYERS + 1
+    assert manifest.decoder.num_layers == pipeline.VERIFIED_LAYERS + 1
     assert manifest.verification.status == "partial"
-    assert manifest.verification.checks[0].detail == f"torch; first {plan.VERIFIED_LAYERS} layers"
+    assert manifest.verification.checks[0].detail == f"torch; first {pipeline.VERIFIED_LAYERS} layers"
     assert "there is too little memory to verify all 5 layers" in report.notices[-1]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -222,10 +221,10 @@ def test_a_model_too_large_for_memory_is_verified_by_its_first_layers(
 def test_the_first_layers_are_exported_although_a_pattern_names_a_later_one(
     tmp_path: Path, deep: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "available_bytes", lambda: 1)
+    monkeypatch.setattr(pipeline, "available_bytes", lambda: 1)
     passed = Verification(status="passed"), True, 0
     monkeypatch.setattr("topw_deploy.export.verification.run.verify_in_subprocess", lambda *_rest: passed)
-    pattern = f"*layers.{plan.VERIFIED_LAYERS}.mlp.down_proj*"
+    pattern = f"*layers.{pipeline.VERIFIED_LAYERS}.mlp.down_proj*"
     export(deep, tmp_path / "out", verify=True, dtype="int4", exclude_nodes=(pattern,))
     assert load_manifest(tmp_path / "out").verification.status == "partial"
 
@@ -234,10 +233,10 @@ def test_the_manifest_counts_the_weights_by_type(sharded: tuple[Path, ExportRepo
     out = sharded[0]
     decoder = load_manifest(out).decoder
     assert decoder is not None
-    found = weights.bytes_by_type(ir.load(out / "model.onnx"))
+    found = bytes_by_type(ir.load(out / "model.onnx"))
     assert decoder.weights == found
     assert next(iter(found)) == "float16"
-    assert sum(found.values()) == weights.weight_bytes(ir.load(out / "model.onnx"))
+    assert sum(found.values()) == weight_bytes(ir.load(out / "model.onnx"))
 
 
 def test_the_required_space_excludes_hard_links_and_includes_the_verification() -> None:

@@ -17,8 +17,7 @@ from tests.support.samples import slow
 from topw_deploy.errors import ExportError, ParameterError, SourceError, UnsupportedModelError, VerificationError
 from topw_deploy.export import sampler_only
 from topw_deploy.export.sampler.spec import SAMPLER_INPUTS
-from topw_deploy.export.sampler_only import export_sampler
-from topw_deploy.export.source.arrays import embeddings_of_file, embeddings_of_folder
+from topw_deploy.export.sampler_only import embeddings_of_file, embeddings_of_folder, export_sampler
 from topw_deploy.manifest import check_hashes, load_manifest
 from topw_deploy.sampling import Geometry, median_distance
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
@@ -115,7 +114,7 @@ def test_a_table_may_have_more_rows_than_the_vocabulary(npy: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_large_table_is_in_a_data_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, npy: Path) -> None:
-    monkeypatch.setattr("topw_deploy.export.write.weights.EXTERNAL_ABOVE", 1000)
+    monkeypatch.setattr("topw_deploy.export.write.EXTERNAL_ABOVE", 1000)
     report = export_sampler(None, tmp_path / "out", embeddings=npy, **asdict(OPTIONS))
     assert "model.onnx_data" in report.files
     assert load_manifest(tmp_path / "out").verification.status == "passed"

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from tests.support.toy_model import VOCAB, Toy, export
 from topw_deploy.errors import ManifestError
-from topw_deploy.export.write.manifest import read_tables
+from topw_deploy.export.write import read_tables
 from topw_deploy.manifest import DecoderManifest, describe_files, load_decoder_manifest
 from topw_deploy.runtime.token_geometry import read_geometry
 from topw_deploy.sampling import Geometry, TopWOptions

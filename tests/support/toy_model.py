@@ -35,7 +35,7 @@ from topw_deploy.export.sampler.spec import (
     sampler_inputs,
     sampler_outputs,
 )
-from topw_deploy.export.write.manifest import read_tables
+from topw_deploy.export.write import read_tables
 from topw_deploy.manifest import (
     DecoderInfo,
     DecoderManifest,

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
 from topw_deploy.dtypes import FLOATS
 from topw_deploy.errors import SourceError, UnsupportedModelError, one_line
-from topw_deploy.export.decoder import Decoder
-from topw_deploy.export.graph import external_files, find_input, initializer_tensors, is_constant, required_input
+from topw_deploy.export.graph import (
+    Decoder,
+    find_input,
+    initializer_tensors,
+    is_constant,
+    number_attribute,
+    required_input,
+)
 from topw_deploy.export.sampler.spec import NEWEST_OPSET, OLDEST_OPSET
 from topw_deploy.export.source.configuration import read_json, text_part
 from topw_deploy.manifest import MOST_TOKENS, DecoderInfo, State, key_value_states
@@ -24,12 +28,10 @@ _KEEP_VALUES = {"Reshape", "Unsqueeze", "Squeeze", "Flatten", "Cast", "Identity"
 _COS_CACHE_INPUTS = {"GroupQueryAttention": 7, "RotaryEmbedding": 2}  # index in com.microsoft's operators
 # Graphs of standard operators apply a window by comparing with its size, or by adding or subtracting it.
 _WINDOW_OPERATORS = {"Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Sub", "Add"}
-_BETWEEN_CAP_AND_SOFTMAX = {"Mul", "Add", "Where", "Cast", "Identity", "Reshape", "Max", "Clip"}
 _CAP_TOLERANCE = 1e-3  # relative: the graph's cap may be rounded to half precision
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """A sliding window of a model.
 
     size: number of visible tokens, including the query.
@@ -40,23 +42,13 @@ class Window:
     layers: int | None
 
 
-@dataclass(frozen=True)
-class SequenceLimit:
-    """The longest sequence that a decoder supports.
-
-    tokens: its length.
-    notices: the reasons why it is shorter than the configured context, as sentences for the user.
-    """
-
-    tokens: int
-    notices: tuple[str, ...] = ()
-
-
-def sequence_limit(graph: ir.Graph, configured: int, window: Window | None) -> SequenceLimit:
+def sequence_limit(graph: ir.Graph, configured: int, window: Window | None) -> tuple[int, list[str]]:
     """The smallest of the configured context, the tables of positions in `graph`, and a window that `graph` ignores.
 
     configured: the context in tokens.
     window: the model's sliding window, or None.
+
+    Returns (tokens, sentences for the user that say why it is shorter than configured).
     """
     tokens, notices = configured, []
     rows = min(_position_rows(graph), default=tokens)
@@ -72,7 +64,7 @@ def sequence_limit(graph: ir.Graph, configured: int, window: Window | None) -> S
             "a longer one would need the window"
         )
         tokens = window.size
-    return SequenceLimit(tokens, tuple(notices))
+    return tokens, notices
 
 
 def window_of(config: dict[str, Any], genai: dict[str, Any]) -> Window | None:
@@ -83,18 +75,19 @@ def window_of(config: dict[str, Any], genai: dict[str, Any]) -> Window | None:
     """
     if config:
         size, types = config.get("sliding_window"), config.get("layer_types")
-        if not _is_size(size) or config.get("use_sliding_window") is False:
+        if not isinstance(size, int) or size <= 0 or config.get("use_sliding_window") is False:
             return None
         if not isinstance(types, list):
             return Window(size, None)
         sliding = sum(kind == "sliding_attention" for kind in types)
         return Window(size, sliding) if sliding else None
-    stated = genai.get("sliding_window")
-    if not isinstance(stated, dict) or not _is_size(stated.get("window_size")):
+    stated = _object(genai, "sliding_window")
+    size = stated.get("window_size")
+    if not isinstance(size, int) or size <= 0:
         return None
     # Without layer_types the builder writes an empty list; every layer then has the window.
     layers = stated.get("layers")
-    return Window(stated["window_size"], len(layers) if isinstance(layers, list) and layers else None)
+    return Window(size, len(layers) if isinstance(layers, list) and layers else None)
 
 
 def applies_window(graph: ir.Graph, window: Window) -> bool:
@@ -104,41 +97,23 @@ def applies_window(graph: ir.Graph, window: Window) -> bool:
     """
     operators = [node for node in graph if node.op_type == "GroupQueryAttention"]
     if not operators:
-        return any(_is_near(value, window.size) for value in _compared_numbers(graph))
+        return any(abs(abs(value) - window.size) <= 1 for value in _compared_numbers(graph))
     layers = sum(number_attribute(node, "local_window_size") == window.size for node in operators)
     return layers >= (window.layers or 1)
 
 
 def lost_soft_cap(graph: ir.Graph, config: dict[str, Any]) -> float | None:
-    """The soft cap on attention scores in `config` (Gemma 2) if `graph` does not apply it, else None.
-
-    A graph applies a cap by an attribute of the attention operator, or by a Tanh before each Softmax.
-    """
+    """The soft cap on attention scores in `config` (Gemma 2) if an attention operator does not apply it, else None."""
     cap = config.get("attn_logit_softcapping")
-    if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 < cap < math.inf:
+    if not isinstance(cap, float) or not 0 < cap < math.inf:
         return None
-    if cap > sys.float_info.max:  # an integer beyond any score
-        return None
-    operators = [node for node in graph if node.op_type in _ATTENTION_OPERATORS]
-    if operators:
-        caps = [number_attribute(node, "softcap") for node in operators]
-        is_applied = all(abs(applied - cap) <= _CAP_TOLERANCE * cap for applied in caps)
-    else:
-        scores = [optional_input(node, 0) for node in graph if node.op_type == "Softmax"]
-        is_applied = bool(scores) and all(_comes_from_tanh(value) for value in scores)
-    return None if is_applied else float(cap)
+    caps = [number_attribute(node, "softcap") for node in graph if node.op_type in _ATTENTION_OPERATORS]
+    return None if all(abs(applied - cap) <= _CAP_TOLERANCE * cap for applied in caps) else cap
 
 
 def optional_input(node: ir.Node, index: int) -> ir.Value | None:
     """The input `index` of `node`; None if it is empty or missing, as required ones may be in a damaged file."""
     return node.inputs[index] if index < len(node.inputs) else None
-
-
-def number_attribute(node: ir.Node, name: str) -> float:
-    """The attribute `name` of `node`; 0 if it is missing or not a number."""
-    attribute = node.attributes.get(name)
-    is_number = attribute is not None and attribute.type in (ir.AttributeType.INT, ir.AttributeType.FLOAT)
-    return float(attribute.value) if attribute is not None and is_number else 0.0
 
 
 def _position_rows(graph: ir.Graph) -> Iterator[int]:
@@ -174,30 +149,6 @@ def _compared_numbers(graph: ir.Graph) -> Iterator[int]:
                     yield int(tensor.numpy().reshape(()))
 
 
-def _is_near(value: int, window: int) -> bool:
-    """Whether `value` or -`value`, which a graph may add, is `window` or differs from it by one."""
-    return abs(value) in (window - 1, window, window + 1)
-
-
-def _comes_from_tanh(value: ir.Value | None) -> bool:
-    """Whether operators that may stand between a soft cap and a softmax compute `value` from a Tanh."""
-    pending, seen = [value], set()
-    while pending:
-        node = source.producer() if (source := pending.pop()) is not None else None
-        if node is None or id(node) in seen:
-            continue
-        seen.add(id(node))
-        if node.op_type == "Tanh":
-            return True
-        if node.op_type in _BETWEEN_CAP_AND_SOFTMAX:
-            pending += node.inputs
-    return False
-
-
-def _is_size(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 # This operator writes the cache in place. It takes one length per row, so it silently misplaces left-padded rows.
 IN_PLACE = "GroupQueryAttention"
@@ -229,7 +180,12 @@ def load_decoder(file: Path, folder: Path) -> Decoder:
         ) from error
     _check_data_files(model, file)
     _check_recursion(model)
-    _check_opset(model, file)
+    opset = model.opset_imports.get("", 0)
+    if not OLDEST_OPSET <= opset <= NEWEST_OPSET:
+        raise UnsupportedModelError(
+            f"{file} is written in opset {opset}, but the sampler needs {OLDEST_OPSET} to {NEWEST_OPSET}; "
+            f"export the decoder again with opset {OLDEST_OPSET}."
+        )
     _check_names(model.graph, file)
     info, notices = _describe(model.graph, folder)
     return Decoder(model, info, foreign=True, notices=notices)
@@ -279,39 +235,30 @@ def _object(data: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _check_data_files(model: ir.Model, file: Path) -> None:
-    """Raise SourceError unless `file` and files of its folder hold all bytes of all weights."""
-    for node in _all_nodes(model):
-        if any(isinstance(tensor, ir.ExternalTensor) for tensor in _attribute_tensors(node)):
-            raise SourceError(
-                f"{file} keeps an attribute of the node {node.name or node.op_type!r:.60} in another file, but only "
-                "weights may be there; do not use this model."
-            )
+    """Raise SourceError unless files of the folder hold all bytes of all weights, and no attribute is in a file."""
+    for graph in (model.graph, *model.functions.values()):
+        for node in graph.all_nodes():
+            if any(isinstance(attribute.value, ir.ExternalTensor) for attribute in node.attributes.values()):
+                raise SourceError(
+                    f"{file} keeps an attribute of the node {node.name or node.op_type!r:.60} in another file, but "
+                    "only weights may be there; do not use this model."
+                )
     for tensor in initializer_tensors(model):
-        if isinstance(tensor, ir.ExternalTensor) and not isinstance(tensor.location, str):
-            raise SourceError(
-                f"{file} keeps weights at {tensor.location!r:.60}, a name that is not UTF-8; fetch it again."
-            )
-    for location in external_files(model):
-        if Path(location).is_absolute() or ".." in Path(location).parts:
-            raise SourceError(f"{file} keeps weights at {location!r}, outside its folder; do not use this model.")
+        if not isinstance(tensor, ir.ExternalTensor):
+            continue
+        location = Path(str(tensor.location))
+        if location.is_absolute() or ".." in location.parts:
+            raise SourceError(f"{file} keeps weights at '{location}', outside its folder; do not use this model.")
         if not (file.parent / location).is_file():
             folder = file.resolve().parent
             raise SourceError(f"{file} needs the data file {location}, which is missing from {folder}; fetch it again.")
-    sizes = {location: path.stat().st_size for location, path in external_files(model).items()}
-    for tensor in initializer_tensors(model):
-        if isinstance(tensor, ir.ExternalTensor):
-            _check_range(tensor, sizes[str(tensor.location)], file)
-
-
-def _check_range(tensor: ir.ExternalTensor, size: int, file: Path) -> None:
-    """Raise SourceError unless `tensor` lies inside its data file of `size` bytes."""
-    start, needed = tensor.offset or 0, int(tensor.nbytes)
-    length = needed if tensor.length is None else tensor.length
-    if min(start, needed, *map(int, tensor.shape)) < 0 or length < needed or start + length > size:
-        raise SourceError(
-            f"{file} keeps the {needed} bytes of {tensor.name!r:.60} in {length} bytes at offset {start} of "
-            f"{tensor.location}, which has {size} bytes; fetch it again."
-        )
+        start, needed, size = tensor.offset or 0, int(tensor.nbytes), (file.parent / location).stat().st_size
+        length = needed if tensor.length is None else tensor.length
+        if min(start, needed, *map(int, tensor.shape)) < 0 or length < needed or start + length > size:
+            raise SourceError(
+                f"{file} keeps the {needed} bytes of {tensor.name!r:.60} in {length} bytes at offset {start} of "
+                f"{location}, which has {size} bytes; fetch it again."
+            )
 
 
 def _check_recursion(model: ir.Model) -> None:
@@ -327,30 +274,6 @@ def _check_recursion(model: ir.Model) -> None:
             raise UnsupportedModelError(f"the function {domain}.{name} calls itself; export the decoder again.")
         for key in finite:
             del calls[key]
-
-
-def _all_nodes(model: ir.Model) -> Iterator[ir.Node]:
-    """The nodes of the graph and of the functions, including those in subgraphs."""
-    yield from model.graph.all_nodes()
-    for function in model.functions.values():
-        yield from function.all_nodes()
-
-
-def _attribute_tensors(node: ir.Node) -> Iterator[object]:
-    for attribute in node.attributes.values():
-        if attribute.type == ir.AttributeType.TENSOR:
-            yield attribute.value
-        elif attribute.type == ir.AttributeType.TENSORS:
-            yield from attribute.value
-
-
-def _check_opset(model: ir.Model, file: Path) -> None:
-    opset = model.opset_imports.get("", 0)
-    if not OLDEST_OPSET <= opset <= NEWEST_OPSET:
-        raise UnsupportedModelError(
-            f"{file} is written in opset {opset}, but the sampler needs {OLDEST_OPSET} to {NEWEST_OPSET}; "
-            f"export the decoder again with opset {OLDEST_OPSET}."
-        )
 
 
 def _check_names(graph: ir.Graph, file: Path) -> None:
@@ -397,14 +320,18 @@ def _describe(graph: ir.Graph, folder: Path) -> tuple[DecoderInfo, list[str]]:
             f"{folder} does not state the decoder's context length (config.json: max_position_embeddings, "
             "genai_config.json: context_length); add it, or give the folder of the configuration with --tokenizer."
         )
-    limit = sequence_limit(graph, length, window_of(config.text, config.decoder))
-    notices = list(limit.notices)
+    tokens, notices = sequence_limit(graph, length, window_of(config.text, config.decoder))
     if (cap := lost_soft_cap(graph, config.text)) is not None:
         notices.append(
             f"the decoder does not apply the soft cap of {cap:g} on attention scores that config.json states, so its "
             "logits differ from the model's"
         )
     in_place = is_written_in_place(graph)
+    sizes: dict[str, int] = {}  # bytes of weights by type
+    for value in graph.initializers.values():
+        if value.const_value is not None:
+            name = value.const_value.dtype.name.lower()
+            sizes[name] = sizes.get(name, 0) + value.const_value.nbytes
     operators = {node.op_type for node in graph}
     info = DecoderInfo(
         model_type=str(config.text.get("model_type") or config.genai.get("type") or "unknown"),
@@ -412,9 +339,9 @@ def _describe(graph: ir.Graph, folder: Path) -> tuple[DecoderInfo, list[str]]:
         num_layers=layers,
         states=tuple(states),
         kv_dtype=cache_type(graph),
-        context_length=limit.tokens,
+        context_length=tokens,
         left_padding=IN_PLACE not in operators,
-        weights_dtype=_weights_dtype(graph),
+        weights_dtype=max(sizes, key=lambda name: sizes[name], default="float"),
         attention=next((name for name in _ATTENTION_OPERATORS if name in operators), ""),
         ragged_chunks=not in_place,
         right_padding=in_place and takes_right_padding(graph),
@@ -443,16 +370,6 @@ def _fix_cache_sizes(graph: ir.Graph, layer: int, heads: int, dim: int) -> None:
         shape = value.shape
         if value.name in names and shape is not None and len(shape) == 4:
             value.shape = ir.Shape([shape[0], heads, shape[2], dim])
-
-
-def _weights_dtype(graph: ir.Graph) -> str:
-    """The type of most bytes of weights."""
-    sizes: dict[str, int] = {}
-    for value in graph.initializers.values():
-        if value.const_value is not None:
-            name = value.const_value.dtype.name.lower()
-            sizes[name] = sizes.get(name, 0) + value.const_value.nbytes
-    return max(sizes, key=lambda name: sizes[name]) if sizes else "float"
 
 
 def cache_type(graph: ir.Graph) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
 
@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 from msgspec import structs
 
-from topw_deploy.errors import ParameterError, VerificationError
+from topw_deploy.errors import ParameterError, SourceError, UnsupportedModelError, VerificationError, one_line
 from topw_deploy.export.embedding import plain_gather
 from topw_deploy.export.graph import GraphEditor
 from topw_deploy.export.options import DEFAULT_OPSET, ExportReport, SamplerKeywords, SamplerOptions, read_options
@@ -19,14 +19,13 @@ from topw_deploy.export.pipeline import export_folder
 from topw_deploy.export.sampler.attach import add_sampler_inputs, add_sampler_node, install_function
 from topw_deploy.export.sampler.neighbour_bound import Measure, choose_measure, no_bound
 from topw_deploy.export.sampler.spec import GEOMETRY_INPUTS, SamplerSpec
-from topw_deploy.export.source.arrays import embeddings_of_file, embeddings_of_folder, median_distance_in_file
+from topw_deploy.export.source.files import NUMPY_TYPES, tensor_files, tensors_in
 from topw_deploy.export.source.resolve import Source, resolve
-from topw_deploy.export.write.manifest import file_bytes_in, sampler_manifest, sampler_report
-from topw_deploy.export.write.weights import weight_bytes, write_model
-from topw_deploy.folders import require_space
+from topw_deploy.export.write import file_bytes_in, sampler_manifest, sampler_report, weight_bytes, write_model
+from topw_deploy.folders import open_regular, require_space
 from topw_deploy.manifest import SamplerManifest, Verification, save_manifest
 from topw_deploy.progress import SILENT, Progress
-from topw_deploy.sampling import Geometry
+from topw_deploy.sampling import Geometry, median_distance
 from topw_deploy.text import decimal_size
 
 _VERIFIED_ROWS = 4
@@ -209,7 +208,7 @@ def _without_files(name: str, revision: str) -> Source:
 def _verify(folder: Path, manifest: SamplerManifest, geometry: Geometry, median: float | None) -> Verification:
     """Compare the sampler in `folder` with the reference, on random logits. Raises VerificationError if they differ."""
     from topw_deploy.export.verification.reference import SamplerProbe
-    from topw_deploy.export.verification.run import Outcome
+    from topw_deploy.export.verification.run import failed_checks, record_of
     from topw_deploy.export.verification.sampler import check_bound, rule_checks, sampler_checks
 
     generator = np.random.default_rng(0)
@@ -223,11 +222,103 @@ def _verify(folder: Path, manifest: SamplerManifest, geometry: Geometry, median:
     ]
     if manifest.sampler.neighbour_bound:
         results.append(check_bound(folder, geometry, manifest.sampler.vocab_size))
-    outcome = Outcome.of(results)
-    if outcome.failed:
-        check = outcome.failed[0]
+    record = record_of(results)
+    for check in failed_checks(record.checks):
         raise VerificationError(
             f"{check.name} differ from the reference by {check.difference:g}, but at most {check.bound:g} is allowed "
             f"({check.detail}); report this with the options used."
         )
-    return replace(outcome, median_distance=median).verification()
+    return structs.replace(record, median_distance=median)
+
+
+MOST_STEPS = 4096
+"""The maximum number of rows in a file of logits. Computing the median takes 32 kB per row."""
+# Names of the embedding table in transformers' models, without prefixes.
+_TABLE_NAMES = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "embed_in.weight",
+    "word_embeddings.weight",
+    "tok_embeddings.weight",
+)
+_TABLE_TYPES = ("F64", "F32", "F16", "BF16")
+
+
+def embeddings_of_folder(folder: Path) -> np.ndarray:
+    """Memory-map a checkpoint's input embeddings [rows, hidden].
+
+    Raises SourceError for missing or damaged weights, UnsupportedModelError unless exactly one tensor has a usual name
+    and a floating-point type.
+    """
+    places = tensor_files(folder)
+    found = sorted(name for name in places if name.endswith(_TABLE_NAMES))
+    if len(found) != 1:
+        which = f"{len(found)} ({', '.join(found)})" if found else "none"
+        raise UnsupportedModelError(
+            f"the input embeddings in {folder} are not clear: {which} have one of the usual names "
+            f"({', '.join(_TABLE_NAMES)}); "
+            "save the table as .npy and give it with --embeddings."
+        )
+    (name,) = found
+    stored = tensors_in(places[name], {name})[name]
+    if stored.dtype not in _TABLE_TYPES:
+        raise UnsupportedModelError(
+            f"the embedding table {name} is stored as {stored.dtype}, but must be one of {', '.join(_TABLE_TYPES)}; "
+            "save the unquantised table as .npy and give it with --embeddings."
+        )
+    return _check_table(stored.array(), name)
+
+
+def embeddings_of_file(path: Path) -> np.ndarray:
+    """Memory-map a .npy table [rows, hidden]. Raises SourceError for other files."""
+    return _check_table(map_array(path, "the embedding table"), str(path))
+
+
+def _check_table(table: np.ndarray, name: str) -> np.ndarray:
+    if table.ndim != 2 or 0 in table.shape or table.dtype not in [NUMPY_TYPES[kind] for kind in _TABLE_TYPES]:
+        raise SourceError(
+            f"{name} holds {table.dtype} of shape {tuple(table.shape)}, but must hold floating-point numbers of shape "
+            "[tokens, hidden]; give such a table."
+        )
+    return table
+
+
+def map_array(path: Path, content: str) -> np.ndarray:
+    """Memory-map the array in a .npy file, read-only.
+
+    content: a noun phrase for the messages, such as "the logits".
+    Raises SourceError if the file is missing, is not a regular file or holds no array of numbers.
+    """
+    try:
+        with open_regular(path, follow=True):  # numpy would wait for the writer of a named pipe
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+        if not isinstance(array, np.ndarray):
+            raise ValueError("it is an archive of arrays")
+    except FileNotFoundError:
+        raise SourceError(f"{path} does not exist; give a .npy file with {content}.") from None
+    except Exception as error:  # noqa: BLE001  # numpy also raises errors of Python's tokenizer
+        raise SourceError(
+            f"{path} is not a .npy file of numbers ({one_line(error, 200)}); save {content} with numpy.save."
+        ) from None
+    return array
+
+
+def median_distance_in_file(path: Path, geometry: Geometry, vocab_size: int) -> float:
+    """Return the median distance of likely pairs of tokens (sampling.geometry) over the steps in a .npy file.
+
+    path: floating-point logits [steps, vocab_size], with 1 to MOST_STEPS steps.
+    Raises SourceError for other files, and if no row has two likely tokens at a distance > 0.
+    """
+    rows = map_array(path, "the logits")
+    if rows.ndim != 2 or rows.shape[1] != vocab_size or not 1 <= len(rows) <= MOST_STEPS or rows.dtype.kind != "f":
+        raise SourceError(
+            f"{path} holds {rows.dtype} of shape {tuple(rows.shape)}, but must hold floating-point logits of shape "
+            f"[steps, {vocab_size}], with 1 to {MOST_STEPS} steps; give such logits."
+        )
+    found = median_distance(geometry, rows)
+    if found is None:
+        raise SourceError(
+            f"the logits in {path} have no two likely tokens at a distance > 0 in any row; give a model's logits at "
+            "steps of ordinary texts."
+        )
+    return found

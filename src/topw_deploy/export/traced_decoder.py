@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from topw_deploy.dtypes import onnx_name
 from topw_deploy.errors import UnsupportedModelError, one_line
-from topw_deploy.export.decoder import Decoder
+from topw_deploy.export.graph import Decoder
 from topw_deploy.export.lowering import lower
 from topw_deploy.export.options import DEFAULT_OPSET, ExportOptions
 from topw_deploy.export.source.checkpoint import context_length, load_unread, overflowing_modules, switching_rope

@@ -93,11 +93,6 @@ def lose_the_window(node: ir.Node) -> None:
     del node.attributes["local_window_size"]
 
 
-def change_the_types_of_attributes(node: ir.Node) -> None:
-    for name in ("sliding_window_cache", "local_window_size", "softcap"):
-        node.attributes[name] = ir.AttrString(name, "x")
-
-
 def give_an_infinite_window(node: ir.Node) -> None:
     node.attributes["sliding_window_cache"] = ir.AttrInt64("sliding_window_cache", 1)
     node.attributes["local_window_size"] = ir.AttrFloat32("local_window_size", float("inf"))
@@ -116,7 +111,6 @@ def become_a_softmax_without_inputs(node: ir.Node) -> None:
     "damage",
     [
         lose_the_window,
-        change_the_types_of_attributes,
         give_an_infinite_window,
         lose_inputs,
         become_a_softmax_without_inputs,
@@ -133,8 +127,6 @@ def test_a_damaged_operator_counts_as_one_without_the_feature(
     assert read.info.buffer_least == 0
     if damage is lose_inputs:
         assert not read.info.right_padding
-    if damage in (change_the_types_of_attributes, become_a_softmax_without_inputs):
-        assert "does not apply the soft cap of 50" in read.notices[0]
 
 
 def test_rows_may_be_padded_on_the_right_if_lengths_are_sums_of_the_mask(tmp_path: Path) -> None:
@@ -204,8 +196,8 @@ def test_a_table_of_position_embeddings_limits_sequences() -> None:
     positions = editor.input("position_ids", ir.DataType.INT64, ["batch_size", "sequence_length"])
     flat = editor.op("Reshape", [positions, editor.constant(np.array([-1]))])
     editor.op("Gather", [editor.constant(np.zeros((30, 8), np.float32)), flat])
-    assert sequence_limit(graph, 64, None).tokens == 30
-    assert sequence_limit(graph, 20, None).tokens == 20
+    assert sequence_limit(graph, 64, None)[0] == 30
+    assert sequence_limit(graph, 20, None)[0] == 20
 
 
 def test_a_window_that_the_graph_ignores_limits_sequences(tmp_path: Path) -> None:
@@ -260,13 +252,3 @@ def test_a_missing_soft_cap_is_stated(tmp_path: Path, softcap: float, lost: floa
     file = written(tmp_path / "made", model, attn_logit_softcapping=50.0)
     notices = load_decoder(file, file.parent).notices
     assert ["does not apply the soft cap of 50" in notice for notice in notices] == ([True] if lost else [])
-
-
-@pytest.mark.parametrize("capped", [True, False])
-def test_a_soft_cap_in_plain_operators_is_a_tanh_before_the_softmax(capped: bool) -> None:
-    graph = ir.Graph([], [], nodes=[], opset_imports={"": 18}, name="decoder")
-    editor = GraphEditor(graph, "made")
-    scores = editor.input("scores", ir.DataType.FLOAT, ["n", "m"])
-    value = editor.op("Tanh", [scores]) if capped else scores
-    editor.op("Softmax", [editor.op("Add", [editor.op("Mul", [value, value]), scores])])
-    assert (lost_soft_cap(graph, {"attn_logit_softcapping": 50.0}) is None) is capped

@@ -26,7 +26,7 @@ from topw_deploy.export.lowering.experts import lower_experts
 from topw_deploy.export.quantise import Quantisation, quantise
 from topw_deploy.export.quantise.blocks import BlocksShape, dequantise, quantise_weight
 from topw_deploy.export.quantise.experts import least_onnxruntime
-from topw_deploy.export.write.weights import bytes_by_type
+from topw_deploy.export.write import bytes_by_type
 
 EXACT = 1e-4  # of outputs up to 30, as unquantised; measured: 2e-5
 INT8_ACTIVATIONS = 0.03  # of the largest output; measured: 0.011

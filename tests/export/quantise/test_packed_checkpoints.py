@@ -14,7 +14,7 @@ from tests.export.quantise.packed_checkpoints import RoundedLayer, write_packed
 from topw_deploy.errors import ParameterError, SourceError, UnsupportedModelError
 from topw_deploy.export import export_model
 from topw_deploy.export.quantise.blocks import unpack_codes
-from topw_deploy.export.source.checkpoint import load_checkpoint
+from topw_deploy.export.source.checkpoint import load_reference
 from topw_deploy.export.source.quantised import QuantisedCheckpoint, quantised_format
 from topw_deploy.manifest import load_manifest
 
@@ -45,7 +45,7 @@ def test_layers_are_read_as_their_dequantised_weights(kind: str, tmp_path: Path)
     for name, matrix in matrices.items():
         np.testing.assert_array_equal(matrix.codes, layers[name].codes.T)
         np.testing.assert_array_equal(matrix.weight(), layers[name].weight)
-    model = load_checkpoint(tmp_path, "float32")
+    model = load_reference(tmp_path, "float32")
     for name, layer in layers.items():
         np.testing.assert_array_equal(model.get_submodule(name).weight.detach().numpy(), layer.weight)
 
@@ -144,5 +144,5 @@ def test_damaged_layers_are_refused_by_name(wrong: str, tmp_path: Path) -> None:
     else:
         tensors[f"{name}.scales"] = np.ascontiguousarray(tensors[f"{name}.scales"][:, :-8])
     save_file(tensors, file)
-    with pytest.raises(SourceError, match=r"lacks .*q_proj.scales|q_proj: .* is damaged"):
+    with pytest.raises(SourceError, match=r"lacks the scales of .*q_proj|q_proj.* is damaged"):
         QuantisedCheckpoint.of(tmp_path).matrix(f"{name}.weight")  # type: ignore[union-attr]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from tests.export.source.quantised_checkpoints import KINDS, write_gpt_oss, writ
 from tests.support.samples import slow
 from tests.support.tiny_models import export, make_model
 from topw_deploy.errors import ParameterError, SourceError, UnsupportedModelError
-from topw_deploy.export.source.checkpoint import load_checkpoint, load_reference, load_unread
+from topw_deploy.export.source.checkpoint import load_reference, load_unread
 from topw_deploy.export.source.quantised import QuantisedCheckpoint, quantised_format
 from topw_deploy.export.source.unread_tensor import UnreadTensor, read_part
 
@@ -34,7 +35,7 @@ every_kind = pytest.mark.parametrize("kind", [kind if kind in QUICK else slow(ki
 @every_kind
 def test_quantised_layers_are_read_as_the_format_defines_them(kind: str, tmp_path: Path) -> None:
     layers = write_quantised(tmp_path, kind)
-    model = load_checkpoint(tmp_path, "float32")
+    model = load_reference(tmp_path, "float32")
     for name, layer in layers.items():
         np.testing.assert_array_equal(model.get_parameter(name).detach().numpy(), layer.weight, name)
 
@@ -66,7 +67,7 @@ def test_experts_stored_one_by_one_are_decoded_before_they_are_merged(tmp_path: 
     save_file(tensors | changed, stored / "model.safetensors")
     config = json.loads((stored / "config.json").read_text()) | {"quantization_config": KINDS["fp8 blocks"].settings}
     (stored / "config.json").write_text(json.dumps(config))
-    expected, (found, notices) = load_checkpoint(plain, "float32"), load_unread(stored, "float32")
+    expected, (found, notices) = load_reference(plain, "float32"), load_unread(stored, "float32")
     assert notices == []
     for name, weight in found.named_parameters():
         assert isinstance(weight, UnreadTensor)
@@ -154,66 +155,65 @@ def _change_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) ->
     return lambda tensors: tensors.update({name: change(tensors[name]).contiguous()})
 
 
-DAMAGED: dict[str, tuple[str, Callable[[Tensors], None], str]] = {
-    "float8 without scales": ("fp8 blocks", _drop_tensor(f"{FIRST}_scale_inv"), r"without scales \(.*_scale_inv\)"),
+DAMAGED: dict[str, tuple[str, Callable[[Tensors], None]]] = {
+    "float8 without scales": ("fp8 blocks", _drop_tensor(f"{FIRST}_scale_inv")),
     "too few scales": (
         "fp8 blocks",
         _change_tensor(f"{FIRST}_scale_inv", lambda t: t[:, :1].repeat(3, 1)[:3]),
-        "do not cover",
     ),
-    "integer scales": ("fp8 blocks", _change_tensor(f"{FIRST}_scale_inv", lambda t: t.int()), "scales of .* as I32"),
-    "infinite scales": ("fp8 blocks", _change_tensor(f"{FIRST}_scale_inv", lambda t: t / 0), "NaN or infinity"),
+    "integer scales": ("fp8 blocks", _change_tensor(f"{FIRST}_scale_inv", lambda t: t.int())),
+    "infinite scales": ("fp8 blocks", _change_tensor(f"{FIRST}_scale_inv", lambda t: t / 0)),
     "exponents that are no number": (
         "fp8 blocks, ue8m0",
         _change_tensor(f"{FIRST}_scale_inv", lambda t: torch.full(t.shape, 255, dtype=torch.uint8)),
-        "byte 255",
     ),
-    "packed without scales": ("compressed int4", _drop_tensor(f"{FIRST}_scale"), r"lacks .*_scale, which"),
-    "packed without a shape": ("compressed int4", _drop_tensor(f"{FIRST}_shape"), r"lacks .*_shape, which"),
-    "wrong shape": ("compressed int4", _change_tensor(f"{FIRST}_shape", lambda t: t + 1), "_shape says"),
+    "packed without scales": ("compressed int4", _drop_tensor(f"{FIRST}_scale")),
+    "packed without a shape": ("compressed int4", _drop_tensor(f"{FIRST}_shape")),
+    "wrong shape": ("compressed int4", _change_tensor(f"{FIRST}_shape", lambda t: t + 1)),
     "a shape of no integers": (
         "compressed int4",
         _change_tensor(f"{FIRST}_shape", lambda t: torch.full((2,), torch.nan)),
-        "shape of .* as F32 .* not fit",
     ),
-    "no scales": ("compressed int4", _change_tensor(f"{FIRST}_scale", lambda t: t[:, :0]), "scale of .* not fit"),
-    "no scales of float8": ("fp8 blocks", _change_tensor(f"{FIRST}_scale_inv", lambda t: t[:0, :0]), "do not cover"),
-    "no values of float8": ("fp8 blocks", _change_tensor(FIRST, lambda t: t[:0]), "do not cover"),
-    "wrong words": ("compressed int4", _change_tensor(f"{FIRST}_packed", lambda t: t[:, :-1]), "neither 4 nor 8 bits"),
-    "wrong type": ("compressed int4", _change_tensor(f"{FIRST}_packed", lambda t: t.long()), "codes of .* as I64"),
+    "no scales": ("compressed int4", _change_tensor(f"{FIRST}_scale", lambda t: t[:, :0])),
+    "no scales of float8": ("fp8 blocks", _change_tensor(f"{FIRST}_scale_inv", lambda t: t[:0, :0])),
+    "no values of float8": ("fp8 blocks", _change_tensor(FIRST, lambda t: t[:0])),
+    "wrong words": ("compressed int4", _change_tensor(f"{FIRST}_packed", lambda t: t[:, :-1])),
+    "wrong type": ("compressed int4", _change_tensor(f"{FIRST}_packed", lambda t: t.long())),
     "scales of another size": (
         "compressed int4",
         _change_tensor(f"{FIRST}_scale", lambda t: t[:-2]),
-        "scale of .* not fit",
     ),
     "zero points of another size": (
         "compressed int4, asymmetric",
         _change_tensor(f"{FIRST}_zero_point", lambda t: t[:-1]),
-        "zero point of .* not fit",
     ),
     "groups out of range": (
         "compressed int4, actorder",
         _change_tensor(f"{FIRST}_g_idx", lambda t: t + 1),
-        "names groups outside",
     ),
     "groups of another size": (
         "compressed int4, actorder",
         _change_tensor(f"{FIRST}_g_idx", lambda t: t[:-1]),
-        "g idx of .* not fit",
     ),
 }
 
 
+def decode_all(folder: Path) -> None:
+    checkpoint = QuantisedCheckpoint.of(folder)
+    assert checkpoint is not None
+    for weight in checkpoint.weights.values():
+        weight.rows(slice(None))
+
+
 @pytest.mark.parametrize("how", DAMAGED)
 def test_a_damaged_layer_is_refused_by_its_tensors_name(how: str, tmp_path: Path) -> None:
-    kind, damage, words = DAMAGED[how]
+    kind, damage = DAMAGED[how]
     write_quantised(tmp_path, kind)
     tensors = load_file(tmp_path / "model.safetensors")
     damage(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(SourceError, match=words) as found:
-        QuantisedCheckpoint.of(tmp_path)
-    assert FIRST in str(found.value)
+    with pytest.raises(SourceError, match=f"{re.escape(FIRST)}.*fetch it again"):
+        decode_all(tmp_path)
 
 
 @pytest.mark.parametrize("part", ["blocks", "scales"])
@@ -223,11 +223,11 @@ def test_damaged_mxfp4_experts_are_refused_by_name(part: str, tmp_path: Path) ->
     tensors = load_file(tmp_path / "model.safetensors")
     whole = tensors.pop(name)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(SourceError, match=f"lacks {name}"):
-        QuantisedCheckpoint.of(tmp_path)
+    with pytest.raises(SourceError, match=rf"lacks the {part} of model\.layers\.1\.mlp\.experts\.down_proj"):
+        decode_all(tmp_path)
     save_file(tensors | {name: whole[:, :-1].contiguous()}, tmp_path / "model.safetensors")
-    with pytest.raises(SourceError, match=r"layers\.1\.mlp\.experts\.down_proj_blocks is U8 of shape"):
-        QuantisedCheckpoint.of(tmp_path)
+    with pytest.raises(SourceError, match=r"layers\.1\.mlp\.experts\.down_proj .* is damaged"):
+        decode_all(tmp_path)
 
 
 def test_mxfp4_scales_that_are_no_number_are_refused(tmp_path: Path) -> None:
@@ -236,8 +236,8 @@ def test_mxfp4_scales_that_are_no_number_are_refused(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     tensors[f"{name}_scales"][1] = 255
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(SourceError, match=f"{name} contain the byte 255"):
-        load_checkpoint(tmp_path, "float32")
+    with pytest.raises(SourceError, match=f"{name} .* contain the byte 255"):
+        load_reference(tmp_path, "float32")
 
 
 @pytest.mark.parametrize(

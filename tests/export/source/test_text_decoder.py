@@ -16,7 +16,7 @@ from tests.support.samples import slow
 from tests.support.tiny_models import export
 from topw_deploy.errors import SourceError, VerificationError
 from topw_deploy.export.source import text_decoder
-from topw_deploy.export.source.checkpoint import load_checkpoint, load_reference, load_unread
+from topw_deploy.export.source.checkpoint import load_reference, load_unread
 from topw_deploy.export.source.configuration import write_configuration
 from topw_deploy.export.source.resolve import Source
 from topw_deploy.export.source.unread_tensor import UnreadTensor
@@ -98,12 +98,12 @@ def test_a_missing_tensor_of_the_decoder_is_named_but_one_of_a_tower_does_not_ma
     tower = next(name for name in tensors if "vision_tower" in name)
     del tensors[tower]
     save_file(tensors, file)
-    load_checkpoint(tmp_path, "float32")
+    load_reference(tmp_path, "float32")
     layer = next(name for name in tensors if name.endswith("layers.1.self_attn.q_proj.weight") and "vision" not in name)
     del tensors[layer]
     save_file(tensors, file)
     with pytest.raises(SourceError, match=r"lack 1 tensors .*layers\.1\.self_attn\.q_proj\.weight"):
-        load_checkpoint(tmp_path, "float32")
+        load_reference(tmp_path, "float32")
 
 
 def test_a_text_decoder_that_differs_from_the_whole_model_is_refused(

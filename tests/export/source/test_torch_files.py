@@ -13,8 +13,8 @@ import torch
 
 from tests.support.tiny_models import export, make_model, write_tokenizer
 from topw_deploy.errors import SourceError
-from topw_deploy.export.source.arrays import embeddings_of_folder
-from topw_deploy.export.source.checkpoint import load_checkpoint, load_unread
+from topw_deploy.export.sampler_only import embeddings_of_folder
+from topw_deploy.export.source.checkpoint import load_reference, load_unread
 from topw_deploy.export.source.files import stored_tensors
 from topw_deploy.export.source.unread_tensor import UnreadTensor
 
@@ -48,7 +48,7 @@ def test_weights_stay_in_their_files(parts: int, tmp_path: Path) -> None:
         assert weight.file is not None
         assert torch.equal(weight.values(), tensor.float())
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    loaded = load_checkpoint(tmp_path, "float32")
+    loaded = load_reference(tmp_path, "float32")
     assert torch.equal(loaded.lm_head.weight, tensors["model.embed_tokens.weight"].float())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -18,11 +19,15 @@ from tests.support.samples import sampled
 from tests.support.tiny_models import FAMILIES, make_model
 from topw_deploy.errors import SourceError
 from topw_deploy.export.graph import LazyWeight, byte_blocks, transpose_tensor
-from topw_deploy.export.source.checkpoint import load_checkpoint
+from topw_deploy.export.source.checkpoint import load_reference, load_unread
 from topw_deploy.export.source.files import stored_tensors
 from topw_deploy.export.source.unread_tensor import UnreadTensor, cast_to_float32, load_during_calls
 from topw_deploy.export.trace.trace import fake_parameters, trace, weight_tensor
 from topw_deploy.progress import StageMemory, resident_bytes
+
+
+def load_checkpoint(folder: Path, dtype: str, *, unread: bool = False) -> Any:
+    return load_unread(folder, dtype)[0] if unread else load_reference(folder, dtype)
 
 
 def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:

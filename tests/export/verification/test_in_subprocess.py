@@ -17,7 +17,7 @@ from topw_deploy.export.options import ExportOptions
 from topw_deploy.export.source.resolve import Source
 from topw_deploy.export.verification import run as in_subprocess
 from topw_deploy.export.verification import worker
-from topw_deploy.export.verification.run import LEFT_PADDED, Outcome, Result, decode_result, encode_result
+from topw_deploy.export.verification.run import LEFT_PADDED, Result, format_result, record_of
 from topw_deploy.manifest import Check, NotCompared, Verification
 from topw_deploy.progress import SILENT, Progress
 
@@ -34,7 +34,7 @@ def test_padding_that_fails_is_recorded_with_its_limit_for_another_exporters_dec
     difference: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = Check(LEFT_PADDED, False, difference, 1e-4, "lengths [64, 32, 7, 1]")
-    monkeypatch.setattr(in_subprocess, "run_checks", lambda *_rest: Outcome((GOOD, failed), peak=5))
+    monkeypatch.setattr(in_subprocess, "run_checks", lambda *_rest: (record_of([GOOD, failed]), 5))
     verification, may_pad, peak = verify(Path("model.onnx"))
     assert (verification.status, may_pad, peak) == ("partial", False, 5)
     good, recorded = verification.checks
@@ -46,14 +46,14 @@ def test_padding_that_fails_is_recorded_with_its_limit_for_another_exporters_dec
 
 def test_padding_that_fails_ends_the_export_of_our_own_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = Check(LEFT_PADDED, False, 3.0, 1e-4, "lengths [64, 32, 7, 1]")
-    monkeypatch.setattr(in_subprocess, "run_checks", lambda *_rest: Outcome((GOOD, failed)))
+    monkeypatch.setattr(in_subprocess, "run_checks", lambda *_rest: (record_of([GOOD, failed]), 5))
     with pytest.raises(VerificationError, match=r"1 of 2 checks failed \(first: left-padded batch logits"):
         verify(None)
 
 
 def test_another_failure_beside_padding_ends_the_export(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = (Check("prefill logits", False, 3.0, 1e-4), Check(LEFT_PADDED, False, 3.0, 1e-4))
-    monkeypatch.setattr(in_subprocess, "run_checks", lambda *_rest: Outcome(failed))
+    monkeypatch.setattr(in_subprocess, "run_checks", lambda *_rest: (record_of(failed), 5))
     with pytest.raises(VerificationError, match="2 of 2 checks failed"):
         verify(Path("model.onnx"))
 
@@ -75,7 +75,7 @@ runpy.run_module("topw_deploy.export.verification.worker", run_name="__main__")
 
 @pytest.mark.slow
 def test_an_interruption_lets_the_worker_remove_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = json.dumps(encode_result(NotCompared("decoder logits", "a reason")))
+    line = format_result(NotCompared("decoder logits", "a reason"))
 
     def start(task: str, errors: IO[str]) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", WAITS, task, line]
@@ -104,7 +104,9 @@ def test_what_a_models_own_code_prints_is_not_taken_for_a_result(
     monkeypatch.setattr(worker, "run", run)
     assert worker.main("{}") == 0
     printed = capsys.readouterr()
-    first, last = (json.loads(line) for line in printed.out.splitlines())
-    assert decode_result(first) == result
-    assert last["peak"] > 0
+    first, last = printed.out.splitlines()
+    assert first == format_result(result)
+    answer = json.loads(last)
+    assert msgspec.convert(answer["verification"], Verification) == record_of([result])
+    assert answer["peak"] > 0
     assert printed.err == "The attention mask was not set.\n"

@@ -14,12 +14,10 @@ import torch
 
 from tests.support.tiny_models import make_model
 from tests.support.traces import trace
-from topw_deploy.export import export_model
+from topw_deploy.export import export_model, write
 from topw_deploy.export.embedding import find_embedding
-from topw_deploy.export.graph import external_files
-from topw_deploy.export.tidy import tidy
-from topw_deploy.export.write import weights
-from topw_deploy.export.write.weights import weight_bytes
+from topw_deploy.export.graph import external_files, tidy
+from topw_deploy.export.write import weight_bytes
 from topw_deploy.tiny import tiny_model_path
 
 pytestmark = pytest.mark.slow
@@ -74,7 +72,7 @@ def test_equal_but_separate_tables_are_not_tied() -> None:
 def test_large_weights_lie_in_one_file_beside_the_graph(
     tmp_path: Path, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "EXTERNAL_ABOVE", 10_000)
+    monkeypatch.setattr(write, "EXTERNAL_ABOVE", 10_000)
     export_model(checkpoint("llama_tied"), tmp_path / "out", verify=False)
     model = ir.load(tmp_path / "out" / "model.onnx")
     assert set(external_files(model)) == {"model.onnx_data"}
@@ -84,11 +82,11 @@ def test_large_weights_lie_in_one_file_beside_the_graph(
 
 
 def test_a_written_model_still_holds_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "EXTERNAL_ABOVE", 0)
+    monkeypatch.setattr(write, "EXTERNAL_ABOVE", 0)
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
     array = np.arange(2048, dtype=np.float32)
     value = ir.Value(name="w", const_value=ir.tensor(array, name="w"), shape=ir.Shape([2048]))
     graph.register_initializer(value)
-    weights.write_model(ir.Model(graph, ir_version=10), tmp_path)
+    write.write_model(ir.Model(graph, ir_version=10), tmp_path)
     (tmp_path / "model.onnx_data").unlink()
     np.testing.assert_array_equal(value.const_value.numpy(), array)

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 
 from tests.support.toy_model import Toy, export
 from topw_deploy.errors import ManifestError
-from topw_deploy.export.write.manifest import read_tables
+from topw_deploy.export.write import read_tables
 from topw_deploy.manifest import Lookup, load_manifest, save_manifest
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.ort import providers

@@ -14,11 +14,9 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.graph import GraphEditor, LazyWeight, Read
-from topw_deploy.export.quantise.blocks import QuantisedWeight, RecentBlocks
-from topw_deploy.export.quantise.products import number_attribute, stored_tensor
+from topw_deploy.export.graph import GraphEditor, LazyWeight, Read, number_attribute, stored_tensor
+from topw_deploy.export.quantise.blocks import Origin, QuantisedWeight, RecentBlocks, StoredRows
 from topw_deploy.export.quantise.rounding import Quantisation
-from topw_deploy.export.quantise.stored_rows import Origin, StoredRows
 
 DOMAIN = "com.microsoft"
 OPERATOR = "QMoE"

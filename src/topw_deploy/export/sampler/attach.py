@@ -11,15 +11,16 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from topw_deploy.dtypes import SAMPLER_OUTPUT_TYPES
 from topw_deploy.errors import UnsupportedModelError
-from topw_deploy.export.decoder import Decoder
 from topw_deploy.export.embedding import EmbeddingNode, EmbeddingTable, find_embedding
 from topw_deploy.export.graph import (
+    Decoder,
     GraphEditor,
     attribute_values,
     find_input,
     is_constant,
     required_input,
     required_node_input,
+    tidy,
 )
 from topw_deploy.export.options import ExportOptions
 from topw_deploy.export.sampler.function import build_function
@@ -33,7 +34,6 @@ from topw_deploy.export.sampler.spec import (
     sampler_attributes,
     sampler_outputs,
 )
-from topw_deploy.export.tidy import tidy
 from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.parameters import TopWParameters
 

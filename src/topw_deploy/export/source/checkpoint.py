@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
-import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,6 @@ from transformers.utils import logging as transformers_logging
 from topw_deploy.errors import SourceError, TopWError, UnsupportedModelError, one_line
 from topw_deploy.export.source.files import stored_tensors
 from topw_deploy.export.source.quantised import QuantisedCheckpoint, quantised_format
-from topw_deploy.export.source.resolve import MOST_JSON
 from topw_deploy.export.source.text_decoder import (
     Composite,
     allow_missing_packages,
@@ -28,77 +24,6 @@ from topw_deploy.export.source.text_decoder import (
     text_configuration,
     text_decoder,
 )
-from topw_deploy.folders import read_bounded
-
-MOST_PARTS = 4096
-"""The maximum number of layers, experts or labels. Published models have up to 126, 512 and 1000."""
-_PARTS = re.compile(r"(n|num|moe_num|encoder|decoder)_(\w+_)?(layers?|experts)|num_labels|depth")
-_WEIGHTS = ("*.safetensors", "*.bin")
-# The model may have twice the stored parameters, because tied embeddings are stored once, and some more, because
-# files may lack small ones.
-_MOST_TIMES, _SPARE = 2, 1 << 20
-
-
-def check_counts(folder: Path) -> None:
-    """Raises UnsupportedModelError if config.json states more than MOST_PARTS layers, experts or labels.
-
-    Ignores a file that cannot be read, because transformers reports what is wrong with such a file.
-    """
-    try:
-        config = json.loads(read_bounded(folder / "config.json", MOST_JSON, follow=True))
-        stated = [(name, value) for name, value in _numbers(config) if value > MOST_PARTS and _PARTS.fullmatch(name)]
-    except (OSError, ValueError, RecursionError):
-        return
-    if stated:
-        name, value = stated[0]
-        raise UnsupportedModelError(
-            f"{folder / 'config.json'} states {name} {value!r:.40}, but at most {MOST_PARTS} is supported; correct it, "
-            "or fetch it again."
-        )
-
-
-def _numbers(value: Any) -> Iterator[tuple[str, int]]:
-    """Yield the name and value of every integer field, at any depth."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            if isinstance(inner, int):
-                yield name, inner
-            else:
-                yield from _numbers(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _numbers(inner)
-
-
-def check_sizes(folder: Path, make: Callable[[], torch.nn.Module], quantised: QuantisedCheckpoint | None) -> None:
-    """Raises SourceError if the model has far more parameters than the weights in `folder`.
-
-    make: returns the model without values. A model whose code needs values, so that `make` fails, is not checked.
-    """
-    held = _parameters_in(folder, quantised)
-    try:
-        stated = sum(parameter.numel() for parameter in make().parameters())
-    except Exception:  # noqa: BLE001  # foreign code; loading reports it
-        return
-    if stated > _MOST_TIMES * held + _SPARE:
-        raise SourceError(
-            f"the configuration in {folder} states a model of {stated} parameters, but the weights have {held}; fetch "
-            "both again."
-        )
-
-
-def _parameters_in(folder: Path, quantised: QuantisedCheckpoint | None) -> int:
-    """Return the number of stored parameters.
-
-    For files that only transformers can read, return their bytes, a bound.
-    """
-    if quantised is not None:
-        return sum(map(math.prod, quantised.shapes()))
-    try:
-        return sum(math.prod(stored.shape) for stored in stored_tensors(folder).values())
-    except SourceError:
-        return sum(path.stat().st_size for pattern in _WEIGHTS for path in folder.glob(pattern))
-
 
 _UNLIMITED = 65_536  # tokens: the context of a model without a limit; bounds the size of rotary tables
 _LENGTH_NAMES = ("max_position_embeddings", "max_seq_len", "seq_length")
@@ -108,50 +33,28 @@ _BOUNDED_LAYERS = {"linear_attention", "sliding_attention"}
 _SWITCHING_ROPE = {"longrope", "dynamic", "su"}
 
 
-def load_checkpoint(
-    folder: Path,
-    dtype: str,
-    *,
-    num_hidden_layers: int | None = None,
-    trust_remote_code: bool = False,
-    unread: bool = False,
+def load_reference(
+    folder: Path, dtype: str, *, num_hidden_layers: int | None = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """Load a causal LM, or the text decoder of a composite model, on the CPU, in evaluation mode.
 
     dtype: name of the torch dtype to load, such as "float16".
     num_hidden_layers: load only the first layers; None loads all.
     trust_remote_code: run the model's own Python code.
-    unread: leave the weights in their files, as `UnreadTensor`s.
-    Raises UnsupportedModelError for unknown architectures, SourceError for damaged or missing weights.
+    Raises UnsupportedModelError for unknown architectures, SourceError for damaged or missing weights, and
+    VerificationError if a text decoder differs from its composite model on text.
     """
-    loaded = _load_model(folder, dtype, num_hidden_layers, trust_remote_code, unread=unread)
-    return loaded.model if loaded.composite is None else text_decoder(loaded.composite, loaded.model)
-
-
-def load_reference(
-    folder: Path, dtype: str, *, num_hidden_layers: int | None = None, trust_remote_code: bool = False
-) -> PreTrainedModel:
-    """Load like load_checkpoint, with all weights in memory. Compare a text decoder with its composite model on text.
-
-    Raises the errors of load_checkpoint, and VerificationError if the decoder and its composite model differ.
-    """
-    loaded = _load_model(folder, dtype, num_hidden_layers, trust_remote_code, unread=False)
-    if loaded.composite is None:
-        return loaded.model
-    decoder = text_decoder(loaded.composite, loaded.model)
-    check_equal_on_text(loaded.composite, loaded.model, decoder)
+    model, composite = _load_model(folder, dtype, num_hidden_layers, trust_remote_code, unread=False)
+    if composite is None:
+        return model
+    decoder = text_decoder(composite, model)
+    check_equal_on_text(composite, model, decoder)
     return decoder
-
-
-@dataclass(frozen=True)
-class _LoadedModel:
-    model: PreTrainedModel
-    composite: Composite | None
 
 
 def _load_model(
     folder: Path, dtype: str, num_hidden_layers: int | None, trust_remote_code: bool, *, unread: bool
-) -> _LoadedModel:
+) -> tuple[PreTrainedModel, Composite | None]:
     config = load_config(folder, trust_remote_code=trust_remote_code)
     if num_hidden_layers is not None:
         _cut_layers(config, num_hidden_layers)
@@ -159,7 +62,6 @@ def _load_model(
     quantised = QuantisedCheckpoint.of(folder)
     composite = Composite.of(config)
     with _silence_transformers():
-        check_sizes(folder, lambda: _empty_model(config, composite, settings), quantised)
         try:
             if composite is not None:
                 model, info = _load_composite(folder, composite, settings["dtype"], quantised, unread=unread)
@@ -180,15 +82,7 @@ def _load_model(
         raise SourceError(
             f"the weights in {folder} lack {len(missing)} tensors of the model (first: {missing[0]}); fetch them again."
         )
-    return _LoadedModel(model.eval(), composite)
-
-
-def _empty_model(config: Any, composite: Composite | None, settings: dict[str, Any]) -> PreTrainedModel:
-    """Make the model on the meta device: it has shapes, but no values."""
-    with torch.device("meta"), allow_missing_packages():
-        if composite is None:
-            return AutoModelForCausalLM.from_config(config, **settings)
-        return composite.model._from_config(composite.config, dtype=settings["dtype"])
+    return model.eval(), composite
 
 
 def load_unread(
@@ -196,31 +90,26 @@ def load_unread(
 ) -> tuple[PreTrainedModel, list[str]]:
     """Load the model with weights left in their files, or in memory if the model's code needs their values.
 
-    Returns (model, notices for the user). Raises the errors of load_checkpoint.
+    Returns (model, notices for the user). See load_reference for the arguments and errors.
     """
     notices = []
     try:
-        loaded = _load_model(folder, dtype, num_hidden_layers, trust_remote_code, unread=True)
+        model, composite = _load_model(folder, dtype, num_hidden_layers, trust_remote_code, unread=True)
     except UnsupportedModelError:
         raise
     except SourceError as error:  # the model's code may need values
-        loaded = _load_model(folder, dtype, num_hidden_layers, trust_remote_code, unread=False)
+        model, composite = _load_model(folder, dtype, num_hidden_layers, trust_remote_code, unread=False)
         notices.append(f"all weights were read into memory, because they could not be left in their files: {error}")
-    if loaded.composite is None:
-        return loaded.model, notices
-    decoder = text_decoder(loaded.composite, loaded.model)
-    return decoder, [*notices, *_composite_notices(loaded.composite, loaded.model)]
-
-
-def _composite_notices(composite: Composite, model: PreTrainedModel) -> list[str]:
+    if composite is None:
+        return model, notices
     parts = ", ".join(parts_left_out(composite, model)) or "nothing"
-    found = [f"only the text decoder of {type(model).__name__} was exported; left out: {parts}"]
+    notices.append(f"only the text decoder of {type(model).__name__} was exported; left out: {parts}")
     if has_rotary_sections(composite.text):
-        found.append(
+        notices.append(
             "the rotary sections of this model (M-RoPE) have equal positions in text, so the graph takes one position "
             "a token"
         )
-    return found
+    return text_decoder(composite, model), notices
 
 
 def _assemble_model(
@@ -298,7 +187,6 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
 
     Raises UnsupportedModelError unless it describes a supported causal decoder.
     """
-    check_counts(folder)
     with _silence_transformers():
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)

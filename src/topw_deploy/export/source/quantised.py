@@ -1,23 +1,76 @@
-"""Read checkpoints of quantised weights (docs/guide/quantisation.md)."""
+"""Read checkpoints of quantised weights with NumPy (docs/guide/quantisation.md).
+
+A linear layer [outputs, inputs] of integer codes has a scale and a zero point for each output and group of inputs:
+weight = (code - zero point) * scale.
+
+GPTQ:
+    qweight: int32 [inputs * bits / 32, outputs]; a word holds consecutive inputs.
+    qzeros: int32 [groups, outputs * bits / 32]; a word holds consecutive outputs, each minus one in version 1.
+    scales: float16 [groups, outputs].
+    g_idx: int32 [inputs], the group of each input; if absent, groups are consecutive inputs.
+AWQ (`version: gemm`):
+    qweight: int32 [inputs, outputs / 8]; a word holds 8 outputs in the order _AWQ_ORDER.
+    qzeros: int32 [groups, outputs / 8], packed like qweight.
+    scales: float16 [groups, outputs].
+compressed-tensors has one of:
+    weight_packed (pack-quantized): int32 [outputs, inputs * bits / 32], consecutive inputs, lowest bits first, each
+        code plus 2 ** (bits - 1); weight_shape: [2].
+    weight (int-quantized, naive-quantized): int8 [outputs, inputs].
+    weight (float-quantized): float8, see below.
+  and for integers:
+    weight_scale: [outputs, groups], [outputs], or one value for the whole layer.
+    weight_zero_point: int8 [outputs, groups], or packed like codes along outputs; absent if symmetric.
+    weight_g_idx: int32 [inputs], the group of each input; absent, or all -1, if groups are consecutive inputs.
+Float8: the scales of a weight `NAME` are in `NAME_scale_inv` (DeepSeek, Qwen3 and Ministral 3) or `NAME_scale`
+    (compressed-tensors, FBGEMM, ModelOpt), or in a tensor whose name ends with `.scale` or `.qscale_weight` instead of
+    `.weight`. A weight is its float8 value times the scale of its block. A scale of type U8 or F8_E8M0 is a power of
+    two: 2 ** (byte - 127).
+MXFP4 experts of gpt-oss:
+    `NAME_blocks`: U8 [experts, outputs, blocks, 16], two E2M1 values a byte, the low half byte first.
+    `NAME_scales`: U8 [experts, outputs, blocks], a scale 2 ** (byte - 127) for the 32 values of a block.
+    The decoded weight `NAME` is [experts, inputs, outputs], with 32 * blocks inputs.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from topw_deploy.errors import SourceError, UnsupportedModelError
-from topw_deploy.export.source.files import EncodedWeight, IntegerMatrix, IntegerWeight, StoredTensor, stored_tensors
-from topw_deploy.export.source.packed import PackedFormat, compressed_weights, has_integer_weights, packed_weights
-from topw_deploy.export.source.scaled import mxfp4_weights, scaled_weights
+import numpy as np
 
+from topw_deploy.errors import SourceError, UnsupportedModelError
+from topw_deploy.export.source.files import (
+    NUMPY_TYPES,
+    EncodedWeight,
+    IntegerMatrix,
+    IntegerWeight,
+    Rows,
+    StoredTensor,
+    stored_tensors,
+    unpack_words,
+)
+
+_FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _FLOAT8_METHODS = ("fp8", "fbgemm_fp8", "modelopt")
+_EXPONENT_TYPES = ("U8", "F8_E8M0")
+_NOT_A_NUMBER = 255  # as an exponent
+_INTEGER_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")  # of compressed-tensors
+_FORMATS = (*_INTEGER_FORMATS, "float-quantized", "mixed-precision", "dense")
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that each half byte of a word holds, lowest half byte first
+_MXFP4_BYTES = 16  # of a block
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1 = np.array([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], np.float32)  # the highest bit is the sign
 _SUPPORTED = (
     "GPTQ of 4 and 8 bits, AWQ of 4 bits (gemm), FP8, MXFP4, compressed-tensors of integers of 4 and 8 bits or floats"
     " of 8"
 )
+
+Parts = dict[str, StoredTensor]
+"""The tensors of a weight: the end of each tensor's name -> the tensor."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +89,12 @@ class QuantisedFormat:
     @property
     def blocks(self) -> tuple[int, int] | None:
         """The block size (rows, columns) of float8 weights that have a scale per block, else None."""
-        groups = _object_or_empty(self.settings.get("config_groups"))
-        weights = [_object_or_empty(_object_or_empty(group).get("weights")) for group in groups.values()]
-        for found in (self.settings.get("weight_block_size"), *(part.get("block_structure") for part in weights)):
-            if isinstance(found, list) and len(found) == 2 and all(isinstance(n, int) and n > 0 for n in found):
-                return found[0], found[1]
+        groups = (
+            _object(_object(group).get("weights")) for group in _object(self.settings.get("config_groups")).values()
+        )
+        for found in (self.settings.get("weight_block_size"), *(group.get("block_structure") for group in groups)):
+            if isinstance(found, list) and len(found) == 2:
+                return int(found[0]), int(found[1])
         return None
 
 
@@ -55,10 +109,12 @@ class QuantisedCheckpoint:
     def __init__(self, folder: Path, kind: QuantisedFormat) -> None:
         self.kind = kind
         stored = stored_tensors(folder)
-        self.weights, used = _encoded_weights(kind, stored)
-        used |= self.weights.keys()
-        self._integer_weights = {name: each for name, each in self.weights.items() if isinstance(each, IntegerWeight)}
-        self._others = {name: tensor for name, tensor in stored.items() if name not in used}
+        self.weights: dict[str, EncodedWeight] = {}
+        used: set[str] = set()
+        for name, (weight, parts) in _encoded_weights(kind, stored).items():
+            self.weights[name] = weight
+            used |= parts
+        self._others = {name: tensor for name, tensor in stored.items() if name not in used | self.weights.keys()}
 
     @classmethod
     def of(cls, folder: Path) -> QuantisedCheckpoint | None:
@@ -68,16 +124,15 @@ class QuantisedCheckpoint:
 
     def matrix(self, name: str) -> IntegerMatrix:
         """The codes, scales and zero points of the integer weight `name`."""
-        return self._integer_weights[name].matrix()
+        weight = self.weights[name]
+        assert isinstance(weight, IntegerWeight)
+        return weight.matrix()
 
     def matrices(self) -> Iterator[tuple[str, IntegerMatrix]]:
         """Yield the name and the matrix of every integer weight."""
-        for name, weight in self._integer_weights.items():
-            yield name, weight.matrix()
-
-    def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of all tensors, those of quantised weights after decoding."""
-        return [*(each.shape for each in self._others.values()), *(each.shape for each in self.weights.values())]
+        for name, weight in self.weights.items():
+            if isinstance(weight, IntegerWeight):
+                yield name, weight.matrix()
 
     def unread(self) -> dict[str, Any]:
         """Return every tensor by name as an UnreadTensor for transformers; quantised weights are float32."""
@@ -94,7 +149,9 @@ def quantised_format(folder: Path) -> QuantisedFormat | None:
     """
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
-        settings = _quantisation_settings(config)
+        parts = [config, _object(config.get("text_config"))]
+        stated = [part.get(name) for part in parts for name in ("quantization_config", "compression_config")]
+        settings = next((found for found in stated if found is not None), None)
         if settings is None:
             return None
         method = str(settings.get("quant_method", "")).lower()
@@ -102,10 +159,10 @@ def quantised_format(folder: Path) -> QuantisedFormat | None:
         return None
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise SourceError(f"{folder / 'config.json'} is damaged ({error}); fetch it again.") from None
-    if PackedFormat.of(settings) is not None:
+    if _packed_bits(settings) is not None:
         return QuantisedFormat(method.upper(), settings, integers=True)
     if method == "compressed-tensors":
-        return QuantisedFormat(method, settings, has_integer_weights(settings, str(folder)))
+        return QuantisedFormat(method, settings, _has_integer_weights(settings, folder))
     algorithm = str(settings.get("quant_algo", "fp8")).lower()  # only ModelOpt's configurations name one
     if method in _FLOAT8_METHODS and algorithm == "fp8":
         return QuantisedFormat("FP8", settings, integers=False)
@@ -118,23 +175,255 @@ def quantised_format(folder: Path) -> QuantisedFormat | None:
     )
 
 
-def _object_or_empty(value: Any) -> dict[str, Any]:
+def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _quantisation_settings(config: dict[str, Any]) -> Any:
-    text = config.get("text_config")
-    parts = [config, text] if isinstance(text, dict) else [config]
-    stated = [part.get(name) for part in parts for name in ("quantization_config", "compression_config")]
-    return next((found for found in stated if found is not None), None)
+def _packed_bits(settings: dict[str, Any]) -> int | None:
+    """The bits of GPTQ's or AWQ's codes; None for other formats."""
+    method, bits = str(settings.get("quant_method", "")).lower(), settings.get("bits", settings.get("w_bit"))
+    is_gptq = method == "gptq" and bits in (4, 8)
+    is_awq = method == "awq" and bits == 4 and str(settings.get("version", "gemm")).lower() == "gemm"
+    return bits if is_gptq or is_awq else None
+
+
+def _has_integer_weights(settings: dict[str, Any], folder: Path) -> bool:
+    """Whether compressed-tensors' weights are integer codes. Raises UnsupportedModelError for unsupported formats."""
+    groups = _object(settings.get("config_groups")).values()
+    named = [settings.get("format"), *(_object(group).get("format") for group in groups)]
+    formats = {str(name) for name in named if name is not None} or {"dense"}
+    sparse = str(_object(settings.get("sparsity_config")).get("format") or "dense")
+    others = sorted(formats - set(_FORMATS)) + [sparse] * (sparse != "dense")
+    if settings.get("transform_config"):
+        others.append("transforms of activations")
+    if others:
+        raise UnsupportedModelError(
+            f"the checkpoint in {folder} is compressed as {others[0]}, but of compressed-tensors only "
+            f"{', '.join(_FORMATS)} are supported; export the uncompressed one."
+        )
+    return bool(formats & {*_INTEGER_FORMATS, "mixed-precision"})
 
 
 def _encoded_weights(
-    kind: QuantisedFormat, stored: dict[str, StoredTensor]
-) -> tuple[dict[str, EncodedWeight], set[str]]:
-    packing = PackedFormat.of(kind.settings)
-    if packing is not None:
-        return packed_weights(stored, packing)
-    if kind.name == "compressed-tensors":
-        return compressed_weights(stored, kind.blocks)
-    return mxfp4_weights(stored) if kind.name == "MXFP4" else scaled_weights(stored, kind.blocks)
+    kind: QuantisedFormat, stored: Mapping[str, StoredTensor]
+) -> dict[str, tuple[EncodedWeight, set[str]]]:
+    """The quantised weights by name, each with the names of the tensors that hold it."""
+    found: dict[str, tuple[EncodedWeight, set[str]]] = {}
+
+    def add(name: str, make: Any, names: Mapping[str, str], *settings: Any) -> None:
+        held = {part: full for part, full in names.items() if full in stored}
+        found[name] = make(name, {part: stored[full] for part, full in held.items()}, *settings), set(held.values())
+
+    for full, tensor in stored.items():
+        layer, _, end = full.rpartition(".")
+        weight = full.removesuffix("_packed")
+        if kind.name in ("GPTQ", "AWQ"):
+            if end == "qweight":
+                names = {part: f"{layer}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")}
+                add(f"{layer}.weight", PackedWeight, names, kind.settings)
+        elif kind.name == "MXFP4":
+            if full.endswith(("_blocks", "_scales")):
+                name = full.removesuffix("_blocks").removesuffix("_scales")
+                add(name, Mxfp4Weight, {"blocks": f"{name}_blocks", "scales": f"{name}_scales"})
+        elif tensor.dtype in _FLOAT8:
+            scales = next((other for other in _scale_names(full) if other in stored), "")
+            add(full, ScaledWeight, {"values": full, "scales": scales}, kind.blocks)
+        elif kind.name == "compressed-tensors" and (
+            full.endswith(".weight_packed") or (end == "weight" and tensor.dtype == "I8")
+        ):
+            parts = {part: f"{weight}_{part}" for part in ("scale", "zero_point", "g_idx", "shape")}
+            add(weight, CompressedWeight, {**parts, "codes": full})
+    return found
+
+
+def _scale_names(name: str) -> list[str]:
+    prefix = name.removesuffix("weight")
+    other = [f"{prefix}scale", f"{prefix}qscale_weight"] if name.endswith(".weight") else []
+    return [f"{name}_scale_inv", f"{name}_scale", *other]
+
+
+@contextlib.contextmanager
+def _decoding(name: str) -> Iterator[None]:
+    """Raise SourceError for tensors of the weight `name` that are missing or do not fit together."""
+    try:
+        yield
+    except KeyError as error:
+        raise SourceError(f"the checkpoint lacks the {error.args[0]} of {name}; fetch it again.") from None
+    except (ValueError, IndexError, ZeroDivisionError) as error:
+        raise SourceError(f"the weight {name} of the checkpoint is damaged ({error}); fetch it again.") from None
+
+
+def _array(stored: StoredTensor, *types: str) -> np.ndarray:
+    """The values of a tensor of one of these types."""
+    if stored.dtype not in types:
+        raise ValueError(f"a part is {stored.dtype}, not {' or '.join(types)}")
+    return np.asarray(stored.array())
+
+
+def _input_groups(groups: np.ndarray | None, inputs: int, count: int) -> np.ndarray:
+    """The group of each input, int64 [inputs]. groups: as stored; None, or all -1, if they are consecutive inputs."""
+    if groups is None or (groups == -1).all():
+        return np.arange(inputs) // -(-inputs // count)
+    if groups.shape != (inputs,) or groups.min() < 0 or groups.max() >= count:
+        raise ValueError(f"its inputs are not in groups 0 to {count - 1}")
+    return groups.astype(np.int64)
+
+
+class PackedWeight(IntegerWeight):
+    """The weight of a GPTQ or AWQ layer. settings: the quantization_config."""
+
+    def __init__(self, name: str, parts: Parts, settings: dict[str, Any]) -> None:
+        self.name, self._parts, self._settings = name, parts, settings
+        self._is_gptq = str(settings["quant_method"]).lower() == "gptq"
+        self._bits = _packed_bits(settings) or 4
+        with _decoding(name):
+            rows, columns = parts["qweight"].shape
+            _ = parts["qzeros"], parts["scales"]
+        per_word = 32 // self._bits
+        self.shape = (columns, rows * per_word) if self._is_gptq else (columns * per_word, rows)
+
+    def matrix(self, rows: Rows = slice(None)) -> IntegerMatrix:
+        """Return the codes of some rows. Unpacks the whole layer, because outputs share words."""
+        with _decoding(self.name):
+            words, zeros = (_array(self._parts[part], "I32") for part in ("qweight", "qzeros"))
+            scales = _array(self._parts["scales"], "F16", "F32").astype(np.float32).T
+            outputs, inputs = self.shape
+            if self._is_gptq:
+                is_version_2 = str(self._settings.get("checkpoint_format", "gptq")).lower() == "gptq_v2"
+                codes = unpack_words(words.T, self._bits)
+                zeros = unpack_words(zeros, self._bits).T.astype(np.int32) + (not is_version_2)
+            else:
+                codes, zeros = _unpack_interleaved(words).T, _unpack_interleaved(zeros).T.astype(np.int32)
+            count = scales.shape[1]
+            if codes.shape != self.shape or not scales.shape == zeros.shape == (outputs, count):
+                raise ValueError(f"codes {codes.shape}, scales {scales.shape}, zero points {zeros.shape} do not fit")
+            stored = self._parts.get("g_idx")
+            groups = _input_groups(None if stored is None else _array(stored, "I32", "I64"), inputs, count)
+            codes, scales = np.ascontiguousarray(codes), np.ascontiguousarray(scales)
+            return IntegerMatrix(codes[rows], scales[rows], zeros[rows], groups, self._bits)
+
+
+def _unpack_interleaved(words: np.ndarray) -> np.ndarray:
+    """Unpack AWQ's 4-bit codes, int32 [n, m] -> uint8 [n, m * 8], in the order of outputs."""
+    unpacked = unpack_words(words, 4).reshape(len(words), -1, 8)
+    found = np.empty_like(unpacked)
+    found[..., _AWQ_ORDER] = unpacked
+    return found.reshape(len(words), -1)
+
+
+class CompressedWeight(IntegerWeight):
+    """The weight of a layer of compressed-tensors' integers."""
+
+    def __init__(self, name: str, parts: Parts) -> None:
+        self.name, self._parts, self._bits = name, parts, 8
+        with _decoding(name):
+            outputs, inputs = _array(parts["codes"], "I32", "I8").shape
+            self._packed = parts["codes"].dtype == "I32"
+            if self._packed:
+                words = inputs
+                _, inputs = (int(size) for size in _array(parts["shape"], "I64", "I32").reshape(-1))
+                fitting = [bits for bits in (4, 8) if -(-inputs * bits // 32) == words]
+                if len(fitting) != 1:
+                    raise ValueError(f"{words} words for {inputs} inputs are codes of neither 4 nor 8 bits")
+                self._bits = fitting[0]
+            self.shape = (outputs, inputs)
+            stored, scale = parts.get("g_idx"), parts["scale"]
+            self._group_count = scale.shape[1] if len(scale.shape) == 2 else 1
+            groups = None if stored is None else _array(stored, "I32", "I64")
+            self._groups = _input_groups(groups, inputs, self._group_count)
+
+    def matrix(self, rows: Rows = slice(None)) -> IntegerMatrix:
+        with _decoding(self.name):
+            codes = np.asarray(self._parts["codes"].array()[rows])
+            if self._packed:
+                codes = unpack_words(codes, self._bits)[:, : self.shape[1]]
+            else:
+                codes = (codes.astype(np.int16) + 128).astype(np.uint8)
+            scales = _array(self._parts["scale"], "F32", "F16", "BF16").astype(np.float32)
+            scales, zeros = self._broadcast_rows(scales, rows), self._broadcast_rows(self._zeros(), rows)
+            return IntegerMatrix(np.ascontiguousarray(codes), scales, zeros, self._groups, self._bits)
+
+    def _zeros(self) -> np.ndarray:
+        middle, stored = 2 ** (self._bits - 1), self._parts.get("zero_point")
+        if stored is None:
+            return np.full((1, 1), middle, np.int32)
+        array = _array(stored, "I8", "I32")
+        if stored.dtype == "I32":
+            return unpack_words(array.T, self._bits)[:, : self.shape[0]].T.astype(np.int32)
+        return array.astype(np.int32) + middle
+
+    def _broadcast_rows(self, array: np.ndarray, rows: Rows) -> np.ndarray:
+        """Broadcast `array` to [outputs, groups] and return its `rows`."""
+        wide = array.reshape(-1, array.shape[1] if array.ndim == 2 else 1)
+        return np.ascontiguousarray(np.broadcast_to(wide, (self.shape[0], self._group_count))[rows])
+
+
+class ScaledWeight(EncodedWeight):
+    """Float8 values with a scale per tensor, row or block.
+
+    blocks: the block size of the last two axes in the configuration; needed if the last block is shorter.
+    """
+
+    def __init__(self, name: str, parts: Parts, blocks: tuple[int, int] | None = None) -> None:
+        with _decoding(name):
+            self.name, self._values = name, parts["values"]
+            self.shape = self._values.shape
+            stored = parts["scales"]
+            if stored.dtype in _EXPONENT_TYPES:
+                scales = _power_of_two(np.atleast_1d(stored.array()).view(np.uint8))
+            else:
+                scales = _array(stored, "F32", "F16", "BF16", "F64").astype(np.float32)
+            if not np.isfinite(scales).all():
+                raise ValueError("its scales contain NaN or infinity")
+            self._axis_indices = _scale_indices(self.shape, scales.shape, blocks)
+            self._scales = scales.reshape([int(places.max(initial=0)) + 1 for places in self._axis_indices])
+
+    def rows(self, rows: Rows) -> np.ndarray:
+        table = np.arange(256, dtype=np.uint8).view(NUMPY_TYPES[self._values.dtype]).astype(np.float32)
+        found = table[np.asarray(self._values.array()[rows]).view(np.uint8)]
+        found *= self._scales[np.ix_(self._axis_indices[0][rows], *self._axis_indices[1:])]
+        return found
+
+
+def _power_of_two(exponents: np.ndarray) -> np.ndarray:
+    """Return 2 ** (byte - 127) in float32."""
+    if (exponents == _NOT_A_NUMBER).any():
+        raise ValueError(f"its scales contain the byte {_NOT_A_NUMBER}, which is no number")
+    return np.ldexp(np.float32(1), exponents.astype(np.int32) - 127).astype(np.float32)
+
+
+def _scale_indices(shape: tuple[int, ...], scales: tuple[int, ...], blocks: tuple[int, int] | None) -> list[np.ndarray]:
+    """For each axis of the weight, the index of the scale at each position, int64 [size]."""
+    if len(scales) <= 1 < len(shape):  # one scale per row, or one in all
+        scales = (*(scales or (1,)), *[1] * (len(shape) - 1))
+    if len(scales) == len(shape) - 1:  # one scale per row, without the last axis
+        scales = (*scales, 1)
+    sizes = [1] * (len(shape) - len(blocks or ())) + list(blocks or ())
+    indices = []
+    for size, count, block in zip(shape, scales, sizes, strict=True):
+        if not (count == 1 or (block > 1 and -(-size // block) == count) or size % count == 0):
+            raise ValueError(f"its shape is {shape}, which scales of shape {scales} do not cover")
+        step = size if count == 1 else block if block > 1 and -(-size // block) == count else size // count
+        indices.append(np.arange(size) // step)
+    return indices
+
+
+class Mxfp4Weight(EncodedWeight):
+    """One matrix of all experts of a layer."""
+
+    def __init__(self, name: str, parts: Parts) -> None:
+        with _decoding(name):
+            blocks, scales = parts["blocks"], parts["scales"]
+            experts, outputs, count, size = blocks.shape
+            if (*scales.shape, size) != (*blocks.shape[:3], _MXFP4_BYTES) or {blocks.dtype, scales.dtype} != {"U8"}:
+                raise ValueError(f"blocks {blocks.dtype} {blocks.shape} and scales {scales.dtype} {scales.shape}")
+        self.name, self.shape = name, (experts, count * 2 * _MXFP4_BYTES, outputs)
+        self._blocks, self._scales = blocks, scales
+
+    def rows(self, rows: Rows) -> np.ndarray:
+        packed = np.asarray(self._blocks.array()[rows])
+        with _decoding(self.name):
+            scales = _power_of_two(np.asarray(self._scales.array()[rows]))
+        values = np.stack([_E2M1[packed & 15], _E2M1[packed >> 4]], axis=-1)  # [experts, outputs, blocks, 16, 2]
+        values *= scales[..., None, None]
+        return np.ascontiguousarray(values.reshape(*packed.shape[:2], -1).swapaxes(1, 2))

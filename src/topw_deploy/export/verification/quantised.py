@@ -22,11 +22,10 @@ from msgspec.structs import replace
 
 from topw_deploy.errors import TokenizerError, VerificationError
 from topw_deploy.export.embedding import stored_array
-from topw_deploy.export.quantise.blocks import BlocksShape, dequantise, quantise_weight
+from topw_deploy.export.graph import FLOATS
+from topw_deploy.export.quantise.blocks import BlocksShape, StoredRows, dequantise, quantise_weight
 from topw_deploy.export.quantise.experts import keeps_codes
-from topw_deploy.export.quantise.products import FLOATS
 from topw_deploy.export.quantise.rounding import Quantisation
-from topw_deploy.export.quantise.stored_rows import StoredRows
 from topw_deploy.export.verification.reference import LogitsProbe, Reference
 from topw_deploy.manifest import (
     MODEL_NAME,

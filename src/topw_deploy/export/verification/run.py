@@ -6,8 +6,8 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -17,7 +17,7 @@ from msgspec import structs
 from topw_deploy.errors import SourceError, VerificationError
 from topw_deploy.export.options import ExportOptions
 from topw_deploy.export.source.resolve import Source, resolve
-from topw_deploy.manifest import Check, DecoderManifest, Manifest, NotCompared, Note, Status, Verification
+from topw_deploy.manifest import Check, DecoderManifest, Manifest, NotCompared, Note, Verification
 from topw_deploy.progress import Progress
 
 
@@ -34,69 +34,24 @@ Result = Check | NotCompared | Note | PairDistance
 LEFT_PADDED = "left-padded batch logits"
 RIGHT_PADDED = "right-padded batch logits"
 
-_KINDS: dict[str, type[Result]] = {
-    "check": Check,
-    "not_compared": NotCompared,
-    "note": Note,
-    "pair_distance": PairDistance,
-}
+
+def record_of(results: Iterable[Result]) -> Verification:
+    """The record for the manifest: "passed" if everything was compared and all checks passed, else "partial"."""
+    found = list(results)
+    checks = tuple(result for result in found if isinstance(result, Check))
+    not_compared = tuple(result for result in found if isinstance(result, NotCompared))
+    return Verification(
+        status="partial" if not_compared or failed_checks(checks) else "passed",
+        checks=checks,
+        not_compared=not_compared,
+        notes=tuple(result for result in found if isinstance(result, Note)),
+        median_distance=next((result.median for result in found if isinstance(result, PairDistance)), None),
+    )
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """All results of one verification.
-
-    peak: the largest memory of the process in bytes; 0 if unknown.
-    median_distance: of pairs of likely tokens; None if it was not measured.
-    """
-
-    checks: tuple[Check, ...]
-    not_compared: tuple[NotCompared, ...] = ()
-    notes: tuple[Note, ...] = ()
-    peak: int = 0
-    median_distance: float | None = None
-
-    @classmethod
-    def of(cls, results: Iterable[Result], peak: int = 0) -> Outcome:
-        """Sort results by their kind."""
-        found = list(results)
-        return cls(
-            tuple(result for result in found if isinstance(result, Check)),
-            tuple(result for result in found if isinstance(result, NotCompared)),
-            tuple(result for result in found if isinstance(result, Note)),
-            peak,
-            next((result.median for result in found if isinstance(result, PairDistance)), None),
-        )
-
-    @property
-    def failed(self) -> tuple[Check, ...]:
-        """The checks that failed."""
-        return tuple(check for check in self.checks if not check.passed)
-
-    def verification(self) -> Verification:
-        """The record for the manifest: "passed" if everything was compared and all checks passed, else "partial"."""
-        status: Status = "partial" if self.not_compared or self.failed else "passed"
-        return Verification(
-            status=status,
-            checks=self.checks,
-            not_compared=self.not_compared,
-            notes=self.notes,
-            median_distance=self.median_distance,
-        )
-
-
-def encode_result(result: Result) -> dict[str, Any]:
-    """Encode a result as {kind: fields}, for JSON."""
-    kind = next(kind for kind, each in _KINDS.items() if isinstance(result, each))
-    return {kind: msgspec.to_builtins(result)}
-
-
-def decode_result(line: dict[str, Any]) -> Result | None:
-    """Decode what `encode_result` returned; None for other lines of the worker."""
-    for kind, each in _KINDS.items():
-        if kind in line:
-            return msgspec.convert(line[kind], each)
-    return None
+def failed_checks(checks: Iterable[Check]) -> list[Check]:
+    """The checks that did not pass."""
+    return [check for check in checks if not check.passed]
 
 
 def format_result(result: Result) -> str:
@@ -134,18 +89,17 @@ def verify_in_subprocess(
         "trust_remote_code": options.trust_remote_code,
         "measure": True,
     }
-    outcome = run_checks(task, progress)
-    failed = [check.name for check in outcome.failed]
-    if source.onnx is not None and failed in ([LEFT_PADDED], [RIGHT_PADDED]):
-        limited = replace(outcome, checks=tuple(map(_add_limit, outcome.checks)))
-        return limited.verification(), False, outcome.peak
-    if outcome.failed:
-        worst = outcome.failed[0]
+    verification, peak = run_checks(task, progress)
+    failed = failed_checks(verification.checks)
+    if source.onnx is not None and [check.name for check in failed] in ([LEFT_PADDED], [RIGHT_PADDED]):
+        return structs.replace(verification, checks=tuple(map(_add_limit, verification.checks))), False, peak
+    if failed:
+        worst = failed[0]
         raise VerificationError(
-            f"{len(outcome.failed)} of {len(outcome.checks)} checks failed (first: {worst.name}, difference "
+            f"{len(failed)} of {len(verification.checks)} checks failed (first: {worst.name}, difference "
             f"{worst.difference:.3g}, bound {worst.bound:.3g}); nothing was kept, --keep-failed keeps the files."
         )
-    return outcome.verification(), True, outcome.peak
+    return verification, True, peak
 
 
 def _add_limit(check: Check) -> Check:
@@ -158,7 +112,7 @@ def _add_limit(check: Check) -> Check:
 
 def recheck(
     folder: Path, manifest: Manifest, named: str | None, trust_remote_code: bool, progress: Progress
-) -> Outcome:
+) -> Verification:
     """Compare a finished export with its source, for `topw verify`.
 
     Downloads nothing: a source on the hub must be in the local cache. Compares nothing for a sampler-only folder.
@@ -167,7 +121,7 @@ def recheck(
     """
     if not isinstance(manifest, DecoderManifest):
         reason = "this is a sampler-only model"
-        return Outcome((), (NotCompared("decoder logits", reason), NotCompared("generation", reason)))
+        return record_of([NotCompared("decoder logits", reason), NotCompared("generation", reason)])
     task: dict[str, Any] = {"folder": str(folder), "trust_remote_code": trust_remote_code, "native": True}
     try:
         revision = None if named or manifest.source.get("revision") == "local" else manifest.source.get("revision")
@@ -179,11 +133,11 @@ def recheck(
             task["onnx"] = str(source.onnx)
         else:
             task |= {"checkpoint": str(source.folder), "num_hidden_layers": manifest.decoder.num_layers}
-    return run_checks(task, progress)
+    return run_checks(task, progress)[0]
 
 
-def run_checks(task: dict[str, Any], progress: Progress) -> Outcome:
-    """Run the verification process, and report results as they arrive.
+def run_checks(task: dict[str, Any], progress: Progress) -> tuple[Verification, int]:
+    """Run the verification process, and report results as they arrive. Returns (all results, peak of memory in bytes).
 
     Keys of `task`:
         folder: the export.
@@ -192,48 +146,35 @@ def run_checks(task: dict[str, Any], progress: Progress) -> Outcome:
         native: whether to check this machine's native sampler too.
         measure: whether to measure the median distance of likely pairs too.
 
-    Raises VerificationError if the process fails; failed checks are part of the outcome.
+    Raises VerificationError if the process fails; failed checks are part of the results.
     """
-    results: list[Result] = []
-    error, peak = None, 0
-    for line in _read_worker(task):
-        result = decode_result(line)
-        if result is not None:
-            results.append(result)
-            progress.say(format_result(result))
-        elif "peak" in line:
-            peak = int(line["peak"])
-        else:
-            error = line["error"]
-    outcome = Outcome.of(results, peak)
-    if error is not None:
-        failed = [check.name for check in outcome.failed]
-        after = f" after these checks had failed: {', '.join(failed)}" if failed else ""
-        raise VerificationError(f"verification stopped{after}: {error}")
-    return outcome
-
-
-def _read_worker(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Start the process and yield its lines of JSON. Raises VerificationError if it ends without stating an error."""
+    answer = None
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         process = start(json.dumps(task), errors)
         try:
-            has_stated_error = False
-            for text in cast("IO[str]", process.stdout):  # a pipe
-                line = json.loads(text)
-                has_stated_error = has_stated_error or "error" in line
-                yield line
-            if process.wait() != 0 and not has_stated_error:
-                errors.seek(0)
-                lines = errors.read().strip().splitlines() or ["no message"]
-                raise VerificationError(
-                    f"the verification ended with exit code {process.returncode} ({lines[-1][:300]}); "
-                    "report this, or export with --no-verify."
-                )
+            for line in cast("IO[str]", process.stdout):  # a pipe
+                if line.startswith("{"):
+                    answer = json.loads(line)
+                else:
+                    progress.say(line.rstrip("\n"))
+            process.wait()
         finally:
             if process.poll() is None:
                 _terminate(process)
             process.wait()
+        if answer is None:
+            errors.seek(0)
+            lines = errors.read().strip().splitlines() or ["no message"]
+            raise VerificationError(
+                f"the verification ended with exit code {process.returncode} ({lines[-1][:300]}); "
+                "report this, or export with --no-verify."
+            )
+    verification = msgspec.convert(answer["verification"], Verification)
+    if answer["error"]:
+        failed = [check.name for check in failed_checks(verification.checks)]
+        after = f" after these checks had failed: {', '.join(failed)}" if failed else ""
+        raise VerificationError(f"verification stopped{after}: {answer['error']}")
+    return verification, answer["peak"]
 
 
 def _terminate(process: subprocess.Popen[str]) -> None:

@@ -1,6 +1,7 @@
 """The verification process: `python -m topw_deploy.export.verification.worker JSON`.
 
-JSON is the task, see `in_subprocess.run_checks`. The process prints a line of JSON for each result.
+JSON is the task, see `run.run_checks`. The process prints a line of text for each result, and then one line of JSON:
+all results (`verification`), the error that stopped it, if any, and the peak of memory in bytes.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from topw_deploy.dtypes import array_name
 from topw_deploy.errors import TopWError
+from topw_deploy.export.quantise.blocks import StoredRows
 from topw_deploy.export.quantise.rounding import Quantisation
-from topw_deploy.export.quantise.stored_rows import StoredRows
 from topw_deploy.export.source.configuration import text_part
 from topw_deploy.export.verification.decoder import decoder_checks
 from topw_deploy.export.verification.quantised import (
@@ -36,7 +38,7 @@ from topw_deploy.export.verification.reference import (
     SamplerProbe,
     TorchReference,
 )
-from topw_deploy.export.verification.run import PairDistance, Result, encode_result
+from topw_deploy.export.verification.run import PairDistance, Result, format_result, record_of
 from topw_deploy.export.verification.sampler import check_bound, graph_geometry, rule_checks, sampler_checks
 from topw_deploy.manifest import DecoderManifest, NotCompared, load_decoder_manifest, open_listed
 from topw_deploy.progress import peak_bytes
@@ -53,20 +55,23 @@ _LONGEST_WINDOW = 512  # longer sliding windows are not tested
 
 
 def main(argument: str) -> int:
-    """Print a line for each result, then {"error": message} or {"peak": bytes}. Returns the exit code.
+    """Run the task. Returns the exit code.
 
     Everything else that is printed, such as messages of a model's own code, goes to standard error.
     """
-    output = sys.stdout
+    output, results, stopped = sys.stdout, [], ""
     with contextlib.redirect_stdout(sys.stderr):
         try:
             for result in run(json.loads(argument)):
-                _print_line(encode_result(result), output)
+                results.append(result)
+                output.write(format_result(result) + "\n")
+                output.flush()
         except TopWError as error:
-            _print_line({"error": str(error)}, output)
-            return 1
-        _print_line({"peak": peak_bytes()}, output)
-        return 0
+            stopped = str(error)
+    answer = {"verification": msgspec.to_builtins(record_of(results)), "error": stopped, "peak": peak_bytes()}
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+    return 1 if stopped else 0
 
 
 def run(task: dict[str, Any]) -> Iterator[Result]:
@@ -235,11 +240,6 @@ def _sampler_logits(
     if reference is not None:
         return reference.logits(ids)[[length - 1 for length in lengths]]
     return None
-
-
-def _print_line(line: dict[str, Any], output: IO[str]) -> None:
-    output.write(json.dumps(line) + "\n")
-    output.flush()
 
 
 if __name__ == "__main__":

@@ -63,8 +63,8 @@ def build_application(given: dict[str, Any]) -> Application:
         if not Path(folder).is_absolute():
             raise ParameterError(f"models has the path {folder}, but must have absolute ones.", "models")
     given["models"] = {str(name): Path(folder) for name, folder in models.items()}
-    given |= {name: tuple(given[name]) for name in ("api_keys", "cors_origins") if name in given}
-    options = ServeOptions(**given)
+    lists = {name: tuple(given[name]) for name in ("api_keys", "cors_origins") if name in given}
+    options = ServeOptions(**{**given, **lists})
     rows, queue = int(options.engine.get("max_batch", 8)), int(options.engine.get("max_queue", 256))
     router = RequestRouterConfig(request_router_class=PrefixRouter, request_router_kwargs={"load_factor": factor})
     replicas = serve.deployment(Replica, name="Replica").options(

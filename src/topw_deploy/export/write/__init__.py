@@ -1,1 +1,0 @@
-"""Write the files of an export."""
