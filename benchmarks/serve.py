@@ -18,7 +18,7 @@ from benchmarks.int4 import llama_files
 from benchmarks.kinds import genai_folder
 from benchmarks.kv import AS_GENAI
 from benchmarks.models import CACHE, export_once, llama_50m
-from topw_deploy.cli.progress import progress
+from topw_deploy.cli.terminal import progress
 from topw_deploy.tiny import tiny_model_path
 from topw_lab.bench.serve import make_requests, run
 from topw_lab.bench.sides import Side

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from tests.support.attacks import refused, sparse
 from tests.support.mutations import mutations
 from topw_deploy import manifest as m
-from topw_deploy.cli.inspect import command
+from topw_deploy.cli.inspect import inspect
 from topw_deploy.errors import ManifestError, TopWError
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 
@@ -193,7 +193,7 @@ def test_a_manifest_with_any_value_in_a_field_is_read_or_refused(folder: Path) -
             wrong += [f"{what}: {len(str(error))} characters"] if len(str(error)) > 600 else []
             continue
         for arguments in ([str(folder)], [str(folder), "--json"]):
-            outcome = CliRunner().invoke(command, arguments)
+            outcome = CliRunner().invoke(inspect, arguments)
             if outcome.exception is not None and not isinstance(outcome.exception, TopWError):
                 wrong.append(f"{what}: {outcome.exception!r:.200}")
     assert not wrong, wrong

@@ -98,7 +98,7 @@ def is_quick(path: Path) -> bool:
 def commands_in(files: set[Path]) -> set[str]:
     """The modules of the commands that files name in a text."""
     texts = {node.value for file in files for node in ast.walk(tree(file)) if isinstance(node, ast.Constant)}
-    return {f"topw_deploy.cli.{name.replace('-', '_')}" for name in COMMANDS if name in texts}
+    return {f"topw_deploy.cli.{module}" for name, (module, _text) in COMMANDS.items() if name in texts}
 
 
 def reached_by(named: set[str]) -> set[str]:

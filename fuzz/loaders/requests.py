@@ -16,7 +16,7 @@ from topw_deploy.errors import ParameterError, PromptError
 
 def prompts(_scratch: Path) -> Loader:
     """Files of prompts and of questions; the first byte of an input chooses which."""
-    from topw_deploy.cli.prompt_lines import read_prompt_lines
+    from topw_deploy.cli.prompts import read_prompt_lines
     from topw_lab.judges import read_questions
 
     def lines(data: bytes) -> None:
@@ -42,7 +42,7 @@ def answers(scratch: Path) -> Loader:
 
     If the first byte of an input is 1, the run is one of questions, whose answers become prompts.
     """
-    from topw_deploy.cli.answer_lines import AnswerFile, check_answers, read_finished
+    from topw_deploy.cli.batch import AnswerFile, check_answers, read_finished
     from topw_deploy.sampling.seeds import prompt_seed
     from topw_lab.judges import Question, judged_text, read_texts, turn_prompts
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.support.attacks import refused
-from topw_deploy.cli.answer_lines import read_finished
-from topw_deploy.cli.prompt_lines import read_prompt_lines
+from topw_deploy.cli.batch import read_finished
+from topw_deploy.cli.prompts import read_prompt_lines
 from topw_deploy.errors import ParameterError, PromptError
 from topw_lab.harness.model import read_arguments
 from topw_lab.judges import read_questions

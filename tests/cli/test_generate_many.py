@@ -13,8 +13,8 @@ from click.testing import Result
 from tests.support.invoking import Invoke
 from tests.support.samples import slow
 from tests.support.toy_model import CONTEXT, byte_ids
-from topw_deploy.cli import answer_lines
-from topw_deploy.cli.progress import click_bar
+from topw_deploy.cli import batch
+from topw_deploy.cli.terminal import click_bar
 from topw_deploy.errors import GenerationError, LogitsError, ParameterError, PromptError, TokenizerError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling.seeds import prompt_seed
@@ -172,15 +172,15 @@ def test_lines_are_synced_to_the_disk_at_the_end_at_the_latest(
     invoke: Invoke, random_model: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[int] = []
-    monkeypatch.setattr(answer_lines.os, "fsync", lambda file: synced.append(file))
-    monkeypatch.setattr(answer_lines, "_SYNC_SECONDS", -1.0)
+    monkeypatch.setattr(batch.os, "fsync", lambda file: synced.append(file))
+    monkeypatch.setattr(batch, "_SYNC_SECONDS", -1.0)
     invoke("generate", random_model, "--prompts-jsonl", source, "--output", tmp_path / "o.jsonl", *SETTINGS)
     assert len(synced) == 7 + 1  # every batch, then the end
 
 
 def test_no_character_of_a_text_is_a_line_break_to_any_reader(tmp_path: Path) -> None:
     text = "".join(map(chr, range(0x2100))) + "😀"
-    with answer_lines.AnswerFile(tmp_path / "out.jsonl") as file:
+    with batch.AnswerFile(tmp_path / "out.jsonl") as file:
         file.add([{"index": 0, "text": text}])
     (line,) = (tmp_path / "out.jsonl").read_text("utf-8").splitlines()
     assert json.loads(line)["text"] == text

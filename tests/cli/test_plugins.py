@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.invoking import Invoke
-from topw_deploy.cli import doctor, plugins
+from topw_deploy.cli import doctor, engines
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins import library, nvcc
 from topw_deploy.plugins.nvcc import CompilationState, CompiledLibrary
@@ -54,7 +54,7 @@ def test_a_terminal_has_one_line_that_shows_what_is_compiled_how_much_is_done_an
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "39")
-    with plugins._shown_progress(False) as watch:
+    with engines._shown_progress(False) as watch:
         watch(CompilationState((), (), 2, 0.5))
         watch(CompilationState((87,), (90,), 2, 41.0))
         watch(CompilationState((), (90, 87), 2, 60.0))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from topw_deploy.cli.prompt_lines import PromptLine, read_prompt_lines
+from topw_deploy.cli.prompts import PromptLine, read_prompt_lines
 from topw_deploy.errors import ParameterError, PromptError
 
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from tests.support.tiny_models import VOCAB
 from topw_deploy.cli import main
-from topw_deploy.cli.verify import command as verify_command
+from topw_deploy.cli.export import verify as verify_command
 from topw_deploy.manifest import load_manifest
 from topw_deploy.plugins.library import why_absent
 

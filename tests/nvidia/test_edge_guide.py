@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.test_edge_guide import PAGE, commands, export_once
-from topw_deploy.cli.build_engine import command
+from topw_deploy.cli.engines import build_engine
 
 from .conftest import HERE, ROOT
 from .make_environment import environment
@@ -25,7 +25,7 @@ def test_the_page_s_export_is_built_by_the_page_s_command(
     assert "--max-length" not in export
     export_once(export, tmp_path, tmp_path_factory)
     (line,) = (line for line in PAGE.splitlines() if line.startswith("topw build-engine"))
-    request = command.make_context("build-engine", shlex.split(line)[2:]).params
+    request = build_engine.make_context("build-engine", shlex.split(line)[2:]).params
     for name in ("as_json", "quiet"):
         del request[name]
     (tmp_path / "requests.json").write_text(json.dumps([{**request, "plugin": "none"}], default=str), encoding="utf-8")

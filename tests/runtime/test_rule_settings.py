@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from topw_deploy.cli.compare import DEFAULT_RULES
+from topw_deploy.cli.lab import DEFAULT_RULES
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.rule_settings import read_rules, read_temperatures
 from topw_deploy.sampling.rules import RULES

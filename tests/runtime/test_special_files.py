@@ -13,10 +13,9 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.special_files import OTHERS, SPECIAL, no_hang
-from topw_deploy.cli.build_engine import command as build_engine
-from topw_deploy.cli.check import command as check
-from topw_deploy.cli.inspect import command as inspect
-from topw_deploy.cli.verify import command as verify
+from topw_deploy.cli.engines import build_engine
+from topw_deploy.cli.export import check, verify
+from topw_deploy.cli.inspect import inspect
 from topw_deploy.errors import ManifestError, TensorRTError, TopWError
 from topw_deploy.manifest import MANIFEST_NAME, load_manifest
 from topw_deploy.runtime import TopWModel, TopWSampler

@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from topw_deploy.cli.serve import command
+from topw_deploy.cli.serve import serve
 from topw_deploy.serve.app import ROUTES
 from topw_deploy.serve.metrics import GAUGES
 from topw_deploy.serve.server import _CLOSING
@@ -36,7 +36,7 @@ SERVER = POD["containers"][0]
 
 def parsed(arguments: list[str]) -> dict[str, Any]:
     """What `topw serve` reads from its arguments. Raises UsageError for an unknown option."""
-    found = command.make_context("serve", list(arguments), resilient_parsing=False).params
+    found = serve.make_context("serve", list(arguments), resilient_parsing=False).params
     return dict(found)
 
 
@@ -83,7 +83,7 @@ def test_the_scripts_have_no_syntax_errors(script: str) -> None:
 def test_the_pod_s_options_and_variables_exist() -> None:
     found = parsed(SERVER["args"])
     assert found["port"] == SERVER["ports"][0]["containerPort"]
-    names = {f"TOPW_SERVE_{str(option.name).upper()}" for option in command.params}
+    names = {f"TOPW_SERVE_{str(option.name).upper()}" for option in serve.params}
     assert {each["name"] for each in SERVER["env"]} <= names
 
 

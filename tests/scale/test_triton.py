@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from tests.support.toy_model import Toy, export
 from tests.support.waiting import HANG, until
-from topw_deploy.cli.triton import command
+from topw_deploy.cli.serve import triton
 from topw_deploy.errors import ExportError, ManifestError, ParameterError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.triton.repository import INPUTS, OUTPUTS, configuration, write_repository
@@ -247,7 +247,7 @@ def test_the_configuration_names_what_the_backend_reads() -> None:
 
 def test_the_options_that_open_a_model_reach_the_repository(folder: Path, tmp_path: Path) -> None:
     words = ["--threads", "1", "--sampler", "graph", "--allow-fallback", "--hard-link"]
-    done = CliRunner().invoke(command, [str(folder), str(tmp_path), "--name", "m", *words])
+    done = CliRunner().invoke(triton, [str(folder), str(tmp_path), "--name", "m", *words])
     assert done.exit_code == 0, done.output
     opening = json.loads(parameters_of((tmp_path / "m" / "config.pbtxt").read_text())["opening"])
     wanted = {"provider": "auto", "intra_op_num_threads": 1, "sampler": "graph", "allow_fallback": True}
@@ -255,7 +255,7 @@ def test_the_options_that_open_a_model_reach_the_repository(folder: Path, tmp_pa
 
 
 def test_a_repository_is_written_whole_or_not_at_all(folder: Path, tmp_path: Path) -> None:
-    done = CliRunner().invoke(command, [str(folder), str(tmp_path), "--name", "m", "--hard-link"])
+    done = CliRunner().invoke(triton, [str(folder), str(tmp_path), "--name", "m", "--hard-link"])
     assert done.exit_code == 0, done.output
     assert sorted(path.name for path in (tmp_path / "m").iterdir()) == ["1", "config.pbtxt"]
     copied = tmp_path / "m" / "1" / "export"
@@ -282,6 +282,6 @@ def test_an_export_is_added_to_a_repository(folder: Path, tmp_path: Path, monkey
             states={}, sizes={}, memory={},
         )  # fmt: skip
         monkeypatch.setattr(export, "export_model", lambda *_, report=report, **__: report)
-        done = CliRunner().invoke(command_module.command, ["tiny", "out", "--triton", str(tmp_path / "models")])
+        done = CliRunner().invoke(command_module.export, ["tiny", "out", "--triton", str(tmp_path / "models")])
         assert done.exit_code == 0, done.output
         assert (tmp_path / "models" / "toy" / "config.pbtxt").exists() is not dry

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.invoking import Invoke
-from topw_deploy.cli.prompt_lines import read_text_lines
+from topw_deploy.cli.prompts import read_text_lines
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import preset_parameters

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import click
 
-from topw_deploy.cli.files import check_output, check_picture, write_json
 from topw_deploy.cli.options import CONTEXT, quiet_option
-from topw_deploy.cli.terminal import say, say_json
+from topw_deploy.cli.terminal import check_output, check_picture, say, say_json, write_json
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class _CommaSeparated(click.ParamType, Generic[Item]):
 
 
 @click.group(name="bench", context_settings=CONTEXT)
-def command() -> None:
+def bench() -> None:
     """Time a sampling step, a whole decoding loop or many callers on this machine, and compare with other libraries;
     and time the loop under every sampling rule.
 
@@ -106,7 +105,7 @@ _peers_option = click.option(
 )
 
 
-@command.command(name="sampler", context_settings=CONTEXT)
+@bench.command(name="sampler", context_settings=CONTEXT)
 @click.option("--vocab", type=click.IntRange(min=1), default=151_936, show_default=True, help="Vocabulary size.")
 @click.option("--hidden", type=click.IntRange(min=1), default=2048, show_default=True, help="Embedding size.")
 @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences per step.")
@@ -157,7 +156,7 @@ def sampler(
     Before timing, every implementation of Top-W must keep the same tokens as the reference.
     """
     _check_outputs(json_file, plot)
-    from topw_deploy.cli.progress import progress
+    from topw_deploy.cli.terminal import progress
     from topw_lab.bench.sampler import run
 
     options = TopWOptions(metric=metric, alt_iters=alt_iters)
@@ -172,7 +171,7 @@ def sampler(
     _show_report(report, json_file, plot)
 
 
-@command.command(name="decode", context_settings=CONTEXT)
+@bench.command(name="decode", context_settings=CONTEXT)
 @click.argument("folder", metavar="OUT", type=_EXISTING_FOLDER)
 @click.option(
     "--prompt-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Length of the random prompt."
@@ -208,13 +207,13 @@ def decode(
     Each side loads the model once, in its own process; then the sides take turns.
     """
     _check_outputs(json_file, plot)
-    from topw_deploy.cli.progress import progress
+    from topw_deploy.cli.terminal import progress
     from topw_lab.bench.decode import run
 
     _show_report(run(peers=peers or (), progress=progress(quiet), **rest), json_file, plot)
 
 
-@command.command(name="serve", context_settings=CONTEXT)
+@bench.command(name="serve", context_settings=CONTEXT)
 @click.argument("folder", metavar="OUT", type=_EXISTING_FOLDER)
 @click.option(
     "--concurrency",
@@ -256,13 +255,13 @@ def serve(peers: tuple[str, ...] | None, json_file: str | None, plot: Path | Non
     text while a long prompt is read and after a reused prefix.
     """
     _check_outputs(json_file, plot)
-    from topw_deploy.cli.progress import progress
+    from topw_deploy.cli.terminal import progress
     from topw_lab.bench.serve import run
 
     _show_report(run(peers=peers or (), progress=progress(quiet), **rest), json_file, plot)
 
 
-@command.command(name="rules", context_settings=CONTEXT)
+@bench.command(name="rules", context_settings=CONTEXT)
 @click.argument("folders", metavar="OUT...", nargs=-1, required=True, type=_EXISTING_FOLDER)
 @click.option(
     "--rules",
@@ -308,7 +307,7 @@ def bench_rules(
     The shares of certified tokens explain differences.
     """
     _check_outputs(json_file, plot)
-    from topw_deploy.cli.progress import progress
+    from topw_deploy.cli.terminal import progress
     from topw_deploy.runtime.rule_settings import read_rules, read_temperatures
     from topw_lab.bench.rules import run
 

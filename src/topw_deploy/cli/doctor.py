@@ -94,7 +94,7 @@ class Diagnosis:
 
 @click.command(name="doctor", context_settings=CONTEXT)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def command(as_json: bool) -> int:
+def doctor(as_json: bool) -> int:
     """Show versions, execution providers, the provider a model would use, and how to install missing parts.
 
     The exit code is 1 if models cannot run here.

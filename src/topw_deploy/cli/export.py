@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ from topw_deploy.cli.options import (
     report_options,
     rules_option,
 )
-from topw_deploy.cli.progress import progress
-from topw_deploy.cli.terminal import say, say_json, tell
+from topw_deploy.cli.terminal import progress, say, say_json, tell
+from topw_deploy.errors import MissingPackageError
+from topw_deploy.progress import Progress
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
-from topw_deploy.text import binary_size
+from topw_deploy.text import binary_size, count_text
 
 _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16", "int4", "int8")
 
@@ -106,7 +107,7 @@ _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16
 @report_options
 @hub_options
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model.")
-def command(
+def export(
     model: str | None, out: Path | None, model_option: str | None, out_option: Path | None, **values: Any
 ) -> None:
     """Export MODEL with a Top-W sampler into the folder OUT.
@@ -170,5 +171,138 @@ def _amount_lines(amounts: dict[str, int]) -> list[str]:
     return [f"  {name.ljust(width)}  {binary_size(size)} ({size:,} bytes)" for name, size in amounts.items()]
 
 
-if __name__ == "__main__":
-    sys.exit(command())
+@click.command(name="export-sampler", context_settings=CONTEXT, epilog=NEEDS_EXPORT)
+@click.argument("model", required=False)
+@click.argument("out", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--embeddings",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="A .npy file with the input embeddings [tokens, hidden], instead of MODEL.",
+)
+@click.option(
+    "--vocab-size", type=click.IntRange(min=1), help="Width of the logits.  [default: the number of embeddings]"
+)
+@click.option(
+    "--logits",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="A .npy file with the model's logits [steps, vocab]; measures the unit of --geom-unit median.",
+)
+@branches_option
+@rules_option
+@baked_options
+@bound_option
+@parameter_options(*PARAMETER_NAMES)
+@click.option("--opset", type=int, default=None, help="ONNX opset, 18 to 24.  [default: 23]")
+@crop_options
+@click.option("--dry-run", is_flag=True, help="Show what would be written; write nothing.")
+@click.option("--overwrite", "--force", is_flag=True, help="Replace an earlier export in OUT at the very end.")
+@click.option("--no-verify", is_flag=True, help="Do not compare the export with the reference.")
+@report_options
+@hub_options
+def export_sampler(model: str | None, out: Path | None, as_json: bool, quiet: bool, **values: Any) -> None:
+    """Export the sampler alone into the folder OUT: logits in, tokens out.
+
+    Token distances come from the input embeddings of MODEL (a hub id, a Hugging Face folder, or `tiny`) or from
+    --embeddings FILE. --metric uniform with --vocab-size needs neither; OUT is then the only argument.
+    """
+    if out is None:  # click takes a single argument for MODEL, but it is OUT
+        model, out = None, Path(model) if model is not None else None
+    if out is None:
+        raise click.UsageError("Missing argument 'OUT'.")
+    # Import late, for fast --help and usage errors.
+    install.require("exporting", "export")
+    from topw_deploy.export import export_sampler
+
+    report = export_sampler(model, out, progress=progress(quiet), verify=not values.pop("no_verify"), **values)
+    for notice in report.notices:
+        tell(f"Note: {notice}.")
+    if as_json:
+        say_json(msgspec.to_builtins(report, enc_hook=str), indent=2)
+    elif report.dry_run:
+        say(f"{out} would hold {report.nodes} nodes and {report.weight_bytes:,} bytes of weights")
+    else:
+        say(report.output)
+
+
+@click.command(name="verify", context_settings=CONTEXT)
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--source", default=None, metavar="MODEL", help="Model to compare with.  [default: the manifest's source]"
+)
+@click.option("--hashes-only", is_flag=True, help="Compare the files with the manifest and run nothing.")
+@click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the source.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def verify(out: Path, source: str | None, hashes_only: bool, trust_remote_code: bool, as_json: bool) -> None:
+    """Compare the files of OUT with its manifest, and its graph with the model it was exported from.
+
+    A check that cannot run here (no torch, the source is gone) is listed with the reason and does not fail.
+    """
+    from topw_deploy.errors import ManifestError, TopWError
+    from topw_deploy.manifest import check_hashes, load_manifest
+
+    try:
+        manifest = load_manifest(out)
+        if manifest.verification.status == "provisional":
+            raise ManifestError(f"{out} is an export whose verification did not finish; export the model again.")
+        check_hashes(out, manifest)
+        tell(f"  -[✓] {len(manifest.files)} files have the manifest's sizes and SHA-256")
+        result: dict[str, Any] = {
+            "folder": str(out),
+            "files": len(manifest.files),
+            "checks": [],
+            "skipped": [],
+            "notes": [],
+        }
+        if not hashes_only:
+            result |= _check_graph(out, manifest, source, trust_remote_code)
+    except TopWError as error:
+        raise click.ClickException(str(error)) from error
+    failed = [check["name"] for check in result["checks"] if not check["passed"]]
+    if as_json:
+        say_json(result, indent=2)
+    elif not failed:
+        passed = count_text(len(result["checks"]), "check")
+        say(f"{out} is intact; {passed} passed, {len(result['skipped'])} not compared")
+    if failed:
+        raise click.ClickException(
+            f"{count_text(len(failed), 'check')} failed (first: {failed[0]}); export the model again."
+        )
+
+
+def _check_graph(out: Path, manifest: Any, source: str | None, trust_remote_code: bool) -> dict[str, Any]:
+    try:
+        install.require("it", "export")
+        from topw_deploy.export.verification.run import recheck
+    except MissingPackageError as error:
+        reason = str(error)
+        tell(f"  -[-] the graph: not compared, {reason}")
+        return {"skipped": [("graph", reason)]}
+    outcome = recheck(out, manifest, source, trust_remote_code, Progress(tell))
+    return {
+        "checks": msgspec.to_builtins(outcome.checks),
+        "skipped": [(each.name, each.reason) for each in outcome.not_compared],
+        "notes": msgspec.to_builtins(outcome.notes),
+    }
+
+
+@click.command(name="check", context_settings=CONTEXT)
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def check(out: Path, as_json: bool) -> None:
+    """Ask TensorRT's own parser whether it takes the graph of the exported folder OUT, and which nodes it refuses.
+
+    Needs TensorRT, with the sampler's plugin if `topw plugins build --cuda` built it. Builds nothing. The exit code is
+    1 if a node is refused.
+    """
+    from topw_deploy.tensorrt.check import check
+
+    report = check(out)
+    if as_json:
+        say_json(dataclasses.asdict(report), indent=2)
+    else:
+        say(f"TensorRT    {report.tensorrt}: {'takes all of the graph' if report.takes else 'refuses'}")
+        say(*(f"            {refusal}" for refusal in report.refusals))
+        say(f"sampler     {f'its function: {report.why_no_plugin}' if report.why_no_plugin else 'the plugin'}")
+        say(f"next        {report.next_step}")
+    if not report.takes:
+        click.get_current_context().exit(1)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
-from topw_deploy.cli.generate_many import RunOptions, answer_file, prompt_file_options, take_prompt_files
+from topw_deploy.cli.batch import RunOptions, answer_file, prompt_file_options, take_prompt_files
 from topw_deploy.cli.options import (
     CONTEXT,
     OPTION_PARAMETERS,
@@ -21,7 +21,7 @@ from topw_deploy.cli.options import (
     take_constraint,
     take_opening,
 )
-from topw_deploy.cli.prompt_lines import user_messages
+from topw_deploy.cli.prompts import user_messages
 from topw_deploy.cli.terminal import GeneratedText, say_json, tell
 from topw_deploy.errors import PromptError
 from topw_deploy.text import decode_text
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     help="Maximum number of prompt tokens per run; fewer save memory.",
 )
 @opening_options
-def command(
+def generate(
     folder: Path,
     prompt: str | None,
     prompt_file: Path | None,

@@ -34,7 +34,7 @@ _CACHE_FORMS = {
 @click.command(name="inspect", context_settings=CONTEXT)
 @click.argument("folder", metavar="OUT", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
-def command(folder: Path, as_json: bool) -> None:
+def inspect(folder: Path, as_json: bool) -> None:
     """Show the manifest, parameters, graph and engines of the exported folder OUT.
 
     Names and sizes of its files are checked; `topw verify` also checks their contents.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
 from topw_deploy.cli.options import CONTEXT, opening_options, take_opening
-from topw_deploy.text import parse_size
+from topw_deploy.cli.terminal import say, say_json, tell
+from topw_deploy.text import decimal_size, parse_size
+from topw_deploy.web import write_site
 
 _ENGINE_OPTIONS = (
     "max_batch",
@@ -115,7 +118,7 @@ _SERVER_OPTIONS = ("host", "port", "uds", "max_connections", "verbose")
     "--log-format", type=click.Choice(("json", "text")), default="json", show_default=True, help="Format of the log."
 )
 @click.option("-v", "--verbose", is_flag=True, help="Also log GET requests.")
-def command(
+def serve(
     folders: tuple[Path, ...],
     served_model_name: tuple[str, ...],
     api_key: tuple[str, ...],
@@ -159,3 +162,90 @@ def _models_by_name(folders: tuple[Path, ...], names: tuple[str, ...]) -> dict[s
     if len(set(model_names)) < len(model_names):
         raise click.UsageError(f"two models have the same name in {', '.join(model_names)}; give --served-model-name.")
     return dict(zip(model_names, folders, strict=True))
+
+
+@click.command(name="triton", context_settings=CONTEXT)
+@click.argument("folder", metavar="OUT", type=click.Path(path_type=Path))
+@click.argument("repository", metavar="REPOSITORY", type=click.Path(path_type=Path))
+@click.option("--name", help="Name of the model in Triton.  [default: the folder's name]")
+@click.option(
+    "--max-batch",
+    type=click.IntRange(1, 1024),
+    default=8,
+    show_default=True,
+    help="Maximum number of sequences that run at once.",
+)
+@click.option(
+    "--max-queue", type=click.IntRange(0), default=256, show_default=True, help="Maximum number of sequences that wait."
+)
+@click.option(
+    "--max-length",
+    type=click.IntRange(1),
+    help="Maximum tokens of a sequence, including its prompt.  [default: the model's context]",
+)
+@opening_options
+@click.option("--hard-link", is_flag=True, help="Hard-link the export's files instead of copying them.")
+def triton(
+    folder: Path,
+    repository: Path,
+    name: str | None,
+    max_batch: int,
+    max_queue: int,
+    max_length: int | None,
+    hard_link: bool,
+    **options: Any,
+) -> None:
+    """Add the exported model in the folder OUT to a model REPOSITORY of NVIDIA's Triton Inference Server.
+
+    The model runs in an engine in Triton's Python backend and streams its text. See docs/guide/scale.md.
+    """
+    from topw_deploy.triton.repository import write_repository
+
+    engine = {"max_batch": max_batch, "max_queue": max_queue, "max_length": max_length}
+    written = write_repository(
+        folder,
+        repository,
+        name=name,
+        engine={key: value for key, value in engine.items() if value is not None},
+        opening={key: value for key, value in take_opening(options).items() if value is not None},
+        hard_link=hard_link,
+    )
+    say(str(written))
+
+
+@click.command(name="web", context_settings=CONTEXT)
+@click.argument("model", metavar="OUT", type=click.Path(path_type=Path))
+@click.argument("output", metavar="SITE", type=click.Path(path_type=Path))
+@click.option(
+    "--runtime",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="A node_modules with onnxruntime-web and @huggingface/tokenizers, to copy into SITE. "
+    "[default: the page loads them from cdn.jsdelivr.net and checks their hashes]",
+)
+@click.option("--title", help="Title of the page.  [default: the model's name]")
+@click.option("--prompt", default="", help="Text in the page's field for the prompt.")
+@click.option("--overwrite", "--force", is_flag=True, help="Replace an earlier site in SITE at the very end.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON report.")
+def web(
+    model: Path, output: Path, runtime: Path | None, title: str | None, prompt: str, overwrite: bool, as_json: bool
+) -> None:
+    """Write the folder SITE: a page that runs the exported folder OUT in the browser, without a server.
+
+    onnxruntime-web runs the graph on the CPU, and the function in the file is the sampler. The same seed gives the
+    tokens that Python draws, except where rounding decides.
+    """
+    site = write_site(model, output, runtime=runtime, title=title, prompt=prompt, overwrite=overwrite)
+    for note in site.notes:
+        tell(f"Note: {note}")
+    if as_json:
+        say_json({**asdict(site), "folder": str(site.folder)}, indent=2)
+        return
+    say(site.folder)
+    libraries = "libraries from cdn.jsdelivr.net" if site.outside else "everything included"
+    tell(
+        f"{decimal_size(site.bytes)}, including {decimal_size(site.model_bytes)} for the graph; {libraries}.",
+        f"To try it: python -m http.server -d {site.folder}",
+        "It uses one thread, or up to four if the server sends Cross-Origin-Opener-Policy: same-origin and "
+        "Cross-Origin-Embedder-Policy: require-corp.",
+    )

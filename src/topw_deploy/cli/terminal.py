@@ -5,10 +5,18 @@ Both escape control characters, so that models, files and arguments cannot contr
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import click
+
+from topw_deploy.errors import ParameterError, PromptError
+from topw_deploy.progress import SILENT, Advance, Progress
 from topw_deploy.text import json_text, printable
 
 
@@ -81,3 +89,100 @@ def prepare_streams() -> bool:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # writes ? for characters that the encoding lacks
     return True
+
+
+def read_source(path: Path) -> tuple[bytes, str]:
+    """Read a file, or stdin for `-`. Returns (bytes, name for error messages).
+
+    Raises PromptError for an unreadable file, and UsageError if stdin is closed.
+    """
+    if str(path) == "-":
+        if sys.stdin is None:
+            raise click.UsageError("standard input is closed; give a file.")
+        return sys.stdin.buffer.read(), "standard input"
+    try:
+        return path.read_bytes(), str(path)
+    except OSError as error:
+        raise PromptError(f"{path} cannot be read: {error.strerror or error}.") from None
+
+
+def check_output(path: Path | None, name: str) -> None:
+    """Check before a long run that `path` can be written. `-` is stdout; None is not written.
+
+    name: the parameter that holds `path`, for error messages.
+
+    Raises ParameterError for a folder, a missing parent folder and a read-only location.
+    """
+    if path is None or str(path) == "-":
+        return
+    if path.is_dir():
+        raise ParameterError(f"{name} is {path}, which is a folder; choose another name.", name)
+    if not path.parent.is_dir():
+        raise ParameterError(f"{name} is {path}, but {path.parent} is not a folder; choose another name.", name)
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ParameterError(f"{name} is {path}, which cannot be written; choose another name.", name)
+
+
+def check_picture(path: Path | None, endings: tuple[str, ...]) -> None:
+    """Check before a long run that the picture of --plot can be written.
+
+    Raises ParameterError as `check_output`, for a name with another ending than `endings`, and without matplotlib.
+    """
+    if path is None:
+        return
+    check_output(path, "plot")
+    if path.suffix.lower() not in endings:
+        raise ParameterError(f"plot is {path}, but must end in {' or '.join(endings)}; choose another name.", "plot")
+    from topw_lab.plots import require_matplotlib
+
+    require_matplotlib()
+
+
+def write_json(document: Any, path: Path) -> None:
+    """Write a JSON file. Raises ParameterError if `path` cannot be written."""
+    write_text(json_text(document, indent=2) + "\n", path)
+
+
+def write_text(text: str, path: Path) -> None:
+    """Write a text file in UTF-8. Raises ParameterError if `path` cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ParameterError(f"{path} cannot be written: {error.strerror or error}; name another file.") from None
+
+
+def print_phase(line: str) -> None:
+    """Print the line of a new phase."""
+    tell(line)
+
+
+@contextlib.contextmanager
+def tqdm_bar(total: int, unit: str) -> Iterator[Advance]:
+    """A progress bar of tqdm on terminals; none without tqdm, which the extra [export] installs."""
+    if importlib.util.find_spec("tqdm") is None:
+        yield lambda _parts: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit=unit, unit_scale=True, file=sys.stderr, disable=None, leave=False) as shown:
+        yield shown.update
+
+
+@contextlib.contextmanager
+def click_bar(label: str, total: int, *, done: int = 0, **look: Any) -> Iterator[Advance]:
+    """A progress bar of click on terminals, for commands that also run without tqdm.
+
+    done: parts that are done at the start.
+    look: further options of `click.progressbar`.
+    """
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield lambda _parts: None
+        return
+    with click.progressbar(length=total, label=label, file=sys.stderr, **look) as shown:
+        shown.update(done)
+        yield shown.update
+
+
+def progress(quiet: bool) -> Progress:
+    """The progress callbacks of a command, which do nothing if `quiet`."""
+    return SILENT if quiet else Progress(print_phase, tqdm_bar)
