@@ -424,8 +424,8 @@ class Sample:
 
     tokens: token ids of the text, without an end of sequence.
     drawn: number of drawn tokens, including the end of sequence.
-    kept, certified: size and certificate of the crop of each drawn token.
-    mass: probability of the crop of each drawn token; None if the graph has no such output.
+    kept, certified: size and certificate of the kept set of each drawn token.
+    mass: probability of the kept set of each drawn token; None if the graph has no such output.
     surprisal: sum of -log p over the drawn tokens, in nats, where p is the model's probability at temperature 1 without
         edits; None if the graph has no output of logits.
     """
