@@ -120,7 +120,7 @@ def triton(scratch: Path) -> Loader:
 
 def harness(_scratch: Path) -> Loader:
     """The arguments of the model class for evaluations, as JSON."""
-    from topw_lab.harness.model import read_arguments
+    from topw_lab.harness import read_arguments
 
     def read(data: bytes) -> None:
         try:

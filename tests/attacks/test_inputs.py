@@ -13,7 +13,7 @@ from tests.support.attacks import refused
 from topw_deploy.cli.batch import read_finished
 from topw_deploy.cli.prompts import read_prompt_lines
 from topw_deploy.errors import ParameterError, PromptError
-from topw_lab.harness.model import read_arguments
+from topw_lab.harness import read_arguments
 from topw_lab.judges import read_questions
 
 LINES: dict[str, bytes] = {

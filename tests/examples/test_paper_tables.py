@@ -115,7 +115,7 @@ def test_the_harness_takes_each_printed_command(capsys: pytest.CaptureFixture[st
     from lm_eval._cli import HarnessCLI
 
     from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
-    from topw_lab.harness.model import read_arguments
+    from topw_lab.harness import read_arguments
 
     found = printed(capsys, "out", "--only", benchmark)
     assert len(found) == CELLS

@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[2]
     ],
 )
 def test_unknown_and_invalid_arguments_are_refused_by_name(given: dict[str, Any], said: str) -> None:
-    from topw_lab.harness.model import read_arguments
+    from topw_lab.harness import read_arguments
 
     with pytest.raises(ParameterError, match=said):
         read_arguments({"path": "out", **given})
@@ -51,13 +51,13 @@ def test_unknown_and_invalid_arguments_are_refused_by_name(given: dict[str, Any]
     ("size", "most", "rows"), [(None, None, 8), ("auto", None, 8), ("auto:4", 3, 3), ("16", None, 16), (5, 64, 5)]
 )
 def test_the_batch_size_is_the_engine_s_rows(size: Any, most: Any, rows: int) -> None:
-    from topw_lab.harness.model import read_arguments
+    from topw_lab.harness import read_arguments
 
     assert read_arguments({"path": "out", "batch_size": size, "max_batch_size": most}).rows == rows
 
 
 def test_options_reach_the_model_the_engine_and_every_request() -> None:
-    from topw_lab.harness.model import read_arguments
+    from topw_lab.harness import read_arguments
 
     found = read_arguments({
         "path": "out", "device": "cpu", "sampler": "graph", "max_length": 64, "prefix_bytes": 9, "exact": True,
@@ -110,8 +110,7 @@ def entry_point() -> EntryPoint:
 
 
 def test_the_entry_point_is_the_class_under_the_registered_name() -> None:
-    from topw_lab.harness import NAME
-    from topw_lab.harness.model import TopWHarness
+    from topw_lab.harness import NAME, TopWHarness
 
     assert entry_point().name == NAME
     assert entry_point().load() is TopWHarness

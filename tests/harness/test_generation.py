@@ -38,7 +38,7 @@ def test_greedy_answers_are_the_models_in_the_order_of_the_requests(
 def test_model_args_override_the_task(opened: Open, scoring: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain = TopWModel.from_pretrained(scoring, provider="cpu")
     model = opened(temperature=2.5, lam=0.2, seed=5)
-    from topw_lab.harness.model import Seeds
+    from topw_lab.harness import Seeds
 
     found = generate(model, *((prompt, {**TASK, "temperature": 0.0, "lam": 2.0}) for prompt in PROMPTS[:5]))
     seeds = Seeds(5)

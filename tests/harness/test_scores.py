@@ -48,9 +48,9 @@ def test_continuations_are_drawn_after_a_prompt_that_is_read_in_chunks_and_reuse
 
 
 def test_a_recurrent_model_does_not_reuse_prompts(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert opened()._scorer._reuses
+    assert opened()._reuses
     monkeypatch.setattr(DecoderInfo, "recurs", True)
-    assert not opened()._scorer._reuses
+    assert not opened()._reuses
 
 
 def test_a_long_context_loses_its_beginning(opened: Open, toy: Toy) -> None:

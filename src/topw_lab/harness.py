@@ -1,4 +1,7 @@
-"""`TopWHarness`: an exported folder as a model of lm-evaluation-harness."""
+"""A model class for lm-evaluation-harness, registered as `topw_deploy` (docs/guide/evaluation.md), and its command.
+
+Importing this module registers `TopWHarness`, so that `lm_eval.simple_evaluate(model="topw_deploy", ...)` finds it.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,15 @@ import json
 import logging
 import math
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
 import numpy as np
-from lm_eval.api.model import TemplateLM
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from tqdm import tqdm
 
+from topw_deploy import install
 from topw_deploy.errors import ParameterError, PromptError, TokenizerError
 from topw_deploy.manifest import MANIFEST_NAME, sha256_of
 from topw_deploy.runtime import GenerationResult, TopWModel
@@ -30,7 +32,15 @@ from topw_deploy.sampling.parameters import PARAMETER_NAMES, unknown_name
 from topw_deploy.sampling.seeds import SEED_BITS, prompt_seed
 from topw_lab.running import PromptRequest, Runner
 
-T = TypeVar("T")
+install.require("evaluating", "lm-eval")
+
+import lm_eval.models  # noqa: E402, F401  # the harness registers its own models only into an empty registry
+from lm_eval.api.model import TemplateLM  # noqa: E402
+from lm_eval.api.registry import model_registry  # noqa: E402
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+NAME = "topw_deploy"
 _log = logging.getLogger(__name__)
 ScoredRequest = tuple[Any, list[int], list[int]]  # (the request's arguments or None, context ids, continuation ids)
 
@@ -56,7 +66,7 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
         self._tokens = min(given.opening.get("max_length", context), context)
         decoder = self._model.manifest.decoder
         reuses = not decoder.recurs and engine.get("reuse_prefixes") is not False and self._runner.engine is not None
-        self._scorer = Scorer(self._model, self._runner, self._tokens, given.rows, reuses)
+        self._reuses = reuses  # whether the engine reuses the states of the tokens that begin an earlier prompt
         # The harness seeds numpy's generator (--seed) before it creates the model.
         self._seed = int(np.random.randint(2**31 - 1)) if given.seed is None else given.seed
         self._warned: set[str] = set()
@@ -110,28 +120,6 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
             add_special_tokens = self._arguments.parameters.get("add_special_tokens", not begun)
         return self._model.tokenizer.encode(string, add_special_tokens)
 
-    def tok_batch_encode(
-        self,
-        strings: Sequence[str],
-        padding_side: str = "left",
-        left_truncate_len: int | None = None,
-        truncation: bool = False,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (ids, attention mask), both int64 [number of texts, longest]. Padding has id 0.
-
-        truncation: keep only the first `max_length` tokens.
-        left_truncate_len: keep only this number of last tokens.
-        """
-        found = [self.tok_encode(text)[: self.max_length if truncation else None] for text in strings]
-        found = [ids[-left_truncate_len:] if left_truncate_len else ids for ids in found]
-        shape = (len(found), max(map(len, found), default=0))
-        ids, mask = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-        for row, tokens in enumerate(found):
-            start = shape[1] - len(tokens) if padding_side == "left" else 0
-            ids[row, start : start + len(tokens)] = tokens
-            mask[row, start : start + len(tokens)] = 1
-        return ids, mask
-
     def tok_decode(self, tokens: Iterable[int], skip_special_tokens: bool = True) -> str:
         return self._model.tokenizer.decode(list(tokens), skip_special_tokens)
 
@@ -170,7 +158,8 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
                 yield self._prompt_request(context, gen_kwargs, seeds.next(context))
 
         texts = []
-        results = _with_progress(self._runner.results(prompt_requests()), len(requests), "Generating", disable_tqdm)
+        results = self._runner.results(prompt_requests())
+        results = tqdm(results, total=len(requests), desc="Generating", disable=disable_tqdm)
         for request, result in zip(requests, results, strict=True):
             text, end = result.text, self._arguments.think_end_token
             if end is not None:
@@ -231,19 +220,59 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
     ) -> list[tuple[float, bool]]:
         """(log-probability of the continuation, whether it is the greedy one) for each request.
 
-        Raises the errors of `Scorer.scores`.
+        Raises the errors of `_scores`.
         """
         scored = [request for request in requests if request[2]]
         if any(len(context) + len(continuation) > self._tokens for _, context, continuation in scored):
             self._warn_once(f"prompts and continuations of more than {self._tokens} tokens lose their beginning.")
-        scores = self._scorer.scores([(context, continuation) for _, context, continuation in scored])
+        scores = self._scores([(context, continuation) for _, context, continuation in scored])
         found = []
-        for request, score in zip(scored, _with_progress(scores, len(scored), "Scoring", disable_tqdm), strict=True):
+        progress = tqdm(scores, total=len(scored), desc="Scoring", disable=disable_tqdm)
+        for request, score in zip(scored, progress, strict=True):
             found.append(score)
             if request[0] is not None:
                 self.cache_hook.add_partial("loglikelihood", request[0], score)
         ordered = iter(found)
         return [next(ordered) if request[2] else (0.0, True) for request in requests]
+
+    def _scores(self, pairs: Sequence[tuple[list[int], list[int]]]) -> Iterator[tuple[float, bool]]:
+        """Yield (log-probability, whether each token is the greedy one) of each continuation, in order.
+
+        pairs: token ids of contexts and of continuations, which must not be empty. A context that is too long loses its
+            beginning.
+
+        Raises ParameterError for a folder without logits, PromptError for a continuation longer than the context.
+        """
+        if logits_output(self._model.manifest) is None:
+            raise ParameterError(
+                f"log-likelihoods need the output logits, which the graph of {self._model.path} lacks; export it again "
+                "with --with-logits."
+            )
+        results = self._runner.results(itertools.chain.from_iterable(itertools.starmap(self._score_requests, pairs)))
+        for _, continuation in pairs:
+            yield _score(results, len(continuation))
+
+    def _score_requests(self, context: Sequence[int], continuation: Sequence[int]) -> Iterable[PromptRequest]:
+        """Requests that score a continuation in the faster of two ways.
+
+        - One request per token of the continuation. It reads the tokens before this token in chunks, and draws this
+          token as the only allowed one. All requests but the first reuse the tokens that the request before has read.
+          This takes a run of one sequence per token of the continuation.
+        - One request for `prompt_logprobs`. It reads context and continuation token by token, in steps of all
+          sequences.
+        """
+        if len(continuation) >= self._tokens:
+            raise PromptError(
+                f"a continuation has {len(continuation)} tokens, but at most {self._tokens - 1} can be scored; shorten "
+                "it."
+            )
+        whole = [*context, *continuation][-self._tokens :]
+        start = len(whole) - len(continuation)
+        rows = self._arguments.rows
+        if len(continuation) > 1 and not (self._reuses and len(continuation) * rows <= len(whole)):
+            return [(whole, {**_UNEDITED, "max_new_tokens": 0, "prompt_logprobs": 0})]
+        one = {**_UNEDITED, "max_new_tokens": 1, "logprobs": 0}
+        return [(whole[:end], {**one, "allowed_token_ids": whole[end : end + 1]}) for end in range(start, len(whole))]
 
     # Reports
 
@@ -263,8 +292,14 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
             _log.warning(note)
 
 
-def _with_progress(values: Iterable[T], total: int, what: str, hidden: bool) -> Iterator[T]:
-    return iter(tqdm(values, total=total, desc=what, disable=hidden))
+def _score(results: Iterator[GenerationResult], continuation: int) -> tuple[float, bool]:
+    """Take the results of one continuation of this many tokens, and add up their log-probabilities."""
+    result = next(results)
+    if result.prompt_logprobs is not None:
+        return result.prompt_likelihood(result.prompt_tokens - continuation)
+    drawn = [result, *itertools.islice(results, continuation - 1)]
+    entries = [one.token_logprobs[0] for one in drawn if one.token_logprobs]
+    return math.fsum(entry.logprob for entry in entries), all(entry.greedy for entry in entries)
 
 
 def cut_after(rendered: str, last: str) -> str:
@@ -272,10 +307,8 @@ def cut_after(rendered: str, last: str) -> str:
 
     Raises PromptError if the rendered chat does not contain the text.
     """
-    place = rendered.rfind(last) if last.strip() else -1
-    if place < 0:
-        last = last.strip()
-        place = rendered.rfind(last) if last else -1
+    last = last if last.strip() and last in rendered else last.strip()
+    place = rendered.rfind(last) if last else -1
     if place < 0:
         raise PromptError(
             f"the rendered chat does not contain the beginning of the answer, {last!r:.60}; evaluate without "
@@ -360,9 +393,6 @@ def _stop_parameters(until: list[str], tokenizer: Tokenizer) -> dict[str, Any]:
     return {**({"stop_token_ids": ids} if ids else {}), **({"stop_strings": until} if until else {})}
 
 
-Pair: TypeAlias = "tuple[Sequence[int], Sequence[int]]"
-"""Token ids of a context and of a continuation."""
-
 # Parameters that undo what a model's generation config may ban, because the scored token must be drawn.
 _UNEDITED: dict[str, Any] = {
     "temperature": 0.0,
@@ -373,71 +403,6 @@ _UNEDITED: dict[str, Any] = {
     "no_repeat_ngram_size": 0,
     "seed": 0,
 }
-
-
-class Scorer:
-    """Scores each continuation in the faster of two ways.
-
-    - One request per token of the continuation. It reads the tokens before this token in chunks, and draws this token
-      as the only allowed one. All requests but the first reuse the tokens that the request before has read.
-    - One request for `prompt_logprobs`. It reads context and continuation token by token, in steps of all rows.
-
-    tokens: maximum number of tokens of context and continuation together.
-    rows: number of rows of the engine.
-    reuses: whether the engine reuses the states of the tokens that begin an earlier prompt, too.
-    """
-
-    def __init__(self, model: TopWModel, runner: Runner, tokens: int, rows: int, reuses: bool) -> None:
-        self._model, self._runner, self._tokens, self._rows, self._reuses = model, runner, tokens, rows, reuses
-
-    def scores(self, pairs: Sequence[Pair]) -> Iterator[tuple[float, bool]]:
-        """Yield (log-probability, whether each token is the greedy one) of each continuation, in order.
-
-        pairs: contexts and continuations, which must not be empty. A context that is too long loses its beginning.
-
-        Raises ParameterError for a folder without logits, PromptError for a continuation longer than the context.
-        """
-        if logits_output(self._model.manifest) is None:
-            raise ParameterError(
-                f"log-likelihoods need the output logits, which the graph of {self._model.path} lacks; export it again "
-                "with --with-logits."
-            )
-        results = self._runner.results(itertools.chain.from_iterable(map(self._requests, pairs)))
-        for _, continuation in pairs:
-            yield self._score(results, len(continuation))
-
-    def _requests(self, pair: Pair) -> Iterable[PromptRequest]:
-        context, continuation = pair
-        if len(continuation) >= self._tokens:
-            raise PromptError(
-                f"a continuation has {len(continuation)} tokens, but at most {self._tokens - 1} can be scored; shorten "
-                "it."
-            )
-        whole = [*context, *continuation][-self._tokens :]
-        start = len(whole) - len(continuation)
-        if not self._scores_by_drawing(len(continuation), len(whole)):
-            return [(whole, {**_UNEDITED, "max_new_tokens": 0, "prompt_logprobs": 0})]
-        one = {**_UNEDITED, "max_new_tokens": 1, "logprobs": 0}
-        return [(whole[:end], {**one, "allowed_token_ids": whole[end : end + 1]}) for end in range(start, len(whole))]
-
-    def _scores_by_drawing(self, continuation: int, whole: int) -> bool:
-        """Whether drawing the tokens is the faster way.
-
-        continuation, whole: number of tokens of the continuation, and of context and continuation together.
-
-        Drawing takes a run of one row per token of the continuation. The other way takes a step of all rows per token
-        of context and continuation.
-        """
-        return continuation == 1 or (self._reuses and continuation * self._rows <= whole)
-
-    def _score(self, results: Iterator[GenerationResult], continuation: int) -> tuple[float, bool]:
-        result = next(results)
-        if result.prompt_logprobs is not None:
-            return result.prompt_likelihood(result.prompt_tokens - continuation)
-        drawn = [result, *itertools.islice(results, continuation - 1)]
-        entries = [one.token_logprobs[0] for one in drawn if one.token_logprobs]
-        return math.fsum(entry.logprob for entry in entries), all(entry.greedy for entry in entries)
-
 
 ROWS = 8  # the default of Engine
 _DEFAULT_DEVICE = "cuda:0"  # the harness passes it if --device is not given
@@ -588,3 +553,28 @@ def _template_variables(own: Mapping[str, Any]) -> dict[str, Any]:
         )
     thinking = own.get("enable_thinking")
     return dict(value) if thinking is None else {**value, "enable_thinking": thinking}
+
+
+if NAME not in model_registry:
+    model_registry.register(NAME, target="topw_lab.harness:TopWHarness")
+
+_COMMANDS = ("run", "ls", "validate")
+_NAMING_A_MODEL = ("--model", "-M", "--config", "-C")  # a configuration may name the model
+
+
+def run(words: Sequence[str]) -> None:
+    """Run `lm_eval WORDS`. The model is `topw_deploy` unless the words name another one.
+
+    Raises the model's errors, and SystemExit for wrong usage.
+    """
+    from lm_eval.__main__ import cli_evaluate
+
+    command, *options = words if words and words[0] in _COMMANDS else ["run", *words]
+    if command == "run" and options and not any(word.split("=")[0] in _NAMING_A_MODEL for word in options):
+        options = ["--model", NAME, *options]
+    given = sys.argv
+    sys.argv = ["lm_eval", command, *options]
+    try:
+        cli_evaluate()
+    finally:
+        sys.argv = given
