@@ -259,19 +259,6 @@ def test_a_full_queue_is_a_429_also_for_streams(folder: Path, gate: Gate) -> Non
     with_service(folder, test, engine={"max_batch": 1, "max_queue": 0})
 
 
-def test_probes_are_answered_while_prompts_are_read(folder: Path, gate: Gate) -> None:
-    async def test(app: Starlette, service: Service) -> None:
-        call = Call(app, CHAT, {**ENDLESS, "max_tokens": 2})
-        await until_async(lambda: in_use(service) == 1)
-        health = Call(app, "/health", method="GET")
-        await asyncio.wait_for(health.task, HANG)
-        assert health.status == 200
-        gate.opened.set()
-        await asyncio.wait_for(call.task, HANG)
-
-    with_service(folder, test)
-
-
 def test_a_request_out_of_time_returns_what_it_has(
     serve: NewClient, folder: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -224,9 +224,3 @@ def test_token_ids_come_with_a_chat_too(serve: NewClient, folder: Path) -> None:
     assert len(streamed) == 9
     refused(client.post("/v1/responses", json={"input": "a", "return_token_ids": True}), 400, "unsupported_parameter",
             "return_token_ids")  # fmt: skip
-
-
-def test_pieces_of_a_model_have_their_tokens(model: TopWModel) -> None:
-    for stop in ([], ["zzz"]):
-        pieces = list(model.stream("é", max_new_tokens=9, seed=4, stop_strings=stop or None, **HOT))
-        assert [token for piece in pieces for token in piece.token_ids] == pieces[-1].result.token_ids

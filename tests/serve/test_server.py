@@ -128,19 +128,6 @@ def test_openais_client_reads_completions_and_responses(client: Any, model: TopW
     assert response.usage.output_tokens == 6
 
 
-def test_openais_client_reads_calls_and_structured_output(client: Any) -> None:
-    answer = client.chat.completions.create(model="caller", messages=HELLO, tools=TOOLS)
-    assert answer.choices[0].finish_reason == "tool_calls"
-    assert json.loads(answer.choices[0].message.tool_calls[0].function.arguments) == {"n": 1}
-    with client.chat.completions.stream(model="caller", messages=HELLO, tools=TOOLS) as stream:
-        final = stream.get_final_completion()
-    assert final.choices[0].message.tool_calls[0].function.name == "f"
-    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
-    wanted = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}}
-    answer = client.chat.completions.create(model="toy", messages=HELLO, response_format=wanted)
-    assert json.loads(answer.choices[0].message.content) == {"a": 1}
-
-
 def test_errors_are_the_client_s_own(client: Any, uds: Path) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
         client.chat.completions.create(model="toy", messages=HELLO, extra_body={"tempreature": 1})

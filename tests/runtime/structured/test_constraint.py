@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from topw_deploy.errors import GrammarError, ParameterError
-from topw_deploy.runtime.parameters import check_names, values_per_prompt
+from topw_deploy.runtime.parameters import check_names
 from topw_deploy.runtime.structured import MOST_CHARACTERS, Constraint, read_constraint
 
 SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
@@ -77,11 +77,6 @@ def test_a_schema_nested_too_deeply_or_in_itself_is_refused() -> None:
     for schema in (deep, circle, '{"items":' * 100_000):
         with pytest.raises(GrammarError, match=r"nested too deeply|Circular reference|is not JSON"):
             read_constraint("structured_outputs", {"json": schema})
-
-
-def test_one_request_may_give_a_constraint_per_prompt() -> None:
-    columns = values_per_prompt("structured_outputs", [{"regex": "a"}, None, {"type": "text"}], 3)
-    assert columns == [Constraint("regex", "a"), None, Constraint("text")]
 
 
 def test_response_format_is_another_name_of_structured_outputs() -> None:

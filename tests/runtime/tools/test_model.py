@@ -123,12 +123,6 @@ def test_without_special_markers_the_text_is_parsed(load: Load) -> None:
     assert parts_of(model.parse_tool_calls(result)) == ("a", None, [("f", {"n": 1})])
 
 
-def test_a_truncated_call_is_content(load: Load) -> None:
-    model = model_that_writes(load, "<tool_call>", CALL, "</tool_call>")
-    result = model.generate("ab", max_new_tokens=20)
-    assert parts_of(model.parse_tool_calls(result)) == ("<tool_call>" + CALL[:19], None, [])
-
-
 def test_an_unknown_family_must_be_named(load: Load) -> None:
     toy = Toy.script([*byte_ids('{"name": "f", "parameters": {}}'), EOS], prompt_tokens=2)
     model = load(toy, chat_template="{{ messages[0].content }}")
