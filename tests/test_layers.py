@@ -133,7 +133,7 @@ ORDER = (
             "runtime/tools",
             "runtime/session",
         ),
-        *("runtime/parameters", "runtime/generation_config", "runtime/logprobs", "runtime/sequence"),
+        *("runtime/parameters", "runtime/sequence"),
         *("runtime/inputs", "runtime/cache", "runtime/loop", "runtime/prepare"),
         *("runtime/ort", "runtime"),
     ),

@@ -30,7 +30,7 @@ def folder(scratch: Path) -> Loader:
     """
     from topw_deploy.manifest import ModelFolder
     from topw_deploy.runtime.chat import load_chat_template
-    from topw_deploy.runtime.generation_config import read_bos_token_id, read_model_defaults
+    from topw_deploy.runtime.prepare import read_bos_token_id, read_model_defaults
     from topw_deploy.runtime.tokenizer import Tokenizer
 
     place = exported(scratch)

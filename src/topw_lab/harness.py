@@ -24,9 +24,9 @@ from topw_deploy import install
 from topw_deploy.errors import ParameterError, PromptError, TokenizerError
 from topw_deploy.manifest import MANIFEST_NAME, sha256_of
 from topw_deploy.runtime import GenerationResult, TopWModel
-from topw_deploy.runtime.generation_config import has_no_effect
 from topw_deploy.runtime.loop import logits_output
 from topw_deploy.runtime.parameters import ALIASES, PARAMETERS, is_boolean, read_values
+from topw_deploy.runtime.prepare import has_no_effect
 from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, unknown_name
 from topw_deploy.sampling.seeds import SEED_BITS, prompt_seed

@@ -31,7 +31,7 @@ def error(done: subprocess.CompletedProcess[str]) -> str:
     ("words", "message"),
     [
         (["--seed", 10**30], f"--seed is {10**30}, but must be an integer in [0, 18446744073709551616)."),
-        (["--temperature", "nan"], "--temperature is nan, but must be a finite number."),
+        (["--temperature", "nan"], "--temperature is nan, but must be a finite number >= 0."),
         (["--stop", ""], "--stop is [''], but must be a non-empty string or a list of them."),
         (["--stop-strings", ""], "--stop-strings is [''], but must be a non-empty string or a list of them."),
         (["--warm_p", 2], "--warm-p is 2.0, but must be in (0, 1]."),
@@ -61,7 +61,7 @@ def test_a_wrong_value_of_the_models_own_exits_with_1(tmp_path: Path) -> None:
         done = run("generate", folder, "x", *words)
         assert (done.returncode, error(done)) == (
             1,
-            "generation_config.json: temperature is -1.0, but must be a finite number >= 0.",
+            "generation_config.json: temperature is -1, but must be a finite number >= 0.",
         )
 
 

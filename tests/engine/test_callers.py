@@ -119,9 +119,9 @@ def test_a_full_queue_raises_an_error(model: TopWModel, engine_of: NewEngine, ga
     for request in requests:
         request.result(60)
     assert engine.submit("c", max_new_tokens=1).result(60).token_ids
-    with pytest.raises(ParameterError, match="has 4 sequences, but the engine takes 3 at a time"):
+    with pytest.raises(PromptError, match="has 4 sequences, but the engine takes 3 at a time"):
         engine.submit("c", n=4)
-    with pytest.raises(ParameterError, match="has 30000 sequences, but the engine takes 3 at a time"):
+    with pytest.raises(PromptError, match="has 30000 sequences, but the engine takes 3 at a time"):
         engine.submit(["a", "b", "c"], n=10**4)  # refused before the sequences are made
 
 

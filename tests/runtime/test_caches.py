@@ -240,7 +240,7 @@ def test_max_length_bounds_a_sequence_as_the_context_does(opened: Open, form: st
 def test_max_batch_bounds_the_sequences_of_a_call(opened: Open) -> None:
     model = opened("grouped", max_batch=2)
     assert len(tokens(model, ["a", "b"])) == 2
-    with pytest.raises(PromptError, match="has 4 sequences, but the model was opened with max_batch 2; give fewer"):
+    with pytest.raises(PromptError, match="has 4 sequences, but the model takes 2 at a time; give fewer"):
         model.generate(["a", "b"], num_return_sequences=2)
 
 

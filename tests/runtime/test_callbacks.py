@@ -65,10 +65,7 @@ def test_a_streamer_follows_one_sequence(model: TopWModel) -> None:
 
 @pytest.mark.parametrize("streamer", [print, "stdout", object(), Notes], ids=["print", "text", "object", "class"])
 def test_an_object_that_is_not_a_streamer_is_refused(model: TopWModel, streamer: Any) -> None:
-    with pytest.raises(
-        ParameterError,
-        match=r"streamer is (a .* but must have methods put and end|the class Notes; give an instance of it)",
-    ):
+    with pytest.raises(ParameterError, match=r"streamer is .* but must be an object with methods put and end"):
         model.generate("a", streamer=streamer)
 
 
@@ -222,10 +219,9 @@ def test_ends_of_the_models_own_come_before_a_criterion_and_that_before_the_limi
 @pytest.mark.parametrize(
     ("criteria", "message"),
     [
-        (5, "stopping_criteria has a int, but must be a function of token ids"),
-        ([third, None], "stopping_criteria has a NoneType"),
-        (Notes, "stopping_criteria is the class Notes; give an instance of it"),
-        (lambda ids, scores: False, "cannot be called with the token ids alone; remove its other arguments"),
+        (5, "stopping_criteria has 5, but must be a function of the token ids"),
+        ([third, None], "stopping_criteria has None"),
+        (Notes, "stopping_criteria has <class .*, but must be a function of the token ids"),
         (lambda ids: None, "stopping_criteria: <lambda> returned a NoneType, but must return True or False"),
         (lambda ids: ids > 3, "returned a ndarray, but must return True or False for its one sequence"),
         (lambda ids: 1, "returned a int, but"),

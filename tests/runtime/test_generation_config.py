@@ -26,11 +26,11 @@ def test_everything_that_a_request_may_state_may_be_stated_there(model: TopWMode
     [
         ({"temperature": -1}, "generation_config: temperature is -1"),
         ({"temperature": [0.5, 0.6]}, r"generation_config: temperature is \[0.5, 0.6\]"),
-        ({"max_new_tokens": 0}, "generation_config: max_new_tokens is 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"max_new_tokens": 4, "max_tokens": 5}, "generation_config: max_new_tokens is given twice, as max_new_tokens"),
         ({"eos_token_id": [True]}, "generation_config: eos_token_id is True"),
-        ({"eos_token_id": VOCAB}, f"generation_config: eos_token_id names the token id {VOCAB}"),
-        ({"do_sample": True, "temperature": 0.0}, "generation_config: do_sample is True, but temperature is 0.0"),
+        ({"eos_token_id": VOCAB}, f"eos_token_id names the token id {VOCAB}"),
+        ({"do_sample": True, "temperature": 0.0}, "do_sample is True, but temperature is 0.0"),
         ({"n": 0}, "generation_config: num_return_sequences is 0"),
         ("out", "generation_config is 'out', but must be a mapping or transformers' GenerationConfig"),
         ({5: 1}, r"generation_config has the keys \[5\], but keys must be names of parameters"),
@@ -43,7 +43,7 @@ def test_wrong_values_name_generation_config(model: TopWModel, config: Any, mess
 
 
 def test_a_length_below_the_prompt_names_generation_config(model: TopWModel) -> None:
-    with pytest.raises(PromptError, match="prompt has 2 tokens, but generation_config: max_length is 2; raise it"):
+    with pytest.raises(PromptError, match="prompt has 2 tokens, but max_length is 2; raise it"):
         model.generate("ab", generation_config={"max_length": 2})
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.support.toy_model import CONTEXT, VOCAB, Load, Toy, byte_ids, export
 from topw_deploy.errors import LogitsError, ParameterError
 from topw_deploy.runtime import TokenLogprob, TopWModel
-from topw_deploy.runtime.logprobs import best_ids, score_token
+from topw_deploy.runtime.results import best_ids, score_token
 
 HOT: dict[str, Any] = {"temperature": 2.5, "lam": 0.2, "ignore_eos": True, "seed": 3, "max_new_tokens": 12}
 EDITS: dict[str, Any] = {"repetition_penalty": 1.3, "logit_bias": {40: 5.0, 41: -np.inf}, "presence_penalty": 0.5}
@@ -139,7 +139,7 @@ def test_rows_with_and_without_logprobs_share_a_batch(scoring: TopWModel, monkey
         count += 1
         return score_token(*arguments)
 
-    monkeypatch.setattr("topw_deploy.runtime.logprobs.score_token", counted)
+    monkeypatch.setattr("topw_deploy.runtime.results.score_token", counted)
     assert scoring.generate(prompts, **settings, **asked) == alone
     assert count == 6 + 9 + (3 + 7), "the prompt of row 0, the tokens of row 1, both of row 3"
     assert scoring.generate(prompts, **settings) == [

@@ -140,13 +140,13 @@ def test_end_of_sequence_and_padding() -> None:
     [
         ("temperature", -0.1, "temperature is -0.1, but must be a finite number >= 0"),
         ("temperature", float("nan"), "temperature is nan, but must be a finite number"),
-        ("temperature", 1e39, r"temperature is 1e\+39, but must be a finite number in float32 too, which holds"),
+        ("temperature", 1e39, r"temperature is 1e\+39, but must be a finite number >= 0 in float32 too, which holds"),
         ("temperature", True, "temperature is True"),
         ("temperature", "0.5", "temperature is '0.5'"),
-        ("init_top_p", 0, r"init_top_p is 0.0, but must be in \(0, 1\]"),
+        ("init_top_p", 0, r"init_top_p is 0, but must be in \(0, 1\]"),
         ("init_top_p", 1.1, r"must be in \(0, 1\]"),
         ("init_top_p", 1e-60, r"init_top_p is 1e-60, but must be in \(0, 1\] in float32 too"),
-        ("lam", -1, "lam is -1.0"),
+        ("lam", -1, "lam is -1,"),
         ("lam", 10**400, r"lam is 10{56}\.\.\., but must be a finite number"),
         pytest.param("seed", 10**5000, "seed is an integer of 16610 bits, but must be", id="unprintable"),
         ("geom_scale", float("inf"), "geom_scale is inf"),
@@ -183,12 +183,6 @@ def test_a_value_out_of_range_names_the_parameter_the_value_and_the_bound(name: 
 def test_do_sample_with_a_greedy_temperature_is_refused() -> None:
     with pytest.raises(ParameterError, match="do_sample is True, but temperature is 0"):
         row({"do_sample": True, "temperature": 0})
-
-
-@pytest.mark.parametrize("name", ["top_a", "tfs_z", "penalty_alpha", "mirostat"])
-def test_another_samplers_parameter_is_refused_with_the_reason(model: TopWModel, name: str) -> None:
-    with pytest.raises(ParameterError, match=f"{name} belongs to a sampler that is not available; remove it"):
-        model.generate("a", **{name: 0.9})
 
 
 def test_an_unknown_name_is_refused_and_the_known_ones_are_listed(model: TopWModel) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import TopWParameters
-from topw_deploy.sampling.beta import beta_at, beta_coefficients, depends_on_temperature
+from topw_deploy.sampling.parameters import beta_at, beta_coefficients, depends_on_temperature
 
 
 def parameters(beta: Any, temperature: float = 1.0) -> TopWParameters:

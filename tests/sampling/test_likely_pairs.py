@@ -10,7 +10,7 @@ import pytest
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, crop, median_distance
 from topw_deploy.sampling.geometry import LIKELY_TOKENS
-from topw_deploy.sampling.presets import with_raw_scale
+from topw_deploy.sampling.parameters import with_raw_scale
 
 
 def raw_geom_scale(geom_scale: float, median: float | None) -> float:

@@ -10,8 +10,7 @@ from tests.support.browser import run_node
 from topw_deploy.runtime.inputs import uniforms
 from topw_deploy.runtime.parameters import ALIASES, PARAMETERS
 from topw_deploy.sampling import uniform_for
-from topw_deploy.sampling.parameters import METRICS
-from topw_deploy.sampling.presets import REQUEST_PRESETS, preset_parameters
+from topw_deploy.sampling.parameters import METRICS, REQUEST_PRESETS, preset_parameters
 from topw_deploy.sampling.rules import RULES
 
 HERE = Path(__file__).parent

@@ -12,8 +12,7 @@ import click
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.parameters import ALIASES, PARAMETERS
-from topw_deploy.sampling.beta import beta_coefficients
-from topw_deploy.sampling.parameters import METRICS, OPTION_NAMES, POTENTIALS, PRESETS
+from topw_deploy.sampling.parameters import METRICS, OPTION_NAMES, POTENTIALS, PRESETS, beta_coefficients
 from topw_deploy.sampling.rules import RULES
 from topw_deploy.text import decode_text
 
@@ -44,7 +43,7 @@ _OPTION_HELP: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
 
 
 class _Beta(click.ParamType):
-    """A type of option: a float, or a text that depends on the temperature (`sampling.beta`)."""
+    """A type of option: a float, or a text that depends on the temperature (`beta_coefficients`)."""
 
     name = "float|a+b*t"
 

@@ -28,10 +28,9 @@ from topw_deploy.errors import GenerationError, ParameterError, PromptError, Que
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.cache.buffers import ALIGNMENT
-from topw_deploy.runtime.logprobs import Logits, Scores
 from topw_deploy.runtime.loop import LogitsBuffer, logits_output
 from topw_deploy.runtime.parameters import GenerationParameters, is_boolean
-from topw_deploy.runtime.results import Piece
+from topw_deploy.runtime.results import Logits, Piece, Scores
 from topw_deploy.runtime.sequence import end_on_failure
 from topw_deploy.runtime.session import Session
 from topw_deploy.text import decimal_size, short_repr

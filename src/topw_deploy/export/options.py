@@ -12,13 +12,13 @@ from topw_deploy.export.quantise.rounding import DTYPE_BITS, Quantisation
 from topw_deploy.export.source.resolve import HubKeywords
 from topw_deploy.manifest import TARGETS, TensorSpec, Verification
 from topw_deploy.sampling import as_float32
-from topw_deploy.sampling.beta import depends_on_temperature
 from topw_deploy.sampling.parameters import (
     OPTION_NAMES,
     PARAMETER_NAMES,
     PRESETS,
     TopWOptions,
     TopWParameters,
+    depends_on_temperature,
     preset_values,
     unknown_name,
 )

@@ -12,18 +12,16 @@ cache.in_place, cache.buffers: key-value caches and their memory; for a cache of
 ort.session: runs of the graph; on a device, ort.device_binding.
 
 Other modules read what a request may add:
-generation_config: transformers' settings.
-logprobs, structured: log-probabilities, schemas and grammars.
+structured: schemas and grammars.
 chat, tools: chat templates, tool calls.
 
 Others open a model:
-protocols, session_options, open_session, ort: sessions; those of TensorRT are in `topw_deploy.tensorrt.run`.
-device_lock: access to a device.
+session, ort: sessions; those of TensorRT are in `topw_deploy.tensorrt.run`.
 
 The rest:
 sampler: the public class for logits from elsewhere.
-results: public results.
-token_geometry, rule_settings: inspection of steps, comparison of rules.
+results: public results, with the log-probabilities of tokens.
+rule_settings: comparison of rules.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ The names are those of transformers, of vLLM (penalties) and of Top-W.
 
 from __future__ import annotations
 
-import inspect
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,16 +19,22 @@ from numpy.typing import NDArray
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.structured import read_constraint
-from topw_deploy.sampling.beta import beta_coefficients
 from topw_deploy.sampling.parameters import ALIASES as AUTHORS_ALIASES
-from topw_deploy.sampling.parameters import IN_FLOAT32, OPTION_NAMES, PARAMETER_NAMES, check_range, unknown_name
-from topw_deploy.sampling.presets import GEOM_UNITS, REQUEST_PRESETS, check_geom_unit, check_preset
+from topw_deploy.sampling.parameters import (
+    GEOM_UNITS,
+    IN_FLOAT32,
+    OPTION_NAMES,
+    PARAMETER_NAMES,
+    RANGES,
+    REQUEST_PRESETS,
+    beta_coefficients,
+    check_geom_unit,
+    check_preset,
+    unknown_name,
+)
 from topw_deploy.sampling.rules import RULE_OF_VALUE, RULE_PARAMETER_NAMES, RULES, unknown_rule_error
 from topw_deploy.sampling.seeds import SEED_BITS
 from topw_deploy.text import short_repr
-
-OTHER_SAMPLERS = frozenset({"top_a", "tfs_z", "penalty_alpha", "mirostat"})
-"""Parameters of samplers that are not among the rules."""
 
 MOST_SEQUENCES = 1 << 16
 """The most sequences of a prompt: each takes memory before any of them runs."""
@@ -140,15 +145,9 @@ def _to_float32(value: float) -> float:
 
 _finite = real(math.isfinite, "a finite number")
 _positive = real(lambda x: 0 < x < math.inf, "a finite number > 0")
+_top_w = {name: real(holds, bound) for name, (holds, bound) in RANGES.items()}
 _bias = real(lambda x: x < math.inf, "a number below infinity (-inf bans the token)")
 _token = integer(0)
-
-
-def _top_w(name: str, value: Any) -> float:
-    number: float = _finite(name, value)
-    check_range(name, number)
-    check_range(name, number, _to_float32(number))
-    return number
 
 
 def _beta(name: str, value: Any) -> float | str:
@@ -158,18 +157,13 @@ def _beta(name: str, value: Any) -> float | str:
         if slope:
             return value.strip()
         value = constant
-    return _top_w(name, value)
+    return _top_w["beta"](name, value)
 
 
 def _rule(name: str, value: Any) -> str:
     if not isinstance(value, str) or value not in RULES:
         raise unknown_rule_error(value)
     return value
-
-
-def _rule_value(name: str) -> Read:
-    stated = next(each for each in RULE_OF_VALUE[name].values if each.name == name)
-    return real(stated.accepts, stated.bound)
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -183,8 +177,7 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def _some_ids(name: str, value: Any) -> tuple[int, ...]:
-    ids = _ids(name, value)
-    if not ids:
+    if not (ids := _ids(name, value)):
         raise ParameterError(f"{name} is empty, but must have at least one token id.", name)
     return ids
 
@@ -209,36 +202,31 @@ def _biases(name: str, value: Any) -> dict[int, float]:
         raise ParameterError(f"{name} is {short_repr(value)}, but must map token ids to numbers.", name)
     result: dict[int, float] = {}
     for token, bias in value.items():
-        if isinstance(token, str) and token.isascii() and token.isdigit():
-            token = int(token)  # JSON keys are strings
-        try:
-            key = _token(f"a token id of {name}", token)
-            if key in result:
-                raise ParameterError(f"{name} names the token id {key} twice; give it one bias.")
-            result[key] = _bias(f"{name}[{key}]", bias)
-        except ParameterError as error:
-            raise ParameterError(str(error), name) from None
+        is_text = isinstance(token, str) and token.isascii() and token.isdigit()  # JSON's keys
+        key = _token(name, int(token) if is_text else token)
+        if key in result:
+            raise ParameterError(f"{name} names the token id {key} twice; give it one bias.", name)
+        result[key] = _bias(name, bias)
     return result
 
 
 def _settings(name: str, value: Any) -> dict[str, Any]:
     """The settings of a mapping or of a GenerationConfig of transformers, of which only non-default values are read."""
-    if not isinstance(value, Mapping):
-        if not callable(getattr(value, "to_diff_dict", None)):
-            raise ParameterError(
-                f"{name} is {short_repr(value)}, but must be a mapping or transformers' GenerationConfig."
-            )
-        value = value.to_diff_dict()
-    if not all(isinstance(key, str) for key in value):
-        raise ParameterError(f"{name} has the keys {short_repr(list(value))}, but keys must be names of parameters.")
-    return {key: stated for key, stated in value.items() if stated is not None}
+    stated = value.to_diff_dict() if callable(getattr(value, "to_diff_dict", None)) else value
+    if not isinstance(stated, Mapping) or not all(isinstance(key, str) for key in stated):
+        raise ParameterError(
+            f"{name} is {short_repr(value)}, but must be a mapping of parameters by name, or transformers' "
+            "GenerationConfig."
+        )
+    return {key: setting for key, setting in stated.items() if setting is not None}
 
 
 def _streamer(name: str, value: Any) -> Any:
-    _refuse_class(name, value)
-    if not callable(getattr(value, "put", None)) or not callable(getattr(value, "end", None)):
+    methods = [getattr(value, "put", None), getattr(value, "end", None)]
+    if isinstance(value, type) or not all(map(callable, methods)):
         raise ParameterError(
-            f"{name} is a {type(value).__name__}, but must have methods put and end, like transformers' TextStreamer."
+            f"{name} is {short_repr(value)}, but must be an object with methods put and end, like transformers' "
+            "TextStreamer."
         )
     return value
 
@@ -246,22 +234,11 @@ def _streamer(name: str, value: Any) -> Any:
 def _criteria(name: str, value: Any) -> tuple[Callable[..., object], ...]:
     criteria = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     for criterion in criteria:
-        _refuse_class(name, criterion)
-        if not callable(criterion):
+        if isinstance(criterion, type) or not callable(criterion):
             raise ParameterError(
-                f"{name} has a {type(criterion).__name__}, but must be a function of token ids, or a list of functions."
-            )
-        if not takes_tensors(criterion) and not _takes_ids_alone(criterion):
-            raise ParameterError(
-                f"{name}: {criterion_name(criterion)} cannot be called with the token ids alone; remove its other "
-                "arguments, or make it a subclass of transformers' StoppingCriteria."
+                f"{name} has {short_repr(criterion)}, but must be a function of the token ids, or a list of functions."
             )
     return criteria
-
-
-def _refuse_class(name: str, value: object) -> None:
-    if isinstance(value, type):
-        raise ParameterError(f"{name} is the class {value.__name__}; give an instance of it.")
 
 
 def takes_tensors(criterion: object) -> bool:
@@ -277,25 +254,15 @@ def criterion_name(criterion: object) -> str:
     return str(getattr(criterion, "__name__", type(criterion).__name__))
 
 
-def _takes_ids_alone(criterion: Callable[..., object]) -> bool:
-    try:
-        inspect.signature(criterion).bind(None)
-    except ValueError:  # some built-in functions have no signature
-        return True
-    except TypeError:
-        return False
-    return True
-
-
-def _top_w_number(text: str) -> Parameter:
-    return Parameter(text, _top_w)
+def _top_w_number(name: str, text: str) -> Parameter:
+    return Parameter(text, _top_w[name])
 
 
 def _of_rule(name: str, text: str) -> Parameter:
     rule = RULE_OF_VALUE[name]
-    default = next(each.default for each in rule.values if each.name == name)
-    stated = "" if default is None else f"; {default:g} without a value"
-    return Parameter(f"{rule.name}: {text}{stated}.", _rule_value(name))
+    value = next(each for each in rule.values if each.name == name)
+    stated = "" if value.default is None else f"; {value.default:g} without a value"
+    return Parameter(f"{rule.name}: {text}{stated}.", real(value.accepts, value.bound))
 
 
 class PromptInputs(TypedDict, total=False):
@@ -344,19 +311,24 @@ class GenerationParameters(PromptInputs, total=False):
             places=JSON_AND_COMMAND,
         ),
     ]
-    lam: Annotated[PerPrompt[float], _top_w_number("Weight of the entropy term, >= 0.")]
+    lam: Annotated[PerPrompt[float], _top_w_number("lam", "Weight of the entropy term, >= 0.")]
     beta: Annotated[
         PerPrompt[float | str],
         Parameter("Weight of the log-mass reward, >= 0; may depend on the temperature T, as 1.5+1.5*T.", _beta),
     ]
     temperature: Annotated[
-        PerPrompt[float], _top_w_number("Sampling temperature, >= 0; below 1e-5, sampling is greedy.")
+        PerPrompt[float], _top_w_number("temperature", "Sampling temperature, >= 0; below 1e-5, sampling is greedy.")
     ]
     selection_temperature: Annotated[
-        PerPrompt[float], _top_w_number("Temperature for choosing the kept set, >= 0; 0 means the temperature.")
+        PerPrompt[float],
+        _top_w_number("selection_temperature", "Temperature for choosing the kept set, >= 0; 0 means the temperature."),
     ]
-    init_top_p: Annotated[PerPrompt[float], _top_w_number("Probability mass of the initial nucleus, in (0, 1].")]
-    geom_scale: Annotated[PerPrompt[float], _top_w_number("Factor on token distances; a negative one repels.")]
+    init_top_p: Annotated[
+        PerPrompt[float], _top_w_number("init_top_p", "Probability mass of the initial nucleus, in (0, 1].")
+    ]
+    geom_scale: Annotated[
+        PerPrompt[float], _top_w_number("geom_scale", "Factor on token distances; a negative one repels.")
+    ]
     geom_unit: Annotated[
         PerPrompt[str],
         Parameter(
@@ -547,20 +519,15 @@ OF_KEPT_SET = ("preset", *PARAMETER_NAMES, "geom_unit", *RULE_PARAMETER_NAMES)
 def check_names(given: Mapping[str, Any], known: Iterable[str] = PARAMETERS) -> dict[str, Any]:
     """Check the names of parameters. Returns `given` under our names, without None values, with lists for tensors.
 
-    Raises ParameterError for parameters of other samplers, parameters that the export fixed, unknown names and
-    duplicates.
+    Raises ParameterError for parameters that the export fixed, unknown names and duplicates.
     """
-    for name in given:
-        if ALIASES.get(name, name) not in known:
-            raise unknown_parameter_error(name, known)
     used: dict[str, str] = {}
     for name, value in given.items():
         ours = ALIASES.get(name, name)
-        if value is None:
-            continue
-        if ours in used:
-            raise ParameterError(f"{ours} is given twice, as {used[ours]} and as {name}; give it once.", ours)
-        used[ours] = name
+        if ours not in known:
+            raise unknown_parameter_error(name, known)
+        if value is not None and (other := used.setdefault(ours, name)) != name:
+            raise ParameterError(f"{ours} is given twice, as {other} and as {name}; give it once.", ours)
     return {ours: _tensor_to_list(given[name]) for ours, name in used.items()}
 
 
@@ -591,11 +558,6 @@ def values_per_prompt(name: str, value: Any, count: int, of: str = "prompts") ->
 
 def unknown_parameter_error(name: str, known: Iterable[str]) -> ParameterError:
     """The error for a name that is not among the accepted names `known`."""
-    if name in OTHER_SAMPLERS:
-        return ParameterError(
-            f"{name} belongs to a sampler that is not available; remove it, or choose one of the rules "
-            f"{', '.join(RULES)}."
-        )
     ours = ALIASES.get(name, name)
     if ours in OPTION_NAMES:
         return ParameterError(f"{ours} is built into the graph, so no request can change it; export the model again.")

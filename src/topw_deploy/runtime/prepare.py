@@ -10,42 +10,67 @@ library is not imported.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import sys
+import warnings
+from collections import ChainMap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-from tokenizers import Encoding
 
-from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.errors import ParameterError, PromptError
-from topw_deploy.manifest import DecoderManifest, ModelFolder, SamplerInfo
-from topw_deploy.runtime.generation_config import read_bos_token_id, read_model_defaults, read_settings
-from topw_deploy.runtime.loop import logits_output
-from topw_deploy.runtime.parameters import PARAMETERS, check_names, is_boolean, values_per_prompt
+from topw_deploy.manifest import DecoderManifest, Manifest, ModelFolder, SamplerInfo
+from topw_deploy.runtime.loop import gives_logits
+from topw_deploy.runtime.parameters import ALIASES, PARAMETERS, Parameter, check_names, is_boolean, values_per_prompt
 from topw_deploy.runtime.sequence import Callbacks, Sequence, SequenceParams, Streamer
 from topw_deploy.runtime.session import Session
 from topw_deploy.runtime.tokenizer import Tokenizer
-from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
-from topw_deploy.sampling.presets import preset_parameters, with_raw_scale
-from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, RULES, RuleParameters
+from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters, preset_parameters, with_raw_scale
+from topw_deploy.sampling.rules import RULE_OF_VALUE, RULE_PARAMETER_NAMES, RULES, RuleParameters
 from topw_deploy.sampling.seeds import fresh_seed
 from topw_deploy.text import short_repr
 
 Prompt: TypeAlias = "str | list[int]"
-LengthCheck: TypeAlias = "Callable[[int, str], None]"
-
-_BAD_WORDS, _BAD_WORDS_IDS = "bad_words", "bad_words_ids"
-_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
-_IGNORED_INPUTS = frozenset({"special_tokens_mask", "offset_mapping", "length"})  # no effect on tokens
-
 
 LONGEST_LIST = 3840
 """Tokens that the sampler's function sorts (docs/contract/graph.md, section 8)."""
 
+CONFIG_FILE = "generation_config.json"
 _MOST_CHARACTERS = 256  # per token; the longest tokens of published vocabularies are runs of 128 spaces
-_SHARED = tuple(name for name, parameter in PARAMETERS.items() if not parameter.per_prompt)
+_PER_PROMPT = {name: parameter for name, parameter in PARAMETERS.items() if parameter.per_prompt}
+_PER_CALL = {name: parameter for name, parameter in PARAMETERS.items() if not parameter.per_prompt}
+_IN_JSON = {name: parameter for name, parameter in PARAMETERS.items() if "json" in parameter.places}
+_IN_FILE = {name: parameter for name, parameter in _PER_PROMPT.items() if "file" in parameter.places}
+_OF_IDS = ("eos_token_id", "stop_token_ids", "logit_bias", "suppress_tokens", "allowed_token_ids", "bad_words_ids")
+_TAKEN_AS_STATED = (
+    *("stop_strings", "repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size"),
+    *("logit_bias", "suppress_tokens", "allowed_token_ids", "bad_words_ids", "logprobs", "prompt_logprobs"),
+)
 _TOP_W = RuleParameters()
+# A tokenizer's outputs without effect on a decoder's tokens.
+_IGNORED_INPUTS = frozenset({"token_type_ids", "special_tokens_mask", "offset_mapping", "length"})
+
+# Settings of transformers without effect on the drawn tokens.
+_WITHOUT_EFFECT = frozenset({
+    "transformers_version", "trust_remote_code", "top_w", "bos_token_id", "decoder_start_token_id",
+    "use_cache", "cache_implementation", "cache_config", "return_legacy_cache", "prefill_chunk_size",
+    "output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
+    "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+    "assistant_lookbehind", "target_lookbehind", "max_matching_ngram_size",
+    "compile_config", "disable_compile", "low_memory", "early_stopping", "length_penalty", "renormalize_logits",
+})  # fmt: skip
+
+# Values that disable a method.
+_DISABLING_VALUES: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("top_p", "typical_p", "num_return_sequences", "num_beams", "num_beam_groups"), (1,)),
+    **dict.fromkeys(("encoder_repetition_penalty", "guidance_scale"), (1,)),
+    **dict.fromkeys(("min_p", "top_h", "epsilon_cutoff", "eta_cutoff", "diversity_penalty"), (0,)),
+    **{"encoder_no_repeat_ngram_size": (0,), "top_k": (0, -1)},
+}
+_PACKAGE_FOLDER = str(Path(__file__).parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,30 +100,24 @@ class Limits:
 
 def model_limits(manifest: DecoderManifest, session: Session, max_length: int | None, max_batch: int | None) -> Limits:
     """The limits of a model that is opened with these options. Raises ParameterError for an option out of range."""
-    context, built_for = manifest.decoder.context_length, session.most_rows
-    check_size("max_length", max_length)
-    check_size("max_batch", max_batch)
-    if max_length is not None and max_length > context:
-        raise ParameterError(
-            f"max_length is {max_length}, but the model's context holds {context}; give at most that.", "max_length"
-        )
-    if built_for is not None and (max_batch or 1) > built_for:
-        raise ParameterError(
-            f"max_batch is {max_batch}, but the engine was built for {built_for}; give at most that, or build it again "
-            "with a higher --max-batch.",
-            "max_batch",
-        )
-    sampler = manifest.sampler
+    context, sampler = manifest.decoder.context_length, manifest.sampler
+    check_size("max_length", max_length, context, f"the model's context holds {context}")
+    check_size("max_batch", max_batch, session.most_rows, f"the engine was built for {session.most_rows}")
     pool = longest_pool(session.sampler, sampler)
-    return Limits(
-        context, sampler.vocab_size, max_length, max_batch or built_for, longest_pool=pool, rules=sampler.rules
-    )
+    return Limits(context, sampler.vocab_size, max_length, max_batch or session.most_rows, "model", pool, sampler.rules)
 
 
-def check_size(name: str, value: object) -> None:
-    """Raises ParameterError unless `value` is None or an integer >= 1. name: the option's name."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+def check_size(name: str, value: object, most: int | None = None, limit: str = "") -> None:
+    """Raises ParameterError unless the option `name` is None or an integer from 1 to `most`.
+
+    limit: why at most `most`, for the message.
+    """
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ParameterError(f"{name} is {value!r}, but must be an integer >= 1.", name)
+    if most is not None and value > most:
+        raise ParameterError(f"{name} is {value}, but {limit}; give at most that.", name)
 
 
 def longest_pool(sampler: str, info: SamplerInfo) -> int | None:
@@ -135,37 +154,45 @@ class Preparer:
 
         Raises ParameterError for an invalid parameter in `generation_config.json`.
         """
-        manifest = folder.manifest
         self.limits, self.defaults = limits, read_model_defaults(folder, tokenizer)
-        self._path, self._tokenizer, self._pads = folder.path, tokenizer, pads
+        self._path, self._manifest, self._tokenizer, self._pads = folder.path, folder.manifest, tokenizer, pads
         self._bos_token_id = read_bos_token_id(folder, tokenizer)
-        self._exported, self._geometry = manifest.stated_defaults, manifest.sampler.geometry
-        self._median_distance, self._logits = manifest.median_distance, logits_output(manifest)
+        package = {name: parameter.default for name, parameter in _PER_PROMPT.items()}
+        self._fallbacks = {**package, **folder.manifest.stated_defaults}
 
     def prepare(self, prompt: Any, parameters: Mapping[str, Any], limits: Limits | None = None) -> Sequences:
         """The sequences of a call. See `TopWModel.prepare`."""
         limits = limits or self.limits
         prompt, mask, given = split_inputs(prompt, parameters)
-        own, config, shared = self._split(check_names(given))
-        prompts, is_single = read_prompts(prompt, mask, lambda tokens, which: check_length(tokens, limits, which))
-        samples = shared["num_return_sequences"]
-        check_sequence_count(len(prompts) * samples, limits)
+        named = check_names(given)
+        stated = PARAMETERS["generation_config"].read("generation_config", named.pop("generation_config", {}))
+        config = read_settings(stated, "generation_config", _IN_JSON)
+        call = {
+            name: parameter.read(name, named.pop(name)) if name in named else config.pop(name, parameter.default)
+            for name, parameter in _PER_CALL.items()
+        }
+        prompts, is_single = read_prompts(prompt, mask)
+        samples, streamer, criteria = call["num_return_sequences"], call["streamer"], call["stopping_criteria"]
+        _check_count(len(prompts) * samples, limits)
+        columns = {name: values_per_prompt(name, value, len(prompts)) for name, value in named.items()}
         names = [f"prompt {index}" for index in range(len(prompts))] if len(prompts) > 1 else ["the prompt"]
         ids = [
-            tuple(self._token_ids(each, name, shared["add_special_tokens"], limits))
+            self._token_ids(each, call["add_special_tokens"], name, limits)
             for each, name in zip(prompts, names, strict=True)
         ]
-        sources = self._sources(own, config, len(prompts))
+        others = self._complete(config), self._complete(self.defaults), self._fallbacks
         sequences = Sequences()
-        for tokens, name, each in zip(ids, names, sources, strict=True):
-            check_prompt(tokens, limits, name)
-            seed = each.get("seed")
-            seed = fresh_seed() if seed is None else seed
+        for index, tokens in enumerate(ids):
+            own = {name: column[index] for name, column in columns.items() if column[index] is not None}
+            values = ChainMap(self._complete(own), *others)
+            params = self._resolve(len(tokens), values, limits, call["skip_special_tokens"])
             for sample in range(samples):
-                params = self._resolve(len(tokens), each, limits, seed, sample, shared["skip_special_tokens"])
-                sequences.append(self._new_sequence(len(sequences), tokens, params, shared))
-        sequences.is_single, sequences.streamer = is_single and samples == 1, shared["streamer"]
-        self._check_together(sequences, [len(tokens) for tokens in ids])
+                follows = streamer is not None or criteria
+                callbacks = Callbacks(tokens, len(tokens) + params.budget, streamer, criteria) if follows else None
+                each = replace(params, sample=sample)
+                sequences.append(Sequence(len(sequences), tokens, each, self._tokenizer, callbacks))
+        sequences.is_single, sequences.streamer = is_single and samples == 1, streamer
+        self._check_together(sequences)
         return sequences
 
     def encode(self, text: str, add_special_tokens: bool, which: str, limits: Limits) -> list[int]:
@@ -173,85 +200,66 @@ class Preparer:
         if len(text) > _MOST_CHARACTERS * limits.tokens:
             raise PromptError(
                 f"{which} has {len(text):,} characters, more than {_MOST_CHARACTERS} per token, "
-                f"{_excess_clause(limits.tokens + 1, limits)}",
+                f"{_excess(limits.tokens + 1, limits)}",
                 "max_length",
             )
         return self._tokenizer.encode(text, add_special_tokens)
 
-    def _split(self, named: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """Returns (the values per prompt, those of the generation_config, the shared values of the call)."""
-        config: dict[str, Any] = {}
-        if "generation_config" in named:
-            stated = PARAMETERS["generation_config"].read("generation_config", named.pop("generation_config"))
-            known = {name: parameter for name, parameter in PARAMETERS.items() if "json" in parameter.places}
-            config = read_settings(stated, "generation_config", known)
-        shared = {
-            name: PARAMETERS[name].read(name, named.pop(name))
-            if name in named
-            else config.pop(name, PARAMETERS[name].default)
-            for name in _SHARED
-        }
-        return encode_bad_words(named, self._tokenizer), encode_bad_words(config, self._tokenizer), shared
-
-    def _token_ids(self, prompt: str | list[int], which: str, add_special_tokens: bool, limits: Limits) -> list[int]:
+    def _token_ids(self, prompt: Prompt, add_special_tokens: bool, which: str, limits: Limits) -> tuple[int, ...]:
         ids = self.encode(prompt, add_special_tokens, which, limits) if isinstance(prompt, str) else prompt
-        return ids or ([] if self._bos_token_id is None else [self._bos_token_id])
+        if not ids:
+            if self._bos_token_id is None:
+                raise PromptError(f"{which} is empty and the tokenizer has no BOS token to start from; give some text.")
+            return (self._bos_token_id,)
+        if len(ids) > limits.tokens:
+            raise PromptError(f"{which} has {len(ids)} tokens, {_excess(len(ids), limits)}", "max_length")
+        for token in ids:
+            if not 0 <= token < limits.vocab_size:
+                raise PromptError(f"{which} holds the token id {token}, but ids go from 0 to {limits.vocab_size - 1}.")
+        return tuple(ids)
 
-    def _sources(self, own: Mapping[str, Any], config: Mapping[str, Any], prompts: int) -> list[_Sources]:
-        """The sources of each prompt's parameters."""
-        columns = {name: values_per_prompt(name, value, prompts) for name, value in own.items()}
-        own_of = [{n: c[index] for n, c in columns.items() if c[index] is not None} for index in range(prompts)]
-        about = self._geometry, self._median_distance
-        others = with_preset(config, *about), with_preset(self.defaults, *about)
-        return [_Sources(with_preset(each, *about), *others) for each in own_of]
+    def _complete(self, stated: dict[str, Any]) -> dict[str, Any]:
+        """The parameters of one source with those of its preset and the ids of its bad words."""
+        if "bad_words" in stated:
+            ids = [self._word_ids(word) for word in stated["bad_words"]]
+            stated = {**stated, "bad_words_ids": (*stated.get("bad_words_ids", ()), *dict.fromkeys(chain(*ids)))}
+        return with_preset(stated, self._manifest.sampler.geometry, self._manifest.median_distance)
+
+    def _word_ids(self, word: str) -> list[tuple[int, ...]]:
+        """Two tokenizations of a word: at the start of a text, and after a space."""
+        bare = word.lstrip(" ")
+        found = [tuple(self._tokenizer.encode(text, False)) for text in ((bare, f" {bare}") if bare else (word,))]
+        if () in found:
+            raise ParameterError(f"bad_words has {short_repr(word)}, which has no tokens; remove it.", "bad_words")
+        return found
 
     def _resolve(
-        self, prompt: int, sources: _Sources, limits: Limits, seed: int, sample: int, skip_special_tokens: bool
+        self, prompt: int, values: ChainMap[str, Any], limits: Limits, skip_special_tokens: bool
     ) -> SequenceParams:
-        """The parameters of a sequence with a prompt of `prompt` tokens."""
-        value = sources.value
-        eos, stop = frozenset(value("eos_token_id")), frozenset(value("stop_token_ids"))
-        for name in ("eos_token_id", "stop_token_ids", "logit_bias", "suppress_tokens", "allowed_token_ids"):
-            sources.check_ids(name, value(name), limits)
-        for word in value("bad_words_ids"):
-            sources.check_ids("bad_words_ids", word, limits)
-        for name in ("logprobs", "prompt_logprobs"):
-            sources.check_count(name, limits)
-        pad, constraint = value("pad_token_id"), value("structured_outputs")
+        """The parameters of the first sequence of a prompt of `prompt` tokens.
+
+        values: what the request, its generation_config and the model's file state, and the defaults.
+        """
+        _check_ids(values, limits.vocab_size)
+        seed, pad, constraint = values["seed"], values["pad_token_id"], values["structured_outputs"]
+        eos, stop = frozenset(values["eos_token_id"]), frozenset(values["stop_token_ids"])
         return SequenceParams(
-            top_w=_resolve_top_w(sources, self._exported),
-            rule=_resolve_rule(sources, limits),
-            seed=seed,
-            sample=sample,
-            budget=_resolve_budget(prompt, sources, limits),
-            min_new_tokens=max(value("min_new_tokens"), value("min_length") - prompt),
-            eos_token_ids=stop if value("ignore_eos") else eos | stop,
+            top_w=_resolve_top_w(values),
+            rule=_resolve_rule(values, limits),
+            seed=fresh_seed() if seed is None else seed,
+            sample=0,
+            budget=_resolve_budget(prompt, values, limits),
+            min_new_tokens=max(values["min_new_tokens"], values["min_length"] - prompt),
+            eos_token_ids=stop if values["ignore_eos"] else eos | stop,
             pad_token_id=pad if pad is not None and pad < limits.vocab_size else min(eos, default=0),
-            stop_strings=value("stop_strings"),
-            repetition_penalty=value("repetition_penalty"),
-            presence_penalty=value("presence_penalty"),
-            frequency_penalty=value("frequency_penalty"),
-            logit_bias=value("logit_bias"),
-            suppress_tokens=value("suppress_tokens"),
-            allowed_token_ids=value("allowed_token_ids"),
-            bad_words_ids=value("bad_words_ids"),
-            no_repeat_ngram_size=value("no_repeat_ngram_size"),
             constraint=None if constraint is None or constraint.kind == "text" else constraint,
-            logprobs=value("logprobs"),
-            prompt_logprobs=value("prompt_logprobs"),
             skip_special_tokens=skip_special_tokens,
+            **{name: values[name] for name in _TAKEN_AS_STATED},
         )
 
-    def _new_sequence(
-        self, index: int, prompt: tuple[int, ...], params: SequenceParams, shared: Mapping[str, Any]
-    ) -> Sequence:
-        callbacks = None
-        if shared["streamer"] is not None or shared["stopping_criteria"]:
-            callbacks = Callbacks(prompt, len(prompt) + params.budget, shared["streamer"], shared["stopping_criteria"])
-        return Sequence(index, prompt, params, self._tokenizer, callbacks)
-
-    def _check_together(self, sequences: Sequences, lengths: list[int]) -> None:
-        """Check what the graph and the callbacks ask of all sequences. lengths: of the prompts."""
+    def _check_together(self, sequences: Sequences) -> None:
+        """Check what the graph and the callbacks ask of all sequences."""
+        lengths = [len(sequence.prompt) for sequence in sequences if not sequence.params.sample]
         if not self._pads and len(set(lengths)) > 1:
             raise PromptError(
                 f"this decoder cannot pad, but the prompts of the batch have {', '.join(map(str, lengths))} "
@@ -263,112 +271,65 @@ class Preparer:
                 "use model.stream, whose pieces name their row."
             )
         scored = next((sequence.params for sequence in sequences if sequence.params.needs_scores), None)
-        if scored is not None:
-            self._check_logits("prompt_logprobs" if scored.logprobs is None else "logprobs")
-
-    def _check_logits(self, name: str) -> None:
-        """Raises ParameterError if the graph gives no log-probabilities, which the parameter `name` asks for."""
-        if self._logits is None:
+        if scored is not None and not gives_logits(self._manifest):
+            name = "prompt_logprobs" if scored.logprobs is None else "logprobs"
             raise ParameterError(
-                f"{name} needs the graph's output logits, which {self._path} lacks; export it again with "
-                f"--with-logits, or omit {name}.",
-                name,
-            )
-        if not ELEMENT_TYPES[self._logits.dtype].numpy:
-            raise ParameterError(
-                f"{name} needs logits of float32 or float16, but those of {self._path} are {self._logits.dtype}; "
-                f"export the model with another type, or omit {name}.",
+                f"{name} needs the graph's output logits in float32 or float16, which {self._path} lacks; export it "
+                f"again with --with-logits, or omit {name}.",
                 name,
             )
 
 
 def with_preset(
     stated: Mapping[str, Any], geometry: tuple[str, int | None], median_distance: float | None, *unknown: str
-) -> Mapping[str, Any]:
+) -> dict[str, Any]:
     """The parameters of one source with those of its preset, and its geom_scale in the metric's unit.
 
     geometry: (metric, width of the embeddings or None).
     median_distance, unknown: see `with_raw_scale`.
     """
-    if "geom_unit" in stated:
-        stated = with_raw_scale(stated, median_distance, *unknown)
-    return {**preset_parameters(stated["preset"], *geometry), **stated} if "preset" in stated else stated
+    preset = preset_parameters(stated["preset"], *geometry) if "preset" in stated else {}
+    return {**preset, **with_raw_scale(stated, median_distance, *unknown)}
 
 
-class _Sources:
-    """Where a prompt's parameters are stated: its request, the request's generation_config, and the model's own.
-
-    all: the three, the first to win before the others.
-    """
-
-    def __init__(self, request: Mapping[str, Any], config: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-        self.all = (request, config, model)
-        self.request, self.config, self.model = self.all
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The value of the first source that states `name`, else `default`."""
-        return next((source[name] for source in self.all if name in source), default)
-
-    def value(self, name: str) -> Any:
-        """The value of the first source that states `name`, else this package's default."""
-        return self.get(name, PARAMETERS[name].default)
-
-    def name_in(self, source: Mapping[str, Any], name: str) -> str:
-        """The name of a parameter for messages, with the source where it matters."""
-        return f"generation_config: {name}" if source is self.config else name
-
-    def stated_name(self, name: str) -> str:
-        """The name of a parameter for messages about its value."""
-        return self.name_in(next((source for source in self.all if name in source), self.model), name)
-
-    def check_ids(self, name: str, ids: Iterable[int], limits: Limits) -> None:
-        """Raises ParameterError for an id of the parameter `name` that the vocabulary does not have."""
-        for token in ids:
-            if token >= limits.vocab_size:
-                raise ParameterError(
-                    f"{self.stated_name(name)} names the token id {token}, but ids go from 0 to "
-                    f"{limits.vocab_size - 1}.",
-                    name,
-                )
-
-    def check_count(self, name: str, limits: Limits) -> None:
-        """Raises ParameterError if the parameter `name` asks for more tokens than the vocabulary has."""
-        count = self.value(name)
-        if count is not None and count > limits.vocab_size:
-            raise ParameterError(
-                f"{self.stated_name(name)} is {count}, but the vocabulary has {limits.vocab_size} tokens; give at "
-                "most that.",
-                name,
-            )
+def _check_ids(values: Mapping[str, Any], vocab_size: int) -> None:
+    """Raises ParameterError for token ids, and numbers of tokens, that the vocabulary does not have."""
+    for name in _OF_IDS:
+        largest = max(chain(*values[name]) if name == "bad_words_ids" else values[name], default=0)
+        if largest >= vocab_size:
+            raise ParameterError(f"{name} names the token id {largest}, but ids go from 0 to {vocab_size - 1}.", name)
+    for name in ("logprobs", "prompt_logprobs"):
+        if (values[name] or 0) > vocab_size:
+            raise ParameterError(f"{name} is {values[name]}, but the vocabulary has {vocab_size} tokens.", name)
 
 
-def _resolve_top_w(sources: _Sources, exported: Mapping[str, Any]) -> TopWParameters:
-    values = {name: sources.get(name, exported[name]) for name in PARAMETER_NAMES}
-    for source in sources.all:  # first with do_sample or temperature
+def _resolve_top_w(values: ChainMap[str, Any]) -> TopWParameters:
+    *stated, model, _ = values.maps
+    top_w = {name: values[name] for name in PARAMETER_NAMES}
+    for source in (*stated, model):  # first with do_sample or temperature
         sampled = source.get("do_sample")
         if sampled is False:
-            values["temperature"] = 0.0
-        elif sampled and source is not sources.model and TopWParameters(**values).greedy:
+            top_w["temperature"] = 0.0
+        elif sampled and source is not model and TopWParameters(**top_w).greedy:
             if "temperature" in source:
                 raise ParameterError(
-                    f"{sources.name_in(source, 'do_sample')} is True, but temperature is {source['temperature']!r}, "
-                    "which is greedy; give a higher temperature.",
+                    f"do_sample is True, but temperature is {source['temperature']!r}, which is greedy; give a higher "
+                    "temperature.",
                     "temperature",
                 )
-            values["temperature"] = 1.0
+            top_w["temperature"] = 1.0
         if sampled is not None or "temperature" in source:
             break
-    return TopWParameters(**values)
+    return TopWParameters(**top_w)
 
 
-def _resolve_rule(sources: _Sources, limits: Limits) -> RuleParameters:
+def _resolve_rule(values: ChainMap[str, Any], limits: Limits) -> RuleParameters:
     """The sampling rule of the first source that names or implies one, else Top-W."""
-    for source in sources.all:
+    for source in values.maps[:-1]:
         own = {name: source[name] for name in RULE_PARAMETER_NAMES if name in source}
         if own:
             named = RULES[own["rule"]].values if own.get("rule") in RULES else ()
-            others = {value.name: sources.get(value.name) for value in named}
-            rule = RuleParameters(**{**others, **own})
+            rule = RuleParameters(**{**{value.name: values[value.name] for value in named}, **own})
             check_rule(rule, limits.rules, limits.longest_pool, limits.vocab_size)
             return rule
     return _TOP_W
@@ -396,251 +357,226 @@ def check_rule(rule: RuleParameters, carried: Iterable[str], longest: int | None
         )
 
 
-def _resolve_budget(prompt: int, sources: _Sources, limits: Limits) -> int:
+def _resolve_budget(prompt: int, values: ChainMap[str, Any], limits: Limits) -> int:
     """The maximum number of new tokens after a prompt of `prompt` tokens."""
-    if "max_new_tokens" in sources.request and "max_length" in sources.request:
+    request, _, model, _ = values.maps
+    if "max_new_tokens" in request and "max_length" in request:
         raise ParameterError("max_new_tokens and max_length are both given; give one of them.")
-    wanted = PARAMETERS["max_new_tokens"].default
-    for source in sources.all:
-        if "max_new_tokens" in source:
-            wanted = source["max_new_tokens"]
+    for source in values.maps:  # the last one states max_new_tokens
+        longest = source.get("max_length")
+        if "max_new_tokens" in source or (longest or 0) > prompt:
             break
-        if source.get("max_length", 0) > prompt:
-            wanted = source["max_length"] - prompt
-            break
-        if "max_length" in source and source is not sources.model:
-            raise PromptError(
-                f"the prompt has {prompt} tokens, but {sources.name_in(source, 'max_length')} is "
-                f"{source['max_length']}; raise it."
-            )
-    if wanted == 0 and sources.value("prompt_logprobs") is None:
+        if longest is not None and source is not model:
+            raise PromptError(f"the prompt has {prompt} tokens, but max_length is {longest}; raise it.")
+    budget: int = source["max_new_tokens"] if "max_new_tokens" in source else source["max_length"] - prompt
+    if budget == 0 and values["prompt_logprobs"] is None:
         raise ParameterError(
-            f"{sources.name_in(source, 'max_new_tokens')} is 0, but must be an integer >= 1, or 0 with "
-            "prompt_logprobs.",
-            "max_new_tokens",
+            "max_new_tokens is 0, but must be an integer >= 1, or 0 with prompt_logprobs.", "max_new_tokens"
         )
-    return min(wanted, limits.tokens - prompt)
+    return min(budget, limits.tokens - prompt)
 
 
-def check_length(tokens: int, limits: Limits, which: str) -> None:
-    """Raises PromptError for a prompt of too many tokens. which: the prompt's name in the message."""
-    if tokens > limits.tokens:
-        raise PromptError(f"{which} has {tokens} tokens, {_excess_clause(tokens, limits)}", "max_length")
-
-
-def _excess_clause(tokens: int, limits: Limits) -> str:
+def _excess(tokens: int, limits: Limits) -> str:
     if tokens > limits.context_length:
         return f"the model's context holds {limits.context_length}; shorten it."
     what = limits.opened_as
     return f"but the {what} was opened with max_length {limits.tokens}; shorten it, or open the {what} with more."
 
 
-def check_sequence_count(sequences: int, limits: Limits) -> None:
-    """Raises PromptError, or ParameterError for an engine, if a request has more sequences than the limits allow."""
-    if sequences <= (limits.sequences or sequences):
-        return
-    if limits.opened_as == "engine":
-        raise ParameterError(
-            f"the request has {sequences} sequences, but the engine takes {limits.sequences} at a time; give fewer, or "
-            "make it with a higher max_queue.",
-            "max_queue",
+def _check_count(sequences: int, limits: Limits) -> None:
+    """Raises PromptError if a request has more sequences than the limits allow."""
+    if sequences > (limits.sequences or sequences):
+        what, option = limits.opened_as, "max_queue" if limits.opened_as == "engine" else "max_batch"
+        raise PromptError(
+            f"the request has {sequences} sequences, but the {what} takes {limits.sequences} at a time; give fewer, or "
+            f"open the {what} with a higher {option}.",
+            option,
         )
-    raise PromptError(
-        f"the request has {sequences} sequences, but the model was opened with max_batch {limits.sequences}; "
-        "give fewer at a time, or open it (or build its engine) for more.",
-        "max_batch",
-    )
-
-
-def check_prompt(prompt: tuple[int, ...], limits: Limits, which: str) -> None:
-    """Raises PromptError for token ids that are none, too many or outside the vocabulary. which: the prompt's name."""
-    if not prompt:
-        raise PromptError(f"{which} is empty and the tokenizer has no BOS token to start from; give some text.")
-    check_length(len(prompt), limits, which)
-    for token in prompt:
-        if not 0 <= token < limits.vocab_size:
-            raise PromptError(f"{which} holds the token id {token}, but ids go from 0 to {limits.vocab_size - 1}.")
 
 
 def split_inputs(prompt: Any, given: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
     """Returns (prompt, attention mask or None, other parameters) of a call.
 
-    The prompt may come as keywords: `generate(**tokenizer(text))`. Raises PromptError for no prompt or two prompts.
+    The prompt may be a tokenizer's output, also as keywords: `generate(**tokenizer(text))`. Raises PromptError for no
+    prompt, two prompts, and an output that a decoder does not read.
     """
-    parameters = dict(given)
-    inputs = {name: parameters.pop(name) for name in _INPUTS if name in parameters}
-    if prompt is not None and inputs.get("input_ids") is not None:
-        raise PromptError("a prompt and input_ids are both given; give one of them.")
-    if prompt is None:
-        prompt = inputs.get("input_ids")
+    inputs = {name: given[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in given}
+    parameters = {name: value for name, value in given.items() if name not in inputs}
+    if isinstance(prompt, Mapping):
+        inputs |= prompt
+    elif prompt is not None:
+        if inputs.get("input_ids") is not None:
+            raise PromptError("a prompt and input_ids are both given; give one of them.")
+        inputs["input_ids"] = prompt
+    prompt, mask = inputs.pop("input_ids", None), inputs.pop("attention_mask", None)
     if prompt is None:
         raise PromptError("there is no prompt; give a text, token ids, a list of either, or input_ids.")
-    _check_segments(inputs.get("token_type_ids"))
-    return prompt, inputs.get("attention_mask"), parameters
+    if unknown := sorted(map(str, inputs.keys() - _IGNORED_INPUTS)):
+        raise PromptError(f"a decoder cannot read {', '.join(unknown)}; give input_ids and attention_mask alone.")
+    return prompt, mask, parameters
 
 
-def read_prompts(
-    prompt: Any, attention_mask: Any = None, check: LengthCheck = lambda tokens, which: None
-) -> tuple[list[Prompt], bool]:
+def read_prompts(prompt: Any, mask: Any = None) -> tuple[list[Prompt], bool]:
     """Returns (each prompt as text or ids, whether `prompt` is a single one).
 
-    attention_mask: masked tokens, on either side, are removed.
-    check: called with the length and the name of each prompt of ids without a mask, before its ids are read.
+    mask: 0 for tokens on either side to be removed.
 
     Raises PromptError for other types, or a mask that does not fit or has a hole.
     """
-    prompt, mask = _unwrap_mapping(prompt, attention_mask)
-    batched = getattr(prompt, "ndim", 1) > 1
-    if mask is None:
-        _check_array_length(prompt, check)
-    prompt, mask = to_lists(prompt), to_lists(mask)
-    if mask is None and isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], int):
-        check(len(prompt), "the prompt")
-    if not isinstance(prompt, (str, list, tuple)):
+    prompt, mask = _to_lists(prompt), _to_lists(mask)
+    if isinstance(prompt, str) or (isinstance(prompt, (list, tuple)) and all(map(_is_scalar, prompt))):
+        return [_read_prompt(prompt, mask, "the prompt")], True
+    if not isinstance(prompt, (list, tuple)):
         raise PromptError(
             f"the prompt is a {type(prompt).__name__}, but must be a text, token ids, or a list of either."
         )
-    if isinstance(prompt, str) or (not batched and all(_is_scalar(item) for item in prompt)):
-        return [_read_prompt(prompt, mask, "the prompt", check)], True
-    if not prompt:
-        raise PromptError("the batch has no prompts; give at least one.")
     masks = [None] * len(prompt) if mask is None else mask
     if not isinstance(masks, (list, tuple)) or len(masks) != len(prompt):
-        raise PromptError(
-            f"attention_mask does not fit the {len(prompt)} prompts; give one row of it for each of them."
-        )
-    rows = enumerate(zip(prompt, masks, strict=True))
-    return [_read_prompt(item, mask, f"prompt {i}", check) for i, (item, mask) in rows], False
+        raise PromptError(f"attention_mask does not fit the {len(prompt)} prompts; give one row of it for each.")
+    pairs = enumerate(zip(prompt, masks, strict=True))
+    return [_read_prompt(_to_lists(each), _to_lists(row), f"prompt {index}") for index, (each, row) in pairs], False
 
 
-def _check_array_length(prompt: Any, check: LengthCheck) -> None:
-    if isinstance(prompt, np.ndarray) and prompt.dtype.kind in "iu" and prompt.ndim in (1, 2) and prompt.size:
-        check(prompt.shape[-1], "the prompt" if prompt.ndim == 1 else "prompt 0")
-
-
-def to_lists(value: Any) -> Any:
+def _to_lists(value: Any) -> Any:
     """Convert arrays and tensors to nested lists."""
     if callable(getattr(value, "tolist", None)):
         return value.tolist()
-    if hasattr(value, "__array__"):
-        return np.asarray(value).tolist()
-    return value
-
-
-def _unwrap_mapping(prompt: Any, mask: Any) -> tuple[Any, Any]:
-    if isinstance(prompt, Encoding):
-        prompt = {"input_ids": prompt.ids, "attention_mask": prompt.attention_mask}
-    if not isinstance(prompt, Mapping):
-        return prompt, mask
-    if prompt.get("input_ids") is None:
-        raise PromptError(f"the prompt is a mapping of {short_repr(sorted(map(str, prompt)))}; it must have input_ids.")
-    unknown = sorted(str(name) for name in prompt if name not in _IGNORED_INPUTS and name not in _INPUTS)
-    if unknown:
-        raise PromptError(
-            f"the prompt is a mapping with {', '.join(unknown)}, which a decoder cannot read; give input_ids and "
-            "attention_mask alone."
-        )
-    _check_segments(prompt.get("token_type_ids"))
-    inner = prompt.get("attention_mask")
-    if inner is not None and mask is not None:
-        raise PromptError("attention_mask is given twice, as an argument and in the prompt; give it once.")
-    return prompt["input_ids"], mask if inner is None else inner
-
-
-def _read_prompt(prompt: Any, mask: Any, which: str, check: LengthCheck) -> Prompt:
-    if isinstance(prompt, str):
-        if mask is not None:
-            raise PromptError(f"{which} is a text, but attention_mask is for token ids; omit it.")
-        return prompt
-    prompt, mask = _unwrap_mapping(prompt, mask)
-    prompt, mask = to_lists(prompt), to_lists(mask)
-    if mask is None and isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], int):
-        check(len(prompt), which)
-    if not isinstance(prompt, (list, tuple)) or not all(_is_scalar(item) for item in prompt):
-        raise PromptError(f"{short_repr(prompt)} is neither a text nor a list of token ids.")
-    ids = _read_ids(prompt, which)
-    return ids if mask is None else _remove_masked(ids, mask, which)
-
-
-def _read_ids(prompt: list[Any] | tuple[Any, ...], which: str) -> list[int]:
-    if set(map(type, prompt)) <= {int}:
-        return list(prompt)
-    ids = []
-    for position, value in enumerate(prompt):
-        try:
-            ids.append(operator.index(value if not is_boolean(value) else None))  # type: ignore[arg-type]
-        except TypeError:
-            raise PromptError(
-                f"{which} holds {short_repr(value)} at position {position}, but token ids are integers; give only ids."
-            ) from None
-    return ids
-
-
-def _remove_masked(ids: list[int], mask: Any, which: str) -> list[int]:
-    if not isinstance(mask, (list, tuple)) or not all(_is_scalar(m) for m in mask) or len(mask) != len(ids):
-        length = len(mask) if isinstance(mask, (list, tuple)) else 1
-        raise PromptError(
-            f"attention_mask has {length} values for {which}, which has {len(ids)} tokens; give one for each token."
-        )
-    odd = [m for m in mask if m not in (0, 1)]
-    if odd:
-        raise PromptError(f"attention_mask has {short_repr(odd[0])} for {which}, but must be 0 or 1.")
-    kept = [position for position, m in enumerate(mask) if m]
-    if not kept:
-        return []
-    first, last = kept[0], kept[-1]
-    if last - first + 1 != len(kept):
-        hole = next(position for position in range(first, last) if not mask[position])
-        raise PromptError(
-            f"attention_mask masks position {hole} in the middle of {which}, but may mask only padding before the "
-            "first token or after the last one."
-        )
-    return ids[first : last + 1]
-
-
-def _check_segments(segments: Any) -> None:
-    """Raises PromptError unless `segments`, the token_type_ids that some tokenizers add, are all 0."""
-    if segments is not None and _has_nonzero(segments):
-        raise PromptError("token_type_ids has values other than 0, but a decoder has only one segment; omit it.")
-
-
-def _has_nonzero(value: Any) -> bool:
-    value = to_lists(value)
-    return any(map(_has_nonzero, value)) if isinstance(value, (list, tuple)) else bool(value)
+    return np.asarray(value).tolist() if hasattr(value, "__array__") else value
 
 
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, (int, float, np.generic)) or getattr(value, "ndim", None) == 0
 
 
-def encode_bad_words(given: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Replace `bad_words` among a request's parameters by `bad_words_ids`.
+def _read_prompt(prompt: Any, mask: Any, which: str) -> Prompt:
+    if isinstance(prompt, str):
+        if mask is not None:
+            raise PromptError(f"{which} is a text, but attention_mask is for token ids; omit it.")
+        return prompt
+    if not isinstance(prompt, (list, tuple)) or not all(map(_is_scalar, prompt)):
+        raise PromptError(f"{short_repr(prompt)} is neither a text nor a list of token ids.")
+    ids = list(prompt) if set(map(type, prompt)) <= {int} else [_read_id(*each, which) for each in enumerate(prompt)]
+    return ids if mask is None else _remove_masked(ids, mask, which)
 
-    Two tokenizations of each word are banned: at the start of a text, and after a space.
 
-    Raises ParameterError for other values than texts, a text without tokens, or both names.
+def _read_id(position: int, value: Any, which: str) -> int:
+    try:
+        return operator.index(None if is_boolean(value) else value)  # type: ignore[arg-type]
+    except TypeError:
+        raise PromptError(
+            f"{which} holds {short_repr(value)} at position {position}, but token ids are integers; give only ids."
+        ) from None
+
+
+def _remove_masked(ids: list[int], mask: Any, which: str) -> list[int]:
+    flags = np.asarray(mask)
+    if flags.shape != (len(ids),) or not np.isin(flags, (0, 1)).all():
+        raise PromptError(
+            f"attention_mask is {short_repr(mask)} for {which}, but must be 0 or 1 for each of its {len(ids)} tokens."
+        )
+    kept = np.flatnonzero(flags)
+    if not len(kept):
+        return []
+    first, last = int(kept[0]), int(kept[-1])
+    if last - first + 1 != len(kept):
+        raise PromptError(
+            f"attention_mask masks tokens in the middle of {which}, but may mask only padding before the first token "
+            "or after the last one."
+        )
+    return ids[first : last + 1]
+
+
+def read_settings(stated: Mapping[str, Any], where: str, known: Mapping[str, Parameter]) -> dict[str, Any]:
+    """Read the `known` settings of a generation config under our names. Warns of others that would affect tokens.
+
+    The parameters of sampling rules are used if `rule` names their rule; in a request also without `rule`, if they all
+    belong to one rule.
+
+    stated: the settings.
+    where: the file or the parameter that has them, for messages.
+
+    Raises ParameterError for an invalid or duplicate parameter.
     """
-    if _BAD_WORDS not in given:
-        return dict(given)
-    if _BAD_WORDS_IDS in given:
-        raise ParameterError(f"{_BAD_WORDS} and {_BAD_WORDS_IDS} are both given; give one of them.", _BAD_WORDS)
-    others = {name: value for name, value in given.items() if name != _BAD_WORDS}
-    value, parameter = given[_BAD_WORDS], PARAMETERS[_BAD_WORDS]
-    if parameter.lists_values(value):
-        rows = [None if v is None else _encode_words(parameter.read(_BAD_WORDS, v), tokenizer) for v in value]
-        return {**others, _BAD_WORDS_IDS: rows}
-    return {**others, _BAD_WORDS_IDS: _encode_words(parameter.read(_BAD_WORDS, value), tokenizer)}
+    used, ignored = {}, {}
+    of_rule = _effective_rule_parameters(stated, implied=where != CONFIG_FILE)
+    for key, value in stated.items():
+        if ALIASES.get(key, key) in known and (key in of_rule or key not in RULE_PARAMETER_NAMES):
+            used[key] = value
+        elif value is not None and not has_no_effect(key, value):
+            ignored[key] = value
+    if ignored:
+        listed = ", ".join(f"{key}={short_repr(value)}" for key, value in sorted(ignored.items()))
+        warnings.warn(
+            f"{where} sets {listed}, which has no effect here: name a `rule` to use its parameters.",
+            stacklevel=_caller_stack_level(),
+        )
+    try:
+        return {name: known[name].read(name, value) for name, value in check_names(used, known).items()}
+    except ParameterError as error:
+        raise ParameterError(f"{where}: {error}") from None
 
 
-def _encode_words(words: tuple[str, ...], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    found: dict[tuple[int, ...], None] = {}  # ordered
-    for word in words:
-        bare = word.lstrip(" ")
-        for text in (bare, f" {bare}") if bare else (word,):
-            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-            if not ids:
-                raise ParameterError(
-                    f"{_BAD_WORDS} has {short_repr(word)}, which has no tokens; remove it.", _BAD_WORDS
-                )
-            found[ids] = None
-    return tuple(found)
+def _effective_rule_parameters(stated: Mapping[str, Any], *, implied: bool) -> frozenset[str]:
+    """The names of the rule parameters that take effect in a generation config: those of the rule that it names.
+
+    implied: whether parameters of a single rule choose that rule without naming it. False for the model's own file,
+        whose rule is Top-W unless the file names another.
+    """
+    rule = stated.get("rule")
+    if rule is None and implied:
+        own = ((name, stated[name]) for name in RULE_OF_VALUE if stated.get(name) is not None)
+        found = {RULE_OF_VALUE[name].name for name, value in own if not _disables(name, value)}
+        rule = found.pop() if len(found) == 1 else None
+    if rule is None:
+        return frozenset()
+    values = RULES[rule].values if isinstance(rule, str) and rule in RULES else ()
+    return frozenset({"rule", *(value.name for value in values)})
+
+
+def has_no_effect(name: str, value: Any) -> bool:
+    """Whether a setting that is not supported has no effect on tokens anyway, such as num_beams=1."""
+    return name in _WITHOUT_EFFECT or name.startswith("_") or value is False or _disables(name, value)
+
+
+def _disables(key: str, value: Any) -> bool:
+    return isinstance(value, (int, float)) and value in _DISABLING_VALUES.get(key, ())
+
+
+def _caller_stack_level() -> int:
+    """The stack level of the caller outside this package, for `warnings.warn`."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE_FOLDER):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def read_model_defaults(folder: ModelFolder[Manifest], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Read the parameters of the model's `generation_config.json`, without token ids outside the vocabulary.
+
+    If the file has no EOS ids, those of `config.json` are read, else that of the tokenizer. Warns of settings without
+    effect.
+
+    Raises ParameterError, naming the file, for an invalid parameter.
+    """
+    generation, *models = _configs(folder)
+    stated = [tokenizer.eos_token_id, *(config.get("eos_token_id") for config in (*reversed(models), generation))]
+    eos = next((value for value in reversed(stated) if value is not None), ())
+    defaults = read_settings({**generation, "eos_token_id": eos}, CONFIG_FILE, _IN_FILE)
+    size = folder.manifest.sampler.vocab_size
+    for name in ("eos_token_id", "stop_token_ids", "suppress_tokens"):
+        defaults[name] = tuple(token for token in defaults.get(name, ()) if token < size)
+    defaults["bad_words_ids"] = tuple(word for word in defaults.get("bad_words_ids", ()) if max(word) < size)
+    return defaults
+
+
+def read_bos_token_id(folder: ModelFolder[Manifest], tokenizer: Tokenizer) -> int | None:
+    """The BOS id of the generation config, else of the model config, else of the tokenizer."""
+    stated = (config.get("bos_token_id") for config in _configs(folder))
+    ids = (value for value in stated if isinstance(value, int) and not isinstance(value, bool))
+    return next(ids, tokenizer.bos_token_id)
+
+
+def _configs(folder: ModelFolder[Any]) -> list[dict[str, Any]]:
+    config = folder.read_json("config.json")
+    text = config.get("text_config")
+    return [folder.read_json(CONFIG_FILE), config, *([text] if isinstance(text, dict) else [])]

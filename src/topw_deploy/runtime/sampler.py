@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -12,9 +13,9 @@ import numpy as np
 from topw_deploy.dtypes import SAMPLER_OUTPUT_TYPES, array_name
 from topw_deploy.errors import GenerationError, ParameterError, one_line
 from topw_deploy.manifest import ModelFolder, SamplerManifest
-from topw_deploy.runtime.inputs import RuleInputs, uniforms
+from topw_deploy.runtime.inputs import EDIT_INPUTS, RuleInputs, uniforms
 from topw_deploy.runtime.ort.graph_session import GraphSession
-from topw_deploy.runtime.parameters import OF_KEPT_SET, PARAMETERS, check_names, values_per_prompt
+from topw_deploy.runtime.parameters import OF_KEPT_SET, PARAMETERS, check_names, integer, values_per_prompt
 from topw_deploy.runtime.prepare import check_rule, longest_pool, with_preset
 from topw_deploy.runtime.session import SessionKeywords, SessionOptions, takes_session_options
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
@@ -137,8 +138,7 @@ class TopWSampler:
             given = np.atleast_2d(allowed)
         except ValueError:  # rows of different lengths
             given = np.empty(0, object)
-        kinds = {"bool": (rows, vocab), "int32": (rows, words)}
-        if given.shape != kinds.get(given.dtype.name):
+        if given.shape != {"bool": (rows, vocab), "int32": (rows, words)}.get(given.dtype.name):
             raise ParameterError(
                 f"allowed is {given.dtype} {list(given.shape)}, but must be bool [{rows}, {vocab}] or int32 "
                 f"[{rows}, {words}], a bit per token."
@@ -151,12 +151,10 @@ class TopWSampler:
         if not rows:  # check the values nevertheless
             named = {name: value for name, value in named.items() if not PARAMETERS[name].lists_values(value)}
         columns = {name: values_per_prompt(name, value, rows or 1, "rows") for name, value in named.items()}
-        resolved: dict[tuple[Any, ...], tuple[TopWParameters, RuleParameters]] = {}
+        resolve = cache(lambda *stated: self._resolve_row(dict(zip(columns, stated, strict=True))))
         values, rules = np.empty((rows or 1, len(PARAMETER_NAMES)), np.float32), RuleInputs(rows or 1)
         for row, stated in enumerate(zip(*columns.values(), strict=True) if columns else [()] * (rows or 1)):
-            if stated not in resolved:
-                resolved[stated] = self._resolve_row(dict(zip(columns, stated, strict=True)))
-            top_w, rule = resolved[stated]
+            top_w, rule = resolve(*stated)
             values[row] = [getattr(top_w, name) for name in PARAMETER_NAMES]
             rules.set(row, rule)
         arrays = {**dict(zip(PARAMETER_NAMES, values.T.copy(), strict=True)), **rules.arrays}
@@ -171,6 +169,22 @@ class TopWSampler:
         return TopWParameters(**{name: every[name] for name in PARAMETER_NAMES}), rule
 
 
+def _read_array(name: str, given: Any, dtype: Any, shape: tuple[int, ...] | None = None) -> np.ndarray:
+    """Convert to an array of `dtype`, broadcast to `shape`. Raises ParameterError for anything else, such as text."""
+    try:
+        array = np.asarray(given)
+        whole = not array.size or not np.issubdtype(dtype, np.integer) or array.dtype.kind in "iu"
+        if array.dtype.names or array.dtype.kind in "OUSmMc" or not whole:
+            raise TypeError
+        with np.errstate(over="ignore"):
+            array = array.astype(dtype)
+        return array if shape is None else np.ascontiguousarray(np.broadcast_to(array, shape))
+    except (TypeError, ValueError, OverflowError):
+        kind = "integers" if np.issubdtype(dtype, np.integer) else "real numbers"
+        size = "an array of" if shape is None else f"one number, or an array {list(shape)}, of"
+        raise ParameterError(f"{name} is {short_repr(given)}, but must be {size} {kind}.") from None
+
+
 def _read_logits(given: Any, vocab: int) -> np.ndarray:
     if isinstance(given, np.ma.MaskedArray):
         raise ParameterError("logits is a masked array; fill it, with -inf where a token must not be drawn.")
@@ -180,91 +194,39 @@ def _read_logits(given: Any, vocab: int) -> np.ndarray:
     return np.ascontiguousarray(array)
 
 
-def _read_array(name: str, given: Any, dtype: Any) -> np.ndarray:
-    """Convert to an array of `dtype`. Raises ParameterError for anything but real numbers; for an integer `dtype`, for
-    anything but integers.
-    """
-    try:
-        array = np.asarray(given)
-        if array.dtype == object or array.dtype.names or array.dtype.kind in "USmMc":
-            raise TypeError
-        if np.issubdtype(dtype, np.integer) and array.size and array.dtype.kind not in "iu":
-            held = short_repr(array.flat[0].item())
-            raise ParameterError(f"{name} holds {held}, but must be -1 (padding) or token ids.")
-        with np.errstate(over="ignore"):
-            return array.astype(dtype)
-    except ParameterError:
-        raise
-    except (TypeError, ValueError, OverflowError):
-        kind = "integers" if np.issubdtype(dtype, np.integer) else "real numbers"
-        raise ParameterError(
-            f"{name} is a {type(given).__name__}, but must be an array of {kind}; give a numpy array."
-        ) from None
-
-
-def _read_column(name: str, value: Any, rows: int, dtype: Any) -> np.ndarray:
-    try:
-        if np.iscomplexobj(value):
-            raise TypeError
-        with np.errstate(over="ignore"):
-            array = np.asarray(value, dtype)
-        return np.ascontiguousarray(np.broadcast_to(array, (rows,)))
-    except (TypeError, ValueError, OverflowError):
-        raise ParameterError(
-            f"{name} is {short_repr(value)}, but must be one number or one for each of the {rows} rows."
-        ) from None
-
-
 def _read_uniform(rows: int, uniform: Any, seed: Any, position: Any, sample: Any) -> np.ndarray:
     if (uniform is None) == (seed is None) or (seed is None) != (position is None):
         raise ParameterError("give either uniform, or seed and position.")
     if uniform is not None:
-        values = _read_column("uniform", uniform, rows, np.float32)
+        values = _read_array("uniform", uniform, np.float32, (rows,))
         if not ((values >= 0) & (values < 1)).all():
             raise ParameterError(f"uniform is {short_repr(uniform)}, but must be in [0, 1) (as float32) for every row.")
         return values
-    seeds, positions, samples = (
-        _read_integers(name, value, rows)
-        for name, value in (("seed", seed), ("position", position), ("sample", sample))
-    )
-    draws = [uniforms(*row_key, count=1) for row_key in zip(seeds, positions, samples, strict=True)]
+    keys = [_read_keys(*each, rows) for each in (("seed", seed), ("position", position), ("sample", sample))]
+    draws = [uniforms(*key, 1) for key in zip(*keys, strict=True)]
     return np.concatenate([np.empty(0, np.float32), *draws])
 
 
-def _read_integers(name: str, value: Any, rows: int) -> list[int]:
+def _read_keys(name: str, value: Any, rows: int) -> list[int]:
     several = isinstance(value, (list, tuple, range)) or (isinstance(value, np.ndarray) and value.ndim == 1)
-    values = list(value) if several else [value] * rows
-    if len(values) != rows or not all(_is_integer(v) and 0 <= v < 2**SEED_BITS for v in values):
-        raise ParameterError(
-            f"{name} is {short_repr(value)}, but must be an integer in [0, 2**{SEED_BITS}), or one for each of {rows} "
-            "rows."
-        )
-    return [int(v) for v in values]
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    read = integer(0, 2**SEED_BITS)
+    values = [read(name, each) for each in value] if several else [read(name, value)] * rows
+    if len(values) != rows:
+        raise ParameterError(f"{name} has {len(values)} values for {rows} rows; give one for all or one for each.")
+    return values
 
 
 def _read_edits(rows: int, vocab: int, ids: Any, penalty: Any, bias: Any) -> dict[str, np.ndarray]:
-    ids = np.full((rows, 0), -1, np.int64) if ids is None else _read_array("edit_ids", ids, np.int64)
-    edits = {
-        "edit_ids": ids,
-        "edit_penalty": np.ones(ids.shape, np.float32)
-        if penalty is None
-        else _read_array("edit_penalty", penalty, np.float32),
-        "edit_bias": np.zeros(ids.shape, np.float32) if bias is None else _read_array("edit_bias", bias, np.float32),
-    }
+    ids = _read_array("edit_ids", np.full((rows, 0), -1) if ids is None else ids, np.int64)
+    penalty = _read_array("edit_penalty", np.ones(ids.shape) if penalty is None else penalty, np.float32)
+    bias = _read_array("edit_bias", np.zeros(ids.shape) if bias is None else bias, np.float32)
+    edits = dict(zip(EDIT_INPUTS, (ids, penalty, bias), strict=True))
     for name, array in edits.items():
         if array.ndim != 2 or array.shape != (rows, ids.shape[1]):
             raise ParameterError(f"{name} has the shape {array.shape}, but must be [{rows}, edits] like the other two.")
-    if not ((ids >= -1) & (ids < vocab)).all():
-        raise ParameterError(f"edit_ids must be -1 (padding) or token ids below {vocab}.")
-    for row in ids:
-        used = row[row >= 0]
-        if len(np.unique(used)) != len(used):
-            raise ParameterError("edit_ids has a token twice in one row; merge its penalty and bias into one edit.")
-    penalties, biases = edits["edit_penalty"], edits["edit_bias"]
-    if not ((penalties > 0) & np.isfinite(penalties)).all() or np.isnan(biases).any() or (biases == np.inf).any():
+    used = np.sort(ids, axis=1)
+    if not ((ids >= -1) & (ids < vocab)).all() or ((np.diff(used) == 0) & (used[:, 1:] >= 0)).any():
+        raise ParameterError(f"edit_ids must be -1 (padding) or token ids below {vocab}, each at most once in a row.")
+    if not ((penalty > 0) & np.isfinite(penalty)).all() or np.isnan(bias).any() or (bias == np.inf).any():
         raise ParameterError("edit_penalty must be finite and > 0, edit_bias a number below +infinity (-inf bans).")
     return edits

@@ -14,9 +14,8 @@ import numpy as np
 
 from topw_deploy.errors import LogitsError, ParameterError
 from topw_deploy.runtime.guide import Guide
-from topw_deploy.runtime.logprobs import Scores
 from topw_deploy.runtime.parameters import criterion_name, takes_tensors
-from topw_deploy.runtime.results import GenerationResult, Timings
+from topw_deploy.runtime.results import GenerationResult, Scores, Timings
 from topw_deploy.runtime.session import Session
 from topw_deploy.runtime.structured import Constraint
 from topw_deploy.runtime.tokenizer import RowText, Tokenizer

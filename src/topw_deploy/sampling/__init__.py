@@ -10,8 +10,9 @@ from topw_deploy.sampling.geometry import Geometry, embedding_statistics, median
 from topw_deploy.sampling.parameters import (
     TopWOptions,
     TopWParameters,
+    preset_parameters,
+    typical_distance,
 )
-from topw_deploy.sampling.presets import preset_parameters, typical_distance
 from topw_deploy.sampling.reference import FLOAT32_TIES, FLOAT64_TIES, Crop, TieBounds, Ties, crop
 from topw_deploy.sampling.row import (
     SampledRow,

@@ -1,16 +1,70 @@
-"""Parameters of a request, options fixed by an export, and accepted names."""
+"""`beta` as a function of the temperature, such as "1.5+1.5*T", the paper's creative setting."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+import numpy as np
+
 from topw_deploy.errors import ParameterError
-from topw_deploy.sampling.beta import beta_at
+
+_MOST_CHARACTERS = 80  # characters
+_LARGEST_FLOAT32 = 3.4028234663852886e38  # float32
+_NUMBER = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
+_CONSTANT = re.compile(rf"({_NUMBER})")
+_LINEAR = re.compile(rf"(?:({_NUMBER})\s*([+-])\s*)?({_NUMBER})\s*\*\s*T", re.ASCII)
+
+
+def beta_coefficients(text: str) -> tuple[float, float]:
+    """Parse the beta `text`. Returns (a, b): beta is a + b T at temperature T.
+
+    text: "A", "B*T", "A+B*T" or "A-B*T" with numbers A, B >= 0; spaces are allowed around operators.
+
+    Raises ParameterError for any other text.
+    """
+    stripped = text.strip() if len(text) <= _MOST_CHARACTERS else ""
+    if constant := _CONSTANT.fullmatch(stripped):
+        a, b = float(constant[1]), 0.0
+    elif linear := _LINEAR.fullmatch(stripped):
+        a = float(linear[1] or 0.0)
+        b = float(linear[3]) * (-1.0 if linear[2] == "-" else 1.0)
+    else:
+        a = b = math.inf
+    if not (math.isfinite(a) and math.isfinite(b)):
+        raise ParameterError(
+            f"beta is {text!r:.60}, but must be a finite number >= 0, or A+B*T, A-B*T or B*T with such numbers A and B "
+            "and the temperature T, for example 1.5+1.5*T.",
+            "beta",
+        )
+    return a, b
+
+
+def depends_on_temperature(beta: object) -> bool:
+    """Whether `beta` is text that contains T with a factor other than 0. Raises the errors of `beta_coefficients`."""
+    return isinstance(beta, str) and beta_coefficients(beta)[1] != 0
+
+
+def beta_at(text: str, temperature: float) -> float:
+    """Evaluate the beta `text` at `temperature`, to a finite number >= 0.
+
+    Raises the errors of `beta_coefficients`, and ParameterError for a result that is negative or beyond float32.
+    """
+    a, b = beta_coefficients(text)
+    value = a + b * temperature
+    if not 0 <= value <= _LARGEST_FLOAT32:
+        raise ParameterError(
+            f"beta is {text!r}, {value:g} at temperature {temperature:g}, but must be a finite number >= 0, in float32 "
+            "too; change it or the temperature.",
+            "beta",
+        )
+    return value
+
 
 METRICS = ("mahalanobis", "unit", "cosine", "uniform")
 POTENTIALS = ("nearest", "knn")
@@ -42,7 +96,7 @@ def check_range(name: str, value: float, rounded: float | None = None) -> None:
 
     rounded: `value` rounded to float32, checked in its place; the message quotes `value`.
     """
-    holds, bound = _RANGES[name]
+    holds, bound = RANGES[name]
     number = as_number(name, value)
     if rounded is not None and holds(number):
         bound = f"{bound} {IN_FLOAT32}"
@@ -58,14 +112,15 @@ def _is_finite_and_not_negative(value: float) -> bool:
     return 0 <= value < math.inf
 
 
-_RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
+RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "lam": (_is_finite_and_not_negative, "a finite number >= 0"),
     "beta": (_is_finite_and_not_negative, "a finite number >= 0"),
     "temperature": (_is_finite_and_not_negative, "a finite number >= 0"),
     "selection_temperature": (_is_finite_and_not_negative, "a finite number >= 0"),
     "init_top_p": (lambda value: 0 < value <= 1, "in (0, 1]"),
-    "geom_scale": (math.isfinite, "finite"),
+    "geom_scale": (math.isfinite, "a finite number"),
 }
+"""Name of a parameter -> (whether a number is in its range, the range for messages)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +128,7 @@ class TopWParameters:
     """Parameters of a row; the graph takes each as float32 [batch].
 
     lam: weight of the entropy term, >= 0.
-    beta: weight of the log-mass reward, >= 0; text such as "1.5+1.5*T" is evaluated at `temperature` (`sampling.beta`).
+    beta: weight of the log-mass reward, >= 0; text such as "1.5+1.5*T" is evaluated at `temperature` (`beta_at`).
     temperature: sampling temperature T >= 0; below 1e-5 the row is greedy.
     selection_temperature: temperature for choosing the crop, >= 0; 0 means `temperature`.
     init_top_p: mass of the nucleus warm start relative to the pool's mass, in (0, 1].
@@ -94,7 +149,7 @@ class TopWParameters:
         if isinstance(beta, str):
             check_range("temperature", self.temperature)
             object.__setattr__(self, "beta", beta_at(beta, 0.0 if self.greedy else self.temperature))
-        for name in _RANGES:
+        for name in RANGES:
             check_range(name, getattr(self, name))
 
     @property
@@ -178,3 +233,102 @@ def unknown_name(name: str, known: Iterable[str]) -> ParameterError:
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
     return ParameterError(f"unknown parameter {name!r}: {hint}known are {', '.join(known)}.")
+
+
+GEOM_UNITS = ("raw", "median")
+"""Units of `geom_scale`: per unit of the metric, or per median distance of likely pairs."""
+
+LIVELY_DISTANCE = 1.5
+"""The product of geom_scale and `typical_distance` under `lively`."""
+
+# Selection temperature 1: at 1.5 the crop would often be the whole pool.
+_LIVELY = TopWParameters(lam=1.0, beta=4.0, selection_temperature=1.0, init_top_p=0.3)
+
+REQUEST_PRESETS: Mapping[str, str] = {
+    "paper": "the paper's parameters, which keep few tokens and are nearly always certified",
+    "creative": "the paper's creative setting: `paper` with beta 1.5+1.5*T, T the temperature",
+    "lively": "parameters at which token geometry decides most crops (docs/lab/results.md)",
+}
+"""Name -> description in one line."""
+
+
+_NOT_MEASURED = (
+    "this export has no median distance of likely pairs, which its verification measures; export the model again "
+    "without --no-verify, or give geom_scale with geom_unit raw"
+)
+
+
+def preset_parameters(name: str, metric: str, width: int | None) -> dict[str, Any]:
+    """The six parameters of preset `name`, by name. A `beta` that depends on the temperature is text (`beta_at`).
+
+    metric, width: the model's metric and embedding width. `mahalanobis` distances grow with the width, so `lively`
+        divides its geom_scale by the typical distance.
+
+    Raises ParameterError for an unknown name, listing the known ones, and for `lively` under `mahalanobis` without a
+    width.
+    """
+    check_preset(name)
+    if name in PRESETS:
+        return preset_values(name)
+    return asdict(replace(_LIVELY, geom_scale=LIVELY_DISTANCE / typical_distance(metric, width)))
+
+
+def check_preset(name: object) -> str:
+    """Return `name`. Raises ParameterError if it is not a preset."""
+    if not isinstance(name, str) or name not in REQUEST_PRESETS:
+        raise ParameterError(f"preset is {name!r:.60}, but must be one of {', '.join(REQUEST_PRESETS)}.")
+    return name
+
+
+def typical_distance(metric: str, width: int | None) -> float:
+    """The typical distance between two tokens whose features are uncorrelated.
+
+    Under `mahalanobis`, each coordinate of the features has a mean square of 1, so the distance is sqrt(2 width).
+    `unit` and `cosine` normalise features: sqrt(2) and 1. `uniform` has only the distance 1.
+
+    Raises ParameterError for `mahalanobis` without a width.
+    """
+    if metric == "mahalanobis":
+        if width is None:
+            raise ParameterError("width is None, but the distance mahalanobis grows with the embedding width; give it.")
+        return math.sqrt(2 * width)
+    return math.sqrt(2) if metric == "unit" else 1.0
+
+
+def check_geom_unit(unit: object) -> str:
+    """Return `unit`. Raises ParameterError if it is not one of GEOM_UNITS."""
+    if not isinstance(unit, str) or unit not in GEOM_UNITS:
+        raise ParameterError(f"geom_unit is {unit!r:.60}, but must be one of {', '.join(GEOM_UNITS)}.", "geom_unit")
+    return unit
+
+
+def with_raw_scale(stated: Mapping[str, Any], median: float | None, unknown: str = _NOT_MEASURED) -> Mapping[str, Any]:
+    """Convert the geom_scale of `stated` to the metric's unit if its geom_unit is `median`; else return `stated`.
+
+    stated: parameters by name, from one source: its geom_unit applies only to its own geom_scale.
+    median: the median distance, or None if it is unknown.
+    unknown: why `median` is None, and the next step, as a clause for the error message.
+
+    Raises ParameterError for an unknown unit, a geom_unit without geom_scale, an unknown median, and a result beyond
+    float32.
+    """
+    unit = stated.get("geom_unit")
+    if unit is None or check_geom_unit(unit) == "raw":
+        return stated
+    if "geom_scale" not in stated:
+        raise ParameterError(
+            f"geom_unit is {unit!r}, but geom_scale is not given with it; give both together.",
+            "geom_unit",
+            "geom_scale",
+        )
+    if median is None:
+        raise ParameterError(f"geom_unit is 'median', but {unknown}.", "geom_unit")
+    geom_scale = as_number("geom_scale", stated["geom_scale"])
+    raw = geom_scale / median
+    if not abs(raw) <= float(np.finfo(np.float32).max):
+        raise ParameterError(
+            f"geom_scale is {geom_scale!r}, {raw:g} when divided by the median distance {median:g}, but must be finite "
+            f"{IN_FLOAT32}.",
+            "geom_scale",
+        )
+    return {**stated, "geom_scale": raw}

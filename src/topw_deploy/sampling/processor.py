@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topw_deploy.errors import GenerationError, ParameterError
-from topw_deploy.sampling.beta import depends_on_temperature
 from topw_deploy.sampling.geometry import (
     LIKELY_TEXT_TOKENS,
     SAMPLE_TEXT,
@@ -25,13 +24,16 @@ from topw_deploy.sampling.parameters import (
     OPTION_NAMES,
     PARAMETER_NAMES,
     PRESETS,
+    REQUEST_PRESETS,
     TopWOptions,
     TopWParameters,
     as_number,
     canonical_names,
+    depends_on_temperature,
+    preset_parameters,
     preset_values,
+    with_raw_scale,
 )
-from topw_deploy.sampling.presets import REQUEST_PRESETS, preset_parameters, with_raw_scale
 from topw_deploy.sampling.reference import metric_error
 from topw_deploy.sampling.row import as_float32
 
@@ -122,7 +124,7 @@ class TopWLogitsProcessor(LogitsProcessor):
         preset: "paper" (default), "released", "creative" or "lively"; `choices` override it.
         geom_unit: the unit of `geom_scale`: "raw" (the metric's), or "median" (`median_distance`).
         median_distance: the median distance of likely pairs, > 0 (`median_distance_of`); 1 for `uniform`.
-        beta: a number, or text that depends on `temperature` (`sampling.beta`).
+        beta: a number, or text that depends on `temperature` (`beta_coefficients`).
         temperature: temperature of the draw; `generate` must get the same one.
         selection_temperature: temperature for choosing the crop; default `temperature`. If `temperature` is not given
             and `beta` is a number, `generate` may then draw at any temperature.

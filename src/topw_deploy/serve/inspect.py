@@ -16,8 +16,8 @@ from starlette.responses import JSONResponse, Response
 
 from topw_deploy.errors import LogitsError
 from topw_deploy.runtime.inputs import edited_logits
-from topw_deploy.runtime.logprobs import Logits
 from topw_deploy.runtime.loop import gives_logits
+from topw_deploy.runtime.results import Logits
 from topw_deploy.runtime.rule_settings import read_rules
 from topw_deploy.runtime.sequence import Sequence
 from topw_deploy.sampling import Geometry, RuleParameters, TopWParameters, as_float32, crop

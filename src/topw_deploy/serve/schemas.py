@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from topw_deploy.runtime.generation_config import has_no_effect
 from topw_deploy.runtime.parameters import ALIASES, PARAMETERS, names_in_json, unknown_parameter_error
+from topw_deploy.runtime.prepare import has_no_effect
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
 from topw_deploy.serve.failures import RequestError
 from topw_deploy.text import short_repr

@@ -25,7 +25,7 @@ from topw_deploy.runtime.sequence import Sequence
 from topw_deploy.runtime.token_geometry import read_geometry
 from topw_deploy.runtime.tools.formats import get_family
 from topw_deploy.sampling import Geometry, preset_parameters
-from topw_deploy.sampling.presets import REQUEST_PRESETS
+from topw_deploy.sampling.parameters import REQUEST_PRESETS
 from topw_deploy.serve.failures import TOO_LONG, RequestError
 from topw_deploy.serve.metrics import Metrics
 

@@ -29,8 +29,7 @@ from topw_deploy.runtime.inputs import EditInputs
 from topw_deploy.runtime.parameters import read_values
 from topw_deploy.runtime.sequence import Sequence as Prepared
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, as_float32, crop
-from topw_deploy.sampling.beta import depends_on_temperature
-from topw_deploy.sampling.parameters import ALIASES, GREEDY_BELOW, PARAMETER_NAMES, unknown_name
+from topw_deploy.sampling.parameters import ALIASES, GREEDY_BELOW, PARAMETER_NAMES, depends_on_temperature, unknown_name
 from topw_deploy.sampling.reference import Crop
 from topw_deploy.sampling.rules import RULE_OF_VALUE, TOP_W, RuleCrop, RuleParameters, kept_set
 from topw_deploy.text import count_text
