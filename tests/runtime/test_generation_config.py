@@ -32,9 +32,9 @@ def test_everything_that_a_request_may_state_may_be_stated_there(model: TopWMode
         ({"eos_token_id": VOCAB}, f"eos_token_id names the token id {VOCAB}"),
         ({"do_sample": True, "temperature": 0.0}, "do_sample is True, but temperature is 0.0"),
         ({"n": 0}, "generation_config: num_return_sequences is 0"),
-        ("out", "generation_config is 'out', but must be a mapping or transformers' GenerationConfig"),
-        ({5: 1}, r"generation_config has the keys \[5\], but keys must be names of parameters"),
-        ([{}], "must be a mapping or transformers' GenerationConfig"),
+        ("out", "generation_config is 'out', but must be a mapping of parameters by name"),
+        ({5: 1}, r"generation_config is \{5: 1\}, but must be a mapping of parameters by name"),
+        ([{}], "must be a mapping of parameters by name"),
     ],
 )
 def test_wrong_values_name_generation_config(model: TopWModel, config: Any, message: str) -> None:

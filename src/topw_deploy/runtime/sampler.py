@@ -203,7 +203,7 @@ def _read_uniform(rows: int, uniform: Any, seed: Any, position: Any, sample: Any
             raise ParameterError(f"uniform is {short_repr(uniform)}, but must be in [0, 1) (as float32) for every row.")
         return values
     keys = [_read_keys(*each, rows) for each in (("seed", seed), ("position", position), ("sample", sample))]
-    draws = [uniforms(*key, 1) for key in zip(*keys, strict=True)]
+    draws = [uniforms(seed, position, sample, 1) for seed, position, sample in zip(*keys, strict=True)]
     return np.concatenate([np.empty(0, np.float32), *draws])
 
 
