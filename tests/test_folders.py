@@ -223,7 +223,7 @@ with atomic_folder(place / "out", marker="x", kind="x") as folder:
 """
 REPOSITORY = """
 from topw_deploy.triton import repository
-repository._write_files = wait
+repository.shutil.copytree = lambda source, target, **_: wait(target.parents[1])
 repository.write_repository(model, place, name="out")
 """
 

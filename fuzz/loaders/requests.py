@@ -86,13 +86,11 @@ def triton(scratch: Path) -> Loader:
     loop = asyncio.new_event_loop()
 
     async def ask(inputs: dict[str, np.ndarray]) -> None:
-        asked = read_request(inputs.get)
-        bounded = {**asked.parameters}
+        prompt, bounded, streams = read_request(inputs.get)
         if isinstance(bounded.get("max_new_tokens"), int):
             bounded["max_new_tokens"] = min(bounded["max_new_tokens"], 4)
         bounded.setdefault("max_new_tokens", 2)
-        object.__setattr__(asked, "parameters", bounded)
-        async for _ in response_outputs(engine, asked):
+        async for _ in response_outputs(engine, prompt, bounded, streams):
             pass
 
     def read(data: bytes) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -54,10 +54,24 @@ _ANY_OBJECT = Constraint("json", '{"type": "object"}')
 
 def _read_structured_outputs(name: str, value: Mapping[str, Any]) -> Constraint:
     given = {key: constraint for key, constraint in value.items() if constraint is not None}
-    if len(given) != 1 or not given.keys() <= _READERS.keys():
+    if len(given) != 1 or not given.keys() <= {*_NOUNS, "json_object"} - {"text"}:
         raise GrammarError(f"{name} has the keys {_key_list(given)}; {_ADVICE}.", name)
-    ((kind, constraint),) = given.items()
-    return _READERS[kind](f"{name}[{kind!r}]", constraint)
+    ((kind, text),) = given.items()
+    name = f"{name}[{kind!r}]"
+    if kind == "json":
+        return _read_schema(name, text)
+    if kind == "json_object":
+        if text is not True:
+            raise GrammarError(f"{name} must be True; omit it to allow any text.")
+        return _ANY_OBJECT
+    if kind == "choice":
+        if not isinstance(text, (list, tuple)) or not text or not all(isinstance(each, str) and each for each in text):
+            raise GrammarError(f"{name} must be a list of non-empty texts.")
+        text = json.dumps(list(dict.fromkeys(text)), ensure_ascii=False)
+    elif not isinstance(text, str) or not text:
+        shown = "empty" if text == "" else f"a {type(text).__name__}"
+        raise GrammarError(f"{name} is {shown}, but must be a non-empty text.")
+    return Constraint(kind, _check_unicode(name, text))
 
 
 def _read_response_format(name: str, value: Mapping[str, Any]) -> Constraint:
@@ -82,46 +96,17 @@ def _read_schema(name: str, value: Any) -> Constraint:
         raise GrammarError(f"{name} is a {type(value).__name__}, but must be a schema: a dict, or JSON text.")
     try:
         schema = json.loads(value) if isinstance(value, str) else value
-        return Constraint("json", _check_unicode(name, json.dumps(schema, ensure_ascii=False, allow_nan=False)))
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except json.JSONDecodeError as error:
+        place = f"{error.msg} at line {error.lineno}, column {error.colno}"
+        raise GrammarError(f"{name} is not JSON: {place}.", line=error.lineno, column=error.colno) from None
+    except RecursionError:
         raise GrammarError(
-            f"{name} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}.",
-            line=error.lineno,
-            column=error.colno,
+            f"{name} cannot be written as JSON: it is nested too deeply; give plain JSON values."
         ) from None
-    except (
-        TypeError,
-        ValueError,
-        RecursionError,
-    ) as error:  # raised for other types, NaN, cycles, too many digits and deep nesting
-        if isinstance(error, GrammarError):
-            raise
-        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise GrammarError(f"{name} cannot be written as JSON: {why}; give plain JSON values.") from None
-
-
-def _text_reader(kind: str) -> Callable[[str, Any], Constraint]:
-    """A reader of constraints that are texts."""
-
-    def read(name: str, value: Any) -> Constraint:
-        if not isinstance(value, str) or not value:
-            shown = "empty" if value == "" else f"a {type(value).__name__}"
-            raise GrammarError(f"{name} is {shown}, but must be a non-empty text.")
-        return Constraint(kind, _check_unicode(name, value))
-
-    return read
-
-
-def _read_choice(name: str, value: Any) -> Constraint:
-    if not isinstance(value, (list, tuple)) or not value or not all(isinstance(v, str) and v for v in value):
-        raise GrammarError(f"{name} must be a list of non-empty texts.")
-    return Constraint("choice", _check_unicode(name, json.dumps(list(dict.fromkeys(value)), ensure_ascii=False)))
-
-
-def _read_json_object(name: str, value: Any) -> Constraint:
-    if value is not True:
-        raise GrammarError(f"{name} must be True; omit it to allow any text.")
-    return _ANY_OBJECT
+    except (TypeError, ValueError) as error:  # other types, NaN, cycles, too many digits
+        raise GrammarError(f"{name} cannot be written as JSON: {error}; give plain JSON values.") from None
+    return Constraint("json", _check_unicode(name, text))
 
 
 def _check_unicode(name: str, text: str) -> str:
@@ -141,14 +126,6 @@ def _key_list(keys: Mapping[str, Any]) -> str:
     shown = [key if len(key) <= 40 else f"{key[:37]}..." for key in list(keys)[:8]]
     return ", ".join(shown) or "none"
 
-
-_READERS: Mapping[str, Callable[[str, Any], Constraint]] = {
-    "json": _read_schema,
-    "regex": _text_reader("regex"),
-    "choice": _read_choice,
-    "grammar": _text_reader("grammar"),
-    "json_object": _read_json_object,
-}
 
 MOST_PATTERNS = 100
 """Maximum number of patterns in all `patternProperties`. llguidance compares each pattern with every other (100
@@ -180,7 +157,17 @@ def to_lark(constraint: Constraint) -> str:
         text = _gbnf_to_lark(text) if _GBNF_RULE.search(text) else text
         check_schemas(_inline_schemas(text))
         return text + _OPTIONS
-    return f"start: {_EXPRESSIONS[kind](text)}{_OPTIONS}"
+    if kind == "json":
+        expression = _schema_expression(text)
+    elif kind == "choice":
+        # One terminal, because several thousand alternatives of a rule exceed the parser's limits.
+        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
+        expression = f"CHOICE\nCHOICE: {choices}"
+    else:
+        from llguidance import regex_to_lark
+
+        expression = f"/{regex_to_lark(text, use_ascii='d')}/"  # \d matches only 0 to 9, \w any letter
+    return f"start: {expression}{_OPTIONS}"
 
 
 def _schema_expression(text: str) -> str:
@@ -196,21 +183,6 @@ def _schema_expression(text: str) -> str:
     else:
         raise GrammarError("the schema is false, which no value matches; give another one.")
     return f"%json {json.dumps(schema, ensure_ascii=False)}"
-
-
-def _regex_expression(text: str) -> str:
-    from llguidance import regex_to_lark
-
-    return f"/{regex_to_lark(text, use_ascii='d')}/"  # \d matches only 0 to 9, \w any letter
-
-
-def _choice_expression(text: str) -> str:
-    # One terminal, because several thousand alternatives of a rule exceed the parser's limits.
-    choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
-    return f"CHOICE\nCHOICE: {choices}"
-
-
-_EXPRESSIONS = {"json": _schema_expression, "regex": _regex_expression, "choice": _choice_expression}
 
 
 def _gbnf_to_lark(text: str) -> str:

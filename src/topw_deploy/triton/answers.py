@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,22 +19,10 @@ ReadInput = Callable[[str], "np.ndarray | None"]
 """Returns the values of the input with a name; None if the request has no such input."""
 
 
-@dataclass(frozen=True)
-class InferenceRequest:
-    """A checked request.
-
-    prompt: text or token ids.
-    parameters: of `Engine.stream`.
-    streams: whether each piece of text gets a response.
-    """
-
-    prompt: str | list[int]
-    parameters: dict[str, Any]
-    streams: bool
-
-
-def read_request(read: ReadInput) -> InferenceRequest:
+def read_request(read: ReadInput) -> tuple[str | list[int], dict[str, Any], bool]:
     """Check the inputs of a request.
+
+    Returns (text or token ids, parameters of `Engine.stream`, whether each piece of text gets a response).
 
     Raises PromptError unless exactly one of text_input and input_ids is given, and for a text that is not UTF-8. Raises
     ParameterError for parameters that are not a JSON object, for an unknown name, and for a seed that is given twice.
@@ -54,7 +41,7 @@ def read_request(read: ReadInput) -> InferenceRequest:
         if "seed" in parameters:
             raise ParameterError("seed is given twice, as an input and in parameters; give it once.", "seed")
         parameters["seed"] = int(_single_value("seed", seed))
-    return InferenceRequest(prompt, parameters, stream is not None and bool(_single_value("stream", stream)))
+    return prompt, parameters, stream is not None and bool(_single_value("stream", stream))
 
 
 def _parameters(given: np.ndarray | None) -> dict[str, Any]:
@@ -86,7 +73,9 @@ def _single_value(name: str, value: np.ndarray) -> Any:
     return value.reshape(-1)[0]
 
 
-async def response_outputs(engine: Engine, request: InferenceRequest) -> AsyncGenerator[dict[str, np.ndarray], None]:
+async def response_outputs(
+    engine: Engine, prompt: str | list[int], parameters: Mapping[str, Any], streams: bool
+) -> AsyncGenerator[dict[str, np.ndarray], None]:
     """Yield the outputs of each response, by name; an empty dictionary for a piece without a response.
 
     A stream has a response per piece of text; the last one of each sequence has `token_ids` and `finish_reason`. Any
@@ -94,9 +83,9 @@ async def response_outputs(engine: Engine, request: InferenceRequest) -> AsyncGe
 
     Raises the errors of `Engine.stream`.
     """
-    async for piece in engine.stream(request.prompt, **request.parameters):
+    async for piece in engine.stream(prompt, **parameters):
         result = piece.result
-        if request.streams:
+        if streams:
             yield _outputs(piece.text, piece.row, result)
         elif result is not None:
             yield _outputs(result.text, piece.row, result)

@@ -85,8 +85,8 @@ class TritonPythonModel:
 
     async def _send(self, request: Any, sender: Any) -> None:
         """Send the responses, at most until the request is cancelled."""
-        inference_request = read_request(lambda name: _input_values(request, name))
-        async with aclosing(response_outputs(self._engine, inference_request)) as responses:
+        prompt, parameters, streams = read_request(lambda name: _input_values(request, name))
+        async with aclosing(response_outputs(self._engine, prompt, parameters, streams)) as responses:
             async for outputs in responses:
                 if sender.is_cancelled():
                     break

@@ -81,7 +81,9 @@ def write_repository(
     with atomic_folder(
         target, marker="config.pbtxt", kind="a model of Triton", place=_staging_folder(repository)
     ) as made:
-        _write_files(made, export, configuration(name, engine or {}, opening or {}), hard_link)
+        shutil.copytree(export, made / "1" / EXPORT, copy_function=os.link if hard_link else shutil.copy2)
+        (made / "1" / "model.py").write_text(_MODEL_SCRIPT, encoding="utf-8")
+        (made / "config.pbtxt").write_text(configuration(name, engine or {}, opening or {}), encoding="utf-8")
     return target
 
 
@@ -105,20 +107,7 @@ def configuration(name: str, engine: Mapping[str, Any], opening: Mapping[str, An
         lines += [f"{kind} [", ",\n".join(described), "]"]
     lines += ["instance_group [ { count: 1 kind: KIND_CPU } ]"]
     for key, options in (("engine", engine), ("opening", opening)):
-        lines += [
-            f'parameters {{ key: "{key}" value {{ string_value: {_protobuf_string(json.dumps(dict(options)))} }} }}'
-        ]
+        # A JSON string in ASCII is a string of protobuf's text format.
+        text = json.dumps(json.dumps(dict(options)))
+        lines.append(f'parameters {{ key: "{key}" value {{ string_value: {text} }} }}')
     return "\n".join(lines) + "\n"
-
-
-def _protobuf_string(text: str) -> str:
-    """`text` as a string of protobuf's text format, in which ASCII JSON strings are valid."""
-    return json.dumps(text, ensure_ascii=True)
-
-
-def _write_files(work: Path, export: Path, config: str, hard_link: bool) -> None:
-    version = work / "1"
-    copy = os.link if hard_link else shutil.copy2
-    shutil.copytree(export, version / EXPORT, copy_function=copy)
-    (version / "model.py").write_text(_MODEL_SCRIPT, encoding="utf-8")
-    (work / "config.pbtxt").write_text(config, encoding="utf-8")

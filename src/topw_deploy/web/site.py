@@ -21,7 +21,6 @@ from topw_deploy.manifest import (
     MANIFEST_NAME,
     MODEL_NAME,
     DecoderManifest,
-    FileEntry,
     load_decoder_manifest,
     open_listed,
 )
@@ -227,21 +226,17 @@ def copy_export(source: Path, manifest: DecoderManifest, target: Path) -> None:
     for name, entry in manifest.files.items():
         path = target / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        _copy_file(source, name, entry, path)
+        digest = hashlib.sha256()
+        with open_listed(source, name, entry) as read, path.open("wb") as write:
+            while part := read.read(_PART_BYTES):
+                digest.update(part)
+                write.write(part)
+        if digest.hexdigest() != entry.sha256:
+            raise ManifestError(
+                f"{source / name} has SHA-256 {digest.hexdigest()[:16]}…, the manifest says {entry.sha256[:16]}…: the "
+                "file was changed; export or copy the folder again."
+            )
     (target / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
-
-
-def _copy_file(source: Path, name: str, entry: FileEntry, target: Path) -> None:
-    digest = hashlib.sha256()
-    with open_listed(source, name, entry) as read, target.open("wb") as write:
-        while part := read.read(_PART_BYTES):
-            digest.update(part)
-            write.write(part)
-    if digest.hexdigest() != entry.sha256:
-        raise ManifestError(
-            f"{source / name} has SHA-256 {digest.hexdigest()[:16]}…, the manifest says {entry.sha256[:16]}…: the file "
-            "was changed; export or copy the folder again."
-        )
 
 
 def _check_separate(model: Path, output: Path) -> None:
