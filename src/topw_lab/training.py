@@ -9,7 +9,7 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -321,72 +321,24 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def plot_curve(log: dict[str, Any], path: Path) -> None:
-    """Draw the losses over steps. Needs matplotlib."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    steps = [point["step"] for point in log["curve"]]
-    axes.plot(steps, [point["train_loss"] for point in log["curve"]], label="training, mean since the last point")
-    axes.plot(steps, [point["held_out_loss"] for point in log["curve"]], label="held out", marker="o", markersize=3)
-    axes.set(xlabel="step", ylabel="loss (nats per token)", xlim=(0, None))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-
-
-def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
-    """A type of argparse: a number of this kind, greater than 0."""
-
-    def number(text: str) -> float:
-        value = kind(text)
-        if not value > 0:
-            raise argparse.ArgumentTypeError(f"{text} is not greater than 0")
-        return value
-
-    return number
-
-
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m topw_lab.training", description="Train the bundled model on this Python's documentation."
-    )
-    parser.add_argument("--output", type=Path, default=Path("demo-model"), help="folder (default: %(default)s)")
-    parser.add_argument(
-        "--minutes", type=_positive(float), default=30.0, help="maximum training time (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--steps", type=_positive(int), default=Recipe.steps, help="training steps (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=Recipe.seed, help="seed of weights and batches (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--threads",
-        type=_positive(int),
-        default=torch.get_num_threads(),
-        help="CPU threads; default: all (%(default)s)",
-    )
-    parser.add_argument(
-        "--precision",
-        choices=("bfloat16", "float32"),
-        default=Recipe.precision,
-        help="type of matrix products in training; float32 suits processors without bfloat16 (default: %(default)s)",
-    )
-    parser.add_argument("--compile", action="store_true", help="use torch.compile; needs a C++ compiler")
-    parser.add_argument("--plot", type=Path, help="draw the loss curve to this file (.png)")
-    return parser.parse_args(arguments)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parse_arguments(arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m topw_lab.training",
+        description="Train the bundled model on this Python's documentation.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--output", type=Path, default=Path("demo-model"), help="folder")
+    parser.add_argument("--minutes", type=float, default=30.0, help="maximum training time")
+    parser.add_argument("--steps", type=int, default=Recipe.steps, help="training steps")
+    parser.add_argument("--seed", type=int, default=Recipe.seed, help="seed of weights and batches")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
+    parser.add_argument("--precision", choices=("bfloat16", "float32"), default=Recipe.precision,
+                        help="of matrix products; float32 suits processors without bfloat16")  # fmt: skip
+    parser.add_argument("--compile", action="store_true", help="use torch.compile; needs a C++ compiler")
+    options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     recipe = Recipe(steps=options.steps, seed=options.seed, precision=options.precision, compiled=options.compile)
     log = run(recipe, gather_corpus(), options.minutes, options.output)
-    if options.plot:
-        plot_curve(log, options.plot)
     sys.stdout.write(
         f"{options.output}: held-out loss {log['held_out_loss']:.4f} nats per token, "
         f"{log['held_out_bits_per_byte']:.4f} bits per byte, {log['steps']} steps in {log['wall_seconds']:.0f} s\n"

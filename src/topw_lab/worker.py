@@ -121,12 +121,7 @@ class Worker:
             self._stderr.seek(0)
             printed = self._stderr.read().decode("utf-8", "replace").strip().splitlines() or ["it printed no message"]
             raise _error(f"{self.name} ended {end}: {printed[-1].strip().rstrip('.')[:300]}; omit it or repair it.")
-        try:
-            answer = json.loads(line)
-        except ValueError:
-            answer = None
-        if not isinstance(answer, dict) or not answer.keys() & {"value", "error"}:  # not from `serve`
-            raise _error(f"{self.name}: {self._python} is not Python; give a Python interpreter.")
+        answer = json.loads(line)
         if "error" in answer:
             kind, _, message = answer["error"].partition(": ")
             text = f"{self.name} failed: {answer['error'].rstrip('.')}; omit it or repair it."

@@ -38,11 +38,6 @@ def test_a_picture_grows_with_its_bars_and_panels(tmp_path: Path) -> None:
     assert 300 < sizes[0][1] < sizes[1][1] < sizes[2][1] < 4000
 
 
-def test_one_bar_alone_can_be_drawn(tmp_path: Path) -> None:
-    draw_panels(tmp_path / "one.png", [panel(1)], "one step", "")
-    assert size(tmp_path / "one.png")[0] > 1000
-
-
 def test_every_tick_has_its_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.figure import Figure
 
@@ -61,14 +56,6 @@ def test_every_tick_has_its_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert {"200 ns", "1 us"} < set(seen["linear"])
     assert {"1 us", "10 us"} < set(seen["log"])
     assert all(text.endswith(("s", "ms", "us", "ns")) for text in [*seen["linear"][1:], *seen["log"]])
-
-
-def test_ours_and_the_others_differ_in_lightness_too() -> None:
-    def lightness(colour: str) -> float:
-        red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-    assert lightness(KINDS["peer"][1]) - lightness(KINDS["ours"][1]) > 0.25
 
 
 def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -28,12 +28,6 @@ def test_the_workers_folder_is_not_on_the_path(worker_file: Path) -> None:
         assert str(Path(worker_module.__file__).parent) not in worker.call("path")
 
 
-@pytest.mark.slow
-def test_a_file_without_start_is_refused() -> None:
-    with pytest.raises(BenchmarkError, match="no attribute 'start'"):
-        Worker("nothing", worker_module.__file__, {})
-
-
 def test_a_worker_reports_how_much_memory_it_took(worker_file: Path) -> None:
     ballast = bytearray(300 << 20)  # must not count as the child's
     for place in range(0, len(ballast), 1 << 12):
@@ -68,28 +62,9 @@ def test_a_worker_that_dies_is_named_with_its_last_line_of_stderr(worker_file: P
         worker.call("die", code=7)
 
 
-def test_every_call_of_a_dead_worker_reports_its_exit(worker_file: Path) -> None:
-    with Worker("adder", worker_file, {"name": "adder"}) as worker:
-        for _ in range(2):
-            with pytest.raises(BenchmarkError, match="ended with exit code 7"):
-                worker.call("die", code=7)
-
-
 def test_a_missing_interpreter_is_refused(worker_file: Path, tmp_path: Path) -> None:
     with pytest.raises(BenchmarkError, match="give a Python interpreter"):
         Worker("adder", worker_file, {"name": "adder"}, python=tmp_path / "python")
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell script")
-@pytest.mark.parametrize("word", ["hello", '\\"x\\"', "{}"])
-def test_a_program_that_is_not_python_is_refused(
-    worker_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
-) -> None:
-    (tmp_path / "python").write_text(f"#!/bin/sh\necho {word}\ncat > /dev/null\n")
-    (tmp_path / "python").chmod(0o755)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(BenchmarkError, match=r"^adder: .*python is not Python; give a Python interpreter\.$"):
-        Worker("adder", worker_file, {"name": "adder"}, python=Path("python"))
 
 
 def test_an_interpreter_without_the_library_names_it(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from topw_lab.training import (
     build_model,
     encode_documents,
     held_out_loss,
-    plot_curve,
     run,
     train,
     train_tokenizer,
@@ -67,12 +66,6 @@ def test_the_log_holds_the_recipe_the_curve_and_the_loss_of_the_file(written: tu
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert log["held_out_loss"] == held_out_loss(model, CORPUS.held_out, TOKENIZER, TINY).loss
     assert log["corpus"]["held_out"]["bytes"] == sum(len(d.encode()) for d in CORPUS.held_out)
-
-
-def test_the_curve_can_be_drawn(written: tuple[Path, dict], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    plot_curve(written[1], tmp_path / "images" / "loss.png")
-    assert (tmp_path / "images" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_one_seed_gives_one_set_of_weights() -> None:
