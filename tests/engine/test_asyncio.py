@@ -141,6 +141,7 @@ def test_a_task_that_waits_for_a_full_queue_does_not_block_the_loop(model: TopWM
     asyncio.run(main())
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of tasks whose loop is closed
 def test_a_reservation_is_released_if_the_loop_of_its_waiting_task_closes(
     model: TopWModel, engine_of: NewEngine
 ) -> None:

@@ -36,17 +36,6 @@ def test_calls_are_made_in_order_by_another_thread_and_close_waits_for_them() ->
     assert made == [(number, False) for number in range(5)]
 
 
-def test_an_error_does_not_prevent_the_next_calls() -> None:
-    errors: list[BaseException] = []
-    made: list[int] = []
-    delivery = Delivery(errors.append)
-    delivery.add(lambda: 1 // 0)
-    delivery.add(made.append, 1)
-    delivery.close()
-    assert [type(error) for error in errors] == [ZeroDivisionError]
-    assert made == [1]
-
-
 def test_a_deferred_call_is_made_after_the_other_calls_of_its_send() -> None:
     made: list[str] = []
     delivery = Delivery(lambda error: made.append(type(error).__name__))

@@ -23,4 +23,4 @@ def test_the_code_on_the_page_runs(
     for block in blocks:
         exec(block, names)
         assert capsys.readouterr().out
-    assert len(blocks) == 5
+    assert len(blocks) == 4

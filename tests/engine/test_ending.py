@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from tests.engine.conftest import HOT, Gate, NewEngine
+from tests.engine.conftest import HOT, Gate
 from tests.support.waiting import set_when
 from topw_deploy.engine import Engine
 from topw_deploy.errors import GenerationError
@@ -66,13 +66,6 @@ def test_the_end_of_a_with_block_waits_and_an_error_in_it_cancels(model: TopWMod
     with pytest.raises(ZeroDivisionError):
         fail()
     assert {request.result(0).finish_reason for request in requests} == {"cancelled"}
-
-
-def test_a_callback_cannot_wait_for_the_engine_that_calls_it(model: TopWModel, engine_of: NewEngine) -> None:
-    engine = engine_of(model)
-    with pytest.raises(GenerationError, match="a callback called shutdown"):
-        engine.submit("a", stopping_criteria=lambda ids: bool(engine.shutdown())).result(60)
-    assert engine.submit("a", max_new_tokens=1).result(60).token_ids
 
 
 def test_a_forgotten_engine_finishes_its_requests_and_ends_its_thread(model: TopWModel, gate: Gate) -> None:

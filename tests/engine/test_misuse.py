@@ -101,29 +101,6 @@ def test_a_stream_may_be_created_outside_the_loop_that_reads_it(model: TopWModel
         assert asyncio.run(asyncio.wait_for(read(stream), 30)) == whole
 
 
-def test_a_request_is_cancelled_if_its_loop_closes_before_an_event_is_taken(
-    model: TopWModel, engine_of: NewEngine
-) -> None:
-    engine = engine_of(model, max_batch=1)
-    loop, gate, later = asyncio.new_event_loop(), Gate(after=31), Gate(after=32)
-
-    async def begin() -> Any:
-        criteria = [gate, later]
-        stream = engine.stream([5] * 8, stopping_criteria=criteria, max_new_tokens=80, seed=2, temperature=0.0)
-        await stream.__anext__()
-        return stream
-
-    kept = loop.run_until_complete(begin())
-    assert gate.reached.wait(HANG)
-    loop.close()
-    set_when(later.opened, lambda: engine._worker._inbox.qsize() or engine.stats().ended)
-    gate.opened.set()
-    assert engine._capacity.wait_until_empty(HANG)
-    assert engine.stats().failed == 0, "it was cancelled, so that no gate ran out of time"
-    assert engine.stats().new_tokens <= 33
-    del kept
-
-
 def test_a_task_that_is_cancelled_when_its_reservation_is_granted_ends(model: TopWModel, engine_of: NewEngine) -> None:
     engine = engine_of(model, max_batch=1, max_queue=0, when_full="wait")
 

@@ -187,10 +187,3 @@ class LeastRecentlyUsed(RuleBasedStateMachine):
 
 
 TestLeastRecentlyUsed = LeastRecentlyUsed.TestCase
-
-
-def test_a_snapshot_with_fewer_reusable_tokens_than_asked_for_is_not_found() -> None:
-    snapshots: Snapshots[str] = Snapshots(100, ReusePolicy())
-    snapshots.put(ids("ab"), "ab", 10)
-    assert snapshots.find_growing(ids("abz"), 3) is None
-    assert snapshots.find_growing(ids("b"), 1) is None

@@ -55,7 +55,7 @@ class Interleavings(RuleBasedStateMachine):
         for sequence in scheduler.admit():
             self.cache[sequence.row] = []
             self.admitted.append(sequence)
-        oldest = scheduler.reading_sequences()[:1]
+        oldest = scheduler.reading[:1]
         chunk = scheduler.next_chunk()
         if chunk is not None:
             sequence = chunk.sequence
@@ -105,9 +105,9 @@ class Interleavings(RuleBasedStateMachine):
     def every_sequence_is_in_one_place(self) -> None:
         scheduler = self.scheduler
         alive = [sequence for sequence in self.submitted if sequence not in self.ended]
-        assert scheduler.waiting_count + scheduler.rows_in_use == len(alive)
+        assert len(scheduler.waiting) + scheduler.rows_in_use == len(alive)
         assert set(scheduler.decoding) == {sequence for sequence in alive if sequence.is_decoding}
-        assert set(scheduler.reading_sequences()) == {
+        assert set(scheduler.reading) == {
             sequence for sequence in alive if sequence.row != WAITING and not sequence.is_decoding
         }
         assert scheduler.is_idle == (not alive)
@@ -120,7 +120,7 @@ class Interleavings(RuleBasedStateMachine):
     @rule()
     def nobody_waits_while_a_row_is_free(self) -> None:
         self.iterate()
-        assert not self.scheduler.waiting_count or self.scheduler.rows_in_use == self.rows
+        assert not self.scheduler.waiting or self.scheduler.rows_in_use == self.rows
 
     @rule()
     def everything_ends(self) -> None:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,6 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from tests.support.samples import slow
 from topw_deploy.engine.session_file import SessionForm, SessionInfo, read_session, write_session
 from topw_deploy.errors import ParameterError, SessionFileError
 from topw_deploy.manifest import State
@@ -308,21 +304,3 @@ def wait(*_):
 setattr(os, sys.argv[2], wait)
 write_session(sys.argv[1], FORM, TOKENS, states_of(5, 1))
 """
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL")
-@pytest.mark.parametrize("at", [slow("fsync"), slow("replace")])
-def test_a_killed_writer_leaves_the_old_file_whole(path: Path, at: str) -> None:
-    """Killed before the new data is on the disk, and before the new file replaces the old one."""
-    before = path.read_bytes()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    child = subprocess.Popen([sys.executable, "-c", KILLED, path, at], stdout=subprocess.PIPE, env=environment)
-    assert child.stdout is not None
-    with child.stdout:
-        assert child.stdout.readline() == b"reached\n"
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-    assert path.read_bytes() == before
-    assert len(os.listdir(path.parent)) == 2
-    write_session(path, FORM, TOKENS, states_of(5, 1))  # as the next try does
-    assert read_session(path, FORM)[1][3].tolist() == states_of(5, 1)[3].tolist()

@@ -320,27 +320,6 @@ def test_a_call_during_shutdown_returns_or_fails_but_never_hangs(model: TopWMode
         assert errors == ["the engine is shut down; create a new Engine."] * 2
 
 
-def test_a_call_gets_an_error_while_the_thread_ends(
-    model: TopWModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, close, errors = Engine(model), Batch.close, []
-
-    def save() -> None:
-        with pytest.raises(GenerationError, match="the engine is shut down"):
-            engine.save_session([1], tmp_path / "late")
-        errors.append(True)
-
-    def call_and_close(batch: Batch) -> None:
-        thread.start()
-        close(batch)
-
-    thread = threading.Thread(target=save, daemon=True)
-    monkeypatch.setattr(Batch, "close", call_and_close)
-    engine.shutdown()
-    thread.join(60)
-    assert errors
-
-
 @pytest.mark.parametrize("form", ["grouped", "growing"])
 def test_a_session_of_a_device_is_loaded_into_a_row(
     toy: Toy,

@@ -170,16 +170,10 @@ class Engine:
 
         A grammar is compiled in a thread of the loop's executor; everything else runs in the loop's thread.
         """
-        waker, ended = self._loop_waker(), asyncio.Event()
         with end_on_failure(parameters.get("streamer")):
             request = self._new_request(prompt, parameters, max_time, reuse_prefix)
-            request.on_end = partial(waker.call, ended.set)
-            await self._start_in_loop(request)
-        try:
-            await ended.wait()
-        finally:
-            request.cancel()
-        return request.result()
+            ended = await self._start_in_loop(request)
+        return await self._result_in_loop(request, ended)
 
     def stream(
         self,
@@ -213,17 +207,10 @@ class Engine:
         `tokens` is empty, has an unknown token, or fills the context. Raises QueueFullError if the queue is full, and
         GenerationError if the engine is shut down or `max_time` is over first.
         """
-        waker, ended = self._loop_waker(), asyncio.Event()
         one_token = {"max_new_tokens": 1, "temperature": 0.0, "seed": 0, "logprobs": 0}
         request = self._new_request(list(tokens), one_token, max_time)
-        request.on_end = partial(waker.call, ended.set)
         first = request.sequences[0].scores = _FirstLogits(0, None, str)
-        await self._start_in_loop(request)
-        try:
-            await ended.wait()
-        finally:
-            request.cancel()
-        reason = request.result().finish_reason
+        reason = (await self._result_in_loop(request, await self._start_in_loop(request))).finish_reason
         if first.logits is not None:
             return first.logits
         if reason == "length":
@@ -385,13 +372,16 @@ class Engine:
         if not self._capacity.give_up(place) and place.exception() is None:
             self._capacity.release(len(request.sequences))
 
-    async def _start_in_loop(self, request: Request) -> None:
-        """Start a request like `submit`. Grammars that are not compiled yet are compiled in a thread.
+    async def _start_in_loop(self, request: Request) -> asyncio.Event:
+        """Start a request like `submit`. Returns an event that is set at its end.
 
-        If the task is cancelled meanwhile, that thread continues; its result is dropped.
+        Grammars that are not compiled yet are compiled in a thread. If the task is cancelled meanwhile, that thread
+        continues; its result is dropped.
         """
         if any(each.guide is None and each.params.constraint is not None for each in request.sequences):
             await asyncio.to_thread(self._model.compile_grammars, request.sequences)
+        ended = asyncio.Event()
+        request.on_end = partial(self._loop_waker().call, ended.set)
         place = self._reserve(request)
         if not place.done():
             loop, waiting = asyncio.get_running_loop(), asyncio.wrap_future(place)
@@ -404,6 +394,15 @@ class Engine:
                 self._abandon(request, place)
                 raise
         self._start(request, place)
+        return ended
+
+    async def _result_in_loop(self, request: Request, ended: asyncio.Event) -> Any:
+        """Wait for a request's result. Cancelling the task cancels the request."""
+        try:
+            await ended.wait()
+        finally:
+            request.cancel()
+        return request.result()
 
     async def _stream_pieces(self, request: Request) -> AsyncIterator[Piece]:
         """The pieces of `stream`."""

@@ -55,11 +55,6 @@ class Chunk(Generic[AnySequence]):
     start: int
     end: int
 
-    @property
-    def is_last(self) -> bool:
-        """Whether these are the prompt's last tokens."""
-        return self.end == self.sequence.prompt_tokens
-
 
 class Scheduler(Generic[AnySequence]):
     """Assigns sequences to `rows` rows.
@@ -72,6 +67,8 @@ class Scheduler(Generic[AnySequence]):
     runs_all_rows: whether every step runs all rows, so that kernels round alike in all steps. No effect with
         `decoding_only`.
 
+    waiting: the sequences without a row, first come first.
+    reading: the sequences that have a row and whose prompts are not read yet, in the order in which they got it.
     decoding: the sequences whose prompts were read.
     width: number of rows of the next step; set by `arrange`.
     """
@@ -88,9 +85,9 @@ class Scheduler(Generic[AnySequence]):
         self._chunk, self._decoding_only = chunk, decoding_only
         self._runs_all_rows = runs_all_rows and not decoding_only
         self._moves_rows = decoding_only or (moves_rows and not runs_all_rows)
-        self._waiting: deque[AnySequence] = deque()
+        self.waiting: deque[AnySequence] = deque()
         self._rows: list[AnySequence | None] = [None] * rows
-        self._reading: list[AnySequence] = []  # in the order in which they got their rows
+        self.reading: list[AnySequence] = []
         self._oldest_is_next = True
         self._is_arranged = True
         self.decoding: list[AnySequence] = []
@@ -99,30 +96,16 @@ class Scheduler(Generic[AnySequence]):
     @property
     def is_idle(self) -> bool:
         """Whether there is no sequence."""
-        return not (self._waiting or self._reading or self.decoding)
-
-    @property
-    def waiting_count(self) -> int:
-        """Number of sequences without a row."""
-        return len(self._waiting)
+        return not (self.waiting or self.reading or self.decoding)
 
     @property
     def rows_in_use(self) -> int:
         """Number of rows that have a sequence."""
-        return len(self._reading) + len(self.decoding)
-
-    def reading_sequences(self) -> list[AnySequence]:
-        """Sequences that have a row and whose prompt is not read yet, in the order in which they got their rows."""
-        return list(self._reading)
+        return len(self.reading) + len(self.decoding)
 
     def submit(self, sequence: AnySequence) -> None:
         """Add a sequence, which waits for a row."""
-        self._waiting.append(sequence)
-
-    @property
-    def first_waiting(self) -> AnySequence | None:
-        """The sequence that has waited longest."""
-        return self._waiting[0] if self._waiting else None
+        self.waiting.append(sequence)
 
     @property
     def free_rows(self) -> list[int]:
@@ -139,21 +122,21 @@ class Scheduler(Generic[AnySequence]):
         choose: picks one of the free rows, which are in ascending order, for a sequence.
         """
         admitted: list[AnySequence] = []
-        while self._waiting and self.rows_in_use < len(self._rows):
-            sequence = self._waiting.popleft()
+        while self.waiting and self.rows_in_use < len(self._rows):
+            sequence = self.waiting.popleft()
             sequence.row = choose(sequence, self.free_rows)
             self._rows[sequence.row] = sequence
-            self._reading.append(sequence)
+            self.reading.append(sequence)
             admitted.append(sequence)
         return admitted
 
     def next_chunk(self) -> Chunk[AnySequence] | None:
         """The chunk to read now, or None. After its run call `record_read`, or `end` if the sequence ended."""
-        if not self._reading:
+        if not self.reading:
             return None
-        sequence = self._reading[0]
+        sequence = self.reading[0]
         if not self._oldest_is_next:
-            sequence = min(self._reading, key=lambda sequence: sequence.prompt_tokens - sequence.read_tokens)
+            sequence = min(self.reading, key=lambda sequence: sequence.prompt_tokens - sequence.read_tokens)
         self._oldest_is_next = not self._oldest_is_next
         return self._next_chunk_of(sequence)
 
@@ -165,25 +148,25 @@ class Scheduler(Generic[AnySequence]):
     def record_read(self, chunk: Chunk[AnySequence]) -> None:
         """Record that a chunk was read. After the last one the sequence decodes."""
         chunk.sequence.read_tokens = chunk.end
-        if chunk.is_last:
-            self._reading.remove(chunk.sequence)
+        if chunk.sequence.is_decoding:
+            self.reading.remove(chunk.sequence)
             self.decoding.append(chunk.sequence)
             self._is_arranged = False
 
     def end(self, sequence: AnySequence) -> None:
         """Remove a sequence in any state."""
         if sequence.row == WAITING:
-            self._waiting.remove(sequence)
+            self.waiting.remove(sequence)
             return
         self._rows[sequence.row] = None
-        (self.decoding if sequence.is_decoding else self._reading).remove(sequence)
+        (self.decoding if sequence.is_decoding else self.reading).remove(sequence)
         self._is_arranged = False
 
     def clear(self) -> None:
         """Remove all sequences."""
-        self._waiting.clear()
+        self.waiting.clear()
         self._rows = [None] * len(self._rows)
-        self._reading, self.decoding = [], []
+        self.reading, self.decoding = [], []
         self._is_arranged = False
 
     def _next_chunk_of(self, sequence: AnySequence) -> Chunk[AnySequence]:

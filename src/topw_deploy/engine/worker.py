@@ -203,7 +203,7 @@ class EngineWorker:
     def _run(self) -> None:
         """Run one chunk and one step, in the order that scheduler.py describes."""
         scheduler, batch = self._scheduler, self._batch
-        if scheduler.waiting_count:
+        if scheduler.waiting:
             self._admit()
         chunk = scheduler.next_chunk()
         if chunk is not None:
@@ -218,9 +218,8 @@ class EngineWorker:
             self._step()
 
     def _admit(self) -> None:
-        first = self._scheduler.first_waiting
-        if first is not None and not self._scheduler.rows_in_use:
-            self._prefixes.shrink_buffers(first.prompt)
+        if not self._scheduler.rows_in_use:
+            self._prefixes.shrink_buffers(self._scheduler.waiting[0].prompt)
         for sequence in self._scheduler.admit(self._choose_row):
             try:
                 if not sequence.has_ended:  # it may have ended with another sequence of its request
