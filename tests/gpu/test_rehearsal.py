@@ -54,12 +54,8 @@ def test_every_step_of_every_part_passes(rehearsed: tuple[Path, subprocess.Compl
     assert {key: entry["state"] for key, entry in steps(out).items() if entry["state"] not in ("done", "absent")} == {}
     done_parts = {key.split("/")[0] for key, entry in steps(out).items() if entry["state"] == "done"}
     assert done_parts >= {"build", "check", "sanitize", "capture", "speed", "models"}
-
-
-def test_the_kernels_were_compiled_by_nvcc(rehearsed: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    found = steps(rehearsed[0])
-    assert found["build/kernels"]["state"] == "done"
-    assert found["build/resources"]["data"]["kernels"]["geometry"]["registers"] > 0
+    assert steps(out)["build/resources"]["data"]["kernels"]["geometry"]["registers"] > 0  # compiled by nvcc
+    assert "there is no model exported for TensorRT" in (out / "results.md").read_text()
 
 
 def test_every_figure_is_marked_as_a_rehearsals(rehearsed: tuple[Path, subprocess.CompletedProcess[str]]) -> None:

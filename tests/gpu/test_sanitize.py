@@ -15,49 +15,43 @@ HEAD = "========= COMPUTE-SANITIZER\n"
 ROWS = "READY\n\nANSWERED candidates 6\n"
 
 
-def test_no_errors_and_all_answers_pass() -> None:
-    found = sanitize.verdict("memcheck", 0, f"{HEAD}{ROWS}========= ERROR SUMMARY: 0 errors\n")
-    assert not found.failed
-    assert not found.absent
-    assert "ANSWERED candidates 6" in found.table
-
-
-def test_an_error_fails_with_the_tools_message() -> None:
-    said = (
-        f"{HEAD}READY\n========= Invalid __global__ read of size 4 bytes\n"
-        "=========     at topw::certify\n========= ERROR SUMMARY: 2 errors\n"
-    )
-    found = sanitize.verdict("memcheck", sanitize._FOUND, said)
-    assert "found 2 errors: Invalid __global__ read of size 4 bytes / at topw::certify" in found.failed
-
-
-def test_a_hazard_fails_even_with_the_rows_exit_code() -> None:
-    said = f"{HEAD}{ROWS}========= RACECHECK SUMMARY: 1 hazard displayed (0 errors, 1 warning)\n"
-    assert "found 1 errors" in sanitize.verdict("racecheck", 0, said).failed
+INVALID = "========= Invalid __global__ read of size 4 bytes\n=========     at topw::certify\n"
+UNSUPPORTED = f"{HEAD}========= Error: Device not supported\n"
 
 
 @pytest.mark.parametrize(
-    "said",
+    ("code", "said", "failed"),
     [
-        f"{HEAD}========= Error: Device not supported\nTraceback\ntopw_deploy.errors.PluginError: no 256 bytes\n",
-        f"{HEAD}========= Error: Device not supported\n========= ERROR SUMMARY: 1 error\n",
+        (0, f"{HEAD}{ROWS}========= ERROR SUMMARY: 0 errors\n", ""),
+        (sanitize._FOUND, f"{HEAD}READY\n{INVALID}========= ERROR SUMMARY: 2 errors\n",
+         "found 2 errors: Invalid __global__ read of size 4 bytes / at topw::certify"),
+        # a hazard fails even with the rows' exit code
+        (0, f"{HEAD}{ROWS}========= RACECHECK SUMMARY: 1 hazard displayed (0 errors, 1 warning)\n", "found 1 errors"),
+        (1, f"{HEAD}READY\nrow 1: token\n========= ERROR SUMMARY: 0 errors\n", "the rows ended with exit code 1"),
+    ],
+)  # fmt: skip
+def test_a_tool_passes_without_errors_and_with_all_answers(code: int, said: str, failed: str) -> None:
+    found = sanitize.verdict("memcheck", code, said)
+    assert not found.absent
+    assert failed in found.failed
+    assert bool(found.failed) == bool(failed) != ("ANSWERED candidates 6" in found.table)
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "reason"),
+    [
+        (1, f"{UNSUPPORTED}Traceback\ntopw_deploy.errors.PluginError: no 256 bytes\n", "Error: Device not supported"),
+        (1, f"{UNSUPPORTED}========= ERROR SUMMARY: 1 error\n", "Error: Device not supported"),
+        (-11, f"{HEAD}READY\n========= Internal error\n", "SIGSEGV and no summary: READY / Internal error"),
     ],
 )
-def test_a_tool_that_refuses_the_device_has_neither_passed_nor_failed(said: str) -> None:
-    found = sanitize.verdict("initcheck", 1, said)
-    assert not found.failed
-    assert not found.table
-    assert "initcheck could not run: Error: Device not supported" in found.absent[0]
-
-
-def test_a_tool_without_a_summary_has_not_passed() -> None:
-    found = sanitize.verdict("synccheck", -11, f"{HEAD}READY\n========= Internal error\n")
-    assert "ended with SIGSEGV and no summary: READY / Internal error" in found.absent[0]
-
-
-def test_rows_that_fail_under_a_tool_fail() -> None:
-    found = sanitize.verdict("memcheck", 1, f"{HEAD}READY\nrow 1: token\n========= ERROR SUMMARY: 0 errors\n")
-    assert "the rows ended with exit code 1" in found.failed
+def test_a_tool_that_refuses_the_device_or_gives_no_summary_has_neither_passed_nor_failed(
+    code: int, said: str, reason: str
+) -> None:
+    found = sanitize.verdict("initcheck", code, said)
+    assert (found.failed, found.table) == ("", "")
+    assert "initcheck could not run: " in found.absent[0]
+    assert reason in found.absent[0]
 
 
 def test_a_tool_that_does_not_end_fails_and_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,23 +138,6 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_compiled(
         compile_native.install_library(Path(__file__), tmp_path / "file" / "lib.so")
 
 
-@pytest.mark.parametrize(
-    ("named", "reason"),
-    [
-        (" ", "there is no such program"),
-        ("nowhere -O2", "there is no such program"),
-        ('"', "which is not a command line"),
-    ],
-)
-def test_a_compiler_that_is_none_is_named(
-    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, reason: str
-) -> None:
-    install(tmp_path / "usual")
-    monkeypatch.setenv("CXX", named)
-    with pytest.raises(PluginError, match=rf"the CUDA library was not built: CXX is '{named}', .*{reason}"):
-        nvcc.compile_cuda(tmp_path / "lib.so")
-
-
 def test_a_library_runs_on_gpus_that_have_its_code_or_can_compile_its_ptx() -> None:
     found = library.CudaLibrary.__new__(library.CudaLibrary)
     found.architectures = (75, 80, 90)

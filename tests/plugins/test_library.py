@@ -40,15 +40,6 @@ def test_the_library_comes_from_the_package_or_from_the_variable(
     assert library_path() is None
 
 
-def test_the_library_reports_its_instruction_set_and_table_forms(native_library: Path) -> None:
-    found = library.load(native_library)
-    assert found.instruction_set in ("avx512", "avx2", "neon", "generic")
-    assert found.supports("")
-    assert found.supports("Gather(axis=0)")
-    assert not found.supports("com.microsoft.GatherBlockQuantized(bits=2)")
-    assert library.load(native_library) is found
-
-
 def test_an_instruction_set_that_is_not_there_is_refused_and_not_replaced_by_another(
     native_library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

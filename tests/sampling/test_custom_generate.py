@@ -74,8 +74,3 @@ def test_arguments_that_conflict_with_top_w_are_refused(model, other):
     name, value = next(iter(other.items()))
     with pytest.raises(ParameterError, match=f"{name} is {value}, but Top-W needs .*; leave it out"):
         custom(model, **other)
-
-
-def test_a_misspelt_name_is_refused(model):
-    with pytest.raises(ValueError, match="'lamm'"):
-        custom(model, lamm=1.0)

@@ -80,8 +80,3 @@ def test_the_processor_and_the_sampler_alone_keep_the_same_tokens(model, tokeniz
 def test_a_unit_that_cannot_be_used_is_refused(model, given, message):
     with pytest.raises(ParameterError, match=message):
         TopWLogitsProcessor(model, **given)
-
-
-def test_the_uniform_metric_needs_no_median():
-    topw = TopWLogitsProcessor(metric="uniform", geom_unit="median", geom_scale=0.5)
-    assert topw.parameters.geom_scale == 0.5

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
-from transformers.generation import logits_process
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling.processor import TopWLogitsProcessor
@@ -141,14 +140,6 @@ def test_another_truncation_after_it_is_refused_also_from_the_models_configurati
     run(model, TopWLogitsProcessor(model), inputs=PROMPT)  # its arguments disable it
     if name == "min_p":
         run(model, TopWLogitsProcessor(model), inputs=PROMPT, min_p=0.0)
-
-
-@pytest.mark.skipif(not hasattr(logits_process, "TopHLogitsWarper"), reason="this transformers has no top-h")
-def test_top_h_after_it_is_refused_too(model, monkeypatch):
-    with pytest.raises(ParameterError, match=r"applies top_h=0.4 after .* pass top_h=None"):
-        run(model, TopWLogitsProcessor(model), inputs=PROMPT, top_h=0.4)
-    monkeypatch.setattr(model.generation_config, "top_h", 0.4)
-    run(model, TopWLogitsProcessor(model), inputs=PROMPT)
 
 
 @pytest.mark.parametrize("do_sample", [True, False])

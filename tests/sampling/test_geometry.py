@@ -85,21 +85,6 @@ def test_the_matrix_product_alone_would_lose_those_digits():
     assert euclidean(x, y)[0, 0] == pytest.approx(exact, rel=1e-12)
 
 
-def test_duplicates_are_at_distance_exactly_zero(table):
-    table[9] = table[2]
-    for metric in ("mahalanobis", "unit"):
-        assert Geometry.from_embeddings(table, metric).distances([9], [2])[0, 0] == 0.0
-
-
-def test_statistics_do_not_depend_on_the_block_size(table, monkeypatch):
-    for metric in ("mahalanobis", "unit", "cosine"):
-        whole = embedding_statistics(table, metric)
-        monkeypatch.setattr("topw_deploy.sampling.geometry._BLOCK_VALUES", 12)
-        for a, b in zip(whole, embedding_statistics(table, metric), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-13)
-        monkeypatch.undo()
-
-
 def test_statistics_are_taken_in_float64_whatever_the_tables_type(tmp_path):
     # A float32 sum would miss the mean.
     table = (1e3 + np.random.default_rng(0).normal(size=(5000, 2))).astype(np.float16)
@@ -108,13 +93,6 @@ def test_statistics_are_taken_in_float64_whatever_the_tables_type(tmp_path):
     mean, inverse_std = embedding_statistics(np.load(path, mmap_mode="r"), "unit")
     np.testing.assert_allclose(mean, table.astype(np.float64).mean(axis=0), rtol=1e-14)
     np.testing.assert_allclose(inverse_std, 1 / table.astype(np.float64).std(axis=0), rtol=1e-12)
-
-
-def test_given_statistics_replace_the_computed_ones(table):
-    mean, inverse_std = embedding_statistics(table, "unit")
-    geometry = Geometry.from_embeddings(table, "unit", (mean.astype(np.float32), inverse_std.astype(np.float32)))
-    assert geometry.mean.dtype == np.float64
-    assert geometry.mean.tolist() == mean.astype(np.float32).tolist()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import pytest
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, crop, median_distance
-from topw_deploy.sampling.geometry import LIKELY_TOKENS
 from topw_deploy.sampling.parameters import with_raw_scale
 
 
@@ -53,15 +52,6 @@ def test_steps_with_one_certain_token_hardly_count() -> None:
     open_step = np.array([0.0, 0.0, -30.0, -30.0])
     certain = np.array([20.0, -30.0, 0.0, -30.0])
     assert median_distance(geometry, [open_step, *[certain] * 50]) == geometry.distances([0], [1])[0, 0]
-
-
-def test_only_the_likeliest_tokens_of_a_step_are_paired() -> None:
-    geometry = Geometry.from_embeddings(table(LIKELY_TOKENS + 30), "cosine")
-    row = -0.01 * np.arange(LIKELY_TOKENS + 30)
-    cut = np.where(np.arange(len(row)) < LIKELY_TOKENS, row, -np.inf)
-    found = median_distance(geometry, [row])
-    assert found is not None
-    assert found == median_distance(geometry, [cut])
 
 
 def test_without_a_pair_or_a_distance_there_is_no_median() -> None:

@@ -48,14 +48,6 @@ def test_the_crop_of_lively_does_not_depend_on_the_draws_temperature() -> None:
     assert 1 < len(crops[0]) < 300
 
 
-def test_a_typical_distance_counts_the_same_under_lively_at_every_width() -> None:
-    costs = {
-        preset_parameters("lively", metric, width)["geom_scale"] * typical_distance(metric, width)
-        for metric, width in (("mahalanobis", 64), ("mahalanobis", 4096), ("cosine", 64), ("uniform", None))
-    }
-    assert max(costs) - min(costs) < 1e-12
-
-
 def test_under_lively_geometry_passes_over_a_far_token_for_a_less_likely_near_one() -> None:
     """Tokens: likeliest, distant, a less likely near-duplicate of the first, unlikely."""
     table = np.array([[5.0, 0.0], [-5.0, 1.0], [5.0, 0.1], [0.0, -5.0]], np.float32)

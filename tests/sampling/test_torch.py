@@ -6,7 +6,7 @@ import torch
 
 from tests.support.rows import Scenario, embedding_table, random_case
 from topw_deploy.errors import ParameterError
-from topw_deploy.sampling import FLOAT64_TIES, Geometry, TopWOptions, TopWParameters, crop, embedding_statistics
+from topw_deploy.sampling import FLOAT64_TIES, Geometry, TopWOptions, TopWParameters, crop
 from topw_deploy.sampling import torch as module
 from topw_deploy.sampling.torch import TensorGeometry, crop_rows
 
@@ -91,13 +91,6 @@ def test_a_rows_answer_does_not_depend_on_its_neighbours():
         alone = crop_rows(logits[row : row + 1], own, options, geometry)
         assert ids_of(alone, 0) == ids_of(together, row)
         assert (alone.certified[0], alone.invalid[0]) == (together.certified[row], together.invalid[row])
-
-
-@pytest.mark.parametrize("parameters", [{}, {"temperature": 0.0}, {"lam": 0.0}, {"geom_scale": -1.0}])
-def test_a_vocabulary_of_one_token_keeps_it(parameters):
-    result = crop_rows(torch.tensor([[-3.0], [2.0]]), parameters, UNIFORM)
-    assert result.keep_mask.tolist() == [[True], [True]]
-    assert result.kept.tolist() == [1, 1]
 
 
 def test_invalid_rows_keep_nothing_and_are_flagged():
@@ -205,18 +198,6 @@ def test_on_a_gpu_the_kept_sets_are_the_same_and_certified_rows_sync_once():
         crop_rows(peaked, TopWParameters(), options, there)
     torch.cuda.set_sync_debug_mode("default")
     assert len(waits) == 1
-
-
-@pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_statistics_are_those_of_the_reference(metric, dtype, monkeypatch):
-    monkeypatch.setattr("topw_deploy.sampling.geometry._BLOCK_VALUES", 500)  # several blocks
-    table = torch.from_numpy(table_of("zeros")).to(dtype)
-    mean, inverse_std = embedding_statistics(table.float().numpy(), metric)
-    ours = TensorGeometry.from_embeddings(table, metric)
-    np.testing.assert_allclose(ours.mean.numpy(), mean, rtol=1e-12, atol=1e-15)
-    np.testing.assert_allclose(ours.inverse_std.numpy(), inverse_std, rtol=1e-12)
-    assert ours.table.data_ptr() == table.data_ptr()
 
 
 @pytest.mark.parametrize("metric", METRICS)

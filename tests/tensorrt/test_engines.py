@@ -31,11 +31,6 @@ def rewrite(built: BuiltEngine, **changes: Any) -> None:
     path.write_text(json.dumps({name: value for name, value in data.items() if value != "absent"}))
 
 
-def test_an_engine_that_fits_is_found(built: BuiltEngine, out: Path) -> None:
-    assert find_fitting_engine(out, HERE) == (built.path, built.stamp)
-    assert this_platform("10.16.1.11") == HERE
-
-
 def test_of_several_the_one_that_fits_is_found(trt: TensorRT, gpu: Gpu, built: BuiltEngine, out: Path) -> None:
     gpu.name, gpu.architecture = "A GPU with a name before the other's", 87
     other = build_engine(out)

@@ -50,18 +50,23 @@ def test_edited_rows_are_answered_as_rows_that_hold_the_edited_logits(
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
-def test_edited_logits_in_half_precision_are_edited_as_the_numbers_they_hold(kernel: EmulatedKernel, kind: str) -> None:
+def test_logits_in_half_precision_are_edited_and_masked_as_the_numbers_they_hold(
+    kernel: EmulatedKernel, kind: str
+) -> None:
     rng = np.random.default_rng(4)
-    logits = (rng.standard_normal((12, 700)) * 3).astype(np.float32)
+    logits = (rng.standard_normal((12, 704)) * 3).astype(np.float32)
     if kind == "float16":
         stored = logits.astype(np.float16)
         held = stored.astype(np.float32)
     else:
         stored = (logits.view(np.uint32) >> 16).astype(np.uint16)
         held = (stored.astype(np.uint32) << 16).view(np.float32)
-    given = some_edits(rng, 12, 700, 90)
-    half = kernel.sample(stored, options=UNIFORM, edits=given, mass=True, keep_mask=True)
-    assert same_bits(kernel.sample(held, options=UNIFORM, edits=given, mass=True, keep_mask=True), half) == []
+    given, allowed = some_edits(rng, 12, 704, 90), packed(masks(rng, 12, 704))
+    for changes in ({"edits": given}, {"allowed": allowed}, {"edits": given, "allowed": allowed}):
+        half, full = (
+            kernel.sample(rows, options=UNIFORM, mass=True, keep_mask=True, **changes) for rows in (stored, held)
+        )
+        assert same_bits(full, half) == []
 
 
 def test_of_several_edits_of_one_token_the_last_counts_in_any_order_of_threads(
@@ -76,19 +81,6 @@ def test_of_several_edits_of_one_token_the_last_counts_in_any_order_of_threads(
         kernel.emulate(seed, 64, 3)
         found = kernel.sample(logits, {"temperature": 0.0}, UNIFORM, edits=(ids, ones, bias))
         assert np.array_equal(found.next_token, wanted.next_token)
-
-
-@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
-def test_logits_of_half_precision_are_masked(kernel: EmulatedKernel, kind: str) -> None:
-    rng = np.random.default_rng(4)
-    logits, allowed = (rng.standard_normal((14, 704)) * 3).astype(np.float32), masks(rng, 14, 704)
-    if kind == "float16":
-        stored, low = logits.astype(np.float16), np.float16(-np.inf)
-    else:
-        stored, low = (logits.view(np.uint32) >> 16).astype(np.uint16), np.uint16(0xFF80)
-    found = kernel.sample(stored, options=UNIFORM, allowed=packed(allowed), mass=True, keep_mask=True)
-    plain = kernel.sample(np.where(allowed, stored, low), options=UNIFORM, mass=True, keep_mask=True)
-    assert same_bits(plain, found) == []
 
 
 def test_a_mask_of_another_width_is_not_launched(kernel: EmulatedKernel) -> None:

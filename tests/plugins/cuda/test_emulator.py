@@ -102,21 +102,6 @@ def test_resident_blocks_can_wait_for_each_other(probes: ctypes.CDLL) -> None:
         assert out.tolist() == [4 * 64] * 7
 
 
-def test_many_threads_need_few_memory_mappings(probes: ctypes.CDLL) -> None:
-    """Beyond 65,530 mappings per process unrelated code fails."""
-    blocks, before = 128, mappings()
-    probes.probe_settings(1, blocks)
-    arrived, out = np.zeros(2, np.uint32), np.zeros(1, np.int32)
-    assert probes.probe_meet(blocks, address(arrived), address(out), 1) == 0
-    assert out.tolist() == [blocks * 64]
-    assert mappings() - before < blocks * 64 / 32
-
-
-def mappings() -> int:
-    with open("/proc/self/maps", encoding="utf-8") as maps:
-        return sum(1 for _ in maps)
-
-
 @pytest.mark.long
 def test_no_kernel_reads_beyond_an_array_or_from_an_address_that_is_not_aligned(
     request: pytest.FixtureRequest, emulated_library: Path

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.cuda_kernel import CudaKernel, CudaShape
+from tests.support.cuda_kernel import CudaShape
 from tests.support.emulated import CUDA_SOURCES, EmulatedKernel
 from tests.support.structs import TABLE_TYPES, BlocksStruct, InputsStruct, OutputsStruct, TableStruct
-from topw_deploy.errors import ParameterError, PluginError
+from topw_deploy.errors import PluginError
 from topw_deploy.sampling import TopWOptions
 
 UNIFORM = TopWOptions(metric="uniform")
@@ -82,18 +82,6 @@ def test_a_call_that_does_not_fit_its_shape_is_not_launched(kernel: EmulatedKern
             kernel.launch(PLAIN, None, InputsStruct(batch, vocab, edits, 0), OutputsStruct(), address, address)
     with pytest.raises(PluginError, match="not launched"):
         kernel.launch(with_table(table()), None, InputsStruct(1, 50_000, 0, 0), OutputsStruct(), address, address)
-
-
-def test_logits_of_other_types_are_refused(kernel: EmulatedKernel) -> None:
-    with pytest.raises(ParameterError, match="float64"):
-        kernel.refusal(replace(PLAIN, logits_type="float64"))
-
-
-def test_a_file_that_is_no_such_library_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "libtopw_cuda.so"
-    path.write_bytes(b"no library")
-    with pytest.raises(PluginError, match="not a library with the CUDA kernels"):
-        CudaKernel(path)
 
 
 def test_the_header_is_c99(tmp_path: Path) -> None:

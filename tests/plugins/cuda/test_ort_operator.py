@@ -85,14 +85,6 @@ def test_threads_that_run_one_session_wait_for_each_others_launches(operator_lib
             assert np.array_equal(found[name], values), name
 
 
-def test_no_rows_give_empty_outputs(operator_library: Path) -> None:
-    wanted = Wanted(keep_mask=True)
-    none = {name: values[:0] for name, values in Cases(wanted).feed(np.random.default_rng(0), 1, 2).items()}
-    found = run(open_model(wanted.model(), operator_library), none)
-    assert found["next_token"].shape == (0,)
-    assert found["keep_mask"].shape == (0, wanted.vocab_size)
-
-
 def test_feeds_that_do_not_fit_fail_the_run(operator_library: Path) -> None:
     wanted = Wanted()
     session, inputs = open_model(wanted.model(), operator_library), Cases(wanted).feed(np.random.default_rng(0), 3, 2)

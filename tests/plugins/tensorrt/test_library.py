@@ -131,24 +131,14 @@ def test_an_enqueued_step_answers_as_the_cpus_sampler_in_every_context(program_r
     assert at == len(data)
 
 
-def test_control_memory_is_allocated_once_for_a_context_and_kept(program_run: ProgramRun) -> None:
-    found = program_run[0]
-    assert (found["shape taken"], found["allocated by steps"], found["kept its address"]) == (1, 0, 1)
-    assert (found["fewer rows taken"], found["fewer rows keep the address"]) == (1, 1)
-
-
-def test_contexts_do_not_share_control_memory(program_run: ProgramRun) -> None:
-    assert program_run[0]["contexts share memory"] == 0
-
-
-def test_more_rows_get_other_memory_and_the_old_stays(program_run: ProgramRun) -> None:
-    found = program_run[0]
-    assert (found["more rows taken"], found["allocated for more rows"]) == (1, 1)
-    assert (found["more rows have other memory"], found["released while contexts live"]) == (1, 0)
-
-
-def test_a_caller_that_announces_no_shape_is_answered(program_run: ProgramRun) -> None:
-    assert program_run[0]["no shape announced"] == 1
+def test_control_memory_is_of_one_context_and_grows_by_new_memory(program_run: ProgramRun) -> None:
+    expected = {
+        "shape taken": 1, "allocated by steps": 0, "kept its address": 1, "fewer rows taken": 1,
+        "fewer rows keep the address": 1, "contexts share memory": 0, "more rows taken": 1,
+        "allocated for more rows": 1, "more rows have other memory": 1, "released while contexts live": 0,
+        "no shape announced": 1, "control bytes left behind by a step": 0, "left": 0,
+    }  # fmt: skip
+    assert {name: program_run[0][name] for name in expected} == expected
 
 
 def test_a_full_device_logs_one_sentence_and_smaller_steps_still_run(program_run: ProgramRun) -> None:
@@ -163,7 +153,3 @@ def test_an_engine_that_was_built_with_kernels_of_another_interface_is_refused(p
     found, _, complaints = program_run
     assert (found["engines of other kernels refused"], found["its own fields taken"]) == (1, 1)
     assert complaints.count("the engine was built for another version of the kernels' interface than") == 2
-
-
-def test_control_memory_is_zero_after_every_step_and_freed_with_the_plugins(program_run: ProgramRun) -> None:
-    assert (program_run[0]["control bytes left behind by a step"], program_run[0]["left"]) == (0, 0)

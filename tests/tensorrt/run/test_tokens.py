@@ -127,12 +127,6 @@ def test_a_cache_whose_parts_do_not_end_at_256_bytes_is_taken(trt: TensorRT, tmp
         assert_alike(generate(model, prompts), generate(on_cpu, prompts))
 
 
-def test_several_sequences_of_a_prompt_differ_as_on_the_cpu(opened: Open, on_cpu: TopWModel) -> None:
-    found = generate(opened(), "abc", num_return_sequences=3)
-    assert_alike(found, generate(on_cpu, "abc", num_return_sequences=3))
-    assert len({tuple(one.token_ids) for one in found}) == 3
-
-
 def test_prompts_may_fill_the_cache_but_not_exceed_it(opened: Open, on_cpu: TopWModel) -> None:
     model = opened()
     context = model.manifest.decoder.context_length  # type: ignore[union-attr]
@@ -165,18 +159,6 @@ def test_threads_have_streams_of_their_own(opened: Open, on_cpu: TopWModel) -> N
         thread.join()
     for seed, one in expected.items():
         assert_alike(found[seed], one)
-
-
-def test_two_generations_at_once_share_neither_stream_nor_cache(opened: Open, on_cpu: TopWModel, gpu: Gpu) -> None:
-    model = opened()
-    first, second = model.stream("abc", **HOT), model.stream("def", **HOT)
-    texts = ["", ""]
-    for left, right in zip(first, second, strict=False):
-        texts = [texts[0] + left.text, texts[1] + right.text]
-    for stream, place in ((first, 0), (second, 1)):
-        texts[place] += "".join(piece.text for piece in stream)
-    assert texts[0].startswith(generate(on_cpu, "abc")[0].text[:10])
-    assert texts[1].startswith(generate(on_cpu, "def")[0].text[:10])
 
 
 def test_more_rows_than_the_engine_was_built_for_are_refused(opened: Open) -> None:
