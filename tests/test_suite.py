@@ -27,7 +27,6 @@ ELSEWHERE = {
     "topw_deploy.__main__": "cli/test_main.py",
     "topw_lab.bench.peers": "bench/test_peers.py",
     "topw_lab.judges": "cli/test_judge_files.py",
-    "topw_deploy.triton.answers": "scale/test_triton.py",
     "topw_deploy.triton.backend": "scale/test_triton.py",
 }
 

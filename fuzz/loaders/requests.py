@@ -79,7 +79,7 @@ def triton(scratch: Path) -> Loader:
 
     from topw_deploy.engine import Engine
     from topw_deploy.runtime import TopWModel
-    from topw_deploy.triton.answers import read_request, response_outputs
+    from topw_deploy.triton.repository import read_request, response_outputs
 
     place = export(scratch / "toy", Toy.random(3), form="grouped", chat_template=TEMPLATE)
     engine = Engine(TopWModel.from_pretrained(place, provider="cpu", intra_op_num_threads=1), max_batch=2)

@@ -19,8 +19,7 @@ import triton_python_backend_utils as pb_utils
 from topw_deploy.engine import Engine
 from topw_deploy.errors import GenerationError, ParameterError, PromptError, QueueFullError, TopWError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.triton.answers import read_request, response_outputs
-from topw_deploy.triton.repository import EXPORT
+from topw_deploy.triton.repository import EXPORT, read_request, response_outputs
 
 _ERROR_CODES = (
     (QueueFullError, "UNAVAILABLE"),
