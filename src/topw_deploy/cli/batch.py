@@ -49,7 +49,7 @@ def prompt_file_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--overwrite", "--force", is_flag=True, help="Replace the answers in --output."),
         click.option(
             "--format",
-            "form",
+            "layout",
             type=click.Choice(("alpaca_eval", "mt_bench")),
             help="With --prompts-jsonl: read this benchmark's questions, and write --output in its format.",
         ),
@@ -70,35 +70,16 @@ class PromptFiles:
     output: the answers; None is stdout.
     resume: whether a run that was interrupted continues.
     overwrite: whether an existing `output` is replaced.
+    layout: the benchmark that the files belong to, one of `topw_lab.judges.FORMATS`; None for JSON lines.
+    model_id: name of the model in a benchmark's `output`; None for the folder's name.
     """
 
     source: Path
     output: Path | None
     resume: bool
     overwrite: bool
-
-
-@dataclass(frozen=True, slots=True)
-class QuestionFiles:
-    """Files of a benchmark's questions and answers.
-
-    source, resume, overwrite: as in `PromptFiles`.
-    output: the answers in the benchmark's format.
-    form: one of `topw_lab.judges.FORMATS`.
-    model_id: name of the model in `output`; None for the folder's name.
-    """
-
-    source: Path
-    output: Path
-    resume: bool
-    overwrite: bool
-    form: str
-    model_id: str | None
-
-    def of_turn(self, turn: int) -> tuple[Path, PromptFiles]:
-        """The file of JSON lines for the answers of a turn, counted from 0, alone and with the other files."""
-        path = self.output.with_name(f"{self.output.name}.turn-{turn + 1}.jsonl")
-        return path, PromptFiles(self.source, path, self.resume, self.overwrite)
+    layout: str | None = None
+    model_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +99,7 @@ class RunOptions:
     max_context: int | None
 
 
-def take_prompt_files(options: dict[str, Any]) -> PromptFiles | QuestionFiles | None:
+def take_prompt_files(options: dict[str, Any]) -> PromptFiles | None:
     """Remove the values of `prompt_file_options` from `options`, except batch_size.
 
     Returns the files; None without --prompts-jsonl.
@@ -127,14 +108,14 @@ def take_prompt_files(options: dict[str, Any]) -> PromptFiles | QuestionFiles | 
     """
     source, output = options.pop("prompts_jsonl"), options.pop("output")
     resume, overwrite = options.pop("resume"), options.pop("overwrite")
-    form, model_id = options.pop("form"), options.pop("model_id")
+    layout, model_id = options.pop("layout"), options.pop("model_id")
     if source is None:
         dependent_options = {
             "--output": output,
             "--batch-size": options["batch_size"],
             "--resume": resume,
             "--overwrite": overwrite,
-            "--format": form,
+            "--format": layout,
             "--model-id": model_id,
         }
         for name, value in dependent_options.items():
@@ -151,16 +132,14 @@ def take_prompt_files(options: dict[str, Any]) -> PromptFiles | QuestionFiles | 
         raise click.UsageError("--resume and --overwrite need --output with a file.")
     if output is not None and output.exists() and source.exists() and output.samefile(source):
         raise click.UsageError("--output is the same file as --prompts-jsonl; give another file.")
-    if form is None:
-        if model_id is not None:
-            raise click.UsageError("--model-id needs --format.")
-        return PromptFiles(source, output, resume, overwrite)
-    if output is None:
+    if layout is None and model_id is not None:
+        raise click.UsageError("--model-id needs --format.")
+    if layout is not None and output is None:
         raise click.UsageError("--format needs --output with a file.")
-    return QuestionFiles(source, output, resume, overwrite, form, model_id)
+    return PromptFiles(source, output, resume, overwrite, layout, model_id)
 
 
-def answer_file(open_model: OpenModel, files: PromptFiles | QuestionFiles, options: RunOptions, *, stats: bool) -> None:
+def answer_file(open_model: OpenModel, files: PromptFiles, options: RunOptions, *, stats: bool) -> None:
     """Answer all prompts or questions of a file, in order.
 
     open_model: opens the model, after the file was checked.
@@ -170,8 +149,8 @@ def answer_file(open_model: OpenModel, files: PromptFiles | QuestionFiles, optio
     """
     if files.output is not None:
         check_answers(files.output, resume=files.resume, overwrite=files.overwrite)
-    if isinstance(files, QuestionFiles):
-        _answer_questions(open_model, files, options, stats)
+    if files.layout is not None and files.output is not None:
+        _answer_questions(open_model, files, files.output, files.layout, options, stats)
         return
     prompts = _read_prompts(*read_source(files.source), options)
     with open_model() as model:
@@ -214,14 +193,16 @@ def _answer_prompts(
     return run.run_seed
 
 
-def _answer_questions(open_model: OpenModel, files: QuestionFiles, options: RunOptions, stats: bool) -> None:
-    """Answer all questions turn by turn, each turn to a file of JSON lines. Then write `files.output`."""
+def _answer_questions(
+    open_model: OpenModel, files: PromptFiles, output: Path, layout: str, options: RunOptions, stats: bool
+) -> None:
+    """Answer all questions turn by turn, each turn to a file of JSON lines. Then write `output`."""
     from topw_lab.judges import judged_text, read_questions, read_texts, turn_prompts
 
     if options.parameters.get("num_return_sequences", 1) != 1:
         raise click.UsageError("--format needs one answer per question; omit --num-return-sequences.")
     data, where = read_source(files.source)
-    questions = read_questions(data, where, files.form)
+    questions = read_questions(data, where, layout)
     turns = max(len(question.turns) for question in questions)
     if turns > 1 and not options.chat:
         raise click.UsageError(
@@ -232,14 +213,14 @@ def _answer_questions(open_model: OpenModel, files: QuestionFiles, options: RunO
         for turn in range(turns):
             lines = map(json.dumps, turn_prompts(questions, answers, options.system))
             prompts = _read_prompts("\n".join(lines).encode(), where, options)
-            path, turn_files = files.of_turn(turn)
+            path = output.with_name(f"{output.name}.turn-{turn + 1}.jsonl")
             check_answers(path, resume=files.resume, overwrite=files.overwrite)
-            seed = _answer_prompts(model, prompts, turn_files, options, stats)
+            seed = _answer_prompts(model, prompts, replace(files, output=path), options, stats)
             options = replace(options, parameters={**options.parameters, "seed": seed})  # the same for all turns
             answers.append(read_texts(path, [question for question in questions if len(question.turns) > turn]))
         name = files.model_id or model.path.resolve().name
-    with atomic_file(files.output) as stream:
-        stream.write(judged_text(files.form, questions, answers, name, files.source.stem).encode())
+    with atomic_file(output) as stream:
+        stream.write(judged_text(layout, questions, answers, name, files.source.stem).encode())
 
 
 class _AnswerRun:

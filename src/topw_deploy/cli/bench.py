@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import click
 
 from topw_deploy.cli.options import CONTEXT, quiet_option
-from topw_deploy.cli.terminal import check_output, check_picture, say, say_json, write_json
+from topw_deploy.cli.terminal import check_output, check_picture, progress, write_report
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
 
 if TYPE_CHECKING:
@@ -72,7 +72,13 @@ def _common_options(threads: Any, rounds: int) -> Callable[[Command], Command]:
             show_default=True,
             help="Seed of the data and of the order of the sides.",
         ),
-        click.option("--json", "json_file", metavar="FILE", help="Write all results as JSON; - is standard output."),
+        click.option(
+            "--json",
+            "json_file",
+            metavar="FILE",
+            type=click.Path(path_type=Path, allow_dash=True),
+            help="Write all results as JSON; - is standard output.",
+        ),
         click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the results as a PNG."),
         quiet_option,
     )
@@ -146,7 +152,7 @@ def sampler(
     metric: str,
     alt_iters: int,
     peers: tuple[str, ...] | None,
-    json_file: str | None,
+    json_file: Path | None,
     plot: Path | None,
     quiet: bool,
     **rest: Any,
@@ -156,7 +162,6 @@ def sampler(
     Before timing, every implementation of Top-W must keep the same tokens as the reference.
     """
     _check_outputs(json_file, plot)
-    from topw_deploy.cli.terminal import progress
     from topw_lab.bench.sampler import run
 
     options = TopWOptions(metric=metric, alt_iters=alt_iters)
@@ -197,7 +202,7 @@ def sampler(
 @_common_options(_threads_option("each side"), 9)
 def decode(
     peers: tuple[str, ...] | None,
-    json_file: str | None,
+    json_file: Path | None,
     plot: Path | None,
     quiet: bool,
     **rest: Any,
@@ -207,7 +212,6 @@ def decode(
     Each side loads the model once, in its own process; then the sides take turns.
     """
     _check_outputs(json_file, plot)
-    from topw_deploy.cli.terminal import progress
     from topw_lab.bench.decode import run
 
     _show_report(run(peers=peers or (), progress=progress(quiet), **rest), json_file, plot)
@@ -247,7 +251,7 @@ def decode(
     help="Run only these of engine, one-by-one, static and ideal, separated by commas.",
 )
 @_common_options(_threads_option("the session"), 3)
-def serve(peers: tuple[str, ...] | None, json_file: str | None, plot: Path | None, quiet: bool, **rest: Any) -> None:
+def serve(peers: tuple[str, ...] | None, json_file: Path | None, plot: Path | None, quiet: bool, **rest: Any) -> None:
     """Time requests of many callers to the exported model in the folder OUT: through the engine, by `generate` one by
     one and in batches, and the engine's runs alone.
 
@@ -255,7 +259,6 @@ def serve(peers: tuple[str, ...] | None, json_file: str | None, plot: Path | Non
     text while a long prompt is read and after a reused prefix.
     """
     _check_outputs(json_file, plot)
-    from topw_deploy.cli.terminal import progress
     from topw_lab.bench.serve import run
 
     _show_report(run(peers=peers or (), progress=progress(quiet), **rest), json_file, plot)
@@ -295,7 +298,7 @@ def bench_rules(
     rules: str,
     temperatures: str,
     samplers: tuple[str, ...] | None,
-    json_file: str | None,
+    json_file: Path | None,
     plot: Path | None,
     quiet: bool,
     **rest: Any,
@@ -307,7 +310,6 @@ def bench_rules(
     The shares of certified tokens explain differences.
     """
     _check_outputs(json_file, plot)
-    from topw_deploy.cli.terminal import progress
     from topw_deploy.runtime.rule_settings import read_rules, read_temperatures
     from topw_lab.bench.rules import run
 
@@ -321,19 +323,14 @@ def bench_rules(
     _show_report(report, json_file, plot)
 
 
-def _check_outputs(json_file: str | None, plot: Path | None) -> None:
+def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
     """Raises ParameterError, before anything is timed, for files that cannot be written."""
-    check_output(None if json_file is None else Path(json_file), "json_file")
+    check_output(json_file, "json_file")
     check_picture(plot, (".png",))
 
 
-def _show_report(report: Report, json_file: str | None, plot: Path | None) -> None:
-    """Print the report, or write it as JSON to stdout if `json_file` is -. Then write the files."""
-    if json_file == "-":
-        say_json(report.as_dict(), indent=2)
-    else:
-        say(*report.text().split("\n"))
-        if json_file is not None:
-            write_json(report.as_dict(), Path(json_file))
+def _show_report(report: Report, json_file: Path | None, plot: Path | None) -> None:
+    """Print the report, write it as JSON, and draw it."""
+    write_report(report.text().split("\n"), report.as_dict(), json_file)
     if plot is not None:
         report.draw(plot)

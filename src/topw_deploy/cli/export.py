@@ -13,20 +13,12 @@ from topw_deploy import install
 from topw_deploy.cli.options import (
     CONTEXT,
     NEEDS_EXPORT,
-    baked_options,
-    bound_option,
-    branches_option,
-    crop_options,
-    hub_options,
-    parameter_options,
     quantisation_options,
-    report_options,
-    rules_option,
+    sampler_options,
 )
 from topw_deploy.cli.terminal import progress, say, say_json, tell
 from topw_deploy.errors import MissingPackageError
 from topw_deploy.progress import Progress
-from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.text import binary_size, count_text
 
 _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16", "int4", "int8")
@@ -73,13 +65,8 @@ _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16
     "[default: only the last, where supported]",
 )
 @quantisation_options
-@branches_option
-@rules_option
-@baked_options
-@bound_option
-@parameter_options(*PARAMETER_NAMES)
+@sampler_options
 @click.option("--with-logits", is_flag=True, help="Add an output with the logits, for log-probabilities.")
-@crop_options
 @click.option("--num-hidden-layers", type=int, default=None, help="Export only the first N layers, for tests.")
 @click.option(
     "--tokenizer",
@@ -100,12 +87,7 @@ _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16
     type=click.Path(path_type=Path),
     help="Also add the export to this model repository of Triton, as `topw triton` does.",
 )
-@click.option("--dry-run", is_flag=True, help="Show what would be written, with sizes and memory; write nothing.")
-@click.option("--overwrite", "--force", is_flag=True, help="Replace an earlier export in OUT at the very end.")
-@click.option("--no-verify", is_flag=True, help="Do not compare the export with the model.")
 @click.option("--keep-failed", is_flag=True, help="Keep the files of a failed export in OUT.failed.")
-@report_options
-@hub_options
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model.")
 def export(
     model: str | None, out: Path | None, model_option: str | None, out_option: Path | None, **values: Any
@@ -187,18 +169,8 @@ def _amount_lines(amounts: dict[str, int]) -> list[str]:
     type=click.Path(path_type=Path, dir_okay=False),
     help="A .npy file with the model's logits [steps, vocab]; measures the unit of --geom-unit median.",
 )
-@branches_option
-@rules_option
-@baked_options
-@bound_option
-@parameter_options(*PARAMETER_NAMES)
+@sampler_options
 @click.option("--opset", type=int, default=None, help="ONNX opset, 18 to 24.  [default: 23]")
-@crop_options
-@click.option("--dry-run", is_flag=True, help="Show what would be written; write nothing.")
-@click.option("--overwrite", "--force", is_flag=True, help="Replace an earlier export in OUT at the very end.")
-@click.option("--no-verify", is_flag=True, help="Do not compare the export with the reference.")
-@report_options
-@hub_options
 def export_sampler(model: str | None, out: Path | None, as_json: bool, quiet: bool, **values: Any) -> None:
     """Export the sampler alone into the folder OUT: logits in, tokens out.
 

@@ -20,7 +20,7 @@ from topw_deploy.cli.options import (
     take_opening,
 )
 from topw_deploy.cli.prompts import read_prompt_lines, read_text_lines
-from topw_deploy.cli.terminal import check_output, check_picture, read_source, say, say_json, write_json, write_text
+from topw_deploy.cli.terminal import check_output, check_picture, progress, read_source, write_report, write_text
 from topw_deploy.errors import PromptError
 from topw_deploy.runtime.parameters import OF_KEPT_SET
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
@@ -28,9 +28,7 @@ from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, TOP_W
 from topw_deploy.text import count_text
 
 if TYPE_CHECKING:
-    from topw_lab.compare.comparison import Comparison, Prompt, RuleSummary
-    from topw_lab.stats.exact_report import ExactSummary
-    from topw_lab.stats.report import SettingSummary
+    from topw_lab.compare.comparison import Prompt
 
 
 @click.command(name="stats", context_settings=CONTEXT, epilog=NEEDS_EXPORT)
@@ -125,10 +123,9 @@ def stats(
         raise click.UsageError("--exact-steps and --exact-pool need --exact.")
     texts = _stats_prompts(prompts, prompt_file, prompts_jsonl)[:limit]
     # Import late, for fast --help and usage errors.
-    from topw_deploy.cli.terminal import progress
     from topw_lab.stats.collect import ExactRequest, collect, settings_of
-    from topw_lab.stats.exact_report import save_exact_plot, summarise_exact
-    from topw_lab.stats.report import save_plot, summarise
+    from topw_lab.stats.exact_report import exact_lines, save_exact_plot, summarise_exact
+    from topw_lab.stats.report import report_lines, save_plot, summarise
 
     settings = settings_of(take_given(values, (*PARAMETER_NAMES, *RULE_PARAMETER_NAMES)), sweep)
     exact_request = ExactRequest(values["exact_steps"] or 200, values["exact_pool"]) if exact else None
@@ -148,7 +145,14 @@ def stats(
     )
     summaries = summarise(collected)
     exact_summaries = summarise_exact(collected) if exact else None
-    _write_stats(summaries, exact_summaries, folder, values, json_file)
+    names = ("max_new_tokens", "seed", "seeds", "batch_size", "preset", "geom_unit")
+    document: dict[str, Any] = {"folder": str(folder)} | {name: values[name] for name in names}
+    document["settings"] = [asdict(summary) for summary in summaries]
+    lines = list(report_lines(summaries, values["tokens"]))
+    if exact_summaries is not None:
+        document["exact"] = [asdict(summary) for summary in exact_summaries]
+        lines += ["", *exact_lines(exact_summaries)]
+    write_report(lines, document, json_file)
     if plot is not None:
         seeds = f"seed {values['seed']}" if values["seeds"] == 1 else f"{values['seeds']} seeds"
         subject = f"{folder.resolve().name}, {count_text(len(texts), 'prompt')}, {seeds}"
@@ -172,33 +176,6 @@ def _stats_prompts(given: tuple[str, ...], lines: Path | None, json_lines: Path 
         if line.kind != "prompt" or line.parameters:
             raise PromptError(f'{line.where} has more than a text; write "text" or {{"prompt": "text"}} on each line.')
     return [(line.prompt, line.where) for line in found]
-
-
-def _write_stats(
-    summaries: list[SettingSummary],
-    exact_summaries: list[ExactSummary] | None,
-    folder: Path,
-    values: dict[str, Any],
-    json_file: Path | None,
-) -> None:
-    """Print the tables before a file is written, so that the tables are not lost if the disk is full."""
-    from topw_lab.stats.exact_report import exact_lines
-    from topw_lab.stats.report import report_lines
-
-    if str(json_file) != "-":
-        say(*report_lines(summaries, values["tokens"]))
-        if exact_summaries is not None:
-            say("", *exact_lines(exact_summaries))
-    if json_file is not None:
-        names = ("max_new_tokens", "seed", "seeds", "batch_size", "preset", "geom_unit")
-        options = {name: values[name] for name in names}
-        report = {"folder": str(folder), **options, "settings": [asdict(summary) for summary in summaries]}
-        if exact_summaries is not None:
-            report["exact"] = [asdict(summary) for summary in exact_summaries]
-        if str(json_file) == "-":
-            say_json(report, indent=2)
-        else:
-            write_json(report, json_file)
 
 
 DEFAULT_RULES = "top_w,min_p,top_p,top_h,top_k,none"
@@ -283,9 +260,9 @@ def compare(folder: Path, prompts: Path, json_file: Path | None, html_file: Path
     require_folder_first(folder, [str(prompts)])
     install.require("`topw compare`", "compare")
     # Import late, for fast --help and usage errors.
-    from topw_deploy.cli.terminal import progress
     from topw_deploy.runtime.rule_settings import read_rules, read_temperatures
-    from topw_lab.compare.comparison import CompareRequest, compare, summarise
+    from topw_lab.compare.comparison import CompareRequest, as_dict, compare, report_lines, summarise
+    from topw_lab.compare.page import page
 
     check_output(json_file, "json_file")
     check_output(html_file, "html_file")
@@ -302,7 +279,10 @@ def compare(folder: Path, prompts: Path, json_file: Path | None, html_file: Path
         opening=take_opening(values),
     )
     comparison = compare(request, progress(values["quiet"]))
-    _write_comparison(comparison, summarise(comparison), json_file, html_file)
+    summaries = summarise(comparison)
+    write_report(report_lines(comparison, summaries), as_dict(comparison, summaries), json_file)
+    if html_file is not None:
+        write_text(page(comparison, summaries), html_file)
 
 
 def _compare_prompts(path: Path, chat: bool, system: str | None) -> list[Prompt]:
@@ -315,23 +295,6 @@ def _compare_prompts(path: Path, chat: bool, system: str | None) -> list[Prompt]
     else:
         lines = read_text_lines(data, where, chat=chat, system=system)
     return [Prompt(line.kind, line.prompt, line.where, line.parameters) for line in lines]
-
-
-def _write_comparison(
-    comparison: Comparison, summaries: list[RuleSummary], json_file: Path | None, html_file: Path | None
-) -> None:
-    """Print the table before files are written, so that the table is not lost if the disk is full."""
-    from topw_lab.compare.comparison import as_dict, report_lines
-    from topw_lab.compare.page import page
-
-    if str(json_file) != "-":
-        say(*report_lines(comparison, summaries))
-    if html_file is not None:
-        write_text(page(comparison, summaries), html_file)
-    if str(json_file) == "-":
-        say_json(as_dict(comparison, summaries), indent=2)
-    elif json_file is not None:
-        write_json(as_dict(comparison, summaries), json_file)
 
 
 _PASS_ARGUMENTS = {**CONTEXT, "ignore_unknown_options": True, "allow_interspersed_args": False}

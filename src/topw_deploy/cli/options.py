@@ -12,7 +12,7 @@ import click
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.parameters import ALIASES, PARAMETERS
-from topw_deploy.sampling.parameters import METRICS, OPTION_NAMES, POTENTIALS, PRESETS, beta_coefficients
+from topw_deploy.sampling.parameters import METRICS, PARAMETER_NAMES, POTENTIALS, PRESETS, beta_coefficients
 from topw_deploy.sampling.rules import RULES
 from topw_deploy.text import decode_text
 
@@ -28,18 +28,6 @@ CONTEXT: dict[str, Any] = {
 
 NEEDS_EXPORT = "Needs the extra [export]; `topw doctor` shows how to install it."
 """`epilog` of the commands that need the extra [export]."""
-
-_OPTION_HELP: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
-    "top_m": (("--top-m", "--m"), {"type": int}, "Number of candidate tokens, >= 1."),
-    "alt_iters": (("--alt-iters",), {"type": int}, "Maximum number of alternations, >= 1."),
-    "metric": (("--metric",), {"type": click.Choice(METRICS)}, "Token distance."),
-    "potential": (
-        ("--potential",),
-        {"type": click.Choice(POTENTIALS)},
-        "Distance of a token to the crop: the smallest, or the mean of the k smallest.",
-    ),
-    "knn_k": (("--knn-k",), {"type": int}, "k of the knn potential, >= 1."),
-}
 
 
 class _Beta(click.ParamType):
@@ -87,62 +75,66 @@ def _parameter_option(name: str) -> Callable[[Command], Command]:
     return click.option(*flags, name, **settings)
 
 
-def baked_options(command: Command) -> Command:
-    """Add --preset, for an export, and the options that are stored in the graph, whose default is None."""
-    for name in reversed(OPTION_NAMES):
-        names, settings, text = _OPTION_HELP[name]
-        command = click.option(*names, name, default=None, help=text, **settings)(command)
-    preset = click.option(
-        "--preset",
-        type=click.Choice(tuple(PRESETS)),
-        default="paper",
-        show_default=True,
-        help="Named set of values for the sampler options that are not given.",
-    )
-    return preset(command)
-
-
-def branches_option(command: Command) -> Command:
-    """Add --no-branches, for a sampler's function without control flow."""
-    return click.option(
-        "--branches/--no-branches",
-        default=True,
-        show_default=True,
-        help="Whether the sampler's function skips work by branches; without, it has no control flow.",
-    )(command)
-
-
-def rules_option(command: Command) -> Command:
-    """Add --rules, the sampling rules of the sampler's function."""
-    return click.option(
-        "--rules",
-        metavar="RULE,...",
-        default=None,
-        callback=_parse_rule_names,
-        help="Sampling rules that requests may use; Top-W always. Fewer make --no-branches faster.  [default: all]",
-    )(command)
-
-
 def _parse_rule_names(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
     return tuple(RULES) if value is None else tuple(name.strip() for name in value.split(",") if name.strip())
 
 
-def bound_option(command: Command) -> Command:
-    """Add --neighbour-bound, for an export."""
-    return click.option(
-        "--neighbour-bound/--no-neighbour-bound",
-        default=False,
-        show_default=True,
-        help="Measure and store each token's distance to its nearest neighbour, which saves distances at run time.",
-    )(command)
+def sampler_options(command: Command) -> Command:
+    """Add the options that exports with and without a decoder share (`export.options.SamplerKeywords`)."""
+    options = (
+        click.option(
+            "--branches/--no-branches",
+            default=True,
+            show_default=True,
+            help="Whether the sampler's function skips work by branches; without, it has no control flow.",
+        ),
+        click.option(
+            "--rules",
+            metavar="RULE,...",
+            default=None,
+            callback=_parse_rule_names,
+            help="Sampling rules that requests may use; Top-W always. Fewer make --no-branches faster.  [default: all]",
+        ),
+        click.option(
+            "--preset",
+            type=click.Choice(tuple(PRESETS)),
+            default="paper",
+            show_default=True,
+            help="Named set of values for the sampler options that are not given.",
+        ),
+        click.option("--top-m", "--m", "top_m", type=int, help="Number of candidate tokens, >= 1."),
+        click.option("--alt-iters", type=int, help="Maximum number of alternations, >= 1."),
+        click.option("--metric", type=click.Choice(METRICS), help="Token distance."),
+        click.option(
+            "--potential",
+            type=click.Choice(POTENTIALS),
+            help="Distance of a token to the crop: the smallest, or the mean of the k smallest.",
+        ),
+        click.option("--knn-k", type=int, help="k of the knn potential, >= 1."),
+        click.option(
+            "--neighbour-bound/--no-neighbour-bound",
+            default=False,
+            show_default=True,
+            help="Measure and store each token's distance to its nearest neighbour, which saves distances at run time.",
+        ),
+        parameter_options(*PARAMETER_NAMES),
+        click.option("--with-mass", is_flag=True, help="Add an output with the crop's probability mass."),
+        click.option("--with-keep-mask", is_flag=True, help="Add an output with the crop, a bool per token."),
+        click.option("--dry-run", is_flag=True, help="Show what would be written, with sizes; write nothing."),
+        click.option("--overwrite", "--force", is_flag=True, help="Replace an earlier export in OUT at the very end."),
+        click.option("--no-verify", is_flag=True, help="Do not compare the export with its source."),
+        click.option("--json", "as_json", is_flag=True, help="Print the report as JSON."),
+        quiet_option,
+        click.option("--revision", default=None, help="Branch, tag or commit of a hub model."),
+        click.option("--cache-dir", type=click.Path(path_type=Path), help="Folder of the hub's cache."),
+        click.option("--token", envvar="HF_TOKEN", default=None, help="Access token for the hub.  [env: HF_TOKEN]"),
+        click.option("--local-files-only", is_flag=True, help="Use the hub's cache only; never go online."),
+    )
+    return _add_options(command, options)
 
 
 def quantisation_options(command: Command) -> Command:
     """Add the options for int4 and int8, with the names of onnxruntime's tools. Their default is None."""
-    choices = {
-        "block_size": ("16", "32", "64", "128", "256"),
-        "accuracy_level": ("0", "1", "2", "3", "4"),
-    }
     options = (
         click.option(
             "--compute-dtype",
@@ -154,7 +146,7 @@ def quantisation_options(command: Command) -> Command:
             "--block-size",
             "--int4-block-size",
             "block_size",
-            type=click.Choice(choices["block_size"]),
+            type=click.Choice(("16", "32", "64", "128", "256")),
             callback=_parse_integer,
             help="int4, int8: number of weights that share a scale.  [default: 128]",
         ),
@@ -173,7 +165,7 @@ def quantisation_options(command: Command) -> Command:
             "--accuracy-level",
             "--int4-accuracy-level",
             "accuracy_level",
-            type=click.Choice(choices["accuracy_level"]),
+            type=click.Choice(("0", "1", "2", "3", "4")),
             callback=_parse_integer,
             help="int4, int8: lowest precision for activations: 1 float32, 2 float16, 3 bfloat16, 4 int8, 0 unset.  "
             "[default: 4]",
@@ -194,36 +186,7 @@ def _parse_integer(_context: click.Context, _option: click.Parameter, value: str
     return None if value is None else int(value)
 
 
-def hub_options(command: Command) -> Command:
-    """Add the options for the hub, with the names of huggingface_hub."""
-    options = (
-        click.option("--revision", default=None, help="Branch, tag or commit of a hub model."),
-        click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="Folder of the hub's cache."),
-        click.option("--token", envvar="HF_TOKEN", default=None, help="Access token for the hub.  [env: HF_TOKEN]"),
-        click.option("--local-files-only", is_flag=True, help="Use the hub's cache only; never go online."),
-    )
-    return _add_options(command, options)
-
-
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="Do not show progress on stderr.")
-
-
-def report_options(command: Command) -> Command:
-    """Add --json and --quiet."""
-    options = (
-        click.option("--json", "as_json", is_flag=True, help="Print the report as JSON."),
-        quiet_option,
-    )
-    return _add_options(command, options)
-
-
-def crop_options(command: Command) -> Command:
-    """Add the options for optional outputs of the sampler."""
-    options = (
-        click.option("--with-mass", is_flag=True, help="Add an output with the crop's probability mass."),
-        click.option("--with-keep-mask", is_flag=True, help="Add an output with the crop, a bool per token."),
-    )
-    return _add_options(command, options)
 
 
 _OPENING_NAMES = {

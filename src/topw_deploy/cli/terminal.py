@@ -9,7 +9,7 @@ import contextlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,9 +138,17 @@ def check_picture(path: Path | None, endings: tuple[str, ...]) -> None:
     require_matplotlib()
 
 
-def write_json(document: Any, path: Path) -> None:
-    """Write a JSON file. Raises ParameterError if `path` cannot be written."""
-    write_text(json_text(document, indent=2) + "\n", path)
+def write_report(lines: Iterable[object], document: Any, json_file: Path | None) -> None:
+    """Print the lines of a report, then write it as JSON. `-` prints the JSON instead; None writes none.
+
+    Lines are printed first, so that they are not lost if the disk is full.
+    """
+    if str(json_file) == "-":
+        say_json(document, indent=2)
+        return
+    say(*lines)
+    if json_file is not None:
+        write_text(json_text(document, indent=2) + "\n", json_file)
 
 
 def write_text(text: str, path: Path) -> None:
