@@ -49,7 +49,7 @@ lint: $(VENV)/dev.stamp     ## ruff, and mypy for the package, benchmarks and fu
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-peers: $(PEERS)/folders.stamp  ## folders by optimum, mobius and onnxruntime-genai's builder for `make test` to graft onto
+peers: $(PEERS)/folders.stamp  ## folders by optimum, mobius and onnxruntime-genai's builder for `make test` to import
 
 clients: $(CLIENTS)/ready.stamp  ## openai, litellm, langchain-openai and llama-benchy, for `make test` to call `topw serve`
 

@@ -1,4 +1,4 @@
-"""Whole exports, traced and grafted."""
+"""Whole exports, traced and imported."""
 
 from __future__ import annotations
 
@@ -196,13 +196,13 @@ def test_the_uniform_metric_carries_no_geometry(tmp_path: Path, foreign_decoder:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hard_link", [False, True])
-def test_a_graft_leaves_the_data_files_of_a_foreign_decoder_as_they_are(
+def test_an_import_leaves_the_data_files_of_a_foreign_decoder_as_they_are(
     tmp_path: Path, foreign_decoder: Path, hard_link: bool
 ) -> None:
     report = export(foreign_decoder, tmp_path / "out", verify=True, hard_link=hard_link)
     assert report.verification.status == "passed"
     manifest = load_manifest(tmp_path / "out")
-    assert manifest.source["route"] == "graft"
+    assert manifest.source["route"] == "import"
     assert manifest.decoder is not None
     assert manifest.decoder.left_padding
     data, original = tmp_path / "out" / "model.onnx.data", foreign_decoder / "model.onnx.data"

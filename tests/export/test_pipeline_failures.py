@@ -28,7 +28,7 @@ from topw_deploy.runtime import TopWModel
 def test_a_failed_verification_leaves_nothing_and_an_earlier_export_alone(
     tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The graph is damaged after the sampler is grafted, so only the verification can detect it."""
+    """The graph is damaged after the sampler is attached, so only the verification can detect it."""
     export(foreign_decoder, tmp_path / "out")
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     write = pipeline.write_model

@@ -97,7 +97,7 @@ def test_an_architecture_that_cannot_be_traced_is_named_without_colours(
     monkeypatch.setattr(traces, "folder", None)
     monkeypatch.setattr(trace.OnnxExporter, "export", fail)
     folder = write_checkpoint(tmp_path / "in", "llama_tied")
-    message = r"LlamaForCausalLM cannot be traced \(RuntimeError: red words\); graft"
+    message = r"LlamaForCausalLM cannot be traced \(RuntimeError: red words\); import"
     with pytest.raises(UnsupportedModelError, match=message) as refusal:
         export(folder, tmp_path / "out")
     assert str(refusal.value).isprintable()

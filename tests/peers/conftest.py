@@ -44,8 +44,8 @@ class Folder:
 
 
 @dataclass(frozen=True)
-class Grafted:
-    """A graft, and the export's output."""
+class Imported:
+    """An imported decoder, and the export's output."""
 
     source: Folder
     path: Path
@@ -62,22 +62,22 @@ def folder() -> Callable[[str], Folder]:
 
 
 @pytest.fixture(scope="session")
-def grafted(tmp_path_factory: pytest.TempPathFactory, folder: Callable[[str], Folder]) -> Callable[..., Grafted]:
-    """name -> its graft with its maker's logits, made once.
+def imported(tmp_path_factory: pytest.TempPathFactory, folder: Callable[[str], Folder]) -> Callable[..., Imported]:
+    """name -> its import with its maker's logits, made once.
 
     verify: verify the export.
     """
-    made: dict[tuple[str, bool], Grafted] = {}
+    made: dict[tuple[str, bool], Imported] = {}
 
-    def make(name: str, *, verify: bool = False) -> Grafted:
+    def make(name: str, *, verify: bool = False) -> Imported:
         if (name, verify) not in made:
             source = folder(name)
             complete = any((source.path / file).is_file() for file in ("config.json", "genai_config.json"))
             has_tokenizer = (source.path / "tokenizer.json").is_file()
-            out = tmp_path_factory.mktemp("grafted") / name
+            out = tmp_path_factory.mktemp("imported") / name
             tokenizer = None if complete and has_tokenizer else source.checkpoint
             report = export_model(source.path, out, with_logits=True, verify=verify, tokenizer=tokenizer)
-            made[name, verify] = Grafted(source, out, report)
+            made[name, verify] = Imported(source, out, report)
         return made[name, verify]
 
     return make

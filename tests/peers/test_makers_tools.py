@@ -1,4 +1,4 @@
-"""A graft with `logits` behaves the same in its maker's tool."""
+"""An import with `logits` behaves the same in its maker's tool."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ GENAI = (
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_onnxruntime_genai_generates_the_same_tokens_as_before(
-    grafted: Callable, own_tool: Callable, rows: int
+    imported: Callable, own_tool: Callable, rows: int
 ) -> None:
-    grafts = [grafted(name) for name in GENAI]
-    folders = [path for graft in grafts for path in (graft.source.path, graft.path)]
+    exports = [imported(name) for name in GENAI]
+    folders = [path for export in exports for path in (export.source.path, export.path)]
     answers = own_tool("genai", folders, PROMPTS[:rows], 2 * WINDOW)
-    for graft, before, after in zip(grafts, answers[::2], answers[1::2], strict=True):
-        assert after == before, graft.source.name
+    for export, before, after in zip(exports, answers[::2], answers[1::2], strict=True):
+        assert after == before, export.source.name
         assert len(before) == rows
 
 
-def test_optimum_generates_the_same_tokens_as_before(grafted: Callable, own_tool: Callable) -> None:
-    grafts = [grafted(f"optimum-{model}") for model in ("llama-tied", "llama-untied", "mistral", "gpt2")]
-    folders = [path for graft in grafts for path in (graft.source.path, graft.path)]
+def test_optimum_generates_the_same_tokens_as_before(imported: Callable, own_tool: Callable) -> None:
+    exports = [imported(f"optimum-{model}") for model in ("llama-tied", "llama-untied", "mistral", "gpt2")]
+    folders = [path for export in exports for path in (export.source.path, export.path)]
     answers = own_tool("optimum", folders, PROMPTS, 2 * WINDOW)
-    for graft, before, after in zip(grafts, answers[::2], answers[1::2], strict=True):
-        assert after == before, graft.source.name
+    for export, before, after in zip(exports, answers[::2], answers[1::2], strict=True):
+        assert after == before, export.source.name
 
 
 @pytest.mark.parametrize("name", ["mobius-llama-tied", "mobius-llama-untied", "mobius-gemma3"])
-def test_onnxruntime_alone_gives_the_logits_it_gave_before(grafted: Callable, name: str) -> None:
+def test_onnxruntime_alone_gives_the_logits_it_gave_before(imported: Callable, name: str) -> None:
     """As in mobius's examples."""
-    graft = grafted(name)
+    export = imported(name)
     ids = np.array(PROMPTS)
-    before, after = (logits(path, ids) for path in (graft.source.path, graft.path))
+    before, after = (logits(path, ids) for path in (export.source.path, export.path))
     np.testing.assert_array_equal(after, before)
 
 

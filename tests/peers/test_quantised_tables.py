@@ -56,8 +56,8 @@ def halves(packed: np.ndarray) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def tied(grafted: Callable) -> Path:
-    path: Path = grafted("genai-int4-llama-tied").path
+def tied(imported: Callable) -> Path:
+    path: Path = imported("genai-int4-llama-tied").path
     return path
 
 
@@ -90,10 +90,10 @@ def test_kept_sets_are_the_references_over_the_dequantised_table(tied: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["genai-int4-llama-tied", "genai-int4-llama-untied"])
-def test_the_sampler_in_use_draws_what_the_graphs_own_draws(grafted: Callable, name: str) -> None:
+def test_the_sampler_in_use_draws_what_the_graphs_own_draws(imported: Callable, name: str) -> None:
     """Native if the library reads such a table, else the function."""
     setting = {"lam": 0.5, "init_top_p": 0.3, "temperature": 1.5, "seed": 4, "max_new_tokens": 20, "ignore_eos": True}
-    path = grafted(name).path
+    path = imported(name).path
     with TopWModel.from_pretrained(path) as used, TopWModel.from_pretrained(path, sampler="graph") as function:
         assert function.sampler == "graph"
         assert used.generate([5, 9, 30], **setting).token_ids == function.generate([5, 9, 30], **setting).token_ids

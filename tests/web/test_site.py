@@ -217,8 +217,8 @@ def test_what_a_browser_cannot_run_is_refused(model: Path, tmp_path: Path) -> No
         (changed(manifest, weights={"float16": 1_999_999_999}), r"has 2\.0 GB of weights, as float32, but"),
         (replace(manifest, files={"model.onnx": manifest.files["model.onnx"]}), r"no tokenizer\.json"),
         (
-            replace(manifest, source={"route": "graft"}, outputs=(*manifest.outputs, logits)),
-            "graft with logits",
+            replace(manifest, source={"route": "import"}, outputs=(*manifest.outputs, logits)),
+            "imported decoder with logits",
         ),
     ):
         with pytest.raises(UnsupportedModelError, match=message):

@@ -331,10 +331,10 @@ def check_runs(manifest: DecoderManifest, folder: Path) -> None:
             f"{folder} needs onnxruntime {least}, but the page has onnxruntime-web {ONNXRUNTIME_VERSION}; "
             "export without what needs the newer one, such as with --no-window-cache."
         )
-    if manifest.source.get("route") == "graft" and any(spec.name == "logits" for spec in manifest.outputs):
+    if manifest.source.get("route") == "import" and any(spec.name == "logits" for spec in manifest.outputs):
         raise UnsupportedModelError(
-            f"{folder} is a graft with logits, whose sampler inputs have defaults, which onnxruntime for JavaScript "
-            "cannot change; graft it again without --with-logits."
+            f"{folder} is an imported decoder with logits, whose sampler inputs have defaults, which onnxruntime for "
+            "JavaScript cannot change; import it again without --with-logits."
         )
 
 

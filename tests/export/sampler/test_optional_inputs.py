@@ -1,4 +1,4 @@
-"""A grafted decoder that keeps its logits runs without sampler inputs."""
+"""An imported decoder that keeps its logits runs without sampler inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def with_logits(foreign_decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("grafted") / "out"
+    out = tmp_path_factory.mktemp("imported") / "out"
     export_model(foreign_decoder, out, with_logits=True)
     return out
 

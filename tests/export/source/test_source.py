@@ -58,9 +58,9 @@ def test_a_folder_with_weights_is_traced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "anything.onnx", "onnx/model.onnx"])
-def test_a_folder_with_a_graph_is_grafted_onto(tmp_path: Path, name: str) -> None:
+def test_a_folder_with_a_graph_is_imported(tmp_path: Path, name: str) -> None:
     source = resolve(str(touch(tmp_path, "config.json", name)))
-    assert (source.route, source.onnx, source.folder) == ("graft", tmp_path / name, tmp_path)
+    assert (source.route, source.onnx, source.folder) == ("import", tmp_path / name, tmp_path)
 
 
 def test_a_graph_file_can_be_named_directly(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def write_configuration(source: Source, output: Path, num_hidden_layers: int | N
             **{k: genai[k] for k in ("vocab_size", *_SPECIAL) if k in genai},
         }
     elif source.onnx is None:
-        from topw_deploy.export.source.checkpoint import exported_config  # imports torch, which a graft does not need
+        from topw_deploy.export.source.checkpoint import exported_config  # imports torch, which an import does not need
 
         config = exported_config(source.folder, config)
     if num_hidden_layers is not None:

@@ -52,8 +52,8 @@ class Source:
 
     @property
     def route(self) -> str:
-        """How the decoder's graph is obtained: `trace` it with torch, or `graft` the sampler onto an ONNX file."""
-        return "trace" if self.onnx is None else "graft"
+        """How the decoder's graph is obtained: `trace` it with torch, or `import` of an ONNX file."""
+        return "trace" if self.onnx is None else "import"
 
 
 def resolve(model: str, tokenizer: str | Path | None = None, **hub: Unpack[HubKeywords]) -> Source:

@@ -155,7 +155,7 @@ def _mark_call(
         feature = "an attention mask of its own" if visible is None else feature
         raise UnsupportedModelError(
             f"{type(module).__name__} uses {feature}, which the export does not support; "
-            "choose another model or graft an ONNX decoder made by another exporter."
+            "choose another model or import an ONNX decoder made by another exporter."
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     mark = partial(
@@ -224,7 +224,7 @@ def _visible_keys(mask_function: Callable[..., Any]) -> Visible:
         elif not name.startswith(("bidirectional", "sliding_window_bidirectional")):
             raise UnsupportedModelError(
                 f"the model's attention mask depends on more than positions ({name}), which the export does not "
-                "support; choose another model or graft an ONNX decoder made by another exporter."
+                "support; choose another model or import an ONNX decoder made by another exporter."
             )
     if not is_causal:
         raise UnsupportedModelError(

@@ -35,7 +35,7 @@ def layer_of(name: str) -> int:
     found = _LAYER.search(name)
     if found is None:
         raise UnsupportedModelError(
-            f"the mixer {name!r} belongs to no numbered layer, so its state cannot be named; graft an ONNX decoder "
+            f"the mixer {name!r} belongs to no numbered layer, so its state cannot be named; import an ONNX decoder "
             "made by another exporter."
         )
     return int(found[1])

@@ -196,7 +196,7 @@ class MixerPlaceholders(ABC):
             pending = self._cache.convolution if kind == CONVOLUTION else self._cache.recurrence
             if pending is None:
                 raise UnsupportedModelError(
-                    f"a {op_type.lower()} requests no state from the cache, so its layer is unknown; graft an ONNX "
+                    f"a {op_type.lower()} requests no state from the cache, so its layer is unknown; import an ONNX "
                     "decoder made by another exporter."
                 )
             layer = pending[0]

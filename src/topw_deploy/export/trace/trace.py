@@ -175,7 +175,7 @@ def _check_placeholders(model: PreTrainedModel, config: Any, graph: ir.Graph) ->
     if len(set(layers)) != len(layers) or not any(node.domain == PLACEHOLDER_DOMAIN for node in graph):
         raise UnsupportedModelError(
             f"{name} shows {len(nodes)} attention calls for {config.num_hidden_layers} layers through transformers' "
-            "attention interface, but one per attention layer is needed; graft an ONNX decoder made by another "
+            "attention interface, but one per attention layer is needed; import an ONNX decoder made by another "
             "exporter."
         )
 
@@ -295,7 +295,7 @@ def _untraceable(model: PreTrainedModel, error: Exception) -> UnsupportedModelEr
     reason = first[:120] or type(error).__name__
     return UnsupportedModelError(
         f"the architecture {type(model).__name__} cannot be traced ({type(error).__name__}: {reason}); "
-        "graft an ONNX decoder made by another exporter."
+        "import an ONNX decoder made by another exporter."
     )
 
 

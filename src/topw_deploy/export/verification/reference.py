@@ -409,7 +409,7 @@ class TorchReference:
 
 
 class OriginalDecoderReference:
-    """The ONNX decoder onto which a sampler was grafted.
+    """The ONNX decoder to which a sampler was attached.
 
     MatMulNBits on a CPU may round activations to 8 bits. A difference in the last digit of a float32, such as there is
     between single steps and a whole prompt, can then change a rounding and grow (measured: 0.11, for logits up to 16).

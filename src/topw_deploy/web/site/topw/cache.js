@@ -321,7 +321,7 @@ export function checkSession(manifest, session) {
     if (!session.inputNames.includes(name)) {
       throw new ManifestError(
         `model.onnx has no input ${name} without a default, which onnxruntime for JavaScript cannot set; export the ` +
-          "model again, a grafted one without --with-logits.",
+          "model again, an imported one without --with-logits.",
       );
     }
   }

@@ -1,4 +1,4 @@
-"""Grafts onto folders of optimum, mobius and onnxruntime-genai's builder."""
+"""Imports of folders of optimum, mobius and onnxruntime-genai's builder."""
 
 from __future__ import annotations
 
@@ -56,51 +56,52 @@ def described(path: Path) -> DecoderInfo:
 
 
 @pytest.mark.parametrize("name", VERIFIED)
-def test_a_real_folder_is_grafted_and_verified(grafted: Callable, name: str) -> None:
-    report = grafted(name, verify=True).report
+def test_a_real_folder_is_imported_and_verified(imported: Callable, name: str) -> None:
+    report = imported(name, verify=True).report
     assert report.verification.status == "passed"
     names = {check.name for check in report.verification.checks}
     assert names >= {"prefill logits", "decode logits", "chunked prefill logits", "sampler kept sets"}
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
-def test_the_cache_is_described_as_the_graph_has_it(grafted: Callable, name: str) -> None:
-    graft = grafted(name)
-    decoder = described(graft.path)
+def test_the_cache_is_described_as_the_graph_has_it(imported: Callable, name: str) -> None:
+    export = imported(name)
+    decoder = described(export.path)
     in_place = name.startswith(("genai", "mobius-cpu"))
     assert decoder.kv_form == ("shared" if in_place else "concat")
     assert decoder.ragged_chunks is not in_place
-    operator = {"optimum": "", "mobius": "Attention", "genai": "GroupQueryAttention"}[graft.source.peer.maker]
+    operator = {"optimum": "", "mobius": "Attention", "genai": "GroupQueryAttention"}[export.source.peer.maker]
     assert decoder.attention == ("GroupQueryAttention" if in_place else operator)
     assert decoder.kv_dtype == ("float16" if "fp16" in name else "float")
     assert decoder.buffer_least == (WINDOW if name == "genai-gemma2" else 0)
-    opset = {"optimum": 18, "mobius": 24, "genai": 22}[graft.source.peer.maker]
-    assert load_manifest(graft.path).opset[""] == opset
+    opset = {"optimum": 18, "mobius": 24, "genai": 22}[export.source.peer.maker]
+    assert load_manifest(export.path).opset[""] == opset
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
-def test_weights_and_configuration_are_the_makers_own(grafted: Callable, name: str) -> None:
-    graft = grafted(name)
-    kept = [*graft.source.path.glob("*.data"), *graft.source.path.glob("genai_config.json")]
-    assert all((graft.path / file.name).read_bytes() == file.read_bytes() for file in kept)
-    assert len(kept) == {"optimum": 0, "mobius": 1, "genai": 2}[graft.source.peer.maker] + name.startswith("mobius-cpu")
+def test_weights_and_configuration_are_the_makers_own(imported: Callable, name: str) -> None:
+    export = imported(name)
+    kept = [*export.source.path.glob("*.data"), *export.source.path.glob("genai_config.json")]
+    assert all((export.path / file.name).read_bytes() == file.read_bytes() for file in kept)
+    named = {"optimum": 0, "mobius": 1, "genai": 2}[export.source.peer.maker]
+    assert len(kept) == named + name.startswith("mobius-cpu")
 
 
 @pytest.mark.parametrize("name", FAITHFUL)
-def test_greedy_tokens_are_torchs_past_every_window(grafted: Callable, torch_greedy: Callable, name: str) -> None:
-    graft = grafted(name)
-    wanted = torch_greedy(graft.source.checkpoint, PROMPT, 3 * WINDOW)
-    with TopWModel.from_pretrained(graft.path) as model:
+def test_greedy_tokens_are_torchs_past_every_window(imported: Callable, torch_greedy: Callable, name: str) -> None:
+    export = imported(name)
+    wanted = torch_greedy(export.source.checkpoint, PROMPT, 3 * WINDOW)
+    with TopWModel.from_pretrained(export.path) as model:
         assert model.generate(PROMPT, max_new_tokens=len(wanted), **GREEDY).token_ids == wanted
 
 
 @pytest.mark.parametrize("name", ["genai-int4-llama-tied", "genai-int4-llama-untied", "genai-fp16-llama-tied"])
 def test_greedy_tokens_of_half_and_quarter_precision_are_their_makers(
-    grafted: Callable, own_tool: Callable, name: str
+    imported: Callable, own_tool: Callable, name: str
 ) -> None:
-    graft = grafted(name)
-    ((wanted,),) = own_tool("genai", [graft.source.path], [PROMPT], 30)
-    with TopWModel.from_pretrained(graft.path) as model:
+    export = imported(name)
+    ((wanted,),) = own_tool("genai", [export.source.path], [PROMPT], 30)
+    with TopWModel.from_pretrained(export.path) as model:
         found = model.generate(PROMPT, max_new_tokens=30, temperature=0.0).token_ids
     assert found == wanted[: len(found)]
     assert len(found) == len(wanted) or found[-1] == 2  # end of sequence
@@ -108,13 +109,13 @@ def test_greedy_tokens_of_half_and_quarter_precision_are_their_makers(
 
 @pytest.mark.parametrize("name", sorted(set(PADDED_RIGHT) & set(FAITHFUL)))
 def test_prompts_of_different_lengths_share_a_batch_and_give_torchs_tokens(
-    grafted: Callable, torch_greedy: Callable, name: str
+    imported: Callable, torch_greedy: Callable, name: str
 ) -> None:
-    graft = grafted(name, verify=True)
+    export = imported(name, verify=True)
     prompts = [[(7 * i + row) % 300 + 3 for i in range(n)] for row, n in enumerate((2 * WINDOW + 5, 1, WINDOW, 3))]
-    wanted = [torch_greedy(graft.source.checkpoint, prompt, WINDOW) for prompt in prompts]
+    wanted = [torch_greedy(export.source.checkpoint, prompt, WINDOW) for prompt in prompts]
     for chunk in (None, 7):
-        with TopWModel.from_pretrained(graft.path, prefill_chunk=chunk) as model:
+        with TopWModel.from_pretrained(export.path, prefill_chunk=chunk) as model:
             found = model.generate(prompts, max_new_tokens=[WINDOW, 3, WINDOW, WINDOW - 1], **GREEDY)
         for row, tokens in enumerate(found):
             assert tokens.token_ids == wanted[row][: len(tokens.token_ids)]
@@ -122,19 +123,19 @@ def test_prompts_of_different_lengths_share_a_batch_and_give_torchs_tokens(
 
 
 @pytest.mark.parametrize("name", PADDED_RIGHT)
-def test_a_batch_padded_on_the_right_is_part_of_the_verification(grafted: Callable, name: str) -> None:
-    graft = grafted(name, verify=True)
-    assert described(graft.path).right_padding
-    (check,) = (c for c in graft.report.verification.checks if c.name == "right-padded batch logits")
+def test_a_batch_padded_on_the_right_is_part_of_the_verification(imported: Callable, name: str) -> None:
+    export = imported(name, verify=True)
+    assert described(export.path).right_padding
+    (check,) = (c for c in export.report.verification.checks if c.name == "right-padded batch logits")
     assert check.passed
 
 
 @pytest.mark.parametrize("name", ["genai-llama-tied", "mobius-cpu-mistral", "genai-gemma2"])
-def test_a_batch_and_pieces_of_a_prompt_draw_the_same_tokens(grafted: Callable, name: str) -> None:
+def test_a_batch_and_pieces_of_a_prompt_draw_the_same_tokens(imported: Callable, name: str) -> None:
     """onnxruntime refuses several new tokens per row after a past, so the runtime runs single rows."""
     prompts = [[(7 * i + row) % 300 + 3 for i in range(2 * WINDOW + 5)] for row in range(3)]
     setting = {"seed": [1, 2, 3], "lam": 0.5, "temperature": 1.5, "ignore_eos": True, "max_new_tokens": 12}
-    path = grafted(name).path
+    path = imported(name).path
     with TopWModel.from_pretrained(path) as whole, TopWModel.from_pretrained(path, prefill_chunk=7) as pieces:
         wanted = [
             whole.generate(prompt, **{**setting, "seed": seed}).token_ids
@@ -145,38 +146,38 @@ def test_a_batch_and_pieces_of_a_prompt_draw_the_same_tokens(grafted: Callable, 
 
 
 def test_a_window_kept_alone_gets_a_buffer_of_its_size_for_short_requests(
-    grafted: Callable, torch_greedy: Callable
+    imported: Callable, torch_greedy: Callable
 ) -> None:
     """onnxruntime-genai's loop refuses a max_length below this graph's window."""
-    graft = grafted("genai-gemma2")
-    wanted = torch_greedy(graft.source.checkpoint, PROMPT, 3)
-    with TopWModel.from_pretrained(graft.path, max_length=8) as model:
+    export = imported("genai-gemma2")
+    wanted = torch_greedy(export.source.checkpoint, PROMPT, 3)
+    with TopWModel.from_pretrained(export.path, max_length=8) as model:
         assert model.generate(PROMPT, max_new_tokens=3, **GREEDY).token_ids == wanted
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
-def test_sequences_end_where_the_graph_does(grafted: Callable, name: str) -> None:
-    graft = grafted(name)
+def test_sequences_end_where_the_graph_does(imported: Callable, name: str) -> None:
+    export = imported(name)
     ignores_its_window = name in ("genai-mistral", "mobius-mistral")
-    length = described(graft.path).context_length
+    length = described(export.path).context_length
     assert length == (WINDOW if ignores_its_window else CONTEXT)
-    notices = " ".join(graft.report.notices)
+    notices = " ".join(export.report.notices)
     assert ("ignores the model's sliding window" in notices) is ignores_its_window
     assert ("table of positions has 256 rows" in notices) is name.startswith("mobius-cpu")
     assert ("does not apply the soft cap" in notices) is (name == "optimum-gemma2")
-    with TopWModel.from_pretrained(graft.path) as model:
+    with TopWModel.from_pretrained(export.path) as model:
         assert len(model.generate(PROMPT, max_new_tokens=2 * CONTEXT, **GREEDY).token_ids) == length - len(PROMPT)
 
 
 @pytest.mark.parametrize("name", ["genai-mistral", "genai-gemma2"])
 def test_the_models_own_configuration_says_the_same_of_its_window(
-    folder: Callable, grafted: Callable, name: str
+    folder: Callable, imported: Callable, name: str
 ) -> None:
     """The builder writes only genai_config.json; --tokenizer names a folder with config.json."""
     source = folder(name)
     decoder = load_decoder(source.path / "model.onnx", source.checkpoint)
-    assert decoder.info.context_length == described(grafted(name).path).context_length
-    assert list(decoder.notices) == [note for note in grafted(name).report.notices if "window" in note]
+    assert decoder.info.context_length == described(imported(name).path).context_length
+    assert list(decoder.notices) == [note for note in imported(name).report.notices if "window" in note]
 
 
 def test_a_cache_in_mobiuss_static_layout_is_refused_by_name(folder: Callable, tmp_path: Path) -> None:
