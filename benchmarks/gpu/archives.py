@@ -192,10 +192,10 @@ def unusable_components(folder: Path) -> list[str]:
     return found
 
 
-def why_missing(folder: Path, component: str) -> str:
-    """Why the component is missing; empty without an index or a reason."""
+def add_why_missing(sentence: str, folder: Path, component: str) -> tuple[str, ...]:
+    """The sentence, and why the component was not packed or is not complete, if the index says so."""
     known = unusable_components(folder) if (folder / INDEX).is_file() else []
-    return next((sentence for sentence in known if sentence.split(" ", 1)[0] == component), "")
+    return (sentence, *(why for why in known if why.split(" ", 1)[0] == component))
 
 
 def components(folder: Path) -> dict[str, dict[str, Any]]:

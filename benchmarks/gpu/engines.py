@@ -43,8 +43,7 @@ def steps(job: Job) -> list[Step]:
 
 def report_missing(why: str, job: Job) -> Result:
     """Report what is missing, and the reason in pack.json if it was not packed."""
-    known = archives.why_missing(job.packed, "tensorrt")
-    return Result(absent=(why, known) if known else (why,))
+    return Result(absent=archives.add_why_missing(why, job.packed, "tensorrt"))
 
 
 _NO_TENSORRT = (

@@ -107,8 +107,7 @@ def run_on(folder: Path, way: Way, job: Job) -> Result:
         else:
             absent = why_no_cuda()
             if absent:
-                known = archives.why_missing(job.packed, "onnxruntime")
-                return Result(absent=(absent, known) if known else (absent,))
+                return Result(absent=archives.add_why_missing(absent, job.packed, "onnxruntime"))
             if way.sampler == "native":
                 os.environ["TOPW_CUDA_LIBRARY"] = str(job.kernels())
     found = ways.run_way(folder, way, job)

@@ -10,16 +10,14 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.device import BoundStep, DeviceKernel, DeviceTable, table_of
-from fuzz.implementations import Answer, as_bfloat16, from_bfloat16
-from fuzz.sampler import differences
+from benchmarks.gpu.small_rows import UNCERTIFIED, compare_row
+from fuzz.implementations import as_bfloat16, from_bfloat16
 from tests.support.kernel import STAGES, Kernel, KernelSamples, KernelTable, RuleArrays
-from tests.support.rows import explanation
 from topw_deploy.plugins.library import library_path
-from topw_deploy.sampling import FLOAT32_TIES, Geometry, pack_mask, sample_row
+from topw_deploy.sampling import Geometry, pack_mask
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions, TopWParameters
 from topw_lab.bench.logits import bell_logits, likely_logits
 
-UNCERTIFIED = {"lam": 1.0, "init_top_p": 0.5, "temperature": 2.0, "geom_scale": 0.6}
 _OPTIONS = TopWOptions(metric="cosine", alt_iters=9)
 _RULES = np.array([0, 0, 0, 1, 0, 0, 2, 0, 5, 0, 3, 4, 0, 10, 11, 8], np.int32)  # codes of successive rows
 _VALUES = {1: (5_000, 0), 2: (0.97, 0), 3: (0.01, 0), 4: (0.9, 5_000), 5: (0.9, 0), 8: (1.5, 0), 10: (30, 0)}
@@ -212,26 +210,13 @@ class Judge:
                 self._by_reference(rows, row, found, verdict)
 
     def _by_reference(self, rows: ShippedRows, row: int, found: KernelSamples, verdict: Verdict) -> None:
-        parameters = {name: float(rows.columns[name][row]) for name in PARAMETER_NAMES}
-        edits = tuple(array[row] for array in rows.edits)
-        wanted = sample_row(
-            rows.logits[row], parameters, self._options, self._geometry, float(rows.columns["uniform"][row]), edits,
-            None if rows.allowed is None else rows.allowed[row],
-        )  # fmt: skip
         verdict.by_reference += 1
-        assert found.mass is not None
-        assert found.keep_mask is not None
-        answer = Answer(
-            np.flatnonzero(found.keep_mask[row]), bool(found.certified[row]), ordered=False,
-            next_token=int(found.next_token[row]), logprob=float(found.logprob[row]), mass=float(found.mass[row]),
-        )  # fmt: skip
-        for difference in differences(wanted, answer):
-            reason = explanation(difference, wanted, FLOAT32_TIES, pool_cut=False)
+        changes = (*rows.edits, rows.allowed)
+        for difference, reason in compare_row(
+            found, row, rows.logits, rows.columns, changes, self._options, self._geometry
+        ):
             if reason is None:
-                verdict.wrong.append(
-                    f"row {row} of {len(rows.kinds)} ({rows.kinds[row]}): {difference}; wanted token "
-                    f"{wanted.next_token} of {wanted.kept} kept, found {answer.next_token} of {len(answer.kept)}"
-                )
+                verdict.wrong.append(f"row {row} of {len(rows.kinds)} ({rows.kinds[row]}): {difference}")
             else:
                 verdict.explained[f"{difference}: {reason}"] += 1
 

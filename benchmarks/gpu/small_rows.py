@@ -12,7 +12,7 @@ import argparse
 import ctypes
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import byref, c_size_t, c_uint64, c_void_p
 from dataclasses import fields
 from pathlib import Path
@@ -33,7 +33,7 @@ from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions
 
 READY, ANSWERED = "READY", "ANSWERED"
 VOCAB, HIDDEN, BATCH, EDITS = 3_001, 24, 8, 3
-_OPEN = {"lam": 1.0, "init_top_p": 0.5, "temperature": 2.0, "geom_scale": 0.6}
+UNCERTIFIED = {"lam": 1.0, "init_top_p": 0.5, "temperature": 2.0, "geom_scale": 0.6}
 _OPTIONS = TopWOptions(metric="cosine", top_m=200, alt_iters=9)
 
 
@@ -95,7 +95,7 @@ def rows(seed: int, scale: float) -> tuple[np.ndarray, dict[str, np.ndarray], tu
     logits = (rng.standard_normal((BATCH, VOCAB)) * scale).astype(np.float32)
     logits[[0, 2, 5], 7:12] += 12
     logits[4, VOCAB - 1] = np.nan
-    columns: dict[str, Any] = {name: np.full(BATCH, value) for name, value in _OPEN.items()}
+    columns: dict[str, Any] = {name: np.full(BATCH, value) for name, value in UNCERTIFIED.items()}
     columns["lam"][[0, 2]], columns["init_top_p"][[0, 2]] = 2.2, 0.999
     columns["temperature"][5], columns["geom_scale"][6] = 0.0, -0.3
     columns["lam"][7], columns["init_top_p"][7], columns["temperature"][7] = 0.3, 0.999, 1.0
@@ -145,30 +145,27 @@ def launch_twice(
     return samples
 
 
-def wrong_rows(
-    samples: KernelSamples, logits: np.ndarray, columns: dict[str, np.ndarray], changes: tuple[np.ndarray, ...],
-    geometry: Geometry,
-) -> list[str]:  # fmt: skip
-    """Differences from the reference that no tie explains."""
-    wrong = []
+def compare_row(
+    samples: KernelSamples, row: int, logits: np.ndarray, columns: Mapping[str, np.ndarray],
+    changes: Sequence[Any], options: TopWOptions, geometry: Geometry,
+) -> list[tuple[str, str | None]]:  # fmt: skip
+    """Compare a row of a batch with the reference. Returns (difference, the tie that explains it, or None) of each.
+
+    changes: ids, penalties and biases of edits, and masks or None.
+    """
     assert samples.mass is not None
     assert samples.keep_mask is not None
-    for row in range(BATCH):
-        parameters = {name: float(columns[name][row]) for name in PARAMETER_NAMES}
-        ids, penalty, bias, allowed = (array[row] for array in changes)
-        uniform = float(columns["uniform"][row])
-        wanted = sample_row(logits[row], parameters, _OPTIONS, geometry, uniform, (ids, penalty, bias), allowed)
-        found = Answer(
-            np.flatnonzero(samples.keep_mask[row]), bool(samples.certified[row]), ordered=False,
-            next_token=int(samples.next_token[row]), logprob=float(samples.logprob[row]),
-            mass=float(samples.mass[row]),
-        )  # fmt: skip
-        wrong += [
-            f"row {row}: {difference}, wanted token {wanted.next_token}, found {found.next_token}"
-            for difference in differences(wanted, found)
-            if explanation(difference, wanted, FLOAT32_TIES, pool_cut=False) is None
-        ]
-    return wrong
+    parameters = {name: float(columns[name][row]) for name in PARAMETER_NAMES}
+    ids, penalty, bias, allowed = (None if array is None else array[row] for array in changes)
+    uniform = float(columns["uniform"][row])
+    wanted = sample_row(logits[row], parameters, options, geometry, uniform, (ids, penalty, bias), allowed)
+    found = Answer(
+        np.flatnonzero(samples.keep_mask[row]), bool(samples.certified[row]), ordered=False,
+        next_token=int(samples.next_token[row]), logprob=float(samples.logprob[row]), mass=float(samples.mass[row]),
+    )  # fmt: skip
+    tokens = f"wanted token {wanted.next_token} of {wanted.kept} kept, found {found.next_token} of {len(found.kept)}"
+    reasons = {each: explanation(each, wanted, FLOAT32_TIES, pool_cut=False) for each in differences(wanted, found)}
+    return [(each if reason else f"{each}; {tokens}", reason) for each, reason in reasons.items()]
 
 
 def main() -> int:
@@ -197,7 +194,9 @@ def main() -> int:
         stored = store(logits)
         samples = launch_twice(kernel, memory, stored, columns, changes, table)
         stages.update(STAGES[int(stage)] for stage in samples.reports["stage"])
-        wrong += [f"{name}, {line}" for line in wrong_rows(samples, read(stored), columns, changes, geometry)]
+        for row in range(BATCH):
+            found = compare_row(samples, row, read(stored), columns, changes, _OPTIONS, geometry)
+            wrong += [f"{name}, row {row}: {difference}" for difference, reason in found if reason is None]
     print("\n".join(wrong))
     print(ANSWERED, ", ".join(f"{stage} {count}" for stage, count in sorted(stages.items())), flush=True)
     return 1 if wrong else 0

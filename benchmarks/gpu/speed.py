@@ -14,7 +14,7 @@ from benchmarks.common import Spread
 from benchmarks.gpu.device import BoundStep, DeviceKernel, open_kernel, random_rows, table_of
 from benchmarks.gpu.job import Job, Result, Sizes, Step, StepError, sizes_of
 from benchmarks.gpu.measure import Side, Timed, Times, bandwidth, measure_sides, rotate_launches
-from benchmarks.gpu.rows import UNCERTIFIED
+from benchmarks.gpu.small_rows import UNCERTIFIED
 from tests.support.cuda_kernel import CERTIFY, GEOMETRY
 from tests.support.kernel import STAGES, Edits, KernelSamples
 from topw_deploy.sampling import pack_mask

@@ -62,10 +62,9 @@ def build_application(given: dict[str, Any]) -> Application:
     for folder in models.values():  # each replica runs in a working directory of its own
         if not Path(folder).is_absolute():
             raise ParameterError(f"models has the path {folder}, but must have absolute ones.", "models")
-    folders: dict[str, Path] = {str(name): Path(folder) for name, folder in models.items()}
-    given["models"] = folders
-    lists = {name: tuple(given[name]) for name in ("api_keys", "cors_origins") if name in given}
-    options = ServeOptions(**{**given, **lists})
+    given["models"] = {str(name): Path(folder) for name, folder in models.items()}
+    given |= {name: tuple(given[name]) for name in ("api_keys", "cors_origins") if name in given}
+    options = ServeOptions(**given)
     rows, queue = int(options.engine.get("max_batch", 8)), int(options.engine.get("max_queue", 256))
     router = RequestRouterConfig(request_router_class=PrefixRouter, request_router_kwargs={"load_factor": factor})
     replicas = serve.deployment(Replica, name="Replica").options(
