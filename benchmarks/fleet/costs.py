@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -18,8 +17,10 @@ from topw_deploy.engine import Engine
 from topw_deploy.runtime import TopWModel
 
 STEPS, REPEATS = 96, 5
-STORED = Path(__file__).parents[2] / "docs" / "lab" / "benchmarks.md"
-_REQUESTS = r"(\d+) requests with ([\d,]+) prompt tokens and (\d+) new tokens[\s\S]*?chunks of (\d+)"
+# `python -m benchmarks.serve` on an idle AMD EPYC with AVX2 (docs/lab/results.md, "Serving many callers").
+_REQUESTS, _PROMPTS, _NEW, _CHUNK = 16, 5383, 976, 256  # requests, prompt tokens, new tokens, tokens of a chunk
+_RATES = {1: 111, 4: 123}  # callers -> new tokens per second
+_REUSED, _FACTOR = 16.8e-3, 70  # seconds to the first text after a reused prefix; times as long if it is read
 MODEL_OPTIONS: dict[str, Any] = {"provider": "cpu", "intra_op_num_threads": 1}
 
 
@@ -72,32 +73,15 @@ def stored_costs(rows: int = 8) -> Costs:
     to the first text of prompts of 1,008 tokens, of which 1,000 are reused or none. A step takes a + b * width, so more
     than four rows are extrapolated.
     """
-    text = STORED.read_text("utf-8").split("## Serving many callers\n")[1]
-    requests, prompts, drawn, chunk = (int(n.replace(",", "")) for n in _find_number(_REQUESTS, text))
-    rates = [float(_find_number(rf"^\|[^|]*\| 1 \| {callers} \| (\d+) \|", text)[0]) for callers in (1, 4)]
-    reused, factor = map(
-        float, _find_number(r"^\| 52 M, int4 \| 1 \|.* ([\d.]+) ms \| ([\d.]+) times as long \|$", text)
-    )
     most, left = 1008, 8
-    chunks = math.ceil(most / chunk)
+    chunks = math.ceil(most / _CHUNK)
     # fixed + left * token = reused; chunks * fixed + most * token = reused * factor
-    token = (factor - chunks) * reused / (most - chunks * left)
-    fixed = reused - left * token
-    reading = math.ceil(prompts / requests / chunk) * requests * fixed + prompts * token
-    one, four = (
-        width * (drawn / rate * 1e3 - reading) / (drawn - requests) for width, rate in zip((1, 4), rates, strict=True)
-    )
-    each = (four - one) / 3
-    steps = tuple((one + (width - 1) * each) / 1e3 for width in range(1, rows + 1))
-    source = "docs/lab/results.md, idle AMD EPYC with AVX2"
-    return Costs(steps, fixed / 1e3, token / 1e3, chunk, "random Llama, 52 M, int4, 1 thread", source)
-
-
-def _find_number(pattern: str, text: str) -> tuple[str, ...]:
-    found = re.search(pattern, text, re.MULTILINE)
-    if found is None:
-        raise SystemExit(f"{STORED} has no {pattern}")
-    return found.groups()
+    token = (_FACTOR - chunks) * _REUSED / (most - chunks * left)
+    fixed = _REUSED - left * token
+    reading = math.ceil(_PROMPTS / _REQUESTS / _CHUNK) * _REQUESTS * fixed + _PROMPTS * token
+    one, four = (width * (_NEW / rate - reading) / (_NEW - _REQUESTS) for width, rate in _RATES.items())
+    steps = tuple(one + (width - 1) * (four - one) / 3 for width in range(1, rows + 1))
+    return Costs(steps, fixed, token, _CHUNK, "random Llama, 52 M, int4, 1 thread", "docs/lab/results.md")
 
 
 class _Clock:
