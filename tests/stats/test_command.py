@@ -50,9 +50,9 @@ def test_json_holds_every_number_and_replaces_the_table_on_stdout(folder: Path, 
     report = json.loads(printed)
     assert json.loads((tmp_path / "s.json").read_text("utf-8")) == report
     (setting,) = report["settings"]
-    assert (setting["steps"], len(setting["positions"]), report["seed"]) == (4, 4, 0)
+    assert (setting["steps"], len(setting["ranges"]), report["seed"]) == (4, 4, 0)
     assert setting["parameters"]["lam"] == 0.6
-    assert sum(place["certified"] for place in setting["positions"]) == setting["certified"]
+    assert sum(place["certified"] for place in setting["ranges"]) == setting["certified"]
     assert sum(token["steps"] for token in setting["dropped"]) == setting["dropped_total"]
 
 

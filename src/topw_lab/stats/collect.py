@@ -113,9 +113,12 @@ def _parse_sweep(text: str) -> tuple[str, list[Any]]:
 
 def _parse_value(name: str, value: str) -> float | str:
     """`value` as a number, or as text if it is a `beta` that depends on the temperature, such as "1.5+1.5*T"."""
-    if name == "beta" and depends_on_temperature(value):
-        return value.strip()
-    return float(value)
+    try:
+        return float(value)
+    except ValueError:
+        if name == "beta" and depends_on_temperature(value):
+            return value.strip()
+        raise
 
 
 @dataclass(frozen=True, slots=True)
