@@ -156,7 +156,8 @@ def compare_row(
     assert samples.mass is not None
     assert samples.keep_mask is not None
     parameters = {name: float(columns[name][row]) for name in PARAMETER_NAMES}
-    ids, penalty, bias, allowed = (None if array is None else array[row] for array in changes)
+    ids, penalty, bias = (array[row] for array in changes[:3])
+    allowed = None if changes[3] is None else changes[3][row]
     uniform = float(columns["uniform"][row])
     wanted = sample_row(logits[row], parameters, options, geometry, uniform, (ids, penalty, bias), allowed)
     found = Answer(
