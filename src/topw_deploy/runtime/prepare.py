@@ -469,15 +469,15 @@ def _read_id(position: int, value: Any, which: str) -> int:
 
 
 def _remove_masked(ids: list[int], mask: Any, which: str) -> list[int]:
-    flags = np.asarray(mask)
-    if flags.shape != (len(ids),) or not np.isin(flags, (0, 1)).all():
+    fits = isinstance(mask, (list, tuple)) and len(mask) == len(ids)
+    if not fits or not all(_is_scalar(flag) and flag in (0, 1) for flag in mask):
         raise PromptError(
             f"attention_mask is {short_repr(mask)} for {which}, but must be 0 or 1 for each of its {len(ids)} tokens."
         )
-    kept = np.flatnonzero(flags)
-    if not len(kept):
+    kept = [position for position, flag in enumerate(mask) if flag]
+    if not kept:
         return []
-    first, last = int(kept[0]), int(kept[-1])
+    first, last = kept[0], kept[-1]
     if last - first + 1 != len(kept):
         raise PromptError(
             f"attention_mask masks tokens in the middle of {which}, but may mask only padding before the first token "

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.parameters import ALIASES, PARAMETERS
-from topw_deploy.sampling.parameters import PARAMETER_NAMES, check_range, unknown_name
+from topw_deploy.sampling.parameters import PARAMETER_NAMES, unknown_name
 from topw_deploy.sampling.rules import RULE_OF_VALUE, RULES, TOP_W, Rule, RuleParameters, unknown_rule_error
 
 ALL = "all"
@@ -48,7 +48,8 @@ def read_rules(text: str) -> list[RuleSetting]:
     Raises ParameterError for an unknown rule or name, an invalid value, and a setting given twice.
     """
     found: list[RuleSetting] = []
-    for item in itertools.chain.from_iterable(map(_expand_all, text.split(","))):
+    items = (part.strip() for part in text.split(","))
+    for item in itertools.chain.from_iterable(RULES if item == ALL else (item,) for item in items):
         try:
             setting = _parse_setting(item)
         except ParameterError as error:
@@ -65,27 +66,20 @@ def read_temperatures(text: str) -> list[float]:
     Raises ParameterError for anything else.
     """
     try:
-        numbers = {float(part) for part in text.split(",")}
-    except ValueError:
+        return sorted({PARAMETERS["temperature"].read("temperature", float(part)) for part in text.split(",")})
+    except ValueError as error:  # a ParameterError is one
         raise ParameterError(
-            f"temperatures is {text!r:.60}, but must be numbers separated by commas, such as 0.5,1,2.", "temperatures"
+            f"temperatures is {text!r:.60}, but must be numbers separated by commas, such as 0.5,1,2: {error}",
+            "temperatures",
         ) from None
-    for number in numbers:
-        try:
-            check_range("temperature", number)
-        except ParameterError as error:
-            raise ParameterError(f"temperatures has {number!r}: {error}", "temperatures") from None
-    return sorted(numbers)
-
-
-def _expand_all(part: str) -> Iterable[str]:
-    return RULES if part.strip() == ALL else (part.strip(),)
 
 
 def _parse_setting(item: str) -> RuleSetting:
     head, *rest = item.split(":")
     name, value = _split_pair(head)
-    rule = _find_rule(name)
+    if name not in RULES and name not in RULE_OF_VALUE:
+        raise unknown_rule_error(name)
+    rule = RULES.get(name) or RULE_OF_VALUE[name]
     own: dict[str, Any] = {}
     first = name if name in RULE_OF_VALUE else rule.values[0].name if rule.values else None
     if value is not None:
@@ -115,14 +109,6 @@ def _split_pair(text: str) -> tuple[str, str | None]:
     """Split "name=value". Returns (name with underscores, value); the value is None without "="."""
     name, equals, value = text.partition("=")
     return name.strip().replace("-", "_"), value.strip() if equals else None
-
-
-def _find_rule(name: str) -> Rule:
-    if name in RULES:
-        return RULES[name]
-    if name in RULE_OF_VALUE:
-        return RULE_OF_VALUE[name]
-    raise unknown_rule_error(name)
 
 
 def _parse_value(name: str, text: str) -> Any:
