@@ -6,9 +6,8 @@ import contextlib
 import re
 import secrets
 import string
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 from topw_deploy.errors import ParameterError
@@ -92,15 +91,10 @@ class Parsed:
     @classmethod
     def of(cls, events: Iterable[Event]) -> Parsed:
         """Join a parser's events."""
-        content, reasoning, calls = [], [], []
-        for event in events:
-            if isinstance(event, Content):
-                content.append(event.text)
-            elif isinstance(event, Reasoning):
-                reasoning.append(event.text)
-            else:
-                calls.append(event)
-        return cls("".join(content), "".join(reasoning) or None, tuple(calls))
+        events = list(events)
+        content = "".join(event.text for event in events if isinstance(event, Content))
+        reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
+        return cls(content, reasoning or None, tuple(event for event in events if isinstance(event, ToolCall)))
 
     def as_message(self) -> dict[str, Any]:
         """The assistant's message for the next turn of a chat: OpenAI's form, and `reasoning_content`."""
@@ -117,16 +111,14 @@ def join_neighbours(events: Sequence[Event]) -> list[Event]:
     joined: list[Event] = []
     for event in events:
         last = joined[-1] if joined else None
-        if isinstance(event, Content) and isinstance(last, Content):
-            joined[-1] = Content(last.text + event.text)
-        elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
-            joined[-1] = Reasoning(last.text + event.text)
+        if isinstance(event, (Content, Reasoning)) and isinstance(last, type(event)):
+            joined[-1] = type(event)(last.text + event.text)
         else:
             joined.append(event)
     return joined
 
 
-Reading: TypeAlias = Generator["Event | MessageEnd | None", None, None]
+Reading: TypeAlias = Generator["Event | MessageEnd | None", None, Any]
 """Yields events, and None to wait for more text."""
 _FIELD = re.compile(r"\{(\w+)\}")
 _WORDS = re.compile(r"[^\s<]+|<[^<>\s]*>?")  # of a format's text: markers and what stands between them
@@ -203,10 +195,6 @@ class _Reader:
         end = yield from cursor.stream_until(event, *_HEADER_ENDS[2:])
         if end == "<|start|>":  # the model left out the end marker
             cursor.at -= len(end)
-
-    def reasoning(self, end: str) -> Reading:
-        """Read reasoning up to `end`."""
-        yield from self.cursor.stream_until(Reasoning, end)
 
     def _call(self, form: Format) -> Waiting[ToolCall]:
         cursor, name, call_id, call = self.cursor, "", None, None
@@ -371,14 +359,11 @@ def _allowed_types(schema: Any) -> set[str]:
     """The types that `schema` names, also in its alternatives."""
     if not isinstance(schema, Mapping):
         return set()
-    own = schema.get("type")
-    types = {kind for kind in (own if isinstance(own, list) else [own]) if isinstance(kind, str)}
-    if schema.get("nullable") is True:
-        types.add("null")
+    own, types = schema.get("type"), {"null"} if schema.get("nullable") is True else set()
+    types |= {kind for kind in (own if isinstance(own, list) else [own]) if isinstance(kind, str)}
     for part in ("anyOf", "oneOf"):
         options = schema.get(part)
-        for option in options if isinstance(options, list) else ():
-            types |= _allowed_types(option)
+        types = types.union(*map(_allowed_types, options if isinstance(options, list) else ()))
     return types
 
 
@@ -401,7 +386,7 @@ class ToolCallParser:
         self.family = family if isinstance(family, Family) else get_family(family)
         self._cursor = Cursor()
         schemas = None if tools is None else parameter_schemas(tools)
-        self._readers = _readers_by_opener(self.family, _Reader(self._cursor, schemas, self.family.short_ids))
+        self._reader = _Reader(self._cursor, schemas, self.family.short_ids)
         self._content, self._reasoning = _WhiteSpaceFilter(Content), _WhiteSpaceFilter(Reasoning)
         thinking = self.family.thinking
         opened = thinking is not None and prompt.rstrip().endswith(thinking[0])
@@ -419,7 +404,10 @@ class ToolCallParser:
     def finish(self) -> list[Event]:
         """End the output. Returns the remaining events."""
         self._cursor.ended = True
-        return join_neighbours([*self._advance(), *self._content.finish()])
+        events = self._advance()
+        if self._content.held and not self._content.drops:
+            events.append(Content(self._content.held))
+        return join_neighbours(events)
 
     def _advance(self) -> list[Event]:
         events: list[Event] = []
@@ -438,7 +426,7 @@ class ToolCallParser:
             self._content.end_message()
             self._reasoning.end_message()
             return []
-        self._content.record_call()
+        self._content.drops, self._content.strips = True, False
         return [step]
 
     def _read_output(self, opened: bool) -> Reading:
@@ -451,7 +439,7 @@ class ToolCallParser:
                 cursor.at = cursor.at if opened else begin
             if opened:
                 yield from cursor.stream_until(Reasoning, family.thinking[1])
-                self._content.strip_next()
+                self._content.held, self._content.strips = "", True
         yield from self._read_after("", cursor.at)
         while opener := (yield from self._read_to_opener()):
             begin = cursor.at
@@ -465,10 +453,10 @@ class ToolCallParser:
         After a mismatch, moves the cursor back to the end of the last event.
         """
         cursor, done = self._cursor, begin
-        for reader in self._readers.get(opener, ()):
+        for reading in self._readings(opener):
             cursor.at = begin + len(opener)
             try:
-                for step in reader():
+                for step in reading:
                     if step is not None:
                         done = cursor.at
                     yield step
@@ -479,6 +467,16 @@ class ToolCallParser:
             else:
                 return True
         return False
+
+    def _readings(self, opener: str) -> Iterator[Reading]:
+        """The ways to read the text after an opener, "" at the answer's start, in the order in which they are tried."""
+        family, reader = self.family, self._reader
+        if family.channels:
+            yield reader.message(opener)
+            return
+        yield from (reader.calls(form) for form in family.formats if form.opener == opener)
+        if family.thinking and family.rethinks and opener == family.thinking[0]:
+            yield self._cursor.stream_until(Reasoning, family.thinking[1])
 
     def _read_to_opener(self) -> Generator[Event | None, None, str]:
         """Yield content up to the next opener. Returns the opener, or "" at the end of the text."""
@@ -499,58 +497,31 @@ class ToolCallParser:
                 return ""
 
 
-def _readers_by_opener(family: Family, reader: _Reader) -> dict[str, list[Callable[[], Reading]]]:
-    """The readers of the text after each opener, in the order in which they are tried. "": at the answer's start."""
-    readers: dict[str, list[Callable[[], Reading]]] = {"": [], **{opener: [] for opener in family.openers}}
-    if family.channels:
-        return {opener: [partial(reader.message, opener)] for opener in readers}
-    for form in family.formats:
-        readers[form.opener].append(partial(reader.calls, form))
-    if family.thinking and family.rethinks:
-        readers[family.thinking[0]].append(partial(reader.reasoning, family.thinking[1]))
-    return readers
-
-
 class _WhiteSpaceFilter:
     """Removes the white space that separates content or reasoning from other parts of an output.
 
-    event: the kind of text.
+    held: white space that counts only if text follows.
+    strips: whether to remove white space before the next text.
+    drops: whether to remove white space at the end of the output.
     """
 
     def __init__(self, event: type[Content] | type[Reasoning]) -> None:
-        self._event = event
-        self._held_space = ""  # white space that counts only if text follows
-        self._strips_next = event is Reasoning  # whether to remove white space before the next text
-        self._has_text = False
-        self._drops_last = event is Reasoning  # whether to remove white space at the end of the output
+        self.event, self.held, self.has_text = event, "", False
+        self.strips = self.drops = event is Reasoning
 
     def add_text(self, text: str) -> list[Event]:
         """Add text. Returns its event, without white space at its end, which is held until more text follows."""
-        text = self._held_space + (text.lstrip() if self._strips_next else text)
+        text = self.held + (text.lstrip() if self.strips else text)
         kept = text.rstrip()
-        self._held_space = text[len(kept) :]
+        self.held = text[len(kept) :]
         if not kept:
             return []
-        self._strips_next, self._has_text, self._drops_last = False, True, self._event is Reasoning
-        return [self._event(kept)]
-
-    def strip_next(self) -> None:
-        """Remove white space before the next text."""
-        self._held_space, self._strips_next = "", True
-
-    def record_call(self) -> None:
-        """Record that a call follows the text."""
-        self._drops_last, self._strips_next = True, False
+        self.strips, self.has_text, self.drops = False, True, self.event is Reasoning
+        return [self.event(kept)]
 
     def end_message(self) -> None:
         """Join the text of the next message with a line end."""
-        self._held_space, self._drops_last = "\n" if self._has_text else "", True
-        self._strips_next = not self._has_text
-
-    def finish(self) -> list[Event]:
-        """Returns the event of white space at the end of the output, if it counts."""
-        space, self._held_space = self._held_space, ""
-        return [self._event(space)] if space and not self._drops_last else []
+        self.held, self.drops, self.strips = "\n" if self.has_text else "", True, not self.has_text
 
 
 def parse(text: str, family: str | Family, tools: Sequence[Any] | None = None, prompt: str = "") -> Parsed:
@@ -568,14 +539,9 @@ def marked_text(result: GenerationResult, tokenizer: Tokenizer, family: Family) 
     if not any(text in family.markers for text in special.values()):
         return result.text
     ids = [token for token in result.token_ids if special.get(token, family.markers[0]) in family.markers]
-    if result.finish_reason == "stop" and isinstance(result.stop, str):
-        return _text_before_stop(tokenizer, ids, result.stop)
-    return tokenizer.decode(ids[:-1] if ids[-1:] == [result.stop] else ids, False)
-
-
-def _text_before_stop(tokenizer: Tokenizer, ids: list[int], stop: str) -> str:
-    """The text of `ids` before the stop string, which the last token completed."""
-    text = tokenizer.decode(ids, False)
-    last = len(tokenizer.decode(ids[:-1], False))
-    found = text.find(stop, max(0, last - len(stop) + 1))
+    if not (result.finish_reason == "stop" and isinstance(result.stop, str)):
+        return tokenizer.decode(ids[:-1] if ids[-1:] == [result.stop] else ids, False)
+    # The last token completed the stop string.
+    text, last = tokenizer.decode(ids, False), len(tokenizer.decode(ids[:-1], False))
+    found = text.find(result.stop, max(0, last - len(result.stop) + 1))
     return text if found < 0 else text[:found]

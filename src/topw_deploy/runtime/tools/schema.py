@@ -5,6 +5,7 @@ Schemas are made from type hints and a docstring in Google's style, as in transf
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import inspect
 import json
@@ -59,68 +60,50 @@ def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
     Raises ParameterError for a missing description or type hint, or one that JSON schema cannot express.
     """
     name = getattr(function, "__name__", type(function).__name__)
-    description, described, returned = _split_docstring(name, inspect.getdoc(function))
-    hints = _type_hints(name, function)
-    properties, required = {}, []
-    for argument, parameter in _own_parameters(name, function).items():
-        if argument not in hints:
-            raise _schema_error(name, f"its argument {argument!r} has no type hint")
-        if argument not in described:
-            raise _schema_error(name, f"its docstring does not describe the argument {argument!r}")
-        schema = _schema_of_hint(name, hints[argument])
-        text = described[argument]
-        if choices := _CHOICES.search(text):
-            schema["enum"] = _read_choices(name, choices[1])
-            text = text[: choices.start()].strip()
-        properties[argument] = {**schema, "description": text}
-        if parameter.default is inspect.Parameter.empty:
-            required.append(argument)
-    parameters: dict[str, Any] = {"type": "object", "properties": properties}
-    if required:
-        parameters["required"] = required
-    tool: dict[str, Any] = {"name": name, "description": description, "parameters": parameters}
-    if "return" in hints:
-        try:
-            tool["return"] = _schema_of_hint(name, hints["return"])
-        except ParameterError:  # the schema needs no result, which templates rarely show
-            pass
-        else:
-            if returned is not None:
-                tool["return"]["description"] = returned
-    return {"type": "function", "function": tool}
-
-
-def _schema_error(name: str, why: str) -> ParameterError:
-    return ParameterError(f"tools: {name} has no JSON schema: {why}; correct it, or give the schema.", "tools")
-
-
-def _type_hints(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     try:
-        return get_type_hints(function)
-    except (NameError, TypeError, AttributeError) as error:
-        raise _schema_error(name, f"its type hints cannot be read ({error})") from None
+        return {"type": "function", "function": {"name": name, **_describe(function)}}
+    except _NoSchemaError as error:
+        raise ParameterError(
+            f"tools: {name} has no JSON schema: {error}; correct it, or give the schema.", "tools"
+        ) from None
 
 
-def _own_parameters(name: str, function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters of a function, without the `self` or `cls` of a method."""
-    try:
-        found = dict(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # a function in C without a signature
-        raise _schema_error(name, "its signature is unknown") from None
-    first = next(iter(found), None)
-    if first in ("self", "cls") and found[first].annotation is inspect.Parameter.empty:
-        del found[first]
-    return found
+class _NoSchemaError(Exception):
+    """Why a function has no schema."""
 
 
-def _split_docstring(name: str, text: str | None) -> tuple[str, dict[str, str], str | None]:
-    """Split a docstring. Returns (description, argument -> description, description of the result or None)."""
+def _describe(function: Callable[..., Any]) -> dict[str, Any]:
+    text = inspect.getdoc(function)
     if not text or not text.strip():
-        raise _schema_error(name, "it has no docstring")
+        raise _NoSchemaError("it has no docstring")
     pieces = _SECTION.split(text.strip())
     sections = dict(zip(pieces[1::2], pieces[2::2], strict=True))
-    returned = sections["Returns"].strip() if "Returns" in sections else None
-    return pieces[0].strip(), _argument_descriptions(inspect.cleandoc(sections.get("Args", ""))), returned
+    described = _argument_descriptions(inspect.cleandoc(sections.get("Args", "")))
+    try:
+        hints, arguments = get_type_hints(function), dict(inspect.signature(function).parameters)
+    except (NameError, TypeError, AttributeError, ValueError) as error:  # ValueError: a function in C
+        why = "its signature is unknown" if isinstance(error, ValueError) else f"its type hints are wrong ({error})"
+        raise _NoSchemaError(why) from None
+    first = next(iter(arguments), None)
+    if first in ("self", "cls") and first not in hints:
+        del arguments[first]
+    properties, required = {}, []
+    for argument, parameter in arguments.items():
+        if argument not in hints:
+            raise _NoSchemaError(f"its argument {argument!r} has no type hint")
+        if argument not in described:
+            raise _NoSchemaError(f"its docstring does not describe the argument {argument!r}")
+        properties[argument] = _schema_of_hint(hints[argument]) | _description(described[argument])
+        if parameter.default is inspect.Parameter.empty:
+            required.append(argument)
+    parameters = {"type": "object", "properties": properties, **({"required": required} if required else {})}
+    found: dict[str, Any] = {"description": pieces[0].strip(), "parameters": parameters}
+    if "return" in hints:
+        with contextlib.suppress(_NoSchemaError):  # templates rarely show the result
+            found["return"] = _schema_of_hint(hints["return"])
+            if "Returns" in sections:
+                found["return"]["description"] = sections["Returns"].strip()
+    return found
 
 
 def _argument_descriptions(section: str) -> dict[str, str]:
@@ -135,53 +118,51 @@ def _argument_descriptions(section: str) -> dict[str, str]:
     return found
 
 
-def _read_choices(name: str, text: str) -> list[Any]:
+def _description(text: str) -> dict[str, Any]:
+    """The schema's `description`, and its `enum` if the text ends with choices."""
+    choices = _CHOICES.search(text)
+    if choices is None:
+        return {"description": text}
     try:
-        values = json.loads(text)
+        values = json.loads(choices[1])
     except ValueError:
         values = None
     if not isinstance(values, list):
-        raise _schema_error(name, f"its choices {text[:80]!r} are no JSON list")
-    return [value.strip() if isinstance(value, str) else value for value in values]
+        raise _NoSchemaError(f"its choices {choices[1][:80]!r} are no JSON list")
+    values = [value.strip() if isinstance(value, str) else value for value in values]
+    return {"enum": values, "description": text[: choices.start()].strip()}
 
 
-def _schema_of_hint(name: str, hint: Any) -> dict[str, Any]:
+def _schema_of_hint(hint: Any) -> dict[str, Any]:
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return {}
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return _enum_schema(name, [member.value for member in hint])
-    if isinstance(hint, type) and hint in _TYPE_NAMES:
-        return {"type": _TYPE_NAMES[hint]}
-    if origin in (list, dict) and not arguments:  # typing.List and typing.Dict
-        return {"type": _TYPE_NAMES[origin]}
+        origin, arguments = Literal, tuple(member.value for member in hint)
     if origin is Literal:
-        return _enum_schema(name, list(arguments))
-    if origin is Union or origin is types.UnionType:
-        return _union_schema(name, arguments)
-    if origin is list:
-        return {"type": "array", "items": _schema_of_hint(name, arguments[0])}
-    if origin is tuple and len(arguments) > 1 and ... not in arguments:
-        return {"type": "array", "prefixItems": [_schema_of_hint(name, argument) for argument in arguments]}
-    if origin is dict:
-        return {"type": "object", "additionalProperties": _schema_of_hint(name, arguments[1])}
-    raise _schema_error(name, f"JSON schema cannot express the type hint {hint!r}")
-
-
-def _enum_schema(name: str, values: list[Any]) -> dict[str, Any]:
-    if not values or any(type(value) not in _SCALARS for value in values):
-        raise _schema_error(name, "a Literal or Enum may hold text, numbers, booleans and None only")
-    kinds = list(dict.fromkeys(_TYPE_NAMES[type(value)] for value in values))
-    return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": values}
-
-
-def _union_schema(name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
-    options = [_schema_of_hint(name, argument) for argument in arguments if argument is not type(None)]
-    kinds = sorted({option["type"] for option in options if option.keys() == {"type"}})
-    if len(options) == 1:
-        found = options[0]
-    elif all(option.keys() == {"type"} for option in options):
-        found = {"type": kinds[0] if len(kinds) == 1 else kinds}
-    else:
+        if not arguments or any(type(value) not in _SCALARS for value in arguments):
+            raise _NoSchemaError("a Literal or Enum may hold text, numbers, booleans and None only")
+        return {**_type_of([_TYPE_NAMES[type(value)] for value in arguments]), "enum": list(arguments)}
+    if origin in (Union, types.UnionType):
+        options = [_schema_of_hint(argument) for argument in arguments if argument is not type(None)]
         found = {"anyOf": options}
-    return {**found, "nullable": True} if type(None) in arguments else found
+        if len(options) == 1:
+            found = options[0]
+        elif all(option.keys() == {"type"} for option in options):
+            found = _type_of(sorted(option["type"] for option in options))
+        return {**found, "nullable": True} if type(None) in arguments else found
+    plain = origin if origin in (list, dict) and not arguments else hint  # typing.List and typing.Dict
+    if isinstance(plain, type) and plain in _TYPE_NAMES:
+        return {"type": _TYPE_NAMES[plain]}
+    if origin is list:
+        return {"type": "array", "items": _schema_of_hint(arguments[0])}
+    if origin is tuple and len(arguments) > 1 and ... not in arguments:
+        return {"type": "array", "prefixItems": [_schema_of_hint(argument) for argument in arguments]}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _schema_of_hint(arguments[1])}
+    raise _NoSchemaError(f"JSON schema cannot express the type hint {hint!r}")
+
+
+def _type_of(kinds: Sequence[str]) -> dict[str, Any]:
+    distinct = list(dict.fromkeys(kinds))
+    return {"type": distinct[0] if len(distinct) == 1 else distinct}
