@@ -18,7 +18,6 @@ from tests.support.tiny_models import write_checkpoint
 from topw_deploy.errors import ExportError, ParameterError
 from topw_deploy.export import ExportReport, export_model, pipeline
 from topw_deploy.export.options import ExportOptions
-from topw_deploy.export.pipeline import Plan
 from topw_deploy.export.source.resolve import Source
 from topw_deploy.export.write import bytes_by_type, file_sizes, lay_out, weight_bytes
 from topw_deploy.folders import SPARE
@@ -237,12 +236,3 @@ def test_the_manifest_counts_the_weights_by_type(sharded: tuple[Path, ExportRepo
     assert decoder.weights == found
     assert next(iter(found)) == "float16"
     assert sum(found.values()) == weight_bytes(ir.load(out / "model.onnx"))
-
-
-def test_the_required_space_excludes_hard_links_and_includes_the_verification() -> None:
-    def needed(linked: int, temporary: int) -> int:
-        return Plan({"model.onnx": 100, "model.onnx_data": 1000}, linked, temporary, [], {}).needed_bytes
-
-    assert needed(0, 0) > 1100
-    assert needed(400, 0) == needed(0, 0) - 400
-    assert needed(0, 70) == needed(0, 0) + 70

@@ -24,7 +24,7 @@ class EmbeddingForm:
     inputs: (element type, shape) of each input but the ids.
     indices_position: the position of the ids among the inputs.
 
-    Raises UnsupportedModelError for a position out of range or a Gather axis other than 0.
+    Raises UnsupportedModelError for a Gather axis other than 0.
     """
 
     domain: str
@@ -34,11 +34,6 @@ class EmbeddingForm:
     indices_position: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.indices_position <= len(self.inputs):
-            raise UnsupportedModelError(
-                f"the embedding node {self.op_type} has its indices at input {self.indices_position}, "
-                f"but only {len(self.inputs)} data inputs; describe the node again."
-            )
         if self.op_type == "Gather" and not self.domain and dict(self.attributes).get("axis", 0) != 0:
             raise UnsupportedModelError(
                 f"the embedding node is a Gather over axis {dict(self.attributes)['axis']}, but token rows need "

@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
-import onnx_ir as ir
 from msgspec import structs
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.export.graph import BLOCK_BYTES, Decoder, LazyWeight, initializer_tensors
+from topw_deploy.export.graph import BLOCK_BYTES, Decoder, initializer_tensors
 from topw_deploy.export.options import ExportKeywords, ExportOptions, ExportReport, SamplerOptions, read_options
 from topw_deploy.export.quantise import quantise
 from topw_deploy.export.quantise.blocks import StoredRows
@@ -34,11 +33,11 @@ from topw_deploy.export.write import (
     copy_data_files,
     data_slots,
     decoder_manifest,
-    decoder_report,
     file_bytes_in,
     onnx_data_files,
     parameter_count,
     quantised_type,
+    report_of,
     write_model,
     written_sizes,
 )
@@ -69,27 +68,15 @@ class Plan:
     """The resources that writing and verifying an export takes.
 
     files: name -> bytes, without some small files.
-    linked_bytes: bytes in hard links, which need no disk space.
-    temporary_bytes: bytes of temporary files for the verification.
+    needed_bytes: the free disk space that the export needs.
     slots: places of the weights in the data files.
     memory: stage -> estimated peak resident bytes.
     """
 
     files: dict[str, int]
-    linked_bytes: int
-    temporary_bytes: int
+    needed_bytes: int
     slots: list[Slot]
     memory: dict[str, int]
-
-    @property
-    def needed_bytes(self) -> int:
-        """The free disk space that the export needs."""
-        return sum(self.files.values()) - self.linked_bytes + self.temporary_bytes + _SMALL_FILES
-
-    @property
-    def data_bytes(self) -> int:
-        """The size of all data files together."""
-        return sum(size for name, size in self.files.items() if name not in (MODEL_NAME, *COPIED_FILES))
 
 
 def plan_of(decoder: Decoder, source: Source, options: ExportOptions, folder: Path) -> Plan:
@@ -110,17 +97,14 @@ def plan_of(decoder: Decoder, source: Source, options: ExportOptions, folder: Pa
     if options.verify:
         memory["verification"] = verification_bytes(decoder)
         temporary_bytes = first_layers_bytes(decoder, source, sum(files.values()))
-    return Plan(files, linked_bytes, temporary_bytes, slots, memory)
+    needed = sum(files.values()) - linked_bytes + temporary_bytes + _SMALL_FILES
+    return Plan(files, needed, slots, memory)
 
 
 def _peak_bytes(slot: Slot) -> int:
     """Estimated memory for writing one weight."""
-    tensor, nbytes = slot.tensor, slot.length
-    if isinstance(tensor, LazyWeight) and tensor.read is not None:
-        return nbytes + 2 * min(nbytes, BLOCK_BYTES)
-    if not isinstance(tensor, ir.LazyTensor):
-        return nbytes
-    return round(_QUANTISATION_PEAK.get(quantised_type(slot.value) or "", 3) * nbytes)
+    factor = _QUANTISATION_PEAK.get(quantised_type(slot.value) or "")
+    return slot.length + 2 * min(slot.length, BLOCK_BYTES) if factor is None else round(factor * slot.length)
 
 
 def _first_existing(folder: Path) -> Path:
@@ -176,7 +160,9 @@ def export_model(
         with memory.stage("graph"):
             decoder, _ = build_graph(source, chosen, progress)
         plan = plan_of(decoder, source, chosen, out)
-        return decoder_report(decoder, out, started, plan.files, {**memory.peaks, **plan.memory})
+        return report_of(
+            decoder.model, out, started, plan.files, decoder=decoder, memory={**memory.peaks, **plan.memory}
+        )
     with export_folder(out, chosen, keep_failed=chosen.keep_failed) as folder:
         source = find_source(str(model), chosen, progress)
         with memory.stage("graph"):
@@ -185,7 +171,8 @@ def export_model(
             manifest = write_files(decoder, sampler, source, chosen, folder, progress)
         verification = verify(decoder, source, chosen, folder, progress, memory)
         save_manifest(folder, structs.replace(manifest, decoder=decoder.info, verification=verification))
-        report = decoder_report(decoder, out, started, file_bytes_in(folder), memory.peaks, verification)
+        sizes = file_bytes_in(folder)
+        report = report_of(decoder.model, out, started, sizes, verification, decoder, memory.peaks)
         progress.say(f"Moving the finished folder to {out}")
     return report
 
@@ -262,7 +249,8 @@ def write_files(
     plan = plan_of(decoder, source, options, folder)
     require_space(folder.parent, plan.needed_bytes)
     progress.say(f"Writing {decimal_size(sum(plan.files.values()))}")
-    with progress.bar(plan.data_bytes, "B") as advance:
+    data = sum(size for name, size in plan.files.items() if name not in (MODEL_NAME, *COPIED_FILES))
+    with progress.bar(data, "B") as advance:
         copy_data_files(decoder.model, source, folder, advance, hard_link=options.hard_link)
         hashes = write_model(decoder.model, folder, advance, plan.slots)
     progress.say("Copying tokenizer and configuration")

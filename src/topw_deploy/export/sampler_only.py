@@ -21,7 +21,7 @@ from topw_deploy.export.sampler.neighbour_bound import Measure, choose_measure, 
 from topw_deploy.export.sampler.spec import GEOMETRY_INPUTS, SamplerSpec
 from topw_deploy.export.source.files import NUMPY_TYPES, tensor_files, tensors_in
 from topw_deploy.export.source.resolve import Source, resolve
-from topw_deploy.export.write import file_bytes_in, sampler_manifest, sampler_report, weight_bytes, write_model
+from topw_deploy.export.write import file_bytes_in, report_of, sampler_manifest, weight_bytes, write_model
 from topw_deploy.folders import open_regular, require_space
 from topw_deploy.manifest import SamplerManifest, Verification, save_manifest
 from topw_deploy.progress import SILENT, Progress
@@ -96,7 +96,7 @@ def export_sampler(
     chosen, out, started = read_options(SamplerExportOptions, options), Path(out), time.monotonic()
     chosen.check_source(None if model is None else str(model))
     if chosen.dry_run:
-        return sampler_report(out, _build(model, chosen, progress)[0], started, {})
+        return report_of(_build(model, chosen, progress)[0], out, started, {})
     with export_folder(out, chosen) as folder:
         graph, spec, geometry, source = _build(model, chosen, progress)
         median = None
@@ -112,7 +112,7 @@ def export_sampler(
             progress.say("Verifying")
             verification = _verify(folder, manifest, geometry, median)
         save_manifest(folder, structs.replace(manifest, verification=verification))
-        return sampler_report(out, graph, started, file_bytes_in(folder), verification)
+        return report_of(graph, out, started, file_bytes_in(folder), verification)
 
 
 def _build(
@@ -120,7 +120,15 @@ def _build(
 ) -> tuple[ir.Model, SamplerSpec, Geometry, Source]:
     """The graph, its description, the embeddings' geometry and their source."""
     table, source = _embedding_table(model, options)
-    vocab_size = _vocabulary_size(options, table)
+    vocab_size = options.vocab_size
+    if vocab_size is None:
+        vocab_size = 0 if table is None else len(table)
+    if table is not None and len(table) < vocab_size:
+        raise ParameterError(
+            f"vocab_size is {vocab_size}, but the embedding table has {len(table)} rows and every token needs one; "
+            "give the table of this vocabulary.",
+            "vocab_size",
+        )
     if options.top_w.metric == "uniform":
         table = None
     rows, hidden = (None, None) if table is None else table.shape
@@ -175,34 +183,19 @@ def ir_version(opset: int) -> int:
     return 8 if opset < 19 else 9 if opset < 21 else 10
 
 
-def _vocabulary_size(options: SamplerExportOptions, table: np.ndarray | None) -> int:
-    """The width of the logits. Raises ParameterError for more tokens than embeddings."""
-    if table is None:
-        return options.vocab_size or 0
-    vocab_size = len(table) if options.vocab_size is None else options.vocab_size
-    if len(table) < vocab_size:
-        raise ParameterError(
-            f"vocab_size is {vocab_size}, but the embedding table has {len(table)} rows and every token needs one; "
-            "give the table of this vocabulary.",
-            "vocab_size",
-        )
-    return vocab_size
-
-
 def _embedding_table(model: str | Path | None, options: SamplerExportOptions) -> tuple[np.ndarray | None, Source]:
     """The embeddings [tokens, hidden], or None, and their source. Casts float64 to float32, which the graph has."""
     if model is not None:
         source = resolve(str(model), **options.hub)
         table = embeddings_of_folder(source.folder)
     elif options.embeddings is not None:
-        table, source = embeddings_of_file(Path(options.embeddings)), _without_files(str(options.embeddings), "local")
+        table, source = (
+            embeddings_of_file(Path(options.embeddings)),
+            Source(str(options.embeddings), "local", Path(), Path()),
+        )
     else:
-        return None, _without_files("uniform", "none")
+        return None, Source("uniform", "none", Path(), Path())
     return (table.astype(np.float32) if table.dtype == np.float64 else table), source
-
-
-def _without_files(name: str, revision: str) -> Source:
-    return Source(name, revision, Path(), Path())
 
 
 def _verify(folder: Path, manifest: SamplerManifest, geometry: Geometry, median: float | None) -> Verification:

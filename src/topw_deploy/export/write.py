@@ -389,49 +389,38 @@ def sampler_manifest(
     return SamplerManifest(**_shared_fields(model, source, "sampler", sampler, options, folder, {}))
 
 
-def decoder_report(
-    decoder: Decoder,
+def report_of(
+    model: ir.Model,
     out: Path,
     started: float,
     sizes: dict[str, int],
-    memory: dict[str, int],
     verification: Verification | None = None,
+    decoder: Decoder | None = None,
+    memory: dict[str, int] | None = None,
 ) -> ExportReport:
     """Build the report of an export, or of a dry run without `verification`.
 
     started: when the export began, by time.monotonic().
     sizes: bytes by file.
+    decoder: None for the sampler alone.
     memory: peak bytes by stage.
     """
     return ExportReport(
         output=out,
         dry_run=verification is None,
-        model_type=decoder.info.model_type,
-        file_bytes=sum(sizes.values()),
+        model_type="sampler" if decoder is None else decoder.info.model_type,
+        inputs=_tensor_specs(model.graph.inputs),
+        outputs=_tensor_specs(model.graph.outputs),
+        nodes=len(model.graph),
+        weight_bytes=weight_bytes(model),
+        file_bytes=sum(sizes.values()) or weight_bytes(model),
         files=() if verification is None else tuple(sorted(sizes)),
         seconds=time.monotonic() - started,
         verification=verification or Verification(status="skipped"),
-        notices=tuple(decoder.notices),
+        notices=() if decoder is None else tuple(decoder.notices),
         sizes=sizes,
-        memory=memory,
-        states=decoder.info.state_bytes(),
-        **_graph_fields(decoder.model),
-    )
-
-
-def sampler_report(
-    out: Path, model: ir.Model, started: float, sizes: dict[str, int], verification: Verification | None = None
-) -> ExportReport:
-    """Build the report of a sampler-only export. sizes: bytes by file; empty for a dry run."""
-    return ExportReport(
-        output=out,
-        dry_run=not sizes,
-        model_type="sampler",
-        file_bytes=sum(sizes.values()) or weight_bytes(model),
-        files=tuple(sorted(sizes)),
-        seconds=time.monotonic() - started,
-        verification=verification or Verification(status="skipped"),
-        **_graph_fields(model),
+        memory=memory or {},
+        states={} if decoder is None else decoder.info.state_bytes(),
     )
 
 
@@ -473,15 +462,6 @@ def _shared_fields(
         "default_beta": options.default_beta,
         "verification": Verification(status="provisional"),
         "files": describe_files(folder, list(file_bytes_in(folder)), known),
-    }
-
-
-def _graph_fields(model: ir.Model) -> dict[str, Any]:
-    return {
-        "inputs": _tensor_specs(model.graph.inputs),
-        "outputs": _tensor_specs(model.graph.outputs),
-        "nodes": len(model.graph),
-        "weight_bytes": weight_bytes(model),
     }
 
 

@@ -168,11 +168,11 @@ def test_tiktoken_files_of_unknown_pattern_or_special_tokens_say_what_to_convert
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_tiktoken(tmp_path, "tokenizer.model", TOKENS)
-    with pytest.raises(TokenizerError, match=rf"{len(TOKENS)} ranks whose pattern is unknown; convert it with .*--tok"):
+    with pytest.raises(TokenizerError, match=rf"{len(TOKENS)} ranks whose pattern is unknown .*convert it .*--tok"):
         write_tokenizer(folder, tmp_path)
     monkeypatch.setattr(rank_files, "_KNOWN_PATTERNS", {len(TOKENS): ("a model", PATTERN)})
     (folder / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(TokenizerError, match=r"whose special tokens are not in tokenizer_config\.json; convert"):
+    with pytest.raises(TokenizerError, match=r"special tokens are not in tokenizer_config\.json; convert"):
         write_tokenizer(folder, tmp_path)
 
 
@@ -185,11 +185,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no configuration": ({"config": None}, "is damaged"),
     "gaps": ({"special_tokens": [{"rank": 1, "token_str": "<s>"}]}, "special tokens have gaps"),
     "base64": ({"vocab": [{"rank": 0, "token_bytes": "*"}]}, "is damaged"),
-    "a missing byte": ({"vocab": _vocab_without(TOKENS, b"\x07")}, r"the byte 7 has no rank"),
-    "a token twice": ({"vocab": tekken_data([*TOKENS[:-1], TOKENS[0]])["vocab"]}, "a token has two ranks"),
+    "a missing byte": ({"vocab": _vocab_without(TOKENS, b"\x07")}, "a byte has no rank"),
+    "a token twice": ({"vocab": tekken_data([*TOKENS[:-1], TOKENS[0]])["vocab"]}, "or a token has two"),
     "a special token that is ordinary": (
         {"special_tokens": [{"rank": 0, "token_str": "the"}]},
-        "an ordinary token with the text or id of",
+        "the text or id of a special token",
     ),
     "a vocabulary smaller than its special tokens": (
         {"config": tekken_data(TOKENS)["config"] | {"default_vocab_size": ROOM - 1}},

@@ -8,7 +8,7 @@ Two kinds of weights take another form: those that may be negative, and those in
 too coarse. Each row (a token with one of its experts) then becomes a token with a single expert, and its output is
 multiplied by the weight.
 
-The CPU kernel (onnxruntime 1.23 to 1.31)
+The CPU kernel (onnxruntime 1.27 to 1.31)
 - supports interleaved gates only;
 - returns zeros in float16, unless the matrices are quantised;
 - clears its output before it reads its input, although onnxruntime gives both the same memory if their shapes are

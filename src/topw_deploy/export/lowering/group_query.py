@@ -1,6 +1,6 @@
 """Lower placeholders to onnxruntime's GroupQueryAttention over a static cache.
 
-The operator reads only used slots, and can rotate queries and keys. Its rules in onnxruntime 1.24 to 1.31:
+The operator reads only used slots, and can rotate queries and keys. Its rules in onnxruntime 1.27 to 1.31:
 - A call with as many columns as total_sequence_length ignores the past of all rows. In any other call, a batch may have
   only one new token per row (`ragged_chunks: false`).
 - The operator reads total_sequence_length on the host. If the graph computed it, it would be copied from the GPU, so it

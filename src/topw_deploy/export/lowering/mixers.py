@@ -18,7 +18,7 @@ from topw_deploy.export.trace.placeholders import CONVOLUTION, HISTORY, PLACEHOL
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.manifest import State, StateKind
 
-CONVOLUTION_OPERATOR = "CausalConvWithState"  # since onnxruntime 1.25
+CONVOLUTION_OPERATOR = "CausalConvWithState"
 _COLUMN_AXIS = 2
 
 

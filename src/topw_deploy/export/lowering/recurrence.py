@@ -14,7 +14,7 @@ import onnx_ir as ir
 from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.graph import CONTRIB_DOMAIN, GraphEditor, fixed_size, producer
 
-LINEAR_ATTENTION = "LinearAttention"  # since onnxruntime 1.25
+LINEAR_ATTENTION = "LinearAttention"
 
 
 @dataclass(frozen=True)

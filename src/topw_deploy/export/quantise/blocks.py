@@ -98,11 +98,12 @@ def quantise_weight(read: ReadRows, shape: BlocksShape, dtype: np.dtype[Any]) ->
             raise ExportError(
                 "a weight to be quantised contains NaN or infinity; check the checkpoint, or exclude the weight."
             )
-        part = search_blocks(rows, shape.block_size, shape.bits, symmetric=shape.symmetric, dtype=rows.dtype)
-        codes[start:stop] = pack_codes(part.codes, shape.bits).reshape(len(rows), *shape.codes[1:])
-        scales[start:stop] = part.scales
+        found, scales[start:stop], zeros = search_blocks(
+            rows, shape.block_size, shape.bits, symmetric=shape.symmetric, dtype=rows.dtype
+        )
+        codes[start:stop] = pack_codes(found, shape.bits).reshape(len(rows), *shape.codes[1:])
         if zero_points is not None:
-            zero_points[start:stop] = pack_codes(part.zero_points, shape.bits)
+            zero_points[start:stop] = pack_codes(zeros, shape.bits)
     return WeightBlocks(codes, scales, zero_points)
 
 
@@ -173,7 +174,6 @@ class QuantisedWeight:
     """A weight that is quantised when one of its tensors is read.
 
     compute: quantises the weight.
-    keep: whether to hold the blocks after the first read.
     experts: the number of experts, if the outputs are those of all experts; tensors then have an axis for the experts.
     """
 
@@ -184,13 +184,11 @@ class QuantisedWeight:
         compute: Callable[[], WeightBlocks],
         recent: RecentBlocks,
         *,
-        keep: bool = False,
         experts: int | None = None,
     ) -> None:
         self.shape = shape
         self.scale_type = scale_type
-        self._compute, self._recent, self._keep, self._experts = compute, recent, keep, experts
-        self._kept: WeightBlocks | None = None
+        self.compute, self._recent, self._experts = compute, recent, experts
 
     @classmethod
     def of_tensor(
@@ -201,7 +199,6 @@ class QuantisedWeight:
         block_size: int,
         scheme: Quantisation,
         recent: RecentBlocks,
-        keep: bool = False,
         experts: int | None = None,
     ) -> QuantisedWeight:
         """Quantise `tensor`: [outputs, inputs] if `by_output`, else [inputs, outputs]."""
@@ -212,16 +209,7 @@ class QuantisedWeight:
         def compute() -> WeightBlocks:
             return quantise_weight(row_reader(tensor, by_output), shape, tensor.dtype.numpy())
 
-        return cls(shape, tensor.dtype, compute, recent, keep=keep, experts=experts)
-
-    def compute(self) -> WeightBlocks:
-        """Quantise the weight, or return the blocks that `keep` holds."""
-        if self._kept is not None:
-            return self._kept
-        blocks = self._compute()
-        if self._keep:
-            self._kept = blocks
-        return blocks
+        return cls(shape, tensor.dtype, compute, recent, experts=experts)
 
     def codes(self, shape: tuple[int, ...] | None = None) -> ir.TensorProtocol:
         """The codes as a tensor of `shape`. One with fewer bytes per output takes the first bytes of each output."""
@@ -249,7 +237,7 @@ class QuantisedWeight:
     def middle_zero_points(self) -> ir.TensorProtocol:
         """The zero points 2 ** (bits - 1) of a symmetric weight, for operators that need them as a tensor.
 
-        The unused last half byte of a row has this value too: onnxruntime 1.24 on CPU, and up to 1.31 on CUDA, reads
+        The unused last half byte of a row has this value too: onnxruntime's CUDA provider, up to 1.31, reads
         zero points as if rows were not padded.
         """
         byte, shape = 0x88 if self.shape.bits == 4 else 0x80, self._expert_shape(self.shape.zero_points)

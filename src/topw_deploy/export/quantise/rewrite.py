@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from topw_deploy.errors import ParameterError, UnsupportedModelError
 from topw_deploy.export.embedding import EmbeddingNode, find_embedding
-from topw_deploy.export.graph import ROUTER_PROPERTY, GraphEditor, number_attribute, stored_tensor
+from topw_deploy.export.graph import ROUTER_PROPERTY, GraphEditor, initializer_tensors, number_attribute, stored_tensor
 from topw_deploy.export.quantise.blocks import Origin, QuantisedWeight, RecentBlocks, StoredRows, row_reader
 from topw_deploy.export.quantise.experts import ExpertsReplacer, ExpertWeight, find_experts
 from topw_deploy.export.quantise.rounding import Quantisation
@@ -133,9 +133,11 @@ def quantise(
     no product to quantise.
     """
     graph = model.graph
-    before = _float_bytes(graph)
+    before = sum(int(tensor.nbytes) for tensor in initializer_tensors(model))
+    logits = next(value for value in graph.outputs if value.name == "logits")
+    products = [product for product in find_products(graph) if not _chooses_experts(product)]
     found = _QuantisableWeights(
-        _without_routers(find_products(graph)), _float_embedding(graph), find_experts(graph), _logits_width(graph)
+        products, _float_embedding(graph), find_experts(graph), logits.shape[-1] if logits.shape else None
     )
     if not cut:
         found.check_patterns(scheme)
@@ -177,13 +179,13 @@ class _QuantisableWeights:
 
     products: the products, except those that choose experts.
     embedding: the token table's lookup, if the table is a float initializer.
-    vocab: width of the logits, if it is a number.
+    vocab: width of the logits; None if it is unknown.
     """
 
     products: list[Product]
     embedding: EmbeddingNode | None
     experts: list[ExpertWeight]
-    vocab: int | None
+    vocab: int | ir.SymbolicDim | None
 
     def head(self) -> Product | None:
         """Return the last product if it has one output per logit, else None. The token table may have more rows."""
@@ -216,10 +218,6 @@ class _QuantisableWeights:
         return uses
 
 
-def _without_routers(products: list[Product]) -> list[Product]:
-    return [product for product in products if not _chooses_experts(product)]
-
-
 def _chooses_experts(product: Product) -> bool:
     return any(ROUTER_PROPERTY in node.metadata_props for node in product.nodes)
 
@@ -234,12 +232,6 @@ def _check_half_experts(graph: ir.Graph) -> None:
                 "exclude them, or leave --compute-dtype out.",
                 "exclude_nodes",
             )
-
-
-def _logits_width(graph: ir.Graph) -> int | None:
-    """Return the width of the output `logits`, if it is a number."""
-    shape = next((value.shape for value in graph.outputs if value.name == "logits"), None)
-    return shape[-1] if shape and isinstance(shape[-1], int) else None
 
 
 def _float_embedding(graph: ir.Graph) -> EmbeddingNode | None:
@@ -294,7 +286,7 @@ class _Replacer:
         if block_size is None or table.const_value is None:
             return False
         weight = QuantisedWeight.of_tensor(
-            table.const_value, by_output=True, block_size=block_size, scheme=scheme, recent=self.recent, keep=True
+            table.const_value, by_output=True, block_size=block_size, scheme=scheme, recent=self.recent
         )
         flat = (embedding.rows, embedding.hidden * scheme.bits // 8)
         stored = _BlockInitializers(self.editor, weight, str(table.name), flat)
@@ -389,10 +381,6 @@ def _drop_unused(graph: ir.Graph) -> None:
             graph.remove(node, safe=True)
     for name in [name for name, value in graph.initializers.items() if not value.uses()]:
         del graph.initializers[name]
-
-
-def _float_bytes(graph: ir.Graph) -> int:
-    return sum(value.const_value.nbytes for value in graph.initializers.values() if value.const_value is not None)
 
 
 def _notices(graph: ir.Graph, scheme: Quantisation, before: int, known: set[str | None]) -> list[str]:

@@ -87,7 +87,7 @@ class Quantisation:
         """Return the largest block size up to `block_size` for a table with rows of `width` weights, or None.
 
         Rows must be whole blocks: a tied head shares them, and onnxruntime's CUDA provider counts blocks across rows.
-        Asymmetric 4-bit rows need an even number of blocks: onnxruntime 1.24, and on CUDA up to 1.31, looks up rows
+        Asymmetric 4-bit rows need an even number of blocks: onnxruntime's CUDA provider, up to 1.31, looks up rows
         with an odd number wrongly.
         """
         return self._largest_block([width], even=self.table_scheme.bits == 4 and not self.symmetric)
@@ -119,27 +119,16 @@ _CHUNK = 1 << 15  # weights that are searched at a time, few enough for a core's
 _REFINEMENTS = 1  # how often to take the best scale for the codes, then the codes for that scale
 
 
-@dataclass(frozen=True)
-class RoundedRows:
-    """Quantised rows: (code - zero point) * scale.
-
-    codes: uint8 [n, blocks * block_size], one per byte.
-    scales: [n, blocks].
-    zero_points: uint8 [n, blocks].
-    """
-
-    codes: np.ndarray
-    scales: np.ndarray
-    zero_points: np.ndarray
-
-
 def search_blocks(
     rows: np.ndarray, block_size: int, bits: int, *, symmetric: bool, dtype: np.dtype[Any]
-) -> RoundedRows:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Quantise rows [n, inputs], padded with zeros to whole blocks.
 
     symmetric: whether all zero points are 2 ** (bits - 1).
     dtype: the type of the scales.
+
+    Returns (codes uint8 [n, blocks * block_size], scales [n, blocks], zero points uint8 [n, blocks]): a weight is
+    (code - zero point) * scale.
     """
     wide = np.pad(rows.astype(np.float32, copy=False), ((0, 0), (0, -rows.shape[1] % block_size)))
     blocks = wide.reshape(-1, block_size)
@@ -149,7 +138,7 @@ def search_blocks(
     for start in range(0, len(blocks), step):
         part = slice(start, start + step)
         codes[part], scales[part], zeros[part] = _search_chunk(blocks[part], bits, symmetric, dtype)
-    return RoundedRows(codes.reshape(wide.shape), scales.reshape(len(rows), -1), zeros.reshape(len(rows), -1))
+    return codes.reshape(wide.shape), scales.reshape(len(rows), -1), zeros.reshape(len(rows), -1)
 
 
 def _search_chunk(

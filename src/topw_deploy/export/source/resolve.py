@@ -124,20 +124,13 @@ def _find_onnx_file(folder: Path) -> Path | None:
         folder / "onnx" / "model.onnx",
         folder / "decoder_model_merged.onnx",
     ):
-        if candidate is not None and _is_file(candidate):
+        if candidate is not None and candidate.is_file():
             return candidate
     files = sorted(folder.glob("*.onnx"))
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise SourceError(f"{folder} holds {len(files)} ONNX files ({names}); give the path of the decoder's file.")
     return files[0] if files else None
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # for example a name that is too long
-        return False
 
 
 def _genai_decoder_file(folder: Path) -> Path | None:
@@ -199,13 +192,7 @@ def _download_error(model: str, hub: HubKeywords, error: Exception) -> SourceErr
             "the hub is disabled or did not answer; check the path, download the model first, or go online (no "
             "--local-files-only, HF_HUB_OFFLINE unset)."
         )
-    if isinstance(error, PermissionError) or (isinstance(error, OSError) and error.errno in (13, 30)):
-        return SourceError(f"the hub's cache {cache} cannot be written ({error}); set --cache-dir or HF_HUB_CACHE.")
-    if isinstance(error, OSError) and error.errno == 28:
-        return SourceError(
-            f"the disk of the hub's cache is full while downloading {where}; make room or set --cache-dir."
-        )
     return SourceError(
-        f"{where} could not be downloaded ({type(error).__name__}: {one_line(error)}); try again or give a local "
-        "folder."
+        f"{where} could not be downloaded to the hub's cache {cache} ({type(error).__name__}: "
+        f"{one_line(error)}); try again, set --cache-dir or HF_HUB_CACHE, or give a local folder."
     )

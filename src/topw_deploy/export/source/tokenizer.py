@@ -107,15 +107,10 @@ def read_tiktoken(path: Path, settings: Mapping[str, Any]) -> Ranks:
         raise TokenizerError(f"{path} is damaged ({one_line(error)}); fetch it again.") from None
     specials = _stated_specials(settings)
     if len(tokens) not in _KNOWN_PATTERNS or not specials:
-        what = (
-            "special tokens are not in tokenizer_config.json"
-            if len(tokens) in _KNOWN_PATTERNS
-            else "pattern is unknown"
-        )
         raise TokenizerError(
-            f"{path} is a tiktoken file of {len(tokens)} ranks whose {what}; convert it with transformers' "
-            "TikTokenConverter and the pattern and special tokens of the model's code, and give the folder of the "
-            "tokenizer.json with --tokenizer."
+            f"{path} is a tiktoken file of {len(tokens)} ranks whose pattern is unknown or whose special tokens are "
+            "not in tokenizer_config.json; convert it with transformers' TikTokenConverter and the pattern and special "
+            "tokens of the model's code, and give the folder of the tokenizer.json with --tokenizer."
         )
     return Ranks(tokens, 0, _KNOWN_PATTERNS[len(tokens)][1], specials)
 
@@ -128,17 +123,12 @@ def build_tokenizer(ranks: Ranks, path: Path, begin: str | None) -> Tokenizer:
     Raises TokenizerError for ranks that tokenizer.json cannot express.
     """
     ids = {token: ranks.first + rank for rank, token in enumerate(ranks.tokens)}
-    missing = [byte for byte in range(256) if bytes([byte]) not in ids]
-    if missing or len(ids) < len(ranks.tokens):
-        what = f"the byte {missing[0]} has no rank" if missing else "a token has two ranks"
-        raise TokenizerError(f"{path} is damaged ({what}); fetch it again.")
     vocabulary = {_printable_text(token): number for token, number in ids.items()}
-    used = set(ids.values())
-    taken = [text for text, number in ranks.specials.items() if text in vocabulary or number in used]
-    if taken:
+    whole = all(bytes([byte]) in ids for byte in range(256)) and len(ids) == len(ranks.tokens)
+    if not whole or vocabulary.keys() & ranks.specials.keys() or set(ids.values()) & set(ranks.specials.values()):
         raise TokenizerError(
-            f"{path} has an ordinary token with the text or id of the special token {taken[0]!r}, which tokenizer.json "
-            "cannot have; give another folder with --tokenizer."
+            f"{path} is damaged (a byte has no rank, or a token has two, or the text or id of a special token); fetch "
+            "it again, or give another folder with --tokenizer."
         )
     merges = [(_printable_text(left), _printable_text(right)) for left, right in _possible_merges(ids)]
     try:

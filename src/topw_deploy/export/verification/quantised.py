@@ -52,7 +52,7 @@ def evaluation_text(folder: Path, manifest: DecoderManifest, parameters: int) ->
     """
     is_tiny = manifest.source.get("id") == "tiny"
     text, name = (_held_out_text(), "the tiny model's held-out text") if is_tiny else _general_text()
-    found = _encode(folder, manifest, text)
+    found = encode(folder, manifest, text)
     if found is None:
         return None
     start, body = _start_and_body(found, manifest.sampler.vocab_size)
@@ -69,7 +69,7 @@ def page_ends(folder: Path, manifest: DecoderManifest, columns: int) -> list[np.
 
     Each begins with the tokenizer's leading special tokens and has at most `columns` tokens.
     """
-    found = _encode(folder, manifest, SAMPLE_TEXT)
+    found = encode(folder, manifest, SAMPLE_TEXT)
     if found is None:
         return []
     length = min(columns, manifest.decoder.context_length)
@@ -85,16 +85,11 @@ def token_budget(parameters: int) -> int:
     return max(_SMALLEST_BUDGET, min(_LARGEST_BUDGET, _LARGEST_WORK // max(1, 2 * parameters)))
 
 
-def encode(folder: Path, manifest: Manifest, text: str) -> list[int] | None:
-    """Encode `text` with the export's tokenizer.json. Returns the ids, or None without the file.
+def encode(folder: Path, manifest: Manifest, text: str) -> Any:
+    """Encode `text` with the export's tokenizer.json. Returns tokenizers' Encoding, or None without the file.
 
     Raises ManifestError if the file was changed, and TokenizerError if it cannot be read.
     """
-    found = _encode(folder, manifest, text)
-    return None if found is None else list(found.ids)
-
-
-def _encode(folder: Path, manifest: Manifest, text: str) -> Any:
     entry = manifest.files.get("tokenizer.json")
     if entry is None:
         return None
@@ -415,22 +410,20 @@ def _open_exact_copy(folder: Path, manifest: DecoderManifest) -> Iterator[Path]:
     try:
         for name in manifest.files.keys() - {MODEL_NAME}:
             (made / name).parent.mkdir(exist_ok=True, parents=True)
-            _link_or_copy(folder / name, made / name)
-        _write_exact(folder / MODEL_NAME, made / MODEL_NAME)
+            try:
+                os.link(folder / name, made / name)
+            except OSError:
+                shutil.copyfile(folder / name, made / name)
+        model = ir.load(folder / MODEL_NAME)
+        for node in model.graph:
+            if node.op_type in ("MatMulNBits", "QMoE") and "accuracy_level" in node.attributes:
+                node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", _FLOAT32_LEVEL)
+        ir.save(model, made / MODEL_NAME)
         files = manifest.files | describe_files(made, [MODEL_NAME])
         save_manifest(made, replace(manifest, files=files))
         yield made
     finally:
         shutil.rmtree(made, ignore_errors=True)
-
-
-def _write_exact(source: Path, target: Path) -> None:
-    """Write the graph with products in float32."""
-    model = ir.load(source)
-    for node in model.graph:
-        if node.op_type in ("MatMulNBits", "QMoE") and "accuracy_level" in node.attributes:
-            node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", _FLOAT32_LEVEL)
-    ir.save(model, target)
 
 
 @contextlib.contextmanager
@@ -443,10 +436,3 @@ def _environment(name: str, value: str) -> Iterator[None]:
         del os.environ[name]
         if before is not None:
             os.environ[name] = before
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)

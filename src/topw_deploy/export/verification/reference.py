@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,27 +31,9 @@ Array = NDArray[np.generic]
 _GROWTH = 64  # slots that a full buffer gets in addition; any number is right
 
 
-class CacheDriver(Protocol):
-    """A decoder and its cache. Takes columns of tokens, in which padding may be anywhere."""
-
-    def start(self, batch: int) -> None:
-        """Empty the cache, for a batch of this many rows."""
-
-    def step(self, ids: Array, attention_mask: Array) -> Array:
-        """Run the next n columns. Returns the logits of each row's last token so far, [batch, vocab].
-
-        ids: int64 [batch, n].
-        attention_mask: int64 [batch, past + n].
-        """
-
-
 def cache_driver(session: ort.InferenceSession, decoder: DecoderInfo, logits: str) -> CacheDriver:
     """A driver for the decoder's form of cache. logits: the name of the output that `step` returns."""
-    drivers: dict[str, Callable[[ort.InferenceSession, DecoderInfo, str], CacheDriver]] = {
-        "concat": _ConcatDriver,
-        "static": _StaticDriver,
-        "shared": _SharedDriver,
-    }
+    drivers: dict[str, type[CacheDriver]] = {"concat": _ConcatDriver, "static": _StaticDriver, "shared": _SharedDriver}
     return drivers[decoder.kv_form](session, decoder, logits)
 
 
@@ -63,13 +45,28 @@ def empty_states(decoder: DecoderInfo, batch: int, length: int) -> dict[str, Arr
     }
 
 
-class _ConcatDriver:
-    """Drives a cache that the graph takes as input and returns with the new tokens appended."""
+class CacheDriver:
+    """Drives a decoder and its cache. Takes columns of tokens, in which padding may be anywhere."""
 
     def __init__(self, session: ort.InferenceSession, decoder: DecoderInfo, logits: str) -> None:
         self._session, self._decoder, self._logits = session, decoder, logits
         self._inputs = {value.name for value in session.get_inputs()}
-        self._outputs = [value.name for value in session.get_outputs()]
+
+    def start(self, batch: int) -> None:
+        """Empty the cache, for a batch of this many rows."""
+        raise NotImplementedError
+
+    def step(self, ids: Array, attention_mask: Array) -> Array:
+        """Run the next n columns. Returns the logits of each row's last token so far, [batch, vocab].
+
+        ids: int64 [batch, n].
+        attention_mask: int64 [batch, past + n].
+        """
+        raise NotImplementedError
+
+
+class _ConcatDriver(CacheDriver):
+    """Drives a cache that the graph takes as input and returns with the new tokens appended."""
 
     def start(self, batch: int) -> None:
         self._past = empty_states(self._decoder, batch, 0)
@@ -89,17 +86,13 @@ class _ConcatDriver:
         positions = np.maximum(np.cumsum(attention_mask, axis=1) - 1, 0)[:, -ids.shape[1] :]
         feeds = {"input_ids": ids, "attention_mask": attention_mask, "position_ids": positions, **self._past}
         results = self._session.run(None, {name: feeds[name] for name in self._inputs})
-        named = dict(zip(self._outputs, results, strict=True))
+        named = dict(zip((value.name for value in self._session.get_outputs()), results, strict=True))
         self._past = {state.past: named[state.present] for state in self._decoder.states}
         return named[self._logits]
 
 
-class _InPlaceDriver:
+class _InPlaceDriver(CacheDriver):
     """Drives a cache that the graph writes in place. A run uses one row of the buffers, or all."""
-
-    def __init__(self, session: ort.InferenceSession, decoder: DecoderInfo, logits: str) -> None:
-        self._session, self._decoder, self._logits = session, decoder, logits
-        self._inputs = {value.name for value in session.get_inputs()}
 
     def start(self, batch: int) -> None:
         self._used = np.zeros(batch, np.int64)  # length of each row

@@ -217,8 +217,8 @@ def _sliding_window(folder: Path, manifest: DecoderManifest) -> int | None:
 def _text_ids(folder: Path, manifest: DecoderManifest) -> np.ndarray:
     """The tokens of _TEXT, int64 [n], without ids outside the vocabulary; [0] without a tokenizer."""
     vocab = manifest.sampler.vocab_size
-    ids = encode(folder, manifest, _TEXT)
-    return np.asarray([token for token in ids or () if token < vocab], dtype=np.int64)
+    found = encode(folder, manifest, _TEXT)
+    return np.asarray([token for token in (found.ids if found else ()) if token < vocab], dtype=np.int64)
 
 
 def _sampler_logits(
