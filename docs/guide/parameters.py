@@ -14,7 +14,7 @@ HEAD = "Parameters, with the default in brackets:\n\n"
 _SECTIONS = {
     "geom_unit": "#variants-of-top-w",
     "lam": "../contract/graph.md#1-parameters",
-    "logit_bias": "#penalties-and-biases",
+    "logit_bias": "#order-of-operations",
     "logprobs": "#log-probabilities",
     "preset": "../lab/results.md#the-preset-lively",
     "rule": "#sampling-rules",
