@@ -134,11 +134,9 @@ def quantise(
     """
     graph = model.graph
     before = sum(int(tensor.nbytes) for tensor in initializer_tensors(model))
-    logits = next(value for value in graph.outputs if value.name == "logits")
+    logits = next((value.shape for value in graph.outputs if value.name == "logits"), None)
     products = [product for product in find_products(graph) if not _chooses_experts(product)]
-    found = _QuantisableWeights(
-        products, _float_embedding(graph), find_experts(graph), logits.shape[-1] if logits.shape else None
-    )
+    found = _QuantisableWeights(products, _float_embedding(graph), find_experts(graph), logits[-1] if logits else None)
     if not cut:
         found.check_patterns(scheme)
     excluded = found.excluded(scheme)
