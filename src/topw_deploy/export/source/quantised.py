@@ -93,8 +93,8 @@ class QuantisedFormat:
             _object(_object(group).get("weights")) for group in _object(self.settings.get("config_groups")).values()
         )
         for found in (self.settings.get("weight_block_size"), *(group.get("block_structure") for group in groups)):
-            if isinstance(found, list) and len(found) == 2:
-                return int(found[0]), int(found[1])
+            if isinstance(found, list) and [type(size) for size in found] == [int, int]:
+                return found[0], found[1]
         return None
 
 
