@@ -124,7 +124,7 @@ def test_accuracy_can_be_drawn(tmp_path: Path) -> None:
 def test_a_toy_model_trains_and_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     from benchmarks.sums.train import Recipe, Training, evaluate, write_model
-    from topw_deploy.export import ExportRequest, export_model
+    from topw_deploy.export import export_model
 
     recipe = Recipe(
         vocab_size=400, hidden_size=32, intermediate_size=64, layers=1, heads=2, kv_heads=2, batch=2, steps=6, warmup=1,
@@ -136,7 +136,7 @@ def test_a_toy_model_trains_and_answers(tmp_path: Path, capsys: pytest.CaptureFi
     assert [point["step"] for point in training.progress.curve] == [3, 6]
     assert training.progress.curve[-1]["held_out_loss"] < before - 0.1
     write_model(training)
-    export_model(ExportRequest(model=str(tmp_path / "model"), output=tmp_path / "out", verify=False))
+    export_model(str(tmp_path / "model"), tmp_path / "out", verify=False)
     rules = ["greedy", "top_w", "min_p=0.1"]
     common = ["--temperatures", "1", "--seeds", "1", "--problems", "2", "--json", str(tmp_path / "counts.json")]
     command.main(["--folder", str(tmp_path / "out"), "--rules", *rules, *common])

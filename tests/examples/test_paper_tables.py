@@ -101,7 +101,7 @@ def test_topw_takes_each_printed_command(folder: Path, capsys: pytest.CaptureFix
                 "top_w", "top_k", "top_k", "top_k", "top_p", "min_p", "eta", "top_h",
             ]  # fmt: skip
             continue
-        assert (given["form"], given["chat"], given["seed"]) == (paper_tables.JUDGED[benchmark], True, 1)
+        assert (given["layout"], given["chat"], given["seed"]) == (paper_tables.JUDGED[benchmark], True, 1)
         rule = RuleParameters(**{name: given[name] for name in ("rule", "top_k", "top_p", "min_p", "eta_cutoff")
                                  if given[name] is not None})  # fmt: skip
         assert rule.chosen.name == (given["rule"] or "top_w")

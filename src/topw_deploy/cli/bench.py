@@ -30,12 +30,12 @@ class _CommaSeparated(click.ParamType, Generic[Item]):
     """
 
     def __init__(self, kind: click.ParamType, *, name: str) -> None:
-        self.name, self._kind = name, kind
+        self.name, self.kind = name, kind
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Item, ...]:
         if isinstance(value, tuple):
             return value
-        items = tuple(self._kind.convert(part, param, ctx) for part in str(value).replace(",", " ").split())
+        items = tuple(self.kind.convert(part, param, ctx) for part in str(value).replace(",", " ").split())
         if not items:
             self.fail(f"the value is empty, but must list {self.name}.", param, ctx)
         return items

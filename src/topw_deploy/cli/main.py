@@ -177,8 +177,10 @@ def _report_usage_error(error: click.ClickException) -> int:
 def _similar_word(error: click.UsageError) -> str:
     """A suggestion of a similar command or value. click itself suggests similar options only."""
     known: Iterable[str] = ()
-    if isinstance(error, click.BadParameter) and error.param is not None and isinstance(error.param.type, click.Choice):
-        known = map(str, error.param.type.choices)
+    parameter = error.param if isinstance(error, click.BadParameter) else None
+    kind = None if parameter is None else getattr(parameter.type, "kind", parameter.type)  # of each value in a list
+    if isinstance(kind, click.Choice):
+        known = map(str, kind.choices)
     elif error.ctx is not None and isinstance(error.ctx.command, click.Group):
         known = error.ctx.command.list_commands(error.ctx)
     typed = re.search(r"'(.*?)'", error.message)

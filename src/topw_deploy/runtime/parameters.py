@@ -193,7 +193,8 @@ def _id_lists(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
 def _texts(name: str, value: Any) -> tuple[str, ...]:
     values = [value] if isinstance(value, str) else value
     if not _is_list(values) or not all(isinstance(v, str) and v for v in values):
-        raise ParameterError(f"{name} is {short_repr(value)}, but must be a non-empty string or a list of them.", name)
+        shown = list(value) if isinstance(value, tuple) else value
+        raise ParameterError(f"{name} is {short_repr(shown)}, but must be a non-empty string or a list of them.", name)
     return tuple(values)
 
 
