@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 @click.option("--chat", is_flag=True, help="Use the chat template: answer PROMPT, or start a conversation without one.")
 @click.option("--system", metavar="TEXT", help="System message of the chat.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per sequence, each on a line.")
-@click.option("--stats", is_flag=True, help="Print speed, crop sizes and the certified share to stderr.")
+@click.option("--stats", is_flag=True, help="Print speed, kept tokens and the certified share to stderr.")
 @click.option("--stream/--no-stream", default=True, help="Print text as it is generated (default) or at the end.")
 @parameter_options(*OPTION_PARAMETERS)
 @constraint_options

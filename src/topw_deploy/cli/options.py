@@ -108,7 +108,7 @@ def sampler_options(command: Command) -> Command:
         click.option(
             "--potential",
             type=click.Choice(POTENTIALS),
-            help="Distance of a token to the crop: the smallest, or the mean of the k smallest.",
+            help="Distance of a token to the kept set: the smallest, or the mean of the k smallest.",
         ),
         click.option("--knn-k", type=int, help="k of the knn potential, >= 1."),
         click.option(
@@ -118,8 +118,8 @@ def sampler_options(command: Command) -> Command:
             help="Measure and store each token's distance to its nearest neighbour, which saves distances at run time.",
         ),
         parameter_options(*PARAMETER_NAMES),
-        click.option("--with-mass", is_flag=True, help="Add an output with the crop's probability mass."),
-        click.option("--with-keep-mask", is_flag=True, help="Add an output with the crop, a bool per token."),
+        click.option("--with-mass", is_flag=True, help="Add an output with the kept set's probability mass."),
+        click.option("--with-keep-mask", is_flag=True, help="Add an output with the kept set, a bool per token."),
         click.option("--dry-run", is_flag=True, help="Show what would be written, with sizes; write nothing."),
         click.option("--overwrite", "--force", is_flag=True, help="Replace an earlier export in OUT at the very end."),
         click.option("--no-verify", is_flag=True, help="Do not compare the export with its source."),
