@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ _KEEP_VALUES = {"Reshape", "Unsqueeze", "Squeeze", "Flatten", "Cast", "Identity"
 _COS_CACHE_INPUTS = {"GroupQueryAttention": 7, "RotaryEmbedding": 2}  # index in com.microsoft's operators
 # Graphs of standard operators apply a window by comparing with its size, or by adding or subtracting it.
 _WINDOW_OPERATORS = {"Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Sub", "Add"}
+_BETWEEN_CAP_AND_SOFTMAX = {"Mul", "Add", "Where", "Cast", "Identity", "Reshape", "Max", "Clip"}
 _CAP_TOLERANCE = 1e-3  # relative: the graph's cap may be rounded to half precision
 
 
@@ -103,12 +104,36 @@ def applies_window(graph: ir.Graph, window: Window) -> bool:
 
 
 def lost_soft_cap(graph: ir.Graph, config: dict[str, Any]) -> float | None:
-    """The soft cap on attention scores in `config` (Gemma 2) if an attention operator does not apply it, else None."""
+    """The soft cap on attention scores in `config` (Gemma 2) if `graph` does not apply it, else None.
+
+    A graph applies a cap by an attribute of the attention operator, or by a Tanh before each Softmax.
+    """
     cap = config.get("attn_logit_softcapping")
-    if not isinstance(cap, float) or not 0 < cap < math.inf:
+    if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 < cap <= sys.float_info.max:
         return None
-    caps = [number_attribute(node, "softcap") for node in graph if node.op_type in _ATTENTION_OPERATORS]
-    return None if all(abs(applied - cap) <= _CAP_TOLERANCE * cap for applied in caps) else cap
+    operators = [node for node in graph if node.op_type in _ATTENTION_OPERATORS]
+    if operators:
+        caps = [number_attribute(node, "softcap") for node in operators]
+        is_applied = all(abs(applied - cap) <= _CAP_TOLERANCE * cap for applied in caps)
+    else:
+        scores = [node.inputs[0] for node in graph if node.op_type == "Softmax"]
+        is_applied = bool(scores) and all(_comes_from_tanh(value) for value in scores)
+    return None if is_applied else float(cap)
+
+
+def _comes_from_tanh(value: ir.Value | None) -> bool:
+    """Whether operators that may stand between a soft cap and a softmax compute `value` from a Tanh."""
+    pending, seen = [value], set()
+    while pending:
+        node = source.producer() if (source := pending.pop()) is not None else None
+        if node is None or id(node) in seen:
+            continue
+        seen.add(id(node))
+        if node.op_type == "Tanh":
+            return True
+        if node.op_type in _BETWEEN_CAP_AND_SOFTMAX:
+            pending += node.inputs
+    return False
 
 
 def optional_input(node: ir.Node, index: int) -> ir.Value | None:

@@ -210,7 +210,7 @@ class Preparer:
         if not ids:
             if self._bos_token_id is None:
                 raise PromptError(f"{which} is empty and the tokenizer has no BOS token to start from; give some text.")
-            return (self._bos_token_id,)
+            ids = [self._bos_token_id]  # of a file, so it may be no id of the vocabulary
         if len(ids) > limits.tokens:
             raise PromptError(f"{which} has {len(ids)} tokens, {_excess(len(ids), limits)}", "max_length")
         for token in ids:

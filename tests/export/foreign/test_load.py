@@ -252,3 +252,13 @@ def test_a_missing_soft_cap_is_stated(tmp_path: Path, softcap: float, lost: floa
     file = written(tmp_path / "made", model, attn_logit_softcapping=50.0)
     notices = load_decoder(file, file.parent).notices
     assert ["does not apply the soft cap of 50" in notice for notice in notices] == ([True] if lost else [])
+
+
+@pytest.mark.parametrize("capped", [True, False])
+def test_a_soft_cap_in_plain_operators_is_a_tanh_before_the_softmax(capped: bool) -> None:
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 18}, name="decoder")
+    editor = GraphEditor(graph, "made")
+    scores = editor.input("scores", ir.DataType.FLOAT, ["n", "m"])
+    value = editor.op("Tanh", [scores]) if capped else scores
+    editor.op("Softmax", [editor.op("Add", [editor.op("Mul", [value, value]), scores])])
+    assert (lost_soft_cap(graph, {"attn_logit_softcapping": 50.0}) is None) is capped
