@@ -116,7 +116,7 @@ def lost_soft_cap(graph: ir.Graph, config: dict[str, Any]) -> float | None:
         caps = [number_attribute(node, "softcap") for node in operators]
         is_applied = all(abs(applied - cap) <= _CAP_TOLERANCE * cap for applied in caps)
     else:
-        scores = [node.inputs[0] for node in graph if node.op_type == "Softmax"]
+        scores = [next(iter(node.inputs), None) for node in graph if node.op_type == "Softmax"]
         is_applied = bool(scores) and all(_comes_from_tanh(value) for value in scores)
     return None if is_applied else float(cap)
 

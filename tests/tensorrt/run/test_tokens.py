@@ -162,7 +162,7 @@ def test_threads_have_streams_of_their_own(opened: Open, on_cpu: TopWModel) -> N
 
 
 def test_more_rows_than_the_engine_was_built_for_are_refused(opened: Open) -> None:
-    with pytest.raises(PromptError, match=r"5 sequences, but .* max_batch 4; .* \(or build its engine\) for more"):
+    with pytest.raises(PromptError, match="5 sequences, but the model takes 4 at a time"):
         generate(opened(), ["a"] * 5)
     with pytest.raises(ParameterError, match="max_batch is 9, but the engine was built for 4"):
         opened({"max_batch": 9})
