@@ -70,7 +70,7 @@ def test_a_rule_joins_the_compared_ones_once() -> None:
 def test_the_exact_report_compares_the_texts_rule_under_top_ws_objective(folder: Path, invoke: Invoke) -> None:
     words = (folder, "abc", "de", *SHORT, "--exact", "--exact-steps", 4, "--typical-p", 0.5, "--geom-scale", 0.3)
     (setting,) = report_of(invoke, *words)["exact"]
-    assert (setting["rule"], setting["geom_scale"]) == ("typical 0.5", pytest.approx(0.3))
+    assert (setting["rule"], setting["parameters"]["geom_scale"]) == ("typical 0.5", pytest.approx(0.3))
     assert [rule["name"] for rule in setting["rules"]] == [TOP_W, "typical 0.5", *COMPARED]
     assert "texts by the rule typical 0.5" in invoke("stats", *words).stdout
 
@@ -82,10 +82,10 @@ def test_seeds_follow_each_other_and_intervals_resample_prompts(folder: Path, in
     (setting,) = both["settings"]
     assert (setting["prompts"], setting["sequences"], setting["steps"], both["seeds"]) == (2, 4, 24, 2)
     alone = [report_of(invoke, *words, "--seed", seed)["settings"][0] for seed in (4, 5)]
-    assert [place["kept"]["mean"] for place in setting["positions"]] == pytest.approx(
-        [(a["kept"]["mean"] + b["kept"]["mean"]) / 2 for a, b in zip(*(s["positions"] for s in alone), strict=True)]
+    assert [place["kept"]["mean"] for place in setting["ranges"]] == pytest.approx(
+        [(a["kept"]["mean"] + b["kept"]["mean"]) / 2 for a, b in zip(*(s["ranges"] for s in alone), strict=True)]
     )
-    assert alone[0]["positions"] != alone[1]["positions"]
+    assert alone[0]["ranges"] != alone[1]["ranges"]
     (exact,) = both["exact"]
     assert (exact["prompts"], exact["sequences"]) == (2, 4)
     assert "2 prompts with 4 texts, 24 steps" in invoke("stats", *words, "--seeds", 2).stdout

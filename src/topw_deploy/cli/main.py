@@ -35,7 +35,7 @@ COMMANDS = {
     "serve": ("serve", "Serve exported models over HTTP, with the endpoints of OpenAI's API. (needs [serve])"),
     "triton": ("serve", "Add an exported model to a model repository of NVIDIA's Triton Inference Server."),
     "web": ("serve", "Write a static site that runs an exported model in the browser."),
-    "stats": ("lab", "Show what Top-W did to a text: sizes of kept sets, and whether geometry acted. (needs [export])"),
+    "stats": ("lab", "Show what Top-W did to a text: kept sets, and whether geometry acted. (needs [export])"),
     "compare": ("lab", "Compare texts of several sampling rules and temperatures. (needs [compare])"),
     "lm-eval": ("lab", "Evaluate an exported model on tasks of lm-evaluation-harness. (needs [lm-eval])"),
     "inspect": ("inspect", "Show the contents of an exported folder."),
