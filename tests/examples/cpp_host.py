@@ -17,7 +17,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.support.toy_model import _specs, byte_ids
-from topw_deploy.manifest import MANIFEST_NAME, describe_files, load_manifest, save_manifest
+from topw_deploy.manifest import MANIFEST_NAME, DecoderManifest, describe_files, load_manifest, save_manifest
 from topw_deploy.plugins import compile_native, library
 from topw_deploy.plugins.library import library_path
 from topw_deploy.runtime import GenerationResult, TopWModel
@@ -28,7 +28,7 @@ SOURCES = ROOT / "examples" / "cpp"
 FLAGS = ("-std=c++17", "-Wall", "-Wextra", "-Werror")
 FORMS = ("concat", "scatter", "grouped")
 
-PARAMETERS: tuple[dict[str, float], ...] = (
+PARAMETERS: tuple[dict[str, Any], ...] = (
     {},
     {"lam": 0.5, "temperature": 1.5},
     {"temperature": 0},
@@ -153,7 +153,7 @@ def rewritten(
     change(model)
     onnx.save(model, target / "model.onnx")
     manifest = load_manifest(source)
-    assert manifest.decoder is not None
+    assert isinstance(manifest, DecoderManifest)
     names = [path.name for path in target.iterdir() if path.name != MANIFEST_NAME]
     changed = replace(
         manifest,
