@@ -35,7 +35,6 @@ ATTEMPTS = 2
 """Number of replicas to try. If a replica dies before it answers, the request is sent to another replica."""
 
 _PASSED_FIELDS = ("method", "path", "query_string", "headers", "http_version", "scheme", "client", "server")
-_OWN_HEADERS = {b"content-length", b"x-request-id"}  # set again by the response, or by Ray
 _LOST = RequestError("the replica ended before its answer; send the request again.", None, "replica_lost", 503)
 _MOST_CALLS = 1024  # one gateway passes on at most this many at once
 PREFIX_ARGUMENT = "prefix"
@@ -110,32 +109,29 @@ class Gateway:
             parts = self._relay.remote(scope, body, **{PREFIX_ARGUMENT: key})
             try:
                 status, headers = await anext(parts)
+                if dict(headers).get(b"content-type", b"").startswith(b"text/event-stream"):
+                    response: Response = StreamingResponse(_relay_events(parts), status)
+                else:
+                    response = Response(b"".join([part async for part in parts]), status)
             except BackPressureError:
                 full = QueueFullError(f"{self._options.engine.get('max_queue', 256)} requests wait; try again later.")
                 return failure_of(full).response()
             except RayActorError:
                 LOG.warning("a replica ended before it answered, attempt %d of %d", attempt + 1, ATTEMPTS)
                 continue
-            is_event_stream = dict(headers).get(b"content-type", b"").startswith(b"text/event-stream")
-            response = StreamingResponse(_relay_body(parts, is_event_stream), status)
-            response.raw_headers = [(name, value) for name, value in headers if name.lower() not in _OWN_HEADERS]
+            # Ray sets the id of a request again.
+            response.raw_headers = [(name, value) for name, value in headers if name.lower() != b"x-request-id"]
             return response
         return _LOST.response()
 
 
-async def _relay_body(parts: Any, is_event_stream: bool) -> AsyncIterator[bytes]:
-    """Yield the parts of the body.
-
-    If the replica dies, a stream of events ends with an error event, and without [DONE]. Any other answer is cut off,
-    which its client sees as an error.
-    """
+async def _relay_events(parts: Any) -> AsyncIterator[bytes]:
+    """Yield the parts of a stream of events. If the replica dies, the last one is an error event, without [DONE]."""
     try:
         async for part in parts:
             yield part
     except RayActorError:
         LOG.warning("a replica ended in the middle of an answer")
-        if not is_event_stream:
-            raise
         yield f"data: {json.dumps(_LOST.as_dict())}\n\n".encode()
     finally:
         parts.cancel()
