@@ -15,16 +15,9 @@ from tqdm import tqdm
 
 from benchmarks.common import table
 from fuzz.rules import OTHERS
-from tests.support.function_cases import (
-    Scenario,
-    Tally,
-    compare,
-    embedding_table,
-    graph,
-    opened,
-    random_case,
-)
-from tests.support.rule_cases import sampler_case
+from tests.support.function_cases import Tally, compare, graph, opened
+from tests.support.rows import Scenario, embedding_table, random_case
+from tests.support.rule_rows import sampler_case
 from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
 

@@ -22,7 +22,7 @@ from topw_deploy.sampling import TopWOptions
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 
 if TYPE_CHECKING:
-    from tests.support.emulated import EmulatedKernel
+    from tests.support.cuda_kernel import EmulatedKernel
 
 Answerer = Callable[[list[Case]], list["Answer"]]
 Opener = Callable[[Visit, "np.ndarray | None"], Answerer]
@@ -222,7 +222,7 @@ _LOGITS: Mapping[int, tuple[Callable[[np.ndarray], np.ndarray], Callable[[np.nda
 @contextmanager
 def emulated() -> Iterator[EmulatedKernel]:
     """Compile the CUDA kernels as C++ that runs on the CPU."""
-    from tests.support.emulated import EmulatedKernel, built
+    from tests.support.cuda_kernel import EmulatedKernel, built
 
     with tempfile.TemporaryDirectory() as folder:
         yield EmulatedKernel(built(Path(folder)))

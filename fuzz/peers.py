@@ -37,7 +37,7 @@ from fuzz.rule_peers import (
     authors_top_n_sigma,
     vllm_min_k,
 )
-from tests.support.rule_cases import RuleCase, rule_cases
+from tests.support.rule_rows import RuleCase, rule_cases
 from topw_deploy.sampling import FLOAT32_TIES
 from topw_deploy.sampling.rules import RULES, OrderedRow, RuleCrop, kept_set
 

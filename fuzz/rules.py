@@ -1,7 +1,7 @@
 """Compare kernels with the reference, on random rows with rules other than Top-W: `python -m fuzz.sampler --rules`.
 
 The rows of the CUDA kernels are of all kinds of tests.support.rule_rows. The native sampler gets half of its rows from
-tests.support.rule_cases, where a quarter have a value close to a threshold; batches use the processor's instruction
+tests.support.rule_rows, where a quarter have a value close to a threshold; batches use the processor's instruction
 sets in turn. Vocabularies have 1 to 151,936 tokens, pools 1 to 4,096. The kernels decide in double precision. So a
 difference is allowed only where the deciding quantity is within 1e-9 of its threshold, or the draw within 1e-12.
 
@@ -20,8 +20,7 @@ import numpy as np
 from benchmarks.common import table
 from tests.support.kernel import STAGES
 from tests.support.rows import Case
-from tests.support.rule_cases import sampler_case
-from tests.support.rule_rows import differences_from_rules, rule_case, rule_columns, rules_of
+from tests.support.rule_rows import differences_from_rules, rule_case, rule_columns, rules_of, sampler_case
 from topw_deploy.sampling import TopWOptions
 from topw_deploy.sampling.rules import RULES, RULES_BY_CODE
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.special_files import OTHERS, SPECIAL, no_hang
+from tests.support.attacks import OTHERS, SPECIAL, no_hang
 from topw_deploy.folders import NotRegularError, is_file_name, open_inside, open_regular
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")

@@ -49,7 +49,7 @@ def kernels(job: Job) -> Result:
 
 def emulated(job: Job) -> Result:
     """Compile the same sources for the CPU, for rehearsals."""
-    from tests.support.emulated import built
+    from tests.support.cuda_kernel import built
 
     started = time.perf_counter()
     made = built(job.folder("emulated"))

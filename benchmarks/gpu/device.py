@@ -15,8 +15,20 @@ from numpy.typing import ArrayLike
 
 from benchmarks.gpu.job import Job, StepError
 from tests.support.cuda_kernel import ALL_PARTS, CudaKernel, CudaShape
-from tests.support.kernel import COLUMNS, REPORT, CallInputs, Edits, KernelSamples, KernelTable, Rules
-from tests.support.structs import TABLE_TYPES, BlocksStruct, InputsStruct, OutputsStruct, TableStruct
+from tests.support.kernel import (
+    COLUMNS,
+    REPORT,
+    TABLE_TYPES,
+    BlocksStruct,
+    CallInputs,
+    Edits,
+    InputsStruct,
+    KernelSamples,
+    KernelTable,
+    OutputsStruct,
+    Rules,
+    TableStruct,
+)
 from topw_deploy.sampling.geometry import VARIANCE_ADDED, VARIANCE_FLOOR
 from topw_deploy.sampling.parameters import TopWOptions
 

@@ -23,9 +23,19 @@ import numpy as np
 from fuzz.implementations import Answer, as_bfloat16, from_bfloat16
 from fuzz.sampler import differences
 from tests.support.cuda_kernel import CudaKernel, CudaShape
-from tests.support.kernel import COLUMNS, STAGES, CallInputs, KernelSamples, KernelTable
+from tests.support.kernel import (
+    COLUMNS,
+    STAGES,
+    TABLE_TYPES,
+    BlocksStruct,
+    CallInputs,
+    InputsStruct,
+    KernelSamples,
+    KernelTable,
+    OutputsStruct,
+    TableStruct,
+)
 from tests.support.rows import explanation
-from tests.support.structs import TABLE_TYPES, BlocksStruct, InputsStruct, OutputsStruct, TableStruct
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins import library
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, mask_words, pack_mask, sample_row

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.attacks import put, refused
-from tests.support.special_files import no_hang
+from tests.support.attacks import no_hang, put, refused
 from tests.support.toy_model import byte_tokenizer
 from topw_deploy.errors import TokenizerError
 from topw_deploy.manifest import DecoderManifest, ModelFolder

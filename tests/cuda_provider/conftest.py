@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.plugins.cuda import tools
-from tests.support.emulated import CUDA_SOURCES, compiled
+from tests.support.cuda_kernel import CUDA_SOURCES, compiled
 from topw_deploy.plugins import compile_native, nvcc
 
 from .make_stand_in import make

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import checkpoints_of, foreign_decoder_of
+from tests.support.shared import checkpoints_of, foreign_decoder_of
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,7 @@ import pytest
 
 from benchmarks.gpu import engines, models, ways
 from benchmarks.gpu.job import Job, Step, StepError
-from tests.support.tensorrt_double import TensorRT
-from tests.support.tensorrt_machine import gpu, trt  # noqa: F401  # fixtures
+from tests.support.tensorrt_double import TensorRT, gpu, trt  # noqa: F401  # fixtures
 from tests.support.toy_model import Toy, export
 from topw_deploy.plugins import library
 from topw_deploy.sampling import TopWOptions

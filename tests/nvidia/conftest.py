@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.emulated import CUDA_SOURCES, EMULATOR, FLAGS
+from tests.support.cuda_kernel import CUDA_SOURCES, EMULATOR, FLAGS
 from topw_deploy.plugins import compile_native
 
 from .make_environment import REASON, environment

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.emulated import EmulatedKernel, built
+from tests.support.cuda_kernel import EmulatedKernel, built
 from tests.support.kernel import Kernel
 from tests.support.native_cases import instruction_sets, opened
 from tests.support.samples import slow

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.function_cases import Case, Scenario, random_case
 from tests.support.kernel import STAGES, Kernel, KernelTable
 from tests.support.native_cases import (
     differences,
@@ -19,6 +18,7 @@ from tests.support.native_cases import (
     scenario_cases,
     unexplained,
 )
+from tests.support.rows import Case, Scenario, random_case
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, sample_row
 
 METRICS = ("mahalanobis", "unit", "cosine", "uniform")

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.function_cases import Case, Scenario, random_case
 from tests.support.kernel import STAGES, Kernel, KernelSamples, KernelTable
 from tests.support.masks import KINDS, masked, masks, packed, some_allowed, unequal_fields
 from tests.support.native_cases import columns, scenario_cases, unexplained
+from tests.support.rows import Case, Scenario, random_case
 from tests.support.samples import slow
 from topw_deploy.sampling import TopWOptions, apply_edits, sample_row
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.support.function_cases import Case
 from tests.support.kernel import STAGES, Kernel
 from tests.support.native_cases import differences, sampled
+from tests.support.rows import Case
 from tests.support.samples import slow
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters
 

@@ -14,8 +14,8 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from tests.support.function_cases import feeds, random_case
-from tests.support.sampler_models import Wanted, open_model, run
+from tests.support.function_cases import Wanted, feeds, open_model, run
+from tests.support.rows import random_case
 from topw_deploy.plugins import compile_native
 
 PROBE = """

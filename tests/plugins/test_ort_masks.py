@@ -10,12 +10,12 @@ import pytest
 from onnx import TensorProto
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument, InvalidGraph
 
-from tests.support.function_cases import random_case
+from tests.support.function_cases import open_model, run
 from tests.support.kernel import COLUMNS, Kernel
 from tests.support.masks import masks, packed
 from tests.support.native_cases import columns
 from tests.support.node_models import no_rules, node_model
-from tests.support.sampler_models import open_model, run
+from tests.support.rows import random_case
 from topw_deploy.sampling import TopWOptions
 
 OPTIONS = TopWOptions(metric="uniform", top_m=40)

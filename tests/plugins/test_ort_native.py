@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.support.function_cases import NATIVE, Scenario, Tally, compare, embedding_table, feeds, graph, random_case
-from tests.support.sampler_models import Wanted, clear_rows, open_model, run
+from tests.support.function_cases import NATIVE, Tally, Wanted, clear_rows, compare, feeds, graph, open_model, run
+from tests.support.rows import Scenario, embedding_table, random_case
 from tests.support.samples import slow
 from topw_deploy.sampling import Geometry, apply_edits, sample_row
 from topw_deploy.sampling.parameters import METRICS, PARAMETER_NAMES, TopWOptions

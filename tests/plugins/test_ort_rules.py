@@ -9,9 +9,9 @@ import onnxruntime as ort
 import pytest
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidArgument, InvalidGraph
 
+from tests.support.function_cases import open_model, run
 from tests.support.kernel import COLUMNS, Kernel
 from tests.support.node_models import node_model
-from tests.support.sampler_models import open_model, run
 from topw_deploy.sampling import TopWOptions, TopWParameters
 
 OPTIONS = TopWOptions(metric="uniform", top_m=40)

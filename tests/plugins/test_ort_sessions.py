@@ -14,8 +14,8 @@ import onnxruntime as ort
 import pytest
 from msgspec.structs import replace
 
-from tests.support.function_cases import feeds, random_case
-from tests.support.sampler_models import Wanted, node_of, open_model, set_attribute
+from tests.support.function_cases import Wanted, feeds, node_of, open_model, set_attribute
+from tests.support.rows import random_case
 from tests.support.samples import slow
 from tests.support.toy_model import Toy, export
 from topw_deploy.errors import ManifestError, ParameterError, ProviderError

@@ -13,8 +13,8 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from tests.support.function_cases import feeds, random_case
-from tests.support.sampler_models import Wanted, clear_rows, open_model, run
+from tests.support.function_cases import Wanted, clear_rows, feeds, open_model, run
+from tests.support.rows import random_case
 from topw_deploy.sampling.parameters import TopWOptions
 
 pytestmark = pytest.mark.long

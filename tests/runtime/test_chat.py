@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tests.support.attacks import refused
+from tests.support.attacks import no_hang, refused
 from tests.support.samples import slow
-from tests.support.special_files import no_hang
 from tests.support.toy_model import EOS, Load, Toy, byte_ids
 from topw_deploy.errors import PromptError, TokenizerError
 from topw_deploy.runtime import chat

@@ -12,7 +12,7 @@ import onnx
 import pytest
 from click.testing import CliRunner
 
-from tests.support.special_files import OTHERS, SPECIAL, no_hang
+from tests.support.attacks import OTHERS, SPECIAL, no_hang
 from topw_deploy.cli.engines import build_engine
 from topw_deploy.cli.export import check, verify
 from topw_deploy.cli.inspect import inspect

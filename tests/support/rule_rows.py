@@ -1,21 +1,132 @@
-"""Rows of every kind for the rules other than Top-W, and their comparison with the reference."""
+"""Random rows for the sampling rules other than Top-W, some with a value close to a threshold. Imports only numpy."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from tests.support.rows import Case
+from tests.support.rows import Case, random_case
 from topw_deploy.sampling import Geometry, SampledRow, TopWOptions, sample_row
-from topw_deploy.sampling.rules import RULES, RULES_BY_CODE
+from topw_deploy.sampling.parameters import TopWParameters
+from topw_deploy.sampling.rules import RULES, RULES_BY_CODE, OrderedRow
+
+VOCABULARIES = ((1, 2, 3), (4, 7, 12, 25), (50, 64, 65, 97), (257, 1000, 1021), (4095, 5000, 8209), (32_000, 151_936))
+SHARES = (0.04, 0.25, 0.26, 0.31, 0.13, 0.01)
+"""Share of all rows for each group of VOCABULARIES."""
+GROUP = 8  # consecutive rows of one vocabulary
+_NEAR_SHARE = 0.25  # share of rows that have a value close to a threshold
+
+
+@dataclass(frozen=True)
+class RuleCase:
+    """A row's logits float32 [V], rule, values and temperature (float32 numbers), and kind."""
+
+    logits: np.ndarray
+    rule: str
+    values: tuple[float, float]
+    temperature: float
+    kind: str
+
+
+def rule_cases(seed: int, rule: str, most_vocabulary: int = 151_936) -> Iterator[RuleCase]:
+    """Yield rows of one rule without end, GROUP consecutive ones with the same vocabulary."""
+    rng = np.random.default_rng((seed, RULES[rule].code))
+    while True:
+        sizes = VOCABULARIES[int(rng.choice(len(VOCABULARIES), p=SHARES))]
+        vocab = min(int(rng.choice(sizes)), most_vocabulary)
+        for _ in range(GROUP):
+            yield _case(rng, rule, vocab)
+
+
+def _case(rng: np.random.Generator, rule: str, vocab: int) -> RuleCase:
+    made = random_case(rng, vocab)
+    kind = made.regime.split(", ")[1]
+    temperature = float(np.float32(1.0 if rng.random() < 0.5 else rng.uniform(0.2, 3.0)))
+    values = _VALUES.get(rule, _none)(rng)
+    if rule in _NEAR and rng.random() < _NEAR_SHARE:
+        row = OrderedRow.of(made.logits.astype(np.float64), temperature)
+        near = float(_NEAR[rule](row, int(min(rng.exponential(5.0), len(row) - 1))))
+        if RULES[rule].accepts((float(np.float32(near)), values[1])):
+            values, kind = (near, values[1]), f"near, {kind}"
+    v0, v1 = (float(np.float32(value)) for value in values)
+    return RuleCase(made.logits, rule, (v0, v1), temperature, kind)
+
+
+def sampler_case(rng: np.random.Generator, vocab: int, rule: str) -> Case:
+    """A row of `rule_cases` for a sampler: a quarter have a second temperature, for the draw."""
+    made = _case(rng, rule, vocab)
+    drawn_at = float(np.float32(rng.uniform(0.2, 3.0)))
+    temperatures = (drawn_at, made.temperature) if rng.random() < 0.25 else (made.temperature, 0.0)
+    parameters = asdict(TopWParameters(temperature=temperatures[0], selection_temperature=temperatures[1]))
+    uniform = int(rng.integers(0, 1 << 24)) * 2.0**-24
+    return Case(made.logits, parameters, uniform, f"{rule}, {made.kind}", RULES[rule].code, made.values)
+
+
+def _none(_: np.random.Generator) -> tuple[float, float]:
+    return 0.0, 0.0
+
+
+def _one_of(*numbers: float) -> Callable[[np.random.Generator], tuple[float, float]]:
+    return lambda rng: (float(rng.choice(numbers)), 0.0)
+
+
+def _cutoff(rng: np.random.Generator) -> tuple[float, float]:
+    return 10 ** rng.uniform(-6, -0.1), 0.0
+
+
+def _top_h(rng: np.random.Generator) -> tuple[float, float]:
+    pool = 100 if rng.random() < 0.7 else rng.choice([1, 2, 5, 64, 65, 1000])
+    return (0.4 if rng.random() < 0.5 else rng.uniform(0.05, 0.99)), float(pool)
+
+
+_VALUES: Mapping[str, Callable[[np.random.Generator], tuple[float, float]]] = {
+    "top_k": _one_of(1, 2, 5, 40, 50, 63, 64, 65, 500),
+    "top_p": _one_of(0.05, 0.3, 0.5, 0.9, 0.95, 0.99, 0.999, 1.0),
+    "min_p": _one_of(0, 1e-4, 0.02, 0.05, 0.1, 0.5, 1.0),
+    "top_h": _top_h,
+    "typical": _one_of(0.05, 0.2, 0.5, 0.9, 0.95, 0.99),
+    "epsilon": _cutoff,
+    "eta": _cutoff,
+    "top_n_sigma": _one_of(0, 0.3, 1.0, 1.5, 2.0, 5.0),
+    "min_k": _one_of(0, 1.0, 3.0, 10.0, 300.0, 1e5),
+}
+
+
+def _sigma(row: OrderedRow, place: int) -> float:
+    deviation = row.logits.std(ddof=1) if len(row) > 1 else 0.0
+    return float((row.logits[0] - row.logits[place]) / deviation) if deviation > 0 else 1.0
+
+
+def _typical(row: OrderedRow, place: int) -> float:
+    order = np.argsort(np.abs(row.surprise - row.total_surprise / row.total), kind="stable")
+    return float(row.weights[order[: place + 1]].sum() / row.total)
+
+
+def _entropy_share(row: OrderedRow, place: int) -> float:
+    terms = np.cumsum((row.weighted_surprise + row.weights * row.log_total)[:100])
+    return float(terms[min(place, len(terms) - 1)] / terms[-1]) if terms[-1] > 0 else 0.4
+
+
+_NEAR: Mapping[str, Callable[[OrderedRow, int], float]] = {
+    "top_p": lambda row, place: row.weights[: place + 1].sum() / row.total,
+    "min_p": lambda row, place: row.weights[place],
+    "top_h": _entropy_share,
+    "typical": _typical,
+    "epsilon": lambda row, place: row.weights[place] / row.total,
+    "eta": lambda row, place: row.weights[place] / row.total,
+    "top_n_sigma": _sigma,
+    "min_k": lambda row, place: (place + 1) * (row.logits[0] - row.logits[-1]),
+}
+"""Rule -> the value that puts its threshold at the token in a given place of the order."""
 
 UNIFORM = TopWOptions(metric="uniform")
 KINDS = ("bell", "close", "steps", "equal", "zipf", "ramp", "heavy", "banned", "peaked")
 
-_VALUES: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+_EXTREMES: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "top_k": ((1, 2, 50, 63, 64, 65, 300, 2000, 1 << 24), (0,)),
     "top_p": ((1e-6, 0.1, 0.5, 0.9, 0.95, 0.99999994, 1), (np.nan,)),
     "min_p": ((0, 1e-30, 0.01, 0.05, 0.5, 1), (0,)),
@@ -30,7 +141,7 @@ _VALUES: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 
 def rule_values(rng: np.random.Generator, rule: str) -> tuple[float, float]:
     """Common or extreme values (v0, v1) of the rule."""
-    first, second = _VALUES.get(rule, ((0,), (0,)))
+    first, second = _EXTREMES.get(rule, ((0,), (0,)))
     return float(rng.choice(first)), float(rng.choice(second))
 
 

@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
+if TYPE_CHECKING:
+    import pytest
+
 try:
     import fcntl
 except ImportError:  # Windows: each worker makes its own
     fcntl = None  # type: ignore[assignment]
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def root_of_run(factory: pytest.TempPathFactory) -> Path:
@@ -42,3 +44,28 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
             make(unfinished)
             unfinished.rename(folder)
     return folder
+
+
+def checkpoints_of(factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """family -> its Hugging Face folder, written at the first call."""
+    from tests.support.tiny_models import write_checkpoint  # imports torch
+
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = write_checkpoint(factory.mktemp("checkpoint") / family, family)
+        return made[family]
+
+    return folder
+
+
+def foreign_decoder_of(factory: pytest.TempPathFactory) -> Path:
+    """The folder of another exporter's decoder, with its weights in model.onnx.data."""
+
+    def make(folder: Path) -> None:
+        from tests.support.tiny_models import write_decoder  # imports torch
+
+        write_decoder(folder, "llama_tied")
+
+    return made_once(factory, "foreign", make)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.tensorrt_machine import gpu, no_plugin, trt  # noqa: F401  # fixtures
+from tests.support.tensorrt_double import gpu, no_plugin, trt  # noqa: F401  # fixtures
 from tests.support.toy_model import Toy, export
 from topw_deploy.tensorrt.build import build_engine
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.attacks import MEMORY, claim, put, sparse
+from tests.support.attacks import MEMORY, OTHERS, SPECIAL, claim, put, sparse
 from tests.support.browser import run_node
-from tests.support.special_files import OTHERS, SPECIAL
 from tests.support.toy_model import Toy, export
 from tests.test_manifest import BOMBS, OUTSIDE
 from topw_deploy.manifest import MANIFEST_NAME

@@ -12,7 +12,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from tests.support.function_cases import FORMS, Scenario, compared, embedding_table, feeds, graph, random_case, run
+from tests.support.function_cases import FORMS, compared, feeds, graph, run
+from tests.support.rows import Scenario, embedding_table, random_case
 from tests.support.samples import slow
 from topw_deploy.errors import ParameterError, UnsupportedModelError
 from topw_deploy.export.embedding import EmbeddingForm, plain_gather

@@ -16,7 +16,8 @@ from onnx.inliner import inline_local_functions
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
-from tests.support.function_cases import Case, Scenario, by_hand, feeds, random_case, run, unexplained
+from tests.support.function_cases import by_hand, feeds, run, unexplained
+from tests.support.rows import Case, Scenario, random_case
 from topw_deploy.export.sampler.rules import LIST
 from topw_deploy.export.sampler.spec import SamplerSpec
 from topw_deploy.export.sampler_only import sampler_model

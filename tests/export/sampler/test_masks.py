@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.function_cases import FORMS, Case, by_hand, feeds, opened, random_case, run, unexplained
+from tests.support.function_cases import FORMS, by_hand, feeds, opened, run, unexplained
 from tests.support.masks import KINDS, some_allowed
 from tests.support.masks import packed as packed_by_hand
+from tests.support.rows import Case, random_case
 from tests.support.samples import slow
 from topw_deploy.export.sampler.inputs import allowed_tokens, padded_width
 from topw_deploy.export.sampler.ops import Ops

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
-from tests.support.function_cases import FORMS, Case, Scenario, embedding_table, feeds, graph, random_case, run
+from tests.support.function_cases import FORMS, feeds, graph, run
+from tests.support.rows import Case, Scenario, embedding_table, random_case
 from topw_deploy.sampling import Geometry, apply_edits, sample_row
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 

@@ -7,9 +7,9 @@ from itertools import islice
 
 import numpy as np
 
-from tests.support.function_cases import Case, Scenario, random_case
 from tests.support.kernel import STAGES, Kernel, KernelSamples
 from tests.support.native_cases import sampled, unexplained
+from tests.support.rows import Case, Scenario, random_case
 from tests.support.sampler_cases import Size, visits
 from topw_deploy.plugins.library import library_path
 from topw_deploy.sampling import Geometry, TopWOptions, sample_row

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.plugins.cuda.certified_rows import native_kernel
-from tests.support.emulated import EmulatedKernel, compiled
+from tests.support.cuda_kernel import EmulatedKernel, compiled
 from tests.support.kernel import Kernel
 from topw_deploy.plugins import compile_native
 

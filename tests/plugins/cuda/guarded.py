@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import tests.support.kernel
-from tests.support.emulated import EmulatedKernel
+from tests.support.cuda_kernel import EmulatedKernel
 from tests.support.kernel import COLUMNS, STAGES, KernelTable
 from tests.support.rule_rows import rule_case, rules_of
 from topw_deploy.sampling import TopWOptions

@@ -12,7 +12,7 @@ from tests.plugins.cuda.certified_rows import (
     random_rows,
     same_bits,
 )
-from tests.support.emulated import EmulatedKernel
+from tests.support.cuda_kernel import EmulatedKernel
 from tests.support.kernel import Kernel
 from tests.support.native_cases import columns, sampled
 from tests.support.sampler_cases import SMALL, Size

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 
 from tests.plugins.cuda.certified_rows import differences_from, same_bits
-from tests.support.cuda_kernel import CudaShape
-from tests.support.emulated import EmulatedKernel
-from tests.support.function_cases import random_case
-from tests.support.kernel import Kernel
+from tests.support.cuda_kernel import CudaShape, EmulatedKernel
+from tests.support.kernel import InputsStruct, Kernel, OutputsStruct
 from tests.support.masks import masks, packed
-from tests.support.structs import InputsStruct, OutputsStruct
+from tests.support.rows import random_case
 from topw_deploy.errors import PluginError
 from topw_deploy.sampling import TopWOptions, apply_edits
 

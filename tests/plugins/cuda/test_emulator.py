@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.emulated import built
+from tests.support.cuda_kernel import built
 
 THREADS = 128
 

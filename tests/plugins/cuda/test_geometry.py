@@ -11,12 +11,11 @@ import pytest
 
 from fuzz.sampler import fuzz_kernel
 from tests.plugins.cuda.certified_rows import same_bits
-from tests.support.cuda_kernel import CudaShape
-from tests.support.emulated import EmulatedKernel, built
-from tests.support.function_cases import Case, Scenario
+from tests.support.cuda_kernel import CudaShape, EmulatedKernel, built
 from tests.support.kernel import STAGES, KernelSamples, KernelTable, table_struct
 from tests.support.native_cases import sampled, scenario_cases
 from tests.support.quantised_tables import FORMS, Form, quantised_table
+from tests.support.rows import Case, Scenario
 from tests.support.sampler_cases import SMALL, Size
 from tests.support.samples import slow
 from topw_deploy.errors import PluginError

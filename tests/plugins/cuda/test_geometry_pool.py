@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.support.emulated import EmulatedKernel
+from tests.support.cuda_kernel import EmulatedKernel
 from tests.support.kernel import STAGES
 from topw_deploy.sampling import TopWOptions
 from topw_deploy.sampling.reference import candidate_pool

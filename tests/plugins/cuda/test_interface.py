@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.cuda_kernel import CudaShape
-from tests.support.emulated import CUDA_SOURCES, EmulatedKernel
-from tests.support.structs import TABLE_TYPES, BlocksStruct, InputsStruct, OutputsStruct, TableStruct
+from tests.support.cuda_kernel import CUDA_SOURCES, CudaShape, EmulatedKernel
+from tests.support.kernel import TABLE_TYPES, BlocksStruct, InputsStruct, OutputsStruct, TableStruct
 from topw_deploy.errors import PluginError
 from topw_deploy.sampling import TopWOptions
 

@@ -11,8 +11,8 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from tests.support.function_cases import feeds, random_case
-from tests.support.sampler_models import Wanted, open_model, run
+from tests.support.function_cases import Wanted, feeds, open_model, run
+from tests.support.rows import random_case
 from tests.support.toy_model import Toy, export
 from topw_deploy.plugins import compile_native, library, nvcc
 from topw_deploy.runtime import TopWModel

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.emulated import CUDA_SOURCES, compiled
-from tests.support.function_cases import feeds, random_case
+from tests.support.cuda_kernel import CUDA_SOURCES, compiled
+from tests.support.function_cases import Wanted, clear_rows, feeds, open_model, run
 from tests.support.masks import masks, packed
+from tests.support.rows import random_case
 from tests.support.rule_rows import rule_case, rules_of
-from tests.support.sampler_models import Wanted, clear_rows, open_model, run
 from topw_deploy.plugins import compile_native
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
 

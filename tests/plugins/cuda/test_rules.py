@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.plugins.cuda.certified_rows import same_bits
-from tests.support.emulated import EmulatedKernel
+from tests.support.cuda_kernel import EmulatedKernel
 from tests.support.kernel import STAGES, KernelSamples
 from tests.support.masks import masked, masks, packed
 from tests.support.rows import Case

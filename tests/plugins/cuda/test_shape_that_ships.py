@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.plugins.cuda.certified_rows import same_bits
-from tests.support.emulated import EmulatedKernel
+from tests.support.cuda_kernel import EmulatedKernel
 from tests.support.kernel import STAGES, KernelSamples, KernelTable
 from tests.support.samples import broad
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, TopWOptions, TopWParameters, sample_row

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.emulated import CUDA_SOURCES, EMULATOR, FLAGS
+from tests.support.cuda_kernel import CUDA_SOURCES, EMULATOR, FLAGS
 from tests.support.kernel import COLUMNS, Kernel, KernelTable
 from tests.support.masks import packed
 from tests.support.native_cases import geometry_of

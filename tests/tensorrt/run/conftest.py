@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.tensorrt_double import TensorRT
-from tests.support.tensorrt_machine import gpu, no_plugin, trt  # noqa: F401  # fixtures
+from tests.support.tensorrt_double import TensorRT, gpu, no_plugin, trt  # noqa: F401  # fixtures
 from tests.support.toy_model import Toy, export
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import TopWOptions
