@@ -75,7 +75,7 @@ NAMED = {
     | {"torch", "transformers", "matplotlib"},
     "training": {"numpy", "torch", "transformers", "tokenizers", "safetensors", "tqdm"},
     "compare": {"numpy", "sacrebleu"},
-    "cli": {"click", "msgspec", "onnxruntime", "tqdm"},
+    "cli": {"click", "msgspec", "onnxruntime"},
     "harness": {"numpy", "lm_eval", "tqdm"},
     "plots": {"matplotlib"},
 }

@@ -82,7 +82,7 @@ def page() -> str:
 
 
 def _settings() -> dict[str, object]:
-    return {"terminal_width": WIDTH, "max_content_width": WIDTH, "help_option_names": []}
+    return {"terminal_width": WIDTH, "max_content_width": WIDTH, "help_option_names": [], "show_default": True}
 
 
 if __name__ == "__main__":

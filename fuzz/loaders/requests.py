@@ -42,7 +42,7 @@ def answers(scratch: Path) -> Loader:
 
     If the first byte of an input is 1, the run is one of questions, whose answers become prompts.
     """
-    from topw_deploy.cli.batch import AnswerFile, check_answers, read_finished
+    from topw_deploy.cli.batch import answer_stream, check_answers, line_bytes, read_finished
     from topw_deploy.sampling.seeds import prompt_seed
     from topw_lab.judges import Question, judged_text, read_texts, turn_prompts
 
@@ -60,8 +60,8 @@ def answers(scratch: Path) -> Loader:
         found = read_finished(path, ["r", "s", "t"], [1, 1, 2], "m")
         if found.run_seed is not None:
             prompt_seed(found.run_seed, found.prompts)
-        with AnswerFile(path, found.size) as stream:
-            stream.add([{"index": found.prompts}])
+        with answer_stream(path, found.size) as stream:
+            stream.write(line_bytes({"index": found.prompts}))
         path.write_bytes(data[1:])
         if data[:1] == b"\1" and read_finished(path, ["r", "s", "t"], [1, 1, 1], "m").prompts == 3:
             texts = read_texts(path, questions)

@@ -147,22 +147,6 @@ def test_a_similar_word_is_suggested(words: list[str], suggested: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_misspelt_variable_is_noted_once_with_the_right_one(random_model: Path) -> None:
-    words = ("generate", random_model, "x", "--max-new-tokens", 1)
-    assert run(*words, TOPW_GENERATE_SED="1").stderr == (
-        "Note: the environment variable TOPW_GENERATE_SED is not read; did you mean TOPW_GENERATE_SEED?\n"
-    )
-    assert "did you mean TOPW_GENERATE_AS_JSON?" in run(*words, TOPW_GENERATE_JSON="1").stderr
-    assert run(*words, TOPW_GENERATE_SEED="1", TOPW_STATS_SED="1").stderr == ""
-
-
-@pytest.mark.slow
-def test_a_variable_of_export_sampler_is_not_one_of_export(tmp_path: Path) -> None:
-    done = run("export", "./nope", tmp_path / "out", TOPW_EXPORT_SAMPLER_LOCAL_FILES_ONLY="1")
-    assert "Note" not in done.stderr
-
-
-@pytest.mark.slow
 def test_topw_export_prints_its_version() -> None:
     done = run("--version", program=EXPORT)
     assert (done.returncode, done.stdout) == (0, run("--version").stdout.replace("topw ", "topw-export "))

@@ -7,7 +7,9 @@ import json
 import shutil
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnxruntime as ort
@@ -25,7 +27,7 @@ from topw_deploy.manifest import (
     Note,
     Verification,
     key_value_states,
-    load_manifest,
+    load_decoder_manifest,
     save_manifest,
 )
 
@@ -38,43 +40,45 @@ def test_inspect_shows_what_the_folder_holds(invoke: Invoke, random_model: Path)
     assert "model.onnx" in shown
 
 
-def test_inspect_says_how_weights_were_quantised(invoke: Invoke, random_model: Path, tmp_path: Path) -> None:
+Changed = Callable[..., Path]
+
+
+@pytest.fixture
+def changed(random_model: Path, tmp_path: Path) -> Changed:
+    """Returns a copy of a model's folder whose manifest has other values. decoder: fields of DecoderInfo."""
     folder = tmp_path / "out"
     shutil.copytree(random_model, folder)
-    manifest = load_manifest(folder)
-    assert manifest.decoder is not None
+    manifest = load_decoder_manifest(folder)
+
+    def change(decoder: dict[str, Any] | None = None, **fields: Any) -> Path:
+        save_manifest(folder, replace(manifest, decoder=replace(manifest.decoder, **(decoder or {})), **fields))
+        return folder
+
+    return change
+
+
+def test_inspect_says_how_weights_were_quantised(invoke: Invoke, random_model: Path, changed: Changed) -> None:
     how = {"bits": 4, "block_size": 64, "symmetric": True, "accuracy_level": 4, "exclude": []}
-    save_manifest(folder, replace(manifest, decoder=replace(manifest.decoder, quantisation=how)))
-    shown = invoke("inspect", folder).stdout
+    shown = invoke("inspect", changed({"quantisation": how})).stdout
     assert "blocks of 64, symmetric, accuracy level 4, table and head 4 bits" in shown
-    save_manifest(folder, replace(manifest, decoder=replace(manifest.decoder, quantisation={**how, "table_bits": 8})))
-    assert "table and head 8 bits" in invoke("inspect", folder).stdout
+    assert "table and head 8 bits" in invoke("inspect", changed({"quantisation": {**how, "table_bits": 8}})).stdout
     assert "quantised" not in invoke("inspect", random_model).stdout
 
 
-def test_inspect_gives_the_bytes_of_the_cache_and_of_the_weights(
-    invoke: Invoke, random_model: Path, tmp_path: Path
-) -> None:
+def test_inspect_gives_the_bytes_of_the_cache_and_of_the_weights(invoke: Invoke, changed: Changed) -> None:
     """Two layers, one head of size 3 and 2, keys and values, 2 bytes: 2 x 5 x 2 = 20 bytes per token."""
-    folder = tmp_path / "out"
-    shutil.copytree(random_model, folder)
-    manifest = load_manifest(folder)
-    assert manifest.decoder is not None
-    decoder = replace(
-        manifest.decoder,
-        kv_form="static",
-        attention="GroupQueryAttention",
-        states=(*key_value_states(0, "float16", 1, 3, 3), *key_value_states(1, "float16", 1, 2, 2)),
-        kv_dtype="float16",
-        context_length=1024,
-        left_padding=False,
-        right_padding=False,
-        ragged_chunks=False,
-        buffer_step=256,
-        weights={"int4": 3 << 20, "float16": 1 << 20},
-    )
-    save_manifest(folder, replace(manifest, decoder=decoder))
-    shown = invoke("inspect", folder).stdout
+    decoder = {
+        "kv_form": "static",
+        "attention": "GroupQueryAttention",
+        "states": (*key_value_states(0, "float16", 1, 3, 3), *key_value_states(1, "float16", 1, 2, 2)),
+        "kv_dtype": "float16",
+        "context_length": 1024,
+        "left_padding": False,
+        "ragged_chunks": False,
+        "buffer_step": 256,
+        "weights": {"int4": 3 << 20, "float16": 1 << 20},
+    }
+    shown = invoke("inspect", changed(decoder)).stdout
     for part in (
         "static: one buffer, written in place",
         "GroupQueryAttention",
@@ -88,31 +92,21 @@ def test_inspect_gives_the_bytes_of_the_cache_and_of_the_weights(
         assert part in shown
 
 
-def test_inspect_shows_the_length_of_a_fixed_cache(invoke: Invoke, random_model: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "out"
-    shutil.copytree(random_model, folder)
-    manifest = load_manifest(folder)
-    assert manifest.decoder is not None
-    decoder = replace(manifest.decoder, kv_form="static", buffer_step=4096, buffer_least=4096)
-    save_manifest(folder, replace(manifest, decoder=decoder))
-    shown = invoke("inspect", folder).stdout
+def test_inspect_shows_the_length_of_a_fixed_cache(invoke: Invoke, changed: Changed) -> None:
+    shown = invoke("inspect", changed({"kv_form": "static", "buffer_step": 4096, "buffer_least": 4096})).stdout
     assert "4096 tokens, fixed at the export (--max-length)" in shown
     assert "cache grows" not in shown
 
 
-def test_inspect_shows_checks_what_was_not_compared_and_notes_apart(
-    invoke: Invoke, random_model: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "out"
-    shutil.copytree(random_model, folder)
+def test_inspect_shows_checks_what_was_not_compared_and_notes_apart(invoke: Invoke, changed: Changed) -> None:
     verification = Verification(
         status="partial",
         checks=(Check("left-padded batch logits", False, 3.0, 1e-4, "prompts must have equal lengths"),),
         not_compared=(NotCompared("generation (defaults)", "4 of 10 tokens"),),
         notes=(Note("tokens compared with float32", "26 of 32 equal"),),
     )
-    save_manifest(folder, replace(load_manifest(folder), verification=verification))
-    shown = [" ".join(line.split()) for line in invoke("inspect", folder).stdout.splitlines()]
+    printed = invoke("inspect", changed(verification=verification)).stdout
+    shown = [" ".join(line.split()) for line in printed.splitlines()]
     place = shown.index("status partial")
     assert shown[place + 1 : place + 4] == [
         "left-padded batch logits FAILED, 3 (bound 0.0001) prompts must have equal lengths",
@@ -135,31 +129,35 @@ def test_inspect_refuses_a_folder_that_is_no_export_and_a_file(invoke: Invoke, t
             invoke(command, tmp_path / "model.onnx")
 
 
+def doctor_lines(invoke: Invoke) -> list[str]:
+    return list(invoke("doctor").stdout.splitlines())
+
+
 def test_doctor_shows_which_provider_would_be_used(invoke: Invoke) -> None:
-    result = invoke("doctor")
-    assert f"onnxruntime      {ort.__version__}" in result.stdout
-    assert "a model would run on: cpu" in result.stdout or "CUDAExecutionProvider" in ort.get_available_providers()
+    lines = doctor_lines(invoke)
+    assert f"  onnxruntime      {ort.__version__}" in lines
+    assert "a model would run on: cpu" in lines or "CUDAExecutionProvider" in ort.get_available_providers()
     found = json.loads(invoke("doctor", "--json").stdout)
     assert found["providers"]["cpu"] == "starts"
     assert set(found["versions"]) >= set(doctor.RUNTIME_PACKAGES)
 
 
 def test_doctor_fails_where_models_cannot_run(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
-    result = invoke("doctor")
-    assert f"run: {install.install_command('cpu')}" in result.stdout
-    assert "a model would run on: nothing" in result.stdout
-    assert doctor.diagnose().problems
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    shown = invoke("doctor").stdout
+    assert f"run: {install.install_command('cpu')}" in shown
+    assert "a model would run on: nothing" in shown
+    assert doctor.diagnose()["problems"]
 
 
-def test_doctor_says_whether_engines_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_says_whether_engines_can_run(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("tensorrt")
     module.__version__ = "10.15.1"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tensorrt", module)
-    assert "TensorRT: 10.15.1" in doctor._lines(doctor.diagnose())
+    assert "TensorRT: 10.15.1" in doctor_lines(invoke)
     for name in ("tensorrt", "tensorrt_bindings"):
         monkeypatch.setitem(sys.modules, name, None)
-    (line,) = (line for line in doctor._lines(doctor.diagnose()) if line.startswith("TensorRT: "))
+    (line,) = (line for line in doctor_lines(invoke) if line.startswith("TensorRT: "))
     assert line.startswith("TensorRT: none: TensorRT's Python module cannot be imported (tensorrt: ")
     assert line.endswith(install.install_command("tensorrt"))
 
@@ -167,34 +165,24 @@ def test_doctor_says_whether_engines_can_run(monkeypatch: pytest.MonkeyPatch) ->
 def test_doctor_reports_two_wheels_that_overwrite_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     real = doctor.installed_version
     monkeypatch.setattr(doctor, "installed_version", lambda name: "1.31.1" if name == "onnxruntime-gpu" else real(name))
-    ((problem, cure),) = doctor.diagnose().problems
-    assert problem == "onnxruntime and onnxruntime-gpu overwrite each other's files"
-    assert (
-        cure == f"{install.pip_command('uninstall')} -y onnxruntime onnxruntime-gpu && {install.install_command('gpu')}"
-    )
+    cure = f"{install.pip_command('uninstall')} -y onnxruntime onnxruntime-gpu && {install.install_command('gpu')}"
+    what = "onnxruntime and onnxruntime-gpu overwrite each other's files"
+    assert doctor.diagnose()["problems"] == [(what, cure)]
 
 
 def test_doctor_names_what_exporting_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     real = install.is_importable
     monkeypatch.setattr(install, "is_importable", lambda name: name not in ("torch", "onnx") and real(name))
     found = doctor.diagnose()
-    assert found.hints == [
-        ("exporting needs torch and onnx, which are not installed", install.install_command("export"))
-    ]
-    assert not found.problems
+    what = "exporting needs torch and onnx, which are not installed"
+    assert found["hints"] == [(what, install.install_command("export"))]
+    assert not found["problems"]
 
 
 def test_the_probe_is_a_valid_model() -> None:
     onnx.checker.check_model(onnx.load_from_string(base64.b64decode(doctor._PROBE_MODEL)))
 
 
-def test_verify_refuses_an_export_whose_verification_did_not_finish(
-    invoke: Invoke, random_model: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "out"
-    shutil.copytree(random_model, folder)
-    manifest = load_manifest(folder)
-    save_manifest(folder, replace(manifest, verification=Verification(status="provisional")))
-    result = invoke("verify", folder, "--hashes-only")
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert "verification did not finish" in result.stderr
+def test_verify_refuses_an_export_whose_verification_did_not_finish(invoke: Invoke, changed: Changed) -> None:
+    with pytest.raises(ManifestError, match="verification did not finish"):
+        invoke("verify", changed(verification=Verification(status="provisional")), "--hashes-only")

@@ -156,4 +156,4 @@ def test_verify_notices_a_changed_file(finished: Path, tmp_path: Path) -> None:
     data.write_bytes(content)
     result = verify(tmp_path / "out", "--hashes-only")
     assert result.exit_code == 1
-    assert "model.onnx.data has SHA-256" in result.stderr
+    assert "model.onnx.data has SHA-256" in str(result.exception)

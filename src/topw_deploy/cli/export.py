@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -12,7 +12,11 @@ import msgspec
 from topw_deploy import install
 from topw_deploy.cli.options import (
     CONTEXT,
+    COUNT,
+    FILE,
     NEEDS_EXPORT,
+    PATH,
+    json_option,
     quantisation_options,
     sampler_options,
 )
@@ -21,40 +25,38 @@ from topw_deploy.errors import MissingPackageError
 from topw_deploy.progress import Progress
 from topw_deploy.text import binary_size, count_text
 
+if TYPE_CHECKING:
+    from topw_deploy.export.options import ExportReport
+
 _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16", "int4", "int8")
+_trust_option = click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model.")
 
 
 @click.command(name="export", context_settings=CONTEXT, epilog=NEEDS_EXPORT)
 @click.argument("model", required=False)
-@click.argument("out", required=False, type=click.Path(path_type=Path))
+@click.argument("out", required=False, type=PATH)
 @click.option("-m", "--model", "model_option", metavar="MODEL", help="MODEL, given as an option.")
-@click.option(
-    "-o", "--output", "out_option", metavar="OUT", type=click.Path(path_type=Path), help="OUT, given as an option."
-)
+@click.option("-o", "--output", "out_option", metavar="OUT", type=PATH, help="OUT, given as an option.")
 @click.option(
     "--dtype",
     type=click.Choice(_DTYPES),
-    default=None,
     help="Type of weights and cache; int4 and int8 apply to weights only.  [default: fp32]",
 )
-@click.option("--opset", type=int, default=None, help="ONNX opset, 23 or 24.  [default: 23; 24 for tensorrt]")
+@click.option("--opset", type=int, help="ONNX opset, 23 or 24.  [default: 23; 24 for tensorrt]")
 @click.option(
     "--kv",
     type=click.Choice(("static", "concat")),
-    default=None,
     help="Key-value cache: a buffer updated in place, or a new, longer copy after each step.  [default: static where "
     "supported]",
 )
 @click.option(
     "--target",
     type=click.Choice(("onnxruntime", "tensorrt")),
-    default=None,
     help="Runtime whose operators the decoder uses.  [default: onnxruntime]",
 )
 @click.option(
     "--max-length",
     type=int,
-    default=None,
     help="Capacity in tokens of the cache for tensorrt, a multiple of 64; 0 leaves it open, which only onnxruntime "
     "supports.  [default: the model's context, at most 4096]",
 )
@@ -67,30 +69,33 @@ _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16
 @quantisation_options
 @sampler_options
 @click.option("--with-logits", is_flag=True, help="Add an output with the logits, for log-probabilities.")
-@click.option("--num-hidden-layers", type=int, default=None, help="Export only the first N layers, for tests.")
+@click.option("--num-hidden-layers", type=int, help="Export only the first N layers, for tests.")
 @click.option(
     "--tokenizer",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    default=None,
     help="Folder with tokenizer and configuration, for an ONNX decoder without them.",
 )
 @click.option(
     "--max-shard-size",
     metavar="SIZE",
-    default=None,
     help="Maximum size of a data file, such as 500MB, 2GB or 2GiB.  [default: one file]",
 )
 @click.option("--hard-link", is_flag=True, help="Hard-link the data files of an ONNX decoder instead of copying them.")
 @click.option(
     "--triton",
     metavar="DIR",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Also add the export to this model repository of Triton, as `topw triton` does.",
 )
 @click.option("--keep-failed", is_flag=True, help="Keep the files of a failed export in OUT.failed.")
-@click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model.")
+@_trust_option
 def export(
-    model: str | None, out: Path | None, model_option: str | None, out_option: Path | None, **values: Any
+    model: str | None,
+    out: Path | None,
+    model_option: str | None,
+    out_option: Path | None,
+    triton: Path | None,
+    **values: Any,
 ) -> None:
     """Export MODEL with a Top-W sampler into the folder OUT.
 
@@ -105,18 +110,24 @@ def export(
     install.require("exporting", "export")
     from topw_deploy.export import export_model
 
-    triton, as_json, quiet = values.pop("triton"), values.pop("as_json"), values.pop("quiet")
-    report = export_model(model, out, progress=progress(quiet), verify=not values.pop("no_verify"), **values)
+    report = _run(export_model, model, out, values)
     if triton is not None and not report.dry_run:
         from topw_deploy.triton.repository import write_repository
 
         tell(f"Note: {write_repository(report.output, triton)} is the model for Triton.")
+
+
+def _run(exporter: Any, model: str | None, out: Path, values: dict[str, Any]) -> ExportReport:
+    """Call `export_model` or `export_sampler` with the values of a command's options, and print the report."""
+    as_json, quiet = values.pop("as_json"), values.pop("quiet")
+    report: ExportReport = exporter(model, out, progress=progress(quiet), verify=not values.pop("no_verify"), **values)
     for notice in report.notices:
         tell(f"Note: {notice}.")
     if as_json:
         say_json(msgspec.to_builtins(report, enc_hook=str), indent=2)
     else:
         say(*_report_lines(report))
+    return report
 
 
 def _argument_or_option(name: str, positional: Any, option: Any) -> Any:
@@ -128,7 +139,7 @@ def _argument_or_option(name: str, positional: Any, option: Any) -> Any:
     return positional if positional is not None else option
 
 
-def _report_lines(report: Any) -> list[str]:
+def _report_lines(report: ExportReport) -> list[str]:
     """The folder, or what a dry run would write."""
     if not report.dry_run:
         return [str(report.output)]
@@ -137,41 +148,33 @@ def _report_lines(report: Any) -> list[str]:
     for title, tensors in (("inputs", report.inputs), ("outputs", report.outputs)):
         lines.append(f"{title}:")
         lines += [f"  {t.name}  {t.dtype}  [{', '.join(map(str, t.shape))}]" for t in tensors]
-    if report.states:
-        lines.append("states of a sequence:")
-        width = max(map(len, report.states))
-        for kind, (fixed, token) in report.states.items():
-            size = f"{binary_size(token)} a token" if token else binary_size(fixed)
-            lines.append(f"  {kind.ljust(width)}  {size}")
-    for title, amounts in (("files", report.sizes), ("peak memory", report.memory)):
-        lines += [f"{title}:", *_amount_lines(amounts)] if amounts else []
+    states = {kind: f"{binary_size(token)} a token" if token else binary_size(fixed)
+              for kind, (fixed, token) in report.states.items()}  # fmt: skip
+    sizes, memory = (
+        {name: f"{binary_size(size)} ({size:,} bytes)" for name, size in amounts.items()}
+        for amounts in (report.sizes, report.memory)
+    )
+    for title, texts in (("states of a sequence", states), ("files", sizes), ("peak memory", memory)):
+        width = max(map(len, texts), default=0)
+        lines += [f"{title}:", *(f"  {name.ljust(width)}  {text}" for name, text in texts.items())] if texts else []
     return lines
-
-
-def _amount_lines(amounts: dict[str, int]) -> list[str]:
-    width = max(map(len, amounts), default=0)
-    return [f"  {name.ljust(width)}  {binary_size(size)} ({size:,} bytes)" for name, size in amounts.items()]
 
 
 @click.command(name="export-sampler", context_settings=CONTEXT, epilog=NEEDS_EXPORT)
 @click.argument("model", required=False)
-@click.argument("out", required=False, type=click.Path(path_type=Path))
+@click.argument("out", required=False, type=PATH)
 @click.option(
-    "--embeddings",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="A .npy file with the input embeddings [tokens, hidden], instead of MODEL.",
+    "--embeddings", type=FILE, help="A .npy file with the input embeddings [tokens, hidden], instead of MODEL."
 )
-@click.option(
-    "--vocab-size", type=click.IntRange(min=1), help="Width of the logits.  [default: the number of embeddings]"
-)
+@click.option("--vocab-size", type=COUNT, help="Width of the logits.  [default: the number of embeddings]")
 @click.option(
     "--logits",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     help="A .npy file with the model's logits [steps, vocab]; measures the unit of --geom-unit median.",
 )
 @sampler_options
-@click.option("--opset", type=int, default=None, help="ONNX opset, 18 to 24.  [default: 23]")
-def export_sampler(model: str | None, out: Path | None, as_json: bool, quiet: bool, **values: Any) -> None:
+@click.option("--opset", type=int, help="ONNX opset, 18 to 24.  [default: 23]")
+def export_sampler(model: str | None, out: Path | None, **values: Any) -> None:
     """Export the sampler alone into the folder OUT: logits in, tokens out.
 
     Token distances come from the input embeddings of MODEL (a hub id, a Hugging Face folder, or `tiny`) or from
@@ -185,50 +188,37 @@ def export_sampler(model: str | None, out: Path | None, as_json: bool, quiet: bo
     install.require("exporting", "export")
     from topw_deploy.export import export_sampler
 
-    report = export_sampler(model, out, progress=progress(quiet), verify=not values.pop("no_verify"), **values)
-    for notice in report.notices:
-        tell(f"Note: {notice}.")
-    if as_json:
-        say_json(msgspec.to_builtins(report, enc_hook=str), indent=2)
-    elif report.dry_run:
-        say(f"{out} would hold {report.nodes} nodes and {report.weight_bytes:,} bytes of weights")
-    else:
-        say(report.output)
+    _run(export_sampler, model, out, values)
 
 
 @click.command(name="verify", context_settings=CONTEXT)
-@click.argument("out", type=click.Path(path_type=Path))
-@click.option(
-    "--source", default=None, metavar="MODEL", help="Model to compare with.  [default: the manifest's source]"
-)
+@click.argument("out", type=PATH)
+@click.option("--source", metavar="MODEL", help="Model to compare with.  [default: the manifest's source]")
 @click.option("--hashes-only", is_flag=True, help="Compare the files with the manifest and run nothing.")
-@click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the source.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@_trust_option
+@json_option
 def verify(out: Path, source: str | None, hashes_only: bool, trust_remote_code: bool, as_json: bool) -> None:
     """Compare the files of OUT with its manifest, and its graph with the model it was exported from.
 
     A check that cannot run here (no torch, the source is gone) is listed with the reason and does not fail.
     """
-    from topw_deploy.errors import ManifestError, TopWError
+    from topw_deploy.errors import ManifestError
     from topw_deploy.manifest import check_hashes, load_manifest
 
-    try:
-        manifest = load_manifest(out)
-        if manifest.verification.status == "provisional":
-            raise ManifestError(f"{out} is an export whose verification did not finish; export the model again.")
-        check_hashes(out, manifest)
-        tell(f"  -[✓] {len(manifest.files)} files have the manifest's sizes and SHA-256")
-        result: dict[str, Any] = {
-            "folder": str(out),
-            "files": len(manifest.files),
-            "checks": [],
-            "skipped": [],
-            "notes": [],
-        }
-        if not hashes_only:
-            result |= _check_graph(out, manifest, source, trust_remote_code)
-    except TopWError as error:
-        raise click.ClickException(str(error)) from error
+    manifest = load_manifest(out)
+    if manifest.verification.status == "provisional":
+        raise ManifestError(f"{out} is an export whose verification did not finish; export the model again.")
+    check_hashes(out, manifest)
+    tell(f"  -[✓] {len(manifest.files)} files have the manifest's sizes and SHA-256")
+    result: dict[str, Any] = {
+        "folder": str(out),
+        "files": len(manifest.files),
+        "checks": [],
+        "skipped": [],
+        "notes": [],
+    }
+    if not hashes_only:
+        result |= _check_graph(out, manifest, source, trust_remote_code)
     failed = [check["name"] for check in result["checks"] if not check["passed"]]
     if as_json:
         say_json(result, indent=2)
@@ -258,8 +248,8 @@ def _check_graph(out: Path, manifest: Any, source: str | None, trust_remote_code
 
 
 @click.command(name="check", context_settings=CONTEXT)
-@click.argument("out", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.argument("out", type=PATH)
+@json_option
 def check(out: Path, as_json: bool) -> None:
     """Ask TensorRT's own parser whether it takes the graph of the exported folder OUT, and which nodes it refuses.
 
@@ -270,7 +260,7 @@ def check(out: Path, as_json: bool) -> None:
 
     report = check(out)
     if as_json:
-        say_json(dataclasses.asdict(report), indent=2)
+        say_json(asdict(report), indent=2)
     else:
         say(f"TensorRT    {report.tensorrt}: {'takes all of the graph' if report.takes else 'refuses'}")
         say(*(f"            {refusal}" for refusal in report.refusals))

@@ -10,19 +10,22 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
-from topw_deploy.cli.batch import RunOptions, answer_file, prompt_file_options, take_prompt_files
+from topw_deploy.cli.batch import Run, answer_file, prompt_file_options, take_prompt_files
 from topw_deploy.cli.options import (
     CONTEXT,
+    COUNT,
     OPTION_PARAMETERS,
+    PATH,
     constraint_options,
     opening_options,
     parameter_options,
     require_folder_first,
     take_constraint,
+    take_given,
     take_opening,
 )
 from topw_deploy.cli.prompts import user_messages
-from topw_deploy.cli.terminal import GeneratedText, say_json, tell
+from topw_deploy.cli.terminal import GeneratedText, read_source, say_json, tell
 from topw_deploy.errors import PromptError
 from topw_deploy.text import decode_text
 
@@ -33,27 +36,23 @@ if TYPE_CHECKING:
 
 
 @click.command(name="generate", context_settings=CONTEXT)
-@click.argument("folder", metavar="OUT", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="OUT", type=PATH)
 @click.argument("prompt", required=False)
-@click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a file (UTF-8).")
+@click.option("--prompt-file", type=PATH, help="Read the prompt from a file (UTF-8).")
 @prompt_file_options
 @click.option("--chat", is_flag=True, help="Use the chat template: answer PROMPT, or start a conversation without one.")
 @click.option("--system", metavar="TEXT", help="System message of the chat.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per sequence, each on a line.")
 @click.option("--stats", is_flag=True, help="Print speed, kept tokens and the certified share to stderr.")
-@click.option("--stream/--no-stream", default=True, help="Print text as it is generated (default) or at the end.")
+@click.option("--stream/--no-stream", default=True, help="Print text as it is generated, or at the end.")
 @parameter_options(*OPTION_PARAMETERS)
 @constraint_options
 @click.option(
     "--max-context",
-    type=click.IntRange(min=1),
+    type=COUNT,
     help="Maximum number of tokens of prompt and answer together; also sizes the cache. Default: the model's context.",
 )
-@click.option(
-    "--prefill-chunk",
-    type=click.IntRange(min=1),
-    help="Maximum number of prompt tokens per run; fewer save memory.",
-)
+@click.option("--prefill-chunk", type=COUNT, help="Maximum number of prompt tokens per run; fewer save memory.")
 @opening_options
 def generate(
     folder: Path,
@@ -78,30 +77,31 @@ def generate(
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat.")
     require_folder_first(folder, filter(None, [prompt]))
-    files, batch_size = take_prompt_files(parameters), parameters.pop("batch_size")
+    files = take_prompt_files(parameters)
     if files is not None and (prompt is not None or prompt_file is not None):
         raise click.UsageError("give only one of PROMPT, --prompt-file and --prompts-jsonl.")
     text = _read_prompt(prompt, prompt_file, optional=chat) if files is None else None
-    model_options = {
-        **take_opening(parameters),
-        "max_length": parameters.pop("max_context"),
-        "prefill_chunk": parameters.pop("prefill_chunk"),
-    }
-    generation = take_constraint(parameters) | _given_parameters(parameters)
+    max_context, prefill_chunk = parameters.pop("max_context"), parameters.pop("prefill_chunk")
+    opening = {**take_opening(parameters), "max_length": max_context, "prefill_chunk": prefill_chunk}
+    generation = take_constraint(parameters) | take_given(parameters, OPTION_PARAMETERS)
+    if "logit_bias" in generation:
+        generation["logit_bias"] = _parse_biases(generation["logit_bias"])
     if "logprobs" in generation and not (as_json or files is not None):
         raise click.UsageError("--logprobs needs --json, which shows them.")
+
+    def open_model() -> TopWModel:
+        from topw_deploy.runtime import TopWModel  # late, for a fast `topw generate --help`
+
+        return TopWModel.from_pretrained(folder, **opening)
+
     if files is not None:
-        options = RunOptions(
-            parameters=generation,
-            chat=chat,
-            system=system,
-            batch_size=batch_size or 1,
-            max_context=model_options["max_length"],
+        answer_file(
+            open_model,
+            Run(**files, parameters=generation, chat=chat, system=system, max_context=max_context, stats=stats),
         )
-        answer_file(lambda: _open_model(folder, model_options), files, options, stats=stats)
         return
-    with _open_model(folder, model_options) as model:
-        show: Show = _show_json_lines if as_json else _show_streamed if stream else _show_texts
+    with open_model() as model:
+        show: Show = _show_json_lines if as_json else _show_streamed if stream else _show_at_end
         if not chat:
             results = show(model.stream(text, **generation))
         elif text is not None:
@@ -113,64 +113,38 @@ def generate(
             _report_stats(results)
 
 
-def _open_model(folder: Path, model_options: dict[str, Any]) -> TopWModel:
-    # Import late, for a fast `topw generate --help`.
-    from topw_deploy.runtime import TopWModel
-
-    return TopWModel.from_pretrained(folder, **model_options)
-
-
 def _read_prompt(prompt: str | None, prompt_file: Path | None, *, optional: bool) -> str | None:
     """The prompt, from the argument, the file or stdin; None if it is optional and not given.
 
-    Raises UsageError for two prompts and, unless `optional`, for none, PromptError for an unreadable file.
+    One line break at its end is dropped, unless it is the argument. Raises UsageError for two prompts and, unless
+    `optional`, for none, PromptError for an unreadable file.
     """
     if prompt is not None and prompt_file is not None:
         raise click.UsageError("give PROMPT or --prompt-file, not both.")
-    if prompt_file is not None:
-        try:
-            return _decode_prompt(prompt_file.read_bytes(), str(prompt_file))
-        except OSError as error:
-            raise PromptError(f"{prompt_file} cannot be read: {error.strerror or error}.") from None
-    has_input = sys.stdin is not None  # sys.stdin is None if it is closed
-    if has_input and (prompt == "-" or (prompt is None and not optional and not sys.stdin.isatty())):
-        return _decode_prompt(sys.stdin.buffer.read(), "standard input")
-    if prompt == "-" or (not has_input and prompt is None):
-        raise click.UsageError("standard input is closed; give PROMPT or --prompt-file.")
-    if prompt is None and not optional:
-        raise click.UsageError("give PROMPT, --prompt-file, or text on standard input.")
-    return prompt
-
-
-def _decode_prompt(data: bytes, where: str) -> str:
-    """The text without one line break at the end."""
+    if prompt not in (None, "-"):
+        return prompt
+    if prompt is None and prompt_file is None and sys.stdin is not None:
+        if optional:
+            return None
+        if sys.stdin.isatty():
+            raise click.UsageError("give PROMPT, --prompt-file, or text on standard input.")
+    data, where = read_source(prompt_file or Path("-"))
     return decode_text(data, where).removesuffix("\n").removesuffix("\r")
-
-
-def _given_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
-    """The parameters that the user set on the command line."""
-    generation = {name: value for name, value in parameters.items() if value is not None and value != ()}
-    if "logit_bias" in generation:
-        generation["logit_bias"] = _parse_biases(generation["logit_bias"])
-    return generation
 
 
 def _parse_biases(items: tuple[str, ...]) -> dict[int, float]:
     """Token id -> bias, from texts such as "77=2.5"."""
     biases: dict[int, float] = {}
-    for token, bias in map(_parse_bias, items):
-        if token in biases:
-            raise click.BadParameter(f"token {token} is given twice; give it one bias.", param_hint="--logit-bias")
-        biases[token] = bias
+    for item in items:
+        token, _, bias = item.partition("=")
+        try:
+            key, value = int(token), float(bias)
+        except ValueError:
+            raise click.BadParameter(f"{item!r} is not TOKEN_ID=NUMBER.", param_hint="--logit-bias") from None
+        if key in biases:
+            raise click.BadParameter(f"token {key} is given twice; give it one bias.", param_hint="--logit-bias")
+        biases[key] = value
     return biases
-
-
-def _parse_bias(item: str) -> tuple[int, float]:
-    token, _, bias = item.partition("=")
-    try:
-        return int(token), float(bias)
-    except ValueError:
-        raise click.BadParameter(f"{item!r} is not TOKEN_ID=NUMBER.", param_hint="--logit-bias") from None
 
 
 def _show_streamed(pieces: Iterator[Piece]) -> list[GenerationResult]:
@@ -192,26 +166,16 @@ def _show_streamed(pieces: Iterator[Piece]) -> list[GenerationResult]:
     return [results[row] for row in sorted(results)]
 
 
-def _show_texts(pieces: Iterator[Piece]) -> list[GenerationResult]:
+def _show_at_end(pieces: Iterator[Piece]) -> list[GenerationResult]:
     """Print all texts when they are complete."""
-    results = _finished_results(pieces)
-    text = GeneratedText()
-    for result in results:
-        text.add(result.text)
-        text.end()
-    return results
+    return _show_streamed(iter(list(pieces)))
 
 
 def _show_json_lines(pieces: Iterator[Piece]) -> list[GenerationResult]:
     """Print a JSON object per sequence."""
-    results = _finished_results(pieces)
-    for result in results:
-        say_json(result.as_dict())
-    return results
-
-
-def _finished_results(pieces: Iterator[Piece]) -> list[GenerationResult]:
     results = {piece.row: piece.result for piece in pieces if piece.result is not None}
+    for row in sorted(results):
+        say_json(results[row].as_dict())
     return [results[row] for row in sorted(results)]
 
 

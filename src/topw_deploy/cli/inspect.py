@@ -9,17 +9,10 @@ from pathlib import Path
 import click
 import msgspec
 
-from topw_deploy.cli.options import CONTEXT
+from topw_deploy.cli.options import CONTEXT, PATH, json_option
 from topw_deploy.cli.terminal import say, say_json
 from topw_deploy.errors import TensorRTError
-from topw_deploy.manifest import (
-    DecoderInfo,
-    DecoderManifest,
-    Manifest,
-    TensorSpec,
-    Verification,
-    load_manifest,
-)
+from topw_deploy.manifest import DecoderInfo, DecoderManifest, Manifest, TensorSpec, Verification, load_manifest
 from topw_deploy.sampling.rules import RULES
 from topw_deploy.tensorrt.stamp import FOLDER, folder_problem, read_stamp, stamp_paths, unfinished_engines
 from topw_deploy.text import binary_size
@@ -32,8 +25,8 @@ _CACHE_FORMS = {
 
 
 @click.command(name="inspect", context_settings=CONTEXT)
-@click.argument("folder", metavar="OUT", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
+@click.argument("folder", metavar="OUT", type=PATH)
+@json_option
 def inspect(folder: Path, as_json: bool) -> None:
     """Show the manifest, parameters, graph and engines of the exported folder OUT.
 

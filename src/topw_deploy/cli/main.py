@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, TextIO, cast
 
@@ -80,7 +80,11 @@ class _LazyGroup(click.Group):
 
 def _load_command(name: str) -> click.Command:
     module = importlib.import_module(f"topw_deploy.cli.{COMMANDS[name][0]}")
-    return attach_contexts(getattr(module, name.replace("-", "_")))
+    command: click.Command = getattr(module, name.replace("-", "_"))
+    inner = command.commands.values() if isinstance(command, click.Group) else ()
+    for each in (command, *inner):
+        each.context_class = RunningContext
+    return command
 
 
 @click.group(cls=_LazyGroup, context_settings=CONTEXT)
@@ -95,20 +99,12 @@ def topw() -> None:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of `topw`."""
-    sys.excepthook = _show_traceback
     sys.exit(run(topw, "topw", "TOPW", args))
 
 
 def export_main(args: Sequence[str] | None = None) -> None:
     """Entry point of `topw-export`."""
-    sys.excepthook = _show_traceback
     sys.exit(run(None, "topw-export", "TOPW_EXPORT", args))
-
-
-def _export_program() -> click.Command:
-    command = copy.copy(_load_command("export"))
-    command.params = list(command.params)
-    return click.version_option(prog_name="topw-export", **_VERSION)(command)
 
 
 def run(command: click.Command | None, program: str, prefix: str, args: Sequence[str] | None) -> int:
@@ -119,12 +115,15 @@ def run(command: click.Command | None, program: str, prefix: str, args: Sequence
     prefix: first part of the names of environment variables.
     args: the arguments; None for those of the process.
     """
-    warnings.showwarning = _show_note
+    sys.excepthook, warnings.showwarning = _show_traceback, _show_note
     if not prepare_streams():
-        return _report_failure("standard output is closed; redirect it to a file or to the null device.")
+        return _fail("standard output is closed; redirect it to a file or to the null device.")
     words = list(sys.argv[1:] if args is None else args)
     try:
-        command = command or _export_program()
+        if command is None:
+            command = copy.copy(_load_command("export"))
+            command.params = list(command.params)
+            click.version_option(prog_name=program, **_VERSION)(command)
         click_options: dict[str, Any] = {**CONTEXT, "auto_envvar_prefix": prefix}
         result = command.main(args=words, prog_name=program, standalone_mode=False, **click_options)
         sys.stdout.flush()
@@ -132,15 +131,15 @@ def run(command: click.Command | None, program: str, prefix: str, args: Sequence
     except click.ClickException as error:
         return _report_usage_error(error)
     except TopWError as error:
-        message = with_flags(error, words)
-        if isinstance(error, ParameterError) and is_set_by_user(error):
-            return _report_usage_error(click.UsageError(message, context_of(error)))
-        return _report_failure(message)
+        message, context = _explain(error, words)
+        if isinstance(error, ParameterError) and context is not None:
+            return _report_usage_error(click.UsageError(message, context))
+        return _fail(message)
     except ModuleNotFoundError as error:
         extra = install.extra_of(error.name or "")
         if extra is None:
             raise
-        return _report_failure(install.missing_message(_ACTIVITIES.get(extra, "this command"), extra))
+        return _fail(install.missing_message(_ACTIVITIES.get(extra, "this command"), extra))
     except (click.Abort, KeyboardInterrupt):
         return _INTERRUPTED
     except BrokenPipeError:
@@ -148,11 +147,11 @@ def run(command: click.Command | None, program: str, prefix: str, args: Sequence
         return 1
     except OSError as error:
         if error.filename is not None:
-            return _report_failure(f"{error.filename} cannot be used: {error.strerror}; check it and its permissions.")
+            return _fail(f"{error.filename} cannot be used: {error.strerror}; check it and its permissions.")
         if error.errno not in _OUTPUT_ERRORS:
             raise
         _discard_output()
-        return _report_failure(f"the output cannot be written: {error.strerror}; redirect it elsewhere.")
+        return _fail(f"the output cannot be written: {error.strerror}; redirect it elsewhere.")
 
 
 def _discard_output() -> None:
@@ -184,10 +183,13 @@ def _similar_word(error: click.UsageError) -> str:
     elif error.ctx is not None and isinstance(error.ctx.command, click.Group):
         known = error.ctx.command.list_commands(error.ctx)
     typed = re.search(r"'(.*?)'", error.message)
-    return suggestion(typed[1], known) if typed and not getattr(error, "possibilities", None) else ""
+    if typed is None or getattr(error, "possibilities", None):
+        return ""
+    near = difflib.get_close_matches(typed[1], list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def _report_failure(message: str) -> int:
+def _fail(message: str) -> int:
     """Print an error. Returns the exit code."""
     tell(f"Error: {message}")
     return 1
@@ -232,75 +234,27 @@ class RunningContext(click.Context):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        if isinstance(error, TopWError) and context_of(error) is None:
-            error.__dict__["context"] = self
+        if isinstance(error, TopWError):
+            error.__dict__.setdefault("context", self)
         return super().__exit__(kind, error, trace)
 
-    def invoke(self, *args: Any, **values: Any) -> Any:  # type: ignore[override]
-        for note in notes_on_variables(self):
-            tell(f"Note: {note}")
-        return super().invoke(*args, **values)
 
-
-def context_of(error: TopWError) -> click.Context | None:
-    """The context of the command that raised `error`; None outside of commands."""
-    return cast("click.Context | None", error.__dict__.get("context"))
-
-
-def attach_contexts(command: click.Command) -> click.Command:
-    """Make `command` and its sub-commands attach their contexts to errors. Returns `command`."""
-    command.context_class = RunningContext
-    for inner in command.commands.values() if isinstance(command, click.Group) else ():
-        attach_contexts(inner)
-    return command
-
-
-def with_flags(error: TopWError, words: Sequence[str]) -> str:
+def _explain(error: TopWError, words: Sequence[str]) -> tuple[str, click.Context | None]:
     """The message of `error`, with options instead of Python parameters.
 
     words: the arguments of the command line, for the spelling of the options.
+
+    Returns (message, the context of the command if the user set one of the parameters, otherwise None).
     """
-    message, context = str(error), context_of(error)
-    if context is None:
-        return message
-    for name in sorted(error.parameters, key=len, reverse=True):  # max_length before a name such as max
-        option = _option_of(context, name)
-        if option is not None:
-            message = _replace_name(message, name, _option_text(option, context, words), option.opts)
-    return message
-
-
-def is_set_by_user(error: TopWError) -> bool:
-    """Whether the user set one of the parameters that `error` names."""
-    context = context_of(error)
-    if context is None:
-        return False
-    options = (_option_of(context, name) for name in error.parameters)
-    return any(
-        option is not None and context.get_parameter_source(str(option.name)) in _SET_BY_USER for option in options
-    )
-
-
-def notes_on_variables(context: click.Context) -> Iterator[str]:
-    """Yield a note for each environment variable that looks like a misspelt variable of an option."""
-    prefix = f"{context.auto_envvar_prefix}_"
-    options = [option for option in context.command.params if isinstance(option, click.Option)]
-    known = {_variable_of(option, context): option for option in options}
-    by_flag = {prefix + flag.strip("-").replace("-", "_").upper(): name for name, option in known.items()
-               for flag in option.opts}  # fmt: skip
-    for variable in sorted(os.environ):
-        # TOPW_EXPORT_SAMPLER_* belong to `topw export-sampler`.
-        if not variable.startswith(prefix) or variable in known or variable.startswith(f"{prefix}SAMPLER_"):
-            continue
-        near = difflib.get_close_matches(variable, [*known, *by_flag], n=1, cutoff=0.9)
-        if near:
-            yield f"the environment variable {variable} is not read; did you mean {by_flag.get(near[0], near[0])}?"
-
-
-def suggestion(typed: str, known: Iterable[str]) -> str:
-    """The end of a sentence, such as " Did you mean 'export'?"; "" if no known word is similar to `typed`."""
-    near = difflib.get_close_matches(typed, list(known), n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    message, context = str(error), cast("click.Context | None", error.__dict__.get("context"))
+    is_set = False
+    if context is not None:
+        for name in sorted(error.parameters, key=len, reverse=True):  # max_length before a name such as max
+            option = _option_of(context, name)
+            if option is not None:
+                message = _replace_name(message, name, _option_text(option, context, words), option.opts)
+                is_set |= context.get_parameter_source(str(option.name)) in _SET_BY_USER
+    return message, context if is_set else None
 
 
 def _option_of(context: click.Context, name: str) -> click.Parameter | None:
@@ -314,16 +268,11 @@ def _option_text(option: click.Parameter, context: click.Context, words: Sequenc
     if isinstance(option, click.Argument):
         return option.human_readable_name.strip("[].")
     if context.get_parameter_source(str(option.name)) is ParameterSource.ENVIRONMENT:
-        return _variable_of(option, context)
+        own = option.envvar if isinstance(option.envvar, str) and option.envvar in os.environ else None
+        return own or f"{context.auto_envvar_prefix}_{str(option.name).upper()}"
     typed = {word.partition("=")[0].replace("_", "-") for word in words}
     flags = [*option.opts, *option.secondary_opts]
     return next((flag for flag in flags if flag in typed), max(option.opts[:2], key=len))
-
-
-def _variable_of(option: click.Parameter, context: click.Context) -> str:
-    """The environment variable that sets the option."""
-    own = option.envvar if isinstance(option.envvar, str) and option.envvar in os.environ else None
-    return own or f"{context.auto_envvar_prefix}_{str(option.name).upper()}"
 
 
 def _replace_name(message: str, name: str, flag: str, flags: Sequence[str]) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,8 +12,7 @@ import click
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.parameters import ALIASES, PARAMETERS
 from topw_deploy.sampling.parameters import METRICS, PARAMETER_NAMES, POTENTIALS, PRESETS, beta_coefficients
-from topw_deploy.sampling.rules import RULES
-from topw_deploy.text import decode_text
+from topw_deploy.text import decode_text, parse_size
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -23,30 +21,46 @@ CONTEXT: dict[str, Any] = {
     "token_normalize_func": lambda token: token.replace("_", "-"),
     "help_option_names": ["-h", "--help"],
     "max_content_width": 110,
+    "show_default": True,
 }
 """`context_settings` of every command."""
 
 NEEDS_EXPORT = "Needs the extra [export]; `topw doctor` shows how to install it."
 """`epilog` of the commands that need the extra [export]."""
 
+PATH = click.Path(path_type=Path)
+PATH_OR_STREAM = click.Path(path_type=Path, allow_dash=True)  # - is a standard stream
+FILE = click.Path(path_type=Path, dir_okay=False)
+COUNT = click.IntRange(min=1)
 
-class _Beta(click.ParamType):
-    """A type of option: a float, or a text that depends on the temperature (`beta_coefficients`)."""
 
-    name = "float|a+b*t"
+class Parsed(click.ParamType):
+    """A type of option whose text `parse` reads. Its ParameterError becomes a usage error."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | str:
-        with contextlib.suppress(ValueError):
-            return float(value)
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name, self._parse = name, parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            beta_coefficients(value)
+            return self._parse(value) if isinstance(value, str) else value
         except ParameterError as error:
             self.fail(str(error), param, ctx)
-        return value
 
 
-_SETTINGS: Mapping[str, dict[str, Any]] = {
-    "beta": {"type": _Beta()},
+def _parse_beta(text: str) -> float | str:
+    """A number, or a text that depends on the temperature."""
+    try:
+        return float(text)
+    except ValueError:
+        beta_coefficients(text)
+        return text
+
+
+SIZE = Parsed("size", parse_size)
+"""Bytes, as a number or as 500MB, 2GB or 2GiB."""
+
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "beta": {"type": Parsed("float|a+b*t", _parse_beta)},
     "stop_strings": {"metavar": "TEXT", "multiple": True},
     "logit_bias": {"metavar": "ID=BIAS", "multiple": True},
 }
@@ -56,18 +70,29 @@ OPTION_PARAMETERS = tuple(name for name, parameter in PARAMETERS.items() if "com
 """The parameters of a generation that `topw generate` takes as options."""
 
 
+def option_group(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """A decorator that adds several options."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
 def parameter_options(*names: str) -> Callable[[Command], Command]:
     """Add the options of parameters of a generation, as the table in `runtime.parameters` describes them.
 
     Options that may be repeated have the value () if they are not given, others None.
     """
-    return lambda command: _add_options(command, tuple(map(_parameter_option, names)))
+    return option_group(*map(_parameter_option, names))
 
 
 def _parameter_option(name: str) -> Callable[[Command], Command]:
     parameter = PARAMETERS[name]
     spellings = [name, *(alias for alias, ours in ALIASES.items() if ours == name)]
-    flags = [f"-{each}" if len(each) == 1 else f"--{each.replace('_', '-')}" for each in spellings]
+    flags = [f"-{each}" if len(each) == 1 else flag_of(each) for each in spellings]
     kind = click.Choice(parameter.choices) if parameter.choices else parameter.kind
     settings: dict[str, Any] = {"is_flag": True} if kind is bool else {"type": kind}
     default = "" if parameter.default in (None, (), {}, False) else f"  [default: {parameter.default:g}]"
@@ -75,215 +100,164 @@ def _parameter_option(name: str) -> Callable[[Command], Command]:
     return click.option(*flags, name, **settings)
 
 
-def _parse_rule_names(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
-    return tuple(RULES) if value is None else tuple(name.strip() for name in value.split(",") if name.strip())
+def flag_of(name: str) -> str:
+    """`--top-k` for `top_k`."""
+    return f"--{name.replace('_', '-')}"
 
 
-def sampler_options(command: Command) -> Command:
-    """Add the options that exports with and without a decoder share (`export.options.SamplerKeywords`)."""
-    options = (
-        click.option(
-            "--branches/--no-branches",
-            default=True,
-            show_default=True,
-            help="Whether the sampler's function skips work by branches; without, it has no control flow.",
-        ),
-        click.option(
-            "--rules",
-            metavar="RULE,...",
-            default=None,
-            callback=_parse_rule_names,
-            help="Sampling rules that requests may use; Top-W always. Fewer make --no-branches faster.  [default: all]",
-        ),
-        click.option(
-            "--preset",
-            type=click.Choice(tuple(PRESETS)),
-            default="paper",
-            show_default=True,
-            help="Named set of values for the sampler options that are not given.",
-        ),
-        click.option("--top-m", "--m", "top_m", type=int, help="Number of candidate tokens, >= 1."),
-        click.option("--alt-iters", type=int, help="Maximum number of alternations, >= 1."),
-        click.option("--metric", type=click.Choice(METRICS), help="Token distance."),
-        click.option(
-            "--potential",
-            type=click.Choice(POTENTIALS),
-            help="Distance of a token to the kept set: the smallest, or the mean of the k smallest.",
-        ),
-        click.option("--knn-k", type=int, help="k of the knn potential, >= 1."),
-        click.option(
-            "--neighbour-bound/--no-neighbour-bound",
-            default=False,
-            show_default=True,
-            help="Measure and store each token's distance to its nearest neighbour, which saves distances at run time.",
-        ),
-        parameter_options(*PARAMETER_NAMES),
-        click.option("--with-mass", is_flag=True, help="Add an output with the kept set's probability mass."),
-        click.option("--with-keep-mask", is_flag=True, help="Add an output with the kept set, a bool per token."),
-        click.option("--dry-run", is_flag=True, help="Show what would be written, with sizes; write nothing."),
-        click.option("--overwrite", "--force", is_flag=True, help="Replace an earlier export in OUT at the very end."),
-        click.option("--no-verify", is_flag=True, help="Do not compare the export with its source."),
-        click.option("--json", "as_json", is_flag=True, help="Print the report as JSON."),
-        quiet_option,
-        click.option("--revision", default=None, help="Branch, tag or commit of a hub model."),
-        click.option("--cache-dir", type=click.Path(path_type=Path), help="Folder of the hub's cache."),
-        click.option("--token", envvar="HF_TOKEN", default=None, help="Access token for the hub.  [env: HF_TOKEN]"),
-        click.option("--local-files-only", is_flag=True, help="Use the hub's cache only; never go online."),
-    )
-    return _add_options(command, options)
-
-
-def quantisation_options(command: Command) -> Command:
-    """Add the options for int4 and int8, with the names of onnxruntime's tools. Their default is None."""
-    options = (
-        click.option(
-            "--compute-dtype",
-            type=click.Choice(("fp32", "fp16")),
-            default=None,
-            help="int4, int8: type of everything but the weights, cache included; fp16 suits GPUs.  [default: fp32]",
-        ),
-        click.option(
-            "--block-size",
-            "--int4-block-size",
-            "block_size",
-            type=click.Choice(("16", "32", "64", "128", "256")),
-            callback=_parse_integer,
-            help="int4, int8: number of weights that share a scale.  [default: 128]",
-        ),
-        click.option(
-            "--table-bits",
-            type=click.Choice(("4", "8")),
-            callback=_parse_integer,
-            help="int4: bits of the token table and the output head.  [default: 8]",
-        ),
-        click.option(
-            "--symmetric/--asymmetric",
-            default=None,
-            help="int4, int8: quantise without or with zero points.  [default: asymmetric]",
-        ),
-        click.option(
-            "--accuracy-level",
-            "--int4-accuracy-level",
-            "accuracy_level",
-            type=click.Choice(("0", "1", "2", "3", "4")),
-            callback=_parse_integer,
-            help="int4, int8: lowest precision for activations: 1 float32, 2 float16, 3 bfloat16, 4 int8, 0 unset.  "
-            "[default: 4]",
-        ),
-        click.option(
-            "--exclude-nodes",
-            "--nodes-to-exclude",
-            "exclude_nodes",
-            metavar="PATTERN",
-            multiple=True,
-            help="int4, int8: do not quantise nodes or weights with a matching name ('*' and '?'). Repeatable.",
-        ),
-    )
-    return _add_options(command, options)
-
-
-def _parse_integer(_context: click.Context, _option: click.Parameter, value: str | None) -> int | None:
-    return None if value is None else int(value)
+def _parse_rule_names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="Do not show progress on stderr.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+force_option = click.option(
+    "--overwrite", "--force", is_flag=True, help="Replace what an earlier run wrote there, at the very end."
+)
 
+sampler_options = option_group(
+    click.option(
+        "--branches/--no-branches",
+        default=True,
+        help="Whether the sampler's function skips work by branches; without, it has no control flow.",
+    ),
+    click.option(
+        "--rules",
+        metavar="RULE,...",
+        type=Parsed("rules", _parse_rule_names),
+        help="Sampling rules that requests may use; Top-W always. Fewer make --no-branches faster.  [default: all]",
+    ),
+    click.option(
+        "--preset",
+        type=click.Choice(tuple(PRESETS)),
+        default="paper",
+        help="Named set of values for the sampler options that are not given.",
+    ),
+    click.option("--top-m", "--m", "top_m", type=int, help="Number of candidate tokens, >= 1."),
+    click.option("--alt-iters", type=int, help="Maximum number of alternations, >= 1."),
+    click.option("--metric", type=click.Choice(METRICS), help="Token distance."),
+    click.option(
+        "--potential",
+        type=click.Choice(POTENTIALS),
+        help="Distance of a token to the kept set: the smallest, or the mean of the k smallest.",
+    ),
+    click.option("--knn-k", type=int, help="k of the knn potential, >= 1."),
+    click.option(
+        "--neighbour-bound/--no-neighbour-bound",
+        default=False,
+        help="Measure and store each token's distance to its nearest neighbour, which saves distances at run time.",
+    ),
+    parameter_options(*PARAMETER_NAMES),
+    click.option("--with-mass", is_flag=True, help="Add an output with the kept set's probability mass."),
+    click.option("--with-keep-mask", is_flag=True, help="Add an output with the kept set, a bool per token."),
+    click.option("--dry-run", is_flag=True, help="Show what would be written, with sizes; write nothing."),
+    force_option,
+    click.option("--no-verify", is_flag=True, help="Do not compare the export with its source."),
+    json_option,
+    quiet_option,
+    click.option("--revision", help="Branch, tag or commit of a hub model."),
+    click.option("--cache-dir", type=PATH, help="Folder of the hub's cache."),
+    click.option("--token", envvar="HF_TOKEN", help="Access token for the hub.  [env: HF_TOKEN]"),
+    click.option("--local-files-only", is_flag=True, help="Use the hub's cache only; never go online."),
+)
+"""The options that exports with and without a decoder share (`export.options.SamplerKeywords`)."""
 
-_OPENING_NAMES = {
-    "provider": "provider",
-    "threads": "intra_op_num_threads",
-    "sampler": "sampler",
-    "allow_fallback": "allow_fallback",
-}
-"""Name of an option in `opening_options` -> its name in `TopWModel.from_pretrained`."""
+quantisation_options = option_group(
+    click.option(
+        "--compute-dtype",
+        type=click.Choice(("fp32", "fp16")),
+        help="int4, int8: type of everything but the weights, cache included; fp16 suits GPUs.  [default: fp32]",
+    ),
+    click.option(
+        "--block-size",
+        "--int4-block-size",
+        "block_size",
+        type=int,
+        help="int4, int8: number of weights that share a scale: 16, 32, 64, 128 or 256.  [default: 128]",
+    ),
+    click.option(
+        "--table-bits", type=int, help="int4: bits of the token table and the output head, 4 or 8.  [default: 8]"
+    ),
+    click.option(
+        "--symmetric/--asymmetric",
+        default=None,
+        help="int4, int8: quantise without or with zero points.  [default: asymmetric]",
+    ),
+    click.option(
+        "--accuracy-level",
+        "--int4-accuracy-level",
+        "accuracy_level",
+        type=int,
+        help="int4, int8: lowest precision for activations: 1 float32, 2 float16, 3 bfloat16, 4 int8, 0 unset.  "
+        "[default: 4]",
+    ),
+    click.option(
+        "--exclude-nodes",
+        "--nodes-to-exclude",
+        "exclude_nodes",
+        metavar="PATTERN",
+        multiple=True,
+        help="int4, int8: do not quantise nodes or weights with a matching name ('*' and '?'). Repeatable.",
+    ),
+)
+"""The options for int4 and int8, with the names of onnxruntime's tools. Their default is None."""
 
-
-def opening_options(command: Command) -> Command:
-    """Add the options that open a model; `take_opening` takes their values."""
-    options = (
-        click.option(
-            "--provider", default="auto", show_default=True, help="Execution provider: auto, cpu, cuda, tensorrt, ..."
-        ),
-        click.option(
-            "--threads", type=click.IntRange(min=0), help="Threads of one operator; 0 lets onnxruntime choose."
-        ),
-        click.option(
-            "--sampler",
-            type=click.Choice(("auto", "native", "graph")),
-            default="auto",
-            show_default=True,
-            help="Implementation of the sampler: the native operator, the graph's own function, or the first one "
-            "available.",
-        ),
-        click.option("--allow-fallback", is_flag=True, help="Use another provider if this one does not start."),
-    )
-    return _add_options(command, options)
+opening_options = option_group(
+    click.option("--provider", default="auto", help="Execution provider: auto, cpu, cuda, tensorrt, ..."),
+    click.option("--threads", type=click.IntRange(min=0), help="Threads of one operator; 0 lets onnxruntime choose."),
+    click.option(
+        "--sampler",
+        type=click.Choice(("auto", "native", "graph")),
+        default="auto",
+        help="Implementation of the sampler: the native operator, the graph's own function, or the first that works.",
+    ),
+    click.option("--allow-fallback", is_flag=True, help="Use another provider if this one does not start."),
+)
+"""The options that open a model; `take_opening` takes their values."""
 
 
 def take_opening(values: dict[str, Any]) -> dict[str, Any]:
     """Remove the values of `opening_options`. Returns them as keywords of `TopWModel.from_pretrained`."""
-    return {keyword: values.pop(name) for name, keyword in _OPENING_NAMES.items()}
-
-
-def _add_options(command: Command, options: tuple[Callable[[Command], Command], ...]) -> Command:
-    for option in reversed(options):
-        command = option(command)
-    return command
+    same = {name: values.pop(name) for name in ("provider", "sampler", "allow_fallback")}
+    return {**same, "intra_op_num_threads": values.pop("threads")}
 
 
 def require_folder_first(folder: Path, others: Iterable[str]) -> None:
     """Raises UsageError if `folder` does not exist, but one of the other arguments is an exported folder."""
-    if os.path.exists(folder):
-        return
     from topw_deploy.manifest import MANIFEST_NAME
 
     for word in others:
-        if os.path.isfile(os.path.join(word, MANIFEST_NAME)):
+        if not os.path.exists(folder) and os.path.isfile(os.path.join(word, MANIFEST_NAME)):
             raise click.UsageError(f"{folder} does not exist, but {word} is an exported folder; OUT comes first.")
 
 
-def take_given(values: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Remove `names` from `values`. Returns the values that are not None, by name."""
-    removed = {name: values.pop(name, None) for name in names}
-    return {name: value for name, value in removed.items() if value is not None}
+def take_given(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Remove `names` from `values`. Returns the values that are neither None nor (), by name."""
+    removed = {name: values.pop(name) for name in names}
+    return {name: value for name, value in removed.items() if value not in (None, ())}
 
 
-_CONSTRAINT_KEYS = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
-"""Option -> its key in `structured_outputs`."""
-
-
-def constraint_options(command: Command) -> Command:
-    """Add the options whose values `take_constraint` takes. Their default is None or empty."""
-    options = (
-        click.option(
-            "--json-schema", "-j", metavar="SCHEMA", help="Answer in JSON that matches this schema, or @FILE."
-        ),
-        click.option(
-            "--regex", metavar="EXPR", help="Answer with a text that fully matches this expression, or @FILE."
-        ),
-        click.option("--choice", metavar="TEXT", multiple=True, help="Answer with one of these texts. Repeatable."),
-        click.option("--grammar", metavar="TEXT", help="Answer with a text of this Lark or GBNF grammar, or @FILE."),
-    )
-    return _add_options(command, options)
+constraint_options = option_group(
+    click.option("--json-schema", "-j", metavar="SCHEMA", help="Answer in JSON that matches this schema, or @FILE."),
+    click.option("--regex", metavar="EXPR", help="Answer with a text that fully matches this expression, or @FILE."),
+    click.option("--choice", metavar="TEXT", multiple=True, help="Answer with one of these texts. Repeatable."),
+    click.option("--grammar", metavar="TEXT", help="Answer with a text of this Lark or GBNF grammar, or @FILE."),
+)
+"""The options whose values `take_constraint` takes."""
 
 
 def take_constraint(values: dict[str, Any]) -> dict[str, Any]:
-    """Remove the values of `constraint_options`. Returns `structured_outputs`, if they set it.
+    """Remove the values of `constraint_options`. Returns the parameter `structured_outputs`, if they set it.
 
     Raises UsageError if more than one option says what the text must match, or if a file cannot be read.
     """
-    constraints = {name: value for name in _CONSTRAINT_KEYS if (value := values.pop(name)) not in (None, ())}
-    parameters: dict[str, Any] = {}
+    constraints = take_given(values, ("json_schema", "regex", "choice", "grammar"))
     if len(constraints) > 1:
-        raise click.UsageError(f"give only one of {', '.join(map(_flag, constraints))}.")
+        raise click.UsageError(f"give only one of {', '.join(map(flag_of, constraints))}.")
     for name, value in constraints.items():
-        constraint = list(value) if name == "choice" else _text_or_file(_flag(name), value)
-        parameters["structured_outputs"] = {_CONSTRAINT_KEYS[name]: constraint}
-    return parameters
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+        text = list(value) if name == "choice" else _text_or_file(flag_of(name), value)
+        return {"structured_outputs": {name.removesuffix("_schema"): text}}
+    return {}
 
 
 def _text_or_file(flag: str, value: str) -> str:
@@ -292,7 +266,6 @@ def _text_or_file(flag: str, value: str) -> str:
         return value
     path = value[1:]
     try:
-        with open(path, "rb") as file:
-            return decode_text(file.read(), path)
+        return decode_text(Path(path).read_bytes(), path)
     except OSError as error:
         raise click.UsageError(f"{flag}: {os.fsdecode(path)} cannot be read: {error.strerror or error}.") from None

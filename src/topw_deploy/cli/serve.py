@@ -8,32 +8,46 @@ from typing import Any
 
 import click
 
-from topw_deploy.cli.options import CONTEXT, opening_options, take_opening
+from topw_deploy.cli.options import (
+    CONTEXT,
+    COUNT,
+    PATH,
+    SIZE,
+    force_option,
+    json_option,
+    opening_options,
+    option_group,
+    take_given,
+    take_opening,
+)
 from topw_deploy.cli.terminal import say, say_json, tell
-from topw_deploy.text import decimal_size, parse_size
+from topw_deploy.text import decimal_size
 from topw_deploy.web import write_site
 
-_ENGINE_OPTIONS = (
-    "max_batch",
-    "max_length",
-    "kv_bytes",
-    "max_queue",
-    "prefill_budget",
-    "reuse_prefixes",
-    "prefix_bytes",
+_engine_options = option_group(
+    click.option("--max-batch", type=COUNT, default=8, help="Maximum number of sequences that run at once, per model."),
+    click.option(
+        "--max-queue",
+        type=click.IntRange(min=0),
+        default=256,
+        help="Maximum number of sequences that wait, per model; `topw serve` answers more with 429.",
+    ),
+    click.option(
+        "--max-length",
+        type=COUNT,
+        help="Maximum tokens of a sequence, including its prompt.  [default: the model's context]",
+    ),
 )
-_SERVER_OPTIONS = ("host", "port", "uds", "max_connections", "verbose")
+_ENGINE_NAMES = ("max_batch", "max_queue", "max_length")
+_SERVE_ENGINE_NAMES = (*_ENGINE_NAMES, "kv_bytes", "prefill_budget", "reuse_prefixes", "prefix_bytes")
+_SERVER_NAMES = ("host", "port", "uds", "max_connections", "verbose")
 
 
 @click.command(name="serve", context_settings=CONTEXT)
-@click.argument("folders", metavar="OUT...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port to listen on; 0: any free one."
-)
-@click.option(
-    "--uds", type=click.Path(path_type=Path), help="Listen on this Unix socket instead; only its owner can connect."
-)
+@click.argument("folders", metavar="OUT...", nargs=-1, required=True, type=PATH)
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="Port to listen on; 0: any free one.")
+@click.option("--uds", type=PATH, help="Listen on this Unix socket instead; only its owner can connect.")
 @click.option(
     "--served-model-name",
     metavar="NAME",
@@ -44,88 +58,43 @@ _SERVER_OPTIONS = ("host", "port", "uds", "max_connections", "verbose")
 @click.option(
     "--cors-origin", metavar="URL", multiple=True, help="Allow calls from web pages of this origin. Repeatable."
 )
+@_engine_options
 @click.option(
-    "--max-batch",
-    type=int,
-    default=8,
-    show_default=True,
-    help="Maximum number of sequences that run at once, per model.",
+    "--kv-bytes",
+    type=SIZE,
+    help="Maximum memory of each cache, such as 2GiB; lowers --max-batch if necessary.",
 )
+@click.option("--prefill-budget", type=COUNT, default=256, help="Maximum prompt tokens per iteration.")
+@click.option("--prefix-bytes", type=SIZE, help="Host memory to keep earlier prompts for reuse.  [default: none]")
 @click.option(
-    "--max-length", type=int, help="Maximum tokens of a sequence, including its prompt.  [default: the model's context]"
+    "--reuse-prefixes/--no-reuse-prefixes", default=True, help="Read the common beginning of prompts only once."
 )
-@click.option(
-    "--kv-bytes", metavar="SIZE", help="Maximum memory of each cache, such as 2GiB; lowers --max-batch if necessary."
-)
-@click.option(
-    "--max-queue",
-    type=int,
-    default=256,
-    show_default=True,
-    help="Maximum number of sequences that wait, per model; more get 429.",
-)
-@click.option("--prefill-budget", type=int, default=256, show_default=True, help="Maximum prompt tokens per iteration.")
-@click.option("--prefix-bytes", metavar="SIZE", help="Host memory to keep earlier prompts for reuse.  [default: none]")
-@click.option(
-    "--reuse-prefixes/--no-reuse-prefixes",
-    default=True,
-    help="Read the common beginning of prompts only once (default).",
-)
-@click.option(
-    "--max-body",
-    metavar="SIZE",
-    default="8MiB",
-    show_default=True,
-    help="Maximum size of a request's body; larger ones get 413.",
-)
-@click.option(
-    "--body-timeout", type=float, default=30.0, show_default=True, help="Seconds in which a request's body must arrive."
-)
+@click.option("--max-body", type=SIZE, default="8MiB", help="Maximum size of a request's body; larger ones get 413.")
+@click.option("--body-timeout", type=float, default=30.0, help="Seconds in which a request's body must arrive.")
 @click.option("--max-prompt-tokens", type=int, help="Maximum tokens of a prompt.  [default: what fits the context]")
 @click.option(
     "--request-timeout",
     type=float,
     default=600.0,
-    show_default=True,
     help="Maximum seconds of a generation, including the wait in the queue.",
 )
-@click.option(
-    "--max-connections",
-    type=click.IntRange(min=1),
-    default=1024,
-    show_default=True,
-    help="Maximum number of connections; more get 503.",
-)
+@click.option("--max-connections", type=COUNT, default=1024, help="Maximum number of connections; more get 503.")
 @click.option(
     "--ping-interval",
     type=float,
     default=15.0,
-    show_default=True,
     help="Seconds between comments that keep a stream's connection open.",
 )
 @click.option(
-    "--drain-timeout",
-    type=float,
-    default=30.0,
-    show_default=True,
-    help="Seconds in which running requests may finish after SIGTERM.",
+    "--drain-timeout", type=float, default=30.0, help="Seconds in which running requests may finish after SIGTERM."
 )
 @click.option("--tool-parser", metavar="FAMILY", help="Family of tool calls.  [default: that of the chat template]")
-@click.option("--page/--no-page", default=True, help="Serve a page at / to try the models (default).")
+@click.option("--page/--no-page", default=True, help="Serve a page at / to try the models.")
 @opening_options
 @click.option("--log-prompts", is_flag=True, help="Write prompts and answers to the log.")
-@click.option(
-    "--log-format", type=click.Choice(("json", "text")), default="json", show_default=True, help="Format of the log."
-)
+@click.option("--log-format", type=click.Choice(("json", "text")), default="json", help="Format of the log.")
 @click.option("-v", "--verbose", is_flag=True, help="Also log GET requests.")
-def serve(
-    folders: tuple[Path, ...],
-    served_model_name: tuple[str, ...],
-    api_key: tuple[str, ...],
-    cors_origin: tuple[str, ...],
-    log_format: str,
-    **options: Any,
-) -> None:
+def serve(folders: tuple[Path, ...], served_model_name: tuple[str, ...], log_format: str, **options: Any) -> None:
     """Serve exported models over HTTP, with the endpoints of OpenAI's API.
 
     A request names one of the models in the folders OUT. Logs go to stderr, without prompts. After SIGTERM, running
@@ -133,22 +102,17 @@ def serve(
     """
     from topw_deploy import install
 
-    install.require("server_options", "serve")
+    install.require("serving", "serve")
     from topw_deploy.serve.server import run
     from topw_deploy.serve.service import ServeOptions
 
-    for name in ("kv_bytes", "prefix_bytes", "max_body"):
-        if options[name] is not None:
-            options[name] = parse_size(options[name], name)
-    opening = take_opening(options)
-    engine = {name: options.pop(name) for name in _ENGINE_OPTIONS}
-    server_options = {name: options.pop(name) for name in _SERVER_OPTIONS}
+    server_options = {name: options.pop(name) for name in _SERVER_NAMES}
     serve_options = ServeOptions(
         models=_models_by_name(folders, served_model_name),
-        api_keys=api_key,
-        cors_origins=cors_origin,
-        opening=opening,
-        engine={name: value for name, value in engine.items() if value is not None},
+        api_keys=options.pop("api_key"),
+        cors_origins=options.pop("cors_origin"),
+        opening=take_opening(options),
+        engine=take_given(options, _SERVE_ENGINE_NAMES),
         **options,
     )
     run(serve_options, json_logs=log_format == "json", **server_options)
@@ -165,77 +129,45 @@ def _models_by_name(folders: tuple[Path, ...], names: tuple[str, ...]) -> dict[s
 
 
 @click.command(name="triton", context_settings=CONTEXT)
-@click.argument("folder", metavar="OUT", type=click.Path(path_type=Path))
-@click.argument("repository", metavar="REPOSITORY", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="OUT", type=PATH)
+@click.argument("repository", metavar="REPOSITORY", type=PATH)
 @click.option("--name", help="Name of the model in Triton.  [default: the folder's name]")
-@click.option(
-    "--max-batch",
-    type=click.IntRange(1, 1024),
-    default=8,
-    show_default=True,
-    help="Maximum number of sequences that run at once.",
-)
-@click.option(
-    "--max-queue", type=click.IntRange(0), default=256, show_default=True, help="Maximum number of sequences that wait."
-)
-@click.option(
-    "--max-length",
-    type=click.IntRange(1),
-    help="Maximum tokens of a sequence, including its prompt.  [default: the model's context]",
-)
+@_engine_options
 @opening_options
 @click.option("--hard-link", is_flag=True, help="Hard-link the export's files instead of copying them.")
-def triton(
-    folder: Path,
-    repository: Path,
-    name: str | None,
-    max_batch: int,
-    max_queue: int,
-    max_length: int | None,
-    hard_link: bool,
-    **options: Any,
-) -> None:
+def triton(folder: Path, repository: Path, name: str | None, hard_link: bool, **options: Any) -> None:
     """Add the exported model in the folder OUT to a model REPOSITORY of NVIDIA's Triton Inference Server.
 
     The model runs in an engine in Triton's Python backend and streams its text. See docs/guide/scale.md.
     """
     from topw_deploy.triton.repository import write_repository
 
-    engine = {"max_batch": max_batch, "max_queue": max_queue, "max_length": max_length}
-    written = write_repository(
-        folder,
-        repository,
-        name=name,
-        engine={key: value for key, value in engine.items() if value is not None},
-        opening={key: value for key, value in take_opening(options).items() if value is not None},
-        hard_link=hard_link,
-    )
-    say(str(written))
+    engine, opening = take_given(options, _ENGINE_NAMES), take_opening(options)
+    opening = {keyword: value for keyword, value in opening.items() if value is not None}
+    say(write_repository(folder, repository, name=name, engine=engine, opening=opening, hard_link=hard_link))
 
 
 @click.command(name="web", context_settings=CONTEXT)
-@click.argument("model", metavar="OUT", type=click.Path(path_type=Path))
-@click.argument("output", metavar="SITE", type=click.Path(path_type=Path))
+@click.argument("model", metavar="OUT", type=PATH)
+@click.argument("output", metavar="SITE", type=PATH)
 @click.option(
     "--runtime",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="DIR",
     help="A node_modules with onnxruntime-web and @huggingface/tokenizers, to copy into SITE. "
     "[default: the page loads them from cdn.jsdelivr.net and checks their hashes]",
 )
 @click.option("--title", help="Title of the page.  [default: the model's name]")
-@click.option("--prompt", default="", help="Text in the page's field for the prompt.")
-@click.option("--overwrite", "--force", is_flag=True, help="Replace an earlier site in SITE at the very end.")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON report.")
-def web(
-    model: Path, output: Path, runtime: Path | None, title: str | None, prompt: str, overwrite: bool, as_json: bool
-) -> None:
+@click.option("--prompt", default="", show_default=False, help="Text in the page's field for the prompt.")
+@force_option
+@json_option
+def web(model: Path, output: Path, as_json: bool, **options: Any) -> None:
     """Write the folder SITE: a page that runs the exported folder OUT in the browser, without a server.
 
     onnxruntime-web runs the graph on the CPU, and the function in the file is the sampler. The same seed gives the
     tokens that Python draws, except where rounding decides.
     """
-    site = write_site(model, output, runtime=runtime, title=title, prompt=prompt, overwrite=overwrite)
+    site = write_site(model, output, **options)
     for note in site.notes:
         tell(f"Note: {note}")
     if as_json:

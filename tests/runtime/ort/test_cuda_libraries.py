@@ -149,4 +149,4 @@ def test_a_provider_that_raises_says_what_is_missing(
 
 def test_doctor_says_what_is_missing(preload: Preload, folder: Path) -> None:
     preload(find_nothing)
-    assert "onnxruntime found no libcublasLt.so.13" in doctor.diagnose().providers["cuda"]
+    assert "onnxruntime found no libcublasLt.so.13" in doctor.diagnose()["providers"]["cuda"]
