@@ -16,7 +16,7 @@ import onnxruntime as ort
 
 from benchmarks.common import UNCOUNTED, median_step_seconds, share_thread_pool
 from topw_deploy.manifest import DecoderInfo, State, load_decoder_manifest
-from topw_lab.bench.decode import ARGMAX_FILE, ArgMaxLoop, ArgMaxSequence, link_weights, write_argmax_model
+from topw_lab.bench.decode import ARGMAX_FILE, ArgMaxLoop, link_weights, write_argmax_model
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 INTERVAL = 0.01  # seconds between memory samples
@@ -135,18 +135,14 @@ def start_sweeps(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         bytes: size of the states, allocated for `room` tokens.
         """
         room = len(prompt) + turns * (steps + UNCOUNTED) + 1
-        prefills, sequences, found = {}, {}, []
+        prefills, first, found = {}, {}, []
         for name in order.sample(list(loops), len(loops)):
             started = time.perf_counter()
-            sequences[name] = loops[name].prefill(prompt, room)
+            first[name] = loops[name].prefill(prompt, room)
             prefills[name] = time.perf_counter() - started
-        first = {name: sequence.token for name, sequence in sequences.items()}
         for _ in range(turns):
             found.append(
-                {
-                    name: median_step_seconds(sequences[name].step, steps)
-                    for name in order.sample(list(loops), len(loops))
-                }
+                {name: median_step_seconds(loops[name].step, steps) for name in order.sample(list(loops), len(loops))}
             )
         sizes = {name: loop.cache_bytes for name, loop in loops.items()}
         return {"turns": found, "prefill": prefills, "first": first, "bytes": sizes, "room": room}
@@ -158,7 +154,6 @@ def start_loops(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     """settings: scratch (a folder on the exports' file system), threads."""
     options = _bare_options(settings["threads"])
     loops: dict[str, ArgMaxLoop] = {}
-    sequences: dict[str, ArgMaxSequence] = {}
 
     def open_(name: str, path: str, length: int) -> None:
         del length  # each prompt gets its own cache
@@ -168,14 +163,14 @@ def start_loops(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
 
     def prefill(name: str, prompt: list[int], room: int) -> float:
         began = time.perf_counter()
-        sequences[name] = loops[name].prefill(prompt, len(prompt) + room)
+        loops[name].prefill(prompt, len(prompt) + room)
         return time.perf_counter() - began
 
     def turn(name: str, steps: int) -> list[float]:
         times = []
         for number in range(steps + UNCOUNTED):
             began = time.perf_counter()
-            sequences[name].step()
+            loops[name].step()
             if number >= UNCOUNTED:
                 times.append(time.perf_counter() - began)
         return times
@@ -216,15 +211,15 @@ def start_prompt(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         """Growth of peak memory in bytes, seconds of a first and a second prefill, and of a step."""
         before, seconds = resident(), []
 
-        def prefill() -> ArgMaxSequence:
+        def prefill() -> None:
             began = time.perf_counter()
-            sequence = loop.prefill(tokens, len(tokens) + steps + UNCOUNTED + 1)
+            loop.prefill(tokens, len(tokens) + steps + UNCOUNTED + 1)
             seconds.append(time.perf_counter() - began)
-            return sequence
 
         peak = peak_during(prefill) - before
-        step = prefill().step
-        return {"peak": peak, "first": seconds[0], "second": seconds[1], "step": median_step_seconds(step, steps)}
+        prefill()
+        step = median_step_seconds(loop.step, steps)
+        return {"peak": peak, "first": seconds[0], "second": seconds[1], "step": step}
 
     return {"prompt": prompt}
 

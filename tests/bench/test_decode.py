@@ -41,8 +41,7 @@ def test_the_argmax_loop_takes_the_largest_logit_of_the_same_decoder(toy: Toy, t
     loop = ArgMaxLoop(write_argmax_model(folder, tmp_path), decoder, ort.SessionOptions())
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     for _ in range(2):  # the second prompt starts with an empty cache
-        decoding = loop.prefill(PROMPT, 20)
-        tokens = [decoding.token, *(decoding.step() for _ in range(8))]
+        tokens = [loop.prefill(PROMPT, 20), *(loop.step() for _ in range(8))]
         sequence = list(PROMPT)
         for token in tokens:
             assert token == int(np.argmax(toy.logits(sequence)))
@@ -96,7 +95,11 @@ def test_a_peer_without_a_folder_says_what_to_give_and_its_interpreter_needs_not
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"peers": ("transformers",)}, BenchmarkError, "transformers, greedy was requested, but is without a model"),
+        (
+            {"peers": ("transformers-greedy",)},
+            BenchmarkError,
+            "transformers, greedy was requested, but is without",
+        ),
         ({"peers": ("vllm",)}, ParameterError, "'vllm' is not a side of this benchmark; choose from topw-native, "),
         ({"optimum": Path()}, BenchmarkError, "is given, but optimum-onnx is not installed: pip install optimum-onnx"),
         ({"authors": Path("x.py")}, ParameterError, "give --transformers"),

@@ -55,12 +55,12 @@ def test_requests_fit_the_context_and_depend_only_on_their_number_and_the_seed(f
 # What the worker measures
 
 
-@pytest.mark.parametrize("side", ["engine", "one_by_one", "static"])
+@pytest.mark.parametrize(("side", "options"), [("engine", {}), ("generate", {"size": 1}), ("generate", {})])
 @pytest.mark.parametrize("callers", [1, 3])
 def test_every_request_has_a_first_text_and_no_time_exceeds_the_whole(
-    server: ServeWorker, side: str, callers: int
+    server: ServeWorker, side: str, options: dict[str, int], callers: int
 ) -> None:
-    served = getattr(server, side)(REQUESTS, callers)
+    served = getattr(server, side)(REQUESTS, callers, **options)
     assert len(served["first"]) == len(REQUESTS)
     assert len(served["between"]) <= NEW - len(REQUESTS)
     assert 0 < max(served["first"]) <= served["seconds"]

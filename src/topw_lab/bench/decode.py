@@ -10,22 +10,21 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from numpy.typing import NDArray
 
 from topw_deploy import install
 from topw_deploy.errors import BenchmarkError, ParameterError
 from topw_deploy.manifest import DecoderInfo, load_decoder_manifest
 from topw_deploy.progress import SILENT, Progress
+from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.cache import Cache, new_caches
 from topw_deploy.runtime.ort.session import OrtSession
-from topw_deploy.runtime.session import Binding
 from topw_deploy.text import count_text
 from topw_lab.bench.measure import Spread, interleave
 from topw_lab.bench.sides import (
@@ -41,10 +40,9 @@ from topw_lab.bench.sides import (
     start_workers,
     why_no_native_library,
 )
-from topw_lab.tables import comparison, significant
+from topw_lab.tables import significant
 
 ARGMAX_FILE = "argmax.onnx"
-_GROUPS = ("topw", "genai", "optimum", "transformers")
 _LABELS = {"greedy": "greedy", "top-p": f"top-p {TOP_P}", "top-k-top-p": f"top-k {TOP_K}, top-p {TOP_P}"}
 _COMPARED = {"genai-top-p": "onnxruntime-genai with top-p", "transformers-authors": "the authors' code"}
 _HEADER = ("side", "ms/token (quartiles)", "ratio (quartiles)", "first token ms", "prompt tokens/s", "load s",
@@ -61,67 +59,60 @@ def sides(
     genai: Path | None = None,
     genai_python: Path | None = None,
     authors: Path | None = None,
-) -> Iterator[Side]:
+) -> list[Side]:
     """Every side, in the order of the table. argmax: the file of the side `argmax`; for the others see `run`.
 
     Raises BenchmarkError if the folder of a library is given, but the library is missing.
     """
     why_no_argmax = None if install.is_importable("onnx_ir") else f"not installed: {install.install_command('export')}"
-    for variant, name, label, kind, why_not in (
-        ("native", "topw-native", "TopWModel, native", "ours", why_no_native_library()),
-        ("graph", "topw-graph", "TopWModel, graph", "ours", None),
-        ("argmax", "argmax", "same graph, ArgMax", "yardstick", why_no_argmax),
-    ):
-        settings: dict[str, Any] = {"folder": str(folder), "variant": variant, "argmax": str(argmax)}
-        yield Side(name=name, label=label, kind=kind, worker=__file__, settings=settings, why_not=why_not)
-    option = "--genai FOLDER, written by python -m onnxruntime_genai.models.builder"
-    why_not = _why_not("onnxruntime_genai", "onnxruntime-genai", genai, genai_python, option)
-    for name, search in (("greedy", "greedy"), ("top-p", "top-p"), ("top-k", "top-k-top-p")):
-        settings = {"task": "decode", "folder": str(genai), "search": SEARCHES[search]}
-        label = f"onnxruntime-genai, {_LABELS[search]}"
-        yield Side(name=f"genai-{name}", label=label, kind="peer", worker=PEERS, settings=settings,
-                   python=genai_python, why_not=why_not)  # fmt: skip
-    option = "--optimum FOLDER, written by optimum-cli export onnx"
-    why_no_optimum = _why_not("optimum.onnxruntime", "optimum-onnx", optimum, optimum_python, option)
-    why_no_transformers = _why_not("transformers", "transformers", transformers, None, "--transformers MODEL_DIR")
+    found = [
+        Side(name=name, label=label, kind=kind, worker=__file__, why_not=why_not,
+             settings={"folder": str(folder), "variant": variant, "argmax": str(argmax)})
+        for variant, name, label, kind, why_not in (
+            ("native", "topw-native", "TopWModel, native", "ours", why_no_native_library()),
+            ("graph", "topw-graph", "TopWModel, graph", "ours", None),
+            ("argmax", "argmax", "same graph, ArgMax", "yardstick", why_no_argmax),
+        )
+    ]  # fmt: skip
+    libraries = {  # name -> (module, distribution, model's folder, interpreter, how to give the folder)
+        "onnxruntime-genai": ("onnxruntime_genai", "onnxruntime-genai", genai, genai_python,
+                              "--genai FOLDER, written by python -m onnxruntime_genai.models.builder"),
+        "optimum": ("optimum.onnxruntime", "optimum-onnx", optimum, optimum_python,
+                    "--optimum FOLDER, written by optimum-cli export onnx"),
+        "transformers": ("transformers", "transformers", transformers, None, "--transformers MODEL_DIR"),
+    }  # fmt: skip
+    reasons = {library: _why_not(*facts) for library, facts in libraries.items()}
     for library, name, label, search, processor in (
-        ("optimum", "greedy", "greedy", "greedy", None),
-        ("optimum", "top-p", _LABELS["top-p"], "top-p", None),
-        ("transformers", "greedy", "greedy", "greedy", None),
-        ("transformers", "top-p", _LABELS["top-p"], "top-p", None),
-        ("transformers", "topw", "our processor", "all", "topw"),
-        *([("transformers", "authors", "authors' processor", "all", str(authors))] if authors else []),
+        ("onnxruntime-genai", "genai-greedy", "", "greedy", None),
+        ("onnxruntime-genai", "genai-top-p", "", "top-p", None),
+        ("onnxruntime-genai", "genai-top-k", "", "top-k-top-p", None),
+        ("optimum", "optimum-greedy", "", "greedy", None),
+        ("optimum", "optimum-top-p", "", "top-p", None),
+        ("transformers", "transformers-greedy", "", "greedy", None),
+        ("transformers", "transformers-top-p", "", "top-p", None),
+        ("transformers", "transformers-topw", "our processor", "all", "topw"),
+        *([("transformers", "transformers-authors", "authors' processor", "all", str(authors))] if authors else []),
     ):
-        is_optimum = library == "optimum"
-        yield Side(
-            name=f"{library}-{name}",
-            label=f"{library}, {label}",
+        _, _, source, python, _ = libraries[library]
+        found.append(Side(
+            name=name,
+            label=f"{library}, {label or _LABELS[search]}",
             kind="ours" if processor == "topw" else "peer",
             worker=PEERS,
-            settings={
-                "task": library,
-                "folder": str(optimum if is_optimum else transformers),
-                "search": SEARCHES[search],
-                "processor": processor,
-            },
-            python=optimum_python if is_optimum else None,
-            why_not=why_no_optimum if is_optimum else why_no_transformers,
-        )
+            settings={"task": "decode" if name.startswith("genai") else library, "folder": str(source),
+                      "search": SEARCHES[search], "processor": processor},
+            python=python,
+            why_not=reasons[library],
+        ))  # fmt: skip
+    return found
 
 
 def _why_not(module: str, distribution: str, folder: Path | None, python: Path | None, option: str) -> str | None:
-    """`Side.why_not` of the sides of another library.
-
-    module, distribution: names of the library.
-    folder: the model in the library's format.
-    python: interpreter of the library's environment; None if the library must be in this one.
-    option: the option that gives `folder`.
-    """
-    is_installed = python is not None or install.is_importable(module)
-    missing = f"not installed: pip install {distribution}, or give the interpreter of its environment"
-    if folder is not None and not is_installed:
-        raise BenchmarkError(f"{folder} is given, but {distribution} is {missing}.")
-    if not is_installed:
+    """`Side.why_not` of the sides of another library."""
+    if python is None and not install.is_importable(module):
+        missing = f"not installed: pip install {distribution}, or give the interpreter of its environment"
+        if folder is not None:
+            raise BenchmarkError(f"{folder} is given, but {distribution} is {missing}.")
         return f"{missing}; then give {option}"
     return None if folder is not None else f"without a model: give {option}"
 
@@ -157,9 +148,11 @@ def run(
     prompt = random_prompt(folder, prompt_tokens, new_tokens, seed)
     settings = {"folder": folder, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "threads": threads,
                 "rounds": rounds, "seed": seed, **libraries}  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix=".topw-bench-", dir=_scratch_parent(folder)) as scratch:
+    parent = folder.resolve().parent  # weights can be hard-linked on the same file system
+    parent = parent if os.access(parent, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix=".topw-bench-", dir=parent) as scratch:
         argmax = Path(scratch, ARGMAX_FILE)
-        present, absent = choose([*sides(folder, argmax, **libraries)], peers, _GROUPS)
+        present, absent = choose(sides(folder, argmax, **libraries), peers)
         report = Report("decode", settings, absent, "one token after the first")
         if any(side.name == "argmax" for side in present):
             write_argmax_model(folder, argmax.parent)
@@ -215,21 +208,12 @@ def _add_results(
     finding = f"A token with Top-W takes {times.spread(times.reference.name).median * 1e3:.2f} ms"
     if "argmax" in times.seconds:
         finding += f", {1 / times.ratio('argmax').median:.2f}x the same graph with ArgMax"
-    factors = {label: times.ratio(name).median for name, label in _COMPARED.items() if name in times.seconds}
-    if factors:
-        finding += f": {comparison(factors)}"
 
     def text(side: Side) -> str:
         factor = "" if side.kind == "ours" else f"   {times.ratio(side.name).median:.2f}x ours"
         return f"{times.spread(side.name).median * 1e3:.2f} ms{factor}"
 
-    report.panels.append(times.panel(title, finding, text))
-
-
-def _scratch_parent(folder: Path) -> Path | None:
-    """The parent of `folder`, on whose file system weights can be hard-linked; None if nothing can be written there."""
-    parent = folder.resolve().parent
-    return parent if os.access(parent, os.W_OK) else None
+    report.panels.append(times.panel(title, finding + times.comparison(_COMPARED), text))
 
 
 def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
@@ -241,13 +225,20 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     `run` generates once. It returns seconds to the first token ("first"), seconds of the other tokens ("rest"), the
     number of tokens ("tokens") and, of `TopWModel`, the share of certified tokens ("certified").
     """
-    from topw_deploy.runtime import TopWModel
-
     if settings["variant"] == "argmax":
         options = ort.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = settings["threads"], 3
-        decoder = load_decoder_manifest(settings["folder"]).decoder
-        return {"run": partial(_run_argmax, ArgMaxLoop(Path(settings["argmax"]), decoder, options))}
+        loop = ArgMaxLoop(Path(settings["argmax"]), load_decoder_manifest(settings["folder"]).decoder, options)
+
+        def run_argmax(prompt: list[int], new_tokens: int) -> dict[str, float]:
+            started = time.perf_counter()
+            loop.prefill(prompt, len(prompt) + new_tokens)
+            first = time.perf_counter()
+            for _ in range(new_tokens - 1):
+                loop.step()
+            return {"first": first - started, "rest": time.perf_counter() - first, "tokens": new_tokens}
+
+        return {"run": run_argmax}
     model = TopWModel.from_pretrained(
         settings["folder"], provider="cpu", sampler=settings["variant"], intra_op_num_threads=settings["threads"]
     )
@@ -260,15 +251,6 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         return {"first": seconds - rest, "rest": rest, "tokens": tokens, "certified": certified}
 
     return {"run": run_top_w}
-
-
-def _run_argmax(loop: ArgMaxLoop, prompt: list[int], new_tokens: int) -> dict[str, float]:
-    started = time.perf_counter()
-    sequence = loop.prefill(prompt, len(prompt) + new_tokens)
-    first = time.perf_counter()
-    for _ in range(new_tokens - 1):
-        sequence.step()
-    return {"first": first - started, "rest": time.perf_counter() - first, "tokens": new_tokens}
 
 
 def write_argmax_model(export: Path, folder: Path) -> Path:
@@ -323,57 +305,39 @@ class ArgMaxLoop:
     path: the model.
     decoder: the manifest's description of the model's cache.
     options: of the session.
+    token: int64 [1], the array that the graph writes the last token to.
     """
 
     def __init__(self, path: Path, decoder: DecoderInfo, options: ort.SessionOptions) -> None:
         self._session = OrtSession(ort.InferenceSession(path, options, providers=["CPUExecutionProvider"]))
         self._caches = new_caches(self._session, decoder)
-        self._sequence: ArgMaxSequence | None = None
+        self._cache: Cache | None = None
+        self.token = np.zeros(1, np.int64)
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of the states; 0 before the first prompt, and if onnxruntime owns the cache."""
         return self._caches.bytes
 
-    def prefill(self, prompt: list[int], capacity: int) -> ArgMaxSequence:
-        """Run a prompt. The sequence of the previous prompt ends.
+    def prefill(self, prompt: list[int], capacity: int) -> int:
+        """Begin a sequence with a prompt, and end the previous one. Returns the first token.
 
         capacity: maximum length of the sequence, including the prompt.
         """
-        if self._sequence is not None:
-            self._sequence.close()
-        binding = self._session.bind()
-        token = np.zeros(1, np.int64)
-        binding.bind_result("next_token", token)
-        cache = self._caches.open(binding, [prompt], [capacity - len(prompt)])
-        cache.feed_prompts()
-        binding.run()
-        cache.begin_decoding()
-        self._sequence = ArgMaxSequence(binding, cache, token)
-        return self._sequence
-
-
-class ArgMaxSequence:
-    """A sequence of `ArgMaxLoop` after its prompt.
-
-    token: int64 [1], the array that the binding writes the last token to.
-    """
-
-    def __init__(self, binding: Binding, cache: Cache, token: NDArray[np.int64]) -> None:
-        self._binding, self._cache, self._token = binding, cache, token
-
-    @property
-    def token(self) -> int:
-        """The last token."""
-        return int(self._token[0])
+        if self._cache is not None:
+            self._cache.close()
+        self._binding = self._session.bind()
+        self._binding.bind_result("next_token", self.token)
+        self._cache = self._caches.open(self._binding, [prompt], [capacity - len(prompt)])
+        self._cache.feed_prompts()
+        self._binding.run()
+        self._cache.begin_decoding()
+        return int(self.token[0])
 
     def step(self) -> int:
-        """Append the last token to the sequence; returns the next token."""
-        self._cache.input_ids[0, 0] = self._token[0]
+        """Append the last token to the sequence. Returns the next token."""
+        assert self._cache is not None, "prefill begins a sequence"
+        self._cache.input_ids[0, 0] = self.token[0]
         self._cache.advance((0,))
         self._binding.run()
-        return int(self._token[0])
-
-    def close(self) -> None:
-        """Free the cache."""
-        self._cache.close()
+        return int(self.token[0])

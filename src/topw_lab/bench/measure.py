@@ -11,12 +11,13 @@ import math
 import os
 import platform
 import random
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+
+import numpy as np
 
 from topw_deploy.install import installed_version
 from topw_deploy.progress import Advance
@@ -44,9 +45,7 @@ class Spread:
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
         """The spread of at least one value."""
-        if len(values) < 2:
-            return cls(values[0], values[0], values[0])
-        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        low, median, high = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
         return cls(median, low, high)
 
     @property
@@ -108,9 +107,14 @@ def interleave(
     return samples
 
 
+def ratios(samples: Mapping[str, Sequence[float]], over: str, under: str) -> list[float]:
+    """samples[over] / samples[under], by round."""
+    return [a / b for a, b in zip(samples[over], samples[under], strict=True)]
+
+
 def ratio(samples: Mapping[str, Sequence[float]], over: str, under: str) -> Spread:
-    """The spread of samples[over] / samples[under] over rounds."""
-    return Spread.of([a / b for a, b in zip(samples[over], samples[under], strict=True)])
+    """The spread of `ratios`."""
+    return Spread.of(ratios(samples, over, under))
 
 
 def this_machine() -> str:

@@ -20,7 +20,6 @@ from topw_deploy import install
 from topw_deploy.errors import ParameterError
 from topw_deploy.progress import SILENT, Progress
 from topw_deploy.sampling import TopWOptions, as_float32
-from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.text import count_text
 from topw_lab.bench import samplers
 from topw_lab.bench.logits import Logits, make_logits
@@ -38,7 +37,7 @@ from topw_lab.bench.sides import (
     start_workers,
     why_no_native_library,
 )
-from topw_lab.tables import comparison, duration, significant
+from topw_lab.tables import duration, significant
 
 REGIMES: Mapping[str, tuple[tuple[float, ...], Mapping[str, float]]] = {
     # Few candidates, like nearly all steps of a language model.
@@ -100,7 +99,7 @@ def run(
     options, geom_scale: of Top-W.
     logits: a .npy file, whose shape replaces `vocab` and `batch`; None for random logits.
     neighbour_bound: whether the neighbour bound is computed, for the tokens of the pools.
-    peers: names of sides, or "hf" or "genai" for several; empty for all.
+    peers: names of sides; empty for all.
     authors: the file with the authors' logits processor.
     genai_python: interpreter of an environment with onnxruntime-genai.
     threads: number of threads of each side.
@@ -109,45 +108,29 @@ def run(
     Raises ParameterError for numbers out of range and for logits that cannot be read, BenchmarkError for a named side
     that is missing, and for a side that dies or differs from the reference.
     """
-    options = options or TopWOptions()
-    settings = {"regimes": regimes, "vocab": vocab, "hidden": hidden, "batch": batch, "options": asdict(options),
+    choices = asdict(options or TopWOptions())
+    settings = {"regimes": regimes, "vocab": vocab, "hidden": hidden, "batch": batch, "options": choices,
                 "logits": logits, "neighbour_bound": neighbour_bound, "rounds": rounds, "threads": threads,
                 "seed": seed}  # fmt: skip
-    cases: list[tuple[str, dict[str, float]]] = []
-    for regime in regimes:
-        for temperature in temperatures or REGIMES[regime][0]:
-            top_w = as_float32({**REGIMES[regime][1], "temperature": temperature, "geom_scale": geom_scale})
-            cases.append((regime, {name: getattr(top_w, name) for name in PARAMETER_NAMES}))
+    cases = [
+        (regime, asdict(as_float32({**REGIMES[regime][1], "temperature": temperature, "geom_scale": geom_scale})))
+        for regime in regimes
+        for temperature in temperatures or REGIMES[regime][0]
+    ]
     read = None if logits is None else read_logits(logits)
-    parameters = [case for _, case in cases]
     with tempfile.TemporaryDirectory(prefix="topw-bench-") as folder:
         for index, (regime, _) in enumerate(cases):
             values = make_logits(regime, vocab, batch, seed) if read is None else read
             batch, vocab = values.shape
             np.save(f"{folder}/logits-{index}.npy", values)
-        ours = {"folder": folder, "cases": parameters, "options": asdict(options), "hidden": hidden, "seed": seed,
-                "neighbour_bound": neighbour_bound, "authors": authors and str(authors)}  # fmt: skip
-        genai = {
-            "task": "sample",
-            "folder": folder,
-            "temperatures": [case["temperature"] for case in parameters],
-            "sides": {f"genai-{name}": search for name, search in SEARCHES.items()},
-        }
-        every = [
-            Side(name=name, label=label, kind=kind, worker=PEERS, settings=genai, python=genai_python,
-                 why_not=_why_not(name, needs, genai_python))
-            if name.startswith("genai-")
-            else Side(name=name, label=label, kind=kind, worker=samplers.__file__, settings=ours,
-                      why_not=_why_not(name, needs))
-            for name, label, kind, needs in _SIDES
-            if name != "authors" or authors is not None
-        ]  # fmt: skip
-        present, absent = choose(every, peers, ("hf", "genai"))
+        ours = {"folder": folder, "cases": [case for _, case in cases], "options": choices, "hidden": hidden,
+                "seed": seed, "neighbour_bound": neighbour_bound, "authors": authors and str(authors)}  # fmt: skip
+        present, absent = choose(_sides(ours, authors is not None, genai_python), peers)
         report = Report("sampler", settings, absent, "one step")
         if any(side.worker == PEERS for side in present):
             write_empty_model(Path(folder, "genai"), vocab, threads)
         progress.say("Preparing logits, embeddings and sides")
-        own = [side.name for side in present if side.worker == samplers.__file__]
+        own = [side.name for side in present if side.worker != PEERS]
         with (
             start_workers(present, threads, progress) as workers,
             progress.bar(len(cases) * len(present) * (rounds + _WARMUP_ROUNDS), "step") as advance,
@@ -161,14 +144,31 @@ def run(
     return report
 
 
-def _why_not(name: str, needs: Sequence[str], genai_python: Path | None = None) -> str | None:
-    if name.startswith("genai-") and genai_python is None and not install.is_importable("onnxruntime_genai"):
-        return "not installed: pip install onnxruntime-genai, or give an environment's Python with --genai-python"
-    if name == "native" and (why_no_library := why_no_native_library()) is not None:
-        return why_no_library
-    if not all(map(install.is_importable, needs)):
-        return f"not installed: {install.install_command('export')}"
-    return None
+def _sides(ours: Mapping[str, Any], has_authors: bool, genai_python: Path | None) -> list[Side]:
+    """Every side. ours: settings of `samplers.start`."""
+    genai = {
+        "task": "sample",
+        "folder": ours["folder"],
+        "temperatures": [case["temperature"] for case in ours["cases"]],
+        "sides": {f"genai-{name}": search for name, search in SEARCHES.items()},
+    }
+    sides = []
+    for name, label, kind, needs in _SIDES:
+        is_genai, why_not = name.startswith("genai-"), None
+        if is_genai and genai_python is None and not install.is_importable("onnxruntime_genai"):
+            why_not = (
+                "not installed: pip install onnxruntime-genai, or give an environment's Python with --genai-python"
+            )
+        elif not all(map(install.is_importable, needs)):
+            why_not = f"not installed: {install.install_command('export')}"
+        if name == "native":
+            why_not = why_no_native_library() or why_not
+        if name != "authors" or has_authors:
+            sides.append(
+                Side(name=name, label=label, kind=kind, worker=PEERS if is_genai else samplers.__file__,
+                     settings=genai if is_genai else ours, python=genai_python if is_genai else None, why_not=why_not)
+            )  # fmt: skip
+    return sides
 
 
 def _add_results(report: Report, title: str, times: Times, facts: dict[str, Any]) -> None:
@@ -189,14 +189,11 @@ def _add_results(report: Report, title: str, times: Times, facts: dict[str, Any]
     finding = f"A Top-W step takes {duration(times.spread(ours.name).median)}"
     if has_yardstick:
         finding += f" ({significant(times.ratio(ours.name, _YARDSTICK).median, 2)}x one numpy.max)"
-    factors = {label: times.ratio(name).median for name, label in _COMPARED.items() if name in times.seconds}
-    if factors:
-        finding += f": {comparison(factors)}"
 
     def text(side: Side) -> str:
         return duration(times.spread(side.name).median) + (f"   {ratio(side)}x ours" if side.kind == "peer" else "")
 
-    report.panels.append(times.panel(title, finding, text))
+    report.panels.append(times.panel(title, finding + times.comparison(_COMPARED), text))
 
 
 def read_logits(path: Path) -> Logits:
@@ -211,6 +208,23 @@ def read_logits(path: Path) -> Logits:
     return np.ascontiguousarray(logits)
 
 
+_EMPTY_MODEL = """
+<ir_version: 9, opset_import: ["" : 18]>
+zero_logits (int64[batch, new] input_ids, int64[batch, total] attention_mask,
+             float[batch, 1, past, 1] past_key_0, float[batch, 1, past, 1] past_value_0)
+    => (float[batch, new, VOCAB] logits, float[batch, 1, total, 1] key_0, float[batch, 1, total, 1] value_0)
+<int64[1] vocab = {VOCAB}, int64[2] axes = {1, 3}, float[1] zero = {0}> {
+    shape = Shape(input_ids)
+    wide = Concat<axis = 0>(shape, vocab)
+    logits = Expand(zero, wide)
+    numbers = Cast<to = 1>(input_ids)
+    states = Unsqueeze(numbers, axes)
+    key_0 = Concat<axis = 2>(past_key_0, states)
+    value_0 = Concat<axis = 2>(past_value_0, states)
+}
+"""
+
+
 def write_empty_model(folder: Path, vocab: int, threads: int) -> None:
     """Write a model without weights for onnxruntime-genai, which cannot sample without a model.
 
@@ -218,51 +232,20 @@ def write_empty_model(folder: Path, vocab: int, threads: int) -> None:
     cache has the right shapes.
     """
     import onnx
-    from onnx import TensorProto, helper, numpy_helper
+    import onnx.parser
 
-    def tensor(name: str, kind: int, *shape: str | int) -> Any:
-        return helper.make_tensor_value_info(name, kind, shape)
-
-    nodes = [
-        helper.make_node("Shape", ["input_ids"], ["shape"]),
-        helper.make_node("Concat", ["shape", "vocab"], ["wide"], axis=0),
-        helper.make_node("Expand", ["zero", "wide"], ["logits"]),
-        helper.make_node("Cast", ["input_ids"], ["numbers"], to=TensorProto.FLOAT),
-        helper.make_node("Unsqueeze", ["numbers", "axes"], ["new"]),
-    ]
-    past, present = [], []
-    for part in ("key", "value"):
-        before, after = f"past_key_values.0.{part}", f"present.0.{part}"
-        nodes.append(helper.make_node("Concat", [before, "new"], [after], axis=2))
-        past.append(tensor(before, TensorProto.FLOAT, "batch", 1, "past", 1))
-        present.append(tensor(after, TensorProto.FLOAT, "batch", 1, "total", 1))
-    ids = tensor("input_ids", TensorProto.INT64, "batch", "new")
-    mask = tensor("attention_mask", TensorProto.INT64, "batch", "total")
-    constants = {"vocab": np.array([vocab]), "axes": np.array([1, 3]), "zero": np.zeros(1, np.float32)}
-    graph = helper.make_graph(
-        nodes,
-        "zero_logits",
-        [ids, mask, *past],
-        [tensor("logits", TensorProto.FLOAT, "batch", "new", vocab), *present],
-        [numpy_helper.from_array(value, name) for name, value in constants.items()],
-    )
     ones = ("head_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
-    states = {
-        when: {f"{when}_{part}_names": f"{prefix}.%d.{part}" for part in ("key", "value")}
-        for when, prefix in (("past", "past_key_values"), ("present", "present"))
-    }
     decoder = {
         "session_options": {"intra_op_num_threads": threads, "provider_options": []},
         "filename": "model.onnx",
         **dict.fromkeys(ones, 1),
-        "inputs": {"input_ids": "input_ids", "attention_mask": "attention_mask", **states["past"]},
-        "outputs": {"logits": "logits", **states["present"]},
-    }
+        "inputs": {"input_ids": "input_ids", "attention_mask": "attention_mask", "past_key_names": "past_key_%d",
+                   "past_value_names": "past_value_%d"},
+        "outputs": {"logits": "logits", "present_key_names": "key_%d", "present_value_names": "value_%d"},
+    }  # fmt: skip
     model = {"type": "llama", "vocab_size": vocab, "context_length": 64, "bos_token_id": 0, "eos_token_id": vocab - 1,
              "pad_token_id": 0, "decoder": decoder}  # fmt: skip
     config = {"model": model, "search": {"max_length": 64, "past_present_share_buffer": False}}
     folder.mkdir()
-    onnx.save(
-        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), folder / "model.onnx"
-    )
+    onnx.save(onnx.parser.parse_model(_EMPTY_MODEL.replace("VOCAB", str(vocab))), folder / "model.onnx")
     (folder / "genai_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

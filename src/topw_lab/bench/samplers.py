@@ -6,7 +6,8 @@ A process of its own, because BLAS libraries fix their thread count when they ar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from topw_deploy.errors import BenchmarkError
+from topw_deploy.runtime.inputs import RuleInputs
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, crop
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.reference import FLOAT32_TIES, Crop, candidate_pool
@@ -27,8 +29,7 @@ if TYPE_CHECKING:
 
 Parameters = Mapping[str, float]
 """Top-W's parameters of one case, rounded to float32."""
-Call = Callable[[], object]
-KeptIds = Callable[[Parameters, Logits], Sequence[ArrayLike]]
+Call = Callable[[], Any]
 
 TABLE_FILE = "table.bin"
 _BLOCK = 1024  # tokens of the embedding table that are processed at once
@@ -47,6 +48,7 @@ class Inputs:
     options, geometry: of Top-W.
     embeddings: float32 [V, d]; None for the metric `uniform`.
     neighbour_bound: float32 [V]; None without a bound.
+    authors: the authors' file; None without.
     """
 
     folder: Path
@@ -57,6 +59,7 @@ class Inputs:
     geometry: Geometry
     embeddings: NDArray[np.float32] | None
     neighbour_bound: NDArray[np.float32] | None
+    authors: str | None
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,12 @@ class Sampler:
     """A sampler that can be timed.
 
     prepare: takes a case and logits [B, V], and returns a call that makes a step on them, as often as it is called.
-    kept_ids: the kept ids of each sequence, which steps do not report, because that takes time. None if the sampler is
-        not Top-W.
+    keep_mask: the kept set of each sequence, bool [B, V], which steps do not report, because that takes time. None if
+        the sampler is not Top-W.
     """
 
     prepare: Callable[[Parameters, Logits], Call]
-    kept_ids: KeptIds | None = None
+    keep_mask: Callable[[Parameters, Logits], ArrayLike] | None = None
 
 
 def graph_sampler(inputs: Inputs, *, native: bool) -> Sampler:
@@ -81,12 +84,12 @@ def graph_sampler(inputs: Inputs, *, native: bool) -> Sampler:
 
     session = open_model(with_keep_mask=False)
 
-    def kept_ids(case: Parameters, logits: Logits) -> Sequence[ArrayLike]:
+    def keep_mask(case: Parameters, logits: Logits) -> ArrayLike:
         # A model of its own, because an output of the mask takes time.
-        (keep_mask,) = open_model(with_keep_mask=True).run(["keep_mask"], session_inputs(inputs, case, logits))
-        return [np.flatnonzero(row) for row in keep_mask]
+        mask: ArrayLike = open_model(with_keep_mask=True).run(["keep_mask"], session_inputs(inputs, case, logits))[0]
+        return mask
 
-    return Sampler(lambda case, logits: bind_run(session, session_inputs(inputs, case, logits)), kept_ids)
+    return Sampler(lambda case, logits: bind_run(session, session_inputs(inputs, case, logits)), keep_mask)
 
 
 def torch_sampler(inputs: Inputs) -> Sampler:
@@ -101,17 +104,11 @@ def torch_sampler(inputs: Inputs) -> Sampler:
         table = torch.from_file(path, size=inputs.embeddings.size).view(shape)
         geometry = TensorGeometry.from_embeddings(table, inputs.options.metric)
 
-    def keep_mask(case: Parameters, scores: Any) -> Any:
-        return crop_rows(scores, TopWParameters(**case), inputs.options, geometry).keep_mask
-
     def prepare(case: Parameters, logits: Logits) -> Call:
-        scores = torch.from_numpy(logits)
-        return lambda: keep_mask(case, scores)
+        scores, parameters = torch.from_numpy(logits), TopWParameters(**case)
+        return lambda: crop_rows(scores, parameters, inputs.options, geometry).keep_mask
 
-    return Sampler(
-        prepare,
-        lambda case, logits: [np.flatnonzero(row) for row in keep_mask(case, torch.from_numpy(logits)).numpy()],
-    )
+    return Sampler(prepare, lambda case, logits: prepare(case, logits)().numpy())
 
 
 def transformers_warper(rule: str) -> Sampler:
@@ -134,7 +131,7 @@ def transformers_warper(rule: str) -> Sampler:
     return Sampler(prepare)
 
 
-def authors_sampler(inputs: Inputs, path: str | None) -> Sampler:
+def authors_sampler(inputs: Inputs) -> Sampler:
     """The user's copy of the logits processor of arashgholami/top-w-decoding, with the parameters of the case.
 
     The processor always computes cosine distances, for one row at a time. There is one, because its constructor takes
@@ -144,10 +141,10 @@ def authors_sampler(inputs: Inputs, path: str | None) -> Sampler:
 
     if inputs.embeddings is None:
         raise BenchmarkError("authors needs embeddings, but the metric is uniform; choose another --metric.")
-    processor_class = load_processor(Path(str(path)))
+    processor_class = load_processor(Path(str(inputs.authors)))
     made: Any = None
 
-    def processor(case: Parameters) -> Any:
+    def prepare(case: Parameters, logits: Logits) -> Call:
         nonlocal made
         parameters = {
             "selection_temperature": case["selection_temperature"] or case["temperature"],
@@ -158,40 +155,33 @@ def authors_sampler(inputs: Inputs, path: str | None) -> Sampler:
             "lam_fixed": case["lam"],
             "beta": case["beta"],
         }
-        if made is None:
-            made = processor_class(np.asarray(inputs.embeddings), print_params=False, print_kept=False, **parameters)
-        vars(made).update(parameters)
-        return made
+        made = made or processor_class(
+            np.asarray(inputs.embeddings), print_params=False, print_kept=False, **parameters
+        )
+        rows = [torch.from_numpy(row[None]) for row in logits]
 
-    def prepare(case: Parameters, logits: Logits) -> Call:
-        warp, rows = processor(case), [torch.from_numpy(row[None]) for row in logits]
-        return lambda: [warp(None, row) for row in rows]
+        def warp() -> list[Any]:
+            vars(made).update(parameters)
+            return [made(None, row) for row in rows]
 
-    def kept_ids(case: Parameters, logits: Logits) -> Sequence[ArrayLike]:
-        warp = processor(case)
-        return [np.flatnonzero(np.isfinite(warp(None, torch.from_numpy(row[None]))[0].numpy())) for row in logits]
+        return warp
 
-    return Sampler(prepare, kept_ids)
+    return Sampler(prepare, lambda case, logits: [np.isfinite(row[0].numpy()) for row in prepare(case, logits)()])
 
 
 def argmax_sampler(inputs: Inputs) -> Sampler:
     """onnxruntime's ArgMax, as a yardstick."""
-    from onnx import TensorProto, helper
+    import onnx.parser
 
-    graph = helper.make_graph(
-        [helper.make_node("ArgMax", ["logits"], ["token"], axis=1)],
-        "argmax",
-        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", inputs.logits[0].shape[1]])],
-        [helper.make_tensor_value_info("token", TensorProto.INT64, None)],
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 18]> argmax (float[batch, vocab] logits) => (int64[batch, 1] token)'
+        "{ token = ArgMax<axis = 1>(logits) }"
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    path = inputs.folder / "argmax.onnx"
-    path.write_bytes(model.SerializeToString())
-    session = open_session(path, inputs.threads)
+    session = open_session(model.SerializeToString(), inputs.threads)
     return Sampler(lambda _case, logits: bind_run(session, {"logits": logits}))
 
 
-def make_sampler(name: str, inputs: Inputs, authors: str | None = None) -> Sampler:
+def make_sampler(name: str, inputs: Inputs) -> Sampler:
     """Make the sampler of side `name`, and import its libraries."""
     if name in ("native", "graph"):
         return graph_sampler(inputs, native=name == "native")
@@ -203,11 +193,11 @@ def make_sampler(name: str, inputs: Inputs, authors: str | None = None) -> Sampl
 
     torch.set_num_threads(inputs.threads)
     if name == "authors":
-        return authors_sampler(inputs, authors)
+        return authors_sampler(inputs)
     return torch_sampler(inputs) if name == "torch" else transformers_warper(name.removeprefix("hf-"))
 
 
-def open_session(path: Path, threads: int, *, native: bool = False) -> ort.InferenceSession:
+def open_session(model: Path | bytes, threads: int, *, native: bool = False) -> ort.InferenceSession:
     """Open a session on the CPU. native: register the native operator."""
     import onnxruntime as ort
 
@@ -218,7 +208,7 @@ def open_session(path: Path, threads: int, *, native: bool = False) -> ort.Infer
         from topw_deploy.plugins.library import library_path
 
         options.register_custom_ops_library(str(library_path()))
-    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def bind_run(session: ort.InferenceSession, feed: Mapping[str, np.ndarray]) -> Call:
@@ -246,8 +236,6 @@ def session_inputs(inputs: Inputs, case: Parameters, logits: Logits) -> dict[str
     empty = {"edit_ids": np.int64, "edit_penalty": np.float32, "edit_bias": np.float32, "allowed": np.int32}
     columns = {name: np.full(batch, case[name], np.float32) for name in PARAMETER_NAMES}
     edits = {name: np.zeros((batch, 0), dtype) for name, dtype in empty.items()}
-    from topw_deploy.runtime.inputs import RuleInputs  # needs onnxruntime, which a GPU host's steps do without
-
     return {"logits": logits, "uniform": inputs.uniform, **edits, **columns, **RuleInputs(batch).arrays}
 
 
@@ -312,103 +300,75 @@ def pool_neighbour_bound(geometry: Geometry, logits: Sequence[Logits], top_m: in
     return bound
 
 
-@dataclass
-class SamplerWorker:
-    """Times the samplers, and compares their kept sets with the reference's.
+def compare_kept_sets(side: str, keep_mask: ArrayLike, references: Sequence[Crop], *, exact: bool) -> tuple[int, int]:
+    """Compare the kept sets, bool [B, V], with the reference's. Returns (equal sets, other sets at a tie).
 
-    authors: path of the authors' file.
+    Raises BenchmarkError if an `exact` side differs beyond ties (docs/contract/graph.md, section 4).
     """
+    same = ties = 0
+    for place, (mask, reference) in enumerate(zip(np.asarray(keep_mask), references, strict=True)):
+        different = np.setxor1d(np.flatnonzero(mask), reference.kept)
+        if not len(different):
+            same += 1
+        elif reference.ties.allow_other_set(FLOAT32_TIES):
+            ties += 1
+        elif exact:
+            raise BenchmarkError(
+                f"{side} keeps {np.count_nonzero(mask)} tokens of sequence {place} where the reference keeps "
+                f"{len(reference.kept)} ({len(different)} differ), so its time means nothing; report this with the "
+                "options used."
+            )
+    return same, ties
 
-    inputs: Inputs
-    cases: Sequence[Parameters]
-    authors: str | None = None
-    _samplers: dict[str, Sampler] = field(default_factory=dict)
-    _calls: dict[tuple[str, int], tuple[Call, int]] = field(default_factory=dict)
 
-    def _sampler(self, side: str) -> Sampler:
-        if side not in self._samplers:
-            self._samplers[side] = make_sampler(side, self.inputs, self.authors)
-        return self._samplers[side]
+def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
+    """Make the embeddings. Returns `time` (seconds per step) and `check` (of kept sets).
 
-    def time(self, side: str, case: int) -> float:
+    settings: "folder" (with logits-0.npy and so on; embeddings and models are written to it), "cases" (Top-W's
+        parameters), "threads", and "options", "hidden", "neighbour_bound", "authors" and "seed" as in `sampler.run`.
+    """
+    folder, options, cases = Path(settings["folder"]), TopWOptions(**settings["options"]), settings["cases"]
+    logits = [np.load(folder / f"logits-{index}.npy") for index in range(len(cases))]
+    batch, vocab = logits[0].shape
+    embeddings, geometry, bound = None, Geometry.uniform(), None
+    if options.metric != "uniform":
+        embeddings = write_table(folder, vocab, settings["hidden"], settings["seed"])
+        geometry = Geometry.from_embeddings(embeddings, options.metric)
+        if settings["neighbour_bound"]:
+            bound = pool_neighbour_bound(geometry, logits, options.top_m)
+    uniform = np.random.default_rng([settings["seed"], 2]).random((batch,), np.float32)
+    inputs = Inputs(folder, settings["threads"], logits, uniform, options, geometry, embeddings, bound,
+                    settings["authors"])  # fmt: skip
+    sampler = cache(lambda side: make_sampler(side, inputs))
+
+    @cache
+    def prepared(side: str, case: int) -> tuple[Call, int]:
+        call = sampler(side).prepare(cases[case], logits[case])
+        call()
+        return call, max(1, min(_MOST_CALLS, round(_SAMPLE_SECONDS / max(seconds(call), 1e-9))))
+
+    def time(side: str, case: int) -> float:
         """Seconds per step, over about 2 ms of steps. CPU caches are warm, as they are after a model's last matmul."""
-        key = side, case
-        if key not in self._calls:
-            call = self._sampler(side).prepare(self.cases[case], self.inputs.logits[case])
-            call()
-            self._calls[key] = call, max(1, min(_MOST_CALLS, round(_SAMPLE_SECONDS / max(seconds(call), 1e-9))))
-        return seconds(*self._calls[key])
+        return seconds(*prepared(side, case))
 
-    def check(self, case: int, sides: Sequence[str]) -> dict[str, Any]:
+    def check(case: int, sides: Sequence[str]) -> dict[str, Any]:
         """Compare kept sets with the reference's, and say so in a sentence.
 
         Raises BenchmarkError if a side other than the authors', which always uses cosine, differs.
         """
-        parameters, logits = self.cases[case], self.inputs.logits[case]
-        references = [
-            crop(one, TopWParameters(**parameters), self.inputs.options, self.inputs.geometry) for one in logits
-        ]
+        references = [crop(one, TopWParameters(**cases[case]), options, geometry) for one in logits[case]]
         certified, sizes = sum(one.certified for one in references), [len(one.kept) for one in references]
         least, most = min(sizes), max(sizes)
         kept = count_text(least, "token") if least == most else f"{least} to {most} tokens"
         parts = [f"{count_text(len(references), 'sequence')}, {certified} certified, {kept} kept"]
         counts = {}
         for side in sides:
-            kept_ids = self._sampler(side).kept_ids
-            if kept_ids is not None:
-                same, ties = compare_kept_ids(side, kept_ids(parameters, logits), references, exact=side != "authors")
+            keep_mask = sampler(side).keep_mask
+            if keep_mask is not None:
+                mask = keep_mask(cases[case], logits[case])
+                same, ties = compare_kept_sets(side, mask, references, exact=side != "authors")
                 counts[side] = {"same": same, "ties": ties}
                 parts.append(f"{side} keeps the reference's set on {same}" + (f", ties on {ties}" if ties else ""))
         return {"sentence": "; ".join(parts), "certified": certified, "kept": sizes, "sides": counts}
 
-
-def compare_kept_ids(
-    side: str, kept: Sequence[ArrayLike], references: Sequence[Crop], *, exact: bool
-) -> tuple[int, int]:
-    """Compare the kept ids of each sequence with the reference's. Returns (equal sets, other sets at a tie).
-
-    Raises BenchmarkError if an `exact` side differs beyond ties (docs/contract/graph.md, section 4).
-    """
-    same = ties = 0
-    for place, (ids, reference) in enumerate(zip(kept, references, strict=True)):
-        kept_ids = np.unique(np.asarray(ids, np.int64))
-        if np.array_equal(kept_ids, np.sort(reference.kept)):
-            same += 1
-        elif reference.ties.allow_other_set(FLOAT32_TIES):
-            ties += 1
-        elif exact:
-            raise BenchmarkError(
-                f"{side} keeps {len(kept_ids)} tokens of sequence {place} where the reference keeps "
-                f"{len(reference.kept)} ({len(np.setxor1d(kept_ids, reference.kept))} differ), so its time means "
-                "nothing; report this with the options used."
-            )
-    return same, ties
-
-
-def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """Make the embeddings. Returns `time` and `check`.
-
-    settings: "folder" (with logits-0.npy and so on; embeddings and models are written to it), "cases" (Top-W's
-        parameters), "threads", and "options", "hidden", "neighbour_bound", "authors" and "seed" as in `sampler.run`.
-    """
-    folder, options, seed = Path(settings["folder"]), TopWOptions(**settings["options"]), settings["seed"]
-    logits = [np.load(folder / f"logits-{index}.npy") for index in range(len(settings["cases"]))]
-    batch, vocab = logits[0].shape
-    if options.metric == "uniform":
-        embeddings, geometry = None, Geometry.uniform()
-    else:
-        embeddings = write_table(folder, vocab, settings["hidden"], seed)
-        geometry = Geometry.from_embeddings(embeddings, options.metric)
-    has_bound = settings["neighbour_bound"] and embeddings is not None
-    inputs = Inputs(
-        folder=folder,
-        threads=settings["threads"],
-        logits=logits,
-        uniform=np.random.default_rng([seed, 2]).random((batch,), np.float32),
-        options=options,
-        geometry=geometry,
-        embeddings=embeddings,
-        neighbour_bound=pool_neighbour_bound(geometry, logits, options.top_m) if has_bound else None,
-    )
-    worker = SamplerWorker(inputs, settings["cases"], settings["authors"])
-    return {"time": worker.time, "check": worker.check}
+    return {"time": time, "check": check}

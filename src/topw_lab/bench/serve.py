@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -33,7 +33,7 @@ from topw_deploy.text import count_text
 from topw_lab.bench.measure import Spread, interleave
 from topw_lab.bench.sides import Report, Side, Times, choose, start_workers
 from topw_lab.plots import Bar, Panel
-from topw_lab.tables import comparison, duration, significant
+from topw_lab.tables import duration, significant
 from topw_lab.worker import Worker
 
 MEAN_PROMPT, MEAN_NEW = 342, 62  # default mean numbers of prompt tokens and new tokens
@@ -49,6 +49,8 @@ _HEADER = ("side", "requests/s", "new tokens/s", "time, ratio (quartiles)", "fir
 
 Requests = list[tuple[list[int], int]]
 """(prompt, new tokens) of each request."""
+Served = dict[str, Any]
+"""What a side measured, see `ServeWorker`."""
 
 
 def log_normal_lengths(count: int, mean: int) -> list[int]:
@@ -117,16 +119,14 @@ def run(
     Raises ManifestError for a folder without a decoder, ParameterError for a request that does not fit the model,
     BenchmarkError for a named side that is missing and for a side that dies.
     """
-    settings = {"folder": str(folder), "rows": rows, "prefill_budget": prefill_budget}
+    settings: dict[str, Any] = {"folder": str(folder), "rows": rows, "prefill_budget": prefill_budget}
+    labels = {"engine": "Engine", "one-by-one": "generate one by one", "static": "generate of lists",
+              "ideal": "the Engine's runs alone"}  # fmt: skip
     own = [
-        Side(name=name, label=label, kind=kind, worker=__file__, do=name, settings=settings)
-        for name, label, kind in (
-            ("engine", "Engine", "ours"),
-            ("one-by-one", "generate one by one", "yardstick"),
-            ("static", "generate of lists", "yardstick"),
-            ("ideal", "the Engine's runs alone", "yardstick"),
-        )
-    ]
+        Side(name=name, label=label, kind="ours" if name == "engine" else "yardstick", worker=__file__, do=name,
+             settings=settings)
+        for name, label in labels.items()
+    ]  # fmt: skip
     present, absent = choose([*own, *others], peers)
     loads = {
         callers: make_requests(folder, max(requests, callers), prompt_tokens, new_tokens, seed)
@@ -161,42 +161,34 @@ def run(
 
 
 def _add_load(
-    report: Report,
-    name: str,
-    callers: int,
-    requests: Requests,
-    sides: Sequence[Side],
-    served: Mapping[str, Sequence[Mapping[str, Any]]],
+    report: Report, name: str, callers: int, requests: Requests, sides: Sequence[Side], served: dict[str, list[Served]]
 ) -> None:
     """Add all sides with one number of callers to the report. served: the worker's results by side and round."""
-    times = Times(sides, {side: [each["seconds"] for each in rounds] for side, rounds in served.items()})
-    new_tokens = sum(new for _, new in requests)
+    times = Times(sides, {side: [one["seconds"] for one in rounds] for side, rounds in served.items()})
+    new_tokens, reference = sum(new for _, new in requests), times.reference.name
     tokens = f"{sum(len(prompt) for prompt, _ in requests):,} prompt and {new_tokens:,} new tokens"
     title = f"{name}, {count_text(callers, 'caller')}: {count_text(len(requests), 'request')}, {tokens}"
-    # Median and 99th percentile in seconds, over all rounds.
-    waits = {
-        what: {side: np.percentile(values, (50, 99)).tolist() if values else None for side, values in (
-            (side, [value for each in rounds for value in each[what]]) for side, rounds in served.items())}
-        for what in ("first", "between")
-    }  # fmt: skip
+    waits: dict[str, dict[str, list[float] | None]] = {"first": {}, "between": {}}
+    for what, by_side in waits.items():  # median and 99th percentile in seconds, over all rounds
+        for side, rounds in served.items():
+            values = [value for one in rounds for value in one[what]]
+            by_side[side] = np.percentile(values, (50, 99)).tolist() if values else None
 
     def rate(side: str, count: int = new_tokens) -> str:
         return significant(count / times.spread(side).median)
 
     rows = []
     for side in sides:
-        pairs = [waits[what][side.name] for what in ("first", "between")]
-        shown = ["" if pair is None else " / ".join(significant(end * 1e3) for end in pair) for pair in pairs]
+        ends = [by_side[side.name] or () for by_side in waits.values()]
+        cells = (" / ".join(significant(end * 1e3) for end in pair) for pair in ends)
         ratio = times.ratio(side.name).format(digits=3)
-        rows.append((side.label, rate(side.name, len(requests)), rate(side.name), ratio, *shown))
+        rows.append((side.label, rate(side.name, len(requests)), rate(side.name), ratio, *cells))
     report.add_table(title, _HEADER, rows)
     report.runs.append({"title": title, "callers": callers, "requests": len(requests), "new_tokens": new_tokens,
                         **times.as_dict(**waits)})  # fmt: skip
-    reference = times.reference.name
-    finding = f"{count_text(callers, 'caller')} {'gets' if callers == 1 else 'get'} {rate(reference)} new tokens/s"
-    factors = {side.label: times.ratio(side.name).median for side in sides if side.name not in (reference, "ideal")}
-    if factors:
-        finding += f": {comparison(factors)}"
+    compared = {side.name: side.label for side in sides if side.name not in (reference, "ideal")}
+    verb = "gets" if callers == 1 else "get"
+    finding = f"{count_text(callers, 'caller')} {verb} {rate(reference)} new tokens/s{times.comparison(compared)}"
 
     def text(side: Side) -> str:
         factor = "" if side.name == reference else f"   {times.ratio(side.name).median:.2f}x"
@@ -216,35 +208,32 @@ def _latencies(worker: Worker, folder: Path, budget: int, seed: int) -> dict[str
     """
     manifest = load_decoder_manifest(folder)
     context, rng = manifest.decoder.context_length, np.random.default_rng(seed)
-
-    def random_tokens(count: int) -> list[int]:
-        ids: list[int] = rng.integers(0, manifest.sampler.vocab_size, count).tolist()
-        return ids
-
-    long, prefix = (random_tokens(max(1, min(most, context - SHORT_PROMPT))) for most in (LONG_PROMPT, LONG_PREFIX))
-    short, suffixes = random_tokens(min(SHORT_PROMPT, len(long))), [random_tokens(SUFFIX), random_tokens(SUFFIX)]
     stream = min(_STREAM_PROMPT, context // 2)
-    streams = [(random_tokens(stream), min(_STREAM_NEW, context - stream)) for _ in range(STREAMS)]
-    streamed = worker.call("engine", requests=streams, callers=STREAMS)
-    ideal = worker.call("ideal", requests=streams, callers=STREAMS)["seconds"]
-    read, reused = worker.call("wait_after_prefix", prefix=prefix, suffixes=suffixes)
+    long = max(1, min(LONG_PROMPT, context - SHORT_PROMPT))
+    prefix = max(1, min(LONG_PREFIX, context - SHORT_PROMPT))
+    prompts = [
+        rng.integers(0, manifest.sampler.vocab_size, count).tolist()
+        for count in (long, min(SHORT_PROMPT, long), prefix, SUFFIX, SUFFIX, *[stream] * STREAMS)
+    ]
+    requests = [(prompt, min(_STREAM_NEW, context - stream)) for prompt in prompts[5:]]
+    streamed = worker.call("engine", requests=requests, callers=STREAMS)
+    ideal = worker.call("ideal", requests=requests, callers=STREAMS)["seconds"]
+    read, reused = worker.call("wait_after_prefix", prefix=prompts[2], suffixes=prompts[3:5])
+    chunked, whole = (
+        worker.call("wait_behind_prompt", long=prompts[0], short=prompts[1], budget=most) for most in (budget, context)
+    )
     return {
-        "chunked": worker.call("wait_behind_prompt", long=long, short=short, budget=budget),
-        "whole": worker.call("wait_behind_prompt", long=long, short=short, budget=max(len(long), context)),
-        "read": read,
-        "reused": reused,
+        **{"chunked": chunked, "whole": whole, "read": read, "reused": reused, "long": long, "prefix": prefix},
         **{name: streamed[name] for name in ("steady", "outside", "step")},
         "lost": 1 - ideal / streamed["seconds"],
-        "long": len(long),
-        "prefix": len(prefix),
     }
 
 
-def _add_latencies(report: Report, name: str, budget: int, rounds: Sequence[Mapping[str, float]]) -> None:
+def _add_latencies(report: Report, name: str, budget: int, rounds: Sequence[dict[str, float]]) -> None:
     """Add the rounds of `_latencies` to the report."""
-    spreads = {each: Spread.of([latencies[each] for latencies in rounds]) for each in rounds[0]}
-    medians = {each: duration(spread.median) for each, spread in spreads.items()}
-    shares = {each: spreads[each].format(100, 1) for each in ("steady", "outside", "lost")}
+    spreads = {what: Spread.of([latencies[what] for latencies in rounds]) for what in rounds[0]}
+    medians = {what: duration(spread.median) for what, spread in spreads.items()}
+    shares = {what: spreads[what].format(100, 1) for what in ("steady", "outside", "lost")}
     sooner, faster = (
         Spread.of([latencies[over] / latencies[under] for latencies in rounds])
         for over, under in (("whole", "chunked"), ("read", "reused"))
@@ -261,14 +250,15 @@ def _add_latencies(report: Report, name: str, budget: int, rounds: Sequence[Mapp
         f"first {prefix} are reused, {faster.format(digits=1)} times as fast.",
     ]
     report.runs.append({"title": f"{name}, latencies", "latencies": rounds})
+    labels = {
+        "chunked": f"behind {long} tokens, chunked",
+        "whole": f"behind {long} tokens, at once",
+        "reused": f"{prefix} + {SUFFIX} tokens, reused",
+        "read": f"{prefix} + {SUFFIX} tokens, read",
+    }
     bars = [
-        Bar(label, spreads[each].ends, kind, medians[each])
-        for each, kind, label in (
-            ("chunked", "ours", f"behind {long} tokens, chunked"),
-            ("whole", "yardstick", f"behind {long} tokens, at once"),
-            ("reused", "ours", f"{prefix} + {SUFFIX} tokens, reused"),
-            ("read", "yardstick", f"{prefix} + {SUFFIX} tokens, read"),
-        )
+        Bar(label, spreads[what].ends, "ours" if what in ("chunked", "reused") else "yardstick", medians[what])
+        for what, label in labels.items()
     ]
     finding = (
         f"The first text comes {significant(sooner.median, 2)}x sooner behind a prompt read in chunks, and "
@@ -276,8 +266,6 @@ def _add_latencies(report: Report, name: str, budget: int, rounds: Sequence[Mapp
     )
     report.panels.append(Panel(f"{name}, time to the first text", finding, bars))
 
-
-Served = dict[str, Any]
 
 _FIRST_TEXT_NEW = 8  # new tokens of a request of which only the first text is timed
 _PAUSE = 1e-4  # seconds between two looks at the engine
@@ -290,9 +278,14 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     """
     model = TopWModel.from_pretrained(settings["folder"], provider="cpu", intra_op_num_threads=settings["threads"])
     worker = ServeWorker(model, settings["rows"], settings["prefill_budget"])
-    sides = {name: getattr(worker, name.replace("-", "_")) for name in ("engine", "one-by-one", "static", "ideal")}
-    waits = {"wait_behind_prompt": worker.wait_behind_prompt, "wait_after_prefix": worker.wait_after_prefix}
-    return {**sides, **waits}
+    return {
+        "engine": worker.engine,
+        "one-by-one": partial(worker.generate, size=1),
+        "static": worker.generate,
+        "ideal": worker.ideal,
+        "wait_behind_prompt": worker.wait_behind_prompt,
+        "wait_after_prefix": worker.wait_after_prefix,
+    }
 
 
 class ServeWorker:
@@ -346,54 +339,44 @@ class ServeWorker:
             list(pool.map(call, range(callers)))
         seconds, after = time.perf_counter() - began, engine.stats()
         busy = after.busy_seconds - before.busy_seconds
-        outside = 1 - (after.run_seconds - before.run_seconds) / busy
         alone = after.steady_seconds - before.steady_seconds
-        steady = 1 - (after.steady_run_seconds - before.steady_run_seconds) / alone if alone else 0.0
-        step = busy / max(1, after.steps - before.steps)
         return {
             "seconds": seconds,
             "first": first,
             "between": between,
-            "outside": outside,
-            "steady": steady,
-            "step": step,
+            "outside": 1 - (after.run_seconds - before.run_seconds) / busy,
+            "steady": 1 - (after.steady_run_seconds - before.steady_run_seconds) / alone if alone else 0.0,
+            "step": busy / max(1, after.steps - before.steps),
         }
 
-    def one_by_one(self, requests: Requests, callers: int) -> Served:
-        """Serve with `generate`, one request after the other, in the order in which the callers send them."""
+    def generate(self, requests: Requests, callers: int, size: int | None = None) -> Served:
+        """Serve with `generate` of `size` prompts at a time, in the order in which the callers send them.
+
+        size: None for a prompt of each caller, who then all wait for the last answer.
+        """
         first, between = list[float](), list[float]()
         began = time.perf_counter()
         sent = deque([began] * callers)  # when each caller sent its request
-        for prompt, new_tokens in requests:
+        for start in range(0, len(requests), size or callers):
+            prompts, budgets = zip(*requests[start : start + (size or callers)], strict=True)
             started = time.perf_counter()
-            result = self._model.generate(prompt, max_new_tokens=new_tokens, ignore_eos=True, seed=1)
-            first.append(started - sent.popleft() + result.timings.prefill_seconds)
-            between += [result.timings.seconds_per_token] * result.timings.decode_steps
-            sent.append(time.perf_counter())
-        return {"seconds": time.perf_counter() - began, "first": first, "between": between}
-
-    def static(self, requests: Requests, callers: int) -> Served:
-        """Serve with `generate` of as many prompts as there are callers, who all wait for the last answer."""
-        first, between = list[float](), list[float]()
-        began = time.perf_counter()
-        for start in range(0, len(requests), callers):
-            prompts, budgets = zip(*requests[start : start + callers], strict=True)
             results = self._model.generate(list(prompts), max_new_tokens=list(budgets), ignore_eos=True, seed=1)
             for result in results:
-                first.append(result.timings.prefill_seconds)
+                first.append(started - sent.popleft() + result.timings.prefill_seconds)
                 between += [result.timings.seconds_per_token] * result.timings.decode_steps
+            sent.extend([time.perf_counter()] * len(results))
         return {"seconds": time.perf_counter() - began, "first": first, "between": between}
 
     def ideal(self, requests: Requests, callers: int) -> Served:
         """Make the engine's runs for the requests. The time between runs is not counted."""
         rows, decoder = min(callers, self._rows), self._model.manifest.decoder
-        rows_of = [
+        prepared = [
             self._model.prepare(prompt, max_new_tokens=new_tokens, ignore_eos=True, seed=1)[0]
             for prompt, new_tokens in requests
         ]
         if rows not in self._batches:
             self._batches[rows] = Batch(self._model._require_open()[0], decoder, rows, decoder.context_length)
-        seconds = run_requests(self._batches[rows], rows, self._budget, rows_of, callers, decoding_only=decoder.evicts)
+        seconds = run_requests(self._batches[rows], rows, self._budget, prepared, callers, decoding_only=decoder.evicts)
         return {"seconds": seconds, "first": [], "between": []}
 
     def wait_behind_prompt(self, long: list[int], short: list[int], budget: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,9 +18,9 @@ from topw_deploy.manifest import load_decoder_manifest
 from topw_deploy.progress import Progress
 from topw_deploy.runtime.rule_settings import USUAL
 from topw_deploy.text import count_text
-from topw_lab.bench.measure import Spread, median_interval, this_machine
+from topw_lab.bench.measure import Spread, median_interval, ratio, ratios, this_machine
 from topw_lab.plots import Bar, Panel, draw_panels
-from topw_lab.tables import table
+from topw_lab.tables import comparison, table
 from topw_lab.worker import Worker
 
 TOP_P, TOP_K, MIN_P = USUAL["top_p"], USUAL["top_k"], USUAL["min_p"]
@@ -65,20 +65,16 @@ class Side:
     why_not: str | None = None
 
 
-def choose(
-    sides: Sequence[Side], names: Sequence[str], groups: Collection[str] = ()
-) -> tuple[list[Side], dict[str, str]]:
+def choose(sides: Sequence[Side], names: Sequence[str]) -> tuple[list[Side], dict[str, str]]:
     """Select the sides in `names`, or all if `names` is empty. Returns (sides to run, label -> why it cannot run here).
 
-    A name in `groups` selects every "<group>-..." side. Raises ParameterError for an unknown name, BenchmarkError for a
-    named side that cannot run.
+    Raises ParameterError for an unknown name, BenchmarkError for a named side that cannot run.
     """
     known = [side.name for side in sides]
     for name in names:
-        if name not in groups and name not in known:
+        if name not in known:
             raise ParameterError(f"{name!r} is not a side of this benchmark; choose from {', '.join(known)}.", "peers")
-    prefixes = tuple(f"{name}-" for name in names if name in groups)
-    selected = [side for side in sides if not names or side.name in names or side.name.startswith(prefixes)]
+    selected = [side for side in sides if not names or side.name in names]
     absent = {side.label: side.why_not for side in selected if side.why_not is not None}
     for label, why_not in absent.items() if names else ():
         raise BenchmarkError(f"{label} was requested, but is {why_not}.")
@@ -121,13 +117,14 @@ class Times:
     def spread(self, name: str) -> Spread:
         return Spread.of(self.seconds[name])
 
-    def ratios(self, name: str, to: str | None = None) -> list[float]:
-        """The time of side `name` relative to side `to` (None: the reference), by round."""
-        others = self.seconds[to or self.reference.name]
-        return [a / b for a, b in zip(self.seconds[name], others, strict=True)]
-
     def ratio(self, name: str, to: str | None = None) -> Spread:
-        return Spread.of(self.ratios(name, to))
+        """The time of side `name` relative to side `to` (None: the reference), over rounds."""
+        return ratio(self.seconds, name, to or self.reference.name)
+
+    def comparison(self, labels: Mapping[str, str]) -> str:
+        """Text that ends a finding: how the reference compares with the sides of `labels` (name -> label) that ran."""
+        factors = {label: self.ratio(name).median for name, label in labels.items() if name in self.seconds}
+        return f": {comparison(factors)}" if factors else ""
 
     def as_dict(self, **more: Mapping[str, Any]) -> dict[str, Any]:
         """The times and ratios of each side, in types that JSON has. more: field -> side -> further figure."""
@@ -138,7 +135,7 @@ class Times:
                 "seconds": self.seconds[side.name],
                 "spread": asdict(self.spread(side.name)),
                 "ratio": asdict(self.ratio(side.name)),
-                "ratio_interval": median_interval(self.ratios(side.name)),
+                "ratio_interval": median_interval(ratios(self.seconds, side.name, self.reference.name)),
                 **{name: figures[side.name] for name, figures in more.items()},
             }
             for side in self.sides
