@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.common import say, table
 from benchmarks.sums.problems import problems
 from topw_deploy.errors import TopWError
-from topw_lab.stats.collect import ExactRequest, Setting, collect
+from topw_lab.stats.collect import Setting, collect
 from topw_lab.stats.exact_report import ExactSummary, RuleUnderF, summarise_exact
 
 PROMPTS = Path(__file__).parents[1] / "examples" / "prompts.txt"
@@ -57,14 +57,14 @@ def measure(folder: Path, name: str, options: argparse.Namespace) -> dict[str, l
             settings,
             generation={"max_new_tokens": options.max_new_tokens, "seed": 0, "lam": 2.2, "beta": 2.8},
             seeds=options.seeds,
-            exact=ExactRequest(options.steps),
+            exact_steps=options.steps,
         )
         found[unit] = summarise_exact(collected)
     return found
 
 
 def _cell(rule: RuleUnderF) -> str:
-    return f"{rule.standing.median.text('.3g')}, {rule.standing.optimal.value:.1%}"
+    return f"{rule.median.text('.3g')}, {rule.optimal.value:.1%}"
 
 
 def report(name: str, unit: str, summaries: Sequence[ExactSummary], seeds: int) -> str:
@@ -76,7 +76,7 @@ def report(name: str, unit: str, summaries: Sequence[ExactSummary], seeds: int) 
     )
     rows = [[rule.name, *(_cell(each.rules[place]) for each in summaries)] for place, rule in enumerate(first.rules)]
     rows.append(["best prefix, tokens, median", *(f"{each.likeliest.median:g}" for each in summaries)])
-    rows.append(["Top-W, tokens, mean", *(f"{each.rules[0].kept:.2f}" for each in summaries)])
+    rows.append(["Top-W, tokens, mean", *(f"{each.rules[0].means['kept']:.2f}" for each in summaries)])
     return f"{title}\n\n{table(('temperature', *(each.label for each in summaries)), rows)}"
 
 

@@ -70,7 +70,7 @@ NAMED = {
     "triton": {"numpy", "triton_python_backend_utils"},
     "serve": SERVER | {"numpy"},
     "export": EXPORTER | {"numpy", "onnxruntime", "tokenizers", "huggingface_hub", "sentencepiece"},
-    "stats": {"numpy", "onnx_ir", "matplotlib", "ot"},
+    "stats": {"numpy", "matplotlib", "ot"},
     "bench": {"numpy", "onnx", "onnx_ir", "onnxruntime", "onnxruntime_genai", "optimum"}
     | {"torch", "transformers", "matplotlib"},
     "training": {"numpy", "torch", "transformers", "tokenizers", "safetensors", "tqdm"},

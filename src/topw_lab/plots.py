@@ -68,6 +68,20 @@ def write_heading(axes: Any, text: str, pad: float = 6) -> None:
     axes.set_title(text, fontsize=11, loc="left", pad=pad, color=TEXT, weight="bold")
 
 
+def finish_axes(axes: Any, heading: str, *, grid: str, x: str = "", y: str = "", legend: int = 0) -> None:
+    """Write the heading and the labels `x` and `y`, and style the axes.
+
+    legend: number of columns of a legend between heading and axes; 0 for none.
+    """
+    write_heading(axes, heading, pad=24 if legend else 6)
+    axes.set_xlabel(x, fontsize=9)
+    axes.set_ylabel(y, fontsize=9)
+    if legend:
+        look = {"frameon": False, "fontsize": 8, "ncols": legend, "handlelength": 1.2}
+        axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 0.99), **look)
+    style_axes(axes, grid=grid)
+
+
 def colours(count: int) -> Sequence[Any]:
     """At least `count` different colours."""
     if count <= len(COLOURS) + 1:

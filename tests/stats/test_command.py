@@ -50,10 +50,9 @@ def test_json_holds_every_number_and_replaces_the_table_on_stdout(folder: Path, 
     report = json.loads(printed)
     assert json.loads((tmp_path / "s.json").read_text("utf-8")) == report
     (setting,) = report["settings"]
-    assert (setting["steps"], len(setting["ranges"]), report["seed"]) == (4, 4, 0)
+    assert (setting["whole"]["steps"], len(setting["ranges"]), report["seed"]) == (4, 4, 0)
     assert setting["parameters"]["lam"] == 0.6
-    assert sum(place["certified"] for place in setting["ranges"]) == setting["certified"]
-    assert sum(token["steps"] for token in setting["dropped"]) == setting["dropped_total"]
+    assert sum(place["certified"] for place in setting["ranges"]) == setting["whole"]["certified"]
 
 
 def test_a_preset_sets_the_parameters_that_are_not_given(folder: Path, invoke: Invoke) -> None:
@@ -72,14 +71,6 @@ def test_a_scale_per_median_distance_needs_one_in_the_folder(folder: Path, invok
         invoke("stats", folder, "abc", *SHORT, "--geom-scale", 1, "--geom-unit", "median")
 
 
-@pytest.mark.slow
-def test_a_sweep_compares_settings_and_a_picture_is_drawn(folder: Path, invoke: Invoke, tmp_path: Path) -> None:
-    result = invoke("stats", folder, "abc", *SHORT, "-q", "--sweep", "temperature=0.5,2", "--plot", tmp_path / "p.png")
-    assert "temperature 0.5" in result.stdout
-    assert "temperature 2" in result.stdout
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_two_sweeps_give_every_combination_of_their_values() -> None:
     found = settings_of({"lam": 1.0}, ["temperature=1,2", "warm-p=0.5"])
     assert found == [
@@ -96,35 +87,20 @@ def test_two_sweeps_give_every_combination_of_their_values() -> None:
 @pytest.mark.parametrize(
     ("sweep", "message"),
     [
-        ("temperature", "is not NAME=NUMBER"),
-        ("temperature=", "is not NAME=NUMBER"),
-        ("temperature=1,x", "is not NAME=NUMBER"),
+        ("temperature", "is not NAME=V1,V2"),
+        ("temperature=", "temperature is '', but must be"),
+        ("temperature=1,x", "temperature is 'x', but must be"),
         ("temprature=1", "did you mean temperature"),
-        ("lam=1", "given as an option and swept"),
-        ("beta=1.5+T", "is not NAME=NUMBER"),
-        ("temperature=1+1*T", "is not NAME=NUMBER"),
+        ("lam=1", "lam is given twice"),
+        ("beta=1.5+T", "beta is '1.5[+]T'"),
+        ("temperature=1+1*T", "temperature is '1[+]1[*]T', but must be"),
     ],
 )
 def test_a_wrong_sweep_is_refused(sweep: str, message: str) -> None:
     with pytest.raises(ParameterError, match=message):
         settings_of({"lam": 1.0}, [sweep])
-    with pytest.raises(ParameterError, match="swept twice"):
+    with pytest.raises(ParameterError, match="beta is given twice"):
         settings_of({}, ["beta=1", "beta=2"])
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"", "a.txt holds no prompt"),
-        (b"\n \n", "a.txt holds no prompt"),
-        (b"\xff\xfe\x00", r"a.txt is not UTF-8 text \(byte 0\)"),
-        (b"ab\0c\n", "a.txt holds a zero byte"),
-        ("ab\n".encode("utf-16"), r"a.txt is not UTF-8 text \(byte 0\); it looks like UTF-16, save it as UTF-8"),
-    ],
-)
-def test_a_file_without_prompts_is_refused(data: bytes, message: str) -> None:
-    with pytest.raises(PromptError, match=message):
-        read_text_lines(data, "a.txt")
 
 
 @pytest.mark.parametrize("line", ["{", '{"prompt_ids": [1]}', '{"prompt": "a", "seed": 3}'])
@@ -137,14 +113,6 @@ def test_a_json_line_that_is_not_a_text_is_named(folder: Path, invoke: Invoke, t
 def test_only_line_feeds_end_a_prompt() -> None:
     found = read_text_lines("\ufeffa\u2028b\x0cc\r\nd".encode(), "f")
     assert [line.prompt for line in found] == ["a\u2028b\x0cc", "d"]
-
-
-def test_a_prompt_with_half_of_a_surrogate_pair_is_named_by_its_line(
-    folder: Path, invoke: Invoke, tmp_path: Path
-) -> None:
-    (tmp_path / "p.jsonl").write_text('"fine"\n"\\ud800"\n')
-    with pytest.raises(PromptError, match=r"line 2 of .*p\.jsonl has half of a surrogate pair"):
-        invoke("stats", folder, "--prompts-jsonl", tmp_path / "p.jsonl", *SHORT)
 
 
 def test_a_seed_beyond_the_largest_is_refused_before_anything_is_generated(

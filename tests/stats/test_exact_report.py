@@ -17,7 +17,7 @@ from topw_deploy.errors import ManifestError, MissingPackageError, ParameterErro
 from topw_deploy.sampling import RuleParameters, TopWParameters
 from topw_lab.stats.collect import AnalysedText, CollectedRuns, Setting
 from topw_lab.stats.exact import COMPARED, TOP_W, BestPrefix, ExactStep, ObjectiveValue
-from topw_lab.stats.exact_report import ExactSummary, exact_lines, save_exact_plot, summarise_exact
+from topw_lab.stats.exact_report import PHI_ORDER, ExactSummary, exact_lines, save_exact_plot, summarise_exact
 
 SHORT = ("--max-new-tokens", 4, "-q", "--exact")
 ACTING = ("--lam", 0.6, "--beta", 3, "--init-top-p", 0.4, "--geom-scale", 0.3)
@@ -47,11 +47,10 @@ def test_steps_are_counted_and_ties_of_f_are_optimal() -> None:
     found = summary([step(2.0, 2.0), step(2.0, 1.0), step(3.0, 3.0 - 1e-7)], [step(1.5, 2.0, phi=1.5), step(9.0, 6.0)])
     assert (found.steps, found.of, found.sequences) == (5, 14, 2)
     top_w = found.rules[0]
-    assert top_w.standing.optimal.value == pytest.approx(4 / 5 - 1 / 5)
-    assert top_w.standing.better == 1
-    assert top_w.standing.most == 3.0
-    assert top_w.standing.median.value == 0.0
-    assert found.in_phi.optimal.value == pytest.approx(3 / 5)
+    assert top_w.optimal.value == pytest.approx(4 / 5 - 1 / 5)
+    assert top_w.better == 1
+    assert top_w.median.value == 0.0
+    assert found.rules[1].optimal.value == pytest.approx(3 / 5)
     assert top_w.lowest == 1.0
     assert found.likeliest.whole.value == 1.0
     assert [(sequence, position) for sequence, position, _ in found.positions] == [
@@ -65,16 +64,16 @@ def test_steps_are_counted_and_ties_of_f_are_optimal() -> None:
 
 @pytest.mark.slow
 def test_intervals_resample_prompts_and_hold_the_estimate() -> None:
-    mixed = summary(*[[step(2.0, 2.0 - number % 2)] * 4 for number in range(10)]).rules[0].standing.optimal
+    mixed = summary(*[[step(2.0, 2.0 - number % 2)] * 4 for number in range(10)]).rules[0].optimal
     assert mixed.value == 0.5
     assert mixed.low is not None
     assert mixed.high is not None
     assert 0.1 <= mixed.low < 0.4 < 0.6 < mixed.high <= 0.9  # 10 prompts, not 40 steps: +-0.31
-    never = summary(*[[step(2.0, 1.0)] * 4] * 10).rules[0].standing.optimal
+    never = summary(*[[step(2.0, 1.0)] * 4] * 10).rules[0].optimal
     assert (never.value, never.low, never.high) == (0.0, 0.0, pytest.approx(0.3085, abs=1e-4))  # binomial, n = 10
-    always = summary(*[[step(2.0, 2.0)] * 4] * 10).rules[0].standing.optimal
+    always = summary(*[[step(2.0, 2.0)] * 4] * 10).rules[0].optimal
     assert (always.low, always.high) == (pytest.approx(0.6915, abs=1e-4), 1.0)
-    assert summary([step(2.0, 1.0)]).rules[0].standing.optimal.low is None
+    assert summary([step(2.0, 1.0)]).rules[0].optimal.low is None
 
 
 def test_the_table_shows_the_share_the_excess_and_the_cut_sets() -> None:
@@ -106,7 +105,7 @@ def test_the_command_prints_writes_and_draws_the_comparison(folder: Path, invoke
     assert "Exact objective F" in result.stdout
     (setting,) = json.loads((tmp_path / "r.json").read_text("utf-8"))["exact"]
     assert (setting["steps"], setting["of"], setting["sequences"], setting["tokens"]) == (5, 8, 2, 60)
-    assert {rule["name"] for rule in setting["rules"]} == {TOP_W, *COMPARED}
+    assert {rule["name"] for rule in setting["rules"]} == {TOP_W, PHI_ORDER, *COMPARED}
     for _, _, found in setting["positions"]:
         best = found["likeliest"]
         assert best["bound"] <= best["value"]["total"] <= found["rules"]["every token"]["total"] + 1e-6

@@ -123,12 +123,11 @@ def stats(
         raise click.UsageError("--exact-steps and --exact-pool need --exact.")
     texts = _stats_prompts(prompts, prompt_file, prompts_jsonl)[:limit]
     # Import late, for fast --help and usage errors.
-    from topw_lab.stats.collect import ExactRequest, collect, settings_of
+    from topw_lab.stats.collect import collect, settings_of
     from topw_lab.stats.exact_report import exact_lines, save_exact_plot, summarise_exact
     from topw_lab.stats.report import report_lines, save_plot, summarise
 
     settings = settings_of(take_given(values, (*PARAMETER_NAMES, *RULE_PARAMETER_NAMES)), sweep)
-    exact_request = ExactRequest(values["exact_steps"] or 200, values["exact_pool"]) if exact else None
     check_output(json_file, "json_file")
     check_picture(plot, (".png", ".svg", ".pdf"))
     generation = {name: values[name] for name in ("max_new_tokens", "seed", "ignore_eos")}
@@ -140,7 +139,8 @@ def stats(
         batch_size=values["batch_size"],
         generation=generation,
         seeds=values["seeds"],
-        exact=exact_request,
+        exact_steps=(values["exact_steps"] or 200) if exact else 0,
+        exact_pool=values["exact_pool"],
         progress=progress(values["quiet"]),
     )
     summaries = summarise(collected)

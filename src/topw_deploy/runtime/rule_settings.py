@@ -85,7 +85,7 @@ def _parse_setting(item: str) -> RuleSetting:
     if value is not None:
         if first is None:
             raise ParameterError(f"the rule {name} takes no value; write {_example_setting(rule)}.")
-        own[first] = _parse_value(first, value)
+        own[first] = parse_value(first, value)
     elif first in USUAL:
         own[first] = USUAL[first]
     allowed = (_TOP_W_NAMES if rule is TOP_W else frozenset({_SELECTION_TEMPERATURE})) | {
@@ -100,7 +100,7 @@ def _parse_setting(item: str) -> RuleSetting:
             raise unknown_name(extra, allowed)
         if extra in own:
             raise ParameterError(f"{extra} is given twice; give it once.")
-        own[extra] = _parse_value(extra, value)
+        own[extra] = parse_value(extra, value)
     RuleParameters(rule=rule.name, **{name: value for name, value in own.items() if name in RULE_OF_VALUE})
     return RuleSetting(_setting_label(rule, own), {"rule": rule.name, **own})
 
@@ -111,7 +111,7 @@ def _split_pair(text: str) -> tuple[str, str | None]:
     return name.strip().replace("-", "_"), value.strip() if equals else None
 
 
-def _parse_value(name: str, text: str) -> Any:
+def parse_value(name: str, text: str) -> Any:
     """Convert `text` to a number if it is one, and check it as the parameter `name`."""
     value: Any = text
     for kind in (int, float):

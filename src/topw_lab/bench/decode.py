@@ -148,7 +148,7 @@ def run(
     prompt = random_prompt(folder, prompt_tokens, new_tokens, seed)
     settings = {"folder": folder, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "threads": threads,
                 "rounds": rounds, "seed": seed, **libraries}  # fmt: skip
-    parent = folder.resolve().parent  # weights can be hard-linked on the same file system
+    parent: Path | None = folder.resolve().parent  # weights can be hard-linked on the same file system
     parent = parent if os.access(parent, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix=".topw-bench-", dir=parent) as scratch:
         argmax = Path(scratch, ARGMAX_FILE)

@@ -170,9 +170,9 @@ def _add_load(
     title = f"{name}, {count_text(callers, 'caller')}: {count_text(len(requests), 'request')}, {tokens}"
     waits: dict[str, dict[str, list[float] | None]] = {"first": {}, "between": {}}
     for what, by_side in waits.items():  # median and 99th percentile in seconds, over all rounds
-        for side, rounds in served.items():
+        for side_name, rounds in served.items():
             values = [value for one in rounds for value in one[what]]
-            by_side[side] = np.percentile(values, (50, 99)).tolist() if values else None
+            by_side[side_name] = np.percentile(values, (50, 99)).tolist() if values else None
 
     def rate(side: str, count: int = new_tokens) -> str:
         return significant(count / times.spread(side).median)

@@ -14,22 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 from numpy.typing import NDArray
 
-from topw_deploy.errors import ManifestError, ParameterError, PromptError
-from topw_deploy.export.embedding import EmbeddingTable, find_embedding, stored_array
-from topw_deploy.export.sampler.attach import sampler_node
-from topw_deploy.export.sampler.spec import GEOMETRY_INPUTS, SAMPLER_INPUTS
+from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.export.verification.reference import LogitsProbe
-from topw_deploy.manifest import MODEL_NAME, DecoderManifest
-from topw_deploy.progress import SILENT, Advance, Progress
+from topw_deploy.progress import SILENT, Progress
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.inputs import EditInputs
-from topw_deploy.runtime.parameters import read_values
+from topw_deploy.runtime.rule_settings import parse_value
 from topw_deploy.runtime.sequence import Sequence as Prepared
+from topw_deploy.runtime.token_geometry import read_geometry
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, as_float32, crop
-from topw_deploy.sampling.parameters import ALIASES, GREEDY_BELOW, PARAMETER_NAMES, depends_on_temperature, unknown_name
+from topw_deploy.sampling.parameters import ALIASES, GREEDY_BELOW, PARAMETER_NAMES, unknown_name
 from topw_deploy.sampling.reference import Crop
 from topw_deploy.sampling.rules import RULE_OF_VALUE, TOP_W, RuleCrop, RuleParameters, kept_set
 from topw_deploy.text import count_text
@@ -52,18 +48,6 @@ class Setting:
     parameters: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class ExactRequest:
-    """Which steps to analyse under the exact objective F.
-
-    steps: maximum number of steps per setting; they are evenly spaced over the texts of the setting.
-    pool: F is computed among this many likeliest tokens, at least the export's top_m. None: top_m.
-    """
-
-    steps: int
-    pool: int | None = None
-
-
 def settings_of(given: Mapping[str, Any], sweeps: Sequence[str]) -> list[Setting]:
     """Combine the parameters `given` with every combination of the swept values, one setting each.
 
@@ -73,52 +57,22 @@ def settings_of(given: Mapping[str, Any], sweeps: Sequence[str]) -> list[Setting
     """
     columns: dict[str, list[Any]] = {}
     for text in sweeps:
-        name, values = _parse_sweep(text)
-        if name in columns:
-            raise ParameterError(f"{name} is swept twice; give all its values in one --sweep.", name, "sweep")
-        if name in given:
-            raise ParameterError(f"{name} is given as an option and swept; remove one of them.", name, "sweep")
-        columns[name] = values
+        name, equals, values = text.partition("=")
+        name = name.strip().replace("-", "_")
+        name = ALIASES.get(name, name)
+        if not equals:
+            raise ParameterError(f"the sweep {text!r} is not NAME=V1,V2,...; write for example temperature=0.5,1,2.")
+        if name not in _SWEPT:
+            raise unknown_name(name, _SWEPT)
+        if name in columns or name in given:
+            raise ParameterError(f"{name} is given twice; give all its values in one --sweep.", name)
+        columns[name] = list(dict.fromkeys(parse_value(name, value.strip()) for value in values.split(",")))
     settings = []
     for combination in itertools.product(*columns.values()):
         swept = dict(zip(columns, combination, strict=True))
-        label = ", ".join(f"{name} {_value_text(value)}" for name, value in swept.items())
-        settings.append(Setting(label, {**given, **swept}))
+        parts = (f"{name} {value if isinstance(value, str) else f'{value:g}'}" for name, value in swept.items())
+        settings.append(Setting(", ".join(parts), {**given, **swept}))
     return settings
-
-
-def _value_text(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:g}"
-
-
-def _parse_sweep(text: str) -> tuple[str, list[Any]]:
-    name, equals, values = text.partition("=")
-    name = name.strip().replace("-", "_")
-    name = ALIASES.get(name, name)
-    if equals and name not in _SWEPT:
-        raise ParameterError(str(unknown_name(name, _SWEPT)), "sweep")
-    try:
-        parsed = list(dict.fromkeys(_parse_value(name, value) for value in values.split(",")))
-    except ValueError:
-        raise ParameterError(
-            f"the sweep {text!r} is not NAME=NUMBER,NUMBER,...; write for example temperature=0.5,1,2.", "sweep"
-        ) from None
-    for value in parsed:
-        try:
-            read_values({name: value})  # checks the range
-        except ParameterError as error:
-            raise ParameterError(str(error), "sweep") from None
-    return name, parsed
-
-
-def _parse_value(name: str, value: str) -> float | str:
-    """`value` as a number, or as text if it is a `beta` that depends on the temperature, such as "1.5+1.5*T"."""
-    try:
-        return float(value)
-    except ValueError:
-        if name == "beta" and depends_on_temperature(value):
-            return value.strip()
-        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,42 +101,40 @@ class StepAnalysis:
         return bool(self.added or self.dropped)
 
 
-@dataclass(frozen=True)
-class Analyser:
-    """Recomputes a model's kept sets from its options and geometry, with the reference."""
+def analyse(
+    logits: NDArray[np.float32],
+    parameters: TopWParameters,
+    rule: RuleParameters,
+    options: TopWOptions,
+    geometry: Geometry,
+) -> StepAnalysis:
+    """Recompute the kept set of one step with the reference, from edited logits [V].
 
-    options: TopWOptions
-    geometry: Geometry
-
-    def analyse(
-        self, logits: NDArray[np.float32], parameters: TopWParameters, rule: RuleParameters | None = None
-    ) -> StepAnalysis:
-        """Analyse edited logits [V] of one step.
-
-        parameters: Top-W's, rounded to float32. The temperatures apply to every rule.
-        rule: the sampling rule of the step; None for Top-W.
-        """
-        temperature, selection = parameters.temperature, parameters.selection_temperature
-        found: Crop | RuleCrop
-        if rule is not None and rule.chosen is not TOP_W:
-            found = kept_set(logits, rule.chosen, rule.values, temperature=temperature, selection_temperature=selection)
-            without = found.kept
-        else:
-            found = crop(logits, parameters, self.options, self.geometry)
-            # A certified set is the same for every geom_scale >= 0 (docs/contract/theory.md, T2).
-            without = found.kept
-            if not found.certified:
-                options = replace(self.options, metric="uniform", potential="nearest")
-                without = crop(logits, replace(parameters, geom_scale=0.0), options).kept
-        return StepAnalysis(
-            certified=found.certified,
-            kept=len(found.kept),
-            mass=float(softmax(logits, selection or temperature)[found.kept].sum()),
-            entropy=entropy(softmax(logits, temperature)),
-            kept_entropy=entropy(softmax(logits[found.kept], temperature)),
-            added=tuple(np.setdiff1d(found.kept, without).tolist()),
-            dropped=tuple(np.setdiff1d(without, found.kept).tolist()),
-        )
+    parameters: Top-W's, rounded to float32. The temperatures apply to every rule.
+    rule: the sampling rule of the step.
+    options, geometry: of the export.
+    """
+    temperature, selection = parameters.temperature, parameters.selection_temperature
+    found: Crop | RuleCrop
+    if rule.chosen is not TOP_W:
+        found = kept_set(logits, rule.chosen, rule.values, temperature=temperature, selection_temperature=selection)
+        without = found.kept
+    else:
+        found = crop(logits, parameters, options, geometry)
+        # A certified set is the same for every geom_scale >= 0 (docs/contract/theory.md, T2).
+        without = found.kept
+        if not found.certified:
+            plain = replace(options, metric="uniform", potential="nearest")
+            without = crop(logits, replace(parameters, geom_scale=0.0), plain).kept
+    return StepAnalysis(
+        certified=found.certified,
+        kept=len(found.kept),
+        mass=float(softmax(logits, selection or temperature)[found.kept].sum()),
+        entropy=entropy(softmax(logits, temperature)),
+        kept_entropy=entropy(softmax(logits[found.kept], temperature)),
+        added=tuple(np.setdiff1d(found.kept, without).tolist()),
+        dropped=tuple(np.setdiff1d(without, found.kept).tolist()),
+    )
 
 
 def softmax(logits: NDArray[np.float32], temperature: float) -> Floats:
@@ -239,7 +191,8 @@ def collect(
     batch_size: int = 1,
     generation: Mapping[str, Any] | None = None,
     seeds: int = 1,
-    exact: ExactRequest | None = None,
+    exact_steps: int = 0,
+    exact_pool: int | None = None,
     progress: Progress = SILENT,
 ) -> CollectedRuns:
     """Generate from every prompt under every setting and analyse each step.
@@ -249,35 +202,40 @@ def collect(
     batch_size: prompts per batch; batching can change the last bits of logits.
     generation: further parameters of `TopWModel.generate`.
     seeds: number of texts per prompt; their seeds are consecutive and start with the seed in `generation`.
-    exact: also analyse steps under the exact objective; needs the extra `exact`.
+    exact_steps: analyse this many steps of each setting, evenly spaced over its texts, under the exact objective F;
+        needs the extra `exact`.
+    exact_pool: F is computed among this many likeliest tokens, at least the export's top_m. None: top_m.
 
     Raises ManifestError for a folder without a decoder, PromptError for a prompt longer than the context,
     ParameterError for settings or a pool that the exact objective does not allow, and the errors of `TopWModel`.
     """
-    exact_analyser = None
     with TopWModel.from_pretrained(folder) as model:
-        manifest, tokenizer = model.manifest, model.tokenizer
+        manifest, tokenizer, options = model.manifest, model.tokenizer, model.manifest.sampler.options
         ids = [_prompt_ids(model, *prompt) for prompt in prompts]
-        analyser = load_analyser(folder, manifest)
+        geometry = read_geometry(folder, manifest)
         first = {"seed": 0, **(generation or {})}
         by_setting = [
             [{**first, **setting.parameters, "seed": first["seed"] + offset} for offset in range(seeds)]
             for setting in settings
         ]
         # Prepare one prompt with all of them first: wrong parameters are refused before anything is generated.
-        requests = [model.prepare(ids[:1], **each)[0] for by_seed in by_setting for each in by_seed]
-        if exact is not None:
-            pool = analyser.options.top_m if exact.pool is None else exact.pool
-            exact_analyser = ExactAnalyser(analyser.options, analyser.geometry, pool)
+        requests = [model.prepare(ids[:1], **given)[0] for by_seed in by_setting for given in by_seed]
+        exact = None
+        if exact_steps:
+            exact = ExactAnalyser(options, geometry, options.top_m if exact_pool is None else exact_pool)
             for request in requests:
                 require_objective(request.params.top_w)
         what = f"{count_text(len(ids), 'prompt')} under {count_text(len(settings), 'setting')}"
         progress.say(f"Generating from {what}")
+        generated: list[list[list[AnalysedText]]] = []
         with progress.bar(len(ids) * len(settings) * seeds, "prompts") as advance:
-            generated = [
-                [batch for each in by_seed for batch in _generate(model, ids, batch_size, each, advance)]
-                for by_seed in by_setting
-            ]
+            for by_seed in by_setting:
+                generated.append([])
+                for given, start in itertools.product(by_seed, range(0, len(ids), batch_size)):
+                    part = ids[start : start + batch_size]
+                    pairs = zip(model.prepare(part, **given), model.generate(part, **given), strict=True)
+                    generated[-1].append([AnalysedText(*pair) for pair in pairs])
+                    advance(len(part))
     progress.say("Analysing every step")
     probe = LogitsProbe(folder, manifest.decoder)
     runs = []
@@ -285,39 +243,24 @@ def collect(
     with progress.bar(total, "tokens") as advance:
         for setting, batches in zip(settings, generated, strict=True):
             texts = [text for batch in batches for text in batch]
-            lengths = [len(text.result.token_ids) for text in texts]
-            chosen = iter(evenly_spaced_steps(lengths, 0 if exact is None else exact.steps))
+            chosen = evenly_spaced_steps([len(text.result.token_ids) for text in texts], exact_steps)
+            places = dict(zip(map(id, texts), chosen, strict=True))
             for batch in batches:
-                places = list(itertools.islice(chosen, len(batch)))
-                _analyse_batch(probe, analyser, batch, exact_analyser, places, advance)
+                for text, position, logits in _steps(probe, batch):
+                    params, result = text.request.params, text.result
+                    parameters = as_float32(params.top_w)
+                    step = analyse(logits, parameters, params.rule, options, geometry)
+                    if exact is not None and position in places[id(text)]:
+                        text.exact[position] = exact.analyse(logits, parameters, params.rule)
+                    text.agreed += (step.kept, step.certified) == (result.kept[position], result.certified[position])
+                    text.steps.append(step)
+                    advance(1)
             runs.append((setting, texts))
     steps = [step for _, texts in runs for text in texts for step in text.steps]
     moved = sorted({token for step in steps for token in (*step.added, *step.dropped)})
-    return CollectedRuns(runs, {id: tokenizer.decode([id], skip_special_tokens=False) for id in moved}, len(ids))
-
-
-def load_analyser(folder: Path, manifest: DecoderManifest) -> Analyser:
-    """Load the embedding table and statistics of the sampler node in `folder`.
-
-    Raises ManifestError if the node has no statistics.
-    """
-    sampler = manifest.sampler
-    if sampler.options.metric == "uniform" or sampler.hidden_size is None:
-        return Analyser(sampler.options, Geometry.uniform())
-    graph = ir.load(folder / MODEL_NAME).graph
-    inputs = sampler_node(graph).inputs[len(SAMPLER_INPUTS) :]
-    statistics, table_inputs = inputs[: len(GEOMETRY_INPUTS)], inputs[len(GEOMETRY_INPUTS) :]
-    mean, inverse_std = (_statistic_array(value) for value in statistics[:2])
-    lookup = replace(find_embedding(graph), data=tuple(table_inputs), hidden=sampler.hidden_size)
-    table: Any = EmbeddingTable(lookup, sampler.vocab_size)
-    geometry = Geometry.from_embeddings(table, sampler.options.metric, (mean, inverse_std))
-    return Analyser(sampler.options, geometry)
-
-
-def _statistic_array(value: ir.Value | None) -> NDArray[np.float32]:
-    if value is None or value.const_value is None:
-        raise ManifestError("the sampler node has no stored statistics; export the model again.")
-    return np.array(stored_array(value.const_value))
+    return CollectedRuns(
+        runs, {token: tokenizer.decode([token], skip_special_tokens=False) for token in moved}, len(ids)
+    )
 
 
 def _prompt_ids(model: TopWModel, text: str, where: str) -> list[int]:
@@ -335,59 +278,25 @@ def _prompt_ids(model: TopWModel, text: str, where: str) -> list[int]:
     return ids
 
 
-def _generate(
-    model: TopWModel, ids: Sequence[list[int]], batch_size: int, parameters: Mapping[str, Any], advance: Advance
-) -> Iterator[list[AnalysedText]]:
-    """Generate from all prompts. Yields the texts of each batch, not yet analysed."""
-    for start in range(0, len(ids), batch_size):
-        batch = ids[start : start + batch_size]
-        results = model.generate(batch, **parameters)
-        yield [AnalysedText(*pair) for pair in zip(model.prepare(batch, **parameters), results, strict=True)]
-        advance(len(batch))
-
-
-def _analyse_batch(
-    probe: LogitsProbe,
-    analyser: Analyser,
-    batch: Sequence[AnalysedText],
-    exact: ExactAnalyser | None,
-    chosen: Sequence[set[int]],
-    advance: Advance,
-) -> None:
-    """Analyse the texts of a batch. chosen: the positions of each text that `exact` also analyses."""
+def _steps(
+    probe: LogitsProbe, batch: Sequence[AnalysedText]
+) -> Iterator[tuple[AnalysedText, int, NDArray[np.float32]]]:
+    """Yield (text, position, edited logits [V]) of every step of a batch."""
     edits = EditInputs(len(batch))
-    for row, text in enumerate(batch):
-        edits.set(row, text.request)
-    for position, logits in enumerate(recomputed_logits(probe, batch)):
-        for row, text in enumerate(batch):
-            params, result = text.request.params, text.result
-            if position >= len(result.token_ids):
-                continue
-            edited, parameters = edits.apply(row, logits[row]), as_float32(params.top_w)
-            step = analyser.analyse(edited, parameters, params.rule)
-            if exact is not None and position in chosen[row]:
-                text.exact[position] = exact.analyse(edited, parameters, params.rule)
-            edits.add_token(row, result.token_ids[position])
-            text.agreed += (step.kept, step.certified) == (result.kept[position], result.certified[position])
-            text.steps.append(step)
-            advance(1)
-
-
-def recomputed_logits(probe: LogitsProbe, batch: Sequence[AnalysedText]) -> Iterator[NDArray[np.float32]]:
-    """Yield the logits [batch, vocab] of every step, before edits. The logits of finished rows are arbitrary."""
-    lengths = [len(text.result.token_ids) for text in batch]
     width = max(len(text.request.prompt) for text in batch)
     ids, mask = (np.zeros((len(batch), width), np.int64) for _ in range(2))
-    for row, text in enumerate(batch):
+    for slot, text in enumerate(batch):
         start = width - len(text.request.prompt)
-        ids[row, start:], mask[row, start:] = text.request.prompt, 1
+        ids[slot, start:], mask[slot, start:] = text.request.prompt, 1
+        edits.set(slot, text.request)
     probe.start(len(batch))
-    for position in range(max(lengths)):
-        yield probe.step(ids, mask)
-        alive = np.array([[position + 1 < length] for length in lengths])
-        tokens = [
-            text.result.token_ids[min(position, length - 1)] if length else 0
-            for text, length in zip(batch, lengths, strict=True)
-        ]
-        ids = np.array(tokens, np.int64)[:, None]
-        mask = np.concatenate([mask, alive.astype(np.int64)], axis=1)
+    for position in range(max(len(text.result.token_ids) for text in batch)):
+        logits = probe.step(ids, mask)
+        ids, alive = np.zeros((len(batch), 1), np.int64), np.zeros((len(batch), 1), np.int64)
+        for slot, text in enumerate(batch):
+            tokens = text.result.token_ids
+            if position < len(tokens):
+                yield text, position, edits.apply(slot, logits[slot])
+                edits.add_token(slot, tokens[position])
+                ids[slot], alive[slot] = tokens[position], position + 1 < len(tokens)
+        mask = np.concatenate([mask, alive], axis=1)

@@ -11,13 +11,16 @@ import numpy as np
 
 from topw_deploy.sampling.rules import TOP_W as TOP_W_RULE
 from topw_deploy.text import count_text
-from topw_lab.plots import MUTED, colours, drawable_text, new_figure, save_figure, style_axes, write_heading
+from topw_lab.plots import MUTED, colours, drawable_text, finish_axes, new_figure, save_figure
 from topw_lab.stats.collect import AnalysedText, CollectedRuns
-from topw_lab.stats.exact import TOP_W, BestPrefix, ExactStep, Floats, ObjectiveValue, equal_objectives
+from topw_lab.stats.exact import TOP_W, BestPrefix, ExactStep, Floats, equal_objectives
 from topw_lab.tables import table
 
 RESAMPLES = 1000
 """Bootstrap samples per interval."""
+
+PHI_ORDER = f"{TOP_W}, to the phi order"
+"""Top-W's kept sets, compared with the best prefix of the order by phi."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,44 +45,27 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """The kept sets of one rule, compared with the best prefix of an order, whose F is F*.
+class RuleUnderF:
+    """The kept sets of one rule under F, compared with the best prefix of an order, whose F is F*.
 
+    means: of the size ("kept"), mass, W1 ("transport"), entropy and F ("total").
+    kept_median: median of the size.
+    lowest: share of the steps where no compared rule has a lower F.
+    cut: number of steps where kept tokens were left out because F is not computed among them.
     optimal: share of the steps whose F is at most F*, within `TOLERANCE`.
     better: number of steps whose F is below F* by more than `TOLERANCE`.
-    median, p95, most: of F - F*, over steps. Negative where the kept set is better than every prefix.
-    relative: median of (F - F*) / F*.
+    median, p95: of F - F*, over steps. Negative where the kept set is better than every prefix.
     """
 
+    name: str
+    means: Mapping[str, float]
+    kept_median: float
+    lowest: float
+    cut: int
     optimal: Estimate
     better: int
     median: Estimate
     p95: float
-    most: float
-    relative: float
-
-
-@dataclass(frozen=True, slots=True)
-class RuleUnderF:
-    """The kept sets of one rule under F.
-
-    kept, mass, transport, entropy, value: means of the size, mass, W1, entropy and F.
-    kept_median: median of the size.
-    lowest: share of the steps where no compared rule has a lower F.
-    cut: number of steps where kept tokens were left out because F is not computed among them.
-    standing: compared with the best prefix of the probability order.
-    """
-
-    name: str
-    kept: float
-    kept_median: float
-    mass: float
-    transport: float
-    entropy: float
-    value: float
-    lowest: float
-    cut: int
-    standing: Standing
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +94,7 @@ class ExactSummary:
     metric: whether the distance satisfies the triangle inequality.
     tokens, mass: mean number and mean probability of the tokens among which F is computed.
     likeliest, phi: the best prefixes of the probability order, and of the order by phi in Top-W's last alternation.
-    in_phi: Top-W's kept sets, compared with the best prefix of that order.
-    rules: Top-W, then the compared rules.
+    rules: Top-W, PHI_ORDER, then the compared rules, which as Top-W are compared with the probability order.
     positions: the analysed steps as (sequence, position, step), with sequences and positions counted from 1.
     """
 
@@ -125,7 +110,6 @@ class ExactSummary:
     mass: float
     likeliest: BestPrefixes
     phi: BestPrefixes
-    in_phi: Standing
     rules: tuple[RuleUnderF, ...]
     positions: tuple[tuple[int, int, ExactStep], ...]
 
@@ -133,47 +117,50 @@ class ExactSummary:
 def summarise_exact(collected: CollectedRuns) -> list[ExactSummary]:
     """One summary for each setting that has analysed steps."""
     return [
-        _summarise_setting(setting.label, sequences, collected.prompts)
-        for setting, sequences in collected.runs
-        if any(sequence.exact for sequence in sequences)
+        _summarise_setting(setting.label, texts, collected.prompts)
+        for setting, texts in collected.runs
+        if any(text.exact for text in texts)
     ]
 
 
-def _summarise_setting(label: str, sequences: Sequence[AnalysedText], prompts: int) -> ExactSummary:
-    positions = tuple(
-        (i, at + 1, sequence.exact[at]) for i, sequence in enumerate(sequences, 1) for at in sorted(sequence.exact)
-    )
-    params = sequences[0].request.params
-    rule, top_w = params.rule, params.top_w
+def _summarise_setting(label: str, texts: Sequence[AnalysedText], prompts: int) -> ExactSummary:
+    positions = tuple((i, at + 1, text.exact[at]) for i, text in enumerate(texts, 1) for at in sorted(text.exact))
+    rule, top_w = texts[0].request.params.rule, texts[0].request.params.top_w
     steps = [step for _, _, step in positions]
     prompt_of_step = [(i - 1) % prompts for i, _, _ in positions]
     bootstrap = _Bootstrap(prompt_of_step)
     likeliest, phi = [step.likeliest for step in steps], [step.phi for step in steps]
+    least = [min(value.total for value in step.rules.values()) for step in steps]
 
     def best_prefixes(best: Sequence[BestPrefix]) -> BestPrefixes:
         whole = [prefix.value.kept == step.tokens for prefix, step in zip(best, steps, strict=True)]
         sizes, totals = [prefix.value.kept for prefix in best], [prefix.value.total for prefix in best]
-        return BestPrefixes(float(np.median(sizes)), bootstrap.share(whole), _mean(totals))
+        return BestPrefixes(float(np.median(sizes)), bootstrap.share(whole), float(np.mean(totals)))
 
-    def of_rule(name: str) -> RuleUnderF:
+    def of_rule(name: str, best: Sequence[BestPrefix], title: str) -> RuleUnderF:
         values = [step.rules[name] for step in steps]
-        least = [min(value.total for value in step.rules.values()) for step in steps]
+        pairs = [(value.total, prefix.value.total) for value, prefix in zip(values, best, strict=True)]
+        excess = [0.0 if equal_objectives(*pair) else pair[0] - pair[1] for pair in pairs]
+        lowest = [equal_objectives(value.total, low) for value, low in zip(values, least, strict=True)]
+        parts = ("kept", "mass", "transport", "entropy", "total")
         return RuleUnderF(
-            name=name,
+            name=title,
+            means={part: float(np.mean([getattr(value, part) for value in values])) for part in parts},
             kept_median=float(np.median([value.kept for value in values])),
-            **{each: _mean([getattr(value, each) for value in values])
-               for each in ("kept", "mass", "transport", "entropy")},
-            value=_mean([value.total for value in values]),
-            lowest=_mean([equal_objectives(value.total, low) for value, low in zip(values, least, strict=True)]),
+            lowest=float(np.mean(lowest)),
             cut=sum(name in step.cut for step in steps),
-            standing=_standing(values, likeliest, bootstrap),
-        )  # fmt: skip
+            optimal=bootstrap.share([gap <= 0 for gap in excess]),
+            better=sum(gap < 0 for gap in excess),
+            median=bootstrap.estimate(excess, np.median),
+            p95=float(np.quantile(excess, 0.95)),
+        )
 
+    rules = [of_rule(name, likeliest, name) for name in steps[0].rules]
     return ExactSummary(
         label=label,
         rule=" ".join([rule.chosen.name, *(f"{value:g}" for value in rule.values[: len(rule.chosen.values)])]),
         steps=len(steps),
-        of=sum(len(sequence.steps) for sequence in sequences),
+        of=sum(len(text.steps) for text in texts),
         prompts=len(set(prompt_of_step)),
         sequences=len({i for i, _, _ in positions}),
         parameters={
@@ -183,12 +170,11 @@ def _summarise_setting(label: str, sequences: Sequence[AnalysedText], prompts: i
             "selection_temperature": top_w.selection_temperature or top_w.temperature,
         },
         metric=steps[0].metric,
-        tokens=_mean([step.tokens for step in steps]),
-        mass=_mean([step.mass for step in steps]),
+        tokens=float(np.mean([step.tokens for step in steps])),
+        mass=float(np.mean([step.mass for step in steps])),
         likeliest=best_prefixes(likeliest),
         phi=best_prefixes(phi),
-        in_phi=_standing([step.rules[TOP_W] for step in steps], phi, bootstrap),
-        rules=tuple(map(of_rule, steps[0].rules)),
+        rules=(rules[0], of_rule(TOP_W, phi, PHI_ORDER), *rules[1:]),
         positions=positions,
     )
 
@@ -197,12 +183,10 @@ class _Bootstrap:
     """Computes statistics of steps, with bootstrap intervals over groups of steps. groups: the group of each step."""
 
     def __init__(self, groups: Sequence[int]) -> None:
-        numbers = np.asarray(groups)
-        members = [np.flatnonzero(numbers == group) for group in np.unique(numbers)]
+        members = [np.flatnonzero(np.asarray(groups) == group) for group in np.unique(groups)]
         self._groups = len(members)
-        draws = np.random.default_rng(0).integers(
-            self._groups, size=(RESAMPLES if self._groups > 1 else 0, self._groups)
-        )
+        size = (RESAMPLES if self._groups > 1 else 0, self._groups)
+        draws = np.random.default_rng(0).integers(self._groups, size=size)
         self._resamples = [np.concatenate([members[i] for i in draw]) for draw in draws]
 
     def share(self, holds: Sequence[bool]) -> Estimate:
@@ -222,23 +206,8 @@ class _Bootstrap:
         return Estimate(float(statistic(numbers)), float(low), float(high))
 
 
-def _standing(values: Sequence[ObjectiveValue], best: Sequence[BestPrefix], bootstrap: _Bootstrap) -> Standing:
-    pairs = [(value.total, prefix.value.total) for value, prefix in zip(values, best, strict=True)]
-    excess = [0.0 if equal_objectives(total, least) else total - least for total, least in pairs]
-    # F* is 0 only if one token has all the probability. Every rule keeps that token, so the excess is 0 too.
-    relative = [gap / least if gap else 0.0 for gap, (_, least) in zip(excess, pairs, strict=True)]
-    return Standing(
-        optimal=bootstrap.share([gap <= 0 for gap in excess]),
-        better=sum(gap < 0 for gap in excess),
-        median=bootstrap.estimate(excess, np.median),
-        p95=float(np.quantile(excess, 0.95)),
-        most=max(excess),
-        relative=float(np.median(relative)),
-    )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values))
+_HEADER = ("rule", "kept mean", "median", "mass", "W1", "entropy", "F mean", "lowest F", "optimal, %",
+           "F above the best prefix, median", "p95")  # fmt: skip
 
 
 def exact_lines(summaries: Sequence[ExactSummary]) -> Iterator[str]:
@@ -246,8 +215,6 @@ def exact_lines(summaries: Sequence[ExactSummary]) -> Iterator[str]:
     yield "Exact objective F = W1(p, q) + lam H(q) - beta log mass. Intervals: 95 %, bootstrap over prompts."
     if not summaries:
         yield "There were no steps: every prompt fills the context, or no tokens were requested."
-    header = ("rule", "kept mean", "median", "mass", "W1", "entropy", "F mean", "lowest F", "optimal, %",
-              "F above the best prefix, median", "p95", "most", "relative")  # fmt: skip
     for summary in summaries:
         numbers = ", ".join(f"{name} {value:g}" for name, value in summary.parameters.items())
         written = "" if summary.rule == TOP_W_RULE.name else f"; texts by the rule {summary.rule}"
@@ -259,9 +226,21 @@ def exact_lines(summaries: Sequence[ExactSummary]) -> Iterator[str]:
         )
         if not summary.metric:
             yield "The distance is not a metric (cosine): W1 is the least transport cost, and J does not bound F."
-        rows = [[rule.name, *_cells(rule, rule.standing)] for rule in summary.rules]
-        rows.insert(1, [f"{TOP_W}, to the phi order", *_cells(summary.rules[0], summary.in_phi)])
-        yield from table(header, rows).split("\n")
+        rows = [
+            (
+                rule.name,
+                f"{rule.means['kept']:.1f}",
+                f"{rule.kept_median:g}",
+                f"{rule.means['mass']:.3f}",
+                *(f"{rule.means[part]:.4g}" for part in ("transport", "entropy", "total")),
+                f"{100 * rule.lowest:.1f} %",
+                rule.optimal.text(".1f", 100),
+                rule.median.text(".3g"),
+                f"{rule.p95:.3g}",
+            )
+            for rule in summary.rules
+        ]
+        yield from table(_HEADER, rows).split("\n")
         for order, best in (("probability", summary.likeliest), ("phi", summary.phi)):
             yield (
                 f"best prefix of the {order} order: {best.median:g} tokens (median), every token at "
@@ -273,21 +252,6 @@ def exact_lines(summaries: Sequence[ExactSummary]) -> Iterator[str]:
                 yield f"{rule.name}: kept tokens outside the analysed ones are left out at {steps}"
 
 
-def _cells(rule: RuleUnderF, standing: Standing) -> list[str]:
-    return [
-        f"{rule.kept:.1f}",
-        f"{rule.kept_median:g}",
-        f"{rule.mass:.3f}",
-        *(f"{number:.4g}" for number in (rule.transport, rule.entropy, rule.value)),
-        f"{100 * rule.lowest:.1f} %",
-        standing.optimal.text(".1f", 100),
-        standing.median.text(".3g"),
-        f"{standing.p95:.3g}",
-        f"{standing.most:.3g}",
-        f"{100 * standing.relative:.3g} %",
-    ]
-
-
 def save_exact_plot(summaries: Sequence[ExactSummary], path: Path, title: str) -> None:
     """Draw F of each rule above the best prefix of the probability order, in the format that `path` ends in.
 
@@ -296,7 +260,7 @@ def save_exact_plot(summaries: Sequence[ExactSummary], path: Path, title: str) -
     figure = new_figure(11.5, 5.4, title)
     axes = figure.subplots()
     # A swept rule is only among the rules of its own setting.
-    names = list(dict.fromkeys(rule.name for summary in summaries for rule in summary.rules))
+    names = dict.fromkeys(name for summary in summaries for _, _, step in summary.positions for name in step.rules)
     for place, (name, colour) in enumerate(zip(names, colours(len(names)), strict=False)):
         shift = 0.76 * ((place + 0.5) / len(names) - 0.5)
         label: str | None = name
@@ -313,8 +277,6 @@ def save_exact_plot(summaries: Sequence[ExactSummary], path: Path, title: str) -
     labels = [drawable_text(summary.label or "as given", 40) for summary in summaries]
     axes.set_xticks(range(len(summaries)), labels)
     axes.set_xlim(-0.5, len(summaries) - 0.5)
-    axes.set_ylabel("F above the best prefix", fontsize=9)
-    write_heading(axes, "F of each rule's kept set above the best prefix by probability (median, 5 to 95 %)", pad=24)
-    axes.legend(frameon=False, fontsize=8, ncols=8, loc="lower left", bbox_to_anchor=(-0.01, 0.985), handlelength=1)
-    style_axes(axes, grid="y")
+    heading = "F of each rule's kept set above the best prefix by probability (median, 5 to 95 %)"
+    finish_axes(axes, heading, grid="y", y="F above the best prefix", legend=8)
     save_figure(figure, path)

@@ -12,51 +12,30 @@ from typing import Any
 
 import numpy as np
 
-from topw_deploy.runtime.sequence import SequenceParams
 from topw_deploy.sampling.rules import TOP_W
 from topw_deploy.text import count_text
-from topw_lab.plots import COLOURS, colours, drawable_text, new_figure, save_figure, style_axes, write_heading
+from topw_lab.plots import COLOURS, colours, drawable_text, finish_axes, new_figure, save_figure
 from topw_lab.stats.collect import AnalysedText, CollectedRuns, Setting, StepAnalysis
 from topw_lab.tables import percentage, table
 
 _MOST_RANGES = 8
 _DISTRIBUTIONS = ("kept", "mass", "entropy", "kept_entropy")
+_QUANTILES = {"least": 0.0, "p10": 0.1, "p25": 0.25, "median": 0.5, "p75": 0.75, "p90": 0.9, "most": 1.0}
+_UNREADABLE = "\ufffd"  # replaces bytes that are not UTF-8
+
+Distribution = dict[str, float]
+"""Mean, extremes and quantiles of a number over steps; empty without steps."""
 
 
 @dataclass(frozen=True, slots=True)
-class Distribution:
-    """Mean, quantiles and extremes of a number over steps.
-
-    least, most: minimum and maximum.
-    """
-
-    mean: float
-    least: float
-    p10: float
-    p25: float
-    median: float
-    p75: float
-    p90: float
-    most: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Distribution:
-        quantiles = np.quantile(values, [0, 0.1, 0.25, 0.5, 0.75, 0.9, 1]).tolist()
-        return cls(float(np.mean(values)), *quantiles)
-
-    def text(self, form: str) -> str:
-        return f"{self.median:{form}} ({self.p10:{form}}-{self.p90:{form}})"
-
-
-@dataclass(frozen=True, slots=True)
-class PositionRange:
+class StepCounts:
     """The steps at a range of positions in the generated texts.
 
     first, last: positions, counted from 1.
     steps: number of steps.
     single: number of steps that kept one token.
     certified: number of certified steps.
-    changed: number of steps whose kept set distances changed.
+    changed: number of steps whose kept set differs from the one for geom_scale 0.
     kept, mass, entropy, kept_entropy: see `StepAnalysis`.
     """
 
@@ -72,7 +51,7 @@ class PositionRange:
     kept_entropy: Distribution
 
     @classmethod
-    def of(cls, first: int, last: int, steps: Sequence[StepAnalysis]) -> PositionRange:
+    def of(cls, first: int, last: int, steps: Sequence[StepAnalysis]) -> StepCounts:
         return cls(
             first,
             last,
@@ -80,8 +59,15 @@ class PositionRange:
             single=sum(step.kept == 1 for step in steps),
             certified=sum(step.certified for step in steps),
             changed=sum(step.is_changed for step in steps),
-            **{name: Distribution.of([getattr(step, name) for step in steps]) for name in _DISTRIBUTIONS},
+            **{name: _distribution([getattr(step, name) for step in steps]) for name in _DISTRIBUTIONS},
         )
+
+
+def _distribution(values: Sequence[float]) -> Distribution:
+    if not values:
+        return {}
+    quantiles = np.quantile(values, list(_QUANTILES.values())).tolist()
+    return {"mean": float(np.mean(values)), **dict(zip(_QUANTILES, quantiles, strict=True))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +87,8 @@ class SettingSummary:
     rule: name of the rule.
     parameters: of Top-W; or under another rule, the parameters of that rule and the temperatures.
     prompts, sequences: numbers of prompts and of texts.
-    steps: number of steps.
     agreed: number of steps whose kept set has the size and certificate that the graph reported.
-    certified: number of certified steps.
-    changed: number of steps whose kept set differs from the one for geom_scale 0.
-    added_total, dropped_total: numbers of tokens that distances put into, and removed from, kept sets, over all steps.
-    whole: all steps; None if there are none.
+    whole: all steps.
     ranges: the steps by ranges of positions, see `equal_ranges`.
     added, dropped: the tokens that distances put into, and removed from, kept sets, most frequent first.
     """
@@ -116,36 +98,26 @@ class SettingSummary:
     parameters: dict[str, float]
     prompts: int
     sequences: int
-    steps: int
     agreed: int
-    certified: int
-    changed: int
-    added_total: int
-    dropped_total: int
-    whole: PositionRange | None
-    ranges: tuple[PositionRange, ...]
+    whole: StepCounts
+    ranges: tuple[StepCounts, ...]
     added: tuple[MovedToken, ...]
     dropped: tuple[MovedToken, ...]
 
 
 def summarise(collected: CollectedRuns) -> list[SettingSummary]:
     """Summarise the steps of each setting."""
-    return [_summarise_setting(setting, sequences, collected) for setting, sequences in collected.runs]
+    return [_summarise_setting(setting, texts, collected) for setting, texts in collected.runs]
 
 
-def parameters_of(params: SequenceParams) -> dict[str, float]:
-    """The parameters that determine the kept sets of the sampling rule."""
-    top_w = asdict(params.top_w)
-    rule = params.rule.chosen
-    if rule is TOP_W:
-        return top_w
-    values = dict(zip((value.name for value in rule.values), params.rule.values, strict=False))
-    return {**values, **{name: top_w[name] for name in ("temperature", "selection_temperature")}}
-
-
-def _summarise_setting(setting: Setting, sequences: Sequence[AnalysedText], collected: CollectedRuns) -> SettingSummary:
-    steps = [step for sequence in sequences for step in sequence.steps]
-    longest = max((len(sequence.steps) for sequence in sequences), default=0)
+def _summarise_setting(setting: Setting, texts: Sequence[AnalysedText], collected: CollectedRuns) -> SettingSummary:
+    steps = [step for text in texts for step in text.steps]
+    longest = max((len(text.steps) for text in texts), default=0)
+    params = texts[0].request.params
+    rule, parameters = params.rule.chosen, asdict(params.top_w)
+    if rule is not TOP_W:
+        own = dict(zip((value.name for value in rule.values), params.rule.values, strict=False))
+        parameters = {**own, **{name: parameters[name] for name in ("temperature", "selection_temperature")}}
 
     def moved(tokens: Callable[[StepAnalysis], tuple[int, ...]]) -> tuple[MovedToken, ...]:
         counts = Counter(chain.from_iterable(map(tokens, steps)))
@@ -154,19 +126,14 @@ def _summarise_setting(setting: Setting, sequences: Sequence[AnalysedText], coll
 
     return SettingSummary(
         label=setting.label,
-        rule=sequences[0].request.params.rule.chosen.name,
-        parameters=parameters_of(sequences[0].request.params),
+        rule=rule.name,
+        parameters=parameters,
         prompts=collected.prompts,
-        sequences=len(sequences),
-        steps=len(steps),
-        agreed=sum(sequence.agreed for sequence in sequences),
-        certified=sum(step.certified for step in steps),
-        changed=sum(step.is_changed for step in steps),
-        added_total=sum(len(step.added) for step in steps),
-        dropped_total=sum(len(step.dropped) for step in steps),
-        whole=PositionRange.of(1, longest, steps) if steps else None,
+        sequences=len(texts),
+        agreed=sum(text.agreed for text in texts),
+        whole=StepCounts.of(1, longest, steps),
         ranges=tuple(
-            PositionRange.of(first, last, [step for one in sequences for step in one.steps[first - 1 : last]])
+            StepCounts.of(first, last, [step for text in texts for step in text.steps[first - 1 : last]])
             for first, last in equal_ranges(longest)
         ),
         added=moved(lambda step: step.added),
@@ -180,42 +147,37 @@ def equal_ranges(positions: int) -> list[tuple[int, int]]:
     return [(first, min(first + length - 1, positions)) for first in range(1, positions + 1, length)]
 
 
-_UNREADABLE = "\ufffd"  # replaces bytes that are not UTF-8
-
-
 def report_lines(summaries: Sequence[SettingSummary], most_tokens: int = 10) -> Iterator[str]:
     """The lines of the report: a table of all settings if there are several, then the details of each.
 
     most_tokens: maximum number of tokens per list.
     """
     if len(summaries) > 1:
-        yield from _settings_table(summaries)
-        yield ""
+        yield from _table("setting", [(each.label, each.whole, each) for each in summaries])
     for number, summary in enumerate(summaries):
-        if number:
+        if number or len(summaries) > 1:
             yield ""
         yield from _setting_details(summary, most_tokens)
 
 
 def verdict(summary: SettingSummary) -> str:
     """One sentence that says whether distances changed kept sets."""
-    if not summary.steps:
+    whole = summary.whole
+    if not whole.steps:
         return "There were no steps: every prompt fills the context, or no tokens were requested."
     if summary.rule != TOP_W.name:
         return f"The rule {summary.rule} uses no distances."
-    if summary.changed:
-        per_step = (summary.added_total + summary.dropped_total) / summary.changed
+    if whole.changed:
+        added, dropped = (sum(moved.steps for moved in tokens) for tokens in (summary.added, summary.dropped))
         return (
-            f"Geometry changed the kept set at {percentage(summary.changed, summary.steps)} of the steps "
-            f"({summary.changed} of {summary.steps}): tokens dropped {summary.dropped_total:,}, "
-            f"kept {summary.added_total:,}, {per_step:.1f} per changed step."
+            f"Geometry changed the kept set at {percentage(whole.changed, whole.steps)} of the steps "
+            f"({whole.changed} of {whole.steps}): tokens dropped {dropped:,}, kept {added:,}, "
+            f"{(added + dropped) / whole.changed:.1f} per changed step."
         )
-    if summary.certified == summary.steps:
-        return f"Geometry never acted: all {summary.steps} steps were certified, so distances could not act."
-    uncertified = summary.steps - summary.certified
-    return (
-        f"Geometry never acted: at the {uncertified} uncertified of {summary.steps} steps, distances changed nothing."
-    )
+    if whole.certified == whole.steps:
+        return f"Geometry never acted: all {whole.steps} steps were certified, so distances could not act."
+    uncertified = whole.steps - whole.certified
+    return f"Geometry never acted: at the {uncertified} uncertified of {whole.steps} steps, distances changed nothing."
 
 
 def token_text(moved: MovedToken) -> str:
@@ -223,71 +185,53 @@ def token_text(moved: MovedToken) -> str:
     return f"<token {moved.token}>" if _UNREADABLE in moved.text or not moved.text else repr(moved.text)
 
 
-def _settings_table(summaries: Sequence[SettingSummary]) -> Iterator[str]:
-    header = (
-        "setting", "steps", "certified", "geometry acted", "one token", "kept mean", "median", "most", "mass",
-        "entropy", "of kept set",
-    )  # fmt: skip
-    rows = []
-    for summary in summaries:
-        whole = summary.whole
-        percentages = (percentage(summary.certified, summary.steps), _changed_share(summary, summary))
-        numbers = _mean_cells(whole) if whole is not None else ["-"] * 7
-        rows.append([summary.label or "as given", str(summary.steps), *percentages, *numbers])
-    yield from table(header, rows).split("\n")
-
-
-def _mean_cells(place: PositionRange) -> list[str]:
-    kept = [f"{place.kept.mean:.2f}", f"{place.kept.median:g}", f"{place.kept.most:g}"]
-    return [
-        percentage(place.single, place.steps),
-        *kept,
-        f"{place.mass.mean:.3f}",
-        f"{place.entropy.mean:.2f}",
-        f"{place.kept_entropy.mean:.2f}",
-    ]
-
-
 def _setting_details(summary: SettingSummary, most_tokens: int) -> Iterator[str]:
+    whole = summary.whole
     rule = [] if summary.rule == TOP_W.name else [f"rule {summary.rule}"]
     yield ", ".join([*rule, *(f"{name} {value:g}" for name, value in summary.parameters.items())])
     texts = "" if summary.sequences == summary.prompts else f" with {count_text(summary.sequences, 'text')}"
-    yield f"{count_text(summary.prompts, 'prompt')}{texts}, {count_text(summary.steps, 'step')}"
+    yield f"{count_text(summary.prompts, 'prompt')}{texts}, {count_text(whole.steps, 'step')}"
     yield verdict(summary)
-    if summary.whole is None:
+    if not whole.steps:
         return
-    if summary.agreed < summary.steps:
+    if summary.agreed < whole.steps:
         yield (
-            f"At {summary.steps - summary.agreed} of {summary.steps} steps the graph reported a different kept set: "
+            f"At {whole.steps - summary.agreed} of {whole.steps} steps the graph reported a different kept set: "
             "the last bits of the logits differ, at a near-tie."
         )
-    yield f"certified  {percentage(summary.certified, summary.steps)}"
     yield ""
-    header = ("position", "steps", "certified", "geometry acted", "one token", "kept", "mass", "entropy", "of kept set")
-    rows = [_range_cells(place, summary) for place in summary.ranges] if len(summary.ranges) > 1 else []
-    yield from table(header, [*rows, ["all", *_range_cells(summary.whole, summary)[1:]]]).split("\n")
-    for title, tokens in (
-        ("kept only because of geometry", summary.added),
-        ("dropped only because of geometry", summary.dropped),
-    ):
+    ranges = summary.ranges if len(summary.ranges) > 1 else ()
+    names = [f"{part.first}" if part.first == part.last else f"{part.first}-{part.last}" for part in ranges]
+    parts = zip([*names, "all"], [*ranges, whole], strict=True)
+    yield from _table("position", [(name, part, summary) for name, part in parts])
+    for verb, tokens in (("kept", summary.added), ("dropped", summary.dropped)):
         if tokens:
             yield ""
             listed = ", ".join(f"{token_text(moved)} {moved.steps}" for moved in tokens[:most_tokens])
             rest = f", and {len(tokens) - most_tokens} more" if len(tokens) > most_tokens else ""
-            yield f"{title} (steps): {listed}{rest}"
+            yield f"{verb} only because of geometry (steps): {listed}{rest}"
 
 
-def _changed_share(part: PositionRange | SettingSummary, summary: SettingSummary) -> str:
-    """The share of the steps whose kept set distances changed; "-" under a rule without distances."""
-    return percentage(part.changed, part.steps) if summary.rule == TOP_W.name else "-"
+def _table(what: str, rows: Sequence[tuple[str, StepCounts, SettingSummary]]) -> Iterator[str]:
+    """The lines of a table with a line per (name, steps, their setting). what: the heading above the names."""
+    header = (what, "steps", "certified", "geometry acted", "one token", "kept mean", "kept", "most", "mass", "entropy",
+              "of kept set")  # fmt: skip
+    cells = []
+    for name, part, summary in rows:
+        changed = percentage(part.changed, part.steps) if summary.rule == TOP_W.name else "-"
+        shares = [percentage(part.certified, part.steps), changed, percentage(part.single, part.steps)]
+        numbers = [
+            f"{part.kept['mean']:.2f}",
+            _median_text(part.kept, "g"),
+            f"{part.kept['most']:g}",
+            *(_median_text(part_of, ".2f") for part_of in (part.mass, part.entropy, part.kept_entropy)),
+        ] if part.steps else ["-"] * 6  # fmt: skip
+        cells.append([name or "as given", part.steps, *shares, *numbers])
+    yield from table(header, cells).split("\n")
 
 
-def _range_cells(place: PositionRange, summary: SettingSummary) -> list[str]:
-    name = f"{place.first}" if place.first == place.last else f"{place.first}-{place.last}"
-    certified, single = (percentage(count, place.steps) for count in (place.certified, place.single))
-    percentages = [certified, _changed_share(place, summary), single]
-    others = [numbers.text(".2f") for numbers in (place.mass, place.entropy, place.kept_entropy)]
-    return [name, str(place.steps), *percentages, place.kept.text("g"), *others]
+def _median_text(numbers: Distribution, form: str) -> str:
+    return f"{numbers['median']:{form}} ({numbers['p10']:{form}}-{numbers['p90']:{form}})"
 
 
 _ADDED, _DROPPED = COLOURS[2], COLOURS[1]
@@ -302,28 +246,23 @@ def save_plot(summaries: Sequence[SettingSummary], path: Path, title: str) -> No
     Raises ParameterError if `path` cannot be written.
     """
     labels = ["\n".join(textwrap.wrap(summary.label, _LABEL_LETTERS)) for summary in summaries]
-    lines = sum(label.count("\n") + 2 for label in labels)
-    lower = max(4.0, 1.5 + _LINE * lines)
+    lower = max(4.0, 1.5 + _LINE * sum(label.count("\n") + 2 for label in labels))
     figure = new_figure(11.5, 3.6 + lower, title)
     above, below = figure.subfigures(2, 1, height_ratios=(3.6, lower))
-    panels = above.subplots(1, 3)
-    for axes, name, heading in zip(
-        panels, ("kept", "mass", "kept_entropy"), ("Tokens kept (mean)", "Probability kept", "Entropy kept, nats"),
-        strict=True,
-    ):  # fmt: skip
+    headings = {"kept": "Tokens kept (mean)", "mass": "Probability kept", "kept_entropy": "Entropy kept, nats"}
+    for axes, (name, heading) in zip(above.subplots(1, 3), headings.items(), strict=True):
         for summary, colour in zip(summaries, colours(len(summaries)), strict=False):
-            middles = [(place.first + place.last) / 2 for place in summary.ranges]
-            axes.plot(middles, [getattr(place, name).mean for place in summary.ranges], "o-", ms=3, lw=2, color=colour)
+            middles = [(part.first + part.last) / 2 for part in summary.ranges]
+            means = [getattr(part, name)["mean"] for part in summary.ranges]
+            axes.plot(middles, means, "o-", ms=3, lw=2, color=colour)
         if axes.get_ylim()[1] > _MOST_ON_LINEAR_AXIS:
             axes.set_yscale("log")
         else:
             axes.set_ylim(0, 1 if name == "mass" else None)
-        axes.set_xlabel("position in the generated text", fontsize=9)
-        write_heading(axes, heading)
-        style_axes(axes, grid="y")
+        finish_axes(axes, heading, grid="y", x="position in the generated text")
     left, right = below.subplots(1, 2)
     _draw_deciders(left, summaries, labels)
-    _draw_moved_tokens(right, max(summaries, key=lambda summary: summary.changed))
+    _draw_moved_tokens(right, max(summaries, key=lambda summary: summary.whole.changed))
     save_figure(figure, path)
 
 
@@ -331,20 +270,17 @@ def _draw_deciders(axes: Any, summaries: Sequence[SettingSummary], labels: Seque
     """Draw what decided the kept sets of each setting. The labels have the colours of the lines above."""
     places, start = np.arange(len(summaries)), np.zeros(len(summaries))
     for label, colour, count in (
-        ("certified", "#b6bdc6", lambda one: one.certified),
-        ("not certified, same set", "#f0c64c", lambda one: one.steps - one.certified - one.changed),
-        ("changed by geometry", COLOURS[0], lambda one: one.changed),
+        ("certified", "#b6bdc6", lambda whole: whole.certified),
+        ("not certified, same set", "#f0c64c", lambda whole: whole.steps - whole.certified - whole.changed),
+        ("changed by geometry", COLOURS[0], lambda whole: whole.changed),
     ):
-        shares = np.array([100 * count(summary) / max(summary.steps, 1) for summary in summaries])
+        shares = np.array([100 * count(one.whole) / max(one.whole.steps, 1) for one in summaries])
         axes.barh(places, shares, 0.62, color=colour, label=label, left=start)
         start += shares
     axes.set_yticks(places, [drawable_text(label, 400, "\n") for label in labels], fontsize=8)
     axes.set_ylim(len(summaries) - 0.4, -0.6)
     axes.set_xlim(0, 100)
-    axes.set_xlabel("share of the steps, %", fontsize=9)
-    write_heading(axes, "What decided the kept set", pad=24)
-    axes.legend(frameon=False, fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(-0.02, 0.99), handlelength=1.2)
-    style_axes(axes, grid="x")
+    finish_axes(axes, "What decided the kept set", grid="x", x="share of the steps, %", legend=3)
     if len(summaries) > 1:
         for tick, colour in zip(axes.get_yticklabels(), colours(len(summaries)), strict=False):
             tick.set(color=colour, fontweight="bold")
@@ -352,19 +288,18 @@ def _draw_deciders(axes: Any, summaries: Sequence[SettingSummary], labels: Seque
 
 def _draw_moved_tokens(axes: Any, summary: SettingSummary) -> None:
     """Draw the moved tokens of a setting, or write that there are none."""
-    if not summary.changed:
+    if not summary.whole.changed:
         axes.axis("off")
         axes.text(0.5, 0.6, textwrap.fill(verdict(summary), 48), ha="center", va="top", fontsize=10)
         return
-    moved = [*((one, "kept", _ADDED) for one in summary.added[:_MOST_TOKENS]),
-             *((one, "dropped", _DROPPED) for one in summary.dropped[:_MOST_TOKENS])]  # fmt: skip
-    for place, (one, verb, colour) in enumerate(moved):
-        is_first = verb not in (earlier for _, earlier, _ in moved[:place])
-        axes.barh(place, one.steps, 0.72, color=colour, label=verb if is_first else None)
-    names = [drawable_text(token_text(one), 18) for one, _, _ in moved]
-    axes.set_yticks(range(len(moved)), names, fontsize=8, family="monospace")
-    axes.set_ylim(max(len(moved), 4) - 0.4, -0.6)
-    axes.set_xlabel(drawable_text(f"steps {summary.label and 'at'} {summary.label}", 60), fontsize=9)
-    write_heading(axes, "Tokens that geometry moved", pad=24)
-    axes.legend(frameon=False, fontsize=8, ncols=2, loc="lower left", bbox_to_anchor=(-0.02, 0.99), handlelength=1.2)
-    style_axes(axes, grid="x")
+    place, names = 0, []
+    for verb, colour, tokens in (("kept", _ADDED, summary.added), ("dropped", _DROPPED, summary.dropped)):
+        shown = tokens[:_MOST_TOKENS]
+        if shown:
+            axes.barh(range(place, place + len(shown)), [one.steps for one in shown], 0.72, color=colour, label=verb)
+        place += len(shown)
+        names += [drawable_text(token_text(one), 18) for one in shown]
+    axes.set_yticks(range(place), names, fontsize=8, family="monospace")
+    axes.set_ylim(max(place, 4) - 0.4, -0.6)
+    where = drawable_text(f"steps {summary.label and 'at'} {summary.label}", 60)
+    finish_axes(axes, "Tokens that geometry moved", grid="x", x=where, legend=2)
