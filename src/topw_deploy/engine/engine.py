@@ -30,6 +30,7 @@ from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.cache.buffers import ALIGNMENT
 from topw_deploy.runtime.loop import LogitsBuffer, logits_output
 from topw_deploy.runtime.parameters import GenerationParameters, is_boolean
+from topw_deploy.runtime.prepare import Sequences
 from topw_deploy.runtime.results import Logits, Piece, Scores
 from topw_deploy.runtime.sequence import end_on_failure
 from topw_deploy.runtime.session import Session
@@ -134,7 +135,8 @@ class Engine:
     ) -> Request:
         """Queue a request. Its result is that of `TopWModel.generate` with the same arguments.
 
-        prompt, parameters: those of `TopWModel.generate`. Callbacks run in the engine's thread and must be quick.
+        prompt, parameters: those of `TopWModel.generate`, or what `TopWModel.prepare` returned with the engine's
+            `limits`, without parameters. Callbacks run in the engine's thread and must be quick.
         max_time: seconds, including queueing, after which the request ends with what it drew (finish_reason "timeout").
         reuse_prefix: whether its prompts may start after tokens that the engine holds. If not, the prompts are read
             whole; later prompts may still reuse their tokens.
@@ -329,8 +331,11 @@ class Engine:
                 f"reuse_prefix is {short_repr(reuse_prefix)}, but must be True or False.", "reuse_prefix"
             )
         self._capacity.check_open()
+        sequences = prompt
+        if not isinstance(prompt, Sequences):
+            sequences = self._model.prepare(prompt, limits=self.limits, **parameters)
         return Request(
-            self._model.prepare(prompt, limits=self.limits, **parameters),
+            sequences,
             partial(self._worker.end_early, reason="cancelled"),
             self._worker.check_caller,
             self._session,

@@ -28,8 +28,8 @@ from topw_deploy.serve.inspect import inspect
 from topw_deploy.serve.page import page
 from topw_deploy.serve.responses import responses
 from topw_deploy.serve.schemas import DetokenizeRequest, TokenizeRequest
-from topw_deploy.serve.service import Served, ServeOptions, Service, service_of
-from topw_deploy.serve.stream import cancel_on_disconnect, read_body
+from topw_deploy.serve.service import ServeOptions, Service, service_of
+from topw_deploy.serve.stream import Run, read_body
 
 LOG = logging.getLogger("topw_deploy.serve")
 OPEN_PATHS = frozenset({"/health", "/live"})
@@ -119,46 +119,41 @@ async def metrics(request: Request) -> Response:
 
 
 async def models(request: Request) -> Response:
-    """List the served models."""
+    """List the served models, or describe the one that the path names."""
     service = service_of(request)
     service.check_ready()
-    return JSONResponse({"object": "list", "data": [_model_entry(each) for each in service.served()]})
-
-
-async def model(request: Request) -> Response:
-    """Describe one served model."""
-    return JSONResponse(_model_entry(service_of(request).find(request.path_params["name"])))
-
-
-def _model_entry(served: Served) -> dict[str, Any]:
-    return {
-        "id": served.name,
-        "object": "model",
-        "created": served.created,
-        "owned_by": "topw_deploy",
-        "max_model_len": served.length,
-        "topw": served.abilities,
-    }
+    name = request.path_params.get("name")
+    entries = [
+        {
+            "id": served.name,
+            "object": "model",
+            "created": served.created,
+            "owned_by": "topw_deploy",
+            "max_model_len": served.length,
+            "topw": served.abilities,
+        }
+        for served in (service.served() if name is None else [service.find(name)])
+    ]
+    return JSONResponse({"object": "list", "data": entries} if name is None else entries[0])
 
 
 async def tokenize(request: Request) -> Response:
     """Answer the token ids of a text, or of the rendered messages of a chat."""
     body = await read_body(request, TokenizeRequest)
-    served = service_of(request).find(body.model)
-    request.scope["topw.facts"]["model"] = served.name
+    run = Run(request, body, "tokenize", "prompt")
+    served = run.served
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give one of prompt and messages.", "prompt")
 
     def encode() -> list[int]:
-        if body.messages is None:
-            return served.encode(body.prompt or "", body.add_special_tokens)
-        return served.encode(render(served, body.messages, body.chat_template_kwargs, body.tools or None), False)
+        text, adds = body.prompt or "", body.add_special_tokens
+        if body.messages is not None:
+            text, adds = render(served, body.messages, body.chat_template_kwargs, body.tools or None), False
+        ids = served.model.encode(text, adds, limits=served.engine.limits)
+        served.check_length(ids)
+        return ids
 
-    try:
-        ids = await cancel_on_disconnect(request, served.prepare(encode))
-    except TopWError as error:
-        error.args = (served.without_path(str(error)), *error.args[1:])
-        raise
+    ids = await run.prepare(encode)
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": served.length, "tokens": ids}
     if body.return_token_strs:
         answer["token_strs"] = [served.model.tokenizer.text_of(token) for token in ids]
@@ -168,15 +163,12 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """Answer the text of token ids, special tokens included."""
     body = await read_body(request, DetokenizeRequest)
-    served = service_of(request).find(body.model)
-    request.scope["topw.facts"]["model"] = served.name
-    size = served.model.manifest.sampler.vocab_size
-    wrong = next((token for token in body.tokens if not 0 <= token < size), None)
-    if wrong is not None:
+    run = Run(request, body, "detokenize", "tokens")
+    model = run.served.model
+    size = model.manifest.sampler.vocab_size
+    if not all(0 <= token < size for token in body.tokens):
         raise RequestError(f"tokens has an id that is not from 0 to {size - 1}.", "tokens")
-    decode = served.prepare(lambda: served.model.tokenizer.decode(body.tokens, False))
-    text = await cancel_on_disconnect(request, decode)
-    return JSONResponse({"prompt": text})
+    return JSONResponse({"prompt": await run.prepare(lambda: model.tokenizer.decode(body.tokens, False))})
 
 
 class AccessLog:
@@ -276,7 +268,7 @@ ROUTES = (
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/responses", responses, methods=["POST"]),
     Route("/v1/models", models, methods=["GET"]),
-    Route("/v1/models/{name:path}", model, methods=["GET"]),
+    Route("/v1/models/{name:path}", models, methods=["GET"]),
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
     Route("/health", health, methods=["GET"]),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -11,6 +12,7 @@ from starlette.responses import Response
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime import GenerationResult, Piece, TokenLogprob, TopLogprob
+from topw_deploy.runtime.prepare import Sequences
 from topw_deploy.runtime.tools import Content, Parsed, Reasoning, ToolCallParser, required_calls
 from topw_deploy.runtime.tools.parser import Event, ToolCall
 from topw_deploy.runtime.tools.schema import parameter_schemas
@@ -28,8 +30,7 @@ async def chat_completions(request: Request) -> Response:
     body = await read_body(request, ChatRequest)
     run = Run(request, body, "chatcmpl", "messages")
     chat = await run.prepare(lambda: read_chat(body, run.served))
-    run.prompt_tokens = len(chat.ids)
-    run.log_prompt(chat.prompt)
+    run.run(chat.sequences, 1, chat.prompt)
     head = {
         "id": run.id,
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
@@ -37,13 +38,11 @@ async def chat_completions(request: Request) -> Response:
         "model": run.served.name,
         "system_fingerprint": None,
     }
-    given = {"prompt_token_ids": chat.ids} if run.returns_ids else {}
+    given = {"prompt_token_ids": chat.sequences[0].prompt} if run.returns_ids else {}
     deltas: dict[int, _Deltas] = {}
 
     def whole_choice(index: int, result: GenerationResult) -> dict[str, Any]:
-        parsed = chat.parse(result)
-        calls = parsed.tool_calls
-        message = parsed.as_message() | {"content": parsed.content or (None if calls else ""), "refusal": None}
+        message, calls = chat.message(result)
         logprobs = chat_logprobs(result.token_logprobs)
         ids = {"token_ids": result.token_ids} if run.returns_ids else {}
         end = ending_fields(result, calls, per_token=run.returns_ids)
@@ -57,56 +56,60 @@ async def chat_completions(request: Request) -> Response:
         for choice in deltas[row].add(piece):
             yield {"choices": [choice]}
 
-    return await answer_choices(
-        run, chat.ids, chat.parameters, head if body.stream else {**head, **given}, whole_choice, chunks
-    )
+    return await answer_choices(run, head if body.stream else {**head, **given}, whole_choice, chunks)
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A checked and rendered chat request.
+    """A checked, rendered and tokenized chat request.
 
-    ids: token ids of the rendered prompt.
-    parameters: of the engine.
+    prompt: the rendered messages.
     tools: the tools whose calls the answer may have; None if the answer is read as plain text.
     parallel: whether an answer may have several calls.
     """
 
     served: Served
     prompt: str
-    ids: list[int]
-    parameters: Mapping[str, Any]
+    sequences: Sequences
     tools: list[dict[str, Any]] | None
     parallel: bool
-
-    def parser(self) -> ToolCallParser | None:
-        """A parser for one answer; None if the answer is plain text."""
-        if self.tools is None:
-            return None
-        return self.served.model.tool_parser(self.tools, self.served.tool_family, self.prompt)
 
     def parse(self, result: GenerationResult) -> Parsed:
         """The parts of a whole answer."""
         if self.tools is None:
             return Parsed(result.text, None, ())
-        model, family = self.served.model, self.served.tool_family
-        parsed = model.parse_tool_calls(result, self.tools, family, self.prompt)
-        return parsed if self.parallel else Parsed(parsed.content, parsed.reasoning, parsed.tool_calls[:1])
+        parsed = self.served.model.parse_tool_calls(result, self.tools, self.served.tool_family, self.prompt)
+        return parsed if self.parallel else replace(parsed, tool_calls=parsed.tool_calls[:1])
 
-    def events(self, piece: Piece, parser: ToolCallParser | None, calls: int) -> Iterator[Event]:
-        """Yield the parts of the answer that a piece completes.
+    def message(self, result: GenerationResult) -> tuple[dict[str, Any], Sequence[ToolCall]]:
+        """Returns (the message of a whole answer, its calls)."""
+        parsed = self.parse(result)
+        message = {"role": "assistant", "content": parsed.content} if self.tools is None else parsed.as_message()
+        content = parsed.content or (None if parsed.tool_calls else "")
+        return message | {"content": content, "refusal": None}, parsed.tool_calls
 
-        calls: number of the answer's calls so far.
-        """
-        if parser is None:
-            yield from [Content(piece.text)] if piece.text else []
-            return
-        for event in parser.feed(piece.text) + (parser.finish() if piece.result is not None else []):
+
+class AnswerReader:
+    """Reads the parts of one answer while it arrives."""
+
+    def __init__(self, chat: Chat) -> None:
+        served = chat.served
+        self.parser: ToolCallParser | None = None  # None if the answer is plain text
+        if chat.tools is not None:
+            self.parser = served.model.tool_parser(chat.tools, served.tool_family, chat.prompt)
+        self._most_calls = math.inf if chat.parallel else 1
+
+    def read(self, piece: Piece) -> list[Event]:
+        """The parts of the answer that a piece completes."""
+        if self.parser is None:
+            return [Content(piece.text)] if piece.text else []
+        found: list[Event] = []
+        for event in self.parser.feed(piece.text) + (self.parser.finish() if piece.result is not None else []):
             if isinstance(event, ToolCall):
-                calls += 1
-                if calls > 1 and not self.parallel:
-                    continue
-            yield event
+                self._most_calls -= 1
+            if self._most_calls >= 0 or not isinstance(event, ToolCall):
+                found.append(event)
+        return found
 
 
 def read_chat(body: ChatRequest, served: Served) -> Chat:
@@ -115,17 +118,21 @@ def read_chat(body: ChatRequest, served: Served) -> Chat:
     Raises RequestError and ParameterError for a field that is invalid or not supported, TokenizerError and PromptError.
     """
     parameters = body.parameters()
-    parameters |= served.default_length(parameters) | _logprobs_parameter(body)
+    if body.logprobs:
+        parameters["logprobs"] = body.top_logprobs or 0
+    elif body.top_logprobs:
+        raise RequestError('top_logprobs is given without logprobs; add "logprobs": true.', "top_logprobs")
+    if {"max_new_tokens", "max_length"}.isdisjoint({*parameters, *served.model.defaults}):
+        parameters["max_new_tokens"] = served.length  # all that fits the context, as in OpenAI's API
     tools = body.tools if body.tools and body.tool_choice != "none" else None
     if tools is None and body.tool_choice not in (None, "none", "auto"):
         raise RequestError("tool_choice asks for a call, but there are no tools; give tools.", "tool_choice")
     if tools is not None:
         parameter_schemas(tools)
         parameters |= _tool_parameters(body, tools, served, "structured_outputs" in parameters)
-    add_special_tokens = parameters.pop("add_special_tokens", False)
     prompt = render(served, body.messages, body.chat_template_kwargs, tools, body.reasoning_effort)
-    ids = served.encode(prompt, add_special_tokens)
-    return Chat(served, prompt, ids, parameters, tools, parallel=body.parallel_tool_calls is not False)
+    sequences = served.sequences(prompt, {"add_special_tokens": False, **parameters})
+    return Chat(served, prompt, sequences, tools, parallel=body.parallel_tool_calls is not False)
 
 
 def render(
@@ -149,14 +156,6 @@ def render(
     given = {name: value for name, value in given.items() if value is not None} | dict(variables or {})
     plain = [message.as_dict(f"messages.{index}") for index, message in enumerate(messages)]
     return served.model.apply_chat_template(plain, **given)
-
-
-def _logprobs_parameter(body: ChatRequest) -> dict[str, int]:
-    if body.logprobs:
-        return {"logprobs": body.top_logprobs or 0}
-    if body.top_logprobs:
-        raise RequestError('top_logprobs is given without logprobs; add "logprobs": true.', "top_logprobs")
-    return {}
 
 
 def _tool_parameters(
@@ -194,8 +193,8 @@ class _Deltas:
     """Turns the pieces of one choice into the choices of its chunks."""
 
     def __init__(self, chat: Chat, index: int, returns_ids: bool) -> None:
-        self._chat, self._index, self._returns_ids = chat, index, returns_ids
-        self._parser = chat.parser()
+        self._index, self._returns_ids = index, returns_ids
+        self._reader = AnswerReader(chat)
         self._calls: list[ToolCall] = []
         self._logprobs: list[TokenLogprob] = []  # of tokens that no chunk has yet
         self._tokens: list[int] = []  # ids of the same tokens
@@ -204,7 +203,7 @@ class _Deltas:
         """Yield the choices of the next piece's chunks; none while its text is held back."""
         self._logprobs += piece.token_logprobs or ()
         self._tokens += piece.token_ids
-        for event in self._chat.events(piece, self._parser, len(self._calls)):
+        for event in self._reader.read(piece):
             if isinstance(event, Content):
                 yield self.choice({"content": event.text})
             elif isinstance(event, Reasoning):

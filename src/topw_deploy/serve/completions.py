@@ -11,7 +11,6 @@ from starlette.responses import Response
 from topw_deploy.runtime import GenerationResult, Piece, TokenLogprob, TopLogprob
 from topw_deploy.serve.failures import RequestError
 from topw_deploy.serve.schemas import CompletionRequest
-from topw_deploy.serve.service import Served
 from topw_deploy.serve.stream import Run, answer_choices, ending_fields, finite, read_body
 
 NEW_TOKENS = 16
@@ -23,18 +22,18 @@ async def completions(request: Request) -> Response:
     body = await read_body(request, CompletionRequest)
     run = Run(request, body, "cmpl", "prompt")
 
-    def prepare() -> tuple[dict[str, Any], list[list[int]], list[str] | None]:
-        parameters = _parameters(body)
-        return parameters, *_read_prompts(body, run.served, parameters.pop("add_special_tokens", True))
-
-    parameters, prompts, texts = await run.prepare(prepare)
-    run.prompt_tokens = sum(map(len, prompts))
-    run.log_prompt(body.prompt)
+    sequences = await run.prepare(lambda: run.served.sequences(body.prompt, _parameters(body)))
+    is_batch = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
+    given: Sequence[Any] = body.prompt if is_batch else [body.prompt]
+    run.run(sequences, len(given), body.prompt)
+    texts: list[str] | None = None  # of the prompts, if the answer repeats them
+    if body.echo:
+        decode = run.served.model.tokenizer.decode
+        texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in given]
     lengths: dict[int, int] = {}  # characters of each choice that chunks have
 
     def whole_choice(index: int, result: GenerationResult) -> dict[str, Any]:
-        prompt = prompts[index // run.samples]
-        text, logprobs = result.text, _logprobs(result.token_logprobs)
+        prompt, text, logprobs = sequences[index].prompt, result.text, _logprobs(result.token_logprobs)
         if texts is not None:
             text = texts[index // run.samples] + text
             if result.prompt_logprobs is not None:
@@ -50,7 +49,7 @@ async def completions(request: Request) -> Response:
         logprobs = _logprobs(entries, offset=lengths.get(index, 0))
         ids: dict[str, Any] = {"token_ids": list(tokens)} if run.returns_ids else {}
         if run.returns_ids and index not in lengths:  # only in the first chunk of a choice
-            ids["prompt_token_ids"] = prompts[index // run.samples]
+            ids["prompt_token_ids"] = sequences[index].prompt
         lengths[index] = lengths.get(index, 0) + len(text)
         end = end or {"finish_reason": None}
         return {"choices": [{"index": index, "text": text, "logprobs": logprobs, **ids, **end}]}
@@ -62,8 +61,7 @@ async def completions(request: Request) -> Response:
         yield chunk(piece.row, piece.text, piece.token_logprobs, piece.token_ids, end)
 
     head = {"id": run.id, "object": "text_completion", "created": run.created, "model": run.served.name}
-    given = prompts[0] if len(prompts) == 1 else prompts
-    return await answer_choices(run, given, parameters, head, whole_choice, chunks)
+    return await answer_choices(run, head, whole_choice, chunks)
 
 
 def _parameters(body: CompletionRequest) -> dict[str, Any]:
@@ -78,24 +76,6 @@ def _parameters(body: CompletionRequest) -> dict[str, Any]:
         message = "prompt_logprobs is given without echo and logprobs; add both to get them."
         raise RequestError(message, "prompt_logprobs")
     return parameters
-
-
-def _read_prompts(
-    body: CompletionRequest, served: Served, add_special_tokens: bool
-) -> tuple[list[list[int]], list[str] | None]:
-    """Returns (token ids of each prompt, text of each prompt; None unless the answer repeats the prompt)."""
-    given: Any = body.prompt
-    is_batch = isinstance(given, list) and not isinstance(given[0], int)
-    prompts: Sequence[str | list[int]] = given if is_batch else [given]
-    served.check_prompt_count(len(prompts))
-    ids = [
-        served.encode(each, add_special_tokens) if isinstance(each, str) else served.check_length(each)
-        for each in prompts
-    ]
-    texts = None
-    if body.echo:
-        texts = [e if isinstance(e, str) else served.model.tokenizer.decode(e) for e in prompts]
-    return ids, texts
 
 
 def _logprobs(

@@ -55,7 +55,7 @@ async def inspect(request: Request) -> Response:
     body = await read_body(request, InspectRequest)
     run = Run(request, body, "inspect", "prompt_token_ids")
     served = run.served
-    sequence = _sequence(body, served)
+    sequence = await run.prepare(lambda: _sequence(body, served))
     if not gives_logits(served.model.manifest):
         raise RequestError(
             f"{served.name} was exported without logits, so no step can be recomputed; export it again with "
@@ -64,7 +64,7 @@ async def inspect(request: Request) -> Response:
             status=422,
         )
     drawn, token = body.token_ids[: body.position], body.token_ids[body.position]
-    computed = served.engine.logits_after([*sequence.prompt, *drawn], served.time_limit(None))
+    computed = served.engine.logits_after([*sequence.prompt, *drawn], run.options.request_timeout)
     logits = await cancel_on_disconnect(request, computed)
     return JSONResponse(await run.prepare(lambda: explain(served, sequence, drawn, token, logits)))
 
@@ -81,7 +81,7 @@ def _sequence(body: InspectRequest, served: Served) -> Sequence:
     if unknown is not None:
         raise RequestError(f"token_ids has {unknown}, but ids go from 0 to {vocab - 1}.", "token_ids")
     served.check_length([*body.prompt_token_ids, *body.token_ids[: body.position]])
-    return served.resolve(body.prompt_token_ids, {**parameters, "max_new_tokens": 1})
+    return served.sequences(body.prompt_token_ids, {**parameters, "max_new_tokens": 1})[0]
 
 
 def explain(served: Served, sequence: Sequence, drawn: list[int], token: int, logits: Logits) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from topw_deploy.runtime import GenerationResult, TokenLogprob
 from topw_deploy.runtime.tools import Content, Reasoning
 from topw_deploy.runtime.tools.parser import Event, ToolCall
-from topw_deploy.serve.chat import Chat, read_chat, text_logprobs
+from topw_deploy.serve.chat import AnswerReader, Chat, read_chat, text_logprobs
 from topw_deploy.serve.schemas import ChatRequest, ResponsesRequest
 from topw_deploy.serve.stream import EventStream, Run, json_event, read_body, refusal_of
 
@@ -26,13 +26,12 @@ async def responses(request: Request) -> Response:
     body = await read_body(request, ResponsesRequest)
     run = Run(request, body, "resp", "input")
     chat = await run.prepare(lambda: read_chat(_as_chat(body), run.served))
-    run.prompt_tokens = len(chat.ids)
-    run.log_prompt(chat.prompt)
+    run.run(chat.sequences, 1, chat.prompt)
     output = OutputItems(run.facts["request_id"])
     if body.stream:
-        await run.start(chat.ids, chat.parameters)
+        await run.start()
         return EventStream(run, _stream_events(run, body, chat, output))
-    (result,) = await run.generate(chat.ids, chat.parameters)
+    (result,) = await run.generate()
     logprobs = _text_logprobs(result, chat)
     for part in _answer_parts(result, chat):
         list(output.add(part, logprobs if isinstance(part, Content) else ()))
@@ -58,7 +57,7 @@ def _answer_parts(result: GenerationResult, chat: Chat) -> Iterable[Event]:
 def _text_logprobs(result: GenerationResult, chat: Chat) -> list[TokenLogprob]:
     """The log-probabilities of the tokens of a whole answer's text, without those of reasoning and calls."""
     entries = list(result.token_logprobs or ())
-    parser = chat.parser()
+    parser = AnswerReader(chat).parser
     if parser is None or not entries:
         return entries
     found: list[TokenLogprob] = []
@@ -154,11 +153,11 @@ async def _stream_events(
     try:
         for kind in ("response.created", "response.in_progress"):
             yield numbered(kind, {"response": _response_fields(run, body, output, "in_progress")})
-        parser = chat.parser()
+        reader = AnswerReader(chat)
         waiting: list[TokenLogprob] = []  # of tokens whose text is held back
         async for piece in run.pieces():
             waiting += piece.token_logprobs or ()
-            for each, logprobs in _assign_logprobs([*chat.events(piece, parser, output.calls)], waiting):
+            for each, logprobs in _assign_logprobs(reader.read(piece), waiting):
                 for kind, data in output.add(each, logprobs):
                     yield numbered(kind, data)
             if piece.result is not None:
@@ -186,11 +185,6 @@ class OutputItems:
         self._kind: type[Content] | type[Reasoning] | None = None  # of the open item, if there is one
         self._text: list[str] = []
         self._logprobs: list[dict[str, Any]] = []  # of the open message's tokens
-
-    @property
-    def calls(self) -> int:
-        """Number of finished tool calls."""
-        return sum(item["type"] == "function_call" for item in self.done)
 
     def add(self, part: Event, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[NamedEvent]:
         """Add text, reasoning or a call. Yields the events for the client.

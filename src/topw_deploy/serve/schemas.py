@@ -94,11 +94,23 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: StrictBool = False
 
 
-class GenerationRequest(BaseModel):
+class ModelRequest(BaseModel):
+    """A request to a model, which may be absent if only one is served."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    model: str | None = None
+
+    @property
+    def others(self) -> Mapping[str, Any]:
+        """The fields that the schema does not declare."""
+        return self.model_extra or {}
+
+
+class GenerationRequest(ModelRequest):
     """A request for text.
 
     refused: fields of other endpoints -> the end of the error message.
-    model: name of the model; may be absent if only one model is served.
     cache_prompt: whether the states of an earlier prompt with the same beginning may be reused; default true.
     max_time: seconds, including the wait in the queue; the server's own limit also applies.
     """
@@ -106,16 +118,10 @@ class GenerationRequest(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
     refused: ClassVar[Mapping[str, str]] = {}
 
-    model: str | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     cache_prompt: StrictBool | None = None
     max_time: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-
-    @property
-    def others(self) -> Mapping[str, Any]:
-        """The fields that the schema does not declare."""
-        return self.model_extra or {}
 
     def check_fields(self) -> None:
         """Raises RequestError for a field that is unknown or belongs to another endpoint."""
@@ -416,16 +422,13 @@ class InspectRequest(GenerationRequest):
     sample: StrictInt = Field(default=0, ge=0)
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(ModelRequest):
     """The body of /tokenize: a text, or the messages of a chat.
 
     add_special_tokens: whether the tokenizer adds its special tokens to a text; a rendered chat has its own.
     return_token_strs: whether the answer has the text of each token.
     """
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
-
-    model: str | None = None
     prompt: StrictStr | None = None
     messages: list[Message] | None = Field(default=None, min_length=1)
     tools: list[dict[str, Any]] | None = None
@@ -434,10 +437,7 @@ class TokenizeRequest(BaseModel):
     return_token_strs: StrictBool = False
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(ModelRequest):
     """The body of /detokenize."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
-
-    model: str | None = None
     tokens: list[StrictInt]

@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from topw_deploy.errors import ManifestError, ParameterError, QueueFullError, To
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.loop import gives_logits
 from topw_deploy.runtime.parameters import integer
-from topw_deploy.runtime.sequence import Sequence
+from topw_deploy.runtime.prepare import Sequences
 from topw_deploy.runtime.token_geometry import read_geometry
 from topw_deploy.runtime.tools.formats import get_family
 from topw_deploy.sampling import Geometry, preset_parameters
@@ -112,7 +112,6 @@ class Served:
         self.length = min(context, options.engine.get("max_length") or context)
         self.tool_family = options.tool_parser or model.tool_family
         self._most_prompt = options.max_prompt_tokens
-        self._timeout = options.request_timeout
         self._most_waiting = int(options.engine.get("max_queue", 256))
         self._preparing = anyio.CapacityLimiter(PREPARING_THREADS)
 
@@ -129,7 +128,7 @@ class Served:
         limits: the export's defaults of the other fields of the page's form.
         """
         sampler = self.model.manifest.sampler
-        default = self.resolve([0], {"seed": 0}).params
+        default = self.sequences([0], {"seed": 0})[0].params
         return {
             "chat": self.model.has_chat_template,
             "logits": gives_logits(self.model.manifest),
@@ -192,48 +191,29 @@ class Served:
             # Retrieves the error of a task that nobody awaits, so that asyncio does not log it.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text. Raises PromptError and RequestError for too many.
-
-        A text that certainly has too many tokens is refused without tokenizing it.
-        """
-        return self.check_length(self.model.encode(text, add_special_tokens, limits=self.engine.limits))
-
-    def check_length(self, ids: list[int]) -> list[int]:
-        """Returns `ids`. Raises RequestError for more than `max_prompt_tokens` of them."""
+    def check_length(self, ids: Collection[int]) -> None:
+        """Raises RequestError for more than `max_prompt_tokens` token ids."""
         if self._most_prompt is not None and len(ids) > self._most_prompt:
             raise RequestError(
                 f"the prompt has {len(ids)} tokens, which exceeds the maximum number of tokens allowed by this server, "
                 f"{self._most_prompt}; shorten it.",
                 code=TOO_LONG,
             )
-        return ids
 
-    def check_prompt_count(self, prompts: int) -> None:
-        """Raises RequestError for more prompts than can run and wait. Call it before they are tokenized."""
-        most = self.engine.stats().rows + self._most_waiting
-        if prompts > most:
-            message = f"the request has {prompts} prompts, but this server takes {most} at a time"
-            raise RequestError(f"{message}; send fewer.")
+    def sequences(self, prompt: Any, parameters: Mapping[str, Any]) -> Sequences:
+        """The sequences of a request, as the engine runs them. Slow, as it tokenizes and compiles grammars.
 
-    def default_length(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """`max_new_tokens` of a chat that states no length: all that fits the context, as in OpenAI's API."""
-        lengths = {"max_new_tokens", "max_length"}
-        stated = lengths & {*parameters, *self.model.defaults}
-        return {} if stated else {"max_new_tokens": self.length}
-
-    def resolve(self, prompt: list[int], parameters: Mapping[str, Any]) -> Sequence:
-        """One sequence with all its parameters, not started. Raises ParameterError and PromptError."""
-        return self.model.prepare(prompt, limits=self.engine.limits, **parameters)[0]
+        Raises ParameterError, PromptError, the errors of grammars, and RequestError for a prompt that is too long.
+        """
+        found = self.model.prepare(prompt, limits=self.engine.limits, **parameters)
+        for each in found:
+            self.check_length(each.prompt)
+        self.model.compile_grammars(found)
+        return found
 
     def without_path(self, message: str) -> str:
         """`message` with the model's name in place of the folder's path, which clients must not see."""
         return message.replace(str(self.model.path), self.name)
-
-    def time_limit(self, max_time: float | None) -> float | None:
-        """The lower one of a request's and the server's limit, in seconds; None for no limit."""
-        given = [seconds for seconds in (max_time, self._timeout) if seconds is not None]
-        return min(given, default=None)
 
 
 class Service:

@@ -18,7 +18,6 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from functools import partial
 from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
@@ -30,9 +29,10 @@ from starlette.types import Receive, Scope, Send
 from topw_deploy.errors import PromptError
 from topw_deploy.runtime import GenerationResult, Piece
 from topw_deploy.runtime.parameters import ALIASES
+from topw_deploy.runtime.prepare import Sequences
 from topw_deploy.runtime.tools.parser import ToolCall
 from topw_deploy.serve.failures import TOO_LONG, RequestError, failure_of
-from topw_deploy.serve.schemas import FIELDS, GenerationRequest, StreamOptions, check_fields
+from topw_deploy.serve.schemas import FIELDS, StreamOptions, check_fields
 from topw_deploy.serve.service import service_of
 
 LOG = logging.getLogger("topw_deploy.serve")
@@ -44,8 +44,6 @@ FIRST_PIECE_SECONDS = 1.0
 the stream begins, and comments keep it open."""
 
 _LONGEST = 300  # characters of a message
-_SLOW = frozenset({"structured_outputs", "bad_words"})  # their checks compile grammars and tokenize
-_MOST_QUICK = 1000  # a list with more entries is checked in a thread
 _FINISH_REASONS = {"stop": "stop", "criterion": "stop", "length": "length", "timeout": "length"}
 """The engine's finish reason -> OpenAI's. Its clients know no others; `stop_reason` tells a timeout from a length."""
 
@@ -67,21 +65,21 @@ async def read_body(request: Request, schema: type[Body]) -> Body:
 
 async def read_bytes(request: Request, max_bytes: int, seconds: float) -> bytes:
     """Read the body. Raises RequestError: 408 if it does not arrive within `seconds`, 413 if it has too many bytes."""
-    message = f"the body has more than {max_bytes} bytes; send a shorter one."
-    too_large = RequestError(message, None, "body_too_large", 413)
     stated = request.headers.get("content-length", "")
-    if stated.isdecimal() and len(stated) < 20 and int(stated) > max_bytes:
-        raise too_large
+    size = int(stated) if stated.isdecimal() and len(stated) < 20 else 0
     body = bytearray()
     try:
         async with asyncio.timeout(seconds):
-            async for chunk in request.stream():
+            chunks = request.stream()
+            while size <= max_bytes and (chunk := await anext(chunks, None)) is not None:
                 body += chunk
-                if len(body) > max_bytes:
-                    raise too_large
+                size = max(size, len(body))
     except TimeoutError:
         message = f"the body did not arrive within {seconds:g} s; send it again."
         raise RequestError(message, None, "request_timeout", 408) from None
+    if size > max_bytes:
+        message = f"the body has more than {max_bytes} bytes; send a shorter one."
+        raise RequestError(message, None, "body_too_large", 413)
     return bytes(body)
 
 
@@ -108,15 +106,15 @@ def refusal_of(error: ValidationError, known: Collection[str] = ()) -> RequestEr
 class Run:
     """The generation that a request asks for, of one or several sequences, counted in the log and the metrics.
 
+    body: the request, checked by its schema.
     kind: beginning of the answer's id, such as "chatcmpl".
     prompt_field: name of the field with the prompt, for error messages.
     facts: the request's entry in the log.
     created: unix time.
-    samples: number of sequences per prompt.
-    prompt_tokens: number of tokens of all prompts; the endpoint sets it before the generation.
+    sequences: what it runs; set by `run`, with `samples` (sequences per prompt) and `prompt_tokens` (of all prompts).
     """
 
-    def __init__(self, request: Request, body: GenerationRequest, kind: str, prompt_field: str) -> None:
+    def __init__(self, request: Request, body: Any, kind: str, prompt_field: str) -> None:
         service = service_of(request)
         self.body, self.facts = body, request.scope["topw.facts"]
         self.options, self.served = service.options, service.find(body.model)
@@ -127,7 +125,7 @@ class Run:
         request.scope["topw.run"] = self
         self._request, self._metrics = request, service.metrics
         self._prompt_field = prompt_field
-        self._sequences, self._failed = 0, False
+        self.sequences, self._failed = Sequences(), False
         self._drawn: dict[int, int] = {}
         self._results: dict[int, GenerationResult] = {}
         self._pieces: AsyncGenerator[Piece, None] | None = None
@@ -149,47 +147,44 @@ class Run:
         """Call a slow function in a thread, as `Served.prepare` does, unless the client disconnects."""
         return await cancel_on_disconnect(self._request, self.served.prepare(function))
 
-    async def generate(self, prompt: Any, parameters: Mapping[str, Any]) -> list[GenerationResult]:
-        """The results of all sequences, by prompt, then sample. If the client disconnects, the rows are freed."""
-        if _takes_long(parameters):  # `start` checks them in a thread
-            await self.start(prompt, parameters)
-            try:
-                await cancel_on_disconnect(self._request, self._read_all())
-            finally:
-                await self.close()
-        else:
-            self._count_sequences(prompt, parameters)
-            work = self.served.engine.generate(prompt, **self._limits, **parameters)
-            try:
-                found = await cancel_on_disconnect(self._request, work)
-            except ClientDisconnect:
-                self._count_aborted()
-                raise
-            for row, result in enumerate(found if isinstance(found, list) else [found]):
-                self._record_end(row, result, streamed=False)
-        results = self._ended
+    def run(self, sequences: Sequences, prompts: int, shown: Any) -> None:
+        """Set what `generate` or `start` runs.
+
+        prompts: number of prompts.
+        shown: the prompt as the log shows it, if the server logs prompts.
+        """
+        self.sequences, self.samples = sequences, len(sequences) // prompts
+        self.prompt_tokens = sum(len(sequence.prompt) for sequence in sequences[:: self.samples])
+        if self.options.log_prompts:
+            self.facts["prompt"] = shown
+
+    async def generate(self) -> list[GenerationResult]:
+        """The results of all sequences, by prompt, then sample. If the client disconnects, the slots are freed."""
+        work = self.served.engine.generate(self.sequences, **self._limits)
+        try:
+            found = await cancel_on_disconnect(self._request, work)
+        except ClientDisconnect:
+            self._count_aborted()
+            raise
+        results: list[GenerationResult] = found if isinstance(found, list) else [found]
+        for row, result in enumerate(results):
+            self._record_end(row, result, streamed=False)
         for result in results:
             _check_not_cancelled(result)
         return results
 
-    async def start(self, prompt: Any, parameters: Mapping[str, Any]) -> None:
+    async def start(self) -> None:
         """Start a stream, which `pieces` reads and `close` ends.
 
         Raises errors that occur before its first piece and in its first FIRST_PIECE_SECONDS.
         """
-        self._count_sequences(prompt, parameters)
-        begin = partial(self.served.engine.stream, prompt, **self._limits, **parameters)
-
-        async def until_first_piece() -> None:
-            # It is an async generator, though annotated as an iterator.
-            self._pieces = cast("AsyncGenerator[Piece, None]", await self.served.prepare(begin))
-            self._first = asyncio.ensure_future(anext(self._pieces, None))
-            await asyncio.wait({self._first}, timeout=FIRST_PIECE_SECONDS)
+        # It is an async generator, though annotated as an iterator.
+        self._pieces = cast("AsyncGenerator[Piece, None]", self.served.engine.stream(self.sequences, **self._limits))
+        self._first = asyncio.ensure_future(anext(self._pieces, None))
+        try:
+            await cancel_on_disconnect(self._request, asyncio.wait({self._first}, timeout=FIRST_PIECE_SECONDS))
             if self._first.done():
                 self._first.result()
-
-        try:
-            await cancel_on_disconnect(self._request, until_first_piece())
         except BaseException as error:
             self._failed = not isinstance(error, ClientDisconnect)
             await self.close()
@@ -242,11 +237,6 @@ class Run:
         param = self._prompt_field if isinstance(error, PromptError) else param
         return RequestError(message, param, failure.code, failure.status)
 
-    def log_prompt(self, prompt: Any) -> None:
-        """Add the prompt to the log entry, if the server logs prompts."""
-        if self.options.log_prompts:
-            self.facts["prompt"] = prompt
-
     def record_failure(self, error: BaseException) -> dict[str, Any]:
         """Log an error in a stream whose status was already sent. Returns the data of the event that reports it."""
         failure = self.failure_of(error)
@@ -258,12 +248,8 @@ class Run:
     @property
     def _limits(self) -> dict[str, Any]:
         """The engine's arguments that are no parameters of the text."""
-        seconds = self.served.time_limit(self.body.max_time)
-        return {"max_time": seconds, "reuse_prefix": self.body.cache_prompt is not False}
-
-    @property
-    def _ended(self) -> list[GenerationResult]:
-        return [self._results[row] for row in sorted(self._results)]
+        limits = [seconds for seconds in (self.body.max_time, self.options.request_timeout) if seconds is not None]
+        return {"max_time": min(limits, default=None), "reuse_prefix": self.body.cache_prompt is not False}
 
     def _name_as_given(self, param: str | None) -> str | None:
         """The name by which the request states a parameter; None if requests have no such parameter."""
@@ -273,23 +259,13 @@ class Run:
         stated = next((name for name in fields if ALIASES.get(name) == param), param)
         return stated if param in FIELDS or param == "tools" else None
 
-    async def _read_all(self) -> None:
-        async for _ in self.pieces():
-            pass
-
-    def _count_sequences(self, prompt: Any, parameters: Mapping[str, Any]) -> None:
-        samples = parameters.get("num_return_sequences", 1)
-        self.samples = samples if type(samples) is int else 1  # the engine refuses others
-        several = bool(prompt) and isinstance(prompt[0], list)
-        self._sequences = self.samples * (len(prompt) if several else 1)
-
     def _count_aborted(self) -> None:
-        self._metrics.count_aborted(self.served.name, self._sequences - len(self._results))
+        self._metrics.count_aborted(self.served.name, len(self.sequences) - len(self._results))
 
     def _record_end(self, row: int, result: GenerationResult, *, streamed: bool) -> None:
         self._drawn[row], self._results[row] = len(result.token_ids), result
         self._metrics.count_ended(self.served.name, result, streamed=streamed)
-        results = self._ended
+        results = [self._results[row] for row in sorted(self._results)]
         self.facts |= {
             "stream": bool(self.body.stream),
             "prompt_tokens": self.prompt_tokens,
@@ -302,17 +278,8 @@ class Run:
             self.facts["answers"] = [each.text for each in results]
 
 
-def _takes_long(parameters: Mapping[str, Any]) -> bool:
-    """Whether checking `parameters` is so slow that it must not be done in the event loop's thread."""
-    if not parameters.keys().isdisjoint(_SLOW):
-        return True
-    return any(isinstance(value, (list, dict)) and len(value) > _MOST_QUICK for value in parameters.values())
-
-
 async def answer_choices(
     run: Run,
-    prompt: Any,
-    parameters: Mapping[str, Any],
     head: Mapping[str, Any],
     whole_choice: Callable[[int, GenerationResult], dict[str, Any]],
     chunks: Callable[[Piece], Iterable[dict[str, Any]]],
@@ -324,10 +291,10 @@ async def answer_choices(
     chunks: function from a piece to the chunks that it adds, without head and usage.
     """
     if not run.body.stream:
-        results = await run.generate(prompt, parameters)
+        results = await run.generate()
         choices = [whole_choice(index, result) for index, result in enumerate(results)]
         return JSONResponse({**head, "choices": choices, "usage": run.usage})
-    await run.start(prompt, parameters)
+    await run.start()
     options = run.body.stream_options or StreamOptions()
 
     async def events() -> AsyncGenerator[ServerSentEvent, None]:
