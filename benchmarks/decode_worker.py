@@ -22,11 +22,11 @@ from topw_deploy.manifest import DecoderManifest, ModelFolder
 from topw_deploy.plugins.library import library_path
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.cache import new_caches
-from topw_deploy.runtime.inputs import RuleInputs
+from topw_deploy.runtime.inputs import rule_arrays
 from topw_deploy.runtime.loop import Batch, accept_tokens, decode_one_token, prefill
 from topw_deploy.runtime.ort.graph_session import SAMPLER_INPUTS
 from topw_deploy.runtime.ort.session import OrtSession
-from topw_deploy.sampling import TopWParameters
+from topw_deploy.sampling import RuleParameters, TopWParameters
 from topw_lab.bench.decode import link_weights
 
 CHOICE = "argmax"  # input, bool
@@ -125,7 +125,7 @@ class GreedyLoop:
         self.unused |= {name: np.ones(1, np.float32) for name in TopWParameters.__slots__}
         self.unused |= {"edit_ids": np.zeros((1, 0), np.int64), "uniform": np.zeros(1, np.float32)}
         self.unused["allowed"] = np.zeros((1, 0), np.int32)
-        self.unused |= RuleInputs(1).arrays
+        self.unused |= rule_arrays([RuleParameters()])
         self.unused |= {CHOICE: np.array(True)}
 
     def begin(self, prompt: list[int], new_tokens: int) -> None:

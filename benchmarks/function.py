@@ -23,7 +23,7 @@ from benchmarks.common import Spread, interleave, machine, ratio, seconds, table
 from topw_deploy.export.embedding import plain_gather
 from topw_deploy.export.sampler.spec import SamplerSpec
 from topw_deploy.export.sampler_only import sampler_model
-from topw_deploy.runtime.inputs import RuleInputs
+from topw_deploy.runtime.inputs import rule_arrays
 from topw_deploy.sampling import Geometry, pack_mask
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 from topw_deploy.sampling.rules import RULES, RuleParameters
@@ -55,7 +55,7 @@ def feeds(logits: np.ndarray, **chosen: float) -> Feeds:
         "edit_bias": np.zeros((1, 0), np.float32),
         "allowed": np.zeros((1, 0), np.int32),
         "uniform": np.array([0.37], np.float32),
-        **RuleInputs(1).arrays,
+        **rule_arrays([RuleParameters()]),
         **{name: np.array([getattr(parameters, name)], np.float32) for name in names},
     }
 
@@ -201,9 +201,7 @@ def rule_steps(rounds: int) -> str:
     sides = {"TopK 1200": bound(session(peer("TopK", np.array([1200]), outputs=2, axis=1)), {"logits": logits})}
     opened = session(function(VOCAB, NARROW))
     for name, rule in rules.items():
-        chosen = RuleInputs(1)
-        chosen.set(0, rule)
-        sides[name] = bound(opened, feeds(logits) | chosen.arrays)
+        sides[name] = bound(opened, feeds(logits) | rule_arrays([rule]))
     return measure(sides, rounds, "TopK 1200")
 
 

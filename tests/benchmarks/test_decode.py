@@ -13,8 +13,8 @@ from benchmarks import decode_worker
 from benchmarks.decode_worker import CHOICE, write_either
 from tests.support.toy_graph import FORMS, HEAD_DIMS
 from tests.support.toy_model import VOCAB, Toy, export
-from topw_deploy.runtime.inputs import RuleInputs
-from topw_deploy.sampling import TopWParameters
+from topw_deploy.runtime.inputs import rule_arrays
+from topw_deploy.sampling import RuleParameters, TopWParameters
 from topw_lab.worker import Worker
 
 pytestmark = pytest.mark.slow
@@ -44,7 +44,7 @@ def feeds(session: ort.InferenceSession, uniform: float) -> dict[str, np.ndarray
         "edit_penalty": np.zeros((1, 0), np.float32),
         "edit_bias": np.zeros((1, 0), np.float32),
         "allowed": np.zeros((1, 0), np.int32),
-        **RuleInputs(1).arrays,
+        **rule_arrays([RuleParameters()]),
         **{name: np.array([getattr(parameters, name)], np.float32) for name in TopWParameters.__slots__},
     }
     for node in session.get_inputs():

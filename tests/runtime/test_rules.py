@@ -13,9 +13,8 @@ from tests.support.prepared import params
 from tests.support.toy_model import VOCAB, Load, Toy, byte_ids, export_sampler
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime import TopWModel, TopWSampler
-from topw_deploy.runtime.inputs import RuleInputs
 from topw_deploy.runtime.prepare import LONGEST_LIST, Limits, longest_pool
-from topw_deploy.sampling import RULES, RuleParameters, TopWParameters, sample_row
+from topw_deploy.sampling import RuleParameters, TopWParameters, sample_row
 
 HOT: dict[str, Any] = {"temperature": 3.0, "seed": 4, "max_new_tokens": 8, "ignore_eos": True}
 CHOICES: dict[str, dict[str, Any]] = {
@@ -104,16 +103,6 @@ def test_a_models_configuration_has_to_name_the_rule(load: Load) -> None:
         chosen = load(Toy.random(0), generation_config={"rule": "top_k", "top_k": 20, "top_p": 0.8})
     assert chosen.generate("ab", **HOT) == plain.generate("ab", **HOT, top_k=20)
     assert chosen.generate("ab", **HOT, min_p=0.2) == plain.generate("ab", **HOT, min_p=0.2)
-
-
-def test_rules_are_cleared_and_bound_by_row() -> None:
-    rules = RuleInputs(2)
-    rules.set(1, RuleParameters(top_h=0.5))
-    assert rules.arrays["rule"].tolist() == [0, RULES["top_h"].code]
-    assert rules.arrays["rule_values"].tolist() == [[0, 0], [0.5, 100]]
-    rules.clear(1)
-    assert not any(array.any() for array in rules.arrays.values())
-    assert rules.arrays["rule"].dtype == np.int32
 
 
 def test_external_logits_take_rules_per_row(tmp_path: Path, sampler_choice: str) -> None:

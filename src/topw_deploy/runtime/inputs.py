@@ -23,10 +23,10 @@ from topw_deploy.sampling.rules import RuleParameters
 EDIT_INPUTS = ("edit_ids", "edit_penalty", "edit_bias")
 MASK_INPUT = "allowed"
 RULE_INPUTS = ("rule", "rule_values")
+_TOP_W = RuleParameters()
 
 _BLOCK = 256  # steps whose numbers are computed at once
 _WORDS = 4  # 64-bit words per Philox counter
-_TOP_W = RuleParameters()
 _FIRST_SLOTS = 16
 _BAN = float("-inf")
 _LARGEST = float(np.finfo(np.float32).max)
@@ -37,27 +37,22 @@ def uniforms(seed: int, position: int, sample: int, count: int) -> np.ndarray:
 
     Returns float32 [count]: exact, because each number has 24 bits.
     """
-    return _Uniforms().block(seed, position, sample, count)
+    counter = np.array([position, sample, 0, 0], np.uint64)
+    first_words = np.random.Philox(key=seed, counter=counter).random_raw(_WORDS * count)[::_WORDS]
+    return (first_words >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
-class _Uniforms:
-    """A Philox generator that is reused with another key and counter for each block: a new one would take longer.
+def rule_arrays(rules: Iterable[RuleParameters]) -> dict[str, np.ndarray]:
+    """The inputs `rule`, int32 [B], and `rule_values`, float32 [B, 2], for the rules of B rows."""
+    rules = list(rules)
+    values = np.array([rule.values for rule in rules], np.float32).reshape(-1, 2)
+    return dict(zip(RULE_INPUTS, (np.array([rule.code for rule in rules], np.int32), values), strict=True))
 
-    Not thread-safe.
-    """
 
-    def __init__(self) -> None:
-        self._generator = np.random.Philox(key=0)
-        self._state = self._generator.state  # a copy, with no words left over
-        self._counter, self._key = self._state["state"]["counter"], self._state["state"]["key"]
-
-    def block(self, seed: int, position: int, sample: int, count: int) -> np.ndarray:
-        """See `uniforms`."""
-        self._key[0] = seed
-        self._counter[0], self._counter[1] = position, sample  # numpy increments the counter before use
-        self._generator.state = self._state
-        first_words = self._generator.random_raw(_WORDS * count)[::_WORDS]
-        return (first_words >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+def _swap(arrays: Iterable[np.ndarray], one: int, other: int) -> None:
+    """Exchange two rows of each array."""
+    for array in arrays:
+        array[[one, other]] = array[[other, one]]
 
 
 class Draws:
@@ -70,7 +65,6 @@ class Draws:
         self._rows: list[tuple[int, int, int] | None] = list(zip(seeds, samples, lengths, strict=True))
         self._block = np.zeros((_BLOCK, len(self._rows)), np.float32)  # [steps, B]
         self._numbers = self._block.reshape(-1).data
-        self._uniforms = _Uniforms()
 
     def write(self, step: int, out: memoryview | np.ndarray) -> None:
         """Write the numbers of `step` to `out`, float32 [B]. Steps must be consecutive from 0."""
@@ -79,7 +73,7 @@ class Draws:
             for row, drawn in enumerate(self._rows):
                 if drawn is not None:
                     seed, sample, length = drawn
-                    self._block[:, row] = self._uniforms.block(seed, length + step, sample, _BLOCK)
+                    self._block[:, row] = uniforms(seed, length + step, sample, _BLOCK)
         start = offset * len(self._rows)
         out[:] = self._numbers[start : start + len(self._rows)]
 
@@ -90,7 +84,7 @@ class Draws:
         """
         self._rows[row] = seed, sample, position + 1 - step
         offset = step % _BLOCK
-        numbers = self._uniforms.block(seed, position, sample, 1 + (_BLOCK - offset if offset else 0))
+        numbers = uniforms(seed, position, sample, 1 + (_BLOCK - offset if offset else 0))
         if offset:
             self._block[offset:, row] = numbers[1:]
         return float(numbers[0])
@@ -134,14 +128,7 @@ class MaskInputs:
         return bool(self._masked)
 
     def set(self, row: int, words: np.ndarray) -> None:
-        """Mask a row: copy `words`, int32 [words], within the row's limit.
-
-        Raises ParameterError for another type or shape; the row's mask is then as before.
-        """
-        if words.dtype != np.int32 or words.shape != (self.words,):
-            raise ParameterError(
-                f"the mask is {words.dtype} {list(words.shape)}, but must be int32 [{self.words}]: a bit per token."
-            )
+        """Mask a row: copy `words`, int32 [words], within the row's limit."""
         self._word_array()[row] = words & self._limits[row] if row in self._limits else words
         self._masked.add(row)
         self.version += 1
@@ -164,50 +151,16 @@ class MaskInputs:
     def swap(self, one: int, other: int) -> None:
         """Exchange two rows."""
         if self._masked & {one, other}:
-            array, pair = self._word_array(), [one, other]
-            array[pair] = array[pair[::-1]]
+            _swap([self._word_array()], one, other)
             names = {one: other, other: one}
             self._masked = {names.get(row, row) for row in self._masked}
             self._limits = {names.get(row, row): words for row, words in self._limits.items()}
             self.version += 1
 
-    def bind(self, binding: Binding, rows: slice = slice(None)) -> None:
-        """Bind the masks of adjacent `rows`."""
-        binding.bind_array(MASK_INPUT, self.array[rows])
-
     def _word_array(self) -> np.ndarray:
         if self._words is None:
             self._words = np.full((len(self._no_words), self.words), ALL_ALLOWED, np.int32)
         return self._words
-
-
-class RuleInputs:
-    """The sampling rule of each row of a batch, initially Top-W.
-
-    arrays: the inputs by name; `rule` int32 [B], `rule_values` float32 [B, 2].
-    """
-
-    def __init__(self, batch: int) -> None:
-        self.arrays = {"rule": np.zeros(batch, np.int32), "rule_values": np.zeros((batch, 2), np.float32)}
-
-    def set(self, row: int, rule: RuleParameters) -> None:
-        """Write the rule of a row."""
-        self.arrays["rule"][row] = rule.code
-        self.arrays["rule_values"][row] = rule.values
-
-    def clear(self, row: int) -> None:
-        """Make a row's rule Top-W again."""
-        self.set(row, _TOP_W)
-
-    def swap(self, one: int, other: int) -> None:
-        """Exchange two rows."""
-        for array in self.arrays.values():
-            array[[one, other]] = array[[other, one]]
-
-    def bind(self, binding: Binding, rows: slice = slice(None)) -> None:
-        """Bind the arrays of adjacent `rows`."""
-        for name, array in self.arrays.items():
-            binding.bind_array(name, array[rows])
 
 
 class EditInputs:
@@ -250,19 +203,16 @@ class EditInputs:
 
     def swap(self, one: int, other: int) -> None:
         """Exchange two rows."""
-        pair = [one, other]
-        for array in (self.ids, self.penalty, self.bias):
-            array[pair] = array[pair[::-1]]
+        _swap(self.arrays, one, other)
         moved = {other: self._rows.pop(one, None), one: self._rows.pop(other, None)}
         for row, edits in moved.items():
             if edits is not None:
                 edits.row, self._rows[row] = row, edits
 
-    def bind(self, binding: Binding, rows: slice = slice(None)) -> None:
-        """Bind the arrays of adjacent `rows`."""
-        arrays: tuple[np.ndarray, ...] = (self.ids, self.penalty, self.bias)
-        for name, array in zip(EDIT_INPUTS, arrays, strict=True):
-            binding.bind_array(name, array[rows])
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The arrays of EDIT_INPUTS."""
+        return self.ids, self.penalty, self.bias
 
     def write_bans(self, row: int | None = None) -> None:
         """Write the next step's bans of `row`; None for all rows. Replaces the arrays if they have too few slots.
@@ -289,20 +239,21 @@ class EditInputs:
 
     def add_slots(self) -> None:
         """Replace the arrays by wider ones. Raises ParameterError if the graph or the engine takes no more slots."""
-        if self._fixed is not None:
-            raise ParameterError(
-                f"the request edits more than {self._fixed} tokens, the maximum this graph was exported with; "
-                "use fewer penalties, biases or bans, or export with more slots."
+        if self.slots == (self._most if self._fixed is None else self._fixed):
+            maximum, remedy = (
+                ("this graph was exported with", "export with more slots")
+                if self._fixed is not None
+                else ("this engine was built for", "build it with a higher --max-edits")
             )
-        if self.slots == self._most:
             raise ParameterError(
-                f"the request edits more than {self._most} tokens of a row, the maximum this engine was built for; "
-                "use fewer penalties, biases or bans, or build it with a higher --max-edits."
+                f"the request edits more than {self.slots} tokens of a row, the maximum {maximum}; use fewer "
+                f"penalties, biases or bans, or {remedy}."
             )
-        slots, ids, penalty, bias = self.slots, self.ids, self.penalty, self.bias
-        wider = max(2 * slots, _FIRST_SLOTS)
+        wider = max(2 * self.slots, _FIRST_SLOTS)
+        narrow = self.arrays
         self._allocate(min(wider, self._most or wider))
-        self.ids[:, :slots], self.penalty[:, :slots], self.bias[:, :slots] = ids, penalty, bias
+        for array, old in zip(self.arrays, narrow, strict=True):
+            array[:, : old.shape[1]] = old
 
     def _reset(self, row: int) -> None:
         self.is_active = bool(self._rows)
@@ -326,20 +277,26 @@ class RowEdits:
 
     def __init__(self, inputs: EditInputs, row: int, sequence: Sequence) -> None:
         self._inputs, self.row, self._params = inputs, row, sequence.params
-        prompt, params = sequence.prompt, sequence.params
+        params = sequence.params
         self._slots: dict[int, int] = {}  # token -> slot
         self._banned: list[tuple[int, float]] = []  # (slot, permanent bias)
-        self._history = list(prompt)
+        self._history: list[int] = []
+        self._prompt = len(sequence.prompt)
         self._generated: set[int] = set()
-        self._steps = 0
         self._followers: dict[tuple[int, ...], set[int]] = defaultdict(set)  # next tokens of (n - 1)-grams
-        if params.no_repeat_ngram_size:
-            for end in range(params.no_repeat_ngram_size, len(prompt) + 1):
-                self._remember_ngram(end)
+        for token in sequence.prompt:
+            self._remember(token)
         # Never ban EOS, so that generation can end.
         words = [w for w in params.bad_words_ids if not (len(w) == 1 and w[0] in params.eos_token_ids)]
         self._words = [word for word in words if len(word) > 1]
-        self._write_permanent(prompt, [word[0] for word in words if len(word) == 1])
+        if params.repetition_penalty != 1:
+            for token in dict.fromkeys(sequence.prompt):
+                slot = self._slot(token)  # first: it may replace the arrays
+                inputs.penalty[row, slot] = params.repetition_penalty
+        banned = (*params.suppress_tokens, *(word[0] for word in words if len(word) == 1))
+        for token, bias in {**params.logit_bias, **dict.fromkeys(banned, _BAN)}.items():
+            slot = self._slot(token)
+            inputs.bias[row, slot] = bias
 
     def write_bans(self) -> None:
         """Lift the bans of the last step and write those of the next."""
@@ -355,62 +312,38 @@ class RowEdits:
     def add_token(self, token: int) -> None:
         """Add a drawn token to the history, and write the penalties that it causes."""
         params = self._params
-        self._history.append(token)
-        self._steps += 1
+        self._remember(token)
         if params.repetition_penalty != 1:
-            self._set_penalty(token)
+            slot = self._slot(token)
+            self._inputs.penalty[self.row, slot] = params.repetition_penalty
         if params.presence_penalty or params.frequency_penalty:
+            slot = self._slot(token)
             first = token not in self._generated
             self._generated.add(token)
-            self._add_bias(token, -params.frequency_penalty - (params.presence_penalty if first else 0.0))
-        if params.no_repeat_ngram_size:
-            self._remember_ngram(len(self._history))
-
-    def _write_permanent(self, prompt: tuple[int, ...], banned: Iterable[int]) -> None:
-        """Write the edits that hold at every step. banned: the bad words of one token."""
-        params = self._params
-        if params.repetition_penalty != 1:
-            for token in dict.fromkeys(prompt):
-                self._set_penalty(token)
-        for token, bias in params.logit_bias.items():
-            self._set_bias(token, bias)
-        for token in (*params.suppress_tokens, *banned):
-            self._set_bias(token, _BAN)
+            amount = -params.frequency_penalty - (params.presence_penalty if first else 0.0)
+            # Clamp the bias: only bans may be infinite.
+            bias = float(self._inputs.bias[self.row, slot]) + amount
+            self._inputs.bias[self.row, slot] = min(max(bias, -_LARGEST), _LARGEST)
 
     def _banned_tokens(self) -> set[int]:
         """The tokens that only the next step bans."""
         params = self._params
         banned: set[int] = set()
-        if self._steps < params.min_new_tokens:
+        if len(self._history) - self._prompt < params.min_new_tokens:
             banned.update(params.eos_token_ids)
         for word in self._words:
             if tuple(self._history[1 - len(word) :]) == word[:-1]:
                 banned.add(word[-1])
         if params.no_repeat_ngram_size:
-            size = params.no_repeat_ngram_size - 1
-            tail = tuple(self._history[len(self._history) - size :])
-            banned.update(self._followers.get(tail, ()))
+            start = len(self._history) - params.no_repeat_ngram_size + 1
+            banned.update(self._followers.get(tuple(self._history[start:]), ()))
         return banned
 
-    def _remember_ngram(self, end: int) -> None:
-        size = self._params.no_repeat_ngram_size
-        if end >= size:
-            *tail, last = self._history[end - size : end]
-            self._followers[tuple(tail)].add(last)
-
-    def _set_penalty(self, token: int) -> None:
-        slot = self._slot(token)  # first: it may replace the arrays
-        self._inputs.penalty[self.row, slot] = self._params.repetition_penalty
-
-    def _set_bias(self, token: int, bias: float) -> None:
-        slot = self._slot(token)  # first: it may replace the arrays
-        self._inputs.bias[self.row, slot] = bias
-
-    def _add_bias(self, token: int, amount: float) -> None:
-        slot = self._slot(token)
-        # Clamp the bias: only bans may be infinite.
-        bias = float(self._inputs.bias[self.row, slot]) + amount
-        self._inputs.bias[self.row, slot] = min(max(bias, -_LARGEST), _LARGEST)
+    def _remember(self, token: int) -> None:
+        size, history = self._params.no_repeat_ngram_size, self._history
+        if 0 < size <= len(history) + 1:
+            self._followers[tuple(history[len(history) - size + 1 :])].add(token)
+        history.append(token)
 
     def _slot(self, token: int) -> int:
         """The slot of a token; a new one if it has none."""
@@ -464,13 +397,11 @@ class SamplerInputs:
 
     def __init__(self, session: Session, rows: int) -> None:
         greedy = TopWParameters(temperature=0.0)
-        values = [[getattr(greedy, name)] * rows for name in PARAMETER_NAMES]
-        self._parameter_rows = np.array(values, np.float32)  # [parameters, B]
-        self._parameters = dict(zip(PARAMETER_NAMES, self._parameter_rows, strict=True))
+        self._columns = {name: np.full(rows, getattr(greedy, name), np.float32) for name in PARAMETER_NAMES}
+        self._columns |= rule_arrays([_TOP_W] * rows)
         self.uniform = np.zeros(rows, np.float32)
         self.edits = EditInputs(rows, session.fixed_edits, session.most_edits)
         self.masks = MaskInputs(rows, session.mask_words, always=session.always_masked)
-        self._rules = RuleInputs(rows)
         self._version = 0
 
     def set(self, row: int, sequence: Sequence) -> None:
@@ -482,49 +413,46 @@ class SamplerInputs:
         self.edits.set(row, sequence)
         if params.allowed_token_ids:
             self.masks.limit(row, params.allowed_token_ids)
-        for name, values in self._parameters.items():
-            values[row] = getattr(params.top_w, name)
-        self._rules.set(row, params.rule)
-        self._version += 1
+        for name in PARAMETER_NAMES:
+            self._columns[name][row] = getattr(params.top_w, name)
+        self._set_rule(row, params.rule)
 
     def clear(self, row: int) -> None:
         """Make a row greedy, without rule, edits and mask."""
-        self._parameters["temperature"][row] = 0.0
-        self._rules.clear(row)
+        self._columns["temperature"][row] = 0.0
         self.edits.clear(row)
         self.masks.clear(row)
-        self._version += 1
+        self._set_rule(row, _TOP_W)
 
     def swap(self, one: int, other: int) -> None:
         """Exchange two rows, except in `uniform`."""
-        self._parameter_rows[:, [one, other]] = self._parameter_rows[:, [other, one]]
-        self._rules.swap(one, other)
+        _swap(self._columns.values(), one, other)
         self.edits.swap(one, other)
         self.masks.swap(one, other)
         self._version += 1
 
     def bind(self, binding: Binding, rows: slice = slice(None)) -> BoundInputs:
         """Bind the inputs of adjacent `rows`."""
+        edits, masks = self.edits, self.masks
         binding.bind_changing("uniform", self.uniform[rows])
-        for name, values in self._parameters.items():
-            binding.bind_array(name, values[rows])
-        self._rules.bind(binding, rows)
-        self.edits.bind(binding, rows)
-        self.masks.bind(binding, rows)
-        return BoundInputs(binding, rows, self.edits.ids, self.masks.array, self.masks.version, self._version)
+        arrays = {**self._columns, **dict(zip(EDIT_INPUTS, edits.arrays, strict=True)), MASK_INPUT: masks.array}
+        for name, array in arrays.items():
+            binding.bind_array(name, array[rows])
+        return BoundInputs(binding, rows, edits.ids, masks.array, masks.version, self._version)
 
     def update(self, bound: BoundInputs) -> None:
         """Pass the rows, edits and masks that have changed since the last call to a binding."""
         binding, edits, masks = bound.binding, self.edits, self.masks
         if bound.edit_ids is not edits.ids:
-            edits.bind(binding, bound.rows)
+            for name, array in zip(EDIT_INPUTS, edits.arrays, strict=True):
+                binding.bind_array(name, array[bound.rows])
             bound.edit_ids = edits.ids
         elif edits.is_active:  # bans change at every step
             for name in EDIT_INPUTS:
                 binding.refresh(name)
         allowed = masks.array
         if bound.allowed is not allowed:
-            masks.bind(binding, bound.rows)
+            binding.bind_array(MASK_INPUT, allowed[bound.rows])
             bound.allowed, bound.mask_version = allowed, masks.version
         elif bound.mask_version != masks.version:
             binding.refresh(MASK_INPUT)
@@ -533,6 +461,10 @@ class SamplerInputs:
             for name in (*PARAMETER_NAMES, *RULE_INPUTS, *EDIT_INPUTS):
                 binding.refresh(name)
             bound.version = self._version
+
+    def _set_rule(self, row: int, rule: RuleParameters) -> None:
+        self._columns["rule"][row], self._columns["rule_values"][row] = rule.code, rule.values
+        self._version += 1
 
 
 def bind_greedy(session: Session, binding: Binding, rows: int) -> None:

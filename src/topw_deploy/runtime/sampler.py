@@ -13,7 +13,7 @@ import numpy as np
 from topw_deploy.dtypes import SAMPLER_OUTPUT_TYPES, array_name
 from topw_deploy.errors import GenerationError, ParameterError, one_line
 from topw_deploy.manifest import ModelFolder, SamplerManifest
-from topw_deploy.runtime.inputs import EDIT_INPUTS, RuleInputs, uniforms
+from topw_deploy.runtime.inputs import EDIT_INPUTS, rule_arrays, uniforms
 from topw_deploy.runtime.ort.graph_session import GraphSession
 from topw_deploy.runtime.parameters import OF_KEPT_SET, PARAMETERS, check_names, integer, values_per_prompt
 from topw_deploy.runtime.prepare import check_rule, longest_pool, with_preset
@@ -152,13 +152,12 @@ class TopWSampler:
             named = {name: value for name, value in named.items() if not PARAMETERS[name].lists_values(value)}
         columns = {name: values_per_prompt(name, value, rows or 1, "rows") for name, value in named.items()}
         resolve = cache(lambda *stated: self._resolve_row(dict(zip(columns, stated, strict=True))))
-        values, rules = np.empty((rows or 1, len(PARAMETER_NAMES)), np.float32), RuleInputs(rows or 1)
-        for row, stated in enumerate(zip(*columns.values(), strict=True) if columns else [()] * (rows or 1)):
-            top_w, rule = resolve(*stated)
-            values[row] = [getattr(top_w, name) for name in PARAMETER_NAMES]
-            rules.set(row, rule)
-        arrays = {**dict(zip(PARAMETER_NAMES, values.T.copy(), strict=True)), **rules.arrays}
-        return {name: array[:rows] for name, array in arrays.items()}
+        by_row = zip(*columns.values(), strict=True) if columns else [()] * (rows or 1)
+        resolved = [resolve(*stated) for stated in by_row][:rows]
+        arrays = rule_arrays(rule for _, rule in resolved)
+        for name in PARAMETER_NAMES:
+            arrays[name] = np.array([getattr(top_w, name) for top_w, _ in resolved], np.float32)
+        return arrays
 
     def _resolve_row(self, stated: Mapping[str, Any]) -> tuple[TopWParameters, RuleParameters]:
         info, median = self.manifest.sampler, self.manifest.median_distance

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from topw_deploy.errors import BenchmarkError
-from topw_deploy.runtime.inputs import RuleInputs
-from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, crop
+from topw_deploy.runtime.inputs import rule_arrays
+from topw_deploy.sampling import Geometry, RuleParameters, TopWOptions, TopWParameters, crop
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.reference import FLOAT32_TIES, Crop, candidate_pool
 from topw_deploy.text import count_text
@@ -236,7 +236,7 @@ def session_inputs(inputs: Inputs, case: Parameters, logits: Logits) -> dict[str
     empty = {"edit_ids": np.int64, "edit_penalty": np.float32, "edit_bias": np.float32, "allowed": np.int32}
     columns = {name: np.full(batch, case[name], np.float32) for name in PARAMETER_NAMES}
     edits = {name: np.zeros((batch, 0), dtype) for name, dtype in empty.items()}
-    return {"logits": logits, "uniform": inputs.uniform, **edits, **columns, **RuleInputs(batch).arrays}
+    return {"logits": logits, "uniform": inputs.uniform, **edits, **columns, **rule_arrays([RuleParameters()] * batch)}
 
 
 def write_sampler_model(inputs: Inputs, *, with_keep_mask: bool) -> Path:

@@ -23,7 +23,7 @@ from topw_deploy.export.graph import GraphEditor, external_files, required_node_
 from topw_deploy.export.sampler.attach import NODE_NAME, sampler_node
 from topw_deploy.export.sampler.spec import SAMPLER_INPUTS
 from topw_deploy.manifest import MODEL_NAME, DecoderInfo
-from topw_deploy.runtime.inputs import RuleInputs
+from topw_deploy.runtime.inputs import rule_arrays
 from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.rules import RuleParameters
 
@@ -304,9 +304,6 @@ class SamplerProbe:
         rules: the rule of each row; None for Top-W.
         """
         batch = len(logits)
-        chosen = RuleInputs(batch)
-        for row, rule in enumerate(rules or ()):
-            chosen.set(row, rule)
         feeds: dict[str, np.ndarray] = {
             "logits": np.ascontiguousarray(logits, dtype=np.float32),
             "edit_ids": np.zeros((batch, 0), np.int64),
@@ -314,7 +311,7 @@ class SamplerProbe:
             "edit_bias": np.zeros((batch, 0), np.float32),
             "allowed": np.zeros((batch, 0), np.int32) if allowed is None else allowed,
             "uniform": np.asarray(uniform, dtype=np.float32),
-            **chosen.arrays,
+            **rule_arrays(rules or [RuleParameters()] * batch),
         }
         for name in parameters[0]:
             feeds[name] = np.asarray([row[name] for row in parameters], dtype=np.float32)
