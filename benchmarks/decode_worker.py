@@ -21,7 +21,7 @@ from topw_deploy.export.sampler.spec import OP_TYPE
 from topw_deploy.manifest import DecoderManifest, ModelFolder
 from topw_deploy.plugins.library import library_path
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.cache import new_caches
+from topw_deploy.runtime.cache import Caches
 from topw_deploy.runtime.inputs import rule_arrays
 from topw_deploy.runtime.loop import Batch, accept_tokens, decode_one_token, prefill
 from topw_deploy.runtime.ort.graph_session import SAMPLER_INPUTS
@@ -117,7 +117,7 @@ class GreedyLoop:
     """A minimal greedy loop over the same graph."""
 
     def __init__(self, manifest: DecoderManifest, session: EitherSession) -> None:
-        self.session, self.caches = session, new_caches(session, manifest.decoder)  # type: ignore[arg-type]
+        self.session, self.caches = session, Caches(session, manifest.decoder)  # type: ignore[arg-type]
         self.token = np.zeros(1, np.int64)
         self.unused: dict[str, np.ndarray] = {
             name: np.zeros((1, 0), np.float32) for name in SAMPLER_INPUTS if name.startswith("edit_")

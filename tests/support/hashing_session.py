@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from topw_deploy.errors import GenerationError
 from topw_deploy.manifest import DecoderInfo, State
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.cache import new_caches
+from topw_deploy.runtime.cache import Caches
 from topw_deploy.runtime.cache.buffers import HostMemory
 from topw_deploy.runtime.ort.graph_session import SAMPLER_INPUTS
 from topw_deploy.runtime.prepare import Limits
@@ -51,7 +51,7 @@ def hashing_model(model: TopWModel, form: str) -> TopWModel:
     decoder = replace(model.manifest.decoder, ragged_chunks=False, context_length=CONTEXT, **FORMS[form])
     session = HashingSession(decoder, mask_words(model.manifest.sampler.vocab_size))
     found.manifest = replace(model.manifest, decoder=decoder)
-    found._decoder, found._session, found._caches = decoder, session, new_caches(session, decoder)
+    found._decoder, found._session, found._caches = decoder, session, Caches(session, decoder)
     found._preparer = copy.copy(model._preparer)
     found._preparer.limits = Limits(CONTEXT, model.manifest.sampler.vocab_size)
     return found

@@ -65,9 +65,7 @@ class TopWModel:
         self.sampler, self.why_graph = session.sampler, session.why_graph
         self._decoder, self._logits_output = decoder, logits_output(folder.manifest)
         self._template = load_chat_template(folder, self.tokenizer)
-        caches = cache.new_caches(
-            session, decoder, max_length=max_length, max_batch=max_batch, prefill_chunk=prefill_chunk
-        )
+        caches = cache.Caches(session, decoder, max_length=max_length, max_batch=max_batch, prefill_chunk=prefill_chunk)
         self._caches: cache.Caches | None = caches
         self._preparer = Preparer(folder, self.tokenizer, limits, pads=caches.takes_ragged_batches)
         self.defaults = self._preparer.defaults

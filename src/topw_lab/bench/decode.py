@@ -23,7 +23,7 @@ from topw_deploy.errors import BenchmarkError, ParameterError
 from topw_deploy.manifest import DecoderInfo, load_decoder_manifest
 from topw_deploy.progress import SILENT, Progress
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.cache import Cache, new_caches
+from topw_deploy.runtime.cache import Cache, Caches
 from topw_deploy.runtime.ort.session import OrtSession
 from topw_deploy.text import count_text
 from topw_lab.bench.measure import Spread, interleave
@@ -310,7 +310,7 @@ class ArgMaxLoop:
 
     def __init__(self, path: Path, decoder: DecoderInfo, options: ort.SessionOptions) -> None:
         self._session = OrtSession(ort.InferenceSession(path, options, providers=["CPUExecutionProvider"]))
-        self._caches = new_caches(self._session, decoder)
+        self._caches = Caches(self._session, decoder)
         self._cache: Cache | None = None
         self.token = np.zeros(1, np.int64)
 

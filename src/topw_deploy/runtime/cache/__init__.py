@@ -7,15 +7,13 @@ static, shared: the graph updates one buffer in place.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
-
-import numpy as np
+from typing import TypeAlias
 
 from topw_deploy.errors import ManifestError
 from topw_deploy.manifest import KV_FORMS, DecoderInfo, TensorSpec
-from topw_deploy.runtime.cache.buffers import CACHE_TYPES
-from topw_deploy.runtime.cache.concat import ConcatCaches
-from topw_deploy.runtime.cache.in_place import InPlaceCaches
+from topw_deploy.runtime.cache.buffers import CACHE_TYPES, MemoryPool
+from topw_deploy.runtime.cache.concat import ConcatCache
+from topw_deploy.runtime.cache.in_place import InPlaceCache, SharedCache, StaticCache
 from topw_deploy.runtime.session import Binding, Session
 
 DEFAULT_CHUNK = 1024  # tokens per run; more is no faster
@@ -25,61 +23,46 @@ _REQUIRED_INPUTS = {
     "shared": ("input_ids", "attention_mask"),
 }
 
+Cache: TypeAlias = InPlaceCache | ConcatCache
+"""One generation's cache. Call `feed_prompts`, run, `begin_decoding`; then for each step `advance` and run.
 
-class Cache(Protocol):
-    """One generation's cache. Call `feed_prompts`, run, `begin_decoding`; then for each step `advance` and run.
-
-    input_ids: int64 [B, 1], the next tokens; write them before `advance`.
-    """
-
-    input_ids: np.ndarray
-
-    def feed_prompts(self) -> int:
-        """Run all prompt chunks except the last, and bind the last. Returns its columns."""
-
-    def begin_decoding(self) -> None:
-        """Bind the inputs of a step, one token per row."""
-
-    def advance(self, rows: Iterable[int]) -> None:
-        """Make room for one more token in `rows`. The other rows, which have ended, overwrite their last token."""
-
-    def close(self) -> None:
-        """Return the cache's memory."""
+input_ids: int64 [B, 1], the next tokens; write them before `advance`.
+"""
 
 
-class Caches(Protocol):
-    """Opens the caches of a session's generations.
+class Caches:
+    """Opens the caches of a session's generations, of the decoder's form.
 
-    bytes: size of the buffers; 0 for the form concat, whose states onnxruntime owns.
+    max_length, max_batch: `length` and `rows` of `MemoryPool`.
+    prefill_chunk: maximum prompt tokens per run, over all rows.
     takes_ragged_batches: whether the prompts of a batch may differ in length.
     """
 
-    takes_ragged_batches: bool
+    def __init__(
+        self,
+        session: Session,
+        decoder: DecoderInfo,
+        *,
+        max_length: int | None = None,
+        max_batch: int | None = None,
+        prefill_chunk: int | None = None,
+    ) -> None:
+        self._session, self._decoder, self._chunk = session, decoder, prefill_chunk or DEFAULT_CHUNK
+        self._pool = None if decoder.kv_form == "concat" else MemoryPool(session, decoder, max_length, max_batch)
+        pads = {"concat": decoder.left_padding, "static": True, "shared": decoder.right_padding}
+        self.takes_ragged_batches = pads[decoder.kv_form]
 
     @property
-    def bytes(self) -> int: ...
+    def bytes(self) -> int:
+        """Size of the buffers; 0 for the form concat, whose states onnxruntime owns."""
+        return 0 if self._pool is None else self._pool.bytes
 
     def open(self, binding: Binding, prompts: Sequence[Sequence[int]], budgets: Sequence[int]) -> Cache:
         """Open a cache with a row per prompt and room for `budgets[row]` more tokens. The caller must close it."""
-
-
-def new_caches(
-    session: Session,
-    decoder: DecoderInfo,
-    *,
-    max_length: int | None = None,
-    max_batch: int | None = None,
-    prefill_chunk: int | None = None,
-) -> Caches:
-    """Make the caches of a session, of the decoder's form.
-
-    max_length, max_batch: `length` and `rows` of `MemoryPool`.
-    prefill_chunk: maximum tokens per run, over all rows.
-    """
-    chunk = prefill_chunk or DEFAULT_CHUNK
-    if decoder.kv_form == "concat":
-        return ConcatCaches(session, decoder, chunk)
-    return InPlaceCaches(session, decoder, chunk, max_length, max_batch)
+        if self._pool is None:
+            return ConcatCache(self._session, binding, self._decoder, prompts, max(budgets), self._chunk)
+        form = StaticCache if self._decoder.kv_form == "static" else SharedCache
+        return form(self._session, binding, self._decoder, self._pool, prompts, budgets, self._chunk)
 
 
 def check_cache(decoder: DecoderInfo, specs: Iterable[TensorSpec]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, cast
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -11,47 +11,9 @@ from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache.buffers import allocate_zeros
 from topw_deploy.runtime.inputs import bind_greedy
-from topw_deploy.runtime.session import Binding, Memory, Session
+from topw_deploy.runtime.session import Memory, Session
 
-
-class AllocatingBinding(Binding, Protocol):
-    """A binding to onnxruntime, which can allocate an output in each run and take it as an input of the next run.
-
-    bind_value: function from an input's name and a value of `outputs`; binds the value.
-    outputs: function that returns the last run's outputs, in the order in which they were bound.
-    """
-
-    bind_value: Callable[[str, object], None]
-    outputs: Callable[[], Sequence[object]]
-
-    def bind_empty(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
-        """Bind an empty input. dtype: a key of ELEMENT_TYPES."""
-
-    def bind_input_memory(self, name: str, element_type: int, shape: Sequence[int], pointer: int) -> None:
-        """Bind session memory as an input only. The memory must stay alive."""
-
-    def bind_fresh(self, name: str) -> int:
-        """Make the next run allocate output `name`. Returns its index in `outputs`."""
-
-    def bind_fresh_again(self, name: str) -> None:
-        """Make the next run allocate output `name` again."""
-
-    def new_sibling(self) -> AllocatingBinding:
-        """See `Binding`."""
-
-
-class ConcatCaches:
-    """Opens the caches of a session's generations. chunk: maximum prompt tokens per run, over all rows."""
-
-    bytes = 0  # onnxruntime owns the states
-
-    def __init__(self, session: Session, decoder: DecoderInfo, chunk: int) -> None:
-        self._session, self._decoder, self._chunk = session, decoder, chunk
-        self.takes_ragged_batches = decoder.left_padding
-
-    def open(self, binding: Binding, prompts: Sequence[Sequence[int]], budgets: Sequence[int]) -> ConcatCache:
-        allocating = cast(AllocatingBinding, binding)  # only onnxruntime's sessions run such graphs
-        return ConcatCache(self._session, allocating, self._decoder, prompts, max(budgets), self._chunk)
+HostBinding = Any  # that of `ort.session`, which allocates outputs; only onnxruntime's sessions run such graphs
 
 
 class ConcatCache:
@@ -64,7 +26,7 @@ class ConcatCache:
     def __init__(
         self,
         session: Session,
-        binding: AllocatingBinding,
+        binding: HostBinding,
         decoder: DecoderInfo,
         prompts: Sequence[Sequence[int]],
         new_tokens: int,
@@ -128,7 +90,7 @@ class ConcatCache:
             self._mask[row, start : self._width] = 1
         return ids, positions
 
-    def _bind_states(self, binding: AllocatingBinding) -> list[int]:
+    def _bind_states(self, binding: HostBinding) -> list[int]:
         """Bind empty pasts (zeros for states of fixed size), and presents that the run allocates.
 
         Returns the indices of the presents in `binding.outputs`.
@@ -143,7 +105,7 @@ class ConcatCache:
             binding.bind_input_memory(state.past, ELEMENT_TYPES[state.dtype].number, shape, zeros.pointer)
         return [binding.bind_fresh(present) for _, present in self._names]
 
-    def _bind_tokens(self, binding: AllocatingBinding, ids: np.ndarray, positions: np.ndarray, end: int) -> None:
+    def _bind_tokens(self, binding: HostBinding, ids: np.ndarray, positions: np.ndarray, end: int) -> None:
         binding.bind_array("input_ids", np.ascontiguousarray(ids))
         if self._has_mask:
             binding.bind_array("attention_mask", np.ascontiguousarray(self._mask[:, :end]))  # [B, past + new]
@@ -152,7 +114,7 @@ class ConcatCache:
 
 
 def _pass_states(
-    names: Sequence[tuple[str, str]], source: AllocatingBinding, indices: Sequence[int], target: AllocatingBinding
+    names: Sequence[tuple[str, str]], source: HostBinding, indices: Sequence[int], target: HostBinding
 ) -> None:
     """Bind the presents of the last run of `source` as pasts of `target`. indices: of the presents, in `outputs`."""
     outputs, bind_past, allocate_again = source.outputs(), target.bind_value, source.bind_fresh_again

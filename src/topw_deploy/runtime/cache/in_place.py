@@ -21,29 +21,6 @@ A length may be 0 only if the decoder `recurs`.
 _TOTAL_LENGTH = "total_sequence_length"
 
 
-class InPlaceCaches:
-    """Opens the caches of a session's generations in a pool of buffers.
-
-    chunk: maximum prompt tokens per run, over all rows.
-    length, rows: see `MemoryPool`.
-    """
-
-    def __init__(
-        self, session: Session, decoder: DecoderInfo, chunk: int, length: int | None = None, rows: int | None = None
-    ) -> None:
-        self._session, self._decoder, self._chunk = session, decoder, chunk
-        self._cache_class = StaticCache if decoder.kv_form == "static" else SharedCache
-        self.takes_ragged_batches = decoder.kv_form == "static" or decoder.right_padding
-        self._pool = MemoryPool(session, decoder, length, rows)
-
-    @property
-    def bytes(self) -> int:
-        return self._pool.bytes
-
-    def open(self, binding: Binding, prompts: Sequence[Sequence[int]], budgets: Sequence[int]) -> InPlaceCache:
-        return self._cache_class(self._session, binding, self._decoder, self._pool, prompts, budgets, self._chunk)
-
-
 class InPlaceCache(ABC):
     """A cache in which each state's past and present share memory.
 
@@ -71,9 +48,10 @@ class InPlaceCache(ABC):
         width = int(self._lengths.max())
         self._most_columns = min(session.most_columns or chunk, decoder.most_columns or chunk)
         self._columns_per_run = max(1, min(chunk // len(prompts), self._most_columns))
-        may_pad = self._ends_rows_anywhere and not pool.layout.evicts
+        is_static = decoder.kv_form == "static"  # which returns the logits of each row's last token
+        may_pad = is_static and not pool.layout.evicts
         in_one_run = width <= self._columns_per_run and (may_pad or int(self._lengths.min()) == width)
-        may_repeat = self._takes_ragged_chunks and not pool.layout.recurs  # a token, as `_chunks` does
+        may_repeat = is_static and decoder.ragged_chunks and not pool.layout.recurs  # a token, as `_chunks` does
         self._feeds_together = len(prompts) == 1 or in_one_run or may_repeat
         self.input_ids = np.zeros((len(prompts), 1), np.int64)
         tokens = max(len(prompt) + budget for prompt, budget in zip(prompts, budgets, strict=True))
@@ -85,26 +63,19 @@ class InPlaceCache(ABC):
         self._pool.give_back(self._buffers)
 
     def feed_prompts(self) -> int:
+        """Run all prompt chunks except the last, and bind the last. Returns its columns."""
         last = self._feed_together() if self._feeds_together else self._feed_in_groups()
         self._buffers.bind(self._binding)
         self._bind_chunk(self._binding, *last)
         return last[0].shape[1]
 
     def begin_decoding(self) -> None:
+        """Bind the inputs of a step, one token per row."""
         self._binding.bind_changing("input_ids", self.input_ids)
 
     @abstractmethod
-    def advance(self, rows: Iterable[int]) -> None: ...
-
-    @property
-    @abstractmethod
-    def _takes_ragged_chunks(self) -> bool:
-        """Whether rows may append different numbers of tokens in a run."""
-
-    @property
-    @abstractmethod
-    def _ends_rows_anywhere(self) -> bool:
-        """Whether the graph returns the logits of each row's last token, not those of the last column."""
+    def advance(self, rows: Iterable[int]) -> None:
+        """Make room for one more token in `rows`. The other rows, which have ended, overwrite their last token."""
 
     @abstractmethod
     def _bind_chunk(self, binding: Binding, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
@@ -207,16 +178,11 @@ class StaticCache(InPlaceCache):
         if self._most_length > self._buffers.length:
             self._grow()
 
-    @property
-    def _takes_ragged_chunks(self) -> bool:
-        return self._decoder.ragged_chunks
-
-    @property
-    def _ends_rows_anywhere(self) -> bool:
-        return True
-
     def _bind_chunk(self, binding: Binding, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
-        bind_static_chunk(self._session, binding, ids, starts, lengths)
+        binding.bind_array("input_ids", ids)
+        binding.bind_array("write_indices", starts)
+        binding.bind_array("row_lengths", lengths)
+        bind_total(self._session, binding, int(starts.max()) + ids.shape[1])
 
     def _grow(self) -> None:
         self._most_length = int(self._last_indices.max()) + 1
@@ -252,14 +218,6 @@ class SharedCache(InPlaceCache):
             self._position_ids += 1
         self._bind_mask(self._binding, self._position_ids + 1)
 
-    @property
-    def _takes_ragged_chunks(self) -> bool:
-        return False
-
-    @property
-    def _ends_rows_anywhere(self) -> bool:
-        return False
-
     def _bind_chunk(self, binding: Binding, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
         """Bind a chunk.
 
@@ -281,16 +239,6 @@ class SharedCache(InPlaceCache):
         else:
             mask = (np.arange(width) < ends).astype(np.int64)
         binding.bind_array("attention_mask", mask)
-
-
-def bind_static_chunk(
-    session: Session, binding: Binding, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray
-) -> None:
-    """Bind a Chunk to a graph of the form `static`."""
-    binding.bind_array("input_ids", ids)
-    binding.bind_array("write_indices", starts)
-    binding.bind_array("row_lengths", lengths)
-    bind_total(session, binding, int(starts.max()) + ids.shape[1])
 
 
 def bind_total(session: Session, binding: Binding, tokens: int) -> None:
