@@ -22,7 +22,7 @@ from tests.support.samples import thinned
 from topw_deploy.errors import ManifestError
 from topw_deploy.manifest import DecoderManifest, ModelFolder
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.ort.graph_checks import refuse_compiled
+from topw_deploy.runtime.ort.graph_session import refuse_compiled
 
 Change = Callable[[onnx.ModelProto], object]
 

@@ -15,7 +15,7 @@ from tests.support.tiny_models import export, make_model, write_tokenizer
 from topw_deploy.errors import ManifestError
 from topw_deploy.manifest import load_decoder_manifest, save_manifest
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.ort import graph_checks
+from topw_deploy.runtime.ort import graph_session
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +78,7 @@ def test_a_window_takes_the_memory_of_its_tokens(folder: Callable[[str, str], Pa
 def test_an_older_onnxruntime_is_refused_by_version(
     folder: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graph_checks.ort, "__version__", "1.28.2")
+    monkeypatch.setattr(graph_session.ort, "__version__", "1.28.2")
     with pytest.raises(ManifestError, match=r"onnxruntime 1.29, and this is 1.28.2; .* or export with --no-w"):
         TopWModel.from_pretrained(folder("gemma3", "onnxruntime"))
     TopWModel.from_pretrained(folder("lfm2", "onnxruntime")).close()  # needs 1.25

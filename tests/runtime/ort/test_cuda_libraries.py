@@ -68,17 +68,6 @@ def test_threads_that_come_at_once_load_once(preload: Preload) -> None:
     assert calls == [None]
 
 
-def test_output_of_other_threads_is_printed_meanwhile(preload: Preload, capsys: pytest.CaptureFixture[str]) -> None:
-    def load(_directory: str | None) -> None:
-        other = threading.Thread(target=print, args=("from elsewhere",))
-        other.start()
-        other.join()
-
-    preload(load)
-    assert providers.preload_libraries() == ""
-    assert capsys.readouterr().out == "from elsewhere\n"
-
-
 def test_packages_in_other_folders_are_looked_through_where_something_is_missing(
     preload: Preload, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

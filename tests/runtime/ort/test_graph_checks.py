@@ -18,7 +18,7 @@ from topw_deploy.export.write import read_tables
 from topw_deploy.manifest import Lookup, load_manifest, save_manifest
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.ort import providers
-from topw_deploy.runtime.ort.graph_checks import lookup_error_clause
+from topw_deploy.runtime.ort.graph_session import lookup_error_clause
 from topw_deploy.sampling import TopWOptions
 
 ROWS = 6

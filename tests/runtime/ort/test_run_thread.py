@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import queue
 import threading
 
 import pytest
 
 from tests.support.waiting import HANG
+from topw_deploy.runtime.ort import device
 from topw_deploy.runtime.ort.device import RunThread
 
 
@@ -50,24 +52,20 @@ def test_a_call_from_the_thread_itself_runs_at_once() -> None:
 def test_an_interrupted_caller_waits_until_its_call_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, ended, waits_again = RunThread(), list[str](), threading.Event()
 
-    class Interrupted:
-        """A lock whose first wait is interrupted, as by Ctrl-C."""
+    class Interrupted(queue.SimpleQueue):  # type: ignore[type-arg]
+        """A queue whose first wait is interrupted, as by Ctrl-C."""
 
-        def __init__(self, real: threading.Lock) -> None:
-            self.real, self.waits = real, 0
-            self.release = real.release
+        waits = 0
 
-        def acquire(self) -> None:
+        def get(self) -> object:  # type: ignore[override]
             self.waits += 1
-            if self.waits == 2:
+            if self.waits == 1:
                 raise KeyboardInterrupt
-            if self.waits == 3:
-                waits_again.set()
-            self.real.acquire()
+            waits_again.set()
+            return super().get()
 
-    real = threading.Lock
     runner.call(lambda: None)  # starts the thread
-    monkeypatch.setattr(threading, "Lock", lambda: Interrupted(real()))
+    monkeypatch.setattr(device, "SimpleQueue", Interrupted)
 
     def work() -> None:
         assert waits_again.wait(HANG)

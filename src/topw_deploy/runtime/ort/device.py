@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
+from typing import TypeAlias
 
 import numpy as np
 import onnxruntime as ort
@@ -300,6 +301,10 @@ def _host_views(
         yield name, place.view(array.dtype).reshape(array.shape)
 
 
+Task: TypeAlias = tuple[Callable[[], None], "SimpleQueue[BaseException | None]"]
+"""A function, and where its error, or None, is put once it has ended."""
+
+
 class RunThread:
     """The thread that runs a session with CUDA graphs. The first call starts it.
 
@@ -308,7 +313,7 @@ class RunThread:
     """
 
     def __init__(self) -> None:
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -320,15 +325,15 @@ class RunThread:
         if threading.current_thread() is self._start():  # garbage collection may close a generation here
             function()
             return
-        task = _Task(function)
-        self._tasks.put(task)
+        ended: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._tasks.put((function, ended))
         try:
-            task.ended.acquire()
+            error = ended.get()
         except BaseException:
-            task.ended.acquire()
+            ended.get()
             raise
-        if task.error is not None:
-            raise task.error
+        if error is not None:
+            raise error
 
     def _start(self) -> threading.Thread:
         with self._lock:
@@ -341,19 +346,13 @@ class RunThread:
             return self._thread
 
 
-class _Task:
-    def __init__(self, function: Callable[[], None]) -> None:
-        self.function = function
-        self.error: BaseException | None = None
-        self.ended = threading.Lock()
-        self.ended.acquire()
-
-
-def _run_tasks(tasks: SimpleQueue[_Task | None]) -> None:
+def _run_tasks(tasks: SimpleQueue[Task | None]) -> None:
     while (task := tasks.get()) is not None:
+        function, ended = task
+        error: BaseException | None = None
         try:
-            task.function()
-        except BaseException as error:  # noqa: BLE001  # raised in the caller
-            task.error = error
-        task.ended.release()
-        del task  # it refers to the session
+            function()
+        except BaseException as raised:  # noqa: BLE001  # raised in the caller
+            error = raised
+        ended.put(error)
+        del task, function, ended, error  # they refer to the session

@@ -1,7 +1,17 @@
-"""Open an exported graph: a TensorRT engine of it, or a session of onnxruntime on the requested provider."""
+"""Open an exported graph: a TensorRT engine of it, or a session of onnxruntime on the requested provider.
+
+Graphs that this onnxruntime does not support, or would compute wrongly without an error, are refused. On CUDA,
+`GatherBlockQuantized` over a uint8 table reads wrong weights:
+
+- before 1.29 without zero points: it uses 0 where the CPU uses 2 ** (bits - 1);
+- up to at least 1.31 if a row ends within a block: it uses scales of other rows.
+
+This exporter avoids both; others may not.
+"""
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -12,12 +22,15 @@ import onnxruntime as ort
 
 from topw_deploy.device_lock import device_lock
 from topw_deploy.errors import ManifestError, ParameterError, ProviderError, TensorRTError, one_line
-from topw_deploy.manifest import DecoderManifest, Manifest, ModelFolder, TensorSpec
+from topw_deploy.folders import map_stream
+from topw_deploy.install import major_minor
+from topw_deploy.manifest import MODEL_NAME, DecoderManifest, Lookup, Manifest, ModelFolder, TensorSpec
+from topw_deploy.plugins import library
 from topw_deploy.runtime.inputs import EDIT_INPUTS, MASK_INPUT, RULE_INPUTS
-from topw_deploy.runtime.ort import graph_checks, native, providers
+from topw_deploy.runtime.ort import native, providers
 from topw_deploy.runtime.ort.device import BufferPool
 from topw_deploy.runtime.ort.session import OrtSession, graph_inputs
-from topw_deploy.runtime.session import Session, SessionOptions
+from topw_deploy.runtime.session import Sampler, Session, SessionOptions
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.row import mask_words
 from topw_deploy.tensorrt.run import TensorRTSession
@@ -36,6 +49,8 @@ _HINT_FOR_GRAPHS = (
 # This optimizer fuses RotaryEmbedding into GroupQueryAttention on CUDA. It takes ONNX's RotaryEmbedding for that of
 # onnxruntime, reads past its inputs and crashes (onnxruntime issue 28604).
 _DISABLED_OPTIMIZERS = ["GroupQueryAttentionFusion"]
+_COMPILED_OPERATOR = b"EPContext"
+_FIRST_WITH_MIDDLE = (1, 29)  # the first version that takes 2 ** (bits - 1) for zero points that are not given
 
 
 def open_session(folder: ModelFolder[DecoderManifest], options: SessionOptions) -> Session:
@@ -100,34 +115,33 @@ class GraphSession(OrtSession):
     """
 
     def __init__(self, folder: ModelFolder[Any], options: SessionOptions) -> None:
-        settings = options.for_onnxruntime()
         requested = providers.resolve(options.provider, options.allow_fallback)
         wanted = requested if providers.short_name(requested) in providers.available() else providers.CPU
         unused = requested == providers.CPU and options.cuda_graphs
         if unused and options.provider != "auto":
             raise ParameterError("enable_cuda_graph is for provider='cuda', but provider is 'cpu'; omit it.")
         graphs = wanted == providers.CUDA and options.cuda_graphs
+        _check_version(folder)
         if graphs:
             _check_can_capture(folder)
-        graph_checks.check_version(folder)
         if wanted != providers.CPU:
-            graph_checks.refuse_compiled(folder)
-            providers.record_assignments(settings)
+            refuse_compiled(folder)
         allows_fallback = options.allow_fallback or options.provider == "auto"
-        opened, failure = _open(folder, wanted, options, settings, fallback=allows_fallback)
-        self.sampler, self.why_graph = opened.sampler, opened.why_graph
-        self.provider = providers.check_used(wanted, opened.raw, allows_fallback)
-        graph_checks.check_lookups(folder, self.provider)
+        raw, self.sampler, self.why_graph, failure = _open(folder, wanted, options, fallback=allows_fallback)
+        self.provider = providers.check_used(wanted, raw, allows_fallback)
+        for lookup in folder.manifest.lookups if providers.device_of(self.provider) == "cuda" else ():
+            if found := lookup_error_clause(lookup, ort.__version__):
+                raise ManifestError(f"{folder.path} looks embeddings up in {found}, or use provider='cpu'.", "provider")
         if self.provider != providers.CPU:
-            self.cpu_nodes = providers.assigned_cpu_nodes(opened.raw)
+            self.cpu_nodes = providers.assigned_cpu_nodes(raw)
         if not allows_fallback:
             providers.refuse_cpu_nodes(self.cpu_nodes, self.provider)
         self._warn_of_fallback(requested, failure, unused)
-        _check_io(folder, opened.raw)
+        _check_io(folder, raw)
         self.mask_words = mask_words(folder.manifest.sampler.vocab_size)
         device = providers.device_of(self.provider), options.device_number
         graphs = graphs and self.provider == providers.CUDA
-        super().__init__(opened.raw, device, None if device[0] == "cpu" else BufferPool(device, graphs=graphs))
+        super().__init__(raw, device, None if device[0] == "cpu" else BufferPool(device, graphs=graphs))
 
     def _warn_of_fallback(self, requested: str, failure: str, graphs_unused: bool) -> None:
         doctor, name = "; `topw doctor` shows what is missing", providers.short_name(requested)
@@ -157,51 +171,117 @@ def _check_can_capture(folder: ModelFolder[Manifest]) -> None:
         )
 
 
-def _open(
-    folder: ModelFolder[Manifest],
-    wanted: str,
-    options: SessionOptions,
-    settings: ort.SessionOptions,
-    *,
-    fallback: bool,
-) -> tuple[native.OpenedSession, str]:
-    """Open a session on the provider `wanted`, or, if that fails and `fallback`, on the CPU.
+def _check_version(folder: ModelFolder[Manifest]) -> None:
+    """Raises ManifestError if the graph needs a newer onnxruntime."""
+    decoder = folder.manifest.decoder if isinstance(folder.manifest, DecoderManifest) else None
+    least = "" if decoder is None else decoder.least_onnxruntime
+    if decoder is None or not least or major_minor(ort.__version__) >= major_minor(least):
+        return
+    other = ", or export with --no-window-cache" if decoder.evicts else ""
+    raise ManifestError(
+        f"{folder.path} needs the operators of onnxruntime {least}, and this is {ort.__version__}; install onnxruntime "
+        f"{least} or newer{other}."
+    )
 
-    Returns (session, why `wanted` failed or "").
+
+def refuse_compiled(folder: ModelFolder[Manifest]) -> None:
+    """Raises ManifestError for EPContext nodes, through which a provider loads compiled code from the folder.
+
+    The CPU's provider has no such operator.
     """
-    device = providers.device_of(wanted), options.device_number
+    with folder.open(MODEL_NAME) as stream:
+        if not os.fstat(stream.fileno()).st_size:
+            return  # cannot be mapped; onnxruntime refuses it
+        with map_stream(stream) as graph:
+            found = graph.find(_COMPILED_OPERATOR) >= 0
+    if found:
+        raise ManifestError(
+            f"{folder.model} has an {_COMPILED_OPERATOR.decode()} node, which runs code compiled elsewhere; do not use "
+            "this folder, or use provider='cpu'.",
+            "provider",
+        )
+
+
+def lookup_error_clause(lookup: Lookup, version: str) -> str:
+    """A clause that says what onnxruntime `version` computes wrongly on CUDA, with a remedy; "" for nothing."""
+    wrongly = f"which onnxruntime {version} reads wrongly on CUDA"
+    again = "export the original model again"
+    if not lookup.has_zero_points and major_minor(version) < _FIRST_WITH_MIDDLE:
+        return f"a quantised table without zero points, {wrongly}; {again}, install 1.29 or newer"
+    if lookup.width % lookup.block_size:
+        size = f"rows of {lookup.width} weights in blocks of {lookup.block_size}"
+        return f"{size}, {wrongly}; {again}"
+    return ""
+
+
+Opened = tuple[ort.InferenceSession, Sampler, str, str]
+"""(Session, its sampler, why that is "graph" or "", why the provider asked for failed or "")."""
+
+
+def _open(folder: ModelFolder[Manifest], wanted: str, options: SessionOptions, *, fallback: bool) -> Opened:
+    """Open a session on the provider `wanted`, or, if that fails and `fallback`, on the CPU."""
+    settings = options.for_onnxruntime()
+    if wanted != providers.CPU:
+        providers.record_assignments(settings)
     missing = providers.missing_libraries(wanted)
-
-    def open_on(provider: str, chain: list[Any]) -> native.OpenedSession:
-        with nullcontext() if providers.device_of(provider) == "cpu" else device_lock(device).opening():
-            return native.open_with_sampler(
-                lambda: _new_session(folder, chain, settings),
-                settings,
-                provider=provider,
-                table_form=folder.manifest.sampler.table_form,
-                sampler=options.sampler,
-                device=device[1],
-            )
-
     try:
-        return open_on(wanted, providers.session_providers(wanted, options.provider_options)), ""
-    except ProviderError:
+        return _open_on(folder, providers.session_providers(wanted, options.provider_options), options, settings)
+    except (ManifestError, ProviderError):
         raise
     except Exception as error:  # noqa: BLE001  # unrelated classes
-        if wanted == providers.CPU:
-            raise _refusal_error(folder, error) from None
         # Open it on the CPU, to find out whether the graph or the provider is at fault.
-        try:
-            session = open_on(providers.CPU, [(providers.CPU, {})])
-        except ProviderError:
-            raise
-        except Exception as second:  # noqa: BLE001
-            raise _refusal_error(folder, second) from None
+        raw, sampler, why_graph, _ = _open_on(folder, [(providers.CPU, {})], options, settings)
         why = "; ".join(filter(None, (one_line(error), missing)))
         if fallback:
-            return session, why
+            return raw, sampler, why_graph, why
         hint = _HINT_FOR_GRAPHS if "graph capture feature" in str(error) else "see `topw doctor`, or use provider='cpu'"
         raise ProviderError(f"{providers.short_name(wanted)} could not open {folder.model} ({why}); {hint}.") from None
+
+
+def _open_on(
+    folder: ModelFolder[Manifest], chain: list[Any], options: SessionOptions, settings: ort.SessionOptions
+) -> Opened:
+    """Open a session with the native sampler if it can be used, else with the function in the file.
+
+    chain: onnxruntime's providers, the best first.
+
+    Raises ManifestError if the CPU's provider refuses the graph, the errors of other providers, and ProviderError if
+    the native sampler is required but unusable.
+    """
+    provider, number = chain[0][0], options.device_number
+    device = providers.device_of(provider)
+    found, why, refused = None, "sampler='graph' asks for it", None
+    with nullcontext() if device == "cpu" else device_lock((device, number)).opening():
+        if options.sampler != "graph":
+            found, why = native.operator_library(provider, folder.manifest.sampler.table_form, settings, number)
+        if found is not None:
+            before = found.assigned_nodes
+            try:
+                settings.register_custom_ops_library(str(found.path))
+                raw = _new_session(folder, chain, settings)
+            except Exception as error:  # noqa: BLE001  # unrelated classes
+                why, refused = f"onnxruntime does not open it with the native sampler ({one_line(error)})", error
+            else:
+                if found.assigned_nodes > before:
+                    return raw, "native", "", ""
+                why = "the graph has no node for the native sampler"
+                del raw
+        try:
+            with library.hide_operators():
+                raw = _new_session(folder, chain, settings)
+        except Exception as error:  # noqa: BLE001
+            cause = refused or error  # the error has another cause, or the model needs the native sampler
+            if provider != providers.CPU:
+                raise cause from None
+            raise ManifestError(
+                f"onnxruntime {ort.__version__} refuses {folder.model} ({one_line(cause)}); check the folder with "
+                "`topw verify` or export the model again."
+            ) from None
+    if options.sampler == "native":
+        raise ProviderError(
+            f"sampler='native' is not available: {why}; see `topw doctor`, or use sampler='auto'.", "sampler"
+        )
+    return raw, "graph", why, ""
 
 
 def _new_session(folder: ModelFolder[Manifest], chain: list[Any], options: ort.SessionOptions) -> ort.InferenceSession:
@@ -214,13 +294,6 @@ def _new_session(folder: ModelFolder[Manifest], chain: list[Any], options: ort.S
         enable_fallback=0,
         read_config_from_model=0,
         disabled_optimizers=_DISABLED_OPTIMIZERS if chain[0][0] != providers.CPU else None,
-    )
-
-
-def _refusal_error(folder: ModelFolder[Manifest], error: Exception) -> ManifestError:
-    return ManifestError(
-        f"onnxruntime {ort.__version__} refuses {folder.model} ({one_line(error)}); "
-        "check the folder with `topw verify` or export the model again."
     )
 
 

@@ -1,31 +1,15 @@
-"""Open a session with the native sampler operator, or with the function in the file."""
+"""Find the library of the native sampler operator."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import onnxruntime as ort
 
-from topw_deploy.errors import ProviderError, one_line
+from topw_deploy.errors import one_line
 from topw_deploy.plugins import library
 from topw_deploy.plugins.library import library_path
 from topw_deploy.runtime.ort import providers
-from topw_deploy.runtime.session import Sampler
 
 _LIBRARY_KINDS: dict[str, library.Kind] = {providers.CPU: "cpu", providers.CUDA: "cuda"}
-
-
-@dataclass(frozen=True)
-class OpenedSession:
-    """An open session.
-
-    why_graph: why `sampler` is "graph", as a clause.
-    """
-
-    raw: ort.InferenceSession
-    sampler: Sampler
-    why_graph: str = ""
 
 
 def operator_library(
@@ -85,51 +69,3 @@ def _missing_code(found: library.CudaLibrary, device: int) -> str:
         return ""
     number = devices[device].architecture
     return f"{found.path.name} has no code for sm_{number} (run `topw plugins build --cuda --arch {number}`)"
-
-
-def open_with_sampler(
-    new_session: Callable[[], ort.InferenceSession],
-    options: ort.SessionOptions,
-    *,
-    provider: str,
-    table_form: str,
-    sampler: str,
-    device: int = 0,
-) -> OpenedSession:
-    """Open a session with the native sampler if it can be used, else with the function in the file.
-
-    new_session: function that opens a session with `options`.
-    provider, table_form, device: see `operator_library`.
-    sampler: "auto"; "native", which requires the native sampler; or "graph", which forbids it.
-
-    Raises the errors of `new_session`, and ProviderError if `sampler` is "native" but the native sampler is unusable.
-    """
-    refused: Exception | None = None
-    if sampler == "graph":
-        why = "sampler='graph' asks for it"
-    else:
-        found, why = operator_library(provider, table_form, options, device)
-        if found is not None:
-            before = found.assigned_nodes
-            try:
-                options.register_custom_ops_library(str(found.path))
-                raw = new_session()
-            except Exception as error:  # noqa: BLE001  # unrelated classes
-                why, refused = f"onnxruntime does not open it with the native sampler ({one_line(error)})", error
-            else:
-                if found.assigned_nodes > before:
-                    return OpenedSession(raw, "native")
-                why = "the graph has no node for the native sampler"
-                del raw
-    try:
-        with library.hide_operators():
-            raw = new_session()
-    except Exception:
-        if refused is not None:  # the error has another cause, or the model needs the native sampler
-            raise refused from None
-        raise
-    if sampler == "native":
-        raise ProviderError(
-            f"sampler='native' is not available: {why}; see `topw doctor`, or use sampler='auto'.", "sampler"
-        )
-    return OpenedSession(raw, "graph", why)

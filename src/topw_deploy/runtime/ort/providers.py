@@ -13,14 +13,13 @@ import difflib
 import importlib.util
 import io
 import re
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import onnxruntime as ort
 
@@ -155,13 +154,13 @@ def _load_libraries() -> str:
 
 def _capture_output(load: Callable[[], None]) -> str:
     """What `load` prints, and the error that it raises."""
-    output = _ThreadOutput(sys.stdout)
+    output = io.StringIO()
     try:
         with redirect_stdout(output):
             load()
     except Exception as error:  # noqa: BLE001  # reported if the provider does not start
-        output.lines.append(f"{type(error).__name__}: {error}")
-    return "".join(output.lines)
+        output.write(f"{type(error).__name__}: {error}")
+    return output.getvalue()
 
 
 def _other_library_folders() -> list[Path]:
@@ -179,21 +178,6 @@ def _missing_clause(output: str) -> str:
     if names:
         return f"onnxruntime found no {', '.join(names)}; to install them, run: {install.install_command('gpu')}"
     return " ".join(output.split())[:300]
-
-
-class _ThreadOutput(io.TextIOBase):
-    """Keeps what this thread prints, and passes what other threads print to `real`."""
-
-    def __init__(self, real: TextIO | None) -> None:
-        self.lines: list[str] = []
-        self._real, self._thread = real, threading.get_ident()
-
-    def write(self, text: str) -> int:
-        if threading.get_ident() == self._thread:
-            self.lines.append(text)
-        elif self._real is not None:
-            self._real.write(text)
-        return len(text)
 
 
 # ---- nodes on the CPU
