@@ -40,17 +40,25 @@ MOST_SEQUENCES = 1 << 16
 """The most sequences of a prompt: each takes memory before any of them runs."""
 
 EVERYWHERE = frozenset({"json", "file", "command"})
-JSON_AND_FILE, JSON_AND_COMMAND = EVERYWHERE - {"command"}, EVERYWHERE - {"file"}
+NO_OPTION, REQUEST = EVERYWHERE - {"command"}, EVERYWHERE - {"file"}
 JSON, PYTHON = frozenset({"json"}), frozenset[str]()
 
 T = TypeVar("T")
 PerPrompt: TypeAlias = T | Sequence[T | None] | NDArray[Any]
 """One value for all prompts, or a list with one for each; None in the list means "not given"."""
 
+Integer: TypeAlias = PerPrompt[int]
+Number: TypeAlias = PerPrompt[float]
+Flag: TypeAlias = PerPrompt[bool]
 Ids: TypeAlias = int | Sequence[int]
 Texts: TypeAlias = str | Sequence[str]
 Read: TypeAlias = Callable[[str, Any], Any]
 """A function from a parameter's name and its value for one sequence to the checked value. Raises ParameterError."""
+
+
+def read_nothing(name: str, value: Any) -> Any:
+    """Return the value. The table replaces this by the check of Top-W's parameters or of the rules'."""
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +66,22 @@ class Parameter:
     """What the table says of a parameter beside its type.
 
     text: the meaning, in one sentence.
-    read: checks a value for one sequence.
+    read: checks a value for one sequence. That of a number of Top-W or a rule comes from their tables.
     default: this package's default; None if there is none, or if it is the model's.
-    depth: how deeply lists are nested in the value for one sequence. One more level lists a value per prompt.
-    choices: the texts that the value can be; empty if it is no such text.
     places: where it may be stated beside calls in Python: "json" is any request in JSON, or a call's
         generation_config; "file" the model's `generation_config.json`; "command" an option of `topw generate`.
+    depth: how deeply lists are nested in the value for one sequence. One more level lists a value per prompt.
+    choices: the texts that the value can be; empty if it is no such text.
     kind: int, float, bool or str, for a plain value; None for others. Comes from the type.
     per_prompt: whether the prompts of a call may have different values. Comes from the type.
     """
 
     text: str
-    read: Read
+    read: Read = read_nothing
     default: Any = None
+    places: frozenset[str] = EVERYWHERE
     depth: int = 0
     choices: tuple[str, ...] = ()
-    places: frozenset[str] = EVERYWHERE
     kind: type | None = None
     per_prompt: bool = False
 
@@ -255,17 +263,6 @@ def criterion_name(criterion: object) -> str:
     return str(getattr(criterion, "__name__", type(criterion).__name__))
 
 
-def _top_w_number(name: str, text: str) -> Parameter:
-    return Parameter(text, _top_w[name])
-
-
-def _of_rule(name: str, text: str) -> Parameter:
-    rule = RULE_OF_VALUE[name]
-    value = next(each for each in rule.values if each.name == name)
-    stated = "" if value.default is None else f"; {value.default:g} without a value"
-    return Parameter(f"{rule.name}: {text}{stated}.", real(value.accepts, value.bound))
-
-
 class PromptInputs(TypedDict, total=False):
     """A prompt as keywords: `generate(**tokenizer(text))`."""
 
@@ -278,58 +275,48 @@ class GenerationParameters(PromptInputs, total=False):
     """The parameters of `TopWModel.generate` and of all that generates like it. None means "not given"."""
 
     max_new_tokens: Annotated[
-        PerPrompt[int], Parameter("Maximum number of new tokens; 0 only with prompt_logprobs.", integer(0), 256)
+        Integer, Parameter("Maximum number of new tokens; 0 only with prompt_logprobs.", integer(0), 256)
     ]
     max_length: Annotated[
-        PerPrompt[int],
-        Parameter("Maximum number of tokens of prompt and answer together.", integer(1), places=JSON_AND_FILE),
+        Integer, Parameter("Maximum number of tokens of prompt and answer together.", integer(1), None, NO_OPTION)
     ]
     min_new_tokens: Annotated[
-        PerPrompt[int],
-        Parameter("Minimum number of new tokens before an end of sequence or a stop string.", integer(0), 0),
+        Integer, Parameter("Minimum number of new tokens before an end of sequence or a stop string.", integer(0), 0)
     ]
-    min_length: Annotated[
-        PerPrompt[int], Parameter("The same minimum, counting the prompt too.", integer(0), 0, places=JSON_AND_FILE)
-    ]
+    min_length: Annotated[Integer, Parameter("The same minimum, counting the prompt too.", integer(0), 0, NO_OPTION)]
     seed: Annotated[
-        PerPrompt[int],
+        Integer,
         Parameter(
             "Makes the draws repeatable; in [0, 2^64), random if not given.",
             integer(0, 2**SEED_BITS),
-            places=JSON_AND_COMMAND,
+            None,
+            REQUEST,
         ),
     ]
     num_return_sequences: Annotated[
         int, Parameter("Number of independent sequences per prompt.", integer(1, MOST_SEQUENCES + 1), 1)
     ]
-    do_sample: Annotated[PerPrompt[bool], Parameter("False means temperature 0.", _flag, places=JSON_AND_FILE)]
+    do_sample: Annotated[Flag, Parameter("False means temperature 0.", _flag, None, NO_OPTION)]
     preset: Annotated[
         PerPrompt[str],
         Parameter(
             "Named values for those of Top-W's six parameters that are not given.",
             lambda _name, value: check_preset(value),
+            places=REQUEST,
             choices=tuple(REQUEST_PRESETS),
-            places=JSON_AND_COMMAND,
         ),
     ]
-    lam: Annotated[PerPrompt[float], _top_w_number("lam", "Weight of the entropy term, >= 0.")]
+    lam: Annotated[Number, Parameter("Weight of the entropy term, >= 0.")]
     beta: Annotated[
         PerPrompt[float | str],
         Parameter("Weight of the log-mass reward, >= 0; may depend on the temperature T, as 1.5+1.5*T.", _beta),
     ]
-    temperature: Annotated[
-        PerPrompt[float], _top_w_number("temperature", "Sampling temperature, >= 0; below 1e-5, sampling is greedy.")
-    ]
+    temperature: Annotated[Number, Parameter("Sampling temperature, >= 0; below 1e-5, sampling is greedy.")]
     selection_temperature: Annotated[
-        PerPrompt[float],
-        _top_w_number("selection_temperature", "Temperature for choosing the kept set, >= 0; 0 means the temperature."),
+        Number, Parameter("Temperature for choosing the kept set, >= 0; 0 means the temperature.")
     ]
-    init_top_p: Annotated[
-        PerPrompt[float], _top_w_number("init_top_p", "Probability mass of the initial nucleus, in (0, 1].")
-    ]
-    geom_scale: Annotated[
-        PerPrompt[float], _top_w_number("geom_scale", "Factor on token distances; a negative one repels.")
-    ]
+    init_top_p: Annotated[Number, Parameter("Probability mass of the initial nucleus, in (0, 1].")]
+    geom_scale: Annotated[Number, Parameter("Factor on token distances; a negative one repels.")]
     geom_unit: Annotated[
         PerPrompt[str],
         Parameter(
@@ -342,57 +329,35 @@ class GenerationParameters(PromptInputs, total=False):
         PerPrompt[str],
         Parameter("Sampling rule; one of its parameters alone chooses it too.", _rule, choices=tuple(RULES)),
     ]
-    top_k: Annotated[PerPrompt[int], _of_rule("top_k", "keep the k best tokens, >= 1")]
-    top_p: Annotated[
-        PerPrompt[float], _of_rule("top_p", "keep the fewest best tokens with this probability in total, in (0, 1]")
-    ]
-    min_p: Annotated[
-        PerPrompt[float],
-        _of_rule("min_p", "keep tokens with at least this share of the best one's probability, in [0, 1]"),
-    ]
-    top_h: Annotated[
-        PerPrompt[float], _of_rule("top_h", "keep the best tokens up to this share of the pool's entropy, in (0, 1]")
-    ]
-    top_h_pool: Annotated[PerPrompt[int], _of_rule("top_h_pool", "number of best tokens in the pool, >= 1")]
-    typical_p: Annotated[
-        PerPrompt[float],
-        _of_rule("typical_p", "keep the most typical tokens with this probability in total, in (0, 1)"),
-    ]
-    epsilon_cutoff: Annotated[
-        PerPrompt[float], _of_rule("epsilon_cutoff", "keep tokens with at least this probability, in (0, 1)")
-    ]
-    eta_cutoff: Annotated[
-        PerPrompt[float], _of_rule("eta_cutoff", "like epsilon, with a lower cutoff for flat distributions, in (0, 1)")
-    ]
-    top_n_sigma: Annotated[
-        PerPrompt[float],
-        _of_rule("top_n_sigma", "keep logits within so many standard deviations of the best one, >= 0"),
-    ]
-    min_k_tau: Annotated[
-        PerPrompt[float], _of_rule("min_k_tau", "keep at least this number divided by the range of the logits, >= 0")
-    ]
+    top_k: Annotated[Integer, Parameter("keep the k best tokens, >= 1")]
+    top_p: Annotated[Number, Parameter("keep the fewest best tokens with this probability in total, in (0, 1]")]
+    min_p: Annotated[Number, Parameter("keep tokens with at least this share of the best one's probability, in [0, 1]")]
+    top_h: Annotated[Number, Parameter("keep the best tokens up to this share of the pool's entropy, in (0, 1]")]
+    top_h_pool: Annotated[Integer, Parameter("number of best tokens in the pool, >= 1")]
+    typical_p: Annotated[Number, Parameter("keep the most typical tokens with this probability in total, in (0, 1)")]
+    epsilon_cutoff: Annotated[Number, Parameter("keep tokens with at least this probability, in (0, 1)")]
+    eta_cutoff: Annotated[Number, Parameter("like epsilon, with a lower cutoff for flat distributions, in (0, 1)")]
+    top_n_sigma: Annotated[Number, Parameter("keep logits within so many standard deviations of the best one, >= 0")]
+    min_k_tau: Annotated[Number, Parameter("keep at least this number divided by the range of the logits, >= 0")]
     repetition_penalty: Annotated[
-        PerPrompt[float],
+        Number,
         Parameter(
             "Divides the logits > 0 of tokens in prompt and answer, and multiplies the others; > 0.", _positive, 1.0
         ),
     ]
-    presence_penalty: Annotated[
-        PerPrompt[float], Parameter("Subtracted once from the logits of generated tokens.", _finite, 0.0)
-    ]
+    presence_penalty: Annotated[Number, Parameter("Subtracted once from the logits of generated tokens.", _finite, 0.0)]
     frequency_penalty: Annotated[
-        PerPrompt[float], Parameter("Subtracted from the logits of generated tokens, per occurrence.", _finite, 0.0)
+        Number, Parameter("Subtracted from the logits of generated tokens, per occurrence.", _finite, 0.0)
     ]
     no_repeat_ngram_size: Annotated[
-        PerPrompt[int],
-        Parameter("No n-gram of this size occurs twice in prompt and answer; 0 allows it.", integer(0), 0),
+        Integer, Parameter("No n-gram of this size occurs twice in prompt and answer; 0 allows it.", integer(0), 0)
     ]
     logit_bias: Annotated[
         PerPrompt[Mapping[Any, float]],
         Parameter("Numbers to add to tokens' logits after the penalties, by token id; -inf bans a token.", _biases, {}),
     ]
     suppress_tokens: Annotated[
-        PerPrompt[Ids], Parameter("Token ids that are never drawn.", _ids, (), depth=1, places=JSON_AND_FILE)
+        PerPrompt[Ids], Parameter("Token ids that are never drawn.", _ids, (), NO_OPTION, depth=1)
     ]
     allowed_token_ids: Annotated[
         PerPrompt[Ids],
@@ -400,8 +365,8 @@ class GenerationParameters(PromptInputs, total=False):
             "The only token ids that are drawn, with an end of sequence if there shall be one.",
             _some_ids,
             (),
+            JSON,
             depth=1,
-            places=JSON,
         ),
     ]
     bad_words_ids: Annotated[
@@ -410,8 +375,8 @@ class GenerationParameters(PromptInputs, total=False):
             "Lists of token ids that are never completed, except a single end of sequence.",
             _id_lists,
             (),
+            NO_OPTION,
             depth=2,
-            places=JSON_AND_FILE,
         ),
     ]
     bad_words: Annotated[
@@ -420,8 +385,8 @@ class GenerationParameters(PromptInputs, total=False):
             "Texts that are never completed, as tokenized at the start of a text and after a space.",
             _texts,
             (),
+            JSON,
             depth=1,
-            places=JSON,
         ),
     ]
     stop_strings: Annotated[
@@ -429,81 +394,85 @@ class GenerationParameters(PromptInputs, total=False):
     ]
     stop_token_ids: Annotated[
         PerPrompt[Ids],
-        Parameter(
-            "Further token ids that end the answer, also with ignore_eos.", _ids, (), depth=1, places=JSON_AND_FILE
-        ),
+        Parameter("Further token ids that end the answer, also with ignore_eos.", _ids, (), NO_OPTION, depth=1),
     ]
     eos_token_id: Annotated[
         PerPrompt[Ids],
-        Parameter("Token ids that end the answer, instead of the model's.", _ids, (), depth=1, places=JSON_AND_FILE),
+        Parameter("Token ids that end the answer, instead of the model's.", _ids, (), NO_OPTION, depth=1),
     ]
-    ignore_eos: Annotated[
-        PerPrompt[bool], Parameter("Continue after the end of sequence.", _flag, False, places=JSON_AND_COMMAND)
-    ]
+    ignore_eos: Annotated[Flag, Parameter("Continue after the end of sequence.", _flag, False, REQUEST)]
     pad_token_id: Annotated[
-        PerPrompt[int],
+        Integer,
         Parameter(
-            "Token id that the graph reads after a sequence's end; affects no result.", integer(0), places=JSON_AND_FILE
+            "Token id that the graph reads after a sequence's end; affects no result.", integer(0), None, NO_OPTION
         ),
     ]
     structured_outputs: Annotated[
         PerPrompt[Mapping[str, Any]],
         Parameter(
-            "What the text must match: json, regex, choice, grammar or json_object.", read_constraint, places=JSON
+            "What the text must match: json, regex, choice, grammar or json_object.", read_constraint, None, JSON
         ),
     ]
     logprobs: Annotated[
-        PerPrompt[int],
+        Integer,
         Parameter(
             "Log-probabilities of the drawn tokens, and of so many alternatives for each.",
             integer(0),
-            places=JSON_AND_COMMAND,
+            None,
+            REQUEST,
         ),
     ]
     prompt_logprobs: Annotated[
-        PerPrompt[int],
+        Integer,
         Parameter(
-            "Log-probabilities of the prompt's tokens, and of so many alternatives for each.", integer(0), places=JSON
+            "Log-probabilities of the prompt's tokens, and of so many alternatives for each.", integer(0), None, JSON
         ),
     ]
-    skip_special_tokens: Annotated[
-        bool, Parameter("Omit special tokens from the text.", _flag, True, places=JSON_AND_FILE)
-    ]
+    skip_special_tokens: Annotated[bool, Parameter("Omit special tokens from the text.", _flag, True, NO_OPTION)]
     add_special_tokens: Annotated[
-        bool, Parameter("Add the tokenizer's special tokens to a text prompt.", _flag, True, places=JSON_AND_FILE)
+        bool, Parameter("Add the tokenizer's special tokens to a text prompt.", _flag, True, NO_OPTION)
     ]
     generation_config: Annotated[
-        Any,
-        Parameter("A mapping of these parameters, or transformers' GenerationConfig.", _settings, {}, places=PYTHON),
+        Any, Parameter("A mapping of these parameters, or transformers' GenerationConfig.", _settings, {}, PYTHON)
     ]
-    streamer: Annotated[Any, Parameter("Receives the prompt and each token.", _streamer, places=PYTHON)]
+    streamer: Annotated[Any, Parameter("Receives the prompt and each token.", _streamer, None, PYTHON)]
     stopping_criteria: Annotated[
-        Any, Parameter("Functions of the token ids that end the answer.", _criteria, (), places=PYTHON)
+        Any, Parameter("Functions of the token ids that end the answer.", _criteria, (), PYTHON)
     ]
 
     # Names in vLLM, OpenAI's API and the authors' code.
-    max_tokens: Annotated[PerPrompt[int], Alias("max_new_tokens")]
-    max_completion_tokens: Annotated[PerPrompt[int], Alias("max_new_tokens")]
-    min_tokens: Annotated[PerPrompt[int], Alias("min_new_tokens")]
+    max_tokens: Annotated[Integer, Alias("max_new_tokens")]
+    max_completion_tokens: Annotated[Integer, Alias("max_new_tokens")]
+    min_tokens: Annotated[Integer, Alias("min_new_tokens")]
     n: Annotated[int, Alias("num_return_sequences")]
     stop: Annotated[PerPrompt[Texts], Alias("stop_strings")]
     response_format: Annotated[PerPrompt[Mapping[str, Any]], Alias("structured_outputs")]
-    lambda_geom: Annotated[PerPrompt[float], Alias("lam")]
-    warm_p: Annotated[PerPrompt[float], Alias("init_top_p")]
+    lambda_geom: Annotated[Number, Alias("lam")]
+    warm_p: Annotated[Number, Alias("init_top_p")]
 
 
 def _read_table() -> tuple[dict[str, Parameter], dict[str, str]]:
     parameters: dict[str, Parameter] = {}
     aliases = dict(AUTHORS_ALIASES)
+    values = {value.name: value for rule in RULES.values() for value in rule.values}
     for name, hint in get_type_hints(GenerationParameters, include_extras=True).items():
         stated = getattr(hint, "__metadata__", (None,))[0]
         if isinstance(stated, Alias):
             aliases[name] = stated.name
-        elif isinstance(stated, Parameter):
-            annotation = get_args(hint)[0]
-            members = get_args(annotation)
-            plain = next((kind for kind in members or (annotation,) if kind in (bool, int, float, str)), None)
-            parameters[name] = replace(stated, kind=None if stated.depth else plain, per_prompt=NDArray[Any] in members)
+        if not isinstance(stated, Parameter):
+            continue
+        annotation = get_args(hint)[0]
+        members = get_args(annotation)
+        plain = next((kind for kind in members or (annotation,) if kind in (bool, int, float, str)), None)
+        stated = replace(stated, kind=None if stated.depth else plain, per_prompt=NDArray[Any] in members)
+        if name in values:
+            value = values[name]
+            usual = "" if value.default is None else f"; {value.default:g} without a value"
+            text = f"{RULE_OF_VALUE[name].name}: {stated.text}{usual}."
+            stated = replace(stated, text=text, read=real(value.accepts, value.bound))
+        elif stated.read is read_nothing:
+            stated = replace(stated, read=_top_w[name])
+        parameters[name] = stated
     return parameters, aliases
 
 
