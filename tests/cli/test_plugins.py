@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.invoking import Invoke
-from topw_deploy.cli import engines
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins import library, nvcc
-from topw_deploy.plugins.nvcc import CompilationState, CompiledLibrary
+from topw_deploy.plugins.nvcc import CompiledLibrary
 
 
 @pytest.fixture
@@ -21,12 +19,9 @@ def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ..
     """Arguments of the intercepted builds."""
     asked: list[tuple[Any, ...]] = []
 
-    def build(output: Path | None, architectures: tuple[int, ...], say: Any, watch: Any) -> CompiledLibrary:
+    def build(output: Path | None, architectures: tuple[int, ...], say: Any) -> CompiledLibrary:
         asked.append((output, architectures))
         say("nvcc 13.0")
-        watch(CompilationState((87, 90), (), 2, 2.0))
-        watch(CompilationState((87,), (90,), 2, 41.0))
-        watch(CompilationState((), (90, 87), 2, 60.0))
         return CompiledLibrary(output or tmp_path / "lib.so", (87, 90), "13.0", 61.4, 4_200_000)
 
     monkeypatch.setattr(nvcc, "compile_cuda", build)
@@ -40,31 +35,10 @@ def test_the_path_of_the_library_goes_to_stdout_and_progress_to_stderr(
     assert result.stdout == f"{tmp_path / 'mine.so'}\n"
     assert result.stderr.splitlines() == [
         "nvcc 13.0",
-        "sm_90 done, 1 of 2, 41 s",
-        "sm_87 done, 2 of 2, 60 s",
         "4.2 MB for sm_87 sm_90 in 61 s",
     ]
     assert built == [(tmp_path / "mine.so", ())]
     assert invoke("plugins", "build", "--cuda", "--quiet").stderr == ""
-
-
-def test_a_terminal_has_one_line_that_shows_what_is_compiled_how_much_is_done_and_the_time(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "39")
-    with engines._shown_progress(False) as watch:
-        watch(CompilationState((), (), 2, 0.5))
-        watch(CompilationState((87,), (90,), 2, 41.0))
-        watch(CompilationState((), (90, 87), 2, 60.0))
-        watch(CompilationState((87, 90, 100, 120), (), 2, 1.0))
-    shown = capsys.readouterr().err
-    assert "\n" not in shown
-    assert [part.removesuffix("\033[K") for part in shown.split("\r")] == [
-        "", "0 of 2 done, 0 s, reading the sources", "1 of 2 done, 41 s, compiling sm_87", "2 of 2 done, 60 s, linking",
-        "0 of 2 done, 1 s, compiling sm_87 sm_9",
-        "",
-    ]  # fmt: skip
 
 
 def test_native_stands_for_the_gpus_that_the_driver_lists(

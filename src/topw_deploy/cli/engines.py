@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-import sys
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from topw_deploy.cli.options import CONTEXT, COUNT, FILE, PATH, SIZE, Parsed, json_option, quiet_option
-from topw_deploy.cli.terminal import progress, rewrite_line, say, say_json, tell
+from topw_deploy.cli.terminal import progress, say, say_json, tell
 from topw_deploy.text import binary_size, decimal_size
-
-if TYPE_CHECKING:
-    from topw_deploy.plugins.nvcc import CompilationState
 
 
 @click.command(name="build-engine", context_settings=CONTEXT)
@@ -119,38 +112,10 @@ def build(cuda: bool, architecture: tuple[tuple[str, ...], ...], output: Path | 
 
     architectures = library.resolve_architectures([name for names in architecture for name in names])
     say_progress = progress(quiet).say
-    with _shown_progress(quiet) as watch:
-        built = compile_cuda(output, architectures, say=say_progress, watch=watch)
+    built = compile_cuda(output, architectures, say=say_progress)
     names = " ".join(f"sm_{number}" for number in built.architectures)
     say_progress(f"{decimal_size(built.size)} for {names} in {built.seconds:.0f} s")
     say(built.path)
-
-
-@contextlib.contextmanager
-def _shown_progress(quiet: bool) -> Iterator[Callable[[CompilationState], object]]:
-    """Yield a function that shows progress: on a line that is rewritten on terminals, or in a line per architecture."""
-    printed = 0
-
-    def rewrite(state: CompilationState) -> None:
-        now = " ".join(f"sm_{number}" for number in state.running)
-        idle = "linking" if len(state.done) == state.total else "reading the sources"
-        what = f"compiling {now}" if now else idle
-        line = f"{len(state.done)} of {state.total} done, {state.seconds:.0f} s, {what}"
-        rewrite_line(line[: shutil.get_terminal_size().columns - 1])  # wrapped lines cannot be rewritten
-
-    def print_new(state: CompilationState) -> None:
-        nonlocal printed
-        for number in state.done[printed:]:
-            printed += 1
-            tell(f"sm_{number} done, {printed} of {state.total}, {state.seconds:.0f} s")
-
-    if quiet:
-        yield lambda _state: None
-    elif sys.stderr.isatty():
-        yield rewrite
-        rewrite_line("")
-    else:
-        yield print_new
 
 
 @plugins.command(name="show")

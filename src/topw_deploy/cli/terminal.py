@@ -30,12 +30,6 @@ def tell(*lines: object, end: str = "\n") -> None:
     sys.stderr.flush()
 
 
-def rewrite_line(line: str) -> None:
-    """Replace the text on the terminal's current line, which `rewrite_line` printed, on stderr."""
-    sys.stderr.write(f"\r{printable(line)}\033[K")
-    sys.stderr.flush()
-
-
 def say_json(document: Any, *, indent: int | None = None) -> None:
     """Print JSON, in ASCII unless stdout's encoding is Unicode."""
     unicode = (sys.stdout.encoding or "utf-8").lower().startswith("utf")

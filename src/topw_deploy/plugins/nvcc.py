@@ -1,9 +1,6 @@
 """Compile the CUDA library with nvcc and the C++ compiler: the kernels, onnxruntime's operators and TensorRT's plugin.
 
 The CUDA runtime is linked statically and loads the driver on first use, so the library loads on any machine.
-
-nvcc --verbose prints commands before running them. ptxas takes most of the time, once per architecture, and writes its
-output at its end.
 """
 
 from __future__ import annotations
@@ -12,138 +9,19 @@ import os
 import platform
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TypeAlias
 
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins import compile_native, library
 from topw_deploy.plugins.library import ARCHITECTURES
-
-_PTXAS_COMMAND = re.compile(r'^#\$ \S*ptxas\S* .*?-arch=sm_(\d+)\b.* -o "([^"]+)"')
-_COMMAND_PREFIX = "#$ "  # prefix of commands in nvcc's output
-_INTERVAL = 0.5  # seconds between checks
-
-
-@dataclass(frozen=True)
-class CompilationState:
-    """The state of a compilation.
-
-    running, done: architectures (87 for sm_87), in the order in which ptxas started.
-    total: number of architectures.
-    seconds: time since the start.
-    """
-
-    running: tuple[int, ...]
-    done: tuple[int, ...]
-    total: int
-    seconds: float
-
-
-Watch: TypeAlias = Callable[[CompilationState], object]
-
-
-def ignore_state(_state: CompilationState) -> None:
-    """A Watch that does nothing."""
-
-
-class _Reader(threading.Thread):
-    """The thread that reads nvcc's output.
-
-    messages: its lines other than commands.
-    outputs: architecture -> the output file of its ptxas, once that has started.
-    """
-
-    def __init__(self, stream: IO[str]) -> None:
-        super().__init__(daemon=True)
-        self.messages: list[str] = []
-        self.outputs: dict[int, Path] = {}
-        self._stream = stream
-
-    def run(self) -> None:
-        for line in self._stream:
-            started = _PTXAS_COMMAND.match(line)
-            if started:
-                self.outputs[int(started[1])] = Path(started[2])
-            elif not line.startswith(_COMMAND_PREFIX):
-                self.messages.append(line)
-
-
-def run_nvcc(command: Sequence[str], total: int, watch: Watch) -> None:
-    """Run nvcc for `total` architectures, and call `watch` twice a second. Raises compile_native.NotBuiltError.
-
-    An exception of `watch` ends nvcc and is raised.
-    """
-    started = time.perf_counter()
-    try:
-        process = subprocess.Popen(
-            [*command, "--verbose"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # for `_terminate`
-        )
-    except OSError as error:
-        raise compile_native.NotBuiltError(f"{command[0]} cannot be run ({error})") from None
-    with process:
-        assert process.stdout is not None  # for mypy: it is a pipe
-        reader = _Reader(process.stdout)
-        reader.start()
-        done: list[int] = []
-        try:
-            while not _has_ended(process):
-                _add_finished(reader, done)
-                watch(_state(reader, done, total, started))
-                if time.perf_counter() - started > compile_native.TIMEOUT:
-                    raise compile_native.NotBuiltError(f"{command[0]} did not finish within {compile_native.TIMEOUT} s")
-        except BaseException:
-            _terminate(process)
-            raise
-        reader.join()
-    if process.returncode:
-        raise compile_native.NotBuiltError(compile_native.failure_clause(command, "".join(reader.messages)))
-    done += [number for number in reader.outputs if number not in done]
-    watch(_state(reader, done, total, started))
-
-
-def _terminate(process: subprocess.Popen[str]) -> None:
-    """End nvcc and the compilers that it started, because they all hold the pipe that the reader waits for."""
-    if hasattr(os, "killpg"):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-    else:
-        process.terminate()
-
-
-def _has_ended(process: subprocess.Popen[str]) -> bool:
-    try:
-        process.wait(_INTERVAL)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
-
-
-def _add_finished(reader: _Reader, done: list[int]) -> None:
-    for number, path in list(reader.outputs.items()):
-        if number not in done and path.is_file() and path.stat().st_size:
-            done.append(number)
-
-
-def _state(reader: _Reader, done: Sequence[int], total: int, started: float) -> CompilationState:
-    running = tuple(number for number in list(reader.outputs) if number not in done)
-    return CompilationState(running, tuple(done), total, time.perf_counter() - started)
-
 
 SOURCES = Path(__file__).with_name("cuda")
 PIP_PACKAGES = "nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-runtime nvidia-cuda-cccl"
@@ -192,14 +70,12 @@ def compile_cuda(
     architectures: Sequence[int] = (),
     *,
     say: Callable[[str], object] = lambda line: None,
-    watch: Watch = ignore_state,
 ) -> CompiledLibrary:
     """Compile the CUDA library to `output`, by default into the package.
 
     architectures: 87 for sm_87; by default all of ARCHITECTURES that nvcc supports. The newest is also stored as PTX,
         for newer GPUs.
-    say: called with one line per phase.
-    watch: called with the state of the compilation, twice a second.
+    say: called with one line per phase, and per compiled source.
 
     Raises PluginError if a tool is missing or fails, and for an architecture that nvcc does not support. An earlier
     file at `output` then stays.
@@ -217,7 +93,7 @@ def compile_cuda(
     try:
         with tempfile.TemporaryDirectory(prefix="topw-cuda-") as scratch:
             built = Path(scratch) / output.name
-            link(toolkit, compile_with_kernels(toolkit, chosen, Path(scratch), cpp_sources(), watch=watch), built)
+            link(toolkit, compile_with_kernels(toolkit, chosen, Path(scratch), cpp_sources(), say), built)
             library.CudaLibrary(built)  # it must load
             compile_native.install_library(built, output)
     except (compile_native.NotBuiltError, OSError) as reason:
@@ -336,8 +212,7 @@ def compile_with_kernels(
     architectures: Sequence[int],
     scratch: Path,
     sources: Sequence[Path],
-    *,
-    watch: Watch = ignore_state,
+    say: Callable[[str], object] = lambda line: None,
 ) -> list[str]:
     """Compile the kernels and the C++ `sources` to objects in `scratch`.
 
@@ -349,33 +224,24 @@ def compile_with_kernels(
     defines = [f"-DTOPW_WITH_CUDA={'.'.join(map(str, architectures))}"]
     includes = [f"-I{folder}" for folder in (compile_native.SOURCES, SOURCES)]
     cpp = [*compile_native.find_compiler(), *compile_native.FLAGS, *defines, *includes, f"-isystem{toolkit.headers}"]
-    cpp += ["-frtti", "-c"]  # TensorRT may inspect the plugin's type
+    cpp += ["-frtti"]  # TensorRT may inspect the plugin's type
     cores = len(os.sched_getaffinity(0))
     threads = max(1, cores // len(kernels))
     cu = [str(toolkit.nvcc), *nvcc_flags(), *code_flags(architectures), f"--threads={threads}", *defines, *includes]
     jobs = [(cu, source) for source in kernels] + [(cpp, source) for source in sources]  # longest first
-    interrupted = threading.Event()
-
-    def watch_all(state: CompilationState) -> None:
-        if interrupted.is_set():
-            raise compile_native.NotBuiltError("it was interrupted")
-        watch(state)
+    done = 0
 
     def compile_one(job: tuple[list[str], Path]) -> str:
+        nonlocal done
         command, source = job
         target = str(scratch / f"{source.parent.name}-{source.name}.o")
-        if command is cu:
-            run_nvcc([*command, "-c", str(source), "-o", target], len(architectures), watch_all)
-        else:
-            compile_native.run_compiler([*command, str(source), "-o", target])
+        compile_native.run_compiler([*command, "-c", str(source), "-o", target])
+        done += 1
+        say(f"{source.name} compiled, {done} of {len(jobs)}")
         return target
 
     with ThreadPoolExecutor(cores) as pool:
-        try:
-            return list(pool.map(compile_one, jobs))
-        except BaseException:  # such as Ctrl-C, which nvcc does not get
-            interrupted.set()
-            raise
+        return list(pool.map(compile_one, jobs))
 
 
 def nvcc_flags() -> list[str]:

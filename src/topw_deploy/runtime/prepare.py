@@ -9,6 +9,7 @@ library is not imported.
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 import warnings
@@ -157,6 +158,7 @@ class Preparer:
         self.limits, self.defaults = limits, read_model_defaults(folder, tokenizer)
         self._path, self._manifest, self._tokenizer, self._pads = folder.path, folder.manifest, tokenizer, pads
         self._bos_token_id = read_bos_token_id(folder, tokenizer)
+        self._geometry, self._median = folder.manifest.sampler.geometry, folder.manifest.median_distance
         package = {name: parameter.default for name, parameter in _PER_PROMPT.items()}
         self._fallbacks = {**package, **folder.manifest.stated_defaults}
 
@@ -173,13 +175,18 @@ class Preparer:
         }
         prompts, is_single = read_prompts(prompt, mask)
         samples, streamer, criteria = call["num_return_sequences"], call["streamer"], call["stopping_criteria"]
-        _check_count(len(prompts) * samples, limits)
+        if len(prompts) * samples > (limits.sequences or math.inf):
+            what, option = limits.opened_as, "max_queue" if limits.opened_as == "engine" else "max_batch"
+            raise PromptError(
+                f"the request has {len(prompts) * samples} sequences, but the {what} takes {limits.sequences} at a "
+                f"time; give fewer, or open the {what} with a higher {option}.",
+                option,
+            )
         columns = {name: values_per_prompt(name, value, len(prompts)) for name, value in named.items()}
-        names = [f"prompt {index}" for index in range(len(prompts))] if len(prompts) > 1 else ["the prompt"]
-        ids = [
-            self._token_ids(each, call["add_special_tokens"], name, limits)
-            for each, name in zip(prompts, names, strict=True)
-        ]
+        ids = []
+        for index, content in enumerate(prompts):
+            which = f"prompt {index}" if len(prompts) > 1 else "the prompt"
+            ids.append(self._token_ids(content, call["add_special_tokens"], which, limits))
         others = self._complete(config), self._complete(self.defaults), self._fallbacks
         sequences = Sequences()
         for index, tokens in enumerate(ids):
@@ -223,7 +230,7 @@ class Preparer:
         if "bad_words" in stated:
             ids = [self._word_ids(word) for word in stated["bad_words"]]
             stated = {**stated, "bad_words_ids": (*stated.get("bad_words_ids", ()), *dict.fromkeys(chain(*ids)))}
-        return with_preset(stated, self._manifest.sampler.geometry, self._manifest.median_distance)
+        return with_preset(stated, self._geometry, self._median)
 
     def _word_ids(self, word: str) -> list[tuple[int, ...]]:
         """Two tokenizations of a word: at the start of a text, and after a space."""
@@ -383,17 +390,6 @@ def _excess(tokens: int, limits: Limits) -> str:
     return f"but the {what} was opened with max_length {limits.tokens}; shorten it, or open the {what} with more."
 
 
-def _check_count(sequences: int, limits: Limits) -> None:
-    """Raises PromptError if a request has more sequences than the limits allow."""
-    if sequences > (limits.sequences or sequences):
-        what, option = limits.opened_as, "max_queue" if limits.opened_as == "engine" else "max_batch"
-        raise PromptError(
-            f"the request has {sequences} sequences, but the {what} takes {limits.sequences} at a time; give fewer, or "
-            f"open the {what} with a higher {option}.",
-            option,
-        )
-
-
 def split_inputs(prompt: Any, given: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
     """Returns (prompt, attention mask or None, other parameters) of a call.
 
@@ -455,35 +451,28 @@ def _read_prompt(prompt: Any, mask: Any, which: str) -> Prompt:
         return prompt
     if not isinstance(prompt, (list, tuple)) or not all(map(_is_scalar, prompt)):
         raise PromptError(f"{short_repr(prompt)} is neither a text nor a list of token ids.")
-    ids = list(prompt) if set(map(type, prompt)) <= {int} else [_read_id(*each, which) for each in enumerate(prompt)]
-    return ids if mask is None else _remove_masked(ids, mask, which)
-
-
-def _read_id(position: int, value: Any, which: str) -> int:
-    try:
-        return operator.index(None if is_boolean(value) else value)  # type: ignore[arg-type]
-    except TypeError:
-        raise PromptError(
-            f"{which} holds {short_repr(value)} at position {position}, but token ids are integers; give only ids."
-        ) from None
-
-
-def _remove_masked(ids: list[int], mask: Any, which: str) -> list[int]:
+    ids = list(prompt)
+    for position, value in enumerate(ids if not set(map(type, ids)) <= {int} else ()):
+        try:
+            ids[position] = operator.index(None if is_boolean(value) else value)  # type: ignore[arg-type]
+        except TypeError:
+            raise PromptError(
+                f"{which} holds {short_repr(value)} at position {position}, but token ids are integers; give only ids."
+            ) from None
+    if mask is None:
+        return ids
     fits = isinstance(mask, (list, tuple)) and len(mask) == len(ids)
     if not fits or not all(_is_scalar(flag) and flag in (0, 1) for flag in mask):
         raise PromptError(
             f"attention_mask is {short_repr(mask)} for {which}, but must be 0 or 1 for each of its {len(ids)} tokens."
         )
-    kept = [position for position, flag in enumerate(mask) if flag]
-    if not kept:
-        return []
-    first, last = kept[0], kept[-1]
-    if last - first + 1 != len(kept):
+    kept = [position for position, flag in enumerate(mask) if flag] or [0, -1]
+    if kept[-1] - kept[0] + 1 not in (len(kept), 0):
         raise PromptError(
             f"attention_mask masks tokens in the middle of {which}, but may mask only padding before the first token "
             "or after the last one."
         )
-    return ids[first : last + 1]
+    return ids[kept[0] : kept[-1] + 1]
 
 
 def read_settings(stated: Mapping[str, Any], where: str, known: Mapping[str, Parameter]) -> dict[str, Any]:
