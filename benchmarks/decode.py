@@ -10,7 +10,6 @@ and the extreme medians of the sessions, each a new process. ArgMax runs in a mi
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 from pathlib import Path
@@ -18,55 +17,48 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import UNCOUNTED, add_repository_to_pythonpath, machine, say, table
-from benchmarks.decode_worker import CONTROL, write_either
+from benchmarks.decode_worker import CHOICE, CONTROL, write_either
+from benchmarks.loops import Times, extend, format_ratios, measure_loops
 from benchmarks.models import export_once, llama_50m
-from topw_lab.bench.measure import median_interval
 from topw_lab.worker import Worker
 
 WORKER = Path(__file__).with_name("decode_worker.py")
-Turn = dict[str, float]  # seconds per step; "<sampler> argmax" is its ArgMax
 
 
-def measure(folder: Path, threads: int, args: argparse.Namespace) -> list[list[Turn]]:
-    """The turns of every session."""
+def measure(folder: Path, threads: int, args: argparse.Namespace) -> list[Times]:
+    """Seconds per step of every session."""
     sessions = []
     rng = np.random.default_rng(args.seed)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         either = write_either(folder, Path(scratch))
+        settings = {"export": str(folder.absolute()), "either": str(either.absolute()), "samplers": args.sampler}
         for number in range(args.sessions):
-            settings = {
-                "export": str(folder.absolute()),
-                "either": str(either.absolute()),
-                "samplers": args.sampler,
-                "threads": threads,
-                "seed": args.seed + number,
-            }
-            with Worker("the models", WORKER, settings, threads=threads) as worker:
-                turns: list[Turn] = []
+            times: Times = {}
+            with Worker("the models", WORKER, {**settings, "threads": threads}, threads=threads) as worker:
+                workers = dict.fromkeys(worker.call("names"), worker)
                 for _ in range(args.sweeps):
-                    prompt = [int(token) for token in rng.integers(1, 30_000, args.prompt)]
-                    turns += worker.call("sweep", prompt=prompt, turns=args.turns, steps=args.steps)
-                say(f"  session {number + 1}, certified {worker.call('certified'):.3f}: {summary(turns)}")
-            sessions.append(turns)
+                    prompt, seed = rng.integers(1, 30_000, args.prompt).tolist(), int(rng.integers(1 << 31))
+                    extend(times, measure_loops(workers, prompt, turns=args.turns, steps=args.steps, seed=seed)[1])
+                    share = worker.call("certified")
+            times[f"{CONTROL} {CHOICE}"] = times[f"{args.sampler[-1]} {CHOICE}"]
+            medians = (f"{name} {statistics.median(_ratios(times, name)):.4f}" for name in (*args.sampler, CONTROL))
+            say(f"  session {number + 1}, certified {share:.3f}: {', '.join(medians)}")
+            sessions.append(times)
     return sessions
 
 
-def ratios(turns: list[Turn], name: str) -> list[float]:
+def _ratios(times: Times, name: str) -> list[float]:
     """Time of `name` relative to its session's ArgMax, by turn."""
-    return [turn[name] / turn[f"{name} argmax"] for turn in turns]
+    return [a / b for a, b in zip(times[name], times[f"{name} {CHOICE}"], strict=True)]
 
 
-def summary(turns: list[Turn]) -> str:
-    """The median ratios on one line."""
-    return ", ".join(f"{n} {statistics.median(ratios(turns, n)):.4f}" for n in sorted(turns[0]) if "argmax" not in n)
-
-
-def cell(sessions: list[list[Turn]], name: str) -> str:
-    """A table cell such as 1.004 (1.002-1.006; sessions 1.001-1.008)."""
-    every = ratios([turn for turns in sessions for turn in turns], name)
-    low, high = median_interval(every)
-    medians = [statistics.median(ratios(turns, name)) for turns in sessions]
-    return f"{statistics.median(every):.4f} ({low:.4f}-{high:.4f}; sessions {min(medians):.3f}-{max(medians):.3f})"
+def cell(sessions: list[Times], name: str) -> str:
+    """A table cell such as 1.004 (1.002-1.006); sessions 1.001-1.008."""
+    every: Times = {}
+    for times in sessions:
+        extend(every, times)
+    medians = [statistics.median(_ratios(times, name)) for times in sessions]
+    return f"{format_ratios(every[name], every[f'{name} {CHOICE}'])}; sessions {min(medians):.3f}-{max(medians):.3f}"
 
 
 def main() -> None:
@@ -80,22 +72,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="counted steps per turn")
     parser.add_argument("--prompt", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="print all turns instead of the table")
     args = parser.parse_args()
     add_repository_to_pythonpath()
-    rows, everything = [], {}
+    rows = []
     for vocab in args.vocab:
         folder = export_once(llama_50m(vocab))
         for threads in args.threads:
             say(f"vocabulary {vocab}, {threads} threads")
             sessions = measure(folder, threads, args)
-            everything[f"{vocab}/{threads}"] = sessions
             names = (*args.sampler, CONTROL)
-            step = statistics.median(turn[f"{CONTROL} argmax"] for turns in sessions for turn in turns) * 1e3
+            step = statistics.median(time for times in sessions for time in times[CONTROL]) * 1e3
             rows.append((f"{vocab:,}", threads, f"{step:.2f}", *(cell(sessions, name) for name in names)))
-    if args.json:
-        print(json.dumps(everything))
-        return
     longest = args.prompt + args.turns * (args.steps + UNCOUNTED)
     print(f"{machine()}; {args.prompt} to {longest} tokens of cache\n")
     header = ("vocabulary", "threads", "ArgMax ms", *(f"{name} / ArgMax" for name in args.sampler), CONTROL)

@@ -1,12 +1,11 @@
 """The worker of `benchmarks.decode`: one decoder that ends in Top-W or ArgMax.
 
 The address of the weights changes the speed by several per cent, more than a sampler costs. So both share one graph, of
-which an input selects the sampler. Samplers take turns of a few steps in random order; a turn counts its median step.
+which an input selects the sampler.
 """
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-from benchmarks.common import UNCOUNTED, median_step_seconds, share_thread_pool
+from benchmarks.common import median_step_seconds, share_thread_pool
 from topw_deploy.export.sampler.spec import OP_TYPE
 from topw_deploy.manifest import DecoderManifest, ModelFolder
 from topw_deploy.plugins.library import library_path
@@ -148,35 +147,31 @@ class GreedyLoop:
 
 
 def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """settings: export, either (from `write_either`), samplers, threads, seed."""
+    """settings: export, either (from `write_either`), samplers, threads."""
     share_thread_pool(settings["threads"])
     loops: dict[str, TopWLoop | GreedyLoop] = {}
     for name in settings["samplers"]:
         session = EitherSession(Path(settings["either"]), native=name == "native")
         topw = TopWLoop(Path(settings["export"]), session)
-        loops |= {name: topw, f"{name} argmax": GreedyLoop(topw.model.manifest, session)}
-    # A second ArgMax, which does the same work, shows the error of the measurement.
+        loops |= {name: topw, f"{name} {CHOICE}": GreedyLoop(topw.model.manifest, session)}
+    # A second ArgMax, which does the same work as the last, shows the error of the measurement.
     loops[CONTROL] = GreedyLoop(topw.model.manifest, session)
-    loops[f"{CONTROL} argmax"] = loops[f"{settings['samplers'][-1]} argmax"]
-    distinct = [name for name in loops if name != f"{CONTROL} argmax"]
-    order = random.Random(settings["seed"])
 
-    def sweep(prompt: list[int], turns: int, steps: int) -> list[dict[str, float]]:
-        """Seconds per step by name and turn."""
-        for name in distinct:
-            loops[name].begin(prompt, turns * (steps + UNCOUNTED))
-        found = []
-        for _ in range(turns):
-            times = {
-                name: median_step_seconds(loops[name].step, steps) for name in order.sample(distinct, len(distinct))
-            }
-            found.append(times | {f"{CONTROL} argmax": times[f"{settings['samplers'][-1]} argmax"]})
-        for name in distinct:
-            loops[name].end()
-        return found
+    def prefill(name: str, prompt: list[int], room: int) -> float:
+        began = time.perf_counter()
+        loops[name].begin(prompt, room)
+        return time.perf_counter() - began
 
     def certified() -> float:
-        every = [step for way in loops.values() if isinstance(way, TopWLoop) for step in way.certified]
-        return sum(every) / max(1, len(every))
+        """End all sequences. Returns the share of certified steps so far."""
+        for loop in loops.values():
+            loop.end()
+        every = [step for loop in loops.values() if isinstance(loop, TopWLoop) for step in loop.certified]
+        return sum(every) / len(every)
 
-    return {"sweep": sweep, "certified": certified}
+    return {
+        "names": lambda: list(loops),
+        "prefill": prefill,
+        "turn": lambda name, steps: median_step_seconds(loops[name].step, steps),
+        "certified": certified,
+    }

@@ -1,6 +1,6 @@
 """Time of one sampling step in onnxruntime, against its own TopK and ArgMax. Figures: docs/lab/results.md.
 
-    python -m benchmarks.function [--rounds 400] [--steps certified|geometry|rules|no-branches|opening|all]
+    python -m benchmarks.function [--rounds 400] [--steps certified geometry rules no-branches]
 
 One thread, inputs and outputs bound once, all sides in turn.
 """
@@ -8,10 +8,8 @@ One thread, inputs and outputs bound once, all sides in turn.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
-from time import process_time
-from typing import Any
 
 import numpy as np
 import onnx
@@ -76,14 +74,10 @@ def masked(logits: np.ndarray) -> Feeds:
 
 
 def session(model: onnx.ModelProto) -> ort.InferenceSession:
-    return _opened(model.SerializeToString())
-
-
-def _opened(data: bytes) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    return ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
 def bound(opened: ort.InferenceSession, inputs: Feeds) -> Callable[[], None]:
@@ -119,14 +113,17 @@ def function(
     return ir.to_proto(sampler_model(spec, embeddings, geometry))
 
 
-def peer(
-    op_type: str, *constants: np.ndarray, outputs: int = 1, vocab: int = VOCAB, **attributes: Any
-) -> onnx.ModelProto:
+def top_k(logits: np.ndarray, k: int = 1200) -> Callable[[], None]:
+    """onnxruntime's TopK over the logits."""
+    return bound(session(peer("TopK", np.array([k]), outputs=2, vocab=logits.shape[1])), {"logits": logits})
+
+
+def peer(op_type: str, *constants: np.ndarray, outputs: int = 1, vocab: int = VOCAB) -> onnx.ModelProto:
     """A model of one standard operator over the logits."""
     names = [f"constant_{i}" for i in range(len(constants))]
     results = [f"result_{i}" for i in range(outputs)]
     graph = helper.make_graph(
-        [helper.make_node(op_type, ["logits", *names], results, **attributes)],
+        [helper.make_node(op_type, ["logits", *names], results, axis=1)],
         op_type,
         [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", vocab])],
         [helper.make_empty_tensor_value_info(name) for name in results],
@@ -151,12 +148,11 @@ def measure(sides: dict[str, Callable[[], None]], rounds: int, under: str, in_a_
 def certified_steps(rounds: int) -> str:
     """Certified steps against standard operators, with warm (as after the matmul) and cold caches."""
     logits = likely_logits(VOCAB)
-    alone: Feeds = {"logits": logits}
     opened = session(function(VOCAB, NARROW))
     sides = {
-        "TopK 1200": bound(session(peer("TopK", np.array([1200]), outputs=2, axis=1)), alone),
-        "TopK 50": bound(session(peer("TopK", np.array([50]), outputs=2, axis=1)), alone),
-        "ArgMax": bound(session(peer("ArgMax", axis=1)), alone),
+        "TopK 1200": top_k(logits),
+        "TopK 50": top_k(logits, 50),
+        "ArgMax": bound(session(peer("ArgMax")), {"logits": logits}),
         "function, T = 1": bound(opened, feeds(logits)),
         "function, T = 2": bound(opened, feeds(logits, temperature=2.0)),
         "with mass, T = 1": bound(session(function(VOCAB, NARROW, with_mass=True)), feeds(logits)),
@@ -173,8 +169,7 @@ def geometry_steps(rounds: int) -> str:
     logits = likely_logits(GEOMETRY_VOCAB)
     rows = {"flat, certified": feeds(flat_logits(), temperature=2.0)}
     rows["not certified"] = feeds(logits, temperature=2.0, **GEOMETRY)
-    topk = peer("TopK", np.array([1200]), outputs=2, vocab=GEOMETRY_VOCAB, axis=1)
-    sides = {"TopK 1200": bound(session(topk), {"logits": logits})}
+    sides = {"TopK 1200": top_k(logits)}
     for name, branches in FORMS.items():
         opened = session(function(GEOMETRY_VOCAB, HIDDEN, branches))
         sides |= {f"{name}, {kind}": bound(opened, row) for kind, row in rows.items()}
@@ -198,7 +193,7 @@ def rule_steps(rounds: int) -> str:
         "top-p 0.99": RuleParameters(top_p=0.99),
         "none": RuleParameters(rule="none"),
     }
-    sides = {"TopK 1200": bound(session(peer("TopK", np.array([1200]), outputs=2, axis=1)), {"logits": logits})}
+    sides = {"TopK 1200": top_k(logits)}
     opened = session(function(VOCAB, NARROW))
     for name, rule in rules.items():
         sides[name] = bound(opened, feeds(logits) | rule_arrays([rule]))
@@ -208,7 +203,7 @@ def rule_steps(rounds: int) -> str:
 def steps_without_branches(rounds: int) -> str:
     """Steps of functions without branches, exported with different `--rules`. All rows use Top-W."""
     logits = likely_logits(VOCAB)
-    sides = {"TopK 1200": bound(session(peer("TopK", np.array([1200]), outputs=2, axis=1)), {"logits": logits})}
+    sides = {"TopK 1200": top_k(logits)}
     for rules in ((), *((name,) for name in RULES if name != "top_w"), tuple(RULES)):
         name = ", ".join(rules) if len(rules) < len(RULES) else "all"
         sides[f"Top-W and {name}" if rules else "Top-W alone"] = bound(
@@ -217,52 +212,21 @@ def steps_without_branches(rounds: int) -> str:
     return measure(sides, rounds, "TopK 1200")
 
 
-def opening(rounds: int) -> str:
-    """Nodes and bytes of the function, and processor time to open a session of the sampler-only model."""
-    lines = []
-    for name, branches in FORMS.items():
-        for carried in (tuple(RULES), ()):
-            model = function(VOCAB, NARROW, branches, rules=carried)
-            (body,) = model.functions
-            data, times = model.SerializeToString(), []
-            for _ in range(rounds):
-                started = process_time()
-                _opened(data)
-                times.append(process_time() - started)
-            kind = f"{name}, {'all rules' if carried else 'Top-W alone'}"
-            lines.append(
-                (kind, _nodes(body.node), f"{body.ByteSize():,}", Spread.of(times).format(1e3, 0),
-                 f"{min(times) * 1e3:.0f}")
-            )  # fmt: skip
-    return table(("function", "nodes", "bytes", "median (quartiles), ms", "best"), lines)
-
-
-def _nodes(nodes: Iterable[onnx.NodeProto]) -> int:
-    """The number of nodes, also in subgraphs, without constants."""
-    inner = sum(_nodes(attribute.g.node) for node in nodes for attribute in node.attribute if attribute.HasField("g"))
-    return inner + sum(node.op_type != "Constant" for node in nodes)
-
-
 def main() -> None:
+    tables: dict[str, tuple[str, Callable[[int], str], int]] = {
+        "certified": (f"Certified steps, vocabulary {VOCAB:,}", certified_steps, 1),
+        "rules": (f"Other rules, vocabulary {VOCAB:,}", rule_steps, 20),
+        "no-branches": (f"Without branches, vocabulary {VOCAB:,}", steps_without_branches, 20),
+        "geometry": (f"Uncertified steps, vocabulary {GEOMETRY_VOCAB:,}, d = {HIDDEN:,}", geometry_steps, 20),
+    }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=400)
-    parser.add_argument(
-        "--steps", choices=("certified", "geometry", "rules", "no-branches", "opening", "all"), default="all"
-    )
+    parser.add_argument("--steps", nargs="+", choices=tuple(tables), default=list(tables))
     given = parser.parse_args()
-    print(machine() + "; 1 thread\n")
-    if given.steps in ("certified", "all"):
-        print(f"Certified steps, vocabulary {VOCAB:,}:\n\n" + certified_steps(given.rounds) + "\n", flush=True)
-    if given.steps in ("rules", "all"):
-        print(f"Other rules, vocabulary {VOCAB:,}:\n\n" + rule_steps(max(5, given.rounds // 20)) + "\n", flush=True)
-    if given.steps in ("no-branches", "all"):
-        figures = steps_without_branches(max(5, given.rounds // 20))
-        print(f"Without branches, vocabulary {VOCAB:,}:\n\n{figures}\n", flush=True)
-    if given.steps in ("opening", "all"):
-        print(f"Opening, vocabulary {VOCAB:,}:\n\n" + opening(max(5, given.rounds // 40)) + "\n", flush=True)
-    if given.steps in ("geometry", "all"):
-        title = f"Steps that the candidates do not answer, mahalanobis, vocabulary {GEOMETRY_VOCAB:,}, d = {HIDDEN:,}:"
-        print(f"{title}\n\n" + geometry_steps(max(5, given.rounds // 20)))
+    print(f"{machine()}; 1 thread")
+    for name in given.steps:
+        title, measured, fewer = tables[name]
+        print(f"\n{title}:\n\n{measured(max(5, given.rounds // fewer))}", flush=True)
 
 
 if __name__ == "__main__":

@@ -16,17 +16,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
-import statistics
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.common import add_repository_to_pythonpath, machine, say, table
+from benchmarks.common import UNCOUNTED, add_repository_to_pythonpath, machine, say, table
+from benchmarks.loops import HEADER, cells, measure_loops, open_graphs
 from benchmarks.models import export_once
 from topw_lab.worker import Worker
 
@@ -92,7 +91,7 @@ def graph_losses(folder: Path, rows: np.ndarray) -> np.ndarray:
     return found
 
 
-HEADER = ("weights", "perplexity", "nats over float32", "standard error", "ratio", "file MB")
+ACCURACY = ("weights", "perplexity", "nats over float32", "standard error", "ratio", "file MB")
 
 
 def comparison_row(name: str, losses: np.ndarray, exact: np.ndarray, rows: np.ndarray, size: int) -> tuple[str, ...]:
@@ -172,45 +171,23 @@ def accuracy_table(args: argparse.Namespace, exports: dict[str, Path]) -> str:
                 worker.call("open", name=kind, path=str(file.absolute()), length=COLUMNS)
                 losses = np.asarray(worker.call("losses", name=kind, rows=rows.tolist()))
                 found.append(comparison_row(f"llama.cpp {kind}", losses, exact, rows, file.stat().st_size))
-    return table(HEADER, found)
+    return table(ACCURACY, found)
 
 
 def speed_table(args: argparse.Namespace, exports: dict[str, Path], threads: int) -> str:
-    """Milliseconds per step and prompt tokens per second, by model."""
+    """Milliseconds per step and prompt, by model."""
     vocabulary = json.loads((args.model / "config.json").read_text())["vocab_size"]
-    prompt = [int(token) for token in np.random.default_rng(0).integers(3, vocabulary, args.prompt)]
-    room = args.turns * (args.steps + 2) + 8
-    with ExitStack() as stack:
-        scratch = stack.enter_context(tempfile.TemporaryDirectory(dir=next(iter(exports.values())).parent))
-        settings = {"task": "loops", "scratch": scratch, "threads": threads}
-        ours = stack.enter_context(Worker("the exports", HERE.with_name("kv_worker.py"), settings, threads=threads))
-        places: dict[str, tuple[Worker, dict[str, Any]]] = {}
-        for name, path in exports.items():
-            ours.call("open", name=name, path=str(path.absolute()), length=0)
-            places[name] = ours, {"room": room}
-        llama = stack.enter_context(llama_worker(args, threads))
+    prompt = np.random.default_rng(0).integers(3, vocabulary, args.prompt).tolist()
+    with open_graphs(exports, threads) as workers, llama_worker(args, threads) as llama:
         if llama is not None:
             files = llama_files(llama, args.model, args.llama, args.work)
+            length = len(prompt) + args.turns * (args.steps + UNCOUNTED) + 1
             for kind in args.llama:
-                name = f"llama.cpp {kind}"
-                llama.call("open", name=name, path=str(files[kind].absolute()), length=len(prompt) + room)
-                places[name] = llama, {}
-        prefills: dict[str, list[float]] = {name: [] for name in places}
-        steps: dict[str, list[float]] = {name: [] for name in places}
-        order = random.Random(0)
-        for _ in range(3):  # steps continue from the last cache
-            for name in order.sample(list(places), len(places)):
-                worker, more = places[name]
-                prefills[name].append(worker.call("prefill", name=name, prompt=prompt, **more))
-        for _ in range(args.turns):
-            for name in order.sample(list(places), len(places)):
-                steps[name].append(statistics.median(places[name][0].call("turn", name=name, steps=args.steps)))
-    rows = []
-    for name, times in steps.items():
-        low, _, high = statistics.quantiles(times, n=4)
-        rate = len(prompt) / statistics.median(prefills[name])
-        rows.append((name, f"{statistics.median(times) * 1e3:.2f}", f"{low * 1e3:.2f}-{high * 1e3:.2f}", f"{rate:.0f}"))
-    return table(("weights", f"ms a step, {threads} threads", "quartiles", "prompt tokens a second"), rows)
+                llama.call("open", name=f"llama.cpp {kind}", path=str(files[kind].absolute()), length=length)
+                workers[f"llama.cpp {kind}"] = llama
+        prompts, steps = measure_loops(workers, prompt, prompts=3, turns=args.turns, steps=args.steps, seed=0)
+    rows = [(name, *cells(prompts[name], steps[name])) for name in workers]
+    return table((f"weights, {threads} threads", *HEADER), rows)
 
 
 def main() -> None:

@@ -13,31 +13,24 @@ random model of about 50 M parameters with convolutions, windows, sinks and expe
     python -m benchmarks.kv --kind lfm2 gpt_oss gemma3 qwen3_5 --genai-python PYTHON --form static
         --context 128 1024 [--dtype fp32]
 
-Decoders with ArgMax instead of the sampler take turns of a few steps in one process; ratios per turn.
-`topw bench decode OUT --genai FOLDER` measures the whole loops.
-
-Tables have medians with 95 % intervals.
+Decoders with ArgMax instead of the sampler take turns of a few steps in one process; tables have median ratios per turn
+with 95 % intervals. `topw bench decode OUT --genai FOLDER` measures the whole loops.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from benchmarks.common import add_repository_to_pythonpath, machine, say, table
+from benchmarks.common import machine, say, table
 from benchmarks.kinds import KINDS, genai_folder, kind_model
+from benchmarks.loops import Times, extend, format_ratios, measure_loops, open_graphs
 from benchmarks.models import export_once, llama_50m
-from topw_deploy.manifest import DecoderInfo, load_decoder_manifest, load_manifest
-from topw_lab.bench.measure import median_interval
-from topw_lab.worker import Worker
+from topw_deploy.manifest import load_manifest
 
-WORKER = Path(__file__).with_name("kv_worker.py")
 FORMS = {
     "static": ("--kv", "static"),
     "scatter": ("--kv", "static", "--target", "tensorrt", "--max-length", "0", "--opset", "24"),
@@ -48,73 +41,41 @@ FORMS = {
 AS_GENAI = {"int4": ("--symmetric", "--block-size", "32", "--table-bits", "4")}
 
 
-def format_ratios(ratios: Sequence[float]) -> str:
-    """0.981 (0.975-0.988)"""
-    low, high = median_interval(ratios)
-    return f"{statistics.median(ratios):.3f} ({low:.3f}-{high:.3f})"
-
-
-def print_graph_tables(ours: dict[str, Path], args: argparse.Namespace) -> None:
-    """Tables of steps and of prefills."""
+def print_tables(folders: dict[str, Path], vocab: int, args: argparse.Namespace) -> None:
+    """Tables of steps and of prompts, relative to genai, else to the first form."""
     rng = np.random.default_rng(args.seed)
-    steps, prefills, memories = [], [], []
-    decoder = load_decoder_manifest(next(iter(ours.values()))).decoder
+    base = "genai" if "genai" in folders else next(iter(folders))
+    others = [name for name in folders if name != base]
+    steps, prompts = [], []
     for threads in args.threads:
-        measured = []
         for context in args.context:
-            say(f"graphs: {context} tokens of context, {threads} threads")
-            sweeps = [
-                sweep
-                for number in range(args.sessions)
-                for sweep in _run_session(ours, threads, context, number, rng, args)
-            ]
-            measured.append(sweeps[0])
-            turns = [turn for sweep in sweeps for turn in sweep["turns"]]
-            differing = sum(len(set(sweep["first"].values())) > 1 for sweep in sweeps)
-            if differing:
-                say(f"  the graphs do not agree on the first token of {differing} in {len(sweeps)} sequences")
-            steps.append((threads, f"{context:,}", *_ratio_cells(turns, args)))
-            prefills.append((threads, f"{context:,}", *_ratio_cells([sweep["prefill"] for sweep in sweeps], args)))
-        if threads == args.threads[0]:
-            memories = [_memory_row(by_context, decoder, args) for by_context in measured]
-    names = [name for name in args.form if name != args.yardstick]
-    header = ("threads", "context", f"{args.yardstick} ms", *(f"{name} / {args.yardstick}" for name in names))
-    print(f"\nA step of the bare graph\n\n{table(header, steps)}\n\nPrefill\n\n{table(header, prefills)}")
-    print(f"\nStates, KiB\n\n{table(('tokens', 'by the formula', *args.form, *_peer_names(args)), memories)}")
+            say(f"{context} tokens of context, {threads} threads")
+            prompt_times, step_times = measure(folders, vocab, threads, context, rng, args)
+            for rows, times in ((steps, step_times), (prompts, prompt_times)):
+                median = f"{statistics.median(times[base]) * 1e3:.2f}"
+                ratios = (format_ratios(times[name], times[base]) for name in others)
+                rows.append((threads, f"{context:,}", median, *ratios))
+    header = ("threads", "context", f"{base} ms", *(f"{name} / {base}" for name in others))
+    print(f"\nA step\n\n{table(header, steps)}\n\nThe prompt\n\n{table(header, prompts)}", flush=True)
 
 
-def _peer_names(args: argparse.Namespace) -> list[str]:
-    return ["genai"] if args.genai is not None else []
-
-
-def _memory_row(sweep: dict[str, Any], decoder: DecoderInfo, args: argparse.Namespace) -> list[str]:
-    """Memory of the states of one row with room for the sweep's tokens."""
-    formula = sum(state.row_bytes(sweep["room"]) for state in decoder.states)
-    sizes = [formula, *(sweep["bytes"][name] for name in (*args.form, *_peer_names(args)))]
-    return [f"{sweep['room']:,}", *(f"{size / 1024:,.1f}" for size in sizes)]
-
-
-def _run_session(
-    ours: dict[str, Path], threads: int, context: int, number: int, rng: np.random.Generator, args: argparse.Namespace
-) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory(dir=next(iter(ours.values())).parent, prefix=".kv-") as scratch:
-        settings = {
-            "task": "sweeps",
-            "scratch": scratch,
-            "ours": {name: str(folder) for name, folder in ours.items()},
-            "genai": None if args.genai is None else str(args.genai.absolute()),
-            "threads": threads,
-            "seed": args.seed + number,
-        }
-        with Worker("the graphs", WORKER, settings, threads=threads) as worker:
-            prompts = [[int(token) for token in rng.integers(2, args.vocab, context)] for _ in range(args.sweeps)]
-            return [worker.call("sweep", prompt=prompt, turns=args.turns, steps=args.steps) for prompt in prompts]
-
-
-def _ratio_cells(turns: Sequence[dict[str, float]], args: argparse.Namespace) -> list[str]:
-    names = [name for name in args.form if name != args.yardstick]
-    base = statistics.median(turn[args.yardstick] for turn in turns) * 1e3
-    return [f"{base:.2f}", *(format_ratios([turn[name] / turn[args.yardstick] for turn in turns]) for name in names)]
+def measure(
+    folders: dict[str, Path], vocab: int, threads: int, context: int, rng: np.random.Generator, args: argparse.Namespace
+) -> tuple[Times, Times]:
+    """Seconds of prompts and of steps, over all sessions and sequences."""
+    prompts: Times = {}
+    steps: Times = {}
+    for _ in range(args.sessions):
+        order = [list(folders)[place] for place in rng.permutation(len(folders))]
+        with open_graphs({name: folders[name] for name in order}, threads) as workers:
+            for _ in range(args.sweeps):
+                prompt, seed = rng.integers(2, vocab, context), int(rng.integers(1 << 31))
+                times = measure_loops(workers, prompt.tolist(), turns=args.turns, steps=args.steps, seed=seed)
+                extend(prompts, times[0])
+                extend(steps, times[1])
+                if len(set(workers[order[0]].call("first").values())) > 1:
+                    say("  the graphs do not agree on the first token")
+    return prompts, steps
 
 
 def main() -> None:
@@ -133,7 +94,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="counted steps per turn")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    add_repository_to_pythonpath()
     if not args.kind:
         print_comparison(args.model or llama_50m(), args)
     for kind in args.kind or ():
@@ -145,14 +105,11 @@ def main() -> None:
 
 def print_comparison(model: Path, args: argparse.Namespace) -> None:
     """Print the tables of one model."""
-    ours = {
-        name: export_once(model, "--dtype", args.dtype, *AS_GENAI.get(args.dtype, ()), *FORMS[name])
-        for name in args.form
-    }
-    args.vocab = load_manifest(next(iter(ours.values()))).sampler.vocab_size
-    args.yardstick = "genai" if args.genai is not None else args.form[0]
+    options = ("--dtype", args.dtype, *AS_GENAI.get(args.dtype, ()))
+    folders = {name: export_once(model, *options, *FORMS[name]) for name in args.form}
+    vocab = load_manifest(next(iter(folders.values()))).sampler.vocab_size
     print(f"\n{machine()}; {model}, {args.dtype}")
-    print_graph_tables(ours, args)
+    print_tables(folders if args.genai is None else {**folders, "genai": args.genai}, vocab, args)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ without an importance matrix.
 from __future__ import annotations
 
 import ctypes
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -177,21 +178,22 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
             found.append((np.log(np.exp(logits - most[:, None]).sum(axis=1)) + most - chosen).tolist())
         return found
 
-    def prefill(name: str, prompt: list[int]) -> float:
+    def prefill(name: str, prompt: list[int], room: int) -> float:
+        del room  # `open` states the length
         model = models[name]
         model.clear()
         began = time.perf_counter()
         model.run(prompt, every=False)
         return time.perf_counter() - began
 
-    def turn(name: str, steps: int) -> list[float]:
-        """Seconds of each greedy step, after UNCOUNTED others."""
+    def turn(name: str, steps: int) -> float:
+        """Median seconds of a greedy step, after UNCOUNTED others."""
         model, times, token = models[name], [], 5
         for number in range(steps + UNCOUNTED):
             began = time.perf_counter()
             token = int(model.run([token], every=False)[0].argmax())
             if number >= UNCOUNTED:
                 times.append(time.perf_counter() - began)
-        return times
+        return statistics.median(times)
 
     return {"write": write, "quantise": quantise, "open": open_, "losses": losses, "prefill": prefill, "turn": turn}

@@ -2,58 +2,29 @@
 
     python -m benchmarks.native_rows [--rounds 100] [--count 64]
 
-Compares certified rows under Top-W, and rows of a trained model under every rule, with numpy.max, with warm caches (ten
-consecutive calls). The trained model is the bundled one, whose 4,096 tokens are extended by less likely variants of
-them (benchmarks/trained_rows.py).
+Compares rows of a trained model under every rule with numpy.max, with warm caches (ten consecutive calls). The trained
+model is the bundled one, whose 4,096 tokens are extended by less likely variants of them
+(benchmarks/trained_rows.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.common import chip, interleave, machine, say, seconds, table
-from benchmarks.function import VOCAB, measure
+from benchmarks.function import VOCAB
 from benchmarks.trained_rows import logits_of, trained_model
-from tests.support.kernel import STAGES, Kernel, KernelCall
+from tests.support.kernel import Kernel
 from topw_deploy.plugins.library import library_path, why_absent
 from topw_deploy.sampling import TopWOptions
-from topw_lab.bench.logits import likely_logits
 
 TRAINED_TEMPERATURES = (0.5, 1.0)
-Sides = dict[str, Callable[[], Any]]
-
-
-def describe_call(name: str, call: KernelCall) -> str:
-    """Name, stage, crop size and number of distances."""
-    call()
-    report, samples = call.samples.reports[0], call.samples
-    distances = f", {report['distances']:,} distances" if report["distances"] else ""
-    return f"{name}: {STAGES[report['stage']]}, keeps {samples.kept[0]}{distances}"
-
-
-def certified_table(kernel: Kernel, rounds: int) -> str:
-    """Certified rows against numpy.max."""
-    logits = likely_logits(VOCAB)
-    flat = (np.random.default_rng(0).standard_normal((1, VOCAB)) * 1.6).astype(np.float32)
-    options = TopWOptions(metric="uniform")
-    calls = {
-        "T = 1": kernel.prepare(logits, {"temperature": 1.0}, options),
-        "T = 2": kernel.prepare(logits, {"temperature": 2.0}, options),
-        "T = 2, with mass": kernel.prepare(logits, {"temperature": 2.0}, options, mass=True),
-        "T = 2, flat": kernel.prepare(flat, {"temperature": 2.0}, options),
-        "greedy": kernel.prepare(logits, {"temperature": 0.0}, options),
-    }
-    row = logits[0]
-    sides: Sides = {"numpy.max": lambda: row.max()}
-    sides |= {describe_call(name, call): call for name, call in calls.items()}
-    return measure(sides, rounds, "numpy.max", in_a_row=10)
 
 
 def trained_table(kernel: Kernel, rounds: int, count: int) -> str:
@@ -62,8 +33,7 @@ def trained_table(kernel: Kernel, rounds: int, count: int) -> str:
     rows, parts = logits_of(trained_model(VOCAB), count), []
     for temperature in TRAINED_TEMPERATURES:
         found = time_rules(kernel, rows, temperature, max(3, rounds // 10))
-        title = f"T = {temperature:g}, mean entropy {mean_entropy(rows, temperature):.2f} nats:"
-        parts.append(f"{title}\n\n{rule_table(found)}")
+        parts.append(f"T = {temperature:g}:\n\n{rule_table(found)}")
     return "\n\n".join(parts)
 
 
@@ -144,15 +114,6 @@ def _format_ratio(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:.0f}"
 
 
-def mean_entropy(rows: np.ndarray, temperature: float) -> float:
-    """Mean entropy in nats of logits [N, V]."""
-    y = rows.astype(np.float64) / temperature
-    y -= y.max(1, keepdims=True)
-    weights = np.exp(y)
-    total = weights.sum(1)
-    return float((np.log(total) - (weights * y).sum(1) / total).mean())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=100)
@@ -164,7 +125,6 @@ def main() -> None:
         raise SystemExit(f"there is no native sampler: {why_absent()}.")
     kernel = Kernel(path)
     print(f"{machine()}; {chip()}; 1 thread, {kernel.instruction_set}\n")
-    print(f"Certified rows, vocabulary {VOCAB:,}:\n\n{certified_table(kernel, given.rounds)}\n", flush=True)
     title = f"Rows of the trained model, vocabulary {VOCAB:,}"
     print(f"{title}:\n\n{trained_table(kernel, given.rounds, given.count)}")
 

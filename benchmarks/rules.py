@@ -11,9 +11,9 @@ import argparse
 import subprocess
 import sys
 
-from benchmarks.common import say, table
+from benchmarks.common import say
 from benchmarks.models import export_once
-from benchmarks.trained_rows import row_table, trained_model
+from benchmarks.trained_rows import trained_model
 
 PROMPT = "class Path(os.PathLike):\n    Return a new path with the"
 
@@ -25,10 +25,7 @@ def main() -> None:
     folders = []
     for vocab in args.vocab:
         say(f"vocabulary {vocab:,}")
-        model = trained_model(vocab)
-        header = ("T", "entropy, nats", "probability of the added tokens")
-        print(f"Rows on a text, vocabulary {vocab:,}\n\n{table(header, row_table(model))}\n", flush=True)
-        folders.append(str(export_once(model)))
+        folders.append(str(export_once(trained_model(vocab))))
     command = [sys.executable, "-m", "topw_deploy", "bench", "rules", *folders, "--prompt", PROMPT, *rest]
     raise SystemExit(subprocess.run(command).returncode)
 

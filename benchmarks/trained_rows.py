@@ -30,18 +30,16 @@ _SHARE_DEVIATION = 0.35  # standard deviation of the first copy's share of a wei
 LAYERS = 11  # at twice the width: 51 M parameters with 32,000 tokens
 DEEP_LAYERS = 16  # at the same width: 50 M parameters with 151,936 tokens
 _LARGEST_WIDE = 65_536  # vocabulary; with more tokens, the width stays the same
-TEMPERATURES = (0.5, 1.0, 1.5, 2.0)
 _ADDED = 0.25  # probability of the added tokens at T = 1, relative to the trained ones'
 _DEVIATION = 1.0  # of an added token's logit from its trained one's, beside the shift
 _RIDGE = 1e-3
 _TEXTS, _TOKENS = 12, 256  # whose last hidden states are used
-_ROWS = "rows.json"
 
 
 def trained_model(vocab_size: int) -> Path:
     """A Hugging Face folder with `vocab_size` tokens, made once. The prompts' words have the bundled model's ids."""
     folder = CACHE / f"enlarged-{vocab_size}"
-    if (folder / _ROWS).exists():
+    if (folder / "tokenizer.json").exists():
         return folder
     from transformers import AutoModelForCausalLM
 
@@ -52,19 +50,11 @@ def trained_model(vocab_size: int) -> Path:
     model = (grow_model(small, replace(RECIPE, layers=LAYERS)) if wide else deepen_model(small, DEEP_LAYERS)).eval()
     hidden = last_hidden_states(model, tokenizer)
     add_tokens(model, vocab_size, hidden)
-    rows = row_statistics(hidden @ model.get_input_embeddings().weight.detach().T, small.config.vocab_size)
     model.save_pretrained(folder)
     for name in ("tokenizer_config.json", "generation_config.json"):
         shutil.copyfile(source / name, folder / name)
     write_tokenizer(source / "tokenizer.json", folder / "tokenizer.json", vocab_size)
-    (folder / _ROWS).write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
     return folder
-
-
-def row_table(folder: Path) -> list[tuple[str, ...]]:
-    """Rows of a table: temperature, mean entropy in nats, mean probability of the added tokens."""
-    found = json.loads((folder / _ROWS).read_text("utf-8"))
-    return [(one["temperature"], f"{one['entropy']:.2f}", f"{one['added']:.0%}") for one in found]
 
 
 def last_hidden_states(model: Any, tokenizer: Tokenizer) -> torch.Tensor:
@@ -110,23 +100,6 @@ def add_tokens(model: Any, vocab_size: int, hidden: torch.Tensor) -> None:
         weight = model.get_input_embeddings().weight
         weight[:own] = table
         weight[own:] = table[torch.arange(count) % own] + noise - shift * constant
-
-
-def row_statistics(logits: torch.Tensor, own: int) -> list[dict[str, float]]:
-    """Mean entropy, and mean probability of the tokens from `own` on, by temperature. logits: [N, V]."""
-    found = []
-    for temperature in TEMPERATURES:
-        logs = torch.log_softmax(logits / temperature, 1)
-        weights = logs.exp()
-        entropy = -(weights * logs).sum(1).mean()
-        found.append(
-            {
-                "temperature": temperature,
-                "entropy": float(entropy),
-                "added": float(weights[:, own:].sum(1).mean()),
-            }
-        )
-    return found
 
 
 def write_tokenizer(source: Path, target: Path, vocab_size: int) -> None:

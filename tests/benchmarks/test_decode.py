@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import decode_worker
 from benchmarks.decode_worker import CHOICE, write_either
+from benchmarks.loops import measure_loops, open_graphs
 from tests.support.toy_graph import FORMS, HEAD_DIMS
 from tests.support.toy_model import VOCAB, Toy, export
 from topw_deploy.runtime.inputs import rule_arrays
@@ -74,18 +75,26 @@ def test_each_branch_equals_the_model_with_that_sampler_alone(toy: Toy, folder: 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_sweep_times_every_sampler_and_the_control(
+def test_every_sampler_and_its_yardstick_take_turns(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     folder = export(tmp_path / "out", toy, form=form)
     monkeypatch.setenv("PYTHONPATH", str(Path(decode_worker.__file__).parents[1]), prepend=os.pathsep)
     settings = {"export": str(folder), "either": str(write_either(folder, tmp_path)), "samplers": ["graph"],
-                "threads": 1, "seed": 0}  # fmt: skip
+                "threads": 1}  # fmt: skip
     with Worker("the models", Path(decode_worker.__file__), settings) as worker:
-        turns = worker.call("sweep", prompt=PROMPT, turns=3, steps=2)
-        assert worker.call("certified") > 0
-    assert len(turns) == 3
-    for turn in turns:
-        assert set(turn) == {"graph", "graph argmax", "control", "control argmax"}
-        assert min(turn.values()) > 0
-        assert turn["control argmax"] == turn["graph argmax"]
+        names = worker.call("names")
+        assert names == ["graph", "graph argmax", "control"]
+        for _ in range(2):
+            prompts, steps = measure_loops(dict.fromkeys(names, worker), PROMPT, turns=3, steps=2, seed=0)
+            assert worker.call("certified") > 0
+    assert {name: len(times) for name, times in prompts.items()} == dict.fromkeys(names, 1)
+    assert {name: len(times) for name, times in steps.items()} == dict.fromkeys(names, 3)
+    assert min(map(min, steps.values())) > 0
+
+
+def test_graphs_of_one_model_agree_on_the_first_token(toy: Toy, folder: Path, tmp_path: Path) -> None:
+    exports = {"one": folder, "an other": export(tmp_path / "other", toy)}
+    with open_graphs(exports, 1) as workers:
+        measure_loops(workers, PROMPT, turns=1, steps=1, seed=0)
+        assert workers["one"].call("first") == dict.fromkeys(exports, int(np.argmax(toy.logits(PROMPT))))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.native_rows import RULES, TimedRow, mean_entropy, rule_table, time_rules
+from benchmarks.native_rows import RULES, TimedRow, rule_table, time_rules
 from tests.support.native_cases import opened
 from topw_deploy.sampling.rules import RULES_BY_CODE, kept_set
 
@@ -35,12 +34,6 @@ def test_the_timed_calls_are_those_of_the_named_rules(tmp_path: Path) -> None:
             wanted = kept_set(row, code, values, temperature=0.5)
             assert (timed.kept, timed.certified) == (len(wanted.kept), wanted.certified), label
             assert timed.ratio > 0
-
-
-def test_the_entropy_is_that_of_the_softmax_at_the_temperature() -> None:
-    assert mean_entropy(np.array([[5.0, 5.0, 5.0, 5.0], [90.0, 0.0, 0.0, 0.0]]), 1.0) == pytest.approx(math.log(4) / 2)
-    p = np.array([0.7, 0.2, 0.1])
-    assert mean_entropy(2 * np.log(p)[None] + 3, 2.0) == pytest.approx(-(p * np.log(p)).sum())
 
 
 @pytest.mark.slow

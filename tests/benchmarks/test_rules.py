@@ -16,7 +16,7 @@ def test_added_tokens_take_the_wanted_share_and_leave_the_others_logits() -> Non
     import torch
     import transformers
 
-    from benchmarks.trained_rows import add_tokens, row_statistics
+    from benchmarks.trained_rows import add_tokens
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -33,11 +33,8 @@ def test_added_tokens_take_the_wanted_share_and_leave_the_others_logits() -> Non
         after = hidden @ model.get_output_embeddings().weight.T
     assert after.shape == (512, ALL)
     assert torch.equal(after[:, :OWN], before)
-    cold, warm, *_, hot = row_statistics(after, OWN)
-    # 0.25 / 1.25 by construction; the shift is a fit, and rows differ
-    assert 0.1 < warm["added"] < 0.35
-    assert cold["added"] < warm["added"] < hot["added"]
-    assert cold["entropy"] < warm["entropy"] < hot["entropy"]
+    added = torch.softmax(after, 1)[:, OWN:].sum(1).mean()
+    assert 0.1 < added < 0.35  # 0.25 / 1.25 by construction; the shift is a fit, and rows differ
 
 
 def test_a_filled_up_tokenizer_keeps_its_ids(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ The operator reads only used slots, and can rotate queries and keys. Its rules i
   is an input.
 - seqlens_k is a row's length *after* the call, less one, counting padded columns.
 - With `sliding_window_cache` the buffer holds only the window, so a step reads only the window; without the attribute
-  it reads the whole sequence (`python -m benchmarks.window_cache`). The slot of a token follows from the row's length,
-  which would count padding, so the runtime reads rows of different lengths one by one.
+  it reads the whole sequence. The slot of a token follows from the row's length, which would count padding, so the
+  runtime reads rows of different lengths one by one.
 
 The operator has an input for a bias of scores; ALiBi, biases by distance and chunks use it. It lacks latent attention,
 which becomes products and a softmax over the used slots (`UsedSlots`).
