@@ -46,7 +46,8 @@ def print_tables(folders: dict[str, Path], vocab: int, args: argparse.Namespace)
     rng = np.random.default_rng(args.seed)
     base = "genai" if "genai" in folders else next(iter(folders))
     others = [name for name in folders if name != base]
-    steps, prompts = [], []
+    steps: list[tuple[object, ...]] = []
+    prompts: list[tuple[object, ...]] = []
     for threads in args.threads:
         for context in args.context:
             say(f"{context} tokens of context, {threads} threads")

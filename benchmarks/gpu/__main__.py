@@ -19,8 +19,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +27,10 @@ sys.path[:0] = [str(ROOT / "src")]  # this project is not installed on the host
 
 from benchmarks.gpu.archives import unpack  # noqa: E402
 from benchmarks.gpu.job import PARTS, REHEARSAL, Job  # noqa: E402
-from benchmarks.gpu.record import PARTIAL, TABLES, WAITING, Record, RecordError  # noqa: E402
+from benchmarks.gpu.record import PARTIAL, WAITING, Record  # noqa: E402
 from benchmarks.gpu.runner import Run, environment, say  # noqa: E402
 from topw_deploy.errors import BenchmarkError  # noqa: E402
+from topw_deploy.install import installed_version  # noqa: E402
 
 _PLUGINS, _CODE = ROOT / "src" / "topw_deploy" / "plugins", {".cu", ".cuh", ".cpp", ".h"}
 _UNFINISHED = 3
@@ -52,76 +51,39 @@ print(json.dumps([first.name, first.architecture, found.why_none, found.cuda or 
 """
 
 
-@dataclass(frozen=True)
-class Machine:
-    """A machine and its GPU.
-
-    architecture: 90 for sm_90; 0 without a GPU.
-    why_none: a clause on why there is no GPU; empty with one.
-    cuda: the newest CUDA version that the driver supports.
-    """
-
-    gpu: str
-    architecture: int
-    why_none: str
-    cuda: str
-    versions: dict[str, str]
-
-    def as_table(self) -> dict[str, Any]:
-        return {
-            "GPU": self.gpu or f"none: {self.why_none}",
-            "architecture": f"sm_{self.architecture}" if self.gpu else "",
-            "driver's CUDA": self.cuda,
-            "processor": platform.processor() or platform.machine(),
-            "Python": platform.python_version(),
-            "packages": ", ".join(f"{name} {number}" for name, number in self.versions.items()),
-        }
-
-
-def describe_machine() -> Machine:
-    """Describe this machine. A child process queries the driver and is killed if it hangs."""
-    versions = {name: found for name in _PACKAGES if (found := _version(name))}
+def describe_machine() -> dict[str, Any]:
+    """Describe this machine; `GPU` begins with "none" without one. A child queries the driver, as that may hang."""
+    words = [sys.executable, "-c", _QUERY]
+    limits: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace", "timeout": _DRIVER_LIMIT}
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _QUERY], cwd=ROOT, env=environment(), capture_output=True, text=True,
-            errors="replace", timeout=_DRIVER_LIMIT,
-        )  # fmt: skip
+        done = subprocess.run(words, cwd=ROOT, env=environment(), **limits)
         gpu, architecture, why_none, cuda = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
-        return Machine("", 0, f"the NVIDIA driver did not answer within {_DRIVER_LIMIT} s", "", versions)
+        gpu, architecture, why_none, cuda = "", 0, f"the NVIDIA driver did not answer within {_DRIVER_LIMIT} s", ""
     except ValueError:
-        return Machine("", 0, f"the driver could not be queried ({done.stderr.strip()[-300:]})", "", versions)
-    return Machine(gpu, architecture, why_none, cuda, versions)
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
+        gpu, architecture, cuda = "", 0, ""
+        why_none = f"the driver could not be queried ({done.stderr.strip()[-300:]})"
+    versions = {name: found for name in _PACKAGES if (found := installed_version(name))}
+    return {
+        "GPU": gpu or f"none: {why_none}",
+        "architecture": architecture,
+        "driver's CUDA": cuda,
+        "processor": platform.processor() or platform.machine(),
+        "Python": platform.python_version(),
+        "packages": ", ".join(f"{name} {number}" for name, number in versions.items()),
+    }
 
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python3 -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--out", type=Path, help="folder of results; default: out/gpu of the checkout, or out/rehearsal"
-    )
+    parser.add_argument("--out", type=Path, help="folder of results; default: out/gpu, or out/rehearsal")
     parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="stop after this time")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--again", action="store_true", help="repeat finished steps")
-    parser.add_argument(
-        "--library", dest="kernels", type=Path, help="compiled kernels; default: compile them for this GPU"
-    )
-    parser.add_argument(
-        "--pack",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="ARCHIVE",
-        help="archives of `benchmarks.gpu pack`",
-    )
+    parser.add_argument("--library", dest="kernels", type=Path, help="compiled kernels; default: compile them")
+    parser.add_argument("--pack", nargs="+", type=Path, default=[], metavar="ARCHIVE", help="packed archives")
     parser.add_argument("--folder", nargs="+", type=Path, default=[], help="exported models; default: the packed ones")
     parser.add_argument("--rows", type=int, default=100_000, help="random rows to compare; default: 100,000")
     parser.add_argument("--seed", type=int, default=0)
@@ -154,45 +116,44 @@ def main() -> int:
     machine = describe_machine()
     try:
         record = Record(out, given.rehearse)
-    except RecordError as error:
+        record.machine = machine
+        record.write()
+        if given.rehearse:
+            say(REHEARSAL)
+        elif machine["GPU"].startswith("none"):
+            say(f"NOTHING WAS RUN: there is no CUDA GPU here ({machine['GPU']}); --rehearse runs it on a CPU.")
+            return 1
+        if given.pack:
+            unpack(given.pack, out / "packed")
+    except BenchmarkError as error:
         raise SystemExit(str(error)) from None
-    record.describe_machine(machine.as_table())
-    if given.rehearse:
-        say(REHEARSAL)
-    elif not machine.gpu:
-        say(f"NOTHING WAS RUN: there is no CUDA GPU here ({machine.why_none}); --rehearse runs the command on a CPU.")
-        return 1
     kernels = digest_of_kernels(given.kernels)
     kind = "emulated" if given.rehearse else "cuda"
     library = (given.kernels or out / f"libtopw_{kind}-{kernels}.so").absolute()
-    try:
-        missing = unpack(given.pack, out / "packed") if given.pack else []
-    except BenchmarkError as error:
-        raise SystemExit(str(error)) from None
-    for sentence in missing:
-        say(f"NOT UNPACKED {sentence}")
+    folders = [str(folder.absolute()) for folder in given.folder]
     job = Job(
-        out, library, given.rehearse, given.rows, given.seed, given.rounds,
-        [str(folder.absolute()) for folder in given.folder], machine.architecture, given.kernels is not None,
+        out, library, given.rehearse, given.rows, given.seed, given.rounds, folders, machine["architecture"],
+        given.kernels is not None,
     )  # fmt: skip
-    base = "\0".join([kernels, machine.versions.get("torch", ""), machine.gpu, str(given.rehearse)])
-    parts = [part for part in PARTS if part in given.only or (part == "build" and not library.is_file())]
+    base = "\0".join([kernels, installed_version("torch") or "", machine["GPU"], str(given.rehearse)])
     run = Run(record, job, base, started + given.budget, given.again)
-    run.parts(parts)
-    return conclude(record, parts, out)
+    parts = [part for part in PARTS if part in given.only or (part == "build" and not library.is_file())]
+    for part in parts:
+        run.part(part)
+    return conclude(record, parts)
 
 
-def conclude(record: Record, parts: list[str], out: Path) -> int:
+def conclude(record: Record, parts: list[str]) -> int:
     """Print tables and remaining steps; returns the exit code."""
-    print((out / TABLES).read_text(encoding="utf-8"))
+    print(record.tables())
     mine = {key: entry for key, entry in record.steps.items() if key.split("/")[0] in parts}
     failed = [key for key, entry in mine.items() if entry.get("failed")]
-    unfinished = [key for key, entry in mine.items() if entry["state"] in (WAITING, PARTIAL) or entry.get("stale")]
+    unfinished = [key for key, entry in mine.items() if entry["state"] in (WAITING, PARTIAL)]
     if unfinished:
         say(f"{len(unfinished)} steps are not finished ({', '.join(unfinished)}): run the same command again.")
     if failed:
         say(f"{len(failed)} steps FAILED: {', '.join(failed)}.")
-    say(f"Results: {out}" + (" (REHEARSAL)" if record.rehearsal else ""))
+    say(f"Results: {record.folder}" + (" (REHEARSAL)" if record.rehearsal else ""))
     return 1 if failed else _UNFINISHED if unfinished else 0
 
 

@@ -1,4 +1,4 @@
-"""GPU code in a shared library: list its architectures and zero what one GPU does not need.
+"""GPU code in a shared library: zero what one GPU does not load.
 
 nvcc stores fat binaries in their own sections: a header and entries. Each entry is machine code (a cubin) or PTX of one
 architecture; the driver picks one. Zeroing the others keeps sizes and offsets, and zeros compress well.
@@ -11,7 +11,6 @@ where bit 20 is the "a" of sm_90a.
 from __future__ import annotations
 
 import struct
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,34 +48,6 @@ class Code:
         return self.architecture <= sm and (same_generation or not self.cubin)
 
 
-@dataclass(frozen=True)
-class Kept:
-    """What `keep_only` keeps: entries by architecture before and after, and payload bytes.
-
-    without: number of fat binaries that have no code for the GPU.
-    """
-
-    found: dict[str, int]
-    kept: dict[str, int]
-    kept_bytes: int
-    zeroed_bytes: int
-    without: int
-
-
-def fat_binaries(data: bytes) -> list[list[Code]]:
-    """Every fat binary's entries in a 64-bit little-endian ELF file.
-
-    Raises BenchmarkError for another file, or a header that points outside it.
-    """
-    found = []
-    try:
-        for start, size in _sections(data):
-            found += list(_fat_binaries_of(data, start, start + size))
-    except struct.error:
-        raise BenchmarkError("the file ends within a header; copy or download it again.") from None
-    return found
-
-
 def loaded_code(entries: Sequence[Code], sm: int) -> list[Code]:
     """What the driver loads: the best machine code, else the newest PTX, else nothing."""
     for cubin in (True, False):
@@ -87,61 +58,49 @@ def loaded_code(entries: Sequence[Code], sm: int) -> list[Code]:
     return []
 
 
-def keep_only(path: Path, sm: int) -> Kept:
-    """Zero every payload that `sm` does not load.
+def keep_only(path: Path, sm: int) -> str:
+    """Zero every payload that `sm` does not load. Returns a sentence on what is kept.
 
-    Raises BenchmarkError as `fat_binaries` does, or if there is no code for `sm`, without changing the file.
+    Raises BenchmarkError for a file with an unknown layout or without code for `sm`, and does not change it.
     """
-    data = path.read_bytes()
+    data = bytearray(path.read_bytes())
     try:
-        binaries = fat_binaries(data)
+        binaries = list(fat_binaries(data))
+    except (struct.error, IndexError):
+        raise BenchmarkError(f"{path.name} ends within a header; copy or download it again.") from None
     except BenchmarkError as error:
         raise BenchmarkError(f"{path.name}: {error}") from None
-    summary = _summary(binaries, sm)
-    if not summary.kept:
-        raise BenchmarkError(f"{path.name} has code for {', '.join(summary.found) or 'no GPU'}, none for sm_{sm}.")
-    changed = bytearray(data)
-    for entries in binaries:
-        wanted = loaded_code(entries, sm)
-        for code in entries:
-            if code not in wanted:
-                changed[code.start : code.start + code.size] = bytes(code.size)
-    path.write_bytes(changed)
-    return summary
-
-
-def _summary(binaries: Sequence[Sequence[Code]], sm: int) -> Kept:
-    kept = [code for entries in binaries for code in loaded_code(entries, sm)]
     every = [code for entries in binaries for code in entries]
-    kept_bytes = sum(code.size for code in kept)
-    return Kept(
-        dict(Counter(code.label for code in every)),
-        dict(Counter(code.label for code in kept)),
-        kept_bytes,
-        sum(code.size for code in every) - kept_bytes,
-        sum(not loaded_code(entries, sm) for entries in binaries),
-    )
+    kept = {code for entries in binaries for code in loaded_code(entries, sm)}
+    if not kept:
+        labels = ", ".join(sorted({code.label for code in every})) or "no GPU"
+        raise BenchmarkError(f"{path.name} has code for {labels}, none for sm_{sm}.")
+    for code in every:
+        if code not in kept:
+            data[code.start : code.start + code.size] = bytes(code.size)
+    path.write_bytes(data)
+    sizes = [sum(code.size for code in codes) / 1e6 for codes in (kept, every)]
+    labels = ", ".join(sorted({code.label for code in kept}))
+    return f"{path.name} keeps {sizes[0]:.0f} of {sizes[1]:.0f} MB of GPU code ({labels})"
 
 
-def _sections(data: bytes) -> Iterator[tuple[int, int]]:
-    """(position, size) of each section with fat binaries."""
+def fat_binaries(data: bytes | bytearray) -> Iterator[list[Code]]:
+    """The entries of every fat binary in a 64-bit little-endian ELF file.
+
+    Raises struct.error or IndexError for a file that is cut off, BenchmarkError for an unknown layout.
+    """
     if data[:6] != b"\x7fELF\x02\x01":
         raise BenchmarkError("this is not a 64-bit little-endian ELF file; give a shared library for Linux.")
     (table,) = struct.unpack_from("<Q", data, 0x28)
     entry_size, count, names_index = struct.unpack_from("<HHH", data, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", data, table + i * entry_size) for i in range(count)]
-    if names_index >= count:
-        raise BenchmarkError(f"it has {count} sections and names number {names_index} for their names; copy it again.")
     names = headers[names_index][4]
     for name, _, _, _, position, size in headers:
-        text = data[names + name : data.find(b"\0", names + name)].decode("ascii", "replace")
-        if text in SECTIONS:
-            if position + size > len(data):
-                raise BenchmarkError(f"section {text} ends at byte {position + size}, the file at {len(data)}.")
-            yield position, size
+        if data[names + name : data.find(b"\0", names + name)].decode("ascii", "replace") in SECTIONS:
+            yield from _fat_binaries_of(data, position, position + size)
 
 
-def _fat_binaries_of(data: bytes, position: int, end: int) -> Iterator[list[Code]]:
+def _fat_binaries_of(data: bytes | bytearray, position: int, end: int) -> Iterator[list[Code]]:
     """Fat binaries are aligned to 8 bytes, with padding between them."""
     while position + _FAT_HEADER.size <= end:
         magic, _, header, size = _FAT_HEADER.unpack_from(data, position)
@@ -149,21 +108,21 @@ def _fat_binaries_of(data: bytes, position: int, end: int) -> Iterator[list[Code
             position += 8
             continue
         stop = position + header + size
-        if stop > end:
+        if stop > min(end, len(data)):
             raise BenchmarkError(f"a fat binary ends at byte {stop}, its section at {end}; copy the file again.")
         yield _entries(data, position + header, stop)
         position = (stop + 7) & ~7
 
 
-def _entries(data: bytes, position: int, stop: int) -> list[Code]:
+def _entries(data: bytes | bytearray, position: int, stop: int) -> list[Code]:
     found = []
     while position < stop:
         kind, _, header, size, architecture, flags = _ENTRY_HEADER.unpack_from(data, position)
         following = position + header + size
         if kind not in (_PTX, _CUBIN) or header < _ENTRY_HEADER.size or following > stop:
             raise BenchmarkError(
-                f"the fat binary's entry at byte {position} is of kind {kind} with {header} + {size} bytes, up to byte "
-                f"{following} of {stop}: this layout is unknown, so nothing was changed."
+                f"the entry at byte {position} is of kind {kind} and ends at byte {following} of {stop}: this layout "
+                "is unknown, so nothing was changed."
             )
         found.append(Code(kind == _CUBIN, architecture, bool(flags & _ONE_GPU_ONLY), position + header, size))
         position = following

@@ -1,8 +1,8 @@
 """Choose steps, run them in child processes with time limits, and record the results.
 
-The parent never initialises CUDA, so it cannot hang. Steps that failed before run last, because they may hang. A child,
-`python -m benchmarks.gpu.runner PART JOB`, lists its steps, then runs those requested by JSON lines on stdin. It writes
-events to the file descriptor TOPW_EVENTS. A hung child is killed with its children.
+The parent never initialises CUDA, so it cannot hang. A child, `python -m benchmarks.gpu.runner PART JOB`, lists its
+steps, then runs those requested by JSON lines on stdin. It writes events to the file descriptor TOPW_EVENTS. A hung
+child is killed with its children.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -201,9 +201,6 @@ def run_step(step: Step, job: Job) -> Result:
         return Result(failed=f"{type(error).__name__}: {error}"[:2000])
 
 
-Opened = Callable[[str, Job], Child]
-
-
 @dataclass
 class Run:
     """One run of the command.
@@ -217,20 +214,10 @@ class Run:
     base: str
     end: float = float("inf")
     again: bool = False
-    open_child: Opened = Child
-    tried: set[str] = field(default_factory=set)
+    open_child: Callable[[str, Job], Child] = Child
 
-    def parts(self, names: Sequence[str]) -> None:
-        """Run steps not tried with these inputs, then earlier failures."""
-        failed_before = {key for key, entry in self.record.steps.items() if entry["state"] == FAILED}
-        for name in names:
-            self._part(name, lambda key: key not in failed_before or self._changed(key))
-        for name in names:
-            if any(key.startswith(f"{name}/") and key not in self.tried for key in failed_before):
-                self._part(name, lambda key: True)
-
-    def _part(self, name: str, chosen: Callable[[str], bool]) -> None:
-        """Run steps of a part. A failed step ends its process, because CUDA errors persist."""
+    def part(self, name: str) -> None:
+        """Run the steps that are not done with these inputs. A failed step ends its process: CUDA errors persist."""
         part_end = min(self.end - _GRACE, time.monotonic() + PART_LIMIT)
         child: Child | None = None
         try:
@@ -238,22 +225,26 @@ class Run:
             plan = child.plan(min(_PLAN_LIMIT, max(_SHORTEST, self.end - time.monotonic())))
             self._forget(name, {f"{name}/{step}" for step, *_ in plan})
             for step, expected, limit, inputs in plan:
-                key, digest = f"{name}/{step}", self._digest(inputs)
-                self._mark(key, digest)
-                if key in self.tried or not chosen(key) or self._finished(key, digest):
+                key = f"{name}/{step}"
+                digest = hashlib.sha256("\0".join([self.base, *inputs]).encode()).hexdigest()[:16]
+                known = self.record.steps.get(key, {})
+                if self.again or known.get("inputs") != digest:
+                    known = {}
+                if known.get("state") == DONE:
                     continue
-                if not self._fits(key, expected, part_end):
-                    self._file(key, digest, {"state": WAITING})
+                left = part_end - time.monotonic()
+                if left < (_SHORTEST if known.get("partial") else expected):
+                    self.record.put(key, known or {"state": WAITING, "inputs": digest})
                     continue
-                self.tried.add(key)
                 if child is None:
                     child = self.open_child(name, self.job)
                     child.plan(_PLAN_LIMIT)
-                if not self._step(child, key, digest, min(limit, max(1.0, part_end - time.monotonic()))):
+                earlier = known["data"] if known.get("partial") else {}
+                if not self._step(child, key, digest, earlier, min(limit, max(1.0, left))):
                     child.close()
                     child = None
         except ChildEndedError as reason:
-            self._file(f"{name}/steps", "", {"state": FAILED, "failed": str(reason)})
+            self._file(f"{name}/steps", {"state": FAILED, "inputs": "", "failed": str(reason)})
         finally:  # without waiting for the child
             if child is not None:
                 child.close(wait=sys.exception() is None)
@@ -262,81 +253,40 @@ class Run:
         """Drop failures of unplanned steps, such as a failure to list them."""
         for key in [key for key in self.record.steps if key.startswith(f"{name}/") and key not in planned]:
             if self.record.steps[key]["state"] in (FAILED, WAITING):
-                self.record.drop(key)
+                del self.record.steps[key]
 
-    def _step(self, child: Child, key: str, digest: str, limit: float) -> bool:
+    def _step(self, child: Child, key: str, digest: str, earlier: dict[str, Any], limit: float) -> bool:
         """Run one step and record it. Returns whether the child process is still usable."""
         say(f"{key} ...")
-        before = self.record.steps.get(key, {})
-        goes_on = before.get("partial") and before.get("inputs") == digest and not self.again
-        earlier = before["data"] if goes_on else {}
-        kept = {"data": earlier}
-        started = time.monotonic()
+        started, kept = time.monotonic(), {"data": earlier, "partial": bool(earlier)}
 
         def keep(data: dict[str, Any]) -> None:
-            kept["data"] = data
-            self._file(key, digest, {"state": PARTIAL, "data": data, "partial": True})
+            kept.update(data=data, partial=True)
+            self._file(key, {"state": PARTIAL, "inputs": digest, **kept})
 
         soft = started + max(0.7 * limit, limit - 60)  # before the kill, for loops that check the time
         try:
             event = child.ask(key.split("/", 1)[1], earlier, soft, limit, keep)
         except ChildEndedError as reason:
-            lasted = time.monotonic() - started
-            failed = {"state": FAILED, "failed": str(reason), "seconds": lasted}
-            self._file(key, digest, {**failed, "data": kept["data"], "partial": bool(kept["data"])})
+            took = time.monotonic() - started
+            self._file(key, {"state": FAILED, "inputs": digest, "failed": str(reason), "seconds": took, **kept})
             return False
         result = event["result"]
-        self._file(key, digest, {"state": _outcome_name(result), "seconds": event["seconds"], **result})
+        state = FAILED if result["failed"] else PARTIAL if result["partial"] else DONE
+        if state == DONE and result["absent"] and not result["data"] and not result["table"]:
+            state = ABSENT
+        self._file(key, {"state": state, "inputs": digest, "seconds": event["seconds"], **result})
         return not result["failed"]
 
-    def _file(self, key: str, digest: str, entry: dict[str, Any]) -> None:
-        """Record a step; a waiting step keeps its earlier results."""
-        if entry["state"] == WAITING:
-            known = self.record.steps.get(key, {})
-            entry = known if known.get("state") in (DONE, PARTIAL, FAILED) else entry
-        else:
-            entry = {"when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **entry}
-            _announce(key, entry)
-        self.record.put(key, {"inputs": digest, "base": self.base, **entry})
-
-    def _fits(self, key: str, expected: float, part_end: float) -> bool:
-        known = self.record.steps.get(key, {})
-        left = part_end - time.monotonic()
-        if known.get("partial"):
-            return left >= _SHORTEST
-        return left >= (known["seconds"] if known.get("state") == DONE and "seconds" in known else expected)
-
-    def _finished(self, key: str, digest: str) -> bool:
-        entry = self.record.steps.get(key, {})
-        return not self.again and entry.get("state") == DONE and entry.get("inputs") == digest
-
-    def _changed(self, key: str) -> bool:
-        return self.record.steps[key].get("base") != self.base
-
-    def _mark(self, key: str, digest: str) -> None:
-        entry = self.record.steps.get(key)
-        if entry is not None:
-            entry["stale"] = entry.get("inputs") != digest
-
-    def _digest(self, inputs: Sequence[str]) -> str:
-        return hashlib.sha256("\0".join([self.base, *inputs]).encode()).hexdigest()[:16]
-
-
-def _outcome_name(result: dict[str, Any]) -> str:
-    if result["failed"]:
-        return FAILED
-    if result["partial"]:
-        return PARTIAL
-    return ABSENT if result["absent"] and not result["data"] and not result["table"] else DONE
-
-
-def _announce(key: str, entry: dict[str, Any]) -> None:
-    if entry.get("failed"):
-        say(f"FAILED {key}: {entry['failed']}")
-    for sentence in entry.get("absent", ()):
-        say(f"NOT RUN {key}: {sentence}")
-    if entry["state"] == DONE:
-        say(f"{key}: done, {entry['seconds']:.1f} s")
+    def _file(self, key: str, entry: dict[str, Any]) -> None:
+        """Record a step, and say how it went."""
+        if entry.get("failed"):
+            say(f"FAILED {key}: {entry['failed']}")
+        for sentence in entry.get("absent", ()):
+            say(f"NOT RUN {key}: {sentence}")
+        if entry["state"] == DONE:
+            say(f"{key}: done, {entry['seconds']:.1f} s")
+        self.record.put(key, {"when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **entry})
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu import pack
 from benchmarks.gpu.device import DeviceKernel
 from tests.plugins.conftest import emulated_library  # noqa: F401  # a fixture
+from tests.support.shared import made_once
 
 ROOT = Path(__file__).parents[2]
 
@@ -15,6 +17,16 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def kernel(emulated_library: Path) -> DeviceKernel:  # noqa: F811
     return DeviceKernel(emulated_library, torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def packed_demo(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Archives of the float16 bundled model with the CPU's tokens, and of the runtime's packages."""
+
+    def make(into: Path) -> None:
+        assert pack.main(["--only", "folders", "packages", "--into", str(into), "--rehearse"]) == 0
+
+    return sorted(made_once(tmp_path_factory, "packed-demo", make).glob("*.tar.xz"))
 
 
 @pytest.fixture(scope="session")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import engines, models, ways
+from benchmarks.gpu import engines, models
 from benchmarks.gpu.job import Job, Step, StepError
 from tests.support.tensorrt_double import TensorRT, gpu, trt  # noqa: F401  # fixtures
 from tests.support.toy_model import Toy, export
@@ -19,7 +18,7 @@ from topw_deploy.sampling import TopWOptions
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     toy = Toy.random(1, options=TopWOptions(top_m=64, metric="mahalanobis"))
     folder = export(tmp_path_factory.mktemp("packed") / "toy", toy, form="scatter", max_length=128)
-    ways.record_tokens(folder, ways.requests(seeds=1, tokens=12))
+    models.record_tokens(folder, models.requests(seeds=1, tokens=12))
     return folder
 
 
@@ -73,13 +72,10 @@ def test_a_refused_build_fails_with_its_message(job: Job, trt: TensorRT) -> None
     assert "no such operator" in steps(job)["toy, plugin, build"].run(job).failed
 
 
-def test_the_reason_why_tensorrt_was_not_packed_is_reported(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tensorrt_the_step_names_what_to_bring(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
-    job.packed.mkdir(parents=True)
-    index = {"format": 1, "archives": [], "components": {}, "absent": {"tensorrt": "it has no code for sm_90."}}
-    (job.packed / "pack.json").write_text(json.dumps(index), encoding="utf-8")
     (step,) = engines.steps(job)
-    assert step.run(job).absent[1] == "tensorrt was not packed: it has no code for sm_90."
+    assert "bring pack-tensorrt.tar.xz" in step.run(job).absent[0]
 
 
 @pytest.mark.usefixtures("found_here")

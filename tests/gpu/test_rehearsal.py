@@ -12,8 +12,6 @@ import pytest
 
 from tests.plugins.cuda import tools
 
-from .packed_demo import packed_demo  # noqa: F401  # a fixture
-
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
@@ -30,9 +28,7 @@ def command(host: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def rehearsed(
-    host: Path,
-    packed_demo: list[Path],  # noqa: F811
-    tmp_path_factory: pytest.TempPathFactory,
+    host: Path, packed_demo: list[Path], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """The command over a packed model, and its results folder."""
     out = tmp_path_factory.mktemp("rehearsal")
@@ -55,7 +51,7 @@ def test_every_step_of_every_part_passes(rehearsed: tuple[Path, subprocess.Compl
     done_parts = {key.split("/")[0] for key, entry in steps(out).items() if entry["state"] == "done"}
     assert done_parts >= {"build", "check", "sanitize", "capture", "speed", "models"}
     assert steps(out)["build/resources"]["data"]["kernels"]["geometry"]["registers"] > 0  # compiled by nvcc
-    assert "there is no model exported for TensorRT" in (out / "results.md").read_text()
+    assert "there are no models exported for TensorRT" in (out / "results.md").read_text()
 
 
 def test_every_figure_is_marked_as_a_rehearsals(rehearsed: tuple[Path, subprocess.CompletedProcess[str]]) -> None:

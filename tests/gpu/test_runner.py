@@ -16,21 +16,22 @@ import pytest
 
 from benchmarks.gpu import runner
 from benchmarks.gpu.job import Job, Result
-from benchmarks.gpu.record import JSON, TABLES, Record, RecordError
+from benchmarks.gpu.record import JSON, TABLES, Record
 from benchmarks.gpu.runner import Run
 from tests.gpu.toy_part import EXPECTED, LIMIT, ran
 from tests.support.waiting import until
+from topw_deploy.errors import BenchmarkError
 
 pytestmark = pytest.mark.slow
 
 PART = "tests.gpu.toy_part"
 
 
-def run(out: Path, *steps: str, base: str = "kernels", budget: float = float("inf"), again: bool = False) -> Record:
+def run(out: Path, *steps: str, base: str = "kernels", budget: float = float("inf")) -> Record:
     out.mkdir(exist_ok=True)
     (out / "steps").write_text(" ".join(steps))
     record = Record(out, rehearse=False)
-    Run(record, Job(out, out / "library.so"), base, time.monotonic() + budget, again).parts([PART])
+    Run(record, Job(out, out / "library.so"), base, time.monotonic() + budget).part(PART)
     return record
 
 
@@ -68,13 +69,6 @@ def test_a_finished_step_is_repeated_when_the_kernels_changed(tmp_path: Path) ->
     run(tmp_path, "passes")
     run(tmp_path, "passes", base="other kernels")
     assert ran(tmp_path) == ["passes", "passes"]
-
-
-def test_a_result_of_other_kernels_is_marked_until_it_is_repeated(tmp_path: Path) -> None:
-    run(tmp_path, "passes")
-    record = run(tmp_path, "passes", base="other kernels", budget=0)
-    assert entry(tmp_path, "passes")["stale"]
-    assert record.steps[f"{PART}/passes"]["table"] == "a table"
 
 
 def test_a_step_that_does_not_fit_the_budget_waits(tmp_path: Path) -> None:
@@ -133,7 +127,7 @@ def test_a_step_ends_before_it_is_killed_and_that_before_the_budget_is_spent(
     now, job = 1000.0, Job(tmp_path, tmp_path / "library.so")
     child = Timed(PART, job)
     monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: now))
-    Run(Record(tmp_path, rehearse=False), job, "", now + budget, open_child=lambda *_: child).parts([PART])
+    Run(Record(tmp_path, rehearse=False), job, "", now + budget, open_child=lambda *_: child).part(PART)
     assert child.given is not None
     end, limit = child.given
     assert now < end < now + limit < now + budget
@@ -178,12 +172,6 @@ def test_a_killed_step_continues_from_the_data_it_kept(tmp_path: Path, monkeypat
     assert (found["state"], found["data"]) == ("done", {"count": 2})
 
 
-def test_steps_that_failed_before_come_after_untried_ones(tmp_path: Path) -> None:
-    run(tmp_path, "raises")
-    run(tmp_path, "raises", "passes")
-    assert ran(tmp_path) == ["raises", "passes", "raises"]
-
-
 def test_a_part_that_cannot_list_its_steps_is_recorded_as_failed(tmp_path: Path) -> None:
     run(tmp_path, "no_such_step")
     assert "KeyError" in entry(tmp_path, "steps")["failed"]
@@ -208,5 +196,5 @@ def test_an_absence_is_in_the_tables_and_tried_again(tmp_path: Path, capfd: pyte
 def test_a_rehearsal_is_not_mixed_with_results_of_a_gpu(tmp_path: Path) -> None:
     Record(tmp_path, rehearse=True).write()
     assert "REHEARSAL" in (tmp_path / TABLES).read_text()
-    with pytest.raises(RecordError, match="holds a rehearsal's results"):
+    with pytest.raises(BenchmarkError, match="does not hold a GPU's results"):
         Record(tmp_path, rehearse=False)
