@@ -92,7 +92,8 @@ def _run(command: Sequence[str], failure: str, given: str = "") -> None:
 
 def stage_folders(tree: Path, host: Host) -> str:
     """Export the bundled model in every form, and record the CPU's tokens of each."""
-    for name in [REHEARSED] if host.rehearse else FORMS:
+    names = [REHEARSED] if host.rehearse else list(FORMS)
+    for name in names:
         options = [*FORMS[name], "--quiet", *(["--no-verify"] if host.rehearse else [])]
         command = [sys.executable, "-m", "topw_deploy", "export", "tiny", str(tree / name), *options]
         _run(command, f"topw export tiny {' '.join(options)} failed")
@@ -100,7 +101,7 @@ def stage_folders(tree: Path, host: Host) -> str:
             record_tokens(tree / name, requests(1, 16) if host.rehearse else requests(3, TOKENS))
         except TopWError as error:
             raise BenchmarkError(f"the packed folder {name} does not run on this CPU: {error}") from None
-    return ", ".join(FORMS)
+    return ", ".join(names)
 
 
 def stage_packages(tree: Path, host: Host) -> str:
