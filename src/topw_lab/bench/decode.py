@@ -314,11 +314,6 @@ class ArgMaxLoop:
         self._cache: Cache | None = None
         self.token = np.zeros(1, np.int64)
 
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of the states; 0 before the first prompt, and if onnxruntime owns the cache."""
-        return self._caches.bytes
-
     def prefill(self, prompt: list[int], capacity: int) -> int:
         """Begin a sequence with a prompt, and end the previous one. Returns the first token.
 
