@@ -134,7 +134,7 @@ def test_options_may_be_numpy_integers(model: TopWModel, kind: Any) -> None:
         Engine(model, max_batch=2.0)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("seconds", [np.float32(900), np.int64(900), 1e300, 10**300])
+@pytest.mark.parametrize("seconds", [np.float32(900), np.int64(900), 1e30, 10**30])
 def test_times_may_be_numpy_numbers_or_very_long(
     model: TopWModel, engine_of: NewEngine, gate: Gate, seconds: Any
 ) -> None:

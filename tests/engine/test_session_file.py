@@ -106,30 +106,34 @@ def set_fields(name: str, **fields: Any) -> Callable[[dict[str, Any]], None]:
     return lambda header: header[name].update(fields)
 
 
+def remove(name: str) -> Callable[[dict[str, Any]], None]:
+    return lambda header: header.pop(name)
+
+
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "no metadata": (lambda header: header.pop("__metadata__"), "it is not a saved session"),
+    "no metadata": (remove("__metadata__"), "it is not a saved session"),
     "another format": (set_fields("__metadata__", format="pt"), "it is not a saved session"),
-    "a newer version": (set_fields("__metadata__", version="2"), r"it has version '2', but this topw_deploy reads 1"),
+    "a newer version": (set_fields("__metadata__", version="2"), "it is not a saved session"),
     "another export": (set_fields("__metadata__", manifest="cd" * 32, model="other"),
                        r"another export \('other', manifest cdcdcdcdcdcdcdcd…\), not to this one \('a model'"),
-    "no digest": (set_fields("__metadata__", sha256=None), "it has no SHA-256"),
+    "no digest": (set_fields("__metadata__", sha256=None), "its data has SHA-256 .*, its header says None"),
     "another digest": (set_fields("__metadata__", sha256="0" * 64), "its data has SHA-256 .*, its header says 0000"),
-    "no tokens": (lambda header: header.pop("tokens"), "it has no tokens"),
-    "tokens of another type": (set_fields("tokens", dtype="U64"), "it has no tokens"),
-    "zero tokens": (set_fields("tokens", shape=[0], data_offsets=[0, 0]), "it has 0 tokens, but a row of the engine"),
+    "no tokens": (remove("tokens"), "it has 0 tokens"),
+    "tokens of another type": (set_fields("tokens", dtype="U64"), "its tensor 'tokens' is .*'U64'.*, not .*'I64'"),
+    "zero tokens": (set_fields("tokens", shape=[0], data_offsets=[0, 0]), "it has 0 tokens, but a slot of the engine"),
     "too many tokens": (set_fields("tokens", shape=[10], data_offsets=[0, 80]), r"10 tokens, .* 1 to 9 \(max_length\)"),
     "2^60 tokens": (set_fields("tokens", shape=[1 << 60], data_offsets=[0, 1 << 63]), "<= 9223372036854775807"),
-    "a state less": (lambda header: header.pop("mean"), "it has no tensor 'mean'"),
-    "a state more": (lambda header: header.update(other=header["codes"]), "it has the unknown tensor 'other'"),
-    "another type": (set_fields("mean", dtype="BF16"), r"its mean is BF16 \[5, 3\], not F16 \[5, 3\]"),
+    "a state less": (remove("mean"), "its tensor 'mean' is None"),
+    "a state more": (lambda header: header.update(other=header["codes"]), "its tensor 'other' is .*, not None"),
+    "another type": (set_fields("mean", dtype="BF16"), r"its tensor 'mean' is .*'BF16'.*, not .*'F16'"),
     "an unknown type": (set_fields("mean", dtype="F4"), "'mean': 30 bytes for 'F4'"),
-    "another shape": (set_fields("keys", shape=[3, 5, 2]), r"its keys is F32 \[3, 5, 2\], not F32 \[2, 5, 3\]"),
+    "another shape": (set_fields("keys", shape=[3, 5, 2]), r"'keys' is .*\(3, 5, 2\).*, not .*\(2, 5, 3\)"),
     "more data than the shape": (set_fields("keys", shape=[2, 5, 2]), r"'keys': 120 bytes for 'F32' of shape \[2"),
     "a negative size": (set_fields("keys", shape=[-2, -5, 3]), "the entry of 'keys': "),
     "a size that is true": (set_fields("latent", shape=[True, 5, 5]), "the entry of 'latent': "),
     "offsets in reverse": (lambda header: header["keys"]["data_offsets"].reverse(), "'keys': -120 bytes"),
-    "overlapping offsets": (set_fields("latent", data_offsets=[0, 50]), "begins at 0, not at"),
-    "a gap": (set_fields("codes", data_offsets=[1 << 30, (1 << 30) + 35]), "its codes begins at 1073741824, not at"),
+    "overlapping offsets": (set_fields("latent", data_offsets=[0, 50]), r"its tensor 'latent' is .*\(0, 50\)"),
+    "a gap": (set_fields("codes", data_offsets=[1 << 30, (1 << 30) + 35]), "its tensor 'codes' is .*1073741824"),
     "no offsets": (lambda header: header["keys"].pop("data_offsets"), "'keys': .*data_offsets"),
     "no entry": (lambda header: header.update(keys=7), "'keys': "),
 }  # fmt: skip

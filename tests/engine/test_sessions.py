@@ -255,7 +255,7 @@ def test_prompts_and_files_that_cannot_be_saved_or_loaded_are_refused(
     with pytest.raises(PromptError, match="token id 1000"):
         engine.save_session([1, 1000], tmp_path / "none")
     assert not (tmp_path / "none").exists()
-    with pytest.raises(SessionFileError, match="it has 34 tokens, but a row of the engine has 1 to 20"):
+    with pytest.raises(SessionFileError, match="it has 34 tokens, but a slot of the engine has 1 to 20"):
         engine_of(model, max_length=20).load_session(saved)
     with pytest.raises(SessionFileError, match="it belongs to another export"):
         engine_of(load(Toy.random(7))).load_session(saved)

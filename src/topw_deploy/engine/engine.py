@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import operator
 import threading
 import time
 import weakref
@@ -21,7 +20,7 @@ from topw_deploy.engine.batch import Batch, no_logits, row_bytes
 from topw_deploy.engine.prefixes import Prefixes
 from topw_deploy.engine.request import EngineSequence, Event, Request
 from topw_deploy.engine.scheduler import Scheduler
-from topw_deploy.engine.session_file import SessionForm, SessionInfo, read_session, write_session
+from topw_deploy.engine.session_file import SessionInfo, read_session, session_form, write_session
 from topw_deploy.engine.waiting import Capacity, LoopWaker, read_max_time, read_timeout
 from topw_deploy.engine.worker import EngineStats, EngineWorker
 from topw_deploy.errors import GenerationError, ParameterError, PromptError, QueueFullError
@@ -29,7 +28,7 @@ from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.cache.buffers import ALIGNMENT
 from topw_deploy.runtime.loop import LogitsBuffer, logits_output
-from topw_deploy.runtime.parameters import GenerationParameters, is_boolean
+from topw_deploy.runtime.parameters import GenerationParameters, integer
 from topw_deploy.runtime.prepare import Sequences
 from topw_deploy.runtime.results import Logits, Piece, Scores
 from topw_deploy.runtime.sequence import end_on_failure
@@ -93,10 +92,15 @@ class Engine:
                 f"the batching engine needs a cache of the form 'static', but {model.path} has {decoder.kv_form!r}; "
                 f"{_REMEDIES.get(decoder.kv_form, 'use TopWModel.generate')}."
             )
-        length = _read_length(max_length, decoder.context_length)
+        context = decoder.context_length
+        length = context if max_length is None else integer(1)("max_length", max_length)
+        if length > context:
+            raise ParameterError(
+                f"max_length is {length}, but the model's context holds {context}; give at most that.", "max_length"
+            )
         rows = _read_rows(max_batch, kv_bytes, decoder, length)
-        queue, prefix_bytes = _read_size("max_queue", max_queue, 0), _read_size("prefix_bytes", prefix_bytes, 0)
-        chunk = _read_size("prefill_budget", prefill_budget)
+        queue, prefix_bytes = integer(0)("max_queue", max_queue), integer(0)("prefix_bytes", prefix_bytes)
+        chunk = integer(1)("prefill_budget", prefill_budget)
         chunk = min(chunk, session.most_columns or chunk, decoder.most_columns or chunk)
         if when_full not in ("error", "wait"):
             raise ParameterError(f"when_full is {when_full!r}, but must be one of error, wait.", "when_full")
@@ -106,7 +110,8 @@ class Engine:
         _check_tensorrt(session, decoder, rows, length)
 
         self._model, self._session, self._rows, self._length = model, session, rows, length
-        self._waits_if_full, self._exact_chunk = when_full == "wait", chunk if exact else 0
+        self._waits_if_full = when_full == "wait"
+        self._session_form = session_form(model.manifest, length, chunk if exact else 0)
         spec = logits_output(model.manifest)
         vocab_size = model.manifest.sampler.vocab_size
         new_logits = no_logits if spec is None else partial(LogitsBuffer, spec, vocab=vocab_size)
@@ -239,7 +244,7 @@ class Engine:
             raise PromptError(f"there are {len(sequences)} prompts, but a session has one; save them one by one.")
         tokens = np.array(sequences[0].prompt, np.int64)
         count, states = self._call(partial(self._prefixes.longest_states, tokens))
-        return write_session(path, self._session_form(), tokens[:count], states)
+        return write_session(path, self._session_form, tokens[:count], states)
 
     def load_session(self, path: str | Path) -> SessionInfo:
         """Load a file written by `save_session` of the same export. Prompts that begin with its tokens then reuse them.
@@ -252,7 +257,7 @@ class Engine:
         """
         self._check_reuse("load_session")
         self._capacity.check_open()
-        tokens, states, info = read_session(path, self._session_form())
+        tokens, states, info = read_session(path, self._session_form)
         self._call(lambda: self._prefixes.load(tokens, states, self._scheduler.free_rows))
         return info
 
@@ -445,9 +450,6 @@ class Engine:
             called = self._worker.call(function)
         return called.result()
 
-    def _session_form(self) -> SessionForm:
-        return SessionForm.of(self._model.manifest, self._length, self._exact_chunk)
-
     def _loop_waker(self) -> LoopWaker:
         """The waker of the running loop, which all its tasks share."""
         waker = self._waker
@@ -477,22 +479,12 @@ class _FirstLogits(Scores):
         self.logits = np.array(logits, np.float32)
 
 
-def _read_length(max_length: int | None, context: int) -> int:
-    """Returns the maximum tokens of a row."""
-    length = context if max_length is None else _read_size("max_length", max_length)
-    if length > context:
-        raise ParameterError(
-            f"max_length is {length}, but the model's context holds {context}; give at most that.", "max_length"
-        )
-    return length
-
-
 def _read_rows(max_batch: int, kv_bytes: int | None, decoder: DecoderInfo, length: int) -> int:
     """Returns the number of rows. Raises ParameterError if `kv_bytes` has no room for one, or there are too many."""
-    rows = max_batch = _read_size("max_batch", max_batch)
+    rows = max_batch = integer(1)("max_batch", max_batch)
     if kv_bytes is not None:
         bytes_per_row = row_bytes(decoder, max(length, decoder.buffer_least))
-        kv_bytes = _read_size("kv_bytes", kv_bytes)
+        kv_bytes = integer(1)("kv_bytes", kv_bytes)
         rows = min(rows, kv_bytes // max(bytes_per_row, 1))
         if not rows:
             raise ParameterError(
@@ -524,14 +516,3 @@ def _check_tensorrt(session: Session, decoder: DecoderInfo, rows: int, length: i
             f"a row of a state takes {unaligned} bytes, which is not a multiple of {ALIGNMENT}, so TensorRT cannot "
             "read a prompt into one of several rows; give max_batch=1, or open the model with another provider."
         )
-
-
-def _read_size(name: str, value: object, least: int = 1) -> int:
-    """Returns the option as an int. Raises ParameterError unless it is an integer >= `least`."""
-    try:
-        size = None if is_boolean(value) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        size = None
-    if size is None or size < least:
-        raise ParameterError(f"{name} is {short_repr(value)}, but must be an integer >= {least}.", name)
-    return size

@@ -50,9 +50,6 @@ def begins_with(tokens: np.ndarray, beginning: np.ndarray) -> bool:
 class ReusePolicy:
     """Decides how many held tokens a prompt can reuse.
 
-    A prompt's last token is never reused, because the run that reads this token draws the first new one. Callers
-    therefore pass prompts without their last tokens.
-
     unit: the number of reused tokens is a multiple of this.
     has_fixed_states: whether the model has states of fixed size.
     rows_have_fixed: whether a row has the states of fixed size after the tokens that it holds.
@@ -263,22 +260,21 @@ class Prefixes:
         self._prefixes = RowPrefixes(rows, self._policy)
         self._snapshots: Snapshots = Snapshots(max_bytes, self._policy)
 
-    def choose_row(self, prompt: np.ndarray, free: Sequence[int], *, reuses_prefix: bool = True) -> int:
-        """The free row for a prompt. reuses_prefix: see `restore_prefix`."""
-        wanted = prompt[:-1] if reuses_prefix else NO_TOKENS
+    def choose_row(self, wanted: np.ndarray, free: Sequence[int]) -> int:
+        """The free row for a prompt. wanted: see `restore_prefix`."""
         return self._prefixes.choose_row(wanted, free, self._snapshots.fixed_lengths(wanted))
 
-    def restore_prefix(self, row: int, prompt: np.ndarray, *, reuses_prefix: bool = True) -> int:
+    def restore_prefix(self, row: int, wanted: np.ndarray) -> int:
         """Put the states of the longest known prefix of a prompt into its row. Returns the prefix's length.
 
-        reuses_prefix: if False, the row is emptied and 0 is returned.
+        wanted: the tokens of the prompt that may be reused.
         """
         if not self.is_enabled:
             return 0
         held = self._prefixes.held[row]
-        known = self._find_longest(prompt[:-1] if reuses_prefix else NO_TOKENS, row)
+        known = self._find_longest(wanted, row)
         tokens = known.tokens
-        if shared_length(held, prompt[:tokens]) < len(held):
+        if shared_length(held, wanted[:tokens]) < len(held):
             self._store_row(row)
         elif self._policy.rows_have_fixed:
             self._store_fixed(held, lambda: self._batch.copy_fixed(row))  # now, because the next chunk changes them
@@ -288,11 +284,11 @@ class Prefixes:
             self._batch.copy_row(known.row, row, tokens)
         if known.fixed is not None:
             self._batch.restore_fixed(row, known.fixed)
-        self._prefixes.held[row] = prompt[:tokens]
+        self._prefixes.held[row] = wanted[:tokens]
         self._batch.keep_tokens(row, tokens)
         return tokens
 
-    def branch_position(self, prompt: np.ndarray, start: int) -> int:
+    def branch_position(self, wanted: np.ndarray, start: int) -> int:
         """The position at which a chunk of a prompt that is read from `start` on should end; 0 for none.
 
         The prompt first differs from another sequence there, and no states of fixed size are stored for that position.
@@ -300,7 +296,6 @@ class Prefixes:
         """
         if not (self.is_enabled and self._stores_fixed) or self._exact:
             return 0
-        wanted = prompt[:-1]
         in_rows = (shared_length(self._tokens_in(row, wanted), wanted) for row in range(len(self._prefixes.held)))
         shared = max(self._snapshots.longest_shared(wanted), *in_rows)
         return shared if shared - start >= LEAST_GAIN else 0
@@ -331,12 +326,11 @@ class Prefixes:
         """Record that two rows were exchanged."""
         self._prefixes.exchange(one, other)
 
-    def shrink_buffers(self, prompt: np.ndarray) -> None:
+    def shrink_buffers(self, wanted: np.ndarray) -> None:
         """Store what rows hold and shorten the buffers again, if that makes steps cheaper.
 
         Does nothing if the next prompt reuses half of their length. Call this only while no row is in use.
         """
-        wanted = prompt[:-1]
         fixed_lengths = self._snapshots.fixed_lengths(wanted)
         reusable = max(self._policy.reusable_count(held, wanted, fixed_lengths) for held in self._prefixes.held)
         if not self._batch.can_shrink or 2 * reusable >= self._batch.slots:

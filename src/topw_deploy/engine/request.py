@@ -246,6 +246,7 @@ class EngineSequence(ScheduledSequence):
 
     state: its tokens, text, callbacks and grammar.
     prompt: int64 [n].
+    reusable: the beginning of the prompt that may be reused. The run that reads the last token draws the first new one.
     prefill_began_at: time.perf_counter() before its first chunk; None until then.
     cached_tokens: tokens of the prompt that were reused instead of read.
     first_outputs: the outputs of the run that read the prompt's last chunk; None until then.
@@ -258,6 +259,7 @@ class EngineSequence(ScheduledSequence):
         super().__init__(len(state.fed_prompt))
         self.request, self.state = request, state
         self.prompt = np.array(state.fed_prompt, np.int64)
+        self.reusable = self.prompt[: -1 if request.reuses_prefix else 0]
         self.prefill_began_at: float | None = None
         self.cached_tokens = 0
         self.first_outputs: SlotOutputs | None = None

@@ -14,16 +14,16 @@ sha256: SHA-256 of all tensors' bytes, in the order of the file.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import stat
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
 import numpy as np
 
 from topw_deploy.dtypes import ELEMENT_TYPES
@@ -35,6 +35,7 @@ from topw_deploy.safetensors_header import ELEMENT_BYTES, METADATA, Entry, read_
 from topw_deploy.text import short_repr
 
 FORMAT, VERSION = "topw-session", "1"
+_KIND = ("format", "version")
 TOKENS = "tokens"
 _MAX_HEADER_BYTES = 16 << 20  # manifests have the same bound
 _EXPONENT_BITS = {"F32": (np.uint32, 0x7F800000), "F16": (np.uint16, 0x7C00), "BF16": (np.uint16, 0x7F80)}
@@ -71,27 +72,33 @@ class SessionForm:
     vocabulary: int
     chunk: int
 
-    @classmethod
-    def of(cls, manifest: DecoderManifest, length: int, chunk: int) -> SessionForm:
-        """The form for an export, and an engine's options."""
-        return cls(
-            # Equals the SHA-256 of manifest.json, unless another version of this package wrote that file.
-            manifest=hashlib.sha256(manifest.to_json().encode("utf-8")).hexdigest(),
-            model=manifest.source.get("id", ""),
-            states=tuple(Layout(manifest.decoder).states),
-            length=length,
-            vocabulary=manifest.sampler.vocab_size,
-            chunk=chunk,
-        )
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What a file's metadata must state."""
+        return {"format": FORMAT, "version": VERSION, "manifest": self.manifest, "chunk": str(self.chunk)}
 
-    def tensors(self, tokens: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The tensors of a session: name -> (safetensors' element type, shape), in the order of the file.
+    def tensors(self, tokens: int) -> dict[str, Entry]:
+        """The tensors of a session, in the order of the file. Wider elements come first, which aligns all tensors."""
+        shapes: dict[str, tuple[str, tuple[int, ...]]] = {TOKENS: ("I64", (tokens,))}
+        shapes |= {state.past: (ELEMENT_TYPES[state.dtype].safetensors, state.sized(tokens)) for state in self.states}
+        entries, end = {}, 0
+        for name, (dtype, shape) in sorted(shapes.items(), key=lambda item: -ELEMENT_BYTES[item[1][0]]):
+            begin, end = end, end + math.prod(shape) * ELEMENT_BYTES[dtype]
+            entries[name] = Entry(dtype, shape, (begin, end))
+        return entries
 
-        Wider elements come first, which aligns all tensors.
-        """
-        tensors: dict[str, tuple[str, tuple[int, ...]]] = {TOKENS: ("I64", (tokens,))}
-        tensors |= {state.past: (ELEMENT_TYPES[state.dtype].safetensors, state.sized(tokens)) for state in self.states}
-        return dict(sorted(tensors.items(), key=lambda item: -ELEMENT_BYTES[item[1][0]]))
+
+def session_form(manifest: DecoderManifest, length: int, chunk: int) -> SessionForm:
+    """The form of the sessions of an export, and of an engine with these options."""
+    return SessionForm(
+        # Equals the SHA-256 of manifest.json, unless another version of this package wrote that file.
+        manifest=hashlib.sha256(manifest.to_json().encode("utf-8")).hexdigest(),
+        model=manifest.source.get("id", ""),
+        states=tuple(Layout(manifest.decoder).states),
+        length=length,
+        vocabulary=manifest.sampler.vocab_size,
+        chunk=chunk,
+    )
 
 
 def write_session(path: str | Path, form: SessionForm, tokens: np.ndarray, states: Sequence[np.ndarray]) -> SessionInfo:
@@ -108,13 +115,16 @@ def write_session(path: str | Path, form: SessionForm, tokens: np.ndarray, state
         size = state.row_bytes(count) // len(array)
         raw[state.past] = np.ascontiguousarray(array[:, :size]).reshape(-1)
     tensors = form.tensors(count)
-    invalid = next((name for name, (dtype, _) in tensors.items() if not _has_valid_values(dtype, raw[name])), None)
+    invalid = next((name for name, entry in tensors.items() if not _has_valid_values(entry.dtype, raw[name])), None)
     if invalid is not None:
         raise SessionFileError(f"the session is not saved: its state {invalid} is not finite; generate again.")
     digest = hashlib.sha256()
     for name in tensors:
         digest.update(raw[name].data)
-    header = _header_bytes(form, tensors, digest.hexdigest())
+    metadata = {**form.metadata, "model": form.model, "sha256": digest.hexdigest()}
+    text = msgspec.json.encode({METADATA: metadata, **tensors})
+    text += b" " * (-len(text) % 8)  # aligns the data
+    header = struct.pack("<Q", len(text)) + text
     path = _check_path(path)
     try:
         if os.path.lexists(path) and not stat.S_ISREG(mode := path.lstat().st_mode):
@@ -158,103 +168,57 @@ def _check_path(given: object) -> Path:
     return Path(given)
 
 
-def _header_bytes(form: SessionForm, tensors: Mapping[str, tuple[str, tuple[int, ...]]], digest: str) -> bytes:
-    metadata = {"format": FORMAT, "version": VERSION, **_matching_metadata(form), "model": form.model, "sha256": digest}
-    header: dict[str, Any] = {METADATA: metadata}
-    end = 0
-    for name, (dtype, shape) in tensors.items():
-        begin, end = end, end + math.prod(shape) * ELEMENT_BYTES[dtype]
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
-    text += b" " * (-len(text) % 8)  # aligns the data
-    return struct.pack("<Q", len(text)) + text
-
-
-def _matching_metadata(form: SessionForm) -> dict[str, str]:
-    """The metadata that must be the same in the engine that saves a session and in the one that loads it."""
-    return {"manifest": form.manifest, "chunk": str(form.chunk)}
-
-
 def _read_stream(stream: BinaryIO, form: SessionForm) -> tuple[np.ndarray, list[np.ndarray], SessionInfo]:
     size = os.fstat(stream.fileno()).st_size
     header, start = read_header(stream, size, _MAX_HEADER_BYTES)
-    wanted_digest = _check_metadata(header.pop(METADATA, None), form)
-    entries = {name: read_entry(name, given) for name, given in header.items()}
-    count = _check_tokens(entries.get(TOKENS), form)
+    metadata = header.pop(METADATA, None)
+    _check_metadata(metadata, form)
+    entries = {name: read_entry(name, entry) for name, entry in header.items()}
+    count = entries[TOKENS].shape[0] if TOKENS in entries and entries[TOKENS].shape else 0
+    if not 1 <= count <= form.length:
+        raise ValueError(f"it has {count} tokens, but a slot of the engine has 1 to {form.length} (max_length)")
+    if form.chunk and count % form.chunk:
+        raise ValueError(f"it has {count} tokens, which is not a multiple of {form.chunk}")
     tensors = form.tensors(count)
-    _check_tensors(entries, tensors)
-    _check_offsets(entries, size - start)
+    for name in (*tensors, *entries):
+        if entries.get(name) != tensors.get(name):
+            raise ValueError(f"its tensor {name!r:.60} is {entries.get(name)!s:.120}, not {tensors.get(name)}")
+    end = max(entry.end for entry in tensors.values())
+    if size - start != end:
+        raise ValueError(f"it has {size - start} bytes of data, but its tensors have {end}")
     raw, digest = {}, hashlib.sha256()
-    for name in sorted(entries, key=lambda name: entries[name].begin):
-        entry = entries[name]
+    for name, entry in tensors.items():
         data = raw[name] = allocate_zeros("the session", (entry.end - entry.begin,), np.uint8)
         if stream.readinto(data) != len(data):  # type: ignore[attr-defined]
             raise ValueError("it became shorter while it was read")
         digest.update(data.data)
-    if digest.hexdigest() != wanted_digest:
-        raise ValueError(f"its data has SHA-256 {digest.hexdigest()[:16]}…, its header says {wanted_digest[:16]}…")
-    tokens = raw.pop(TOKENS).view("<i8").astype(np.int64)
+    if digest.hexdigest() != metadata.get("sha256"):
+        stated = f"{metadata.get('sha256')!s:.16}"
+        raise ValueError(f"its data has SHA-256 {digest.hexdigest()[:16]}…, its header says {stated}…")
+    tokens = raw[TOKENS].view("<i8").astype(np.int64)
     unknown = tokens[(tokens < 0) | (tokens >= form.vocabulary)]
     if len(unknown):
         raise ValueError(f"it has the token {unknown[0]}, but the vocabulary has {form.vocabulary} tokens")
-    for name, data in raw.items():
-        if not _has_valid_values(tensors[name][0], data):
-            raise ValueError(f"its state {name} is not finite")
+    invalid = next((name for name, data in raw.items() if not _has_valid_values(tensors[name].dtype, data)), None)
+    if invalid is not None:
+        raise ValueError(f"its state {invalid} is not finite")
     states = [raw[state.past].reshape(_token_runs(state), -1) for state in form.states]
     return tokens, states, SessionInfo(count, size)
 
 
-def _check_metadata(given: Any, form: SessionForm) -> str:
-    """Check a file's metadata. Returns the SHA-256 that it states. Raises ValueError."""
-    if not isinstance(given, dict) or given.get("format") != FORMAT:
-        raise ValueError("it is not a saved session")
-    if given.get("version") != VERSION:
-        raise ValueError(f"it has version {given.get('version')!r:.60}, but this topw_deploy reads {VERSION}")
-    if given.get("manifest") != form.manifest:
+def _check_metadata(metadata: Any, form: SessionForm) -> None:
+    """Raises ValueError unless a file's metadata are those of the form."""
+    if not isinstance(metadata, dict) or any(metadata.get(each) != form.metadata[each] for each in _KIND):
+        raise ValueError("it is not a saved session that this topw_deploy reads")
+    if metadata.get("manifest") != form.manifest:
         raise ValueError(
-            f"it belongs to another export ({given.get('model')!r:.60}, manifest {given.get('manifest')!s:.16}…), "
-            f"not to this one ({form.model!r:.60}, manifest {form.manifest:.16}…)"
+            f"it belongs to another export ({metadata.get('model')!r:.60}, manifest "
+            f"{metadata.get('manifest')!s:.16}…), not to this one ({form.model!r:.60}, manifest {form.manifest:.16}…)"
         )
-    if form.chunk and given.get("chunk") != str(form.chunk):
+    if form.chunk and metadata.get("chunk") != form.metadata["chunk"]:
         raise ValueError(
             f"it was not saved by an engine with exact=True and chunks of {form.chunk} tokens, as this one is"
         )
-    if not isinstance(given.get("sha256"), str):
-        raise ValueError("it has no SHA-256")
-    return str(given["sha256"])
-
-
-def _check_tokens(entry: Entry | None, form: SessionForm) -> int:
-    """Check the entry of the tensor `tokens`. Returns the number of tokens. Raises ValueError."""
-    if entry is None or entry.dtype != "I64" or len(entry.shape) != 1:
-        raise ValueError("it has no tokens")
-    (count,) = entry.shape
-    if not 1 <= count <= form.length:
-        raise ValueError(f"it has {count} tokens, but a row of the engine has 1 to {form.length} (max_length)")
-    if form.chunk and count % form.chunk:
-        raise ValueError(f"it has {count} tokens, which is not a multiple of {form.chunk}")
-    return count
-
-
-def _check_tensors(entries: Mapping[str, Entry], wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-    if entries.keys() != wanted.keys():
-        name = min(entries.keys() ^ wanted.keys())
-        raise ValueError(f"it {'has no' if name in wanted else 'has the unknown'} tensor {name!r:.60}")
-    for name, (dtype, shape) in wanted.items():
-        entry = entries[name]
-        if (entry.dtype, entry.shape) != (dtype, shape):
-            raise ValueError(f"its {name} is {entry.dtype} {list(entry.shape)}, not {dtype} {list(shape)}")
-
-
-def _check_offsets(entries: Mapping[str, Entry], size: int) -> None:
-    """Raises ValueError unless the tensors fill the file's `size` bytes of data without gaps."""
-    end = 0
-    for name, entry in sorted(entries.items(), key=lambda item: item[1].begin):
-        if entry.begin != end:
-            raise ValueError(f"its {name} begins at {entry.begin}, not at {end}")
-        end = entry.end
-    if end != size:
-        raise ValueError(f"it has {size} bytes of data, but its tensors have {end}")
 
 
 def _token_runs(state: State) -> int:

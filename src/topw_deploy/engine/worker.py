@@ -152,11 +152,7 @@ class EngineWorker:
 
     def retire(self) -> None:
         """Make the thread end and release the batch as soon as it has no requests."""
-
-        def retire() -> None:
-            self._is_retiring = True
-
-        self._post(retire)
+        self._post(partial(setattr, self, "_is_retiring", True))
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the thread ends, at most `timeout` seconds."""
@@ -219,31 +215,30 @@ class EngineWorker:
 
     def _admit(self) -> None:
         if not self._scheduler.rows_in_use:
-            self._prefixes.shrink_buffers(self._scheduler.waiting[0].prompt)
-        for sequence in self._scheduler.admit(self._choose_row):
+            self._prefixes.shrink_buffers(self._scheduler.waiting[0].reusable)
+        for sequence in self._scheduler.admit(lambda each, free: self._prefixes.choose_row(each.reusable, free)):
             try:
                 if not sequence.has_ended:  # it may have ended with another sequence of its request
                     if not sequence.state.unread_tokens:
                         self._batch.assign(sequence.row, sequence.state)
                     self._update_mask(sequence)
-                    self._scheduler.skip_prefix(sequence, self._restore_prefix(sequence))
+                    restored = self._prefixes.restore_prefix(sequence.row, sequence.reusable)
+                    self._scheduler.skip_prefix(sequence, restored)
             except ParameterError as error:
                 self._fail(sequence, error)
             except (TopWError, MemoryError) as error:
                 self._fail(sequence, _copy_error(error), nonfinite=True)
 
-    def _choose_row(self, sequence: EngineSequence, free: Sequence[int]) -> int:
-        return self._prefixes.choose_row(sequence.prompt, free, reuses_prefix=sequence.request.reuses_prefix)
-
-    def _restore_prefix(self, sequence: EngineSequence) -> int:
-        reuses_prefix = sequence.request.reuses_prefix
-        return self._prefixes.restore_prefix(sequence.row, sequence.prompt, reuses_prefix=reuses_prefix)
-
     def _read_chunk(self, chunk: Chunk[EngineSequence]) -> None:
         sequence, row = chunk.sequence, chunk.sequence.row
         try:
             if sequence.prefill_began_at is None:
-                chunk = self._begin_prefill(sequence)
+                sequence.prefill_began_at = time.perf_counter()
+                # Again: rows may hold more of the prompt now than when it got its row.
+                cached = sequence.cached_tokens = self._prefixes.restore_prefix(row, sequence.reusable)
+                sequence.branch_position = self._prefixes.branch_position(sequence.reusable, cached)
+                self.stats.cached_tokens += cached
+                chunk = self._scheduler.skip_prefix(sequence, cached)
             self._batch.wants_logits = sequence.state.needs_logits
             token = self._batch.read(row, sequence.state, chunk.start, chunk.end)
         except (TopWError, MemoryError) as error:
@@ -260,18 +255,6 @@ class EngineWorker:
         sequence.spans = [(row, self._batch.steps)]
         self._add_token(sequence, token, partial(self._batch.begin, row))
 
-    def _begin_prefill(self, sequence: EngineSequence) -> Chunk[EngineSequence]:
-        """Begin to read a prompt. Restores its prefix again: rows may hold more of it now than when it got its row.
-
-        Returns the sequence's first chunk.
-        """
-        sequence.prefill_began_at = time.perf_counter()
-        sequence.cached_tokens = self._restore_prefix(sequence)
-        if sequence.request.reuses_prefix:
-            sequence.branch_position = self._prefixes.branch_position(sequence.prompt, sequence.cached_tokens)
-        self.stats.cached_tokens += sequence.cached_tokens
-        return self._scheduler.skip_prefix(sequence, sequence.cached_tokens)
-
     def _write_edits(self) -> None:
         for sequence in list(self._scheduler.decoding):
             try:
@@ -287,21 +270,17 @@ class EngineWorker:
                 saves = self._scheduler.sequence_in(pair[0]) is not None or self._prefixes.has_tokens(pair[1])
                 self._batch.exchange(*pair, saves)
             except (TopWError, MemoryError) as error:
-                self._clear_exchanged(pair, _copy_error(error))
+                for row in pair:  # the exchange failed midway
+                    sequence = self._scheduler.sequence_in(row)
+                    if sequence is not None:
+                        self._fail(sequence, _copy_error(error), nonfinite=True)
+                    else:
+                        self._batch.clear(row, nonfinite=True)
+                        self._prefixes.release_row(row, NO_TOKENS)
             self._prefixes.exchange(*pair)
         for sequence in list(self._scheduler.decoding):
             if sequence.spans[-1][0] != sequence.row:
                 sequence.spans.append((sequence.row, self._batch.steps))
-
-    def _clear_exchanged(self, rows: tuple[int, int], error: BaseException) -> None:
-        """Clear two rows after an exchange that failed midway, and fail their requests."""
-        for row in rows:
-            sequence = self._scheduler.sequence_in(row)
-            if sequence is not None:
-                self._fail(sequence, error, nonfinite=True)
-            else:
-                self._batch.clear(row, nonfinite=True)
-                self._prefixes.release_row(row, NO_TOKENS)
 
     def _step(self) -> None:
         batch, width = self._batch, self._scheduler.width
@@ -468,7 +447,11 @@ class EngineWorker:
             if row != WAITING:
                 unchecked = 0 < sequence.read_tokens < sequence.prompt_tokens
                 self._batch.clear(row, nonfinite=nonfinite, unchecked=unchecked)
-                self._prefixes.release_row(row, _tokens_left(sequence, outputs) if self._prefixes.is_enabled else None)
+                # After an error the row may have read one more token than its results show.
+                is_wrong, held = sequence.state.finish_reason == "error", None
+                if self._prefixes.is_enabled and sequence.is_decoding and not is_wrong:
+                    held = sequence.tokens_in_cache(outputs)
+                self._prefixes.release_row(row, NO_TOKENS if is_wrong else held)
         self.stats.ended += 1
         sequence.has_ended = True
         if all(other.has_ended for other in self.alive[sequence.request]):
@@ -523,16 +506,6 @@ def _copy_error(error: BaseException) -> BaseException:
             "there is no memory for a copy of the request's states; end requests, or use fewer rows."
         )
     return error
-
-
-def _tokens_left(sequence: EngineSequence, outputs: TokenOutputs) -> np.ndarray | None:
-    """The tokens in the row of an ended sequence; None if only a part of its prompt was read.
-
-    The last drawn token was not read. After an error the row may have read one more token than its results show.
-    """
-    if sequence.state.finish_reason == "error":
-        return NO_TOKENS
-    return sequence.tokens_in_cache(outputs) if sequence.is_decoding else None
 
 
 def _put_tokens(drawn: Iterable[tuple[EngineSequence, int]]) -> None:
