@@ -20,7 +20,7 @@ from topw_deploy.export.sampler.candidates import (
 from topw_deploy.export.sampler.inputs import BLOCK, PARAMETERS, apply_edits, padded_width, row_parameters
 from topw_deploy.export.sampler.ops import Ops
 from topw_deploy.export.sampler.pool import _recompute_nearest, closeness
-from topw_deploy.export.sampler.rules import LONGEST_SORT, Tokens, largest_threshold
+from topw_deploy.export.sampler.thresholds import LONGEST_SORT, Tokens, largest_threshold
 from topw_deploy.sampling import apply_edits as reference_edits
 from topw_deploy.sampling.parameters import TopWParameters
 
@@ -77,7 +77,7 @@ def test_equal_logits_are_drawn_and_kept_in_the_order_of_their_ids() -> None:
     values = {"uniform": [0.0, 0.85, 0.95]} | {n: [getattr(TopWParameters(), n)] * 3 for n in PARAMETERS[:-1]}
 
     def body(op: Ops, logits: ir.Value, ids: ir.Value, *columns: ir.Value) -> list[ir.Value]:
-        shuffled, last = CandidateLogits(logits, ids, 5), op.constant([[2]] * 3, np.int64)
+        shuffled, last = CandidateLogits(logits, ids, 5), op.constant([[2]] * 3)
         drop = op.Sub(logits, op.constant(3.0))
         drawn = draw_candidate(op, shuffled, drop, last, row_parameters(op, columns))
         return [drawn.token, kept_candidates(op, shuffled, last)]

@@ -21,7 +21,7 @@ from topw_deploy.export.sampler.inputs import (
     are_in_range,
     padded_width,
 )
-from topw_deploy.export.sampler.ops import Ops, Tensor, scope
+from topw_deploy.export.sampler.ops import Input, Ops, Tensor, scope
 from topw_deploy.export.sampler.spec import SamplerSpec
 
 _VECTOR = 16
@@ -59,7 +59,7 @@ class CandidateLogits:
 
     def largest(self, op: Ops) -> Tensor:
         """The largest logit of each row, float32 [batch, 1]."""
-        return op.Gather(self.logits, op.constant([0], np.int64), axis=1)
+        return op.Gather(self.logits, [0], axis=1)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def search_candidates(op: Ops, spec: SamplerSpec, logits: InputLogits) -> Candid
 
     def search(values: Tensor, width: int = padded_width(spec.vocab_size)) -> list[Tensor]:
         found = block_candidates(op, values, width, spec.vocab_size)
-        return [found.logits, found.ids, op.ReduceSum(values, op.constant([1], np.int64), keepdims=1)]
+        return [found.logits, found.ids, op.ReduceSum(values, [1], keepdims=1)]
 
     def search_unmasked() -> list[Tensor]:
         if not logits.can_read_in_place:
@@ -149,17 +149,16 @@ def search_candidates(op: Ops, spec: SamplerSpec, logits: InputLogits) -> Candid
 @scope
 def block_candidates(op: Ops, logits: Tensor, width: int, vocab_size: int) -> CandidateLogits:
     """The candidates of logits [batch, width], padded or not: they lie in the blocks with the largest maxima."""
-    count, last_axis, size = min(CANDIDATES, vocab_size), op.constant([2], np.int64), op.constant(BLOCK, np.int64)
-    block_count = min(CANDIDATES, width // BLOCK)
-    grid = op.Reshape(logits, op.constant([0, width // BLOCK, BLOCK], np.int64))
-    maxima = op.ReduceMax(grid, last_axis, keepdims=0)
-    _, index = op.TopK(maxima, op.constant([block_count], np.int64), axis=1, sorted=0)
-    blocks = op.GatherND(grid, op.Unsqueeze(index, last_axis), batch_dims=1)
-    flat = op.Reshape(blocks, op.constant([0, block_count * BLOCK], np.int64))
-    values, position = op.TopK(flat, op.constant([padded_count(count)], np.int64), axis=1)
+    count, block_count = min(CANDIDATES, vocab_size), min(CANDIDATES, width // BLOCK)
+    grid = op.Reshape(logits, [0, width // BLOCK, BLOCK])
+    maxima = op.ReduceMax(grid, [2], keepdims=0)
+    _, index = op.TopK(maxima, [block_count], axis=1, sorted=0)
+    blocks = op.GatherND(grid, op.Unsqueeze(index, [2]), batch_dims=1)
+    flat = op.Reshape(blocks, [0, block_count * BLOCK])
+    values, position = op.TopK(flat, [padded_count(count)], axis=1)
     # Added to a position in `flat`, the offset of its block gives the token's id.
-    offset = op.Mul(op.Sub(index, op.constant(np.arange(block_count), np.int64)), size)
-    ids = op.Add(position, op.GatherElements(offset, op.Div(position, size), axis=1))
+    offset = op.Mul(op.Sub(index, np.arange(block_count)), BLOCK)
+    ids = op.Add(position, op.GatherElements(offset, op.Div(position, BLOCK), axis=1))
     candidates = CandidateLogits(values, ids, count)
     # For a small vocabulary, the columns after `count` hold the padding of the logits, which is -inf already.
     return candidates if count == vocab_size else _mask_padding(op, candidates)
@@ -169,8 +168,8 @@ def _mask_padding(op: Ops, candidates: CandidateLogits) -> CandidateLogits:
     """Set the logits of the columns after `count` to -inf."""
     if candidates.count == candidates.width:
         return candidates
-    inside = op.constant(np.arange(candidates.width) < candidates.count, np.bool_)
-    return replace(candidates, logits=op.Where(inside, candidates.logits, op.constant(-np.inf)))
+    inside = np.arange(candidates.width) < candidates.count
+    return replace(candidates, logits=op.Where(inside, candidates.logits, -np.inf))
 
 
 @scope
@@ -178,21 +177,19 @@ def first_candidates(op: Ops, candidates: CandidateLogits, count: int) -> Candid
     """The first `count` candidates; all of them if there are fewer."""
     if count >= candidates.count:
         return candidates
-    start, end, axis = (op.constant([number], np.int64) for number in (0, padded_count(count), 1))
-    logits, ids = (op.Slice(values, start, end, axis) for values in (candidates.logits, candidates.ids))
+    logits, ids = (op.Slice(values, [0], [padded_count(count)], [1]) for values in (candidates.logits, candidates.ids))
     return _mask_padding(op, CandidateLogits(logits, ids, count))
 
 
 @scope
-def first_position(op: Ops, flags: Tensor, positions: Tensor, otherwise: Tensor) -> Tensor:
+def first_position(op: Ops, flags: Tensor, size: int, otherwise: Input) -> Tensor:
     """The first position of a true flag, or `otherwise` if that is lower or no flag is true: int64 [batch, 1].
 
     Does not use ArgMax: runtimes break its ties differently.
 
-    flags: bool [batch, n].
-    positions: 0..n-1, int64 [n].
+    flags: bool [batch, size].
     """
-    return op.ReduceMin(op.Where(flags, positions, otherwise), op.constant([1], np.int64), keepdims=1)
+    return op.ReduceMin(op.Where(flags, np.arange(size), otherwise), [1], keepdims=1)
 
 
 @scope
@@ -201,16 +198,13 @@ def scan_candidates(op: Ops, drop: Tensor, width: int, parameters: RowParameters
 
     drop: logits minus the largest of the row, [batch, width]; a drop of -inf gets weight 0.
     """
-    axis = op.constant(1, np.int64)
-    a = op.Max(op.Div(drop, parameters.selection_temperature), op.constant(-1e4))
+    a = op.Max(op.Div(drop, parameters.selection_temperature), -1e4)
     weight = op.Exp(a)
     score = op.Mul(a, parameters.lam)
-    mass = op.CumSum(weight, axis)
-    gain = op.CumSum(op.Mul(weight, score), axis)
+    mass, gain = op.CumSum(weight, 1), op.CumSum(op.Mul(weight, score), 1)
     objective = op.Add(op.Div(gain, mass), op.Mul(op.Log(mass), parameters.reward))
-    best = op.ReduceMax(objective, op.constant([1], np.int64), keepdims=1)
-    positions = op.constant(np.arange(width), np.int64)
-    last = first_position(op, op.GreaterOrEqual(objective, best), positions, op.constant(width - 1, np.int64))
+    best = op.ReduceMax(objective, [1], keepdims=1)
+    last = first_position(op, op.GreaterOrEqual(objective, best), width, width - 1)
     return CandidateScan(weight, score, mass, gain, best, last)
 
 
@@ -233,10 +227,8 @@ def certificate_bounds(
       token ties with token K, because the best prefix never ends among equal scores.
     - The last candidate's logit is below the largest. So no other token ties with a single kept one.
     """
-    final = op.constant([candidates.count - 1], np.int64)
-    outside = spec.pool_size - candidates.count
-
-    target = op.Mul(op.Gather(scan.mass, final, axis=1), op.Mul(parameters.init_top_p, op.constant(1 - _WARM_SLACK)))
+    final, outside = [candidates.count - 1], spec.pool_size - candidates.count
+    target = op.Mul(op.Gather(scan.mass, final, axis=1), op.Mul(parameters.init_top_p, 1 - _WARM_SLACK))
     margin = op.Sub(target, op.Sub(scan.mass, scan.weight))
     if outside == 0 and candidates.count < spec.vocab_size:
         # If token K ties with the pool's last token, the literal path decides which of the equal logits are kept.
@@ -245,11 +237,11 @@ def certificate_bounds(
     if outside == 0:
         return bounds
 
-    outside_mass = op.Mul(scan.weight, op.constant(float(outside)))
+    outside_mass = op.Mul(scan.weight, float(outside))
     pool_mass = op.Add(scan.mass, outside_mass)
     pool_gain = op.Add(scan.gain, op.Mul(scan.score, outside_mass))
     pool_objective = op.Add(op.Div(pool_gain, pool_mass), op.Mul(op.Log(pool_mass), parameters.reward))
-    slack = op.Min(op.Mul(parameters.beta, op.constant(_OBJECTIVE_SLACK)), parameters.reward)
+    slack = op.Min(op.Mul(parameters.beta, _OBJECTIVE_SLACK), parameters.reward)
     block_stop = op.Sub(op.Sub(scan.best, op.Gather(pool_objective, final, axis=1)), slack)
     return [*bounds, (block_stop, 0.0, np.inf), (op.Gather(drop, final, axis=1), -np.inf, -SMALLEST)]
 
@@ -277,14 +269,14 @@ def draw_candidate(
 ) -> DrawColumns:
     """Draw from the candidates up to position `last` [batch, 1]."""
     log_weight = op.Div(drop, parameters.temperature)
-    mass = op.CumSum(op.Exp(log_weight), op.constant(1, np.int64))
+    mass = op.CumSum(op.Exp(log_weight), 1)
     total = op.GatherElements(mass, last, axis=1)
     reached = op.Greater(mass, op.Mul(parameters.uniform, total))
-    position = first_position(op, reached, op.constant(np.arange(candidates.width), np.int64), last)
+    position = first_position(op, reached, candidates.width, last)
     token = token_at(op, candidates, position)
     # The logarithms of whole rows, gathered afterwards, do not depend on a row's position in the batch: see _VECTOR.
     logprob = op.Sub(op.GatherElements(log_weight, position, axis=1), op.GatherElements(op.Log(mass), last, axis=1))
-    return DrawColumns(token, logprob, op.Add(last, op.constant(1, np.int64)))
+    return DrawColumns(token, logprob, op.Add(last, 1))
 
 
 @scope
@@ -295,10 +287,9 @@ def token_at(op: Ops, candidates: CandidateLogits, position: Tensor) -> Tensor:
     """
     logit = op.GatherElements(candidates.logits, position, axis=1)
     equal = op.Equal(candidates.logits, logit)
-    largest = op.constant(np.iinfo(np.int64).max // 2, np.int64)
-    count = op.constant([candidates.width], np.int64)
-    ids, _ = op.TopK(op.Where(equal, candidates.ids, largest), count, axis=1, largest=0)
-    start = first_position(op, equal, op.constant(np.arange(candidates.width), np.int64), position)
+    ids = op.Where(equal, candidates.ids, np.iinfo(np.int64).max // 2)
+    ids, _ = op.TopK(ids, [candidates.width], axis=1, largest=0)
+    start = first_position(op, equal, candidates.width, position)
     return op.GatherElements(ids, op.Sub(position, start), axis=1)
 
 

@@ -50,24 +50,20 @@ from topw_deploy.export.sampler.pool import (
     base_scan,
     candidate_pool,
     draw_member,
-    prefix_mask,
+    up_to,
 )
 from topw_deploy.export.sampler.rules import (
-    LIST,
     KeptSet,
     RowRules,
     RowSums,
-    Tokens,
     crop_mass,
     draw_kept,
-    flatten_blocks,
     kept_tokens,
-    list_tokens,
     row_rules,
     row_sums,
-    vocabulary_tokens,
 )
 from topw_deploy.export.sampler.spec import DOMAIN, OP_TYPE, SamplerSpec, sampler_inputs, sampler_outputs
+from topw_deploy.export.sampler.thresholds import LIST, Tokens, flatten_blocks, list_tokens, vocabulary_tokens
 from topw_deploy.sampling.parameters import GREEDY_BELOW
 
 TOKEN, LOGPROB, KEPT, CERTIFIED, MASS = range(5)
@@ -96,7 +92,7 @@ class Answer:
 
     def column(self, op: Ops, number: int) -> Tensor:
         """The column with this number, float32 [batch, 1]."""
-        return op.Gather(self.columns, op.constant([number], np.int64), axis=1)
+        return op.Gather(self.columns, [number], axis=1)
 
 
 @dataclass(frozen=True)
@@ -163,7 +159,7 @@ def sample(op: Ops, spec: SamplerSpec, inputs: Mapping[str, Tensor]) -> list[Ten
 
     inputs: the tensors of `sampler_inputs(spec)`, by name.
     """
-    rule = op.Cast(op.Unsqueeze(inputs["rule"], op.constant([1], np.int64)), to=1)
+    rule = op.Cast(op.Unsqueeze(inputs["rule"], [1]), to=1)
     parameters = row_parameters(op, [inputs[name] for name in PARAMETERS], None if spec.carries_rules else rule)
     logits = InputLogits(op, spec, inputs)
     search = search_candidates(op, spec, logits)
@@ -187,7 +183,7 @@ def _answer_from_candidates(call: SamplerCall) -> Answer:
 def _answer_rules(call: SamplerCall, before: Answer) -> Answer:
     """Branches 1 and 2: answer the rows with other rules."""
     op, spec = call.op, call.spec
-    all_use_top_w = op.Equal(op.ReduceL1(call.rule, keepdims=0), op.constant(0.0))
+    all_use_top_w = op.Equal(op.ReduceL1(call.rule, keepdims=0), 0.0)
 
     def answer_from_list() -> list[Tensor]:
         rules, sums = call.rules_and_sums()
@@ -219,19 +215,18 @@ def _answer_rules(call: SamplerCall, before: Answer) -> Answer:
 def _answer_from_pool(call: SamplerCall, before: Answer) -> Answer:
     """Branches 3 and 4: answer the rows with Top-W that the candidates did not."""
     op, spec, parameters = call.op, call.spec, call.parameters
-    none = op.constant(0.0)
     needs_no_pool = call.needs_no_pool()
-    none_needs_pool = op.Greater(op.ReduceMin(needs_no_pool, keepdims=0), none)
+    none_needs_pool = op.Greater(op.ReduceMin(needs_no_pool, keepdims=0), 0.0)
 
     def answer_without_distances() -> list[Tensor]:
         logits = call.logits.unpadded()
         pool = candidate_pool(op, logits, parameters, spec.pool_size)
         last, is_certified = base_scan(op, pool, parameters)
         is_valid = valid_rows(op, logits, parameters)
-        answer = _member_answer(call, pool, prefix_mask(op, last, pool.positions), op.Cast(is_certified, to=1))
+        answer = _member_answer(call, pool, up_to(op, last, pool.size), op.Cast(is_certified, to=1))
         answer = _invalidate(op, spec, answer, is_valid)
         answer = _mark_rest(op, spec, answer, op.Or(is_certified, op.Not(is_valid)))
-        answer = _select(op, op.Greater(needs_no_pool, none), before, answer)
+        answer = _select(op, op.Greater(needs_no_pool, 0.0), before, answer)
         return [_all_done(op, answer), *answer.outputs()]
 
     all_done, *outputs = op.branch(
@@ -261,8 +256,8 @@ def _member_answer(call: SamplerCall, pool: PoolTokens, members: Tensor, certifi
     """The answer with this kept set of pool tokens, bool [batch, top_m]. certified: float32 [batch, 1]."""
     op, spec, mass = call.op, call.spec, None
     if spec.with_mass:
-        weight = op.Where(members, pool.weight, op.constant(0.0, np.float64))
-        mass = op.Cast(op.ReduceSum(weight, op.constant([1], np.int64), keepdims=1), to=1)
+        weight = op.Where(members, pool.weight, np.float64(0.0))
+        mass = op.Cast(op.ReduceSum(weight, [1], keepdims=1), to=1)
     draw = draw_member(op, pool, members, call.parameters)
     return _new_answer(op, spec, draw, certified, mass, pool.ids, members)
 
@@ -289,8 +284,8 @@ def _new_answer(
         return Answer(columns)
     if ids is None:
         return Answer(columns, kept)
-    width = op.constant([padded_width(spec.vocab_size)], np.int64)
-    all_false = op.Expand(op.constant(False, np.bool_), op.Concat(op.Shape(ids, start=0, end=1), width, axis=0))
+    shape = op.Concat(op.Shape(ids, start=0, end=1), [padded_width(spec.vocab_size)], axis=0)
+    all_false = op.Expand(False, shape)
     return Answer(columns, op.ScatterElements(all_false, ids, kept, axis=1))
 
 
@@ -305,25 +300,25 @@ def _select(op: Ops, condition: Tensor, chosen: Answer, other: Answer) -> Answer
 
 def _only_token(spec: SamplerSpec, token: float) -> np.ndarray:
     """One row of `Answer.columns` with this token and zeros elsewhere."""
-    return np.array([token, *[0.0] * (MASS - 1 + spec.with_mass)])
+    return np.array([token, *[0.0] * (MASS - 1 + spec.with_mass)], np.float32)
 
 
 @scope
 def _invalidate(op: Ops, spec: SamplerSpec, answer: Answer, valid: Tensor) -> Answer:
     """Replace the answers of rows that are not valid by token -1, zeros and an empty mask. valid: bool [batch, 1]."""
     mask = None if answer.keep_mask is None else op.And(valid, answer.keep_mask)
-    return Answer(op.Where(valid, answer.columns, op.constant(_only_token(spec, -1.0))), mask)
+    return Answer(op.Where(valid, answer.columns, _only_token(spec, -1.0)), mask)
 
 
 @scope
 def _mark_rest(op: Ops, spec: SamplerSpec, answer: Answer, is_done: Tensor) -> Answer:
     """Mark the rows that are not done, with zeros in all other columns. is_done: bool [batch, 1]."""
-    return Answer(op.Where(is_done, answer.columns, op.constant(_only_token(spec, _NOT_DONE))), answer.keep_mask)
+    return Answer(op.Where(is_done, answer.columns, _only_token(spec, _NOT_DONE)), answer.keep_mask)
 
 
 def _is_left(op: Ops, answer: Answer) -> Tensor:
     """Whether a later branch must answer a row: bool [batch, 1]."""
-    return op.Equal(answer.column(op, TOKEN), op.constant(_NOT_DONE))
+    return op.Equal(answer.column(op, TOKEN), _NOT_DONE)
 
 
 def _all_done(op: Ops, answer: Answer) -> Tensor:
@@ -335,10 +330,10 @@ def _all_done(op: Ops, answer: Answer) -> Tensor:
 def _top_probability(op: Ops, logits: InputLogits, candidates: CandidateLogits, parameters: RowParameters) -> Tensor:
     """The probability of the largest logit at Ts: float32 [batch]; NaN where Ts is below 1e-5."""
     temperature, selection_temperature, *_ = parameters.columns
-    chosen = op.Where(op.Equal(selection_temperature, op.constant(0.0)), temperature, selection_temperature)
-    is_tiny = op.Less(chosen, op.constant(GREEDY_BELOW))
-    divisor = op.Where(is_tiny, op.constant(1.0), chosen)
-    top_id = op.Gather(candidates.ids, op.constant([0], np.int64), axis=1)
+    chosen = op.Where(op.Equal(selection_temperature, 0.0), temperature, selection_temperature)
+    is_tiny = op.Less(chosen, GREEDY_BELOW)
+    divisor = op.Where(is_tiny, 1.0, chosen)
+    top_id = op.Gather(candidates.ids, [0], axis=1)
 
     def log_probability(values: Tensor) -> list[Tensor]:
         return [op.GatherElements(op.LogSoftmax(op.Div(values, divisor), axis=1), top_id, axis=1)]
@@ -348,7 +343,7 @@ def _top_probability(op: Ops, logits: InputLogits, candidates: CandidateLogits, 
         lambda: log_probability(logits.edited()),
         lambda: log_probability(logits.masked()),
     )
-    return op.Squeeze(op.Where(is_tiny, op.constant(np.nan), op.Exp(top)), op.constant([1], np.int64))
+    return op.Squeeze(op.Where(is_tiny, np.nan, op.Exp(top)), [1])
 
 
 @scope
@@ -358,11 +353,11 @@ def _node_outputs(op: Ops, spec: SamplerSpec, answer: Answer, top_probability: T
     `mass` is the sum of weights times `top_probability`. Where Ts is below 1e-5, it is 1, or 0 for an invalid row.
     """
     token, logprob, kept, certified, *mass = (
-        op.Gather(answer.columns, op.constant(number, np.int64), axis=1) for number in range(MASS + spec.with_mass)
+        op.Gather(answer.columns, number, axis=1) for number in range(MASS + spec.with_mass)
     )
     outputs = [op.Cast(token, to=7), logprob, op.Cast(kept, to=6), op.Cast(certified, to=9)]
     if spec.with_mass:
-        greedy_mass = op.Min(mass[0], op.constant(1.0))
+        greedy_mass = op.Min(mass[0], 1.0)
         outputs.append(op.Where(op.IsNaN(top_probability), greedy_mass, op.Mul(mass[0], top_probability)))
     if spec.with_keep_mask:
         outputs.append(without_padding(op, answer.keep_mask, spec.vocab_size))

@@ -79,22 +79,20 @@ def row_parameters(op: Ops, inputs: Sequence[Tensor], only_rule: Tensor | None =
     inputs: float32 [batch], in the order of `PARAMETERS`.
     only_rule: the code of each row's rule, float32 [batch, 1], if the function carries only Top-W.
     """
-    axis = op.constant([1], np.int64)
-    columns = tuple(op.Unsqueeze(value, axis) for value in inputs)
+    columns = tuple(op.Unsqueeze(value, [1]) for value in inputs)
     temperature, selection_temperature, lam, beta, init_top_p, geom_scale, uniform = columns
-    zero = op.constant(0.0)
-    is_greedy = op.Less(temperature, op.constant(GREEDY_BELOW))
-    nonzero = op.Max(temperature, op.constant(GREEDY_BELOW))
+    is_greedy = op.Less(temperature, GREEDY_BELOW)
+    nonzero = op.Max(temperature, GREEDY_BELOW)
     return RowParameters(
         columns=columns,
         is_greedy=is_greedy,
         temperature=nonzero,
-        selection_temperature=op.Where(op.Equal(selection_temperature, zero), nonzero, selection_temperature),
+        selection_temperature=op.Where(op.Equal(selection_temperature, 0.0), nonzero, selection_temperature),
         lam=lam,
         beta=beta,
-        reward=op.Where(is_greedy, op.constant(-1.0), op.Sub(beta, lam)),
+        reward=op.Where(is_greedy, -1.0, op.Sub(beta, lam)),
         init_top_p=init_top_p,
-        geom_scale=op.Where(is_greedy, zero, geom_scale),
+        geom_scale=op.Where(is_greedy, 0.0, geom_scale),
         uniform=uniform,
         only_rule=only_rule,
     )
@@ -110,8 +108,7 @@ def are_in_range(op: Ops, parameters: RowParameters, further: Sequence[BoundedCo
         further = [*further, (parameters.only_rule, 0.0, 0.0)]
     bounds = [*_INTERVALS.values(), *((low, high) for _, low, high in further)]
     columns = op.Concat(*parameters.columns, *(column for column, _, _ in further), axis=1)
-    lowest = op.constant([low for low, _ in bounds])
-    highest = op.constant([high for _, high in bounds])
+    lowest, highest = np.array(bounds, np.float32).T
     return op.And(op.GreaterOrEqual(columns, lowest), op.LessOrEqual(columns, highest))
 
 
@@ -124,7 +121,7 @@ def all_true(op: Ops, flags: Tensor) -> Tensor:
 @scope
 def all_true_in_row(op: Ops, flags: Tensor) -> Tensor:
     """Whether all flags of a row are true: bool [batch, n] -> float32 [batch, 1], 1 for true, 0 for false."""
-    return op.ReduceMin(op.Cast(flags, to=1), op.constant([1], np.int64), keepdims=1)
+    return op.ReduceMin(op.Cast(flags, to=1), [1], keepdims=1)
 
 
 @scope
@@ -133,8 +130,8 @@ def valid_rows(op: Ops, logits: Tensor, parameters: RowParameters) -> Tensor:
 
     Its parameters must be in range, and its logits must have a finite one, no NaN and no +inf.
     """
-    largest = op.ReduceMax(logits, op.constant([1], np.int64), keepdims=1)
-    usable = all_true_in_row(op, op.LessOrEqual(logits, op.constant(LARGEST)))  # the comparison is false for NaN
+    largest = op.ReduceMax(logits, [1], keepdims=1)
+    usable = all_true_in_row(op, op.LessOrEqual(logits, LARGEST))  # the comparison is false for NaN
     bounds = [(largest, -LARGEST, LARGEST), (usable, 1.0, 1.0)]
     return op.Cast(all_true_in_row(op, are_in_range(op, parameters, bounds)), to=9)
 
@@ -155,15 +152,11 @@ def apply_edits(op: Ops, vocab_size: int, logits: Tensor, ids: Tensor, penalty: 
     ids: int64 [batch, edits], distinct where they are >= 0.
     penalty, bias: float32 [batch, edits].
     """
-    spare_column = op.constant(vocab_size, np.int64)
-    lowest = op.constant(-np.inf)
-    widths = op.constant([0, 0, 0, padded_width(vocab_size) - vocab_size], np.int64)
-    padded = op.Pad(logits, widths, lowest)
-    column = op.Min(op.Where(op.Less(ids, op.constant(0, np.int64)), spare_column, ids), spare_column)
-    zero = op.constant(0.0)
+    padded = op.Pad(logits, [0, 0, 0, padded_width(vocab_size) - vocab_size], -np.inf)
+    column = op.Min(op.Where(op.Less(ids, 0), vocab_size, ids), vocab_size)
     old = op.GatherElements(padded, column, axis=1)
-    scaled = op.Where(op.Greater(old, zero), op.Div(old, penalty), op.Mul(old, penalty))
-    new = op.Where(op.Greater(penalty, zero), op.Add(scaled, bias), op.constant(np.nan))
+    scaled = op.Where(op.Greater(old, 0.0), op.Div(old, penalty), op.Mul(old, penalty))
+    new = op.Where(op.Greater(penalty, 0.0), op.Add(scaled, bias), np.nan)
     return op.ScatterElements(padded, column, new, axis=1)
 
 
@@ -182,18 +175,18 @@ def apply_mask(op: Ops, spec: SamplerSpec, logits: Tensor, words: Tensor, like: 
     time to open a session.
     """
     width, word_count = padded_width(spec.vocab_size), mask_words(spec.vocab_size)
-    word_rows = op.Reshape(words, op.constant([-1, word_count], np.int64))  # [k, word_count]
+    word_rows = op.Reshape(words, [-1, word_count])  # [k, word_count]
     # The padding's logits are -inf anyway, so any words will do. (CUDA has no kernel for Pad with int32.)
     missing = width // WORD_BITS - word_count
     if missing:
-        padding = op.Gather(word_rows, op.constant([word_count - 1] * missing, np.int64), axis=1)
+        padding = op.Gather(word_rows, [word_count - 1] * missing, axis=1)
         word_rows = op.Concat(word_rows, padding, axis=1)
     flags = allowed_tokens(op, word_rows, width)
-    all_allowed = op.Expand(op.constant(True, np.bool_), op.constant([1, width], np.int64))
-    numbers = op.CumSum(op.Cast(op.Equal(like, like), to=7), op.constant(0, np.int64), exclusive=1)
+    all_allowed = op.Expand(True, [1, width])
+    numbers = op.CumSum(op.Cast(op.Equal(like, like), to=7), 0, exclusive=1)
     row = op.Min(numbers, _row_count_on_device(op, word_rows))
     allowed = op.Gather(op.Concat(flags, all_allowed, axis=0), row, axis=0)
-    return op.Where(allowed, logits, op.constant(-np.inf))
+    return op.Where(allowed, logits, -np.inf)
 
 
 @scope
@@ -202,9 +195,9 @@ def _row_count_on_device(op: Ops, rows: Tensor) -> Tensor:
 
     The operator Shape has its result on the CPU, and a CUDA graph cannot capture the copy from there.
     """
-    column, zero = op.Gather(rows, op.constant(0, np.int64), axis=1), op.constant([0], np.int64)
-    ones = op.Concat(zero, op.Cast(op.Equal(column, column), to=7), axis=0)
-    return op.Gather(op.CumSum(ones, op.constant(0, np.int64)), op.constant([-1], np.int64), axis=0)
+    column = op.Gather(rows, 0, axis=1)
+    ones = op.Concat([0], op.Cast(op.Equal(column, column), to=7), axis=0)
+    return op.Gather(op.CumSum(ones, 0), [-1], axis=0)
 
 
 @scope
@@ -214,20 +207,19 @@ def allowed_tokens(op: Ops, words: Tensor, width: int) -> Tensor:
     Looks each octet up in a table, because NVIDIA's parser has no bitwise operators. The table begins at -128: the
     highest octet of a word is signed.
     """
-    halves = op.Reshape(low_and_high(op, words, 1 << 16), op.constant([0, width // 16], np.int64))
+    halves = op.Reshape(low_and_high(op, words, 1 << 16), [0, width // 16])
     values = np.arange(-128, 256)
-    table = op.constant(values[:, None] >> np.arange(8) & 1, np.bool_)
-    octets = op.Add(low_and_high(op, halves, 1 << 8), op.constant(-values[0], np.int32))
-    return op.Reshape(op.Gather(table, octets, axis=0), op.constant([0, width], np.int64))
+    table = (values[:, None] >> np.arange(8) & 1).astype(np.bool_)
+    octets = op.Add(low_and_high(op, halves, 1 << 8), np.int32(-values[0]))
+    return op.Reshape(op.Gather(table, octets, axis=0), [0, width])
 
 
 @scope
 def low_and_high(op: Ops, values: Tensor, base: int) -> Tensor:
     """Split each value into high * base + low with 0 <= low < base: int32 [k, n] -> [k, n, (low, high)]."""
-    divisor, axis = op.constant(base, np.int32), op.constant([2], np.int64)
-    low = op.Mod(values, divisor)
-    high = op.Div(op.Sub(values, low), divisor)
-    return op.Concat(op.Unsqueeze(low, axis), op.Unsqueeze(high, axis), axis=2)
+    low = op.Mod(values, np.int32(base))
+    high = op.Div(op.Sub(values, low), np.int32(base))
+    return op.Concat(op.Unsqueeze(low, [2]), op.Unsqueeze(high, [2]), axis=2)
 
 
 class InputLogits:
@@ -259,11 +251,10 @@ class InputLogits:
 
     def is_empty(self, name: str) -> Tensor:
         """Whether the input `name` has no elements, bool scalar."""
-        return self._op.Equal(self._op.Size(self.inputs[name]), self._op.constant(0, np.int64))
+        return self._op.Equal(self._op.Size(self.inputs[name]), 0)
 
 
 @scope
 def without_padding(op: Ops, logits: Tensor, vocab_size: int) -> Tensor:
     """The logits [batch, vocab] of padded ones [batch, padded]."""
-    start, end = op.constant([0], np.int64), op.constant([vocab_size], np.int64)
-    return op.Slice(logits, start, end, op.constant([1], np.int64))
+    return op.Slice(logits, [0], [vocab_size], [1])

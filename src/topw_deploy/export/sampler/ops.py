@@ -16,6 +16,9 @@ import onnx_ir as ir
 
 Tensor: TypeAlias = ir.Value
 
+Input: TypeAlias = Tensor | np.ndarray | np.generic | float | Sequence[int] | None
+"""An operator's input. A number or array becomes a constant: float32 for a Python float, int64 for integers."""
+
 BranchBody = Callable[[], Sequence[Tensor]]
 """Computes one side of a branch and returns its outputs. Both sides return equally many tensors of the same types."""
 
@@ -58,7 +61,7 @@ class Ops:
         if not op_type[0].isupper():
             raise AttributeError(op_type)
 
-        def record(*inputs: Tensor | None, **attributes: Any) -> Any:
+        def record(*inputs: Input, **attributes: Any) -> Any:
             outputs = self._record_once("", op_type, inputs, attributes, _OUTPUT_COUNTS.get(op_type, 1))
             return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
@@ -68,13 +71,15 @@ class Ops:
     def nodes(self) -> list[ir.Node]:
         return self._scopes[0].nodes
 
-    def constant(self, value: Any, dtype: type = np.float32) -> ir.Value:
-        """Record a constant."""
-        array: np.ndarray = np.asarray(value, dtype=dtype)
+    def constant(self, value: Any) -> ir.Value:
+        """Record a constant, see `Input`."""
+        array = np.asarray(
+            value, np.float32 if isinstance(value, float) and not isinstance(value, np.generic) else None
+        )
         key = (str(array.dtype), array.shape, array.tobytes())
         return self._find_or_add(key, lambda: self._add_node("", "Constant", (), {"value": ir.tensor(array)}, 1))[0]
 
-    def custom_op(self, domain: str, op_type: str, inputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> ir.Value:
+    def custom_op(self, domain: str, op_type: str, inputs: Sequence[Input], attributes: Mapping[str, Any]) -> ir.Value:
         """Apply an operator of any domain that has one output."""
         self.domains.add(domain)
         return self._record_once(domain, op_type, inputs, attributes, 1)[0]
@@ -120,10 +125,11 @@ class Ops:
         return outputs
 
     def _record_once(
-        self, domain: str, op_type: str, inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int
+        self, domain: str, op_type: str, inputs: Sequence[Input], attributes: Mapping[str, Any], outputs: int
     ) -> Sequence[ir.Value]:
-        key = (domain, op_type, tuple(map(id, inputs)), repr(sorted(attributes.items())))
-        return self._find_or_add(key, lambda: self._add_node(domain, op_type, inputs, attributes, outputs))
+        tensors = [x if x is None or isinstance(x, ir.Value) else self.constant(x) for x in inputs]
+        key = (domain, op_type, tuple(map(id, tensors)), repr(sorted(attributes.items())))
+        return self._find_or_add(key, lambda: self._add_node(domain, op_type, tensors, attributes, outputs))
 
     def _add_node(
         self, domain: str, op_type: str, inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int

@@ -40,8 +40,6 @@ class PoolTokens:
     drop: logits minus the largest of the row, double.
     weight: exp(drop / Ts), double; 0 where not finite.
     score: lam * drop / Ts, double.
-    positions: 0..size-1, int64 [size].
-    last: size - 1, int64 [1].
     """
 
     ids: Tensor
@@ -49,23 +47,21 @@ class PoolTokens:
     drop: Tensor
     weight: Tensor
     score: Tensor
-    positions: Tensor
-    last: Tensor
+    size: int
 
 
 @scope
 def candidate_pool(op: Ops, logits: Tensor, parameters: RowParameters, size: int) -> PoolTokens:
     """The pool of the `size` largest logits. Relies on ONNX's TopK, which orders equal logits by index."""
-    values, ids = op.TopK(logits, op.constant([size], np.int64), axis=1)
-    is_finite = op.Greater(values, op.constant(-np.inf))
-    exact = op.Cast(op.Max(values, op.constant(LOWEST)), to=11)
-    drop = op.Sub(exact, op.Gather(exact, op.constant([0], np.int64), axis=1))
-    a = op.Max(op.Div(drop, op.Cast(parameters.selection_temperature, to=11)), op.constant(LOWEST, np.float64))
-    floored = op.Exp(op.Max(a, op.constant(SMALLEST_LOG_WEIGHT, np.float64)))
-    weight = op.Where(is_finite, floored, op.constant(0.0, np.float64))
+    values, ids = op.TopK(logits, [size], axis=1)
+    is_finite = op.Greater(values, -np.inf)
+    exact = op.Cast(op.Max(values, LOWEST), to=11)
+    drop = op.Sub(exact, op.Gather(exact, [0], axis=1))
+    a = op.Max(op.Div(drop, op.Cast(parameters.selection_temperature, to=11)), np.float64(LOWEST))
+    floored = op.Exp(op.Max(a, np.float64(SMALLEST_LOG_WEIGHT)))
+    weight = op.Where(is_finite, floored, np.float64(0.0))
     score = op.Mul(a, op.Cast(parameters.lam, to=11))
-    positions, last = op.constant(np.arange(size), np.int64), op.constant([size - 1], np.int64)
-    return PoolTokens(ids, is_finite, drop, weight, score, positions, last)
+    return PoolTokens(ids, is_finite, drop, weight, score, size)
 
 
 @scope
@@ -74,9 +70,7 @@ def prefix_objective(op: Ops, weight: Tensor, score: Tensor, reward: Tensor) -> 
 
     weight, score: double [batch, n]; reward: double [batch, 1].
     """
-    axis = op.constant(1, np.int64)
-    mass = op.CumSum(weight, axis)
-    gain = op.CumSum(op.Mul(weight, score), axis)
+    mass, gain = op.CumSum(weight, 1), op.CumSum(op.Mul(weight, score), 1)
     return op.Add(op.Div(gain, mass), op.Mul(op.Log(mass), reward))
 
 
@@ -87,11 +81,11 @@ def first_maximum(op: Ops, objective: Tensor, reward: Tensor, pool: PoolTokens) 
     It is 0 where reward <= 0: J then rises only by rounding (singleton collapse). Logits of -inf are skipped: their J
     equals the one before, but the last bit of onnxruntime's Log can depend on the number of threads.
     """
-    objective = op.Where(pool.is_finite, objective, op.constant(-np.inf, np.float64))
-    best = op.ReduceMax(objective, op.constant([1], np.int64), keepdims=1)
-    collapses = op.LessOrEqual(reward, op.constant(0.0, np.float64))
+    objective = op.Where(pool.is_finite, objective, np.float64(-np.inf))
+    best = op.ReduceMax(objective, [1], keepdims=1)
+    collapses = op.LessOrEqual(reward, np.float64(0.0))
     is_best = op.Or(collapses, op.GreaterOrEqual(objective, best))
-    return first_position(op, is_best, pool.positions, pool.last)
+    return first_position(op, is_best, pool.size, [pool.size - 1])
 
 
 @scope
@@ -100,13 +94,12 @@ def warm_start_end(op: Ops, pool: PoolTokens, parameters: RowParameters) -> Tens
 
     The warm start is the shortest prefix with at least `init_top_p` of the mass, or all finite logits if that is 1.
     """
-    one_axis = op.constant([1], np.int64)
-    mass = op.CumSum(pool.weight, op.constant(1, np.int64))
+    mass = op.CumSum(pool.weight, 1)
     share = op.Cast(parameters.init_top_p, to=11)
-    target = op.Mul(share, op.Gather(mass, pool.last, axis=1))
-    nucleus = first_position(op, op.GreaterOrEqual(mass, target), pool.positions, pool.last)
-    final = op.Sub(op.ReduceSum(op.Cast(pool.is_finite, to=7), one_axis, keepdims=1), op.constant(1, np.int64))
-    return op.Where(op.Less(share, op.constant(1.0, np.float64)), nucleus, final)
+    target = op.Mul(share, op.Gather(mass, [pool.size - 1], axis=1))
+    nucleus = first_position(op, op.GreaterOrEqual(mass, target), pool.size, [pool.size - 1])
+    final = op.Sub(op.ReduceSum(op.Cast(pool.is_finite, to=7), [1], keepdims=1), 1)
+    return op.Where(op.Less(share, np.float64(1.0)), nucleus, final)
 
 
 @scope
@@ -118,24 +111,12 @@ def base_scan(op: Ops, pool: PoolTokens, parameters: RowParameters) -> tuple[Ten
     reward = op.Cast(parameters.reward, to=11)
     last = first_maximum(op, prefix_objective(op, pool.weight, pool.score, reward), reward, pool)
     is_small = op.LessOrEqual(last, warm_start_end(op, pool, parameters))
-    return last, op.And(op.GreaterOrEqual(parameters.geom_scale, op.constant(0.0)), is_small)
+    return last, op.And(op.GreaterOrEqual(parameters.geom_scale, 0.0), is_small)
 
 
-@scope
-def prefix_mask(op: Ops, last: Tensor, positions: Tensor) -> Tensor:
-    """Which positions are at most `last`: bool [batch, n].
-
-    last: int64 [batch, 1].
-    positions: int64 [n].
-    """
-    return op.LessOrEqual(positions, last)
-
-
-@scope
-def potential(op: Ops, members: Tensor, distances: Tensor, geom_scale: Tensor) -> Tensor:
-    """The potential f = -geom_scale * distance, which is 0 for members: double [batch, size]."""
-    zero = op.constant(0.0, np.float64)
-    return op.Where(members, zero, op.Neg(op.Mul(op.Cast(geom_scale, to=11), distances)))
+def up_to(op: Ops, last: Tensor, size: int) -> Tensor:
+    """Which of the positions 0..size-1 are at most `last`, int64 [batch, 1]: bool [batch, size]."""
+    return op.LessOrEqual(np.arange(size), last)
 
 
 @scope
@@ -144,13 +125,13 @@ def best_prefix(op: Ops, pool: PoolTokens, f: Tensor, reward: Tensor) -> Tensor:
 
     Tokens with equal phi are in the order of the pool.
     """
-    phi = op.Where(pool.is_finite, op.Add(f, pool.score), op.constant(2 * LOWEST, np.float64))
-    sorted_phi, position = op.TopK(phi, op.Add(pool.last, op.constant([1], np.int64)), axis=1)
+    phi = op.Where(pool.is_finite, op.Add(f, pool.score), np.float64(2 * LOWEST))
+    sorted_phi, position = op.TopK(phi, [pool.size], axis=1)
     weight = op.GatherElements(pool.weight, position, axis=1)
     last = first_maximum(op, prefix_objective(op, weight, sorted_phi, reward), reward, pool)
     lowest_phi = op.GatherElements(sorted_phi, last, axis=1)
     final = op.GatherElements(position, last, axis=1)
-    tied = op.And(op.Equal(phi, lowest_phi), prefix_mask(op, final, pool.positions))
+    tied = op.And(op.Equal(phi, lowest_phi), up_to(op, final, pool.size))
     return op.Or(op.Greater(phi, lowest_phi), tied)
 
 
@@ -163,35 +144,34 @@ def alternate(
     Runs all iterations; a set that has converged does not change any more.
     """
     distances = _distance_function(op, spec, pool, inputs)
-    members = prefix_mask(op, warm_start_end(op, pool, parameters), pool.positions)
-    reward = op.Cast(parameters.reward, to=11)
+    members = up_to(op, warm_start_end(op, pool, parameters), pool.size)
+    reward, geom_scale = (op.Cast(column, to=11) for column in (parameters.reward, parameters.geom_scale))
     for _ in range(spec.options.alt_iters):
-        members = best_prefix(op, pool, potential(op, members, distances(members), parameters.geom_scale), reward)
+        potential = op.Neg(op.Mul(geom_scale, distances(members)))
+        members = best_prefix(op, pool, op.Where(members, np.float64(0.0), potential), reward)
     return members
 
 
 @scope
 def draw_member(op: Ops, pool: PoolTokens, members: Tensor, parameters: RowParameters) -> DrawColumns:
     """Draw from the members, bool [batch, top_m], of the pool (docs/contract/graph.md, section 5)."""
-    one_axis, axis = op.constant([1], np.int64), op.constant(1, np.int64)
-    lowest = op.constant(LOWEST, np.float64)
-    drop = op.Where(members, pool.drop, lowest)
-    drop = op.Div(op.Sub(drop, op.ReduceMax(drop, one_axis, keepdims=1)), op.Cast(parameters.temperature, to=11))
-    mass = op.CumSum(op.Where(members, op.Exp(drop), op.constant(0.0, np.float64)), axis)
-    total = op.Gather(mass, pool.last, axis=1)
+    drop = op.Where(members, pool.drop, np.float64(LOWEST))
+    drop = op.Div(op.Sub(drop, op.ReduceMax(drop, [1], keepdims=1)), op.Cast(parameters.temperature, to=11))
+    mass = op.CumSum(op.Where(members, op.Exp(drop), np.float64(0.0)), 1)
+    total = op.Gather(mass, [pool.size - 1], axis=1)
     reached = op.Greater(mass, op.Mul(op.Cast(parameters.uniform, to=11), total))
-    final = op.ReduceMax(op.Where(members, pool.positions, op.constant(0, np.int64)), one_axis, keepdims=1)
-    position = first_position(op, reached, pool.positions, final)
-    log_total = op.Gather(op.Log(mass), pool.last, axis=1)
+    final = op.ReduceMax(op.Where(members, np.arange(pool.size), 0), [1], keepdims=1)
+    position = first_position(op, reached, pool.size, final)
+    log_total = op.Gather(op.Log(mass), [pool.size - 1], axis=1)
     logprob = op.Sub(op.GatherElements(drop, position, axis=1), log_total)
-    kept = op.ReduceSum(op.Cast(members, to=7), one_axis, keepdims=1)
+    kept = op.ReduceSum(op.Cast(members, to=7), [1], keepdims=1)
     return DrawColumns(op.GatherElements(pool.ids, position, axis=1), op.Cast(logprob, to=1), kept)
 
 
 def _distance_function(op: Ops, spec: SamplerSpec, pool: PoolTokens, inputs: Mapping[str, Tensor]) -> DistanceFunction:
     """The function from a set to the distances of the pool's tokens. Computes the distances of all pairs once."""
     if spec.lookup is None:
-        return lambda members: op.constant(1.0, np.float64)
+        return lambda members: op.constant(np.float64(1.0))
     x = token_features(op, spec, spec.lookup, pool.ids, inputs)
     near = closeness(op, x, spec.options.metric)
     if spec.options.metric != "cosine":  # cosines lose no digits
@@ -221,8 +201,8 @@ def token_features(
 
 def _unit_rows(op: Ops, rows: Tensor) -> Tensor:
     """The rows, scaled to length 1; a row of zeros stays."""
-    norm = op.Sqrt(op.ReduceSumSquare(rows, op.constant([2], np.int64), keepdims=1))
-    return op.Div(rows, op.Max(norm, op.constant(1e-12)))
+    norm = op.Sqrt(op.ReduceSumSquare(rows, [2], keepdims=1))
+    return op.Div(rows, op.Max(norm, 1e-12))
 
 
 @scope
@@ -235,7 +215,7 @@ def closeness(op: Ops, x: Tensor, metric: str) -> Tensor:
     products = op.MatMul(x, op.Transpose(x, perm=[0, 2, 1]))
     if metric == "cosine":
         return op.Neg(products)
-    squares = op.ReduceSumSquare(x, op.constant([2], np.int64), keepdims=1)
+    squares = op.ReduceSumSquare(x, [2], keepdims=1)
     return op.Sub(op.Add(squares, op.Transpose(squares, perm=[0, 2, 1])), op.Add(products, products))
 
 
@@ -247,12 +227,12 @@ def _recompute_nearest(op: Ops, near: Tensor, x: Tensor, count: int) -> Tensor:
 
     near: the result of `closeness` for the features x.
     """
-    _, chosen = op.TopK(near, op.constant([count], np.int64), axis=2, largest=0)
+    _, chosen = op.TopK(near, [count], axis=2, largest=0)
     squares = []
     for neighbour in range(count):
-        index = op.Gather(chosen, op.constant([neighbour], np.int64), axis=2)
+        index = op.Gather(chosen, [neighbour], axis=2)
         difference = op.Sub(op.GatherND(x, index, batch_dims=1), x)
-        squares.append(op.ReduceSumSquare(difference, op.constant([2], np.int64), keepdims=1))
+        squares.append(op.ReduceSumSquare(difference, [2], keepdims=1))
     return op.ScatterElements(near, chosen, op.Concat(*squares, axis=2), axis=2)
 
 
@@ -263,22 +243,21 @@ def distance_to_set(op: Ops, spec: SamplerSpec, near: Tensor, members: Tensor) -
     near: the result of `closeness` [batch, n, n].
     members: which tokens are in the set, bool [batch, n]; at least one is.
     """
-    last, metric = op.constant([2], np.int64), spec.options.metric
+    metric = spec.options.metric
     averaged = min(max(spec.options.neighbours, 1), spec.pool_size)
-    masked = op.Where(op.Unsqueeze(members, op.constant([1], np.int64)), near, op.constant(FARTHER))
+    masked = op.Where(op.Unsqueeze(members, [1]), near, FARTHER)
     if averaged == 1:
-        return _distance(op, op.ReduceMin(masked, last, keepdims=0), metric)
-    nearest, _ = op.TopK(masked, op.constant([averaged], np.int64), axis=2, largest=0)
-    is_member = op.Less(nearest, op.constant(FARTHER / 2))
-    distances = op.Where(is_member, _distance(op, nearest, metric), op.constant(0.0, np.float64))
-    total = op.ReduceSum(distances, last, keepdims=0)
-    return op.Div(total, op.ReduceSum(op.Cast(is_member, to=11), last, keepdims=0))
+        return _distance(op, op.ReduceMin(masked, [2], keepdims=0), metric)
+    nearest, _ = op.TopK(masked, [averaged], axis=2, largest=0)
+    is_member = op.Less(nearest, FARTHER / 2)
+    distances = op.Where(is_member, _distance(op, nearest, metric), np.float64(0.0))
+    total = op.ReduceSum(distances, [2], keepdims=0)
+    return op.Div(total, op.ReduceSum(op.Cast(is_member, to=11), [2], keepdims=0))
 
 
 def _distance(op: Ops, near: Tensor, metric: str) -> Tensor:
     """The distance for each result of `closeness`, double."""
     exact = op.Cast(near, to=11)
     if metric == "cosine":
-        one = op.constant(1.0, np.float64)
-        return op.Add(op.Clip(exact, op.constant(-1.0, np.float64), one), one)
-    return op.Sqrt(op.Max(exact, op.constant(0.0, np.float64)))
+        return op.Add(op.Clip(exact, np.float64(-1.0), np.float64(1.0)), np.float64(1.0))
+    return op.Sqrt(op.Max(exact, np.float64(0.0)))
