@@ -16,7 +16,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from benchmarks.common import median_step_seconds, share_thread_pool
-from topw_deploy.export.sampler.spec import OP_TYPE
+from topw_deploy.export.sampler.node import OP_TYPE
 from topw_deploy.manifest import DecoderManifest, ModelFolder
 from topw_deploy.plugins.library import library_path
 from topw_deploy.runtime import TopWModel

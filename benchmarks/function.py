@@ -19,7 +19,7 @@ from onnx import TensorProto, helper
 
 from benchmarks.common import Spread, interleave, machine, ratio, seconds, table
 from topw_deploy.export.embedding import plain_gather
-from topw_deploy.export.sampler.spec import SamplerSpec
+from topw_deploy.export.sampler.node import SamplerSpec
 from topw_deploy.export.sampler_only import sampler_model
 from topw_deploy.runtime.inputs import rule_arrays
 from topw_deploy.sampling import Geometry, pack_mask

@@ -17,7 +17,7 @@ from topw_deploy.errors import (
     TokenizerError,
 )
 from topw_deploy.export import export_model
-from topw_deploy.export.sampler.spec import OP_TYPE
+from topw_deploy.export.sampler.node import OP_TYPE
 from topw_deploy.manifest import MANIFEST_NAME, load_manifest
 from topw_deploy.progress import Progress
 from topw_deploy.runtime import TopWModel

@@ -16,7 +16,7 @@ import pytest
 from tests.support.samples import slow
 from topw_deploy.errors import ExportError, ParameterError, SourceError, UnsupportedModelError, VerificationError
 from topw_deploy.export import sampler_only
-from topw_deploy.export.sampler.spec import SAMPLER_INPUTS
+from topw_deploy.export.sampler.node import SAMPLER_INPUTS
 from topw_deploy.export.sampler_only import embeddings_of_file, embeddings_of_folder, export_sampler
 from topw_deploy.manifest import check_hashes, load_manifest
 from topw_deploy.sampling import Geometry, median_distance

@@ -18,7 +18,7 @@ from tests.support.rows import Case, random_case
 from topw_deploy.export.embedding import EmbeddingForm
 from topw_deploy.export.graph import GraphEditor
 from topw_deploy.export.sampler.attach import add_sampler_inputs, add_sampler_node, install_function
-from topw_deploy.export.sampler.spec import SamplerSpec
+from topw_deploy.export.sampler.node import SamplerSpec
 from topw_deploy.plugins.library import load
 from topw_deploy.sampling import Geometry, TopWOptions
 

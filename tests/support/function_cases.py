@@ -25,7 +25,7 @@ from tests.support.rows import (
     reference,
 )
 from topw_deploy.export.embedding import plain_gather
-from topw_deploy.export.sampler.spec import SamplerSpec
+from topw_deploy.export.sampler.node import SamplerSpec
 from topw_deploy.export.sampler_only import sampler_model
 from topw_deploy.plugins.library import library_path
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, SampledRow, pack_mask, sample_row

@@ -26,7 +26,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from tests.support.toy_graph import HEAD_DIMS, OPSETS, decoder_graph
 from topw_deploy.export.embedding import plain_gather
 from topw_deploy.export.sampler.function import build_function
-from topw_deploy.export.sampler.spec import (
+from topw_deploy.export.sampler.node import (
     DOMAIN,
     OP_TYPE,
     SAMPLER_INPUTS,

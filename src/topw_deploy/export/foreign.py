@@ -20,7 +20,7 @@ from topw_deploy.export.graph import (
     number_attribute,
     required_input,
 )
-from topw_deploy.export.sampler.spec import NEWEST_OPSET, OLDEST_OPSET
+from topw_deploy.export.sampler.node import NEWEST_OPSET, OLDEST_OPSET
 from topw_deploy.export.source.configuration import read_json, text_part
 from topw_deploy.manifest import MOST_TOKENS, DecoderInfo, State, key_value_states
 

@@ -22,7 +22,7 @@ from topw_deploy.export.quantise.blocks import StoredRows
 from topw_deploy.export.quantise.experts import least_onnxruntime
 from topw_deploy.export.sampler.attach import attach_sampler
 from topw_deploy.export.sampler.neighbour_bound import choose_measure
-from topw_deploy.export.sampler.spec import SamplerSpec
+from topw_deploy.export.sampler.node import SamplerSpec
 from topw_deploy.export.source.configuration import copy_genai_configuration, write_configuration
 from topw_deploy.export.source.quantised import quantised_format
 from topw_deploy.export.source.resolve import Source, resolve

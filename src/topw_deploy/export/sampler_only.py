@@ -18,7 +18,7 @@ from topw_deploy.export.options import DEFAULT_OPSET, ExportReport, SamplerKeywo
 from topw_deploy.export.pipeline import export_folder
 from topw_deploy.export.sampler.attach import add_sampler_inputs, add_sampler_node, install_function
 from topw_deploy.export.sampler.neighbour_bound import Measure, choose_measure, no_bound
-from topw_deploy.export.sampler.spec import GEOMETRY_INPUTS, SamplerSpec
+from topw_deploy.export.sampler.node import GEOMETRY_INPUTS, SamplerSpec
 from topw_deploy.export.source.files import NUMPY_TYPES, tensor_files, tensors_in
 from topw_deploy.export.source.resolve import Source, resolve
 from topw_deploy.export.write import file_bytes_in, report_of, sampler_manifest, weight_bytes, write_model

@@ -20,7 +20,7 @@ from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.errors import ExportError, ManifestError, UnsupportedModelError
 from topw_deploy.export.graph import Decoder, byte_blocks, constant_of, external_files, initializer_tensors
 from topw_deploy.export.options import ExportOptions, ExportReport, SamplerOptions
-from topw_deploy.export.sampler.spec import OP_TYPE, SamplerSpec
+from topw_deploy.export.sampler.node import OP_TYPE, SamplerSpec
 from topw_deploy.export.source.resolve import Source
 from topw_deploy.folders import map_file
 from topw_deploy.install import library_versions

@@ -261,7 +261,7 @@ def write_argmax_model(export: Path, folder: Path) -> Path:
     """
     import onnx_ir as ir
 
-    from topw_deploy.export.sampler.spec import OP_TYPE, SAMPLER_INPUTS
+    from topw_deploy.export.sampler.node import OP_TYPE, SAMPLER_INPUTS
 
     model = ir.load(export / "model.onnx")
     graph = model.graph

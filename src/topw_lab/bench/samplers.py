@@ -248,7 +248,7 @@ def write_sampler_model(inputs: Inputs, *, with_keep_mask: bool) -> Path:
 
     from topw_deploy.export.embedding import plain_gather
     from topw_deploy.export.sampler.attach import BOUND_NAME
-    from topw_deploy.export.sampler.spec import SamplerSpec
+    from topw_deploy.export.sampler.node import SamplerSpec
     from topw_deploy.export.sampler_only import sampler_model
 
     vocab, table = inputs.logits[0].shape[1], inputs.embeddings

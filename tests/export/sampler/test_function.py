@@ -18,7 +18,7 @@ from tests.support.samples import slow
 from topw_deploy.errors import ParameterError, UnsupportedModelError
 from topw_deploy.export.embedding import EmbeddingForm, plain_gather
 from topw_deploy.export.sampler.function import build_function
-from topw_deploy.export.sampler.spec import (
+from topw_deploy.export.sampler.node import (
     SAMPLER_INPUTS,
     SamplerSpec,
     sampler_attributes,

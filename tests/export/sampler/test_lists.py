@@ -18,7 +18,7 @@ from onnx.reference.op_run import OpRun
 
 from tests.support.function_cases import by_hand, feeds, run, unexplained
 from tests.support.rows import Case, Scenario, random_case
-from topw_deploy.export.sampler.spec import SamplerSpec
+from topw_deploy.export.sampler.node import SamplerSpec
 from topw_deploy.export.sampler.thresholds import LIST
 from topw_deploy.export.sampler_only import sampler_model
 from topw_deploy.sampling import Geometry

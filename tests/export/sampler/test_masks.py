@@ -18,7 +18,7 @@ from tests.support.masks import KINDS, some_allowed
 from tests.support.masks import packed as packed_by_hand
 from tests.support.rows import Case, random_case
 from tests.support.samples import slow
-from topw_deploy.export.sampler.inputs import allowed_tokens, padded_width
+from topw_deploy.export.sampler.node import allowed_tokens, padded_width
 from topw_deploy.export.sampler.ops import Ops
 from topw_deploy.sampling import apply_edits, apply_mask, mask_words, pack_mask, unpack_mask
 

@@ -17,7 +17,7 @@ from topw_deploy.export.sampler.candidates import (
     first_candidates,
     kept_candidates,
 )
-from topw_deploy.export.sampler.inputs import BLOCK, PARAMETERS, apply_edits, padded_width, row_parameters
+from topw_deploy.export.sampler.node import BLOCK, PARAMETERS, apply_edits, padded_width, row_parameters
 from topw_deploy.export.sampler.ops import Ops
 from topw_deploy.export.sampler.pool import _recompute_nearest, closeness
 from topw_deploy.export.sampler.thresholds import LONGEST_SORT, Tokens, largest_threshold

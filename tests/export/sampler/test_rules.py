@@ -19,8 +19,8 @@ from tests.support.rows import Case, random_case
 from tests.support.samples import slow
 from topw_deploy.errors import ParameterError
 from topw_deploy.export.sampler.function import build_function
+from topw_deploy.export.sampler.node import SamplerSpec
 from topw_deploy.export.sampler.rules import INTERVALS
-from topw_deploy.export.sampler.spec import SamplerSpec
 from topw_deploy.export.sampler_only import export_sampler
 from topw_deploy.runtime import TopWSampler
 from topw_deploy.runtime.prepare import LONGEST_LIST

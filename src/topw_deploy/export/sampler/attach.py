@@ -25,7 +25,7 @@ from topw_deploy.export.graph import (
 from topw_deploy.export.options import ExportOptions
 from topw_deploy.export.sampler.function import build_function
 from topw_deploy.export.sampler.neighbour_bound import Measure, no_bound
-from topw_deploy.export.sampler.spec import (
+from topw_deploy.export.sampler.node import (
     DOMAIN,
     DOMAIN_VERSION,
     OP_TYPE,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from topw_deploy.export.sampler.inputs import (
+from topw_deploy.export.sampler.node import (
     BLOCK,
     CANDIDATES,
     LARGEST,
@@ -17,12 +17,12 @@ from topw_deploy.export.sampler.inputs import (
     BoundedColumn,
     InputLogits,
     RowParameters,
+    SamplerSpec,
     all_true_in_row,
     are_in_range,
     padded_width,
 )
 from topw_deploy.export.sampler.ops import Input, Ops, Tensor, scope
-from topw_deploy.export.sampler.spec import SamplerSpec
 
 _VECTOR = 16
 """The number of columns of the candidates is a multiple of this; the padding is -inf.

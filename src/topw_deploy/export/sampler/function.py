@@ -30,16 +30,21 @@ from topw_deploy.export.sampler.candidates import (
     kept_candidates,
     search_candidates,
 )
-from topw_deploy.export.sampler.inputs import (
+from topw_deploy.export.sampler.node import (
+    DOMAIN,
     LARGEST,
+    OP_TYPE,
     PARAMETERS,
     InputLogits,
     RowParameters,
+    SamplerSpec,
     all_true,
     all_true_in_row,
     are_in_range,
     padded_width,
     row_parameters,
+    sampler_inputs,
+    sampler_outputs,
     valid_rows,
     without_padding,
 )
@@ -62,7 +67,6 @@ from topw_deploy.export.sampler.rules import (
     row_rules,
     row_sums,
 )
-from topw_deploy.export.sampler.spec import DOMAIN, OP_TYPE, SamplerSpec, sampler_inputs, sampler_outputs
 from topw_deploy.export.sampler.thresholds import LIST, Tokens, flatten_blocks, list_tokens, vocabulary_tokens
 from topw_deploy.sampling.parameters import GREEDY_BELOW
 

@@ -12,9 +12,8 @@ import numpy as np
 
 from topw_deploy.export.embedding import EmbeddingForm
 from topw_deploy.export.sampler.candidates import DrawColumns, first_position
-from topw_deploy.export.sampler.inputs import RowParameters
+from topw_deploy.export.sampler.node import RowParameters, SamplerSpec, sampler_inputs
 from topw_deploy.export.sampler.ops import Ops, Tensor, scope
-from topw_deploy.export.sampler.spec import SamplerSpec, sampler_inputs
 from topw_deploy.sampling.reference import SMALLEST_LOG_WEIGHT
 
 LOWEST = -1e30

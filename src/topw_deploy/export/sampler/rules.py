@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.export.sampler.candidates import DrawColumns
-from topw_deploy.export.sampler.inputs import BELOW_ONE, CANDIDATES, LARGEST, SMALLEST, RowParameters, all_true_in_row
+from topw_deploy.export.sampler.node import BELOW_ONE, CANDIDATES, LARGEST, SMALLEST, RowParameters, all_true_in_row
 from topw_deploy.export.sampler.ops import Input, Ops, Tensor, scope
 from topw_deploy.export.sampler.thresholds import (
     LIST,

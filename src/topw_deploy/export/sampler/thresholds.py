@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.export.sampler.candidates import first_position
-from topw_deploy.export.sampler.inputs import BLOCK, LARGEST, RowParameters
+from topw_deploy.export.sampler.node import BLOCK, LARGEST, RowParameters
 from topw_deploy.export.sampler.ops import Ops, Tensor, scope
 
 LONGEST_SORT = 3840

@@ -21,7 +21,7 @@ from topw_deploy.dtypes import array_name
 from topw_deploy.errors import VerificationError
 from topw_deploy.export.graph import GraphEditor, external_files, required_node_input
 from topw_deploy.export.sampler.attach import NODE_NAME, sampler_node
-from topw_deploy.export.sampler.spec import SAMPLER_INPUTS
+from topw_deploy.export.sampler.node import SAMPLER_INPUTS
 from topw_deploy.manifest import MODEL_NAME, DecoderInfo
 from topw_deploy.runtime.inputs import rule_arrays
 from topw_deploy.sampling import Geometry

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from topw_deploy.export.embedding import EmbeddingTable, find_embedding, stored_array
 from topw_deploy.export.graph import constant_of, required_node_input
 from topw_deploy.export.sampler.attach import sampler_node
-from topw_deploy.export.sampler.spec import GEOMETRY_INPUTS, SAMPLER_INPUTS
+from topw_deploy.export.sampler.node import GEOMETRY_INPUTS, SAMPLER_INPUTS
 from topw_deploy.export.verification.reference import SamplerProbe
 from topw_deploy.manifest import MODEL_NAME, Check, NotCompared, SamplerInfo
 from topw_deploy.sampling import (
