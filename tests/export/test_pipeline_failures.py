@@ -55,7 +55,7 @@ def test_wrong_statistics_are_noticed(tmp_path: Path, foreign_decoder: Path, mon
     write = pipeline.write_model
 
     def spoil(model: ir.Model, folder: Path, *rest: Any) -> dict[str, str]:
-        value = model.graph.initializers["topw.embedding_inverse_std"]
+        value = model.graph.initializers["topw.inverse_std"]
         scale = np.linspace(0.1, 3.0, value.shape[0], dtype=np.float32)
         value.const_value = ir.tensor(value.const_value.numpy() * scale, name=value.name)
         return write(model, folder, *rest)

@@ -20,6 +20,9 @@ CONTRIB_DOMAIN = "com.microsoft"
 BLOCK_BYTES = 64 << 20
 """The largest number of bytes of a weight to hold while it is written or compared, unless one row is larger."""
 
+Input = ir.Value | np.ndarray | np.generic | int | Sequence[int] | None
+"""An input of a node that `GraphEditor` adds. Python's integers become int64."""
+
 Read = Callable[[Any], np.ndarray]
 """Returns the values of a weight at a NumPy index, which consists of slices or ids."""
 
@@ -105,7 +108,7 @@ class GraphEditor:
     def op(
         self,
         op_type: str,
-        inputs: Sequence[ir.Value | None],
+        inputs: Sequence[Input],
         *,
         domain: str = "",
         dtype: ir.DataType | None = None,
@@ -113,7 +116,7 @@ class GraphEditor:
         name: str | None = None,
         **attributes: Any,
     ) -> ir.Value:
-        """Append a node with one output. Returns the output.
+        """Append a node with one output. Returns the output. An input that is a number or an array becomes a constant.
 
         dtype, shape, name: of the output.
         """
@@ -127,11 +130,12 @@ class GraphEditor:
         return output
 
     def outputs(
-        self, op_type: str, inputs: Sequence[ir.Value | None], count: int, *, domain: str = "", **attributes: Any
+        self, op_type: str, inputs: Sequence[Input], count: int, *, domain: str = "", **attributes: Any
     ) -> Sequence[ir.Value]:
-        """Append a node with `count` outputs. Returns the outputs."""
+        """Append a node with `count` outputs, see `op`. Returns the outputs."""
+        values = [x if x is None or isinstance(x, ir.Value) else self.constant(x) for x in inputs]
         node = ir.node(
-            op_type, inputs, attributes=attributes, domain=domain, name=self.unique(op_type), num_outputs=count
+            op_type, values, attributes=attributes, domain=domain, name=self.unique(op_type), num_outputs=count
         )
         for output in node.outputs:
             output.name = self.unique(f"{op_type}_out")

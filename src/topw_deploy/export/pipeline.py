@@ -21,7 +21,6 @@ from topw_deploy.export.quantise import quantise
 from topw_deploy.export.quantise.blocks import StoredRows
 from topw_deploy.export.quantise.experts import least_onnxruntime
 from topw_deploy.export.sampler.attach import attach_sampler
-from topw_deploy.export.sampler.neighbour_bound import choose_measure
 from topw_deploy.export.sampler.node import SamplerSpec
 from topw_deploy.export.source.configuration import copy_genai_configuration, write_configuration
 from topw_deploy.export.source.quantised import quantised_format
@@ -201,7 +200,7 @@ def build_graph(source: Source, options: ExportOptions, progress: Progress) -> t
     else:
         decoder = _build_decoder(source, options, progress)
     progress.say(f"Attaching the sampler (top_m {options.top_w.top_m}, metric {options.top_w.metric})")
-    return attach_sampler(decoder, options, choose_measure(options.neighbour_bound, options.dry_run, progress))
+    return decoder, attach_sampler(decoder, options, progress)
 
 
 def _build_decoder(source: Source, options: ExportOptions, progress: Progress) -> Decoder:

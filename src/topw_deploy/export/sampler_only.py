@@ -16,9 +16,15 @@ from topw_deploy.export.embedding import plain_gather
 from topw_deploy.export.graph import GraphEditor
 from topw_deploy.export.options import DEFAULT_OPSET, ExportReport, SamplerKeywords, SamplerOptions, read_options
 from topw_deploy.export.pipeline import export_folder
-from topw_deploy.export.sampler.attach import add_sampler_inputs, add_sampler_node, install_function
-from topw_deploy.export.sampler.neighbour_bound import Measure, choose_measure, no_bound
-from topw_deploy.export.sampler.node import GEOMETRY_INPUTS, SamplerSpec
+from topw_deploy.export.sampler.attach import (
+    NO_BOUND,
+    add_geometry,
+    add_sampler_inputs,
+    add_sampler_node,
+    bound_of,
+    install_function,
+)
+from topw_deploy.export.sampler.node import SamplerSpec
 from topw_deploy.export.source.files import NUMPY_TYPES, tensor_files, tensors_in
 from topw_deploy.export.source.resolve import Source, resolve
 from topw_deploy.export.write import file_bytes_in, report_of, sampler_manifest, weight_bytes, write_model
@@ -147,31 +153,25 @@ def _build(
     if table is not None:
         progress.say(f"Computing statistics of {vocab_size} embeddings")
         geometry = Geometry.from_embeddings(table[:vocab_size], options.top_w.metric)
-    measure = choose_measure(options.neighbour_bound, options.dry_run, progress)
-    return sampler_model(spec, table, geometry, measure), spec, geometry, source
+    bound = bound_of(geometry, vocab_size, options, progress)
+    return sampler_model(spec, table, geometry, bound), spec, geometry, source
 
 
 def sampler_model(
-    spec: SamplerSpec, table: np.ndarray | None, geometry: Geometry, measure: Measure = no_bound
+    spec: SamplerSpec, table: np.ndarray | None, geometry: Geometry, bound: np.ndarray = NO_BOUND
 ) -> ir.Model:
     """The model of the sampler alone: `logits` float32 [batch, vocab] and the sampler's inputs -> its outputs.
 
     table: embeddings [>= vocab, hidden]; None for the uniform metric.
     geometry: the statistics of the embeddings.
-    measure: computes the neighbour bound.
+    bound: the neighbour bound, float32 [vocab] or [0].
     """
     graph = ir.Graph([], [], nodes=[], opset_imports={"": spec.opset}, name="topw_sampler")
     editor = GraphEditor(graph, "topw")
-    inputs = [
-        editor.input("logits", ir.DataType.FLOAT, ["batch", spec.vocab_size]),
-        *add_sampler_inputs(editor, "batch"),
-    ]
-    if table is not None and geometry.mean is not None and geometry.inverse_std is not None:
-        bound = measure(geometry, spec.vocab_size)
-        statistics: tuple[np.ndarray, ...] = (geometry.mean, geometry.inverse_std, bound)
-        for name, values in zip(GEOMETRY_INPUTS, statistics, strict=True):
-            inputs.append(editor.initializer(ir.tensor(values.astype(np.float32)), f"topw.{name}"))
-        inputs.append(editor.initializer(ir.Tensor(table), "topw.embedding"))
+    logits = editor.input("logits", ir.DataType.FLOAT, ["batch", spec.vocab_size])
+    inputs = [logits, *add_sampler_inputs(editor, "batch")]
+    if table is not None:
+        inputs += [*add_geometry(editor, geometry, bound), editor.initializer(ir.Tensor(table), "topw.embedding")]
     graph.outputs.extend(add_sampler_node(graph, spec, inputs, "batch"))
     model = ir.Model(graph, ir_version=ir_version(spec.opset), producer_name="topw_deploy")
     install_function(model, spec)

@@ -16,6 +16,7 @@ from tests.support.samples import examples
 from tests.support.tiny_models import VOCAB
 from topw_deploy.errors import ParameterError, VerificationError
 from topw_deploy.export import export_model
+from topw_deploy.export.sampler import attach
 from topw_deploy.export.sampler import neighbour_bound as module
 from topw_deploy.export.sampler.neighbour_bound import neighbour_bound
 from topw_deploy.export.sampler_only import export_sampler
@@ -186,7 +187,7 @@ def test_a_decoder_gets_its_own_tables_bound(tmp_path: Path, foreign_decoder: Pa
 def test_a_dry_run_computes_no_bound_but_counts_its_bytes(
     tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "neighbour_bound", lambda *_: pytest.fail("a dry run measured"))
+    monkeypatch.setattr(attach, "neighbour_bound", lambda *_: pytest.fail("a dry run measured"))
     plain, bound = (
         export_model(foreign_decoder, tmp_path / "out", dry_run=True, neighbour_bound=wanted)
         for wanted in (False, True)
@@ -197,7 +198,7 @@ def test_a_dry_run_computes_no_bound_but_counts_its_bytes(
 def test_a_bound_that_is_too_large_fails_the_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.save(tmp_path / "table.npy", random_table(90, 6))
     monkeypatch.setattr(
-        module, "neighbour_bound", lambda geometry, tokens, _progress: neighbour_bound(geometry, tokens) + 1
+        attach, "neighbour_bound", lambda geometry, tokens, _progress: neighbour_bound(geometry, tokens) + 1
     )
     with pytest.raises(VerificationError, match="neighbour bound"):
         export_sampler(None, tmp_path / "out", embeddings=tmp_path / "table.npy", neighbour_bound=True)

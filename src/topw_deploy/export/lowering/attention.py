@@ -40,24 +40,24 @@ class Positions:
 
     def limits(self, layer: AttentionLayer) -> list[ir.Value]:
         """One condition for the layer's window and one for its chunk, if it has them; bool, True for visible keys."""
-        op, constant = self._editor.op, self._editor.constant
+        op = self._editor.op
         limits = []
         if layer.window:
             queries, keys = self.of_queries_and_keys()
-            start = op("Sub", [queries, constant(np.int64(layer.window))])
+            start = op("Sub", [queries, layer.window])
             limits.append(op("Greater", [keys, start]))
         if layer.chunk:
             queries, keys = self.of_queries_and_keys()
-            start = op("Sub", [queries, op("Mod", [queries, constant(np.int64(layer.chunk))])])
+            start = op("Sub", [queries, op("Mod", [queries, layer.chunk])])
             limits.append(op("GreaterOrEqual", [keys, start]))
         return limits
 
     def block_ends(self, layer: AttentionLayer) -> ir.Value:
         """Whether a key is the last one of a block of `stride` tokens: bool, shaped like the keys' positions."""
-        op, constant = self._editor.op, self._editor.constant
+        op = self._editor.op
         _, keys = self.of_queries_and_keys()
-        remainder = op("Mod", [op("Add", [keys, constant(np.int64(1))]), constant(np.int64(layer.stride))])
-        return op("Equal", [remainder, constant(np.int64(0))])
+        remainder = op("Mod", [op("Add", [keys, 1]), layer.stride])
+        return op("Equal", [remainder, 0])
 
     def bias(self, layer: AttentionLayer) -> ir.Value | None:
         """The bias of scores in the query's type, [batch or 1, heads, sequence or 1, tokens]; None for no bias."""
@@ -66,15 +66,15 @@ class Positions:
         return None if layer.slopes is None else self._alibi_bias(layer, layer.slopes)
 
     def _distance_bias(self, layer: AttentionLayer, relative: ir.Value) -> ir.Value:
-        op, constant = self._editor.op, self._editor.constant
+        op = self._editor.op
         extent = fixed_size(relative, 3)
         key = (layer.heads, extent)
         if key not in self._distance_indices:
             queries, keys = self.of_queries_and_keys()
-            distance = op("Max", [op("Sub", [queries, keys]), constant(np.int64(0))])
+            distance = op("Max", [op("Sub", [queries, keys]), 0])
             # int32 halves the memory of the indices, which are repeated for each head.
-            index = op("Cast", [op("Min", [distance, constant(np.int64(extent - 1))])], to=ir.DataType.INT32)
-            self._distance_indices[key] = op("Expand", [index, constant(np.array([1, layer.heads, 1, 1]))])
+            index = op("Cast", [op("Min", [distance, extent - 1])], to=ir.DataType.INT32)
+            self._distance_indices[key] = op("Expand", [index, [1, layer.heads, 1, 1]])
         bias = op("GatherElements", [relative, self._distance_indices[key]], axis=3, dtype=relative.dtype)
         return self._cast(bias, layer.dtype)
 
@@ -87,21 +87,21 @@ class Positions:
         return self._biases[key]
 
     def _exact_alibi(self, layer: AttentionLayer, slopes: ir.Value) -> ir.Value:
-        op, constant = self._editor.op, self._editor.constant
+        op = self._editor.op
         if self._distance is None:
             queries, keys = self.of_queries_and_keys()
             self._distance = self._cast(op("Sub", [keys, queries]), ir.DataType.FLOAT)
-        slopes = op("Reshape", [slopes, constant(np.array([1, layer.heads, 1, 1]))])
+        slopes = op("Reshape", [slopes, [1, layer.heads, 1, 1]])
         return op("Mul", [self._distance, slopes])
 
     def _rounded_alibi(self, layer: AttentionLayer, slopes: ir.Value) -> ir.Value:
         """Falcon's bias: slopes, key positions and their products are rounded to bfloat16, then scaled like scores."""
-        op, constant = self._editor.op, self._editor.constant
+        op = self._editor.op
         _, keys = self.of_queries_and_keys()
         slopes = self._cast(slopes, ir.DataType.FLOAT)
-        slopes = op("Reshape", [slopes, constant(np.array([1, layer.heads, 1, 1]))])
+        slopes = op("Reshape", [slopes, [1, layer.heads, 1, 1]])
         product = op("Mul", [self._round_to_bfloat16(self._cast(keys, ir.DataType.FLOAT)), slopes])
-        return op("Mul", [self._round_to_bfloat16(product), constant(np.float32(layer.scale))])
+        return op("Mul", [self._round_to_bfloat16(product), np.float32(layer.scale)])
 
     def _round_to_bfloat16(self, value: ir.Value) -> ir.Value:
         """Round the float32 `value`; the result is float32 too."""
@@ -137,8 +137,8 @@ class Masks:
         if bias is None:
             return mask
         if (mask, bias) not in self._biased:
-            hidden = self._editor.constant(lowest_finite(layer.dtype))
-            self._biased[mask, bias] = self._editor.op("Where", [mask, bias, hidden], dtype=bias.dtype)
+            inputs = [mask, bias, lowest_finite(layer.dtype)]
+            self._biased[mask, bias] = self._editor.op("Where", inputs, dtype=bias.dtype)
         return self._biased[mask, bias]
 
     def _visible_keys(self, layer: AttentionLayer) -> ir.Value:
@@ -154,11 +154,10 @@ class Masks:
 
     def _add_block_columns(self, layer: AttentionLayer, mask: ir.Value) -> ir.Value:
         """Add a second column per token, for the block that ends with it. Returns [batch, 1, sequence, 2 * tokens]."""
-        op, last = self._editor.op, self._editor.constant(np.array([-1]))
+        op = self._editor.op
         blocks = op("And", [self._visible, self._positions.block_ends(layer)])
-        pairs = op("Concat", [op("Unsqueeze", [each, last]) for each in (mask, blocks)], axis=-1)
-        shape = self._editor.constant(np.array([0, 0, 0, -1]))
-        return op("Reshape", [pairs, shape], dtype=ir.DataType.BOOL)
+        pairs = op("Concat", [op("Unsqueeze", [each, [-1]]) for each in (mask, blocks)], axis=-1)
+        return op("Reshape", [pairs, [0, 0, 0, -1]], dtype=ir.DataType.BOOL)
 
 
 def lowest_finite(dtype: ir.DataType) -> np.generic:
@@ -191,7 +190,7 @@ def attend(
     keys, values = tokens[0], tokens[-1]
     if layer.stride:  # a latent holds two keys per token
         layer = replace(layer, head_dim=layer.value_dim)
-        keys = values = editor.op("Reshape", [keys, editor.constant(np.array([0, layer.kv_heads, -1, layer.head_dim]))])
+        keys = values = editor.op("Reshape", [keys, [0, layer.kv_heads, -1, layer.head_dim]])
     # All heads share the latents: two products read them once, the operator would read them once per head.
     decomposed = decomposed or layer.latent or layer.softcap > 0 or layer.sink is not None
     compute = _decomposed_attention if decomposed else _attention_operator
@@ -234,30 +233,28 @@ def _decomposed_attention(
     A soft cap replaces each score by cap * tanh(score / cap). The operator's attribute `softcap` is no alternative: the
     specification first applied it after the mask, which reveals later tokens, and then before it, and runtimes differ.
     """
-    op, constant = editor.op, editor.constant
+    op = editor.op
     query, cap = _multiply(editor, layer.query, layer.scale / (layer.softcap or 1.0)), layer.softcap
-    number = _scalar_type(layer.dtype)
     # The query heads that share a key head become rows of one matrix, so that keys and values are not repeated.
-    grouped = op("Reshape", [query, constant(np.array([0, layer.kv_heads, -1, layer.head_dim]))])
+    grouped = op("Reshape", [query, [0, layer.kv_heads, -1, layer.head_dim]])
     scores = op("MatMul", [grouped, op("Transpose", [keys], perm=[0, 1, 3, 2])])
     if cap:
-        scores = op("Mul", [op("Tanh", [scores]), constant(number(cap))])
-    scores = op("Reshape", [scores, constant(np.array([0, layer.heads, -1, 0]))])  # [batch, heads, sequence, tokens]
+        scores = op("Mul", [op("Tanh", [scores]), layer.dtype.numpy().type(cap)])
+    scores = op("Reshape", [scores, [0, layer.heads, -1, 0]])  # [batch, heads, sequence, tokens]
     if mask.dtype == ir.DataType.BOOL:
-        scores = op("Where", [mask, scores, constant(lowest_finite(layer.dtype))])
+        scores = op("Where", [mask, scores, lowest_finite(layer.dtype)])
     else:
         scores = op("Add", [scores, mask])
     weights = _softmax(editor, scores, layer.sink)
-    weights = op("Reshape", [weights, constant(np.array([0, layer.kv_heads, -1, 0]))])
+    weights = op("Reshape", [weights, [0, layer.kv_heads, -1, 0]])
     output = op("MatMul", [weights, values])  # [batch, kv_heads, group * sequence, dim]
     width = layer.head_dim if layer.latent else layer.value_dim
-    output = op("Reshape", [output, constant(np.array([0, layer.heads, -1, width]))], dtype=layer.output.dtype)
+    output = op("Reshape", [output, [0, layer.heads, -1, width]], dtype=layer.output.dtype)
     if width == layer.value_dim:
         return output
     # The other columns of latents belong to keys alone. They are cut from the output: cutting the states would copy
     # the cache.
-    ends = (constant(np.array([number])) for number in (0, layer.value_dim, 3))
-    return op("Slice", [output, *ends], dtype=layer.output.dtype)
+    return op("Slice", [output, [0], [layer.value_dim], [3]], dtype=layer.output.dtype)
 
 
 def _softmax(editor: GraphEditor, scores: ir.Value, sink: ir.Value | None) -> ir.Value:
@@ -265,21 +262,16 @@ def _softmax(editor: GraphEditor, scores: ir.Value, sink: ir.Value | None) -> ir
 
     sink: [heads], a score that takes part in the softmax as one more column; the result lacks this column.
     """
-    op, constant = editor.op, editor.constant
+    op = editor.op
     if sink is None:
         return op("Softmax", [scores], axis=-1)
-    rows = op("Concat", [op("Shape", [scores], end=3), constant(np.array([1]))], axis=0)
-    column = op("Expand", [op("Reshape", [sink, constant(np.array([1, -1, 1, 1]))]), rows])
+    rows = op("Concat", [op("Shape", [scores], end=3), [1]], axis=0)
+    column = op("Expand", [op("Reshape", [sink, [1, -1, 1, 1]]), rows])
     weights = op("Softmax", [op("Concat", [scores, column], axis=-1)], axis=-1)
-    return op("Slice", [weights, *(constant(np.array([number])) for number in (0, -1, -1))])
+    return op("Slice", [weights, [0], [-1], [-1]])
 
 
 def _multiply(editor: GraphEditor, value: ir.Value, scale: float) -> ir.Value:
     if scale == 1:
         return value
-    factor = editor.constant(_scalar_type(value.dtype)(scale))
-    return editor.op("Mul", [value, factor], dtype=value.dtype, shape=value.shape)
-
-
-def _scalar_type(dtype: ir.DataType) -> type:
-    return dtype.numpy().type
+    return editor.op("Mul", [value, value.dtype.numpy().type(scale)], dtype=value.dtype, shape=value.shape)

@@ -57,27 +57,25 @@ def lower(decoder: TracedDecoder, *, tensorrt: bool = False) -> list[State]:
 
 def _masks(editor: GraphEditor, attention_mask: ir.Value) -> Masks:
     """Masks over all slots, [batch, 1, sequence, past + sequence]."""
-    op, constant = editor.op, editor.constant
+    op = editor.op
     ids = required_input(editor.graph, "input_ids")
     total = op("Squeeze", [op("Shape", [attention_mask], start=1, end=2)])
     new = op("Squeeze", [op("Shape", [ids], start=1, end=2)])
     past = op("Sub", [total, new])
-    zero, one = constant(np.int64(0)), constant(np.int64(1))
-    slots = op("Range", [zero, total, one])  # [past + sequence]
-    own_slots = op("Unsqueeze", [op("Range", [past, total, one]), constant(np.array([1]))])  # [sequence, 1]
+    slots = op("Range", [0, total, 1])  # [past + sequence]
+    own_slots = op("Unsqueeze", [op("Range", [past, total, 1]), [1]])  # [sequence, 1]
     attended = op("Cast", [attention_mask], to=ir.DataType.BOOL)
-    attended = op("Unsqueeze", [attended, constant(np.array([1, 2]))])  # [batch, 1, 1, past + sequence]
+    attended = op("Unsqueeze", [attended, [1, 2]])  # [batch, 1, 1, past + sequence]
     visible = op("And", [op("LessOrEqual", [slots, own_slots]), attended])
     own = op("Equal", [slots, own_slots])
 
     def add_positions() -> tuple[ir.Value, ir.Value]:
         """The positions of queries and keys: the number of attended tokens before each."""
-        counts = op("CumSum", [attention_mask, constant(np.int64(1))])  # [batch, past + sequence]
-        positions = op("Sub", [counts, one])
-        start = op("Unsqueeze", [past, constant(np.array([0]))])
-        end = constant(np.array([np.iinfo(np.int64).max]))
-        queries = op("Slice", [positions, start, end, constant(np.array([1]))])  # [batch, sequence]
-        keys = op("Unsqueeze", [positions, constant(np.array([1, 2]))])
-        return op("Unsqueeze", [queries, constant(np.array([1, 3]))]), keys
+        counts = op("CumSum", [attention_mask, 1])  # [batch, past + sequence]
+        positions = op("Sub", [counts, 1])
+        start = op("Unsqueeze", [past, [0]])
+        queries = op("Slice", [positions, start, [np.iinfo(np.int64).max], [1]])  # [batch, sequence]
+        keys = op("Unsqueeze", [positions, [1, 2]])
+        return op("Unsqueeze", [queries, [1, 3]]), keys
 
     return Masks(editor, Positions(editor, add_positions), visible, own)

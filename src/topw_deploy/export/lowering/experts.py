@@ -78,30 +78,26 @@ def add_moe(editor: GraphEditor, placeholder: ir.Node, stacks: list[LazyWeight])
 
     stacks: up (and gate) [E, N, D] and down [E, D, I].
     """
-    op, constant = editor.op, editor.constant
+    op = editor.op
     hidden, ids, weights = (required_node_input(value) for value in placeholder.inputs[:3])
     experts, count = int(stacks[0].shape[0]), fixed_size(ids, 1)
-    chosen = op("Equal", [op("Unsqueeze", [ids, constant(np.array([2]))]), constant(np.arange(experts))])
+    chosen = op("Equal", [op("Unsqueeze", [ids, [2]]), np.arange(experts)])
     if hidden.dtype == ir.DataType.FLOAT and is_nonnegative(weights):
-        weights_by_expert = op(
-            "Where", [chosen, op("Unsqueeze", [weights, constant(np.array([2]))]), constant(np.float32(0))]
-        )
-        dense = op("ReduceSum", [weights_by_expert, constant(np.array([1]))], keepdims=0)  # [tokens, E]
-        router = op("Log", [op("Max", [dense, constant(np.float32(_SMALLEST_WEIGHT))])], dtype=hidden.dtype)
+        weights_by_expert = op("Where", [chosen, op("Unsqueeze", [weights, [2]]), np.float32(0)])
+        dense = op("ReduceSum", [weights_by_expert, [1]], keepdims=0)  # [tokens, E]
+        router = op("Log", [op("Max", [dense, np.float32(_SMALLEST_WEIGHT)])], dtype=hidden.dtype)
         mixed = _add_operator(editor, placeholder, stacks, hidden, router, count)
-        return op("Mul", [mixed, op("ReduceSum", [weights, constant(np.array([1]))], keepdims=1)])
+        return op("Mul", [mixed, op("ReduceSum", [weights, [1]], keepdims=1)])
     kind = hidden.dtype.numpy() if hidden.dtype is not None else np.float32
     flags = op("Cast", [chosen], to=hidden.dtype)
-    table = op(
-        "Reshape", [op("Mul", [flags, constant(np.array(_CHOSEN_LOGIT, kind))]), constant(np.array([-1, experts]))]
-    )
+    table = op("Reshape", [op("Mul", [flags, np.array(_CHOSEN_LOGIT, kind)]), [-1, experts]])
     width = fixed_size(hidden, 1)
-    repeats = op("Concat", [op("Shape", [ids]), constant(np.array([width]))], axis=0)
-    wide = op("Expand", [op("Unsqueeze", [hidden, constant(np.array([1]))]), repeats])  # [tokens, k, D]
-    rows = op("Reshape", [wide, constant(np.array([-1, width]))], dtype=hidden.dtype, shape=["rows", width])
+    repeats = op("Concat", [op("Shape", [ids]), [width]], axis=0)
+    wide = op("Expand", [op("Unsqueeze", [hidden, [1]]), repeats])  # [tokens, k, D]
+    rows = op("Reshape", [wide, [-1, width]], dtype=hidden.dtype, shape=["rows", width])
     outputs = op("Reshape", [_add_operator(editor, placeholder, stacks, rows, table, 1), repeats])
-    weighted = op("Mul", [outputs, op("Unsqueeze", [weights, constant(np.array([2]))])])
-    return op("ReduceSum", [weighted, constant(np.array([1]))], keepdims=0)
+    weighted = op("Mul", [outputs, op("Unsqueeze", [weights, [2]])])
+    return op("ReduceSum", [weighted, [1]], keepdims=0)
 
 
 def is_nonnegative(value: ir.Value | None) -> bool:
@@ -316,7 +312,7 @@ class _Lowering:
         if self._operator and reason is None:
             self._model.opset_imports[CONTRIB_DOMAIN] = 1
             return add_moe(self.editor, placeholder, [stack for stack in stacks if stack is not None])
-        flat = self.editor.op("Reshape", [placeholder.inputs[1], self.editor.constant([-1])])
+        flat = self.editor.op("Reshape", [placeholder.inputs[1], [-1]])
         blocks = self._blocks_of(placeholder.inputs[1], flat, fixed_size(required_node_input(matrices[0]), 0))
         weights = [self._experts_first(*pair) for pair in zip(matrices, stacks, strict=True)]
         return _experts_in_blocks(self.editor, placeholder, blocks, weights)
@@ -376,10 +372,10 @@ class ExpertBlocks:
 
     def __init__(self, editor: GraphEditor, ids: ir.Value, experts: int) -> None:
         self._editor, self.experts = editor, experts
-        op, constant = editor.op, editor.constant
+        op = editor.op
         rows = op("Shape", [ids])
-        self.height = op("Div", [op("Add", [rows, constant(np.array([experts - 1]))]), constant(np.array([experts]))])
-        most_experts = op("Min", [rows, constant(np.array([experts]))])  # experts that can have rows
+        self.height = op("Div", [op("Add", [rows, [experts - 1]]), [experts]])
+        most_experts = op("Min", [rows, [experts]])  # experts that can have rows
         self.count = op("Min", [rows, op("Add", [op("Div", [rows, self.height]), most_experts])])
         self._slot_of_row, self._expert_of_block = self._assign_slots(ids, rows)
         self._row_of_slot = self._invert_slots(rows)
@@ -389,31 +385,30 @@ class ExpertBlocks:
 
         Sums are in float32, as TensorRT needs, and exact up to 2**24 rows.
         """
-        op, constant = self._editor.op, self._editor.constant
-        axis, last = constant(np.array([0])), constant(np.array([1]))
-        of_expert = op("Equal", [op("Unsqueeze", [ids, last]), constant(np.arange(self.experts))])
+        op = self._editor.op
+        of_expert = op("Equal", [op("Unsqueeze", [ids, [1]]), np.arange(self.experts)])
         chosen = op("Cast", [of_expert], to=ir.DataType.FLOAT)  # [R, E]
-        earlier = op("Mul", [op("CumSum", [chosen, constant(np.int64(0))], exclusive=1), chosen])
-        place = op("ReduceSum", [earlier, last], keepdims=0)  # [R], of a row among its expert's rows
+        earlier = op("Mul", [op("CumSum", [chosen, 0], exclusive=1), chosen])
+        place = op("ReduceSum", [earlier, [1]], keepdims=0)  # [R], of a row among its expert's rows
         height = op("Cast", [self.height], to=ir.DataType.FLOAT)
-        filled = op("ReduceSum", [chosen, axis], keepdims=0)  # [E]
+        filled = op("ReduceSum", [chosen, [0]], keepdims=0)  # [E]
         blocks = op("Ceil", [op("Div", [filled, height])])
-        ends = op("CumSum", [blocks, constant(np.int64(0))])  # [E]
-        starts = op("ReduceSum", [op("Mul", [chosen, op("Sub", [ends, blocks])]), last], keepdims=0)  # [R]
+        ends = op("CumSum", [blocks, 0])  # [E]
+        starts = op("ReduceSum", [op("Mul", [chosen, op("Sub", [ends, blocks])]), [1]], keepdims=0)  # [R]
         slots = op("Cast", [op("Add", [op("Mul", [starts, height]), place])], to=ir.DataType.INT64)
-        numbers = op("Range", [constant(np.int64(0)), op("Squeeze", [self.count]), constant(np.int64(1))])
+        numbers = op("Range", [0, op("Squeeze", [self.count]), 1])
         begun = op(
-            "GreaterOrEqual", [op("Unsqueeze", [op("Cast", [numbers], to=ir.DataType.FLOAT), last]), ends]
+            "GreaterOrEqual", [op("Unsqueeze", [op("Cast", [numbers], to=ir.DataType.FLOAT), [1]]), ends]
         )  # [B, E]
-        before = op("ReduceSum", [op("Cast", [begun], to=ir.DataType.FLOAT), last], keepdims=0)
-        inside = op("Min", [before, constant(np.float32(self.experts - 1))])  # for unused blocks at the end
+        before = op("ReduceSum", [op("Cast", [begun], to=ir.DataType.FLOAT), [1]], keepdims=0)
+        inside = op("Min", [before, np.float32(self.experts - 1)])  # for unused blocks at the end
         return slots, op("Cast", [inside], to=ir.DataType.INT64)
 
     def _invert_slots(self, rows: ir.Value) -> ir.Value:
         """The row of each slot, int64 [B * H]. Unused slots have row 0; no row reads their results."""
-        op, constant = self._editor.op, self._editor.constant
-        empty = op("Expand", [constant(np.array([0])), op("Mul", [self.count, self.height])])
-        numbers = op("Range", [constant(np.int64(0)), op("Squeeze", [rows]), constant(np.int64(1))])
+        op = self._editor.op
+        empty = op("Expand", [[0], op("Mul", [self.count, self.height])])
+        numbers = op("Range", [0, op("Squeeze", [rows]), 1])
         return op("ScatterElements", [empty, self._slot_of_row, numbers], axis=0)
 
     def columns(self, source: ir.Value, repeated: int = 1) -> ir.Value:
@@ -422,12 +417,11 @@ class ExpertBlocks:
         source: [R / repeated, K].
         repeated: number of experts of each row of `source`.
         """
-        op, constant = self._editor.op, self._editor.constant
+        op = self._editor.op
         index = self._row_of_slot
         if repeated > 1:
-            index = op("Div", [index, constant(np.array([repeated]))])
-        width = constant(np.array([fixed_size(source, 1)]))
-        shape = op("Concat", [self.count, self.height, width], axis=0)
+            index = op("Div", [index, [repeated]])
+        shape = op("Concat", [self.count, self.height, [fixed_size(source, 1)]], axis=0)
         blocks = op("Reshape", [op("Gather", [source, index], axis=0, dtype=source.dtype), shape])
         return op("Transpose", [blocks], perm=[0, 2, 1], dtype=source.dtype)
 
@@ -444,13 +438,13 @@ class ExpertBlocks:
         if bias is None:
             return products
         terms = op("Gather", [bias, self._expert_of_block], axis=0)
-        terms = op("Unsqueeze", [terms, self._editor.constant(np.array([2]))])
+        terms = op("Unsqueeze", [terms, [2]])
         return op("Add", [products, terms], dtype=columns.dtype)
 
     def rows(self, columns: ir.Value, width: int) -> ir.Value:
         """The columns of the blocks [B, width, H] as rows [R, width], in the order of `ids`."""
-        op, constant = self._editor.op, self._editor.constant
-        flat = op("Reshape", [op("Transpose", [columns], perm=[0, 2, 1]), constant(np.array([-1, width]))])
+        op = self._editor.op
+        flat = op("Reshape", [op("Transpose", [columns], perm=[0, 2, 1]), [-1, width]])
         return op("Gather", [flat, self._slot_of_row], axis=0, dtype=columns.dtype, shape=["rows", width])
 
 
@@ -461,16 +455,15 @@ def _experts_in_blocks(
 
     matrices: up (and gate) [E, N, D] and down [E, D, I].
     """
-    op, constant = editor.op, editor.constant
+    op = editor.op
     hidden, ids, weights = placeholder.inputs[:3]
     biases = [*placeholder.inputs[5:], None, None][:2]
     count, width = fixed_size(ids, 1), fixed_size(hidden, 1)
     up = blocks.product(blocks.columns(hidden, count), matrices[0], biases[0])
     down = blocks.product(_activate(editor, up, placeholder), matrices[1], biases[1])
-    split = constant(np.array([-1, count, width]))
-    outputs = op("Reshape", [blocks.rows(down, width), split])  # [tokens, k, D]
-    weighted = op("Mul", [outputs, op("Unsqueeze", [weights, constant(np.array([2]))])])
-    return op("ReduceSum", [weighted, constant(np.array([1]))], keepdims=0)
+    outputs = op("Reshape", [blocks.rows(down, width), [-1, count, width]])  # [tokens, k, D]
+    weighted = op("Mul", [outputs, op("Unsqueeze", [weights, [2]])])
+    return op("ReduceSum", [weighted, [1]], keepdims=0)
 
 
 def _activate(editor: GraphEditor, up: ir.Value, placeholder: ir.Node) -> ir.Value:
@@ -486,16 +479,12 @@ def _activate(editor: GraphEditor, up: ir.Value, placeholder: ir.Node) -> ir.Val
         return op("Mul", [up, op("Sigmoid", [up])], dtype=up.dtype)
     alpha, beta, limit = (placeholder.attributes[key].as_float() for key in ("alpha", "beta", "limit"))
     gate, linear = _split_gate_and_up(editor, up, interleaved=bool(placeholder.attributes["interleaved"].as_int()))
-    kind = up.dtype.numpy() if up.dtype is not None else np.float32
-
-    def number(value: float) -> ir.Value:
-        return editor.constant(np.array(value, kind))
-
+    kind = up.dtype.numpy().type if up.dtype is not None else np.float32
     if limit:
-        gate = op("Min", [gate, number(limit)])
-        linear = op("Clip", [linear, number(-limit), number(limit)])
-    scaled = gate if math.isclose(alpha, 1.0) else op("Mul", [gate, number(alpha)])
-    linear = op("Add", [linear, number(beta)]) if beta else linear
+        gate = op("Min", [gate, kind(limit)])
+        linear = op("Clip", [linear, kind(-limit), kind(limit)])
+    scaled = gate if math.isclose(alpha, 1.0) else op("Mul", [gate, kind(alpha)])
+    linear = op("Add", [linear, kind(beta)]) if beta else linear
     return op("Mul", [op("Mul", [gate, op("Sigmoid", [scaled])]), linear], dtype=up.dtype)
 
 
@@ -504,8 +493,6 @@ def _split_gate_and_up(editor: GraphEditor, up: ir.Value, *, interleaved: bool) 
     if not interleaved:
         gate, linear = editor.outputs("Split", [up], 2, axis=1, num_outputs=2)
         return gate, linear
-    ends = [editor.constant(np.array([number])) for number in (np.iinfo(np.int64).max, 1, 2)]
-    first, second = (
-        editor.op("Slice", [up, editor.constant(np.array([start])), *ends], dtype=up.dtype) for start in (0, 1)
-    )
+    end = np.iinfo(np.int64).max
+    first, second = (editor.op("Slice", [up, [start], [end], [1], [2]], dtype=up.dtype) for start in (0, 1))
     return first, second

@@ -113,12 +113,12 @@ def _last_slots(editor: GraphEditor, cache: StaticStates, *, half: bool) -> ir.V
     half: use the last element of a Range over the columns instead of the number of columns, which is on the host and
         would be copied to the GPU.
     """
-    op, constant = editor.op, editor.constant
+    op = editor.op
     if half:
-        columns = op("Range", [constant(np.int64(0)), op("Squeeze", [cache.sequence]), constant(np.int64(1))])
-        last = op("Add", [cache.write_indices, op("Gather", [columns, constant(np.array(-1))])])
+        columns = op("Range", [0, op("Squeeze", [cache.sequence]), 1])
+        last = op("Add", [cache.write_indices, op("Gather", [columns, -1])])
     else:
-        last = op("Sub", [cache.total, constant(np.array([1]))])
+        last = op("Sub", [cache.total, [1]])
     return op("Cast", [last], to=ir.DataType.INT32)
 
 
@@ -161,8 +161,7 @@ def _lower_with_borrowed_states(shared: _Shared, layer: AttentionLayer, presents
     query = merge_heads(editor, layer.query).rotated(editor)
     if width != layer.head_dim:
         query = pad_heads(editor, query, layer.heads, width)
-    ends = np.array([0, layer.kv_heads * width])
-    nothing = editor.op("Slice", [query, *map(editor.constant, (np.array([0, 0]), ends, np.array([1, 2])))])
+    nothing = editor.op("Slice", [query, [0, 0], [0, layer.kv_heads * width], [1, 2]])
     (output,) = _add_operator(shared, layer, [query, nothing, nothing, *presents], 1, None)
     _replace_output(editor, layer, output, width)
 
@@ -217,7 +216,7 @@ def _replace_output(editor: GraphEditor, layer: AttentionLayer, output: ir.Value
             ir.convenience.replace_all_uses_with(merged, output)
         else:
             if separate is None:
-                shape = editor.constant(np.array([0, 0, layer.heads, layer.value_dim]))
+                shape = [0, 0, layer.heads, layer.value_dim]
                 separate = editor.op("Reshape", [output, shape], dtype=output.dtype)
             node.replace_input_with(place, separate)
 
@@ -233,24 +232,21 @@ def operator_width(layer: AttentionLayer) -> int:
 
 def pad_heads(editor: GraphEditor, merged: ir.Value, heads: int, width: int) -> ir.Value:
     """Append zeros to each head: [batch, sequence, heads * dim] -> [batch, sequence, heads * width]."""
-    op, constant = editor.op, editor.constant
+    op = editor.op
     dim = fixed_size(merged, 2) // heads
     if dim == width:
         return merged
-    separate = op("Reshape", [merged, constant(np.array([0, 0, heads, dim]))])
-    padded = op("Pad", [separate, constant(np.array([0, 0, 0, 0, 0, 0, 0, width - dim]))])
+    separate = op("Reshape", [merged, [0, 0, heads, dim]])
+    padded = op("Pad", [separate, [0, 0, 0, 0, 0, 0, 0, width - dim]])
     shape: list[int | str | None] = ["batch_size", "sequence_length", heads * width]
-    return op("Reshape", [padded, constant(np.array([0, 0, heads * width]))], dtype=merged.dtype, shape=shape)
+    return op("Reshape", [padded, [0, 0, heads * width]], dtype=merged.dtype, shape=shape)
 
 
 def narrow_heads(editor: GraphEditor, merged: ir.Value, layer: AttentionLayer, width: int) -> ir.Value:
     """Cut the zeros off each head: [batch, sequence, heads * width] -> [batch, sequence, heads, value_dim]."""
-    op, constant = editor.op, editor.constant
-    separate = op("Reshape", [merged, constant(np.array([0, 0, layer.heads, width]))])
-    ends = (constant(np.array([number])) for number in (0, layer.value_dim, 3))
-    narrow = op("Slice", [separate, *ends], dtype=merged.dtype)
-    narrow.shape = layer.output.shape
-    return narrow
+    op = editor.op
+    separate = op("Reshape", [merged, [0, 0, layer.heads, width]])
+    return op("Slice", [separate, [0], [layer.value_dim], [3]], dtype=merged.dtype, shape=layer.output.shape)
 
 
 class UsedSlots:
@@ -280,32 +276,31 @@ class UsedSlots:
 
     def attend(self, layer: AttentionLayer, tokens: Sequence[ir.Value]) -> None:
         """Replace the layer's placeholder by products over its states `tokens`, [batch, kv_heads, slots, dim] each."""
-        op, constant = self._editor.op, self._editor.constant
+        op = self._editor.op
         if self._masks is None:
             queries, keys = self._positions.of_queries_and_keys()
             visible = op("LessOrEqual", [keys, queries], dtype=ir.DataType.BOOL)
             self._masks = Masks(self._editor, self._positions, visible)
-        ends = [constant(np.array([0])), op("Cast", [self._total], to=ir.DataType.INT64), constant(np.array([2]))]
-        used = [op("Slice", [state, *ends]) for state in tokens]
+        end = op("Cast", [self._total], to=ir.DataType.INT64)
+        used = [op("Slice", [state, [0], end, [2]]) for state in tokens]
         attend(self._editor, layer, used, self._masks.of(layer))
 
     def _hide_other_chunks(self, layer: AttentionLayer, bias: ir.Value | None) -> ir.Value:
-        constant, dtype = self._editor.constant, layer.dtype
+        dtype = layer.dtype
         (inside,) = self._positions.limits(replace(layer, window=0))  # the operator applies windows
-        shown = constant(dtype.numpy().type(0)) if bias is None else bias
-        return self._editor.op("Where", [inside, shown, constant(lowest_finite(dtype))], dtype=dtype)
+        shown = dtype.numpy().type(0) if bias is None else bias
+        return self._editor.op("Where", [inside, shown, lowest_finite(dtype)], dtype=dtype)
 
     def _repeat_per_query(self, bias: ir.Value | None) -> ir.Value:
         """Expand axis 2 of `bias` to the call's columns: the operator broadcasts batch and heads only."""
-        ones, one = (self._editor.constant(np.ones(count, np.int64)) for count in (2, 1))
-        rows = self._editor.op("Concat", [ones, self._cache.sequence, one], axis=0)
+        rows = self._editor.op("Concat", [[1, 1], self._cache.sequence, [1]], axis=0)
         return self._editor.op("Expand", [bias, rows])
 
     def _add_positions(self) -> tuple[ir.Value, ir.Value]:
-        op, constant = self._editor.op, self._editor.constant
+        op = self._editor.op
         total = op("Squeeze", [op("Cast", [self._total], to=ir.DataType.INT64)])
-        keys = op("Range", [constant(np.int64(0)), total, constant(np.int64(1))])
-        return op("Unsqueeze", [self._cache.positions(), constant(np.array([1, 3]))]), keys
+        keys = op("Range", [0, total, 1])
+        return op("Unsqueeze", [self._cache.positions(), [1, 3]]), keys
 
 
 def _lower_latent(shared: _Shared, layer: AttentionLayer) -> ir.Value:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
@@ -226,12 +225,12 @@ class StaticStates(States):
         Padded columns repeat the row's last position, so that they stay inside tables of positions.
         """
         if self._positions is None:
-            op, constant = self._editor.op, self._editor.constant
+            op = self._editor.op
             count = op("Squeeze", [self.sequence])
-            columns = op("Range", [constant(np.int64(0)), count, constant(np.int64(1))])  # [sequence]
-            last = op("Sub", [self.row_lengths, constant(np.array([1]))])
-            column = op("Min", [columns, op("Unsqueeze", [last, constant(np.array([1]))])])
-            start = op("Unsqueeze", [self.write_indices, constant(np.array([1]))])
+            columns = op("Range", [0, count, 1])  # [sequence]
+            last = op("Sub", [self.row_lengths, [1]])
+            column = op("Min", [columns, op("Unsqueeze", [last, [1]])])
+            start = op("Unsqueeze", [self.write_indices, [1]])
             shape = ["batch_size", "sequence_length"]
             self._positions = op("Add", [start, column], dtype=ir.DataType.INT64, shape=shape)
         return self._positions

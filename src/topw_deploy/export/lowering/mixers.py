@@ -120,7 +120,7 @@ class Convolutions:
 
     def __init__(self, editor: GraphEditor, *, real: ir.Value | None, lengths: ir.Value | None, contrib: bool) -> None:
         self._editor = editor
-        self._real = None if real is None else editor.op("Unsqueeze", [real, editor.constant(np.array([1]))])
+        self._real = None if real is None else editor.op("Unsqueeze", [real, [1]])
         self._lengths = lengths
         self._contrib = contrib
         self._last_columns: dict[int, ir.Value] = {}
@@ -150,8 +150,7 @@ class Convolutions:
     def _zero_padding(self, x: ir.Value) -> ir.Value:
         if self._real is None:
             return x
-        zero = self._editor.constant(np.array(0, x.dtype.numpy()))
-        return self._editor.op("Where", [self._real, x, zero], dtype=x.dtype)
+        return self._editor.op("Where", [self._real, x, x.dtype.numpy().type(0)], dtype=x.dtype)
 
     def _append(self, past: ir.Value, x: ir.Value) -> ir.Value:
         return self._editor.op("Concat", [past, x], axis=_COLUMN_AXIS, dtype=x.dtype)
@@ -173,16 +172,14 @@ class Convolutions:
 
     def _present(self, state_shape: tuple[int, ...], columns: ir.Value) -> ir.Value:
         """The last columns of each row that are not padding: the state after the call."""
-        op, constant = self._editor.op, self._editor.constant
+        op = self._editor.op
         channels, count = state_shape
         if self._lengths is None:
-            bounds = (constant(np.array([number])) for number in (-count, np.iinfo(np.int64).max, _COLUMN_AXIS))
-            return op("Slice", [columns, *bounds])
+            return op("Slice", [columns, [-count], [np.iinfo(np.int64).max], [_COLUMN_AXIS]])
         if count not in self._last_columns:
-            start = op("Unsqueeze", [self._lengths, constant(np.array([1, 2]))])
-            self._last_columns[count] = op("Add", [start, constant(np.arange(count))])  # [batch, 1, count]
-        shape = constant(np.array([1, channels, 1]))
-        indices = op("Expand", [self._last_columns[count], shape])
+            start = op("Unsqueeze", [self._lengths, [1, 2]])
+            self._last_columns[count] = op("Add", [start, np.arange(count)])  # [batch, 1, count]
+        indices = op("Expand", [self._last_columns[count], [1, channels, 1]])
         return op("GatherElements", [columns, indices], axis=_COLUMN_AXIS)
 
 
@@ -204,20 +201,20 @@ class Padding:
 
     @staticmethod
     def of_static_cache(editor: GraphEditor, cache: StaticStates) -> Padding:
-        op, constant = editor.op, editor.constant
-        columns = op("Range", [constant(np.int64(0)), op("Squeeze", [cache.sequence]), constant(np.int64(1))])
-        lengths = op("Unsqueeze", [cache.row_lengths, constant(np.array([1]))])
+        op = editor.op
+        columns = op("Range", [0, op("Squeeze", [cache.sequence]), 1])
+        lengths = op("Unsqueeze", [cache.row_lengths, [1]])
         real = op("Less", [columns, lengths], dtype=ir.DataType.BOOL)
-        started = op("Greater", [cache.write_indices, constant(np.int64(0))], dtype=ir.DataType.BOOL)
+        started = op("Greater", [cache.write_indices, 0], dtype=ir.DataType.BOOL)
         return Padding(real, cache.row_lengths, started)
 
     @staticmethod
     def of_attention_mask(editor: GraphEditor, attention_mask: ir.Value) -> Padding:
         """The padding in `attention_mask`, int64 [batch, past + sequence], 0 on the left of a row's tokens."""
-        op, constant = editor.op, editor.constant
+        op = editor.op
         total = op("Shape", [attention_mask], start=1, end=2)
         new = op("Shape", [required_input(editor.graph, "input_ids")], start=1, end=2)
-        own = op("Slice", [attention_mask, op("Sub", [total, new]), total, constant(np.array([1]))])
+        own = op("Slice", [attention_mask, op("Sub", [total, new]), total, [1]])
         return Padding(op("Cast", [own], to=ir.DataType.BOOL, dtype=ir.DataType.BOOL))
 
 

@@ -89,9 +89,8 @@ def mask_padding(editor: GraphEditor, layer: RecurrenceLayer, real: ir.Value) ->
     """
 
     def zero_padding(value: ir.Value) -> ir.Value:
-        axes = editor.constant(np.arange(2, len(value.shape)))
-        zero = editor.constant(np.float32(0))
-        inputs = [editor.op("Unsqueeze", [real, axes]), _cast_to_float32(editor, value), zero]
+        flags = editor.op("Unsqueeze", [real, np.arange(2, len(value.shape))])
+        inputs = [flags, _cast_to_float32(editor, value), np.float32(0)]
         return editor.op("Where", inputs, dtype=ir.DataType.FLOAT, shape=value.shape)
 
     layer = replace(
@@ -135,7 +134,7 @@ def add_linear_attention(
         scale=layer.scale,
     )
     output.type = present.type = ir.TensorType(ir.DataType.FLOAT)
-    shape = editor.constant(np.array([0, 0, layer.output_heads, layer.value_dim]))
+    shape = [0, 0, layer.output_heads, layer.value_dim]
     return cast_to_placeholder(editor, layer, editor.op("Reshape", [output, shape])), present
 
 
@@ -147,7 +146,7 @@ def _join_heads(editor: GraphEditor, value: ir.Value) -> ir.Value:
         heads, dim = fixed_size(value, 2), fixed_size(value, 3)
         if joined.shape[:2] == value.shape[:2] and joined.shape[2] == heads * dim:
             return joined
-    return editor.op("Reshape", [value, editor.constant(np.array([0, 0, -1]))])
+    return editor.op("Reshape", [value, [0, 0, -1]])
 
 
 def cast_to_placeholder(editor: GraphEditor, layer: RecurrenceLayer, output: ir.Value) -> ir.Value:
@@ -206,8 +205,8 @@ class ChunkedRecurrences:
         """
         if self._started is None:
             return past
-        started = self._editor.op("Unsqueeze", [self._started, self._editor.constant(np.array([1, 2, 3]))])
-        return self._editor.op("Where", [started, past, self._editor.constant(np.float32(0))])
+        started = self._editor.op("Unsqueeze", [self._started, [1, 2, 3]])
+        return self._editor.op("Where", [started, past, np.float32(0)])
 
     def masks(self) -> _ColumnMasks:
         """The masks that all recurrences of the graph share."""
@@ -232,10 +231,8 @@ class ChunkedRecurrences:
 
     def _cut(self, mask: np.ndarray, columns: ir.Value, axes: tuple[int, ...]) -> ir.Value:
         """The first `columns` elements of `mask` on each of `axes`."""
-        constant = self._editor.constant
         ends = columns if len(axes) == 1 else self._editor.op("Concat", [columns] * len(axes), axis=0)
-        starts = constant(np.zeros(len(axes), np.int64))
-        return self._editor.op("Slice", [constant(mask), starts, ends, constant(np.array(axes))])
+        return self._editor.op("Slice", [mask, [0] * len(axes), ends, axes])
 
 
 @dataclass(frozen=True)
@@ -290,29 +287,26 @@ class _HeadGroups:
 
         There is one member if the group shares `value`.
         """
-        op, constant = self._editor.op, self._editor.constant
+        op = self._editor.op
         if heads < self.groups:
-            value = op("Unsqueeze", [value, constant(np.array([3]))])  # [batch, sequence, heads, 1, width]
-            repeated = constant(np.array([1, 1, 1, self.groups // heads, 1]))
-            value = op("Expand", [value, repeated])
+            value = op("Unsqueeze", [value, [3]])  # [batch, sequence, heads, 1, width]
+            value = op("Expand", [value, [1, 1, 1, self.groups // heads, 1]])
             heads = self.groups
-        shape = constant(np.array([0, 0, self.groups, heads // self.groups, width]))
-        return op("Reshape", [value, shape])
+        return op("Reshape", [value, [0, 0, self.groups, heads // self.groups, width]])
 
     def split_state(self, past: ir.Value) -> ir.Value:
         """[batch, heads, key_dim, value_dim] -> [batch, groups, members, key_dim, value_dim]."""
         shape = np.array([0, self.groups, self.members, self._layer.key_dim, self._layer.value_dim])
-        return self._editor.op("Reshape", [past, self._editor.constant(shape)])
+        return self._editor.op("Reshape", [past, shape])
 
     def merge_state(self, state: ir.Value) -> ir.Value:
         """[batch, groups, members, key_dim, value_dim] -> [batch, heads, key_dim, value_dim]."""
-        shape = self._editor.constant(np.array([0, *self._layer.state_shape]))
-        return self._editor.op("Reshape", [state, shape], dtype=ir.DataType.FLOAT)
+        return self._editor.op("Reshape", [state, [0, *self._layer.state_shape]], dtype=ir.DataType.FLOAT)
 
     def merge_output(self, output: ir.Value) -> ir.Value:
         """[batch, sequence, groups, members, value_dim] -> [batch, sequence, heads, value_dim]."""
         shape = np.array([0, 0, self._layer.heads, self._layer.value_dim])
-        return self._editor.op("Reshape", [output, self._editor.constant(shape)])
+        return self._editor.op("Reshape", [output, shape])
 
 
 class _PairwiseScores:
@@ -339,7 +333,7 @@ class _PairwiseScores:
         query = self._decay_vectors(self._query, self._masks.lower)
         output = op("Add", [op("MatMul", [query, state]), op("MatMul", [self._scores(self._query), written])])
         if self._layer.scale != 1:
-            output = op("Mul", [output, self._editor.constant(np.float32(self._layer.scale))])
+            output = op("Mul", [output, np.float32(self._layer.scale)])
         output = self._groups.merge_output(op("Transpose", [output], perm=[0, 3, 1, 2, 4]))
         key = self._transpose(self._decay_vectors(self._key, self._masks.upper))
         present = op("Add", [self._decay_state(state), op("MatMul", [key, written])])
@@ -387,14 +381,13 @@ class _PairwiseScores:
         end of s's block times the decay since the start of t's block.
         """
         op, masks = self._editor.op, self._masks
-        axis = self._editor.constant(np.array([3]))
-        decay = op("Unsqueeze", [self._decay, axis])  # [batch, groups, members, 1, sequence, key_dim]
+        decay = op("Unsqueeze", [self._decay, [3]])  # [batch, groups, members, 1, sequence, key_dim]
         since = op("Exp", [op("MatMul", [masks.level_starts, decay])])
         until = op("Exp", [op("MatMul", [masks.level_ends, decay])])
-        rows = op("Mul", [op("Unsqueeze", [left, axis]), since])
-        columns = op("Mul", [op("Unsqueeze", [self._key, axis]), until])
+        rows = op("Mul", [op("Unsqueeze", [left, [3]]), since])
+        columns = op("Mul", [op("Unsqueeze", [self._key, [3]]), until])
         scores = op("MatMul", [rows, op("Transpose", [columns], perm=[0, 1, 2, 3, 5, 4])])
-        return op("ReduceSum", [op("Mul", [scores, masks.level_pairs]), axis], keepdims=0)
+        return op("ReduceSum", [op("Mul", [scores, masks.level_pairs]), [3]], keepdims=0)
 
     def _decay_vectors(self, vectors: ir.Value, mask: ir.Value) -> ir.Value:
         """Multiply each column's vector with the decay over the columns that `mask` selects for it."""
@@ -408,7 +401,7 @@ class _PairwiseScores:
         op = self._editor.op
         if self._decay is None:
             return state
-        total = op("ReduceSum", [self._decay, self._editor.constant(np.array([3]))], keepdims=1)
+        total = op("ReduceSum", [self._decay, [3]], keepdims=1)
         return op("Mul", [state, op("Exp", [self._transpose(total)])])
 
     def _columns(self, value: ir.Value, heads: int, width: int) -> ir.Value:
@@ -432,7 +425,7 @@ class _PrefixScan:
 
     def build(self, past: ir.Value) -> tuple[ir.Value, ir.Value]:
         """The output and the present state, as `ChunkedRecurrences.build` returns them."""
-        op, constant, layer = self._editor.op, self._editor.constant, self._layer
+        op, layer = self._editor.op, self._layer
         split = self._groups.split
         key = split(layer.key, layer.key_heads, layer.key_dim)
         total = op("Mul", [key, split(layer.value, layer.heads, 1)])  # b, [batch, sequence, groups, members, key_dim]
@@ -441,17 +434,16 @@ class _PrefixScan:
             total = op("Add", [op("Mul", [factor, self._shift_later(total, 1 << level, 0.0)]), total])
             factor = op("Mul", [factor, self._shift_later(factor, 1 << level, 1.0)])
         state = self._groups.split_state(past)  # [batch, groups, members, key_dim, 1]
-        before = op("Unsqueeze", [op("Squeeze", [state, constant(np.array([4]))]), constant(np.array([1]))])
+        before = op("Unsqueeze", [op("Squeeze", [state, [4]]), [1]])
         states = op("Add", [op("Mul", [factor, before]), total])
         query = split(layer.query, layer.query_heads, layer.key_dim)
         output = op("MatMul", [states, op("Transpose", [query], perm=[0, 1, 2, 4, 3])])
         if layer.scale != 1:
-            output = op("Mul", [output, constant(np.float32(layer.scale))])
-        present = op("Gather", [states, constant(np.array(-1))], axis=1)
+            output = op("Mul", [output, np.float32(layer.scale)])
+        present = op("Gather", [states, -1], axis=1)
         return self._groups.merge_output(output), self._groups.merge_state(present)
 
     def _shift_later(self, values: ir.Value, columns: int, fill: float) -> ir.Value:
         """Shift `values` later by `columns` columns, with `fill` in the first ones."""
-        op, constant = self._editor.op, self._editor.constant
-        pads = constant(np.array([columns, -columns]))
-        return op("Pad", [values, pads, constant(np.float32(fill)), constant(np.array([1]))], mode="constant")
+        op = self._editor.op
+        return op("Pad", [values, [columns, -columns], np.float32(fill), [1]], mode="constant")

@@ -66,8 +66,9 @@ def _join_heads(editor: GraphEditor, value: ir.Value) -> ir.Value:
         source = reshape.inputs[0]
         if source is not None and source.shape is not None and len(source.shape) == 3 and source.shape[-1] == width:
             return source
-    shape = editor.constant(np.array([0, 0, width]))
-    return editor.op("Reshape", [rows, shape], dtype=value.dtype, shape=["batch_size", "sequence_length", width])
+    return editor.op(
+        "Reshape", [rows, [0, 0, width]], dtype=value.dtype, shape=["batch_size", "sequence_length", width]
+    )
 
 
 def _untranspose_heads(editor: GraphEditor, value: ir.Value) -> ir.Value:
@@ -159,8 +160,7 @@ def _fuse_gate(editor: GraphEditor, product: ir.Node) -> bool:
     whole = _fuse_products(editor, parts, "gate_up")
     if whole is None:
         return False
-    sizes = editor.constant(np.array([width, width]))
-    for old, new in zip(parts, editor.outputs("Split", [whole, sizes], 2, axis=-1), strict=True):
+    for old, new in zip(parts, editor.outputs("Split", [whole, [width, width]], 2, axis=-1), strict=True):
         new.type, new.shape = old.type, old.shape
         ir.convenience.replace_all_uses_with(old, new)
     return True
@@ -305,18 +305,18 @@ def spell_out_exclusive_or(model: ir.Model) -> int:
 
 
 def _replace_by_xor_of_bits(editor: GraphEditor, node: ir.Node) -> bool:
-    op, constant = editor.op, editor.constant
-    powers = constant(np.int64(2) ** np.arange(_BITS))
+    op = editor.op
+    powers = np.int64(2) ** np.arange(_BITS)
 
     def bits(value: ir.Value) -> ir.Value:
         """The bits of `value`, lowest first: bool [..., _BITS]."""
-        shifted = op("Div", [op("Unsqueeze", [value, constant(np.array([-1]))]), powers])
-        return op("Cast", [op("Mod", [shifted, constant(np.int64(2))])], to=ir.DataType.BOOL)
+        shifted = op("Div", [op("Unsqueeze", [value, [-1]]), powers])
+        return op("Cast", [op("Mod", [shifted, 2])], to=ir.DataType.BOOL)
 
     left, right = node.inputs
-    differing = op("Where", [op("Xor", [bits(left), bits(right)]), powers, constant(np.int64(0))])
-    halves = editor.outputs("Split", [differing, constant(np.array([_LOW_BITS, _BITS - _LOW_BITS]))], 2, axis=-1)
-    sums = [op("ReduceSum", [half, constant(np.array([-1]))], keepdims=0) for half in halves]
+    differing = op("Where", [op("Xor", [bits(left), bits(right)]), powers, 0])
+    halves = editor.outputs("Split", [differing, [_LOW_BITS, _BITS - _LOW_BITS]], 2, axis=-1)
+    sums = [op("ReduceSum", [half, [-1]], keepdims=0) for half in halves]
     total = op("Add", sums, dtype=ir.DataType.INT64)
     total.shape = node.outputs[0].shape
     editor.replace(node, total)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.export.graph import GraphEditor, attribute_values
@@ -90,7 +89,7 @@ def _fuse_heads(editor: GraphEditor, layer: AttentionLayer) -> AttentionLayer:
         return layer
     keys_end = layer.heads + layer.kv_heads
     values_end = keys_end + layer.kv_heads
-    shape = editor.constant(np.array([0, 0, values_end, layer.head_dim]))
+    shape = [0, 0, values_end, layer.head_dim]
     heads = editor.op("Transpose", [editor.op("Reshape", [fused, shape])], perm=[0, 2, 1, 3])
     rotated = heads  # [batch, all heads, sequence, dim]
     if query.rotary is not None:  # the operator also rotates the values, so these are sliced from `heads`
@@ -110,7 +109,7 @@ def _slice_heads(editor: GraphEditor, heads: ir.Value, start: int, stop: int) ->
     On CUDA, onnxruntime's Split copies unequal sizes to the device in each run, so a captured step that is replayed
     reads freed memory. onnxruntime also merges slices that cover a whole value into a Split.
     """
-    return editor.op("Slice", [heads, *(editor.constant(np.array([number])) for number in (start, stop, 1))])
+    return editor.op("Slice", [heads, [start], [stop], [1]])
 
 
 def _are_rotated_alike(query: MergedHeads, key: MergedHeads) -> bool:
@@ -124,9 +123,9 @@ def _are_rotated_alike(query: MergedHeads, key: MergedHeads) -> bool:
 
 def _masks(editor: GraphEditor, cache: StaticStates, past_key: ir.Value) -> Masks:
     """Masks over all slots of `past_key`, [batch, 1, sequence, slots]."""
-    op, constant = editor.op, editor.constant
+    op = editor.op
     length = op("Squeeze", [op("Shape", [past_key], start=2, end=3)])
-    slots = op("Range", [constant(np.int64(0)), length, constant(np.int64(1))])  # [slots]
-    queries = op("Unsqueeze", [cache.positions(), constant(np.array([1, 3]))])  # [batch, 1, sequence, 1]
+    slots = op("Range", [0, length, 1])  # [slots]
+    queries = op("Unsqueeze", [cache.positions(), [1, 3]])  # [batch, 1, sequence, 1]
     visible = op("LessOrEqual", [slots, queries], dtype=ir.DataType.BOOL)
     return Masks(editor, Positions(editor, lambda: (queries, slots)), visible)

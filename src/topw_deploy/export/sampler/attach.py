@@ -11,7 +11,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from topw_deploy.dtypes import SAMPLER_OUTPUT_TYPES
 from topw_deploy.errors import UnsupportedModelError
-from topw_deploy.export.embedding import EmbeddingNode, EmbeddingTable, find_embedding
+from topw_deploy.export.embedding import EmbeddingTable, find_embedding
 from topw_deploy.export.graph import (
     Decoder,
     GraphEditor,
@@ -22,23 +22,26 @@ from topw_deploy.export.graph import (
     required_node_input,
     tidy,
 )
-from topw_deploy.export.options import ExportOptions
+from topw_deploy.export.options import ExportOptions, SamplerOptions
 from topw_deploy.export.sampler.function import build_function
-from topw_deploy.export.sampler.neighbour_bound import Measure, no_bound
+from topw_deploy.export.sampler.neighbour_bound import neighbour_bound
 from topw_deploy.export.sampler.node import (
     DOMAIN,
     DOMAIN_VERSION,
+    GEOMETRY_INPUTS,
     OP_TYPE,
     SAMPLER_INPUTS,
     SamplerSpec,
     sampler_attributes,
     sampler_outputs,
 )
+from topw_deploy.progress import Progress
 from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.parameters import TopWParameters
 
 NODE_NAME = "topw_sample"
 BOUND_NAME = "topw.neighbour_bound"
+NO_BOUND = np.zeros(0, np.float32)
 _MATRIX_INPUTS: dict[str, tuple[ir.DataType, str | int]] = {  # name -> (element type, n) of inputs [batch, n]
     "edit_ids": (ir.DataType.INT64, "edits"),
     "edit_penalty": (ir.DataType.FLOAT, "edits"),
@@ -55,21 +58,23 @@ _ELEMENTWISE_WITH_VECTOR = {"Mul", "Div", "Add", "Sub"}  # row-wise if the other
 _MATMULS = {("", "MatMul"), ("com.microsoft", "MatMulNBits"), ("com.microsoft", "FusedMatMul")}
 
 
-def attach_sampler(decoder: Decoder, wanted: ExportOptions, measure: Measure = no_bound) -> tuple[Decoder, SamplerSpec]:
-    """Add the sampler to `decoder.model` in place. Returns the decoder and the options of its sampler node.
+def attach_sampler(decoder: Decoder, wanted: ExportOptions, progress: Progress) -> SamplerSpec:
+    """Add the sampler to `decoder.model` in place. Returns the options of its sampler node.
 
     With `with_logits`, the graph keeps an output `logits`. In another exporter's decoder it is that decoder's own
     output, and the graph then also runs without sampler inputs. In a traced graph it is float32 [batch, vocab]. A
     traced graph is also simplified.
-
-    measure: computes the neighbour bound.
 
     Raises UnsupportedModelError if the metric needs embeddings, and the decoder has none, or fewer rows than tokens.
     """
     graph = decoder.model.graph
     embedding = find_embedding(graph) if wanted.top_w.metric != "uniform" else None
     vocab = decoder.vocab_size
-    _check_rows(embedding, vocab)
+    if embedding is not None and embedding.rows < vocab:
+        raise UnsupportedModelError(
+            f"the embedding table has {embedding.rows} rows for logits of width {vocab}, but every token needs one; "
+            "export with --metric uniform."
+        )
     keep_own = decoder.foreign and wanted.with_logits
     logits = last_logits(graph, before_matmul=not keep_own)
     spec = SamplerSpec(
@@ -88,7 +93,8 @@ def attach_sampler(decoder: Decoder, wanted: ExportOptions, measure: Measure = n
     given = add_sampler_inputs(editor, batch)
     inputs = [logits, *(add_defaults(editor, given, logits) if keep_own else given)]
     if embedding is not None:
-        inputs += [*geometry_constants(editor, embedding, spec, measure), *embedding.data]
+        geometry = Geometry.from_embeddings(EmbeddingTable(embedding, vocab), wanted.top_w.metric)
+        inputs += [*add_geometry(editor, geometry, bound_of(geometry, vocab, wanted, progress)), *embedding.data]
     results = add_sampler_node(graph, spec, inputs, batch)
     _set_outputs(graph, results, logits, batch, wanted.with_logits, keep_own)
     install_function(decoder.model, spec)
@@ -96,7 +102,7 @@ def attach_sampler(decoder: Decoder, wanted: ExportOptions, measure: Measure = n
     editor.finish()
     if not decoder.foreign:
         tidy(decoder.model, _shared_table(decoder.model.graph))
-    return decoder, spec
+    return spec
 
 
 def _shared_table(graph: ir.Graph) -> ir.Value | None:
@@ -124,7 +130,7 @@ def add_defaults(editor: GraphEditor, inputs: list[ir.Value], logits: ir.Value) 
     are expanded to all rows of `logits`, callers can run the decoder without sampler inputs.
     """
     rows = editor.op("Shape", [logits], start=0, end=1)
-    rows_and_one = editor.op("Concat", [rows, editor.constant(np.array([1]))], axis=0)
+    rows_and_one = editor.op("Concat", [rows, [1]], axis=0)
     node_inputs = []
     for value in inputs:
         name = value.name or ""
@@ -144,16 +150,22 @@ def _default(name: str) -> np.ndarray:
     return np.array([getattr(_GREEDY, name, 0)], _VECTOR_TYPES.get(name, ir.DataType.FLOAT).numpy())
 
 
-def geometry_constants(
-    editor: GraphEditor, embedding: EmbeddingNode, spec: SamplerSpec, measure: Measure
-) -> list[ir.Value]:
-    """Add the node's inputs `GEOMETRY_INPUTS` as initializers, from the statistics of the embedding table."""
-    table = EmbeddingTable(embedding, spec.vocab_size)
-    geometry = Geometry.from_embeddings(table, spec.options.metric)
+def bound_of(geometry: Geometry, tokens: int, options: SamplerOptions, progress: Progress) -> np.ndarray:
+    """The neighbour bound of an export: measured, or none. In a dry run it is zero, which is valid and as large."""
+    if not options.neighbour_bound:
+        return NO_BOUND
+    if options.dry_run:
+        return np.zeros(tokens, np.float32)
+    progress.say(f"Measuring the distance of each of {tokens} tokens to its nearest neighbour")
+    return neighbour_bound(geometry, tokens, progress)
+
+
+def add_geometry(editor: GraphEditor, geometry: Geometry, bound: np.ndarray) -> list[ir.Value]:
+    """Add the node's inputs `GEOMETRY_INPUTS` as initializers."""
+    values = (geometry.mean, geometry.inverse_std, bound)
     return [
-        editor.constant(np.asarray(geometry.mean, dtype=np.float32), "topw.embedding_mean"),
-        editor.constant(np.asarray(geometry.inverse_std, dtype=np.float32), "topw.embedding_inverse_std"),
-        editor.constant(measure(geometry, spec.vocab_size), BOUND_NAME),
+        editor.constant(np.asarray(array, np.float32), f"topw.{name}")
+        for name, array in zip(GEOMETRY_INPUTS, values, strict=True)
     ]
 
 
@@ -220,15 +232,6 @@ def _batch_dimension(graph: ir.Graph) -> int | str:
     return first if isinstance(first, int) else str(first)
 
 
-def _check_rows(embedding: EmbeddingNode | None, vocab: int) -> None:
-    """Raise UnsupportedModelError if the embedding table has fewer rows than there are tokens."""
-    if embedding is not None and embedding.rows < vocab:
-        raise UnsupportedModelError(
-            f"the embedding table has {embedding.rows} rows for logits of width {vocab}, but every token needs one; "
-            "export with --metric uniform."
-        )
-
-
 def last_logits(graph: ir.Graph, *, before_matmul: bool = True) -> ir.Value:
     """Add nodes that select each row's last logits. Returns these, float32 [batch, vocab].
 
@@ -241,13 +244,13 @@ def last_logits(graph: ir.Graph, *, before_matmul: bool = True) -> ir.Value:
     """
     logits = next(value for value in graph.outputs if value.name == "logits")
     editor = GraphEditor(graph, PREFIX)
-    found = _vocabulary_matmul(logits) if before_matmul else None
-    if found is None:
-        selected = _select_last(editor, graph, logits)
-    else:
-        matmul, later_nodes = found
-        hidden = _select_last(editor, graph, required_node_input(matmul.inputs[0]))
-        selected = _copy_nodes(editor, matmul, later_nodes, hidden)
+    nodes = _nodes_after_hidden(logits) if before_matmul else []
+    selected = _select_last(editor, graph, required_node_input(nodes[0].inputs[0]) if nodes else logits)
+    old = nodes[0].inputs[0] if nodes else None
+    for node in nodes:  # copies of these, for the selected positions
+        inputs = [selected if value is old else value for value in node.inputs]
+        old, dtype = node.outputs[0], node.outputs[0].dtype
+        selected = editor.op(node.op_type, inputs, domain=node.domain, dtype=dtype, **attribute_values(node))
     selected.shape = ir.Shape(["batch_size", logits.shape[-1] if logits.shape is not None else None])
     selected.type = ir.TensorType(logits.dtype)
     if logits.dtype != ir.DataType.FLOAT:
@@ -258,9 +261,9 @@ def last_logits(graph: ir.Graph, *, before_matmul: bool = True) -> ir.Value:
 
 def _select_last(editor: GraphEditor, graph: ir.Graph, rows: ir.Value) -> ir.Value:
     """Select the last attended position of each row: [batch, sequence, n] -> [batch, n]."""
-    op, constant = editor.op, editor.constant
+    op = editor.op
     if rows.shape is not None and rows.shape[1] == 1:
-        return op("Squeeze", [rows, constant(np.array([1]))])
+        return op("Squeeze", [rows, [1]])
     last = _last_column(editor, graph)
     if rows.shape is None or rows.dtype is None:
         return op("GatherND", [rows, last], batch_dims=1)
@@ -269,38 +272,34 @@ def _select_last(editor: GraphEditor, graph: ir.Graph, rows: ir.Value) -> ir.Val
 
 def _last_column(editor: GraphEditor, graph: ir.Graph) -> ir.Value:
     """The column of each row's last attended position, int64 [batch, 1]."""
-    op, constant = editor.op, editor.constant
+    op = editor.op
     lengths = find_input(graph, "row_lengths")
     if lengths is not None:
-        return op("Unsqueeze", [op("Sub", [lengths, constant(np.array([1]))]), constant(np.array([1]))])
+        return op("Unsqueeze", [op("Sub", [lengths, [1]]), [1]])
     ids, mask = required_input(graph, "input_ids"), required_input(graph, "attention_mask")
     length = op("Shape", [ids], start=1, end=2)
-    end = constant(np.array([np.iinfo(np.int64).max]))
-    attended = op("Slice", [mask, op("Neg", [length]), end, constant(np.array([1]))])  # [batch, sequence]
+    attended = op("Slice", [mask, op("Neg", [length]), [np.iinfo(np.int64).max], [1]])  # [batch, sequence]
     if mask.dtype != ir.DataType.INT64:
         attended = op("Cast", [attended], to=ir.DataType.INT64)
-    columns = op("Range", [constant(np.int64(0)), op("Squeeze", [length]), constant(np.int64(1))])
-    return op("ReduceMax", [op("Mul", [attended, columns]), constant(np.array([1]))], keepdims=1)
+    columns = op("Range", [0, op("Squeeze", [length]), 1])
+    return op("ReduceMax", [op("Mul", [attended, columns]), [1]], keepdims=1)
 
 
-def _vocabulary_matmul(logits: ir.Value) -> tuple[ir.Node, list[ir.Node]] | None:
-    """The vocabulary matmul, and the row-wise nodes between it and the logits, last first.
+def _nodes_after_hidden(logits: ir.Value) -> list[ir.Node]:
+    """The vocabulary matmul, and the row-wise nodes between it and the logits, in their order.
 
-    None if the logits have other nodes, or ones of which it is not known whether they treat each position alone.
+    Empty if there are other nodes, or ones of which it is not known whether they treat each position alone.
     """
     if logits.shape is None or len(logits.shape) != 3:
-        return None
-    later_nodes: list[ir.Node] = []
-    value = logits
-    while (node := value.producer()) is not None:
+        return []
+    nodes: list[ir.Node] = []
+    value: ir.Value | None = logits
+    while value is not None and (node := value.producer()) is not None:
+        nodes.insert(0, node)
         if (node.domain, node.op_type) in _MATMULS:
-            return (node, later_nodes) if _is_rowwise_matmul(node) else None
-        source = _rowwise_source(node)
-        if source is None:
-            return None
-        later_nodes.append(node)
-        value = source
-    return None
+            return nodes if _is_rowwise_matmul(node) else []
+        value = _rowwise_source(node)
+    return []
 
 
 def _is_rowwise_matmul(matmul: ir.Node) -> bool:
@@ -328,20 +327,3 @@ def _rowwise_source(node: ir.Node) -> ir.Value | None:
     if len(varying) == 1 and all(value.shape is not None and len(value.shape) <= 1 for value in fixed):
         return varying[0]
     return None
-
-
-def _copy_nodes(editor: GraphEditor, matmul: ir.Node, later_nodes: list[ir.Node], hidden: ir.Value) -> ir.Value:
-    """Copy the matmul and the nodes after it, with `hidden` as the matmul's input. Returns the last copy's output."""
-    value = _copy_node(editor, matmul, matmul.inputs[0], hidden)
-    old = matmul.outputs[0]
-    for node in reversed(later_nodes):
-        value = _copy_node(editor, node, old, value)
-        old = node.outputs[0]
-    return value
-
-
-def _copy_node(editor: GraphEditor, node: ir.Node, old: ir.Value | None, new: ir.Value) -> ir.Value:
-    """Copy `node` with the input `new` in place of `old`. Returns the copy's output."""
-    inputs = [new if value is old else value for value in node.inputs]
-    attributes = attribute_values(node)
-    return editor.op(node.op_type, inputs, domain=node.domain, dtype=node.outputs[0].dtype, **attributes)

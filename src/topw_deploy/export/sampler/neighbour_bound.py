@@ -22,7 +22,6 @@ most 1 up to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -34,9 +33,6 @@ from topw_deploy.sampling import Geometry
 
 Bound = NDArray[np.float32]
 
-Measure = Callable[[Geometry, int], Bound]
-"""Computes input 16 of the sampler node, float32 [tokens] or [0], from the geometry and the number of tokens."""
-
 _UNIT_ROUNDOFF = 2.0**-24  # of float32
 _R = 2.0**-16  # r above
 _ARITHMETIC_ERROR = 1e-9  # of the exact points, relative to their norm; more than doubles can lose
@@ -44,30 +40,6 @@ _UNDERFLOW = 2.0**-100  # absolute; more than a sum can lose by underflow
 _BLOCK = 2048  # tokens on each side of a product
 _BLOCK_VALUES = 4 << 20  # float64 coordinates in a block: 32 MiB
 _HELD_VALUES = 64 << 20  # float32 coordinates of left points in memory: 256 MiB
-
-
-def no_bound(_geometry: Geometry, _tokens: int) -> Bound:
-    """The `Measure` of exports without a bound. Returns float32 [0]."""
-    return np.zeros(0, dtype=np.float32)
-
-
-def zero_bound(_geometry: Geometry, tokens: int) -> Bound:
-    """The `Measure` of dry runs. Returns zeros, a valid bound, so that sizes are those of the export."""
-    return np.zeros(tokens, dtype=np.float32)
-
-
-def choose_measure(with_bound: bool, dry_run: bool, progress: Progress) -> Measure:
-    """Choose how an export computes its bound: not at all, zeros, or measured."""
-    if not with_bound:
-        return no_bound
-    if dry_run:
-        return zero_bound
-
-    def measure(geometry: Geometry, tokens: int) -> Bound:
-        progress.say(f"Measuring the distance of each of {tokens} tokens to its nearest neighbour")
-        return neighbour_bound(geometry, tokens, progress)
-
-    return measure
 
 
 def neighbour_bound(geometry: Geometry, tokens: int, progress: Progress = SILENT) -> Bound:
