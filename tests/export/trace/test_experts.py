@@ -18,7 +18,7 @@ from transformers.activations import ACT2FN
 from tests.support.samples import sampled
 from topw_deploy.export.lowering.experts import lower_experts
 from topw_deploy.export.trace.experts import Gate, activation_attributes, expert_matrices, marked_experts
-from topw_deploy.export.trace.patches import silenced_libraries
+from topw_deploy.export.trace.trace import silenced_libraries
 
 FLOAT32 = 1e-5  # of the largest output; measured: 3e-7
 HALF = 5e-3  # of the largest output: float16 has 11 bits; measured: 1e-3

@@ -14,8 +14,7 @@ from tests.support.tiny_models import ONE_LAYER, make_model
 from topw_deploy.export.graph import GraphEditor
 from topw_deploy.export.lowering import lower
 from topw_deploy.export.source.checkpoint import context_length
-from topw_deploy.export.trace.patches import fixed_frequencies, hidden_small_terms
-from topw_deploy.export.trace.trace import trace
+from topw_deploy.export.trace.trace import fixed_frequencies, hidden_small_terms, trace
 
 pytestmark = pytest.mark.slow
 
