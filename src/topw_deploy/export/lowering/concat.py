@@ -10,8 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.export.graph import GraphEditor, required_input
-from topw_deploy.export.lowering.attention import Masks, Positions, attend, tensorrt_fuses
-from topw_deploy.export.lowering.layers import States, attention_layers
+from topw_deploy.export.lowering.attention import Masks, Positions, States, attend, attention_layers, tensorrt_fuses
 from topw_deploy.export.lowering.mixers import Padding, has_mixers, lower_mixers
 from topw_deploy.export.trace.placeholders import PLACEHOLDER_DOMAIN
 from topw_deploy.export.trace.trace import TracedDecoder

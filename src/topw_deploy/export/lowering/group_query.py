@@ -24,8 +24,16 @@ import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
 from topw_deploy.export.graph import CONTRIB_DOMAIN, GraphEditor, find_input, fixed_size
-from topw_deploy.export.lowering.attention import Masks, Positions, attend, lowest_finite
-from topw_deploy.export.lowering.layers import HALF, AttentionLayer, StaticStates, attention_layers
+from topw_deploy.export.lowering.attention import (
+    HALF,
+    AttentionLayer,
+    Masks,
+    Positions,
+    StaticStates,
+    attend,
+    attention_layers,
+    lowest_finite,
+)
 from topw_deploy.export.lowering.mixers import Padding, has_mixers, lower_mixers
 from topw_deploy.export.lowering.rewrites import MergedHeads, fuse_qkv, fuse_skip_norms, merge_heads
 from topw_deploy.export.lowering.rotary import rotary_kind

@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.export.graph import CONTRIB_DOMAIN, GraphEditor, element_type, fixed_size, required_input
-from topw_deploy.export.lowering.layers import States, StaticStates
+from topw_deploy.export.lowering.attention import States, StaticStates
 from topw_deploy.export.lowering.recurrence import CHUNK, ChunkedRecurrences, RecurrenceLayer, add_linear_attention
 from topw_deploy.export.trace.placeholders import CONVOLUTION, HISTORY, PLACEHOLDER_DOMAIN, RECURRENCE
 from topw_deploy.export.trace.trace import TracedDecoder

@@ -29,7 +29,7 @@ from topw_deploy.export.graph import (
     producer,
     rewrite_each,
 )
-from topw_deploy.export.lowering.layers import HALF
+from topw_deploy.export.lowering.attention import HALF
 
 
 def fuse_rotary(model: ir.Model) -> int:

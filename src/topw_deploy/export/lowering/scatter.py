@@ -12,8 +12,15 @@ from dataclasses import replace
 import onnx_ir as ir
 
 from topw_deploy.export.graph import GraphEditor, attribute_values
-from topw_deploy.export.lowering.attention import Masks, Positions, attend, tensorrt_fuses
-from topw_deploy.export.lowering.layers import AttentionLayer, StaticStates, attention_layers
+from topw_deploy.export.lowering.attention import (
+    AttentionLayer,
+    Masks,
+    Positions,
+    StaticStates,
+    attend,
+    attention_layers,
+    tensorrt_fuses,
+)
 from topw_deploy.export.lowering.mixers import Padding, has_mixers, lower_mixers
 from topw_deploy.export.lowering.rewrites import MergedHeads, fuse_qkv, merge_heads
 from topw_deploy.export.lowering.rotary import rotary_kind
