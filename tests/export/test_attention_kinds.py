@@ -26,9 +26,9 @@ from tests.support.lowerings import CONTEXT, LOWERINGS, copy_of, driver_of, lowe
 from tests.support.samples import sampled
 from tests.support.tiny_models import make_model
 from tests.support.traces import trace
-from topw_deploy.export.lowering import lower
 from topw_deploy.export.trace.placeholders import attention_placeholders
 from topw_deploy.export.trace.trace import TracedDecoder
+from topw_deploy.export.traced_decoder import lower
 from topw_deploy.export.verification.reference import CacheDriver
 
 pytestmark = pytest.mark.slow

@@ -7,9 +7,9 @@ from dataclasses import replace
 import onnx_ir as ir
 import onnxruntime as ort
 
-from topw_deploy.export.lowering import Lowered, lower
 from topw_deploy.export.sampler.attach import last_logits
 from topw_deploy.export.trace.trace import TracedDecoder
+from topw_deploy.export.traced_decoder import Lowered, lower
 from topw_deploy.export.verification.reference import CacheDriver, cache_driver
 from topw_deploy.manifest import DecoderInfo
 

@@ -11,8 +11,8 @@ from tests.support.lowerings import copy_of
 from tests.support.samples import broad
 from tests.support.tiny_models import make_model
 from tests.support.traces import trace
-from topw_deploy.export.lowering import lower
 from topw_deploy.export.trace.trace import TracedDecoder
+from topw_deploy.export.traced_decoder import lower
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,9 @@ from transformers import LlamaConfig
 from tests.support.lowerings import attention_nodes, copy_of
 from tests.support.tiny_models import ONE_LAYER, make_model
 from tests.support.traces import trace
-from topw_deploy.export.lowering import group_query, lower
+from topw_deploy.export.lowering import group_query
 from topw_deploy.export.trace.trace import TracedDecoder
+from topw_deploy.export.traced_decoder import lower
 
 pytestmark = pytest.mark.slow
 

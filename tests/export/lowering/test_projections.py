@@ -16,9 +16,9 @@ from tests.support.tiny_models import make_model
 from tests.support.traces import trace
 from topw_deploy.export import export_model
 from topw_deploy.export.graph import GraphEditor
-from topw_deploy.export.lowering import lower
 from topw_deploy.export.lowering.rewrites import concatenated, fuse_gate_up, fuse_qkv
 from topw_deploy.export.trace.trace import TracedDecoder
+from topw_deploy.export.traced_decoder import lower
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,8 @@ from tests.support.samples import broad
 from tests.support.tiny_models import ONE_LAYER, make_model
 from tests.support.traces import trace
 from topw_deploy.export.graph import GraphEditor
-from topw_deploy.export.lowering import lower
 from topw_deploy.export.lowering.rotary import fuse_partial_rotary, fuse_rotary, narrow_rotary
+from topw_deploy.export.traced_decoder import lower
 
 HEADS, DIM = 2, 8
 FLOAT = ir.DataType.FLOAT

@@ -10,8 +10,8 @@ from transformers import Qwen3_5TextConfig
 
 from tests.support.lowerings import attention_nodes, copy_of
 from tests.support.tiny_models import ONE_LAYER, make_model
-from topw_deploy.export.lowering import lower
 from topw_deploy.export.trace.trace import plain_rotary_embeddings, positions_of_text, trace
+from topw_deploy.export.traced_decoder import lower
 
 pytestmark = pytest.mark.slow
 POSITIONS = torch.tensor([[3, 4, 5], [0, 1, 9]])

@@ -12,9 +12,9 @@ from transformers import Gemma3TextConfig, HeliumConfig, LlamaConfig
 from tests.support.lowerings import attention_nodes, copy_of
 from tests.support.tiny_models import ONE_LAYER, make_model
 from topw_deploy.export.graph import GraphEditor
-from topw_deploy.export.lowering import lower
 from topw_deploy.export.source.checkpoint import context_length
 from topw_deploy.export.trace.trace import fixed_frequencies, hidden_small_terms, trace
+from topw_deploy.export.traced_decoder import lower
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,3 @@
 - `scatter`: TensorScatter and Attention-24, static cache, for TensorRT.
 - `concat`: Concat and Attention-23, concatenated cache, for others.
 """
-
-from topw_deploy.export.lowering.choose import Lowered, lower
-
-__all__ = ["Lowered", "lower"]

@@ -1,7 +1,7 @@
 """Methods for models whose own cannot be traced, though they call transformers' attention interface.
 
 Each replaces a method of one class during the trace, and computes what it computes. It writes rotations so that
-`lowering.rotary` recognises them. `own_attention` has the models that do not call the interface.
+`lowering.rotary` recognises them. `attention` has the models that do not call the interface.
 """
 
 from __future__ import annotations
