@@ -287,7 +287,7 @@ def test_random_faults_change_no_other_request(
     assert engine.stats().failed == failed
 
 
-COPIES = ("copy_row", "copy_growing", "copy_fixed", "restore_growing", "restore_fixed", "exchange")
+COPIES = ("copy_slot", "copy_growing", "copy_fixed", "restore_growing", "restore_fixed", "exchange")
 
 
 @pytest.mark.parametrize("error", [GenerationError("the copy failed"), slow(MemoryError())], ids=["typed", "no memory"])
@@ -330,7 +330,7 @@ def test_failing_copies_of_states_fail_only_the_requests_that_need_them(
         except GenerationError as found:
             errors.append(str(found))
     inject = False
-    assert {"copy_row", "restore_growing", "exchange"} <= injected
+    assert {"copy_slot", "restore_growing", "exchange"} <= injected
     assert 5 < len(errors) < 100
     assert all("the copy failed" in message or "no memory for a copy" in message for message in errors)
     for one, request in zip(given, requests, strict=True):

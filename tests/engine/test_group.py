@@ -22,7 +22,7 @@ def sequence_of(model: TopWModel, index: int, params: SequenceParams) -> Sequenc
 
 
 def group_of(rows: list[Sequence], width: int | None = None) -> Group:
-    sequences: list[Any] = [SimpleNamespace(row=place, state=row) for place, row in enumerate(rows)]
+    sequences: list[Any] = [SimpleNamespace(slot=place, state=row) for place, row in enumerate(rows)]
     return Group(sequences[::-1], len(rows) if width is None else width)
 
 

@@ -129,7 +129,7 @@ def test_a_task_that_is_cancelled_when_its_reservation_is_granted_ends(model: To
 def test_options_may_be_numpy_integers(model: TopWModel, kind: Any) -> None:
     options = {"max_batch": kind(2), "max_length": kind(20), "max_queue": kind(3), "prefill_budget": kind(1)}
     with Engine(model, **options) as engine:
-        assert (engine.stats().rows, len(engine.submit([5] * 8, ignore_eos=True).result(30).token_ids)) == (2, 12)
+        assert (engine.stats().slots, len(engine.submit([5] * 8, ignore_eos=True).result(30).token_ids)) == (2, 12)
     with pytest.raises(ParameterError, match=r"max_batch is 2\.0, but must be an integer >= 1"):
         Engine(model, max_batch=2.0)  # type: ignore[arg-type]
 

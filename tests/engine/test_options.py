@@ -20,12 +20,12 @@ from topw_deploy.runtime import TopWModel
     [
         ({"max_batch": 0}, "max_batch is 0, but must be an integer >= 1"),
         ({"max_batch": True}, "max_batch is True"),
-        ({"max_batch": 10**6}, "max_batch is 1000000, but an engine has at most 1024 rows; give at most that"),
-        ({"max_batch": 10**6, "kv_bytes": 10**8}, "max_batch is 1000000, but an engine has at most 1024 rows"),
+        ({"max_batch": 10**6}, "max_batch is 1000000, but an engine has at most 1024 slots; give at most that"),
+        ({"max_batch": 10**6, "kv_bytes": 10**8}, "max_batch is 1000000, but an engine has at most 1024 slots"),
         ({"max_length": CONTEXT + 1}, f"max_length is {CONTEXT + 1}, but the model's context holds {CONTEXT}"),
         ({"max_queue": -1}, "max_queue is -1, but must be an integer >= 0"),
         ({"prefill_budget": 0}, "prefill_budget is 0"),
-        ({"kv_bytes": 100}, "kv_bytes is 100 bytes, but a row of 96 tokens takes 18.4 kB; give more"),
+        ({"kv_bytes": 100}, "kv_bytes is 100 bytes, but a slot of 96 tokens takes 18.4 kB; give more"),
         ({"prefix_bytes": -1}, "prefix_bytes is -1, but must be an integer >= 0"),
         ({"reuse_prefixes": None}, "reuse_prefixes is None, but must be True or False"),
         ({"exact": 1}, "exact is 1, but must be True or False"),
@@ -53,7 +53,7 @@ def test_a_tensorrt_engine_of_fewer_rows_is_refused(opened: Open) -> None:  # no
 
 def test_rows_that_tensorrt_cannot_bind_are_refused(model: TopWModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model._session, "provider", "tensorrt", raising=False)
-    with pytest.raises(ParameterError, match="a row of a state takes 992 bytes, which is not a multiple of 256"):
+    with pytest.raises(ParameterError, match="a slot of a state takes 992 bytes, which is not a multiple of 256"):
         Engine(model, max_length=31)
     Engine(model, max_length=32).shutdown()
 
@@ -70,4 +70,4 @@ def test_the_cache_takes_the_bytes_of_its_rows(model: TopWModel, engine_of: NewE
     row = 2 * (8 + 16) * 4 * 32
     assert engine_of(model, max_batch=3, max_length=32).stats().cache_bytes == 3 * row
     limited = engine_of(model, max_batch=10**6, max_length=32, kv_bytes=5 * row + 1)
-    assert (limited.stats().rows, limited.stats().cache_bytes) == (5, 5 * row)
+    assert (limited.stats().slots, limited.stats().cache_bytes) == (5, 5 * row)

@@ -1,4 +1,4 @@
-"""How many tokens a prompt can reuse, which row it takes, and which snapshots stay stored."""
+"""How many tokens a prompt can reuse, which slot it takes, and which snapshots stay stored."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.support.samples import examples
-from topw_deploy.engine.prefixes import NO_TOKENS, ReusePolicy, RowPrefixes, Snapshots, shared_length
+from topw_deploy.engine.prefixes import NO_TOKENS, ReusePolicy, SlotPrefixes, Snapshots, shared_length
 
 
 def ids(text: str) -> np.ndarray:
@@ -30,20 +30,20 @@ def test_the_longest_shared_beginning_is_reusable(held: np.ndarray, wanted: np.n
     assert ReusePolicy(unit).reusable_count(held, wanted) == max(n for n, _ in shared if n % unit == 0)
 
 
-@given(held=texts, wanted=texts, stored=st.lists(texts), in_row=st.booleans())
+@given(held=texts, wanted=texts, stored=st.lists(texts), in_slot=st.booleans())
 @settings(max_examples=examples(200))
 def test_states_of_fixed_size_are_reusable_where_they_are_known(
-    held: np.ndarray, wanted: np.ndarray, stored: list[np.ndarray], in_row: bool
+    held: np.ndarray, wanted: np.ndarray, stored: list[np.ndarray], in_slot: bool
 ) -> None:
-    """After beginnings of both sequences for which they are stored, and after all tokens of a row."""
+    """After beginnings of both sequences for which they are stored, and after all tokens of a slot."""
     shared = beginnings(held) & beginnings(wanted)
-    known = {(len(tokens), bytes(tokens)) for tokens in [NO_TOKENS, *stored, *([held] if in_row else [])]}
+    known = {(len(tokens), bytes(tokens)) for tokens in [NO_TOKENS, *stored, *([held] if in_slot else [])]}
     lengths = [len(tokens) for tokens in stored if (len(tokens), bytes(tokens)) in beginnings(wanted)]
     longest = max(n for n, _ in shared & known)
-    by_engine = ReusePolicy(has_fixed_states=True, rows_have_fixed=in_row)
+    by_engine = ReusePolicy(has_fixed_states=True, slots_have_fixed=in_slot)
     assert by_engine.reusable_count(held, wanted, lengths) == longest
     by_holder = ReusePolicy(has_fixed_states=True)
-    assert by_holder.reusable_count(held, wanted, lengths, in_row=in_row) == longest
+    assert by_holder.reusable_count(held, wanted, lengths, in_slot=in_slot) == longest
 
 
 @pytest.mark.parametrize(("one", "other", "count"), [("", "ab", 0), ("abc", "abd", 2), ("ab", "abc", 2), ("b", "a", 0)])
@@ -52,32 +52,32 @@ def test_the_shared_length_counts_the_tokens_with_which_both_begin(one: str, oth
 
 
 @pytest.mark.parametrize(
-    ("rows", "row"),
+    ("slots", "slot"),
     [
-        (["", "abc", "abcd"], 2),  # the row that shares most tokens
-        (["", "abx", "axx"], 1),  # a row that loses fewer tokens than it shares
-        (["abxx", "ab", "abx"], 1),  # of the rows that share most, the one that loses fewest
-        (["xy", "abxxx", ""], 2),  # row 1 would lose more than it shares, so the first empty row
-        (["xy", "abxxx", "z"], 1),  # no row is empty, so the row that was released first
+        (["", "abc", "abcd"], 2),  # the slot that shares most tokens
+        (["", "abx", "axx"], 1),  # a slot that loses fewer tokens than it shares
+        (["abxx", "ab", "abx"], 1),  # of the slots that share most, the one that loses fewest
+        (["xy", "abxxx", ""], 2),  # slot 1 would lose more than it shares, so the first empty slot
+        (["xy", "abxxx", "z"], 1),  # no slot is empty, so the slot that was released first
         (["", "", ""], 0),
     ],
 )
-def test_a_prompt_takes_the_row_that_loses_least(rows: list[str], row: int) -> None:
-    prefixes = RowPrefixes(3, ReusePolicy())
-    prefixes.held = [ids(text) for text in rows]
+def test_a_prompt_takes_the_slot_that_loses_least(slots: list[str], slot: int) -> None:
+    prefixes = SlotPrefixes(3, ReusePolicy())
+    prefixes.held = [ids(text) for text in slots]
     for released in (1, 2, 0):
         prefixes.record_release(released)
-    assert prefixes.choose_row(ids("abcd"), [0, 1, 2]) == row
+    assert prefixes.choose_slot(ids("abcd"), [0, 1, 2]) == slot
 
 
-def test_rows_in_use_are_not_chosen_and_exchanged_rows_keep_their_tokens() -> None:
-    prefixes = RowPrefixes(3, ReusePolicy())
+def test_slots_in_use_are_not_chosen_and_exchanged_slots_keep_their_tokens() -> None:
+    prefixes = SlotPrefixes(3, ReusePolicy())
     prefixes.held = [ids("abcd"), ids("abc"), ids("x")]
-    assert prefixes.choose_row(ids("abcd"), [1, 2]) == 1
+    assert prefixes.choose_slot(ids("abcd"), [1, 2]) == 1
     prefixes.record_release(0)
     prefixes.exchange(0, 2)
-    assert prefixes.choose_row(ids("abcd"), [1, 2]) == 2
-    assert prefixes.rows_by_release() == [0, 1, 2]
+    assert prefixes.choose_slot(ids("abcd"), [1, 2]) == 2
+    assert prefixes.slots_by_release() == [0, 1, 2]
 
 
 def states_found(snapshots: Snapshots[str], *prompts: str) -> list[str]:

@@ -25,7 +25,7 @@ A_ROW = 2 * (8 + 16) * 4  # bytes of a token of the toy
 @pytest.fixture
 def no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the engine copy no rows, as on a device."""
-    monkeypatch.setattr(Batch, "copies_rows", False)
+    monkeypatch.setattr(Batch, "copies_slots", False)
 
 
 def ask(engine: Engine, prompt: list[int], new: int = 5, **given: Any) -> GenerationResult:

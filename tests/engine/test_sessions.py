@@ -142,7 +142,7 @@ def test_requests_continue_while_sessions_are_saved_and_loaded(
                 engine.load_session(tmp_path / name)
                 engine.save_session(SYSTEM, tmp_path / name)
             except GenerationError as error:
-                if "all rows are in use" not in str(error):
+                if "all slots are in use" not in str(error):
                     failed.append(error)
 
     (tmp_path / "1").write_bytes((tmp_path / "0").read_bytes())
@@ -167,7 +167,7 @@ def test_a_session_needs_room_in_host_memory_or_a_free_row(
     gate.open_at_message(engine)
     with pytest.raises(
         GenerationError,
-        match=r"takes 6\.8 kB, but prefix_bytes is 100 bytes and all rows are in use; create the engine with a higher",
+        match=r"takes 6\.8 kB, but prefix_bytes is 100 bytes and all slots are in use; create the engine with a higher",
     ):
         engine.load_session(saved)
     running.result(60)
@@ -199,13 +199,13 @@ def test_a_device_without_a_place_for_a_session_says_so(
     engine = engine_of(hashing, **options)
     ask(engine, prompt)
     engine.save_session(prompt, tmp_path / "session")
-    monkeypatch.setattr(Batch, "copies_rows", False)
+    monkeypatch.setattr(Batch, "copies_slots", False)
     with pytest.raises(GenerationError, match=r"exact engine on a device cannot load a session .* without exact=True"):
         engine_of(hashing, **options).load_session(tmp_path / "session")
     busy = engine_of(hashing, **{**options, "exact": False})
     running = busy.submit([FIRST + 2] * 3, max_new_tokens=9, ignore_eos=True, stopping_criteria=gate)
     gate.open_at_message(busy)
-    with pytest.raises(GenerationError, match="all rows are in use, and a device has no other place for a session"):
+    with pytest.raises(GenerationError, match="all slots are in use, and a device has no other place for a session"):
         busy.load_session(tmp_path / "session")
     running.result(60)
 

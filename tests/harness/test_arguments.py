@@ -72,7 +72,7 @@ def test_options_reach_the_model_the_engine_and_every_request() -> None:
 def test_the_context_may_be_shorter(opened: Open) -> None:
     model = opened(max_length=40, batch_size=2)
     assert model.max_length == 40
-    assert model._runner.engine.stats().rows == 2
+    assert model._runner.engine.stats().slots == 2
     with pytest.raises(ParameterError, match="max_length is 4000, but the model's context holds"):
         opened(max_length=4000)
 

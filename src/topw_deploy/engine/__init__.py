@@ -6,8 +6,8 @@ engine: the callers' face: options, `submit`, `stream`, sessions.
 request: what a caller holds of its sequences, and the sequences in the engine's thread.
 waiting: room for sequences, the thread that hands out events, asyncio callers.
 worker: the engine's thread.
-scheduler: which sequence has which row, and what an iteration runs.
-prefixes: which tokens rows and snapshots hold, and how prompts reuse them.
+scheduler: which sequence has which slot, and what an iteration runs.
+prefixes: which tokens slots and snapshots hold, and how prompts reuse them.
 batch: the arrays and bindings of the runs.
 
 session_file: files of saved sessions.

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, Unpack
 
 import numpy as np
 
-from topw_deploy.engine.batch import Batch, no_logits, row_bytes
+from topw_deploy.engine.batch import Batch, no_logits, slot_bytes
 from topw_deploy.engine.prefixes import Prefixes
 from topw_deploy.engine.request import EngineSequence, Event, Request
 from topw_deploy.engine.scheduler import Scheduler
@@ -37,8 +37,8 @@ from topw_deploy.text import decimal_size, short_repr
 
 Result = TypeVar("Result")
 
-MOST_ROWS = 1024
-"""Maximum rows: the engine compares each prompt with the tokens of every row, and keeps random numbers for all rows."""
+MOST_SLOTS = 1024
+"""Maximum slots: the engine compares each prompt with the tokens of every slot, and keeps random numbers for all."""
 _REMEDIES = {
     "concat": "export it again without --kv concat, or use TopWModel.generate",
     "shared": "export the original checkpoint with topw-export, or use TopWModel.generate",
@@ -48,27 +48,28 @@ _REMEDIES = {
 class Engine:
     """Continuous batching: requests of any threads and asyncio tasks share the steps of one model.
 
-    A request gets a row of the cache, with room for its prompt and all its new tokens, until it ends; requests join and
-    leave between steps. Each iteration reads at most one chunk of one prompt and runs one step of all decoding rows.
+    A request gets a slot of the cache, with room for its prompt and all its new tokens, until it ends; requests join
+    and leave between steps. Each iteration reads at most one chunk of one prompt and runs one step of all decoding
+    slots.
 
     model: opened with `TopWModel.from_pretrained`. It stays usable.
-    max_batch: number of rows, which is the number of sequences that run at once; at most 1024.
+    max_batch: number of slots, which is the number of sequences that run at once; at most 1024.
     max_length: maximum tokens of a sequence, including its prompt. None: the model's context.
     kv_bytes: maximum size of the cache; lowers `max_batch` if necessary.
-    max_queue: maximum number of sequences that wait for a row.
+    max_queue: maximum number of sequences that wait for a slot.
     when_full: what `submit` does if the queue is full: "error" raises QueueFullError, "wait" waits.
     prefill_budget: maximum tokens of a chunk. While a prompt is read, each step of the others takes longer by a chunk.
-    reuse_prefixes: whether a prompt starts after the longest beginning that it shares with the sequence of a row,
+    reuse_prefixes: whether a prompt starts after the longest beginning that it shares with the sequence of a slot,
         running or ended, instead of reading this beginning again. If a state has a fixed size (convolutions,
         recurrences, windows), the beginning must be a whole sequence, or end where states were stored in
         `prefix_bytes`.
-    prefix_bytes: maximum host memory for sequences whose rows other sequences took, for states of fixed size at the
+    prefix_bytes: maximum host memory for sequences whose slots other sequences took, for states of fixed size at the
         ends of chunks, and for loaded sessions. The least recently used is dropped first. Not used on devices.
     exact: whether a request gets the same bits whatever was reused and whatever runs beside it. If so, the engine
-        reuses only whole chunks of prompts, and runs all rows in every step; see docs/guide/engine.md.
+        reuses only whole chunks of prompts, and runs all slots in every step; see docs/guide/engine.md.
 
     Raises ParameterError for an invalid option, a cache of another form than `static`, or a TensorRT engine that was
-    built for fewer rows, and GenerationError if there is no memory for the cache.
+    built for fewer slots, and GenerationError if there is no memory for the cache.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Engine:
             raise ParameterError(
                 f"max_length is {length}, but the model's context holds {context}; give at most that.", "max_length"
             )
-        rows = _read_rows(max_batch, kv_bytes, decoder, length)
+        slots = _read_slots(max_batch, kv_bytes, decoder, length)
         queue, prefix_bytes = integer(0)("max_queue", max_queue), integer(0)("prefix_bytes", prefix_bytes)
         chunk = integer(1)("prefill_budget", prefill_budget)
         chunk = min(chunk, session.most_columns or chunk, decoder.most_columns or chunk)
@@ -107,24 +108,24 @@ class Engine:
         for name, value in (("reuse_prefixes", reuse_prefixes), ("exact", exact)):
             if not isinstance(value, bool):
                 raise ParameterError(f"{name} is {value!r}, but must be True or False.", name)
-        _check_tensorrt(session, decoder, rows, length)
+        _check_tensorrt(session, decoder, slots, length)
 
-        self._model, self._session, self._rows, self._length = model, session, rows, length
+        self._model, self._session, self._slots, self._length = model, session, slots, length
         self._waits_if_full = when_full == "wait"
         self._session_form = session_form(model.manifest, length, chunk if exact else 0)
         spec = logits_output(model.manifest)
         vocab_size = model.manifest.sampler.vocab_size
         new_logits = no_logits if spec is None else partial(LogitsBuffer, spec, vocab=vocab_size)
-        self._batch = Batch(session, decoder, rows, length, new_logits)
+        self._batch = Batch(session, decoder, slots, length, new_logits)
         self._scheduler: Scheduler[EngineSequence] = Scheduler(
-            rows, chunk, decoding_only=decoder.evicts, moves_rows=self._batch.copies_rows, runs_all_rows=exact
+            slots, chunk, decoding_only=decoder.evicts, moves_slots=self._batch.copies_slots, runs_all_slots=exact
         )
         self._prefixes = Prefixes(
-            self._batch, decoder, rows, chunk, is_enabled=reuse_prefixes, max_bytes=prefix_bytes, exact=exact
+            self._batch, decoder, slots, chunk, is_enabled=reuse_prefixes, max_bytes=prefix_bytes, exact=exact
         )
-        self._capacity = Capacity(rows + queue)
+        self._capacity = Capacity(slots + queue)
         self._worker = EngineWorker(self._batch, self._scheduler, self._prefixes, self._capacity)
-        self.limits = replace(model.limits, max_length=length, sequences=rows + queue, opened_as="engine")
+        self.limits = replace(model.limits, max_length=length, sequences=slots + queue, opened_as="engine")
         self._shutdown_lock = threading.Lock()
         self._is_stopped = False
         self._waker: LoopWaker | None = None
@@ -249,7 +250,7 @@ class Engine:
     def load_session(self, path: str | Path) -> SessionInfo:
         """Load a file written by `save_session` of the same export. Prompts that begin with its tokens then reuse them.
 
-        The states count towards `prefix_bytes`; if they are larger, they go into a free row.
+        The states count towards `prefix_bytes`; if they are larger, they go into a free slot.
 
         Raises SessionFileError for a file that is damaged, from another export, longer than `max_length`, or, if this
         engine is exact, from an engine with other chunks. Raises GenerationError if there is no room, or after `drain`
@@ -258,15 +259,15 @@ class Engine:
         self._check_reuse("load_session")
         self._capacity.check_open()
         tokens, states, info = read_session(path, self._session_form)
-        self._call(lambda: self._prefixes.load(tokens, states, self._scheduler.free_rows))
+        self._call(lambda: self._prefixes.load(tokens, states, self._scheduler.free_slots))
         return info
 
     def stats(self) -> EngineStats:
         """The engine's state, and its totals so far. Any thread may call this, also after `shutdown`."""
-        in_use = self._scheduler.rows_in_use
+        in_use = self._scheduler.slots_in_use
         return replace(
             self._worker.stats,
-            rows=self._rows,
+            slots=self._slots,
             in_use=in_use,
             queued=max(0, self._capacity.sequences - in_use),
             cache_bytes=self._batch.bytes,
@@ -479,40 +480,40 @@ class _FirstLogits(Scores):
         self.logits = np.array(logits, np.float32)
 
 
-def _read_rows(max_batch: int, kv_bytes: int | None, decoder: DecoderInfo, length: int) -> int:
-    """Returns the number of rows. Raises ParameterError if `kv_bytes` has no room for one, or there are too many."""
-    rows = max_batch = integer(1)("max_batch", max_batch)
+def _read_slots(max_batch: int, kv_bytes: int | None, decoder: DecoderInfo, length: int) -> int:
+    """Returns the number of slots. Raises ParameterError if `kv_bytes` has no room for one, or there are too many."""
+    slots = max_batch = integer(1)("max_batch", max_batch)
     if kv_bytes is not None:
-        bytes_per_row = row_bytes(decoder, max(length, decoder.buffer_least))
+        bytes_per_slot = slot_bytes(decoder, max(length, decoder.buffer_least))
         kv_bytes = integer(1)("kv_bytes", kv_bytes)
-        rows = min(rows, kv_bytes // max(bytes_per_row, 1))
-        if not rows:
+        slots = min(slots, kv_bytes // max(bytes_per_slot, 1))
+        if not slots:
             raise ParameterError(
-                f"kv_bytes is {decimal_size(kv_bytes)}, but a row of {length} tokens takes "
-                f"{decimal_size(bytes_per_row)}; give more, or a smaller max_length.",
+                f"kv_bytes is {decimal_size(kv_bytes)}, but a slot of {length} tokens takes "
+                f"{decimal_size(bytes_per_slot)}; give more, or a smaller max_length.",
                 "kv_bytes",
                 "max_length",
             )
-    if rows > MOST_ROWS:
+    if slots > MOST_SLOTS:
         raise ParameterError(
-            f"max_batch is {max_batch}, but an engine has at most {MOST_ROWS} rows; give at most that, and a higher "
+            f"max_batch is {max_batch}, but an engine has at most {MOST_SLOTS} slots; give at most that, and a higher "
             "max_queue for sequences that wait.",
             "max_batch",
         )
-    return rows
+    return slots
 
 
-def _check_tensorrt(session: Session, decoder: DecoderInfo, rows: int, length: int) -> None:
-    """Raises ParameterError for a TensorRT engine that was built for fewer rows, or that cannot bind single rows."""
-    if session.most_rows is not None and rows > session.most_rows:
+def _check_tensorrt(session: Session, decoder: DecoderInfo, slots: int, length: int) -> None:
+    """Raises ParameterError for a TensorRT engine that was built for fewer slots, or that cannot bind single slots."""
+    if session.most_rows is not None and slots > session.most_rows:
         raise ParameterError(
-            f"max_batch is {rows}, but the TensorRT engine was built for {session.most_rows}; give at most that, or "
+            f"max_batch is {slots}, but the TensorRT engine was built for {session.most_rows}; give at most that, or "
             "build it again with a higher --max-batch."
         )
     sizes = [state.row_bytes(max(length, decoder.buffer_least)) for state in decoder.states]
     unaligned = next((size for size in sizes if size % ALIGNMENT), None)
-    if session.provider == "tensorrt" and rows > 1 and unaligned is not None:
+    if session.provider == "tensorrt" and slots > 1 and unaligned is not None:
         raise ParameterError(
-            f"a row of a state takes {unaligned} bytes, which is not a multiple of {ALIGNMENT}, so TensorRT cannot "
-            "read a prompt into one of several rows; give max_batch=1, or open the model with another provider."
+            f"a slot of a state takes {unaligned} bytes, which is not a multiple of {ALIGNMENT}, so TensorRT cannot "
+            "read a prompt into one of several slots; give max_batch=1, or open the model with another provider."
         )

@@ -1,17 +1,18 @@
 """Prefix reuse: starts prompts after tokens that the cache or a snapshot already holds.
 
-A free row keeps its last sequence until another request takes it. A request takes the free row that holds most of its
-prompt. Before its first chunk, more of the prompt may be copied from another row, or restored from a snapshot. The
-tokens that a row then loses are stored as a snapshot, if `prefix_bytes` has room.
+A free slot keeps its last sequence until another request takes it. A request takes the free slot that holds most of its
+prompt. Before its first chunk, more of the prompt may be copied from another slot, or restored from a snapshot. The
+tokens that a slot then loses are stored as a snapshot, if `prefix_bytes` has room.
 
 States of fixed size cannot be rolled back to an earlier token. If `prefix_bytes` has room, they are stored at the end
-of every chunk; the keys and values of the same tokens may be in any row or snapshot.
+of every chunk; the keys and values of the same tokens may be in any slot or snapshot.
 
-A row that takes part in a step without decoding writes one slot: the slot after its tokens.
+A slot that takes part in a step without decoding writes one position: the one after its tokens.
 
-Tokens are int64 [n]. A row or snapshot holds tokens if it has their states, from position 0 on. "Growing" states have a
-token axis and so include the states of every beginning of the tokens. States of fixed size (convolutions, recurrences,
-windows) are known only after certain tokens: after all tokens of a row, and where a snapshot of them was stored.
+Tokens are int64 [n]. A slot or snapshot holds tokens if it has their states, from position 0 on. "Growing" states have
+a token axis and so include the states of every beginning of the tokens. States of fixed size (convolutions,
+recurrences, windows) are known only after certain tokens: after all tokens of a slot, and where a snapshot of them was
+stored.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from topw_deploy.engine.batch import Batch, row_bytes
+from topw_deploy.engine.batch import Batch, slot_bytes
 from topw_deploy.errors import GenerationError
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.text import decimal_size
@@ -52,68 +53,68 @@ class ReusePolicy:
 
     unit: the number of reused tokens is a multiple of this.
     has_fixed_states: whether the model has states of fixed size.
-    rows_have_fixed: whether a row has the states of fixed size after the tokens that it holds.
+    slots_have_fixed: whether a slot has the states of fixed size after the tokens that it holds.
     """
 
-    def __init__(self, unit: int = 1, *, has_fixed_states: bool = False, rows_have_fixed: bool = True) -> None:
-        self._unit, self.has_fixed_states, self.rows_have_fixed = unit, has_fixed_states, rows_have_fixed
+    def __init__(self, unit: int = 1, *, has_fixed_states: bool = False, slots_have_fixed: bool = True) -> None:
+        self._unit, self.has_fixed_states, self.slots_have_fixed = unit, has_fixed_states, slots_have_fixed
 
     def round_down(self, tokens: int) -> int:
         """The largest multiple of `unit` up to `tokens`."""
         return tokens - tokens % self._unit
 
     def reusable_count(
-        self, held: np.ndarray, wanted: np.ndarray, fixed_lengths: Sequence[int] = (), *, in_row: bool = True
+        self, held: np.ndarray, wanted: np.ndarray, fixed_lengths: Sequence[int] = (), *, in_slot: bool = True
     ) -> int:
         """The number of tokens of `held` that can be reused for `wanted`.
 
         fixed_lengths: lengths of the beginnings of `wanted` after which states of fixed size are stored.
-        in_row: whether a row holds `held`; otherwise a snapshot.
+        in_slot: whether a slot holds `held`; otherwise a snapshot.
         """
         shared = shared_length(held, wanted)
         if not self.has_fixed_states:
             return self.round_down(shared)
-        if in_row and self.rows_have_fixed and shared == len(held):
+        if in_slot and self.slots_have_fixed and shared == len(held):
             return shared
         return max((length for length in fixed_lengths if length <= shared), default=0)
 
 
-class RowPrefixes:
-    """The tokens that each row holds, and which row a new prompt should take.
+class SlotPrefixes:
+    """The tokens that each slot holds, and which slot a new prompt should take.
 
-    held: row -> tokens.
+    held: slot -> tokens.
     """
 
-    def __init__(self, rows: int, policy: ReusePolicy) -> None:
-        self.held = [NO_TOKENS] * rows
+    def __init__(self, slots: int, policy: ReusePolicy) -> None:
+        self.held = [NO_TOKENS] * slots
         self._policy = policy
-        self._release_numbers = [0] * rows  # a row with a larger number was released later
+        self._release_numbers = [0] * slots  # a slot with a larger number was released later
         self._releases = 0
 
-    def record_release(self, row: int) -> None:
-        """Record that a row became free now."""
+    def record_release(self, slot: int) -> None:
+        """Record that a slot became free now."""
         self._releases += 1
-        self._release_numbers[row] = self._releases
+        self._release_numbers[slot] = self._releases
 
     def exchange(self, one: int, other: int) -> None:
-        """Record that two rows were exchanged."""
+        """Record that two slots were exchanged."""
         held, numbers = self.held, self._release_numbers
         held[one], held[other] = held[other], held[one]
         numbers[one], numbers[other] = numbers[other], numbers[one]
 
-    def rows_by_release(self) -> list[int]:
-        """All rows, in the order in which they were released."""
+    def slots_by_release(self) -> list[int]:
+        """All slots, in the order in which they were released."""
         return sorted(range(len(self.held)), key=self._release_numbers.__getitem__)
 
-    def choose_row(self, wanted: np.ndarray, free: Sequence[int], fixed_lengths: Sequence[int] = ()) -> int:
-        """The free row with the most reusable tokens, unless it would lose more tokens than that; among equals, the one
-        that loses fewest. Otherwise the first empty row, else the row released first.
+    def choose_slot(self, wanted: np.ndarray, free: Sequence[int], fixed_lengths: Sequence[int] = ()) -> int:
+        """The free slot with the most reusable tokens, unless it would lose more tokens than that; among equals, the
+        one that loses fewest. Otherwise the first empty slot, else the slot released first.
         """
-        reusable = {row: self._policy.reusable_count(self.held[row], wanted, fixed_lengths) for row in free}
-        row = max(free, key=lambda row: (reusable[row], -len(self.held[row])))
-        if reusable[row] and 2 * reusable[row] >= len(self.held[row]):
-            return row
-        return min(free, key=lambda row: (self._release_numbers[row] if len(self.held[row]) else 0, row))
+        reusable = {slot: self._policy.reusable_count(self.held[slot], wanted, fixed_lengths) for slot in free}
+        slot = max(free, key=lambda slot: (reusable[slot], -len(self.held[slot])))
+        if reusable[slot] and 2 * reusable[slot] >= len(self.held[slot]):
+            return slot
+        return min(free, key=lambda slot: (self._release_numbers[slot] if len(self.held[slot]) else 0, slot))
 
 
 @dataclass(slots=True)
@@ -169,7 +170,7 @@ class Snapshots:
         Returns (number of these tokens, the states), or None for fewer than `least` tokens.
         """
         reusable = {
-            number: self._policy.reusable_count(snapshot.tokens, wanted, fixed_lengths, in_row=False)
+            number: self._policy.reusable_count(snapshot.tokens, wanted, fixed_lengths, in_slot=False)
             for number, snapshot in self._snapshots.items()
             if not snapshot.is_fixed
         }
@@ -216,18 +217,18 @@ class _KnownPrefix:
     """The longest beginning of a prompt whose states are known.
 
     tokens: its length.
-    row: the row with its growing states; None if `growing` has them.
-    fixed: its states of fixed size; None for those of `row`.
+    slot: the slot with its growing states; None if `growing` has them.
+    fixed: its states of fixed size; None for those of `slot`.
     """
 
     tokens: int
-    row: int | None = None
+    slot: int | None = None
     growing: list[np.ndarray] | None = None
     fixed: list[np.ndarray] | None = None
 
 
 class Prefixes:
-    """Records which rows and snapshots hold which tokens, and lets prompts reuse them.
+    """Records which slots and snapshots hold which tokens, and lets prompts reuse them.
 
     Used only by the engine's thread.
 
@@ -235,14 +236,14 @@ class Prefixes:
     is_enabled: whether prompts reuse tokens.
     max_bytes: maximum size of all snapshots.
     exact: see `Engine`.
-    decoding_tokens: function from a row to all tokens that it holds, or None if it is not decoding.
+    decoding_tokens: function from a slot to all tokens that it holds, or None if it is not decoding.
     """
 
     def __init__(
         self,
         batch: Batch,
         decoder: DecoderInfo,
-        rows: int,
+        slots: int,
         chunk: int,
         *,
         is_enabled: bool = True,
@@ -250,42 +251,42 @@ class Prefixes:
         exact: bool = False,
     ) -> None:
         self._batch, self._decoder, self._exact, self.is_enabled = batch, decoder, exact, is_enabled
-        self.decoding_tokens: Callable[[int], np.ndarray | None] = lambda row: None
+        self.decoding_tokens: Callable[[int], np.ndarray | None] = lambda slot: None
         self._has_growing = any(state.grows for state in decoder.states)
-        # A row of an exact engine goes past the last multiple of a chunk, so its states are not known at a multiple.
+        # A slot of an exact engine goes past the last multiple of a chunk, so its states are not known at a multiple.
         unit = chunk if exact else 1
-        self._policy = ReusePolicy(unit, has_fixed_states=decoder.recurs, rows_have_fixed=not exact)
+        self._policy = ReusePolicy(unit, has_fixed_states=decoder.recurs, slots_have_fixed=not exact)
         self._fixed_bytes = sum(state.row_bytes(0) for state in decoder.states if not state.grows)
-        self._stores_fixed = decoder.recurs and batch.copies_rows and max_bytes > 0
-        self._prefixes = RowPrefixes(rows, self._policy)
+        self._stores_fixed = decoder.recurs and batch.copies_slots and max_bytes > 0
+        self._prefixes = SlotPrefixes(slots, self._policy)
         self._snapshots: Snapshots = Snapshots(max_bytes, self._policy)
 
-    def choose_row(self, wanted: np.ndarray, free: Sequence[int]) -> int:
-        """The free row for a prompt. wanted: see `restore_prefix`."""
-        return self._prefixes.choose_row(wanted, free, self._snapshots.fixed_lengths(wanted))
+    def choose_slot(self, wanted: np.ndarray, free: Sequence[int]) -> int:
+        """The free slot for a prompt. wanted: see `restore_prefix`."""
+        return self._prefixes.choose_slot(wanted, free, self._snapshots.fixed_lengths(wanted))
 
-    def restore_prefix(self, row: int, wanted: np.ndarray) -> int:
-        """Put the states of the longest known prefix of a prompt into its row. Returns the prefix's length.
+    def restore_prefix(self, slot: int, wanted: np.ndarray) -> int:
+        """Put the states of the longest known prefix of a prompt into its slot. Returns the prefix's length.
 
         wanted: the tokens of the prompt that may be reused.
         """
         if not self.is_enabled:
             return 0
-        held = self._prefixes.held[row]
-        known = self._find_longest(wanted, row)
+        held = self._prefixes.held[slot]
+        known = self._find_longest(wanted, slot)
         tokens = known.tokens
         if shared_length(held, wanted[:tokens]) < len(held):
-            self._store_row(row)
-        elif self._policy.rows_have_fixed:
-            self._store_fixed(held, lambda: self._batch.copy_fixed(row))  # now, because the next chunk changes them
+            self._store_slot(slot)
+        elif self._policy.slots_have_fixed:
+            self._store_fixed(held, lambda: self._batch.copy_fixed(slot))  # now, because the next chunk changes them
         if known.growing is not None:
-            self._batch.restore_growing(row, known.growing, tokens)
-        elif known.row is not None and known.row != row:
-            self._batch.copy_row(known.row, row, tokens)
+            self._batch.restore_growing(slot, known.growing, tokens)
+        elif known.slot is not None and known.slot != slot:
+            self._batch.copy_slot(known.slot, slot, tokens)
         if known.fixed is not None:
-            self._batch.restore_fixed(row, known.fixed)
-        self._prefixes.held[row] = wanted[:tokens]
-        self._batch.keep_tokens(row, tokens)
+            self._batch.restore_fixed(slot, known.fixed)
+        self._prefixes.held[slot] = wanted[:tokens]
+        self._batch.keep_tokens(slot, tokens)
         return tokens
 
     def branch_position(self, wanted: np.ndarray, start: int) -> int:
@@ -296,49 +297,49 @@ class Prefixes:
         """
         if not (self.is_enabled and self._stores_fixed) or self._exact:
             return 0
-        in_rows = (shared_length(self._tokens_in(row, wanted), wanted) for row in range(len(self._prefixes.held)))
-        shared = max(self._snapshots.longest_shared(wanted), *in_rows)
+        in_slots = (shared_length(self._tokens_in(slot, wanted), wanted) for slot in range(len(self._prefixes.held)))
+        shared = max(self._snapshots.longest_shared(wanted), *in_slots)
         return shared if shared - start >= LEAST_GAIN else 0
 
-    def record_read(self, row: int, tokens: np.ndarray, *, is_finite: bool = True) -> None:
-        """Record that a row holds `tokens`, the beginning of its prompt.
+    def record_read(self, slot: int, tokens: np.ndarray, *, is_finite: bool = True) -> None:
+        """Record that a slot holds `tokens`, the beginning of its prompt.
 
         is_finite: whether its states are finite, as far as known; others are not stored.
         """
         if self.is_enabled:
             count = self._policy.round_down(len(tokens))
-            self._prefixes.held[row] = tokens[:count]
+            self._prefixes.held[slot] = tokens[:count]
             if is_finite and count == len(tokens):
-                self._store_fixed(tokens, lambda: self._batch.copy_fixed(row))
+                self._store_fixed(tokens, lambda: self._batch.copy_fixed(slot))
 
-    def release_row(self, row: int, tokens: np.ndarray | None) -> None:
-        """Record that a row is free. tokens: the tokens that it holds; None for those passed to `record_read`."""
+    def release_slot(self, slot: int, tokens: np.ndarray | None) -> None:
+        """Record that a slot is free. tokens: the tokens that it holds; None for those passed to `record_read`."""
         if tokens is not None and self.is_enabled and not (self._exact and len(tokens)):
-            self._prefixes.held[row] = tokens
-        self._prefixes.record_release(row)
-        self._batch.keep_tokens(row, len(self._prefixes.held[row]))
+            self._prefixes.held[slot] = tokens
+        self._prefixes.record_release(slot)
+        self._batch.keep_tokens(slot, len(self._prefixes.held[slot]))
 
-    def has_tokens(self, row: int) -> bool:
-        """Whether a row holds tokens that a prompt may reuse."""
-        return len(self._prefixes.held[row]) > 0
+    def has_tokens(self, slot: int) -> bool:
+        """Whether a slot holds tokens that a prompt may reuse."""
+        return len(self._prefixes.held[slot]) > 0
 
     def exchange(self, one: int, other: int) -> None:
-        """Record that two rows were exchanged."""
+        """Record that two slots were exchanged."""
         self._prefixes.exchange(one, other)
 
     def shrink_buffers(self, wanted: np.ndarray) -> None:
-        """Store what rows hold and shorten the buffers again, if that makes steps cheaper.
+        """Store what slots hold and shorten the buffers again, if that makes steps cheaper.
 
-        Does nothing if the next prompt reuses half of their length. Call this only while no row is in use.
+        Does nothing if the next prompt reuses half of their length. Call this only while no slot is in use.
         """
         fixed_lengths = self._snapshots.fixed_lengths(wanted)
         reusable = max(self._policy.reusable_count(held, wanted, fixed_lengths) for held in self._prefixes.held)
-        if not self._batch.can_shrink or 2 * reusable >= self._batch.slots:
+        if not self._batch.can_shrink or 2 * reusable >= self._batch.room:
             return
-        for row in self._prefixes.rows_by_release():
-            self._store_row(row)
-            self._prefixes.held[row] = NO_TOKENS
-            self._batch.keep_tokens(row, 0)
+        for slot in self._prefixes.slots_by_release():
+            self._store_slot(slot)
+            self._prefixes.held[slot] = NO_TOKENS
+            self._batch.keep_tokens(slot, 0)
         self._batch.shrink()
 
     def longest_states(self, tokens: np.ndarray) -> tuple[int, list[np.ndarray]]:
@@ -356,9 +357,9 @@ class Prefixes:
         growing, fixed = known.growing, known.fixed
         try:
             if growing is None:
-                growing = [] if known.row is None else self._batch.copy_growing(known.row, known.tokens)
+                growing = [] if known.slot is None else self._batch.copy_growing(known.slot, known.tokens)
             if fixed is None:
-                fixed = [] if known.row is None else self._batch.copy_fixed(known.row)
+                fixed = [] if known.slot is None else self._batch.copy_fixed(known.slot)
         except MemoryError:
             raise GenerationError(
                 f"there is no memory for a copy of {known.tokens} tokens; end requests first."
@@ -366,7 +367,7 @@ class Prefixes:
         return known.tokens, [*fixed, *growing]
 
     def load(self, tokens: np.ndarray, states: Sequence[np.ndarray], free: Sequence[int]) -> None:
-        """Store the states that `longest_states` returned for `tokens`, or put them into one of the `free` rows.
+        """Store the states that `longest_states` returned for `tokens`, or put them into one of the `free` slots.
 
         Raises GenerationError if neither has room.
         """
@@ -379,77 +380,77 @@ class Prefixes:
             self._store_fixed(tokens, lambda: fixed)
             return
         if not free or (self._exact and self._policy.has_fixed_states):
-            raise self._no_room(tokens, has_free_row=bool(free))
-        row = self._prefixes.choose_row(tokens, free, self._snapshots.fixed_lengths(tokens))
-        self._store_row(row)
-        self._prefixes.held[row] = NO_TOKENS
-        self._batch.restore_growing(row, growing, len(tokens))
-        self._batch.restore_fixed(row, fixed)
-        self._prefixes.held[row] = tokens
-        self._prefixes.record_release(row)
+            raise self._no_room(tokens, has_free_slot=bool(free))
+        slot = self._prefixes.choose_slot(tokens, free, self._snapshots.fixed_lengths(tokens))
+        self._store_slot(slot)
+        self._prefixes.held[slot] = NO_TOKENS
+        self._batch.restore_growing(slot, growing, len(tokens))
+        self._batch.restore_fixed(slot, fixed)
+        self._prefixes.held[slot] = tokens
+        self._prefixes.record_release(slot)
 
-    def _no_room(self, tokens: np.ndarray, has_free_row: bool) -> GenerationError:
-        """The error for a session that fits neither host memory nor a row."""
-        if not self._batch.copies_rows:
-            if has_free_row:
+    def _no_room(self, tokens: np.ndarray, has_free_slot: bool) -> GenerationError:
+        """The error for a session that fits neither host memory nor a slot."""
+        if not self._batch.copies_slots:
+            if has_free_slot:
                 return GenerationError(
                     "an exact engine on a device cannot load a session of a model with states of fixed size; create "
                     "the engine without exact=True.",
                     "exact",
                 )
-            return GenerationError("all rows are in use, and a device has no other place for a session; end requests.")
+            return GenerationError("all slots are in use, and a device has no other place for a session; end requests.")
         size = decimal_size(self._snapshot_bytes(tokens))
         return GenerationError(
             f"the session takes {size}, but prefix_bytes is {decimal_size(self._snapshots.max_bytes)}"
-            f"{'' if has_free_row else ' and all rows are in use'}; create the engine with a higher prefix_bytes.",
+            f"{'' if has_free_slot else ' and all slots are in use'}; create the engine with a higher prefix_bytes.",
             "prefix_bytes",
         )
 
-    def _find_longest(self, wanted: np.ndarray, row: int | None = None) -> _KnownPrefix:
-        """Find the longest known beginning of `wanted`. row: the row into which it will be put; None for a copy."""
+    def _find_longest(self, wanted: np.ndarray, slot: int | None = None) -> _KnownPrefix:
+        """Find the longest known beginning of `wanted`. slot: the slot into which it will be put; None for a copy."""
         policy, fixed_lengths = self._policy, self._snapshots.fixed_lengths(wanted)
-        best, row_has_fixed = _KnownPrefix(0), False
-        rows: list[int] = list(range(len(self._prefixes.held)))
-        if row is not None:
-            others = [other for other in rows if other != row]
-            rows = [row, *others] if self._batch.copies_rows else [row]
-        for other in rows:
-            held = self._prefixes.held[row] if other == row else self._tokens_in(other, wanted)
+        best, slot_has_fixed = _KnownPrefix(0), False
+        slots: list[int] = list(range(len(self._prefixes.held)))
+        if slot is not None:
+            others = [other for other in slots if other != slot]
+            slots = [slot, *others] if self._batch.copies_slots else [slot]
+        for other in slots:
+            held = self._prefixes.held[slot] if other == slot else self._tokens_in(other, wanted)
             reusable = policy.reusable_count(held, wanted, fixed_lengths)
             if reusable > best.tokens:
                 best = _KnownPrefix(reusable, other)
-                row_has_fixed = policy.rows_have_fixed and reusable == len(held)
+                slot_has_fixed = policy.slots_have_fixed and reusable == len(held)
         stored = self._snapshots.find_growing(wanted, best.tokens + 1, fixed_lengths)
         if stored is not None:
-            best, row_has_fixed = _KnownPrefix(stored[0], growing=stored[1]), False
+            best, slot_has_fixed = _KnownPrefix(stored[0], growing=stored[1]), False
         if not self._has_growing and max(fixed_lengths, default=0) > best.tokens:
-            best, row_has_fixed = _KnownPrefix(max(fixed_lengths)), False
-        if best.tokens and policy.has_fixed_states and not row_has_fixed:
+            best, slot_has_fixed = _KnownPrefix(max(fixed_lengths)), False
+        if best.tokens and policy.has_fixed_states and not slot_has_fixed:
             best.fixed = self._snapshots.find_fixed(wanted[: best.tokens])
         return best
 
-    def _tokens_in(self, row: int, wanted: np.ndarray) -> np.ndarray:
-        """The tokens that a row holds. Those that a decoding row drew are looked up only if `wanted` may share them."""
-        held = self._prefixes.held[row]
+    def _tokens_in(self, slot: int, wanted: np.ndarray) -> np.ndarray:
+        """The tokens that a slot holds. Those that it drew are looked up only if `wanted` may share them."""
+        held = self._prefixes.held[slot]
         if self._exact or not len(held) or shared_length(held, wanted) < len(held):
             return held
-        decoding = self.decoding_tokens(row)
+        decoding = self.decoding_tokens(slot)
         return held if decoding is None else decoding
 
-    def _store_row(self, row: int) -> None:
-        """Store the tokens that a row holds, unless another row or a snapshot can be used instead."""
-        tokens = self._prefixes.held[row]
+    def _store_slot(self, slot: int) -> None:
+        """Store the tokens that a slot holds, unless another slot or a snapshot can be used instead."""
+        tokens = self._prefixes.held[slot]
         if not self._fits_snapshots(tokens):
             return
-        others = (held for other, held in enumerate(self._prefixes.held) if other != row)
+        others = (held for other, held in enumerate(self._prefixes.held) if other != slot)
         if not any(begins_with(held, tokens) for held in others):
-            self._store_growing(tokens, lambda: self._batch.copy_growing(row, len(tokens)))
-        if self._policy.rows_have_fixed:
-            self._store_fixed(tokens, lambda: self._batch.copy_fixed(row))
+            self._store_growing(tokens, lambda: self._batch.copy_growing(slot, len(tokens)))
+        if self._policy.slots_have_fixed:
+            self._store_fixed(tokens, lambda: self._batch.copy_fixed(slot))
 
     def _fits_snapshots(self, tokens: np.ndarray) -> bool:
         """Whether all states of `tokens` fit into host memory together."""
-        return self._batch.copies_rows and self._snapshot_bytes(tokens) <= self._snapshots.max_bytes
+        return self._batch.copies_slots and self._snapshot_bytes(tokens) <= self._snapshots.max_bytes
 
     def _snapshot_bytes(self, tokens: np.ndarray) -> int:
         """Bytes of all snapshots that store the states of `tokens`."""
@@ -458,7 +459,7 @@ class Prefixes:
 
     def _growing_bytes(self, tokens: np.ndarray) -> int:
         """Bytes of a snapshot of growing states."""
-        return row_bytes(self._decoder, len(tokens)) - self._fixed_bytes + tokens.nbytes
+        return slot_bytes(self._decoder, len(tokens)) - self._fixed_bytes + tokens.nbytes
 
     def _store_growing(self, tokens: np.ndarray, copy_states: Callable[[], list[np.ndarray]]) -> None:
         size = self._growing_bytes(tokens)

@@ -250,7 +250,7 @@ class EngineSequence(ScheduledSequence):
     prefill_began_at: time.perf_counter() before its first chunk; None until then.
     cached_tokens: tokens of the prompt that were reused instead of read.
     first_outputs: the outputs of the run that read the prompt's last chunk; None until then.
-    spans: (row, first step) for each row that it decoded in, in order.
+    spans: (slot, first step) for each slot that it decoded in, in order.
     first_token_at: time.perf_counter() at its first token.
     has_ended: whether its result was handed over, or is about to be.
     """
@@ -268,7 +268,7 @@ class EngineSequence(ScheduledSequence):
         self.has_ended = False
 
     def tokens_in_cache(self, outputs: TokenOutputs) -> np.ndarray:
-        """The tokens in its row while it decodes: all but the last drawn one, int64 [n]."""
+        """The tokens in its slot while it decodes: all but the last drawn one, int64 [n]."""
         prompt = np.array(self.state.fed_prompt, np.int64) if self.state.discarded_draws else self.prompt
         return np.concatenate([prompt, outputs.array("next_token")])[:-1]
 
@@ -295,14 +295,14 @@ class Group:
     While every token only lengthens its sequence, the group counts the tokens and `settle` adds them later: each run
     evicts the sequences from the CPU cache, so touching them in every step is slow.
 
-    sequences: in the order of their rows.
+    sequences: in the order of their slots.
     has_scores: whether a sequence has log-probabilities.
     can_pass: whether `passes` can return True.
     """
 
     def __init__(self, sequences: Sequence[EngineSequence], width: int) -> None:
-        """width: number of rows of a step."""
-        self.sequences = sorted(sequences, key=lambda sequence: sequence.row)
+        """width: number of slots of a step."""
+        self.sequences = sorted(sequences, key=lambda sequence: sequence.slot)
         self._states = [sequence.state for sequence in self.sequences]
         self.has_scores = any(state.scores is not None for state in self._states)
         self.can_pass = len(sequences) == width and all(state.is_plain for state in self._states)
@@ -315,7 +315,7 @@ class Group:
 
         Otherwise counts nothing and returns False. Make a new group then.
 
-        tokens: of all rows of a step.
+        tokens: of all slots of a step.
         """
         if self._fewest_left <= 1 or min(tokens) < 0 or not self._ends.isdisjoint(tokens):
             return False

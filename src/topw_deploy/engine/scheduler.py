@@ -1,17 +1,17 @@
-"""Which sequence has which row, whose prompt is read next, and which rows a step runs. Needs no session or threads.
+"""Which sequence has which slot, whose prompt is read next, and which slots a step runs. Needs no session or threads.
 
 One iteration of the engine calls, in this order:
 
-    admit()        sequences that get a row now
+    admit()        sequences that get a slot now
     next_chunk()   at most one chunk of one prompt; after its run `record_read`
-    arrange()      rows to exchange, so that the step is narrow
-    width          rows 0 .. width - 1 take part in the step
+    arrange()      slots to exchange, so that the step is narrow
+    width          slots 0 .. width - 1 take part in the step
 
-and `end` for each sequence that ended. So a decoding row waits for at most one chunk per step.
+and `end` for each sequence that ended. So a decoding slot waits for at most one chunk per step.
 
-Rows are assigned first come, first served. Among the prompts being read, chunks alternate between the oldest prompt and
-the one with the fewest tokens left. A short prompt therefore waits for about one chunk of a long one. The oldest prompt
-gets at least every second chunk: a prompt of n chunks is read at most 2 n iterations after it became the oldest.
+Slots are assigned first come, first served. Among the prompts being read, chunks alternate between the oldest prompt
+and the one with the fewest tokens left. A short prompt therefore waits for about one chunk of a long one. The oldest
+prompt gets at least every second chunk: a prompt of n chunks is read at most 2 n iterations after it became the oldest.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-WAITING = -1  # the row of a sequence that has none
+WAITING = -1  # the slot of a sequence that has none
 
 
 class ScheduledSequence:
-    """A sequence that the scheduler gives a row: first its prompt is read, then it decodes.
+    """A sequence that the scheduler gives a slot: first its prompt is read, then it decodes.
 
     prompt_tokens: length of the prompt, at least 1.
     read_tokens: number of tokens of the prompt that are in the cache.
     branch_position: a position of the prompt at which a chunk must end; 0 for none.
-    row: its row, or WAITING.
+    slot: its slot, or WAITING.
     """
 
     def __init__(self, prompt_tokens: int) -> None:
         self.prompt_tokens = prompt_tokens
         self.read_tokens = self.branch_position = 0
-        self.row = WAITING
+        self.slot = WAITING
 
     @property
     def is_decoding(self) -> bool:
@@ -57,36 +57,36 @@ class Chunk(Generic[AnySequence]):
 
 
 class Scheduler(Generic[AnySequence]):
-    """Assigns sequences to `rows` rows.
+    """Assigns sequences to `slots` slots.
 
     chunk: maximum tokens of a chunk.
-    decoding_only: whether the rows of a step must all be decoding. If not, a step may include free rows and rows whose
-        prompt is not read yet.
-    moves_rows: whether sequences may move to other rows merely to make a step narrower. With `decoding_only` they move
-        in any case.
-    runs_all_rows: whether every step runs all rows, so that kernels round alike in all steps. No effect with
+    decoding_only: whether the slots of a step must all be decoding. If not, a step may include free slots and slots
+        whose prompt is not read yet.
+    moves_slots: whether sequences may move to other slots merely to make a step narrower. With `decoding_only` they
+        move in any case.
+    runs_all_slots: whether every step runs all slots, so that kernels round alike in all steps. No effect with
         `decoding_only`.
 
-    waiting: the sequences without a row, first come first.
-    reading: the sequences that have a row and whose prompts are not read yet, in the order in which they got it.
+    waiting: the sequences without a slot, first come first.
+    reading: the sequences that have a slot and whose prompts are not read yet, in the order in which they got it.
     decoding: the sequences whose prompts were read.
-    width: number of rows of the next step; set by `arrange`.
+    width: number of slots of the next step; set by `arrange`.
     """
 
     def __init__(
         self,
-        rows: int,
+        slots: int,
         chunk: int,
         *,
         decoding_only: bool = False,
-        moves_rows: bool = True,
-        runs_all_rows: bool = False,
+        moves_slots: bool = True,
+        runs_all_slots: bool = False,
     ) -> None:
         self._chunk, self._decoding_only = chunk, decoding_only
-        self._runs_all_rows = runs_all_rows and not decoding_only
-        self._moves_rows = decoding_only or (moves_rows and not runs_all_rows)
+        self._runs_all_slots = runs_all_slots and not decoding_only
+        self._moves_slots = decoding_only or (moves_slots and not runs_all_slots)
         self.waiting: deque[AnySequence] = deque()
-        self._rows: list[AnySequence | None] = [None] * rows
+        self._slots: list[AnySequence | None] = [None] * slots
         self.reading: list[AnySequence] = []
         self._oldest_is_next = True
         self._is_arranged = True
@@ -99,33 +99,33 @@ class Scheduler(Generic[AnySequence]):
         return not (self.waiting or self.reading or self.decoding)
 
     @property
-    def rows_in_use(self) -> int:
-        """Number of rows that have a sequence."""
+    def slots_in_use(self) -> int:
+        """Number of slots that have a sequence."""
         return len(self.reading) + len(self.decoding)
 
     def submit(self, sequence: AnySequence) -> None:
-        """Add a sequence, which waits for a row."""
+        """Add a sequence, which waits for a slot."""
         self.waiting.append(sequence)
 
     @property
-    def free_rows(self) -> list[int]:
-        """Rows without a sequence, in ascending order."""
-        return [row for row, sequence in enumerate(self._rows) if sequence is None]
+    def free_slots(self) -> list[int]:
+        """Slots without a sequence, in ascending order."""
+        return [slot for slot, sequence in enumerate(self._slots) if sequence is None]
 
-    def sequence_in(self, row: int) -> AnySequence | None:
-        """The sequence that has a row."""
-        return self._rows[row]
+    def sequence_in(self, slot: int) -> AnySequence | None:
+        """The sequence that has a slot."""
+        return self._slots[slot]
 
     def admit(self, choose: Callable[[AnySequence, list[int]], int] = lambda _, free: free[0]) -> list[AnySequence]:
-        """Give free rows to the sequences that have waited longest. Returns these sequences.
+        """Give free slots to the sequences that have waited longest. Returns these sequences.
 
-        choose: picks one of the free rows, which are in ascending order, for a sequence.
+        choose: picks one of the free slots, which are in ascending order, for a sequence.
         """
         admitted: list[AnySequence] = []
-        while self.waiting and self.rows_in_use < len(self._rows):
+        while self.waiting and self.slots_in_use < len(self._slots):
             sequence = self.waiting.popleft()
-            sequence.row = choose(sequence, self.free_rows)
-            self._rows[sequence.row] = sequence
+            sequence.slot = choose(sequence, self.free_slots)
+            self._slots[sequence.slot] = sequence
             self.reading.append(sequence)
             admitted.append(sequence)
         return admitted
@@ -141,7 +141,7 @@ class Scheduler(Generic[AnySequence]):
         return self._next_chunk_of(sequence)
 
     def skip_prefix(self, sequence: AnySequence, tokens: int) -> Chunk[AnySequence]:
-        """Record that a row already holds the first `tokens` tokens of its prompt. Returns the chunk after them."""
+        """Record that a slot already holds the first `tokens` tokens of its prompt. Returns the chunk after them."""
         sequence.read_tokens = tokens
         return self._next_chunk_of(sequence)
 
@@ -155,17 +155,17 @@ class Scheduler(Generic[AnySequence]):
 
     def end(self, sequence: AnySequence) -> None:
         """Remove a sequence in any state."""
-        if sequence.row == WAITING:
+        if sequence.slot == WAITING:
             self.waiting.remove(sequence)
             return
-        self._rows[sequence.row] = None
+        self._slots[sequence.slot] = None
         (self.decoding if sequence.is_decoding else self.reading).remove(sequence)
         self._is_arranged = False
 
     def clear(self) -> None:
         """Remove all sequences."""
         self.waiting.clear()
-        self._rows = [None] * len(self._rows)
+        self._slots = [None] * len(self._slots)
         self.reading, self.decoding = [], []
         self._is_arranged = False
 
@@ -176,29 +176,31 @@ class Scheduler(Generic[AnySequence]):
         return Chunk(sequence, sequence.read_tokens, end)
 
     def arrange(self) -> list[tuple[int, int]]:
-        """Set `width`. Returns pairs of rows to exchange before the step; the first row of each pair is decoding."""
+        """Set `width`. Returns pairs of slots to exchange before the step; the first slot of each pair is decoding."""
         if self._is_arranged:
             return []
         self._is_arranged = True
         pairs: list[tuple[int, int]] = []
         while True:
-            last = max((sequence.row for sequence in self.decoding), default=-1)
-            target = next((row for row in range(last) if self._can_move_to(row)), None) if self._moves_rows else None
+            last = max((sequence.slot for sequence in self.decoding), default=-1)
+            target = (
+                next((slot for slot in range(last) if self._can_move_to(slot)), None) if self._moves_slots else None
+            )
             if target is None:
-                self.width = len(self._rows) if self._runs_all_rows and self.decoding else last + 1
+                self.width = len(self._slots) if self._runs_all_slots and self.decoding else last + 1
                 return pairs
             self._exchange(last, target)
             pairs.append((last, target))
 
-    def _can_move_to(self, row: int) -> bool:
-        """Whether a decoding row may be moved to `row`."""
-        sequence = self._rows[row]
+    def _can_move_to(self, slot: int) -> bool:
+        """Whether a decoding slot may be moved to `slot`."""
+        sequence = self._slots[slot]
         return sequence is None or (self._decoding_only and not sequence.is_decoding)
 
     def _exchange(self, one: int, other: int) -> None:
-        rows = self._rows
-        rows[one], rows[other] = rows[other], rows[one]
-        for row in (one, other):
-            sequence = rows[row]
+        slots = self._slots
+        slots[one], slots[other] = slots[other], slots[one]
+        for slot in (one, other):
+            sequence = slots[slot]
             if sequence is not None:
-                sequence.row = row
+                sequence.slot = slot

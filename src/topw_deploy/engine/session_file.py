@@ -1,6 +1,6 @@
 """Files of saved sessions: tokens and the states after them, as safetensors.
 
-The tensor `tokens` is int64 [n]. Each state has the name of its graph input and the shape of a row of n tokens. Bytes
+The tensor `tokens` is int64 [n]. Each state has the name of its graph input and the shape of a slot of n tokens. Bytes
 are little-endian and have no gaps. `__metadata__` has
 
 format: "topw-session".
@@ -222,7 +222,7 @@ def _check_metadata(metadata: Any, form: SessionForm) -> None:
 
 
 def _token_runs(state: State) -> int:
-    """Number of contiguous runs of tokens in a row's bytes, such as one per head; 1 for a state of fixed size."""
+    """Number of contiguous runs of tokens in a slot's bytes, such as one per head; 1 for a state of fixed size."""
     return math.prod(state.shape[: state.shape.index(0)]) if state.grows else 1
 
 

@@ -37,10 +37,10 @@ Result = TypeVar("Result")
 class EngineStats:
     """State and totals of an engine.
 
-    rows: rows of the cache.
-    in_use: rows in use.
-    queued: accepted sequences without a row.
-    steps: runs that drew a token for each decoding row.
+    slots: slots of the cache.
+    in_use: slots in use.
+    queued: accepted sequences without a slot.
+    steps: runs that drew a token for each decoding slot.
     chunks: runs that read a part of a prompt.
     prompt_tokens: prompt tokens that were read.
     cached_tokens: prompt tokens that were reused instead.
@@ -55,7 +55,7 @@ class EngineStats:
         before.
     """
 
-    rows: int = 0
+    slots: int = 0
     in_use: int = 0
     queued: int = 0
     steps: int = 0
@@ -208,21 +208,21 @@ class EngineWorker:
             self.delivery.send()  # so that a first token does not wait for the step
         if batch.inputs.edits.is_active:
             self._write_edits()
-        while pairs := scheduler.arrange():  # again after a failed exchange, which frees rows
-            self._exchange_rows(pairs)
+        while pairs := scheduler.arrange():  # again after a failed exchange, which frees slots
+            self._exchange_slots(pairs)
         if scheduler.decoding:
             self._step()
 
     def _admit(self) -> None:
-        if not self._scheduler.rows_in_use:
+        if not self._scheduler.slots_in_use:
             self._prefixes.shrink_buffers(self._scheduler.waiting[0].reusable)
-        for sequence in self._scheduler.admit(lambda each, free: self._prefixes.choose_row(each.reusable, free)):
+        for sequence in self._scheduler.admit(lambda each, free: self._prefixes.choose_slot(each.reusable, free)):
             try:
                 if not sequence.has_ended:  # it may have ended with another sequence of its request
                     if not sequence.state.unread_tokens:
-                        self._batch.assign(sequence.row, sequence.state)
+                        self._batch.assign(sequence.slot, sequence.state)
                     self._update_mask(sequence)
-                    restored = self._prefixes.restore_prefix(sequence.row, sequence.reusable)
+                    restored = self._prefixes.restore_prefix(sequence.slot, sequence.reusable)
                     self._scheduler.skip_prefix(sequence, restored)
             except ParameterError as error:
                 self._fail(sequence, error)
@@ -230,57 +230,57 @@ class EngineWorker:
                 self._fail(sequence, _copy_error(error), nonfinite=True)
 
     def _read_chunk(self, chunk: Chunk[EngineSequence]) -> None:
-        sequence, row = chunk.sequence, chunk.sequence.row
+        sequence, slot = chunk.sequence, chunk.sequence.slot
         try:
             if sequence.prefill_began_at is None:
                 sequence.prefill_began_at = time.perf_counter()
-                # Again: rows may hold more of the prompt now than when it got its row.
-                cached = sequence.cached_tokens = self._prefixes.restore_prefix(row, sequence.reusable)
+                # Again: slots may hold more of the prompt now than when it got its slot.
+                cached = sequence.cached_tokens = self._prefixes.restore_prefix(slot, sequence.reusable)
                 sequence.branch_position = self._prefixes.branch_position(sequence.reusable, cached)
                 self.stats.cached_tokens += cached
                 chunk = self._scheduler.skip_prefix(sequence, cached)
             self._batch.wants_logits = sequence.state.needs_logits
-            token = self._batch.read(row, sequence.state, chunk.start, chunk.end)
+            token = self._batch.read(slot, sequence.state, chunk.start, chunk.end)
         except (TopWError, MemoryError) as error:
             self._fail(sequence, _copy_error(error), nonfinite=True)
             return
         self.stats.chunks += 1
         self.stats.prompt_tokens += chunk.end - chunk.start
-        self._prefixes.record_read(row, sequence.prompt[: chunk.end], is_finite=token is None or token >= 0)
+        self._prefixes.record_read(slot, sequence.prompt[: chunk.end], is_finite=token is None or token >= 0)
         self._scheduler.record_read(chunk)
         if token is None:
             return
         self._regroup()
         sequence.first_outputs = self._batch.first_outputs()
-        sequence.spans = [(row, self._batch.steps)]
-        self._add_token(sequence, token, partial(self._batch.begin, row))
+        sequence.spans = [(slot, self._batch.steps)]
+        self._add_token(sequence, token, partial(self._batch.begin, slot))
 
     def _write_edits(self) -> None:
         for sequence in list(self._scheduler.decoding):
             try:
                 if not sequence.has_ended:  # it may have ended with another sequence of its request
-                    self._batch.inputs.edits.write_bans(sequence.row)
+                    self._batch.inputs.edits.write_bans(sequence.slot)
             except ParameterError as error:
                 self._fail(sequence, error)
 
-    def _exchange_rows(self, pairs: Sequence[tuple[int, int]]) -> None:
+    def _exchange_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._regroup()
         for pair in pairs:
             try:
                 saves = self._scheduler.sequence_in(pair[0]) is not None or self._prefixes.has_tokens(pair[1])
                 self._batch.exchange(*pair, saves)
             except (TopWError, MemoryError) as error:
-                for row in pair:  # the exchange failed midway
-                    sequence = self._scheduler.sequence_in(row)
+                for slot in pair:  # the exchange failed midway
+                    sequence = self._scheduler.sequence_in(slot)
                     if sequence is not None:
                         self._fail(sequence, _copy_error(error), nonfinite=True)
                     else:
-                        self._batch.clear(row, nonfinite=True)
-                        self._prefixes.release_row(row, NO_TOKENS)
+                        self._batch.clear(slot, nonfinite=True)
+                        self._prefixes.release_slot(slot, NO_TOKENS)
             self._prefixes.exchange(*pair)
         for sequence in list(self._scheduler.decoding):
-            if sequence.spans[-1][0] != sequence.row:
-                sequence.spans.append((sequence.row, self._batch.steps))
+            if sequence.spans[-1][0] != sequence.slot:
+                sequence.spans.append((sequence.slot, self._batch.steps))
 
     def _step(self) -> None:
         batch, width = self._batch, self._scheduler.width
@@ -305,14 +305,14 @@ class EngineWorker:
         for sequence in sequences:
             if sequence.has_ended:  # it may have ended with another sequence of its request
                 continue
-            token = tokens[sequence.row]
+            token = tokens[sequence.slot]
             if not sequence.state.try_lengthen(token):
                 passed = self._deliver(passed, len(passed))
-                self._add_token(sequence, token, partial(batch.accept, sequence.row))
+                self._add_token(sequence, token, partial(batch.accept, sequence.slot))
                 continue
             passed.append((sequence, token))
             try:
-                batch.accept(sequence.row, token)
+                batch.accept(sequence.slot, token)
             except ParameterError as error:
                 passed = self._deliver(passed, len(passed))
                 self._fail(sequence, error)
@@ -321,13 +321,13 @@ class EngineWorker:
     def _deliver(self, passed: Iterable[tuple[EngineSequence, int]], count: int) -> list[tuple[EngineSequence, int]]:
         """Deliver `count` tokens, which only lengthened their sequences.
 
-        If several rows are in use, the tokens may be delivered together with those of the next short steps.
+        If several slots are in use, the tokens may be delivered together with those of the next short steps.
 
         Returns an empty list, to collect the next tokens in.
         """
         self.stats.new_tokens += count
         if count:
-            add = self.delivery.add_delayable if self._scheduler.rows_in_use > 1 else self.delivery.add
+            add = self.delivery.add_delayable if self._scheduler.slots_in_use > 1 else self.delivery.add
             add(_put_tokens, passed)
         return []
 
@@ -344,7 +344,7 @@ class EngineWorker:
             error = state.invalid_draw_error(f"sequence {state.index} of the request")
             self._fail(sequence, error, nonfinite=True)
             return
-        logits = self._batch.logits(sequence.row) if state.needs_logits else None
+        logits = self._batch.logits(sequence.slot) if state.needs_logits else None
         text = ""
         try:
             if is_drawn:
@@ -365,7 +365,7 @@ class EngineWorker:
         try:
             feed(token)
             if not is_drawn and not state.unread_tokens:
-                self._batch.assign(sequence.row, state)
+                self._batch.assign(sequence.slot, state)
             self._update_mask(sequence)
         except ParameterError as error:
             self._fail(sequence, error)
@@ -381,7 +381,7 @@ class EngineWorker:
         """Update the mask of the tokens that a sequence's grammar allows next."""
         state = sequence.state
         if state.guide is not None and not state.unread_tokens:
-            self._batch.inputs.masks.set(sequence.row, state.guide.mask)
+            self._batch.inputs.masks.set(sequence.slot, state.guide.mask)
 
     def _start(self, request: Request, sequences: list[EngineSequence]) -> None:
         self.alive[request] = sequences
@@ -439,19 +439,19 @@ class EngineWorker:
                 self._fail(alive[0], GenerationError(self.failure))
 
     def _end(self, sequence: EngineSequence, *, nonfinite: bool = False) -> None:
-        """Free the row of an ended sequence and hand over its result. nonfinite: see `Batch.clear`."""
-        outputs, row = self._outputs_of(sequence), sequence.row
+        """Free the slot of an ended sequence and hand over its result. nonfinite: see `Batch.clear`."""
+        outputs, slot = self._outputs_of(sequence), sequence.slot
         self._regroup()
         if not self.failure:
             self._scheduler.end(sequence)
-            if row != WAITING:
+            if slot != WAITING:
                 unchecked = 0 < sequence.read_tokens < sequence.prompt_tokens
-                self._batch.clear(row, nonfinite=nonfinite, unchecked=unchecked)
-                # After an error the row may have read one more token than its results show.
+                self._batch.clear(slot, nonfinite=nonfinite, unchecked=unchecked)
+                # After an error the slot may have read one more token than its results show.
                 is_wrong, held = sequence.state.finish_reason == "error", None
                 if self._prefixes.is_enabled and sequence.is_decoding and not is_wrong:
                     held = sequence.tokens_in_cache(outputs)
-                self._prefixes.release_row(row, NO_TOKENS if is_wrong else held)
+                self._prefixes.release_slot(slot, NO_TOKENS if is_wrong else held)
         self.stats.ended += 1
         sequence.has_ended = True
         if all(other.has_ended for other in self.alive[sequence.request]):
@@ -474,14 +474,14 @@ class EngineWorker:
             return TokenOutputs()
         parts = [sequence.first_outputs]
         ends = [start for _, start in sequence.spans[1:]] + [self._batch.steps]
-        for (row, start), end in zip(sequence.spans, ends, strict=False):
-            parts += self._batch.recorded_outputs(row, start, end)
+        for (slot, start), end in zip(sequence.spans, ends, strict=False):
+            parts += self._batch.recorded_outputs(slot, start, end)
         skipped = sequence.state.discarded_draws
         return TokenOutputs(parts, slice(skipped, skipped + sequence.state.steps))
 
-    def _tokens_in(self, row: int) -> np.ndarray | None:
-        """The tokens in a row, int64 [n]; None if the row is not decoding."""
-        sequence = self._scheduler.sequence_in(row)
+    def _tokens_in(self, slot: int) -> np.ndarray | None:
+        """The tokens in a slot, int64 [n]; None if the slot is not decoding."""
+        sequence = self._scheduler.sequence_in(slot)
         if sequence is None or not sequence.is_decoding:
             return None
         return sequence.tokens_in_cache(self._outputs_of(sequence))
@@ -503,7 +503,7 @@ def _copy_error(error: BaseException) -> BaseException:
     """The error of a request for which states could not be copied."""
     if isinstance(error, MemoryError):
         return GenerationError(
-            "there is no memory for a copy of the request's states; end requests, or use fewer rows."
+            "there is no memory for a copy of the request's states; end requests, or use fewer slots."
         )
     return error
 

@@ -28,16 +28,16 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000)
 ReadStats: TypeAlias = Callable[[EngineStats], float]
 GAUGES: tuple[tuple[str, str, ReadStats], ...] = (
-    ("num_requests_running", "Sequences that have a row of the cache.", lambda stats: stats.in_use),
-    ("num_requests_waiting", "Sequences that wait for a row.", lambda stats: stats.queued),
-    ("kv_cache_usage_perc", "Share of the cache's rows in use, 0 to 1.", lambda stats: stats.in_use / stats.rows),
+    ("num_requests_running", "Sequences that have a slot of the cache.", lambda stats: stats.in_use),
+    ("num_requests_waiting", "Sequences that wait for a slot.", lambda stats: stats.queued),
+    ("kv_cache_usage_perc", "Share of the cache's slots in use, 0 to 1.", lambda stats: stats.in_use / stats.slots),
 )
 COUNTERS: tuple[tuple[str, str, ReadStats], ...] = (
     ("prompt_tokens", "Tokens of prompts, read or reused.", lambda stats: stats.prompt_tokens + stats.cached_tokens),
     ("generation_tokens", "Tokens drawn.", lambda stats: stats.new_tokens),
     ("prefix_cache_queries", "Tokens looked up.", lambda stats: stats.prompt_tokens + stats.cached_tokens),
     ("prefix_cache_hits", "Tokens of prompts that were not read again.", lambda stats: stats.cached_tokens),
-    ("engine_steps", "Runs that drew a token for each decoding row.", lambda stats: stats.steps),
+    ("engine_steps", "Runs that drew a token for each decoding sequence.", lambda stats: stats.steps),
     ("engine_prompt_chunks", "Runs that read a part of a prompt.", lambda stats: stats.chunks),
     ("engine_busy_seconds", "Seconds in iterations.", lambda stats: stats.busy_seconds),
     ("engine_run_seconds", "Seconds of them in runs of the graph.", lambda stats: stats.run_seconds),

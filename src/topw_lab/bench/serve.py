@@ -439,17 +439,19 @@ def run_requests(
     chunk: maximum number of prompt tokens per run.
     decoding_only: see `Scheduler`.
     """
-    scheduler: Scheduler[_Sequence] = Scheduler(rows, chunk, decoding_only=decoding_only, moves_rows=batch.copies_rows)
+    scheduler: Scheduler[_Sequence] = Scheduler(
+        rows, chunk, decoding_only=decoding_only, moves_slots=batch.copies_slots
+    )
     waiting = deque(_Sequence(request) for request in requests)
 
     def take(sequence: _Sequence, feed: Callable[[int, int], None], token: int) -> None:
         """Count a drawn token, and feed it to the next run or end the sequence."""
         sequence.left -= 1
         if sequence.left:
-            feed(sequence.row, token)
+            feed(sequence.slot, token)
             return
         scheduler.end(sequence)
-        batch.clear(sequence.row)
+        batch.clear(sequence.slot)
         if waiting:
             scheduler.submit(waiting.popleft())
 
@@ -458,11 +460,11 @@ def run_requests(
     before = batch.run_seconds
     while not scheduler.is_idle:
         for sequence in scheduler.admit():
-            batch.assign(sequence.row, sequence.request)
+            batch.assign(sequence.slot, sequence.request)
         part = scheduler.next_chunk()
         if part is not None:
             sequence = part.sequence
-            token = batch.read(sequence.row, sequence.request, part.start, part.end)
+            token = batch.read(sequence.slot, sequence.request, part.start, part.end)
             scheduler.record_read(part)
             if token is not None:
                 take(sequence, batch.begin, token)
@@ -471,5 +473,5 @@ def run_requests(
         if scheduler.decoding:
             tokens = batch.step(scheduler.width)
             for sequence in list(scheduler.decoding):
-                take(sequence, batch.accept, tokens[sequence.row])
+                take(sequence, batch.accept, tokens[sequence.slot])
     return batch.run_seconds - before

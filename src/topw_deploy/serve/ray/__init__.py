@@ -32,7 +32,7 @@ def build(arguments: Mapping[str, Any]) -> Application:
         no replica.
         load_factor (1.25): a replica with more than this many times the mean number of requests is not chosen.
 
-    A replica accepts twice as many requests as it has rows. At most `max_queue` further requests wait in the gateway.
+    A replica accepts twice as many requests as it has slots. At most `max_queue` further requests wait in the gateway.
 
     Raises ParameterError for an invalid argument.
     """

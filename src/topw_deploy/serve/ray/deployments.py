@@ -64,10 +64,10 @@ def build_application(given: dict[str, Any]) -> Application:
     given["models"] = {str(name): Path(folder) for name, folder in models.items()}
     given |= {name: tuple(given[name]) for name in ("api_keys", "cors_origins") if name in given}
     options = ServeOptions(**given)
-    rows, queue = int(options.engine.get("max_batch", 8)), int(options.engine.get("max_queue", 256))
+    slots, queue = int(options.engine.get("max_batch", 8)), int(options.engine.get("max_queue", 256))
     router = RequestRouterConfig(request_router_class=PrefixRouter, request_router_kwargs={"load_factor": factor})
     replicas = serve.deployment(Replica, name="Replica").options(
-        max_ongoing_requests=2 * rows,
+        max_ongoing_requests=2 * slots,
         max_queued_requests=queue,
         graceful_shutdown_timeout_s=options.drain_timeout,
         request_router_config=router,
@@ -195,7 +195,7 @@ class Replica:
         body: the whole body of the request.
         prefix: read only by the router.
 
-        Cancelling the generator frees the request's rows.
+        Cancelling the generator frees the request's slots.
         """
         parts: asyncio.Queue[Head | bytes | None] = asyncio.Queue()
         gone = asyncio.Event()
