@@ -30,12 +30,6 @@ from topw_deploy.errors import ExportError
 SPARE = 16 << 20
 """Bytes of the disk that must stay free."""
 _AT_FDCWD, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
-_PARTIAL, _LOCK = ".topw-partial-", ".topw-lock"
-_LOCKED_BYTE = 1 << 20  # Windows lets nobody read a locked byte, so it lies behind the text
-
-
-# With O_NONBLOCK, opening a named pipe returns at once, and fstat then shows its type.
-_READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISREG, "a regular file"),
     (stat.S_ISLNK, "a symbolic link"),
@@ -43,13 +37,6 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISFIFO, "a named pipe"),
     (stat.S_ISSOCK, "a socket"),
 )
-
-
-class TooLargeError(OSError):
-    """The file has more bytes than the reader allows."""
-
-    def __init__(self, path: str | Path, most: int) -> None:
-        super().__init__(errno.EFBIG, f"it has more than {most} bytes", str(path))
 
 
 class NotRegularError(OSError):
@@ -76,16 +63,10 @@ def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
     follow: whether `path` may be a symbolic link to a regular file.
     Raises NotRegularError for links (without `follow`), folders, pipes, sockets and devices; OSError like `open`.
     """
-    # Check the type by name first, because opening a device can have effects, and again when no other file can come in
-    # between.
-    _require_regular(os.stat(path, follow_symlinks=follow).st_mode, path)
-    stream = os.fdopen(os.open(path, _READ_FLAGS | (0 if follow else getattr(os, "O_NOFOLLOW", 0))), "rb")
-    try:
-        _require_regular(os.fstat(stream.fileno()).st_mode, path)
-    except NotRegularError:
-        stream.close()
-        raise
-    return stream
+    mode = os.stat(path, follow_symlinks=follow).st_mode
+    if not stat.S_ISREG(mode):
+        raise NotRegularError(kind_of(mode), path)
+    return path.open("rb")
 
 
 def open_inside(folder: Path, name: str) -> BinaryIO:
@@ -101,11 +82,11 @@ def open_inside(folder: Path, name: str) -> BinaryIO:
 
 
 def read_bounded(path: Path, most: int, *, follow: bool = False) -> bytes:
-    """Read a whole file. Raises TooLargeError for more than `most` bytes, and the errors of `open_regular`."""
+    """Read a whole file. Raises OSError for more than `most` bytes, and the errors of `open_regular`."""
     with open_regular(path, follow=follow) as stream:
         data = stream.read(most + 1)
     if len(data) > most:
-        raise TooLargeError(path, most)
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
     return data
 
 
@@ -121,11 +102,6 @@ def map_stream(stream: BinaryIO) -> mmap.mmap:
     The map stays valid when `stream` is closed. Raises ValueError if it is empty.
     """
     return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-
-
-def _require_regular(mode: int, path: Path) -> None:
-    if not stat.S_ISREG(mode):
-        raise NotRegularError(kind_of(mode), path)
 
 
 @contextmanager
@@ -144,7 +120,7 @@ def atomic_folder(
 
     marker, kind: the file that `overwrite` requires in a folder with contents, and what such a folder is.
     overwrite: whether to replace an earlier folder of this kind.
-    keep_failed: whether to keep the files after an error, as `OUTPUT.failed`.
+    keep_failed: whether to keep the files after an error, as `OUTPUT.failed`, which replaces earlier ones.
     place: the folder for the hidden folder, on the device of `output`; by default the parent of `output`.
     Raises ExportError if `output` is not free, is locked or cannot be written.
     """
@@ -153,8 +129,8 @@ def atomic_folder(
     place = place or output.parent
     try:
         place.mkdir(parents=True, exist_ok=True)
-        with _locked(place / f".{output.name}{_LOCK}", output), sigterm_raises():
-            prefix = f".{output.name}{_PARTIAL}"
+        with _locked(place / f".{output.name}.topw-lock", output), sigterm_raises():
+            prefix = f".{output.name}.topw-partial-"
             for left in [path for path in place.iterdir() if path.name.startswith(prefix)]:  # of a killed process
                 shutil.rmtree(left, ignore_errors=True)
             workspace = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
@@ -165,8 +141,10 @@ def atomic_folder(
                 check_free(output, marker=marker, kind=kind, overwrite=overwrite)
                 _put_in_place(made, output)
             except Exception:
-                if keep_failed and made.exists():
-                    shutil.move(made, _unused_failed_name(output))
+                if keep_failed:
+                    failed = output.with_name(f"{output.name}.failed")
+                    shutil.rmtree(failed, ignore_errors=True)
+                    shutil.move(made, failed)
                 raise
             finally:
                 shutil.rmtree(workspace, ignore_errors=True)
@@ -253,88 +231,58 @@ def _exit(_number: int, _frame: FrameType | None) -> None:
 def _locked(file: Path, output: Path) -> Iterator[None]:
     """Hold a lock on `file`, which is removed at the end. Raise ExportError if another process holds it.
 
-    The system releases the lock of a killed process.
+    The system releases the lock of a killed process. Windows, and file systems without locks, have none.
     """
-    while True:
-        handle = os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
-        if not _try_lock(handle):
-            holder = os.read(handle, 200).decode(errors="replace")
-            os.close(handle)
-            raise ExportError(
-                f"{output} is being written by another process ({holder or 'which has just started'}); wait until it "
-                "ends, or choose another output."
-            )
-        with contextlib.suppress(FileNotFoundError):  # the last holder removed the file before it was locked here
-            if os.path.samestat(os.fstat(handle), file.stat()):
-                break
-        os.close(handle)
-    try:
-        os.ftruncate(handle, 0)
-        os.write(handle, f"process {os.getpid()}, since {datetime.now():%Y-%m-%d %H:%M:%S}".encode())
-        yield
-    finally:
-        with contextlib.suppress(OSError):  # Windows removes no open file; an unlocked one does no harm
-            file.unlink()
-        os.close(handle)
+    handle = os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+    with os.fdopen(handle, "r+") as stream:
+        with contextlib.suppress(ImportError):
+            import fcntl
 
-
-def _try_lock(handle: int) -> bool:
-    """Lock an open file without waiting. Returns whether no other process holds the lock."""
-    if sys.platform == "win32":
-        import msvcrt
-
-        os.lseek(handle, _LOCKED_BYTE, os.SEEK_SET)
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_free = os.path.samestat(os.fstat(handle), file.stat())  # no holder has removed it meanwhile
+            except (BlockingIOError, FileNotFoundError):
+                is_free = False
+            except OSError:  # the file system has no locks
+                is_free = True
+            if not is_free:
+                raise ExportError(
+                    f"{output} is being written by another process ({stream.read(200) or 'which has just started'}); "
+                    "wait until it ends, or choose another output."
+                )
         try:
-            msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
-        except OSError:
-            return False
+            stream.truncate(0)
+            stream.write(f"process {os.getpid()}, since {datetime.now():%Y-%m-%d %H:%M:%S}")
+            stream.flush()
+            yield
         finally:
-            os.lseek(handle, 0, os.SEEK_SET)
-        return True
-    import fcntl
-
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # the file system has no locks
-        return True
-    return True
+            with contextlib.suppress(OSError):  # Windows removes no open file
+                file.unlink()
 
 
 def _put_in_place(made: Path, output: Path) -> None:
-    """Flush `made` to disk and rename it to `output`, an empty folder or one that it replaces."""
-    for path in [*sorted(file for file in made.rglob("*") if file.is_file()), made]:
-        _sync(path)
-    if output.exists() and any(output.iterdir()):
-        _replace(made, output)
-    else:
-        with contextlib.suppress(FileNotFoundError):
-            output.rmdir()
-        made.rename(output)
-    _sync(output.parent)
-
-
-def _replace(made: Path, output: Path) -> None:
-    """Replace the folder `output` with `made`.
+    """Flush `made` to disk and rename it to `output`, an empty folder or one that it replaces.
 
     If the system can exchange two folders in one step, the old folder is then at `made`, and the caller removes it.
     Otherwise the old folder is moved away and removed. A process that is killed between these steps leaves both folders
     under hidden names.
     """
-    if _exchange(made, output):
-        return
-    aside = Path(tempfile.mkdtemp(prefix=f".{output.name}.topw-old-", dir=output.parent))
-    old = aside / output.name
-    try:
-        output.rename(old)
+    for path in [*sorted(file for file in made.rglob("*") if file.is_file()), made]:
+        _sync(path)
+    if not output.exists():
         made.rename(output)
-    except BaseException:  # also Ctrl-C right after a rename
-        if old.exists() and not output.exists():
-            old.rename(output)
-        raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    elif not _exchange(made, output):
+        old = Path(tempfile.mkdtemp(prefix=f".{output.name}.topw-old-", dir=output.parent)) / output.name
+        try:
+            output.rename(old)
+            made.rename(output)
+        except BaseException:  # also Ctrl-C right after a rename
+            if old.exists() and not output.exists():
+                old.rename(output)
+            raise
+        finally:
+            shutil.rmtree(old.parent, ignore_errors=True)
+    _sync(output.parent)
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -356,13 +304,6 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _unused_failed_name(output: Path) -> Path:
-    number = 1
-    while (name := output.with_name(f"{output.name}.failed" + (f"-{number}" if number > 1 else ""))).exists():
-        number += 1
-    return name
 
 
 def _write_error(output: Path, error: OSError) -> ExportError:

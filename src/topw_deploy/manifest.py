@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 
 from topw_deploy.dtypes import ELEMENT_TYPES, element_bytes
 from topw_deploy.errors import ManifestError
-from topw_deploy.folders import NotRegularError, atomic_file, open_inside, open_regular
+from topw_deploy.folders import atomic_file, open_inside, open_regular
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 from topw_deploy.sampling.rules import RULES, carried_rules
 
@@ -37,7 +37,7 @@ Target = Literal["onnxruntime", "tensorrt"]
 Status = Literal["provisional", "passed", "partial", "skipped"]
 StateKind = Literal["full", "window", "latent", "convolution", "recurrent"]
 KV_FORMS = ("concat", "static", "shared")
-TARGETS, STATUSES, STATE_KINDS = (get_args(each) for each in (Target, Status, StateKind))
+TARGETS, STATE_KINDS = get_args(Target), get_args(StateKind)
 
 Text = Annotated[str, Meta(max_length=1 << 16)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -354,7 +354,7 @@ class Note(Struct, frozen=True, forbid_unknown_fields=True):
 class Verification(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The comparison of an export with its source. If the comparison fails, there is no folder.
 
-    status: one of STATUSES.
+    status: a Status.
         provisional: not yet compared. The folder does not load.
         passed: all checks ran and passed.
         partial: something was not compared, or a failed check limits how the export can be used (see its detail).
@@ -457,10 +457,11 @@ def manifest_from_json(content: str | bytes) -> DecoderManifest | SamplerManifes
     )
 
 
-def load_manifest(folder: str | Path) -> DecoderManifest | SamplerManifest:
+def load_manifest(folder: str | Path, *, unfinished: bool = False) -> DecoderManifest | SamplerManifest:
     """Read the manifest of `folder`, which may be a link, and check the sizes of the files that it lists.
 
     Hashes are not checked, because loading must not read gigabytes; use `check_hashes`.
+    unfinished: also accept an export that is still being verified, or whose verification did not finish.
     Raises ManifestError for a missing or malformed manifest, for a listed file that is missing, not regular, linked
     or of another size.
     """
@@ -469,32 +470,38 @@ def load_manifest(folder: str | Path) -> DecoderManifest | SamplerManifest:
     try:
         with open_inside(folder, MANIFEST_NAME) as stream:
             raw = stream.read(_MOST_BYTES + 1)
-    except FileNotFoundError:
-        raise ManifestError(f"{folder} has no {MANIFEST_NAME}: it is not a finished export; run topw-export.") from None
-    except NotADirectoryError:
-        raise ManifestError(f"{folder} is a file; give the folder that holds {MANIFEST_NAME}.") from None
-    except NotRegularError as error:
-        raise ManifestError(
-            f"{path} is {error.kind}, not a regular file; copy the file itself there, or export the model again."
-        ) from None
+    except (FileNotFoundError, NotADirectoryError):
+        if folder.is_dir():
+            raise ManifestError(
+                f"{folder} has no {MANIFEST_NAME}: it is not a finished export; run topw-export."
+            ) from None
+        what = "is a file" if folder.exists() else "does not exist"
+        raise ManifestError(f"{folder} {what}; give the folder that topw-export wrote.") from None
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
-        raise ManifestError(f"{str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+        raise _read_error(repr(str(path)), error) from None
     if len(raw) > _MOST_BYTES:
         raise ManifestError(
             f"{path} is larger than {_MOST_BYTES} bytes, so it is not a manifest; export the model again."
         )
     manifest = manifest_from_json(raw)
+    if manifest.verification.status == "provisional" and not unfinished:
+        raise ManifestError(f"{folder} is an export whose verification did not finish; export the model again.")
     for name, entry in manifest.files.items():
         open_listed(folder, name, entry).close()
     return manifest
 
 
-def load_decoder_manifest(folder: str | Path) -> DecoderManifest:
+def load_decoder_manifest(folder: str | Path, *, unfinished: bool = False) -> DecoderManifest:
     """Read the manifest like `load_manifest`. Raises its errors, and ManifestError if the folder has no decoder."""
-    manifest = load_manifest(folder)
+    manifest = load_manifest(folder, unfinished=unfinished)
     if not isinstance(manifest, DecoderManifest):
         raise ManifestError(f"{folder} holds a sampler without a decoder; give the folder of an exported model.")
     return manifest
+
+
+def _read_error(place: str, error: Exception) -> ManifestError:
+    reason = getattr(error, "strerror", None) or error
+    return ManifestError(f"{place} cannot be read: {reason}; copy the folder again, or export the model again.")
 
 
 def open_listed(folder: Path, name: str, entry: FileEntry) -> BinaryIO:
@@ -504,17 +511,12 @@ def open_listed(folder: Path, name: str, entry: FileEntry) -> BinaryIO:
     """
     try:
         stream = open_inside(folder, name)
-    except NotRegularError as error:
-        what = f"in {folder} is {error.kind}, not a regular file"
-        if error.kind == "a symbolic link":
-            what = "is reached through a symbolic link, which onnxruntime refuses"
-        raise ManifestError(f"{name} {what}; copy the file itself into {folder}.") from None
     except (FileNotFoundError, NotADirectoryError):
         raise ManifestError(
             f"{name} is listed in {MANIFEST_NAME} but missing from {folder}; export or copy it again."
         ) from None
     except OSError as error:
-        raise ManifestError(f"{folder / name} cannot be read: {error.strerror or error}.") from None
+        raise _read_error(f"{name} in {folder}", error) from None
     size = os.fstat(stream.fileno()).st_size
     if size != entry.size:
         stream.close()
@@ -582,18 +584,12 @@ class ModelFolder(Generic[M_co]):
     def __init__(self, path: str | Path, wanted: type[M_co], *, unfinished: bool = False) -> None:
         """unfinished: also open an export that is still being verified."""
         self.path = Path(path)
-        if not self.path.exists():
-            raise ManifestError(f"{self.path} does not exist; give the folder that topw-export wrote.")
-        if not self.path.is_dir():
-            raise ManifestError(f"{self.path} is a file; give the folder that holds {MANIFEST_NAME}.")
-        manifest = load_manifest(self.path)
+        manifest = load_manifest(self.path, unfinished=unfinished)
         if not isinstance(manifest, wanted):
             is_decoder = isinstance(manifest, DecoderManifest)
             other = "TopWModel (a whole decoder)" if is_decoder else "TopWSampler (a sampler-only model)"
             raise ManifestError(f"{self.path} holds a {manifest.kind!r} model; load it with {other}.")
         self.manifest: M_co = manifest
-        if self.manifest.verification.status == "provisional" and not unfinished:
-            raise ManifestError(f"{self.path} is an export whose verification did not finish; export the model again.")
 
     @property
     def model(self) -> Path:
@@ -623,7 +619,7 @@ class ModelFolder(Generic[M_co]):
         except UnicodeDecodeError:
             raise ManifestError(f"{self.path / name} is not UTF-8; export or copy the folder again.") from None
         except OSError as error:
-            raise ManifestError(f"{self.path / name} cannot be read: {error.strerror or error}.") from None
+            raise _read_error(str(self.path / name), error) from None
 
     def read_json(self, name: str) -> dict[str, Any]:
         """Read a file's JSON object; {} if the file is not listed. Raises ManifestError for anything else."""

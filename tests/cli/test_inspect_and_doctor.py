@@ -125,7 +125,7 @@ def test_inspect_refuses_a_folder_that_is_no_export_and_a_file(invoke: Invoke, t
         invoke("inspect", tmp_path)
     (tmp_path / "model.onnx").write_bytes(b"")
     for command in ("inspect", "check", "build-engine"):
-        with pytest.raises(ManifestError, match=r"model.onnx is a file; give the folder that holds"):
+        with pytest.raises(ManifestError, match=r"model.onnx is a file; give the folder that topw-export wrote"):
             invoke(command, tmp_path / "model.onnx")
 
 

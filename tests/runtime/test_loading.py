@@ -50,7 +50,7 @@ def load(folder: Path, **settings: Any) -> TopWModel:
 def test_a_missing_folder_a_file_and_an_unfinished_export_have_errors_of_their_own(folder: Path) -> None:
     with pytest.raises(ManifestError, match="does not exist; give the folder that topw-export wrote"):
         load(folder / "nowhere")
-    with pytest.raises(ManifestError, match="is a file; give the folder that holds"):
+    with pytest.raises(ManifestError, match="is a file; give the folder that topw-export wrote"):
         load(folder / "model.onnx")
     (folder / MANIFEST_NAME).unlink()
     with pytest.raises(ManifestError, match="not a finished export"):

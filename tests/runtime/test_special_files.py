@@ -48,7 +48,7 @@ def vouch(folder: Path, name: str, size: int) -> None:
 def test_the_manifest_is_a_regular_file(folder: Path, kind: str) -> None:
     put(kind, folder / MANIFEST_NAME)
     for opens in (TopWModel.from_pretrained, TopWSampler.from_pretrained, load_manifest):
-        with no_hang(), pytest.raises(ManifestError, match=r"topw_manifest.json is a .*, not a regular file"):
+        with no_hang(), pytest.raises(ManifestError, match=r"topw_manifest.json.* is a .*, not a regular file"):
             opens(folder)
 
 
@@ -58,7 +58,7 @@ def test_a_link_to_the_manifest_itself_is_refused_and_one_to_the_folder_is_not(f
     assert TopWModel.from_pretrained(link, provider="cpu").generate("a", max_new_tokens=1).token_ids
     (folder / MANIFEST_NAME).rename(tmp_path / "elsewhere.json")
     (folder / MANIFEST_NAME).symlink_to(tmp_path / "elsewhere.json")
-    with pytest.raises(ManifestError, match="is a symbolic link, not a regular file; copy the file itself there"):
+    with pytest.raises(ManifestError, match="is a symbolic link, not a regular file; copy the folder again"):
         TopWModel.from_pretrained(folder, provider="cpu")
 
 
@@ -68,7 +68,7 @@ def test_a_listed_file_is_a_regular_file(folder: Path, name: str, kind: str) -> 
     put(kind, folder / name)
     size = (folder / name).stat().st_size if kind.startswith(("a folder", "a link to a file")) else 0
     vouch(folder, name, size)
-    with no_hang(), pytest.raises(ManifestError, match=rf"{name} (in .* is a|is reached through a symbolic link)"):
+    with no_hang(), pytest.raises(ManifestError, match=rf"{name} in .* is a .*, not a regular file"):
         TopWModel.from_pretrained(folder, provider="cpu")
 
 

@@ -49,7 +49,7 @@ def test_folders_that_no_engine_can_be_built_of_are_refused(tmp_path: Path) -> N
 def test_exports_that_are_unfinished_or_leave_the_caches_length_open_are_refused(out: Path) -> None:
     manifest = load_manifest(out)
     save_manifest(out, replace(manifest, verification=Verification(status="provisional")))
-    with pytest.raises(TensorRTError, match="verification did not finish; export the model again"):
+    with pytest.raises(ManifestError, match="verification did not finish; export the model again"):
         build(out)
     inputs = [
         replace(i, shape=(*i.shape[:2], "max_length", i.shape[3])) if len(i.shape) == 4 else i for i in manifest.inputs

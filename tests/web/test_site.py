@@ -22,7 +22,6 @@ from topw_deploy.errors import ExportError, ManifestError, ParameterError, Unsup
 from topw_deploy.manifest import (
     MANIFEST_NAME,
     DecoderManifest,
-    Verification,
     describe_files,
     load_decoder_manifest,
     save_manifest,
@@ -223,8 +222,6 @@ def test_what_a_browser_cannot_run_is_refused(model: Path, tmp_path: Path) -> No
     ):
         with pytest.raises(UnsupportedModelError, match=message):
             check_runs(wrong, model)
-    with pytest.raises(ManifestError, match="whose verification did not finish"):
-        check_runs(replace(manifest, verification=Verification(status="provisional")), model)
     with pytest.raises(ManifestError, match="a sampler without a decoder"):
         write_site(export_sampler(tmp_path / "sampler", Toy.random(1)), tmp_path / "site")
 

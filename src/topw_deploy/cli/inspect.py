@@ -32,7 +32,7 @@ def inspect(folder: Path, as_json: bool) -> None:
 
     Names and sizes of its files are checked; `topw verify` also checks their contents.
     """
-    manifest = load_manifest(folder)
+    manifest = load_manifest(folder, unfinished=True)
     if as_json:
         say_json(msgspec.to_builtins(manifest), indent=2)
     else:

@@ -14,7 +14,7 @@ import numpy as np
 
 from topw_deploy.errors import ExportError, ParameterError, PromptError
 from topw_deploy.folders import atomic_folder
-from topw_deploy.manifest import DecoderManifest, load_manifest
+from topw_deploy.manifest import load_decoder_manifest
 from topw_deploy.runtime.parameters import names_in_json, unknown_parameter_error
 
 if TYPE_CHECKING:
@@ -76,8 +76,7 @@ def write_repository(
             "digits, '_', '.' and '-'; give another name.",
             "name",
         )
-    if not isinstance(load_manifest(export), DecoderManifest):
-        raise ExportError(f"{export} has a sampler without a decoder, which generates no text; export a model.")
+    load_decoder_manifest(export)  # refuses other folders
     target = repository / name
     if target.exists() or target.is_symlink():
         raise ExportError(f"{target} exists; remove it, or give another name.")

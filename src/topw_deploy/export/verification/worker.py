@@ -77,7 +77,7 @@ def main(argument: str) -> int:
 def run(task: dict[str, Any]) -> Iterator[Result]:
     """Run all checks of a task. Yields each result once it is known."""
     folder = Path(task["folder"])
-    manifest = load_decoder_manifest(folder)
+    manifest = load_decoder_manifest(folder, unfinished=True)
     reference = _open_reference(task, manifest)
     if manifest.decoder.quantisation and isinstance(reference, TorchReference):
         yield from _check_quantisation(task, folder, manifest, reference)
