@@ -1,15 +1,13 @@
 """Grammars that allow only tool calls, from the table of formats.
 
-llguidance compiles JSON schemas for JSON only. For arguments in another dialect, a schema may use the keywords in
-`_KEYWORDS`, and those in `_IGNORED_KEYWORDS`, which do not limit values. Other keywords are refused, because the rules
-would allow values that the schema does not allow.
+llguidance compiles JSON schemas for JSON only. `LiteralRules` are the rules of arguments in another dialect.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from topw_deploy.errors import ParameterError
@@ -17,12 +15,6 @@ from topw_deploy.runtime.tools.formats import FAMILIES, Format
 from topw_deploy.runtime.tools.literals import PYTHON, Dialect, pattern_of
 from topw_deploy.runtime.tools.schema import parameter_schemas
 
-_KEYWORDS = {"$ref", "anyOf", "const", "enum", "nullable", "type"} | {
-    *("additionalProperties", "items", "properties", "required"),
-}
-_IGNORED_KEYWORDS = {"$comment", "$defs", "$id", "$schema", "definitions"} | {
-    *("default", "deprecated", "description", "examples", "format", "readOnly", "title", "writeOnly"),
-}
 _MAX_DEPTH = 32  # nesting of schemas
 _INTEGER = r"-?(0|[1-9][0-9]{0,17})"
 _PROPERTY_NAME = re.compile(r"[^\W\d]\w*")
@@ -46,8 +38,9 @@ def required_calls(
     parallel: whether there may be several calls.
     special_tokens: ids of the tokenizer's special tokens by their texts, for which llguidance has another notation.
 
-    Raises ParameterError for another family, an unknown name, invalid tools or none, and, where arguments are not JSON
-    ("gemma", "pythonic"), for schemas with keywords other than types, properties, lists of values and references.
+    Where arguments are not JSON ("gemma", "pythonic"), only a schema's members, types and constants are enforced.
+
+    Raises ParameterError for another family, an unknown name, and invalid tools or none.
     """
     writable = [name for name, each in FAMILIES.items() if any(form.written for form in each.formats)]
     if family not in writable:
@@ -101,7 +94,10 @@ def _grammar_lines(
 
 
 class LiteralRules:
-    """Writes the Lark rules of the arguments of all tools.
+    """Writes the Lark rules of arguments that are not JSON.
+
+    They allow the members, types and constants that a schema states, and require its required members. Where a schema
+    says more (references, patterns, bounds), they allow more than the schema.
 
     lines: the rules so far.
     lark_terms: function from a text with markers to a Lark expression.
@@ -109,23 +105,19 @@ class LiteralRules:
     """
 
     def __init__(self, dialect: Dialect, lark_terms: Callable[[str], str], special: Mapping[str, int]) -> None:
-        self._dialect, self._lark_terms = dialect, lark_terms
+        self._lark_terms, self._is_python = lark_terms, dialect is PYTHON
         self._quote = dialect.quotes[0] if not dialect.escapes else ""  # "" for Python's strings
-        self._tool, self._rule = "", ""
-        self._root: Mapping[str, Any] = {}
-        self._reference_rules: dict[str, str] = {}  # reference in the tool's schema -> its rule
-        self._count = 0
-        true, false, null = map(lark_string, dialect.written)
-        comma, colon = lark_string(dialect.comma), lark_string(dialect.colon)
-        quote = lark_terms(self._quote)
+        self._constants = dict(zip((True, False, None), map(lark_string, dialect.written), strict=True))
+        self._comma, self._colon = lark_string(dialect.comma), lark_string(dialect.colon)
+        quote, comma, colon = lark_terms(self._quote), self._comma, self._colon
         inner = r"(.|\n)+" if self._quote in special else "[^<]+"
         self.lines = [
             f"text:{quote} TEXT?{quote}" if quote else "text: TEXT",
             f"TEXT: /{inner}/" if quote else r'TEXT: /"([^"\\\x00-\x1f\x7f]|\\["\\nrt])*"/',
             f"integer: /{_INTEGER}/",
             rf"number: /{_INTEGER}(\.[0-9]{{1,17}})?([eE][-+]?[0-9]{{1,2}})?/",
-            f"boolean: {true} | {false}",
-            f"null: {null}",
+            f"boolean: {self._constants[True]} | {self._constants[False]}",
+            f"null: {self._constants[None]}",
             "any: text | number | boolean | null | list | mapping",
             f'list: "[" (any ({comma} any)*)? "]"',
             f'mapping: "{{" (key {colon} any ({comma} key {colon} any)*)? "}}"',
@@ -135,138 +127,81 @@ class LiteralRules:
     def add_tool(self, tool: str, rule: str, schema: Mapping[str, Any]) -> None:
         """Write the rule named `rule` for the arguments of a tool. schema: of its parameters.
 
-        Raises ParameterError for a schema that the rules cannot express.
+        Raises ParameterError for a name that a call cannot have.
         """
-        self._tool, self._rule, self._root, self._reference_rules, self._count = tool, rule, schema, {}, 0
-        if not _TOOL_NAMES[self._dialect is PYTHON].fullmatch(tool):
-            raise self._unsupported("the name")
-        if self._dialect is PYTHON:
-            written = self._members_expression(schema, lambda name: lark_string(f"{name}="), 0) or lark_string("")
+        self._tool, self._rule, self._count = tool, rule, 0
+        self._check_name(_TOOL_NAMES[self._is_python], tool)
+        if self._is_python:
+            written = self._members(schema, lambda name: lark_string(f"{name}="), 0) or lark_string("")
         else:
-            written = self._object_expression(schema, 0)
+            written = self._object(schema, 0)
         self.lines.append(f"{rule}: {written}")
 
-    def _value_expression(self, schema: Any, depth: int) -> str:
+    def _value(self, schema: Any, depth: int) -> str:
         """The expression of the values that a schema allows. depth: its nesting."""
-        if schema is True or schema == {}:
+        if not isinstance(schema, Mapping) or "$ref" in schema or depth > _MAX_DEPTH:
             return "any"
-        if not isinstance(schema, Mapping):
-            raise self._unsupported(f"{schema!r} as a schema")
-        if depth > _MAX_DEPTH:
-            raise self._unsupported(f"schemas nested more than {_MAX_DEPTH} deep")
-        unknown = sorted(map(str, schema.keys() - _KEYWORDS - _IGNORED_KEYWORDS))
-        if unknown:
-            raise self._unsupported(repr(unknown[0]))
-        for keyword in ("$ref", "anyOf"):
-            beside = sorted(schema.keys() & _KEYWORDS - {keyword, "nullable"})
-            if keyword in schema and beside:
-                raise self._unsupported(f"{keyword!r} beside {beside[0]!r}")
-        options = list(self._alternatives(schema, depth + 1))
-        if schema.get("nullable") is True:
-            options.append("null")
-        return f"({' | '.join(dict.fromkeys(options))})"
-
-    def _alternatives(self, schema: Mapping[str, Any], depth: int) -> Iterator[str]:
-        """The expressions of which a value must match one."""
-        if "$ref" in schema:
-            yield self._reference_rule(schema["$ref"], depth)
-        elif "const" in schema:
-            yield self._constant_expression(schema["const"])
-        elif "enum" in schema:
-            yield from map(self._constant_expression, self._read_list(schema, "enum"))
-        elif "anyOf" in schema:
-            for option in self._read_list(schema, "anyOf"):
-                yield self._value_expression(option, depth)
-        elif "type" not in schema:
-            yield self._object_expression(schema, depth) if "properties" in schema else "any"
+        if options := _list_of(schema, "anyOf"):
+            found = [self._value(option, depth + 1) for option in options]
+        elif constants := [schema["const"]] if "const" in schema else _list_of(schema, "enum"):
+            found = list(map(self._constant, constants))
         else:
-            for kind in self._read_list(schema, "type") if isinstance(schema["type"], list) else [schema["type"]]:
-                yield self._type_expression(kind, schema, depth)
+            found = [self._typed(kind, schema, depth + 1) for kind in _list_of(schema, "type") or [schema.get("type")]]
+        if schema.get("nullable") is True:
+            found.append("null")
+        return f"({' | '.join(dict.fromkeys(found))})"
 
-    def _type_expression(self, kind: Any, schema: Mapping[str, Any], depth: int) -> str:
-        if kind == "string":
-            return "text"
-        if kind in ("integer", "number", "boolean", "null"):
-            return str(kind)
+    def _typed(self, kind: Any, schema: Mapping[str, Any], depth: int) -> str:
+        """The expression of the values of one type."""
         if kind == "array":
-            item = self._add_rule(self._value_expression(schema.get("items", True), depth))
-            return f'"[" ({item} ({lark_string(self._dialect.comma)} {item})*)? "]"'
+            item = self._add_rule(self._value(schema.get("items"), depth))
+            return f'"[" ({item} ({self._comma} {item})*)? "]"'
         if kind == "object":
-            return self._object_expression(schema, depth)
-        raise self._unsupported(f"the type {kind!r}")
+            return self._object(schema, depth)
+        names = {"string": "text"} | {name: name for name in ("integer", "number", "boolean", "null")}
+        return names.get(str(kind), "any")
 
-    def _object_expression(self, schema: Mapping[str, Any], depth: int) -> str:
-        comma, colon = lark_string(self._dialect.comma), lark_string(self._dialect.colon)
+    def _object(self, schema: Mapping[str, Any], depth: int) -> str:
         if schema.get("properties") or schema.get("required"):
-            members = self._members_expression(schema, lambda name: f"{self._key_expression(name)} {colon}", depth)
+            members = self._members(schema, lambda name: f"{self._key(name)} {self._colon}", depth)
             return f'"{{" {members} "}}"'
         others = schema.get("additionalProperties", "properties" not in schema)
         if others is False:
             return '"{}"'
-        pair = self._add_rule(f"key {colon} {self._value_expression(others, depth)}")
-        return f'"{{" ({pair} ({comma} {pair})*)? "}}"'
+        pair = self._add_rule(f"key {self._colon} {self._value(others, depth)}")
+        return f'"{{" ({pair} ({self._comma} {pair})*)? "}}"'
 
-    def _members_expression(self, schema: Mapping[str, Any], key: Callable[[str], str], depth: int) -> str:
+    def _members(self, schema: Mapping[str, Any], key: Callable[[str], str], depth: int) -> str:
         """The expression of an object's members, in the schema's order. Members that are not required may be left out.
 
         key: function from a property's name to the expression of the text before its value.
         """
-        properties = schema.get("properties") or {}
-        required = self._read_list(schema, "required") if schema.get("required") else []
-        if not isinstance(properties, Mapping) or any(name not in list(properties) for name in required):
-            raise self._unsupported(f"the properties {properties!r} with the required {required!r}")
-        comma = lark_string(self._dialect.comma)
+        stated, required = schema.get("properties"), _list_of(schema, "required")
+        properties = {**(stated if isinstance(stated, Mapping) else {})}
+        properties |= {name: True for name in required if name not in properties}
         first: list[str] = []  # the ways to begin with this property or a later one
         rest = ""  # the rule of the properties after this one
         for name, value in reversed(list(properties.items())):
-            if not _PROPERTY_NAME.fullmatch(str(name)):
-                raise self._unsupported(f"the name {name!r}")
-            pair = self._add_rule(f"{key(name)} {self._value_expression(value, depth)}")
+            self._check_name(_PROPERTY_NAME, str(name))
+            pair = self._add_rule(f"{key(name)} {self._value(value, depth)}")
             needed = name in required
             first = [f"{pair} {rest}".strip(), *([] if needed else first)]
-            rest = self._add_rule(f"{comma} {pair} {rest}" if needed else f"({comma} {pair})? {rest}")
+            rest = self._add_rule(f"{self._comma} {pair} {rest}" if needed else f"({self._comma} {pair})? {rest}")
         return f"({' | '.join(first)}){'' if required else '?'}" if first else ""
 
-    def _reference_rule(self, reference: Any, depth: int) -> str:
-        """The name of the rule for a reference within the tool's schema."""
-        known = self._reference_rules.get(str(reference))
-        if known is not None:
-            return known
-        start, *parts = str(reference).split("/")
-        target: Any = self._root
-        for part in parts:
-            target = target.get(part) if isinstance(target, Mapping) else None
-        if start != "#" or target is None:
-            raise self._unsupported(f"the reference {reference!r}")
-        name = f"{self._rule}_ref_{len(self._reference_rules)}"
-        self._reference_rules[str(reference)] = name  # before its expression, which may refer to it
-        self.lines.append(f"{name}: {self._value_expression(target, depth)}")
-        return name
-
-    def _constant_expression(self, value: Any) -> str:
+    def _constant(self, value: Any) -> str:
         """The expression of one given value."""
-        true, false, null = map(lark_string, self._dialect.written)
         if value is None or isinstance(value, bool):
-            return null if value is None else true if value else false
+            return self._constants[value]
         if isinstance(value, (int, float)):
             return lark_string(json.dumps(value))
-        quote = self._quote
-        if not isinstance(value, str) or (quote and quote in value):
-            raise self._unsupported(f"the constant {value!r}")
-        return (
-            f"{self._lark_terms(quote)} {lark_string(value)}{self._lark_terms(quote)}".strip()
-            if quote
-            else lark_string(lark_string(value))
-        )
+        if not isinstance(value, str) or (self._quote and self._quote in value):
+            return "any"
+        marks = self._lark_terms(self._quote)
+        return f"{marks} {lark_string(value)}{marks}".strip() if self._quote else self._key(value)
 
-    def _key_expression(self, name: str) -> str:
+    def _key(self, name: str) -> str:
         return lark_string(name if self._quote else lark_string(name))
-
-    def _read_list(self, schema: Mapping[str, Any], key: str) -> list[Any]:
-        value = schema[key]
-        if not isinstance(value, list) or not value:
-            raise self._unsupported(f"{key} without a list")
-        return value
 
     def _add_rule(self, expression: str) -> str:
         """Add a rule. Returns its name."""
@@ -275,12 +210,19 @@ class LiteralRules:
         self.lines.append(f"{name}: {expression}")
         return name
 
-    def _unsupported(self, what: str) -> ParameterError:
-        return ParameterError(
-            f"the grammar of this family cannot express {what} in the parameters of the tool {self._tool!r}; leave it "
-            "out, or do not require a call.",
-            "tools",
-        )
+    def _check_name(self, pattern: re.Pattern[str], name: str) -> None:
+        if not pattern.fullmatch(name):
+            raise ParameterError(
+                f"the grammar of this family cannot express the name {name!r} in the tool {self._tool!r}; change it, "
+                "or do not require a call.",
+                "tools",
+            )
+
+
+def _list_of(schema: Mapping[str, Any], key: str) -> list[Any]:
+    """The list at `key`; [] if there is none."""
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
 
 
 def lark_string(text: str) -> str:
