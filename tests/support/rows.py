@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from topw_deploy.sampling import FLOAT32_TIES, Geometry, SampledRow, TieBounds, draw, sample_row
+from topw_deploy.sampling import FLOAT32_TIES, FLOAT64_TIES, Geometry, SampledRow, TieBounds, draw, sample_row
 from topw_deploy.sampling.parameters import TopWOptions
 
 LOGPROB_BOUND = 1e-5  # absolute below 1, relative above: a few float32 roundings of (l - l_max) / T and a logarithm
 MASS_BOUND = 5e-4  # relative: a float32 sum over all tokens
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Within which a sampler may differ from the reference.
+
+    logprob: absolute below 1, relative above. mass: relative.
+    pool_cut: whether equal logits on both sides of the pool's cut are a tie. They are none where ids order them.
+    """
+
+    ties: TieBounds
+    logprob: float
+    mass: float
+    pool_cut: bool = False
+
+
+SINGLE = Bounds(FLOAT32_TIES, LOGPROB_BOUND, MASS_BOUND, pool_cut=True)
+"""The function in the ONNX file."""
+MIXED = Bounds(FLOAT32_TIES, LOGPROB_BOUND, 1e-6)
+"""The CUDA kernels where distances decide: sums of doubles over float32 distances."""
+DOUBLE = Bounds(FLOAT64_TIES, 2e-7, 6e-7)
+"""The native sampler, and the CUDA kernels otherwise: float64 rounded to float32, exponentials with 3e-7."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +161,34 @@ def geometry_of(options: TopWOptions, table: np.ndarray) -> Geometry:
     exact = Geometry.from_embeddings(table, options.metric)
     statistics = np.asarray(exact.mean, np.float32), np.asarray(exact.inverse_std, np.float32)
     return Geometry.from_embeddings(table, options.metric, statistics)
+
+
+def differences(wanted: SampledRow, found: Mapping[str, Any], bounds: Bounds) -> Iterator[str]:
+    """What differs in an answer: the certificate; the kept set, or else the draw and the mass.
+
+    found: the outputs of docs/contract/graph.md for the row, with keep_mask; mass may be missing.
+    """
+    if bool(found["certified"]) != wanted.certified:
+        yield "certified"
+    kept = np.flatnonzero(found["keep_mask"])
+    if int(found["kept"]) != wanted.kept or not np.array_equal(kept, np.sort(wanted.kept_ids)):
+        yield "kept set"
+        return
+    if int(found["next_token"]) != wanted.next_token:
+        yield "token"
+    elif abs(float(found["logprob"]) - wanted.logprob) > bounds.logprob * max(1.0, abs(wanted.logprob)):
+        yield "logprob"
+    if "mass" in found and abs(float(found["mass"]) - wanted.mass) > bounds.mass * wanted.mass:
+        yield "mass"
+
+
+def unexplained(wanted: SampledRow, found: Mapping[str, Any], bounds: Bounds = DOUBLE) -> list[str]:
+    """The `differences` that no tie explains."""
+    return [
+        what
+        for what in differences(wanted, found, bounds)
+        if explanation(what, wanted, bounds.ties, bounds.pool_cut) is None
+    ]
 
 
 def explanation(
