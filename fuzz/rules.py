@@ -1,9 +1,9 @@
 """Compare kernels with the reference, on random rows with rules other than Top-W: `python -m fuzz.sampler --rules`.
 
-The rows of the CUDA kernels are of all kinds of tests.support.rule_rows. The native sampler gets half of its rows from
-tests.support.rule_rows, where a quarter have a value close to a threshold; batches use the processor's instruction
-sets in turn. Vocabularies have 1 to 151,936 tokens, pools 1 to 4,096. The kernels decide in double precision. So a
-difference is allowed only where the deciding quantity is within 1e-9 of its threshold, or the draw within 1e-12.
+The rows of the CUDA kernels are of all kinds of tests.support.rule_rows. For half of the rows of the native sampler, a
+quarter of the values are close to a threshold; batches use the processor's instruction sets in turn. Vocabularies have
+1 to 151,936 tokens, pools 1 to 4,096. The kernels decide in double precision. So a difference is allowed only where the
+deciding quantity is within 1e-9 of its threshold, or the draw within 1e-12.
 
 The function `fuzz` accepts any `tests.support.kernel.Kernel`; `benchmarks.gpu` passes a real GPU's.
 """
@@ -19,12 +19,12 @@ import numpy as np
 
 from benchmarks.common import table
 from tests.support.kernel import STAGES
-from tests.support.rows import Case
-from tests.support.rule_rows import differences_from_rules, rule_case, rule_columns, rules_of, sampler_case
-from topw_deploy.sampling import TopWOptions
+from tests.support.rows import Case, columns, kernel_differences, reference, rules_of
+from tests.support.rule_rows import rule_case, sampler_case
+from topw_deploy.sampling import FLOAT64_TIES, Geometry, TopWOptions
 from topw_deploy.sampling.rules import RULES, RULES_BY_CODE
 
-TIE, DRAW = 1e-9, 1e-12
+UNIFORM = TopWOptions(metric="uniform")
 OTHERS = [name for name in RULES if name != "top_w"]
 BATCH = 33
 
@@ -71,12 +71,14 @@ def fuzz(
         rng = np.random.default_rng([seed, number])
         cases = [make(rng, vocab, OTHERS[n % len(OTHERS)]) for n in range(BATCH)]
         answers = kernel.sample(
-            np.stack([case.logits for case in cases]), rule_columns(cases), TopWOptions(metric="uniform", top_m=top_m),
+            np.stack([case.logits for case in cases]), columns(cases), TopWOptions(metric="uniform", top_m=top_m),
             rules=rules_of(cases), mass=True, keep_mask=True,
         )  # fmt: skip
-        found.differences += differences_from_rules(answers, cases, tie=TIE, draw=DRAW, tied=found.tied)
-        for case, report in zip(cases, answers.reports, strict=True):
+        wanted = [reference(UNIFORM, Geometry.uniform(), case) for case in cases]
+        found.differences += kernel_differences(answers, cases, wanted)
+        for case, row, report in zip(cases, wanted, answers.reports, strict=True):
             name, stage = RULES_BY_CODE[case.rule].name, STAGES[report["stage"]]
+            found.tied[name] += row.ties.rule <= FLOAT64_TIES.objective
             whole = stage == "pool" and report["candidates"] == vocab > top_m
             found.rows[name] += 1
             found.stages[name, "whole row" if whole else stage] += 1

@@ -162,7 +162,7 @@ def compare(
     bounded: whether implementations get neighbour bounds; only for vocabularies of up to _LARGEST_BOUNDED tokens.
     measure: computes the bounds.
     """
-    wanted = [reference(visit.scenario, visit.geometry, case) for case in cases]
+    wanted = [reference(visit.scenario.options, visit.geometry, case) for case in cases]
     for case, row in zip(cases, wanted, strict=True):
         outcome.rows[_regime(case)] += 1
         outcome.certified[_regime(case)] += row.certified

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.support.kernel import STAGES, Kernel, KernelSamples, KernelTable
-from tests.support.masks import KINDS, masked, masks, packed, some_allowed, unequal_fields
-from tests.support.native_cases import columns, scenario_cases, unexplained
-from tests.support.rows import Case, Scenario, random_case
+from tests.support.native_cases import differences, scenario_cases
+from tests.support.rows import (
+    MASKS,
+    Case,
+    Scenario,
+    columns,
+    masked,
+    masks,
+    packed,
+    random_case,
+    some_allowed,
+    unequal_fields,
+)
 from tests.support.samples import slow
-from topw_deploy.sampling import TopWOptions, apply_edits, sample_row
+from topw_deploy.sampling import TopWOptions, apply_edits
 
 UNIFORM = TopWOptions(metric="uniform", top_m=200)
 VOCABULARIES = (1, 31, 33, 90, 128, 130, 255, 1000, 1021, 1280, 5000)
@@ -22,7 +33,7 @@ def answer(kernel: Any, logits: np.ndarray, *given: Any, **named: Any) -> Kernel
     return kernel.sample(logits, *given, mass=True, keep_mask=True, **named)
 
 
-def random_rows(vocab: int, rows: int, seed: int = 0) -> tuple[np.ndarray, dict[str, list[float]], list[Case]]:
+def random_rows(vocab: int, rows: int, seed: int = 0) -> tuple[np.ndarray, dict[str, np.ndarray], list[Case]]:
     rng = np.random.default_rng([seed, vocab])
     cases = [random_case(rng, vocab) for _ in range(rows)]
     return np.stack([case.logits for case in cases]), columns(cases), cases
@@ -54,8 +65,8 @@ def test_geometry_is_decided_among_the_allowed_tokens(any_kernel: Any, metric: s
 def test_large_vocabularies_are_certified_among_few_allowed_candidates(each_kernel: Kernel) -> None:
     rng, options = np.random.default_rng(4), TopWOptions(metric="uniform")
     for vocab in (32_000, 151_936):
-        logits = rng.standard_normal((len(KINDS), vocab)).astype(np.float32) * 1.5
-        allowed = masks(rng, len(KINDS), vocab)
+        logits = rng.standard_normal((len(MASKS), vocab)).astype(np.float32) * 1.5
+        allowed = masks(rng, len(MASKS), vocab)
         likely = np.array([rng.choice(np.flatnonzero(row), 5) for row in allowed])
         np.put_along_axis(logits, likely, np.float32(9.5), axis=1)
         logits[:, :3] += 20 * ~allowed[:, :3]  # the largest logits are forbidden
@@ -63,7 +74,7 @@ def test_large_vocabularies_are_certified_among_few_allowed_candidates(each_kern
         assert unequal_fields(found, answer(each_kernel, masked(logits, allowed), options=options)) == []
         assert {STAGES[n] for n in found.reports["stage"]} == {"candidates"}
         assert found.certified.all()
-        assert allowed[np.arange(len(KINDS)), found.next_token].all()
+        assert allowed[np.arange(len(MASKS)), found.next_token].all()
 
 
 def test_of_equal_logits_a_greedy_row_takes_the_first_allowed(any_kernel: Any) -> None:
@@ -86,10 +97,12 @@ def test_the_pool_is_complete_wherever_the_allowed_tokens_are(each_kernel: Kerne
     else:  # whole blocks follow, with lower logits
         allowed[: 800 * 128 : 128] = allowed[800 * 128 :] = True
         logits[800 * 128 :] -= 20
-    options, chosen = TopWOptions(metric="uniform"), {"lam": 0.1, "temperature": 2.0, "init_top_p": 1.0}
-    wanted = sample_row(masked(logits, allowed), chosen, options)
-    found = answer(each_kernel, logits[None], chosen, options, allowed=packed(allowed[None]))
-    assert list(unexplained(wanted, found, 0)) == []
+    options = TopWOptions(metric="uniform")
+    case = replace(random_case(rng, 1), logits=logits)
+    wide = {"lam": 0.1, "beta": 2.8, "temperature": 2.0, "selection_temperature": 0.0, "init_top_p": 1.0}
+    case = replace(case, parameters=case.parameters | wide)
+    assert differences(each_kernel, [case], options, allowed=packed(allowed[None])) == []
+    found = answer(each_kernel, logits[None], wide, options, allowed=packed(allowed[None]))
     assert STAGES[found.reports["stage"][0]] == "pool"
     assert found.kept[0] == min(allowed.sum(), options.top_m)
 

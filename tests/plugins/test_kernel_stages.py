@@ -9,7 +9,7 @@ from tests.support.kernel import STAGES, Kernel
 from tests.support.native_cases import differences, sampled
 from tests.support.rows import Case
 from tests.support.samples import slow
-from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters
+from topw_deploy.sampling import TopWOptions, TopWParameters
 
 OPTIONS = TopWOptions(metric="uniform")
 BLOCK = 128  # logits per block maximum
@@ -23,11 +23,11 @@ def case(logits: np.ndarray, **parameters: float) -> Case:
 
 
 def unlike_the_reference(kernel: Kernel, cases: list[Case]) -> list[str]:
-    return differences(kernel, cases, OPTIONS, Geometry.uniform(), None)
+    return differences(kernel, cases, OPTIONS)
 
 
 def stages(kernel: Kernel, cases: list[Case]) -> list[str]:
-    return [STAGES[number] for number in sampled(kernel, cases, OPTIONS, None).reports["stage"]]
+    return [STAGES[number] for number in sampled(kernel, cases, OPTIONS).reports["stage"]]
 
 
 def base_objective(log_weights: np.ndarray, beta: float) -> np.ndarray:
@@ -76,9 +76,9 @@ def test_a_second_scan_settles_up_to_the_tie_with_the_whole_pool_and_not_beyond(
     assert unlike_the_reference(kernel, below + above) == []
     assert stages(kernel, below) == ["candidates"] * 3
     assert "candidates" not in stages(kernel, above)
-    assert (sampled(kernel, below, OPTIONS, None).kept == best).all()
+    assert (sampled(kernel, below, OPTIONS).kept == best).all()
     if init_top_p == 1:
-        assert (sampled(kernel, above, OPTIONS, None).kept == OPTIONS.top_m).all()
+        assert (sampled(kernel, above, OPTIONS).kept == OPTIONS.top_m).all()
 
 
 def arranged(kind: str) -> np.ndarray:
@@ -115,5 +115,5 @@ def test_the_pool_has_the_best_tokens_wherever_they_are(kernel: Kernel, kind: st
     logits = arranged(kind)
     cases = [case(logits, temperature=2.0, beta=beta, init_top_p=1.0) for beta in (2.8, 4.0, 9.0)]
     assert unlike_the_reference(kernel, cases) == []
-    kept = sampled(kernel, cases, OPTIONS, None).kept
+    kept = sampled(kernel, cases, OPTIONS).kept
     assert kept.max() == min(OPTIONS.top_m, np.isfinite(logits).sum())

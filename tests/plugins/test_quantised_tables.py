@@ -12,9 +12,9 @@ import pytest
 
 from tests.support.function_cases import feeds, open_model, run
 from tests.support.kernel import Kernel, KernelTable
-from tests.support.native_cases import columns, opened
+from tests.support.native_cases import opened
 from tests.support.quantised_tables import FORMS, Form, Quantised, quantised_table
-from tests.support.rows import Case, random_case
+from tests.support.rows import Case, columns, random_case
 from topw_deploy.export.embedding import EmbeddingForm
 from topw_deploy.export.graph import GraphEditor
 from topw_deploy.export.sampler.attach import add_sampler_inputs, add_sampler_node, install_function

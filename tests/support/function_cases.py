@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -15,10 +15,10 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from tests.support.rows import (
-    LOGPROB_BOUND,
-    MASS_BOUND,
+    SINGLE,
     Case,
     Scenario,
+    differences,
     embedding_table,
     explanation,
     redrawn,
@@ -128,7 +128,7 @@ class Tally:
         regime = case.regime.split(",")[0]
         self.rows[regime] += 1
         self.certified[regime] += wanted.certified
-        for difference in differences(wanted, found):
+        for difference in differences(wanted, found, SINGLE):
             reason = explanation(difference, wanted)
             if reason is None:
                 self.unexplained.append(f"{label}: {difference}; {case.regime}, {case.parameters}, {wanted.ties}, "
@@ -144,30 +144,14 @@ def unexplained(
     tally = Tally()
     for index, case in enumerate(cases):
         found = {name: value[index] for name, value in answers.items()}
-        tally.add(label, case, reference(scenario, geometry, case), found)
+        tally.add(label, case, reference(scenario.options, geometry, case), found)
     return tally.unexplained
-
-
-def differences(wanted: SampledRow, found: Mapping[str, np.ndarray]) -> Iterator[str]:
-    """What differs: the certificate; the kept set, or else the draw."""
-    if bool(found["certified"]) != wanted.certified:
-        yield "certified"
-    mask = np.asarray(found["keep_mask"])
-    if int(found["kept"]) != wanted.kept or not np.array_equal(np.flatnonzero(mask), np.sort(wanted.kept_ids)):
-        yield "kept set"
-        return
-    if int(found["next_token"]) != wanted.next_token:
-        yield "token"
-    elif abs(float(found["logprob"]) - wanted.logprob) > LOGPROB_BOUND * max(1.0, abs(wanted.logprob)):
-        yield "logprob"
-    if "mass" in found and abs(float(found["mass"]) - wanted.mass) > MASS_BOUND * wanted.mass:
-        yield "mass"
 
 
 def compare(scenario: Scenario, sessions: dict[str, ort.InferenceSession], geometry: Geometry, cases: list[Case],
             tallies: dict[str, Tally]) -> None:  # fmt: skip
     """Run each batch in every form, again with other uniform numbers, padded edits, and masks instead of -inf."""
-    wanted = [reference(scenario, geometry, case) for case in cases]
+    wanted = [reference(scenario.options, geometry, case) for case in cases]
     second = [redrawn(row, case, 1.0 - 2.0**-24 - case.uniform) for row, case in zip(wanted, cases, strict=True)]
     again = [case for _, case in second]
     both = (wanted, cases, feeds(cases)), ([row for row, _ in second], again, masked_feeds(again))

@@ -1,8 +1,7 @@
-"""The native library, its instruction sets and the reference."""
+"""Rows for the native sampler, with each instruction set, and for the emulated CUDA kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,23 @@ import numpy as np
 import pytest
 
 from tests.support.kernel import Kernel, KernelSamples, KernelTable
-from tests.support.rows import Case, Scenario, embedding_table, geometry_of, random_case
+from tests.support.rows import (
+    DOUBLE,
+    MIXED,
+    Case,
+    Edits,
+    Scenario,
+    columns,
+    embedding_table,
+    geometry_of,
+    kernel_differences,
+    random_case,
+    reference,
+    rules_of,
+)
 from topw_deploy.plugins import compile_native, library
 from topw_deploy.plugins.library import library_path
-from topw_deploy.sampling import FLOAT64_TIES, Geometry, SampledRow, TopWOptions, sample_row
-
-LOGPROB_BOUND = 2e-7  # relative above 1: float64 rounded to float32
-MASS_BOUND = 5e-7  # relative: the exponentials' 3e-7 plus rounding to float32
+from topw_deploy.sampling import Geometry, SampledRow, TopWOptions
 
 
 def opened(folder: Path) -> Kernel:
@@ -40,17 +49,13 @@ def instruction_sets(kernel: Kernel) -> list[str]:
     return found[::-1]
 
 
-def columns(cases: list[Case]) -> dict[str, list[float]]:
-    """Parameters and uniform numbers of all rows, by name."""
-    named = {name: [case.parameters[name] for case in cases] for name in cases[0].parameters}
-    return named | {"uniform": [case.uniform for case in cases]}
-
-
 def sampled(
-    kernel: Kernel, cases: list[Case], options: TopWOptions, table: KernelTable | None = None, **settings: Any
+    kernel: Any, cases: list[Case], options: TopWOptions, table: KernelTable | None = None, **settings: Any
 ) -> KernelSamples:
     """A kernel's answers, with mass and keep_mask. settings: further arguments of `sample`."""
     logits = np.stack([case.logits for case in cases])
+    if any(case.rule for case in cases):
+        settings["rules"] = rules_of(cases)
     return kernel.sample(logits, columns(cases), options, table, mass=True, keep_mask=True, **settings)
 
 
@@ -61,43 +66,26 @@ def scenario_cases(scenario: Scenario, rows: int) -> tuple[np.ndarray, Geometry,
     return embeddings, geometry_of(scenario.options, embeddings), cases
 
 
-def unexplained(wanted: SampledRow, found: KernelSamples, row: int) -> Iterator[str]:
-    """Differences beyond the ties of docs/contract/graph.md, section 4."""
-    assert found.keep_mask is not None
-    assert found.mass is not None
-    ids = np.flatnonzero(found.keep_mask[row])
-    if found.certified[row] != wanted.certified and not wanted.ties.allow_other_certified(FLOAT64_TIES):
-        yield "certified"
-    if found.kept[row] != len(ids) or not np.array_equal(ids, np.sort(wanted.kept_ids)):
-        if not wanted.ties.allow_other_set(FLOAT64_TIES):
-            yield "kept set"
-        return
-    if found.next_token[row] != wanted.next_token and wanted.draw_margin > FLOAT64_TIES.draw:
-        yield "token"
-    elif abs(found.logprob[row] - wanted.logprob) > LOGPROB_BOUND * max(1.0, abs(wanted.logprob)):
-        yield "logprob"
-    if abs(found.mass[row] - wanted.mass) > MASS_BOUND * wanted.mass:
-        yield "mass"
-
-
 def differences(
-    kernel: Kernel, cases: list[Case], options: TopWOptions, geometry: Geometry, table: KernelTable | None
-) -> list[str]:
-    """A line per unexplained difference."""
-    found = sampled(kernel, cases, options, table)
-    lines = []
+    kernel: Any, cases: list[Case], options: TopWOptions, geometry: Geometry | None = None,
+    table: KernelTable | None = None, edits: Edits | None = None, allowed: np.ndarray | None = None,
+) -> list[str]:  # fmt: skip
+    """A line for each difference from the reference that no tie explains. table: not the geometry's own, if given."""
+    table = KernelTable.from_geometry(geometry) if table is None and geometry is not None else table
+    found = sampled(kernel, cases, options, table, edits=edits, allowed=allowed)
+    held = 0 if geometry is None or geometry.table is None else hash(geometry.table.tobytes())
+    wanted = []
     for i, case in enumerate(cases):
-        wanted = _wanted(case, options, geometry)
-        lines += [f"{what}: {case.regime}, {case.parameters}, {wanted.ties}" for what in unexplained(wanted, found, i)]
-    return lines
+        edit = None if edits is None else (edits[0][i], edits[1][i], edits[2][i])
+        words = None if allowed is None else allowed[i]
+        arrays = (case.logits, *(edit or ()), *(() if words is None else (words,)))
+        numbers = (str(case.parameters), case.uniform, case.rule, str(case.rule_values), options, held)
+        key = hash((*numbers, *(array.tobytes() for array in arrays)))
+        if key not in _answers:
+            with np.errstate(all="ignore"):
+                _answers[key] = reference(options, geometry, case, edit, words)
+        wanted.append(_answers[key])
+    return kernel_differences(found, cases, wanted, DOUBLE if isinstance(kernel, Kernel) else MIXED)
 
 
-_answers: dict[tuple[bytes, str, TopWOptions, int], SampledRow] = {}
-
-
-def _wanted(case: Case, options: TopWOptions, geometry: Geometry) -> SampledRow:
-    table = 0 if geometry.table is None else hash(geometry.table.tobytes())
-    key = (case.logits.tobytes(), f"{case.parameters} {case.uniform}", options, table)
-    if key not in _answers:
-        _answers[key] = sample_row(case.logits, case.parameters, options, geometry, case.uniform)
-    return _answers[key]
+_answers: dict[int, SampledRow] = {}  # several kernels get the same rows

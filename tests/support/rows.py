@@ -7,12 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from topw_deploy.sampling import FLOAT32_TIES, FLOAT64_TIES, Geometry, SampledRow, TieBounds, draw, sample_row
 from topw_deploy.sampling.parameters import TopWOptions
 
 LOGPROB_BOUND = 1e-5  # absolute below 1, relative above: a few float32 roundings of (l - l_max) / T and a logarithm
+Edits = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""(ids, penalty, bias), each [B, N]."""
 MASS_BOUND = 5e-4  # relative: a float32 sum over all tokens
+_SMALLEST_MASS = float(np.finfo(np.float32).tiny)  # a crop with negative geom_scale may have less
 
 
 @dataclass(frozen=True)
@@ -178,7 +182,7 @@ def differences(wanted: SampledRow, found: Mapping[str, Any], bounds: Bounds) ->
         yield "token"
     elif abs(float(found["logprob"]) - wanted.logprob) > bounds.logprob * max(1.0, abs(wanted.logprob)):
         yield "logprob"
-    if "mass" in found and abs(float(found["mass"]) - wanted.mass) > bounds.mass * wanted.mass:
+    if "mass" in found and abs(float(found["mass"]) - wanted.mass) > max(bounds.mass * wanted.mass, _SMALLEST_MASS):
         yield "mass"
 
 
@@ -219,11 +223,13 @@ def _plain(bound: float) -> str:
     return f"{bound:.0e}".replace("e-0", "e-")
 
 
-def reference(scenario: Scenario, geometry: Geometry, case: Case) -> SampledRow:
-    """The reference's answer."""
-    rule, values = case.rule, case.rule_values
+def reference(
+    options: TopWOptions, geometry: Geometry | None, case: Case, edits: Edits | None = None,
+    allowed: np.ndarray | None = None,
+) -> SampledRow:  # fmt: skip
+    """The reference's answer. edits: of the row, [N] each. allowed: the words of its mask."""
     return sample_row(
-        case.logits, case.parameters, scenario.options, geometry, case.uniform, rule=rule, rule_values=values
+        case.logits, case.parameters, options, geometry, case.uniform, edits, allowed, case.rule, case.rule_values
     )
 
 
@@ -234,3 +240,95 @@ def redrawn(row: SampledRow, case: Case, uniform: float) -> tuple[SampledRow, Ca
         return row, again
     drawn = draw(case.logits, row.kept_ids, case.parameters["temperature"], uniform)
     return replace(row, next_token=drawn.token, logprob=drawn.logprob, draw_margin=drawn.margin), again
+
+
+MASKS = ("one", "few", "run", "half", "most", "all", "last")
+FIELDS = ("next_token", "logprob", "kept", "certified", "mass", "keep_mask", "reports")
+
+
+def some_allowed(rng: np.random.Generator, vocab: int, kind: str) -> NDArray[np.bool_]:
+    """bool [vocab] of the kind: one token; some random ones; neighbours; a random half; nearly all; all; the last."""
+    chosen = np.zeros(vocab, np.bool_)
+    if kind == "run":
+        first = int(rng.integers(vocab))
+        chosen[first : first + max(1, vocab // 5)] = True
+    elif kind in ("half", "most"):
+        chosen = rng.random(vocab) < (0.5 if kind == "half" else 0.99)
+    elif kind == "few":
+        chosen[rng.integers(vocab, size=max(1, vocab // 50))] = True
+    elif kind == "last":
+        chosen[-1] = True
+    elif kind == "all":
+        chosen[:] = True
+    if kind in ("one", "half", "most"):
+        chosen[rng.integers(vocab)] = True
+    return chosen
+
+
+def masks(rng: np.random.Generator, rows: int, vocab: int) -> NDArray[np.bool_]:
+    """bool [rows, vocab]: every kind in turn."""
+    return np.stack([some_allowed(rng, vocab, MASKS[row % len(MASKS)]) for row in range(rows)])
+
+
+def packed(allowed: NDArray[np.bool_], beyond: bool = False) -> NDArray[np.int32]:
+    """The mask as int32 [rows, ceil(vocab / 32)]; beyond: the bits after the vocabulary. Independent of `pack_mask`."""
+    rows, vocab = allowed.shape
+    bits = np.full((rows, (vocab + 31) // 32 * 32), beyond)
+    bits[:, :vocab] = allowed
+    return np.packbits(bits, axis=1, bitorder="little").view("<i4").astype(np.int32)
+
+
+def masked(logits: NDArray[np.float32], allowed: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """The logits, -inf where not allowed."""
+    return np.where(allowed, logits, np.float32(-np.inf))
+
+
+def some_edits(rng: np.random.Generator, rows: int, vocab: int, edits: int) -> Edits:
+    """Edits of all kinds in any place, a fifth of them padding; ids beyond a small vocabulary have no effect."""
+    ids = np.stack([rng.permutation(max(vocab, edits))[:edits] for _ in range(rows)]).astype(np.int64)
+    ids[(rng.random(ids.shape) < 0.2) | (ids >= vocab)] = -1
+    penalty = rng.choice([1.0, 1.3, 0.7, 5.0], ids.shape).astype(np.float32)
+    bias = rng.choice([0.0, 1.5, -2.0, -np.inf], ids.shape, p=[0.4, 0.2, 0.2, 0.2]).astype(np.float32)
+    return ids, penalty, bias
+
+
+def columns(cases: list[Case]) -> dict[str, np.ndarray]:
+    """Parameters and `uniform` by name, float32 [B] each."""
+    named = {name: np.array([case.parameters[name] for case in cases], np.float32) for name in cases[0].parameters}
+    return named | {"uniform": np.array([case.uniform for case in cases], np.float32)}
+
+
+def rules_of(cases: list[Case]) -> tuple[np.ndarray, np.ndarray]:
+    """(Codes int32 [B], values float32 [B, 2])."""
+    values = np.array([case.rule_values for case in cases], np.float32).reshape(-1, 2)
+    return np.array([case.rule for case in cases], np.int32), values
+
+
+def with_logits(cases: list[Case], logits: np.ndarray) -> list[Case]:
+    """The cases with other logits [B, V]."""
+    return [replace(case, logits=row) for case, row in zip(cases, logits, strict=True)]
+
+
+def unequal_fields(first: Any, second: Any, rows: Any = slice(None), of_second: Any = None) -> list[str]:
+    """Names of the outputs of two calls of kernels whose bits differ in these rows; of_second: if others."""
+    others = rows if of_second is None else of_second
+    pairs = [(name, getattr(first, name)[rows], getattr(second, name)[others]) for name in FIELDS]
+    return [name for name, a, b in pairs if a.tobytes() != b.tobytes()]
+
+
+def kernel_differences(found: Any, cases: list[Case], wanted: list[SampledRow], bounds: Bounds = DOUBLE) -> list[str]:
+    """Differences of a kernel's outputs from the reference's answers that no tie explains, as lines.
+
+    bounds: for rows of Top-W that distances decided.
+    """
+    lines = []
+    for i, (case, row) in enumerate(zip(cases, wanted, strict=True)):
+        within = bounds if not case.rule and found.reports["stage"][i] >= _OPEN else DOUBLE
+        outputs = {name: getattr(found, name)[i] for name in FIELDS}
+        rule = f"rule {case.rule} {case.rule_values}, " if case.rule else ""
+        about = f"{rule}{case.regime}, V {len(case.logits)}, {case.parameters}, {row.ties}"
+        lines += [f"row {i}: {what}: {about}" for what in unexplained(row, outputs, within)]
+    return lines
+
+
+_OPEN = 3  # the first stage of topw_report that may need distances

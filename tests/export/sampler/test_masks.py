@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.function_cases import FORMS, by_hand, feeds, opened, run, unexplained
-from tests.support.masks import KINDS, some_allowed
-from tests.support.masks import packed as packed_by_hand
-from tests.support.rows import Case, random_case
+from tests.support.rows import MASKS, Case, random_case, some_allowed
+from tests.support.rows import packed as packed_by_hand
 from tests.support.samples import slow
 from topw_deploy.export.sampler.node import allowed_tokens, padded_width
 from topw_deploy.export.sampler.ops import Ops
@@ -34,7 +33,7 @@ def in_forms(*vocabularies: int) -> list[Any]:
 
 def random_masks(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
     """int32 [rows, words]: all kinds of masks, the last row's without any allowed token; random bits at the end."""
-    flags = np.stack([some_allowed(rng, vocab, str(rng.choice(KINDS))) for _ in range(rows)])
+    flags = np.stack([some_allowed(rng, vocab, str(rng.choice(MASKS))) for _ in range(rows)])
     flags[-1] = False
     return packed_by_hand(flags, beyond=bool(rng.integers(2)))
 

@@ -14,8 +14,7 @@ from fuzz.graphs import fuzz_rules as fuzz
 from fuzz.rules import OTHERS
 from tests.support import function_cases
 from tests.support.function_cases import FORMS, by_hand, feeds, opened, run, unexplained
-from tests.support.masks import packed, some_allowed
-from tests.support.rows import Case, random_case
+from tests.support.rows import Case, packed, random_case, some_allowed
 from tests.support.samples import slow
 from topw_deploy.errors import ParameterError
 from topw_deploy.export.sampler.function import build_function

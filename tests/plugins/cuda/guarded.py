@@ -16,7 +16,8 @@ import numpy as np
 import tests.support.kernel
 from tests.support.cuda_kernel import EmulatedKernel
 from tests.support.kernel import COLUMNS, STAGES, KernelTable
-from tests.support.rule_rows import rule_case, rules_of
+from tests.support.rows import rules_of
+from tests.support.rule_rows import rule_case
 from topw_deploy.sampling import TopWOptions
 
 PAGE = mmap.PAGESIZE

@@ -11,9 +11,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.cuda_kernel import built
+from tests.support.cuda_kernel import built, compiled
 
 THREADS = 128
+
+
+@pytest.fixture(scope="module")
+def probes(request: pytest.FixtureRequest, emulated_library: Path) -> ctypes.CDLL:
+    assert request.config.cache is not None
+    path = compiled(request.config.cache.mkdir("emulated"), [Path(__file__).with_name("probes.cu")])
+    library = ctypes.CDLL(str(path))
+    library.probe_error.restype = ctypes.c_char_p
+    library.probe_settings.argtypes = (ctypes.c_uint64, ctypes.c_uint32)
+    library.probe_settings(1, 4)
+    return library
 
 
 def address(array: np.ndarray) -> ctypes.c_void_p:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.support.cuda_kernel import CUDA_SOURCES, CudaShape, EmulatedKernel
+from tests.support.cuda_kernel import CudaShape, EmulatedKernel
 from tests.support.kernel import TABLE_TYPES, BlocksStruct, InputsStruct, OutputsStruct, TableStruct
 from topw_deploy.errors import PluginError
 from topw_deploy.sampling import TopWOptions
@@ -83,12 +80,8 @@ def test_a_call_that_does_not_fit_its_shape_is_not_launched(kernel: EmulatedKern
         kernel.launch(with_table(table()), None, InputsStruct(1, 50_000, 0, 0), OutputsStruct(), address, address)
 
 
-def test_the_header_is_c99(tmp_path: Path) -> None:
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no C compiler")
-    source = tmp_path / "user.c"
-    source.write_text('#include "topw_cuda.h"\nint main(void) { return topw_cuda_device_count(); }\n')
-    flags = ["-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", f"-I{CUDA_SOURCES}"]
-    done = subprocess.run([compiler, *flags, str(source)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_a_mask_of_another_width_is_not_launched(kernel: EmulatedKernel) -> None:
+    shape = CudaShape(UNIFORM, 1, 300)
+    for words in (-1, 1, 9, 11):
+        with pytest.raises(PluginError, match="not launched"):
+            kernel.launch(shape, None, InputsStruct(1, 300, 0, words), OutputsStruct(), *kernel._room_for(shape))

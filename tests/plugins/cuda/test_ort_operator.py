@@ -12,9 +12,8 @@ import pytest
 
 from tests.support.cuda_kernel import CUDA_SOURCES, compiled
 from tests.support.function_cases import Wanted, clear_rows, feeds, open_model, run
-from tests.support.masks import masks, packed
-from tests.support.rows import random_case
-from tests.support.rule_rows import rule_case, rules_of
+from tests.support.rows import masks, packed, random_case, rules_of
+from tests.support.rule_rows import rule_case
 from topw_deploy.plugins import compile_native
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
 

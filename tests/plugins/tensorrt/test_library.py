@@ -13,8 +13,7 @@ import pytest
 
 from tests.support.cuda_kernel import CUDA_SOURCES, EMULATOR, FLAGS
 from tests.support.kernel import COLUMNS, Kernel, KernelTable
-from tests.support.masks import packed
-from tests.support.native_cases import geometry_of
+from tests.support.rows import geometry_of, packed
 from topw_deploy.plugins import compile_native
 from topw_deploy.plugins.library import library_path, why_absent
 from topw_deploy.sampling.parameters import TopWOptions
