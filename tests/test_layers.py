@@ -27,7 +27,7 @@ ALLOWED = {
     "text": {"errors"},
     "install": {"errors"},
     "tiny": set(),
-    "sampling": {"errors"},
+    "sampling": {"errors", "text"},
     "manifest": {"dtypes", "errors", "folders", "sampling"},
     "safetensors_header": {"dtypes", "text"},
     "plugins": {"errors", "folders", "dtypes", "progress", "install", "sampling"},

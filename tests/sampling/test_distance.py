@@ -74,7 +74,7 @@ def test_the_processor_and_the_sampler_alone_keep_the_same_tokens(model, tokeniz
         ({"geom_unit": "median", "median_distance": 2.0}, "geom_scale is not given with it"),
         ({"geom_unit": "mean"}, "geom_unit is 'mean', but must be one of raw, median"),
         ({"geom_unit": "median", "median_distance": 0.0, "geom_scale": 1.0}, "median_distance is 0.0, but must be"),
-        ({"geom_unit": "median", "median_distance": 2.0, "geom_scale": "1"}, "geom_scale is '1', but must be a number"),
+        ({"geom_unit": "median", "median_distance": 2.0, "geom_scale": "1"}, "geom_scale is '1', but must be a finite"),
     ],
 )
 def test_a_unit_that_cannot_be_used_is_refused(model, given, message):

@@ -22,9 +22,9 @@ from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES, canon
         ("geom_scale", -math.inf, "finite"),
         ("lam", 10**400, "finite number >= 0"),
         ("geom_scale", -(10**400), "finite"),
-        ("lam", "much", "a number"),
-        ("lam", True, "a number"),
-        ("lam", np.array([1.0, 2.0]), "a number"),
+        ("lam", "much", "finite number >= 0"),
+        ("lam", True, "finite number >= 0"),
+        ("lam", np.array([1.0, 2.0]), "finite number >= 0"),
     ],
 )
 def test_a_parameter_out_of_range_is_named_with_its_value_and_interval(name, value, bound):

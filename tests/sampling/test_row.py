@@ -66,9 +66,8 @@ def test_a_number_beyond_float32_is_named_as_it_was_given(name, value):
     message = (
         rf"^{name} is {re.escape(repr(value))}, but must be .* in float32 too, which holds magnitudes from 1.4e-45"
     )
-    for given in ({name: value}, TopWParameters(**{name: value})):
-        with pytest.raises(ParameterError, match=message):
-            as_float32(given)
+    with pytest.raises(ParameterError, match=message):
+        TopWParameters(**{name: value})
     with pytest.raises(ParameterError, match=r"^lam is inf, but must be a finite number >= 0\.$"):
         as_float32({"lam": math.inf})
 

@@ -22,7 +22,6 @@ from topw_deploy.runtime.structured import read_constraint
 from topw_deploy.sampling.parameters import ALIASES as AUTHORS_ALIASES
 from topw_deploy.sampling.parameters import (
     GEOM_UNITS,
-    IN_FLOAT32,
     OPTION_NAMES,
     PARAMETER_NAMES,
     RANGES,
@@ -30,6 +29,8 @@ from topw_deploy.sampling.parameters import (
     beta_coefficients,
     check_geom_unit,
     check_preset,
+    is_boolean,
+    read_number,
     unknown_name,
 )
 from topw_deploy.sampling.rules import RULE_OF_VALUE, RULE_PARAMETER_NAMES, RULES, unknown_rule_error
@@ -104,11 +105,6 @@ class Alias:
     name: str
 
 
-def is_boolean(value: Any) -> bool:
-    """Whether `value` is a boolean of Python or numpy, which Python counts as an integer."""
-    return isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
-
-
 def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim > 0)
 
@@ -131,24 +127,7 @@ def integer(low: int, high: float = math.inf) -> Read:
 
 def real(holds: Callable[[float], bool], bound: str) -> Read:
     """A check for numbers that are within `bound` in float32 too, in which the graph computes."""
-
-    def read(name: str, value: Any) -> float:
-        try:
-            known = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-            number = float(value) if known else math.nan
-        except OverflowError:  # an integer beyond float64
-            number = math.inf
-        if not holds(number) or not holds(_to_float32(number)):
-            wanted = f"{bound} {IN_FLOAT32}" if holds(number) else bound
-            raise ParameterError(f"{name} is {short_repr(value)}, but must be {wanted}.", name)
-        return number
-
-    return read
-
-
-def _to_float32(value: float) -> float:
-    with np.errstate(over="ignore"):
-        return float(np.float32(value))
+    return lambda name, value: read_number(name, value, holds, bound)
 
 
 _finite = real(math.isfinite, "a finite number")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import difflib
 import math
 import re
@@ -10,9 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-import numpy as np
-
 from topw_deploy.errors import ParameterError
+from topw_deploy.text import short_repr
 
 _MOST_CHARACTERS = 80  # characters
 _LARGEST_FLOAT32 = 3.4028234663852886e38  # float32
@@ -68,6 +68,7 @@ def beta_at(text: str, temperature: float) -> float:
 
 METRICS = ("mahalanobis", "unit", "cosine", "uniform")
 POTENTIALS = ("nearest", "knn")
+_COUNTS = ("top_m", "alt_iters", "knn_k")
 GREEDY_BELOW = 9.999999747378752e-06  # 1e-5 in float32; below it, a temperature means argmax
 
 ALIASES = {"lambda_geom": "lam", "warm_p": "init_top_p", "m": "top_m"}
@@ -77,35 +78,29 @@ IN_FLOAT32 = "in float32 too, which holds magnitudes from 1.4e-45 to 3.4e+38"
 """The end of a message about a value that leaves its interval when rounded to float32."""
 
 
-def as_number(name: str, value: object) -> float:
-    """Convert the value of the parameter `name` to a float; an integer beyond float64 becomes inf or -inf.
+def read_number(name: str, value: object, holds: Callable[[float], bool], bound: str) -> float:
+    """The value of the parameter `name` as a float. Raises ParameterError unless it is a number that `holds`, in
+    float32 too.
 
-    Raises ParameterError for anything but a number.
+    bound: the interval, for the message.
     """
-    if not isinstance(value, bool) and hasattr(value, "__float__"):  # numpy's scalars have it, strings do not
+    number = math.nan
+    if not is_boolean(value) and hasattr(value, "__float__"):  # numpy's scalars have it, strings do not
         with contextlib.suppress(TypeError, ValueError):  # arrays and tensors have it too, but raise
             try:
-                return float(value)
+                number = float(value)
             except OverflowError:  # an integer beyond float64
-                return math.inf if value > 0 else -math.inf  # type: ignore[operator]
-    raise ParameterError(f"{name} is {value!r}, but must be a number.", name)
+                number = math.inf if value > 0 else -math.inf  # type: ignore[operator]
+    if not holds(number) or not holds(ctypes.c_float(number).value):
+        raise ParameterError(
+            f"{name} is {short_repr(value)}, but must be {bound}{f' {IN_FLOAT32}' if holds(number) else ''}.", name
+        )
+    return number
 
 
-def check_range(name: str, value: float, rounded: float | None = None) -> None:
-    """Raises ParameterError unless `value` is in the range of the parameter `name`.
-
-    rounded: `value` rounded to float32, checked in its place; the message quotes `value`.
-    """
-    holds, bound = RANGES[name]
-    number = as_number(name, value)
-    if rounded is not None and holds(number):
-        bound = f"{bound} {IN_FLOAT32}"
-    _require(name, value, holds(number if rounded is None else rounded), bound)
-
-
-def _require(name: str, value: object, holds: bool, bound: str) -> None:
-    if not holds:
-        raise ParameterError(f"{name} is {value!r}, but must be {bound}.", name)
+def is_boolean(value: object) -> bool:
+    """Whether `value` is a boolean of Python, numpy or torch, which Python counts as a number."""
+    return isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
 
 
 def _is_finite_and_not_negative(value: float) -> bool:
@@ -147,10 +142,10 @@ class TopWParameters:
     def __post_init__(self) -> None:
         beta: object = self.beta
         if isinstance(beta, str):
-            check_range("temperature", self.temperature)
+            read_number("temperature", self.temperature, *RANGES["temperature"])
             object.__setattr__(self, "beta", beta_at(beta, 0.0 if self.greedy else self.temperature))
-        for name in RANGES:
-            check_range(name, getattr(self, name))
+        for name, (holds, bound) in RANGES.items():
+            read_number(name, getattr(self, name), holds, bound)
 
     @property
     def greedy(self) -> bool:
@@ -177,13 +172,12 @@ class TopWOptions:
     knn_k: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("top_m", "alt_iters", "knn_k"):
+        for name, known in (("metric", METRICS), ("potential", POTENTIALS), *((name, None) for name in _COUNTS)):
             value = getattr(self, name)
-            _require(
-                name, value, isinstance(value, int) and not isinstance(value, bool) and value >= 1, "an integer >= 1"
-            )
-        _require("metric", self.metric, self.metric in METRICS, f"one of {', '.join(METRICS)}")
-        _require("potential", self.potential, self.potential in POTENTIALS, f"one of {', '.join(POTENTIALS)}")
+            holds = value in known if known else type(value) is int and value >= 1
+            if not holds:
+                bound = f"one of {', '.join(known)}" if known else "an integer >= 1"
+                raise ParameterError(f"{name} is {value!r}, but must be {bound}.", name)
 
     @property
     def neighbours(self) -> int:
@@ -323,9 +317,9 @@ def with_raw_scale(stated: Mapping[str, Any], median: float | None, unknown: str
         )
     if median is None:
         raise ParameterError(f"geom_unit is 'median', but {unknown}.", "geom_unit")
-    geom_scale = as_number("geom_scale", stated["geom_scale"])
+    geom_scale = read_number("geom_scale", stated["geom_scale"], *RANGES["geom_scale"])
     raw = geom_scale / median
-    if not abs(raw) <= float(np.finfo(np.float32).max):
+    if abs(raw) > _LARGEST_FLOAT32:
         raise ParameterError(
             f"geom_scale is {geom_scale!r}, {raw:g} when divided by the median distance {median:g}, but must be finite "
             f"{IN_FLOAT32}.",

@@ -27,11 +27,11 @@ from topw_deploy.sampling.parameters import (
     REQUEST_PRESETS,
     TopWOptions,
     TopWParameters,
-    as_number,
     canonical_names,
     depends_on_temperature,
     preset_parameters,
     preset_values,
+    read_number,
     with_raw_scale,
 )
 from topw_deploy.sampling.reference import metric_error
@@ -140,10 +140,8 @@ class TopWLogitsProcessor(LogitsProcessor):
         self.options = TopWOptions(**(options | {key: value for key, value in given.items() if key in OPTION_NAMES}))
         self.geometry = geometry_of(model_or_embeddings, self.options.metric)
         own = {key: value for key, value in given.items() if key in PARAMETER_NAMES}
-        if median_distance is not None and not 0 < as_number("median_distance", median_distance) < math.inf:
-            raise ParameterError(
-                f"median_distance is {median_distance!r}, but must be a finite number > 0.", "median_distance"
-            )
+        if median_distance is not None:
+            read_number("median_distance", median_distance, lambda x: 0 < x < math.inf, "a finite number > 0")
         median = 1.0 if self.options.metric == "uniform" else median_distance
         own = dict(with_raw_scale(own | {"geom_unit": geom_unit}, median, _NO_MEDIAN))
         del own["geom_unit"]

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling.geometry import Geometry, Ids
-from topw_deploy.sampling.parameters import GREEDY_BELOW, TopWOptions, TopWParameters, check_range
+from topw_deploy.sampling.parameters import GREEDY_BELOW, TopWOptions, TopWParameters
 from topw_deploy.sampling.reference import Crop, Ties, crop
 from topw_deploy.sampling.rules import RULES_BY_CODE, TOP_W, RuleCrop, kept_set
 
@@ -54,17 +54,10 @@ class SampledRow:
 def as_float32(parameters: TopWParameters | Mapping[str, float]) -> TopWParameters:
     """Round parameters to float32, as a graph receives them. Missing names get defaults.
 
-    Raises ParameterError if a rounded value is out of range: 1e-50 is a valid init_top_p, but 0 in float32.
+    Raises ParameterError for a number out of range.
     """
-    given = asdict(parameters) if isinstance(parameters, TopWParameters) else parameters
-    with np.errstate(over="ignore"):
-        rounded = {name: float(np.float32(value)) for name, value in given.items()}
-    try:
-        return TopWParameters(**rounded)
-    except ParameterError:
-        for name, value in rounded.items():
-            check_range(name, given[name], value)  # TopWParameters would report the rounded value
-        raise
+    given = parameters if isinstance(parameters, TopWParameters) else TopWParameters(**parameters)
+    return TopWParameters(**{name: float(np.float32(value)) for name, value in asdict(given).items()})
 
 
 def sample_row(

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling.geometry import Floats, Ids
-from topw_deploy.sampling.parameters import GREEDY_BELOW, IN_FLOAT32, as_number, check_range
+from topw_deploy.sampling.parameters import GREEDY_BELOW, RANGES, read_number
 from topw_deploy.sampling.reference import Ties, checked_row, warm_start
 
 CANDIDATES = 64
@@ -349,8 +349,8 @@ def kept_set(
     if chosen is None or chosen.choose is None:
         known = ", ".join(f"{each.code} {each.name}" for each in ALL_RULES if each.choose is not None)
         raise ParameterError(f"rule is {rule!r:.60}, but must be one of: {known}.", "rule")
-    check_range("temperature", temperature)
-    check_range("selection_temperature", selection_temperature)
+    read_number("temperature", temperature, *RANGES["temperature"])
+    read_number("selection_temperature", selection_temperature, *RANGES["selection_temperature"])
     if len(values) < len(chosen.values) or not chosen.accepts(values):
         bounds = ", ".join(f"{value.name} {value.bound}" for value in chosen.values)
         raise ParameterError(f"the rule {chosen.name} has the values {tuple(values)}, but needs {bounds}.", "rule")
@@ -416,7 +416,12 @@ class RuleParameters:
                     name,
                     "rule",
                 )
-        numbers = [_rounded(value, given.get(value.name, value.default), chosen) for value in chosen.values]
+        numbers = []
+        for value in chosen.values:
+            number = given.get(value.name, value.default)
+            if number is None:
+                raise ParameterError(f"the rule {chosen.name} needs {value.name}, {value.bound}; give it.", value.name)
+            numbers.append(float(np.float32(read_number(value.name, number, value.accepts, value.bound))))
         object.__setattr__(self, "name", chosen.name)
         object.__setattr__(self, "values", tuple([*numbers, 0.0, 0.0][:2]))
 
@@ -431,17 +436,3 @@ class RuleParameters:
 
 RULE_PARAMETER_NAMES = tuple(each.name for each in fields(RuleParameters) if each.init)
 """`rule` and the parameters of all rules."""
-
-
-def _rounded(value: RuleValue, given: object, chosen: Rule) -> float:
-    """`given` rounded to float32. Raises ParameterError for None and outside the interval, before or after rounding."""
-    if given is None:
-        raise ParameterError(f"the rule {chosen.name} needs {value.name}, {value.bound}; give it.", value.name)
-    number = as_number(value.name, given)
-    if not value.accepts(number):
-        raise ParameterError(f"{value.name} is {given!r}, but must be {value.bound}.", value.name)
-    with np.errstate(over="ignore"):
-        rounded = float(np.float32(number))
-    if not value.accepts(rounded):
-        raise ParameterError(f"{value.name} is {given!r}, but must be {value.bound} {IN_FLOAT32}.", value.name)
-    return rounded
