@@ -36,6 +36,24 @@ MESSAGES = [{"role": "user", "content": "Hello there"}, {"role": "assistant", "c
 _PUBLISHED = Path(__file__).parents[2] / "tests" / "runtime" / "templates"
 _LARGEST_FILE = 1 << 20  # bytes of the tensors in a file that a target makes
 
+SMALL_TOKENIZER = {
+    "version": "1.0", "truncation": None, "padding": None,
+    "added_tokens": [{"id": 0, "content": "<s>", "single_word": False, "lstrip": False, "rstrip": False,
+                      "normalized": False, "special": True}],
+    "normalizer": None,
+    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    "post_processor": {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}},
+    },
+    "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+    "model": {"type": "BPE", "dropout": None, "unk_token": None, "end_of_word_suffix": None, "fuse_unk": False,
+              "continuing_subword_prefix": None, "byte_fallback": False,
+              "vocab": {"<s>": 0, "a": 1, "b": 2, "ab": 3}, "merges": ["a b"]},
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Loader:
@@ -142,7 +160,6 @@ def folder(scratch: Path) -> Loader:
 
 @target
 def tokenizer(scratch: Path) -> Loader:
-    from tests.runtime.test_folder_fuzz import SMALL_TOKENIZER
     from topw_deploy.runtime.tokenizer import Tokenizer
 
     place = exported(scratch)

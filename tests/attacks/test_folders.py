@@ -1,7 +1,7 @@
 """Exported folders that must be refused, and code in them that must never run.
 
 Links, pipes, sockets and devices: tests/runtime/test_special_files.py. Every mutation of a side file:
-tests/runtime/test_folder_fuzz.py.
+`make fuzz-loaders`.
 """
 
 from __future__ import annotations

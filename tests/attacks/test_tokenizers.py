@@ -1,4 +1,4 @@
-"""Files that are not tokenizers, and tokenizers that stall. Mutations: tests/runtime/test_folder_fuzz.py."""
+"""Files that are not tokenizers, and tokenizers that stall. Mutations: `make fuzz-loaders`."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.toy_model import EOS, VOCAB, Load, Toy, byte_ids
+from tests.support.toy_model import VOCAB, byte_ids
 from topw_deploy.errors import LogitsError, ParameterError
 from topw_deploy.runtime import TopWModel
 
@@ -20,15 +20,6 @@ def test_no_other_token_is_drawn(model: TopWModel) -> None:
     assert only[0].text.isdigit()
     assert only[1] == plain[1], "the other row is not masked"
     assert model.generate("ab", **HOT, allowed_token_ids=digits[0]).token_ids == digits[:1] * 12
-
-
-def test_the_end_of_sequence_is_drawn_only_if_allowed(load: Load) -> None:
-    toy = Toy.random(5)
-    toy.place[:, EOS] = 2000
-    model = load(toy)
-    a = byte_ids("a")
-    assert model.generate("x", max_new_tokens=5, allowed_token_ids=a).token_ids == a * 5
-    assert model.generate("x", max_new_tokens=5, allowed_token_ids=[*a, EOS]).token_ids == [EOS]
 
 
 def test_a_row_without_a_token_to_draw_is_an_error(model: TopWModel) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.toy_model import EOS, Load, Toy, byte_ids
+from tests.support.toy_model import Load, Toy, byte_ids
 from topw_deploy.errors import PromptError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import TopWParameters
@@ -45,12 +45,6 @@ def test_a_batch_may_stream_and_gives_the_same_results(model: TopWModel) -> None
     assert texts == [result.text for result in whole]
 
 
-def test_a_row_draws_in_a_batch_with_one_seed_the_tokens_that_it_draws_alone(model: TopWModel) -> None:
-    hot = {"temperature": 3.0, "lam": 0.1, "max_new_tokens": 10, "seed": 9}
-    batch = model.generate(["same", "same", "else"], **hot)
-    assert batch[0].token_ids == batch[1].token_ids == model.generate("same", **hot).token_ids
-
-
 def test_without_a_seed_equal_prompts_of_a_batch_go_different_ways(model: TopWModel) -> None:
     one, two = model.generate(["same", "same"], temperature=3.0, lam=0.1, max_new_tokens=20)
     assert one.seed != two.seed
@@ -77,14 +71,3 @@ def test_a_decoder_that_cannot_pad_takes_equal_lengths_only(load: Load) -> None:
     assert len(model.generate(["abc", "def"], max_new_tokens=2)) == 2
     with pytest.raises(PromptError, match="cannot pad, but the prompts of the batch have 3, 2 tokens"):
         model.generate(["abc", "de"])
-
-
-def test_rows_that_end_at_different_times_do_not_change_each_other(load: Load) -> None:
-    toy = Toy.random(4)
-    toy.place[8, EOS] = 9000  # after nine tokens
-    model = load(toy)
-    settings = {"temperature": 2.0, "lam": 0.2, "seed": 3, "max_new_tokens": 40}
-    prompts = ["a", "bcdefgh", "ijkl"]
-    together = model.generate(prompts, **settings)
-    assert [len(r.token_ids) for r in together] == [9, 3, 6]
-    assert together == [model.generate(p, **settings) for p in prompts]

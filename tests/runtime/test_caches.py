@@ -109,20 +109,6 @@ def test_rows_of_equal_lengths_equal_those_run_alone_in_a_foreign_graph(
         assert [together[row]] == tokens(model, prompt, **{name: values[row] for name, values in columns.items()})
 
 
-def test_a_foreign_graph_that_may_not_be_padded_takes_equal_lengths_only(toy: Toy, tmp_path: Path) -> None:
-    model = TopWModel.from_pretrained(export(tmp_path / "out", toy, form="shared", padding=False), provider="cpu")
-    with pytest.raises(PromptError, match="cannot pad, but the prompts of the batch have 3, 2 tokens"):
-        model.generate(["abc", "de"])
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_several_sequences_of_a_prompt_share_a_batch(opened: Open, form: str) -> None:
-    model = opened(form)
-    several = tokens(model, "abc", num_return_sequences=3)
-    assert len({tuple(row) for row in several}) == 3
-    assert several[0] == tokens(model, "abc")[0]
-
-
 @pytest.mark.parametrize("form", IN_PLACE)
 def test_states_of_earlier_requests_in_the_buffers_change_no_token(opened: Open, form: str) -> None:
     model = opened(form)
@@ -212,7 +198,7 @@ def test_a_buffer_grows_with_its_rows_but_not_beyond_their_token_limits(
     assert lengths == [24, 32, 40, 48, 56, 64]
 
 
-@pytest.mark.parametrize("form", IN_PLACE)
+@pytest.mark.parametrize("form", FORMS)
 def test_a_row_may_go_on_when_another_has_filled_the_context(opened: Open, form: str) -> None:
     """The ended row must stay within its buffer."""
     model = opened(form, max_length=40)
@@ -277,12 +263,6 @@ def test_without_sizes_memory_follows_the_largest_request(opened: Open, form: st
         tokens(model, prompt, max_new_tokens=20)
         sizes.append(model.cache_bytes)
     assert 0 < sizes[0] < sizes[1] == sizes[2] < sizes[3] == sizes[4]
-
-
-def test_a_concatenated_cache_is_onnxruntimes_own(opened: Open) -> None:
-    model = opened("concat")
-    tokens(model, "a")
-    assert model.cache_bytes == 0
 
 
 @pytest.mark.parametrize("form", IN_PLACE)

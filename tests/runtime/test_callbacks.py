@@ -155,15 +155,6 @@ def test_transformers_text_iterator_streamer_gives_the_text_to_another_thread(lo
     assert len(pieces) > 3
 
 
-def test_a_thread_that_reads_from_a_streamer_ends_with_a_refused_request(load: Load, tokenizer: Any) -> None:
-    from transformers import TextIteratorStreamer
-
-    streamer = TextIteratorStreamer(tokenizer, timeout=60)
-    with pytest.raises(ParameterError):
-        load(Toy.random(0)).generate("x", streamer=streamer, lamda=1)
-    assert "".join(streamer) == ""
-
-
 def third(ids: np.ndarray) -> bool:
     return len(ids) == 5
 
@@ -206,16 +197,6 @@ def test_each_row_of_a_batch_and_each_sample_ends_by_itself(model: TopWModel) ->
     assert [len(r.token_ids) for r in samples] == [3, 3, 3]
 
 
-def test_ends_of_the_models_own_come_before_a_criterion_and_that_before_the_limit(load: Load) -> None:
-    tokens = [*byte_ids("a<"), EOS]
-    model = load(Toy.script(tokens, prompt_tokens=1))
-    always_at = [lambda ids: len(ids) == 3]
-    assert model.generate("x", stopping_criteria=always_at, max_new_tokens=2).finish_reason == "criterion"
-    assert model.generate("x", stopping_criteria=always_at, stop="<").stop == "<"
-    at_the_end = model.generate("x", stopping_criteria=lambda ids: len(ids) == 4)
-    assert (at_the_end.finish_reason, at_the_end.stop) == ("stop", EOS)
-
-
 @pytest.mark.parametrize(
     ("criteria", "message"),
     [
@@ -230,13 +211,6 @@ def test_ends_of_the_models_own_come_before_a_criterion_and_that_before_the_limi
 def test_criteria_that_cannot_decide_are_refused(model: TopWModel, criteria: Any, message: str) -> None:
     with pytest.raises(ParameterError, match=message):
         model.generate("ab", stopping_criteria=criteria, **SETTINGS)
-
-
-def test_a_criterions_own_error_comes_out_and_the_next_request_runs(model: TopWModel) -> None:
-    expected = model.generate("ab", **SETTINGS)
-    with pytest.raises(ZeroDivisionError):
-        model.generate(["ab", "cd"], stopping_criteria=lambda ids: 1 / 0, **SETTINGS)
-    assert model.generate("ab", **SETTINGS) == expected
 
 
 def test_criteria_of_transformers_work_unchanged(load: Load, tokenizer: Any) -> None:

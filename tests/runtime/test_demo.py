@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topw_deploy.plugins import library
 from topw_deploy.runtime import TopWModel
 
 pytestmark = pytest.mark.slow
@@ -54,26 +53,6 @@ def test_the_defaults_are_certified_and_hot_sampling_is_not(demo: TopWModel) -> 
     assert demo.generate("def parse(", seed=1, max_new_tokens=60, ignore_eos=True).certified_share == 1.0
     hot = demo.generate("def parse(", seed=1, max_new_tokens=6, ignore_eos=True, temperature=2.0, lam=0.2)
     assert hot.certified_share < 1.0
-
-
-def test_the_native_sampler_and_the_function_write_the_same_text(demo_export: Path) -> None:
-    if library.why_absent():
-        pytest.skip(f"no native sampler: {library.why_absent()}")
-    models = [
-        TopWModel.from_pretrained(demo_export, provider="cpu", intra_op_num_threads=1, sampler=choice)
-        for choice in ("native", "graph")
-    ]
-    for settings in ({"max_new_tokens": 40}, {"max_new_tokens": 12, "lam": 0.3, "init_top_p": 0.5, "temperature": 2.0}):
-        native, function = ([r.text for r in model.generate(PROMPTS, seed=5, **settings)] for model in models)
-        assert native == function
-
-
-def test_a_prompt_longer_than_the_context_is_refused_and_the_context_can_be_filled(demo: TopWModel) -> None:
-    context = demo.manifest.decoder.context_length  # type: ignore[union-attr]
-    result = demo.generate([5] * (context - 4), max_new_tokens=50, ignore_eos=True, temperature=0)
-    assert (len(result.token_ids), result.finish_reason) == (4, "length")
-    with pytest.raises(ValueError, match=f"has {context + 1} tokens, the model's context holds {context}"):
-        demo.generate([5] * (context + 1))
 
 
 def test_any_tokens_of_a_real_vocabulary_come_out_as_their_text(demo: TopWModel) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.toy_model import VOCAB, Load, Toy
-from topw_deploy.errors import ParameterError, PromptError
+from topw_deploy.errors import ParameterError
 from topw_deploy.runtime import TopWModel
 
 SETTINGS = {"temperature": 2.0, "lam": 0.3, "max_new_tokens": 5, "seed": 3}
@@ -40,11 +40,6 @@ def test_everything_that_a_request_may_state_may_be_stated_there(model: TopWMode
 def test_wrong_values_name_generation_config(model: TopWModel, config: Any, message: str) -> None:
     with pytest.raises(ParameterError, match=message):
         model.generate("ab", generation_config=config)
-
-
-def test_a_length_below_the_prompt_names_generation_config(model: TopWModel) -> None:
-    with pytest.raises(PromptError, match="prompt has 2 tokens, but max_length is 2; raise it"):
-        model.generate("ab", generation_config={"max_length": 2})
 
 
 def test_settings_without_effect_are_named_in_one_warning_at_the_callers_line(model: TopWModel) -> None:

@@ -11,10 +11,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from tests.support.toy_model import Toy, export, export_sampler
 from topw_deploy.errors import ManifestError, TokenizerError, TopWError
@@ -235,46 +234,3 @@ def test_a_folder_of_the_other_kind_is_refused_with_the_class_that_opens_it(toy_
         TopWSampler.from_pretrained(toy_folder)
     with pytest.raises(ManifestError, match="holds a 'sampler' model; load it with TopWSampler"):
         TopWModel.from_pretrained(export_sampler(tmp_path / "sampler", Toy.random(0)))
-
-
-def test_a_graph_may_lack_positions_and_mask(toy: Toy, tmp_path: Path) -> None:
-    """Some decoders compute positions themselves; absent inputs are not bound."""
-    folder = export(tmp_path / "bare", toy, padding=False)
-    model = onnx.load(folder / "model.onnx")
-    graph = model.graph
-    kept = [i for i in graph.input if i.name not in ("position_ids", "attention_mask")]
-    del graph.input[:]
-    graph.input.extend(kept)
-    axes = helper.make_tensor("row_axes", TensorProto.INT64, [1], [0])
-    graph.initializer.append(axes)
-    computed = [
-        helper.make_node("Shape", ["present.0.key"], ["length"], start=2, end=3),
-        helper.make_node("Sub", ["length", "head_axis"], ["last_index"]),
-        helper.make_node("Unsqueeze", ["last_index", "row_axes"], ["position_ids"]),
-        helper.make_node("Shape", ["present.0.key"], ["rows"], start=0, end=1),
-        helper.make_node("Concat", ["rows", "length"], ["mask_shape"], axis=0),
-        helper.make_node(
-            "ConstantOfShape", ["mask_shape"], ["attention_mask"], value=helper.make_tensor("one", 7, [1], [1])
-        ),
-    ]
-    for position, node in enumerate(computed):
-        concat = next(i for i, n in enumerate(graph.node) if "present.0.key" in n.output)
-        graph.node.insert(concat + 1 + position, node)
-    cast = next(n for n in graph.node if "mask_float" in n.output)
-    graph.node.remove(cast)
-    graph.node.insert(next(i for i, n in enumerate(graph.node) if "attention_mask" in n.output) + 1, cast)
-    mask = next(n for n in graph.node if "mask" in n.output)
-    graph.node.remove(mask)
-    graph.node.insert(next(i for i, n in enumerate(graph.node) if "mask_float" in n.output) + 1, mask)
-    onnx.save(model, folder / "model.onnx")
-    relist(folder, "model.onnx")
-    drop = ("position_ids", "attention_mask")
-    edit_manifest(folder, lambda m: m.update(inputs=[i for i in m["inputs"] if i["name"] not in drop]))
-    result = load(folder).generate("hello", max_new_tokens=10, seed=1)
-    np.testing.assert_array_equal(result.token_ids, [r.next_token for r in toy.expect(toy_ids("hello"), 10, seed=1)])
-
-
-def toy_ids(text: str) -> list[int]:
-    from tests.support.toy_model import byte_ids
-
-    return byte_ids(text)

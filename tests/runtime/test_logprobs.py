@@ -148,14 +148,6 @@ def test_rows_with_and_without_logprobs_share_a_batch(scoring: TopWModel, monkey
     assert count == 25, "nothing for those that do not ask"
 
 
-def test_every_sequence_of_a_prompt_has_its_own(scoring: TopWModel) -> None:
-    results = scoring.generate(PROMPT, **HOT, n=2, logprobs=1, prompt_logprobs=1)
-    assert results[0].prompt_logprobs == results[1].prompt_logprobs
-    assert results[0].token_ids != results[1].token_ids
-    for result in results:
-        assert [entry.token_id for entry in result.token_logprobs] == result.token_ids
-
-
 @pytest.mark.parametrize("stops", [[], ["e", "zz"]], ids=["no stop strings", "stop strings"])
 def test_the_pieces_of_a_stream_carry_each_token_once(scoring: TopWModel, stops: list[str]) -> None:
     given = {**HOT, "max_new_tokens": 40, "stop_strings": stops, "logprobs": 1}

@@ -37,14 +37,6 @@ def test_a_long_text_is_refused_before_it_is_tokenised(untokenised: TopWModel) -
             chat([{"role": "user", "content": long}])
 
 
-def test_too_many_sequences_are_refused_before_they_are_tokenised(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load(Toy.random(0))
-    opened = TopWModel.from_pretrained(model.path, provider="cpu", max_batch=2)
-    monkeypatch.setattr(opened.tokenizer, "encode", lambda *given: pytest.fail("tokenised"))
-    with pytest.raises(PromptError, match="has 3 sequences, but the model takes 2 at a time"):
-        opened.generate(["a"] * 3)
-
-
 def test_a_prompt_that_fills_the_context_is_never_refused(load: Load) -> None:
     model = load(Toy.random(0))
     for text in ("a" * CONTEXT, " " * CONTEXT, "é" * (CONTEXT // 2)):

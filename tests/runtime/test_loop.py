@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.toy_model import BOS, CONTEXT, EOS, PAD, VOCAB, Load, Toy, byte_ids, byte_tokenizer, export
-from topw_deploy.errors import GenerationError, ParameterError, PromptError
+from tests.support.toy_model import BOS, EOS, PAD, VOCAB, Load, Toy, byte_ids, byte_tokenizer, export
+from topw_deploy.errors import GenerationError, PromptError
 from topw_deploy.runtime import TopWModel, loop
 from topw_deploy.sampling import TopWOptions, TopWParameters
 
@@ -52,30 +52,6 @@ def test_without_a_seed_a_fresh_one_is_drawn_and_reported(model: TopWModel) -> N
     first, second = model.generate("x", **hot), model.generate("x", **hot)
     assert first.seed != second.seed
     assert model.generate("x", seed=first.seed, **hot).token_ids == first.token_ids
-
-
-def test_every_step_draws_a_number_of_its_own(load: Load) -> None:
-    """A single uniform number would repeat the same token."""
-    flat = Toy.random(0, options=TopWOptions(top_m=VOCAB, metric="uniform"))
-    flat.follow[:], flat.place[:], flat.mix[:] = 0, 0, 0
-    everything = {"lam": 0.0, "beta": 50.0, "init_top_p": 1.0}  # no entropy term: the crop is the whole pool
-    model = load(flat)
-    steps, runs = CONTEXT - 1, 40
-    tokens = np.array(
-        [
-            model.generate([BOS], max_new_tokens=steps, seed=seed, ignore_eos=True, **everything).token_ids
-            for seed in range(runs)
-        ]
-    )
-    assert tokens.shape == (runs, steps)
-    halves = tokens >= VOCAB // 2  # fair coins, 130 to 129
-    table = np.zeros((2, 2))
-    np.add.at(table, (halves[:, :-1].astype(int).ravel(), halves[:, 1:].astype(int).ravel()), 1)
-    expected = table.sum(axis=1, keepdims=True) * table.sum(axis=0, keepdims=True) / table.sum()
-    assert ((table - expected) ** 2 / expected).sum() < 10.83  # chi-square, 1 degree of freedom, p = 0.001
-    counts = np.bincount(tokens.ravel(), minlength=VOCAB)
-    mean = tokens.size / VOCAB
-    assert ((counts - mean) ** 2 / mean).sum() < 333.0  # chi-square, 258 degrees of freedom, p = 0.001
 
 
 @pytest.mark.slow
@@ -129,16 +105,6 @@ def test_the_context_is_a_limit_that_generation_may_reach_but_not_pass(load: Loa
     assert (full.token_ids, full.text, full.finish_reason) == ([], "", "length")
     with pytest.raises(PromptError, match="has 21 tokens, the model's context holds 20"):
         model.generate("a" * 21)
-
-
-def test_a_short_row_may_go_on_when_a_long_one_has_filled_the_context(load: Load) -> None:
-    """Learned positions end at the context: an ended row must stay within it."""
-    toy = Toy.random(2)
-    model = load(toy)
-    long, short = model.generate(["a" * (CONTEXT - 3), "b"], max_new_tokens=CONTEXT, temperature=0, ignore_eos=True)
-    assert (len(long.token_ids), len(short.token_ids)) == (3, CONTEXT - 1)
-    alone = model.generate("b", max_new_tokens=CONTEXT, temperature=0, ignore_eos=True)
-    assert short.token_ids == alone.token_ids
 
 
 def test_an_empty_prompt_starts_from_bos_or_is_an_error(load: Load) -> None:
@@ -198,19 +164,6 @@ def test_a_finished_row_cannot_fail_the_others(load: Load) -> None:
     assert (len(short.token_ids), len(long.token_ids)) == (1, 8)
 
 
-def test_two_interleaved_streams_do_not_disturb_each_other(model: TopWModel) -> None:
-    settings = {"temperature": 3.0, "lam": 0.1, "max_new_tokens": 20}
-    alone = [model.generate(p, seed=4, **settings).text for p in ("one", "other")]
-    streams = [model.stream(p, seed=4, **settings) for p in ("one", "other")]
-    texts = ["", ""]
-    pieces = [next(s, None) for s in streams]
-    while any(pieces):
-        for i, piece in enumerate(pieces):
-            texts[i] += piece.text if piece else ""
-        pieces = [next(s, None) for s in streams]
-    assert texts == alone
-
-
 def test_a_closed_model_refuses_to_generate(toy_folder: Path) -> None:
     with TopWModel.from_pretrained(toy_folder, provider="cpu") as model:
         assert model.generate("a", max_new_tokens=1).token_ids
@@ -219,11 +172,6 @@ def test_a_closed_model_refuses_to_generate(toy_folder: Path) -> None:
     assert list(running)[-1].result is not None  # running generations finish
     with pytest.raises(GenerationError, match="closed"):
         model.generate("a")
-
-
-def test_bad_parameters_of_a_stream_are_refused_at_once(model: TopWModel) -> None:
-    with pytest.raises(ParameterError):
-        model.stream("a", temperature=-1)
 
 
 def test_results_show_briefly_and_turn_into_plain_data(model: TopWModel) -> None:

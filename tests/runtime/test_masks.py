@@ -50,10 +50,6 @@ def test_masked_rows_of_a_batch_draw_the_references_tokens(model: TopWModel, toy
     assert found != wanted(toy, (False, False, False))
 
 
-def test_a_batch_without_masks_draws_as_before(model: TopWModel, toy: Toy) -> None:
-    assert generated(model, (False, False, False)) == wanted(toy, (False, False, False))
-
-
 @pytest.mark.parametrize("masked", [MASKED, (False, False, False)])
 def test_a_graph_that_always_takes_masks_gives_the_same_tokens(load: Load, toy: Toy, masked: tuple[bool, ...]) -> None:
     model = load(toy)

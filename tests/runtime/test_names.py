@@ -96,9 +96,3 @@ def test_bad_words_are_texts_with_and_without_a_leading_space(load: Load) -> Non
     for wrong in ([3], [["ab", 4]], ""):
         with pytest.raises(ParameterError, match=r"bad_words is .*, but must be a non-empty string or a list of them"):
             model.generate("x", bad_words=wrong)
-
-
-def test_an_unknown_name_is_an_error_that_suggests_one(model: TopWModel) -> None:
-    for wrong, right in (("logprob", "logprobs"), ("prompt_logprob", "prompt_logprobs"), ("bad_word", "bad_words")):
-        with pytest.raises(ParameterError, match=f"unknown parameter '{wrong}': did you mean {right}"):
-            model.generate("x", **{wrong: 1})

@@ -201,11 +201,6 @@ def test_a_request_cannot_change_a_parameter_that_the_export_fixed(model: TopWMo
             model.generate("a", **{name: 50})
 
 
-def test_one_parameter_under_two_names_is_refused(model: TopWModel) -> None:
-    with pytest.raises(ParameterError, match="lam is given twice"):
-        model.generate("a", lam=1.0, lambda_geom=1.0)
-
-
 @pytest.mark.parametrize(
     ("name", "value", "rows"),
     [

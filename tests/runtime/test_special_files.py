@@ -16,10 +16,9 @@ from tests.support.attacks import OTHERS, SPECIAL, no_hang
 from topw_deploy.cli.engines import build_engine
 from topw_deploy.cli.export import check, verify
 from topw_deploy.cli.inspect import inspect
-from topw_deploy.errors import ManifestError, TensorRTError, TopWError
+from topw_deploy.errors import ManifestError
 from topw_deploy.manifest import MANIFEST_NAME, load_manifest
 from topw_deploy.runtime import TopWModel, TopWSampler
-from topw_deploy.tensorrt.stamp import read_stamp, stamp_paths
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
 EVERY = {**SPECIAL, **OTHERS}
@@ -103,36 +102,3 @@ def test_commands_refuse_a_file_that_is_not_regular(folder: Path, name: str, com
         outcome = CliRunner().invoke(command, [str(folder)])
     assert outcome.exit_code
     assert name in outcome.output + str(outcome.exception)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", EVERY)
-def test_engines_and_stamps_are_regular_files(folder: Path, kind: str) -> None:
-    (folder / "engines").mkdir()
-    put(kind, folder / "engines" / "gpu.json")
-    put(kind, folder / "engines" / "gpu.engine")
-    (stamp,) = [path for path in stamp_paths(folder) if path.stem == "gpu"]
-    with no_hang(), pytest.raises(TensorRTError, match="it is not a file in the folder"):
-        read_stamp(stamp)
-    with no_hang():
-        outcome = CliRunner().invoke(inspect, [str(folder)])
-    assert "it is not a file in the folder" in outcome.output
-    with no_hang():
-        assert TopWModel.from_pretrained(folder, provider="cpu").generate("a", max_new_tokens=1).token_ids
-
-
-def test_a_link_in_place_of_the_folder_of_engines_is_not_used(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "outside").mkdir()
-    (tmp_path / "outside" / "gpu.json").write_text("{}")
-    (folder / "engines").symlink_to(tmp_path / "outside")
-    assert stamp_paths(folder) == []
-    outcome = CliRunner().invoke(inspect, [str(folder)])
-    assert "is a symbolic link, but engines must be in the folder itself" in outcome.output
-
-
-def test_a_model_without_permission_to_read_is_a_typed_error(folder: Path) -> None:
-    if os.geteuid() == 0:
-        pytest.skip("root reads everything")
-    (folder / "tokenizer.json").chmod(0)
-    with pytest.raises(TopWError, match=r"tokenizer.json cannot be read: Permission denied"):
-        TopWModel.from_pretrained(folder, provider="cpu")

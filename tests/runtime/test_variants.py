@@ -66,13 +66,6 @@ def test_each_row_has_its_own_beta_and_temperature() -> None:
     assert [row.beta for row in rows(request, 3)] == [3.0, EXPORTED.beta, 4.0]
 
 
-def test_a_default_of_the_export_follows_the_requests_temperature() -> None:
-    exported = {"lam": 2.2, "beta": "1+1*T", "temperature": 1.0, "selection_temperature": 0.0}
-    exported |= {"init_top_p": 0.999, "geom_scale": 1.0}
-    assert beta({}, exported=exported) == 2.0
-    assert beta({"temperature": 3.0}, exported=exported) == 4.0
-
-
 @pytest.mark.parametrize(
     ("request_", "message"),
     [

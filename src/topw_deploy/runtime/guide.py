@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from topw_deploy import install
-from topw_deploy.errors import GenerationError, GrammarError, TokenizerError, one_line
+from topw_deploy.errors import GrammarError, TokenizerError, one_line
 from topw_deploy.runtime.structured import Constraint, to_lark
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def call_with_deep_stack(function: Callable[[], Result], seconds: float) -> Resu
 
     Returns None if the call takes longer than `seconds`; it then continues in the background.
 
-    Raises the function's errors, and GenerationError if there is no address space for the stack.
+    Raises the function's errors.
     """
     called: Future[Result] = Future()
 
@@ -252,11 +252,6 @@ def call_with_deep_stack(function: Callable[[], Result], seconds: float) -> Resu
         before = threading.stack_size(STACK_BYTES)
         try:
             thread.start()
-        except RuntimeError:
-            raise GenerationError(
-                f"there is no address space for a stack of {STACK_BYTES // 2**20} MiB to compile the grammar on; raise "
-                "the process's limit."
-            ) from None
         finally:
             threading.stack_size(before)
     thread.join(seconds)

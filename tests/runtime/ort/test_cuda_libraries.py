@@ -85,14 +85,6 @@ def test_packages_in_other_folders_are_looked_through_where_something_is_missing
     assert calls == [None, *folders]
 
 
-def test_an_error_of_the_function_is_kept(preload: Preload) -> None:
-    def fail(_directory: str | None) -> None:
-        raise RuntimeError("Invalid parameter of directory")
-
-    preload(fail)
-    assert providers.preload_libraries() == "RuntimeError: Invalid parameter of directory"
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])

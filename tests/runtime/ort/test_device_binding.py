@@ -26,7 +26,7 @@ from topw_deploy.errors import GenerationError
 from topw_deploy.manifest import DecoderManifest, ModelFolder
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.ort import device
-from topw_deploy.runtime.ort.device import Area, BufferPool, DeviceBinding, DeviceMemory
+from topw_deploy.runtime.ort.device import Area, BufferPool, DeviceMemory
 from topw_deploy.runtime.ort.graph_session import GraphSession
 from topw_deploy.runtime.session import SessionOptions
 from topw_deploy.sampling import TopWOptions
@@ -378,13 +378,3 @@ def test_a_session_is_closed_under_the_lock(folders: dict[str, Path], on_a_devic
     log.clear()
     model.close()  # immediately, not at garbage collection
     assert log == ["in", "closed", "out"]
-
-
-def test_results_keep_their_places_among_the_outputs_that_are_left_on_the_device(
-    folders: dict[str, Path], on_a_device: Open
-) -> None:
-    model, _ = on_a_device(folders["concat"], graphs=False)
-    binding = model._session.bind()  # type: ignore[union-attr]
-    assert isinstance(binding, DeviceBinding)
-    binding.bind_result("next_token", np.zeros(1, np.int64))
-    assert binding.bind_fresh("present.0.key") == 1

@@ -122,15 +122,6 @@ def test_a_masked_draw_equals_that_of_the_reference(model: TopWModel, toy: Toy) 
     assert len(seen) > 1
 
 
-def test_samples_of_one_prompt_differ_and_all_match(model: TopWModel) -> None:
-    asked = {"structured_outputs": {"regex": "[a-z]{8}"}, "num_return_sequences": 6, "seed": 4, **WILD}
-    results = model.generate("x", **asked)
-    assert len({result.text for result in results}) == 6
-    assert all(re.fullmatch("[a-z]{8}", result.text) for result in results)
-    with Engine(model, max_batch=3) as engine:
-        assert [r.text for r in engine.submit("x", **asked).result()] == [r.text for r in results]
-
-
 def test_prompts_of_a_batch_may_have_constraints_of_their_own(model: TopWModel) -> None:
     stated = [{"regex": "[0-9]{3}"}, None, {"type": "text"}, {"choice": ["ja"]}]
     prompts = [byte_ids("a")] * 4

@@ -12,7 +12,7 @@ import pytest
 from tests.support.waiting import HANG
 from topw_deploy import install
 from topw_deploy.engine import Engine
-from topw_deploy.errors import GenerationError, GrammarError, MissingPackageError, ParameterError
+from topw_deploy.errors import GrammarError, MissingPackageError, ParameterError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime import guide as grammars
 
@@ -216,19 +216,6 @@ def test_a_grammar_that_takes_too_long_to_compile_is_refused(model: TopWModel, m
         model.generate("x", structured_outputs={"regex": "a"})
     refused.set()
     assert ended.wait(HANG)
-
-
-def test_without_address_space_for_the_stack_the_error_says_so(
-    model: TopWModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def start(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start)
-        with pytest.raises(GenerationError, match="no address space for a stack of 256 MiB to compile the grammar on"):
-            model.generate("x", structured_outputs={"regex": "a"})
-    assert model.generate("x", structured_outputs={"regex": "a"}).text == "a"
 
 
 def test_other_threads_keep_their_stack_size() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -156,24 +155,3 @@ def test_the_vocabulary_is_read_once_for_many_threads(model: TopWModel, monkeypa
     assert len(made) == 1
     assert len(texts) == 6
     assert all(len(text) == 9 and set(text) <= set("ab") for text in texts)
-
-
-@pytest.mark.slow
-def test_the_bundled_model_writes_json(demo_export: Path) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"name": {"type": "string", "maxLength": 30}, "lines": {"enum": [1, 22, 333]}},
-        "required": ["name", "lines"],
-        "additionalProperties": False,
-        "x-guidance": {"whitespace_flexible": False},
-    }
-    with TopWModel.from_pretrained(demo_export, provider="cpu") as model:
-        prompts = ["class Path", "def parse(", "import", "The"] * 2
-        given = {"seed": list(range(8)), "max_new_tokens": 160}
-        results = model.generate(prompts, structured_outputs={"json": schema}, **given)
-    import json
-
-    assert all(result.finish_reason == "stop" for result in results)  # 30 characters of 4 bytes and the rest fit
-    values = [json.loads(result.text) for result in results]
-    assert all(value.keys() == {"name", "lines"} and value["lines"] in (1, 22, 333) for value in values)
-    assert all(len(value["name"]) <= 30 for value in values)
