@@ -10,7 +10,7 @@ from typing import Any
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.parameters import ALIASES, PARAMETERS
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, unknown_name
-from topw_deploy.sampling.rules import RULE_OF_VALUE, RULES, TOP_W, Rule, RuleParameters, unknown_rule_error
+from topw_deploy.sampling.rules import RULE_OF_VALUE, RULES, TOP_W, RuleParameters, unknown_rule_error
 
 ALL = "all"
 """Stands for every rule, each with its default or USUAL value."""
@@ -22,7 +22,7 @@ top_k, top_p, min_p and eta_cutoff are those of the Top-H paper (arXiv 2509.0251
 10, 20 and 50 for top_k; epsilon_cutoff is the smallest value that transformers quotes from the rule's paper.
 """
 
-_SELECTION_TEMPERATURE = "selection_temperature"  # a parameter of every rule
+_EXAMPLE = "top_w:lam=2:beta=3"
 _TOP_W_NAMES = frozenset({*PARAMETER_NAMES, "preset"} - {"temperature"})
 
 
@@ -77,32 +77,34 @@ def read_temperatures(text: str) -> list[float]:
 def _parse_setting(item: str) -> RuleSetting:
     head, *rest = item.split(":")
     name, value = _split_pair(head)
-    if name not in RULES and name not in RULE_OF_VALUE:
+    rule = RULES.get(name) or RULE_OF_VALUE.get(name)
+    if rule is None:
         raise unknown_rule_error(name)
-    rule = RULES.get(name) or RULE_OF_VALUE[name]
+    names = [each.name for each in rule.values]
+    first = name if name in names else next(iter(names), "")
     own: dict[str, Any] = {}
-    first = name if name in RULE_OF_VALUE else rule.values[0].name if rule.values else None
+    if value is not None and not first:
+        raise ParameterError(f"the rule {name} takes no value; write {_EXAMPLE if rule is TOP_W else name}.")
     if value is not None:
-        if first is None:
-            raise ParameterError(f"the rule {name} takes no value; write {_example_setting(rule)}.")
         own[first] = parse_value(first, value)
     elif first in USUAL:
         own[first] = USUAL[first]
-    allowed = (_TOP_W_NAMES if rule is TOP_W else frozenset({_SELECTION_TEMPERATURE})) | {
-        each.name for each in rule.values
-    }
+    allowed = {*names, *(_TOP_W_NAMES if rule is TOP_W else ("selection_temperature",))}
     for part in rest:
         extra, value = _split_pair(part)
         extra = ALIASES.get(extra, extra)
         if value is None:
-            raise ParameterError(f"{part!r:.60} is not NAME=VALUE; write for example {_example_setting(rule)}.")
+            raise ParameterError(f"{part!r:.60} is not NAME=VALUE; write for example {_EXAMPLE}.")
         if extra not in allowed:
             raise unknown_name(extra, allowed)
         if extra in own:
             raise ParameterError(f"{extra} is given twice; give it once.")
         own[extra] = parse_value(extra, value)
-    RuleParameters(rule=rule.name, **{name: value for name, value in own.items() if name in RULE_OF_VALUE})
-    return RuleSetting(_setting_label(rule, own), {"rule": rule.name, **own})
+    RuleParameters(rule=rule.name, **{name: value for name, value in own.items() if name in names})
+    shown = {name: f"{value:g}" if isinstance(value, (int, float)) else str(value) for name, value in own.items()}
+    label = [rule.name, *(shown.pop(each.name, "") or f"{each.default:g}" for each in rule.values[:1])]
+    label += [f"{name}={value}" for name, value in shown.items()]
+    return RuleSetting(" ".join(label), {"rule": rule.name, **own})
 
 
 def _split_pair(text: str) -> tuple[str, str | None]:
@@ -121,22 +123,3 @@ def parse_value(name: str, text: str) -> Any:
         except ValueError:
             continue
     return PARAMETERS[name].read(name, value)
-
-
-def _setting_label(rule: Rule, own: Mapping[str, Any]) -> str:
-    words = [rule.name]
-    first = rule.values[0] if rule.values else None
-    if first is not None:
-        words.append(_format_value(own.get(first.name, first.default)))
-    words += [f"{name}={_format_value(value)}" for name, value in own.items() if first is None or name != first.name]
-    return " ".join(words)
-
-
-def _format_value(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, (int, float)) else str(value)
-
-
-def _example_setting(rule: Rule) -> str:
-    if rule is TOP_W:
-        return "top_w:lam=2:beta=3"
-    return rule.name if rule.name == "none" else f"{rule.name}:{_SELECTION_TEMPERATURE}=1"

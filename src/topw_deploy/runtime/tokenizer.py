@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
@@ -53,7 +53,7 @@ class TokenBytes:
         kinds = _step_types(json.loads(decoder.__getstate__())) if decoder is not None else set()
         self._byte_level = "ByteLevel" in kinds
         self.can_join = kinds == {"ByteLevel"}
-        self._known = _BytesCache(self)
+        self._known = cache(lambda token: self(token) or b"")
         self._byte_fallback = "ByteFallback" in kinds
         added = raw.get_added_tokens_decoder()
         self._skipped = {token for token, entry in added.items() if entry.special} if skip_special else set()
@@ -70,19 +70,7 @@ class TokenBytes:
 
     def join(self, ids: Sequence[int]) -> str:
         """Decode tokens, about ten times as fast as the library does."""
-        return b"".join(map(self._known.__getitem__, ids)).decode("utf-8", "replace")
-
-
-class _BytesCache(dict[int, bytes]):
-    """The bytes of each token that was looked up."""
-
-    def __init__(self, of: Callable[[int], bytes | None]) -> None:
-        super().__init__()
-        self._of = of
-
-    def __missing__(self, token: int) -> bytes:
-        found = self[token] = self._of(token) or b""
-        return found
+        return b"".join(map(self._known, ids)).decode("utf-8", "replace")
 
 
 def _step_types(state: Any) -> set[str]:
@@ -185,16 +173,35 @@ def _context_tokens(
     return context
 
 
-class StopStrings:
-    """Cuts text at the stop string that ends first; on ties, the longest."""
+class RowText:
+    """One row's text, cut at the stop string that ends first; on ties, at the longest.
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._held = ""
+    guarded: number of tokens before which stop strings have no effect.
+    stop_string: the stop string that ended the text, or None.
+    """
+
+    def __init__(self, decoder: IncrementalDecoder, stops: Sequence[str], guarded: int = 0) -> None:
+        self._decoder, self._stops, self._guarded = decoder, tuple(stops), guarded
+        self._held = ""  # may begin a stop string
         self.stop_string: str | None = None
 
-    def push(self, text: str) -> str:
-        """Add text. Returns the part that cannot belong to a stop string."""
+    def push(self, token: int) -> str:
+        """Add a token. Returns the new text that cannot belong to a stop string."""
+        text = self._decoder.push(token)
+        if self._guarded > 1:  # the last guarded token may complete a stop string
+            self._guarded -= 1
+            return text
+        return self._cut(text)
+
+    def flush(self) -> str:
+        """Return the held-back text. It may complete a stop string, and is then cut before it."""
+        if self.stop_string is not None:
+            return ""
+        text = self._cut(self._decoder.flush())
+        held, self._held = self._held, ""
+        return text + held
+
+    def _cut(self, text: str) -> str:
         if not self._stops:
             return text
         if self.stop_string is not None or not text:
@@ -205,55 +212,11 @@ class StopStrings:
             _, start, self.stop_string = min(matches)
             self._held = ""
             return text[:start]
-        cut = len(text) - self._longest_possible_start(text)
-        self._held = text[cut:]
-        return text[:cut]
-
-    def flush(self) -> str:
-        """Return the held-back text."""
-        held, self._held = self._held, ""
-        return held
-
-    def _longest_possible_start(self, text: str) -> int:
-        """The length of the longest end of `text` that begins a stop string."""
         longest = min(len(text), max(map(len, self._stops)) - 1)
-        for size in range(longest, 0, -1):
-            end = text[-size:]
-            if any(stop.startswith(end) for stop in self._stops):
-                return size
-        return 0
-
-
-class RowText:
-    """One row's text, cut at stop strings.
-
-    guarded: number of tokens before which stop strings have no effect.
-    """
-
-    def __init__(self, decoder: IncrementalDecoder, stops: Sequence[str], guarded: int = 0) -> None:
-        self._decoder = decoder
-        self._stops = StopStrings(stops)
-        self._guarded = guarded
-
-    @property
-    def stop_string(self) -> str | None:
-        """The stop string that ended the text, or None."""
-        return self._stops.stop_string
-
-    def push(self, token: int) -> str:
-        """Add a token. Returns the new text that cannot belong to a stop string."""
-        text = self._decoder.push(token)
-        if self._guarded > 1:  # the last guarded token may complete a stop string
-            self._guarded -= 1
-            return text
-        return self._stops.push(text)
-
-    def flush(self) -> str:
-        """Return the held-back text. It may complete a stop string, and is then cut before it."""
-        if self.stop_string is not None:
-            return ""
-        text = self._stops.push(self._decoder.flush())
-        return text if self.stop_string is not None else text + self._stops.flush()
+        begun = (size for size in range(longest, 0, -1) if any(stop.startswith(text[-size:]) for stop in self._stops))
+        end = len(text) - next(begun, 0)
+        self._held = text[end:]
+        return text[:end]
 
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -327,9 +290,7 @@ class Tokenizer:
         Returns (for each token the UTF-8 text that it gives after other text, ids of special tokens). The text of a
         special token is its name; an id without text has b"".
         """
-        special = {
-            token: entry.content for token, entry in self._raw.get_added_tokens_decoder().items() if entry.special
-        }
+        special = self.special_ids
         of = self._bytes[False]
         found = [special[token].encode() if token in special else of(token) for token in range(size)]
         whole = [token for token, data in enumerate(found) if data is None]
