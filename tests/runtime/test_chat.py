@@ -121,6 +121,7 @@ def test_messages_and_special_tokens_reach_the_template() -> None:
         ("{{ tools is none }} {{ documents is none }} {{ nothing is defined }}", "True True False"),
         ("{{ messages is iterable }} {{ 'a' is iterable }} {{ 3 is iterable }}", "True True False"),
         ("{{ messages[0].content.strip().upper() }}{{ 'a,b'.split(',')[-1] }}", "HELLOb"),
+        ("{{ '{:>3}|{}'.format(1, 2) }}", "  1|2"),
         ("{{ '%s' | format(1) }}{{ messages[-1]['role'] ~ '!' }}", "1user!"),
         ("{{ '%s-%02d' % ('a', 3) }}{{ \"%s!\" % messages[0].role }}{{ 7 % 4 }} % ('", "a-03user!3 % ('"),
         ("{% for key, value in messages[0].items() %}{{ key }}={{ value }};{% endfor %}", "role=user;content=Hello;"),
@@ -196,6 +197,8 @@ def test_an_operation_that_no_chat_template_needs_is_refused(source: str) -> Non
         "{% if 1 %}" + "{% elif 1 %}" * 10_000 + "{% endif %}",
         "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
         "a" * 2_000_000,
+        "{{ '{:9999}'.format(1) }}",
+        "{{ ('{:99' ~ '99}') . format (1) }}",
     ],
 )
 def test_a_template_that_does_not_compile_is_refused(source: str) -> None:

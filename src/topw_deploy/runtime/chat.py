@@ -27,11 +27,14 @@ FUEL = 10_000_000  # steps, and characters of values by the dozen; a chat of 10 
 # Published templates have up to about 30,000 characters. Much longer ones overflow the compiler's stack.
 _MOST_CHARACTERS, _LONGEST_TAG = 50_000, 8192
 _MOST_NESTED = 100  # lists and mappings in messages
+_WIDE = re.compile(r"\{[^{}]*\d{4}")  # widths in texts that are formatted
 _WIDEST = 32  # characters of indentation and of separators in JSON
 
 _TAG = re.compile(r"\{[%{].*?[%}]\}", re.DOTALL)
 _GENERATION = re.compile(r"(\{%[-+]?)\s*(end)?generation\s*([-+]?%\})")  # marks text for training
 _TEXT = r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
+_FORMAT = re.compile(r"\.\s*format\s*\(")
+_SHORT_FORMAT = re.compile(_TEXT + _FORMAT.pattern)
 _PERCENT_MANY = re.compile(_TEXT + r"\s*%\s*\((?=[^()]*,)")
 _PERCENT_ONE = re.compile(_TEXT + r"\s*%\s*([A-Za-z_]\w*(?:\.\w+|\[[^\[\]]*\])*)(?![\w.(\[])")
 
@@ -179,6 +182,13 @@ def _translate(source: str) -> str:
         raise ValueError(f"it has {len(source):,} characters, more than {_MOST_CHARACTERS:,}")
     if (longest := max((len(tag) for tag in _TAG.findall(source)), default=0)) > _LONGEST_TAG:
         raise ValueError(f"it has a tag of {longest:,} characters, more than {_LONGEST_TAG:,}")
+
+    for tag in _TAG.findall(
+        source
+    ):  # fuel does not count what the method `format` makes, such as '{:9999999}'.format(1)
+        formats = [found[1] for found in _SHORT_FORMAT.finditer(tag)]
+        if len(formats) < len(_FORMAT.findall(tag)) or any(map(_WIDE.search, formats)):
+            raise ValueError("it calls the method format of a value other than a text with widths below 1,000")
 
     def translate_tag(tag: re.Match[str]) -> str:
         text = _GENERATION.sub(lambda m: f"{m[1]} {'endif' if m[2] else 'if true'} {m[3]}", tag[0])
