@@ -32,7 +32,7 @@ class DeviceLock:
     def enter(self) -> None:
         """Acquire shared use."""
         me = threading.get_ident()
-        first = not self._is_held_by(me)
+        first = me not in self._users and me not in self._openings and self._capturing != me
         if first:
             with self._changed:
                 self._wait_for_captures(me)
@@ -75,9 +75,6 @@ class DeviceLock:
             with self._changed:
                 self._capturing = None
                 self._changed.notify_all()
-
-    def _is_held_by(self, me: int) -> bool:
-        return me in self._users or me in self._openings or self._capturing == me
 
     def _begin_capture(self, me: int) -> bool:
         with self._changed:
@@ -127,10 +124,8 @@ class _ThreadEntries(threading.local):
 
 
 _locks: dict[tuple[str, int], DeviceLock] = {}
-_locks_lock = threading.Lock()
 
 
 def device_lock(device: tuple[str, int]) -> DeviceLock:
     """The process's lock of a device (kind, number)."""
-    with _locks_lock:
-        return _locks.setdefault(device, DeviceLock())
+    return _locks.setdefault(device, DeviceLock())

@@ -18,8 +18,6 @@ _UNSAFE = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u2028\\u2029\\u202a-\\u202e\\u206
 _LONGEST_REPR = 60  # characters
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
-_DECIMAL = ("bytes", "kB", "MB", "GB", "TB")
-_BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _MOST = float(1 << 63)  # bytes; offsets in files have 63 bits
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([kmgt]b|[kmg]ib|)", re.IGNORECASE)
@@ -53,7 +51,13 @@ def numbered_lines(data: bytes, where: str) -> Iterator[tuple[int, str]]:
 
 def printable(text: object, keep: str = "") -> str:
     """Return `text` with control characters as escapes such as `\\x1b`. keep: characters that are not escaped."""
-    return _UNSAFE.sub(lambda found: found[0] if found[0] in keep else _escape(found[0]), str(text))
+
+    def escape(found: re.Match[str]) -> str:
+        character, number = found[0], ord(found[0])
+        code = f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"
+        return character if character in keep else _SHORT.get(character, code)
+
+    return _UNSAFE.sub(escape, str(text))
 
 
 def json_text(document: Any, *, indent: int | None = None, ascii_only: bool = False) -> str:
@@ -61,11 +65,6 @@ def json_text(document: Any, *, indent: int | None = None, ascii_only: bool = Fa
     text = json.dumps(document, indent=indent, ensure_ascii=ascii_only, default=str)
     # Apart from the line breaks of `indent`, these characters occur only inside strings, where JSON allows escapes.
     return _UNSAFE.sub(lambda found: found[0] if found[0] == "\n" else f"\\u{ord(found[0]):04x}", text)
-
-
-def _escape(character: str) -> str:
-    number = ord(character)
-    return _SHORT.get(character) or (f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}")
 
 
 def short_repr(value: Any) -> str:
@@ -102,15 +101,19 @@ def parse_size(size: int | str, name: str = "the size") -> int:
 
 def decimal_size(count: float, digits: int = 1) -> str:
     """Format a size in powers of 1000, with `digits` decimals: `17 bytes`, `20.3 MB`, `1.2 GB`."""
-    unit = 0
-    while round(count, digits) >= 1000 and unit < len(_DECIMAL) - 1:
-        count, unit = count / 1000, unit + 1
-    return f"{count:.{digits}f} {_DECIMAL[unit]}" if unit else f"{count:.0f} {_DECIMAL[0]}"
+    return _size_text(count, 1000, ("kB", "MB", "GB", "TB"), digits)
 
 
 def binary_size(count: float) -> str:
     """Format a size in powers of 1024: `17 bytes`, `3.0 GiB`."""
-    unit = 0
-    while round(count, 1) >= 1024 and unit < len(_BINARY) - 1:
-        count, unit = count / 1024, unit + 1
-    return f"{count:.1f} {_BINARY[unit]}" if unit else f"{count} {_BINARY[0]}"
+    return _size_text(count, 1024, ("KiB", "MiB", "GiB", "TiB"), 1)
+
+
+def _size_text(count: float, base: int, units: tuple[str, ...], digits: int) -> str:
+    text = f"{count:.0f} bytes"
+    for unit in units:
+        if round(count, digits) < base:
+            break
+        count /= base
+        text = f"{count:.{digits}f} {unit}"
+    return text

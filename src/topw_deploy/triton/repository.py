@@ -80,28 +80,17 @@ def write_repository(
     target = repository / name
     if target.exists() or target.is_symlink():
         raise ExportError(f"{target} exists; remove it, or give another name.")
-    try:
-        repository.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ExportError(f"{repository} cannot be created ({error.strerror or error}); choose another one.") from None
-    with atomic_folder(
-        target, marker="config.pbtxt", kind="a model of Triton", place=_staging_folder(repository)
-    ) as made:
+    repository.mkdir(parents=True, exist_ok=True)
+    # The model is written above the repository, because Triton would load an unfinished model inside it. Inside, only
+    # if the repository is a mount point, or the folder above cannot be written.
+    above = repository.resolve().parent
+    same = above.stat().st_dev == repository.stat().st_dev
+    place = above if same and os.access(above, os.W_OK | os.X_OK) else repository
+    with atomic_folder(target, marker="config.pbtxt", kind="a model of Triton", place=place) as made:
         shutil.copytree(export, made / "1" / EXPORT, copy_function=os.link if hard_link else shutil.copy2)
         (made / "1" / "model.py").write_text(_MODEL_SCRIPT, encoding="utf-8")
         (made / "config.pbtxt").write_text(configuration(name, engine or {}, opening or {}), encoding="utf-8")
     return target
-
-
-def _staging_folder(repository: Path) -> Path:
-    """The folder in which the model is written before it is renamed: the one above the repository.
-
-    Triton would load an unfinished model inside the repository. That is used only if the repository is a mount point,
-    or the folder above cannot be written.
-    """
-    above = repository.resolve().parent
-    same = above.stat().st_dev == repository.stat().st_dev
-    return above if same and os.access(above, os.W_OK | os.X_OK) else repository
 
 
 def configuration(name: str, engine: Mapping[str, Any], opening: Mapping[str, Any]) -> str:
@@ -141,28 +130,22 @@ def read_request(read: ReadInput) -> tuple[str | list[int], dict[str, Any], bool
         prompt = [int(token) for token in np.ravel(ids)]
     else:
         raise PromptError("the request has no prompt, or two; give either text_input or input_ids.")
-    parameters = _parameters(read("parameters"))
-    seed, stream = read("seed"), read("stream")
+    stated, seed, stream = read("parameters"), read("seed"), read("stream")
+    try:
+        found = {} if stated is None else json.loads(_read_text("parameters", stated) or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ParameterError(f"parameters is not valid JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise ParameterError(f"parameters is a JSON {type(found).__name__}, but must be an object.")
+    for name in found:
+        if name not in NAMES:
+            raise unknown_parameter_error(name[:80], NAMES)
+    parameters = {name: value for name, value in found.items() if value is not None}
     if seed is not None:
         if "seed" in parameters:
             raise ParameterError("seed is given twice, as an input and in parameters; give it once.", "seed")
         parameters["seed"] = int(_single_value("seed", seed))
     return prompt, parameters, stream is not None and bool(_single_value("stream", stream))
-
-
-def _parameters(given: np.ndarray | None) -> dict[str, Any]:
-    if given is None:
-        return {}
-    try:
-        found = json.loads(_read_text("parameters", given) or "{}")
-    except (ValueError, RecursionError) as error:
-        raise ParameterError(f"parameters is not valid JSON: {error}.") from None
-    if not isinstance(found, dict):
-        raise ParameterError(f"parameters is a JSON {type(found).__name__}, but must be an object.")
-    unknown = next((name for name in found if name not in NAMES), None)
-    if unknown is not None:
-        raise unknown_parameter_error(unknown[:80], NAMES)
-    return {name: value for name, value in found.items() if value is not None}
 
 
 def _read_text(name: str, value: np.ndarray) -> str:

@@ -1,6 +1,6 @@
-"""The JavaScript libraries of a site: their fixed versions and the hashes of their files.
+"""Write a static site: a page, the exported model, and the JavaScript libraries that run it.
 
-A site loads the libraries from a CDN, whose files browsers check by the hashes, or has copies of them.
+The page loads the libraries from a CDN, whose files browsers check by their hashes, or from copies in the site.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ import base64
 import hashlib
 import html
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from topw_deploy.errors import ExportError, ManifestError, ParameterError, UnsupportedModelError
+from topw_deploy.errors import ExportError, ParameterError, UnsupportedModelError
 from topw_deploy.folders import atomic_folder, map_file, open_regular
 from topw_deploy.install import major_minor
 from topw_deploy.manifest import (
     MANIFEST_NAME,
     MODEL_NAME,
     DecoderManifest,
+    check_hashes,
     load_decoder_manifest,
     open_listed,
 )
@@ -72,19 +73,10 @@ TOKENIZERS = LibraryFile(
     "sha384-Tl2lMbeE3RCGFLOUGQ7LhvaagysxiOw/9dulz2sD6jxNa1MckRJQBbYdVHhOoqEs",
 )
 FILES = (SCRIPT, WASM, TOKENIZERS)
-LICENCES = {SCRIPT.package: "MIT", TOKENIZERS.package: "Apache-2.0"}
-
-
-def library_addresses(*, from_copies: bool) -> dict[str, Any]:
-    """Where the page finds the libraries, for topw_site.json.
-
-    from_copies: whether the site has copies, which the page then loads instead of the CDN's files.
-    """
-
-    def of(file: LibraryFile) -> dict[str, str]:
-        return {"url": file.copy_path} if from_copies else {"url": file.url, "integrity": file.integrity}
-
-    return {"onnxruntime": {"script": of(SCRIPT), "wasm": of(WASM)}, "tokenizers": {"script": of(TOKENIZERS)}}
+_LICENCES = "".join(
+    f"{file.package} {file.version}: {licence}, https://www.npmjs.com/package/{file.package}\n"
+    for file, licence in ((SCRIPT, "MIT"), (TOKENIZERS, "Apache-2.0"))
+)
 
 
 def read_packages(folder: Path) -> Iterator[tuple[LibraryFile, bytes]]:
@@ -98,19 +90,15 @@ def read_packages(folder: Path) -> Iterator[tuple[LibraryFile, bytes]]:
     wanted = " ".join(sorted({f"{file.package}@{file.version}" for file in FILES}))
     for file in FILES:
         path = root / file.package / file.path
+        why = f"is not the file of {file.package} {file.version}"
         try:
             with open_regular(path, follow=True) as stream:
                 data = stream.read()
         except OSError as error:
-            raise ParameterError(
-                f"runtime is {str(folder)!r}, but {path} cannot be read ({error.strerror}); run `npm install {wanted}` "
-                "and give its node_modules.",
-                "runtime",
-            ) from None
+            data, why = b"", f"cannot be read ({error.strerror})"
         if integrity(data) != file.integrity:
             raise ParameterError(
-                f"runtime is {str(folder)!r}, but {path} is not the file of {file.package} {file.version}; run "
-                f"`npm install {wanted}` and give its node_modules.",
+                f"runtime is {str(folder)!r}, but {path} {why}; run `npm install {wanted}` and give its node_modules.",
                 "runtime",
             )
         yield file, data
@@ -121,20 +109,10 @@ def integrity(data: bytes) -> str:
     return f"sha384-{base64.b64encode(hashlib.sha384(data).digest()).decode()}"
 
 
-def licence_notice() -> str:
-    """The text that names the licences of the copied files."""
-    versions = {file.package: file.version for file in FILES}
-    return "".join(
-        f"{package} {versions[package]}: {licence}, https://www.npmjs.com/package/{package}\n"
-        for package, licence in LICENCES.items()
-    )
-
-
 MODEL = "model"
 MARKER = "topw_site.json"
 """Name of the file that marks a folder as a site. It is written last."""
 _SITE_FOLDER = Path(__file__).parent / "site"
-_PART_BYTES = 1 << 20
 _POLICY = {
     "default-src": "'none'",
     "script-src": "'self'",
@@ -197,45 +175,37 @@ def write_site(
     _check_separate(model, output)
     found = list(read_packages(runtime)) if runtime is not None else []
     with atomic_folder(output, marker=MARKER, kind="a site of `topw web`", overwrite=overwrite) as folder:
-        copy_export(model, manifest, folder / MODEL)
-        for name, data in _site_files():
-            (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_bytes(data)
+        shutil.copytree(_SITE_FOLDER, folder, copy_function=shutil.copyfile, dirs_exist_ok=True)
+        _copy_export(model, manifest, folder / MODEL)
         page = _page(manifest, size, title or _model_name(manifest), prompt, outside=not found)
         (folder / "index.html").write_text(page, encoding="utf-8")
-        for file, data in found:
-            (folder / file.copy_path).parent.mkdir(exist_ok=True)
-            (folder / file.copy_path).write_bytes(data)
         if found:
-            (folder / FOLDER / "LICENCES.txt").write_text(licence_notice(), encoding="utf-8")
+            (folder / FOLDER).mkdir()
+            (folder / FOLDER / "LICENCES.txt").write_text(_LICENCES, encoding="utf-8")
+        for file, data in found:
+            (folder / file.copy_path).write_bytes(data)
+
+        def address(file: LibraryFile) -> dict[str, str]:
+            return {"url": file.copy_path} if found else {"url": file.url, "integrity": file.integrity}
+
+        libraries = {
+            "onnxruntime": {"script": address(SCRIPT), "wasm": address(WASM)},
+            "tokenizers": {"script": address(TOKENIZERS)},
+        }
         loaded = size + sum(entry.size for name, entry in manifest.files.items() if name in _READ_FILES)
-        about = {"version": 1, "bytes": loaded, "libraries": library_addresses(from_copies=bool(found))}
+        about = {"version": 1, "bytes": loaded, "libraries": libraries}
         (folder / MARKER).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return Site(
-        folder=output,
-        bytes=total,
-        model_bytes=size,
-        outside=not found,
-        notes=tuple(notes(manifest)),
-    )
+    return Site(folder=output, bytes=total, model_bytes=size, outside=not found, notes=tuple(notes(manifest)))
 
 
-def copy_export(source: Path, manifest: DecoderManifest, target: Path) -> None:
+def _copy_export(source: Path, manifest: DecoderManifest, target: Path) -> None:
     """Copy the listed files and the manifest. Raises ManifestError for a file that differs from the manifest."""
     for name, entry in manifest.files.items():
-        path = target / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        digest = hashlib.sha256()
-        with open_listed(source, name, entry) as read, path.open("wb") as write:
-            while part := read.read(_PART_BYTES):
-                digest.update(part)
-                write.write(part)
-        if digest.hexdigest() != entry.sha256:
-            raise ManifestError(
-                f"{source / name} has SHA-256 {digest.hexdigest()[:16]}…, the manifest says {entry.sha256[:16]}…: the "
-                "file was changed; export or copy the folder again."
-            )
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        with open_listed(source, name, entry) as read, (target / name).open("wb") as write:
+            shutil.copyfileobj(read, write)
+    check_hashes(target, manifest)
     (target / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
 
 
@@ -244,13 +214,6 @@ def _check_separate(model: Path, output: Path) -> None:
     one, other = model.resolve(), output.resolve()
     if one == other or one in other.parents or other in one.parents:
         raise ExportError(f"{output} and the model's folder {model} are inside one another; choose another SITE.")
-
-
-def _site_files() -> Iterator[tuple[str, bytes]]:
-    """Yield (path in the site, bytes) of the files that every site has."""
-    for path in sorted(_SITE_FOLDER.rglob("*")):
-        if path.is_file():
-            yield path.relative_to(_SITE_FOLDER).as_posix(), path.read_bytes()
 
 
 def _page(manifest: DecoderManifest, size: int, title: str, prompt: str, *, outside: bool) -> str:
@@ -302,38 +265,34 @@ def _location_entry(name: str) -> bytes:
 
 
 def check_runs(manifest: DecoderManifest, folder: Path) -> None:
-    """Raises UnsupportedModelError for an export that browsers cannot run, ManifestError for an unfinished one."""
-    half = manifest.decoder.weights.get(
-        "float16", 0
-    )  # bytes; onnxruntime converts them to float32 when it opens the graph
+    """Raises UnsupportedModelError for an export that browsers cannot run."""
+    half = manifest.decoder.weights.get("float16", 0)  # onnxruntime converts them to float32 when it opens the graph
     size = graph_bytes(manifest, folder) + half
-    if size > MOST_BYTES:
-        raise UnsupportedModelError(
-            f"{folder} has {decimal_size(size)} of weights{', as float32' if half else ''}, but a browser can hold at "
-            f"most {decimal_size(MOST_BYTES)}; export with --dtype int8 or int4, or a smaller model."
-        )
-    if "tokenizer.json" not in manifest.files:
-        raise UnsupportedModelError(
-            f"{folder} has no tokenizer.json, which the page needs; export the model again from a folder with a "
-            "tokenizer."
-        )
-    for state in manifest.decoder.states:
-        if state.dtype not in _STATE_TYPES:
-            raise UnsupportedModelError(
-                f"{folder} has a cache of the element type {state.dtype}, which JavaScript lacks; export with --dtype "
-                "fp32 or fp16."
-            )
     least = manifest.decoder.least_onnxruntime
-    if least and major_minor(least) > major_minor(ONNXRUNTIME_VERSION):
-        raise UnsupportedModelError(
-            f"{folder} needs onnxruntime {least}, but the page has onnxruntime-web {ONNXRUNTIME_VERSION}; "
-            "export without what needs the newer one, such as with --no-window-cache."
+    reason = ""
+    if size > MOST_BYTES:
+        reason = (
+            f"has {decimal_size(size)} of weights{', as float32' if half else ''}, but a browser can hold at most "
+            f"{decimal_size(MOST_BYTES)}; export with --dtype int8 or int4, or a smaller model."
         )
-    if manifest.source.get("route") == "import" and any(spec.name == "logits" for spec in manifest.outputs):
-        raise UnsupportedModelError(
-            f"{folder} is an imported decoder with logits, whose sampler inputs have defaults, which onnxruntime for "
-            "JavaScript cannot change; import it again without --with-logits."
+    elif "tokenizer.json" not in manifest.files:
+        reason = "has no tokenizer.json, which the page needs; export the model again from a folder with a tokenizer."
+    elif other := {state.dtype for state in manifest.decoder.states}.difference(_STATE_TYPES):
+        reason = (
+            f"has a cache of the element type {min(other)}, which JavaScript lacks; export with --dtype fp32 or fp16."
         )
+    elif least and major_minor(least) > major_minor(ONNXRUNTIME_VERSION):
+        reason = (
+            f"needs onnxruntime {least}, but the page has onnxruntime-web {ONNXRUNTIME_VERSION}; export without what "
+            "needs the newer one, such as with --no-window-cache."
+        )
+    elif manifest.source.get("route") == "import" and any(spec.name == "logits" for spec in manifest.outputs):
+        reason = (
+            "is an imported decoder with logits, whose sampler inputs have defaults, which onnxruntime for JavaScript "
+            "cannot change; import it again without --with-logits."
+        )
+    if reason:
+        raise UnsupportedModelError(f"{folder} {reason}")
 
 
 def notes(manifest: DecoderManifest) -> list[str]:
