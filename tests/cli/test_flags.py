@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,20 +14,13 @@ from tests.support.samples import slow
 from tests.support.toy_model import Toy, export
 from topw_deploy.errors import ManifestError
 
-TOPW = "from topw_deploy.cli.main import main; main()"
-EXPORT = "from topw_deploy.cli.main import export_main; export_main()"
-
-
-def run(*words: object, program: str = TOPW, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", program, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env={**os.environ, **env})
+from .conftest import Program
 
 
 def error(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr.splitlines()[-1].removeprefix("Error: ")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -42,37 +36,35 @@ def error(done: subprocess.CompletedProcess[str]) -> str:
         (["--threads", 5000], "--threads is 5000, but must be an integer in [0, 1024] (0: onnxruntime's choice)."),
     ],
 )
-def test_a_wrong_value_names_its_option_and_exits_with_2(random_model: Path, words: list[object], message: str) -> None:
-    done = run("generate", random_model, "x", *words)
+def test_a_wrong_value_names_its_option_and_exits_with_2(
+    program: Program, random_model: Path, words: list[object], message: str
+) -> None:
+    done = program("generate", random_model, "x", *words)
     assert (done.returncode, done.stdout, error(done)) == (2, "", message)
     assert done.stderr.startswith("Usage: topw generate [OPTIONS] OUT [PROMPT]\n")
 
 
-@pytest.mark.slow
-def test_a_wrong_value_of_a_variable_names_the_variable(random_model: Path) -> None:
-    done = run("generate", random_model, "x", TOPW_GENERATE_LAM="-1")
+def test_a_wrong_value_of_a_variable_names_the_variable(program: Program, random_model: Path) -> None:
+    done = program("generate", random_model, "x", TOPW_GENERATE_LAM="-1")
     assert (done.returncode, error(done)) == (2, "TOPW_GENERATE_LAM is -1.0, but must be a finite number >= 0.")
 
 
-@pytest.mark.slow
-def test_a_wrong_value_of_the_models_own_exits_with_1(tmp_path: Path) -> None:
+def test_a_wrong_value_of_the_models_own_exits_with_1(program: Program, tmp_path: Path) -> None:
     folder = export(tmp_path / "out", Toy.random(0), generation_config={"temperature": -1})
+    message = "generation_config.json: temperature is -1, but must be a finite number >= 0."
     for words in ((), ("--temperature", "0.5")):
-        done = run("generate", folder, "x", *words)
-        assert (done.returncode, error(done)) == (
-            1,
-            "generation_config.json: temperature is -1, but must be a finite number >= 0.",
-        )
+        done = program("generate", folder, "x", *words)
+        assert (done.returncode, error(done)) == (1, message)
 
 
-@pytest.mark.slow
-def test_an_error_other_than_a_wrong_value_names_the_option_and_exits_with_1(random_model: Path) -> None:
-    done = run("generate", random_model, "abcdef", "--max-context", 5)
+def test_an_error_other_than_a_wrong_value_names_the_option_and_exits_with_1(
+    program: Program, random_model: Path
+) -> None:
+    done = program("generate", random_model, "abcdef", "--max-context", 5)
     assert done.returncode == 1
     assert "has 6 tokens, but the model was opened with --max-context 5;" in error(done)
 
 
-@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
@@ -92,9 +84,11 @@ def test_an_error_other_than_a_wrong_value_names_the_option_and_exits_with_1(ran
         (["--opset", 9], "--opset is 9, but must be 23 or 24: "),
     ],
 )
-def test_a_wrong_value_of_an_export_names_its_option(tmp_path: Path, words: list[object], message: str) -> None:
-    for program, start in ((TOPW, ["export"]), (EXPORT, [])):
-        done = run(*start, "tiny", tmp_path / "out", *words, program=program)
+def test_a_wrong_value_of_an_export_names_its_option(
+    program: Program, tmp_path: Path, words: list[object], message: str
+) -> None:
+    for is_own, start in ((False, ["export"]), (True, [])):
+        done = program(*start, "tiny", tmp_path / "out", *words, export=is_own)
         assert (done.returncode, error(done)[: len(message)]) == (2, message)
     assert not (tmp_path / "out").exists()
 
@@ -121,9 +115,9 @@ def test_a_wrong_value_of_an_export_names_its_option(tmp_path: Path, words: list
     ],
 )  # fmt: skip
 def test_wrong_values_of_the_other_commands_name_their_options(
-    random_model: Path, words: list[str], message: str
+    program: Program, random_model: Path, words: list[str], message: str
 ) -> None:
-    done = run(*(str(random_model) if word == "OUT" else word for word in words))
+    done = program(*(str(random_model) if word == "OUT" else word for word in words))
     assert (done.returncode, error(done)[: len(message)]) == (2, message)
 
 
@@ -139,47 +133,42 @@ def test_wrong_values_of_the_other_commands_name_their_options(
         slow(["bench", "sampler", "--regime", "certifed"], "certified"),
     ],
 )
-def test_a_similar_word_is_suggested(words: list[str], suggested: str) -> None:
-    done = run(*words)
+def test_a_similar_word_is_suggested(program: Program, words: list[str], suggested: str) -> None:
+    done = program(*words)
     assert done.returncode == 2
     assert "Did you mean" in error(done)
     assert f"'{suggested}'" in error(done).split("Did you mean")[1]
 
 
-@pytest.mark.slow
-def test_topw_export_prints_its_version() -> None:
-    done = run("--version", program=EXPORT)
-    assert (done.returncode, done.stdout) == (0, run("--version").stdout.replace("topw ", "topw-export "))
-    assert run("export", "--version").returncode == 2
+def test_topw_export_prints_its_version(program: Program) -> None:
+    shown = program("--version").stdout
+    done = program("--version", export=True)
+    assert (done.returncode, done.stdout) == (0, shown.replace("topw ", "topw-export "))
+    assert program("export", "--version").returncode == 2
 
 
-@pytest.mark.slow
-def test_exchanged_arguments_are_recognised(random_model: Path) -> None:
+def test_exchanged_arguments_are_recognised(program: Program, random_model: Path) -> None:
     for command in ("generate", "stats"):
-        done = run(command, "x", random_model)
+        done = program(command, "x", random_model)
         assert done.returncode == 2
         assert error(done) == f"x does not exist, but {random_model} is an exported folder; OUT comes first."
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
-def test_a_folder_that_may_not_be_read_is_one_sentence(tmp_path: Path) -> None:
+def test_a_folder_that_may_not_be_read_is_one_sentence(program: Program, tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir(mode=0)
-    done = run("generate", tmp_path / "locked" / "out", "x")
+    done = program("generate", tmp_path / "locked" / "out", "x")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "Permission denied" in done.stderr
 
 
-@pytest.mark.slow
-def test_a_name_that_is_too_long_is_one_sentence() -> None:
-    done = run("generate", "x" * 5000, "x")
+def test_a_name_that_is_too_long_is_one_sentence(program: Program) -> None:
+    done = program("generate", "x" * 5000, "x")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "File name too long" in done.stderr
 
 
 def test_parameters_are_kept_when_an_error_is_copied() -> None:
-    import copy
-    import pickle
-
     given = ManifestError("a is wrong", "a")
     for twin in (copy.copy(given), pickle.loads(pickle.dumps(given))):
         assert (str(twin), twin.parameters) == ("a is wrong", ("a",))

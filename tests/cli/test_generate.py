@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,21 +23,15 @@ def test_stdout_carries_the_text_and_nothing_else(invoke: Invoke, scripted: Path
     assert invoke("generate", scripted, "x", "--no-stream").stdout == ANSWER + "\n"
 
 
-def test_prompts_come_from_an_argument_a_file_or_standard_input(invoke: Invoke, scripted: Path, tmp_path: Path) -> None:
-    file = tmp_path / "prompt.txt"
-    file.write_bytes(b"x\r\n")  # a final line break is dropped
-    assert invoke("generate", scripted, "--prompt-file", file).stdout == ANSWER + "\n"
-    assert invoke("generate", scripted, "-", stdin="x\n").stdout == ANSWER + "\n"
-    assert invoke("generate", scripted, stdin="x").stdout == ANSWER + "\n"
-
-
-def test_a_byte_order_mark_is_no_part_of_a_prompt(invoke: Invoke, scripted: Path, tmp_path: Path) -> None:
-    """The model answers one-token prompts; a mark adds three tokens."""
-    marked = "\ufeffx\n".encode()
-    (tmp_path / "prompt.txt").write_bytes(marked)
+@pytest.mark.parametrize("data", [b"x\r\n", b"x", "\ufeffx\n".encode()], ids=["line break", "text", "mark"])
+def test_prompts_come_from_a_file_or_standard_input(
+    invoke: Invoke, scripted: Path, tmp_path: Path, data: bytes
+) -> None:
+    """The model answers one-token prompts. A final line break and a byte order mark are dropped."""
+    (tmp_path / "prompt.txt").write_bytes(data)
     assert invoke("generate", scripted, "--prompt-file", tmp_path / "prompt.txt").stdout == ANSWER + "\n"
-    assert invoke("generate", scripted, "-", stdin=marked).stdout == ANSWER + "\n"
-    assert invoke("generate", scripted, stdin=marked).stdout == ANSWER + "\n"
+    assert invoke("generate", scripted, "-", stdin=data).stdout == ANSWER + "\n"
+    assert invoke("generate", scripted, stdin=data).stdout == ANSWER + "\n"
 
 
 def test_a_chat_reads_utf8_whatever_the_locale_and_no_byte_order_mark(invoke: Invoke, random_model: Path) -> None:
@@ -54,15 +49,14 @@ def test_a_prompt_in_utf16_is_refused_by_name(invoke: Invoke, scripted: Path, tm
         invoke("generate", scripted, "--prompt-file", tmp_path / "prompt.txt")
 
 
-def test_one_json_object_per_sequence(invoke: Invoke, random_model: Path) -> None:
+def test_one_json_object_per_sequence(invoke: Invoke, random_model: Path, opened: TopWModel) -> None:
     result = invoke(
         "generate", random_model, "ab", "--json", "--seed", 5, "--num-return-sequences", 2, "--max-new-tokens", 4
     )
     first, second = (json.loads(line) for line in result.stdout.splitlines())
     assert (first["seed"], first["sample"], second["sample"], first["prompt_tokens"]) == (5, 0, 1, 2)
     assert len(first["token_ids"]) == len(first["logprobs"]) == len(first["mass"]) == 4
-    model = TopWModel.from_pretrained(random_model, provider="cpu")
-    expected = model.generate("ab", seed=5, num_return_sequences=2, max_new_tokens=4)
+    expected = opened.generate("ab", seed=5, num_return_sequences=2, max_new_tokens=4)
     assert [first["token_ids"], second["token_ids"]] == [r.token_ids for r in expected]
 
 
@@ -103,46 +97,25 @@ def test_the_session_can_be_opened_for_so_many_tokens_and_fed_in_pieces(invoke: 
         invoke(*settings, "--max-context", 5)
 
 
-def test_every_parameter_reaches_the_model_in_both_spellings(invoke: Invoke, random_model: Path) -> None:
-    arguments = {
-        "--seed": 3,
-        "--max_new_tokens": 12,
-        "--temperature": 2.5,
-        "--lambda_geom": 0.2,
-        "--beta": 3.0,
-        "--selection-temperature": 3.0,
-        "--warm-p": 0.9,
-        "--geom-scale": -0.5,
-        "--repetition_penalty": 1.3,
-        "--presence-penalty": 0.5,
-        "--frequency-penalty": 0.25,
-        "--no-repeat-ngram-size": 2,
-        "--min-new-tokens": 5,
-        "--logit-bias": "77=2.5",
+def test_every_parameter_reaches_the_model_in_both_spellings(
+    invoke: Invoke, random_model: Path, opened: TopWModel
+) -> None:
+    given: dict[str, Any] = {
+        "seed": 3, "max_new_tokens": 12, "temperature": 2.5, "beta": 3.0, "selection_temperature": 3.0,
+        "geom_scale": -0.5, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25,
+        "no_repeat_ngram_size": 2, "min_new_tokens": 5,
+    }  # fmt: skip
+    words = [word for name, value in given.items() for word in (f"--{name}", value)]
+    words += ["--lambda_geom", 0.2, "--warm-p", 0.9, "--logit-bias", "77=2.5", "--stop", "never", "--ignore-eos"]
+    found = json.loads(invoke("generate", random_model, "ab", "--json", *words).stdout)
+    others: dict[str, Any] = {
+        "lam": 0.2,
+        "init_top_p": 0.9,
+        "logit_bias": {77: 2.5},
+        "ignore_eos": True,
+        "stop_strings": ["never"],
     }
-    words = [word for pair in arguments.items() for word in pair]
-    result = invoke("generate", random_model, "ab", "--json", "--ignore-eos", "--stop", "never", *words)
-    model = TopWModel.from_pretrained(random_model, provider="cpu")
-    expected = model.generate(
-        "ab",
-        seed=3,
-        max_new_tokens=12,
-        temperature=2.5,
-        lam=0.2,
-        beta=3.0,
-        selection_temperature=3.0,
-        init_top_p=0.9,
-        geom_scale=-0.5,
-        repetition_penalty=1.3,
-        presence_penalty=0.5,
-        frequency_penalty=0.25,
-        no_repeat_ngram_size=2,
-        min_new_tokens=5,
-        logit_bias={77: 2.5},
-        ignore_eos=True,
-        stop_strings=["never"],
-    )
-    assert json.loads(result.stdout)["token_ids"] == expected.token_ids
+    assert found["token_ids"] == opened.generate("ab", **given, **others).token_ids
 
 
 def test_stop_texts_end_the_output(invoke: Invoke, scripted: Path) -> None:
@@ -163,36 +136,25 @@ def test_zero_is_a_value(invoke: Invoke, random_model: Path) -> None:
     assert set(greedy["kept"]) == {1}
 
 
-def test_a_preset_states_the_parameters_that_are_not_given(invoke: Invoke, random_model: Path) -> None:
+def test_a_preset_states_the_parameters_that_are_not_given(
+    invoke: Invoke, random_model: Path, opened: TopWModel
+) -> None:
     words = ("generate", random_model, "ab", "--json", "--seed", 5, "--max-new-tokens", 8)
-    model = TopWModel.from_pretrained(random_model, provider="cpu")
     found = json.loads(invoke(*words, "--preset", "lively", "--temperature", 2).stdout)
-    parameters = preset_parameters("lively", *model.manifest.sampler.geometry) | {"temperature": 2.0}
-    assert found["token_ids"] == model.generate("ab", seed=5, max_new_tokens=8, **parameters).token_ids
+    parameters = preset_parameters("lively", *opened.manifest.sampler.geometry) | {"temperature": 2.0}
+    assert found["token_ids"] == opened.generate("ab", seed=5, max_new_tokens=8, **parameters).token_ids
     assert found["kept"] != json.loads(invoke(*words, "--temperature", 2).stdout)["kept"]
     assert "'paper', 'creative', 'lively'" in invoke(*words, "--preset", "livley").stderr
 
 
 def test_beta_may_depend_on_the_temperature(invoke: Invoke, random_model: Path) -> None:
-    words = (
-        "generate",
-        random_model,
-        "ab",
-        "--json",
-        "--seed",
-        5,
-        "--max-new-tokens",
-        8,
-        "--temperature",
-        2,
-        "--lam",
-        2,
-    )
-    found = json.loads(invoke(*words, "--beta", "1.5 + 1.5*T").stdout)
-    expected = json.loads(invoke(*words, "--beta", 4.5).stdout)
+    start = ("generate", random_model, "ab", "--json", "--seed", 5, "--max-new-tokens", 8)
+    words = (*start, "--temperature", 2, "--lam", 2, "--beta")
+    found = json.loads(invoke(*words, "1.5 + 1.5*T").stdout)
+    expected = json.loads(invoke(*words, 4.5).stdout)
     assert (found["token_ids"], found["kept"]) == (expected["token_ids"], expected["kept"])
-    assert found["kept"] != json.loads(invoke(*words, "--beta", 3).stdout)["kept"]
-    refused = invoke(*words, "--beta", "1.5+T")
+    assert found["kept"] != json.loads(invoke(*words, 3).stdout)["kept"]
+    refused = invoke(*words, "1.5+T")
     assert refused.exit_code == 2
     assert "beta is '1.5+T', but must be a finite number >= 0, or A+B*T" in refused.stderr
 
@@ -223,19 +185,17 @@ def test_bad_values_are_the_packages_own_errors(invoke: Invoke, scripted: Path, 
         invoke("generate", scripted, "--prompt-file", tmp_path / "none")
 
 
-def test_a_chat_answers_one_prompt(invoke: Invoke, random_model: Path) -> None:
+def test_a_chat_answers_one_prompt(invoke: Invoke, random_model: Path, opened: TopWModel) -> None:
     words = ("--seed", 4, "--max-new-tokens", 5)
     found = invoke("generate", random_model, "hi", "--chat", "--system", "be", *words).stdout
-    model = TopWModel.from_pretrained(random_model, provider="cpu")
-    assert found == model.generate(byte_ids("sbeuhi>"), seed=4, max_new_tokens=5).text + "\n"
+    assert found == opened.generate(byte_ids("sbeuhi>"), seed=4, max_new_tokens=5).text + "\n"
 
 
-def test_a_conversation_remembers_and_can_be_cleared(invoke: Invoke, random_model: Path) -> None:
+def test_a_conversation_remembers_and_can_be_cleared(invoke: Invoke, random_model: Path, opened: TopWModel) -> None:
     words = ("--seed", 4, "--max-new-tokens", 3, "--system", "S")
     lines = invoke("generate", random_model, "--chat", *words, stdin="one\n\ntwo\n/clear\none\n").stdout
-    model = TopWModel.from_pretrained(random_model, provider="cpu")
-    first = model.generate("sSuone>", seed=4, max_new_tokens=3).text
-    second = model.generate(f"sSuonea{first}utwo>", seed=4, max_new_tokens=3).text
+    first = opened.generate("sSuone>", seed=4, max_new_tokens=3).text
+    second = opened.generate(f"sSuonea{first}utwo>", seed=4, max_new_tokens=3).text
     assert lines == f"{first}\n{second}\n{first}\n"
 
 

@@ -11,77 +11,60 @@ from pathlib import Path
 import click
 import pytest
 
-from tests.support.samples import slow
 from tests.support.toy_model import Toy, export
 from tests.support.waiting import HANG
 from topw_deploy import install
 from topw_deploy.cli import main
 
-from .conftest import ANSWER
-
-TOPW = [sys.executable, "-c", "from topw_deploy.cli.main import main; main()"]
-EXPORT = [sys.executable, "-c", "from topw_deploy.cli.main import export_main; export_main()"]
+from .conftest import ANSWER, PROGRAM, Program
 
 
-def run(*words: object, program: list[str] = TOPW, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*program, *map(str, words)],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, **env},
-    )
-
-
-def test_success_is_0_and_text_on_stdout(scripted: Path) -> None:
-    done = run("generate", scripted, "x")
+def test_success_is_0_and_text_on_stdout(program: Program, scripted: Path) -> None:
+    done = program("generate", scripted, "x")
     assert (done.returncode, done.stdout, done.stderr) == (0, ANSWER + "\n", "")
 
 
 @pytest.mark.slow
 def test_a_character_that_stdout_cannot_encode_is_replaced(scripted: Path) -> None:
-    done = run("generate", scripted, "x", PYTHONIOENCODING="latin-1")
+    words = [*PROGRAM, "generate", str(scripted), "x"]
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "latin-1"})
     assert (done.returncode, done.stdout) == (0, "hello ? world.\n")
 
 
-@pytest.mark.slow
-def test_a_failure_is_1_and_one_sentence_on_stderr(tmp_path: Path) -> None:
+def test_a_failure_is_1_and_one_sentence_on_stderr(program: Program, tmp_path: Path) -> None:
     for command in ("generate", "inspect"):
-        done = run(command, tmp_path / "none", *(["x"] if command == "generate" else []))
+        done = program(command, tmp_path / "none", *(["x"] if command == "generate" else []))
         assert (done.returncode, done.stdout) == (1, "")
         assert done.stderr.startswith("Error: ")
         assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.slow
-def test_wrong_usage_is_2() -> None:
+def test_wrong_usage_is_2(program: Program) -> None:
     for words in (["generate"], ["nonsense"], ["generate", "x", "--nonsense"]):
-        done = run(*words)
+        done = program(*words)
         assert done.returncode == 2
         assert "Usage: topw" in done.stderr
-    assert run(program=EXPORT).returncode == 2
+    assert program(export=True).returncode == 2
 
 
-def test_help_lists_every_command_and_is_0() -> None:
-    done = run("--help")
+def test_help_lists_every_command_and_is_0(program: Program) -> None:
+    done = program("--help")
     assert done.returncode == 0
-    for name in ("export", "export-sampler", "generate", "inspect", "verify", "doctor"):
-        assert name in done.stdout
-    assert "Usage: topw-export" in run("--help", program=EXPORT).stdout
-    assert run("--version").stdout.startswith("topw ")
+    assert all(f"  {name} " in done.stdout for name in main.COMMANDS)
+    assert "Usage: topw-export" in program("--help", export=True).stdout
+    assert program("--version").stdout.startswith("topw ")
 
 
-@pytest.mark.slow
-def test_both_spellings_of_the_exporter_read_the_same_variables() -> None:
-    for program, words in ((TOPW, ("export", "tiny", "out")), (EXPORT, ("tiny", "out"))):
-        done = run(*words, program=program, TOPW_EXPORT_METRIC="nonsense")
+def test_both_spellings_of_the_exporter_read_the_same_variables(program: Program) -> None:
+    for is_own, words in ((False, ("export", "tiny", "out")), (True, ("tiny", "out"))):
+        done = program(*words, export=is_own, TOPW_EXPORT_METRIC="nonsense")
         assert done.returncode == 2
         assert "nonsense" in done.stderr
 
 
 def test_a_missing_extra_names_the_command_that_installs_it(scripted: Path) -> None:
     code = "import sys; sys.modules['onnxruntime'] = None; from topw_deploy.cli.main import main; main()"
-    done = run("generate", scripted, "x", program=[sys.executable, "-c", code])
+    done = subprocess.run([sys.executable, "-c", code, "generate", scripted, "x"], capture_output=True, text=True)
     assert done.returncode == 1
     needs = "running a model needs onnxruntime, which is not installed ([cpu] brings it, or [gpu] for NVIDIA GPUs"
     assert done.stderr == f"Error: {needs}, never both); run: {install.install_command('cpu')}\n"
@@ -103,27 +86,26 @@ def test_a_missing_package_of_any_extra_is_named(
 
 @pytest.mark.parametrize(
     ("words", "what"),
-    [(("export", "tiny", "out"), "exporting"), slow(("export-sampler", "tiny", "out"), "exporting"),
-     slow(("stats", "out", "x"), "`topw stats`")],
+    [(("export", "tiny", "out"), "exporting"), (("export-sampler", "tiny", "out"), "exporting"),
+     (("stats", "out", "x"), "`topw stats`")],
 )  # fmt: skip
-def test_a_command_without_its_extra_names_all_that_is_missing(words: tuple[str, ...], what: str) -> None:
-    absent = "import sys; sys.modules['torch'] = sys.modules['onnx_ir'] = None"
-    done = run(*words, program=[sys.executable, "-c", f"{absent}; {TOPW[2]}"])
-    assert (done.returncode, done.stdout) == (1, "")
-    needs = (
-        f"Error: {what} needs torch and onnx-ir, which are not installed; run: {install.install_command('export')}\n"
-    )
-    assert done.stderr == needs
+def test_a_command_without_its_extra_names_all_that_is_missing(
+    program: Program, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], what: str
+) -> None:
+    real = install.is_importable
+    monkeypatch.setattr(install, "is_importable", lambda name: name not in ("torch", "onnx_ir") and real(name))
+    done = program(*words)
+    needs = f"{what} needs torch and onnx-ir, which are not installed; run: {install.install_command('export')}"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"Error: {needs}\n")
 
 
-@pytest.mark.slow
-def test_help_marks_the_commands_that_need_more_than_the_runtime() -> None:
-    shown = run("--help", COLUMNS="200").stdout.splitlines()
+def test_help_marks_the_commands_that_need_more_than_the_runtime(program: Program) -> None:
+    shown = program("--help", COLUMNS="200").stdout.splitlines()
     marked = {line.split()[0]: line.rpartition("(")[2] for line in shown if line.endswith("[export])")}
     needed, more = "needs [export])", "more with [export])"
     assert marked == {"export": needed, "export-sampler": needed, "stats": needed, "verify": more, "bench": more}
     for name in ("export", "export-sampler", "stats"):
-        assert "Needs the extra [export]" in run(name, "--help").stdout
+        assert "Needs the extra [export]" in program(name, "--help").stdout
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +117,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_interruption_is_130_and_leaves_no_traceback(endless: Path) -> None:
     process = subprocess.Popen(
-        [*TOPW, "generate", str(endless), "--chat"],
+        [*PROGRAM, "generate", str(endless), "--chat"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -155,7 +137,7 @@ def test_interruption_is_130_and_leaves_no_traceback(endless: Path) -> None:
 @pytest.mark.skipif(os.name == "nt", reason="pipes close differently there")
 def test_a_closed_pipe_ends_quietly(random_model: Path) -> None:
     process = subprocess.Popen(
-        [*TOPW, "generate", str(random_model), "--chat", "--seed", "1", "--max-new-tokens", "4"],
+        [*PROGRAM, "generate", str(random_model), "--chat", "--seed", "1", "--max-new-tokens", "4"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -167,10 +149,9 @@ def test_a_closed_pipe_ends_quietly(random_model: Path) -> None:
     assert errors == b""
 
 
-@pytest.mark.slow
-def test_notices_are_one_line_on_stderr(tmp_path: Path) -> None:
+def test_notices_are_one_line_on_stderr(program: Program, tmp_path: Path) -> None:
     folder = export(tmp_path / "out", Toy.random(0), generation_config={"top_p": 0.9})
-    done = run("generate", folder, "x", "--max-new-tokens", 1)
+    done = program("generate", folder, "x", "--max-new-tokens", 1)
     assert done.stderr.startswith("Note: generation_config.json sets top_p=0.9")
     assert done.stderr.count("\n") == 1
 
@@ -196,7 +177,7 @@ def test_a_closed_or_full_stream_is_reported_in_one_sentence(
 ) -> None:
     if "/dev/full" in redirection and not os.path.exists("/dev/full"):
         pytest.skip("this system has no /dev/full")
-    words = f'"{sys.executable}" -c "{TOPW[2]}" generate "{scripted}" {redirection}'
+    words = f'"{sys.executable}" -m topw_deploy generate "{scripted}" {redirection}'
     done = subprocess.run(words, shell=True, capture_output=True, text=True)
     assert done.returncode == code
     assert message in done.stderr

@@ -17,8 +17,10 @@ import topw_deploy.cli
 from tests.support.invoking import Invoke
 from tests.support.toy_model import EOS, Toy, byte_ids, export
 from topw_deploy.cli import terminal
-from topw_deploy.manifest import load_manifest, save_manifest
+from topw_deploy.manifest import load_decoder_manifest, save_manifest
 from topw_deploy.text import printable
+
+from .conftest import ANSWER, PROGRAM, Program
 
 COMMANDS = sorted(Path(topw_deploy.cli.__file__).parent.glob("*.py"))
 EVIL = "\x1b]0;owned\x07\x9b2J\u202e"
@@ -38,8 +40,7 @@ def hostile(random_model: Path, tmp_path: Path) -> Path:
     """Manifest and name contain terminal controls."""
     folder = tmp_path / f"out{EVIL}"
     shutil.copytree(random_model, folder)
-    manifest = load_manifest(folder)
-    assert manifest.decoder is not None
+    manifest = load_decoder_manifest(folder)
     decoder = replace(manifest.decoder, model_type=f"toy\n{EVIL}")
     save_manifest(folder, replace(manifest, decoder=decoder, source={**manifest.source, "id": EVIL}))
     return folder
@@ -63,32 +64,26 @@ def test_json_of_a_folder_with_control_characters_is_exact_and_escaped(invoke: I
     assert json.loads(printed)["source"]["id"] == EVIL
 
 
-def program(*words: str, **env: str) -> subprocess.CompletedProcess[bytes]:
-    code = "from topw_deploy.cli.main import main; main()"
-    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, env={**os.environ, **env})
-
-
-@pytest.mark.slow
-def test_an_error_and_a_note_about_a_name_are_one_escaped_line(tmp_path: Path) -> None:
+def test_an_error_and_a_note_about_a_name_are_one_escaped_line(program: Program, tmp_path: Path) -> None:
     done = program("generate", f"{EVIL}\nError: all is well", "x")
     assert done.returncode == 1
-    assert done.stderr.count(b"\n") == 1
-    assert SHOWN.encode() + b"\\nError" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert f"{SHOWN}\\nError" in done.stderr
     folder = export(tmp_path / "out", Toy.random(0), generation_config={"top_p": 0.9, f"x{EVIL}": EVIL})
-    done = program("generate", str(folder), "x", "--max-new-tokens", "1")
-    assert done.stderr.startswith(b"Note: generation_config.json sets ")
-    assert printable(done.stderr.decode(), keep="\n") == done.stderr.decode()
+    done = program("generate", folder, "x", "--max-new-tokens", "1")
+    assert done.stderr.startswith("Note: generation_config.json sets ")
+    assert printable(done.stderr, keep="\n") == done.stderr
 
 
 @pytest.mark.slow
-def test_progress_about_a_model_id_is_escaped(tmp_path: Path) -> None:
-    done = program("export", f"a/{EVIL}", str(tmp_path / "out"))
-    assert done.stderr.startswith(f"Finding a/{SHOWN}\nError: a/{SHOWN} does not exist".encode())
+def test_progress_about_a_model_id_is_escaped(program: Program, tmp_path: Path) -> None:
+    done = program("export", f"a/{EVIL}", tmp_path / "out")
+    assert done.stderr.startswith(f"Finding a/{SHOWN}\nError: a/{SHOWN} does not exist")
 
 
-def test_usage_errors_are_escaped() -> None:
+def test_usage_errors_are_escaped(program: Program) -> None:
     done = program(EVIL)
-    assert (done.returncode, b"Usage: topw" in done.stderr, b"\x1b" in done.stderr) == (2, True, False)
+    assert (done.returncode, "Usage: topw" in done.stderr, "\x1b" in done.stderr) == (2, True, False)
 
 
 def test_a_traceback_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,21 +136,21 @@ def test_generated_text_does_not_control_a_terminal(
         assert out.text == (shown if is_terminal else "".join(pieces) + "\n")
 
 
-@pytest.mark.slow
-def test_generated_text_in_a_pipe_is_what_the_model_wrote(tmp_path: Path) -> None:
+def test_generated_text_in_a_pipe_is_what_the_model_wrote(program: Program, tmp_path: Path) -> None:
     answer = "\x1b[31mred\x1b[0m\rx\x9b2J"
     folder = export(tmp_path / "out", Toy.script([*byte_ids(answer), EOS], prompt_tokens=1))
     for option in ("--stream", "--no-stream"):
-        assert program("generate", str(folder), "x", option).stdout == f"{answer}\n".encode()
-    printed = program("generate", str(folder), "x", "--json").stdout.decode()
+        assert program("generate", folder, "x", option).stdout == f"{answer}\n"
+    printed = program("generate", folder, "x", "--json").stdout
     assert printable(printed, keep="\n") == printed
     assert json.loads(printed)["text"] == answer
 
 
 @pytest.mark.slow
 def test_json_loses_no_character_where_stdout_takes_ascii_only(scripted: Path) -> None:
-    done = program("generate", str(scripted), "x", "--json", PYTHONIOENCODING="ascii")
-    assert json.loads(done.stdout)["text"] == "hello 😀 world."
+    words = [*PROGRAM, "generate", str(scripted), "x", "--json"]
+    done = subprocess.run(words, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert json.loads(done.stdout)["text"] == ANSWER
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a POSIX shell closes the streams")
@@ -168,6 +163,6 @@ def test_a_closed_stderr_gives_its_number_to_no_other_file(scripted: Path) -> No
     words = [sys.executable, "-c", code]
     done = subprocess.run(["sh", "-c", '"$@" 2>&-', "sh", *words], capture_output=True, text=True)
     assert done.stdout == f"{null}\n"
-    words = [sys.executable, "-m", "topw_deploy", "generate", str(scripted), "x", "--stats"]
+    words = [*PROGRAM, "generate", str(scripted), "x", "--stats"]
     done = subprocess.run(["sh", "-c", '"$@" 2>&-', "sh", *words], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "hello 😀 world.\n")
+    assert (done.returncode, done.stdout) == (0, f"{ANSWER}\n")

@@ -21,8 +21,8 @@ from topw_deploy.cli.options import (
 )
 from topw_deploy.cli.prompts import read_prompt_lines, read_text_lines
 from topw_deploy.cli.terminal import check_output, check_picture, progress, read_source, write_report, write_text
-from topw_deploy.errors import PromptError
-from topw_deploy.runtime.parameters import OF_KEPT_SET
+from topw_deploy.errors import ParameterError, PromptError
+from topw_deploy.runtime.parameters import OF_KEPT_SET, read_values
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, TOP_W
 from topw_deploy.text import count_text
@@ -127,7 +127,12 @@ def stats(
     from topw_lab.stats.exact_report import exact_lines, save_exact_plot, summarise_exact
     from topw_lab.stats.report import report_lines, save_plot, summarise
 
-    settings = settings_of(take_given(values, (*PARAMETER_NAMES, *RULE_PARAMETER_NAMES)), sweep)
+    try:
+        settings = settings_of(take_given(values, (*PARAMETER_NAMES, *RULE_PARAMETER_NAMES)), sweep)
+        for setting in settings:
+            read_values(setting.parameters)
+    except ParameterError as error:
+        raise ParameterError(str(error), "sweep") from None
     check_output(json_file, "json_file")
     check_picture(plot, (".png", ".svg", ".pdf"))
     generation = {name: values[name] for name in ("max_new_tokens", "seed", "ignore_eos")}
