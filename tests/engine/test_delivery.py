@@ -24,18 +24,6 @@ from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.results import Piece
 
 
-def test_calls_are_made_in_order_by_another_thread_and_close_waits_for_them() -> None:
-    made: list[tuple[int, bool]] = []
-    here = threading.current_thread()
-    delivery = Delivery(lambda error: made.append((-1, False)))
-    for number in range(5):
-        delivery.add(lambda number: made.append((number, threading.current_thread() is here)), number)
-        if number == 2:
-            delivery.send()
-    delivery.close()
-    assert made == [(number, False) for number in range(5)]
-
-
 def test_a_deferred_call_is_made_after_the_other_calls_of_its_send() -> None:
     made: list[str] = []
     delivery = Delivery(lambda error: made.append(type(error).__name__))

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engine import test_results as results
 from tests.engine.conftest import FORMS, HOT, Gate, NewEngine
 from tests.support.samples import slow
 from tests.support.toy_model import CONTEXT, VOCAB, Toy, export
 from topw_deploy.engine import Engine
-from topw_deploy.engine.batch import Batch
 from topw_deploy.errors import LogitsError, ParameterError
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.ort.session import HostBinding
@@ -26,25 +26,10 @@ def scoring(request: pytest.FixtureRequest, toy: Toy, tmp_path_factory: pytest.T
 
 
 def random_request(rng: np.random.Generator) -> dict[str, Any]:
-    given: dict[str, Any] = {
-        "prompt": rng.integers(3, VOCAB, rng.integers(1, 40)).tolist(),
-        "seed": int(rng.integers(2**63)),
-        "max_new_tokens": int(rng.integers(1, 30)),
-        "temperature": 2.5,
-        "lam": 0.2,
-        "ignore_eos": True,
-    }
-    optional: dict[str, Any] = {
-        "logprobs": int(rng.integers(4)),
-        "prompt_logprobs": int(rng.integers(3)),
-        "repetition_penalty": 1.3,
-        "frequency_penalty": 0.5,
-        "no_repeat_ngram_size": 2,
-        "allowed_token_ids": rng.integers(3, VOCAB, 60).tolist(),
-        "stop_strings": ["e", "zz"],
-        "num_return_sequences": 2,
-    }
-    return given | {name: optional[name] for name in optional if rng.random() < 0.4}
+    """A request that may ask for log-probabilities of its answer or its prompt."""
+    given = results.random_request(rng)
+    asked = {"logprobs": int(rng.integers(4)), "prompt_logprobs": int(rng.integers(3))}
+    return given | {name: asked[name] for name in asked if rng.random() < 0.4}
 
 
 def is_beginning(result: GenerationResult, whole: GenerationResult) -> bool:
@@ -169,18 +154,6 @@ def test_only_runs_with_a_request_that_asks_write_logits_to_the_host(
     assert bound == []
     engine.submit("ab", **HOT, max_new_tokens=4, logprobs=0).result(60)
     assert set(bound) == {(1, VOCAB)}
-
-
-def test_a_batch_refuses_to_copy_logits_that_its_graph_lacks(model: TopWModel) -> None:
-    (request,) = model.prepare([5, 6], seed=1)
-    batch = Batch(model._require_open()[0], model._decoder, 1, CONTEXT)
-    try:
-        batch.assign(0, request)
-        batch.wants_logits = True
-        with pytest.raises(ParameterError, match="the graph has no output logits; export the model again with"):
-            batch.read(0, request, 0, 2)
-    finally:
-        batch.close()
 
 
 def test_a_prompt_that_fills_the_context_is_scored(scoring: TopWModel, engine_of: NewEngine) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.support.samples import examples
-from topw_deploy.engine.prefixes import NO_TOKENS, ReusePolicy, SlotPrefixes, Snapshots, shared_length
+from topw_deploy.engine.prefixes import NO_TOKENS, ReusePolicy, SlotPrefixes, Snapshots
 
 
 def ids(text: str) -> np.ndarray:
@@ -46,11 +46,6 @@ def test_states_of_fixed_size_are_reusable_where_they_are_known(
     assert by_holder.reusable_count(held, wanted, lengths, in_slot=in_slot) == longest
 
 
-@pytest.mark.parametrize(("one", "other", "count"), [("", "ab", 0), ("abc", "abd", 2), ("ab", "abc", 2), ("b", "a", 0)])
-def test_the_shared_length_counts_the_tokens_with_which_both_begin(one: str, other: str, count: int) -> None:
-    assert shared_length(ids(one), ids(other)) == shared_length(ids(other), ids(one)) == count
-
-
 @pytest.mark.parametrize(
     ("slots", "slot"),
     [
@@ -78,61 +73,6 @@ def test_slots_in_use_are_not_chosen_and_exchanged_slots_keep_their_tokens() -> 
     prefixes.exchange(0, 2)
     assert prefixes.choose_slot(ids("abcd"), [1, 2]) == 2
     assert prefixes.slots_by_release() == [0, 1, 2]
-
-
-def states_found(snapshots: Snapshots[str], *prompts: str) -> list[str]:
-    """The states found for each prompt, without marking them as used."""
-    order = list(snapshots._snapshots)
-    found = [snapshots.find_growing(ids(prompt), 1) for prompt in prompts]
-    for number in order:
-        snapshots._snapshots.move_to_end(number)
-    return ["" if one is None else one[1] for one in found]
-
-
-def test_the_snapshot_used_longest_ago_is_dropped_first() -> None:
-    snapshots: Snapshots[str] = Snapshots(30, ReusePolicy())
-    for text in ("aa", "bb", "cc"):
-        assert snapshots.accepts(ids(text), 10)
-        snapshots.put(ids(text), text, 10)
-    assert snapshots.find_growing(ids("aax"), 1) == (2, "aa")  # used
-    snapshots.put(ids("dd"), "dd", 10)
-    assert states_found(snapshots, "aax", "bbx", "ccx", "ddx") == ["aa", "", "cc", "dd"]
-    snapshots.put(ids("ee"), "ee", 20)
-    assert states_found(snapshots, "aax", "ccx", "ddx", "eex") == ["", "", "dd", "ee"]
-    assert (len(snapshots), snapshots.bytes) == (2, 30)
-
-
-def test_snapshots_larger_than_the_bound_are_not_stored() -> None:
-    assert not Snapshots(9, ReusePolicy()).accepts(ids("aa"), 10)
-    assert not Snapshots(9, ReusePolicy()).accepts(NO_TOKENS, 0)
-
-
-def test_a_longer_snapshot_replaces_those_of_its_beginnings() -> None:
-    snapshots: Snapshots[str] = Snapshots(100, ReusePolicy())
-    for text in ("ab", "x", "abc"):
-        snapshots.put(ids(text), text, 10)
-    assert (len(snapshots), snapshots.bytes) == (2, 20)
-    assert snapshots.find_growing(ids("abz"), 1) == (2, "abc")
-    assert not snapshots.accepts(ids("ab"), 10)
-    assert snapshots.accepts(ids("abd"), 10)
-
-
-def test_growing_states_are_reused_only_where_states_of_fixed_size_are_stored() -> None:
-    snapshots: Snapshots[str] = Snapshots(100, ReusePolicy(has_fixed_states=True))
-    for text in ("ab", "abcd"):
-        assert snapshots.accepts(ids(text), 10, is_fixed=True)
-        snapshots.put(ids(text), text, 10, is_fixed=True)
-    lengths = snapshots.fixed_lengths(ids("abcx"))
-    assert snapshots.find_growing(ids("abcx"), 1, lengths) is None, "no keys and values are stored"
-    snapshots.put(ids("abcd"), "keys", 10)
-    assert snapshots.fixed_lengths(ids("abcx")) == [2]
-    assert snapshots.find_growing(ids("abcx"), 1, [2]) == (2, "keys")
-    assert snapshots.find_growing(ids("abcde"), 1, snapshots.fixed_lengths(ids("abcde"))) == (4, "keys")
-    assert [snapshots.find_fixed(ids(text)) for text in ("ab", "abc", "abcd")] == ["ab", None, "abcd"]
-    assert not snapshots.accepts(ids("ab"), 10, is_fixed=True)
-    assert not snapshots.accepts(ids("abc"), 10)
-    assert snapshots.accepts(ids("abc"), 10, is_fixed=True)
-    assert (snapshots.longest_shared(ids("abcx")), len(snapshots), snapshots.bytes) == (3, 3, 30)
 
 
 class LeastRecentlyUsed(RuleBasedStateMachine):

@@ -147,13 +147,6 @@ def test_two_engines_over_two_models_share_nothing(load: Any, engine_of: NewEngi
     assert [request.result(60) for request in requests] == alone * 3
 
 
-def test_the_model_generates_beside_its_engine(model: TopWModel, engine_of: NewEngine) -> None:
-    engine = engine_of(model)
-    hot: dict[str, Any] = {"temperature": 2.5, "lam": 0.2, "seed": 4, "max_new_tokens": 80}
-    request = engine.submit("prompt", **hot)
-    assert model.generate("prompt", **hot) == request.result(60)
-
-
 def test_engines_and_threads_share_one_model(model: TopWModel, engine_of: NewEngine) -> None:
     given = [{"prompt": text, "seed": seed, "max_new_tokens": 30, **HOT} for seed in range(6) for text in ("ab", "cd")]
     alone = [model.generate(**one) for one in given]

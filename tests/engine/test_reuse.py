@@ -56,13 +56,6 @@ def test_a_chat_turn_reads_its_new_tokens_only(model: TopWModel, engine_of: NewE
     assert (stats.prompt_tokens, stats.cached_tokens) == (30 + 3 * 4, sum(cached))
 
 
-def test_an_equal_prompt_reads_its_last_token(model: TopWModel, engine_of: NewEngine, chunks: list) -> None:
-    engine = engine_of(model, max_batch=2)
-    first, again = ask(engine, SYSTEM, n=1), ask(engine, SYSTEM)
-    assert (first, again.cached_tokens) == (again, 29)
-    assert chunks == [(0, 30), (29, 30)]
-
-
 def test_samples_of_a_prompt_read_it_once(model: TopWModel, engine_of: NewEngine, chunks: list) -> None:
     engine = engine_of(model, max_batch=4, prefill_budget=16)
     found = engine.submit(SYSTEM, n=4, max_new_tokens=9, seed=3, **HOT).result(60)

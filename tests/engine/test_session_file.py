@@ -297,14 +297,3 @@ def test_states_that_are_not_finite_are_not_saved(path: Path) -> None:
     with pytest.raises(SessionFileError, match="its state keys is not finite"):
         write_session(path, FORM, TOKENS, states)
     assert path.read_bytes() == before
-
-
-KILLED = """
-import os, sys, time
-from tests.engine.test_session_file import FORM, TOKENS, states_of, write_session
-def wait(*_):
-    print("reached", flush=True)
-    time.sleep(60)
-setattr(os, sys.argv[2], wait)
-write_session(sys.argv[1], FORM, TOKENS, states_of(5, 1))
-"""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from tests.support.toy_model import Toy, export
+from tests.support.toy_model import EOS, Toy, byte_ids, export
 from tests.support.waiting import HANG, until
 from topw_deploy.runtime import TopWModel
 from topw_deploy.serve.app import create_app
@@ -52,6 +52,21 @@ def folder(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def model(folder: Path) -> TopWModel:
     return TopWModel.from_pretrained(folder, **CPU)
+
+
+TOOLS: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+CALL = '<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>'
+
+
+def export_caller(place: Path) -> Path:
+    """Export a chat model that answers the 7 tokens of HELLO with text and a call of a tool."""
+    toy = Toy.script([*byte_ids("So: " + CALL), EOS], prompt_tokens=7)
+    return export(place, toy, form="grouped", with_logits=True, chat_template=TEMPLATE + "{# <tool_call> #}")
+
+
+@pytest.fixture(scope="session")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_caller(tmp_path_factory.mktemp("caller") / "toy")
 
 
 def until_ready(client: TestClient) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from tests.serve.conftest import HELLO, HOT, RENDERED, TEMPLATE, NewClient, events_of, refused
-from tests.support.toy_model import EOS, Toy, byte_ids, export
+from tests.serve.conftest import CALL, HELLO, HOT, RENDERED, TOOLS, NewClient, events_of, refused
+from tests.support.toy_model import Toy, export
 from topw_deploy.runtime import TopWModel
 
 URL = "/v1/chat/completions"
@@ -135,18 +135,6 @@ def test_an_answer_matches_its_schema_or_choice_also_in_a_stream(client: TestCli
         assert json.loads(text) == {"a": "xy"}
     text = ask(client, structured_outputs={"choice": ["yes", "no"]}).json()["choices"][0]["message"]["content"]
     assert text in ("yes", "no")
-
-
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
-CALL = '<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def caller(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A folder whose model answers the 7 tokens of HELLO with text and a call."""
-    toy = Toy.script([*byte_ids("So: " + CALL), EOS], prompt_tokens=7)
-    place = tmp_path_factory.mktemp("caller") / "toy"
-    return export(place, toy, form="grouped", chat_template=TEMPLATE + "{# <tool_call> #}")
 
 
 def test_a_call_is_separate_from_the_text_also_in_a_stream(caller: Any, serve: NewClient) -> None:

@@ -145,7 +145,7 @@ def test_connections_of_clients_that_leave_amid_a_body_are_closed(server: Live) 
         ({"bad_words_ids": [[5, 6]] * 50_000}, "bad_words_ids"),
         ({"suppress_tokens": [5] * 100_000}, "suppress_tokens"),
         ({"n": 1_000_000}, "n"),
-        ({"prompt": ["ab"] * 50_000}, None),
+        ({"prompt": ["ab"] * 50_000}, "prompt"),
         ({"prompt": ["ab"] * 60, "n": 60}, "prompt"),
         ({"prompt": [5] * 200_000}, "prompt"),
         ({"prompt": "ab" * 200_000}, "prompt"),

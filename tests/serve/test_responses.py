@@ -9,13 +9,11 @@ import pytest
 from openai.types.responses import ResponseOutputText, ResponseTextDeltaEvent, ResponseTextDoneEvent
 from starlette.testclient import TestClient
 
-from tests.serve.conftest import HELLO, HOT, TEMPLATE, NewClient, refused
-from tests.support.toy_model import EOS, Toy, byte_ids, export
+from tests.serve.conftest import HELLO, HOT, NewClient, refused
 
 URL = "/v1/responses"
 TOOLS = [{"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}, "strict": False}]
 LOGPROBS = ["message.output_text.logprobs"]
-CALL = '<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>'
 
 
 def ask(client: TestClient, given: Any = "Hi", **fields: Any) -> Any:
@@ -87,13 +85,6 @@ def test_log_probabilities_are_those_of_a_chat(client: TestClient) -> None:
     assert [each.model_dump() for each in typed.logprobs or ()] == wanted
     plain = ask(client, max_output_tokens=8, seed=5, **HOT).json()["output"][0]["content"][0]
     assert plain == {**part, "logprobs": []}
-
-
-@pytest.fixture(scope="module")
-def caller(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    toy = Toy.script([*byte_ids("So: " + CALL), EOS], prompt_tokens=7)
-    place = tmp_path_factory.mktemp("caller") / "toy"
-    return export(place, toy, form="grouped", with_logits=True, chat_template=TEMPLATE + "{# <tool_call> #}")
 
 
 def test_calls_are_items_of_their_own(caller: Any, serve: NewClient) -> None:

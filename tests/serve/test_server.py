@@ -18,16 +18,13 @@ import httpx2
 import openai
 import pytest
 
-from tests.serve.conftest import HELLO, HOT, RENDERED, TEMPLATE, UNLIMITED
-from tests.support.toy_model import EOS, Toy, byte_ids, export
+from tests.serve.conftest import HELLO, HOT, RENDERED, UNLIMITED, export_caller
 from tests.support.waiting import HANG, until
 from topw_deploy.runtime import TopWModel
 
 pytestmark = pytest.mark.slow
 
 KEY = "sk-test"
-CALL = '<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>'
-TOOLS: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 OPTIONS = ["--provider", "cpu", "--threads", "1", "--api-key", KEY]
 OPTIONS += [word for name, seconds in UNLIMITED.items() for word in (f"--{name.replace('_', '-')}", str(seconds))]
 # No connection is used twice, so the server has closed none of them after being idle.
@@ -79,9 +76,7 @@ def health(uds: Path) -> int:
 
 @pytest.fixture(scope="module")
 def uds(started: Any, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    toy = Toy.script([*byte_ids("So: " + CALL), EOS], prompt_tokens=7)
-    place = tmp_path_factory.mktemp("caller") / "caller"
-    export(place, toy, form="grouped", chat_template=TEMPLATE + "{# <tool_call> #}")
+    place = export_caller(tmp_path_factory.mktemp("caller") / "caller")
     path: Path = started(str(folder), str(place))[1]
     return path
 

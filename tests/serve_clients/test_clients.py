@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from tests.serve.conftest import HOT, RENDERED, TEMPLATE, UNLIMITED
-from tests.support.toy_model import EOS, Toy, byte_ids, byte_tokenizer, export
+from tests.serve.conftest import HOT, RENDERED, TEMPLATE, UNLIMITED, export_caller
+from tests.support.toy_model import Toy, byte_tokenizer, export
 from tests.support.waiting import HANG
 from topw_deploy.runtime import TopWModel
 
@@ -28,7 +28,6 @@ pytestmark = pytest.mark.long
 HERE = Path(__file__).parent
 ENVIRONMENT = HERE.parents[1] / ".venv-clients"
 BOOK = "http://books.invalid/one.txt"
-CALL = '<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>'
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,9 +57,7 @@ def served(installed: None, demo_export: Path, tmp_path_factory: pytest.TempPath
     """A server of the bundled model, a chat model, and a model that calls a tool."""
     place = tmp_path_factory.mktemp("clients")
     chat = export(place / "toy", Toy.random(3), form="grouped", chat_template=TEMPLATE)
-    script = Toy.script([*byte_ids("So: " + CALL), EOS], prompt_tokens=7)
-    caller = export(place / "caller", script, form="grouped", chat_template=TEMPLATE + "{# <tool_call> #}")
-    folders = {"demo": demo_export, "toy": chat, "caller": caller}
+    folders = {"demo": demo_export, "toy": chat, "caller": export_caller(place / "caller")}
     words = [sys.executable, "-m", "topw_deploy", "serve", *map(str, folders.values())]
     names = [word for name in folders for word in ("--served-model-name", name)]
     limits = [word for name, seconds in UNLIMITED.items() for word in (f"--{name.replace('_', '-')}", str(seconds))]

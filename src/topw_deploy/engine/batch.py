@@ -14,7 +14,6 @@ from functools import cached_property
 
 import numpy as np
 
-from topw_deploy.errors import ParameterError
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache.buffers import HostMemory, MemoryPool
 from topw_deploy.runtime.cache.in_place import bind_total
@@ -24,15 +23,11 @@ from topw_deploy.runtime.sequence import Sequence as GeneratedSequence
 from topw_deploy.runtime.session import Binding, Session
 
 
-def no_logits(slots: int) -> LogitsBuffer:
-    """The `new_logits` of a graph without the output `logits`. Raises ParameterError."""
-    raise ParameterError("the graph has no output logits; export the model again with --with-logits.", "logprobs")
-
-
 class Batch:
     """`slots` slots of at most `length` tokens.
 
-    new_logits: allocates the logits of so many slots; called once, before the first run with `wants_logits`.
+    new_logits: allocates the logits of so many slots; called once, before the first run with `wants_logits`. None for a
+        graph without logits.
     wants_logits: whether the next runs (chunks or steps) copy their logits to the host.
     steps: number of steps so far; outputs are recorded by step number.
     run_seconds: time spent in the session's runs so far.
@@ -46,7 +41,7 @@ class Batch:
         decoder: DecoderInfo,
         slots: int,
         length: int,
-        new_logits: Callable[[int], LogitsBuffer] = no_logits,
+        new_logits: Callable[[int], LogitsBuffer] | None = None,
     ) -> None:
         self._session, self._decoder, self._length = session, decoder, length
         self._new_logits = new_logits
@@ -324,6 +319,7 @@ class Batch:
 
     @cached_property
     def _logits(self) -> LogitsBuffer:
+        assert self._new_logits is not None  # requests that need logits are refused before
         return self._new_logits(self._buffers.batch)
 
     def _refresh_lengths(self) -> None:

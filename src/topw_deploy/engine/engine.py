@@ -16,7 +16,7 @@ from typing import Any, TypeVar, Unpack
 
 import numpy as np
 
-from topw_deploy.engine.batch import Batch, no_logits, slot_bytes
+from topw_deploy.engine.batch import Batch, slot_bytes
 from topw_deploy.engine.prefixes import Prefixes
 from topw_deploy.engine.request import EngineSequence, Event, Request
 from topw_deploy.engine.scheduler import Scheduler
@@ -115,7 +115,7 @@ class Engine:
         self._session_form = session_form(model.manifest, length, chunk if exact else 0)
         spec = logits_output(model.manifest)
         vocab_size = model.manifest.sampler.vocab_size
-        new_logits = no_logits if spec is None else partial(LogitsBuffer, spec, vocab=vocab_size)
+        new_logits = None if spec is None else partial(LogitsBuffer, spec, vocab=vocab_size)
         self._batch = Batch(session, decoder, slots, length, new_logits)
         self._scheduler: Scheduler[EngineSequence] = Scheduler(
             slots, chunk, decoding_only=decoder.evicts, moves_slots=self._batch.copies_slots, runs_all_slots=exact
