@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import os
 import random
 import socket
@@ -30,122 +29,93 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 
-from benchmarks.common import add_repository_to_pythonpath, machine, say, table
-from benchmarks.http_load import PATH, Turn, run_load
+from benchmarks.common import add_repository_to_pythonpath, interleave, machine, say, table
 from benchmarks.int4 import write_float32_gguf
 from benchmarks.models import CACHE, export_once, llama_50m
 from topw_deploy.tiny import tiny_model_path
 from topw_lab.tables import significant
 from topw_lab.worker import Worker
 
-HERE = Path(__file__)
+PATH = "/v1/completions"
 START_SECONDS = 300.0  # until a server must answer
 _GRACE = 30.0  # seconds for a server to end
 _CONTEXT = 256  # context lengths are multiples of this
+_PAUSE = 0.1  # seconds after a refused request
+HEADER = ("server", "new tokens/s", "first text ms", "p99", "between texts ms", "p99", "requests", "errors")
 
 
 @dataclass(frozen=True)
 class ServerSide:
     """A server.
 
-    command: starts it at a port.
+    command: starts it; a port follows.
     ready: path that answers 200 when it can be used.
     fields: what its requests have beside prompt and length.
     """
 
     name: str
-    command: Callable[[int], list[str]]
+    command: Sequence[str]
     ready: str
     fields: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Load:
-    """What every side gets."""
+def chosen_sides(args: argparse.Namespace) -> Iterator[ServerSide]:
+    """Ours, and those that are named."""
+    demo = args.model == "demo"
+    model = Path(tiny_model_path()) if demo else llama_50m()
+    length, threads = sequence_length(args), str(args.threads)
+    usage = {"stream_options": {"include_usage": True}}
+    folder = export_once("tiny" if demo else model, "--dtype", "fp32")
+    words = [sys.executable, "-m", "topw_deploy", "serve", str(folder), "--served-model-name", "model"]
+    sizes = ["--max-batch", str(args.streams), "--max-length", str(length), "--threads", threads, "--provider", "cpu"]
+    yield ServerSide("topw serve", [*words, *sizes], "/health", {"model": "model", **usage})
+    if args.llama_server is not None:
+        words = [str(args.llama_server), "--model", str(gguf_file(model, args.llama_python)), "--host", "127.0.0.1"]
+        # Keeping ended prompts is off: none comes again.
+        sizes = ["--parallel", str(args.streams), "--ctx-size", str(args.streams * length), "--cache-ram", "0"]
+        sizes += ["--threads", threads, "--threads-batch", threads, "--no-webui"]
+        yield ServerSide("llama.cpp's server", [*words, *sizes], "/health", usage)
+    if args.llama_python is not None:
+        words = [str(args.llama_python), "-m", "llama_cpp.server", "--model", str(gguf_file(model, args.llama_python))]
+        sizes = ["--n_ctx", str(length), "--n_threads", threads, "--n_threads_batch", threads]
+        options = ["--interrupt_requests", "False", "--verbose", "False"]
+        yield ServerSide("llama-cpp-python's server", [*words, *sizes, *options], "/v1/models", {})
+    if args.transformers is not None:
+        name = str(model.absolute())
+        words = [str(args.transformers), "serve", name, "--device", "cpu", "--dtype", "float32"]
+        # Otherwise its cache takes most of the machine's memory.
+        sizes = ["--cb-block-size", str(_CONTEXT), "--cb-num-blocks", str(args.streams * length // _CONTEXT + 1)]
+        sizes += ["--continuous-batching", "--cb-max-batch-tokens", str(max(args.streams, 512))]
+        yield ServerSide("transformers serve", [*words, *sizes], "/health", {"model": name})
 
-    streams: int
-    prompt_tokens: int
-    new_tokens: int
-    seed: int = 0
 
-    @property
-    def length(self) -> int:
-        """Tokens that a sequence needs room for."""
-        return -(-(self.prompt_tokens + self.new_tokens) // _CONTEXT) * _CONTEXT
-
-    def body(self, side: ServerSide) -> Callable[[int], dict[str, Any]]:
-        """The request of a number, which is the same text for every side."""
-
-        def of(number: int) -> dict[str, Any]:
-            letters = random.Random(f"{self.seed} {number}").choices(string.ascii_letters, k=self.prompt_tokens)
-            return {"prompt": "".join(letters), "max_tokens": self.new_tokens, "temperature": 0, **side.fields}
-
-        return of
-
-
-def topw_side(model: Path | str, load: Load, threads: int) -> ServerSide:
-    folder = export_once(model, "--dtype", "fp32")
-
-    def command(port: int) -> list[str]:
-        words = [sys.executable, "-m", "topw_deploy", "serve", str(folder), "--served-model-name", "model"]
-        sizes = ["--max-batch", str(load.streams), "--max-length", str(load.length), "--threads", str(threads)]
-        return [*words, *sizes, "--provider", "cpu", "--port", str(port)]
-
-    return ServerSide("topw serve", command, "/health", {"model": "model", "stream_options": {"include_usage": True}})
+def sequence_length(args: argparse.Namespace) -> int:
+    """Tokens that a sequence needs room for."""
+    return -(-(args.prompt_tokens + args.new_tokens) // _CONTEXT) * _CONTEXT
 
 
 def gguf_file(model: Path, python: Path | None) -> Path:
     """The weights and the vocabulary for llama.cpp, written by `python` at first. Exits without either."""
-    work = CACHE / "gguf"
-    file = (work / f"{model.name}-F32-text.gguf").absolute()
+    file = (CACHE / "gguf" / f"{model.name}-F32-text.gguf").absolute()
     if not file.exists():
         if python is None:
             raise SystemExit(f"{file} is missing; give --llama-python, which writes it")
-        work.mkdir(parents=True, exist_ok=True)
-        with Worker("llama.cpp", HERE.with_name("llama_cpp_worker.py"), {"threads": 1}, python=python) as worker:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        worker_file = Path(__file__).with_name("llama_cpp_worker.py")
+        with Worker("llama.cpp", worker_file, {"threads": 1}, python=python) as worker:
             write_float32_gguf(worker, model, file, texts=True)
     return file
-
-
-def llama_server_side(file: Path, load: Load, threads: int, program: Path) -> ServerSide:
-    """A slot per stream, `load.length` tokens each. Keeping ended prompts is off: none comes again."""
-
-    def command(port: int) -> list[str]:
-        words = [str(program), "--model", str(file), "--host", "127.0.0.1", "--port", str(port)]
-        sizes = ["--parallel", str(load.streams), "--ctx-size", str(load.streams * load.length), "--cache-ram", "0"]
-        return [*words, *sizes, "--threads", str(threads), "--threads-batch", str(threads), "--no-webui"]
-
-    return ServerSide("llama.cpp's server", command, "/health", {"stream_options": {"include_usage": True}})
-
-
-def llama_python_side(file: Path, load: Load, threads: int, python: Path) -> ServerSide:
-    def command(port: int) -> list[str]:
-        words = [str(python), "-m", "llama_cpp.server", "--model", str(file), "--n_ctx", str(load.length)]
-        options = ["--n_threads", str(threads), "--n_threads_batch", str(threads), "--interrupt_requests", "False"]
-        return [*words, *options, "--verbose", "False", "--port", str(port)]
-
-    return ServerSide("llama-cpp-python's server", command, "/v1/models", {})
-
-
-def transformers_side(model: Path, load: Load, program: Path) -> ServerSide:
-    name = str(model.absolute())
-
-    def command(port: int) -> list[str]:
-        options = ["--device", "cpu", "--dtype", "float32", "--continuous-batching"]
-        # Otherwise its cache takes most of the machine's memory.
-        blocks = ["--cb-block-size", str(_CONTEXT), "--cb-num-blocks", str(load.streams * load.length // _CONTEXT + 1)]
-        sizes = [*blocks, "--cb-max-batch-tokens", str(max(load.streams, 512))]
-        return [str(program), "serve", name, *options, *sizes, "--port", str(port)]
-
-    return ServerSide("transformers serve", command, "/health", {"model": name})
 
 
 @contextmanager
@@ -153,9 +123,11 @@ def run_server(side: ServerSide, threads: int) -> Iterator[str]:
     """Start a server. Yields its address. Exits with its last lines if it does not start."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
-    environment = _server_environment(threads)
+    add_repository_to_pythonpath()
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(side.command(port), stdout=log, stderr=log, env=environment)
+        command = [*side.command, "--port", str(port)]
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
             address = f"http://127.0.0.1:{port}"
             if not _wait_until_ready(process, address + side.ready):
@@ -172,12 +144,6 @@ def run_server(side: ServerSide, threads: int) -> Iterator[str]:
                 process.wait()
 
 
-def _server_environment(threads: int) -> dict[str, str]:
-    """The environment of a server: this repository, and `threads` threads for libraries that take them from there."""
-    add_repository_to_pythonpath()
-    return {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-
-
 def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> bool:
     until = time.monotonic() + START_SECONDS
     with httpx2.Client(timeout=10) as client:
@@ -192,116 +158,134 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> bool:
 
 
 @dataclass
-class SideResult:
-    """The turns of a side. prompt_tokens: of its first request, as the server counts them."""
+class Answer:
+    """One streamed completion.
 
-    name: str
-    prompt_tokens: int = 0
-    turns: list[Turn] = field(default_factory=list)
+    asked: time of the request.
+    texts: times at which parts of the text arrived. A part is the text of one token or of several.
+    error: the kind of error, in a few words; empty without one.
+    reason: why the server ended the stream; empty while it runs.
+    counted: the server's count of tokens, or None.
+    """
 
-    @property
-    def rates(self) -> list[float]:
-        """New tokens per second, by turn."""
-        return [turn.tokens / turn.seconds for turn in self.turns]
+    asked: float
+    texts: list[float] = field(default_factory=list)
+    error: str = ""
+    reason: str = ""
+    counted: int | None = None
 
-    @property
-    def errors(self) -> Counter[str]:
-        return sum((Counter(turn.errors) for turn in self.turns), Counter())
+    def feed(self, line: str) -> None:
+        data = line.removeprefix("data:").strip()
+        if data == line.strip() or data == "[DONE]":  # no event, or the last one
+            return
+        chunk = json.loads(data)
+        if "error" in chunk:
+            self.error = "an error in the stream"
+        self.counted = (chunk.get("usage") or {}).get("completion_tokens", self.counted)
+        for choice in chunk.get("choices") or ():
+            self.texts += [time.perf_counter()] if choice.get("text") else []
+            self.reason = choice.get("finish_reason") or self.reason
 
-    def pooled(self, name: str) -> list[float]:
-        """`first` or `gaps` of all turns."""
-        return [value for turn in self.turns for value in getattr(turn, name)]
-
-    def row(self) -> tuple[str, ...]:
-        low, high = min(self.rates), max(self.rates)
-        rate = f"{significant(statistics.median(self.rates))} ({significant(low)}-{significant(high)})"
-        first, gaps = self.pooled("first"), self.pooled("gaps")
-        faults = ", ".join(f"{number} x {what}" for what, number in sorted(self.errors.items())) or "none"
-        waits = (
-            _format_percentile(first, 50),
-            _format_percentile(first, 99),
-            _format_percentile(gaps, 50),
-            _format_percentile(gaps, 99),
-        )
-        return self.name, rate, *waits, str(sum(turn.requests for turn in self.turns)), faults
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "prompt_tokens": self.prompt_tokens,
-            "tokens_per_second": self.rates,
-            "first_text_seconds": _percentiles(self.pooled("first")),
-            "between_texts_seconds": _percentiles(self.pooled("gaps")),
-            "requests": sum(turn.requests for turn in self.turns),
-            "errors": dict(self.errors),
-        }
+    def tokens(self, limit: int) -> int:
+        """The server's count of tokens; without one, `limit` if the stream ended for its length, else the parts."""
+        if self.counted is not None and self.reason:
+            return self.counted
+        return limit if self.reason == "length" else len(self.texts)
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least `percent` % of the values do not exceed."""
-    ordered = sorted(values)
-    return ordered[max(1, math.ceil(len(ordered) * percent / 100)) - 1]
+@dataclass
+class Turn:
+    """The figures of one server under load.
+
+    seconds: length of the load.
+    requests: number of requests that ended without an error.
+    tokens: tokens of all requests, those that were still running at the end included.
+    first: seconds from a request to its first text.
+    gaps: seconds between successive texts.
+    errors: kind of error -> number of requests.
+    """
+
+    seconds: float
+    requests: int
+    tokens: int
+    first: list[float]
+    gaps: list[float]
+    errors: dict[str, int]
 
 
-def _percentiles(values: Sequence[float]) -> dict[str, float]:
-    return {f"p{percent}": percentile(values, percent) for percent in (50, 90, 99, 100)} if values else {}
+async def run_load(side: ServerSide, address: str, args: argparse.Namespace) -> Turn:
+    """Keep `args.streams` requests running for a round, then drop those that still run."""
+    answers: list[Answer] = []
+    numbers = count()
 
+    async def call_again(client: httpx2.AsyncClient) -> None:
+        while True:
+            request = {**body(side, next(numbers), args), "stream": True}
+            answer = Answer(time.perf_counter())
+            answers.append(answer)
+            try:
+                async with client.stream("POST", PATH, json=request) as response:
+                    if response.status_code != 200:
+                        answer.error = f"status {response.status_code}"
+                    async for line in response.aiter_lines():
+                        answer.feed(line)
+                answer.error = answer.error or ("" if answer.reason else "the stream ended early")
+            except httpx2.HTTPError as error:
+                answer.error = type(error).__name__
+            if answer.error:
+                await asyncio.sleep(_PAUSE)
 
-def _format_percentile(values: Sequence[float], percent: float) -> str:
-    return significant(percentile(values, percent) * 1e3) if values else ""
-
-
-HEADER = ("server", "new tokens/s", "first text ms", "p99", "between texts ms", "p99", "requests", "errors")
-
-
-def result_table(results: Sequence[SideResult]) -> str:
-    """One row per side: rates by turn, waits pooled over the turns."""
-    return table(HEADER, [result.row() for result in results])
-
-
-def count_prompt_tokens(side: ServerSide, address: str, work: Load) -> int:
-    """Serve one request whole. Returns the server's count of its prompt's tokens. Exits if it is refused."""
-    body = {name: value for name, value in work.body(side)(-1).items() if name != "stream_options"}
-    answer = httpx2.post(address + PATH, json=body, timeout=START_SECONDS)
-    if answer.status_code != 200:
-        raise SystemExit(f"{side.name} answers {answer.status_code}: {answer.text[:1000]}")
-    return int(answer.json()["usage"]["prompt_tokens"])
-
-
-async def take_turn(side: ServerSide, address: str, work: Load, seconds: float) -> Turn:
     # A connection for each request: llama.cpp's server at times closes one just when it is used again.
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx2.AsyncClient(base_url=address, timeout=None, limits=limits) as client:
-        return await run_load(client, work.body(side), work.streams, seconds)
+        began = time.perf_counter()
+        callers = [asyncio.ensure_future(call_again(client)) for _ in range(args.streams)]
+        seconds = args.seconds / args.rounds
+        done, running = await asyncio.wait(callers, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        took = time.perf_counter() - began
+        for caller in running:
+            caller.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        for caller in done:
+            caller.result()  # raises a fault of ours
+    return Turn(
+        seconds=took,
+        requests=sum(bool(answer.reason) and not answer.error for answer in answers),
+        tokens=sum(answer.tokens(args.new_tokens) for answer in answers),
+        first=[answer.texts[0] - answer.asked for answer in answers if answer.texts],
+        gaps=[gap for answer in answers for gap in np.diff(answer.texts).tolist()],
+        errors=dict(Counter(answer.error for answer in answers if answer.error)),
+    )
 
 
-def measure(sides: Sequence[ServerSide], work: Load, args: argparse.Namespace) -> list[SideResult]:
-    """Start every server once, so that none fails later, and then take turns."""
-    results: dict[str, SideResult] = {}
-    for side in sides:
-        with run_server(side, args.threads) as address:
-            results[side.name] = SideResult(side.name, count_prompt_tokens(side, address, work))
-    order = random.Random(work.seed)
-    for number in range(args.rounds):
-        for side in order.sample(sides, len(sides)):
-            say(f"round {number + 1} of {args.rounds}: {side.name}")
-            with run_server(side, args.threads) as address:
-                count_prompt_tokens(side, address, work)  # warms it up
-                turn = asyncio.run(take_turn(side, address, work, args.seconds / args.rounds))
-            results[side.name].turns.append(turn)
-    return list(results.values())
+def body(side: ServerSide, number: int, args: argparse.Namespace) -> dict[str, Any]:
+    """The request of a number, which has the same text for every side."""
+    letters = random.Random(f"{args.seed} {number}").choices(string.ascii_letters, k=args.prompt_tokens)
+    return {"prompt": "".join(letters), "max_tokens": args.new_tokens, "temperature": 0, **side.fields}
 
 
-def chosen_sides(args: argparse.Namespace, work: Load) -> Iterator[ServerSide]:
-    """Those that are named, and ours."""
-    model = Path(tiny_model_path()) if args.model == "demo" else llama_50m()
-    yield topw_side("demo" if args.model == "demo" else model, work, args.threads)
-    if args.llama_server is not None:
-        yield llama_server_side(gguf_file(model, args.llama_python), work, args.threads, args.llama_server)
-    if args.llama_python is not None:
-        yield llama_python_side(gguf_file(model, args.llama_python), work, args.threads, args.llama_python)
-    if args.transformers is not None:
-        yield transformers_side(model, work, args.transformers)
+def take_turn(side: ServerSide, args: argparse.Namespace) -> Turn:
+    """Start the server, serve one request whole, which warms it up, and then the load."""
+    say(side.name)
+    with run_server(side, args.threads) as address:
+        request = {name: value for name, value in body(side, -1, args).items() if name != "stream_options"}
+        answer = httpx2.post(address + PATH, json=request, timeout=START_SECONDS)
+        if answer.status_code != 200:
+            raise SystemExit(f"{side.name} answers {answer.status_code}: {answer.text[:1000]}")
+        return asyncio.run(run_load(side, address, args))
+
+
+def table_row(name: str, turns: Sequence[Turn]) -> tuple[str, ...]:
+    """Rates by turn, waits over all turns."""
+    rates = [turn.tokens / turn.seconds for turn in turns]
+    low, median, high = (significant(rate) for rate in (min(rates), statistics.median(rates), max(rates)))
+    waits = []
+    for values in ([v for turn in turns for v in turn.first], [v for turn in turns for v in turn.gaps]):
+        found = np.percentile(values, (50, 99), method="inverted_cdf") if values else ()
+        waits += [significant(value * 1e3) for value in found] or ["", ""]
+    errors = sum((Counter(turn.errors) for turn in turns), Counter[str]())
+    faults = ", ".join(f"{number} x {what}" for what, number in sorted(errors.items())) or "none"
+    return name, f"{median} ({low}-{high})", *waits, str(sum(turn.requests for turn in turns)), faults
 
 
 def main() -> None:
@@ -319,15 +303,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="file for the results")
     args = parser.parse_args()
-    work = Load(args.streams, args.prompt_tokens, args.new_tokens, args.seed)
-    results = measure(list(chosen_sides(args, work)), work, args)
-    print(
-        f"\n{machine()}; {args.model}, {args.streams} streams, {args.threads} threads\n\n{result_table(results)}",
-        flush=True,
-    )
+    sides = {side.name: partial(take_turn, side, args) for side in chosen_sides(args)}
+    found = interleave(sides, args.rounds, warmup=0, seed=args.seed)
+    rows = [table_row(name, turns) for name, turns in found.items()]
+    title = f"{machine()}; {args.model}, {args.streams} streams, {args.threads} threads"
+    print(f"\n{title}\n\n{table(HEADER, rows)}", flush=True)
     if args.json is not None:
-        settings = {name: str(value) for name, value in vars(args).items() if name != "json"}
-        document = {"machine": machine(), "settings": settings, "sides": [result.as_dict() for result in results]}
+        document = {"title": title, "sides": {name: [asdict(turn) for turn in turns] for name, turns in found.items()}}
         args.json.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
 
 
