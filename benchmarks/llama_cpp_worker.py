@@ -105,21 +105,28 @@ def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], config: d
     writer.add_add_bos_token("<|begin_of_text|>" in special)
 
 
+def open_context(path: str, threads: int, **sizes: int) -> tuple[Any, int]:
+    """Load a GGUF file. Returns a context, and the size of its vocabulary. sizes: parameters of the context."""
+    settings = llama_cpp.llama_model_default_params()
+    settings.n_gpu_layers = 0
+    model = llama_cpp.llama_model_load_from_file(path.encode(), settings)
+    if not model:
+        raise OSError(f"llama.cpp cannot load {path}")
+    given = llama_cpp.llama_context_default_params()
+    for name, value in {**sizes, "n_threads": threads, "n_threads_batch": threads, "no_perf": True}.items():
+        setattr(given, name, value)
+    context = llama_cpp.llama_init_from_model(model, given)
+    if not context:
+        raise OSError(f"llama.cpp cannot make a context of {sizes}")
+    return context, llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+
+
 class Model:
     """One context over one GGUF file."""
 
     def __init__(self, path: str, threads: int, length: int) -> None:
-        settings = llama_cpp.llama_model_default_params()
-        settings.n_gpu_layers = 0
-        self.model = llama_cpp.llama_model_load_from_file(path.encode(), settings)
-        if not self.model:
-            raise OSError(f"llama.cpp cannot load {path}")
-        self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
-        given = llama_cpp.llama_context_default_params()
-        given.n_ctx = given.n_batch = given.n_ubatch = max(length, 512)
-        given.n_threads = given.n_threads_batch = threads
-        given.no_perf = True
-        self.context = llama_cpp.llama_init_from_model(self.model, given)
+        sizes = dict.fromkeys(("n_ctx", "n_batch", "n_ubatch"), max(length, 512))
+        self.context, self.vocab = open_context(path, threads, **sizes)
         self.used = 0
 
     def clear(self) -> None:

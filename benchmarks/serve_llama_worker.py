@@ -17,6 +17,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
+from benchmarks.llama_cpp_worker import open_context
 from benchmarks.llama_cpp_worker import start as start_files
 
 _BATCH, _UBATCH = 2048, 512  # tokens of a batch, and of a run of the graph: the server's defaults
@@ -47,19 +48,8 @@ class Server:
     """A context of `rows` sequences over one GGUF file."""
 
     def __init__(self, path: str, threads: int, rows: int, length: int) -> None:
-        settings = llama_cpp.llama_model_default_params()
-        settings.n_gpu_layers = 0
-        self.model = llama_cpp.llama_model_load_from_file(path.encode(), settings)
-        if not self.model:
-            raise OSError(f"llama.cpp cannot load {path}")
-        self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
-        given = llama_cpp.llama_context_default_params()
-        given.n_ctx, given.n_batch, given.n_ubatch, given.n_seq_max = rows * length, _BATCH, _UBATCH, rows
-        given.n_threads = given.n_threads_batch = threads
-        given.no_perf = True
-        self.context = llama_cpp.llama_init_from_model(self.model, given)
-        if not self.context:
-            raise OSError(f"llama.cpp cannot make a context of {rows} sequences")
+        sizes = {"n_ctx": rows * length, "n_batch": _BATCH, "n_ubatch": _UBATCH, "n_seq_max": rows}
+        self.context, self.vocab = open_context(path, threads, **sizes)
         self.memory = llama_cpp.llama_get_memory(self.context)
         self.rows: list[ServedSequence | None] = [None] * rows
         self.batch = llama_cpp.llama_batch_init(_BATCH, 0, 1)

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.common import table
 from benchmarks.gpu.device import open_kernel, random_rows
 from benchmarks.gpu.job import Job, Result, Step, sizes_of
-from benchmarks.gpu.rows import compare, cpu_library, random_table_on, unequal_alone, unequal_repeats
+from benchmarks.gpu.rows import compare, cpu_kernel, random_table_on, unequal_alone, unequal_repeats
 from fuzz import rules as rule_rows
 from fuzz.sampler import Outcome, Side, fuzz_kernel, report
 from tests.support.sampler_cases import nearest_distances
@@ -55,7 +55,7 @@ def shipped_rows(job: Job, dtype: str) -> Result:
 
     sizes, kernel = sizes_of(job), open_kernel(job)
     rows = random_rows(sizes.vocab, sizes.hidden, kernel.device)
-    cpu = cpu_library(job.kernels())
+    cpu = cpu_kernel(job.kernels())
     found = compare(kernel, rows, _TYPES[dtype], dtype, sizes.checked, cpu)
     total = sum(found.rows.values())
     lines = [

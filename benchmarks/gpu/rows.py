@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -187,36 +188,30 @@ def rows_of(kinds: list[str], vocab: int, dtype: str, seed: int) -> ShippedRows:
     return ShippedRows(logits, columns, (ids, penalty, bias), allowed, kinds)
 
 
-class Judge:
-    """Compares answers with the CPU's kernel and the reference. cpu: a library with the CPU's kernel, or None."""
-
-    def __init__(self, options: TopWOptions, geometry: Geometry, cpu: Path | None) -> None:
-        self._options, self._geometry = options, geometry
-        self._table = KernelTable.from_geometry(geometry)
-        self._kernel = None if cpu is None else Kernel(cpu)
-
-    def judge(self, rows: ShippedRows, found: KernelSamples, verdict: Verdict) -> None:
-        """Compare all rows with the CPU's kernel, and some rows and all that differ with the reference."""
-        beside = None
-        if self._kernel is not None:
-            beside = self._kernel.sample(
-                rows.logits, rows.columns, self._options, self._table, rows.edits, allowed=rows.allowed, mass=True,
-                keep_mask=True,
-            )  # fmt: skip
-        for row, kind in enumerate(rows.kinds):
-            verdict.rows[kind] += 1
-            verdict.stages[f"{kind}: {STAGES[int(found.reports['stage'][row])]}"] += 1
-            if beside is None or row < _JUDGED or not _rows_agree(beside, found, row):
-                self._by_reference(rows, row, found, verdict)
-
-    def _by_reference(self, rows: ShippedRows, row: int, found: KernelSamples, verdict: Verdict) -> None:
+def judge(
+    rows: ShippedRows,
+    found: KernelSamples,
+    options: TopWOptions,
+    geometry: Geometry,
+    cpu: Kernel | None,
+    verdict: Verdict,
+) -> None:
+    """Compare all rows with the CPU's kernel, and some rows and all that differ with the reference."""
+    beside = None
+    if cpu is not None:
+        table = KernelTable.from_geometry(geometry)
+        outputs: dict[str, Any] = {"allowed": rows.allowed, "mass": True, "keep_mask": True}
+        beside = cpu.sample(rows.logits, rows.columns, options, table, rows.edits, **outputs)
+    changes = (*rows.edits, rows.allowed)
+    for row, kind in enumerate(rows.kinds):
+        verdict.rows[kind] += 1
+        verdict.stages[f"{kind}: {STAGES[int(found.reports['stage'][row])]}"] += 1
+        if beside is not None and row >= _JUDGED and _rows_agree(beside, found, row):
+            continue
         verdict.by_reference += 1
-        changes = (*rows.edits, rows.allowed)
-        for difference, reason in compare_row(
-            found, row, rows.logits, rows.columns, changes, self._options, self._geometry
-        ):
+        for difference, reason in compare_row(found, row, rows.logits, rows.columns, changes, options, geometry):
             if reason is None:
-                verdict.wrong.append(f"row {row} of {len(rows.kinds)} ({rows.kinds[row]}): {difference}")
+                verdict.wrong.append(f"row {row} of {len(rows.kinds)} ({kind}): {difference}")
             else:
                 verdict.explained[f"{difference}: {reason}"] += 1
 
@@ -229,20 +224,19 @@ def _rows_agree(first: KernelSamples, second: KernelSamples, row: int) -> bool:
     )
 
 
-def cpu_library(kernels: Path) -> Path | None:
-    """The CUDA or native library with the CPU's kernel, else None."""
+def cpu_kernel(kernels: Path) -> Kernel | None:
+    """The CPU's kernel in the CUDA or the native library, else None."""
     for path in (kernels, library_path()):
         try:
             if path is not None:
-                Kernel(path)
-                return path
+                return Kernel(path)
         except (OSError, AttributeError):  # not a library, or one without the CPU's kernel
             continue
     return None
 
 
 def compare(
-    kernel: DeviceKernel, table: torch.Tensor, metric: str, dtype: str, batches: tuple[int, ...], cpu: Path | None
+    kernel: DeviceKernel, table: torch.Tensor, metric: str, dtype: str, batches: tuple[int, ...], cpu: Kernel | None
 ) -> Verdict:
     """Compare batches of every kind; a batch of one runs once per kind.
 
@@ -252,12 +246,13 @@ def compare(
     device_table = table_of(table, metric)
     mean, inverse_std = (tensor.cpu().numpy() for tensor in device_table.statistics)
     geometry = Geometry.from_embeddings(table.cpu().numpy(), metric, (mean, inverse_std))
-    judge, verdict = Judge(options, geometry, cpu), Verdict()
+    verdict = Verdict()
     for seed, batch in enumerate(batches):
         mixes = [[kind] * batch for kind in KINDS] if batch == 1 else [[KINDS[i % len(KINDS)] for i in range(batch)]]
         for mix in mixes:
             rows = rows_of(mix, len(table), dtype, seed + 1)
-            judge.judge(rows, launch_rows(kernel, rows, dtype, options, device_table), verdict)
+            found = launch_rows(kernel, rows, dtype, options, device_table)
+            judge(rows, found, options, geometry, cpu, verdict)
     return verdict
 
 

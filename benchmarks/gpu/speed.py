@@ -63,11 +63,22 @@ def certified_rows(job: Job, batch: int) -> Result:
 
 
 def open_rows(job: Job, metric: str, batch: int) -> Result:
-    """Time open rows at the shipped size."""
+    """Time open rows at the shipped size, with and without neighbour bounds."""
 
     sizes, kernel = sizes_of(job), open_kernel(job)
     table = random_rows(sizes.vocab, sizes.hidden, kernel.device)
-    sides = open_sides(kernel, table, metric, batch, sizes.top_m)
+    options = TopWOptions(metric=metric, top_m=sizes.top_m)
+    drawn = np.concatenate([bell_logits(sizes.vocab, 1, seed) for seed in range(batch)])
+    logits = torch.from_numpy(drawn).to(kernel.device)
+    pool = logits.topk(sizes.top_m, 1).indices.unique()
+    moved = logits.nbytes + len(pool) * table[0].nbytes
+    sides = {}
+    for name, bounded in (("no bound", None), ("nearest neighbours bounded", pool)):
+        step = BoundStep(kernel, logits, UNCERTIFIED | _COLUMNS, options, table_of(table, metric, bounded))
+        step.launch()
+        note = describe_work(step.samples())
+        sides[f"Top-W, {metric}, {name}"] = Timed(step.launch, moved, note, goal=OPEN_GOALS.get(batch))
+    sides["torch.topk of the pool's size"] = Timed(lambda: logits.topk(sizes.top_m, 1), logits.nbytes)
     what = f"{sizes.vocab:,} tokens, d = {sizes.hidden:,} in float16, {metric}, batch {batch}"
     return _result(job, what, *_measured(job, kernel.device, sides))
 
@@ -78,7 +89,9 @@ def decode_step(job: Job) -> Result:
     sizes, kernel = sizes_of(job), open_kernel(job)
     model = random_decoder(kernel.device, sizes.decoder)
     model.step()
-    top_w = decoder_sampler(kernel, model.logits, sizes.decoder[0])
+    rows = random_rows(model.logits.shape[1], sizes.decoder[0], kernel.device)
+    table = table_of(rows, _DECODER_OPTIONS.metric)
+    top_w = BoundStep(kernel, model.logits, _COLUMNS, _DECODER_OPTIONS, table, reports=False)
     top_w.launch()
     if not top_w.samples().certified.all():
         raise StepError("the decoder's row is not certified, so this measures another case.")
@@ -200,23 +213,6 @@ def torch_sides(logits: torch.Tensor, top_k: int) -> dict[str, Timed]:
     return {name: Timed(side, logits.nbytes) for name, side in operations.items()}
 
 
-def open_sides(kernel: DeviceKernel, table: torch.Tensor, metric: str, batch: int, top_m: int) -> dict[str, Timed]:
-    """The sides, with and without neighbour bounds. table: float16 [V, d] on the device."""
-    options = TopWOptions(metric=metric, top_m=top_m)
-    vocab = len(table)
-    logits = torch.from_numpy(np.concatenate([bell_logits(vocab, 1, seed) for seed in range(batch)])).to(table.device)
-    pool = logits.topk(min(options.top_m, vocab), 1).indices.unique()
-    moved = logits.nbytes + len(pool) * table[0].nbytes
-    found = {}
-    for name, bounded in (("no bound", None), ("nearest neighbours bounded", pool)):
-        step = BoundStep(kernel, logits, UNCERTIFIED | {"uniform": 0.37}, options, table_of(table, metric, bounded))
-        step.launch()
-        note = describe_work(step.samples())
-        found[f"Top-W, {metric}, {name}"] = Timed(step.launch, moved, note, goal=OPEN_GOALS.get(batch))
-    found["torch.topk of the pool's size"] = Timed(lambda: logits.topk(min(options.top_m, vocab), 1), logits.nbytes)
-    return found
-
-
 def describe_work(samples: KernelSamples) -> str:
     """A sentence on the work of the rows. Raises StepError for a row that needed no distances."""
     reports = samples.reports
@@ -269,9 +265,3 @@ def random_decoder(device: torch.device, sizes: tuple[int, int, int, int, int]) 
         torch.matmul(inputs[hidden], head, out=logits)
 
     return Decoder(step, logits, layers, wanted, layers * layer_bytes + head.nbytes)
-
-
-def decoder_sampler(kernel: DeviceKernel, logits: torch.Tensor, hidden: int) -> BoundStep:
-    """Top-W over the logits, with a table of the embeddings' size."""
-    table = table_of(random_rows(logits.shape[1], hidden, logits.device), _DECODER_OPTIONS.metric)
-    return BoundStep(kernel, logits, {"uniform": 0.37}, _DECODER_OPTIONS, table, reports=False)

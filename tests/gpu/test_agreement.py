@@ -80,10 +80,11 @@ def test_a_wrong_answer_at_the_shipped_shape_is_noticed(kernel: DeviceKernel) ->
     table = table_of(rows, "cosine")
     samples = gpu_rows.launch_rows(kernel, drawn, "float32", options, table)
     geometry = Geometry.from_embeddings(rows.numpy(), "cosine", tuple(t.numpy() for t in table.statistics))
-    judge, verdict = gpu_rows.Judge(options, geometry, None), gpu_rows.Verdict()
-    judge.judge(drawn, samples, verdict)
+    verdict = gpu_rows.Verdict()
+    gpu_rows.judge(drawn, samples, options, geometry, None, verdict)
     assert verdict.wrong == []
-    judge.judge(drawn, replace(samples, next_token=samples.next_token + 1), verdict)
+    wrong = replace(samples, next_token=samples.next_token + 1)
+    gpu_rows.judge(drawn, wrong, options, geometry, None, verdict)
     assert [line.split(": ")[1].split(";")[0] for line in verdict.wrong] == ["token", "token"]
 
 
