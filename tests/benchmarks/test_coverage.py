@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,18 +60,14 @@ def test_the_tables_name_types_of_the_map_once() -> None:
     assert not OVERRIDES.keys() & NOT_DECODER_ONLY.keys()
 
 
-def test_a_type_without_overrides_gets_a_layer_of_each_kind() -> None:
+def test_a_type_without_overrides_gets_a_layer_of_each_kind_and_tiny_parts() -> None:
     assert "gpt_oss" not in OVERRIDES
     config = tiny_config("gpt_oss")
     assert config.layer_types == ["sliding_attention", "full_attention"]
     assert (config.num_local_experts, config.num_experts_per_tok) == (4, 2)
     assert (config.vocab_size, config.sliding_window) == (SIZES["vocab_size"], SIZES["sliding_window"])
-
-
-def test_a_composite_gets_tiny_parts() -> None:
-    config = tiny_config("gemma3")
-    assert config.text_config.hidden_size == config.vision_config.hidden_size == SIZES["hidden_size"]
-    assert config.text_config.vocab_size == SIZES["vocab_size"]
+    parts = tiny_config("gemma3")
+    assert parts.text_config.hidden_size == parts.vision_config.hidden_size == SIZES["hidden_size"]
 
 
 @pytest.mark.slow
@@ -140,20 +137,16 @@ def test_patches_of_bytes_are_refused_with_their_reason() -> None:
 def test_the_page_counts_what_was_exported_and_names_what_was_not(tmp_path: Path) -> None:
     file = ResultFile(tmp_path / "results.json")
     good, bad, alone, mixed = decoder_only_types()[:4]
-    file.add(Result(model_type=good, form="default", outcome=EXPORTED, difference=1.04e-5, states={"full": 2}))
-    for form in FORMS:
-        file.add(Result(model_type=bad, form=form, outcome=REFUSED, reason="its layers are | odd."))
-    for form, difference in zip(FORMS, (1e-6, 3e-5, 2e-6), strict=True):
+
+    def add(model_type: str, form: str, outcome: str, **more: Any) -> None:
+        file.add(Result(model_type=model_type, form=form, outcome=outcome, **more))
+
+    add(good, "default", EXPORTED, difference=1.04e-5, states={"full": 2})
+    for form, difference, outcome in zip(FORMS, (1e-6, 3e-5, 2e-6), (EXPORTED, WRONG, EXPORTED), strict=True):
+        add(bad, form, REFUSED, reason="its layers are | odd.")
         states = {"window": 1, "full": 1} if form == "default" else {"full": 2}
-        file.add(
-            Result(model_type=alone, form=form, outcome=EXPORTED, difference=difference, states=states, context=48)
-        )
-    for form, outcome in zip(FORMS, (EXPORTED, WRONG, EXPORTED), strict=True):
-        file.add(
-            Result(
-                model_type=mixed, form=form, outcome=outcome, difference=2e-6, states={"full": 2}, reason="it differs."
-            )
-        )
+        add(alone, form, EXPORTED, difference=difference, states=states, context=48)
+        add(mixed, form, outcome, difference=2e-6, states={"full": 2}, reason="it differs.")
     text = page(file, [Peer("other", "1.0", (good, mixed, "bert"))])
     lines = text.splitlines()
     count = len(decoder_only_types())
