@@ -9,7 +9,7 @@ import pytest
 from tests.support.invoking import invoke  # noqa: F401  # a fixture
 from tests.support.toy_model import Toy, export
 from topw_deploy.runtime.rule_settings import RuleSetting, read_rules
-from topw_lab.compare.comparison import CompareRequest, Comparison, Prompt, RuleTexts, Sample
+from topw_lab.compare.comparison import CompareRequest, Comparison, Prompt, RuleTexts, Sample, summarise
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +44,7 @@ def sample(text: str = "ab", tokens: tuple[int, ...] = (1, 2), **changes: Any) -
         "drawn": drawn, "kept": [2] * drawn, "certified": [True] * drawn, "mass": [0.5] * drawn,
         "surprisal": 1.0 * drawn, "finish_reason": "length",
     }  # fmt: skip
-    return Sample(text=text, tokens=tokens, **{**given, **changes})
+    return Sample(text=text, token_ids=list(tokens), **{**given, **changes})
 
 
 def comparison(
@@ -66,4 +66,5 @@ def comparison(
         for temperature in temperatures
         for rule in settings
     ]
+    summarise(cells)
     return Comparison(request, "d1ge57", "CPUExecutionProvider", "native", prompts, cells, missing)

@@ -19,7 +19,7 @@ PROMPTS = ("abc", "d", "hello")
 
 
 def tokens(cell: RuleTexts) -> list[list[tuple[int, ...]]]:
-    return [[one.tokens for one in samples] for samples in cell.samples]
+    return [[tuple(one.token_ids) for one in samples] for samples in cell.samples]
 
 
 def test_texts_equal_those_of_generate_and_do_not_depend_on_other_rules(folder: Path) -> None:
@@ -36,7 +36,7 @@ def test_texts_equal_those_of_generate_and_do_not_depend_on_other_rules(folder: 
                     num_return_sequences=2, max_new_tokens=6,
                 )  # fmt: skip
                 got = cell.samples[place]
-                assert [one.tokens for one in got] == [tuple(one.token_ids) for one in wanted]
+                assert [one.token_ids for one in got] == [one.token_ids for one in wanted]
                 assert [(one.text, one.kept, one.certified) for one in got] == [
                     (one.text, one.kept, one.certified) for one in wanted
                 ]
@@ -63,7 +63,7 @@ def test_surprisal_is_computed_from_the_whole_distribution_at_temperature_1(fold
         for prompt, samples in zip(PROMPTS, cell.samples, strict=True):
             for one in samples:
                 read, total = byte_ids(prompt), 0.0
-                for token in one.tokens:
+                for token in one.token_ids:
                     total -= math.log(toy.softmax(read)[token])
                     read.append(token)
                 assert one.surprisal == pytest.approx(total, rel=1e-5)  # float32 logits
@@ -75,7 +75,7 @@ def test_a_text_ends_before_the_end_of_sequence_unless_that_is_ignored(tmp_path:
     folder = export(tmp_path / "out", Toy.script([*byte_ids("xy"), EOS], 2), form="grouped", with_logits=True)
     (samples,) = compare(request_for(folder, text_prompts("ab"), "top_w")).cells[0].samples
     for one in samples:
-        assert (one.text, one.tokens, one.drawn, one.finish_reason) == ("xy", tuple(byte_ids("xy")), 3, "stop")
+        assert (one.text, one.token_ids, one.drawn, one.finish_reason) == ("xy", byte_ids("xy"), 3, "stop")
         assert len(one.kept) == 3
     (longer,) = compare(request_for(folder, text_prompts("ab"), "top_w", ignore_eos=True)).cells[0].samples
     assert [(one.drawn, one.finish_reason) for one in longer] == [(6, "length")] * 2

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from topw_deploy.runtime.rule_settings import RuleSetting
-from topw_lab.compare.comparison import TEXT_METRICS, MetricValue, Sample, summarise
+from topw_lab.compare.comparison import TEXT_METRICS, MetricValue, Sample
 from topw_lab.compare.page import Point, chart, page
 
 from .conftest import comparison, sample
@@ -63,7 +63,7 @@ def page_text(text: str = "plain text", prompt: str = "one", folder: str = "out"
 
     rules = "top_w,top_w:preset=lively,none"
     compared = comparison(samples, prompts=(prompt, "two"), rules=rules, folder=folder)
-    return page(compared, summarise(compared))
+    return page(compared)
 
 
 def test_generated_texts_prompts_and_names_are_escaped() -> None:
@@ -98,7 +98,7 @@ def test_the_page_has_a_plot_and_a_definition_of_every_metric_and_a_row_per_cell
 
 def test_the_table_shows_intervals_where_prompts_differ() -> None:
     compared = comparison(lambda rule, temperature, place: [sample(surprisal=2.0 + 2.0 * place)], temperatures=(1.0,))
-    shown = Reader(page(compared, summarise(compared))).of("small")
+    shown = Reader(page(compared)).of("small")
     # Resamples of two prompts have the mean surprisals 1, 1.5 or 2 per token.
     assert [text for text in shown if " to " in text] == ["2.72 to 7.39"] * 2
 
@@ -124,8 +124,8 @@ def test_a_chart_places_values_on_its_scale() -> None:
     assert first - second == pytest.approx((second - third) / 2, abs=0.2)  # rounded to 0.1
     first, second, third = heights(drawn_chart(points(1, 10, 100), logarithmic=True))
     assert first - second == pytest.approx(second - third, abs=0.2)
-    assert ticks(drawn_chart(points(0.2, 1))) == ["0", "0.250", "0.500", "0.750", "1"]
-    assert ticks(drawn_chart(points(1, 10_000), logarithmic=True)) == ["1", "10", "100", "1,000", "10,000"]
+    assert ticks(drawn_chart(points(0.2, 1))) == ["0", "0.250", "0.500", "0.750", "1.00"]
+    assert ticks(drawn_chart(points(1, 10_000), logarithmic=True)) == ["1.00", "10.0", "100", "1,000", "10,000"]
     assert heights(drawn_chart(points(5), logarithmic=True)) == [pytest.approx(103)]
 
 
@@ -133,5 +133,5 @@ def test_a_chart_draws_intervals_and_names_each_value() -> None:
     svg = drawn_chart([(1, MetricValue(2.0, 1.5, 2.5)), (2, MetricValue(3.0))], "<r>")
     assert len([path for path in svg.iter("path") if path.attrib.get("class") == "whisker"]) == 1
     assert [title.text for title in svg.iter("title")] == [
-        "<r>, temperature 1: 2 [1.50, 2.50]", "<r>, temperature 2: 3",
+        "<r>, temperature 1: 2.00 [1.50, 2.50]", "<r>, temperature 2: 3.00",
     ]  # fmt: skip

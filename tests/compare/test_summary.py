@@ -12,10 +12,8 @@ from topw_lab.compare.comparison import (
     TEXT_METRICS,
     MetricValue,
     as_dict,
-    number_text,
     quotient_with_interval,
     report_lines,
-    summarise,
 )
 
 from .conftest import comparison, sample
@@ -43,9 +41,9 @@ def test_each_metric_of_two_prompts_is_as_computed_by_hand() -> None:
                        mass=[1.0, 0.5, 0.3])  # fmt: skip
         return [first, sample("", (), surprisal=0.0)]
 
-    (summary,) = summarise(comparison(samples, rules="top_w", temperatures=(1.0,)))
-    value = {name: found.value for name, found in summary.values.items()}
-    assert (summary.texts, summary.tokens) == (4, 13)
+    (cell,) = comparison(samples, rules="top_w", temperatures=(1.0,)).cells
+    value = {name: found.value for name, found in cell.values.items()}
+    assert (len(cell.texts), cell.tokens) == (4, 13)
     assert value["perplexity"] == pytest.approx(math.exp((math.log(8) * 3 + 3) / 13))
     assert value["distinct_1"] == pytest.approx((1 / 2 + 5 / 10) / 2)
     assert value["distinct_2"] == pytest.approx((1 + 4 / 8) / 2)
@@ -57,37 +55,31 @@ def test_each_metric_of_two_prompts_is_as_computed_by_hand() -> None:
     assert value["mass"] == pytest.approx((1.8 + 10 * 0.5) / 13)
     assert value["certified"] == pytest.approx(12 / 13)
     assert value["tokens_per_second"] == 26
-    assert summary.values.keys() == {metric.name for metric in TEXT_METRICS}
-    assert summary.values["self_bleu"].low is None  # one prompt has it
+    assert cell.values.keys() == {metric.name for metric in TEXT_METRICS}
+    assert cell.values["self_bleu"].low is None  # one prompt has it
 
 
 def test_metrics_that_need_a_missing_output_are_left_out_with_advice() -> None:
     compared = comparison(
         lambda *_: [sample(surprisal=None, mass=None)], missing=("logits", "mass"), temperatures=(1.0,)
     )
-    summaries = summarise(compared)
-    assert {name for name, found in summaries[0].values.items() if found.value is None} == {
+    assert {name for name, found in compared.cells[0].values.items() if found.value is None} == {
         "perplexity", "mass", "self_bleu", "distinct_3", "repetition",
     }  # fmt: skip
-    text = "\n".join(report_lines(compared, summaries))
+    text = "\n".join(report_lines(compared))
     assert "export again with --with-logits" in text
     assert "export again with --with-mass" in text
     assert "Self-BLEU needs two texts per prompt" in text
-    report = as_dict(compared, summaries)
+    report = as_dict(compared)
     assert json.loads(json.dumps(report, allow_nan=False)) == report
     assert report["missing_outputs"] == ["logits", "mass"]
 
 
 def test_the_table_has_a_row_per_rule_and_temperature() -> None:
     compared = comparison(lambda *_: [sample(), sample()])
-    head, _, columns, _, *rows = report_lines(compared, summarise(compared))
+    head, _, columns, _, *rows = report_lines(compared)
     assert head == "2 prompts, 2 texts each, at most 64 tokens; seed 0, native sampler"
     assert columns.split()[1:6:2] == ["temperature", "rule", "perplexity"]
     assert [row.split()[1:6:2] for row in rows] == [
         ["0.5", "top_w", "2.72"], ["0.5", "none", "2.72"], ["2", "top_w", "2.72"], ["2", "none", "2.72"],
     ]  # fmt: skip
-
-
-def test_numbers_have_three_digits() -> None:
-    shown = [number_text(value) for value in (None, 0.01234, 1.5, 12.34, 99.96, 1234.5, 3e12)]
-    assert shown == ["-", "0.0123", "1.50", "12.3", "100", "1,234", "3.00e+12"]

@@ -266,7 +266,7 @@ def compare(folder: Path, prompts: Path, json_file: Path | None, html_file: Path
     install.require("`topw compare`", "compare")
     # Import late, for fast --help and usage errors.
     from topw_deploy.runtime.rule_settings import read_rules, read_temperatures
-    from topw_lab.compare.comparison import CompareRequest, as_dict, compare, report_lines, summarise
+    from topw_lab.compare.comparison import CompareRequest, as_dict, compare, report_lines
     from topw_lab.compare.page import page
 
     check_output(json_file, "json_file")
@@ -284,10 +284,9 @@ def compare(folder: Path, prompts: Path, json_file: Path | None, html_file: Path
         opening=take_opening(values),
     )
     comparison = compare(request, progress(values["quiet"]))
-    summaries = summarise(comparison)
-    write_report(report_lines(comparison, summaries), as_dict(comparison, summaries), json_file)
+    write_report(report_lines(comparison), as_dict(comparison), json_file)
     if html_file is not None:
-        write_text(page(comparison, summaries), html_file)
+        write_text(page(comparison), html_file)
 
 
 def _compare_prompts(path: Path, chat: bool, system: str | None) -> list[Prompt]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
@@ -20,13 +20,12 @@ from topw_deploy.progress import SILENT, Progress
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.loop import logits_output
 from topw_deploy.runtime.rule_settings import RuleSetting
-from topw_deploy.runtime.sequence import Sequence as Prepared
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
 from topw_deploy.sampling.seeds import prompt_seed
 from topw_deploy.text import count_text
 from topw_lab.running import PromptRequest, Runner
-from topw_lab.tables import table
+from topw_lab.tables import significant, table
 
 REPEATED_NGRAM = 4
 """Default n of `repeated_share`."""
@@ -51,7 +50,6 @@ class TextMetric:
         the sum of the second ones. None for a metric without an interval.
     is_exponential: whether the metric is e to the power of that quotient.
     logarithmic: whether the axis of the metric's plot is logarithmic.
-    share: whether the metric is in [0, 1].
     """
 
     name: str
@@ -60,7 +58,6 @@ class TextMetric:
     terms: Callable[[Sequence[Sample]], Terms] | None = None
     is_exponential: bool = False
     logarithmic: bool = False
-    share: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +67,6 @@ class MetricValue:
     value: float | None
     low: float | None = None
     high: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RuleSummary:
-    """The metrics of one rule at one temperature.
-
-    values: metric name -> value, for all TEXT_METRICS.
-    texts: number of texts.
-    tokens: number of drawn tokens of all texts.
-    """
-
-    cell: RuleTexts
-    values: Mapping[str, MetricValue]
-    texts: int
-    tokens: int
 
 
 def _mean_terms(values: Sequence[float | None]) -> Terms:
@@ -98,7 +80,7 @@ def _surprisal_terms(samples: Sequence[Sample]) -> Terms:
 
 
 def _distinct_terms(samples: Sequence[Sample], n: int) -> Terms:
-    return _mean_terms([distinct_share([one.tokens for one in samples], n)])
+    return _mean_terms([distinct_share([one.token_ids for one in samples], n)])
 
 
 def _per_token_terms(samples: Sequence[Sample], name: str) -> Terms:
@@ -123,7 +105,6 @@ TEXT_METRICS: tuple[TextMetric, ...] = (
             f"Different {n}-grams of tokens divided by all {n}-grams, over a prompt's texts together; the mean over "
             "prompts. It falls with the length of the texts.",
             partial(_distinct_terms, n=n),
-            share=True,
         )
         for n in (1, 2, 3)
     ),
@@ -132,15 +113,13 @@ TEXT_METRICS: tuple[TextMetric, ...] = (
         "self-BLEU",
         "BLEU-4, over tokens, of a text against the other texts of its prompt, with sacrebleu's smoothing; the mean "
         "over a prompt's texts and over prompts. High means that texts are alike.",
-        lambda samples: _mean_terms([self_bleu([one.tokens for one in samples])]),
-        share=True,
+        lambda samples: _mean_terms([self_bleu([one.token_ids for one in samples])]),
     ),
     TextMetric(
         "repetition",
         "repetition",
         f"The share of a text's {REPEATED_NGRAM}-grams of tokens that occurred earlier in it; the mean over texts.",
-        lambda samples: _mean_terms([repeated_share(one.tokens) for one in samples]),
-        share=True,
+        lambda samples: _mean_terms([repeated_share(one.token_ids) for one in samples]),
     ),
     TextMetric(
         "kept_mean", "kept", "Tokens that the rule kept, mean over steps.", partial(_per_token_terms, name="kept"),
@@ -149,13 +128,13 @@ TEXT_METRICS: tuple[TextMetric, ...] = (
     TextMetric("kept_median", "kept, median", "Tokens that the rule kept, median over steps.", logarithmic=True),
     TextMetric(
         "mass", "mass", "The kept tokens' share of the probability, mean over steps.",
-        partial(_per_token_terms, name="mass"), share=True,
+        partial(_per_token_terms, name="mass"),
     ),
     TextMetric(
         "certified", "certified",
         "The share of certified steps: under Top-W, the kept tokens were proven without token distances; under other "
         "rules, all of them are among the 64 best.",
-        partial(_per_token_terms, name="certified"), share=True,
+        partial(_per_token_terms, name="certified"),
     ),
     TextMetric(
         "tokens_per_second", "tokens/s",
@@ -164,27 +143,20 @@ TEXT_METRICS: tuple[TextMetric, ...] = (
 )  # fmt: skip
 
 
-def summarise(comparison: Comparison) -> list[RuleSummary]:
-    """Summarise the texts of each rule at each temperature, in order. All use the same resamples of prompts."""
-    count = len(comparison.prompts)
+def summarise(cells: Sequence[RuleTexts]) -> None:
+    """Compute the metrics of each cell. All cells use the same resamples of prompts."""
+    count = len(cells[0].samples)
     rng = np.random.default_rng(0)
     weights = rng.multinomial(count, [1 / count] * count, size=RESAMPLES).astype(np.float64)  # [R, P]
-    return [_summarise_rule(cell, weights) for cell in comparison.cells]
-
-
-def _summarise_rule(cell: RuleTexts, weights: Floats) -> RuleSummary:
-    texts = [one for samples in cell.samples for one in samples]
-    tokens = sum(one.drawn for one in texts)
-    kept = [size for one in texts for size in one.kept]
-    values = {
-        "kept_median": MetricValue(float(np.median(kept)) if kept else None),
-        "tokens_per_second": MetricValue(tokens / cell.seconds if cell.seconds else None),
-    }
-    for metric in TEXT_METRICS:
-        if metric.terms is not None:
-            terms = np.array([metric.terms(samples) for samples in cell.samples], np.float64)  # [P, 2]
-            values[metric.name] = quotient_with_interval(terms, weights, is_exponential=metric.is_exponential)
-    return RuleSummary(cell, values, len(texts), tokens)
+    for cell in cells:
+        kept = [size for one in cell.texts for size in one.kept]
+        cell.values["kept_median"] = MetricValue(float(np.median(kept)) if kept else None)
+        cell.values["tokens_per_second"] = MetricValue(cell.tokens / cell.seconds if cell.seconds else None)
+        for metric in TEXT_METRICS:
+            if metric.terms is not None:
+                terms = np.array([metric.terms(samples) for samples in cell.samples], np.float64)  # [P, 2]
+                value = quotient_with_interval(terms, weights, is_exponential=metric.is_exponential)
+                cell.values[metric.name] = value
 
 
 def quotient_with_interval(terms: Floats, weights: Floats, *, is_exponential: bool = False) -> MetricValue:
@@ -216,50 +188,34 @@ def _quotients(sums: Floats, is_exponential: bool) -> Floats:
         return np.exp(quotients) if is_exponential else quotients
 
 
-def as_dict(comparison: Comparison, summaries: Sequence[RuleSummary]) -> dict[str, Any]:
+def as_dict(comparison: Comparison) -> dict[str, Any]:
     """The report with all texts, in types that JSON has."""
     request = comparison.request
     return {
         "folder": str(request.folder),
-        "model": comparison.model,
-        "provider": comparison.provider,
-        "sampler": comparison.sampler,
-        "seed": request.seed,
-        "samples": request.samples,
-        "max_new_tokens": request.max_new_tokens,
-        "ignore_eos": request.ignore_eos,
+        **{name: getattr(comparison, name) for name in ("model", "provider", "sampler")},
+        **{name: getattr(request, name) for name in ("seed", "samples", "max_new_tokens", "ignore_eos")},
         "missing_outputs": list(comparison.missing),
         "rules": [{"label": rule.label, "parameters": dict(rule.parameters)} for rule in request.rules],
         "temperatures": list(request.temperatures),
         "metrics": {metric.name: metric.definition for metric in TEXT_METRICS},
         "intervals": {"level": CONFIDENCE, "over": "prompts", "resamples": RESAMPLES},
         "prompts": list(comparison.prompts),
-        "cells": [_cell_json(summary) for summary in summaries],
+        "cells": [_cell_json(cell) for cell in comparison.cells],
     }
 
 
-def _cell_json(summary: RuleSummary) -> dict[str, Any]:
-    cell = summary.cell
+def _cell_json(cell: RuleTexts) -> dict[str, Any]:
+    written = ("text", "token_ids", "drawn", "surprisal", "finish_reason")
     return {
         "rule": cell.rule.label,
         "temperature": cell.temperature,
-        "texts": summary.texts,
-        "tokens": summary.tokens,
+        "texts": len(cell.texts),
+        "tokens": cell.tokens,
         "seconds": cell.seconds,
-        "values": {
-            name: {"value": value.value, "low": value.low, "high": value.high}
-            for name, value in ((metric.name, summary.values[metric.name]) for metric in TEXT_METRICS)
-        },
+        "values": {metric.name: asdict(cell.values[metric.name]) for metric in TEXT_METRICS},
         "samples": [
-            {
-                "prompt": prompt,
-                "sample": number,
-                "text": one.text,
-                "token_ids": list(one.tokens),
-                "drawn": one.drawn,
-                "surprisal": one.surprisal,
-                "finish_reason": one.finish_reason,
-            }
+            {"prompt": prompt, "sample": number, **{name: getattr(one, name) for name in written}}
             for prompt, samples in enumerate(cell.samples)
             for number, one in enumerate(samples)
         ],
@@ -312,19 +268,25 @@ def _bleu() -> Any:
     return BLEU(tokenize="none", effective_order=True)
 
 
-_MISSING_OUTPUT_NOTES = {
-    "logits": "Perplexity needs the graph's output logits: export again with --with-logits.",
-    "mass": "Mass needs the graph's output mass: export again with --with-mass.",
-}
 _TABLE_METRICS = tuple(metric for metric in TEXT_METRICS if metric.name != "tokens_per_second")
 
 
-def report_lines(comparison: Comparison, summaries: Sequence[RuleSummary]) -> Iterator[str]:
+def report_lines(comparison: Comparison) -> Iterator[str]:
     """The lines of the report: a title, a table with a row per rule and temperature, and notes."""
     yield title_line(comparison)
     yield ""
     header = ("temperature", "rule", *(metric.title for metric in _TABLE_METRICS), "tokens", "seconds")
-    yield from table(header, map(_row_cells, summaries), left=2).split("\n")
+    rows = [
+        (
+            f"{cell.temperature:g}",
+            cell.rule.label,
+            *(number_text(cell.values[metric.name].value) for metric in _TABLE_METRICS),
+            f"{cell.tokens:,}",
+            f"{cell.seconds:.1f}",
+        )
+        for cell in comparison.cells
+    ]
+    yield from table(header, rows, left=2).split("\n")
     for note in missing_metric_notes(comparison):
         yield ""
         yield note
@@ -342,32 +304,17 @@ def title_line(comparison: Comparison) -> str:
 
 def missing_metric_notes(comparison: Comparison) -> list[str]:
     """How to get the metrics that are missing."""
-    missing = [_MISSING_OUTPUT_NOTES[name] for name in comparison.missing]
-    if comparison.request.samples == 1:
-        missing.append("Self-BLEU needs two texts per prompt.")
-    return missing
+    titles = {"logits": "Perplexity", "mass": "Mass"}
+    notes = [
+        f"{titles[name]} needs the graph's output {name}: export again with --with-{name}."
+        for name in comparison.missing
+    ]
+    return notes + ["Self-BLEU needs two texts per prompt."] * (comparison.request.samples == 1)
 
 
 def number_text(value: float | None) -> str:
-    """`value` with three significant digits or as an integer, without an exponent below 1e9; "-" for None."""
-    if value is None:
-        return "-"
-    if abs(value) >= 1e9:
-        return f"{value:.2e}"
-    return f"{value:,.0f}" if value == int(value) or abs(value) >= 99.95 else f"{value:#.3g}"
-
-
-def share_text(value: float | None) -> str:
-    """`value` with three decimals; "-" for None."""
-    return "-" if value is None else f"{value:.3f}"
-
-
-def _row_cells(summary: RuleSummary) -> list[str]:
-    cell = summary.cell
-    values = [
-        (share_text if metric.share else number_text)(summary.values[metric.name].value) for metric in _TABLE_METRICS
-    ]
-    return [f"{cell.temperature:g}", cell.rule.label, *values, f"{summary.tokens:,}", f"{cell.seconds:.1f}"]
+    """`value` with three significant digits; "-" for None."""
+    return "-" if value is None else significant(value)
 
 
 _SET_BY_COMPARISON = frozenset({
@@ -422,7 +369,7 @@ class CompareRequest:
 class Sample:
     """A generated text.
 
-    tokens: token ids of the text, without an end of sequence.
+    token_ids: of the text, without an end of sequence.
     drawn: number of drawn tokens, including the end of sequence.
     kept, certified: size and certificate of the kept set of each drawn token.
     mass: probability of the kept set of each drawn token; None if the graph has no such output.
@@ -431,7 +378,7 @@ class Sample:
     """
 
     text: str
-    tokens: tuple[int, ...]
+    token_ids: Sequence[int]
     drawn: int
     kept: Sequence[int]
     certified: Sequence[bool]
@@ -439,20 +386,13 @@ class Sample:
     surprisal: float | None
     finish_reason: str
 
-    @classmethod
-    def of(cls, result: GenerationResult) -> Sample:
-        """The text of a result of `TopWModel.generate`."""
-        tokens, scores = result.token_ids, result.token_logprobs
-        return cls(
-            text=result.text,
-            tokens=tuple(tokens[:-1] if isinstance(result.stop, int) else tokens),
-            drawn=len(tokens),
-            kept=result.kept,
-            certified=result.certified,
-            mass=result.mass,
-            surprisal=None if scores is None else -math.fsum(entry.logprob for entry in scores),
-            finish_reason=result.finish_reason,
-        )
+
+def _sample(result: GenerationResult) -> Sample:
+    tokens, scores = result.token_ids, result.token_logprobs
+    surprisal = None if scores is None else -math.fsum(entry.logprob for entry in scores)
+    ended = isinstance(result.stop, int)
+    return Sample(result.text, tokens[:-1] if ended else tokens, len(tokens), result.kept, result.certified,
+                  result.mass, surprisal, result.finish_reason)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,12 +401,24 @@ class RuleTexts:
 
     samples: the texts of each prompt.
     seconds: wall-clock time of all texts, including reading the prompts and computing log-probabilities.
+    values: name -> value of each metric in TEXT_METRICS.
     """
 
     rule: RuleSetting
     temperature: float
     samples: Sequence[Sequence[Sample]]
     seconds: float
+    values: dict[str, MetricValue] = field(default_factory=dict)
+
+    @property
+    def texts(self) -> list[Sample]:
+        """All texts."""
+        return [one for samples in self.samples for one in samples]
+
+    @property
+    def tokens(self) -> int:
+        """Number of drawn tokens of all texts."""
+        return sum(one.drawn for one in self.texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -490,24 +442,20 @@ class Comparison:
 
 
 def compare(request: CompareRequest, progress: Progress = SILENT) -> Comparison:
-    """Check the whole request, then generate all texts.
+    """Check the whole request, then generate all texts and compute the metrics.
 
     Raises PromptError, TokenizerError and ParameterError, which name the prompt, ParameterError for a rule that the
     model refuses, and the errors of `TopWModel` and `Engine`.
     """
     with TopWModel.from_pretrained(request.folder, **request.opening) as model:
-        has_logits = logits_output(model.manifest) is not None
-        has_mass = any(spec.name == "mass" for spec in model.manifest.outputs)
-        missing = [name for name, has in (("logits", has_logits), ("mass", has_mass)) if not has]
-        fixed = {"num_return_sequences": request.samples, **({"logprobs": 0} if has_logits else {})}
+        has = {"logits": logits_output(model.manifest) is not None,
+               "mass": any(spec.name == "mass" for spec in model.manifest.outputs)}  # fmt: skip
         prepared: list[PromptRequest] = []
         lengths, texts = [], []
         for place, prompt in enumerate(request.prompts):
-            parameters = _parameters(prompt, request, place) | fixed
-            sequence = _prepare(model, prompt, parameters)
-            ids = list(sequence.prompt)
+            ids, budget, parameters = _prepare(model, prompt, request, place, {"logprobs": 0} if has["logits"] else {})
             prepared.append((ids, parameters))
-            lengths.append(len(ids) + sequence.params.budget)
+            lengths.append(len(ids) + budget)
             is_text = prompt.kind == "prompt"
             texts.append(prompt.content if is_text else model.tokenizer.decode(ids, skip_special_tokens=False))
         columns = [
@@ -537,24 +485,26 @@ def compare(request: CompareRequest, progress: Progress = SILENT) -> Comparison:
                     results.append(found if isinstance(found, list) else [found])
                     advance(len(results[-1]))
                 seconds = time.perf_counter() - started
-                samples = [[Sample.of(result) for result in found] for found in results]
+                samples = [[_sample(result) for result in found] for found in results]
                 cells.append(RuleTexts(rule, temperature, samples, seconds))
-        digest = sha256_of(model.path / MANIFEST_NAME)[:32]
-        return Comparison(request, digest, model.provider, model.sampler, texts, cells, tuple(missing))
+        summarise(cells)
+        digest, missing = sha256_of(model.path / MANIFEST_NAME)[:32], tuple(name for name in has if not has[name])
+        return Comparison(request, digest, model.provider, model.sampler, texts, cells, missing)
 
 
-def _parameters(prompt: Prompt, request: CompareRequest, place: int) -> dict[str, Any]:
-    """The parameters of a prompt without those of the rule. place: the prompt's place among all prompts."""
+def _prepare(
+    model: TopWModel, prompt: Prompt, request: CompareRequest, place: int, scores: Mapping[str, Any]
+) -> tuple[list[int], int, dict[str, Any]]:
+    """Encode and check the prompt at `place` among all prompts. Raises errors that name the prompt.
+
+    Returns (token ids, maximum number of new tokens, parameters without those of the rule).
+    """
     for name in prompt.parameters:
         if name in _SET_BY_COMPARISON:
             raise PromptError(f"{prompt.where} sets {name}, which a comparison sets for all prompts; remove it.")
     limit = {} if "max_length" in prompt.parameters else {"max_new_tokens": request.max_new_tokens}
-    own = {**limit, "ignore_eos": request.ignore_eos, **prompt.parameters}
-    return {**own, "seed": prompt_seed(request.seed, place)}
-
-
-def _prepare(model: TopWModel, prompt: Prompt, parameters: Mapping[str, Any]) -> Prepared:
-    """Encode and check a prompt. Raises errors that name the prompt."""
+    parameters = {**limit, "ignore_eos": request.ignore_eos, **prompt.parameters, **scores,
+                  "seed": prompt_seed(request.seed, place), "num_return_sequences": request.samples}  # fmt: skip
     content = prompt.content
     try:
         if prompt.kind == "messages":
@@ -562,8 +512,7 @@ def _prepare(model: TopWModel, prompt: Prompt, parameters: Mapping[str, Any]) ->
         sequence = model.prepare(content, **parameters)[0]
     except (PromptError, ParameterError, TokenizerError) as error:
         raise type(error)(f"{prompt.where}: {error}", *error.parameters) from None
+    ids = list(sequence.prompt)
     if sequence.params.budget == 0:
-        raise PromptError(
-            f"{prompt.where} has {len(sequence.prompt)} tokens and fills the model's context; shorten it."
-        )
-    return sequence
+        raise PromptError(f"{prompt.where} has {len(ids)} tokens and fills the model's context; shorten it.")
+    return ids, sequence.params.budget, parameters

@@ -17,12 +17,8 @@ from topw_lab.compare.comparison import (
     TEXT_METRICS,
     Comparison,
     MetricValue,
-    RuleSummary,
-    Sample,
-    TextMetric,
     missing_metric_notes,
     number_text,
-    share_text,
     title_line,
 )
 
@@ -53,7 +49,7 @@ td small, .text small { display: block; }
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def page(comparison: Comparison, summaries: Sequence[RuleSummary]) -> str:
+def page(comparison: Comparison) -> str:
     """The whole page: a plot of each metric, a table with intervals, definitions, and the texts side by side."""
     name = _escaped(comparison.request.folder.resolve().name)
     return "\n".join([
@@ -65,8 +61,8 @@ def page(comparison: Comparison, summaries: Sequence[RuleSummary]) -> str:
         f'<p class="muted">{_escaped(title_line(comparison))}. '
         "All rules and temperatures use the same random numbers.</p>",
         *(f'<p class="muted">{_escaped(note)}</p>' for note in missing_metric_notes(comparison)),
-        *_chart_parts(comparison, summaries),
-        *_table_parts(summaries),
+        *_chart_parts(comparison),
+        *_table_parts(comparison),
         "<h2>Definitions</h2>\n<dl>",
         *(f"<dt>{metric.title}</dt><dd>{_escaped(metric.definition)}</dd>" for metric in TEXT_METRICS),
         "</dl>",
@@ -80,12 +76,15 @@ def _escaped(value: object) -> str:
     return escape(printable(value, keep="\n\t"))
 
 
-def _chart_parts(comparison: Comparison, summaries: Sequence[RuleSummary]) -> Iterator[str]:
-    labels = [rule.label for rule in comparison.request.rules]
-    entries = "".join(f"<li>{_legend_key(place)} {_escaped(label)}</li>" for place, label in enumerate(labels))
+def _chart_parts(comparison: Comparison) -> Iterator[str]:
+    rules = comparison.request.rules
+    entries = "".join(f"<li>{_legend_key(place)} {_escaped(rule.label)}</li>" for place, rule in enumerate(rules))
     yield f'<h2>Metrics over temperature</h2>\n<ul class="legend">{entries}</ul>\n<div class="charts">'
     for metric in TEXT_METRICS:
-        lines = [(label, _points(metric, label, summaries)) for label in labels]
+        lines = []
+        for place, rule in enumerate(rules):
+            values = [(cell.temperature, cell.values[metric.name]) for cell in comparison.cells[place :: len(rules)]]
+            lines.append((rule.label, [point for point in values if point[1].value is not None]))
         if any(points for _, points in lines):
             scale = " <small>logarithmic</small>" if metric.logarithmic else ""
             svg = chart(metric.title, lines, logarithmic=metric.logarithmic)
@@ -93,32 +92,22 @@ def _chart_parts(comparison: Comparison, summaries: Sequence[RuleSummary]) -> It
     yield "</div>"
 
 
-def _points(metric: TextMetric, label: str, summaries: Sequence[RuleSummary]) -> list[Point]:
-    values = [(each.cell.temperature, each.values[metric.name]) for each in summaries if each.cell.rule.label == label]
-    return [point for point in values if point[1].value is not None]
-
-
-def _table_parts(summaries: Sequence[RuleSummary]) -> Iterator[str]:
+def _table_parts(comparison: Comparison) -> Iterator[str]:
     yield (
         f'<h2>Table</h2>\n<p class="muted">With {CONFIDENCE:.0%} intervals over prompts, from {RESAMPLES} resamples.'
         "</p>"
     )
     names = ("temperature", "rule", *(metric.title for metric in TEXT_METRICS), "tokens", "seconds")
     yield f'<div class="wide"><table>\n<tr>{"".join(f"<th scope=col>{name}</th>" for name in names)}</tr>'
-    for summary in summaries:
-        cell = summary.cell
-        values = "".join(f"<td>{_value_cell(metric, summary)}</td>" for metric in TEXT_METRICS)
-        yield (
-            f"<tr><td>{cell.temperature:g}</td><th scope=row>{_escaped(cell.rule.label)}</th>{values}"
-            f"<td>{summary.tokens:,}</td><td>{cell.seconds:.1f}</td></tr>"
-        )
+    for cell in comparison.cells:
+        yield f"<tr><td>{cell.temperature:g}</td><th scope=row>{_escaped(cell.rule.label)}</th>"
+        for metric in TEXT_METRICS:
+            value = cell.values[metric.name]
+            low, high = number_text(value.low), number_text(value.high)
+            interval = f"<small>{low} to {high}</small>" if low != high else ""
+            yield f"<td>{number_text(value.value)}{interval}</td>"
+        yield f"<td>{cell.tokens:,}</td><td>{cell.seconds:.1f}</td></tr>"
     yield "</table></div>"
-
-
-def _value_cell(metric: TextMetric, summary: RuleSummary) -> str:
-    text, value = share_text if metric.share else number_text, summary.values[metric.name]
-    low, high = text(value.low), text(value.high)
-    return text(value.value) + (f"<small>{low} to {high}</small>" if low != high else "")
 
 
 def _text_parts(comparison: Comparison) -> Iterator[str]:
@@ -131,19 +120,15 @@ def _text_parts(comparison: Comparison) -> Iterator[str]:
             yield f"<div><h4>{_legend_key(column)} {_escaped(rule.label)}</h4>"
             for cell in comparison.cells[column :: len(rules)]:
                 for sample in cell.samples[index]:
-                    caption = f"<small>T = {cell.temperature:g}: {_sample_caption(sample)}</small>"
-                    yield f'<div class="text">{caption}{_escaped(sample.text)}</div>'
+                    parts = [f"T = {cell.temperature:g}: {count_text(sample.drawn, 'token')}"]
+                    if sample.drawn:
+                        parts.append(f"kept {number_text(sum(sample.kept) / sample.drawn)} on average")
+                    if sample.drawn and sample.surprisal is not None:
+                        perplexity = math.exp(min(sample.surprisal / sample.drawn, 700))
+                        parts.append(f"perplexity {number_text(perplexity)}")
+                    yield f'<div class="text"><small>{", ".join(parts)}</small>{_escaped(sample.text)}</div>'
             yield "</div>"
         yield "</div></details>"
-
-
-def _sample_caption(sample: Sample) -> str:
-    parts = [count_text(sample.drawn, "token")]
-    if sample.drawn:
-        parts.append(f"kept {number_text(sum(sample.kept) / sample.drawn)} on average")
-        if sample.surprisal is not None:
-            parts.append(f"perplexity {number_text(math.exp(min(sample.surprisal / sample.drawn, 700)))}")
-    return ", ".join(parts)
 
 
 Point = tuple[float, MetricValue]
