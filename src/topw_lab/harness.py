@@ -5,7 +5,6 @@ Importing this module registers `TopWHarness`, so that `lm_eval.simple_evaluate(
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import itertools
 import json
@@ -25,10 +24,10 @@ from topw_deploy.errors import ParameterError, PromptError, TokenizerError
 from topw_deploy.manifest import MANIFEST_NAME, sha256_of
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.loop import logits_output
-from topw_deploy.runtime.parameters import ALIASES, PARAMETERS, is_boolean, read_values
+from topw_deploy.runtime.parameters import ALIASES, PARAMETERS, integer, read_values, unknown_parameter_error
 from topw_deploy.runtime.prepare import has_no_effect
 from topw_deploy.runtime.tokenizer import Tokenizer
-from topw_deploy.sampling.parameters import PARAMETER_NAMES, unknown_name
+from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.seeds import SEED_BITS, prompt_seed
 from topw_lab.running import PromptRequest, Runner
 
@@ -60,13 +59,13 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
         self._model = TopWModel.from_pretrained(given.path, **given.opening)
         # Raises for wrong parameters, before a long run.
         self._model.prepare([0], **{**given.parameters, "max_new_tokens": 1})
-        engine = {**given.engine, **{name: value for name, value in given.opening.items() if name == "max_length"}}
-        self._runner = Runner(self._model, given.rows, **engine)
         context = self._model.manifest.decoder.context_length
         self._tokens = min(given.opening.get("max_length", context), context)
-        decoder = self._model.manifest.decoder
-        reuses = not decoder.recurs and engine.get("reuse_prefixes") is not False and self._runner.engine is not None
-        self._reuses = reuses  # whether the engine reuses the states of the tokens that begin an earlier prompt
+        engine = {**given.engine, **({"max_length": self._tokens} if "max_length" in given.opening else {})}
+        self._runner = Runner(self._model, given.rows, **engine)
+        # Whether the engine reuses the states of the tokens that begin an earlier prompt.
+        reuses = self._runner.engine is not None and given.engine.get("reuse_prefixes") is not False
+        self._reuses = reuses and not self._model.manifest.decoder.recurs
         # The harness seeds numpy's generator (--seed) before it creates the model.
         self._seed = int(np.random.randint(2**31 - 1)) if given.seed is None else given.seed
         self._warned: set[str] = set()
@@ -151,28 +150,27 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """The answers, each cut before the first occurrence of a text in the request's `until`."""
-        seeds = Seeds(self._seed)
-
-        def prompt_requests() -> Iterator[PromptRequest]:
-            for context, gen_kwargs in (request.args for request in requests):
-                yield self._prompt_request(context, gen_kwargs, seeds.next(context))
-
+        seeds, end = Seeds(self._seed), self._arguments.think_end_token
+        pairs = (request.args for request in requests)
+        prompts = (self._prompt_request(context, given, seeds.next(context)) for context, given in pairs)
         texts = []
-        results = self._runner.results(prompt_requests())
-        results = tqdm(results, total=len(requests), desc="Generating", disable=disable_tqdm)
+        results = tqdm(self._runner.results(prompts), total=len(requests), desc="Generating", disable=disable_tqdm)
         for request, result in zip(requests, results, strict=True):
-            text, end = result.text, self._arguments.think_end_token
-            if end is not None:
-                text = text.split(end)[-1].lstrip()
-            texts.append(text)
-            self.cache_hook.add_partial("generate_until", request.args, text)
+            texts.append(result.text if end is None else result.text.split(end)[-1].lstrip())
+            self.cache_hook.add_partial("generate_until", request.args, texts[-1])
         return texts
 
     def _prompt_request(self, context: str, gen_kwargs: Mapping[str, Any], seed: int) -> PromptRequest:
         given = self._arguments.parameters
         parameters = request_parameters(gen_kwargs, given, self.max_gen_toks, self._model.tokenizer)
         parameters.pop("add_special_tokens", None)  # applies to the prompt, which is encoded here
-        self._warn_of_overrides(gen_kwargs, parameters)
+        stated = {name: gen_kwargs[name] for name in _WHETHER_GREEDY if name in gen_kwargs}
+        if given.keys() & _WHETHER_GREEDY and stated:
+            self._warn_once(f"--model_args overrides {stated} of the task.")
+        elif parameters.get("temperature") == 0.0 and given.keys() & {*PARAMETER_NAMES, "preset", "rule"}:
+            self._warn_once(
+                "the task is greedy, so the sampler's parameters have no effect; give --model_args temperature."
+            )
         most_prompt = self._tokens - parameters["max_new_tokens"]
         if most_prompt < 1:
             raise ParameterError(
@@ -185,17 +183,6 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
                 f"prompts of more than {most_prompt} tokens lose their beginning to leave room for the answer."
             )
         return ids[-most_prompt:], {**parameters, "seed": seed}
-
-    def _warn_of_overrides(self, gen_kwargs: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
-        given = self._arguments.parameters
-        if given.keys() & {"temperature", "do_sample"}:
-            stated = {name: gen_kwargs[name] for name in ("do_sample", "temperature") if name in gen_kwargs}
-            if stated:
-                self._warn_once(f"--model_args overrides {stated} of the task.")
-        elif parameters.get("temperature") == 0.0 and given.keys() & {*PARAMETER_NAMES, "preset", "rule"}:
-            self._warn_once(
-                "the task is greedy, so the sampler's parameters have no effect; give --model_args temperature."
-            )
 
     # Log-likelihoods
 
@@ -220,37 +207,24 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
     ) -> list[tuple[float, bool]]:
         """(log-probability of the continuation, whether it is the greedy one) for each request.
 
-        Raises the errors of `_scores`.
-        """
-        scored = [request for request in requests if request[2]]
-        if any(len(context) + len(continuation) > self._tokens for _, context, continuation in scored):
-            self._warn_once(f"prompts and continuations of more than {self._tokens} tokens lose their beginning.")
-        scores = self._scores([(context, continuation) for _, context, continuation in scored])
-        found = []
-        progress = tqdm(scores, total=len(scored), desc="Scoring", disable=disable_tqdm)
-        for request, score in zip(scored, progress, strict=True):
-            found.append(score)
-            if request[0] is not None:
-                self.cache_hook.add_partial("loglikelihood", request[0], score)
-        ordered = iter(found)
-        return [next(ordered) if request[2] else (0.0, True) for request in requests]
-
-    def _scores(self, pairs: Sequence[tuple[list[int], list[int]]]) -> Iterator[tuple[float, bool]]:
-        """Yield (log-probability, whether each token is the greedy one) of each continuation, in order.
-
-        pairs: token ids of contexts and of continuations, which must not be empty. A context that is too long loses its
-            beginning.
-
-        Raises ParameterError for a folder without logits, PromptError for a continuation longer than the context.
+        A context that is too long loses its beginning. Raises ParameterError for a folder without logits, PromptError
+        for a continuation longer than the context.
         """
         if logits_output(self._model.manifest) is None:
             raise ParameterError(
                 f"log-likelihoods need the output logits, which the graph of {self._model.path} lacks; export it again "
                 "with --with-logits."
             )
+        if any(len(context) + len(continuation) > self._tokens for _, context, continuation in requests):
+            self._warn_once(f"prompts and continuations of more than {self._tokens} tokens lose their beginning.")
+        pairs = (request[1:] for request in requests if request[2])
         results = self._runner.results(itertools.chain.from_iterable(itertools.starmap(self._score_requests, pairs)))
-        for _, continuation in pairs:
-            yield _score(results, len(continuation))
+        scores = []
+        for arguments, _, continuation in tqdm(requests, desc="Scoring", disable=disable_tqdm):
+            scores.append(_score(results, len(continuation)) if continuation else (0.0, True))
+            if continuation and arguments is not None:
+                self.cache_hook.add_partial("loglikelihood", arguments, scores[-1])
+        return scores
 
     def _score_requests(self, context: Sequence[int], continuation: Sequence[int]) -> Iterable[PromptRequest]:
         """Requests that score a continuation in the faster of two ways.
@@ -334,18 +308,29 @@ def request_parameters(
     Raises ParameterError if `until` has another type than text or list of texts, or if `gen_kwargs` has a seed.
     """
     stated = {name: value for name, value in gen_kwargs.items() if value is not None}
-    until = _until_texts(stated.pop("until", ()))
+    until = stated.pop("until", [])
+    until = [text for text in ([until] if isinstance(until, str) else until) if text != ""]
     lengths = [stated.pop(name) for name in _LENGTHS if name in stated]
     if "seed" in stated:
         raise ParameterError("gen_kwargs has a seed, but the seed is the run's; give --model_args seed=N.", "seed")
     greedy = {name: stated.pop(name) for name in _WHETHER_GREEDY if name in stated}
     if not given.keys() & _WHETHER_GREEDY:
-        stated |= _sampling_parameters(greedy)
-    stated = {name: value for name, value in stated.items() if _is_ours(name) or not has_no_effect(name, value)}
+        draws = greedy.get("do_sample") is not False and (greedy.get("do_sample") or greedy.get("temperature"))
+        stated |= greedy if draws else {"temperature": 0.0}
+    if until:
+        stated["stop_strings"] = PARAMETERS["stop_strings"].read("until", until)
+        # Special tokens give no text, so they are stop ids too.
+        special = {text: token for token, text in tokenizer.special_ids.items()}
+        ids = [special[text] for text in until if text in special]
+        stated |= {"stop_token_ids": ids} if ids else {}
+    named = {ALIASES.get(name, name): (name, value) for name, value in stated.items()}
     return {
         "max_new_tokens": int(lengths[0]) if lengths else max_gen_toks,
-        **_stop_parameters(until, tokenizer),
-        **{name: value for name, value in stated.items() if ALIASES.get(name, name) not in given},
+        **{
+            name: value
+            for ours, (name, value) in named.items()
+            if ours not in given and (ours in PARAMETERS or not has_no_effect(name, value))
+        },
         **given,
     }
 
@@ -366,31 +351,6 @@ class Seeds:
         self._requests[prompt] += 1
         digest = hashlib.sha256(f"{count}\n{prompt}".encode("utf-8", "surrogatepass")).digest()
         return prompt_seed(self._seed, int.from_bytes(digest[:8], "little"))
-
-
-def _is_ours(name: str) -> bool:
-    return ALIASES.get(name, name) in PARAMETERS
-
-
-def _sampling_parameters(greedy: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters that the harness's `do_sample` and `temperature` mean."""
-    if greedy.get("do_sample") is False or not (greedy.get("do_sample") or greedy.get("temperature")):
-        return {"temperature": 0.0}
-    return dict(greedy)
-
-
-def _until_texts(value: Any) -> list[str]:
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
-        raise ParameterError(f"until is {value!r:.60}, but must be a text or a list of texts.", "until")
-    return [text for text in texts if text]
-
-
-def _stop_parameters(until: list[str], tokenizer: Tokenizer) -> dict[str, Any]:
-    """The stop strings, and as stop ids those that are special tokens, because special tokens give no text."""
-    special = {text: token for token, text in tokenizer.special_ids.items()}
-    ids = [special[text] for text in until if text in special]
-    return {**({"stop_token_ids": ids} if ids else {}), **({"stop_strings": until} if until else {})}
 
 
 # Parameters that undo what a model's generation config may ban, because the scored token must be drawn.
@@ -420,18 +380,15 @@ OWN_ARGUMENTS = (
     "think_end_token",
 )  # fmt: skip
 
-_INSTEAD = {
-    "pretrained": "path",
-    "model": "path",
-    "max_new_tokens": "max_gen_toks, or --gen_kwargs max_gen_toks=N to override the tasks",
+_CHANGES_RESULTS = "it changes what a request returns"
+_REFUSED = {
+    "pretrained": "give path",
+    "model": "give path",
+    "max_new_tokens": "give max_gen_toks, or --gen_kwargs max_gen_toks=N to override the tasks",
+    **dict.fromkeys(("num_return_sequences", "logprobs", "prompt_logprobs", "streamer"), _CHANGES_RESULTS),
+    **dict.fromkeys(("stopping_criteria", "generation_config"), _CHANGES_RESULTS),
 }
-"""Name that a user may try -> what to give instead."""
-
-_CHANGING_RESULTS = frozenset({
-    "num_return_sequences", "logprobs", "prompt_logprobs", "streamer", "stopping_criteria", "generation_config",
-})  # fmt: skip
-"""Parameters that change what a request returns."""
-
+"""Name that a user may try -> what to do instead, or why it is refused."""
 
 _MOST_DIGITS = 400  # of an integer in text; Python refuses to read more than 4300
 
@@ -472,7 +429,14 @@ def read_arguments(given: Mapping[str, Any]) -> Arguments:
     own = {name: stated.pop(name) for name in OWN_ARGUMENTS if name in stated}
     opening = {name: stated.pop(name) for name in OPENING_ARGUMENTS if name in stated}
     engine = {name: stated.pop(name) for name in ENGINE_ARGUMENTS if name in stated}
-    parameters = _read_parameters(stated)
+    for name in stated:
+        ours = ALIASES.get(name, name)
+        if name in _REFUSED or ours in _REFUSED:
+            raise ParameterError(
+                f"{name} is not an argument of this model: {_REFUSED.get(name) or _REFUSED.get(ours)}.", name
+            )
+        if ours not in PARAMETERS:
+            raise unknown_parameter_error(name, [*OWN_ARGUMENTS, *OPENING_ARGUMENTS, *ENGINE_ARGUMENTS, *PARAMETERS])
     path = own.get("path", "")
     if not isinstance(path, (str, os.PathLike)) or not str(path):
         raise ParameterError("path is missing; give --model_args path=OUT with an exported folder.", "path")
@@ -483,58 +447,29 @@ def read_arguments(given: Mapping[str, Any]) -> Arguments:
             f"device is {own['device']!r:.60}, but must be cpu; give --model_args provider=cuda or tensorrt for a GPU.",
             "device",
         )
+    think_end = own.get("think_end_token")
+    if think_end is not None and (not isinstance(think_end, str) or not think_end):
+        raise ParameterError(f"think_end_token is {think_end!r:.60}, but must be a non-empty text.", "think_end_token")
+    size = own.get("batch_size", "auto")
+    rows = ROWS if str(size).partition(":")[0] == "auto" else _read_integer("batch_size", size)
     seed = own.get("seed")
     return Arguments(
         path=str(path),
         opening=opening,
         engine=engine,
-        rows=_read_rows(own.get("batch_size"), own.get("max_batch_size")),
+        rows=min(rows, _read_integer("max_batch_size", own.get("max_batch_size", rows))),
         max_gen_toks=_read_integer("max_gen_toks", own.get("max_gen_toks", 256)),
         seed=None if seed is None else _read_integer("seed", seed, 0, 2**SEED_BITS),
         template=_template_variables(own),
-        think_end_token=_read_text("think_end_token", own.get("think_end_token")),
-        parameters=parameters,
+        think_end_token=think_end,
+        parameters=read_values(stated),
     )
 
 
-def _read_parameters(stated: Mapping[str, Any]) -> dict[str, Any]:
-    for name in stated:
-        ours = ALIASES.get(name, name)
-        if name in _INSTEAD or ours in _INSTEAD:
-            raise ParameterError(
-                f"{name} is not an argument of this model; give {_INSTEAD.get(name, _INSTEAD.get(ours))}."
-            )
-        if ours in _CHANGING_RESULTS:
-            raise ParameterError(f"{name} changes what a request returns, which the harness cannot use; remove it.")
-        if ours not in PARAMETERS and difflib.get_close_matches(
-            name, (*OWN_ARGUMENTS, *OPENING_ARGUMENTS, *ENGINE_ARGUMENTS), n=1
-        ):
-            raise unknown_name(name, [*OWN_ARGUMENTS, *OPENING_ARGUMENTS, *ENGINE_ARGUMENTS, *PARAMETERS])
-    return read_values(stated)
-
-
-def _read_rows(size: Any, most: Any) -> int:
-    """The number of rows: `--batch_size`, but at most `--max_batch_size`. "auto" is the engine's default."""
-    bound = None if most is None else _read_integer("max_batch_size", most)
-    if isinstance(size, str) and size.partition(":")[0] == "auto":
-        size = None
-    rows = ROWS if size is None else _read_integer("batch_size", size)
-    return rows if bound is None else min(rows, bound)
-
-
-def _read_integer(name: str, value: Any, low: int = 1, high: int | None = None) -> int:
-    text = isinstance(value, str) and value.isdecimal() and len(value) <= _MOST_DIGITS
-    number = int(value) if text or (isinstance(value, int) and not is_boolean(value)) else None
-    if number is None or number < low or (high is not None and number >= high):
-        bound = f">= {low}" if high is None else f"in [{low}, {high})"
-        raise ParameterError(f"{name} is {value!r:.60}, but must be an integer {bound}.", name)
+def _read_integer(name: str, value: Any, low: int = 1, high: float = math.inf) -> int:
+    is_text = isinstance(value, str) and value.isdecimal() and len(value) <= _MOST_DIGITS
+    number: int = integer(low, high)(name, int(value) if is_text else value)
     return number
-
-
-def _read_text(name: str, value: Any) -> str | None:
-    if value is not None and (not isinstance(value, str) or not value):
-        raise ParameterError(f"{name} is {value!r:.60}, but must be a non-empty text.", name)
-    return value
 
 
 def _template_variables(own: Mapping[str, Any]) -> dict[str, Any]:

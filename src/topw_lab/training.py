@@ -57,24 +57,6 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def tokenizer_config(context: int) -> dict[str, Any]:
-    """The content of tokenizer_config.json, for a class that transformers 4 and 5 both have.
-
-    context: maximum number of tokens.
-    """
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BOS,
-        "eos_token": EOS,
-        "pad_token": PAD,
-        "add_bos_token": True,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": context,
-        "model_input_names": ["input_ids", "attention_mask"],
-        "padding_side": "left",
-    }
-
-
 @dataclass(frozen=True)
 class Recipe:
     """The settings of a training run. With the corpus and the library versions, they determine the weights."""
@@ -171,16 +153,6 @@ def build_model(recipe: Recipe, tokenizer: Tokenizer) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def optimizer_for(model: LlamaForCausalLM, recipe: Recipe) -> torch.optim.AdamW:
-    """AdamW with weight decay for matrices, and none for vectors (the gains of norms)."""
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": recipe.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=recipe.betas)
-
-
 def learning_rate_factor(step: int, progress: float, warmup: int) -> float:
     """Factor on the peak learning rate: a linear warm-up times a cosine from 1 to 1/20 over `progress` in [0, 1].
 
@@ -216,7 +188,13 @@ def train(model: LlamaForCausalLM, corpus: Corpus, tokenizer: Tokenizer, recipe:
     The learning rate follows the steps, or the clock if the time would run out first, so that a slow machine also ends
     at the low learning rate. Runs that end after `recipe.steps` steps are reproducible.
     """
-    optimizer = optimizer_for(model, recipe)
+    parameters = list(model.parameters())
+    matrices, vectors = ([p for p in parameters if (p.ndim >= 2) == decays] for decays in (True, False))
+    groups = [
+        {"params": matrices, "weight_decay": recipe.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},  # the gains of norms
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=recipe.betas)
     source = batches(encode_documents(corpus.train, tokenizer), recipe)
     curve, recent = [], []
     losses = torch.compile(token_losses) if recipe.compiled else token_losses
@@ -232,15 +210,13 @@ def train(model: LlamaForCausalLM, corpus: Corpus, tokenizer: Tokenizer, recipe:
         last = step + 1 == recipe.steps or progress >= 1
         if (step + 1) % recipe.evaluate_every == 0 or last:
             held_out = held_out_loss(model, corpus.held_out, tokenizer, recipe)
-            curve.append(
-                {
-                    "step": step + 1,
-                    "learning_rate": learning_rate,
-                    "train_loss": sum(recent) / len(recent),
-                    "held_out_loss": held_out.loss,
-                    "seconds": round(time.monotonic() - started, 1),
-                }
-            )
+            curve.append({
+                "step": step + 1,
+                "learning_rate": learning_rate,
+                "train_loss": sum(recent) / len(recent),
+                "held_out_loss": held_out.loss,
+                "seconds": round(time.monotonic() - started, 1),
+            })  # fmt: skip
             bar.set_postfix(train=f"{curve[-1]['train_loss']:.3f}", held_out=f"{held_out.loss:.3f}")
             recent = []
         if last:
@@ -265,17 +241,22 @@ def write_tokenizer(model: LlamaForCausalLM, tokenizer: Tokenizer, context: int,
     ends = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     GenerationConfig(**ends, do_sample=True, temperature=1.0).save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
-    write_json(folder / "tokenizer_config.json", tokenizer_config(context))
+    config = {  # for a class that transformers 4 and 5 both have
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{"bos_token": BOS, "eos_token": EOS, "pad_token": PAD},
+        "add_bos_token": True,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": context,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "padding_side": "left",
+    }
+    write_json(folder / "tokenizer_config.json", config)
 
 
 def versions() -> dict[str, str]:
     """Versions of the libraries that affect the weights."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "tokenizers": tokenizers.__version__,
-    }
+    libraries = {library.__name__: library.__version__ for library in (torch, transformers, tokenizers)}
+    return {"python": platform.python_version(), **libraries}
 
 
 def run(recipe: Recipe, corpus: Corpus, minutes: float, folder: Path) -> dict[str, Any]:
@@ -288,13 +269,18 @@ def run(recipe: Recipe, corpus: Corpus, minutes: float, folder: Path) -> dict[st
     # The log states the loss of the float16 weights, computed in float32.
     written = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     final = held_out_loss(written, corpus.held_out, tokenizer, recipe)
+
+    def sizes(documents: Sequence[str]) -> dict[str, int]:
+        tokens = sum(map(len, encode_documents(documents, tokenizer)))
+        return {"documents": len(documents), "bytes": sum(len(d.encode()) for d in documents), "tokens": tokens}
+
     log = {
         "recipe": dataclasses.asdict(recipe),
         "parameters": sum(p.numel() for p in model.parameters()),
         "corpus": {
             "sha256": corpus.digest,
-            "train": _text_sizes(corpus.train, tokenizer),
-            "held_out": _text_sizes(corpus.held_out, tokenizer),
+            "train": sizes(corpus.train),
+            "held_out": sizes(corpus.held_out),
         },
         "minutes": minutes,  # the limit
         "steps": curve[-1]["step"],
@@ -309,14 +295,6 @@ def run(recipe: Recipe, corpus: Corpus, minutes: float, folder: Path) -> dict[st
     return log
 
 
-def _text_sizes(documents: Sequence[str], tokenizer: Tokenizer) -> dict[str, int]:
-    return {
-        "documents": len(documents),
-        "bytes": sum(len(d.encode()) for d in documents),
-        "tokens": sum(map(len, encode_documents(documents, tokenizer))),
-    }
-
-
 def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -329,12 +307,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--output", type=Path, default=Path("demo-model"), help="folder")
     parser.add_argument("--minutes", type=float, default=30.0, help="maximum training time")
-    parser.add_argument("--steps", type=int, default=Recipe.steps, help="training steps")
-    parser.add_argument("--seed", type=int, default=Recipe.seed, help="seed of weights and batches")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
-    parser.add_argument("--precision", choices=("bfloat16", "float32"), default=Recipe.precision,
-                        help="of matrix products; float32 suits processors without bfloat16")  # fmt: skip
     parser.add_argument("--compile", action="store_true", help="use torch.compile; needs a C++ compiler")
+    for name, text in (
+        ("steps", "training steps"),
+        ("seed", "seed of weights and batches"),
+        ("precision", "of matrix products: bfloat16, or float32 for processors without it"),
+    ):
+        default = getattr(Recipe, name)
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     recipe = Recipe(steps=options.steps, seed=options.seed, precision=options.precision, compiled=options.compile)

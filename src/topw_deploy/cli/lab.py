@@ -11,7 +11,12 @@ import click
 from topw_deploy import install
 from topw_deploy.cli.options import (
     CONTEXT,
+    COUNT,
+    FILE,
     NEEDS_EXPORT,
+    PATH,
+    PATH_OR_STREAM,
+    json_file_option,
     opening_options,
     parameter_options,
     quiet_option,
@@ -22,7 +27,7 @@ from topw_deploy.cli.options import (
 from topw_deploy.cli.prompts import read_prompt_lines, read_text_lines
 from topw_deploy.cli.terminal import check_output, check_picture, progress, read_source, write_report, write_text
 from topw_deploy.errors import ParameterError, PromptError
-from topw_deploy.runtime.parameters import OF_KEPT_SET, read_values
+from topw_deploy.runtime.parameters import OF_KEPT_SET
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, TOP_W
 from topw_deploy.text import count_text
@@ -32,36 +37,24 @@ if TYPE_CHECKING:
 
 
 @click.command(name="stats", context_settings=CONTEXT, epilog=NEEDS_EXPORT)
-@click.argument("folder", metavar="OUT", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="OUT", type=PATH)
 @click.argument("prompts", metavar="[PROMPT]...", nargs=-1)
 @click.option(
     "--prompt-file",
-    type=click.Path(path_type=Path, allow_dash=True),
+    type=PATH_OR_STREAM,
     help="Read prompts from a file (UTF-8, one per line); - is standard input.",
 )
 @click.option(
     "--prompts-jsonl",
-    type=click.Path(path_type=Path, allow_dash=True),
+    type=PATH_OR_STREAM,
     help='Read prompts from JSON lines: "text" or {"prompt": "text"}.',
 )
-@click.option("--limit", type=click.IntRange(min=1), help="Use at most this many prompts.")
-@click.option(
-    "--max-new-tokens",
-    type=click.IntRange(min=1),
-    default=64,
-    show_default=True,
-    help="Maximum number of tokens per prompt.",
-)
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of each prompt's draws.")
-@click.option(
-    "--seeds",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Texts of each prompt, by consecutive seeds.",
-)
+@click.option("--limit", type=COUNT, help="Use at most this many prompts.")
+@click.option("--max-new-tokens", type=COUNT, default=64, help="Maximum number of tokens per prompt.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of each prompt's draws.")
+@click.option("--seeds", type=COUNT, default=1, help="Texts of each prompt, by consecutive seeds.")
 @click.option("--ignore-eos", is_flag=True, help="Continue after the end of sequence.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Prompts per batch.")
+@click.option("--batch-size", type=COUNT, default=1, help="Prompts per batch.")
 @parameter_options(*OF_KEPT_SET)
 @click.option(
     "--sweep",
@@ -69,29 +62,22 @@ if TYPE_CHECKING:
     multiple=True,
     help="Compare these values of a parameter. Repeat the option to compare every combination.",
 )
-@click.option(
-    "--tokens", type=click.IntRange(min=0), default=10, show_default=True, help="Maximum number of tokens per list."
-)
-@click.option(
-    "--json",
-    "json_file",
-    type=click.Path(path_type=Path, allow_dash=True),
-    help="Write the report as JSON; - is standard output.",
-)
+@click.option("--tokens", type=click.IntRange(min=0), default=10, help="Maximum number of tokens per list.")
+@json_file_option
 @click.option("--exact", is_flag=True, help="Also compare kept sets under the paper's exact objective (needs POT).")
 @click.option(
     "--exact-steps",
-    type=click.IntRange(min=1),
+    type=COUNT,
     metavar="N",
     help="Maximum number of steps for --exact per setting, evenly spaced.  [default: 200]",
 )
 @click.option(
     "--exact-pool",
-    type=click.IntRange(min=1),
+    type=COUNT,
     metavar="N",
     help="Compute --exact among this many likeliest tokens.  [default: the export's top_m]",
 )
-@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the report as .png, .svg or .pdf.")
+@click.option("--plot", type=FILE, help="Draw the report as .png, .svg or .pdf.")
 @quiet_option
 def stats(
     folder: Path,
@@ -129,8 +115,6 @@ def stats(
 
     try:
         settings = settings_of(take_given(values, (*PARAMETER_NAMES, *RULE_PARAMETER_NAMES)), sweep)
-        for setting in settings:
-            read_values(setting.parameters)
     except ParameterError as error:
         raise ParameterError(str(error), "sweep") from None
     check_output(json_file, "json_file")
@@ -194,56 +178,41 @@ _JSON_LINES = (".jsonl", ".ndjson")
     context_settings=CONTEXT,
     epilog="Needs the extra [compare]; an error shows how to install it.",
 )
-@click.argument("folder", metavar="OUT", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="OUT", type=PATH)
 @click.option(
     "--prompts",
     required=True,
-    type=click.Path(path_type=Path, allow_dash=True),
+    type=PATH_OR_STREAM,
     help="Prompts: UTF-8 text, one per line, or JSON lines if the name ends in .jsonl; - is text on standard input.",
 )
-@click.option("--limit", type=click.IntRange(min=1), help="Use at most this many prompts.")
+@click.option("--limit", type=COUNT, help="Use at most this many prompts.")
 @click.option(
     "--rules",
     metavar="RULE[=VALUE],...",
     default=DEFAULT_RULES,
-    show_default=True,
     help="Rules and their values; more of a rule's parameters follow as :NAME=VALUE.",
 )
-@click.option(
-    "--temperatures", metavar="T1,T2,...", default=DEFAULT_TEMPERATURES, show_default=True, help="Temperatures."
-)
-@click.option(
-    "--samples",
-    type=click.IntRange(min=1),
-    default=4,
-    show_default=True,
-    help="Texts per prompt, rule and temperature.",
-)
+@click.option("--temperatures", metavar="T1,T2,...", default=DEFAULT_TEMPERATURES, help="Temperatures.")
+@click.option("--samples", type=COUNT, default=4, help="Texts per prompt, rule and temperature.")
 @click.option(
     "--max-new-tokens",
     "--max-tokens",
     "max_new_tokens",
-    type=click.IntRange(min=1),
+    type=COUNT,
     default=64,
-    show_default=True,
     help="Maximum number of tokens per text.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of all rules' draws.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of all rules' draws.")
 @click.option("--ignore-eos", is_flag=True, help="Continue after the end of sequence, so that lengths are equal.")
 @click.option("--chat", is_flag=True, help="Use the chat template: a prompt is the user's message.")
 @click.option("--system", metavar="TEXT", help="System message of the chat.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Texts generated at once.")
+@click.option("--batch-size", type=COUNT, default=8, help="Texts generated at once.")
 @opening_options
-@click.option(
-    "--json",
-    "json_file",
-    type=click.Path(path_type=Path, allow_dash=True),
-    help="Write the report with all texts as JSON; - is standard output.",
-)
+@json_file_option
 @click.option(
     "--html",
     "html_file",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Write one self-contained page: plots, intervals, and the texts side by side.",
 )
 @quiet_option

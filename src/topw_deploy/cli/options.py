@@ -111,6 +111,9 @@ def _parse_rule_names(text: str) -> tuple[str, ...]:
 
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="Do not show progress on stderr.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+json_file_option = click.option(
+    "--json", "json_file", type=PATH_OR_STREAM, help="Write the report as JSON; - is standard output."
+)
 force_option = click.option(
     "--overwrite", "--force", is_flag=True, help="Replace what an earlier run wrote there, at the very end."
 )

@@ -148,9 +148,9 @@ def run(
     prompt = random_prompt(folder, prompt_tokens, new_tokens, seed)
     settings = {"folder": folder, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "threads": threads,
                 "rounds": rounds, "seed": seed, **libraries}  # fmt: skip
-    parent: Path | None = folder.resolve().parent  # weights can be hard-linked on the same file system
-    parent = parent if os.access(parent, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix=".topw-bench-", dir=parent) as scratch:
+    parent = folder.resolve().parent  # weights can be hard-linked on the same file system
+    scratch_parent = parent if os.access(parent, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix=".topw-bench-", dir=scratch_parent) as scratch:
         argmax = Path(scratch, ARGMAX_FILE)
         present, absent = choose(sides(folder, argmax, **libraries), peers)
         report = Report("decode", settings, absent, "one token after the first")

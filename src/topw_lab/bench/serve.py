@@ -1,4 +1,4 @@
-"""`topw bench serve`: many callers of one model, through the engine, by `generate`, and the engine's runs alone.
+"""`topw bench serve`: many callers of one model, through the engine and by `generate`.
 
 Measured for each number of callers: seconds for all requests, to the first text of a request, and between its texts.
 Then latencies of the engine: its overhead with streaming callers, and the time to the first text while a long prompt is
@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -22,13 +22,10 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.engine import Engine
-from topw_deploy.engine.batch import Batch
-from topw_deploy.engine.scheduler import ScheduledSequence, Scheduler
 from topw_deploy.errors import ParameterError
 from topw_deploy.manifest import load_decoder_manifest
 from topw_deploy.progress import SILENT, Progress
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.sequence import Sequence as Prepared
 from topw_deploy.text import count_text
 from topw_lab.bench.measure import Spread, interleave
 from topw_lab.bench.sides import Report, Side, Times, choose, start_workers
@@ -41,7 +38,6 @@ LONG_PROMPT, LONG_PREFIX = 4000, 1000  # tokens of the long prompt and of the re
 SHORT_PROMPT, SUFFIX = 16, 8  # tokens of the request that waits for the long prompt, and after a prefix
 STREAMS = 8  # callers when the overhead of the engine is measured
 _STREAM_PROMPT, _STREAM_NEW = 16, 128  # prompt tokens and new tokens of a streaming caller, if they fit the context
-_WARMUP_NEW = 2  # maximum number of new tokens of a request in the warm-up
 _CONTEXT_DIVISOR = 8  # a default mean length is at most the context divided by this
 _LOG_DEVIATION = 0.6  # standard deviation of a length's logarithm
 _HEADER = ("side", "requests/s", "new tokens/s", "time, ratio (quartiles)", "first text ms, median / p99",
@@ -53,14 +49,14 @@ Served = dict[str, Any]
 """What a side measured, see `ServeWorker`."""
 
 
-def log_normal_lengths(count: int, mean: int) -> list[int]:
-    """`count` lengths with about this mean, in ascending order: quantiles of a log-normal distribution."""
+def log_normal_lengths(number: int, mean: int) -> list[int]:
+    """`number` lengths with about this mean, in ascending order: quantiles of a log-normal distribution."""
     normal = NormalDist(-(_LOG_DEVIATION**2) / 2, _LOG_DEVIATION)
-    return [max(1, round(mean * math.exp(normal.inv_cdf((index + 0.5) / count)))) for index in range(count)]
+    return [max(1, round(mean * math.exp(normal.inv_cdf((index + 0.5) / number)))) for index in range(number)]
 
 
 def make_requests(
-    folder: Path, count: int, prompt_tokens: int | None = None, new_tokens: int | None = None, seed: int = 0
+    folder: Path, number: int, prompt_tokens: int | None = None, new_tokens: int | None = None, seed: int = 0
 ) -> Requests:
     """Random requests, the same for equal seeds.
 
@@ -71,7 +67,7 @@ def make_requests(
     manifest = load_decoder_manifest(folder)
     context = manifest.decoder.context_length
     prompts, budgets = (
-        log_normal_lengths(count, mean or max(2, min(usual, context // _CONTEXT_DIVISOR)))
+        log_normal_lengths(number, mean or max(2, min(usual, context // _CONTEXT_DIVISOR)))
         for mean, usual in ((prompt_tokens, MEAN_PROMPT), (new_tokens, MEAN_NEW))
     )
     if prompts[-1] + budgets[-1] > context:
@@ -80,7 +76,7 @@ def make_requests(
             "prompt_tokens or new_tokens.",
             "prompt_tokens",
         )
-    rng = np.random.default_rng([seed, count])
+    rng = np.random.default_rng([seed, number])
     return [
         (rng.integers(0, manifest.sampler.vocab_size, tokens).tolist(), budget)
         for tokens, budget in zip(rng.permutation(prompts).tolist(), rng.permutation(budgets).tolist(), strict=True)
@@ -120,13 +116,14 @@ def run(
     BenchmarkError for a named side that is missing and for a side that dies.
     """
     settings: dict[str, Any] = {"folder": str(folder), "rows": rows, "prefill_budget": prefill_budget}
-    labels = {"engine": "Engine", "one-by-one": "generate one by one", "static": "generate of lists",
-              "ideal": "the Engine's runs alone"}  # fmt: skip
     own = [
-        Side(name=name, label=label, kind="ours" if name == "engine" else "yardstick", worker=__file__, do=name,
-             settings=settings)
-        for name, label in labels.items()
-    ]  # fmt: skip
+        Side(name=name, label=label, kind=kind, worker=__file__, do=name, settings=settings)
+        for name, label, kind in (
+            ("engine", "Engine", "ours"),
+            ("one-by-one", "generate one by one", "yardstick"),
+            ("static", "generate of lists", "yardstick"),
+        )
+    ]
     present, absent = choose([*own, *others], peers)
     loads = {
         callers: make_requests(folder, max(requests, callers), prompt_tokens, new_tokens, seed)
@@ -135,28 +132,24 @@ def run(
     has_engine = any(side.name == "engine" for side in present)
     settings |= {"concurrency": concurrency, "threads": threads, "rounds": rounds, "seed": seed}
     report = Report("serve", settings, absent, "all requests, or to the first text")
-    total = len(threads) * rounds * (len(loads) * len(present) - (1 in loads) + has_engine)
+    total = len(threads) * (rounds + 1) * (len(loads) * len(present) - (1 in loads) + has_engine)
     with progress.bar(total, "run") as advance:
-        for count in threads:
-            name = f"{folder.resolve().name}, {count_text(count, 'thread')}"
-            with start_workers(present, count, progress) as workers:
+        for number in threads:
+            name = f"{folder.resolve().name}, {count_text(number, 'thread')}"
+            with start_workers(present, number, progress) as workers:
                 for callers, load in loads.items():
                     # `static` is `one-by-one` if there is a single caller.
                     sides = [side for side in present if callers > 1 or side.name != "static"]
-                    warmup = [(prompt, min(new, _WARMUP_NEW)) for prompt, new in load[: max(rows, requests)]]
-                    calls = {}
-                    for side in sides:
-                        call = partial(workers[side.name].call, side.do, callers=callers)
-                        call(requests=warmup)  # maps the memory
-                        calls[side.name] = partial(call, requests=load)
-                    served = interleave(calls, rounds, 0, seed=seed, advance=advance)
+                    calls = {
+                        side.name: partial(workers[side.name].call, side.do, requests=load, callers=callers)
+                        for side in sides
+                    }
+                    served = interleave(calls, rounds, seed=seed, advance=advance)
                     _add_load(report, name, callers, load, sides, served)
                 if has_engine:
-                    latencies = []
-                    for number in range(rounds + 1):  # the first is a warm-up
-                        latencies.append(_latencies(workers["engine"], folder, prefill_budget, seed + number))
-                        advance(int(number > 0))
-                    _add_latencies(report, name, prefill_budget, latencies[1:])
+                    measure = partial(_latencies, workers["engine"], folder, prefill_budget, count(seed))
+                    latencies = interleave({"engine": measure}, rounds, advance=advance)["engine"]
+                    _add_latencies(report, name, prefill_budget, latencies)
     return report
 
 
@@ -186,7 +179,7 @@ def _add_load(
     report.add_table(title, _HEADER, rows)
     report.runs.append({"title": title, "callers": callers, "requests": len(requests), "new_tokens": new_tokens,
                         **times.as_dict(**waits)})  # fmt: skip
-    compared = {side.name: side.label for side in sides if side.name not in (reference, "ideal")}
+    compared = {side.name: side.label for side in sides if side.name != reference}
     verb = "gets" if callers == 1 else "get"
     finding = f"{count_text(callers, 'caller')} {verb} {rate(reference)} new tokens/s{times.comparison(compared)}"
 
@@ -197,17 +190,16 @@ def _add_load(
     report.panels.append(times.panel(title, finding, text))
 
 
-def _latencies(worker: Worker, folder: Path, budget: int, seed: int) -> dict[str, float]:
+def _latencies(worker: Worker, folder: Path, budget: int, seeds: Iterator[int]) -> dict[str, float]:
     """One round of latencies of the engine, and of its overhead with STREAMS streaming callers.
 
     chunked, whole: seconds to the first text of a short request while a long prompt is read in chunks, or at once.
     read, reused: seconds to the first text of a long prompt whose prefix is read, or reused.
     outside, steady, step: see `ServeWorker`.
-    lost: 1 - time of the runs alone (side `ideal`) / time of the engine, for the same requests.
     long, prefix: numbers of tokens of the long prompt and of the prefix.
     """
     manifest = load_decoder_manifest(folder)
-    context, rng = manifest.decoder.context_length, np.random.default_rng(seed)
+    context, rng = manifest.decoder.context_length, np.random.default_rng(next(seeds))
     stream = min(_STREAM_PROMPT, context // 2)
     long = max(1, min(LONG_PROMPT, context - SHORT_PROMPT))
     prefix = max(1, min(LONG_PREFIX, context - SHORT_PROMPT))
@@ -217,7 +209,6 @@ def _latencies(worker: Worker, folder: Path, budget: int, seed: int) -> dict[str
     ]
     requests = [(prompt, min(_STREAM_NEW, context - stream)) for prompt in prompts[5:]]
     streamed = worker.call("engine", requests=requests, callers=STREAMS)
-    ideal = worker.call("ideal", requests=requests, callers=STREAMS)["seconds"]
     read, reused = worker.call("wait_after_prefix", prefix=prompts[2], suffixes=prompts[3:5])
     chunked, whole = (
         worker.call("wait_behind_prompt", long=prompts[0], short=prompts[1], budget=most) for most in (budget, context)
@@ -225,7 +216,6 @@ def _latencies(worker: Worker, folder: Path, budget: int, seed: int) -> dict[str
     return {
         **{"chunked": chunked, "whole": whole, "read": read, "reused": reused, "long": long, "prefix": prefix},
         **{name: streamed[name] for name in ("steady", "outside", "step")},
-        "lost": 1 - ideal / streamed["seconds"],
     }
 
 
@@ -233,7 +223,7 @@ def _add_latencies(report: Report, name: str, budget: int, rounds: Sequence[dict
     """Add the rounds of `_latencies` to the report."""
     spreads = {what: Spread.of([latencies[what] for latencies in rounds]) for what in rounds[0]}
     medians = {what: duration(spread.median) for what, spread in spreads.items()}
-    shares = {what: spreads[what].format(100, 1) for what in ("steady", "outside", "lost")}
+    shares = {what: spreads[what].format(100, 1) for what in ("steady", "outside")}
     sooner, faster = (
         Spread.of([latencies[over] / latencies[under] for latencies in rounds])
         for over, under in (("whole", "chunked"), ("read", "reused"))
@@ -242,8 +232,7 @@ def _add_latencies(report: Report, name: str, budget: int, rounds: Sequence[dict
     report.lines += [
         "",
         f"{STREAMS} streaming callers: {shares['steady']} % of the engine's time is outside the session's runs between "
-        f"starts and ends, {shares['outside']} % in all; the runs alone take {shares['lost']} % less time. A step "
-        f"takes {medians['step']}.",
+        f"starts and ends, {shares['outside']} % in all. A step takes {medians['step']}.",
         f"First text of a request of {SHORT_PROMPT} tokens while a prompt of {long} is read: {medians['chunked']} with "
         f"chunks of {budget}, {medians['whole']} if it is read at once, {sooner.format(digits=1)} times as long.",
         f"First text after {prefix} + {SUFFIX} tokens: {medians['read']} if all are read, {medians['reused']} if the "
@@ -282,7 +271,6 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         "engine": worker.engine,
         "one-by-one": partial(worker.generate, size=1),
         "static": worker.generate,
-        "ideal": worker.ideal,
         "wait_behind_prompt": worker.wait_behind_prompt,
         "wait_after_prefix": worker.wait_after_prefix,
     }
@@ -315,7 +303,6 @@ class ServeWorker:
     def __init__(self, model: TopWModel, rows: int, prefill_budget: int) -> None:
         self._model, self._rows, self._budget = model, rows, prefill_budget
         self._engines: dict[tuple[int, int, bool], Engine] = {}
-        self._batches: dict[int, Batch] = {}
 
     def engine(self, requests: Requests, callers: int) -> Served:
         """Serve with `Engine`. Each caller is a thread that reads the pieces of its requests."""
@@ -367,18 +354,6 @@ class ServeWorker:
             sent.extend([time.perf_counter()] * len(results))
         return {"seconds": time.perf_counter() - began, "first": first, "between": between}
 
-    def ideal(self, requests: Requests, callers: int) -> Served:
-        """Make the engine's runs for the requests. The time between runs is not counted."""
-        rows, decoder = min(callers, self._rows), self._model.manifest.decoder
-        prepared = [
-            self._model.prepare(prompt, max_new_tokens=new_tokens, ignore_eos=True, seed=1)[0]
-            for prompt, new_tokens in requests
-        ]
-        if rows not in self._batches:
-            self._batches[rows] = Batch(self._model._require_open()[0], decoder, rows, decoder.context_length)
-        seconds = run_requests(self._batches[rows], rows, self._budget, prepared, callers, decoding_only=decoder.evicts)
-        return {"seconds": seconds, "first": [], "between": []}
-
     def wait_behind_prompt(self, long: list[int], short: list[int], budget: int) -> float:
         """Measure the seconds from a short request to its first text, while the engine reads a long prompt.
 
@@ -417,61 +392,3 @@ class ServeWorker:
         if key not in self._engines:
             self._engines[key] = Engine(self._model, max_batch=rows, prefill_budget=key[1], reuse_prefixes=reuse)
         return self._engines[key]
-
-
-class _Sequence(ScheduledSequence):
-    """A request in the scheduler. left: number of tokens to draw."""
-
-    def __init__(self, request: Prepared) -> None:
-        super().__init__(len(request.prompt))
-        self.request, self.left = request, request.params.budget
-
-
-def run_requests(
-    batch: Batch, rows: int, chunk: int, requests: Sequence[Prepared], callers: int, *, decoding_only: bool = False
-) -> float:
-    """Make the engine's runs for the requests, at most `callers` at a time. Returns the seconds spent in runs.
-
-    There are no threads, callers or texts, and only the runs are timed. Their time is a lower bound for `Engine`, which
-    adds the cost of its own and the callers' Python code.
-
-    rows: number of slots of `batch`; all must be free.
-    chunk: maximum number of prompt tokens per run.
-    decoding_only: see `Scheduler`.
-    """
-    scheduler: Scheduler[_Sequence] = Scheduler(
-        rows, chunk, decoding_only=decoding_only, moves_slots=batch.copies_slots
-    )
-    waiting = deque(_Sequence(request) for request in requests)
-
-    def take(sequence: _Sequence, feed: Callable[[int, int], None], token: int) -> None:
-        """Count a drawn token, and feed it to the next run or end the sequence."""
-        sequence.left -= 1
-        if sequence.left:
-            feed(sequence.slot, token)
-            return
-        scheduler.end(sequence)
-        batch.clear(sequence.slot)
-        if waiting:
-            scheduler.submit(waiting.popleft())
-
-    for _ in range(min(callers, len(waiting))):
-        scheduler.submit(waiting.popleft())
-    before = batch.run_seconds
-    while not scheduler.is_idle:
-        for sequence in scheduler.admit():
-            batch.assign(sequence.slot, sequence.request)
-        part = scheduler.next_chunk()
-        if part is not None:
-            sequence = part.sequence
-            token = batch.read(sequence.slot, sequence.request, part.start, part.end)
-            scheduler.record_read(part)
-            if token is not None:
-                take(sequence, batch.begin, token)
-        for pair in scheduler.arrange():
-            batch.exchange(*pair)
-        if scheduler.decoding:
-            tokens = batch.step(scheduler.width)
-            for sequence in list(scheduler.decoding):
-                take(sequence, batch.accept, tokens[sequence.slot])
-    return batch.run_seconds - before
