@@ -98,7 +98,7 @@ def test_a_wrong_value_of_an_export_names_its_option(
     ("words", "message"),
     [
         (["stats", "OUT", "x", "--sweep", "temperatur=1"], "unknown parameter 'temperatur': did you mean temperature?"),
-        (["stats", "OUT", "x", "--sweep", "beta=-1"], "beta is -1.0, but must be a finite number >= 0."),
+        (["stats", "OUT", "x", "--sweep", "beta=-1"], "beta is -1, but must be a finite number >= 0."),
         (["stats", "OUT", "x", "--json", "/nowhere/x"], "--json is /nowhere/x, but /nowhere is not a folder;"),
         (["stats", "OUT", "x", "--plot", "x"], "--plot is x, but must end in .png or .svg or .pdf;"),
         (["bench", "decode", "OUT", "--threads", "0"], "Invalid value for '--threads': 0 is not in the range"),
