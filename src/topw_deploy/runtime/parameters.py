@@ -27,8 +27,7 @@ from topw_deploy.sampling.parameters import (
     RANGES,
     REQUEST_PRESETS,
     beta_coefficients,
-    check_geom_unit,
-    check_preset,
+    check_choice,
     is_boolean,
     read_number,
     unknown_name,
@@ -128,6 +127,11 @@ def integer(low: int, high: float = math.inf) -> Read:
 def real(holds: Callable[[float], bool], bound: str) -> Read:
     """A check for numbers that are within `bound` in float32 too, in which the graph computes."""
     return lambda name, value: read_number(name, value, holds, bound)
+
+
+def one_of(choices: Iterable[str]) -> Read:
+    """A check for texts."""
+    return lambda name, value: check_choice(name, value, choices)
 
 
 _finite = real(math.isfinite, "a finite number")
@@ -280,7 +284,7 @@ class GenerationParameters(PromptInputs, total=False):
         PerPrompt[str],
         Parameter(
             "Named values for those of Top-W's six parameters that are not given.",
-            lambda _name, value: check_preset(value),
+            one_of(REQUEST_PRESETS),
             places=REQUEST,
             choices=tuple(REQUEST_PRESETS),
         ),
@@ -300,7 +304,7 @@ class GenerationParameters(PromptInputs, total=False):
         PerPrompt[str],
         Parameter(
             "Unit of the geom_scale given with it: the metric's, or the median distance of likely tokens.",
-            lambda _name, value: check_geom_unit(value),
+            one_of(GEOM_UNITS),
             choices=GEOM_UNITS,
         ),
     ]

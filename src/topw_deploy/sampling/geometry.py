@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -181,20 +181,13 @@ def euclidean(x: Floats, y: Floats) -> Floats:
     return np.sqrt(squares)
 
 
-class TokenDistances(Protocol):
-    """What `median_distance` needs of a `Geometry`."""
-
-    def distances(self, rows: ArrayLike, cols: ArrayLike) -> Floats:
-        """Distances [n, m] between token ids [n] and [m]."""
-
-
-def median_distance(geometry: TokenDistances, logits: Iterable[NDArray[Any]]) -> float | None:
+def median_distance(geometry: Any, logits: Iterable[NDArray[Any]]) -> float | None:
     """The median distance between two independent draws at one step, given that they are different tokens.
 
     A pair (i, j) has the weight p_i p_j, where p is the softmax at temperature 1. So pairs of likely tokens weigh most,
     and steps with one certain token weigh hardly anything. Each step contributes its LIKELY_TOKENS likeliest tokens.
 
-    geometry: any metric.
+    geometry: a `Geometry` of numpy or torch.
     logits: one row [V] per step; rows with NaN, +inf or nothing finite are left out.
 
     Returns None if no step has two likely tokens, or if the median is 0.
@@ -234,7 +227,7 @@ def first_and_last_tokens(start: Ids, body: Ids, longest: int) -> list[Ids]:
     return [np.concatenate([start, end]) for end in ends]
 
 
-def _pair_distances(geometry: TokenDistances, row: NDArray[Any]) -> tuple[Floats, Floats]:
+def _pair_distances(geometry: Any, row: NDArray[Any]) -> tuple[Floats, Floats]:
     """Distances and weights of the step's pairs, each [n (n - 1) / 2]."""
     weights = np.exp(row.astype(np.float64) - row.max())
     weights /= weights.sum()

@@ -68,7 +68,6 @@ def beta_at(text: str, temperature: float) -> float:
 
 METRICS = ("mahalanobis", "unit", "cosine", "uniform")
 POTENTIALS = ("nearest", "knn")
-_COUNTS = ("top_m", "alt_iters", "knn_k")
 GREEDY_BELOW = 9.999999747378752e-06  # 1e-5 in float32; below it, a temperature means argmax
 
 ALIASES = {"lambda_geom": "lam", "warm_p": "init_top_p", "m": "top_m"}
@@ -96,6 +95,13 @@ def read_number(name: str, value: object, holds: Callable[[float], bool], bound:
             f"{name} is {short_repr(value)}, but must be {bound}{f' {IN_FLOAT32}' if holds(number) else ''}.", name
         )
     return number
+
+
+def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
+    """Return `value`. Raises ParameterError if it is not one of `choices`."""
+    if not isinstance(value, str) or value not in choices:
+        raise ParameterError(f"{name} is {value!r:.60}, but must be one of {', '.join(choices)}.", name)
+    return value
 
 
 def is_boolean(value: object) -> bool:
@@ -172,12 +178,12 @@ class TopWOptions:
     knn_k: int = 4
 
     def __post_init__(self) -> None:
-        for name, known in (("metric", METRICS), ("potential", POTENTIALS), *((name, None) for name in _COUNTS)):
+        check_choice("metric", self.metric, METRICS)
+        check_choice("potential", self.potential, POTENTIALS)
+        for name in ("top_m", "alt_iters", "knn_k"):
             value = getattr(self, name)
-            holds = value in known if known else type(value) is int and value >= 1
-            if not holds:
-                bound = f"one of {', '.join(known)}" if known else "an integer >= 1"
-                raise ParameterError(f"{name} is {value!r}, but must be {bound}.", name)
+            if type(value) is not int or value < 1:
+                raise ParameterError(f"{name} is {value!r}, but must be an integer >= 1.", name)
 
     @property
     def neighbours(self) -> int:
@@ -223,10 +229,14 @@ def canonical_names(given: Mapping[str, Any], known: Iterable[str] = PARAMETER_N
 
 def unknown_name(name: str, known: Iterable[str]) -> ParameterError:
     """The error for an unknown parameter, suggesting the nearest known name."""
-    known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    return ParameterError(f"unknown parameter {name!r}: {hint}known are {', '.join(known)}.")
+    return ParameterError(f"unknown parameter {name!r}: {known_clause(name, sorted(known))}.")
+
+
+def known_clause(name: object, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the nearest known one, and all."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1) if isinstance(name, str) else []
+    return f"{f'did you mean {close[0]}? ' if close else ''}known are {', '.join(known)}"
 
 
 GEOM_UNITS = ("raw", "median")
@@ -261,17 +271,10 @@ def preset_parameters(name: str, metric: str, width: int | None) -> dict[str, An
     Raises ParameterError for an unknown name, listing the known ones, and for `lively` under `mahalanobis` without a
     width.
     """
-    check_preset(name)
+    check_choice("preset", name, REQUEST_PRESETS)
     if name in PRESETS:
         return preset_values(name)
     return asdict(replace(_LIVELY, geom_scale=LIVELY_DISTANCE / typical_distance(metric, width)))
-
-
-def check_preset(name: object) -> str:
-    """Return `name`. Raises ParameterError if it is not a preset."""
-    if not isinstance(name, str) or name not in REQUEST_PRESETS:
-        raise ParameterError(f"preset is {name!r:.60}, but must be one of {', '.join(REQUEST_PRESETS)}.")
-    return name
 
 
 def typical_distance(metric: str, width: int | None) -> float:
@@ -289,13 +292,6 @@ def typical_distance(metric: str, width: int | None) -> float:
     return math.sqrt(2) if metric == "unit" else 1.0
 
 
-def check_geom_unit(unit: object) -> str:
-    """Return `unit`. Raises ParameterError if it is not one of GEOM_UNITS."""
-    if not isinstance(unit, str) or unit not in GEOM_UNITS:
-        raise ParameterError(f"geom_unit is {unit!r:.60}, but must be one of {', '.join(GEOM_UNITS)}.", "geom_unit")
-    return unit
-
-
 def with_raw_scale(stated: Mapping[str, Any], median: float | None, unknown: str = _NOT_MEASURED) -> Mapping[str, Any]:
     """Convert the geom_scale of `stated` to the metric's unit if its geom_unit is `median`; else return `stated`.
 
@@ -307,7 +303,7 @@ def with_raw_scale(stated: Mapping[str, Any], median: float | None, unknown: str
     float32.
     """
     unit = stated.get("geom_unit")
-    if unit is None or check_geom_unit(unit) == "raw":
+    if unit is None or check_choice("geom_unit", unit, GEOM_UNITS) == "raw":
         return stated
     if "geom_scale" not in stated:
         raise ParameterError(

@@ -7,7 +7,6 @@ are compared in units of the largest: w_i = p_i / p_1. `RULES` is the table of a
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -18,7 +17,7 @@ from numpy.typing import ArrayLike
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling.geometry import Floats, Ids
-from topw_deploy.sampling.parameters import GREEDY_BELOW, RANGES, read_number
+from topw_deploy.sampling.parameters import GREEDY_BELOW, RANGES, known_clause, read_number
 from topw_deploy.sampling.reference import Ties, checked_row, warm_start
 
 CANDIDATES = 64
@@ -308,9 +307,7 @@ def carried_rules(names: Iterable[str]) -> tuple[str, ...]:
 
 def unknown_rule_error(name: object) -> ParameterError:
     """The error for an unknown rule, suggesting the nearest known one."""
-    close = difflib.get_close_matches(name, RULES, n=1) if isinstance(name, str) else []
-    hint = f"did you mean {close[0]}? " if close else ""
-    return ParameterError(f"rule is {name!r:.60}: {hint}known are {', '.join(RULES)}.", "rule")
+    return ParameterError(f"rule is {name!r:.60}: {known_clause(name, RULES)}.", "rule")
 
 
 @dataclass(frozen=True, slots=True)
