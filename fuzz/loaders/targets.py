@@ -130,7 +130,7 @@ def manifest(scratch: Path) -> Loader:
 def folder(scratch: Path) -> Loader:
     """Files of an exported folder but the graph. onnxruntime, which is no part of this package, does not run."""
     from topw_deploy.runtime.chat import load_chat_template
-    from topw_deploy.runtime.prepare import read_bos_token_id, read_model_defaults
+    from topw_deploy.runtime.prepare import read_model_defaults
     from topw_deploy.runtime.tokenizer import Tokenizer
 
     place = exported(scratch)
@@ -150,7 +150,6 @@ def folder(scratch: Path) -> Loader:
         opened = ModelFolder(place, DecoderManifest)
         tokenizer = Tokenizer(opened)
         read_model_defaults(opened, tokenizer)
-        read_bos_token_id(opened, tokenizer)
         template = load_chat_template(opened, tokenizer)
         if template is not None:
             template.render(MESSAGES)

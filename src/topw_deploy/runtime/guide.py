@@ -260,11 +260,6 @@ def call_with_deep_stack(function: Callable[[], Result], seconds: float) -> Resu
 
 _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 _EXCERPT = re.compile(r"\n\s+\d+ \| ")
-_REGEX_ERROR = re.compile(
-    r"(?:invalid regex .*?\(in regex\): )?regex parse error:\n    (?P<text>[^\n]*)\n    (?P<gap> *)\^+\s*\nerror: "
-    r"(?P<why>[^\n]*)",
-    re.DOTALL,
-)
 _NO_CONTINUATION = ("NoExtension", "NoExtensionBias")
 _NOUNS = {"json": "the schema", "regex": "the expression", "choice": "the choices", "grammar": "the grammar"}
 
@@ -275,16 +270,12 @@ def compile_error(constraint: Constraint, message: str) -> GrammarError:
     message = message.replace("<non-verbose/>", "").strip()
     place = _PLACE.match(message)
     why = _EXCERPT.split(message[place.end() :] if place else message)[0]
-    in_regex = _REGEX_ERROR.search(message)
-    if in_regex:
-        why = in_regex["why"]
+    if "regex parse error:" in message:
+        why = message.rpartition("error: ")[2].partition("\n")[0]
     if constraint.kind == "grammar" and place:
         line, column = int(place[1]), int(place[2])
-        where = f" (line {line}, column {column}{_quote_place(in_regex)})"
-        return GrammarError(f"{what} does not compile: {_as_clause(why)}{where}.", line=line, column=column)
-    if constraint.kind == "regex" and in_regex:
-        column = len(in_regex["gap"]) + 1
-        return GrammarError(f"{what} does not compile: {_as_clause(why)} (column {column}).", line=1, column=column)
+        where = f"(line {line}, column {column})"
+        return GrammarError(f"{what} does not compile: {_as_clause(why)} {where}.", line=line, column=column)
     return GrammarError(f"{what} does not compile: {_as_clause(why.removeprefix('failed to compile JSON schema: '))}.")
 
 
@@ -296,11 +287,6 @@ def step_error(message: str) -> GrammarError:
             "the grammar of structured_outputs allows no continuation; give another one.", "structured_outputs"
         )
     return GrammarError(f"the grammar of structured_outputs failed: {why}; give a simpler one.", "structured_outputs")
-
-
-def _quote_place(in_regex: re.Match[str] | None) -> str:
-    """The expression from the place of its error on, for a message; "" if the error is not in an expression."""
-    return "" if in_regex is None else f", at {one_line(ValueError(in_regex['text'][len(in_regex['gap']) :]), 40)!r}"
 
 
 def _as_clause(message: str) -> str:

@@ -155,9 +155,9 @@ class Preparer:
 
         Raises ParameterError for an invalid parameter in `generation_config.json`.
         """
-        self.limits, self.defaults = limits, read_model_defaults(folder, tokenizer)
+        self.limits = limits
+        self.defaults, self._bos_token_id = read_model_defaults(folder, tokenizer)
         self._path, self._manifest, self._tokenizer, self._pads = folder.path, folder.manifest, tokenizer, pads
-        self._bos_token_id = read_bos_token_id(folder, tokenizer)
         self._geometry, self._median = folder.manifest.sampler.geometry, folder.manifest.median_distance
         package = {name: parameter.default for name, parameter in _PER_PROMPT.items()}
         self._fallbacks = {**package, **folder.manifest.stated_defaults}
@@ -539,33 +539,26 @@ def _caller_stack_level() -> int:
     return level
 
 
-def read_model_defaults(folder: ModelFolder[Manifest], tokenizer: Tokenizer) -> dict[str, Any]:
+def read_model_defaults(folder: ModelFolder[Manifest], tokenizer: Tokenizer) -> tuple[dict[str, Any], int | None]:
     """Read the parameters of the model's `generation_config.json`, without token ids outside the vocabulary.
 
-    If the file has no EOS ids, those of `config.json` are read, else that of the tokenizer. Warns of settings without
-    effect.
+    If the file has no EOS or BOS ids, those of `config.json` are read, else that of the tokenizer. Warns of settings
+    without effect.
+
+    Returns (parameters, BOS id).
 
     Raises ParameterError, naming the file, for an invalid parameter.
     """
-    generation, *models = _configs(folder)
-    stated = [tokenizer.eos_token_id, *(config.get("eos_token_id") for config in (*reversed(models), generation))]
-    eos = next((value for value in reversed(stated) if value is not None), ())
+    generation, config = folder.read_json(CONFIG_FILE), folder.read_json("config.json")
+    text = config.get("text_config")
+    configs = [generation, config, *([text] if isinstance(text, dict) else [])]
+    stated = (*(each.get("eos_token_id") for each in configs), tokenizer.eos_token_id, ())
+    eos = next(value for value in stated if value is not None)
+    begins = (each.get("bos_token_id") for each in configs)
+    bos = next((value for value in begins if type(value) is int), tokenizer.bos_token_id)
     defaults = read_settings({**generation, "eos_token_id": eos}, CONFIG_FILE, _IN_FILE)
     size = folder.manifest.sampler.vocab_size
     for name in ("eos_token_id", "stop_token_ids", "suppress_tokens"):
         defaults[name] = tuple(token for token in defaults.get(name, ()) if token < size)
     defaults["bad_words_ids"] = tuple(word for word in defaults.get("bad_words_ids", ()) if max(word) < size)
-    return defaults
-
-
-def read_bos_token_id(folder: ModelFolder[Manifest], tokenizer: Tokenizer) -> int | None:
-    """The BOS id of the generation config, else of the model config, else of the tokenizer."""
-    stated = (config.get("bos_token_id") for config in _configs(folder))
-    ids = (value for value in stated if isinstance(value, int) and not isinstance(value, bool))
-    return next(ids, tokenizer.bos_token_id)
-
-
-def _configs(folder: ModelFolder[Any]) -> list[dict[str, Any]]:
-    config = folder.read_json("config.json")
-    text = config.get("text_config")
-    return [folder.read_json(CONFIG_FILE), config, *([text] if isinstance(text, dict) else [])]
+    return defaults, bos

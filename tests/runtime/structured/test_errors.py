@@ -17,12 +17,11 @@ from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime import guide as grammars
 
 BROKEN: list[tuple[dict[str, Any], str, tuple[int | None, int | None]]] = [
-    ({"regex": "a(b"}, "the expression does not compile: unclosed group (column 2).", (1, 2)),
+    ({"regex": "a(b"}, "the expression does not compile: unclosed group.", (None, None)),
     (
         {"regex": "(?=a)b"},
-        "the expression does not compile: look-around, including look-ahead and look-behind, is not supported "
-        "(column 1).",
-        (1, 1),
+        "the expression does not compile: look-around, including look-ahead and look-behind, is not supported.",
+        (None, None),
     ),
     (
         {"regex": r"[^\s\S]"},
@@ -59,7 +58,7 @@ BROKEN: list[tuple[dict[str, Any], str, tuple[int | None, int | None]]] = [
     ),
     (
         {"grammar": "start: A\nA: /a(b/"},
-        "the grammar does not compile: unclosed group (line 2, column 4, at '(b').",
+        "the grammar does not compile: unclosed group (line 2, column 4).",
         (2, 4),
     ),
     ({"grammar": 'other: "a"'}, "the grammar does not compile: no start rule found.", (None, None)),
