@@ -248,38 +248,26 @@ class Rule:
         return all(value.accepts(number) for value, number in zip(self.values, values, strict=False))
 
 
-def _count(name: str, default: float | None = None) -> RuleValue:
-    bound = f"an integer in 1..{LARGEST_COUNT}"
-    return RuleValue(name, lambda value: value == math.floor(value) and 1 <= value <= LARGEST_COUNT, bound, default)
-
-
-def _share(name: str, default: float | None = None) -> RuleValue:
-    return RuleValue(name, lambda value: 0 < value <= 1, "in (0, 1]", default)
-
-
-def _open_share(name: str) -> RuleValue:
-    return RuleValue(name, lambda value: 0 < value < 1, "in (0, 1)")
-
-
-def _non_negative(name: str, default: float) -> RuleValue:
-    return RuleValue(name, lambda value: value >= 0, "a finite number >= 0", default)
-
-
-_MIN_P = RuleValue("min_p", lambda value: 0 <= value <= 1, "in [0, 1]")
+# Intervals, as the arguments `contains` and `bound` of a RuleValue.
+_COUNT = (lambda x: x == math.floor(x) and 1 <= x <= LARGEST_COUNT, f"an integer in 1..{LARGEST_COUNT}")
+_SHARE = (lambda x: 0 < x <= 1, "in (0, 1]")
+_OPEN_SHARE = (lambda x: 0 < x < 1, "in (0, 1)")
+_CLOSED_SHARE = (lambda x: 0 <= x <= 1, "in [0, 1]")
+_NOT_NEGATIVE = (lambda x: x >= 0, "a finite number >= 0")
 
 TOP_W = Rule(0, "top_w")
 ALL_RULES = (
     TOP_W,
-    Rule(1, "top_k", (_count("top_k"),), top_k),
-    Rule(2, "top_p", (_share("top_p"),), top_p),
-    Rule(3, "min_p", (_MIN_P,), min_p),
-    Rule(4, "top_h", (_share("top_h", 0.4), _count("top_h_pool", 100)), top_h),
-    Rule(5, "typical", (_open_share("typical_p"),), typical),
-    Rule(6, "epsilon", (_open_share("epsilon_cutoff"),), epsilon),
-    Rule(7, "eta", (_open_share("eta_cutoff"),), eta),
-    Rule(8, "top_n_sigma", (_non_negative("top_n_sigma", 1.0),), top_n_sigma),
+    Rule(1, "top_k", (RuleValue("top_k", *_COUNT),), top_k),
+    Rule(2, "top_p", (RuleValue("top_p", *_SHARE),), top_p),
+    Rule(3, "min_p", (RuleValue("min_p", *_CLOSED_SHARE),), min_p),
+    Rule(4, "top_h", (RuleValue("top_h", *_SHARE, 0.4), RuleValue("top_h_pool", *_COUNT, 100)), top_h),
+    Rule(5, "typical", (RuleValue("typical_p", *_OPEN_SHARE),), typical),
+    Rule(6, "epsilon", (RuleValue("epsilon_cutoff", *_OPEN_SHARE),), epsilon),
+    Rule(7, "eta", (RuleValue("eta_cutoff", *_OPEN_SHARE),), eta),
+    Rule(8, "top_n_sigma", (RuleValue("top_n_sigma", *_NOT_NEGATIVE, 1.0),), top_n_sigma),
     Rule(9, "p_less", (), p_less),
-    Rule(10, "min_k", (_non_negative("min_k_tau", 3.0),), min_k),
+    Rule(10, "min_k", (RuleValue("min_k_tau", *_NOT_NEGATIVE, 3.0),), min_k),
     Rule(11, "none", (), keep_all),
 )
 
