@@ -91,10 +91,9 @@ class LeastRecentlyUsed(RuleBasedStateMachine):
     @rule(text=st.text("ab", max_size=3), size=st.integers(1, 12), is_fixed=st.booleans())
     def put(self, text: str, size: int, is_fixed: bool) -> None:
         wanted = bool(text) and size <= self.snapshots.max_bytes and not self.has(text, is_fixed)
-        assert self.snapshots.accepts(ids(text), size, is_fixed=is_fixed) == wanted
+        self.snapshots.store(ids(text), size, lambda: (text, is_fixed), is_fixed=is_fixed)
         if not wanted:
             return
-        self.snapshots.put(ids(text), (text, is_fixed), size, is_fixed=is_fixed)
         if not is_fixed:
             self.model = [one for one in self.model if one[1] or not text.startswith(one[0])]
         while sum(one[2] for one in self.model) + size > self.snapshots.max_bytes:

@@ -45,6 +45,18 @@ _REMEDIES = {
 }
 
 
+class EngineParameters(GenerationParameters, total=False):
+    """The parameters of `Engine.submit`, `generate` and `stream`.
+
+    max_time: seconds, including queueing, after which the request ends with what it drew (finish_reason "timeout").
+    reuse_prefix: whether its prompts may start after tokens that the engine holds. If not, the prompts are read whole;
+        later prompts may still reuse their tokens.
+    """
+
+    max_time: float | None
+    reuse_prefix: bool
+
+
 class Engine:
     """Continuous batching: requests of any threads and asyncio tasks share the steps of one model.
 
@@ -131,27 +143,18 @@ class Engine:
         self._waker: LoopWaker | None = None
         self._finalizer = weakref.finalize(self, self._worker.retire)  # running requests still finish
 
-    def submit(
-        self,
-        prompt: Any = None,
-        *,
-        max_time: float | None = None,
-        reuse_prefix: bool = True,
-        **parameters: Unpack[GenerationParameters],
-    ) -> Request:
+    def submit(self, prompt: Any = None, **parameters: Unpack[EngineParameters]) -> Request:
         """Queue a request. Its result is that of `TopWModel.generate` with the same arguments.
 
         prompt, parameters: those of `TopWModel.generate`, or what `TopWModel.prepare` returned with the engine's
-            `limits`, without parameters. Callbacks run in the engine's thread and must be quick.
-        max_time: seconds, including queueing, after which the request ends with what it drew (finish_reason "timeout").
-        reuse_prefix: whether its prompts may start after tokens that the engine holds. If not, the prompts are read
-            whole; later prompts may still reuse their tokens.
+            `limits`, without parameters. Callbacks run in the engine's thread and must be quick. For `max_time` and
+            `reuse_prefix` see EngineParameters.
 
         Raises ParameterError and PromptError at once, QueueFullError if the queue is full, GenerationError after
         `drain` or `shutdown`.
         """
         with end_on_failure(parameters.get("streamer")):
-            request = self._new_request(prompt, parameters, max_time, reuse_prefix)
+            request = self._new_request(prompt, parameters)
             self._model.compile_grammars(request.sequences)
             place = self._reserve(request)
             if not place.done():
@@ -166,31 +169,17 @@ class Engine:
             self._start(request, place)
         return request
 
-    async def generate(
-        self,
-        prompt: Any = None,
-        *,
-        max_time: float | None = None,
-        reuse_prefix: bool = True,
-        **parameters: Unpack[GenerationParameters],
-    ) -> Any:
+    async def generate(self, prompt: Any = None, **parameters: Unpack[EngineParameters]) -> Any:
         """Like `submit(...).result()`, for asyncio. Cancelling the task cancels the request.
 
         A grammar is compiled in a thread of the loop's executor; everything else runs in the loop's thread.
         """
         with end_on_failure(parameters.get("streamer")):
-            request = self._new_request(prompt, parameters, max_time, reuse_prefix)
+            request = self._new_request(prompt, parameters)
             ended = await self._start_in_loop(request)
         return await self._result_in_loop(request, ended)
 
-    def stream(
-        self,
-        prompt: Any = None,
-        *,
-        max_time: float | None = None,
-        reuse_prefix: bool = True,
-        **parameters: Unpack[GenerationParameters],
-    ) -> AsyncIterator[Piece]:
+    def stream(self, prompt: Any = None, **parameters: Unpack[EngineParameters]) -> AsyncIterator[Piece]:
         """Like iterating over `submit(...)`, for asyncio. Closing the iterator or cancelling the task cancels the
         request.
 
@@ -198,7 +187,7 @@ class Engine:
         grammar is compiled like that of `generate`, before the first piece; in a thread without a loop, at once.
         """
         with end_on_failure(parameters.get("streamer")):
-            request = self._new_request(prompt, parameters, max_time, reuse_prefix)
+            request = self._new_request(prompt, parameters)
             if not _is_in_loop():
                 self._model.compile_grammars(request.sequences)
         return self._stream_pieces(request)
@@ -215,8 +204,8 @@ class Engine:
         `tokens` is empty, has an unknown token, or fills the context. Raises QueueFullError if the queue is full, and
         GenerationError if the engine is shut down or `max_time` is over first.
         """
-        one_token = {"max_new_tokens": 1, "temperature": 0.0, "seed": 0, "logprobs": 0}
-        request = self._new_request(list(tokens), one_token, max_time)
+        one_token = {"max_new_tokens": 1, "temperature": 0.0, "seed": 0, "logprobs": 0, "max_time": max_time}
+        request = self._new_request(list(tokens), one_token)
         first = request.sequences[0].scores = _FirstLogits(0, None, str)
         reason = (await self._result_in_loop(request, await self._start_in_loop(request))).finish_reason
         if first.logits is not None:
@@ -322,16 +311,15 @@ class Engine:
         """Wait for all requests, or cancel them if the block failed."""
         self.shutdown(cancel=error is not None)
 
-    def _new_request(
-        self, prompt: Any, parameters: Mapping[str, Any], max_time: float | None, reuse_prefix: bool = True
-    ) -> Request:
+    def _new_request(self, prompt: Any, parameters: Mapping[str, Any]) -> Request:
         """Check the arguments of a call, and make its request. Reserves no capacity.
 
         Raises ParameterError and PromptError, and GenerationError if the engine is closed or in another process.
         """
         started = time.perf_counter()
         self._worker.check_caller("submit", waits=False)
-        seconds = read_max_time(max_time)
+        parameters = dict(parameters)
+        seconds, reuse_prefix = read_max_time(parameters.pop("max_time", None)), parameters.pop("reuse_prefix", True)
         if not isinstance(reuse_prefix, bool):
             raise ParameterError(
                 f"reuse_prefix is {short_repr(reuse_prefix)}, but must be True or False.", "reuse_prefix"
@@ -342,8 +330,7 @@ class Engine:
             sequences = self._model.prepare(prompt, limits=self.limits, **parameters)
         return Request(
             sequences,
-            partial(self._worker.end_early, reason="cancelled"),
-            self._worker.check_caller,
+            self._worker,
             self._session,
             self._model.load_seconds,
             started=started,

@@ -17,7 +17,6 @@ stored.
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -146,20 +145,25 @@ class Snapshots:
     def __len__(self) -> int:
         return len(self._snapshots)
 
-    def accepts(self, tokens: np.ndarray, size: int, *, is_fixed: bool = False) -> bool:
-        """Whether states of `size` bytes should be stored: they fit into `max_bytes`, and are not stored yet."""
-        return len(tokens) > 0 and size <= self.max_bytes and self._find(tokens, is_fixed) is None
-
-    def put(self, tokens: np.ndarray, states: list[np.ndarray], size: int, *, is_fixed: bool = False) -> None:
-        """Store states that `accepts` accepts. Growing states replace those of beginnings of `tokens`."""
-        if not is_fixed:
-            for number, snapshot in list(self._snapshots.items()):
-                if not snapshot.is_fixed and begins_with(tokens, snapshot.tokens):
-                    self._drop(number)
+    def store(
+        self, tokens: np.ndarray, size: int, copy_states: Callable[[], list[np.ndarray]], *, is_fixed: bool = False
+    ) -> None:
+        """Store states of `size` bytes, if they fit into `max_bytes` and are not stored yet, and there is memory for
+        the copy. Growing states replace those of beginnings of `tokens`.
+        """
+        if not len(tokens) or size > self.max_bytes or self._find(tokens, is_fixed) is not None:
+            return
+        try:
+            snapshot = _Snapshot(tokens.copy(), copy_states(), size, is_fixed)
+        except MemoryError:  # then these tokens are read again
+            return
+        for number, other in list(self._snapshots.items()):
+            if not is_fixed and not other.is_fixed and begins_with(tokens, other.tokens):
+                self._drop(number)
         while self.bytes + size > self.max_bytes:
             self._drop(next(iter(self._snapshots)))
         self._last_number += 1
-        self._snapshots[self._last_number] = _Snapshot(tokens, states, size, is_fixed)
+        self._snapshots[self._last_number] = snapshot
         self.bytes += size
 
     def find_growing(
@@ -462,13 +466,9 @@ class Prefixes:
         return slot_bytes(self._decoder, len(tokens)) - self._fixed_bytes + tokens.nbytes
 
     def _store_growing(self, tokens: np.ndarray, copy_states: Callable[[], list[np.ndarray]]) -> None:
-        size = self._growing_bytes(tokens)
-        if self._has_growing and self._snapshots.accepts(tokens, size):
-            with contextlib.suppress(MemoryError):  # then these tokens are read again
-                self._snapshots.put(tokens.copy(), copy_states(), size)
+        if self._has_growing:
+            self._snapshots.store(tokens, self._growing_bytes(tokens), copy_states)
 
     def _store_fixed(self, tokens: np.ndarray, copy_states: Callable[[], list[np.ndarray]]) -> None:
-        size = self._fixed_bytes + tokens.nbytes
-        if self._stores_fixed and self._snapshots.accepts(tokens, size, is_fixed=True):
-            with contextlib.suppress(MemoryError):
-                self._snapshots.put(tokens.copy(), copy_states(), size, is_fixed=True)
+        if self._stores_fixed:
+            self._snapshots.store(tokens, self._fixed_bytes + tokens.nbytes, copy_states, is_fixed=True)
