@@ -30,6 +30,9 @@ PYTEST    := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reor
 PIP       := pip install --quiet --disable-pip-version-check --no-compile
 INSTALL   := $(BIN)/$(PIP) -c constraints.txt $(PIP_FLAGS)
 
+# Keep what Python compiles: workers and the commands that tests start would compile each module again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test quick lint peers clients peers-serve judges cuda-tools nvidia host browser ray triton fuzz fuzz-native fuzz-cuda fuzz-loaders soak bench gpu wheels clean help
 
 help:            ## this list
@@ -42,7 +45,7 @@ demo: $(VENV)/export.stamp  ## install, export the bundled model, stream text fr
 test: $(VENV)/dev.stamp     ## install and run the tests on all cores, without the long ones
 	$(PYTEST) $(PYTEST_FLAGS)
 
-quick: $(VENV)/dev.stamp    ## the same without the slow ones: every module, in about two minutes
+quick: $(VENV)/dev.stamp    ## the same without the slow ones: every module, in about a minute
 	$(PYTEST) --quick $(PYTEST_FLAGS)
 
 lint: $(VENV)/dev.stamp     ## ruff, and mypy for the package, benchmarks and fuzz
