@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.support.samples import examples
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import TopWOptions, TopWParameters, crop, draw, uniform_for
+from topw_deploy.sampling.seeds import fresh_seed, prompt_seed
 
 RANDOM_MD = Path(__file__).parents[2] / "docs" / "contract" / "random.md"
 LOGITS = np.log([0.1, 0.4, 0.2, 0.3])  # keep order: 1, 3, 2
@@ -26,12 +27,8 @@ def test_the_first_token_whose_cumulative_mass_exceeds_u_is_drawn(u, token):
     drawn = draw(LOGITS, [1, 3, 2], 1.0, u)
     assert drawn.token == token
     assert drawn.logprob == pytest.approx(math.log(np.exp(LOGITS[token]) / 0.9))
-
-
-def test_a_u_exactly_on_a_cut_goes_to_the_next_token_and_has_no_margin():
-    drawn = draw(np.zeros(4), [0, 1, 2, 3], 1.0, 0.5)
-    assert drawn.token == 2
-    assert drawn.margin == 0.0
+    on_a_cut = draw(np.zeros(4), [0, 1, 2, 3], 1.0, 0.5)
+    assert (on_a_cut.token, on_a_cut.margin) == (2, 0.0)
 
 
 def test_the_sampling_temperature_weighs_the_kept_tokens_only():
@@ -137,3 +134,18 @@ def test_neighbouring_seeds_positions_and_samples_are_unrelated():
 def test_numbers_outside_64_bits_are_refused(bad):
     with pytest.raises(ParameterError, match="must be in 0"):
         uniform_for(*bad)
+
+
+def test_fresh_seeds_differ_and_survive_json_readers_with_doubles():
+    seeds = {fresh_seed() for _ in range(50)}
+    assert len(seeds) == 50
+    assert all(int(float(seed)) == seed for seed in seeds)
+
+
+def test_the_seeds_of_a_files_prompts_are_those_of_the_page():
+    page = RANDOM_MD.read_text(encoding="utf-8")
+    section = page.split("## Many prompts")[1].split("## ")[0]
+    rows = [line.split("|")[1:4] for line in section.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 4
+    for seed, index, expected in rows:
+        assert prompt_seed(int(seed), int(index)) == int(expected)

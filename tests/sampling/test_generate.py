@@ -1,14 +1,23 @@
-"""Top-W's place in transformers' `generate`, as in docs/guide/transformers.md."""
+"""Top-W's place in transformers' `generate`, as in docs/guide/transformers.md; examples/custom_generate."""
+
+import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+import transformers
+from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.sampling.processor import TopWLogitsProcessor
+from topw_deploy.sampling.parameters import ALIASES
+from topw_deploy.sampling.processor import Choices, TopWLogitsProcessor
 
-from .tiny import EOS, PAD, WIDE, Seen, kept_sets, reference_sets
+from .tiny import EOS, PAD, WIDE, kept_sets, model, reference_sets, table
 
+__all__ = ["model", "table"]
+
+ROOT = Path(__file__).parents[2]
 PROMPT = torch.tensor([[1, 5, 9, 30]])
 # Two prompts, the first left-padded.
 BATCH = {
@@ -18,13 +27,21 @@ BATCH = {
 EVERYTHING = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "max_new_tokens": 8}
 
 
+class Seen(LogitsProcessor):
+    """Records scores unchanged."""
+
+    def __init__(self):
+        self.scores = []
+
+    def __call__(self, input_ids, scores):
+        self.scores.append(scores.clone())
+        return scores
+
+
 def run(model, topw, seed=0, before=(), **arguments):
     torch.manual_seed(seed)
     settings = topw.generate_arguments() | {"logits_processor": LogitsProcessorList([*before, topw])}
     return model.generate(**(settings | EVERYTHING | arguments))
-
-
-# The right way
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
@@ -153,3 +170,110 @@ def test_without_sampling_it_changes_nothing(model):
     plain = model.generate(PROMPT, do_sample=False, max_new_tokens=12)
     cropped = model.generate(PROMPT, do_sample=False, max_new_tokens=12, logits_processor=[TopWLogitsProcessor(model)])
     assert torch.equal(plain, cropped)
+
+
+# The example, without export or network
+
+EXAMPLE = str(ROOT / "examples" / "custom_generate")
+
+
+@pytest.fixture(autouse=True)
+def modules_in_a_folder_of_their_own(tmp_path, monkeypatch):
+    """transformers imports trusted code from a copy in the user's home, which is a temporary folder here."""
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def custom(model, **arguments):
+    torch.manual_seed(0)
+    return model.generate(
+        inputs=PROMPT,
+        custom_generate=EXAMPLE,
+        trust_remote_code=True,
+        **(EVERYTHING | arguments),
+    )
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {},
+        {"preset": "released", "temperature": 2.0},
+        WIDE | {"metric": "unit"},
+        WIDE | {"geom_unit": "median", "median_distance": 0.25},
+        {"lam": 1.0},
+    ],
+)
+def test_it_generates_what_the_processor_does(model, choices):
+    topw = TopWLogitsProcessor(model, **choices)
+    torch.manual_seed(0)
+    direct = model.generate(PROMPT, **topw.generate_arguments(), **EVERYTHING)
+    out = custom(model, **choices)
+    assert torch.equal(out.sequences, direct.sequences)
+    for logits, scores in zip(out.logits, out.scores, strict=True):
+        assert kept_sets(scores) == reference_sets(topw, logits, model.get_input_embeddings().weight)
+
+
+def test_the_temperature_of_the_models_configuration_is_the_crops_too(model, monkeypatch):
+    monkeypatch.setattr(model.generation_config, "temperature", 1.75)
+    out, told = custom(model, **WIDE), custom(model, temperature=1.75, **WIDE)
+    assert torch.equal(out.sequences, told.sequences)
+    assert kept_sets(out.scores[0]) == reference_sets(
+        TopWLogitsProcessor(model, temperature=1.75, **WIDE), out.logits[0], model.get_input_embeddings().weight
+    )
+
+
+def test_top_w_comes_after_the_users_processors_and_generates_penalties(model):
+    seen = Seen()
+    out = custom(model, logits_processor=[seen], repetition_penalty=0.1, **WIDE)
+    topw = TopWLogitsProcessor(model, **WIDE)
+    table = model.get_input_embeddings().weight
+    assert [kept_sets(scores) for scores in out.scores] == [reference_sets(topw, s, table) for s in seen.scores]
+    assert not torch.equal(seen.scores[0], out.logits[0])
+
+
+@pytest.mark.parametrize("other", [{"top_k": 5}, {"top_p": 0.9}, {"num_beams": 2}, {"do_sample": False}])
+def test_arguments_that_conflict_with_top_w_are_refused(model, other):
+    name, value = next(iter(other.items()))
+    with pytest.raises(ParameterError, match=f"{name} is {value}, but Top-W needs .*; leave it out"):
+        custom(model, **other)
+
+
+# The guide
+
+PAGE = (ROOT / "docs" / "guide" / "transformers.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_every_example_of_the_page_runs_in_order(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(blocks) == 4
+    names = {}
+    for block in blocks:
+        exec(block, names)
+    text = capsys.readouterr().out
+    # Rounding on another processor may change a later draw.
+    assert text.startswith("class Path(object):\n")
+    assert isinstance(names["topw"], TopWLogitsProcessor)
+    assert names["crop"].keep_mask.sum() == names["crop"].kept.sum() > 0
+
+
+def test_the_example_of_the_readme_runs_as_it_stands(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (block,) = (text for text in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "TopWLogitsProcessor" in text)
+    names = {}
+    exec(block, names)
+    assert isinstance(names["topw"], TopWLogitsProcessor)
+    assert names["tokens"].shape[1] > names["inputs"]["input_ids"].shape[1]
+    assert capsys.readouterr().out.startswith("def parse(")
+
+
+@pytest.mark.parametrize("name", [*Choices.__annotations__, *ALIASES, "preset"])
+def test_the_page_names_every_choice(name):
+    assert f"`{name}`" in PAGE or f"{name}=" in PAGE

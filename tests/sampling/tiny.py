@@ -1,10 +1,11 @@
-"""A tiny random Llama with crops of some tokens, and a processor that records scores."""
+"""A tiny random Llama with crops of some tokens."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from topw_deploy.sampling import Geometry, crop
 from topw_deploy.sampling.processor import TopWLogitsProcessor
@@ -30,15 +31,15 @@ def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
     return model
 
 
-class Seen(LogitsProcessor):
-    """Records scores unchanged."""
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return tiny_llama()
 
-    def __init__(self) -> None:
-        self.scores: list[torch.Tensor] = []
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.scores.append(scores.clone())
-        return scores
+@pytest.fixture(scope="module")
+def table(model: LlamaForCausalLM) -> torch.Tensor:
+    """The model's embeddings [vocabulary, width]."""
+    return model.get_input_embeddings().weight
 
 
 def reference_sets(processor: TopWLogitsProcessor, scores: torch.Tensor, table: torch.Tensor) -> list[list[int]]:
