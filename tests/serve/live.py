@@ -16,7 +16,7 @@ from typing import Any
 from tests.serve.conftest import CPU, UNLIMITED
 from tests.support.waiting import HANG, until
 from topw_deploy.serve.app import create_app
-from topw_deploy.serve.server import Server, new_server, open_socket
+from topw_deploy.serve.server import Server, open_socket
 from topw_deploy.serve.service import ServeOptions, Service
 
 TEXT = "/v1/completions"
@@ -128,7 +128,7 @@ def live(folder: Path, **options: Any) -> Iterator[Live]:
     serve_options = ServeOptions(models={"toy": folder}, opening=CPU, **{**UNLIMITED, **options})
     place = Path(tempfile.mkdtemp(prefix="topw"))  # short: a socket's path has at most 107 characters
     app = create_app(serve_options)
-    server = new_server(app, most)
+    server = Server(app, most)
     listener, _ = open_socket("", 0, place / "s")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

@@ -16,7 +16,7 @@ from tests.support.waiting import HANG, until_async
 from topw_deploy.errors import ManifestError, ParameterError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.serve.app import create_app
-from topw_deploy.serve.server import new_server
+from topw_deploy.serve.server import Server
 from topw_deploy.serve.service import Served, ServeOptions, Service
 
 CHAT = "/v1/chat/completions"
@@ -100,7 +100,7 @@ def test_a_second_signal_and_one_while_models_are_opened_end_the_process(
         options = ServeOptions(models={"toy": folder}, opening=CPU, drain_timeout=7.0)
         app = create_app(options)
         service: Service = app.state.service
-        server = new_server(app)
+        server = Server(app)
         server.end = found.append
         async with app.router.lifespan_context(app):
             if loaded:
@@ -118,7 +118,7 @@ def test_a_second_signal_and_one_while_models_are_opened_end_the_process(
 
 def test_a_signal_before_the_server_has_a_loop_ends_the_process(folder: Path) -> None:
     options, found = ServeOptions(models={"toy": folder}, opening=CPU), list[int]()
-    server = new_server(create_app(options))
+    server = Server(create_app(options))
     server.end = found.append
     server.handle_exit(signal.SIGINT, None)
     assert found == [0]
@@ -133,7 +133,7 @@ def test_a_signal_logs_nothing_at_once(folder: Path) -> None:
         app = create_app(options)
         service: Service = app.state.service
         service.loop = asyncio.get_running_loop()
-        server = new_server(app)
+        server = Server(app)
         server.handle_exit(signal.SIGTERM, None)
         assert said == []
         await until_async(lambda: server.should_exit)

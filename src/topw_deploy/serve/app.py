@@ -101,16 +101,10 @@ async def _answer_nobody(request: Request, error: Exception) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Answer 200 if requests are accepted, else 503."""
+    """Answer 200 if requests are accepted, `/live` also unless the models could not be opened; else 503."""
     state = service_of(request).state
-    ready = state == "ready"
-    return JSONResponse({"status": "ok" if ready else state}, 200 if ready else 503, None if ready else RETRY)
-
-
-async def live(request: Request) -> Response:
-    """Answer 503 if the models could not be opened, else 200, also while they are loaded and while requests drain."""
-    state = service_of(request).state
-    return JSONResponse({"status": state}, 503 if state == "failed" else 200)
+    ok = state == "ready" if request.url.path == "/health" else state != "failed"
+    return JSONResponse({"status": "ok" if state == "ready" else state}, 200 if ok else 503, None if ok else RETRY)
 
 
 async def metrics(request: Request) -> Response:
@@ -209,7 +203,8 @@ class AccessLog:
         counted = int(scope["method"] == "POST")
         self._service.count_request(counted)
         try:
-            if _has_ambiguous_length(scope):
+            names = {name for name, _ in scope["headers"]}
+            if b"transfer-encoding" in names and (b"content-length" in names or scope["http_version"] < "1.1"):
                 failure = RequestError(_AMBIGUOUS, None, "ambiguous_length")
                 await failure.response({"Connection": "close"})(scope, receive, send_with_id)
             else:
@@ -230,13 +225,6 @@ class AccessLog:
             }
             level = logging.DEBUG if scope["method"] == "GET" and status < 400 else logging.INFO
             LOG.log(level, "request", extra={"facts": facts})
-
-
-def _has_ambiguous_length(scope: Scope) -> bool:
-    names = {name for name, _ in scope["headers"]}
-    if b"transfer-encoding" not in names:
-        return False
-    return b"content-length" in names or scope["http_version"] < "1.1"
 
 
 class KeyCheck:
@@ -272,7 +260,7 @@ ROUTES = (
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
     Route("/health", health, methods=["GET"]),
-    Route("/live", live, methods=["GET"]),
+    Route("/live", health, methods=["GET"]),
     Route("/metrics", metrics, methods=["GET"]),
 )
 PAGE_ROUTES = (

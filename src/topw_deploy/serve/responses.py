@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -32,11 +32,13 @@ async def responses(request: Request) -> Response:
         await run.start()
         return EventStream(run, _stream_events(run, body, chat, output))
     (result,) = await run.generate()
-    logprobs = _text_logprobs(result, chat)
-    for part in _answer_parts(result, chat):
-        list(output.add(part, logprobs if isinstance(part, Content) else ()))
+    parsed = chat.parse(result)
+    parts: list[Event] = [Reasoning(parsed.reasoning)] if parsed.reasoning else []
+    parts += [Content(parsed.content)] if parsed.content else []
+    for part in [*parts, *parsed.tool_calls]:
+        list(output.add(part, _text_logprobs(result, chat) if isinstance(part, Content) else ()))
     list(output.close(_status(result)))
-    return JSONResponse(_response_fields(run, body, output, _status(result), _incomplete_details(result)))
+    return JSONResponse(_response_fields(run, body, output, _status(result)))
 
 
 def _as_chat(body: ResponsesRequest) -> ChatRequest:
@@ -44,14 +46,6 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
         return body.as_chat()
     except ValidationError as error:
         raise refusal_of(error) from None
-
-
-def _answer_parts(result: GenerationResult, chat: Chat) -> Iterable[Event]:
-    """The reasoning, text and calls of a whole answer, in this order."""
-    parsed = chat.parse(result)
-    reasoning: list[Event] = [Reasoning(parsed.reasoning)] if parsed.reasoning else []
-    content: list[Event] = [Content(parsed.content)] if parsed.content else []
-    return [*reasoning, *content, *parsed.tool_calls]
 
 
 def _text_logprobs(result: GenerationResult, chat: Chat) -> list[TokenLogprob]:
@@ -92,17 +86,10 @@ def _status(result: GenerationResult) -> str:
     return "completed" if result.finish_reason in ("stop", "criterion") else "incomplete"
 
 
-def _incomplete_details(result: GenerationResult) -> dict[str, str] | None:
-    """Why a response is incomplete; None if it is complete. OpenAI's API has no reason for a time limit."""
-    return {"reason": "max_output_tokens"} if _status(result) == "incomplete" else None
-
-
-def _response_fields(
-    run: Run, body: ResponsesRequest, output: OutputItems, status: str, incomplete: dict[str, str] | None = None
-) -> dict[str, Any]:
+def _response_fields(run: Run, body: ResponsesRequest, output: OutputItems, status: str) -> dict[str, Any]:
     """The response as JSON.
 
-    status: "in_progress", "completed", "incomplete" or "failed".
+    status: "in_progress", "completed", "incomplete" or "failed". OpenAI's API has no reason for a time limit.
     """
     usage = run.usage
     stated = body.model_dump(mode="json", by_alias=True, include={"text", "tools", "tool_choice", "reasoning"})
@@ -119,7 +106,7 @@ def _response_fields(
         "created_at": run.created,
         "status": status,
         "error": None,
-        "incomplete_details": incomplete,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.others.get("metadata") or {},
@@ -164,7 +151,7 @@ async def _stream_events(
                 status = _status(piece.result)
                 for kind, data in output.close(status, waiting):
                     yield numbered(kind, data)
-                response = _response_fields(run, body, output, status, _incomplete_details(piece.result))
+                response = _response_fields(run, body, output, status)
                 yield numbered(f"response.{status}", {"response": response})
     except Exception as error:  # noqa: BLE001  # the status was already sent
         failure = run.record_failure(error)["error"]

@@ -65,7 +65,7 @@ def run(
         os._exit(code)
 
     try:
-        server = new_server(app, max_connections)
+        server = Server(app, max_connections)
         server.end = end
         LOG.info("listening", extra={"facts": {"address": where, "models": list(options.models)}})
         if uds is None and not options.api_keys and not host.startswith("127.") and host not in ("localhost", "::1"):
@@ -81,36 +81,32 @@ def run(
         raise service.failure
 
 
-def new_server(app: Starlette, max_connections: int | None = None) -> Server:
-    """A uvicorn server of the application."""
-    config = uvicorn.Config(
-        app,
-        http="h11",
-        log_config=None,
-        access_log=False,
-        ws="none",
-        lifespan="on",
-        server_header=False,
-        limit_concurrency=max_connections,
-        timeout_keep_alive=_IDLE,
-        timeout_graceful_shutdown=_CLOSING,
-    )
-    return Server(config, app.state.service)
-
-
 class Server(uvicorn.Server):
-    """uvicorn's server. While it drains, it still answers health checks, with 503.
+    """uvicorn's server of the application. While it drains, it still answers health checks, with 503.
 
     end: function that ends the process with an exit code; None if the process is not the server's own.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
-        super().__init__(config)
-        self._service = service
+    def __init__(self, app: Starlette, max_connections: int | None = None) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="h11",
+                log_config=None,
+                access_log=False,
+                ws="none",
+                lifespan="on",
+                server_header=False,
+                limit_concurrency=max_connections,
+                timeout_keep_alive=_IDLE,
+                timeout_graceful_shutdown=_CLOSING,
+            )
+        )
+        self._service: Service = app.state.service
         self._draining: asyncio.Task[bool] | None = None
         self._has_signal = False
         self.end: Callable[[int], None] | None = None
-        service.on_failure = self._should_exit
+        self._service.on_failure = self._should_exit
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called by uvicorn at a signal. Logs nothing: the interrupted thread may hold a lock of the log."""
