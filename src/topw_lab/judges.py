@@ -46,19 +46,23 @@ def read_questions(data: bytes, where: str, form: str) -> list[Question]:
 
     Raises PromptError for a question of another format, an id that occurs twice, and a file without questions.
     """
-    found: list[Question] = []
-    seen: set[str | int] = set()
-    for place, value in _question_values(data, where, form):
+    text, found = decode_text(data, where), dict[str | int, Question]()
+    if text.lstrip().startswith("["):
+        values = enumerate(_parse_json(text, where, form), 1)
+        places = [(f"question {number} of {where}", value) for number, value in values]
+    else:
+        lines = ((f"line {number} of {where}", line) for number, line in numbered_lines(data, where))
+        places = [(place, _parse_json(line, place, form)) for place, line in lines]
+    for place, value in places:
         question = _alpaca_question(value, len(found)) if form == "alpaca_eval" else _mt_bench_question(value)
         if question is None:
             raise PromptError(f"{place} is not a question of {form}; write {_EXPECTED[form]}.")
-        if question.id in seen:
+        if question.id in found:
             raise PromptError(f"{place} has the question_id {question.id!r:.60} of another question; make ids unique.")
-        seen.add(question.id)
-        found.append(question)
+        found[question.id] = question
     if not found:
         raise PromptError(f"{where} holds no question; write {_EXPECTED[form]}.")
-    return found
+    return list(found.values())
 
 
 def turn_prompts(
@@ -72,17 +76,15 @@ def turn_prompts(
     turn = len(answers)
     if turn == 0:
         return [{"id": question.id, "prompt": question.turns[0]} for question in questions]
-    system_messages = [] if system is None else [{"role": "system", "content": system}]
     prompts = []
     for question in questions:
         if len(question.turns) > turn:
-            messages = list(system_messages)
-            for message, answer in zip(question.turns[:turn], answers, strict=True):
-                messages.append({"role": "user", "content": message})
-                messages.append({"role": "assistant", "content": answer[question.id]})
-            prompts.append(
-                {"id": question.id, "messages": [*messages, {"role": "user", "content": question.turns[turn]}]}
-            )
+            messages = [] if system is None else [{"role": "system", "content": system}]
+            for number, content in enumerate(question.turns[: turn + 1]):
+                messages.append({"role": "user", "content": content})
+                if number < turn:
+                    messages.append({"role": "assistant", "content": answers[number][question.id]})
+            prompts.append({"id": question.id, "messages": messages})
     return prompts
 
 
@@ -97,23 +99,19 @@ def judged_text(
     dataset: origin of the questions that do not name their own.
     """
     if form == "alpaca_eval":
+        fields = ("instruction", "output", "generator", "dataset")
         listed = [
-            {
-                "instruction": question.turns[0],
-                "output": answers[0][question.id],
-                "generator": generator,
-                "dataset": question.dataset or dataset,
-            }
-            for question in questions
+            dict(zip(fields, (one.turns[0], answers[0][one.id], generator, one.dataset or dataset), strict=True))
+            for one in questions
         ]
         return json.dumps(listed, indent=2) + "\n"
-    now = time.time()
-    lines = []
+    now, lines = time.time(), []
     for question in questions:
         turns = [answers[turn][question.id] for turn in range(len(question.turns))]
+        digest = hashlib.sha256(json.dumps([generator, question.id, turns]).encode()).hexdigest()
         line = {
             "question_id": question.id,
-            "answer_id": _answer_id([generator, question.id, turns]),
+            "answer_id": digest[:22],  # as long as FastChat's
             "model_id": generator,
             "choices": [{"index": 0, "turns": turns}],
             "tstamp": now,
@@ -155,23 +153,6 @@ def _answer_text(line: bytes, question: Question) -> str | None:
     return str(answer["text"])
 
 
-def _answer_id(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:22]  # as long as FastChat's
-
-
-def _question_values(data: bytes, where: str, form: str) -> list[tuple[str, Any]]:
-    """(place for error messages, JSON value) of each question."""
-    text = decode_text(data, where)
-    if text.lstrip().startswith("["):
-        return [
-            (f"question {number} of {where}", value) for number, value in enumerate(_parse_json(text, where, form), 1)
-        ]
-    lines = numbered_lines(data, where)
-    return [
-        (f"line {number} of {where}", _parse_json(line, f"line {number} of {where}", form)) for number, line in lines
-    ]
-
-
 def _parse_json(text: str, place: str, form: str) -> Any:
     try:
         return json.loads(text)
@@ -188,9 +169,8 @@ def _alpaca_question(value: Any, index: int) -> Question | None:
 
 
 def _mt_bench_question(value: Any) -> Question | None:
-    if not isinstance(value, dict):
-        return None
-    number, turns = value.get("question_id"), value.get("turns")
-    if not isinstance(number, (str, int)) or isinstance(number, bool) or not isinstance(turns, list) or not turns:
-        return None
-    return Question(number, tuple(turns)) if all(isinstance(turn, str) for turn in turns) else None
+    fields: dict[str, Any] = value if isinstance(value, dict) else {}
+    number, turns = fields.get("question_id"), fields.get("turns")
+    is_id = isinstance(number, (str, int)) and not isinstance(number, bool)
+    is_list = isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns)
+    return Question(fields["question_id"], tuple(fields["turns"])) if is_id and is_list else None

@@ -20,6 +20,7 @@ KINDS = {"ours": ("topw_deploy", COLOURS[0]), "peer": ("others", "#b8bec6"), "ya
 """Kind of a bar -> (label, colour)."""
 
 _DPI = 130
+_UNITS = (("s", 1.0), ("ms", 1e3), ("us", 1e6), ("ns", 1e9))
 _TITLE_LETTERS, _WRAP, _NOTE_WRAP = 96, 84, 100  # characters per line
 _BARS_WIDTH, _BAR_HEIGHT, _PANEL_TITLE_HEIGHT, _LEGEND_HEIGHT = 10.0, 0.34, 1.2, 0.8  # inches
 _MOST_LINEAR_RATIO = 20.0  # of the longest to the shortest bar; for larger ratios the axis is logarithmic
@@ -42,7 +43,8 @@ def new_figure(width: float, height: float, title: str = "") -> Any:
     figure: Any = Figure(figsize=(width, height), dpi=_DPI, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     if title:
-        write_title(figure, drawable_text(title, _TITLE_LETTERS), 14)
+        text = drawable_text(title, _TITLE_LETTERS)
+        figure.suptitle(text, fontsize=14, weight="bold", color=TEXT, x=0.012, ha="left")
     return figure
 
 
@@ -57,10 +59,6 @@ def save_figure(figure: Any, path: Path, note: str = "") -> None:
         figure.savefig(path, dpi=_DPI)
     except (OSError, ValueError) as error:
         raise ParameterError(f"the picture {path} cannot be written ({error}); choose another name.") from None
-
-
-def write_title(figure: Any, text: str, size: float = 12.5) -> None:
-    figure.suptitle(text, fontsize=size, weight="bold", color=TEXT, x=0.012, ha="left")
 
 
 def write_heading(axes: Any, text: str, pad: float = 6) -> None:
@@ -201,9 +199,5 @@ def _draw_bars(ax: Any, panel: Panel) -> None:
 
 
 def _tick_with_unit(value: float, _position: int) -> str:
-    if value == 0:
-        return "0"
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if value * factor >= 0.999:
-            return f"{value * factor:g} {unit}"
-    return f"{value * 1e9:g} ns"
+    unit, factor = next((unit for unit in _UNITS if value * unit[1] >= 0.999), _UNITS[-1])
+    return f"{value * factor:g} {unit}" if value else "0"

@@ -140,20 +140,15 @@ def _error(text: str, kind: str = "", message: str = "") -> Exception:
 
 
 def peak_bytes() -> int | None:
-    """Peak resident bytes of this process; None if the system does not report them.
+    """Peak resident bytes of this process from /proc; None where there is no /proc.
 
-    Linux: from /proc, because the peak of getrusage starts at that of the parent process.
+    The peak of getrusage would start at that of the parent process.
     """
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as stream:
             return next(int(line.split()[1]) * 1024 for line in stream if line.startswith("VmHWM:"))
     except (OSError, StopIteration):
-        pass
-    try:
-        import resource
-    except ImportError:
         return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _start(path: Path, settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:

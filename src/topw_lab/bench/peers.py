@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,38 +31,6 @@ def _import_genai() -> Any:
     return og
 
 
-class GenaiSampler:
-    """A generator that draws repeatedly from the same logits [B, V].
-
-    A generator accepts logits only after it has computed some. So each draw first rewinds the generator and runs a
-    model without weights. Only `generate_next_token` is timed.
-
-    og: the library onnxruntime-genai.
-    options: its search options.
-    """
-
-    def __init__(self, og: Any, model: Any, logits: np.ndarray, options: dict[str, Any]) -> None:
-        batch, vocab = logits.shape
-        params = og.GeneratorParams(model)
-        params.set_search_options(max_length=16, batch_size=batch, random_seed=1, **options)
-        self._generator = og.Generator(model, params)
-        self._logits = np.ascontiguousarray(logits).reshape(batch, 1, vocab)
-        self._prompt = np.zeros((batch, 1), np.int32)
-        self.draw()
-        self.calls = max(1, min(_MOST_CALLS, round(_SAMPLE_SECONDS / max(self.draw(), 1e-9))))
-
-    def draw(self) -> float:
-        """Draw one token per sequence. Returns the seconds."""
-        self._generator.rewind_to(0)
-        self._generator.append_tokens(self._prompt)
-        self._generator.set_logits(self._logits)
-        started = time.perf_counter()
-        self._generator.generate_next_token()
-        seconds = time.perf_counter() - started
-        self._generator.get_next_tokens()
-        return seconds
-
-
 def start_sampling(settings: Any) -> dict[str, Callable[..., Any]]:
     """Load onnxruntime-genai and a model without weights. Returns `time` (seconds per step).
 
@@ -70,16 +39,39 @@ def start_sampling(settings: Any) -> dict[str, Callable[..., Any]]:
     """
     og, folder = _import_genai(), Path(settings["folder"])
     model = og.Model(str(folder / "genai"))
-    samplers: dict[tuple[str, int], GenaiSampler] = {}
+
+    @cache
+    def sampler(side: str, case: int) -> tuple[Callable[[], float], int]:
+        """A function that draws a token per sequence from the logits of a case, and the calls per sample.
+
+        A generator accepts logits only after it has computed some. So each draw first rewinds the generator and runs a
+        model without weights. Only `generate_next_token` is timed.
+        """
+        logits, options = np.load(folder / f"logits-{case}.npy"), settings["sides"][side]
+        batch, vocab = logits.shape
+        if options["do_sample"]:
+            options = {**options, "temperature": settings["temperatures"][case]}
+        params = og.GeneratorParams(model)
+        params.set_search_options(max_length=16, batch_size=batch, random_seed=1, **options)
+        generator, prompt = og.Generator(model, params), np.zeros((batch, 1), np.int32)
+        logits = np.ascontiguousarray(logits).reshape(batch, 1, vocab)
+
+        def draw() -> float:
+            generator.rewind_to(0)
+            generator.append_tokens(prompt)
+            generator.set_logits(logits)
+            started = time.perf_counter()
+            generator.generate_next_token()
+            seconds = time.perf_counter() - started
+            generator.get_next_tokens()
+            return seconds
+
+        draw()
+        return draw, max(1, min(_MOST_CALLS, round(_SAMPLE_SECONDS / max(draw(), 1e-9))))
 
     def time_step(side: str, case: int) -> float:
-        if (side, case) not in samplers:
-            options = dict(settings["sides"][side])
-            if options["do_sample"]:
-                options["temperature"] = settings["temperatures"][case]
-            samplers[side, case] = GenaiSampler(og, model, np.load(folder / f"logits-{case}.npy"), options)
-        sampler = samplers[side, case]
-        return sum(sampler.draw() for _ in range(sampler.calls)) / sampler.calls
+        draw, calls = sampler(side, case)
+        return sum(draw() for _ in range(calls)) / calls
 
     return {"time": time_step}
 
@@ -135,10 +127,22 @@ def start_generate(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         file; None without a logits processor.
     """
     import torch
-    from transformers import GenerationConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     torch.set_num_threads(settings["threads"])
-    model, processors = _load_model(settings), []
+    if settings["task"] == "optimum":
+        import onnxruntime as ort
+        from optimum.onnxruntime import ORTModelForCausalLM  # type: ignore[import-not-found]
+
+        options = ort.SessionOptions()
+        options.intra_op_num_threads, options.log_severity_level = settings["threads"], 3
+        model = ORTModelForCausalLM.from_pretrained(
+            settings["folder"], provider="CPUExecutionProvider", session_options=options
+        )
+    else:
+        model = AutoModelForCausalLM.from_pretrained(settings["folder"], dtype=torch.float32, local_files_only=True)
+        model.eval()
+    processors = []
     if settings["processor"] == "topw":
         from topw_deploy.sampling.processor import TopWLogitsProcessor
 
@@ -168,19 +172,3 @@ def start_generate(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         return {"first": first - started, "rest": last - first, "tokens": out.shape[1] - len(prompt)}
 
     return {"run": run}
-
-
-def _load_model(settings: dict[str, Any]) -> Any:
-    if settings["task"] == "optimum":
-        import onnxruntime as ort
-        from optimum.onnxruntime import ORTModelForCausalLM  # type: ignore[import-not-found]
-
-        options = ort.SessionOptions()
-        options.intra_op_num_threads, options.log_severity_level = settings["threads"], 3
-        return ORTModelForCausalLM.from_pretrained(
-            settings["folder"], provider="CPUExecutionProvider", session_options=options
-        )
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(settings["folder"], dtype=torch.float32, local_files_only=True).eval()

@@ -123,40 +123,29 @@ def _add_results(report: Report, title: str, top_w: str, cells: Cells) -> list[s
     temperatures = list(dict.fromkeys(temperature for _, temperature in cells))
     times = {cell: [run["seconds"] for run in runs] for cell, runs in cells.items()}
     certified = {cell: fmean(run["certified"] for run in runs) for cell, runs in cells.items()}
-
-    def text(cell: tuple[str, float]) -> str:
-        return f"{Spread.of(times[cell]).format(1e3, 3)}, {certified[cell]:.0%}"
-
+    shown = {cell: f"{Spread.of(times[cell]).format(1e3, 3)}, {certified[cell]:.0%}" for cell in cells}
     header = ("rule", *(f"T = {temperature:g}" for temperature in temperatures))
-    rows = [(label, *(text((label, temperature)) for temperature in temperatures)) for label in labels]
+    rows = [(label, *(shown[label, temperature] for temperature in temperatures)) for label in labels]
     report.add_table(f"{title}: ms/token (quartiles), certified tokens", header, rows)
 
-    def array(rules: Sequence[str], at: Sequence[float]) -> np.ndarray:
-        return np.array([times[rule, temperature] for rule in rules for temperature in at])
+    def compare(others: Sequence[str], at: Sequence[float]) -> tuple[float, float, float]:
+        ours, theirs = ([times[rule, T] for rule in rules for T in at] for rules in ([top_w], others))
+        return overhead(np.array(ours), np.array(theirs))
 
     others = [label for label in labels if label != top_w]
-    fastest = min(others, key=lambda label: np.median(array([label], temperatures), axis=1).mean())
+    fastest = min(others, key=lambda label: fmean(np.median(times[label, T]) for T in temperatures))
     compared = {
-        **{f"{each:g}": overhead(array([top_w], [each]), array(others, [each])) for each in temperatures},
-        "all": overhead(array([top_w], temperatures), array(others, temperatures)),
-        f"all, to {fastest}": overhead(array([top_w], temperatures), array([fastest], temperatures)),
+        **{f"{T:g}": compare(others, [T]) for T in temperatures},
+        "all": compare(others, temperatures),
+        f"all, to {fastest}": compare([fastest], temperatures),
     }
-    report.runs.append({
-        "title": title,
-        "cells": [
-            {
-                "rule": rule,
-                "temperature": temperature,
-                "seconds": times[rule, temperature],
-                "certified_share": certified[rule, temperature],
-                "kept": fmean(run["kept"] for run in runs),
-            }
-            for (rule, temperature), runs in cells.items()
-        ],
-        "overhead": compared,
-    })  # fmt: skip
-    means = {label: array([label], temperatures).mean(axis=0).tolist() for label in labels}
+    report.runs.append({"title": title, "overhead": compared, "cells": [
+        {"rule": cell[0], "temperature": cell[1], "seconds": times[cell], "certified_share": certified[cell],
+         "kept": fmean(run["kept"] for run in runs)}
+        for cell, runs in cells.items()
+    ]})  # fmt: skip
     sides = [Side(name=label, label=label, kind="ours" if label == top_w else "peer", settings={}) for label in labels]
+    means = {label: np.mean([times[label, T] for T in temperatures], axis=0).tolist() for label in labels}
     value, low, high = compared["all"]
     change = f"{abs(value):.1%} {'more' if value > 0 else 'less'}"
     sentence = f"Top-W takes {change} than the mean of the other rules ({low:+.1%} to {high:+.1%})"
