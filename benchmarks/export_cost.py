@@ -8,13 +8,17 @@ PYTHON needs the extra [optimum], which conflicts with [export]. Figures: docs/l
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
+import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.common import ProcessCost, Spread, interleave, machine, run_process, table
+from benchmarks.common import Spread, interleave, machine, table
 from benchmarks.models import llama_50m
 
 
@@ -29,24 +33,40 @@ def commands(model: Path, out: Path, optimum: str | None) -> dict[str, list[str]
     return sides
 
 
+def run_process(command: Sequence[str]) -> tuple[float, int]:
+    """Wall-clock seconds and peak resident bytes of a command, child processes included, whose output is discarded.
+
+    Raises CalledProcessError if it fails.
+    """
+    started = time.perf_counter()
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert child.stderr is not None
+    error_output = child.stderr.read()
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode:
+        raise subprocess.CalledProcessError(child.returncode, command, stderr=error_output)
+    return time.perf_counter() - started, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--optimum", metavar="PYTHON", help="interpreter of an environment with optimum-onnx")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     model = llama_50m()
-    runs: dict[str, list[ProcessCost]] = {}
+    peaks: dict[str, list[int]] = {}
     sizes: dict[str, int] = {}
 
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch, "out")
 
         def sample(name: str, command: list[str]) -> float:
-            process = run_process(command)
+            seconds, peak = run_process(command)
             sizes[name] = sum(path.stat().st_size for path in out.rglob("*.onnx*"))
             shutil.rmtree(out)
-            runs.setdefault(name, []).append(process)
-            return process.seconds
+            peaks.setdefault(name, []).append(peak)
+            return seconds
 
         sides = commands(model, out, args.optimum)
         samples = interleave(
@@ -55,7 +75,7 @@ def main() -> None:
     print(f"{machine()}; {args.rounds} rounds\n")
     rows = []
     for name in sides:
-        peak = Spread.of([process.peak_bytes for process in runs[name][1:]])
+        peak = Spread.of(peaks[name][1:])
         rows.append((name, Spread.of(samples[name]).format(1, 1), peak.format(2**-20, 0), f"{sizes[name] / 2**20:.0f}"))
     print(table(("exporter", "wall s (quartiles)", "peak MiB (quartiles)", "ONNX files MiB"), rows))
 

@@ -13,11 +13,12 @@ import argparse
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from benchmarks.common import chip, interleave, machine, say, seconds, table
+from benchmarks.common import interleave, machine, say, seconds, table
 from benchmarks.function import VOCAB
 from benchmarks.trained_rows import logits_of, trained_model
 from tests.support.kernel import Kernel
@@ -25,6 +26,7 @@ from topw_deploy.plugins.library import library_path, why_absent
 from topw_deploy.sampling import TopWOptions
 
 TRAINED_TEMPERATURES = (0.5, 1.0)
+_CHIP = {"cpu family": "family", "model": "model", "CPU implementer": "implementer", "CPU part": "part"}
 
 
 def trained_table(kernel: Kernel, rounds: int, count: int) -> str:
@@ -112,6 +114,14 @@ def _format_ratios(rows: Sequence[TimedRow]) -> str:
 
 def _format_ratio(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:.0f}"
+
+
+def chip(path: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's family and model, which names like `AMD EPYC` leave out; "unknown chip" if Linux gives none."""
+    lines = path.read_text("utf-8").splitlines() if path.is_file() else []
+    fields = {name.strip(): value.strip() for name, colon, value in (line.partition(":") for line in lines) if colon}
+    numbers = [f"{label} {fields[name]}" for name, label in _CHIP.items() if name in fields]
+    return ", ".join(numbers) or "unknown chip"
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,17 +20,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import released_processor
+from benchmarks.common import table
+from topw_deploy.errors import BenchmarkError
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, Ties, TopWOptions, TopWParameters, crop
 from topw_deploy.sampling.parameters import PRESETS
 from topw_deploy.sampling.reference import SetDistance, candidate_pool, first_maximiser, objective, warm_start
 from topw_deploy.tiny import tiny_model_path
+from topw_lab.bench.sides import load_processor
 
 OPTIONS: TopWOptions = PRESETS["released"][1]
 DEFAULTS: TopWParameters = PRESETS["released"][0]
 
 TABLES = ((60, 8), (500, 32), (5000, 64), (32000, 128))  # (V, d) of the synthetic embeddings
 TEXT = ("argparse", "collections", "decimal", "difflib", "json", "pickle", "re", "typing")  # their docstrings
+HEADER = ("regime", "rows", "certified", "moved by geometry", "equal sets", "causes of the others (most mass at stake)")
 SMALLEST_P = 1e-12  # the released code takes log(max(p, 1e-12))
 
 REGIMES: Mapping[str, Mapping[str, Sequence[float]]] = {
@@ -193,9 +195,9 @@ class Regime:
     causes: Counter[str] = field(default_factory=Counter)
     disputed: dict[str, float] = field(default_factory=dict)
 
-    def line(self, name: str) -> str:
+    def cells(self, name: str) -> tuple[object, ...]:
         causes = "; ".join(f"{n} {why} ({self.disputed[why]:.1g})" for why, n in self.causes.items()) or "none"
-        return f"| {name} | {self.rows} | {self.certified} | {self.moved} | {self.equal} | {causes} |"
+        return name, self.rows, self.certified, self.moved, self.equal, causes
 
 
 def compare(processor: Any, sources: list[Source], count: int, seed: int) -> dict[str, Regime]:
@@ -225,20 +227,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=960, help="rows per regime (default 960)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    processor = released_processor(arguments.processor)
+    try:
+        processor = load_processor(arguments.processor)
+    except BenchmarkError as error:
+        raise SystemExit(str(error)) from None
     for title, sources in (("Synthetic rows", synthetic_sources()), ("Model rows", [model_source(arguments.model)])):
-        print(f"{title}:\n")
-        print_regimes(compare(processor, sources, arguments.rows, arguments.seed))
-
-
-def print_regimes(table: dict[str, Regime]) -> None:
-    print("| regime | rows | certified | moved by geometry | equal sets | causes of the others (most mass at stake) |")
-    print("|---|---|---|---|---|---|")
-    for name, found in table.items():
-        print(found.line(name))
-    total = sum(found.rows for found in table.values())
-    equal = sum(found.equal for found in table.values())
-    print(f"\n{equal} of {total} rows keep the same set ({math.floor(1e4 * equal / total) / 100} %).\n")
+        regimes = compare(processor, sources, arguments.rows, arguments.seed)
+        total, equal = (sum(getattr(regime, name) for regime in regimes.values()) for name in ("rows", "equal"))
+        print(f"{title}:\n\n{table(HEADER, [regime.cells(name) for name, regime in regimes.items()])}")
+        print(f"\n{equal} of {total} rows keep the same set.\n")
 
 
 if __name__ == "__main__":
