@@ -11,12 +11,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks.common import say
 from benchmarks.coverage.architectures import decoder_only_types
 from benchmarks.coverage.page import PAGE, page
 from benchmarks.coverage.peers import read_peers
-from benchmarks.coverage.results import FORMS, RESULTS, ResultFile
-from benchmarks.coverage.runner import Limits, run_all
+from benchmarks.coverage.runner import FORMS, RESULTS, SECONDS, ResultFile, run_all
 
 
 def main() -> None:
@@ -26,9 +24,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="exports at a time; default 1")
     parser.add_argument("--again", action="store_true", help="repeat finished exports")
     parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
-    parser.add_argument(
-        "--seconds", type=float, default=Limits.seconds, help="limit of one export; default %(default)s"
-    )
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="limit of one export; default %(default)s")
     parser.add_argument("--write", action="store_true", help="write docs/models.md from the results")
     asked = parser.parse_args()
     known = decoder_only_types()
@@ -37,7 +33,7 @@ def main() -> None:
         parser.error(f"{', '.join(unknown)}: not a decoder-only type of transformers' causal-LM map")
     file = ResultFile(asked.results)
     wanted = [(model_type, form) for form in asked.forms for model_type in asked.only or known]
-    run_all(wanted, file, Limits(seconds=asked.seconds), asked.jobs, say, asked.again)
+    run_all(wanted, file, asked.jobs, asked.seconds, asked.again)
     if asked.write:
         PAGE.write_text(page(file, read_peers()), "utf-8")
 

@@ -11,7 +11,7 @@ from textwrap import fill
 from benchmarks.common import table
 from benchmarks.coverage.architectures import all_types, decoder_only_types
 from benchmarks.coverage.peers import Peer
-from benchmarks.coverage.results import EXPORTED, FORMS, Result, ResultFile
+from benchmarks.coverage.runner import EXPORTED, FORMS, Result, ResultFile
 from benchmarks.coverage.tiny_configs import CONTEXT
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

@@ -19,8 +19,17 @@ from benchmarks.coverage.architectures import (
 from benchmarks.coverage.overrides import OVERRIDES
 from benchmarks.coverage.page import page
 from benchmarks.coverage.peers import Peer, dispatched_classes, read_peers, types_of_classes
-from benchmarks.coverage.results import EXPORTED, FAILED, FORMS, REFUSED, WRONG, Result, ResultFile
-from benchmarks.coverage.runner import Limits, run_all, run_one
+from benchmarks.coverage.runner import (
+    EXPORTED,
+    FAILED,
+    FORMS,
+    REFUSED,
+    WRONG,
+    Result,
+    ResultFile,
+    run_all,
+    run_one,
+)
 from benchmarks.coverage.tiny_configs import SIZES, tiny_config
 from benchmarks.coverage.tiny_models import LEAST_EFFECT, TEXT_PARTS, check_forward, tiny_model
 from tests.support.samples import sampled
@@ -81,30 +90,30 @@ def test_each_tiny_model_answers_by_its_whole_context(model_type: str) -> None:
 def test_finished_exports_are_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
-    def pretend(model_type: str, form: str, limits: Limits) -> Result:
+    def pretend(model_type: str, form: str, seconds: float) -> Result:
         tried.append((model_type, form))
         return Result(model_type=model_type, form=form, outcome=REFUSED, reason="no")
 
     monkeypatch.setattr(runner, "run_one", pretend)
     wanted = [("llama", "default"), ("gpt2", "int4")]
-    run_all(wanted[:1], ResultFile(tmp_path / "results.json"), Limits(), 1, lambda _: None)
-    run_all(wanted, ResultFile(tmp_path / "results.json"), Limits(), 2, lambda _: None)
+    run_all(wanted[:1], ResultFile(tmp_path / "results.json"))
+    run_all(wanted, ResultFile(tmp_path / "results.json"), jobs=2)
     assert tried == wanted
     assert [(each.model_type, each.reason) for each in ResultFile(tmp_path / "results.json")] == [
         ("gpt2", "no"),
         ("llama", "no"),
     ]
-    run_all(wanted[:1], ResultFile(tmp_path / "results.json"), Limits(), 1, lambda _: None, again=True)
+    run_all(wanted[:1], ResultFile(tmp_path / "results.json"), again=True)
     assert tried == [*wanted, wanted[0]]
 
 
 def test_an_export_beyond_its_time_is_a_result() -> None:
-    result = run_one("llama", "default", Limits(seconds=0.2))
+    result = run_one("llama", "default", seconds=0.2)
     assert (result.outcome, result.reason) == (FAILED, "not finished after 0 s")
 
 
 def test_an_export_beyond_its_memory_is_a_result() -> None:
-    result = run_one("llama", "default", Limits(memory=30 << 20))
+    result = run_one("llama", "default", memory=30 << 20)
     assert result.outcome == FAILED
     assert result.reason.startswith("the process ended with ")
 
@@ -113,7 +122,7 @@ def test_an_export_beyond_its_memory_is_a_result() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", sampled(FORMS, ("tensorrt",), ()))
 def test_the_runner_exports_and_verifies(form: str) -> None:
-    result = run_one("llama", form, Limits())
+    result = run_one("llama", form)
     assert (result.outcome, result.states) == (EXPORTED, {"full": 2}), result.reason
     assert result.difference is not None
     assert 0 < result.difference < 1e-4  # the exporter's own bound at logits below 1
@@ -122,7 +131,7 @@ def test_the_runner_exports_and_verifies(form: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("model_type", sampled(STATES, ("bamba",), ()))
 def test_each_kind_of_state_exports(model_type: str) -> None:
-    result = run_one(model_type, "default", Limits())
+    result = run_one(model_type, "default")
     assert (result.outcome, result.states) == (EXPORTED, STATES[model_type]), result.reason
 
 
