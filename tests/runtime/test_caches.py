@@ -78,23 +78,6 @@ def test_rows_of_different_lengths_equal_those_run_alone(opened: Open, form: str
         assert [together[row]] == tokens(model, prompt, **{name: values[row] for name, values in columns.items()})
 
 
-@pytest.mark.parametrize(("chunk", "pieces"), [(None, [16]), (6, [6, 12, 16])])
-def test_total_sequence_length_is_that_of_the_prompt_then_of_the_buffer(
-    opened: Open, monkeypatch: pytest.MonkeyPatch, chunk: int | None, pieces: list[int]
-) -> None:
-    told: list[int] = []
-
-    def bind_on_host(self: HostBinding, name: str, array: np.ndarray) -> None:
-        assert name == "total_sequence_length"
-        assert (array.dtype, array.shape) == (np.int32, (1,))
-        told.append(int(array[0]))
-        self.bind_array(name, array)
-
-    monkeypatch.setattr(HostBinding, "bind_on_host", bind_on_host)
-    tokens(opened("grouped", prefill_chunk=chunk, max_length=48), "sixteen letters!")
-    assert told == [*pieces, 48]  # bound once
-
-
 @pytest.mark.parametrize("padding", [True, False])
 @pytest.mark.parametrize("chunk", [slow(None), 4, slow(20)])
 def test_rows_of_equal_lengths_equal_those_run_alone_in_a_foreign_graph(
@@ -129,25 +112,6 @@ def test_nan_in_the_cache_of_a_request_does_not_reach_the_next(toy: Toy, tmp_pat
     with pytest.raises(GenerationError, match="row 0 is invalid at step 0"):
         tokens(model, [*[BOS] * 6, PAD])  # beyond the next prompt's columns
     assert tokens(model, "ab") == before
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_chunks_before_the_last_run_greedy_without_the_rows_parameters(
-    opened: Open, form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[tuple[bool, list[float], tuple[int, ...]]] = []
-    original = HostBinding.run
-
-    def watched(self: HostBinding, step: int | None = None) -> None:
-        arrays = self._arrays
-        seen.append((step is None, arrays["temperature"].tolist(), arrays["edit_ids"].shape))
-        original(self, step)
-
-    monkeypatch.setattr(HostBinding, "run", watched)
-    opened(form, prefill_chunk=4).generate("ten letter", max_new_tokens=2, temperature=2.0, logit_bias={7: -np.inf})
-    pieces = [(temperature, shape) for undrawn, temperature, shape in seen if undrawn]
-    assert pieces == [([0.0], (1, 0))] * 2
-    assert [(undrawn, temperature) for undrawn, temperature, _ in seen[2:]] == [(False, [2.0])] * 2
 
 
 @pytest.mark.parametrize("form", ["scatter", "grouped"])

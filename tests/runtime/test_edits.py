@@ -111,20 +111,6 @@ def test_all_edits_together_fit_and_agree(model: TopWModel, toy: Toy) -> None:
     )
 
 
-def test_slots_stay_distinct_within_a_row(model: TopWModel) -> None:
-    edits = edits_of(
-        model.prepare(["banana", "a"], repetition_penalty=1.1, presence_penalty=1.0, no_repeat_ngram_size=1, seed=1)
-    )
-    rng = np.random.default_rng(0)
-    for _ in range(80):
-        edits.write_bans()
-        for ids in edits.ids:
-            used = ids[ids >= 0]
-            assert len(set(used.tolist())) == len(used)
-        for row, token in enumerate(rng.integers(0, VOCAB, 2).tolist()):
-            edits.add_token(row, token)
-
-
 def test_rows_are_set_cleared_and_exchanged_alone(model: TopWModel) -> None:
     """A row's edits depend on its request alone, wherever and beside whatever it runs."""
     settings: dict[str, Any] = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "no_repeat_ngram_size": 2}

@@ -9,7 +9,7 @@ sequence: what each sequence has drawn, its text and its end.
 loop: prefill and decode steps, and what each returns.
 inputs: what each step feeds to the sampler.
 cache.in_place, cache.buffers: key-value caches and their memory; for a cache of the form `concat`, cache.concat.
-ort.session: runs of the graph; on a device, ort.device_binding.
+ort.session: runs of the graph; on a device, ort.device.
 
 Other modules read what a request may add:
 structured: schemas and grammars.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -136,20 +136,17 @@ class Grammars:
         self._vocabulary: tuple[LLTokenizer, MaskLayout] | None = None
         self._compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()  # matchers at the start of their grammars
 
-    def guides(self, rows: Sequence[tuple[Constraint | None, Collection[int]]]) -> list[Guide | None]:
-        """Returns a started guide for each row with a constraint, and None for the others.
+    def guide(self, constraint: Constraint, ends: Collection[int]) -> Guide:
+        """A started guide.
 
-        rows: the constraint of each row, and the ids of the tokens that end its text.
+        ends: ids of the tokens that end the text.
 
-        The last KEPT_GRAMMARS constraints are not compiled again. The first call with a constraint reads the
-        vocabulary, which takes about a second for 150,000 tokens.
+        The last KEPT_GRAMMARS constraints are not compiled again. The first call reads the vocabulary, which takes
+        about a second for 150,000 tokens.
 
         Raises GrammarError for a grammar that is invalid, matches nothing or is too complex, and MissingPackageError
         without llguidance.
         """
-        return [None if constraint is None else self._new_guide(constraint, ends) for constraint, ends in rows]
-
-    def _new_guide(self, constraint: Constraint, ends: Collection[int]) -> Guide:
         tokens, layout = self._read_vocabulary()
         try:
             guide = Guide(self._new_matcher(constraint, tokens), layout, ends)

@@ -15,7 +15,6 @@ from topw_deploy.manifest import DecoderManifest, ModelFolder
 from topw_deploy.runtime import cache
 from topw_deploy.runtime.chat import load_chat_template
 from topw_deploy.runtime.guide import Grammars
-from topw_deploy.runtime.inputs import MASK_INPUT
 from topw_deploy.runtime.loop import Batch, LogitsBuffer, accept_tokens, logits_output, steps
 from topw_deploy.runtime.ort.graph_session import open_session
 from topw_deploy.runtime.ort.providers import short_name
@@ -172,21 +171,11 @@ class TopWModel:
     def compile_grammars(self, sequences: Sequences) -> None:
         """Let each sequence with a constraint follow its grammar, which may take seconds. Call this before their steps.
 
-        Raises ParameterError if the graph cannot mask tokens, and the errors of `Grammars.guides`.
+        Raises the errors of `Grammars.guide`.
         """
-        constrained = [sequence for sequence in sequences if sequence.params.constraint is not None]
-        if not constrained:
-            return
-        if MASK_INPUT not in self._require_open()[0].inputs:
-            raise ParameterError(
-                f"structured_outputs needs a graph with the input {MASK_INPUT!r}, which this one lacks; export the "
-                "model again.",
-                "structured_outputs",
-            )
-        pairs = [(sequence.params.constraint, sequence.params.eos_token_ids) for sequence in constrained]
-        for sequence, guide in zip(constrained, self._grammars.guides(pairs), strict=True):
-            if guide is not None:
-                sequence.follow(guide)
+        for sequence in sequences:
+            if sequence.params.constraint is not None:
+                sequence.follow(self._grammars.guide(sequence.params.constraint, sequence.params.eos_token_ids))
 
     def chat(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from tests.runtime.test_text import CROSSING, CROSSING_BYTES, SENTENCEPIECE
 from tests.support.toy_model import Load, Toy, byte_tokenizer
-from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime import guide as grammars
 from topw_deploy.runtime.guide import Guide, MaskLayout
 from topw_deploy.runtime.structured import Constraint, read_constraint
@@ -135,23 +133,3 @@ def test_the_text_of_a_token_is_what_it_adds_to_a_text(
     assert {token: texts[tokenizer.token_to_id(token)] for token in expected} == expected
     assert texts[-3:] == [b"", b"", b""]
     assert special == [t for t, entry in tokenizer.get_added_tokens_decoder().items() if entry.special]
-
-
-def test_the_vocabulary_is_read_once_for_many_threads(model: TopWModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-    read = grammars.read_tokens
-    monkeypatch.setattr(grammars, "read_tokens", lambda *given: made.append(1) or read(*given))
-    monkeypatch.setattr(model, "_grammars", grammars.Grammars(model.tokenizer, model.manifest.sampler.vocab_size))
-    texts: list[str] = []
-
-    def run(seed: int) -> None:
-        texts.append(model.generate("x", structured_outputs={"regex": "[ab]{9}"}, seed=seed).text)
-
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(made) == 1
-    assert len(texts) == 6
-    assert all(len(text) == 9 and set(text) <= set("ab") for text in texts)
