@@ -298,7 +298,10 @@ class TopWModel:
         """
         started = time.perf_counter()
         try:
-            batch = Batch(*self._require_open(), sequences, self._new_logits_buffer(sequences))
+            logits = None
+            if self._logits_output is not None and any(sequence.params.needs_scores for sequence in sequences):
+                logits = LogitsBuffer(self._logits_output, len(sequences), self.manifest.sampler.vocab_size)
+            batch = Batch(*self._require_open(), sequences, logits)
             try:
                 for sequence in sequences:
                     if sequence.callbacks is not None:
@@ -327,13 +330,6 @@ class TopWModel:
         drawn = sequence.steps
         entries = sequence.scores.take_new_entries(drawn) if streaming and sequence.scores is not None else None
         return Piece(text, sequence.index, result, entries, drawn, sequence.take_new_tokens(drawn))
-
-    def _new_logits_buffer(self, sequences: Sequences) -> LogitsBuffer | None:
-        """A buffer for the graph's logits, or None if no sequence needs them."""
-        spec = self._logits_output
-        if spec is None or not any(sequence.params.needs_scores for sequence in sequences):
-            return None
-        return LogitsBuffer(spec, len(sequences), self.manifest.sampler.vocab_size)
 
     def _require_open(self) -> tuple[Session, cache.Caches]:
         if self._session is None or self._caches is None:

@@ -481,7 +481,9 @@ def check_names(given: Mapping[str, Any], known: Iterable[str] = PARAMETERS) -> 
             raise unknown_parameter_error(name, known)
         if value is not None and (other := used.setdefault(ours, name)) != name:
             raise ParameterError(f"{ours} is given twice, as {other} and as {name}; give it once.", ours)
-    return {ours: _tensor_to_list(given[name]) for ours, name in used.items()}
+    values = {ours: given[name] for ours, name in used.items()}
+    arrays = (np.ndarray, np.generic)
+    return {n: v.tolist() if hasattr(v, "tolist") and not isinstance(v, arrays) else v for n, v in values.items()}
 
 
 def read_values(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -521,8 +523,3 @@ def names_in_json() -> frozenset[str]:
     """The names, and the aliases, of the parameters that a request in JSON may state."""
     names = {name for name, parameter in PARAMETERS.items() if "json" in parameter.places}
     return frozenset({*names, *(alias for alias, ours in ALIASES.items() if ours in names)})
-
-
-def _tensor_to_list(value: Any) -> Any:
-    is_tensor = hasattr(value, "tolist") and not isinstance(value, (np.ndarray, np.generic))
-    return value.tolist() if is_tensor else value

@@ -107,14 +107,20 @@ class TopWSampler:
 
         Raises ParameterError for bad arguments, GenerationError for invalid logits.
         """
-        logits = _read_logits(logits, self.vocab_size)
+        if isinstance(logits, np.ma.MaskedArray):
+            raise ParameterError("logits is a masked array; fill it, with -inf where a token must not be drawn.")
+        logits = np.ascontiguousarray(np.atleast_2d(_read_array("logits", logits, np.float32)))
+        if logits.ndim != 2 or logits.shape[1] != self.vocab_size:
+            raise ParameterError(f"logits have the shape {logits.shape}, but must be [batch, {self.vocab_size}].")
         rows = len(logits)
         feeds = {"logits": logits, "uniform": _read_uniform(rows, uniform, seed, position, sample)}
         feeds |= self._read_parameters(rows, parameters)
         feeds |= _read_edits(rows, self.vocab_size, edit_ids, edit_penalty, edit_bias)
         feeds["allowed"] = self._read_mask(rows, allowed)
         if rows == 0:
-            return Samples(**{name: self._empty_output(name) for name in self._outputs})
+            shapes = {"keep_mask": (0, self.vocab_size)}
+            types = {name: array_name(SAMPLER_OUTPUT_TYPES[name]) for name in self._outputs}
+            return Samples(**{name: np.empty(shapes.get(name, 0), kind) for name, kind in types.items()})
         try:
             found = dict(zip(self._outputs, self._session.run(self._outputs, feeds), strict=True))
         except Exception as error:  # noqa: BLE001  # unrelated classes
@@ -126,9 +132,6 @@ class TopWSampler:
                 "or nothing finite after the edits and the mask."
             )
         return Samples(**found)
-
-    def _empty_output(self, name: str) -> np.ndarray:
-        return np.empty((0, self.vocab_size) if name == "keep_mask" else 0, array_name(SAMPLER_OUTPUT_TYPES[name]))
 
     def _read_mask(self, rows: int, allowed: Any) -> np.ndarray:
         words, vocab = self._session.mask_words, self.vocab_size
@@ -182,15 +185,6 @@ def _read_array(name: str, given: Any, dtype: Any, shape: tuple[int, ...] | None
         kind = "integers" if np.issubdtype(dtype, np.integer) else "real numbers"
         size = "an array of" if shape is None else f"one number, or an array {list(shape)}, of"
         raise ParameterError(f"{name} is {short_repr(given)}, but must be {size} {kind}.") from None
-
-
-def _read_logits(given: Any, vocab: int) -> np.ndarray:
-    if isinstance(given, np.ma.MaskedArray):
-        raise ParameterError("logits is a masked array; fill it, with -inf where a token must not be drawn.")
-    array = np.atleast_2d(_read_array("logits", given, np.float32))
-    if array.ndim != 2 or array.shape[1] != vocab:
-        raise ParameterError(f"logits have the shape {array.shape}, but must be [batch, {vocab}].")
-    return np.ascontiguousarray(array)
 
 
 def _read_uniform(rows: int, uniform: Any, seed: Any, position: Any, sample: Any) -> np.ndarray:

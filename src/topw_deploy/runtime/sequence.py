@@ -355,8 +355,12 @@ class Sequence:
         tokens = outputs("next_token")
         if self.text is not None:
             text = "".join(self._texts)
+        elif text is None:
+            decoder = self.new_text()
+            shown = tokens[:-1] if isinstance(self.stop, int) else tokens  # without EOS
+            text = "".join([decoder.push(token) for token in shown]) + decoder.flush()
         return GenerationResult(
-            text=self._decode(tokens) if text is None else text,
+            text=text,
             token_ids=tokens,
             logprobs=outputs("logprob"),
             kept=outputs("kept"),
@@ -380,8 +384,3 @@ class Sequence:
                 queue_seconds=queued,
             ),
         )
-
-    def _decode(self, tokens: list[int]) -> str:
-        text = self.new_text()
-        shown = tokens[:-1] if isinstance(self.stop, int) else tokens  # without EOS
-        return "".join([text.push(token) for token in shown]) + text.flush()

@@ -55,7 +55,7 @@ _ANY_OBJECT = Constraint("json", '{"type": "object"}')
 def _read_structured_outputs(name: str, value: Mapping[str, Any]) -> Constraint:
     given = {key: constraint for key, constraint in value.items() if constraint is not None}
     if len(given) != 1 or not given.keys() <= {*_NOUNS, "json_object"} - {"text"}:
-        raise GrammarError(f"{name} has the keys {_key_list(given)}; {_ADVICE}.", name)
+        raise GrammarError(f"{name} has the keys {', '.join(given)[:200] or 'none'}; {_ADVICE}.", name)
     ((kind, text),) = given.items()
     name = f"{name}[{kind!r}]"
     if kind == "json":
@@ -119,12 +119,6 @@ def _check_unicode(name: str, text: str) -> str:
             "it."
         ) from None
     return text
-
-
-def _key_list(keys: Mapping[str, Any]) -> str:
-    """The first keys, shortened, for a message."""
-    shown = [key if len(key) <= 40 else f"{key[:37]}..." for key in list(keys)[:8]]
-    return ", ".join(shown) or "none"
 
 
 MOST_PATTERNS = 100

@@ -249,7 +249,13 @@ class Tokenizer:
         self._raw.no_padding()
         self._bytes = {skip: TokenBytes(self._raw, skip) for skip in (False, True)}
         self.config = folder.read_json(CONFIG_FILE)
-        self.special_tokens = _special_tokens({**folder.read_json(SPECIAL_TOKENS_FILE), **self.config})
+        self.special_tokens: dict[str, str] = {}
+        stated = {**folder.read_json(SPECIAL_TOKENS_FILE), **self.config}
+        for role in _ROLES:
+            value = stated.get(role)  # a text, or an object with `content`
+            content = value.get("content") if isinstance(value, dict) else value
+            if isinstance(content, str):
+                self.special_tokens[role] = content
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Convert text to token ids. Raises PromptError for a lone surrogate, which UTF-8 cannot encode."""
@@ -341,14 +347,3 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of tokens, including added ones."""
         return int(self._raw.get_vocab_size(with_added_tokens=True))
-
-
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Texts of the special tokens by role. The files hold strings or objects with `content`."""
-    found = {}
-    for role in _ROLES:
-        value = config.get(role)
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            found[role] = text
-    return found

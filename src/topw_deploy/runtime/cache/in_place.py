@@ -178,18 +178,15 @@ class StaticCache(InPlaceCache):
             written[row] += 1
         self._most_length += 1
         if self._most_length > self._buffers.length:
-            self._grow()
+            self._most_length = int(self._last_indices.max()) + 1
+            if self._make_room(self._most_length):
+                self._buffers.bind(self._binding)
 
     def _bind_chunk(self, binding: Binding, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
         binding.bind_array("input_ids", ids)
         binding.bind_array("write_indices", starts)
         binding.bind_array("row_lengths", lengths)
         bind_total(self._session, binding, int(starts.max()) + ids.shape[1])
-
-    def _grow(self) -> None:
-        self._most_length = int(self._last_indices.max()) + 1
-        if self._make_room(self._most_length):
-            self._buffers.bind(self._binding)
 
 
 class SharedCache(InPlaceCache):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -24,7 +23,7 @@ from topw_deploy.device_lock import device_lock
 from topw_deploy.errors import ManifestError, ParameterError, ProviderError, TensorRTError, one_line
 from topw_deploy.folders import map_stream
 from topw_deploy.install import major_minor
-from topw_deploy.manifest import MODEL_NAME, DecoderManifest, Lookup, Manifest, ModelFolder, TensorSpec
+from topw_deploy.manifest import MODEL_NAME, DecoderManifest, Lookup, Manifest, ModelFolder
 from topw_deploy.plugins import library
 from topw_deploy.runtime.inputs import EDIT_INPUTS, MASK_INPUT, RULE_INPUTS
 from topw_deploy.runtime.ort import native, providers
@@ -303,20 +302,17 @@ def _check_io(folder: ModelFolder[Manifest], session: ort.InferenceSession) -> N
         ("input", manifest.inputs, graph_inputs(session)),
         ("output", manifest.outputs, session.get_outputs()),
     ):
-        _compare_specs(what, {s.name: s for s in specs}, {n.name: n.type for n in nodes})
+        stated = {spec.name: f"tensor({spec.dtype})" for spec in specs}
+        found = {node.name: node.type for node in nodes}
+        for name in sorted(stated.keys() | found.keys()):
+            if stated.get(name) != found.get(name):
+                has, states = found.get(name, "absent"), stated.get(name, "absent")
+                raise ManifestError(
+                    f"{what} {name!r} is {has} in model.onnx, but {states} in the manifest: the two do not match; "
+                    "export the model again."
+                )
     for name in (*SAMPLER_INPUTS, *SAMPLER_OUTPUTS):
         if not any(spec.name == name for spec in (*manifest.inputs, *manifest.outputs)):
             raise ManifestError(
                 f"{folder.model} has no {name!r}, so its sampler is not Top-W's; export the model again."
-            )
-
-
-def _compare_specs(what: str, specs: Mapping[str, TensorSpec], found: Mapping[str, str]) -> None:
-    for name in sorted(specs.keys() | found.keys()):
-        stated = f"tensor({specs[name].dtype})" if name in specs else "absent"
-        actual = found.get(name, "absent")
-        if stated != actual:
-            raise ManifestError(
-                f"{what} {name!r} is {actual} in model.onnx, but {stated} in the manifest: "
-                "the two do not match; export the model again."
             )

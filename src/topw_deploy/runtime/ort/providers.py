@@ -76,16 +76,12 @@ def resolve(provider: str, allow_fallback: bool = False) -> str:
 
 def why_absent(provider: str) -> str:
     """A clause that says that onnxruntime lacks `provider`, with the remedy."""
-    remedy = _remedy(provider.lower().removesuffix(_SUFFIX.lower()))
+    remedy = _CHOOSE_ANOTHER
+    if provider.lower().removesuffix(_SUFFIX.lower()) in ("cuda", "tensorrt"):
+        commands = f"{install.pip_command('uninstall')} -y onnxruntime && {install.install_command('gpu')}"
+        remedy = f"for NVIDIA devices run: {commands}"
     what = f"this onnxruntime {ort.__version__} was built without {provider!r}"
     return f"{what}: it has {', '.join(available())}; {remedy}"
-
-
-def _remedy(wanted: str) -> str:
-    if wanted in ("cuda", "tensorrt"):
-        commands = f"{install.pip_command('uninstall')} -y onnxruntime && {install.install_command('gpu')}"
-        return f"for NVIDIA devices run: {commands}"
-    return _CHOOSE_ANOTHER
 
 
 def session_providers(name: str, options: Mapping[str, Any] | None) -> list[Any]:
@@ -141,15 +137,11 @@ def preload_libraries() -> str:
     """
     with _lock:
         if not _first_result:
-            _first_result.append(_missing_clause(_load_libraries()))
+            output = _capture_output(ort.preload_dlls)
+            for folder in _other_library_folders() if output else ():
+                output = _capture_output(partial(ort.preload_dlls, directory=str(folder)))
+            _first_result.append(_missing_clause(output))
         return _first_result[0]
-
-
-def _load_libraries() -> str:
-    output = _capture_output(ort.preload_dlls)
-    for folder in _other_library_folders() if output else ():
-        output = _capture_output(partial(ort.preload_dlls, directory=str(folder)))
-    return output
 
 
 def _capture_output(load: Callable[[], None]) -> str:
