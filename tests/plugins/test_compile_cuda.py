@@ -200,7 +200,7 @@ def test_the_report_says_why_a_library_serves_no_gpu_here(
     )
     (tmp_path / "other.so").write_bytes(b"\x7fELF and nothing more")
     monkeypatch.setenv("TOPW_CUDA_LIBRARY", str(tmp_path / "other.so"))
-    named = f"the library of TOPW_CUDA_LIBRARY='{tmp_path / 'other.so'}' does not load ("
+    named = f"the CUDA library of TOPW_CUDA_LIBRARY='{tmp_path / 'other.so'}' does not load ("
     assert library.read_status().cuda.why_unused.startswith(named)
     pretended = library.CudaLibrary.__new__(library.CudaLibrary)
     pretended.path, pretended.architectures = tmp_path / "other.so", (80, 90)

@@ -96,8 +96,8 @@ def foreign(patch: pytest.MonkeyPatch, _: Path) -> None:
         (switched_off, "TOPW_NATIVE=0 disables it"),
         slow(not_built, "this installation was built without it"),
         slow(missing, "TOPW_NATIVE_LIBRARY is .*nowhere.so, which is not a file"),
-        slow(broken, r"the native library that TOPW_NATIVE_LIBRARY='.*broken\.so' names does not load"),
-        (foreign, "that TOPW_NATIVE_LIBRARY='.*_ctypes.* names does not load .*is not a library of topw_deploy"),
+        slow(broken, r"the native library of TOPW_NATIVE_LIBRARY='.*broken\.so' does not load"),
+        (foreign, "of TOPW_NATIVE_LIBRARY='.*_ctypes.* does not load .*is not a library of topw_deploy"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -338,12 +338,14 @@ def cpu_status() -> CpuStatus:
     try:
         return CpuStatus(str(path), load(path).instruction_set, "")
     except OSError as error:
-        return CpuStatus(None, None, _load_failure(path, "cpu", error))
+        return CpuStatus(None, None, load_failure(path, "cpu", error))
 
 
-def _load_failure(path: Path, kind: Kind, error: OSError) -> str:
+def load_failure(path: Path, kind: Kind, error: OSError) -> str:
+    """A clause that says that a library does not load."""
     named = variable_selecting(path, kind)
-    return f"{f'the library of {named}' if named else 'it'} does not load ({error})"
+    which = "the CUDA library" if kind == "cuda" else "the native library"
+    return f"{which}{f' of {named}' if named else ''} does not load ({error})"
 
 
 def cuda_status(found: Driver) -> CudaStatus:
@@ -353,7 +355,7 @@ def cuda_status(found: Driver) -> CudaStatus:
     try:
         library = load_cuda(path)
     except OSError as error:
-        return CudaStatus(None, (), _load_failure(path, "cuda", error))
+        return CudaStatus(None, (), load_failure(path, "cuda", error))
     unserved = [device for device in found.devices if not library.can_run_on(device.architecture)]
     why = found.why_none
     if unserved and len(unserved) == len(found.devices):

@@ -228,17 +228,17 @@ class Preparer:
     def _complete(self, stated: dict[str, Any]) -> dict[str, Any]:
         """The parameters of one source with those of its preset and the ids of its bad words."""
         if "bad_words" in stated:
-            ids = [self._word_ids(word) for word in stated["bad_words"]]
-            stated = {**stated, "bad_words_ids": (*stated.get("bad_words_ids", ()), *dict.fromkeys(chain(*ids)))}
+            ids = list(stated.get("bad_words_ids", ()))
+            for word in stated["bad_words"]:  # at the start of a text, and after a space
+                bare = word.lstrip(" ")
+                texts = (bare, f" {bare}") if bare else (word,)
+                ids += [tuple(self._tokenizer.encode(text, False)) for text in texts]
+                if () in ids:
+                    raise ParameterError(
+                        f"bad_words has {short_repr(word)}, which has no tokens; remove it.", "bad_words"
+                    )
+            stated = {**stated, "bad_words_ids": tuple(dict.fromkeys(ids))}
         return with_preset(stated, self._geometry, self._median)
-
-    def _word_ids(self, word: str) -> list[tuple[int, ...]]:
-        """Two tokenizations of a word: at the start of a text, and after a space."""
-        bare = word.lstrip(" ")
-        found = [tuple(self._tokenizer.encode(text, False)) for text in ((bare, f" {bare}") if bare else (word,))]
-        if () in found:
-            raise ParameterError(f"bad_words has {short_repr(word)}, which has no tokens; remove it.", "bad_words")
-        return found
 
     def _resolve(
         self, prompt: int, values: ChainMap[str, Any], limits: Limits, skip_special_tokens: bool

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,6 @@ _MOST_GRAPHS = 64  # per session: each graph keeps device memory until the sessi
 
 _ALIGNMENT = 256  # bytes, as in CUDA's allocator
 _NO_GRAPH = "-1"
-_TOTAL_SIZE = ""  # key of the total among offsets by name; no tensor has this name
 _ELEMENT_NUMBERS = {kind.numpy: kind.number for kind in ELEMENT_TYPES.values()}
 
 
@@ -262,16 +261,23 @@ class DeviceBinding(HostBinding):
         changing = {name: array for name, array in self._arrays.items() if name in self._changing}
         rest = {name: array for name, array in self._arrays.items() if name not in self._changing}
         parts = {"changing": changing, "rest": rest, "results": self._results}
-        starts = {part: _array_offsets(arrays) for part, arrays in parts.items()}
-        self._buffers.reserve({part: found[_TOTAL_SIZE] for part, found in starts.items()})
+        starts: dict[str, int] = {}  # byte offsets in the areas, equal for equal shapes
+        sizes = dict.fromkeys(parts, 0)
+        for part, arrays in parts.items():
+            for name in sorted(arrays):
+                starts[name] = sizes[part]
+                sizes[part] += -(-max(1, arrays[name].nbytes) // _ALIGNMENT) * _ALIGNMENT
+        self._buffers.reserve(sizes)
         self._bound_areas, self._is_stale, self._graph = dict(self._buffers.areas), True, None
         for part, arrays in parts.items():
             area = self._bound_areas[part]
             bind = self._io.bind_output if part == "results" else self._io.bind_input
-            self._copies[part] = list(_host_views(area, arrays, starts[part]))
+            self._copies[part] = []
             for name, array in arrays.items():
-                pointer = area.pointer + starts[part][name]
-                bind(name, self._device, _ELEMENT_NUMBERS[array.dtype.name], array.shape, pointer)
+                start = starts[name]
+                place = area.host[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+                self._copies[part].append((name, place))
+                bind(name, self._device, _ELEMENT_NUMBERS[array.dtype.name], array.shape, area.pointer + start)
 
     def _step_graph(self) -> StepGraph:
         if self._graph is None:
@@ -282,23 +288,6 @@ class DeviceBinding(HostBinding):
             constants = tuple((name, array.tobytes()) for name, array in sorted(self._on_host.items()))
             self._graph = self._pool.graph((pointers, shapes, constants, tuple(sorted(self._memory.items()))))
         return self._graph
-
-
-def _array_offsets(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
-    """The byte offsets of the arrays in an area, equal for equal shapes, and the total under `_TOTAL_SIZE`."""
-    starts, end = {}, 0
-    for name in sorted(arrays):
-        starts[name] = end
-        end += -(-max(1, arrays[name].nbytes) // _ALIGNMENT) * _ALIGNMENT
-    return {**starts, _TOTAL_SIZE: end}
-
-
-def _host_views(
-    area: Area, arrays: Mapping[str, np.ndarray], starts: Mapping[str, int]
-) -> Iterator[tuple[str, np.ndarray]]:
-    for name, array in arrays.items():
-        place = area.host[starts[name] : starts[name] + array.nbytes]
-        yield name, place.view(array.dtype).reshape(array.shape)
 
 
 Task: TypeAlias = tuple[Callable[[], None], "SimpleQueue[BaseException | None]"]

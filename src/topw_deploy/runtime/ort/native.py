@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import onnxruntime as ort
 
-from topw_deploy.errors import one_line
 from topw_deploy.plugins import library
 from topw_deploy.plugins.library import library_path
 from topw_deploy.runtime.ort import providers
@@ -32,7 +31,10 @@ def operator_library(
         return None, "the session options already have the CPU's operator and cannot take the GPU's; give new ones"
     found, why = _load_library(registered or kind)
     if isinstance(found, library.CudaLibrary) and kind == "cuda":
-        why = _missing_code(found, device)
+        numbers = [each.architecture for each in library.query_driver().devices[device : device + 1]]
+        for number in numbers:
+            if not found.can_run_on(number):
+                why = f"{found.path.name} has no code for sm_{number} (run `topw plugins build --cuda --arch {number}`)"
     if found is None or why:
         return None, why
     if not found.supports(table_form):
@@ -57,15 +59,4 @@ def _load_library(kind: library.Kind) -> tuple[library.Library | None, str]:
     try:
         return (library.load_cuda(path) if kind == "cuda" else library.load(path)), ""
     except OSError as error:
-        named = library.variable_selecting(path, kind)
-        which = "the CUDA library" if kind == "cuda" else "the native library"
-        return None, f"{which}{f' that {named} names' if named else ''} does not load ({one_line(error)})"
-
-
-def _missing_code(found: library.CudaLibrary, device: int) -> str:
-    """A clause that says that the library has no code for this GPU; "" if it has."""
-    devices = library.query_driver().devices
-    if device >= len(devices) or found.can_run_on(devices[device].architecture):
-        return ""
-    number = devices[device].architecture
-    return f"{found.path.name} has no code for sm_{number} (run `topw plugins build --cuda --arch {number}`)"
+        return None, library.load_failure(path, kind, error)
