@@ -76,7 +76,7 @@ def test_a_cancellation_may_happen_during_another(model: TopWModel, engine_of: N
         if event == "call" and depth[0] < 40:
             depth[0] += 1
             sys.setprofile(interrupt)  # allows calls in calls
-            request._worker.end_early(request, "cancelled")
+            request._cancel(request)
 
     def call() -> None:
         sys.setprofile(interrupt)

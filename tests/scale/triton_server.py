@@ -209,15 +209,8 @@ def main() -> None:
     place = Path(tempfile.mkdtemp(prefix="topw-triton"))
     started = time.perf_counter()
     exported = place / "demo"
-    command = [
-        str(ROOT / ".venv" / "bin" / "python"),
-        "-m",
-        "topw_deploy",
-        "export",
-        "demo",
-        str(exported),
-        "--no-verify",
-    ]
+    python = str(ROOT / ".venv" / "bin" / "python")
+    command = [python, "-m", "topw_deploy", "export", "tiny", str(exported), "--no-verify"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else exported
     if folder == exported:
@@ -247,9 +240,8 @@ def main() -> None:
         assert again[0][0]["ids"] == wanted[0].token_ids
     seconds = time.perf_counter() - started
     sys.stdout.write(f"Triton gave the model's tokens: {len(whole)} at once, {len(whole)} streams; {seconds:.0f} s\n")
-    sys.stdout.write(
-        f"a cancelled request ended after {cancelled['ended']} of its {cancelled['sequences']} sequences\n"
-    )
+    ended, all_ = cancelled["ended"], cancelled["sequences"]
+    sys.stdout.write(f"a cancelled request ended after {ended} of its {all_} sequences\n")
     shutil.rmtree(place)
 
 

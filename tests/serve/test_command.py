@@ -34,20 +34,8 @@ def serve(*words: str) -> int:
 
 def test_flags_become_options(called: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOPW_SERVE_API_KEY", "one two")
-    words = [
-        "--no-page",
-        "--max-body",
-        "1MiB",
-        "--kv-bytes",
-        "2GiB",
-        "--threads",
-        "1",
-        "--port",
-        "0",
-        "--max-batch",
-        "3",
-    ]
-    assert serve(str(tmp_path / "a"), str(tmp_path / "b"), *words) == 0
+    words = "--no-page --max-body 1MiB --kv-bytes 2GiB --threads 1 --port 0 --max-batch 3"
+    assert serve(str(tmp_path / "a"), str(tmp_path / "b"), *words.split()) == 0
     options = called["options"]
     assert list(options.models) == ["a", "b"]
     assert options.api_keys == ("one", "two")

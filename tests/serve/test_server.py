@@ -89,22 +89,13 @@ def client(uds: Path) -> Iterator[Any]:
 
 def test_openais_client_lists_models_and_chats(client: Any, model: TopWModel) -> None:
     assert {each.id for each in client.models.list()} == {"toy", "caller"}
-    answer = client.chat.completions.create(
-        model="toy", messages=HELLO, max_tokens=8, seed=5, temperature=2.5, extra_body={"lam": 0.2}
-    )
+    given: dict[str, Any] = {"max_tokens": 8, "seed": 5, "temperature": 2.5, "extra_body": {"lam": 0.2}}
+    answer = client.chat.completions.create(model="toy", messages=HELLO, **given)
     wanted = model.generate(RENDERED, add_special_tokens=False, max_new_tokens=8, seed=5, **HOT).text
     assert answer.choices[0].message.content == wanted
     assert answer.usage.total_tokens == 15
-    stream = client.chat.completions.create(
-        model="toy",
-        messages=HELLO,
-        max_tokens=8,
-        seed=5,
-        temperature=2.5,
-        extra_body={"lam": 0.2},
-        stream=True,
-        stream_options={"include_usage": True},
-    )
+    options = {"include_usage": True}
+    stream = client.chat.completions.create(model="toy", messages=HELLO, stream=True, stream_options=options, **given)
     chunks = list(stream)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == wanted
     assert chunks[-1].usage.completion_tokens == 8

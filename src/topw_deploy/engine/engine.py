@@ -330,7 +330,8 @@ class Engine:
             sequences = self._model.prepare(prompt, limits=self.limits, **parameters)
         return Request(
             sequences,
-            self._worker,
+            partial(self._worker.end_early, reason="cancelled"),
+            self._worker.check_caller,
             self._session,
             self._model.load_seconds,
             started=started,

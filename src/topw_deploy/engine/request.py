@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -22,9 +22,6 @@ from topw_deploy.runtime.results import GenerationResult, Piece
 from topw_deploy.runtime.sequence import Sequence as SequenceState
 from topw_deploy.runtime.session import Session
 
-if TYPE_CHECKING:
-    from topw_deploy.engine.worker import EngineWorker
-
 Event: TypeAlias = "tuple[int, int | str | None, int] | None"
 """(index of a sequence; its next token, or new text, or None at its end; number of its tokens so far).
 
@@ -36,7 +33,8 @@ class Request:
     """A submitted request of one or several sequences. Any thread may use it.
 
     sequences: their states.
-    worker: the engine's thread.
+    cancel: called by `cancel`.
+    check_caller: called with a method's name before the method waits; see `EngineWorker.check_caller`.
     session, load_seconds: of the model, for the results.
     started: time.perf_counter() at the caller's call.
     deadline: time.perf_counter() at which the request must end; None for no deadline.
@@ -49,7 +47,8 @@ class Request:
     def __init__(
         self,
         sequences: Sequences,
-        worker: EngineWorker,
+        cancel: Callable[[Request], None],
+        check_caller: Callable[[str], None],
         session: Session,
         load_seconds: float,
         *,
@@ -58,7 +57,7 @@ class Request:
         reuses_prefix: bool = True,
     ) -> None:
         self.sequences, self.started, self.deadline, self.reuses_prefix = sequences, started, deadline, reuses_prefix
-        self.session, self.load_seconds, self._worker = session, load_seconds, worker
+        self.session, self.load_seconds, self._cancel, self._check_caller = session, load_seconds, cancel, check_caller
         self._events: SimpleQueue[Event] = SimpleQueue()
         self.put_event: Callable[[Event], object] = self._events.put
         self.on_end: Callable[[], object] = lambda: None
@@ -90,7 +89,7 @@ class Request:
         """
         seconds = read_timeout(timeout)
         if not self.done:
-            self._worker.check_caller("result")
+            self._check_caller("result")
         if not self._done.wait(seconds):
             raise TimeoutError(f"the request did not end within {timeout} s; wait again, or call cancel().")
         self.raise_error()
@@ -104,7 +103,7 @@ class Request:
     def cancel(self) -> None:
         """End the request with what it drew so far (finish_reason "cancelled"). No effect once it has ended."""
         if not self.done:
-            self._worker.end_early(self, "cancelled")
+            self._cancel(self)
 
     def __iter__(self) -> Iterator[Piece]:
         """Yield pieces of text as they are drawn, like `TopWModel.stream`. Can be done only once per request.
@@ -112,7 +111,7 @@ class Request:
         Leaving the loop early, or dropping its iterator, cancels the request.
         """
         if not self.done:
-            self._worker.check_caller("iteration")
+            self._check_caller("iteration")
         with self._lock:
             was_iterated, self._is_iterated = self._is_iterated, True
         if was_iterated:
