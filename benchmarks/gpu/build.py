@@ -11,8 +11,8 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.common import table
 from benchmarks.gpu.job import Job, Result, Step
+from topw_lab.tables import table
 
 _REHEARSED = 90  # sm_90 (H200), for rehearsals without a GPU
 _LIMIT = 120  # seconds per tool

@@ -18,7 +18,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.common import Spread, interleave, ratio, table
 from benchmarks.gpu.job import Job, Result, Step
 from topw_deploy.errors import BenchmarkError, TopWError
 
@@ -184,6 +183,8 @@ def time_generation(model: TopWModel, cpu: TopWModel | None, threads: int, job: 
 
     Each thread generates one sequence, and the slowest thread counts.
     """
+    from benchmarks.common import interleave
+
     length, rounds = (32, 2) if job.rehearse else (256, 20)
 
     def one(of: TopWModel) -> float:
@@ -203,6 +204,8 @@ def time_generation(model: TopWModel, cpu: TopWModel | None, threads: int, job: 
 def _result(
     model: TopWModel, difference: Difference, times: dict[str, list[float]], failed: str, notes: tuple[str, ...]
 ) -> Result:
+    from benchmarks.common import Spread, ratio, table
+
     first = min(difference.steps, default=None)
     equal = f"{difference.equal} of {difference.sequences}" + ("" if first is None else f", first at step {first}")
     beside = ("", "")
