@@ -11,7 +11,7 @@ import torch
 from tests.support.mixers import literal_convolution
 from tests.support.placeholder_graphs import PlaceholderGraph
 from topw_deploy.export.graph import GraphEditor
-from topw_deploy.export.lowering.mixers import ConvolutionLayer, Convolutions, HistoryLayer
+from topw_deploy.export.lowering.mixers import ConvolutionLayer, Convolutions
 
 BATCH, CHANNELS, KERNEL = 3, 6, 4
 BOUNDS = {torch.float32: 1e-6, torch.float16: 4e-3}  # sums of 5 terms of size 1
@@ -122,7 +122,7 @@ COLUMNS = 2  # before the call
 def history_of(feeds: Mapping[str, torch.Tensor], padding: str = "") -> PlaceholderGraph:
     def build(editor: GraphEditor, placeholder: ir.Node, values: Mapping[str, ir.Value]) -> tuple[ir.Value, ir.Value]:
         places = {name: values.get(name) if name == padding else None for name in ("real", "lengths")}
-        return Convolutions(editor, contrib=True, **places).history(HistoryLayer.of(placeholder), values["past"])
+        return Convolutions(editor, contrib=True, **places).build(ConvolutionLayer.of(placeholder), values["past"])
 
     others = {name: feeds[name] for name in ("past", padding) if name}
     return PlaceholderGraph("History", {"x": feeds["x"]}, others, build, columns=COLUMNS)

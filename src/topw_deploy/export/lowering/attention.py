@@ -10,7 +10,14 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from topw_deploy.export.graph import GraphEditor, element_type, find_input, fixed_size, required_input
+from topw_deploy.export.graph import (
+    GraphEditor,
+    attribute_values,
+    element_type,
+    find_input,
+    fixed_size,
+    required_input,
+)
 from topw_deploy.export.trace.placeholders import PLACEHOLDER_DOMAIN, attention_placeholders
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.manifest import State, key_value_states
@@ -28,7 +35,7 @@ class AttentionLayer:
     softcap: the largest absolute score; 0 for no cap.
     window: number of visible tokens, including the query; 0 for all.
     chunk: tokens see only their own chunk of this many tokens; 0 for no chunks.
-    latent: whether values are the first value_dim columns of the keys; then new_value is new_key.
+    latent: above 0 if values are the first `latent` columns of the keys; then new_value is new_key.
     stride: above 0 for layers with two keys per token, which together have head_dim columns; else 0.
     source: the earlier layer with the same keys and values, whose states this layer reads; None if it has its own.
     shared_by: the later layers that read this layer's states.
@@ -48,8 +55,8 @@ class AttentionLayer:
     softcap: float
     window: int
     chunk: int
-    latent: bool
-    stride: int = 0
+    latent: int
+    stride: int
     source: int | None = None
     shared_by: tuple[int, ...] = ()
     state_window: int = 0
@@ -122,10 +129,11 @@ def attention_layers(decoder: TracedDecoder) -> list[AttentionLayer]:
     for placeholder in attention_placeholders(decoder.model.graph):
         query, key = placeholder.inputs[:2]
         value = _optional_input(placeholder, 2)
-        latent = placeholder.attributes["latent"].as_int()
+        attributes = attribute_values(placeholder)
+        latent = attributes["latent"]
         layers.append(
             AttentionLayer(
-                index=placeholder.attributes["layer"].as_int(),
+                index=attributes.pop("layer"),
                 placeholder=placeholder,
                 query=query,
                 new_key=key,
@@ -134,12 +142,7 @@ def attention_layers(decoder: TracedDecoder) -> list[AttentionLayer]:
                 kv_heads=fixed_size(key, 1),
                 head_dim=fixed_size(key, 3),
                 value_dim=latent or fixed_size(value, 3),
-                scale=placeholder.attributes["scale"].as_float(),
-                softcap=placeholder.attributes["softcap"].as_float(),
-                window=placeholder.attributes["window"].as_int(),
-                chunk=placeholder.attributes["chunk"].as_int(),
-                latent=latent > 0,
-                stride=placeholder.attributes["stride"].as_int(),
+                **attributes,
             )
         )
     return _link_shared_states(layers)
@@ -425,7 +428,7 @@ def attend(
         layer = replace(layer, head_dim=layer.value_dim)
         keys = values = editor.op("Reshape", [keys, [0, layer.kv_heads, -1, layer.head_dim]])
     # All heads share the latents: two products read them once, the operator would read them once per head.
-    decomposed = decomposed or layer.latent or layer.softcap > 0 or layer.sink is not None
+    decomposed = decomposed or layer.latent > 0 or layer.softcap > 0 or layer.sink is not None
     compute = _decomposed_attention if decomposed else _attention_operator
     output = compute(editor, layer, keys, values, mask)
     # Transpose to the placeholder's layout, [batch, sequence, heads, dim].

@@ -17,7 +17,8 @@ which becomes products and a softmax over the used slots (`UsedSlots`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -72,16 +73,13 @@ def lower(decoder: TracedDecoder, context_length: int, *, window_cache: bool = T
     cache = StaticStates(editor)
     presents: dict[int, list[ir.Value]] = {}
     if layers:
-        last_slots = _last_slots(editor, cache, half=layers[0].dtype in HALF)
-        lengths = (last_slots, cache.host_length())
-        tables = RotaryTables(editor, decoder, context_length)
-        shared = _Shared(editor, cache, lengths, tables, UsedSlots(editor, cache, lengths[1]))
+        lowering = _Lowering(editor, cache, decoder, context_length, half=layers[0].dtype in HALF)
         for layer in layers:
             if layer.source is None:
                 window = _window_to_keep(layer, context_length) if window_cache else 0
-                presents[layer.index] = _lower_with_own_states(shared, replace(layer, state_window=window))
+                presents[layer.index] = lowering.with_own_states(replace(layer, state_window=window))
             else:
-                _lower_with_borrowed_states(shared, layer, presents[layer.source])
+                lowering.with_borrowed_states(layer, presents[layer.source])
     if has_mixers(decoder):
         lower_mixers(editor, decoder, cache, Padding.of_static_cache(editor, cache), contrib=True)
     model.opset_imports[CONTRIB_DOMAIN] = 1
@@ -101,20 +99,6 @@ def _window_to_keep(layer: AttentionLayer, context_length: int) -> int:
     return layer.window if can_drop and layer.slopes is None and layer.relative is None else 0
 
 
-@dataclass(frozen=True)
-class _Shared:
-    """What the lowering of every layer uses.
-
-    lengths: the operator's inputs seqlens_k and total_sequence_length.
-    """
-
-    editor: GraphEditor
-    cache: StaticStates
-    lengths: tuple[ir.Value, ir.Value]
-    tables: RotaryTables
-    slots: UsedSlots
-
-
 def _last_slots(editor: GraphEditor, cache: StaticStates, *, half: bool) -> ir.Value:
     """The operator's input seqlens_k: each row's last used slot, int32 [batch].
 
@@ -130,81 +114,100 @@ def _last_slots(editor: GraphEditor, cache: StaticStates, *, half: bool) -> ir.V
     return op("Cast", [last], to=ir.DataType.INT32)
 
 
-def _lower_with_own_states(shared: _Shared, layer: AttentionLayer) -> list[ir.Value]:
-    """Replace the placeholder of a layer that has states of its own. Returns the states after the call."""
-    editor, cache = shared.editor, shared.cache
-    if layer.latent:
-        return [_lower_latent(shared, layer)]
-    width = operator_width(layer)
-    is_padded = width != layer.head_dim or width != layer.value_dim
-    query, key = merge_heads(editor, layer.query), merge_heads(editor, layer.new_key)
-    value = merge_heads(editor, layer.new_value).unrotated
-    table = None if is_padded else shared.tables.of(query, key, layer.head_dim)
-    parts = (query.unrotated, key.unrotated, value) if table else (query.rotated(editor), key.rotated(editor), value)
-    if is_padded:
-        counts = (layer.heads, layer.kv_heads, layer.kv_heads)
-        widened = (pad_heads(editor, part, count, width) for part, count in zip(parts, counts, strict=True))
-        projections: Sequence[ir.Value | None] = tuple(widened)
-    else:
-        fused = fuse_qkv(editor, parts)
-        projections = parts if fused is None else (fused, None, None)
-    states = replace(layer, head_dim=width, value_dim=width).states
-    pasts = [cache.past(state) for state in states]
-    output, *presents = _add_operator(shared, layer, [*projections, *pasts], 3, table)
-    _replace_output(editor, layer, output, width)
-    for state, present in zip(states, presents, strict=True):
-        cache.present(state, present)
-    return presents
+class _Lowering:
+    """Lowers the attention layers of one graph.
 
-
-def _lower_with_borrowed_states(shared: _Shared, layer: AttentionLayer, presents: Sequence[ir.Value]) -> None:
-    """Replace the placeholder of a layer that reads another layer's states `presents`.
-
-    Its operator gets new keys and values of no columns.
+    context_length: rows of the rotary tables.
+    half: as of `_last_slots`.
     """
-    editor, width = shared.editor, operator_width(layer)
-    if layer.latent:
-        shared.slots.attend(layer, presents)
-        return
-    query = merge_heads(editor, layer.query).rotated(editor)
-    if width != layer.head_dim:
-        query = pad_heads(editor, query, layer.heads, width)
-    nothing = editor.op("Slice", [query, [0, 0], [0, layer.kv_heads * width], [1, 2]])
-    (output,) = _add_operator(shared, layer, [query, nothing, nothing, *presents], 1, None)
-    _replace_output(editor, layer, output, width)
 
+    def __init__(
+        self, editor: GraphEditor, cache: StaticStates, decoder: TracedDecoder, context_length: int, *, half: bool
+    ) -> None:
+        self._editor, self._cache = editor, cache
+        self._lengths = (_last_slots(editor, cache, half=half), cache.host_length())  # seqlens_k, total_sequence_length
+        self._tables = RotaryTables(editor, decoder, context_length)
+        self._slots = UsedSlots(editor, cache, self._lengths[1])
 
-def _add_operator(
-    shared: _Shared,
-    layer: AttentionLayer,
-    inputs: Sequence[ir.Value | None],
-    outputs: int,
-    table: RotaryTable | None,
-) -> Sequence[ir.Value]:
-    """Add a GroupQueryAttention for `layer`. Returns its first `outputs` outputs.
+    def with_own_states(self, layer: AttentionLayer) -> list[ir.Value]:
+        """Replace the placeholder of a layer that has states of its own. Returns the states after the call."""
+        editor, cache = self._editor, self._cache
+        if layer.latent:
+            (state,) = layer.states
+            present = editor.op("TensorScatter", [cache.past(state), layer.new_key, cache.write_indices], axis=2)
+            self._slots.attend(layer, [present])
+            cache.present(state, present)
+            return [present]
+        width = operator_width(layer)
+        is_padded = width != layer.head_dim or width != layer.value_dim
+        query, key = merge_heads(editor, layer.query), merge_heads(editor, layer.new_key)
+        value = merge_heads(editor, layer.new_value).unrotated
+        table = None if is_padded else self._tables.of(query, key, layer.head_dim)
+        parts = (
+            (query.unrotated, key.unrotated, value) if table else (query.rotated(editor), key.rotated(editor), value)
+        )
+        if is_padded:
+            counts = (layer.heads, layer.kv_heads, layer.kv_heads)
+            widened = (pad_heads(editor, part, count, width) for part, count in zip(parts, counts, strict=True))
+            projections: Sequence[ir.Value | None] = tuple(widened)
+        else:
+            fused = fuse_qkv(editor, parts)
+            projections = parts if fused is None else (fused, None, None)
+        states = replace(layer, head_dim=width, value_dim=width).states
+        pasts = [cache.past(state) for state in states]
+        output, *presents = self._add_operator(layer, [*projections, *pasts], 3, table)
+        _replace_output(editor, layer, output, width)
+        for state, present in zip(states, presents, strict=True):
+            cache.present(state, present)
+        return presents
 
-    inputs: query, key, value, past key and past value.
-    table: rotate queries and keys by it in the operator.
-    """
-    attributes: dict[str, int | float] = {
-        "num_heads": layer.heads,
-        "kv_num_heads": layer.kv_heads,
-        "scale": layer.scale,
-        "do_rotary": int(table is not None),
-    }
-    if layer.window:
-        attributes["local_window_size"] = layer.window
-    if layer.state_window:
-        attributes["sliding_window_cache"] = 1
-    if layer.softcap:
-        attributes["softcap"] = layer.softcap
-    if table is not None:
-        attributes["rotary_interleaved"] = table.interleaved
-    rotation = (table.cos, table.sin) if table else (None, None)
-    operator_inputs = [*inputs, *shared.lengths, *rotation, None, shared.slots.bias(layer), layer.sink]
-    while operator_inputs[-1] is None:
-        operator_inputs.pop()
-    return shared.editor.outputs(OPERATOR, operator_inputs, outputs, domain=CONTRIB_DOMAIN, **attributes)
+    def with_borrowed_states(self, layer: AttentionLayer, presents: Sequence[ir.Value]) -> None:
+        """Replace the placeholder of a layer that reads another layer's states `presents`.
+
+        Its operator gets new keys and values of no columns.
+        """
+        editor, width = self._editor, operator_width(layer)
+        if layer.latent:
+            self._slots.attend(layer, presents)
+            return
+        query = merge_heads(editor, layer.query).rotated(editor)
+        if width != layer.head_dim:
+            query = pad_heads(editor, query, layer.heads, width)
+        nothing = editor.op("Slice", [query, [0, 0], [0, layer.kv_heads * width], [1, 2]])
+        (output,) = self._add_operator(layer, [query, nothing, nothing, *presents], 1, None)
+        _replace_output(editor, layer, output, width)
+
+    def _add_operator(
+        self,
+        layer: AttentionLayer,
+        inputs: Sequence[ir.Value | None],
+        outputs: int,
+        table: RotaryTable | None,
+    ) -> Sequence[ir.Value]:
+        """Add a GroupQueryAttention for `layer`. Returns its first `outputs` outputs.
+
+        inputs: query, key, value, past key and past value.
+        table: rotate queries and keys by it in the operator.
+        """
+        attributes: dict[str, int | float] = {
+            "num_heads": layer.heads,
+            "kv_num_heads": layer.kv_heads,
+            "scale": layer.scale,
+            "do_rotary": int(table is not None),
+        }
+        if layer.window:
+            attributes["local_window_size"] = layer.window
+        if layer.state_window:
+            attributes["sliding_window_cache"] = 1
+        if layer.softcap:
+            attributes["softcap"] = layer.softcap
+        if table is not None:
+            attributes["rotary_interleaved"] = table.interleaved
+        rotation = (table.cos, table.sin) if table else (None, None)
+        operator_inputs = [*inputs, *self._lengths, *rotation, None, self._slots.bias(layer), layer.sink]
+        while operator_inputs[-1] is None:
+            operator_inputs.pop()
+        return self._editor.outputs(OPERATOR, operator_inputs, outputs, domain=CONTRIB_DOMAIN, **attributes)
 
 
 def _replace_output(editor: GraphEditor, layer: AttentionLayer, output: ir.Value, width: int) -> None:
@@ -311,23 +314,12 @@ class UsedSlots:
         return op("Unsqueeze", [self._cache.positions(), [1, 3]]), keys
 
 
-def _lower_latent(shared: _Shared, layer: AttentionLayer) -> ir.Value:
-    """Replace the placeholder of a latent layer. Returns its state after the call."""
-    (state,) = layer.states
-    cache = shared.cache
-    present = shared.editor.op("TensorScatter", [cache.past(state), layer.new_key, cache.write_indices], axis=2)
-    shared.slots.attend(layer, [present])
-    cache.present(state, present)
-    return present
-
-
 # Two tables (cosines and sines) that are larger than both are not stored; every call then computes its angles.
 _SHARE_OF_WEIGHTS = 1 / 16
 _ALWAYS_SMALL = 1 << 20  # bytes
 
 
-@dataclass(frozen=True)
-class RotaryTable:
+class RotaryTable(NamedTuple):
     """The tables of one rotation.
 
     cos, sin: initializers [context_length, rotary_dim / 2].

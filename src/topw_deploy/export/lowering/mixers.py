@@ -11,7 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.graph import CONTRIB_DOMAIN, GraphEditor, element_type, fixed_size, required_input
+from topw_deploy.export.graph import (
+    CONTRIB_DOMAIN,
+    GraphEditor,
+    attribute_values,
+    element_type,
+    fixed_size,
+    required_input,
+)
 from topw_deploy.export.lowering.attention import States, StaticStates
 from topw_deploy.export.lowering.recurrence import CHUNK, ChunkedRecurrences, RecurrenceLayer, add_linear_attention
 from topw_deploy.export.trace.placeholders import CONVOLUTION, HISTORY, PLACEHOLDER_DOMAIN, RECURRENCE
@@ -24,12 +31,13 @@ _COLUMN_AXIS = 2
 
 @dataclass(frozen=True)
 class ConvolutionLayer:
-    """A Convolution placeholder with its inputs and attributes.
+    """A Convolution or History placeholder with its inputs and attributes.
 
     layer: number of the layer.
     state: number of the state in the layer.
     x: [batch, channels, sequence].
-    weight: [channels, 1, kernel].
+    columns: number of earlier columns in the state; a convolution's kernel has one more.
+    weight: [channels, 1, columns + 1]; None for a history.
     bias: [channels] or None.
     activation: "" or "silu".
     """
@@ -38,49 +46,11 @@ class ConvolutionLayer:
     layer: int
     state: int
     x: ir.Value
-    weight: ir.Value
-    bias: ir.Value | None
-    channels: int
-    kernel: int
-    activation: str
-
-    @property
-    def state_shape(self) -> tuple[int, ...]:
-        """The shape of one row's state."""
-        return (self.channels, self.kernel - 1)
-
-    @staticmethod
-    def of(placeholder: ir.Node) -> ConvolutionLayer:
-        x, weight, bias = (*placeholder.inputs, None)[:3]
-        return ConvolutionLayer(
-            placeholder=placeholder,
-            layer=placeholder.attributes["layer"].as_int(),
-            state=placeholder.attributes["state"].as_int(),
-            x=x,
-            weight=_stored_weight(weight),
-            bias=bias,
-            channels=fixed_size(weight, 0),
-            kernel=fixed_size(weight, 2),
-            activation=placeholder.attributes["activation"].as_string(),
-        )
-
-
-@dataclass(frozen=True)
-class HistoryLayer:
-    """A History placeholder with its input and attributes.
-
-    layer: number of the layer.
-    state: number of the state in the layer.
-    x: [batch, channels, sequence].
-    columns: number of earlier columns that the output has before `x`.
-    """
-
-    placeholder: ir.Node
-    layer: int
-    state: int
-    x: ir.Value
     channels: int
     columns: int
+    weight: ir.Value | None = None
+    bias: ir.Value | None = None
+    activation: str = ""
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -88,16 +58,13 @@ class HistoryLayer:
         return (self.channels, self.columns)
 
     @staticmethod
-    def of(placeholder: ir.Node) -> HistoryLayer:
-        (x,) = placeholder.inputs
-        return HistoryLayer(
-            placeholder=placeholder,
-            layer=placeholder.attributes["layer"].as_int(),
-            state=placeholder.attributes["state"].as_int(),
-            x=x,
-            channels=fixed_size(x, 1),
-            columns=placeholder.attributes["columns"].as_int(),
-        )
+    def of(placeholder: ir.Node) -> ConvolutionLayer:
+        x, weight, bias = (*placeholder.inputs, None, None)[:3]
+        attributes = attribute_values(placeholder)
+        if weight is not None:
+            attributes |= {"columns": fixed_size(weight, 2) - 1, "weight": _stored_weight(weight), "bias": bias}
+        channels = fixed_size(x if weight is None else weight, 1 if weight is None else 0)
+        return ConvolutionLayer(placeholder, x=x, channels=channels, **attributes)
 
 
 def _stored_weight(weight: ir.Value) -> ir.Value:
@@ -126,34 +93,27 @@ class Convolutions:
         self._last_columns: dict[int, ir.Value] = {}
 
     def build(self, layer: ConvolutionLayer, past: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Build a convolution. Returns the output [batch, channels, sequence] and the present state.
+        """Build a convolution or history. Returns the placeholder's output and the present state.
 
         Only one node reads `past`, so that a runtime may write the present state to the same memory.
         """
-        x = self._zero_padding(layer.x)
-        if self._contrib and self._lengths is None:
+        op, x = self._editor.op, self._zero_padding(layer.x)
+        contrib = self._contrib and layer.weight is not None
+        if contrib and self._lengths is None:
             return self._add_operator(layer, x, past)
-        if self._contrib:  # two nodes read the past below, so copy it
-            past = self._editor.op("Concat", [past], axis=_COLUMN_AXIS, dtype=past.dtype, shape=past.shape)
-        columns = self._append(past, x)
-        if self._contrib:
+        if contrib:  # two nodes read the past below, so copy it
+            past = op("Concat", [past], axis=_COLUMN_AXIS, dtype=past.dtype, shape=past.shape)
+        output = columns = op("Concat", [past, x], axis=_COLUMN_AXIS, dtype=x.dtype)
+        if contrib:
             output, _ = self._add_operator(layer, x, past)
-        else:
+        elif layer.weight is not None:
             output = self._convolve(layer, columns)
         return output, self._present(layer.state_shape, columns)
-
-    def history(self, layer: HistoryLayer, past: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Build a history. Returns the output [batch, channels, columns + sequence] and the present state."""
-        columns = self._append(past, self._zero_padding(layer.x))
-        return columns, self._present(layer.state_shape, columns)
 
     def _zero_padding(self, x: ir.Value) -> ir.Value:
         if self._real is None:
             return x
         return self._editor.op("Where", [self._real, x, x.dtype.numpy().type(0)], dtype=x.dtype)
-
-    def _append(self, past: ir.Value, x: ir.Value) -> ir.Value:
-        return self._editor.op("Concat", [past, x], axis=_COLUMN_AXIS, dtype=x.dtype)
 
     def _add_operator(self, layer: ConvolutionLayer, x: ir.Value, past: ir.Value) -> tuple[ir.Value, ir.Value]:
         inputs = [x, layer.weight, layer.bias, past]
@@ -167,7 +127,7 @@ class Convolutions:
     def _convolve(self, layer: ConvolutionLayer, columns: ir.Value) -> ir.Value:
         op, dtype = self._editor.op, layer.x.dtype
         inputs = [columns, layer.weight] if layer.bias is None else [columns, layer.weight, layer.bias]
-        output = op("Conv", inputs, group=layer.channels, kernel_shape=[layer.kernel], dtype=dtype)
+        output = op("Conv", inputs, group=layer.channels, kernel_shape=[layer.columns + 1], dtype=dtype)
         return op("Mul", [output, op("Sigmoid", [output])], dtype=dtype) if layer.activation else output
 
     def _present(self, state_shape: tuple[int, ...], columns: ir.Value) -> ir.Value:
@@ -241,15 +201,11 @@ def lower_mixers(
     convolutions = Convolutions(editor, real=left, lengths=padding.lengths, contrib=contrib)
     chunked = None
     for placeholder in placeholders:
-        layer: ConvolutionLayer | HistoryLayer | RecurrenceLayer
-        if placeholder.op_type == CONVOLUTION:
+        layer: ConvolutionLayer | RecurrenceLayer
+        if placeholder.op_type != RECURRENCE:
             layer = ConvolutionLayer.of(placeholder)
             state = _state(layer, element_type(layer.x).name.lower())
             output, present = convolutions.build(layer, states.past(state))
-        elif placeholder.op_type == HISTORY:
-            layer = HistoryLayer.of(placeholder)
-            state = _state(layer, element_type(layer.x).name.lower())
-            output, present = convolutions.history(layer, states.past(state))
         else:
             layer = RecurrenceLayer.of(placeholder)
             state = _state(layer, "float")
@@ -275,7 +231,7 @@ def _placeholders(graph: ir.Graph) -> list[ir.Node]:
     return sorted(nodes, key=place)
 
 
-def _state(layer: ConvolutionLayer | HistoryLayer | RecurrenceLayer, dtype: str) -> State:
+def _state(layer: ConvolutionLayer | RecurrenceLayer, dtype: str) -> State:
     kind = _STATE_KINDS[layer.placeholder.op_type]
     name = f"{layer.layer}.{kind}.{layer.state}"
     return State(

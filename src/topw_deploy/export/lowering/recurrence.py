@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.errors import UnsupportedModelError
-from topw_deploy.export.graph import CONTRIB_DOMAIN, GraphEditor, fixed_size, producer
+from topw_deploy.export.graph import CONTRIB_DOMAIN, GraphEditor, attribute_values, fixed_size, producer
 
 LINEAR_ATTENTION = "LinearAttention"
 
@@ -64,8 +64,6 @@ class RecurrenceLayer:
         query, key, value, decay, beta = (*placeholder.inputs, None, None)[:5]
         return RecurrenceLayer(
             placeholder=placeholder,
-            layer=placeholder.attributes["layer"].as_int(),
-            state=placeholder.attributes["state"].as_int(),
             query=query,
             key=key,
             value=value,
@@ -77,8 +75,7 @@ class RecurrenceLayer:
             key_dim=fixed_size(key, 3),
             value_dim=fixed_size(value, 3),
             decays_per_key=decay is not None and len(decay.shape) == 4,
-            rule=placeholder.attributes["rule"].as_string(),
-            scale=placeholder.attributes["scale"].as_float(),
+            **attribute_values(placeholder),
         )
 
 
@@ -173,10 +170,10 @@ class ChunkedRecurrences:
         self._editor, self._started = editor, started
         columns = editor.op("Shape", [real], start=1, end=2)
         # A longer call must fail, and fails at this And: CHUNK flags do not broadcast to its columns.
-        allowed = self._cut(np.ones(CHUNK, bool), columns, axes=(0,))
+        allowed = editor.op("Slice", [np.ones(CHUNK, bool), [0], columns, [0]])
         self._real = editor.op("And", [real, allowed], dtype=ir.DataType.BOOL)
         self._columns = columns
-        self._masks: _ColumnMasks | None = None
+        self._masks: dict[str, ir.Value] = {}
 
     def build(self, layer: RecurrenceLayer, past: ir.Value) -> tuple[ir.Value, ir.Value]:
         """Build the recurrence of `layer`.
@@ -208,68 +205,40 @@ class ChunkedRecurrences:
         started = self._editor.op("Unsqueeze", [self._started, [1, 2, 3]])
         return self._editor.op("Where", [started, past, np.float32(0)])
 
-    def masks(self) -> _ColumnMasks:
+    def masks(self) -> dict[str, ir.Value]:
         """The masks that all recurrences of the graph share."""
-        if self._masks is None:
-            rows, columns = np.indices((CHUNK, CHUNK))
-            cut = self._cut_to_call
-            self._masks = _ColumnMasks(
-                lower=cut(rows >= columns),
-                strict=cut(rows > columns),
-                upper=cut(rows < columns),
-                identity=cut(rows == columns),
-                neighbours=[cut(_in_neighbouring_blocks(level)) for level in range(_LEVELS)],
-                level_pairs=cut(np.stack([rows == columns, *map(_in_neighbouring_blocks, range(_LEVELS))])),
-                level_starts=cut(np.stack([rows < 0, *map(_since_block_start, range(_LEVELS))])),
-                level_ends=cut(np.stack([rows < 0, *map(_until_block_end, range(_LEVELS))])),
-            )
+        if not self._masks:
+            ends = self._editor.op("Concat", [self._columns] * 2, axis=0)
+            for name, mask in _column_masks().items():
+                axes = [mask.ndim - 2, mask.ndim - 1]
+                self._masks[name] = self._editor.op("Slice", [mask.astype(np.float32), [0, 0], ends, axes])
         return self._masks
 
-    def _cut_to_call(self, mask: np.ndarray) -> ir.Value:
-        """The float32 `mask` [..., CHUNK, CHUNK], cut to [..., sequence, sequence]."""
-        return self._cut(mask.astype(np.float32), self._columns, axes=(mask.ndim - 2, mask.ndim - 1))
 
-    def _cut(self, mask: np.ndarray, columns: ir.Value, axes: tuple[int, ...]) -> ir.Value:
-        """The first `columns` elements of `mask` on each of `axes`."""
-        ends = columns if len(axes) == 1 else self._editor.op("Concat", [columns] * len(axes), axis=0)
-        return self._editor.op("Slice", [mask, [0] * len(axes), ends, axes])
-
-
-@dataclass(frozen=True)
-class _ColumnMasks:
+def _column_masks() -> dict[str, np.ndarray]:
     """Float32 matrices over pairs (t, s) of the call's columns: 1 where the condition holds, else 0.
 
     lower, strict, upper, identity: t >= s, t > s, t < s, t == s.
-    neighbours: for each level, t is in an odd block of 2**level columns and s in the block before it.
-    level_pairs: `identity`, then `neighbours`, stacked; their sum is `lower`.
+    neighbours_0, ...: for each level, t is in an odd block of 2**level columns and s in the block before it.
+    level_pairs: `identity`, then all neighbours, stacked; their sum is `lower`.
     level_starts: for each level, its product with the log decays is t's log decay since the start of its block; 0 for
         `identity`.
     level_ends: the same for s's log decay until the end of its block.
     """
 
-    lower: ir.Value
-    strict: ir.Value
-    upper: ir.Value
-    identity: ir.Value
-    neighbours: list[ir.Value]
-    level_pairs: ir.Value
-    level_starts: ir.Value
-    level_ends: ir.Value
-
-
-def _in_neighbouring_blocks(level: int) -> np.ndarray:
-    rows, columns = np.indices((CHUNK, CHUNK)) >> level
-    return (rows % 2 == 1) & (columns == rows - 1)
-
-
-def _since_block_start(level: int) -> np.ndarray:
     rows, columns = np.indices((CHUNK, CHUNK))
-    return (rows >> level == columns >> level) & (columns <= rows)
-
-
-def _until_block_end(level: int) -> np.ndarray:
-    rows, columns = np.indices((CHUNK, CHUNK))
-    return (rows >> level == columns >> level) & (columns > rows)
+    blocks = [(rows >> level, columns >> level) for level in range(_LEVELS)]
+    neighbours = [(t % 2 == 1) & (s == t - 1) for t, s in blocks]
+    return {
+        "lower": rows >= columns,
+        "strict": rows > columns,
+        "upper": rows < columns,
+        "identity": rows == columns,
+        "level_pairs": np.stack([rows == columns, *neighbours]),
+        "level_starts": np.stack([rows < 0, *((t == s) & (columns <= rows) for t, s in blocks)]),
+        "level_ends": np.stack([rows < 0, *((t == s) & (columns > rows) for t, s in blocks)]),
+        **{f"neighbours_{level}": mask for level, mask in enumerate(neighbours)},
+    }
 
 
 class _HeadGroups:
@@ -315,7 +284,7 @@ class _PairwiseScores:
     Its attributes are [batch, groups, members, sequence, width].
     """
 
-    def __init__(self, editor: GraphEditor, layer: RecurrenceLayer, masks: _ColumnMasks) -> None:
+    def __init__(self, editor: GraphEditor, layer: RecurrenceLayer, masks: dict[str, ir.Value]) -> None:
         self._editor, self._layer, self._masks = editor, layer, masks
         self._groups = _HeadGroups(editor, layer)
         self._query = self._columns(layer.query, layer.query_heads, layer.key_dim)
@@ -330,12 +299,12 @@ class _PairwiseScores:
         op = self._editor.op
         state = self._groups.split_state(past)
         written = self._written_values(state)
-        query = self._decay_vectors(self._query, self._masks.lower)
+        query = self._decay_vectors(self._query, self._masks["lower"])
         output = op("Add", [op("MatMul", [query, state]), op("MatMul", [self._scores(self._query), written])])
         if self._layer.scale != 1:
             output = op("Mul", [output, np.float32(self._layer.scale)])
         output = self._groups.merge_output(op("Transpose", [output], perm=[0, 3, 1, 2, 4]))
-        key = self._transpose(self._decay_vectors(self._key, self._masks.upper))
+        key = self._transpose(self._decay_vectors(self._key, self._masks["upper"]))
         present = op("Add", [self._decay_state(state), op("MatMul", [key, written])])
         return output, self._groups.merge_state(present)
 
@@ -344,9 +313,9 @@ class _PairwiseScores:
         op = self._editor.op
         if self._beta is None:
             return self._value
-        held = op("MatMul", [self._decay_vectors(self._key, self._masks.lower), state])
+        held = op("MatMul", [self._decay_vectors(self._key, self._masks["lower"]), state])
         target = op("Mul", [self._beta, op("Sub", [self._value, held])])
-        earlier = op("Mul", [op("Mul", [self._scores(self._key), self._masks.strict]), self._beta])
+        earlier = op("Mul", [op("Mul", [self._scores(self._key), self._masks["strict"]]), self._beta])
         return op("MatMul", [self._inverse(earlier), target])
 
     def _inverse(self, strict: ir.Value) -> ir.Value:
@@ -356,8 +325,8 @@ class _PairwiseScores:
         as stable as forward substitution.
         """
         op = self._editor.op
-        first, *others = self._masks.neighbours
-        inverse = op("Sub", [self._masks.identity, op("Mul", [strict, first])])
+        first, *others = (self._masks[f"neighbours_{level}"] for level in range(_LEVELS))
+        inverse = op("Sub", [self._masks["identity"], op("Mul", [strict, first])])
         for neighbours in others:
             below = op("MatMul", [inverse, op("MatMul", [op("Mul", [strict, neighbours]), inverse])])
             inverse = op("Sub", [inverse, below])
@@ -368,10 +337,10 @@ class _PairwiseScores:
         if self._layer.decays_per_key:
             return self._scores_by_level(left)
         op, masks = self._editor.op, self._masks
-        scores = op("Mul", [op("MatMul", [left, self._transpose(self._key)]), masks.lower])
+        scores = op("Mul", [op("MatMul", [left, self._transpose(self._key)]), masks["lower"]])
         if self._decay is None:
             return scores
-        between = op("MatMul", [masks.lower, op("Mul", [self._decay, masks.strict])])  # decays of s+1 .. t
+        between = op("MatMul", [masks["lower"], op("Mul", [self._decay, masks["strict"]])])  # decays of s+1 .. t
         return op("Mul", [scores, op("Exp", [between])])
 
     def _scores_by_level(self, left: ir.Value) -> ir.Value:
@@ -382,12 +351,12 @@ class _PairwiseScores:
         """
         op, masks = self._editor.op, self._masks
         decay = op("Unsqueeze", [self._decay, [3]])  # [batch, groups, members, 1, sequence, key_dim]
-        since = op("Exp", [op("MatMul", [masks.level_starts, decay])])
-        until = op("Exp", [op("MatMul", [masks.level_ends, decay])])
+        since = op("Exp", [op("MatMul", [masks["level_starts"], decay])])
+        until = op("Exp", [op("MatMul", [masks["level_ends"], decay])])
         rows = op("Mul", [op("Unsqueeze", [left, [3]]), since])
         columns = op("Mul", [op("Unsqueeze", [self._key, [3]]), until])
         scores = op("MatMul", [rows, op("Transpose", [columns], perm=[0, 1, 2, 3, 5, 4])])
-        return op("ReduceSum", [op("Mul", [scores, masks.level_pairs]), [3]], keepdims=0)
+        return op("ReduceSum", [op("Mul", [scores, masks["level_pairs"]]), [3]], keepdims=0)
 
     def _decay_vectors(self, vectors: ir.Value, mask: ir.Value) -> ir.Value:
         """Multiply each column's vector with the decay over the columns that `mask` selects for it."""
