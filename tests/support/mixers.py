@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedConfig
 
-from topw_deploy.export.trace.placeholders import CONVOLUTION, HISTORY, RECURRENCE, MixerCache, MixerPlaceholders
+from topw_deploy.export.trace.placeholders import CONVOLUTION, HISTORY, RECURRENCE, MixerPlaceholders
 
 
 def literal_convolution(
@@ -73,7 +73,7 @@ class EagerPlaceholders(MixerPlaceholders):
     states: (kind, layer, number) -> state; updated.
     """
 
-    def __init__(self, cache: MixerCache, states: dict[tuple[str, int, int], torch.Tensor]) -> None:
+    def __init__(self, cache: Any, states: dict[tuple[str, int, int], torch.Tensor]) -> None:
         super().__init__(cache)
         self._states = states
 

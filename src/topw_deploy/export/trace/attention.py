@@ -36,7 +36,7 @@ from topw_deploy.export.trace.attention_adapters import (
     split_heads,
     update_cache,
 )
-from topw_deploy.export.trace.placeholders import Visible, mark_attention
+from topw_deploy.export.trace.placeholders import Visible, mark_attention, replaced
 
 _IMPLEMENTATION = "topw_placeholder"
 _UNNUMBERED = {"openai.Attention"}  # classes of attention without layer_idx
@@ -73,35 +73,29 @@ def marked_attention(model: PreTrainedModel) -> Iterator[None]:
         model.config._attn_implementation_internal = before
 
 
-@contextlib.contextmanager
-def adapted_attention(model: torch.nn.Module) -> Iterator[None]:
+def adapted_attention(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
     """Replace the methods and functions that this module and `attention_adapters` list, inside the block."""
     last_numbers: dict[str, int] = {}
-    with contextlib.ExitStack() as undo:
-        for module in model.modules():
-            path, kind = type(module).__module__.split("."), type(module).__name__
-            if path[:2] != ["transformers", "models"]:
-                continue
-            name = f"{path[2]}.{kind}"
-            for function, replacement in {**attention_adapters.FUNCTIONS, **FUNCTIONS}.get(name, {}).items():
-                file = sys.modules[type(module).__module__]
-                undo.callback(setattr, file, function, getattr(file, function))
-                setattr(file, function, replacement)
-            methods = dict({**attention_adapters.METHODS, **METHODS}.get(name, {}))
-            if hasattr(module, "expand_kv"):
-                methods["expand_kv"] = expand_kv
-            if hasattr(module, "_maybe_slice_kv_shared_inputs"):
-                methods["_maybe_slice_kv_shared_inputs"] = keep_all_columns
-            if _is_indexer(module):
-                methods["forward"] = _select_nothing
-            for attribute, method in methods.items():
-                setattr(module, attribute, MethodType(method, module))
-                undo.callback(delattr, module, attribute)
-            if name in _UNNUMBERED:
-                last_numbers[name] = last_numbers.get(name, -1) + 1
-                setattr(module, "layer_idx", last_numbers[name])  # noqa: B010
-                undo.callback(delattr, module, "layer_idx")
-        yield
+    changes: list[tuple[Any, str, Any]] = []
+    for module in model.modules():
+        path, kind = type(module).__module__.split("."), type(module).__name__
+        if path[:2] != ["transformers", "models"]:
+            continue
+        name, file = f"{path[2]}.{kind}", sys.modules[type(module).__module__]
+        functions = {**attention_adapters.FUNCTIONS, **FUNCTIONS}.get(name, {})
+        changes += [(file, function, replacement) for function, replacement in functions.items()]
+        methods = dict({**attention_adapters.METHODS, **METHODS}.get(name, {}))
+        if hasattr(module, "expand_kv"):
+            methods["expand_kv"] = expand_kv
+        if hasattr(module, "_maybe_slice_kv_shared_inputs"):
+            methods["_maybe_slice_kv_shared_inputs"] = keep_all_columns
+        if _is_indexer(module):
+            methods["forward"] = _select_nothing
+        changes += [(module, attribute, MethodType(method, module)) for attribute, method in methods.items()]
+        if name in _UNNUMBERED:
+            last_numbers[name] = last_numbers.get(name, -1) + 1
+            changes.append((module, "layer_idx", last_numbers[name]))
+    return replaced(*changes)
 
 
 class _LayerNumbers:
@@ -124,18 +118,18 @@ def _mark_call(
     masks: MaskPlaceholders,
     layers: _LayerNumbers,
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
-    s_aux: torch.Tensor | None = None,
-    blocks: tuple[torch.Tensor, int] | None = None,
+    s_aux: Tensor | None = None,
+    blocks: tuple[Tensor, int] | None = None,
     **others: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Leave a placeholder in place of a call of an attention function of transformers.
 
     The mask alone decides which keys are visible, as in transformers' eager and sdpa functions. `sliding_window` is for
@@ -180,7 +174,7 @@ class MaskPlaceholders:
     """Creates placeholders for masks (`make`), and knows which keys each one shows (`visible`)."""
 
     def __init__(self) -> None:
-        self._placeholders: list[tuple[torch.Tensor, Visible]] = []
+        self._placeholders: list[tuple[Tensor, Visible]] = []
 
     def make(
         self,
@@ -189,7 +183,7 @@ class MaskPlaceholders:
         config: Any = None,
         allow_is_causal_skip: bool = True,
         **_others: Any,
-    ) -> torch.Tensor | None:
+    ) -> Tensor | None:
         """The placeholder of a mask, bool [1, 1, 1, 1]; a function of transformers' mask interface.
 
         Returns None for "all keys up to the query" if the model accepts it.
@@ -202,7 +196,7 @@ class MaskPlaceholders:
         self._placeholders.append((mask, visible))
         return mask
 
-    def visible(self, mask: torch.Tensor | None) -> Visible | None:
+    def visible(self, mask: Tensor | None) -> Visible | None:
         """The keys that `mask` shows; None for a mask that is not one of the placeholders."""
         if mask is None:
             return Visible()
@@ -262,7 +256,7 @@ def dense_tokens(model: torch.nn.Module) -> int | None:
     return min((tokens for tokens in counts if tokens is not None), default=None)
 
 
-def _select_nothing(_self: Any, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+def _select_nothing(_self: Any, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
     """A selection [batch, sequence, 1] that nothing reads; replaces the forward of an indexer."""
     return torch.zeros((*hidden_states.shape[:2], 1), dtype=torch.int32)
 
@@ -311,15 +305,29 @@ def mpt_slopes(heads: int) -> Tensor:
     return torch.tensor(slopes if above == heads else (slopes[1::2] + slopes[::2])[:heads])
 
 
+def _attend(self: Any, cache: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, **options: Any) -> Tensor:
+    """Leave a placeholder for the module `self`. Returns [batch, sequence, heads * value_dim].
+
+    query, key, value: [batch, heads or kv_heads, sequence, dim].
+    options: of `mark_attention`.
+    """
+    key, value = update_cache(cache, key, value, self.layer_idx)
+    return mark_attention(query, key, value, layer=self.layer_idx, scale=scale, **options).flatten(2)
+
+
+def _heads(self: Any, hidden_states: Tensor, heads: int, *projections: str) -> Iterator[Tensor]:
+    """The results of the module's linear layers `projections`, [batch, heads, sequence, head_dim] each."""
+    return (split_heads(getattr(self, name)(hidden_states), heads) for name in projections)
+
+
 def _bloom_attention(
     self: Any, hidden_states: Tensor, residual: Tensor, layer_past: Any = None, **_: Any
 ) -> tuple[Tensor, None]:
     fused = self.query_key_value(hidden_states).unflatten(-1, (self.num_heads, 3, self.head_dim))
     query, key, value = (fused[..., part, :].transpose(1, 2) for part in range(3))
-    key, value = update_cache(layer_past, key, value, self.layer_idx)
     slopes = alibi_slopes(self.num_heads)
-    output = mark_attention(query, key, value, layer=self.layer_idx, scale=self.inv_norm_factor, slopes=slopes)
-    return self.dense(output.flatten(2)) + residual, None
+    output = _attend(self, layer_past, query, key, value, self.inv_norm_factor, slopes=slopes)
+    return self.dense(output) + residual, None
 
 
 def _mpt_attention(self: Any, hidden_states: Tensor, past_key_values: Any = None, **_: Any) -> tuple[Tensor, None]:
@@ -327,10 +335,9 @@ def _mpt_attention(self: Any, hidden_states: Tensor, past_key_values: Any = None
     if self.clip_qkv:
         mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
     query, key, value = (split_heads(part, self.n_heads) for part in mixed.chunk(3, dim=2))
-    key, value = update_cache(past_key_values, key, value, self.layer_idx)
     slopes = mpt_slopes(self.n_heads)
-    output = mark_attention(query, key, value, layer=self.layer_idx, scale=self.softmax_scale, slopes=slopes)
-    return self.out_proj(output.flatten(2)), None
+    output = _attend(self, past_key_values, query, key, value, self.softmax_scale, slopes=slopes)
+    return self.out_proj(output), None
 
 
 def _falcon_attention(
@@ -347,9 +354,7 @@ def _falcon_attention(
         query, key = model_function(self, "apply_rotary_pos_emb")(query, key, *position_embeddings)
     else:  # Falcon rounds slopes, positions and their products to bfloat16, and scales them with the scores
         slopes = alibi_slopes(self.num_heads).to(torch.bfloat16)
-    key, value = update_cache(layer_past, key, value, self.layer_idx)
-    output = mark_attention(query, key, value, layer=self.layer_idx, scale=self.inv_norm_factor, slopes=slopes)
-    return self.dense(output.flatten(2)), None
+    return self.dense(_attend(self, layer_past, query, key, value, self.inv_norm_factor, slopes=slopes)), None
 
 
 def _split_falcon_heads(self: Any, fused: Tensor) -> tuple[Tensor, ...]:
@@ -369,8 +374,7 @@ def _split_falcon_heads(self: Any, fused: Tensor) -> tuple[Tensor, ...]:
 def _gptj_attention(
     self: Any, hidden_states: Tensor, layer_past: Any = None, position_ids: Any = None, **_: Any
 ) -> Any:
-    parts = (project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj))
-    query, key, value = (split_heads(part, self.num_attention_heads) for part in parts)
+    query, key, value = _heads(self, hidden_states, self.num_attention_heads, "q_proj", "k_proj", "v_proj")
     return _mark_rotated_attention(self, query, key, value, layer_past, position_ids)
 
 
@@ -393,20 +397,15 @@ def _mark_rotated_attention(
     frequencies = 1.0 / (10000 ** (torch.arange(0, table_width, 2, dtype=torch.int64) / table_width))
     angles = position_ids[..., None].float() * frequencies
     query, key = (rotate_pairs(part, angles, width) for part in (query, key))
-    key, value = update_cache(cache, key, value, self.layer_idx)
-    output = mark_attention(query, key, value, layer=self.layer_idx, scale=1 / self.scale_attn)
-    return self.out_proj(output.flatten(2)), None
+    return self.out_proj(_attend(self, cache, query, key, value, 1 / self.scale_attn)), None
 
 
 # GIT's mask differs from a causal one only for the tokens of images, which the export has not.
 
 
 def _git_attention(self: Any, hidden_states: Tensor, _mask: Any = None, past_key_values: Any = None, **_: Any) -> Any:
-    parts = (project(hidden_states) for project in (self.query, self.key, self.value))
-    query, key, value = (split_heads(part, self.num_attention_heads) for part in parts)
-    key, value = update_cache(past_key_values, key, value, self.layer_idx)
-    output = mark_attention(query, key, value, layer=self.layer_idx, scale=self.attention_head_size**-0.5)
-    return output.flatten(2), None
+    query, key, value = _heads(self, hidden_states, self.num_attention_heads, "query", "key", "value")
+    return _attend(self, past_key_values, query, key, value, self.attention_head_size**-0.5), None
 
 
 def _no_mask(**_: Any) -> None:
@@ -437,11 +436,8 @@ def _openai_gpt_attention(self: Any, query: Tensor, key: Tensor, value: Tensor, 
 
 
 def _xglm_attention(self: Any, hidden_states: Tensor, past_key_values: Any = None, **_: Any) -> tuple[Tensor, None]:
-    parts = (project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj))
-    query, key, value = (split_heads(part, self.num_heads) for part in parts)
-    key, value = update_cache(past_key_values, key, value, self.layer_idx)
-    output = mark_attention(query, key, value, layer=self.layer_idx, scale=self.scaling)
-    return self.out_proj(output.flatten(2)), None
+    query, key, value = _heads(self, hidden_states, self.num_heads, "q_proj", "k_proj", "v_proj")
+    return self.out_proj(_attend(self, past_key_values, query, key, value, self.scaling)), None
 
 
 # Folder in transformers.models and class -> replaced methods.

@@ -320,5 +320,5 @@ METHODS: dict[str, dict[str, Method]] = {
 }
 # The same -> replaced functions of the Python module that defines the class.
 FUNCTIONS: dict[str, dict[str, Method]] = {
-    "deepseek_v2.DeepseekV2RotaryEmbedding": {"apply_rotary_emb": _rotate_queries_and_keys},
+    "deepseek_v2.DeepseekV2RotaryEmbedding": {"apply_rotary_emb": _rotate_queries_and_keys}
 }

@@ -24,19 +24,21 @@ from types import MethodType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
+from topw_deploy.export.trace.placeholders import PLACEHOLDER_DOMAIN, replaced
+
 EXPERTS_OP = "Experts"
 PRODUCT_OP = "ExpertProduct"
 GATED = "swiglu"
-_DOMAIN = "topw.trace"
 _IMPLEMENTATION = "topw_placeholder"
-_ACTIVATION = "_topw_activation"  # attribute of a module: `activation_attributes` of its activation
+_ACTIVATION = "_topw_activation"  # attribute of a module: its activation, [n, N] -> [n, I], and `activation_attributes`
 # Inputs on which activations are compared: numbers from -24 to 24 in mixed order.
 _SAMPLE = torch.linspace(-24.0, 24.0, 768)[torch.arange(768) * 325 % 768].reshape(4, 192)
-_PLAIN_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+_PLAIN_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": functional.relu,
     "silu": functional.silu,
     "gelu": lambda x: functional.gelu(x, approximate="tanh"),  # as onnxruntime's MoE computes it
@@ -57,7 +59,7 @@ class Gate:
     limit: float = math.inf
     interleaved: bool = False
 
-    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def __call__(self, gate_up: Tensor) -> Tensor:
         if self.interleaved:
             gate, up = gate_up[..., ::2], gate_up[..., 1::2]
         else:
@@ -78,26 +80,14 @@ class Adapter:
     activation: str | None = None
 
 
-@contextlib.contextmanager
-def marked_experts(model: PreTrainedModel) -> Iterator[None]:
+def marked_experts(model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
     """Make the experts of `model` leave placeholders inside the block."""
     ExpertsInterface.register(_IMPLEMENTATION, _mark_call)
-    replaced = [(module, _traced_attributes(module)) for module in model.modules()]
+    changes = [(module, *change) for module in model.modules() for change in _traced_attributes(module).items()]
     # A decoder taken out of another model keeps its own configuration, which set_experts_implementation would miss.
-    configs = {id(module.config): module.config for module, _ in replaced if _uses_interface(module)}
-    before = [(config, config._experts_implementation_internal) for config in configs.values()]
-    for config, _ in before:
-        config._experts_implementation_internal = _IMPLEMENTATION
-    for module, names in replaced:
-        vars(module).update(names)
-    try:
-        yield
-    finally:
-        for config, implementation in before:
-            config._experts_implementation_internal = implementation
-        for module, names in replaced:
-            for name in names:
-                del vars(module)[name]
+    configs = {id(module.config): module.config for module in model.modules() if _uses_interface(module)}
+    changes += [(config, "_experts_implementation_internal", _IMPLEMENTATION) for config in configs.values()]
+    return replaced(*changes)
 
 
 def _uses_interface(module: torch.nn.Module) -> bool:
@@ -111,17 +101,18 @@ def _traced_attributes(module: Any) -> dict[str, Any]:
     """
     if _uses_interface(module):
         activate = module._apply_gate if module.has_gate else module.act_fn
-        return {_ACTIVATION: activation_attributes(activate, gated=module.has_gate)}
+        return {_ACTIVATION: (activate, activation_attributes(activate, gated=module.has_gate))}
     adapter = _ADAPTERS.get(type(module).__name__)
     if adapter is None:
         return {}
     names: dict[str, Any] = {name: MethodType(method, module) for name, method in adapter.methods.items()}
     if adapter.activation is not None:
-        names[_ACTIVATION] = activation_attributes(_gated(attrgetter(adapter.activation)(module)), gated=True)
+        activate = _gated(attrgetter(adapter.activation)(module))
+        names[_ACTIVATION] = (activate, activation_attributes(activate, gated=True))
     return names
 
 
-def expert_matrices(module: Any) -> tuple[torch.Tensor, ...]:
+def expert_matrices(module: Any) -> tuple[Tensor, ...]:
     """The matrices of a mixture of experts, as views [E, N, K] of its parameters; () for other modules."""
     name = type(module).__name__
     if _uses_interface(module):
@@ -130,36 +121,32 @@ def expert_matrices(module: Any) -> tuple[torch.Tensor, ...]:
     return _MATRICES[name](module) if name in _MATRICES else ()
 
 
-def _mark_call(module: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _mark_call(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """The implementation registered in transformers' experts interface; arguments and result as of `mark_experts`."""
     name = "gate_up_proj_bias" if module.has_gate else "up_proj_bias"
-    up, down = expert_matrices(module)
     biases = (getattr(module, name), module.down_proj_bias) if module.has_bias else (None, None)
-    activate = module._apply_gate if module.has_gate else module.act_fn
     norm = module.post_expert_norm if module.has_post_expert_norm else None
-    return mark_experts(
-        hidden, ids, weights, (up, down), activate, getattr(module, _ACTIVATION), biases=biases, norm=norm
-    )
+    return mark_experts(module, hidden, ids, weights, biases=biases, norm=norm)
 
 
 def mark_experts(
-    hidden: torch.Tensor,  # [tokens, D]
-    ids: torch.Tensor,  # [tokens, k]
-    weights: torch.Tensor,  # [tokens, k]
-    matrices: tuple[torch.Tensor, torch.Tensor],  # up (and gate) [E, N, D], down [E, D, I]
-    activate: Callable[[torch.Tensor], torch.Tensor],
-    attributes: dict[str, Any] | None,
+    module: Any,
+    hidden: Tensor,  # [tokens, D]
+    ids: Tensor,  # [tokens, k]
+    weights: Tensor,  # [tokens, k]
     *,
-    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
-    norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> torch.Tensor:
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
+    norm: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """Leave placeholders of each token's weighted sum over its experts. Returns [tokens, D].
 
-    activate: the activation, [n, N] -> [n, I].
-    attributes: `activation_attributes` of `activate`.
+    module: has `_traced_attributes`; its `expert_matrices` are up (and gate) [E, N, D] and down [E, D, I].
     biases: of the two matrices, [E, N] and [E, D], each or None.
     norm: applied to each expert's output; None for no norm.
     """
+    *up, down = expert_matrices(module)
+    matrices = torch.cat(up, dim=1) if len(up) > 1 else up[0], down
+    activate, attributes = getattr(module, _ACTIVATION)
     if attributes is not None and norm is None:
         inputs = [hidden, ids.long(), weights.to(hidden.dtype), *matrices, *biases]
         return _mark(EXPERTS_OP, inputs, attributes, hidden.shape)
@@ -171,9 +158,7 @@ def mark_experts(
     return weighted.sum(dim=1).to(hidden.dtype)
 
 
-def mark_product(
-    rows: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def mark_product(rows: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Leave a placeholder of the product of each row with its expert's matrix. Returns [R, N].
 
     rows: [R, K].
@@ -184,21 +169,21 @@ def mark_product(
     return _mark(PRODUCT_OP, [rows, ids.long(), weight, bias], {}, (rows.shape[0], weight.shape[1]))
 
 
-def _repeat_rows(rows: torch.Tensor, count: int) -> torch.Tensor:
+def _repeat_rows(rows: Tensor, count: int) -> Tensor:
     """Repeat each row [R, K] `count` times, [R * count, K]."""
     return rows[:, None].expand(-1, count, -1).reshape(-1, rows.shape[-1])
 
 
-def _mark(op_type: str, inputs: list[torch.Tensor | None], attributes: dict[str, Any], shape: Any) -> torch.Tensor:
+def _mark(op_type: str, inputs: list[Tensor | None], attributes: dict[str, Any], shape: Any) -> Tensor:
     while inputs[-1] is None:
         inputs.pop()
     dtype = next(tensor.dtype for tensor in inputs if tensor is not None)
     return torch.onnx.ops.symbolic(
-        f"{_DOMAIN}::{op_type}", inputs, attributes, dtype=dtype, shape=tuple(shape), version=1
+        f"{PLACEHOLDER_DOMAIN}::{op_type}", inputs, attributes, dtype=dtype, shape=tuple(shape), version=1
     )
 
 
-def activation_attributes(activate: Callable[[torch.Tensor], torch.Tensor], *, gated: bool) -> dict[str, Any] | None:
+def activation_attributes(activate: Callable[[Tensor], Tensor], *, gated: bool) -> dict[str, Any] | None:
     """The attributes of an Experts placeholder with the activation `activate`; None if no attributes describe it.
 
     Compares its outputs with those of known activations.
@@ -217,7 +202,7 @@ def activation_attributes(activate: Callable[[torch.Tensor], torch.Tensor], *, g
     return {"activation": GATED, **asdict(gates[0]), "limit": limit, "interleaved": int(gates[0].interleaved)}
 
 
-def _are_equal(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+def _are_equal(found: Tensor, wanted: Tensor) -> bool:
     return found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
@@ -233,69 +218,50 @@ def _candidate_gates(module: Any) -> Iterator[Gate]:
             yield Gate(alpha, beta, limit, interleaved)
 
 
-def _gated(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """The function activation(gate) * up of [gate, up] on the last axis."""
 
-    def activate(gate_up: torch.Tensor) -> torch.Tensor:
+    def activate(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return activation(gate) * up
 
     return activate
 
 
-def _dbrx_experts(
-    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> Any:
+def _dbrx_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
     """DbrxExperts.forward. The matrices of all experts are stacked in two dimensions."""
-    gate, up, down = expert_matrices(self)
     rows = hidden_states.reshape(-1, self.hidden_size)
-    matrices = torch.cat([gate, up], dim=1), down
-    mixed = mark_experts(
-        rows, top_k_index, top_k_weights, matrices, _gated(self.mlp.activation_fn), getattr(self, _ACTIVATION)
-    )
-    return mixed.view(hidden_states.shape)
+    return mark_experts(self, rows, top_k_index, top_k_weights).view(hidden_states.shape)
 
 
-def _llama4_experts(self: Any, hidden_states: torch.Tensor) -> Any:
+def _llama4_experts(self: Any, hidden_states: Tensor) -> Any:
     """Llama4TextMoe.forward. Scores multiply the experts' inputs, so the outputs have weights of 1."""
     rows = hidden_states.reshape(-1, self.hidden_dim)
     logits = functional.linear(rows, self.router.weight, self.router.bias)
     values, ids = torch.topk(logits, self.top_k, dim=1)  # [tokens, k]
     scaled = rows[:, None] * torch.sigmoid(values.float()).to(rows.dtype)[..., None]  # [tokens, k, D]
-    up, down = expert_matrices(self)
     one = torch.ones_like(values).reshape(-1, 1)
-    gate = _gated(self.experts.act_fn)
-    scaled_rows = scaled.reshape(-1, self.hidden_dim)
-    mixed = mark_experts(scaled_rows, ids.reshape(-1, 1), one, (up, down), gate, getattr(self, _ACTIVATION))
+    mixed = mark_experts(self, scaled.reshape(-1, self.hidden_dim), ids.reshape(-1, 1), one)
     return self.shared_expert(rows) + mixed.reshape(scaled.shape).sum(dim=1), logits
 
 
-def _longcat_experts(
-    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> Any:
+def _longcat_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
     """LongcatFlashExperts.forward. Experts beyond the routed ones return their input."""
     weights = top_k_weights.to(hidden_states.dtype)
     returns_input = top_k_index >= self.num_routed_experts
     unchanged = (weights * returns_input).sum(dim=-1, keepdim=True) * hidden_states
-    up, down = expert_matrices(self)
-    ids = top_k_index.masked_fill(returns_input, 0)
-    gate = _gated(self.act_fn)
-    mixed = mark_experts(
-        hidden_states, ids, weights.masked_fill(returns_input, 0.0), (up, down), gate, getattr(self, _ACTIVATION)
-    )
-    return unchanged + mixed
+    ids, weights = top_k_index.masked_fill(returns_input, 0), weights.masked_fill(returns_input, 0.0)
+    return unchanged + mark_experts(self, hidden_states, ids, weights)
 
 
-def _jetmoe_experts(self: Any, layer_input: torch.Tensor) -> Any:
+def _jetmoe_experts(self: Any, layer_input: Tensor) -> Any:
     """JetMoeMoE.forward. The layer adds a bias to its experts' sum."""
     rows = layer_input.reshape(-1, self.input_size)
     weights, ids = _jetmoe_route(self.router, rows)
-    up, down = expert_matrices(self)
-    mixed = mark_experts(rows, ids, weights, (up, down), _gated(self.activation), getattr(self, _ACTIVATION))
-    return mixed.view(layer_input.shape) + self.bias
+    return mark_experts(self, rows, ids, weights).view(layer_input.shape) + self.bias
 
 
-def _jetmoe_queries(self: Any, layer_input: torch.Tensor) -> Any:
+def _jetmoe_queries(self: Any, layer_input: Tensor) -> Any:
     """JetMoeMoA.map: the queries of each token's experts, [batch, sequence, k, heads * dim]."""
     batch, length, width = layer_input.shape
     rows = layer_input.reshape(-1, width)
@@ -304,7 +270,7 @@ def _jetmoe_queries(self: Any, layer_input: torch.Tensor) -> Any:
     return queries.view(batch, length, self.top_k, -1), None, (weights, ids)
 
 
-def _jetmoe_outputs(self: Any, layer_input: torch.Tensor, topo_info: tuple[torch.Tensor, torch.Tensor]) -> Any:
+def _jetmoe_outputs(self: Any, layer_input: Tensor, topo_info: tuple[Tensor, Tensor]) -> Any:
     """JetMoeMoA.reduce: the weighted sum of the experts' output projections, [batch, sequence, hidden]."""
     batch, length, count, width = layer_input.shape
     weights, ids = topo_info
@@ -313,7 +279,7 @@ def _jetmoe_outputs(self: Any, layer_input: torch.Tensor, topo_info: tuple[torch
     return weighted.sum(dim=1).view(batch, length, self.input_size) + self.bias
 
 
-def _jetmoe_route(router: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _jetmoe_route(router: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
     """The weights and the ids [tokens, k] of each token's experts."""
     values, ids = router.layer(rows).float().topk(router.top_k, dim=1)
     return torch.softmax(values, dim=1).type_as(rows), ids
@@ -328,13 +294,13 @@ _ADAPTERS = {
 }
 
 
-def _dbrx_matrices(module: Any) -> tuple[torch.Tensor, ...]:
+def _dbrx_matrices(module: Any) -> tuple[Tensor, ...]:
     shape = (module.num_experts, module.ffn_hidden_size, module.hidden_size)
     gate, up, down = (getattr(module.mlp, name).view(shape) for name in ("w1", "v1", "w2"))
     return gate, up, down.transpose(1, 2)
 
 
-_MATRICES: dict[str, Callable[[Any], tuple[torch.Tensor, ...]]] = {
+_MATRICES: dict[str, Callable[[Any], tuple[Tensor, ...]]] = {
     "DbrxExperts": _dbrx_matrices,
     "JetMoeMoA": lambda module: (module.input_linear.weight, module.output_linear.weight),
     "JetMoeMoE": lambda module: (module.input_linear.weight, module.output_linear.weight),

@@ -12,18 +12,19 @@ import contextlib
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from transformers import Cache, PreTrainedModel
 from transformers.activations import ACT2FN
 
 from topw_deploy.errors import UnsupportedModelError
-from topw_deploy.export.trace.placeholders import MixerPlaceholders
+from topw_deploy.export.trace.placeholders import MixerPlaceholders, replaced
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)(?:\.|$)")
 _LARGEST_GATE = 40.0  # sums of exp(40) do not overflow float32
@@ -42,8 +43,8 @@ def layer_of(name: str) -> int:
 
 
 def lightning_attention(
-    mixer: Any, placeholders: MixerPlaceholders, layer: int, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any
-) -> tuple[torch.Tensor, None]:
+    mixer: Any, placeholders: MixerPlaceholders, layer: int, hidden_states: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
     """MiniMax: S_t = exp(-slope) S_(t-1) + k_t v_t^T; o_t = S_t^T q_t."""
     batch, sequence, _ = hidden_states.shape
     heads = mixer.num_attention_heads
@@ -59,11 +60,11 @@ def griffin_recurrent_block(
     block: Any,
     placeholders: MixerPlaceholders,
     layer: int,
-    input_states: torch.Tensor,
-    position_ids: torch.Tensor,
-    *_args: Any,
-    **_kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+    input_states: Tensor,
+    position_ids: Tensor,
+    *_: Any,
+    **__: Any,
+) -> tuple[Tensor, None]:
     """RecurrentGemma: a convolution and then an RG-LRU, multiplied with a gate from a linear branch."""
     gate = block.act_fn(block.linear_y(input_states))
     x = block.linear_x(input_states).transpose(1, 2)
@@ -72,9 +73,7 @@ def griffin_recurrent_block(
     return block.linear_out(output * gate), None
 
 
-def _rg_lru(
-    unit: Any, placeholders: MixerPlaceholders, layer: int, x: torch.Tensor, position_ids: torch.Tensor
-) -> torch.Tensor:
+def _rg_lru(unit: Any, placeholders: MixerPlaceholders, layer: int, x: Tensor, position_ids: Tensor) -> Tensor:
     """Real-gated linear recurrent unit: h_t = a_t h_(t-1) + sqrt(1 - a_t^2) (i_t x_t), with gates a and i.
 
     Each channel is a head whose state is one number. A sequence's first token, before which the state is zero, is not
@@ -90,7 +89,7 @@ def _rg_lru(
     return placeholders.recurrence(one, one, value, rule="gated", decay=log_decay, layer=layer).squeeze(-1)
 
 
-def _block_diagonal_gate(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def _block_diagonal_gate(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """The sigmoid of a linear layer with a block-diagonal weight, [batch, sequence, width].
 
     x: [batch, sequence, width].
@@ -102,13 +101,8 @@ def _block_diagonal_gate(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
 
 
 def convolved_projections(
-    mixer: Any,
-    placeholders: MixerPlaceholders,
-    layer: int,
-    hidden_states: torch.Tensor,
-    *_args: Any,
-    **_kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    mixer: Any, placeholders: MixerPlaceholders, layer: int, hidden_states: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """ZAYA: queries and keys pass a depthwise and a grouped convolution; half of the values come from the token before.
 
     Returns query, key and value [batch, sequence, heads or kv_heads, head_dim]. Biases are added after the
@@ -146,11 +140,11 @@ def dynamic_convolution(
     mixer: Any,
     placeholders: MixerPlaceholders,
     layer: int,
-    hidden_states: torch.Tensor,
-    dynamic_input: torch.Tensor,
-    *_args: Any,
-    **_kwargs: Any,
-) -> torch.Tensor:
+    hidden_states: Tensor,
+    dynamic_input: Tensor,
+    *_: Any,
+    **__: Any,
+) -> Tensor:
     """Inkling 2: a tap's weight is the sum of the channel's own weight and one that the token computes for a head."""
     heads, kernel = mixer.num_heads, mixer.conv_kernel_size
     taps = mixer.weight_proj(dynamic_input).float().unflatten(-1, (heads, 1, kernel))
@@ -163,15 +157,15 @@ def dynamic_convolution(
     return (total / math.sqrt(2 * kernel + 1)).to(hidden_states.dtype)
 
 
-def _delay(placeholders: MixerPlaceholders, layer: int, columns: torch.Tensor) -> torch.Tensor:
+def _delay(placeholders: MixerPlaceholders, layer: int, columns: Tensor) -> Tensor:
     """Shift the columns [batch, channels, sequence] one token later."""
     weight = columns.new_tensor([1.0, 0.0]).expand(columns.shape[1], 1, 2)
     return placeholders.convolution(columns, weight, layer=layer)
 
 
 def rwkv_attention(
-    mixer: Any, placeholders: MixerPlaceholders, layer: int, hidden: torch.Tensor, state: Any = None, **_kwargs: Any
-) -> tuple[torch.Tensor, Any]:
+    mixer: Any, placeholders: MixerPlaceholders, layer: int, hidden: Tensor, state: Any = None, **_: Any
+) -> tuple[Tensor, Any]:
     """RWKV: a mean of values with weights exp(k_s + w (t - 1 - s)) for s < t, and exp(k_t + u) for the token itself.
 
     transformers divides numerator and denominator by their largest weight. This function does not, so keys of 88 and
@@ -195,21 +189,19 @@ def rwkv_attention(
 
 
 def rwkv_feed_forward(
-    mixer: Any, placeholders: MixerPlaceholders, layer: int, hidden: torch.Tensor, state: Any = None, **_kwargs: Any
-) -> tuple[torch.Tensor, Any]:
+    mixer: Any, placeholders: MixerPlaceholders, layer: int, hidden: Tensor, state: Any = None, **_: Any
+) -> tuple[Tensor, Any]:
     """RWKV's gated layer over mixes of each token and the one before it."""
     mixed = _time_mix(mixer, placeholders, layer, hidden)
     value = mixer.value(torch.square(torch.relu(mixer.key(mixed("key")))))
     return torch.sigmoid(mixer.receptance(mixed("receptance"))) * value, state
 
 
-def _time_mix(
-    mixer: Any, placeholders: MixerPlaceholders, layer: int, hidden: torch.Tensor
-) -> Callable[[str], torch.Tensor]:
+def _time_mix(mixer: Any, placeholders: MixerPlaceholders, layer: int, hidden: Tensor) -> Callable[[str], Tensor]:
     """A function that interpolates between each token and the one before it, by the weight time_mix_`name`."""
     delayed = _delay(placeholders, layer, hidden.transpose(1, 2)).transpose(1, 2)
 
-    def mix(name: str) -> torch.Tensor:
+    def mix(name: str) -> Tensor:
         weight = getattr(mixer, f"time_mix_{name}")
         return hidden * weight + delayed * (1 - weight)
 
@@ -220,13 +212,13 @@ def matrix_lstm(
     backend: Any,
     placeholders: MixerPlaceholders,
     layer: int,
-    query: torch.Tensor,  # [batch, heads, sequence, dim], like key and value
-    key: torch.Tensor,
-    value: torch.Tensor,
-    igate: torch.Tensor,  # [batch, heads, sequence], like fgate
-    fgate: torch.Tensor,
-    **_kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+    query: Tensor,  # [batch, heads, sequence, dim], like key and value
+    key: Tensor,
+    value: Tensor,
+    igate: Tensor,  # [batch, heads, sequence], like fgate
+    fgate: Tensor,
+    **_: Any,
+) -> tuple[Tensor, None]:
     """xLSTM: C_t = f_t C_(t-1) + i_t k_t v_t^T; n_t = f_t n_(t-1) + i_t k_t; h_t = C_t^T q_t / max(|n_t . q_t|, 1).
 
     transformers divides C, n and the 1 by the largest gate so far, and adds an epsilon to the denominator. Here the
@@ -249,8 +241,8 @@ def matrix_lstm(
 
 
 def ngram_embedding(
-    embedding: Any, placeholders: MixerPlaceholders, layer: int, input_ids: torch.Tensor, *_args: Any, **_kwargs: Any
-) -> torch.Tensor:
+    embedding: Any, placeholders: MixerPlaceholders, layer: int, input_ids: Tensor, *_: Any, **__: Any
+) -> Tensor:
     """Qwen 4: rows of a table, chosen by hashes of the last tokens, [batch, sequence, heads * dim].
 
     No n-gram reaches back past an end-of-text token: tokens before it, and those before a row's first token, count as
@@ -274,8 +266,8 @@ def ngram_embedding(
 
 
 def dilated_convolution(
-    ple: Any, placeholders: MixerPlaceholders, layer: int, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any
-) -> torch.Tensor:
+    ple: Any, placeholders: MixerPlaceholders, layer: int, hidden_states: Tensor, *_: Any, **__: Any
+) -> Tensor:
     """Qwen 4's convolution of n-gram features [batch, sequence, channels], whose taps have gaps between them."""
     columns = placeholders.history(hidden_states.transpose(1, 2), ple.short_conv_state_len, layer=layer)
     return functional.silu(ple.conv1d(columns)).transpose(1, 2)
@@ -285,12 +277,12 @@ def compressed_blocks(
     compressor: Any,
     placeholders: MixerPlaceholders,
     layer: int,
-    hidden_states: torch.Tensor,
-    _compact: torch.Tensor,
-    position_ids: torch.Tensor,
-    *_args: Any,
-    **_kwargs: Any,
-) -> torch.Tensor:
+    hidden_states: Tensor,
+    _compact: Tensor,
+    position_ids: Tensor,
+    *_: Any,
+    **__: Any,
+) -> Tensor:
     """DeepSeek V4: a weighted mean of the last `compress_rate` tokens up to each, [batch, 1, sequence, head_dim].
 
     The model computes it only where a block of tokens ends. With an overlap, the mean includes the block before, which
@@ -318,7 +310,7 @@ def compressed_blocks(
 
 def shared_attention(
     mixer: Any, placeholders: MixerPlaceholders, layer: int, *args: Any, layer_idx: int, **kwargs: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Zamba's attention, a module that several layers share: its placeholder gets the index of the calling layer."""
     before = mixer.layer_idx
     mixer.layer_idx = layer_idx
@@ -353,24 +345,19 @@ _WITHOUT_CACHE = {"RwkvForCausalLM", "xLSTMForCausalLM"}
 _CACHE_CLASSES = ("MiniMaxCache",)
 
 
-@contextlib.contextmanager
-def marked_mixers(model: PreTrainedModel, placeholders: MixerPlaceholders) -> Iterator[None]:
+def marked_mixers(model: PreTrainedModel, placeholders: MixerPlaceholders) -> contextlib.AbstractContextManager[None]:
     """Make the mixers of `model` call `placeholders` inside the block."""
-    with contextlib.ExitStack() as changes:
-        for module in modeling_modules(model):
-            for name, function in _FUNCTIONS.items():
-                if hasattr(module, name):
-                    changes.enter_context(_replaced(module, name, partial(function, placeholders)))
-            for name in _CACHE_CLASSES:
-                if hasattr(module, name):
-                    changes.enter_context(_replaced(module, name, Cache))
-        for name, mixer in model.named_modules():
-            kind = type(mixer).__name__
-            if kind in ADAPTERS:
-                method = METHODS.get(kind, "forward")
-                vars(mixer)[method] = partial(ADAPTERS[kind], mixer, placeholders, layer_of(name))
-                changes.callback(vars(mixer).pop, method)
-        yield
+    changes: list[tuple[Any, str, Any]] = []
+    for module in modeling_modules(model):
+        new = {name: partial(function, placeholders) for name, function in _FUNCTIONS.items()}
+        new |= dict.fromkeys(_CACHE_CLASSES, Cache)
+        changes += [(module, name, value) for name, value in new.items() if hasattr(module, name)]
+    for name, mixer in model.named_modules():
+        kind = type(mixer).__name__
+        if kind in ADAPTERS:
+            adapter = partial(ADAPTERS[kind], mixer, placeholders, layer_of(name))
+            changes.append((mixer, METHODS.get(kind, "forward"), adapter))
+    return replaced(*changes)
 
 
 def takes_cache(model: PreTrainedModel) -> bool:
@@ -384,25 +371,14 @@ def modeling_modules(model: PreTrainedModel) -> list[ModuleType]:
     return [sys.modules[name] for name in sorted(names) if ".modeling_" in name]
 
 
-@contextlib.contextmanager
-def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
-    """Replace the attribute `name` of a Python module inside the block."""
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
-
-
 def causal_convolution(
     placeholders: MixerPlaceholders,
-    hidden_states: torch.Tensor,  # [batch, channels, sequence]
-    weight: torch.Tensor,  # [channels, kernel]
-    bias: torch.Tensor | None = None,
+    hidden_states: Tensor,  # [batch, channels, sequence]
+    weight: Tensor,  # [channels, kernel]
+    bias: Tensor | None = None,
     activation: str | None = None,
     **_kernel_options: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Depthwise causal convolution, [batch, channels, sequence].
 
     An activation other than SiLU is applied after the placeholder.
@@ -418,14 +394,14 @@ def causal_convolution(
 
 def selective_scan(
     placeholders: MixerPlaceholders,
-    hidden_states: torch.Tensor,  # x, [batch, channels, sequence]
-    dt: torch.Tensor,  # [batch, channels, sequence]
-    A: torch.Tensor,  # [channels, state size]
-    B: torch.Tensor,  # [batch, state size, sequence]
-    C: torch.Tensor,  # [batch, state size, sequence]
-    D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    delta_bias: torch.Tensor | None = None,
+    hidden_states: Tensor,  # x, [batch, channels, sequence]
+    dt: Tensor,  # [batch, channels, sequence]
+    A: Tensor,  # [channels, state size]
+    B: Tensor,  # [batch, state size, sequence]
+    C: Tensor,  # [batch, state size, sequence]
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
     return_last_state: bool = False,
     **_kernel_options: Any,
@@ -453,16 +429,16 @@ def selective_scan(
 
 def state_space_dual(
     placeholders: MixerPlaceholders,
-    hidden_states: torch.Tensor,  # x, [batch, sequence, heads, head_dim]
-    dt: torch.Tensor,  # [batch, sequence, heads]
-    A: torch.Tensor,  # [heads]
-    B: torch.Tensor,  # [batch, sequence, groups, state size]
-    C: torch.Tensor,  # [batch, sequence, groups, state size]
+    hidden_states: Tensor,  # x, [batch, sequence, heads, head_dim]
+    dt: Tensor,  # [batch, sequence, heads]
+    A: Tensor,  # [heads]
+    B: Tensor,  # [batch, sequence, groups, state size]
+    C: Tensor,  # [batch, sequence, groups, state size]
     chunk_size: int = 0,
-    D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
-    initial_states: torch.Tensor | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
@@ -487,14 +463,14 @@ def state_space_dual(
 
 def gated_delta_rule(
     placeholders: MixerPlaceholders,
-    query: torch.Tensor,  # [batch, sequence, key heads, key dim]
-    key: torch.Tensor,  # [batch, sequence, key heads, key dim]
-    value: torch.Tensor,  # [batch, sequence, heads, value dim]
-    g: torch.Tensor,  # log decay, [batch, sequence, heads], or [batch, sequence, heads, key dim] for KDA
-    beta: torch.Tensor,  # [batch, sequence, heads]
+    query: Tensor,  # [batch, sequence, key heads, key dim]
+    key: Tensor,  # [batch, sequence, key heads, key dim]
+    value: Tensor,  # [batch, sequence, heads, value dim]
+    g: Tensor,  # log decay, [batch, sequence, heads], or [batch, sequence, heads, key dim] for KDA
+    beta: Tensor,  # [batch, sequence, heads]
     use_qk_l2norm_in_kernel: bool = False,
     **_kernel_options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Gated DeltaNet and KDA: S_t = exp(g_t) S_(t-1) + k_t beta_t (v_t - (exp(g_t) S_(t-1))^T k_t)^T; o_t = S_t^T q_t.
 
     Queries are divided by the square root of the key dim. Returns o [batch, sequence, heads, value dim] and a
@@ -509,14 +485,14 @@ def gated_delta_rule(
     return output.to(dtype), _unused_state(value)
 
 
-def _normalize(vectors: torch.Tensor) -> torch.Tensor:
+def _normalize(vectors: Tensor) -> Tensor:
     """x / sqrt(sum(x^2) + epsilon) over the last axis, written as an RMS norm: one operator instead of five."""
     size = vectors.shape[-1]
     weight = torch.full((size,), size**-0.5, dtype=vectors.dtype)
     return functional.rms_norm(vectors, (size,), weight, _NORM_EPSILON / size)
 
 
-def _unused_state(like: torch.Tensor) -> torch.Tensor:
+def _unused_state(like: Tensor) -> Tensor:
     """A placeholder for a last state, in the type of `like`; a tensor, because callers store, cast or stack it."""
     return like.new_zeros(1)
 

@@ -26,13 +26,14 @@ Recurrence(q [B, S, Hq, Dk], k [B, S, Hk, Dk], v [B, S, H, Dv], decay or none, b
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import onnx_ir as ir
 import torch
+from torch import Tensor
 
 from topw_deploy.errors import UnsupportedModelError
 
@@ -62,20 +63,20 @@ class Visible:
 
 
 def mark_attention(
-    query: torch.Tensor,  # [batch, heads, sequence, head_dim]
-    key: torch.Tensor,  # [batch, kv_heads, sequence, head_dim]
-    value: torch.Tensor | None,  # [batch, kv_heads, sequence, value_dim]
+    query: Tensor,  # [batch, heads, sequence, head_dim]
+    key: Tensor,  # [batch, kv_heads, sequence, head_dim]
+    value: Tensor | None,  # [batch, kv_heads, sequence, value_dim]
     *,
     layer: int,
     scale: float,
     softcap: float = 0.0,
     visible: Visible | None = None,
-    sink: torch.Tensor | None = None,
-    slopes: torch.Tensor | None = None,
-    relative: torch.Tensor | None = None,
+    sink: Tensor | None = None,
+    slopes: Tensor | None = None,
+    relative: Tensor | None = None,
     latent: int = 0,
     stride: int = 0,
-) -> torch.Tensor:
+) -> Tensor:
     """Leave an attention placeholder. Returns its output, [batch, sequence, heads, value_dim].
 
     layer: the layer's number, which no other attention placeholder has.
@@ -116,80 +117,62 @@ def mark_attention(
     )
 
 
-class MixerCache(Protocol):
-    """The part of a traced model's cache that `MixerPlaceholders` read.
-
-    convolution, recurrence: (layer, number of the state in the layer) of a mixer's last request for such a state; None
-        before the first.
-    """
-
-    convolution: tuple[int, int] | None
-    recurrence: tuple[int, int] | None
-
-
-class MixerPlaceholders(ABC):
+class MixerPlaceholders:
     """Leaves the placeholders of convolutions, histories and recurrences in one call of a model.
 
     The module's docstring has their formulas and shapes. The states of a layer are numbered from 0, recurrences apart
     from the others. The methods' argument `layer` is None for the layer that last requested a state from the cache.
+
+    cache: a `trace.TracedCache`, of which the attributes convolution and recurrence are read.
     """
 
-    def __init__(self, cache: MixerCache) -> None:
+    def __init__(self, cache: Any) -> None:
         self._cache = cache
         self._counts: dict[tuple[str, int], int] = {}
 
     def convolution(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        *,
-        activation: str = "",
-        layer: int | None = None,
-    ) -> torch.Tensor:
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "", layer: int | None = None
+    ) -> Tensor:
         return self._mark_state(CONVOLUTION, (x, weight, bias), x.dtype, x.shape, layer, {"activation": activation})
 
-    def history(self, x: torch.Tensor, columns: int, *, layer: int | None = None) -> torch.Tensor:
+    def history(self, x: Tensor, columns: int, *, layer: int | None = None) -> Tensor:
         shape = (*x.shape[:2], columns + x.shape[2])
         return self._mark_state(HISTORY, (x,), x.dtype, shape, layer, {"columns": columns})
 
     def recurrence(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         *,
         rule: str,
-        decay: torch.Tensor | None = None,
-        beta: torch.Tensor | None = None,
+        decay: Tensor | None = None,
+        beta: Tensor | None = None,
         scale: float = 1.0,
         layer: int | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         batch, sequence, heads, size = v.shape
         shape = (batch, sequence, max(q.shape[2], heads), size)
         attributes = {"rule": rule, "scale": float(scale)}
         return self._mark_state(RECURRENCE, (q, k, v, decay, beta), v.dtype, shape, layer, attributes)
 
-    @abstractmethod
     def mark(
-        self,
-        op_type: str,
-        inputs: tuple[torch.Tensor | None, ...],
-        attributes: dict[str, Any],
-        dtype: torch.dtype,
-        shape: Sequence[int],
-    ) -> torch.Tensor:
+        self, op_type: str, inputs: Sequence[Tensor | None], attributes: dict[str, Any], dtype: torch.dtype, shape: Any
+    ) -> Tensor:
         """Leave the placeholder `op_type`. Returns its output, of type `dtype` and shape `shape`."""
+        return torch.onnx.ops.symbolic(
+            f"{PLACEHOLDER_DOMAIN}::{op_type}", inputs, attributes, dtype=dtype, shape=tuple(shape), version=1
+        )
 
     def _mark_state(
         self,
         op_type: str,
-        inputs: tuple[torch.Tensor | None, ...],
+        inputs: Sequence[Tensor | None],
         dtype: torch.dtype,
         shape: Sequence[int],
         layer: int | None,
         attributes: dict[str, Any],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Leave a placeholder with the attributes layer and state besides `attributes`."""
         kind = RECURRENCE if op_type == RECURRENCE else CONVOLUTION
         if layer is None:
@@ -205,17 +188,20 @@ class MixerPlaceholders(ABC):
         return self.mark(op_type, inputs, {**attributes, "layer": layer, "state": state}, dtype, shape)
 
 
-class SymbolicPlaceholders(MixerPlaceholders):
-    """Leaves the placeholders as nodes of a torch.onnx trace."""
+_ABSENT = object()
 
-    def mark(
-        self,
-        op_type: str,
-        inputs: tuple[torch.Tensor | None, ...],
-        attributes: dict[str, Any],
-        dtype: torch.dtype,
-        shape: Sequence[int],
-    ) -> torch.Tensor:
-        return torch.onnx.ops.symbolic(
-            f"{PLACEHOLDER_DOMAIN}::{op_type}", inputs, attributes, dtype=dtype, shape=shape, version=1
-        )
+
+@contextlib.contextmanager
+def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Set attributes inside the block. changes: (object or Python module, name, value)."""
+    before = [(vars(owner), name, vars(owner).get(name, _ABSENT)) for owner, name, _ in changes]
+    for owner, name, value in changes:
+        vars(owner)[name] = value
+    try:
+        yield
+    finally:
+        for attributes, name, value in before:
+            if value is _ABSENT:
+                attributes.pop(name, None)
+            else:
+                attributes[name] = value

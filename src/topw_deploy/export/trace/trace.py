@@ -31,7 +31,12 @@ from topw_deploy.export.source.unread_tensor import UnreadTensor, read_part
 from topw_deploy.export.trace.attention import marked_attention
 from topw_deploy.export.trace.experts import marked_experts
 from topw_deploy.export.trace.mixers import marked_mixers, takes_cache
-from topw_deploy.export.trace.placeholders import PLACEHOLDER_DOMAIN, SymbolicPlaceholders, attention_placeholders
+from topw_deploy.export.trace.placeholders import (
+    PLACEHOLDER_DOMAIN,
+    MixerPlaceholders,
+    attention_placeholders,
+    replaced,
+)
 
 
 class Weights:
@@ -111,7 +116,7 @@ _SEE_LATER_TOKENS = {"cpmant"}  # model types whose own masks show each token of
 # Model type -> why no graph over tokens can compute the model.
 _REFUSED = {
     "blt": "runs its middle layers once for each patch of bytes, and where a patch starts depends on entropies that a "
-    "second model predicts",
+    "second model predicts"
 }
 
 
@@ -193,8 +198,7 @@ def _export(model: PreTrainedModel) -> ir.Model:
         raise _refusal(model, error) from error
 
 
-@contextlib.contextmanager
-def _traceable_forward(model: PreTrainedModel) -> Iterator[None]:
+def _traceable_forward(model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
     """Inside the block, make `model` take ids and positions, use a `TracedCache` and return only logits."""
     forward = model.forward
     takes_positions = "position_ids" in inspect.signature(forward).parameters
@@ -204,15 +208,11 @@ def _traceable_forward(model: PreTrainedModel) -> Iterator[None]:
         positions = {"position_ids": position_ids} if takes_positions else {}
         cache = TracedCache(position_ids)
         cached = {_cache_argument(forward): cache, "use_cache": True} if takes_cache(model) else {"use_cache": False}
-        with marked_mixers(model, SymbolicPlaceholders(cache)), positions_of_text(rotary_embeddings, position_ids):
+        with marked_mixers(model, MixerPlaceholders(cache)), positions_of_text(rotary_embeddings, position_ids):
             outputs = forward(input_ids=input_ids, **cached, **positions)
         return {"logits": outputs.logits}
 
-    model.forward = compute_logits  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del model.forward
+    return replaced((model, "forward", compute_logits))
 
 
 def _cache_argument(forward: Callable[..., Any]) -> str:
@@ -368,23 +368,20 @@ _POSITIONS = 7  # compared by `plain_rotary_embeddings`
 _LARGEST_HIDDEN_TERM = 1e-7  # above the 1e-8 up to which the optimizer drops terms
 
 
-@contextlib.contextmanager
-def fixed_frequencies(model: torch.nn.Module) -> Iterator[None]:
+def fixed_frequencies(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
     """Keep rotary frequencies constant inside the block.
 
     The rope types `longrope` and `dynamic` change them for long sequences, which cannot be traced. So the export's
     context ends where they change (`checkpoint.switching_rope`).
     """
-    modules = [module for module in model.modules() if isinstance(getattr(module, "rope_type", None), str | dict)]
-    before = [module.rope_type for module in modules]
-    for module, kind in zip(modules, before, strict=True):
-        fixed = dict.fromkeys(kind, _DEFAULT_ROPE) if isinstance(kind, dict) else _DEFAULT_ROPE
-        vars(module)["rope_type"] = fixed
-    try:
-        yield
-    finally:
-        for module, kind in zip(modules, before, strict=True):
-            vars(module)["rope_type"] = kind
+    kinds = [(module, getattr(module, "rope_type", None)) for module in model.modules()]
+    return replaced(
+        *(
+            (module, "rope_type", dict.fromkeys(kind, _DEFAULT_ROPE) if isinstance(kind, dict) else _DEFAULT_ROPE)
+            for module, kind in kinds
+            if isinstance(kind, str | dict)
+        )
+    )
 
 
 def plain_rotary_embeddings(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -396,16 +393,13 @@ def plain_rotary_embeddings(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for module in model.modules() if hasattr(module, "mrope_section") and _is_plain_for_text(module)]
 
 
-@contextlib.contextmanager
-def positions_of_text(embeddings: list[torch.nn.Module], position_ids: torch.Tensor) -> Iterator[None]:
+def positions_of_text(
+    embeddings: list[torch.nn.Module], position_ids: torch.Tensor
+) -> contextlib.AbstractContextManager[None]:
     """Make the modules `embeddings` rotate by `position_ids` [batch, sequence] inside the block."""
-    for module in embeddings:
-        vars(module)["forward"] = partial(_rotary_factors, module, position_ids=position_ids)
-    try:
-        yield
-    finally:
-        for module in embeddings:
-            del vars(module)["forward"]
+    return replaced(
+        *((module, "forward", partial(_rotary_factors, module, position_ids=position_ids)) for module in embeddings)
+    )
 
 
 def _rotary_factors(
