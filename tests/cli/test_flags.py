@@ -109,7 +109,6 @@ def test_a_wrong_value_of_an_export_names_its_option(
         (["export-sampler", "--metric", "uniform", "--vocab-size", "9", "--opset", "3", "/nowhere"],
          "--opset is 3, but the sampler needs 18 to 24;"),
         (["build-engine", "OUT", "--timing-cache", "/nowhere/x"], "--timing-cache is /nowhere/x, but /nowhere is not"),
-        (["build-engine", "OUT", "--fp16", "--plugin", "none"], "--fp16 would compute the sampler's function in half"),
         (["generate", "OUT", "x", "--provider", "cudda"], "--provider is 'cudda', which is not an execution provider: "
          "did you mean 'cuda'?"),
     ],

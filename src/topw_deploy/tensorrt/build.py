@@ -75,17 +75,11 @@ def build_engine(
     started = time.perf_counter()
     if workspace is not None and workspace < 1:
         raise ParameterError(f"workspace is {workspace}, but must be at least 1 byte.", "workspace")
-    if fp16 and plugin == "none":
-        raise ParameterError(
-            "fp16 would compute the sampler's function in half precision, too; build with the plugin, or export with "
-            "--dtype fp16, which leaves the sampler as it is.",
-            "fp16",
-        )
     if timing_cache is not None and not timing_cache.parent.is_dir():  # else it would be lost after the build
         raise ParameterError(
             f"timing_cache is {timing_cache}, but {timing_cache.parent} is not a folder.", "timing_cache"
         )
-    manifest, cache_length = _load_buildable(out)
+    manifest, cache_length = _load_buildable(out, fp16)
     sequence = max_sequence or min(_USUAL_SEQUENCE, cache_length)
     if sequence > cache_length:
         raise ParameterError(
@@ -95,10 +89,6 @@ def build_engine(
         )
     edits = cache_length if max_edits is None else max_edits
     profiles = make_profiles(profile, max_batch=max_batch, max_sequence=sequence, max_edits=edits)
-    if fp16 and manifest.decoder.weights_dtype != "float":
-        raise TensorRTError(
-            f"--fp16 is only for float32, but the weights of {out} are {manifest.decoder.weights_dtype}; leave it out."
-        )
     trt = check.load_tensorrt()
     platform = this_platform(str(trt.__version__))
     why_no_plugin = _choose_plugin(trt, plugin)
@@ -127,9 +117,7 @@ def build_engine(
             size=size,
             sha256=digest,
             manifest=manifest_hash(out),
-            tensorrt=platform.tensorrt,
-            gpu=platform.gpu,
-            sm=platform.sm,
+            **vars(platform),
             plugin="" if why_no_plugin else check.BUILT_WITH,
             precision="fp16" if fp16 else "as exported",
             cache_length=cache_length,
@@ -146,8 +134,8 @@ def build_engine(
     return BuiltEngine(path, stamp, time.perf_counter() - started)
 
 
-def _load_buildable(out: Path) -> tuple[DecoderManifest, int]:
-    """Returns (manifest of the folder `out`, its cache's length in tokens).
+def _load_buildable(out: Path, fp16: bool) -> tuple[DecoderManifest, int]:
+    """Returns (manifest of the folder `out`, its cache's length in tokens). fp16: as of `build_engine`.
 
     Raises ManifestError, and TensorRTError if no engine can be built of the folder.
     """
@@ -170,6 +158,10 @@ def _load_buildable(out: Path) -> tuple[DecoderManifest, int]:
     pasts = {state.past for state in decoder.states}
     lengths = {spec.shape[2] if len(spec.shape) == 4 else None for spec in manifest.inputs if spec.name in pasts}
     fixed = [size for size in lengths if isinstance(size, int)]
+    if fp16 and decoder.weights_dtype != "float":
+        raise TensorRTError(
+            f"--fp16 is only for float32, but the weights of {out} are {decoder.weights_dtype}; leave it out."
+        )
     if len(lengths) != 1 or not fixed:
         raise TensorRTError(f"the cache of {out} has no fixed length; export for TensorRT without --max-length 0.")
     return manifest, fixed[0]
@@ -214,13 +206,7 @@ class _HashedFile:
 
 
 def _configure(
-    trt: Any,
-    builder: Any,
-    manifest: DecoderManifest,
-    profiles: Sequence[Profile],
-    *,
-    fp16: bool,
-    workspace: int | None,
+    trt: Any, builder: Any, manifest: DecoderManifest, profiles: Sequence[Profile], *, fp16: bool, workspace: int | None
 ) -> Any:
     config = builder.create_builder_config()
     # TF32 rounds the factors of float32 products to 10 bits. The graph was verified without TF32.

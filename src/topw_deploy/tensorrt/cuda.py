@@ -11,6 +11,7 @@ import importlib
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -111,8 +112,8 @@ class Stream:
     def wait(self) -> None:
         self._cuda.call("cudaStreamSynchronize", self._stream)
 
-    def capture(self, work: Callable[[], None]) -> CudaGraph:
-        """Capture what `work` enqueues as a graph.
+    def capture(self, work: Callable[[], None]) -> Callable[[], object]:
+        """Capture what `work` enqueues as a graph. Returns a function that launches it on the stream.
 
         Raises GenerationError if that is impossible, and the errors of `work`.
         """
@@ -127,26 +128,18 @@ class Stream:
             raise
         graph = call("cudaStreamEndCapture", self._stream)
         try:
-            return CudaGraph(self._cuda, self._stream, call("cudaGraphInstantiate", graph, 0))
+            executable = call("cudaGraphInstantiate", graph, 0)
         finally:
             call("cudaGraphDestroy", graph)
+        launch = partial(call, "cudaGraphLaunch", executable, self._stream)
+        weakref.finalize(launch, self._cuda.api.cudaGraphExecDestroy, executable)
+        return launch
 
     def _end_failed_capture(self) -> None:
         _, graph = self._cuda.api.cudaStreamEndCapture(self._stream)
         if graph is not None and int(graph):
             self._cuda.api.cudaGraphDestroy(graph)
         self._cuda.api.cudaGetLastError()
-
-
-class CudaGraph:
-    """A graph of work that was captured on a stream."""
-
-    def __init__(self, cuda: CudaDevice, stream: Any, executable: Any) -> None:
-        self._cuda, self._stream, self._executable = cuda, stream, executable
-        self._finalizer = weakref.finalize(self, cuda.api.cudaGraphExecDestroy, executable)
-
-    def launch(self) -> None:
-        self._cuda.call("cudaGraphLaunch", self._executable, self._stream)
 
 
 class CacheMemory:
@@ -230,7 +223,7 @@ class Context:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
         self._warm = False  # whether a run had the current shapes and addresses
-        self._graph: CudaGraph | None = None
+        self._graph: Callable[[], object] | None = None
         self._captured: Copies | None = None
         self._failed_captures = 0
         self.why_no_graph = ""
@@ -258,7 +251,7 @@ class Context:
         repeated: whether a CUDA graph may launch the run. The second such run is captured; later ones launch the graph.
         """
         if repeated and self._graph is not None and self._captured == copies:
-            self._graph.launch()
+            self._graph()
             return
         self._graph = None
         if repeated and self._warm and not self.why_no_graph and self._capture(copies):

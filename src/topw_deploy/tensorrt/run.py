@@ -37,6 +37,7 @@ class TensorRTSession:
     manifest that no engine can have.
 
     tensors: names of the engine's own inputs and outputs; it has no inputs that its graph does not read.
+    results: the outputs but the caches, which are updated in place.
     """
 
     provider = "tensorrt"
@@ -65,7 +66,7 @@ class TensorRTSession:
         self.most_rows: int | None = self.stamp.most_batch
         self.most_columns: int | None = self.stamp.most_sequence
         self.most_edits: int | None = self.stamp.most_edits
-        self._results = [spec for spec in manifest.outputs if not spec.name.startswith("present.")]
+        self.results = [spec for spec in manifest.outputs if not spec.name.startswith("present.")]
         try:
             self.cuda = CudaDevice(lock, device)
             with lock.opening():
@@ -83,7 +84,11 @@ class TensorRTSession:
             raise TensorRTError(f"{path} cannot be read: {error.strerror or error}") from None
         if self._engine is None:
             raise TensorRTError(f"TensorRT cannot open {path} ({check.first_error(self._logger)})")
-        self.tensors = _tensor_names(trt, self._engine)
+        names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
+        elsewhere = [name for name in names if self._engine.get_tensor_location(name) != trt.TensorLocation.DEVICE]
+        if elsewhere:
+            raise TensorRTError(f"the engine needs {', '.join(elsewhere)} in host memory")
+        self.tensors = frozenset(names)
         outputs = set(self.outputs)
         fits = outputs <= self.tensors <= self.inputs | outputs
         if not fits or self._engine.num_optimization_profiles != len(self.stamp.profiles):
@@ -122,12 +127,6 @@ class TensorRTSession:
             )
         return found
 
-    def output_bytes(self, batch: int) -> dict[str, int]:
-        """Bytes of each output by its name, without the caches, which are updated in place."""
-        return {
-            spec.name: batch * math.prod(map(int, spec.shape[1:])) * element_bytes(spec.dtype) for spec in self._results
-        }
-
     def _new_stream(self) -> EngineStream:
         return EngineStream(self._trt, self._engine, self.cuda, self._logger)
 
@@ -144,14 +143,6 @@ def _check_manifest(manifest: DecoderManifest) -> None:
                 f"the manifest states the output {spec.name} as {spec.dtype} {list(spec.shape)}, which has no fixed "
                 "size; export the model again with --target tensorrt."
             )
-
-
-def _tensor_names(trt: Any, engine: Any) -> frozenset[str]:
-    names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
-    elsewhere = [name for name in names if engine.get_tensor_location(name) != trt.TensorLocation.DEVICE]
-    if elsewhere:
-        raise TensorRTError(f"the engine needs {', '.join(elsewhere)} in host memory")
-    return frozenset(names)
 
 
 @dataclass(frozen=True)
@@ -284,7 +275,11 @@ class TensorRTBinding:
         ids, edits = self._arrays["input_ids"], self._arrays["edit_ids"]
         batch, sequence = ids.shape
         profile = session.profile_for(batch, sequence, edits.shape[1])
-        unread = {name: size for name, size in session.output_bytes(batch).items() if name not in self._results}
+        unread = {
+            spec.name: batch * math.prod(map(int, spec.shape[1:])) * element_bytes(spec.dtype)
+            for spec in session.results
+            if spec.name not in self._results
+        }
         layout = MemoryLayout(self._changing, self._arrays, self._results, unread)
         stream.reserve(layout)
         device, host = stream.device.pointer, stream.host

@@ -10,14 +10,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from topw_deploy.export.graph import (
-    GraphEditor,
-    attribute_values,
-    element_type,
-    find_input,
-    fixed_size,
-    required_input,
-)
+from topw_deploy.export.graph import GraphEditor, attribute_values, element_type, find_input, fixed_size, required_input
 from topw_deploy.export.trace.placeholders import PLACEHOLDER_DOMAIN, attention_placeholders
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.manifest import State, key_value_states
@@ -410,12 +403,7 @@ def _constant_key(value: ir.Value) -> object:
 
 
 def attend(
-    editor: GraphEditor,
-    layer: AttentionLayer,
-    tokens: Sequence[ir.Value],
-    mask: ir.Value,
-    *,
-    decomposed: bool = False,
+    editor: GraphEditor, layer: AttentionLayer, tokens: Sequence[ir.Value], mask: ir.Value, *, decomposed: bool = False
 ) -> None:
     """Replace the layer's placeholder by attention.
 

@@ -178,11 +178,7 @@ class _Lowering:
         _replace_output(editor, layer, output, width)
 
     def _add_operator(
-        self,
-        layer: AttentionLayer,
-        inputs: Sequence[ir.Value | None],
-        outputs: int,
-        table: RotaryTable | None,
+        self, layer: AttentionLayer, inputs: Sequence[ir.Value | None], outputs: int, table: RotaryTable | None
     ) -> Sequence[ir.Value]:
         """Add a GroupQueryAttention for `layer`. Returns its first `outputs` outputs.
 

@@ -49,14 +49,7 @@ from topw_deploy.export.sampler.node import (
     without_padding,
 )
 from topw_deploy.export.sampler.ops import Ops, Tensor, remove_unused, scope
-from topw_deploy.export.sampler.pool import (
-    PoolTokens,
-    alternate,
-    base_scan,
-    candidate_pool,
-    draw_member,
-    up_to,
-)
+from topw_deploy.export.sampler.pool import PoolTokens, alternate, base_scan, candidate_pool, draw_member, up_to
 from topw_deploy.export.sampler.rules import (
     KeptSet,
     RowRules,
@@ -343,9 +336,7 @@ def _top_probability(op: Ops, logits: InputLogits, candidates: CandidateLogits, 
         return [op.GatherElements(op.LogSoftmax(op.Div(values, divisor), axis=1), top_id, axis=1)]
 
     (top,) = op.branch(
-        logits.is_empty("allowed"),
-        lambda: log_probability(logits.edited()),
-        lambda: log_probability(logits.masked()),
+        logits.is_empty("allowed"), lambda: log_probability(logits.edited()), lambda: log_probability(logits.masked())
     )
     return op.Squeeze(op.Where(is_tiny, np.nan, op.Exp(top)), [1])
 
