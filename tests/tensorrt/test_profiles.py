@@ -6,7 +6,7 @@ import pytest
 
 from topw_deploy.errors import TensorRTError
 from topw_deploy.manifest import TensorSpec
-from topw_deploy.tensorrt.profiles import Profile, Range, find_profile, make_profiles
+from topw_deploy.tensorrt.stamp import Profile, Range, find_profile, make_profiles
 
 BOTH = make_profiles("both", max_batch=4, max_sequence=32, max_edits=8)
 

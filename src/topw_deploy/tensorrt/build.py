@@ -19,14 +19,15 @@ from topw_deploy.manifest import MODEL_NAME, DecoderManifest, load_manifest
 from topw_deploy.progress import SILENT, Advance, Progress
 from topw_deploy.sampling.row import mask_words
 from topw_deploy.tensorrt import check
-from topw_deploy.tensorrt.profiles import Profile, make_profiles
 from topw_deploy.tensorrt.stamp import (
     ENGINE_SUFFIX,
     FOLDER,
     STAMP_SUFFIX,
     EnginePlatform,
+    Profile,
     TensorRTStamp,
     folder_problem,
+    make_profiles,
     manifest_hash,
     this_platform,
     write_stamp,

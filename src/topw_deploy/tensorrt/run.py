@@ -23,8 +23,7 @@ from topw_deploy.manifest import DecoderManifest
 from topw_deploy.sampling.row import mask_words
 from topw_deploy.tensorrt import check
 from topw_deploy.tensorrt.cuda import Allocation, CacheMemory, Context, Copies, CudaDevice, PinnedMemory, Span, Stream
-from topw_deploy.tensorrt.profiles import find_profile
-from topw_deploy.tensorrt.stamp import find_fitting_engine, this_platform
+from topw_deploy.tensorrt.stamp import find_fitting_engine, find_profile, this_platform
 
 _ALIGNMENT = 256  # bytes: CUDA's allocation alignment, on which TensorRT's kernels rely
 _SMALLEST = 64 << 10  # bytes: enough for most steps and prompt chunks
