@@ -45,18 +45,20 @@ def nvidia(tmp_path_factory: pytest.TempPathFactory, plugin: Path) -> Ask:
     """(tasks, with_plugin) -> worker.py's answers, in one process each, as registration is global."""
 
     def ask(tasks: Sequence[dict[str, Any]], *, with_plugin: bool = False) -> list[dict[str, Any]]:
-        folder = tmp_path_factory.mktemp("nvidia")
         asked = {"plugin": str(plugin) if with_plugin else None, "tasks": list(tasks)}
-        (folder / "tasks.json").write_text(json.dumps(asked), encoding="utf-8")
-        command = [str(ROOT / "bin" / "python"), str(HERE / "worker.py"), "tasks.json", "answers.json"]
-        done = subprocess.run(
-            command, cwd=folder, env=environment(ROOT), capture_output=True, text=True, errors="replace"
-        )
-        assert done.returncode == 0, f"exit code {done.returncode}: {done.stderr[-3000:]}"
-        answers: list[dict[str, Any]] = json.loads((folder / "answers.json").read_text(encoding="utf-8"))
-        return answers
+        return run_worker("worker.py", tmp_path_factory.mktemp("nvidia"), asked)
 
     return ask
+
+
+def run_worker(script: str, folder: Path, tasks: object) -> list[dict[str, Any]]:
+    """The answers of a script of this folder to `tasks`, from NVIDIA's environment. folder: where it runs."""
+    (folder / "tasks.json").write_text(json.dumps(tasks, default=str), encoding="utf-8")
+    command = [str(ROOT / "bin" / "python"), str(HERE / script), "tasks.json", "answers.json"]
+    done = subprocess.run(command, cwd=folder, env=environment(ROOT), capture_output=True, text=True, errors="replace")
+    assert done.returncode == 0, f"exit code {done.returncode}: {done.stderr[-3000:]}"
+    answers: list[dict[str, Any]] = json.loads((folder / "answers.json").read_text(encoding="utf-8"))
+    return answers
 
 
 def assert_built(answer: dict[str, Any], plugins: int) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,7 @@ import pytest
 
 from tests.support.tiny_models import export
 
-from .conftest import HERE, ROOT
-from .make_environment import environment
+from .conftest import run_worker
 
 pytestmark = pytest.mark.long
 
@@ -26,11 +23,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def answers(
-    demo: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    plugin: Path,
-) -> dict[str, dict[str, Any]]:
+def answers(demo: Path, tmp_path_factory: pytest.TempPathFactory, plugin: Path) -> dict[str, dict[str, Any]]:
     """By name, from one process."""
     folder = tmp_path_factory.mktemp("engines")
     asked: dict[str, dict[str, Any]] = {
@@ -43,11 +36,7 @@ def answers(
     requests = [{"out": str(folder / name), "plugin": "none", **request} for name, request in asked.items()]
     for name in asked:
         shutil.copytree(demo, folder / name)
-    (folder / "requests.json").write_text(json.dumps(requests), encoding="utf-8")
-    command = [str(ROOT / "bin" / "python"), str(HERE / "engine_worker.py"), "requests.json", "answers.json"]
-    done = subprocess.run(command, cwd=folder, env=environment(ROOT), capture_output=True, text=True, errors="replace")
-    assert done.returncode == 0, f"exit code {done.returncode}: {done.stderr[-3000:]}"
-    return dict(zip(asked, json.loads((folder / "answers.json").read_text(encoding="utf-8")), strict=True))
+    return dict(zip(asked, run_worker("engine_worker.py", folder, requests), strict=True))
 
 
 @pytest.mark.parametrize(("name", "profiles"), [("both", 2), ("decode", 1), ("plugin", 2)])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,7 @@ import pytest
 from tests.test_edge_guide import PAGE, commands, export_once
 from topw_deploy.cli.engines import build_engine
 
-from .conftest import HERE, ROOT
-from .make_environment import environment
+from .conftest import run_worker
 
 pytestmark = pytest.mark.long
 
@@ -28,11 +25,7 @@ def test_the_page_s_export_is_built_by_the_page_s_command(
     request = build_engine.make_context("build-engine", shlex.split(line)[2:]).params
     for name in ("as_json", "quiet"):
         del request[name]
-    (tmp_path / "requests.json").write_text(json.dumps([{**request, "plugin": "none"}], default=str), encoding="utf-8")
-    words = [str(ROOT / "bin" / "python"), str(HERE / "engine_worker.py"), "requests.json", "answers.json"]
-    done = subprocess.run(words, cwd=tmp_path, env=environment(ROOT), capture_output=True, text=True, errors="replace")
-    assert done.returncode == 0, done.stderr[-3000:]
-    (answer,) = json.loads((tmp_path / "answers.json").read_text(encoding="utf-8"))
+    (answer,) = run_worker("engine_worker.py", tmp_path, [{**request, "plugin": "none"}])
     assert "error" not in answer, answer
     assert len(answer["stamp"]["profiles"]) == 2
     assert (tmp_path / "timing.cache").stat().st_size > 0

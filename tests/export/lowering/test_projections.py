@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 
 from tests.support.lowerings import copy_of
+from tests.support.small_graphs import FLOAT, model_of, new_editor, operators, run
 from tests.support.tiny_models import make_model
 from tests.support.traces import trace
 from topw_deploy.export import export_model
@@ -28,10 +28,12 @@ WEIGHTS = [GENERATOR.standard_normal((HIDDEN, width)).astype(np.float32) for wid
 BIASES = [GENERATOR.standard_normal(width).astype(np.float32) for width in WIDTHS]
 
 
-def start() -> tuple[ir.Graph, GraphEditor, ir.Value]:
-    graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
-    editor = GraphEditor(graph, "toy")
-    return graph, editor, editor.input("x", ir.DataType.FLOAT, ["batch", "sequence", HIDDEN])
+X = np.random.default_rng(1).standard_normal((2, 3, HIDDEN)).astype(np.float32)
+
+
+def start() -> tuple[GraphEditor, ir.Value]:
+    editor = new_editor()
+    return editor, editor.input("x", FLOAT, ["batch", "sequence", HIDDEN])
 
 
 def linear(editor: GraphEditor, source: ir.Value, part: int, bias: bool) -> ir.Value:
@@ -42,58 +44,44 @@ def linear(editor: GraphEditor, source: ir.Value, part: int, bias: bool) -> ir.V
     return value
 
 
-def run(graph: ir.Graph, values: list[ir.Value]) -> list[np.ndarray]:
-    for number, value in enumerate(values):
-        value.name, value.type = f"out{number}", ir.TensorType(ir.DataType.FLOAT)
-        graph.outputs.append(value)
-    graph.sort()
-    model = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
-    x = np.random.default_rng(1).standard_normal((2, 3, HIDDEN)).astype(np.float32)
-    return ort.InferenceSession(model, providers=["CPUExecutionProvider"]).run(None, {"x": x})
-
-
 @pytest.mark.parametrize("bias", [False, True])
 def test_queries_keys_and_values_of_one_source_are_one_product(bias: bool) -> None:
-    graph, editor, x = start()
+    editor, x = start()
     parts = [linear(editor, x, part, bias) for part in range(3)]
     fused = fuse_qkv(editor, parts)
     assert fused is not None
-    query, key, value, whole = run(graph, [*parts, fused])
+    for number, part in enumerate((*parts, fused)):
+        part.name = f"out{number}"
+    query, key, value, whole = run(model_of(editor, *parts, fused), x=X)
     np.testing.assert_allclose(whole, np.concatenate([query, key, value], axis=-1), rtol=1e-5, atol=1e-6)
 
 
-def test_products_of_which_only_one_has_a_bias_are_not_fused() -> None:
-    _, editor, x = start()
+def test_products_of_different_sources_or_of_which_only_one_has_a_bias_are_not_fused() -> None:
+    editor, x = start()
     assert fuse_qkv(editor, [linear(editor, x, part, bias=part == 0) for part in range(3)]) is None
-
-
-def test_products_of_different_sources_are_not_fused() -> None:
-    _, editor, x = start()
+    editor, x = start()
     other = editor.op("Neg", [x], dtype=x.dtype, shape=x.shape)
     assert fuse_qkv(editor, [linear(editor, source, part, False) for part, source in enumerate((x, x, other))]) is None
 
 
 def slices(editor: GraphEditor, whole: ir.Value, bounds: list[tuple[int, int]]) -> list[ir.Value]:
-    def one(number: int) -> ir.Value:
-        return editor.constant(np.array([number]))
-
-    return [editor.op("Slice", [whole, one(start), one(end), one(2), one(1)]) for start, end in bounds]
+    return [editor.op("Slice", [whole, [start], [end], [2], [1]]) for start, end in bounds]
 
 
 def test_slices_that_cover_a_value_are_replaced_by_it() -> None:
-    _, editor, x = start()
+    editor, x = start()
     assert fuse_qkv(editor, slices(editor, x, [(0, 2), (2, 4), (4, HIDDEN)])) is x
 
 
 @pytest.mark.parametrize("bounds", [[(0, 2), (2, 3), (4, 5)], [(0, 2), (2, 4), (4, 4)], [(2, 4), (0, 2), (4, 5)]])
 def test_slices_with_a_gap_or_in_another_order_are_kept(bounds: list[tuple[int, int]]) -> None:
-    _, editor, x = start()
+    editor, x = start()
     assert fuse_qkv(editor, slices(editor, x, bounds)) is None
 
 
 def test_all_parts_of_a_split_in_order_are_replaced_by_its_input() -> None:
-    _, editor, x = start()
-    parts = editor.outputs("Split", [x, editor.constant(np.array([1, 2, 2]))], 3, axis=2)
+    editor, x = start()
+    parts = editor.outputs("Split", [x, [1, 2, 2]], 3, axis=2)
     assert fuse_qkv(editor, list(parts)) is x
     assert fuse_qkv(editor, [parts[1], parts[0], parts[2]]) is None
 
@@ -122,8 +110,7 @@ def gated(
     biases: number of projections with a bias.
     sources: 1, or 2 for up(-x).
     """
-    editor = GraphEditor(ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy"), "toy")
-    x = editor.input("x", ir.DataType.FLOAT, ["batch", "sequence", HIDDEN])
+    editor, x = start()
     parts = []
     for part, (name, width) in enumerate(zip(("gate", "up"), widths, strict=True)):
         source = editor.op("Neg", [x], dtype=x.dtype, shape=x.shape) if part and sources == 2 else x
@@ -133,34 +120,19 @@ def gated(
             value = editor.op("Add", [value, weight(editor, f"{name}_bias", width)], **kind)
         parts.append(value)
     gate, up = parts
-    acted = (
-        editor.op("Mul", [gate, editor.op("Sigmoid", [gate])])
-        if activation == "silu"
-        else editor.op(activation, [gate])
-    )
-    result = editor.op("Mul", [acted, up], dtype=x.dtype, name="y")
-    editor.graph.outputs.append(result)
-    return ir.Model(editor.graph, ir_version=10)
-
-
-def products(model: ir.Model) -> int:
-    return sum(node.op_type == "MatMul" for node in model.graph)
-
-
-def run_gated(model: ir.Model) -> np.ndarray:
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
-    x = np.random.default_rng(1).standard_normal((2, 3, HIDDEN)).astype(np.float32)
-    return np.asarray(session.run(None, {"x": x})[0])
+    silu = activation == "silu"
+    acted = editor.op("Mul", [gate, editor.op("Sigmoid", [gate])]) if silu else editor.op(activation, [gate])
+    return model_of(editor, editor.op("Mul", [acted, up], dtype=x.dtype, name="y"))
 
 
 @pytest.mark.parametrize("biases", [0, 2])
 @pytest.mark.parametrize("activation", ["silu", "Gelu", "Relu"])
 def test_gate_and_up_are_one_product_with_the_same_result(activation: str, biases: int) -> None:
     model = gated(activation, biases=biases)
-    before = run_gated(model)
+    before = run(model, x=X)
     assert fuse_gate_up(model) == 1
-    assert products(model) == 1
-    np.testing.assert_allclose(run_gated(model), before, rtol=1e-5, atol=1e-6)
+    assert operators(model).count("MatMul") == 1
+    np.testing.assert_allclose(run(model, x=X), before, rtol=1e-5, atol=1e-6)
     assert not {"gate_proj", "up_proj"} & set(model.graph.initializers)
 
 
@@ -178,10 +150,10 @@ def test_the_fused_weight_matches_a_pattern_for_either() -> None:
     ids=["widths that differ", "a bias on one only", "two sources", "an activation over the row"],
 )
 def test_products_that_are_no_gate_are_not_fused(model: ir.Model) -> None:
-    before = run_gated(model)
+    before = run(model, x=X)
     assert fuse_gate_up(model) == 0
-    assert products(model) == 2
-    np.testing.assert_array_equal(run_gated(model), before)
+    assert operators(model).count("MatMul") == 2
+    np.testing.assert_array_equal(run(model, x=X), before)
 
 
 @pytest.fixture(scope="module")

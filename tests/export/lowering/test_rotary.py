@@ -1,4 +1,4 @@
-"""Rotations become operators only if both halves of cos and sin are provably equal."""
+"""Rotations become operators only if both halves of cos and sin are provably equal; tables are shared and small."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 import torch
 from transformers import CohereConfig, Ernie4_5Config, GlmConfig, LlamaConfig, Olmo2Config, PhiConfig, PreTrainedConfig
 
 from tests.support.lowerings import attention_nodes, copy_of
 from tests.support.samples import broad
+from tests.support.small_graphs import FLOAT, model_of, new_editor, operators, run
 from tests.support.tiny_models import ONE_LAYER, make_model
 from tests.support.traces import trace
 from topw_deploy.export.graph import GraphEditor
+from topw_deploy.export.lowering import group_query
 from topw_deploy.export.lowering.rotary import fuse_partial_rotary, fuse_rotary, narrow_rotary
+from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.export.traced_decoder import lower
 
 HEADS, DIM = 2, 8
-FLOAT = ir.DataType.FLOAT
+CONTEXT = 48
 Change = Callable[[GraphEditor, ir.Value], ir.Value]
 
 
@@ -31,28 +33,25 @@ def rotation(after: Change = lambda _, value: value, split: int = DIM // 2, swap
     split: where it splits heads for rotated(x).
     swapped: whether the operands of every sum and product are swapped.
     """
-    graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
-    editor = GraphEditor(graph, "toy")
+    editor = new_editor()
     x = editor.input("x", FLOAT, ["batch", HEADS, "sequence", DIM])
     angles = editor.input("angles", FLOAT, ["batch", "sequence", DIM // 2])
-    numbers = {number: editor.constant(np.array([number])) for number in (0, 1, 3, split, 2**63 - 1)}
     both = editor.op("Concat", [angles, angles], dtype=FLOAT, shape=["batch", "sequence", DIM], axis=-1)
 
     def factor(function: str) -> ir.Value:
-        return editor.op("Unsqueeze", [after(editor, editor.op(function, [both], dtype=FLOAT)), numbers[1]])
+        return editor.op("Unsqueeze", [after(editor, editor.op(function, [both], dtype=FLOAT)), [1]])
 
     def joined(op_type: str, first: ir.Value, second: ir.Value) -> ir.Value:
         return editor.op(op_type, [second, first] if swapped else [first, second], dtype=FLOAT)
 
     def part(start: int, stop: int) -> ir.Value:
-        return editor.op("Slice", [x, numbers[start], numbers[stop], numbers[3], numbers[1]], dtype=FLOAT)
+        return editor.op("Slice", [x, [start], [stop], [3], [1]], dtype=FLOAT)
 
     parts = [editor.op("Neg", [part(split, 2**63 - 1)]), part(0, split)]
     crossed = joined("Mul", editor.op("Concat", parts, shape=["batch", HEADS, "sequence", DIM], axis=-1), factor("Sin"))
     out = joined("Add", joined("Mul", x, factor("Cos")), crossed)
     out.name, out.shape = "out", x.shape
-    graph.outputs.append(out)
-    return ir.Model(graph, ir_version=10)
+    return model_of(editor, out)
 
 
 def interleaved_rotation(*, outside: bool, odd_first: bool = False, repeats: int = 2, wide: bool = False) -> ir.Model:
@@ -63,32 +62,29 @@ def interleaved_rotation(*, outside: bool, odd_first: bool = False, repeats: int
     repeats: how often it repeats each angle; 2 is right.
     wide: whether x is half precision, which it casts to float32 and back.
     """
-    graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
-    editor = GraphEditor(graph, "toy")
+    editor = new_editor()
     shape = ["batch", HEADS, "sequence", DIM]
     kind = ir.DataType.FLOAT16 if wide else FLOAT
     given = editor.input("x", kind, shape)
     angles = editor.input("angles", FLOAT, ["batch", "sequence", DIM // 2])
-    numbers = {number: editor.constant(np.array([number])) for number in (-1, 0, 1, 2, 3, DIM // 2, 2**63 - 1)}
 
     def widened(value: ir.Value) -> ir.Value:
         return editor.op("Cast", [value], to=FLOAT, dtype=FLOAT, shape=value.shape) if wide else value
 
     def part(value: ir.Value, start: int, stop: int, step: int) -> ir.Value:
-        return editor.op("Slice", [value, *(numbers[n] for n in (start, stop, len(value.shape) - 1, step))], dtype=kind)
+        return editor.op("Slice", [value, [start], [stop], [len(value.shape) - 1], [step]], dtype=kind)
 
     def repeated(value: ir.Value) -> ir.Value:
         rank = len(value.shape)
-        axis, times = editor.constant(np.array([rank])), editor.constant(np.array([1] * rank + [repeats]))
-        tiled = editor.op("Tile", [editor.op("Unsqueeze", [value, axis]), times])
-        flat = editor.constant(np.array([0] * (rank - 1) + [-1]))
+        tiled = editor.op("Tile", [editor.op("Unsqueeze", [value, [rank]]), [1] * rank + [repeats]])
+        flat = [0] * (rank - 1) + [-1]
         return editor.op("Reshape", [tiled, flat], dtype=FLOAT, shape=[*value.shape[:-1], repeats * value.shape[-1]])
 
     def factor(function: str) -> ir.Value:
         whole = ["batch", "sequence", DIM]
         both = editor.op("Concat", [angles, angles], dtype=FLOAT, shape=whole, axis=-1) if outside else repeated(angles)
         value = editor.op(function, [both], dtype=FLOAT, shape=whole)
-        value = editor.op("Unsqueeze", [value, numbers[1]], dtype=FLOAT, shape=["batch", 1, "sequence", DIM])
+        value = editor.op("Unsqueeze", [value, [1]], dtype=FLOAT, shape=["batch", 1, "sequence", DIM])
         if not outside:
             return value
         half = part(value, 0, DIM // 2, 1)
@@ -98,24 +94,23 @@ def interleaved_rotation(*, outside: bool, odd_first: bool = False, repeats: int
     x = widened(given)
     ends = [part(given, start, 2**63 - 1, 2) for start in (0, 1)]
     first, second = ends if odd_first else ends[::-1]
-    pair = [editor.op("Unsqueeze", [end, numbers[-1]]) for end in (editor.op("Neg", [first]), second)]
+    pair = [editor.op("Unsqueeze", [end, [-1]]) for end in (editor.op("Neg", [first]), second)]
     stacked = editor.op("Concat", pair, axis=-1, shape=["batch", HEADS, "sequence", DIM // 2, 2])
-    rotated = editor.op("Reshape", [stacked, editor.constant(np.array([0, 0, 0, DIM]))], dtype=kind, shape=shape)
+    rotated = editor.op("Reshape", [stacked, [0, 0, 0, DIM]], dtype=kind, shape=shape)
     straight = editor.op("Mul", [x, factor("Cos")], dtype=FLOAT)
     out = editor.op("Add", [straight, editor.op("Mul", [widened(rotated), factor("Sin")])], dtype=FLOAT, shape=shape)
     if wide:
         out = editor.op("Cast", [out], to=kind, dtype=kind, shape=shape)
     out.name = "out"
-    graph.outputs.append(out)
-    return ir.Model(graph, ir_version=10)
+    return model_of(editor, out)
 
 
 def scaled(editor: GraphEditor, value: ir.Value) -> ir.Value:
-    return editor.op("Mul", [editor.constant(np.float32(1.25)), value], dtype=FLOAT)
+    return editor.op("Mul", [np.float32(1.25), value], dtype=FLOAT)
 
 
 def scaled_one_by_one(editor: GraphEditor, value: ir.Value) -> ir.Value:
-    return editor.op("Mul", [value, editor.constant(np.arange(DIM, dtype=np.float32))], dtype=FLOAT)
+    return editor.op("Mul", [value, np.arange(DIM, dtype=np.float32)], dtype=FLOAT)
 
 
 def there_and_back(editor: GraphEditor, value: ir.Value) -> ir.Value:
@@ -123,15 +118,13 @@ def there_and_back(editor: GraphEditor, value: ir.Value) -> ir.Value:
     return editor.op("Cast", [double], to=FLOAT, dtype=FLOAT)
 
 
-def run(model: ir.Model, width: int = DIM) -> np.ndarray:
+def rotated(model: ir.Model, width: int = DIM) -> np.ndarray:
     generator = np.random.default_rng(0)
-    feeds = {"x": (3, HEADS, 4, width), "angles": (3, 4, DIM // 2)}
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    shapes = {"x": (3, HEADS, 4, width), "angles": (3, 4, DIM // 2)}
     types = {value.name: value.dtype.numpy() for value in model.graph.inputs if value.dtype is not None}
-    (out,) = session.run(
-        None, {name: generator.standard_normal(shape).astype(types[name]) for name, shape in feeds.items()}
-    )
-    return out
+    return run(model, **{name: generator.standard_normal(shape).astype(types[name]) for name, shape in shapes.items()})[
+        0
+    ]
 
 
 @pytest.mark.parametrize("after", [lambda _, value: value, scaled, there_and_back])
@@ -139,11 +132,11 @@ def run(model: ir.Model, width: int = DIM) -> np.ndarray:
 def test_a_rotation_becomes_one_operator_that_computes_the_same(after: Change, swapped: bool) -> None:
     plain, fused = rotation(after, swapped=swapped), rotation(after, swapped=swapped)
     assert fuse_rotary(fused) == 1
-    kinds = [node.op_type for node in fused.graph]
+    kinds = operators(fused)
     assert kinds.count("RotaryEmbedding") == 1
     assert not {"Concat", "Slice", "Neg", "Unsqueeze"} & set(kinds)
     assert [value.name for value in fused.graph.outputs] == ["out"]
-    np.testing.assert_allclose(run(fused), run(plain), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(rotated(fused), rotated(plain), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("outside", [False, True])
@@ -152,24 +145,20 @@ def test_an_interleaved_rotation_becomes_one_operator_that_computes_the_same(out
     assert fuse_rotary(fused) == 1
     (node,) = [node for node in fused.graph if node.op_type == "RotaryEmbedding"]
     assert node.attributes["interleaved"].as_int() == 1
-    assert not {"Concat", "Slice", "Neg", "Tile"} & {node.op_type for node in fused.graph}
-    np.testing.assert_allclose(run(fused), run(plain), rtol=1e-5, atol=1e-6)
+    assert not {"Concat", "Slice", "Neg", "Tile"} & set(operators(fused))
+    np.testing.assert_allclose(rotated(fused), rotated(plain), rtol=1e-5, atol=1e-6)
 
 
 def test_half_precision_heads_are_rotated_without_widening_them() -> None:
     plain, fused = interleaved_rotation(outside=False, wide=True), interleaved_rotation(outside=False, wide=True)
     assert fuse_rotary(fused) == 1
-    np.testing.assert_allclose(run(fused), run(plain), atol=1e-3)
+    np.testing.assert_allclose(rotated(fused), rotated(plain), atol=1e-3)
     assert narrow_rotary(fused) == 1
     (node,) = [node for node in fused.graph if node.op_type == "RotaryEmbedding"]
     assert node.inputs[0] is fused.graph.inputs[0]
-    np.testing.assert_allclose(run(fused), run(plain), atol=4e-3)  # 11 bits
-
-
-def test_a_rotation_without_casts_is_not_narrowed() -> None:
-    model = interleaved_rotation(outside=False)
-    fuse_rotary(model)
-    assert narrow_rotary(model) == 0
+    np.testing.assert_allclose(rotated(fused), rotated(plain), atol=4e-3)  # 11 bits
+    without_casts = interleaved_rotation(outside=False)
+    assert (fuse_rotary(without_casts), narrow_rotary(without_casts)) == (1, 0)
 
 
 def part_of_a_head(gap: int = 0, swapped: bool = False) -> ir.Model:
@@ -178,31 +167,27 @@ def part_of_a_head(gap: int = 0, swapped: bool = False) -> ir.Model:
     gap: number of elements that it leaves out after these.
     swapped: whether the result has the other elements first.
     """
-    graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
-    editor = GraphEditor(graph, "toy")
+    editor = new_editor()
     whole = ["batch", HEADS, "sequence", 2 * DIM]
     x = editor.input("x", FLOAT, whole)
     angles = editor.input("angles", FLOAT, ["batch", "sequence", DIM // 2])
-    three, one = editor.constant(np.array([3])), editor.constant(np.array([1]))
 
     def part(start: int, stop: int) -> ir.Value:
-        bounds = [editor.constant(np.array([number])) for number in (start, stop)]
-        return editor.op("Slice", [x, *bounds, three, one], dtype=FLOAT, shape=[*whole[:3], DIM])
+        return editor.op("Slice", [x, [start], [stop], [3], [1]], dtype=FLOAT, shape=[*whole[:3], DIM])
 
     tables = [editor.op(function, [angles], dtype=FLOAT) for function in ("Cos", "Sin")]
     rotated = editor.op("RotaryEmbedding", [part(0, DIM), *tables], num_heads=HEADS, dtype=FLOAT)
     both = [rotated, part(DIM + gap, 2**63 - 1)]
     out = editor.op("Concat", both[::-1] if swapped else both, axis=-1, dtype=FLOAT, shape=whole)
     out.name = "out"
-    graph.outputs.append(out)
-    return ir.Model(graph, ir_version=10)
+    return model_of(editor, out)
 
 
 def test_a_partial_rotation_becomes_one_operator_that_computes_the_same() -> None:
     plain, fused = part_of_a_head(), part_of_a_head()
     assert fuse_partial_rotary(fused) == 1
-    assert sorted(node.op_type for node in fused.graph) == ["Cos", "RotaryEmbedding", "Sin"]
-    np.testing.assert_allclose(run(fused, 2 * DIM), run(plain, 2 * DIM), rtol=1e-5, atol=1e-6)
+    assert sorted(operators(fused)) == ["Cos", "RotaryEmbedding", "Sin"]
+    np.testing.assert_allclose(rotated(fused, 2 * DIM), rotated(plain, 2 * DIM), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("model", [part_of_a_head(gap=1), part_of_a_head(swapped=True)])
@@ -230,7 +215,7 @@ def attention(config: PreTrainedConfig, dtype: torch.dtype) -> ir.Node:
     frequencies = model.model.rotary_emb.inv_freq.clone()
     model.to(dtype).model.rotary_emb.inv_freq = frequencies
     decoder = copy_of(trace(model))
-    lower(decoder, kv="static", target="onnxruntime", context_length=48)
+    lower(decoder, kv="static", target="onnxruntime", context_length=CONTEXT)
     (node,) = attention_nodes(decoder)
     return node
 
@@ -246,7 +231,7 @@ def test_attention_rotates_half_precision_from_tables_of_that_type(dtype: torch.
     assert node.inputs[1] is None  # fused projection
     cos = node.inputs[7]
     assert cos.dtype == node.inputs[0].dtype != FLOAT
-    angles = np.arange(48)[:, None] * 10000.0 ** -(np.arange(0, 16, 2) / 16)
+    angles = np.arange(CONTEXT)[:, None] * 10000.0 ** -(np.arange(0, 16, 2) / 16)
     np.testing.assert_allclose(cos.const_value.numpy().astype(np.float64), np.cos(angles), atol=torch.finfo(dtype).eps)
 
 
@@ -268,7 +253,7 @@ def test_attention_rotates_for_families_with_other_rotations(kind: type[PreTrain
     interleaved, width = KINDS[kind]
     assert node.attributes["do_rotary"].as_int() == 1
     assert node.attributes["rotary_interleaved"].as_int() == interleaved
-    assert tuple(node.inputs[7].shape) == (48, width // 2)
+    assert tuple(node.inputs[7].shape) == (CONTEXT, width // 2)
 
 
 @pytest.mark.slow
@@ -286,3 +271,64 @@ def test_attention_scaling_is_in_the_tables() -> None:
     assert node.attributes["do_rotary"].as_int() == 1
     squares = [node.inputs[place].const_value.numpy() ** 2 for place in (7, 8)]
     np.testing.assert_allclose(sum(squares), (0.1 * np.log(4.0) + 1) ** 2, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_scaled_frequencies_are_in_the_table() -> None:
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    node = attention(LlamaConfig(**ONE_LAYER, rope_parameters=rope), torch.float32)
+    angles = np.arange(CONTEXT)[:, None] / 4 * 10000.0 ** -(np.arange(0, 16, 2) / 16)
+    np.testing.assert_allclose(node.inputs[7].const_value.numpy(), np.cos(angles), atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def traced() -> TracedDecoder:
+    return trace(make_model("llama_untied"))
+
+
+def lowered(traced: TracedDecoder) -> TracedDecoder:
+    decoder = copy_of(traced)
+    lower(decoder, kv="static", target="onnxruntime", context_length=CONTEXT)
+    return decoder
+
+
+@pytest.mark.slow
+def test_rows_are_the_angles_of_their_positions(traced: TracedDecoder) -> None:
+    first, second = attention_nodes(lowered(traced))
+    assert first.inputs[7] is second.inputs[7]
+    assert first.inputs[8] is second.inputs[8]
+    frequencies = 10000.0 ** -(np.arange(0, 16, 2) / 16)
+    angles = np.arange(CONTEXT)[:, None] * frequencies
+    for value, function in ((first.inputs[7], np.cos), (first.inputs[8], np.sin)):
+        found = value.const_value.numpy()
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, function(angles), atol=1e-5)  # float32 angles
+
+
+@pytest.mark.slow
+def test_two_tables_of_exactly_the_largest_size_are_stored(
+    traced: TracedDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 2 * CONTEXT * 8 * 4  # cosines and sines of 16 rotated elements, float32
+    monkeypatch.setattr(group_query, "_SHARE_OF_WEIGHTS", 0)
+    for most, rotates in ((size, 1), (size - 1, 0)):
+        monkeypatch.setattr(group_query, "_ALWAYS_SMALL", most)
+        nodes = attention_nodes(lowered(traced))
+        assert [node.attributes["do_rotary"].as_int() for node in nodes] == [rotates, rotates]
+
+
+@pytest.mark.slow
+def test_tables_that_are_large_beside_the_weights_are_neither_computed_nor_stored(
+    traced: TracedDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table of a context of 10 million tokens has gigabytes."""
+
+    def compute(*_arguments: object) -> None:
+        raise AssertionError("computed")
+
+    monkeypatch.setattr(group_query, "_ALWAYS_SMALL", 0)
+    monkeypatch.setattr(group_query, "_SHARE_OF_WEIGHTS", 1e-6)
+    monkeypatch.setattr(group_query, "_evaluate", compute)
+    decoder = lowered(traced)
+    assert [node.attributes["do_rotary"].as_int() for node in attention_nodes(decoder)] == [0, 0]
+    assert sum(node.op_type == "RotaryEmbedding" for node in decoder.model.graph) == 4

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 
+from tests.support.small_graphs import model_of, new_editor, run
 from topw_deploy.export.graph import GraphEditor
 from topw_deploy.export.sampler.attach import last_logits
 
@@ -16,8 +16,7 @@ TABLE = np.random.default_rng(0).standard_normal((VOCAB, HIDDEN)).astype(np.floa
 
 def decoder(after: str = "nothing", weights: str = "constant") -> ir.Graph:
     """input_ids -> table rows -> vocabulary matmul -> `after` -> logits [batch, sequence, vocab]."""
-    graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
-    editor = GraphEditor(graph, "toy")
+    editor = new_editor()
     ids = editor.input("input_ids", ir.DataType.INT64, ["batch", "sequence"])
     editor.input("attention_mask", ir.DataType.INT64, ["batch", "total"])
     hidden = editor.op("Gather", [editor.constant(TABLE, "table"), ids], axis=0, dtype=ir.DataType.FLOAT)
@@ -26,19 +25,18 @@ def decoder(after: str = "nothing", weights: str = "constant") -> ir.Graph:
         head = editor.op("Mul", [head, editor.op("ReduceMax", [editor.op("Cast", [ids], to=1)], keepdims=0)])
     logits = editor.op("MatMul", [hidden, head])
     if after == "cap":
-        logits = editor.op("Mul", [editor.op("Tanh", [logits]), editor.constant(np.float32(5))])
+        logits = editor.op("Mul", [editor.op("Tanh", [logits]), np.float32(5)])
     elif after == "bias":
-        logits = editor.op("Add", [logits, editor.constant(np.arange(VOCAB, dtype=np.float32))])
+        logits = editor.op("Add", [logits, np.arange(VOCAB, dtype=np.float32)])
     elif after == "mixing":
-        logits = editor.op("CumSum", [logits, editor.constant(np.int64(1))])
+        logits = editor.op("CumSum", [logits, 1])
     logits = editor.op("Identity", [logits], dtype=ir.DataType.FLOAT, shape=["batch", "sequence", VOCAB], name="logits")
-    graph.outputs.append(logits)
-    return graph
+    return model_of(editor, logits).graph
 
 
-def run(graph: ir.Graph, ids: np.ndarray, mask: np.ndarray, *names: str) -> list[np.ndarray]:
-    model = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
-    return ort.InferenceSession(model).run(list(names), {"input_ids": ids, "attention_mask": mask})
+def whole_and_last(graph: ir.Graph, **feeds: np.ndarray) -> list[np.ndarray]:
+    graph.outputs.append(last_logits(graph))
+    return run(ir.Model(graph, ir_version=10), **feeds)
 
 
 def matmuls_of_one_row(graph: ir.Graph) -> int:
@@ -57,10 +55,8 @@ def matmuls_of_one_row(graph: ir.Graph) -> int:
 )
 def test_logits_are_those_of_the_last_attended_position(after: str, mask: list[list[int]], columns: list[int]) -> None:
     graph = decoder(after)
-    last = last_logits(graph)
-    graph.outputs.append(last)
     ids = np.array([[1, 2, 3], [4, 5, 6]])
-    whole, picked = run(graph, ids, np.array(mask), "logits", last.name)
+    whole, picked = whole_and_last(graph, input_ids=ids, attention_mask=np.array(mask))
     np.testing.assert_allclose(picked, whole[[0, 1], columns], rtol=1e-6)
 
 
@@ -69,31 +65,27 @@ def test_logits_are_those_of_row_lengths_if_the_graph_has_that_input(after: str)
     graph = decoder(after)
     graph.inputs.pop()  # attention_mask
     GraphEditor(graph, "toy").input("row_lengths", ir.DataType.INT64, ["batch"])
-    last = last_logits(graph)
-    graph.outputs.append(last)
-    model = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
-    feeds = {"input_ids": np.array([[1, 2, 3], [4, 5, 6], [2, 2, 2]]), "row_lengths": np.array([3, 1, 2])}
-    whole, picked = ort.InferenceSession(model).run(["logits", last.name], feeds)
+    ids = np.array([[1, 2, 3], [4, 5, 6], [2, 2, 2]])
+    whole, picked = whole_and_last(graph, input_ids=ids, row_lengths=np.array([3, 1, 2]))
     np.testing.assert_allclose(picked, whole[[0, 1, 2], [2, 0, 1]], rtol=1e-6)
 
 
-@pytest.mark.parametrize(("after", "before_matmul"), [("nothing", 1), ("cap", 1), ("bias", 1), ("mixing", 0)])
-def test_rows_are_selected_before_the_matmul_only_where_that_is_provable(after: str, before_matmul: int) -> None:
-    graph = decoder(after)
-    last_logits(graph)
-    assert matmuls_of_one_row(graph) == before_matmul
-
-
-def test_rows_are_not_selected_before_a_matmul_with_computed_weights() -> None:
-    graph = decoder(weights="computed")
-    last_logits(graph)
-    assert matmuls_of_one_row(graph) == 0
-
-
-def test_the_decoders_own_logits_can_stay_complete() -> None:
-    graph = decoder()
-    last_logits(graph, before_matmul=False)
-    assert matmuls_of_one_row(graph) == 0
+@pytest.mark.parametrize(
+    ("graph", "before_matmul", "matmuls"),
+    [
+        (decoder("nothing"), True, 1),
+        (decoder("cap"), True, 1),
+        (decoder("bias"), True, 1),
+        (decoder("mixing"), True, 0),
+        (decoder(weights="computed"), True, 0),
+        (decoder(), False, 0),
+    ],
+)
+def test_rows_are_selected_before_the_matmul_only_where_that_is_provable_and_wanted(
+    graph: ir.Graph, before_matmul: bool, matmuls: int
+) -> None:
+    last_logits(graph, before_matmul=before_matmul)
+    assert matmuls_of_one_row(graph) == matmuls
 
 
 def test_logits_of_one_position_are_only_squeezed() -> None:
