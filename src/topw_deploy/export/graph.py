@@ -299,6 +299,21 @@ def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
     return node if node is not None and is_op(node, op_type) else None
 
 
+def chain(value: ir.Value | None, *op_types: str) -> list[ir.Node] | None:
+    """The nodes of ONNX's own domain with these operators, each made by the first input of the one before.
+
+    The first makes `value`. None if there is no such chain.
+    """
+    nodes: list[ir.Node] = []
+    for op_type in op_types:
+        node = producer(value, op_type)
+        if node is None:
+            return None
+        nodes.append(node)
+        value = node.inputs[0]
+    return nodes
+
+
 def constant_integer(value: ir.Value | None) -> int | None:
     """The number in a constant of one element; None for all other values."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)

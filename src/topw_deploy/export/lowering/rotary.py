@@ -22,6 +22,7 @@ import onnx_ir as ir
 from topw_deploy.export.graph import (
     GraphEditor,
     attribute_values,
+    chain,
     constant_integer,
     fixed_size,
     is_constant,
@@ -97,10 +98,15 @@ def _remove_casts(half_precision_tables: dict[ir.Value, ir.Value], editor: Graph
 
     half_precision_tables: float32 cosines or sines -> those in half precision, shared by the rotations of a graph.
     """
-    rotary = rotary_producer(back.inputs[0])
-    wide = producer(rotary.inputs[0] if rotary else None, "Cast")
-    x = wide.inputs[0] if wide is not None else None
-    if rotary is None or x is None or x.dtype not in HALF or x.dtype != back.outputs[0].dtype:
+    rotary, wide = chain(back.inputs[0], "RotaryEmbedding", "Cast") or (None, None)
+    x = None if wide is None else wide.inputs[0]
+    if (
+        rotary is None
+        or len(rotary.inputs) != 3
+        or x is None
+        or x.dtype not in HALF
+        or x.dtype != back.outputs[0].dtype
+    ):
         return False
     tables = rotary.inputs[1:]
     for table in tables:
@@ -114,15 +120,20 @@ def _remove_casts(half_precision_tables: dict[ir.Value, ir.Value], editor: Graph
 
 def _fuse_partial_rotation(editor: GraphEditor, concat: ir.Node) -> bool:
     """Replace the partial rotation whose last node is `concat`, if there is one. Returns whether there is."""
-    if len(concat.inputs) != 2 or not _is_on_last_axis(concat):
-        return False
-    rotary, rest = rotary_producer(concat.inputs[0]), producer(concat.inputs[1], "Slice")
-    first = producer(rotary.inputs[0] if rotary else None, "Slice")
-    if rotary is None or first is None or rest is None or "num_heads" not in rotary.attributes:
+    part, other = _joined_pair(concat.outputs[0])
+    rotary, first = chain(part, "RotaryEmbedding", "Slice") or (None, None)
+    rest = producer(other, "Slice")
+    if (
+        rotary is None
+        or len(rotary.inputs) != 3
+        or first is None
+        or rest is None
+        or "num_heads" not in rotary.attributes
+    ):
         return False
     x = first.inputs[0]
-    width = x.shape[3] if x is not None and x.shape is not None and len(x.shape) == 4 else None
-    if x is None or x is not rest.inputs[0] or not isinstance(width, int):
+    width = _head_width(x)
+    if x is None or x is not rest.inputs[0] or width is None:
         return False
     rotated, kept = _slice_of(first, width), _slice_of(rest, width)
     if rotated is None or rotated[0] != 0 or rotated[2] != 1 or kept != (rotated[1], width, 1):
@@ -168,20 +179,14 @@ def _interleaves(x: ir.Value | None, rotated: ir.Value | None) -> bool | None:
 
 def _source_of_rotated_halves(value: ir.Value | None) -> ir.Value | None:
     """The x of which `value` is concat(-x[half:], x[:half]), else None."""
-    both = producer(value, "Concat")
-    if both is None or len(both.inputs) != 2 or not _is_on_last_axis(both):
-        return None
-    return _common_source(both.inputs[0], both.inputs[1], lambda width: [(0, width // 2, 1), (width // 2, width, 1)])
+    return _common_source(*_joined_pair(value), lambda width: [(0, width // 2, 1), (width // 2, width, 1)])
 
 
 def _source_of_rotated_pairs(value: ir.Value | None) -> ir.Value | None:
     """The x of which `value` is (-x[1], x[0], -x[3], x[2], ...), else None."""
     whole = producer(value, "Reshape")
-    pairs = producer(whole.inputs[0] if whole else None, "Concat")
-    if value is None or pairs is None or len(pairs.inputs) != 2 or not _is_on_last_axis(pairs):
-        return None
-    odd, even = (producer(part, "Unsqueeze") for part in pairs.inputs)
-    if odd is None or even is None:
+    odd, even = (producer(part, "Unsqueeze") for part in _joined_pair(whole.inputs[0] if whole else None))
+    if value is None or odd is None or even is None:
         return None
     if not {constant_integer(odd.inputs[1]), constant_integer(even.inputs[1])} <= {-1, 4}:
         return None
@@ -196,15 +201,12 @@ def _common_source(
 
     ranges: for an even width, the start, end and step of both slices.
     """
-    neg = producer(negated, "Neg")
-    first, second = producer(plain, "Slice"), producer(neg.inputs[0] if neg else None, "Slice")
+    first, (_, second) = producer(plain, "Slice"), chain(negated, "Neg", "Slice") or (None, None)
     if first is None or second is None or first.inputs[0] is not second.inputs[0]:
         return None
     x = first.inputs[0]
-    if x is None or x.shape is None or len(x.shape) != 4 or not isinstance(x.shape[1], int):
-        return None
-    width = x.shape[3]
-    if not isinstance(width, int) or width % 2:
+    width = _head_width(x)
+    if x is None or width is None or width % 2 or not isinstance(x.shape[1], int):
         return None
     return x if [_slice_of(node, width) for node in (first, second)] == ranges(width) else None
 
@@ -238,10 +240,8 @@ def _angles(factor: ir.Value, function: str, interleaved: bool) -> tuple[ir.Valu
 
 def _source_of_doubled(value: ir.Value | None) -> ir.Value | None:
     """The a of which `value` is concat(a, a), else None."""
-    both = producer(value, "Concat")
-    if both is None or not _is_on_last_axis(both) or len(both.inputs) != 2 or both.inputs[0] is not both.inputs[1]:
-        return None
-    return both.inputs[0]
+    first, second = _joined_pair(value)
+    return first if first is second else None
 
 
 def _source_of_first_half(value: ir.Value | None) -> ir.Value | None:
@@ -256,9 +256,7 @@ def _source_of_first_half(value: ir.Value | None) -> ir.Value | None:
 
 def _source_of_repeated(value: ir.Value | None) -> ir.Value | None:
     """The a of which `value` is (a[0], a[0], a[1], ...) on the last axis, else None."""
-    reshape = producer(value, "Reshape")
-    tile = producer(reshape.inputs[0] if reshape else None, "Tile")
-    unsqueeze = producer(tile.inputs[0] if tile else None, "Unsqueeze")
+    _, tile, unsqueeze = chain(value, "Reshape", "Tile", "Unsqueeze") or (None, None, None)
     if value is None or tile is None or unsqueeze is None:
         return None
     once = unsqueeze.inputs[0]
@@ -312,7 +310,16 @@ def _slice_of(node: ir.Node, width: int) -> tuple[int, int, int] | None:
     return start, min(stop, width), 1 if step is None else step
 
 
-def _is_on_last_axis(concat: ir.Node) -> bool:
-    output = concat.outputs[0]
-    rank = len(output.shape) if output.shape is not None else 0
-    return concat.attributes["axis"].as_int() in (-1, rank - 1)
+def _joined_pair(value: ir.Value | None) -> tuple[ir.Value | None, ir.Value | None]:
+    """The two values that a Concat on the last axis joins to `value`; two None if none does."""
+    both = producer(value, "Concat")
+    rank = len(value.shape) if value is not None and value.shape is not None else 0
+    if both is None or len(both.inputs) != 2 or both.attributes["axis"].as_int() not in (-1, rank - 1):
+        return None, None
+    return both.inputs[0], both.inputs[1]
+
+
+def _head_width(x: ir.Value | None) -> int | None:
+    """The last size of x [batch, heads, sequence, width] if it is a number, else None."""
+    width = x.shape[3] if x is not None and x.shape is not None and len(x.shape) == 4 else None
+    return width if isinstance(width, int) else None
