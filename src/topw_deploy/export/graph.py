@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
@@ -20,7 +20,7 @@ CONTRIB_DOMAIN = "com.microsoft"
 BLOCK_BYTES = 64 << 20
 """The largest number of bytes of a weight to hold while it is written or compared, unless one row is larger."""
 
-Input = ir.Value | np.ndarray | np.generic | int | Sequence[int] | None
+Input: TypeAlias = ir.Value | np.ndarray | np.generic | int | Sequence[int] | None
 """An input of a node that `GraphEditor` adds. Python's integers become int64."""
 
 Read = Callable[[Any], np.ndarray]

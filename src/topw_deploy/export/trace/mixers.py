@@ -46,7 +46,7 @@ def lightning_attention(
     mixer: Any, placeholders: MixerPlaceholders, layer: int, hidden_states: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
     """MiniMax: S_t = exp(-slope) S_(t-1) + k_t v_t^T; o_t = S_t^T q_t."""
-    batch, sequence, _ = hidden_states.shape
+    batch, sequence = hidden_states.shape[:2]
     heads = mixer.num_attention_heads
     projected = mixer.act_fn(mixer.qkv_proj(hidden_states)).reshape(batch, sequence, heads, -1)
     query, key, value = projected.float().split(mixer.head_dim, dim=3)
