@@ -88,34 +88,6 @@ def test_cuda_graphs_that_nobody_captures_are_not_passed_over(toy_folder: Path) 
         assert TopWModel.from_pretrained(toy_folder, **graphs).provider == "CPUExecutionProvider"
 
 
-def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An onnxruntime whose CUDA provider does not start, with a silent fallback to the CPU."""
-    built = ort.get_available_providers()
-    monkeypatch.setattr(providers.ort, "get_available_providers", lambda: ["CUDAExecutionProvider", *built])
-    opened = graph_session._new_session
-
-    def without_cuda(folder: Any, chain: list[Any], options: Any) -> Any:
-        return opened(folder, [item for item in chain if item[0] != "CUDAExecutionProvider"], options)
-
-    monkeypatch.setattr(graph_session, "_new_session", without_cuda)
-
-
-def test_a_silent_fall_back_to_the_cpu_is_an_error(toy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_cuda(monkeypatch)
-    with pytest.raises(ProviderError, match="provider is cuda, but onnxruntime could not start it and would run on"):
-        TopWModel.from_pretrained(toy_folder, provider="cuda")
-
-
-@pytest.mark.slow
-def test_an_allowed_fallback_causes_a_warning(toy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_cuda(monkeypatch)
-    for settings in ({"provider": "cuda", "allow_fallback": True}, {"provider": "auto"}):
-        with pytest.warns(RuntimeWarning, match="cuda could not start, running on cpu"):
-            model = TopWModel.from_pretrained(toy_folder, **settings)
-        assert model.provider == "CPUExecutionProvider"
-        assert model.generate("a", max_new_tokens=1).token_ids
-
-
 def test_a_provider_that_raises_is_named_and_the_graph_is_not_blamed(
     toy_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

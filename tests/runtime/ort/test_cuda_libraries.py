@@ -113,21 +113,6 @@ def test_a_provider_that_does_not_start_says_what_is_missing(
     assert calls == [None]
 
 
-def test_a_provider_that_raises_says_what_is_missing(
-    preload: Preload, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    preload(find_nothing)
-
-    def refuse(folder: Any, chain: list[Any], options: ort.SessionOptions) -> ort.InferenceSession:
-        if chain[0][0] == "CUDAExecutionProvider":
-            raise RuntimeError("libcublasLt.so.13 is not there")
-        return without_cuda(folder, chain, options)
-
-    monkeypatch.setattr(graph_session, "_new_session", refuse)
-    with pytest.raises(ProviderError, match=r"\(libcublasLt\.so\.13 is not there; onnxruntime found no libcublasLt"):
-        TopWModel.from_pretrained(folder, provider="cuda")
-
-
 def test_doctor_says_what_is_missing(preload: Preload, folder: Path) -> None:
     preload(find_nothing)
     assert "onnxruntime found no libcublasLt.so.13" in doctor.diagnose()["providers"]["cuda"]
