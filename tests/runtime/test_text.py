@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.support.toy_model import BYTES, EOS, SPECIAL, Load, Toy, byte_ids, byte_tokenizer
-from topw_deploy.runtime.tokenizer import IncrementalDecoder, RowText, TokenBytes
+from topw_deploy.runtime.tokenizer import IncrementalDecoder, SequenceText, TokenBytes
 
 BYTE_LEVEL = byte_tokenizer()
 WORDS = ["▁the", "▁sun", "shine", "▁", "s", "."]
@@ -134,7 +134,7 @@ def cut(text: str, stops: list[str]) -> tuple[str, str | None]:
     sizes=st.lists(st.integers(1, 5), min_size=30, max_size=30),
 )
 def test_stop_strings_are_cut_whatever_the_pieces(text: str, stops: list[str], sizes: list[int]) -> None:
-    filter_, shown, start = RowText(Letters(), stops), [], 0  # type: ignore[arg-type]
+    filter_, shown, start = SequenceText(Letters(), stops), [], 0  # type: ignore[arg-type]
     for size in sizes:
         shown.append(filter_.push(text[start : start + size]))
         start += size
@@ -144,7 +144,7 @@ def test_stop_strings_are_cut_whatever_the_pieces(text: str, stops: list[str], s
 
 @given(text=st.text(alphabet="a😀é.", max_size=20), stop=st.sampled_from(["😀", "é.", ".a", "aa"]))
 def test_stop_strings_of_any_characters_are_found_in_tokens(text: str, stop: str) -> None:
-    row = RowText(IncrementalDecoder(lambda ids: BYTE_LEVEL.decode(list(ids)), []), [stop])
+    row = SequenceText(IncrementalDecoder(lambda ids: BYTE_LEVEL.decode(list(ids)), []), [stop])
     shown = []
     for token in byte_ids(text):
         shown.append(row.push(token))
@@ -155,7 +155,7 @@ def test_stop_strings_of_any_characters_are_found_in_tokens(text: str, stop: str
 
 
 def test_text_is_held_back_only_while_it_may_become_a_stop_string() -> None:
-    filter_: Any = RowText(Letters(), ["END"])  # type: ignore[arg-type]
+    filter_: Any = SequenceText(Letters(), ["END"])  # type: ignore[arg-type]
     assert [filter_.push(c) for c in "aENbEEND"] == ["a", "", "", "ENb", "", "E", "", ""]
     assert filter_.stop_string == "END"
 

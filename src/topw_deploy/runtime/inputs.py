@@ -166,7 +166,7 @@ class EditInputs:
         """fixed: the graph's fixed number of slots, or None. most: the engine's maximum number of slots, or None."""
         self._fixed, self._most = fixed, most
         self._batch = rows
-        self._rows: dict[int, RowEdits] = {}
+        self._rows: dict[int, SequenceEdits] = {}
         self.is_active = False
         self._allocate(fixed or 0)
 
@@ -180,7 +180,7 @@ class EditInputs:
         try:
             if not self.slots and self._fixed is None:
                 self.add_slots()
-            self._rows[row] = RowEdits(self, row, sequence)
+            self._rows[row] = SequenceEdits(self, row, sequence)
         except ParameterError:
             self._reset(row)
             raise
@@ -259,7 +259,7 @@ class EditInputs:
         self.bias = np.zeros((self._batch, slots), np.float32)
 
 
-class RowEdits:
+class SequenceEdits:
     """Writes the permanent edits and the next step's bans of one sequence to `row` of `inputs`.
 
     Raises ParameterError for more edits than `inputs` allows.

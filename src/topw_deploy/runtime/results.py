@@ -75,10 +75,10 @@ class GenerationResult:
 
     text: new text without EOS, cut before a stop string.
     token_ids: all drawn tokens, with EOS and stop strings.
-    logprobs: per token, in its crop (renormalized, at `temperature`).
-    kept: per token, crop size.
-    certified: per token, whether the crop was proven without geometry (docs/contract/graph.md section 4).
-    mass: per token, the crop's share of the full softmax, or None.
+    logprobs: per token, in its kept set (renormalized, at `temperature`).
+    kept: per token, the kept set's size.
+    certified: per token, whether the kept set was proven without geometry (docs/contract/graph.md section 4).
+    mass: per token, the kept set's share of the full softmax, or None.
     token_logprobs: with the parameter `logprobs`, per token, the log-probabilities of that token and of the most
         probable ones under the model.
     prompt_logprobs: with the parameter `prompt_logprobs`, the same per token of the prompt; None for the first token.

@@ -35,11 +35,11 @@ class Samples:
     """One draw per row, for B rows and a vocabulary of V tokens.
 
     next_token: int64 [B].
-    logprob: float32 [B], of the token in the renormalized crop.
-    kept: int32 [B], the crop's size.
-    certified: bool [B], whether the crop was proven without geometry (docs/contract/graph.md section 4).
-    mass: float32 [B], the crop's share of the full softmax; None if the graph does not return it.
-    keep_mask: bool [B, V], the crop; None if the graph does not return it.
+    logprob: float32 [B], of the token in the renormalized kept set.
+    kept: int32 [B], the kept set's size.
+    certified: bool [B], whether the kept set was proven without geometry (docs/contract/graph.md section 4).
+    mass: float32 [B], the kept set's share of the full softmax; None if the graph does not return it.
+    keep_mask: bool [B, V], the kept set; None if the graph does not return it.
     """
 
     next_token: np.ndarray

@@ -18,7 +18,7 @@ from topw_deploy.runtime.parameters import criterion_name, takes_tensors
 from topw_deploy.runtime.results import GenerationResult, Scores, Timings
 from topw_deploy.runtime.session import Session
 from topw_deploy.runtime.structured import Constraint
-from topw_deploy.runtime.tokenizer import RowText, Tokenizer
+from topw_deploy.runtime.tokenizer import SequenceText, Tokenizer
 from topw_deploy.sampling.parameters import TopWParameters
 from topw_deploy.sampling.rules import RuleParameters
 
@@ -200,10 +200,10 @@ class Sequence:
         self.stop: int | str | None = None
         self.finished_at = 0.0
 
-    def new_text(self) -> RowText:
+    def new_text(self) -> SequenceText:
         """A decoder of the tokens after the prompt, cut at the stop strings."""
         decoder = self._tokenizer.text_decoder(self.prompt, self.params.skip_special_tokens)
-        return RowText(decoder, self.params.stop_strings, self.params.min_new_tokens)
+        return SequenceText(decoder, self.params.stop_strings, self.params.min_new_tokens)
 
     def decode_as_drawn(self) -> None:
         """Decode the text at every token. Call this before the first one."""

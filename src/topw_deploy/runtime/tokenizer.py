@@ -173,8 +173,8 @@ def _context_tokens(
     return context
 
 
-class RowText:
-    """One row's text, cut at the stop string that ends first; on ties, at the longest.
+class SequenceText:
+    """One sequence's text, cut at the stop string that ends first; on ties, at the longest.
 
     guarded: number of tokens before which stop strings have no effect.
     stop_string: the stop string that ended the text, or None.

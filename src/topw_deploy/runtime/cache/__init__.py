@@ -1,4 +1,4 @@
-"""Key-value caches, one class per form of docs/contract/graph.md section 8.
+"""Key-value caches, one class per layout (`kv_form`) of docs/contract/graph.md section 8.
 
 concat: each step takes the states as inputs and returns longer ones.
 static, shared: the graph updates one buffer in place.
