@@ -123,14 +123,14 @@ def repeated_work_shared(isolated: None, tmp_path_factory: pytest.TempPathFactor
         yield
         return
     from tests.support import traces, warm_process
-    from topw_deploy.export import traced_decoder as decoder
+    from topw_deploy.export import traced_decoder
     from topw_deploy.export.verification import run as in_subprocess
 
     folder = root_of_run(tmp_path_factory) / "traces"
     folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(traces, "folder", folder)
-        patch.setattr(decoder, "trace", traces.trace)
+        patch.setattr(traced_decoder, "trace", traces.trace)
         if sys.platform != "win32":
             patch.setattr(in_subprocess, "start", warm_process.start)
         yield

@@ -320,7 +320,8 @@ def foreign(scratch: Path) -> Loader:
 def config(scratch: Path) -> Loader:
     """A checkpoint's config.json, from which a model without values of weights is made."""
     from tests.support.tiny_models import write_checkpoint
-    from topw_deploy.export.source.checkpoint import context_length, exported_config, load_unread
+    from topw_deploy.export.source.checkpoint import load_unread
+    from topw_deploy.export.source.text_decoder import context_length, exported_config
 
     place = write_checkpoint(scratch / "llama", "llama_tied")
     seed = (place / "config.json").read_bytes()

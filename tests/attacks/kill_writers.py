@@ -1,13 +1,17 @@
-"""What other commands write, killed before each of their file operations: see kill_export.py.
+"""What commands write, killed before each of their file operations.
 
     python -m tests.attacks.kill_writers WRITER MODEL FOLDER SHARE
 
-WRITER: one of WRITERS. MODEL: an exported folder. SHARE: 1 for all operations, 3 for every third and the last ones.
-Prints JSON: {"operations": count, "wrong": complaints}.
+WRITER: one of WRITERS. MODEL: an exported folder, or the source of an export. SHARE: 1 for all operations, 3 for every
+third and the last ones.
+
+An audit hook counts what Python opens, renames, creates and removes beside the target, and kills the process. Children
+are forked, so that libraries are loaded once. Prints JSON: {"operations": count, "wrong": complaints}.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -16,26 +20,40 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from tests.attacks.kill_export import in_child, read_contents, watch
 from tests.engine.test_session_file import FORM, TOKENS, states_of
 from topw_deploy.engine.session_file import write_session
+from topw_deploy.export import export_model, write
 from topw_deploy.export.sampler_only import export_sampler
 from topw_deploy.sampling.parameters import TopWOptions
 from topw_deploy.triton.repository import write_repository
 from topw_deploy.web import write_site
 
+_EVENTS = frozenset({
+    "open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.link", "os.symlink", "os.chmod", "os.truncate",
+    "shutil.rmtree", "shutil.move", "ctypes.dlsym",
+})  # fmt: skip
 _LAST = 8  # operations, with those that put the target in place
 State = dict[str, bytes] | bytes | None
 
 
 @dataclass(frozen=True)
 class Writer:
-    """write: (model, target, which of two versions). replaces: whether the target may exist before."""
+    """write: (model, target, which of two versions). replaces: whether the target may exist before.
+
+    hidden: the most files that a killed one leaves, which the next one removes; None: it may leave any.
+    """
 
     write: Callable[[Path, Path, int], object]
     replaces: bool
     target: str = "out"
+    hidden: int | None = None
+
+
+def _export(model: Path, target: Path, version: int) -> object:
+    write.EXTERNAL_ABOVE = 10_000  # writes a data file
+    return export_model(model, target, verify=False, with_mass=version == 1, overwrite=target.exists())
 
 
 def _site(model: Path, target: Path, version: int) -> object:
@@ -58,6 +76,8 @@ def _triton(model: Path, target: Path, _version: int) -> object:
 
 
 WRITERS = {
+    "export-new": Writer(_export, False, hidden=2),
+    "export-replace": Writer(_export, True, hidden=2),
     "web-new": Writer(_site, False),
     "web-replace": Writer(_site, True),
     "sampler-new": Writer(_sampler, False),
@@ -69,9 +89,36 @@ WRITERS = {
 
 
 def state(path: Path) -> State:
-    if not path.exists():
-        return None
-    return read_contents(path) if path.is_dir() else path.read_bytes()
+    if not path.is_dir():
+        return path.read_bytes() if path.exists() else None
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def watch(parent: Path, tell: Callable[[int], object]) -> None:
+    """Call `tell` before each operation in `parent`, with its number."""
+    count, prefix = [0], os.fsencode(parent)
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in _EVENTS:
+            return
+        exchanges = event == "ctypes.dlsym" and arguments[1] == "renameat2"
+        paths = [os.fsencode(each) for each in arguments if isinstance(each, (str, bytes, os.PathLike))]
+        if exchanges or (event != "ctypes.dlsym" and any(path.startswith(prefix) for path in paths)):
+            tell(count[0])
+            count[0] += 1
+
+    sys.addaudithook(hook)
+
+
+def in_child(run: Callable[[], object]) -> int:
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            run()
+            os._exit(0)
+        os._exit(2)
+    return os.waitpid(child, 0)[1]
 
 
 def main(name: str, model: Path, folder: Path, share: int) -> None:
@@ -90,7 +137,7 @@ def main(name: str, model: Path, folder: Path, share: int) -> None:
 
     def counted() -> None:
         numbers: list[int] = []
-        watch(work, lambda number, _: numbers.append(number))
+        watch(work, numbers.append)
         writer.write(model, target, 0)
         count.write_text(str(len(numbers)))
 
@@ -100,7 +147,7 @@ def main(name: str, model: Path, folder: Path, share: int) -> None:
         prepare()
 
         def killed(stop: int = stop) -> None:
-            watch(work, lambda number, _: number == stop and os.kill(os.getpid(), signal.SIGKILL))
+            watch(work, lambda number: number == stop and os.kill(os.getpid(), signal.SIGKILL))
             writer.write(model, target, 0)
 
         if not os.WIFSIGNALED(in_child(killed)):
@@ -108,17 +155,19 @@ def main(name: str, model: Path, folder: Path, share: int) -> None:
         found = state(target)
         if found not in (old, new):
             wrong.append(f"{stop}: neither the old state nor the new one")
-        repository = target.parent if target.parent != work else None
         beside = {path.name for path in work.iterdir() if not path.name.startswith(".")}
-        beside |= (
-            {path.name for path in repository.iterdir()} if repository is not None and repository.exists() else set()
-        )
+        if target.parent != work and target.parent.exists():
+            beside |= {path.name for path in target.parent.iterdir()}
         if beside - {target.name, target.parent.name}:
             wrong.append(f"{stop}: left {sorted(beside)}")
+        if writer.hidden is not None and len(list(work.glob(".*"))) > writer.hidden:
+            wrong.append(f"{stop}: left {os.listdir(work)}")
         if found == new and not writer.replaces:
             continue
         if in_child(lambda: writer.write(model, target, 0)) or state(target) != new:
             wrong.append(f"{stop}: the next one fails")
+        elif writer.hidden is not None and list(work.glob(".*")):
+            wrong.append(f"{stop}: the next one leaves {os.listdir(work)}")
     sys.stdout.write(json.dumps({"operations": operations, "wrong": wrong}))
 
 

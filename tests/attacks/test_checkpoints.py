@@ -29,6 +29,9 @@ def tensor(begin: int, end: int, shape: list[int] | None = None, dtype: str = "U
     return {"dtype": dtype, "shape": [end - begin] if shape is None else shape, "data_offsets": [begin, end]}
 
 
+HUGE = 10**399
+MANY_AXES = b'{"a":{"dtype":"I64","data_offsets":[0,0],"shape":[' + b",".join([b"9" * 400] * 30_001) + b"]}}"
+ONE = b'{"a":{"dtype":"U8","shape":[%b],"data_offsets":[0,%b]}}'
 FILES: dict[str, tuple[bytes, str]] = {
     "two tensors in the same bytes": (
         safetensors({"a": tensor(0, 8), "b": tensor(0, 8)}, bytes(8)),
@@ -38,25 +41,31 @@ FILES: dict[str, tuple[bytes, str]] = {
         safetensors({"a": tensor(0, 8), "b": tensor(7, 15)}, bytes(15)),
         "'b' begins at 7, within 'a', which ends at 8",
     ),
-    "a tensor beyond the file": (safetensors({"a": tensor(0, 8)}, bytes(7)), "but a ends at"),
-    "a tensor at 2**62": (
-        safetensors({"a": tensor(1 << 62, (1 << 62) + 1)}, bytes(8)),
-        "but a ends at 4611686018427388009",
-    ),
+    "a tensor beyond the file": (safetensors({"a": tensor(0, 8)}, bytes(7)), "but its last tensor ends at"),
+    "a tensor at 2**62": (safetensors({"a": tensor(1 << 62, (1 << 62) + 1)}, bytes(8)), "ends at 4611686018427388009"),
+    "data after the last tensor": (safetensors({"a": tensor(0, 8)}, bytes(9)), "but its last tensor ends at"),
     "axes whose product overflows": (
         safetensors({"a": tensor(0, 0, [1 << 32, 1 << 32])}),
-        "'a': the shape .* has more than 9223372036854775807 bytes",
+        "has more than 92233",
     ),
+    "axes whose product wraps": (safetensors({"a": tensor(0, 40, [5, (1 << 61) + 1])}, bytes(40)), "has more than"),
+    "an axis of 2**63": (safetensors({"a": tensor(0, 0, [1 << 63])}), "9223372036854775807|out of range"),
+    "an empty axis beside a huge one": (
+        safetensors({"a": tensor(0, 0, [0, HUGE])}),
+        "9223372036854775807|out of range",
+    ),
+    "a million axes of 400 digits": (safetensors(MANY_AXES), "out of range|length <= 32"),
+    "a negative axis": (safetensors({"a": tensor(0, 0, [-5])}), "the entry of 'a'"),
+    "true as an axis": (safetensors(ONE % (b"true", b"1"), b"1"), "the entry of 'a'"),
+    "an offset of 1e400": (safetensors(ONE % (b"1", b"1e400"), b"1"), "the entry of|out of range"),
     "a type of nobody": (safetensors({"a": tensor(0, 1, dtype="os.system")}, b"1"), "'a': 1 bytes for 'os.system'"),
-    "lists in lists": (safetensors(b"[" * 1_000_000), "got `array`"),
-    "a header of 2**64 - 1 bytes": (safetensors(b"{}", length=(1 << 64) - 1), "claims 18446744073709551615 bytes"),
-    "data after the last tensor": (safetensors({"a": tensor(0, 8)}, bytes(9)), "but its last tensor ends at"),
     "negative offsets": (safetensors({"a": tensor(-8, 0, [8])}, bytes(8)), "the entry of 'a'"),
     "offsets that go back": (safetensors({"a": tensor(8, 0, [8])}, bytes(8)), "'a': -8 bytes"),
-    "an offset of 1e400": (
-        safetensors(b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1e400]}}', b"1"),
-        "the entry of|out of range",
-    ),
+    "lists in lists": (safetensors(b"[" * 1_000_000), "got `array`"),
+    "objects in objects": (safetensors(b'{"a":' * 1_000_000), "nested too deeply"),
+    "an integer of a million digits": (safetensors(b'{"a":1' + b"0" * 1_000_000 + b"}"), "out of range"),
+    "a header of 2**64 - 1 bytes": (safetensors(b"{}", length=(1 << 64) - 1), "claims 18446744073709551615 bytes"),
+    "a header longer than the file": (safetensors(b"{}", length=3), "its header claims 3 bytes"),
     "NaN": (safetensors(b'{"a":NaN}'), "malformed"),
     "nothing": (b"", "it has 0 bytes"),
     "a pickle": (b"\x80\x04\x95\x0b\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix.", "its header claims"),

@@ -1,7 +1,7 @@
 """Exported folders that must be refused, and code in them that must never run.
 
-Links, pipes, sockets and devices: tests/runtime/test_special_files.py. Every mutation of a side file:
-`make fuzz-loaders`.
+Also engines' stamps, and tokenizers that stall. Links, pipes, sockets and devices: tests/runtime/test_special_files.py.
+Every mutation of a side file: `make fuzz-loaders`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,22 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from tests.support.attacks import call, claim, function, nested_if, put, refused, sparse
+from tests.support.attacks import call, claim, function, nested_if, no_hang, put, refused, sparse
 from tests.support.samples import thinned
-from topw_deploy.errors import ManifestError
+from tests.support.toy_model import byte_tokenizer
+from tests.test_manifest import BOMBS
+from topw_deploy.errors import ManifestError, TensorRTError, TokenizerError
 from topw_deploy.manifest import DecoderManifest, ModelFolder
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.ort.graph_session import refuse_compiled
+from topw_deploy.runtime.tokenizer import Tokenizer
+from topw_deploy.tensorrt.stamp import read_stamp
 
 Change = Callable[[onnx.ModelProto], object]
 
@@ -190,3 +195,85 @@ def test_a_folder_never_makes_the_process_load_its_code(folder: Path, tmp_path: 
     done = subprocess.run([sys.executable, "-c", LOAD, str(folder)], capture_output=True, text=True, env=environment)
     assert done.stdout.splitlines()[-1:] == ["loaded [] []"], done.stderr[-3000:]
     assert not witness.exists()
+
+
+def open_changed(folder: Path, change: Callable[[dict[str, Any]], object]) -> Tokenizer:
+    data = json.loads(byte_tokenizer().to_str())
+    change(data)
+    put(folder, "tokenizer.json", json.dumps(data))
+    return Tokenizer(ModelFolder(folder, DecoderManifest))
+
+
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+UNREAD: dict[str, bytes] = {
+    "lists in lists": b"[" * 1_000_000,
+    "objects in objects": b'{"model":' * 1_000_000,
+    "no model": b"{}",
+    "a pickle": b"\x80\x04\x95\x0b\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix.".ljust(64, b"a"),
+    "an id above 2**32": json.dumps({"model": {"type": "BPE", "vocab": {"a": 1 << 40}, "merges": []}}).encode(),
+    "a merge of unknown tokens": json.dumps({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["b c"]}}).encode(),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_file_that_is_not_a_tokenizer_is_refused(folder: Path, name: str) -> None:
+    put(folder, "tokenizer.json", UNREAD[name])
+    kind = TokenizerError if name != "a pickle" else Exception
+    with refused(kind, r"tokenizer\.json (cannot be read|is not UTF-8)"):  # type: ignore[arg-type]
+        Tokenizer(ModelFolder(folder, DecoderManifest))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", [r"(a+)+$", r"(a|aa)+b"])
+def test_an_expression_that_backtracks_without_end_is_stopped(folder: Path, pattern: str) -> None:
+    """Oniguruma gives up after ten million steps at one place."""
+
+    def change(data: dict[str, Any]) -> None:
+        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        data["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL]}
+
+    tokenizer = open_changed(folder, change)
+    with refused(TokenizerError, "cannot be used"):
+        tokenizer.encode("a" * 5000 + "!")
+
+
+@pytest.mark.slow
+def test_a_vocabulary_of_many_tokens_is_read(folder: Path) -> None:
+    """It is legal, and costs what its file does. The graph decides which ids exist."""
+
+    def change(data: dict[str, Any]) -> None:
+        first = len(data["model"]["vocab"])
+        data["model"]["vocab"] |= {f"token {number}": first + number for number in range(200_000)}
+
+    with no_hang():
+        tokenizer = open_changed(folder, change)
+        assert tokenizer.vocab_size > 200_000
+        assert tokenizer.encode("ab") == byte_tokenizer().encode("ab").ids
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", [b"[" * 1_000_000, b'{"a": 1' + b"0" * 1_000_000 + b"}"], ids=["deep", "long"])
+def test_a_bomb_in_another_file_is_refused(folder: Path, name: str, content: bytes) -> None:
+    put(folder, name, content)
+    with refused(ManifestError, rf"{name} is not JSON"):
+        TopWModel.from_pretrained(folder, provider="cpu")
+
+
+@pytest.mark.parametrize("content", BOMBS.values(), ids=BOMBS)
+def test_a_stamp_that_is_a_bomb_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "gpu.json").write_bytes(content)
+    with refused(TensorRTError, "is not an engine's stamp|more than 1048576 bytes"):
+        read_stamp(tmp_path / "gpu.json")
+
+
+def test_a_stamp_of_a_terabyte_is_not_read(tmp_path: Path) -> None:
+    sparse(tmp_path / "gpu.json", 1 << 40)
+    with refused(TensorRTError, "more than 1048576 bytes"):
+        read_stamp(tmp_path / "gpu.json")
+
+
+@pytest.mark.parametrize("name", ["../gpu.engine", "/tmp/gpu.engine", "..engine", "gpu.engine\n", "gpu.so", ""])
+def test_a_stamp_that_names_another_file_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "gpu.json").write_text(json.dumps({"format_version": 1, "engine": name}))
+    with refused(TensorRTError, r"matching regex .* - at `\$.engine`"):
+        read_stamp(tmp_path / "gpu.json")

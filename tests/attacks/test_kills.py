@@ -32,36 +32,37 @@ def run_worker(name: str, *arguments: object) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("situation", "share"),
-    [("new", 30), ("replace", 30), broad("new", 1), broad("replace", 1)],
-)  # fmt: skip
-def test_an_export_killed_before_any_file_operation(foreign: Path, tmp_path: Path, situation: str, share: int) -> None:
-    found = run_worker("kill_export", foreign, tmp_path, situation, share)
+EXPORTS = [name for name in WRITERS if name.startswith("export")]
+OTHERS = [name for name in WRITERS if name not in EXPORTS]
+
+
+def check_kills(name: str, model: Path, folder: Path, share: int, least: int) -> None:
+    found = run_worker("kill_writers", name, model, folder, share)
     assert not found["wrong"], "\n".join(found["wrong"])
-    assert found["operations"] > 30
-    assert found["killed"] >= len(range(0, found["operations"], share))
+    assert found["operations"] >= least
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", EXPORTS)
+@pytest.mark.parametrize("share", [30, broad(1)])
+def test_an_export_killed_before_any_file_operation(foreign: Path, tmp_path: Path, name: str, share: int) -> None:
+    check_kills(name, foreign, tmp_path, share, 30)
 
 
 @pytest.mark.broad
 def test_an_export_of_a_checkpoint_killed_before_any_file_operation(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    found = run_worker("kill_export", checkpoint("llama_tied"), tmp_path, "replace", 7)
-    assert not found["wrong"], "\n".join(found["wrong"])
-    assert found["killed"] > 10
+    check_kills("export-replace", checkpoint("llama_tied"), tmp_path, 7, 30)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("share", [12, broad(1)])
 def test_what_a_command_writes_is_old_or_new_when_it_is_killed_before_any_file_operation(
     whole: Path, tmp_path: Path, name: str, share: int
 ) -> None:
-    found = run_worker("kill_writers", name, whole, tmp_path, share)
-    assert not found["wrong"], "\n".join(found["wrong"])
-    assert found["operations"] >= 2
+    check_kills(name, whole, tmp_path, share, 2)
 
 
 KILLED = """

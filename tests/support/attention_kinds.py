@@ -1,16 +1,11 @@
-"""Tiny models of every kind of attention, and the difference between a decoder and torch."""
+"""Tiny models of every kind of attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import torch
 import transformers as tf
-
-from topw_deploy.export.verification.reference import CacheDriver
 
 WINDOW = CHUNK = 8
 LENGTHS = (7, 40, 1, 23)  # five windows or chunks at most
@@ -187,53 +182,3 @@ TWICE: dict[str, Callable[[], tf.PreTrainedConfig]] = {
     "diffllama": lambda: tf.DiffLlamaConfig(**_SIZES, **_LONG, num_key_value_heads=2, intermediate_size=32),
 }
 KINDS = {**TWICE, **SINKS, **ALIBI, **OWN, **CHUNKS, **WIDTHS, **SHARED, **LATENT}
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What a decoder should compute.
-
-    sequences: token ids, of the lengths LENGTHS.
-    logits: torch's, [tokens, vocab] for each sequence.
-    """
-
-    sequences: Sequence[np.ndarray]
-    logits: Sequence[np.ndarray]
-
-
-def wanted_of(model: torch.nn.Module) -> Wanted:
-    generator = np.random.default_rng(1)
-    sequences = [generator.integers(3, 45, length) for length in LENGTHS]
-    with torch.no_grad():
-        found = [model(input_ids=torch.from_numpy(each)[None]).logits[0].float().numpy() for each in sequences]
-    return Wanted(sequences, found)
-
-
-def difference_alone(driver: CacheDriver, wanted: Wanted, chunks: Sequence[int]) -> float:
-    """Largest difference in the logits after each chunk of the longest sequence."""
-    ids, logits = max(zip(wanted.sequences, wanted.logits, strict=True), key=lambda pair: len(pair[0]))
-    worst, end = 0.0, 0
-    driver.start(1)
-    for size in chunks:
-        start, end = end, end + size
-        found = driver.step(ids[None, start:end], np.ones((1, end), np.int64))
-        worst = max(worst, float(np.abs(found[0] - logits[end - 1]).max()))
-    return worst
-
-
-def difference_in_a_batch(driver: CacheDriver, wanted: Wanted, side: str, chunks: Sequence[int]) -> float:
-    """Largest difference in the logits of rows of different lengths, padded on one side."""
-    width = max(LENGTHS)
-    ids, mask = np.full((len(LENGTHS), width), 7, np.int64), np.zeros((len(LENGTHS), width), np.int64)
-    for row, sequence in enumerate(wanted.sequences):
-        place = slice(width - len(sequence), width) if side == "left" else slice(0, len(sequence))
-        ids[row, place], mask[row, place] = sequence, 1
-    worst, end = 0.0, 0
-    driver.start(len(ids))
-    for size in chunks:
-        start, end = end, end + size
-        found = driver.step(ids[:, start:end], mask[:, :end])
-        for row, logits in enumerate(wanted.logits):
-            if mask[row, start:end].any():
-                worst = max(worst, float(np.abs(found[row] - logits[mask[row, :end].sum() - 1]).max()))
-    return worst

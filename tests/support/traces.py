@@ -16,8 +16,8 @@ import onnx_ir as ir
 import torch
 from transformers import PreTrainedModel
 
-from topw_deploy.export.trace import trace as real
 from topw_deploy.export.trace.trace import TracedDecoder, weight_tensor
+from topw_deploy.export.trace.trace import trace as trace_anew
 
 folder: Path | None = None
 """Where traces are kept; None: every model is traced."""
@@ -28,11 +28,11 @@ def trace(model: PreTrainedModel) -> TracedDecoder:
     """`topw_deploy.export.trace.trace.trace`, or what it returned for the same structure."""
     stamp = structure_of(model)
     if folder is None or stamp is None:
-        return real.trace(model)
+        return trace_anew(model)
     kept = folder / f"{stamp}.onnx"
     if kept.is_file():
         return _load(kept, model)
-    traced = real.trace(model)
+    traced = trace_anew(model)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         _save(traced, model, Path(scratch) / "trace.onnx")
         (Path(scratch) / "trace.onnx").replace(kept)

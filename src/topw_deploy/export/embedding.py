@@ -10,7 +10,15 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.errors import UnsupportedModelError
-from topw_deploy.export.graph import GraphEditor, LazyWeight, Read, attribute_values, find_input, is_constant
+from topw_deploy.export.graph import (
+    GraphEditor,
+    LazyWeight,
+    attribute_values,
+    find_input,
+    is_constant,
+    number_attribute,
+    producer,
+)
 
 AttributeValue = int | float | str | tuple[int, ...]
 
@@ -110,10 +118,10 @@ def _lookups(graph: ir.Graph) -> list[ir.Node]:
                 if id(node) not in seen:
                     seen.add(id(node))
                     waiting.append(node.outputs[0])
-            elif (
-                (node.domain, node.op_type) in _LOOKUP_OPS and position == _IDS_POSITION and _has_constant_matrix(node)
-            ):
-                lookups.append(node)
+            elif (node.domain, node.op_type) in _LOOKUP_OPS and position == _IDS_POSITION:
+                table = node.inputs[0]
+                if is_constant(table) and table is not None and table.shape is not None and len(table.shape) == 2:
+                    lookups.append(node)
     return lookups
 
 
@@ -133,12 +141,6 @@ def _is_tied(lookup: ir.Node) -> bool:
     return False
 
 
-def _has_constant_matrix(node: ir.Node) -> bool:
-    """Whether the first input is a constant of rank 2."""
-    table = node.inputs[0]
-    return is_constant(table) and table is not None and table.shape is not None and len(table.shape) == 2
-
-
 def _describe(node: ir.Node) -> EmbeddingNode:
     """Describe a lookup. Raises UnsupportedModelError for an omitted input or an unknown type or shape."""
     data = tuple(value for index, value in enumerate(node.inputs) if index != _IDS_POSITION and value is not None)
@@ -152,16 +154,10 @@ def _describe(node: ir.Node) -> EmbeddingNode:
         )
     )
     form = EmbeddingForm(node.domain, node.op_type, attributes, inputs, _IDS_POSITION)
-    rows, width = inputs[0][1]
-    return EmbeddingNode(node, form, data, rows, width * _values_per_element(node, inputs[0][0]))
-
-
-def _values_per_element(node: ir.Node, stored: ir.DataType) -> int:
-    """The number of weights in each stored element: GatherBlockQuantized packs two 4-bit weights into a uint8."""
-    if node.op_type == "GatherBlockQuantized" and stored == ir.DataType.UINT8:
-        bits = node.attributes.get("bits")
-        return 8 // (bits.as_int() if bits is not None else 4)
-    return 1
+    stored, (rows, width) = inputs[0]
+    if node.op_type == "GatherBlockQuantized" and stored == ir.DataType.UINT8:  # several codes in a byte
+        width *= 8 // int(number_attribute(node, "bits", 4))
+    return EmbeddingNode(node, form, data, rows, width)
 
 
 def _element_type(value: ir.Value) -> ir.DataType:
@@ -218,11 +214,11 @@ def _stored_rows(embedding: EmbeddingNode) -> ReadRows | None:
     """A function that reads rows of the initializer of a Gather; None for other lookups."""
     if embedding.node.op_type != "Gather":
         return None
-    value, producer = embedding.data[0], embedding.data[0].producer()
-    transposed = producer is not None and producer.op_type == "Transpose"
-    if transposed and producer is not None and producer.inputs[0] is not None:
-        value = producer.inputs[0]
-    elif producer is not None:
+    value, made = embedding.data[0], producer(embedding.data[0], "Transpose")
+    transposed = made is not None and made.inputs[0] is not None
+    if made is not None and made.inputs[0] is not None:
+        value = made.inputs[0]
+    if value.producer() is not None:
         return None
     tensor = value.const_value
     if tensor is None:
@@ -230,7 +226,10 @@ def _stored_rows(embedding: EmbeddingNode) -> ReadRows | None:
     if isinstance(tensor, ir.ExternalTensor):
         return _mapped_rows(tensor, transposed)
     if isinstance(tensor, LazyWeight) and tensor.read is not None:
-        return _lazy_rows(tensor.read, transposed)
+        read = tensor.read
+        if transposed:
+            return lambda ids: read((slice(None), ids)).T.astype(np.float32)
+        return lambda ids: read(ids).astype(np.float32)
     array = tensor.numpy().T if transposed else tensor.numpy()
     return lambda ids: np.asarray(array[ids]).astype(np.float32)
 
@@ -257,13 +256,6 @@ def _mapped_rows(tensor: ir.ExternalTensor, transposed: bool) -> ReadRows:
         return np.asarray(rows[ids[0] : ids[-1] + 1] if consecutive else rows[ids]).astype(np.float32)
 
     return read
-
-
-def _lazy_rows(read: Read, transposed: bool) -> ReadRows:
-    """A function that reads rows of a `LazyWeight`."""
-    if transposed:
-        return lambda ids: read((slice(None), ids)).T.astype(np.float32)
-    return lambda ids: read(ids).astype(np.float32)
 
 
 def _looked_up_rows(embedding: EmbeddingNode) -> ReadRows:

@@ -21,7 +21,7 @@ from topw_deploy.export.graph import (
     required_input,
 )
 from topw_deploy.export.sampler.node import NEWEST_OPSET, OLDEST_OPSET
-from topw_deploy.export.source.configuration import read_json, text_part
+from topw_deploy.export.source.files import read_json, text_part
 from topw_deploy.manifest import MOST_TOKENS, DecoderInfo, State, key_value_states
 
 _KEEP_VALUES = {"Reshape", "Unsqueeze", "Squeeze", "Flatten", "Cast", "Identity"}  # operators
@@ -261,29 +261,33 @@ def _object(data: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _check_data_files(model: ir.Model, file: Path) -> None:
     """Raise SourceError unless files of the folder hold all bytes of all weights, and no attribute is in a file."""
-    for graph in (model.graph, *model.functions.values()):
-        for node in graph.all_nodes():
-            if any(isinstance(attribute.value, ir.ExternalTensor) for attribute in node.attributes.values()):
-                raise SourceError(
-                    f"{file} keeps an attribute of the node {node.name or node.op_type!r:.60} in another file, but "
-                    "only weights may be there; do not use this model."
-                )
+    graphs = (model.graph, *model.functions.values())
+    nodes = [node for graph in graphs for node in graph.all_nodes()]
+    for node in nodes:
+        if any(isinstance(attribute.value, ir.ExternalTensor) for attribute in node.attributes.values()):
+            raise SourceError(
+                f"{file} keeps an attribute of the node {node.name or node.op_type!r:.60} in another file, but only "
+                "weights may be there; do not use this model."
+            )
     for tensor in initializer_tensors(model):
         if not isinstance(tensor, ir.ExternalTensor):
             continue
         location = Path(str(tensor.location))
-        if location.is_absolute() or ".." in location.parts:
-            raise SourceError(f"{file} keeps weights at '{location}', outside its folder; do not use this model.")
-        if not (file.parent / location).is_file():
-            folder = file.resolve().parent
-            raise SourceError(f"{file} needs the data file {location}, which is missing from {folder}; fetch it again.")
-        start, needed, size = tensor.offset or 0, int(tensor.nbytes), (file.parent / location).stat().st_size
+        path, folder = file.parent / location, file.resolve().parent
+        start, needed = tensor.offset or 0, int(tensor.nbytes)
         length = needed if tensor.length is None else tensor.length
-        if min(start, needed, *map(int, tensor.shape)) < 0 or length < needed or start + length > size:
-            raise SourceError(
-                f"{file} keeps the {needed} bytes of {tensor.name!r:.60} in {length} bytes at offset {start} of "
-                f"{location}, which has {size} bytes; fetch it again."
+        fault = ""
+        if location.is_absolute() or ".." in location.parts:
+            fault = f"keeps weights at '{location}', outside its folder; do not use this model"
+        elif not path.is_file():
+            fault = f"needs the data file {location}, which is missing from {folder}; fetch it again"
+        elif min(start, needed, *map(int, tensor.shape)) < 0 or length < needed or start + length > path.stat().st_size:
+            fault = (
+                f"keeps the {needed} bytes of {tensor.name!r:.60} in {length} bytes at offset {start} of {location}, "
+                f"which has {path.stat().st_size} bytes; fetch it again"
             )
+        if fault:
+            raise SourceError(f"{file} {fault}.")
 
 
 def _check_recursion(model: ir.Model) -> None:
@@ -303,24 +307,19 @@ def _check_recursion(model: ir.Model) -> None:
 
 def _check_names(graph: ir.Graph, file: Path) -> None:
     """Raise UnsupportedModelError unless inputs and outputs have the names that `load_decoder` lists."""
-    inputs = {value.name for value in graph.inputs}
+    inputs = {str(value.name) for value in graph.inputs}
     outputs = {value.name for value in graph.outputs}
-    layers = {match[1] for name in inputs if (match := PAST.fullmatch(name or ""))}
-    needed_inputs = {"input_ids", "attention_mask"} | _cache_names("past_key_values", layers)
-    needed_outputs = {"logits"} | _cache_names("present", layers)
-    missing = sorted(needed_inputs - inputs) + sorted(needed_outputs - outputs)
-    if not layers:
-        missing = missing or ["past_key_values.0.key"]
-    unknown = sorted(str(name) for name in inputs - needed_inputs - {"position_ids"})
-    for name, layout in _OTHER_LAYOUTS.items():
-        if name in inputs:
-            raise UnsupportedModelError(f"{file} has the input {name}, which belongs to {layout}.")
-    if missing or unknown:
-        fault = f"lacks {missing[0]}" if missing else f"has the unknown input {unknown[0]}"
-        raise UnsupportedModelError(
-            f"{file} {fault}; export the decoder as text-generation-with-past, with the usual names of "
-            "inputs and outputs."
-        )
+    layers = {match[1] for name in inputs if (match := PAST.fullmatch(name))} or {"0"}
+    needed = {"input_ids", "attention_mask"} | _cache_names("past_key_values", layers)
+    missing = [*sorted(needed - inputs), *sorted(({"logits"} | _cache_names("present", layers)) - outputs)]
+    faults = [
+        f"has the input {name}, which belongs to {why}." for name, why in _OTHER_LAYOUTS.items() if name in inputs
+    ]
+    advice = "export the decoder as text-generation-with-past, with the usual names of inputs and outputs."
+    faults += [f"lacks {name}; {advice}" for name in missing]
+    faults += [f"has the unknown input {name}; {advice}" for name in sorted(inputs - needed - {"position_ids"})]
+    if faults:
+        raise UnsupportedModelError(f"{file} {faults[0]}")
 
 
 def _cache_names(prefix: str, layers: set[str]) -> set[str]:
@@ -332,13 +331,22 @@ def _describe(graph: ir.Graph, folder: Path) -> tuple[DecoderInfo, list[str]]:
     """The description of the decoder, and its notices. Sets the sizes of the cache in the graph's signature."""
     config = _Configuration(folder)
     layers = sum(1 for value in graph.inputs if PAST.fullmatch(value.name or "")) // 2
+    kv_dtype = (required_input(graph, "past_key_values.0.key").dtype or ir.DataType.FLOAT).name.lower()
+    if kv_dtype not in FLOATS:
+        raise UnsupportedModelError(
+            f"the decoder keeps its cache as {kv_dtype}, but only {', '.join(FLOATS)} are supported; "
+            "export it without a quantised cache."
+        )
     states: list[State] = []
     for layer in range(layers):
         key = required_input(graph, f"past_key_values.{layer}.key")
         heads = _cache_size(key, 1, config.count("num_key_value_heads", "num_attention_heads", "n_head"))
         dim = _cache_size(key, 3, config.head_dim())
-        _fix_cache_sizes(graph, layer, heads, dim)
-        states += key_value_states(layer, cache_type(graph), heads, dim, dim)
+        names = _cache_names("past_key_values", {str(layer)}) | _cache_names("present", {str(layer)})
+        for value in (*graph.inputs, *graph.outputs):
+            if value.name in names and value.shape is not None and len(value.shape) == 4:
+                value.shape = ir.Shape([value.shape[0], heads, value.shape[2], dim])
+        states += key_value_states(layer, kv_dtype, heads, dim, dim)
     length = config.count("max_position_embeddings", "n_positions", "context_length")
     if not length:
         raise UnsupportedModelError(
@@ -351,7 +359,8 @@ def _describe(graph: ir.Graph, folder: Path) -> tuple[DecoderInfo, list[str]]:
             f"the decoder does not apply the soft cap of {cap:g} on attention scores that config.json states, so its "
             "logits differ from the model's"
         )
-    in_place = is_written_in_place(graph)
+    pasts = [value for value in graph.inputs if PAST.fullmatch(value.name or "")]
+    in_place = all({node.op_type for node, _ in value.uses()} == {IN_PLACE} for value in pasts)
     sizes: dict[str, int] = {}  # bytes of weights by type
     for value in graph.initializers.values():
         if value.const_value is not None:
@@ -363,7 +372,7 @@ def _describe(graph: ir.Graph, folder: Path) -> tuple[DecoderInfo, list[str]]:
         kv_form="shared" if in_place else "concat",
         num_layers=layers,
         states=tuple(states),
-        kv_dtype=cache_type(graph),
+        kv_dtype=kv_dtype,
         context_length=tokens,
         left_padding=IN_PLACE not in operators,
         weights_dtype=max(sizes, key=lambda name: sizes[name], default="float"),
@@ -386,32 +395,6 @@ def _cache_size(value: ir.Value, axis: int, configured: int | None) -> int:
             f"{axis}; add config.json to the decoder's folder."
         )
     return configured
-
-
-def _fix_cache_sizes(graph: ir.Graph, layer: int, heads: int, dim: int) -> None:
-    """Write numbers of heads and elements into the shapes of the cache inputs and outputs of `layer`."""
-    names = _cache_names("past_key_values", {str(layer)}) | _cache_names("present", {str(layer)})
-    for value in (*graph.inputs, *graph.outputs):
-        shape = value.shape
-        if value.name in names and shape is not None and len(shape) == 4:
-            value.shape = ir.Shape([shape[0], heads, shape[2], dim])
-
-
-def cache_type(graph: ir.Graph) -> str:
-    """The element type of the cache. Raises UnsupportedModelError for a quantised cache."""
-    name = (required_input(graph, "past_key_values.0.key").dtype or ir.DataType.FLOAT).name.lower()
-    if name not in FLOATS:
-        raise UnsupportedModelError(
-            f"the decoder keeps its cache as {name}, but only {', '.join(FLOATS)} are supported; "
-            "export it without a quantised cache."
-        )
-    return name
-
-
-def is_written_in_place(graph: ir.Graph) -> bool:
-    """Whether only GroupQueryAttention reads the cache."""
-    pasts = [value for value in graph.inputs if PAST.fullmatch(value.name or "")]
-    return all({node.op_type for node, _ in value.uses()} == {IN_PLACE} for value in pasts)
 
 
 def takes_right_padding(graph: ir.Graph) -> bool:

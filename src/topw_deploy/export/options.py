@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.export.quantise.rounding import DTYPE_BITS, Quantisation
+from topw_deploy.export.source.quantised import QuantisedFormat
 from topw_deploy.export.source.resolve import HubKeywords
 from topw_deploy.manifest import TARGETS, TensorSpec, Verification
 from topw_deploy.sampling import as_float32
@@ -31,6 +32,7 @@ COMPUTE_DTYPES = ("fp32", "fp16")
 DTYPE_ALIASES = {"f32": "fp32", "float32": "fp32", "f16": "fp16", "float16": "fp16", "bfloat16": "bf16"}
 DEFAULT_OPSET = 23
 KV_REQUESTS = ("static", "concat")
+_ROUNDING = ("block_size", "table_bits", "symmetric", "accuracy_level", "exclude_nodes")
 
 
 class SamplerKeywords(HubKeywords, total=False):
@@ -90,6 +92,8 @@ class ExportKeywords(SamplerKeywords, total=False):
 class SamplerOptions:
     """The options that exports with and without a decoder share.
 
+    keywords: the names and types of the options that a caller gives.
+    hub: how to access the hub.
     top_w: Top-W's options, which are fixed in the graph.
     defaults: the default parameters of generation.
     default_beta: a default `beta` that depends on the temperature, as text; "" for the number in `defaults`.
@@ -105,11 +109,8 @@ class SamplerOptions:
     metric.
     """
 
-    revision: str | None = None
-    cache_dir: str | Path | None = None
-    token: str | None = None
-    local_files_only: bool = False
-    trust_remote_code: bool = False
+    keywords: ClassVar[type] = SamplerKeywords
+    hub: HubKeywords = field(default_factory=HubKeywords)
     top_w: TopWOptions = field(default_factory=TopWOptions)
     defaults: TopWParameters = field(default_factory=TopWParameters)
     default_beta: str = ""
@@ -125,21 +126,14 @@ class SamplerOptions:
 
     def __post_init__(self) -> None:
         as_float32(self.defaults)
-        if self.neighbour_bound and self.top_w.metric == "uniform":
-            raise ParameterError(
-                "the uniform metric has no neighbour bound to store; leave --neighbour-bound out.", "neighbour_bound"
-            )
+        wrong = self.neighbour_bound and self.top_w.metric == "uniform"
+        message = "the uniform metric has no neighbour bound to store; leave --neighbour-bound out."
+        refuse((wrong, "neighbour_bound", message))
 
     @property
-    def hub(self) -> HubKeywords:
-        """How to access the hub."""
-        return {
-            "revision": self.revision,
-            "cache_dir": self.cache_dir,
-            "token": self.token,
-            "local_files_only": self.local_files_only,
-            "trust_remote_code": self.trust_remote_code,
-        }
+    def trust_remote_code(self) -> bool:
+        """Whether to run a model's own Python code."""
+        return self.hub.get("trust_remote_code", False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +142,7 @@ class ExportOptions(SamplerOptions):
 
     dtype: fp32 (default), fp16, bf16, int4 or int8.
     compute_dtype: type of the values that are not quantised, fp32 (default) or fp16; for int4 and int8 only.
-    block_size to exclude_nodes: see `quantise.Quantisation`.
+    quantisation: how weights are rounded; None for a floating-point dtype.
     target: `onnxruntime` (default) or `tensorrt`.
     opset: 23 or 24; default 23, but 24 for tensorrt's static cache.
     kv: `static` or `concat` cache; default static where it is supported.
@@ -164,13 +158,10 @@ class ExportOptions(SamplerOptions):
     Raises ParameterError for invalid values and combinations.
     """
 
+    keywords: ClassVar[type] = ExportKeywords
     dtype: str | None = None
     compute_dtype: str | None = None
-    block_size: int | None = None
-    table_bits: int | None = None
-    symmetric: bool | None = None
-    accuracy_level: int | None = None
-    exclude_nodes: tuple[str, ...] = ()
+    quantisation: Quantisation | None = None
     target: str | None = None
     kv: str | None = None
     max_length: int | None = None
@@ -188,44 +179,47 @@ class ExportOptions(SamplerOptions):
         _require_choice("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
         _require_choice("kv", self.kv, KV_REQUESTS)
         _require_choice("target", self.target, TARGETS)
-        self._check_graph()
-        if self.quantisation is not None and self.target == "tensorrt":
-            raise ParameterError(
+        static, opset, most = self.kv != "concat", self.opset, self.max_length
+        tensorrt = self.target == "tensorrt"
+        refuse(
+            (
+                opset is not None and not 23 <= opset <= 24,
+                "opset",
+                f"opset is {opset}, but must be 23 or 24: older opsets have no Attention operator.",
+            ),
+            (
+                tensorrt and static and opset == 23,
+                "opset",
+                "opset is 23, but tensorrt's static cache uses TensorScatter, which needs 24; leave --opset out.",
+            ),
+            (
+                most is not None and not (tensorrt and static),
+                "max_length",
+                "max_length is the length of tensorrt's static cache; leave it out for other targets and caches.",
+            ),
+            (
+                bool(self.window_cache) and (tensorrt or not static),
+                "window_cache",
+                "window_cache is for onnxruntime's static cache; leave it out for other targets and caches.",
+            ),
+            (
+                most is not None and (most < 0 or most % 64 != 0),
+                "max_length",
+                f"max_length is {most}, but must be a multiple of 64, or 0 to choose it at run time.",
+            ),
+            (
+                self.num_hidden_layers is not None and self.num_hidden_layers < 1,
+                "num_hidden_layers",
+                f"num_hidden_layers is {self.num_hidden_layers}, but must be an integer >= 1.",
+            ),
+            (
+                self.quantisation is not None and tensorrt,
+                "dtype",
                 f"dtype is {self.dtype}, but target tensorrt has no operator for quantised weights (MatMulNBits); "
                 "export as fp16 or fp32.",
-                "dtype",
-            )
+            ),
+        )
         _ = self.shard_bytes  # raises for invalid values
-
-    def _check_graph(self) -> None:
-        if self.opset is not None and not 23 <= self.opset <= 24:
-            raise ParameterError(
-                f"opset is {self.opset}, but must be 23 or 24: older opsets have no Attention operator.", "opset"
-            )
-        if self.target == "tensorrt" and self.kv != "concat" and self.opset == 23:
-            raise ParameterError(
-                "opset is 23, but tensorrt's static cache uses TensorScatter, which needs 24; leave --opset out.",
-                "opset",
-            )
-        if self.max_length is not None and (self.target != "tensorrt" or self.kv == "concat"):
-            raise ParameterError(
-                "max_length is the length of tensorrt's static cache; leave it out for other targets and caches.",
-                "max_length",
-            )
-        if self.window_cache and (self.target == "tensorrt" or self.kv == "concat"):
-            raise ParameterError(
-                "window_cache is for onnxruntime's static cache; leave it out for other targets and caches.",
-                "window_cache",
-            )
-        if self.max_length is not None and (self.max_length < 0 or self.max_length % 64):
-            raise ParameterError(
-                f"max_length is {self.max_length}, but must be a multiple of 64, or 0 to choose it at run time.",
-                "max_length",
-            )
-        if self.num_hidden_layers is not None and self.num_hidden_layers < 1:
-            raise ParameterError(
-                f"num_hidden_layers is {self.num_hidden_layers}, but must be an integer >= 1.", "num_hidden_layers"
-            )
 
     @property
     def shard_bytes(self) -> int | None:
@@ -237,45 +231,34 @@ class ExportOptions(SamplerOptions):
         """Torch's name of the type in which the model is traced."""
         return DTYPES[self.compute_dtype or self.dtype or "fp32"]
 
-    @property
-    def quantisation(self) -> Quantisation | None:
-        """The options of quantisation; None for a floating-point dtype."""
-        options = {
-            "block_size": self.block_size,
-            "table_bits": self.table_bits,
-            "symmetric": self.symmetric,
-            "accuracy_level": self.accuracy_level,
-            "exclude": self.exclude_nodes or None,
-        }
-        chosen: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-        if self.dtype in DTYPE_BITS:
-            return Quantisation(bits=DTYPE_BITS[self.dtype], **chosen)
-        if self.compute_dtype is not None:
-            chosen = {"compute_dtype": self.compute_dtype, **chosen}
-        if chosen:
-            raise ParameterError(
-                f"{next(iter(chosen))} is an option for quantised weights, but dtype is {self.dtype or 'fp32'}; "
-                "give --dtype int4 or int8, or leave the option out.",
-                next(iter(chosen)),
-            )
-        return None
+    def check_for_checkpoint(self, name: str, stored: QuantisedFormat | None) -> None:
+        """Raise ParameterError for options that do not apply to the checkpoint `name`, whose weights are `stored`."""
+        keeps_codes = self.quantisation is not None and stored is not None and stored.integers
+        refuse(
+            (
+                self.hard_link,
+                "hard_link",
+                "hard_link shares the data files of an ONNX decoder, but this model is a checkpoint, whose weights are "
+                "written anew; leave --hard-link out.",
+            ),
+            (
+                keeps_codes and self.torch_dtype != "float32",
+                "compute_dtype",
+                f"compute_dtype is {self.compute_dtype!r}, but {name} holds {stored and stored.name} codes, which can "
+                "be kept only with compute_dtype 'fp32'; leave --compute-dtype out.",
+            ),
+        )
 
     def check_for_onnx(self, file: str) -> None:
         """Raise ParameterError for options that do not apply to the existing ONNX decoder `file`."""
-        for name in _TRACED_ONLY:
+        traced = ("dtype", "compute_dtype", "target", "opset", "kv", "max_length", "window_cache", "num_hidden_layers")
+        for name in (*traced, "max_shard_size"):
             value = getattr(self, name)
-            if value is not None:
-                raise ParameterError(
-                    f"{name} is {value!r}, but {file} is already an ONNX decoder; leave "
-                    f"--{name.replace('_', '-')} out or export from the original model.",
-                    name,
-                )
+            option = f"--{name.replace('_', '-')}"
+            why = f"{name} is {value!r}, but {file} is already an ONNX decoder; leave {option} out or export from the"
+            refuse((value is not None, name, f"{why} original model."))
 
 
-_TRACED_ONLY = (
-    *("dtype", "compute_dtype", "target", "opset", "kv", "max_length", "window_cache", "num_hidden_layers"),
-    "max_shard_size",
-)
 Options = TypeVar("Options", bound=SamplerOptions)
 
 
@@ -285,31 +268,54 @@ def read_options(kind: type[Options], given: Mapping[str, Any]) -> Options:
     Raises ParameterError for an unknown name, preset or rule, and for values that `kind` refuses.
     """
     values = {name: value for name, value in given.items() if value is not None}
-    parameters = {name: values.pop(name) for name in PARAMETER_NAMES if name in values}
-    baked = {name: values.pop(name) for name in OPTION_NAMES if name in values}
-    preset = values.pop("preset", "paper")
-    _require_choice("preset", preset, PRESETS)
-    known = [each.name for each in fields(kind) if each.name not in ("top_w", "defaults", "default_beta")]
+    known = list(kind.keywords.__annotations__)
     for name in values:
         if name not in known:
-            raise unknown_name(name, [*known, *PARAMETER_NAMES, *OPTION_NAMES, "preset"])
+            raise unknown_name(name, known)
+
+    def take(names: Iterable[str]) -> dict[str, Any]:
+        return {name: values.pop(name) for name in names if name in values}
+
+    hub, parameters, baked = take(HubKeywords.__annotations__), take(PARAMETER_NAMES), take(OPTION_NAMES)
+    preset = values.pop("preset", "paper")
+    _require_choice("preset", preset, PRESETS)
     parameters = {**preset_values(preset), **parameters}
     beta = parameters["beta"]
     if "dtype" in values:
         values["dtype"] = DTYPE_ALIASES.get(values["dtype"], values["dtype"])
-    if "exclude_nodes" in values:
-        values["exclude_nodes"] = tuple(values["exclude_nodes"])
+    if issubclass(kind, ExportOptions):
+        values["quantisation"] = _read_quantisation(values, take(_ROUNDING))
     return kind(
         **{**values, "rules": carried_rules(values.get("rules", RULES))},
+        hub=cast("HubKeywords", hub),
         top_w=replace(PRESETS[preset][1], **baked),
         defaults=TopWParameters(**parameters),
         default_beta=beta.strip() if depends_on_temperature(beta) else "",
     )
 
 
+def _read_quantisation(values: Mapping[str, Any], rounding: dict[str, Any]) -> Quantisation | None:
+    """The options of quantisation; None for a floating-point dtype, with which none may be given."""
+    dtype, exclude = values.get("dtype", "fp32"), tuple(rounding.pop("exclude_nodes", ()))
+    if dtype in DTYPE_BITS:
+        return Quantisation(bits=DTYPE_BITS[dtype], exclude=exclude, **rounding)
+    names = [*(["compute_dtype"] * ("compute_dtype" in values)), *rounding, *(["exclude_nodes"] * bool(exclude))]
+    why = f"is an option for quantised weights, but dtype is {dtype}"
+    advice = "give --dtype int4 or int8, or leave the option out"
+    refuse(*((True, name, f"{name} {why}; {advice}.") for name in names))
+    return None
+
+
+def refuse(*faults: tuple[bool, str, str]) -> None:
+    """Raise ParameterError for the first fault that is there. faults: (whether it is there, option, message)."""
+    for is_there, name, message in faults:
+        if is_there:
+            raise ParameterError(message, name)
+
+
 def _require_choice(name: str, value: Any, choices: Any) -> None:
-    if value is not None and value not in choices:
-        raise ParameterError(f"{name} is {value!r}, but must be one of {', '.join(choices)}.", name)
+    wrong = value is not None and value not in choices
+    refuse((wrong, name, f"{name} is {value!r}, but must be one of {', '.join(choices)}."))
 
 
 @dataclass(frozen=True, kw_only=True)

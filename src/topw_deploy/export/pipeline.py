@@ -1,4 +1,4 @@
-"""Estimate the disk space and the memory of an export, without reading weights.
+"""Export a model: find it, build its graph, write it, verify it.
 
 A verification holds the float32 torch model and two or three graph sessions in memory. If these do not fit, the first
 layers are exported again, with the same options and weights, and verified instead of the whole.
@@ -7,24 +7,29 @@ layers are exported again, with the same options and weights, and verified inste
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
 from msgspec import structs
 
-from topw_deploy.errors import ParameterError
 from topw_deploy.export.graph import BLOCK_BYTES, Decoder, initializer_tensors
-from topw_deploy.export.options import ExportKeywords, ExportOptions, ExportReport, SamplerOptions, read_options
+from topw_deploy.export.options import (
+    ExportKeywords,
+    ExportOptions,
+    ExportReport,
+    SamplerOptions,
+    read_options,
+)
 from topw_deploy.export.quantise import quantise
 from topw_deploy.export.quantise.blocks import StoredRows
-from topw_deploy.export.quantise.experts import least_onnxruntime
+from topw_deploy.export.quantise.rewrite import least_onnxruntime
+from topw_deploy.export.quantise.rounding import Quantisation
 from topw_deploy.export.sampler.attach import attach_sampler
 from topw_deploy.export.sampler.node import SamplerSpec
-from topw_deploy.export.source.configuration import copy_genai_configuration, write_configuration
-from topw_deploy.export.source.quantised import quantised_format
-from topw_deploy.export.source.resolve import Source, resolve
+from topw_deploy.export.source.quantised import QuantisedFormat, quantised_format
+from topw_deploy.export.source.resolve import Source, copy_genai_configuration, resolve, write_configuration
 from topw_deploy.export.source.tokenizer import COPIED_FILES, check_tokenizer, write_tokenizer
 from topw_deploy.export.write import (
     Slot,
@@ -42,10 +47,17 @@ from topw_deploy.export.write import (
 )
 from topw_deploy.folders import atomic_folder, check_free, require_space
 from topw_deploy.install import major_minor
-from topw_deploy.manifest import MANIFEST_NAME, MODEL_NAME, DecoderManifest, Verification, save_manifest
+from topw_deploy.manifest import (
+    MANIFEST_NAME,
+    MODEL_NAME,
+    DecoderManifest,
+    Verification,
+    save_manifest,
+)
 from topw_deploy.progress import SILENT, Progress, StageMemory, available_bytes, resident_bytes
 from topw_deploy.text import decimal_size
 
+_IR_VERSION = 11  # the first that has opset 23
 _SMALL_FILES = 16 << 10  # approximate bytes of the manifest and the configuration
 _QUANTISATION_PEAK = {"int4": 12.0, "int8": 6.5}  # bytes of memory per byte of codes (measured for int4)
 VERIFIED_LAYERS = 4
@@ -153,44 +165,36 @@ def export_model(
     """
     chosen, out = read_options(ExportOptions, options), Path(out)
     started, memory = time.monotonic(), StageMemory()
-    if chosen.dry_run:
-        check_free(out, marker=MANIFEST_NAME, kind=_KIND, overwrite=chosen.overwrite)
-        source = find_source(str(model), chosen, progress)
-        with memory.stage("graph"):
-            decoder, _ = build_graph(source, chosen, progress)
-        plan = plan_of(decoder, source, chosen, out)
-        return report_of(
-            decoder.model, out, started, plan.files, decoder=decoder, memory={**memory.peaks, **plan.memory}
-        )
-    with export_folder(out, chosen, keep_failed=chosen.keep_failed) as folder:
-        source = find_source(str(model), chosen, progress)
+    with export_folder(out, chosen) as folder:
+        progress.say(f"Finding {model}")
+        source = resolve(str(model), chosen.tokenizer, **chosen.hub)
+        check_tokenizer(source.tokenizer)
         with memory.stage("graph"):
             decoder, sampler = build_graph(source, chosen, progress)
+        if chosen.dry_run:
+            plan = plan_of(decoder, source, chosen, out)
+            peaks = {**memory.peaks, **plan.memory}
+            return report_of(decoder.model, out, started, plan.files, decoder=decoder, memory=peaks)
         with memory.stage("writing"):
             manifest = write_files(decoder, sampler, source, chosen, folder, progress)
         verification = verify(decoder, source, chosen, folder, progress, memory)
         save_manifest(folder, structs.replace(manifest, decoder=decoder.info, verification=verification))
-        sizes = file_bytes_in(folder)
-        report = report_of(decoder.model, out, started, sizes, verification, decoder, memory.peaks)
+        report = report_of(decoder.model, out, started, file_bytes_in(folder), verification, decoder, memory.peaks)
         progress.say(f"Moving the finished folder to {out}")
     return report
 
 
-def export_folder(out: Path, options: SamplerOptions, *, keep_failed: bool = False) -> AbstractContextManager[Path]:
-    """The folder to write, which becomes `out`."""
-    return atomic_folder(out, marker=MANIFEST_NAME, kind=_KIND, overwrite=options.overwrite, keep_failed=keep_failed)
-
-
-def find_source(model: str, options: ExportOptions, progress: Progress) -> Source:
-    """The source of the model. Raises SourceError or TokenizerError without a tokenizer that can be copied."""
-    progress.say(f"Finding {model}")
-    source = resolve(model, options.tokenizer, **options.hub)
-    check_tokenizer(source.tokenizer)
-    return source
+def export_folder(out: Path, options: SamplerOptions) -> AbstractContextManager[Path]:
+    """The folder to write, which becomes `out`; in a dry run `out` itself, to which nothing is written."""
+    if options.dry_run:
+        check_free(out, marker=MANIFEST_NAME, kind=_KIND, overwrite=options.overwrite)
+        return nullcontext(out)
+    keep = isinstance(options, ExportOptions) and options.keep_failed
+    return atomic_folder(out, marker=MANIFEST_NAME, kind=_KIND, overwrite=options.overwrite, keep_failed=keep)
 
 
 def build_graph(source: Source, options: ExportOptions, progress: Progress) -> tuple[Decoder, SamplerSpec]:
-    """The decoder with the sampler attached to it, and the sampler's description."""
+    """The decoder, quantised if the options say so, with the sampler attached to it, and the sampler's description."""
     if source.onnx is not None:
         from topw_deploy.export.foreign import load_decoder
 
@@ -198,32 +202,23 @@ def build_graph(source: Source, options: ExportOptions, progress: Progress) -> t
         progress.say(f"Reading the decoder {source.onnx}")
         decoder = load_decoder(source.onnx, source.tokenizer)
     else:
-        decoder = _build_decoder(source, options, progress)
+        from topw_deploy.export.traced_decoder import (
+            build_decoder,  # imports torch, which an ONNX decoder does not need
+        )
+
+        stored = quantised_format(source.folder)
+        options.check_for_checkpoint(source.id, stored)
+        decoder = build_decoder(source, stored, options, progress)
+        if options.quantisation is not None:
+            progress.say(f"Quantising products and embedding to {options.quantisation.dtype}")
+            _quantise(decoder, source, stored, options, options.quantisation)
     progress.say(f"Attaching the sampler (top_m {options.top_w.top_m}, metric {options.top_w.metric})")
     return decoder, attach_sampler(decoder, options, progress)
 
 
-def _build_decoder(source: Source, options: ExportOptions, progress: Progress) -> Decoder:
-    """The decoder of a checkpoint, quantised if the options say so."""
-    if options.hard_link:
-        raise ParameterError(
-            "hard_link shares the data files of an ONNX decoder, but this model is a checkpoint, whose weights are "
-            "written anew; leave --hard-link out.",
-            "hard_link",
-        )
-    from topw_deploy.export.traced_decoder import build_decoder
-
-    stored, scheme = quantised_format(source.folder), options.quantisation
-    if scheme is None:
-        return build_decoder(source, options, progress)
-    if stored is not None and stored.integers and options.torch_dtype != "float32":
-        raise ParameterError(
-            f"compute_dtype is {options.compute_dtype!r}, but {source.id} holds {stored.name} codes, which can be kept "
-            "only with compute_dtype 'fp32'; leave --compute-dtype out.",
-            "compute_dtype",
-        )
-    decoder = build_decoder(source, options, progress)
-    progress.say(f"Quantising products and embedding to {scheme.dtype}")
+def _quantise(
+    decoder: Decoder, source: Source, stored: QuantisedFormat | None, options: ExportOptions, scheme: Quantisation
+) -> None:
     rows = StoredRows.of(source.folder)
     decoder.notices += quantise(decoder.model, scheme, rows, cut=options.num_hidden_layers is not None)
     least = max(decoder.info.least_onnxruntime, least_onnxruntime(decoder.model.graph), key=major_minor)
@@ -235,7 +230,6 @@ def _build_decoder(source: Source, options: ExportOptions, progress: Progress) -
             f"the checkpoint's {stored.name} weights were decoded and rounded again to {scheme.dtype}, because their "
             "codes are not integers that MatMulNBits could keep"
         )
-    return decoder
 
 
 def write_files(
@@ -265,7 +259,10 @@ def write_files(
 def verify(
     decoder: Decoder, source: Source, options: ExportOptions, folder: Path, progress: Progress, memory: StageMemory
 ) -> Verification:
-    """Verify the written files, unless the options say not to. Forbid padding if padded rows are wrong or unchecked."""
+    """Verify the written files, unless the options say not to. Forbid padding if padded rows are wrong or unchecked.
+
+    If memory is short, exports the first layers beside `folder` with the same options, and verifies that export.
+    """
     if not options.verify:
         if decoder.foreign:
             _forbid_padding(decoder, "was not checked for {side} padding")
@@ -273,17 +270,25 @@ def verify(
     from topw_deploy.export.verification.run import verify_in_subprocess
 
     layers = layers_to_verify(decoder, source)
-    if layers is None:
-        progress.say("Verifying")
-        verification, may_pad, peak = verify_in_subprocess(source, options, folder, progress)
-    else:
+    if layers is not None:
         decoder.notices.append(
             f"there is too little memory to verify all {decoder.info.num_layers} layers, which takes about "
             f"{decimal_size(verification_bytes(decoder))}: the first {layers} were exported alone and verified"
         )
-        progress.say(f"Verifying the first {layers} layers")
-        verification, may_pad, peak = _verify_first_layers(layers, source, options, folder, progress)
-    memory.peaks["verification"] = peak
+        options = replace(options, num_hidden_layers=layers, neighbour_bound=False)
+        folder = folder.parent / "first-layers"
+        folder.mkdir()
+        first, sampler = build_graph(source, options, SILENT)
+        manifest = write_files(first, sampler, source, options, folder, SILENT)
+        save_manifest(folder, structs.replace(manifest, verification=Verification(status="skipped")))
+    progress.say("Verifying" if layers is None else f"Verifying the first {layers} layers")
+    verification, may_pad, memory.peaks["verification"] = verify_in_subprocess(source, options, folder, progress)
+    if layers is not None:
+        checks = tuple(
+            structs.replace(check, detail=f"{check.detail}; first {layers} layers") for check in verification.checks
+        )
+        # The median distance is that of likely tokens, and other tokens are likely after the first layers alone.
+        verification = structs.replace(verification, status="partial", checks=checks, median_distance=None)
     if not may_pad:
         _forbid_padding(decoder, "is wrong for rows padded on the {side}")
     return verification
@@ -297,26 +302,3 @@ def _forbid_padding(decoder: Decoder, reason: str) -> None:
         decoder.notices.append(
             f"this decoder {reason.format(side=side)}, so the prompts of a batch must have equal lengths"
         )
-
-
-def _verify_first_layers(
-    layers: int, source: Source, options: ExportOptions, folder: Path, progress: Progress
-) -> tuple[Verification, bool, int]:
-    """Export the first `layers` layers beside `folder` with the same options, and verify that export.
-
-    Returns the result, with status `partial`, whether rows may be padded, and the peak of memory.
-    """
-    from topw_deploy.export.verification.run import verify_in_subprocess
-
-    options = replace(options, num_hidden_layers=layers, neighbour_bound=False)
-    first = folder.parent / "first-layers"
-    first.mkdir()
-    decoder, sampler = build_graph(source, options, SILENT)
-    manifest = write_files(decoder, sampler, source, options, first, SILENT)
-    save_manifest(first, structs.replace(manifest, verification=Verification(status="skipped")))
-    verification, may_pad, peak = verify_in_subprocess(source, options, first, progress)
-    checks = tuple(
-        structs.replace(check, detail=f"{check.detail}; first {layers} layers") for check in verification.checks
-    )
-    # The median distance is that of likely tokens, and other tokens are likely after the first layers alone.
-    return structs.replace(verification, status="partial", checks=checks, median_distance=None), may_pad, peak

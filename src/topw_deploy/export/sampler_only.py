@@ -5,16 +5,23 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Unpack
+from typing import ClassVar, Unpack
 
 import numpy as np
 import onnx_ir as ir
 from msgspec import structs
 
-from topw_deploy.errors import ParameterError, SourceError, UnsupportedModelError, VerificationError, one_line
+from topw_deploy.errors import SourceError, UnsupportedModelError, VerificationError, one_line
 from topw_deploy.export.embedding import plain_gather
 from topw_deploy.export.graph import GraphEditor
-from topw_deploy.export.options import DEFAULT_OPSET, ExportReport, SamplerKeywords, SamplerOptions, read_options
+from topw_deploy.export.options import (
+    DEFAULT_OPSET,
+    ExportReport,
+    SamplerKeywords,
+    SamplerOptions,
+    read_options,
+    refuse,
+)
 from topw_deploy.export.pipeline import export_folder
 from topw_deploy.export.sampler.attach import (
     NO_BOUND,
@@ -25,9 +32,9 @@ from topw_deploy.export.sampler.attach import (
     install_function,
 )
 from topw_deploy.export.sampler.node import SamplerSpec
-from topw_deploy.export.source.files import NUMPY_TYPES, tensor_files, tensors_in
+from topw_deploy.export.source.files import NUMPY_TYPES, stored_tensors
 from topw_deploy.export.source.resolve import Source, resolve
-from topw_deploy.export.write import file_bytes_in, report_of, sampler_manifest, weight_bytes, write_model
+from topw_deploy.export.write import file_bytes_in, manifest_fields, report_of, weight_bytes, write_model
 from topw_deploy.folders import open_regular, require_space
 from topw_deploy.manifest import SamplerManifest, Verification, save_manifest
 from topw_deploy.progress import SILENT, Progress
@@ -57,6 +64,7 @@ class SamplerExportOptions(SamplerOptions):
     opset: 18 to 24, by default 23.
     """
 
+    keywords: ClassVar[type] = SamplerExportKeywords
     embeddings: str | Path | None = None
     vocab_size: int | None = None
     logits: str | Path | None = None
@@ -66,24 +74,30 @@ class SamplerExportOptions(SamplerOptions):
         and for logits with the uniform metric.
         """
         metric = self.top_w.metric
-        if model is not None and self.embeddings is not None:
-            raise ParameterError("a model and an embeddings file are both given; give only one of them.", "embeddings")
-        if self.logits is not None and metric == "uniform":
-            raise ParameterError(
-                "logits are for the median distance, which is 1 for the uniform metric; leave them out.", "logits"
-            )
-        if model is not None or self.embeddings is not None:
-            return
-        if metric != "uniform":
-            raise ParameterError(
+        has_table = model is not None or self.embeddings is not None
+        refuse(
+            (
+                model is not None and self.embeddings is not None,
+                "embeddings",
+                "a model and an embeddings file are both given; give only one of them.",
+            ),
+            (
+                self.logits is not None and metric == "uniform",
+                "logits",
+                "logits are for the median distance, which is 1 for the uniform metric; leave them out.",
+            ),
+            (
+                not has_table and metric != "uniform",
+                "metric",
                 f"metric {metric!r} needs token embeddings; give a model or --embeddings FILE.npy, or use --metric "
                 "uniform.",
-                "metric",
-            )
-        if self.vocab_size is None:
-            raise ParameterError(
-                "the uniform metric without a model needs the width of the logits: --vocab-size.", "vocab_size"
-            )
+            ),
+            (
+                not has_table and self.vocab_size is None,
+                "vocab_size",
+                "the uniform metric without a model needs the width of the logits: --vocab-size.",
+            ),
+        )
 
 
 def export_sampler(
@@ -101,17 +115,17 @@ def export_sampler(
     """
     chosen, out, started = read_options(SamplerExportOptions, options), Path(out), time.monotonic()
     chosen.check_source(None if model is None else str(model))
-    if chosen.dry_run:
-        return report_of(_build(model, chosen, progress)[0], out, started, {})
     with export_folder(out, chosen) as folder:
         graph, spec, geometry, source = _build(model, chosen, progress)
+        if chosen.dry_run:
+            return report_of(graph, out, started, {})
         median = None
         if chosen.logits is not None:
             median = median_distance_in_file(Path(chosen.logits), geometry, spec.vocab_size)
         require_space(folder.parent, weight_bytes(graph))
         progress.say(f"Writing {decimal_size(weight_bytes(graph))}")
         write_model(graph, folder)
-        manifest = sampler_manifest(graph, source, spec, chosen, folder)
+        manifest = SamplerManifest(**manifest_fields(graph, source, "sampler", spec, chosen, folder, {}))
         save_manifest(folder, manifest)
         verification = Verification(status="skipped", median_distance=median)
         if chosen.verify:
@@ -126,22 +140,20 @@ def _build(
 ) -> tuple[ir.Model, SamplerSpec, Geometry, Source]:
     """The graph, its description, the embeddings' geometry and their source."""
     table, source = _embedding_table(model, options)
-    vocab_size = options.vocab_size
-    if vocab_size is None:
-        vocab_size = 0 if table is None else len(table)
-    if table is not None and len(table) < vocab_size:
-        raise ParameterError(
-            f"vocab_size is {vocab_size}, but the embedding table has {len(table)} rows and every token needs one; "
-            "give the table of this vocabulary.",
-            "vocab_size",
-        )
+    count = 0 if table is None else len(table)
+    vocab_size = count if options.vocab_size is None else options.vocab_size
+    message = f"vocab_size is {vocab_size}, but the embedding table has {count} rows and every token needs one"
+    refuse((table is not None and count < vocab_size, "vocab_size", f"{message}; give the table of this vocabulary."))
     if options.top_w.metric == "uniform":
         table = None
-    rows, hidden = (None, None) if table is None else table.shape
+    embedding, hidden = None, None
+    if table is not None:
+        hidden = int(table.shape[1])
+        embedding = plain_gather(count, hidden, ir.tensor(table).dtype)
     spec = SamplerSpec(  # raises for options out of range, before the work below
         options=options.top_w,
         vocab_size=vocab_size,
-        embedding=None if table is None else plain_gather(int(rows or 0), int(hidden or 0), ir.tensor(table).dtype),
+        embedding=embedding,
         hidden_size=hidden,
         branches=options.branches,
         opset=options.opset or DEFAULT_OPSET,
@@ -243,8 +255,8 @@ def embeddings_of_folder(folder: Path) -> np.ndarray:
     Raises SourceError for missing or damaged weights, UnsupportedModelError unless exactly one tensor has a usual name
     and a floating-point type.
     """
-    places = tensor_files(folder)
-    found = sorted(name for name in places if name.endswith(_TABLE_NAMES))
+    tensors = stored_tensors(folder, _TABLE_NAMES)
+    found = sorted(tensors)
     if len(found) != 1:
         which = f"{len(found)} ({', '.join(found)})" if found else "none"
         raise UnsupportedModelError(
@@ -253,7 +265,7 @@ def embeddings_of_folder(folder: Path) -> np.ndarray:
             "save the table as .npy and give it with --embeddings."
         )
     (name,) = found
-    stored = tensors_in(places[name], {name})[name]
+    stored = tensors[name]
     if stored.dtype not in _TABLE_TYPES:
         raise UnsupportedModelError(
             f"the embedding table {name} is stored as {stored.dtype}, but must be one of {', '.join(_TABLE_TYPES)}; "

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
-import torch
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass
-from transformers import PreTrainedModel
 
 from topw_deploy.dtypes import onnx_name
-from topw_deploy.errors import UnsupportedModelError, one_line
 from topw_deploy.export.graph import Decoder
 from topw_deploy.export.lowering import concat, group_query, scatter
 from topw_deploy.export.lowering.experts import lower_experts
@@ -24,25 +21,22 @@ from topw_deploy.export.lowering.rewrites import (
 )
 from topw_deploy.export.lowering.rotary import fuse_partial_rotary, fuse_rotary, narrow_rotary
 from topw_deploy.export.options import DEFAULT_OPSET, ExportOptions
-from topw_deploy.export.source.checkpoint import context_length, load_unread, overflowing_modules, switching_rope
-from topw_deploy.export.source.quantised import quantised_format
+from topw_deploy.export.source.checkpoint import load_unread, overflow_notice
+from topw_deploy.export.source.quantised import QuantisedFormat
 from topw_deploy.export.source.resolve import Source
-from topw_deploy.export.source.unread_tensor import load_during_calls
+from topw_deploy.export.source.text_decoder import context_length, switching_rope
 from topw_deploy.export.trace.attention import dense_tokens
 from topw_deploy.export.trace.trace import TracedDecoder, trace
 from topw_deploy.manifest import TARGETS, DecoderInfo, State
 from topw_deploy.progress import Progress
 
 _IR_VERSION = 11  # the first that has opset 23
-_SAMPLE_TEXT = """The quick brown fox jumps over the lazy dog. In 1815 the treaty was signed; 3.14159 is near pi.
-def add(a, b):
-    return a + b
-Wir fahren morgen nach München. Où est la bibliothèque? 東京は日本の首都です。
-"""
 
 
-def build_decoder(source: Source, options: ExportOptions, progress: Progress) -> Decoder:
-    """Load, check, trace and lower the checkpoint `source`. The weights stay in their files.
+def build_decoder(
+    source: Source, stored: QuantisedFormat | None, options: ExportOptions, progress: Progress
+) -> Decoder:
+    """Load, check, trace and lower the checkpoint `source`, whose weights are `stored`. They stay in their files.
 
     Raises SourceError for a checkpoint that cannot be read, and UnsupportedModelError for one that cannot be exported.
     """
@@ -56,14 +50,14 @@ def build_decoder(source: Source, options: ExportOptions, progress: Progress) ->
     )
     if dtype == "float16" and not options.dry_run:  # a dry run reads no weights
         progress.say("Checking activations for float16 overflow")
-        notices.append(_overflow_notice(model, source.folder))
-    notices += _limit_notices(model, dtype)
+        notices.append(overflow_notice(model, source.folder))
     progress.say("Tracing")
     traced = trace(model)
-    context = min(context_length(model.config), dense_tokens(model) or context_length(model.config))
+    most, dense = context_length(model.config), dense_tokens(model)
+    context = most if dense is None else min(most, dense)
+    notices += _limit_notices(model.config, dtype, most, dense)
     # Fusing gates saves time with quantised weights only. It joins two weights, so it needs weights that the export
     # quantises: codes of a quantised checkpoint, which are kept, may be packed differently.
-    stored = quantised_format(source.folder)
     fuse_gates = options.quantisation is not None and (stored is None or not stored.integers)
     lowered = lower(
         traced,
@@ -94,59 +88,29 @@ def build_decoder(source: Source, options: ExportOptions, progress: Progress) ->
     return Decoder(traced.model, info, foreign=False, notices=notices)
 
 
-def _limit_notices(model: PreTrainedModel, dtype: str) -> list[str]:
-    """What the export of `model` cannot do, or was not compared in, as sentences for the user."""
+def _limit_notices(config: Any, dtype: str, most: int, dense: int | None) -> list[str]:
+    """What the export of a model cannot do, or was not compared in, as sentences for the user.
+
+    most: the context length. dense: see `dense_tokens`.
+    """
     notices = []
     if dtype == "bfloat16":
         notices.append(
             "bfloat16 graphs cannot run on a CPU, so the decoder was not run to verify it; use --dtype fp32 for CPUs"
         )
-    if switching_rope(model.config) is not None:
+    if switching_rope(config) is not None:
         notices.append(
-            f"this model changes its rotary frequencies beyond {context_length(model.config)} tokens, which a graph "
-            "cannot do, so the export's context ends there"
+            f"this model changes its rotary frequencies beyond {most} tokens, which a graph cannot do, so the export's "
+            "context ends there"
         )
-    if (tokens := dense_tokens(model)) is not None and tokens < context_length(model.config):
+    if dense is not None and dense < most:
         notices.append(
-            f"in longer sequences this model attends to {tokens:,} selected tokens; the export attends to all tokens, "
+            f"in longer sequences this model attends to {dense:,} selected tokens; the export attends to all tokens, "
             "so its context ends there"
         )
-    if getattr(model.config, "vision_config", None) is not None:
+    if getattr(config, "vision_config", None) is not None:
         notices.append("this model also reads images; the export reads text alone")
     return notices
-
-
-def _overflow_notice(model: PreTrainedModel, folder: Path) -> str:
-    """Run `model` on samples. Returns what overflowed, as a sentence for the user."""
-    try:
-        with load_during_calls(model):
-            names = overflowing_modules(model, sample_batches(model, folder))
-    except RuntimeError as error:  # such as for float32 weights that the model keeps for precision
-        raise UnsupportedModelError(
-            f"{type(model).__name__} does not run in float16 in transformers ({one_line(error)}); use --dtype fp32 or "
-            "bf16."
-        ) from error
-    if not names:
-        return "no activation exceeded float16's range on the sample text"
-    return (
-        f"activations exceed float16's range on the sample text in {len(names)} modules (first: {names[0]}): "
-        "the export may return NaN; use --dtype fp32 or bf16"
-    )
-
-
-def sample_batches(model: PreTrainedModel, folder: Path) -> list[torch.Tensor]:
-    """Token ids [1, n]: one batch spread over the vocabulary, and one of sample text if there is a tokenizer."""
-    vocab = model.config.get_text_config(decoder=True).vocab_size
-    length = min(64, context_length(model.config))
-    batches = [torch.linspace(0, vocab - 1, length).long()[None]]
-    if (folder / "tokenizer.json").is_file():
-        from tokenizers import Tokenizer
-
-        ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(_SAMPLE_TEXT).ids
-        ids = [i for i in ids if i < vocab][:length]
-        if ids:
-            batches.append(torch.tensor(ids)[None])
-    return batches
 
 
 _LENGTH_MULTIPLE = 64  # tokens; max_length is a multiple of it

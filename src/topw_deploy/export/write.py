@@ -15,10 +15,19 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import onnx_ir as ir
+from msgspec import structs
 
 from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.errors import ExportError, ManifestError, UnsupportedModelError
-from topw_deploy.export.graph import Decoder, byte_blocks, constant_of, external_files, initializer_tensors
+from topw_deploy.export.graph import (
+    Decoder,
+    byte_blocks,
+    constant_of,
+    external_files,
+    initializer_tensors,
+    number_attribute,
+    producer,
+)
 from topw_deploy.export.options import ExportOptions, ExportReport, SamplerOptions
 from topw_deploy.export.sampler.node import OP_TYPE, SamplerSpec
 from topw_deploy.export.source.resolve import Source
@@ -30,7 +39,6 @@ from topw_deploy.manifest import (
     EmbeddingTable,
     Lookup,
     SamplerInfo,
-    SamplerManifest,
     StoredArray,
     TensorSpec,
     Verification,
@@ -81,21 +89,21 @@ def lay_out(values: Iterable[ir.Value], taken: Iterable[str] = (), max_shard_siz
     taken: names of the decoder's own data files, which no slot uses.
     max_shard_size: maximum bytes of a file, exceeded only by a single larger weight; None writes one file.
     """
-    slots: list[tuple[ir.Value, int, int, int]] = []
+    places: list[tuple[ir.Value, int, int]] = []
     shard = end = 0
     for value in values:
-        tensor = constant_of(value)
-        if tensor.nbytes < _INLINE_BELOW:
+        size = constant_of(value).nbytes
+        if size < _INLINE_BELOW:
             continue
-        offset = _aligned_offset(end, tensor.nbytes)
-        if max_shard_size is not None and end > 0 and offset + tensor.nbytes > max_shard_size:
+        offset = -(-end // _PAGE) * _PAGE if size > _ALIGNED_ABOVE else end
+        if max_shard_size is not None and end > 0 and offset + size > max_shard_size:
             shard, offset = shard + 1, 0
-        end = offset + tensor.nbytes
-        slots.append((value, shard, offset, tensor.nbytes))
+        end = offset + size
+        places.append((value, shard, offset))
     names = _file_names(DATA_FILE, shard + 1)
     if not set(names).isdisjoint(taken):
         names = _file_names(_OTHER_DATA_FILE, shard + 1)
-    return [Slot(value, names[index], offset, length) for value, index, offset, length in slots]
+    return [Slot(value, names[shard], offset, constant_of(value).nbytes) for value, shard, offset in places]
 
 
 def file_sizes(slots: Iterable[Slot]) -> dict[str, int]:
@@ -104,15 +112,6 @@ def file_sizes(slots: Iterable[Slot]) -> dict[str, int]:
     for slot in slots:
         sizes[slot.file] = slot.offset + slot.length
     return sizes
-
-
-def _external_tensor(slot: Slot, folder: Path) -> ir.ExternalTensor:
-    """Return a tensor that refers to the slot's bytes in `folder`."""
-    tensor = slot.tensor
-    shape = ir.Shape([int(size) for size in tensor.shape])
-    return ir.ExternalTensor(
-        slot.file, slot.offset, slot.length, tensor.dtype, shape=shape, name=slot.name, base_dir=folder
-    )
 
 
 def _write_data(slots: list[Slot], path: Path, advance: Advance) -> str:
@@ -132,10 +131,6 @@ def _write_data(slots: list[Slot], path: Path, advance: Advance) -> str:
             if stream.tell() != slot.offset + slot.length:
                 raise ValueError(f"{slot.name} has {stream.tell() - slot.offset} bytes instead of {slot.length}")
     return digest.hexdigest()
-
-
-def _aligned_offset(end: int, size: int) -> int:
-    return -(-end // _PAGE) * _PAGE if size > _ALIGNED_ABOVE else end
 
 
 def _file_names(name: str, count: int) -> list[str]:
@@ -170,8 +165,7 @@ def quantised_type(value: ir.Value) -> str | None:
     """`int4` or `int8` for codes and zero points of a block-quantised weight (stored as uint8), else None."""
     for node, _ in value.uses():
         if node.op_type in _QUANTISED and value.const_value is not None:
-            name = _QUANTISED[node.op_type]
-            bits = node.attributes[name].as_int() if name in node.attributes else 4
+            bits = int(number_attribute(node, _QUANTISED[node.op_type], 4))
             return f"int{bits}" if value.const_value.dtype in (ir.DataType.UINT8, *_CODE_TYPES) else None
     return None
 
@@ -269,8 +263,10 @@ def _copy(read: BinaryIO, write: BinaryIO, advance: Advance) -> None:
 def _refer_to_files(slots: list[Slot], folder: Path) -> Iterator[None]:
     """Inside the block, the graph refers to the data files instead of holding the weights of `slots`."""
     before = [slot.tensor for slot in slots]
-    for slot in slots:
-        slot.value.const_value = _external_tensor(slot, folder)
+    for slot, tensor in zip(slots, before, strict=True):
+        shape = ir.Shape([int(size) for size in tensor.shape])
+        place = (slot.file, slot.offset, slot.length, tensor.dtype)
+        slot.value.const_value = ir.ExternalTensor(*place, shape=shape, name=slot.name, base_dir=folder)
     try:
         yield
     finally:
@@ -297,20 +293,17 @@ def read_tables(folder: Path) -> tuple[EmbeddingTable | None, tuple[Lookup, ...]
 def _read_table(sampler: ir.Node, folder: Path) -> EmbeddingTable | None:
     form = sampler.attributes["table_form"].as_string() if "table_form" in sampler.attributes else ""
     values = [*sampler.inputs[_MEAN : _INVERSE_STD + 1], *sampler.inputs[_TABLE:]]
-    arrays = [None if value is None else _stored(value, folder) for value in values]
-    mean, inverse_std, rows, *others = arrays
+    mean, inverse_std, rows, *others = [None if value is None else _stored(value, folder) for value in values]
     if mean is None or inverse_std is None or rows is None:
         return None
+    table = EmbeddingTable(rows=rows, mean=mean, inverse_std=inverse_std)
     if form.startswith("Gather("):
-        transposed = _producer(sampler.inputs[_TABLE]) == "Transpose"
-        return EmbeddingTable(rows=rows, mean=mean, inverse_std=inverse_std, transposed=transposed)
+        return structs.replace(table, transposed=producer(sampler.inputs[_TABLE], "Transpose") is not None)
     if rows.dtype != "uint8" or "quantize_axis=1" not in form:
         return None
     settings = dict(pair.split("=") for pair in form.partition("(")[2].rstrip(")").split(","))
-    return EmbeddingTable(
-        rows=rows,
-        mean=mean,
-        inverse_std=inverse_std,
+    return structs.replace(
+        table,
         bits=8 if settings["bits"] == "8" else 4,
         block_size=int(settings["block_size"]),
         scales=others[0],
@@ -334,25 +327,17 @@ def _stored(value: ir.Value, folder: Path) -> StoredArray | None:
 
 def _constant(value: ir.Value) -> ir.TensorProtocol | None:
     """Return the constant behind a value, also behind Reshape and Transpose."""
-    producer = value.producer()
-    if producer is not None and producer.op_type in ("Reshape", "Transpose") and producer.inputs[0] is not None:
-        return _constant(producer.inputs[0])
-    return value.const_value
-
-
-def _producer(value: ir.Value | None) -> str:
-    producer = None if value is None else value.producer()
-    return "" if producer is None else producer.op_type
+    node = producer(value, "Reshape") or producer(value, "Transpose")
+    return value.const_value if node is None or node.inputs[0] is None else _constant(node.inputs[0])
 
 
 def _read_lookup(node: ir.Node) -> Lookup | None:
     table = None if node.inputs[0] is None else _constant(node.inputs[0])
     if table is None or table.dtype != ir.DataType.UINT8:
         return None
-    bits = node.attributes["bits"].as_int() if "bits" in node.attributes else 4
     return Lookup(
-        block_size=node.attributes["block_size"].as_int() if "block_size" in node.attributes else 128,
-        width=math.prod(table.shape.numpy()[1:]) * 8 // bits,
+        block_size=int(number_attribute(node, "block_size", 128)),
+        width=math.prod(table.shape.numpy()[1:]) * 8 // int(number_attribute(node, "bits", 4)),
         has_zero_points=len(node.inputs) > 3 and node.inputs[3] is not None,
     )
 
@@ -370,7 +355,7 @@ def decoder_manifest(
     known: {file name: SHA-256} of files hashed while they were written.
     Raises UnsupportedModelError for a model that no valid manifest can describe, such as one with too many layers.
     """
-    shared = _shared_fields(decoder.model, source, source.route, sampler, options, folder, known)
+    shared = manifest_fields(decoder.model, source, source.route, sampler, options, folder, known)
     manifest = DecoderManifest(**shared, decoder=decoder.info)
     try:
         manifest_from_json(manifest.to_json())
@@ -380,13 +365,6 @@ def decoder_manifest(
             "configuration."
         ) from None
     return manifest
-
-
-def sampler_manifest(
-    model: ir.Model, source: Source, sampler: SamplerSpec, options: SamplerOptions, folder: Path
-) -> SamplerManifest:
-    """Build the manifest of a sampler without decoder, with the status "provisional"."""
-    return SamplerManifest(**_shared_fields(model, source, "sampler", sampler, options, folder, {}))
 
 
 def report_of(
@@ -429,7 +407,7 @@ def file_bytes_in(folder: Path) -> dict[str, int]:
     return {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
 
 
-def _shared_fields(
+def manifest_fields(
     model: ir.Model,
     source: Source,
     route: str,
@@ -438,6 +416,7 @@ def _shared_fields(
     folder: Path,
     known: dict[str, str],
 ) -> dict[str, Any]:
+    """The fields of every manifest, with the status "provisional". known: see `decoder_manifest`."""
     outputs = _tensor_specs(model.graph.outputs)
     table, lookups = read_tables(folder)
     return {

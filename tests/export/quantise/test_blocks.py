@@ -11,30 +11,26 @@ import pytest
 
 from topw_deploy.errors import ExportError
 from topw_deploy.export.quantise import blocks as module
-from topw_deploy.export.quantise.blocks import (
-    BlocksShape,
-    WeightBlocks,
-    dequantise,
-    pack_codes,
-    quantise_weight,
-    unpack_codes,
-)
+from topw_deploy.export.quantise.blocks import QuantisedWeight, pack_codes, unpack_codes
 from topw_deploy.export.quantise.rounding import Quantisation
 
 OUTPUTS, INPUTS = 24, 80  # 80: the last block of 32 is half empty; 80 / 16 = 5 blocks is odd
 WEIGHT = np.random.default_rng(0).standard_normal((OUTPUTS, INPUTS)).astype(np.float32)
 
 
-def quantise_blocks(scheme: Quantisation, weight: np.ndarray = WEIGHT) -> tuple[WeightBlocks, BlocksShape]:
-    shape = BlocksShape(*weight.shape, scheme.bits, scheme.block_size, scheme.symmetric)
-    return quantise_weight(lambda start, stop: weight[start:stop], shape, weight.dtype), shape
+def rounded(scheme: Quantisation, weight: np.ndarray = WEIGHT) -> QuantisedWeight:
+    sizes = (weight.shape[0], weight.shape[1])
+    return QuantisedWeight.rounded(
+        lambda start, stop: weight[start:stop], sizes, weight.dtype, scheme.block_size, scheme
+    )
 
 
-def multiply(x: np.ndarray, blocks: WeightBlocks, shape: BlocksShape) -> np.ndarray:
+def multiply(x: np.ndarray, weight: QuantisedWeight) -> np.ndarray:
     """x @ weight^T by MatMulNBits in float32."""
-    feeds = {"x": x, "codes": blocks.codes, "scales": blocks.scales}
-    feeds |= {} if blocks.zero_points is None else {"zeros": blocks.zero_points}
-    attributes = {"K": shape.inputs, "N": shape.outputs, "bits": shape.bits, "block_size": shape.block_size}
+    data = weight.data()
+    feeds = {"x": x, "codes": data.codes, "scales": data.scales}
+    feeds |= {} if data.zero_points is None else {"zeros": data.zero_points}
+    attributes = {"K": weight.inputs, "N": weight.outputs, "bits": weight.bits, "block_size": weight.block_size}
     node = onnx.helper.make_node(
         "MatMulNBits", list(feeds), ["y"], domain="com.microsoft", accuracy_level=1, **attributes
     )
@@ -42,7 +38,7 @@ def multiply(x: np.ndarray, blocks: WeightBlocks, shape: BlocksShape) -> np.ndar
     graph = onnx.helper.make_graph(
         [node],
         "one",
-        [onnx.helper.make_tensor_value_info("x", types["x"], [None, shape.inputs])],
+        [onnx.helper.make_tensor_value_info("x", types["x"], [None, weight.inputs])],
         [onnx.helper.make_tensor_value_info("y", types["x"], None)],
         [onnx.numpy_helper.from_array(array, name) for name, array in feeds.items() if name != "x"],
     )
@@ -59,10 +55,10 @@ def test_dequantised_blocks_are_the_weights_that_the_operator_multiplies_with(
     bits: int, block_size: int, symmetric: bool
 ) -> None:
     scheme = Quantisation(bits=bits, block_size=block_size, symmetric=symmetric)
-    blocks, shape = quantise_blocks(scheme)
-    weight = dequantise(blocks, shape)
+    made = rounded(scheme)
+    weight = made.values()
     x = np.random.default_rng(1).standard_normal((5, INPUTS)).astype(np.float32)
-    np.testing.assert_allclose(multiply(x, blocks, shape), x @ weight.T, atol=2e-5)
+    np.testing.assert_allclose(multiply(x, made), x @ weight.T, atol=2e-5)
     # A step is at most the range / (2^bits - 2). Rounding is off by half a step, and the search moves both ends.
     assert np.abs(weight - WEIGHT).max() <= 2 * np.abs(WEIGHT).max() / (2**bits - 2)
 
@@ -70,26 +66,23 @@ def test_dequantised_blocks_are_the_weights_that_the_operator_multiplies_with(
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_slices_of_outputs_give_the_same_blocks_as_the_whole(symmetric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     scheme = Quantisation(bits=4, block_size=16, symmetric=symmetric)
-    whole, _ = quantise_blocks(scheme)
+    whole = rounded(scheme).data()
     monkeypatch.setattr(module, "_SLICE_VALUES", 7 * INPUTS)
-    sliced, _ = quantise_blocks(scheme)
-    np.testing.assert_array_equal(whole.codes, sliced.codes)
-    np.testing.assert_array_equal(whole.scales, sliced.scales)
-    if not symmetric:
-        np.testing.assert_array_equal(whole.zero_points, sliced.zero_points)  # type: ignore[arg-type]
+    for expected, sliced in zip(whole, rounded(scheme).data(), strict=True):
+        np.testing.assert_array_equal(expected, sliced)  # type: ignore[arg-type]
 
 
 def test_the_scales_have_the_weights_type() -> None:
-    blocks, shape = quantise_blocks(Quantisation(bits=4, block_size=32), WEIGHT.astype(np.float16))
-    assert blocks.scales.dtype == np.float16
-    lost = dequantise(blocks, shape) - WEIGHT
+    made = rounded(Quantisation(bits=4, block_size=32), WEIGHT.astype(np.float16))
+    assert made.data().scales.dtype == np.float16
+    lost = made.values() - WEIGHT
     assert np.sqrt(np.square(lost).mean()) < 0.12  # normal weights: 0.08 in blocks of 32
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_blocks_of_zeros_stay_zeros(symmetric: bool) -> None:
-    blocks, shape = quantise_blocks(Quantisation(bits=4, symmetric=symmetric), np.zeros((4, 64), np.float32))
-    np.testing.assert_array_equal(dequantise(blocks, shape), 0)
+    made = rounded(Quantisation(bits=4, symmetric=symmetric), np.zeros((4, 64), np.float32))
+    np.testing.assert_array_equal(made.values(), 0)
 
 
 @pytest.mark.parametrize("draw", [np.random.Generator.standard_normal, lambda rng, size: rng.standard_t(5, size)])
@@ -102,7 +95,7 @@ def test_search_has_a_smaller_error_than_rounding_to_nearest(
 
     def error(symmetric: bool) -> float:
         scheme = Quantisation(bits=bits, block_size=block_size, symmetric=symmetric)
-        return float(np.square(dequantise(*quantise_blocks(scheme, weight)) - weight).sum())
+        return float(np.square(rounded(scheme, weight).values() - weight).sum())
 
     blocks = weight.reshape(64, -1, block_size)
     step = np.abs(blocks).max(axis=-1, keepdims=True) / (2 ** (bits - 1) - 1)
@@ -115,18 +108,19 @@ def test_search_reproduces_weights_that_codes_can_represent() -> None:
     codes[..., 0], codes[..., 1] = 0, 15  # the whole range
     scales = rng.uniform(0.5, 2.0, (32, 4, 1))
     weight = ((codes - zeros) * scales).reshape(32, 128).astype(np.float32)
-    blocks, shape = quantise_blocks(Quantisation(bits=4, block_size=32), weight)
-    np.testing.assert_allclose(dequantise(blocks, shape), weight, rtol=1e-5, atol=1e-6)
+    made = rounded(Quantisation(bits=4, block_size=32), weight)
+    np.testing.assert_allclose(made.values(), weight, rtol=1e-5, atol=1e-6)
 
 
 def test_search_rounds_codes_with_the_float16_scale() -> None:
     weight = WEIGHT.astype(np.float16) * np.float16(1e-3)  # near float16's smallest normal
-    blocks, shape = quantise_blocks(Quantisation(bits=4, block_size=16), weight)
-    assert blocks.zero_points is not None
-    zeros = unpack_codes(blocks.zero_points, 4)[:, : shape.blocks, None].astype(np.float32)
-    steps = weight.reshape(OUTPUTS, shape.blocks, 16).astype(np.float32) / blocks.scales.astype(np.float32)[..., None]
+    made = rounded(Quantisation(bits=4, block_size=16), weight)
+    packed, scales, zero_points = made.data()
+    assert zero_points is not None
+    zeros = unpack_codes(zero_points, 4)[:, : made.blocks, None].astype(np.float32)
+    steps = weight.reshape(OUTPUTS, made.blocks, 16).astype(np.float32) / scales.astype(np.float32)[..., None]
     nearest = np.clip(np.rint(steps + zeros), 0, 15)
-    codes = unpack_codes(blocks.codes.reshape(OUTPUTS, -1), 4).reshape(nearest.shape)
+    codes = unpack_codes(packed.reshape(OUTPUTS, -1), 4).reshape(nearest.shape)
     assert (codes != nearest).mean() < 0.002  # ties
 
 
@@ -135,7 +129,7 @@ def test_a_weight_that_is_not_finite_is_refused(wrong: float) -> None:
     weight = WEIGHT.copy()
     weight[3, 5] = wrong
     with pytest.raises(ExportError, match="NaN or infinity"):
-        quantise_blocks(Quantisation(bits=4), weight)
+        rounded(Quantisation(bits=4), weight).data()
 
 
 @pytest.mark.parametrize("width", [6, 7])

@@ -24,8 +24,8 @@ from tests.support.samples import thinned
 from topw_deploy.errors import ParameterError, UnsupportedModelError
 from topw_deploy.export.lowering.experts import lower_experts
 from topw_deploy.export.quantise import Quantisation, quantise
-from topw_deploy.export.quantise.blocks import BlocksShape, dequantise, quantise_weight
-from topw_deploy.export.quantise.experts import least_onnxruntime
+from topw_deploy.export.quantise.blocks import QuantisedWeight
+from topw_deploy.export.quantise.rewrite import least_onnxruntime
 from topw_deploy.export.write import bytes_by_type
 
 EXACT = 1e-4  # of outputs up to 30, as unquantised; measured: 2e-5
@@ -46,9 +46,9 @@ def round_mixture(mixture: Mixture, scheme: Quantisation, dtype: Any = np.float3
     found = {}
     for name in ("up", "down"):
         rows = getattr(mixture, name).astype(dtype).reshape(-1, getattr(mixture, name).shape[2])
-        shape = BlocksShape(*rows.shape, scheme.bits, size, scheme.symmetric)
-        blocks = quantise_weight(lambda start, stop, rows=rows: rows[start:stop], shape, rows.dtype)  # type: ignore[misc]
-        found[name] = dequantise(blocks, shape).reshape(getattr(mixture, name).shape)
+        read = lambda start, stop, rows=rows: rows[start:stop]  # noqa: E731
+        made = QuantisedWeight.rounded(read, rows.shape, rows.dtype, size, scheme)
+        found[name] = made.values().reshape(getattr(mixture, name).shape)
     return replace(mixture, **found)
 
 

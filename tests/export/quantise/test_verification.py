@@ -17,7 +17,7 @@ from topw_deploy.errors import ParameterError, VerificationError
 from topw_deploy.export import export_model
 from topw_deploy.export.quantise import Quantisation
 from topw_deploy.export.quantise import blocks as weight_module
-from topw_deploy.export.quantise.blocks import WeightBlocks
+from topw_deploy.export.quantise.blocks import QuantisedWeight, ReadRows, WeightBlocks
 from topw_deploy.export.verification.quantised import dequantise_model, exact_copy
 from topw_deploy.manifest import load_decoder_manifest
 from topw_deploy.plugins.library import library_path
@@ -98,8 +98,8 @@ def test_wrong_zero_points_in_one_weight_fail_the_verification(
     plain = weight_module.quantise_weight
     seen: list[int] = []
 
-    def wrong(read: object, shape: object, *rest: object) -> WeightBlocks:
-        made = plain(read, shape, *rest)  # type: ignore[arg-type]
+    def wrong(read: ReadRows, weight: QuantisedWeight) -> WeightBlocks:
+        made = plain(read, weight)
         seen.append(1)
         if len(seen) == 3:
             assert made.zero_points is not None

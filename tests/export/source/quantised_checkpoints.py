@@ -1,9 +1,9 @@
-"""Tiny checkpoints in FP8, MXFP4 and compressed-tensors, written bit by bit from the formats' definitions."""
+"""Tiny checkpoints in GPTQ, AWQ, FP8, MXFP4 and compressed-tensors, written bit by bit from their definitions."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from tests.support.tiny_models import COMMON, make_model, write_tokenizer
 
 BLOCK = (20, 24)  # neither divides the layers' sizes, so the last blocks are cut
 GROUP = 16
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
 def e4m3_values() -> np.ndarray:
@@ -36,7 +37,10 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6],
 
 @dataclass
 class Layer:
-    """tensors: by name after the weight's own. weight: float32, decoded. codes: unsigned, if integers."""
+    """tensors: by name after the weight's own, or in place of `.weight`. weight: float32, decoded.
+
+    codes: unsigned, if integers.
+    """
 
     tensors: dict[str, torch.Tensor]
     weight: np.ndarray
@@ -76,39 +80,78 @@ def pack_words(codes: np.ndarray, bits: int) -> np.ndarray:
     return found.view(np.int32)
 
 
-def round_to_integers(
-    weight: np.ndarray, bits: int, group: int, *, packed: bool, symmetric: bool, order: bool = False
-) -> Layer:
-    """compressed-tensors' signed codes; `order` scatters a group's inputs."""
-    inputs = weight.shape[1]
-    groups = np.arange(inputs) // group
-    if order:
-        groups = np.random.default_rng(inputs).permutation(groups)
-    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
-    count = int(groups.max()) + 1
+def round_in_groups(
+    weight: np.ndarray, bits: int, groups: np.ndarray, symmetric: bool, dtype: torch.dtype
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Returns (unsigned codes, scales [outputs, groups], zero points >= 1, decoded weight). groups: of each input."""
+    high, count = 2**bits - 1, int(groups.max()) + 1
     scales = np.empty((len(weight), count), np.float32)
-    zeros, codes = np.zeros(scales.shape, np.int64), np.empty(weight.shape, np.int64)
+    zeros, codes = np.full(scales.shape, 2 ** (bits - 1), np.int64), np.empty(weight.shape, np.int64)
     for g in range(count):
         part = weight[:, groups == g]
         least, most = np.minimum(part.min(axis=1), 0), np.maximum(part.max(axis=1), 0)
-        scale = np.abs(part).max(axis=1) / high if symmetric else (most - least) / (high - low)
-        scales[:, g] = torch.from_numpy(scale).bfloat16().float().numpy()
+        scale = np.abs(part).max(axis=1) / (high // 2) if symmetric else (most - least) / high
+        scales[:, g] = torch.from_numpy(scale).to(dtype).float().numpy()
         if not symmetric:
-            zeros[:, g] = np.clip(np.rint(low - least / scales[:, g]), low, high)
-        codes[:, groups == g] = np.clip(np.rint(part / scales[:, g : g + 1] + zeros[:, g : g + 1]), low, high)
+            zeros[:, g] = np.clip(np.rint(-least / scales[:, g]), 1, high)
+        codes[:, groups == g] = np.clip(np.rint(part / scales[:, g : g + 1] + zeros[:, g : g + 1]), 0, high)
     decoded = (codes - zeros[:, groups]).astype(np.float32) * scales[:, groups]
+    return codes, scales, zeros, decoded
+
+
+def input_groups(inputs: int, size: int, order: bool) -> np.ndarray:
+    """The group of each input. `order` scatters a group's inputs."""
+    groups = np.arange(inputs) // size
+    return np.random.default_rng(inputs).permutation(groups) if order else groups
+
+
+def round_to_integers(
+    weight: np.ndarray, bits: int, group: int, *, packed: bool, symmetric: bool, order: bool = False
+) -> Layer:
+    """compressed-tensors' codes."""
+    groups = input_groups(weight.shape[1], group, order)
+    codes, scales, zeros, decoded = round_in_groups(weight, bits, groups, symmetric, torch.bfloat16)
+    middle = 2 ** (bits - 1)
     tensors = {"_scale": torch.from_numpy(scales).bfloat16()}
     if packed:
-        tensors["_packed"] = torch.from_numpy(pack_words(codes - low, bits))
+        tensors["_packed"] = torch.from_numpy(pack_words(codes, bits))
         tensors["_shape"] = torch.tensor(weight.shape)
     else:
-        tensors[""] = torch.from_numpy(codes.astype(np.int8))
+        tensors[""] = torch.from_numpy((codes - middle).astype(np.int8))
     if not symmetric:
-        shifted = np.ascontiguousarray(pack_words((zeros - low).T, bits).T)
-        tensors["_zero_point"] = torch.from_numpy(shifted if packed else zeros.astype(np.int8))
+        shifted = np.ascontiguousarray(pack_words(zeros.T, bits).T)
+        tensors["_zero_point"] = torch.from_numpy(shifted if packed else (zeros - middle).astype(np.int8))
     if order:
         tensors["_g_idx"] = torch.from_numpy(groups.astype(np.int32))
-    return Layer(tensors, decoded, (codes - low).astype(np.uint8))
+    return Layer(tensors, decoded, codes.astype(np.uint8))
+
+
+def round_for_gptq(
+    weight: np.ndarray, bits: int, *, symmetric: bool, order: bool = False, second: bool = False
+) -> Layer:
+    """AutoGPTQ's words. second: of version 2, whose zero points are stored as they are."""
+    groups = input_groups(weight.shape[1], GROUP, order)
+    codes, scales, zeros, decoded = round_in_groups(weight, bits, groups, symmetric, torch.float16)
+    tensors = {
+        ".qweight": torch.from_numpy(pack_words(codes, bits).T),
+        ".qzeros": torch.from_numpy(pack_words(zeros.T - (not second), bits)),
+        ".scales": torch.from_numpy(scales.T).half(),
+        ".g_idx": torch.from_numpy(groups.astype(np.int32)),
+    }
+    return Layer(tensors, decoded, codes.astype(np.uint8))
+
+
+def round_for_awq(weight: np.ndarray) -> Layer:
+    """AutoAWQ's words, each of 8 outputs in the order AWQ_ORDER."""
+    groups = input_groups(weight.shape[1], GROUP, order=False)
+    codes, scales, zeros, decoded = round_in_groups(weight, 4, groups, False, torch.float16)
+
+    def packed(numbers: np.ndarray) -> torch.Tensor:
+        ordered = numbers.reshape(len(numbers), -1, 8)[:, :, AWQ_ORDER]
+        return torch.from_numpy(pack_words(ordered.reshape(numbers.shape), 4))
+
+    tensors = {".qweight": packed(codes.T), ".qzeros": packed(zeros.T), ".scales": torch.from_numpy(scales.T).half()}
+    return Layer(tensors, decoded, codes.astype(np.uint8))
 
 
 def _compressed_settings(form: str, **weights: object) -> dict[str, Any]:
@@ -134,8 +177,20 @@ def _integer_layer(bits: int, group: int | None, **how: bool) -> Callable[[np.nd
     return lambda weight: round_to_integers(weight, bits, group or weight.shape[1], **how)
 
 
+def _gptq(bits: int = 4, **how: bool) -> Kind:
+    settings = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "desc_act": how.get("order", False)}
+    version = {"checkpoint_format": "gptq_v2"} if how.get("second") else {}
+    return Kind(settings | version, lambda weight: round_for_gptq(weight, bits, **how))
+
+
 FP8 = {"quant_method": "fp8", "weight_block_size": list(BLOCK)}
 KINDS: dict[str, Kind] = {
+    "gptq": _gptq(symmetric=True),
+    "gptq, asymmetric": _gptq(symmetric=False),
+    "gptq, version 2": _gptq(symmetric=False, second=True),
+    "gptq, 8 bits": _gptq(8, symmetric=True),
+    "gptq, actorder": _gptq(symmetric=False, order=True),
+    "awq": Kind({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, round_for_awq),
     "fp8 blocks": Kind(FP8, _float8_layer("_scale_inv", lambda _: BLOCK)),
     "fp8 blocks, ue8m0": Kind(
         FP8 | {"scale_fmt": "ue8m0"}, _float8_layer("_scale_inv", lambda _: BLOCK, exponents=True)
@@ -180,18 +235,33 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def write_quantised(folder: Path, kind: str) -> dict[str, Layer]:
-    """An untied Llama with quantised layers, which are returned by the weight's name."""
-    model = make_model("llama_untied")
+def write_quantised(folder: Path, kind: str, family: str = "llama_untied") -> dict[str, Layer]:
+    """A model with quantised layers, which are returned by the weight's name. Experts are stored one by one."""
+    model = make_model(family)
     layers = {}
-    tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name != "lm_head":
-            weight = f"{name}.weight"
+    tensors = {name: part for full, value in model.state_dict().items() for name, part in _split_experts(full, value)}
+    linear = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for weight in [*linear, *(name for name in tensors if ".experts." in name)]:
+        if not weight.startswith("lm_head"):
             layers[weight] = KINDS[kind].layer(tensors.pop(weight).numpy())
-            tensors |= {weight + end: value.contiguous() for end, value in layers[weight].tensors.items()}
+            stem = weight.removesuffix(".weight")
+            tensors |= {
+                (stem if end[:1] == "." else weight) + end: part for end, part in layers[weight].tensors.items()
+            }
+    tensors = {name: value.contiguous() for name, value in tensors.items()}
     _write_folder(folder, model, tensors, KINDS[kind].settings)
     return layers
+
+
+def _split_experts(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Experts one by one, as checkpoints have them; other weights as they are."""
+    stem, _, last = name.rpartition(".")
+    if weight.ndim < 3:
+        yield name, weight
+        return
+    for expert, one in enumerate(weight):
+        parts = zip(("gate_proj", "up_proj"), one.chunk(2), strict=True) if last == "gate_up_proj" else [(last, one)]
+        yield from ((f"{stem}.{expert}.{part}.weight", matrix) for part, matrix in parts)
 
 
 def write_gpt_oss(folder: Path) -> dict[str, np.ndarray]:

@@ -6,7 +6,7 @@ import pytest
 from transformers import BloomConfig, GPT2Config, LlamaConfig, MptConfig, Phi3Config, PreTrainedConfig
 
 from topw_deploy.errors import UnsupportedModelError
-from topw_deploy.export.source.checkpoint import context_length, switching_rope
+from topw_deploy.export.source.text_decoder import context_length, switching_rope
 
 LONG = {
     "rope_type": "longrope",

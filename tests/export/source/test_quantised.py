@@ -1,4 +1,4 @@
-"""Weights in FP8, MXFP4 and compressed-tensors are read as their formats define them."""
+"""Quantised weights are read as their formats define them, and integer codes are kept."""
 
 from __future__ import annotations
 
@@ -15,20 +15,28 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.export.quantise.test_packed_checkpoints import codes_in
 from tests.export.source.composite_models import write_composite
 from tests.export.source.quantised_checkpoints import KINDS, write_gpt_oss, write_quantised
 from tests.support.samples import slow
 from tests.support.tiny_models import export, make_model
 from topw_deploy.errors import ParameterError, SourceError, UnsupportedModelError
-from topw_deploy.export.source.checkpoint import load_reference, load_unread
+from topw_deploy.export.quantise.blocks import unpack_codes
+from topw_deploy.export.source.checkpoint import UnreadTensor, load_reference, load_unread, read_part
+from topw_deploy.export.source.files import IntegerWeight
 from topw_deploy.export.source.quantised import QuantisedCheckpoint, quantised_format
-from topw_deploy.export.source.unread_tensor import UnreadTensor, read_part
 
 Tensors = dict[str, torch.Tensor]
 FIRST = "model.layers.0.self_attn.q_proj.weight"
-INTEGERS = [kind for kind in KINDS if "int" in kind]
-QUICK = ("fp8 blocks", "modelopt", "compressed int4, actorder", "compressed int8, rows")
+INTEGERS = [kind for kind in KINDS if kind.startswith(("gptq", "awq", "compressed int"))]
+QUICK = (
+    "gptq",
+    "gptq, actorder",
+    "awq",
+    "fp8 blocks",
+    "modelopt",
+    "compressed int4, actorder",
+    "compressed int8, rows",
+)
 every_kind = pytest.mark.parametrize("kind", [kind if kind in QUICK else slow(kind) for kind in KINDS])
 
 
@@ -113,14 +121,37 @@ def test_integer_codes_are_those_of_the_checkpoint(kind: str, tmp_path: Path) ->
     checkpoint = QuantisedCheckpoint.of(tmp_path)
     assert checkpoint is not None
     assert checkpoint.kind.integers
-    matrices = dict(checkpoint.matrices())
-    assert matrices.keys() == layers.keys()
-    for name, matrix in matrices.items():
-        np.testing.assert_array_equal(matrix.codes, layers[name].codes, name)
+    assert checkpoint.weights.keys() == layers.keys()
+    for name, weight in checkpoint.weights.items():
+        assert isinstance(weight, IntegerWeight)
+        np.testing.assert_array_equal(weight.matrix().codes, layers[name].codes, name)
+
+
+def codes_in(folder: Path) -> set[bytes]:
+    """Codes per output of every product, in the checkpoint's order."""
+    found: set[bytes] = set()
+    for node in ir.load(folder / "model.onnx").graph:
+        if node.op_type != "MatMulNBits" or node.inputs[1].const_value is None:
+            continue
+        bits = node.attributes["bits"].as_int()
+        packed = node.inputs[1].const_value.numpy()
+        rows = unpack_codes(packed.reshape(len(packed), -1), bits)[:, : node.attributes["K"].as_int()]
+        gather = node.inputs[0].producer()
+        if gather is not None and gather.op_type == "Gather" and (gather.inputs[1].name or "").endswith("_order"):
+            order = gather.inputs[1].const_value.numpy()
+            rows = rows[:, np.argsort(order)]
+        found |= {row.tobytes() for row in rows}
+    return found
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["compressed int4", "compressed int4, actorder", "compressed int8, rows"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("gptq, asymmetric", "gptq, actorder", "awq"),
+        *("compressed int4", "compressed int4, actorder", "compressed int8, rows"),
+    ],
+)
 def test_the_graph_multiplies_with_the_checkpoints_own_codes(kind: str, tmp_path: Path) -> None:
     layers = write_quantised(tmp_path / "model", kind)
     report = export(tmp_path / "model", tmp_path / "out", dtype="int4", verify=kind.endswith("actorder"))
@@ -131,6 +162,31 @@ def test_the_graph_multiplies_with_the_checkpoints_own_codes(kind: str, tmp_path
         assert {row.tobytes() for row in layer.codes} <= found, name
 
 
+@pytest.mark.long
+def test_experts_keep_the_checkpoints_own_codes(tmp_path: Path) -> None:
+    layers = write_quantised(tmp_path / "model", "gptq", "qwen3_moe")
+    report = export(tmp_path / "model", tmp_path / "out", dtype="int4", verify=True)
+    assert "2 of 2 groups of experts keep them too" in report.notices
+    found: set[bytes] = set()
+    for node in ir.load(tmp_path / "out" / "model.onnx").graph:
+        for place in (2, 5) if node.op_type == "QMoE" else ():
+            packed = node.inputs[place].const_value.numpy()  # type: ignore[union-attr]
+            found |= {row.tobytes() for row in unpack_codes(packed.reshape(-1, packed.shape[2]), 4)}
+    experts = [layer for name, layer in layers.items() if ".experts." in name]
+    assert len(experts) == 2 * 4 * 3
+    for layer in experts:
+        assert layer.codes is not None
+        assert {row.tobytes() for row in layer.codes} <= found
+
+
+@pytest.mark.slow
+def test_a_packed_checkpoint_can_be_exported_in_float(tmp_path: Path) -> None:
+    write_quantised(tmp_path / "model", "gptq")
+    export(tmp_path / "model", tmp_path / "out")
+    operators = {node.op_type for node in ir.load(tmp_path / "out" / "model.onnx").graph}
+    assert "MatMulNBits" not in operators
+
+
 @pytest.mark.slow
 def test_float8_weights_are_rounded_again_with_a_note(tmp_path: Path) -> None:
     write_quantised(tmp_path / "model", "fp8 blocks")
@@ -139,11 +195,11 @@ def test_float8_weights_are_rounded_again_with_a_note(tmp_path: Path) -> None:
     assert "MatMulNBits" in {node.op_type for node in ir.load(tmp_path / "out" / "model.onnx").graph}
 
 
-def test_half_precision_is_refused_for_integer_codes(tmp_path: Path) -> None:
-    write_quantised(tmp_path / "model", "compressed int4")
-    with pytest.raises(
-        ParameterError, match=r"holds compressed-tensors codes, which can be kept only with compute_dtype 'fp32'"
-    ):
+@pytest.mark.parametrize(("kind", "name"), [("compressed int4", "compressed-tensors"), ("gptq", "GPTQ")])
+def test_half_precision_is_refused_for_integer_codes(kind: str, name: str, tmp_path: Path) -> None:
+    write_quantised(tmp_path / "model", kind)
+    message = f"holds {name} codes, which can be kept only with compute_dtype 'fp32'; leave"
+    with pytest.raises(ParameterError, match=message):
         export(tmp_path / "model", tmp_path / "out", dtype="int4", compute_dtype="fp16")
 
 
@@ -156,6 +212,9 @@ def _change_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 DAMAGED: dict[str, tuple[str, Callable[[Tensors], None]]] = {
+    "gptq without scales": ("gptq", _drop_tensor(FIRST.replace("weight", "scales"))),
+    "gptq's groups out of range": ("gptq", _change_tensor(FIRST.replace("weight", "g_idx"), lambda t: t + 7)),
+    "gptq's scales of another size": ("gptq", _change_tensor(FIRST.replace("weight", "scales"), lambda t: t[:, :-8])),
     "float8 without scales": ("fp8 blocks", _drop_tensor(f"{FIRST}_scale_inv")),
     "too few scales": (
         "fp8 blocks",
@@ -243,10 +302,13 @@ def test_mxfp4_scales_that_are_no_number_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "compressed as nvfp4-pack"),
+        (
+            {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+            "compressed-tensors as nvfp4-pack",
+        ),
         (
             {"quant_method": "compressed-tensors", "format": "dense", "sparsity_config": {"format": "sparse-bitmask"}},
-            "compressed as sparse-bitmask",
+            "as sparse-bitmask",
         ),
         (
             {
@@ -257,6 +319,10 @@ def test_mxfp4_scales_that_are_no_number_are_refused(tmp_path: Path) -> None:
             "transforms of activations",
         ),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt"),
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+        ({"quant_method": "gptq", "bits": 3}, "3 bits"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq"),
+        ({}, "an unnamed method"),
     ],
 )
 def test_formats_that_are_not_read_are_refused_by_name(settings: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -14,9 +14,8 @@ import torch
 from tests.support.tiny_models import export, make_model, write_tokenizer
 from topw_deploy.errors import SourceError
 from topw_deploy.export.sampler_only import embeddings_of_folder
-from topw_deploy.export.source.checkpoint import load_reference, load_unread
+from topw_deploy.export.source.checkpoint import UnreadTensor, load_reference, load_unread
 from topw_deploy.export.source.files import stored_tensors
-from topw_deploy.export.source.unread_tensor import UnreadTensor
 
 Tensors = dict[str, torch.Tensor]
 

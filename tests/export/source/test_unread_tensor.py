@@ -17,11 +17,14 @@ from transformers import Glm4MoeConfig, LlamaConfig
 from tests.support.hybrid_models import make_hybrid
 from tests.support.samples import sampled
 from tests.support.tiny_models import FAMILIES, make_model
-from topw_deploy.errors import SourceError
 from topw_deploy.export.graph import LazyWeight, byte_blocks, transpose_tensor
-from topw_deploy.export.source.checkpoint import load_reference, load_unread
+from topw_deploy.export.source.checkpoint import (
+    UnreadTensor,
+    load_during_calls,
+    load_reference,
+    load_unread,
+)
 from topw_deploy.export.source.files import stored_tensors
-from topw_deploy.export.source.unread_tensor import UnreadTensor, cast_to_float32, load_during_calls
 from topw_deploy.export.trace.trace import fake_parameters, trace, weight_tensor
 from topw_deploy.progress import StageMemory, resident_bytes
 
@@ -141,9 +144,7 @@ def test_a_trace_leaves_the_model_unchanged() -> None:
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
 def test_a_streamed_model_computes_the_same_as_a_loaded_one(checkpoint: Callable[[str], Path], family: str) -> None:
     ids = torch.arange(12)[None]
-    read, unread = (load_checkpoint(checkpoint(family), "float16", unread=flag) for flag in (False, True))
-    cast_to_float32(unread)
-    read.float()
+    read, unread = (load_checkpoint(checkpoint(family), "float32", unread=flag) for flag in (False, True))
     with torch.no_grad():
         wanted = read(input_ids=ids).logits
         with load_during_calls(unread):
@@ -232,24 +233,6 @@ def test_unread_weights_take_no_memory_and_written_ones_a_part_at_a_time(tmp_pat
     assert memory.peaks["read"] - before > 40 << 20
     assert memory.peaks["unread"] - before < 16 << 20
     assert memory.peaks["written"] - before < 16 << 20
-
-
-@pytest.mark.parametrize("damage", ["cut", "shape", "type", "index"])
-def test_inconsistent_safetensors_files_are_refused(tmp_path: Path, damage: str) -> None:
-    path = tmp_path / "model.safetensors"
-    save_file({"w": torch.zeros(64)}, path)
-    raw = path.read_bytes()
-    if damage == "cut":
-        path.write_bytes(raw[:-1])
-    elif damage == "index":
-        path.rename(tmp_path / "part.safetensors")
-        (tmp_path / "model.safetensors.index.json").write_text(
-            '{"weight_map": {"w": "part.safetensors", "v": "part.safetensors"}}'
-        )
-    else:
-        path.write_bytes(raw.replace(b"[64]", b"[65]") if damage == "shape" else raw.replace(b'"F32"', b'"F31"'))
-    with pytest.raises(SourceError, match=r"is damaged|lacks the tensor v"):
-        stored_tensors(tmp_path)
 
 
 def test_a_single_file_precedes_an_index_as_in_transformers(tmp_path: Path) -> None:

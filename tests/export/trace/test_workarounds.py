@@ -14,7 +14,7 @@ from transformers import Gemma3TextConfig, HeliumConfig, LlamaConfig, Qwen3_5Tex
 from tests.support.lowerings import attention_nodes, copy_of
 from tests.support.small_graphs import FLOAT, model_of, new_editor, run
 from tests.support.tiny_models import ONE_LAYER, make_model
-from topw_deploy.export.source.checkpoint import context_length
+from topw_deploy.export.source.text_decoder import context_length
 from topw_deploy.export.trace.trace import (
     fixed_frequencies,
     hidden_small_terms,

@@ -1,4 +1,4 @@
-"""Sampler checks need enough rows and find every wrong answer."""
+"""Checks of the sampler need enough rows and find every wrong answer, under Top-W and under other rules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.samples import slow
 from topw_deploy.export.sampler_only import export_sampler
 from topw_deploy.export.verification import sampler as module
 from topw_deploy.export.verification.reference import SamplerProbe
-from topw_deploy.export.verification.sampler import constructed_logits, sampler_checks
+from topw_deploy.export.verification.sampler import constructed_logits, rule_checks, sampler_checks
 from topw_deploy.manifest import Check, NotCompared, SamplerManifest, load_manifest
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters
 
@@ -30,13 +30,13 @@ Answers = dict[str, Any]
 
 
 class Changed:
-    def __init__(self, probe: SamplerProbe, change: Callable[[Answers], None], masks: bool) -> None:
+    """A probe whose answers are changed by `change`. masks: whether it reads masks."""
+
+    def __init__(self, probe: SamplerProbe, change: Callable[[Answers], None], masks: bool = True) -> None:
         self._probe, self._change, self._masks = probe, change, masks
 
-    def run(
-        self, logits: np.ndarray, parameters: list[dict[str, float]], uniform: list[float], allowed: np.ndarray | None
-    ) -> Answers:
-        found = self._probe.run(logits, parameters, uniform, allowed if self._masks else None)
+    def run(self, logits: np.ndarray, parameters: Any, uniform: Any, allowed: Any, rules: Any) -> Answers:
+        found = self._probe.run(logits, parameters, uniform, allowed if self._masks else None, rules)
         answers = {name: np.array(value) for name, value in found.items()}
         self._change(answers)
         return answers
@@ -140,3 +140,57 @@ def test_a_sampler_that_could_not_be_compared_is_exported_as_partial(
     assert load_manifest(tmp_path / "out").verification == report.verification
     names = [check.name for check in report.verification.checks]
     assert names == ["sampler rules", "sampler rules' log-probabilities"]
+
+
+SMALL = 90  # tokens
+RULE_LOGITS = (np.random.default_rng(0).standard_normal((2, SMALL)) * 2).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory: pytest.TempPathFactory) -> SamplerProbe:
+    folder = tmp_path_factory.mktemp("sampler") / "out"
+    export_sampler(None, folder, vocab_size=SMALL, metric="uniform", verify=False)
+    return SamplerProbe(folder)
+
+
+def spoil(name: str, row: int, change: float) -> Callable[[dict[str, Any]], None]:
+    def spoiled(found: dict[str, Any]) -> None:
+        found[name][row] = not found[name][row] if found[name].dtype == np.bool_ else found[name][row] + change
+
+    return spoiled
+
+
+def passed(probe: SamplerProbe, change: Callable[[Answers], None]) -> list[bool]:
+    found = rule_checks(Changed(probe, change), TopWParameters(), RULE_LOGITS)  # type: ignore[arg-type]
+    return [check.passed for check in found if isinstance(check, Check)]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda found: None, [True, True]),
+        (spoil("kept", 13, 1), [False, True]),
+        (spoil("next_token", 13, 1), [False, True]),
+        (spoil("certified", 13, 1), [False, True]),
+        (spoil("logprob", 13, 1e-3), [True, False]),
+        (spoil("logprob", 13, np.nan), [True, False]),
+    ],
+    ids=["right", "kept", "token", "certificate", "logprob", "logprob of NaN"],
+)
+def test_a_wrong_answer_under_another_rule_fails(
+    probe: SamplerProbe, change: Callable[[Answers], None], expected: list[bool]
+) -> None:
+    assert passed(probe, change) == expected
+
+
+def test_rows_that_all_tie_are_not_compared(probe: SamplerProbe) -> None:
+    (found,) = rule_checks(probe, TopWParameters(), np.zeros((4, SMALL), np.float32), names=("top_k",))
+    assert found == NotCompared(
+        "sampler rules", "at least 12 rows without a tie are needed (24 rows, 1 rules, 24 on a tie)"
+    )
+
+
+def test_a_wrong_row_under_another_rule_is_a_failure_however_few_there_are(probe: SamplerProbe) -> None:
+    changed = Changed(probe, spoil("kept", 0, 1))
+    found = list(rule_checks(changed, TopWParameters(), RULE_LOGITS[:1], names=("min_p",)))  # type: ignore[arg-type]
+    assert [isinstance(check, Check) and check.passed for check in found] == [False, True]

@@ -1,36 +1,181 @@
-"""Load Hugging Face checkpoints into torch."""
+"""Load Hugging Face checkpoints into torch, with weights that stay in their files until they are needed.
+
+While transformers loads a model, it renames, stacks, splits, transposes and casts tensors. Unread tensors record these
+operations, so that the model is complete without reading its weights.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging as transformers_logging
+from torch.utils._pytree import tree_any, tree_map
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from topw_deploy.errors import SourceError, TopWError, UnsupportedModelError, one_line
-from topw_deploy.export.source.files import stored_tensors
-from topw_deploy.export.source.quantised import QuantisedCheckpoint, quantised_format
+from topw_deploy.errors import SourceError, TopWError, UnsupportedModelError, VerificationError, one_line
+from topw_deploy.export.source.files import NUMPY_TYPES, EncodedWeight, StoredTensor, stored_tensors
+from topw_deploy.export.source.quantised import QuantisedCheckpoint
 from topw_deploy.export.source.text_decoder import (
     Composite,
     allow_missing_packages,
-    check_equal_on_text,
+    context_length,
     has_rotary_sections,
+    load_config,
     parts_left_out,
-    text_configuration,
+    silence_transformers,
     text_decoder,
 )
 
-_UNLIMITED = 65_536  # tokens: the context of a model without a limit; bounds the size of rotary tables
-_LENGTH_NAMES = ("max_position_embeddings", "max_seq_len", "seq_length")
-_UNLIMITED_TYPES = {"bloom", "xlstm"}  # bloom has ALiBi; xlstm is recurrent, but its configuration has no layer types
-_BOUNDED_LAYERS = {"linear_attention", "sliding_attention"}
-# RoPE types whose frequencies change beyond the original context; a graph holds only the original frequencies.
-_SWITCHING_ROPE = {"longrope", "dynamic", "su"}
+_SAME_VALUES = {"aten::alias", "aten::detach", "aten::_to_copy", "aten::clone"}
+_COMPARED_TOKENS = 24
+# Maximum difference of logits, relative to the largest logit: the two models may only differ in the order of sums.
+_LARGEST_DIFFERENCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_SAMPLE_TEXT = """The quick brown fox jumps over the lazy dog. In 1815 the treaty was signed; 3.14159 is near pi.
+def add(a, b):
+    return a + b
+Wir fahren morgen nach München. Où est la bibliothèque? 東京は日本の首都です。
+"""
+
+
+class UnreadTensor(torch.Tensor):
+    """A CPU tensor that loads its data on demand and does not cache it.
+
+    file: the weight in the file, if this tensor has its elements in the same order, cast at most once; else None.
+    """
+
+    _like: torch.Tensor
+    _make: Callable[[], torch.Tensor]
+    file: StoredTensor | EncodedWeight | None
+
+    @staticmethod
+    def __new__(
+        cls, like: torch.Tensor, make: Callable[[], torch.Tensor], file: StoredTensor | EncodedWeight | None
+    ) -> UnreadTensor:
+        made: UnreadTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=torch.device("cpu"), requires_grad=False
+        )
+        made._like, made._make, made.file = like, make, file
+        return made
+
+    @classmethod
+    def of(cls, stored: StoredTensor | EncodedWeight) -> UnreadTensor:
+        """Return the tensor of a weight in a file."""
+        like = torch.empty(stored.shape, dtype=_torch_type(stored), device="meta")
+        return cls(like, partial(read_part, stored, ...), stored)
+
+    def values(self) -> torch.Tensor:
+        """Load the data: map the file copy-on-write, and compute the recorded operations."""
+        return self._make()
+
+    def __repr__(self, **_settings: Any) -> str:  # type: ignore[override]
+        return f"UnreadTensor({tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            raise NotImplementedError(f"{func} would change weights that are not read")
+
+        def compute(part: Any = ...) -> Any:
+            values, settings = tree_map(_read, (args, kwargs))
+            made = func(*values, **settings)
+            return made if part is ... else made[part]
+
+        if all(str(result.type) not in ("Tensor", "List[Tensor]", "Tensor[]") for result in func._schema.returns):
+            return compute()  # a comparison, or a conversion to a number, needs the values
+        metas, settings = tree_map(_meta, (args, kwargs))
+        shapes = func(*metas, **settings)
+        if isinstance(shapes, torch.Tensor):
+            return cls(shapes, compute, args[0].file if _keeps_order(func, args, kwargs) else None)
+        return [cls(shape, partial(compute, index), None) for index, shape in enumerate(shapes)]
+
+
+def _is_unread(value: object) -> bool:
+    return isinstance(value, UnreadTensor)
+
+
+def _read(value: Any) -> Any:
+    """The loaded values of an unread tensor; any other value as it is."""
+    return value.values() if isinstance(value, UnreadTensor) else value
+
+
+def _meta(value: Any) -> Any:
+    """The same tensor or device on `meta`, where only shapes are computed; any other value as it is."""
+    if isinstance(value, UnreadTensor):
+        return value._like
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def _keeps_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the operation's result has the stored elements in their order, cast at most once."""
+    first = args[0]
+    if func._schema.name not in _SAME_VALUES or not _is_unread(first) or tree_any(_is_unread, (args[1:], kwargs)):
+        return False
+    return first.file is not None and (
+        first.dtype == _torch_type(first.file) or kwargs.get("dtype") in (None, first.dtype)
+    )
+
+
+def read_part(stored: StoredTensor | EncodedWeight, index: Any) -> torch.Tensor:
+    """Return the values of a weight in a file at a NumPy index."""
+    if isinstance(stored, EncodedWeight):
+        return torch.from_numpy(stored.read(index))
+    index = torch.from_numpy(index) if isinstance(index, np.ndarray) else index
+    if stored.nbytes == 0:
+        return torch.empty(stored.shape, dtype=_torch_type(stored))[index]
+    raw = stored.array("c").reshape(-1).view(np.uint8)  # copy-on-write, because torch warns about read-only arrays
+    return torch.from_numpy(raw).view(_torch_type(stored)).view(stored.shape)[index]
+
+
+def _torch_type(stored: StoredTensor | EncodedWeight) -> torch.dtype:
+    if isinstance(stored, EncodedWeight):
+        return torch.float32
+    found: torch.dtype = getattr(torch, NUMPY_TYPES[stored.dtype].name)
+    return found
+
+
+@contextlib.contextmanager
+def load_during_calls(model: torch.nn.Module) -> Iterator[None]:
+    """Inside the block, each module loads its unread parameters before a call, and drops them afterwards.
+
+    A module that has a convolution also loads the parameters of its children: such mixers use their children's weights
+    without calling them.
+    """
+    handles: list[Any] = []
+    loaded: set[torch.nn.Module] = set()
+    for module in model.modules():  # parents first
+        has_convolution = any(isinstance(child, torch.nn.Conv1d) for child in module.children())
+        parts = {module, *(module.children() if has_convolution else ())} - loaded
+        unread = [
+            (part._parameters, name, value)
+            for part in parts
+            for name, value in part._parameters.items()
+            if isinstance(value, UnreadTensor)
+        ]
+        loaded |= parts
+        if unread:
+            handles.append(module.register_forward_pre_hook(partial(_fill, unread, True)))
+            handles.append(module.register_forward_hook(partial(_fill, unread, False), always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _fill(unread: list[tuple[dict[str, Any], str, UnreadTensor]], load: bool, *_call: Any) -> None:
+    """Load parameters, or put the unread ones back. unread: (a module's parameters, a name in them, the value)."""
+    for parameters, name, value in unread:
+        parameters[name] = torch.nn.Parameter(value.values(), requires_grad=False) if load else value
 
 
 def load_reference(
@@ -48,41 +193,8 @@ def load_reference(
     if composite is None:
         return model
     decoder = text_decoder(composite, model)
-    check_equal_on_text(composite, model, decoder)
+    _check_equal_on_text(composite, model, decoder)
     return decoder
-
-
-def _load_model(
-    folder: Path, dtype: str, num_hidden_layers: int | None, trust_remote_code: bool, *, unread: bool
-) -> tuple[PreTrainedModel, Composite | None]:
-    config = load_config(folder, trust_remote_code=trust_remote_code)
-    if num_hidden_layers is not None:
-        _cut_layers(config, num_hidden_layers)
-    settings = {"dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
-    quantised = QuantisedCheckpoint.of(folder)
-    composite = Composite.of(config)
-    with _silence_transformers():
-        try:
-            if composite is not None:
-                model, info = _load_composite(folder, composite, settings["dtype"], quantised, unread=unread)
-            elif unread or quantised is not None:
-                model, info = _assemble_model(folder, config, settings, quantised, unread=unread)
-            else:
-                model, info = AutoModelForCausalLM.from_pretrained(
-                    folder, config=config, output_loading_info=True, local_files_only=True, **settings
-                )
-        except TopWError:
-            raise
-        except Exception as error:  # foreign models and damaged files can raise anything
-            raise SourceError(
-                f"the model in {folder} cannot be loaded ({one_line(error)}); check its files."
-            ) from error
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise SourceError(
-            f"the weights in {folder} lack {len(missing)} tensors of the model (first: {missing[0]}); fetch them again."
-        )
-    return model.eval(), composite
 
 
 def load_unread(
@@ -112,206 +224,140 @@ def load_unread(
     return text_decoder(composite, model), notices
 
 
-def _assemble_model(
-    folder: Path, config: Any, settings: dict[str, Any], quantised: QuantisedCheckpoint | None, *, unread: bool
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load the model from a state_dict of unread or decoded tensors, which transformers takes only without a folder."""
-    tensors = _unread_tensors(folder, quantised)
-    if not unread:
-        tensors = {name: tensor.values().clone() for name, tensor in tensors.items()}
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config, **settings)
-    model, info = type(empty).from_pretrained(
-        None, config=empty.config, state_dict=tensors, dtype=settings["dtype"], output_loading_info=True
-    )
-    _read_buffers(model)
-    return model, info
-
-
-def _load_composite(
-    folder: Path, composite: Composite, dtype: torch.dtype, quantised: QuantisedCheckpoint | None, *, unread: bool
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load the whole composite model. Without `unread`, read the values of the text decoder alone."""
-    with allow_missing_packages():
-        model, info = composite.model.from_pretrained(
-            None,
-            config=composite.config,
-            state_dict=_unread_tensors(folder, quantised),
-            dtype=dtype,
-            output_loading_info=True,
+def _load_model(
+    folder: Path, dtype: str, num_hidden_layers: int | None, trust_remote_code: bool, *, unread: bool
+) -> tuple[PreTrainedModel, Composite | None]:
+    config = load_config(folder, num_hidden_layers, trust_remote_code=trust_remote_code)
+    settings = {"dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
+    quantised = QuantisedCheckpoint.of(folder)
+    composite = Composite.of(config)
+    with silence_transformers():
+        try:
+            if composite is not None or unread or quantised is not None:
+                tensors = quantised.tensors if quantised is not None else stored_tensors(folder)
+                model, info = _assemble_model(tensors, config, composite, settings, unread=unread)
+            else:
+                model, info = AutoModelForCausalLM.from_pretrained(
+                    folder, config=config, output_loading_info=True, local_files_only=True, **settings
+                )
+        except TopWError:
+            raise
+        except Exception as error:  # foreign models and damaged files can raise anything
+            raise SourceError(
+                f"the model in {folder} cannot be loaded ({one_line(error)}); check its files."
+            ) from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise SourceError(
+            f"the weights in {folder} lack {len(missing)} tensors of the model (first: {missing[0]}); fetch them again."
         )
-    towers = tuple(f"{part}." for part in parts_left_out(composite, model))
-    info["missing_keys"] = [name for name in info["missing_keys"] if not name.startswith(towers)]
-    _read_buffers(model)
-    if not unread:
-        _read_parameters(model, towers)
-    return model, info
+    return model.eval(), composite
 
 
-def _unread_tensors(folder: Path, quantised: QuantisedCheckpoint | None) -> dict[str, Any]:
-    from topw_deploy.export.source.unread_tensor import UnreadTensor
+def _assemble_model(
+    stored: dict[str, Any], config: Any, composite: Composite | None, settings: dict[str, Any], *, unread: bool
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Load the model from a state_dict of unread or decoded tensors, which transformers takes only without a folder.
 
-    if quantised is not None:
-        return quantised.unread()
-    return {name: UnreadTensor.of(stored) for name, stored in stored_tensors(folder).items()}
-
-
-def _read_parameters(model: torch.nn.Module, towers: tuple[str, ...]) -> None:
-    """Load the values of all parameters but those of `towers`.
-
-    Load a shared parameter once, so that it stays shared.
+    A composite model is loaded whole, but without `unread` only the values of its text decoder are read.
     """
-    from topw_deploy.export.source.unread_tensor import UnreadTensor
-
-    made: dict[int, torch.nn.Parameter] = {}
-    for name, value in list(model.named_parameters(remove_duplicate=False)):
-        if isinstance(value, UnreadTensor) and not name.startswith(towers):
-            if id(value) not in made:
-                made[id(value)] = torch.nn.Parameter(value.values().clone(), requires_grad=False)
-            owner, _, leaf = name.rpartition(".")
-            model.get_submodule(owner)._parameters[leaf] = made[id(value)]
-
-
-def _read_buffers(model: torch.nn.Module) -> None:
-    """Load the values of all buffers: models change them in place, and they are small."""
-    from topw_deploy.export.source.unread_tensor import UnreadTensor
-
-    for module in model.modules():
+    tensors: dict[str, torch.Tensor] = {name: UnreadTensor.of(tensor) for name, tensor in stored.items()}
+    if composite is not None:
+        kind = composite.model
+    else:
+        if not unread:
+            tensors = {name: _read(tensor).clone() for name, tensor in tensors.items()}
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(config, **settings)
+        kind, config = type(empty), empty.config
+    with allow_missing_packages():
+        model, info = kind.from_pretrained(
+            None, config=config, state_dict=tensors, dtype=settings["dtype"], output_loading_info=True
+        )
+    towers: tuple[str, ...] = ()
+    if composite is not None:
+        towers = tuple(f"{part}." for part in parts_left_out(composite, model))
+        info["missing_keys"] = [name for name in info["missing_keys"] if not name.startswith(towers)]
+    for module in model.modules():  # models change buffers in place, and they are small
         for name, buffer in module.named_buffers(recurse=False):
             if isinstance(buffer, UnreadTensor):
                 setattr(module, name, buffer.values().clone())
+    if not unread:
+        read: dict[int, torch.nn.Parameter] = {}  # a shared parameter is read once, so that it stays shared
+        for name, value in list(model.named_parameters(remove_duplicate=False)):
+            if isinstance(value, UnreadTensor) and not name.startswith(towers):
+                if id(value) not in read:
+                    read[id(value)] = torch.nn.Parameter(value.values().clone(), requires_grad=False)
+                owner, _, leaf = name.rpartition(".")
+                model.get_submodule(owner)._parameters[leaf] = read[id(value)]
+    return model, info
 
 
-def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """Load the configuration in `folder`.
-
-    Raises UnsupportedModelError unless it describes a supported causal decoder.
-    """
-    with _silence_transformers():
-        try:
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-        except Exception as error:
-            raise UnsupportedModelError(
-                f"the installed transformers does not support the architecture of the configuration in {folder} "
-                f"({one_line(error)}); models with their own code need --trust-remote-code."
-            ) from error
-    known = type(config) in AutoModelForCausalLM._model_mapping or Composite.of(config) is not None
-    remote = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if not known and not remote:
-        raise UnsupportedModelError(
-            f"the architecture {config.model_type!r} is not a causal language model in transformers; "
-            "choose a decoder-only model."
+def _check_equal_on_text(composite: Composite, loaded: PreTrainedModel, decoder: PreTrainedModel) -> None:
+    """Raises VerificationError unless `loaded` and its text decoder give equal logits for text."""
+    ids = torch.tensor([_text_token_ids(composite)])
+    with torch.no_grad(), load_during_calls(loaded):  # reads only the weights that text needs
+        expected, found = (model(input_ids=ids).logits.float() for model in (loaded, decoder))
+    bound = _LARGEST_DIFFERENCE[decoder.dtype] * max(1.0, float(expected.abs().max()))
+    difference = float((expected - found).abs().max())
+    if not difference <= bound:
+        raise VerificationError(
+            f"the text decoder of {type(loaded).__name__} differs from the whole model on text by {difference:.2g} in "
+            f"logits, but rounding explains at most {bound:.2g}; report this model."
         )
-    for part in (config, config.get_text_config(decoder=True)):
-        if getattr(part, "quantization_config", None) is not None:
-            if quantised_format(folder) is None:
-                raise UnsupportedModelError(
-                    f"the checkpoint in {folder} is quantised, but its config.json does not say how; "
-                    "export the unquantised one."
-                )
-            del part.quantization_config  # transformers then makes ordinary linear layers
-    if getattr(config, "rescale_every", 0):
-        config.rescale_every = 0  # RWKV for float16 halves weights in place, and activations; the logits stay the same
-    return config
 
 
-def exported_config(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config.json to export for the source's `config`: of a composite model, the text decoder's part."""
-    if not any(name.endswith("_config") and name != "quantization_config" for name in config):
-        return config
-    with contextlib.suppress(UnsupportedModelError):  # the configuration needs remote code
-        composite = Composite.of(load_config(folder))
-        if composite is not None:
-            text: dict[str, Any] = json.loads(text_configuration(composite).to_json_string(use_diff=False))
-            ids = {name: value for name, value in config.items() if name.endswith("_token_id") and name in text}
-            return text | {name: value for name, value in ids.items() if text[name] is None}
-    return config
+def _text_token_ids(composite: Composite) -> list[int]:
+    """Token ids evenly spread over the vocabulary, except placeholders of images and other inputs."""
+    parts = [composite.config, *(getattr(composite.config, name, None) for name in composite.config.sub_configs)]
+    fields = [(name, value) for part in parts if part is not None for name, value in vars(part).items()]
+    numbers = [(name, value) for name, value in fields if isinstance(value, int) and not isinstance(value, bool)]
+    special = {value for name, value in numbers if name.endswith(("_token_id", "_token_index", "_token"))}
+    end = min([composite.text.vocab_size, *(value for name, value in numbers if name == "vocab_offset" and value > 0)])
+    spread = dict.fromkeys(int(place) for place in torch.linspace(0, end - 1, _COMPARED_TOKENS + len(special)))
+    return [token for token in spread if token not in special][:_COMPARED_TOKENS] or [0]
 
 
-def context_length(config: Any) -> int:
-    """Return the context length in tokens. For a switching RoPE type, this is the original context length.
+def overflow_notice(model: PreTrainedModel, folder: Path) -> str:
+    """Run a float16 `model` on samples: ids spread over the vocabulary, and text if `folder` has a tokenizer.
 
-    Returns _UNLIMITED for a model that states no length and is recurrent, attends only within a window, or has no
-    positions. Raises UnsupportedModelError for other models that state no length.
+    Returns which modules gave infinity or NaN, as a sentence for the user. Raises UnsupportedModelError for a model
+    that does not run in float16.
     """
-    config = config.get_text_config(decoder=True)
-    stated = (getattr(config, name, None) for name in _LENGTH_NAMES)
-    length = next((found for found in stated if found is not None), None)
-    forgets = set(getattr(config, "layer_types", None) or ["full_attention"]) <= _BOUNDED_LAYERS
-    if length is None and (forgets or config.model_type in _UNLIMITED_TYPES):
-        return _UNLIMITED
-    if not isinstance(length, int) or length < 1:
-        raise UnsupportedModelError(
-            f"the configuration of {config.model_type!r} has no max_position_embeddings; add the context length to it."
-        )
-    rope = switching_rope(config)
-    return min(length, rope) if rope is not None else length
+    vocab = model.config.get_text_config(decoder=True).vocab_size
+    length = min(64, context_length(model.config))
+    batches = [torch.linspace(0, vocab - 1, length).long()]
+    if (folder / "tokenizer.json").is_file():
+        from tokenizers import Tokenizer
 
+        ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(_SAMPLE_TEXT).ids
+        batches.append(torch.tensor([number for number in ids if number < vocab][:length]))
+    names: dict[str, None] = {}
 
-def switching_rope(config: Any) -> int | None:
-    """Return the length in tokens beyond which a switching RoPE type changes its frequencies; None for other types."""
-    config = config.get_text_config(decoder=True)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    for kind in kinds:
-        if kind.get("rope_type", kind.get("type")) in _SWITCHING_ROPE:
-            return int(
-                kind.get("original_max_position_embeddings")
-                or getattr(config, "original_max_position_embeddings", None)
-                or config.max_position_embeddings
-            )
-    return None
+    def watch(name: str, _module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+        tensors = output if isinstance(output, tuple | list) else (output,)
+        floats = (tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.is_floating_point())
+        if not all(torch.isfinite(tensor).all() for tensor in floats):
+            names.setdefault(name)
 
-
-def overflowing_modules(model: PreTrainedModel, batches: list[torch.Tensor]) -> list[str]:
-    """Run the model on token ids, int64 [batch, sequence] each.
-
-    Returns the names of modules that gave infinity or NaN.
-    """
-    found: dict[str, None] = {}
-
-    def watch(name: str) -> Any:
-        def hook(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-            tensors = output if isinstance(output, tuple | list) else (output,)
-            if any(
-                isinstance(t, torch.Tensor) and t.is_floating_point() and not torch.isfinite(t).all() for t in tensors
-            ):
-                found.setdefault(name)
-
-        return hook
-
-    handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules() if name]
+    modules = [(name, module) for name, module in model.named_modules() if name]
+    handles = [module.register_forward_hook(partial(watch, name)) for name, module in modules]
     try:
-        with torch.no_grad():
-            for ids in batches:
-                model(input_ids=ids, use_cache=False)
+        with load_during_calls(model), torch.no_grad():
+            for batch in batches:
+                if len(batch):
+                    model(input_ids=batch[None], use_cache=False)
+    except RuntimeError as error:  # such as for float32 weights that the model keeps for precision
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not run in float16 in transformers ({one_line(error)}); use --dtype fp32 or "
+            "bf16."
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
-    return list(found)
-
-
-def _cut_layers(config: Any, layers: int) -> None:
-    text = config.get_text_config(decoder=True)
-    if layers > text.num_hidden_layers:
-        raise UnsupportedModelError(
-            f"num_hidden_layers is {layers}, but the model has {text.num_hidden_layers}; give at most that number.",
-            "num_hidden_layers",
-        )
-    text.num_hidden_layers = layers
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:layers]
-
-
-@contextlib.contextmanager
-def _silence_transformers() -> Iterator[None]:
-    level = transformers_logging.get_verbosity()
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
-        if bars:
-            transformers_logging.enable_progress_bar()
+    if not names:
+        return "no activation exceeded float16's range on the sample text"
+    return (
+        f"activations exceed float16's range on the sample text in {len(names)} modules (first: {next(iter(names))}): "
+        "the export may return NaN; use --dtype fp32 or bf16"
+    )

@@ -1,4 +1,4 @@
-"""Locate the tensors of a checkpoint in its safetensors files, or else in PyTorch's files, without reading them.
+"""Read configuration files, and locate a checkpoint's tensors in safetensors or PyTorch's files without reading them.
 
 PyTorch's `pytorch_model.bin` is a zip archive of uncompressed records: a pickle that describes the tensors, and the
 tensors' bytes. torch reads the pickle with `weights_only`, so that it builds nothing but tensors, and in fake mode, so
@@ -11,7 +11,6 @@ import json
 import os
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -126,70 +125,83 @@ def unpack_words(words: np.ndarray, bits: int) -> np.ndarray:
     return wide.astype(np.uint8).reshape(len(words), -1)
 
 
+_MOST_JSON = 16 << 20  # bytes of a configuration file
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in `path`, {} if the file is missing. Raises SourceError for any other content."""
+    try:
+        data = json.loads(read_bounded(path, _MOST_JSON, follow=True).decode("utf-8"))
+        json.dumps(data, ensure_ascii=False).encode("utf-8")  # raises for a lone surrogate, which UTF-8 cannot hold
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise SourceError(f"{path} cannot be read as JSON ({error}); repair it.") from None
+    if not isinstance(data, dict):
+        raise SourceError(f"{path} holds a {type(data).__name__}, not an object; repair it.")
+    return data
+
+
+def text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the text part of a composite model's config.json, or the whole of a text model's."""
+    part = config.get("text_config")
+    return part if isinstance(part, dict) else config
+
+
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 TORCH_INDEX, TORCH_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
 _TORCH_SUFFIX = ".bin"
 
 
-def tensor_files(folder: Path) -> dict[str, Path]:
-    """Return {tensor name: file}. Like transformers, prefers safetensors to PyTorch's files, and one file to an index.
+def stored_tensors(folder: Path, ends: tuple[str, ...] = ("",)) -> dict[str, StoredTensor]:
+    """Return the locations of the tensors in `folder` whose names end so, by name. Reads no file without such tensors.
 
-    Raises SourceError for a damaged index, and if there are no weights.
+    Like transformers, prefers safetensors to PyTorch's files, and one file to an index. Raises SourceError for missing
+    or damaged files.
     """
     for single, index in ((SINGLE, INDEX), (TORCH_SINGLE, TORCH_INDEX)):
         if (folder / single).is_file():
-            return dict.fromkeys(_tensor_names(folder / single), folder / single)
+            return {name: found for name, found in _tensors_in(folder / single).items() if name.endswith(ends)}
         if (folder / index).is_file():
-            return _read_index(folder, index)
+            return _indexed_tensors(folder, index, ends)
     raise SourceError(
         f"{folder} holds neither {SINGLE} nor {TORCH_SINGLE}; fetch the weights, or give the table with --embeddings."
     )
 
 
-def _read_index(folder: Path, index: str) -> dict[str, Path]:
+def _indexed_tensors(folder: Path, index: str, ends: tuple[str, ...]) -> dict[str, StoredTensor]:
     try:
         data = read_bounded(folder / index, LARGEST_HEADER, follow=True)
         weight_map = json.loads(data.decode("utf-8"))["weight_map"]
-        return {str(name): folder / Path(str(file)).name for name, file in weight_map.items()}
+        names = [str(name) for name in weight_map if str(name).endswith(ends)]
+        files = {name: folder / Path(str(weight_map[name])).name for name in names}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SourceError(f"{folder / index} is damaged ({error}); fetch it again.") from None
+    tensors: dict[str, StoredTensor] = {}
+    for path in sorted(set(files.values())):
+        found = _tensors_in(path)
+        for name in [name for name in names if files[name] == path]:
+            if name not in found:
+                raise SourceError(f"{path} lacks the tensor {name} of its index; fetch it again.")
+            tensors[name] = found[name]
+    return tensors
 
 
-def _tensor_names(path: Path) -> Iterable[str]:
+def _tensors_in(path: Path) -> dict[str, StoredTensor]:
+    """Return the locations of all tensors in a file, by name."""
     if path.suffix == _TORCH_SUFFIX:
         return tensors_in_torch_file(path)
-    return (name for name in _read_header(path)[0] if name != METADATA)
-
-
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return the locations of all tensors in `folder`, by name. Raises SourceError for missing or damaged files."""
-    files = tensor_files(folder)
-    found: dict[str, StoredTensor] = {}
-    for path in sorted(set(files.values())):
-        found |= tensors_in(path, {name for name in files if files[name] == path})
-    return found
-
-
-def tensors_in(path: Path, names: set[str]) -> dict[str, StoredTensor]:
-    """Return the locations of the tensors `names` in a file.
-
-    Raises SourceError for a damaged file or missing tensor.
-    """
-    if path.suffix == _TORCH_SUFFIX:
-        found = tensors_in_torch_file(path)
-        _check_complete(path, names, found)
-        return {name: found[name] for name in names}
-    header, start = _read_header(path)
-    _check_complete(path, names, header)
-    size = path.stat().st_size
     try:
-        entries = {name: read_entry(name, given) for name, given in header.items() if name in names}
+        with open_regular(path, follow=True) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            header, start = read_header(stream, size)
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{path} is not a safetensors file ({error}); fetch it again.") from None
+    try:
+        entries = {name: read_entry(name, entry) for name, entry in header.items() if name != METADATA}
         refuse_overlap(entries)
-        for name, entry in entries.items():
-            if start + entry.end > size:
-                raise ValueError(f"it has {size} bytes, but {name} ends at {start + entry.end}")
         end = start + max((entry.end for entry in entries.values()), default=0)
-        if end < size and entries.keys() == header.keys() - {METADATA}:
+        if end != size:
             raise ValueError(f"it has {size} bytes, but its last tensor ends at {end}")
     except ValueError as error:
         raise SourceError(f"{path} is damaged ({error}); fetch it again.") from None
@@ -197,20 +209,6 @@ def tensors_in(path: Path, names: set[str]) -> dict[str, StoredTensor]:
         name: StoredTensor(path, start + entry.begin, entry.dtype, entry.shape, entry.end - entry.begin)
         for name, entry in entries.items()
     }
-
-
-def _check_complete(path: Path, names: set[str], found: Mapping[str, Any]) -> None:
-    missing = sorted(names - found.keys())
-    if missing:
-        raise SourceError(f"{path} lacks the tensor {missing[0]} of its index; fetch it again.")
-
-
-def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    try:
-        with open_regular(path, follow=True) as stream:
-            return read_header(stream, os.fstat(stream.fileno()).st_size)
-    except (OSError, ValueError) as error:
-        raise SourceError(f"{path} is not a safetensors file ({error}); fetch it again.") from None
 
 
 _LONGEST_ORDER = 16  # bytes: "little" or "big", and spaces

@@ -34,7 +34,6 @@ MXFP4 experts of gpt-oss:
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +49,9 @@ from topw_deploy.export.source.files import (
     IntegerWeight,
     Rows,
     StoredTensor,
+    read_json,
     stored_tensors,
+    text_part,
     unpack_words,
 )
 
@@ -65,8 +66,8 @@ _MXFP4_BYTES = 16  # of a block
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1 = np.array([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], np.float32)  # the highest bit is the sign
 _SUPPORTED = (
-    "GPTQ of 4 and 8 bits, AWQ of 4 bits (gemm), FP8, MXFP4, compressed-tensors of integers of 4 and 8 bits or floats"
-    " of 8"
+    "GPTQ of 4 and 8 bits, AWQ of 4 bits (gemm), FP8, MXFP4, and compressed-tensors of integers of 4 and 8 bits or "
+    "floats of 8"
 )
 
 Parts = dict[str, StoredTensor]
@@ -99,22 +100,22 @@ class QuantisedFormat:
 
 
 class QuantisedCheckpoint:
-    """The quantised weights of the checkpoint in `folder`.
+    """The tensors of the checkpoint in `folder`, whose weights are quantised.
 
     kind: the checkpoint's format.
-    weights: name -> weight, which is decoded when it is read.
+    weights: name -> quantised weight, which is decoded to float32 when it is read.
+    tensors: the quantised weights and all other tensors, by name.
     Raises SourceError for missing tensors, wrong types or shapes.
     """
 
     def __init__(self, folder: Path, kind: QuantisedFormat) -> None:
-        self.kind = kind
         stored = stored_tensors(folder)
-        self.weights: dict[str, EncodedWeight] = {}
-        used: set[str] = set()
-        for name, (weight, parts) in _encoded_weights(kind, stored).items():
-            self.weights[name] = weight
-            used |= parts
-        self._others = {name: tensor for name, tensor in stored.items() if name not in used | self.weights.keys()}
+        encoded = _encoded_weights(kind, stored)
+        used = {part for _, parts in encoded.values() for part in parts}
+        self.kind = kind
+        self.weights = {name: weight for name, (weight, _) in encoded.items()}
+        others = {name: tensor for name, tensor in stored.items() if name not in used}
+        self.tensors: dict[str, StoredTensor | EncodedWeight] = {**others, **self.weights}
 
     @classmethod
     def of(cls, folder: Path) -> QuantisedCheckpoint | None:
@@ -122,56 +123,40 @@ class QuantisedCheckpoint:
         kind = quantised_format(folder)
         return cls(folder, kind) if kind is not None else None
 
-    def matrix(self, name: str) -> IntegerMatrix:
-        """The codes, scales and zero points of the integer weight `name`."""
-        weight = self.weights[name]
-        assert isinstance(weight, IntegerWeight)
-        return weight.matrix()
-
-    def matrices(self) -> Iterator[tuple[str, IntegerMatrix]]:
-        """Yield the name and the matrix of every integer weight."""
-        for name, weight in self.weights.items():
-            if isinstance(weight, IntegerWeight):
-                yield name, weight.matrix()
-
-    def unread(self) -> dict[str, Any]:
-        """Return every tensor by name as an UnreadTensor for transformers; quantised weights are float32."""
-        from topw_deploy.export.source.unread_tensor import UnreadTensor
-
-        stored: dict[str, StoredTensor | EncodedWeight] = {**self._others, **self.weights}
-        return {name: UnreadTensor.of(tensor) for name, tensor in stored.items()}
-
 
 def quantised_format(folder: Path) -> QuantisedFormat | None:
     """Return how the checkpoint in `folder` is quantised; None for ordinary weights.
 
     Raises UnsupportedModelError for unsupported quantisation, SourceError for a damaged configuration.
     """
-    try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-        parts = [config, _object(config.get("text_config"))]
-        stated = [part.get(name) for part in parts for name in ("quantization_config", "compression_config")]
-        settings = next((found for found in stated if found is not None), None)
-        if settings is None:
-            return None
-        method = str(settings.get("quant_method", "")).lower()
-    except FileNotFoundError:
+    config = read_json(folder / "config.json")
+    parts = [config, text_part(config)]
+    stated = [part.get(name) for part in parts for name in ("quantization_config", "compression_config")]
+    settings = next((found for found in stated if found is not None), None)
+    if settings is None:
         return None
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise SourceError(f"{folder / 'config.json'} is damaged ({error}); fetch it again.") from None
+    settings = _object(settings)
+    method, bits = str(settings.get("quant_method", "")).lower(), settings.get("bits", settings.get("w_bit"))
+    how = f"by {method or 'an unnamed method'} ({bits} bits)"
     if _packed_bits(settings) is not None:
         return QuantisedFormat(method.upper(), settings, integers=True)
     if method == "compressed-tensors":
-        return QuantisedFormat(method, settings, _has_integer_weights(settings, folder))
+        groups = _object(settings.get("config_groups")).values()
+        named = [settings.get("format"), *(_object(group).get("format") for group in groups)]
+        formats = {str(name) for name in named if name is not None} or {"dense"}
+        sparse = str(_object(settings.get("sparsity_config")).get("format") or "dense")
+        others = sorted(formats - set(_FORMATS)) + [sparse] * (sparse != "dense")
+        if settings.get("transform_config"):
+            others.append("transforms of activations")
+        if not others:
+            return QuantisedFormat(method, settings, integers=bool(formats & {*_INTEGER_FORMATS, "mixed-precision"}))
+        how = f"by {method} as {others[0]}"
     algorithm = str(settings.get("quant_algo", "fp8")).lower()  # only ModelOpt's configurations name one
-    if method in _FLOAT8_METHODS and algorithm == "fp8":
-        return QuantisedFormat("FP8", settings, integers=False)
-    if method == "mxfp4":
-        return QuantisedFormat("MXFP4", settings, integers=False)
-    bits = settings.get("bits", settings.get("w_bit"))
+    if (method in _FLOAT8_METHODS and algorithm == "fp8") or method == "mxfp4":
+        return QuantisedFormat("MXFP4" if method == "mxfp4" else "FP8", settings, integers=False)
     raise UnsupportedModelError(
-        f"the checkpoint in {folder} is quantised by {method or 'an unnamed method'} ({bits} bits), but only "
-        f"{_SUPPORTED} are supported; export the unquantised one."
+        f"the checkpoint in {folder} is quantised {how}, but only {_SUPPORTED} are supported; export the unquantised "
+        "one."
     )
 
 
@@ -185,23 +170,6 @@ def _packed_bits(settings: dict[str, Any]) -> int | None:
     is_gptq = method == "gptq" and bits in (4, 8)
     is_awq = method == "awq" and bits == 4 and str(settings.get("version", "gemm")).lower() == "gemm"
     return bits if is_gptq or is_awq else None
-
-
-def _has_integer_weights(settings: dict[str, Any], folder: Path) -> bool:
-    """Whether compressed-tensors' weights are integer codes. Raises UnsupportedModelError for unsupported formats."""
-    groups = _object(settings.get("config_groups")).values()
-    named = [settings.get("format"), *(_object(group).get("format") for group in groups)]
-    formats = {str(name) for name in named if name is not None} or {"dense"}
-    sparse = str(_object(settings.get("sparsity_config")).get("format") or "dense")
-    others = sorted(formats - set(_FORMATS)) + [sparse] * (sparse != "dense")
-    if settings.get("transform_config"):
-        others.append("transforms of activations")
-    if others:
-        raise UnsupportedModelError(
-            f"the checkpoint in {folder} is compressed as {others[0]}, but of compressed-tensors only "
-            f"{', '.join(_FORMATS)} are supported; export the uncompressed one."
-        )
-    return bool(formats & {*_INTEGER_FORMATS, "mixed-precision"})
 
 
 def _encoded_weights(

@@ -1,4 +1,4 @@
-"""Take the text decoder out of a model that also reads images, video or audio.
+"""Read the configuration of a checkpoint, and take the text decoder out of a model that also reads images or audio.
 
 transformers loads such a composite checkpoint as a whole. Its decoder then becomes part of a causal LM of the class
 registered for the text configuration, of an equivalent class if the decoder has rotary sections (M-RoPE), or of the
@@ -9,16 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedModel,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import logging as transformers_logging
 
-from topw_deploy.errors import UnsupportedModelError, VerificationError
-from topw_deploy.export.source.unread_tensor import load_during_calls
+from topw_deploy.errors import UnsupportedModelError, one_line
+from topw_deploy.export.source.quantised import quantised_format
 
 # model_type of a text model with rotary sections for time, height and width -> the model_type of the causal LM that
 # computes the same on text, and the settings that this LM needs.
@@ -28,9 +38,6 @@ _EQUAL_IN_TEXT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl_text": ("qwen3", {}),
     "qwen3_vl_moe_text": ("qwen3_moe", {"norm_topk_prob": True}),
 }
-_COMPARED_TOKENS = 24
-# Maximum difference of logits, relative to the largest logit: the two models may only differ in the order of sums.
-_LARGEST_DIFFERENCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 # Text models that scale their logits when they stand alone, but not within a composite model.
 _LOGITS_NOT_SCALED = {
     "cohere": {"logit_scale": 1.0},
@@ -39,6 +46,12 @@ _LOGITS_NOT_SCALED = {
 }
 _CLASS_FIELDS = ("model_type", "architectures", "transformers_version")
 _SECTIONS = ("mrope_section", "mrope_interleaved")
+_UNLIMITED = 65_536  # tokens: the context of a model without a limit; bounds the size of rotary tables
+_LENGTH_NAMES = ("max_position_embeddings", "max_seq_len", "seq_length")
+_UNLIMITED_TYPES = {"bloom", "xlstm"}  # bloom has ALiBi; xlstm is recurrent, but its configuration has no layer types
+_BOUNDED_LAYERS = {"linear_attention", "sliding_attention"}
+# RoPE types whose frequencies change beyond the original context; a graph holds only the original frequencies.
+_SWITCHING_ROPE = {"longrope", "dynamic", "su"}
 
 
 @dataclass(frozen=True)
@@ -127,7 +140,11 @@ def text_decoder(composite: Composite, loaded: PreTrainedModel) -> PreTrainedMod
     kind = _causal_class(config)
     if type(decoder) is kind:  # Llama 4's decoder is already a causal LM
         return decoder.eval()
-    head = loaded.get_output_embeddings() or _head_above(loaded, decoder)
+    head: Any = loaded.get_output_embeddings()
+    path = _path_of(loaded, decoder)
+    while head is None and path:  # the nearest `lm_head` around the decoder
+        path = path.rpartition(".")[0]
+        head = getattr(loaded.get_submodule(path), "lm_head", None)
     if head is None:
         raise UnsupportedModelError(
             f"{type(loaded).__name__} has no output embeddings for its text decoder {type(decoder).__name__}; "
@@ -160,31 +177,6 @@ def parts_left_out(composite: Composite, loaded: PreTrainedModel) -> list[str]:
     ]
 
 
-def check_equal_on_text(composite: Composite, loaded: PreTrainedModel, decoder: PreTrainedModel) -> None:
-    """Raises VerificationError unless `loaded` and its text decoder give equal logits for text."""
-    ids = torch.tensor([_text_token_ids(composite)])
-    with torch.no_grad(), load_during_calls(loaded):  # reads only the weights that text needs
-        expected, found = (model(input_ids=ids).logits.float() for model in (loaded, decoder))
-    bound = _LARGEST_DIFFERENCE[decoder.dtype] * max(1.0, float(expected.abs().max()))
-    difference = float((expected - found).abs().max())
-    if not difference <= bound:
-        raise VerificationError(
-            f"the text decoder of {type(loaded).__name__} differs from the whole model on text by {difference:.2g} in "
-            f"logits, but rounding explains at most {bound:.2g}; report this model."
-        )
-
-
-def _text_token_ids(composite: Composite) -> list[int]:
-    """Token ids evenly spread over the vocabulary, except placeholders of images and other inputs."""
-    parts = [composite.config, *(getattr(composite.config, name, None) for name in composite.config.sub_configs)]
-    fields = [(name, value) for part in parts if part is not None for name, value in vars(part).items()]
-    numbers = [(name, value) for name, value in fields if isinstance(value, int) and not isinstance(value, bool)]
-    special = {value for name, value in numbers if name.endswith(("_token_id", "_token_index", "_token"))}
-    end = min([composite.text.vocab_size, *(value for name, value in numbers if name == "vocab_offset" and value > 0)])
-    spread = dict.fromkeys(int(place) for place in torch.linspace(0, end - 1, _COMPARED_TOKENS + len(special)))
-    return [token for token in spread if token not in special][:_COMPARED_TOKENS] or [0]
-
-
 def has_rotary_sections(text: Any) -> bool:
     """Whether positions of image tokens have several coordinates (M-RoPE)."""
     rope = getattr(text, "rope_parameters", None) or {}
@@ -214,17 +206,6 @@ def _decoder_in(composite: Composite, loaded: PreTrainedModel) -> PreTrainedMode
     )
 
 
-def _head_above(loaded: PreTrainedModel, decoder: PreTrainedModel) -> torch.nn.Module | None:
-    """Return the module `lm_head` of the nearest module around the decoder that has one."""
-    path = _path_of(loaded, decoder)
-    while path:
-        path = path.rpartition(".")[0]
-        head = getattr(loaded.get_submodule(path), "lm_head", None)
-        if isinstance(head, torch.nn.Module):
-            return head
-    return None
-
-
 def _path_of(loaded: PreTrainedModel, wanted: torch.nn.Module | None) -> str:
     """Return the dotted name of a module within `loaded`; "" if it is not there."""
     return next((name for name, module in loaded.named_modules() if module is wanted), "")
@@ -232,21 +213,18 @@ def _path_of(loaded: PreTrainedModel, wanted: torch.nn.Module | None) -> str:
 
 def _share_parameters(source: PreTrainedModel, target: torch.nn.Module) -> None:
     """Replace the parameters and buffers of `target` by those of `source`. Names and shapes must be the same."""
-    parameters, buffers = dict(source.named_parameters()), dict(source.named_buffers())
-    for name, expected in [*target.named_parameters(), *target.named_buffers()]:
-        found = parameters.pop(name, None) if name in parameters else buffers.pop(name, None)
-        if found is None or found.shape != expected.shape:
+    given = dict(source.named_parameters())
+    found = {**dict(source.named_buffers()), **given}
+    needed = {**dict(target.named_buffers()), **dict(target.named_parameters())}
+    for name in {**needed, **given}:
+        shapes = [tuple(tensors[name].shape) if name in tensors else None for tensors in (found, needed)]
+        if shapes[0] != shapes[1]:
             raise UnsupportedModelError(
-                f"{type(source).__name__} has {name} of shape {None if found is None else tuple(found.shape)}, but "
-                f"{type(target).__name__} has {tuple(expected.shape)}; report this model."
+                f"{name} has the shape {shapes[0]} in {type(source).__name__}, but {shapes[1]} in "
+                f"{type(target).__name__}; report this model."
             )
         owner, _, leaf = name.rpartition(".")
-        setattr(target.get_submodule(owner), leaf, found)
-    if parameters:
-        raise UnsupportedModelError(
-            f"{type(source).__name__} has {next(iter(parameters))}, which {type(target).__name__} lacks; "
-            "report this model."
-        )
+        setattr(target.get_submodule(owner), leaf, found[name])
 
 
 @contextlib.contextmanager
@@ -266,3 +244,110 @@ def allow_missing_packages() -> Iterator[None]:
         yield
     finally:
         AutoModel.from_config = original  # type: ignore[method-assign]
+
+
+def load_config(folder: Path, num_hidden_layers: int | None = None, *, trust_remote_code: bool = False) -> Any:
+    """Load the configuration in `folder`, cut to the first layers if `num_hidden_layers` is not None.
+
+    Raises UnsupportedModelError unless it describes a supported causal decoder.
+    """
+    with silence_transformers():
+        try:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"the installed transformers does not support the architecture of the configuration in {folder} "
+                f"({one_line(error)}); models with their own code need --trust-remote-code."
+            ) from error
+    known = type(config) in AutoModelForCausalLM._model_mapping or Composite.of(config) is not None
+    remote = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if not known and not remote:
+        raise UnsupportedModelError(
+            f"the architecture {config.model_type!r} is not a causal language model in transformers; "
+            "choose a decoder-only model."
+        )
+    for part in (config, config.get_text_config(decoder=True)):
+        if getattr(part, "quantization_config", None) is not None:
+            if quantised_format(folder) is None:
+                raise UnsupportedModelError(
+                    f"the checkpoint in {folder} is quantised, but its config.json does not say how; "
+                    "export the unquantised one."
+                )
+            del part.quantization_config  # transformers then makes ordinary linear layers
+    if getattr(config, "rescale_every", 0):
+        config.rescale_every = 0  # RWKV for float16 halves weights in place, and activations; the logits stay the same
+    if num_hidden_layers is not None:
+        text = config.get_text_config(decoder=True)
+        if num_hidden_layers > text.num_hidden_layers:
+            raise UnsupportedModelError(
+                f"num_hidden_layers is {num_hidden_layers}, but the model has {text.num_hidden_layers}; give at most "
+                "that number.",
+                "num_hidden_layers",
+            )
+        text.num_hidden_layers = num_hidden_layers
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:num_hidden_layers]
+    return config
+
+
+def exported_config(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json to export for the source's `config`: of a composite model, the text decoder's part."""
+    if not any(name.endswith("_config") and name != "quantization_config" for name in config):
+        return config
+    with contextlib.suppress(UnsupportedModelError):  # the configuration needs remote code
+        composite = Composite.of(load_config(folder))
+        if composite is not None:
+            text: dict[str, Any] = json.loads(text_configuration(composite).to_json_string(use_diff=False))
+            ids = {name: value for name, value in config.items() if name.endswith("_token_id") and name in text}
+            return text | {name: value for name, value in ids.items() if text[name] is None}
+    return config
+
+
+def context_length(config: Any) -> int:
+    """Return the context length in tokens. For a switching RoPE type, this is the original context length.
+
+    Returns _UNLIMITED for a model that states no length and is recurrent, attends only within a window, or has no
+    positions. Raises UnsupportedModelError for other models that state no length.
+    """
+    config = config.get_text_config(decoder=True)
+    stated = (getattr(config, name, None) for name in _LENGTH_NAMES)
+    length = next((found for found in stated if found is not None), None)
+    forgets = set(getattr(config, "layer_types", None) or ["full_attention"]) <= _BOUNDED_LAYERS
+    if length is None and (forgets or config.model_type in _UNLIMITED_TYPES):
+        return _UNLIMITED
+    if not isinstance(length, int) or length < 1:
+        raise UnsupportedModelError(
+            f"the configuration of {config.model_type!r} has no max_position_embeddings; add the context length to it."
+        )
+    rope = switching_rope(config)
+    return min(length, rope) if rope is not None else length
+
+
+def switching_rope(config: Any) -> int | None:
+    """Return the length in tokens beyond which a switching RoPE type changes its frequencies; None for other types."""
+    config = config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    for kind in kinds:
+        if kind.get("rope_type", kind.get("type")) in _SWITCHING_ROPE:
+            return int(
+                kind.get("original_max_position_embeddings")
+                or getattr(config, "original_max_position_embeddings", None)
+                or config.max_position_embeddings
+            )
+    return None
+
+
+@contextlib.contextmanager
+def silence_transformers() -> Iterator[None]:
+    """Inside the block, transformers logs errors alone and shows no progress bars."""
+    level = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

@@ -20,7 +20,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from topw_deploy.errors import TokenizerError, one_line
+from topw_deploy.errors import SourceError, TokenizerError, one_line
+from topw_deploy.export.source.files import read_json
 
 TEKKEN = "tekken.json"
 _TEKKEN_ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
@@ -105,7 +106,10 @@ def read_tiktoken(path: Path, settings: Mapping[str, Any]) -> Ranks:
             raise ValueError("its ranks have gaps")
     except (OSError, ValueError, binascii.Error) as error:
         raise TokenizerError(f"{path} is damaged ({one_line(error)}); fetch it again.") from None
-    specials = _stated_specials(settings)
+    stated = settings.get("added_tokens_decoder")
+    entries = stated.items() if isinstance(stated, dict) else ()
+    named = [(number, entry) for number, entry in entries if isinstance(entry, dict) and str(number).isdigit()]
+    specials = {str(entry["content"]): int(number) for number, entry in named if "content" in entry}
     if len(tokens) not in _KNOWN_PATTERNS or not specials:
         raise TokenizerError(
             f"{path} is a tiktoken file of {len(tokens)} ranks whose pattern is unknown or whose special tokens are "
@@ -156,25 +160,10 @@ def _possible_merges(ids: Mapping[bytes, int]) -> Iterable[tuple[bytes, bytes]]:
         yield from sorted(known, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
 
 
-def _stated_specials(settings: Mapping[str, Any]) -> dict[str, int]:
-    stated = settings.get("added_tokens_decoder")
-    if not isinstance(stated, dict):
-        return {}
-    return {
-        str(entry["content"]): int(number)
-        for number, entry in stated.items()
-        if isinstance(entry, dict) and "content" in entry and str(number).isdigit()
-    }
-
-
-def _byte_characters() -> list[str]:
-    """Return GPT-2's character for each byte: the byte's own if printable, else the next one from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
-
-
-_BYTE_CHARACTERS = _byte_characters()
+# GPT-2's character for each byte: the byte's own if printable, else the next one from U+0100 on.
+_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_OTHER_BYTES = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTE_CHARACTERS = [chr(byte if byte in _PRINTABLE else 256 + _OTHER_BYTES.index(byte)) for byte in range(256)]
 
 
 def _printable_text(token: bytes) -> str:
@@ -213,57 +202,47 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 def check_tokenizer(folder: Path) -> None:
     """Raises TokenizerError if `folder` has no tokenizer that can be copied or converted."""
     if (folder / "tokenizer.json").is_file():
-        _check_readable(folder / "tokenizer.json")
-    named = any((folder / name).is_file() for name in ("tokenizer.json", *_CONVERTIBLE))
-    if not named and not any(folder.glob(_TIKTOKEN)):
+        try:
+            Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # noqa: BLE001  # the library raises bare Exception
+            reason = one_line(error)
+            raise TokenizerError(
+                f"{folder / 'tokenizer.json'} cannot be read ({reason}); fetch or save it again."
+            ) from None
+    elif not any(file for name in (*_CONVERTIBLE, _TIKTOKEN) for file in folder.glob(name)):
         raise TokenizerError(
             f"{folder} has no tokenizer (neither tokenizer.json nor {', '.join((*_CONVERTIBLE, _TIKTOKEN))}); "
             "add it or give a folder that has it with --tokenizer."
         )
 
 
-def _check_readable(file: Path) -> None:
-    from tokenizers import Tokenizer
-
-    try:
-        Tokenizer.from_file(str(file))
-    except Exception as error:  # noqa: BLE001  # the library raises bare Exception
-        raise TokenizerError(f"{file} cannot be read ({one_line(error)}); fetch or save it again.") from None
-
-
 def write_tokenizer(folder: Path, output: Path, *, trust_remote_code: bool = False) -> list[str]:
     """Write the tokenizer of `folder` into `output`. Returns notices for the user.
 
-    `tokenizer.json` is copied. tekken.json and tiktoken's files are converted by rank_files.py, all others by
-    transformers. A chat template in tokenizer_config.json becomes chat_template.jinja.
+    `tokenizer.json` is copied. tekken.json and tiktoken's files are converted here, all others by transformers. A chat
+    template in tokenizer_config.json becomes chat_template.jinja.
     Raises TokenizerError if the conversion fails.
     """
-    notices = []
     if (folder / "tokenizer.json").is_file():
         _copy_tokenizer_files(folder, output)
+        _extract_chat_template(output)
+        return []
+    tiktoken = [folder / "tiktoken.model", folder / "tokenizer.model", *sorted(folder.glob(_TIKTOKEN))]
+    files = [file for file in tiktoken if file.is_file() and is_tiktoken(file)]
+    if (folder / TEKKEN).is_file():
+        files.insert(0, folder / TEKKEN)
+    if files:
+        _convert_ranks(files[0], output)
     else:
-        found = _rank_file(folder)
-        if found is not None:
-            _convert_ranks(found, output)
-        else:
-            _convert_with_transformers(folder, output, trust_remote_code)
-        notices.append(f"the tokenizer of {folder.name} was converted to tokenizer.json")
+        _convert_with_transformers(folder, output, trust_remote_code)
     _extract_chat_template(output)
-    return notices
+    return [f"the tokenizer of {folder.name} was converted to tokenizer.json"]
 
 
 def _copy_tokenizer_files(folder: Path, output: Path) -> None:
     for name in COPIED_FILES:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, output / name)
-
-
-def _rank_file(folder: Path) -> Path | None:
-    """Return the tekken.json or tiktoken file of `folder`, or None."""
-    if (folder / TEKKEN).is_file():
-        return folder / TEKKEN
-    named = [folder / "tiktoken.model", folder / "tokenizer.model", *sorted(folder.glob(_TIKTOKEN))]
-    return next((file for file in named if file.is_file() and is_tiktoken(file)), None)
 
 
 def _convert_ranks(file: Path, output: Path) -> None:
@@ -288,12 +267,10 @@ def _token_text(value: object) -> str:
 
 def _read_settings(folder: Path) -> dict[str, Any]:
     """Read tokenizer_config.json; {} if it is missing. Raises TokenizerError if it is damaged."""
-    file = folder / "tokenizer_config.json"
     try:
-        found = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise TokenizerError(f"{file} is damaged ({one_line(error)}); repair it.") from None
-    return found if isinstance(found, dict) else {}
+        return read_json(folder / "tokenizer_config.json")
+    except SourceError as error:
+        raise TokenizerError(str(error)) from None
 
 
 def _convert_with_transformers(folder: Path, output: Path, trust_remote_code: bool) -> None:
@@ -337,17 +314,12 @@ def _save_fast(kind: Any, folder: Path, output: Path, trust_remote_code: bool) -
 
 
 def _extract_chat_template(output: Path) -> None:
-    config = output / "tokenizer_config.json"
-    if (output / "chat_template.jinja").exists() or not config.exists():
+    if (output / "chat_template.jinja").exists():
         return
-    try:
-        template = json.loads(config.read_text("utf-8")).get("chat_template")
-    except (ValueError, AttributeError, RecursionError):
-        return
+    template = _read_settings(output).get("chat_template")
     if isinstance(template, list):  # chat uses the default template
-        template = next(
-            (t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None
-        )
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
     if isinstance(template, str):
         (output / "chat_template.jinja").write_text(template, encoding="utf-8")
 

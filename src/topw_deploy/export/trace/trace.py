@@ -26,8 +26,8 @@ from transformers.exporters import OnnxConfig, OnnxExporter
 
 from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.graph import LazyWeight
+from topw_deploy.export.source.checkpoint import UnreadTensor, read_part
 from topw_deploy.export.source.files import EncodedWeight, StoredTensor
-from topw_deploy.export.source.unread_tensor import UnreadTensor, read_part
 from topw_deploy.export.trace.attention import marked_attention
 from topw_deploy.export.trace.experts import marked_experts
 from topw_deploy.export.trace.mixers import marked_mixers, takes_cache
@@ -372,7 +372,7 @@ def fixed_frequencies(model: torch.nn.Module) -> contextlib.AbstractContextManag
     """Keep rotary frequencies constant inside the block.
 
     The rope types `longrope` and `dynamic` change them for long sequences, which cannot be traced. So the export's
-    context ends where they change (`checkpoint.switching_rope`).
+    context ends where they change (`text_decoder.switching_rope`).
     """
     kinds = [(module, getattr(module, "rope_type", None)) for module in model.modules()]
     return replaced(

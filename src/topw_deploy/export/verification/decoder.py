@@ -177,34 +177,26 @@ def generation_checks(
     prompts: token ids [n] each. The next one is tried if the comparison after one is not conclusive.
     """
     opened = ModelFolder(folder, DecoderManifest, unfinished=True)
+    context = manifest.decoder.context_length
+    prompts = [prompt for prompt in prompts if len(prompt) < context]
     with TopWModel(opened, GraphSession(opened, SessionOptions(provider="cpu", sampler="graph")), 0.0) as model:
-        for name, setting in _SETTINGS:
+        for title, setting in _SETTINGS:
+            name, best = f"generation ({title})", TokenAgreement(0, 0, 0)
             parameters = TopWParameters(**{**asdict(manifest.defaults), **setting})
-            yield _check_generation(f"generation ({name})", model, manifest, reference, geometry, prompts, parameters)
-
-
-def _check_generation(
-    name: str,
-    model: TopWModel,
-    manifest: DecoderManifest,
-    reference: Reference,
-    geometry: Geometry,
-    prompts: Sequence[np.ndarray],
-    parameters: TopWParameters,
-) -> Check | NotCompared:
-    best = TokenAgreement(0, 0, 0)
-    prompts = [prompt for prompt in prompts if len(prompt) < manifest.decoder.context_length]
-    for prompt in prompts:
-        wanted = min(TOKENS, manifest.decoder.context_length - len(prompt))
-        result = model.generate(prompt.tolist(), max_new_tokens=wanted, seed=SEED, **asdict(parameters), **_NO_EDITS)
-        agreement = compare_tokens(result.token_ids, wanted, manifest, reference, geometry, prompt, parameters)
-        if agreement.is_conclusive:
-            ties = f", {agreement.near_ties} on a near-tie" if agreement.near_ties else ""
-            detail = f"{agreement.equal} of {agreement.tokens} tokens{ties}"
-            return Check(name, agreement.wrong == 0, float(agreement.wrong), 0.0, detail)
-        best = max(best, agreement, key=lambda each: each.equal)
-    reason = f"{best.equal} of {best.tokens} tokens are equal, fewer than half: the others are near-ties"
-    return NotCompared(name, f"{reason}, on each of {len(prompts)} prompts")
+            options = {**asdict(parameters), **_NO_EDITS, "seed": SEED}
+            for prompt in prompts:
+                count = min(TOKENS, context - len(prompt))
+                tokens = model.generate(prompt.tolist(), max_new_tokens=count, **options).token_ids
+                agreement = compare_tokens(tokens, count, manifest, reference, geometry, prompt, parameters)
+                best = max(best, agreement, key=lambda found: found.equal)
+                if agreement.is_conclusive:
+                    ties = f", {agreement.near_ties} on a near-tie" if agreement.near_ties else ""
+                    detail = f"{agreement.equal} of {agreement.tokens} tokens{ties}"
+                    yield Check(name, agreement.wrong == 0, float(agreement.wrong), 0.0, detail)
+                    break
+            else:
+                reason = f"{best.equal} of {best.tokens} tokens are equal, fewer than half: the others are near-ties"
+                yield NotCompared(name, f"{reason}, on each of {len(prompts)} prompts")
 
 
 def compare_tokens(

@@ -20,11 +20,10 @@ import numpy as np
 import onnx_ir as ir
 from msgspec.structs import replace
 
-from topw_deploy.errors import TokenizerError, VerificationError
+from topw_deploy.errors import TokenizerError, VerificationError, one_line
 from topw_deploy.export.embedding import stored_array
 from topw_deploy.export.graph import FLOATS
-from topw_deploy.export.quantise.blocks import BlocksShape, StoredRows, dequantise, quantise_weight
-from topw_deploy.export.quantise.experts import keeps_codes
+from topw_deploy.export.quantise.blocks import QuantisedWeight, StoredRows
 from topw_deploy.export.quantise.rounding import Quantisation
 from topw_deploy.export.verification.reference import LogitsProbe, Reference
 from topw_deploy.manifest import (
@@ -50,12 +49,19 @@ def evaluation_text(folder: Path, manifest: DecoderManifest, parameters: int) ->
 
     parameters: the number of weights of the model, which limits the length of the text.
     """
-    is_tiny = manifest.source.get("id") == "tiny"
-    text, name = (_held_out_text(), "the tiny model's held-out text") if is_tiny else _general_text()
-    found = encode(folder, manifest, text)
-    if found is None:
+    from topw_deploy.tiny.corpus import gather_corpus, topic_sections
+
+    text, name = SAMPLE_TEXT, "prose and code"
+    if manifest.source.get("id") == "tiny":  # the documents that the bundled model was not trained on
+        text, name = "\n\n".join(sorted(gather_corpus().held_out)), "the tiny model's held-out text"
+    else:
+        with contextlib.suppress(ImportError):  # some distributions package Python without its manual
+            text = "\n\n".join([text, *topic_sections()])
+            name = "prose, code and Python's reference manual"
+    encoded = encode(folder, manifest, text)
+    if encoded is None:
         return None
-    start, body = _start_and_body(found, manifest.sampler.vocab_size)
+    start, body = encoded
     length = min(_COLUMNS, manifest.decoder.context_length, len(start) + len(body)) - len(start)
     count = min(max(1, token_budget(parameters) // max(1, length)), len(body) // max(1, length))
     if length + len(start) < 2 or count < 1:
@@ -69,15 +75,10 @@ def page_ends(folder: Path, manifest: DecoderManifest, columns: int) -> list[np.
 
     Each begins with the tokenizer's leading special tokens and has at most `columns` tokens.
     """
-    found = encode(folder, manifest, SAMPLE_TEXT)
-    if found is None:
+    encoded = encode(folder, manifest, SAMPLE_TEXT)
+    if encoded is None:
         return []
-    length = min(columns, manifest.decoder.context_length)
-    return first_and_last_tokens(*_start_and_body(found, manifest.sampler.vocab_size), length)
-
-
-def _start_and_body(found: Any, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    return split_special_prefix(found.ids, found.special_tokens_mask, vocab_size)
+    return first_and_last_tokens(*encoded, min(columns, manifest.decoder.context_length))
 
 
 def token_budget(parameters: int) -> int:
@@ -85,10 +86,11 @@ def token_budget(parameters: int) -> int:
     return max(_SMALLEST_BUDGET, min(_LARGEST_BUDGET, _LARGEST_WORK // max(1, 2 * parameters)))
 
 
-def encode(folder: Path, manifest: Manifest, text: str) -> Any:
-    """Encode `text` with the export's tokenizer.json. Returns tokenizers' Encoding, or None without the file.
+def encode(folder: Path, manifest: Manifest, text: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """Encode `text` with the export's tokenizer.json, without ids outside the vocabulary.
 
-    Raises ManifestError if the file was changed, and TokenizerError if it cannot be read.
+    Returns (the leading special tokens, the other tokens), int64 each, or None without the file. Raises ManifestError
+    if the file was changed, and TokenizerError if it cannot be read.
     """
     entry = manifest.files.get("tokenizer.json")
     if entry is None:
@@ -98,30 +100,13 @@ def encode(folder: Path, manifest: Manifest, text: str) -> Any:
     with open_listed(folder, "tokenizer.json", entry) as stream:
         data = stream.read()
     try:
-        return Tokenizer.from_str(data.decode("utf-8")).encode(text)
+        found = Tokenizer.from_str(data.decode("utf-8")).encode(text)
     except Exception as error:  # noqa: BLE001  # the library raises bare Exception
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error, 200)
         raise TokenizerError(
             f"{folder / 'tokenizer.json'} cannot be read ({reason}); export the model again."
         ) from None
-
-
-def _held_out_text() -> str:
-    """The documents that the bundled model was not trained on."""
-    from topw_deploy.tiny.corpus import gather_corpus
-
-    return "\n\n".join(sorted(gather_corpus().held_out))
-
-
-def _general_text() -> tuple[str, str]:
-    """The text for other models, and its name. Some distributions package Python without its manual."""
-    from topw_deploy.tiny.corpus import topic_sections
-
-    try:
-        manual = "\n\n".join(topic_sections())
-    except ImportError:
-        return SAMPLE_TEXT, "prose and code"
-    return f"{SAMPLE_TEXT}\n\n{manual}", "prose, code and Python's reference manual"
+    return split_special_prefix(found.ids, found.special_tokens_mask, manifest.sampler.vocab_size)
 
 
 # Largest increase of the loss in nats per token. For int4 it is five times that of rounding the bundled model to
@@ -279,7 +264,8 @@ if TYPE_CHECKING:
 
 _FLOAT32 = np.dtype(np.float32)
 _FLOAT32_LEVEL = 1  # the accuracy_level of products in float32
-_QMOE_PRODUCTS = "ORT_QMOE_CPU_QNBIT_GEMM"  # environment variable that onnxruntime 1.31 reads
+EXACT_QMOE = ("ORT_QMOE_CPU_QNBIT_GEMM", "fp32")
+"""An environment variable that sessions of onnxruntime 1.31 read: QMoE then computes in float32."""
 _KEY_WEIGHTS = 64  # the number of leading weights that identify an output
 
 
@@ -307,7 +293,7 @@ def dequantise_model(
                 rows = parameter.T if isinstance(module, Conv1D) else parameter  # [outputs, inputs]
                 block_size = scheme.table_block_size(rows.shape[1]) if parameter is table else scheme.block_size
                 how = scheme.table_scheme if id(parameter) in ends else scheme
-                exact = stored is not None and stored.origin(rows.numpy()) is not None
+                exact = stored is not None and stored.find(rows.numpy()) is not None
                 if block_size is not None and not exact and _output_key(rows) not in kept:
                     rows.copy_(torch.from_numpy(round_to_blocks(rows, block_size, how, scales)))
 
@@ -325,8 +311,8 @@ def _dequantise_experts(
     from topw_deploy.export.trace.experts import expert_matrices
 
     def has_kept_codes(matrix: torch.Tensor) -> bool:
-        origin = None if stored is None else stored.origin(matrix.reshape(-1, matrix.shape[2]).numpy())
-        return origin is not None and keeps_codes(origin)
+        found = None if stored is None else stored.find(matrix.reshape(-1, matrix.shape[2]).numpy())
+        return found is not None and found.fits_experts
 
     matrices = [matrix for module in model.modules() for matrix in expert_matrices(module)]
     found = [
@@ -377,62 +363,42 @@ def round_to_blocks(
 ) -> np.ndarray:
     """Quantise and dequantise `rows` [outputs, inputs]. Returns float32. scales: the type in which they are rounded."""
     array = rows.numpy().astype(scales)
-    outputs, inputs = array.shape
-    shape = BlocksShape(outputs, inputs, scheme.bits, block_size, scheme.symmetric)
-    blocks = quantise_weight(lambda start, stop: array[start:stop], shape, array.dtype)
-    return np.ascontiguousarray(dequantise(blocks, shape))
+    read, (outputs, inputs) = (lambda start, stop: array[start:stop]), array.shape
+    weight = QuantisedWeight.rounded(read, (outputs, inputs), array.dtype, block_size, scheme)
+    return np.ascontiguousarray(weight.values())
 
 
 @contextlib.contextmanager
 def exact_copy(folder: Path, manifest: DecoderManifest) -> Iterator[Path]:
     """A context manager that yields a temporary copy of `folder` whose quantised products compute in float32.
 
-    Yields `folder` itself if its products do so already. QMoE of 8 bits has no attribute for this, but an environment
-    variable, which sessions read that are opened inside the context. Data files are hard-linked where possible.
+    Yields `folder` itself if its products do so already. Data files are hard-linked where possible. QMoE of 8 bits has
+    no attribute for this, but the environment variable EXACT_QMOE.
 
     Raises VerificationError if the copy cannot be created beside `folder`.
     """
-    with _environment(_QMOE_PRODUCTS, "fp32"):
-        yield from _open_exact_copy(folder, manifest)
-
-
-def _open_exact_copy(folder: Path, manifest: DecoderManifest) -> Iterator[Path]:
     if manifest.decoder.quantisation.get("accuracy_level", 0) in (0, _FLOAT32_LEVEL):
         yield folder
         return
     try:
-        made = Path(tempfile.mkdtemp(prefix=".topw-exact-", dir=folder.parent))
+        scratch = tempfile.TemporaryDirectory(prefix=".topw-exact-", dir=folder.parent)
     except OSError as error:
         raise VerificationError(
             f"{folder.parent} cannot be written ({error.strerror}), but verification needs a temporary variant of the "
             "graph there; copy the folder and verify the copy."
         ) from error
-    try:
-        for name in manifest.files.keys() - {MODEL_NAME}:
-            (made / name).parent.mkdir(exist_ok=True, parents=True)
+    with scratch as name:
+        made = Path(name)
+        for file in manifest.files.keys() - {MODEL_NAME}:
+            (made / file).parent.mkdir(exist_ok=True, parents=True)
             try:
-                os.link(folder / name, made / name)
+                os.link(folder / file, made / file)
             except OSError:
-                shutil.copyfile(folder / name, made / name)
+                shutil.copyfile(folder / file, made / file)
         model = ir.load(folder / MODEL_NAME)
         for node in model.graph:
             if node.op_type in ("MatMulNBits", "QMoE") and "accuracy_level" in node.attributes:
                 node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", _FLOAT32_LEVEL)
         ir.save(model, made / MODEL_NAME)
-        files = manifest.files | describe_files(made, [MODEL_NAME])
-        save_manifest(made, replace(manifest, files=files))
+        save_manifest(made, replace(manifest, files=manifest.files | describe_files(made, [MODEL_NAME])))
         yield made
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before

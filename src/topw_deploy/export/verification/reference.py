@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from topw_deploy.dtypes import array_name
 from topw_deploy.errors import VerificationError
 from topw_deploy.export.graph import GraphEditor, external_files, required_node_input
-from topw_deploy.export.sampler.attach import NODE_NAME, sampler_node
+from topw_deploy.export.sampler.attach import sampler_node
 from topw_deploy.export.sampler.node import SAMPLER_INPUTS
 from topw_deploy.manifest import MODEL_NAME, DecoderInfo
 from topw_deploy.runtime.inputs import rule_arrays
@@ -265,16 +266,22 @@ class LogitsProbe:
 def _decoder_model(folder: Path) -> ir.Model:
     """The export's graph with the logits and the cache as outputs, and without sampler."""
     model = ir.load(folder / MODEL_NAME)
-    graph = model.graph
-    node = sampler_node(graph)
-    logits = required_node_input(node.inputs[0])
-    editor = GraphEditor(graph, "topw.probe")
+    editor = GraphEditor(model.graph, "topw.probe")
+    logits = required_node_input(sampler_node(model.graph).inputs[0])
     output = editor.op("Identity", [logits], dtype=ir.DataType.FLOAT, shape=["batch", None], name=LOGITS)
-    cache = [value for value in graph.outputs if (value.name or "").startswith("present.")]
+    cache = [value for value in model.graph.outputs if (value.name or "").startswith("present.")]
+    return _cut_graph(model, editor, [output, *cache], lambda name: name not in SAMPLER_INPUTS)
+
+
+def _cut_graph(
+    model: ir.Model, editor: GraphEditor, outputs: Sequence[ir.Value], keeps: Callable[[str], bool]
+) -> ir.Model:
+    """Cut the graph to what these outputs need. keeps: whether an input stays."""
+    graph = model.graph
     graph.outputs.clear()
-    graph.outputs.extend([output, *cache])
+    graph.outputs.extend(outputs)
     RemoveUnusedNodesPass()(model)
-    for value in [value for value in graph.inputs if value.name in SAMPLER_INPUTS]:
+    for value in [value for value in graph.inputs if not keeps(str(value.name))]:
         graph.inputs.remove(value)
     editor.finish()
     return model
@@ -322,27 +329,16 @@ def _sampler_model(folder: Path) -> ir.Model:
     """The export's graph with an input `logits` in place of the decoder."""
     model = ir.load(folder / MODEL_NAME)
     graph = model.graph
-    node = next(node for node in graph if node.name == NODE_NAME)
+    node = sampler_node(graph)
     editor = GraphEditor(graph, "topw.probe")
-    old = node.inputs[0]
-    width = old.shape[-1] if old is not None and old.shape is not None else None
-    vocab = width if isinstance(width, int) else "vocab"
-    # The name of the new input may belong to an output of the decoder.
-    for value in graph.outputs:
+    old = required_node_input(node.inputs[0])
+    width = old.shape[-1] if old.shape is not None else None
+    for value in (*graph.outputs, old):  # the name of the new input may belong to an output of the decoder
         if value.name == "logits":
             value.name = "topw.probe.old_logits"
-    if old is not None and old.name == "logits":
-        old.name = "topw.probe.old_logits"
-    logits = editor.input("logits", ir.DataType.FLOAT, ["batch", vocab])
-    graph.outputs.clear()
-    if old is not None:
-        ir.convenience.replace_all_uses_with(old, logits)  # also by the nodes that `add_defaults` added
-    graph.outputs.extend(node.outputs)
-    RemoveUnusedNodesPass()(model)
-    for value in [value for value in graph.inputs if value.name not in SAMPLER_INPUTS]:
-        graph.inputs.remove(value)
-    editor.finish()
-    return model
+    logits = editor.input("logits", ir.DataType.FLOAT, ["batch", width if isinstance(width, int) else "vocab"])
+    ir.convenience.replace_all_uses_with(old, logits, replace_graph_outputs=True)  # also by `add_defaults`' nodes
+    return _cut_graph(model, editor, node.outputs, lambda name: name in SAMPLER_INPUTS)
 
 
 class Reference(Protocol):
@@ -417,32 +413,23 @@ class OriginalDecoderReference:
         rows = self._run(ids)
         if len(rows) == len(ids):
             return rows
-        return np.concatenate(
-            [self._run(ids[: n + 1]) for n in range(len(ids))]
-        )  # the graph returns only the last logits
+        return np.concatenate([self._run(ids[: n + 1]) for n in range(len(ids))])  # it returns only the last logits
 
     def logits_by_runs(self, ids: np.ndarray, runs: Sequence[int]) -> np.ndarray:
         driver = cache_driver(self._session, self._decoder, "logits")
         driver.start(1)
-        rows, start = [], 0
-        for size in runs:
-            found = driver.step(ids[None, start : start + size], np.ones((1, start + size), np.int64))
-            rows.append(found[0, -1].astype(np.float32))
-            start += size
-        return np.stack(rows)
+        steps = pairwise([0, *np.cumsum(runs).tolist()])
+        found = [driver.step(ids[None, start:end], np.ones((1, end), np.int64)) for start, end in steps]
+        return np.stack([logits[0, -1].astype(np.float32) for logits in found])
 
     def _run(self, ids: np.ndarray) -> np.ndarray:
-        n = len(ids)
+        decoder, n = self._decoder, len(ids)
+        slots = max(n, decoder.buffer_least) if decoder.kv_form == "shared" else 0
         feeds = {
             "input_ids": ids[None],
             "attention_mask": np.ones((1, n), np.int64),
             "position_ids": np.arange(n)[None],
-            **self._empty_caches(n),
+            **empty_states(decoder, 1, slots),
         }
         (logits,) = self._session.run(["logits"], {name: feeds[name] for name in self._inputs})
         return logits[0].astype(np.float32)
-
-    def _empty_caches(self, tokens: int) -> dict[str, np.ndarray]:
-        decoder = self._decoder
-        length = max(tokens, decoder.buffer_least) if decoder.kv_form == "shared" else 0
-        return empty_states(decoder, 1, length)

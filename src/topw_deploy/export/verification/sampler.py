@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +38,7 @@ _TOKENS_PER_CROP = 6  # that are drawn; all of a smaller crop
 _LARGEST_BATCH = 32
 _POOL_VALUES = 8_000_000  # features of pool tokens in a batch; the graph holds several copies of 4 bytes each
 _TOKENS_MEASURED = 48  # whose neighbour bound is checked, against distances to all tokens
+_ANSWERS = ("kept sets", "tokens", "certificates")
 _BLOCK = 2048  # tokens to which distances are computed at once
 
 
@@ -47,17 +49,17 @@ class _Tally:
     rows: all rows.
     ties: rows on a tie, which are not judged, or not their token.
     uncertified: judged rows without a certificate.
-    kept_sets, tokens, certificates: rows in which these are wrong.
+    wrong: the number of rows in which each answer is wrong.
     worst_logprob: the largest difference of a log-probability.
+    needs_certificates: whether a missing certificate is wrong; under Top-W, it only costs time.
     """
 
     rows: int = 0
     ties: int = 0
     uncertified: int = 0
-    kept_sets: int = 0
-    tokens: int = 0
-    certificates: int = 0
+    wrong: Counter[str] = field(default_factory=Counter)
     worst_logprob: float = 0.0
+    needs_certificates: bool = False
 
     @property
     def has_enough(self) -> bool:
@@ -69,32 +71,38 @@ class _Tally:
         """The number of judged rows."""
         return self.rows - self.ties
 
-    @property
-    def wrong(self) -> dict[str, int]:
-        """The numbers of wrong answers, by what is wrong."""
-        return {"kept sets": self.kept_sets, "tokens": self.tokens, "certificates": self.certificates}
-
     def add_all(self, answers: Iterable[tuple[SampledRow, dict[str, np.ndarray]]]) -> None:
-        for wanted, found in answers:
-            self.add(wanted, found)
+        """Judge rows. answers: the reference's and the node's outputs, of each row."""
+        for expected, found in answers:
+            self._add(expected, found)
 
-    def add(self, wanted: SampledRow, found: dict[str, np.ndarray]) -> None:
-        """Judge one row. wanted: the reference's answer; found: the node's outputs."""
+    def _add(self, expected: SampledRow, found: dict[str, np.ndarray]) -> None:
         self.rows += 1
-        if wanted.ties.allow_other_set(FLOAT32_TIES):
+        if expected.ties.allow_other_set(FLOAT32_TIES):
             self.ties += 1
             return
-        self.uncertified += not wanted.certified
-        self.kept_sets += bool(found["kept"] != wanted.kept)
-        # A certificate that is missing is not wrong: it only costs time.
-        false_claim = bool(found["certified"]) and not wanted.certified
-        self.certificates += false_claim and not wanted.ties.allow_other_certified(FLOAT32_TIES)
-        if wanted.draw_margin <= FLOAT32_TIES.draw:
+        self.uncertified += not expected.certified
+        self.wrong["kept sets"] += bool(found["kept"] != expected.kept)
+        if found["certified"] != expected.certified and not expected.ties.allow_other_certified(FLOAT32_TIES):
+            self.wrong["certificates"] += bool(found["certified"]) or self.needs_certificates
+        if expected.draw_margin <= FLOAT32_TIES.draw:
             self.ties += 1
-        elif found["next_token"] != wanted.next_token:
-            self.tokens += 1
+        elif found["next_token"] != expected.next_token:
+            self.wrong["tokens"] += 1
         else:  # NaN if one is, and the check then fails
-            self.worst_logprob = float(np.maximum(self.worst_logprob, abs(float(found["logprob"]) - wanted.logprob)))
+            difference = abs(float(found["logprob"]) - expected.logprob)
+            self.worst_logprob = float(np.maximum(self.worst_logprob, difference))
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A row of logits to sample. index: its place among the logits; answer: the reference's."""
+
+    index: int
+    parameters: TopWParameters
+    uniform: float
+    answer: SampledRow
+    rule: RuleParameters | None = None
 
 
 def sampler_checks(
@@ -126,7 +134,7 @@ def sampler_checks(
     masked.add_all(_answer_pairs(probe, sampler, defaults, geometry, logits, random_masks(logits)))
     if masked.compared < FEWEST_MASKED:
         masked.add_all(_answer_pairs(probe, sampler, defaults, geometry, made, random_masks(made)))
-    wrong = {name: count + masked.wrong[name] for name, count in unmasked.wrong.items()}
+    wrong = {name: unmasked.wrong[name] + masked.wrong[name] for name in _ANSWERS}
     detail = (
         f"{unmasked.rows} rows, {unmasked.rows - given} of constructed logits, {unmasked.uncertified} without a "
         f"certificate, {unmasked.ties} on a tie; {masked.rows} rows under a mask, {masked.ties} on a tie"
@@ -201,27 +209,35 @@ def _answer_pairs(
 
     masks: int32 [n, words], one for each row of `logits`; only the first _MASKED_SETTINGS are then compared.
     """
-    cases: list[tuple[int, TopWParameters, float, SampledRow]] = []
+    cases = []
     for setting in _settings(sampler)[: None if masks is None else _MASKED_SETTINGS]:
         parameters = TopWParameters(**{**asdict(defaults), **setting})
         for index, row in enumerate(logits):
             allowed = None if masks is None else masks[index]
             first = sample_row(row, parameters, sampler.options, geometry, 0.5, allowed=allowed)
             for uniform in _interval_middles(row, first, parameters):
-                cases.append((index, parameters, uniform, _redraw(first, row, parameters, uniform)))
+                cases.append(_Case(index, parameters, uniform, _redraw(first, row, parameters, uniform)))
     row_values = min(sampler.options.top_m, sampler.vocab_size) * (sampler.hidden_size or 1)
-    batch = max(1, min(_LARGEST_BATCH, _POOL_VALUES // row_values))
+    yield from _run_cases(probe, cases, logits, masks, max(1, min(_LARGEST_BATCH, _POOL_VALUES // row_values)))
+
+
+def _run_cases(
+    probe: SamplerProbe, cases: list[_Case], logits: np.ndarray, masks: np.ndarray | None, batch: int
+) -> Iterator[tuple[SampledRow, dict[str, np.ndarray]]]:
+    """Yield the answers of the reference and the graph for each case, in pairs. Runs `batch` rows at once."""
     for start in range(0, len(cases), batch):
         part = cases[start : start + batch]
-        rows = [index for index, *_ in part]
+        rows = [case.index for case in part]
+        rules = [case.rule for case in part if case.rule is not None]
         results = probe.run(
             logits[rows],
-            [asdict(p) for _, p, _, _ in part],
-            [u for _, _, u, _ in part],
+            [asdict(case.parameters) for case in part],
+            [case.uniform for case in part],
             None if masks is None else masks[rows],
+            rules or None,
         )
-        for number, (*_, wanted) in enumerate(part):
-            yield wanted, {name: value[number] for name, value in results.items()}
+        for number, case in enumerate(part):
+            yield case.answer, {name: value[number] for name, value in results.items()}
 
 
 def _redraw(row: SampledRow, logits: np.ndarray, parameters: TopWParameters, uniform: float) -> SampledRow:
@@ -324,32 +340,23 @@ def rule_checks(
     if not carried:
         return
     cases = [
-        (rule, TopWParameters(**{**asdict(defaults), "temperature": temperature}), uniform)
+        _Case(index, parameters, uniform, _rule_answer(row, parameters, uniform, rule), rule)
+        for index, row in enumerate(logits)
         for rule in carried
-        for temperature in (1.0, 1.7)
+        for parameters in (replace(defaults, temperature=temperature) for temperature in (1.0, 1.7))
         for uniform in _UNIFORM
     ]
-    wrong, ties, worst = 0, 0, 0.0
-    for row in logits:
-        rules, parameters, uniform = (list(column) for column in zip(*cases, strict=True))
-        found = probe.run(np.repeat(row[None], len(cases), 0), [asdict(p) for p in parameters], uniform, None, rules)
-        for index, (rule, chosen, u) in enumerate(cases):
-            wanted = sample_row(row, chosen, uniform=u, rule=rule.code, rule_values=rule.values)
-            if wanted.ties.allow_other_set(FLOAT32_TIES) or wanted.draw_margin <= FLOAT32_TIES.draw:
-                ties += 1
-                continue
-            answer = {name: value[index] for name, value in found.items()}
-            wrong += not _is_same(wanted, answer)
-            # NaN if one is, and the check then fails
-            worst = float(np.maximum(worst, abs(float(answer["logprob"]) - wanted.logprob)))
-    detail = f"{len(logits) * len(cases)} rows, {len(carried)} rules, {ties} on a tie"
-    if len(logits) * len(cases) - ties < FEWEST_RULE_ROWS and not wrong:
+    tally = _Tally(needs_certificates=True)
+    tally.add_all(_run_cases(probe, cases, logits, None, len(cases) // len(logits)))
+    wrong = sum(tally.wrong.values())
+    detail = f"{tally.rows} rows, {len(carried)} rules, {tally.ties} on a tie"
+    if tally.compared < FEWEST_RULE_ROWS and not wrong:
         yield NotCompared(f"{title} rules", f"at least {FEWEST_RULE_ROWS} rows without a tie are needed ({detail})")
         return
     yield Check(f"{title} rules", wrong == 0, float(wrong), 0.0, detail)
+    worst = tally.worst_logprob
     yield Check(f"{title} rules' log-probabilities", worst <= LOGPROB_BOUND, worst, LOGPROB_BOUND, detail)
 
 
-def _is_same(wanted: SampledRow, found: dict[str, np.ndarray]) -> bool:
-    names = ("kept", "certified", "next_token")
-    return all(found[name] == getattr(wanted, name) for name in names)
+def _rule_answer(row: np.ndarray, parameters: TopWParameters, uniform: float, rule: RuleParameters) -> SampledRow:
+    return sample_row(row, parameters, uniform=uniform, rule=rule.code, rule_values=rule.values)

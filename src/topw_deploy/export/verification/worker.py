@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,10 @@ from topw_deploy.dtypes import array_name
 from topw_deploy.errors import TopWError
 from topw_deploy.export.quantise.blocks import StoredRows
 from topw_deploy.export.quantise.rounding import Quantisation
-from topw_deploy.export.source.configuration import text_part
-from topw_deploy.export.verification.decoder import decoder_checks
+from topw_deploy.export.source.files import read_json, text_part
+from topw_deploy.export.verification.decoder import decoder_checks, generation_checks
 from topw_deploy.export.verification.quantised import (
+    EXACT_QMOE,
     dequantise_model,
     encode,
     evaluation_text,
@@ -40,7 +43,7 @@ from topw_deploy.export.verification.reference import (
 )
 from topw_deploy.export.verification.run import PairDistance, Result, format_result, record_of
 from topw_deploy.export.verification.sampler import check_bound, graph_geometry, rule_checks, sampler_checks
-from topw_deploy.manifest import DecoderManifest, NotCompared, load_decoder_manifest, open_listed
+from topw_deploy.manifest import DecoderManifest, NotCompared, load_decoder_manifest
 from topw_deploy.progress import peak_bytes
 from topw_deploy.runtime.ort.native import operator_library
 from topw_deploy.sampling import Geometry, median_distance
@@ -78,9 +81,15 @@ def run(task: dict[str, Any]) -> Iterator[Result]:
     """Run all checks of a task. Yields each result once it is known."""
     folder = Path(task["folder"])
     manifest = load_decoder_manifest(folder, unfinished=True)
-    reference = _open_reference(task, manifest)
+    reference: Reference | None = None
+    if task.get("onnx"):
+        reference = OriginalDecoderReference(Path(task["onnx"]), manifest.decoder)
+    elif task.get("checkpoint"):
+        dtype, layers = array_name(manifest.decoder.kv_dtype), task.get("num_hidden_layers")
+        reference = TorchReference(Path(task["checkpoint"]), dtype, layers, bool(task.get("trust_remote_code")))
     if manifest.decoder.quantisation and isinstance(reference, TorchReference):
         yield from _check_quantisation(task, folder, manifest, reference)
+    os.environ.update([EXACT_QMOE])  # read by the sessions of the process that are opened from now on
     with exact_copy(folder, manifest) as compared:
         yield from _run_checks(task, compared, manifest, reference)
 
@@ -118,8 +127,6 @@ def _run_checks(
     elif probe is None:
         yield NotCompared("generation", f"{decoder.kv_dtype} cannot run on a CPU")
     else:
-        from topw_deploy.export.verification.decoder import generation_checks
-
         yield from generation_checks(folder, manifest, reference, geometry, sequences[::-1])
 
 
@@ -169,18 +176,6 @@ def _check_native_sampler(
     yield from rule_checks(probe, manifest.defaults, logits, "native sampler", manifest.sampler.rules)
 
 
-def _open_reference(task: dict[str, Any], manifest: DecoderManifest) -> Reference | None:
-    """Open the source of the export; None if the task names none."""
-    if task.get("onnx"):
-        return OriginalDecoderReference(Path(task["onnx"]), manifest.decoder)
-    if task.get("checkpoint"):
-        dtype = array_name(manifest.decoder.kv_dtype)
-        return TorchReference(
-            Path(task["checkpoint"]), dtype, task.get("num_hidden_layers"), bool(task.get("trust_remote_code"))
-        )
-    return None
-
-
 def _test_sequences(folder: Path, manifest: DecoderManifest) -> list[np.ndarray]:
     """Four token sequences of different lengths, longest first.
 
@@ -188,12 +183,12 @@ def _test_sequences(folder: Path, manifest: DecoderManifest) -> list[np.ndarray]
     to _LONGEST_WINDOW tokens.
     """
     longest = _LONGEST
-    window = _sliding_window(folder, manifest)
-    if window is not None and window <= _LONGEST_WINDOW:
+    window = text_part(read_json(folder / "config.json")).get("sliding_window")
+    if isinstance(window, int) and window <= _LONGEST_WINDOW:
         longest = max(longest, window + 16)
     longest = min(longest, manifest.decoder.context_length - 16) if manifest.decoder.context_length > 32 else 8
     vocab = manifest.sampler.vocab_size
-    text = _text_ids(folder, manifest)
+    text = np.concatenate(encode(folder, manifest, _TEXT) or [np.empty(0, np.int64)])
     noise = np.random.default_rng(0).integers(0, vocab, longest)
     first = np.concatenate([text, noise])[:longest]
     lengths = sorted({longest, max(2, longest // 2), max(2, longest // 9), 1}, reverse=True)
@@ -202,23 +197,6 @@ def _test_sequences(folder: Path, manifest: DecoderManifest) -> list[np.ndarray]
         + [np.roll(first, -5)[:length].copy() for length in lengths[1:-1]]
         + [text[:1] if len(text) else first[:1]]
     )
-
-
-def _sliding_window(folder: Path, manifest: DecoderManifest) -> int | None:
-    """`sliding_window` of the export's config.json; None without a usable one."""
-    try:
-        with open_listed(folder, "config.json", manifest.files["config.json"]) as stream:
-            window = text_part(json.loads(stream.read().decode("utf-8"))).get("sliding_window")
-    except (KeyError, ValueError, AttributeError, RecursionError):
-        return None
-    return window if isinstance(window, int) else None
-
-
-def _text_ids(folder: Path, manifest: DecoderManifest) -> np.ndarray:
-    """The tokens of _TEXT, int64 [n], without ids outside the vocabulary; [0] without a tokenizer."""
-    vocab = manifest.sampler.vocab_size
-    found = encode(folder, manifest, _TEXT)
-    return np.asarray([token for token in (found.ids if found else ()) if token < vocab], dtype=np.int64)
 
 
 def _sampler_logits(
@@ -230,16 +208,11 @@ def _sampler_logits(
     """
     ids = sequences[0]
     lengths = sorted({int(n) for n in np.linspace(1, len(ids), 4)})
-    if probe is not None:
-        probe.start(1)
-        rows, past = [], 0
-        for length in lengths:
-            rows.append(probe.step(ids[None, past:length], np.ones((1, length), np.int64))[0])
-            past = length
-        return np.stack(rows)
-    if reference is not None:
-        return reference.logits(ids)[[length - 1 for length in lengths]]
-    return None
+    if probe is None:
+        return None if reference is None else reference.logits(ids)[[length - 1 for length in lengths]]
+    probe.start(1)
+    steps = pairwise([0, *lengths])
+    return np.stack([probe.step(ids[None, past:end], np.ones((1, end), np.int64))[0] for past, end in steps])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The verification process' lines, and what becomes of its results."""
+"""Results of a verification: counted, printed, measured, and brought from the process that makes them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ from pathlib import Path
 from typing import IO, Any
 
 import msgspec
+import numpy as np
 import pytest
 
+from tests.support.toy_model import BOS, VOCAB, Toy, byte_tokenizer, export
 from topw_deploy.errors import VerificationError
 from topw_deploy.export.options import ExportOptions
 from topw_deploy.export.source.resolve import Source
 from topw_deploy.export.verification import run as in_subprocess
 from topw_deploy.export.verification import worker
-from topw_deploy.export.verification.run import LEFT_PADDED, Result, format_result, record_of
-from topw_deploy.manifest import Check, NotCompared, Verification
+from topw_deploy.export.verification.quantised import page_ends
+from topw_deploy.export.verification.run import LEFT_PADDED, PairDistance, Result, format_result, record_of
+from topw_deploy.manifest import Check, NotCompared, Note, Verification, load_decoder_manifest
 from topw_deploy.progress import SILENT, Progress
+from topw_deploy.sampling import Geometry, TopWOptions, median_distance
+from topw_deploy.sampling.geometry import SAMPLE_TEXT
 
-GOOD = Check("prefill logits", True, 1e-7, 1e-4, "64 tokens")
+GOOD = Check("prefill", True, 1e-7, 1e-4, "torch")
 
 
 def verify(onnx: Path | None) -> tuple[Verification, bool, int]:
@@ -56,6 +61,29 @@ def test_another_failure_beside_padding_ends_the_export(monkeypatch: pytest.Monk
     monkeypatch.setattr(in_subprocess, "run_checks", lambda *_rest: (record_of(failed), 5))
     with pytest.raises(VerificationError, match="2 of 2 checks failed"):
         verify(Path("model.onnx"))
+
+
+BAD = Check("decode", False, 1.0, 1e-4, "4 steps")
+MISSING, NOTE = NotCompared("generation", "the source is not available"), Note("kept sets", "24 of 32 equal")
+
+
+@pytest.mark.parametrize(
+    ("results", "status"),
+    [([GOOD], "passed"), ([GOOD, NOTE], "passed"), ([GOOD, MISSING], "partial"), ([GOOD, BAD], "partial")],
+)
+def test_only_what_was_compared_and_passed_counts_as_passed(results: list[Result], status: str) -> None:
+    verification = record_of(results)
+    assert verification.status == status
+    assert [*verification.checks, *verification.not_compared, *verification.notes] == results
+
+
+def test_each_kind_of_result_has_a_mark_of_its_own() -> None:
+    assert [format_result(result) for result in (GOOD, BAD, MISSING, NOTE)] == [
+        "  -[✓] prefill: 1e-07 (bound 0.0001; torch)",
+        "  -[x] decode: 1 (bound 0.0001; 4 steps)",
+        "  -[-] generation: not compared, the source is not available",
+        "  -[i] kept sets: 24 of 32 equal",
+    ]
 
 
 WAITS = """
@@ -110,3 +138,53 @@ def test_what_a_models_own_code_prints_is_not_taken_for_a_result(
     assert msgspec.convert(answer["verification"], Verification) == record_of([result])
     assert answer["peak"] > 0
     assert printed.err == "The attention mask was not set.\n"
+
+
+TOY = Toy.random(1, options=TopWOptions(top_m=64, metric="mahalanobis"))
+
+
+class Bigrams:
+    """A reference whose logits depend on the last token alone."""
+
+    name = "bigrams"
+
+    def logits(self, ids: np.ndarray) -> np.ndarray:
+        return TOY.follow[ids].astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export(tmp_path_factory.mktemp("toy") / "out", TOY, tokenizer=byte_tokenizer(bos=True))
+
+
+def test_the_text_is_the_beginning_and_the_end_of_a_page_each_behind_bos(folder: Path) -> None:
+    manifest = load_decoder_manifest(folder)
+    first, last = page_ends(folder, manifest, 40)
+    whole, again = page_ends(folder, manifest, 10**6)  # cut to the context
+    assert (len(first), len(last), len(whole)) == (40, 40, manifest.decoder.context_length)
+    assert first[0] == last[0] == BOS
+    assert first.tolist() == whole[:40].tolist()
+    assert last[1:].tolist() == again[-39:].tolist()
+    assert first[1:].tolist() != last[1:].tolist()
+    assert len(SAMPLE_TEXT) > 10 * 40
+
+
+def test_a_folder_without_a_tokenizer_has_no_text_and_no_median(tmp_path: Path) -> None:
+    folder = export(tmp_path / "out", TOY)
+    manifest = load_decoder_manifest(folder)
+    del manifest.files["tokenizer.json"]
+    assert page_ends(folder, manifest, 40) == []
+    geometry = Geometry.from_embeddings(TOY.embeddings, "mahalanobis")
+    assert list(worker._measure_pair_distance(folder, manifest, Bigrams(), geometry)) == []  # type: ignore[arg-type]
+
+
+def test_the_median_is_of_the_references_logits_on_that_text_and_reaches_the_manifest(folder: Path) -> None:
+    manifest = load_decoder_manifest(folder)
+    geometry = Geometry.from_embeddings(TOY.embeddings, "mahalanobis")
+    (found,) = worker._measure_pair_distance(folder, manifest, Bigrams(), geometry)  # type: ignore[arg-type]
+    rows = [row for ids in page_ends(folder, manifest, 64) for row in Bigrams().logits(ids)]
+    assert len(rows) == 128
+    assert found.median == median_distance(geometry, rows)
+    assert 0 < found.median < geometry.distances(np.arange(VOCAB), np.arange(VOCAB)).max()
+    assert record_of([found]).median_distance == found.median
+    assert format_result(PairDistance(21.3456)) == "  -[i] median distance of likely pairs: 21.35"

@@ -1,0 +1,218 @@
+"""Find the weights of a graph that can be quantised: of products, of the token table, and of experts."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import onnx_ir as ir
+
+from topw_deploy.errors import ParameterError, UnsupportedModelError
+from topw_deploy.export.embedding import EmbeddingNode, find_embedding
+from topw_deploy.export.graph import ROUTER_PROPERTY, LazyWeight, Read, number_attribute, stored_tensor
+from topw_deploy.export.quantise.rounding import Quantisation
+
+DOMAIN = "com.microsoft"
+MOE_MATRICES = (2, 4)
+"""The inputs of MoE that are matrices; the input after each is its bias."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product data @ weight, with a bias if there is one.
+
+    nodes: the product's nodes in order; the last one makes the output.
+    weight, tensor: the initializer and its data, [outputs, inputs] if `by_output`, else [inputs, outputs].
+    bias: [outputs], or None.
+    """
+
+    nodes: tuple[ir.Node, ...]
+    weight: ir.Value
+    tensor: ir.TensorProtocol
+    by_output: bool
+    bias: ir.Value | None = None
+
+    @property
+    def data(self) -> ir.Value | None:
+        """The left factor in the current graph, in which earlier replacements may have changed it."""
+        return self.nodes[0].inputs[0]
+
+    @property
+    def outputs(self) -> int:
+        return int(self.tensor.shape[0 if self.by_output else 1])
+
+    @property
+    def inputs(self) -> int:
+        return int(self.tensor.shape[1 if self.by_output else 0])
+
+    @property
+    def names(self) -> tuple[str | None, ...]:
+        """The names that exclude patterns can match."""
+        return self.nodes[0].name, self.weight.name
+
+    @property
+    def chooses_experts(self) -> bool:
+        return any(ROUTER_PROPERTY in node.metadata_props for node in self.nodes)
+
+
+def find_products(graph: ir.Graph) -> list[Product]:
+    """Return the MatMul and Gemm nodes with a constant float matrix on the right, in the order of the graph."""
+    found = (_match_product(node) for node in graph if node.domain == "" and node.op_type in ("MatMul", "Gemm"))
+    return [product for product in found if product is not None]
+
+
+def _match_product(node: ir.Node) -> Product | None:
+    found = _match_matrix(node.inputs[1])
+    if node.inputs[0] is None or found is None:
+        return None
+    weight, tensor, by_output = found
+    if node.op_type == "MatMul":
+        product = Product((node,), weight, tensor, by_output)
+        uses = node.outputs[0].uses()
+        if len(uses) != 1 or node.outputs[0].is_graph_output():
+            return product
+        add, position = uses[0]
+        bias = add.inputs[1 - position] if (add.domain, add.op_type) == ("", "Add") else None
+        return replace(product, nodes=(node, add), bias=bias) if _is_bias(bias, product.outputs) else product
+    bias = node.inputs[2] if len(node.inputs) > 2 else None
+    product = Product((node,), weight, tensor, by_output != bool(number_attribute(node, "transB", 0)), bias)
+    if number_attribute(node, "transA", 0) or number_attribute(node, "alpha", 1) != 1:
+        return None
+    if bias is not None and (number_attribute(node, "beta", 1) != 1 or not _is_bias(bias, product.outputs)):
+        return None
+    return product
+
+
+def _match_matrix(value: ir.Value | None) -> tuple[ir.Value, ir.TensorProtocol, bool] | None:
+    if value is None:
+        return None
+    tensor = stored_tensor(value, 2)
+    if tensor is not None:
+        return value, tensor, False
+    node = value.producer()
+    source = node.inputs[0] if node is not None and (node.domain, node.op_type) == ("", "Transpose") else None
+    tensor = stored_tensor(source, 2)
+    if node is None or source is None or tensor is None:
+        return None
+    permutation = node.attributes["perm"].as_ints() if "perm" in node.attributes else (1, 0)
+    return (source, tensor, True) if tuple(permutation) == (1, 0) else None
+
+
+def _is_bias(value: ir.Value | None, outputs: int) -> bool:
+    tensor = stored_tensor(value, 1)
+    return tensor is not None and int(tensor.shape[0]) == outputs
+
+
+@dataclass(frozen=True)
+class ExpertWeight:
+    """One matrix of all experts of a layer, [experts, outputs, inputs].
+
+    node: the MoE or Gather node that uses it.
+    place: the input of `node`.
+    value, tensor: the initializer and its data.
+    """
+
+    node: ir.Node
+    place: int
+    value: ir.Value
+    tensor: ir.TensorProtocol
+
+    @property
+    def names(self) -> tuple[str | None, ...]:
+        """The names that exclude patterns can match."""
+        return self.node.name, self.value.name
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """(experts, outputs, inputs)."""
+        experts, outputs, inputs = (int(size) for size in self.tensor.shape)
+        return experts, outputs, inputs
+
+    def rows(self) -> LazyWeight:
+        """The matrices of all experts as one, [experts * outputs, inputs], which reads whole experts."""
+        experts, outputs, inputs = self.sizes
+        tensor = self.tensor
+
+        def whole() -> ir.TensorProtocol:
+            return ir.Tensor(tensor.numpy().reshape(-1, inputs), dtype=tensor.dtype)
+
+        def read(source: Read, index: slice) -> np.ndarray:
+            first, last = index.start // outputs, math.ceil(index.stop / outputs)
+            part = source(slice(first, last)).reshape(-1, inputs)
+            return np.asarray(part[index.start - first * outputs : index.stop - first * outputs])
+
+        kept = partial(read, tensor.read) if isinstance(tensor, LazyWeight) and tensor.read is not None else None
+        return LazyWeight((id(tensor), "rows"), tensor.dtype, (experts * outputs, inputs), whole, kept, self.value.name)
+
+
+def _find_experts(graph: ir.Graph) -> Iterator[ExpertWeight]:
+    """The experts' matrices that are initializers, in the order of the graph."""
+    for node in graph:
+        places: tuple[int, ...] = ()
+        if (node.domain, node.op_type) == (DOMAIN, "MoE"):
+            places = MOE_MATRICES
+        elif (node.domain, node.op_type) == ("", "Gather") and number_attribute(node, "axis", 0) == 0:
+            places = (0,)
+        for place in places:
+            value = node.inputs[place]
+            tensor = stored_tensor(value, 3)
+            if value is not None and tensor is not None:
+                yield ExpertWeight(node, place, value, tensor)
+
+
+@dataclass(frozen=True)
+class QuantisableWeights:
+    """The weights of a graph that can be quantised.
+
+    products: the products, except those that choose experts.
+    embedding: the token table's lookup, if the table is a float initializer.
+    head: the last product if it has one output per logit, else None. The token table may have more rows.
+    """
+
+    products: list[Product]
+    embedding: EmbeddingNode | None
+    experts: list[ExpertWeight]
+    head: Product | None
+
+    @classmethod
+    def of(cls, graph: ir.Graph) -> QuantisableWeights:
+        logits = next((value.shape for value in graph.outputs if value.name == "logits"), None)
+        products = [product for product in find_products(graph) if not product.chooses_experts]
+        has_head = bool(products) and logits is not None and products[-1].outputs == logits[-1]
+        head = products[-1] if has_head else None
+        embedding: EmbeddingNode | None = None
+        with contextlib.suppress(UnsupportedModelError):
+            embedding = find_embedding(graph)
+        if embedding is not None:
+            is_float = stored_tensor(embedding.data[0], 2) is not None
+            embedding = embedding if is_float and embedding.node.op_type == "Gather" else None
+        return cls(products, embedding, list(_find_experts(graph)), head)
+
+    def excluded(self, scheme: Quantisation) -> set[int]:
+        """Return the ids of weights that a pattern excludes, by their name or by the name of a node that uses them.
+
+        So a pattern that matches a tied head also excludes the table.
+        """
+        return {id(weight) for weight, names in self._uses() if scheme.excludes(*names)}
+
+    def check_patterns(self, scheme: Quantisation) -> None:
+        """Raises ParameterError for a pattern of `scheme.exclude` that matches no name."""
+        known = [name for _, names in self._uses() for name in names]
+        for pattern in scheme.exclude:
+            if not replace(scheme, exclude=(pattern,)).excludes(*known):
+                some = ", ".join(sorted({name for name in known if name})[:5])
+                raise ParameterError(
+                    f"the pattern {pattern!r} matches no node or weight to be quantised; their names are {some}, ...",
+                    "exclude_nodes",
+                )
+
+    def _uses(self) -> list[tuple[ir.Value, tuple[str | None, ...]]]:
+        uses = [(product.weight, product.names) for product in self.products]
+        uses += [(weight.value, weight.names) for weight in self.experts]
+        if self.embedding is not None:
+            uses.append((self.embedding.data[0], (self.embedding.node.name, self.embedding.data[0].name)))
+        return uses
