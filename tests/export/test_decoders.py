@@ -33,6 +33,7 @@ from topw_deploy.export.trace.placeholders import attention_placeholders
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.export.traced_decoder import lower
 from topw_deploy.export.verification import worker
+from topw_deploy.export.verification.quantised import EXACT_QMOE
 from topw_deploy.export.verification.reference import CacheDriver
 from topw_deploy.manifest import Check, load_decoder_manifest
 
@@ -183,8 +184,9 @@ def test_inputs_and_operators_are_those_of_the_lowering(each: str, lowering: str
 @pytest.mark.long
 @pytest.mark.parametrize("each", sampled(FAMILIES, SAMPLE, LONG))
 def test_every_check_of_the_verification_passes(
-    each: str, exported: Callable[[str], Path], checkpoint: Callable[[str], Path]
+    each: str, exported: Callable[[str], Path], checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(*EXACT_QMOE)  # the worker sets it for its process
     folder = exported(each)
     task = {"folder": str(folder), "checkpoint": str(checkpoint(each))}
     results = list(worker.run(task))

@@ -12,10 +12,7 @@ import onnx_ir as ir
 import pytest
 
 from tests.support.tiny_models import VOCAB, export, make_model, write_decoder, write_tokenizer
-from topw_deploy.errors import (
-    ParameterError,
-    TokenizerError,
-)
+from topw_deploy.errors import ParameterError, TokenizerError
 from topw_deploy.export import export_model
 from topw_deploy.export.sampler.node import OP_TYPE
 from topw_deploy.manifest import MANIFEST_NAME, load_manifest
@@ -127,25 +124,19 @@ def test_an_export_without_any_default_verifies(tmp_path: Path, checkpoint: Call
 
 
 @pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("llama_tied", {}), ("gemma3", {}), ("gemma3", {"target": "tensorrt", "max_length": 64})],  # norms in float32
+)
 def test_a_half_precision_export_reports_its_activations_and_verifies(
-    tmp_path: Path, checkpoint: Callable[[str], Path]
+    tmp_path: Path, checkpoint: Callable[[str], Path], family: str, settings: dict[str, Any]
 ) -> None:
-    report = export(checkpoint("llama_tied"), tmp_path / "out", dtype="fp16", verify=True)
+    report = export(checkpoint(family), tmp_path / "out", dtype="fp16", verify=True, **settings)
     manifest = load_manifest(tmp_path / "out")
     assert manifest.decoder is not None
     assert manifest.decoder.kv_dtype == "float16"
     assert manifest.verification.status == "passed"
-    assert report.notices == ("no activation exceeded float16's range on the sample text",)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("settings", [{}, {"target": "tensorrt", "max_length": 64}])
-def test_half_precision_with_norms_in_float32_verifies(
-    tmp_path: Path, checkpoint: Callable[[str], Path], settings: dict[str, Any]
-) -> None:
-    export(checkpoint("gemma3"), tmp_path / "out", dtype="fp16", verify=True, **settings)
-    assert load_manifest(tmp_path / "out").verification.status == "passed"
+    assert report.notices[0] == "no activation exceeded float16's range on the sample text"
 
 
 @pytest.mark.slow
@@ -282,8 +273,15 @@ def test_a_decoder_with_group_query_attention_does_not_allow_left_padding(tmp_pa
     assert not load_decoder(folder / "model.onnx", folder).info.left_padding
 
 
-@pytest.mark.parametrize("name", ["dtype", "opset", "kv", "target", "num_hidden_layers"])
-def test_options_of_a_trace_are_refused_for_an_existing_graph(tmp_path: Path, foreign_decoder: Path, name: str) -> None:
-    value = {"dtype": "fp16", "opset": 24, "kv": "concat", "target": "onnxruntime", "num_hidden_layers": 1}[name]
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("dtype", "fp16"), ("opset", 24), ("kv", "concat"), ("target", "onnxruntime"), ("num_hidden_layers", 1)),
+        ("max_shard_size", "1MB"),
+    ],
+)
+def test_options_of_a_trace_are_refused_for_an_existing_graph(
+    tmp_path: Path, foreign_decoder: Path, name: str, value: object
+) -> None:
     with pytest.raises(ParameterError, match=f"leave --{name.replace('_', '-')} out"):
         export(foreign_decoder, tmp_path / "out", **{name: value})

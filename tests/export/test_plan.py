@@ -140,11 +140,6 @@ def test_an_invalid_size_is_refused(tmp_path: Path, size: int | str) -> None:
         export_model("tiny", tmp_path, max_shard_size=size)
 
 
-def test_an_onnx_decoder_cannot_be_sharded_again(tmp_path: Path, foreign_decoder: Path) -> None:
-    with pytest.raises(ParameterError, match="leave --max-shard-size out"):
-        export(foreign_decoder, tmp_path / "out", max_shard_size="1MB")
-
-
 def test_the_required_space_is_that_of_all_files(
     tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

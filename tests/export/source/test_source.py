@@ -57,28 +57,26 @@ def test_a_folder_with_weights_is_traced(tmp_path: Path) -> None:
     assert (source.route, source.folder) == ("trace", tmp_path)
 
 
-@pytest.mark.parametrize("name", ["model.onnx", "anything.onnx", "onnx/model.onnx"])
-def test_a_folder_with_a_graph_is_imported(tmp_path: Path, name: str) -> None:
-    source = resolve(str(touch(tmp_path, "config.json", name)))
-    assert (source.route, source.onnx, source.folder) == ("import", tmp_path / name, tmp_path)
-
-
-def test_a_graph_file_can_be_named_directly(tmp_path: Path) -> None:
-    source = resolve(str(touch(tmp_path, "a.onnx", "b.onnx") / "b.onnx"))
-    assert source.onnx == tmp_path / "b.onnx"
-
-
-def test_the_graph_in_genai_config_is_used(tmp_path: Path) -> None:
-    touch(tmp_path, "a.onnx", "b.onnx")
-    (tmp_path / "genai_config.json").write_text(json.dumps({"model": {"decoder": {"filename": "b.onnx"}}}))
-    assert resolve(str(tmp_path)).onnx == tmp_path / "b.onnx"
-
-
-def test_a_graph_outside_the_folder_in_genai_config_is_ignored(tmp_path: Path) -> None:
-    folder = touch(tmp_path / "model", "a.onnx")
-    touch(tmp_path, "b.onnx")
-    (folder / "genai_config.json").write_text(json.dumps({"model": {"decoder": {"filename": "../b.onnx"}}}))
-    assert resolve(str(folder)).onnx == folder / "a.onnx"
+@pytest.mark.parametrize(
+    ("files", "named", "genai", "found"),
+    [
+        (["config.json", "model.onnx"], "", None, "model.onnx"),
+        (["config.json", "anything.onnx"], "", None, "anything.onnx"),
+        (["config.json", "onnx/model.onnx"], "", None, "onnx/model.onnx"),
+        (["a.onnx", "b.onnx"], "b.onnx", None, "b.onnx"),
+        (["a.onnx", "b.onnx"], "", "b.onnx", "b.onnx"),
+        (["a.onnx", "../b.onnx"], "", "../b.onnx", "a.onnx"),  # outside the folder
+    ],
+)
+def test_a_graph_is_imported(tmp_path: Path, files: list[str], named: str, genai: str | None, found: str) -> None:
+    """The given file, the one that genai_config.json names in the folder, a usual one, or the only one."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    touch(folder, *files)
+    if genai is not None:
+        (folder / "genai_config.json").write_text(json.dumps({"model": {"decoder": {"filename": genai}}}))
+    source = resolve(str(folder / named))
+    assert (source.route, source.onnx, source.folder) == ("import", folder / found, folder)
 
 
 @pytest.mark.parametrize(
@@ -100,12 +98,9 @@ def test_a_file_other_than_a_graph_is_refused(tmp_path: Path) -> None:
         resolve(str(touch(tmp_path, "weights.bin") / "weights.bin"))
 
 
-def test_a_missing_path_that_is_no_hub_id_is_refused() -> None:
-    with pytest.raises(SourceError, match="does not exist, and is not a hub id"):
-        resolve("./nowhere/model")
-
-
-@pytest.mark.parametrize("name", ["decoder.onnx", "models/decoder.onnx", "/tmp/nowhere", "~/nowhere", "a/b/c"])
+@pytest.mark.parametrize(
+    "name", ["./nowhere/model", "decoder.onnx", "models/decoder.onnx", "/tmp/nowhere", "~/nowhere", "a/b/c"]
+)
 def test_the_hub_is_not_asked_for_a_path(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     with pytest.raises(SourceError, match="does not exist, and is not a hub id"):

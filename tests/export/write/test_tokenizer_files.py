@@ -16,6 +16,12 @@ TEXT = "the quick brown fox jumps over the lazy dog and returns a list of words"
 
 
 @pytest.fixture
+def output(tmp_path: Path) -> Path:
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+@pytest.fixture
 def sentencepiece_folder(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
@@ -34,17 +40,6 @@ def sentencepiece_folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_sentencepiece_model_is_converted(sentencepiece_folder: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    output.mkdir()
-    notices = write_tokenizer(sentencepiece_folder, output)
-    assert "converted" in notices[0]
-    ids = Tokenizer.from_file(str(output / "tokenizer.json")).encode("the lazy dog", add_special_tokens=False).ids
-    reference = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_folder / "tokenizer.model"))
-    assert ids == reference.encode("the lazy dog")
-    assert not (output / "tokenizer.model").exists()
-
-
 def test_tokenizer_json_is_copied_byte_for_byte(tmp_path: Path) -> None:
     from topw_deploy.tiny import tiny_model_path
 
@@ -53,10 +48,9 @@ def test_tokenizer_json_is_copied_byte_for_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("template", ["{{ messages }}", [{"name": "default", "template": "{{ messages }}"}]])
-def test_a_chat_template_in_the_configuration_becomes_a_file(tmp_path: Path, template: object) -> None:
-    source, output = tmp_path / "in", tmp_path / "out"
+def test_a_chat_template_in_the_configuration_becomes_a_file(tmp_path: Path, output: Path, template: object) -> None:
+    source = tmp_path / "in"
     source.mkdir()
-    output.mkdir()
     (source / "tokenizer.json").write_text("{}")
     (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     write_tokenizer(source, output)
@@ -68,11 +62,9 @@ def test_a_folder_without_a_tokenizer_is_refused_at_once(tmp_path: Path) -> None
         check_tokenizer(tmp_path)
 
 
-def test_a_tokenizer_that_cannot_be_converted_names_the_reason(tmp_path: Path) -> None:
+def test_a_tokenizer_that_cannot_be_converted_names_the_reason(tmp_path: Path, output: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"not a model")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    output = tmp_path / "out"
-    output.mkdir()
     with pytest.raises(TokenizerError, match=r"cannot be converted|no fast form"):
         write_tokenizer(tmp_path, output)
 
@@ -83,45 +75,37 @@ def test_a_damaged_tokenizer_is_refused_at_once(tmp_path: Path) -> None:
         check_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("settings", [None, {"legacy": False}])
-def test_a_folder_with_a_sentencepiece_model_alone_is_converted(
-    settings: dict[str, object] | None, sentencepiece_folder: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("settings", ["as saved", None, {"legacy": False}])
+def test_a_sentencepiece_model_is_converted(settings: object, sentencepiece_folder: Path, output: Path) -> None:
     """transformers' general tokenizer, which it takes where no class is stated, leaves out the first space."""
-    (sentencepiece_folder / "tokenizer_config.json").unlink()
-    if settings is not None:
+    if settings != "as saved":
+        (sentencepiece_folder / "tokenizer_config.json").unlink()
+    if isinstance(settings, dict):
         (sentencepiece_folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    output = tmp_path / "out"
-    output.mkdir()
-    write_tokenizer(sentencepiece_folder, output)
+    assert "converted" in write_tokenizer(sentencepiece_folder, output)[0]
     ids = Tokenizer.from_file(str(output / "tokenizer.json")).encode("the lazy dog", add_special_tokens=False).ids
     reference = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_folder / "tokenizer.model"))
     assert ids == reference.encode("the lazy dog")
+    assert not (output / "tokenizer.model").exists()
 
 
-def test_of_several_chat_templates_a_conversion_keeps_the_default_one(
-    sentencepiece_folder: Path, tmp_path: Path
-) -> None:
+def test_of_several_chat_templates_a_conversion_keeps_the_default_one(sentencepiece_folder: Path, output: Path) -> None:
     """transformers writes the others into a folder, additional_chat_templates."""
     path = sentencepiece_folder / "tokenizer_config.json"
     templates = [{"name": name, "template": f"{{{{ {name} }}}}"} for name in ("default", "tool_use")]
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": templates}))
-    output = tmp_path / "out"
-    output.mkdir()
     write_tokenizer(sentencepiece_folder, output)
     assert (output / "chat_template.jinja").read_text() == "{{ default }}"
     assert [each.name for each in output.iterdir() if each.is_dir()] == []
 
 
 def test_a_wrong_conversion_is_refused(
-    sentencepiece_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sentencepiece_folder: Path, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import transformers
 
     (sentencepiece_folder / "tokenizer_config.json").unlink()
     monkeypatch.setattr(transformers, "LlamaTokenizer", transformers.AutoTokenizer)
-    output = tmp_path / "out"
-    output.mkdir()
     with pytest.raises(
         TokenizerError, match=r"converted wrongly .*'the lazy dog' becomes .*; state its tokenizer_class"
     ):
