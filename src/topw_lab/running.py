@@ -16,7 +16,7 @@ _AHEAD = 8  # sequences per row that are submitted early, so that rows are not i
 
 
 class Runner:
-    """Generates from many prompts: in an Engine, or one by one if the cache is not `static`. A context manager.
+    """Generates from many prompts: in an Engine, or one by one if the cache is not `static`.
 
     rows: `max_batch` of Engine.
     samples: maximum number of sequences of a request.
@@ -54,9 +54,3 @@ class Runner:
     def close(self) -> None:
         if self.engine is not None:
             self.engine.shutdown()
-
-    def __enter__(self) -> Runner:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

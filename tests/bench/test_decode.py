@@ -113,10 +113,3 @@ def test_a_request_that_cannot_run_is_refused(
     monkeypatch.setattr(install, "is_importable", lambda module: not module.startswith("optim"))
     with pytest.raises(error, match=message):
         run(**{"folder": folder, "prompt_tokens": 5, "new_tokens": 4, **changes})
-
-
-@pytest.mark.parametrize("arguments", [("--rounds", 0), ("--threads", "1,2000"), ("--new-tokens", 1)])
-def test_a_number_out_of_range_is_a_usage_error(bench: Callable[..., Result], folder: Path, arguments: Any) -> None:
-    done = bench("decode", folder, *arguments)
-    assert done.exit_code == 2
-    assert "is not in the range" in done.stderr

@@ -12,11 +12,10 @@ import pytest
 from click.testing import Result
 
 from tests.support.toy_model import CONTEXT, Toy, byte_ids, export
-from topw_deploy.cli.bench import bench_rules as command
 from topw_deploy.errors import BenchmarkError, ParameterError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.rule_settings import read_rules
-from topw_lab.bench.rules import DEFAULT_RULES, DEFAULT_TEMPERATURES, overhead, run, start
+from topw_lab.bench.rules import overhead, run, start
 
 PROMPT = [5, 9, 40, 7]
 
@@ -92,11 +91,6 @@ def test_the_command_writes_table_json_and_picture(bench: Callable[..., Result],
     assert list(model["overhead"])[:3] == ["0.5", "2", "all"]
     assert document["settings"]["rules"] == ["top_k 3", "min_p 0.1", "top_w"]
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_the_command_has_the_usual_values_of_the_rules() -> None:
-    defaults = {option.name: option.default for option in command.params}
-    assert (defaults["rules"], defaults["temperatures"]) == (DEFAULT_RULES, DEFAULT_TEMPERATURES)
 
 
 def test_the_overhead_is_that_of_the_medians_and_its_interval_resamples_whole_rounds() -> None:

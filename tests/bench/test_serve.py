@@ -139,10 +139,3 @@ def test_a_request_that_cannot_run_is_refused(
     absent = Side(name="x", label="an x", kind="peer", settings={}, why_not="not installed: pip install x")
     with pytest.raises(error, match=message):
         run(**{"folder": folder, "others": [absent], **changes})
-
-
-@pytest.mark.parametrize("value", ["1,many", "4,0"])
-def test_the_command_refuses_callers_that_are_not_numbers(
-    bench: Callable[..., Result], folder: Path, value: str
-) -> None:
-    assert bench("serve", folder, "--concurrency", value).exit_code == 2

@@ -12,19 +12,13 @@ from topw_lab import worker as worker_module
 from topw_lab.worker import Worker
 
 
-def test_output_of_libraries_does_not_mix_with_a_workers_answers(worker_file: Path) -> None:
-    with Worker("adder", worker_file, {"name": "adder"}) as worker:
+def test_output_of_libraries_does_not_mix_with_answers_and_each_worker_has_its_own_environment(
+    worker_file: Path,
+) -> None:
+    with Worker("adder", worker_file, {"name": "adder"}, threads=3) as worker:
         assert worker.call("add", a=2, b=3) == 5
         assert worker.call("add", a="x", b="é") == "xé"
-
-
-def test_a_worker_gets_the_thread_count_that_blas_libraries_read(worker_file: Path) -> None:
-    with Worker("adder", worker_file, {"name": "adder"}, threads=3) as worker:
-        assert worker.call("threads") == "3"
-
-
-def test_the_workers_folder_is_not_on_the_path(worker_file: Path) -> None:
-    with Worker("adder", worker_file, {"name": "adder"}) as worker:
+        assert worker.call("threads") == "3", "BLAS libraries read it"
         assert str(Path(worker_module.__file__).parent) not in worker.call("path")
 
 
@@ -39,27 +33,15 @@ def test_a_worker_reports_how_much_memory_it_took(worker_file: Path) -> None:
     assert 1 << 20 < peak < 200 << 20
 
 
-def test_an_error_in_a_worker_is_one_sentence_with_the_sides_name(worker_file: Path) -> None:
+def test_an_error_in_a_worker_is_one_sentence_with_the_sides_name_or_this_packages_own(worker_file: Path) -> None:
     with Worker("adder", worker_file, {"name": "adder"}) as worker:
         with pytest.raises(BenchmarkError, match=r"^adder failed: ValueError: two lines; omit it or repair it\.$"):
             worker.call("fail")
+        with pytest.raises(ParameterError, match=r"^lam is -1\.$"):
+            worker.call("refuse")
         assert worker.call("add", a=1, b=1) == 2
-
-
-def test_an_error_of_this_package_keeps_its_type_and_message(worker_file: Path) -> None:
-    with (
-        Worker("adder", worker_file, {"name": "adder"}) as worker,
-        pytest.raises(ParameterError, match=r"^lam is -1\.$"),
-    ):
-        worker.call("refuse")
-
-
-def test_a_worker_that_dies_is_named_with_its_last_line_of_stderr(worker_file: Path) -> None:
-    with (
-        Worker("adder", worker_file, {"name": "adder"}) as worker,
-        pytest.raises(BenchmarkError, match=r"^adder ended with exit code 7: out of luck; "),
-    ):
-        worker.call("die", code=7)
+        with pytest.raises(BenchmarkError, match=r"^adder ended with exit code 7: out of luck; "):
+            worker.call("die", code=7)
 
 
 def test_a_missing_interpreter_is_refused(worker_file: Path, tmp_path: Path) -> None:

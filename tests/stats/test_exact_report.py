@@ -126,7 +126,7 @@ def test_settings_without_an_exact_objective_are_refused_before_generating(
     folder: Path, invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("stats", folder, "abc", *SHORT)
-    with pytest.raises(ParameterError, match="temperature is 0, but the exact objective needs at least 1e-5"):
+    with pytest.raises(ParameterError, match="temperature is 0, but the exact objective needs at least 1e-05"):
         invoke(*words, "--sweep", "temperature=1,0")
     with pytest.raises(ParameterError, match="geom_scale is -1, but the exact"):
         invoke(*words, "--geom-scale", -1)

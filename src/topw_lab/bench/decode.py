@@ -74,14 +74,13 @@ def sides(
             ("argmax", "argmax", "same graph, ArgMax", "yardstick", why_no_argmax),
         )
     ]  # fmt: skip
-    libraries = {  # name -> (module, distribution, model's folder, interpreter, how to give the folder)
-        "onnxruntime-genai": ("onnxruntime_genai", "onnxruntime-genai", genai, genai_python,
-                              "--genai FOLDER, written by python -m onnxruntime_genai.models.builder"),
-        "optimum": ("optimum.onnxruntime", "optimum-onnx", optimum, optimum_python,
-                    "--optimum FOLDER, written by optimum-cli export onnx"),
-        "transformers": ("transformers", "transformers", transformers, None, "--transformers MODEL_DIR"),
-    }  # fmt: skip
-    reasons = {library: _why_not(*facts) for library, facts in libraries.items()}
+    genai_option = "--genai FOLDER, written by python -m onnxruntime_genai.models.builder"
+    optimum_option = "--optimum FOLDER, written by optimum-cli export onnx"
+    libraries = {  # name -> (model's folder, interpreter, why it cannot run)
+        "onnxruntime-genai": (genai, genai_python, _why_not("onnxruntime_genai", genai, genai_python, genai_option)),
+        "optimum": (optimum, optimum_python, _why_not("optimum.onnxruntime", optimum, optimum_python, optimum_option)),
+        "transformers": (transformers, None, _why_not("transformers", transformers, None, "--transformers MODEL_DIR")),
+    }
     for library, name, label, search, processor in (
         ("onnxruntime-genai", "genai-greedy", "", "greedy", None),
         ("onnxruntime-genai", "genai-top-p", "", "top-p", None),
@@ -93,7 +92,7 @@ def sides(
         ("transformers", "transformers-topw", "our processor", "all", "topw"),
         *([("transformers", "transformers-authors", "authors' processor", "all", str(authors))] if authors else []),
     ):
-        _, _, source, python, _ = libraries[library]
+        source, python, why_not = libraries[library]
         found.append(Side(
             name=name,
             label=f"{library}, {label or _LABELS[search]}",
@@ -102,14 +101,15 @@ def sides(
             settings={"task": "decode" if name.startswith("genai") else library, "folder": str(source),
                       "search": SEARCHES[search], "processor": processor},
             python=python,
-            why_not=reasons[library],
+            why_not=why_not,
         ))  # fmt: skip
     return found
 
 
-def _why_not(module: str, distribution: str, folder: Path | None, python: Path | None, option: str) -> str | None:
+def _why_not(module: str, folder: Path | None, python: Path | None, option: str) -> str | None:
     """`Side.why_not` of the sides of another library."""
     if python is None and not install.is_importable(module):
+        distribution = {"optimum.onnxruntime": "optimum-onnx"}.get(module, module.replace("_", "-"))
         missing = f"not installed: pip install {distribution}, or give the interpreter of its environment"
         if folder is not None:
             raise BenchmarkError(f"{folder} is given, but {distribution} is {missing}.")

@@ -22,9 +22,6 @@ from topw_deploy.sampling.rules import TOP_W
 from topw_deploy.text import count_text
 from topw_lab.bench.measure import Spread, interleave
 from topw_lab.bench.sides import (
-    MIN_P,
-    TOP_K,
-    TOP_P,
     Report,
     Side,
     Times,
@@ -35,8 +32,6 @@ from topw_lab.bench.sides import (
 )
 from topw_lab.tables import table
 
-DEFAULT_RULES = f"top_k={TOP_K},top_p={TOP_P},min_p={MIN_P},top_h=0.4,top_w"
-DEFAULT_TEMPERATURES = "0.5,1,1.5,2"  # from the range in the paper's second version, which also has 0.7
 _RESAMPLES = 2000
 _AXIS = "one token after the first, mean over temperatures"
 

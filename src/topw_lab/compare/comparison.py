@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -472,8 +473,8 @@ def compare(request: CompareRequest, progress: Progress = SILENT) -> Comparison:
             f"{count_text(len(request.temperatures), 'temperature')}"
         )
         # exact=True: a text must not depend on the rules that ran before.
-        runner = Runner(model, request.rows, request.samples, max_length=max(lengths), exact=True)
-        with runner, progress.bar(total, "texts") as advance:
+        engine = Runner(model, request.rows, request.samples, max_length=max(lengths), exact=True)
+        with closing(engine) as runner, progress.bar(total, "texts") as advance:
             one = {name: value for name, value in first.items() if name != "max_length"}
             one |= {"max_new_tokens": 1, "num_return_sequences": 1}
             list(runner.results([(first_ids, one)]))  # not timed: the first run takes longer

@@ -12,6 +12,7 @@ the objective of that step bounds F for every geom_scale >= 0. All terms of F ar
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from topw_deploy.errors import ParameterError, VerificationError
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters
+from topw_deploy.sampling.parameters import GREEDY_BELOW
 from topw_deploy.sampling.reference import SMALLEST_LOG_WEIGHT, candidate_pool, first_maximiser, objective, warm_start
 from topw_deploy.sampling.rules import TOP_W as TOP_W_RULE
 from topw_deploy.sampling.rules import RuleParameters, kept_set
@@ -113,9 +115,7 @@ class Objective:
             k = int(np.argmin(lower)) + 1
             if value is not None and lower[k - 1] >= value.total - TOLERANCE * max(1.0, value.total):
                 return BestPrefix(value, float(min(lower[k - 1], value.total)))
-            S = np.zeros(len(self.p), dtype=np.bool_)
-            S[order[:k]] = True
-            candidate, plan = self._solve(S)
+            candidate, plan = self._solve(np.isin(np.arange(len(self.p)), order[:k]))
             if value is None or candidate.total < value.total:
                 value = candidate
             np.maximum(lower, untransported + self._transport_bounds(plan, order, Gamma), out=lower)
@@ -273,7 +273,7 @@ class ExactAnalyser:
         distance = parameters.geom_scale * self.geometry.distances(tokens, tokens)
         F = Objective(w / w.sum(), distance, parameters.lam, parameters.beta, metric)
         kept, order = last_alternation(log_w[: self.options.top_m], distance, parameters, self.options)
-        rules, cut = {TOP_W: F(_membership(len(tokens), kept))}, []
+        rules, cut = {TOP_W: F(np.isin(np.arange(len(tokens)), kept))}, []
         for name, (other, values) in (COMPARED if rule is None else rules_to_compare(rule)).items():
             members = np.isin(tokens, kept_ids := kept_set(row, other, values, selection_temperature=Ts).kept)
             rules[name] = F(members)
@@ -285,12 +285,10 @@ class ExactAnalyser:
 
 def require_objective(parameters: TopWParameters) -> None:
     """Raises ParameterError for parameters under which F is not defined: no distribution, or negative distances."""
-    for name, value, is_wrong, bound in (
-        ("temperature", parameters.temperature, parameters.greedy, "1e-5"),
-        ("geom_scale", parameters.geom_scale, parameters.geom_scale < 0, "0"),
-    ):
-        if is_wrong:
-            raise ParameterError(f"{name} is {value:g}, but the exact objective needs at least {bound}.", name)
+    for name, bound in (("temperature", GREEDY_BELOW), ("geom_scale", 0.0)):
+        value = getattr(parameters, name)
+        if value < bound:
+            raise ParameterError(f"{name} is {value:g}, but the exact objective needs at least {bound:g}.", name)
 
 
 def last_alternation(
@@ -309,27 +307,16 @@ def last_alternation(
     S = np.arange(m) < warm_start(w, parameters.init_top_p)[0]
     order, k = np.arange(m), 0
     for _ in range(options.alt_iters):
-        phi = parameters.lam * log_w - _distances_to_set(distance[:m, :m], S, options.neighbours)
+        n = min(options.neighbours or 1, int(S.sum()))
+        nearest = np.partition(distance[:m, :m][:, S], n - 1, axis=1)[:, :n]
+        # dist(i, S) for every token i, as in `reference.SetDistance`
+        phi = parameters.lam * log_w - np.where(S, 0.0, nearest.mean(axis=1))
         order = np.argsort(-phi, kind="stable")
         k = first_maximiser(objective(w[order], phi[order], c), c)
-        previous, S = S, _membership(m, order[:k])
+        previous, S = S, np.isin(np.arange(m), order[:k])
         if np.array_equal(S, previous):
             break
     return order[:k], order
-
-
-def _distances_to_set(distance: Floats, S: Mask, neighbours: int) -> Floats:
-    """dist(i, S) for every token i, as in `reference.SetDistance`: [m], from distances [m, m]."""
-    n = min(neighbours or 1, int(S.sum()))
-    nearest = np.partition(distance[:, S], n - 1, axis=1)[:, :n]
-    return np.where(S, 0.0, nearest.mean(axis=1))
-
-
-def _membership(count: int, places: Places) -> Mask:
-    """bool [count], True at `places`."""
-    members = np.zeros(count, dtype=np.bool_)
-    members[places] = True
-    return members
 
 
 def evenly_spaced_steps(lengths: Sequence[int], most: int) -> list[set[int]]:
@@ -342,11 +329,9 @@ def evenly_spaced_steps(lengths: Sequence[int], most: int) -> list[set[int]]:
     total = sum(lengths)
     count = min(most, total)
     places = {(2 * number + 1) * total // (2 * count) for number in range(count)}
-    chosen: list[set[int]] = []
-    start = 0
-    for length in lengths:
-        chosen.append({place - start for place in places if start <= place < start + length})
-        start += length
+    chosen = []
+    for start, end in itertools.pairwise([0, *itertools.accumulate(lengths)]):
+        chosen.append({place - start for place in places if start <= place < end})
     return chosen
 
 
