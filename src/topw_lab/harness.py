@@ -309,7 +309,7 @@ def request_parameters(
     """
     stated = {name: value for name, value in gen_kwargs.items() if value is not None}
     until = stated.pop("until", [])
-    until = [text for text in ([until] if isinstance(until, str) else until) if text != ""]
+    until = [text for text in until if text != ""] if isinstance(until, (list, tuple)) else until
     lengths = [stated.pop(name) for name in _LENGTHS if name in stated]
     if "seed" in stated:
         raise ParameterError("gen_kwargs has a seed, but the seed is the run's; give --model_args seed=N.", "seed")
@@ -320,8 +320,7 @@ def request_parameters(
     if until:
         stated["stop_strings"] = PARAMETERS["stop_strings"].read("until", until)
         # Special tokens give no text, so they are stop ids too.
-        special = {text: token for token, text in tokenizer.special_ids.items()}
-        ids = [special[text] for text in until if text in special]
+        ids = [token for token, text in tokenizer.special_ids.items() if text in stated["stop_strings"]]
         stated |= {"stop_token_ids": ids} if ids else {}
     named = {ALIASES.get(name, name): (name, value) for name, value in stated.items()}
     return {

@@ -85,18 +85,8 @@ def test_an_interrupted_run_is_resumed_in_the_turn_that_it_had_reached(
     invoke: Invoke, random_model: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "model.jsonl"
-    command = (
-        "generate",
-        random_model,
-        "--prompts-jsonl",
-        questions,
-        "--output",
-        out,
-        "--format",
-        "mt_bench",
-        "--chat",
-    )
-    command = (*command, "--max-new-tokens", 6, "--temperature", 2)
+    command = ("generate", random_model, "--prompts-jsonl", questions, "--output", out, "--format", "mt_bench",
+               "--chat", "--max-new-tokens", 6, "--temperature", 2)  # fmt: skip
     calls, generate = [], TopWModel.generate
 
     def counted(model: TopWModel, prompt: Any, **given: Any) -> Any:

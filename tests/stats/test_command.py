@@ -103,10 +103,20 @@ def test_a_wrong_sweep_is_refused(sweep: str, message: str) -> None:
         settings_of({}, ["beta=1", "beta=2"])
 
 
-@pytest.mark.parametrize("line", ["{", '{"prompt_ids": [1]}', '{"prompt": "a", "seed": 3}'])
-def test_a_json_line_that_is_not_a_text_is_named(folder: Path, invoke: Invoke, tmp_path: Path, line: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "is not JSON"),
+        ('{"prompt_ids": [1]}', "has more than a text"),
+        ('{"prompt": "a", "seed": 3}', "has more than a text"),
+        (json.dumps("x" * 100), "has 100 tokens, but the model's context of 96"),
+    ],
+)
+def test_a_wrong_prompt_is_named_by_its_line(
+    folder: Path, invoke: Invoke, tmp_path: Path, line: str, message: str
+) -> None:
     (tmp_path / "a.jsonl").write_text(f'"fine"\n{line}\n')
-    with pytest.raises(PromptError, match=r"line 2 of .*a\.jsonl"):
+    with pytest.raises(PromptError, match=rf"line 2 of .*a\.jsonl {message}"):
         invoke("stats", folder, "--prompts-jsonl", tmp_path / "a.jsonl")
 
 
@@ -121,8 +131,3 @@ def test_a_seed_beyond_the_largest_is_refused_before_anything_is_generated(
     monkeypatch.setattr(TopWModel, "generate", lambda *_arguments, **_parameters: pytest.fail("a text was generated"))
     with pytest.raises(ParameterError, match="seed is 18446744073709551616, but must be an integer"):
         invoke("stats", folder, "abc", *SHORT, "--seed", 2**64 - 1, "--seeds", 2)
-
-
-def test_a_prompt_longer_than_the_context_is_named_by_its_line(folder: Path, invoke: Invoke) -> None:
-    with pytest.raises(PromptError, match="line 3 of standard input has 100 tokens, but the model's context of 96"):
-        invoke("stats", folder, "--prompt-file", "-", stdin=f"ab\n\n{'x' * 100}\n")
