@@ -4,8 +4,7 @@
     topw-export .cache/benchmarks/sums out-sums
     python -m benchmarks.sums --folder out-sums --temperatures 0.5 1 1.5 2 --rules top_w top_p=0.9 min_p=0.1 --seeds 5
 
-A rule is `greedy`, a rule's name (`top_w`, `none`), or one of its parameters (`min_p=0.1`), followed by further
-parameters after commas (`top_w,lam=2.2,beta=2.8`, `top_w,preset=lively`), which are passed to `generate` unchanged.
+A rule is `greedy`, or a setting as in `topw bench rules` (`top_w`, `min_p=0.1`, `top_w:lam=2.2:beta=2.8`).
 Every seed has its own held-out problems. All rules and temperatures answer the same problems with the same random
 numbers.
 """
@@ -23,15 +22,16 @@ from benchmarks.common import machine, say
 from benchmarks.sums.picture import save_plot
 from benchmarks.sums.problems import Problem, problems
 from benchmarks.sums.scores import Cell, accuracy_table, details_table, difference_table
-from benchmarks.sums.sides import EngineSide, Reply, RuleChoice
+from benchmarks.sums.sides import GREEDY, EngineSide, Reply, read_rule
 from topw_deploy.errors import TopWError
+from topw_deploy.runtime.rule_settings import RuleSetting
 from topw_lab.plots import require_matplotlib
 
-RULES = ("greedy", "top_w", "top_w,preset=lively", "none", "top_k=50", "top_p=0.9", "min_p=0.1", "top_h=0.4")
+RULES = ("greedy", "top_w", "top_w:preset=lively", "none", "top_k=50", "top_p=0.9", "min_p=0.1", "top_h=0.4")
 
 
 def measure(
-    side: EngineSide, rules: Sequence[RuleChoice], temperatures: Sequence[float], asked: Sequence[Sequence[Problem]]
+    side: EngineSide, rules: Sequence[RuleSetting], temperatures: Sequence[float], asked: Sequence[Sequence[Problem]]
 ) -> list[Cell]:
     """Answer the problems: a cell per rule and temperature, and one for greedy.
 
@@ -40,7 +40,7 @@ def measure(
     cells = []
     flat = [problem for group in asked for problem in group]
     for rule in rules:
-        for temperature in [None] if rule.greedy else temperatures:
+        for temperature in [None] if rule.label == GREEDY else temperatures:
             replies: list[Reply] = []
             for seed, group in enumerate(asked):
                 replies += side.replies(group, rule, temperature or 0.0, seed)
@@ -78,7 +78,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def run(options: argparse.Namespace) -> None:
     if options.plot:
         require_matplotlib()
-    rules = [RuleChoice.parse(text) for text in options.rules]
+    rules = [read_rule(text) for text in options.rules]
     asked = [list(islice(problems(seed, held_out=True), options.problems)) for seed in range(options.seeds)]
     side = EngineSide(options.folder, options.batch, options.threads)
     try:

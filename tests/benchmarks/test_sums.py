@@ -12,8 +12,8 @@ import pytest
 from benchmarks.sums import __main__ as command
 from benchmarks.sums.problems import Problem, columns, is_held_out, problems, stated_total
 from benchmarks.sums.scores import Cell, accuracy_table, difference_table, mean_difference, wilson
-from benchmarks.sums.sides import NEW_TOKENS, Reply, RuleChoice
-from topw_deploy.errors import ParameterError
+from benchmarks.sums.sides import NEW_TOKENS, Reply, read_rule
+from topw_deploy.runtime.rule_settings import RuleSetting
 
 SOME = list(islice(problems(3), 200))
 
@@ -57,27 +57,6 @@ def test_the_stated_total_is_the_number_after_the_first_marker() -> None:
     assert stated_total("#### twelve") is None
 
 
-@pytest.mark.parametrize(
-    ("text", "parameters"),
-    [
-        ("top_w", {}),
-        ("none", {"rule": "none"}),
-        ("min_p=0.1", {"min_p": 0.1}),
-        ("top_h=0.4,top_h_pool=50", {"top_h": 0.4, "top_h_pool": 50}),
-        ("top_w,preset=lively", {"preset": "lively"}),
-    ],
-)
-def test_a_rule_becomes_parameters_of_generate(text: str, parameters: dict) -> None:
-    rule = RuleChoice.parse(text)
-    assert (rule.label, rule.parameters) == (text, parameters)
-
-
-@pytest.mark.parametrize("text", ["", "min_p=", "min_p,0.1", "0.1", "top_w,min p=1"])
-def test_another_form_of_a_rule_is_refused(text: str) -> None:
-    with pytest.raises(ParameterError, match="is not a rule's name"):
-        RuleChoice.parse(text)
-
-
 def test_intervals_are_those_of_wilson_and_of_paired_differences() -> None:
     # 81 of 263: the example of Newcombe (1998), Statistics in Medicine 17, table I.
     assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
@@ -90,15 +69,17 @@ def test_intervals_are_those_of_wilson_and_of_paired_differences() -> None:
 class Answering:
     """Solves every problem if greedy, else every other problem."""
 
-    def replies(self, asked: list[Problem], rule: RuleChoice, temperature: float, seed: int) -> list[Reply]:
-        return [Reply(p.answer if rule.greedy or place % 2 == 0 else "none", 10, None) for place, p in enumerate(asked)]
+    def replies(self, asked: list[Problem], rule: RuleSetting, temperature: float, seed: int) -> list[Reply]:
+        return [
+            Reply(p.answer if not temperature or place % 2 == 0 else "none", 10, None) for place, p in enumerate(asked)
+        ]
 
     def close(self) -> None: ...
 
 
 def test_accuracy_is_counted_by_rule_and_temperature() -> None:
     asked = [SOME[:4], SOME[4:8]]
-    rules = [RuleChoice.parse(text) for text in ("greedy", "top_w", "none")]
+    rules = [read_rule(text) for text in ("greedy", "top_w", "none")]
     cells = command.measure(Answering(), rules, [1.0, 2.0], asked)
     assert [(c.rule, c.temperature, c.accuracy, c.unanswered) for c in cells] == [
         ("greedy", None, 1.0, 0),
@@ -142,5 +123,7 @@ def test_a_toy_model_trains_and_answers(tmp_path: Path, capsys: pytest.CaptureFi
     command.main(["--folder", str(tmp_path / "out"), "--rules", *rules, *common])
     assert "2 problems" in capsys.readouterr().out
     counts = json.loads((tmp_path / "counts.json").read_text())
-    assert [(cell["rule"], cell["asked"]) for cell in counts["cells"]] == [(rule, 2) for rule in rules]
+    assert [(cell["rule"], cell["asked"]) for cell in counts["cells"]] == [
+        (rule.replace("=", " "), 2) for rule in rules
+    ]
     assert all(0 < cell["tokens"] <= NEW_TOKENS for cell in counts["cells"])
