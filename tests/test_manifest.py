@@ -96,21 +96,19 @@ def test_a_folder_without_a_manifest_is_not_an_export(tmp_path: Path) -> None:
         m.load_manifest(tmp_path)
 
 
-def test_a_missing_file_is_named(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, r"model\.onnx_data is listed .* but missing"),
+        (b"weight", "has 6 bytes, the manifest says 32"),
+        (bytes(40), "has 40 bytes, the manifest says 32"),
+    ],
+)
+def test_a_missing_file_and_one_of_another_size_are_named(folder: Path, content: bytes | None, reason: str) -> None:
     (folder / "model.onnx_data").unlink()
-    with pytest.raises(ManifestError, match=r"model\.onnx_data is listed .* but missing"):
-        m.load_manifest(folder)
-
-
-def test_a_file_cut_short_is_named_with_both_sizes(folder: Path) -> None:
-    (folder / "model.onnx_data").write_bytes(b"weight")
-    with pytest.raises(ManifestError, match="has 6 bytes, the manifest says 32"):
-        m.load_manifest(folder)
-
-
-def test_a_file_that_grew_is_named_with_both_sizes(folder: Path) -> None:
-    (folder / "model.onnx_data").write_bytes(bytes(40))
-    with pytest.raises(ManifestError, match="has 40 bytes, the manifest says 32"):
+    if content is not None:
+        (folder / "model.onnx_data").write_bytes(content)
+    with pytest.raises(ManifestError, match=reason):
         m.load_manifest(folder)
 
 

@@ -79,17 +79,9 @@ def test_json_reads_back_the_same_and_controls_nothing(indent: int | None, ascii
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [
-        (0, "0 bytes"),
-        (999, "999 bytes"),
-        (1_000, "1.0 kB"),
-        (20_300_000, "20.3 MB"),
-        (999_940_000, "999.9 MB"),
-        (999_960_000, "1.0 GB"),
-        (5_200_000_000, "5.2 GB"),
-        (2**60, "1152921.5 TB"),
-    ],
-)
+    [(0, "0 bytes"), (999, "999 bytes"), (1_000, "1.0 kB"), (20_300_000, "20.3 MB"), (999_940_000, "999.9 MB"),
+     (999_960_000, "1.0 GB"), (5_200_000_000, "5.2 GB"), (2**60, "1152921.5 TB")],
+)  # fmt: skip
 def test_a_size_is_shown_in_the_largest_unit_of_at_least_one(size: int, text: str) -> None:
     assert decimal_size(size) == text
 

@@ -33,10 +33,7 @@ def test_the_path_of_the_library_goes_to_stdout_and_progress_to_stderr(
 ) -> None:
     result = invoke("plugins", "build", "--cuda", "--output", tmp_path / "mine.so")
     assert result.stdout == f"{tmp_path / 'mine.so'}\n"
-    assert result.stderr.splitlines() == [
-        "nvcc 13.0",
-        "4.2 MB for sm_87 sm_90 in 61 s",
-    ]
+    assert result.stderr.splitlines() == ["nvcc 13.0", "4.2 MB for sm_87 sm_90 in 61 s"]
     assert built == [(tmp_path / "mine.so", ())]
     assert invoke("plugins", "build", "--cuda", "--quiet").stderr == ""
 

@@ -56,7 +56,6 @@ def test_a_text_of_a_chat_is_the_users_message() -> None:
     ("line", "message"),
     [
         ("{", "is not JSON"),
-        ("[" * 100_000, "is not JSON"),
         ("7", "neither a text nor an object"),
         ("{}", "no prompt given"),
         ('{"prompt": "a", "messages": []}', "prompt and messages given"),
@@ -67,17 +66,14 @@ def test_a_text_of_a_chat_is_the_users_message() -> None:
         ('{"messages": []}', "must be a list of objects"),
         ('{"messages": ["hi"]}', "must be a list of objects"),
         ('{"prompt": "a", "id": [1]}', "id is .*must be a text or an integer"),
-        ('{"prompt": "a", "prompt": "b"}', "has 'prompt' twice"),
         ('{"prompt": "a", "temprature": 1}', "unknown parameter 'temprature': did you mean temperature"),
         ('{"prompt": "a", "top_p": 1.5}', "top_p is 1.5, but must be in"),
         ('{"prompt": "a", "generation_config": {"lam": 1}}', "generation_config is not allowed here"),
-        ('{"prompt": "a", "streamer": "x"}', "streamer is not allowed here"),
         ('{"prompt": "a", "temperature": [1]}', r"temperature is \[1\]"),
         ('{"prompt": "a", "temperature": -1}', "temperature is -1"),
         ('{"prompt": "a", "seed": 1.5}', "seed is 1.5"),
         ('{"prompt": "a", "preset": "best"}', "must be one of paper, creative, lively"),
         ('{"prompt": "a", "max_new_tokens": 1, "max_length": 5}', "both given"),
-        ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
     ],
 )
 def test_a_wrong_line_is_refused_by_its_number(line: str, message: str) -> None:

@@ -196,10 +196,7 @@ def test_an_invalid_command_line_is_refused(
         ('{"prompt": [5], "logit_bias": [1]}', "logit_bias is a list, but must be an object"),
         ('{"prompt": [5], "logit_bias": {"5": 1e39}}', "must be a number below infinity, in float32 too"),
         ('{"prompt": [5], "bad_words_ids": [5]}', "bad_words_ids 0 is 5, but must be a list of token ids"),
-        (
-            '{"prompt": [5], "bad_words_ids": [[]]}',
-            "bad_words_ids 0 is a list, but must be a list of token ids",
-        ),
+        ('{"prompt": [5], "bad_words_ids": [[]]}', "bad_words_ids 0 is a list, but must be a list of token ids"),
         ('{"prompt": [5], "suppress_tokens": [-3]}', "suppress_tokens 0 is -3, but must be an integer"),
     ],
 )

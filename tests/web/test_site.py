@@ -19,13 +19,7 @@ from tests.support.browser import FOLDER, needs_browser
 from tests.support.toy_model import Toy, export, export_sampler
 from topw_deploy.cli.main import run, topw
 from topw_deploy.errors import ExportError, ManifestError, ParameterError, UnsupportedModelError
-from topw_deploy.manifest import (
-    MANIFEST_NAME,
-    DecoderManifest,
-    describe_files,
-    load_decoder_manifest,
-    save_manifest,
-)
+from topw_deploy.manifest import MANIFEST_NAME, DecoderManifest, describe_files, load_decoder_manifest, save_manifest
 from topw_deploy.web import check_runs, notes, site, write_site
 
 ROOT = Path(__file__).parents[2]
@@ -209,10 +203,7 @@ def test_what_a_browser_cannot_run_is_refused(model: Path, tmp_path: Path) -> No
     for wrong, message in (
         (changed(manifest, states=states), "element type bfloat16"),
         (changed(manifest, least_onnxruntime="1.31"), r"needs onnxruntime 1\.31, but the page has .*1\.30"),
-        (
-            replace(manifest, files={**manifest.files, **large}),
-            r"has 2\.0 GB of weights, but .* at most 2\.0 GB",
-        ),
+        (replace(manifest, files={**manifest.files, **large}), r"has 2\.0 GB of weights, but .* at most 2\.0 GB"),
         (changed(manifest, weights={"float16": 1_999_999_999}), r"has 2\.0 GB of weights, as float32, but"),
         (replace(manifest, files={"model.onnx": manifest.files["model.onnx"]}), r"no tokenizer\.json"),
         (
