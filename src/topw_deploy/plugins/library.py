@@ -53,12 +53,6 @@ def why_absent(kind: Kind = "cpu") -> str:
     return f"this installation was built without it ({path.name} is not in {path.parent})"
 
 
-def variable_selecting(path: Path, kind: Kind = "cpu") -> str:
-    """`TOPW_NATIVE_LIBRARY='...'` (or the variable of `kind`) if that selected `path`, else ""."""
-    given = os.environ.get(_VARIABLES[kind])
-    return f"{_VARIABLES[kind]}={given!r}" if given and path.absolute() == _selected_path(kind) else ""
-
-
 def _selected_path(kind: Kind) -> Path:
     given = os.environ.get(_VARIABLES[kind])
     return Path(given).absolute() if given else _packaged_path(kind)
@@ -258,20 +252,17 @@ def parse_architectures(text: str) -> tuple[str, ...]:
 
     Raises ParameterError for anything else.
     """
-    words = re.split(r"[,;\s]+", text.strip(",; \t\n"))
-    return tuple(map(_parse_architecture, words))
-
-
-def _parse_architecture(word: str) -> str:
-    if word == NATIVE:
-        return NATIVE
-    number = re.fullmatch(r"(?:sm_|compute_)?(\d{2,3})|(\d{1,2})\.(\d)", word)
-    if number is None:
-        known = ", ".join(f"sm_{known}" for known in ARCHITECTURES)
-        raise ParameterError(
-            f"{word!r} is not an architecture; write 87, sm_87, 8.7 or {NATIVE} (this machine's GPU). Known: {known}."
-        )
-    return number[1] or number[2] + number[3]
+    found = []
+    for word in re.split(r"[,;\s]+", text.strip(",; \t\n")):
+        number = re.fullmatch(rf"(?:sm_|compute_)?(\d{{2,3}})|(\d{{1,2}})\.(\d)|({NATIVE})", word)
+        if number is None:
+            known = ", ".join(f"sm_{known}" for known in ARCHITECTURES)
+            raise ParameterError(
+                f"{word!r} is not an architecture; write 87, sm_87, 8.7 or {NATIVE} (this machine's GPU). Known: "
+                f"{known}."
+            )
+        found.append("".join(filter(None, number.groups())))
+    return tuple(found)
 
 
 def resolve_architectures(names: Sequence[str]) -> tuple[int, ...]:
@@ -327,25 +318,24 @@ class Status:
 
 
 def read_status() -> Status:
-    found = query_driver()
-    return Status(cpu_status(), cuda_status(found), found)
-
-
-def cpu_status() -> CpuStatus:
-    path = library_path()
+    found, path = query_driver(), library_path()
     if path is None:
-        return CpuStatus(None, None, why_absent())
-    try:
-        return CpuStatus(str(path), load(path).instruction_set, "")
-    except OSError as error:
-        return CpuStatus(None, None, load_failure(path, "cpu", error))
+        cpu = CpuStatus(None, None, why_absent())
+    else:
+        try:
+            cpu = CpuStatus(str(path), load(path).instruction_set, "")
+        except OSError as error:
+            cpu = CpuStatus(None, None, load_failure(path, "cpu", error))
+    return Status(cpu, cuda_status(found), found)
 
 
 def load_failure(path: Path, kind: Kind, error: OSError) -> str:
-    """A clause that says that a library does not load."""
-    named = variable_selecting(path, kind)
+    """A clause that says that a library does not load, and the variable that names it, if one does."""
     which = "the CUDA library" if kind == "cuda" else "the native library"
-    return f"{which}{f' of {named}' if named else ''} does not load ({error})"
+    named = os.environ.get(_VARIABLES[kind])
+    if named and path.absolute() == _selected_path(kind):
+        which += f" of {_VARIABLES[kind]}={named!r}"
+    return f"{which} does not load ({error})"
 
 
 def cuda_status(found: Driver) -> CudaStatus:
@@ -366,24 +356,14 @@ def cuda_status(found: Driver) -> CudaStatus:
 
 def status_lines(status: Status) -> list[str]:
     """The status as lines of text."""
-    cpu, cuda = status.cpu, status.cuda
-    return [
-        f"CPU library   {cpu.path}, {cpu.instruction_set}" if cpu.path else f"CPU library   none: {cpu.why_none}",
-        cuda_line("CUDA library  ", cuda),
-        *driver_lines(status.driver),
-    ]
-
-
-def cuda_line(title: str, cuda: CudaStatus) -> str:
+    cpu, cuda, driver = status.cpu, status.cuda, status.driver
+    lines = [f"CPU library   {cpu.path}, {cpu.instruction_set}" if cpu.path else f"CPU library   none: {cpu.why_none}"]
     if cuda.path is None:
-        return f"{title}none: {cuda.why_unused}"
-    state = f", unused: {cuda.why_unused}" if cuda.why_unused else ""
-    return f"{title}{cuda.path}, {' '.join(f'sm_{number}' for number in cuda.architectures)}{state}"
-
-
-def driver_lines(found: Driver) -> list[str]:
-    if found.why_none:
-        return [f"GPU           none: {found.why_none}"]
-    return [f"GPU {number}         {d.name}, sm_{d.architecture}" for number, d in enumerate(found.devices)] + [
-        f"driver        runs CUDA {found.cuda}"
-    ]
+        lines.append(f"CUDA library  none: {cuda.why_unused}")
+    else:
+        state = f", unused: {cuda.why_unused}" if cuda.why_unused else ""
+        lines.append(f"CUDA library  {cuda.path}, {' '.join(f'sm_{number}' for number in cuda.architectures)}{state}")
+    if driver.why_none:
+        return [*lines, f"GPU           none: {driver.why_none}"]
+    lines += [f"GPU {number}         {each.name}, sm_{each.architecture}" for number, each in enumerate(driver.devices)]
+    return [*lines, f"driver        runs CUDA {driver.cuda}"]

@@ -31,14 +31,6 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF_CHARACTER = _byte_alphabet()
 
 
-def byte_level_bytes(token: str) -> bytes:
-    """Bytes of a byte-level token; UTF-8 of other tokens."""
-    try:
-        return bytes(_BYTE_OF_CHARACTER[character] for character in token)
-    except KeyError:
-        return token.encode("utf-8", "replace")
-
-
 class TokenBytes:
     """Looks up the bytes of a token, because a character may span several tokens.
 
@@ -64,7 +56,10 @@ class TokenBytes:
         if text is None:
             return b""
         if self._byte_level:
-            return byte_level_bytes(text)
+            try:
+                return bytes(_BYTE_OF_CHARACTER[character] for character in text)
+            except KeyError:  # not a byte-level token
+                return text.encode("utf-8", "replace")
         found = _BYTE_TOKEN.fullmatch(text) if self._byte_fallback else None
         return bytes.fromhex(found[1]) if found else None
 

@@ -223,8 +223,13 @@ def _open(folder: ModelFolder[Manifest], wanted: str, options: SessionOptions, *
     if wanted != providers.CPU:
         providers.record_assignments(settings)
     missing = providers.missing_libraries(wanted)
+    chain: list[Any] = [(wanted, dict(options.provider_options or {}))]
+    if wanted in providers.FALL_BACK_TO_CUDA and "cuda" in providers.available():
+        chain.append((providers.CUDA, {}))
+    if wanted != providers.CPU:
+        chain.append((providers.CPU, {}))
     try:
-        return _open_on(folder, providers.session_providers(wanted, options.provider_options), options, settings)
+        return _open_on(folder, chain, options, settings)
     except (ManifestError, ProviderError):
         raise
     except Exception as error:  # noqa: BLE001  # unrelated classes

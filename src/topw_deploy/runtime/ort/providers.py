@@ -15,11 +15,10 @@ import io
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import onnxruntime as ort
 
@@ -34,7 +33,7 @@ _CHOOSE_ANOTHER = "choose one of those or 'auto'"
 
 # The device whose memory a provider uses; other providers use host memory.
 _DEVICES = {CUDA: "cuda", "TensorrtExecutionProvider": "cuda", "NvTensorRTRTXExecutionProvider": "cuda"}
-_FALL_BACK_TO_CUDA = ("TensorrtExecutionProvider", "NvTensorRTRTXExecutionProvider")
+FALL_BACK_TO_CUDA = ("TensorrtExecutionProvider", "NvTensorRTRTXExecutionProvider")
 
 
 def short_name(provider: str) -> str:
@@ -82,16 +81,6 @@ def why_absent(provider: str) -> str:
         remedy = f"for NVIDIA devices run: {commands}"
     what = f"this onnxruntime {ort.__version__} was built without {provider!r}"
     return f"{what}: it has {', '.join(available())}; {remedy}"
-
-
-def session_providers(name: str, options: Mapping[str, Any] | None) -> list[Any]:
-    """The argument `providers` of an InferenceSession: the provider `name` with `options`, and its fallbacks."""
-    chain: list[Any] = [(name, dict(options or {}))]
-    if name in _FALL_BACK_TO_CUDA and CUDA in ort.get_available_providers():
-        chain.append((CUDA, {}))
-    if name != CPU:
-        chain.append((CPU, {}))
-    return chain
 
 
 def device_of(provider: str) -> str:
