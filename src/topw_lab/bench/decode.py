@@ -256,35 +256,15 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
 def write_argmax_model(export: Path, folder: Path) -> Path:
     """Write `folder/argmax.onnx`: the model in `export` with ArgMax instead of the sampler. Returns its path.
 
-    Hard-links the weights where possible, and copies them otherwise. Raises BenchmarkError unless the graph has exactly
-    one sampler.
+    Hard-links the weights where possible, and copies them otherwise.
     """
     import onnx_ir as ir
 
-    from topw_deploy.export.sampler.node import OP_TYPE, SAMPLER_INPUTS
+    from topw_deploy.export.verification.reference import decoder_model
 
-    model = ir.load(export / "model.onnx")
-    graph = model.graph
-    samplers = [node for node in graph if node.op_type == OP_TYPE]
-    if len(samplers) != 1:
-        raise BenchmarkError(f"{export} has {len(samplers)} samplers, but must have one; export the model again.")
-    (sampler,) = samplers
-    argmax = ir.Node("", "ArgMax", [sampler.inputs[0]], [ir.AttrInt64("axis", 1), ir.AttrInt64("keepdims", 0)])
-    argmax.name = "argmax"
-    graph.insert_after(sampler, argmax)
-    token, old_token = argmax.outputs[0], next(value for value in graph.outputs if value.name == "next_token")
-    states = [value for value in graph.outputs if value.name is not None and value.name.startswith("present.")]
-    token.type, token.shape = old_token.type, old_token.shape
-    graph.outputs.clear()
-    graph.outputs.extend([token, *states])
-    graph.remove(sampler, safe=True)
-    token.name = "next_token"
-    inputs = [value for value in graph.inputs if value.name not in SAMPLER_INPUTS]
-    graph.inputs.clear()
-    graph.inputs.extend(inputs)
+    model = decoder_model(export, argmax=True)
+    model.graph.outputs[0].name = "next_token"
     model.functions.clear()
-    for name in [name for name, value in graph.initializers.items() if not value.uses()]:
-        del graph.initializers[name]
     link_weights(export, folder)
     ir.save(model, folder / ARGMAX_FILE)
     return folder / ARGMAX_FILE

@@ -252,7 +252,7 @@ class LogitsProbe:
     """The exported decoder without its sampler: ids go in, the sampler's input `logits` comes out."""
 
     def __init__(self, folder: Path, decoder: DecoderInfo) -> None:
-        self._driver = cache_driver(open_graph(folder, _decoder_model(folder)), decoder, LOGITS)
+        self._driver = cache_driver(open_graph(folder, decoder_model(folder)), decoder, LOGITS)
 
     def start(self, batch: int) -> None:
         """See `CacheDriver.start`."""
@@ -263,12 +263,15 @@ class LogitsProbe:
         return self._driver.step(ids, attention_mask)
 
 
-def _decoder_model(folder: Path) -> ir.Model:
-    """The export's graph with the logits and the cache as outputs, and without sampler."""
+def decoder_model(folder: Path, *, argmax: bool = False) -> ir.Model:
+    """The export's graph without sampler. Its outputs are the logits, or with `argmax` the token, and the cache."""
     model = ir.load(folder / MODEL_NAME)
     editor = GraphEditor(model.graph, "topw.probe")
     logits = required_node_input(sampler_node(model.graph).inputs[0])
-    output = editor.op("Identity", [logits], dtype=ir.DataType.FLOAT, shape=["batch", None], name=LOGITS)
+    if argmax:
+        output = editor.op("ArgMax", [logits], dtype=ir.DataType.INT64, shape=["batch"], axis=1, keepdims=0)
+    else:
+        output = editor.op("Identity", [logits], dtype=ir.DataType.FLOAT, shape=["batch", None], name=LOGITS)
     cache = [value for value in model.graph.outputs if (value.name or "").startswith("present.")]
     return _cut_graph(model, editor, [output, *cache], lambda name: name not in SAMPLER_INPUTS)
 
