@@ -58,8 +58,8 @@ def _lines(folder: Path, manifest: Manifest) -> Iterator[str]:
         ],
     )
     yield from _section_lines("defaults", manifest.stated_defaults.items())
-    yield from _section_lines("inputs", map(_tensor_row, _first_layer_specs(manifest.inputs)))
-    yield from _section_lines("outputs", map(_tensor_row, _first_layer_specs(manifest.outputs)))
+    yield from _section_lines("inputs", _tensor_rows(manifest.inputs))
+    yield from _section_lines("outputs", _tensor_rows(manifest.outputs))
     yield from _engine_lines(folder)
     yield from _section_lines(
         "files", ((name, binary_size(entry.size)) for name, entry in sorted(manifest.files.items()))
@@ -143,18 +143,13 @@ def _section_lines(title: str, rows: Iterable[tuple[str, object]]) -> Iterator[s
         yield f"  {name.ljust(width)}  {value}"
 
 
-def _first_layer_specs(specs: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
+def _tensor_rows(specs: Iterable[TensorSpec]) -> Iterator[tuple[str, str]]:
     """Yield the tensors, of those of the cache only the first layer's: others differ only in the layer's number."""
     for spec in specs:
         parts = spec.name.split(".")
-        if len(parts) != 3:
-            yield spec
-        elif parts[1] == "0":
-            yield TensorSpec(f"{parts[0]}.*.{parts[2]}", spec.dtype, spec.shape)
-
-
-def _tensor_row(spec: TensorSpec) -> tuple[str, str]:
-    return spec.name, f"{spec.dtype} [{', '.join(map(str, spec.shape))}]"
+        if len(parts) != 3 or parts[1] == "0":
+            name = spec.name if len(parts) != 3 else f"{parts[0]}.*.{parts[2]}"
+            yield name, f"{spec.dtype} [{', '.join(map(str, spec.shape))}]"
 
 
 def _verification_rows(verification: Verification) -> Iterator[tuple[str, str]]:

@@ -68,15 +68,17 @@ def read_prompt_lines(
         value = _parse_object(text, place)
         try:
             kind, prompt = _kind_and_prompt(value)
-            own = _check_parameters(
-                {name: v for name, v in value.items() if name not in (*_OWN_FIELDS, *_KIND_ALIASES)}
-            )
-            _check_together(own)
+            own = _check_parameters({n: v for n, v in value.items() if n not in (*_OWN_FIELDS, *_KIND_ALIASES)})
+            if "max_new_tokens" in own and "max_length" in own:
+                raise ParameterError("max_new_tokens and max_length are both given; give one of them.")
         except (ParameterError, PromptError) as error:
             raise PromptError(f"{place}: {error}") from None
         if chat and kind == "prompt":
             kind, prompt = "messages", user_messages(system, prompt)
-        lines.append(PromptLine(len(lines), place, value.get("id"), kind, prompt, _merge_parameters(common, own)))
+        parameters = {**common, **own}
+        if "max_length" in own:
+            parameters.pop("max_new_tokens", None)  # they exclude each other
+        lines.append(PromptLine(len(lines), place, value.get("id"), kind, prompt, parameters))
     if not lines:
         raise PromptError(f"{where} holds no prompt; {_EXPECTED} on each line.")
     return lines
@@ -160,15 +162,3 @@ def _check_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
         if name in PARAMETERS and "json" not in PARAMETERS[name].places:
             raise ParameterError(f"{name} is not allowed here; give each parameter by its own name.")
     return read_values(given)
-
-
-def _check_together(own: Mapping[str, Any]) -> None:
-    """Raises ParameterError for parameters of a line that exclude each other."""
-    if "max_new_tokens" in own and "max_length" in own:
-        raise ParameterError("max_new_tokens and max_length are both given; give one of them.")
-
-
-def _merge_parameters(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """`given`, overridden by the parameters `own` of a line."""
-    replaced = "max_new_tokens" if "max_length" in own else None  # they exclude each other
-    return {**{name: value for name, value in given.items() if name != replaced}, **own}
