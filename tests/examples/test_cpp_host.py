@@ -120,17 +120,11 @@ def test_an_end_of_sequence_ends_the_answer_and_is_printed(host: Host, script: P
     assert ids_of(host(script, "--max-new-tokens", 0, 50)) == []
 
 
-def test_an_end_of_sequence_from_the_models_configuration_counts(host: Host, tmp_path: Path) -> None:
+def test_an_end_of_sequence_is_found_in_the_models_configuration(host: Host, tmp_path: Path) -> None:
     folder = export(tmp_path / "export", Toy.script([10, EOS, 12], prompt_tokens=1))
     assert ids_of(host(folder, 50)) == [10, EOS]
-
-
-def test_an_end_of_sequence_is_found_in_a_composite_configuration(host: Host, tmp_path: Path) -> None:
-    folder = export(tmp_path / "export", Toy.script([10, EOS, 12], prompt_tokens=1))
-
-    composite = rewritten(
-        folder, tmp_path / "composite", lambda _: None, config={"text_config": {"eos_token_id": [EOS]}}
-    )
+    inner = {"text_config": {"eos_token_id": [EOS]}}
+    composite = rewritten(folder, tmp_path / "composite", lambda _: None, config=inner)
     assert ids_of(host(composite, 50)) == [10, EOS]
     silent = rewritten(folder, tmp_path / "silent", lambda _: None, config={})
     done = host(silent, "--max-new-tokens", 3, 50)
@@ -152,10 +146,8 @@ def test_the_models_own_parameters_override_the_exports(host: Host, toy: Toy, tm
 
 
 def test_a_prompt_comes_from_standard_input_too(host: Host, folders: dict[str, Path]) -> None:
-    given = ["--seed", 3, "--max-new-tokens", 9]
-    assert ids_of(host(folders["concat"], *given, stdin=" 50\n51 52")) == ids_of(
-        host(folders["concat"], *given, 50, 51, 52)
-    )
+    given = [folders["concat"], "--seed", 3, "--max-new-tokens", 9]
+    assert ids_of(host(*given, stdin=" 50\n51 52")) == ids_of(host(*given, 50, 51, 52))
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -141,21 +141,7 @@ def test_the_table_has_the_mean_over_the_seeds_that_have_results(
             path = tmp_path / "gsm8k" / cell / "a__model" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps({"results": {"gsm8k_cot": {"exact_match,flexible-extract": score}}}))
-    words = [
-        "out",
-        "--only",
-        "gsm8k",
-        "--rules",
-        "top_w",
-        "min_p",
-        "--temperatures",
-        "1",
-        "2",
-        "--seeds",
-        "1",
-        "2",
-        "3",
-    ]
+    words = shlex.split("out --only gsm8k --rules top_w min_p --temperatures 1 2 --seeds 1 2 3")
     paper_tables.main([*words, "--results", str(tmp_path), "--table"])
     assert capsys.readouterr().out.splitlines() == [
         "| gsm8k | T = 1 | T = 2 |",
