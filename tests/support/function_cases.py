@@ -14,16 +14,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 
-from tests.support.rows import (
-    SINGLE,
-    Case,
-    Scenario,
-    differences,
-    embedding_table,
-    explanation,
-    redrawn,
-    reference,
-)
+from tests.support.rows import SINGLE, Case, Scenario, differences, embedding_table, explanation, redrawn, reference
 from topw_deploy.export.embedding import plain_gather
 from topw_deploy.export.sampler.node import SamplerSpec
 from topw_deploy.export.sampler_only import sampler_model
@@ -260,7 +251,7 @@ def clear_rows(wanted: Wanted, inputs: dict[str, np.ndarray]) -> np.ndarray:
         allowed = words if len(words) else None
         row = sample_row(
             logits, parameters, wanted.options, wanted.geometry, uniform, allowed=allowed,
-            rule=int(inputs["rule"][index]), rule_values=inputs["rule_values"][index].tolist(),
+            rule=int(inputs["rule"][index]), rule_values=inputs["rule_values"][index].tolist()
         )  # fmt: skip
         ties = row.ties.allow_other_set(FLOAT32_TIES) or row.ties.allow_other_certified(FLOAT32_TIES)
         clear.append(row.is_valid and not ties and row.draw_margin > FLOAT32_TIES.draw)

@@ -5,12 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tests.support.tiny_models import VOCAB, WINDOW
 
@@ -18,12 +13,7 @@ _TOKENS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token
 _COMMON = {**_TOKENS, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 256}
 _ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2}
 _DENSE = {**_COMMON, **_ATTENTION, "intermediate_size": 48}
-_DELTA = {
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
+_DELTA = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 _MAMBA_2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 4}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _LATENT = {
@@ -56,198 +46,161 @@ _INKLING = {
 }
 _LINEAR_FIRST = ["linear_attention", "full_attention"]
 
+
+def _of(model_type: str, *shared: dict[str, Any], **own: Any) -> tuple[str, dict[str, Any]]:
+    return model_type, {name: value for settings in (*shared, own) for name, value in settings.items()}
+
+
 # Name in the tests -> (model type, settings).
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "lfm2": ("lfm2", {**_DENSE, "head_dim": 8, "layer_types": ["conv", "full_attention"]}),
-    "lfm2_moe": (
-        "lfm2_moe",
-        {**_DENSE, **_EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
-    ),
-    "lfm3": ("lfm3", {**_DENSE, "head_dim": 8, "sliding_window": WINDOW}),
-    "qwen3_next": (
+    "lfm2": _of("lfm2", _DENSE, head_dim=8, layer_types=["conv", "full_attention"]),
+    "lfm2_moe": _of("lfm2_moe", _DENSE, _EXPERTS, num_dense_layers=1, layer_types=["conv", "full_attention"]),
+    "lfm3": _of("lfm3", _DENSE, head_dim=8, sliding_window=WINDOW),
+    "qwen3_next": _of(
         "qwen3_next",
-        {
-            **_DENSE,
-            **_DELTA,
-            **_EXPERTS,
-            "head_dim": 16,
-            "shared_expert_intermediate_size": 16,
-            "layer_types": _LINEAR_FIRST,
-        },
+        _DENSE,
+        _DELTA,
+        _EXPERTS,
+        head_dim=16,
+        shared_expert_intermediate_size=16,
+        layer_types=_LINEAR_FIRST,
     ),
-    "qwen3_5_text": ("qwen3_5_text", {**_DENSE, **_DELTA, "head_dim": 16, "layer_types": _LINEAR_FIRST}),
-    "qwen3_5_moe_text": (
+    "qwen3_5_text": _of("qwen3_5_text", _DENSE, _DELTA, head_dim=16, layer_types=_LINEAR_FIRST),
+    "qwen3_5_moe_text": _of(
         "qwen3_5_moe_text",
-        {
-            **_COMMON,
-            **_ATTENTION,
-            **_DELTA,
-            **_EXPERTS,
-            "head_dim": 16,
-            "shared_expert_intermediate_size": 16,
-            "layer_types": _LINEAR_FIRST,
-        },
+        _COMMON,
+        _ATTENTION,
+        _DELTA,
+        _EXPERTS,
+        head_dim=16,
+        shared_expert_intermediate_size=16,
+        layer_types=_LINEAR_FIRST,
     ),
-    "qwen4_exp_text": (
+    "qwen4_exp_text": _of(
         "qwen4_exp_text",
-        {
-            **_COMMON,
-            **_ATTENTION,
-            **_DELTA,
-            **_EXPERTS,
-            "head_dim": 16,
-            "shared_expert_intermediate_size": 16,
-            "layer_types": ["linear_attention", "indexed_attention"],
-            "hc_count": 2,
-            "hc_lowrank": 8,
-            "ple_layer_ids": [1],
-            "ngram_vocab_size_base": 256,
-            "heads_per_ngram": 2,
-            "indexer_n_heads": 2,
-            "indexer_kv_heads": 1,
-            "indexer_head_dim": 16,
-            "indexer_budget": 128,
-            "indexer_compress_ratio": 4,
-        },
+        _COMMON,
+        _ATTENTION,
+        _DELTA,
+        _EXPERTS,
+        head_dim=16,
+        shared_expert_intermediate_size=16,
+        layer_types=["linear_attention", "indexed_attention"],
+        hc_count=2,
+        hc_lowrank=8,
+        ple_layer_ids=[1],
+        ngram_vocab_size_base=256,
+        heads_per_ngram=2,
+        indexer_n_heads=2,
+        indexer_kv_heads=1,
+        indexer_head_dim=16,
+        indexer_budget=128,
+        indexer_compress_ratio=4,
     ),
-    "olmo_hybrid": ("olmo_hybrid", {**_DENSE, **_DELTA, "layer_types": _LINEAR_FIRST}),
-    "granitemoehybrid": (
+    "olmo_hybrid": _of("olmo_hybrid", _DENSE, _DELTA, layer_types=_LINEAR_FIRST),
+    "granitemoehybrid": _of(
         "granitemoehybrid",
-        {**_DENSE, **_MAMBA_2, "num_local_experts": 2, "shared_intermediate_size": 16, "layer_types": _LINEAR_FIRST},
+        _DENSE,
+        _MAMBA_2,
+        num_local_experts=2,
+        shared_intermediate_size=16,
+        layer_types=_LINEAR_FIRST,
     ),
-    "bamba": ("bamba", {**_DENSE, **_MAMBA_2, "attn_layer_indices": [1]}),
-    "falcon_h1": ("falcon_h1", {**_DENSE, **_MAMBA_2, "mamba_d_ssm": 64, "head_dim": 8}),
-    "falcon_h1_norm": ("falcon_h1", {**_DENSE, **_MAMBA_2, "mamba_d_ssm": 64, "head_dim": 8, "mamba_rms_norm": True}),
-    "nemotron_h": (
+    "bamba": _of("bamba", _DENSE, _MAMBA_2, attn_layer_indices=[1]),
+    "falcon_h1": _of("falcon_h1", _DENSE, _MAMBA_2, mamba_d_ssm=64, head_dim=8),
+    "falcon_h1_norm": _of("falcon_h1", _DENSE, _MAMBA_2, mamba_d_ssm=64, head_dim=8, mamba_rms_norm=True),
+    "nemotron_h": _of(
         "nemotron_h",
-        {
-            **_COMMON,
-            **_ATTENTION,
-            "intermediate_size": 48,
-            "head_dim": 8,
-            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
-            "ssm_state_size": 8,
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 16,
-            "n_groups": 2,
-            "chunk_size": 4,
-            "n_routed_experts": 4,
-            "moe_intermediate_size": 16,
-            "moe_shared_expert_intermediate_size": 16,
-        },
+        _COMMON,
+        _ATTENTION,
+        intermediate_size=48,
+        head_dim=8,
+        layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
+        ssm_state_size=8,
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        n_groups=2,
+        chunk_size=4,
+        n_routed_experts=4,
+        moe_intermediate_size=16,
+        moe_shared_expert_intermediate_size=16,
     ),
-    "jamba": (
-        "jamba",
-        {
-            **_DENSE,
-            "num_experts": 2,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "mamba_d_state": 4,
-            "mamba_dt_rank": 4,
-        },
+    "jamba": _of(
+        "jamba", _DENSE, num_experts=2, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=4, mamba_dt_rank=4
     ),
-    "mamba": (
-        "mamba",
-        {**_TOKENS, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "time_step_rank": 4},
-    ),
-    "falcon_mamba": (
-        "falcon_mamba",
-        {**_TOKENS, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "time_step_rank": 4},
-    ),
-    "mamba2": (
+    "mamba": _of("mamba", _TOKENS, hidden_size=32, num_hidden_layers=2, state_size=4, time_step_rank=4),
+    "falcon_mamba": _of("falcon_mamba", _TOKENS, hidden_size=32, num_hidden_layers=2, state_size=4, time_step_rank=4),
+    "mamba2": _of(
         "mamba2",
-        {
-            **_TOKENS,
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_heads": 4,
-            "head_dim": 16,
-            "state_size": 8,
-            "n_groups": 2,
-            "chunk_size": 4,
-        },
+        _TOKENS,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_heads=4,
+        head_dim=16,
+        state_size=8,
+        n_groups=2,
+        chunk_size=4,
     ),
-    "zamba": (
+    "zamba": _of(
         "zamba",
-        {
-            **_DENSE,
-            "num_key_value_heads": 4,
-            "num_hidden_layers": 3,
-            "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
-            "mamba_d_state": 4,
-            "mamba_dt_rank": 4,
-        },
+        _DENSE,
+        num_key_value_heads=4,
+        num_hidden_layers=3,
+        layers_block_type=["linear_attention", "hybrid", "hybrid"],
+        mamba_d_state=4,
+        mamba_dt_rank=4,
     ),
-    "zamba2": (
+    "zamba2": _of(
         "zamba2",
-        {
-            **_DENSE,
-            "num_key_value_heads": 4,
-            "num_hidden_layers": 3,
-            "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
-            "mamba_d_state": 8,
-            "n_mamba_heads": 4,
-            "mamba_ngroups": 2,
-            "chunk_size": 4,
-        },
+        _DENSE,
+        num_key_value_heads=4,
+        num_hidden_layers=3,
+        layers_block_type=["linear_attention", "hybrid", "hybrid"],
+        mamba_d_state=8,
+        n_mamba_heads=4,
+        mamba_ngroups=2,
+        chunk_size=4,
     ),
-    "kimi_linear": (
+    "kimi_linear": _of(
         "kimi_linear",
-        {
-            **_DENSE,
-            **_LATENT,
-            "num_key_value_heads": 4,
-            "linear_head_dim": 8,
-            "linear_num_heads": 4,
-            "layer_types": _LINEAR_FIRST,
-        },
+        _DENSE,
+        _LATENT,
+        num_key_value_heads=4,
+        linear_head_dim=8,
+        linear_num_heads=4,
+        layer_types=_LINEAR_FIRST,
     ),
-    "bailing_hybrid": (
-        "bailing_hybrid",
-        {**_DENSE, **_LATENT, "num_key_value_heads": 4, "head_dim": 8, "layer_types": _LINEAR_FIRST},
+    "bailing_hybrid": _of(
+        "bailing_hybrid", _DENSE, _LATENT, num_key_value_heads=4, head_dim=8, layer_types=_LINEAR_FIRST
     ),
-    "recurrent_gemma": (
+    "recurrent_gemma": _of(
         "recurrent_gemma",
-        {
-            **_COMMON,
-            "intermediate_size": 48,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "attention_window_size": WINDOW,
-            "block_types": ["recurrent", "attention"],
-        },
+        _COMMON,
+        intermediate_size=48,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        attention_window_size=WINDOW,
+        block_types=["recurrent", "attention"],
     ),
-    "minimax": (
-        "minimax",
-        {**_DENSE, "head_dim": 8, "num_local_experts": 4, "block_size": 4, "layer_types": _LINEAR_FIRST},
-    ),
-    "rwkv": ("rwkv", {**_TOKENS, "hidden_size": 32, "num_hidden_layers": 2, "context_length": 256}),
-    "xlstm": (
+    "minimax": _of("minimax", _DENSE, head_dim=8, num_local_experts=4, block_size=4, layer_types=_LINEAR_FIRST),
+    "rwkv": _of("rwkv", _TOKENS, hidden_size=32, num_hidden_layers=2, context_length=256),
+    "xlstm": _of(
         "xlstm",
-        {
-            **_TOKENS,
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_heads": 2,
-            "chunk_size": 4,
-            "autocast_kernel_dtype": "float32",
-        },
+        _TOKENS,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_heads=2,
+        chunk_size=4,
+        autocast_kernel_dtype="float32",
     ),
-    "inkling": (
+    "inkling": _of(
         "inkling_text",
-        {
-            **_INKLING,
-            "intermediate_size": 48,
-            "mlp_layer_types": ["dense", "sparse"],
-            "logits_mup_width_multiplier": 2.0,
-        },
+        _INKLING,
+        intermediate_size=48,
+        mlp_layer_types=["dense", "sparse"],
+        logits_mup_width_multiplier=2.0,
     ),
-    "inkling2": ("inkling2_text", {**_INKLING, "n_layers_per_attn_res_block": 1}),
-    "zaya": (
-        "zaya",
-        {**_COMMON, **_ATTENTION, **_EXPERTS, "num_experts_per_tok": 1, "head_dim": 8, "router_hidden_size": 16},
-    ),
+    "inkling2": _of("inkling2_text", _INKLING, n_layers_per_attn_res_block=1),
+    "zaya": _of("zaya", _COMMON, _ATTENTION, _EXPERTS, num_experts_per_tok=1, head_dim=8, router_hidden_size=16),
 }
 
 
