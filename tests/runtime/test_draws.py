@@ -4,9 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topw_deploy.runtime.inputs import Draws
+from topw_deploy.runtime.inputs import Draws, uniforms
 from topw_deploy.sampling import uniform_for
-from topw_deploy.sampling.seeds import uniforms
 
 
 @given(

@@ -7,11 +7,11 @@ import random
 from pathlib import Path
 
 from tests.support.browser import run_node
+from topw_deploy.runtime.inputs import uniforms
 from topw_deploy.runtime.parameters import ALIASES, PARAMETERS
 from topw_deploy.sampling import uniform_for
 from topw_deploy.sampling.parameters import METRICS, REQUEST_PRESETS, preset_parameters
 from topw_deploy.sampling.rules import RULES
-from topw_deploy.sampling.seeds import uniforms
 
 HERE = Path(__file__).parent
 LARGEST = 2**64 - 1

@@ -19,7 +19,6 @@ from topw_deploy.sampling import apply_edits
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
 from topw_deploy.sampling.row import ALL_ALLOWED, WORD_BITS, pack_mask
 from topw_deploy.sampling.rules import RuleParameters
-from topw_deploy.sampling.seeds import uniforms
 
 EDIT_INPUTS = ("edit_ids", "edit_penalty", "edit_bias")
 MASK_INPUT = "allowed"
@@ -27,9 +26,20 @@ RULE_INPUTS = ("rule", "rule_values")
 _TOP_W = RuleParameters()
 
 _BLOCK = 256  # steps whose numbers are computed at once
+_WORDS = 4  # 64-bit words per Philox counter
 _FIRST_SLOTS = 16
 _BAN = float("-inf")
 _LARGEST = float(np.finfo(np.float32).max)
+
+
+def uniforms(seed: int, position: int, sample: int, count: int) -> np.ndarray:
+    """Compute `uniform_for(seed, position + i, sample)` for each i < count.
+
+    Returns float32 [count]: exact, because each number has 24 bits.
+    """
+    counter = np.array([position, sample, 0, 0], np.uint64)
+    first_words = np.random.Philox(key=seed, counter=counter).random_raw(_WORDS * count)[::_WORDS]
+    return (first_words >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
 def rule_arrays(rules: Iterable[RuleParameters]) -> dict[str, np.ndarray]:

@@ -13,7 +13,7 @@ import numpy as np
 from topw_deploy.dtypes import SAMPLER_OUTPUT_TYPES, array_name
 from topw_deploy.errors import GenerationError, ParameterError, one_line
 from topw_deploy.manifest import ModelFolder, SamplerManifest
-from topw_deploy.runtime.inputs import EDIT_INPUTS, rule_arrays
+from topw_deploy.runtime.inputs import EDIT_INPUTS, rule_arrays, uniforms
 from topw_deploy.runtime.ort.graph_session import GraphSession
 from topw_deploy.runtime.parameters import OF_KEPT_SET, PARAMETERS, check_names, integer, values_per_prompt
 from topw_deploy.runtime.prepare import check_rule, longest_pool, with_preset
@@ -21,7 +21,7 @@ from topw_deploy.runtime.session import SessionKeywords, SessionOptions, takes_s
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
 from topw_deploy.sampling.row import ALL_ALLOWED, pack_mask
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, RuleParameters
-from topw_deploy.sampling.seeds import SEED_BITS, uniforms
+from topw_deploy.sampling.seeds import SEED_BITS
 from topw_deploy.text import short_repr
 
 _NO_MEDIAN = (

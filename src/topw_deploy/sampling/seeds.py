@@ -5,14 +5,12 @@ from __future__ import annotations
 import secrets
 
 import numpy as np
-from numpy.typing import NDArray
 
 from topw_deploy.errors import ParameterError
 
 SEED_BITS = 64
 _FRESH_SEED_BITS = 53  # exact in a double, for JSON
 _COUNTER_VALUES = 1 << 64
-_WORDS = 4  # 64-bit words per Philox counter
 
 
 def fresh_seed() -> int:
@@ -45,14 +43,6 @@ def uniform_for(seed: int, position: int, sample: int = 0) -> float:
     for name, value in (("seed", seed), ("position", position), ("sample", sample)):
         if not 0 <= value < _COUNTER_VALUES:
             raise ParameterError(f"{name} is {value!r}, but must be in 0..2^64 - 1.")
-    return float(uniforms(seed, position, sample, 1)[0])
-
-
-def uniforms(seed: int, position: int, sample: int, count: int) -> NDArray[np.float32]:
-    """Compute `uniform_for(seed, position + i, sample)` for each i < count.
-
-    Returns float32 [count]: exact, because each number has 24 bits.
-    """
-    counter = np.array([position, sample, 0, 0], np.uint64)  # a list would become float64
-    first_words = np.random.Philox(key=seed, counter=counter).random_raw(_WORDS * count)[::_WORDS]
-    return (first_words >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+    counter = np.array([position, sample, 0, 0], dtype=np.uint64)  # a list would become float64
+    word = np.random.Philox(key=seed, counter=counter).random_raw()
+    return (int(word) >> 40) * 2.0**-24
