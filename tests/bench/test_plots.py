@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +64,6 @@ def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_the_error_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def refuse(name: str, *rest: Any, **more: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *rest, **more)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ParameterError, match="a picture needs matplotlib; run: pip install matplotlib"):
         draw_panels(tmp_path / "x.png", [panel(2)], "", "")
