@@ -79,6 +79,7 @@ def test_an_export_for_tensorrt_has_standard_operators_and_a_cache_of_the_length
     assert {spec.shape[2] for spec in (*manifest.inputs, *manifest.outputs) if spec.name.count(".") == 2} == {128}
 
 
+@pytest.mark.slow
 def test_the_graph_has_no_path_of_the_exporting_machine(exported: Callable[[str], Path]) -> None:
     assert b"site-packages" not in (exported("llama_tied") / "model.onnx").read_bytes()
 

@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime as ort
+import pytest
 from onnx.inliner import inline_local_functions
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
@@ -125,6 +126,7 @@ ENDS = [
 ]
 
 
+@pytest.mark.slow
 def test_rows_at_the_end_of_the_list_keep_and_draw_by_the_definition(tmp_path: Path) -> None:
     batches = [[replace(case, uniform=u) for u in (0.0, 0.3, 0.777, 0.99999994)] for case, _ in ENDS]
     assert differences([case for batch in batches for case in batch]) == []
@@ -144,6 +146,7 @@ def with_finite(number: int) -> list[Case]:
     ]
 
 
+@pytest.mark.slow
 def test_a_list_with_all_finite_logits_proves_every_rule(tmp_path: Path) -> None:
     wanted = {1: LIST, 64: LIST, LIST - 1: LIST, LIST: WHOLE, LIST + 1: WHOLE}
     batches = [with_finite(number) for number in wanted]

@@ -38,6 +38,7 @@ def folder(foreign_decoder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(foreign_decoder, tmp_path / "copy"))
 
 
+@pytest.mark.slow
 def test_links_into_the_hubs_cache_are_followed(folder: Path, tmp_path: Path) -> None:
     snapshot = tmp_path / "snapshot"
     snapshot.mkdir()
