@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any, BinaryIO
 
 from topw_deploy.errors import ExportError
@@ -216,15 +215,11 @@ def sigterm_raises() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _exit)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _exit(_number: int, _frame: FrameType | None) -> None:
-    raise SystemExit(143)
 
 
 @contextmanager
