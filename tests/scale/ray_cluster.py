@@ -251,9 +251,14 @@ def main() -> None:
         next(outcomes)
         seen["recovered"] = compare_outcomes(outcomes, wanted)
         seen["log"] = [line[-300:] for line in cluster.log().splitlines() if "replica ended" in line]
-        for name in ("certified_tokens_total", "num_requests_waiting"):  # of requests, and of the engines
-            until(lambda name=name: f"ray_topw_{name}{{" in cluster.metrics(), name)
-        seen["metrics"] = sorted(set(re.findall(r"^ray_(topw_\w+)\{", cluster.metrics(), re.MULTILINE)))
+        names: set[str] = set()  # a busy machine reports a gauge late, and Ray leaves it out until then
+
+        def has_metrics() -> bool:
+            names.update(re.findall(r"^ray_(topw_\w+)\{", cluster.metrics(), re.MULTILINE))
+            return {"topw_certified_tokens_total", "topw_num_requests_waiting"} <= names  # of requests, and of engines
+
+        until(has_metrics, "the metrics of requests and engines")
+        seen["metrics"] = sorted(names)
         before = time.perf_counter()
         seen["scaled"] = scale_replicas(cluster, wanted, samples)
         seen["scaled"]["seconds"] = time.perf_counter() - before
