@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import ml_dtypes
 import numpy as np
@@ -210,7 +211,6 @@ class StaticStates(States):
         editor.graph.inputs.insert(2, self.row_lengths)
         self.sequence = editor.op("Shape", [self._ids], start=1, end=2)
         self.total = editor.op("Add", [self.write_indices, self.sequence])
-        self._positions: ir.Value | None = None
 
     def host_length(self) -> ir.Value:
         """Add the input total_sequence_length, int32 [1], which the operator reads on the host. Call it once."""
@@ -218,21 +218,18 @@ class StaticStates(States):
         self._editor.graph.inputs.insert(3, value)
         return value
 
+    @cached_property
     def positions(self) -> ir.Value:
         """The columns' positions, int64 [batch, sequence].
 
         Padded columns repeat the row's last position, so that they stay inside tables of positions.
         """
-        if self._positions is None:
-            op = self._editor.op
-            count = op("Squeeze", [self.sequence])
-            columns = op("Range", [0, count, 1])  # [sequence]
-            last = op("Sub", [self.row_lengths, [1]])
-            column = op("Min", [columns, op("Unsqueeze", [last, [1]])])
-            start = op("Unsqueeze", [self.write_indices, [1]])
-            shape = ["batch_size", "sequence_length"]
-            self._positions = op("Add", [start, column], dtype=ir.DataType.INT64, shape=shape)
-        return self._positions
+        op = self._editor.op
+        columns = op("Range", [0, op("Squeeze", [self.sequence]), 1])  # [sequence]
+        last = op("Sub", [self.row_lengths, [1]])
+        column = op("Min", [columns, op("Unsqueeze", [last, [1]])])
+        start = op("Unsqueeze", [self.write_indices, [1]])
+        return op("Add", [start, column], dtype=ir.DataType.INT64, shape=["batch_size", "sequence_length"])
 
     def finish(self, model: ir.Model) -> None:
         """Remove the placeholders' domain and unused nodes; compute positions in place of the input position_ids."""
@@ -241,7 +238,7 @@ class StaticStates(States):
         position_ids = find_input(model.graph, "position_ids")
         if position_ids is not None:  # some models read none
             for node, place in list(position_ids.uses()):
-                node.replace_input_with(place, self._ids if node.op_type == "Shape" else self.positions())
+                node.replace_input_with(place, self._ids if node.op_type == "Shape" else self.positions)
             model.graph.inputs.remove(position_ids)
         self._editor.finish()
 
@@ -256,27 +253,30 @@ class Positions:
     def __init__(self, editor: GraphEditor, make: Callable[[], tuple[ir.Value, ir.Value]]) -> None:
         self._editor = editor
         self._make = make
-        self._made: tuple[ir.Value, ir.Value] | None = None
-        self._distance: ir.Value | None = None
         self._biases: dict[tuple[object, ...], ir.Value] = {}
         self._distance_indices: dict[tuple[int, int], ir.Value] = {}
 
+    @cached_property
     def of_queries_and_keys(self) -> tuple[ir.Value, ir.Value]:
         """The positions as `make` returns them."""
-        if self._made is None:
-            self._made = self._make()
-        return self._made
+        return self._make()
+
+    @cached_property
+    def _distance(self) -> ir.Value:
+        """The keys' positions minus the queries', float32."""
+        queries, keys = self.of_queries_and_keys
+        return self._cast(self._editor.op("Sub", [keys, queries]), ir.DataType.FLOAT)
 
     def limits(self, layer: AttentionLayer) -> list[ir.Value]:
         """One condition for the layer's window and one for its chunk, if it has them; bool, True for visible keys."""
         op = self._editor.op
         limits = []
         if layer.window:
-            queries, keys = self.of_queries_and_keys()
+            queries, keys = self.of_queries_and_keys
             start = op("Sub", [queries, layer.window])
             limits.append(op("Greater", [keys, start]))
         if layer.chunk:
-            queries, keys = self.of_queries_and_keys()
+            queries, keys = self.of_queries_and_keys
             start = op("Sub", [queries, op("Mod", [queries, layer.chunk])])
             limits.append(op("GreaterOrEqual", [keys, start]))
         return limits
@@ -284,7 +284,7 @@ class Positions:
     def block_ends(self, layer: AttentionLayer) -> ir.Value:
         """Whether a key is the last one of a block of `stride` tokens: bool, shaped like the keys' positions."""
         op = self._editor.op
-        _, keys = self.of_queries_and_keys()
+        _, keys = self.of_queries_and_keys
         remainder = op("Mod", [op("Add", [keys, 1]), layer.stride])
         return op("Equal", [remainder, 0])
 
@@ -299,7 +299,7 @@ class Positions:
         extent = fixed_size(relative, 3)
         key = (layer.heads, extent)
         if key not in self._distance_indices:
-            queries, keys = self.of_queries_and_keys()
+            queries, keys = self.of_queries_and_keys
             distance = op("Max", [op("Sub", [queries, keys]), 0])
             # int32 halves the memory of the indices, which are repeated for each head.
             index = op("Cast", [op("Min", [distance, extent - 1])], to=ir.DataType.INT32)
@@ -317,16 +317,13 @@ class Positions:
 
     def _exact_alibi(self, layer: AttentionLayer, slopes: ir.Value) -> ir.Value:
         op = self._editor.op
-        if self._distance is None:
-            queries, keys = self.of_queries_and_keys()
-            self._distance = self._cast(op("Sub", [keys, queries]), ir.DataType.FLOAT)
         slopes = op("Reshape", [slopes, [1, layer.heads, 1, 1]])
         return op("Mul", [self._distance, slopes])
 
     def _rounded_alibi(self, layer: AttentionLayer, slopes: ir.Value) -> ir.Value:
         """Falcon's bias: slopes, key positions and their products are rounded to bfloat16, then scaled like scores."""
         op = self._editor.op
-        _, keys = self.of_queries_and_keys()
+        _, keys = self.of_queries_and_keys
         slopes = self._cast(slopes, ir.DataType.FLOAT)
         slopes = op("Reshape", [slopes, [1, layer.heads, 1, 1]])
         product = op("Mul", [self._round_to_bfloat16(self._cast(keys, ir.DataType.FLOAT)), slopes])

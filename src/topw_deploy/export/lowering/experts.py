@@ -139,23 +139,15 @@ def _add_operator(
     interleave = activation == GATED and not placeholder.attributes["interleaved"].as_int()
     up, down, up_bias, down_bias = [*placeholder.inputs[3:], None, None][:4]
     inputs: list[ir.Value | None] = [rows, router]
-    for value, stack in ((up, stacks[0]), (up_bias, stored_stack(up_bias))):
-        inputs.append(_store(editor, value, stack, interleave=interleave))
-    for value, stack in ((down, stacks[1]), (down_bias, stored_stack(down_bias))):
-        inputs.append(_store(editor, value, stack, interleave=False))
+    biases = stored_stack(up_bias), stored_stack(down_bias)
+    for value, stack in zip((up, up_bias, down, down_bias), (stacks[0], biases[0], stacks[1], biases[1]), strict=True):
+        if stack is not None and interleave and len(inputs) < 4:
+            stack = interleave_rows(stack)
+        inputs.append(None if value is None or stack is None else stored_value(editor, value, stack))
     while inputs[-1] is None:
         inputs.pop()
     shape: list[int | str | None] = [_OUTPUT_ROWS, fixed_size(rows, 1)]
     return editor.op(OPERATOR, inputs, domain=CONTRIB_DOMAIN, dtype=rows.dtype, shape=shape, **attributes)
-
-
-def _store(
-    editor: GraphEditor, value: ir.Value | None, stack: LazyWeight | None, *, interleave: bool
-) -> ir.Value | None:
-    """Store `stack`, the tensor of `value`. Returns its value; None for a missing bias."""
-    if value is None or stack is None:
-        return None
-    return stored_value(editor, value, interleave_rows(stack) if interleave else stack)
 
 
 def stored_stack(value: ir.Value | None) -> LazyWeight | None:

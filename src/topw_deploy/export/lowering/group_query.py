@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -266,7 +267,6 @@ class UsedSlots:
         self._editor, self._cache, self._total = editor, cache, total
         self._positions = Positions(editor, self._add_positions)
         self._biases: dict[tuple[ir.Value | None, int], ir.Value] = {}
-        self._masks: Masks | None = None
 
     def bias(self, layer: AttentionLayer) -> ir.Value | None:
         """The operator's bias of scores, [batch or 1, heads or 1, sequence, total]; None for no bias.
@@ -281,13 +281,15 @@ class UsedSlots:
             self._biases[key] = self._hide_other_chunks(layer, bias) if layer.chunk else self._repeat_per_query(bias)
         return self._biases[key]
 
+    @cached_property
+    def _masks(self) -> Masks:
+        queries, keys = self._positions.of_queries_and_keys
+        visible = self._editor.op("LessOrEqual", [keys, queries], dtype=ir.DataType.BOOL)
+        return Masks(self._editor, self._positions, visible)
+
     def attend(self, layer: AttentionLayer, tokens: Sequence[ir.Value]) -> None:
         """Replace the layer's placeholder by products over its states `tokens`, [batch, kv_heads, slots, dim] each."""
         op = self._editor.op
-        if self._masks is None:
-            queries, keys = self._positions.of_queries_and_keys()
-            visible = op("LessOrEqual", [keys, queries], dtype=ir.DataType.BOOL)
-            self._masks = Masks(self._editor, self._positions, visible)
         end = op("Cast", [self._total], to=ir.DataType.INT64)
         used = [op("Slice", [state, [0], end, [2]]) for state in tokens]
         attend(self._editor, layer, used, self._masks.of(layer))
@@ -307,7 +309,7 @@ class UsedSlots:
         op = self._editor.op
         total = op("Squeeze", [op("Cast", [self._total], to=ir.DataType.INT64)])
         keys = op("Range", [0, total, 1])
-        return op("Unsqueeze", [self._cache.positions(), [1, 3]]), keys
+        return op("Unsqueeze", [self._cache.positions, [1, 3]]), keys
 
 
 # Two tables (cosines and sines) that are larger than both are not stored; every call then computes its angles.

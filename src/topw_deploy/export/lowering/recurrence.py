@@ -7,6 +7,7 @@ is 0, and so is their beta if the rule is a delta rule, else their key.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import onnx_ir as ir
@@ -173,7 +174,6 @@ class ChunkedRecurrences:
         allowed = editor.op("Slice", [np.ones(CHUNK, bool), [0], columns, [0]])
         self._real = editor.op("And", [real, allowed], dtype=ir.DataType.BOOL)
         self._columns = columns
-        self._masks: dict[str, ir.Value] = {}
 
     def build(self, layer: RecurrenceLayer, past: ir.Value) -> tuple[ir.Value, ir.Value]:
         """Build the recurrence of `layer`.
@@ -192,7 +192,7 @@ class ChunkedRecurrences:
         if layer.value_dim == 1 and layer.beta is None and masked.decay is not None:
             output, present = _PrefixScan(self._editor, masked, masked.decay).build(past)
         else:
-            output, present = _PairwiseScores(self._editor, masked, self.masks()).build(past)
+            output, present = _PairwiseScores(self._editor, masked, self.masks).build(past)
         return cast_to_placeholder(self._editor, layer, output), present
 
     def _zero_new_rows(self, past: ir.Value) -> ir.Value:
@@ -205,14 +205,15 @@ class ChunkedRecurrences:
         started = self._editor.op("Unsqueeze", [self._started, [1, 2, 3]])
         return self._editor.op("Where", [started, past, np.float32(0)])
 
+    @cached_property
     def masks(self) -> dict[str, ir.Value]:
         """The masks that all recurrences of the graph share."""
-        if not self._masks:
-            ends = self._editor.op("Concat", [self._columns] * 2, axis=0)
-            for name, mask in _column_masks().items():
-                axes = [mask.ndim - 2, mask.ndim - 1]
-                self._masks[name] = self._editor.op("Slice", [mask.astype(np.float32), [0, 0], ends, axes])
-        return self._masks
+        op = self._editor.op
+        ends = op("Concat", [self._columns] * 2, axis=0)
+        return {
+            name: op("Slice", [mask.astype(np.float32), [0, 0], ends, [mask.ndim - 2, mask.ndim - 1]])
+            for name, mask in _column_masks().items()
+        }
 
 
 def _column_masks() -> dict[str, np.ndarray]:

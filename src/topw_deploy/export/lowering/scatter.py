@@ -133,6 +133,6 @@ def _masks(editor: GraphEditor, cache: StaticStates, past_key: ir.Value) -> Mask
     op = editor.op
     length = op("Squeeze", [op("Shape", [past_key], start=2, end=3)])
     slots = op("Range", [0, length, 1])  # [slots]
-    queries = op("Unsqueeze", [cache.positions(), [1, 3]])  # [batch, 1, sequence, 1]
+    queries = op("Unsqueeze", [cache.positions, [1, 3]])  # [batch, 1, sequence, 1]
     visible = op("LessOrEqual", [slots, queries], dtype=ir.DataType.BOOL)
     return Masks(editor, Positions(editor, lambda: (queries, slots)), visible)

@@ -42,14 +42,10 @@ from topw_deploy.sampling.parameters import TopWParameters
 NODE_NAME = "topw_sample"
 BOUND_NAME = "topw.neighbour_bound"
 NO_BOUND = np.zeros(0, np.float32)
-_MATRIX_INPUTS: dict[str, tuple[ir.DataType, str | int]] = {  # name -> (element type, n) of inputs [batch, n]
-    "edit_ids": (ir.DataType.INT64, "edits"),
-    "edit_penalty": (ir.DataType.FLOAT, "edits"),
-    "edit_bias": (ir.DataType.FLOAT, "edits"),
-    "allowed": (ir.DataType.INT32, "words"),
-    "rule_values": (ir.DataType.FLOAT, 2),
-}
-_VECTOR_TYPES = {"rule": ir.DataType.INT32}  # name -> element type of inputs [batch]; all others are float32
+# Further sizes of inputs [batch, ...]; all others are [batch].
+_SIZES: dict[str, tuple[str | int]] = dict.fromkeys(("edit_ids", "edit_penalty", "edit_bias"), ("edits",))
+_SIZES |= {"allowed": ("words",), "rule_values": (2,)}
+_TYPES = {"edit_ids": ir.DataType.INT64, "allowed": ir.DataType.INT32, "rule": ir.DataType.INT32}  # others: float32
 _GREEDY = TopWParameters(temperature=0.0)
 
 PREFIX = "topw.last"  # of the names that this module adds
@@ -116,11 +112,10 @@ def _shared_table(graph: ir.Graph) -> ir.Value | None:
 
 def add_sampler_inputs(editor: GraphEditor, batch: int | str) -> list[ir.Value]:
     """Append graph inputs for the node's inputs but `logits`. Returns them in the node's order."""
-    inputs = []
-    for name in SAMPLER_INPUTS[1:]:
-        dtype, *width = _MATRIX_INPUTS.get(name, (_VECTOR_TYPES.get(name, ir.DataType.FLOAT),))
-        inputs.append(editor.input(name, dtype, [batch, *width]))
-    return inputs
+    return [
+        editor.input(name, _TYPES.get(name, ir.DataType.FLOAT), [batch, *_SIZES.get(name, ())])
+        for name in SAMPLER_INPUTS[1:]
+    ]
 
 
 def add_defaults(editor: GraphEditor, inputs: list[ir.Value], logits: ir.Value) -> list[ir.Value]:
@@ -136,18 +131,16 @@ def add_defaults(editor: GraphEditor, inputs: list[ir.Value], logits: ir.Value) 
         name = value.name or ""
         value.const_value = ir.tensor(_default(name), name=name)
         editor.graph.register_initializer(value)
-        shape = rows_and_one if name in _MATRIX_INPUTS else rows
+        shape = rows_and_one if name in _SIZES else rows
         node_inputs.append(editor.op("Expand", [value, shape], dtype=value.dtype, shape=list(value.shape or ())))
     return node_inputs
 
 
 def _default(name: str) -> np.ndarray:
     """The input's value for one greedy row: [1] or [1, n]."""
-    if name in _MATRIX_INPUTS:
-        dtype, width = _MATRIX_INPUTS[name]
-        return np.zeros((1, width if isinstance(width, int) else 0), dtype.numpy())
-    # `uniform` and `rule` are not among Top-W's parameters; they are 0.
-    return np.array([getattr(_GREEDY, name, 0)], _VECTOR_TYPES.get(name, ir.DataType.FLOAT).numpy())
+    shape = [1, *(size if isinstance(size, int) else 0 for size in _SIZES.get(name, ()))]
+    # Edits, masks, `uniform` and rules are not among Top-W's parameters; they are 0.
+    return np.full(shape, getattr(_GREEDY, name, 0), _TYPES.get(name, ir.DataType.FLOAT).numpy())
 
 
 def bound_of(geometry: Geometry, tokens: int, options: SamplerOptions, progress: Progress) -> np.ndarray:

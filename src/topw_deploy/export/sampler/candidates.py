@@ -63,18 +63,6 @@ class CandidateLogits:
 
 
 @dataclass(frozen=True)
-class CandidateSearch:
-    """The results of one pass over whole rows.
-
-    candidates: the `CANDIDATES` largest logits, or all of a smaller vocabulary.
-    total: the sum of all logits, float32 [batch, 1]. It is NaN or +inf if a logit is.
-    """
-
-    candidates: CandidateLogits
-    total: Tensor
-
-
-@dataclass(frozen=True)
 class CandidateScan:
     """Top-W's objective J for each prefix of the candidates; float32 [batch, width] unless stated otherwise.
 
@@ -121,8 +109,10 @@ class CandidatePath:
     is_done: Tensor
 
 
-def search_candidates(op: Ops, spec: SamplerSpec, logits: InputLogits) -> CandidateSearch:
-    """Find the candidates of the edited and masked logits.
+def search_candidates(op: Ops, spec: SamplerSpec, logits: InputLogits) -> tuple[CandidateLogits, Tensor]:
+    """Find the candidates of the edited and masked logits: the `CANDIDATES` largest, or all of a smaller vocabulary.
+
+    Returns also the sum of each row's logits, float32 [batch, 1]. It is NaN or +inf if a logit is.
 
     Has up to two branches, one after the other: on whether there are edits, then on whether there are masks. With
     masks, the first search is wasted; it is cheap.
@@ -143,7 +133,7 @@ def search_candidates(op: Ops, spec: SamplerSpec, logits: InputLogits) -> Candid
 
     unmasked = search_unmasked()
     values, ids, total = op.branch(logits.is_empty("allowed"), lambda: unmasked, lambda: search(logits.masked()))
-    return CandidateSearch(CandidateLogits(values, ids, min(CANDIDATES, spec.vocab_size)), total)
+    return CandidateLogits(values, ids, min(CANDIDATES, spec.vocab_size)), total
 
 
 @scope
@@ -247,17 +237,19 @@ def certificate_bounds(
 
 
 @scope
-def candidate_path(op: Ops, spec: SamplerSpec, search: CandidateSearch, parameters: RowParameters) -> CandidatePath:
-    """Top-W's crop and draw from the candidates of `search`, for all rows.
+def candidate_path(
+    op: Ops, spec: SamplerSpec, candidates: CandidateLogits, total: Tensor, parameters: RowParameters
+) -> CandidatePath:
+    """Top-W's crop and draw from the results of `search_candidates`, for all rows.
 
     A row is done if it is valid and certified. Its sum is NaN or +inf if one of its logits is. The sum of a valid row
     can overflow too: such a row is not done here, and `valid_rows` finds it valid later.
     """
-    candidates = first_candidates(op, search.candidates, spec.pool_size)
+    candidates = first_candidates(op, candidates, spec.pool_size)
     largest = candidates.largest(op)
     drop = op.Sub(candidates.logits, largest)
     scan = scan_candidates(op, drop, candidates.width, parameters)
-    bounds = [(largest, -LARGEST, LARGEST), (search.total, -np.inf, LARGEST)]
+    bounds = [(largest, -LARGEST, LARGEST), (total, -np.inf, LARGEST)]
     bounds += certificate_bounds(op, candidates, drop, scan, parameters, spec)
     is_done = all_true_in_row(op, are_in_range(op, parameters, bounds))
     return CandidatePath(candidates, scan, draw_candidate(op, candidates, drop, scan.last, parameters), is_done)

@@ -24,7 +24,6 @@ import onnx_ir as ir
 from topw_deploy.export.sampler.candidates import (
     CandidateLogits,
     CandidatePath,
-    CandidateSearch,
     DrawColumns,
     candidate_path,
     kept_candidates,
@@ -97,7 +96,7 @@ class SamplerCall:
     """One call of the function: what all branches share.
 
     parameters, logits: of the inputs.
-    search: the candidates.
+    candidates, total: of `search_candidates`.
     path: Top-W's answer from the candidates.
     rule: the code of each row's rule, float32 [batch, 1].
     """
@@ -107,7 +106,8 @@ class SamplerCall:
     inputs: Mapping[str, Tensor]
     parameters: RowParameters
     logits: InputLogits
-    search: CandidateSearch
+    candidates: CandidateLogits
+    total: Tensor
     path: CandidatePath
     rule: Tensor
 
@@ -115,21 +115,15 @@ class SamplerCall:
         """Whether a row uses another rule than Top-W: bool [batch, 1]."""
         return self.op.Cast(self.rule, to=9)
 
-    def needs_no_pool(self) -> Tensor:
-        """Positive for rows that the candidates answered and those with another rule, else 0: float32 [batch, 1]."""
-        if not self.spec.carries_rules:
-            return self.path.is_done
-        return self.op.Max(self.path.is_done, self.op.Abs(self.rule))
-
     def rules_and_sums(self) -> tuple[RowRules, RowSums]:
         """The rules of the rows, and the sums over the vocabulary that they need."""
-        op, largest = self.op, self.search.candidates.largest(self.op)
+        op, largest = self.op, self.candidates.largest(self.op)
         rules = row_rules(op, self.spec.rules, self.inputs["rule"], self.inputs["rule_values"], self.parameters)
         return rules, row_sums(op, self.vocabulary(), largest)
 
     def vocabulary(self) -> Tokens:
         """All tokens."""
-        largest = self.search.candidates.largest(self.op)
+        largest = self.candidates.largest(self.op)
         return vocabulary_tokens(self.op, self.logits.masked(), largest, self.parameters, self.spec.vocab_size)
 
 
@@ -159,10 +153,10 @@ def sample(op: Ops, spec: SamplerSpec, inputs: Mapping[str, Tensor]) -> list[Ten
     rule = op.Cast(op.Unsqueeze(inputs["rule"], [1]), to=1)
     parameters = row_parameters(op, [inputs[name] for name in PARAMETERS], None if spec.carries_rules else rule)
     logits = InputLogits(op, spec, inputs)
-    search = search_candidates(op, spec, logits)
-    path = candidate_path(op, spec, search, parameters)
-    top_probability = _top_probability(op, logits, search.candidates, parameters) if spec.with_mass else None
-    call = SamplerCall(op, spec, inputs, parameters, logits, search, path, rule)
+    candidates, total = search_candidates(op, spec, logits)
+    path = candidate_path(op, spec, candidates, total, parameters)
+    top_probability = _top_probability(op, logits, candidates, parameters) if spec.with_mass else None
+    call = SamplerCall(op, spec, inputs, parameters, logits, candidates, total, path, rule)
     answer = _answer_from_candidates(call)
     if spec.carries_rules:
         answer = _answer_rules(call, answer)
@@ -186,7 +180,7 @@ def _answer_rules(call: SamplerCall, before: Answer) -> Answer:
         rules, sums = call.rules_and_sums()
         tokens = list_tokens(op, call.logits.masked(), sums.largest, call.parameters)
         kept = kept_tokens(op, tokens, rules, sums, call.parameters)
-        bounds = [(sums.largest, -LARGEST, LARGEST), (call.search.total, -np.inf, LARGEST)]
+        bounds = [(sums.largest, -LARGEST, LARGEST), (call.total, -np.inf, LARGEST)]
         is_valid = op.Cast(all_true_in_row(op, are_in_range(op, call.parameters, bounds)), to=9)
         is_done = op.And(op.And(is_valid, rules.is_valid), kept.is_proven)
         answer = _mark_rest(op, spec, _rule_answer(call, tokens, kept), is_done)
@@ -212,7 +206,8 @@ def _answer_rules(call: SamplerCall, before: Answer) -> Answer:
 def _answer_from_pool(call: SamplerCall, before: Answer) -> Answer:
     """Branches 3 and 4: answer the rows with Top-W that the candidates did not."""
     op, spec, parameters = call.op, call.spec, call.parameters
-    needs_no_pool = call.needs_no_pool()
+    # Positive for rows that the candidates answered and those with another rule, else 0.
+    needs_no_pool = op.Max(call.path.is_done, op.Abs(call.rule)) if spec.carries_rules else call.path.is_done
     none_needs_pool = op.Greater(op.ReduceMin(needs_no_pool, keepdims=0), 0.0)
 
     def answer_without_distances() -> list[Tensor]:
@@ -295,22 +290,22 @@ def _select(op: Ops, condition: Tensor, chosen: Answer, other: Answer) -> Answer
     return Answer(op.Where(condition, chosen.columns, other.columns), mask)
 
 
-def _only_token(spec: SamplerSpec, token: float) -> np.ndarray:
-    """One row of `Answer.columns` with this token and zeros elsewhere."""
-    return np.array([token, *[0.0] * (MASS - 1 + spec.with_mass)], np.float32)
+def _where_or_token(op: Ops, spec: SamplerSpec, flags: Tensor, answer: Answer, token: float) -> Tensor:
+    """The answer's columns where a flag is true, bool [batch, 1]; elsewhere this token, and zeros in other columns."""
+    return op.Where(flags, answer.columns, np.array([token, *[0.0] * (MASS - 1 + spec.with_mass)], np.float32))
 
 
 @scope
 def _invalidate(op: Ops, spec: SamplerSpec, answer: Answer, valid: Tensor) -> Answer:
     """Replace the answers of rows that are not valid by token -1, zeros and an empty mask. valid: bool [batch, 1]."""
     mask = None if answer.keep_mask is None else op.And(valid, answer.keep_mask)
-    return Answer(op.Where(valid, answer.columns, _only_token(spec, -1.0)), mask)
+    return Answer(_where_or_token(op, spec, valid, answer, -1.0), mask)
 
 
 @scope
 def _mark_rest(op: Ops, spec: SamplerSpec, answer: Answer, is_done: Tensor) -> Answer:
     """Mark the rows that are not done, with zeros in all other columns. is_done: bool [batch, 1]."""
-    return Answer(op.Where(is_done, answer.columns, _only_token(spec, _NOT_DONE)), answer.keep_mask)
+    return Answer(_where_or_token(op, spec, is_done, answer, _NOT_DONE), answer.keep_mask)
 
 
 def _is_left(op: Ops, answer: Answer) -> Tensor:
