@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,28 +66,21 @@ def model_function(module: torch.nn.Module, name: str) -> Callable[..., Any]:
 # Llama 4 and DeepSeek V2 rotate pairs by products with complex numbers, which the tracer does not support.
 
 
-class _RotaryAngles(NamedTuple):
+def _rotary_angles(self: Any, _x: Tensor, position_ids: Tensor) -> SimpleNamespace:
     """What the replaced rotary embeddings return instead of complex numbers.
 
     positions: int64 [batch, sequence].
     angles: float32 [batch, sequence, width / 2].
     scaling: factor of the rotated elements.
+    to: returns the same, as models move the numbers to a device.
     """
-
-    positions: Tensor
-    angles: Tensor
-    scaling: float
-
-    def to(self, *_: Any, **__: Any) -> _RotaryAngles:
-        return self
-
-
-def _rotary_angles(self: Any, _x: Tensor, position_ids: Tensor) -> _RotaryAngles:
     angles = position_ids[..., None].float() * self.inv_freq.float()
-    return _RotaryAngles(position_ids, angles, float(self.attention_scaling))
+    rotation = SimpleNamespace(positions=position_ids, angles=angles, scaling=float(self.attention_scaling))
+    rotation.to = lambda *_, **__: rotation
+    return rotation
 
 
-def _rotate_queries_and_keys(query: Tensor, key: Tensor, rotation: _RotaryAngles) -> tuple[Tensor, Tensor]:
+def _rotate_queries_and_keys(query: Tensor, key: Tensor, rotation: SimpleNamespace) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys [batch, heads, sequence, head_dim] in float32; the results have the queries' type."""
     width = query.shape[-1]
     parts = (rotate_pairs(part.float(), rotation.angles, width, rotation.scaling) for part in (query, key))
@@ -97,7 +91,7 @@ def _rotate_queries_and_keys(query: Tensor, key: Tensor, rotation: _RotaryAngles
 def _llama4_attention(
     self: Any,
     hidden_states: Tensor,
-    position_embeddings: _RotaryAngles,
+    position_embeddings: SimpleNamespace,
     attention_mask: Tensor | None = None,
     past_key_values: Any = None,
     **others: Any,
