@@ -10,7 +10,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from huggingface_hub import errors
+from huggingface_hub import constants, errors
 
 from topw_deploy.errors import SourceError
 from topw_deploy.export.source.resolve import resolve
@@ -21,8 +21,8 @@ from topw_deploy.tiny import tiny_model_path
 @pytest.fixture(autouse=True)
 def _no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Use neither the network nor the user's cache."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
 
 
 def touch(folder: Path, *names: str) -> Path:
