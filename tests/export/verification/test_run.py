@@ -89,7 +89,7 @@ def test_each_kind_of_result_has_a_mark_of_its_own() -> None:
 WAITS = """
 import runpy, sys, time
 from topw_deploy import manifest
-def wait(folder):
+def wait(folder, unfinished):
     (folder / "made").touch()
     try:
         print(sys.argv[2], file=sys.__stdout__, flush=True)
