@@ -80,6 +80,7 @@ fuzz: $(VENV)/dev.stamp     ## random rows through every sampler there is, again
 	$(BIN)/python -m fuzz.sampler --implementation branches no-branches operator --rows 100000
 	$(BIN)/python -m fuzz.sampler --implementation branches no-branches operator --rules --rows 20000
 	$(BIN)/python -m fuzz.peers --rows 20000
+	$(BIN)/python -m fuzz.schemas --schemas 10000
 
 fuzz-native: $(VENV)/dev.stamp  ## the native sampler under sanitizers, ten minutes, and its rules against the reference
 	$(BIN)/python -m fuzz.native --seconds 600

@@ -13,7 +13,7 @@ import numpy as np
 
 from topw_deploy import install
 from topw_deploy.errors import GrammarError, TokenizerError, one_line
-from topw_deploy.runtime.structured import Constraint, to_lark
+from topw_deploy.runtime.structured import Constraint, gbnf_rule_at, is_gbnf, to_lark
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -271,6 +271,9 @@ def compile_error(constraint: Constraint, message: str) -> GrammarError:
         why = message.rpartition("error: ")[2].partition("\n")[0]
     if constraint.kind == "grammar" and place:
         line, column = int(place[1]), int(place[2])
+        if is_gbnf(constraint.text):
+            name, line = gbnf_rule_at(constraint.text, line)
+            return GrammarError(f"{what} does not compile: {_as_clause(why)} (rule {name}, line {line}).", line=line)
         where = f"(line {line}, column {column})"
         return GrammarError(f"{what} does not compile: {_as_clause(why)} {where}.", line=line, column=column)
     return GrammarError(f"{what} does not compile: {_as_clause(why.removeprefix('failed to compile JSON schema: '))}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -130,27 +131,46 @@ MOST_MULTIPLE = 50_000
 """Maximum least common multiple of all `multipleOf`, without their decimal points. llguidance builds an automaton with
 so many states (50,000: 0.3 s, 1,000,000: 11 s).
 """
+MOST_INTEGER = 2**53 - 1
+"""Largest magnitude of an integer in a schema. llguidance reads numbers as float64."""
+
 # At most one space, or a line break with an indentation; otherwise a model may write white space up to the token limit.
 _WHITE_SPACE = r" |\n[ \t]{0,32}"
+# Without \u, because llguidance takes "\u0061" for another name than "a".
+_ESCAPES = 'nrbtf\\"'
+_UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # JSON can write these characters only with \u
+
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_VALUES = ("const", "enum", "default", "examples")  # keywords of values, which are no schemas
+_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+_YEAR = r"(?:[1-9]...|0[1-9]..|00[1-9].|000[1-9])"
+_LEAP_YEAR = r"(?:..(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_CALENDAR = f"^(?:{_YEAR}-(?:0[13-9]|1.|02-[01]|02-2[0-8])|{_LEAP_YEAR}-02-29)"
+"""Matches the dates that exist, among those of llguidance's grammar, which has 29 February in every year."""
 
 # With forcing, text that the grammar forces could be written only with the tokenizer's tokens for it. Here the draw
 # decides which tokens write a text, so that a ban of one token does not end a request that can use other tokens.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 
-_GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z][\w-]*[ \t]*::=", re.MULTILINE)
-_JSON = re.compile(r"%json\s*(?=[{\[])")
+_GBNF_RULE = re.compile(r"^[ \t]*([A-Za-z][\w-]*)[ \t]*::=", re.MULTILINE)
+_LARK_RULE = re.compile(r"^\w+: ")
+_GBNF_PART = re.compile(
+    r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|#[^\n]*', re.DOTALL
+)  # a text, characters, or a comment
+_GBNF_ESCAPE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
+_JSON = re.compile(r"%json\s*(?={)")
 
 
 def to_lark(constraint: Constraint) -> str:
     """Returns the constraint as a Lark grammar. A caller's own Lark keeps its line numbers.
 
-    Raises GrammarError for GBNF that cannot be converted, and for schemas that would take too long to compile.
+    Raises GrammarError for GBNF that cannot be converted, and the errors of `make_exact`.
     """
     kind, text = constraint.kind, constraint.text
     if kind == "grammar":
-        text = _gbnf_to_lark(text) if _GBNF_RULE.search(text) else text
-        check_schemas(_inline_schemas(text))
-        return text + _OPTIONS
+        text = _gbnf_to_lark(text) if is_gbnf(text) else text
+        return _with_exact_schemas(text) + _OPTIONS
     if kind == "json":
         expression = _schema_expression(text)
     elif kind == "choice":
@@ -166,28 +186,29 @@ def to_lark(constraint: Constraint) -> str:
 
 def _schema_expression(text: str) -> str:
     schema = json.loads(text)
-    check_schemas([schema])
-    if isinstance(schema, dict):
-        stated = schema.get("x-guidance")
-        options = stated if isinstance(stated, dict) else {}
-        if not options.keys() & {"whitespace_pattern", "whitespace_flexible"}:
-            schema["x-guidance"] = {**options, "whitespace_pattern": _WHITE_SPACE}
-    elif schema is True:
-        schema = {"x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
-    else:
+    if schema is False:
         raise GrammarError("the schema is false, which no value matches; give another one.")
+    schema = {} if schema is True else schema
+    make_exact([schema])
+    if "whitespace_flexible" not in schema["x-guidance"]:
+        schema["x-guidance"].setdefault("whitespace_pattern", _WHITE_SPACE)
     return f"%json {json.dumps(schema, ensure_ascii=False)}"
+
+
+def is_gbnf(text: str) -> bool:
+    """Whether a grammar is llama.cpp's GBNF, not Lark."""
+    return _GBNF_RULE.search(text) is not None
 
 
 def _gbnf_to_lark(text: str) -> str:
     from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
+    simple, origins = _simplify_escapes(text)
     try:
-        lark: str = gbnf_to_lark(text)
+        lark: str = gbnf_to_lark(simple)
         return lark
     except GbnfToLarkError as error:
-        line = text.count("\n", 0, error.pos.pos) + 1
-        column = error.pos.pos - (text.rfind("\n", 0, error.pos.pos) + 1) + 1
+        line, column = _line_and_column(text, origins[error.pos.pos])
         what = str(error).split(" at line ")[0]
         raise GrammarError(
             f"the GBNF grammar is invalid at line {line}, column {column}: {what}.", line=line, column=column
@@ -198,32 +219,99 @@ def _gbnf_to_lark(text: str) -> str:
         raise GrammarError(f"the GBNF grammar is invalid: {error}.") from None
 
 
-def _inline_schemas(text: str) -> Iterator[Any]:
-    """The schemas after `%json` in a grammar. Skips text that is not JSON: the compiler reports its error."""
+def _simplify_escapes(text: str) -> tuple[str, list[int]]:
+    """Replace the escapes of GBNF that llguidance's converter gets wrong: \\u, \\U, and brackets in texts.
+
+    Returns the grammar, and the place in `text` of each of its characters and of its end.
+    """
+    parts: list[str] = []
+    origins: list[int] = []
+    done = 0
+
+    def copy(end: int) -> None:
+        parts.append(text[done:end])
+        origins.extend(range(done, end))
+
+    for part in _GBNF_PART.finditer(text):
+        for escape in _GBNF_ESCAPE.finditer(part[0]) if part[0][0] != "#" else ():
+            start = part.start() + escape.start()
+            if escape[1] or escape[2]:
+                replacement = _character_of(text, start, int(escape[1] or escape[2], 16))
+            elif part[0][0] == '"' and escape[0] in (r"\[", r"\]"):
+                replacement = escape[0][1]
+            else:
+                continue
+            copy(start)
+            parts.append(replacement)
+            origins.extend([start] * len(replacement))
+            done = start + len(escape[0])
+    copy(len(text))
+    return "".join(parts), [*origins, len(text)]
+
+
+def _character_of(text: str, start: int, code: int) -> str:
+    if code > sys.maxunicode or 0xD800 <= code < 0xE000:
+        line, column = _line_and_column(text, start)
+        raise GrammarError(
+            f"the GBNF grammar is invalid at line {line}, column {column}: {code:X} is no Unicode character.",
+            line=line,
+            column=column,
+        )
+    return chr(code) if code > 0xFF else f"\\x{code:02x}"
+
+
+def _line_and_column(text: str, place: int) -> tuple[int, int]:
+    return text.count("\n", 0, place) + 1, place - text.rfind("\n", 0, place)
+
+
+def gbnf_rule_at(text: str, line: int) -> tuple[str, int]:
+    """The name and the line in GBNF of the rule that is at a line of its Lark, whose rules have the same order."""
+    lark = _gbnf_to_lark(text).split("\n")
+    index = sum(1 for each in lark[:line] if _LARK_RULE.match(each)) - 1
+    names = {rule[1]: rule.start(1) for rule in reversed(list(_GBNF_RULE.finditer(text)))}
+    name, place = sorted(names.items(), key=lambda item: item[1])[max(index, 0)]
+    return name, _line_and_column(text, place)[0]
+
+
+def _with_exact_schemas(text: str) -> str:
+    """Make the schemas after `%json` in a grammar exact. They keep their lines.
+
+    Leaves what is not JSON: the compiler reports its error.
+    """
     decoder = json.JSONDecoder()
+    schemas: list[Any] = []
+    parts, end = [], 0
+    written: list[str] = []
     for found in _JSON.finditer(text):
+        if found.start() < end:  # in a text within a schema
+            continue
         try:
-            yield decoder.raw_decode(text, found.end())[0]
+            schema, after = decoder.raw_decode(text, found.end())
         except (ValueError, RecursionError):
             continue
+        schemas.append(schema)
+        parts.append((text[end : found.end()], text.count("\n", found.end(), after)))
+        end = after
+    make_exact(schemas)
+    for schema, (before, lines) in zip(schemas, parts, strict=True):
+        written += [before, "{" + "\n" * lines, json.dumps(schema, ensure_ascii=False)[1:]]
+    return "".join(written) + text[end:]
 
 
-def check_schemas(schemas: Iterable[Any]) -> None:
-    """Refuse JSON schemas whose grammars would take minutes to build; llguidance has no such limits.
+def make_exact(schemas: list[Any]) -> None:
+    """Change JSON schemas so that llguidance's grammars match only valid values, and compile in seconds.
 
-    Raises GrammarError for more than MOST_PATTERNS patterns or a multiple above MOST_MULTIPLE.
+    Raises GrammarError for schemas for which that cannot be done, and for more than MOST_PATTERNS patterns or a
+    multiple above MOST_MULTIPLE.
     """
     patterns, multiple = 0, 1
-    waiting = list(schemas)
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict):
-            named = value.get("patternProperties")
-            patterns += len(named) if isinstance(named, dict) else 0
-            multiple = math.lcm(multiple, _significant_digits(value.get("multipleOf")))
-            waiting += value.values()
-        elif isinstance(value, list):
-            waiting += value
+    for schema in list(_subschemas(schemas)):
+        _refuse_inexact(schema)
+        if schema.get("format") in ("date", "date-time"):
+            schema["allOf"] = [*(schema.get("allOf") or ()), {"pattern": _CALENDAR}]
+        named = schema.get("patternProperties")
+        patterns += len(named) if isinstance(named, dict) else 0
+        multiple = math.lcm(multiple, _significant_digits(schema.get("multipleOf")))
         if patterns > MOST_PATTERNS:
             raise GrammarError(
                 f"the schema's patternProperties have more than {MOST_PATTERNS} patterns; join some of them with '|'."
@@ -233,6 +321,74 @@ def check_schemas(schemas: Iterable[Any]) -> None:
                 f"the values of multipleOf have a least common multiple above {MOST_MULTIPLE:,} (without decimal "
                 "points); remove some and check these numbers afterwards."
             )
+    for schema in schemas:
+        stated = schema.get("x-guidance")
+        schema["x-guidance"] = {**(stated if isinstance(stated, dict) else {}), "json_allowed_escapes": _ESCAPES}
+
+
+def _subschemas(schemas: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """The schemas, and all schemas in them."""
+    waiting = list(schemas)
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list):
+            waiting += value
+        elif isinstance(value, dict):
+            yield value
+            for key, part in value.items():
+                if key in _NAMED_SCHEMAS and isinstance(part, dict):
+                    waiting += part.values()
+                elif key not in _VALUES:
+                    waiting.append(part)
+
+
+def _refuse_inexact(schema: dict[str, Any]) -> None:
+    """Raises GrammarError for a schema that llguidance compiles to a grammar with other values."""
+    bounds = {name: schema[name] for name in _BOUNDS if _is_number(schema.get(name))}
+    values = list(_scalars([schema.get("const"), schema.get("enum")]))
+    for value in [*bounds.values(), *values]:
+        if _is_number(value) and abs(value) > MOST_INTEGER and value == int(value):
+            raise GrammarError(
+                f"the schema has the integer {value}, but integers must be in -(2^53 - 1) to 2^53 - 1; describe it as "
+                "a text with a pattern, or check it afterwards."
+            )
+        if isinstance(value, str) and _UNWRITABLE.search(value):
+            raise GrammarError(
+                f"the schema has the value {value!r:.60}, with a control character that answers cannot have; remove it."
+            )
+    for name, end in (("exclusiveMinimum", "upper"), ("exclusiveMaximum", "lower")):
+        others = [bound for other, bound in bounds.items() if other.lower().endswith("maximum") == (end == "upper")]
+        bound = bounds.get(name)
+        if bound is not None and bound == int(bound) and any(int(other) == bound for other in others):
+            raise GrammarError(
+                f"the schema's {name} {bound} and its {end} bound {others[0]} have the same integer part, which a "
+                "grammar cannot express; make the bound inclusive, or check it afterwards."
+            )
+    required = schema.get("required")
+    names = len(required) if isinstance(required, list) else 0
+    least = schema.get("minProperties")
+    if isinstance(least, int) and least > names + 1 and schema.get("additionalProperties") is not False:
+        raise GrammarError(
+            f"the schema has minProperties {least} and {names} required names, but no grammar tells whether further "
+            "names differ; require them, or check their number afterwards."
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _scalars(value: Any) -> Iterator[Any]:
+    """The texts and numbers in a JSON value, and the names of its objects."""
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            waiting += [*part, *part.values()]
+        elif isinstance(part, list):
+            waiting += part
+        else:
+            yield part
 
 
 def _significant_digits(value: Any) -> int:

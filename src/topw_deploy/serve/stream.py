@@ -324,7 +324,8 @@ def ending_fields(
     Returns `finish_reason`; `stop_reason`, the stop string, "timeout" or None; and `topw`, whose `seed` repeats the
     draws and whose `certified_share` and `kept_mean` are as in GenerationResult.
     """
-    reason = "tool_calls" if calls else _FINISH_REASONS[result.finish_reason]
+    reason = _FINISH_REASONS[result.finish_reason]
+    reason = "tool_calls" if calls and reason == "stop" else reason
     stop = "timeout" if result.finish_reason == "timeout" else result.stop
     facts: dict[str, Any] = {
         "seed": result.seed,
