@@ -176,7 +176,7 @@ class Generation {
   void sample(std::int64_t step) {
     for (std::size_t i = 0; i < rows_.size(); ++i) {
       const RowRequest &request = rows_[i].request;
-      sampler_.draw_with(i, uniform_for(request.seed, request.prompt.size() + std::uint64_t(step), request.sample));
+      sampler_.draw_with(i, uniform_for(request.seed, request.prompt.size() + std::uint64_t(step)));
     }
     edits_.prepare(binding_);
     binding_.run();

@@ -38,7 +38,7 @@ struct RowRequest {
   Tokens suppress_tokens;
   std::vector<Tokens> bad_words_ids;
   std::int64_t no_repeat_ngram_size = 0;
-  std::uint64_t seed = 0, sample = 0;
+  std::uint64_t seed = 0;
 };
 
 inline void check_prompt(const Tokens &prompt, const Folder &folder, const std::string &which) {
@@ -91,7 +91,7 @@ inline std::int64_t choose_budget(std::int64_t prompt, const Given &request, con
   return std::min(wanted, folder.context - prompt);
 }
 
-inline RowRequest resolve(const Prompt &prompt, const Folder &folder, std::uint64_t seed, std::uint64_t sample) {
+inline RowRequest resolve(const Prompt &prompt, const Folder &folder, std::uint64_t seed) {
   const Given all = merged(prompt.given, folder.stated);
   const auto length = std::int64_t(prompt.ids.size());
   const Tokens ends = all.eos_token_id.value_or(Tokens{});
@@ -115,7 +115,6 @@ inline RowRequest resolve(const Prompt &prompt, const Folder &folder, std::uint6
   row.bad_words_ids = all.bad_words_ids.value_or(row.bad_words_ids);
   row.no_repeat_ngram_size = all.no_repeat_ngram_size.value_or(0);
   row.seed = seed;
-  row.sample = sample;
   for (const std::int64_t id : ends) check_ids("eos_token_id", id, folder);
   for (const std::int64_t id : stops) check_ids("stop_token_ids", id, folder);
   for (const std::int64_t id : row.suppress_tokens) check_ids("suppress_tokens", id, folder);
@@ -133,7 +132,7 @@ inline std::vector<RowRequest> resolve_all(const std::vector<Prompt> &prompts, c
     check_prompt(prompts[i].ids, folder, prompts.size() > 1 ? "prompt " + std::to_string(i) : "the prompt");
     const std::uint64_t seed = prompts[i].given.seed ? *prompts[i].given.seed : fresh_seed();
     for (std::int64_t sample = 0; sample < samples; ++sample)
-      rows.push_back(resolve(prompts[i], folder, seed, std::uint64_t(sample)));
+      rows.push_back(resolve(prompts[i], folder, sequence_seed(seed, std::uint64_t(sample))));
   }
   const auto differs = [&](const RowRequest &row) { return row.prompt.size() != rows.front().prompt.size(); };
   if (!folder.pads && std::any_of(rows.begin(), rows.end(), differs))

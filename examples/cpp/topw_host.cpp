@@ -48,7 +48,7 @@ std::string as_json(std::size_t index, const Row &row) {
          ", \"token_ids\": " + listed(row.tokens, whole) + ", \"logprobs\": " + listed(row.logprobs, digits_of) +
          ", \"kept\": " + listed(row.kept, whole) +
          ", \"certified\": " + listed(row.certified, [](bool value) { return std::string(value ? "true" : "false"); }) +
-         ", \"seed\": " + std::to_string(row.request.seed) + ", \"sample\": " + std::to_string(row.request.sample) +
+         ", \"seed\": " + std::to_string(row.request.seed) +
          ", \"finish_reason\": \"" + (row.stopped() ? "stop" : "length") + "\", \"stop\": " + stop +
          ", \"prompt_tokens\": " + std::to_string(row.request.prompt.size()) + "}\n";
 }

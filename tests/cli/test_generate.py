@@ -13,6 +13,7 @@ from tests.support.toy_model import byte_ids
 from topw_deploy.errors import ParameterError, PromptError, TokenizerError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import preset_parameters
+from topw_deploy.sampling.seeds import sequence_seed
 
 from .conftest import ANSWER
 
@@ -54,7 +55,7 @@ def test_one_json_object_per_sequence(invoke: Invoke, random_model: Path, opened
         "generate", random_model, "ab", "--json", "--seed", 5, "--num-return-sequences", 2, "--max-new-tokens", 4
     )
     first, second = (json.loads(line) for line in result.stdout.splitlines())
-    assert (first["seed"], first["sample"], second["sample"], first["prompt_tokens"]) == (5, 0, 1, 2)
+    assert (first["seed"], second["seed"], first["prompt_tokens"]) == (5, sequence_seed(5, 1), 2)
     assert len(first["token_ids"]) == len(first["logprobs"]) == len(first["mass"]) == 4
     expected = opened.generate("ab", seed=5, num_return_sequences=2, max_new_tokens=4)
     assert [first["token_ids"], second["token_ids"]] == [r.token_ids for r in expected]

@@ -18,7 +18,7 @@ from topw_deploy.cli import batch
 from topw_deploy.cli.terminal import bar
 from topw_deploy.errors import GenerationError, LogitsError, ParameterError, PromptError, TokenizerError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.sampling.seeds import prompt_seed
+from topw_deploy.sampling.seeds import prompt_seed, sequence_seed
 
 PROMPTS = [
     "ab",
@@ -80,11 +80,12 @@ def test_every_prompt_has_its_lines_in_order_and_its_own_draws_which_its_seed_re
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
     lines = lines_of(out)
     assert [line["index"] for line in lines] == INDEXES
-    assert [line["sample"] for line in lines] == [0, 0, 0, 0, 0, 1, 2, 0, 0]
     assert [line["id"] for line in lines][:4] == [None, "second", None, 7]
     assert len(lines[1]["token_ids"]) == 3
     assert {line["run_seed"] for line in lines} == {4}
-    assert [line["seed"] for line in lines] == [9 if i == 2 else prompt_seed(4, i) for i in INDEXES]
+    own = [9 if i == 2 else prompt_seed(4, i) for i in INDEXES]
+    places = [INDEXES[:place].count(index) for place, index in enumerate(INDEXES)]
+    assert [line["seed"] for line in lines] == [sequence_seed(*pair) for pair in zip(own, places, strict=True)]
     assert lines[0]["token_ids"] != lines[-1]["token_ids"]
     model = TopWModel.from_pretrained(random_model, provider="cpu")
     again = model.generate("ab", max_new_tokens=6, temperature=2, seed=lines[0]["seed"])

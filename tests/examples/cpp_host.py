@@ -107,7 +107,7 @@ def lines_of(requests: Sequence[dict[str, Any]]) -> str:
 
 def expected_of(result: GenerationResult, *, text: bool = True) -> dict[str, Any]:
     """The program's output for such a result."""
-    names = ("token_ids", "kept", "certified", "seed", "sample", "finish_reason", "stop", "prompt_tokens")
+    names = ("token_ids", "kept", "certified", "seed", "finish_reason", "stop", "prompt_tokens")
     return {name: getattr(result, name) for name in names} | {"text": result.text if text else None}
 
 

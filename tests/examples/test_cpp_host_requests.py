@@ -118,14 +118,14 @@ def test_options_edit_a_single_answer_like_the_python_runtimes_parameters(
             assert len(result.token_ids) >= 9
 
 
-def test_several_answers_to_a_prompt_are_its_samples(host: Host, folders: dict[str, Path]) -> None:
+def test_several_answers_to_a_prompt_have_seeds_of_their_own(host: Host, folders: dict[str, Path]) -> None:
     given = {"seed": 2**64 - 1, "max_new_tokens": 12, "temperature": 3}
     with TopWModel.from_pretrained(folders["scatter"], provider="cpu", sampler="graph") as model:
         results = model.generate([50, 51], num_return_sequences=4, **given)
     done = host(folders["scatter"], "--num-return-sequences", 4, "--seed", 2**64 - 1, "--max-new-tokens", 12,
                 "--temperature", 3, 50, 51)  # fmt: skip
     answers = answers_of(done)
-    assert [answer["sample"] for answer in answers] == [0, 1, 2, 3]
+    assert len({answer["seed"] for answer in answers}) == 4
     assert all(same(answer, result, text=False) for answer, result in zip(answers, results, strict=True))
     assert len({tuple(answer["token_ids"]) for answer in answers}) > 1
 

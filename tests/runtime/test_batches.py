@@ -11,6 +11,7 @@ from tests.support.toy_model import Load, Toy, byte_ids
 from topw_deploy.errors import PromptError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import TopWParameters
+from topw_deploy.sampling.seeds import sequence_seed
 
 PROMPTS = ["a", "some longer prompt", "mid", "four of them"]
 
@@ -51,13 +52,14 @@ def test_without_a_seed_equal_prompts_of_a_batch_go_different_ways(model: TopWMo
     assert one.token_ids != two.token_ids
 
 
-def test_several_sequences_of_one_prompt_use_the_samples_of_its_seed(model: TopWModel, toy: Toy) -> None:
+def test_several_sequences_of_one_prompt_have_seeds_that_repeat_them_alone(model: TopWModel, toy: Toy) -> None:
     parameters = {"temperature": 3.0, "lam": 0.1}
     results = model.generate(["ab", "cd"], num_return_sequences=3, seed=[5, 6], max_new_tokens=12, **parameters)
-    assert [(r.seed, r.sample) for r in results] == [(5, 0), (5, 1), (5, 2), (6, 0), (6, 1), (6, 2)]
+    assert [r.seed for r in results] == [sequence_seed(seed, index) for seed in (5, 6) for index in range(3)]
     for result, prompt in zip(results, ["ab"] * 3 + ["cd"] * 3, strict=True):
-        expected = toy.expect(byte_ids(prompt), 12, TopWParameters(**parameters), result.seed, result.sample)
+        expected = toy.expect(byte_ids(prompt), 12, TopWParameters(**parameters), result.seed)
         assert result.token_ids == [row.next_token for row in expected]
+        assert model.generate(prompt, seed=result.seed, max_new_tokens=12, **parameters) == result
     assert len({tuple(r.token_ids) for r in results}) == 6
 
 

@@ -47,8 +47,8 @@ def test_every_row_equals_the_reference(sampler: TopWSampler) -> None:
 
 def test_a_seed_and_a_position_give_the_published_draw(sampler: TopWSampler) -> None:
     positions = list(range(ROWS))
-    by_seed = sampler.sample(LOGITS, seed=2**64 - 1, position=positions, sample=3, temperature=2.0, lam=0.1)
-    numbers = [uniform_for(2**64 - 1, p, 3) for p in positions]
+    by_seed = sampler.sample(LOGITS, seed=2**64 - 1, position=positions, temperature=2.0, lam=0.1)
+    numbers = [uniform_for(2**64 - 1, p) for p in positions]
     by_hand = sampler.sample(LOGITS, uniform=numbers, temperature=2.0, lam=0.1)
     assert by_seed.next_token.tolist() == by_hand.next_token.tolist()
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.samples import examples
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import TopWOptions, TopWParameters, crop, draw, uniform_for
-from topw_deploy.sampling.seeds import fresh_seed, prompt_seed
+from topw_deploy.sampling.seeds import fresh_seed, prompt_seed, sequence_seed
 
 RANDOM_MD = Path(__file__).parents[2] / "docs" / "contract" / "random.md"
 LOGITS = np.log([0.1, 0.4, 0.2, 0.3])  # keep order: 1, 3, 2
@@ -79,20 +79,22 @@ def philox_4x64_10(counter: list[int], key: list[int]) -> list[int]:
     return x
 
 
-def plain_uniform(seed: int, position: int, sample: int) -> float:
-    """The uniform number, written from docs/contract/random.md."""
-    counter = position + (sample << 64) + 1
+def plain_word(seed: int, low: int, high: int) -> int:
+    """The first word, written from docs/contract/random.md."""
+    counter = low + (high << 64) + 1
     words = [(counter >> (64 * i)) & ((1 << 64) - 1) for i in range(4)]
-    return (philox_4x64_10(words, [seed, 0])[0] >> 40) / 2**24
+    return philox_4x64_10(words, [seed, 0])[0]
 
 
 words64 = st.integers(0, 2**64 - 1)
 
 
 @settings(derandomize=True, max_examples=examples(300))
-@given(words64, words64, words64)
-def test_the_uniform_is_philox_4x64_10_written_in_plain_integers(seed, position, sample):
-    assert uniform_for(seed, position, sample) == plain_uniform(seed, position, sample)
+@given(words64, words64)
+def test_draws_and_seeds_are_philox_4x64_10_written_in_plain_integers(seed, number):
+    assert uniform_for(seed, number) == (plain_word(seed, number, 0) >> 40) / 2**24
+    assert prompt_seed(seed, number) == plain_word(seed, number, 2**64 - 1) >> 11
+    assert sequence_seed(seed, number) == (plain_word(seed, number, 2**64 - 2) >> 11 if number else seed)
 
 
 def test_the_plain_philox_gives_the_published_block():
@@ -110,18 +112,19 @@ def test_the_published_vectors_are_the_ones_given():
     pattern = r"^\| (\d+) \| (\d+) \| (\d+) \| 0x([0-9a-f]{16}) \| (\d+) \| ([0-9.e-]+) \|$"
     rows = re.findall(pattern, RANDOM_MD.read_text(), re.MULTILINE)
     assert len(rows) >= 8
-    for seed, position, sample, word, numerator, value in rows:
-        uniform = uniform_for(int(seed), int(position), int(sample))
-        assert uniform == int(numerator) / 2**24 == float(value)
+    for seed, low, high, word, numerator, value in rows:
+        assert plain_word(int(seed), int(low), int(high)) == int(word, 16)
         assert int(word, 16) >> 40 == int(numerator)
+        assert int(numerator) / 2**24 == float(value)
+        assert int(high) or uniform_for(int(seed), int(low)) == float(value)
 
 
-def test_neighbouring_seeds_positions_and_samples_are_unrelated():
+def test_neighbouring_seeds_positions_and_sequences_are_unrelated():
     n = 4000
     streams = [
         [uniform_for(1, i) for i in range(n)],
         [uniform_for(2, i) for i in range(n)],
-        [uniform_for(1, i, 1) for i in range(n)],
+        [uniform_for(sequence_seed(1, 1), i) for i in range(n)],
         [uniform_for(i, 1) for i in range(n)],
     ]
     correlation = np.corrcoef([*streams, [*streams[0][1:], 0.5]])
@@ -130,7 +133,7 @@ def test_neighbouring_seeds_positions_and_samples_are_unrelated():
         assert abs(np.mean(stream) - 0.5) < 5 * math.sqrt(1 / 12 / n)
 
 
-@pytest.mark.parametrize("bad", [(-1, 0, 0), (0, -1, 0), (0, 0, -1), (2**64, 0, 0), (0, 2**64, 0)])
+@pytest.mark.parametrize("bad", [(-1, 0), (0, -1), (2**64, 0), (0, 2**64)])
 def test_numbers_outside_64_bits_are_refused(bad):
     with pytest.raises(ParameterError, match="must be in 0"):
         uniform_for(*bad)
@@ -144,8 +147,8 @@ def test_fresh_seeds_differ_and_survive_json_readers_with_doubles():
 
 def test_the_seeds_of_a_files_prompts_are_those_of_the_page():
     page = RANDOM_MD.read_text(encoding="utf-8")
-    section = page.split("## Many prompts")[1].split("## ")[0]
-    rows = [line.split("|")[1:4] for line in section.splitlines() if line.startswith("| ")][1:]
+    section = page.split("## Derived seeds")[1].split("## ")[0]
+    rows = [line.split("|")[1:5] for line in section.splitlines() if line.startswith("| ")][1:]
     assert len(rows) >= 4
-    for seed, index, expected in rows:
-        assert prompt_seed(int(seed), int(index)) == int(expected)
+    for seed, index, of_sequence, of_prompt in (map(int, row) for row in rows):
+        assert (sequence_seed(seed, index), prompt_seed(seed, index)) == (of_sequence, of_prompt)

@@ -12,6 +12,7 @@ from topw_deploy.runtime.parameters import ALIASES, PARAMETERS
 from topw_deploy.sampling import uniform_for
 from topw_deploy.sampling.parameters import METRICS, REQUEST_PRESETS, preset_parameters
 from topw_deploy.sampling.rules import RULES
+from topw_deploy.sampling.seeds import sequence_seed
 
 HERE = Path(__file__).parent
 LARGEST = 2**64 - 1
@@ -19,9 +20,9 @@ PYTHON_ONLY = {"structured_outputs", "logprobs", "prompt_logprobs"}
 
 
 def triples() -> list[tuple[int, int, int]]:
-    """(seed, position, sample), with every carry of the counter."""
+    """(seed, low, high), with every carry of the counter."""
     edges = (0, 1, 2**31, 2**32 - 1, 2**32, 2**53, 2**63, LARGEST)
-    found = [(seed, position, sample) for seed in edges for position in edges for sample in edges]
+    found = [(seed, low, high) for seed in edges for low in edges for high in edges]
     numbers = random.Random(3)
     return found + [tuple(numbers.getrandbits(numbers.randint(1, 64)) for _ in range(3)) for _ in range(3000)]  # type: ignore[misc]
 
@@ -29,9 +30,10 @@ def triples() -> list[tuple[int, int, int]]:
 def test_uniform_numbers_are_the_same_bits(tmp_path: Path) -> None:
     (tmp_path / "triples.json").write_text(json.dumps([[str(n) for n in triple] for triple in triples()]))
     found = run_node(HERE / "random.mjs", str(tmp_path / "triples.json"))
-    assert found["uniforms"] == [uniform_for(*triple) for triple in triples()]
-    row = uniforms(7, 100, 2, 50)
-    assert all(uniform_for(7, 100 + step, 2) == row[step] for step in range(50)), "what the loop in Python draws with"
+    assert found["uniforms"] == [uniform_for(seed, low) for seed, low, _ in triples()]
+    assert [int(seed) for seed in found["seeds"]] == [sequence_seed(seed, low % 2**53) for seed, low, _ in triples()]
+    row = uniforms(7, 100, 50)
+    assert all(uniform_for(7, 100 + step) == row[step] for step in range(50)), "what the loop in Python draws with"
 
 
 def test_words_are_those_of_the_contract(tmp_path: Path) -> None:

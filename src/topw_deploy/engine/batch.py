@@ -56,7 +56,7 @@ class Batch:
         self._input_ids_view, self._next_positions_view = self._input_ids.reshape(-1).data, self._next_positions.data
         self.inputs = SamplerInputs(session, slots)
         self._uniform_view = self.inputs.uniform.data
-        self._draws = Draws([0] * slots, [0] * slots, [0] * slots)
+        self._draws = Draws([0] * slots, [0] * slots)
         self._step_record = StepRecord(session.outputs, slots, length)
         self._chunk_record = StepRecord(session.outputs, 1, 1)  # outputs of the run of a prompt's last chunk
         self._unchecked_tokens: dict[int, int] = {}  # free slot -> tokens whose states may not be finite
@@ -160,9 +160,7 @@ class Batch:
         last = end == len(sequence.prompt) - sequence.unread_tokens
         if last:
             self.inputs.edits.write_bans(slot)
-            self.inputs.uniform[slot] = self._draws.begin(
-                slot, sequence.params.seed, sequence.params.sample, end, self.steps
-            )
+            self.inputs.uniform[slot] = self._draws.begin(slot, sequence.params.seed, end, self.steps)
         binding = self._last_chunk_binding(slot, self.wants_logits) if last else self._chunk_binding(slot)
         self._chunk_start[0], self._chunk_length[0] = start, end - start
         binding.bind_array("input_ids", ids)

@@ -32,12 +32,12 @@ _BAN = float("-inf")
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-def uniforms(seed: int, position: int, sample: int, count: int) -> np.ndarray:
-    """Compute `uniform_for(seed, position + i, sample)` for each i < count.
+def uniforms(seed: int, position: int, count: int) -> np.ndarray:
+    """Compute `uniform_for(seed, position + i)` for each i < count.
 
     Returns float32 [count]: exact, because each number has 24 bits.
     """
-    counter = np.array([position, sample, 0, 0], np.uint64)
+    counter = np.array([position, 0, 0, 0], np.uint64)
     first_words = np.random.Philox(key=seed, counter=counter).random_raw(_WORDS * count)[::_WORDS]
     return (first_words >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
@@ -61,8 +61,8 @@ class Draws:
     `begin` and `clear` change what a single row draws from the next step on; a cleared row's numbers are arbitrary.
     """
 
-    def __init__(self, seeds: list[int], samples: list[int], lengths: list[int]) -> None:
-        self._rows: list[tuple[int, int, int] | None] = list(zip(seeds, samples, lengths, strict=True))
+    def __init__(self, seeds: list[int], lengths: list[int]) -> None:
+        self._rows: list[tuple[int, int] | None] = list(zip(seeds, lengths, strict=True))
         self._block = np.zeros((_BLOCK, len(self._rows)), np.float32)  # [steps, B]
         self._numbers = self._block.reshape(-1).data
 
@@ -72,19 +72,19 @@ class Draws:
         if offset == 0:
             for row, drawn in enumerate(self._rows):
                 if drawn is not None:
-                    seed, sample, length = drawn
-                    self._block[:, row] = uniforms(seed, length + step, sample, _BLOCK)
+                    seed, length = drawn
+                    self._block[:, row] = uniforms(seed, length + step, _BLOCK)
         start = offset * len(self._rows)
         out[:] = self._numbers[start : start + len(self._rows)]
 
-    def begin(self, row: int, seed: int, sample: int, position: int, step: int) -> float:
+    def begin(self, row: int, seed: int, position: int, step: int) -> float:
         """Make `row` draw for `position + 1` at `step`, the next one to be written.
 
         Returns the number of `position`.
         """
-        self._rows[row] = seed, sample, position + 1 - step
+        self._rows[row] = seed, position + 1 - step
         offset = step % _BLOCK
-        numbers = uniforms(seed, position, sample, 1 + (_BLOCK - offset if offset else 0))
+        numbers = uniforms(seed, position, 1 + (_BLOCK - offset if offset else 0))
         if offset:
             self._block[offset:, row] = numbers[1:]
         return float(numbers[0])

@@ -47,7 +47,7 @@ class Batch:
         self.step = 0
         self.prefilled_at = 0.0
         self.last_first_step = max(sequence.discarded_draws for sequence in sequences)
-        self.draws = Draws([p.seed for p in params], [p.sample for p in params], [len(p) for p in prompts])
+        self.draws = Draws([p.seed for p in params], [len(p) for p in prompts])
         self.inputs = SamplerInputs(session, len(sequences))
         self.uniform_view = self.inputs.uniform.data
         for sequence in sequences:

@@ -149,7 +149,7 @@ class TopWModel:
     def prepare(
         self, prompt: Any = None, *, limits: Limits | None = None, **parameters: Unpack[GenerationParameters]
     ) -> Sequences:
-        """Check a call's prompt and parameters, and make its sequences, by prompt, then sample.
+        """Check a call's prompt and parameters, and make its sequences, by prompt.
 
         prompt, parameters: see `generate`.
         limits: None for the model's.

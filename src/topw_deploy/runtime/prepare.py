@@ -31,7 +31,7 @@ from topw_deploy.runtime.session import Session
 from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters, preset_parameters, with_raw_scale
 from topw_deploy.sampling.rules import RULE_OF_VALUE, RULE_PARAMETER_NAMES, RULES, RuleParameters
-from topw_deploy.sampling.seeds import fresh_seed
+from topw_deploy.sampling.seeds import fresh_seed, sequence_seed
 from topw_deploy.text import short_repr
 
 Prompt: TypeAlias = "str | list[int]"
@@ -131,7 +131,7 @@ def longest_pool(sampler: str, info: SamplerInfo) -> int | None:
 
 
 class Sequences(list[Sequence]):
-    """The sequences of a call, by prompt, then sample.
+    """The sequences of a call, by prompt.
 
     is_single: whether the call has one result, not a list.
     streamer: the call's streamer, or None.
@@ -193,10 +193,10 @@ class Preparer:
             own = {name: column[index] for name, column in columns.items() if column[index] is not None}
             values = ChainMap(self._complete(own), *others)
             params = self._resolve(len(tokens), values, limits, call["skip_special_tokens"])
-            for sample in range(samples):
+            for place in range(samples):
                 follows = streamer is not None or criteria
                 callbacks = Callbacks(tokens, len(tokens) + params.budget, streamer, criteria) if follows else None
-                each = replace(params, sample=sample)
+                each = replace(params, seed=sequence_seed(params.seed, place))
                 sequences.append(Sequence(len(sequences), tokens, each, self._tokenizer, callbacks))
         sequences.is_single, sequences.streamer = is_single and samples == 1, streamer
         self._check_together(sequences)
@@ -254,7 +254,6 @@ class Preparer:
             top_w=_resolve_top_w(values),
             rule=_resolve_rule(values, limits),
             seed=fresh_seed() if seed is None else seed,
-            sample=0,
             budget=_resolve_budget(prompt, values, limits),
             min_new_tokens=max(values["min_new_tokens"], values["min_length"] - prompt),
             eos_token_ids=stop if values["ignore_eos"] else eos | stop,
@@ -266,8 +265,8 @@ class Preparer:
 
     def _check_together(self, sequences: Sequences) -> None:
         """Check what the graph and the callbacks ask of all sequences."""
-        lengths = [len(sequence.prompt) for sequence in sequences if not sequence.params.sample]
-        if not self._pads and len(set(lengths)) > 1:
+        lengths = dict.fromkeys(len(sequence.prompt) for sequence in sequences)
+        if not self._pads and len(lengths) > 1:
             raise PromptError(
                 f"this decoder cannot pad, but the prompts of the batch have {', '.join(map(str, lengths))} "
                 "tokens; generate from them one by one, or group those of equal length."

@@ -83,7 +83,7 @@ class GenerationResult:
         probable ones under the model.
     prompt_logprobs: with the parameter `prompt_logprobs`, the same per token of the prompt; None for the first token.
         If an Engine's request ended early, only the tokens that were read have entries.
-    seed, sample: reproduce the tokens, with the same prompt and parameters.
+    seed: reproduces the tokens, with the same prompt and parameters.
     finish_reason: "stop", "criterion" or "length" (token limit or context); from an Engine also "cancelled", "timeout"
         or "error".
     stop: EOS id, stop string or criterion's name, else None; also None at the end of a grammar.
@@ -102,7 +102,6 @@ class GenerationResult:
     token_logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     seed: int
-    sample: int
     rule: str = TOP_W.name
     finish_reason: str
     stop: int | str | None

@@ -87,7 +87,6 @@ class TopWSampler:
         uniform: np.ndarray | Sequence[float] | float | None = None,
         seed: int | Sequence[int] | None = None,
         position: int | Sequence[int] | None = None,
-        sample: int | Sequence[int] = 0,
         edit_ids: np.ndarray | None = None,
         edit_penalty: np.ndarray | None = None,
         edit_bias: np.ndarray | None = None,
@@ -98,7 +97,7 @@ class TopWSampler:
 
         logits: float [B, V] or [V]; B may be 0.
         uniform: draws in [0, 1), one for all rows or one per row.
-        seed, position, sample: key of the draws (docs/contract/graph.md section 5); position: tokens before the draw.
+        seed, position: key of the draws (docs/contract/random.md); position: tokens before the draw.
         edit_ids: int64 [B, N], tokens to edit, padded with -1.
         edit_penalty, edit_bias: float32 [B, N] (section 6).
         allowed: tokens that may be drawn, bool [B, V] or packed int32 [B, ceil(V / 32)] (section 6). None: all.
@@ -113,7 +112,7 @@ class TopWSampler:
         if logits.ndim != 2 or logits.shape[1] != self.vocab_size:
             raise ParameterError(f"logits have the shape {logits.shape}, but must be [batch, {self.vocab_size}].")
         rows = len(logits)
-        feeds = {"logits": logits, "uniform": _read_uniform(rows, uniform, seed, position, sample)}
+        feeds = {"logits": logits, "uniform": _read_uniform(rows, uniform, seed, position)}
         feeds |= self._read_parameters(rows, parameters)
         feeds |= _read_edits(rows, self.vocab_size, edit_ids, edit_penalty, edit_bias)
         feeds["allowed"] = self._read_mask(rows, allowed)
@@ -187,7 +186,7 @@ def _read_array(name: str, given: Any, dtype: Any, shape: tuple[int, ...] | None
         raise ParameterError(f"{name} is {short_repr(given)}, but must be {size} {kind}.") from None
 
 
-def _read_uniform(rows: int, uniform: Any, seed: Any, position: Any, sample: Any) -> np.ndarray:
+def _read_uniform(rows: int, uniform: Any, seed: Any, position: Any) -> np.ndarray:
     if (uniform is None) == (seed is None) or (seed is None) != (position is None):
         raise ParameterError("give either uniform, or seed and position.")
     if uniform is not None:
@@ -195,8 +194,8 @@ def _read_uniform(rows: int, uniform: Any, seed: Any, position: Any, sample: Any
         if not ((values >= 0) & (values < 1)).all():
             raise ParameterError(f"uniform is {short_repr(uniform)}, but must be in [0, 1) (as float32) for every row.")
         return values
-    keys = [_read_keys(*each, rows) for each in (("seed", seed), ("position", position), ("sample", sample))]
-    draws = [uniforms(seed, position, sample, 1) for seed, position, sample in zip(*keys, strict=True)]
+    keys = [_read_keys(*each, rows) for each in (("seed", seed), ("position", position))]
+    draws = [uniforms(seed, position, 1) for seed, position in zip(*keys, strict=True)]
     return np.concatenate([np.empty(0, np.float32), *draws])
 
 

@@ -41,7 +41,6 @@ class SequenceParams:
     top_w: TopWParameters
     rule: RuleParameters
     seed: int
-    sample: int
     budget: int
     min_new_tokens: int
     eos_token_ids: frozenset[int]
@@ -369,7 +368,6 @@ class Sequence:
             token_logprobs=None if self.scores is None else self.scores.drawn_entries(),
             prompt_logprobs=None if self.scores is None else self.scores.prompt_entries(),
             seed=self.params.seed,
-            sample=self.params.sample,
             rule=self.params.rule.name,
             finish_reason=str(self.finish_reason),
             stop=self.stop,

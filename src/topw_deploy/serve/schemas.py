@@ -408,7 +408,6 @@ class InspectRequest(GenerationRequest):
     prompt_token_ids: token ids of the prompt, at least one.
     token_ids: token ids of the answer, at least up to the token to explain.
     position: index of the token to explain in `token_ids`, from 0.
-    sample: index of the answer among the `n` answers to the request.
     """
 
     refused: ClassVar[Mapping[str, str]] = {
@@ -419,7 +418,6 @@ class InspectRequest(GenerationRequest):
     prompt_token_ids: _TokenIds = Field(min_length=1)
     token_ids: _TokenIds = Field(min_length=1)
     position: StrictInt = Field(ge=0)
-    sample: StrictInt = Field(default=0, ge=0)
 
 
 class TokenizeRequest(ModelRequest):

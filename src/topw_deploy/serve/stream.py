@@ -159,7 +159,7 @@ class Run:
             self.facts["prompt"] = shown
 
     async def generate(self) -> list[GenerationResult]:
-        """The results of all sequences, by prompt, then sample. If the client disconnects, the slots are freed."""
+        """The results of all sequences, by prompt. If the client disconnects, the slots are freed."""
         work = self.served.engine.generate(self.sequences, **self._limits)
         try:
             found = await cancel_on_disconnect(self._request, work)

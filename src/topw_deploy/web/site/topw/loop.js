@@ -117,8 +117,8 @@ export class Generation {
     };
   }
 
-  #uniform({ finishReason, request: { seed, prompt, sample } }) {
-    return finishReason === null ? uniform(seed, prompt.length + this.step, sample) : 0;
+  #uniform({ finishReason, request: { seed, prompt } }) {
+    return finishReason === null ? uniform(seed, prompt.length + this.step) : 0;
   }
 
   #accept(row, outputs) {

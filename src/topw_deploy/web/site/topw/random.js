@@ -1,4 +1,4 @@
-// The number that each draw uses (docs/contract/random.md): Philox 4x64-10 of (seed, position, sample).
+// The number that each draw uses (docs/contract/random.md): Philox 4x64-10 of (seed, position).
 
 const WORD = 64n;
 const MASK = (1n << WORD) - 1n;
@@ -6,16 +6,17 @@ const MULTIPLIERS = [0xd2e7470ee14c6c93n, 0xca5a826395121157n];
 const KEY_STEPS = [0x9e3779b97f4a7c15n, 0xbb67ae8584caa73bn];
 const ROUNDS = 10;
 const FRESH_BITS = 53n; // exact in a double, for JSON
+const OF_SEQUENCES = MASK - 1n; // the second word of the counters of derived seeds
 
 /**
- * The first of the four words that Philox 4x64-10 makes of a counter.
+ * The first of the four words that Philox 4x64-10 makes of a counter of two words.
  * @param {bigint} seed in [0, 2^64)
- * @param {bigint} position in [0, 2^64)
- * @param {bigint} sample in [0, 2^64)
+ * @param {bigint} low in [0, 2^64)
+ * @param {bigint} high in [0, 2^64)
  * @returns {bigint} in [0, 2^64)
  */
-export function word(seed, position, sample) {
-  const counter = position + (sample << WORD) + 1n; // 256 bits: the addition carries
+export function word(seed, low, high) {
+  const counter = low + (high << WORD) + 1n; // 256 bits: the addition carries
   let x0 = counter & MASK;
   let x1 = (counter >> WORD) & MASK;
   let x2 = (counter >> (2n * WORD)) & MASK;
@@ -36,11 +37,20 @@ export function word(seed, position, sample) {
  * The uniform number of a draw: the top 24 bits of `word`, exact in float32.
  * @param {bigint} seed in [0, 2^64)
  * @param {number | bigint} position number of tokens before the one drawn
- * @param {number | bigint} [sample] index among a request's sequences
  * @returns {number} in [0, 1)
  */
-export function uniform(seed, position, sample = 0) {
-  return Number(word(seed, BigInt(position), BigInt(sample)) >> 40n) * 2 ** -24;
+export function uniform(seed, position) {
+  return Number(word(seed, BigInt(position), 0n) >> 40n) * 2 ** -24;
+}
+
+/**
+ * The seed of sequence `index` (from 0) of a prompt: `seed` for the first one, else one below 2^53.
+ * @param {bigint} seed in [0, 2^64)
+ * @param {number} index
+ * @returns {bigint}
+ */
+export function sequenceSeed(seed, index) {
+  return index ? word(seed, BigInt(index), OF_SEQUENCES) >> (WORD - FRESH_BITS) : seed;
 }
 
 /**

@@ -4,7 +4,7 @@
 import { ParameterError, PromptError, show } from "./errors.js";
 import { PARAMETERS, valuesPerRow } from "./parameters.js";
 import { GREEDY_BELOW, TOP_W_NAMES, presetParameters, topWParameters } from "./presets.js";
-import { freshSeed } from "./random.js";
+import { freshSeed, sequenceSeed } from "./random.js";
 import { RULE_PARAMETERS, TOP_W, checkSamplerHasRule, ruleOf } from "./rules.js";
 
 /**
@@ -27,11 +27,10 @@ import { RULE_PARAMETERS, TOP_W, checkSamplerHasRule, ruleOf } from "./rules.js"
  * @property {number[][]} badWords
  * @property {number} ngramSize
  * @property {bigint} seed
- * @property {number} sample
  */
 
 /**
- * One RowRequest per prompt and sample; a prompt's samples are adjacent.
+ * One RowRequest per sequence; those of a prompt are adjacent.
  * @param {import("./manifest.js").Manifest} manifest
  * @param {Record<string, any>} model parameters of generation_config.json
  * @param {number[][]} prompts
@@ -49,7 +48,9 @@ export function resolveRequests(manifest, model, prompts, given, samples, maxLen
     const sources = new Sources(withUnitAndPreset(Object.fromEntries(own), manifest), fromModel);
     checkPrompt(prompt, manifest, maxLength, prompts.length > 1 ? `prompt ${index}` : "the prompt");
     const seed = sources.get("seed") ?? freshSeed();
-    return Array.from({ length: samples }, (_, sample) => rowRequest(prompt, sources, manifest, maxLength, seed, sample));
+    return Array.from({ length: samples }, (_, index) =>
+      rowRequest(prompt, sources, manifest, maxLength, sequenceSeed(seed, index)),
+    );
   });
 }
 
@@ -106,7 +107,7 @@ class Sources {
   }
 }
 
-function rowRequest(prompt, sources, manifest, maxLength, seed, sample) {
+function rowRequest(prompt, sources, manifest, maxLength, seed) {
   const value = (name) => sources.value(name);
   const known = (name, ids = value(name)) => sources.ids(name, manifest.sampler.vocabSize, ids);
   const eos = known("eos_token_id");
@@ -133,7 +134,6 @@ function rowRequest(prompt, sources, manifest, maxLength, seed, sample) {
     badWords: value("bad_words_ids"),
     ngramSize: value("no_repeat_ngram_size"),
     seed,
-    sample,
   };
 }
 

@@ -91,7 +91,6 @@ export class Row {
  * @property {number[] | null} mass
  * @property {number} certified_share share of certified tokens; 1 without tokens
  * @property {bigint} seed
- * @property {number} sample
  * @property {string} rule
  * @property {string} finish_reason "stop", "length" or "cancelled"
  * @property {number | string | null} stop EOS id or stop string
@@ -118,7 +117,6 @@ export function resultOf(row, { loadSeconds, started, prefilled }) {
     mass: drawn.every((each) => each.mass !== undefined) ? drawn.map((each) => each.mass) : null,
     certified_share: certified.length ? certified.filter(Boolean).length / certified.length : 1,
     seed: request.seed,
-    sample: request.sample,
     rule: request.rule.name,
     finish_reason: row.finishReason,
     stop: row.stop,
