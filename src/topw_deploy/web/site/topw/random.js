@@ -43,20 +43,12 @@ export function uniform(seed, position) {
   return Number(word(seed, BigInt(position), 0n) >> 40n) * 2 ** -24;
 }
 
-/**
- * The seed of sequence `index` (from 0) of a prompt: `seed` for the first one, else one below 2^53.
- * @param {bigint} seed in [0, 2^64)
- * @param {number} index
- * @returns {bigint}
- */
+/** The seed, a bigint, of sequence `index` (from 0) of a prompt: `seed` for the first one, else one below 2^53. */
 export function sequenceSeed(seed, index) {
   return index ? word(seed, BigInt(index), OF_SEQUENCES) >> (WORD - FRESH_BITS) : seed;
 }
 
-/**
- * A seed below 2^53 from the system's random numbers.
- * @returns {bigint}
- */
+/** A seed, a bigint below 2^53, from the system's random numbers. */
 export function freshSeed() {
   const [value] = globalThis.crypto.getRandomValues(new BigUint64Array(1));
   return value >> (WORD - FRESH_BITS);
