@@ -32,12 +32,17 @@ def sentencepiece_style() -> Tokenizer:
 SENTENCEPIECE = sentencepiece_style()
 
 
+def hidden(tokenizer: Tokenizer, skip_special: bool) -> frozenset[int]:
+    added = tokenizer.get_added_tokens_decoder().items()
+    return frozenset(token for token, entry in added if entry.special and skip_special)
+
+
 def pieces_of(tokenizer: Tokenizer, prompt: list[int], tokens: list[int], skip_special: bool = True) -> list[str]:
     def decode(ids: Sequence[int]) -> str:
         text: str = tokenizer.decode(list(ids), skip_special_tokens=skip_special)
         return text
 
-    decoder = IncrementalDecoder(decode, prompt, TokenBytes(tokenizer, skip_special))
+    decoder = IncrementalDecoder(decode, prompt, TokenBytes(tokenizer, hidden(tokenizer, skip_special)))
     return [*(decoder.push(token) for token in tokens), decoder.flush()]
 
 
@@ -59,16 +64,16 @@ def test_any_bytes_come_out_as_a_decoder_replaces_them(data: bytes, prompt: str)
 @given(ids=st.lists(st.integers(0, len(SPECIAL) + len(BYTES) + 2), max_size=12), skip_special=st.booleans())
 def test_joined_bytes_are_the_text_that_the_library_decodes(ids: list[int], skip_special: bool) -> None:
     """Also of special tokens, unknown ids and invalid UTF-8."""
-    of = TokenBytes(BYTE_LEVEL, skip_special)
+    of = TokenBytes(BYTE_LEVEL, hidden(BYTE_LEVEL, skip_special))
     assert of.can_join
     assert of.join(ids) == BYTE_LEVEL.decode(ids, skip_special_tokens=skip_special)
 
 
 def test_only_a_byte_level_decoder_joins_bytes() -> None:
-    assert not TokenBytes(SENTENCEPIECE, True).can_join
+    assert not TokenBytes(SENTENCEPIECE).can_join
     stripping = byte_tokenizer()
     stripping.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
-    assert not TokenBytes(stripping, True).can_join
+    assert not TokenBytes(stripping).can_join
 
 
 @given(st.text(alphabet="aé€😀👩‍🚀", max_size=20))
@@ -296,3 +301,24 @@ def test_streamed_and_whole_answers_begin_with_the_prompts_last_character(load: 
     assert whole.text == "".join(p.text for p in model.stream(prompt, max_new_tokens=20)) == "😀 yes"
     stopped = model.generate(prompt, max_new_tokens=20, stop_strings=["😀 y"])
     assert (stopped.text, stopped.stop) == ("", "😀 y")
+
+
+@given(
+    text=st.text(alphabet="ab€", max_size=12),
+    stop=st.sampled_from(["<|pad|>", "a<|pad|>", "<|pad|>b", "ab", "<|end|>a<|pad|>"]),
+    places=st.lists(st.tuples(st.integers(0, 12), st.sampled_from(["<|pad|>", "<|end|>"])), max_size=4),
+)
+def test_a_stop_string_may_name_special_tokens_that_give_no_text(
+    text: str, stop: str, places: list[tuple[int, str]]
+) -> None:
+    parts: list[str] = list(text)
+    for place, name in places:
+        parts.insert(min(place, len(parts)), name)
+    names = {1: "<|pad|>", 2: "<|end|>"}
+    decoder = IncrementalDecoder(lambda ids: "".join(chr(token) for token in ids if token > 2), [])
+    row = SequenceText(decoder, [stop], hidden=names)
+    ids = [next((token for token, name in names.items() if name == part), 0) or ord(part) for part in parts]
+    shown = "".join(row.push(token) for token in ids) + row.flush()
+    before, found, _ = "".join(parts).partition(stop)
+    assert shown == before.replace("<|pad|>", "").replace("<|end|>", "")
+    assert row.stop_string == (found or None)

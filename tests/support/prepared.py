@@ -21,7 +21,8 @@ _TOKENIZER = SimpleNamespace(
     eos_token_id=None,
     encode=lambda text, add_special_tokens=True: list(text.encode()),
     text_of=str,
-    text_decoder=lambda prompt, skip_special_tokens: None,
+    text_decoder=lambda prompt, hidden: None,
+    special_ids={},
 )
 
 

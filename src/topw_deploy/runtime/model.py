@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as ListOf
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from topw_deploy.runtime.sequence import Sequence, end_on_failure
 from topw_deploy.runtime.session import Session, SessionKeywords, SessionOptions, takes_session_options
 from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.runtime.tools import FAMILIES, Parsed, ToolCallParser, detect
+from topw_deploy.runtime.tools.formats import THINK
 from topw_deploy.runtime.tools.parser import marked_text
 
 Message = Mapping[str, Any]
@@ -147,16 +148,22 @@ class TopWModel:
         return self._pieces(sequences, streaming=True)
 
     def prepare(
-        self, prompt: Any = None, *, limits: Limits | None = None, **parameters: Unpack[GenerationParameters]
+        self,
+        prompt: Any = None,
+        *,
+        limits: Limits | None = None,
+        shown_tokens: Collection[int] = (),
+        **parameters: Unpack[GenerationParameters],
     ) -> Sequences:
         """Check a call's prompt and parameters, and make its sequences, by prompt.
 
         prompt, parameters: see `generate`.
         limits: None for the model's.
+        shown_tokens: special tokens that give text although `skip_special_tokens` omits the others.
 
         Raises ParameterError and PromptError.
         """
-        return self._preparer.prepare(prompt, parameters, limits)
+        return self._preparer.prepare(prompt, parameters, limits, shown_tokens)
 
     def encode(
         self, text: str, add_special_tokens: bool = True, *, which: str = "the prompt", limits: Limits | None = None
@@ -226,6 +233,11 @@ class TopWModel:
         template = self._template
         source = None if template is None else (template.with_tools or template).source
         return detect(source, self.tokenizer.added_tokens)
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the chat template knows reasoning between `<think>` and `</think>`."""
+        return self._template is not None and THINK[1] in self._template.source
 
     def tool_parser(
         self, tools: ListOf[Any] | None = None, family: str | None = None, prompt: str = ""

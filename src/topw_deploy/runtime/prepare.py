@@ -14,7 +14,7 @@ import operator
 import sys
 import warnings
 from collections import ChainMap
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -162,7 +162,13 @@ class Preparer:
         package = {name: parameter.default for name, parameter in _PER_PROMPT.items()}
         self._fallbacks = {**package, **folder.manifest.stated_defaults}
 
-    def prepare(self, prompt: Any, parameters: Mapping[str, Any], limits: Limits | None = None) -> Sequences:
+    def prepare(
+        self,
+        prompt: Any,
+        parameters: Mapping[str, Any],
+        limits: Limits | None = None,
+        shown_tokens: Collection[int] = (),
+    ) -> Sequences:
         """The sequences of a call. See `TopWModel.prepare`."""
         limits = limits or self.limits
         prompt, mask, given = split_inputs(prompt, parameters)
@@ -188,11 +194,12 @@ class Preparer:
             which = f"prompt {index}" if len(prompts) > 1 else "the prompt"
             ids.append(self._token_ids(content, call["add_special_tokens"], which, limits))
         others = self._complete(config), self._complete(self.defaults), self._fallbacks
+        hidden = self._tokenizer.special_ids.keys() - set(shown_tokens) if call["skip_special_tokens"] else ()
         sequences = Sequences()
         for index, tokens in enumerate(ids):
             own = {name: column[index] for name, column in columns.items() if column[index] is not None}
             values = ChainMap(self._complete(own), *others)
-            params = self._resolve(len(tokens), values, limits, call["skip_special_tokens"])
+            params = self._resolve(len(tokens), values, limits, hidden)
             for place in range(samples):
                 follows = streamer is not None or criteria
                 callbacks = Callbacks(tokens, len(tokens) + params.budget, streamer, criteria) if follows else None
@@ -241,7 +248,7 @@ class Preparer:
         return with_preset(stated, self._geometry, self._median)
 
     def _resolve(
-        self, prompt: int, values: ChainMap[str, Any], limits: Limits, skip_special_tokens: bool
+        self, prompt: int, values: ChainMap[str, Any], limits: Limits, hidden: Collection[int]
     ) -> SequenceParams:
         """The parameters of the first sequence of a prompt of `prompt` tokens.
 
@@ -259,7 +266,7 @@ class Preparer:
             eos_token_ids=stop if values["ignore_eos"] else eos | stop,
             pad_token_id=pad if pad is not None and pad < limits.vocab_size else min(eos, default=0),
             constraint=None if constraint is None or constraint.kind == "text" else constraint,
-            skip_special_tokens=skip_special_tokens,
+            hidden_tokens=frozenset(hidden),
             **{name: values[name] for name in _TAKEN_AS_STATED},
         )
 

@@ -36,6 +36,7 @@ class SequenceParams:
     constraint: what the text must match, or None.
     logprobs, prompt_logprobs: alternatives per drawn token and per token of the prompt; None for no log-probabilities
         under the model.
+    hidden_tokens: tokens that give no text.
     """
 
     top_w: TopWParameters
@@ -57,7 +58,7 @@ class SequenceParams:
     constraint: Constraint | None
     logprobs: int | None
     prompt_logprobs: int | None
-    skip_special_tokens: bool
+    hidden_tokens: frozenset[int]
 
     @property
     def needs_scores(self) -> bool:
@@ -201,8 +202,12 @@ class Sequence:
 
     def new_text(self) -> SequenceText:
         """A decoder of the tokens after the prompt, cut at the stop strings."""
-        decoder = self._tokenizer.text_decoder(self.prompt, self.params.skip_special_tokens)
-        return SequenceText(decoder, self.params.stop_strings, self.params.min_new_tokens)
+        params, hidden = self.params, self.params.hidden_tokens
+        decoder = self._tokenizer.text_decoder(self.prompt, hidden)
+        if not params.stop_strings:
+            return SequenceText(decoder, (), params.min_new_tokens)
+        names = {token: name for token, name in self._tokenizer.special_ids.items() if token in hidden}
+        return SequenceText(decoder, params.stop_strings, params.min_new_tokens, names)
 
     def decode_as_drawn(self) -> None:
         """Decode the text at every token. Call this before the first one."""

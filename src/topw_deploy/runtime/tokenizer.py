@@ -6,8 +6,9 @@ import contextlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Sequence
-from functools import cache, cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
@@ -17,6 +18,7 @@ from topw_deploy.manifest import ModelFolder
 
 REPLACEMENT = "�"  # stands for invalid or incomplete bytes
 _CONTEXT_TOKENS = 6  # tokens before a new one that are decoded with it
+_FIRST_MARK = 0xD800
 _MOST_CHARACTER_BYTES = 4  # a character has at most four bytes in UTF-8, so at most four tokens
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece
 
@@ -34,25 +36,23 @@ _BYTE_OF_CHARACTER = _byte_alphabet()
 class TokenBytes:
     """Looks up the bytes of a token, because a character may span several tokens.
 
-    skip_special: whether special tokens give no text.
+    hidden: tokens that give no text.
     can_join: whether `join` gives the text of tokens. It does if the tokenizer's decoder has one step, of the type
         ByteLevel.
     """
 
-    def __init__(self, raw: RustTokenizer, skip_special: bool) -> None:
-        self._raw = raw
+    def __init__(self, raw: RustTokenizer, hidden: frozenset[int] = frozenset()) -> None:
+        self._raw, self._hidden = raw, hidden
         decoder = raw.decoder
         kinds = _step_types(json.loads(decoder.__getstate__())) if decoder is not None else set()
         self._byte_level = "ByteLevel" in kinds
         self.can_join = kinds == {"ByteLevel"}
         self._known = cache(lambda token: self(token) or b"")
         self._byte_fallback = "ByteFallback" in kinds
-        added = raw.get_added_tokens_decoder()
-        self._skipped = {token for token, entry in added.items() if entry.special} if skip_special else set()
 
     def __call__(self, token: int) -> bytes | None:
         """The bytes; b"" if `token` gives no text, None if its text consists of whole characters."""
-        text = None if token in self._skipped else self._raw.id_to_token(token)
+        text = None if token in self._hidden else self._raw.id_to_token(token)
         if text is None:
             return b""
         if self._byte_level:
@@ -172,11 +172,23 @@ class SequenceText:
     """One sequence's text, cut at the stop string that ends first; on ties, at the longest.
 
     guarded: number of tokens before which stop strings have no effect.
+    hidden: tokens that give no text -> their names, which stop strings may contain.
     stop_string: the stop string that ended the text, or None.
     """
 
-    def __init__(self, decoder: IncrementalDecoder, stops: Sequence[str], guarded: int = 0) -> None:
-        self._decoder, self._stops, self._guarded = decoder, tuple(stops), guarded
+    def __init__(
+        self,
+        decoder: IncrementalDecoder,
+        stops: Sequence[str],
+        guarded: int = 0,
+        hidden: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        self._decoder, self._guarded = decoder, guarded
+        # A hidden token is compared as one surrogate, which no text has.
+        named = {token: name for token, name in hidden.items() if any(name in stop for stop in stops)}
+        self._marks = {token: chr(_FIRST_MARK + place) for place, token in enumerate(named)}
+        self._stated = {self._mark(stop, named): stop for stop in stops}
+        self._stops = tuple(self._stated)
         self._held = ""  # may begin a stop string
         self.stop_string: str | None = None
 
@@ -186,7 +198,7 @@ class SequenceText:
         if self._guarded > 1:  # the last guarded token may complete a stop string
             self._guarded -= 1
             return text
-        return self._cut(text)
+        return self._shown(self._cut(text + self._marks.get(token, "")))
 
     def flush(self) -> str:
         """Return the held-back text. It may complete a stop string, and is then cut before it."""
@@ -194,7 +206,17 @@ class SequenceText:
             return ""
         text = self._cut(self._decoder.flush())
         held, self._held = self._held, ""
-        return text + held
+        return self._shown(text + held)
+
+    def _mark(self, stop: str, named: Mapping[int, str]) -> str:
+        for token in sorted(named, key=lambda token: -len(named[token])):
+            stop = stop.replace(named[token], self._marks[token])
+        return stop
+
+    def _shown(self, text: str) -> str:
+        for mark in self._marks.values():
+            text = text.replace(mark, "")
+        return text
 
     def _cut(self, text: str) -> str:
         if not self._stops:
@@ -204,8 +226,8 @@ class SequenceText:
         text = self._held + text
         matches = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         if matches:
-            _, start, self.stop_string = min(matches)
-            self._held = ""
+            _, start, stop = min(matches)
+            self.stop_string, self._held = self._stated[stop], ""
             return text[:start]
         longest = min(len(text), max(map(len, self._stops)) - 1)
         begun = (size for size in range(longest, 0, -1) if any(stop.startswith(text[-size:]) for stop in self._stops))
@@ -242,7 +264,7 @@ class Tokenizer:
         # Truncation and padding would silently change prompts.
         self._raw.no_truncation()
         self._raw.no_padding()
-        self._bytes = {skip: TokenBytes(self._raw, skip) for skip in (False, True)}
+        self._bytes_of = cache(partial(TokenBytes, self._raw))
         self.config = folder.read_json(CONFIG_FILE)
         self.special_tokens: dict[str, str] = {}
         stated = {**folder.read_json(SPECIAL_TOKENS_FILE), **self.config}
@@ -276,14 +298,19 @@ class Tokenizer:
         """The text of a token alone, with U+FFFD for a part of a character; "" for an unknown id."""
         return self.decode([token], skip_special_tokens=False)
 
-    def text_decoder(self, prompt: Sequence[int], skip_special_tokens: bool = True) -> IncrementalDecoder:
-        """A decoder of the tokens after `prompt`."""
-        of = self._bytes[skip_special_tokens]
+    def text_decoder(self, prompt: Sequence[int], hidden: frozenset[int] = frozenset()) -> IncrementalDecoder:
+        """A decoder of the tokens after `prompt`. hidden: tokens that give no text."""
+        of = self._bytes_of(hidden)
 
         def decode(ids: Sequence[int]) -> str:
-            return self.decode(ids, skip_special_tokens)
+            return self.decode([token for token in ids if token not in hidden], False)
 
         return IncrementalDecoder(of.join if of.can_join else decode, prompt, of)
+
+    def bytes_of(self, token: int, hidden: frozenset[int] = frozenset()) -> bytes:
+        """The bytes that a token gives after other text, such as a part of a character; b"" for a hidden token."""
+        data = self._bytes_of(hidden)(token)
+        return self._decode_within_text([token])[0].encode() if data is None else data
 
     def token_bytes(self, size: int) -> tuple[list[bytes], list[int]]:
         """The bytes of the tokens below `size`.
@@ -292,7 +319,7 @@ class Tokenizer:
         special token is its name; an id without text has b"".
         """
         special = self.special_ids
-        of = self._bytes[False]
+        of = self._bytes_of(frozenset())
         found = [special[token].encode() if token in special else of(token) for token in range(size)]
         whole = [token for token, data in enumerate(found) if data is None]
         for token, text in zip(whole, self._decode_within_text(whole), strict=True):
@@ -301,10 +328,14 @@ class Tokenizer:
 
     def _decode_within_text(self, tokens: Sequence[int]) -> list[str]:
         """The text of each token behind a word: at the start of a text, a token may lose its space."""
-        before = next((token for token in tokens if self.decode([token], False).isalpha()), None)
-        start = [] if before is None else [before]
-        context = self.decode(start, False)
-        return [self.decode([*start, token], False).removeprefix(context) for token in tokens]
+        context = self.decode(self._word, False)
+        return [self.decode([*self._word, token], False).removeprefix(context) for token in tokens]
+
+    @cached_property
+    def _word(self) -> list[int]:
+        """A token of letters; [] if there is none."""
+        ids = range(self._raw.get_vocab_size())
+        return next(([token] for token in ids if self.decode([token], False).isalpha()), [])
 
     def _as_tokenizer_error(self, error: BaseException, done: str) -> BaseException:
         """Convert an error of the library. Its panics are not of the class Exception."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,6 +20,9 @@ from topw_deploy.serve.failures import RequestError
 from topw_deploy.serve.schemas import ChatRequest, Message, NamedTool
 from topw_deploy.serve.service import Served
 from topw_deploy.serve.stream import Run, answer_choices, ending_fields, finite, read_body
+
+BytesOf: TypeAlias = Callable[[int], bytes]
+"""A function from a token to its bytes in the text."""
 
 _RESERVED_VARIABLES = ("self", "messages", "tools", "add_generation_prompt")
 """Variables of the chat template that only the server sets."""
@@ -43,7 +46,7 @@ async def chat_completions(request: Request) -> Response:
 
     def whole_choice(index: int, result: GenerationResult) -> dict[str, Any]:
         message, calls = chat.message(result)
-        logprobs = chat_logprobs(result.token_logprobs)
+        logprobs = chat_logprobs(result.token_logprobs, run.token_bytes)
         ids = {"token_ids": result.token_ids} if run.returns_ids else {}
         end = ending_fields(result, calls, per_token=run.returns_ids)
         return {"index": index, "message": message, "logprobs": logprobs, **ids, **end}
@@ -51,7 +54,7 @@ async def chat_completions(request: Request) -> Response:
     def chunks(piece: Piece) -> Iterator[dict[str, Any]]:
         row = piece.row
         if row not in deltas:
-            deltas[row] = _Deltas(chat, row, run.returns_ids)
+            deltas[row] = _Deltas(chat, row, run)
             yield {**given, "choices": [deltas[row].choice({"role": "assistant", "content": ""})]}
         for choice in deltas[row].add(piece):
             yield {"choices": [choice]}
@@ -74,37 +77,29 @@ class Chat:
     tools: list[dict[str, Any]] | None
     parallel: bool
 
-    def parse(self, result: GenerationResult) -> Parsed:
-        """The parts of a whole answer."""
-        if self.tools is None:
-            return Parsed(result.text, None, ())
-        parsed = self.served.model.parse_tool_calls(result, self.tools, self.served.tool_family, self.prompt)
-        return parsed if self.parallel else replace(parsed, tool_calls=parsed.tool_calls[:1])
-
     def message(self, result: GenerationResult) -> tuple[dict[str, Any], Sequence[ToolCall]]:
         """Returns (the message of a whole answer, its calls)."""
-        parsed = self.parse(result)
-        message = {"role": "assistant", "content": parsed.content} if self.tools is None else parsed.as_message()
+        parsed = Parsed.of(AnswerReader(self).read(Piece(result.text, result=result)))
         content = parsed.content or (None if parsed.tool_calls else "")
-        return message | {"content": content, "refusal": None}, parsed.tool_calls
+        return parsed.as_message() | {"content": content, "refusal": None}, parsed.tool_calls
 
 
 class AnswerReader:
     """Reads the parts of one answer while it arrives."""
 
     def __init__(self, chat: Chat) -> None:
-        served = chat.served
-        self.parser: ToolCallParser | None = None  # None if the answer is plain text
-        if chat.tools is not None:
-            self.parser = served.model.tool_parser(chat.tools, served.tool_family, chat.prompt)
+        family, calls = chat.served.family, chat.tools is not None
+        self._parser: ToolCallParser | None = None  # None if the answer is plain text
+        if calls or family.thinking or family.channels:
+            self._parser = ToolCallParser(family, chat.tools, chat.prompt, reads_calls=calls)
         self._most_calls = math.inf if chat.parallel else 1
 
     def read(self, piece: Piece) -> list[Event]:
         """The parts of the answer that a piece completes."""
-        if self.parser is None:
+        if self._parser is None:
             return [Content(piece.text)] if piece.text else []
         found: list[Event] = []
-        for event in self.parser.feed(piece.text) + (self.parser.finish() if piece.result is not None else []):
+        for event in self._parser.feed(piece.text) + (self._parser.finish() if piece.result is not None else []):
             if isinstance(event, ToolCall):
                 self._most_calls -= 1
             if self._most_calls >= 0 or not isinstance(event, ToolCall):
@@ -131,7 +126,9 @@ def read_chat(body: ChatRequest, served: Served) -> Chat:
         parameter_schemas(tools)
         parameters |= _tool_parameters(body, tools, served, "structured_outputs" in parameters)
     prompt = render(served, body.messages, body.chat_template_kwargs, tools, body.reasoning_effort)
-    sequences = served.sequences(prompt, {"add_special_tokens": False, **parameters})
+    special = served.model.tokenizer.special_ids
+    shown = [token for token, text in special.items() if served.family.shows(text, tools is not None)]
+    sequences = served.sequences(prompt, {"add_special_tokens": False, **parameters}, shown)
     return Chat(served, prompt, sequences, tools, parallel=body.parallel_tool_calls is not False)
 
 
@@ -169,10 +166,9 @@ def _tool_parameters(
             "tools_unsupported",
             422,
         )
-    found: dict[str, Any] = {"skip_special_tokens": False}  # the markers of calls may be special tokens
     choice = body.tool_choice
     if choice in (None, "auto"):
-        return found
+        return {}
     if constrained:
         message = "tool_choice asks for a call, so the answer cannot match a schema too; give one."
         raise RequestError(message, "tool_choice")
@@ -186,14 +182,14 @@ def _tool_parameters(
         )
     except ParameterError as error:
         raise RequestError(f"tool_choice: {error}", "tool_choice") from None
-    return {**found, "structured_outputs": {"grammar": grammar}}
+    return {"structured_outputs": {"grammar": grammar}}
 
 
 class _Deltas:
     """Turns the pieces of one choice into the choices of its chunks."""
 
-    def __init__(self, chat: Chat, index: int, returns_ids: bool) -> None:
-        self._index, self._returns_ids = index, returns_ids
+    def __init__(self, chat: Chat, index: int, run: Run) -> None:
+        self._index, self._returns_ids, self._bytes_of = index, run.returns_ids, run.token_bytes
         self._reader = AnswerReader(chat)
         self._calls: list[ToolCall] = []
         self._logprobs: list[TokenLogprob] = []  # of tokens that no chunk has yet
@@ -216,22 +212,22 @@ class _Deltas:
 
     def choice(self, delta: dict[str, Any], end: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The choice of the next chunk, with all tokens that no chunk has yet."""
-        logprobs, self._logprobs = chat_logprobs(self._logprobs or None), []
+        logprobs, self._logprobs = chat_logprobs(self._logprobs or None, self._bytes_of), []
         tokens, self._tokens = self._tokens, []
         own = {"token_ids": tokens} if self._returns_ids else {}
         end = end or {"finish_reason": None}
         return {"index": self._index, "delta": delta, "logprobs": logprobs, **own, **end}
 
 
-def chat_logprobs(entries: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+def chat_logprobs(entries: Sequence[TokenLogprob] | None, bytes_of: BytesOf) -> dict[str, Any] | None:
     """`logprobs` of a chat's choice; None without entries."""
-    return None if entries is None else {"content": text_logprobs(entries), "refusal": None}
+    return None if entries is None else {"content": text_logprobs(entries, bytes_of), "refusal": None}
 
 
-def text_logprobs(entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    """Log-probabilities of a text's tokens, each with its likeliest alternatives."""
+def text_logprobs(entries: Sequence[TokenLogprob], bytes_of: BytesOf) -> list[dict[str, Any]]:
+    """Log-probabilities of a text's tokens, each with its likeliest alternatives. Their bytes joined are the text."""
 
     def fields(one: TokenLogprob | TopLogprob) -> dict[str, Any]:
-        return {"token": one.text, "logprob": finite(one.logprob), "bytes": list(one.text.encode())}
+        return {"token": one.text, "logprob": finite(one.logprob), "bytes": list(bytes_of(one.token_id))}
 
     return [{**fields(one), "top_logprobs": [fields(each) for each in one.top_logprobs]} for one in entries]

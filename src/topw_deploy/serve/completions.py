@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import codecs
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -30,15 +31,20 @@ async def completions(request: Request) -> Response:
     if body.echo:
         decode = run.served.model.tokenizer.decode
         texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in given]
-    lengths: dict[int, int] = {}  # characters of each choice that chunks have
+    offsets: dict[int, _Offsets] = {}  # of the choices that have chunks
 
     def whole_choice(index: int, result: GenerationResult) -> dict[str, Any]:
-        prompt, text, logprobs = sequences[index].prompt, result.text, _logprobs(result.token_logprobs)
+        prompt, text, entries = sequences[index].prompt, result.text, result.token_logprobs
         if texts is not None:
             text = texts[index // run.samples] + text
-            if result.prompt_logprobs is not None:
-                entries = [*result.prompt_logprobs, *(result.token_logprobs or ())]
-                logprobs = _logprobs(entries, first=run.served.model.tokenizer.text_of(prompt[0]))
+        if result.prompt_logprobs is None:
+            logprobs = _logprobs(entries, _Offsets(run.token_bytes))
+        else:
+            # The first token of a text may lose its space.
+            lost = run.token_bytes(prompt[0]).startswith(b" ") and not text.startswith(" ")
+            first = run.served.model.tokenizer.text_of(prompt[0])
+            both: list[TokenLogprob | None] = [*result.prompt_logprobs, *(entries or ())]
+            logprobs = _logprobs(both, _Offsets(run.token_bytes, -int(lost)), prompt[0], first)
         ids = {"prompt_token_ids": prompt, "token_ids": result.token_ids} if run.returns_ids else {}
         end = ending_fields(result, per_token=run.returns_ids)
         return {"index": index, "text": text, "logprobs": logprobs, **ids, **end}
@@ -46,16 +52,15 @@ async def completions(request: Request) -> Response:
     def chunk(
         index: int, text: str, entries: Any = None, tokens: Sequence[int] = (), end: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        logprobs = _logprobs(entries, offset=lengths.get(index, 0))
         ids: dict[str, Any] = {"token_ids": list(tokens)} if run.returns_ids else {}
-        if run.returns_ids and index not in lengths:  # only in the first chunk of a choice
+        if run.returns_ids and index not in offsets:  # only in the first chunk of a choice
             ids["prompt_token_ids"] = sequences[index].prompt
-        lengths[index] = lengths.get(index, 0) + len(text)
+        logprobs = _logprobs(entries, offsets.setdefault(index, _Offsets(run.token_bytes)))
         end = end or {"finish_reason": None}
         return {"choices": [{"index": index, "text": text, "logprobs": logprobs, **ids, **end}]}
 
     def chunks(piece: Piece) -> Iterator[dict[str, Any]]:
-        if texts is not None and piece.row not in lengths:
+        if texts is not None and piece.row not in offsets:
             yield chunk(piece.row, texts[piece.row // run.samples])
         end = None if piece.result is None else ending_fields(piece.result, per_token=run.returns_ids)
         yield chunk(piece.row, piece.text, piece.token_logprobs, piece.token_ids, end)
@@ -78,26 +83,39 @@ def _parameters(body: CompletionRequest) -> dict[str, Any]:
     return parameters
 
 
+class _Offsets:
+    """Counts the characters before each token of a text, whole or not.
+
+    bytes_of: a function from a token to its bytes in the text.
+    start: characters before the first token.
+    """
+
+    def __init__(self, bytes_of: Callable[[int], bytes], start: int = 0) -> None:
+        self._bytes_of, self._at = bytes_of, start
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def take(self, token: int) -> int:
+        """The number of characters before the next token."""
+        at = max(0, self._at)
+        self._at += len(self._decoder.decode(self._bytes_of(token)))
+        return at
+
+
 def _logprobs(
-    entries: Sequence[TokenLogprob | None] | None, *, first: str = "", offset: int = 0
+    entries: Sequence[TokenLogprob | None] | None, offsets: _Offsets, first: int = 0, first_text: str = ""
 ) -> dict[str, Any] | None:
     """`logprobs` of a completion's choice; None without entries.
 
     entries: of the tokens in order; None for the first token of a prompt, which has no log-probability.
-    first: text of that first token.
-    offset: number of characters of the text before the first entry.
+    first, first_text: that first token.
     """
     if entries is None:
         return None
-    texts = [first if one is None else one.text for one in entries]
-    offsets = [offset]
-    for text in texts:
-        offsets.append(offsets[-1] + len(text))
     return {
-        "tokens": texts,
+        "tokens": [first_text if one is None else one.text for one in entries],
         "token_logprobs": [None if one is None else finite(one.logprob) for one in entries],
         "top_logprobs": [None if one is None else _alternatives(one) for one in entries],
-        "text_offset": offsets[:-1],
+        "text_offset": [offsets.take(first if one is None else one.token_id) for one in entries],
     }
 
 

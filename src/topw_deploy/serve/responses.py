@@ -10,10 +10,10 @@ from sse_starlette import ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from topw_deploy.runtime import GenerationResult, TokenLogprob
+from topw_deploy.runtime import GenerationResult, Piece, TokenLogprob
 from topw_deploy.runtime.tools import Content, Reasoning
 from topw_deploy.runtime.tools.parser import Event, ToolCall
-from topw_deploy.serve.chat import AnswerReader, Chat, read_chat, text_logprobs
+from topw_deploy.serve.chat import AnswerReader, BytesOf, Chat, read_chat, text_logprobs
 from topw_deploy.serve.schemas import ChatRequest, ResponsesRequest
 from topw_deploy.serve.stream import EventStream, Run, json_event, read_body, refusal_of
 
@@ -27,17 +27,13 @@ async def responses(request: Request) -> Response:
     run = Run(request, body, "resp", "input")
     chat = await run.prepare(lambda: read_chat(_as_chat(body), run.served))
     run.run(chat.sequences, 1, chat.prompt)
-    output = OutputItems(run.facts["request_id"])
+    output = OutputItems(run.facts["request_id"], AnswerReader(chat), run.token_bytes)
     if body.stream:
         await run.start()
-        return EventStream(run, _stream_events(run, body, chat, output))
+        return EventStream(run, _stream_events(run, body, output))
     (result,) = await run.generate()
-    parsed = chat.parse(result)
-    parts: list[Event] = [Reasoning(parsed.reasoning)] if parsed.reasoning else []
-    parts += [Content(parsed.content)] if parsed.content else []
-    for part in [*parts, *parsed.tool_calls]:
-        list(output.add(part, _text_logprobs(result, chat) if isinstance(part, Content) else ()))
-    list(output.close(_status(result)))
+    for piece in _pieces(result, chat):
+        list(output.add(piece))
     return JSONResponse(_response_fields(run, body, output, _status(result)))
 
 
@@ -48,38 +44,15 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
         raise refusal_of(error) from None
 
 
-def _text_logprobs(result: GenerationResult, chat: Chat) -> list[TokenLogprob]:
-    """The log-probabilities of the tokens of a whole answer's text, without those of reasoning and calls."""
-    entries = list(result.token_logprobs or ())
-    parser = AnswerReader(chat).parser
-    if parser is None or not entries:
-        return entries
-    found: list[TokenLogprob] = []
-    waiting: list[TokenLogprob] = []
-    in_text = False
-    ends_with_eos = isinstance(result.stop, int)  # it gives no text
-    for entry in entries:
-        waiting.append(entry)
-        events = parser.finish() if ends_with_eos and entry is entries[-1] else parser.feed(entry.text)
-        for each, own in _assign_logprobs(events, waiting):
-            in_text = isinstance(each, Content)
-            found += own
-    return found + waiting if in_text else found
-
-
-def _assign_logprobs(
-    events: Sequence[Event], waiting: list[TokenLogprob]
-) -> Iterator[tuple[Event, list[TokenLogprob]]]:
-    """Yield (event, log-probabilities of its tokens), and remove these from `waiting`.
-
-    If there is text, the first text gets all log-probabilities. Those of reasoning and calls are dropped.
-    """
-    has_text = any(isinstance(each, Content) for each in events)
-    for each in events:
-        own: list[TokenLogprob] = []
-        if isinstance(each, Content) or not has_text:
-            own[:], waiting[:] = waiting, []
-        yield each, own if isinstance(each, Content) else []
+def _pieces(result: GenerationResult, chat: Chat) -> Iterator[Piece]:
+    """A whole answer as a stream has it: with log-probabilities, a piece for each token."""
+    if result.token_logprobs is None:
+        yield Piece(result.text, result=result)
+        return
+    text = chat.sequences[0].new_text()
+    for token, entry in zip(result.token_ids, result.token_logprobs, strict=True):
+        yield Piece("" if token == result.stop else text.push(token), token_logprobs=[entry])
+    yield Piece(text.flush(), result=result)
 
 
 def _status(result: GenerationResult) -> str:
@@ -128,7 +101,7 @@ def _response_fields(run: Run, body: ResponsesRequest, output: OutputItems, stat
 
 
 async def _stream_events(
-    run: Run, body: ResponsesRequest, chat: Chat, output: OutputItems
+    run: Run, body: ResponsesRequest, output: OutputItems
 ) -> AsyncGenerator[ServerSentEvent, None]:
     number = 0
 
@@ -140,17 +113,11 @@ async def _stream_events(
     try:
         for kind in ("response.created", "response.in_progress"):
             yield numbered(kind, {"response": _response_fields(run, body, output, "in_progress")})
-        reader = AnswerReader(chat)
-        waiting: list[TokenLogprob] = []  # of tokens whose text is held back
         async for piece in run.pieces():
-            waiting += piece.token_logprobs or ()
-            for each, logprobs in _assign_logprobs(reader.read(piece), waiting):
-                for kind, data in output.add(each, logprobs):
-                    yield numbered(kind, data)
+            for kind, data in output.add(piece):
+                yield numbered(kind, data)
             if piece.result is not None:
                 status = _status(piece.result)
-                for kind, data in output.close(status, waiting):
-                    yield numbered(kind, data)
                 response = _response_fields(run, body, output, status)
                 yield numbered(f"response.{status}", {"response": response})
     except Exception as error:  # noqa: BLE001  # the status was already sent
@@ -163,37 +130,52 @@ class OutputItems:
     """Builds the items of one answer. At most one item, a message or reasoning, is open.
 
     run_id: part of the items' ids.
+    reader: reads the parts of the answer.
+    bytes_of: see `text_logprobs`.
     done: finished items, in order.
     """
 
-    def __init__(self, run_id: str) -> None:
+    def __init__(self, run_id: str, reader: AnswerReader, bytes_of: BytesOf) -> None:
         self.done: list[dict[str, Any]] = []
-        self._id = run_id
+        self._id, self._reader, self._bytes_of = run_id, reader, bytes_of
+        self._waiting: list[TokenLogprob] = []  # of tokens whose text is held back
         self._kind: type[Content] | type[Reasoning] | None = None  # of the open item, if there is one
         self._text: list[str] = []
         self._logprobs: list[dict[str, Any]] = []  # of the open message's tokens
 
-    def add(self, part: Event, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[NamedEvent]:
-        """Add text, reasoning or a call. Yields the events for the client.
+    def add(self, piece: Piece) -> Iterator[NamedEvent]:
+        """Add the next piece of the answer. Yields the events for the client.
 
-        logprobs: log-probabilities of a message's new tokens.
+        The first text in it gets the log-probabilities of all its tokens; those of reasoning and calls are dropped.
         """
+        self._waiting += piece.token_logprobs or ()
+        parts = self._reader.read(piece)
+        has_text = any(isinstance(part, Content) for part in parts)
+        for part in parts:
+            own: list[TokenLogprob] = []
+            if isinstance(part, Content) or not has_text:
+                own, self._waiting = self._waiting, []
+            yield from self._add_part(part, own if isinstance(part, Content) else [])
+        if piece.result is not None:
+            yield from self._close(_status(piece.result), self._waiting)
+
+    def _add_part(self, part: Event, logprobs: Sequence[TokenLogprob]) -> Iterator[NamedEvent]:
         if isinstance(part, ToolCall):
-            yield from self.close("completed")
+            yield from self._close("completed")
             yield from self._add_call(part)
             return
         if self._kind is not type(part):
-            yield from self.close("completed")
+            yield from self._close("completed")
             self._kind = type(part)
             yield self._added(self._item("in_progress", []))
             yield "response.content_part.added", {**self._place(), "part": self._part("")}
         self._text.append(part.text)
-        new = text_logprobs(logprobs)
+        new = text_logprobs(logprobs, self._bytes_of)
         self._logprobs += new
         kind, field = self._text_kind(new)
         yield f"response.{kind}.delta", {**self._place(), "delta": part.text, **field}
 
-    def close(self, status: str, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[NamedEvent]:
+    def _close(self, status: str, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[NamedEvent]:
         """Finish the open item, if there is one. Yields the events for the client.
 
         status: "completed" or "incomplete".
@@ -202,7 +184,7 @@ class OutputItems:
         if self._kind is None:
             return
         if self._kind is Content:
-            self._logprobs += text_logprobs(logprobs)
+            self._logprobs += text_logprobs(logprobs, self._bytes_of)
         text, part, place = "".join(self._text), self._part("".join(self._text)), self._place()
         kind, field = self._text_kind(self._logprobs)
         yield f"response.{kind}.done", {**place, "text": text, **field}

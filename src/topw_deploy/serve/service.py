@@ -23,7 +23,7 @@ from topw_deploy.runtime.loop import gives_logits
 from topw_deploy.runtime.parameters import integer
 from topw_deploy.runtime.prepare import Sequences
 from topw_deploy.runtime.token_geometry import read_geometry
-from topw_deploy.runtime.tools.formats import get_family
+from topw_deploy.runtime.tools.formats import PLAIN, REASONING, get_family
 from topw_deploy.sampling import Geometry, preset_parameters
 from topw_deploy.sampling.parameters import REQUEST_PRESETS
 from topw_deploy.serve.failures import TOO_LONG, RequestError
@@ -103,6 +103,7 @@ class Served:
     created: unix time at which the model was opened.
     length: maximum number of tokens of a sequence, prompt included.
     tool_family: family of the model's tool calls; None if unknown.
+    family: how answers are read, also without tools.
     """
 
     def __init__(self, name: str, model: TopWModel, engine: Engine, options: ServeOptions) -> None:
@@ -111,6 +112,8 @@ class Served:
         context = model.manifest.decoder.context_length
         self.length = min(context, options.engine.get("max_length") or context)
         self.tool_family = options.tool_parser or model.tool_family
+        unknown = REASONING if model.thinks else PLAIN
+        self.family = get_family(self.tool_family) if self.tool_family else unknown
         self._most_prompt = options.max_prompt_tokens
         self._most_waiting = int(options.engine.get("max_queue", 256))
         self._preparing = anyio.CapacityLimiter(PREPARING_THREADS)
@@ -200,12 +203,12 @@ class Served:
                 code=TOO_LONG,
             )
 
-    def sequences(self, prompt: Any, parameters: Mapping[str, Any]) -> Sequences:
+    def sequences(self, prompt: Any, parameters: Mapping[str, Any], shown_tokens: Collection[int] = ()) -> Sequences:
         """The sequences of a request, as the engine runs them. Slow, as it tokenizes and compiles grammars.
 
         Raises ParameterError, PromptError, the errors of grammars, and RequestError for a prompt that is too long.
         """
-        found = self.model.prepare(prompt, limits=self.engine.limits, **parameters)
+        found = self.model.prepare(prompt, limits=self.engine.limits, shown_tokens=shown_tokens, **parameters)
         for each in found:
             self.check_length(each.prompt)
         self.model.compile_grammars(found)

@@ -158,6 +158,10 @@ class Run:
         if self.options.log_prompts:
             self.facts["prompt"] = shown
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of a token in the text of the answers; b"" for one that the text omits."""
+        return self.served.model.tokenizer.bytes_of(token, self.sequences[0].params.hidden_tokens)
+
     async def generate(self) -> list[GenerationResult]:
         """The results of all sequences, by prompt. If the client disconnects, the slots are freed."""
         work = self.served.engine.generate(self.sequences, **self._limits)

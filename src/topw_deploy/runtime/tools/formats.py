@@ -65,6 +65,15 @@ class Family:
     channels: bool = False
     short_ids: bool = False
 
+    def shows(self, special: str, reads_calls: bool) -> bool:
+        """Whether a special token is a part of the text that is read.
+
+        reads_calls: whether calls are read, or reasoning alone.
+        """
+        if reads_calls or self.channels:
+            return special in self.markers
+        return any(special in marker for marker in self.thinking or ())
+
     @property
     def openers(self) -> tuple[str, ...]:
         """The texts that begin a call, a message, or reasoning after content."""
@@ -192,6 +201,9 @@ FAMILIES = {
         ),
     )
 }
+
+PLAIN, REASONING = Family("plain", (), ()), Family("reasoning", (), THINK, THINK)
+"""How answers are read if the family is unknown: as they are, or with reasoning at their start."""
 
 # A family and the texts that must occur; texts that must not occur begin with "!". The first match counts.
 _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (

@@ -138,13 +138,15 @@ class Cursor:
 
 
 def pattern_of(words: tuple[str, ...]) -> re.Pattern[str]:
-    """A pattern that matches any of `words`, the longest if several match."""
+    """A pattern that matches any of `words`, the longest if several match, and nothing without words."""
+    if not words:
+        return re.compile(r"(?!)")
     return re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))))
 
 
 def unfinished_length(words: tuple[str, ...], text: str, at: int = 0) -> int:
     """Length of the longest suffix of `text[at:]` that is a proper prefix of one of `words`."""
-    longest = min(len(text) - at, max(map(len, words)) - 1)
+    longest = min(len(text) - at, max(map(len, words), default=1) - 1)
     for size in range(longest, 0, -1):
         end = text[-size:]
         if any(word.startswith(end) for word in words):

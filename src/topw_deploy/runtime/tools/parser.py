@@ -7,7 +7,7 @@ import re
 import secrets
 import string
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from topw_deploy.errors import ParameterError
@@ -378,12 +378,17 @@ class ToolCallParser:
     tools: the tools that were given to the chat template. Their schemas distinguish numbers from strings in values
         between tags, and calls from other JSON objects where the format has no marker.
     prompt: the rendered prompt. If it ends with the text that begins reasoning, the output begins with reasoning.
+    reads_calls: whether to read calls; without, only reasoning is read apart from content.
 
     Raises ParameterError for an unknown family, for invalid tools and for text after `finish`; never for an output.
     """
 
-    def __init__(self, family: str | Family, tools: Sequence[Any] | None = None, prompt: str = "") -> None:
+    def __init__(
+        self, family: str | Family, tools: Sequence[Any] | None = None, prompt: str = "", *, reads_calls: bool = True
+    ) -> None:
         self.family = family if isinstance(family, Family) else get_family(family)
+        if not reads_calls:
+            self.family = replace(self.family, formats=())
         self._cursor = Cursor()
         schemas = None if tools is None else parameter_schemas(tools)
         self._reader = _Reader(self._cursor, schemas, self.family.short_ids)
