@@ -126,9 +126,10 @@ class SamplerOptions:
 
     def __post_init__(self) -> None:
         as_float32(self.defaults)
-        wrong = self.neighbour_bound and self.top_w.metric == "uniform"
-        message = "the uniform metric has no neighbour bound to store; leave --neighbour-bound out."
-        refuse((wrong, "neighbour_bound", message))
+        refuse(
+            self.neighbour_bound and self.top_w.metric == "uniform",
+            "neighbour_bound stores distances, but the uniform metric has none; leave --neighbour-bound out.",
+        )
 
     @property
     def trust_remote_code(self) -> bool:
@@ -175,49 +176,36 @@ class ExportOptions(SamplerOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_choice("dtype", self.dtype, DTYPES)
-        _require_choice("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
-        _require_choice("kv", self.kv, KV_REQUESTS)
-        _require_choice("target", self.target, TARGETS)
-        static, opset, most = self.kv != "concat", self.opset, self.max_length
-        tensorrt = self.target == "tensorrt"
+        choices = {"dtype": DTYPES, "compute_dtype": COMPUTE_DTYPES, "kv": KV_REQUESTS, "target": TARGETS}
+        for name, known in choices.items():
+            _require_choice(name, getattr(self, name), known)
+        static, opset, most, layers = self.kv != "concat", self.opset, self.max_length, self.num_hidden_layers
+        tensorrt, elsewhere = self.target == "tensorrt", "leave it out for other targets and caches."
         refuse(
-            (
-                opset is not None and not 23 <= opset <= 24,
-                "opset",
-                f"opset is {opset}, but must be 23 or 24: older opsets have no Attention operator.",
-            ),
-            (
-                tensorrt and static and opset == 23,
-                "opset",
-                "opset is 23, but tensorrt's static cache uses TensorScatter, which needs 24; leave --opset out.",
-            ),
-            (
-                most is not None and not (tensorrt and static),
-                "max_length",
-                "max_length is the length of tensorrt's static cache; leave it out for other targets and caches.",
-            ),
-            (
-                bool(self.window_cache) and (tensorrt or not static),
-                "window_cache",
-                "window_cache is for onnxruntime's static cache; leave it out for other targets and caches.",
-            ),
-            (
-                most is not None and (most < 0 or most % 64 != 0),
-                "max_length",
-                f"max_length is {most}, but must be a multiple of 64, or 0 to choose it at run time.",
-            ),
-            (
-                self.num_hidden_layers is not None and self.num_hidden_layers < 1,
-                "num_hidden_layers",
-                f"num_hidden_layers is {self.num_hidden_layers}, but must be an integer >= 1.",
-            ),
-            (
-                self.quantisation is not None and tensorrt,
-                "dtype",
-                f"dtype is {self.dtype}, but target tensorrt has no operator for quantised weights (MatMulNBits); "
-                "export as fp16 or fp32.",
-            ),
+            opset is not None and not 23 <= opset <= 24,
+            f"opset is {opset}, but must be 23 or 24: older opsets have no Attention operator.",
+        )
+        refuse(
+            tensorrt and static and opset == 23,
+            "opset is 23, but tensorrt's static cache uses TensorScatter, which needs 24; leave --opset out.",
+        )
+        refuse(
+            most is not None and not (tensorrt and static),
+            f"max_length is the length of tensorrt's static cache; {elsewhere}",
+        )
+        refuse(
+            bool(self.window_cache) and (tensorrt or not static),
+            f"window_cache is for onnxruntime's static cache; {elsewhere}",
+        )
+        refuse(
+            most is not None and (most < 0 or most % 64 != 0),
+            f"max_length is {most}, but must be a multiple of 64, or 0 to choose it at run time.",
+        )
+        refuse(layers is not None and layers < 1, f"num_hidden_layers is {layers}, but must be an integer >= 1.")
+        refuse(
+            self.quantisation is not None and tensorrt,
+            f"dtype is {self.dtype}, but target tensorrt has no operator for quantised weights (MatMulNBits); "
+            "export as fp16 or fp32.",
         )
         _ = self.shard_bytes  # raises for invalid values
 
@@ -235,18 +223,14 @@ class ExportOptions(SamplerOptions):
         """Raise ParameterError for options that do not apply to the checkpoint `name`, whose weights are `stored`."""
         keeps_codes = self.quantisation is not None and stored is not None and stored.integers
         refuse(
-            (
-                self.hard_link,
-                "hard_link",
-                "hard_link shares the data files of an ONNX decoder, but this model is a checkpoint, whose weights are "
-                "written anew; leave --hard-link out.",
-            ),
-            (
-                keeps_codes and self.torch_dtype != "float32",
-                "compute_dtype",
-                f"compute_dtype is {self.compute_dtype!r}, but {name} holds {stored and stored.name} codes, which can "
-                "be kept only with compute_dtype 'fp32'; leave --compute-dtype out.",
-            ),
+            self.hard_link,
+            "hard_link shares the data files of an ONNX decoder, but this model is a checkpoint, whose weights are "
+            "written anew; leave --hard-link out.",
+        )
+        refuse(
+            keeps_codes and self.torch_dtype != "float32",
+            f"compute_dtype is {self.compute_dtype!r}, but {name} holds {stored and stored.name} codes, which can "
+            "be kept only with compute_dtype 'fp32'; leave --compute-dtype out.",
         )
 
     def check_for_onnx(self, file: str) -> None:
@@ -256,7 +240,7 @@ class ExportOptions(SamplerOptions):
             value = getattr(self, name)
             option = f"--{name.replace('_', '-')}"
             why = f"{name} is {value!r}, but {file} is already an ONNX decoder; leave {option} out or export from the"
-            refuse((value is not None, name, f"{why} original model."))
+            refuse(value is not None, f"{why} original model.")
 
 
 Options = TypeVar("Options", bound=SamplerOptions)
@@ -299,23 +283,23 @@ def _read_quantisation(values: Mapping[str, Any], rounding: dict[str, Any]) -> Q
     dtype, exclude = values.get("dtype", "fp32"), tuple(rounding.pop("exclude_nodes", ()))
     if dtype in DTYPE_BITS:
         return Quantisation(bits=DTYPE_BITS[dtype], exclude=exclude, **rounding)
-    names = [*(["compute_dtype"] * ("compute_dtype" in values)), *rounding, *(["exclude_nodes"] * bool(exclude))]
-    why = f"is an option for quantised weights, but dtype is {dtype}"
+    given = {**values, **rounding, "exclude_nodes": exclude}
     advice = "give --dtype int4 or int8, or leave the option out"
-    refuse(*((True, name, f"{name} {why}; {advice}.") for name in names))
+    for name in ("compute_dtype", *_ROUNDING):
+        why = f"{name} is an option for quantised weights, but dtype is {dtype}"
+        refuse(given.get(name, ()) != (), f"{why}; {advice}.")
     return None
 
 
-def refuse(*faults: tuple[bool, str, str]) -> None:
-    """Raise ParameterError for the first fault that is there. faults: (whether it is there, option, message)."""
-    for is_there, name, message in faults:
-        if is_there:
-            raise ParameterError(message, name)
+def refuse(is_wrong: bool, message: str) -> None:
+    """Raise ParameterError if `is_wrong`. message: its first word is the option's name."""
+    if is_wrong:
+        raise ParameterError(message, message.partition(" ")[0])
 
 
 def _require_choice(name: str, value: Any, choices: Any) -> None:
     wrong = value is not None and value not in choices
-    refuse((wrong, name, f"{name} is {value!r}, but must be one of {', '.join(choices)}."))
+    refuse(wrong, f"{name} is {value!r}, but must be one of {', '.join(choices)}.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,13 +15,7 @@ from typing import Unpack
 from msgspec import structs
 
 from topw_deploy.export.graph import BLOCK_BYTES, Decoder, initializer_tensors
-from topw_deploy.export.options import (
-    ExportKeywords,
-    ExportOptions,
-    ExportReport,
-    SamplerOptions,
-    read_options,
-)
+from topw_deploy.export.options import ExportKeywords, ExportOptions, ExportReport, SamplerOptions, read_options
 from topw_deploy.export.quantise import quantise
 from topw_deploy.export.quantise.blocks import StoredRows
 from topw_deploy.export.quantise.rewrite import least_onnxruntime
@@ -47,13 +41,7 @@ from topw_deploy.export.write import (
 )
 from topw_deploy.folders import atomic_folder, check_free, require_space
 from topw_deploy.install import major_minor
-from topw_deploy.manifest import (
-    MANIFEST_NAME,
-    MODEL_NAME,
-    DecoderManifest,
-    Verification,
-    save_manifest,
-)
+from topw_deploy.manifest import MANIFEST_NAME, MODEL_NAME, DecoderManifest, Verification, save_manifest
 from topw_deploy.progress import SILENT, Progress, StageMemory, available_bytes, resident_bytes
 from topw_deploy.text import decimal_size
 
@@ -97,13 +85,13 @@ def plan_of(decoder: Decoder, source: Source, options: ExportOptions, folder: Pa
     linked_bytes = 0
     for location, path in onnx_data_files(decoder.model, source).items():
         files[location] = path.resolve().stat().st_size
-        if options.hard_link and path.resolve().stat().st_dev == _first_existing(folder).stat().st_dev:
+        existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        if options.hard_link and path.resolve().stat().st_dev == existing.stat().st_dev:
             linked_bytes += files[location]
     for name in COPIED_FILES:
         if (source.tokenizer / name).is_file():
             files[name] = (source.tokenizer / name).stat().st_size
-    weight_peak = max((_peak_bytes(slot) for slot in slots), default=files[MODEL_NAME])
-    memory = {"writing": resident_bytes() + weight_peak}
+    memory = {"writing": resident_bytes() + max(map(_peak_bytes, slots), default=files[MODEL_NAME])}
     temporary_bytes = 0
     if options.verify:
         memory["verification"] = verification_bytes(decoder)
@@ -116,11 +104,6 @@ def _peak_bytes(slot: Slot) -> int:
     """Estimated memory for writing one weight."""
     factor = _QUANTISATION_PEAK.get(quantised_type(slot.value) or "")
     return slot.length + 2 * min(slot.length, BLOCK_BYTES) if factor is None else round(factor * slot.length)
-
-
-def _first_existing(folder: Path) -> Path:
-    """`folder`, or the nearest folder above it that exists."""
-    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def verification_bytes(decoder: Decoder) -> int:
@@ -202,9 +185,7 @@ def build_graph(source: Source, options: ExportOptions, progress: Progress) -> t
         progress.say(f"Reading the decoder {source.onnx}")
         decoder = load_decoder(source.onnx, source.tokenizer)
     else:
-        from topw_deploy.export.traced_decoder import (
-            build_decoder,  # imports torch, which an ONNX decoder does not need
-        )
+        from topw_deploy.export.traced_decoder import build_decoder  # imports torch, which ONNX decoders do not need
 
         stored = quantised_format(source.folder)
         options.check_for_checkpoint(source.id, stored)

@@ -76,36 +76,26 @@ class SamplerExportOptions(SamplerOptions):
         metric = self.top_w.metric
         has_table = model is not None or self.embeddings is not None
         refuse(
-            (
-                model is not None and self.embeddings is not None,
-                "embeddings",
-                "a model and an embeddings file are both given; give only one of them.",
-            ),
-            (
-                self.logits is not None and metric == "uniform",
-                "logits",
-                "logits are for the median distance, which is 1 for the uniform metric; leave them out.",
-            ),
-            (
-                not has_table and metric != "uniform",
-                "metric",
-                f"metric {metric!r} needs token embeddings; give a model or --embeddings FILE.npy, or use --metric "
-                "uniform.",
-            ),
-            (
-                not has_table and self.vocab_size is None,
-                "vocab_size",
-                "the uniform metric without a model needs the width of the logits: --vocab-size.",
-            ),
+            model is not None and self.embeddings is not None,
+            "embeddings and a model are both given; give only one of them.",
+        )
+        refuse(
+            self.logits is not None and metric == "uniform",
+            "logits are for the median distance, which is 1 for the uniform metric; leave them out.",
+        )
+        refuse(
+            not has_table and metric != "uniform",
+            f"metric {metric!r} needs token embeddings; give a model or --embeddings FILE.npy, or use --metric "
+            "uniform.",
+        )
+        refuse(
+            not has_table and self.vocab_size is None,
+            "vocab_size is missing: the uniform metric without a model needs the width of the logits: --vocab-size.",
         )
 
 
 def export_sampler(
-    model: str | Path | None,
-    out: str | Path,
-    *,
-    progress: Progress = SILENT,
-    **options: Unpack[SamplerExportKeywords],
+    model: str | Path | None, out: str | Path, *, progress: Progress = SILENT, **options: Unpack[SamplerExportKeywords]
 ) -> ExportReport:
     """Write and verify the folder `out`, the sampler for the embeddings of `model`. If it fails, `out` is unchanged.
 
@@ -142,8 +132,11 @@ def _build(
     table, source = _embedding_table(model, options)
     count = 0 if table is None else len(table)
     vocab_size = count if options.vocab_size is None else options.vocab_size
-    message = f"vocab_size is {vocab_size}, but the embedding table has {count} rows and every token needs one"
-    refuse((table is not None and count < vocab_size, "vocab_size", f"{message}; give the table of this vocabulary."))
+    refuse(
+        table is not None and count < vocab_size,
+        f"vocab_size is {vocab_size}, but the embedding table has {count} rows and every token needs one; give the "
+        "table of this vocabulary.",
+    )
     if options.top_w.metric == "uniform":
         table = None
     embedding, hidden = None, None
@@ -197,14 +190,12 @@ def ir_version(opset: int) -> int:
 
 def _embedding_table(model: str | Path | None, options: SamplerExportOptions) -> tuple[np.ndarray | None, Source]:
     """The embeddings [tokens, hidden], or None, and their source. Casts float64 to float32, which the graph has."""
+    file = options.embeddings
     if model is not None:
         source = resolve(str(model), **options.hub)
         table = embeddings_of_folder(source.folder)
-    elif options.embeddings is not None:
-        table, source = (
-            embeddings_of_file(Path(options.embeddings)),
-            Source(str(options.embeddings), "local", Path(), Path()),
-        )
+    elif file is not None:
+        table, source = embeddings_of_file(Path(file)), Source(str(file), "local", Path(), Path())
     else:
         return None, Source("uniform", "none", Path(), Path())
     return (table.astype(np.float32) if table.dtype == np.float64 else table), source

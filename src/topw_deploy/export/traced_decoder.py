@@ -43,10 +43,7 @@ def build_decoder(
     dtype, target, opset = options.torch_dtype, options.target or TARGETS[0], options.opset or DEFAULT_OPSET
     progress.say(f"Loading {source.id} in {dtype}")
     model, notices = load_unread(
-        source.folder,
-        dtype,
-        num_hidden_layers=options.num_hidden_layers,
-        trust_remote_code=options.trust_remote_code,
+        source.folder, dtype, num_hidden_layers=options.num_hidden_layers, trust_remote_code=options.trust_remote_code
     )
     if dtype == "float16" and not options.dry_run:  # a dry run reads no weights
         progress.say("Checking activations for float16 overflow")

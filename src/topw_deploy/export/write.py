@@ -343,12 +343,7 @@ def _read_lookup(node: ir.Node) -> Lookup | None:
 
 
 def decoder_manifest(
-    decoder: Decoder,
-    sampler: SamplerSpec,
-    source: Source,
-    options: ExportOptions,
-    folder: Path,
-    known: dict[str, str],
+    decoder: Decoder, sampler: SamplerSpec, source: Source, options: ExportOptions, folder: Path, known: dict[str, str]
 ) -> DecoderManifest:
     """Build the manifest of a decoder with its sampler, with the status "provisional".
 

@@ -313,10 +313,7 @@ class StoredRows:
 
 
 def _stored_blocks(
-    places: dict[IntegerWeight, list[tuple[int, int]]],
-    repeats: int,
-    order: np.ndarray | None,
-    weight: QuantisedWeight,
+    places: dict[IntegerWeight, list[tuple[int, int]]], repeats: int, order: np.ndarray | None, weight: QuantisedWeight
 ) -> WeightBlocks:
     """The codes, scales and zero points of `weight`. places: see `StoredRows.find`. repeats: blocks per group."""
     codes = np.empty((weight.outputs, weight.inputs), np.uint8)

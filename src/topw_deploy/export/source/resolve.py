@@ -129,23 +129,16 @@ def _download(model: str, hub: HubKeywords) -> Path:
     from huggingface_hub import snapshot_download
 
     small = [*_SMALL_FILES, "*.py"] if hub.get("trust_remote_code") else _SMALL_FILES
+    access: dict[str, Any] = {name: value for name, value in hub.items() if name != "trust_remote_code"}
     for patterns in (["*.safetensors"], ["pytorch_model*.bin"], ["*.onnx", "*.onnx_data", "*.onnx.data"]):
         try:
-            folder = Path(
-                snapshot_download(
-                    model,
-                    revision=hub.get("revision"),
-                    cache_dir=hub.get("cache_dir"),
-                    token=hub.get("token"),
-                    local_files_only=hub.get("local_files_only", False),
-                    allow_patterns=small + patterns,
-                    ignore_patterns=_DUPLICATE_FILES,
-                )
+            found = snapshot_download(
+                model, allow_patterns=small + patterns, ignore_patterns=_DUPLICATE_FILES, **access
             )
         except Exception as error:  # five libraries can fail here, each with its own errors
             raise _download_error(model, hub, error) from error
-        if any(file for pattern in patterns for file in folder.rglob(pattern)):
-            return folder
+        if any(file for pattern in patterns for file in Path(found).rglob(pattern)):
+            return Path(found)
     raise SourceError(f"{model} on the hub holds neither safetensors, pytorch_model.bin nor ONNX files; check the id.")
 
 
@@ -189,8 +182,7 @@ def write_configuration(source: Source, output: Path, num_hidden_layers: int | N
     """
     folders = (source.folder, source.tokenizer)
     genai: dict[str, Any] = next(
-        (data["model"] for f in folders if isinstance((data := read_json(f / _GENAI)).get("model"), dict)),
-        {},
+        (data["model"] for f in folders if isinstance((data := read_json(f / _GENAI)).get("model"), dict)), {}
     )
     config = next((data for folder in folders if (data := read_json(folder / "config.json"))), None)
     if config is None:

@@ -186,13 +186,7 @@ COPIED_FILES = (
     "chat_template.jinja",
 )
 """Files that are copied without change."""
-_CONVERTIBLE = (
-    *SENTENCEPIECE,
-    "vocab.json",
-    "vocab.txt",
-    "tiktoken.model",
-    TEKKEN,
-)
+_CONVERTIBLE = (*SENTENCEPIECE, "vocab.json", "vocab.txt", "tiktoken.model", TEKKEN)
 _TIKTOKEN = "*.tiktoken"
 _OTHER_TEMPLATES = "additional_chat_templates"
 """transformers' folder of chat templates other than the default one."""

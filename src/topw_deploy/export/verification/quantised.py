@@ -299,11 +299,7 @@ def dequantise_model(
 
 
 def _dequantise_experts(
-    model: PreTrainedModel,
-    kept: set[bytes],
-    scheme: Quantisation,
-    stored: StoredRows | None,
-    scales: np.dtype[Any],
+    model: PreTrainedModel, kept: set[bytes], scheme: Quantisation, stored: StoredRows | None, scales: np.dtype[Any]
 ) -> set[int]:
     """Round the matrices of experts in place. Returns `id` of each of their parameters."""
     import torch
