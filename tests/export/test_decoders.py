@@ -11,7 +11,7 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from tests.support.attention_kinds import ALIBI, CHUNK, KINDS, LATENT, SHARED, SINKS, WIDTHS
+from tests.support.attention_kinds import ALIBI, KINDS, LATENT, SHARED, SINKS, WIDTHS
 from tests.support.attention_kinds import LENGTHS as SHORT
 from tests.support.hybrid_models import HYBRIDS, make_hybrid
 from tests.support.lowerings import (
@@ -27,7 +27,7 @@ from tests.support.lowerings import (
     wanted_of,
 )
 from tests.support.samples import sampled
-from tests.support.tiny_models import FAMILIES, WINDOW, make_model
+from tests.support.tiny_models import FAMILIES, make_model
 from tests.support.traces import trace
 from topw_deploy.export.trace.placeholders import attention_placeholders
 from topw_deploy.export.trace.trace import TracedDecoder
@@ -221,23 +221,6 @@ def test_layers_that_share_keys_and_values_have_one_state(lowering: str) -> None
         assert pasts == {state.past for state in form.states}
 
 
-def test_a_latent_state_holds_rank_and_rotated_key_once() -> None:
-    _, form = lowered(traced("deepseek_v3"), "group_query")
-    assert [(state.kind, state.shape) for state in form.states] == [("latent", (1, 0, 24))] * 2
-
-
-@pytest.mark.parametrize("each", sampled(HYBRIDS, SAMPLE, LONG))
-def test_states_are_listed_in_layer_order_and_are_inputs_and_outputs(each: str, lowering: str) -> None:
-    decoder, form = lowered(traced(each), lowering)
-    graph = decoder.model.graph
-    inputs, outputs = ({value.name for value in values} for values in (graph.inputs, graph.outputs))
-    layers = [state.layer for state in form.states]
-    assert layers == sorted(layers)
-    assert {state.kind for state in form.states} & {"convolution", "recurrent"}
-    assert all(state.past in inputs and state.present in outputs for state in form.states)
-    assert all(sum(value.name == state.past for value in graph.inputs) == 1 for state in form.states)
-
-
 @pytest.mark.parametrize("each", sampled(HYBRIDS, SAMPLE, LONG))
 def test_one_node_reads_a_fixed_state_that_is_updated_in_place(each: str, lowering: str) -> None:
     """Past and present share memory, so a second reader of the past could read the present instead."""
@@ -247,12 +230,6 @@ def test_one_node_reads_a_fixed_state_that_is_updated_in_place(each: str, loweri
     fixed = {state.past for state in form.states if not state.grows}
     readers = {value.name: len(value.uses()) for value in decoder.model.graph.inputs if value.name in fixed}
     assert readers == dict.fromkeys(fixed, 1)
-
-
-def test_each_layer_leaves_one_placeholder_with_its_window_and_cap() -> None:
-    nodes = attention_placeholders(traced("gemma2").model.graph)
-    assert [node.attributes["window"].as_int() for node in nodes] == [WINDOW, 0]
-    assert all(node.attributes["softcap"].as_float() == 2.0 for node in nodes)
 
 
 def change_of_logits(each: str, lowering: str, change: Callable[[ir.Node], None]) -> float:
@@ -299,11 +276,3 @@ QUICK = [name for name in LOST if name.startswith(("sinks", "slopes", "the windo
 def test_losing_a_part_of_attention_changes_logits_beyond_the_bound(lost: str, lowering: str) -> None:
     each, change = LOST[lost]
     assert change_of_logits(each, lowering, change) > 10 * FLOAT32
-
-
-@pytest.mark.long
-def test_the_trace_holds_the_chunks_and_strides_of_layers() -> None:
-    nodes = attention_placeholders(traced("llama4").model.graph)
-    assert [node.attributes["chunk"].as_int() for node in nodes] == [CHUNK, 0]
-    nodes = attention_placeholders(traced("deepseek_v4").model.graph)
-    assert [node.attributes["stride"].as_int() for node in nodes] == [0, 4, 6]

@@ -79,11 +79,6 @@ def test_an_export_for_tensorrt_has_standard_operators_and_a_cache_of_the_length
     assert {spec.shape[2] for spec in (*manifest.inputs, *manifest.outputs) if spec.name.count(".") == 2} == {128}
 
 
-@pytest.mark.slow
-def test_the_graph_has_no_path_of_the_exporting_machine(exported: Callable[[str], Path]) -> None:
-    assert b"site-packages" not in (exported("llama_tied") / "model.onnx").read_bytes()
-
-
 def test_optional_outputs_exist_on_request(tmp_path: Path, foreign_decoder: Path) -> None:
     export(foreign_decoder, tmp_path / "out", with_logits=True, with_mass=True, with_keep_mask=True)
     outputs = {tensor.name: tensor for tensor in load_manifest(tmp_path / "out").outputs}
@@ -92,13 +87,6 @@ def test_optional_outputs_exist_on_request(tmp_path: Path, foreign_decoder: Path
     with TopWModel.from_pretrained(tmp_path / "out") as model:
         result = model.generate("def parse(", max_new_tokens=3, seed=1)
     assert result.mass is not None
-
-
-@pytest.mark.slow
-def test_logits_on_request_are_of_the_last_position(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
-    report = export(checkpoint("llama_tied"), tmp_path / "out", with_logits=True, dry_run=True)
-    outputs = {tensor.name: tensor for tensor in report.outputs}
-    assert (outputs["logits"].dtype, outputs["logits"].shape) == ("float", ("batch_size", VOCAB))
 
 
 @pytest.mark.long
@@ -173,14 +161,6 @@ def test_a_dry_run_reports_and_writes_nothing(tmp_path: Path, checkpoint: Callab
     assert report.weight_bytes > 4 * VOCAB * 32
     assert [tensor.name for tensor in report.inputs][:3] == ["input_ids", "write_indices", "row_lengths"]
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_the_uniform_metric_carries_no_geometry(tmp_path: Path, foreign_decoder: Path) -> None:
-    export(foreign_decoder, tmp_path / "out", metric="uniform", verify=True)
-    manifest = load_manifest(tmp_path / "out")
-    assert manifest.sampler.hidden_size is None
-    assert "topw.mean" not in ir.load(tmp_path / "out" / "model.onnx").graph.initializers
 
 
 # Other exporters' decoders
@@ -258,20 +238,6 @@ def test_the_tokenizer_may_come_from_elsewhere(
         export(bare, tmp_path / "out")
     export(bare, tmp_path / "out", tokenizer=checkpoint("llama_tied"), verify=True)
     assert load_manifest(tmp_path / "out").verification.status == "passed"
-
-
-@pytest.mark.slow
-def test_a_decoder_with_group_query_attention_does_not_allow_left_padding(tmp_path: Path) -> None:
-    from topw_deploy.export.foreign import load_decoder
-
-    def pretend(model: ir.Model) -> None:
-        model.opset_imports["com.microsoft"] = 1
-        for node in model.graph:
-            if node.op_type == "Attention":
-                node.domain, node.op_type = "com.microsoft", "GroupQueryAttention"
-
-    folder = write_decoder(tmp_path / "in", "llama_tied", pretend)
-    assert not load_decoder(folder / "model.onnx", folder).info.left_padding
 
 
 @pytest.mark.parametrize(

@@ -51,21 +51,6 @@ def test_a_failed_verification_leaves_nothing_and_an_earlier_export_alone(
 
 
 @pytest.mark.slow
-def test_wrong_statistics_are_noticed(tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = pipeline.write_model
-
-    def spoil(model: ir.Model, folder: Path, *rest: Any) -> dict[str, str]:
-        value = model.graph.initializers["topw.inverse_std"]
-        scale = np.linspace(0.1, 3.0, value.shape[0], dtype=np.float32)
-        value.const_value = ir.tensor(value.const_value.numpy() * scale, name=value.name)
-        return write(model, folder, *rest)
-
-    monkeypatch.setattr(pipeline, "write_model", spoil)
-    with pytest.raises(VerificationError, match="first: sampler kept sets"):
-        export(foreign_decoder, tmp_path / "out", verify=True)
-
-
-@pytest.mark.slow
 def test_nan_weights_fail_the_check_of_logits(tmp_path: Path) -> None:
     model = make_model("llama_tied")
     model.model.layers[0].mlp.down_proj.weight.data[0, 0] = float("nan")
@@ -82,15 +67,6 @@ def test_an_export_fails_if_its_verification_dies(
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with pytest.raises(VerificationError, match="ended with exit code 1"):
         export(foreign_decoder, tmp_path / "out", verify=True)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_too_small_a_disk_is_reported_before_writing(
-    tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _path: shutil._ntuple_diskusage(10, 9, 1))
-    with pytest.raises(ExportError, match="make room"):
-        export(foreign_decoder, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -22,7 +22,7 @@ from topw_deploy.export.source.resolve import Source
 from topw_deploy.export.write import bytes_by_type, file_sizes, lay_out, weight_bytes
 from topw_deploy.folders import SPARE
 from topw_deploy.manifest import Check, Verification, check_hashes, load_manifest
-from topw_deploy.progress import StageMemory, peak_bytes, resident_bytes
+from topw_deploy.progress import resident_bytes
 from topw_deploy.text import parse_size
 
 pytestmark = pytest.mark.slow
@@ -121,12 +121,6 @@ def test_shards_take_no_name_of_the_decoders_own_data_files() -> None:
     assert [slot.file for slot in slots] == [f"model-{number:05d}-of-00002.topw.onnx_data" for number in (1, 2)]
 
 
-def test_large_weights_start_on_a_page() -> None:
-    values = [ir.Value(name=str(n), const_value=ir.tensor(np.zeros(n, np.float32))) for n in (300, 300_000)]
-    assert [slot.offset for slot in lay_out(values)] == [0, 4096]
-    assert {slot.file for slot in lay_out(values, ["model.onnx_data"])} == {"model.topw.onnx_data"}
-
-
 @pytest.mark.parametrize(
     ("size", "wanted"), [("2GB", 2 * 10**9), ("1.5 MiB", 3 << 19), ("500kb", 500_000), (4096, 4096), ("77", 77)]
 )
@@ -159,17 +153,6 @@ def test_the_required_space_is_that_of_all_files(
     free(enough - foreseen.sizes["model.onnx.data"])
     export(foreign_decoder, tmp_path / "linked", hard_link=True)
     shutil.rmtree(tmp_path / "linked")
-
-
-def test_each_stage_has_its_own_peak() -> None:
-    memory = StageMemory()
-    with memory.stage("large"):
-        block = np.ones(64 << 20, np.uint8)
-        del block
-    with memory.stage("small"):
-        pass
-    assert memory.peaks["large"] - memory.peaks["small"] > 32 << 20
-    assert peak_bytes() >= resident_bytes() > 0
 
 
 @pytest.fixture(scope="module")

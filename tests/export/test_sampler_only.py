@@ -14,7 +14,7 @@ import onnxruntime as ort
 import pytest
 
 from tests.support.samples import slow
-from topw_deploy.errors import ExportError, ParameterError, SourceError, UnsupportedModelError, VerificationError
+from topw_deploy.errors import ParameterError, SourceError, UnsupportedModelError, VerificationError
 from topw_deploy.export import sampler_only
 from topw_deploy.export.sampler.node import SAMPLER_INPUTS
 from topw_deploy.export.sampler_only import embeddings_of_file, embeddings_of_folder, export_sampler
@@ -107,12 +107,6 @@ def test_logits_without_a_median_distance_are_refused(
 
 
 @pytest.mark.slow
-def test_a_table_may_have_more_rows_than_the_vocabulary(npy: Path, tmp_path: Path) -> None:
-    export_sampler(None, tmp_path / "out", embeddings=npy, vocab_size=80, **asdict(OPTIONS))
-    assert load_manifest(tmp_path / "out").sampler.vocab_size == 80
-
-
-@pytest.mark.slow
 def test_a_large_table_is_in_a_data_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, npy: Path) -> None:
     monkeypatch.setattr("topw_deploy.export.write.EXTERNAL_ABOVE", 1000)
     report = export_sampler(None, tmp_path / "out", embeddings=npy, **asdict(OPTIONS))
@@ -153,12 +147,6 @@ def test_a_checkpoint_without_one_clear_table_is_refused(
 ) -> None:
     safetensors_file(tmp_path / "model.safetensors", tensors, "F32")
     with pytest.raises(UnsupportedModelError, match=message):
-        embeddings_of_folder(tmp_path)
-
-
-def test_an_integer_table_is_refused_by_its_type(tmp_path: Path) -> None:
-    safetensors_file(tmp_path / "model.safetensors", {"embed_tokens.weight": np.zeros((3, 2), np.int8)}, "I8")
-    with pytest.raises(UnsupportedModelError, match="stored as I8"):
         embeddings_of_folder(tmp_path)
 
 
@@ -204,15 +192,6 @@ def test_a_value_out_of_range_is_refused_before_embeddings_are_read_through(
     monkeypatch.setattr(Geometry, "from_embeddings", None)
     with pytest.raises(ParameterError, match=message):
         export_sampler(None, tmp_path / "out", embeddings=npy, **asdict(OPTIONS), **given)
-
-
-def test_a_folder_in_use_is_left_alone(npy: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    output.mkdir()
-    (output / "mine.txt").write_text("mine")
-    with pytest.raises(ExportError, match="not empty"):
-        export_sampler(None, output, embeddings=npy, **asdict(OPTIONS))
-    assert [file.name for file in output.iterdir()] == ["mine.txt"]
 
 
 def test_a_dry_run_writes_nothing(npy: Path, tmp_path: Path) -> None:

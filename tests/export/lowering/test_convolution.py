@@ -105,17 +105,6 @@ def test_columns_of_padding_on_the_left_leave_a_new_sequence_unchanged(contrib: 
         assert torch.equal(present[row : row + 1], state)
 
 
-@both_forms
-def test_chunks_equal_one_call(contrib: bool) -> None:
-    feeds = sample(9)
-    graph = lowered(feeds, contrib=contrib)
-    whole, state = graph.run(feeds)
-    first, between = graph.run({**feeds, "x": feeds["x"][..., :4].contiguous()})
-    second, last = graph.run({**feeds, "x": feeds["x"][..., 4:].contiguous(), "past": between})
-    assert torch.allclose(torch.cat([first, second], dim=-1), whole, atol=BOUNDS[torch.float32])
-    assert torch.equal(last, state)
-
-
 COLUMNS = 2  # before the call
 
 

@@ -23,7 +23,7 @@ from tests.support.experts import (
 )
 from tests.support.samples import thinned
 from topw_deploy.export.graph import ROUTER_PROPERTY, GraphEditor
-from topw_deploy.export.lowering.experts import is_nonnegative, lower_experts
+from topw_deploy.export.lowering.experts import lower_experts
 
 FLOAT32 = 1e-4  # of outputs up to 30, sums of 96 products; measured: 2e-5
 HALF = 2e-2  # of the largest output: float16 has 11 bits; measured: 1.4e-3
@@ -155,18 +155,3 @@ def test_products_with_another_activation_between_them_share_their_blocks() -> N
         assert mixture.down_bias is not None
         inner = np.maximum(mixture.up[expert] @ row + mixture.up_bias[expert], 0) ** 2
         np.testing.assert_allclose(given, mixture.down[expert] @ inner + mixture.down_bias[expert], atol=FLOAT32)
-
-
-@pytest.mark.parametrize(
-    ("op_type", "inputs", "positive"),
-    [("Softmax", 1, True), ("Identity", 1, False), ("Mul", 2, False), ("Neg", 1, False), ("Sigmoid", 1, True)],
-)
-def test_weights_count_as_nonnegative_only_by_their_operators(op_type: str, inputs: int, positive: bool) -> None:
-    graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="weights")
-    editor = GraphEditor(graph, "weights")
-    scores = editor.input("scores", ir.DataType.FLOAT, ["tokens", 4])
-    made = editor.op(op_type, [scores] * inputs)
-    top, _ = editor.outputs("TopK", [made, editor.constant(np.array([2]))], 2)
-    shares = editor.op("Div", [top, editor.op("ReduceSum", [top, editor.constant(np.array([1]))])])
-    assert is_nonnegative(editor.op("Mul", [shares, editor.constant(np.float32(2.5))])) == positive
-    assert not is_nonnegative(editor.op("Mul", [shares, editor.constant(np.float32(-2.5))]))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
@@ -14,9 +12,8 @@ from tests.support.lowerings import copy_of
 from tests.support.small_graphs import FLOAT, model_of, new_editor, operators, run
 from tests.support.tiny_models import make_model
 from tests.support.traces import trace
-from topw_deploy.export import export_model
 from topw_deploy.export.graph import GraphEditor
-from topw_deploy.export.lowering.rewrites import concatenated, fuse_gate_up, fuse_qkv
+from topw_deploy.export.lowering.rewrites import fuse_gate_up, fuse_qkv
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.export.traced_decoder import lower
 
@@ -84,18 +81,6 @@ def test_all_parts_of_a_split_in_order_are_replaced_by_its_input() -> None:
     parts = editor.outputs("Split", [x, [1, 2, 2]], 3, axis=2)
     assert fuse_qkv(editor, list(parts)) is x
     assert fuse_qkv(editor, [parts[1], parts[0], parts[2]]) is None
-
-
-def test_concatenated_weights_are_read_only_when_they_are_written() -> None:
-    def fail() -> ir.TensorProtocol:
-        raise AssertionError("read")
-
-    unread = ir.LazyTensor(fail, dtype=ir.DataType.FLOAT, shape=ir.Shape([4, 3]))
-    both = concatenated([unread, unread])
-    assert tuple(both.shape) == (4, 6)
-    assert both.nbytes == 96
-    with pytest.raises(AssertionError, match="read"):
-        both.numpy()
 
 
 def weight(editor: GraphEditor, name: str, *shape: int) -> ir.Value:
@@ -175,13 +160,3 @@ def test_gates_are_not_fused_with_a_concatenated_cache(traced: TracedDecoder) ->
     decoder = copy_of(traced)
     lower(decoder, kv="concat", target="onnxruntime", context_length=64)
     assert not any("gate_up" in name for name in decoder.model.graph.initializers)
-
-
-@pytest.mark.parametrize(("dtype", "fused"), [("fp32", 0), ("int4", 2)])
-def test_an_export_fuses_gates_of_quantised_weights(
-    tmp_path: Path, checkpoint: Callable[[str], Path], dtype: str, fused: int
-) -> None:
-    out = tmp_path / "out"
-    export_model(checkpoint("llama_untied"), out, dtype=dtype, verify=False)
-    splits = [node for node in ir.load(out / "model.onnx").graph if node.op_type == "Split"]
-    assert len(splits) == fused

@@ -306,18 +306,6 @@ def test_rows_are_the_angles_of_their_positions(traced: TracedDecoder) -> None:
 
 
 @pytest.mark.slow
-def test_two_tables_of_exactly_the_largest_size_are_stored(
-    traced: TracedDecoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    size = 2 * CONTEXT * 8 * 4  # cosines and sines of 16 rotated elements, float32
-    monkeypatch.setattr(group_query, "_SHARE_OF_WEIGHTS", 0)
-    for most, rotates in ((size, 1), (size - 1, 0)):
-        monkeypatch.setattr(group_query, "_ALWAYS_SMALL", most)
-        nodes = attention_nodes(lowered(traced))
-        assert [node.attributes["do_rotary"].as_int() for node in nodes] == [rotates, rotates]
-
-
-@pytest.mark.slow
 def test_tables_that_are_large_beside_the_weights_are_neither_computed_nor_stored(
     traced: TracedDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

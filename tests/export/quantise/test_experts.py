@@ -10,7 +10,6 @@ import onnx_ir as ir
 import pytest
 
 from tests.support.experts import (
-    EXPERTS,
     HIDDEN,
     INNER,
     Mixture,
@@ -26,7 +25,6 @@ from topw_deploy.export.lowering.experts import lower_experts
 from topw_deploy.export.quantise import Quantisation, quantise
 from topw_deploy.export.quantise.blocks import QuantisedWeight
 from topw_deploy.export.quantise.rewrite import least_onnxruntime
-from topw_deploy.export.write import bytes_by_type
 
 EXACT = 1e-4  # of outputs up to 30, as unquantised; measured: 2e-5
 INT8_ACTIVATIONS = 0.03  # of the largest output; measured: 0.011
@@ -115,12 +113,6 @@ def test_excluded_experts_stay_float_but_not_in_half_precision() -> None:
     lower_experts(half, operator=True, quantised=True)
     with pytest.raises(ParameterError, match="exclude them"):
         quantise(half, replace(scheme, exclude=("*experts.*",)))
-
-
-def test_codes_count_as_int4_in_the_forecast_of_sizes() -> None:
-    model, _ = quantise_mixture(random_mixture(), Quantisation(bits=4, block_size=32), operator=True)
-    weights = EXPERTS * 3 * HIDDEN * INNER
-    assert bytes_by_type(model)["int4"] == weights // 2 + weights // 16 // 2  # zero points of blocks of 16
 
 
 def test_a_width_without_whole_blocks_leaves_experts_float() -> None:

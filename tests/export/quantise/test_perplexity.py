@@ -23,7 +23,6 @@ from topw_deploy.export.verification.quantised import (
     evaluation_text,
     perplexity_check,
     quantised_checks,
-    token_budget,
 )
 from topw_deploy.export.verification.reference import LogitsProbe, TorchReference
 from topw_deploy.export.verification.sampler import graph_geometry
@@ -143,18 +142,6 @@ def test_a_model_that_only_guesses_passes_no_check_but_can_fail_one(exported: Ca
     failed = judge_loss(exported(), Loss(guessing, guessing + UNTRAINED_BOUND + 0.1, error=0.01))
     assert (failed.passed, failed.bound) == (False, UNTRAINED_BOUND)
     assert not judge_loss(exported(), Loss(guessing, float("nan"), error=float("nan"))).passed
-
-
-def test_the_standard_error_is_that_of_a_mean_of_rows() -> None:
-    exact, quantised = np.zeros((3, 2)), np.array([[0.0, 0.2], [0.2, 0.2], [0.4, 0.2]])
-    loss = Loss.of(exact, quantised)
-    assert (loss.difference, loss.error) == pytest.approx((0.2, 0.1 / np.sqrt(3)))
-
-
-def test_a_large_model_is_measured_on_fewer_tokens() -> None:
-    assert token_budget(4_000_000) == 8192
-    assert 1024 < token_budget(600_000_000) < 8192
-    assert token_budget(3_000_000_000) == 1024
 
 
 @pytest.mark.long

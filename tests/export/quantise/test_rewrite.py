@@ -17,7 +17,6 @@ from topw_deploy.export.embedding import EmbeddingTable, find_embedding
 from topw_deploy.export.graph import GraphEditor
 from topw_deploy.export.quantise import Quantisation, quantise
 from topw_deploy.export.quantise import blocks as weight_module
-from topw_deploy.export.sampler.attach import last_logits
 
 VOCAB, HIDDEN, INNER = 40, 64, 96
 RNG = np.random.default_rng(0)
@@ -153,16 +152,6 @@ def test_a_symmetric_table_has_the_middle_of_its_codes_as_zero_points(
     assert products[1].inputs[3] is None  # before the bias
 
 
-@pytest.mark.parametrize(("bits", "block_size"), [(4, 16), (4, 64), (8, 16), (8, 64)])
-def test_a_symmetric_tables_rows_are_codes_minus_the_middle_times_scales(bits: int, block_size: int) -> None:
-    model = toy(tied=True)
-    quantise(model, Quantisation(bits=bits, table_bits=bits, block_size=block_size, symmetric=True))
-    _, (packed, scales, _) = lookup_of(model)
-    codes = packed if bits == 8 else np.stack([packed & 15, packed >> 4], axis=-1).reshape(VOCAB, HIDDEN)
-    wanted = (codes.astype(np.float32) - 2 ** (bits - 1)) * np.repeat(scales, block_size, axis=1)
-    np.testing.assert_array_equal(EmbeddingTable(find_embedding(model.graph))[:], wanted)
-
-
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("block_size", [16, 32, 64, 256])
 @pytest.mark.parametrize("bits", [4, 8])
@@ -187,25 +176,6 @@ def test_rows_are_the_same_with_blocks_counted_through_the_whole_table(
     blocks = places // node.attributes["block_size"].as_int()
     rows = (element(packed, places) - element(zeros, blocks)) * scales.ravel()[blocks]
     np.testing.assert_array_equal(EmbeddingTable(find_embedding(model.graph))[:], rows.reshape(VOCAB, HIDDEN))
-
-
-def test_the_sampler_reads_dequantised_rows() -> None:
-    model = toy(tied=True)
-    quantise(model, Quantisation(bits=8, symmetric=False))
-    rows = EmbeddingTable(find_embedding(model.graph))[:]
-    assert np.abs(rows - TABLE).max() < 0.03
-    assert not np.array_equal(rows, TABLE)
-
-
-def test_the_last_token_is_selected_before_a_quantised_head() -> None:
-    model = toy(tied=True)
-    quantise(model, Quantisation(bits=4))
-    picked = last_logits(model.graph)
-    node = picked.producer()
-    assert node is not None
-    assert node.op_type == "MatMulNBits"
-    assert node.inputs[0] is not None
-    assert node.inputs[0].producer().op_type == "GatherND"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

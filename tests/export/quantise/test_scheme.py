@@ -54,13 +54,6 @@ def test_the_table_has_8_bits_by_default_also_through_a_manifest() -> None:
     assert Quantisation.from_dict(made.as_dict()).table_scheme.bits == 8
 
 
-def test_patterns_match_names_of_nodes_and_weights() -> None:
-    scheme = Quantisation(bits=4, exclude=("lm_head*", "node_linear_3"))
-    assert scheme.excludes("node_linear_9", "lm_head.weight")
-    assert scheme.excludes("node_linear_3", None)
-    assert not scheme.excludes("node_linear_30", "model.lm_head.weight")
-
-
 def test_a_request_accepts_options_of_quantisation_only_with_a_quantised_dtype() -> None:
     options = read_options(ExportOptions, {"dtype": "int8", "block_size": 64, "symmetric": False})
     assert options.quantisation == Quantisation(bits=8, block_size=64, symmetric=False)

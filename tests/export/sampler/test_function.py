@@ -15,8 +15,8 @@ import pytest
 from tests.support.function_cases import FORMS, compared, feeds, graph, run
 from tests.support.rows import Scenario, embedding_table, random_case
 from tests.support.samples import slow
-from topw_deploy.errors import ParameterError, UnsupportedModelError
-from topw_deploy.export.embedding import EmbeddingForm, plain_gather
+from topw_deploy.errors import ParameterError
+from topw_deploy.export.embedding import plain_gather
 from topw_deploy.export.sampler.function import build_function
 from topw_deploy.export.sampler.node import (
     SAMPLER_INPUTS,
@@ -163,16 +163,6 @@ def test_without_branches_no_length_is_copied_from_the_host(rules: tuple[str, ..
     assert not {"Shape", "Size"} & set(found)
 
 
-def test_only_the_last_branch_computes_geometry() -> None:
-    assert "MatMul" not in kinds(build_function(spec()))
-    *others, (answered, moved) = branches(spec())
-    assert len(others) == 3  # masks, other rules, the pool
-    for then, otherwise in others:
-        assert not {"MatMul", "If"} & {node.op_type for node in (*then, *otherwise)}
-    assert {"MatMul", "Gather"} <= {node.op_type for node in moved}
-    assert sum(len(then) for then, _ in others[1:]) + len(answered) < 30
-
-
 def test_inputs_outputs_and_attributes_are_those_of_the_contract() -> None:
     full = spec(with_mass=True, with_keep_mask=True, options=TopWOptions(potential="knn", knn_k=3))
     assert sampler_inputs(full) == (*SAMPLER_INPUTS, "mean", "inverse_std", "neighbour_bound", "embedding_0")
@@ -204,51 +194,6 @@ def test_inputs_outputs_and_attributes_are_those_of_the_contract() -> None:
 def test_an_impossible_spec_is_refused_with_its_bound(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ParameterError, match=message):
         spec(**changes)
-
-
-def test_the_text_of_an_embedding_form_does_not_depend_on_the_order_of_attributes() -> None:
-    inputs = ((ir.DataType.UINT8, (60, 8)), (ir.DataType.FLOAT, (60, 1)))
-    names = (("gather_axis", 0), ("bits", 4), ("quantize_axis", 1), ("block_size", 16))
-    wanted = "com.microsoft.GatherBlockQuantized(bits=4,block_size=16,gather_axis=0,quantize_axis=1)"
-    for attributes in (names, names[::-1]):
-        assert EmbeddingForm("com.microsoft", "GatherBlockQuantized", attributes, inputs, 1).form == wanted
-    assert EmbeddingForm("", "Gather", (), ((ir.DataType.FLOAT, (3, 2)),), 1).form == "Gather(axis=0)"
-
-
-def test_a_gather_over_columns_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="axis 1"):
-        EmbeddingForm("", "Gather", (("axis", 1),), ((ir.DataType.FLOAT, (3, 2)),), 1)
-
-
-@pytest.mark.parametrize("form", ["branches", slow("no-branches")])
-def test_a_quantised_table_is_read_through_its_own_operator(form: str) -> None:
-    rng = np.random.default_rng(0)
-    vocab, hidden, block = 60, 32, 16
-    levels = rng.integers(0, 16, (vocab, hidden)).astype(np.uint8)
-    scales = rng.uniform(0.1, 0.3, (vocab, hidden // block)).astype(np.float32)
-    packed = levels[:, 0::2] | (levels[:, 1::2] << 4)
-    table = (levels.astype(np.float32) - 8) * np.repeat(scales, block, axis=1)
-    embedding = EmbeddingForm(
-        "com.microsoft",
-        "GatherBlockQuantized",
-        (("bits", 4), ("block_size", block), ("gather_axis", 0), ("quantize_axis", 1)),
-        ((ir.DataType.UINT8, packed.shape), (ir.DataType.FLOAT, scales.shape)),
-        1,
-    )
-    geometry = Geometry.from_embeddings(table, "mahalanobis")
-    quantised = spec(form, embedding=embedding, hidden_size=hidden, with_mass=True, with_keep_mask=True)
-    model = sampler_model(quantised, packed, geometry)
-    graph_ = model.graph
-    node = next(iter(graph_))
-    extra = ir.Value(name="scales", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(scales.shape))
-    extra.const_value = ir.tensor(scales, name="scales")
-    graph_.register_initializer(extra)
-    node.resize_inputs(len(node.inputs) + 1)
-    node.replace_input_with(len(node.inputs) - 1, extra)
-    model.opset_imports["com.microsoft"] = 1
-    opened = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
-    scenario = Scenario(OPTIONS, vocab, hidden, "plain", 0)
-    assert compared(scenario, geometry, opened, [random_case(rng, vocab) for _ in range(64)]) == []
 
 
 @pytest.mark.parametrize("dtype", [ir.DataType.FLOAT16, slow(ir.DataType.BFLOAT16)])

@@ -86,23 +86,3 @@ def test_rows_are_selected_before_the_matmul_only_where_that_is_provable_and_wan
 ) -> None:
     last_logits(graph, before_matmul=before_matmul)
     assert matmuls_of_one_row(graph) == matmuls
-
-
-def test_logits_of_one_position_are_only_squeezed() -> None:
-    graph = decoder()
-    graph.outputs[0].shape = ir.Shape(["batch", 1, VOCAB])
-    last = last_logits(graph, before_matmul=False)
-    assert last.producer().op_type == "Squeeze"
-
-
-def test_half_precision_logits_become_float32() -> None:
-    graph = decoder()
-    editor = GraphEditor(graph, "half")
-    old = graph.outputs[0]
-    old.name = "full"
-    graph.outputs[0] = editor.op(
-        "Cast", [old], to=10, dtype=ir.DataType.FLOAT16, shape=["batch", "sequence", VOCAB], name="logits"
-    )
-    last = last_logits(graph)
-    assert last.dtype == ir.DataType.FLOAT
-    assert last.producer().op_type == "Cast"

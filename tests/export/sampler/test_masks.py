@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,9 +14,7 @@ from tests.support.function_cases import FORMS, by_hand, feeds, opened, run, une
 from tests.support.rows import MASKS, Case, random_case, some_allowed
 from tests.support.rows import packed as packed_by_hand
 from tests.support.samples import slow
-from topw_deploy.export.sampler.node import allowed_tokens, padded_width
-from topw_deploy.export.sampler.ops import Ops
-from topw_deploy.sampling import apply_edits, apply_mask, mask_words, pack_mask, unpack_mask
+from topw_deploy.sampling import apply_edits, apply_mask, mask_words, pack_mask
 
 VOCABULARIES = (1, 31, 32, 33, 300, 8192)  # below, at and above whole words; whole blocks that are read in place
 
@@ -36,28 +31,6 @@ def random_masks(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
     flags = np.stack([some_allowed(rng, vocab, str(rng.choice(MASKS))) for _ in range(rows)])
     flags[-1] = False
     return packed_by_hand(flags, beyond=bool(rng.integers(2)))
-
-
-@cache
-def unpacker(words: int) -> ort.InferenceSession:
-    """A session of `allowed_tokens` alone."""
-    op = Ops(branches=True)
-    value = ir.Value(name="words", type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape(["rows", words]))
-    flags = allowed_tokens(op, value, words * 32)
-    flags.type = ir.TensorType(ir.DataType.BOOL)
-    graph_ = ir.Graph([value], [flags], nodes=op.nodes, opset_imports={"": 18}, name="unpack")
-    model = ir.to_proto(ir.Model(graph_, ir_version=10))
-    return ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-
-
-@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=4, max_size=4))
-def test_every_bit_of_a_word_is_read(words: list[int]) -> None:
-    edges = [-1, 0, 2**31 - 1, -(2**31)]
-    rows = np.array([words, edges, words[::-1]], np.int32)
-    (bits,) = unpacker(4).run(None, {"words": rows})
-    assert np.array_equal(bits, unpack_mask(rows, 128))
-    (none,) = unpacker(4).run(None, {"words": rows[:0]})
-    assert none.shape == (0, 128)
 
 
 @pytest.mark.parametrize(("form", "vocab"), in_forms(*VOCABULARIES))
@@ -147,9 +120,3 @@ def test_a_row_has_the_same_bits_masked_beside_other_rows_or_given_with_minus_in
     plain = run(session, feeds(written))
     for name, values in together.items():
         assert np.array_equal(values, plain[name]), name
-
-
-def test_whole_words_pad_to_whole_blocks() -> None:
-    for vocab in range(1, 400):
-        assert padded_width(vocab) % 32 == 0
-        assert padded_width(vocab) // 32 >= mask_words(vocab)

@@ -69,19 +69,6 @@ def test_the_bound_is_under_the_distance_and_close_to_it(metric: str) -> None:
     assert (bound >= 0.999 * nearest).all()
 
 
-@pytest.mark.parametrize("metric", ["mahalanobis", "unit"])
-def test_duplicates_are_at_zero_and_near_duplicates_not_above_their_distance(metric: str) -> None:
-    table = random_table(60, 32)
-    table[7] = table[3]
-    table[20] = table[21]
-    table[20, 0] += 1e-5
-    bound, nearest = measured(table, metric), truth(table, metric)
-    assert (bound[[3, 7]] == 0).all()
-    assert 0 < nearest[20] < 1e-3
-    assert (bound[[20, 21]] <= nearest[20]).all()
-    assert (bound[30:] > 0).all()
-
-
 @st.composite
 def tables(draw: st.DrawFn) -> np.ndarray:
     """With duplicates, near-duplicates, zero rows and outliers."""

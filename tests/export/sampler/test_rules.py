@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,12 @@ from tests.support.samples import slow
 from topw_deploy.errors import ParameterError
 from topw_deploy.export.sampler.function import build_function
 from topw_deploy.export.sampler.node import SamplerSpec
-from topw_deploy.export.sampler.rules import INTERVALS
 from topw_deploy.export.sampler_only import export_sampler
 from topw_deploy.runtime import TopWSampler
 from topw_deploy.runtime.prepare import LONGEST_LIST
 from topw_deploy.sampling import apply_mask
 from topw_deploy.sampling.parameters import TopWOptions
-from topw_deploy.sampling.rules import RULES, RULES_BY_CODE
+from topw_deploy.sampling.rules import RULES
 
 SORTED, SEARCHED = 300, 4096
 """Vocabularies: below and above the 3840 tokens that the function sorts."""
@@ -175,19 +173,6 @@ def test_unknown_codes_and_values_outside_their_intervals_make_the_row_invalid(f
     assert (found["next_token"][-2:] >= 0).all()
 
 
-def test_the_intervals_are_those_of_the_definitions() -> None:
-    for code, rule in RULES_BY_CODE.items():
-        bounds = INTERVALS.get(rule.name, ())
-        assert len(bounds) == len(rule.values), code
-        for value, (low, high) in zip(rule.values, bounds, strict=True):
-            for inside in (low, high):
-                assert value.accepts(inside), (rule.name, inside)
-            assert not value.accepts(float(np.nextafter(np.float32(low), np.float32(-np.inf))))
-            assert high == np.finfo(np.float32).max or not value.accepts(
-                np.nextafter(np.float32(high), np.float32(np.inf))
-            )
-
-
 def test_long_vocabularies_are_searched_without_a_longer_sort_than_tensorrt_has() -> None:
     for branches in (True, False):
         spec = SamplerSpec(options=TopWOptions(metric="uniform"), vocab_size=5000, branches=branches)
@@ -245,17 +230,6 @@ def test_the_carried_rules_equal_the_definitions_and_others_are_invalid(
     refused = [found[name][-1] for name in ("next_token", "kept", "certified", "logprob", "mass")]
     assert refused == [-1, 0, False, 0, 0]
     assert not found["keep_mask"][-1].any()
-
-
-def test_a_function_has_only_the_nodes_of_the_rules_that_it_carries() -> None:
-    def kinds(*rules: str) -> Counter[str]:
-        options = TopWOptions(metric="uniform")
-        spec = SamplerSpec(options=options, vocab_size=SEARCHED, branches=False, rules=rules)
-        return Counter(node.op_type for node in build_function(spec))
-
-    alone, min_p, both, everything = kinds(), kinds("min_p"), kinds("min_p", "top_p"), kinds(*RULES)
-    assert alone.total() < min_p.total() < both.total() < everything.total()
-    assert (alone["TopK"], everything["TopK"]) == (both["TopK"], both["TopK"] + 1)
 
 
 def test_a_folder_records_its_rules_and_the_runtime_refuses_others(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import pytest
 from tests.support.mutations import mutations
 from topw_deploy.errors import TopWError
 from topw_deploy.export.foreign import load_decoder
-from topw_deploy.export.source.files import read_json
 from topw_deploy.export.source.resolve import resolve, write_configuration
 
 CONFIG = {
@@ -36,17 +35,6 @@ GENAI = {
 @pytest.fixture
 def folder(foreign_decoder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(foreign_decoder, tmp_path / "copy"))
-
-
-@pytest.mark.slow
-def test_links_into_the_hubs_cache_are_followed(folder: Path, tmp_path: Path) -> None:
-    snapshot = tmp_path / "snapshot"
-    snapshot.mkdir()
-    for file in folder.iterdir():
-        (snapshot / file.name).symlink_to(file)
-    source = resolve(str(snapshot))
-    assert source.onnx == snapshot / "model.onnx"
-    assert read_json(snapshot / "config.json")
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tests.export.source.composite_models import CONFIGS, make_composite, write_composite
+from tests.export.source.composite_models import CONFIGS, write_composite
 from tests.support.samples import slow
 from tests.support.tiny_models import export
 from topw_deploy.errors import SourceError, VerificationError
@@ -144,9 +144,3 @@ def test_the_export_of_a_text_decoder_is_verified(kind: str, tmp_path: Path) -> 
     graph = ir.load(tmp_path / "out" / "model.onnx").graph
     rotated = [n.attributes["do_rotary"].as_int() for n in graph if n.op_type == "GroupQueryAttention"]
     assert kind != "qwen3_vl" or rotated == [1, 1]  # as in Qwen3, without sections
-
-
-def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
-    make_composite("qwen2_vl").save_pretrained(tmp_path)
-    decoder = load_unread(tmp_path, "float32")[0]
-    assert decoder.get_output_embeddings().weight is decoder.get_input_embeddings().weight

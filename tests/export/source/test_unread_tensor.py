@@ -60,15 +60,6 @@ def test_every_parameter_and_buffer_equals_the_loaded_one(
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in read.named_buffers())
 
 
-def test_experts_are_merged_without_being_read(checkpoint: Callable[[str], Path]) -> None:
-    """transformers stacks experts into one parameter."""
-    model = load_checkpoint(checkpoint("qwen3_moe"), "float32", unread=True)
-    merged = parameters(model)["model.layers.0.mlp.experts.gate_up_proj"]
-    assert isinstance(merged, UnreadTensor)
-    assert merged.file is None
-    assert merged.values().shape == merged.shape == (4, 32, 32)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["jamba", "qwen3_next"])
 def test_mixers_that_use_their_childrens_weights_run_on_unread_ones(tmp_path: Path, family: str) -> None:
@@ -131,16 +122,6 @@ def test_unread_and_read_models_have_the_same_trace(checkpoint: Callable[[str], 
     assert graphs[0].SerializeToString() == graphs[1].SerializeToString()
 
 
-def test_a_trace_leaves_the_model_unchanged() -> None:
-    model = make_model("llama_tied")
-    before = parameters(model)
-    with fake_parameters(model) as weights:
-        assert parameters(model)["lm_head.weight"] is parameters(model)["model.embed_tokens.weight"]
-        assert all(parameters(model)[name] is not weight for name, weight in before.items())
-        assert weights.by_name["lm_head.weight"].data_ptr() == before["lm_head.weight"].data_ptr()
-    assert all(parameters(model)[name] is weight for name, weight in before.items())
-
-
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
 def test_a_streamed_model_computes_the_same_as_a_loaded_one(checkpoint: Callable[[str], Path], family: str) -> None:
     ids = torch.arange(12)[None]
@@ -166,22 +147,6 @@ def test_operations_are_recorded_and_values_recomputed(tmp_path: Path) -> None:
     assert torch.equal(second.values()[0], tensor.T[:, 3:])
     assert second.values().data_ptr() != second.values().data_ptr()
     assert torch.equal(unread, unread.clone())  # reads the values
-
-
-def test_a_single_cast_keeps_the_stored_tensor(tmp_path: Path) -> None:
-    def file(tensor: torch.Tensor) -> object:
-        assert isinstance(tensor, UnreadTensor)
-        return tensor.file
-
-    unread = store_unread(tmp_path, torch.randn(3, 2))
-    assert file(unread.half()) == file(unread.detach()) == unread.file
-    assert file(unread.half().float()) is None  # rounded
-    assert file(unread.t()) is None
-
-
-def test_unread_tensors_cannot_be_written_to(tmp_path: Path) -> None:
-    with pytest.raises(NotImplementedError, match="weights that are not read"):
-        store_unread(tmp_path, torch.zeros(2)).add_(1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,33 +24,11 @@ from topw_deploy.export.trace.attention import (
     mpt_slopes,
 )
 from topw_deploy.export.trace.attention_adapters import LATENTS
-from topw_deploy.export.trace.placeholders import Visible
 from topw_deploy.export.trace.trace import trace
 
 CAUSAL = masking_utils.causal_mask_function
 WINDOW = masking_utils.sliding_window_causal_mask_function(5)
 CHUNK = masking_utils.chunked_causal_mask_function(7, torch.zeros(1, dtype=torch.int64))
-
-
-@pytest.mark.parametrize(
-    ("function", "visible"),
-    [(WINDOW, Visible(window=5)), (CHUNK, Visible(chunk=7)), (masking_utils.and_masks(WINDOW, CHUNK), Visible(5, 7))],
-)
-def test_windows_and_chunks_are_read(function: Callable[..., Any], visible: Visible) -> None:
-    masks = MaskPlaceholders()
-    assert masks.visible(masks.make(mask_function=function)) == visible
-
-
-def test_a_causal_mask_is_none_where_the_model_accepts_it() -> None:
-    masks = MaskPlaceholders()
-    assert masks.make(mask_function=CAUSAL) is None
-    assert masks.visible(None) == Visible()
-    for needed in (
-        masks.make(mask_function=CAUSAL, allow_is_causal_skip=False),
-        masks.make(mask_function=CAUSAL, config=SimpleNamespace(model_type="mpt")),
-    ):
-        assert needed is not None
-        assert masks.visible(needed) == Visible()
 
 
 def test_an_edited_mask_is_not_recognised() -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import onnx_ir as ir
 import onnxscript.optimizer
 import pytest
-import torch
 from transformers import Gemma3TextConfig, HeliumConfig, LlamaConfig, Qwen3_5TextConfig
 
 from tests.support.lowerings import attention_nodes, copy_of
@@ -18,8 +15,6 @@ from topw_deploy.export.source.text_decoder import context_length
 from topw_deploy.export.trace.trace import (
     fixed_frequencies,
     hidden_small_terms,
-    plain_rotary_embeddings,
-    positions_of_text,
     trace,
 )
 from topw_deploy.export.traced_decoder import lower
@@ -87,51 +82,10 @@ def test_a_small_term_survives_the_optimizer(epsilon: float) -> None:
     np.testing.assert_allclose(run(model, x=np.zeros(2, np.float32))[0], 1 / epsilon, rtol=1e-6)
 
 
-def test_a_zero_is_still_dropped() -> None:
-    model = quotient(0.0)
-    with hidden_small_terms(model.graph):
-        onnxscript.optimizer.optimize_ir(model)
-    assert [node.op_type for node in model.graph] == ["Reciprocal"]
-
-
 def test_the_norms_of_a_trace_have_the_epsilon_of_the_configuration() -> None:
     config = HeliumConfig(**ONE_LAYER, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-8)
     norms = [node for node in trace(make_model(config)).model.graph if node.op_type == "RMSNormalization"]
     assert [node.attributes["epsilon"].as_float() for node in norms] == pytest.approx([1e-8] * 3)
-
-
-POSITIONS = torch.tensor([[3, 4, 5], [0, 1, 9]])
-
-
-class Sections(torch.nn.Module):
-    """Rotary angles of three axes; `factor` scales those of the second."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.mrope_section, self.attention_scaling, self.factor = [2, 1, 1], 1.5, factor
-        self.register_buffer("inv_freq", torch.tensor([1.0, 0.5, 0.25, 0.125]))
-
-    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> Any:
-        angles = positions[..., None].float() * self.inv_freq  # [3, batch, sequence, 4]
-        chosen = torch.cat([angles[0, ..., :2], self.factor * angles[1, ..., 2:3], angles[2, ..., 3:]], -1)
-        both = torch.cat([chosen, chosen], -1)
-        return both.cos() * self.attention_scaling, both.sin() * self.attention_scaling
-
-
-def test_rotary_factors_are_those_of_text_positions_inside_the_block_only() -> None:
-    module, x = Sections(1.0), torch.zeros(1)
-    wanted = module(x, POSITIONS.expand(3, 2, 3))
-    other = module(x, torch.zeros(3, 2, 3))
-    embeddings = plain_rotary_embeddings(module)
-    assert embeddings == [module]
-    with positions_of_text(embeddings, POSITIONS):
-        found = module(x, torch.zeros(3, 2, 3))
-    assert all(torch.equal(one, two) for one, two in zip(wanted, found, strict=True))
-    assert torch.equal(module(x, torch.zeros(3, 2, 3))[0], other[0])
-
-
-def test_a_rotary_embedding_that_computes_something_else_is_left_unchanged() -> None:
-    assert plain_rotary_embeddings(Sections(2.0)) == []
 
 
 def test_attention_of_qwen_3_5_rotates_inside_the_operator() -> None:

@@ -143,21 +143,6 @@ def test_a_token_that_was_not_generated_is_wrong(manifest: DecoderManifest, geom
     assert found == TokenAgreement(equal=2, near_ties=0, wrong=8)
 
 
-@pytest.mark.parametrize(
-    ("found", "is_conclusive"),
-    [
-        (TokenAgreement(10, 0, 0), True),
-        (TokenAgreement(5, 5, 0), True),
-        (TokenAgreement(4, 6, 0), False),
-        (TokenAgreement(0, 10, 0), False),
-        (TokenAgreement(0, 0, 0), False),
-        (TokenAgreement(0, 9, 1), True),
-    ],
-)
-def test_half_of_the_tokens_must_be_equal_or_one_wrong(found: TokenAgreement, is_conclusive: bool) -> None:
-    assert found.is_conclusive == is_conclusive
-
-
 @pytest.mark.slow
 def test_a_right_export_passes_and_a_wrong_runtime_fails(demo_export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from topw_deploy.export.verification.reference import TorchReference

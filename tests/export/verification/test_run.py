@@ -77,15 +77,6 @@ def test_only_what_was_compared_and_passed_counts_as_passed(results: list[Result
     assert [*verification.checks, *verification.not_compared, *verification.notes] == results
 
 
-def test_each_kind_of_result_has_a_mark_of_its_own() -> None:
-    assert [format_result(result) for result in (GOOD, BAD, MISSING, NOTE)] == [
-        "  -[✓] prefill: 1e-07 (bound 0.0001; torch)",
-        "  -[x] decode: 1 (bound 0.0001; 4 steps)",
-        "  -[-] generation: not compared, the source is not available",
-        "  -[i] kept sets: 24 of 32 equal",
-    ]
-
-
 WAITS = """
 import runpy, sys, time
 from topw_deploy import manifest
@@ -167,15 +158,6 @@ def test_the_text_is_the_beginning_and_the_end_of_a_page_each_behind_bos(folder:
     assert last[1:].tolist() == again[-39:].tolist()
     assert first[1:].tolist() != last[1:].tolist()
     assert len(SAMPLE_TEXT) > 10 * 40
-
-
-def test_a_folder_without_a_tokenizer_has_no_text_and_no_median(tmp_path: Path) -> None:
-    folder = export(tmp_path / "out", TOY)
-    manifest = load_decoder_manifest(folder)
-    del manifest.files["tokenizer.json"]
-    assert page_ends(folder, manifest, 40) == []
-    geometry = Geometry.from_embeddings(TOY.embeddings, "mahalanobis")
-    assert list(worker._measure_pair_distance(folder, manifest, Bigrams(), geometry)) == []  # type: ignore[arg-type]
 
 
 def test_the_median_is_of_the_references_logits_on_that_text_and_reaches_the_manifest(folder: Path) -> None:

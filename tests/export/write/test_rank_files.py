@@ -119,12 +119,6 @@ def test_tekkens_special_tokens_come_first_and_a_text_begins_with_one(tmp_path: 
     assert config == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
-def test_special_tokens_may_be_listed_in_any_order(tmp_path: Path) -> None:
-    stated = tekken_data(TOKENS)["special_tokens"][::-1]
-    tokenizer = convert(write_tekken(tmp_path / "in", special_tokens=stated), tmp_path / "out")
-    assert tokenizer.encode("[INST]a[/INST]").ids == [1, 3, ROOM + ord("a"), 4]
-
-
 LLAMA_SPECIALS = ["<|begin_of_text|>", "<|end_of_text|>"]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime as ort
@@ -47,12 +46,6 @@ def test_the_file_is_little_larger_than_the_parameters(demo_export: Path) -> Non
     assert abs(((demo_export / "model.onnx").stat().st_size - sampler_bytes) / (2 * halves) - 1) < 0.02
 
 
-def test_an_untied_head_is_stored_transposed(exported: Callable[[str], Path]) -> None:
-    graph = ir.load(exported("llama_untied") / "model.onnx").graph
-    assert not [n for n in graph if n.op_type == "Transpose" and n.inputs[0].const_value is not None]
-    assert find_embedding(graph).data[0].uses()
-
-
 def test_equal_but_separate_tables_are_not_tied() -> None:
     model = make_model("llama_untied")
     with torch.no_grad():
@@ -79,14 +72,3 @@ def test_large_weights_lie_in_one_file_beside_the_graph(
     inline = [v for v in model.graph.initializers.values() if not isinstance(v.const_value, ir.ExternalTensor)]
     assert all(v.const_value is not None and v.const_value.nbytes < 1024 for v in inline)
     ort.InferenceSession(str(tmp_path / "out" / "model.onnx"))
-
-
-def test_a_written_model_still_holds_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write, "EXTERNAL_ABOVE", 0)
-    graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
-    array = np.arange(2048, dtype=np.float32)
-    value = ir.Value(name="w", const_value=ir.tensor(array, name="w"), shape=ir.Shape([2048]))
-    graph.register_initializer(value)
-    write.write_model(ir.Model(graph, ir_version=10), tmp_path)
-    (tmp_path / "model.onnx_data").unlink()
-    np.testing.assert_array_equal(value.const_value.numpy(), array)
