@@ -18,7 +18,6 @@ import pytest
 
 from topw_deploy import install
 from topw_deploy.errors import MissingPackageError
-from topw_deploy.install import installed_version, library_versions, major_minor
 
 ROOT = Path(__file__).parents[1]
 Elsewhere = Callable[..., None]
@@ -142,16 +141,3 @@ def test_the_wheels_that_a_page_names_are_the_ones_that_make_wheels_writes(page:
     assert named
     assert {version for version, _ in named} == {project["version"]}
     assert {tag for _, tag in named} <= tags
-
-
-@pytest.mark.parametrize(
-    ("version", "numbers"),
-    [("1.9", (1, 9)), ("1.31.1", (1, 31)), ("10.13.3.9", (10, 13)), ("1.24.0.dev20260101", (1, 24)), ("", ())],
-)
-def test_a_release_is_its_major_and_minor_number(version: str, numbers: tuple[int, ...]) -> None:
-    assert major_minor(version) == numbers
-
-
-def test_only_installed_distributions_have_versions() -> None:
-    assert installed_version("no-such-distribution") is None
-    assert library_versions()["numpy"] == installed_version("numpy")

@@ -18,7 +18,7 @@ from topw_deploy import install
 from topw_deploy.errors import BenchmarkError, ManifestError, ParameterError
 from topw_deploy.manifest import load_decoder_manifest
 from topw_deploy.plugins.library import library_path
-from topw_lab.bench.decode import ArgMaxLoop, run, sides, start, write_argmax_model
+from topw_lab.bench.decode import ArgMaxLoop, run, sides, write_argmax_model
 
 PROMPT = [5, 9, 40, 7]
 
@@ -46,15 +46,6 @@ def test_the_argmax_loop_takes_the_largest_logit_of_the_same_decoder(toy: Toy, t
         for token in tokens:
             assert token == int(np.argmax(toy.logits(sequence)))
             sequence.append(token)
-
-
-@pytest.mark.parametrize("variant", ["graph", "argmax"])
-def test_a_run_reports_its_tokens_and_both_times(folder: Path, tmp_path: Path, variant: str) -> None:
-    argmax = str(write_argmax_model(folder, tmp_path))
-    timed = start({"folder": str(folder), "variant": variant, "threads": 1, "argmax": argmax})["run"]
-    times = timed(prompt=[1, 2, 3], new_tokens=5)
-    assert times["tokens"] == 5
-    assert min(times["first"], times["rest"]) > 0
 
 
 @pytest.mark.slow

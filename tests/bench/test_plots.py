@@ -58,11 +58,6 @@ def test_every_tick_has_its_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert all(text.endswith(("s", "ms", "us", "ns")) for text in [*seen["linear"][1:], *seen["log"]])
 
 
-def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ParameterError, match=r"cannot be written .*No such file or directory.*; choose another name"):
-        draw_panels(tmp_path / "nowhere" / "x.png", [panel(2)], "", "")
-
-
 def test_without_matplotlib_the_error_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ParameterError, match="a picture needs matplotlib; run: pip install matplotlib"):

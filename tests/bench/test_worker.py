@@ -44,11 +44,6 @@ def test_an_error_in_a_worker_is_one_sentence_with_the_sides_name_or_this_packag
             worker.call("die", code=7)
 
 
-def test_a_missing_interpreter_is_refused(worker_file: Path, tmp_path: Path) -> None:
-    with pytest.raises(BenchmarkError, match="give a Python interpreter"):
-        Worker("adder", worker_file, {"name": "adder"}, python=tmp_path / "python")
-
-
 def test_an_interpreter_without_the_library_names_it(tmp_path: Path) -> None:
     path = tmp_path / "worker_file.py"
     path.write_text("import a_library_that_nobody_has\n", encoding="utf-8")

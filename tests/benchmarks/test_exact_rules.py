@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.exact_rules import SCALES, main, prompts_of
+from benchmarks.exact_rules import SCALES, main
 from tests.support.toy_model import Toy, export
 from topw_lab.stats.exact import COMPARED
 
@@ -28,7 +28,3 @@ def test_every_rule_has_a_row_in_each_table_and_texts_of_several_seeds_are_analy
     assert {unit: [each["label"] for each in summaries] for unit, summaries in found.items()} == {
         unit: ["1", "2"] for unit in SCALES
     }
-
-
-def test_the_sums_model_gets_held_out_problems() -> None:
-    assert [text.startswith("Question: ") for text, _ in prompts_of("sums", 3)] == [True] * 3

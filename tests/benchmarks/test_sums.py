@@ -90,16 +90,6 @@ def test_accuracy_is_counted_by_rule_and_temperature() -> None:
     assert "greedy" not in difference_table(cells)
 
 
-def test_accuracy_can_be_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from benchmarks.sums.picture import save_plot
-
-    cells = [Cell("greedy", None, (True,), 0, 5.0, 1.0), Cell("none", 1.0, (True,), 0, 5.0, None)]
-    for some in (cells, cells[:1]):
-        save_plot(some, tmp_path / "images" / "sums.png", "Sums")
-        assert (tmp_path / "images" / "sums.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_toy_model_trains_and_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.invoking import Invoke
 from topw_deploy import install
-from topw_deploy.errors import MissingPackageError, ParameterError, PromptError
+from topw_deploy.errors import MissingPackageError, ParameterError
 
 SHORT = ("--max-new-tokens", 4, "--samples", 2, "--temperatures", "0.5,1", "--rules", "top_w,min_p")
 
@@ -45,39 +45,6 @@ def test_json_holds_every_number_and_text_and_the_page_is_written(
     again = json.loads((tmp_path / "c.json").read_text("utf-8"))
     assert [cell["samples"] for cell in again["cells"]] == [cell["samples"] for cell in report["cells"]]
     assert (tmp_path / "c.html").read_text("utf-8").startswith("<!DOCTYPE html>")
-
-
-@pytest.mark.slow
-def test_prompts_come_from_lines_json_lines_or_standard_input(
-    folder: Path, prompts: Path, invoke: Invoke, tmp_path: Path
-) -> None:
-    def samples(*words: object, stdin: str | None = None) -> object:
-        report = json.loads(invoke("compare", folder, *words, *SHORT, "-q", "--json", "-", stdin=stdin).stdout)
-        return [cell["samples"] for cell in report["cells"]]
-
-    (tmp_path / "p.jsonl").write_text('"abc"\n{"prompt": "de", "id": 7}\n')
-    wanted = samples("--prompts", prompts)
-    assert samples("--prompts", tmp_path / "p.jsonl") == wanted
-    assert samples("--prompts", "-", stdin="abc\nde") == wanted
-    assert samples("--prompts", prompts, "--limit", 1) != wanted
-
-
-@pytest.mark.parametrize(
-    ("name", "data", "message"),
-    [
-        ("p.txt", b"\n \n", "p.txt holds no prompt; write one on each line"),
-        ("p.txt", b"\xff", "is not UTF-8 text"),
-        ("p.jsonl", b"abc", "line 1 of .* is not JSON"),
-        ("p.jsonl", b'"a"\n{"prompt": "x", "temperature": 2}', "line 2 of .* sets temperature"),
-        ("p.txt", b"ab\n" + b"x" * 100, "line 2 of .*: the prompt has 100 tokens"),
-    ],
-)
-def test_wrong_prompts_are_refused_by_their_line(
-    folder: Path, invoke: Invoke, tmp_path: Path, name: str, data: bytes, message: str
-) -> None:
-    (tmp_path / name).write_bytes(data)
-    with pytest.raises(PromptError, match=message):
-        invoke("compare", folder, "--prompts", tmp_path / name, *SHORT, "-q")
 
 
 def test_wrong_options_are_refused_before_the_model_is_opened(prompts: Path, invoke: Invoke, tmp_path: Path) -> None:

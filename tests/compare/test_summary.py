@@ -73,13 +73,3 @@ def test_metrics_that_need_a_missing_output_are_left_out_with_advice() -> None:
     report = as_dict(compared)
     assert json.loads(json.dumps(report, allow_nan=False)) == report
     assert report["missing_outputs"] == ["logits", "mass"]
-
-
-def test_the_table_has_a_row_per_rule_and_temperature() -> None:
-    compared = comparison(lambda *_: [sample(), sample()])
-    head, _, columns, _, *rows = report_lines(compared)
-    assert head == "2 prompts, 2 texts each, at most 64 tokens; seed 0, native sampler"
-    assert columns.split()[1:6:2] == ["temperature", "rule", "perplexity"]
-    assert [row.split()[1:6:2] for row in rows] == [
-        ["0.5", "top_w", "2.72"], ["0.5", "none", "2.72"], ["2", "top_w", "2.72"], ["2", "none", "2.72"],
-    ]  # fmt: skip

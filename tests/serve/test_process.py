@@ -13,7 +13,7 @@ import pytest
 
 from tests.serve.conftest import CPU, NewClient, refused
 from tests.support.waiting import HANG, until_async
-from topw_deploy.errors import ManifestError, ParameterError
+from topw_deploy.errors import ParameterError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.serve.app import create_app
 from topw_deploy.serve.server import Server
@@ -41,22 +41,6 @@ def test_until_the_models_are_open_requests_get_503(
         assert client.get("/metrics").status_code == client.get("/live").status_code == 200
     finally:
         opened.set()
-
-
-def test_a_model_that_cannot_be_opened_ends_the_server(tmp_path: Path) -> None:
-    async def main() -> None:
-        service = Service(ServeOptions(models={"toy": tmp_path}))
-        told = asyncio.Event()
-        service.on_failure = told.set
-        service.start()
-        await asyncio.wait_for(told.wait(), HANG)
-        assert service.state == "failed"
-        assert isinstance(service.failure, ManifestError)
-        with pytest.raises(ManifestError):
-            await service.wait_until_open()
-        await service.stop()
-
-    asyncio.run(main())
 
 
 @pytest.mark.parametrize(

@@ -91,12 +91,3 @@ def test_steps_whose_kept_set_differs_from_the_reported_one_are_counted(
     monkeypatch.setattr(LogitsProbe, "step", lambda *arguments: np.roll(step(*arguments), 1, axis=1) * 2.0)
     (summary,) = summarise(collect_texts(folder, *TEXTS, **GEOMETRY))
     assert summary.agreed < summary.whole.steps
-
-
-def test_settings_stand_side_by_side(folder: Path) -> None:
-    prompts = [("abc", "one")]
-    settings = [Setting("cold", {"temperature": 0.0}), Setting("hot", {"temperature": 3.0})]
-    cold, hot = summarise(collect(folder, prompts, settings, generation={"max_new_tokens": 6, "seed": 1}))
-    assert (cold.label, hot.label) == ("cold", "hot")
-    assert cold.parameters["temperature"] == 0.0
-    assert cold.whole.kept["most"] == 1 < hot.whole.kept["most"]

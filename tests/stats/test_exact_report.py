@@ -17,7 +17,7 @@ from topw_deploy.errors import ManifestError, MissingPackageError, ParameterErro
 from topw_deploy.sampling import RuleParameters, TopWParameters
 from topw_lab.stats.collect import AnalysedText, CollectedRuns, Setting
 from topw_lab.stats.exact import COMPARED, TOP_W, BestPrefix, ExactStep, ObjectiveValue
-from topw_lab.stats.exact_report import PHI_ORDER, ExactSummary, exact_lines, save_exact_plot, summarise_exact
+from topw_lab.stats.exact_report import PHI_ORDER, ExactSummary, save_exact_plot, summarise_exact
 
 SHORT = ("--max-new-tokens", 4, "-q", "--exact")
 ACTING = ("--lam", 0.6, "--beta", 3, "--init-top-p", 0.4, "--geom-scale", 0.3)
@@ -68,16 +68,6 @@ def test_intervals_resample_prompts_and_hold_the_estimate() -> None:
     always = summary(*[[step(2.0, 2.0)] * 4] * 10).rules[0].optimal
     assert (always.low, always.high) == (pytest.approx(0.6915, abs=1e-4), 1.0)
     assert summary([step(2.0, 1.0)]).rules[0].optimal.low is None
-
-
-def test_the_table_shows_the_share_the_excess_and_the_cut_sets() -> None:
-    one = summary([step(2.0, 2.0), step(3.0, 1.0, cut=("top-p 0.9",))], label="temperature 1")
-    text = "\n".join(exact_lines([one]))
-    assert "temperature 1: lam 2.2, beta 2.8" in text
-    assert "2 of 7 steps, 1 prompt, 1 text; 40 tokens with mass 0.900 on average" in text
-    assert " 50.0 | " in text
-    assert "top-p 0.9: kept tokens outside the analysed ones are left out at 1 step" in text
-    assert "There were no steps" in "\n".join(exact_lines([]))
 
 
 def test_a_swept_rule_is_drawn_under_its_own_setting(tmp_path: Path) -> None:

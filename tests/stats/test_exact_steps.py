@@ -14,7 +14,6 @@ from tests.sampling.brute_force import (
     wasserstein,
     whole_objective,
 )
-from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import FLOAT64_TIES, Geometry, TopWOptions, TopWParameters, as_float32, crop
 from topw_deploy.sampling.reference import candidate_pool
 from topw_lab.stats.exact import (
@@ -24,7 +23,6 @@ from topw_lab.stats.exact import (
     ExactAnalyser,
     evenly_spaced_steps,
     last_alternation,
-    require_objective,
 )
 
 ROW = np.random.default_rng(1).normal(size=40).astype(np.float32) * 2
@@ -129,16 +127,3 @@ def test_steps_are_sampled_evenly_over_all_texts(lengths: list[int], most: int) 
     assert len(places) == min(most, sum(lengths))
     if len(places) > 1:
         assert max(np.diff(places)) - min(np.diff(places)) <= 1
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"temperature": 0.0}, "temperature is 0, but the exact"),
-        ({"geom_scale": -1.0}, "geom_scale is -1, but the exact"),
-    ],
-)
-def test_parameters_without_an_exact_objective_are_refused(changes: dict[str, float], message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        require_objective(TopWParameters(**changes))
-    require_objective(TopWParameters())

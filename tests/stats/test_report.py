@@ -91,23 +91,6 @@ def test_the_report_states_that_geometry_never_acted() -> None:
     assert "no steps" in "\n".join(report_lines([nothing]))
 
 
-@pytest.mark.slow
-def test_a_share_is_100_per_cent_only_where_it_is() -> None:
-    (nearly,) = summaries([step()] * 4999 + [uncertified_step(2, dropped=(2,))])
-    text = "\n".join(report_lines([nearly]))
-    assert "|  5000 |    99.9 % |" in text
-    assert "0.1 % of the steps (1 of 5000)" in text
-
-
-def test_settings_are_shown_side_by_side_in_aligned_columns() -> None:
-    both = [*summaries([step(12)], label="temperature 2"), *summaries([step()], label="lam 1")]
-    header, _, first, second, *_ = report_lines(both)
-    assert header.split()[1:6:2] == ["setting", "steps", "certified"]
-    assert first.startswith("| temperature 2 |")
-    assert second.startswith("| lam 1  ")
-    assert len(header) == len(first) == len(second)
-
-
 def figure_text(figure: Any) -> str:
     import matplotlib.text
 

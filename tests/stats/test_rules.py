@@ -12,10 +12,9 @@ from tests.support.invoking import Invoke
 from tests.support.toy_model import Toy, byte_ids
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.sampling import RuleParameters
 from topw_deploy.sampling.rules import kept_set
 from topw_lab.stats.collect import settings_of, softmax
-from topw_lab.stats.exact import COMPARED, TOP_W, rules_to_compare
+from topw_lab.stats.exact import COMPARED, TOP_W
 from topw_lab.stats.exact_report import PHI_ORDER
 
 SHORT = ("--max-new-tokens", 6, "-q")
@@ -55,15 +54,6 @@ def test_values_of_a_rule_can_be_swept_and_are_checked_before_generating(folder:
         settings_of({}, ["min_p=0.1,1.5"])
     with pytest.raises(ParameterError, match="min_p is a parameter of the rule min_p, but the rule is top_k"):
         invoke("stats", folder, "abc", "--rule", "top_k", "--top-k", 3, "--sweep", "min_p=0.1")
-
-
-def test_a_rule_joins_the_compared_ones_once() -> None:
-    def names(**given: Any) -> list[str]:
-        return list(rules_to_compare(RuleParameters(**given)))
-
-    assert names() == names(min_p=0.05) == names(top_h=0.4) == list(COMPARED)
-    assert names(top_h=0.4, top_h_pool=50) == ["top_h 0.4 50", *COMPARED]
-    assert names(rule="p_less") == ["p_less", *COMPARED]
 
 
 @pytest.mark.slow

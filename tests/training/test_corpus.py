@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from topw_deploy.tiny.corpus import (
     library_docstrings,
     long_paragraphs,
     split_documents,
-    split_sections,
     topic_sections,
 )
 
@@ -56,48 +54,6 @@ def test_the_library_is_read_without_importing_it(tmp_path: Path) -> None:
         "loud\n====\n\nA module that must stay unimported while its docstring is read."
     ]
     assert "loud" not in sys.modules
-
-
-def test_a_class_becomes_one_document_with_its_documented_members(tmp_path: Path) -> None:
-    (tmp_path / "shapes.py").write_text(
-        textwrap.dedent('''
-        class Circle(Shape):
-            """Round."""
-
-            def area(self, unit: str = "m") -> float:
-                """Return the area.
-
-                In square units.
-                """
-                return 0.0
-
-            def undocumented(self): ...
-
-        async def fetch(url, *, timeout=None):
-            """Fetch."""
-
-        def silent(): ...
-        ''')
-    )
-    assert [document for document in library_docstrings(tmp_path) if document] == [
-        textwrap.dedent('''\
-        class Circle(Shape):
-            """Round."""
-
-            def area(self, unit: str='m') -> float:
-                """Return the area.
-
-                In square units.
-                """'''),
-        textwrap.dedent('''\
-        async def fetch(url, *, timeout=None):
-            """Fetch."""'''),
-    ]
-
-
-def test_sections_are_cut_at_headings_of_every_depth() -> None:
-    text = "Preamble.\n\nTop\n***\n\nFirst.\n\nDeeper\n------\n\nSecond.\n\nEmpty\n=====\n"
-    assert list(split_sections(text)) == ["Preamble.", "Top\n===\n\nFirst.", "Deeper\n======\n\nSecond.", ""]
 
 
 def test_a_document_that_shares_an_indented_paragraph_is_not_held_out() -> None:
