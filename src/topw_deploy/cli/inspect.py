@@ -79,7 +79,7 @@ def _engine_lines(folder: Path) -> Iterator[str]:
             rows.append((path.name, str(error)))
             continue
         profiles = " and ".join(profile.name for profile in stamp.profiles)
-        bounds = f"{stamp.most_batch} rows, {stamp.most_sequence} tokens and {stamp.most_edits} edits of each"
+        bounds = "{} rows, {} tokens and {} edits of each".format(*stamp.most)
         sampler = "the plugin" if stamp.plugin else "its function"
         rows.append((stamp.engine, f"{binary_size(stamp.size)}, for {profiles}: {bounds}; sampled by {sampler}"))
     interrupted = "not used: it has no stamp, so its build was interrupted"

@@ -45,11 +45,10 @@ class CudaDevice:
         """Call a function of CUDA's runtime by its name. Returns its first result, or None."""
         error, *answer = getattr(self.api, name)(*arguments)
         if int(error) != 0:
-            raise GenerationError(f"CUDA failed in {name} ({self._reason(error)}); see `topw doctor`.")
+            text = self.api.cudaGetErrorString(error)[1]
+            reason = text.decode("ascii", "replace") if isinstance(text, bytes) else text
+            raise GenerationError(f"CUDA failed in {name} ({reason}); see `topw doctor`.")
         return answer[0] if answer else None
-
-    def new_stream(self) -> Stream:
-        return Stream(self)
 
     def allocate(self, size: int) -> Allocation:
         """Allocate `size` bytes of device memory, uninitialized."""
@@ -58,10 +57,6 @@ class CudaDevice:
     def allocate_pinned(self, size: int) -> PinnedMemory:
         """Allocate `size` bytes of pinned host memory, uninitialized."""
         return PinnedMemory(self, int(self.call("cudaMallocHost", max(1, size))), size, "cudaFreeHost")
-
-    def _reason(self, error: Any) -> str:
-        text = self.api.cudaGetErrorString(error)[1]
-        return text.decode("ascii", "replace") if isinstance(text, bytes) else str(text)
 
 
 class Allocation:
@@ -124,7 +119,10 @@ class Stream:
         try:
             work()
         except BaseException:
-            self._end_failed_capture()
+            _, graph = self._cuda.api.cudaStreamEndCapture(self._stream)
+            if graph is not None and int(graph):
+                self._cuda.api.cudaGraphDestroy(graph)
+            self._cuda.api.cudaGetLastError()
             raise
         graph = call("cudaStreamEndCapture", self._stream)
         try:
@@ -134,12 +132,6 @@ class Stream:
         launch = partial(call, "cudaGraphLaunch", executable, self._stream)
         weakref.finalize(launch, self._cuda.api.cudaGraphExecDestroy, executable)
         return launch
-
-    def _end_failed_capture(self) -> None:
-        _, graph = self._cuda.api.cudaStreamEndCapture(self._stream)
-        if graph is not None and int(graph):
-            self._cuda.api.cudaGraphDestroy(graph)
-        self._cuda.api.cudaGetLastError()
 
 
 class CacheMemory:
@@ -152,7 +144,7 @@ class CacheMemory:
         self.size = size
         with cuda.lock.shared_use:
             cuda.use()
-            self._cuda, self._memory, self._stream = cuda, cuda.allocate(size), cuda.new_stream()
+            self._cuda, self._memory, self._stream = cuda, cuda.allocate(size), Stream(cuda)
             self.pointer = self._memory.pointer
             self.clear(size)
 
@@ -242,7 +234,11 @@ class Context:
             self._check_accepted(self._raw.set_tensor_address(name, at), f"the address of {name}")
             self._addresses[name] = at
         if new_shapes:
-            unset = self._inputs_without_shape()
+            try:
+                unset = list(self._raw.infer_shapes())
+            except RuntimeError as error:  # shapes that contradict each other
+                reason = " ".join(str(error).split())[:300]
+                raise GenerationError(f"TensorRT does not accept these shapes: {reason}.") from None
             self._check_accepted(not unset, f"a run without {', '.join(unset)}")
 
     def run(self, copies: Copies, *, repeated: bool) -> None:
@@ -254,22 +250,18 @@ class Context:
             self._graph()
             return
         self._graph = None
-        if repeated and self._warm and not self.why_no_graph and self._capture(copies):
-            self.run(copies, repeated=True)
-            return
+        if repeated and self._warm and not self.why_no_graph:
+            try:
+                self._graph, self._captured = self._stream.capture(partial(self._enqueue, copies)), copies
+            except GenerationError as error:
+                self._failed_captures += 1
+                if self._failed_captures == _MOST_CAPTURES:
+                    self.why_no_graph = str(error)
+            else:
+                self._graph()
+                return
         self._enqueue(copies)
         self._warm = True
-
-    def _capture(self, copies: Copies) -> bool:
-        try:
-            self._graph = self._stream.capture(lambda: self._enqueue(copies))
-        except GenerationError as error:
-            self._failed_captures += 1
-            if self._failed_captures == _MOST_CAPTURES:
-                self.why_no_graph = str(error)
-            return False
-        self._captured = copies
-        return True
 
     def _enqueue(self, copies: Copies) -> None:
         if copies.into.size:
@@ -279,14 +271,6 @@ class Context:
         self._check_accepted(self._raw.execute_async_v3(self._stream.handle), "the run")
         if copies.out.size:
             self._stream.copy_to_host(copies.host + copies.out.start, copies.device + copies.out.start, copies.out.size)
-
-    def _inputs_without_shape(self) -> list[str]:
-        """Names of the inputs without a shape. Raises GenerationError for shapes that contradict each other."""
-        try:
-            return list(self._raw.infer_shapes())
-        except RuntimeError as error:
-            reason = " ".join(str(error).split())[:300]
-            raise GenerationError(f"TensorRT does not accept these shapes: {reason}.") from None
 
     def _check_accepted(self, done: bool, what: str) -> None:
         if not done:

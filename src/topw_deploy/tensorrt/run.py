@@ -41,6 +41,9 @@ class TensorRTSession:
 
     provider = "tensorrt"
     cpu_nodes: tuple[Any, ...] = ()
+    most_rows: int | None
+    most_columns: int | None
+    most_edits: int | None
 
     def __init__(self, folder: Path, manifest: DecoderManifest, lock: DeviceLock, device: int = 0) -> None:
         trt = check.load_tensorrt()
@@ -62,9 +65,7 @@ class TensorRTSession:
         slots = next(spec.shape[1] for spec in manifest.inputs if spec.name == "edit_ids")
         self.fixed_edits = slots if isinstance(slots, int) else None
         self.mask_words, self.always_masked = mask_words(manifest.sampler.vocab_size), True
-        self.most_rows: int | None = self.stamp.most_batch
-        self.most_columns: int | None = self.stamp.most_sequence
-        self.most_edits: int | None = self.stamp.most_edits
+        self.most_rows, self.most_columns, self.most_edits = self.stamp.most
         self.results = [spec for spec in manifest.outputs if not spec.name.startswith("present.")]
         try:
             self.cuda = CudaDevice(lock, device)
@@ -359,7 +360,7 @@ class EngineStream:
 
     def __init__(self, trt: Any, engine: Any, cuda: CudaDevice, logger: Any) -> None:
         self._trt, self._engine, self._cuda, self._logger = trt, engine, cuda, logger
-        self.cuda_stream: Stream = cuda.new_stream()
+        self.cuda_stream = Stream(cuda)
         self._contexts: dict[tuple[int, bool], Context] = {}
         self._scratch: Allocation | None = None
         self.host: PinnedMemory = cuda.allocate_pinned(0)

@@ -60,16 +60,12 @@ class TensorRTStamp(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     format_version: Literal[1]
 
     @property
-    def most_batch(self) -> int:
-        return max(profile.batch.most for profile in self.profiles)
-
-    @property
-    def most_sequence(self) -> int:
-        return max(profile.sequence.most for profile in self.profiles)
-
-    @property
-    def most_edits(self) -> int:
-        return max(profile.edits.most for profile in self.profiles)
+    def most(self) -> tuple[int, int, int]:
+        """The largest numbers of rows, of tokens of a row and of edits of a row that a profile allows."""
+        batch, sequence, edits = (
+            max(getattr(profile, axis).most for profile in self.profiles) for axis in ("batch", "sequence", "edits")
+        )
+        return batch, sequence, edits
 
 
 def read_stamp(path: Path) -> TensorRTStamp:
