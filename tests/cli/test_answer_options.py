@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.invoking import Invoke
 from tests.support.toy_model import Toy, export
-from topw_deploy.errors import GrammarError
 
 pytest.importorskip("llguidance")
 
@@ -45,11 +44,6 @@ def test_a_missing_file_is_named(invoke: Invoke, random_model: Path, tmp_path: P
     assert result.exit_code == 2
     assert "--json-schema" in result.stderr
     assert "none.json cannot be read" in result.stderr
-
-
-def test_a_wrong_expression_is_an_error(invoke: Invoke, random_model: Path) -> None:
-    with pytest.raises(GrammarError, match="the expression does not compile"):
-        invoke("generate", random_model, "x", "--regex", "(")
 
 
 def test_logprobs_are_in_the_json_lines(invoke: Invoke, tmp_path: Path) -> None:

@@ -19,19 +19,8 @@ LOGITS = (np.random.default_rng(3).standard_normal((4, 60)) * 3).astype(np.float
 
 def test_the_uniform_metric_needs_a_width_only(invoke: Invoke, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    result = invoke(
-        "export-sampler",
-        out,
-        "--metric",
-        "uniform",
-        "--vocab_size",
-        60,
-        "--with-keep-mask",
-        "--lam",
-        0.5,
-        "--top-m",
-        20,
-    )
+    words = ("--metric", "uniform", "--vocab_size", 60, "--with-keep-mask", "--lam", 0.5, "--top-m", 20)
+    result = invoke("export-sampler", out, *words)
     assert (result.exit_code, result.stdout) == (0, f"{out}\n")
     manifest = load_manifest(out)
     assert (manifest.defaults.lam, manifest.sampler.options.top_m) == (0.5, 20)

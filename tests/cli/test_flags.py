@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import os
-import pickle
 import subprocess
 from pathlib import Path
 
@@ -12,7 +10,6 @@ import pytest
 
 from tests.support.samples import slow
 from tests.support.toy_model import Toy, export
-from topw_deploy.errors import ManifestError
 
 from .conftest import Program
 
@@ -27,10 +24,7 @@ def error(done: subprocess.CompletedProcess[str]) -> str:
         (["--seed", 10**30], f"--seed is {10**30}, but must be an integer in [0, 18446744073709551616)."),
         (["--temperature", "nan"], "--temperature is nan, but must be a finite number >= 0."),
         (["--stop", ""], "--stop is [''], but must be a non-empty string or a list of them."),
-        (["--stop-strings", ""], "--stop-strings is [''], but must be a non-empty string or a list of them."),
         (["--warm_p", 2], "--warm-p is 2.0, but must be in (0, 1]."),
-        (["--lambda-geom=-1"], "--lambda-geom is -1.0, but must be a finite number >= 0."),
-        (["--repetition-penalty", 0], "--repetition-penalty is 0.0, but must be a finite number > 0."),
         (["--logit-bias", "999=1"], "--logit-bias names the token id 999, but ids go from 0 to 258."),
         (["--max-context", 100], "--max-context is 100, but the model's context holds 96; give at most that."),
         (["--threads", 5000], "--threads is 5000, but must be an integer in [0, 1024] (0: onnxruntime's choice)."),
@@ -70,7 +64,6 @@ def test_an_error_other_than_a_wrong_value_names_the_option_and_exits_with_1(
     ("words", "message"),
     [
         (["--top_m", 0], "--top-m is 0, but must be an integer >= 1."),
-        (["--init-top-p", 1.5], "--init-top-p is 1.5, but must be in (0, 1]."),
         (
             ["--max-length", 64],
             "--max-length is the length of tensorrt's static cache; leave it out for other targets and caches.",
@@ -80,8 +73,6 @@ def test_an_error_other_than_a_wrong_value_names_the_option_and_exits_with_1(
             "--max-shard-size is '5xB', but must be a positive number of bytes below 2^63, such as ",
         ),
         (["--int4-block-size", 32], "--int4-block-size is an option for quantised weights, but dtype is fp32; "),
-        (["--num-hidden-layers", 0], "--num-hidden-layers is 0, but must be an integer >= 1."),
-        (["--opset", 9], "--opset is 9, but must be 23 or 24: "),
     ],
 )
 def test_a_wrong_value_of_an_export_names_its_option(
@@ -98,13 +89,10 @@ def test_a_wrong_value_of_an_export_names_its_option(
     ("words", "message"),
     [
         (["stats", "OUT", "x", "--sweep", "temperatur=1"], "unknown parameter 'temperatur': did you mean temperature?"),
-        (["stats", "OUT", "x", "--sweep", "beta=-1"], "beta is -1, but must be a finite number >= 0."),
         (["stats", "OUT", "x", "--json", "/nowhere/x"], "--json is /nowhere/x, but /nowhere is not a folder;"),
-        (["stats", "OUT", "x", "--plot", "x"], "--plot is x, but must end in .png or .svg or .pdf;"),
         (["bench", "decode", "OUT", "--threads", "0"], "Invalid value for '--threads': 0 is not in the range"),
         (["bench", "decode", "OUT", "--new-tokens", "500"], "128 + 500 tokens exceed the context of 96; lower "
          "--prompt-tokens or --new-tokens."),
-        (["bench", "sampler", "--temperature", "nan"], "--temperature is nan, but must be a finite number >= 0."),
         (["bench", "sampler", "--peers", "nemo"], "'nemo' is not a side of this benchmark; choose from "),
         (["export-sampler", "--metric", "uniform", "--vocab-size", "9", "--opset", "3", "/nowhere"],
          "--opset is 3, but the sampler needs 18 to 24;"),
@@ -143,7 +131,7 @@ def test_topw_export_prints_its_version(program: Program) -> None:
     shown = program("--version").stdout
     done = program("--version", export=True)
     assert (done.returncode, done.stdout) == (0, shown.replace("topw ", "topw-export "))
-    assert program("export", "--version").returncode == 2
+    assert program("export", "--version").returncode == program(export=True).returncode == 2
 
 
 def test_exchanged_arguments_are_recognised(program: Program, random_model: Path) -> None:
@@ -159,15 +147,3 @@ def test_a_folder_that_may_not_be_read_is_one_sentence(program: Program, tmp_pat
     done = program("generate", tmp_path / "locked" / "out", "x")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "Permission denied" in done.stderr
-
-
-def test_a_name_that_is_too_long_is_one_sentence(program: Program) -> None:
-    done = program("generate", "x" * 5000, "x")
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert "File name too long" in done.stderr
-
-
-def test_parameters_are_kept_when_an_error_is_copied() -> None:
-    given = ManifestError("a is wrong", "a")
-    for twin in (copy.copy(given), pickle.loads(pickle.dumps(given))):
-        assert (str(twin), twin.parameters) == ("a is wrong", ("a",))

@@ -39,14 +39,6 @@ def test_a_failure_is_1_and_one_sentence_on_stderr(program: Program, tmp_path: P
         assert done.stderr.count("\n") == 1
 
 
-def test_wrong_usage_is_2(program: Program) -> None:
-    for words in (["generate"], ["nonsense"], ["generate", "x", "--nonsense"]):
-        done = program(*words)
-        assert done.returncode == 2
-        assert "Usage: topw" in done.stderr
-    assert program(export=True).returncode == 2
-
-
 def test_help_lists_every_command_and_is_0(program: Program) -> None:
     done = program("--help")
     assert done.returncode == 0

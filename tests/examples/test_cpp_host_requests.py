@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +130,11 @@ def test_several_answers_to_a_prompt_have_seeds_of_their_own(host: Host, folders
 
 
 def test_rows_of_a_batch_without_a_seed_get_one_each(host: Host, folders: dict[str, Path]) -> None:
-    requests = [{"prompt": [50], "max_new_tokens": 1} for _ in range(3)]
+    requests: list[dict[str, Any]] = [{"prompt": [50], "max_new_tokens": 9, "temperature": 3} for _ in range(3)]
     first, second = (answers_of(host(folders["concat"], "--batch", stdin=lines_of(requests))) for _ in range(2))
     assert len({answer["seed"] for answer in first + second}) == 6
+    seeded = [{**request, "seed": answer["seed"]} for request, answer in zip(requests, first, strict=True)]
+    assert answers_of(host(folders["concat"], "--batch", stdin=lines_of(seeded))) == first
 
 
 def test_a_row_ends_with_the_context_and_others_continue(host: Host, folders: dict[str, Path]) -> None:
@@ -213,18 +214,3 @@ def test_prompts_of_different_lengths_are_refused_where_the_decoder_cannot_pad(
 def test_edits_that_ban_every_token_are_an_error(host: Host, folders: dict[str, Path]) -> None:
     everything = ",".join(map(str, range(VOCAB)))
     fails(host(folders["concat"], "--suppress-tokens", everything, 50), 1, "row 0 at step 0", "penalties and bans")
-
-
-def test_the_statistics_of_every_row_are_a_line(host: Host, folders: dict[str, Path]) -> None:
-    requests = [{"prompt": [50] * size, "seed": size, "max_new_tokens": 2 * size} for size in (1, 3, 5)]
-    lines = host(folders["concat"], "--batch", "--stats", stdin=lines_of(requests)).stderr.splitlines()
-    assert [line.split(" (")[0] for line in lines] == ["2 tokens after 1", "6 tokens after 3", "10 tokens after 5"]
-    assert ["; seed 1;" in lines[0], "; seed 3;" in lines[1], "; seed 5;" in lines[2]] == [True] * 3
-
-
-def test_answers_are_json_with_the_names_of_the_python_runtime(host: Host, folders: dict[str, Path]) -> None:
-    with TopWModel.from_pretrained(folders["concat"], provider="cpu") as model:
-        result = model.generate([50, 51], seed=4, max_new_tokens=3)
-    answer = json.loads(host(folders["concat"], "--json", "--seed", 4, "--max-new-tokens", 3, 50, 51).stdout)
-    assert answer.keys() - result.as_dict().keys() == {"row"}
-    assert same(answer, result, text=False)

@@ -56,21 +56,6 @@ def tensors(buffers: Buffers) -> list[np.ndarray]:
     return found
 
 
-def test_growing_moves_every_row_of_every_tensor_and_zeroes_the_new_bytes() -> None:
-    lender = pool(step=8)
-    buffers = lender.borrow(batch=3, tokens=100, first=8)
-    before = []
-    for index, tensor in enumerate(tensors(buffers)):
-        tensor[:] = np.arange(tensor.size).reshape(tensor.shape) % 1000 + index
-        before.append(tensor.copy())
-    for tokens, length in ((9, 16), (39, 40), (99, 104), (104, 112)):
-        lender.make_room(buffers, tokens)
-        assert buffers.length == length
-        for old, new in zip(before, tensors(buffers), strict=True):
-            np.testing.assert_array_equal(new[:, :, :8], old)
-            assert not new[:, :, 8:].any()
-
-
 def test_a_buffer_that_grows_is_zeroed_before_it_is_lent_again() -> None:
     lender = pool(step=8)
     buffers = lender.borrow(2, 64, 8)
@@ -82,14 +67,6 @@ def test_a_buffer_that_grows_is_zeroed_before_it_is_lent_again() -> None:
     assert not any(tensor.any() for tensor in tensors(again))
     lender.make_room(again, 30)
     assert not any(tensor.any() for tensor in tensors(again))
-
-
-def test_tensors_do_not_overlap_and_are_aligned() -> None:
-    buffers = pool().borrow(3, 70, 70)
-    for index, tensor in enumerate(tensors(buffers)):
-        assert tensor.ctypes.data % 64 == 0
-        tensor[:] = index + 1
-    assert all((tensor == index + 1).all() for index, tensor in enumerate(tensors(buffers)))
 
 
 def test_a_recurrent_state_starts_as_zeros_and_keeps_its_size() -> None:
@@ -107,38 +84,6 @@ def test_a_recurrent_state_starts_as_zeros_and_keeps_its_size() -> None:
     tensors(buffers)[0][:] = np.nan
     unstepped.give_back(buffers)
     assert not tensors(unstepped.borrow(1, 64, 8))[0].any()
-
-
-def test_a_snapshot_of_a_row_is_put_back_in_another_row_of_a_longer_buffer() -> None:
-    lender = pool(step=8, more=(RECURRENT,))
-    buffers = lender.borrow(3, 100, 8)
-    for index, tensor in enumerate(tensors(buffers)):
-        tensor[:] = np.arange(tensor.size).reshape(tensor.shape) % 1000 + index
-    before = [tensor[1].copy() for tensor in tensors(buffers)]
-    saved = buffers.snapshot(1, 5)
-    lender.make_room(buffers, 30)
-    for tensor in tensors(buffers):
-        tensor[:] = -1
-    buffers.restore(2, saved)
-    recurrent, *growing = tensors(buffers)
-    np.testing.assert_array_equal(recurrent[2], before[0])
-    for old, new in zip(before[1:], growing, strict=True):
-        np.testing.assert_array_equal(new[2, :, :5], old[:, :5])
-        assert (new[2, :, 5:] == -1).all()
-    assert all((tensor[:2] == -1).all() for tensor in tensors(buffers))
-
-
-@pytest.mark.parametrize(("tokens", "length"), [(65, 72), (256, 264), (800, 832), (970, 1000)])
-def test_a_long_buffer_grows_by_more_since_more_has_to_be_moved(tokens: int, length: int) -> None:
-    lender = pool(step=8)
-    buffers = lender.borrow(1, 1000, 8)
-    lender.make_room(buffers, tokens)
-    assert buffers.length == length
-
-
-@pytest.mark.parametrize(("tokens", "length"), [(1, 64), (64, 64), (65, 128), (999, 1000), (1000, 1000)])
-def test_a_length_is_rounded_up_but_not_beyond_the_context(tokens: int, length: int) -> None:
-    assert pool().borrow(1, tokens, 1).length == length
 
 
 @pytest.mark.parametrize("step", [0, 256])

@@ -38,16 +38,6 @@ def test_a_batch_with_padding_gives_the_tokens_of_its_rows_alone(demo: TopWModel
         assert together[row].text == alone.text
 
 
-def test_streamed_text_is_the_whole_text_and_continues_the_prompt(demo: TopWModel) -> None:
-    for prompt in PROMPTS:
-        result = demo.generate(prompt, seed=2, temperature=1.2, max_new_tokens=40)
-        pieces = list(demo.stream(prompt, seed=2, temperature=1.2, max_new_tokens=40))
-        assert "".join(piece.text for piece in pieces) == result.text
-        shown = [t for t in result.token_ids if t != result.stop]
-        whole = demo.tokenizer.decode([*demo.tokenizer.encode(prompt), *shown])
-        assert whole.endswith(result.text)
-
-
 def test_the_defaults_are_certified_and_hot_sampling_is_not(demo: TopWModel) -> None:
     """The README's statement about defaults, and that geometry has an effect."""
     assert demo.generate("def parse(", seed=1, max_new_tokens=60, ignore_eos=True).certified_share == 1.0

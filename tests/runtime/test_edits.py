@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.prepared import edits_of
-from tests.support.toy_model import EOS, VOCAB, Load, Toy, byte_ids
+from tests.support.toy_model import VOCAB, Toy, byte_ids
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.inputs import EditInputs
@@ -46,41 +46,6 @@ def check(
     assert result.kept == [row.kept for row in rows]
     plain = model.generate(PROMPT, max_new_tokens=steps, seed=21, **HOT)
     assert plain.token_ids != result.token_ids, "the edits of this test must make a difference"
-
-
-def test_bad_words_are_banned_only_where_they_would_be_completed(load: Load) -> None:
-    toy = Toy.script(byte_ids("abcabc"), prompt_tokens=1)
-    model = load(toy)
-    a, b, c = byte_ids("abc")
-    assert model.generate("x", max_new_tokens=6).text == "abcabc"
-    tokens = model.generate("x", max_new_tokens=6, temperature=0, bad_words_ids=[[a, b]]).token_ids
-    assert [tokens[0], *tokens[2:4], tokens[5]] == [a, c, a, c]
-    assert b not in (tokens[1], tokens[4])
-    single = model.generate("x", max_new_tokens=6, temperature=0, bad_words_ids=[[c]]).token_ids
-    assert c not in single
-
-
-def test_end_of_sequence_cannot_be_a_bad_word(load: Load) -> None:
-    model = load(Toy.script([*byte_ids("a"), EOS], prompt_tokens=1))
-    assert model.generate("x", max_new_tokens=6, bad_words_ids=[[EOS]]).finish_reason == "stop"
-
-
-def test_min_new_tokens_bans_the_end_of_sequence_until_then(load: Load) -> None:
-    toy = Toy.random(5)
-    toy.place[:, EOS] = 2000
-    model = load(toy)
-    for minimum in (0, 1, 4):
-        result = model.generate("ab", max_new_tokens=30, min_new_tokens=minimum, seed=1)
-        assert len(result.token_ids) == minimum + 1
-    assert len(model.generate("ab", max_new_tokens=30, min_length=5, seed=1).token_ids) == 4
-
-
-def test_no_repeat_ngram_size_never_repeats_one(model: TopWModel) -> None:
-    for size in (1, 2, 3):
-        result = model.generate(PROMPT, max_new_tokens=60, temperature=0, no_repeat_ngram_size=size, ignore_eos=True)
-        tokens = PROMPT + result.token_ids
-        grams = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
-        assert len(set(grams)) == len(grams) - (size == 1), "hello has its l twice"
 
 
 def test_all_edits_together_fit_and_agree(model: TopWModel, toy: Toy) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import onnx
 import pytest
-from onnx import TensorProto
 
 from tests.support.toy_model import Toy, export, export_sampler
 from topw_deploy.errors import ManifestError, TokenizerError, TopWError
@@ -56,28 +55,6 @@ def test_a_missing_folder_a_file_and_an_unfinished_export_have_errors_of_their_o
         load(folder)
 
 
-def test_a_changed_size_names_file_found_and_expected(folder: Path) -> None:
-    size = (folder / "model.onnx").stat().st_size
-    with (folder / "model.onnx").open("ab") as stream:
-        stream.write(b"x")
-    with pytest.raises(ManifestError, match=f"model.onnx has {size + 1} bytes, the manifest says {size}"):
-        load(folder)
-
-
-def test_a_missing_file_is_named(folder: Path) -> None:
-    (folder / "tokenizer.json").unlink()
-    with pytest.raises(ManifestError, match=r"tokenizer.json .*missing"):
-        load(folder)
-
-
-def test_a_truncated_graph_that_the_manifest_vouches_for_is_refused_by_name(folder: Path) -> None:
-    path = folder / "model.onnx"
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    relist(folder, "model.onnx")
-    with pytest.raises(ManifestError, match=r"onnxruntime .* refuses .*model.onnx"):
-        load(folder)
-
-
 @pytest.mark.parametrize(
     "content", [b"", b"not onnx", os.urandom(4096), b"\x00" * 100], ids=["empty", "text", "random", "zeros"]
 )
@@ -88,43 +65,12 @@ def test_a_file_that_is_not_a_graph_is_refused(folder: Path, content: bytes) -> 
         load(folder)
 
 
-@pytest.mark.parametrize("name", ["../secret.json", "/etc/passwd", "a/../../b", "C:\\x", ".."])
-def test_a_manifest_that_points_outside_is_refused(folder: Path, name: str) -> None:
-    edit_manifest(folder, lambda m: m["files"].update({name: {"sha256": "0" * 64, "size": 1}}))
-    with pytest.raises(ManifestError, match=r"at `key` in `\$\.files`"):
-        load(folder)
-
-
-@pytest.mark.parametrize("name", ["model.onnx", "tokenizer.json", "config.json"])
-def test_a_listed_link_is_refused(folder: Path, tmp_path: Path, name: str) -> None:
-    target = tmp_path / f"elsewhere-{name}"
-    (folder / name).rename(target)
-    (folder / name).symlink_to(target)
-    with pytest.raises(ManifestError, match="symbolic link"):
-        load(folder)
-
-
 def test_an_unlisted_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret.jinja"
     secret.write_text("SECRET")
     (folder / "chat_template.jinja").symlink_to(secret)
     with pytest.raises(TokenizerError, match="has no chat template"):
         load(folder).apply_chat_template([{"role": "user", "content": "x"}])
-
-
-def test_external_data_outside_the_folder_is_refused(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "outside.bin").write_bytes(bytes(4 * 259 * 259))
-    model = onnx.load(folder / "model.onnx")
-    (table,) = [t for t in model.graph.initializer if t.name == "follow"]
-    table.ClearField("raw_data")
-    table.data_location = TensorProto.EXTERNAL
-    for key, value in (("location", "../outside.bin"), ("offset", "0"), ("length", str(4 * 259 * 259))):
-        entry = table.external_data.add()
-        entry.key, entry.value = key, value
-    (folder / "model.onnx").write_bytes(model.SerializeToString())
-    relist(folder, "model.onnx")
-    with pytest.raises(ManifestError, match="refuses"):
-        load(folder)
 
 
 def test_only_files_of_the_folder_are_opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,9 @@ def test_zeros_as_token_types_and_descriptions_change_nothing(model: TopWModel) 
         ({"input_ids": [5], "pixel_values": [1]}, {}, "a decoder cannot read pixel_values"),
         (np.zeros((1, 2, 3), int), {}, "neither a text nor a list of token ids"),
         (np.int64(5), {}, "but must be a text, token ids"),
-        (b"ab", {}, "but must be a text, token ids"),
+        ([["a"]], {}, "neither a text nor a list of token ids"),
+        (["ok", [VOCAB]], {}, f"prompt 1 holds the token id {VOCAB}, but ids go from 0 to {VOCAB - 1}"),
+        ("half \ud83d", {}, "half of a surrogate pair"),
     ],
     ids=str,
 )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support.prepared import prepare
-from tests.support.toy_model import EOS, PAD, VOCAB, Load, Toy, byte_ids
+from tests.support.toy_model import EOS, PAD, VOCAB, Load, Toy
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.sequence import SequenceParams
@@ -46,9 +46,7 @@ def row(request: dict[str, Any], model: dict[str, Any] | None = None) -> Sequenc
         # generation_config, between the request and generation_config.json
         ({"generation_config": {"temperature": 0.5}}, {"temperature": 0.6}, "temperature", 0.5),
         ({"temperature": 0.4, "generation_config": {"temperature": 0.5}}, {}, "temperature", 0.4),
-        ({"generation_config": {"temperature": None}}, {"temperature": 0.6}, "temperature", 0.6),
         ({"generation_config": {"do_sample": False, "temperature": 0.5}}, {}, "temperature", 0.0),
-        ({"temperature": 0.4, "generation_config": {"do_sample": False}}, {}, "temperature", 0.4),
         ({"do_sample": True, "generation_config": {"do_sample": False, "temperature": 0.5}}, {}, "temperature", 0.5),
         ({"do_sample": True, "generation_config": {"temperature": 0.0}}, {}, "temperature", 1.0),
         ({"generation_config": {"do_sample": True}}, {"do_sample": False, "temperature": 0.6}, "temperature", 0.6),
@@ -75,12 +73,6 @@ def test_a_preset_stands_before_the_models_defaults_and_behind_the_request() -> 
     assert row({"preset": "lively", "do_sample": False}, model).top_w.greedy
 
 
-def test_a_preset_of_a_generation_config_yields_to_the_request() -> None:
-    found = row({"temperature": 0.5, "generation_config": {"preset": "lively", "beta": 3.0}}, {"lam": 0.2})
-    expected = preset_parameters("lively", "uniform", None) | {"beta": 3.0, "temperature": 0.5}
-    assert found.top_w == TopWParameters(**expected)
-
-
 def test_each_row_may_have_its_own_preset() -> None:
     request = {"preset": ["paper", None, "lively"], "lam": [None, 1.7, None]}
     found = prepare(request, [[5], [6], [7]], exported=EXPORTED, geometry=("mahalanobis", 32))
@@ -100,16 +92,13 @@ def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
         ({"max_new_tokens": 7}, {}, 7),
         ({}, {"max_new_tokens": 30}, 30),
         ({}, {"max_length": 30}, 20),
-        ({}, {"max_length": 30, "max_new_tokens": 5}, 5),
         ({"max_length": 30}, {"max_new_tokens": 5}, 20),
         ({"max_new_tokens": 7}, {"max_length": 12}, 7),
         ({}, {"max_length": 8}, 256),  # ignored: below the prompt's length
         ({"generation_config": {"max_new_tokens": 7}}, {"max_new_tokens": 30}, 7),
         ({"generation_config": {"max_length": 30}}, {"max_new_tokens": 5}, 20),
-        ({"generation_config": {"max_length": 30, "max_new_tokens": 5}}, {}, 5),
         ({"max_new_tokens": 3, "generation_config": {"max_length": 8}}, {}, 3),
         ({"max_length": 12, "generation_config": {"max_new_tokens": 7}}, {}, 2),
-        ({"generation_config": {"max_tokens": 9}}, {}, 9),
         ({"max_new_tokens": 100_000}, {}, 990),  # the context
         ({"max_length": 100_000}, {}, 990),
     ],
@@ -139,50 +128,32 @@ def test_end_of_sequence_and_padding() -> None:
     ("name", "value", "message"),
     [
         ("temperature", -0.1, "temperature is -0.1, but must be a finite number >= 0"),
-        ("temperature", float("nan"), "temperature is nan, but must be a finite number"),
         ("temperature", 1e39, r"temperature is 1e\+39, but must be a finite number >= 0 in float32 too, which holds"),
-        ("temperature", True, "temperature is True"),
         ("temperature", "0.5", "temperature is '0.5'"),
         ("init_top_p", 0, r"init_top_p is 0, but must be in \(0, 1\]"),
-        ("init_top_p", 1.1, r"must be in \(0, 1\]"),
         ("init_top_p", 1e-60, r"init_top_p is 1e-60, but must be in \(0, 1\] in float32 too"),
-        ("lam", -1, "lam is -1,"),
         ("lam", 10**400, r"lam is 10{56}\.\.\., but must be a finite number"),
         pytest.param("seed", 10**5000, "seed is an integer of 16610 bits, but must be", id="unprintable"),
-        ("geom_scale", float("inf"), "geom_scale is inf"),
         ("max_new_tokens", 0, "must be an integer >= 1"),
-        ("max_new_tokens", 1.5, "max_new_tokens is 1.5, but must be an integer"),
-        ("min_new_tokens", -1, "must be an integer >= 0"),
         ("seed", -1, r"seed is -1, but must be an integer in \[0, 18446744073709551616\)"),
         ("seed", 2**64, "seed is"),
         ("do_sample", 1, "must be True or False"),
-        ("repetition_penalty", 0, "must be a finite number > 0"),
         ("repetition_penalty", 1e-50, "must be a finite number > 0 in float32 too"),
         ("presence_penalty", float("inf"), "must be a finite number"),
         ("logit_bias", {1: float("inf")}, "below infinity"),
-        ("logit_bias", {1: float("nan")}, "below infinity"),
         ("logit_bias", {"x": 1}, "must be an integer >= 0"),
         ("logit_bias", {VOCAB: 1}, f"names the token id {VOCAB}"),
         ("logit_bias", 3, "must map token ids to numbers"),
-        ("stop_strings", "", "non-empty string"),
         ("stop_strings", ["a", ""], "non-empty string"),
-        ("bad_words_ids", [1], "list of non-empty lists"),
         ("bad_words_ids", [[]], "list of non-empty lists"),
-        ("bad_words_ids", [[1, VOCAB]], f"names the token id {VOCAB}"),
+        ("allowed_token_ids", [], "allowed_token_ids is empty"),
         ("eos_token_id", VOCAB, f"names the token id {VOCAB}"),
-        ("suppress_tokens", [-1], "must be an integer >= 0"),
         ("num_return_sequences", 0, "must be an integer in \\[1, 65537\\)"),
-        ("no_repeat_ngram_size", -2, "must be an integer >= 0"),
     ],
 )
 def test_a_value_out_of_range_names_the_parameter_the_value_and_the_bound(name: str, value: Any, message: str) -> None:
     with pytest.raises(ParameterError, match=message):
         row({name: value})
-
-
-def test_do_sample_with_a_greedy_temperature_is_refused() -> None:
-    with pytest.raises(ParameterError, match="do_sample is True, but temperature is 0"):
-        row({"do_sample": True, "temperature": 0})
 
 
 def test_an_unknown_name_is_refused_and_the_known_ones_are_listed(model: TopWModel) -> None:
@@ -213,7 +184,6 @@ def test_a_request_cannot_change_a_parameter_that_the_export_fixed(model: TopWMo
         ("logit_bias", {4: 1}, [{4: 1.0}] * 2),
         ("logit_bias", [{4: 1}, {5: 2}], [{4: 1.0}, {5: 2.0}]),
         ("repetition_penalty", [1.0, 2.0], [1.0, 2.0]),
-        ("repetition_penalty", np.array([1.0, 2.0]), [1.0, 2.0]),
         ("seed", [7, None], [7, ...]),
     ],
 )
@@ -252,29 +222,6 @@ def test_a_real_generation_config_is_honoured_and_its_other_samplers_are_named_o
     assert request.eos_token_ids == {EOS, 7}
 
 
-def test_settings_that_disable_other_samplers_cause_no_warning(load: Load) -> None:
-    quiet = {"top_k": 0, "top_p": 1.0, "num_beams": 1, "use_cache": True, "min_p": None, "do_sample": True}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        load(Toy.random(0), generation_config=quiet)
-
-
-def test_generation_config_values_out_of_range_name_the_file(load: Load) -> None:
-    with pytest.raises(ParameterError, match=r"generation_config\.json: temperature is -1"):
-        load(Toy.random(0), generation_config={"temperature": -1})
-
-
 def test_token_ids_beyond_the_logits_in_a_config_do_no_harm(load: Load) -> None:
     model = load(Toy.random(0), generation_config={"eos_token_id": [EOS, 9999], "suppress_tokens": [9999]})
     assert model.generate("a", max_new_tokens=3, min_new_tokens=3, seed=1).token_ids
-
-
-def test_exported_defaults_apply_if_nothing_else_is_stated(load: Load) -> None:
-    toy = Toy.random(0)
-    model = load(toy, defaults=TopWParameters(lam=0.3, temperature=3.0))
-    rows = toy.expect(byte_ids("ab"), 10, TopWParameters(lam=0.3, temperature=3.0), seed=2)
-    assert model.generate("ab", max_new_tokens=10, seed=2).token_ids == [r.next_token for r in rows]
-
-
-def test_the_model_configs_end_of_sequence_serves_without_a_generation_config(load: Load) -> None:
-    assert load(Toy.random(0)).defaults["eos_token_id"] == (EOS,)

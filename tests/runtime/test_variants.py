@@ -45,13 +45,11 @@ def scale(request: dict[str, Any], **about: Any) -> float:
         ({"beta": "1.5+1.5*T"}, {"temperature": 2.0}, 4.5),
         ({"temperature": 2.0}, {"beta": "1.5+1.5*T"}, 4.5),
         ({"beta": 3.0, "temperature": 2.0}, {"beta": "1.5+1.5*T"}, 3.0),
-        ({"beta": "2.5"}, {}, 2.5),
         ({"beta": "1.5+1.5*T", "do_sample": False}, {}, 1.5),
         ({"beta": "1.5+1.5*T", "do_sample": True}, {"temperature": 0.0}, 3.0),
         ({"beta": "1.5+1.5*T", "selection_temperature": 1.0, "temperature": 2.0}, {}, 4.5),
         ({"generation_config": {"beta": "2*T"}, "temperature": 0.5}, {}, 1.0),
         ({"preset": "creative", "temperature": 1.5}, {}, 3.75),
-        ({"preset": "creative", "beta": 2.0}, {}, 2.0),
         ({"preset": "creative"}, {"temperature": 0.5}, 3.0),  # a preset states its temperature, 1
     ],
 )
@@ -70,7 +68,6 @@ def test_each_row_has_its_own_beta_and_temperature() -> None:
     ("request_", "message"),
     [
         ({"beta": "1.5+T"}, r"beta is '1.5\+T', but must be a finite number >= 0, or A\+B\*T"),
-        ({"beta": ["1.5+T"]}, r"beta is '1.5\+T', but must be"),
         ({"beta": "1.5-2*T"}, r"beta is '1.5-2\*T', -0.3 at temperature 0.9, but must be"),
         ({"beta": "1e39"}, "beta is 1e\\+39, but must be a finite number.* in float32"),
         ({"lam": "1+1*T"}, "lam is '1\\+1\\*T', but must be a finite number"),
@@ -89,9 +86,7 @@ def test_text_that_is_no_beta_is_refused(request_: dict[str, Any], message: str)
     ("request_", "model", "expected"),
     [
         ({"geom_scale": 1.5, "geom_unit": "median"}, {}, 1.5 / MEDIAN),
-        ({"geom_scale": -1.5, "geom_unit": "median"}, {}, -1.5 / MEDIAN),
         ({"geom_scale": 1.5, "geom_unit": "raw"}, {}, 1.5),
-        ({"geom_unit": "raw"}, {}, EXPORTED.geom_scale),
         ({}, {"geom_scale": 1.5, "geom_unit": "median"}, 1.5 / MEDIAN),
         ({"geom_scale": 1.5}, {"geom_scale": 2.0, "geom_unit": "median"}, 1.5),
         ({"generation_config": {"geom_scale": 1.5, "geom_unit": "median"}}, {"geom_scale": 2.0}, 1.5 / MEDIAN),
@@ -113,7 +108,6 @@ def test_each_row_may_have_its_own_unit() -> None:
     ("request_", "median", "message"),
     [
         ({"geom_unit": "median"}, MEDIAN, "geom_unit is 'median', but geom_scale is not given with it"),
-        ({"preset": "lively", "geom_unit": "median"}, MEDIAN, "geom_scale is not given with it"),
         ({"geom_scale": 1.5, "geom_unit": "median"}, None, "this export has no median distance of likely pairs"),
         ({"geom_scale": 1.5, "geom_unit": "mean"}, MEDIAN, "geom_unit is 'mean', but must be one of raw, median"),
         ({"geom_scale": 1e38, "geom_unit": "median"}, 0.01, r"geom_scale is 1e\+38, 1e\+40 when divided by"),

@@ -13,24 +13,6 @@ from topw_deploy.runtime.ort import device
 from topw_deploy.runtime.ort.device import RunThread
 
 
-def test_calls_run_on_one_thread_in_order() -> None:
-    runner, seen = RunThread(), list[tuple[int, int, int]]()
-
-    def call(caller: int) -> None:
-        for number in range(5):
-            runner.call(lambda number=number: seen.append((threading.get_ident(), caller, number)))
-
-    callers = [threading.Thread(target=call, args=(caller,)) for caller in range(4)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-    (thread,) = {thread for thread, *_ in seen}
-    assert thread != threading.get_ident()
-    for caller in range(4):
-        assert [number for _, of, number in seen if of == caller] == list(range(5))
-
-
 def test_an_error_is_raised_in_the_caller_and_the_thread_continues() -> None:
     runner, seen = RunThread(), list[str]()
 

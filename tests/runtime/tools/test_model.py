@@ -9,7 +9,6 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.support.toy_model import BYTES, EOS, SPECIAL, Load, Toy, byte_ids
-from topw_deploy.engine import Engine
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.tools import Content, Parsed, Reasoning, ToolCall
@@ -82,18 +81,6 @@ def test_a_stream_parses_as_its_result_does(load: Load) -> None:
     )
 
 
-def test_calls_in_results_and_pieces_of_an_engine_are_found(load: Load) -> None:
-    model = model_that_writes(load, "é", "<tool_call>", CALL, "</tool_call>", EOS, form="grouped")
-    with Engine(model) as engine:
-        result = engine.submit("ab", max_new_tokens=90).result()
-        assert isinstance(result, GenerationResult)
-        assert parts_of(model.parse_tool_calls(result)) == ("é", None, [("f", {"n": 1})])
-        parser = model.tool_parser()
-        pieces = engine.submit("ab", max_new_tokens=90, skip_special_tokens=False)
-        events = [event for piece in pieces for event in parser.feed(piece.text)]
-    assert parts_of(Parsed.of([*events, *parser.finish()])) == ("é", None, [("f", {"n": 1})])
-
-
 def test_a_marker_that_ends_the_text_is_no_content(load: Load) -> None:
     harmony = "{# <|channel|><|message|> #}{{ messages[0].content }}"
     written = ["<|channel|>", "commentary to=functions.f", "<|message|>", '{"n": 1}', "<|call|>"]
@@ -101,13 +88,6 @@ def test_a_marker_that_ends_the_text_is_no_content(load: Load) -> None:
     result = model.generate("ab", max_new_tokens=90, stop_token_ids=[IDS["<|call|>"]])
     assert result.stop == IDS["<|call|>"]
     assert parts_of(model.parse_tool_calls(result)) == ("", None, [("f", {"n": 1})])
-
-
-def test_a_stop_token_is_no_content(load: Load) -> None:
-    model = model_that_writes(load, "a!")
-    result = model.generate("ab", max_new_tokens=9, stop_token_ids=ids_of("!"))
-    assert result.token_ids == ids_of("a!")
-    assert model.parse_tool_calls(result, family="hermes") == Parsed("a", None, ()) == Parsed(result.text, None, ())
 
 
 def test_text_after_a_stop_string_is_left_out(load: Load) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.samples import examples
 from topw_deploy.errors import ParameterError
-from topw_deploy.runtime.tools import FAMILIES, Content, Parsed, Reasoning, ToolCall, ToolCallParser, parse
+from topw_deploy.runtime.tools import FAMILIES, Parsed, ToolCallParser, parse
 
 TOOLS = [
     {
@@ -192,22 +192,6 @@ def test_an_output_without_calls_is_all_content(family: str, parts: list[str]) -
     found = parse(text, family, TOOLS)
     assume(not found.tool_calls)
     assert found == Parsed(text, None, ())
-
-
-def test_content_streams_and_a_call_arrives_whole() -> None:
-    parser = ToolCallParser("hermes", TOOLS)
-    assert parser.feed("<think>why ") == [Reasoning("why")]
-    assert parser.feed("so</thi") == [Reasoning(" so")]
-    assert parser.feed("nk>\n\nHe") == [Content("He")]
-    assert parser.feed("llo <to") == [Content("llo")]
-    assert parser.feed("day> ") == [Content(" <today>")]
-    assert parser.feed('<tool_call>{"name": "f", "arguments": {"n": 1}}') == []
-    assert parser.feed("</tool_call") == []
-    (call,) = parser.feed(">")
-    assert isinstance(call, ToolCall)
-    assert (call.name, call.arguments) == ("f", '{"n": 1}')
-    assert parser.feed("\n") == []
-    assert parser.finish() == []
 
 
 def test_a_prompt_that_opens_the_reasoning_is_continued() -> None:

@@ -1,4 +1,4 @@
-"""Grammars of required calls: their text and, if llguidance is installed, what they accept."""
+"""Grammars of required calls, and what llguidance accepts by them."""
 
 from __future__ import annotations
 
@@ -14,51 +14,13 @@ from tests.support.toy_model import byte_tokenizer
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.tools import parse, required_calls
 
-HERMES = """\
-start: "<tool_call>" "\\n" call ("\\n" "<tool_call>" "\\n" call)*
-call: tool_0 | tool_1
-tool_0: "{\\"name\\": \\"f\\", \\"arguments\\": " arguments_0 "}\\n" "</tool_call>"
-arguments_0: %json {"type": "object", "properties": {"n": {"$ref": "#/$defs/N"}}, "$defs": {"N": {"type": "integer"}}}
-tool_1: "{\\"name\\": \\"g\\", \\"arguments\\": " arguments_1 "}\\n" "</tool_call>"
-arguments_1: %json {"type": "object", "properties": {}}
-"""
-SCHEMA = {"type": "object", "properties": {"n": {"$ref": "#/$defs/N"}}, "$defs": {"N": {"type": "integer"}}}
-TWO = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}, {"name": "g"}]
-
-
-def test_the_grammar_of_hermes() -> None:
-    assert required_calls(TWO, "hermes") == HERMES
-
-
-def test_the_grammar_of_llama_has_no_markers() -> None:
-    lines = required_calls(TWO, "llama", name="g").splitlines()
-    assert lines[:3] == [
-        'start: call ("; " call)*',
-        "call: tool_0",
-        'tool_0: "{\\"name\\": \\"g\\", \\"parameters\\": " arguments_0 "}"',
-    ]
-
-
-def test_markers_that_are_special_tokens_are_written_by_their_ids() -> None:
-    special = {"<tool_call>": 3, "</tool_call>": 4}
-    found = required_calls(TWO, "hermes", name="g", parallel=False, special_tokens=special).splitlines()
-    assert found[0] == 'start: <[3]> "\\n" call'
-    assert found[2] == 'tool_0: "{\\"name\\": \\"g\\", \\"arguments\\": " arguments_0 "}\\n" <[4]>'
-
-
-def test_the_tokens_of_mistral_select_its_format() -> None:
-    assert required_calls(TWO, "mistral").startswith('start: "[TOOL_CALLS]" "[" call (", " call)* "]"\n')
-    named = required_calls(TWO, "mistral", special_tokens={"[TOOL_CALLS]": 5, "[ARGS]": 32}).splitlines()
-    assert named[0] == "start: <[5]> call (<[5]> call)*"
-    assert named[2] == 'tool_0: "f" <[32]> arguments_0'
-
 
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ((TWO, "deepseek"), "family is 'deepseek', but grammars exist for .*, gemma, pythonic, harmony only"),
+        ((TOOLS, "deepseek"), "family is 'deepseek', but grammars exist for .*, gemma, pythonic, harmony only"),
         (([], "hermes"), "tools is empty"),
-        ((TWO, "hermes", "h"), "name is 'h', but the tools are f, g"),
+        ((TOOLS, "hermes", "h"), "name is 'h', but the tools are get_weather, now"),
     ],
 )
 def test_a_call_that_cannot_be_required_is_refused(arguments: Any, match: str) -> None:
@@ -220,16 +182,15 @@ def test_llguidance_accepts_calls_with_special_tokens(family: str) -> None:
     assert not found.content
 
 
+def test_a_name_requires_calls_of_its_tool() -> None:
+    assert "get_weather" not in required_calls(TOOLS, "llama", name="now")
+
+
 def test_a_marker_that_is_a_special_token_is_not_written_as_text() -> None:
     tokenizer, matcher = _matcher("hermes", ("<tool_call>", "</tool_call>"))
     plain = byte_tokenizer().encode("<tool_call>").ids
     assert matcher.validate_tokens(plain) == 0
     assert tokenizer.encode("<tool_call>").ids != plain
-
-
-def test_harmony_allows_reasoning_only_with_special_tokens() -> None:
-    assert "reasoning" not in required_calls(TOOLS, "harmony")
-    assert "reasoning?" in required_calls(TOOLS, "harmony", special_tokens=dict.fromkeys(HARMONY, 1))
 
 
 @pytest.mark.parametrize("family", GOOD)
