@@ -15,11 +15,11 @@ import pytest
 
 from tests.support.cuda_double import Gpu
 from tests.support.tensorrt_double import TensorRT
-from tests.tensorrt.conftest import CACHE, build
+from tests.tensorrt.conftest import CACHE
 from topw_deploy.errors import TensorRTError
 from topw_deploy.plugins import library
 from topw_deploy.progress import Progress
-from topw_deploy.tensorrt.build import build_engine
+from topw_deploy.tensorrt.build import build_engine as build
 from topw_deploy.tensorrt.check import BUILT_WITH
 from topw_deploy.tensorrt.stamp import read_stamp
 
@@ -80,12 +80,6 @@ def test_half_precision_without_the_plugin_is_refused(trt: TensorRT, out: Path) 
         build(out, fp16=True)
 
 
-def test_the_workspace_is_tensorrts_unless_it_is_given(trt: TensorRT, out: Path) -> None:
-    build(out)
-    build(out, workspace=3 << 20)
-    assert [config.limits for config in trt.configs] == [{}, {trt.module.MemoryPoolType.WORKSPACE: 3 << 20}]
-
-
 def test_timings_are_read_and_written(trt: TensorRT, out: Path, tmp_path: Path) -> None:
     cache = tmp_path / "timings"
     build(out, timing_cache=cache)
@@ -122,7 +116,7 @@ def test_a_build_without_the_plugin_is_refused_where_it_is_registered(trt: Tenso
 @pytest.mark.usefixtures("no_plugin")
 def test_auto_goes_on_with_the_function(trt: TensorRT, out: Path) -> None:
     lines: list[str] = []
-    built = build_engine(out, progress=Progress(say=lines.append))
+    built = build(out, progress=Progress(say=lines.append))
     assert built.stamp.plugin == ""
     assert lines[0].endswith("the sampler as a function: the CUDA library is absent")
 
@@ -176,7 +170,7 @@ def test_an_interrupt_while_building_leaves_the_earlier_engine(trt: TensorRT, ou
         yield interrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_engine(out, max_batch=2, progress=Progress(bar=bar))
+        build(out, max_batch=2, progress=Progress(bar=bar))
     (engine,) = out.glob("engines/*.engine")
     assert engine.read_bytes() == before
     assert len(written(out)) == 2
@@ -220,15 +214,3 @@ def test_a_stamp_that_cannot_be_written_leaves_no_part_of_it(
     with pytest.raises(TensorRTError, match="No space left on device"):
         build(out)
     assert written(out) == ["double-gpu-sm90-tensorrt10.16.1.11.engine"]  # unused without its stamp
-
-
-def test_a_disk_that_is_full_leaves_nothing(trt: TensorRT, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from topw_deploy.tensorrt import build as module
-
-    def full(self: Any, data: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(module._HashedFile, "write", full)
-    with pytest.raises(TensorRTError, match=r"engines cannot be written: No space left on device; make room"):
-        build(out)
-    assert written(out) == []

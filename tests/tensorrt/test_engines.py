@@ -96,28 +96,15 @@ def test_a_damaged_engine_is_refused(
 
 
 ASCENDING = {"least": 1, "usual": 1, "most": 1}
+DESCENDING = {"name": "x", "batch": {**ASCENDING, "least": 2}, "sequence": ASCENDING, "edits": ASCENDING}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format_version": 2}, r"Invalid enum value 2 - at `\$.format_version`"),
         ({"sha256": "absent"}, "missing required field `sha256`"),
-        ({"sha256": "ABC"}, r"matching regex .* - at `\$.sha256`"),
         ({"engine": "../other.engine"}, r"matching regex .* - at `\$.engine`"),
-        ({"size": -1}, r"`int` >= 1 - at `\$.size`"),
-        ({"size": True}, r"Expected `int`, got `bool` - at `\$.size`"),
-        ({"profiles": []}, r"`array` of length >= 1 - at `\$.profiles`"),
-        (
-            {
-                "profiles": [
-                    {"name": "x", "batch": {**ASCENDING, "least": 2}, "sequence": ASCENDING, "edits": ASCENDING}
-                ]
-            },
-            r"2, 1, 1 is not ascending - at `\$.profiles\[0\].batch`",
-        ),
-        ({"precision": "fp8"}, r"'fp8' - at `\$.precision`"),
-        ({"gpu": "two\nlines"}, r"matching regex .* - at `\$.gpu`"),
+        ({"profiles": [DESCENDING]}, r"2, 1, 1 is not ascending - at `\$.profiles\[0\].batch`"),
         ({"colour": "red"}, "unknown field `colour`"),
     ],
 )
@@ -132,8 +119,6 @@ def test_a_malformed_stamp_is_refused(built: BuiltEngine, out: Path, changes: di
     [
         (b"{", "Input data was truncated"),
         (b"[" * 100_000, "Expected `object`, got `array`"),
-        (b"\xff", "JSON is malformed: .*"),
-        (b"null", "Expected `object`, got `null`"),
     ],
 )
 def test_a_file_that_is_no_stamp_at_all_is_refused(built: BuiltEngine, out: Path, data: bytes, message: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from topw_deploy.tensorrt.build import Phases
@@ -36,24 +34,3 @@ def test_an_exception_while_reporting_cancels_the_build_and_is_kept(raised: Base
     assert not phases.step("all", 0)
     assert not phases.step("all", 0)
     assert phases.stopped is raised
-
-
-def test_threads_may_report_at_once() -> None:
-    shown: list[int] = []
-    phases = Phases(shown.append)
-    phases.start("all", None, 8)
-
-    def work(number: int) -> None:
-        phases.start(f"thread {number}", "all", 50)
-        for step in range(50):
-            phases.step(f"thread {number}", step)
-        phases.finish(f"thread {number}")
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    phases.step("all", 7)
-    assert sum(shown) == 100
-    assert all(part > 0 for part in shown)

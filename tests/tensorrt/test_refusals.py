@@ -10,10 +10,11 @@ from msgspec.structs import replace
 
 from tests.support.tensorrt_double import TensorRT
 from tests.support.toy_model import Toy, export, export_sampler
-from tests.tensorrt.conftest import CACHE, build
+from tests.tensorrt.conftest import CACHE
 from topw_deploy.errors import ManifestError, ParameterError, TensorRTError
 from topw_deploy.manifest import State, Verification, load_decoder_manifest, load_manifest, save_manifest
 from topw_deploy.plugins import library
+from topw_deploy.tensorrt.build import build_engine as build
 
 
 @pytest.mark.parametrize(

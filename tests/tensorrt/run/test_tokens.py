@@ -174,26 +174,3 @@ def test_inputs_that_the_engine_does_not_have_are_not_given_to_it(
     trt.pruned = {"beta": 2.5, "geom_scale": 0.5}
     found = generate(opened(), "abc", beta=1.0)
     assert_alike(found, generate(on_cpu, "abc", beta=2.5, geom_scale=0.5))
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_the_bundled_model_draws_the_same_on_tensorrt_and_the_cpu(demo_for_tensorrt: Path, trt: TensorRT) -> None:
-    build_engine(demo_for_tensorrt, max_batch=2, max_sequence=32)
-    model = TopWModel.from_pretrained(demo_for_tensorrt, provider="tensorrt")
-    expected = TopWModel.from_pretrained(demo_for_tensorrt, provider="cpu")
-    prompts = ["def parse(self, text):", "import os"]
-    settings = {"max_new_tokens": 24, "seed": 3, "lam": 0.2, "init_top_p": 0.5, "repetition_penalty": 1.1}
-    found, wanted = (m.generate(prompts, **settings) for m in (model, expected))
-    assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
-    assert [one.text for one in found] == [one.text for one in wanted]
-
-
-@pytest.fixture(scope="session")
-def demo_for_tensorrt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model for --target tensorrt."""
-    from topw_deploy.export import export_model
-
-    output = tmp_path_factory.mktemp("demo") / "export"
-    export_model("tiny", output, verify=False, target="tensorrt", max_length=128)
-    return output
