@@ -9,7 +9,7 @@ import pytest
 from tests.support.invoking import invoke  # noqa: F401  # a fixture
 from tests.support.toy_model import Toy, export
 from topw_deploy.runtime.rule_settings import RuleSetting, read_rules
-from topw_lab.compare.comparison import CompareRequest, Comparison, Prompt, RuleTexts, Sample, summarise
+from topw_lab.compare.comparison import Comparison, Prompt, RuleTexts, Sample, compare, summarise
 
 
 @pytest.fixture(scope="session")
@@ -30,12 +30,12 @@ def bare(tmp_path_factory: pytest.TempPathFactory, toy: Toy) -> Path:
 
 
 def text_prompts(*contents: str, **parameters: Any) -> list[Prompt]:
-    return [Prompt("prompt", content, f"line {number}", parameters) for number, content in enumerate(contents, 1)]
+    return [(content, f"line {number}", parameters) for number, content in enumerate(contents, 1)]
 
 
-def request_for(folder: Path, prompts: list[Prompt], rules: str = "top_w,none", **changes: Any) -> CompareRequest:
+def compare_texts(folder: Path, prompts: list[Prompt], rules: str = "top_w,none", **changes: Any) -> Comparison:
     given: dict[str, Any] = {"temperatures": [1.0], "samples": 2, "max_new_tokens": 6, **changes}
-    return CompareRequest(folder=folder, prompts=prompts, rules=read_rules(rules), **given)
+    return compare(folder, prompts, read_rules(rules), **given)
 
 
 def sample(text: str = "ab", tokens: tuple[int, ...] = (1, 2), **changes: Any) -> Sample:
@@ -57,14 +57,14 @@ def comparison(
 ) -> Comparison:
     """A comparison with the texts of `samples(rule, temperature, place of the prompt)`."""
     settings = read_rules(rules)
-    count = len(samples(settings[0], temperatures[0], 0))
-    request = CompareRequest(
-        folder=Path(folder), prompts=text_prompts(*prompts), rules=settings, temperatures=temperatures, samples=count
-    )
     cells = [
         RuleTexts(rule, temperature, [samples(rule, temperature, place) for place in range(len(prompts))], 0.5)
         for temperature in temperatures
         for rule in settings
     ]
     summarise(cells)
-    return Comparison(request, "d1ge57", "CPUExecutionProvider", "native", prompts, cells, missing)
+    return Comparison(
+        folder=Path(folder), model="d1ge57", provider="CPUExecutionProvider", sampler="native", seed=0,
+        samples=len(cells[0].samples[0]), max_new_tokens=64, ignore_eos=False, missing_outputs=list(missing),
+        rules=settings, temperatures=list(temperatures), prompts=list(prompts), cells=cells,
+    )  # fmt: skip

@@ -11,9 +11,9 @@ from tests.support.toy_model import EOS, Toy, byte_ids, export
 from topw_deploy.errors import ParameterError, PromptError, TokenizerError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling.seeds import prompt_seed
-from topw_lab.compare.comparison import Prompt, RuleTexts, compare
+from topw_lab.compare.comparison import Prompt, RuleTexts
 
-from .conftest import request_for, text_prompts
+from .conftest import compare_texts, text_prompts
 
 PROMPTS = ("abc", "d", "hello")
 
@@ -24,7 +24,7 @@ def tokens(cell: RuleTexts) -> list[list[tuple[int, ...]]]:
 
 def test_texts_equal_those_of_generate_and_do_not_depend_on_other_rules(folder: Path) -> None:
     rules = "top_w,min_p=0.02,top_h"
-    found = compare(request_for(folder, text_prompts(*PROMPTS), rules, temperatures=[0.7, 1.5], seed=9))
+    found = compare_texts(folder, text_prompts(*PROMPTS), rules, temperatures=[0.7, 1.5], seed=9)
     assert [(cell.rule.label, cell.temperature) for cell in found.cells] == [
         (label, temperature) for temperature in (0.7, 1.5) for label in ("top_w", "min_p 0.02", "top_h 0.4")
     ]
@@ -40,14 +40,12 @@ def test_texts_equal_those_of_generate_and_do_not_depend_on_other_rules(folder: 
                 assert [(one.text, one.kept, one.certified) for one in got] == [
                     (one.text, one.kept, one.certified) for one in wanted
                 ]
-    alone = compare(request_for(folder, text_prompts(*PROMPTS), "min_p=0.02", temperatures=[1.5], seed=9))
+    alone = compare_texts(folder, text_prompts(*PROMPTS), "min_p=0.02", temperatures=[1.5], seed=9)
     assert tokens(alone.cells[0]) == tokens(found.cells[4])
 
 
 def test_rules_that_keep_the_same_tokens_give_the_same_texts(folder: Path) -> None:
-    found = compare(
-        request_for(folder, text_prompts(*PROMPTS), "none,top_p=1,min_p=0,top_k=1", temperatures=[1.0, 2.0])
-    )
+    found = compare_texts(folder, text_prompts(*PROMPTS), "none,top_p=1,min_p=0,top_k=1", temperatures=[1.0, 2.0])
     for plain, top_p, min_p, _ in (found.cells[:4], found.cells[4:]):
         assert tokens(plain) == tokens(top_p) == tokens(min_p)
     assert tokens(found.cells[3]) == tokens(found.cells[7])  # the best token at any temperature
@@ -56,9 +54,7 @@ def test_rules_that_keep_the_same_tokens_give_the_same_texts(folder: Path) -> No
 
 
 def test_surprisal_is_computed_from_the_whole_distribution_at_temperature_1(folder: Path, toy: Toy) -> None:
-    found = compare(
-        request_for(folder, text_prompts(*PROMPTS, repetition_penalty=2.0), "none,top_k=3", temperatures=[1.7])
-    )
+    found = compare_texts(folder, text_prompts(*PROMPTS, repetition_penalty=2.0), "none,top_k=3", temperatures=[1.7])
     for cell in found.cells:
         for prompt, samples in zip(PROMPTS, cell.samples, strict=True):
             for one in samples:
@@ -68,34 +64,34 @@ def test_surprisal_is_computed_from_the_whole_distribution_at_temperature_1(fold
                     read.append(token)
                 assert one.surprisal == pytest.approx(total, rel=1e-5)  # float32 logits
                 assert one.mass is not None
-    assert found.missing == ()
+    assert found.missing_outputs == []
 
 
 def test_a_text_ends_before_the_end_of_sequence_unless_that_is_ignored(tmp_path: Path) -> None:
     folder = export(tmp_path / "out", Toy.script([*byte_ids("xy"), EOS], 2), form="grouped", with_logits=True)
-    (samples,) = compare(request_for(folder, text_prompts("ab"), "top_w")).cells[0].samples
+    (samples,) = compare_texts(folder, text_prompts("ab"), "top_w").cells[0].samples
     for one in samples:
         assert (one.text, one.token_ids, one.drawn, one.finish_reason) == ("xy", byte_ids("xy"), 3, "stop")
         assert len(one.kept) == 3
-    (longer,) = compare(request_for(folder, text_prompts("ab"), "top_w", ignore_eos=True)).cells[0].samples
+    (longer,) = compare_texts(folder, text_prompts("ab"), "top_w", ignore_eos=True).cells[0].samples
     assert [(one.drawn, one.finish_reason) for one in longer] == [(6, "length")] * 2
 
 
 def test_a_folder_without_outputs_and_with_another_cache_is_compared_without_them(bare: Path, folder: Path) -> None:
-    found = compare(request_for(bare, text_prompts(*PROMPTS)))
-    assert found.missing == ("logits", "mass")
+    found = compare_texts(bare, text_prompts(*PROMPTS))
+    assert found.missing_outputs == ["logits", "mass"]
     assert all(one.surprisal is None and one.mass is None for samples in found.cells[0].samples for one in samples)
-    whole = compare(request_for(folder, text_prompts(*PROMPTS)))
+    whole = compare_texts(folder, text_prompts(*PROMPTS))
     assert [tokens(cell) for cell in found.cells] == [tokens(cell) for cell in whole.cells]
 
 
 def test_each_prompt_may_have_its_own_limit_and_form(folder: Path) -> None:
     prompts = [
-        Prompt("prompt", "abc", "line 1", {"max_length": 7}),
-        Prompt("prompt_ids", byte_ids("abc"), "line 2"),
-        Prompt("prompt", "abc", "line 3", {"max_new_tokens": 2}),
+        ("abc", "line 1", {"max_length": 7}),
+        (byte_ids("abc"), "line 2", {}),
+        ("abc", "line 3", {"max_new_tokens": 2}),
     ]
-    found = compare(request_for(folder, prompts, "top_w"))
+    found = compare_texts(folder, prompts, "top_w")
     assert [samples[0].drawn for samples in found.cells[0].samples] == [4, 6, 2]
     assert list(found.prompts) == ["abc"] * 3
 
@@ -103,27 +99,27 @@ def test_each_prompt_may_have_its_own_limit_and_form(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        (Prompt("prompt", "a", "line 4", {"temperature": 1.0}), "line 4 sets temperature, which a comparison sets"),
-        (Prompt("prompt", "a", "line 4", {"min_p": 0.1}), "line 4 sets min_p"),
-        (Prompt("prompt", "a", "line 4", {"seed": 1}), "line 4 sets seed"),
-        (Prompt("prompt", "a" * 96, "line 4"), "line 4 has 96 tokens and fills the model's context"),
-        (Prompt("prompt", "a" * 97, "line 4"), "line 4: the prompt has 97 tokens"),
-        (Prompt("prompt_ids", [999], "line 4"), "line 4: the prompt holds the token id 999"),
+        (("a", "line 4", {"temperature": 1.0}), "line 4 sets temperature, which a comparison sets"),
+        (("a", "line 4", {"min_p": 0.1}), "line 4 sets min_p"),
+        (("a", "line 4", {"seed": 1}), "line 4 sets seed"),
+        (("a" * 96, "line 4", {}), "line 4 has 96 tokens and fills the model's context"),
+        (("a" * 97, "line 4", {}), "line 4: the prompt has 97 tokens"),
+        (([999], "line 4", {}), "line 4: the prompt holds the token id 999"),
     ],
 )
 def test_a_bad_prompt_is_named_before_anything_is_generated(folder: Path, prompt: Prompt, message: str) -> None:
     with pytest.raises(PromptError, match=message):
-        compare(request_for(folder, [*text_prompts("fine"), prompt]))
+        compare_texts(folder, [*text_prompts("fine"), prompt])
 
 
 def test_a_chat_needs_a_template(folder: Path) -> None:
-    chat = Prompt("messages", [{"role": "user", "content": "hi"}], "line 1")
+    chat = ([{"role": "user", "content": "hi"}], "line 1", {})
     with pytest.raises(TokenizerError, match=r"line 1: .* has no chat template"):
-        compare(request_for(folder, [chat]))
+        compare_texts(folder, [chat])
 
 
 def test_more_samples_than_rows_wait_for_a_row(folder: Path) -> None:
-    found = compare(request_for(folder, text_prompts(*PROMPTS), "none", samples=5, rows=1))
+    found = compare_texts(folder, text_prompts(*PROMPTS), "none", samples=5, rows=1)
     assert [len(samples) for samples in found.cells[0].samples] == [5, 5, 5]
     with pytest.raises(ParameterError, match="max_batch"):
-        compare(request_for(folder, text_prompts("a"), rows=5000))
+        compare_texts(folder, text_prompts("a"), rows=5000)

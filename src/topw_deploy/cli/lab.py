@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -31,9 +31,6 @@ from topw_deploy.runtime.parameters import OF_KEPT_SET
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, TOP_W
 from topw_deploy.text import count_text
-
-if TYPE_CHECKING:
-    from topw_lab.compare.comparison import Prompt
 
 
 @click.command(name="stats", context_settings=CONTEXT, epilog=NEEDS_EXPORT)
@@ -235,39 +232,29 @@ def compare(folder: Path, prompts: Path, json_file: Path | None, html_file: Path
     install.require("`topw compare`", "compare")
     # Import late, for fast --help and usage errors.
     from topw_deploy.runtime.rule_settings import read_rules, read_temperatures
-    from topw_lab.compare.comparison import CompareRequest, as_dict, compare, report_lines
+    from topw_lab.compare.comparison import as_dict, compare, report_lines
     from topw_lab.compare.page import page
 
     check_output(json_file, "json_file")
     check_output(html_file, "html_file")
-    request = CompareRequest(
-        folder=folder,
-        rules=read_rules(values["rules"]),
-        temperatures=read_temperatures(values["temperatures"]),
-        prompts=_compare_prompts(prompts, values["chat"], values["system"])[: values["limit"]],
-        samples=values["samples"],
-        max_new_tokens=values["max_new_tokens"],
-        seed=values["seed"],
-        ignore_eos=values["ignore_eos"],
+    data, where = read_source(prompts)
+    if prompts.suffix.lower() in _JSON_LINES:
+        lines = read_prompt_lines(data, where, {}, chat=values["chat"], system=values["system"])
+    else:
+        lines = read_text_lines(data, where, chat=values["chat"], system=values["system"])
+    comparison = compare(
+        folder,
+        [(line.prompt, line.where, line.parameters) for line in lines][: values["limit"]],
+        read_rules(values["rules"]),
+        read_temperatures(values["temperatures"]),
         rows=values["batch_size"],
         opening=take_opening(values),
+        progress=progress(values["quiet"]),
+        **{name: values[name] for name in ("samples", "max_new_tokens", "seed", "ignore_eos")},
     )
-    comparison = compare(request, progress(values["quiet"]))
     write_report(report_lines(comparison), as_dict(comparison), json_file)
     if html_file is not None:
         write_text(page(comparison), html_file)
-
-
-def _compare_prompts(path: Path, chat: bool, system: str | None) -> list[Prompt]:
-    """The prompts of a file. chat, system: as in `read_prompt_lines`."""
-    from topw_lab.compare.comparison import Prompt
-
-    data, where = read_source(path)
-    if path.suffix.lower() in _JSON_LINES:
-        lines = read_prompt_lines(data, where, {}, chat=chat, system=system)
-    else:
-        lines = read_text_lines(data, where, chat=chat, system=system)
-    return [Prompt(line.kind, line.prompt, line.where, line.parameters) for line in lines]
 
 
 _PASS_ARGUMENTS = {**CONTEXT, "ignore_unknown_options": True, "allow_interspersed_args": False}

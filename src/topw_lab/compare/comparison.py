@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
@@ -85,8 +85,7 @@ def _distinct_terms(samples: Sequence[Sample], n: int) -> Terms:
 
 
 def _per_token_terms(samples: Sequence[Sample], name: str) -> Terms:
-    values = [getattr(one, name) for one in samples]
-    return math.fsum(sum(each) for each in values if each is not None), sum(len(each or ()) for each in values)
+    return _mean_terms([value for one in samples for value in getattr(one, name) or ()])
 
 
 TEXT_METRICS: tuple[TextMetric, ...] = (
@@ -171,55 +170,45 @@ def quotient_with_interval(terms: Floats, weights: Floats, *, is_exponential: bo
 
     Source: the percentile interval of Efron 1979 ("Bootstrap methods: another look at the jackknife").
     """
-    value = _quotients(terms.sum(axis=0)[None], is_exponential)[0]
+    with np.errstate(all="ignore"):
+        sums = np.concatenate([terms.sum(axis=0)[None], weights @ terms])  # [1 + R, 2]
+        quotients = sums[:, 0] / np.where(sums[:, 1] > 0, sums[:, 1], np.nan)  # NaN without terms
+        value, *resampled = np.exp(quotients) if is_exponential else quotients
+    resampled = [one for one in resampled if np.isfinite(one)]
     if not np.isfinite(value):
         return MetricValue(None)
-    resampled = _quotients(weights @ terms, is_exponential) if np.count_nonzero(terms[:, 1]) >= 2 else np.zeros(0)
-    resampled = resampled[np.isfinite(resampled)]
-    if not len(resampled):
+    if np.count_nonzero(terms[:, 1]) < 2 or not resampled:
         return MetricValue(float(value))
     low, high = np.quantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return MetricValue(float(value), float(low), float(high))
 
 
-def _quotients(sums: Floats, is_exponential: bool) -> Floats:
-    """The quotients [N] of the sums [N, 2]; NaN where there are no terms."""
-    with np.errstate(all="ignore"):
-        quotients: Floats = sums[:, 0] / np.where(sums[:, 1] > 0, sums[:, 1], np.nan)
-        return np.exp(quotients) if is_exponential else quotients
-
-
 def as_dict(comparison: Comparison) -> dict[str, Any]:
     """The report with all texts, in types that JSON has."""
-    request = comparison.request
+    written = ("text", "token_ids", "drawn", "surprisal", "finish_reason")
+    cells = [
+        {
+            "rule": cell.rule.label,
+            "temperature": cell.temperature,
+            "texts": len(cell.texts),
+            "tokens": cell.tokens,
+            "seconds": cell.seconds,
+            "values": {metric.name: asdict(cell.values[metric.name]) for metric in TEXT_METRICS},
+            "samples": [
+                {"prompt": prompt, "sample": number, **{name: getattr(one, name) for name in written}}
+                for prompt, samples in enumerate(cell.samples)
+                for number, one in enumerate(samples)
+            ],
+        }
+        for cell in comparison.cells
+    ]
     return {
-        "folder": str(request.folder),
-        **{name: getattr(comparison, name) for name in ("model", "provider", "sampler")},
-        **{name: getattr(request, name) for name in ("seed", "samples", "max_new_tokens", "ignore_eos")},
-        "missing_outputs": list(comparison.missing),
-        "rules": [{"label": rule.label, "parameters": dict(rule.parameters)} for rule in request.rules],
-        "temperatures": list(request.temperatures),
+        **{each.name: getattr(comparison, each.name) for each in fields(comparison)},
+        "folder": str(comparison.folder),
+        "rules": [asdict(rule) for rule in comparison.rules],
         "metrics": {metric.name: metric.definition for metric in TEXT_METRICS},
         "intervals": {"level": CONFIDENCE, "over": "prompts", "resamples": RESAMPLES},
-        "prompts": list(comparison.prompts),
-        "cells": [_cell_json(cell) for cell in comparison.cells],
-    }
-
-
-def _cell_json(cell: RuleTexts) -> dict[str, Any]:
-    written = ("text", "token_ids", "drawn", "surprisal", "finish_reason")
-    return {
-        "rule": cell.rule.label,
-        "temperature": cell.temperature,
-        "texts": len(cell.texts),
-        "tokens": cell.tokens,
-        "seconds": cell.seconds,
-        "values": {metric.name: asdict(cell.values[metric.name]) for metric in TEXT_METRICS},
-        "samples": [
-            {"prompt": prompt, "sample": number, **{name: getattr(one, name) for name in written}}
-            for prompt, samples in enumerate(cell.samples)
-            for number, one in enumerate(samples)
-        ],
+        "cells": cells,
     }
 
 
@@ -295,11 +284,10 @@ def report_lines(comparison: Comparison) -> Iterator[str]:
 
 def title_line(comparison: Comparison) -> str:
     """What was generated, on one line."""
-    request = comparison.request
-    end = ", past the end of sequence" if request.ignore_eos else ""
+    end = ", past the end of sequence" if comparison.ignore_eos else ""
     return (
-        f"{count_text(len(comparison.prompts), 'prompt')}, {count_text(request.samples, 'text')} each, at most "
-        f"{count_text(request.max_new_tokens, 'token')}{end}; seed {request.seed}, {comparison.sampler} sampler"
+        f"{count_text(len(comparison.prompts), 'prompt')}, {count_text(comparison.samples, 'text')} each, at most "
+        f"{count_text(comparison.max_new_tokens, 'token')}{end}; seed {comparison.seed}, {comparison.sampler} sampler"
     )
 
 
@@ -308,9 +296,9 @@ def missing_metric_notes(comparison: Comparison) -> list[str]:
     titles = {"logits": "Perplexity", "mass": "Mass"}
     notes = [
         f"{titles[name]} needs the graph's output {name}: export again with --with-{name}."
-        for name in comparison.missing
+        for name in comparison.missing_outputs
     ]
-    return notes + ["Self-BLEU needs two texts per prompt."] * (comparison.request.samples == 1)
+    return notes + ["Self-BLEU needs two texts per prompt."] * (comparison.samples == 1)
 
 
 def number_text(value: float | None) -> str:
@@ -325,45 +313,9 @@ _SET_BY_COMPARISON = frozenset({
 """Parameters that the comparison sets for all prompts, so a prompt must not set them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt of a comparison.
-
-    kind: "prompt" (a text), "prompt_ids" or "messages".
-    content: the text, the token ids or the messages.
-    where: the place of the prompt in its source, for error messages.
-    parameters: parameters of `TopWModel.generate` for this prompt, the same under every rule.
-    """
-
-    kind: str
-    content: Any
-    where: str
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompareRequest:
-    """What to compare.
-
-    folder: an exported model.
-    samples: number of texts per prompt, rule and temperature.
-    max_new_tokens: maximum number of tokens per text, for prompts that set no limit of their own.
-    seed: seed of the run. It and the prompt's place give the seed of a prompt, the same for all rules and temperatures.
-    ignore_eos: whether a text continues after the end of sequence.
-    rows: number of sequences that run at once.
-    opening: options of `TopWModel.from_pretrained`.
-    """
-
-    folder: Path
-    prompts: Sequence[Prompt]
-    rules: Sequence[RuleSetting]
-    temperatures: Sequence[float]
-    samples: int = 4
-    max_new_tokens: int = 64
-    seed: int = 0
-    ignore_eos: bool = False
-    rows: int = 8
-    opening: Mapping[str, Any] = field(default_factory=dict)
+Prompt: TypeAlias = "tuple[str | list[int] | list[dict[str, Any]], str, Mapping[str, Any]]"
+"""A prompt: its text, token ids or messages; its place in its source, for error messages; and parameters of
+`TopWModel.generate`, the same under every rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,58 +374,89 @@ class RuleTexts:
         return sum(one.drawn for one in self.texts)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Result of `compare`.
+    """Result of `compare`, whose options it has.
 
     model: digest of the folder's manifest.
     provider, sampler: of the opened model.
+    missing_outputs: outputs that the graph lacks: "logits", which perplexity needs, and "mass".
     prompts: the text of each prompt, as the model read it.
     cells: the texts of each rule at each temperature, ordered by temperature, then by rule.
-    missing: outputs that the graph lacks: "logits", which perplexity needs, and "mass".
     """
 
-    request: CompareRequest
+    folder: Path
     model: str
     provider: str
     sampler: str
+    seed: int
+    samples: int
+    max_new_tokens: int
+    ignore_eos: bool
+    missing_outputs: list[str]
+    rules: Sequence[RuleSetting]
+    temperatures: Sequence[float]
     prompts: Sequence[str]
     cells: Sequence[RuleTexts]
-    missing: tuple[str, ...]
 
 
-def compare(request: CompareRequest, progress: Progress = SILENT) -> Comparison:
-    """Check the whole request, then generate all texts and compute the metrics.
+def compare(
+    folder: Path,
+    prompts: Sequence[Prompt],
+    rules: Sequence[RuleSetting],
+    temperatures: Sequence[float],
+    *,
+    samples: int = 4,
+    max_new_tokens: int = 64,
+    seed: int = 0,
+    ignore_eos: bool = False,
+    rows: int = 8,
+    opening: Mapping[str, Any] | None = None,
+    progress: Progress = SILENT,
+) -> Comparison:
+    """Check all prompts and rules, then generate all texts and compute the metrics.
+
+    folder: an exported model.
+    samples: number of texts per prompt, rule and temperature.
+    max_new_tokens: maximum number of tokens per text, for prompts that set no limit of their own.
+    seed: seed of the run. It and the prompt's place give the seed of a prompt, the same for all rules and temperatures.
+    ignore_eos: whether a text continues after the end of sequence.
+    rows: number of sequences that run at once.
+    opening: options of `TopWModel.from_pretrained`.
 
     Raises PromptError, TokenizerError and ParameterError, which name the prompt, ParameterError for a rule that the
     model refuses, and the errors of `TopWModel` and `Engine`.
     """
-    with TopWModel.from_pretrained(request.folder, **request.opening) as model:
+    common = {"ignore_eos": ignore_eos, "num_return_sequences": samples}
+    with TopWModel.from_pretrained(folder, **(opening or {})) as model:
         has = {"logits": logits_output(model.manifest) is not None,
                "mass": any(spec.name == "mass" for spec in model.manifest.outputs)}  # fmt: skip
+        scores = {"logprobs": 0} if has["logits"] else {}
         prepared: list[PromptRequest] = []
         lengths, texts = [], []
-        for place, prompt in enumerate(request.prompts):
-            ids, budget, parameters = _prepare(model, prompt, request, place, {"logprobs": 0} if has["logits"] else {})
-            prepared.append((ids, parameters))
+        for place, prompt in enumerate(prompts):
+            limit = {} if "max_length" in prompt[2] else {"max_new_tokens": max_new_tokens}
+            own = {**common, **limit, **prompt[2], **scores, "seed": prompt_seed(seed, place)}
+            ids, budget = _prepare(model, prompt, own)
+            prepared.append((ids, own))
             lengths.append(len(ids) + budget)
-            is_text = prompt.kind == "prompt"
-            texts.append(prompt.content if is_text else model.tokenizer.decode(ids, skip_special_tokens=False))
+            is_text = isinstance(prompt[0], str)
+            texts.append(prompt[0] if is_text else model.tokenizer.decode(ids, skip_special_tokens=False))
         columns = [
             (rule, temperature, {**rule.parameters, "temperature": temperature})
-            for temperature in request.temperatures
-            for rule in request.rules
+            for temperature in temperatures
+            for rule in rules
         ]
         first_ids, first = prepared[0]
         for _, _, parameters in columns:  # refuse a wrong rule or temperature before the first text
             model.prepare(first_ids, **{**first, **parameters})
-        total = len(prepared) * request.samples * len(columns)
+        total = len(prepared) * samples * len(columns)
         progress.say(
-            f"Generating {count_text(total, 'text')}: {count_text(len(request.rules), 'rule')} at "
-            f"{count_text(len(request.temperatures), 'temperature')}"
+            f"Generating {count_text(total, 'text')}: {count_text(len(rules), 'rule')} at "
+            f"{count_text(len(temperatures), 'temperature')}"
         )
         # exact=True: a text must not depend on the rules that ran before.
-        engine = Runner(model, request.rows, request.samples, max_length=max(lengths), exact=True)
+        engine = Runner(model, rows, samples, max_length=max(lengths), exact=True)
         with closing(engine) as runner, progress.bar(total, "texts") as advance:
             one = {name: value for name, value in first.items() if name != "max_length"}
             one |= {"max_new_tokens": 1, "num_return_sequences": 1}
@@ -486,34 +469,41 @@ def compare(request: CompareRequest, progress: Progress = SILENT) -> Comparison:
                     results.append(found if isinstance(found, list) else [found])
                     advance(len(results[-1]))
                 seconds = time.perf_counter() - started
-                samples = [[_sample(result) for result in found] for found in results]
-                cells.append(RuleTexts(rule, temperature, samples, seconds))
+                cells.append(RuleTexts(rule, temperature, [list(map(_sample, found)) for found in results], seconds))
         summarise(cells)
-        digest, missing = sha256_of(model.path / MANIFEST_NAME)[:32], tuple(name for name in has if not has[name])
-        return Comparison(request, digest, model.provider, model.sampler, texts, cells, missing)
+        return Comparison(
+            folder=folder,
+            model=sha256_of(model.path / MANIFEST_NAME)[:32],
+            provider=model.provider,
+            sampler=model.sampler,
+            seed=seed,
+            samples=samples,
+            max_new_tokens=max_new_tokens,
+            ignore_eos=ignore_eos,
+            missing_outputs=[name for name in has if not has[name]],
+            rules=rules,
+            temperatures=temperatures,
+            prompts=texts,
+            cells=cells,
+        )
 
 
-def _prepare(
-    model: TopWModel, prompt: Prompt, request: CompareRequest, place: int, scores: Mapping[str, Any]
-) -> tuple[list[int], int, dict[str, Any]]:
-    """Encode and check the prompt at `place` among all prompts. Raises errors that name the prompt.
+def _prepare(model: TopWModel, prompt: Prompt, parameters: Mapping[str, Any]) -> tuple[list[int], int]:
+    """Encode and check a prompt. Returns (token ids, maximum number of new tokens). Raises errors that name it.
 
-    Returns (token ids, maximum number of new tokens, parameters without those of the rule).
+    parameters: those of the prompt and of all prompts, without those of the rule.
     """
-    for name in prompt.parameters:
+    content, where, own = prompt
+    for name in own:
         if name in _SET_BY_COMPARISON:
-            raise PromptError(f"{prompt.where} sets {name}, which a comparison sets for all prompts; remove it.")
-    limit = {} if "max_length" in prompt.parameters else {"max_new_tokens": request.max_new_tokens}
-    parameters = {**limit, "ignore_eos": request.ignore_eos, **prompt.parameters, **scores,
-                  "seed": prompt_seed(request.seed, place), "num_return_sequences": request.samples}  # fmt: skip
-    content = prompt.content
+            raise PromptError(f"{where} sets {name}, which a comparison sets for all prompts; remove it.")
     try:
-        if prompt.kind == "messages":
+        if isinstance(content, list) and content and isinstance(content[0], dict):
             content = model.tokenizer.encode(model.apply_chat_template(content), add_special_tokens=False)
         sequence = model.prepare(content, **parameters)[0]
     except (PromptError, ParameterError, TokenizerError) as error:
-        raise type(error)(f"{prompt.where}: {error}", *error.parameters) from None
-    ids = list(sequence.prompt)
-    if sequence.params.budget == 0:
-        raise PromptError(f"{prompt.where} has {len(ids)} tokens and fills the model's context; shorten it.")
-    return ids, sequence.params.budget, parameters
+        raise type(error)(f"{where}: {error}", *error.parameters) from None
+    ids, budget = list(sequence.prompt), sequence.params.budget
+    if budget == 0:
+        raise PromptError(f"{where} has {len(ids)} tokens and fills the model's context; shorten it.")
+    return ids, budget

@@ -51,7 +51,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 def page(comparison: Comparison) -> str:
     """The whole page: a plot of each metric, a table with intervals, definitions, and the texts side by side."""
-    name = _escaped(comparison.request.folder.resolve().name)
+    name = _escaped(comparison.folder.resolve().name)
     return "\n".join([
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
@@ -77,7 +77,7 @@ def _escaped(value: object) -> str:
 
 
 def _chart_parts(comparison: Comparison) -> Iterator[str]:
-    rules = comparison.request.rules
+    rules = comparison.rules
     entries = "".join(f"<li>{_legend_key(place)} {_escaped(rule.label)}</li>" for place, rule in enumerate(rules))
     yield f'<h2>Metrics over temperature</h2>\n<ul class="legend">{entries}</ul>\n<div class="charts">'
     for metric in TEXT_METRICS:
@@ -112,7 +112,7 @@ def _table_parts(comparison: Comparison) -> Iterator[str]:
 
 def _text_parts(comparison: Comparison) -> Iterator[str]:
     """The texts of each prompt, a column per rule; closed at first."""
-    rules = comparison.request.rules
+    rules = comparison.rules
     yield "<h2>Texts side by side</h2>"
     for index, prompt in enumerate(comparison.prompts):
         yield f'<details><summary><bdi>{_escaped(prompt)}</bdi></summary><div class="columns">'
