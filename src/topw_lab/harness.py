@@ -14,7 +14,6 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -55,7 +54,7 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__()
-        self._arguments = given = read_arguments(arguments)
+        self._arguments = given = Arguments(arguments)
         self._model = TopWModel.from_pretrained(given.path, **given.opening)
         # Raises for wrong parameters, before a long run.
         self._model.prepare([0], **{**given.parameters, "max_new_tokens": 1})
@@ -94,7 +93,8 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
     def eot_token_id(self) -> int:
         """The tokenizer's EOS id, else the lowest one of the generation config. Raises TokenizerError without any."""
         found = self._model.tokenizer.eos_token_id
-        found = min(self._model.defaults["eos_token_id"], default=None) if found is None else found
+        if found is None:
+            found = min(self._model.defaults["eos_token_id"], default=None)
         if found is None:
             raise TokenizerError(
                 f"{self._model.path} has no EOS token, and scoring an empty context needs a BOS or an EOS token; give "
@@ -392,13 +392,12 @@ _REFUSED = {
 _MOST_DIGITS = 400  # of an integer in text; Python refuses to read more than 4300
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
     """Checked arguments.
 
     path: the exported folder.
-    opening: keyword arguments of `TopWModel.from_pretrained`.
-    engine: keyword arguments of `Engine`.
+    opening: keyword arguments of `TopWModel.from_pretrained`, which checks their values.
+    engine: keyword arguments of `Engine`, which checks their values.
     rows: number of sequences that run at once.
     max_gen_toks: maximum number of new tokens for tasks that do not state it.
     seed: seed of the run; None if it is not given.
@@ -407,62 +406,42 @@ class Arguments:
     parameters: parameters of every generation, by the names of `TopWModel.generate`. They override those of tasks.
     """
 
-    path: str
-    opening: Mapping[str, Any]
-    engine: Mapping[str, Any]
-    rows: int
-    max_gen_toks: int
-    seed: int | None
-    template: Mapping[str, Any]
-    think_end_token: str | None
-    parameters: Mapping[str, Any]
-
-
-def read_arguments(given: Mapping[str, Any]) -> Arguments:
-    """Check `--model_args`.
-
-    Raises ParameterError for a missing path, an unknown name, or an invalid value. `TopWModel.from_pretrained` and
-    `Engine` check the values of `opening` and `engine`.
-    """
-    stated = {name: value for name, value in given.items() if value is not None}
-    own = {name: stated.pop(name) for name in OWN_ARGUMENTS if name in stated}
-    opening = {name: stated.pop(name) for name in OPENING_ARGUMENTS if name in stated}
-    engine = {name: stated.pop(name) for name in ENGINE_ARGUMENTS if name in stated}
-    for name in stated:
-        ours = ALIASES.get(name, name)
-        if name in _REFUSED or ours in _REFUSED:
-            raise ParameterError(
-                f"{name} is not an argument of this model: {_REFUSED.get(name) or _REFUSED.get(ours)}.", name
-            )
-        if ours not in PARAMETERS:
-            raise unknown_parameter_error(name, [*OWN_ARGUMENTS, *OPENING_ARGUMENTS, *ENGINE_ARGUMENTS, *PARAMETERS])
-    path = own.get("path", "")
-    if not isinstance(path, (str, os.PathLike)) or not str(path):
-        raise ParameterError("path is missing; give --model_args path=OUT with an exported folder.", "path")
-    if own.get("device") == "cpu":
-        opening.setdefault("provider", "cpu")
-    elif own.get("device", _DEFAULT_DEVICE) != _DEFAULT_DEVICE:
-        raise ParameterError(
-            f"device is {own['device']!r:.60}, but must be cpu; give --model_args provider=cuda or tensorrt for a GPU.",
-            "device",
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        """Check `--model_args`. Raises ParameterError for a missing path, an unknown name, or an invalid value."""
+        stated = {name: value for name, value in given.items() if value is not None}
+        own, self.opening, self.engine = (
+            {name: stated.pop(name) for name in names if name in stated}
+            for names in (OWN_ARGUMENTS, OPENING_ARGUMENTS, ENGINE_ARGUMENTS)
         )
-    think_end = own.get("think_end_token")
-    if think_end is not None and (not isinstance(think_end, str) or not think_end):
-        raise ParameterError(f"think_end_token is {think_end!r:.60}, but must be a non-empty text.", "think_end_token")
-    size = own.get("batch_size", "auto")
-    rows = ROWS if str(size).partition(":")[0] == "auto" else _read_integer("batch_size", size)
-    seed = own.get("seed")
-    return Arguments(
-        path=str(path),
-        opening=opening,
-        engine=engine,
-        rows=min(rows, _read_integer("max_batch_size", own.get("max_batch_size", rows))),
-        max_gen_toks=_read_integer("max_gen_toks", own.get("max_gen_toks", 256)),
-        seed=None if seed is None else _read_integer("seed", seed, 0, 2**SEED_BITS),
-        template=_template_variables(own),
-        think_end_token=think_end,
-        parameters=read_values(stated),
-    )
+        for name in stated:
+            ours = ALIASES.get(name, name)
+            if name in _REFUSED or ours in _REFUSED:
+                reason = _REFUSED.get(name) or _REFUSED[ours]
+                raise ParameterError(f"{name} is not an argument of this model: {reason}.", name)
+            if ours not in PARAMETERS:
+                known = [*OWN_ARGUMENTS, *OPENING_ARGUMENTS, *ENGINE_ARGUMENTS, *PARAMETERS]
+                raise unknown_parameter_error(name, known)
+        if not isinstance(own.get("path"), (str, os.PathLike)) or not str(own["path"]):
+            raise ParameterError("path is missing; give --model_args path=OUT with an exported folder.", "path")
+        device = own.get("device", _DEFAULT_DEVICE)
+        if device not in ("cpu", _DEFAULT_DEVICE):
+            advice = "give --model_args provider=cuda or tensorrt for a GPU"
+            raise ParameterError(f"device is {device!r:.60}, but must be cpu; {advice}.", "device")
+        if device == "cpu":
+            self.opening.setdefault("provider", "cpu")
+        self.think_end_token = own.get("think_end_token")
+        if self.think_end_token is not None and (not isinstance(self.think_end_token, str) or not self.think_end_token):
+            raise ParameterError(
+                f"think_end_token is {self.think_end_token!r:.60}, but must be a non-empty text.", "think_end_token"
+            )
+        self.path = str(own["path"])
+        size = own.get("batch_size", "auto")
+        rows = ROWS if str(size).partition(":")[0] == "auto" else _read_integer("batch_size", size)
+        self.rows = min(rows, _read_integer("max_batch_size", own.get("max_batch_size", rows)))
+        self.max_gen_toks = _read_integer("max_gen_toks", own.get("max_gen_toks", 256))
+        self.seed = _read_integer("seed", own["seed"], 0, 2**SEED_BITS) if "seed" in own else None
+        self.template = _template_variables(own)
+        self.parameters = read_values(stated)
 
 
 def _read_integer(name: str, value: Any, low: int = 1, high: float = math.inf) -> int:

@@ -27,7 +27,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from topw_deploy.tiny.corpus import Corpus, gather_corpus
 
 BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
-SPECIAL_TOKENS = (BOS, EOS, PAD)  # ids 0, 1, 2
+SPECIAL_TOKENS = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}  # ids 0, 1, 2
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -41,19 +41,15 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=list(SPECIAL_TOKENS.values()),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(documents, trainer)
-    tokenizer.post_processor = processors.Sequence(
-        [
-            processors.ByteLevel(trim_offsets=False),
-            processors.TemplateProcessing(
-                single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
-            ),
-        ]
+    begin = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
     )
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), begin])
     return tokenizer
 
 
@@ -79,14 +75,6 @@ class Recipe:
     precision: str = "bfloat16"  # of matrix products in training: "bfloat16" or "float32"
     compiled: bool = False  # torch.compile: 1.5 times as fast, needs a C++ compiler
     seed: int = 1
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """Loss on the held-out documents."""
-
-    loss: float  # nats per token, including end of text
-    bits_per_byte: float
 
 
 def encode_documents(documents: Sequence[str], tokenizer: Tokenizer) -> list[torch.Tensor]:
@@ -121,8 +109,13 @@ def token_losses(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def held_out_loss(model: LlamaForCausalLM, documents: Sequence[str], tokenizer: Tokenizer, recipe: Recipe) -> HeldOut:
-    """Compute the held-out loss in float32, over windows as long as the context. Bits are per byte of UTF-8 text."""
+def held_out_loss(
+    model: LlamaForCausalLM, documents: Sequence[str], tokenizer: Tokenizer, recipe: Recipe
+) -> dict[str, float]:
+    """Compute the loss on held-out documents in float32, over windows as long as the context.
+
+    Returns "held_out_loss" in nats per token, including end of text, and "held_out_bits_per_byte" of UTF-8 text.
+    """
     stream = torch.cat(encode_documents(documents, tokenizer))
     bos = model.config.bos_token_id
     losses, scored = 0.0, 0
@@ -131,7 +124,8 @@ def held_out_loss(model: LlamaForCausalLM, documents: Sequence[str], tokenizer: 
         is_scored = torch.ne(window[1:], bos)  # the start of a document is not predicted
         losses += token_losses(model, window[None])[is_scored].sum().item()
         scored += int(is_scored.sum())
-    return HeldOut(losses / scored, losses / math.log(2) / sum(len(d.encode()) for d in documents))
+    bits, size = losses / math.log(2), sum(len(d.encode()) for d in documents)
+    return {"held_out_loss": losses / scored, "held_out_bits_per_byte": bits / size}
 
 
 def build_model(recipe: Recipe, tokenizer: Tokenizer) -> LlamaForCausalLM:
@@ -146,9 +140,7 @@ def build_model(recipe: Recipe, tokenizer: Tokenizer) -> LlamaForCausalLM:
         num_key_value_heads=recipe.kv_heads,
         max_position_embeddings=recipe.context,
         tie_word_embeddings=True,
-        bos_token_id=tokenizer.token_to_id(BOS),
-        eos_token_id=tokenizer.token_to_id(EOS),
-        pad_token_id=tokenizer.token_to_id(PAD),
+        **{f"{name}_id": tokenizer.token_to_id(token) for name, token in SPECIAL_TOKENS.items()},
     )
     return LlamaForCausalLM(config)
 
@@ -209,15 +201,13 @@ def train(model: LlamaForCausalLM, corpus: Corpus, tokenizer: Tokenizer, recipe:
         recent.append(loss.item())
         last = step + 1 == recipe.steps or progress >= 1
         if (step + 1) % recipe.evaluate_every == 0 or last:
-            held_out = held_out_loss(model, corpus.held_out, tokenizer, recipe)
-            curve.append({
-                "step": step + 1,
-                "learning_rate": learning_rate,
+            losses_now = {
                 "train_loss": sum(recent) / len(recent),
-                "held_out_loss": held_out.loss,
-                "seconds": round(time.monotonic() - started, 1),
-            })  # fmt: skip
-            bar.set_postfix(train=f"{curve[-1]['train_loss']:.3f}", held_out=f"{held_out.loss:.3f}")
+                "held_out_loss": held_out_loss(model, corpus.held_out, tokenizer, recipe)["held_out_loss"],
+            }
+            seconds = round(time.monotonic() - started, 1)
+            curve.append({"step": step + 1, "learning_rate": learning_rate, **losses_now, "seconds": seconds})
+            bar.set_postfix({name: f"{loss:.3f}" for name, loss in losses_now.items()})
             recent = []
         if last:
             break
@@ -238,12 +228,12 @@ def write_model(model: LlamaForCausalLM, tokenizer: Tokenizer, recipe: Recipe, f
 
 def write_tokenizer(model: LlamaForCausalLM, tokenizer: Tokenizer, context: int, folder: Path) -> None:
     """Write the tokenizer's files, and the generation config with the ids of the special tokens."""
-    ends = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    GenerationConfig(**ends, do_sample=True, temperature=1.0).save_pretrained(folder)
+    ids = {f"{name}_id": getattr(model.config, f"{name}_id") for name in SPECIAL_TOKENS}
+    GenerationConfig(**ids, do_sample=True, temperature=1.0).save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {  # for a class that transformers 4 and 5 both have
         "tokenizer_class": "PreTrainedTokenizerFast",
-        **{"bos_token": BOS, "eos_token": EOS, "pad_token": PAD},
+        **SPECIAL_TOKENS,
         "add_bos_token": True,
         "clean_up_tokenization_spaces": False,
         "model_max_length": context,
@@ -268,7 +258,6 @@ def run(recipe: Recipe, corpus: Corpus, minutes: float, folder: Path) -> dict[st
     write_model(model, tokenizer, recipe, folder)
     # The log states the loss of the float16 weights, computed in float32.
     written = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    final = held_out_loss(written, corpus.held_out, tokenizer, recipe)
 
     def sizes(documents: Sequence[str]) -> dict[str, int]:
         tokens = sum(map(len, encode_documents(documents, tokenizer)))
@@ -277,15 +266,10 @@ def run(recipe: Recipe, corpus: Corpus, minutes: float, folder: Path) -> dict[st
     log = {
         "recipe": dataclasses.asdict(recipe),
         "parameters": sum(p.numel() for p in model.parameters()),
-        "corpus": {
-            "sha256": corpus.digest,
-            "train": sizes(corpus.train),
-            "held_out": sizes(corpus.held_out),
-        },
+        "corpus": {"sha256": corpus.digest, "train": sizes(corpus.train), "held_out": sizes(corpus.held_out)},
         "minutes": minutes,  # the limit
         "steps": curve[-1]["step"],
-        "held_out_loss": final.loss,
-        "held_out_bits_per_byte": final.bits_per_byte,
+        **held_out_loss(written, corpus.held_out, tokenizer, recipe),
         "curve": curve,
         "wall_seconds": round(time.monotonic() - started, 1),
         "threads": torch.get_num_threads(),
@@ -305,16 +289,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="Train the bundled model on this Python's documentation.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--output", type=Path, default=Path("demo-model"), help="folder")
-    parser.add_argument("--minutes", type=float, default=30.0, help="maximum training time")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
     parser.add_argument("--compile", action="store_true", help="use torch.compile; needs a C++ compiler")
-    for name, text in (
-        ("steps", "training steps"),
-        ("seed", "seed of weights and batches"),
-        ("precision", "of matrix products: bfloat16, or float32 for processors without it"),
+    for name, default, text in (
+        ("output", Path("demo-model"), "folder"),
+        ("minutes", 30.0, "maximum training time"),
+        ("threads", torch.get_num_threads(), "CPU threads"),
+        ("steps", Recipe.steps, "training steps"),
+        ("seed", Recipe.seed, "seed of weights and batches"),
+        ("precision", Recipe.precision, "of matrix products: bfloat16, or float32 for processors without it"),
     ):
-        default = getattr(Recipe, name)
         parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)

@@ -13,7 +13,7 @@ from tests.support.attacks import refused
 from topw_deploy.cli.batch import read_finished
 from topw_deploy.cli.prompts import read_prompt_lines
 from topw_deploy.errors import ParameterError, PromptError
-from topw_lab.harness import read_arguments
+from topw_lab.harness import Arguments
 from topw_lab.judges import read_questions
 
 LINES: dict[str, bytes] = {
@@ -95,4 +95,4 @@ def test_answers_of_another_run_are_not_continued(tmp_path: Path, name: str) -> 
 )
 def test_evaluation_arguments_that_are_bombs_or_run_code_are_refused(given: dict[str, Any], said: str) -> None:
     with refused(ParameterError, said):
-        read_arguments({"path": "out", **given})
+        Arguments({"path": "out", **given})

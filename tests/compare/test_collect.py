@@ -86,7 +86,7 @@ def test_a_folder_without_outputs_and_with_another_cache_is_compared_without_the
 
 
 def test_each_prompt_may_have_its_own_limit_and_form(folder: Path) -> None:
-    prompts = [
+    prompts: list[Prompt] = [
         ("abc", "line 1", {"max_length": 7}),
         (byte_ids("abc"), "line 2", {}),
         ("abc", "line 3", {"max_new_tokens": 2}),
@@ -113,7 +113,7 @@ def test_a_bad_prompt_is_named_before_anything_is_generated(folder: Path, prompt
 
 
 def test_a_chat_needs_a_template(folder: Path) -> None:
-    chat = ([{"role": "user", "content": "hi"}], "line 1", {})
+    chat: Prompt = ([{"role": "user", "content": "hi"}], "line 1", {})
     with pytest.raises(TokenizerError, match=r"line 1: .* has no chat template"):
         compare_texts(folder, [chat])
 

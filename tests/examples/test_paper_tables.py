@@ -115,13 +115,13 @@ def test_the_harness_takes_each_printed_command(capsys: pytest.CaptureFixture[st
     from lm_eval._cli import HarnessCLI
 
     from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
-    from topw_lab.harness import read_arguments
+    from topw_lab.harness import Arguments
 
     found = printed(capsys, "out", "--only", benchmark)
     assert len(found) == CELLS
     for words in found:
         given = HarnessCLI()._parser.parse_args(["run", "--model", "topw_deploy", *words[2:]])
-        others = read_arguments(given.model_args).parameters
+        others = Arguments(given.model_args).parameters
         assert others["temperature"] in paper_tables.TEMPERATURES
         assert {"lam", "beta"} <= others.keys() or others.keys() & set(RULE_PARAMETER_NAMES)
         assert given.num_fewshot == paper_tables.TASKS[benchmark].examples

@@ -41,32 +41,32 @@ ROOT = Path(__file__).parents[2]
     ],
 )
 def test_unknown_and_invalid_arguments_are_refused_by_name(given: dict[str, Any], said: str) -> None:
-    from topw_lab.harness import read_arguments
+    from topw_lab.harness import Arguments
 
     with pytest.raises(ParameterError, match=said):
-        read_arguments({"path": "out", **given})
+        Arguments({"path": "out", **given})
 
 
 @pytest.mark.parametrize(
     ("size", "most", "rows"), [(None, None, 8), ("auto", None, 8), ("auto:4", 3, 3), ("16", None, 16), (5, 64, 5)]
 )
 def test_the_batch_size_is_the_engine_s_rows(size: Any, most: Any, rows: int) -> None:
-    from topw_lab.harness import read_arguments
+    from topw_lab.harness import Arguments
 
-    assert read_arguments({"path": "out", "batch_size": size, "max_batch_size": most}).rows == rows
+    assert Arguments({"path": "out", "batch_size": size, "max_batch_size": most}).rows == rows
 
 
 def test_options_reach_the_model_the_engine_and_every_request() -> None:
-    from topw_lab.harness import read_arguments
+    from topw_lab.harness import Arguments
 
-    found = read_arguments({
+    found = Arguments({
         "path": "out", "device": "cpu", "sampler": "graph", "max_length": 64, "prefix_bytes": 9, "exact": True,
         "lambda_geom": 1, "preset": "lively", "temperature": 1.5, "stop": "x",
     })  # fmt: skip
     assert found.opening == {"provider": "cpu", "sampler": "graph", "max_length": 64}
     assert found.engine == {"prefix_bytes": 9, "exact": True}
     assert found.parameters == {"lam": 1.0, "preset": "lively", "temperature": 1.5, "stop_strings": ("x",)}
-    assert "provider" not in read_arguments({"path": "out", "device": "cuda:0"}).opening, "the harness's default"
+    assert "provider" not in Arguments({"path": "out", "device": "cuda:0"}).opening, "the harness's default"
 
 
 def test_the_context_may_be_shorter(opened: Open) -> None:

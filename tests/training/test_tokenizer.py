@@ -19,7 +19,7 @@ def test_any_text_round_trips(text: str) -> None:
 
 
 def test_special_tokens_have_the_first_ids_and_every_text_starts_with_bos() -> None:
-    assert [TOKENIZER.token_to_id(token) for token in SPECIAL_TOKENS] == [0, 1, 2]
+    assert [TOKENIZER.token_to_id(token) for token in SPECIAL_TOKENS.values()] == [0, 1, 2]
     assert TOKENIZER.encode("").tokens == [BOS]
     assert TOKENIZER.encode("x").tokens[0] == BOS
     assert TOKENIZER.encode("x", add_special_tokens=False).tokens == ["x"]

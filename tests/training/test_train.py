@@ -64,7 +64,7 @@ def test_the_log_holds_the_recipe_the_curve_and_the_loss_of_the_file(written: tu
     assert Recipe(**{**log["recipe"], "betas": tuple(log["recipe"]["betas"])}) == TINY
     assert [point["step"] for point in log["curve"]] == [1, 2]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert log["held_out_loss"] == held_out_loss(model, CORPUS.held_out, TOKENIZER, TINY).loss
+    assert log["held_out_loss"] == held_out_loss(model, CORPUS.held_out, TOKENIZER, TINY)["held_out_loss"]
     assert log["corpus"]["held_out"]["bytes"] == sum(len(d.encode()) for d in CORPUS.held_out)
 
 
@@ -97,6 +97,8 @@ def test_held_out_loss_counts_each_token_once_and_no_bos() -> None:
         model.model.embed_tokens.weight.zero_()  # equal logits: ln V per token
     result = held_out_loss(model, CORPUS.held_out, TOKENIZER, TINY)
     scored = sum(len(ids) - 1 for ids in encode_documents(CORPUS.held_out, TOKENIZER))
-    assert result.loss == pytest.approx(torch.tensor(300.0).log().item(), rel=1e-5)
+    assert result["held_out_loss"] == pytest.approx(torch.tensor(300.0).log().item(), rel=1e-5)
     size = sum(len(d.encode()) for d in CORPUS.held_out)
-    assert result.bits_per_byte == pytest.approx(scored * torch.tensor(300.0).log2().item() / size, rel=1e-5)
+    assert result["held_out_bits_per_byte"] == pytest.approx(
+        scored * torch.tensor(300.0).log2().item() / size, rel=1e-5
+    )

@@ -90,34 +90,25 @@ def _per_token_terms(samples: Sequence[Sample], name: str) -> Terms:
 
 TEXT_METRICS: tuple[TextMetric, ...] = (
     TextMetric(
-        "perplexity",
-        "perplexity",
+        "perplexity", "perplexity",
         "e to the mean of -ln p over all drawn tokens, where p is the model's own probability: at temperature 1, over "
         "the whole vocabulary, without edits of logits.",
-        _surprisal_terms,
-        is_exponential=True,
-        logarithmic=True,
+        _surprisal_terms, is_exponential=True, logarithmic=True,
     ),
-    *(
-        TextMetric(
-            f"distinct_{n}",
-            f"distinct-{n}",
-            f"Different {n}-grams of tokens divided by all {n}-grams, over a prompt's texts together; the mean over "
-            "prompts. It falls with the length of the texts.",
-            partial(_distinct_terms, n=n),
-        )
-        for n in (1, 2, 3)
-    ),
+    *(TextMetric(
+        f"distinct_{n}", f"distinct-{n}",
+        f"Different {n}-grams of tokens divided by all {n}-grams, over a prompt's texts together; the mean over "
+        "prompts. It falls with the length of the texts.",
+        partial(_distinct_terms, n=n),
+    ) for n in (1, 2, 3)),
     TextMetric(
-        "self_bleu",
-        "self-BLEU",
+        "self_bleu", "self-BLEU",
         "BLEU-4, over tokens, of a text against the other texts of its prompt, with sacrebleu's smoothing; the mean "
         "over a prompt's texts and over prompts. High means that texts are alike.",
         lambda samples: _mean_terms([self_bleu([one.token_ids for one in samples])]),
     ),
     TextMetric(
-        "repetition",
-        "repetition",
+        "repetition", "repetition",
         f"The share of a text's {REPEATED_NGRAM}-grams of tokens that occurred earlier in it; the mean over texts.",
         lambda samples: _mean_terms([repeated_share(one.token_ids) for one in samples]),
     ),
@@ -266,16 +257,10 @@ def report_lines(comparison: Comparison) -> Iterator[str]:
     yield title_line(comparison)
     yield ""
     header = ("temperature", "rule", *(metric.title for metric in _TABLE_METRICS), "tokens", "seconds")
-    rows = [
-        (
-            f"{cell.temperature:g}",
-            cell.rule.label,
-            *(number_text(cell.values[metric.name].value) for metric in _TABLE_METRICS),
-            f"{cell.tokens:,}",
-            f"{cell.seconds:.1f}",
-        )
-        for cell in comparison.cells
-    ]
+    rows = []
+    for cell in comparison.cells:
+        values = [number_text(cell.values[metric.name].value) for metric in _TABLE_METRICS]
+        rows.append((f"{cell.temperature:g}", cell.rule.label, *values, f"{cell.tokens:,}", f"{cell.seconds:.1f}"))
     yield from table(header, rows, left=2).split("\n")
     for note in missing_metric_notes(comparison):
         yield ""
@@ -433,15 +418,15 @@ def compare(
                "mass": any(spec.name == "mass" for spec in model.manifest.outputs)}  # fmt: skip
         scores = {"logprobs": 0} if has["logits"] else {}
         prepared: list[PromptRequest] = []
-        lengths, texts = [], []
+        longest, texts = 0, list[str]()
         for place, prompt in enumerate(prompts):
             limit = {} if "max_length" in prompt[2] else {"max_new_tokens": max_new_tokens}
             own = {**common, **limit, **prompt[2], **scores, "seed": prompt_seed(seed, place)}
             ids, budget = _prepare(model, prompt, own)
             prepared.append((ids, own))
-            lengths.append(len(ids) + budget)
-            is_text = isinstance(prompt[0], str)
-            texts.append(prompt[0] if is_text else model.tokenizer.decode(ids, skip_special_tokens=False))
+            longest = max(longest, len(ids) + budget)
+            text = prompt[0] if isinstance(prompt[0], str) else None
+            texts.append(model.tokenizer.decode(ids, skip_special_tokens=False) if text is None else text)
         columns = [
             (rule, temperature, {**rule.parameters, "temperature": temperature})
             for temperature in temperatures
@@ -456,7 +441,7 @@ def compare(
             f"{count_text(len(temperatures), 'temperature')}"
         )
         # exact=True: a text must not depend on the rules that ran before.
-        engine = Runner(model, rows, samples, max_length=max(lengths), exact=True)
+        engine = Runner(model, rows, samples, max_length=longest, exact=True)
         with closing(engine) as runner, progress.bar(total, "texts") as advance:
             one = {name: value for name, value in first.items() if name != "max_length"}
             one |= {"max_new_tokens": 1, "num_return_sequences": 1}
@@ -472,20 +457,11 @@ def compare(
                 cells.append(RuleTexts(rule, temperature, [list(map(_sample, found)) for found in results], seconds))
         summarise(cells)
         return Comparison(
-            folder=folder,
-            model=sha256_of(model.path / MANIFEST_NAME)[:32],
-            provider=model.provider,
-            sampler=model.sampler,
-            seed=seed,
-            samples=samples,
-            max_new_tokens=max_new_tokens,
-            ignore_eos=ignore_eos,
-            missing_outputs=[name for name in has if not has[name]],
-            rules=rules,
-            temperatures=temperatures,
-            prompts=texts,
-            cells=cells,
-        )
+            folder=folder, model=sha256_of(model.path / MANIFEST_NAME)[:32], provider=model.provider,
+            sampler=model.sampler, seed=seed, samples=samples, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos,
+            missing_outputs=[name for name in has if not has[name]], rules=rules, temperatures=temperatures,
+            prompts=texts, cells=cells,
+        )  # fmt: skip
 
 
 def _prepare(model: TopWModel, prompt: Prompt, parameters: Mapping[str, Any]) -> tuple[list[int], int]:
