@@ -18,10 +18,16 @@ from topw_deploy.errors import BenchmarkError, ParameterError
 from topw_deploy.plugins.library import library_path
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, as_float32, crop
 from topw_deploy.sampling.parameters import METRICS
-from topw_lab.bench import samplers
 from topw_lab.bench.logits import bell_logits, likely_logits, make_logits
-from topw_lab.bench.sampler import REGIMES, read_logits, run, write_empty_model
-from topw_lab.bench.samplers import compare_kept_sets, pool_neighbour_bound
+from topw_lab.bench.sampler import (
+    REGIMES,
+    compare_kept_sets,
+    pool_neighbour_bound,
+    read_logits,
+    run,
+    start,
+    write_empty_model,
+)
 
 OURS = [*(["native"] if library_path() is not None else []), "graph", "torch"]
 SMALL = ("--vocab", 300, "--hidden", 4, "--rounds", 2, "--peers", "graph,max")
@@ -34,7 +40,7 @@ def check(folder: Path, sides: list[str], regime: str, **options: Any) -> dict[s
     has_bound = options["metric"] != "uniform"
     settings = {"folder": str(folder), "cases": [parameters], "options": options, "hidden": 8,
                 "neighbour_bound": has_bound, "authors": None, "seed": 0, "threads": 1}  # fmt: skip
-    agreement: dict[str, Any] = samplers.start(settings)["check"](case=0, sides=sides)
+    agreement: dict[str, Any] = start(settings)["check"](case=0, sides=sides)
     return agreement
 
 

@@ -10,7 +10,7 @@ import click
 
 from topw_deploy.cli.options import CONTEXT, COUNT, FILE, json_file_option, option_group, quiet_option
 from topw_deploy.cli.terminal import check_output, check_picture, progress, write_report
-from topw_deploy.sampling.parameters import METRICS, TopWOptions
+from topw_deploy.sampling.parameters import METRICS
 
 if TYPE_CHECKING:
     from topw_lab.bench.sides import Report
@@ -110,15 +110,14 @@ def _python_option(flag: str, library: str) -> Callable[[Any], Any]:
 @click.option("--authors", type=_EXISTING_FILE, help="Also time this copy of the authors' logit_processor_w1.py.")
 @_python_option("--genai-python", "onnxruntime-genai")
 @_common_options(40)
-def sampler(regime: Any, temperature: Any, metric: str, alt_iters: int, **values: Any) -> None:
+def sampler(regime: Any, temperature: Any, **values: Any) -> None:
     """Time one sampling step of Top-W and of every other installed sampler on the same logits.
 
     Before timing, every implementation of Top-W must keep the same tokens as the reference.
     """
     from topw_lab.bench.sampler import run
 
-    options = TopWOptions(metric=metric, alt_iters=alt_iters)
-    _measure(run, {**values, "regimes": regime, "temperatures": temperature, "options": options})
+    _measure(run, {**values, "regimes": regime, "temperatures": temperature})
 
 
 @bench.command(name="decode", context_settings=CONTEXT)
