@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from topw_lab.bench.measure import Spread, interleave, ratio, seconds
-from topw_lab.bench.measure import this_machine as machine
+from topw_lab.bench.base import Spread, interleave, ratio, seconds
+from topw_lab.bench.base import this_machine as machine
 from topw_lab.tables import table
 
 __all__ = ["UNCOUNTED", "Spread", "interleave", "machine", "ratio", "say", "seconds", "table"]

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.common import UNCOUNTED, Spread, add_repository_to_pythonpath, interleave
-from topw_lab.bench.measure import median_interval
+from topw_lab.bench.base import median_interval
 from topw_lab.worker import Worker
 
 Times = dict[str, list[float]]  # name -> seconds by round

@@ -26,7 +26,7 @@ from topw_deploy.sampling import FLOAT32_TIES, Geometry, Ties, TopWOptions, TopW
 from topw_deploy.sampling.parameters import PRESETS
 from topw_deploy.sampling.reference import SetDistance, candidate_pool, first_maximiser, objective, warm_start
 from topw_deploy.tiny import tiny_model_path
-from topw_lab.bench.sides import load_processor
+from topw_lab.bench.base import load_processor
 
 OPTIONS: TopWOptions = PRESETS["released"][1]
 DEFAULTS: TopWParameters = PRESETS["released"][0]

@@ -20,8 +20,8 @@ from benchmarks.kv import AS_GENAI
 from benchmarks.models import CACHE, export_once, llama_50m
 from topw_deploy.cli.terminal import progress
 from topw_deploy.tiny import tiny_model_path
+from topw_lab.bench.base import Side
 from topw_lab.bench.serve import make_requests, run
-from topw_lab.bench.sides import Side
 from topw_lab.worker import Worker
 
 HERE = Path(__file__)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from topw_lab.bench.measure import Spread, interleave, median_interval, ratio
+from topw_lab.bench.base import Spread, interleave, median_interval, ratio
 from topw_lab.tables import comparison, duration, percentage, significant, table
 
 

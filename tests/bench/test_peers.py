@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.toy_model import VOCAB, Toy, export
 from topw_deploy.errors import BenchmarkError
+from topw_lab.bench.base import PEERS, load_processor
 from topw_lab.bench.decode import run
-from topw_lab.bench.sides import PEERS, load_processor
 from topw_lab.worker import Worker
 
 GENAI = """

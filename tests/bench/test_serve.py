@@ -14,8 +14,8 @@ from click.testing import Result
 from tests.support.toy_model import VOCAB, Toy, export
 from topw_deploy.errors import BenchmarkError, ManifestError, ParameterError
 from topw_deploy.runtime import TopWModel
+from topw_lab.bench.base import Side
 from topw_lab.bench.serve import ServeWorker, log_normal_lengths, make_requests, run
-from topw_lab.bench.sides import Side
 
 REQUESTS = [([5, 9, 40], 4), ([7] * 11, 1), ([8, 3], 6), ([50, 51, 52, 53], 3), ([9], 2)]
 NEW = sum(new_tokens for _, new_tokens in REQUESTS)

@@ -8,7 +8,7 @@ from topw_deploy.cli.lab import DEFAULT_RULES
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.rule_settings import read_rules, read_temperatures
 from topw_deploy.sampling.rules import RULES
-from topw_lab.bench.sides import MIN_P, TOP_K, TOP_P
+from topw_lab.bench.base import MIN_P, TOP_K, TOP_P
 
 
 @pytest.mark.parametrize(

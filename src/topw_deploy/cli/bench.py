@@ -13,7 +13,7 @@ from topw_deploy.cli.terminal import check_output, check_picture, progress, writ
 from topw_deploy.sampling.parameters import METRICS
 
 if TYPE_CHECKING:
-    from topw_lab.bench.sides import Report
+    from topw_lab.bench.base import Report
 
 _EXISTING_FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
 _EXISTING_FOLDER = click.Path(path_type=Path, file_okay=False, exists=True)

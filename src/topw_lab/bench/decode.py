@@ -26,83 +26,64 @@ from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.cache import Cache, Caches
 from topw_deploy.runtime.ort.session import OrtSession
 from topw_deploy.text import count_text
-from topw_lab.bench.measure import Spread, interleave
-from topw_lab.bench.sides import (
-    PEERS,
-    SEARCHES,
-    TOP_K,
-    TOP_P,
-    Report,
-    Side,
-    Times,
-    choose,
-    random_prompt,
-    start_workers,
-    why_no_native_library,
-)
+from topw_lab.bench import base
 from topw_lab.tables import significant
 
 ARGMAX_FILE = "argmax.onnx"
-_LABELS = {"greedy": "greedy", "top-p": f"top-p {TOP_P}", "top-k-top-p": f"top-k {TOP_K}, top-p {TOP_P}"}
+_LIBRARIES = {
+    "genai": ("onnxruntime-genai", "onnxruntime_genai",
+              "FOLDER, written by python -m onnxruntime_genai.models.builder"),
+    "optimum": ("optimum", "optimum.onnxruntime", "FOLDER, written by optimum-cli export onnx"),
+    "transformers": ("transformers", "transformers", "MODEL_DIR"),
+}  # fmt: skip
+"""Option with the model's folder -> (library, module, what to give)."""
+_GREEDY, _TOP_P = ("greedy", "greedy", None), (f"top-p {base.TOP_P}", "top-p", None)
+_PEER_SIDES: dict[str, tuple[tuple[str, str, str, str | None], ...]] = {
+    "genai": (("genai-greedy", *_GREEDY), ("genai-top-p", *_TOP_P),
+              ("genai-top-k", f"top-k {base.TOP_K}, top-p {base.TOP_P}", "top-k-top-p", None)),
+    "optimum": (("optimum-greedy", *_GREEDY), ("optimum-top-p", *_TOP_P)),
+    "transformers": (("transformers-greedy", *_GREEDY), ("transformers-top-p", *_TOP_P),
+                     ("transformers-topw", "our processor", "all", "topw"),
+                     ("transformers-authors", "authors' processor", "all", "authors")),
+}  # fmt: skip
+"""Option -> (name, label, search, logits processor) of each side."""
 _COMPARED = {"genai-top-p": "onnxruntime-genai with top-p", "transformers-authors": "the authors' code"}
 _HEADER = ("side", "ms/token (quartiles)", "ratio (quartiles)", "first token ms", "prompt tokens/s", "load s",
            "peak MiB")  # fmt: skip
 
 
-def sides(
-    folder: Path,
-    argmax: Path,
-    *,
-    transformers: Path | None = None,
-    optimum: Path | None = None,
-    optimum_python: Path | None = None,
-    genai: Path | None = None,
-    genai_python: Path | None = None,
-    authors: Path | None = None,
-) -> list[Side]:
+def sides(folder: Path, argmax: Path, **options: Path | None) -> list[base.Side]:
     """Every side, in the order of the table. argmax: the file of the side `argmax`; for the others see `run`.
 
     Raises BenchmarkError if the folder of a library is given, but the library is missing.
     """
     why_no_argmax = None if install.is_importable("onnx_ir") else f"not installed: {install.install_command('export')}"
     found = [
-        Side(name=name, label=label, kind=kind, worker=__file__, why_not=why_not,
+        base.Side(name=name, label=label, kind=kind, worker=__file__, why_not=why_not,
              settings={"folder": str(folder), "variant": variant, "argmax": str(argmax)})
         for variant, name, label, kind, why_not in (
-            ("native", "topw-native", "TopWModel, native", "ours", why_no_native_library()),
+            ("native", "topw-native", "TopWModel, native", "ours", base.why_no_native_library()),
             ("graph", "topw-graph", "TopWModel, graph", "ours", None),
             ("argmax", "argmax", "same graph, ArgMax", "yardstick", why_no_argmax),
         )
     ]  # fmt: skip
-    genai_option = "--genai FOLDER, written by python -m onnxruntime_genai.models.builder"
-    optimum_option = "--optimum FOLDER, written by optimum-cli export onnx"
-    libraries = {  # name -> (model's folder, interpreter, why it cannot run)
-        "onnxruntime-genai": (genai, genai_python, _why_not("onnxruntime_genai", genai, genai_python, genai_option)),
-        "optimum": (optimum, optimum_python, _why_not("optimum.onnxruntime", optimum, optimum_python, optimum_option)),
-        "transformers": (transformers, None, _why_not("transformers", transformers, None, "--transformers MODEL_DIR")),
-    }
-    for library, name, label, search, processor in (
-        ("onnxruntime-genai", "genai-greedy", "", "greedy", None),
-        ("onnxruntime-genai", "genai-top-p", "", "top-p", None),
-        ("onnxruntime-genai", "genai-top-k", "", "top-k-top-p", None),
-        ("optimum", "optimum-greedy", "", "greedy", None),
-        ("optimum", "optimum-top-p", "", "top-p", None),
-        ("transformers", "transformers-greedy", "", "greedy", None),
-        ("transformers", "transformers-top-p", "", "top-p", None),
-        ("transformers", "transformers-topw", "our processor", "all", "topw"),
-        *([("transformers", "transformers-authors", "authors' processor", "all", str(authors))] if authors else []),
-    ):
-        source, python, why_not = libraries[library]
-        found.append(Side(
-            name=name,
-            label=f"{library}, {label or _LABELS[search]}",
-            kind="ours" if processor == "topw" else "peer",
-            worker=PEERS,
-            settings={"task": "decode" if name.startswith("genai") else library, "folder": str(source),
-                      "search": SEARCHES[search], "processor": processor},
-            python=python,
-            why_not=why_not,
-        ))  # fmt: skip
+    authors = options.get("authors")
+    for option, (library, module, advice) in _LIBRARIES.items():
+        source, python = options.get(option), options.get(f"{option}_python")
+        why_not = _why_not(module, source, python, f"--{option} {advice}")
+        for name, label, search, processor in _PEER_SIDES[option]:
+            if processor != "authors" or authors is not None:
+                found.append(base.Side(
+                    name=name,
+                    label=f"{library}, {label}",
+                    kind="ours" if processor == "topw" else "peer",
+                    worker=base.PEERS,
+                    settings={"task": "decode" if option == "genai" else library, "folder": str(source),
+                              "search": base.SEARCHES[search],
+                              "processor": str(authors) if processor == "authors" else processor},
+                    python=python,
+                    why_not=why_not,
+                ))  # fmt: skip
     return found
 
 
@@ -128,7 +109,7 @@ def run(
     seed: int = 0,
     progress: Progress = SILENT,
     **libraries: Path | None,
-) -> Report:
+) -> base.Report:
     """Measure all sides in turn, each in its own process.
 
     folder: an exported model.
@@ -143,27 +124,26 @@ def run(
     Raises ManifestError for a folder without a decoder, ParameterError for lengths that exceed the context,
     BenchmarkError for a named side that is missing and for a side that dies.
     """
+    settings = {name: value for name, value in locals().items() if name != "progress"}
     if libraries.get("authors") and libraries.get("transformers") is None:
         raise ParameterError("the authors' processor runs in transformers; give --transformers, too.", "authors")
-    prompt = random_prompt(folder, prompt_tokens, new_tokens, seed)
-    settings = {"folder": folder, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "threads": threads,
-                "rounds": rounds, "seed": seed, **libraries}  # fmt: skip
+    prompt = base.random_prompt(folder, prompt_tokens, new_tokens, seed)
     parent = folder.resolve().parent  # weights can be hard-linked on the same file system
     scratch_parent = parent if os.access(parent, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix=".topw-bench-", dir=scratch_parent) as scratch:
         argmax = Path(scratch, ARGMAX_FILE)
-        present, absent = choose(sides(folder, argmax, **libraries), peers)
-        report = Report("decode", settings, absent, "one token after the first")
+        present, absent = base.choose(sides(folder, argmax, **libraries), peers)
+        report = base.Report("decode", settings, absent, "one token after the first")
         if any(side.name == "argmax" for side in present):
             write_argmax_model(folder, argmax.parent)
         with progress.bar(len(threads) * len(present) * (rounds + 1), "run") as advance:
             for count in threads:
-                with start_workers(present, count, progress) as workers:
+                with base.start_workers(present, count, progress) as workers:
                     calls = {
                         name: partial(worker.call, "run", prompt=prompt, new_tokens=new_tokens)
                         for name, worker in workers.items()
                     }
-                    samples = interleave(calls, rounds, seed=seed, advance=advance)
+                    samples = base.interleave(calls, rounds, seed=seed, advance=advance)
                     costs = {
                         name: {each: worker.call(each) for each in ("load_seconds", "peak_bytes")}
                         for name, worker in workers.items()
@@ -172,21 +152,21 @@ def run(
                     name: [run["rest"] / max(1, run["tokens"] - 1) for run in runs] for name, runs in samples.items()
                 }
                 title = f"{count_text(count, 'thread')}, {prompt_tokens} + {new_tokens} tokens"
-                _add_results(report, title, Times(present, per_token), samples, costs)
+                _add_results(report, title, base.Times(present, per_token), samples, costs)
     return report
 
 
 def _add_results(
-    report: Report,
+    report: base.Report,
     title: str,
-    times: Times,
+    times: base.Times,
     samples: dict[str, list[dict[str, float]]],
     costs: dict[str, dict[str, Any]],
 ) -> None:
     """Add the sides with one number of threads to the report."""
     rows = []
     for side in times.sides:
-        first, cost = Spread.of([run["first"] for run in samples[side.name]]).median, costs[side.name]
+        first, cost = base.Spread.of([run["first"] for run in samples[side.name]]).median, costs[side.name]
         rows.append((
             side.label,
             times.spread(side.name).format(1e3),
@@ -209,7 +189,7 @@ def _add_results(
     if "argmax" in times.seconds:
         finding += f", {1 / times.ratio('argmax').median:.2f}x the same graph with ArgMax"
 
-    def text(side: Side) -> str:
+    def text(side: base.Side) -> str:
         factor = "" if side.kind == "ours" else f"   {times.ratio(side.name).median:.2f}x ours"
         return f"{times.spread(side.name).median * 1e3:.2f} ms{factor}"
 

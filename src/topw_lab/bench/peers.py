@@ -148,7 +148,7 @@ def start_generate(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
 
         processors = [TopWLogitsProcessor(model)]
     elif settings["processor"] is not None:
-        from topw_lab.bench.sides import load_processor
+        from topw_lab.bench.base import load_processor
 
         # With this project's defaults, which differ from the authors'.
         table = model.get_input_embeddings().weight

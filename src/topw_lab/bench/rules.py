@@ -20,16 +20,7 @@ from topw_deploy.progress import SILENT, Progress
 from topw_deploy.runtime.rule_settings import RuleSetting
 from topw_deploy.sampling.rules import TOP_W
 from topw_deploy.text import count_text
-from topw_lab.bench.measure import Spread, interleave
-from topw_lab.bench.sides import (
-    Report,
-    Side,
-    Times,
-    choose,
-    random_prompt,
-    start_workers,
-    why_no_native_library,
-)
+from topw_lab.bench import base
 from topw_lab.tables import table
 
 _RESAMPLES = 2000
@@ -52,7 +43,7 @@ def run(
     rounds: int = 20,
     seed: int = 0,
     progress: Progress = SILENT,
-) -> Report:
+) -> base.Report:
     """Measure one model after the other, each in a process of its own.
 
     A round calls every rule at every temperature once, in random order. The n-th generation of all of them has the seed
@@ -69,22 +60,19 @@ def run(
     Raises ManifestError for a folder without a decoder, ParameterError for rules without a comparison and for a prompt
     that does not fit, BenchmarkError for a named sampler that is not available, and errors of running the models.
     """
+    settings = {name: value for name, value in locals().items() if name != "progress"}
+    settings["rules"] = [rule.label for rule in rules]
     top_w = [rule.label for rule in rules if rule.parameters["rule"] == TOP_W.name]
     if len(top_w) != 1 or len(rules) < 2:
         names = ", ".join(rule.label for rule in rules)
         raise ParameterError(f"rules is {names}, but must have top_w once and at least one other rule.", "rules")
     prompts: dict[Path, str | list[int]] = {
-        folder: prompt or random_prompt(folder, prompt_tokens, new_tokens, seed) for folder in folders
+        folder: prompt or base.random_prompt(folder, prompt_tokens, new_tokens, seed) for folder in folders
     }
-    every = [
-        Side(name="native", label="native", kind="ours", settings={}, why_not=why_no_native_library()),
-        Side(name="graph", label="graph", kind="ours", settings={}),
-    ]
-    present, absent = choose(every, samplers)
-    settings = {"rules": [rule.label for rule in rules], "temperatures": temperatures, "prompt": prompt,
-                "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "threads": threads, "rounds": rounds,
-                "seed": seed}  # fmt: skip
-    report = Report("rules", settings, absent, _AXIS)
+    reasons = {"native": base.why_no_native_library(), "graph": None}
+    every = [base.Side(name=name, label=name, kind="ours", settings={}, why_not=why) for name, why in reasons.items()]
+    present, absent = base.choose(every, samplers)
+    report = base.Report("rules", settings, absent, _AXIS)
     cells = {(rule.label, temperature): {**rule.parameters, "temperature": temperature}
              for temperature in temperatures for rule in rules}  # fmt: skip
     overheads = []
@@ -93,11 +81,11 @@ def run(
         for folder, sampler, number in ((f, side.name, n) for f in prompts for side in present for n in threads):
             title = f"{folder.resolve().name}, {sampler}, {count_text(number, 'thread')}"
             opening = {"folder": str(folder), "sampler": sampler, "prompt": prompts[folder], "new_tokens": new_tokens}
-            side = Side(name=title, label=title, kind="ours", worker=__file__, settings=opening)
-            with start_workers([side], number, progress) as workers:
+            side = base.Side(name=title, label=title, kind="ours", worker=__file__, settings=opening)
+            with base.start_workers([side], number, progress) as workers:
                 calls = {f"{label} {temperature!r}": partial(_generate, workers[title].call, parameters, count(seed))
                          for (label, temperature), parameters in cells.items()}  # fmt: skip
-                samples = interleave(calls, rounds, seed=seed, advance=advance)
+                samples = base.interleave(calls, rounds, seed=seed, advance=advance)
             overheads.append(_add_results(report, title, top_w[0], dict(zip(cells, samples.values(), strict=True))))
     header = ("model", *(f"T = {temperature:g}" for temperature in temperatures), "all", "all, to the fastest")
     report.lines += [
@@ -112,13 +100,13 @@ def _generate(call: Callable[..., Any], parameters: Mapping[str, Any], seeds: An
     return result
 
 
-def _add_results(report: Report, title: str, top_w: str, cells: Cells) -> list[str]:
+def _add_results(report: base.Report, title: str, top_w: str, cells: Cells) -> list[str]:
     """Add one model to the report. Returns its line in the table of overheads."""
     labels = list(dict.fromkeys(label for label, _ in cells))
     temperatures = list(dict.fromkeys(temperature for _, temperature in cells))
     times = {cell: [run["seconds"] for run in runs] for cell, runs in cells.items()}
     certified = {cell: fmean(run["certified"] for run in runs) for cell, runs in cells.items()}
-    shown = {cell: f"{Spread.of(times[cell]).format(1e3, 3)}, {certified[cell]:.0%}" for cell in cells}
+    shown = {cell: f"{base.Spread.of(times[cell]).format(1e3, 3)}, {certified[cell]:.0%}" for cell in cells}
     header = ("rule", *(f"T = {temperature:g}" for temperature in temperatures))
     rows = [(label, *(shown[label, temperature] for temperature in temperatures)) for label in labels]
     report.add_table(f"{title}: ms/token (quartiles), certified tokens", header, rows)
@@ -139,12 +127,14 @@ def _add_results(report: Report, title: str, top_w: str, cells: Cells) -> list[s
          "kept": fmean(run["kept"] for run in runs)}
         for cell, runs in cells.items()
     ]})  # fmt: skip
-    sides = [Side(name=label, label=label, kind="ours" if label == top_w else "peer", settings={}) for label in labels]
+    sides = [
+        base.Side(name=label, label=label, kind="ours" if label == top_w else "peer", settings={}) for label in labels
+    ]
     means = {label: np.mean([times[label, T] for T in temperatures], axis=0).tolist() for label in labels}
     value, low, high = compared["all"]
     change = f"{abs(value):.1%} {'more' if value > 0 else 'less'}"
     sentence = f"Top-W takes {change} than the mean of the other rules ({low:+.1%} to {high:+.1%})"
-    bars = Times(sides, means)
+    bars = base.Times(sides, means)
     report.panels.append(bars.panel(title, sentence, lambda side: f"{bars.spread(side.name).median * 1e3:.3f} ms"))
     percents = [f"{value * 100:+.1f} ({low * 100:+.1f} to {high * 100:+.1f})" for value, low, high in compared.values()]
     return [title, *percents[:-1], f"{percents[-1]} {fastest}"]
@@ -187,10 +177,7 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
                 f"{settings['folder']} ended after {drawn} of {new_tokens} tokens ({result.finish_reason}); give a "
                 "shorter prompt or remove the stopping parameters from its generation_config.json."
             )
-        return {
-            "seconds": result.timings.seconds_per_token,
-            "certified": result.certified_share,
-            "kept": sum(result.kept) / drawn,
-        }
+        seconds, certified = result.timings.seconds_per_token, result.certified_share
+        return {"seconds": seconds, "certified": certified, "kept": sum(result.kept) / drawn}
 
     return {"run": run}

@@ -26,23 +26,8 @@ from topw_deploy.sampling import Geometry, RuleParameters, TopWOptions, TopWPara
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.reference import FLOAT32_TIES, Crop, candidate_pool
 from topw_deploy.text import count_text
+from topw_lab.bench import base
 from topw_lab.bench.logits import Logits, make_logits
-from topw_lab.bench.measure import interleave
-from topw_lab.bench.measure import seconds as seconds_of
-from topw_lab.bench.sides import (
-    MIN_P,
-    PEERS,
-    SEARCHES,
-    TOP_K,
-    TOP_P,
-    Report,
-    Side,
-    Times,
-    choose,
-    load_processor,
-    start_workers,
-    why_no_native_library,
-)
 from topw_lab.tables import duration, significant
 
 if TYPE_CHECKING:
@@ -68,11 +53,11 @@ _SIDES: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("graph", "Top-W graph", "ours", _EXPORTER),
     ("torch", "Top-W torch, kept set only", "ours", ("torch",)),
     ("authors", "Top-W, authors' processor, kept set only", "peer", _TORCH),
-    ("hf-top-p", f"transformers top-p {TOP_P}, kept set only", "peer", _TORCH),
-    ("hf-top-k", f"transformers top-k {TOP_K}, kept set only", "peer", _TORCH),
-    ("hf-min-p", f"transformers min-p {MIN_P}, kept set only", "peer", _TORCH),
-    ("genai-top-p", f"onnxruntime-genai top-p {TOP_P}", "peer", ("onnx",)),
-    ("genai-top-k", f"onnxruntime-genai top-k {TOP_K}", "peer", ("onnx",)),
+    ("hf-top-p", f"transformers top-p {base.TOP_P}, kept set only", "peer", _TORCH),
+    ("hf-top-k", f"transformers top-k {base.TOP_K}, kept set only", "peer", _TORCH),
+    ("hf-min-p", f"transformers min-p {base.MIN_P}, kept set only", "peer", _TORCH),
+    ("genai-top-p", f"onnxruntime-genai top-p {base.TOP_P}", "peer", ("onnx",)),
+    ("genai-top-k", f"onnxruntime-genai top-k {base.TOP_K}", "peer", ("onnx",)),
     ("max", "numpy.max", "yardstick", ()),
     ("argmax", "onnxruntime ArgMax", "yardstick", ("onnx",)),
 )
@@ -98,7 +83,7 @@ def run(
     threads: int = 1,
     seed: int = 0,
     progress: Progress = SILENT,
-) -> Report:
+) -> base.Report:
     """Compare the kept sets of all implementations of Top-W with the reference's, then time all sides in turn.
 
     regimes: keys of REGIMES.
@@ -133,32 +118,32 @@ def run(
         ours = {"folder": folder, "cases": [case for _, case in cases], "hidden": hidden, "seed": seed,
                 "options": asdict(TopWOptions(metric=metric, alt_iters=alt_iters)),
                 "neighbour_bound": neighbour_bound, "authors": authors and str(authors)}  # fmt: skip
-        present, absent = choose(_sides(ours, authors is not None, genai_python), peers)
-        report = Report("sampler", settings, absent, "one step")
-        if any(side.worker == PEERS for side in present):
+        present, absent = base.choose(_sides(ours, authors is not None, genai_python), peers)
+        report = base.Report("sampler", settings, absent, "one step")
+        if any(side.worker == base.PEERS for side in present):
             write_empty_model(Path(folder, "genai"), vocab, threads)
         progress.say("Preparing logits, embeddings and sides")
-        own = [side.name for side in present if side.worker != PEERS]
+        own = [side.name for side in present if side.worker != base.PEERS]
         with (
-            start_workers(present, threads, progress) as workers,
+            base.start_workers(present, threads, progress) as workers,
             progress.bar(len(cases) * len(present) * (rounds + _WARMUP_ROUNDS), "step") as advance,
         ):
             for index, (regime, case) in enumerate(cases):
                 agreement = workers[own[0]].call("check", case=index, sides=own) if own else {"sentence": ""}
                 calls = {name: partial(workers[name].call, "time", side=name, case=index) for name in workers}
-                seconds = interleave(calls, rounds, _WARMUP_ROUNDS, seed=seed, advance=advance)
+                seconds = base.interleave(calls, rounds, _WARMUP_ROUNDS, seed=seed, advance=advance)
                 title = f"{regime}, T = {case['temperature']:g}: {vocab:,} tokens, {count_text(batch, 'sequence')}"
-                _add_results(report, title, Times(present, seconds), {"parameters": case, "agreement": agreement})
+                _add_results(report, title, base.Times(present, seconds), {"parameters": case, "agreement": agreement})
     return report
 
 
-def _sides(ours: Mapping[str, Any], has_authors: bool, genai_python: Path | None) -> list[Side]:
+def _sides(ours: Mapping[str, Any], has_authors: bool, genai_python: Path | None) -> list[base.Side]:
     """Every side. ours: settings of `start`."""
     genai = {
         "task": "sample",
         "folder": ours["folder"],
         "temperatures": [case["temperature"] for case in ours["cases"]],
-        "sides": {f"genai-{name}": search for name, search in SEARCHES.items()},
+        "sides": {f"genai-{name}": search for name, search in base.SEARCHES.items()},
     }
     no_genai = "not installed: pip install onnxruntime-genai, or give an environment's Python with --genai-python"
     has_genai = genai_python is not None or install.is_importable("onnxruntime_genai")
@@ -170,19 +155,19 @@ def _sides(ours: Mapping[str, Any], has_authors: bool, genai_python: Path | None
         if is_genai and not has_genai:
             why_not = no_genai
         if name == "native":
-            why_not = why_no_native_library() or why_not
+            why_not = base.why_no_native_library() or why_not
         if name != "authors" or has_authors:
-            worker, settings, python = (PEERS, genai, genai_python) if is_genai else (__file__, ours, None)
-            sides.append(Side(name=name, label=label, kind=kind, worker=worker, settings=settings, python=python,
+            worker, settings, python = (base.PEERS, genai, genai_python) if is_genai else (__file__, ours, None)
+            sides.append(base.Side(name=name, label=label, kind=kind, worker=worker, settings=settings, python=python,
                               why_not=why_not))  # fmt: skip
     return sides
 
 
-def _add_results(report: Report, title: str, times: Times, facts: dict[str, Any]) -> None:
+def _add_results(report: base.Report, title: str, times: base.Times, facts: dict[str, Any]) -> None:
     """Add the sides of one case to the report."""
     ours, has_yardstick = times.reference, _YARDSTICK in times.seconds
 
-    def ratio(side: Side, to: str | None = None) -> str:
+    def ratio(side: base.Side, to: str | None = None) -> str:
         return significant(times.ratio(side.name, to).median)
 
     header = ("side", "median (quartiles)", "x numpy.max", f"x {ours.label}")
@@ -197,7 +182,7 @@ def _add_results(report: Report, title: str, times: Times, facts: dict[str, Any]
     if has_yardstick:
         finding += f" ({significant(times.ratio(ours.name, _YARDSTICK).median, 2)}x one numpy.max)"
 
-    def text(side: Side) -> str:
+    def text(side: base.Side) -> str:
         return duration(times.spread(side.name).median) + (f"   {ratio(side)}x ours" if side.kind == "peer" else "")
 
     report.panels.append(times.panel(title, finding + times.comparison(_COMPARED), text))
@@ -266,8 +251,8 @@ TABLE_FILE = "table.bin"
 _BLOCK = 1024  # tokens of the embedding table that are processed at once
 _SLACK = 1e-3  # relative; far above the rounding error of float32 on random points
 _SAMPLE_SECONDS, _MOST_CALLS = 2e-3, 100  # a sample has as many calls as take this long, at most so many
-_WARPERS = {"hf-top-p": ("TopPLogitsWarper", TOP_P), "hf-top-k": ("TopKLogitsWarper", TOP_K),
-            "hf-min-p": ("MinPLogitsWarper", MIN_P)}  # fmt: skip
+_WARPERS = {"hf-top-p": ("TopPLogitsWarper", base.TOP_P), "hf-top-k": ("TopKLogitsWarper", base.TOP_K),
+            "hf-min-p": ("MinPLogitsWarper", base.MIN_P)}  # fmt: skip
 
 
 def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
@@ -317,13 +302,13 @@ class SamplerWorker:
 
     def time(self, side: str, case: int) -> float:
         """Seconds per step, over about 2 ms of steps. CPU caches are warm, as they are after a model's last matmul."""
-        return seconds_of(*self._step(side, case))
+        return base.seconds(*self._step(side, case))
 
     def _prepare_step(self, side: str, case: int) -> tuple[Call, int]:
         """A call that makes a step, and the number of calls per sample."""
         call = self._sampler(side).prepare(self.cases[case], self.logits[case])
         call()
-        return call, max(1, min(_MOST_CALLS, round(_SAMPLE_SECONDS / max(seconds_of(call), 1e-9))))
+        return call, max(1, min(_MOST_CALLS, round(_SAMPLE_SECONDS / max(base.seconds(call), 1e-9))))
 
     def check(self, case: int, sides: Sequence[str]) -> dict[str, Any]:
         """Compare kept sets with the reference's, and say so in a sentence.
@@ -415,7 +400,7 @@ class SamplerWorker:
                 "lam_fixed": case["lam"],
             }
 
-        make, table = load_processor(Path(str(self.authors))), np.asarray(self.embeddings)
+        make, table = base.load_processor(Path(str(self.authors))), np.asarray(self.embeddings)
         processor = make(table, print_params=False, print_kept=False, **parameters_of(self.cases[0]))
 
         def prepare(case: Parameters, logits: Logits) -> Call:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count, pairwise
@@ -27,8 +27,7 @@ from topw_deploy.manifest import load_decoder_manifest
 from topw_deploy.progress import SILENT, Progress
 from topw_deploy.runtime import TopWModel
 from topw_deploy.text import count_text
-from topw_lab.bench.measure import Spread, interleave
-from topw_lab.bench.sides import Report, Side, Times, choose, start_workers
+from topw_lab.bench import base
 from topw_lab.plots import Bar, Panel
 from topw_lab.tables import duration, significant
 from topw_lab.worker import Worker
@@ -47,6 +46,8 @@ Requests = list[tuple[list[int], int]]
 """(prompt, new tokens) of each request."""
 Served = dict[str, Any]
 """What a side measured, see `ServeWorker`."""
+Rounds = Mapping[str, list[Served]]
+"""What each side measured, by round."""
 
 
 def log_normal_lengths(number: int, mean: int) -> list[int]:
@@ -97,8 +98,8 @@ def run(
     rounds: int = 3,
     seed: int = 0,
     progress: Progress = SILENT,
-    others: Sequence[Side] = (),
-) -> Report:
+    others: Sequence[base.Side] = (),
+) -> base.Report:
     """Measure all sides in turn.
 
     folder: an exported model with a `static` cache.
@@ -115,57 +116,63 @@ def run(
     Raises ManifestError for a folder without a decoder, ParameterError for a request that does not fit the model,
     BenchmarkError for a named side that is missing and for a side that dies.
     """
-    settings: dict[str, Any] = {"folder": str(folder), "rows": rows, "prefill_budget": prefill_budget}
+    settings = {name: value for name, value in locals().items() if name not in ("progress", "others")}
+    engine = {"folder": str(folder), "rows": rows, "prefill_budget": prefill_budget}
     own = [
-        Side(name=name, label=label, kind=kind, worker=__file__, do=name, settings=settings)
+        base.Side(name=name, label=label, kind=kind, worker=__file__, do=name, settings=engine)
         for name, label, kind in (
             ("engine", "Engine", "ours"),
             ("one-by-one", "generate one by one", "yardstick"),
             ("static", "generate of lists", "yardstick"),
         )
     ]
-    present, absent = choose([*own, *others], peers)
+    present, absent = base.choose([*own, *others], peers)
     loads = {
         callers: make_requests(folder, max(requests, callers), prompt_tokens, new_tokens, seed)
         for callers in concurrency
     }
     has_engine = any(side.name == "engine" for side in present)
-    settings |= {"concurrency": concurrency, "threads": threads, "rounds": rounds, "seed": seed}
-    report = Report("serve", settings, absent, "all requests, or to the first text")
+    report = base.Report("serve", settings, absent, "all requests, or to the first text")
     total = len(threads) * (rounds + 1) * (len(loads) * len(present) - (1 in loads) + has_engine)
     with progress.bar(total, "run") as advance:
         for number in threads:
             name = f"{folder.resolve().name}, {count_text(number, 'thread')}"
-            with start_workers(present, number, progress) as workers:
+            with base.start_workers(present, number, progress) as workers:
                 for callers, load in loads.items():
-                    # `static` is `one-by-one` if there is a single caller.
-                    sides = [side for side in present if callers > 1 or side.name != "static"]
                     calls = {
                         side.name: partial(workers[side.name].call, side.do, requests=load, callers=callers)
-                        for side in sides
+                        for side in present
+                        if callers > 1 or side.name != "static"  # which is `one-by-one` for a single caller
                     }
-                    served = interleave(calls, rounds, seed=seed, advance=advance)
-                    _add_load(report, name, callers, load, sides, served)
+                    served = base.interleave(calls, rounds, seed=seed, advance=advance)
+                    _add_load(report, name, callers, load, present, served)
                 if has_engine:
                     measure = partial(_latencies, workers["engine"], folder, prefill_budget, count(seed))
-                    latencies = interleave({"engine": measure}, rounds, advance=advance)["engine"]
+                    latencies = base.interleave({"engine": measure}, rounds, advance=advance)["engine"]
                     _add_latencies(report, name, prefill_budget, latencies)
     return report
 
 
 def _add_load(
-    report: Report, name: str, callers: int, requests: Requests, sides: Sequence[Side], served: dict[str, list[Served]]
+    report: base.Report,
+    name: str,
+    callers: int,
+    requests: Requests,
+    sides: Sequence[base.Side],
+    served: dict[str, list[Served]],
 ) -> None:
     """Add all sides with one number of callers to the report. served: the worker's results by side and round."""
-    times = Times(sides, {side: [one["seconds"] for one in rounds] for side, rounds in served.items()})
+    times = base.Times(sides, {side: [one["seconds"] for one in rounds] for side, rounds in served.items()})
     new_tokens, reference = sum(new for _, new in requests), times.reference.name
     tokens = f"{sum(len(prompt) for prompt, _ in requests):,} prompt and {new_tokens:,} new tokens"
     title = f"{name}, {count_text(callers, 'caller')}: {count_text(len(requests), 'request')}, {tokens}"
-    waits: dict[str, dict[str, list[float] | None]] = {"first": {}, "between": {}}
-    for what, by_side in waits.items():  # median and 99th percentile in seconds, over all rounds
-        for side_name, rounds in served.items():
-            values = [value for one in rounds for value in one[what]]
-            by_side[side_name] = np.percentile(values, (50, 99)).tolist() if values else None
+
+    def percentiles(what: str, side: str) -> list[float] | None:
+        """Median and 99th percentile in seconds, over all rounds."""
+        values = [value for one in served[side] for value in one[what]]
+        return np.percentile(values, (50, 99)).tolist() if values else None
+
+    waits = {what: {side: percentiles(what, side) for side in served} for what in ("first", "between")}
 
     def rate(side: str, count: int = new_tokens) -> str:
         return significant(count / times.spread(side).median)
@@ -183,7 +190,7 @@ def _add_load(
     verb = "gets" if callers == 1 else "get"
     finding = f"{count_text(callers, 'caller')} {verb} {rate(reference)} new tokens/s{times.comparison(compared)}"
 
-    def text(side: Side) -> str:
+    def text(side: base.Side) -> str:
         factor = "" if side.name == reference else f"   {times.ratio(side.name).median:.2f}x"
         return f"{rate(side.name)} new tokens/s{factor}"
 
@@ -214,18 +221,18 @@ def _latencies(worker: Worker, folder: Path, budget: int, seeds: Iterator[int]) 
         worker.call("wait_behind_prompt", long=prompts[0], short=prompts[1], budget=most) for most in (budget, context)
     )
     return {
-        **{"chunked": chunked, "whole": whole, "read": read, "reused": reused, "long": long, "prefix": prefix},
+        "chunked": chunked, "whole": whole, "read": read, "reused": reused, "long": long, "prefix": prefix,
         **{name: streamed[name] for name in ("steady", "outside", "step")},
-    }
+    }  # fmt: skip
 
 
-def _add_latencies(report: Report, name: str, budget: int, rounds: Sequence[dict[str, float]]) -> None:
+def _add_latencies(report: base.Report, name: str, budget: int, rounds: Sequence[dict[str, float]]) -> None:
     """Add the rounds of `_latencies` to the report."""
-    spreads = {what: Spread.of([latencies[what] for latencies in rounds]) for what in rounds[0]}
+    spreads = {what: base.Spread.of([latencies[what] for latencies in rounds]) for what in rounds[0]}
     medians = {what: duration(spread.median) for what, spread in spreads.items()}
     shares = {what: spreads[what].format(100, 1) for what in ("steady", "outside")}
     sooner, faster = (
-        Spread.of([latencies[over] / latencies[under] for latencies in rounds])
+        base.Spread.of([latencies[over] / latencies[under] for latencies in rounds])
         for over, under in (("whole", "chunked"), ("read", "reused"))
     )
     long, prefix = f"{rounds[0]['long']:,}", f"{rounds[0]['prefix']:,}"
@@ -239,15 +246,14 @@ def _add_latencies(report: Report, name: str, budget: int, rounds: Sequence[dict
         f"first {prefix} are reused, {faster.format(digits=1)} times as fast.",
     ]
     report.runs.append({"title": f"{name}, latencies", "latencies": rounds})
-    labels = {
-        "chunked": f"behind {long} tokens, chunked",
-        "whole": f"behind {long} tokens, at once",
-        "reused": f"{prefix} + {SUFFIX} tokens, reused",
-        "read": f"{prefix} + {SUFFIX} tokens, read",
-    }
     bars = [
-        Bar(label, spreads[what].ends, "ours" if what in ("chunked", "reused") else "yardstick", medians[what])
-        for what, label in labels.items()
+        Bar(label, spreads[what].ends, kind, medians[what])
+        for what, kind, label in (
+            ("chunked", "ours", f"behind {long} tokens, chunked"),
+            ("whole", "yardstick", f"behind {long} tokens, at once"),
+            ("reused", "ours", f"{prefix} + {SUFFIX} tokens, reused"),
+            ("read", "yardstick", f"{prefix} + {SUFFIX} tokens, read"),
+        )
     ]
     finding = (
         f"The first text comes {significant(sooner.median, 2)}x sooner behind a prompt read in chunks, and "
@@ -307,23 +313,18 @@ class ServeWorker:
     def engine(self, requests: Requests, callers: int) -> Served:
         """Serve with `Engine`. Each caller is a thread that reads the pieces of its requests."""
         engine = self._engine(min(callers, self._rows))
-        waiting, first, between = deque(requests), list[float](), list[float]()
+        first, between = list[float](), list[float]()
         before = engine.stats()
 
-        def call(_number: int) -> None:
-            while True:
-                try:
-                    prompt, new_tokens = waiting.popleft()
-                except IndexError:
-                    return
-                sent = time.perf_counter()
-                times = self._text_times(engine, prompt, new_tokens)
-                first.append(times[0] - sent)
-                between.extend(later - earlier for earlier, later in pairwise(times))
+        def call(request: tuple[list[int], int]) -> None:
+            sent = time.perf_counter()
+            times = self._text_times(engine, *request)
+            first.append(times[0] - sent)
+            between.extend(later - earlier for earlier, later in pairwise(times))
 
         began = time.perf_counter()
         with ThreadPoolExecutor(callers) as pool:
-            list(pool.map(call, range(callers)))
+            list(pool.map(call, requests))
         seconds, after = time.perf_counter() - began, engine.stats()
         busy = after.busy_seconds - before.busy_seconds
         alone = after.steady_seconds - before.steady_seconds
