@@ -12,12 +12,10 @@ the servers left, "wrong": complaints}.
 from __future__ import annotations
 
 import atexit
-import http.client
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +23,8 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+import httpx2
 
 from tests.support.waiting import HANG, until
 
@@ -77,36 +77,22 @@ class Server:
 
     def wait(self, status: int) -> None:
         """Wait until /health has a status."""
-        until(lambda: get(self.address, "/health")[0] == status)
+        with client(self.address) as asking:
+            until(lambda: asking.get("/health").status_code == status)
 
     def counts(self, name: str) -> float:
         """A metric of the model."""
-        text = get(self.address, "/metrics")[1]
+        with client(self.address) as asking:
+            text = asking.get("/metrics").text
         return sum(float(value) for value in re.findall(rf"^topw:{name}{{.*}} (.*)$", text, re.MULTILINE))
 
 
-class Connection(http.client.HTTPConnection):
-    """A connection to a port or a Unix socket."""
-
-    def __init__(self, address: str) -> None:
-        super().__init__("127.0.0.1", int(address) if address.isdecimal() else 0, timeout=HANG)
-        self._address = address
-
-    def connect(self) -> None:
-        if self._address.isdecimal():
-            super().connect()
-            return
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(HANG)
-        self.sock.connect(self._address)
-
-
-def get(address: str, path: str) -> tuple[int, str]:
-    """Returns (status, text)."""
-    connection = Connection(address)
-    connection.request("GET", path)
-    response = connection.getresponse()
-    return response.status, response.read().decode()
+def client(address: str) -> httpx2.Client:
+    """A client of a port or a Unix socket."""
+    port = address if address.isdecimal() else "0"
+    transport = None if address.isdecimal() else httpx2.HTTPTransport(uds=address)
+    limits = httpx2.Limits(max_keepalive_connections=0)  # so that none is found closed
+    return httpx2.Client(base_url=f"http://127.0.0.1:{port}", transport=transport, timeout=HANG, limits=limits)
 
 
 class Load:
@@ -127,6 +113,10 @@ class Load:
         for thread in self._threads:
             thread.start()
 
+    def counts(self) -> dict[str, Any]:
+        begun = sum(map(bool, self.cut.values()))
+        return {"whole": len(self.answers), "cut": len(self.cut), "begun": begun, "refused": dict(self.refused)}
+
     def join(self) -> None:
         for thread in self._threads:
             thread.join(HANG)
@@ -134,49 +124,46 @@ class Load:
             self.wrong.append("a client waits for a server that is gone")
 
     def _ask(self, seed: int) -> None:
+        found = "whole"
         try:
-            while self._has_more(seed):
+            while found in ("whole", "loading"):
+                text, found = self.stream(seed)
+                if found == "whole":
+                    self.answers[seed] = text
+                elif found == "cut":
+                    self.cut[seed] = text
+                else:
+                    self.refused[found] += 1
+                    time.sleep(0.01)
                 seed += CLIENTS
         except Exception as error:  # noqa: BLE001  # whatever a client sees that is neither whole, cut nor refused
             self.wrong.append(f"seed {seed}: {error!r}")
-
-    def _has_more(self, seed: int) -> bool:
-        text, found = self.stream(seed)
-        if found == "whole":
-            self.answers[seed] = text
-        elif found == "cut":
-            self.cut[seed] = text
-        else:
-            self.refused[found] += 1
-            time.sleep(0.01)
-        return found in ("whole", "loading")
 
     def stream(self, seed: int) -> tuple[str, str]:
         """Ask for one stream. Returns (text, what became of the stream: "whole", "cut" or the error code of a 503)."""
         content = f"{seed:02} " * 27 if self._moment == "reading" else "Hi"  # the context has 96 tokens
         body = {"messages": [{"role": "user", "content": content}], "stream": True, "seed": seed, "temperature": 2.0,
                 "ignore_eos": True}  # fmt: skip
-        text, found = "", "cut"
+        text = ""
         try:
-            connection = Connection(self._address)
-            connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            if response.status == 503:
-                return "", str(json.loads(response.read())["error"]["code"])
-            assert response.status == 200, response.status
-            for line in response:
-                if not line.endswith(b"\n"):
-                    break  # cut within a line
-                if line.startswith(b"data: [DONE]"):
-                    found = "whole"
-                elif line.startswith(b"data: "):
-                    choices = json.loads(line[6:])["choices"]
-                    new = "".join(choice["delta"].get("content") or "" for choice in choices)
-                    self.begun += bool(new and not text)
-                    text += new
-        except (ConnectionError, http.client.HTTPException):
-            return text, "cut"
-        return text, found
+            with (
+                client(self._address) as asking,
+                asking.stream("POST", "/v1/chat/completions", json=body) as response,
+            ):
+                if response.status_code == 503:
+                    return "", str(json.loads(response.read())["error"]["code"])
+                assert response.status_code == 200, response.status_code
+                for line in response.iter_lines():
+                    if line == "data: [DONE]":
+                        return text, "whole"
+                    if line.startswith("data: "):
+                        choices = json.loads(line[6:])["choices"]
+                        new = "".join(choice["delta"].get("content") or "" for choice in choices)
+                        self.begun += bool(new and not text)
+                        text += new
+        except httpx2.TransportError:
+            pass
+        return text, "cut"
 
 
 def kill(server: Server, moment: str) -> Load:
@@ -227,15 +214,7 @@ def main(folder: str, scratch: Path, address: str, *moments: str) -> None:
     server.process.send_signal(signal.SIGTERM)
     if server.process.wait(HANG):
         wrong.append(f"the last server ends with {server.process.returncode}")
-    found: dict[str, Any] = {
-        moment: {
-            "whole": len(load.answers),
-            "cut": len(load.cut),
-            "begun": sum(map(bool, load.cut.values())),
-            "refused": dict(load.refused),
-        }
-        for moment, load in loads.items()
-    }
+    found = {moment: load.counts() for moment, load in loads.items()}
     sys.stdout.write(json.dumps({"clients": CLIENTS, "moments": found, "left": left, "wrong": wrong}))
     sys.stdout.flush()
     os._exit(0)

@@ -1,8 +1,8 @@
 """What commands write, killed before each of their file operations.
 
-    python -m tests.attacks.kill_writers WRITER MODEL FOLDER SHARE
+    python -m tests.attacks.kill_writers CASE MODEL FOLDER SHARE
 
-WRITER: one of WRITERS. MODEL: an exported folder, or the source of an export. SHARE: 1 for all operations, 3 for every
+CASE: one of CASES. MODEL: an exported folder, or the source of an export. SHARE: 1 for all operations, 3 for every
 third and the last ones.
 
 An audit hook counts what Python opens, renames, creates and removes beside the target, and kills the process. Children
@@ -18,7 +18,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,54 +38,27 @@ _LAST = 8  # operations, with those that put the target in place
 State = dict[str, bytes] | bytes | None
 
 
-@dataclass(frozen=True)
-class Writer:
-    """write: (model, target, which of two versions). replaces: whether the target may exist before.
-
-    hidden: the most files that a killed one leaves, which the next one removes; None: it may leave any.
-    """
-
-    write: Callable[[Path, Path, int], object]
-    replaces: bool
-    target: str = "out"
-    hidden: int | None = None
-
-
 def _export(model: Path, target: Path, version: int) -> object:
     write.EXTERNAL_ABOVE = 10_000  # writes a data file
     return export_model(model, target, verify=False, with_mass=version == 1, overwrite=target.exists())
 
 
-def _site(model: Path, target: Path, version: int) -> object:
-    return write_site(model, target, title=f"version {version}", overwrite=target.exists())
-
-
 def _sampler(_model: Path, target: Path, version: int) -> object:
-    options = TopWOptions(metric="uniform")
-    return export_sampler(
-        None, target, vocab_size=300 + version, **asdict(options), verify=False, overwrite=target.exists()
-    )
+    options = asdict(TopWOptions(metric="uniform"))
+    return export_sampler(None, target, vocab_size=300 + version, **options, verify=False, overwrite=target.exists())
 
 
-def _session(_model: Path, target: Path, version: int) -> object:
-    return write_session(target, FORM, TOKENS, states_of(5, version))
-
-
-def _triton(model: Path, target: Path, _version: int) -> object:
-    return write_repository(model, target.parent, name=target.name)
-
-
-WRITERS = {
-    "export-new": Writer(_export, False, hidden=2),
-    "export-replace": Writer(_export, True, hidden=2),
-    "web-new": Writer(_site, False),
-    "web-replace": Writer(_site, True),
-    "sampler-new": Writer(_sampler, False),
-    "sampler-replace": Writer(_sampler, True),
-    "session-new": Writer(_session, False),
-    "session-replace": Writer(_session, True),
-    "triton": Writer(_triton, False, "repository/out"),
+Write = Callable[[Path, Path, int], object]
+"""(model, target, which of two versions)"""
+WRITERS: dict[str, Write] = {
+    "export": _export,
+    "web": lambda model, target, version: write_site(model, target, title=f"{version}", overwrite=target.exists()),
+    "sampler": _sampler,
+    "session": lambda _model, target, version: write_session(target, FORM, TOKENS, states_of(5, version)),
+    "triton": lambda model, target, _version: write_repository(model, target.parent, name=target.name),
 }
+CASES = [f"{name}-{how}" for name in WRITERS for how in ("new", "replace") if (name, how) != ("triton", "replace")]
+MOST_HIDDEN = 2  # files that a killed export leaves, which the next one removes; others may leave any
 
 
 def state(path: Path) -> State:
@@ -121,15 +94,17 @@ def in_child(run: Callable[[], object]) -> int:
     return os.waitpid(child, 0)[1]
 
 
-def main(name: str, model: Path, folder: Path, share: int) -> None:
-    writer, work = WRITERS[name], folder / "work"
-    target = work / writer.target
+def main(case: str, model: Path, folder: Path, share: int) -> None:
+    name, how = case.split("-")
+    write_to, replaces, checks_hidden = WRITERS[name], how == "replace", name == "export"
+    work = folder / "work"
+    target = work / ("repository/out" if name == "triton" else "out")
 
     def prepare() -> None:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
-        if writer.replaces:
-            writer.write(model, target, 1)
+        if replaces:
+            write_to(model, target, 1)
 
     prepare()
     old = state(target)
@@ -138,7 +113,7 @@ def main(name: str, model: Path, folder: Path, share: int) -> None:
     def counted() -> None:
         numbers: list[int] = []
         watch(work, numbers.append)
-        writer.write(model, target, 0)
+        write_to(model, target, 0)
         count.write_text(str(len(numbers)))
 
     assert in_child(counted) == 0
@@ -148,7 +123,7 @@ def main(name: str, model: Path, folder: Path, share: int) -> None:
 
         def killed(stop: int = stop) -> None:
             watch(work, lambda number: number == stop and os.kill(os.getpid(), signal.SIGKILL))
-            writer.write(model, target, 0)
+            write_to(model, target, 0)
 
         if not os.WIFSIGNALED(in_child(killed)):
             wrong.append(f"{stop}: it was not killed")
@@ -160,13 +135,13 @@ def main(name: str, model: Path, folder: Path, share: int) -> None:
             beside |= {path.name for path in target.parent.iterdir()}
         if beside - {target.name, target.parent.name}:
             wrong.append(f"{stop}: left {sorted(beside)}")
-        if writer.hidden is not None and len(list(work.glob(".*"))) > writer.hidden:
+        if checks_hidden and len(list(work.glob(".*"))) > MOST_HIDDEN:
             wrong.append(f"{stop}: left {os.listdir(work)}")
-        if found == new and not writer.replaces:
+        if found == new and not replaces:
             continue
-        if in_child(lambda: writer.write(model, target, 0)) or state(target) != new:
+        if in_child(lambda: write_to(model, target, 0)) or state(target) != new:
             wrong.append(f"{stop}: the next one fails")
-        elif writer.hidden is not None and list(work.glob(".*")):
+        elif checks_hidden and list(work.glob(".*")):
             wrong.append(f"{stop}: the next one leaves {os.listdir(work)}")
     sys.stdout.write(json.dumps({"operations": operations, "wrong": wrong}))
 

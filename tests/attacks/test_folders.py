@@ -54,11 +54,12 @@ def point_outside(location: str, offset: str = "0", length: str = "16") -> Chang
     return change
 
 
-def set_shape(*sizes: int) -> Change:
-    """Change the sizes of an initializer that the graph uses."""
+def set_shape(*sizes: int, external: bool = False) -> Change:
+    """Change the sizes of an initializer that the graph uses. external: one in another file."""
 
     def change(model: onnx.ModelProto) -> None:
-        tensor = next(each for each in model.graph.initializer if each.dims)
+        found = (each for each in model.graph.initializer if each.dims)
+        tensor = next(each for each in found if (each.data_location == TensorProto.EXTERNAL) == external)
         del tensor.dims[:]
         tensor.dims.extend(sizes)
 
@@ -259,21 +260,25 @@ def test_a_bomb_in_another_file_is_refused(folder: Path, name: str, content: byt
         TopWModel.from_pretrained(folder, provider="cpu")
 
 
-@pytest.mark.parametrize("content", BOMBS.values(), ids=BOMBS)
-def test_a_stamp_that_is_a_bomb_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "gpu.json").write_bytes(content)
-    with refused(TensorRTError, "is not an engine's stamp|more than 1048576 bytes"):
-        read_stamp(tmp_path / "gpu.json")
+STAMPS = {
+    **{name: (content, "is not an engine's stamp|more than 1048576 bytes") for name, content in BOMBS.items()},
+    **{
+        f"the file {name!r}": (
+            json.dumps({"format_version": 1, "engine": name}).encode(),
+            r"matching regex .* - at `\$.engine`",
+        )
+        for name in ("../gpu.engine", "/tmp/gpu.engine", "..engine", "gpu.engine\n", "gpu.so", "")
+    },
+    "a terabyte": (None, "more than 1048576 bytes"),
+}
 
 
-def test_a_stamp_of_a_terabyte_is_not_read(tmp_path: Path) -> None:
-    sparse(tmp_path / "gpu.json", 1 << 40)
-    with refused(TensorRTError, "more than 1048576 bytes"):
-        read_stamp(tmp_path / "gpu.json")
-
-
-@pytest.mark.parametrize("name", ["../gpu.engine", "/tmp/gpu.engine", "..engine", "gpu.engine\n", "gpu.so", ""])
-def test_a_stamp_that_names_another_file_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / "gpu.json").write_text(json.dumps({"format_version": 1, "engine": name}))
-    with refused(TensorRTError, r"matching regex .* - at `\$.engine`"):
+@pytest.mark.parametrize("name", STAMPS)
+def test_a_stamp_that_is_a_bomb_or_names_another_file_is_refused(tmp_path: Path, name: str) -> None:
+    content, reason = STAMPS[name]
+    if content is None:
+        sparse(tmp_path / "gpu.json", 1 << 40)
+    else:
+        (tmp_path / "gpu.json").write_bytes(content)
+    with refused(TensorRTError, reason):
         read_stamp(tmp_path / "gpu.json")

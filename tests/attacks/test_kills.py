@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,10 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.attacks.kill_writers import WRITERS
-from tests.engine.test_session_file import FORM, TOKENS, states_of
+from tests.attacks.kill_writers import CASES
 from tests.support.samples import broad
-from topw_deploy.engine.session_file import read_session, write_session
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and limits the size of files")
 
@@ -32,8 +29,8 @@ def run_worker(name: str, *arguments: object) -> dict[str, Any]:
     return found
 
 
-EXPORTS = [name for name in WRITERS if name.startswith("export")]
-OTHERS = [name for name in WRITERS if name not in EXPORTS]
+EXPORTS = [name for name in CASES if name.startswith("export")]
+OTHERS = [name for name in CASES if name not in EXPORTS]
 
 
 def check_kills(name: str, model: Path, folder: Path, share: int, least: int) -> None:
@@ -63,47 +60,6 @@ def test_what_a_command_writes_is_old_or_new_when_it_is_killed_before_any_file_o
     whole: Path, tmp_path: Path, name: str, share: int
 ) -> None:
     check_kills(name, whole, tmp_path, share, 2)
-
-
-KILLED = """
-import os, resource, signal, sys
-from tests.attacks.kill_writers import WRITERS
-from tests.engine.test_session_file import FORM, TOKENS, states_of, write_session
-signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # the kernel ends the process at the limit
-for size in map(int, sys.argv[2:]):
-    child = os.fork()
-    if child == 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-        write_session(sys.argv[1], FORM, TOKENS, states_of(5, 1))
-        os._exit(0)
-    print(size, os.waitpid(child, 0)[1], flush=True)
-    for name in os.listdir(os.path.dirname(sys.argv[1])):
-        if name != "session":
-            assert name.startswith(".session-"), name
-            os.unlink(os.path.join(os.path.dirname(sys.argv[1]), name))
-    print(open(sys.argv[1], "rb").read().hex(), flush=True)
-"""
-
-
-@pytest.mark.parametrize("step", [pytest.param(97, marks=pytest.mark.slow), broad(1)])
-def test_a_session_killed_after_any_number_of_bytes_leaves_the_old_file(tmp_path: Path, step: int) -> None:
-    """Before the rename at fsync and at the rename: tests/engine/test_session_file.py."""
-    path = tmp_path / "session"
-    size = write_session(path, FORM, TOKENS, states_of(5)).bytes
-    before = path.read_bytes()
-    sizes = [*range(0, size, step), size - 1]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", KILLED, str(path), *map(str, sizes)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = done.stdout.split("\n")
-    for number, limit in enumerate(sizes):
-        assert lines[2 * number] == f"{limit} {signal.SIGXFSZ.value}"
-        assert lines[2 * number + 1] == before.hex()
-    assert read_session(path, FORM)[0].tolist() == TOKENS.tolist()
-    write_session(path, FORM, TOKENS, states_of(5, 1))  # as the next try does
-    assert path.read_bytes() != before
 
 
 @pytest.mark.long

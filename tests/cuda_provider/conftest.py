@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -14,6 +15,7 @@ import pytest
 
 from tests.plugins.cuda import tools
 from tests.support.cuda_kernel import CUDA_SOURCES, compiled
+from tests.support.tiny_models import export, write_checkpoint
 from topw_deploy.plugins import compile_native, nvcc
 
 from .make_stand_in import make
@@ -22,6 +24,7 @@ HERE = Path(__file__).parent
 SOURCE = Path(compile_native.__file__).parents[2]
 Generate = Callable[..., dict[str, Any]]
 Run = Callable[..., dict[str, Any]]
+Folder = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
@@ -100,3 +103,16 @@ def generate(run: Run) -> Generate:
         return run("worker.py", folder, chosen, json.dumps(list(requests)), native=native)
 
     return answer
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """(family, **export arguments) -> the folder, exported once."""
+
+    @functools.cache
+    def find(family: str, **settings: Any) -> Path:
+        root = tmp_path_factory.mktemp("exported")
+        export(write_checkpoint(root / "checkpoint", family), root / "out", **settings)
+        return root / "out"
+
+    return find

@@ -5,46 +5,22 @@ The outputs of decoders are not checked, because the provider's kernels do nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.samples import broad
-from tests.support.tiny_models import export, write_checkpoint
 
-from .conftest import Generate
+from .conftest import Folder, Generate
 
 pytestmark = pytest.mark.long
 
-Folder = Callable[..., Path]
 PROMPTS = [[1, 5, 6, 7, 9], [1, 8]]
 REQUESTS: list[dict[str, Any]] = [
     {"prompt": PROMPTS, "max_new_tokens": 12, "seed": seed, "temperature": 1.5, "lam": 0.1, "ignore_eos": True}
     for seed in (3, 4, 3)
 ]
 GRAPHS = {"provider_options": {"enable_cuda_graph": "1"}}
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """(family, **export arguments) -> the folder, exported once."""
-    made: dict[str, Path] = {}
-
-    def find(family: str, **settings: Any) -> Path:
-        key = f"{family}{settings}"
-        if key not in made:
-            root = tmp_path_factory.mktemp("exported")
-            export(write_checkpoint(root / "checkpoint", family), root / "out", **settings)
-            made[key] = root / "out"
-        return made[key]
-
-    return find
-
-
-def operators(found: dict[str, Any]) -> set[str]:
-    return {operator for operator, _ in found["cpu_nodes"]}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import pytest
 from tests.support.samples import slow
 from tests.support.toy_model import Toy, export
 from tests.support.waiting import HANG, set_when
-from topw_deploy.engine import Engine, worker
+from topw_deploy.engine import Engine, Request
 from topw_deploy.engine.batch import Batch
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import TopWOptions
@@ -31,6 +30,13 @@ NewEngine = Callable[..., Engine]
 
 HOT: dict[str, Any] = {"temperature": 2.5, "lam": 0.2, "ignore_eos": True}
 """Parameters with which draws vary, and requests use all their new tokens."""
+SYSTEM = list(range(10, 40))
+A_ROW = 2 * (8 + 16) * 4  # bytes of a token of the toy
+
+
+def ask(engine: Engine | TopWModel, prompt: list[int], new: int = 5, **more: Any) -> Any:
+    given = {"max_new_tokens": new, "seed": 3, **HOT, **more}
+    return engine.submit(prompt, **given).result(60) if isinstance(engine, Engine) else engine.generate(prompt, **given)
 
 
 class Gate:
@@ -52,6 +58,12 @@ class Gate:
         assert self.opened.wait(HANG)
         return False
 
+    def hold(self, engine: Engine, prompt: Any, **given: Any) -> Request:
+        """Submit a request, and wait until it is held."""
+        request = engine.submit(prompt, stopping_criteria=self, **given)
+        assert self.reached.wait(HANG)
+        return request
+
     def open_at_message(self, engine: Engine) -> None:
         """Open the gate as soon as a caller posts to the engine's thread, which the gate holds."""
         assert self.reached.wait(HANG)
@@ -65,26 +77,6 @@ def gate() -> Iterator[Gate]:
     gate = Gate()
     yield gate
     gate.opened.set()
-
-
-class WatchedQueue(SimpleQueue):
-    """An engine's inbox. idle: set while the engine's thread waits for a posted function."""
-
-    def __init__(self) -> None:
-        self.idle = threading.Event()
-
-    def get(self, *arguments: Any, **options: Any) -> Any:
-        if self.empty():
-            self.idle.set()
-        found = super().get(*arguments, **options)
-        self.idle.clear()
-        return found
-
-
-@pytest.fixture
-def watched_inbox(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the inbox of each new engine a WatchedQueue."""
-    monkeypatch.setattr(worker, "SimpleQueue", WatchedQueue)
 
 
 @pytest.fixture(scope="session")

@@ -18,16 +18,6 @@ async def until_idle(engine: Engine) -> None:
     await until_async(lambda: engine.stats().in_use == engine.stats().queued == 0)
 
 
-def test_tasks_share_the_engine(model: TopWModel, engine_of: NewEngine) -> None:
-    engine = engine_of(model, max_batch=3)
-    given: list[dict[str, Any]] = [{"prompt": "a" * (n + 1), "max_new_tokens": 5 * n + 1, "seed": n} for n in range(8)]
-
-    async def main() -> list[Any]:
-        return await asyncio.gather(*(engine.generate(**one, **HOT) for one in given))
-
-    assert asyncio.run(main()) == [model.generate(**one, **HOT) for one in given]
-
-
 def test_streams_of_several_tasks_give_the_text_that_each_request_draws_alone(
     model: TopWModel, engine_of: NewEngine
 ) -> None:
@@ -48,39 +38,23 @@ def test_streams_of_several_tasks_give_the_text_that_each_request_draws_alone(
         assert result == model.generate("ab", seed=seed, max_new_tokens=20, stop_strings=stops, **HOT)
 
 
-def test_cancelling_a_task_cancels_its_request(model: TopWModel, engine_of: NewEngine) -> None:
-    engine = engine_of(model, max_batch=1)
-    gate = Gate()
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_cancelled_task_or_stream_cancels_its_request(model: TopWModel, engine_of: NewEngine, streams: bool) -> None:
+    engine, gate = engine_of(model, max_batch=1), Gate()
+    given: dict[str, Any] = {"prompt": "a", "max_new_tokens": 90, **HOT}
 
     async def main() -> None:
-        task = asyncio.create_task(engine.generate("a", stopping_criteria=gate, max_new_tokens=90, **HOT))
+        call = engine.stream if streams else engine.generate
+        running: Any = call(stopping_criteria=gate, **given)
+        task = asyncio.ensure_future(anext(running) if streams else running)
         await until_async(gate.reached.is_set)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         gate.opened.set()
         await until_idle(engine)
-
-    asyncio.run(main())
-    assert engine.stats().new_tokens < 90
-    assert engine.stats().ended == 1
-
-
-def test_leaving_a_stream_cancels_its_request(model: TopWModel, engine_of: NewEngine) -> None:
-    engine = engine_of(model, max_batch=1)
-    gate = Gate()
-
-    async def main() -> None:
-        stream = engine.stream("a", stopping_criteria=gate, max_new_tokens=90, **HOT)
-        reading = asyncio.ensure_future(stream.__anext__())
-        await until_async(gate.reached.is_set)
-        reading.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reading
-        gate.opened.set()
-        await until_idle(engine)
-        async for _ in engine.stream("a", max_new_tokens=90, **HOT):
-            break
+        async for _ in engine.stream(**given):
+            break  # leaves it
         await until_idle(engine)
 
     asyncio.run(main())

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.conftest import HOT
+from tests.engine.conftest import HOT, ask
 from tests.support.tiny_models import VOCAB, export, make_model, write_tokenizer
 from topw_deploy.engine import Engine
 from topw_deploy.runtime import GenerationResult, TopWModel
@@ -34,11 +34,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TopWMode
 
 @pytest.fixture(scope="module")
 def model(exported: Callable[..., TopWModel]) -> TopWModel:
-    return exported()
-
-
-def ask(engine: Engine, prompt: list[int]) -> GenerationResult:
-    return engine.submit(prompt, max_new_tokens=20, seed=1, **HOT).result(60)
+    return exported(dtype="fp32")
 
 
 def reused_and_fresh(model: TopWModel, *, exact: bool) -> list[tuple[GenerationResult, GenerationResult]]:
@@ -49,25 +45,21 @@ def reused_and_fresh(model: TopWModel, *, exact: bool) -> list[tuple[GenerationR
         prompt = rng.integers(3, VOCAB, int(rng.integers(20, 100))).tolist()
         with Engine(model, max_batch=1, prefill_budget=16, exact=exact) as engine:
             for turn in range(3):
-                again = ask(engine, prompt)
+                again = ask(engine, prompt, 20)
                 with Engine(model, max_batch=1, prefill_budget=16, exact=exact) as fresh:
                     if turn:
-                        found.append((again, ask(fresh, prompt)))
+                        found.append((again, ask(fresh, prompt, 20)))
                 prompt += [*again.token_ids, 5, 6]
     assert all(again.cached_tokens >= 16 > fresh.cached_tokens == 0 for again, fresh in found)
     return found
 
 
-def test_exact_reuse_changes_no_bit(model: TopWModel) -> None:
-    for again, fresh in reused_and_fresh(model, exact=True):
-        assert (again.token_ids, again.logprobs) == (fresh.token_ids, fresh.logprobs)
-
-
-def test_reuse_without_exact_rounds_differently_and_draws_the_same(model: TopWModel) -> None:
-    """Shows that the test above can fail."""
-    found = reused_and_fresh(model, exact=False)
+@pytest.mark.parametrize("exact", [True, False])
+def test_reuse_draws_the_same_tokens_and_with_exact_the_same_bits(model: TopWModel, exact: bool) -> None:
+    """Without `exact` some bits differ, which shows that the test can fail."""
+    found = reused_and_fresh(model, exact=exact)
     assert [again.token_ids for again, _ in found] == [fresh.token_ids for _, fresh in found]
-    assert any(again.logprobs != fresh.logprobs for again, fresh in found)
+    assert all(again.logprobs == fresh.logprobs for again, fresh in found) is exact
 
 
 def together_and_one_by_one(model: TopWModel, **options: Any) -> list[tuple[GenerationResult, GenerationResult]]:
@@ -92,16 +84,10 @@ def together_and_one_by_one(model: TopWModel, **options: Any) -> list[tuple[Gene
         return list(zip(together, [engine.submit(**one).result(60) for one in given], strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "int4"}, {"dtype": "int8"}], ids=["float32", "int4", "int8"])
+@pytest.mark.parametrize(("dtype", "exact"), [("fp32", True), ("int8", True), ("int4", True), ("int4", False)])
 def test_exact_results_do_not_depend_on_what_runs_beside_them(
-    exported: Callable[..., TopWModel], options: dict[str, Any]
+    exported: Callable[..., TopWModel], dtype: str, exact: bool
 ) -> None:
-    for busy, alone in together_and_one_by_one(exported(**options), exact=True):
-        assert (busy.token_ids, busy.logprobs) == (alone.token_ids, alone.logprobs)
-
-
-def test_results_without_exact_depend_on_the_number_of_rows(exported: Callable[..., TopWModel]) -> None:
-    """Kernels for 4-bit weights round by the number of rows. Shows that the test above can fail."""
-    assert any(
-        busy.logprobs != alone.logprobs for busy, alone in together_and_one_by_one(exported(dtype="int4"), exact=False)
-    )
+    """Kernels for 4-bit weights round by the number of rows, which shows that the test can fail."""
+    found = together_and_one_by_one(exported(dtype=dtype), exact=exact)
+    assert all((busy.token_ids, busy.logprobs) == (alone.token_ids, alone.logprobs) for busy, alone in found) is exact

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 
 from tests.engine.conftest import Gate
 from tests.support.toy_model import Toy, export
-from tests.support.waiting import HANG, until_async
 from topw_deploy.engine import Engine
-from topw_deploy.engine.waiting import HOLD
 
 pytestmark = pytest.mark.slow  # imports FastAPI
 
@@ -95,93 +92,23 @@ def test_extracted_fields_match_their_schema(run: Callable[[str], tuple[dict[str
     assert complete
 
 
-class Client:
-    """A caller of an ASGI application, which may disconnect."""
-
-    def __init__(self, app: Any, prompt: str, **given: Any) -> None:
-        self._body = json.dumps({"prompt": prompt, **given}).encode()
-        self.app, self.gone, self.sent = app, asyncio.Event(), asyncio.Event()
-        self.status, self.content = 0, b""
-
-    async def call(self) -> None:
-        scope = {
-            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
-            "path": "/generate", "raw_path": b"/generate", "query_string": b"", "root_path": "", "scheme": "http",
-            "headers": [(b"content-type", b"application/json")], "client": ("1.2.3.4", 5), "server": ("a", 80),
-            "app": self.app, "state": {},
-        }  # fmt: skip
-        await self.app(scope, self._receive, self._send)
-
-    async def _receive(self) -> dict[str, Any]:
-        if self._body is not None:
-            body, self._body = self._body, None  # type: ignore[assignment]
-            return {"type": "http.request", "body": body, "more_body": False}
-        await self.gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message: dict[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-        else:
-            self.content += message.get("body", b"")
-            self.sent.set()
-            await asyncio.sleep(0)
-
-
-def outlast_hold(ids: Any) -> bool:
-    """A stopping criterion that takes HOLD seconds, so that the tokens of each step are delivered after the step."""
-    time.sleep(HOLD)
-    return False
-
-
-async def use_app(app: Any, use: Callable[[Engine], Any]) -> None:
-    async with app.router.lifespan_context(app):
-        await use(app.state.engine)
-
-
-def test_a_server_streams_and_answers_errors(run: Callable[[str], tuple[dict[str, Any], str]]) -> None:
+def test_a_server_answers_and_refuses(run: Callable[[str], tuple[dict[str, Any], str]]) -> None:
     names, _ = run("An HTTP server")
-    app, model = names["app"], names["model"]
-
-    async def use(engine: Engine) -> None:
-        answered, wrong, refused = Client(app, "abc", max_new_tokens=9), Client(app, "x" * 200), Client(app, "abc")
-        await answered.call()
-        assert (answered.status, answered.content.decode()) == (
-            200,
-            model.generate("abc", max_new_tokens=9, seed=0).text,
-        )
-        await wrong.call()
-        assert (wrong.status, "200" in wrong.content.decode()) == (400, True)
-        gate = Gate()
-        running = [engine.submit("a", max_new_tokens=9, stopping_criteria=gate)]
-        running += [engine.submit("a", max_new_tokens=9) for _ in range(39)]
-        await refused.call()
-        assert (refused.status, "room for only 40" in refused.content.decode()) == (503, True)
-        gate.opened.set()
-
+    app, model, gate = names["app"], names["model"], Gate()
     model.defaults["temperature"] = 0.0  # the same text whatever the seed
-    asyncio.run(use_app(app, use))
+    with TestClient(app) as client:
 
+        def post(prompt: str, **given: Any) -> tuple[int, str]:
+            answer = client.post("/generate", json={"prompt": prompt, **given})
+            return answer.status_code, answer.text
 
-def test_a_client_that_disconnects_cancels_its_request(run: Callable[[str], tuple[dict[str, Any], str]]) -> None:
-    names, _ = run("An HTTP server")
-    app = names["app"]
-
-    async def use(engine: Engine) -> None:
-        client = Client(app, "abc", max_new_tokens=90)
-        joined, held = Gate(), Gate(after=40)
-        beside = engine.submit("a", max_new_tokens=90, ignore_eos=True, stopping_criteria=[joined, outlast_hold, held])
-        await until_async(joined.reached.is_set)
-        task = asyncio.create_task(client.call())
-        await until_async(engine._worker._inbox.qsize)
-        joined.opened.set()
-        await asyncio.wait_for(client.sent.wait(), HANG)
-        client.gone.set()
-        await asyncio.wait_for(task, HANG)
-        await until_async(lambda: engine._worker._inbox.qsize() or engine.stats().in_use == 1)
-        held.opened.set()
-        await until_async(lambda: beside.done)
-        assert client.status == 200
-        assert engine.stats().new_tokens <= 90 + 42
-
-    asyncio.run(use_app(app, use))
+        assert post("abc", max_new_tokens=9) == (200, model.generate("abc", max_new_tokens=9, seed=0).text)
+        status, text = post("x" * 200)
+        assert (status, "200" in text) == (400, True)
+        engine: Engine = app.state.engine
+        engine.submit("a", max_new_tokens=9, stopping_criteria=gate)
+        for _ in range(39):
+            engine.submit("a", max_new_tokens=9)
+        status, text = post("abc")
+        assert (status, "room for only 40" in text) == (503, True)
+        gate.opened.set()

@@ -51,8 +51,7 @@ def test_a_failing_step_fails_its_requests_and_no_others(
     model: TopWModel, engine_of: NewEngine, gate: Gate, faults: Faults
 ) -> None:
     engine = engine_of(model, max_batch=2)
-    gated = engine.submit("a", max_new_tokens=9, stopping_criteria=gate, seed=1, **HOT)
-    assert gate.reached.wait(60)
+    gated = gate.hold(engine, "a", max_new_tokens=9, seed=1, **HOT)
     beside = engine.submit("b", max_new_tokens=9, seed=2, **HOT)
     later = engine.submit("c", max_new_tokens=9, seed=3, **HOT)
     faults.wanted = lambda step, columns: bool(step) and engine._scheduler.width == 2
@@ -88,19 +87,6 @@ def test_sequences_of_one_request_fail_together_and_once(
     assert (engine.stats().failed, engine.stats().ended) == (2, 7)
 
 
-def test_a_failing_prompt_fails_one_request(model: TopWModel, engine_of: NewEngine, gate: Gate, faults: Faults) -> None:
-    engine = engine_of(model, max_batch=2, prefill_budget=10)
-    beside = engine.submit("a", max_new_tokens=9, stopping_criteria=gate, seed=1, **HOT)
-    assert gate.reached.wait(60)
-    faults.wanted = lambda step, columns: step is None and columns == 10
-    failing = engine.submit([7] * 25, n=2, **HOT)
-    gate.opened.set()
-    with pytest.raises(GenerationError, match="no memory"):
-        failing.result(60)
-    assert [part.finish_reason for part in failing.results()] == ["error", "error"]
-    assert beside.result(60) == model.generate("a", max_new_tokens=9, seed=1, **HOT)
-
-
 def test_invalid_logits_fail_their_request_only(load: Any, engine_of: NewEngine) -> None:
     toy = Toy.random(0)
     toy.follow[byte_ids("!")[0]] = np.nan  # after this token
@@ -117,17 +103,6 @@ def test_invalid_logits_fail_their_request_only(load: Any, engine_of: NewEngine)
         assert late.results()[0].token_ids == byte_ids("!")
         alone = model.generate("ab", max_new_tokens=30, seed=1, suppress_tokens=byte_ids("!"), **HOT)
         assert good.result(60) == alone
-
-
-def test_a_row_whose_states_were_not_finite_serves_the_next_request(load: Any, engine_of: NewEngine) -> None:
-    """This graph multiplies masked slots by zero, as standard operators do, and 0 * NaN is NaN."""
-    toy = Toy.random(0)
-    toy.features[byte_ids("!")[0]] = np.nan
-    model = load(toy, form="scatter")
-    engine = engine_of(model, max_batch=1)
-    with pytest.raises(LogitsError):
-        engine.submit("abcd!", max_new_tokens=9).result(60)
-    assert engine.submit("ab", max_new_tokens=2, seed=1).result(60) == model.generate("ab", max_new_tokens=2, seed=1)
 
 
 def test_an_error_of_a_caller_fails_only_its_request(model: TopWModel, engine_of: NewEngine) -> None:

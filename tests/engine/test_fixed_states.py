@@ -8,21 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.conftest import HOT, NewEngine
+from tests.engine.conftest import HOT, SYSTEM, NewEngine, ask
 from tests.support.hybrid_models import make_hybrid
 from tests.support.tiny_models import export, make_model, write_tokenizer
 from topw_deploy.engine import Engine
 from topw_deploy.engine.prefixes import Snapshots
 from topw_deploy.errors import GenerationError
-from topw_deploy.runtime import GenerationResult, TopWModel
+from topw_deploy.runtime import TopWModel
 
 pytestmark = pytest.mark.slow
 
 # Convolutions, a window, delta rules (all with attention to all tokens), and no attention at all.
 FAMILIES = {"lfm2": {}, "gemma3": {}, "qwen3_next": {}, "mamba2": {"target": "tensorrt", "max_length": 128}}
-SYSTEM = list(range(10, 40))
-
-
 ALWAYS = ("lfm2",)  # the others in CI
 
 
@@ -40,22 +37,28 @@ def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return TopWModel.from_pretrained(folder / "out", provider="cpu", intra_op_num_threads=1)
 
 
-def ask(engine: Engine | TopWModel, prompt: list[int], new: int = 5, **more: Any) -> GenerationResult:
-    given = {"max_new_tokens": new, "seed": 3, **HOT, **more}
-    return engine.submit(prompt, **given).result(60) if isinstance(engine, Engine) else engine.generate(prompt, **given)
-
-
-def test_prompts_with_one_beginning_reuse_its_chunks(hybrid: TopWModel, engine_of: NewEngine) -> None:
-    engine = engine_of(hybrid, max_batch=2, prefill_budget=8, prefix_bytes=10**7)
-    cached = []
-    for end in ([60, 61], [70, 71], [80, 81, 82]):
-        prompt = [*SYSTEM, *end]
-        found = ask(engine, prompt)
-        assert found.token_ids == ask(hybrid, prompt).token_ids
-        cached.append(found.cached_tokens)
-    assert cached == [0, 24, 24]
-    again = ask(engine, [*SYSTEM, 60, 61], reuse_prefix=False)
-    assert (again.cached_tokens, again.token_ids) == (0, ask(hybrid, [*SYSTEM, 60, 61]).token_ids)
+@pytest.mark.parametrize(
+    ("options", "ends", "cached"),
+    [
+        ({"prefill_budget": 8, "prefix_bytes": 10**7}, ([60, 61], [70, 71], [80, 81, 82]), [0, 24, 24]),
+        # For example, a template leaves the reasoning of an answer out of the next prompt.
+        ({"prefill_budget": 64, "prefix_bytes": 10**7}, ([], [77, 78, 79]), [0, 30]),
+        ({"prefill_budget": 8}, ([60], [70]), [0, 0]),  # without host memory, only whole sequences are reused
+    ],
+    ids=["chunks", "another answer", "no host memory"],
+)
+def test_prompts_with_one_beginning_reuse_what_is_stored(
+    hybrid: TopWModel, engine_of: NewEngine, options: dict[str, int], ends: tuple[list[int], ...], cached: list[int]
+) -> None:
+    engine = engine_of(hybrid, max_batch=2, **options)
+    found = [ask(engine, [*SYSTEM, *end]) for end in ends]
+    alone = [ask(hybrid, [*SYSTEM, *end]) for end in ends]
+    assert [result.token_ids for result in found] == [result.token_ids for result in alone]
+    assert [result.cached_tokens for result in found] == cached
+    again = ask(engine, [*SYSTEM, *ends[0]], reuse_prefix=False)
+    assert (again.cached_tokens, again.token_ids) == (0, alone[0].token_ids)
+    turn = [*SYSTEM, *ends[-1], *alone[-1].token_ids, 5]
+    assert ask(engine, turn).cached_tokens == len(turn) - 2
 
 
 def test_a_chunk_ends_where_a_prompt_first_differs_from_another(
@@ -69,23 +72,6 @@ def test_a_chunk_ends_where_a_prompt_first_differs_from_another(
     assert chunks == [(0, 32), (0, 30), (30, 32), (30, 33)]
 
 
-def test_another_answer_continues_after_the_prompt(hybrid: TopWModel, engine_of: NewEngine) -> None:
-    """For example, a template leaves the reasoning of an answer out of the next prompt."""
-    engine = engine_of(hybrid, max_batch=1, prefill_budget=64, prefix_bytes=10**7)
-    ask(engine, SYSTEM)
-    other = [*SYSTEM, 77, 78, 79]
-    found = ask(engine, other)
-    assert (found.token_ids, found.cached_tokens) == (ask(hybrid, other).token_ids, 30)
-
-
-def test_a_repeated_turn_continues_after_the_previous_one(hybrid: TopWModel, engine_of: NewEngine) -> None:
-    engine = engine_of(hybrid, max_batch=1, prefill_budget=64, prefix_bytes=10**7)
-    turn = [*SYSTEM, *ask(engine, SYSTEM).token_ids, 50, 51]
-    for _ in range(2):
-        found = ask(engine, turn)
-        assert (found.token_ids, found.cached_tokens) == (ask(hybrid, turn).token_ids, 34)
-
-
 def test_two_chats_that_share_a_row_continue_after_all_that_they_read(hybrid: TopWModel, engine_of: NewEngine) -> None:
     """The second prompt shares 29 tokens with the first."""
     engine = engine_of(hybrid, max_batch=1, prefill_budget=8, prefix_bytes=10**7)
@@ -96,12 +82,6 @@ def test_two_chats_that_share_a_row_continue_after_all_that_they_read(hybrid: To
             assert found.token_ids == ask(hybrid, prompt, 6).token_ids
             assert found.cached_tokens == (30 + 8 * turn - 3 if turn else 24 * chat)
             prompts[chat] = [*prompt, *found.token_ids, 50, 51]
-
-
-def test_without_host_memory_only_whole_sequences_are_reused(hybrid: TopWModel, engine_of: NewEngine) -> None:
-    engine = engine_of(hybrid, max_batch=2, prefill_budget=8)
-    assert [ask(engine, [*SYSTEM, end]).cached_tokens for end in (60, 70)] == [0, 0]
-    assert ask(engine, [*SYSTEM, 60, *ask(hybrid, [*SYSTEM, 60]).token_ids, 5]).cached_tokens == 31 + 4
 
 
 def test_exact_engines_reuse_whole_chunks_and_change_no_bit(hybrid: TopWModel, engine_of: NewEngine) -> None:

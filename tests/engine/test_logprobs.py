@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +10,11 @@ import pytest
 
 from tests.engine import test_results as results
 from tests.engine.conftest import FORMS, HOT, Gate, NewEngine
+from tests.engine.test_results import check_schedule
 from tests.support.samples import slow
 from tests.support.toy_model import CONTEXT, VOCAB, Toy, export
-from topw_deploy.engine import Engine
 from topw_deploy.errors import LogitsError, ParameterError
-from topw_deploy.runtime import GenerationResult, TopWModel
+from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.ort.session import HostBinding
 
 
@@ -32,38 +31,13 @@ def random_request(rng: np.random.Generator) -> dict[str, Any]:
     return given | {name: asked[name] for name in asked if rng.random() < 0.4}
 
 
-def is_beginning(result: GenerationResult, whole: GenerationResult) -> bool:
-    """Whether `result` of a cancelled request is a beginning of `whole`."""
-
-    def same(found: list[Any] | None, expected: list[Any] | None) -> bool:
-        return found == (None if expected is None else expected[: len(found or ())])
-
-    return (
-        same(result.token_ids, whole.token_ids)
-        and same(result.token_logprobs, whole.token_logprobs)
-        and same(result.prompt_logprobs, whole.prompt_logprobs)
-        and (not result.token_ids or whole.prompt_logprobs == result.prompt_logprobs)
-    )
-
-
 @pytest.mark.parametrize("exact", [False, slow(True)], ids=["", "exact"])
 def test_requests_of_a_random_schedule_draw_what_they_draw_alone(
     scoring: TopWModel, engine_of: NewEngine, exact: bool
 ) -> None:
     rng = np.random.default_rng(3)
     engine = engine_of(scoring, max_batch=4, prefill_budget=7, exact=exact)
-    given = [random_request(rng) for _ in range(24)]
-    running = [engine.submit(**one) for one in given]
-    cancelled = rng.choice(24, 5, replace=False).tolist()
-    for index in cancelled:
-        running[index].cancel()
-    for one, request in zip(given, running, strict=True):
-        found, alone = request.result(60), scoring.generate(**one)
-        for result, whole in zip(found, alone, strict=True) if isinstance(found, list) else [(found, alone)]:
-            if result.finish_reason == "cancelled":
-                assert is_beginning(result, whole)
-            else:
-                assert result == whole
+    check_schedule(engine, scoring, [random_request(rng) for _ in range(24)], rng, cancelled=5)
     assert engine.stats().failed == 0
 
 
@@ -79,22 +53,11 @@ def test_pieces_carry_each_token_once(scoring: TopWModel, engine_of: NewEngine) 
         assert pieces[-1].result == expected[-1].result
 
 
-def test_pieces_of_an_asyncio_stream_carry_each_token_once(scoring: TopWModel) -> None:
-    async def read() -> list[Any]:
-        with Engine(scoring) as engine:
-            pieces = engine.stream("some text", **HOT, max_new_tokens=9, seed=3, logprobs=1)
-            return [entry async for piece in pieces for entry in piece.token_logprobs or ()]
-
-    alone = scoring.generate("some text", **HOT, max_new_tokens=9, seed=3, logprobs=1)
-    assert asyncio.run(read()) == alone.token_logprobs
-
-
 def test_a_prompt_with_logprobs_is_read_in_the_steps_of_others_without_chunks(
     scoring: TopWModel, engine_of: NewEngine, gate: Gate
 ) -> None:
     engine = engine_of(scoring, max_batch=2, prefill_budget=64)
-    decoding = engine.submit("ab", **HOT, max_new_tokens=60, seed=1, stopping_criteria=gate)
-    assert gate.reached.wait(60)
+    decoding = gate.hold(engine, "ab", **HOT, max_new_tokens=60, seed=1)
     scored = engine.submit([7] * 40, prompt_logprobs=0, max_new_tokens=0)
     gate.opened.set()
     scored.result(60)
@@ -174,16 +137,3 @@ def test_an_error_fails_only_its_own_request(load: Callable[..., TopWModel], eng
     assert len(engine.submit([7] * 10, max_new_tokens=1).result(60).token_ids) == 1
     with pytest.raises(ParameterError, match="--with-logits"):
         engine_of(load(Toy.random(2))).submit("a", logprobs=1)
-
-
-def test_too_many_edits_fail_a_scored_request_once_it_draws(
-    scoring: TopWModel, engine_of: NewEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = engine_of(scoring)
-    monkeypatch.setattr(engine._batch.inputs.edits, "_most", 16)
-    wide = dict.fromkeys(range(10, 40), 1.0)
-    with pytest.raises(ParameterError, match="more than 16 tokens"):
-        engine.submit([7] * 5, prompt_logprobs=0, logit_bias=wide).result(60)
-    assert engine.submit([7] * 5, max_new_tokens=1, seed=1).result(60) == scoring.generate(
-        [7] * 5, max_new_tokens=1, seed=1
-    )

@@ -20,6 +20,7 @@ from topw_deploy.runtime import TopWModel
     [
         ({"max_batch": 0}, "max_batch is 0, but must be an integer >= 1"),
         ({"max_batch": True}, "max_batch is True"),
+        ({"max_batch": 2.0}, r"max_batch is 2\.0, but must be an integer >= 1"),
         ({"max_batch": 10**6}, "max_batch is 1000000, but an engine has at most 1024 slots; give at most that"),
         ({"max_batch": 10**6, "kv_bytes": 10**8}, "max_batch is 1000000, but an engine has at most 1024 slots"),
         ({"max_length": CONTEXT + 1}, f"max_length is {CONTEXT + 1}, but the model's context holds {CONTEXT}"),

@@ -65,16 +65,6 @@ def test_a_prompt_takes_the_slot_that_loses_least(slots: list[str], slot: int) -
     assert prefixes.choose_slot(ids("abcd"), [0, 1, 2]) == slot
 
 
-def test_slots_in_use_are_not_chosen_and_exchanged_slots_keep_their_tokens() -> None:
-    prefixes = SlotPrefixes(3, ReusePolicy())
-    prefixes.held = [ids("abcd"), ids("abc"), ids("x")]
-    assert prefixes.choose_slot(ids("abcd"), [1, 2]) == 1
-    prefixes.record_release(0)
-    prefixes.exchange(0, 2)
-    assert prefixes.choose_slot(ids("abcd"), [1, 2]) == 2
-    assert prefixes.slots_by_release() == [0, 1, 2]
-
-
 class LeastRecentlyUsed(RuleBasedStateMachine):
     """Compares Snapshots with a list of (text, is_fixed, size) in the order of use."""
 

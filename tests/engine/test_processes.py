@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -58,7 +59,8 @@ def test_a_fork_is_refused_at_once(model: TopWModel, engine_of: NewEngine, monke
     running = engine.submit("a", max_new_tokens=3, stopping_criteria=(gate := Gate()))
     with monkeypatch.context() as patch:  # as in a child, without its missing threads
         patch.setattr(os, "getpid", lambda: -7)
-        for call in (lambda: engine.submit("a"), engine.drain, running.result, lambda: list(running)):
+        save = functools.partial(engine.save_session, "a", "session")
+        for call in (lambda: engine.submit("a"), engine.drain, running.result, lambda: list(running), save):
             with pytest.raises(GenerationError, match=r"was called in process -7, a fork of .* with 'spawn'"):
                 call()
         engine.shutdown()  # has nothing to end

@@ -32,6 +32,7 @@ def random_request(rng: np.random.Generator) -> dict[str, Any]:
         "frequency_penalty": 0.5,
         "logit_bias": {int(token): 2.0 for token in rng.integers(3, VOCAB, 25)},
         "no_repeat_ngram_size": 2,
+        "allowed_token_ids": list(range(20, 100)),
         "stop_strings": ["e", "zz"],
         "num_return_sequences": 3,
     }
@@ -44,8 +45,32 @@ def random_request(rng: np.random.Generator) -> dict[str, Any]:
 
 def is_beginning(result: GenerationResult, whole: GenerationResult) -> bool:
     """Whether the tokens and log-probabilities of `result` are the first ones of `whole`."""
-    count = len(result.token_ids)
-    return result.token_ids == whole.token_ids[:count] and result.logprobs == whole.logprobs[:count]
+
+    def same(name: str) -> bool:
+        found, expected = getattr(result, name), getattr(whole, name)
+        return found == (None if expected is None else expected[: len(found or ())])
+
+    return all(map(same, ("token_ids", "logprobs", "token_logprobs", "prompt_logprobs"))) and (
+        not result.token_ids or whole.prompt_logprobs == result.prompt_logprobs
+    )
+
+
+def check_schedule(
+    engine: Engine, model: TopWModel, given: list[dict[str, Any]], rng: np.random.Generator, cancelled: int
+) -> None:
+    """Submit requests with pauses, cancel so many of them, and compare all results with those of `generate`."""
+    running: list[Request] = []
+    chosen = set(rng.choice(len(given), cancelled, replace=False).tolist())
+    for index, one in enumerate(given):
+        running.append(engine.submit(**one))
+        if rng.random() < 0.3:
+            time.sleep(float(rng.random()) * 0.01)
+        if index in chosen:
+            running[-1].cancel()
+    for one, request in zip(given, running, strict=True):
+        found, alone = request.result(60), model.generate(**one)
+        for result, whole in zip(found, alone, strict=True) if isinstance(found, list) else [(found, alone)]:
+            assert is_beginning(result, whole) if result.finish_reason == "cancelled" else result == whole
 
 
 @pytest.mark.parametrize(
@@ -58,48 +83,17 @@ def test_requests_of_a_random_schedule_draw_what_they_draw_alone(
     rng = np.random.default_rng(7)
     engine = engine_of(any_model, **options)
     given = [random_request(rng) for _ in range(32)]
-    running: list[Request] = []
-    cancelled = set(rng.choice(32, 6, replace=False).tolist())
-    for index, one in enumerate(given):
-        running.append(engine.submit(**one))
-        if rng.random() < 0.3:
-            time.sleep(float(rng.random()) * 0.01)
-        if index in cancelled:
-            running[-1].cancel()
-    for one, request in zip(given, running, strict=True):
-        found, alone = request.result(60), any_model.generate(**one)
-        several = isinstance(found, list)
-        pairs = zip(found, alone, strict=True) if several else [(found, alone)]
-        for result, whole in pairs:
-            if result.finish_reason == "cancelled":
-                assert is_beginning(result, whole)
-            else:
-                assert result == whole
+    check_schedule(engine, any_model, given, rng, cancelled=6)
     stats = engine.stats()
     assert (stats.in_use, stats.queued, stats.failed) == (0, 0, 0)
     assert stats.ended == sum(one.get("num_return_sequences", 1) for one in given)
-
-
-def test_rows_join_and_leave_a_running_batch(any_model: TopWModel, engine_of: NewEngine) -> None:
-    """Each new request arrives while others decode, so that steps contain both new and old rows."""
-    engine = engine_of(any_model, max_batch=3, prefill_budget=8)
-    hot = {"temperature": 2.5, "lam": 0.2, "ignore_eos": True}
-    prompts = [[5, 6, 7] * (1 + n % 5) for n in range(9)]
-    budgets = [60, 3, 20, 1, 40, 7, 13, 2, 50]
-    requests, readers = [], []
-    for seed, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True)):
-        requests.append(engine.submit(prompt, max_new_tokens=budget, seed=seed, **hot))
-        readers.append(iter(requests[-1]))
-        next(readers[-1])  # its first piece: it decodes
-    for seed, (prompt, budget, request) in enumerate(zip(prompts, budgets, requests, strict=True)):
-        assert request.result(60) == any_model.generate(prompt, max_new_tokens=budget, seed=seed, **hot)
 
 
 def test_long_answers_draw_the_same_across_blocks_of_random_numbers(load: Any, engine_of: NewEngine) -> None:
     """Random numbers are made in blocks of 256 steps, and the record of outputs wraps around at its length."""
     model = load(Toy.random(3))
     engine = engine_of(model, max_batch=2)
-    hot = {"temperature": 2.5, "lam": 0.2, "ignore_eos": True, "max_new_tokens": CONTEXT - 2}
+    hot = {**HOT, "max_new_tokens": CONTEXT - 2}
     for seed in range(6):
         pair = [engine.submit([9, 8], seed=seed + place, **hot) for place in (0, 100)]
         for place, request in zip((0, 100), pair, strict=True):
@@ -137,16 +131,6 @@ def test_a_prompt_that_fills_the_context_ends_at_once(model: TopWModel, engine_o
     assert (len(longest.token_ids), longest.finish_reason) == (5, "length")
 
 
-def test_two_engines_over_two_models_share_nothing(load: Any, engine_of: NewEngine) -> None:
-    models = [load(Toy.random(seed)) for seed in (1, 2)]
-    engines = [engine_of(model, max_batch=2) for model in models]
-    hot: dict[str, Any] = {"temperature": 2.5, "lam": 0.2, "seed": 4, "max_new_tokens": 30}
-    requests = [engine.submit("prompt", **hot) for _ in range(3) for engine in engines]
-    alone = [model.generate("prompt", **hot) for model in models]
-    assert alone[0].token_ids != alone[1].token_ids
-    assert [request.result(60) for request in requests] == alone * 3
-
-
 def test_engines_and_threads_share_one_model(model: TopWModel, engine_of: NewEngine) -> None:
     given = [{"prompt": text, "seed": seed, "max_new_tokens": 30, **HOT} for seed in range(6) for text in ("ab", "cd")]
     alone = [model.generate(**one) for one in given]
@@ -173,8 +157,7 @@ def test_pieces_count_the_tokens_of_their_sequence(model: TopWModel, engine_of: 
 
 def test_a_request_that_never_ran_has_drawn_nothing(model: TopWModel, gate: Gate) -> None:
     with Engine(model, max_batch=1) as engine:
-        first = engine.submit("ab", max_new_tokens=2, stopping_criteria=[gate])
-        assert gate.reached.wait(60)
+        first = gate.hold(engine, "ab", max_new_tokens=2)
         second = engine.submit("ab", max_new_tokens=2)
         second.cancel()
         gate.opened.set()

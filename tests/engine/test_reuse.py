@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.engine.conftest import HOT, Gate, NewEngine
+from tests.engine.conftest import A_ROW, HOT, SYSTEM, Gate, NewEngine, ask
 from tests.support.samples import examples
 from tests.support.toy_model import Toy, byte_ids
 from topw_deploy.engine import Engine, Request
@@ -18,22 +18,11 @@ from topw_deploy.engine.batch import Batch
 from topw_deploy.errors import LogitsError
 from topw_deploy.runtime import GenerationResult, TopWModel
 
-SYSTEM = list(range(10, 40))
-A_ROW = 2 * (8 + 16) * 4  # bytes of a token of the toy
-
 
 @pytest.fixture
 def no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the engine copy no rows, as on a device."""
     monkeypatch.setattr(Batch, "copies_slots", False)
-
-
-def ask(engine: Engine, prompt: list[int], new: int = 5, **given: Any) -> GenerationResult:
-    return engine.submit(prompt, max_new_tokens=new, seed=3, **{**HOT, **given}).result(60)
-
-
-def generate_alone(model: TopWModel, prompt: list[int], new: int = 5, **given: Any) -> Any:
-    return model.generate(prompt, max_new_tokens=new, seed=3, **{**HOT, **given})
 
 
 def turns(engine: Engine, prompt: list[int], count: int) -> Iterator[tuple[list[int], GenerationResult]]:
@@ -49,7 +38,7 @@ def test_a_chat_turn_reads_its_new_tokens_only(model: TopWModel, engine_of: NewE
     engine = engine_of(model, max_batch=3)
     cached = []
     for prompt, result in turns(engine, SYSTEM, 4):
-        assert result == generate_alone(model, prompt)
+        assert result == ask(model, prompt)
         cached.append(result.cached_tokens)
     assert cached == [0, 34, 42, 50]
     stats = engine.stats()
@@ -59,22 +48,22 @@ def test_a_chat_turn_reads_its_new_tokens_only(model: TopWModel, engine_of: NewE
 def test_samples_of_a_prompt_read_it_once(model: TopWModel, engine_of: NewEngine, chunks: list) -> None:
     engine = engine_of(model, max_batch=4, prefill_budget=16)
     found = engine.submit(SYSTEM, n=4, max_new_tokens=9, seed=3, **HOT).result(60)
-    assert found == generate_alone(model, SYSTEM, 9, n=4)
+    assert found == ask(model, SYSTEM, 9, n=4)
     assert [result.cached_tokens for result in found] == [0, 29, 29, 29]
     assert chunks == [(0, 16), (16, 30), (29, 30), (29, 30), (29, 30)]
 
 
 def test_a_request_can_read_its_prompt_whole(any_model: TopWModel, engine_of: NewEngine, chunks: list) -> None:
     engine = engine_of(any_model, max_batch=3, prefix_bytes=10**6)
-    whole, usual = generate_alone(any_model, SYSTEM), ask(engine, SYSTEM)
+    whole, usual = ask(any_model, SYSTEM), ask(engine, SYSTEM)
     chunks.clear()
     found = engine.submit(SYSTEM, n=2, max_new_tokens=5, seed=3, reuse_prefix=False, **HOT).result(60)
     assert chunks == [(0, 30), (0, 30)]
     assert [result.cached_tokens for result in found] == [0, 0]
-    assert found == generate_alone(any_model, SYSTEM, n=2)
+    assert found == ask(any_model, SYSTEM, n=2)
     assert usual == whole
     again = ask(engine, [*SYSTEM, 77])
-    assert (again.cached_tokens, again) == (30, generate_alone(any_model, [*SYSTEM, 77])), "later prompts reuse it"
+    assert (again.cached_tokens, again) == (30, ask(any_model, [*SYSTEM, 77])), "later prompts reuse it"
 
 
 def test_a_prompt_that_is_read_whole_takes_the_row_that_was_free_longest(
@@ -93,24 +82,22 @@ def test_a_prompt_shares_that_of_a_running_sequence_and_what_it_drew(
 ) -> None:
     gate.after = 8
     engine = engine_of(any_model, max_batch=3, prefill_budget=16)
-    running = engine.submit(SYSTEM, max_new_tokens=60, seed=3, stopping_criteria=gate, **HOT)
-    assert gate.reached.wait(60)
-    drawn = generate_alone(any_model, SYSTEM, 60).token_ids
+    running = gate.hold(engine, SYSTEM, max_new_tokens=60, seed=3, **HOT)
+    drawn = ask(any_model, SYSTEM, 60).token_ids
     prompts = [[*SYSTEM, 77], [*SYSTEM, *drawn[:5], 77]]
     requests = [engine.submit(prompt, max_new_tokens=5, seed=3, **HOT) for prompt in prompts]
     gate.opened.set()
     found = [request.result(60) for request in requests]
-    assert found == [generate_alone(any_model, prompt) for prompt in prompts]
+    assert found == [ask(any_model, prompt) for prompt in prompts]
     assert [result.cached_tokens for result in found] == [30, 35]
-    assert running.result(60) == generate_alone(any_model, SYSTEM, 60)
+    assert running.result(60) == ask(any_model, SYSTEM, 60)
 
 
 @pytest.mark.usefixtures("no_copies")
 def test_steps_write_after_the_tokens_of_free_rows(any_model: TopWModel, engine_of: NewEngine, gate: Gate) -> None:
     """The ended sequence has row 0. Rows do not move, so steps of row 1 include row 0."""
     engine = engine_of(any_model, max_batch=2)
-    held = engine.submit(SYSTEM, max_new_tokens=5, seed=3, stopping_criteria=gate, **HOT)
-    assert gate.reached.wait(60)
+    held = gate.hold(engine, SYSTEM, max_new_tokens=5, seed=3, **HOT)
     beside = engine.submit([8, 9], max_new_tokens=60, seed=3, **HOT)
     gate.opened.set()
     answer = held.result(60).token_ids
@@ -120,8 +107,8 @@ def test_steps_write_after_the_tokens_of_free_rows(any_model: TopWModel, engine_
     assert engine._scheduler.width == 2
     prompt = [*SYSTEM, *answer, 50]
     found = ask(engine, prompt)
-    assert (found, found.cached_tokens) == (generate_alone(any_model, prompt), 34)
-    assert beside.result(60) == generate_alone(any_model, [8, 9], 60)
+    assert (found, found.cached_tokens) == (ask(any_model, prompt), 34)
+    assert beside.result(60) == ask(any_model, [8, 9], 60)
 
 
 @pytest.mark.usefixtures("no_copies")
@@ -130,8 +117,7 @@ def test_steps_write_after_the_prefix_of_a_prompt_that_waits_for_its_chunk(
 ) -> None:
     """The prompt takes row 0 while row 1 decodes and a shorter prompt is read first."""
     engine = engine_of(any_model, max_batch=3, prefill_budget=20)
-    held = engine.submit(SYSTEM, max_new_tokens=5, seed=3, stopping_criteria=gate, **HOT)
-    assert gate.reached.wait(60)
+    held = gate.hold(engine, SYSTEM, max_new_tokens=5, seed=3, **HOT)
     second = Gate(after=10)
     beside = engine.submit([8, 9], max_new_tokens=60, seed=3, stopping_criteria=second, **HOT)
     gate.opened.set()
@@ -140,22 +126,21 @@ def test_steps_write_after_the_prefix_of_a_prompt_that_waits_for_its_chunk(
     requests = [engine.submit(tokens, max_new_tokens=5, seed=3, **HOT) for tokens in ([5] * 25, prompt)]
     second.opened.set()
     long, found = (request.result(60) for request in requests)
-    assert (found, found.cached_tokens) == (generate_alone(any_model, prompt), 34)
-    assert long == generate_alone(any_model, [5] * 25)
-    assert beside.result(60) == generate_alone(any_model, [8, 9], 60)
+    assert (found, found.cached_tokens) == (ask(any_model, prompt), 34)
+    assert long == ask(any_model, [5] * 25)
+    assert beside.result(60) == ask(any_model, [8, 9], 60)
 
 
 def test_exchanged_rows_keep_their_tokens(any_model: TopWModel, engine_of: NewEngine, gate: Gate) -> None:
     """A decoding row is exchanged with row 0, which holds the prefix."""
     engine = engine_of(any_model, max_batch=2)
-    held = engine.submit(SYSTEM, max_new_tokens=5, seed=3, stopping_criteria=gate, **HOT)
-    assert gate.reached.wait(60)
+    held = gate.hold(engine, SYSTEM, max_new_tokens=5, seed=3, **HOT)
     beside = engine.submit([8, 9], max_new_tokens=60, seed=3, **HOT)
     gate.opened.set()
     prompt = [*SYSTEM, *held.result(60).token_ids, 50]
-    assert beside.result(60) == generate_alone(any_model, [8, 9], 60)
+    assert beside.result(60) == ask(any_model, [8, 9], 60)
     found = ask(engine, prompt)
-    assert (found, found.cached_tokens) == (generate_alone(any_model, prompt), 34)
+    assert (found, found.cached_tokens) == (ask(any_model, prompt), 34)
 
 
 def test_tokens_that_a_taken_row_loses_are_restored_from_host_memory(
@@ -167,7 +152,7 @@ def test_tokens_that_a_taken_row_loses_are_restored_from_host_memory(
     for turn in range(3):
         for chat, first in zip(chats, (30, 20), strict=True):
             prompt, result = next(chat)
-            assert result == generate_alone(any_model, prompt)
+            assert result == ask(any_model, prompt)
             assert result.cached_tokens == (first + 8 * turn - 4 if turn else 0)
 
 
@@ -182,12 +167,6 @@ def test_the_snapshot_used_longest_ago_makes_room(model: TopWModel, engine_of: N
     assert [ask(engine, prompts[place]).cached_tokens for place in (1, 2, 3)] == [29, 0, 29]
 
 
-def test_without_host_memory_a_taken_row_is_lost(model: TopWModel, engine_of: NewEngine) -> None:
-    engine = engine_of(model, max_batch=1)
-    assert [ask(engine, prompt).cached_tokens for prompt in (SYSTEM, [5] * 30, SYSTEM)] == [0, 0, 0]
-    assert len(engine._worker._prefixes._snapshots) == 0
-
-
 def test_a_row_whose_states_are_not_finite_is_not_reused(load: Any, engine_of: NewEngine) -> None:
     toy = Toy.random(0)
     toy.features[byte_ids("!")[0]] = np.nan
@@ -196,7 +175,7 @@ def test_a_row_whose_states_are_not_finite_is_not_reused(load: Any, engine_of: N
     with pytest.raises(LogitsError):
         engine.submit("abcd!", max_new_tokens=9).result(60)
     found = ask(engine, byte_ids("abcdef"))
-    assert (found, found.cached_tokens) == (generate_alone(model, byte_ids("abcdef")), 0)
+    assert (found, found.cached_tokens) == (ask(model, byte_ids("abcdef")), 0)
 
 
 def test_the_part_that_a_cancelled_prompt_read_is_reused(
@@ -216,14 +195,14 @@ def test_the_part_that_a_cancelled_prompt_read_is_reused(
     requests.append(cancelled)
     assert cancelled.result(60).token_ids == []
     found = ask(engine, SYSTEM)
-    assert (found, found.cached_tokens) == (generate_alone(model, SYSTEM), 16)
+    assert (found, found.cached_tokens) == (ask(model, SYSTEM), 16)
 
 
 def test_reuse_can_be_switched_off(model: TopWModel, engine_of: NewEngine) -> None:
     engine = engine_of(model, reuse_prefixes=False, prefix_bytes=10**6)
     assert [ask(engine, SYSTEM).cached_tokens for _ in range(2)] == [0, 0]
     assert engine.stats().cached_tokens == 0
-    assert generate_alone(model, SYSTEM).as_dict()["cached_tokens"] == 0
+    assert ask(model, SYSTEM).as_dict()["cached_tokens"] == 0
 
 
 def test_exact_engines_reuse_whole_chunks_of_prompts(
@@ -233,7 +212,7 @@ def test_exact_engines_reuse_whole_chunks_of_prompts(
     engine = engine_of(any_model, max_batch=2, prefill_budget=8, exact=True)
     cached = []
     for prompt, result in turns(engine, SYSTEM, 4):
-        assert result == generate_alone(any_model, prompt)
+        assert result == ask(any_model, prompt)
         cached.append(result.cached_tokens)
     assert cached == [0, 24, 32, 40]
     assert all(start % 8 == 0 and (end % 8 == 0 or end in (30, 38, 46, 54)) for start, end in chunks)
@@ -269,7 +248,7 @@ def test_every_request_of_a_random_schedule_draws_what_it_draws_alone(
                 prompt = [*prompt, *request.result(60).token_ids, *rest]
                 requests.append((prompt, new, engine.submit(prompt, max_new_tokens=new, seed=3, **HOT)))
     for prompt, new, request in requests:
-        found, whole = request.result(60), generate_alone(any_model, prompt, new)
+        found, whole = request.result(60), ask(any_model, prompt, new)
         assert found.token_ids == whole.token_ids[: len(found.token_ids)]
         assert found.logprobs == whole.logprobs[: len(found.logprobs)]
         assert found.finish_reason == "cancelled" or found == whole

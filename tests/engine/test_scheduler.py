@@ -161,18 +161,6 @@ def test_chunks_alternate_between_the_oldest_and_the_shortest_prompt() -> None:
     assert [read_next_chunk(scheduler) for _ in range(7)] == [long, short, long, middle, long, middle, long]
 
 
-def test_a_short_prompt_behind_a_long_one_waits_for_at_most_one_chunk() -> None:
-    scheduler, (long,) = start_scheduler([100])
-    for _ in range(5):
-        read_next_chunk(scheduler)
-        short = ScheduledSequence(1)
-        scheduler.submit(short)
-        scheduler.admit()
-        assert short in (read_next_chunk(scheduler), read_next_chunk(scheduler))
-        scheduler.end(short)
-    assert long.read_tokens > 0
-
-
 @pytest.mark.parametrize(("moves_slots", "width", "pairs"), [(True, 2, [(2, 0)]), (False, 3, [])])
 def test_the_last_slot_moves_to_a_free_slot_below_it(
     moves_slots: bool, width: int, pairs: list[tuple[int, int]]
@@ -185,13 +173,6 @@ def test_the_last_slot_moves_to_a_free_slot_below_it(
     scheduler.end(sequences[0])
     assert scheduler.arrange() == pairs
     assert scheduler.width == width
-
-
-def test_a_step_leaves_out_slots_above_the_last_decoding_one() -> None:
-    scheduler, (first, _) = start_scheduler([1, 9])
-    assert read_next_chunk(scheduler) is first
-    scheduler.arrange()
-    assert scheduler.width == 1
 
 
 def test_decoding_slots_are_exchanged_with_prompts_if_steps_may_have_only_decoding_slots() -> None:

@@ -110,6 +110,7 @@ def remove(name: str) -> Callable[[dict[str, Any]], None]:
     return lambda header: header.pop(name)
 
 
+# Entries that are wrong in themselves: tests/attacks/test_checkpoints.py, of the same reader.
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no metadata": (remove("__metadata__"), "it is not a saved session"),
     "another format": (set_fields("__metadata__", format="pt"), "it is not a saved session"),
@@ -126,15 +127,9 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a state less": (remove("mean"), "its tensor 'mean' is None"),
     "a state more": (lambda header: header.update(other=header["codes"]), "its tensor 'other' is .*, not None"),
     "another type": (set_fields("mean", dtype="BF16"), r"its tensor 'mean' is .*'BF16'.*, not .*'F16'"),
-    "an unknown type": (set_fields("mean", dtype="F4"), "'mean': 30 bytes for 'F4'"),
     "another shape": (set_fields("keys", shape=[3, 5, 2]), r"'keys' is .*\(3, 5, 2\).*, not .*\(2, 5, 3\)"),
-    "more data than the shape": (set_fields("keys", shape=[2, 5, 2]), r"'keys': 120 bytes for 'F32' of shape \[2"),
-    "a negative size": (set_fields("keys", shape=[-2, -5, 3]), "the entry of 'keys': "),
-    "a size that is true": (set_fields("latent", shape=[True, 5, 5]), "the entry of 'latent': "),
-    "offsets in reverse": (lambda header: header["keys"]["data_offsets"].reverse(), "'keys': -120 bytes"),
     "overlapping offsets": (set_fields("latent", data_offsets=[0, 50]), r"its tensor 'latent' is .*\(0, 50\)"),
     "a gap": (set_fields("codes", data_offsets=[1 << 30, (1 << 30) + 35]), "its tensor 'codes' is .*1073741824"),
-    "no offsets": (lambda header: header["keys"].pop("data_offsets"), "'keys': .*data_offsets"),
     "no entry": (lambda header: header.update(keys=7), "'keys': "),
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import FORMS, HOT, Gate, NewEngine
+from tests.engine.conftest import A_ROW, FORMS, HOT, SYSTEM, Gate, NewEngine, ask
 from tests.runtime.ort.test_device_binding import Open, on_a_device  # noqa: F401  # a fixture
 from tests.support.hashing_session import FIRST, hashing_model
 from tests.support.samples import slow
@@ -22,15 +22,7 @@ from tests.support.waiting import until
 from topw_deploy.engine import Engine, SessionInfo
 from topw_deploy.engine.batch import Batch
 from topw_deploy.errors import GenerationError, ParameterError, PromptError, SessionFileError
-from topw_deploy.runtime import GenerationResult, TopWModel
-
-SYSTEM = list(range(10, 40))
-A_ROW = 2 * (8 + 16) * 4  # bytes of a token of the toy
-
-
-def ask(engine: Engine | TopWModel, prompt: list[int], new: int = 5) -> GenerationResult:
-    given = {"max_new_tokens": new, "seed": 3, **HOT}
-    return engine.submit(prompt, **given).result(60) if isinstance(engine, Engine) else engine.generate(prompt, **given)
+from topw_deploy.runtime import TopWModel
 
 
 @pytest.fixture
@@ -84,18 +76,6 @@ def test_prompts_of_every_length_reuse_a_loaded_session(
             assert (found, found.cached_tokens) == (ask(any_model, prompt), cached)
 
 
-def test_exact_engines_continue_after_whole_chunks(any_model: TopWModel, engine_of: NewEngine, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"prefill_budget": 8, "exact": True}
-    one, other = engine_of(any_model, **options), engine_of(any_model, **options)
-    assert ask(one, SYSTEM) == ask(any_model, SYSTEM)
-    assert one.save_session(SYSTEM, tmp_path / "session").tokens == 24
-    other.load_session(tmp_path / "session")
-    found = ask(other, [*SYSTEM, 77])
-    assert (found, found.cached_tokens) == (ask(any_model, [*SYSTEM, 77]), 24)
-    with pytest.raises(SessionFileError, match="not saved by an engine with exact=True and chunks of 16 tokens"):
-        engine_of(any_model, prefill_budget=16, exact=True).load_session(tmp_path / "session")
-
-
 def test_running_sequences_and_snapshots_are_saved(
     model: TopWModel, engine_of: NewEngine, gate: Gate, tmp_path: Path
 ) -> None:
@@ -103,8 +83,7 @@ def test_running_sequences_and_snapshots_are_saved(
     engine = engine_of(model, max_batch=1, prefix_bytes=10**6)
     ask(engine, [5] * 20)
     gate.after = 8
-    running = engine.submit(SYSTEM, max_new_tokens=60, seed=3, stopping_criteria=gate, **HOT)
-    assert gate.reached.wait(60)
+    running = gate.hold(engine, SYSTEM, max_new_tokens=60, seed=3, **HOT)
     infos: dict[str, SessionInfo] = {}
 
     def save(name: str) -> None:
@@ -210,16 +189,6 @@ def test_a_device_without_a_place_for_a_session_says_so(
     running.result(60)
 
 
-def test_tokens_that_a_row_holds_are_not_loaded_again(
-    model: TopWModel, engine_of: NewEngine, saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = engine_of(model, max_batch=1)
-    ask(engine, next_turn(model))
-    monkeypatch.setattr(Batch, "restore_growing", lambda *_: pytest.fail("restored"))
-    engine.load_session(saved)
-    assert ask(engine, next_turn(model)).cached_tokens == 36
-
-
 def test_a_loaded_session_takes_the_row_that_holds_least_and_stores_what_it_loses(
     model: TopWModel, engine_of: NewEngine, saved: Path
 ) -> None:
@@ -278,22 +247,6 @@ def test_a_drained_engine_saves_and_one_that_was_shut_down_does_not(
     engine.shutdown()
     with pytest.raises(GenerationError, match="the engine is shut down; create a new Engine"):
         engine.save_session(SYSTEM, tmp_path / "late")
-
-
-def test_callbacks_forks_and_failed_engines_are_refused(
-    model: TopWModel, engine_of: NewEngine, saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = engine_of(model)
-    with pytest.raises(GenerationError, match=r"a callback called save_session\(\), which would wait for itself"):
-        engine.submit("a", stopping_criteria=lambda ids: bool(engine.save_session("a", saved))).result(60)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getpid", lambda: -7)
-        with pytest.raises(GenerationError, match=r"load_session\(\) was called in process -7"):
-            engine.load_session(saved)
-    engine._worker._post(lambda: 1 / 0)
-    engine._worker.wait_for_posted()
-    with pytest.raises(GenerationError, match="the engine has failed"):
-        engine.save_session("a", saved)
 
 
 def test_a_call_during_shutdown_returns_or_fails_but_never_hangs(model: TopWModel, tmp_path: Path) -> None:

@@ -37,8 +37,7 @@ def test_step_logits_do_not_change_a_running_request(toy: Toy, load: Load, engin
     engine = engine_of(load(toy, with_logits=True), max_batch=2)
     alone = engine.submit(PROMPT, max_new_tokens=9, seed=4, **HOT).result(60)
     gate.after = 4
-    running = engine.submit(PROMPT, max_new_tokens=9, seed=4, stopping_criteria=[gate], **HOT)
-    assert gate.reached.wait(60)
+    running = gate.hold(engine, PROMPT, max_new_tokens=9, seed=4, **HOT)
 
     async def several() -> list[np.ndarray]:
         asked = [asyncio.ensure_future(engine.logits_after(PROMPT[: 9 + each])) for each in range(3)]

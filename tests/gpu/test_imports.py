@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.job import PARTS
+from tests.support.samples import slow
 
 ROOT = Path(__file__).parents[2]
 EXPORTERS = (
@@ -18,34 +19,26 @@ NOT_ON_THE_HOST = ("scipy", "matplotlib", "pytest", "tqdm", "tensorrt", "msgspec
 MODULES_OF_STEPS = ("check", "capture", "speed")
 
 
-def import_without(blocked: tuple[str, ...], statements: str) -> subprocess.CompletedProcess[str]:
+_EVERY = ("numpy", "torch", *EXPORTERS, *NOT_ON_THE_HOST)
+LISTING = """
+from pathlib import Path
+from benchmarks.gpu.job import Job, steps_of
+assert steps_of({!r}, Job(Path("out"), Path("out/library.so")))
+"""
+STEPS = ", ".join(f"benchmarks.gpu.{module}" for module in MODULES_OF_STEPS)
+CASES = {
+    "the parent: the standard library": (
+        ("numpy", "torch", "topw_deploy.sampling", *EXPORTERS, *NOT_ON_THE_HOST), "import benchmarks.gpu.__main__",
+    ),
+    **{f"the steps of {part}": (_EVERY, LISTING.format(part)) for part in PARTS if part not in MODULES_OF_STEPS},
+    "rows for the sanitizer: numpy": (("torch", *EXPORTERS, *NOT_ON_THE_HOST), "import benchmarks.gpu.small_rows"),
+    "steps on the kernels: numpy and torch": ((*EXPORTERS, *NOT_ON_THE_HOST), f"import {STEPS}, fuzz.rules"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [slow(case) if "torch" in case else case for case in CASES])
+def test_a_module_imports_nothing_but_what_its_host_has(case: str) -> None:
+    blocked, statements = CASES[case]
     code = f"import sys\nsys.modules.update(dict.fromkeys({blocked!r}))\n{statements}"
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-
-
-def test_the_parent_imports_the_standard_library_alone() -> None:
-    blocked = ("numpy", "torch", "topw_deploy.sampling", *EXPORTERS, *NOT_ON_THE_HOST)
-    done = import_without(blocked, "import benchmarks.gpu.__main__")
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("part", [part for part in PARTS if part not in MODULES_OF_STEPS])
-def test_a_part_that_needs_packed_packages_lists_its_steps_without_them(part: str) -> None:
-    listing = (
-        "from pathlib import Path\nfrom benchmarks.gpu.job import Job, steps_of\n"
-        f"assert steps_of({part!r}, Job(Path('out'), Path('out/library.so')))"
-    )
-    done = import_without(("numpy", "torch", *EXPORTERS, *NOT_ON_THE_HOST), listing)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_steps_on_the_kernels_need_numpy_and_torch_alone() -> None:
-    modules = ", ".join(f"benchmarks.gpu.{module}" for module in MODULES_OF_STEPS)
-    done = import_without((*EXPORTERS, *NOT_ON_THE_HOST), f"import {modules}, fuzz.rules")
-    assert done.returncode == 0, done.stderr
-
-
-def test_rows_for_the_sanitizer_need_numpy_alone() -> None:
-    done = import_without(("torch", *EXPORTERS, *NOT_ON_THE_HOST), "import benchmarks.gpu.small_rows")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -17,22 +17,6 @@ from topw_deploy.sampling import TopWOptions
 
 pytestmark = pytest.mark.long
 
-REQUESTS = models.requests(seeds=1, tokens=12)
-
-
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a cache of 128 tokens and the CPU's tokens."""
-    toy = Toy.random(1, options=TopWOptions(top_m=64, metric="mahalanobis"))
-    folder = export(tmp_path_factory.mktemp("packed") / "toy", toy, form="scatter", max_length=128)
-    models.record_tokens(folder, REQUESTS)
-    return folder
-
-
-@pytest.fixture
-def job(tmp_path: Path, exported: Path) -> Job:
-    return Job(tmp_path / "out", tmp_path / "libtopw_cuda.so", rehearse=True, folders=[str(exported)], rounds=2)
-
 
 def answers(job: Job) -> dict[str, Result]:
     return {step.name: step.run(job) for step in models.steps(job)}
@@ -100,12 +84,6 @@ def test_the_tokens_of_another_model_fail(job: Job, exported: Path, tmp_path: Pa
     result = models.run_way(other, Way({"provider": "cpu"}), job)
     assert "within 4 steps, more than 25%: rounding does not explain that" in result.failed
     assert result.data["first_difference"] == 0
-
-
-def test_recorded_tokens_of_another_format_are_refused(job: Job, tmp_path: Path) -> None:
-    folder = export(tmp_path / "old", Toy.random(3), form="scatter", max_length=128)
-    models.tokens_file(folder).write_text('{"format": 99}', encoding="utf-8")
-    assert "has format 99" in models.run_way(folder, Way({"provider": "cpu"}), job).failed
 
 
 def test_a_difference_is_counted_from_its_first_step() -> None:

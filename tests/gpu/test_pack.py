@@ -103,17 +103,6 @@ def test_a_component_that_cannot_be_packed_is_named(
     assert reason in said
 
 
-def test_a_missing_package_is_reported_with_pips_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def pip(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        assert "--no-deps" in words
-        assert words[words.index("--python-version") + 1] == "3.12"
-        return subprocess.CompletedProcess(words, 1, "", "ERROR: No matching distribution found for it==9")
-
-    monkeypatch.setattr(subprocess, "run", pip)
-    with pytest.raises(BenchmarkError, match=r"^pip does not fetch it==9 for Python 3\.12: ERROR: No matching"):
-        pack.fetch("it==9", HOST, tmp_path)
-
-
 def test_the_same_files_give_the_same_archive_which_tar_reads(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     (tree / "lib").mkdir(parents=True)

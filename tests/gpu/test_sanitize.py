@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from benchmarks.gpu import sanitize
 from benchmarks.gpu.job import Job
+from topw_deploy.plugins import compile_native, library
 
 HEAD = "========= COMPUTE-SANITIZER\n"
 ROWS = "READY\n\nANSWERED candidates 6\n"
@@ -68,10 +70,22 @@ def test_a_missing_tool_is_reported(tmp_path: Path, emulated_library: Path, monk
     assert found.absent == ("compute-sanitizer is missing on this machine: memcheck was not run",)
 
 
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory, emulated_library: Path) -> dict[str, str]:
+    """An environment whose CUDA driver is the stand-in."""
+    folder = tmp_path_factory.mktemp("driver")
+    source, built = Path(__file__).with_name("driver_stand_in.cpp"), str(folder / library.DRIVER_NAME)
+    compile_native.run_compiler([*compile_native.find_compiler(), "-shared", "-fPIC", str(source), "-o", built])
+    return {**os.environ, "LD_LIBRARY_PATH": str(folder)}
+
+
 @pytest.mark.slow
-def test_the_rows_reach_every_stage_and_are_right(emulated_library: Path) -> None:
-    words = [sys.executable, "-m", "benchmarks.gpu.small_rows", str(emulated_library), "--emulated"]
-    done = subprocess.run(words, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+@pytest.mark.parametrize("options", [(), ("--emulated",)], ids=["through the driver", "emulated"])
+def test_the_rows_reach_every_stage_and_are_right(
+    emulated_library: Path, driver: dict[str, str], options: tuple[str, ...]
+) -> None:
+    words = [sys.executable, "-m", "benchmarks.gpu.small_rows", str(emulated_library), *options]
+    done = subprocess.run(words, cwd=Path(__file__).parents[2], env=driver, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
     assert last == "ANSWERED candidates 6, geometry 6, greedy 3, invalid 3, literal 3, pool 3"

@@ -67,13 +67,6 @@ def crashes(job: Job) -> Result:
     os.abort()
 
 
-def counts(job: Job) -> Result:
-    """Counts to six, two at a time."""
-    log(job, "counts")
-    done = job.earlier.get("count", 0) + 2
-    return Result({"count": done}, f"{done} of 6", partial=done < 6)
-
-
 def counts_and_hangs(job: Job) -> Result:
     """Counts one more than is kept; hangs unless that is two."""
     log(job, "counts_and_hangs")
@@ -84,6 +77,4 @@ def counts_and_hangs(job: Job) -> Result:
     return Result({"count": done}, f"{done}")
 
 
-STEPS = {
-    step.__name__: step for step in (passes, also_passes, raises, absent, hangs, crashes, counts, counts_and_hangs)
-}
+STEPS = {step.__name__: step for step in (passes, also_passes, raises, absent, hangs, crashes, counts_and_hangs)}

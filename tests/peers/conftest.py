@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from topw_deploy.export import export_model
@@ -104,31 +103,21 @@ def own_tool() -> Callable[..., list[list[list[int]]]]:
 
 
 @pytest.fixture(scope="session")
-def torch_logits() -> Callable[[Path, np.ndarray], np.ndarray]:
-    """(checkpoint, ids [n]) -> float32 [n, vocab] from transformers."""
+def torch_greedy() -> Callable[[Path, list[int], int], list[int]]:
+    """(checkpoint, prompt, new tokens) -> transformers' greedy tokens in float32."""
     models: dict[Path, Any] = {}
 
-    def logits(checkpoint: Path, ids: np.ndarray) -> np.ndarray:
+    def generate(checkpoint: Path, prompt: list[int], new_tokens: int) -> list[int]:
         import torch
         from transformers import AutoModelForCausalLM
 
         if checkpoint not in models:
             models[checkpoint] = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-        with torch.no_grad():
-            found = models[checkpoint](input_ids=torch.from_numpy(np.asarray(ids))[None], use_cache=False).logits[0]
-        return found.numpy()
-
-    return logits
-
-
-@pytest.fixture(scope="session")
-def torch_greedy(torch_logits: Callable[[Path, np.ndarray], np.ndarray]) -> Callable[[Path, list[int], int], list[int]]:
-    """(checkpoint, prompt, new tokens) -> transformers' greedy tokens."""
-
-    def generate(checkpoint: Path, prompt: list[int], new_tokens: int) -> list[int]:
         ids = list(prompt)
-        for _ in range(new_tokens):
-            ids.append(int(torch_logits(checkpoint, np.array(ids))[-1].argmax()))
+        with torch.no_grad():
+            for _ in range(new_tokens):
+                logits = models[checkpoint](input_ids=torch.tensor([ids]), use_cache=False).logits
+                ids.append(int(logits[0, -1].argmax()))
         return ids[len(prompt) :]
 
     return generate

@@ -1,12 +1,11 @@
 """Make the folders of models.py with the real tools: `python -m tests.peers.make_folders .peers`.
 
 The tools' environments are .peers/optimum and .peers/genai (`make peers` makes them from the pinned files beside this
-one), or what --optimum-python and --genai-python name. Nothing is downloaded.
+one). Nothing is downloaded.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -51,44 +50,25 @@ def build(python: Path, commands: list[list[str]], log: Path) -> None:
         sys.exit(f"{python} failed:\n{log.read_text()[-3000:]}")
 
 
-def make(root: Path, pythons: dict[str, Path], names: list[str]) -> None:
+def make(root: Path, pythons: dict[str, Path]) -> None:
     """Checkpoints to root/checkpoints, folders to root/folders, logs beside them."""
     logging.disable_progress_bar()
     checkpoints, folders = root / "checkpoints", root / "folders"
-    for name in sorted({PEERS[name].checkpoint for name in names}):
+    for name in sorted({peer.checkpoint for peer in PEERS.values()}):
         shutil.rmtree(checkpoints / name, ignore_errors=True)
         write_checkpoint(checkpoints / name, CONFIGS[name]())
     commands: dict[str, list[list[str]]] = {environment: [] for environment in pythons}
-    for name in names:
+    for name, peer in PEERS.items():
         shutil.rmtree(folders / name, ignore_errors=True)
-        peer = PEERS[name]
         words = command(peer, checkpoints / peer.checkpoint, folders / name)
         commands[ENVIRONMENTS[peer.maker]].append(words)
     folders.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor() as pool:
-        jobs = [
-            pool.submit(build, python, commands[name], root / f"{name}.log")
-            for name, python in pythons.items()
-            if commands[name]
-        ]
+        jobs = [pool.submit(build, python, commands[name], root / f"{name}.log") for name, python in pythons.items()]
         for job in jobs:
             job.result()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("root", type=Path, help="where everything goes")
-    parser.add_argument("--optimum-python", type=Path, help="default: ROOT/optimum/bin/python")
-    parser.add_argument("--genai-python", type=Path, help="default: ROOT/genai/bin/python")
-    parser.add_argument("--only", nargs="*", choices=sorted(PEERS), default=sorted(PEERS), help="these folders alone")
-    given = parser.parse_args()
-    root = given.root.absolute()
-    pythons = {
-        "optimum": given.optimum_python or root / "optimum" / "bin" / "python",
-        "genai": given.genai_python or root / "genai" / "bin" / "python",
-    }
-    make(root, {name: Path(os.path.abspath(python)) for name, python in pythons.items()}, given.only)
-
-
 if __name__ == "__main__":
-    main()
+    root = Path(sys.argv[1]).absolute()
+    make(root, {name: root / name / "bin" / "python" for name in ("optimum", "genai")})

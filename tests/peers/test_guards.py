@@ -14,35 +14,24 @@ from .models import CONTEXT, WINDOW
 pytestmark = pytest.mark.long
 
 IN_PLACE = ("genai-llama-tied", "genai-int4-llama-untied", "genai-gemma2", "mobius-cpu-mistral")
+UNEQUAL = [[5, 6, 7], [5, 6, 7, 8, 9]]
+ADVICE = r"3, 5 tokens.*equal length"
+BEYOND_TABLE = f"{CONTEXT + 1} tokens, the model's context holds {CONTEXT}"
 
 
 @pytest.mark.parametrize(
-    ("name", "verify"),
-    [*((name, False) for name in IN_PLACE), ("genai-gemma2", True)],  # keeps only a window
+    ("name", "verify", "prompt", "reason"),
+    [
+        *((name, False, UNEQUAL, ADVICE) for name in IN_PLACE),  # refused unless they were verified
+        ("genai-gemma2", True, UNEQUAL, ADVICE),  # keeps only a window
+        *((name, False, [5] * (CONTEXT + 1), BEYOND_TABLE) for name in ("mobius-cpu-llama-tied", "genai-llama-tied")),
+        # a window that the graph ignores
+        *((name, False, [5] * (WINDOW + 1), f"holds {WINDOW}") for name in ("genai-mistral", "mobius-mistral")),
+    ],
 )
-def test_prompts_of_different_lengths_are_refused_unless_they_were_verified(
-    imported: Callable, name: str, verify: bool
+def test_prompts_that_the_graph_cannot_run_are_refused(
+    imported: Callable, name: str, verify: bool, prompt: list, reason: str
 ) -> None:
-    with (
-        TopWModel.from_pretrained(imported(name, verify=verify).path) as model,
-        pytest.raises(PromptError, match=r"3, 5 tokens.*equal length"),
-    ):
-        model.generate([[5, 6, 7], [5, 6, 7, 8, 9]])
-
-
-@pytest.mark.parametrize("name", ["mobius-cpu-llama-tied", "genai-llama-tied"])
-def test_a_prompt_beyond_the_rotary_table_is_refused(imported: Callable, name: str) -> None:
-    with (
-        TopWModel.from_pretrained(imported(name).path) as model,
-        pytest.raises(PromptError, match=f"{CONTEXT + 1} tokens, the model's context holds {CONTEXT}"),
-    ):
-        model.generate([5] * (CONTEXT + 1))
-
-
-@pytest.mark.parametrize("name", ["genai-mistral", "mobius-mistral"])
-def test_a_prompt_past_a_window_that_the_graph_ignores_is_refused(imported: Callable, name: str) -> None:
-    with (
-        TopWModel.from_pretrained(imported(name).path) as model,
-        pytest.raises(PromptError, match=f"context holds {WINDOW}"),
-    ):
-        model.generate([5] * (WINDOW + 1))
+    path = imported(name, verify=verify).path
+    with TopWModel.from_pretrained(path) as model, pytest.raises(PromptError, match=reason):
+        model.generate(prompt)

@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from typing import Any
 import httpx2
 import yaml
 
+from tests.scale import free_port, until
 from topw_deploy.engine import Engine
 from topw_deploy.runtime import TopWModel
 
@@ -43,11 +43,6 @@ INTERVALS = {"RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5", "RAY_
 SOON = {"upscale_delay_s": 1, "downscale_delay_s": 3, "look_back_period_s": 1}
 # One client, because making one costs tens of milliseconds. No connection is used twice, so none is found closed.
 CLIENT = httpx2.Client(timeout=120, limits=httpx2.Limits(max_keepalive_connections=0))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def descendants(root: int) -> dict[int, str]:
@@ -151,14 +146,6 @@ class Cluster:
         for process in self._processes:
             process.wait()
         shutil.rmtree(self.place, ignore_errors=True)
-
-
-def until(condition: Any, what: str, seconds: float = 240) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            raise SystemExit(f"{what} did not come within {seconds} s")
-        time.sleep(0.5)
 
 
 def body(prompt: str, seed: int, *, stream: bool = False, tokens: int = TOKENS) -> dict[str, Any]:

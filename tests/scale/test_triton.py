@@ -21,7 +21,7 @@ from tests.support.waiting import HANG, until
 from topw_deploy.cli.serve import triton
 from topw_deploy.errors import ExportError, ManifestError, ParameterError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.triton.repository import INPUTS, OUTPUTS, configuration, write_repository
+from topw_deploy.triton.repository import OUTPUTS, configuration, write_repository
 
 FINAL = 1
 CPU = {"provider": "cpu", "intra_op_num_threads": 1}
@@ -234,15 +234,6 @@ def test_a_cancelled_request_ends_while_it_waits(backend: Any, monkeypatch: pyte
     assert request.sender.ended.wait(HANG)
     assert request.sender.responses == []
     assert freed.is_set()
-
-
-def test_the_configuration_names_what_the_backend_reads() -> None:
-    text = configuration("toy", {"max_batch": 2}, {})
-    assert 'name: "toy"' in text
-    assert "decoupled: true" in text
-    assert parameters_of(text) == {"engine": '{"max_batch": 2}', "opening": "{}"}
-    for name, kind, _ in (*INPUTS, *OUTPUTS):
-        assert f'{{ name: "{name}" data_type: {kind} ' in text
 
 
 def test_the_options_that_open_a_model_reach_the_repository(folder: Path, tmp_path: Path) -> None:

@@ -13,14 +13,13 @@ import os
 import queue
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ import tritonclient.grpc as grpc
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
+from tests.scale import free_port, until
 from topw_deploy.runtime import TopWModel
 from topw_deploy.triton.repository import write_repository
 
@@ -38,11 +38,6 @@ CPU = {"provider": "cpu", "intra_op_num_threads": 1}
 ENGINE = {"max_batch": 4, "max_queue": 508, "exact": True}
 CAPACITY = ENGINE["max_batch"] + ENGINE["max_queue"]
 HOT = {"temperature": 1.5, "lam": 0.3, "max_new_tokens": 40}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -190,14 +185,6 @@ def cancel(address: str) -> dict[str, int]:
     assert (whole.error, whole.ended) == ("", CAPACITY)
     whole.close()
     return {"sequences": CAPACITY - 36, "ended": long.ended}
-
-
-def until(condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            raise SystemExit(f"{what} did not come within {seconds} s")
-        time.sleep(0.02)
 
 
 def _values(result: Any) -> dict[str, Any]:
