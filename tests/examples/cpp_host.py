@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from msgspec.structs import replace
 
-from tests.support.toy_model import _specs, byte_ids
+from tests.support.toy_model import byte_ids
+from topw_deploy.export.write import _tensor_specs
 from topw_deploy.manifest import MANIFEST_NAME, DecoderManifest, describe_files, load_manifest, save_manifest
 from topw_deploy.plugins import compile_native, library
 from topw_deploy.plugins.library import library_path
@@ -152,13 +154,14 @@ def rewritten(
     model = onnx.load(target / "model.onnx")
     change(model)
     onnx.save(model, target / "model.onnx")
+    graph = ir.from_proto(model).graph
     manifest = load_manifest(source)
     assert isinstance(manifest, DecoderManifest)
     names = [path.name for path in target.iterdir() if path.name != MANIFEST_NAME]
     changed = replace(
         manifest,
-        inputs=_specs(model.graph.input),
-        outputs=_specs(model.graph.output),
+        inputs=_tensor_specs(graph.inputs),
+        outputs=_tensor_specs(graph.outputs),
         decoder=replace(manifest.decoder, **decoder),
         files=describe_files(target, names),
     )

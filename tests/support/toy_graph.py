@@ -10,194 +10,107 @@ GroupQueryAttention only stores the cache: heads are zero-padded, the output unu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
-import onnx
-from onnx import TensorProto, helper, numpy_helper
+import onnx_ir as ir
+
+from topw_deploy.export.graph import GraphEditor
 
 FORMS = ("concat", "scatter", "grouped", "shared")
 OPSETS = {"concat": 21, "scatter": 24, "grouped": 21, "shared": 21}  # TensorScatter needs 24
 HEAD_DIMS = {"concat": (4, 3), "scatter": (4, 3), "grouped": (8, 16), "shared": (8, 16)}
 """Of layer 0, with the features, and of layer 1, with their first three columns."""
 
-_make = helper.make_node
-_InputShapes = list[tuple[str, list[str | int | None]]]
-_MASK_INPUTS: _InputShapes = [("input_ids", ["batch", "sequence"]), ("attention_mask", ["batch", "total"])]
-_LENGTH_INPUTS: _InputShapes = [
-    ("input_ids", ["batch", "sequence"]),
-    ("write_indices", ["batch"]),
-    ("row_lengths", ["batch"]),
-]
-_INPUTS: dict[str, _InputShapes] = {
-    "concat": [*_MASK_INPUTS, ("position_ids", ["batch", "sequence"])],
-    "scatter": _LENGTH_INPUTS,
-    "grouped": [*_LENGTH_INPUTS, ("total_sequence_length", [1])],
-    "shared": _MASK_INPUTS,
+_FLOAT, _INT32 = ir.DataType.FLOAT, ir.DataType.INT32
+_IDS: dict[str, list[str | int]] = {"input_ids": ["batch", "sequence"]}
+_MASK = {**_IDS, "attention_mask": ["batch", "total"]}
+_LENGTHS = {**_IDS, "write_indices": ["batch"], "row_lengths": ["batch"]}
+_INPUTS: dict[str, dict[str, list[str | int]]] = {
+    "concat": {**_MASK, "position_ids": ["batch", "sequence"]},
+    "scatter": _LENGTHS,
+    "grouped": {**_LENGTHS, "total_sequence_length": [1]},
+    "shared": _MASK,
 }
 
 
 def decoder_graph(
     numbers: Mapping[str, np.ndarray], form: str, max_length: int | None = None
-) -> tuple[list[onnx.NodeProto], list[onnx.ValueInfoProto], list[onnx.ValueInfoProto], list[onnx.TensorProto]]:
-    """Nodes, inputs, outputs and constants that compute `logits` [B, V].
+) -> tuple[ir.Graph, ir.Value]:
+    """A graph whose outputs are the caches, and its logits, float32 [B, V].
 
     numbers: from `Toy.numbers`.
     max_length: of a static cache.
     """
-    widths = HEAD_DIMS[form]
-    tables = {
-        **numbers,
-        "nothing": np.float32(0),
-        "head_axis": np.array([1], np.int64),
-        "mask_axes": np.array([1, 3], np.int64),
-        "sum_axes": np.array([1, 2], np.int64),
-        "zero": np.array(0, np.int64),
-        "one": np.array(1, np.int64),
-        "last_column": np.array([-1], np.int64),
-        "first": np.array([0], np.int64),
-        "three": np.array([3], np.int64),
-        "four": np.array([4], np.int64),
-        "feature_axis": np.array([3], np.int64),
-        "widen_0": np.array([widths[0] - 4], np.int64),
-        "widen_1": np.array([widths[1] - 3], np.int64),
-        "no_pads": np.zeros(7, np.int64),
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSETS[form], "com.microsoft": 1}, name="toy")
+    editor = GraphEditor(graph, "toy")
+    op = editor.op
+    given = {
+        name: editor.input(name, _INT32 if name == "total_sequence_length" else ir.DataType.INT64, shape)
+        for name, shape in _INPUTS[form].items()
     }
-    inputs = [helper.make_tensor_value_info(name, _type_of(name), shape) for name, shape in _INPUTS[form]]
-    outputs: list[onnx.ValueInfoProto] = []
-    nodes = [*_features(), *_PLACES[form]()]
-    slots: int | str = max_length or "max_length"
-    lengths: tuple[int | str, int | str] = ("past", "total") if form == "concat" else (slots, slots)
-    for layer, size in enumerate(widths):
-        pasts, presents = ([f"{side}.{layer}.{part}" for part in ("key", "value")] for side in _SIDES)
-        for names, into, length in ((pasts, inputs, lengths[0]), (presents, outputs, lengths[1])):
-            shape: list[str | int | None] = ["batch", 1, length, size]
-            into += [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in names]
-        nodes += _keep(form, layer, pasts, presents)
-    nodes += _logits(form)
-    return nodes, inputs, outputs, [numpy_helper.from_array(np.asarray(value), name) for name, value in tables.items()]
-
-
-def _type_of(name: str) -> int:
-    return TensorProto.INT32 if name == "total_sequence_length" else TensorProto.INT64
-
-
-_SIDES = ("past_key_values", "present")
-
-
-def _features() -> list[onnx.NodeProto]:
-    return [
-        _make("Gather", ["features", "input_ids"], ["gathered_features"]),
-        _make("Unsqueeze", ["gathered_features", "head_axis"], ["narrow_0"]),  # [B, 1, S, 4]
-        _make("Slice", ["narrow_0", "first", "three", "feature_axis"], ["narrow_1"]),  # [B, 1, S, 3]
-        *(
-            node
-            for layer in (0, 1)
-            for node in (
-                _make("Concat", ["no_pads", f"widen_{layer}"], [f"pads_{layer}"], axis=0),
-                _make("Pad", [f"narrow_{layer}", f"pads_{layer}"], [f"new_{layer}"]),
-            )
-        ),
+    table = {name: editor.constant(array, name) for name, array in numbers.items()}
+    ids = given["input_ids"]
+    slots = max_length or "max_length"
+    past_length, length = ("past", "total") if form == "concat" else (slots, slots)
+    sizes = HEAD_DIMS[form]
+    pasts = [
+        [editor.input(f"past_key_values.{layer}.{part}", _FLOAT, ["batch", 1, past_length, size]) for part in _PARTS]
+        for layer, size in enumerate(sizes)
     ]
-
-
-def _keep(form: str, layer: int, pasts: list[str], presents: list[str]) -> list[onnx.NodeProto]:
-    new, flat = f"new_{layer}", f"flat_{layer}"
-    pairs = list(zip(pasts, presents, strict=True))
+    if form in ("scatter", "grouped"):
+        filled = op("Add", [given["write_indices"], given["row_lengths"]])
+        last_of_run = op("Unsqueeze", [op("Sub", [given["row_lengths"], 1]), [1]])
+        last_id = op("GatherND", [ids, last_of_run], batch_dims=1)
+    else:
+        filled = op("ReduceSum", [given["attention_mask"], [1]], keepdims=0)
+        last_id = _last_column(editor, ids)
     if form == "concat":
-        return [_make("Concat", [past, new], [present], axis=2) for past, present in pairs]
-    if form == "scatter":
-        return [_make("TensorScatter", [past, new, "write_indices"], [present], axis=2) for past, present in pairs]
-    return [
-        _make("Squeeze", [new, "head_axis"], [flat]),  # [B, S, size]
-        _make(
-            "GroupQueryAttention",
-            [flat, flat, flat, *pasts, "seqlens_k", "total_sequence_length"],
-            [f"attended_{layer}", *presents],
-            domain="com.microsoft",
-            num_heads=1,
-            kv_num_heads=1,
-        ),
-    ]
+        last_place = _last_column(editor, given["position_ids"])
+        counts = op("Unsqueeze", [given["attention_mask"], [1, 3]])  # [B, 1, T, 1]
+    else:
+        last_place = op("Sub", [filled, 1])
+        columns = op("Range", [0, op("Squeeze", [op("Shape", [pasts[0][0]], start=2, end=3)]), 1])
+        counts = op("Unsqueeze", [op("Less", [columns, op("Unsqueeze", [filled, [1]])]), [1, 3]])  # [B, 1, L, 1]
+    if form == "shared":
+        width = op("Squeeze", [op("Shape", [given["attention_mask"]], start=1, end=2)])
+        given["total_sequence_length"] = op("Cast", [width], to=_INT32)
 
+    features = op("Unsqueeze", [op("Gather", [table["features"], ids]), [1]])  # [B, 1, S, 4]
+    for layer, (past, size) in enumerate(zip(pasts, sizes, strict=True)):
+        new = op("Slice", [features, [0], [4 - layer], [3]])
+        new = op("Pad", [new, [0] * 7 + [size - 4 + layer]])
+        if form == "concat":
+            presents = [op("Concat", [each, new], axis=2) for each in past]
+        elif form == "scatter":
+            presents = [op("TensorScatter", [each, new, given["write_indices"]], axis=2) for each in past]
+        else:
+            flat = op("Squeeze", [new, [1]])  # [B, S, size]
+            lengths = [op("Cast", [last_place], to=_INT32), given["total_sequence_length"]]
+            _, *presents = editor.outputs(
+                "GroupQueryAttention", [flat, flat, flat, *past, *lengths], 3,
+                domain="com.microsoft", num_heads=1, kv_num_heads=1,
+            )  # fmt: skip
+        for present, part in zip(presents, _PARTS, strict=True):
+            present.name, present.type = f"present.{layer}.{part}", ir.TensorType(_FLOAT)
+            present.shape = ir.Shape(["batch", 1, length, size])
+            graph.outputs.append(present)
 
-def _logits(form: str) -> list[onnx.NodeProto]:
-    """Layer 1's values hold three columns of the history, layer 0's keys the fourth."""
+    # Layer 1's values hold three columns of the history, layer 0's keys the fourth.
+    keys, values = graph.outputs[0], graph.outputs[3]
+    cached = op("Concat", [op("Slice", [values, [0], [3], [3]]), op("Slice", [keys, [3], [4], [3]])], axis=3)
     if form in ("concat", "scatter"):
-        masked = _make("Mul", ["cached", "mask"], ["seen"])
+        seen = op("Mul", [cached, op("Cast", [counts], to=_FLOAT)])
     else:  # unused columns are arbitrary
-        masked = _make("Where", ["counts_4d", "cached", "nothing"], ["seen"])
-    return [
-        _make("Slice", ["present.1.value", "first", "three", "feature_axis"], ["three_columns"]),
-        _make("Slice", ["present.0.key", "three", "four", "feature_axis"], ["fourth"]),
-        _make("Concat", ["three_columns", "fourth"], ["cached"], axis=3),
-        masked,
-        _make("ReduceSum", ["seen", "sum_axes"], ["total"], keepdims=0),  # [B, 4]
-        _make("MatMul", ["total", "mix"], ["history"]),
-        _make("Gather", ["follow", "last_id"], ["followers"]),
-        _make("Gather", ["place", "last_place"], ["placed"]),
-        _make("Add", ["followers", "placed"], ["direct"]),
-        _make("Add", ["direct", "history"], ["whole"]),
-        _make("Mul", ["whole", "factor"], ["logits"]),
-    ]
+        seen = op("Where", [counts, cached, np.float32(0)])
+    history = op("MatMul", [op("ReduceSum", [seen, [1, 2]], keepdims=0), table["mix"]])
+    direct = op("Add", [op("Gather", [table["follow"], last_id]), op("Gather", [table["place"], last_place])])
+    whole, shape = op("Add", [direct, history]), ["batch", len(numbers["follow"])]
+    return graph, op("Mul", [whole, table["factor"]], name="logits", dtype=_FLOAT, shape=shape)
 
 
-def _concat_places() -> list[onnx.NodeProto]:
-    """`last_id` and `last_place` [B], and `mask` [B, 1, T, 1]."""
-    return [
-        _make("Cast", ["attention_mask"], ["mask_float"], to=TensorProto.FLOAT),
-        _make("Unsqueeze", ["mask_float", "mask_axes"], ["mask"]),
-        *_last_column("input_ids", "last_id"),
-        *_last_column("position_ids", "last_place"),
-    ]
+_PARTS = ("key", "value")
 
 
-def _static_places() -> list[onnx.NodeProto]:
-    return [
-        _make("Add", ["write_indices", "row_lengths"], ["filled"]),
-        _make("Sub", ["row_lengths", "one"], ["last_of_run"]),
-        _make("Unsqueeze", ["last_of_run", "head_axis"], ["last_index"]),
-        _make("GatherND", ["input_ids", "last_index"], ["last_id"], batch_dims=1),
-        *_filled_places(),
-    ]
-
-
-def _shared_places() -> list[onnx.NodeProto]:
-    return [
-        _make("ReduceSum", ["attention_mask", "head_axis"], ["filled"], keepdims=0),
-        *_last_column("input_ids", "last_id"),
-        _make("Shape", ["attention_mask"], ["mask_width"], start=1, end=2),
-        _make("Squeeze", ["mask_width"], ["total_length"]),
-        _make("Cast", ["total_length"], ["total_sequence_length"], to=TensorProto.INT32),
-        *_filled_places(),
-    ]
-
-
-def _filled_places() -> list[onnx.NodeProto]:
-    """From row lengths `filled` [B]."""
-    return [
-        _make("Sub", ["filled", "one"], ["last_place"]),
-        _make("Cast", ["last_place"], ["seqlens_k"], to=TensorProto.INT32),
-        _make("Shape", ["past_key_values.0.key"], ["buffer_shape"], start=2, end=3),
-        _make("Squeeze", ["buffer_shape"], ["buffer_length"]),
-        _make("Range", ["zero", "buffer_length", "one"], ["columns"]),
-        _make("Unsqueeze", ["filled", "head_axis"], ["filled_column"]),
-        _make("Less", ["columns", "filled_column"], ["counts"]),  # [B, L]
-        _make("Unsqueeze", ["counts", "mask_axes"], ["counts_4d"]),
-        _make("Cast", ["counts_4d"], ["mask"], to=TensorProto.FLOAT),
-    ]
-
-
-def _last_column(name: str, result: str) -> list[onnx.NodeProto]:
-    return [
-        _make("Gather", [name, "last_column"], [f"{result}_column"], axis=1),
-        _make("Squeeze", [f"{result}_column", "head_axis"], [result]),
-    ]
-
-
-_PLACES: dict[str, Callable[[], list[onnx.NodeProto]]] = {
-    "concat": _concat_places,
-    "scatter": _static_places,
-    "grouped": _static_places,
-    "shared": _shared_places,
-}
+def _last_column(editor: GraphEditor, value: ir.Value) -> ir.Value:
+    return editor.op("Squeeze", [editor.op("Gather", [value, [-1]], axis=1), [1]])

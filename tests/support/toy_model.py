@@ -20,29 +20,22 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx import TensorProto, helper, numpy_helper
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from tests.support.toy_graph import HEAD_DIMS, OPSETS, decoder_graph
 from topw_deploy.export.embedding import plain_gather
+from topw_deploy.export.graph import GraphEditor
+from topw_deploy.export.options import ExportOptions
+from topw_deploy.export.sampler.attach import NO_BOUND, add_geometry, add_sampler_inputs, add_sampler_node
 from topw_deploy.export.sampler.function import build_function
-from topw_deploy.export.sampler.node import (
-    DOMAIN,
-    OP_TYPE,
-    SAMPLER_INPUTS,
-    SamplerSpec,
-    sampler_attributes,
-    sampler_inputs,
-    sampler_outputs,
-)
-from topw_deploy.export.write import read_tables
+from topw_deploy.export.sampler.node import DOMAIN, SamplerSpec
+from topw_deploy.export.source.resolve import Source
+from topw_deploy.export.write import manifest_fields
 from topw_deploy.manifest import (
     DecoderInfo,
     DecoderManifest,
-    SamplerInfo,
     SamplerManifest,
-    TensorSpec,
-    describe_files,
+    Verification,
     key_value_states,
     save_manifest,
 )
@@ -54,7 +47,6 @@ from topw_deploy.sampling import (
     TopWOptions,
     TopWParameters,
     apply_edits,
-    embedding_statistics,
     sample_row,
     uniform_for,
 )
@@ -227,8 +219,6 @@ def export(
         with_mass=with_mass,
         rules=rules,
     )
-    model = _decoder_model(toy, spec, form, max_length, with_logits)
-    onnx.save(model, folder / "model.onnx")
     (tokenizer or byte_tokenizer()).save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", tokenizer_config or {"eos_token": "</s>", "pad_token": "<pad>"})
     _write_json(folder / "config.json", {"model_type": "toy", "eos_token_id": EOS})
@@ -254,7 +244,11 @@ def export(
         buffer_least=max_length or 0,
         target="tensorrt" if max_length else "onnxruntime",
     )
-    write_manifest(folder, model, spec, decoder, defaults or TopWParameters())
+    graph, logits = decoder_graph(toy.numbers(), form, max_length)
+    if with_logits:
+        graph.outputs.insert(0, logits)
+    fields = _save_model(folder, toy, graph, logits, spec) | {"defaults": defaults or TopWParameters()}
+    save_manifest(folder, DecoderManifest(decoder=decoder, **fields))
     return folder
 
 
@@ -268,107 +262,36 @@ def export_sampler(folder: Path, toy: Toy, with_mass: bool = False, with_keep_ma
         with_mass=with_mass,
         with_keep_mask=with_keep_mask,
     )
-    logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", VOCAB])
-    model = _finish([], [logits], [], [], spec)
-    onnx.save(model, folder / "model.onnx")
-    write_manifest(folder, model, spec, None, TopWParameters())
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": spec.opset}, name="toy")
+    logits = GraphEditor(graph, "toy").input("logits", ir.DataType.FLOAT, ["batch", VOCAB])
+    fields = _save_model(folder, toy, graph, logits, spec)
+    save_manifest(folder, SamplerManifest(**fields))
     return folder
 
 
-def write_manifest(
-    folder: Path, model: onnx.ModelProto, spec: SamplerSpec, decoder: DecoderInfo | None, defaults: TopWParameters
-) -> None:
-    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    table, lookups = read_tables(folder)
-    shared: dict[str, Any] = {
-        "source": {"id": "toy", "revision": "", "route": "test"},
-        "libraries": {"topw_deploy": "test"},
-        "opset": {"": spec.opset},
-        "inputs": _specs(model.graph.input),
-        "outputs": _specs(model.graph.output),
-        "sampler": SamplerInfo(
-            branches=spec.branches,
-            vocab_size=spec.vocab_size,
-            hidden_size=spec.hidden_size,
-            table_form=str(sampler_attributes(spec)["table_form"]),
-            options=spec.options,
-            outputs=sampler_outputs(spec),
-            rules=spec.rules,
-            table=table,
-        ),
-        "defaults": defaults,
-        "lookups": lookups,
-        "files": describe_files(folder, [name for name in names if name != "topw_manifest.json"]),
-    }
-    save_manifest(folder, SamplerManifest(**shared) if decoder is None else DecoderManifest(decoder=decoder, **shared))
-
-
-def _specs(values: Sequence[onnx.ValueInfoProto]) -> tuple[TensorSpec, ...]:
-    return tuple(
-        TensorSpec(
-            value.name,
-            TensorProto.DataType.Name(value.type.tensor_type.elem_type).lower(),
-            tuple(dim.dim_value or dim.dim_param for dim in value.type.tensor_type.shape.dim),
-        )
-        for value in values
-    )
-
-
-def _write_json(path: Path, data: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(data), encoding="utf-8")
-
-
-def _decoder_model(
-    toy: Toy, spec: SamplerSpec, form: str, max_length: int | None, with_logits: bool
-) -> onnx.ModelProto:
-    nodes, inputs, outputs, constants = decoder_graph(toy.numbers(), form, max_length)
-    if with_logits:
-        outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", toy.vocab]), *outputs]
+def _save_model(folder: Path, toy: Toy, graph: ir.Graph, logits: ir.Value, spec: SamplerSpec) -> dict[str, Any]:
+    """Attach the sampler and write the graph. Returns the manifest's fields."""
+    editor, others = GraphEditor(graph, "topw"), list(graph.outputs)
+    inputs = [logits, *add_sampler_inputs(editor, "batch")]
     if spec.has_geometry:
-        mean, inverse = embedding_statistics(toy.embeddings, spec.options.metric)
-        geometry = {
-            "mean": mean.astype(np.float32),
-            "inverse_std": inverse.astype(np.float32),
-            "neighbour_bound": np.zeros(0, np.float32),
-            "embedding_0": toy.embeddings,
-        }
-        constants += [numpy_helper.from_array(value, name) for name, value in geometry.items()]
-    return _finish(nodes, inputs, outputs, constants, spec)
-
-
-def _finish(nodes: list, inputs: list, outputs: list, constants: list, spec: SamplerSpec) -> onnx.ModelProto:
-    kinds: dict[str, tuple[int, list[int | str]]] = {
-        "edit_ids": (TensorProto.INT64, ["edits"]),
-        "edit_penalty": (TensorProto.FLOAT, ["edits"]),
-        "edit_bias": (TensorProto.FLOAT, ["edits"]),
-        "allowed": (TensorProto.INT32, ["words"]),
-        "rule": (TensorProto.INT32, []),
-        "rule_values": (TensorProto.FLOAT, [2]),
-    }
-    for name in SAMPLER_INPUTS[1:]:
-        dtype, width = kinds.get(name, (TensorProto.FLOAT, []))
-        inputs = [*inputs, helper.make_tensor_value_info(name, dtype, ["batch", *width])]
-    types = {"next_token": TensorProto.INT64, "kept": TensorProto.INT32, "certified": TensorProto.BOOL}
-    results = [
-        helper.make_tensor_value_info(
-            name,
-            types.get(name, TensorProto.BOOL if name == "keep_mask" else TensorProto.FLOAT),
-            ["batch", spec.vocab_size] if name == "keep_mask" else ["batch"],
-        )
-        for name in sampler_outputs(spec)
-    ]
-    attributes: dict[str, Any] = dict(sampler_attributes(spec))
-    sampler = helper.make_node(
-        OP_TYPE, list(sampler_inputs(spec)), list(sampler_outputs(spec)), domain=DOMAIN, **attributes
-    )
-    graph = helper.make_graph([*nodes, sampler], "toy", inputs, [*results, *outputs], constants)
-    function = _function(spec)
-    opsets = {"": spec.opset, DOMAIN: 1, "com.microsoft": 1}
-    imports = [helper.make_opsetid(domain, version) for domain, version in opsets.items()]
-    return helper.make_model(graph, functions=[function], opset_imports=imports, ir_version=10)
+        geometry = Geometry.from_embeddings(toy.embeddings, spec.options.metric)
+        inputs += [*add_geometry(editor, geometry, NO_BOUND), editor.constant(toy.embeddings, "topw.embedding")]
+    graph.outputs.clear()
+    graph.outputs.extend([*add_sampler_node(graph, spec, inputs, "batch"), *others])
+    graph.opset_imports[DOMAIN] = 1
+    model = ir.Model(graph, ir_version=10)
+    proto = ir.to_proto(model)
+    proto.functions.append(_function(spec))
+    onnx.save(proto, folder / "model.onnx")
+    fields = manifest_fields(model, Source("toy", "", folder, folder), "test", spec, ExportOptions(), folder, {})
+    return fields | {"verification": Verification(status="skipped")}
 
 
 @cache
 def _function(spec: SamplerSpec) -> onnx.FunctionProto:
     """The sampler's 2,000 nodes, which callers copy and do not change."""
     return ir.serde.serialize_function(build_function(spec))
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(data), encoding="utf-8")
