@@ -16,9 +16,8 @@ from tqdm import tqdm
 from benchmarks.common import table
 from fuzz.rules import OTHERS
 from tests.support.function_cases import Tally, compare, graph, opened
-from tests.support.rows import Scenario, embedding_table, random_case
+from tests.support.rows import Scenario, embedding_table, geometry_of, random_case
 from tests.support.rule_rows import sampler_case
-from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
 
 # (vocabulary, pool size, rows per batch, batches per scenario)
@@ -61,8 +60,7 @@ def fuzz(rows: int, seed: int, forms: tuple[str, ...]) -> dict[str, Tally]:
         for scenario, batch, batches in scenarios(seed):
             rng = np.random.default_rng(scenario.seed + 1)
             embeddings = embedding_table(scenario)
-            metric = scenario.options.metric
-            geometry = Geometry.uniform() if metric == "uniform" else Geometry.from_embeddings(embeddings, metric)
+            geometry = geometry_of(scenario.options, embeddings)
             sessions = {form: graph(scenario, form, embeddings, geometry) for form in forms}
             for _ in range(batches):
                 known = {form: len(tally.unexplained) for form, tally in tallies.items()}

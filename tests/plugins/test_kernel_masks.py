@@ -23,7 +23,7 @@ from tests.support.rows import (
     unequal_fields,
 )
 from tests.support.samples import slow
-from topw_deploy.sampling import TopWOptions, apply_edits
+from topw_deploy.sampling import TopWOptions
 
 UNIFORM = TopWOptions(metric="uniform", top_m=200)
 VOCABULARIES = (1, 31, 33, 90, 128, 130, 255, 1000, 1021, 1280, 5000)
@@ -140,20 +140,3 @@ def test_only_an_allowed_logit_that_is_no_number_makes_its_row_invalid(any_kerne
             plain = answer(any_kernel, masked(logits, allowed), options=UNIFORM)
             assert found.next_token[0] >= 0
             assert unequal_fields(found, plain) == []
-
-
-@pytest.mark.parametrize(("vocab", "edits"), [(90, 40), (1000, 7), slow(5000, 700), (1280, 3)])
-def test_the_mask_follows_the_edits(any_kernel: Any, vocab: int, edits: int) -> None:
-    logits, chosen, cases = random_rows(vocab, 42, seed=3)
-    rng = np.random.default_rng(edits)
-    allowed = masks(rng, 42, vocab)
-    ids = np.stack([rng.permutation(vocab)[:edits] for _ in cases]).astype(np.int64)
-    penalty = rng.choice([1.0, 1.3, 0.7, 5.0], ids.shape).astype(np.float32)
-    bias = rng.choice([0.0, 1.5, -2.0, -np.inf, np.inf, np.nan], ids.shape, p=[0.4, 0.2, 0.2, 0.18, 0.01, 0.01])
-    bias = np.where(np.take_along_axis(allowed, ids, 1) & ~(bias < np.inf), 30.0, bias).astype(np.float32)
-    with np.errstate(invalid="ignore"):
-        edited = np.stack([apply_edits(logits[i], ids[i], penalty[i], bias[i]) for i in range(42)])
-    plain = answer(any_kernel, masked(edited, allowed), chosen, UNIFORM)
-    found = answer(any_kernel, logits, chosen, UNIFORM, edits=(ids, penalty, bias), allowed=packed(allowed))
-    assert unequal_fields(found, plain) == []
-    assert (found.kept > 0).sum() > 20

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.support.function_cases import NATIVE, Tally, Wanted, clear_rows, compare, feeds, graph, open_model, run
-from tests.support.rows import Scenario, embedding_table, random_case
+from tests.support.rows import Scenario, embedding_table, geometry_of, random_case
 from tests.support.samples import slow
-from topw_deploy.sampling import Geometry, apply_edits, sample_row
+from topw_deploy.sampling import apply_edits, sample_row
 from topw_deploy.sampling.parameters import METRICS, PARAMETER_NAMES, TopWOptions
 
 SCENARIOS = [
@@ -33,8 +33,7 @@ def test_crops_tokens_and_certificates_equal_the_reference_on_every_row(
     native_library: Path, scenario: Scenario
 ) -> None:
     embeddings = embedding_table(scenario)
-    metric = scenario.options.metric
-    geometry = Geometry.uniform() if metric == "uniform" else Geometry.from_embeddings(embeddings, metric)
+    geometry = geometry_of(scenario.options, embeddings)
     sessions = {NATIVE: graph(scenario, NATIVE, embeddings, geometry)}
     rng = np.random.default_rng(scenario.seed)
     tallies = {NATIVE: Tally()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _ctypes
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from topw_deploy.runtime.ort import graph_session, native
 from topw_deploy.runtime.session import SessionOptions
 from topw_deploy.sampling import TopWOptions
 
+VARIABLE = "TOPW_NATIVE_LIBRARY"
 TOY = Toy.random(1, options=TopWOptions(top_m=64, metric="mahalanobis"))
 
 
@@ -69,42 +71,25 @@ def test_another_choice_is_a_parameter_error(toy_folder: Path) -> None:
         load(toy_folder, sampler="fast")
 
 
-def switched_off(patch: pytest.MonkeyPatch, _: Path) -> None:
-    patch.setenv("TOPW_NATIVE", "0")
-
-
-def not_built(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    patch.setattr(library, "PACKAGED", folder / "libtopw.so")
-
-
-def missing(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    patch.setenv("TOPW_NATIVE_LIBRARY", str(folder / "nowhere.so"))
-
-
-def broken(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    (folder / "broken.so").write_bytes(b"\x7fELF and nothing more")
-    patch.setenv("TOPW_NATIVE_LIBRARY", str(folder / "broken.so"))
-
-
-def foreign(patch: pytest.MonkeyPatch, _: Path) -> None:
-    patch.setenv("TOPW_NATIVE_LIBRARY", _ctypes.__file__)
-
-
 @pytest.mark.parametrize(
-    ("absence", "reason"),
+    ("variable", "value", "reason"),
     [
-        (switched_off, "TOPW_NATIVE=0 disables it"),
-        slow(not_built, "this installation was built without it"),
-        slow(missing, "TOPW_NATIVE_LIBRARY is .*nowhere.so, which is not a file"),
-        slow(broken, r"the native library of TOPW_NATIVE_LIBRARY='.*broken\.so' does not load"),
-        (foreign, "of TOPW_NATIVE_LIBRARY='.*_ctypes.* does not load .*is not a library of topw_deploy"),
+        ("TOPW_NATIVE", "0", "TOPW_NATIVE=0 disables it"),
+        slow("", "", "this installation was built without it"),
+        slow(VARIABLE, "nowhere.so", f"{VARIABLE} is .*nowhere.so, which is not a file"),
+        slow(VARIABLE, "broken.so", f"the native library of {VARIABLE}='.*broken.so' does not load"),
+        (VARIABLE, _ctypes.__file__, f"of {VARIABLE}='.*_ctypes.* does not load .*is not a library of topw_deploy"),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_without_the_library_the_function_runs_and_the_reason_is_known(
-    toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absence: Any, reason: str
+    toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, reason: str
 ) -> None:
-    absence(monkeypatch, tmp_path)
+    (tmp_path / "broken.so").write_bytes(b"\x7fELF and nothing more")
+    monkeypatch.chdir(tmp_path)
+    if variable:
+        monkeypatch.setenv(variable, str(Path(value).absolute()) if variable == VARIABLE else value)
+    else:
+        monkeypatch.setattr(library, "PACKAGED", tmp_path / "libtopw.so")
     model = load(toy_folder)
     assert model.sampler == "graph"
     assert model.generate("a", max_new_tokens=2).token_ids
@@ -163,32 +148,14 @@ def test_an_invalid_graph_is_not_reported_as_the_samplers_error(toy_folder: Path
         load(folder, sampler="native")
 
 
-def shorter_mean(model: onnx.ModelProto) -> None:
-    (mean,) = [t for t in model.graph.initializer if t.name == "topw.mean"]
-    mean.CopyFrom(onnx.numpy_helper.from_array(np.zeros(3, np.float32), mean.name))
+def stored(name: str, array: np.ndarray) -> Callable[[onnx.ModelProto], None]:
+    """A change of one of the sampler's initializers."""
 
+    def change(model: onnx.ModelProto) -> None:
+        (tensor,) = [t for t in model.graph.initializer if t.name == f"topw.{name}"]
+        tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
 
-def smaller_table(model: onnx.ModelProto) -> None:
-    (table,) = [t for t in model.graph.initializer if t.name == "topw.embedding"]
-    table.CopyFrom(onnx.numpy_helper.from_array(np.zeros((7, 8), np.float32), table.name))
-
-
-def integer_table(model: onnx.ModelProto) -> None:
-    (table,) = [t for t in model.graph.initializer if t.name == "topw.embedding"]
-    table.CopyFrom(onnx.numpy_helper.from_array(np.zeros((300, 8), np.int8), table.name))
-
-
-def three_bounds(model: onnx.ModelProto) -> None:
-    (bound,) = [t for t in model.graph.initializer if t.name == "topw.neighbour_bound"]
-    bound.CopyFrom(onnx.numpy_helper.from_array(np.zeros(3, np.float32), bound.name))
-
-
-def no_table(model: onnx.ModelProto) -> None:
-    del node_of(model).input[14:]
-
-
-def one_more_input(model: onnx.ModelProto) -> None:
-    node_of(model).input.append("topw.embedding")
+    return change
 
 
 @pytest.mark.parametrize(
@@ -200,12 +167,12 @@ def one_more_input(model: onnx.ModelProto) -> None:
         (lambda model: set_attribute(model, "top_m", 0), "out of range"),
         (lambda model: set_attribute(model, "alt_iters", -1), "out of range"),
         (lambda model: set_attribute(model, "knn_k", -1), "out of range"),
-        (shorter_mean, "not of the shapes expected"),
-        (smaller_table, "do not fit 300 tokens"),
-        (integer_table, "element type 3 is not known"),
-        (three_bounds, "do not fit 300 tokens"),
-        (no_table, "the node has 14 inputs"),
-        (one_more_input, "the node has 19 inputs"),
+        (stored("mean", np.zeros(3, np.float32)), "not of the shapes expected"),
+        (stored("embedding", np.zeros((7, 8), np.float32)), "do not fit 300 tokens"),
+        (stored("embedding", np.zeros((300, 8), np.int8)), "element type 3 is not known"),
+        (stored("neighbour_bound", np.zeros(3, np.float32)), "do not fit 300 tokens"),
+        (lambda model: node_of(model).input.__delitem__(slice(14, None)), "the node has 14 inputs"),
+        (lambda model: node_of(model).input.append("topw.embedding"), "the node has 19 inputs"),
     ],
 )
 def test_a_node_that_the_operator_cannot_run_fails_when_the_session_opens(

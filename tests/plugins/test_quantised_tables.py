@@ -12,7 +12,6 @@ import pytest
 
 from tests.support.function_cases import feeds, open_model, run
 from tests.support.kernel import Kernel, KernelTable
-from tests.support.native_cases import opened
 from tests.support.quantised_tables import FORMS, Form, Quantised, quantised_table
 from tests.support.rows import Case, columns, random_case
 from topw_deploy.export.embedding import EmbeddingForm
@@ -26,11 +25,6 @@ VOCAB = 200
 OPTIONS = TopWOptions(top_m=120, metric="unit")
 # Few rows are certified, so the table is read.
 _WIDE = {"lam": 1.0, "init_top_p": 0.5, "temperature": 2.0}
-
-
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
-    return opened(tmp_path_factory.mktemp("native"))
 
 
 def cases(rows: int) -> list[Case]:

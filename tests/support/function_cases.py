@@ -14,7 +14,19 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 
-from tests.support.rows import SINGLE, Case, Scenario, differences, embedding_table, explanation, redrawn, reference
+from tests.support.rows import (
+    SINGLE,
+    Case,
+    Scenario,
+    columns,
+    differences,
+    embedding_table,
+    explanation,
+    geometry_of,
+    redrawn,
+    reference,
+    rules_of,
+)
 from topw_deploy.export.embedding import plain_gather
 from topw_deploy.export.sampler.node import SamplerSpec
 from topw_deploy.export.sampler_only import sampler_model
@@ -37,24 +49,27 @@ def graph(
 
     Omits `mass` for a large vocabulary of whole blocks, where it would disable the branch that skips edits.
     """
-    uses_table = scenario.options.metric != "uniform"
-    spec = SamplerSpec(
-        options=scenario.options,
-        vocab_size=scenario.vocab_size,
-        embedding=plain_gather(*table.shape) if uses_table else None,
-        hidden_size=scenario.hidden_size if uses_table else None,
-        branches=form != "no-branches",
-        with_mass=not (scenario.vocab_size % 128 == 0 and scenario.vocab_size >= 8192),
-        with_keep_mask=True,
+    changes = {
+        "branches": form != "no-branches",
+        "with_mass": not (scenario.vocab_size % 128 == 0 and scenario.vocab_size >= 8192),
+        "with_keep_mask": True,
         **changes,
+    }
+    model = _model(scenario.options, scenario.vocab_size, table, geometry, **changes)
+    return open_model(model, library_path() if form == NATIVE else None, threads)
+
+
+def _model(
+    options: TopWOptions, vocab_size: int, table: np.ndarray, geometry: Geometry, **changes: Any
+) -> onnx.ModelProto:
+    if options.metric == "uniform":
+        spec = SamplerSpec(options=options, vocab_size=vocab_size, **changes)
+        return ir.to_proto(sampler_model(spec, None, geometry))
+    embedding = plain_gather(*table.shape, dtype=ir.tensor(table).dtype)
+    spec = SamplerSpec(
+        options=options, vocab_size=vocab_size, embedding=embedding, hidden_size=table.shape[1], **changes
     )
-    model = sampler_model(spec, table if uses_table else None, geometry)
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    options.intra_op_num_threads = threads
-    if form == NATIVE:
-        options.register_custom_ops_library(str(library_path()))
-    return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return ir.to_proto(sampler_model(spec, table, geometry))
 
 
 @cache
@@ -64,7 +79,7 @@ def opened(
     """A scenario with a plain table of 8 coordinates, its geometry, and a session of its graph."""
     scenario = Scenario(TopWOptions(top_m=top_m, metric=metric), vocab, 8, "plain", 0)
     table = embedding_table(scenario)
-    geometry = Geometry.from_embeddings(table, metric) if metric != "uniform" else Geometry.uniform()
+    geometry = geometry_of(scenario.options, table)
     return scenario, geometry, graph(scenario, form, table, geometry, rules=rules)
 
 
@@ -78,17 +93,16 @@ def by_hand(logits: object, rule: str, *values: float, **changes: float) -> Case
 def feeds(cases: list[Case], edits: int = 0, words: int = 0) -> dict[str, np.ndarray]:
     """The graph's inputs. Each row has `edits` edits of padding and `words` words of a mask that allows everything."""
     batch = len(cases)
-    columns = {n: np.array([case.parameters[n] for case in cases], np.float32) for n in PARAMETER_NAMES}
+    rule, values = rules_of(cases)
     return {
         "logits": np.stack([case.logits for case in cases]),
         "edit_ids": np.full((batch, edits), -1, np.int64),
         "edit_penalty": np.ones((batch, edits), np.float32),
         "edit_bias": np.zeros((batch, edits), np.float32),
         "allowed": np.full((batch, words), -1, np.int32),
-        "uniform": np.array([case.uniform for case in cases], np.float32),
-        "rule": np.array([case.rule for case in cases], np.int32),
-        "rule_values": np.array([case.rule_values for case in cases], np.float32).reshape(batch, 2),
-        **columns,
+        "rule": rule,
+        "rule_values": values,
+        **columns(cases),
     }
 
 
@@ -184,7 +198,6 @@ class Wanted:
     mass: bool = False
     keep_mask: bool = False
     dtype: Any = np.float32
-    opset: int = 18
 
     @property
     def table(self) -> np.ndarray:
@@ -193,30 +206,12 @@ class Wanted:
 
     @property
     def geometry(self) -> Geometry:
-        if self.options.metric == "uniform":
-            return Geometry.uniform()
-        return Geometry.from_embeddings(self.table.astype(np.float32), self.options.metric)
+        return geometry_of(self.options, self.table.astype(np.float32))
 
     def model(self) -> onnx.ModelProto:
-        """A new copy, which the caller may change."""
-        copied = onnx.ModelProto()
-        copied.CopyFrom(self._built())
-        return copied
-
-    @cache  # noqa: B019  # few are made
-    def _built(self) -> onnx.ModelProto:
-        uniform, table = self.options.metric == "uniform", self.table
-        spec = SamplerSpec(
-            options=self.options,
-            vocab_size=self.vocab_size,
-            embedding=None if uniform else plain_gather(*table.shape, dtype=ir.tensor(table).dtype),
-            hidden_size=None if uniform else self.hidden_size,
-            branches=self.branches,
-            opset=self.opset,
-            with_mass=self.mass,
-            with_keep_mask=self.keep_mask,
-        )
-        return ir.to_proto(sampler_model(spec, None if uniform else table, self.geometry))
+        """A new model, which the caller may change."""
+        changes = {"branches": self.branches, "with_mass": self.mass, "with_keep_mask": self.keep_mask}
+        return _model(self.options, self.vocab_size, self.table, self.geometry, opset=18, **changes)
 
 
 def open_model(model: onnx.ModelProto, native: Path | None = None, threads: int = 1) -> ort.InferenceSession:
@@ -243,10 +238,9 @@ def set_attribute(model: onnx.ModelProto, name: str, value: Any) -> None:
 
 def clear_rows(wanted: Wanted, inputs: dict[str, np.ndarray]) -> np.ndarray:
     """bool [batch]: rows that float32 rounding cannot change."""
-    names = ("lam", "beta", "temperature", "selection_temperature", "init_top_p", "geom_scale")
     clear = []
     for index, logits in enumerate(inputs["logits"]):
-        parameters = {name: float(inputs[name][index]) for name in names}
+        parameters = {name: float(inputs[name][index]) for name in PARAMETER_NAMES}
         uniform, words = float(inputs["uniform"][index]), inputs["allowed"][index]
         allowed = words if len(words) else None
         row = sample_row(

@@ -44,10 +44,10 @@ def test_the_node_is_answered_as_by_the_cpus_operator(
     operator_library: Path, native_library: Path, metric: str, mass: bool, keep_mask: bool
 ) -> None:
     wanted = Wanted(TopWOptions(top_m=40, metric=metric), mass=mass, keep_mask=keep_mask)  # type: ignore[arg-type]
-    cases, rng = Cases(wanted), np.random.default_rng(6)
+    rng = np.random.default_rng(6)
     on_a_gpu, on_the_cpu = open_model(wanted.model(), operator_library), open_model(wanted.model(), native_library)
     for rows, edits in ((1, 0), (5, 2), (3, 17), (12, 1), (1, 0)):  # memory for more rows serves fewer
-        inputs = cases.feed(rng, rows, edits)
+        inputs = feed(wanted, rng, rows, edits)
         if edits % 2:
             inputs["allowed"] = packed(masks(rng, rows, wanted.vocab_size))
             inputs["rule"], inputs["rule_values"] = rules_of([rule_case(rng, 1) for _ in range(rows)])
@@ -59,23 +59,18 @@ def test_the_node_is_answered_as_by_the_cpus_operator(
             np.testing.assert_allclose(values[clear], expected[name][clear], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-class Cases:
+def feed(wanted: Wanted, rng: np.random.Generator, rows: int, edits: int) -> dict[str, np.ndarray]:
     """Random rows, with edits that change no logit."""
-
-    def __init__(self, wanted: Wanted) -> None:
-        self._vocab = wanted.vocab_size
-
-    def feed(self, rng: np.random.Generator, rows: int, edits: int) -> dict[str, np.ndarray]:
-        inputs = feeds([random_case(rng, self._vocab) for _ in range(rows)], edits)
-        inputs["edit_ids"] = np.stack([rng.permutation(self._vocab)[:edits] for _ in range(rows)]).astype(np.int64)
-        return inputs
+    inputs = feeds([random_case(rng, wanted.vocab_size) for _ in range(rows)], edits)
+    inputs["edit_ids"] = np.stack([rng.permutation(wanted.vocab_size)[:edits] for _ in range(rows)]).astype(np.int64)
+    return inputs
 
 
 def test_threads_that_run_one_session_wait_for_each_others_launches(operator_library: Path) -> None:
     """The emulator runs one launch at a time, like a stream."""
     wanted = Wanted(mass=True)
     session, rng = open_model(wanted.model(), operator_library), np.random.default_rng(7)
-    given = [Cases(wanted).feed(rng, 6, 2) for _ in range(8)]
+    given = [feed(wanted, rng, 6, 2) for _ in range(8)]
     alone = [run(session, inputs) for inputs in given]
     with ThreadPoolExecutor(4) as threads:
         together = list(threads.map(lambda inputs: run(session, inputs), given))
@@ -86,7 +81,7 @@ def test_threads_that_run_one_session_wait_for_each_others_launches(operator_lib
 
 def test_feeds_that_do_not_fit_fail_the_run(operator_library: Path) -> None:
     wanted = Wanted()
-    session, inputs = open_model(wanted.model(), operator_library), Cases(wanted).feed(np.random.default_rng(0), 3, 2)
+    session, inputs = open_model(wanted.model(), operator_library), feed(wanted, np.random.default_rng(0), 3, 2)
     with pytest.raises(Exception, match="input 2 does not have the shape or type"):
         run(session, {**inputs, "edit_penalty": np.ones((3, 1), np.float32)})
     with pytest.raises(Exception, match="allowed has 9 words per row, but must have 0 or 10 for 300 tokens"):
