@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sys
 from enum import IntEnum, IntFlag
 from pathlib import Path
@@ -20,7 +21,6 @@ import onnxruntime as ort
 import pytest
 
 from tests.support.cuda_double import Gpu
-from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.plugins import library
 
 SCRATCH = (1000, 5000)  # bytes, by profile
@@ -44,9 +44,7 @@ class Registry:
         return object()
 
     def add_plugin(self) -> None:
-        self.all_creators.append(
-            SimpleNamespace(name="TopWSample", plugin_version="1", plugin_namespace="topw"),
-        )
+        self.all_creators.append(SimpleNamespace(name="TopWSample", plugin_version="1", plugin_namespace="topw"))
 
 
 class TensorRT:
@@ -66,7 +64,7 @@ class TensorRT:
         self.pruned: dict[str, float] = {}
         self.registry = Registry()
         self.configs: list[Config] = []
-        self.networks: list[Network] = []
+        self.networks: list[Any] = []
         self.contexts: list[Context] = []
         self.module = self._module(version)
 
@@ -100,28 +98,19 @@ class _Logger(_Base):
     Severity = IntFlag("Severity", {"INTERNAL_ERROR": 1, "ERROR": 2, "WARNING": 4})
 
 
-class Network:
-    """The parsed file and creation flags."""
-
-    def __init__(self, flags: int) -> None:
-        self.flags, self.path = flags, ""
-
-
 class Parser:
     """Parses only files: weights must not pass through Python."""
 
-    def __init__(self, trt: TensorRT, network: Network) -> None:
+    def __init__(self, trt: TensorRT, network: Any) -> None:
         self._trt, self._network = trt, network
         self.num_errors = 0
 
     def parse_from_file(self, path: str) -> bool:
-        assert Path(path).is_file()
-        self._network.path = path
-        self.num_errors = int(bool(self._trt.refuses))
-        return not self._trt.refuses
+        return self.supports_model_v2(Path(path).read_bytes(), path)
 
     def supports_model_v2(self, data: bytes, path: str) -> bool:
         assert Path(path).read_bytes() == data
+        self._network.path = path
         self.num_errors = int(bool(self._trt.refuses))
         return not self._trt.refuses
 
@@ -144,16 +133,6 @@ class Profile:
         self.shapes[name] = [least, usual, most]
 
 
-class TimingCache:
-    """Bytes that start with the module's version."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-
-    def serialize(self) -> bytes:
-        return self.data
-
-
 class Config:
     """The builder's configuration."""
 
@@ -163,7 +142,7 @@ class Config:
         self.limits: dict[Any, int] = {}
         self.profiles: list[Profile] = []
         self.progress_monitor: Any = None
-        self._timings: TimingCache | None = None
+        self._timings = b""
 
     def set_flag(self, flag: Any) -> None:
         self.flags.add(flag)
@@ -178,16 +157,16 @@ class Config:
         self.profiles.append(profile)
         return len(self.profiles) - 1
 
-    def create_timing_cache(self, data: bytes) -> TimingCache:
-        return TimingCache(data or self._trt.module.__version__.encode())
+    def create_timing_cache(self, data: bytes) -> bytes:
+        """Bytes that start with the module's version."""
+        return data or self._trt.module.__version__.encode()
 
-    def set_timing_cache(self, cache: TimingCache, ignore_mismatch: bool) -> bool:
+    def set_timing_cache(self, cache: bytes, ignore_mismatch: bool) -> bool:
         self._timings = cache
-        return ignore_mismatch or cache.data.startswith(self._trt.module.__version__.encode())
+        return ignore_mismatch or cache.startswith(self._trt.module.__version__.encode())
 
-    def get_timing_cache(self) -> TimingCache:
-        assert self._timings is not None
-        return self._timings
+    def get_timing_cache(self) -> Any:
+        return SimpleNamespace(serialize=lambda: self._timings)
 
 
 class Builder:
@@ -196,8 +175,8 @@ class Builder:
     def __init__(self, trt: TensorRT, logger: Any) -> None:
         self._trt, self._logger = trt, logger
 
-    def create_network(self, flags: int) -> Network:
-        self._trt.networks.append(Network(flags))
+    def create_network(self, flags: int) -> Any:
+        self._trt.networks.append(SimpleNamespace(flags=flags, path=""))
         return self._trt.networks[-1]
 
     def create_builder_config(self) -> Config:
@@ -207,25 +186,17 @@ class Builder:
     def create_optimization_profile(self) -> Profile:
         return Profile()
 
-    def build_serialized_network_to_stream(self, network: Network, config: Config, writer: Any) -> bool:
+    def build_serialized_network_to_stream(self, network: Any, config: Config, writer: Any) -> bool:
         assert writer.ready
-        plan = self._plan(network, config)
-        if plan is None:
-            return False
-        half = len(plan) // 2
-        return all(writer.write(part) == len(part) for part in (plan[:half], plan[half:]))
-
-    def build_serialized_network(self, network: Network, config: Config) -> bytes | None:
-        return self._plan(network, config)
-
-    def _plan(self, network: Network, config: Config) -> bytes | None:
         if not self._advance(config.progress_monitor):
-            return None
+            return False
         if self._trt.fails:
             self._logger.log(self._trt.module.ILogger.Severity.ERROR, self._trt.fails)
-            return None
+            return False
         profiles = [profile.shapes for profile in config.profiles]
-        return json.dumps({"path": network.path, "profiles": profiles}).encode()
+        plan = json.dumps({"path": network.path, "profiles": profiles}).encode()
+        half = len(plan) // 2
+        return all(writer.write(part) == len(part) for part in (plan[:half], plan[half:]))
 
     def _advance(self, monitor: Any) -> bool:
         """Two steps, the first with three nested ones. Returns whether to continue."""
@@ -314,7 +285,7 @@ class Context:
         self.profile = -1
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.addresses: dict[str, int] = {}
-        self.touched = self.runs = self.sets = 0
+        self.touched = self.runs = 0
         self._scratch = 0
 
     def set_device_memory(self, pointer: int, size: int) -> None:
@@ -379,14 +350,8 @@ class Context:
         engine.session.run_with_iobinding(binding)
 
 
-_SIZES = {element.number: element.bits // 8 for element in ELEMENT_TYPES.values()}
-
-
 def _bytes(kind: int, shape: tuple[int, ...]) -> int:
-    size = _SIZES[kind]
-    for dimension in shape:
-        size *= dimension
-    return size
+    return math.prod(shape) * onnx.helper.tensor_dtype_to_np_dtype(kind).itemsize
 
 
 def install(patch: pytest.MonkeyPatch, gpu: Gpu, trt: TensorRT) -> None:
