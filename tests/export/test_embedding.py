@@ -107,15 +107,6 @@ def test_the_error_without_embeddings_names_the_uniform_metric() -> None:
         find_embedding(graph)
 
 
-def test_two_tables_are_refused() -> None:
-    def build(editor: GraphEditor, ids: ir.Value) -> None:
-        plain(editor, ids)
-        editor.op("Gather", [editor.constant(TABLE[:, :8].copy(), "second"), ids], axis=0)
-
-    with pytest.raises(UnsupportedModelError, match="2 tables"):
-        find_embedding(graph_with(build))
-
-
 def test_a_lookup_of_a_vector_is_ignored() -> None:
     def build(editor: GraphEditor, ids: ir.Value) -> None:
         editor.op("Gather", [editor.constant(np.arange(ROWS)), ids], axis=0)

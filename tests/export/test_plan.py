@@ -23,7 +23,6 @@ from topw_deploy.export.write import bytes_by_type, file_sizes, lay_out, weight_
 from topw_deploy.folders import SPARE
 from topw_deploy.manifest import Check, Verification, check_hashes, load_manifest
 from topw_deploy.progress import resident_bytes
-from topw_deploy.text import parse_size
 
 pytestmark = pytest.mark.slow
 
@@ -113,19 +112,6 @@ def test_a_weight_larger_than_a_shard_gets_its_own() -> None:
     slots = lay_out(values, max_shard_size=2400)
     assert list(file_sizes(slots).values()) == [2400, 20_000, 1200]
     assert [slot.offset for slot in slots] == [0, 1200, 0, 0]
-
-
-def test_shards_take_no_name_of_the_decoders_own_data_files() -> None:
-    values = [ir.Value(name=str(n), const_value=ir.tensor(np.zeros(n, np.float32))) for n in (600, 601)]
-    slots = lay_out(values, ["model-00002-of-00002.onnx_data"], max_shard_size=2404)
-    assert [slot.file for slot in slots] == [f"model-{number:05d}-of-00002.topw.onnx_data" for number in (1, 2)]
-
-
-@pytest.mark.parametrize(
-    ("size", "wanted"), [("2GB", 2 * 10**9), ("1.5 MiB", 3 << 19), ("500kb", 500_000), (4096, 4096), ("77", 77)]
-)
-def test_sizes_are_read_as_transformers_reads_them(size: int | str, wanted: int) -> None:
-    assert parse_size(size) == wanted
 
 
 @pytest.mark.parametrize("size", ["", "GB", "-1GB", "0", "2 gigabytes", 0])

@@ -12,7 +12,7 @@ import pytest
 
 from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.foreign import Window, applies_window, load_decoder, lost_soft_cap, sequence_limit, window_of
-from topw_deploy.export.graph import GraphEditor
+from topw_deploy.export.graph import Decoder, GraphEditor
 
 VOCAB, HIDDEN, HEADS, DIM = 40, 16, 2, 8
 
@@ -63,16 +63,15 @@ def decoder(
     return ir.Model(graph, ir_version=10)
 
 
-def written(folder: Path, model: ir.Model, **config: object) -> Path:
-    folder.mkdir()
+def read(folder: Path, model: ir.Model, **config: object) -> Decoder:
+    """The decoder that is read of the model's file beside a configuration."""
     ir.save(model, folder / "model.onnx")
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 64, "model_type": "made", **config}))
-    return folder / "model.onnx"
+    return load_decoder(folder / "model.onnx", folder)
 
 
 def test_a_cache_that_only_group_query_attention_reads_is_shared(tmp_path: Path) -> None:
-    file = written(tmp_path / "made", decoder())
-    info = load_decoder(file, file.parent).info
+    info = read(tmp_path, decoder()).info
     assert (info.kv_form, info.attention) == ("shared", "GroupQueryAttention")
     assert not info.left_padding
     assert not info.ragged_chunks
@@ -81,11 +80,9 @@ def test_a_cache_that_only_group_query_attention_reads_is_shared(tmp_path: Path)
 def test_an_operator_that_keeps_only_a_window_sets_the_shortest_buffer(tmp_path: Path) -> None:
     model = decoder(windows=(16, -1))
     node = next(node for node in model.graph if node.name == "attention_0")
-    file = written(tmp_path / "made", model)
-    assert load_decoder(file, file.parent).info.buffer_least == 0
+    assert read(tmp_path, model).info.buffer_least == 0
     node.attributes["sliding_window_cache"] = ir.AttrInt64("sliding_window_cache", 1)
-    file = written(tmp_path / "kept", model)
-    assert load_decoder(file, file.parent).info.buffer_least == 16
+    assert read(tmp_path, model).info.buffer_least == 16
 
 
 def lose_the_window(node: ir.Node) -> None:
@@ -108,13 +105,7 @@ def become_a_softmax_without_inputs(node: ir.Node) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [
-        lose_the_window,
-        give_an_infinite_window,
-        lose_inputs,
-        become_a_softmax_without_inputs,
-    ],
+    "damage", [lose_the_window, give_an_infinite_window, lose_inputs, become_a_softmax_without_inputs]
 )
 def test_a_damaged_operator_counts_as_one_without_the_feature(
     tmp_path: Path, damage: Callable[[ir.Node], None]
@@ -122,22 +113,19 @@ def test_a_damaged_operator_counts_as_one_without_the_feature(
     model = decoder(softcap=50.0)
     for node in [node for node in model.graph if node.domain == "com.microsoft"]:
         damage(node)
-    file = written(tmp_path / "made", model, attn_logit_softcapping=50.0)
-    read = load_decoder(file, file.parent)
-    assert read.info.buffer_least == 0
+    found = read(tmp_path, model, attn_logit_softcapping=50.0)
+    assert found.info.buffer_least == 0
     if damage is lose_inputs:
-        assert not read.info.right_padding
+        assert not found.info.right_padding
 
 
 def test_rows_may_be_padded_on_the_right_if_lengths_are_sums_of_the_mask(tmp_path: Path) -> None:
     model = decoder()
-    file = written(tmp_path / "sums", model)
-    assert load_decoder(file, file.parent).info.right_padding
+    assert read(tmp_path, model).info.right_padding
     node = next(node for node in model.graph if node.name == "attention_1")
     node.attributes["sliding_window_cache"] = ir.AttrInt64("sliding_window_cache", 1)
     node.attributes["local_window_size"] = ir.AttrInt64("local_window_size", 16)
-    file = written(tmp_path / "kept", model)
-    assert not load_decoder(file, file.parent).info.right_padding
+    assert not read(tmp_path, model).info.right_padding
 
 
 @pytest.mark.parametrize("instead", ["Shape", "ReduceMax"])
@@ -148,8 +136,7 @@ def test_rows_must_be_equally_long_if_lengths_come_from_the_mask_as_a_whole(tmp_
     lengths = editor.op("Cast", [editor.op(instead, [mask])], to=ir.DataType.INT32)
     next(node for node in model.graph if node.name == "attention_1").replace_input_with(5, lengths)
     editor.finish()
-    file = written(tmp_path / "made", model)
-    assert not load_decoder(file, file.parent).info.right_padding
+    assert not read(tmp_path, model).info.right_padding
 
 
 def test_a_cache_with_other_readers_is_concatenated(tmp_path: Path) -> None:
@@ -158,36 +145,31 @@ def test_a_cache_with_other_readers_is_concatenated(tmp_path: Path) -> None:
     editor = GraphEditor(model.graph, "other")
     editor.op("Shape", [past])
     editor.finish()
-    file = written(tmp_path / "made", model)
-    assert load_decoder(file, file.parent).info.kv_form == "concat"
+    assert read(tmp_path, model).info.kv_form == "concat"
 
 
 @pytest.mark.parametrize("cache", [ir.DataType.FLOAT16, ir.DataType.BFLOAT16])
 def test_half_precision_caches_are_described(tmp_path: Path, cache: ir.DataType) -> None:
-    file = written(tmp_path / "made", decoder(cache=cache))
-    assert load_decoder(file, file.parent).info.kv_dtype == cache.name.lower()
+    assert read(tmp_path, decoder(cache=cache)).info.kv_dtype == cache.name.lower()
 
 
 def test_a_quantised_cache_is_refused(tmp_path: Path) -> None:
-    file = written(tmp_path / "made", decoder(cache=ir.DataType.INT8))
     with pytest.raises(UnsupportedModelError, match=r"int8.*without a quantised cache"):
-        load_decoder(file, file.parent)
+        read(tmp_path, decoder(cache=ir.DataType.INT8))
 
 
 @pytest.mark.parametrize(
     ("name", "advice"), [("key_cache.0", "--static-cache"), ("block_table", "use_paged_attention")]
 )
 def test_unsupported_layouts_are_named_in_the_refusal(tmp_path: Path, name: str, advice: str) -> None:
-    file = written(tmp_path / "made", decoder(extra_input=name))
     with pytest.raises(UnsupportedModelError, match=advice):
-        load_decoder(file, file.parent)
+        read(tmp_path, decoder(extra_input=name))
 
 
 def test_a_rotary_table_shorter_than_the_context_limits_sequences(tmp_path: Path) -> None:
-    file = written(tmp_path / "made", decoder(rotary_rows=48))
-    read = load_decoder(file, file.parent)
-    assert read.info.context_length == 48
-    assert "48 rows, fewer than the context of 64 tokens" in read.notices[0]
+    found = read(tmp_path, decoder(rotary_rows=48))
+    assert found.info.context_length == 48
+    assert "48 rows, fewer than the context of 64 tokens" in found.notices[0]
 
 
 def test_a_table_of_position_embeddings_limits_sequences() -> None:
@@ -201,10 +183,9 @@ def test_a_table_of_position_embeddings_limits_sequences() -> None:
 
 
 def test_a_window_that_the_graph_ignores_limits_sequences(tmp_path: Path) -> None:
-    file = written(tmp_path / "made", decoder(), sliding_window=16)
-    read = load_decoder(file, file.parent)
-    assert read.info.context_length == 16
-    assert "ignores the model's sliding window" in read.notices[0]
+    found = read(tmp_path, decoder(), sliding_window=16)
+    assert found.info.context_length == 16
+    assert "ignores the model's sliding window" in found.notices[0]
 
 
 @pytest.mark.parametrize(
@@ -223,8 +204,7 @@ def test_a_window_that_the_graph_ignores_limits_sequences(tmp_path: Path) -> Non
 def test_as_many_layers_must_have_the_window_as_the_configuration_states(
     tmp_path: Path, windows: tuple[int, int], config: dict[str, object], tokens: int
 ) -> None:
-    file = written(tmp_path / "made", decoder(windows=windows), **config)
-    assert load_decoder(file, file.parent).info.context_length == tokens
+    assert read(tmp_path, decoder(windows=windows), **config).info.context_length == tokens
 
 
 def test_the_window_comes_from_genai_config_without_a_config_json() -> None:
@@ -249,8 +229,7 @@ def test_a_missing_soft_cap_is_stated(tmp_path: Path, softcap: float, lost: floa
     model = decoder(softcap=softcap)
     assert lost_soft_cap(model.graph, {"attn_logit_softcapping": 50.0}) == lost
     assert lost_soft_cap(model.graph, {"attn_logit_softcapping": None}) is None
-    file = written(tmp_path / "made", model, attn_logit_softcapping=50.0)
-    notices = load_decoder(file, file.parent).notices
+    notices = read(tmp_path, model, attn_logit_softcapping=50.0).notices
     assert ["does not apply the soft cap of 50" in notice for notice in notices] == ([True] if lost else [])
 
 

@@ -12,8 +12,6 @@ import pytest
 from tests.support.experts import (
     CHOSEN,
     EXPERTS,
-    HIDDEN,
-    INNER,
     Mixture,
     inputs_of,
     literal,
@@ -22,7 +20,6 @@ from tests.support.experts import (
     run,
 )
 from tests.support.samples import thinned
-from topw_deploy.export.graph import ROUTER_PROPERTY, GraphEditor
 from topw_deploy.export.lowering.experts import lower_experts
 
 FLOAT32 = 1e-4  # of outputs up to 30, sums of 96 products; measured: 2e-5
@@ -115,43 +112,3 @@ def test_blocks_hold_at_most_two_copies_of_the_experts() -> None:
         hidden, ids, weights = inputs_of(tokens)
         feeds = {"hidden": hidden, "ids": ids, "weights": weights}
         assert session.run([copied.name], feeds)[0].shape[0] <= most
-
-
-def product_graph() -> ir.Model:
-    """Router and two products with the model's own activation between them."""
-    graph = ir.Graph([], [], nodes=[], opset_imports={"": 23, "topw.trace": 1}, name="products")
-    editor = GraphEditor(graph, "products")
-    mixture = random_mixture(activation="relu", biases=True)
-    hidden = editor.input("hidden", ir.DataType.FLOAT, ["rows", HIDDEN])
-    scores = editor.op("MatMul", [hidden, editor.constant(ROUTES, "router.weight")], dtype=ir.DataType.FLOAT)
-    ids = editor.op("ArgMax", [scores], axis=1, keepdims=0, dtype=ir.DataType.INT64, shape=["rows"])
-    names = ("up", "down", "up_bias", "down_bias")
-    up, down, up_bias, down_bias = (editor.constant(getattr(mixture, name), f"experts.{name}") for name in names)
-    settings: dict[str, Any] = {"domain": "topw.trace", "dtype": ir.DataType.FLOAT}
-    inner = editor.op("ExpertProduct", [hidden, ids, up, up_bias], shape=["rows", INNER], **settings)
-    squared = editor.op("Pow", [editor.op("Relu", [inner]), editor.constant(np.float32(2))], dtype=ir.DataType.FLOAT)
-    squared.shape = ir.Shape(["rows", INNER])
-    out = editor.op("ExpertProduct", [squared, ids, down, down_bias], shape=["rows", HIDDEN], **settings)
-    out.name = "out"
-    graph.outputs.append(out)
-    return ir.Model(graph, ir_version=10)
-
-
-ROUTES = np.random.default_rng(3).standard_normal((HIDDEN, EXPERTS)).astype(np.float32)
-
-
-def test_products_with_another_activation_between_them_share_their_blocks() -> None:
-    model = product_graph()
-    assert lower_experts(model, operator=True) == 2
-    model.opset_imports.pop("topw.trace")
-    assert sum(node.op_type == "CumSum" for node in model.graph) == 2
-    assert [node.op_type for node in model.graph if ROUTER_PROPERTY in node.metadata_props] == ["MatMul"]
-    mixture = random_mixture(activation="relu", biases=True)
-    hidden = inputs_of(23)[0]
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
-    (found,) = session.run(["out"], {"hidden": hidden})
-    for row, expert, given in zip(hidden, (hidden @ ROUTES).argmax(axis=1), found, strict=True):
-        assert mixture.up_bias is not None
-        assert mixture.down_bias is not None
-        inner = np.maximum(mixture.up[expert] @ row + mixture.up_bias[expert], 0) ** 2
-        np.testing.assert_allclose(given, mixture.down[expert] @ inner + mixture.down_bias[expert], atol=FLOAT32)

@@ -65,14 +65,12 @@ def slices(editor: GraphEditor, whole: ir.Value, bounds: list[tuple[int, int]]) 
     return [editor.op("Slice", [whole, [start], [end], [2], [1]]) for start, end in bounds]
 
 
-def test_slices_that_cover_a_value_are_replaced_by_it() -> None:
+@pytest.mark.parametrize("bounds", [[(0, 2), (2, 3), (4, 5)], [(0, 2), (2, 4), (4, 4)], [(2, 4), (0, 2), (4, 5)]])
+def test_slices_that_cover_a_value_are_replaced_by_it_unless_with_a_gap_or_in_another_order(
+    bounds: list[tuple[int, int]],
+) -> None:
     editor, x = start()
     assert fuse_qkv(editor, slices(editor, x, [(0, 2), (2, 4), (4, HIDDEN)])) is x
-
-
-@pytest.mark.parametrize("bounds", [[(0, 2), (2, 3), (4, 5)], [(0, 2), (2, 4), (4, 4)], [(2, 4), (0, 2), (4, 5)]])
-def test_slices_with_a_gap_or_in_another_order_are_kept(bounds: list[tuple[int, int]]) -> None:
-    editor, x = start()
     assert fuse_qkv(editor, slices(editor, x, bounds)) is None
 
 
@@ -147,16 +145,10 @@ def traced() -> TracedDecoder:
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
-@pytest.mark.parametrize(("fuse", "fused"), [(True, 2), (False, 0)])
+@pytest.mark.parametrize(("kv", "fuse", "fused"), [(None, True, 2), (None, False, 0), ("concat", True, 0)])
 def test_gates_are_fused_with_a_static_cache_unless_switched_off(
-    traced: TracedDecoder, target: str, fuse: bool, fused: int
+    traced: TracedDecoder, target: str, kv: str | None, fuse: bool, fused: int
 ) -> None:
     decoder = copy_of(traced)
-    lower(decoder, kv=None, target=target, context_length=64, fuse_gates=fuse)
+    lower(decoder, kv=kv, target=target, context_length=64, fuse_gates=fuse)
     assert sum("gate_up" in name for name in decoder.model.graph.initializers) == fused
-
-
-def test_gates_are_not_fused_with_a_concatenated_cache(traced: TracedDecoder) -> None:
-    decoder = copy_of(traced)
-    lower(decoder, kv="concat", target="onnxruntime", context_length=64)
-    assert not any("gate_up" in name for name in decoder.model.graph.initializers)

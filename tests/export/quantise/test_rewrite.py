@@ -134,24 +134,6 @@ def lookup_of(model: ir.Model) -> tuple[ir.Node, list[np.ndarray]]:
     return node, [tensor.numpy() for tensor in tensors if tensor is not None]
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(
-    ("bits", "block_size", "size", "byte"), [(4, 16, 2, 0x88), (4, 32, 1, 0x88), (4, 64, 1, 0x88), (8, 16, 4, 128)]
-)
-def test_a_symmetric_table_has_the_middle_of_its_codes_as_zero_points(
-    bits: int, block_size: int, size: int, byte: int, tied: bool
-) -> None:
-    """A row of one 4-bit block uses half a byte; the other half is the middle too."""
-    model = toy(tied=tied)
-    quantise(model, Quantisation(bits=bits, table_bits=bits, block_size=block_size, symmetric=True))
-    _, tensors = lookup_of(model)
-    assert len(tensors) == 3
-    np.testing.assert_array_equal(tensors[2], np.full((VOCAB, size), byte, np.uint8), strict=True)
-    products = [node for node in model.graph if node.op_type == "MatMulNBits"]
-    assert [len(node.inputs) for node in products if node.inputs[-1] is not products[1].inputs[-1]] == [3, 3]
-    assert products[1].inputs[3] is None  # before the bias
-
-
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("block_size", [16, 32, 64, 256])
 @pytest.mark.parametrize("bits", [4, 8])

@@ -133,27 +133,6 @@ def test_rows_at_the_end_of_the_list_keep_and_draw_by_the_definition(tmp_path: P
     assert steps(batches, tmp_path) == [step for _, step in ENDS]
 
 
-def with_finite(number: int) -> list[Case]:
-    """Rows of every other rule with as many finite logits; most keep all of them."""
-    logits = np.where(-STEP * (number - 0.5) < FALLING, FALLING, -np.inf).astype(np.float32)
-    assert np.isfinite(logits).sum() == number
-    values = {"top_h": (0.9, 3000.0), "min_k": (0.0, 0.0), "top_k": (3000.0, 0.0), "top_n_sigma": (5.0, 0.0)}
-    return [
-        replace(by_hand(logits, name, *values.get(name, (1e-6, 0.0)), temperature=2.0), uniform=uniform)
-        for name in RULES
-        if name != "top_w"
-        for uniform in (0.2, 0.9999)
-    ]
-
-
-@pytest.mark.slow
-def test_a_list_with_all_finite_logits_proves_every_rule(tmp_path: Path) -> None:
-    wanted = {1: LIST, 64: LIST, LIST - 1: LIST, LIST: WHOLE, LIST + 1: WHOLE}
-    batches = [with_finite(number) for number in wanted]
-    assert differences([case for batch in batches for case in batch]) == []
-    assert steps(batches, tmp_path) == list(wanted.values())
-
-
 def test_a_rows_bits_do_not_depend_on_the_steps_that_other_rows_need() -> None:
     rng = np.random.default_rng(5)
     short, whole = by_hand(FALLING, "top_k", 50), by_hand(FALLING, "none")

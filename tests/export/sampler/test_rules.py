@@ -124,18 +124,6 @@ def test_masks_and_edits_come_before_the_rule(form: str, vocab: int) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_rows_have_the_same_bits_in_a_batch_with_other_rules(form: str) -> None:
-    rng = np.random.default_rng(3)
-    *_, session = opened(form, SEARCHED, "cosine", top_m=20)
-    top_w = [random_case(rng, SEARCHED) for _ in range(6)]
-    others = [with_rule(rng, random_case(rng, SEARCHED)) for _ in range(6)]
-    for own, further in ((top_w, others), (others, top_w)):
-        alone, together = run(session, feeds(own)), run(session, feeds([*further, *own]))
-        for name, values in alone.items():
-            assert np.array_equal(values, together[name][6:]), name
-
-
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", RULES)
 def test_a_greedy_row_keeps_its_best_token_under_every_rule(form: str, name: str) -> None:
     *_, session = opened(form, SORTED, "cosine", top_m=20)

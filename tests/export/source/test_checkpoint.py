@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from transformers import BloomConfig, GPT2Config, LlamaConfig, MptConfig, Phi3Config, PreTrainedConfig
 
-from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.source.text_decoder import context_length, switching_rope
 
 LONG = {
@@ -50,8 +49,3 @@ LLAMA3 = {
 def test_the_context_ends_where_the_graph_differs_from_the_model(config: PreTrainedConfig, length: int) -> None:
     assert context_length(config) == length
     assert (switching_rope(config) is not None) is (length == 64)
-
-
-def test_a_configuration_without_a_context_length_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="has no max_position_embeddings"):
-        context_length(PreTrainedConfig())

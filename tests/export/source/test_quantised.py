@@ -25,35 +25,22 @@ from topw_deploy.export.source.checkpoint import UnreadTensor, load_reference, l
 from topw_deploy.export.source.files import IntegerWeight
 from topw_deploy.export.source.quantised import QuantisedCheckpoint, quantised_format
 
-Tensors = dict[str, torch.Tensor]
 FIRST = "model.layers.0.self_attn.q_proj.weight"
 INTEGERS = [kind for kind in KINDS if kind.startswith(("gptq", "awq", "compressed int"))]
 QUICK = (
-    "gptq",
-    "gptq, actorder",
-    "awq",
-    "fp8 blocks",
-    "modelopt",
-    "compressed int4, actorder",
-    "compressed int8, rows",
+    *("gptq", "gptq, actorder", "awq", "fp8 blocks", "modelopt"),
+    *("compressed int4, actorder", "compressed int8, rows"),
 )
 every_kind = pytest.mark.parametrize("kind", [kind if kind in QUICK else slow(kind) for kind in KINDS])
 
 
 @every_kind
-def test_quantised_layers_are_read_as_the_format_defines_them(kind: str, tmp_path: Path) -> None:
+def test_quantised_layers_are_read_whole_and_by_part_as_the_format_defines_them(kind: str, tmp_path: Path) -> None:
     layers = write_quantised(tmp_path, kind)
-    model = load_reference(tmp_path, "float32")
-    for name, layer in layers.items():
-        np.testing.assert_array_equal(model.get_parameter(name).detach().numpy(), layer.weight, name)
-
-
-@every_kind
-def test_quantised_layers_stay_in_their_files_and_are_decoded_by_part(kind: str, tmp_path: Path) -> None:
-    layers = write_quantised(tmp_path, kind)
-    model, notices = load_unread(tmp_path, "float16")
+    loaded, (model, notices) = load_reference(tmp_path, "float32"), load_unread(tmp_path, "float16")
     assert notices == []
     for name, layer in layers.items():
+        np.testing.assert_array_equal(loaded.get_parameter(name).detach().numpy(), layer.weight, name)
         weight = model.get_parameter(name)
         assert isinstance(weight, UnreadTensor)
         assert weight.file is not None
@@ -203,57 +190,29 @@ def test_half_precision_is_refused_for_integer_codes(kind: str, name: str, tmp_p
         export(tmp_path / "model", tmp_path / "out", dtype="int4", compute_dtype="fp16")
 
 
-def _drop_tensor(name: str) -> Callable[[Tensors], None]:
-    return lambda tensors: tensors.__delitem__(name)
-
-
-def _change_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:
-    return lambda tensors: tensors.update({name: change(tensors[name]).contiguous()})
-
-
-DAMAGED: dict[str, tuple[str, Callable[[Tensors], None]]] = {
-    "gptq without scales": ("gptq", _drop_tensor(FIRST.replace("weight", "scales"))),
-    "gptq's groups out of range": ("gptq", _change_tensor(FIRST.replace("weight", "g_idx"), lambda t: t + 7)),
-    "gptq's scales of another size": ("gptq", _change_tensor(FIRST.replace("weight", "scales"), lambda t: t[:, :-8])),
-    "float8 without scales": ("fp8 blocks", _drop_tensor(f"{FIRST}_scale_inv")),
-    "too few scales": (
-        "fp8 blocks",
-        _change_tensor(f"{FIRST}_scale_inv", lambda t: t[:, :1].repeat(3, 1)[:3]),
-    ),
-    "integer scales": ("fp8 blocks", _change_tensor(f"{FIRST}_scale_inv", lambda t: t.int())),
-    "infinite scales": ("fp8 blocks", _change_tensor(f"{FIRST}_scale_inv", lambda t: t / 0)),
-    "exponents that are no number": (
-        "fp8 blocks, ue8m0",
-        _change_tensor(f"{FIRST}_scale_inv", lambda t: torch.full(t.shape, 255, dtype=torch.uint8)),
-    ),
-    "packed without scales": ("compressed int4", _drop_tensor(f"{FIRST}_scale")),
-    "packed without a shape": ("compressed int4", _drop_tensor(f"{FIRST}_shape")),
-    "wrong shape": ("compressed int4", _change_tensor(f"{FIRST}_shape", lambda t: t + 1)),
-    "a shape of no integers": (
-        "compressed int4",
-        _change_tensor(f"{FIRST}_shape", lambda t: torch.full((2,), torch.nan)),
-    ),
-    "no scales": ("compressed int4", _change_tensor(f"{FIRST}_scale", lambda t: t[:, :0])),
-    "no scales of float8": ("fp8 blocks", _change_tensor(f"{FIRST}_scale_inv", lambda t: t[:0, :0])),
-    "no values of float8": ("fp8 blocks", _change_tensor(FIRST, lambda t: t[:0])),
-    "wrong words": ("compressed int4", _change_tensor(f"{FIRST}_packed", lambda t: t[:, :-1])),
-    "wrong type": ("compressed int4", _change_tensor(f"{FIRST}_packed", lambda t: t.long())),
-    "scales of another size": (
-        "compressed int4",
-        _change_tensor(f"{FIRST}_scale", lambda t: t[:-2]),
-    ),
-    "zero points of another size": (
-        "compressed int4, asymmetric",
-        _change_tensor(f"{FIRST}_zero_point", lambda t: t[:-1]),
-    ),
-    "groups out of range": (
-        "compressed int4, actorder",
-        _change_tensor(f"{FIRST}_g_idx", lambda t: t + 1),
-    ),
-    "groups of another size": (
-        "compressed int4, actorder",
-        _change_tensor(f"{FIRST}_g_idx", lambda t: t[:-1]),
-    ),
+Change = Callable[[torch.Tensor], torch.Tensor]
+DAMAGED: dict[str, tuple[str, str, Change | None]] = {  # kind, tensor beside the weight, what becomes of it
+    "gptq without scales": ("gptq", ".scales", None),
+    "gptq's groups out of range": ("gptq", ".g_idx", lambda t: t + 7),
+    "gptq's scales of another size": ("gptq", ".scales", lambda t: t[:, :-8]),
+    "float8 without scales": ("fp8 blocks", "_scale_inv", None),
+    "too few scales": ("fp8 blocks", "_scale_inv", lambda t: t[:, :1].repeat(3, 1)[:3]),
+    "integer scales": ("fp8 blocks", "_scale_inv", lambda t: t.int()),
+    "infinite scales": ("fp8 blocks", "_scale_inv", lambda t: t / 0),
+    "exponents that are no number": ("fp8 blocks, ue8m0", "_scale_inv", lambda t: torch.full_like(t.byte(), 255)),
+    "packed without scales": ("compressed int4", "_scale", None),
+    "packed without a shape": ("compressed int4", "_shape", None),
+    "wrong shape": ("compressed int4", "_shape", lambda t: t + 1),
+    "a shape of no integers": ("compressed int4", "_shape", lambda t: torch.full((2,), torch.nan)),
+    "no scales": ("compressed int4", "_scale", lambda t: t[:, :0]),
+    "no scales of float8": ("fp8 blocks", "_scale_inv", lambda t: t[:0, :0]),
+    "no values of float8": ("fp8 blocks", "", lambda t: t[:0]),
+    "wrong words": ("compressed int4", "_packed", lambda t: t[:, :-1]),
+    "wrong type": ("compressed int4", "_packed", lambda t: t.long()),
+    "scales of another size": ("compressed int4", "_scale", lambda t: t[:-2]),
+    "zero points of another size": ("compressed int4, asymmetric", "_zero_point", lambda t: t[:-1]),
+    "groups out of range": ("compressed int4, actorder", "_g_idx", lambda t: t + 1),
+    "groups of another size": ("compressed int4, actorder", "_g_idx", lambda t: t[:-1]),
 }
 
 
@@ -266,10 +225,13 @@ def decode_all(folder: Path) -> None:
 
 @pytest.mark.parametrize("how", DAMAGED)
 def test_a_damaged_layer_is_refused_by_its_tensors_name(how: str, tmp_path: Path) -> None:
-    kind, damage = DAMAGED[how]
+    kind, end, change = DAMAGED[how]
     write_quantised(tmp_path, kind)
     tensors = load_file(tmp_path / "model.safetensors")
-    damage(tensors)
+    name = (FIRST.removesuffix(".weight") if end[:1] == "." else FIRST) + end
+    whole = tensors.pop(name)
+    if change is not None:
+        tensors[name] = change(whole).contiguous()
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(SourceError, match=f"{re.escape(FIRST)}.*fetch it again"):
         decode_all(tmp_path)
@@ -299,25 +261,15 @@ def test_mxfp4_scales_that_are_no_number_are_refused(tmp_path: Path) -> None:
         load_reference(tmp_path, "float32")
 
 
+COMPRESSED = {"quant_method": "compressed-tensors"}
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (
-            {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
-            "compressed-tensors as nvfp4-pack",
-        ),
-        (
-            {"quant_method": "compressed-tensors", "format": "dense", "sparsity_config": {"format": "sparse-bitmask"}},
-            "as sparse-bitmask",
-        ),
-        (
-            {
-                "quant_method": "compressed-tensors",
-                "format": "pack-quantized",
-                "transform_config": {"config_groups": 1},
-            },
-            "transforms of activations",
-        ),
+        (COMPRESSED | {"format": "nvfp4-pack-quantized"}, "compressed-tensors as nvfp4-pack"),
+        (COMPRESSED | {"format": "dense", "sparsity_config": {"format": "sparse-bitmask"}}, "as sparse-bitmask"),
+        (COMPRESSED | {"format": "pack-quantized", "transform_config": {"config_groups": 1}}, "transforms of activa"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt"),
         ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
         ({"quant_method": "gptq", "bits": 3}, "3 bits"),

@@ -107,17 +107,6 @@ def test_the_hub_is_not_asked_for_a_path(monkeypatch: pytest.MonkeyPatch, name: 
         resolve(name)
 
 
-def test_an_ambiguous_name_is_looked_up_locally_and_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "models").mkdir()
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SourceError) as refusal:
-        resolve("models/nope", cache_dir=tmp_path / "cache", local_files_only=True)
-    assert str(refusal.value).startswith(
-        f"models/nope is neither a local path (the folder models holds no nope) nor complete in the hub's cache "
-        f"{tmp_path / 'cache'}, and the hub is disabled or did not answer; check the path, download the model"
-    )
-
-
 def test_an_inaccessible_path_is_reported_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def denied(_path: Path) -> bool:
         raise PermissionError(errno.EACCES, "Permission denied")

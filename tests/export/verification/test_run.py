@@ -49,18 +49,20 @@ def test_padding_that_fails_is_recorded_with_its_limit_for_another_exporters_dec
     json.dumps(msgspec.to_builtins(verification), allow_nan=False)  # a manifest holds finite numbers
 
 
-def test_padding_that_fails_ends_the_export_of_our_own_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("beside", "onnx", "message"),
+    [
+        (GOOD, None, r"1 of 2 checks failed \(first: left-padded batch logits"),
+        (Check("prefill logits", False, 3.0, 1e-4), Path("model.onnx"), "2 of 2 checks failed"),
+    ],
+)
+def test_padding_that_fails_ends_the_export_of_our_own_decoder_and_beside_another_failure(
+    beside: Check, onnx: Path | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failed = Check(LEFT_PADDED, False, 3.0, 1e-4, "lengths [64, 32, 7, 1]")
-    monkeypatch.setattr(in_subprocess, "run_checks", lambda *_rest: (record_of([GOOD, failed]), 5))
-    with pytest.raises(VerificationError, match=r"1 of 2 checks failed \(first: left-padded batch logits"):
-        verify(None)
-
-
-def test_another_failure_beside_padding_ends_the_export(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = (Check("prefill logits", False, 3.0, 1e-4), Check(LEFT_PADDED, False, 3.0, 1e-4))
-    monkeypatch.setattr(in_subprocess, "run_checks", lambda *_rest: (record_of(failed), 5))
-    with pytest.raises(VerificationError, match="2 of 2 checks failed"):
-        verify(Path("model.onnx"))
+    monkeypatch.setattr(in_subprocess, "run_checks", lambda *_rest: (record_of([beside, failed]), 5))
+    with pytest.raises(VerificationError, match=message):
+        verify(onnx)
 
 
 BAD = Check("decode", False, 1.0, 1e-4, "4 steps")
