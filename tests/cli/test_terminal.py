@@ -86,15 +86,6 @@ def test_usage_errors_are_escaped(program: Program) -> None:
     assert (done.returncode, "Usage: topw" in done.stderr, "\x1b" in done.stderr) == (2, True, False)
 
 
-def test_a_traceback_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
-    from topw_deploy.cli.main import _show_traceback
-
-    error = RuntimeError(f"{EVIL}\nsecond line")
-    _show_traceback(RuntimeError, error, None)
-    printed = capsys.readouterr().err
-    assert printed.splitlines()[-2:] == [f"RuntimeError: {SHOWN}", "second line"]
-
-
 class Terminal:
     encoding = "utf-8"
 

@@ -197,3 +197,9 @@ def wasserstein(p, q, distance) -> float:
 def cropped(p, S) -> np.ndarray:
     """q_S: p restricted to S and renormalised."""
     return np.where(S, p, 0.0) / p[S].sum()
+
+
+def whole_objective(p, S, distance, lam, beta) -> float:
+    """F(S) = W1(p, q_S) + lam H(q_S) - beta log Gamma_S, to be minimised."""
+    q = cropped(p, S)
+    return wasserstein(p, q, distance) + lam * entropy(q) - beta * math.log(p[S].sum())

@@ -168,13 +168,6 @@ def test_a_changed_weight_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("inner", ["out/site", "out", "."])
-def test_neither_the_site_nor_the_model_may_contain_the_other(inner: str, tmp_path: Path) -> None:
-    folder = export(tmp_path / "out", Toy.random(1))
-    with pytest.raises(ExportError, match="inside one another"):
-        write_site(folder, tmp_path / inner, overwrite=True)
-
-
 def test_the_size_counts_every_file_that_the_graph_names(tmp_path: Path) -> None:
     folder = export(tmp_path / "out", Toy.random(1))
     manifest, graph = load_decoder_manifest(folder), onnx.load(folder / "model.onnx")

@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import click
+import msgspec
 
 from topw_deploy.cli.options import COUNT, PATH_OR_STREAM, flag_of, option_group
 from topw_deploy.cli.prompts import PromptLine, read_prompt_lines
@@ -30,18 +31,13 @@ if TYPE_CHECKING:
 _START = b'{"index": '  # first bytes of every line
 # Some readers, such as str.splitlines, take these characters for line breaks. json escapes the other line breaks.
 _ESCAPED = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
-_SEEDS = 1 << 64  # number of seeds (docs/contract/random.md)
 
 prompt_file_options = option_group(
     click.option(
-        "--prompts-jsonl",
-        type=PATH_OR_STREAM,
-        help="Run every prompt of a file of JSON lines; - is standard input.",
+        "--prompts-jsonl", type=PATH_OR_STREAM, help="Run every prompt of a file of JSON lines; - is standard input."
     ),
     click.option(
-        "--output",
-        type=PATH_OR_STREAM,
-        help="With --prompts-jsonl: file for the answers.  [default: standard output]",
+        "--output", type=PATH_OR_STREAM, help="With --prompts-jsonl: file for the answers.  [default: standard output]"
     ),
     click.option("--batch-size", type=COUNT, help="With --prompts-jsonl: prompts per batch.  [default: 1]"),
     click.option(
@@ -187,10 +183,7 @@ def _answer_prompts(model: TopWModel, prompts: Sequence[PromptLine], path: Path 
     if finished.prompts:
         tell(f"{finished.prompts} of {total} are already in {path}; continuing after them.")
     started = time.perf_counter()
-    with (
-        answer_stream(path, finished.size) as stream,
-        bar(len(prompts), "prompts", done=finished.prompts) as advance,
-    ):
+    with answer_stream(path, finished.size) as stream, bar(len(prompts), "prompts", done=finished.prompts) as advance:
         for batch in _batches(lines[finished.prompts :], run.batch_size or 1):
             for line, answers in zip(batch, _answers(model, batch, seed), strict=True):
                 own = {"index": line.index, "id": line.id, "request": digests[line.index], **head}
@@ -300,6 +293,16 @@ class Finished:
     run_seed: int | None = None
 
 
+class _Answer(msgspec.Struct):
+    """The fields of an answer's line that a resumed run compares. error: None without a failure."""
+
+    index: int
+    request: str
+    model: str
+    run_seed: Annotated[int, msgspec.Meta(ge=0)]
+    error: str | None = None
+
+
 def check_answers(path: Path, *, resume: bool, overwrite: bool) -> None:
     """Raises ParameterError if answers must not be written to `path`."""
     check_output(path, "output")
@@ -323,37 +326,27 @@ def read_finished(path: Path, requests: Sequence[str], samples: Sequence[int], m
     finished, size, sequences = Finished(), 0, 0  # `sequences`: those of the prompt that is being read
     *lines, unfinished = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
-        answer = _read_answer(line, f"line {number} of {path}", model)
-        index, seed = finished.prompts, answer["run_seed"]
-        of_prompt = requests[index : index + 1] == [answer["request"]] and answer["index"] == index
-        if not of_prompt or finished.run_seed not in (None, seed):
+        place, index = f"line {number} of {path}", finished.prompts
+        try:
+            answer = msgspec.json.decode(line, type=_Answer)
+        except (ValueError, RecursionError):
+            raise ParameterError(f"{place} was not written by this command; choose another --output.") from None
+        if answer.model != model:
+            raise ParameterError(f"{place} was made with another model; use that one, or start again with --overwrite.")
+        of_prompt = requests[index : index + 1] == [answer.request] and answer.index == index
+        if not of_prompt or finished.run_seed not in (None, answer.run_seed):
             raise ParameterError(
-                f"line {number} of {path} answers another prompt, or one with another seed or other parameters; give "
+                f"{place} answers another prompt, or one with another seed or other parameters; give "
                 "the same input and options as before, or start again with --overwrite."
             )
         size += len(line) + 1
         sequences += 1
-        failed = "error" in answer
+        failed = answer.error is not None
         if failed or sequences == samples[index]:
-            finished, sequences = Finished(index + 1, finished.failed + failed, size, seed), 0
+            finished, sequences = Finished(index + 1, finished.failed + failed, size, answer.run_seed), 0
     if not unfinished.startswith(_START[: len(unfinished)]):
         raise ParameterError(f"the end of {path} was not written by this command; choose another --output.")
     return finished
-
-
-def _read_answer(line: bytes, place: str, model: str) -> dict[str, Any]:
-    """The fields of an answer's line. Raises ParameterError for any other line, and for an answer of another model."""
-    try:
-        answer = json.loads(line)
-    except (ValueError, RecursionError):
-        answer = None
-    is_answer = isinstance(answer, dict) and {"index", "request", "model", "run_seed"} <= answer.keys()
-    if not is_answer or type(answer["run_seed"]) is not int or not 0 <= answer["run_seed"] < _SEEDS:
-        raise ParameterError(f"{place} was not written by this command; choose another --output.")
-    if answer["model"] != model:
-        raise ParameterError(f"{place} was made with another model; use that one, or start again with --overwrite.")
-    fields: dict[str, Any] = answer
-    return fields
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import click
 
 from topw_deploy.cli.options import CONTEXT, COUNT, FILE, PATH, SIZE, Parsed, json_option, quiet_option
 from topw_deploy.cli.terminal import progress, say, say_json, tell
+from topw_deploy.plugins import library
 from topw_deploy.text import binary_size, decimal_size
 
 
@@ -71,12 +72,6 @@ def plugins() -> None:
     """Build the native libraries for NVIDIA GPUs, and show the installed ones."""
 
 
-def _parse_architectures(text: str) -> tuple[str, ...]:
-    from topw_deploy.plugins import library
-
-    return library.parse_architectures(text)
-
-
 @plugins.command(name="build")
 @click.option(
     "--cuda",
@@ -87,7 +82,7 @@ def _parse_architectures(text: str) -> tuple[str, ...]:
 @click.option(
     "--architecture",
     "--arch",
-    type=Parsed("architectures", _parse_architectures),
+    type=Parsed("architectures", library.parse_architectures),
     multiple=True,
     metavar="LIST",
     help="Build only for these GPUs: sm_87, 87, 8.7, or native for this machine's; comma-separated or repeated.  "
@@ -107,7 +102,6 @@ def build(cuda: bool, architecture: tuple[tuple[str, ...], ...], output: Path | 
     architectures. If --output is outside the package, TOPW_CUDA_LIBRARY must name the library. For trtexec and C++
     hosts, give the library to --dynamicPlugins or IPluginRegistry::loadLibrary.
     """
-    from topw_deploy.plugins import library
     from topw_deploy.plugins.nvcc import compile_cuda
 
     architectures = library.resolve_architectures([name for names in architecture for name in names])
@@ -122,8 +116,6 @@ def build(cuda: bool, architecture: tuple[tuple[str, ...], ...], output: Path | 
 @json_option
 def show(as_json: bool) -> None:
     """Show the installed libraries, what they support, and the GPUs of this machine."""
-    from topw_deploy.plugins import library
-
     installed = library.read_status()
     if as_json:
         say_json(asdict(installed), indent=2)

@@ -207,41 +207,28 @@ def verify(out: Path, source: str | None, hashes_only: bool, trust_remote_code: 
     manifest = load_manifest(out)
     check_hashes(out, manifest)
     tell(f"  -[✓] {len(manifest.files)} files have the manifest's sizes and SHA-256")
-    result: dict[str, Any] = {
-        "folder": str(out),
-        "files": len(manifest.files),
-        "checks": [],
-        "skipped": [],
-        "notes": [],
-    }
-    if not hashes_only:
-        result |= _check_graph(out, manifest, source, trust_remote_code)
-    failed = [check["name"] for check in result["checks"] if not check["passed"]]
+    checks, skipped, verification_notes = [], [], []
+    try:
+        if not hashes_only:
+            install.require("it", "export")
+            from topw_deploy.export.verification.run import recheck
+
+            outcome = recheck(out, manifest, source, trust_remote_code, Progress(tell))
+            checks, verification_notes = msgspec.to_builtins([outcome.checks, outcome.notes])
+            skipped = [(each.name, each.reason) for each in outcome.not_compared]
+    except MissingPackageError as error:
+        tell(f"  -[-] the graph: not compared, {error}")
+        skipped = [("graph", str(error))]
+    failed = [check["name"] for check in checks if not check["passed"]]
     if as_json:
-        say_json(result, indent=2)
+        result = {"folder": str(out), "files": len(manifest.files), "checks": checks, "skipped": skipped}
+        say_json({**result, "notes": verification_notes}, indent=2)
     elif not failed:
-        passed = count_text(len(result["checks"]), "check")
-        say(f"{out} is intact; {passed} passed, {len(result['skipped'])} not compared")
+        say(f"{out} is intact; {count_text(len(checks), 'check')} passed, {len(skipped)} not compared")
     if failed:
         raise click.ClickException(
             f"{count_text(len(failed), 'check')} failed (first: {failed[0]}); export the model again."
         )
-
-
-def _check_graph(out: Path, manifest: Any, source: str | None, trust_remote_code: bool) -> dict[str, Any]:
-    try:
-        install.require("it", "export")
-        from topw_deploy.export.verification.run import recheck
-    except MissingPackageError as error:
-        reason = str(error)
-        tell(f"  -[-] the graph: not compared, {reason}")
-        return {"skipped": [("graph", reason)]}
-    outcome = recheck(out, manifest, source, trust_remote_code, Progress(tell))
-    return {
-        "checks": msgspec.to_builtins(outcome.checks),
-        "skipped": [(each.name, each.reason) for each in outcome.not_compared],
-        "notes": msgspec.to_builtins(outcome.notes),
-    }
 
 
 @click.command(name="check", context_settings=CONTEXT)

@@ -19,7 +19,6 @@ from topw_deploy.cli.options import (
     constraint_options,
     opening_options,
     parameter_options,
-    require_folder_first,
     take_constraint,
     take_given,
     take_opening,
@@ -76,7 +75,6 @@ def generate(
     """
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat.")
-    require_folder_first(folder, filter(None, [prompt]))
     files = take_prompt_files(parameters)
     if files is not None and (prompt is not None or prompt_file is not None):
         raise click.UsageError("give only one of PROMPT, --prompt-file and --prompts-jsonl.")
@@ -138,12 +136,9 @@ def _parse_biases(items: tuple[str, ...]) -> dict[int, float]:
     for item in items:
         token, _, bias = item.partition("=")
         try:
-            key, value = int(token), float(bias)
+            biases[int(token)] = float(bias)
         except ValueError:
             raise click.BadParameter(f"{item!r} is not TOKEN_ID=NUMBER.", param_hint="--logit-bias") from None
-        if key in biases:
-            raise click.BadParameter(f"token {key} is given twice; give it one bias.", param_hint="--logit-bias")
-        biases[key] = value
     return biases
 
 

@@ -20,7 +20,6 @@ from topw_deploy.cli.options import (
     opening_options,
     parameter_options,
     quiet_option,
-    require_folder_first,
     take_given,
     take_opening,
 )
@@ -37,14 +36,10 @@ from topw_deploy.text import count_text
 @click.argument("folder", metavar="OUT", type=PATH)
 @click.argument("prompts", metavar="[PROMPT]...", nargs=-1)
 @click.option(
-    "--prompt-file",
-    type=PATH_OR_STREAM,
-    help="Read prompts from a file (UTF-8, one per line); - is standard input.",
+    "--prompt-file", type=PATH_OR_STREAM, help="Read prompts from a file (UTF-8, one per line); - is standard input."
 )
 @click.option(
-    "--prompts-jsonl",
-    type=PATH_OR_STREAM,
-    help='Read prompts from JSON lines: "text" or {"prompt": "text"}.',
+    "--prompts-jsonl", type=PATH_OR_STREAM, help='Read prompts from JSON lines: "text" or {"prompt": "text"}.'
 )
 @click.option("--limit", type=COUNT, help="Use at most this many prompts.")
 @click.option("--max-new-tokens", type=COUNT, default=64, help="Maximum number of tokens per prompt.")
@@ -76,18 +71,7 @@ from topw_deploy.text import count_text
 )
 @click.option("--plot", type=FILE, help="Draw the report as .png, .svg or .pdf.")
 @quiet_option
-def stats(
-    folder: Path,
-    prompts: tuple[str, ...],
-    prompt_file: Path | None,
-    prompts_jsonl: Path | None,
-    limit: int | None,
-    sweep: tuple[str, ...],
-    json_file: Path | None,
-    exact: bool,
-    plot: Path | None,
-    **values: Any,
-) -> None:
+def stats(folder: Path, prompts: tuple[str, ...], json_file: Path | None, plot: Path | None, **values: Any) -> None:
     """Generate from prompts with the exported model in the folder OUT and report what Top-W, or another rule, did.
 
     Give prompts as PROMPT, --prompt-file or --prompts-jsonl. The report shows how many steps were certified, the sizes,
@@ -98,20 +82,20 @@ def stats(
     are from minimising the paper's exact objective with Top-W's parameters. The optimal transport in it is solved by
     linear programming. --plot then draws this comparison.
     """
-    require_folder_first(folder, prompts)
     install.require("`topw stats`", "export")
+    exact = values["exact"]
     if exact:
         install.require("`topw stats --exact`", "exact")
     elif values["exact_steps"] is not None or values["exact_pool"] is not None:
         raise click.UsageError("--exact-steps and --exact-pool need --exact.")
-    texts = _stats_prompts(prompts, prompt_file, prompts_jsonl)[:limit]
+    texts = _stats_prompts(prompts, values["prompt_file"], values["prompts_jsonl"])[: values["limit"]]
     # Import late, for fast --help and usage errors.
     from topw_lab.stats.collect import collect, settings_of
     from topw_lab.stats.exact_report import exact_lines, save_exact_plot, summarise_exact
     from topw_lab.stats.report import report_lines, save_plot, summarise
 
     try:
-        settings = settings_of(take_given(values, (*PARAMETER_NAMES, *RULE_PARAMETER_NAMES)), sweep)
+        settings = settings_of(take_given(values, (*PARAMETER_NAMES, *RULE_PARAMETER_NAMES)), values["sweep"])
     except ParameterError as error:
         raise ParameterError(str(error), "sweep") from None
     check_output(json_file, "json_file")
@@ -130,19 +114,19 @@ def stats(
         progress=progress(values["quiet"]),
     )
     summaries = summarise(collected)
-    exact_summaries = summarise_exact(collected) if exact else None
+    exact_summaries = summarise_exact(collected) if exact else []
     names = ("max_new_tokens", "seed", "seeds", "batch_size", "preset", "geom_unit")
     document: dict[str, Any] = {"folder": str(folder)} | {name: values[name] for name in names}
     document["settings"] = [asdict(summary) for summary in summaries]
     lines = list(report_lines(summaries, values["tokens"]))
-    if exact_summaries is not None:
+    if exact:
         document["exact"] = [asdict(summary) for summary in exact_summaries]
         lines += ["", *exact_lines(exact_summaries)]
     write_report(lines, document, json_file)
     if plot is not None:
         seeds = f"seed {values['seed']}" if values["seeds"] == 1 else f"{values['seeds']} seeds"
         subject = f"{folder.resolve().name}, {count_text(len(texts), 'prompt')}, {seeds}"
-        if exact_summaries is None:
+        if not exact:
             rule = "Top-W" if summaries[0].rule == TOP_W.name else f"the rule {summaries[0].rule}"
             save_plot(summaries, plot, f"What {rule} did: {subject}")
         else:
@@ -165,15 +149,10 @@ def _stats_prompts(given: tuple[str, ...], lines: Path | None, json_lines: Path 
 
 
 DEFAULT_RULES = "top_w,min_p,top_p,top_h,top_k,none"
-DEFAULT_TEMPERATURES = "0.5,1,1.5,2"
-_JSON_LINES = (".jsonl", ".ndjson")
-"""Endings of the names of files with JSON lines; other files are plain text."""
 
 
 @click.command(
-    name="compare",
-    context_settings=CONTEXT,
-    epilog="Needs the extra [compare]; an error shows how to install it.",
+    name="compare", context_settings=CONTEXT, epilog="Needs the extra [compare]; an error shows how to install it."
 )
 @click.argument("folder", metavar="OUT", type=PATH)
 @click.option(
@@ -189,7 +168,7 @@ _JSON_LINES = (".jsonl", ".ndjson")
     default=DEFAULT_RULES,
     help="Rules and their values; more of a rule's parameters follow as :NAME=VALUE.",
 )
-@click.option("--temperatures", metavar="T1,T2,...", default=DEFAULT_TEMPERATURES, help="Temperatures.")
+@click.option("--temperatures", metavar="T1,T2,...", default="0.5,1,1.5,2", help="Temperatures.")
 @click.option("--samples", type=COUNT, default=4, help="Texts per prompt, rule and temperature.")
 @click.option(
     "--max-new-tokens",
@@ -228,7 +207,6 @@ def compare(folder: Path, prompts: Path, json_file: Path | None, html_file: Path
     """
     if values["system"] is not None and not values["chat"]:
         raise click.UsageError("--system needs --chat.")
-    require_folder_first(folder, [str(prompts)])
     install.require("`topw compare`", "compare")
     # Import late, for fast --help and usage errors.
     from topw_deploy.runtime.rule_settings import read_rules, read_temperatures
@@ -238,7 +216,7 @@ def compare(folder: Path, prompts: Path, json_file: Path | None, html_file: Path
     check_output(json_file, "json_file")
     check_output(html_file, "html_file")
     data, where = read_source(prompts)
-    if prompts.suffix.lower() in _JSON_LINES:
+    if prompts.suffix.lower() in (".jsonl", ".ndjson"):
         lines = read_prompt_lines(data, where, {}, chat=values["chat"], system=values["system"])
     else:
         lines = read_text_lines(data, where, chat=values["chat"], system=values["system"])

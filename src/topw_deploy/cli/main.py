@@ -115,7 +115,7 @@ def run(command: click.Command | None, program: str, prefix: str, args: Sequence
     prefix: first part of the names of environment variables.
     args: the arguments; None for those of the process.
     """
-    sys.excepthook, warnings.showwarning = _show_traceback, _show_note
+    warnings.showwarning = _show_note
     if not prepare_streams():
         return _fail("standard output is closed; redirect it to a file or to the null device.")
     words = list(sys.argv[1:] if args is None else args)
@@ -205,14 +205,6 @@ def _show_note(
 ) -> None:
     """Print a warning on one line; in place of `warnings.showwarning`."""
     tell(f"Note: {message}")
-
-
-def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print a traceback with control characters escaped, because messages may have names of files."""
-    import traceback
-
-    for part in traceback.format_exception(kind, error, trace):
-        tell(*part.removesuffix("\n").split("\n"))
 
 
 # Python parameter -> name of its option, where the two differ.

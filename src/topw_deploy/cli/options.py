@@ -105,10 +105,6 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _parse_rule_names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="Do not show progress on stderr.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 json_file_option = click.option(
@@ -127,7 +123,7 @@ sampler_options = option_group(
     click.option(
         "--rules",
         metavar="RULE,...",
-        type=Parsed("rules", _parse_rule_names),
+        type=Parsed("rules", lambda text: tuple(text.replace(",", " ").split())),
         help="Sampling rules that requests may use; Top-W always. Fewer make --no-branches faster.  [default: all]",
     ),
     click.option(
@@ -225,15 +221,6 @@ def take_opening(values: dict[str, Any]) -> dict[str, Any]:
     return {**same, "intra_op_num_threads": values.pop("threads")}
 
 
-def require_folder_first(folder: Path, others: Iterable[str]) -> None:
-    """Raises UsageError if `folder` does not exist, but one of the other arguments is an exported folder."""
-    from topw_deploy.manifest import MANIFEST_NAME
-
-    for word in others:
-        if not os.path.exists(folder) and os.path.isfile(os.path.join(word, MANIFEST_NAME)):
-            raise click.UsageError(f"{folder} does not exist, but {word} is an exported folder; OUT comes first.")
-
-
 def take_given(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Remove `names` from `values`. Returns the values that are neither None nor (), by name."""
     removed = {name: values.pop(name) for name in names}
@@ -258,17 +245,12 @@ def take_constraint(values: dict[str, Any]) -> dict[str, Any]:
     if len(constraints) > 1:
         raise click.UsageError(f"give only one of {', '.join(map(flag_of, constraints))}.")
     for name, value in constraints.items():
-        text = list(value) if name == "choice" else _text_or_file(flag_of(name), value)
+        text: Any = list(value) if name == "choice" else value
+        if name != "choice" and value.startswith("@"):
+            try:
+                text = decode_text(Path(value[1:]).read_bytes(), value[1:])
+            except OSError as error:
+                why = error.strerror or error
+                raise click.UsageError(f"{flag_of(name)}: {os.fsdecode(value[1:])} cannot be read: {why}.") from None
         return {"structured_outputs": {name.removesuffix("_schema"): text}}
     return {}
-
-
-def _text_or_file(flag: str, value: str) -> str:
-    """`value`, or the text of the file FILE for a value of the form @FILE."""
-    if not value.startswith("@"):
-        return value
-    path = value[1:]
-    try:
-        return decode_text(Path(path).read_bytes(), path)
-    except OSError as error:
-        raise click.UsageError(f"{flag}: {os.fsdecode(path)} cannot be read: {error.strerror or error}.") from None

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import msgspec
+
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.text import numbered_lines
 
@@ -106,30 +108,12 @@ def user_messages(system: str | None, text: str) -> list[dict[str, str]]:
 def _parse_object(text: str, place: str) -> dict[str, Any]:
     """Parse a line. A string becomes an object with that prompt."""
     try:
-        value: Any = json.loads(text, object_pairs_hook=_unique_fields)
-    except PromptError as error:
-        raise PromptError(f"{place} {error}") from None
+        value: Any = msgspec.json.decode(text)
     except (ValueError, RecursionError):
         raise PromptError(f"{place} is not JSON; {_EXPECTED} on each line.") from None
-    if isinstance(value, str):
-        value = {"prompt": value}
-    if not isinstance(value, dict):
+    if not isinstance(value, (str, dict)):
         raise PromptError(f"{place} is neither a text nor an object; {_EXPECTED}.")
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise PromptError(f"{place} has half of a surrogate pair, which is not a character; remove it.") from None
-    return value
-
-
-def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of a line. Raises PromptError if a name occurs twice."""
-    result: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in result:
-            raise PromptError(f"has {name!r:.60} twice; remove one of them.")
-        result[name] = value
-    return result
+    return {"prompt": value} if isinstance(value, str) else value
 
 
 def _kind_and_prompt(value: dict[str, Any]) -> tuple[str, Any]:

@@ -60,9 +60,7 @@ _SERVER_NAMES = ("host", "port", "uds", "max_connections", "verbose")
 )
 @_engine_options
 @click.option(
-    "--kv-bytes",
-    type=SIZE,
-    help="Maximum memory of each cache, such as 2GiB; lowers --max-batch if necessary.",
+    "--kv-bytes", type=SIZE, help="Maximum memory of each cache, such as 2GiB; lowers --max-batch if necessary."
 )
 @click.option("--prefill-budget", type=COUNT, default=256, help="Maximum prompt tokens per iteration.")
 @click.option("--prefix-bytes", type=SIZE, help="Host memory to keep earlier prompts for reuse.  [default: none]")
@@ -80,10 +78,7 @@ _SERVER_NAMES = ("host", "port", "uds", "max_connections", "verbose")
 )
 @click.option("--max-connections", type=COUNT, default=1024, help="Maximum number of connections; more get 503.")
 @click.option(
-    "--ping-interval",
-    type=float,
-    default=15.0,
-    help="Seconds between comments that keep a stream's connection open.",
+    "--ping-interval", type=float, default=15.0, help="Seconds between comments that keep a stream's connection open."
 )
 @click.option(
     "--drain-timeout", type=float, default=30.0, help="Seconds in which running requests may finish after SIGTERM."

@@ -17,16 +17,11 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from topw_deploy.engine import Engine
-from topw_deploy.errors import GenerationError, ParameterError, PromptError, QueueFullError, TopWError
+from topw_deploy.errors import GenerationError, QueueFullError, TopWError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.triton.repository import EXPORT, read_request, response_outputs
 
-_ERROR_CODES = (
-    (QueueFullError, "UNAVAILABLE"),
-    (GenerationError, "UNAVAILABLE"),
-    ((ParameterError, PromptError), "INVALID_ARG"),
-    (TopWError, "INVALID_ARG"),
-)
+_ERROR_CODES = ((QueueFullError, "UNAVAILABLE"), (GenerationError, "UNAVAILABLE"), (TopWError, "INVALID_ARG"))
 DRAIN_SECONDS = 30.0
 """Time in which running requests may finish when Triton unloads the model."""
 POLL_SECONDS = 0.1

@@ -14,17 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from topw_deploy.errors import ExportError, ParameterError, UnsupportedModelError
-from topw_deploy.folders import atomic_folder, map_file, open_regular
+from topw_deploy.errors import ParameterError, UnsupportedModelError
+from topw_deploy.folders import atomic_folder, open_regular
 from topw_deploy.install import major_minor
-from topw_deploy.manifest import (
-    MANIFEST_NAME,
-    MODEL_NAME,
-    DecoderManifest,
-    check_hashes,
-    load_decoder_manifest,
-    open_listed,
-)
+from topw_deploy.manifest import MANIFEST_NAME, DecoderManifest, check_hashes, load_decoder_manifest, open_listed
 from topw_deploy.text import decimal_size
 
 CDN = "https://cdn.jsdelivr.net"
@@ -123,13 +116,6 @@ _POLICY = {
     "base-uri": "'none'",
     "form-action": "'none'",
 }
-_READ_FILES = (
-    "config.json",
-    "generation_config.json",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,12 +157,16 @@ def write_site(
     """
     manifest = load_decoder_manifest(model)
     check_runs(manifest, model)
-    size = graph_bytes(manifest, model)
-    _check_separate(model, output)
+    size = graph_bytes(manifest)
     found = list(read_packages(runtime)) if runtime is not None else []
     with atomic_folder(output, marker=MARKER, kind="a site of `topw web`", overwrite=overwrite) as folder:
         shutil.copytree(_SITE_FOLDER, folder, copy_function=shutil.copyfile, dirs_exist_ok=True)
-        _copy_export(model, manifest, folder / MODEL)
+        for name, entry in manifest.files.items():
+            (folder / MODEL / name).parent.mkdir(parents=True, exist_ok=True)
+            with open_listed(model, name, entry) as read, (folder / MODEL / name).open("wb") as write:
+                shutil.copyfileobj(read, write)
+        check_hashes(folder / MODEL, manifest)
+        (folder / MODEL / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
         page = _page(manifest, size, title or _model_name(manifest), prompt, outside=not found)
         (folder / "index.html").write_text(page, encoding="utf-8")
         if found:
@@ -192,28 +182,11 @@ def write_site(
             "onnxruntime": {"script": address(SCRIPT), "wasm": address(WASM)},
             "tokenizers": {"script": address(TOKENIZERS)},
         }
-        loaded = size + sum(entry.size for name, entry in manifest.files.items() if name in _READ_FILES)
+        loaded = sum(entry.size for entry in manifest.files.values())
         about = {"version": 1, "bytes": loaded, "libraries": libraries}
         (folder / MARKER).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return Site(folder=output, bytes=total, model_bytes=size, outside=not found, notes=tuple(notes(manifest)))
-
-
-def _copy_export(source: Path, manifest: DecoderManifest, target: Path) -> None:
-    """Copy the listed files and the manifest. Raises ManifestError for a file that differs from the manifest."""
-    for name, entry in manifest.files.items():
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        with open_listed(source, name, entry) as read, (target / name).open("wb") as write:
-            shutil.copyfileobj(read, write)
-    check_hashes(target, manifest)
-    (target / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
-
-
-def _check_separate(model: Path, output: Path) -> None:
-    """Raises ExportError if one folder is inside the other."""
-    one, other = model.resolve(), output.resolve()
-    if one == other or one in other.parents or other in one.parents:
-        raise ExportError(f"{output} and the model's folder {model} are inside one another; choose another SITE.")
 
 
 def _page(manifest: DecoderManifest, size: int, title: str, prompt: str, *, outside: bool) -> str:
@@ -244,30 +217,17 @@ MOST_BYTES = 2_000_000_000
 """Maximum bytes of a graph with its weights. WebAssembly has 4 GiB for weights, their packed copies, and the cache."""
 
 _STATE_TYPES = ("float", "float16", "uint8", "int8", "int32", "int64", "bool")  # the JavaScript library can hold these
-_EIGHT_BITS = 4  # the accuracy_level of MatMulNBits that rounds activations
 
 
-def graph_bytes(manifest: DecoderManifest, folder: Path) -> int:
-    """Bytes of the graph and its weights, which may be in several files."""
-    with map_file(folder / MODEL_NAME) as graph:
-        return sum(
-            entry.size
-            for name, entry in manifest.files.items()
-            if name == MODEL_NAME or graph.find(_location_entry(name)) >= 0
-        )
-
-
-def _location_entry(name: str) -> bytes:
-    """The ONNX StringStringEntryProto by which a tensor states that its data is in the file `name`."""
-    text = name.encode()
-    size = bytes([len(text)]) if len(text) < 128 else bytes([len(text) & 127 | 128, len(text) >> 7])
-    return b"\n\x08location\x12" + size + text
+def graph_bytes(manifest: DecoderManifest) -> int:
+    """Bytes of the graph and its weights: of all files but the configuration and the tokenizer."""
+    return sum(entry.size for name, entry in manifest.files.items() if not name.endswith((".json", ".jinja")))
 
 
 def check_runs(manifest: DecoderManifest, folder: Path) -> None:
     """Raises UnsupportedModelError for an export that browsers cannot run."""
     half = manifest.decoder.weights.get("float16", 0)  # onnxruntime converts them to float32 when it opens the graph
-    size = graph_bytes(manifest, folder) + half
+    size = graph_bytes(manifest) + half
     least = manifest.decoder.least_onnxruntime
     reason = ""
     if size > MOST_BYTES:
@@ -307,7 +267,7 @@ def notes(manifest: DecoderManifest) -> list[str]:
         f"onnxruntime-web multiplies {what} 20 to 30 times slower than float32 ones; export with --dtype fp32 where "
         "speed matters more than the size of the download."
     ]
-    if quantisation.get("accuracy_level", _EIGHT_BITS) == _EIGHT_BITS:
+    if quantisation.get("accuracy_level", 4) == 4:
         found.append(
             "outside browsers onnxruntime may round the activations of these products to 8 bits, so the tokens differ "
             "from Python's; export with --accuracy-level 1 for equal ones."
