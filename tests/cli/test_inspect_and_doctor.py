@@ -55,45 +55,48 @@ def changed(random_model: Path, tmp_path: Path) -> Changed:
     return change
 
 
-def test_inspect_says_how_weights_were_quantised(invoke: Invoke, random_model: Path, changed: Changed) -> None:
-    how = {"bits": 4, "block_size": 64, "symmetric": True, "accuracy_level": 4, "exclude": []}
-    shown = invoke("inspect", changed({"quantisation": how})).stdout
-    assert "blocks of 64, symmetric, accuracy level 4, table and head 4 bits" in shown
-    assert "table and head 8 bits" in invoke("inspect", changed({"quantisation": {**how, "table_bits": 8}})).stdout
-    assert "quantised" not in invoke("inspect", random_model).stdout
+QUANTISED = {"bits": 4, "block_size": 64, "symmetric": True, "accuracy_level": 4, "exclude": []}
+# Fields of DecoderInfo -> what `inspect` shows. Two layers, one head of size 3 and 2, keys and values, 2 bytes:
+# 2 x 5 x 2 = 20 bytes per token.
+SHOWN: list[tuple[dict[str, Any], list[str]]] = [
+    ({"quantisation": QUANTISED}, ["blocks of 64, symmetric, accuracy level 4, table and head 4 bits"]),
+    ({"quantisation": {**QUANTISED, "table_bits": 8}}, ["table and head 8 bits"]),
+    (
+        {"kv_form": "static", "buffer_step": 4096, "buffer_least": 4096},
+        ["4096 tokens, fixed at the export (--max-length)"],
+    ),
+    (
+        {
+            "kv_form": "static",
+            "attention": "GroupQueryAttention",
+            "states": (*key_value_states(0, "float16", 1, 3, 3), *key_value_states(1, "float16", 1, 2, 2)),
+            "kv_dtype": "float16",
+            "context_length": 1024,
+            "left_padding": False,
+            "ragged_chunks": False,
+            "buffer_step": 256,
+            "weights": {"int4": 3 << 20, "float16": 1 << 20},
+        },
+        [
+            "static: one buffer, written in place",
+            "GroupQueryAttention",
+            "2 layers, float16 1 x tokens x 2, float16 1 x tokens x 3: 20 bytes a token",
+            "20.0 KiB for one sequence of the full context",
+            "in steps of 256 tokens",
+            "each row's prompt chunks after the first run separately",
+            "must have equal lengths",
+            "int4 3.0 MiB; float16 1.0 MiB; 4.0 MiB in all",
+        ],
+    ),
+]
 
 
-def test_inspect_gives_the_bytes_of_the_cache_and_of_the_weights(invoke: Invoke, changed: Changed) -> None:
-    """Two layers, one head of size 3 and 2, keys and values, 2 bytes: 2 x 5 x 2 = 20 bytes per token."""
-    decoder = {
-        "kv_form": "static",
-        "attention": "GroupQueryAttention",
-        "states": (*key_value_states(0, "float16", 1, 3, 3), *key_value_states(1, "float16", 1, 2, 2)),
-        "kv_dtype": "float16",
-        "context_length": 1024,
-        "left_padding": False,
-        "ragged_chunks": False,
-        "buffer_step": 256,
-        "weights": {"int4": 3 << 20, "float16": 1 << 20},
-    }
+@pytest.mark.parametrize(("decoder", "parts"), SHOWN)
+def test_inspect_shows_the_cache_and_the_weights(
+    invoke: Invoke, changed: Changed, decoder: dict[str, Any], parts: list[str]
+) -> None:
     shown = invoke("inspect", changed(decoder)).stdout
-    for part in (
-        "static: one buffer, written in place",
-        "GroupQueryAttention",
-        "2 layers, float16 1 x tokens x 2, float16 1 x tokens x 3: 20 bytes a token",
-        "20.0 KiB for one sequence of the full context",
-        "in steps of 256 tokens",
-        "each row's prompt chunks after the first run separately",
-        "must have equal lengths",
-        "int4 3.0 MiB; float16 1.0 MiB; 4.0 MiB in all",
-    ):
-        assert part in shown
-
-
-def test_inspect_shows_the_length_of_a_fixed_cache(invoke: Invoke, changed: Changed) -> None:
-    shown = invoke("inspect", changed({"kv_form": "static", "buffer_step": 4096, "buffer_least": 4096})).stdout
-    assert "4096 tokens, fixed at the export (--max-length)" in shown
-    assert "cache grows" not in shown
+    assert [part for part in parts if part not in shown] == []
 
 
 def test_inspect_shows_checks_what_was_not_compared_and_notes_apart(invoke: Invoke, changed: Changed) -> None:
@@ -127,12 +130,8 @@ def test_inspect_refuses_a_folder_that_is_no_export_and_a_file(invoke: Invoke, t
             invoke(command, tmp_path / "model.onnx")
 
 
-def doctor_lines(invoke: Invoke) -> list[str]:
-    return list(invoke("doctor").stdout.splitlines())
-
-
 def test_doctor_shows_which_provider_would_be_used(invoke: Invoke) -> None:
-    lines = doctor_lines(invoke)
+    lines = invoke("doctor").stdout.splitlines()
     assert f"  onnxruntime      {ort.__version__}" in lines
     assert "a model would run on: cpu" in lines or "CUDAExecutionProvider" in ort.get_available_providers()
     found = json.loads(invoke("doctor", "--json").stdout)
@@ -152,10 +151,10 @@ def test_doctor_says_whether_engines_can_run(invoke: Invoke, monkeypatch: pytest
     module = types.ModuleType("tensorrt")
     module.__version__ = "10.15.1"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tensorrt", module)
-    assert "TensorRT: 10.15.1" in doctor_lines(invoke)
+    assert "TensorRT: 10.15.1" in invoke("doctor").stdout.splitlines()
     for name in ("tensorrt", "tensorrt_bindings"):
         monkeypatch.setitem(sys.modules, name, None)
-    (line,) = (line for line in doctor_lines(invoke) if line.startswith("TensorRT: "))
+    (line,) = (line for line in invoke("doctor").stdout.splitlines() if line.startswith("TensorRT: "))
     assert line.startswith("TensorRT: none: TensorRT's Python module cannot be imported (tensorrt: ")
     assert line.endswith(install.install_command("tensorrt"))
 

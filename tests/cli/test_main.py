@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -16,12 +17,7 @@ from tests.support.waiting import HANG
 from topw_deploy import install
 from topw_deploy.cli import main
 
-from .conftest import ANSWER, PROGRAM, Program
-
-
-def test_success_is_0_and_text_on_stdout(program: Program, scripted: Path) -> None:
-    done = program("generate", scripted, "x")
-    assert (done.returncode, done.stdout, done.stderr) == (0, ANSWER + "\n", "")
+from .conftest import PROGRAM, Program
 
 
 @pytest.mark.slow
@@ -91,29 +87,20 @@ def test_a_command_without_its_extra_names_all_that_is_missing(
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"Error: {needs}\n")
 
 
-def test_help_marks_the_commands_that_need_more_than_the_runtime(program: Program) -> None:
-    shown = program("--help", COLUMNS="200").stdout.splitlines()
-    marked = {line.split()[0]: line.rpartition("(")[2] for line in shown if line.endswith("[export])")}
-    needed, more = "needs [export])", "more with [export])"
-    assert marked == {"export": needed, "export-sampler": needed, "stats": needed, "verify": more, "bench": more}
-    for name in ("export", "export-sampler", "stats"):
-        assert "Needs the extra [export]" in program(name, "--help").stdout
-
-
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A slow model: a chat over a pipe never ends by itself."""
     return export(tmp_path_factory.mktemp("endless") / "out", Toy.random(0), chat_template="{{ messages[0].content }}")
 
 
+def chatting(folder: Path, *words: str) -> subprocess.Popen[bytes]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen([*PROGRAM, "generate", str(folder), "--chat", *words], stdin=pipe, stdout=pipe, stderr=pipe)
+
+
 @pytest.mark.slow
 def test_interruption_is_130_and_leaves_no_traceback(endless: Path) -> None:
-    process = subprocess.Popen(
-        [*PROGRAM, "generate", str(endless), "--chat"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    process = chatting(endless)
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(b"a\n")
@@ -128,24 +115,11 @@ def test_interruption_is_130_and_leaves_no_traceback(endless: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="pipes close differently there")
 def test_a_closed_pipe_ends_quietly(random_model: Path) -> None:
-    process = subprocess.Popen(
-        [*PROGRAM, "generate", str(random_model), "--chat", "--seed", "1", "--max-new-tokens", "4"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    process = chatting(random_model, "--seed", "1", "--max-new-tokens", "4")
     assert process.stdout is not None
     process.stdout.close()
     _, errors = process.communicate(b"a\n" * 50, timeout=HANG)
-    assert process.returncode == 1
-    assert errors == b""
-
-
-def test_notices_are_one_line_on_stderr(program: Program, tmp_path: Path) -> None:
-    folder = export(tmp_path / "out", Toy.random(0), generation_config={"top_p": 0.9})
-    done = program("generate", folder, "x", "--max-new-tokens", 1)
-    assert done.stderr.startswith("Note: generation_config.json sets top_p=0.9")
-    assert done.stderr.count("\n") == 1
+    assert (process.returncode, errors) == (1, b"")
 
 
 @pytest.mark.slow
@@ -175,3 +149,16 @@ def test_a_closed_or_full_stream_is_reported_in_one_sentence(
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
+
+
+SCRIPT = Path(__file__).parents[2] / "docs" / "guide" / "commands.py"
+
+
+def test_the_page_of_commands_is_the_commands_own_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    spec = importlib.util.spec_from_file_location("docs_commands", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    commands = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(commands)
+    assert commands.PAGE.read_text(encoding="utf-8") == commands.page(), "run: python docs/guide/commands.py"

@@ -52,13 +52,10 @@ def test_native_stands_for_the_gpus_that_the_driver_lists(
         invoke("plugins", "build", "--cuda", "--arch", "native")
 
 
-@pytest.mark.parametrize("words", ["87,90", "sm_87,sm_90", "8.7 9.0", "compute_87, 90", "8.7;9.0"])
-def test_architectures_may_be_written_in_all_usual_ways(
-    invoke: Invoke, built: list[tuple[Any, ...]], words: str
-) -> None:
-    assert invoke("plugins", "build", "--cuda", "--architecture", words).exit_code == 0
-    assert invoke("plugins", "build", "--cuda", "--arch", "sm_90", "--arch", "8.7").exit_code == 0
-    assert built == [(None, (87, 90))] * 2
+def test_architectures_may_be_written_in_all_usual_ways(invoke: Invoke, built: list[tuple[Any, ...]]) -> None:
+    for words in ("87,90", "sm_87,sm_90", "8.7 9.0", "compute_87, 90", "8.7;9.0"):
+        assert invoke("plugins", "build", "--cuda", "--architecture", words).exit_code == 0
+    assert built == [(None, (87, 90))] * 5
 
 
 @pytest.mark.parametrize(
@@ -66,7 +63,6 @@ def test_architectures_may_be_written_in_all_usual_ways(
     [
         (["--cuda", "--arch", "hopper"], "'hopper' is not an architecture; write 87, sm_87, 8.7 or native"),
         (["--cuda", "--architecture", "sm_90a"], "Known: sm_75, sm_80, sm_86, sm_87, sm_89, sm_90, sm_100"),
-        (["--cuda", "--arch", ","], "'' is not an architecture"),
         ([], "Missing option '--cuda'"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import os
 import shutil
@@ -86,21 +87,14 @@ def test_usage_errors_are_escaped(program: Program) -> None:
     assert (done.returncode, "Usage: topw" in done.stderr, "\x1b" in done.stderr) == (2, True, False)
 
 
-class Terminal:
+class Terminal(io.StringIO):
+    """A stream that may be a terminal."""
+
     encoding = "utf-8"
-
-    def __init__(self, terminal: bool) -> None:
-        self.text, self._terminal = "", terminal
-
-    def write(self, text: str) -> int:
-        self.text += text
-        return len(text)
-
-    def flush(self) -> None:
-        """No buffering."""
+    is_terminal = True
 
     def isatty(self) -> bool:
-        return self._terminal
+        return self.is_terminal
 
 
 @pytest.mark.parametrize(
@@ -118,13 +112,14 @@ def test_generated_text_does_not_control_a_terminal(
     monkeypatch: pytest.MonkeyPatch, pieces: list[str], shown: str
 ) -> None:
     for is_terminal in (True, False):
-        out = Terminal(is_terminal)
+        out = Terminal(newline="")
+        out.is_terminal = is_terminal
         monkeypatch.setattr(sys, "stdout", out)
         text = terminal.GeneratedText()
         for piece in pieces:
             text.add(piece)
         text.end()
-        assert out.text == (shown if is_terminal else "".join(pieces) + "\n")
+        assert out.getvalue() == (shown if is_terminal else "".join(pieces) + "\n")
 
 
 def test_generated_text_in_a_pipe_is_what_the_model_wrote(program: Program, tmp_path: Path) -> None:

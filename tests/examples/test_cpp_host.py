@@ -86,20 +86,23 @@ def test_caches_of_sixteen_bits_are_supported(
 
 
 def test_fixed_sizes_of_the_graph_are_respected(host: Host, folders: dict[str, Path], tmp_path: Path) -> None:
-    """Two edit slots, padded with no-op edits, and a cache of 40 tokens."""
+    """Three edit slots, padded with no-op edits, and a cache of 40 tokens."""
 
     def change(model: onnx.ModelProto) -> None:
         for value in (*model.graph.input, *model.graph.output):
             sizes = value.type.tensor_type.shape.dim
             if value.name.startswith("edit_"):
-                sizes[1].dim_value = 2
+                sizes[1].dim_value = 3
             if value.name.startswith(("present.", "past_key_values.")):
                 sizes[2].dim_value = 40
 
-    folder, seed = rewritten(folders["scatter"], tmp_path / "fixed", change), ["--seed", 5]
-    drawn = ids_of(host(folders["scatter"], *seed, "--max-new-tokens", 20, *range(50, 70)))
-    assert ids_of(host(folder, *seed, "--max-new-tokens", 20, *range(50, 70))) == drawn
-    fails(host(folder, "--max-new-tokens", 21, *range(50, 70)), 1, "41 tokens", "holds 40", "--max-new-tokens")
+    folder, given = rewritten(folders["scatter"], tmp_path / "fixed", change), ["--seed", 5, "--max-new-tokens"]
+    biases = ["--logit-bias", "60=9", "--logit-bias", "61=9", "--logit-bias", "62=9"]
+    for edits in ([], biases):
+        drawn = ids_of(host(folders["scatter"], *given, 20, *edits, *range(50, 70)))
+        assert ids_of(host(folder, *given, 20, *edits, *range(50, 70))) == drawn
+    fails(host(folder, *given, 21, *range(50, 70)), 1, "41 tokens", "holds 40", "--max-new-tokens")
+    fails(host(folder, *given, 9, *biases, "--suppress-tokens", 63, 50), 1, "edits more than 3 tokens", "more slots")
 
 
 # Ends of an answer, and sources of values.
@@ -131,30 +134,9 @@ def test_an_end_of_sequence_is_found_in_the_models_configuration(host: Host, tmp
     assert done.stderr == "note: the model states no end of sequence; see --eos\n"
 
 
-def test_the_models_own_parameters_override_the_exports(host: Host, toy: Toy, tmp_path: Path) -> None:
-    stated = {"temperature": 1.7, "lambda_geom": 0.4, "repetition_penalty": 1.3, "max_length": None, "logit_bias": {}}
-    folder = export(tmp_path / "export", toy, generation_config=stated)
-    expected = TopWModel.from_pretrained(folder, provider="cpu").generate([50, 51], seed=3, max_new_tokens=20)
-    done = host(folder, "--seed", 3, "--max-new-tokens", 20, 50, 51)
-    assert (ids_of(done), done.stderr) == (expected.token_ids, "")
-    stated |= {"do_sample": False, "repetition_penalty": 1.0}
-    greedy = export(tmp_path / "greedy", toy, generation_config=stated)
-    expected = TopWModel.from_pretrained(greedy, provider="cpu").generate([50, 51], max_new_tokens=20)
-    done = host(greedy, "--max-new-tokens", 20, 50, 51)
-    assert (ids_of(done), done.stderr) == (expected.token_ids, "")
-
-
 def test_a_prompt_comes_from_standard_input_too(host: Host, folders: dict[str, Path]) -> None:
     given = [folders["concat"], "--seed", 3, "--max-new-tokens", 9]
     assert ids_of(host(*given, stdin=" 50\n51 52")) == ids_of(host(*given, 50, 51, 52))
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_an_answer_ends_where_the_context_does(form: str, host: Host, folders: dict[str, Path]) -> None:
-    prompt = [50 + i for i in range(90)]
-    assert len(ids_of(host(folders[form], *prompt))) == 6
-    assert ids_of(host(folders[form], *prompt, *prompt[:6])) == []
-    fails(host(folders[form], *prompt, *prompt[:7]), 1, "97 tokens", "holds 96")
 
 
 def test_the_statistics_equal_those_of_the_python_runtime(host: Host, folders: dict[str, Path]) -> None:

@@ -181,6 +181,8 @@ def test_max_length_bounds_a_sequence_as_the_context_does(opened: Open, form: st
     model = opened(form, max_length=20)
     assert len(tokens(model, "a" * 15, max_new_tokens=50)[0]) == 5
     assert tokens(model, "a" * 20) == [[]]
+    with pytest.raises(ParameterError, match=f"max_length is {CONTEXT + 1}, but the model's context holds {CONTEXT}"):
+        opened(form, max_length=CONTEXT + 1)
     with pytest.raises(PromptError, match="has 21 tokens, but the model was opened with max_length 20; shorten it, or"):
         model.generate("a" * 21)
     with pytest.raises(PromptError, match=f"the model's context holds {CONTEXT}"):
@@ -199,11 +201,6 @@ def test_max_batch_bounds_the_sequences_of_a_call(opened: Open) -> None:
 def test_wrong_sizes_are_errors(opened: Open, name: str, value: Any) -> None:
     with pytest.raises(ParameterError, match=f"{name} is {value!r}, but must be an integer >= 1"):
         opened("grouped", **{name: value})
-
-
-def test_max_length_beyond_the_context_is_an_error(opened: Open) -> None:
-    with pytest.raises(ParameterError, match=f"max_length is {CONTEXT + 1}, but the model's context holds {CONTEXT}"):
-        opened("concat", max_length=CONTEXT + 1)
 
 
 @pytest.mark.parametrize("form", ["scatter", "grouped"])

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -135,11 +134,6 @@ def test_features_that_templates_of_published_models_use_work(source: str, expec
 def test_strftime_now_is_the_local_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "datetime", SimpleNamespace(now=lambda: datetime(2026, 3, 9, 8, 7)))
     assert render("{{ strftime_now('%d.%m.%Y %H:%M') }}") == "09.03.2026 08:07"
-
-
-def test_variables_of_the_caller_are_in_a_template() -> None:
-    assert render("{{ enable_thinking }}{{ tools[0].name }}", enable_thinking=False, tools=[{"name": "t"}]) == "Falset"
-    assert render("{{ n + 1 }}", n=np.int64(3)) == "4"
 
 
 def test_a_template_refuses_messages_in_its_own_words() -> None:

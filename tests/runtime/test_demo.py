@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,23 +18,6 @@ PROMPTS = ["def parse(", "The", "import os\n\nclass Reader(Base):\n    def __ini
 @pytest.fixture(scope="module")
 def demo(demo_export: Path) -> TopWModel:
     return TopWModel.from_pretrained(demo_export, provider="cpu", intra_op_num_threads=1)
-
-
-def test_a_batch_with_padding_gives_the_tokens_of_its_rows_alone(demo: TopWModel) -> None:
-    columns: dict[str, list[Any]] = {
-        "temperature": [1.0, 2.0, 0.7, 0.0],
-        "lam": [2.2, 0.3, 1.0, 2.2],
-        "max_new_tokens": [40, 6, 25, 40],
-        "repetition_penalty": [1.0, 1.2, 1.0, 1.1],
-    }
-    together = demo.generate(PROMPTS, seed=5, ignore_eos=True, **columns)
-    for row, prompt in enumerate(PROMPTS):
-        alone = demo.generate(
-            prompt, seed=5, ignore_eos=True, **{name: values[row] for name, values in columns.items()}
-        )
-        assert together[row].token_ids == alone.token_ids
-        assert together[row].kept == alone.kept
-        assert together[row].text == alone.text
 
 
 def test_the_defaults_are_certified_and_hot_sampling_is_not(demo: TopWModel) -> None:

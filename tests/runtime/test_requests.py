@@ -1,7 +1,8 @@
-"""Parameter precedence and refusals."""
+"""Parameters of a request: precedence, `generation_config=`, `beta` by temperature, units, and refusals."""
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ import numpy as np
 import pytest
 
 from tests.support.prepared import prepare
-from tests.support.toy_model import EOS, PAD, VOCAB, Load, Toy
+from tests.support.toy_model import CONTEXT, EOS, PAD, VOCAB, Load, Toy, byte_ids, export
+from topw_deploy.engine import Engine
 from topw_deploy.errors import ParameterError, PromptError
+from topw_deploy.manifest import MANIFEST_NAME
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.sequence import SequenceParams
-from topw_deploy.sampling import TopWParameters, preset_parameters
+from topw_deploy.sampling import TopWOptions, TopWParameters, preset_parameters
 
 EXPORTED = TopWParameters(lam=1.5, temperature=0.9)
 
@@ -225,3 +228,237 @@ def test_a_real_generation_config_is_honoured_and_its_other_samplers_are_named_o
 def test_token_ids_beyond_the_logits_in_a_config_do_no_harm(load: Load) -> None:
     model = load(Toy.random(0), generation_config={"eos_token_id": [EOS, 9999], "suppress_tokens": [9999]})
     assert model.generate("a", max_new_tokens=3, min_new_tokens=3, seed=1).token_ids
+
+
+SETTINGS = {"temperature": 2.0, "lam": 0.3, "max_new_tokens": 5, "seed": 3}
+
+
+def test_everything_that_a_request_may_state_may_be_stated_there(model: TopWModel) -> None:
+    expected = model.generate("ab", **SETTINGS, num_return_sequences=2)
+    assert model.generate("ab", generation_config={**SETTINGS, "num_return_sequences": 2}) == expected
+    assert model.generate("ab", generation_config={**SETTINGS, "n": 3}, n=2) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"temperature": [0.5, 0.6]}, r"generation_config: temperature is \[0.5, 0.6\]"),
+        ({"max_new_tokens": 4, "max_tokens": 5}, "generation_config: max_new_tokens is given twice, as max_new_tokens"),
+        ({"do_sample": True, "temperature": 0.0}, "do_sample is True, but temperature is 0.0"),
+        ("out", "generation_config is 'out', but must be a mapping of parameters by name"),
+        ({5: 1}, r"generation_config is \{5: 1\}, but must be a mapping of parameters by name"),
+    ],
+)
+def test_wrong_values_name_generation_config(model: TopWModel, config: Any, message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        model.generate("ab", generation_config=config)
+
+
+def test_settings_without_effect_are_named_in_one_warning_at_the_callers_line(model: TopWModel) -> None:
+    config = {"top_k": 50, "num_beams": 4, "watermarking_config": {}, "use_cache": True, "top_p": 0.9, **SETTINGS}
+    for call in (model.generate, model.stream):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call("ab", generation_config=config)
+        (notice,) = caught
+        expected = (
+            "generation_config sets num_beams=4, top_k=50, top_p=0.9, watermarking_config={}, which has no effect here"
+        )
+        assert str(notice.message).startswith(expected)
+        assert Path(notice.filename) == Path(__file__)
+
+
+def test_transformers_own_object_counts_only_where_it_differs_from_its_defaults(load: Load) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = load(Toy.random(0), generation_config={"temperature": 2.0, "max_new_tokens": 5, "lam": 0.3})
+    plain = model.generate("ab", seed=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert model.generate("ab", seed=3, generation_config=transformers.GenerationConfig()) == plain
+        config = transformers.GenerationConfig(
+            do_sample=True, max_new_tokens=7, repetition_penalty=1.5, num_return_sequences=2
+        )
+        results = model.generate("ab", seed=3, generation_config=config)
+        assert results == model.generate("ab", seed=3, max_new_tokens=7, repetition_penalty=1.5, n=2)
+        assert [len(r.token_ids) for r in results] == [7, 7]
+        longer = model.generate("ab", seed=3, generation_config=config, max_new_tokens=8, n=1)
+        assert len(longer.token_ids) == 8
+    two = transformers.GenerationConfig(top_k=7, min_p=0.1, do_sample=True)
+    with pytest.warns(UserWarning, match="generation_config sets min_p=0.1, top_k=7, which has no effect here"):
+        model.generate("ab", generation_config=two)
+    greedy = model.generate("ab", temperature=0.0)
+    found = model.generate("ab", seed=greedy.seed, generation_config=transformers.GenerationConfig(do_sample=False))
+    assert found == greedy
+
+
+@pytest.fixture
+def untokenised(load: Load, monkeypatch: pytest.MonkeyPatch) -> TopWModel:
+    """A model whose tokenizer must not be called."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    model = load(Toy.random(0), chat_template=template)
+
+    def refuse(*given: Any) -> list[int]:
+        raise AssertionError("tokenised before its length was checked")
+
+    monkeypatch.setattr(model.tokenizer, "encode", refuse)
+    return model
+
+
+def test_a_long_text_is_refused_before_it_is_tokenised(untokenised: TopWModel) -> None:
+    long = "word " * 10**5
+    message = f"has 500,000 characters, more than 256 per token, the model's context holds {CONTEXT}; shorten it"
+    for call in (untokenised.generate, untokenised.stream):
+        with pytest.raises(PromptError, match="the prompt " + message):
+            call(long)
+        with pytest.raises(PromptError, match="prompt 0 " + message):
+            call([long, "short"])
+    for chat in (untokenised.chat, untokenised.stream_chat):
+        with pytest.raises(PromptError, match="the prompt " + message):
+            chat([{"role": "user", "content": long}])
+
+
+def test_a_prompt_that_fills_the_context_is_never_refused(load: Load) -> None:
+    model = load(Toy.random(0))
+    for text in ("a" * CONTEXT, " " * CONTEXT, "é" * (CONTEXT // 2)):
+        assert model.generate(text).prompt_tokens == CONTEXT
+    short = TopWModel.from_pretrained(model.path, provider="cpu", max_length=16)
+    with pytest.raises(PromptError, match="opened with max_length 16; shorten it, or open the model with more"):
+        short.generate(byte_ids("a" * 17))
+    with pytest.raises(PromptError, match=r"has 10,000 characters.*opened with max_length 16"):
+        short.generate("a" * 10_000)
+
+
+MEDIAN = 2.5
+
+
+def rows(request: dict[str, Any], count: int = 1, **about: Any) -> list[TopWParameters]:
+    about = {"exported": EXPORTED, "median_distance": MEDIAN, **about}
+    return [sequence.params.top_w for sequence in prepare(request, [[5]] * count, **about)]
+
+
+def beta(request: dict[str, Any], **about: Any) -> float:
+    return rows(request, **about)[0].beta
+
+
+def scale(request: dict[str, Any], **about: Any) -> float:
+    return rows(request, **about)[0].geom_scale
+
+
+@pytest.mark.parametrize(
+    ("request_", "model", "expected"),
+    [
+        ({"beta": "1.5+1.5*T"}, {}, 1.5 + 1.5 * 0.9),  # the export's temperature
+        ({"beta": " 1.5 + 1.5*T ", "temperature": 2}, {}, 4.5),
+        ({"beta": "1.5+1.5*T"}, {"temperature": 2.0}, 4.5),
+        ({"temperature": 2.0}, {"beta": "1.5+1.5*T"}, 4.5),
+        ({"beta": 3.0, "temperature": 2.0}, {"beta": "1.5+1.5*T"}, 3.0),
+        ({"beta": "1.5+1.5*T", "do_sample": False}, {}, 1.5),
+        ({"beta": "1.5+1.5*T", "do_sample": True}, {"temperature": 0.0}, 3.0),
+        ({"beta": "1.5+1.5*T", "selection_temperature": 1.0, "temperature": 2.0}, {}, 4.5),
+        ({"generation_config": {"beta": "2*T"}, "temperature": 0.5}, {}, 1.0),
+        ({"preset": "creative", "temperature": 1.5}, {}, 3.75),
+        ({"preset": "creative"}, {"temperature": 0.5}, 3.0),  # a preset states its temperature, 1
+    ],
+)
+def test_beta_is_its_number_at_the_temperature_that_the_row_ends_up_with(
+    request_: dict[str, Any], model: dict[str, Any], expected: float
+) -> None:
+    assert beta(request_, file=model) == pytest.approx(expected, rel=1e-15)
+
+
+def test_each_row_has_its_own_beta_and_temperature() -> None:
+    request = {"beta": ["1.5+1.5*T", None, "2*T"], "temperature": [1.0, 2.0, 2.0]}
+    assert [row.beta for row in rows(request, 3)] == [3.0, EXPORTED.beta, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"beta": "1.5+T"}, r"beta is '1.5\+T', but must be a finite number >= 0, or A\+B\*T"),
+        ({"beta": "1.5-2*T"}, r"beta is '1.5-2\*T', -0.3 at temperature 0.9, but must be"),
+        ({"beta": "1e39"}, "beta is 1e\\+39, but must be a finite number.* in float32"),
+        ({"lam": "1+1*T"}, "lam is '1\\+1\\*T', but must be a finite number"),
+        ({"generation_config": {"beta": "T"}}, "generation_config: beta is 'T', but must be"),
+    ],
+)
+def test_text_that_is_no_beta_is_refused(request_: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        rows(request_)
+
+
+@pytest.mark.parametrize(
+    ("request_", "model", "expected"),
+    [
+        ({"geom_scale": 1.5, "geom_unit": "median"}, {}, 1.5 / MEDIAN),
+        ({"geom_scale": 1.5, "geom_unit": "raw"}, {}, 1.5),
+        ({}, {"geom_scale": 1.5, "geom_unit": "median"}, 1.5 / MEDIAN),
+        ({"geom_scale": 1.5}, {"geom_scale": 2.0, "geom_unit": "median"}, 1.5),
+        ({"generation_config": {"geom_scale": 1.5, "geom_unit": "median"}}, {"geom_scale": 2.0}, 1.5 / MEDIAN),
+        ({"preset": "lively", "geom_scale": 1.5, "geom_unit": "median"}, {}, 1.5 / MEDIAN),
+    ],
+)
+def test_a_unit_applies_to_the_scale_that_is_given_with_it(
+    request_: dict[str, Any], model: dict[str, Any], expected: float
+) -> None:
+    assert scale(request_, file=model) == expected
+
+
+def test_each_row_may_have_its_own_unit() -> None:
+    found = rows({"geom_scale": [1.5, 1.5], "geom_unit": ["median", None]}, 2)
+    assert [row.geom_scale for row in found] == [1.5 / MEDIAN, 1.5]
+
+
+@pytest.mark.parametrize(
+    ("request_", "median", "message"),
+    [
+        ({"geom_unit": "median"}, MEDIAN, "geom_unit is 'median', but geom_scale is not given with it"),
+        ({"geom_scale": 1.5, "geom_unit": "median"}, None, "this export has no median distance of likely pairs"),
+        ({"geom_scale": 1.5, "geom_unit": "mean"}, MEDIAN, "geom_unit is 'mean', but must be one of raw, median"),
+        ({"geom_scale": 1e38, "geom_unit": "median"}, 0.01, r"geom_scale is 1e\+38, 1e\+40 when divided by"),
+    ],
+)
+def test_a_unit_that_cannot_be_used_is_refused(request_: dict[str, Any], median: float | None, message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        rows(request_, median_distance=median)
+
+
+def opened(folder: Path, metric: str, **manifest: Any) -> TopWModel:
+    """A model over a toy's export with beta 3 by default and fields of its manifest replaced."""
+    toy = Toy.random(1, options=TopWOptions(top_m=64, metric=metric))
+    out = export(folder, toy, form="scatter", defaults=TopWParameters(beta=3.0))
+    data = json.loads((out / MANIFEST_NAME).read_text())
+    data["verification"]["median_distance"] = manifest.pop("median_distance", None)
+    data |= manifest
+    (out / MANIFEST_NAME).write_text(json.dumps(data))
+    return TopWModel.from_pretrained(out, provider="cpu", intra_op_num_threads=1)
+
+
+WIDE: dict[str, Any] = {"lam": 0.5, "init_top_p": 0.3, "max_new_tokens": 12, "seed": 3, "eos_token_id": EOS}
+
+
+def test_a_model_divides_the_scale_by_its_own_median_distance(tmp_path: Path) -> None:
+    model = opened(tmp_path / "out", "mahalanobis", median_distance=MEDIAN)
+    found = model.generate("abc", geom_scale=0.5, geom_unit="median", **WIDE)
+    assert found.kept == model.generate("abc", geom_scale=0.5 / MEDIAN, **WIDE).kept
+    assert found.kept != model.generate("abc", geom_scale=0.5, **WIDE).kept
+
+
+def test_geom_unit_needs_a_median_distance_except_with_the_uniform_metric(tmp_path: Path) -> None:
+    model = opened(tmp_path / "a", "mahalanobis")
+    with pytest.raises(ParameterError, match="no median distance of likely pairs"):
+        model.generate("abc", geom_scale=0.5, geom_unit="median")
+    uniform = opened(tmp_path / "b", "uniform")
+    found = uniform.generate("abc", geom_scale=0.5, geom_unit="median", **WIDE)
+    assert found.token_ids == uniform.generate("abc", geom_scale=0.5, **WIDE).token_ids
+
+
+def test_a_default_beta_of_the_manifest_follows_the_temperature(tmp_path: Path) -> None:
+    model = opened(tmp_path / "out", "mahalanobis", default_beta="1.5+1.5*T")
+    for temperature in (1.0, 2.0):
+        given = {**WIDE, "lam": 1.5, "temperature": temperature}
+        number = model.generate("abc", beta=1.5 + 1.5 * temperature, **given)
+        assert model.generate("abc", **given).kept == number.kept
+        assert model.generate("abc", beta="1.5+1.5*T", **given).token_ids == number.token_ids
+    assert number.kept != model.generate("abc", beta=3.0, **given).kept
+    with Engine(model) as engine:
+        assert engine.submit("abc", **given).result(60).kept == number.kept

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.browser import run_node
 from topw_deploy.errors import TopWError
 from topw_deploy.runtime import GenerationResult, TopWModel
 
@@ -131,6 +132,17 @@ def differences(model: TopWModel, cases: Sequence[Case], answers: Sequence[Any])
         for row, (ours, theirs) in enumerate(zip(wanted, answer, strict=True)):
             found += [f"{one['parameters']} row {row}: {line}" for line in _row_differences(ours, theirs)]
     return found
+
+
+def by_node(folder: Path, cases: Sequence[Case], tmp_path: Path) -> list[Any]:
+    """The answers of the JavaScript library under Node."""
+    file = write_cases(cases, tmp_path / "cases.json")
+    answers: list[Any] = run_node(Path(__file__).with_name("requests.mjs"), str(folder), str(file))
+    return answers
+
+
+def opened(folder: Path, sampler: str = "graph") -> TopWModel:
+    return TopWModel.from_pretrained(folder, provider="cpu", intra_op_num_threads=1, sampler=sampler)
 
 
 def shared_start(model: TopWModel, cases: Sequence[Case], answers: Sequence[Any]) -> tuple[float, float]:

@@ -8,15 +8,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.support.browser import run_node
 from tests.support.toy_model import Toy, byte_ids, export
-from tests.web.cases import case, differences, write_cases
+from tests.web.cases import by_node, case, differences, opened
 from topw_deploy.manifest import load_decoder_manifest, save_manifest
-from topw_deploy.runtime import TopWModel
 
 pytestmark = pytest.mark.slow
 
-HERE = Path(__file__).parent
 PRINTABLE = "".join(map(chr, range(33, 127)))
 PROMPTS = ["a", "some longer prompt", "two words"]
 CASES = [
@@ -35,8 +32,8 @@ EVEN = [one for one in CASES if one["prompt"] is not PROMPTS]
 
 
 def compare(folder: Path, cases: list[dict[str, Any]], tmp_path: Path) -> None:
-    answers = run_node(HERE / "requests.mjs", str(folder), str(write_cases(cases, tmp_path / "cases.json")))
-    with TopWModel.from_pretrained(folder, provider="cpu", intra_op_num_threads=1, sampler="graph") as model:
+    answers = by_node(folder, cases, tmp_path)
+    with opened(folder) as model:
         assert not differences(model, cases, answers)
         drawn = {len(row["token_ids"]) for answer in answers if isinstance(answer, list) for row in answer}
     assert max(drawn) >= 20

@@ -12,9 +12,8 @@ from tests.support.browser import FOLDER, needs_browser, run_node
 from tests.support.hybrid_models import HYBRIDS, make_hybrid
 from tests.support.samples import broad
 from tests.support.tiny_models import export, make_model, write_tokenizer
-from tests.web.cases import case, differences, shared_start, write_cases
+from tests.web.cases import by_node, case, differences, opened, shared_start, write_cases
 from topw_deploy.manifest import load_decoder_manifest
-from topw_deploy.runtime import TopWModel
 from topw_deploy.web import write_site
 
 pytestmark = pytest.mark.long
@@ -48,15 +47,15 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize("where", ["node", "browser"])
 def test_every_kind_of_model_gives_pythons_tokens(where: str, exported: Path, tmp_path: Path) -> None:
-    requests = write_cases(CASES, tmp_path / "cases.json")
     if where == "node":
-        answers = run_node(HERE / "requests.mjs", str(exported), str(requests))
+        answers = by_node(exported, CASES, tmp_path)
     else:
+        requests = write_cases(CASES, tmp_path / "cases.json")
         write_site(exported, tmp_path / "site", runtime=FOLDER)
         (tmp_path / "options.json").write_text(json.dumps({"requests": json.loads(requests.read_text("utf-8"))}))
         answers = run_node(HERE / "page.mjs", str(tmp_path / "site"), str(tmp_path / "options.json"))["results"]
     for sampler in ("graph", "native"):
-        with TopWModel.from_pretrained(exported, provider="cpu", intra_op_num_threads=1, sampler=sampler) as model:
+        with opened(exported, sampler) as model:
             if model.manifest.decoder.kv_dtype == "float":
                 assert not differences(model, CASES, answers), sampler
                 continue

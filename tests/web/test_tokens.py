@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.browser import FOLDER, ROOT, needs_browser, run_node
-from tests.web.cases import CASES, WRONG, Case, case, differences, write_cases
-from topw_deploy.runtime import TopWModel
+from tests.web.cases import CASES, WRONG, Case, by_node, case, differences, opened, write_cases
 from topw_deploy.web import site as sites
 from topw_deploy.web import write_site
 
@@ -50,18 +49,13 @@ def as_json(cases: tuple[Case, ...], tmp_path: Path) -> Any:
     return json.loads(write_cases(cases, tmp_path / "cases.json").read_text("utf-8"))
 
 
-def opened(folder: Path, sampler: str = "graph") -> TopWModel:
-    return TopWModel.from_pretrained(folder, provider="cpu", intra_op_num_threads=1, sampler=sampler)
-
-
 @pytest.mark.parametrize("where", ["node", "browser"])
 def test_every_rule_and_parameter_gives_pythons_tokens(
     where: str, demo_export: Path, site: Path, tmp_path: Path
 ) -> None:
     cases = (*CASES, *WRONG) if where == "node" else IN_A_BROWSER
     if where == "node":
-        file = write_cases(cases, tmp_path / "cases.json")
-        answers = run_node(HERE / "requests.mjs", str(demo_export), str(file))
+        answers = by_node(demo_export, cases, tmp_path)
     else:
         found = drive(site, tmp_path, requests=as_json(cases, tmp_path))
         answers = found["results"]
@@ -73,7 +67,7 @@ def test_every_rule_and_parameter_gives_pythons_tokens(
 
 def test_a_pool_that_the_graph_cannot_sort_is_refused_as_in_python(demo_export: Path, tmp_path: Path) -> None:
     cases = [case(top_h=0.6, top_h_pool=pool, max_new_tokens=4) for pool in (3840, 3841, 4096)]
-    answers = run_node(HERE / "requests.mjs", str(demo_export), str(write_cases(cases, tmp_path / "cases.json")))
+    answers = by_node(demo_export, cases, tmp_path)
     with opened(demo_export) as model:
         assert not differences(model, cases, answers)
     assert [isinstance(answer, dict) for answer in answers] == [False, True, False]

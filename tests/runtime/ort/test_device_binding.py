@@ -6,6 +6,8 @@ capture.
 
 from __future__ import annotations
 
+import gc
+import queue
 import threading
 import time
 import weakref
@@ -20,13 +22,14 @@ import onnxruntime as ort
 import pytest
 
 from tests.support.toy_model import Toy, export
+from tests.support.waiting import HANG
 from topw_deploy import device_lock
 from topw_deploy.device_lock import DeviceLock
 from topw_deploy.errors import GenerationError
 from topw_deploy.manifest import DecoderManifest, ModelFolder
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.ort import device
-from topw_deploy.runtime.ort.device import Area, BufferPool, DeviceMemory
+from topw_deploy.runtime.ort.device import Area, BufferPool, DeviceMemory, RunThread
 from topw_deploy.runtime.ort.graph_session import GraphSession
 from topw_deploy.runtime.session import SessionOptions
 from topw_deploy.sampling import TopWOptions
@@ -378,3 +381,60 @@ def test_a_session_is_closed_under_the_lock(folders: dict[str, Path], on_a_devic
     log.clear()
     model.close()  # immediately, not at garbage collection
     assert log == ["in", "closed", "out"]
+
+
+def test_an_error_is_raised_in_the_caller_and_the_thread_continues() -> None:
+    runner, seen = RunThread(), list[str]()
+
+    def fail() -> None:
+        raise ValueError("a reason")
+
+    with pytest.raises(ValueError, match="a reason"):
+        runner.call(fail)
+    runner.call(lambda: seen.append("next"))
+    assert seen == ["next"]
+
+
+def test_a_call_from_the_thread_itself_runs_at_once() -> None:
+    runner, seen = RunThread(), list[str]()
+    runner.call(lambda: runner.call(lambda: seen.append("inner")))
+    assert seen == ["inner"]
+
+
+def test_an_interrupted_caller_waits_until_its_call_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, ended, waits_again = RunThread(), list[str](), threading.Event()
+
+    class Interrupted(queue.SimpleQueue):  # type: ignore[type-arg]
+        """A queue whose first wait is interrupted, as by Ctrl-C."""
+
+        waits = 0
+
+        def get(self) -> object:  # type: ignore[override]
+            self.waits += 1
+            if self.waits == 1:
+                raise KeyboardInterrupt
+            waits_again.set()
+            return super().get()
+
+    runner.call(lambda: None)  # starts the thread
+    monkeypatch.setattr(device, "SimpleQueue", Interrupted)
+
+    def work() -> None:
+        assert waits_again.wait(HANG)
+        ended.append("work")
+
+    with pytest.raises(KeyboardInterrupt):
+        runner.call(work)
+    assert ended == ["work"]
+
+
+def test_the_thread_ends_with_its_owner() -> None:
+    runner = RunThread()
+    runner.call(lambda: None)
+    thread = runner._thread
+    assert thread is not None
+    assert thread.is_alive()
+    del runner
+    gc.collect()
+    thread.join(HANG)
+    assert not thread.is_alive()

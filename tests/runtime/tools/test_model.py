@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from tests.support.toy_model import BYTES, EOS, SPECIAL, Load, Toy, byte_ids
+from tests.support.toy_model import BYTES, EOS, SPECIAL, Load, Toy, byte_ids, export
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import GenerationResult, TopWModel
-from topw_deploy.runtime.tools import Content, Parsed, Reasoning, ToolCall
+from topw_deploy.runtime.tools import FAMILIES, Content, Parsed, Reasoning, ToolCall
 
 MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|end|>", "<|call|>", "<|channel|>", "<|message|>")
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
@@ -150,3 +152,40 @@ def test_a_template_for_tools_is_used_with_tools(load: Load) -> None:
     assert model.apply_chat_template(ASK) == "Dab"
     assert model.apply_chat_template(ASK, tools=[weather]) == "T1ab"
     assert model.tool_family == "mistral"
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "guide" / "tools.md"
+WEATHER_CALL = '{"name": "get_weather", "arguments": {"city": "Oslo"}}'
+# Prompts of one token, and of 80 with the tool's result.
+BY_TURN = "{% if messages | length == 1 %}a{% else %}{{ 'b' * 80 }}{% endif %}{# <tool_call> #}"
+
+
+def test_the_code_on_the_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toy = Toy.script(ids_of("<tool_call>", WEATHER_CALL, "</tool_call>", EOS), prompt_tokens=1)
+    for step, token in enumerate(ids_of("Yes.", EOS)):
+        toy.place[79 + step, token] = 4000
+    config = {"eos_token": "</s>", "pad_token": "<pad>"}
+    export(
+        tmp_path / "out",
+        toy,
+        tokenizer=tokenizer_with_markers(),
+        chat_template=BY_TURN,
+        tokenizer_config=config,
+    )
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    for block in blocks:
+        exec(block, names)
+    assert capsys.readouterr().out.splitlines() == [
+        "Yes.", *(f"Content(text={letter!r})" for letter in "Yes."), "[]",
+    ]  # fmt: skip
+    assert [message["role"] for message in names["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert names["messages"][2]["content"] == "Sunny in Oslo."
+
+
+def test_the_page_names_every_family() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE) == list(FAMILIES)

@@ -102,46 +102,25 @@ def test_a_schema_equals_transformers_own(function: Callable[..., Any]) -> None:
     assert function_schema(function) == utils.get_json_schema(function)
 
 
-def no_docstring(x: int) -> None: ...
+def taking(hint: Any, described: str | None = "x: it") -> Callable[..., Any]:
+    """A function of one argument. described: its docstring's line on the argument."""
 
+    def function(x: Any) -> None: ...
 
-def no_hint(x) -> None:  # type: ignore[no-untyped-def]
-    """Do.
-
-    Args:
-        x: it
-    """
-
-
-def no_description(x: int) -> None:
-    """Do."""
-
-
-def odd_type(x: bytes) -> None:
-    """Do.
-
-    Args:
-        x: it
-    """
-
-
-def bad_choices(x: str) -> None:
-    """Do.
-
-    Args:
-        x: it (choices: a, b)
-    """
+    function.__annotations__ = {} if hint is None else {"x": hint}
+    function.__doc__ = None if described is None else f"Do.\n\nArgs:\n    {described}"
+    return function
 
 
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (no_docstring, "it has no docstring"),
-        (no_hint, "its argument 'x' has no type hint"),
-        (no_description, "its docstring does not describe the argument 'x'"),
-        (odd_type, "cannot express the type hint <class 'bytes'>"),
+        (taking(int, None), "it has no docstring"),
+        (taking(None), "its argument 'x' has no type hint"),
+        (taking(int, ""), "its docstring does not describe the argument 'x'"),
+        (taking(bytes), "cannot express the type hint <class 'bytes'>"),
+        (taking(str, "x: it (choices: a, b)"), "its choices 'a, b' are no JSON list"),
         (max, "max has no JSON schema: its signature is unknown"),
-        (bad_choices, "its choices 'a, b' are no JSON list"),
         (type("C", (), {"__call__": lambda self: 0})(), "C has no JSON schema: it has no docstring"),
     ],
 )
