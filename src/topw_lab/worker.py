@@ -11,9 +11,9 @@ Only the standard library is imported at the top: the other interpreter may have
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -152,15 +152,9 @@ def peak_bytes() -> int | None:
 
 
 def _start(path: Path, settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """Import the file and call its `start`. Returns the functions that can be called."""
+    """Run the file and call its `start`. Returns the functions that can be called."""
     began = time.perf_counter()
-    spec = importlib.util.spec_from_file_location(f"topw_lab_worker_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses need it
-    spec.loader.exec_module(module)
-    functions = module.start(settings)
+    functions = runpy.run_path(str(path), run_name=f"topw_lab_worker_{path.stem}")["start"](settings)
     seconds = time.perf_counter() - began
     return {"peak_bytes": peak_bytes, "load_seconds": lambda: seconds, **functions}
 
@@ -172,10 +166,10 @@ def serve(requests: IO[str], answers: IO[str], file: Path) -> None:
         request = json.loads(line)
         try:
             if "settings" in request:
-                functions = _start(file, request["settings"])
-                answer: dict[str, Any] = {"value": sorted(functions)}
+                functions, value = _start(file, request["settings"]), None
             else:
-                answer = {"value": functions[request["do"]](**request["with"])}
+                value = functions[request["do"]](**request["with"])
+            answer: dict[str, Any] = {"value": value}
         except Exception as error:  # noqa: BLE001  # `Worker` raises it
             answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
         answers.write(json.dumps(answer) + "\n")

@@ -7,12 +7,12 @@ affects all sides. Reports give medians over rounds.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import math
 import os
 import platform
 import random
+import runpy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -346,10 +346,7 @@ def load_processor(path: Path) -> Any:
     """
     os.environ |= {"TOPW_PRINT_PARAMS": "0", "TOPW_PRINT_KEPT": "0"}
     try:
-        spec = importlib.util.spec_from_file_location("authors_processor", path)
-        module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-        spec.loader.exec_module(module)  # type: ignore[union-attr]
-        return module.TopW_LogitsProcessor
+        return runpy.run_path(str(path), run_name="authors_processor")["TopW_LogitsProcessor"]
     except Exception as error:
         message = " ".join(f"{type(error).__name__}: {error}".split())
         raise BenchmarkError(f"{path} does not load ({message}); give the authors' logit_processor_w1.py.") from error
