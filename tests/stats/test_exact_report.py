@@ -48,7 +48,6 @@ def test_steps_are_counted_and_ties_of_f_are_optimal() -> None:
     assert (found.steps, found.of, found.sequences) == (5, 14, 2)
     top_w = found.rules[0]
     assert top_w.optimal.value == pytest.approx(4 / 5 - 1 / 5)
-    assert top_w.better == 1
     assert top_w.median.value == 0.0
     assert found.rules[1].optimal.value == pytest.approx(3 / 5)
     assert top_w.lowest == 1.0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -20,7 +23,8 @@ from topw_lab.stats.exact import (
     COMPARED,
     EVERY_TOKEN,
     TOP_W,
-    ExactAnalyser,
+    ExactStep,
+    analyse_exact,
     evenly_spaced_steps,
     last_alternation,
 )
@@ -29,9 +33,10 @@ ROW = np.random.default_rng(1).normal(size=40).astype(np.float32) * 2
 TABLE = np.random.default_rng(2).normal(size=(40, 5))
 
 
-def analyser(metric: str = "mahalanobis", most: int = 40, **options: int) -> ExactAnalyser:
+def analyser(metric: str = "mahalanobis", most: int = 40, **options: int) -> Callable[..., ExactStep]:
     geometry = geometry_of(metric, TABLE)
-    return ExactAnalyser(TopWOptions(**{"metric": metric, "top_m": 30, **options}), geometry, most)
+    given = TopWOptions(**{"metric": metric, "top_m": 30, **options})
+    return partial(analyse_exact, options=given, geometry=geometry, most=most)
 
 
 def test_the_last_order_begins_with_the_references_crop() -> None:
@@ -57,7 +62,7 @@ def test_the_last_order_begins_with_the_references_crop() -> None:
 @pytest.mark.parametrize("metric", ["mahalanobis", "cosine"])
 def test_every_kept_set_has_the_f_of_a_dense_solution(metric: str) -> None:
     parameters = as_float32(TopWParameters(lam=0.6, beta=3.0, init_top_p=0.4, geom_scale=0.3, temperature=1.3))
-    step = analyser(metric).analyse(ROW, parameters)
+    step = analyser(metric)(ROW, parameters)
     order = np.argsort(-ROW.astype(np.float64), kind="stable")
     p = np.exp((ROW[order].astype(np.float64) - ROW.max()) / parameters.temperature)
     p /= p.sum()
@@ -78,7 +83,7 @@ def test_every_kept_set_has_the_f_of_a_dense_solution(metric: str) -> None:
 
 def test_fewer_tokens_than_the_vocabulary_are_renormalised_and_longer_sets_are_cut() -> None:
     parameters = as_float32(TopWParameters(temperature=20.0))
-    step = analyser(most=30).analyse(ROW, parameters)
+    step = analyser(most=30)(ROW, parameters)
     p = np.sort(np.exp(ROW.astype(np.float64) / 20))[::-1]
     assert step.tokens == 30
     assert step.mass == pytest.approx(p[:30].sum() / p.sum())
@@ -92,7 +97,7 @@ def test_without_distances_top_w_is_the_optimum_of_f() -> None:
     rng = np.random.default_rng(4)
     for _ in range(20):
         row = (3 * rng.normal(size=40)).astype(np.float32)
-        step = analyser(top_m=40).analyse(row, as_float32(TopWParameters(lam=1.0, beta=2.5, geom_scale=0.0)))
+        step = analyser(top_m=40)(row, as_float32(TopWParameters(lam=1.0, beta=2.5, geom_scale=0.0)))
         for best in (step.likeliest, step.phi):
             assert step.rules[TOP_W].total == pytest.approx(best.value.total, abs=1e-6)
             assert step.rules[TOP_W].kept == best.value.kept

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -106,19 +107,6 @@ def start_decoding(settings: Any) -> dict[str, Callable[..., Any]]:
     return {"run": run}
 
 
-class _TokenClock:
-    """A streamer that records when `generate` gives the prompt, and then each token."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, _value: Any) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
-
-
 def start_generate(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     """Load a model of transformers, or an ORTModelForCausalLM of optimum. Returns `run`; see `decode.start`.
 
@@ -157,7 +145,8 @@ def start_generate(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=None, **settings["search"])
 
     def run(prompt: list[int], new_tokens: int) -> dict[str, float]:
-        ids, clock = torch.tensor([prompt]), _TokenClock()
+        ids, times = torch.tensor([prompt]), list[float]()
+        streamer = SimpleNamespace(put=lambda _: times.append(time.perf_counter()), end=lambda: None)
         torch.manual_seed(1)
         started = time.perf_counter()
         with torch.inference_mode():
@@ -166,9 +155,9 @@ def start_generate(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=new_tokens,
                 logits_processor=processors,
-                streamer=clock,
+                streamer=streamer,
             )
-        first, last = clock.times[1], clock.times[-1]  # times[0] is when `generate` gave the prompt
+        first, last = times[1], times[-1]  # times[0] is when `generate` gave the prompt
         return {"first": first - started, "rest": last - first, "tokens": out.shape[1] - len(prompt)}
 
     return {"run": run}

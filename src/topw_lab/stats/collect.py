@@ -29,7 +29,7 @@ from topw_deploy.sampling.parameters import ALIASES, GREEDY_BELOW, PARAMETER_NAM
 from topw_deploy.sampling.reference import Crop
 from topw_deploy.sampling.rules import RULE_OF_VALUE, TOP_W, RuleCrop, RuleParameters, kept_set
 from topw_deploy.text import count_text
-from topw_lab.stats.exact import ExactAnalyser, ExactStep, evenly_spaced_steps, require_objective
+from topw_lab.stats.exact import ExactStep, analyse_exact, evenly_spaced_steps, require_objective
 
 Floats = NDArray[np.float64]
 
@@ -220,11 +220,13 @@ def collect(
         ]
         # Prepare one prompt with all of them first: wrong parameters are refused before anything is generated.
         requests = [model.prepare(ids[:1], **given)[0] for by_seed in by_setting for given in by_seed]
-        exact = None
-        if exact_steps:
-            exact = ExactAnalyser(options, geometry, options.top_m if exact_pool is None else exact_pool)
-            for request in requests:
-                require_objective(request.params.top_w)
+        most = options.top_m if exact_pool is None else exact_pool
+        if most < options.top_m:
+            raise ParameterError(
+                f"exact_pool is {most}, but must be at least the export's top_m of {options.top_m}.", "exact_pool"
+            )
+        for request in requests if exact_steps else ():
+            require_objective(request.params.top_w)
         what = f"{count_text(len(ids), 'prompt')} under {count_text(len(settings), 'setting')}"
         progress.say(f"Generating from {what}")
         generated: list[list[list[AnalysedText]]] = []
@@ -250,8 +252,10 @@ def collect(
                     params, result = text.request.params, text.result
                     parameters = as_float32(params.top_w)
                     step = analyse(logits, parameters, params.rule, options, geometry)
-                    if exact is not None and position in places[id(text)]:
-                        text.exact[position] = exact.analyse(logits, parameters, params.rule)
+                    if position in places[id(text)]:
+                        text.exact[position] = analyse_exact(
+                            logits, parameters, params.rule, options=options, geometry=geometry, most=most
+                        )
                     text.agreed += (step.kept, step.certified) == (result.kept[position], result.certified[position])
                     text.steps.append(step)
                     advance(1)

@@ -1,7 +1,7 @@
 """`topw stats --exact`: the kept sets of several rules at a step under the paper's exact objective F.
 
 `Objective` computes F of a set, and proves the least F over all prefixes of an order of tokens. It needs the optimal
-transport that Top-W avoids. `ExactAnalyser` compares the sets that rules keep.
+transport that Top-W avoids. `analyse_exact` compares the sets that rules keep.
 
     F(S) = W1(p, q_S) + lam H(q_S) - beta log Gamma_S           (docs/contract/theory.md, section 1)
 
@@ -105,11 +105,19 @@ class Objective:
         and its potentials bound the transport of *every* prefix from below, in O(m). This repeats until no bound is
         below the best value.
         """
-        Gamma = np.cumsum(self.p[order])
-        untransported = self._untransported_terms(order, Gamma)
+        p = self.p[order]
+        Gamma = np.cumsum(p)
+        entropy = np.log(Gamma) - np.cumsum(p * np.log(p)) / Gamma
+        untransported = self.lam * entropy - self.beta * np.log(Gamma)  # F without the transport term, of each prefix
+
+        def bounds(plan: Transport) -> Floats:
+            """Lower bounds of F for every prefix, from the potentials of `plan`: [m]."""
+            bound: Floats = untransported + (self.p @ plan.u + np.cumsum((self.p * plan.v)[order]) / Gamma)
+            return bound
+
         lower = untransported + self.p @ np.minimum.accumulate(self.distance[:, order], axis=1)
         for _, plan in self._solved.values():
-            np.maximum(lower, untransported + self._transport_bounds(plan, order, Gamma), out=lower)
+            np.maximum(lower, bounds(plan), out=lower)
         value: ObjectiveValue | None = None
         while True:
             k = int(np.argmin(lower)) + 1
@@ -118,18 +126,8 @@ class Objective:
             candidate, plan = self._solve(np.isin(np.arange(len(self.p)), order[:k]))
             if value is None or candidate.total < value.total:
                 value = candidate
-            np.maximum(lower, untransported + self._transport_bounds(plan, order, Gamma), out=lower)
+            np.maximum(lower, bounds(plan), out=lower)
             lower[k - 1] = max(lower[k - 1], candidate.total)
-
-    def _untransported_terms(self, order: Places, Gamma: Floats) -> Floats:
-        """F without the transport term, for every prefix of `order`: [m]."""
-        p = self.p[order]
-        entropy = np.log(Gamma) - np.cumsum(p * np.log(p)) / Gamma
-        return self.lam * entropy - self.beta * np.log(Gamma)
-
-    def _transport_bounds(self, plan: Transport, order: Places, Gamma: Floats) -> Floats:
-        """Lower bounds of W1 for every prefix of `order`, from the potentials of `plan`: [m]."""
-        return self.p @ plan.u + np.cumsum((self.p * plan.v)[order]) / Gamma
 
     def _solve(self, S: Mask) -> tuple[ObjectiveValue, Transport]:
         key = np.packbits(S).tobytes()
@@ -234,53 +232,42 @@ class ExactStep:
     metric: bool
 
 
-@dataclass(frozen=True)
-class ExactAnalyser:
-    """Analyses steps of an export under F.
+def analyse_exact(
+    logits: NDArray[np.float32],
+    parameters: TopWParameters,
+    rule: RuleParameters | None = None,
+    *,
+    options: TopWOptions,
+    geometry: Geometry,
+    most: int,
+) -> ExactStep:
+    """Analyse edited logits [V] of one step under F.
 
+    parameters: of Top-W, rounded to float32; see `require_objective`. They define F, also for texts that another rule
+        wrote.
+    rule: the rule that wrote the text; it joins the compared rules. None for Top-W.
     options, geometry: of the export.
     most: F is computed among this many likeliest tokens, at least `options.top_m`.
     """
-
-    options: TopWOptions
-    geometry: Geometry
-    most: int
-
-    def __post_init__(self) -> None:
-        if self.most < self.options.top_m:
-            raise ParameterError(
-                f"exact_pool is {self.most}, but must be at least the export's top_m of {self.options.top_m}.",
-                "exact_pool",
-            )
-
-    def analyse(
-        self, logits: NDArray[np.float32], parameters: TopWParameters, rule: RuleParameters | None = None
-    ) -> ExactStep:
-        """Analyse edited logits [V] of one step.
-
-        parameters: of Top-W, rounded to float32; see `require_objective`. They define F, also for texts that another
-            rule wrote.
-        rule: the rule that wrote the text; it joins the compared rules. None for Top-W.
-        """
-        row = logits.astype(np.float64)
-        Ts = parameters.selection_temperature or parameters.temperature
-        tokens, _ = candidate_pool(row, self.most)
-        log_w = (row[tokens] - row[tokens[0]]) / Ts
-        tokens, log_w = tokens[log_w >= SMALLEST_LOG_WEIGHT], log_w[log_w >= SMALLEST_LOG_WEIGHT]
-        w = np.exp(log_w)
-        total = float(np.exp((row - row[tokens[0]]) / Ts).sum())
-        metric = self.geometry.metric != "cosine"
-        distance = parameters.geom_scale * self.geometry.distances(tokens, tokens)
-        F = Objective(w / w.sum(), distance, parameters.lam, parameters.beta, metric)
-        kept, order = last_alternation(log_w[: self.options.top_m], distance, parameters, self.options)
-        rules, cut = {TOP_W: F(np.isin(np.arange(len(tokens)), kept))}, []
-        for name, (other, values) in (COMPARED if rule is None else rules_to_compare(rule)).items():
-            members = np.isin(tokens, kept_ids := kept_set(row, other, values, selection_temperature=Ts).kept)
-            rules[name] = F(members)
-            if name != EVERY_TOKEN and members.sum() < len(kept_ids):
-                cut.append(name)
-        likeliest, phi = F.best_prefix(np.arange(len(tokens))), F.best_prefix(order)
-        return ExactStep(len(tokens), float(w.sum()) / total, likeliest, phi, rules, tuple(cut), metric)
+    row = logits.astype(np.float64)
+    Ts = parameters.selection_temperature or parameters.temperature
+    tokens, _ = candidate_pool(row, most)
+    log_w = (row[tokens] - row[tokens[0]]) / Ts
+    tokens, log_w = tokens[log_w >= SMALLEST_LOG_WEIGHT], log_w[log_w >= SMALLEST_LOG_WEIGHT]
+    w = np.exp(log_w)
+    total = float(np.exp((row - row[tokens[0]]) / Ts).sum())
+    metric = geometry.metric != "cosine"
+    distance = parameters.geom_scale * geometry.distances(tokens, tokens)
+    F = Objective(w / w.sum(), distance, parameters.lam, parameters.beta, metric)
+    kept, order = last_alternation(log_w[: options.top_m], distance, parameters, options)
+    rules, cut = {TOP_W: F(np.isin(np.arange(len(tokens)), kept))}, []
+    for name, (other, values) in (COMPARED if rule is None else rules_to_compare(rule)).items():
+        members = np.isin(tokens, kept_ids := kept_set(row, other, values, selection_temperature=Ts).kept)
+        rules[name] = F(members)
+        if name != EVERY_TOKEN and members.sum() < len(kept_ids):
+            cut.append(name)
+    likeliest, phi = F.best_prefix(np.arange(len(tokens))), F.best_prefix(order)
+    return ExactStep(len(tokens), float(w.sum()) / total, likeliest, phi, rules, tuple(cut), metric)
 
 
 def require_objective(parameters: TopWParameters) -> None:

@@ -53,7 +53,6 @@ class RuleUnderF:
     lowest: share of the steps where no compared rule has a lower F.
     cut: number of steps where kept tokens were left out because F is not computed among them.
     optimal: share of the steps whose F is at most F*, within `TOLERANCE`.
-    better: number of steps whose F is below F* by more than `TOLERANCE`.
     median, p95: of F - F*, over steps. Negative where the kept set is better than every prefix.
     """
 
@@ -63,7 +62,6 @@ class RuleUnderF:
     lowest: float
     cut: int
     optimal: Estimate
-    better: int
     median: Estimate
     p95: float
 
@@ -150,7 +148,6 @@ def _summarise_setting(label: str, texts: Sequence[AnalysedText], prompts: int) 
             lowest=float(np.mean(lowest)),
             cut=sum(name in step.cut for step in steps),
             optimal=bootstrap.share([gap <= 0 for gap in excess]),
-            better=sum(gap < 0 for gap in excess),
             median=bootstrap.estimate(excess, np.median),
             p95=float(np.quantile(excess, 0.95)),
         )
@@ -164,9 +161,7 @@ def _summarise_setting(label: str, texts: Sequence[AnalysedText], prompts: int) 
         prompts=len(set(prompt_of_step)),
         sequences=len({i for i, _, _ in positions}),
         parameters={
-            "lam": top_w.lam,
-            "beta": top_w.beta,
-            "geom_scale": top_w.geom_scale,
+            **{name: getattr(top_w, name) for name in ("lam", "beta", "geom_scale")},
             "selection_temperature": top_w.selection_temperature or top_w.temperature,
         },
         metric=steps[0].metric,
