@@ -22,10 +22,6 @@ def case(logits: np.ndarray, **parameters: float) -> Case:
     return Case(logits.astype(np.float32), named | parameters, 0.5, "stages")
 
 
-def unlike_the_reference(kernel: Kernel, cases: list[Case]) -> list[str]:
-    return differences(kernel, cases, OPTIONS)
-
-
 def stages(kernel: Kernel, cases: list[Case]) -> list[str]:
     return [STAGES[number] for number in sampled(kernel, cases, OPTIONS).reports["stage"]]
 
@@ -73,7 +69,7 @@ def test_a_second_scan_settles_up_to_the_tie_with_the_whole_pool_and_not_beyond(
         [case(logits, lam=LAM, beta=tie * (1 + sign * by), init_top_p=init_top_p) for by in (1e-6, 1e-5, 1e-3)]
         for sign in (-1, 1)
     )
-    assert unlike_the_reference(kernel, below + above) == []
+    assert differences(kernel, below + above, OPTIONS) == []
     assert stages(kernel, below) == ["candidates"] * 3
     assert "candidates" not in stages(kernel, above)
     assert (sampled(kernel, below, OPTIONS).kept == best).all()
@@ -114,6 +110,6 @@ def test_the_pool_has_the_best_tokens_wherever_they_are(kernel: Kernel, kind: st
     """beta sets how much of the pool is kept, up to all."""
     logits = arranged(kind)
     cases = [case(logits, temperature=2.0, beta=beta, init_top_p=1.0) for beta in (2.8, 4.0, 9.0)]
-    assert unlike_the_reference(kernel, cases) == []
+    assert differences(kernel, cases, OPTIONS) == []
     kept = sampled(kernel, cases, OPTIONS).kept
     assert kept.max() == min(OPTIONS.top_m, np.isfinite(logits).sum())

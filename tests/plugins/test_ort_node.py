@@ -8,10 +8,9 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidArgument, InvalidGraph
 
-from tests.support.function_cases import open_model, run
+from tests.support.function_cases import Wanted, node_of, open_model, run
 from tests.support.kernel import COLUMNS, Kernel
 from tests.support.rows import columns, masks, packed, rules_of, some_edits
 from tests.support.rule_rows import rule_case
@@ -20,41 +19,13 @@ from topw_deploy.sampling.rules import RULES
 
 OPTIONS = TopWOptions(metric="uniform", top_m=40)
 VOCAB, ROWS = 301, 26
-INPUTS = {
-    "logits": TensorProto.FLOAT,
-    "edit_ids": TensorProto.INT64,
-    "edit_penalty": TensorProto.FLOAT,
-    "edit_bias": TensorProto.FLOAT,
-    "allowed": TensorProto.INT32,
-    **dict.fromkeys(COLUMNS, TensorProto.FLOAT),
-    "rule": TensorProto.INT32,
-    "rule_values": TensorProto.FLOAT,
-}
-OUTPUTS = {
-    "next_token": TensorProto.INT64,
-    "logprob": TensorProto.FLOAT,
-    "kept": TensorProto.INT32,
-    "certified": TensorProto.BOOL,
-    "mass": TensorProto.FLOAT,
-    "keep_mask": TensorProto.BOOL,
-}
 
 
-def node_model(types: dict[str, int], omitted: tuple[str, ...] = ()) -> onnx.ModelProto:
-    """types: element types of inputs. omitted: inputs to leave out."""
-    kinds = {name: kind for name, kind in types.items() if name not in omitted}
-    inputs = [
-        helper.make_tensor_value_info(name, kind, ["batch"] if name in (*COLUMNS, "rule") else ["batch", f"n_{name}"])
-        for name, kind in kinds.items()
-    ]
-    outputs = [
-        helper.make_tensor_value_info(name, kind, ["batch"] if name != "keep_mask" else ["batch", "vocab"])
-        for name, kind in OUTPUTS.items()
-    ]
-    attributes = {"top_m": OPTIONS.top_m, "alt_iters": OPTIONS.alt_iters, "metric": "uniform", "knn_k": 0}
-    node = helper.make_node("TopWSample", list(kinds), list(OUTPUTS), domain="topw", table_form="", **attributes)
-    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("topw", 1)]
-    return helper.make_model(helper.make_graph([node], "node", inputs, outputs), opset_imports=opsets, ir_version=10)
+def node_model() -> onnx.ModelProto:
+    model = Wanted(OPTIONS, VOCAB, mass=True, keep_mask=True).model()
+    del model.functions[:]
+    model.graph.input[-1].type.tensor_type.shape.dim[1].dim_param = "values"  # else the runtime checks it first
+    return model
 
 
 def inputs_of(rows: int, with_masks: bool = True) -> dict[str, np.ndarray]:
@@ -75,7 +46,7 @@ def inputs_of(rows: int, with_masks: bool = True) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def session(native_library: Path) -> ort.InferenceSession:
-    return open_model(node_model(INPUTS), native_library, threads=2)
+    return open_model(node_model(), native_library, threads=2)
 
 
 @pytest.mark.parametrize("with_masks", [True, False])
@@ -122,7 +93,12 @@ def test_masks_and_rules_of_another_shape_are_refused(
 def test_a_mask_of_another_type_or_a_node_without_the_rules_is_refused_when_the_session_opens(
     native_library: Path,
 ) -> None:
+    model = node_model()
+    (allowed,) = [value for value in model.graph.input if value.name == "allowed"]
+    allowed.type.tensor_type.elem_type = onnx.TensorProto.INT64
     with pytest.raises(InvalidGraph, match=r"int64.*\(allowed\)"):
-        open_model(node_model(INPUTS | {"allowed": TensorProto.INT64}), native_library)
+        open_model(model, native_library)
+    model = node_model()
+    del node_of(model).input[-2:], model.graph.input[-2:]
     with pytest.raises((InvalidGraph, InvalidArgument, Fail), match=r"has (input size )?12 "):
-        open_model(node_model(INPUTS, ("rule", "rule_values")), native_library)
+        open_model(model, native_library)

@@ -10,7 +10,7 @@ import hashlib
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
-from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +34,6 @@ from tests.support.kernel import (
 from tests.support.shared import locked
 from topw_deploy.errors import ParameterError, PluginError
 from topw_deploy.plugins import compile_native
-from topw_deploy.plugins.library import CUDA_ABI_VERSION
 from topw_deploy.sampling.parameters import TopWOptions
 
 CERTIFY, GEOMETRY = 1, 2  # the two launches of a step
@@ -80,41 +79,18 @@ class CudaShape:
 
 
 class CudaKernel:
-    """The library at `path`. Raises PluginError if it does not load or has another interface version."""
+    """The library at `path`."""
 
     def __init__(self, path: str | Path) -> None:
-        try:
-            self.handle = ctypes.CDLL(str(path))
-            self._declare()
-            version = self.handle.topw_cuda_abi_version()
-        except (OSError, AttributeError) as error:
-            raise PluginError(f"{path} is not a library with the CUDA kernels ({error}); build it again.") from None
-        if version != CUDA_ABI_VERSION:
-            raise PluginError(
-                f"{path} has CUDA interface version {version}, but {CUDA_ABI_VERSION} is needed; "
-                "build it again with `topw plugins build --cuda`."
-            )
-
-    def _declare(self) -> None:
-        library, shape = self.handle, POINTER(_ShapeStruct)
+        library = self.handle = ctypes.CDLL(str(path))
+        shape, structures = POINTER(_ShapeStruct), (TableStruct, InputsStruct, OutputsStruct)
         library.topw_cuda_refusal.argtypes, library.topw_cuda_refusal.restype = (shape,), c_char_p
         library.topw_cuda_workspace_bytes.argtypes, library.topw_cuda_workspace_bytes.restype = (shape,), c_int64
         library.topw_cuda_control_bytes.argtypes, library.topw_cuda_control_bytes.restype = (shape,), c_int64
-        arguments = (
-            shape,
-            POINTER(TableStruct),
-            POINTER(InputsStruct),
-            POINTER(OutputsStruct),
-            c_void_p,
-            c_void_p,
-            c_void_p,
-            c_int32,
-        )
-        library.topw_cuda_launch_parts.argtypes = arguments
+        library.topw_cuda_launch_parts.argtypes = (shape, *map(POINTER, structures), *[c_void_p] * 3, c_int32)
         library.topw_cuda_allocate.argtypes = (c_int64, POINTER(c_void_p))
         library.topw_cuda_release.argtypes = (c_void_p,)
         library.topw_cuda_error.argtypes, library.topw_cuda_error.restype = (c_int,), c_char_p
-        _ = library.topw_cuda_device_count
 
     @property
     def device_count(self) -> int:
@@ -135,16 +111,9 @@ class CudaKernel:
         return int(self.handle.topw_cuda_control_bytes(byref(shape.struct())))
 
     def launch(
-        self,
-        shape: CudaShape,
-        table: TableStruct | None,
-        inputs: InputsStruct,
-        outputs: OutputsStruct,
-        control: int,
-        workspace: int,
-        stream: int = 0,
-        parts: int = ALL_PARTS,
-    ) -> None:
+        self, shape: CudaShape, table: TableStruct | None, inputs: InputsStruct, outputs: OutputsStruct,
+        control: int, workspace: int, stream: int = 0, parts: int = ALL_PARTS,
+    ) -> None:  # fmt: skip
         """Enqueue a step.
 
         control, workspace, inputs, outputs: addresses in the device's memory.
@@ -184,8 +153,6 @@ FLAGS = (
 )  # fmt: skip
 _KERNELS = (CUDA_SOURCES / "launch.cu", compile_native.SOURCES / "quantised.cpp")
 _TYPES = ("float32", "float16", "uint16")
-_EMULATE = (c_uint64, c_uint32, c_uint32)
-_EMULATE_WAITING = (c_uint32, c_uint64)
 
 
 def built(folder: Path, extra: Sequence[str] = ()) -> Path:
@@ -234,25 +201,14 @@ class EmulatedKernel(CudaKernel):
         resident: concurrent blocks; 0 for one per multiprocessor.
         tick: nanoseconds per unsuccessful wait for a block.
         """
-        self.handle.topw_emulate.argtypes = _EMULATE
-        self.handle.topw_emulate(seed, threads, blocks)
-        self.handle.topw_emulate_waiting.argtypes = _EMULATE_WAITING
-        self.handle.topw_emulate_waiting(resident, tick)
+        self.handle.topw_emulate(c_uint64(seed), threads, blocks)
+        self.handle.topw_emulate_waiting(resident, c_uint64(tick))
 
     def sample(
-        self,
-        logits: ArrayLike,
-        columns: Mapping[str, ArrayLike] | None = None,
-        options: TopWOptions | None = None,
-        table: KernelTable | None = None,
-        edits: Edits | None = None,
-        *,
-        allowed: ArrayLike | None = None,
-        rules: Rules | None = None,
-        mass: bool = False,
-        keep_mask: bool = False,
-        spare: int = 0,
-    ) -> KernelSamples:
+        self, logits: ArrayLike, columns: Mapping[str, ArrayLike] | None = None, options: TopWOptions | None = None,
+        table: KernelTable | None = None, edits: Edits | None = None, *, allowed: ArrayLike | None = None,
+        rules: Rules | None = None, mass: bool = False, keep_mask: bool = False, spare: int = 0,
+    ) -> KernelSamples:  # fmt: skip
         """Like `Kernel.sample`. Raises PluginError for kernel errors.
 
         logits: float32, float16, or bfloat16 bits as uint16.
