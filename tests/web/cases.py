@@ -13,7 +13,7 @@ from tests.support.browser import run_node
 from topw_deploy.errors import TopWError
 from topw_deploy.runtime import GenerationResult, TopWModel
 
-EXACT = ("token_ids", "text", "kept", "certified", "seed", "rule", "finish_reason", "stop", "prompt_tokens")
+EXACT = ("token_ids", "text", "kept", "certified", "rule", "finish_reason", "stop", "prompt_tokens")
 PROMPTS = ("class Path", "def parse(text, *, strict=False):\n    ", "import os\nos.", "The")
 LONG = "The module provides classes for reading and writing files. " * 12
 
