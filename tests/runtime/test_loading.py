@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 
 from tests.support.toy_model import Toy, export, export_sampler
@@ -113,6 +114,29 @@ def test_the_manifest_must_belong_to_the_graph(folder: Path) -> None:
 def test_another_cache_form_is_refused_before_anything_runs(folder: Path) -> None:
     edit_manifest(folder, lambda m: m["decoder"].update(kv_form="paged"))
     with pytest.raises(ManifestError, match="form 'paged', but this topw_deploy supports concat, static, shared"):
+        load(folder)
+
+
+def test_a_graph_without_the_sampler_is_refused(folder: Path) -> None:
+    model = onnx.load(folder / "model.onnx")
+    kept = [output for output in model.graph.output if output.name != "certified"]
+    del model.graph.output[:]
+    model.graph.output.extend(kept)
+    onnx.save(model, folder / "model.onnx")
+    relist(folder, "model.onnx")
+    edit_manifest(folder, lambda m: m.update(outputs=[o for o in m["outputs"] if o["name"] != "certified"]))
+    with pytest.raises(ManifestError, match="has no 'certified', so its sampler is not Top-W's"):
+        load(folder)
+
+
+def test_layers_that_the_graph_does_not_have_are_named(folder: Path) -> None:
+    def add(manifest: dict[str, Any]) -> None:
+        third = {"layer": 2, "past": "past_key_values.2.key", "present": "present.2"}
+        manifest["decoder"]["states"].append({**manifest["decoder"]["states"][0], **third})
+        manifest["decoder"]["num_layers"] = 3
+
+    edit_manifest(folder, add)
+    with pytest.raises(ManifestError, match=r"no past_key_values.2.key, but its cache has the form concat"):
         load(folder)
 
 
