@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -53,15 +54,32 @@ class LazyWeight(ir.LazyTensor):
 def transpose_tensor(tensor: ir.TensorProtocol, permutation: tuple[int, ...]) -> LazyWeight:
     """A tensor with the axes of `tensor` permuted, which permutes the values when they are read."""
     shape = tuple(int(tensor.shape[axis]) for axis in permutation)
-    key = (tensor.key if isinstance(tensor, LazyWeight) else id(tensor), permutation)
+    read = None
+    if permutation == (1, 0):
+        read = lambda source, index: source(index[::-1] if isinstance(index, tuple) else (slice(None), index)).T  # noqa: E731
+    return derive_weight(tensor, shape, lambda whole: whole.transpose(permutation), read, permutation)
+
+
+def derive_weight(
+    tensor: ir.TensorProtocol,
+    shape: tuple[int, ...],
+    change: Callable[[np.ndarray], np.ndarray],
+    read: Callable[[Read, Any], np.ndarray] | None,
+    label: Hashable,
+) -> LazyWeight:
+    """The tensor of this shape that `change` makes of the whole `tensor`, whenever it is read.
+
+    read: reads the part at an index by the function that reads parts of `tensor`, if there is one.
+    label: differs between the tensors that are derived from one.
+    """
+    source = tensor.read if isinstance(tensor, LazyWeight) else None
+    key = tensor.key if isinstance(tensor, LazyWeight) else id(tensor)
 
     def whole() -> ir.TensorProtocol:
-        return ir.Tensor(np.ascontiguousarray(tensor.numpy().transpose(permutation)), dtype=tensor.dtype)
+        return ir.Tensor(np.ascontiguousarray(change(tensor.numpy())), dtype=tensor.dtype)
 
-    read = None
-    if isinstance(tensor, LazyWeight) and tensor.read is not None and permutation == (1, 0):
-        read = _transposed_read(tensor.read)
-    return LazyWeight(key, tensor.dtype, shape, whole, read, f"{tensor.name}.transposed")
+    part = None if source is None or read is None else partial(read, source)
+    return LazyWeight((key, label), tensor.dtype, shape, whole, part, f"{tensor.name}.{label}")
 
 
 def byte_blocks(tensor: ir.TensorProtocol, largest: int = BLOCK_BYTES) -> Iterator[memoryview]:
@@ -79,16 +97,6 @@ def byte_blocks(tensor: ir.TensorProtocol, largest: int = BLOCK_BYTES) -> Iterat
     for start in range(0, rows, step):
         block = np.ascontiguousarray(read(slice(start, start + step)))
         yield block.reshape(-1).view(np.uint8).data
-
-
-def _transposed_read(read: Read) -> Read:
-    """The function `read` of the transposed matrix."""
-
-    def read_transposed(index: Any) -> np.ndarray:
-        rows, columns = index if isinstance(index, tuple) else (index, slice(None))
-        return read((columns, rows)).T
-
-    return read_transposed
 
 
 class GraphEditor:
@@ -380,7 +388,7 @@ def tidy(model: ir.Model, table: ir.Value | None) -> None:
 def _share_tied_head(graph: ir.Graph, table: ir.Value) -> None:
     """Replace hidden @ table^T by a Gemm, which needs no transposed copy of the table."""
     for node in list(graph):
-        if node.op_type != "MatMul" or node.domain or _rank(node.inputs[0]) != 2:
+        if node.op_type != "MatMul" or node.domain or rank(node.inputs[0]) != 2:
             continue
         weights = node.inputs[1]
         if weights is None or not _is_transpose_of(weights, table):
@@ -394,7 +402,8 @@ def _share_tied_head(graph: ir.Graph, table: ir.Value) -> None:
         graph.remove(node, safe=True)
 
 
-def _rank(value: ir.Value | None) -> int | None:
+def rank(value: ir.Value | None) -> int | None:
+    """The number of axes of `value`; None if it is not known."""
     return None if value is None or value.shape is None else len(value.shape)
 
 
@@ -423,18 +432,14 @@ def _equals_transposed(copy: ir.TensorProtocol, original: ir.TensorProtocol) -> 
 
 def _store_transposed(graph: ir.Graph) -> None:
     """Replace each Transpose of an initializer that no other node uses by an initializer with the permuted axes."""
+    editor = GraphEditor(graph, "topw.transposed")
     for node in list(graph):
         source = node.inputs[0] if node.op_type == "Transpose" and node.domain == "" else None
         if source is None or source.const_value is None or len(source.uses()) != 1 or source.is_graph_input():
             continue
-        permutation = (
-            node.attributes["perm"].as_ints() if "perm" in node.attributes else range(_rank(source) or 0)[::-1]
-        )
+        permutation = node.attributes["perm"].as_ints() if "perm" in node.attributes else range(rank(source) or 0)[::-1]
         tensor = transpose_tensor(source.const_value, tuple(permutation))
-        weight = ir.Value(
-            name=f"{source.name}.transposed", type=source.type, shape=ir.Shape(tensor.shape), const_value=tensor
-        )
-        graph.register_initializer(weight)
+        weight = editor.initializer(tensor, f"{source.name}.transposed")
         ir.convenience.replace_all_uses_with(node.outputs[0], weight)
         graph.remove(node, safe=True)
         if source.name is not None:

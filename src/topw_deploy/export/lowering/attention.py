@@ -31,6 +31,10 @@ class AttentionLayer:
     chunk: tokens see only their own chunk of this many tokens; 0 for no chunks.
     latent: above 0 if values are the first `latent` columns of the keys; then new_value is new_key.
     stride: above 0 for layers with two keys per token, which together have head_dim columns; else 0.
+    sink: scores [heads] that take part in the softmax but have no value; None for none.
+    slopes: ALiBi's slopes [heads], in bfloat16 for Falcon's rounding; None for none.
+    relative: each query's biases by distance, [batch, heads, sequence, extent]; None for none. The last bias holds for
+        all larger distances too.
     source: the earlier layer with the same keys and values, whose states this layer reads; None if it has its own.
     shared_by: the later layers that read this layer's states.
     state_window: number of tokens in states that hold only the window; 0 if they hold the whole sequence.
@@ -51,6 +55,9 @@ class AttentionLayer:
     chunk: int
     latent: int
     stride: int
+    sink: ir.Value | None
+    slopes: ir.Value | None
+    relative: ir.Value | None
     source: int | None = None
     shared_by: tuple[int, ...] = ()
     state_window: int = 0
@@ -64,24 +71,6 @@ class AttentionLayer:
     def dtype(self) -> ir.DataType:
         """The type in which the layer computes."""
         return element_type(self.query)
-
-    @property
-    def sink(self) -> ir.Value | None:
-        """Scores [heads] that take part in the softmax but have no value; None for none."""
-        return _optional_input(self.placeholder, 3)
-
-    @property
-    def slopes(self) -> ir.Value | None:
-        """ALiBi's slopes [heads], in bfloat16 for Falcon's rounding; None for none."""
-        return _optional_input(self.placeholder, 4)
-
-    @property
-    def relative(self) -> ir.Value | None:
-        """Each query's biases by distance, [batch, heads, sequence, extent]; None for none.
-
-        The last bias holds for all larger distances too.
-        """
-        return _optional_input(self.placeholder, 5)
 
     @property
     def states(self) -> tuple[State, ...]:
@@ -113,16 +102,11 @@ class AttentionLayer:
         return self.placeholder.outputs[0]
 
 
-def _optional_input(placeholder: ir.Node, place: int) -> ir.Value | None:
-    return placeholder.inputs[place] if place < len(placeholder.inputs) else None
-
-
 def attention_layers(decoder: TracedDecoder) -> list[AttentionLayer]:
     """The attention layers of `decoder`, in layer order."""
     layers = []
     for placeholder in attention_placeholders(decoder.model.graph):
-        query, key = placeholder.inputs[:2]
-        value = _optional_input(placeholder, 2)
+        query, key, value, sink, slopes, relative = [*placeholder.inputs, *[None] * 4][:6]
         attributes = attribute_values(placeholder)
         latent = attributes["latent"]
         layers.append(
@@ -136,6 +120,9 @@ def attention_layers(decoder: TracedDecoder) -> list[AttentionLayer]:
                 kv_heads=fixed_size(key, 1),
                 head_dim=fixed_size(key, 3),
                 value_dim=latent or fixed_size(value, 3),
+                sink=sink,
+                slopes=slopes,
+                relative=relative,
                 **attributes,
             )
         )
@@ -309,25 +296,20 @@ class Positions:
 
     def _alibi_bias(self, layer: AttentionLayer, slopes: ir.Value) -> ir.Value:
         is_rounded = slopes.dtype == ir.DataType.BFLOAT16
-        key = (_constant_key(slopes), layer.dtype, layer.scale if is_rounded else None)
+        tensor = ir.convenience.get_const_tensor(slopes)
+        same = slopes if tensor is None else (tensor.dtype, tensor.tobytes())  # equal for equal constants
+        key = (same, layer.dtype, layer.scale if is_rounded else None)
         if key not in self._biases:
-            bias = self._rounded_alibi(layer, slopes) if is_rounded else self._exact_alibi(layer, slopes)
+            op = self._editor.op
+            by_head = op("Reshape", [self._cast(slopes, ir.DataType.FLOAT), [1, layer.heads, 1, 1]])
+            if is_rounded:  # Falcon rounds slopes, key positions and products to bfloat16, and scales them like scores
+                _, keys = self.of_queries_and_keys
+                product = op("Mul", [self._round_to_bfloat16(self._cast(keys, ir.DataType.FLOAT)), by_head])
+                bias = op("Mul", [self._round_to_bfloat16(product), np.float32(layer.scale)])
+            else:
+                bias = op("Mul", [self._distance, by_head])
             self._biases[key] = self._cast(bias, layer.dtype)
         return self._biases[key]
-
-    def _exact_alibi(self, layer: AttentionLayer, slopes: ir.Value) -> ir.Value:
-        op = self._editor.op
-        slopes = op("Reshape", [slopes, [1, layer.heads, 1, 1]])
-        return op("Mul", [self._distance, slopes])
-
-    def _rounded_alibi(self, layer: AttentionLayer, slopes: ir.Value) -> ir.Value:
-        """Falcon's bias: slopes, key positions and their products are rounded to bfloat16, then scaled like scores."""
-        op = self._editor.op
-        _, keys = self.of_queries_and_keys
-        slopes = self._cast(slopes, ir.DataType.FLOAT)
-        slopes = op("Reshape", [slopes, [1, layer.heads, 1, 1]])
-        product = op("Mul", [self._round_to_bfloat16(self._cast(keys, ir.DataType.FLOAT)), slopes])
-        return op("Mul", [self._round_to_bfloat16(product), np.float32(layer.scale)])
 
     def _round_to_bfloat16(self, value: ir.Value) -> ir.Value:
         """Round the float32 `value`; the result is float32 too."""
@@ -391,12 +373,6 @@ def lowest_finite(dtype: ir.DataType) -> np.generic:
     number = dtype.numpy().type
     found: np.generic = number(ml_dtypes.finfo(number).min)
     return found
-
-
-def _constant_key(value: ir.Value) -> object:
-    """A dictionary key that is equal for equal constants, and `value` itself if it is not constant."""
-    tensor = ir.convenience.get_const_tensor(value)
-    return value if tensor is None else (tensor.dtype, tensor.tobytes())
 
 
 def attend(

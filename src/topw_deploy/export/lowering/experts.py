@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ from topw_deploy.export.graph import (
     LazyWeight,
     Read,
     constant_integer,
+    derive_weight,
     fixed_size,
     is_op,
     required_node_input,
@@ -173,9 +173,10 @@ def stored_stack(value: ir.Value | None) -> LazyWeight | None:
     return _first_experts(source, node, shape)
 
 
-def stored_value(editor: GraphEditor, value: ir.Value, stack: LazyWeight) -> ir.Value:
-    """`value` itself if it is stored as `stack`, else a new initializer."""
-    if value.const_value is stack and value.producer() is None:
+def stored_value(editor: GraphEditor, value: ir.Value | None, stack: LazyWeight | None) -> ir.Value:
+    """A new initializer with `stack`, so that no call rearranges it; `value` itself if it is stored so, or computed."""
+    value = required_node_input(value)
+    if stack is None or (value.const_value is stack and value.producer() is None):
         return value
     return editor.initializer(stack, editor.unique(str(stack.name)))
 
@@ -187,9 +188,8 @@ def change_stack(stack: LazyWeight, change: _Change, label: str) -> LazyWeight:
     label: ends the name of the changed tensor.
     """
     one = change(np.empty((1, *_sizes(stack)[1:]), np.int8))
-    read = stack.read
-    read_changed = None if read is None else lambda index: change(read(index))
-    return _derive(stack, (_sizes(stack)[0], *one.shape[1:]), change, read_changed, label)
+    shape = (_sizes(stack)[0], *one.shape[1:])
+    return derive_weight(stack, shape, change, lambda source, index: change(source(index)), label)
 
 
 def interleave_rows(stack: LazyWeight) -> LazyWeight:
@@ -211,15 +211,6 @@ def _sizes(tensor: ir.TensorProtocol) -> tuple[int, ...]:
     return tuple(int(size) for size in tensor.shape)
 
 
-def _derive(stack: LazyWeight, shape: tuple[int, ...], change: _Change, read: Read | None, label: str) -> LazyWeight:
-    """The tensor that `change` makes of the whole `stack`, and `read` of a part."""
-
-    def whole() -> ir.TensorProtocol:
-        return ir.Tensor(np.ascontiguousarray(change(stack.numpy())), dtype=stack.dtype)
-
-    return LazyWeight((stack.key, label, shape), stack.dtype, shape, whole, read, f"{stack.name}.{label}")
-
-
 def _split_experts(stack: LazyWeight, shape: list[int]) -> LazyWeight | None:
     """[E * N, K] -> [E, N, K], which is `shape`; None if the sizes do not agree."""
     experts, rows, columns = shape
@@ -230,8 +221,8 @@ def _split_experts(stack: LazyWeight, shape: list[int]) -> LazyWeight | None:
         start, stop, _ = index.indices(experts)
         return source(slice(start * rows, stop * rows)).reshape(-1, rows, columns)
 
-    part = partial(read, stack.read) if stack.read is not None else None
-    return _derive(stack, (experts, rows, columns), lambda whole: whole.reshape(experts, rows, columns), part, "split")
+    whole_shape = (experts, rows, columns)
+    return derive_weight(stack, whole_shape, lambda whole: whole.reshape(whole_shape), read, f"split_{experts}")
 
 
 def _first_experts(stack: LazyWeight, node: ir.Node, shape: list[int]) -> LazyWeight | None:
@@ -239,9 +230,9 @@ def _first_experts(stack: LazyWeight, node: ir.Node, shape: list[int]) -> LazyWe
     start, axis = (constant_integer(node.inputs[place]) for place in (1, 3)) if len(node.inputs) > 3 else (None, None)
     if start != 0 or axis != 0 or _sizes(stack)[1:] != tuple(shape[1:]) or shape[0] > _sizes(stack)[0]:
         return None
-    count, source = shape[0], stack.read
-    read = None if source is None else lambda index: source(slice(*index.indices(count)))
-    return _derive(stack, tuple(shape), lambda whole: whole[:count], read, "first")
+    count = shape[0]
+    read: Callable[[Read, slice], np.ndarray] = lambda source, index: source(slice(*index.indices(count)))  # noqa: E731
+    return derive_weight(stack, tuple(shape), lambda whole: whole[:count], read, f"first_{count}")
 
 
 def _join_rows(stacks: list[LazyWeight | None]) -> LazyWeight | None:
@@ -306,13 +297,13 @@ class _Lowering:
             return add_moe(self.editor, placeholder, [stack for stack in stacks if stack is not None])
         flat = self.editor.op("Reshape", [placeholder.inputs[1], [-1]])
         blocks = self._blocks_of(placeholder.inputs[1], flat, fixed_size(required_node_input(matrices[0]), 0))
-        weights = [self._experts_first(*pair) for pair in zip(matrices, stacks, strict=True)]
+        weights = [stored_value(self.editor, *pair) for pair in zip(matrices, stacks, strict=True)]
         return _experts_in_blocks(self.editor, placeholder, blocks, weights)
 
     def _product(self, placeholder: ir.Node) -> ir.Value:
         rows, ids, weight, bias = [*placeholder.inputs, None][:4]
         blocks = self._blocks_of(ids, ids, fixed_size(required_node_input(weight), 0))
-        matrices = self._experts_first(weight, stored_stack(weight))
+        matrices = stored_value(self.editor, weight, stored_stack(weight))
         products = blocks.product(blocks.columns(required_node_input(rows)), matrices, bias)
         return blocks.rows(products, fixed_size(required_node_input(weight), 1))
 
@@ -324,14 +315,6 @@ class _Lowering:
         if id(key) not in self._blocks:
             self._blocks[id(key)] = ExpertBlocks(self.editor, required_node_input(ids), experts)
         return self._blocks[id(key)]
-
-    def _experts_first(self, value: ir.Value | None, stack: LazyWeight | None) -> ir.Value:
-        """The weight [E, N, K], stored in this order if `stack` is given, so that no call rearranges it."""
-        return (
-            required_node_input(value)
-            if stack is None
-            else stored_value(self.editor, required_node_input(value), stack)
-        )
 
 
 def _mark_router(placeholder: ir.Node) -> None:
@@ -370,7 +353,10 @@ class ExpertBlocks:
         most_experts = op("Min", [rows, [experts]])  # experts that can have rows
         self.count = op("Min", [rows, op("Add", [op("Div", [rows, self.height]), most_experts])])
         self._slot_of_row, self._expert_of_block = self._assign_slots(ids, rows)
-        self._row_of_slot = self._invert_slots(rows)
+        # The row of each slot, int64 [B * H]. Unused slots have row 0; no row reads their results.
+        empty = op("Expand", [[0], op("Mul", [self.count, self.height])])
+        numbers = op("Range", [0, op("Squeeze", [rows]), 1])
+        self._row_of_slot = op("ScatterElements", [empty, self._slot_of_row, numbers], axis=0)
 
     def _assign_slots(self, ids: ir.Value, rows: ir.Value) -> tuple[ir.Value, ir.Value]:
         """The slot of each row in the blocks, int64 [R], and the expert of each block, int64 [B].
@@ -395,13 +381,6 @@ class ExpertBlocks:
         before = op("ReduceSum", [op("Cast", [begun], to=ir.DataType.FLOAT), [1]], keepdims=0)
         inside = op("Min", [before, np.float32(self.experts - 1)])  # for unused blocks at the end
         return slots, op("Cast", [inside], to=ir.DataType.INT64)
-
-    def _invert_slots(self, rows: ir.Value) -> ir.Value:
-        """The row of each slot, int64 [B * H]. Unused slots have row 0; no row reads their results."""
-        op = self._editor.op
-        empty = op("Expand", [[0], op("Mul", [self.count, self.height])])
-        numbers = op("Range", [0, op("Squeeze", [rows]), 1])
-        return op("ScatterElements", [empty, self._slot_of_row, numbers], axis=0)
 
     def columns(self, source: ir.Value, repeated: int = 1) -> ir.Value:
         """The rows of `source` as the columns of the blocks, [B, K, H].

@@ -6,14 +6,20 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.errors import ParameterError, UnsupportedModelError
 from topw_deploy.export.embedding import EmbeddingNode, find_embedding
-from topw_deploy.export.graph import ROUTER_PROPERTY, LazyWeight, Read, number_attribute, stored_tensor
+from topw_deploy.export.graph import (
+    ROUTER_PROPERTY,
+    LazyWeight,
+    Read,
+    derive_weight,
+    number_attribute,
+    stored_tensor,
+)
 from topw_deploy.export.quantise.rounding import Quantisation
 
 DOMAIN = "com.microsoft"
@@ -135,18 +141,14 @@ class ExpertWeight:
     def rows(self) -> LazyWeight:
         """The matrices of all experts as one, [experts * outputs, inputs], which reads whole experts."""
         experts, outputs, inputs = self.sizes
-        tensor = self.tensor
-
-        def whole() -> ir.TensorProtocol:
-            return ir.Tensor(tensor.numpy().reshape(-1, inputs), dtype=tensor.dtype)
 
         def read(source: Read, index: slice) -> np.ndarray:
             first, last = index.start // outputs, math.ceil(index.stop / outputs)
             part = source(slice(first, last)).reshape(-1, inputs)
             return np.asarray(part[index.start - first * outputs : index.stop - first * outputs])
 
-        kept = partial(read, tensor.read) if isinstance(tensor, LazyWeight) and tensor.read is not None else None
-        return LazyWeight((id(tensor), "rows"), tensor.dtype, (experts * outputs, inputs), whole, kept, self.value.name)
+        shape = (experts * outputs, inputs)
+        return derive_weight(self.tensor, shape, lambda whole: whole.reshape(-1, inputs), read, "rows")
 
 
 def _find_experts(graph: ir.Graph) -> Iterator[ExpertWeight]:

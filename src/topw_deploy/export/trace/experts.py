@@ -29,7 +29,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
-from topw_deploy.export.trace.placeholders import PLACEHOLDER_DOMAIN, replaced
+from topw_deploy.export.trace.placeholders import leave_placeholder, replaced
 
 EXPERTS_OP = "Experts"
 PRODUCT_OP = "ExpertProduct"
@@ -149,7 +149,7 @@ def mark_experts(
     activate, attributes = getattr(module, _ACTIVATION)
     if attributes is not None and norm is None:
         inputs = [hidden, ids.long(), weights.to(hidden.dtype), *matrices, *biases]
-        return _mark(EXPERTS_OP, inputs, attributes, hidden.shape)
+        return leave_placeholder(EXPERTS_OP, inputs, attributes, hidden.dtype, hidden.shape)
     tokens, count = ids.shape
     rows, chosen = _repeat_rows(hidden, count), ids.reshape(-1)  # [tokens * k]
     rows = mark_product(activate(mark_product(rows, chosen, matrices[0], biases[0])), chosen, matrices[1], biases[1])
@@ -166,21 +166,13 @@ def mark_product(rows: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None 
     weight: [E, N, K].
     bias: [E, N] or None.
     """
-    return _mark(PRODUCT_OP, [rows, ids.long(), weight, bias], {}, (rows.shape[0], weight.shape[1]))
+    shape = (rows.shape[0], weight.shape[1])
+    return leave_placeholder(PRODUCT_OP, [rows, ids.long(), weight, bias], {}, rows.dtype, shape)
 
 
 def _repeat_rows(rows: Tensor, count: int) -> Tensor:
     """Repeat each row [R, K] `count` times, [R * count, K]."""
     return rows[:, None].expand(-1, count, -1).reshape(-1, rows.shape[-1])
-
-
-def _mark(op_type: str, inputs: list[Tensor | None], attributes: dict[str, Any], shape: Any) -> Tensor:
-    while inputs[-1] is None:
-        inputs.pop()
-    dtype = next(tensor.dtype for tensor in inputs if tensor is not None)
-    return torch.onnx.ops.symbolic(
-        f"{PLACEHOLDER_DOMAIN}::{op_type}", inputs, attributes, dtype=dtype, shape=tuple(shape), version=1
-    )
 
 
 def activation_attributes(activate: Callable[[Tensor], Tensor], *, gated: bool) -> dict[str, Any] | None:

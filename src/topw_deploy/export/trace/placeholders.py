@@ -104,16 +104,20 @@ def mark_attention(
         "layer": layer,
     }
     inputs = [query, key, value, None if sink is None else sink.to(query.dtype), slopes, relative]
-    while inputs[-1] is None:
-        inputs.pop()
     batch, heads, sequence, _ = query.shape
+    shape = (batch, sequence, heads, latent if value is None else value.shape[-1])
+    return leave_placeholder(ATTENTION, inputs, attributes, query.dtype, shape)
+
+
+def leave_placeholder(
+    op_type: str, inputs: Sequence[Tensor | None], attributes: dict[str, Any], dtype: torch.dtype, shape: Any
+) -> Tensor:
+    """Leave the placeholder `op_type`. Returns its output, of this type and shape. Omits None at the end of inputs."""
+    given = list(inputs)
+    while given[-1] is None:
+        given.pop()
     return torch.onnx.ops.symbolic(
-        f"{PLACEHOLDER_DOMAIN}::{ATTENTION}",
-        inputs,
-        attributes,
-        dtype=query.dtype,
-        shape=(batch, sequence, heads, latent if value is None else value.shape[-1]),
-        version=1,
+        f"{PLACEHOLDER_DOMAIN}::{op_type}", given, attributes, dtype=dtype, shape=tuple(shape), version=1
     )
 
 
@@ -156,14 +160,6 @@ class MixerPlaceholders:
         attributes = {"rule": rule, "scale": float(scale)}
         return self._mark_state(RECURRENCE, (q, k, v, decay, beta), v.dtype, shape, layer, attributes)
 
-    def mark(
-        self, op_type: str, inputs: Sequence[Tensor | None], attributes: dict[str, Any], dtype: torch.dtype, shape: Any
-    ) -> Tensor:
-        """Leave the placeholder `op_type`. Returns its output, of type `dtype` and shape `shape`."""
-        return torch.onnx.ops.symbolic(
-            f"{PLACEHOLDER_DOMAIN}::{op_type}", inputs, attributes, dtype=dtype, shape=tuple(shape), version=1
-        )
-
     def _mark_state(
         self,
         op_type: str,
@@ -185,7 +181,7 @@ class MixerPlaceholders:
             layer = pending[0]
         state = self._counts.get((kind, layer), 0)
         self._counts[kind, layer] = state + 1
-        return self.mark(op_type, inputs, {**attributes, "layer": layer, "state": state}, dtype, shape)
+        return leave_placeholder(op_type, inputs, {**attributes, "layer": layer, "state": state}, dtype, shape)
 
 
 _ABSENT = object()
