@@ -273,12 +273,12 @@ def external_files(model: ir.Model) -> dict[str, Path]:
 
 def initializer_tensors(model: ir.Model) -> list[ir.TensorProtocol]:
     """The tensors of all initializers, also those of subgraphs."""
-    return [
-        value.const_value
-        for graph in model.graphs()
-        for value in graph.initializers.values()
-        if value.const_value is not None
-    ]
+    return [constant_of(value) for value in initializers(model)]
+
+
+def initializers(model: ir.Model) -> list[ir.Value]:
+    """All initializers, also those of subgraphs."""
+    return [value for graph in model.graphs() for value in graph.initializers.values() if value.const_value is not None]
 
 
 ROUTER_PROPERTY = "topw.router"

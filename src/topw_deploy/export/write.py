@@ -25,6 +25,7 @@ from topw_deploy.export.graph import (
     constant_of,
     external_files,
     initializer_tensors,
+    initializers,
     number_attribute,
     producer,
 )
@@ -153,11 +154,9 @@ def parameter_count(model: ir.Model) -> int:
 def bytes_by_type(model: ir.Model) -> dict[str, int]:
     """Return {element type (see quantised_type): bytes of initializers}, the largest first."""
     found: dict[str, int] = {}
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            if value.const_value is not None:
-                name = quantised_type(value) or value.const_value.dtype.name.lower()
-                found[name] = found.get(name, 0) + int(value.const_value.nbytes)
+    for value in initializers(model):
+        name = quantised_type(value) or constant_of(value).dtype.name.lower()
+        found[name] = found.get(name, 0) + int(constant_of(value).nbytes)
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
@@ -172,14 +171,9 @@ def quantised_type(value: ir.Value) -> str | None:
 
 def data_slots(model: ir.Model, max_shard_size: int | None = None) -> list[Slot]:
     """Lay out the weights that no data file holds yet. Returns no slots if they fit into model.onnx."""
-    unwritten = [
-        value
-        for graph in model.graphs()
-        for value in graph.initializers.values()
-        if value.const_value is not None and not isinstance(value.const_value, ir.ExternalTensor)
-    ]
+    unwritten = [value for value in initializers(model) if not isinstance(value.const_value, ir.ExternalTensor)]
     inline_bytes = EXTERNAL_ABOVE if max_shard_size is None else min(EXTERNAL_ABOVE, max_shard_size)
-    if sum(value.const_value.nbytes for value in unwritten) <= inline_bytes:  # type: ignore[union-attr]
+    if sum(constant_of(value).nbytes for value in unwritten) <= inline_bytes:
         return []
     return lay_out(unwritten, external_files(model), max_shard_size)
 

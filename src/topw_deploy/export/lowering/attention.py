@@ -268,13 +268,6 @@ class Positions:
             limits.append(op("GreaterOrEqual", [keys, start]))
         return limits
 
-    def block_ends(self, layer: AttentionLayer) -> ir.Value:
-        """Whether a key is the last one of a block of `stride` tokens: bool, shaped like the keys' positions."""
-        op = self._editor.op
-        _, keys = self.of_queries_and_keys
-        remainder = op("Mod", [op("Add", [keys, 1]), layer.stride])
-        return op("Equal", [remainder, 0])
-
     def bias(self, layer: AttentionLayer) -> ir.Value | None:
         """The bias of scores in the query's type, [batch or 1, heads, sequence or 1, tokens]; None for no bias."""
         if layer.relative is not None:
@@ -363,7 +356,9 @@ class Masks:
     def _add_block_columns(self, layer: AttentionLayer, mask: ir.Value) -> ir.Value:
         """Add a second column per token, for the block that ends with it. Returns [batch, 1, sequence, 2 * tokens]."""
         op = self._editor.op
-        blocks = op("And", [self._visible, self._positions.block_ends(layer)])
+        _, keys = self._positions.of_queries_and_keys
+        ends = op("Equal", [op("Mod", [op("Add", [keys, 1]), layer.stride]), 0])
+        blocks = op("And", [self._visible, ends])
         pairs = op("Concat", [op("Unsqueeze", [each, [-1]]) for each in (mask, blocks)], axis=-1)
         return op("Reshape", [pairs, [0, 0, 0, -1]], dtype=ir.DataType.BOOL)
 

@@ -449,7 +449,11 @@ def _activate(editor: GraphEditor, up: ir.Value, placeholder: ir.Node) -> ir.Val
     if name == "silu":
         return op("Mul", [up, op("Sigmoid", [up])], dtype=up.dtype)
     alpha, beta, limit = (placeholder.attributes[key].as_float() for key in ("alpha", "beta", "limit"))
-    gate, linear = _split_gate_and_up(editor, up, interleaved=bool(placeholder.attributes["interleaved"].as_int()))
+    if placeholder.attributes["interleaved"].as_int():  # rows are [gate 0, up 0, gate 1, ...]
+        end = np.iinfo(np.int64).max
+        gate, linear = (op("Slice", [up, [start], [end], [1], [2]], dtype=up.dtype) for start in (0, 1))
+    else:
+        gate, linear = editor.outputs("Split", [up], 2, axis=1, num_outputs=2)
     kind = up.dtype.numpy().type if up.dtype is not None else np.float32
     if limit:
         gate = op("Min", [gate, kind(limit)])
@@ -457,13 +461,3 @@ def _activate(editor: GraphEditor, up: ir.Value, placeholder: ir.Node) -> ir.Val
     scaled = gate if math.isclose(alpha, 1.0) else op("Mul", [gate, kind(alpha)])
     linear = op("Add", [linear, kind(beta)]) if beta else linear
     return op("Mul", [op("Mul", [gate, op("Sigmoid", [scaled])]), linear], dtype=up.dtype)
-
-
-def _split_gate_and_up(editor: GraphEditor, up: ir.Value, *, interleaved: bool) -> tuple[ir.Value, ir.Value]:
-    """[B, 2 I, H] -> two of [B, I, H]. interleaved: rows are [gate 0, up 0, gate 1, ...], else [gates; ups]."""
-    if not interleaved:
-        gate, linear = editor.outputs("Split", [up], 2, axis=1, num_outputs=2)
-        return gate, linear
-    end = np.iinfo(np.int64).max
-    first, second = (editor.op("Slice", [up, [start], [end], [1], [2]], dtype=up.dtype) for start in (0, 1))
-    return first, second

@@ -214,8 +214,11 @@ def _replace_output(editor: GraphEditor, layer: AttentionLayer, output: ir.Value
     """
     output.type = layer.output.type
     output.shape = ir.Shape(["batch_size", "sequence_length", layer.heads * width])
-    if width != layer.value_dim:
-        ir.convenience.replace_all_uses_with(layer.output, narrow_heads(editor, output, layer, width))
+    if width != layer.value_dim:  # cut the zeros off each head
+        padded = editor.op("Reshape", [output, [0, 0, layer.heads, width]])
+        inputs = [padded, [0], [layer.value_dim], [3]]
+        narrow = editor.op("Slice", inputs, dtype=output.dtype, shape=layer.output.shape)
+        ir.convenience.replace_all_uses_with(layer.output, narrow)
         return
     separate = None
     for node, place in list(layer.output.uses()):
@@ -250,13 +253,6 @@ def pad_heads(editor: GraphEditor, merged: ir.Value, heads: int, width: int) -> 
     return op("Reshape", [padded, [0, 0, heads * width]], dtype=merged.dtype, shape=shape)
 
 
-def narrow_heads(editor: GraphEditor, merged: ir.Value, layer: AttentionLayer, width: int) -> ir.Value:
-    """Cut the zeros off each head: [batch, sequence, heads * width] -> [batch, sequence, heads, value_dim]."""
-    op = editor.op
-    separate = op("Reshape", [merged, [0, 0, layer.heads, width]])
-    return op("Slice", [separate, [0], [layer.value_dim], [3]], dtype=merged.dtype, shape=layer.output.shape)
-
-
 class UsedSlots:
     """Biases and attention over the used slots of a static cache.
 
@@ -278,7 +274,14 @@ class UsedSlots:
             return bias
         key = (bias, layer.chunk)
         if key not in self._biases:
-            self._biases[key] = self._hide_other_chunks(layer, bias) if layer.chunk else self._repeat_per_query(bias)
+            op, dtype = self._editor.op, layer.dtype
+            if layer.chunk:
+                (inside,) = self._positions.limits(replace(layer, window=0))  # the operator applies windows
+                shown = dtype.numpy().type(0) if bias is None else bias
+                self._biases[key] = op("Where", [inside, shown, lowest_finite(dtype)], dtype=dtype)
+            else:  # expand axis 2 to the call's columns: the operator broadcasts batch and heads only
+                rows = op("Concat", [[1, 1], self._cache.sequence, [1]], axis=0)
+                self._biases[key] = op("Expand", [bias, rows])
         return self._biases[key]
 
     @cached_property
@@ -293,17 +296,6 @@ class UsedSlots:
         end = op("Cast", [self._total], to=ir.DataType.INT64)
         used = [op("Slice", [state, [0], end, [2]]) for state in tokens]
         attend(self._editor, layer, used, self._masks.of(layer))
-
-    def _hide_other_chunks(self, layer: AttentionLayer, bias: ir.Value | None) -> ir.Value:
-        dtype = layer.dtype
-        (inside,) = self._positions.limits(replace(layer, window=0))  # the operator applies windows
-        shown = dtype.numpy().type(0) if bias is None else bias
-        return self._editor.op("Where", [inside, shown, lowest_finite(dtype)], dtype=dtype)
-
-    def _repeat_per_query(self, bias: ir.Value | None) -> ir.Value:
-        """Expand axis 2 of `bias` to the call's columns: the operator broadcasts batch and heads only."""
-        rows = self._editor.op("Concat", [[1, 1], self._cache.sequence, [1]], axis=0)
-        return self._editor.op("Expand", [bias, rows])
 
     def _add_positions(self) -> tuple[ir.Value, ir.Value]:
         op = self._editor.op

@@ -97,7 +97,9 @@ class Convolutions:
 
         Only one node reads `past`, so that a runtime may write the present state to the same memory.
         """
-        op, x = self._editor.op, self._zero_padding(layer.x)
+        op, x = self._editor.op, layer.x
+        if self._real is not None:
+            x = op("Where", [self._real, x, x.dtype.numpy().type(0)], dtype=x.dtype)
         contrib = self._contrib and layer.weight is not None
         if contrib and self._lengths is None:
             return self._add_operator(layer, x, past)
@@ -109,11 +111,6 @@ class Convolutions:
         elif layer.weight is not None:
             output = self._convolve(layer, columns)
         return output, self._present(layer.state_shape, columns)
-
-    def _zero_padding(self, x: ir.Value) -> ir.Value:
-        if self._real is None:
-            return x
-        return self._editor.op("Where", [self._real, x, x.dtype.numpy().type(0)], dtype=x.dtype)
 
     def _add_operator(self, layer: ConvolutionLayer, x: ir.Value, past: ir.Value) -> tuple[ir.Value, ir.Value]:
         inputs = [x, layer.weight, layer.bias, past]

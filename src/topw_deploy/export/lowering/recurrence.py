@@ -188,22 +188,16 @@ class ChunkedRecurrences:
                 "standard operators support at most one query head per state; use --target onnxruntime."
             )
         masked = mask_padding(self._editor, layer, self._real)
-        past = self._zero_new_rows(past)
+        if self._started is not None:
+            # Clear the past state of rows without earlier tokens. Only this node reads the input, so that a runtime may
+            # write the present state to the same memory.
+            started = self._editor.op("Unsqueeze", [self._started, [1, 2, 3]])
+            past = self._editor.op("Where", [started, past, np.float32(0)])
         if layer.value_dim == 1 and layer.beta is None and masked.decay is not None:
             output, present = _PrefixScan(self._editor, masked, masked.decay).build(past)
         else:
             output, present = _PairwiseScores(self._editor, masked, self.masks).build(past)
         return cast_to_placeholder(self._editor, layer, output), present
-
-    def _zero_new_rows(self, past: ir.Value) -> ir.Value:
-        """Clear the past state of rows without earlier tokens.
-
-        Only this node reads the input, so that a runtime may write the present state to the same memory.
-        """
-        if self._started is None:
-            return past
-        started = self._editor.op("Unsqueeze", [self._started, [1, 2, 3]])
-        return self._editor.op("Where", [started, past, np.float32(0)])
 
     @cached_property
     def masks(self) -> dict[str, ir.Value]:
@@ -306,7 +300,10 @@ class _PairwiseScores:
             output = op("Mul", [output, np.float32(self._layer.scale)])
         output = self._groups.merge_output(op("Transpose", [output], perm=[0, 3, 1, 2, 4]))
         key = self._transpose(self._decay_vectors(self._key, self._masks["upper"]))
-        present = op("Add", [self._decay_state(state), op("MatMul", [key, written])])
+        if self._decay is not None:  # over the whole call
+            total = op("ReduceSum", [self._decay, [3]], keepdims=1)
+            state = op("Mul", [state, op("Exp", [self._transpose(total)])])
+        present = op("Add", [state, op("MatMul", [key, written])])
         return output, self._groups.merge_state(present)
 
     def _written_values(self, state: ir.Value) -> ir.Value:
@@ -365,14 +362,6 @@ class _PairwiseScores:
         if self._decay is None:
             return vectors
         return op("Mul", [vectors, op("Exp", [op("MatMul", [mask, self._decay])])])
-
-    def _decay_state(self, state: ir.Value) -> ir.Value:
-        """Multiply the state with the decay over the whole call."""
-        op = self._editor.op
-        if self._decay is None:
-            return state
-        total = op("ReduceSum", [self._decay, [3]], keepdims=1)
-        return op("Mul", [state, op("Exp", [self._transpose(total)])])
 
     def _columns(self, value: ir.Value, heads: int, width: int) -> ir.Value:
         """[batch, sequence, heads, width] -> [batch, groups, members, sequence, width]."""

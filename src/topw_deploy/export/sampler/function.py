@@ -157,18 +157,13 @@ def sample(op: Ops, spec: SamplerSpec, inputs: Mapping[str, Tensor]) -> list[Ten
     path = candidate_path(op, spec, candidates, total, parameters)
     top_probability = _top_probability(op, logits, candidates, parameters) if spec.with_mass else None
     call = SamplerCall(op, spec, inputs, parameters, logits, candidates, total, path, rule)
-    answer = _answer_from_candidates(call)
+    # The candidates' answer for Top-W is right in rows that are done, which it certifies.
+    mass = op.GatherElements(path.scan.mass, path.scan.last, axis=1) if spec.with_mass else None
+    kept = kept_candidates(op, path.candidates, path.scan.last) if spec.with_keep_mask else None
+    answer = _new_answer(op, spec, path.draw, path.is_done, mass, path.candidates.ids, kept)
     if spec.carries_rules:
         answer = _answer_rules(call, answer)
     return _node_outputs(op, spec, _answer_from_pool(call, answer), top_probability)
-
-
-def _answer_from_candidates(call: SamplerCall) -> Answer:
-    """The candidates' answer for Top-W, right in rows that are done, which it certifies."""
-    op, spec, path = call.op, call.spec, call.path
-    mass = op.GatherElements(path.scan.mass, path.scan.last, axis=1) if spec.with_mass else None
-    kept = kept_candidates(op, path.candidates, path.scan.last) if spec.with_keep_mask else None
-    return _new_answer(op, spec, path.draw, path.is_done, mass, path.candidates.ids, kept)
 
 
 def _answer_rules(call: SamplerCall, before: Answer) -> Answer:

@@ -251,7 +251,8 @@ def dense_tokens(model: torch.nn.Module) -> int | None:
 
     None for a model that does not select tokens.
     """
-    selecting = (module for module in model.modules() if _is_indexer(module) or _selects_by_score(module))
+    by_score = "keep_window_size"  # an attribute of Doge's attention
+    selecting = (module for module in model.modules() if _is_indexer(module) or hasattr(module, by_score))
     counts = map(_selected_tokens, selecting)
     return min((tokens for tokens in counts if tokens is not None), default=None)
 
@@ -259,10 +260,6 @@ def dense_tokens(model: torch.nn.Module) -> int | None:
 def _select_nothing(_self: Any, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
     """A selection [batch, sequence, 1] that nothing reads; replaces the forward of an indexer."""
     return torch.zeros((*hidden_states.shape[:2], 1), dtype=torch.int32)
-
-
-def _selects_by_score(module: torch.nn.Module) -> bool:
-    return hasattr(module, "keep_window_size")
 
 
 def _selected_tokens(module: torch.nn.Module) -> int | None:

@@ -8,7 +8,7 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -201,23 +201,19 @@ def _export(model: PreTrainedModel) -> ir.Model:
 def _traceable_forward(model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
     """Inside the block, make `model` take ids and positions, use a `TracedCache` and return only logits."""
     forward = model.forward
-    takes_positions = "position_ids" in inspect.signature(forward).parameters
+    arguments = inspect.signature(forward).parameters
+    cache_argument = "cache_params" if "cache_params" in arguments else "past_key_values"  # the first in Mamba's like
     rotary_embeddings = plain_rotary_embeddings(model)
 
     def compute_logits(input_ids: torch.Tensor, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        positions = {"position_ids": position_ids} if takes_positions else {}
+        positions = {"position_ids": position_ids} if "position_ids" in arguments else {}
         cache = TracedCache(position_ids)
-        cached = {_cache_argument(forward): cache, "use_cache": True} if takes_cache(model) else {"use_cache": False}
+        cached = {cache_argument: cache, "use_cache": True} if takes_cache(model) else {"use_cache": False}
         with marked_mixers(model, MixerPlaceholders(cache)), positions_of_text(rotary_embeddings, position_ids):
             outputs = forward(input_ids=input_ids, **cached, **positions)
         return {"logits": outputs.logits}
 
     return replaced((model, "forward", compute_logits))
-
-
-def _cache_argument(forward: Callable[..., Any]) -> str:
-    """The name of the argument of `forward` that is the cache: Mamba and similar models call it cache_params."""
-    return "cache_params" if "cache_params" in inspect.signature(forward).parameters else "past_key_values"
 
 
 def _attach_and_optimize(model: PreTrainedModel, traced: ir.Model, weights: Weights) -> None:
@@ -245,15 +241,15 @@ def _name_dimensions(graph: ir.Graph) -> None:
     for value in graph.inputs:
         for dimension, name in zip(value.shape, ("batch_size", "sequence_length"), strict=True):
             names[str(dimension)] = name
+
+    def renamed(size: Any) -> Any:
+        if isinstance(size, int) or size.value is None:
+            return size
+        return re.sub(r"\bs\d+\b", lambda match: names.get(match[0], match[0]), str(size))
+
     for value in _inputs_and_outputs(graph):
         if value.shape is not None:
-            value.shape = ir.Shape(
-                [d if isinstance(d, int) or d.value is None else _rename_symbols(str(d), names) for d in value.shape]
-            )
-
-
-def _rename_symbols(expression: str, names: dict[str, str]) -> str:
-    return re.sub(r"\bs\d+\b", lambda match: names.get(match[0], match[0]), expression)
+            value.shape = ir.Shape(list(map(renamed, value.shape)))
 
 
 def _inputs_and_outputs(graph: ir.Graph) -> Iterator[ir.Value]:

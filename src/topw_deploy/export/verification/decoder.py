@@ -41,7 +41,8 @@ def decoder_checks(
     steps = [len(ids) - tail] + [1] * tail
     stepped = _run_differences(probe, ids, reference.logits_by_runs(ids, steps), steps)
     yield check("decode logits", stepped, f"{tail} steps after {len(ids) - tail} tokens")
-    chunks = _chunk_sizes(len(ids))
+    half, third = len(ids) // 2, len(ids) // 3
+    chunks = [size for size in (half, third, len(ids) - half - third) if size]
     chunked = _run_differences(probe, ids, reference.logits_by_runs(ids, chunks), chunks)
     yield check("chunked prefill logits", chunked, f"chunks of {chunks}")
     lengths = [len(sequence) for sequence in sequences]
@@ -51,12 +52,6 @@ def decoder_checks(
         wanted = _logits_with_single_last_tokens(reference, sequences, wanted)
     if decoder.kv_form == "static" or decoder.right_padding:
         yield check(RIGHT_PADDED, _padded_differences(probe, sequences, wanted, left=False), f"lengths {lengths}")
-
-
-def _chunk_sizes(length: int) -> list[int]:
-    """Three sizes, with the sum `length`, of which none is 0."""
-    first, second = length // 2, length // 3
-    return [size for size in (first, second, length - first - second) if size]
 
 
 def _run_differences(probe: LogitsProbe, ids: np.ndarray, wanted: np.ndarray, runs: list[int]) -> list[float]:
