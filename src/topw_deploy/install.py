@@ -23,32 +23,19 @@ from topw_deploy.errors import MissingPackageError
 
 NAME = "topw-deploy"
 _EXPORTED_WITH = ("torch", "transformers", "onnx-ir", "onnxscript", "onnxruntime", "numpy")
+_EXTRAS = {
+    "cpu": "onnxruntime",
+    "structured": "llguidance",
+    "exact": "POT",
+    "serve": "starlette sse-starlette uvicorn pydantic prometheus-client anyio",
+    "compare": "sacrebleu",
+    "lm-eval": "lm-eval",
+    "export": "torch transformers onnx onnx-ir onnxscript huggingface-hub safetensors sentencepiece protobuf tqdm",
+}
+_OTHER_MODULES = {"POT": "ot", "protobuf": "google.protobuf"}  # of others, "-" becomes "_"
 MODULES = {
-    "cpu": {"onnxruntime": "onnxruntime"},
-    "structured": {"llguidance": "llguidance"},
-    "exact": {"POT": "ot"},
-    "serve": {
-        "starlette": "starlette",
-        "sse-starlette": "sse_starlette",
-        "uvicorn": "uvicorn",
-        "pydantic": "pydantic",
-        "prometheus-client": "prometheus_client",
-        "anyio": "anyio",
-    },
-    "compare": {"sacrebleu": "sacrebleu"},
-    "lm-eval": {"lm-eval": "lm_eval"},
-    "export": {
-        "torch": "torch",
-        "transformers": "transformers",
-        "onnx": "onnx",
-        "onnx-ir": "onnx_ir",
-        "onnxscript": "onnxscript",
-        "huggingface-hub": "huggingface_hub",
-        "safetensors": "safetensors",
-        "sentencepiece": "sentencepiece",
-        "protobuf": "google.protobuf",
-        "tqdm": "tqdm",
-    },
+    extra: {name: _OTHER_MODULES.get(name, name.replace("-", "_")) for name in names.split()}
+    for extra, names in _EXTRAS.items()
 }
 """Extra -> {distribution: module} of what the extra adds to the package's own dependencies."""
 

@@ -91,7 +91,7 @@ def find_embedding(graph: ir.Graph) -> EmbeddingNode:
     Of several (Gemma 4 also has embeddings for each layer), it is the one whose table the head shares.
     Raises UnsupportedModelError if there is none, or more than one.
     """
-    lookups = _lookups(graph)
+    lookups = lookups_of(graph, "input_ids")
     if len(lookups) > 1:
         lookups = [node for node in lookups if _is_tied(node)] or lookups
     if not lookups:
@@ -108,9 +108,9 @@ def find_embedding(graph: ir.Graph) -> EmbeddingNode:
     return _describe(lookups[0])
 
 
-def _lookups(graph: ir.Graph) -> list[ir.Node]:
-    """All nodes that look `input_ids` up in a constant matrix."""
-    ids = find_input(graph, "input_ids")
+def lookups_of(graph: ir.Graph, name: str) -> list[ir.Node]:
+    """All nodes that look the graph's input `name` up in a constant matrix."""
+    ids = find_input(graph, name)
     waiting, seen, lookups = [ids] if ids is not None else [], set(), []
     while waiting:
         for node, position in waiting.pop().uses():

@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from topw_deploy.dtypes import FLOATS
 from topw_deploy.errors import SourceError, UnsupportedModelError, one_line
+from topw_deploy.export.embedding import lookups_of
 from topw_deploy.export.graph import (
     Decoder,
     find_input,
@@ -24,7 +25,6 @@ from topw_deploy.export.sampler.node import NEWEST_OPSET, OLDEST_OPSET
 from topw_deploy.export.source.files import read_json, text_part
 from topw_deploy.manifest import MOST_TOKENS, DecoderInfo, State, key_value_states
 
-_KEEP_VALUES = {"Reshape", "Unsqueeze", "Squeeze", "Flatten", "Cast", "Identity"}  # operators
 _COS_CACHE_INPUTS = {"GroupQueryAttention": 7, "RotaryEmbedding": 2}  # index in com.microsoft's operators
 # Graphs of standard operators apply a window by comparing with its size, or by adding or subtracting it.
 _WINDOW_OPERATORS = {"Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Sub", "Add"}
@@ -146,14 +146,8 @@ def _position_rows(graph: ir.Graph) -> Iterator[int]:
     for node in graph:
         if node.domain == "com.microsoft" and node.op_type in _COS_CACHE_INPUTS:
             yield from _table_rows(optional_input(node, _COS_CACHE_INPUTS[node.op_type]))
-    positions = find_input(graph, "position_ids")
-    pending = [positions] if positions is not None else []
-    while pending:
-        for node, place in pending.pop().uses():
-            if node.domain == "" and node.op_type in _KEEP_VALUES and place == 0:
-                pending += node.outputs
-            elif node.domain == "" and node.op_type == "Gather" and place == 1:
-                yield from _table_rows(node.inputs[0])
+    for lookup in lookups_of(graph, "position_ids"):
+        yield from _table_rows(lookup.inputs[0])
 
 
 def _table_rows(table: ir.Value | None) -> Iterator[int]:

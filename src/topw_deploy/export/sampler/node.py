@@ -22,22 +22,23 @@ OLDEST_OPSET, NEWEST_OPSET = 18, 24
 LARGEST_VOCABULARY = 1 << 24
 """The largest vocabulary: the function passes token ids as float32, which holds every integer up to it."""
 
-SAMPLER_INPUTS = (
-    "logits",
-    "edit_ids",
-    "edit_penalty",
-    "edit_bias",
-    "allowed",
-    "temperature",
-    "selection_temperature",
-    "lam",
-    "beta",
-    "init_top_p",
-    "geom_scale",
-    "uniform",
-    "rule",
-    "rule_values",
-)
+# float32 numbers: the largest finite one, the smallest positive one, and the largest one below 1.
+LARGEST = float(np.finfo(np.float32).max)
+SMALLEST = float(np.finfo(np.float32).smallest_subnormal)
+BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
+
+# Parameter -> the closed interval of its allowed values. A comparison with its ends is false for NaN.
+_INTERVALS = {
+    **dict.fromkeys(("temperature", "selection_temperature", "lam", "beta"), (0.0, LARGEST)),
+    "init_top_p": (SMALLEST, 1.0),
+    "geom_scale": (-LARGEST, LARGEST),
+    "uniform": (0.0, BELOW_ONE),
+}
+PARAMETERS = tuple(_INTERVALS)
+
+EDITED = ("logits", "edit_ids", "edit_penalty", "edit_bias")
+
+SAMPLER_INPUTS = (*EDITED, "allowed", *PARAMETERS, "rule", "rule_values")
 """Inputs of every `topw::TopWSample` node, in order: int64 for edit_ids, int32 for allowed and rule, else float32.
 
 logits [batch, vocab]; the three edit inputs [batch, edits] with edits >= 0; allowed [batch, words] with 0 or
@@ -154,25 +155,6 @@ def sampler_attributes(spec: SamplerSpec) -> dict[str, str | int]:
     }
 
 
-# float32 numbers: the largest finite one, the smallest positive one, and the largest one below 1.
-LARGEST = float(np.finfo(np.float32).max)
-SMALLEST = float(np.finfo(np.float32).smallest_subnormal)
-BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
-
-# Parameter -> the closed interval of its allowed values. A comparison with its ends is false for NaN.
-_INTERVALS = {
-    "temperature": (0.0, LARGEST),
-    "selection_temperature": (0.0, LARGEST),
-    "lam": (0.0, LARGEST),
-    "beta": (0.0, LARGEST),
-    "init_top_p": (SMALLEST, 1.0),
-    "geom_scale": (-LARGEST, LARGEST),
-    "uniform": (0.0, BELOW_ONE),
-}
-PARAMETERS = tuple(_INTERVALS)
-
-EDITED = ("logits", "edit_ids", "edit_penalty", "edit_bias")
-
 BoundedColumn = tuple[Tensor, float, float]
 """A column float32 [batch, 1] with its lowest and highest allowed value."""
 
@@ -221,22 +203,18 @@ def row_parameters(op: Ops, inputs: Sequence[Tensor], only_rule: Tensor | None =
     inputs: float32 [batch], in the order of `PARAMETERS`.
     only_rule: the code of each row's rule, float32 [batch, 1], if the function carries only Top-W.
     """
-    columns = tuple(op.Unsqueeze(value, [1]) for value in inputs)
-    temperature, selection_temperature, lam, beta, init_top_p, geom_scale, uniform = columns
+    given = {name: op.Unsqueeze(value, [1]) for name, value in zip(PARAMETERS, inputs, strict=True)}
+    temperature, chosen = given["temperature"], given["selection_temperature"]
     is_greedy = op.Less(temperature, GREEDY_BELOW)
     nonzero = op.Max(temperature, GREEDY_BELOW)
+    changed = {
+        "temperature": nonzero,
+        "selection_temperature": op.Where(op.Equal(chosen, 0.0), nonzero, chosen),
+        "reward": op.Where(is_greedy, -1.0, op.Sub(given["beta"], given["lam"])),
+        "geom_scale": op.Where(is_greedy, 0.0, given["geom_scale"]),
+    }
     return RowParameters(
-        columns=columns,
-        is_greedy=is_greedy,
-        temperature=nonzero,
-        selection_temperature=op.Where(op.Equal(selection_temperature, 0.0), nonzero, selection_temperature),
-        lam=lam,
-        beta=beta,
-        reward=op.Where(is_greedy, -1.0, op.Sub(beta, lam)),
-        init_top_p=init_top_p,
-        geom_scale=op.Where(is_greedy, 0.0, geom_scale),
-        uniform=uniform,
-        only_rule=only_rule,
+        columns=tuple(given.values()), is_greedy=is_greedy, only_rule=only_rule, **{**given, **changed}
     )
 
 

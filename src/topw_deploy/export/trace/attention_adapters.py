@@ -46,15 +46,24 @@ def update_cache(cache: Any, key: Tensor, value: Tensor, layer: int) -> tuple[Te
     return (key, value) if cache is None else cache.update(key, value, layer)
 
 
-def _attend(self: Any, cache: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **others: Any) -> Tensor:
+def _attend(
+    self: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    past_key_values: Any = None,
+    **others: Any,
+) -> Tensor:
     """Call transformers' attention interface for the module `self`. Returns [batch, sequence, heads, value_dim].
 
     query, key, value: [batch, heads or kv_heads, sequence, dim].
+    Further arguments: those of the module's own forward.
     """
-    key, value = update_cache(cache, key, value, self.layer_idx)
+    key, value = update_cache(past_key_values, key, value, self.layer_idx)
     attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
     output: Tensor
-    output, _ = attention(self, query, key, value, mask, scaling=self.scaling, **others)
+    output, _ = attention(self, query, key, value, attention_mask, scaling=self.scaling, **others)
     return output
 
 
@@ -89,12 +98,7 @@ def _rotate_queries_and_keys(query: Tensor, key: Tensor, rotation: SimpleNamespa
 
 
 def _llama4_attention(
-    self: Any,
-    hidden_states: Tensor,
-    position_embeddings: SimpleNamespace,
-    attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
-    **others: Any,
+    self: Any, hidden_states: Tensor, position_embeddings: SimpleNamespace, **call: Any
 ) -> tuple[Tensor, None]:
     """Llama 4's attention. Layers without rotation scale their queries by position.
 
@@ -110,18 +114,11 @@ def _llama4_attention(
         query = (query * scales[:, None, :, None]).to(query.dtype)
     if hasattr(self, "qk_norm"):
         query, key = self.qk_norm(query), self.qk_norm(key)
-    output = _attend(self, past_key_values, query, key, value, attention_mask, **others)
+    output = _attend(self, query, key, value, **call)
     return self.o_proj(output.flatten(2)), None
 
 
-def _doge_attention(
-    self: Any,
-    hidden_states: Tensor,
-    position_embeddings: Any,
-    attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
+def _doge_attention(self: Any, hidden_states: Tensor, position_embeddings: Any, **call: Any) -> tuple[Tensor, None]:
     """Doge's attention, in which every key adds a number to its scores.
 
     The number becomes one more element of the key, and 1 / scale one more element of the query.
@@ -134,18 +131,11 @@ def _doge_attention(
     added = torch.exp(self.A * torch.nn.functional.softplus(self.dt_proj(merged)))  # [batch, sequence, kv_heads]
     key = torch.cat((key, added.transpose(1, 2)[..., None].to(key.dtype)), dim=-1)
     query = torch.cat((query, torch.full_like(query[..., :1], 1 / self.scaling)), dim=-1)
-    output = _attend(self, past_key_values, query, key, value, attention_mask, **others)
+    output = _attend(self, query, key, value, **call)
     return self.o_proj(output.flatten(2)), None
 
 
-def _qwen4_attention(
-    self: Any,
-    hidden_states: Tensor,
-    position_embeddings: Any,
-    attention_mask: Tensor,
-    past_key_values: Any = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
+def _qwen4_attention(self: Any, hidden_states: Tensor, position_embeddings: Any, **call: Any) -> tuple[Tensor, None]:
     """Qwen 4's gated attention to all tokens, in place of those that an indexer selects.
 
     The original combines the mask with the selection, and takes the new tokens' angles from those of all tokens.
@@ -155,18 +145,12 @@ def _qwen4_attention(
     query, key = self.q_norm(query).transpose(1, 2), self.k_norm(key).transpose(1, 2)
     cos, sin = position_embeddings
     query, key = model_function(self, "apply_rotary_pos_emb")(query, key, cos, sin)
-    output = _attend(self, past_key_values, query, key, value.transpose(1, 2), attention_mask, **others)
+    output = _attend(self, query, key, value.transpose(1, 2), **call)
     return self.o_proj(output.flatten(2) * torch.sigmoid(gate.flatten(2))), None
 
 
 def _deepseek_v4_attention(
-    self: Any,
-    hidden_states: Tensor,
-    position_embeddings: Any,
-    position_ids: Tensor,
-    attention_mask: Tensor | None,
-    past_key_values: Any = None,
-    **others: Any,
+    self: Any, hidden_states: Tensor, position_embeddings: Any, position_ids: Tensor, **call: Any
 ) -> tuple[Tensor, None]:
     """DeepSeek V4's attention: one softmax over a window of tokens and over compressed blocks of tokens.
 
@@ -178,8 +162,8 @@ def _deepseek_v4_attention(
     key = rotate(self.kv_norm(self.kv_proj(hidden_states))[:, None], cos, sin)
     if self.compressor is not None:
         block_keys = self.compressor(hidden_states, compact, position_ids, None, self.layer_idx)
-        others["blocks"] = block_keys, self.compressor.compress_rate
-    output = _attend(self, past_key_values, query, key, key, attention_mask, s_aux=self.sinks, **others)
+        call["blocks"] = block_keys, self.compressor.compress_rate
+    output = _attend(self, query, key, key, s_aux=self.sinks, **call)
     output = rotate(output.transpose(1, 2), cos, -sin).transpose(1, 2)
     groups = output.flatten(2).unflatten(-1, (self.config.o_groups, -1))
     return self.o_b_proj(self.o_a_proj(groups).flatten(2)), None
@@ -270,7 +254,7 @@ def _inkling_attention(
     if not self.is_sliding and self.config.log_scaling_n_floor is not None:
         scales = _query_scales(past_key_values.positions, self.config)[:, None, :, None]
         query, relative = ((part.float() * scales).to(part.dtype) for part in (query, relative))
-    output = _attend(self, past_key_values, query, key, value, attention_mask, position_bias=relative)
+    output = _attend(self, query, key, value, attention_mask, past_key_values, position_bias=relative)
     return self.o_proj(output.flatten(2)), None
 
 

@@ -2,8 +2,8 @@
 
 Most mixers of transformers call functions of their Python module. Those functions are replaced during the trace.
 Where one returns its last state, its replacement returns zeros, because a traced cache stores no states. A mixer that
-computes in its own forward has an adapter, which takes the module, the placeholders and the layer's index before the
-arguments of the method that it replaces.
+computes in its own forward has an adapter, which takes the module and its layer's placeholders before the arguments of
+the method that it replaces.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def layer_of(name: str) -> int:
 
 
 def lightning_attention(
-    mixer: Any, placeholders: MixerPlaceholders, layer: int, hidden_states: Tensor, *_: Any, **__: Any
+    mixer: Any, placeholders: MixerPlaceholders, hidden_states: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
     """MiniMax: S_t = exp(-slope) S_(t-1) + k_t v_t^T; o_t = S_t^T q_t."""
     batch, sequence = hidden_states.shape[:2]
@@ -51,29 +51,23 @@ def lightning_attention(
     projected = mixer.act_fn(mixer.qkv_proj(hidden_states)).reshape(batch, sequence, heads, -1)
     query, key, value = projected.float().split(mixer.head_dim, dim=3)
     decay = -mixer.slope_rate.float().reshape(heads).expand(batch, sequence, heads)
-    output = placeholders.recurrence(query, key, value, rule="gated", decay=decay, layer=layer)
+    output = placeholders.recurrence(query, key, value, rule="gated", decay=decay)
     output = mixer.norm(output.to(hidden_states.dtype).flatten(2))
     return mixer.out_proj(torch.sigmoid(mixer.output_gate(hidden_states)) * output), None
 
 
 def griffin_recurrent_block(
-    block: Any,
-    placeholders: MixerPlaceholders,
-    layer: int,
-    input_states: Tensor,
-    position_ids: Tensor,
-    *_: Any,
-    **__: Any,
+    block: Any, placeholders: MixerPlaceholders, input_states: Tensor, position_ids: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
     """RecurrentGemma: a convolution and then an RG-LRU, multiplied with a gate from a linear branch."""
     gate = block.act_fn(block.linear_y(input_states))
     x = block.linear_x(input_states).transpose(1, 2)
-    x = placeholders.convolution(x, block.conv_1d.weight, block.conv_1d.bias, layer=layer).transpose(1, 2)
-    output = _rg_lru(block.rg_lru, placeholders, layer, x, position_ids).to(input_states.dtype)
+    x = placeholders.convolution(x, block.conv_1d.weight, block.conv_1d.bias).transpose(1, 2)
+    output = _rg_lru(block.rg_lru, placeholders, x, position_ids).to(input_states.dtype)
     return block.linear_out(output * gate), None
 
 
-def _rg_lru(unit: Any, placeholders: MixerPlaceholders, layer: int, x: Tensor, position_ids: Tensor) -> Tensor:
+def _rg_lru(unit: Any, placeholders: MixerPlaceholders, x: Tensor, position_ids: Tensor) -> Tensor:
     """Real-gated linear recurrent unit: h_t = a_t h_(t-1) + sqrt(1 - a_t^2) (i_t x_t), with gates a and i.
 
     Each channel is a head whose state is one number. A sequence's first token, before which the state is zero, is not
@@ -86,7 +80,7 @@ def _rg_lru(unit: Any, placeholders: MixerPlaceholders, layer: int, x: Tensor, p
     factor = torch.where(first, 1.0, torch.sqrt(1 - torch.exp(2 * log_decay)))
     value = (x * input_gate * factor.to(x.dtype)).float()[..., None]
     one = value.new_ones(x.shape[0], x.shape[1], 1, 1)
-    return placeholders.recurrence(one, one, value, rule="gated", decay=log_decay, layer=layer).squeeze(-1)
+    return placeholders.recurrence(one, one, value, rule="gated", decay=log_decay).squeeze(-1)
 
 
 def _block_diagonal_gate(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -101,7 +95,7 @@ def _block_diagonal_gate(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def convolved_projections(
-    mixer: Any, placeholders: MixerPlaceholders, layer: int, hidden_states: Tensor, *_: Any, **__: Any
+    mixer: Any, placeholders: MixerPlaceholders, hidden_states: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """ZAYA: queries and keys pass a depthwise and a grouped convolution; half of the values come from the token before.
 
@@ -115,11 +109,11 @@ def convolved_projections(
     key_mean = query_mean.unflatten(2, (-1, groups)).mean(dim=3)
 
     depthwise, grouped = mixer.conv_qk_depthwise, mixer.conv_qk_grouped
-    column = placeholders.convolution(torch.cat([queries, keys], -1).transpose(1, 2), depthwise.weight, layer=layer)
+    column = placeholders.convolution(torch.cat([queries, keys], -1).transpose(1, 2), depthwise.weight)
     kernel = grouped.weight.shape[-1]
     mixed = grouped.bias[:, None]
     for lag in range(kernel):
-        column = column if lag == 0 else _delay(placeholders, layer, column)
+        column = column if lag == 0 else _delay(placeholders, column)
         tap = grouped.weight[..., kernel - 1 - lag, None]
         mixed = mixed + functional.conv1d(column + depthwise.bias[:, None], tap, groups=grouped.groups)
     mixed = mixed.transpose(1, 2)
@@ -129,7 +123,7 @@ def convolved_projections(
 
     projection = mixer.v_proj_delayed
     delayed = functional.linear(hidden_states, projection.weight).transpose(1, 2)
-    delayed = _delay(placeholders, layer, delayed).transpose(1, 2)
+    delayed = _delay(placeholders, delayed).transpose(1, 2)
     if projection.bias is not None:
         delayed = delayed + projection.bias
     value = torch.cat([mixer.v_proj_current(hidden_states), delayed], dim=-1).view(shape)
@@ -137,13 +131,7 @@ def convolved_projections(
 
 
 def dynamic_convolution(
-    mixer: Any,
-    placeholders: MixerPlaceholders,
-    layer: int,
-    hidden_states: Tensor,
-    dynamic_input: Tensor,
-    *_: Any,
-    **__: Any,
+    mixer: Any, placeholders: MixerPlaceholders, hidden_states: Tensor, dynamic_input: Tensor, *_: Any, **__: Any
 ) -> Tensor:
     """Inkling 2: a tap's weight is the sum of the channel's own weight and one that the token computes for a head."""
     heads, kernel = mixer.num_heads, mixer.conv_kernel_size
@@ -152,36 +140,36 @@ def dynamic_convolution(
     total = hidden_states.float()
     column = total.transpose(1, 2)
     for lag in range(kernel):
-        column = column if lag == 0 else _delay(placeholders, layer, column)
+        column = column if lag == 0 else _delay(placeholders, column)
         total = total + (column.transpose(1, 2).unflatten(-1, (heads, -1)) * taps[..., lag]).flatten(2)
     return (total / math.sqrt(2 * kernel + 1)).to(hidden_states.dtype)
 
 
-def _delay(placeholders: MixerPlaceholders, layer: int, columns: Tensor) -> Tensor:
+def _delay(placeholders: MixerPlaceholders, columns: Tensor) -> Tensor:
     """Shift the columns [batch, channels, sequence] one token later."""
     weight = columns.new_tensor([1.0, 0.0]).expand(columns.shape[1], 1, 2)
-    return placeholders.convolution(columns, weight, layer=layer)
+    return placeholders.convolution(columns, weight)
 
 
 def rwkv_attention(
-    mixer: Any, placeholders: MixerPlaceholders, layer: int, hidden: Tensor, state: Any = None, **_: Any
+    mixer: Any, placeholders: MixerPlaceholders, hidden: Tensor, state: Any = None, **_: Any
 ) -> tuple[Tensor, Any]:
     """RWKV: a mean of values with weights exp(k_s + w (t - 1 - s)) for s < t, and exp(k_t + u) for the token itself.
 
     transformers divides numerator and denominator by their largest weight. This function does not, so keys of 88 and
     more overflow.
     """
-    mixed = _time_mix(mixer, placeholders, layer, hidden)
+    mixed = _time_mix(mixer, placeholders, hidden)
     key, value = (mixer.key(mixed("key")).float(), mixer.value(mixed("value")).float())
     receptance = torch.sigmoid(mixer.receptance(mixed("receptance")))
     weight = torch.exp(key)
     one = weight.new_ones(*weight.shape[:2], 1, 1)
     decay = (-torch.exp(mixer.time_decay.float())).expand(weight.shape)
     sums = [
-        placeholders.recurrence(one, one, part[..., None], rule="gated", decay=decay, layer=layer).squeeze(-1)
+        placeholders.recurrence(one, one, part[..., None], rule="gated", decay=decay).squeeze(-1)
         for part in (weight * value, weight)
     ]
-    earlier = _delay(placeholders, layer, torch.cat(sums, dim=-1).transpose(1, 2)).transpose(1, 2)
+    earlier = _delay(placeholders, torch.cat(sums, dim=-1).transpose(1, 2)).transpose(1, 2)
     numerator, denominator = earlier.chunk(2, dim=-1)
     own = torch.exp(mixer.time_first.float() + key)
     mean = (numerator + own * value) / (denominator + own)
@@ -189,17 +177,17 @@ def rwkv_attention(
 
 
 def rwkv_feed_forward(
-    mixer: Any, placeholders: MixerPlaceholders, layer: int, hidden: Tensor, state: Any = None, **_: Any
+    mixer: Any, placeholders: MixerPlaceholders, hidden: Tensor, state: Any = None, **_: Any
 ) -> tuple[Tensor, Any]:
     """RWKV's gated layer over mixes of each token and the one before it."""
-    mixed = _time_mix(mixer, placeholders, layer, hidden)
+    mixed = _time_mix(mixer, placeholders, hidden)
     value = mixer.value(torch.square(torch.relu(mixer.key(mixed("key")))))
     return torch.sigmoid(mixer.receptance(mixed("receptance"))) * value, state
 
 
-def _time_mix(mixer: Any, placeholders: MixerPlaceholders, layer: int, hidden: Tensor) -> Callable[[str], Tensor]:
+def _time_mix(mixer: Any, placeholders: MixerPlaceholders, hidden: Tensor) -> Callable[[str], Tensor]:
     """A function that interpolates between each token and the one before it, by the weight time_mix_`name`."""
-    delayed = _delay(placeholders, layer, hidden.transpose(1, 2)).transpose(1, 2)
+    delayed = _delay(placeholders, hidden.transpose(1, 2)).transpose(1, 2)
 
     def mix(name: str) -> Tensor:
         weight = getattr(mixer, f"time_mix_{name}")
@@ -211,7 +199,6 @@ def _time_mix(mixer: Any, placeholders: MixerPlaceholders, layer: int, hidden: T
 def matrix_lstm(
     backend: Any,
     placeholders: MixerPlaceholders,
-    layer: int,
     query: Tensor,  # [batch, heads, sequence, dim], like key and value
     key: Tensor,
     value: Tensor,
@@ -234,15 +221,13 @@ def matrix_lstm(
     query, key, value, gate, forget = (part.float().transpose(1, 2) for part in (query, key, value, igate, fgate))
     gate = torch.exp(gate)[..., None]
     settings = {"rule": "gated", "decay": functional.logsigmoid(forget), "scale": query.shape[-1] ** -0.5}
-    memory = placeholders.recurrence(query, key, gate * value, layer=layer, **settings)
-    normalizer = placeholders.recurrence(query, key, gate, layer=layer, **settings)
+    memory = placeholders.recurrence(query, key, gate * value, **settings)
+    normalizer = placeholders.recurrence(query, key, gate, **settings)
     output = memory / (normalizer.abs().clamp(min=1.0) + backend.config.eps)
     return output.transpose(1, 2).to(dtype), None
 
 
-def ngram_embedding(
-    embedding: Any, placeholders: MixerPlaceholders, layer: int, input_ids: Tensor, *_: Any, **__: Any
-) -> Tensor:
+def ngram_embedding(embedding: Any, placeholders: MixerPlaceholders, input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
     """Qwen 4: rows of a table, chosen by hashes of the last tokens, [batch, sequence, heads * dim].
 
     No n-gram reaches back past an end-of-text token: tokens before it, and those before a row's first token, count as
@@ -250,7 +235,7 @@ def ngram_embedding(
     """
     end, earlier_tokens = embedding.eos_token_id, embedding.ngram_size - 1
     ids = input_ids.long()
-    history = placeholders.history((ids - end)[:, None], earlier_tokens, layer=layer)[:, 0]
+    history = placeholders.history((ids - end)[:, None], earlier_tokens)[:, 0]
     multipliers, sizes, offsets = (
         getattr(embedding, name) for name in ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
     )
@@ -265,18 +250,15 @@ def ngram_embedding(
     return embedding.ngram_embedding(torch.cat(rows, dim=-1)).flatten(-2)
 
 
-def dilated_convolution(
-    ple: Any, placeholders: MixerPlaceholders, layer: int, hidden_states: Tensor, *_: Any, **__: Any
-) -> Tensor:
+def dilated_convolution(ple: Any, placeholders: MixerPlaceholders, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
     """Qwen 4's convolution of n-gram features [batch, sequence, channels], whose taps have gaps between them."""
-    columns = placeholders.history(hidden_states.transpose(1, 2), ple.short_conv_state_len, layer=layer)
+    columns = placeholders.history(hidden_states.transpose(1, 2), ple.short_conv_state_len)
     return functional.silu(ple.conv1d(columns)).transpose(1, 2)
 
 
 def compressed_blocks(
     compressor: Any,
     placeholders: MixerPlaceholders,
-    layer: int,
     hidden_states: Tensor,
     _compact: Tensor,
     position_ids: Tensor,
@@ -292,7 +274,7 @@ def compressed_blocks(
     overlaps = compressor.position_bias.shape[1] != width
     span = 2 * size if overlaps else size  # tokens in a mean
     projected = torch.cat([compressor.kv_proj(hidden_states), compressor.gate_proj(hidden_states)], dim=-1)
-    columns = placeholders.history(projected.transpose(1, 2), span - 1, layer=layer).transpose(1, 2)
+    columns = placeholders.history(projected.transpose(1, 2), span - 1).transpose(1, 2)
     windows = columns[:, torch.arange(count)[:, None] + torch.arange(span)]  # [batch, sequence, span, channels]
     values, gates = windows.chunk(2, dim=-1)
     bias = compressor.position_bias
@@ -309,7 +291,7 @@ def compressed_blocks(
 
 
 def shared_attention(
-    mixer: Any, placeholders: MixerPlaceholders, layer: int, *args: Any, layer_idx: int, **kwargs: Any
+    mixer: Any, placeholders: MixerPlaceholders, *args: Any, layer_idx: int, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Zamba's attention, a module that several layers share: its placeholder gets the index of the calling layer."""
     before = mixer.layer_idx
@@ -355,7 +337,7 @@ def marked_mixers(model: PreTrainedModel, placeholders: MixerPlaceholders) -> co
     for name, mixer in model.named_modules():
         kind = type(mixer).__name__
         if kind in ADAPTERS:
-            adapter = partial(ADAPTERS[kind], mixer, placeholders, layer_of(name))
+            adapter = partial(ADAPTERS[kind], mixer, placeholders.of_layer(layer_of(name)))
             changes.append((mixer, METHODS.get(kind, "forward"), adapter))
     return replaced(*changes)
 

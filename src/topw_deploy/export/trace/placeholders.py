@@ -27,6 +27,7 @@ Recurrence(q [B, S, Hq, Dk], k [B, S, Hk, Dk], v [B, S, H, Dv], decay or none, b
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -125,23 +126,29 @@ class MixerPlaceholders:
     """Leaves the placeholders of convolutions, histories and recurrences in one call of a model.
 
     The module's docstring has their formulas and shapes. The states of a layer are numbered from 0, recurrences apart
-    from the others. The methods' argument `layer` is None for the layer that last requested a state from the cache.
+    from the others.
 
-    cache: a `trace.TracedCache`, of which the attributes convolution and recurrence are read.
+    cache: a `trace.TracedCache`, of which the attributes convolution and recurrence are read: placeholders belong to
+        the layer that last requested a state from it.
     """
 
     def __init__(self, cache: Any) -> None:
         self._cache = cache
+        self._layer: int | None = None
         self._counts: dict[tuple[str, int], int] = {}
 
-    def convolution(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "", layer: int | None = None
-    ) -> Tensor:
-        return self._mark_state(CONVOLUTION, (x, weight, bias), x.dtype, x.shape, layer, {"activation": activation})
+    def of_layer(self, layer: int) -> MixerPlaceholders:
+        """The placeholders of this layer."""
+        found = copy.copy(self)  # shares the counts
+        found._layer = layer
+        return found
 
-    def history(self, x: Tensor, columns: int, *, layer: int | None = None) -> Tensor:
+    def convolution(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "") -> Tensor:
+        return self._mark_state(CONVOLUTION, (x, weight, bias), x.dtype, x.shape, {"activation": activation})
+
+    def history(self, x: Tensor, columns: int) -> Tensor:
         shape = (*x.shape[:2], columns + x.shape[2])
-        return self._mark_state(HISTORY, (x,), x.dtype, shape, layer, {"columns": columns})
+        return self._mark_state(HISTORY, (x,), x.dtype, shape, {"columns": columns})
 
     def recurrence(
         self,
@@ -153,12 +160,11 @@ class MixerPlaceholders:
         decay: Tensor | None = None,
         beta: Tensor | None = None,
         scale: float = 1.0,
-        layer: int | None = None,
     ) -> Tensor:
         batch, sequence, heads, size = v.shape
         shape = (batch, sequence, max(q.shape[2], heads), size)
         attributes = {"rule": rule, "scale": float(scale)}
-        return self._mark_state(RECURRENCE, (q, k, v, decay, beta), v.dtype, shape, layer, attributes)
+        return self._mark_state(RECURRENCE, (q, k, v, decay, beta), v.dtype, shape, attributes)
 
     def _mark_state(
         self,
@@ -166,11 +172,10 @@ class MixerPlaceholders:
         inputs: Sequence[Tensor | None],
         dtype: torch.dtype,
         shape: Sequence[int],
-        layer: int | None,
         attributes: dict[str, Any],
     ) -> Tensor:
         """Leave a placeholder with the attributes layer and state besides `attributes`."""
-        kind = RECURRENCE if op_type == RECURRENCE else CONVOLUTION
+        kind, layer = RECURRENCE if op_type == RECURRENCE else CONVOLUTION, self._layer
         if layer is None:
             pending = self._cache.convolution if kind == CONVOLUTION else self._cache.recurrence
             if pending is None:
