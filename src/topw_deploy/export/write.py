@@ -50,9 +50,8 @@ from topw_deploy.progress import Advance
 
 DATA_FILE = "model.onnx_data"
 _OTHER_DATA_FILE = "model.topw.onnx_data"  # if the decoder's own data has a name made from DATA_FILE
-_INLINE_BELOW = (
-    1024  # bytes: smaller tensors stay in the graph, because shape inference needs shapes, axes and scalars there
-)
+# Bytes: smaller tensors stay in the graph, because shape inference needs shapes, axes and scalars there.
+_INLINE_BELOW = 1024
 _PAGE = 4096  # bytes: tensors larger than _ALIGNED_ABOVE start on a page, so that they can be mapped
 _ALIGNED_ABOVE = 1 << 20  # bytes, as in onnx_ir
 # Up to this many bytes, weights stay in model.onnx: one file is easier to copy and compare. Above, the runtime maps a

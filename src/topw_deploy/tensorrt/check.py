@@ -24,10 +24,7 @@ PLUGIN = ("TopWSample", "1", "topw")
 BUILT_WITH = f"{PLUGIN[1]}.{library.CUDA_ABI_VERSION}"
 """The versions of the plugin and of the kernels' interface, which determines an engine's workspace."""
 
-_MODULES = (
-    "tensorrt",
-    "tensorrt_bindings",
-)  # the second is installed without the package that downloads NVIDIA's libraries
+_MODULES = ("tensorrt", "tensorrt_bindings")  # the second comes without the package that downloads NVIDIA's libraries
 
 
 def load_tensorrt() -> Any:

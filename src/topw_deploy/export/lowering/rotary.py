@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import permutations
+from typing import Any
 
 import onnx_ir as ir
 
@@ -81,14 +82,8 @@ def _fuse_rotation(half_head_tables: dict[ir.Value, ir.Value], editor: GraphEdit
     if cos_source is None or sin_source is None:
         return False
     cos, sin = (_repeat_steps(editor, *source, half_head_tables) for source in (cos_source, sin_source))
-    new = editor.op(
-        "RotaryEmbedding",
-        [x, cos, sin],
-        dtype=x.dtype,
-        shape=list(x.shape),
-        interleaved=int(interleaved),
-        num_heads=fixed_size(x, 1),
-    )
+    attributes: dict[str, Any] = {"interleaved": int(interleaved), "num_heads": fixed_size(x, 1)}
+    new = editor.op("RotaryEmbedding", [x, cos, sin], dtype=x.dtype, shape=list(x.shape), **attributes)
     editor.replace(add, new)
     return True
 
@@ -98,15 +93,10 @@ def _remove_casts(half_precision_tables: dict[ir.Value, ir.Value], editor: Graph
 
     half_precision_tables: float32 cosines or sines -> those in half precision, shared by the rotations of a graph.
     """
-    rotary, wide = chain(back.inputs[0], "RotaryEmbedding", "Cast") or (None, None)
+    rotary = rotary_producer(back.inputs[0])
+    wide = None if rotary is None else producer(rotary.inputs[0], "Cast")
     x = None if wide is None else wide.inputs[0]
-    if (
-        rotary is None
-        or len(rotary.inputs) != 3
-        or x is None
-        or x.dtype not in HALF
-        or x.dtype != back.outputs[0].dtype
-    ):
+    if rotary is None or x is None or x.dtype not in HALF or x.dtype != back.outputs[0].dtype:
         return False
     tables = rotary.inputs[1:]
     for table in tables:
@@ -121,15 +111,9 @@ def _remove_casts(half_precision_tables: dict[ir.Value, ir.Value], editor: Graph
 def _fuse_partial_rotation(editor: GraphEditor, concat: ir.Node) -> bool:
     """Replace the partial rotation whose last node is `concat`, if there is one. Returns whether there is."""
     part, other = _joined_pair(concat.outputs[0])
-    rotary, first = chain(part, "RotaryEmbedding", "Slice") or (None, None)
-    rest = producer(other, "Slice")
-    if (
-        rotary is None
-        or len(rotary.inputs) != 3
-        or first is None
-        or rest is None
-        or "num_heads" not in rotary.attributes
-    ):
+    rotary, rest = rotary_producer(part), producer(other, "Slice")
+    first = None if rotary is None else producer(rotary.inputs[0], "Slice")
+    if rotary is None or first is None or rest is None or "num_heads" not in rotary.attributes:
         return False
     x = first.inputs[0]
     width = _head_width(x)

@@ -81,13 +81,8 @@ def _fuse_heads(editor: GraphEditor, layer: AttentionLayer) -> AttentionLayer:
     and keys are rotated differently, or if neither is rotated and they differ in heads (see `_slice_heads`).
     """
     query, key, value = (merge_heads(editor, part) for part in (layer.query, layer.new_key, layer.new_value))
-    if (
-        layer.latent
-        or layer.owner != layer.index
-        or not _are_rotated_alike(query, key)
-        or value.rotary is not None
-        or layer.head_dim != layer.value_dim
-    ):
+    has_own_heads = layer.owner == layer.index and layer.head_dim == layer.value_dim and not layer.latent
+    if not has_own_heads or not _are_rotated_alike(query, key) or value.rotary is not None:
         return layer
     if query.rotary is None and layer.heads != layer.kv_heads:
         return layer

@@ -122,16 +122,14 @@ def search_candidates(op: Ops, spec: SamplerSpec, logits: InputLogits) -> tuple[
         found = block_candidates(op, values, width, spec.vocab_size)
         return [found.logits, found.ids, op.ReduceSum(values, [1], keepdims=1)]
 
-    def search_unmasked() -> list[Tensor]:
-        if not logits.can_read_in_place:
-            return search(logits.edited())
-        return op.branch(
+    if logits.can_read_in_place:
+        unmasked = op.branch(
             logits.is_empty("edit_ids"),
             lambda: search(logits.inputs["logits"], spec.vocab_size),
             lambda: search(logits.edited()),
         )
-
-    unmasked = search_unmasked()
+    else:
+        unmasked = search(logits.edited())
     values, ids, total = op.branch(logits.is_empty("allowed"), lambda: unmasked, lambda: search(logits.masked()))
     return CandidateLogits(values, ids, min(CANDIDATES, spec.vocab_size)), total
 

@@ -252,16 +252,13 @@ def _inkling_attention(
     query, key, value = self.q_norm(query).transpose(1, 2), self.k_norm(key).transpose(1, 2), value.transpose(1, 2)
     relative = self.rel_logits_proj(self.r_proj(hidden_states).unflatten(-1, (self.num_heads, -1)))
     if not self.is_sliding and self.config.log_scaling_n_floor is not None:
-        scales = _query_scales(past_key_values.positions, self.config)[:, None, :, None]
+        # 1 up to log_scaling_n_floor tokens, then growing with the logarithm
+        counts = (past_key_values.positions + 1).float() / self.config.log_scaling_n_floor
+        growth = self.config.log_scaling_alpha * torch.log(counts.clamp(min=1.0))
+        scales = (1.0 + growth)[:, None, :, None]
         query, relative = ((part.float() * scales).to(part.dtype) for part in (query, relative))
     output = _attend(self, query, key, value, attention_mask, past_key_values, position_bias=relative)
     return self.o_proj(output.flatten(2)), None
-
-
-def _query_scales(positions: Tensor, config: Any) -> Tensor:
-    """Inkling's factors [batch, sequence]: 1 up to log_scaling_n_floor tokens, then growing with the logarithm."""
-    counts = (positions + 1).float() / config.log_scaling_n_floor
-    return 1.0 + config.log_scaling_alpha * torch.log(counts.clamp(min=1.0))
 
 
 def _attend_to_blocks(self: Any, block_states: Tensor, partial_block_states: Tensor) -> tuple[Tensor, ...]:

@@ -112,11 +112,11 @@ def _read_part(file: StoredTensor | EncodedWeight, dtype: torch.dtype, index: An
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _OPSET = 23  # at 24 the tracer decomposes norms and rotary embeddings
 _BATCH, _SEQUENCE = 2, 3  # sample sizes: the tracer takes equal sizes and 1 for constants
-_SEE_LATER_TOKENS = {"cpmant"}  # model types whose own masks show each token of a prompt all of the prompt
 # Model type -> why no graph over tokens can compute the model.
 _REFUSED = {
     "blt": "runs its middle layers once for each patch of bytes, and where a patch starts depends on entropies that a "
-    "second model predicts"
+    "second model predicts",
+    "cpmant": "lets a prompt's tokens attend to later ones, so its logits depend on how a prompt is divided into calls",
 }
 
 
@@ -152,20 +152,11 @@ def trace(model: PreTrainedModel) -> TracedDecoder:
 
 def _check_architecture(model: PreTrainedModel, config: Any) -> None:
     """Raise UnsupportedModelError for a model that is no causal decoder over tokens."""
-    reason = _REFUSED.get(model.config.model_type)
-    if reason is not None:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} {reason}, which the export does not support; choose a model of tokens."
-        )
+    reason = _REFUSED.get(model.config.model_type) or _REFUSED.get(getattr(config, "model_type", ""))
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is not a causal decoder; choose a decoder-only language model."
-        )
-    if getattr(config, "model_type", "") in _SEE_LATER_TOKENS:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} lets a prompt's tokens attend to later ones, so its logits depend on how a prompt "
-            "is divided into calls; choose a causal decoder."
-        )
+        reason = "is not a causal decoder"
+    if reason is not None:
+        raise UnsupportedModelError(f"{type(model).__name__} {reason}; choose a decoder-only model of tokens.")
 
 
 def _check_placeholders(model: PreTrainedModel, config: Any, graph: ir.Graph) -> None:

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -344,28 +344,11 @@ def _sampler_model(folder: Path) -> ir.Model:
     return _cut_graph(model, editor, node.outputs, lambda name: name in SAMPLER_INPUTS)
 
 
-class Reference(Protocol):
-    """A source of logits for sequences without padding.
-
-    name: as shown in results.
-    """
-
-    name: str
-
-    def logits(self, ids: np.ndarray) -> np.ndarray:
-        """The logits after each of ids [n]: float32 [n, vocab]."""
-
-    def logits_by_runs(self, ids: np.ndarray, runs: Sequence[int]) -> np.ndarray:
-        """The logits at the end of each run: float32 [runs, vocab].
-
-        runs: the sizes of the runs into which `ids` is split. How it is split can affect rounding.
-        """
-
-
 class TorchReference:
-    """A transformers checkpoint, computed in float32.
+    """A transformers checkpoint, computed in float32, as a source of logits for sequences without padding.
 
     dtype: of the export; the weights are rounded to it.
+    name: as shown in results.
     """
 
     name = "torch"
@@ -382,12 +365,17 @@ class TorchReference:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def logits(self, ids: np.ndarray) -> np.ndarray:
+        """The logits after each of ids [n]: float32 [n, vocab]."""
         import torch
 
         with torch.no_grad():
             return self.model(input_ids=torch.from_numpy(ids)[None]).logits[0].float().numpy()
 
     def logits_by_runs(self, ids: np.ndarray, runs: Sequence[int]) -> np.ndarray:
+        """The logits at the end of each run: float32 [runs, vocab].
+
+        runs: the sizes of the runs into which `ids` is split. How it is split can affect rounding.
+        """
         return self.logits(ids)[np.cumsum(runs) - 1]
 
     def geometry(self, metric: str, vocab: int) -> Geometry:
@@ -398,7 +386,7 @@ class TorchReference:
 
 
 class OriginalDecoderReference:
-    """The ONNX decoder to which a sampler was attached.
+    """The ONNX decoder to which a sampler was attached, with the methods of `TorchReference`.
 
     MatMulNBits on a CPU may round activations to 8 bits. A difference in the last digit of a float32, such as there is
     between single steps and a whole prompt, can then change a rounding and grow (measured: 0.11, for logits up to 16).
@@ -436,3 +424,6 @@ class OriginalDecoderReference:
         }
         (logits,) = self._session.run(["logits"], {name: feeds[name] for name in self._inputs})
         return logits[0].astype(np.float32)
+
+
+Reference = TorchReference | OriginalDecoderReference
