@@ -18,7 +18,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from tests.support.attacks import call, claim, function, nested_if, no_hang, put, refused, sparse
+from tests.support.attacks import call, claim, function, nested_if, put, refused, sparse
 from tests.support.samples import thinned
 from tests.support.toy_model import byte_tokenizer
 from tests.test_manifest import BOMBS
@@ -236,20 +236,6 @@ def test_an_expression_that_backtracks_without_end_is_stopped(folder: Path, patt
     tokenizer = open_changed(folder, change)
     with refused(TokenizerError, "cannot be used"):
         tokenizer.encode("a" * 5000 + "!")
-
-
-@pytest.mark.slow
-def test_a_vocabulary_of_many_tokens_is_read(folder: Path) -> None:
-    """It is legal, and costs what its file does. The graph decides which ids exist."""
-
-    def change(data: dict[str, Any]) -> None:
-        first = len(data["model"]["vocab"])
-        data["model"]["vocab"] |= {f"token {number}": first + number for number in range(200_000)}
-
-    with no_hang():
-        tokenizer = open_changed(folder, change)
-        assert tokenizer.vocab_size > 200_000
-        assert tokenizer.encode("ab") == byte_tokenizer().encode("ab").ids
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "config.json", "tokenizer_config.json"])

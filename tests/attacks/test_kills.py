@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +43,6 @@ def check_kills(name: str, model: Path, folder: Path, share: int, least: int) ->
 @pytest.mark.parametrize("share", [30, broad(1)])
 def test_an_export_killed_before_any_file_operation(foreign: Path, tmp_path: Path, name: str, share: int) -> None:
     check_kills(name, foreign, tmp_path, share, 30)
-
-
-@pytest.mark.broad
-def test_an_export_of_a_checkpoint_killed_before_any_file_operation(
-    checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
-    check_kills("export-replace", checkpoint("llama_tied"), tmp_path, 7, 30)
 
 
 @pytest.mark.slow

@@ -108,21 +108,6 @@ def test_a_batch_of_prompts_is_several_sequences_of_one_request(model: TopWModel
     assert engine.submit(["one"], seed=1).result(60) == model.generate(["one"], seed=1)
 
 
-def test_pieces_join_to_the_text(model: TopWModel, engine_of: NewEngine) -> None:
-    engine = engine_of(model)
-    given: dict[str, Any] = {"temperature": 2.5, "lam": 0.2, "max_new_tokens": 30, "seed": 3, "num_return_sequences": 2}
-    for stops in ([], ["a", "b"]):
-        texts, last = ["", ""], {}
-        for piece in engine.submit("some text", stop_strings=stops, **given):
-            assert piece.row not in last, "nothing follows a sequence's last piece"
-            texts[piece.row] += piece.text
-            if piece.result is not None:
-                last[piece.row] = piece.result
-        alone = model.generate("some text", stop_strings=stops, **given)
-        assert texts == [result.text for result in alone]
-        assert [last[row] for row in range(2)] == alone
-
-
 def test_a_prompt_that_fills_the_context_ends_at_once(model: TopWModel, engine_of: NewEngine) -> None:
     engine = engine_of(model, max_length=20)
     full = engine.submit([5] * 20).result(60)

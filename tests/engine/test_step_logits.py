@@ -8,13 +8,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.engine.conftest import FORMS, HOT, Gate, NewEngine
+from tests.engine.conftest import FORMS, HOT, SYSTEM, Gate, NewEngine
 from tests.support.toy_model import CONTEXT, Toy
 from topw_deploy.engine import Engine
 from topw_deploy.errors import GenerationError, LogitsError, ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
 
-PROMPT = list(range(10, 40))
 Load = Callable[..., TopWModel]
 
 
@@ -24,28 +23,28 @@ def test_step_logits_are_those_of_the_model_and_each_reads_one_token(
 ) -> None:
     """12 steps after 30 tokens, asked for in order and backwards, read 24 tokens. One pass without reuse reads 426."""
     engine = engine_of(load(toy, with_logits=True, **FORMS[form]), max_batch=3)
-    drawn = engine.submit(PROMPT, max_new_tokens=12, seed=3, **HOT).result(60).token_ids
+    drawn = engine.submit(SYSTEM, max_new_tokens=12, seed=3, **HOT).result(60).token_ids
     before = engine.stats().prompt_tokens
     for count in (*range(12), *reversed(range(12))):
-        tokens = [*PROMPT, *drawn[:count]]
+        tokens = [*SYSTEM, *drawn[:count]]
         assert np.array_equal(asyncio.run(engine.logits_after(tokens)), toy.logits(tokens))
     assert engine.stats().prompt_tokens - before == 24
-    assert sum(len(PROMPT) + count for count in range(12)) == 426
+    assert sum(len(SYSTEM) + count for count in range(12)) == 426
 
 
 def test_step_logits_do_not_change_a_running_request(toy: Toy, load: Load, engine_of: NewEngine, gate: Gate) -> None:
     engine = engine_of(load(toy, with_logits=True), max_batch=2)
-    alone = engine.submit(PROMPT, max_new_tokens=9, seed=4, **HOT).result(60)
+    alone = engine.submit(SYSTEM, max_new_tokens=9, seed=4, **HOT).result(60)
     gate.after = 4
-    running = gate.hold(engine, PROMPT, max_new_tokens=9, seed=4, **HOT)
+    running = gate.hold(engine, SYSTEM, max_new_tokens=9, seed=4, **HOT)
 
     async def several() -> list[np.ndarray]:
-        asked = [asyncio.ensure_future(engine.logits_after(PROMPT[: 9 + each])) for each in range(3)]
+        asked = [asyncio.ensure_future(engine.logits_after(SYSTEM[: 9 + each])) for each in range(3)]
         gate.opened.set()
         return await asyncio.gather(*asked)
 
     for each, found in enumerate(asyncio.run(several())):
-        assert np.array_equal(found, toy.logits(PROMPT[: 9 + each]))
+        assert np.array_equal(found, toy.logits(SYSTEM[: 9 + each]))
     assert running.result(60).token_ids == alone.token_ids
 
 

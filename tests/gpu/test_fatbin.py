@@ -16,29 +16,6 @@ from .fatbin_files import CUBIN, ONLY_THERE, PTX, elf, entry, fat_binary
 OLD, WANTED, NEW, TEXT = b"old" * 40, b"wanted!!" * 9, b"new code" * 11, b".version 9.0" * 4
 
 
-def library(tmp_path: Path) -> Path:
-    """Two padded fat binaries with three architectures, between other sections."""
-    first = fat_binary(entry(CUBIN, 80, OLD), entry(CUBIN, 90, WANTED), entry(CUBIN, 120, NEW), entry(PTX, 120, TEXT))
-    second = fat_binary(entry(CUBIN, 90, WANTED, ONLY_THERE), entry(CUBIN, 100, NEW))
-    path = tmp_path / "libmade.so"
-    code = first + bytes(-len(first) % 8) + bytes(16) + second
-    path.write_bytes(elf([(".text", b"machine code of the processor"), (".nv_fatbin", code), (".data", b"numbers")]))
-    return path
-
-
-def test_code_for_other_gpus_is_zeroed_and_the_wanted_one_stays(tmp_path: Path) -> None:
-    path = library(tmp_path)
-    before = path.read_bytes()
-    assert keep_only(path, 90) == "libmade.so keeps 0 of 0 MB of GPU code (sm_90, sm_90a)"
-    after = path.read_bytes()
-    assert after.count(WANTED) == 2
-    assert not any(payload in after for payload in (OLD, NEW, TEXT))
-    assert len(after) == len(before)
-    assert list(fat_binaries(after)) == list(fat_binaries(before))
-    assert b"machine code of the processor" in after
-    assert b"numbers" in after
-
-
 @pytest.mark.parametrize(
     ("sm", "wanted"),
     [
