@@ -12,9 +12,11 @@ from tests.engine.conftest import FORMS, NewEngine
 from tests.engine.test_results import random_request
 from tests.runtime.ort.test_device_binding import Open, on_a_device  # noqa: F401  # a fixture
 from tests.support.samples import slow
+from tests.support.tensorrt_double import gpu, no_plugin, trt  # noqa: F401  # fixtures
 from tests.support.toy_model import Toy, export
-from tests.tensorrt.run import conftest as tensorrt
-from tests.tensorrt.run.conftest import gpu, no_plugin, on_cpu, opened, out, trt  # noqa: F401  # fixtures
+from tests.tensorrt.conftest import CACHE, out  # noqa: F401  # a fixture
+from tests.tensorrt.run.conftest import Open as OpenEngine
+from tests.tensorrt.run.conftest import on_cpu, opened  # noqa: F401  # fixtures
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import TopWOptions
 
@@ -23,7 +25,7 @@ from topw_deploy.sampling import TopWOptions
 def exported_toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A decoder for --target tensorrt with all sampling rules, because the random requests use them."""
     toy = Toy.random(1, options=TopWOptions(top_m=64, metric="mahalanobis"))
-    settings: dict[str, Any] = {"form": "scatter", "max_length": tensorrt.CACHE, "with_mass": True}
+    settings: dict[str, Any] = {"form": "scatter", "max_length": CACHE, "with_mass": True}
     return export(tmp_path_factory.mktemp("toy") / "out", toy, **settings)
 
 
@@ -53,7 +55,7 @@ def test_a_device_draws_what_the_host_draws(
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", ["both", "decode"])
 def test_a_tensorrt_engine_draws_what_onnxruntime_draws(
-    opened: tensorrt.Open,  # noqa: F811
+    opened: OpenEngine,  # noqa: F811
     on_cpu: TopWModel,  # noqa: F811
     engine_of: NewEngine,
     profile: str,

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import NewEngine
+from tests.support.tensorrt_double import gpu, no_plugin, trt  # noqa: F401  # fixtures
 from tests.support.toy_model import CONTEXT, Toy, export
-from tests.tensorrt.run.conftest import Open, exported_toy, gpu, no_plugin, opened, out, trt  # noqa: F401  # fixtures
+from tests.tensorrt.conftest import exported_toy, out  # noqa: F401  # fixtures
+from tests.tensorrt.run.conftest import Open, opened  # noqa: F401  # fixtures
 from topw_deploy.engine import Engine
 from topw_deploy.errors import GenerationError, ParameterError
 from topw_deploy.runtime import TopWModel
