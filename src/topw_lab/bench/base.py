@@ -24,9 +24,7 @@ import numpy as np
 
 from topw_deploy.errors import BenchmarkError, ParameterError
 from topw_deploy.install import installed_version
-from topw_deploy.manifest import load_decoder_manifest
 from topw_deploy.progress import Advance, Progress
-from topw_deploy.runtime.rule_settings import USUAL
 from topw_deploy.text import count_text
 from topw_lab.plots import Bar, Panel, draw_panels
 from topw_lab.tables import comparison, table
@@ -142,7 +140,7 @@ def this_machine() -> str:
     return f"{processor}{features}, {cores} cores; {', '.join([f'Python {platform.python_version()}', *versions])}"
 
 
-TOP_P, TOP_K, MIN_P = USUAL["top_p"], USUAL["top_k"], USUAL["min_p"]
+TOP_P, TOP_K, MIN_P = 0.9, 50, 0.1
 """Parameters of the sampling rules that Top-W is compared with."""
 
 SEARCHES: dict[str, dict[str, Any]] = {
@@ -319,6 +317,8 @@ def random_prompt(folder: Path, prompt_tokens: int, new_tokens: int, seed: int) 
 
     Raises ManifestError for a sampler without a decoder, ParameterError if prompt and new tokens exceed the context.
     """
+    from topw_deploy.manifest import load_decoder_manifest  # a GPU's host has no msgspec
+
     manifest = load_decoder_manifest(folder)
     context = manifest.decoder.context_length
     if prompt_tokens + new_tokens > context:
