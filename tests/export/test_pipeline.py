@@ -219,13 +219,6 @@ def test_a_foreign_decoder_that_is_wrong_with_padding_is_noted(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_foreign_decoder_keeps_its_own_logits_on_request(tmp_path: Path, foreign_decoder: Path) -> None:
-    export(foreign_decoder, tmp_path / "out", with_logits=True, verify=True)
-    outputs = {tensor.name: tensor for tensor in load_manifest(tmp_path / "out").outputs}
-    assert outputs["logits"].shape == ("batch_size", "sequence_length", VOCAB)
-
-
-@pytest.mark.slow
 def test_the_tokenizer_may_come_from_elsewhere(
     tmp_path: Path, foreign_decoder: Path, checkpoint: Callable[[str], Path]
 ) -> None:

@@ -32,9 +32,3 @@ def test_a_dimension_that_an_engine_cannot_leave_open_is_named() -> None:
     profile = Profile("decode", *[Range(1, 1, 1)] * 3)
     with pytest.raises(TensorRTError, match=r"past_key_values\.0\.key has the dimension 'max_length', for which"):
         profile.shapes(TensorSpec("past_key_values.0.key", "float", ("batch", 2, "max_length", 64)), words=3)
-
-
-def test_masks_are_always_whole() -> None:
-    for profile in BOTH:
-        shapes = profile.shapes(TensorSpec("allowed", "int32", ("batch", "words")), words=9)
-        assert shapes == ([1, 9], [4, 9], [4, 9])

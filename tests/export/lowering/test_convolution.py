@@ -51,20 +51,14 @@ both_forms = pytest.mark.parametrize("contrib", [True, False], ids=["operator", 
 
 @both_forms
 @pytest.mark.parametrize("sequence", [1, 2, 7, 64])
-@pytest.mark.parametrize("activation", ["silu", ""])
-def test_the_convolution_and_its_state_equal_the_loop(contrib: bool, sequence: int, activation: str) -> None:
-    feeds = sample(sequence)
+@pytest.mark.parametrize(("activation", "changes"), [("silu", {}), ("", {}), ("silu", {"bias": None})])
+@pytest.mark.parametrize("kernel", [KERNEL, 2])
+def test_the_convolution_and_its_state_equal_the_loop(
+    contrib: bool, sequence: int, activation: str, changes: dict[str, None], kernel: int
+) -> None:
+    feeds = {**sample(sequence, kernel=kernel), **changes}
     output, present = lowered(feeds, contrib=contrib, activation=activation).run(feeds)
     wanted, state = literal_convolution(feeds["x"], feeds["weight"], feeds["bias"], feeds["past"], activation)
-    assert (output - wanted).abs().max() <= BOUNDS[torch.float32]
-    assert torch.equal(present, state)
-
-
-@both_forms
-def test_a_convolution_without_bias_and_with_two_taps_equals_the_loop(contrib: bool) -> None:
-    feeds = {**sample(5, kernel=2), "bias": None}
-    output, present = lowered(feeds, contrib=contrib).run(feeds)
-    wanted, state = literal_convolution(feeds["x"], feeds["weight"], None, feeds["past"], "silu")
     assert (output - wanted).abs().max() <= BOUNDS[torch.float32]
     assert torch.equal(present, state)
 

@@ -9,18 +9,17 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.support.samples import sampled
-from tests.support.tiny_models import ONE_LAYER, make_model, write_checkpoint
+from tests.support.tiny_models import ONE_LAYER, make_model
 from topw_deploy.errors import ParameterError, VerificationError
 from topw_deploy.export import export_model
 from topw_deploy.export.quantise import Quantisation
 from topw_deploy.export.quantise import blocks as weight_module
 from topw_deploy.export.quantise.blocks import QuantisedWeight, ReadRows, WeightBlocks
-from topw_deploy.export.verification.quantised import dequantise_model, exact_copy
+from topw_deploy.export.verification.quantised import dequantise_model
 from topw_deploy.manifest import load_decoder_manifest
-from topw_deploy.plugins.library import library_path
 from topw_deploy.runtime import TopWModel
 
 pytestmark = pytest.mark.long
@@ -66,18 +65,6 @@ def test_an_export_agrees_with_its_dequantised_weights_and_reports_the_cost_of_r
     assert not set(notes) & set(checks)
 
 
-@pytest.mark.parametrize("family", sampled(CASES, ("llama_tied",), ("gemma3",)))
-def test_native_sampler_and_function_agree_on_a_quantised_export(verified: Callable[[str], Path], family: str) -> None:
-    if library_path() is None:
-        pytest.skip("no native sampler")
-    settings = {"max_new_tokens": 24, "seed": 3, "temperature": 1.5, "lam": 0.5, "ignore_eos": True}
-    with TopWModel.from_pretrained(verified(family), sampler="native") as model:
-        assert model.sampler == "native"
-        native = model.generate([5, 9, 7], **settings).token_ids
-    with TopWModel.from_pretrained(verified(family), sampler="graph") as model:
-        assert native == model.generate([5, 9, 7], **settings).token_ids
-
-
 @pytest.mark.parametrize("branches", [True, False])
 def test_every_form_of_the_sampler_reads_the_quantised_table(
     branches: bool, tmp_path: Path, checkpoint: Callable[[str], Path]
@@ -112,22 +99,6 @@ def test_wrong_zero_points_in_one_weight_fail_the_verification(
     assert not (tmp_path / "out").exists()
 
 
-def test_exact_products_are_a_copy_that_leaves_the_export_unchanged(verified: Callable[[str], Path]) -> None:
-    folder = verified("gpt2")
-    manifest = load_decoder_manifest(folder)
-
-    def levels(place: Path) -> set[int]:
-        nodes = [node for node in ir.load(place / "model.onnx").graph if node.op_type == "MatMulNBits"]
-        return {node.attributes["accuracy_level"].as_int() for node in nodes}
-
-    with exact_copy(folder, manifest) as made:
-        assert made != folder
-        assert levels(made) == {1}
-        load_decoder_manifest(made)
-    assert not made.exists()
-    assert levels(folder) == {4}
-
-
 def test_layers_that_the_export_keeps_in_float_are_not_rounded(
     verified: Callable[[str], Path], checkpoint: Callable[[str], Path]
 ) -> None:
@@ -152,20 +123,6 @@ def test_a_table_that_begins_with_zeros_is_not_taken_for_another_matrix(tmp_path
     before = table.detach().clone()
     dequantise_model(model, tmp_path, Quantisation(bits=4))
     assert not np.array_equal(table.detach(), before)
-
-
-def test_block_sizes_that_a_table_cannot_have_are_halved(tmp_path: Path) -> None:
-    """hidden_size 96, block size 64: 16 for the table (32 gives an odd number of blocks)."""
-    config = Qwen2Config(
-        vocab_size=320, hidden_size=96, intermediate_size=80, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-        tie_word_embeddings=False,
-    )  # fmt: skip
-    write_checkpoint(tmp_path / "model", config)
-    export_model(tmp_path / "model", tmp_path / "out", dtype="int4", block_size=64, table_bits=4, symmetric=False)
-    nodes = {node.op_type: node for node in ir.load(tmp_path / "out" / "model.onnx").graph}
-    assert nodes["GatherBlockQuantized"].attributes["block_size"].as_int() == 16
-    assert nodes["MatMulNBits"].attributes["block_size"].as_int() == 64
 
 
 def test_a_compute_dtype_applies_to_everything_but_the_weights(verified: Callable[[str], Path]) -> None:

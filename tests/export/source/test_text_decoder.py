@@ -36,14 +36,11 @@ def assert_equal_logits(found: torch.Tensor, expected: torch.Tensor, bound: floa
 
 
 @every_kind
-def test_the_text_decoder_gives_the_whole_models_logits(kind: str, tmp_path: Path) -> None:
+def test_the_text_decoder_gives_the_whole_models_logits_and_its_weights_stay_in_their_files(
+    kind: str, tmp_path: Path
+) -> None:
     whole = write_composite(tmp_path, kind)
     assert_equal_logits(logits(load_reference(tmp_path, "float32")), logits(whole))
-
-
-@every_kind
-def test_the_text_decoders_weights_stay_in_their_files(kind: str, tmp_path: Path) -> None:
-    whole = write_composite(tmp_path, kind)
     decoder, notices = load_unread(tmp_path, "float32")
     assert [name for name, value in decoder.named_parameters() if not isinstance(value, UnreadTensor)] == []
     (notice,) = (notice for notice in notices if "only the text decoder" in notice)

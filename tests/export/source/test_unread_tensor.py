@@ -16,7 +16,7 @@ from transformers import Glm4MoeConfig, LlamaConfig
 
 from tests.support.hybrid_models import make_hybrid
 from tests.support.samples import sampled
-from tests.support.tiny_models import FAMILIES, make_model
+from tests.support.tiny_models import COMMON, FAMILIES, make_model
 from topw_deploy.export.graph import LazyWeight, byte_blocks, transpose_tensor
 from topw_deploy.export.source.checkpoint import (
     UnreadTensor,
@@ -77,21 +77,8 @@ def test_mixers_that_use_their_childrens_weights_run_on_unread_ones(tmp_path: Pa
 @pytest.mark.slow
 def test_buffers_of_a_checkpoint_are_read(tmp_path: Path) -> None:
     """Routers add such a buffer to their scores in place."""
-    config = Glm4MoeConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        first_k_dense_replace=1,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=64,
-    )
-    model = make_model(config)
+    experts = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    model = make_model(Glm4MoeConfig(**COMMON, **experts, head_dim=16, first_k_dense_replace=1))
     model.model.layers[1].mlp.gate.e_score_correction_bias.copy_(torch.arange(4.0))
     model.save_pretrained(tmp_path)
     unread = load_checkpoint(tmp_path, "float32", unread=True)

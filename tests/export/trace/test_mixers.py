@@ -72,12 +72,3 @@ def test_n_grams_do_not_reach_past_an_end_of_text_token() -> None:
     with torch.no_grad():
         expected = model(input_ids=ids, use_cache=False).logits
     assert (logits_by_calls(model, ids, CALLS) - expected).abs().max() <= BOUND * expected.abs().max()
-
-
-def test_leaving_the_block_restores_functions_and_forwards() -> None:
-    model = make_hybrid("minimax")
-    ids = sample_ids()
-    with torch.no_grad():
-        expected = model(input_ids=ids, use_cache=False).logits
-        logits_by_calls(model, ids, CALLS)
-        assert torch.equal(model(input_ids=ids).logits, expected)

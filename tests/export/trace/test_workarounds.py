@@ -6,14 +6,13 @@ import numpy as np
 import onnx_ir as ir
 import onnxscript.optimizer
 import pytest
-from transformers import Gemma3TextConfig, HeliumConfig, LlamaConfig, Qwen3_5TextConfig
+from transformers import HeliumConfig, LlamaConfig, Qwen3_5TextConfig
 
 from tests.support.lowerings import attention_nodes, copy_of
 from tests.support.small_graphs import FLOAT, model_of, new_editor, run
 from tests.support.tiny_models import ONE_LAYER, make_model
 from topw_deploy.export.source.text_decoder import context_length
 from topw_deploy.export.trace.trace import (
-    fixed_frequencies,
     hidden_small_terms,
     trace,
 )
@@ -49,18 +48,6 @@ def test_the_graph_has_the_frequencies_of_short_sequences(
     (node,) = attention_nodes(decoder)
     found = node.inputs[7].const_value.numpy()  # type: ignore[union-attr]
     np.testing.assert_allclose(found, np.cos(np.arange(context)[:, None] * frequencies), atol=1e-5)
-
-
-def test_a_model_changes_its_frequencies_again_after_its_trace() -> None:
-    """Each layer type has frequencies of its own."""
-    rope = {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
-    types = ["sliding_attention"]
-    model = make_model(Gemma3TextConfig(**ONE_LAYER, head_dim=16, layer_types=types, rope_parameters=rope))
-    rotary = model.model.rotary_emb
-    before = dict(rotary.rope_type)
-    with fixed_frequencies(model):
-        assert set(rotary.rope_type.values()) == {"default"}
-    assert rotary.rope_type == before
 
 
 def quotient(epsilon: float) -> ir.Model:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.support.toy_model import BOS, VOCAB, Toy, byte_tokenizer, export
+from tests.support.toy_model import VOCAB, Toy, byte_tokenizer, export
 from topw_deploy.errors import VerificationError
 from topw_deploy.export.options import ExportOptions
 from topw_deploy.export.source.resolve import Source
@@ -24,7 +24,6 @@ from topw_deploy.export.verification.run import LEFT_PADDED, PairDistance, Resul
 from topw_deploy.manifest import Check, NotCompared, Note, Verification, load_decoder_manifest
 from topw_deploy.progress import SILENT, Progress
 from topw_deploy.sampling import Geometry, TopWOptions, median_distance
-from topw_deploy.sampling.geometry import SAMPLE_TEXT
 
 GOOD = Check("prefill", True, 1e-7, 1e-4, "torch")
 
@@ -148,18 +147,6 @@ class Bigrams:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export(tmp_path_factory.mktemp("toy") / "out", TOY, tokenizer=byte_tokenizer(bos=True))
-
-
-def test_the_text_is_the_beginning_and_the_end_of_a_page_each_behind_bos(folder: Path) -> None:
-    manifest = load_decoder_manifest(folder)
-    first, last = page_ends(folder, manifest, 40)
-    whole, again = page_ends(folder, manifest, 10**6)  # cut to the context
-    assert (len(first), len(last), len(whole)) == (40, 40, manifest.decoder.context_length)
-    assert first[0] == last[0] == BOS
-    assert first.tolist() == whole[:40].tolist()
-    assert last[1:].tolist() == again[-39:].tolist()
-    assert first[1:].tolist() != last[1:].tolist()
-    assert len(SAMPLE_TEXT) > 10 * 40
 
 
 def test_the_median_is_of_the_references_logits_on_that_text_and_reaches_the_manifest(folder: Path) -> None:
