@@ -46,8 +46,6 @@ Requests = list[tuple[list[int], int]]
 """(prompt, new tokens) of each request."""
 Served = dict[str, Any]
 """What a side measured, see `ServeWorker`."""
-Rounds = Mapping[str, list[Served]]
-"""What each side measured, by round."""
 
 
 def log_normal_lengths(number: int, mean: int) -> list[int]:
@@ -145,7 +143,8 @@ def run(
                         if callers > 1 or side.name != "static"  # which is `one-by-one` for a single caller
                     }
                     served = base.interleave(calls, rounds, seed=seed, advance=advance)
-                    _add_load(report, name, callers, load, present, served)
+                    sides = [side for side in present if side.name in served]
+                    _add_load(report, name, callers, load, sides, served)
                 if has_engine:
                     measure = partial(_latencies, workers["engine"], folder, prefill_budget, count(seed))
                     latencies = base.interleave({"engine": measure}, rounds, advance=advance)["engine"]
@@ -159,7 +158,7 @@ def _add_load(
     callers: int,
     requests: Requests,
     sides: Sequence[base.Side],
-    served: dict[str, list[Served]],
+    served: Mapping[str, list[Served]],
 ) -> None:
     """Add all sides with one number of callers to the report. served: the worker's results by side and round."""
     times = base.Times(sides, {side: [one["seconds"] for one in rounds] for side, rounds in served.items()})
