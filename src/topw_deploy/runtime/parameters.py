@@ -12,6 +12,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, TypeAlias, TypedDict, TypeVar, get_args, get_type_hints
 
 import numpy as np
@@ -57,7 +58,7 @@ Read: TypeAlias = Callable[[str, Any], Any]
 
 
 def read_nothing(name: str, value: Any) -> Any:
-    """Return the value. The table replaces this by the check of Top-W's parameters or of the rules'."""
+    """Return the value. The table replaces this by the check of choices, or of numbers of Top-W or a rule."""
     return value
 
 
@@ -70,7 +71,6 @@ class Parameter:
     default: this package's default; None if there is none, or if it is the model's.
     places: where it may be stated beside calls in Python: "json" is any request in JSON, or a call's
         generation_config; "file" the model's `generation_config.json`; "command" an option of `topw generate`.
-    depth: how deeply lists are nested in the value for one sequence. One more level lists a value per prompt.
     choices: the texts that the value can be; empty if it is no such text.
     kind: int, float, bool or str, for a plain value; None for others. Comes from the type.
     per_prompt: whether the prompts of a call may have different values. Comes from the type.
@@ -80,14 +80,13 @@ class Parameter:
     read: Read = read_nothing
     default: Any = None
     places: frozenset[str] = EVERYWHERE
-    depth: int = 0
     choices: tuple[str, ...] = ()
     kind: type | None = None
     per_prompt: bool = False
 
     def lists_values(self, value: Any) -> bool:
         """Whether `value` lists one value per prompt."""
-        for _ in range(self.depth):
+        for _ in range(_DEPTHS.get(self.read, 0)):
             if not _is_list(value):
                 return False
             inner = [v for v in value if _is_list(v) and len(v)]
@@ -127,11 +126,6 @@ def integer(low: int, high: float = math.inf) -> Read:
 def real(holds: Callable[[float], bool], bound: str) -> Read:
     """A check for numbers that are within `bound` in float32 too, in which the graph computes."""
     return lambda name, value: read_number(name, value, holds, bound)
-
-
-def one_of(choices: Iterable[str]) -> Read:
-    """A check for texts."""
-    return lambda name, value: check_choice(name, value, choices)
 
 
 _finite = real(math.isfinite, "a finite number")
@@ -233,6 +227,10 @@ def _criteria(name: str, value: Any) -> tuple[Callable[..., object], ...]:
     return criteria
 
 
+_DEPTHS: Mapping[Read, int] = {_ids: 1, _some_ids: 1, _texts: 1, _id_lists: 2}
+"""How deeply lists are nested in the value for one sequence; 0 for others. One more level lists a value per prompt."""
+
+
 def takes_tensors(criterion: object) -> bool:
     """Whether a stopping criterion is one of transformers'."""
     return any(
@@ -270,10 +268,7 @@ class GenerationParameters(PromptInputs, total=False):
     seed: Annotated[
         Integer,
         Parameter(
-            "Makes the draws repeatable; in [0, 2^64), random if not given.",
-            integer(0, 2**SEED_BITS),
-            None,
-            REQUEST,
+            "Makes the draws repeatable; in [0, 2^64), random if not given.", integer(0, 2**SEED_BITS), None, REQUEST
         ),
     ]
     num_return_sequences: Annotated[
@@ -284,7 +279,6 @@ class GenerationParameters(PromptInputs, total=False):
         PerPrompt[str],
         Parameter(
             "Named values for those of Top-W's six parameters that are not given.",
-            one_of(REQUEST_PRESETS),
             places=REQUEST,
             choices=tuple(REQUEST_PRESETS),
         ),
@@ -304,7 +298,6 @@ class GenerationParameters(PromptInputs, total=False):
         PerPrompt[str],
         Parameter(
             "Unit of the geom_scale given with it: the metric's, or the median distance of likely tokens.",
-            one_of(GEOM_UNITS),
             choices=GEOM_UNITS,
         ),
     ]
@@ -339,49 +332,33 @@ class GenerationParameters(PromptInputs, total=False):
         PerPrompt[Mapping[Any, float]],
         Parameter("Numbers to add to tokens' logits after the penalties, by token id; -inf bans a token.", _biases, {}),
     ]
-    suppress_tokens: Annotated[
-        PerPrompt[Ids], Parameter("Token ids that are never drawn.", _ids, (), NO_OPTION, depth=1)
-    ]
+    suppress_tokens: Annotated[PerPrompt[Ids], Parameter("Token ids that are never drawn.", _ids, (), NO_OPTION)]
     allowed_token_ids: Annotated[
         PerPrompt[Ids],
         Parameter(
-            "The only token ids that are drawn, with an end of sequence if there shall be one.",
-            _some_ids,
-            (),
-            JSON,
-            depth=1,
+            "The only token ids that are drawn, with an end of sequence if there shall be one.", _some_ids, (), JSON
         ),
     ]
     bad_words_ids: Annotated[
         PerPrompt[Sequence[Sequence[int]]],
         Parameter(
-            "Lists of token ids that are never completed, except a single end of sequence.",
-            _id_lists,
-            (),
-            NO_OPTION,
-            depth=2,
+            "Lists of token ids that are never completed, except a single end of sequence.", _id_lists, (), NO_OPTION
         ),
     ]
     bad_words: Annotated[
         PerPrompt[Texts],
         Parameter(
-            "Texts that are never completed, as tokenized at the start of a text and after a space.",
-            _texts,
-            (),
-            JSON,
-            depth=1,
+            "Texts that are never completed, as tokenized at the start of a text and after a space.", _texts, (), JSON
         ),
     ]
     stop_strings: Annotated[
-        PerPrompt[Texts], Parameter("Texts before the first of which the answer is cut.", _texts, (), depth=1)
+        PerPrompt[Texts], Parameter("Texts before the first of which the answer is cut.", _texts, ())
     ]
     stop_token_ids: Annotated[
-        PerPrompt[Ids],
-        Parameter("Further token ids that end the answer, also with ignore_eos.", _ids, (), NO_OPTION, depth=1),
+        PerPrompt[Ids], Parameter("Further token ids that end the answer, also with ignore_eos.", _ids, (), NO_OPTION)
     ]
     eos_token_id: Annotated[
-        PerPrompt[Ids],
-        Parameter("Token ids that end the answer, instead of the model's.", _ids, (), NO_OPTION, depth=1),
+        PerPrompt[Ids], Parameter("Token ids that end the answer, instead of the model's.", _ids, (), NO_OPTION)
     ]
     ignore_eos: Annotated[Flag, Parameter("Continue after the end of sequence.", _flag, False, REQUEST)]
     pad_token_id: Annotated[
@@ -399,10 +376,7 @@ class GenerationParameters(PromptInputs, total=False):
     logprobs: Annotated[
         Integer,
         Parameter(
-            "Log-probabilities of the drawn tokens, and of so many alternatives for each.",
-            integer(0),
-            None,
-            REQUEST,
+            "Log-probabilities of the drawn tokens, and of so many alternatives for each.", integer(0), None, REQUEST
         ),
     ]
     prompt_logprobs: Annotated[
@@ -447,14 +421,17 @@ def _read_table() -> tuple[dict[str, Parameter], dict[str, str]]:
         annotation = get_args(hint)[0]
         members = get_args(annotation)
         plain = next((kind for kind in members or (annotation,) if kind in (bool, int, float, str)), None)
-        stated = replace(stated, kind=None if stated.depth else plain, per_prompt=NDArray[Any] in members)
+        kind = None if stated.read in _DEPTHS else plain
+        stated = replace(stated, kind=kind, per_prompt=NDArray[Any] in members)
         if name in values:
             value = values[name]
             usual = "" if value.default is None else f"; {value.default:g} without a value"
             text = f"{RULE_OF_VALUE[name].name}: {stated.text}{usual}."
             stated = replace(stated, text=text, read=real(value.accepts, value.bound))
         elif stated.read is read_nothing:
-            stated = replace(stated, read=_top_w[name])
+            stated = replace(
+                stated, read=partial(check_choice, choices=stated.choices) if stated.choices else _top_w[name]
+            )
         parameters[name] = stated
     return parameters, aliases
 

@@ -7,11 +7,11 @@ capture.
 from __future__ import annotations
 
 import gc
-import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -395,29 +395,18 @@ def test_an_error_is_raised_in_the_caller_and_the_thread_continues() -> None:
     assert seen == ["next"]
 
 
-def test_a_call_from_the_thread_itself_runs_at_once() -> None:
-    runner, seen = RunThread(), list[str]()
-    runner.call(lambda: runner.call(lambda: seen.append("inner")))
-    assert seen == ["inner"]
-
-
 def test_an_interrupted_caller_waits_until_its_call_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, ended, waits_again = RunThread(), list[str](), threading.Event()
 
-    class Interrupted(queue.SimpleQueue):  # type: ignore[type-arg]
-        """A queue whose first wait is interrupted, as by Ctrl-C."""
+    def interrupt(future: object) -> None:
+        raise KeyboardInterrupt
 
-        waits = 0
+    def wait_again(futures: list[Future[None]]) -> None:
+        waits_again.set()
+        wait(futures)
 
-        def get(self) -> object:  # type: ignore[override]
-            self.waits += 1
-            if self.waits == 1:
-                raise KeyboardInterrupt
-            waits_again.set()
-            return super().get()
-
-    runner.call(lambda: None)  # starts the thread
-    monkeypatch.setattr(device, "SimpleQueue", Interrupted)
+    monkeypatch.setattr(Future, "result", interrupt)
+    monkeypatch.setattr(device, "wait", wait_again)
 
     def work() -> None:
         assert waits_again.wait(HANG)
@@ -429,12 +418,10 @@ def test_an_interrupted_caller_waits_until_its_call_has_ended(monkeypatch: pytes
 
 
 def test_the_thread_ends_with_its_owner() -> None:
-    runner = RunThread()
-    runner.call(lambda: None)
-    thread = runner._thread
-    assert thread is not None
-    assert thread.is_alive()
+    runner, threads = RunThread(), list[threading.Thread]()
+    runner.call(lambda: threads.append(threading.current_thread()))
+    assert threads[0].is_alive()
     del runner
     gc.collect()
-    thread.join(HANG)
-    assert not thread.is_alive()
+    threads[0].join(HANG)
+    assert not threads[0].is_alive()

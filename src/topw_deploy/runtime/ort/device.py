@@ -9,14 +9,11 @@ Tested with test doubles of the device and the CUDA runtime; not run on a GPU.
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
-from typing import TypeAlias
 
 import numpy as np
 import onnxruntime as ort
@@ -290,58 +287,24 @@ class DeviceBinding(HostBinding):
         return self._graph
 
 
-Task: TypeAlias = tuple[Callable[[], None], "SimpleQueue[BaseException | None]"]
-"""A function, and where its error, or None, is put once it has ended."""
-
-
 class RunThread:
-    """The thread that runs a session with CUDA graphs. The first call starts it.
+    """The thread that runs a session with CUDA graphs. The first call starts it; it ends with this object.
 
     onnxruntime keeps handles and CUDA graphs per thread until the session closes. So if callers ran the session in
     their own threads, each new thread would capture again, without limit.
     """
 
     def __init__(self) -> None:
-        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._executor = ThreadPoolExecutor(1, "topw-cuda-graphs")
 
     def call(self, function: Callable[[], None]) -> None:
         """Call `function` on the thread, wait, and raise its errors.
 
         A caller that is interrupted waits too, because `function` uses the caller's objects.
         """
-        if threading.current_thread() is self._start():  # garbage collection may close a generation here
-            function()
-            return
-        ended: SimpleQueue[BaseException | None] = SimpleQueue()
-        self._tasks.put((function, ended))
+        future = self._executor.submit(function)
         try:
-            error = ended.get()
-        except BaseException:
-            ended.get()
-            raise
-        if error is not None:
-            raise error
-
-    def _start(self) -> threading.Thread:
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=_run_tasks, args=(self._tasks,), name="topw-cuda-graphs", daemon=True
-                )
-                self._thread.start()
-                weakref.finalize(self, self._tasks.put, None)
-            return self._thread
-
-
-def _run_tasks(tasks: SimpleQueue[Task | None]) -> None:
-    while (task := tasks.get()) is not None:
-        function, ended = task
-        error: BaseException | None = None
-        try:
-            function()
-        except BaseException as raised:  # noqa: BLE001  # raised in the caller
-            error = raised
-        ended.put(error)
-        del task, function, ended, error  # they refer to the session
+            future.result()
+        finally:
+            wait([future])
+            del future  # its error refers to this frame, and so to the session
