@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,11 +12,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.support.samples import examples
-from topw_deploy.engine.prefixes import NO_TOKENS, ReusePolicy, SlotPrefixes, Snapshots
+from topw_deploy.engine.prefixes import NO_TOKENS, Prefixes, Snapshots, shared_length
 
 
 def ids(text: str) -> np.ndarray:
     return np.array([ord(character) for character in text], np.int64)
+
+
+def prefixes_of(recurs: bool = False, **options: Any) -> Prefixes:
+    """Prefixes of three slots, without a batch."""
+    decoder: Any = SimpleNamespace(states=(), recurs=recurs)
+    batch: Any = SimpleNamespace(copies_slots=True, keep_tokens=lambda slot, tokens: None)
+    return Prefixes(batch, decoder, 3, **{"chunk": 1, **options})
 
 
 texts = st.text("ab", max_size=8).map(ids)
@@ -27,7 +37,8 @@ def beginnings(tokens: np.ndarray) -> set[tuple[int, bytes]]:
 @settings(max_examples=examples(200))
 def test_the_longest_shared_beginning_is_reusable(held: np.ndarray, wanted: np.ndarray, unit: int) -> None:
     shared = beginnings(held) & beginnings(wanted)
-    assert ReusePolicy(unit).reusable_count(held, wanted) == max(n for n, _ in shared if n % unit == 0)
+    reusable = prefixes_of(chunk=unit, exact=True)._reusable_count(held, wanted)
+    assert reusable == max(n for n, _ in shared if n % unit == 0)
 
 
 @given(held=texts, wanted=texts, stored=st.lists(texts), in_slot=st.booleans())
@@ -40,10 +51,10 @@ def test_states_of_fixed_size_are_reusable_where_they_are_known(
     known = {(len(tokens), bytes(tokens)) for tokens in [NO_TOKENS, *stored, *([held] if in_slot else [])]}
     lengths = [len(tokens) for tokens in stored if (len(tokens), bytes(tokens)) in beginnings(wanted)]
     longest = max(n for n, _ in shared & known)
-    by_engine = ReusePolicy(has_fixed_states=True, slots_have_fixed=in_slot)
-    assert by_engine.reusable_count(held, wanted, lengths) == longest
-    by_holder = ReusePolicy(has_fixed_states=True)
-    assert by_holder.reusable_count(held, wanted, lengths, in_slot=in_slot) == longest
+    by_engine = prefixes_of(recurs=True, exact=not in_slot)
+    assert by_engine._reusable_count(held, wanted, lengths) == longest
+    by_holder = prefixes_of(recurs=True)
+    assert by_holder._reusable_count(held, wanted, lengths, in_slot=in_slot) == longest
 
 
 @pytest.mark.parametrize(
@@ -58,10 +69,10 @@ def test_states_of_fixed_size_are_reusable_where_they_are_known(
     ],
 )
 def test_a_prompt_takes_the_slot_that_loses_least(slots: list[str], slot: int) -> None:
-    prefixes = SlotPrefixes(3, ReusePolicy())
-    prefixes.held = [ids(text) for text in slots]
+    prefixes = prefixes_of()
+    prefixes._held = [ids(text) for text in slots]
     for released in (1, 2, 0):
-        prefixes.record_release(released)
+        prefixes.release_slot(released, None)
     assert prefixes.choose_slot(ids("abcd"), [0, 1, 2]) == slot
 
 
@@ -70,7 +81,7 @@ class LeastRecentlyUsed(RuleBasedStateMachine):
 
     @initialize(most=st.integers(0, 30))
     def begin(self, most: int) -> None:
-        self.snapshots: Snapshots[tuple[str, bool]] = Snapshots(most, ReusePolicy(has_fixed_states=True))
+        self.snapshots: Any = Snapshots(most)
         self.model: list[tuple[str, bool, int]] = []
 
     def has(self, text: str, is_fixed: bool) -> bool:
@@ -101,7 +112,11 @@ class LeastRecentlyUsed(RuleBasedStateMachine):
         fixed = {held for held, is_fixed, _ in self.model if is_fixed and text.startswith(held)}
         assert sorted(self.snapshots.fixed_lengths(ids(text))) == sorted(map(len, fixed))
         most = max((len(held) for held in fixed if self.has(held, False)), default=0)
-        found = self.snapshots.find_growing(ids(text), 1, self.snapshots.fixed_lengths(ids(text)))
+
+        def reusable(tokens: np.ndarray) -> int:
+            return max((len(held) for held in fixed if len(held) <= shared_length(tokens, ids(text))), default=0)
+
+        found = self.snapshots.find_growing(reusable, 1)
         assert (found[0] if found else 0) == most
         if found:
             assert found[1][0].startswith(text[:most])

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -47,75 +48,6 @@ def begins_with(tokens: np.ndarray, beginning: np.ndarray) -> bool:
     return bool((tokens[:count] == beginning).all())
 
 
-class ReusePolicy:
-    """Decides how many held tokens a prompt can reuse.
-
-    unit: the number of reused tokens is a multiple of this.
-    has_fixed_states: whether the model has states of fixed size.
-    slots_have_fixed: whether a slot has the states of fixed size after the tokens that it holds.
-    """
-
-    def __init__(self, unit: int = 1, *, has_fixed_states: bool = False, slots_have_fixed: bool = True) -> None:
-        self._unit, self.has_fixed_states, self.slots_have_fixed = unit, has_fixed_states, slots_have_fixed
-
-    def round_down(self, tokens: int) -> int:
-        """The largest multiple of `unit` up to `tokens`."""
-        return tokens - tokens % self._unit
-
-    def reusable_count(
-        self, held: np.ndarray, wanted: np.ndarray, fixed_lengths: Sequence[int] = (), *, in_slot: bool = True
-    ) -> int:
-        """The number of tokens of `held` that can be reused for `wanted`.
-
-        fixed_lengths: lengths of the beginnings of `wanted` after which states of fixed size are stored.
-        in_slot: whether a slot holds `held`; otherwise a snapshot.
-        """
-        shared = shared_length(held, wanted)
-        if not self.has_fixed_states:
-            return self.round_down(shared)
-        if in_slot and self.slots_have_fixed and shared == len(held):
-            return shared
-        return max((length for length in fixed_lengths if length <= shared), default=0)
-
-
-class SlotPrefixes:
-    """The tokens that each slot holds, and which slot a new prompt should take.
-
-    held: slot -> tokens.
-    """
-
-    def __init__(self, slots: int, policy: ReusePolicy) -> None:
-        self.held = [NO_TOKENS] * slots
-        self._policy = policy
-        self._release_numbers = [0] * slots  # a slot with a larger number was released later
-        self._releases = 0
-
-    def record_release(self, slot: int) -> None:
-        """Record that a slot became free now."""
-        self._releases += 1
-        self._release_numbers[slot] = self._releases
-
-    def exchange(self, one: int, other: int) -> None:
-        """Record that two slots were exchanged."""
-        held, numbers = self.held, self._release_numbers
-        held[one], held[other] = held[other], held[one]
-        numbers[one], numbers[other] = numbers[other], numbers[one]
-
-    def slots_by_release(self) -> list[int]:
-        """All slots, in the order in which they were released."""
-        return sorted(range(len(self.held)), key=self._release_numbers.__getitem__)
-
-    def choose_slot(self, wanted: np.ndarray, free: Sequence[int], fixed_lengths: Sequence[int] = ()) -> int:
-        """The free slot with the most reusable tokens, unless it would lose more tokens than that; among equals, the
-        one that loses fewest. Otherwise the first empty slot, else the slot released first.
-        """
-        reusable = {slot: self._policy.reusable_count(self.held[slot], wanted, fixed_lengths) for slot in free}
-        slot = max(free, key=lambda slot: (reusable[slot], -len(self.held[slot])))
-        if reusable[slot] and 2 * reusable[slot] >= len(self.held[slot]):
-            return slot
-        return min(free, key=lambda slot: (self._release_numbers[slot] if len(self.held[slot]) else 0, slot))
-
-
 @dataclass(slots=True)
 class _Snapshot:
     """States after tokens.
@@ -136,8 +68,8 @@ class Snapshots:
     Growing states and states of fixed size after the same tokens are two snapshots.
     """
 
-    def __init__(self, max_bytes: int, policy: ReusePolicy) -> None:
-        self.max_bytes, self._policy = max_bytes, policy
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
         self._snapshots: OrderedDict[int, _Snapshot] = OrderedDict()
         self._last_number = 0
         self.bytes = 0
@@ -167,22 +99,20 @@ class Snapshots:
         self.bytes += size
 
     def find_growing(
-        self, wanted: np.ndarray, least: int, fixed_lengths: Sequence[int] = ()
+        self, reusable_count: Callable[[np.ndarray], int], least: int
     ) -> tuple[int, list[np.ndarray]] | None:
         """Find the growing states with the most reusable tokens, which then count as used.
 
+        reusable_count: function from a snapshot's tokens to the number of them that can be reused.
+
         Returns (number of these tokens, the states), or None for fewer than `least` tokens.
         """
-        reusable = {
-            number: self._policy.reusable_count(snapshot.tokens, wanted, fixed_lengths, in_slot=False)
-            for number, snapshot in self._snapshots.items()
-            if not snapshot.is_fixed
-        }
-        best = max(reusable, key=reusable.__getitem__, default=None)
-        if best is None or reusable[best] < least:
+        counts = {n: reusable_count(each.tokens) for n, each in self._snapshots.items() if not each.is_fixed}
+        best = max(counts, key=counts.__getitem__, default=None)
+        if best is None or counts[best] < least:
             return None
         self._snapshots.move_to_end(best)
-        return reusable[best], self._snapshots[best].states
+        return counts[best], self._snapshots[best].states
 
     def fixed_lengths(self, wanted: np.ndarray) -> list[int]:
         """Lengths of the beginnings of `wanted` after which states of fixed size are stored."""
@@ -258,16 +188,26 @@ class Prefixes:
         self.decoding_tokens: Callable[[int], np.ndarray | None] = lambda slot: None
         self._has_growing = any(state.grows for state in decoder.states)
         # A slot of an exact engine goes past the last multiple of a chunk, so its states are not known at a multiple.
-        unit = chunk if exact else 1
-        self._policy = ReusePolicy(unit, has_fixed_states=decoder.recurs, slots_have_fixed=not exact)
+        self._unit = chunk if exact else 1
         self._fixed_bytes = sum(state.row_bytes(0) for state in decoder.states if not state.grows)
+        self._recurs = decoder.recurs
         self._stores_fixed = decoder.recurs and batch.copies_slots and max_bytes > 0
-        self._prefixes = SlotPrefixes(slots, self._policy)
-        self._snapshots: Snapshots = Snapshots(max_bytes, self._policy)
+        self._held = [NO_TOKENS] * slots  # the tokens that each slot holds
+        self._released_at = [0] * slots  # a slot with a larger number was released later
+        self._snapshots = Snapshots(max_bytes)
 
     def choose_slot(self, wanted: np.ndarray, free: Sequence[int]) -> int:
-        """The free slot for a prompt. wanted: see `restore_prefix`."""
-        return self._prefixes.choose_slot(wanted, free, self._snapshots.fixed_lengths(wanted))
+        """The free slot for a prompt: the one with the most reusable tokens, unless it would lose more tokens than
+        that; among equals, the one that loses fewest. Otherwise the first empty slot, else the slot released first.
+
+        wanted: see `restore_prefix`.
+        """
+        held, lengths = self._held, self._snapshots.fixed_lengths(wanted)
+        reusable = {slot: self._reusable_count(held[slot], wanted, lengths) for slot in free}
+        slot = max(free, key=lambda slot: (reusable[slot], -len(held[slot])))
+        if reusable[slot] and 2 * reusable[slot] >= len(held[slot]):
+            return slot
+        return min(free, key=lambda slot: (self._released_at[slot] if len(held[slot]) else 0, slot))
 
     def restore_prefix(self, slot: int, wanted: np.ndarray) -> int:
         """Put the states of the longest known prefix of a prompt into its slot. Returns the prefix's length.
@@ -276,12 +216,12 @@ class Prefixes:
         """
         if not self.is_enabled:
             return 0
-        held = self._prefixes.held[slot]
+        held = self._held[slot]
         known = self._find_longest(wanted, slot)
         tokens = known.tokens
         if shared_length(held, wanted[:tokens]) < len(held):
             self._store_slot(slot)
-        elif self._policy.slots_have_fixed:
+        elif not self._exact:
             self._store_fixed(held, lambda: self._batch.copy_fixed(slot))  # now, because the next chunk changes them
         if known.growing is not None:
             self._batch.restore_growing(slot, known.growing, tokens)
@@ -289,7 +229,7 @@ class Prefixes:
             self._batch.copy_slot(known.slot, slot, tokens)
         if known.fixed is not None:
             self._batch.restore_fixed(slot, known.fixed)
-        self._prefixes.held[slot] = wanted[:tokens]
+        self._held[slot] = wanted[:tokens]
         self._batch.keep_tokens(slot, tokens)
         return tokens
 
@@ -301,7 +241,7 @@ class Prefixes:
         """
         if not (self.is_enabled and self._stores_fixed) or self._exact:
             return 0
-        in_slots = (shared_length(self._tokens_in(slot, wanted), wanted) for slot in range(len(self._prefixes.held)))
+        in_slots = (shared_length(self._tokens_in(slot, wanted), wanted) for slot in range(len(self._held)))
         shared = max(self._snapshots.longest_shared(wanted), *in_slots)
         return shared if shared - start >= LEAST_GAIN else 0
 
@@ -311,25 +251,27 @@ class Prefixes:
         is_finite: whether its states are finite, as far as known; others are not stored.
         """
         if self.is_enabled:
-            count = self._policy.round_down(len(tokens))
-            self._prefixes.held[slot] = tokens[:count]
+            count = len(tokens) - len(tokens) % self._unit
+            self._held[slot] = tokens[:count]
             if is_finite and count == len(tokens):
                 self._store_fixed(tokens, lambda: self._batch.copy_fixed(slot))
 
     def release_slot(self, slot: int, tokens: np.ndarray | None) -> None:
         """Record that a slot is free. tokens: the tokens that it holds; None for those passed to `record_read`."""
         if tokens is not None and self.is_enabled and not (self._exact and len(tokens)):
-            self._prefixes.held[slot] = tokens
-        self._prefixes.record_release(slot)
-        self._batch.keep_tokens(slot, len(self._prefixes.held[slot]))
+            self._held[slot] = tokens
+        self._released_at[slot] = max(self._released_at) + 1
+        self._batch.keep_tokens(slot, len(self._held[slot]))
 
     def has_tokens(self, slot: int) -> bool:
         """Whether a slot holds tokens that a prompt may reuse."""
-        return len(self._prefixes.held[slot]) > 0
+        return len(self._held[slot]) > 0
 
     def exchange(self, one: int, other: int) -> None:
         """Record that two slots were exchanged."""
-        self._prefixes.exchange(one, other)
+        held, released = self._held, self._released_at
+        held[one], held[other] = held[other], held[one]
+        released[one], released[other] = released[other], released[one]
 
     def shrink_buffers(self, wanted: np.ndarray) -> None:
         """Store what slots hold and shorten the buffers again, if that makes steps cheaper.
@@ -337,12 +279,12 @@ class Prefixes:
         Does nothing if the next prompt reuses half of their length. Call this only while no slot is in use.
         """
         fixed_lengths = self._snapshots.fixed_lengths(wanted)
-        reusable = max(self._policy.reusable_count(held, wanted, fixed_lengths) for held in self._prefixes.held)
+        reusable = max(self._reusable_count(held, wanted, fixed_lengths) for held in self._held)
         if not self._batch.can_shrink or 2 * reusable >= self._batch.room:
             return
-        for slot in self._prefixes.slots_by_release():
+        for slot in sorted(range(len(self._held)), key=self._released_at.__getitem__):
             self._store_slot(slot)
-            self._prefixes.held[slot] = NO_TOKENS
+            self._held[slot] = NO_TOKENS
             self._batch.keep_tokens(slot, 0)
         self._batch.shrink()
 
@@ -383,15 +325,15 @@ class Prefixes:
             self._store_growing(tokens, lambda: growing)
             self._store_fixed(tokens, lambda: fixed)
             return
-        if not free or (self._exact and self._policy.has_fixed_states):
+        if not free or (self._exact and self._recurs):
             raise self._no_room(tokens, has_free_slot=bool(free))
-        slot = self._prefixes.choose_slot(tokens, free, self._snapshots.fixed_lengths(tokens))
+        slot = self.choose_slot(tokens, free)
         self._store_slot(slot)
-        self._prefixes.held[slot] = NO_TOKENS
+        self._held[slot] = NO_TOKENS
         self._batch.restore_growing(slot, growing, len(tokens))
         self._batch.restore_fixed(slot, fixed)
-        self._prefixes.held[slot] = tokens
-        self._prefixes.record_release(slot)
+        self._held[slot] = tokens
+        self._released_at[slot] = max(self._released_at) + 1
 
     def _no_room(self, tokens: np.ndarray, has_free_slot: bool) -> GenerationError:
         """The error for a session that fits neither host memory nor a slot."""
@@ -412,30 +354,46 @@ class Prefixes:
 
     def _find_longest(self, wanted: np.ndarray, slot: int | None = None) -> _KnownPrefix:
         """Find the longest known beginning of `wanted`. slot: the slot into which it will be put; None for a copy."""
-        policy, fixed_lengths = self._policy, self._snapshots.fixed_lengths(wanted)
+        fixed_lengths = self._snapshots.fixed_lengths(wanted)
         best, slot_has_fixed = _KnownPrefix(0), False
-        slots: list[int] = list(range(len(self._prefixes.held)))
+        slots: list[int] = list(range(len(self._held)))
         if slot is not None:
             others = [other for other in slots if other != slot]
             slots = [slot, *others] if self._batch.copies_slots else [slot]
         for other in slots:
-            held = self._prefixes.held[slot] if other == slot else self._tokens_in(other, wanted)
-            reusable = policy.reusable_count(held, wanted, fixed_lengths)
+            held = self._held[slot] if other == slot else self._tokens_in(other, wanted)
+            reusable = self._reusable_count(held, wanted, fixed_lengths)
             if reusable > best.tokens:
                 best = _KnownPrefix(reusable, other)
-                slot_has_fixed = policy.slots_have_fixed and reusable == len(held)
-        stored = self._snapshots.find_growing(wanted, best.tokens + 1, fixed_lengths)
+                slot_has_fixed = not self._exact and reusable == len(held)
+        count = partial(self._reusable_count, wanted=wanted, fixed_lengths=fixed_lengths, in_slot=False)
+        stored = self._snapshots.find_growing(count, best.tokens + 1)
         if stored is not None:
             best, slot_has_fixed = _KnownPrefix(stored[0], growing=stored[1]), False
         if not self._has_growing and max(fixed_lengths, default=0) > best.tokens:
             best, slot_has_fixed = _KnownPrefix(max(fixed_lengths)), False
-        if best.tokens and policy.has_fixed_states and not slot_has_fixed:
+        if best.tokens and self._recurs and not slot_has_fixed:
             best.fixed = self._snapshots.find_fixed(wanted[: best.tokens])
         return best
 
+    def _reusable_count(
+        self, held: np.ndarray, wanted: np.ndarray, fixed_lengths: Sequence[int] = (), *, in_slot: bool = True
+    ) -> int:
+        """The number of tokens of `held` that can be reused for `wanted`.
+
+        fixed_lengths: lengths of the beginnings of `wanted` after which states of fixed size are stored.
+        in_slot: whether a slot holds `held`; otherwise a snapshot.
+        """
+        shared = shared_length(held, wanted)
+        if not self._recurs:
+            return shared - shared % self._unit
+        if in_slot and not self._exact and shared == len(held):
+            return shared
+        return max((length for length in fixed_lengths if length <= shared), default=0)
+
     def _tokens_in(self, slot: int, wanted: np.ndarray) -> np.ndarray:
         """The tokens that a slot holds. Those that it drew are looked up only if `wanted` may share them."""
-        held = self._prefixes.held[slot]
+        held = self._held[slot]
         if self._exact or not len(held) or shared_length(held, wanted) < len(held):
             return held
         decoding = self.decoding_tokens(slot)
@@ -443,13 +401,13 @@ class Prefixes:
 
     def _store_slot(self, slot: int) -> None:
         """Store the tokens that a slot holds, unless another slot or a snapshot can be used instead."""
-        tokens = self._prefixes.held[slot]
+        tokens = self._held[slot]
         if not self._fits_snapshots(tokens):
             return
-        others = (held for other, held in enumerate(self._prefixes.held) if other != slot)
+        others = (held for other, held in enumerate(self._held) if other != slot)
         if not any(begins_with(held, tokens) for held in others):
             self._store_growing(tokens, lambda: self._batch.copy_growing(slot, len(tokens)))
-        if self._policy.slots_have_fixed:
+        if not self._exact:
             self._store_fixed(tokens, lambda: self._batch.copy_fixed(slot))
 
     def _fits_snapshots(self, tokens: np.ndarray) -> bool:
@@ -459,7 +417,7 @@ class Prefixes:
     def _snapshot_bytes(self, tokens: np.ndarray) -> int:
         """Bytes of all snapshots that store the states of `tokens`."""
         growing = self._growing_bytes(tokens) if self._has_growing else 0
-        return growing + (self._fixed_bytes + tokens.nbytes if self._policy.has_fixed_states else 0)
+        return growing + (self._fixed_bytes + tokens.nbytes if self._recurs else 0)
 
     def _growing_bytes(self, tokens: np.ndarray) -> int:
         """Bytes of a snapshot of growing states."""
