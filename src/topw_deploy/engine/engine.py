@@ -28,12 +28,13 @@ from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.cache.buffers import ALIGNMENT
 from topw_deploy.runtime.loop import LogitsBuffer, logits_output
-from topw_deploy.runtime.parameters import GenerationParameters, integer
-from topw_deploy.runtime.prepare import Sequences
+from topw_deploy.runtime.parameters import GenerationParameters, flag, integer
+from topw_deploy.runtime.prepare import Sequences, check_size
 from topw_deploy.runtime.results import Logits, Piece, Scores
 from topw_deploy.runtime.sequence import end_on_failure
 from topw_deploy.runtime.session import Session
-from topw_deploy.text import decimal_size, short_repr
+from topw_deploy.sampling.parameters import check_choice
+from topw_deploy.text import decimal_size
 
 Result = TypeVar("Result")
 
@@ -106,20 +107,15 @@ class Engine:
                 f"{_REMEDIES.get(decoder.kv_form, 'use TopWModel.generate')}."
             )
         context = decoder.context_length
-        length = context if max_length is None else integer(1)("max_length", max_length)
-        if length > context:
-            raise ParameterError(
-                f"max_length is {length}, but the model's context holds {context}; give at most that.", "max_length"
-            )
+        check_size("max_length", max_length, context, f"the model's context holds {context}")
+        length = max_length or context
         slots = _read_slots(max_batch, kv_bytes, decoder, length)
         queue, prefix_bytes = integer(0)("max_queue", max_queue), integer(0)("prefix_bytes", prefix_bytes)
         chunk = integer(1)("prefill_budget", prefill_budget)
         chunk = min(chunk, session.most_columns or chunk, decoder.most_columns or chunk)
-        if when_full not in ("error", "wait"):
-            raise ParameterError(f"when_full is {when_full!r}, but must be one of error, wait.", "when_full")
-        for name, value in (("reuse_prefixes", reuse_prefixes), ("exact", exact)):
-            if not isinstance(value, bool):
-                raise ParameterError(f"{name} is {value!r}, but must be True or False.", name)
+        check_choice("when_full", when_full, ("error", "wait"))
+        flag("reuse_prefixes", reuse_prefixes)
+        flag("exact", exact)
         _check_tensorrt(session, decoder, slots, length)
 
         self._model, self._session, self._slots, self._length = model, session, slots, length
@@ -319,11 +315,8 @@ class Engine:
         started = time.perf_counter()
         self._worker.check_caller("submit", waits=False)
         parameters = dict(parameters)
-        seconds, reuse_prefix = read_max_time(parameters.pop("max_time", None)), parameters.pop("reuse_prefix", True)
-        if not isinstance(reuse_prefix, bool):
-            raise ParameterError(
-                f"reuse_prefix is {short_repr(reuse_prefix)}, but must be True or False.", "reuse_prefix"
-            )
+        seconds = read_max_time(parameters.pop("max_time", None))
+        reuse_prefix = flag("reuse_prefix", parameters.pop("reuse_prefix", True))
         self._capacity.check_open()
         sequences = prompt
         if not isinstance(prompt, Sequences):

@@ -35,7 +35,6 @@ from topw_deploy.safetensors_header import ELEMENT_BYTES, METADATA, Entry, read_
 from topw_deploy.text import short_repr
 
 FORMAT, VERSION = "topw-session", "1"
-_KIND = ("format", "version")
 TOKENS = "tokens"
 _MAX_HEADER_BYTES = 16 << 20  # manifests have the same bound
 _EXPONENT_BITS = {"F32": (np.uint32, 0x7F800000), "F16": (np.uint16, 0x7C00), "BF16": (np.uint16, 0x7F80)}
@@ -115,11 +114,10 @@ def write_session(path: str | Path, form: SessionForm, tokens: np.ndarray, state
         size = state.row_bytes(count) // len(array)
         raw[state.past] = np.ascontiguousarray(array[:, :size]).reshape(-1)
     tensors = form.tensors(count)
-    invalid = next((name for name, entry in tensors.items() if not _has_valid_values(entry.dtype, raw[name])), None)
-    if invalid is not None:
-        raise SessionFileError(f"the session is not saved: its state {invalid} is not finite; generate again.")
     digest = hashlib.sha256()
-    for name in tensors:
+    for name, entry in tensors.items():
+        if not _has_valid_values(entry.dtype, raw[name]):
+            raise SessionFileError(f"the session is not saved: its state {name} is not finite; generate again.")
         digest.update(raw[name].data)
     metadata = {**form.metadata, "model": form.model, "sha256": digest.hexdigest()}
     text = msgspec.json.encode({METADATA: metadata, **tensors})
@@ -199,16 +197,19 @@ def _read_stream(stream: BinaryIO, form: SessionForm) -> tuple[np.ndarray, list[
     unknown = tokens[(tokens < 0) | (tokens >= form.vocabulary)]
     if len(unknown):
         raise ValueError(f"it has the token {unknown[0]}, but the vocabulary has {form.vocabulary} tokens")
-    invalid = next((name for name, data in raw.items() if not _has_valid_values(tensors[name].dtype, data)), None)
-    if invalid is not None:
-        raise ValueError(f"its state {invalid} is not finite")
-    states = [raw[state.past].reshape(_token_runs(state), -1) for state in form.states]
+    for name, data in raw.items():
+        if not _has_valid_values(tensors[name].dtype, data):
+            raise ValueError(f"its state {name} is not finite")
+    states = []
+    for state in form.states:  # one run of tokens per head, for example
+        runs = math.prod(state.shape[: state.shape.index(0)]) if state.grows else 1
+        states.append(raw[state.past].reshape(runs, -1))
     return tokens, states, SessionInfo(count, size)
 
 
 def _check_metadata(metadata: Any, form: SessionForm) -> None:
     """Raises ValueError unless a file's metadata are those of the form."""
-    if not isinstance(metadata, dict) or any(metadata.get(each) != form.metadata[each] for each in _KIND):
+    if not isinstance(metadata, dict) or (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
         raise ValueError("it is not a saved session that this topw_deploy reads")
     if metadata.get("manifest") != form.manifest:
         raise ValueError(
@@ -219,11 +220,6 @@ def _check_metadata(metadata: Any, form: SessionForm) -> None:
         raise ValueError(
             f"it was not saved by an engine with exact=True and chunks of {form.chunk} tokens, as this one is"
         )
-
-
-def _token_runs(state: State) -> int:
-    """Number of contiguous runs of tokens in a slot's bytes, such as one per head; 1 for a state of fixed size."""
-    return math.prod(state.shape[: state.shape.index(0)]) if state.grows else 1
 
 
 def _has_valid_values(dtype: str, raw: np.ndarray) -> bool:

@@ -151,7 +151,8 @@ def _rule(name: str, value: Any) -> str:
     return value
 
 
-def _flag(name: str, value: Any) -> bool:
+def flag(name: str, value: Any) -> bool:
+    """A check for booleans."""
     if not isinstance(value, (bool, np.bool_)):
         raise ParameterError(f"{name} is {short_repr(value)}, but must be True or False.", name)
     return bool(value)
@@ -274,7 +275,7 @@ class GenerationParameters(PromptInputs, total=False):
     num_return_sequences: Annotated[
         int, Parameter("Number of independent sequences per prompt.", integer(1, MOST_SEQUENCES + 1), 1)
     ]
-    do_sample: Annotated[Flag, Parameter("False means temperature 0.", _flag, None, NO_OPTION)]
+    do_sample: Annotated[Flag, Parameter("False means temperature 0.", flag, None, NO_OPTION)]
     preset: Annotated[
         PerPrompt[str],
         Parameter(
@@ -360,7 +361,7 @@ class GenerationParameters(PromptInputs, total=False):
     eos_token_id: Annotated[
         PerPrompt[Ids], Parameter("Token ids that end the answer, instead of the model's.", _ids, (), NO_OPTION)
     ]
-    ignore_eos: Annotated[Flag, Parameter("Continue after the end of sequence.", _flag, False, REQUEST)]
+    ignore_eos: Annotated[Flag, Parameter("Continue after the end of sequence.", flag, False, REQUEST)]
     pad_token_id: Annotated[
         Integer,
         Parameter(
@@ -385,9 +386,9 @@ class GenerationParameters(PromptInputs, total=False):
             "Log-probabilities of the prompt's tokens, and of so many alternatives for each.", integer(0), None, JSON
         ),
     ]
-    skip_special_tokens: Annotated[bool, Parameter("Omit special tokens from the text.", _flag, True, NO_OPTION)]
+    skip_special_tokens: Annotated[bool, Parameter("Omit special tokens from the text.", flag, True, NO_OPTION)]
     add_special_tokens: Annotated[
-        bool, Parameter("Add the tokenizer's special tokens to a text prompt.", _flag, True, NO_OPTION)
+        bool, Parameter("Add the tokenizer's special tokens to a text prompt.", flag, True, NO_OPTION)
     ]
     generation_config: Annotated[
         Any, Parameter("A mapping of these parameters, or transformers' GenerationConfig.", _settings, {}, PYTHON)

@@ -25,11 +25,17 @@ import numpy as np
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.manifest import DecoderManifest, Manifest, ModelFolder, SamplerInfo
 from topw_deploy.runtime.loop import gives_logits
-from topw_deploy.runtime.parameters import ALIASES, PARAMETERS, Parameter, check_names, is_boolean, values_per_prompt
+from topw_deploy.runtime.parameters import ALIASES, PARAMETERS, Parameter, check_names, integer, values_per_prompt
 from topw_deploy.runtime.sequence import Callbacks, Sequence, SequenceParams, Streamer
 from topw_deploy.runtime.session import Session
 from topw_deploy.runtime.tokenizer import Tokenizer
-from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters, preset_parameters, with_raw_scale
+from topw_deploy.sampling.parameters import (
+    PARAMETER_NAMES,
+    TopWParameters,
+    is_boolean,
+    preset_parameters,
+    with_raw_scale,
+)
 from topw_deploy.sampling.rules import RULE_OF_VALUE, RULE_PARAMETER_NAMES, RULES, RuleParameters
 from topw_deploy.sampling.seeds import fresh_seed, sequence_seed
 from topw_deploy.text import short_repr
@@ -115,9 +121,7 @@ def check_size(name: str, value: object, most: int | None = None, limit: str = "
     """
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ParameterError(f"{name} is {value!r}, but must be an integer >= 1.", name)
-    if most is not None and value > most:
+    if integer(1)(name, value) > (most or math.inf):
         raise ParameterError(f"{name} is {value}, but {limit}; give at most that.", name)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -277,23 +278,10 @@ class Scores:
         return found
 
     def _to_entries(self, scores: Sequence[TokenScore]) -> list[TokenLogprob]:
-        texts: dict[int, str] = {}
-
-        def text(token: int) -> str:
-            if token not in texts:
-                texts[token] = self._text_of(token)
-            return texts[token]
-
-        return [
-            TokenLogprob(
-                one.token,
-                text(one.token),
-                one.logprob,
-                one.greedy,
-                tuple(
-                    TopLogprob(token, text(token), value)
-                    for token, value in zip(one.ids.tolist(), one.logprobs.tolist(), strict=True)
-                ),
-            )
-            for one in scores
-        ]
+        text = cache(self._text_of)
+        entries = []
+        for one in scores:
+            best = zip(one.ids.tolist(), one.logprobs.tolist(), strict=True)
+            top = tuple(TopLogprob(token, text(token), value) for token, value in best)
+            entries.append(TokenLogprob(one.token, text(one.token), one.logprob, one.greedy, top))
+        return entries

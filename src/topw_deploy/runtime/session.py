@@ -14,6 +14,7 @@ import numpy as np
 import onnxruntime as ort
 
 from topw_deploy.errors import ParameterError
+from topw_deploy.sampling.parameters import check_choice
 
 Sampler: TypeAlias = Literal["native", "plugin", "graph"]
 """What computes the sampler: onnxruntime's native operator, TensorRT's plugin, or the function in the file."""
@@ -145,8 +146,7 @@ class SessionOptions:
 
     def __post_init__(self) -> None:
         _check_provider(self.provider, self.provider_options)
-        if self.sampler not in SAMPLERS:
-            raise ParameterError(f"sampler is {self.sampler!r}, but must be one of {', '.join(SAMPLERS)}.", "sampler")
+        check_choice("sampler", self.sampler, SAMPLERS)
         given = self.session_options
         if given is not None and not isinstance(given, ort.SessionOptions):
             raise ParameterError(
@@ -162,11 +162,8 @@ class SessionOptions:
     @property
     def threads(self) -> dict[str, int]:
         """Thread counts by onnxruntime's names."""
-        counts = {
-            "intra_op_num_threads": self.intra_op_num_threads,
-            "inter_op_num_threads": self.inter_op_num_threads,
-        }
-        return {name: value for name, value in counts.items() if value is not None}
+        names = "intra_op_num_threads", "inter_op_num_threads"
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     @property
     def device_number(self) -> int:

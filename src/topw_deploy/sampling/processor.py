@@ -28,6 +28,7 @@ from topw_deploy.sampling.parameters import (
     TopWOptions,
     TopWParameters,
     canonical_names,
+    check_choice,
     depends_on_temperature,
     preset_parameters,
     preset_values,
@@ -133,9 +134,7 @@ class TopWLogitsProcessor(LogitsProcessor):
         """
         given = canonical_names(choices, (*PARAMETER_NAMES, *OPTION_NAMES))
         name = "paper" if preset is None else preset
-        known = dict.fromkeys((*PRESETS, *REQUEST_PRESETS))
-        if not isinstance(name, str) or name not in known:
-            raise ParameterError(f"preset is {preset!r:.60}, but must be one of {', '.join(known)}.")
+        check_choice("preset", name, dict.fromkeys((*PRESETS, *REQUEST_PRESETS)))
         options = asdict(PRESETS[name][1] if name in PRESETS else TopWOptions())
         self.options = TopWOptions(**(options | {key: value for key, value in given.items() if key in OPTION_NAMES}))
         self.geometry = geometry_of(model_or_embeddings, self.options.metric)

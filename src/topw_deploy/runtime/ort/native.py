@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import onnxruntime as ort
 
 from topw_deploy.plugins import library
@@ -26,13 +28,16 @@ def operator_library(
     kind = _LIBRARY_KINDS.get(provider)
     if kind is None:
         return None, f"the native sampler supports cpu and cuda, but the provider is {providers.short_name(provider)}"
-    registered = _registered_kind(options)
+    registered: library.Kind | None = None
+    if options is not None:
+        with suppress(Exception):  # missing entry
+            registered = "cuda" if options.get_session_config_entry("topw.registered") == "cuda" else "cpu"
     if kind == "cuda" and registered == "cpu":
         return None, "the session options already have the CPU's operator and cannot take the GPU's; give new ones"
     found, why = _load_library(registered or kind)
     if isinstance(found, library.CudaLibrary) and kind == "cuda":
-        numbers = [each.architecture for each in library.query_driver().devices[device : device + 1]]
-        for number in numbers:
+        for gpu in library.query_driver().devices[device : device + 1]:
+            number = gpu.architecture
             if not found.can_run_on(number):
                 why = f"{found.path.name} has no code for sm_{number} (run `topw plugins build --cuda --arch {number}`)"
     if found is None or why:
@@ -40,16 +45,6 @@ def operator_library(
     if not found.supports(table_form):
         return None, f"the native sampler does not support the table form {table_form}"
     return found, ""
-
-
-def _registered_kind(options: ort.SessionOptions | None) -> library.Kind | None:
-    if options is None:
-        return None
-    try:
-        entry = options.get_session_config_entry("topw.registered")
-    except Exception:  # noqa: BLE001  # missing entry
-        return None
-    return "cuda" if entry == "cuda" else "cpu"
 
 
 def _load_library(kind: library.Kind) -> tuple[library.Library | None, str]:

@@ -16,7 +16,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 
@@ -184,12 +184,10 @@ _HINTS = {
 
 def record_assignments(options: ort.SessionOptions) -> None:
     """Make sessions of `options` record the provider of each node."""
-    try:
-        recorded = options.get_session_config_entry(_RECORD_ASSIGNMENTS) == "1"
-    except Exception:  # noqa: BLE001  # missing entry
-        recorded = False
-    if not recorded:
-        options.add_session_config_entry(_RECORD_ASSIGNMENTS, "1")
+    with suppress(Exception):  # missing entry
+        if options.get_session_config_entry(_RECORD_ASSIGNMENTS) == "1":
+            return
+    options.add_session_config_entry(_RECORD_ASSIGNMENTS, "1")
 
 
 def assigned_cpu_nodes(session: ort.InferenceSession) -> tuple[CpuNode, ...]:
