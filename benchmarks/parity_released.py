@@ -22,9 +22,9 @@ import torch
 
 from benchmarks.common import table
 from topw_deploy.errors import BenchmarkError
-from topw_deploy.sampling import FLOAT32_TIES, Geometry, Ties, TopWOptions, TopWParameters, crop
+from topw_deploy.sampling import FLOAT32_TIES, Geometry, TopWOptions, TopWParameters, crop
 from topw_deploy.sampling.parameters import PRESETS
-from topw_deploy.sampling.reference import SetDistance, candidate_pool, first_maximiser, objective, warm_start
+from topw_deploy.sampling.reference import SetDistance, Ties, candidate_pool, first_maximiser, objective, warm_start
 from topw_deploy.tiny import tiny_model_path
 from topw_lab.bench.base import load_processor
 

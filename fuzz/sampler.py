@@ -28,7 +28,8 @@ from fuzz import implementations, rules
 from fuzz.implementations import ADAPTERS, Absent, Answer, Opener, Sampling
 from tests.support.rows import LOGPROB_BOUND, Case, explanation, reference
 from tests.support.sampler_cases import ALL, Size, Visit, visits
-from topw_deploy.sampling import FLOAT32_TIES, FLOAT64_TIES, Geometry, SampledRow, TieBounds
+from topw_deploy.sampling import FLOAT32_TIES, FLOAT64_TIES, Geometry, SampledRow
+from topw_deploy.sampling.reference import TieBounds
 
 _MASS_BOUND = 1e-6  # relative: double sums rounded to float32
 _SMALLEST_MASS = float(np.finfo(np.float32).tiny)  # a crop with negative geom_scale may have less

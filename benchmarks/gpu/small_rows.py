@@ -38,8 +38,9 @@ from tests.support.kernel import (
 from tests.support.rows import explanation
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins import library
-from topw_deploy.sampling import FLOAT32_TIES, Geometry, mask_words, pack_mask, sample_row
+from topw_deploy.sampling import FLOAT32_TIES, Geometry, pack_mask, sample_row
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions
+from topw_deploy.sampling.row import mask_words
 
 READY, ANSWERED = "READY", "ANSWERED"
 VOCAB, HIDDEN, BATCH, EDITS = 3_001, 24, 8, 3

@@ -14,7 +14,8 @@ from benchmarks.gpu import rows as gpu_rows
 from benchmarks.gpu.device import DeviceKernel, DeviceTable, nearest_bound, random_rows, statistics, table_of
 from benchmarks.gpu.job import Job
 from tests.support.kernel import STAGES
-from topw_deploy.sampling import Geometry, TopWOptions, embedding_statistics
+from topw_deploy.sampling import Geometry, TopWOptions
+from topw_deploy.sampling.geometry import embedding_statistics
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import ot
 
-from topw_deploy.sampling import Crop, Geometry, TopWOptions, TopWParameters, crop
+from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, crop
 from topw_deploy.sampling.parameters import METRICS
+from topw_deploy.sampling.reference import Crop
 
 TRUE_METRICS = ("mahalanobis", "unit", "uniform")  # `cosine` breaks the triangle inequality
 

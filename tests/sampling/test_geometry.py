@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.sampling import Geometry, embedding_statistics
-from topw_deploy.sampling.geometry import euclidean
+from topw_deploy.sampling import Geometry
+from topw_deploy.sampling.geometry import embedding_statistics, euclidean
 
 from .brute_force import direct_distances
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, crop, preset_parameters, typical_distance
+from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, crop, preset_parameters
 from topw_deploy.sampling.parameters import (
     OPTION_NAMES,
     PARAMETER_NAMES,
@@ -17,6 +17,7 @@ from topw_deploy.sampling.parameters import (
     beta_coefficients,
     canonical_names,
     depends_on_temperature,
+    typical_distance,
 )
 from topw_deploy.sampling.rules import RULES, RULES_BY_CODE, RuleParameters
 

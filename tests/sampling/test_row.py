@@ -17,15 +17,13 @@ from topw_deploy.sampling import (
     TopWOptions,
     TopWParameters,
     apply_edits,
-    apply_mask,
     as_float32,
     crop,
     draw,
-    mask_words,
     pack_mask,
     sample_row,
-    unpack_mask,
 )
+from topw_deploy.sampling.row import apply_mask, mask_words, unpack_mask
 
 UNIFORM = TopWOptions(metric="uniform")
 WIDE = TopWParameters(lam=0.3, beta=2.0)

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from topw_deploy.sampling import FLOAT32_TIES, FLOAT64_TIES, Geometry, SampledRow, TieBounds, draw, sample_row
+from topw_deploy.sampling import FLOAT32_TIES, FLOAT64_TIES, Geometry, SampledRow, draw, sample_row
 from topw_deploy.sampling.parameters import TopWOptions
+from topw_deploy.sampling.reference import TieBounds
 
 LOGPROB_BOUND = 1e-5  # absolute below 1, relative above: a few float32 roundings of (l - l_max) / T and a logarithm
 Edits = tuple[np.ndarray, np.ndarray, np.ndarray]

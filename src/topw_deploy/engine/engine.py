@@ -184,7 +184,9 @@ class Engine:
         """
         with end_on_failure(parameters.get("streamer")):
             request = self._new_request(prompt, parameters)
-            if not _is_in_loop():
+            try:
+                asyncio.get_running_loop()
+            except RuntimeError:  # there is none
                 self._model.compile_grammars(request.sequences)
         return self._stream_pieces(request)
 
@@ -438,15 +440,6 @@ class Engine:
         if waker is None or waker.loop is not asyncio.get_running_loop():
             waker = self._waker = LoopWaker(self._worker.delivery.call_last)
         return waker
-
-
-def _is_in_loop() -> bool:
-    """Whether this thread runs an event loop."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 class _FirstLogits(Scores):

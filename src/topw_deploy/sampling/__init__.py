@@ -6,25 +6,10 @@
 `torch`: Top-W for batches of tensors on any device, and `processor` for transformers. Only these import torch.
 """
 
-from topw_deploy.sampling.geometry import Geometry, embedding_statistics, median_distance
-from topw_deploy.sampling.parameters import (
-    TopWOptions,
-    TopWParameters,
-    preset_parameters,
-    typical_distance,
-)
-from topw_deploy.sampling.reference import FLOAT32_TIES, FLOAT64_TIES, Crop, TieBounds, Ties, crop
-from topw_deploy.sampling.row import (
-    SampledRow,
-    apply_edits,
-    apply_mask,
-    as_float32,
-    draw,
-    mask_words,
-    pack_mask,
-    sample_row,
-    unpack_mask,
-)
+from topw_deploy.sampling.geometry import Geometry, median_distance
+from topw_deploy.sampling.parameters import TopWOptions, TopWParameters, preset_parameters
+from topw_deploy.sampling.reference import FLOAT32_TIES, FLOAT64_TIES, crop
+from topw_deploy.sampling.row import SampledRow, apply_edits, as_float32, draw, pack_mask, sample_row
 from topw_deploy.sampling.rules import RULES, RuleParameters
 from topw_deploy.sampling.seeds import uniform_for
 
@@ -32,26 +17,18 @@ __all__ = [
     "FLOAT32_TIES",
     "FLOAT64_TIES",
     "RULES",
-    "Crop",
     "Geometry",
     "RuleParameters",
     "SampledRow",
-    "TieBounds",
-    "Ties",
     "TopWOptions",
     "TopWParameters",
     "apply_edits",
-    "apply_mask",
     "as_float32",
     "crop",
     "draw",
-    "embedding_statistics",
-    "mask_words",
     "median_distance",
     "pack_mask",
     "preset_parameters",
     "sample_row",
-    "typical_distance",
     "uniform_for",
-    "unpack_mask",
 ]

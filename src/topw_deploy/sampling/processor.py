@@ -76,8 +76,6 @@ _CUTTING_WARPERS = {
     "EtaLogitsWarper": ("eta_cutoff", "epsilon", 0.0),
 }
 
-_MOST_CALLS_BETWEEN = 4  # frames to search, because a subclass may call its parent's __call__
-
 
 class Choices(TypedDict, total=False):
     """The fields of `sampling.TopWParameters` and `sampling.TopWOptions`, or the authors' names for them."""
@@ -203,9 +201,7 @@ def _check_caller(processor: LogitsProcessor, temperature: float | None, frame: 
 
     Raises ParameterError for beam search, for a later warper that removes tokens, and for another temperature.
     """
-    for _ in range(_MOST_CALLS_BETWEEN):
-        if frame is None or frame.f_code.co_name != "__call__":
-            return
+    while frame is not None and frame.f_code.co_name == "__call__":  # a subclass may call its parent's
         warpers = frame.f_locals.get("self")
         if isinstance(warpers, LogitsProcessorList):
             break

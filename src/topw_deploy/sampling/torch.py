@@ -65,7 +65,7 @@ class TensorGeometry:
 
         weight: any floating type and device; kept by reference, so do not train it further.
 
-        The statistics are those of `sampling.embedding_statistics`, computed on the CPU.
+        The statistics are those of `sampling.geometry.embedding_statistics`, computed on the CPU.
 
         Raises ParameterError for another metric, a table that is not a floating [V, d] and values that are not finite.
         """

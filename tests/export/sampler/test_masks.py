@@ -14,7 +14,8 @@ from tests.support.function_cases import FORMS, by_hand, feeds, opened, run, une
 from tests.support.rows import MASKS, Case, random_case, some_allowed
 from tests.support.rows import packed as packed_by_hand
 from tests.support.samples import slow
-from topw_deploy.sampling import apply_edits, apply_mask, mask_words, pack_mask
+from topw_deploy.sampling import apply_edits, pack_mask
+from topw_deploy.sampling.row import apply_mask, mask_words
 
 VOCABULARIES = (1, 31, 32, 33, 300, 8192)  # below, at and above whole words; whole blocks that are read in place
 

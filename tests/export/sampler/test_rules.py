@@ -21,8 +21,8 @@ from topw_deploy.export.sampler.node import SamplerSpec
 from topw_deploy.export.sampler_only import export_sampler
 from topw_deploy.runtime import TopWSampler
 from topw_deploy.runtime.prepare import LONGEST_LIST
-from topw_deploy.sampling import apply_mask
 from topw_deploy.sampling.parameters import TopWOptions
+from topw_deploy.sampling.row import apply_mask
 from topw_deploy.sampling.rules import RULES
 
 SORTED, SEARCHED = 300, 4096

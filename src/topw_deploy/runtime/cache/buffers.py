@@ -252,24 +252,16 @@ class MemoryPool:
     """
 
     def __init__(
-        self,
-        session: Session,
-        decoder: DecoderInfo,
-        length: int | None = None,
-        rows: int | None = None,
+        self, session: Session, decoder: DecoderInfo, length: int | None = None, rows: int | None = None
     ) -> None:
         self.layout, self._memory = Layout(decoder), session.memory
         self._step, self._limit = decoder.buffer_step, decoder.context_length
         self._least_length = decoder.buffer_least
-        if length is not None:
-            length = max(length, self._least_length)
-        self._length, self._rows = length, rows or 1
+        self._length, self._rows = length and max(length, self._least_length), rows or 1
         # Reentrant: garbage collection may close a forgotten generation, and so give back its block, in `borrow`.
         self._lock = threading.RLock()
-        self._kept_block: Memory | None = None
-        self._lent_bytes = 0  # bytes
-        if length is not None:
-            self._kept_block = self._allocate(self._rows, length)
+        self._kept_block = None if self._length is None else self._allocate(self._rows, self._length)
+        self._lent_bytes = 0
 
     @property
     def bytes(self) -> int:
