@@ -107,8 +107,7 @@ class Engine:
                 f"{_REMEDIES.get(decoder.kv_form, 'use TopWModel.generate')}."
             )
         context = decoder.context_length
-        check_size("max_length", max_length, context, f"the model's context holds {context}")
-        length = max_length or context
+        length = check_size("max_length", max_length, context, f"the model's context holds {context}") or context
         slots = _read_slots(max_batch, kv_bytes, decoder, length)
         queue, prefix_bytes = integer(0)("max_queue", max_queue), integer(0)("prefix_bytes", prefix_bytes)
         chunk = integer(1)("prefill_budget", prefill_budget)

@@ -114,15 +114,15 @@ def model_limits(manifest: DecoderManifest, session: Session, max_length: int | 
     return Limits(context, sampler.vocab_size, max_length, max_batch or session.most_rows, "model", pool, sampler.rules)
 
 
-def check_size(name: str, value: object, most: int | None = None, limit: str = "") -> None:
-    """Raises ParameterError unless the option `name` is None or an integer from 1 to `most`.
+def check_size(name: str, value: object, most: int | None = None, limit: str = "") -> int | None:
+    """Return the option `name`. Raises ParameterError unless it is None or an integer from 1 to `most`.
 
     limit: why at most `most`, for the message.
     """
-    if value is None:
-        return
-    if integer(1)(name, value) > (most or math.inf):
-        raise ParameterError(f"{name} is {value}, but {limit}; give at most that.", name)
+    size: int | None = None if value is None else integer(1)(name, value)
+    if size is not None and size > (most or math.inf):
+        raise ParameterError(f"{name} is {size}, but {limit}; give at most that.", name)
+    return size
 
 
 def longest_pool(sampler: str, info: SamplerInfo) -> int | None:
