@@ -56,7 +56,8 @@ class TopWModel:
         decoder = folder.manifest.decoder
         cache.check_cache(decoder, (*folder.manifest.inputs, *folder.manifest.outputs))
         limits = model_limits(folder.manifest, session, max_length, max_batch)
-        check_size("prefill_chunk", prefill_chunk)
+        max_length, max_batch = limits.max_length, max_batch and limits.sequences
+        prefill_chunk = check_size("prefill_chunk", prefill_chunk)
         self.manifest = folder.manifest
         self.path = folder.path
         self.tokenizer = Tokenizer(folder)

@@ -108,10 +108,10 @@ class Limits:
 def model_limits(manifest: DecoderManifest, session: Session, max_length: int | None, max_batch: int | None) -> Limits:
     """The limits of a model that is opened with these options. Raises ParameterError for an option out of range."""
     context, sampler = manifest.decoder.context_length, manifest.sampler
-    check_size("max_length", max_length, context, f"the model's context holds {context}")
-    check_size("max_batch", max_batch, session.most_rows, f"the engine was built for {session.most_rows}")
+    length = check_size("max_length", max_length, context, f"the model's context holds {context}")
+    batch = check_size("max_batch", max_batch, session.most_rows, f"the engine was built for {session.most_rows}")
     pool = longest_pool(session.sampler, sampler)
-    return Limits(context, sampler.vocab_size, max_length, max_batch or session.most_rows, "model", pool, sampler.rules)
+    return Limits(context, sampler.vocab_size, length, batch or session.most_rows, "model", pool, sampler.rules)
 
 
 def check_size(name: str, value: object, most: int | None = None, limit: str = "") -> int | None:
