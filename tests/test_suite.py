@@ -39,6 +39,7 @@ CLOCKS = {
     "serve/test_lifecycle.py": "a clock that the test sets forward",
     "nvidia/worker.py": "seconds that are printed",
     "peers/run_builders.py": "seconds that are printed",
+    "scale/__init__.py": "the time after which a wait is a hang",
     "scale/ray_cluster.py": "seconds that are printed, and the time after which a wait is a hang",
     "scale/triton_server.py": "seconds that are printed, and the time after which a wait is a hang",
 }
