@@ -238,7 +238,7 @@ def stamp(scratch: Path) -> Loader:
 
     def read(data: bytes) -> None:
         path.write_bytes(data)
-        assert read_stamp(path).most_batch >= 0
+        assert min(read_stamp(path).most) >= 0
 
     return Loader(read, (as_bytes(whole),))
 
