@@ -65,7 +65,7 @@ def _model(
     if options.metric == "uniform":
         spec = SamplerSpec(options=options, vocab_size=vocab_size, **changes)
         return ir.to_proto(sampler_model(spec, None, geometry))
-    embedding = plain_gather(*table.shape, dtype=ir.tensor(table).dtype)
+    embedding = plain_gather(table.shape[0], table.shape[1], dtype=ir.tensor(table).dtype)
     spec = SamplerSpec(
         options=options, vocab_size=vocab_size, embedding=embedding, hidden_size=table.shape[1], **changes
     )

@@ -24,8 +24,8 @@ HEAD_DIMS = {"concat": (4, 3), "scatter": (4, 3), "grouped": (8, 16), "shared": 
 
 _FLOAT, _INT32 = ir.DataType.FLOAT, ir.DataType.INT32
 _IDS: dict[str, list[str | int]] = {"input_ids": ["batch", "sequence"]}
-_MASK = {**_IDS, "attention_mask": ["batch", "total"]}
-_LENGTHS = {**_IDS, "write_indices": ["batch"], "row_lengths": ["batch"]}
+_MASK: dict[str, list[str | int]] = {**_IDS, "attention_mask": ["batch", "total"]}
+_LENGTHS: dict[str, list[str | int]] = {**_IDS, "write_indices": ["batch"], "row_lengths": ["batch"]}
 _INPUTS: dict[str, dict[str, list[str | int]]] = {
     "concat": {**_MASK, "position_ids": ["batch", "sequence"]},
     "scatter": _LENGTHS,
@@ -105,7 +105,7 @@ def decoder_graph(
         seen = op("Where", [counts, cached, np.float32(0)])
     history = op("MatMul", [op("ReduceSum", [seen, [1, 2]], keepdims=0), table["mix"]])
     direct = op("Add", [op("Gather", [table["follow"], last_id]), op("Gather", [table["place"], last_place])])
-    whole, shape = op("Add", [direct, history]), ["batch", len(numbers["follow"])]
+    whole, shape = op("Add", [direct, history]), ("batch", len(numbers["follow"]))
     return graph, op("Mul", [whole, table["factor"]], name="logits", dtype=_FLOAT, shape=shape)
 
 
