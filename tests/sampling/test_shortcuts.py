@@ -82,6 +82,14 @@ def test_a_certified_crop_is_the_top_k_of_the_base_scan(metric, potential):
     assert uncertified > 20
 
 
+def test_every_step_of_a_certified_row_gives_the_same_answer():
+    for case in random_cases(22, 600):
+        found = case.crop()
+        if found.certified and not found.ties.allow_other_set(FLOAT64_TIES):
+            row = trace(case, iterations=5)
+            assert set(row.sets[1:]) == {frozenset(range(found.base_size))}
+
+
 def test_at_the_defaults_rows_so_flat_that_the_base_scan_wants_the_whole_pool_are_not_certified():
     rng = np.random.default_rng(23)
     for _ in range(5):
@@ -148,6 +156,19 @@ def test_no_kept_token_is_further_below_the_largest_than_the_gap_allows():
                 assert below <= c / lam * (1 + math.log(W)) + 1e-9
                 tightest = max(tightest, below / (c / lam * (1 + math.log(W))))
     assert tightest > 0.85
+
+
+def test_at_the_defaults_nothing_further_than_3_53_temperatures_below_the_largest_is_kept():
+    parameters = TopWParameters()
+    bound = (parameters.beta - parameters.lam) / parameters.lam * (1 + math.log(151_936))
+    assert 3.52 < bound < 3.53
+
+
+def test_at_the_defaults_a_runner_up_survives_from_0_7035_of_the_top_probability():
+    def gain(r):
+        return 2.2 * r * math.log(r) / (1 + r) + (2.8 - 2.2) * math.log(1 + r)
+
+    assert gain(0.7034) < 0 < gain(0.7035)
 
 
 # Row test
@@ -243,6 +264,14 @@ def test_a_certified_crop_is_a_logit_threshold_unless_the_pool_cuts_a_tie():
     assert tied > 20
 
 
+def test_a_tie_across_the_pools_cut_is_the_exception():
+    case = Case(np.array([0.0, 0.0, 0.0]), TopWParameters(), TopWOptions(metric="uniform", top_m=2), None)
+    found = case.crop()
+    assert found.certified
+    assert found.kept.tolist() == [0, 1]
+    assert found.ties.pool_cut
+
+
 # False statements
 
 
@@ -259,3 +288,10 @@ def test_the_objective_can_fall_and_rise_again_so_the_scan_must_not_stop_at_the_
             stopped_early += bool(len(descents)) and int(np.argmax(J)) != descents[0]
             steps += 1
     assert stopped_early > 0.005 * steps
+
+
+def test_rows_with_beta_at_most_lam_are_certified_with_one_token_at_every_warm_start():
+    for case in random_cases(31, 300, beta=0.0, init_top_p=0.2):
+        found = case.crop()
+        assert (found.certified, found.base_size, found.kept.tolist()) == (True, 1, [int(np.argmax(case.logits))])
+        assert found.ties.objective == math.inf

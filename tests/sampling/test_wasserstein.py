@@ -1,5 +1,7 @@
 """The paper's transport theory against an exact solver on small cases."""
 
+import math
+
 import numpy as np
 import pytest
 from scipy.optimize import linprog
@@ -10,10 +12,12 @@ from .brute_force import (
     TRUE_METRICS,
     cropped,
     direct_distances,
+    entropy,
     geometry_of,
     potential,
     subsets,
     wasserstein,
+    whole_objective,
 )
 
 
@@ -37,6 +41,11 @@ def test_the_transport_cost_factorises_into_removed_mass_times_the_distance_of_t
     for p, d, S in worlds(0, 60):
         halves = wasserstein(cropped(p, ~S), cropped(p, S), d)
         assert wasserstein(p, cropped(p, S), d) == pytest.approx((1 - p[S].sum()) * halves, rel=1e-7, abs=1e-9)
+
+
+def test_the_transport_cost_under_the_uniform_metric_is_the_removed_mass():
+    for p, d, S in worlds(1, 60, metrics=("uniform",)):
+        assert wasserstein(p, cropped(p, S), d) == pytest.approx(1 - p[S].sum(), abs=1e-9)
 
 
 def test_the_factorisation_fails_for_cosine_which_is_no_metric():
@@ -65,6 +74,22 @@ def test_the_dual_value_of_the_potential_bounds_every_transport_cost_from_below(
             assert p @ f - q @ f <= wasserstein(p, q, d) + 1e-9
 
 
+def test_the_surrogate_objective_is_a_lower_bound_of_the_papers_objective():
+    lam, beta = 0.5, 1.2
+    for p, d, S in worlds(5, 20, n=6):
+        f = potential(d, members(S), TopWOptions(), 1.0)
+        for other in subsets(len(p))[::5]:
+            q = cropped(p, other)
+            surrogate = p @ f - q @ f + lam * entropy(q) - beta * math.log(p[other].sum())
+            assert surrogate <= whole_objective(p, other, d, lam, beta) + 1e-9
+
+
+def test_removed_tokens_cost_at_least_their_distance_to_the_crop():
+    for p, d, S in worlds(6, 60):
+        nearest = np.where(S, 0.0, d[:, S].min(axis=1))
+        assert p @ nearest <= wasserstein(p, cropped(p, S), d) + 1e-9
+
+
 def test_the_envelopes_are_the_extremes_of_all_1_lipschitz_functions_anchored_on_the_crop():
     # Over all f with f = 0 on S and |f_i - f_j| <= d(i, j): the least, then the largest value.
     for _, d, S in worlds(7, 8):
@@ -91,3 +116,21 @@ def test_the_lipschitz_property_fails_for_cosine_for_knn_and_for_scales_beyond_o
     assert broken("unit", TopWOptions(metric="unit", potential="knn", knn_k=2), 1.0)
     assert broken("unit", TopWOptions(metric="unit"), 1.01)
     assert not broken("unit", TopWOptions(metric="unit"), 1.0)
+
+
+def test_with_the_uniform_metric_and_no_other_term_the_best_crop_of_k_tokens_is_top_k():
+    rng = np.random.default_rng(9)
+    for p, d, _ in worlds(9, 12, n=6, metrics=("uniform",)):
+        k = int(rng.integers(1, 6))
+        of_size_k = [S for S in subsets(6) if S.sum() == k]
+        best = min(of_size_k, key=lambda S: whole_objective(p, S, d, 0.0, 0.0))
+        assert members(best) == frozenset(np.argsort(-p)[:k].tolist())
+
+
+def test_with_the_uniform_metric_and_no_mass_reward_the_objective_is_top_hs_lagrangian():
+    # Top-H: the most mass with bounded entropy; its Lagrangian, to be maximised, is Gamma_S - lam H(q_S).
+    for p, d, _ in worlds(10, 12, n=6, metrics=("uniform",)):
+        for lam in (0.1, 0.4, 1.0):
+            for S in subsets(6)[::4]:
+                lagrangian = p[S].sum() - lam * entropy(cropped(p, S))
+                assert whole_objective(p, S, d, lam, 0.0) == pytest.approx(1 - lagrangian, abs=1e-8)
