@@ -17,7 +17,7 @@ from tests.support.tiny_models import ONE_LAYER, make_model
 from tests.support.traces import trace
 from topw_deploy.export.graph import GraphEditor
 from topw_deploy.export.lowering import group_query
-from topw_deploy.export.lowering.rotary import fuse_rotary
+from topw_deploy.export.lowering.rotary import fuse_partial_rotary, fuse_rotary, narrow_rotary
 from topw_deploy.export.trace.trace import TracedDecoder
 from topw_deploy.export.traced_decoder import Lowered, lower
 
@@ -67,11 +67,64 @@ def there_and_back(editor: GraphEditor, value: ir.Value) -> ir.Value:
     return editor.op("Cast", [double], to=FLOAT, dtype=FLOAT)
 
 
-def rotated(model: ir.Model) -> np.ndarray:
+def interleaved_rotation(*, outside: bool, odd_first: bool = False, repeats: int = 2, wide: bool = False) -> ir.Model:
+    """A graph that rotates x by angles, whose pairs are interleaved.
+
+    outside: whether it repeats the elements in the first half of cosines and sines instead of the angles.
+    odd_first: whether it negates the first instead of the second element of each pair.
+    repeats: how often it repeats each angle; 2 is right.
+    wide: whether x is half precision, which it casts to float32 and back.
+    """
+    editor = new_editor()
+    shape = ["batch", HEADS, "sequence", DIM]
+    kind = ir.DataType.FLOAT16 if wide else FLOAT
+    given = editor.input("x", kind, shape)
+    angles = editor.input("angles", FLOAT, ["batch", "sequence", DIM // 2])
+
+    def widened(value: ir.Value) -> ir.Value:
+        return editor.op("Cast", [value], to=FLOAT, dtype=FLOAT, shape=value.shape) if wide else value
+
+    def part(value: ir.Value, start: int, stop: int, step: int) -> ir.Value:
+        return editor.op("Slice", [value, [start], [stop], [len(value.shape) - 1], [step]], dtype=kind)
+
+    def repeated(value: ir.Value) -> ir.Value:
+        rank = len(value.shape)
+        tiled = editor.op("Tile", [editor.op("Unsqueeze", [value, [rank]]), [1] * rank + [repeats]])
+        flat = [0] * (rank - 1) + [-1]
+        return editor.op("Reshape", [tiled, flat], dtype=FLOAT, shape=[*value.shape[:-1], repeats * value.shape[-1]])
+
+    def factor(function: str) -> ir.Value:
+        whole = ["batch", "sequence", DIM]
+        both = editor.op("Concat", [angles, angles], dtype=FLOAT, shape=whole, axis=-1) if outside else repeated(angles)
+        value = editor.op(function, [both], dtype=FLOAT, shape=whole)
+        value = editor.op("Unsqueeze", [value, [1]], dtype=FLOAT, shape=["batch", 1, "sequence", DIM])
+        if not outside:
+            return value
+        half = part(value, 0, DIM // 2, 1)
+        half.shape = ir.Shape(["batch", 1, "sequence", DIM // 2])
+        return repeated(half)
+
+    x = widened(given)
+    ends = [part(given, start, 2**63 - 1, 2) for start in (0, 1)]
+    first, second = ends if odd_first else ends[::-1]
+    pair = [editor.op("Unsqueeze", [end, [-1]]) for end in (editor.op("Neg", [first]), second)]
+    stacked = editor.op("Concat", pair, axis=-1, shape=["batch", HEADS, "sequence", DIM // 2, 2])
+    rotated = editor.op("Reshape", [stacked, [0, 0, 0, DIM]], dtype=kind, shape=shape)
+    straight = editor.op("Mul", [x, factor("Cos")], dtype=FLOAT)
+    out = editor.op("Add", [straight, editor.op("Mul", [widened(rotated), factor("Sin")])], dtype=FLOAT, shape=shape)
+    if wide:
+        out = editor.op("Cast", [out], to=kind, dtype=kind, shape=shape)
+    out.name = "out"
+    return model_of(editor, out)
+
+
+def rotated(model: ir.Model, width: int = DIM) -> np.ndarray:
     generator = np.random.default_rng(0)
-    shapes = {"x": (3, HEADS, 4, DIM), "angles": (3, 4, DIM // 2)}
-    feeds = {name: generator.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-    return run(model, **feeds)[0]
+    shapes = {"x": (3, HEADS, 4, width), "angles": (3, 4, DIM // 2)}
+    types = {value.name: value.dtype.numpy() for value in model.graph.inputs if value.dtype is not None}
+    return run(model, **{name: generator.standard_normal(shape).astype(types[name]) for name, shape in shapes.items()})[
+        0
+    ]
 
 
 @pytest.mark.parametrize("after", [lambda _, value: value, scaled, there_and_back])
@@ -86,7 +139,71 @@ def test_a_rotation_becomes_one_operator_that_computes_the_same(after: Change, s
     np.testing.assert_allclose(rotated(fused), rotated(plain), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("model", [rotation(scaled_one_by_one), rotation(split=DIM // 4)])
+@pytest.mark.parametrize("outside", [False, True])
+def test_an_interleaved_rotation_becomes_one_operator_that_computes_the_same(outside: bool) -> None:
+    plain, fused = interleaved_rotation(outside=outside), interleaved_rotation(outside=outside)
+    assert fuse_rotary(fused) == 1
+    (node,) = [node for node in fused.graph if node.op_type == "RotaryEmbedding"]
+    assert node.attributes["interleaved"].as_int() == 1
+    assert not {"Concat", "Slice", "Neg", "Tile"} & set(operators(fused))
+    np.testing.assert_allclose(rotated(fused), rotated(plain), rtol=1e-5, atol=1e-6)
+
+
+def test_half_precision_heads_are_rotated_without_widening_them() -> None:
+    plain, fused = interleaved_rotation(outside=False, wide=True), interleaved_rotation(outside=False, wide=True)
+    assert fuse_rotary(fused) == 1
+    np.testing.assert_allclose(rotated(fused), rotated(plain), atol=1e-3)
+    assert narrow_rotary(fused) == 1
+    (node,) = [node for node in fused.graph if node.op_type == "RotaryEmbedding"]
+    assert node.inputs[0] is fused.graph.inputs[0]
+    np.testing.assert_allclose(rotated(fused), rotated(plain), atol=4e-3)  # 11 bits
+    without_casts = interleaved_rotation(outside=False)
+    assert (fuse_rotary(without_casts), narrow_rotary(without_casts)) == (1, 0)
+
+
+def part_of_a_head(gap: int = 0, swapped: bool = False) -> ir.Model:
+    """A graph that rotates the first DIM of 2 * DIM elements of each head.
+
+    gap: number of elements that it leaves out after these.
+    swapped: whether the result has the other elements first.
+    """
+    editor = new_editor()
+    whole = ["batch", HEADS, "sequence", 2 * DIM]
+    x = editor.input("x", FLOAT, whole)
+    angles = editor.input("angles", FLOAT, ["batch", "sequence", DIM // 2])
+
+    def part(start: int, stop: int) -> ir.Value:
+        return editor.op("Slice", [x, [start], [stop], [3], [1]], dtype=FLOAT, shape=[*whole[:3], DIM])
+
+    tables = [editor.op(function, [angles], dtype=FLOAT) for function in ("Cos", "Sin")]
+    rotated = editor.op("RotaryEmbedding", [part(0, DIM), *tables], num_heads=HEADS, dtype=FLOAT)
+    both = [rotated, part(DIM + gap, 2**63 - 1)]
+    out = editor.op("Concat", both[::-1] if swapped else both, axis=-1, dtype=FLOAT, shape=whole)
+    out.name = "out"
+    return model_of(editor, out)
+
+
+def test_a_partial_rotation_becomes_one_operator_that_computes_the_same() -> None:
+    plain, fused = part_of_a_head(), part_of_a_head()
+    assert fuse_partial_rotary(fused) == 1
+    assert sorted(operators(fused)) == ["Cos", "RotaryEmbedding", "Sin"]
+    np.testing.assert_allclose(rotated(fused, 2 * DIM), rotated(plain, 2 * DIM), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("model", [part_of_a_head(gap=1), part_of_a_head(swapped=True)])
+def test_parts_with_a_gap_or_in_another_order_are_not_fused(model: ir.Model) -> None:
+    assert fuse_partial_rotary(model) == 0
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        rotation(scaled_one_by_one),
+        rotation(split=DIM // 4),
+        interleaved_rotation(outside=False, odd_first=True),
+        interleaved_rotation(outside=False, repeats=1),
+    ],
+)
 def test_a_rotation_with_different_halves_is_not_fused(model: ir.Model) -> None:
     before = len(model.graph)
     assert fuse_rotary(model) == 0
