@@ -44,11 +44,11 @@ def find_cmake() -> str | None:
 
 def test_its_random_numbers_equal_the_published_table(host: Host) -> None:
     page = (ROOT / "docs" / "contract" / "random.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| \d+ \| \d+ \| \d+ \| (0x[0-9a-f]{16}) \| (\d+) \|", page, re.MULTILINE)
+    rows = re.findall(r"^\| \d+ \| \d+ \| \d+ \| (0x[0-9a-f]{16}) \|", page, re.MULTILINE)
     source = (SOURCES / "random.h").read_text(encoding="utf-8")
     assert len(rows) == 11
-    for word, top in rows:
-        assert f"{word}, {top}}}" in source
+    for word in rows:
+        assert f"{word}}}" in source
     done = host("--self-test")
     assert (done.returncode, done.stdout) == (
         0,

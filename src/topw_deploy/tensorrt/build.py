@@ -6,7 +6,8 @@ import hashlib
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -302,35 +303,52 @@ class Phases:
     def __init__(self, advance: Advance) -> None:
         self._advance = advance
         self._lock = threading.Lock()
-        # Name -> share of the build that was done when the phase started, share of one of its steps, steps done.
-        self._phases: dict[str, tuple[float, float, int]] = {}
+        self._phases: dict[str, tuple[str | None, int, int]] = {}  # name -> parent, steps, steps done
         self._shown = 0
         self.stopped: BaseException | None = None
 
     def start(self, name: str, parent: str | None, steps: int) -> None:
         """Start a phase within the parent's current step."""
-        with self._lock:
-            begin, size, done = self._phases.get(parent or "", (0.0, 1.0, 0))
-            self._phases[name] = begin + done * size, size / max(1, steps), 0
+        with self._locked():
+            self._phases[name] = (parent, max(1, steps), 0)
 
     def step(self, name: str, step: int) -> bool:
         """Complete a step. Returns whether the build may continue."""
-        with self._lock:
-            begin, size, _ = self._phases.get(name, (0.0, 0.0, 0))
-            self._phases[name] = begin, size, step + 1
-            percent = int(100 * min(1.0, begin + (step + 1) * size))
-            if percent > self._shown:
-                gained, self._shown = percent - self._shown, percent
-                try:
-                    self._advance(gained)
-                except BaseException as error:  # noqa: BLE001
-                    self.stopped = self.stopped or error
+        with self._locked():
+            if name in self._phases:
+                parent, steps, _ = self._phases[name]
+                self._phases[name] = (parent, steps, step + 1)
+            self._show()
         return self.stopped is None
 
     def finish(self, name: str) -> None:
         """End a phase, possibly before its last step."""
-        with self._lock:
-            self._phases.pop(name, None)
+        with self._locked():
+            if name in self._phases:
+                parent, steps, _ = self._phases[name]
+                self._phases[name] = (parent, steps, steps)
+                self._show()
+                del self._phases[name]
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        try:
+            with self._lock:
+                yield
+        except BaseException as error:  # noqa: BLE001
+            self.stopped = self.stopped or error
+
+    def _show(self) -> None:
+        roots = [name for name, (parent, _, _) in self._phases.items() if parent not in self._phases]
+        percent = int(100 * max((self._share(name) for name in roots), default=0.0))
+        if percent > self._shown:
+            gained, self._shown = percent - self._shown, percent
+            self._advance(gained)
+
+    def _share(self, name: str) -> float:
+        _, steps, done = self._phases[name]
+        within = max((self._share(n) for n, (parent, _, _) in self._phases.items() if parent == name), default=0.0)
+        return min(1.0, (done + (within if done < steps else 0.0)) / steps)
 
 
 def _new_monitor(trt: Any, phases: Phases) -> Any:
