@@ -77,7 +77,9 @@ class EagerPlaceholders(MixerPlaceholders):
         super().__init__(cache)
         self._states = states
 
-    def mark(self, op_type: str, inputs: Any, attributes: dict[str, Any], *_: Any) -> torch.Tensor:
+    def _leave(  # type: ignore[override]
+        self, op_type: str, inputs: Any, attributes: dict[str, Any], *_: Any
+    ) -> torch.Tensor:
         kind = RECURRENCE if op_type == RECURRENCE else CONVOLUTION
         name = kind, attributes["layer"], attributes["state"]
         if op_type == RECURRENCE:

@@ -84,9 +84,14 @@ class Parameter:
     kind: type | None = None
     per_prompt: bool = False
 
+    @property
+    def depth(self) -> int:
+        """How deeply lists are nested in the value for one sequence."""
+        return _DEPTHS.get(self.read, 0)
+
     def lists_values(self, value: Any) -> bool:
         """Whether `value` lists one value per prompt."""
-        for _ in range(_DEPTHS.get(self.read, 0)):
+        for _ in range(self.depth):
             if not _is_list(value):
                 return False
             inner = [v for v in value if _is_list(v) and len(v)]

@@ -132,6 +132,8 @@ class MixerPlaceholders:
         the layer that last requested a state from it.
     """
 
+    _leave = staticmethod(leave_placeholder)
+
     def __init__(self, cache: Any) -> None:
         self._cache = cache
         self._layer: int | None = None
@@ -186,7 +188,7 @@ class MixerPlaceholders:
             layer = pending[0]
         state = self._counts.get((kind, layer), 0)
         self._counts[kind, layer] = state + 1
-        return leave_placeholder(op_type, inputs, {**attributes, "layer": layer, "state": state}, dtype, shape)
+        return self._leave(op_type, inputs, {**attributes, "layer": layer, "state": state}, dtype, shape)
 
 
 _ABSENT = object()
