@@ -207,7 +207,7 @@ class Preparer:
             for place in range(samples):
                 follows = streamer is not None or criteria
                 callbacks = Callbacks(tokens, len(tokens) + params.budget, streamer, criteria) if follows else None
-                each = replace(params, seed=sequence_seed(params.seed, place))
+                each = replace(params, seed=sequence_seed(params.seed, place)) if place else params
                 sequences.append(Sequence(len(sequences), tokens, each, self._tokenizer, callbacks))
         sequences.is_single, sequences.streamer = is_single and samples == 1, streamer
         self._check_together(sequences)

@@ -126,8 +126,9 @@ def read_chat(body: ChatRequest, served: Served) -> Chat:
         parameter_schemas(tools)
         parameters |= _tool_parameters(body, tools, served, "structured_outputs" in parameters)
     prompt = render(served, body.messages, body.chat_template_kwargs, tools, body.reasoning_effort)
-    special = served.model.tokenizer.special_ids
-    shown = [token for token, text in special.items() if served.family.shows(text, tools is not None)]
+    family, special = served.family, served.model.tokenizer.special_ids
+    read = family.markers if tools is not None or family.channels else family.thinking or ()
+    shown = [token for token, text in special.items() if any(text in marker for marker in read)]
     sequences = served.sequences(prompt, {"add_special_tokens": False, **parameters}, shown)
     return Chat(served, prompt, sequences, tools, parallel=body.parallel_tool_calls is not False)
 

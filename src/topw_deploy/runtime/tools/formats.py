@@ -65,15 +65,6 @@ class Family:
     channels: bool = False
     short_ids: bool = False
 
-    def shows(self, special: str, reads_calls: bool) -> bool:
-        """Whether a special token is a part of the text that is read.
-
-        reads_calls: whether calls are read, or reasoning alone.
-        """
-        if reads_calls or self.channels:
-            return special in self.markers
-        return any(special in marker for marker in self.thinking or ())
-
     @property
     def openers(self) -> tuple[str, ...]:
         """The texts that begin a call, a message, or reasoning after content."""
