@@ -12,6 +12,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from topw_deploy.errors import GrammarError
+from topw_deploy.text import short_repr
 
 MOST_CHARACTERS = 2**16
 """Maximum length of a schema or grammar. See also STACK_BYTES in guide.py."""
@@ -155,9 +156,8 @@ _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 
 _GBNF_RULE = re.compile(r"^[ \t]*([A-Za-z][\w-]*)[ \t]*::=", re.MULTILINE)
 _LARK_RULE = re.compile(r"^\w+: ")
-_GBNF_PART = re.compile(
-    r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|#[^\n]*', re.DOTALL
-)  # a text, characters, or a comment
+# A text, characters, or a comment
+_GBNF_PART = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|#[^\n]*', re.DOTALL)
 _GBNF_ESCAPE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
 _JSON = re.compile(r"%json\s*(?={)")
 
@@ -308,7 +308,9 @@ def make_exact(schemas: list[Any]) -> None:
     for schema in list(_subschemas(schemas)):
         _refuse_inexact(schema)
         if schema.get("format") in ("date", "date-time"):
-            schema["allOf"] = [*(schema.get("allOf") or ()), {"pattern": _CALENDAR}]
+            others = schema.get("allOf", [])
+            if isinstance(others, list):  # else the compiler reports the error
+                schema["allOf"] = [*others, {"pattern": _CALENDAR}]
         named = schema.get("patternProperties")
         patterns += len(named) if isinstance(named, dict) else 0
         multiple = math.lcm(multiple, _significant_digits(schema.get("multipleOf")))
@@ -349,7 +351,7 @@ def _refuse_inexact(schema: dict[str, Any]) -> None:
     for value in [*bounds.values(), *values]:
         if _is_number(value) and abs(value) > MOST_INTEGER and value == int(value):
             raise GrammarError(
-                f"the schema has the integer {value}, but integers must be in -(2^53 - 1) to 2^53 - 1; describe it as "
+                f"the schema has the integer {short_repr(value)}, but integers must be in -(2^53 - 1) to 2^53 - 1; describe it as "
                 "a text with a pattern, or check it afterwards."
             )
         if isinstance(value, str) and _UNWRITABLE.search(value):
@@ -367,7 +369,8 @@ def _refuse_inexact(schema: dict[str, Any]) -> None:
     required = schema.get("required")
     names = len(required) if isinstance(required, list) else 0
     least = schema.get("minProperties")
-    if isinstance(least, int) and least > names + 1 and schema.get("additionalProperties") is not False:
+    is_open = schema.get("additionalProperties") is not False or bool(schema.get("patternProperties"))
+    if isinstance(least, int) and least > names + 1 and is_open:
         raise GrammarError(
             f"the schema has minProperties {least} and {names} required names, but no grammar tells whether further "
             "names differ; require them, or check their number afterwards."
@@ -375,7 +378,8 @@ def _refuse_inexact(schema: dict[str, Any]) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    is_finite = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+    return is_finite and not isinstance(value, bool)
 
 
 def _scalars(value: Any) -> Iterator[Any]:

@@ -70,6 +70,9 @@ def test_a_schema_allows_its_values_alone(schema: dict[str, Any], text: str, all
         ({"exclusiveMinimum": 0, "maximum": 0.5}, "exclusiveMinimum 0 and its upper bound 0.5 have the same integer"),
         ({"minimum": -12.5, "exclusiveMaximum": -12}, "exclusiveMaximum -12 and its lower bound -12.5 have the same"),
         ({"required": ["a"], "minProperties": 3}, "minProperties 3 and 1 required names"),
+        ({"patternProperties": {"^a": {}}, "additionalProperties": False, "minProperties": 2}, "minProperties 2 and 0"),
+        ({"const": 10**400}, "the schema has the integer 1000"),
+        ({"format": "date", "allOf": 5}, "the schema does not compile"),
         ({"const": {"\x01": 1}}, r"the value '\\x01', with a control character"),
     ],
 )
