@@ -351,8 +351,8 @@ def _refuse_inexact(schema: dict[str, Any]) -> None:
     for value in [*bounds.values(), *values]:
         if _is_number(value) and abs(value) > MOST_INTEGER and value == int(value):
             raise GrammarError(
-                f"the schema has the integer {short_repr(value)}, but integers must be in -(2^53 - 1) to 2^53 - 1; describe it as "
-                "a text with a pattern, or check it afterwards."
+                f"the schema has the integer {short_repr(value)}, but integers must be in -(2^53 - 1) to 2^53 - 1; "
+                "describe it as a text with a pattern, or check it afterwards."
             )
         if isinstance(value, str) and _UNWRITABLE.search(value):
             raise GrammarError(
