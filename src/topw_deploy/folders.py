@@ -256,7 +256,7 @@ def _locked(file: Path, output: Path) -> Iterator[None]:
 
 
 def _put_in_place(made: Path, output: Path) -> None:
-    """Flush `made` to disk and rename it to `output`, an empty folder or one that it replaces.
+    """Flush the folder `made` to disk and rename it to `output`, which it replaces.
 
     If the system can exchange two folders in one step, the old folder is then at `made`, and the caller removes it.
     Otherwise the old folder is moved away and removed. A process that is killed between these steps leaves both folders

@@ -174,7 +174,10 @@ def stored_stack(value: ir.Value | None) -> LazyWeight | None:
 
 
 def stored_value(editor: GraphEditor, value: ir.Value | None, stack: LazyWeight | None) -> ir.Value:
-    """A new initializer with `stack`, so that no call rearranges it; `value` itself if it is stored so, or computed."""
+    """An initializer with the weights `stack`, so that no run rearranges them.
+
+    Returns `value` itself if it has them already, or if `stack` is None.
+    """
     value = required_node_input(value)
     if stack is None or (value.const_value is stack and value.producer() is None):
         return value

@@ -1,4 +1,4 @@
-"""Caches updated in place, in one buffer, of the forms `static` and `shared`; and `Caches`, which opens any form."""
+"""The caches `static` and `shared`, which the graph updates in place; and `Caches`, which opens a cache of any form."""
 
 from __future__ import annotations
 
