@@ -1,4 +1,4 @@
-"""The caches `static` and `shared`, which the graph updates in place; and `Caches`, which opens a cache of any form."""
+"""The caches `static` and `shared`, which the graph updates in place; and `Caches`, which opens any form."""
 
 from __future__ import annotations
 
