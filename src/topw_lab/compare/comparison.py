@@ -299,8 +299,8 @@ _SET_BY_COMPARISON = frozenset({
 
 
 Prompt: TypeAlias = "tuple[str | list[int] | list[dict[str, Any]], str, Mapping[str, Any]]"
-"""(a text, token ids or messages; where it stands, for error messages; its parameters of `TopWModel.generate`, which are
-the same under every rule)"""
+"""(a text, token ids or messages; where it stands, for error messages; its parameters of `TopWModel.generate`, which
+are the same under every rule)"""
 
 
 @dataclass(frozen=True, slots=True)
