@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
 from tests.serve.conftest import HELLO, NewClient, refused
+from topw_deploy.runtime.parameters import ALIASES
 
 CHAT, TEXT, RESPONSES, INSPECT = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/topw/inspect"
 
@@ -39,7 +42,9 @@ def post(client: TestClient, url: str = CHAT, **fields: Any) -> Any:
         ({"n": 0}, "invalid_value", "n"),
         ({"n": {"a": 1}}, "invalid_value", "n"),
         ({"n": [2]}, "invalid_value", "n"),
-        ({"n": 10**9}, "invalid_value", None),
+        ({"n": 10**9}, "invalid_value", "n"),
+        ({"n": 300}, "invalid_prompt", "n"),
+        ({"max_length": 9}, "invalid_value", "max_tokens"),
         ({"seed": -1}, "invalid_value", "seed"),
         ({"seed": 1.5}, "invalid_value", "seed"),
         ({"max_completion_tokens": 3}, "invalid_value", "max_completion_tokens"),
@@ -149,6 +154,31 @@ def test_a_body_above_the_limit_is_not_read(serve: NewClient, folder: Any) -> No
     refused(client.post(TEXT, content=chunks), 413, "body_too_large")
 
 
+@pytest.mark.parametrize("coding", ["gzip", "GZIP", "deflate", "br", "zstd", "x-gzip", "gzip, gzip"])
+@pytest.mark.parametrize("url", [CHAT, TEXT, RESPONSES, INSPECT, "/tokenize", "/detokenize"])
+def test_a_compressed_body_is_refused_with_415(client: TestClient, url: str, coding: str) -> None:
+    body = gzip.compress(json.dumps(BODIES[url]).encode())
+    response = client.post(url, content=body, headers={"Content-Encoding": coding})
+    assert coding.lower() in refused(response, 415, "unsupported_encoding")
+    assert response.headers["Accept-Encoding"] == "identity"
+    assert client.post(url, json=BODIES[url], headers={"Content-Encoding": "Identity"}).status_code == 200
+
+
+def test_a_slash_at_the_end_of_a_path_is_ignored(serve: NewClient, folder: Any) -> None:
+    client = serve({"org/toy": folder}, api_keys=("key",))
+    client.follow_redirects = False
+    assert client.get("/health/").status_code == client.get("/live/").status_code == 200
+    refused(client.get("/v1/models/"), 401, "invalid_api_key")
+    client.headers["Authorization"] = "Bearer key"
+    for url, body in BODIES.items():
+        assert client.post(f"{url}/", json=body).status_code == 200
+        assert client.post(f"{url}//", json=body).status_code == 200
+    for url in ("/v1/models", "/v1/models/org/toy", "/metrics", "/"):
+        assert client.get(f"{url}/").status_code == client.get(url).status_code == 200
+    refused(client.get("/nowhere/"), 404, "not_found")
+    refused(client.get(f"{TEXT}/"), 405, "method_not_allowed")
+
+
 def test_a_prompt_above_the_limit_is_refused(serve: NewClient, folder: Any) -> None:
     client = serve(folder, max_prompt_tokens=7)
     assert post(client).status_code == 200
@@ -254,6 +284,79 @@ def test_a_field_of_another_endpoint_is_refused_with_what_to_do(
     message = refused(client.post(url, json={**BODIES[url], **fields}), 400, "unsupported_parameter", name)
     assert instead in message
     assert name not in known(refused(client.post(url, json={**BODIES[url], "y": 1}), 400, "unknown_parameter", "y"))
+
+
+SAMPLING: list[dict[str, Any]] = [
+    {"min_tokens": 1, "min_new_tokens": 2},
+    {"stop": "a", "stop_strings": ["b"]},
+    {"lam": 0.5, "lambda_geom": 0.6},
+    {"warm_p": 0.5, "init_top_p": 0.6},
+]
+LENGTHS: list[dict[str, Any]] = [
+    {"max_tokens": 2, "max_completion_tokens": 3},
+    {"max_completion_tokens": 3, "max_tokens": 2},
+    {"max_new_tokens": 2, "max_tokens": 3},
+    {"n": 1, "num_return_sequences": 2},
+]
+OF_TEXT: list[dict[str, Any]] = [
+    {"max_tokens": 2, "max_length": 40},
+    {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+]
+OF_RESPONSES: list[dict[str, Any]] = [
+    {"max_output_tokens": 2, "max_new_tokens": 3},
+    {"max_output_tokens": 2, "max_length": 40},
+    {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
+]
+TWICE = [
+    *((url, fields) for url in (CHAT, TEXT) for fields in SAMPLING + LENGTHS + OF_TEXT),
+    *((INSPECT, fields) for fields in SAMPLING + LENGTHS),
+    *((RESPONSES, fields) for fields in SAMPLING + OF_RESPONSES),
+]
+NAMES = {*ALIASES, *ALIASES.values(), "max_output_tokens", "text.format", "max_length"}
+
+
+@pytest.mark.parametrize(("url", "fields"), TWICE)
+def test_contradicting_names_of_a_parameter_are_those_that_the_client_sent(
+    client: TestClient, url: str, fields: dict[str, Any]
+) -> None:
+    body = {name: value for name, value in BODIES[url].items() if not name.startswith("max_")}
+    error = client.post(url, json={**body, **fields}).json()["error"]
+    sent = {"text.format" if name == "text" else name for name in fields}
+    assert error["param"] in sent
+    assert set(re.findall(r"[a-z_.]*[a-z_]", error["message"])) & NAMES == sent
+
+
+@pytest.mark.parametrize("url", [CHAT, TEXT, RESPONSES, INSPECT])
+def test_equal_values_under_two_names_of_a_parameter_are_accepted(client: TestClient, url: str) -> None:
+    more = {"max_new_tokens": 1} if url == RESPONSES else {"max_tokens": 1, "max_completion_tokens": 1}
+    assert client.post(url, json={**BODIES[url], **more, "stop": ["a"], "stop_strings": ["a"]}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("url", "fields", "param"),
+    [
+        *((url, {name: -1}, name) for url in (CHAT, TEXT, INSPECT) for name in ("max_tokens", "max_completion_tokens")),
+        *((url, {name: "x"}, name) for url in (CHAT, TEXT, INSPECT) for name in ("n", "min_tokens", "lambda_geom")),
+        (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
+        (RESPONSES, {"max_new_tokens": 0}, "max_new_tokens"),
+        (RESPONSES, {"min_tokens": "x"}, "min_tokens"),
+        (RESPONSES, {"stop": 5}, "stop"),
+        (RESPONSES, {"text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "text.format"),
+        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
+        (
+            RESPONSES,
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image"}]}]},
+            "input.0.output.0.type",
+        ),
+    ],
+)
+def test_a_wrong_value_is_answered_with_the_name_that_the_client_sent(
+    client: TestClient, url: str, fields: dict[str, Any], param: str
+) -> None:
+    body = {name: value for name, value in BODIES[url].items() if not name.startswith("max_")}
+    error = client.post(url, json={**body, "instructions": "a", **fields} if url == RESPONSES else {**body, **fields})
+    assert error.json()["error"]["param"] == param
+    assert param.removesuffix(".type") in error.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("fields", [{}, {"echo": True}, {"logprobs": 0}])

@@ -187,10 +187,11 @@ class Preparer:
         samples, streamer, criteria = call["num_return_sequences"], call["streamer"], call["stopping_criteria"]
         if len(prompts) * samples > (limits.sequences or math.inf):
             what, option = limits.opened_as, "max_queue" if limits.opened_as == "engine" else "max_batch"
+            name = "num_return_sequences" if len(prompts) == 1 else None
             raise PromptError(
                 f"the request has {len(prompts) * samples} sequences, but the {what} takes {limits.sequences} at a "
-                f"time; give fewer, or open the {what} with a higher {option}.",
-                option,
+                f"time; give {f'a lower {name}' if name else 'fewer'}, or open the {what} with a higher {option}.",
+                name or option,
             )
         columns = {name: values_per_prompt(name, value, len(prompts)) for name, value in named.items()}
         ids = []
@@ -378,7 +379,7 @@ def _resolve_budget(prompt: int, values: ChainMap[str, Any], limits: Limits) -> 
     """The maximum number of new tokens after a prompt of `prompt` tokens."""
     request, _, model, _ = values.maps
     if "max_new_tokens" in request and "max_length" in request:
-        raise ParameterError("max_new_tokens and max_length are both given; give one of them.")
+        raise ParameterError("max_new_tokens and max_length are both given; give one of them.", "max_new_tokens")
     for source in values.maps:  # the last one states max_new_tokens
         longest = source.get("max_length")
         if "max_new_tokens" in source or (longest or 0) > prompt:

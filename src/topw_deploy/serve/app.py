@@ -170,6 +170,9 @@ class AccessLog:
 
     The scope's "topw.facts" is the entry, to which the endpoints add.
 
+    A slash at the end of a path is ignored. Starlette would redirect, to `http` also behind a proxy with TLS, and few
+    clients repeat a POST request.
+
     Answers 400 and closes the connection if a request has both Content-Length and Transfer-Encoding. RFC 9112, 6.1: if
     a proxy uses one header and this server the other, they see the end of the body at different places, and a part of
     the body counts as the next request (request smuggling). Transfer-Encoding in HTTP/1.0 is refused for the same
@@ -192,6 +195,7 @@ class AccessLog:
             "path": scope["path"],
         }
         scope["topw.facts"] = facts
+        scope["path"] = scope["path"].rstrip("/") or "/"
 
         async def send_with_id(message: Message) -> None:
             nonlocal status

@@ -20,6 +20,7 @@ from topw_deploy.errors import (
 
 TOO_LONG = "context_length_exceeded"
 RETRY = {"Retry-After": "1"}
+_HEADERS = {429: RETRY, 503: RETRY, 415: {"Accept-Encoding": "identity"}}
 
 
 class RequestError(TopWError):
@@ -42,7 +43,7 @@ class RequestError(TopWError):
 
     def response(self, headers: dict[str, str] | None = None) -> JSONResponse:
         """The response. headers: further ones."""
-        return JSONResponse(self.as_dict(), self.status, headers or (RETRY if self.status in (429, 503) else None))
+        return JSONResponse(self.as_dict(), self.status, headers or _HEADERS.get(self.status))
 
 
 _CODES: tuple[tuple[type[TopWError], int, str], ...] = (

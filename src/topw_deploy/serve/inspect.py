@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from topw_deploy.errors import LogitsError
 from topw_deploy.runtime.inputs import edited_logits
 from topw_deploy.runtime.loop import gives_logits
+from topw_deploy.runtime.parameters import read_values
 from topw_deploy.runtime.results import Logits
 from topw_deploy.runtime.rule_settings import read_rules
 from topw_deploy.runtime.sequence import Sequence
@@ -71,7 +72,9 @@ async def inspect(request: Request) -> Response:
 
 def _sequence(body: InspectRequest, served: Served) -> Sequence:
     """The sequence with the step. Raises RequestError, ParameterError and PromptError if it cannot be recomputed."""
-    parameters = {name: value for name, value in body.parameters().items() if name not in _WITHOUT_EFFECT}
+    given = body.parameters()
+    read_values({name: value for name, value in given.items() if name in _WITHOUT_EFFECT})
+    parameters = {name: value for name, value in given.items() if name not in _WITHOUT_EFFECT}
     if body.position >= len(body.token_ids):
         raise RequestError(
             f"position is {body.position}, but token_ids has {len(body.token_ids)} tokens; count from 0.", "position"

@@ -31,7 +31,6 @@ MOST_LOGPROBS = 20
 _LONGEST_NAME = 64  # characters of an unknown field's name that the answer repeats
 _MOST_ENTRIES = 1024  # of each parameter in _EACH_TOKEN, whose entries cost time at every token of the batch
 _EACH_TOKEN = ("stop_strings", "bad_words", "bad_words_ids", "logit_bias", "suppress_tokens")
-_SYNONYMS = ("max_tokens", "max_completion_tokens")  # some clients send both
 
 
 def check_fields(given: Iterable[str], known: Collection[str], refused: Mapping[str, str]) -> None:
@@ -58,16 +57,16 @@ def read_parameters(fields: Mapping[str, Any]) -> dict[str, Any]:
     A field that is null counts as absent. A value that switches another rule off, such as `top_p` 1 or `top_k` -1,
     chooses no rule unless `rule` is given, because many clients always send such values.
 
-    Raises RequestError naming a field that is given twice, is too long, or has one value per prompt.
+    Some clients send equal values under two names of a parameter, such as `max_tokens` and `max_completion_tokens`.
+
+    Raises RequestError naming a field that contradicts another one, is too long, or has one value per prompt.
     """
     given = {name: value for name, value in fields.items() if value is not None and name not in IGNORED}
-    if all(name in given for name in _SYNONYMS) and given[_SYNONYMS[0]] == given[_SYNONYMS[1]]:
-        del given[_SYNONYMS[0]]
     found: dict[str, Any] = {}
+    first: dict[str, str] = {}
     for name, value in given.items():
         ours = ALIASES.get(name, name)
-        if ours in found:
-            raise RequestError(f"{ours} is given twice, once as {name}; give it once.", name)
+        check_same(first.setdefault(ours, name), name, given)
         if PARAMETERS[ours].lists_values(value):
             raise RequestError(f"{name} is a list of values, but a request takes one value.", name)
         if ours in _EACH_TOKEN and isinstance(value, (list, dict)) and len(value) > _MOST_ENTRIES:
@@ -78,6 +77,13 @@ def read_parameters(fields: Mapping[str, Any]) -> dict[str, Any]:
         if "rule" in given or not is_off:
             found[ours] = value
     return found
+
+
+def check_same(first: str, second: str, values: Mapping[str, Any]) -> None:
+    """Raises RequestError if two names of the same parameter have different values."""
+    if values[first] != values[second]:
+        message = f"{first} and {second} are two names of one parameter, but have different values; give one of them."
+        raise RequestError(message, second)
 
 
 NO_PROMPT_LOGPROBS = "is not available here; send the prompt to /v1/completions with echo and logprobs"
@@ -111,12 +117,14 @@ class GenerationRequest(ModelRequest):
     """A request for text.
 
     refused: fields of other endpoints -> the end of the error message.
+    own_names: parameters of the engine -> the declared field that states them here.
     cache_prompt: whether the states of an earlier prompt with the same beginning may be reused; default true.
     max_time: seconds, including the wait in the queue; the server's own limit also applies.
     """
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
     refused: ClassVar[Mapping[str, str]] = {}
+    own_names: ClassVar[Mapping[str, str]] = {}
 
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
@@ -157,7 +165,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class Part(BaseModel):
-    """A part of a message's content. `Message.as_dict` refuses parts that are not text."""
+    """A part of a message's content. `text_of` refuses parts that are not text."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -183,18 +191,20 @@ class Message(BaseModel):
         calls = {"tool_calls": self.tool_calls} if self.tool_calls else {}
         # Templates know only OpenAI's older name of the role.
         role = "system" if self.role == "developer" else self.role
-        return {**extra, "role": role, "content": self._text(where), **calls}
+        return {**extra, "role": role, "content": text_of(self.content, f"{where}.content"), **calls}
 
-    def _text(self, where: str) -> str:
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        for index, part in enumerate(self.content):
-            if part.type not in ("text", "input_text", "output_text") or part.text is None:
-                raise RequestError(
-                    f"{where}.content.{index} is of type {part.type[:40]!r}, but this server takes text only.",
-                    f"{where}.content.{index}.type",
-                )
-        return "".join(part.text or "" for part in self.content)
+
+def text_of(content: str | list[Part] | None, where: str) -> str:
+    """The text of a content. Raises RequestError, naming the place `where` in the request, for parts of other types."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for index, part in enumerate(content):
+        if part.type not in ("text", "input_text", "output_text") or part.text is None:
+            raise RequestError(
+                f"{where}.{index} is of type {part.type[:40]!r}, but this server takes text only.",
+                f"{where}.{index}.type",
+            )
+    return "".join(part.text or "" for part in content)
 
 
 class FunctionName(BaseModel):
@@ -305,6 +315,11 @@ class ResponsesRequest(GenerationRequest):
         "previous_response_id": _NOT_STORED,
         "conversation": _NOT_STORED,
     }
+    own_names: ClassVar[Mapping[str, str]] = {
+        "max_new_tokens": "max_output_tokens",
+        "structured_outputs": "text.format",
+        "logprobs": "include",
+    }
 
     input: str | list[InputItem]
     instructions: str | None = None
@@ -343,6 +358,11 @@ class ResponsesRequest(GenerationRequest):
             "top_logprobs": self.top_logprobs,
         }
         given = {name: value for name, value in fields.items() if value is not None}
+        own = {"max_output_tokens": self.max_output_tokens, "text.format": given.get("response_format")}
+        for name, value in self.others.items():
+            field = self.own_names.get(ALIASES.get(name, name), "")
+            if value is not None and own.get(field) is not None:
+                check_same(field, name, {name: value, **own})
         return ChatRequest.model_validate({**self.others, **given})
 
     def _response_format(self) -> Mapping[str, Any] | None:
@@ -375,7 +395,7 @@ def _add_item(messages: list[dict[str, Any]], item: InputItem, where: str, names
     if item.type == "reasoning":
         return
     if item.type == "message":
-        content = item.content if not isinstance(item.content, list) else [part.model_dump() for part in item.content]
+        content = text_of(item.content, f"{where}.content")
         messages.append({"role": _require(item.role, where, "role"), "content": content})
     elif item.type == "function_call":
         call_id, name = _require(item.call_id, where, "call_id"), _require(item.name, where, "name")
@@ -386,9 +406,10 @@ def _add_item(messages: list[dict[str, Any]], item: InputItem, where: str, names
         messages[-1].setdefault("tool_calls", []).append(call)
     else:
         call_id = _require(item.call_id, where, "call_id")
-        output = item.output if not isinstance(item.output, list) else "".join(p.text or "" for p in item.output)
         named = {"name": names[call_id]} if call_id in names else {}
-        messages.append({"role": "tool", "tool_call_id": call_id, "content": output or "", **named})
+        messages.append(
+            {"role": "tool", "tool_call_id": call_id, "content": text_of(item.output, f"{where}.output"), **named}
+        )
 
 
 def _require(value: str | None, where: str, name: str) -> str:

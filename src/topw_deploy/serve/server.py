@@ -22,6 +22,7 @@ from starlette.applications import Starlette
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.serve.app import create_app
+from topw_deploy.serve.protocol import Protocol
 from topw_deploy.serve.service import ServeOptions, Service
 
 LOG = logging.getLogger("topw_deploy.serve")
@@ -91,7 +92,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="h11",
+                http=Protocol,
                 log_config=None,
                 access_log=False,
                 ws="none",

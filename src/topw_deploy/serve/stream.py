@@ -51,11 +51,16 @@ _FINISH_REASONS = {"stop": "stop", "criterion": "stop", "length": "length", "tim
 async def read_body(request: Request, schema: type[Body]) -> Body:
     """Read the body and check it.
 
-    Raises RequestError: 503, without reading the body, unless requests are accepted; 408 and 413 for a body beyond the
-    limits; 400 for a body that is not JSON in UTF-8, is nested too deeply, or does not fit the schema.
+    Raises RequestError: 503, without reading the body, unless requests are accepted; 415 for a compressed body; 408 and
+    413 for a body beyond the limits; 400 for one that is not JSON in UTF-8, is nested too deeply, or does not fit the
+    schema.
     """
     service = service_of(request)
     service.check_ready()
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        message = f"the body's Content-Encoding is {coding[:40]}, but this server reads identity only; send plain JSON."
+        raise RequestError(message, None, "unsupported_encoding", 415)
     data = await read_bytes(request, service.options.max_body, service.options.body_timeout)
     try:
         return schema.model_validate_json(data)
@@ -238,7 +243,7 @@ class Run:
             message = re.sub(rf"\b{failure.param}\b", param, message)
         if failure.code == TOO_LONG:  # clients such as litellm recognise OpenAI's words
             message = f"this model's maximum context length is {self.served.length} tokens: {message}"
-        param = self._prompt_field if isinstance(error, PromptError) else param
+        param = param or (self._prompt_field if isinstance(error, PromptError) else None)
         return RequestError(message, param, failure.code, failure.status)
 
     def record_failure(self, error: BaseException) -> dict[str, Any]:
@@ -260,7 +265,8 @@ class Run:
         fields = self.body.others
         if param in fields:
             return param
-        stated = next((name for name in fields if ALIASES.get(name) == param), param)
+        own = self.body.own_names.get(param, param)
+        stated = next((name for name in fields if ALIASES.get(name) == param), own)
         return stated if param in FIELDS or param == "tools" else None
 
     def _count_aborted(self) -> None:
