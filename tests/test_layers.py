@@ -59,7 +59,7 @@ ALLOWED = {
 # Other libraries that a part imports anywhere, and those that importing its modules loads.
 RUNTIME = {"numpy", "onnxruntime", "tokenizers", "minijinja", "msgspec"}
 EXPORTER = {"torch", "transformers", "onnx", "onnx_ir", "onnxscript", "ml_dtypes"}
-SERVER = {"anyio", "starlette", "sse_starlette", "uvicorn", "pydantic", "prometheus_client"}
+SERVER = {"anyio", "starlette", "sse_starlette", "uvicorn", "h11", "pydantic", "prometheus_client"}
 NAMED = {
     "manifest": set(),
     "sampling": {"numpy"},

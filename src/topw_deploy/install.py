@@ -27,7 +27,7 @@ _EXTRAS = {
     "cpu": "onnxruntime",
     "structured": "llguidance",
     "exact": "POT",
-    "serve": "starlette sse-starlette uvicorn pydantic prometheus-client anyio",
+    "serve": "starlette sse-starlette uvicorn h11 pydantic prometheus-client anyio",
     "compare": "sacrebleu",
     "lm-eval": "lm-eval",
     "export": "torch transformers onnx onnx-ir onnxscript huggingface-hub safetensors sentencepiece protobuf tqdm",
