@@ -25,7 +25,8 @@ from typing import Any
 from benchmarks.common import say, table
 from benchmarks.sums.problems import problems
 from topw_deploy.errors import TopWError
-from topw_lab.stats.collect import Setting, collect
+from topw_deploy.runtime.rule_settings import RuleSetting
+from topw_lab.stats.collect import collect
 from topw_lab.stats.exact_report import ExactSummary, RuleUnderF, summarise_exact
 
 PROMPTS = Path(__file__).parents[1] / "examples" / "prompts.txt"
@@ -50,7 +51,7 @@ def measure(folder: Path, name: str, options: argparse.Namespace) -> dict[str, l
     found = {}
     for unit, given in SCALES.items():
         say(f"{name}, {unit}")
-        settings = [Setting(f"{T:g}", {**given, "temperature": T}) for T in options.temperatures]
+        settings = [RuleSetting(f"{T:g}", {**given, "temperature": T}) for T in options.temperatures]
         collected = collect(
             folder,
             prompts_of(name, options.prompts),

@@ -6,6 +6,7 @@ seconds of a prompt with room for more tokens, and `turn(name, steps)`, median s
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.common import UNCOUNTED, Spread, add_repository_to_pythonpath, interleave
-from topw_lab.bench.base import median_interval
 from topw_lab.worker import Worker
 
 Times = dict[str, list[float]]  # name -> seconds by round
@@ -64,6 +64,19 @@ def cells(prompts: Sequence[float], steps: Sequence[float]) -> tuple[str, ...]:
         low, median, high = (f"{value * 1e3:.2f}" for value in spread.ends)
         found += [median, f"{low}-{high}"]
     return tuple(found)
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """A 95 % confidence interval of the median, valid for any distribution.
+
+    The ends are order statistics: the number of values below the median is binomial with p = 1/2, here in its normal
+    approximation. For fewer than six values, the ends are the minimum and the maximum.
+    """
+    ordered, count = sorted(values), len(values)
+    margin = 1.96 * math.sqrt(count) / 2
+    low = max(0, math.floor(count / 2 - margin))
+    high = min(count - 1, math.ceil(count / 2 + margin) - 1)
+    return ordered[low], ordered[max(low, high)]
 
 
 def format_ratios(over: Sequence[float], under: Sequence[float]) -> str:

@@ -120,37 +120,13 @@ def judged_text(
     return "".join(lines)
 
 
-def read_texts(path: Path, questions: Sequence[Question]) -> dict[str | int, str]:
+def read_texts(path: Path) -> dict[str | int, str]:
     """Read the answers of a finished run of `topw generate --prompts-jsonl`: question id -> text without outer spaces.
 
-    questions: the questions that the run answered, in order.
-
-    Raises PromptError for lines that are not the answers to `questions`, because a resumed run keeps the lines that it
-    finds.
+    The run has checked that each line answers its question, also the lines that a resumed run found.
     """
-    texts: dict[str | int, str] = {}
-    lines = path.read_bytes().split(b"\n")
-    for number, question in enumerate(questions, 1):
-        text = _answer_text(lines[number - 1] if number <= len(lines) else b"", question)
-        if text is None:
-            raise PromptError(
-                f"line {number} of {path} is not the answer to question {question.id!r:.60}; start again with "
-                "--overwrite."
-            )
-        texts[question.id] = text.strip()
-    return texts
-
-
-def _answer_text(line: bytes, question: Question) -> str | None:
-    """The text of an answer's line; None if the line does not answer `question`."""
-    try:
-        answer = json.loads(line)
-        if answer["id"] != question.id or not isinstance(answer["text"], str):
-            return None
-        answer["text"].encode()  # ValueError for half of a surrogate pair
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return str(answer["text"])
+    answers = map(json.loads, path.read_bytes().splitlines())
+    return {answer["id"]: answer["text"].strip() for answer in answers}
 
 
 def _parse_json(text: str, place: str, form: str) -> Any:

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from topw_lab.bench.base import Spread, interleave, median_interval, ratio
+from benchmarks.loops import median_interval
+from topw_lab.bench.base import Spread, interleave, ratio
 from topw_lab.tables import comparison, duration, percentage, significant, table
 
 

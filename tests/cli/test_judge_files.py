@@ -12,7 +12,7 @@ from tests.support.invoking import Invoke
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling.seeds import prompt_seed
-from topw_lab.judges import Question, judged_text, read_questions, read_texts, turn_prompts
+from topw_lab.judges import Question, judged_text, read_questions, turn_prompts
 
 ALPACA: list[Any] = [
     {"instruction": "ab", "dataset": "koala", "output": "a reference", "generator": "other"},
@@ -143,17 +143,6 @@ def test_options_that_do_not_fit_are_refused(invoke: Invoke, random_model: Path,
         result = invoke(*command, *words)
         assert (result.exit_code, said in result.stderr) == (2, True), result.stderr
     assert "--format needs --prompts-jsonl" in invoke("generate", random_model, "x", "--format", "mt_bench").stderr
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["", "{}", '{"id": 0}', '{"text": "a"}', '{"id": 1, "text": "a"}', '{"id": 0, "text": null}', "[" * 100_000,
-     '{"id": 0, "text": "\\ud800"}', "[0]"],
-)  # fmt: skip
-def test_a_resumed_run_refuses_lines_that_are_no_answers(tmp_path: Path, line: str) -> None:
-    (tmp_path / "lines").write_text(line)
-    with pytest.raises(PromptError, match=r"line 1 of .* is not the answer to question 0; start again"):
-        read_texts(tmp_path / "lines", [Question(0, ("x",))])
 
 
 def test_characters_outside_ascii_survive() -> None:

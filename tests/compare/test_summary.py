@@ -51,10 +51,8 @@ def test_each_metric_of_two_prompts_is_as_computed_by_hand() -> None:
     assert value["self_bleu"] == pytest.approx(1.0)  # the first prompt has one text with tokens
     assert value["repetition"] == 0
     assert value["kept_mean"] == pytest.approx((1 + 2 + 9 + 10 * 2) / 13)
-    assert value["kept_median"] == 2
     assert value["mass"] == pytest.approx((1.8 + 10 * 0.5) / 13)
     assert value["certified"] == pytest.approx(12 / 13)
-    assert value["tokens_per_second"] == 26
     assert cell.values.keys() == {metric.name for metric in TEXT_METRICS}
     assert cell.values["self_bleu"].low is None  # one prompt has it
 

@@ -12,8 +12,9 @@ import pytest
 from tests.support.invoking import Invoke
 from tests.support.toy_model import EOS, Toy, byte_ids, export
 from topw_deploy.export.verification.reference import LogitsProbe
+from topw_deploy.runtime.rule_settings import RuleSetting
 from topw_deploy.sampling import Geometry, TopWParameters, crop
-from topw_lab.stats.collect import CollectedRuns, Setting, collect
+from topw_lab.stats.collect import CollectedRuns, collect
 from topw_lab.stats.report import summarise
 
 from .conftest import GEOMETRY
@@ -24,7 +25,7 @@ TEXTS = ("abc", "hello", "x y")
 def collect_texts(folder: Path, *texts: str, batch_size: int = 1, **parameters: float) -> CollectedRuns:
     prompts = [(text, f"prompt {number}") for number, text in enumerate(texts)]
     generation = {"max_new_tokens": 12, "seed": 5}
-    return collect(folder, prompts, [Setting("", parameters)], batch_size=batch_size, generation=generation)
+    return collect(folder, prompts, [RuleSetting("", parameters)], batch_size=batch_size, generation=generation)
 
 
 def test_the_tokens_are_those_of_topw_generate(folder: Path, invoke: Invoke) -> None:

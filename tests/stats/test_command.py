@@ -11,8 +11,9 @@ from tests.support.invoking import Invoke
 from topw_deploy.cli.prompts import read_text_lines
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime.rule_settings import RuleSetting
 from topw_deploy.sampling import preset_parameters
-from topw_lab.stats.collect import Setting, settings_of
+from topw_lab.stats.collect import settings_of
 
 from .conftest import GEOMETRY
 
@@ -74,13 +75,13 @@ def test_a_scale_per_median_distance_needs_one_in_the_folder(folder: Path, invok
 def test_two_sweeps_give_every_combination_of_their_values() -> None:
     found = settings_of({"lam": 1.0}, ["temperature=1,2", "warm-p=0.5"])
     assert found == [
-        Setting("temperature 1, init_top_p 0.5", {"lam": 1.0, "temperature": 1.0, "init_top_p": 0.5}),
-        Setting("temperature 2, init_top_p 0.5", {"lam": 1.0, "temperature": 2.0, "init_top_p": 0.5}),
+        RuleSetting("temperature 1, init_top_p 0.5", {"lam": 1.0, "temperature": 1.0, "init_top_p": 0.5}),
+        RuleSetting("temperature 2, init_top_p 0.5", {"lam": 1.0, "temperature": 2.0, "init_top_p": 0.5}),
     ]
-    assert settings_of({"lam": 1.0}, []) == [Setting("", {"lam": 1.0})]
+    assert settings_of({"lam": 1.0}, []) == [RuleSetting("", {"lam": 1.0})]
     assert settings_of({}, ["beta=2.8, 1.5+1.5*T"]) == [
-        Setting("beta 2.8", {"beta": 2.8}),
-        Setting("beta 1.5+1.5*T", {"beta": "1.5+1.5*T"}),
+        RuleSetting("beta 2.8", {"beta": 2.8}),
+        RuleSetting("beta 1.5+1.5*T", {"beta": "1.5+1.5*T"}),
     ]
 
 

@@ -14,9 +14,10 @@ from tests.support.invoking import Invoke
 from tests.support.toy_model import Toy, export, export_sampler
 from topw_deploy import install
 from topw_deploy.errors import ManifestError, MissingPackageError, ParameterError
+from topw_deploy.runtime.rule_settings import RuleSetting
 from topw_deploy.sampling import RuleParameters, TopWParameters
-from topw_lab.stats.collect import AnalysedText, CollectedRuns, Setting
-from topw_lab.stats.exact import COMPARED, TOP_W, BestPrefix, ExactStep, ObjectiveValue
+from topw_lab.stats.collect import AnalysedText, CollectedRuns
+from topw_lab.stats.exact import COMPARED, TOP_W, ExactStep, ObjectiveValue
 from topw_lab.stats.exact_report import PHI_ORDER, ExactSummary, save_exact_plot, summarise_exact
 
 SHORT = ("--max-new-tokens", 4, "-q", "--exact")
@@ -31,7 +32,7 @@ def step(
     top_w: float, best: float, phi: float | None = None, others: float = 9.0, cut: tuple[str, ...] = ()
 ) -> ExactStep:
     rules = {TOP_W: value(top_w)} | {name: value(others) for name in COMPARED}
-    found = [BestPrefix(value(total, 40), total) for total in (best, best if phi is None else phi)]
+    found = [value(total, 40) for total in (best, best if phi is None else phi)]
     return ExactStep(40, 0.9, found[0], found[1], rules, cut, True)
 
 
@@ -39,7 +40,7 @@ def summary(*sequences: list[ExactStep], label: str = "") -> ExactSummary:
     request: Any = SimpleNamespace(params=SimpleNamespace(top_w=TopWParameters(), rule=RuleParameters()))
     nothing: Any = None
     runs = [AnalysedText(request, nothing, [nothing] * 7, 7, dict(enumerate(steps, 2))) for steps in sequences]
-    (found,) = summarise_exact(CollectedRuns([(Setting(label, {}), runs)], {}, len(sequences)))
+    (found,) = summarise_exact(CollectedRuns([(RuleSetting(label, {}), runs)], {}, len(sequences)))
     return found
 
 
@@ -91,7 +92,7 @@ def test_the_command_prints_writes_and_draws_the_comparison(folder: Path, invoke
     assert {rule["name"] for rule in setting["rules"]} == {TOP_W, PHI_ORDER, *COMPARED}
     for _, _, found in setting["positions"]:
         best = found["likeliest"]
-        assert best["bound"] <= best["value"]["total"] <= found["rules"]["every token"]["total"] + 1e-6
+        assert best["total"] <= found["rules"]["every token"]["total"] + 1e-6
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     plain = invoke("stats", folder, "abc", "de", "--max-new-tokens", 4, "-q", *ACTING).stdout
     assert result.stdout.startswith(plain)

@@ -77,7 +77,7 @@ def test_every_kept_set_has_the_f_of_a_dense_solution(metric: str) -> None:
     assert set(step.rules) == {TOP_W, *COMPARED}
     assert step.metric == (metric == "mahalanobis")
     prefixes = [whole_objective(p, np.arange(40) < k, distance, parameters.lam, parameters.beta) for k in range(1, 41)]
-    assert step.likeliest.value.total == pytest.approx(min(prefixes), abs=1e-6)
+    assert step.likeliest.total == pytest.approx(min(prefixes), abs=1e-6)
     assert (step.tokens, step.mass, step.cut) == (40, pytest.approx(1.0), ())
 
 
@@ -99,8 +99,8 @@ def test_without_distances_top_w_is_the_optimum_of_f() -> None:
         row = (3 * rng.normal(size=40)).astype(np.float32)
         step = analyser(top_m=40)(row, as_float32(TopWParameters(lam=1.0, beta=2.5, geom_scale=0.0)))
         for best in (step.likeliest, step.phi):
-            assert step.rules[TOP_W].total == pytest.approx(best.value.total, abs=1e-6)
-            assert step.rules[TOP_W].kept == best.value.kept
+            assert step.rules[TOP_W].total == pytest.approx(best.total, abs=1e-6)
+            assert step.rules[TOP_W].kept == best.kept
 
 
 def test_the_steps_bound_at_its_own_kept_set_is_too_low_by_twice_the_distance_of_the_removed_mass() -> None:

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from topw_deploy.runtime.rule_settings import RuleSetting
 from topw_deploy.sampling import RuleParameters, TopWParameters
 from topw_lab.stats import report as plot
-from topw_lab.stats.collect import AnalysedText, CollectedRuns, Setting, StepAnalysis
+from topw_lab.stats.collect import AnalysedText, CollectedRuns, StepAnalysis
 from topw_lab.stats.report import (
     MovedToken,
     SettingSummary,
@@ -41,7 +42,7 @@ def summaries(*sequences: list[StepAnalysis], label: str = "") -> list[SettingSu
     request: Any = SimpleNamespace(params=SimpleNamespace(top_w=TopWParameters(), rule=RuleParameters()))
     result: Any = None
     found = [AnalysedText(request, result, steps, len(steps)) for steps in sequences]
-    return summarise(CollectedRuns([(Setting(label, {}), found)], TEXTS, len(sequences)))
+    return summarise(CollectedRuns([(RuleSetting(label, {}), found)], TEXTS, len(sequences)))
 
 
 def summary_of_changes() -> list[SettingSummary]:

@@ -158,7 +158,7 @@ def _answer_questions(open_model: OpenModel, run: Run, output: Path, layout: str
             check_answers(path, resume=run.resume, overwrite=run.overwrite)
             seed = _answer_prompts(model, prompts, path, run)
             run = replace(run, parameters={**run.parameters, "seed": seed})  # the same for all turns
-            answers.append(read_texts(path, [question for question in questions if len(question.turns) > turn]))
+            answers.append(read_texts(path))
         name = run.model_id or model.path.resolve().name
     with atomic_file(output) as stream:
         stream.write(judged_text(layout, questions, answers, name, run.source.stem).encode())

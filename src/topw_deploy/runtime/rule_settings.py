@@ -31,7 +31,7 @@ class RuleSetting:
     """A sampling rule with its values.
 
     label: short and unique in a comparison, such as "min_p 0.1".
-    parameters: of `TopWModel.generate`; always has `rule`.
+    parameters: of `TopWModel.generate`; of `read_rules`, they have `rule`.
     """
 
     label: str

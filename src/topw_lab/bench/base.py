@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import platform
 import random
@@ -36,7 +35,6 @@ FLAGS = ("avx2", "avx512f", "avx512_vnni", "amx_tile", "asimd", "sve")
 """Processor features by which libraries choose their kernels."""
 
 _DISTRIBUTIONS = ("topw-deploy", "numpy", "onnxruntime", "torch", "transformers")
-_TWO_SIDED_95 = 1.96  # standard deviations
 
 
 @dataclass(frozen=True)
@@ -64,19 +62,6 @@ class Spread:
         """The numbers times `scale`, with this many decimals: "17.10 (16.90-17.60)"."""
         low, median, high = (f"{value * scale:.{digits}f}" for value in self.ends)
         return f"{median} ({low}-{high})"
-
-
-def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """A 95 % confidence interval of the median, valid for any distribution.
-
-    The ends are order statistics: the number of values below the median is binomial with p = 1/2, here in its normal
-    approximation. For fewer than six values, the ends are the minimum and the maximum.
-    """
-    ordered, count = sorted(values), len(values)
-    margin = _TWO_SIDED_95 * math.sqrt(count) / 2
-    low = max(0, math.floor(count / 2 - margin))
-    high = min(count - 1, math.ceil(count / 2 + margin) - 1)
-    return ordered[low], ordered[max(low, high)]
 
 
 def seconds(call: Callable[[], object], repeat: int = 1) -> float:
@@ -115,14 +100,9 @@ def interleave(
     return samples
 
 
-def ratios(samples: Mapping[str, Sequence[float]], over: str, under: str) -> list[float]:
-    """samples[over] / samples[under], by round."""
-    return [a / b for a, b in zip(samples[over], samples[under], strict=True)]
-
-
 def ratio(samples: Mapping[str, Sequence[float]], over: str, under: str) -> Spread:
-    """The spread of `ratios`."""
-    return Spread.of(ratios(samples, over, under))
+    """The spread of samples[over] / samples[under], by round."""
+    return Spread.of([a / b for a, b in zip(samples[over], samples[under], strict=True)])
 
 
 def this_machine() -> str:
@@ -252,7 +232,6 @@ class Times:
                 "seconds": self.seconds[side.name],
                 "spread": asdict(self.spread(side.name)),
                 "ratio": asdict(self.ratio(side.name)),
-                "ratio_interval": median_interval(ratios(self.seconds, side.name, self.reference.name)),
                 **{name: figures[side.name] for name, figures in more.items()},
             }
             for side in self.sides

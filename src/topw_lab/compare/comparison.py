@@ -48,7 +48,7 @@ class TextMetric:
     title: name in tables.
     definition: one sentence for readers of the report.
     terms: function of the texts of one prompt. The metric is the sum of the first elements over all prompts, divided by
-        the sum of the second ones. None for a metric without an interval.
+        the sum of the second ones.
     is_exponential: whether the metric is e to the power of that quotient.
     logarithmic: whether the axis of the metric's plot is logarithmic.
     """
@@ -56,7 +56,7 @@ class TextMetric:
     name: str
     title: str
     definition: str
-    terms: Callable[[Sequence[Sample]], Terms] | None = None
+    terms: Callable[[Sequence[Sample]], Terms]
     is_exponential: bool = False
     logarithmic: bool = False
 
@@ -116,7 +116,6 @@ TEXT_METRICS: tuple[TextMetric, ...] = (
         "kept_mean", "kept", "Tokens that the rule kept, mean over steps.", partial(_per_token_terms, name="kept"),
         logarithmic=True,
     ),
-    TextMetric("kept_median", "kept, median", "Tokens that the rule kept, median over steps.", logarithmic=True),
     TextMetric(
         "mass", "mass", "The kept tokens' share of the probability, mean over steps.",
         partial(_per_token_terms, name="mass"),
@@ -127,10 +126,6 @@ TEXT_METRICS: tuple[TextMetric, ...] = (
         "rules, all of them are among the 64 best.",
         partial(_per_token_terms, name="certified"),
     ),
-    TextMetric(
-        "tokens_per_second", "tokens/s",
-        "Drawn tokens per second of wall-clock time, with reading the prompts and computing log-probabilities.",
-    ),
 )  # fmt: skip
 
 
@@ -140,14 +135,10 @@ def summarise(cells: Sequence[RuleTexts]) -> None:
     rng = np.random.default_rng(0)
     weights = rng.multinomial(count, [1 / count] * count, size=RESAMPLES).astype(np.float64)  # [R, P]
     for cell in cells:
-        kept = [size for one in cell.texts for size in one.kept]
-        cell.values["kept_median"] = MetricValue(float(np.median(kept)) if kept else None)
-        cell.values["tokens_per_second"] = MetricValue(cell.tokens / cell.seconds if cell.seconds else None)
         for metric in TEXT_METRICS:
-            if metric.terms is not None:
-                terms = np.array([metric.terms(samples) for samples in cell.samples], np.float64)  # [P, 2]
-                value = quotient_with_interval(terms, weights, is_exponential=metric.is_exponential)
-                cell.values[metric.name] = value
+            terms = np.array([metric.terms(samples) for samples in cell.samples], np.float64)  # [P, 2]
+            value = quotient_with_interval(terms, weights, is_exponential=metric.is_exponential)
+            cell.values[metric.name] = value
 
 
 def quotient_with_interval(terms: Floats, weights: Floats, *, is_exponential: bool = False) -> MetricValue:
@@ -203,18 +194,13 @@ def as_dict(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def ngrams(tokens: Sequence[int], n: int) -> list[tuple[int, ...]]:
-    """All n-grams of a text, in order; an empty list for fewer than n tokens."""
-    return list(zip(*(tokens[start:] for start in range(n)), strict=False))
-
-
 def distinct_share(texts: Sequence[Sequence[int]], n: int) -> float | None:
     """The share of different n-grams among all n-grams of `texts`; None without n-grams.
 
     Source: distinct-n of Li et al. 2016 (arXiv 1510.03055), but divided by the number of n-grams, not of tokens. The
     share falls with the length of the texts.
     """
-    grams = [gram for text in texts for gram in ngrams(text, n)]
+    grams = [gram for text in texts for gram in zip(*(text[start:] for start in range(n)), strict=False)]
     return len(set(grams)) / len(grams) if grams else None
 
 
@@ -249,17 +235,14 @@ def _bleu() -> Any:
     return BLEU(tokenize="none", effective_order=True)
 
 
-_TABLE_METRICS = tuple(metric for metric in TEXT_METRICS if metric.name != "tokens_per_second")
-
-
 def report_lines(comparison: Comparison) -> Iterator[str]:
     """The lines of the report: a title, a table with a row per rule and temperature, and notes."""
     yield title_line(comparison)
     yield ""
-    header = ("temperature", "rule", *(metric.title for metric in _TABLE_METRICS), "tokens", "seconds")
+    header = ("temperature", "rule", *(metric.title for metric in TEXT_METRICS), "tokens", "seconds")
     rows = []
     for cell in comparison.cells:
-        values = [number_text(cell.values[metric.name].value) for metric in _TABLE_METRICS]
+        values = [number_text(cell.values[metric.name].value) for metric in TEXT_METRICS]
         rows.append((f"{cell.temperature:g}", cell.rule.label, *values, f"{cell.tokens:,}", f"{cell.seconds:.1f}"))
     yield from table(header, rows, left=2).split("\n")
     for note in missing_metric_notes(comparison):

@@ -21,7 +21,7 @@ from topw_deploy.export.verification.reference import LogitsProbe
 from topw_deploy.progress import SILENT, Progress
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.inputs import EditInputs
-from topw_deploy.runtime.rule_settings import parse_value
+from topw_deploy.runtime.rule_settings import RuleSetting, parse_value
 from topw_deploy.runtime.sequence import Sequence as Prepared
 from topw_deploy.runtime.token_geometry import read_geometry
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, as_float32, crop
@@ -36,19 +36,7 @@ Floats = NDArray[np.float64]
 _SWEPT = (*PARAMETER_NAMES, *RULE_OF_VALUE)
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """The sampling parameters of one run.
-
-    label: names and values of the parameters that differ between settings.
-    parameters: parameters of Top-W, the sampling rule, and parameters of that rule.
-    """
-
-    label: str
-    parameters: Mapping[str, Any]
-
-
-def settings_of(given: Mapping[str, Any], sweeps: Sequence[str]) -> list[Setting]:
+def settings_of(given: Mapping[str, Any], sweeps: Sequence[str]) -> list[RuleSetting]:
     """Combine the parameters `given` with every combination of the swept values, one setting each.
 
     sweeps: texts such as "temperature=0.5,1,2".
@@ -71,7 +59,7 @@ def settings_of(given: Mapping[str, Any], sweeps: Sequence[str]) -> list[Setting
     for combination in itertools.product(*columns.values()):
         swept = dict(zip(columns, combination, strict=True))
         parts = (f"{name} {value if isinstance(value, str) else f'{value:g}'}" for name, value in swept.items())
-        settings.append(Setting(", ".join(parts), {**given, **swept}))
+        settings.append(RuleSetting(", ".join(parts), {**given, **swept}))
     return settings
 
 
@@ -178,7 +166,7 @@ class CollectedRuns:
     prompts: number of prompts.
     """
 
-    runs: list[tuple[Setting, list[AnalysedText]]]
+    runs: list[tuple[RuleSetting, list[AnalysedText]]]
     tokens: dict[int, str]
     prompts: int
 
@@ -186,7 +174,7 @@ class CollectedRuns:
 def collect(
     folder: Path,
     prompts: Sequence[tuple[str, str]],
-    settings: Sequence[Setting],
+    settings: Sequence[RuleSetting],
     *,
     batch_size: int = 1,
     generation: Mapping[str, Any] | None = None,

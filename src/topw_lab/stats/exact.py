@@ -62,18 +62,6 @@ class ObjectiveValue:
     total: float
 
 
-@dataclass(frozen=True, slots=True)
-class BestPrefix:
-    """The least F over all prefixes of an order.
-
-    value: F of the best prefix.
-    bound: proven lower bound of F over all prefixes; at most `TOLERANCE` below `value`.
-    """
-
-    value: ObjectiveValue
-    bound: float
-
-
 @dataclass
 class Objective:
     """F on one row of n tokens. Solved sets are kept, because their potentials bound F of other sets.
@@ -95,7 +83,7 @@ class Objective:
         """F of the set S, bool [n]."""
         return self._solve(S)[0]
 
-    def best_prefix(self, order: Places) -> BestPrefix:
+    def best_prefix(self, order: Places) -> ObjectiveValue:
         """Find the least F over the prefixes order[:k], k = 1..m, and prove it: no F is lower by more than `TOLERANCE`.
 
         order: distinct places [m] among the n tokens, m <= n.
@@ -122,7 +110,7 @@ class Objective:
         while True:
             k = int(np.argmin(lower)) + 1
             if value is not None and lower[k - 1] >= value.total - TOLERANCE * max(1.0, value.total):
-                return BestPrefix(value, float(min(lower[k - 1], value.total)))
+                return value
             candidate, plan = self._solve(np.isin(np.arange(len(self.p)), order[:k]))
             if value is None or candidate.total < value.total:
                 value = candidate
@@ -216,8 +204,8 @@ class ExactStep:
 
     tokens: number of tokens among which F is computed.
     mass: probability of these tokens under the softmax of all tokens.
-    likeliest: the best prefix of the probability order.
-    phi: the best prefix of the order by phi in Top-W's last alternation step.
+    likeliest: F of the best prefix of the probability order.
+    phi: F of the best prefix of the order by phi in Top-W's last alternation step.
     rules: F of each rule's kept set, by name. Tokens among which F is not computed are removed from the set first.
     cut: names of the rules whose kept set had such tokens, without plain sampling.
     metric: whether the export's distance satisfies the triangle inequality.
@@ -225,8 +213,8 @@ class ExactStep:
 
     tokens: int
     mass: float
-    likeliest: BestPrefix
-    phi: BestPrefix
+    likeliest: ObjectiveValue
+    phi: ObjectiveValue
     rules: Mapping[str, ObjectiveValue]
     cut: tuple[str, ...]
     metric: bool

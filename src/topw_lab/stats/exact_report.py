@@ -13,7 +13,7 @@ from topw_deploy.sampling.rules import TOP_W as TOP_W_RULE
 from topw_deploy.text import count_text
 from topw_lab.plots import MUTED, colours, drawable_text, finish_axes, new_figure, save_figure
 from topw_lab.stats.collect import AnalysedText, CollectedRuns
-from topw_lab.stats.exact import TOP_W, BestPrefix, ExactStep, Floats, equal_objectives
+from topw_lab.stats.exact import TOP_W, ExactStep, Floats, ObjectiveValue, equal_objectives
 from topw_lab.tables import table
 
 RESAMPLES = 1000
@@ -130,14 +130,14 @@ def _summarise_setting(label: str, texts: Sequence[AnalysedText], prompts: int) 
     likeliest, phi = [step.likeliest for step in steps], [step.phi for step in steps]
     least = [min(value.total for value in step.rules.values()) for step in steps]
 
-    def best_prefixes(best: Sequence[BestPrefix]) -> BestPrefixes:
-        whole = [prefix.value.kept == step.tokens for prefix, step in zip(best, steps, strict=True)]
-        sizes, totals = [prefix.value.kept for prefix in best], [prefix.value.total for prefix in best]
+    def best_prefixes(best: Sequence[ObjectiveValue]) -> BestPrefixes:
+        whole = [prefix.kept == step.tokens for prefix, step in zip(best, steps, strict=True)]
+        sizes, totals = [prefix.kept for prefix in best], [prefix.total for prefix in best]
         return BestPrefixes(float(np.median(sizes)), bootstrap.share(whole), float(np.mean(totals)))
 
-    def of_rule(name: str, best: Sequence[BestPrefix], title: str) -> RuleUnderF:
+    def of_rule(name: str, best: Sequence[ObjectiveValue], title: str) -> RuleUnderF:
         values = [step.rules[name] for step in steps]
-        pairs = [(value.total, prefix.value.total) for value, prefix in zip(values, best, strict=True)]
+        pairs = [(value.total, prefix.total) for value, prefix in zip(values, best, strict=True)]
         excess = [0.0 if equal_objectives(*pair) else pair[0] - pair[1] for pair in pairs]
         lowest = [equal_objectives(value.total, low) for value, low in zip(values, least, strict=True)]
         parts = ("kept", "mass", "transport", "entropy", "total")
@@ -262,7 +262,7 @@ def save_exact_plot(summaries: Sequence[ExactSummary], path: Path, title: str) -
         for at, summary in enumerate(summaries):
             steps = [step for _, _, step in summary.positions if name in step.rules]
             if steps:
-                gaps = [step.rules[name].total - step.likeliest.value.total for step in steps]
+                gaps = [step.rules[name].total - step.likeliest.total for step in steps]
                 low, median, high = np.quantile(gaps, [0.05, 0.5, 0.95])
                 axes.plot([at + shift] * 2, [low, high], color=colour, lw=2.5, alpha=0.45, solid_capstyle="round")
                 axes.plot(at + shift, median, "o", color=colour, ms=7, label=label)

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from topw_deploy.runtime.rule_settings import RuleSetting
 from topw_deploy.sampling.rules import TOP_W
 from topw_deploy.text import count_text
 from topw_lab.plots import COLOURS, colours, drawable_text, finish_axes, new_figure, save_figure
-from topw_lab.stats.collect import AnalysedText, CollectedRuns, Setting, StepAnalysis
+from topw_lab.stats.collect import AnalysedText, CollectedRuns, StepAnalysis
 from topw_lab.tables import percentage, table
 
 _MOST_RANGES = 8
@@ -110,7 +111,7 @@ def summarise(collected: CollectedRuns) -> list[SettingSummary]:
     return [_summarise_setting(setting, texts, collected) for setting, texts in collected.runs]
 
 
-def _summarise_setting(setting: Setting, texts: Sequence[AnalysedText], collected: CollectedRuns) -> SettingSummary:
+def _summarise_setting(setting: RuleSetting, texts: Sequence[AnalysedText], collected: CollectedRuns) -> SettingSummary:
     steps = [step for text in texts for step in text.steps]
     longest = max((len(text.steps) for text in texts), default=0)
     params = texts[0].request.params
