@@ -16,8 +16,8 @@ from typing import Any, Literal
 import numpy as np
 
 from topw_deploy.device_lock import DeviceLock
-from topw_deploy.dtypes import ELEMENT_TYPES, element_bytes
-from topw_deploy.errors import GenerationError, ManifestError, TensorRTError
+from topw_deploy.dtypes import element_bytes
+from topw_deploy.errors import GenerationError, TensorRTError
 from topw_deploy.folders import map_file
 from topw_deploy.manifest import DecoderManifest
 from topw_deploy.sampling.row import mask_words
@@ -32,8 +32,7 @@ _SMALLEST = 64 << 10  # bytes: enough for most steps and prompt chunks
 class TensorRTSession:
     """Implements the runtime's session protocol over the engine of `folder` that fits GPU number `device`.
 
-    Raises TensorRTError if TensorRT, CUDA, a fitting engine or its plugin is missing or fails, and ManifestError for a
-    manifest that no engine can have.
+    Raises TensorRTError if TensorRT, CUDA, a fitting engine or its plugin is missing or fails.
 
     tensors: names of the engine's own inputs and outputs; it has no inputs that its graph does not read.
     results: the outputs but the caches, which are updated in place.
@@ -59,7 +58,6 @@ class TensorRTSession:
                 )
         self.sampler: Literal["native", "plugin", "graph"] = "plugin" if plugin else "graph"
         self.why_graph = "" if plugin else "the engine was built without the plugin"
-        _check_manifest(manifest)
         self.inputs = frozenset(spec.name for spec in manifest.inputs)
         self.outputs = tuple(spec.name for spec in manifest.outputs)
         slots = next(spec.shape[1] for spec in manifest.inputs if spec.name == "edit_ids")
@@ -89,12 +87,6 @@ class TensorRTSession:
         if elsewhere:
             raise TensorRTError(f"the engine needs {', '.join(elsewhere)} in host memory")
         self.tensors = frozenset(names)
-        outputs = set(self.outputs)
-        fits = outputs <= self.tensors <= self.inputs | outputs
-        if not fits or self._engine.num_optimization_profiles != len(self.stamp.profiles):
-            raise TensorRTError(
-                f"{path.name} has inputs, outputs or profiles that differ from the export's or its stamp's"
-            )
         self._free = [self._new_stream()]
 
     def bind(self) -> TensorRTBinding:
@@ -129,20 +121,6 @@ class TensorRTSession:
 
     def _new_stream(self) -> EngineStream:
         return EngineStream(self._trt, self._engine, self.cuda, self._logger)
-
-
-def _check_manifest(manifest: DecoderManifest) -> None:
-    slots = [spec.shape for spec in manifest.inputs if spec.name == "edit_ids"]
-    if not slots or len(slots[0]) != 2:
-        raise ManifestError("the manifest has no input edit_ids with two dimensions; export the model again.")
-    for spec in manifest.outputs:
-        whole_bytes = spec.dtype in ELEMENT_TYPES and ELEMENT_TYPES[spec.dtype].bits >= 8
-        sized = whole_bytes and all(isinstance(size, int) for size in spec.shape[1:])
-        if not spec.name.startswith("present.") and not sized:
-            raise ManifestError(
-                f"the manifest states the output {spec.name} as {spec.dtype} {list(spec.shape)}, which has no fixed "
-                "size; export the model again with --target tensorrt."
-            )
 
 
 @dataclass(frozen=True)

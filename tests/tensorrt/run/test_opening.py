@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,18 +100,6 @@ def test_bytes_that_tensorrt_does_not_open_are_one_sentence(out: Path, trt: Tens
     stamp = built.path.with_suffix(".json")
     stamp.write_text(stamp.read_text().replace(built.stamp.sha256, hashlib.sha256(built.path.read_bytes()).hexdigest()))
     with pytest.raises(ProviderError, match=r"TensorRT cannot open .*\.engine \(the plan is no plan\)"):
-        load(out)
-
-
-def test_an_engine_with_other_profiles_than_its_stamp_is_refused(out: Path, trt: TensorRT) -> None:
-    built = build_engine(out)
-    stamp = built.path.with_suffix(".json")
-    data = json.loads(stamp.read_text())
-    data["profiles"].pop()
-    stamp.write_text(json.dumps(data))
-    with pytest.raises(
-        ProviderError, match="has inputs, outputs or profiles that differ from the export's or its stamp's"
-    ):
         load(out)
 
 
