@@ -84,6 +84,14 @@ def test_a_piece_comes_as_soon_as_its_character_is_whole(text: str) -> None:
         assert [next(pieces) for _ in range(size)] == [""] * (size - 1) + [character]
 
 
+def test_a_whole_character_comes_although_its_token_begins_the_next_one() -> None:
+    names = [BYTES[byte_ids(bytes([byte]))[0] - len(SPECIAL)] for byte in "日😀".encode()]
+    vocab = {name: place for place, name in enumerate(["".join(names[:4]), "".join(names[4:])])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    assert pieces_of(tokenizer, [], [0, 1, 0]) == ["日", "😀", "日", "\ufffd"]
+
+
 def test_sentencepiece_keeps_the_space_between_prompt_and_answer() -> None:
     the, sun, shine, dot = (SENTENCEPIECE.token_to_id(t) for t in ("▁the", "▁sun", "shine", "."))
     assert pieces_of(SENTENCEPIECE, [0, the], [sun, shine, dot]) == [" sun", "shine", ".", ""]
@@ -99,6 +107,25 @@ def test_sentencepiece_with_byte_fallback_gives_the_whole_text(words: list[str],
     prompt = [SENTENCEPIECE.token_to_id(start)]
     whole = SENTENCEPIECE.decode(prompt + tokens)[len(SENTENCEPIECE.decode(prompt)) :]
     assert "".join(pieces_of(SENTENCEPIECE, prompt, tokens)) == whole
+
+
+@given(st.lists(st.binary(min_size=1, max_size=6) | st.sampled_from(["x", "</s>"]), max_size=8))
+def test_a_wrong_byte_token_takes_no_other_byte_of_its_run(runs: list[bytes | str]) -> None:
+    """The library's ByteFallback replaces the whole run."""
+    of, ids, text = TokenBytes(SENTENCEPIECE), list[int](), b""
+    for run in runs:
+        if run == "x":
+            ids.append(SENTENCEPIECE.token_to_id("shine"))
+            text += b"shine"
+        elif isinstance(run, bytes):
+            ids += [2 + byte for byte in run]
+            text += run
+        else:  # a special token, which separates runs unless it is skipped
+            ids += [2 + byte for byte in "é".encode()] + [1]
+            text += "é</s>".encode()
+    assert SENTENCEPIECE.decode(of.mend(ids), skip_special_tokens=False) == text.decode(
+        "utf-8", "replace"
+    ).removeprefix(" ")
 
 
 def test_a_prompt_that_ends_in_many_byte_tokens_gives_whole_context() -> None:

@@ -45,7 +45,7 @@ def prepare(
         sampler=SimpleNamespace(vocab_size=limits.vocab_size, geometry=geometry),
         stated_defaults=exported if isinstance(exported, Mapping) else asdict(exported or TopWParameters()),
         median_distance=median_distance,
-        outputs=(SimpleNamespace(name="logits", dtype="float32"),),
+        outputs=(SimpleNamespace(name="logits", dtype="float"),),
     )
     files = {"generation_config.json": dict(file or {})}
     folder = SimpleNamespace(path=Path("out"), manifest=manifest, read_json=lambda name: files.get(name, {}))

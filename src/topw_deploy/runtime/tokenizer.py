@@ -67,6 +67,21 @@ class TokenBytes:
         """Decode tokens, about ten times as fast as the library does."""
         return b"".join(map(self._known, ids)).decode("utf-8", "replace")
 
+    def mend(self, ids: Sequence[int]) -> list[int]:
+        """Replace byte tokens that are not UTF-8 by those of U+FFFD.
+
+        The library's ByteFallback replaces each byte of a run of byte tokens if one of them is wrong. That would take
+        back characters that a stream has shown.
+        """
+        mended: list[int | None] = []
+        for is_bytes, run in itertools.groupby(ids, lambda token: self._byte_fallback and self(token) is not None):
+            tokens: list[int | None] = list(run)
+            if is_bytes:
+                text = b"".join(map(self._known, tokens)).decode("utf-8", "replace")
+                tokens = [self._raw.token_to_id(f"<0x{byte:02X}>") for byte in text.encode()]
+            mended += tokens
+        return list(ids) if None in mended else [token for token in mended if token is not None]
+
 
 def _step_types(state: Any) -> set[str]:
     if isinstance(state, dict):
@@ -105,8 +120,10 @@ class IncrementalDecoder:
         """Add a token. Returns the new whole characters."""
         self._ids.append(token)
         text = self._decode(self._ids[self._start :])
-        if text.endswith(REPLACEMENT):
-            return ""
+        if text.endswith(REPLACEMENT):  # the next tokens may complete a character
+            whole = text.rstrip(REPLACEMENT)
+            gained, self._known = whole[self._known :], max(self._known, len(whole))
+            return gained
         return self._new_text(text)
 
     def flush(self) -> str:
@@ -290,6 +307,9 @@ class Tokenizer:
         """Convert token ids to text; ids without a token give no text."""
         try:
             text: str = self._raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            if REPLACEMENT in text:
+                shown = [token for token in ids if not skip_special_tokens or token not in self.special_ids]
+                text = self._raw.decode(self._bytes_of(frozenset()).mend(shown), skip_special_tokens=False)
         except BaseException as error:  # noqa: BLE001
             raise self._as_tokenizer_error(error, "used") from None
         return text

@@ -36,7 +36,11 @@ export class IncrementalDecoder {
   push(token) {
     this.ids.push(token);
     const text = this.decode(this.ids.slice(this.start));
-    return text.endsWith(REPLACEMENT) ? "" : this.#newText(text);
+    if (!text.endsWith(REPLACEMENT)) return this.#newText(text);
+    const whole = text.replace(/\uFFFD+$/, ""); // the next tokens may complete a character
+    const gained = whole.slice(this.known);
+    this.known = Math.max(this.known, whole.length);
+    return gained;
   }
 
   /** @returns {string} the held-back text, with U+FFFD for an unfinished character */
