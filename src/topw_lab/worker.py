@@ -2,8 +2,8 @@
 
 `Worker` starts `PYTHON worker.py FILE`, which answers requests on stdin with JSON lines on stdout. FILE defines
 `start(settings: dict) -> dict[str, function]`. The first request is {"settings": ...} and calls `start`; later ones are
-{"do": NAME, "with": {...}} and call one of the functions, or `peak_bytes` or `load_seconds`. Answers are
-{"value": ...} or {"error": "Type: message"}. What FILE prints goes to stderr.
+{"do": NAME, "with": {...}} and call one of the functions. Answers are {"value": ...} or {"error": "Type: message"}.
+What FILE prints goes to stderr.
 
 Only the standard library is imported at the top: the other interpreter may have no topw_deploy.
 """
@@ -17,7 +17,6 @@ import runpy
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -139,26 +138,6 @@ def _error(text: str, kind: str = "", message: str = "") -> Exception:
     return errors.BenchmarkError(text)
 
 
-def peak_bytes() -> int | None:
-    """Peak resident bytes of this process from /proc; None where there is no /proc.
-
-    The peak of getrusage would start at that of the parent process.
-    """
-    try:
-        with open("/proc/self/status", encoding="ascii", errors="replace") as stream:
-            return next(int(line.split()[1]) * 1024 for line in stream if line.startswith("VmHWM:"))
-    except (OSError, StopIteration):
-        return None
-
-
-def _start(path: Path, settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """Run the file and call its `start`. Returns the functions that can be called."""
-    began = time.perf_counter()
-    functions = runpy.run_path(str(path), run_name=f"topw_lab_worker_{path.stem}")["start"](settings)
-    seconds = time.perf_counter() - began
-    return {"peak_bytes": peak_bytes, "load_seconds": lambda: seconds, **functions}
-
-
 def serve(requests: IO[str], answers: IO[str], file: Path) -> None:
     """Answer requests until they end. file: the worker's file."""
     functions: dict[str, Callable[..., Any]] = {}
@@ -166,7 +145,8 @@ def serve(requests: IO[str], answers: IO[str], file: Path) -> None:
         request = json.loads(line)
         try:
             if "settings" in request:
-                functions, value = _start(file, request["settings"]), None
+                start = runpy.run_path(str(file), run_name=f"topw_lab_worker_{file.stem}")["start"]
+                functions, value = start(request["settings"]), None
             else:
                 value = functions[request["do"]](**request["with"])
             answer: dict[str, Any] = {"value": value}

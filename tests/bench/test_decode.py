@@ -64,7 +64,6 @@ def test_the_command_reports_every_side_for_every_number_of_threads(
         for side in run_["sides"].values():
             assert [one["tokens"] for one in side["runs"]] == [4, 4]
             assert side["spread"]["median"] == pytest.approx(np.median([one["rest"] / 3 for one in side["runs"]]))
-            assert side["costs"]["peak_bytes"] > 1 << 20
         assert run_["sides"][run_["reference"]]["ratio"]["median"] == 1.0
     assert "2 threads, 5 + 4 tokens; the ratio is to TopWModel" in done.stdout
     assert "| same graph, ArgMax" in done.stdout

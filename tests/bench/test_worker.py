@@ -22,17 +22,6 @@ def test_output_of_libraries_does_not_mix_with_answers_and_each_worker_has_its_o
         assert str(Path(worker_module.__file__).parent) not in worker.call("path")
 
 
-def test_a_worker_reports_how_much_memory_it_took(worker_file: Path) -> None:
-    ballast = bytearray(300 << 20)  # must not count as the child's
-    for place in range(0, len(ballast), 1 << 12):
-        ballast[place] = 1
-    with Worker("adder", worker_file, {"name": "adder"}) as worker:
-        peak = worker.call("peak_bytes")
-        assert worker.call("load_seconds") > 0
-    assert peak is not None
-    assert 1 << 20 < peak < 200 << 20
-
-
 def test_an_error_in_a_worker_is_one_sentence_with_the_sides_name_or_this_packages_own(worker_file: Path) -> None:
     with Worker("adder", worker_file, {"name": "adder"}) as worker:
         with pytest.raises(BenchmarkError, match=r"^adder failed: ValueError: two lines; omit it or repair it\.$"):

@@ -1,7 +1,7 @@
 """`topw bench decode`: a whole decoding loop, of this package and of other libraries with the same weights.
 
-Measured of each side, in its own process: seconds to the first token, seconds per token after it, time to load the
-model, and the largest resident memory. This file is also the worker of `TopWModel` and of ArgMax.
+Measured of each side, in its own process: seconds to the first token, and seconds per token after it. This file is
+also the worker of `TopWModel` and of ArgMax.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ _PEER_SIDES: dict[str, tuple[tuple[str, str, str, str | None], ...]] = {
 }  # fmt: skip
 """Option -> (name, label, search, logits processor) of each side."""
 _COMPARED = {"genai-top-p": "onnxruntime-genai with top-p", "transformers-authors": "the authors' code"}
-_HEADER = ("side", "ms/token (quartiles)", "ratio (quartiles)", "first token ms", "prompt tokens/s", "load s",
-           "peak MiB")  # fmt: skip
+_HEADER = ("side", "ms/token (quartiles)", "ratio (quartiles)", "first token ms", "prompt tokens/s")
 
 
 def sides(folder: Path, argmax: Path, **options: Path | None) -> list[base.Side]:
@@ -144,37 +143,27 @@ def run(
                         for name, worker in workers.items()
                     }
                     samples = base.interleave(calls, rounds, seed=seed, advance=advance)
-                    costs = {
-                        name: {each: worker.call(each) for each in ("load_seconds", "peak_bytes")}
-                        for name, worker in workers.items()
-                    }
                 per_token = {
                     name: [run["rest"] / max(1, run["tokens"] - 1) for run in runs] for name, runs in samples.items()
                 }
                 title = f"{count_text(count, 'thread')}, {prompt_tokens} + {new_tokens} tokens"
-                _add_results(report, title, base.Times(present, per_token), samples, costs)
+                _add_results(report, title, base.Times(present, per_token), samples)
     return report
 
 
 def _add_results(
-    report: base.Report,
-    title: str,
-    times: base.Times,
-    samples: dict[str, list[dict[str, float]]],
-    costs: dict[str, dict[str, Any]],
+    report: base.Report, title: str, times: base.Times, samples: dict[str, list[dict[str, float]]]
 ) -> None:
     """Add the sides with one number of threads to the report."""
     rows = []
     for side in times.sides:
-        first, cost = base.Spread.of([run["first"] for run in samples[side.name]]).median, costs[side.name]
+        first = base.Spread.of([run["first"] for run in samples[side.name]]).median
         rows.append((
             side.label,
             times.spread(side.name).format(1e3),
             times.ratio(side.name).format(digits=3),
             f"{first * 1e3:.1f}",
             significant(report.settings["prompt_tokens"] / first),
-            f"{cost['load_seconds']:.2f}",
-            "" if cost["peak_bytes"] is None else f"{cost['peak_bytes'] / 2**20:.0f}",
         ))  # fmt: skip
     report.add_table(f"{title}; the ratio is to {times.reference.label}", _HEADER, rows)
     for side in times.sides:
@@ -184,7 +173,7 @@ def _add_results(
     certified = [run["certified"] for runs in samples.values() for run in runs if "certified" in run]
     if certified:
         report.lines.append(f"Certified steps: {min(certified):.1%} or more.")
-    report.runs.append({"title": title, **times.as_dict(runs=samples, costs=costs)})
+    report.runs.append({"title": title, **times.as_dict(runs=samples)})
     finding = f"A token with Top-W takes {times.spread(times.reference.name).median * 1e3:.2f} ms"
     if "argmax" in times.seconds:
         finding += f", {1 / times.ratio('argmax').median:.2f}x the same graph with ArgMax"
