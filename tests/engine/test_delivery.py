@@ -111,7 +111,7 @@ def test_a_first_token_is_delivered_before_the_next_run(
 def test_runs_are_a_part_of_the_time_in_iterations(model: TopWModel, engine_of: NewEngine) -> None:
     engine = engine_of(model, max_batch=2)
     before, began, idle = engine.stats(), time.perf_counter(), 0.5
-    assert before.busy_seconds == before.run_seconds == before.steady_seconds == 0
+    assert before.busy_seconds == before.run_seconds == 0
     for pause in (idle, 0.0):
         engine.submit("abc", max_new_tokens=20, seed=1, **HOT).result(60)
         time.sleep(pause)
@@ -119,5 +119,3 @@ def test_runs_are_a_part_of_the_time_in_iterations(model: TopWModel, engine_of: 
     first = engine.stats()
     assert first.busy_seconds < time.perf_counter() - began - idle / 2, "the time between requests is not busy"
     assert 0 < first.run_seconds < first.busy_seconds
-    assert 0 < first.steady_run_seconds < first.steady_seconds < first.busy_seconds
-    assert first.steady_run_seconds < first.run_seconds

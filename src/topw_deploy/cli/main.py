@@ -211,11 +211,6 @@ def _show_note(
 _OPTION_OF_PARAMETER = {
     "intra_op_num_threads": "threads",
     "max_length": "max_context",
-    "exclude": "exclude_nodes",
-    "model_dir": "transformers",
-    "regimes": "regime",
-    "temperatures": "temperature",
-    "output": "out",
 }
 _SET_BY_USER = {ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT}
 

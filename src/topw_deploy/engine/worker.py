@@ -51,8 +51,6 @@ class EngineStats:
     busy_seconds: time in iterations of the engine's thread.
     run_seconds: the part of `busy_seconds` in runs of the session; the rest is overhead. A run may include a wait for
         another thread that holds Python's interpreter lock when the run ends.
-    steady_seconds, steady_run_seconds: the same of iterations that ran only a step, with the same sequences as the step
-        before.
     """
 
     slots: int = 0
@@ -68,8 +66,6 @@ class EngineStats:
     cache_bytes: int = 0
     busy_seconds: float = 0.0
     run_seconds: float = 0.0
-    steady_seconds: float = 0.0
-    steady_run_seconds: float = 0.0
 
 
 class EngineWorker:
@@ -178,9 +174,8 @@ class EngineWorker:
         if inbox.empty() and (self._scheduler.is_idle or self.failure):
             self.delivery.send()
             inbox.get()()  # blocks until a function is posted
-        began, run_seconds, stats = time.perf_counter(), self._batch.run_seconds, self.stats
-        is_undisturbed, group, chunks = inbox.empty(), self._group, stats.chunks
-        if not is_undisturbed:
+        began = time.perf_counter()
+        if not inbox.empty():
             self.delivery.send()  # now, because starting requests may take longer than HOLD
         while not inbox.empty():
             inbox.get()()
@@ -189,12 +184,7 @@ class EngineWorker:
         if not self.failure:
             self._run()
         self.delivery.send_due()
-        took = time.perf_counter() - began
-        stats.busy_seconds += took
-        is_same_group = group is not None and group is self._group
-        if is_undisturbed and is_same_group and chunks == stats.chunks:
-            stats.steady_seconds += took
-            stats.steady_run_seconds += self._batch.run_seconds - run_seconds
+        self.stats.busy_seconds += time.perf_counter() - began
 
     def _run(self) -> None:
         """Run one chunk and one step, in the order that scheduler.py describes."""

@@ -201,7 +201,7 @@ def _latencies(worker: Worker, folder: Path, budget: int, seeds: Iterator[int]) 
 
     chunked, whole: seconds to the first text of a short request while a long prompt is read in chunks, or at once.
     read, reused: seconds to the first text of a long prompt whose prefix is read, or reused.
-    outside, steady, step: see `ServeWorker`.
+    outside, step: see `ServeWorker`.
     long, prefix: numbers of tokens of the long prompt and of the prefix.
     """
     manifest = load_decoder_manifest(folder)
@@ -221,7 +221,7 @@ def _latencies(worker: Worker, folder: Path, budget: int, seeds: Iterator[int]) 
     )
     return {
         "chunked": chunked, "whole": whole, "read": read, "reused": reused, "long": long, "prefix": prefix,
-        **{name: streamed[name] for name in ("steady", "outside", "step")},
+        "outside": streamed["outside"], "step": streamed["step"],
     }  # fmt: skip
 
 
@@ -229,7 +229,6 @@ def _add_latencies(report: base.Report, name: str, budget: int, rounds: Sequence
     """Add the rounds of `_latencies` to the report."""
     spreads = {what: base.Spread.of([latencies[what] for latencies in rounds]) for what in rounds[0]}
     medians = {what: duration(spread.median) for what, spread in spreads.items()}
-    shares = {what: spreads[what].format(100, 1) for what in ("steady", "outside")}
     sooner, faster = (
         base.Spread.of([latencies[over] / latencies[under] for latencies in rounds])
         for over, under in (("whole", "chunked"), ("read", "reused"))
@@ -237,8 +236,8 @@ def _add_latencies(report: base.Report, name: str, budget: int, rounds: Sequence
     long, prefix = f"{rounds[0]['long']:,}", f"{rounds[0]['prefix']:,}"
     report.lines += [
         "",
-        f"{STREAMS} streaming callers: {shares['steady']} % of the engine's time is outside the session's runs between "
-        f"starts and ends, {shares['outside']} % in all. A step takes {medians['step']}.",
+        f"{STREAMS} streaming callers: {spreads['outside'].format(100, 1)} % of the engine's time is outside the "
+        f"session's runs. A step takes {medians['step']}.",
         f"First text of a request of {SHORT_PROMPT} tokens while a prompt of {long} is read: {medians['chunked']} with "
         f"chunks of {budget}, {medians['whole']} if it is read at once, {sooner.format(digits=1)} times as long.",
         f"First text after {prefix} + {SUFFIX} tokens: {medians['read']} if all are read, {medians['reused']} if the "
@@ -295,8 +294,6 @@ class ServeWorker:
     first: seconds from each request to its first text.
     between: seconds between consecutive texts of a request.
     outside (engine only): share of the engine's time outside the session's runs.
-    steady (engine only): the same share, only over iterations that run one step for the same sequences as the
-        iteration before; 0 without such iterations.
     step (engine only): seconds per step.
 
     Engines stay open, so that their memory is mapped before they are timed.
@@ -326,13 +323,11 @@ class ServeWorker:
             list(pool.map(call, requests))
         seconds, after = time.perf_counter() - began, engine.stats()
         busy = after.busy_seconds - before.busy_seconds
-        alone = after.steady_seconds - before.steady_seconds
         return {
             "seconds": seconds,
             "first": first,
             "between": between,
             "outside": 1 - (after.run_seconds - before.run_seconds) / busy,
-            "steady": 1 - (after.steady_run_seconds - before.steady_run_seconds) / alone if alone else 0.0,
             "step": busy / max(1, after.steps - before.steps),
         }
 
