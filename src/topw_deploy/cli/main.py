@@ -47,14 +47,6 @@ COMMANDS = {
 """Command -> (its module in `topw_deploy.cli`, its line in `topw --help`). The function has the command's name."""
 
 _EXTRAS_NOTE = "[export] is the extra with torch and onnx; if it is missing, `topw doctor` shows how to install it."
-# Extra -> subject of the sentence that says that the extra is missing.
-_ACTIVITIES = {
-    "cpu": "running a model",
-    "export": "exporting",
-    "compare": "comparing rules",
-    "lm-eval": "evaluating",
-    "serve": "serving",
-}
 
 _INTERRUPTED = 130
 _VERSION: dict[str, Any] = {"package_name": "topw-deploy", "message": "%(prog)s %(version)s"}
@@ -139,7 +131,7 @@ def run(command: click.Command | None, program: str, prefix: str, args: Sequence
         extra = install.extra_of(error.name or "")
         if extra is None:
             raise
-        return _fail(install.missing_message(_ACTIVITIES.get(extra, "this command"), extra))
+        return _fail(install.missing_message("this command", extra))
     except (click.Abort, KeyboardInterrupt):
         return _INTERRUPTED
     except BrokenPipeError:

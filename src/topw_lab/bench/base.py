@@ -77,22 +77,19 @@ def interleave(
     rounds: int,
     warmup: int = 1,
     *,
-    seed: int | None = None,
+    seed: int = 0,
     advance: Advance = lambda _parts: None,
 ) -> dict[str, list[Sample]]:
     """Call every side once per round. Returns the results of each side by round, without those of warm-up rounds.
 
     sides: name -> call.
-    seed: of the random order of each round. None: the order rotates.
+    seed: of the random order of each round.
     advance: called with 1 after every call.
     """
-    names = list(sides)
-    shuffled = None if seed is None else random.Random(seed)
+    names, generator = list(sides), random.Random(seed)
     samples: dict[str, list[Sample]] = {name: [] for name in names}
     for index in range(warmup + rounds):
-        shift = index % max(1, len(names))
-        order = names[shift:] + names[:shift] if shuffled is None else shuffled.sample(names, len(names))
-        for name in order:
+        for name in generator.sample(names, len(names)):
             value = sides[name]()
             if index >= warmup:
                 samples[name].append(value)

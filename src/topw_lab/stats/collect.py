@@ -256,18 +256,11 @@ def collect(
 
 
 def _prompt_ids(model: TopWModel, text: str, where: str) -> list[int]:
-    """Raises PromptError, naming the prompt, if it is not valid Unicode or fills the context."""
-    context = model.manifest.decoder.context_length
+    """Raises PromptError, naming the prompt, if it is not valid Unicode or exceeds the context."""
     try:
-        ids = model.encode(text)
+        return list(model.prepare(text)[0].prompt)
     except PromptError as error:
         raise PromptError(f"{where}: {error}") from None
-    if len(ids) >= context:
-        raise PromptError(
-            f"{where} has {len(ids)} tokens, but the model's context of {context} must hold it and a new one; shorten "
-            "it."
-        )
-    return ids
 
 
 def _steps(
