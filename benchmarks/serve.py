@@ -1,7 +1,7 @@
 """`topw bench serve` with onnxruntime-genai's Engine and llama.cpp, same weights. Results: docs/lab/results.md.
 
     python -m benchmarks.serve --model demo llama-50m --dtype fp32 int4 [--genai-python PYTHON] [--llama-python PYTHON]
-        [--concurrency 1 4 16 64] [--threads 1 2] [--rounds 3] [--json FOLDER] [--plot FOLDER]
+        [--concurrency 1 4 16 64] [--threads 1 2] [--rounds 3] [--json FOLDER]
 
 The first PYTHON has onnxruntime-genai, the second llama-cpp-python and gguf. Exports, genai's graphs and GGUF files are
 created once and kept. int4 is genai's default quantisation, in blocks of 32, for both graphs, and Q4_0 for llama.cpp.
@@ -97,8 +97,6 @@ def measure_model(name: str, dtype: str, args: argparse.Namespace) -> None:
         parts = (name, dtype, "threads", *args.threads, "callers", *args.concurrency)
         file = args.json / f"{'-'.join(map(str, parts))}.json"
         file.write_text(json.dumps(report.as_dict(), indent=1) + "\n", "utf-8")
-    if args.plot is not None:
-        report.draw(args.plot / f"{name}-{dtype}.png")
 
 
 def main() -> None:
@@ -116,7 +114,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="folder for the results")
-    parser.add_argument("--plot", type=Path, help="folder for the pictures")
     args = parser.parse_args()
     add_repository_to_pythonpath()
     for name in args.model:

@@ -67,7 +67,6 @@ def _common_options(rounds: int, threads_of: str | None = None) -> Callable[[Any
             "--seed", type=click.IntRange(min=0), default=0, help="Seed of the data and of the order of the sides."
         ),
         json_file_option,
-        click.option("--plot", type=FILE, help="Draw the results as a PNG."),
         quiet_option,
     )
 
@@ -77,6 +76,7 @@ _peers_option = click.option(
     type=_CommaSeparated(click.STRING, name="sides"),
     help="Run only these sides, separated by commas; each must be available.",
 )
+_plot_option = click.option("--plot", type=FILE, help="Draw the results as a PNG.")
 _prompt_tokens_option = click.option("--prompt-tokens", type=COUNT, default=128, help="Length of the random prompt.")
 
 
@@ -110,6 +110,7 @@ def _python_option(flag: str, library: str) -> Callable[[Any], Any]:
 @click.option("--authors", type=_EXISTING_FILE, help="Also time this copy of the authors' logit_processor_w1.py.")
 @_python_option("--genai-python", "onnxruntime-genai")
 @_common_options(40)
+@_plot_option
 def sampler(regime: Any, temperature: Any, **values: Any) -> None:
     """Time one sampling step of Top-W and of every other installed sampler on the same logits.
 
@@ -138,6 +139,7 @@ def sampler(regime: Any, temperature: Any, **values: Any) -> None:
 )
 @_peers_option
 @_common_options(9, "each side")
+@_plot_option
 def decode(**values: Any) -> None:
     """Time the decoding loop of the exported model in the folder OUT and of other libraries with the same weights.
 
@@ -205,6 +207,7 @@ def serve(**values: Any) -> None:
     help="Tokens to generate; EOS is ignored.",
 )
 @_common_options(20, "the session")
+@_plot_option
 def bench_rules(rules: str, temperatures: str, **values: Any) -> None:
     """Time a token of the exported models in the folders OUT under every sampling rule and temperature, and the
     overhead of Top-W against the mean of the other rules.
@@ -223,7 +226,7 @@ def _measure(run: Callable[..., Report], values: dict[str, Any]) -> None:
 
     Raises ParameterError, before anything is timed, for files that cannot be written.
     """
-    json_file, plot, quiet = (values.pop(name) for name in ("json_file", "plot", "quiet"))
+    json_file, plot, quiet = (values.pop(name, None) for name in ("json_file", "plot", "quiet"))
     check_output(json_file, "json_file")
     check_picture(plot, (".png",))
     report = run(progress=progress(quiet), **{name: value for name, value in values.items() if value is not None})

@@ -247,13 +247,13 @@ class Report:
     benchmark: name of the command.
     settings: of the command.
     absent: label of each side that was left out -> why.
-    axis: label of the picture's axis: what a bar's time was spent on.
+    axis: label of the picture's axis: what a bar's time was spent on; "" without a picture.
     """
 
     benchmark: str
     settings: Mapping[str, Any]
     absent: Mapping[str, str]
-    axis: str
+    axis: str = ""
     machine: str = field(default_factory=this_machine)
     load: float = field(default_factory=lambda: os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0)
     lines: list[str] = field(default_factory=list)

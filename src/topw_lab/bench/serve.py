@@ -28,7 +28,6 @@ from topw_deploy.progress import SILENT, Progress
 from topw_deploy.runtime import TopWModel
 from topw_deploy.text import count_text
 from topw_lab.bench import base
-from topw_lab.plots import Bar, Panel
 from topw_lab.tables import duration, significant
 from topw_lab.worker import Worker
 
@@ -130,7 +129,7 @@ def run(
         for callers in concurrency
     }
     has_engine = any(side.name == "engine" for side in present)
-    report = base.Report("serve", settings, absent, "all requests, or to the first text")
+    report = base.Report("serve", settings, absent)
     total = len(threads) * (rounds + 1) * (len(loads) * len(present) - (1 in loads) + has_engine)
     with progress.bar(total, "run") as advance:
         for number in threads:
@@ -162,7 +161,7 @@ def _add_load(
 ) -> None:
     """Add all sides with one number of callers to the report. served: the worker's results by side and round."""
     times = base.Times(sides, {side: [one["seconds"] for one in rounds] for side, rounds in served.items()})
-    new_tokens, reference = sum(new for _, new in requests), times.reference.name
+    new_tokens = sum(new for _, new in requests)
     tokens = f"{sum(len(prompt) for prompt, _ in requests):,} prompt and {new_tokens:,} new tokens"
     title = f"{name}, {count_text(callers, 'caller')}: {count_text(len(requests), 'request')}, {tokens}"
 
@@ -185,15 +184,6 @@ def _add_load(
     report.add_table(title, _HEADER, rows)
     report.runs.append({"title": title, "callers": callers, "requests": len(requests), "new_tokens": new_tokens,
                         **times.as_dict(**waits)})  # fmt: skip
-    compared = {side.name: side.label for side in sides if side.name != reference}
-    verb = "gets" if callers == 1 else "get"
-    finding = f"{count_text(callers, 'caller')} {verb} {rate(reference)} new tokens/s{times.comparison(compared)}"
-
-    def text(side: base.Side) -> str:
-        factor = "" if side.name == reference else f"   {times.ratio(side.name).median:.2f}x"
-        return f"{rate(side.name)} new tokens/s{factor}"
-
-    report.panels.append(times.panel(title, finding, text))
 
 
 def _latencies(worker: Worker, folder: Path, budget: int, seeds: Iterator[int]) -> dict[str, float]:
@@ -244,20 +234,6 @@ def _add_latencies(report: base.Report, name: str, budget: int, rounds: Sequence
         f"first {prefix} are reused, {faster.format(digits=1)} times as fast.",
     ]
     report.runs.append({"title": f"{name}, latencies", "latencies": rounds})
-    bars = [
-        Bar(label, spreads[what].ends, kind, medians[what])
-        for what, kind, label in (
-            ("chunked", "ours", f"behind {long} tokens, chunked"),
-            ("whole", "yardstick", f"behind {long} tokens, at once"),
-            ("reused", "ours", f"{prefix} + {SUFFIX} tokens, reused"),
-            ("read", "yardstick", f"{prefix} + {SUFFIX} tokens, read"),
-        )
-    ]
-    finding = (
-        f"The first text comes {significant(sooner.median, 2)}x sooner behind a prompt read in chunks, and "
-        f"{significant(faster.median, 2)}x sooner after a reused prefix"
-    )
-    report.panels.append(Panel(f"{name}, time to the first text", finding, bars))
 
 
 _FIRST_TEXT_NEW = 8  # new tokens of a request of which only the first text is timed
