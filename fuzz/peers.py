@@ -37,9 +37,10 @@ from fuzz.rule_peers import (
     authors_top_n_sigma,
     vllm_min_k,
 )
-from tests.support.rule_rows import RuleCase, rule_cases
+from tests.support.rows import Case
+from tests.support.rule_rows import sampler_case
 from topw_deploy.sampling import FLOAT32_TIES
-from topw_deploy.sampling.rules import RULES, OrderedRow, RuleCrop, kept_set
+from topw_deploy.sampling.rules import RULES, RULES_BY_CODE, OrderedRow, RuleCrop, kept_set
 
 SAME = "same kept set"
 REST = tuple(name for name in RULES if name in TRANSFORMERS or name in FORMULAS)
@@ -50,6 +51,29 @@ FILES: Mapping[str, tuple[str, Callable[[Path], Peer]]] = {
     "min_k": ("vLLM", vllm_min_k),
 }
 """Rule with a file on the command line -> (whose code it is, how to load it)."""
+
+VOCABULARIES = ((1, 2, 3), (4, 7, 12, 25), (50, 64, 65, 97), (257, 1000, 1021), (4095, 5000, 8209), (32_000, 151_936))
+SHARES = (0.04, 0.25, 0.26, 0.31, 0.13, 0.01)
+"""Share of all rows for each group of VOCABULARIES."""
+GROUP = 8  # consecutive rows of one vocabulary
+
+
+def rule_cases(seed: int, rule: str, most_vocabulary: int) -> Iterator[Case]:
+    """Yield rows of one rule without end, GROUP consecutive ones with the same vocabulary."""
+    rng = np.random.default_rng((seed, RULES[rule].code))
+    while True:
+        sizes = VOCABULARIES[int(rng.choice(len(VOCABULARIES), p=SHARES))]
+        vocab = min(int(rng.choice(sizes)), most_vocabulary)
+        yield from (sampler_case(rng, vocab, rule) for _ in range(GROUP))
+
+
+def rule_of(case: Case) -> str:
+    return RULES_BY_CODE[case.rule].name
+
+
+def temperature_of(case: Case) -> float:
+    """The temperature at which the kept set is chosen."""
+    return case.parameters["selection_temperature"] or case.parameters["temperature"]
 
 
 @dataclass
@@ -63,11 +87,11 @@ class Outcome:
     causes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     unexplained: list[str] = field(default_factory=list)
 
-    def add(self, case: RuleCase, peer: str, cause: str | None, wanted: RuleCrop, found: object) -> None:
-        self.causes[case.rule, peer, cause or "unexplained"] += 1
+    def add(self, case: Case, peer: str, cause: str | None, wanted: RuleCrop, found: object) -> None:
+        self.causes[rule_of(case), peer, cause or "unexplained"] += 1
         if cause is None:
             self.unexplained.append(
-                f"{peer}: {case.rule} {case.values}, T {case.temperature}, V {len(case.logits)}, {case.kind}: "
+                f"{peer}: {case.regime}, {case.rule_values}, T {temperature_of(case)}, V {len(case.logits)}: "
                 f"wanted {wanted.kept.tolist()!s:.200}, found {found!s:.200}, margin {wanted.ties.rule}"
             )
 
@@ -82,7 +106,7 @@ def fuzz(
     for rule in rules:
         cases = islice(rule_cases(seed, rule, most_vocabulary), rows)
         for case in tqdm(cases, total=rows, desc=rule, mininterval=2.0, file=sys.stderr):
-            for name, peer in _peers(case.rule, authors or {}):
+            for name, peer in _peers(rule, authors or {}):
                 _compare_peer(case, name, peer, outcome)
     return outcome
 
@@ -96,16 +120,16 @@ def _peers(rule: str, authors: Mapping[str, Peer]) -> Iterator[tuple[str, Peer]]
         yield "formula", FORMULAS[rule]
 
 
-def _compare_peer(case: RuleCase, name: str, peer: Peer, outcome: Outcome) -> None:
-    logits = case.logits / np.float32(case.temperature)  # as in `generate`
-    wanted = kept_set(logits, case.rule, case.values)
-    found = _answer(peer, logits, case.values)
+def _compare_peer(case: Case, name: str, peer: Peer, outcome: Outcome) -> None:
+    logits = case.logits / np.float32(temperature_of(case))  # as in `generate`
+    wanted = kept_set(logits, rule_of(case), case.rule_values)
+    found = _answer(peer, logits, case.rule_values)
     if found is None:
         outcome.add(case, name, _index_error_cause(case, logits, name), wanted, "IndexError")
         return
     cause = _kept_set_cause(logits, wanted, found) or _definition_cause(case, logits, name, found)
     if cause is None:  # perhaps its float32 sums
-        exact = _answer(peer, logits.astype(np.float64), case.values)
+        exact = _answer(peer, logits.astype(np.float64), case.rule_values)
         if exact is not None and (
             _kept_set_cause(logits, wanted, exact) or _definition_cause(case, logits, name, exact)
         ):
@@ -137,18 +161,18 @@ def _kept_set_cause(logits: np.ndarray, wanted: RuleCrop, found: np.ndarray) -> 
     return "within 1e-5 of the threshold" if len(found) else "keeps nothing: all within 1e-5 of the threshold"
 
 
-def _index_error_cause(case: RuleCase, logits: np.ndarray, name: str) -> str | None:
+def _index_error_cause(case: Case, logits: np.ndarray, name: str) -> str | None:
     """Why the peer raises IndexError on this row; None if the reason is not known."""
-    if case.rule == "min_k" and name == "vLLM":
+    if rule_of(case) == "min_k" and name == "vLLM":
         return "raises: vocabulary of one token" if len(logits) == 1 else None
-    if case.rule != "top_h" or name != "authors":
+    if rule_of(case) != "top_h" or name != "authors":
         return None
-    if case.values[1] == 1:
+    if case.rule_values[1] == 1:
         return "raises: pool of one token"
-    p = np.sort(torch.from_numpy(logits).softmax(0).numpy())[::-1][: int(case.values[1])]
+    p = np.sort(torch.from_numpy(logits).softmax(0).numpy())[::-1][: int(case.rule_values[1])]
     if (p == 0).any():
         return "raises: probability 0 in the pool"
-    return "raises: entropy rounds to the whole pool's" if _keeps_whole_pool(p, case.values[0]) else None
+    return "raises: entropy rounds to the whole pool's" if _keeps_whole_pool(p, case.rule_values[0]) else None
 
 
 def _keeps_whole_pool(p: np.ndarray, alpha: float) -> bool:
@@ -156,19 +180,19 @@ def _keeps_whole_pool(p: np.ndarray, alpha: float) -> bool:
     return bool(terms[-1] <= alpha * terms[-1] * (1 + 1e-5))
 
 
-def _definition_cause(case: RuleCase, logits: np.ndarray, name: str, found: np.ndarray) -> str | None:
+def _definition_cause(case: Case, logits: np.ndarray, name: str, found: np.ndarray) -> str | None:
     """The cause, if the peer has another definition of the rule which in float64 gives the peer's result; else None."""
-    if case.rule == "top_n_sigma" and not len(found):
+    if rule_of(case) == "top_n_sigma" and not len(found):
         few = np.isfinite(logits).sum() < max(2, len(logits))
         return "keeps nothing: sigma is NaN for a -inf, or for one token" if few else None
-    if case.rule == "top_h" and name == "authors" and case.values[0] == 1:
-        n = min(int(case.values[1]), int(np.isfinite(logits).sum()))
+    if rule_of(case) == "top_h" and name == "authors" and case.rule_values[0] == 1:
+        n = min(int(case.rule_values[1]), int(np.isfinite(logits).sum()))
         return "top_h = 1: rounding drops the pool's last token" if len(found) == n - 1 else None
-    if case.rule == "top_h" and name == "transformers":
+    if rule_of(case) == "top_h" and name == "transformers":
         row = OrderedRow.of(logits.astype(np.float64), 1.0)
-        sizes = _top_h_sizes(row, case.values[0], int(case.values[1]))
+        sizes = _top_h_sizes(row, case.rule_values[0], int(case.rule_values[1]))
         return "terms of the softmax over its pool" if len(found) in sizes else None
-    if case.rule == "min_k" and name == "vLLM" and not np.isfinite(logits).all():
+    if rule_of(case) == "min_k" and name == "vLLM" and not np.isfinite(logits).all():
         all_finite = np.array_equal(found, np.flatnonzero(np.isfinite(logits)))
         return "keeps all finite tokens: a logit of -inf makes the range infinite" if all_finite else None
     return None
@@ -187,12 +211,12 @@ def count_paper_differences(rows: int, seed: int, most_vocabulary: int = 151_936
     """The number of rows, and of those in which the paper's bound H(q) <= alpha H(p) keeps another prefix."""
     count = 0
     for case in islice(rule_cases(seed, "top_h", most_vocabulary), rows):
-        row = OrderedRow.of(case.logits.astype(np.float64), case.temperature)
+        row = OrderedRow.of(case.logits.astype(np.float64), temperature_of(case))
         terms = row.weighted_surprise + row.weights * row.log_total
         P = np.cumsum(row.weights) / row.total
         entropies = np.cumsum(terms) / row.total / P + np.log(P)
-        paper = max(1, int((entropies <= case.values[0] * terms.sum() / row.total).cumprod().sum()))
-        released = len(kept_set(case.logits, "top_h", case.values, temperature=case.temperature).kept)
+        paper = max(1, int((entropies <= case.rule_values[0] * terms.sum() / row.total).cumprod().sum()))
+        released = len(kept_set(case.logits, "top_h", case.rule_values, temperature=temperature_of(case)).kept)
         count += paper != released
     return rows, count
 

@@ -26,7 +26,7 @@ from tests.support.rows import (
 )
 from tests.support.rule_rows import rule_case
 from tests.support.sampler_cases import nearest_distances
-from tests.support.samples import thinned
+from tests.support.samples import slow, thinned
 from topw_deploy.plugins.compile_native import SOURCES
 from topw_deploy.sampling import TopWOptions, TopWParameters, sample_row
 
@@ -47,17 +47,6 @@ def scenarios() -> list[Scenario]:
         )
         made.append(Scenario(options, vocab, int(rng.choice([1, 3, 16, 48, 300])), TABLES[i // 4 % len(TABLES)], i))
     return made
-
-
-@pytest.mark.slow
-def test_random_rows_are_answered_as_by_the_reference(any_kernel: Any) -> None:
-    stages: set[str] = set()
-    for scenario in scenarios():
-        _, geometry, cases = scenario_cases(scenario, 32)
-        assert differences(any_kernel, cases, scenario.options, geometry) == []
-        table = KernelTable.from_geometry(geometry)
-        stages |= {STAGES[n] for n in sampled(any_kernel, cases, scenario.options, table).reports["stage"]}
-    assert stages >= {"greedy", "candidates", "geometry", "literal"}
 
 
 def test_large_vocabularies_are_answered_as_by_the_reference(any_kernel: Any) -> None:
@@ -83,11 +72,10 @@ def test_a_wide_table_is_answered_as_by_the_reference(any_kernel: Any) -> None:
         assert differences(any_kernel, cases, options, geometry_of(options, embeddings)) == []
 
 
-@pytest.mark.parametrize("rows", ["top_w", "rules"])
-def test_every_instruction_set_answers_the_same_bits(kernel: Kernel, rows: str) -> None:
-    sets = instruction_sets(kernel)
-    if len(sets) == 1:
-        pytest.skip("this processor has only one instruction set")
+@pytest.mark.parametrize("rows", [slow("top_w"), "rules"])
+def test_every_instruction_set_answers_as_the_reference_and_with_the_same_bits(kernel: Kernel, rows: str) -> None:
+    """Random rows of the CUDA kernels: cuda/test_geometry.py."""
+    sets, stages = instruction_sets(kernel), set[str]()
     for scenario in (
         scenarios() if rows == "top_w" else [Scenario(UNIFORM, vocab, 4, "plain", 3) for vocab in (300, 5000)]
     ):
@@ -99,8 +87,11 @@ def test_every_instruction_set_answers_the_same_bits(kernel: Kernel, rows: str) 
         for name in sets:
             kernel.use_instruction_set(name)
             answers.append(sampled(kernel, cases, scenario.options, KernelTable.from_geometry(geometry)))
+        assert differences(kernel, cases, scenario.options, geometry) == []
+        stages |= {STAGES[n] for n in answers[0].reports["stage"]}
         for other in answers[1:]:  # the mass's last bit may differ
             assert set(unequal_fields(answers[0], other)) <= ({"mass"} if rows == "top_w" else {"mass", "reports"})
+    assert stages >= ({"greedy", "candidates", "geometry", "literal"} if rows == "top_w" else {"candidates", "pool"})
 
 
 @pytest.mark.parametrize(("metric", "kind"), thinned([(m, k) for m in METRICS[:3] for k in ("float16", "bfloat16")], 3))

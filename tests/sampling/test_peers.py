@@ -52,7 +52,7 @@ class MinKLogitsProcessor(LogitsProcessor):
 def compared_file(folder: Path, rule: str, code: str) -> Outcome:
     file = folder / f"theirs_{len(list(folder.iterdir()))}.py"  # a new name: the time of a .pyc has whole seconds
     file.write_text(code, "utf-8")
-    return fuzz(64, seed=4, rules=(rule,), authors={rule: FILES[rule][1](file)}, most_vocabulary=1000)
+    return fuzz(64, seed=2, rules=(rule,), authors={rule: FILES[rule][1](file)}, most_vocabulary=1000)
 
 
 @pytest.mark.slow

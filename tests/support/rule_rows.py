@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 
 import numpy as np
 
@@ -11,56 +11,30 @@ from tests.support.rows import Case, random_case
 from topw_deploy.sampling.parameters import TopWParameters
 from topw_deploy.sampling.rules import RULES, OrderedRow
 
-VOCABULARIES = ((1, 2, 3), (4, 7, 12, 25), (50, 64, 65, 97), (257, 1000, 1021), (4095, 5000, 8209), (32_000, 151_936))
-SHARES = (0.04, 0.25, 0.26, 0.31, 0.13, 0.01)
-"""Share of all rows for each group of VOCABULARIES."""
-GROUP = 8  # consecutive rows of one vocabulary
 _NEAR_SHARE = 0.25  # share of rows that have a value close to a threshold
 
 
-@dataclass(frozen=True)
-class RuleCase:
-    """A row's logits float32 [V], rule, values and temperature (float32 numbers), and kind."""
-
-    logits: np.ndarray
-    rule: str
-    values: tuple[float, float]
-    temperature: float
-    kind: str
-
-
-def rule_cases(seed: int, rule: str, most_vocabulary: int = 151_936) -> Iterator[RuleCase]:
-    """Yield rows of one rule without end, GROUP consecutive ones with the same vocabulary."""
-    rng = np.random.default_rng((seed, RULES[rule].code))
-    while True:
-        sizes = VOCABULARIES[int(rng.choice(len(VOCABULARIES), p=SHARES))]
-        vocab = min(int(rng.choice(sizes)), most_vocabulary)
-        for _ in range(GROUP):
-            yield _case(rng, rule, vocab)
-
-
-def _case(rng: np.random.Generator, rule: str, vocab: int) -> RuleCase:
+def sampler_case(rng: np.random.Generator, vocab: int, rule: str) -> Case:
+    """A row with usual values; some have a value close to a threshold. A quarter have a second temperature, for the
+    draw.
+    """
     made = random_case(rng, vocab)
     kind = made.regime.split(", ")[1]
-    temperature = float(np.float32(1.0 if rng.random() < 0.5 else rng.uniform(0.2, 3.0)))
+    selected_at, drawn_at = (
+        float(np.float32(1.0 if rng.random() < 0.5 else rng.uniform(0.2, 3.0))),
+        float(np.float32(rng.uniform(0.2, 3.0))),
+    )
     values = _VALUES.get(rule, _none)(rng)
     if rule in _NEAR and rng.random() < _NEAR_SHARE:
-        row = OrderedRow.of(made.logits.astype(np.float64), temperature)
+        row = OrderedRow.of(made.logits.astype(np.float64), selected_at)
         near = float(_NEAR[rule](row, int(min(rng.exponential(5.0), len(row) - 1))))
         if RULES[rule].accepts((float(np.float32(near)), values[1])):
             values, kind = (near, values[1]), f"near, {kind}"
     v0, v1 = (float(np.float32(value)) for value in values)
-    return RuleCase(made.logits, rule, (v0, v1), temperature, kind)
-
-
-def sampler_case(rng: np.random.Generator, vocab: int, rule: str) -> Case:
-    """A row of `rule_cases` for a sampler: a quarter have a second temperature, for the draw."""
-    made = _case(rng, rule, vocab)
-    drawn_at = float(np.float32(rng.uniform(0.2, 3.0)))
-    temperatures = (drawn_at, made.temperature) if rng.random() < 0.25 else (made.temperature, 0.0)
+    temperatures = (drawn_at, selected_at) if rng.random() < 0.25 else (selected_at, 0.0)
     parameters = asdict(TopWParameters(temperature=temperatures[0], selection_temperature=temperatures[1]))
     uniform = int(rng.integers(0, 1 << 24)) * 2.0**-24
-    return Case(made.logits, parameters, uniform, f"{rule}, {made.kind}", RULES[rule].code, made.values)
+    return Case(made.logits, parameters, uniform, f"{rule}, {kind}", RULES[rule].code, (v0, v1))
 
 
 def _none(_: np.random.Generator) -> tuple[float, float]:

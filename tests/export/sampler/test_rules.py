@@ -14,6 +14,7 @@ from fuzz.rules import OTHERS
 from tests.support import function_cases
 from tests.support.function_cases import FORMS, by_hand, feeds, opened, run, unexplained
 from tests.support.rows import Case, packed, random_case, some_allowed
+from tests.support.rule_rows import sampler_case
 from tests.support.samples import slow
 from topw_deploy.errors import ParameterError
 from topw_deploy.export.sampler.function import build_function
@@ -28,30 +29,10 @@ from topw_deploy.sampling.rules import RULES
 SORTED, SEARCHED = 300, 4096
 """Vocabularies: below and above the 3840 tokens that the function sorts."""
 
-VALUES: dict[str, tuple[Any, ...]] = {
-    "top_w": ((0,),),
-    "top_k": ((1,), (50,), (64,), (65,), (1000,), (1 << 24,)),
-    "top_p": ((1,), (0.999,), (0.9,), (0.5,), (1e-3,)),
-    "min_p": ((0,), (1,), (0.05,), (1e-3,)),
-    "top_h": ((0.4, 100), (0.9, 64), (1, 10), (0.1, 1000), (0.4, 1 << 24)),
-    "typical": ((0.2,), (0.9,), (0.999,)),
-    "epsilon": ((3e-4,), (0.1,)),
-    "eta": ((3e-4,), (0.1,)),
-    "top_n_sigma": ((0,), (0.5,), (1,), (3,)),
-    "p_less": ((0,),),
-    "min_k": ((0,), (3,), (1e4,)),
-    "none": ((0,),),
-}
 
-
-def values_of(rng: np.random.Generator, name: str) -> tuple[float, float]:
-    v0, *v1 = VALUES[name][rng.integers(len(VALUES[name]))]
-    return float(np.float32(v0)), float(v1[0]) if v1 else 0.0
-
-
-def with_rule(rng: np.random.Generator, case: Case) -> Case:
-    name = str(rng.choice(list(RULES)))
-    return replace(case, rule=RULES[name].code, rule_values=values_of(rng, name), regime=f"{name}, {case.regime}")
+def any_case(rng: np.random.Generator, vocab: int, name: str) -> Case:
+    """A random row of a rule."""
+    return random_case(rng, vocab) if name == "top_w" else sampler_case(rng, vocab, name)
 
 
 def wrong(form: str, vocab: int, cases: list[Case], metric: str = "cosine") -> list[str]:
@@ -63,7 +44,7 @@ def wrong(form: str, vocab: int, cases: list[Case], metric: str = "cosine") -> l
 @pytest.mark.parametrize(("vocab", "metric"), [slow(33, "uniform"), (SORTED, "cosine"), (SEARCHED, "uniform")])
 def test_mixed_batches_equal_the_definitions(form: str, vocab: int, metric: str) -> None:
     rng = np.random.default_rng(vocab)
-    cases = [with_rule(rng, random_case(rng, vocab)) for _ in range(96)]
+    cases = [any_case(rng, vocab, str(name)) for name in rng.choice(list(RULES), 96)]
     assert len({case.rule for case in cases}) == len(RULES)
     assert wrong(form, vocab, cases, metric) == []
 
@@ -109,7 +90,7 @@ def test_sets_larger_than_the_candidates_are_kept_and_drawn_in_order_of_ids(form
 def test_masks_and_edits_come_before_the_rule(form: str, vocab: int) -> None:
     scenario, geometry, session = opened(form, vocab, "cosine", top_m=20)
     rng = np.random.default_rng(7)
-    cases = [with_rule(rng, random_case(rng, vocab)) for _ in range(24)]
+    cases = [any_case(rng, vocab, str(name)) for name in rng.choice(list(RULES), 24)]
     flags = np.stack([some_allowed(rng, vocab, "half") for _ in cases])
     words = packed(flags)
     inputs = feeds(cases, edits=1) | {"allowed": words}
@@ -129,7 +110,7 @@ def test_a_greedy_row_keeps_its_best_token_under_every_rule(form: str, name: str
     *_, session = opened(form, SORTED, "cosine", top_m=20)
     logits = np.zeros(SORTED, np.float32)
     logits[[17, 200]] = 3.0
-    values = values_of(np.random.default_rng(0), name)
+    values = any_case(np.random.default_rng(0), 9, name).rule_values
     found = run(session, feeds([replace(by_hand(logits, name, *values, temperature=0.0), uniform=0.99)]))
     assert found["next_token"].tolist() == [17]
     assert found["kept"].tolist() == [1]
@@ -207,10 +188,7 @@ def test_the_carried_rules_equal_the_definitions_and_others_are_invalid(
     scenario, geometry, session = opened(form, vocab, "uniform", 20, rules)
     rng, names = np.random.default_rng(len(rules)), (*rules, "top_w")
     missing = next(name for name in RULES if name not in names)
-    cases = [
-        replace(random_case(rng, vocab), rule=RULES[name].code, rule_values=values_of(rng, name), regime=name)
-        for name in (*(names[index % len(names)] for index in range(24)), missing)
-    ]
+    cases = [any_case(rng, vocab, name) for name in (*(names[index % len(names)] for index in range(24)), missing)]
     cases[0].parameters["temperature"] = cases[1].parameters["temperature"] = 0.0
     found = run(session, feeds(cases))
     answered = {name: values[:-1] for name, values in found.items()}
