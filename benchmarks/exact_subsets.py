@@ -100,7 +100,7 @@ def _row_objectives(log_w: Floats, distance: Floats, parameters: TopWParameters)
     kept, order = last_alternation(log_w, distance, parameters, TopWOptions())
     members = (np.arange(1, 2**n)[:, None] >> np.arange(n)) & 1 == 1
     best = min((F(S) for S in members), key=lambda value: value.total)
-    prefixes = [F.best_prefix(places).value.total for places in (np.arange(n), order)]
+    prefixes = [F.best_prefix(places).total for places in (np.arange(n), order)]
     return [best.kept, best.total, *prefixes, F(np.isin(np.arange(n), kept)).total]
 
 

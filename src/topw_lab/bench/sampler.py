@@ -371,9 +371,7 @@ class SamplerWorker:
 
         geometry = None
         if self.embeddings is not None:
-            path, shape = str(self.folder / TABLE_FILE), self.embeddings.shape
-            table = torch.from_file(path, size=self.embeddings.size).view(shape)
-            geometry = TensorGeometry.from_embeddings(table, self.options.metric)
+            geometry = TensorGeometry.from_embeddings(torch.from_numpy(self.embeddings), self.options.metric)
 
         def prepare(case: Parameters, logits: Logits) -> Call:
             scores, parameters = torch.from_numpy(logits), TopWParameters(**case)
@@ -529,7 +527,7 @@ def write_table(folder: Path, vocab: int, hidden: int, seed: int) -> NDArray[np.
     with (folder / TABLE_FILE).open("wb") as file:
         for start in range(0, vocab, _BLOCK):
             file.write(rng.standard_normal((min(_BLOCK, vocab - start), hidden), dtype=np.float32).tobytes())
-    return np.memmap(folder / TABLE_FILE, np.float32, "r", shape=(vocab, hidden))
+    return np.memmap(folder / TABLE_FILE, np.float32, "c", shape=(vocab, hidden))  # torch refuses read-only arrays
 
 
 def pool_neighbour_bound(geometry: Geometry, logits: Sequence[Logits], top_m: int) -> NDArray[np.float32]:

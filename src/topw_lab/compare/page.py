@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
+from importlib import resources
 
 from topw_deploy.text import count_text, printable
 from topw_lab.compare.comparison import (
@@ -22,41 +23,18 @@ from topw_lab.compare.comparison import (
     title_line,
 )
 
-STYLE = """
-:root { color-scheme: light dark; --muted: #66717d; --line: #9aa5b0; --c0: #0072b2; --c1: #d55e00; --c2: #009e73;
-  --c3: #a35b9a; --c4: #b07c00; --c5: #5c6b73; }
-body { margin: 0 auto; padding: 1.5rem; max-width: 90rem; font: 15px/1.5 system-ui, sans-serif; }
-h1, .text { overflow-wrap: anywhere; }
-.muted, dd, small { color: var(--muted); }
-.legend, .charts, .columns { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(14rem, 1fr)); }
-.legend { gap: 0 1rem; padding: 0; list-style: none; }
-.charts { grid-template-columns: repeat(auto-fill, minmax(19rem, 1fr)); }
-figure { margin: 0; }
-svg text { fill: var(--muted); font: 11px system-ui, sans-serif; }
-svg path { fill: none; stroke: currentColor; stroke-width: 1.8; }
-svg .grid { stroke: var(--line); stroke-width: .3; }
-svg .whisker { stroke-width: 1; }
-svg circle { fill: currentColor; }
-.key { width: 34px; height: 12px; }
-.l0 { color: var(--c0); } .l1 { color: var(--c1); } .l2 { color: var(--c2); }
-.l3 { color: var(--c3); } .l4 { color: var(--c4); } .l5 { color: var(--c5); }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .85rem; }
-th, td { text-align: right; padding: .25rem .45rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
-td small, .text small { display: block; }
-.text { white-space: pre-wrap; unicode-bidi: isolate; border-top: 1px solid var(--line); }
-"""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def page(comparison: Comparison) -> str:
     """The whole page: a plot of each metric, a table with intervals, definitions, and the texts side by side."""
     name = _escaped(comparison.folder.resolve().name)
+    style = (resources.files(__package__) / "page.css").read_text("utf-8")
     return "\n".join([
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>Sampling rules: {name}</title>\n<style>{STYLE}</style>\n</head>\n<body>",
+        f"<title>Sampling rules: {name}</title>\n<style>\n{style}</style>\n</head>\n<body>",
         f"<h1>Sampling rules compared: {name}</h1>",
         f'<p class="muted">{_escaped(title_line(comparison))}. '
         "All rules and temperatures use the same random numbers.</p>",
