@@ -86,10 +86,6 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
         return self._arguments.max_gen_toks
 
     @property
-    def batch_size(self) -> int:
-        return self._arguments.rows
-
-    @property
     def eot_token_id(self) -> int:
         """The tokenizer's EOS id, else the lowest one of the generation config. Raises TokenizerError without any."""
         found = self._model.tokenizer.eos_token_id
@@ -118,9 +114,6 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
             begun = bos is not None and string.startswith(bos)
             add_special_tokens = self._arguments.parameters.get("add_special_tokens", not begun)
         return self._model.tokenizer.encode(string, add_special_tokens)
-
-    def tok_decode(self, tokens: Iterable[int], skip_special_tokens: bool = True) -> str:
-        return self._model.tokenizer.decode(list(tokens), skip_special_tokens)
 
     # Chats
 
