@@ -127,11 +127,13 @@ def round_to_integers(
 
 
 def round_for_gptq(
-    weight: np.ndarray, bits: int, *, symmetric: bool, order: bool = False, second: bool = False
+    weight: np.ndarray, bits: int, *, symmetric: bool, order: bool = False, second: bool = False, shift: int = 0
 ) -> Layer:
-    """AutoGPTQ's words. second: of version 2, whose zero points are stored as they are."""
+    """AutoGPTQ's words. second: of version 2, whose zero points are stored as they are. shift: of codes and zeros."""
     groups = input_groups(weight.shape[1], GROUP, order)
     codes, scales, zeros, decoded = round_in_groups(weight, bits, groups, symmetric, torch.float16)
+    codes, zeros = np.clip(codes + shift, 0, 2**bits - 1), zeros + shift
+    decoded = (codes - zeros[:, groups]).astype(np.float32) * scales[:, groups]
     tensors = {
         ".qweight": torch.from_numpy(pack_words(codes, bits).T),
         ".qzeros": torch.from_numpy(pack_words(zeros.T - (not second), bits)),
@@ -190,6 +192,10 @@ KINDS: dict[str, Kind] = {
     "gptq, version 2": _gptq(symmetric=False, second=True),
     "gptq, 8 bits": _gptq(8, symmetric=True),
     "gptq, actorder": _gptq(symmetric=False, order=True),
+    "gptq, dynamic": Kind(
+        _gptq(symmetric=True).settings | {"dynamic": {"+:.*down_proj.*": {"bits": 8}}},
+        lambda weight: round_for_gptq(weight, 8 if weight.shape[0] < weight.shape[1] else 4, symmetric=True),
+    ),
     "awq": Kind({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, round_for_awq),
     "fp8 blocks": Kind(FP8, _float8_layer("_scale_inv", lambda _: BLOCK)),
     "fp8 blocks, ue8m0": Kind(

@@ -16,7 +16,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.export.source.composite_models import write_composite
-from tests.export.source.quantised_checkpoints import KINDS, write_gpt_oss, write_quantised
+from tests.export.source.quantised_checkpoints import (
+    GROUP,
+    KINDS,
+    Kind,
+    Layer,
+    round_for_gptq,
+    write_gpt_oss,
+    write_quantised,
+)
 from tests.support.samples import slow
 from tests.support.tiny_models import export, make_model
 from topw_deploy.errors import ParameterError, SourceError, UnsupportedModelError
@@ -259,6 +267,58 @@ def test_mxfp4_scales_that_are_no_number_are_refused(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(SourceError, match=f"{name} .* contain the byte 255"):
         load_reference(tmp_path, "float32")
+
+
+VERSIONS = ("gptq", "gptq_v2")
+
+
+def write_gptq(folder: Path, stated: str, bits: int = 4, **how: Any) -> dict[str, Layer]:
+    """A checkpoint with `sym`. stated: its checkpoint_format."""
+    settings = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "sym": True, "checkpoint_format": stated}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(KINDS, "stated", Kind(settings, lambda weight: round_for_gptq(weight, bits, **how)))
+        return write_quantised(folder, "stated")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("stated", VERSIONS)
+def test_symmetric_zero_points_of_the_other_version_of_gptq_are_refused(stated: str, bits: int, tmp_path: Path) -> None:
+    """The decoded weights would all be wrong by one step."""
+    other = VERSIONS[stated == "gptq"]
+    layers = write_gptq(tmp_path, stated, bits, symmetric=True, second=other == "gptq_v2")
+    with pytest.raises(SourceError, match=f'symmetric only as \'{other}\'.*set "checkpoint_format": "{other}"'):
+        load_unread(tmp_path, "float32")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["checkpoint_format"] = other  # as the message asks
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model, notices = load_unread(tmp_path, "float32")
+    assert not notices
+    np.testing.assert_array_equal(model.get_parameter(FIRST).values().numpy(), layers[FIRST].weight)  # type: ignore[attr-defined]
+
+
+def test_codes_around_a_zero_point_beside_the_middle_are_read_as_stated_with_a_note(tmp_path: Path) -> None:
+    layers = write_gptq(tmp_path, "gptq", symmetric=True, shift=1)
+    model, (notice,) = load_unread(tmp_path, "float32")
+    assert "14 weights (first: model.layers.0.mlp.down_proj.weight) are symmetric only as 'gptq_v2'" in notice
+    assert "they were read as 'gptq'" in notice
+    np.testing.assert_array_equal(model.get_parameter(FIRST).values().numpy(), layers[FIRST].weight)  # type: ignore[attr-defined]
+
+
+def test_zero_points_that_agree_with_the_configuration_or_are_not_symmetric_have_no_note(tmp_path: Path) -> None:
+    for place, stated in enumerate(VERSIONS):
+        for symmetric in (True, False):
+            folder = tmp_path / f"{place} {symmetric}"
+            write_gptq(folder, stated, symmetric=symmetric, second=stated == "gptq_v2")
+            assert load_unread(folder, "float32")[1] == []
+
+
+def test_a_layer_of_other_bits_than_are_read_is_refused_by_name(tmp_path: Path) -> None:
+    write_quantised(tmp_path, "gptq, dynamic")
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = f"{FIRST.removesuffix('.weight')}.qzeros"
+    save_file({**tensors, name: tensors[name][:, ::2].contiguous()}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=f"the weight {FIRST} has 2 bits, but only GPTQ of 4 and 8"):
+        QuantisedCheckpoint.of(tmp_path)
 
 
 COMPRESSED = {"quant_method": "compressed-tensors"}

@@ -189,7 +189,7 @@ def load_reference(
     Raises UnsupportedModelError for unknown architectures, SourceError for damaged or missing weights, and
     VerificationError if a text decoder differs from its composite model on text.
     """
-    model, composite = _load_model(folder, dtype, num_hidden_layers, trust_remote_code, unread=False)
+    model, composite, _ = _load_model(folder, dtype, num_hidden_layers, trust_remote_code, unread=False)
     if composite is None:
         return model
     decoder = text_decoder(composite, model)
@@ -204,13 +204,12 @@ def load_unread(
 
     Returns (model, notices for the user). See load_reference for the arguments and errors.
     """
-    notices = []
     try:
-        model, composite = _load_model(folder, dtype, num_hidden_layers, trust_remote_code, unread=True)
+        model, composite, notices = _load_model(folder, dtype, num_hidden_layers, trust_remote_code, unread=True)
     except UnsupportedModelError:
         raise
     except SourceError as error:  # the model's code may need values
-        model, composite = _load_model(folder, dtype, num_hidden_layers, trust_remote_code, unread=False)
+        model, composite, notices = _load_model(folder, dtype, num_hidden_layers, trust_remote_code, unread=False)
         notices.append(f"all weights were read into memory, because they could not be left in their files: {error}")
     if composite is None:
         return model, notices
@@ -226,7 +225,7 @@ def load_unread(
 
 def _load_model(
     folder: Path, dtype: str, num_hidden_layers: int | None, trust_remote_code: bool, *, unread: bool
-) -> tuple[PreTrainedModel, Composite | None]:
+) -> tuple[PreTrainedModel, Composite | None, list[str]]:
     config = load_config(folder, num_hidden_layers, trust_remote_code=trust_remote_code)
     settings = {"dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
     quantised = QuantisedCheckpoint.of(folder)
@@ -251,7 +250,7 @@ def _load_model(
         raise SourceError(
             f"the weights in {folder} lack {len(missing)} tensors of the model (first: {missing[0]}); fetch them again."
         )
-    return model.eval(), composite
+    return model.eval(), composite, [] if quantised is None else quantised.notices
 
 
 def _assemble_model(

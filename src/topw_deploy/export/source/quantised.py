@@ -34,7 +34,8 @@ MXFP4 experts of gpt-oss:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ _NOT_A_NUMBER = 255  # as an exponent
 _INTEGER_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")  # of compressed-tensors
 _FORMATS = (*_INTEGER_FORMATS, "float-quantized", "mixed-precision", "dense")
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that each half byte of a word holds, lowest half byte first
+_MOST_COMPARED = 16  # weights whose codes tell which version of GPTQ their zero points have
 _MXFP4_BYTES = 16  # of a block
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1 = np.array([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], np.float32)  # the highest bit is the sign
@@ -105,7 +107,8 @@ class QuantisedCheckpoint:
     kind: the checkpoint's format.
     weights: name -> quantised weight, which is decoded to float32 when it is read.
     tensors: the quantised weights and all other tensors, by name.
-    Raises SourceError for missing tensors, wrong types or shapes.
+    notices: for the user.
+    Raises SourceError for missing tensors, wrong types or shapes, and zero points that contradict the configuration.
     """
 
     def __init__(self, folder: Path, kind: QuantisedFormat) -> None:
@@ -116,6 +119,8 @@ class QuantisedCheckpoint:
         self.weights = {name: weight for name, (weight, _) in encoded.items()}
         others = {name: tensor for name, tensor in stored.items() if name not in used}
         self.tensors: dict[str, StoredTensor | EncodedWeight] = {**others, **self.weights}
+        packed = [weight for weight in self.weights.values() if isinstance(weight, PackedWeight)]
+        self.notices = _check_zero_points([weight for weight in packed if weight.contradicts_symmetry], folder)
 
     @classmethod
     def of(cls, folder: Path) -> QuantisedCheckpoint | None:
@@ -237,6 +242,29 @@ def _input_groups(groups: np.ndarray | None, inputs: int, count: int) -> np.ndar
     return groups.astype(np.int64)
 
 
+def _check_zero_points(contradicting: Sequence[PackedWeight], folder: Path) -> list[str]:
+    """Compare how far the mean of symmetric weights is from zero, with their zero points read in either version.
+
+    contradicting: weights whose zero points are symmetric only in the version that the configuration does not state.
+
+    Returns a notice if the stated version is nearer. Raises SourceError if the other one is.
+    """
+    if not contradicting:
+        return []
+    compared = contradicting[:: -(-len(contradicting) // _MOST_COMPARED)]
+    step = float(np.average([w.mean_step() for w in compared], weights=[math.prod(w.shape) for w in compared]))
+    stated, other = contradicting[0].version, contradicting[0].other_version
+    errors = [abs(step), abs(step + (1 if other == "gptq_v2" else -1))]
+    found = (
+        f"the checkpoint in {folder} states sym and checkpoint_format {stated!r}, but the zero points of "
+        f"{len(contradicting)} weights (first: {contradicting[0].name}) are symmetric only as {other!r}; the mean of "
+        f"the weights is {errors[0]:.2f} steps from zero as {stated!r}, and {errors[1]:.2f} as {other!r}"
+    )
+    if errors[1] < errors[0]:
+        raise SourceError(f'{found}; set "checkpoint_format": "{other}" in the quantization_config of its config.json.')
+    return [f"{found}; they were read as {stated!r}"]
+
+
 class PackedWeight(IntegerWeight):
     """The weight of a GPTQ or AWQ layer. settings: the quantization_config."""
 
@@ -244,11 +272,34 @@ class PackedWeight(IntegerWeight):
         self.name, self._parts, self._settings = name, parts, settings
         self._is_gptq = str(settings["quant_method"]).lower() == "gptq"
         self._bits = _packed_bits(settings) or 4
+        self.version = str(settings.get("checkpoint_format", "gptq")).lower()
+        self.other_version = "gptq" if self.version == "gptq_v2" else "gptq_v2"
         with _decoding(name):
             rows, columns = parts["qweight"].shape
-            _ = parts["qzeros"], parts["scales"]
+            _, zeros = parts["scales"], parts["qzeros"]
+            if settings.get("dynamic"):  # GPTQModel's other bits for some layers, by patterns of their names
+                self._bits = 32 * zeros.shape[1] // columns
+        if self._bits not in (4, 8):
+            raise UnsupportedModelError(
+                f"the weight {name} has {self._bits} bits, but only GPTQ of 4 and 8 bits is supported; export the "
+                "unquantised checkpoint."
+            )
         per_word = 32 // self._bits
         self.shape = (columns, rows * per_word) if self._is_gptq else (columns * per_word, rows)
+
+    @property
+    def contradicts_symmetry(self) -> bool:
+        """Whether symmetric GPTQ codes have the zero points that the other version stores for the middle."""
+        if not self._is_gptq or self._settings.get("sym") is not True:
+            return False
+        with _decoding(self.name):
+            zeros = unpack_words(_array(self._parts["qzeros"], "I32"), self._bits)
+        return zeros.size > 0 and bool((zeros == 2 ** (self._bits - 1) - (self.version == "gptq_v2")).all())
+
+    def mean_step(self) -> float:
+        """The mean of code - zero point."""
+        matrix = self.matrix()
+        return float(matrix.codes.mean() - matrix.zeros.mean())
 
     def matrix(self, rows: Rows = slice(None)) -> IntegerMatrix:
         """Return the codes of some rows. Unpacks the whole layer, because outputs share words."""
@@ -257,9 +308,8 @@ class PackedWeight(IntegerWeight):
             scales = _array(self._parts["scales"], "F16", "F32").astype(np.float32).T
             outputs, inputs = self.shape
             if self._is_gptq:
-                is_version_2 = str(self._settings.get("checkpoint_format", "gptq")).lower() == "gptq_v2"
                 codes = unpack_words(words.T, self._bits)
-                zeros = unpack_words(zeros, self._bits).T.astype(np.int32) + (not is_version_2)
+                zeros = unpack_words(zeros, self._bits).T.astype(np.int32) + (self.version != "gptq_v2")
             else:
                 codes, zeros = _unpack_interleaved(words).T, _unpack_interleaved(zeros).T.astype(np.int32)
             count = scales.shape[1]
