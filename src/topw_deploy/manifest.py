@@ -36,6 +36,7 @@ _MOST_LAYERS = 4096
 Target = Literal["onnxruntime", "tensorrt"]
 Status = Literal["provisional", "passed", "partial", "skipped"]
 StateKind = Literal["full", "window", "latent", "convolution", "recurrent"]
+SettingUse = Literal["applied", "without effect", "ignored"]
 KV_FORMS = ("concat", "static", "shared")
 TARGETS, STATE_KINDS = get_args(Target), get_args(StateKind)
 
@@ -425,9 +426,16 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, ta
 
 
 class DecoderManifest(Manifest, tag="decoder", frozen=True, kw_only=True):
-    """The manifest of a decoder with a sampler."""
+    """The manifest of a decoder with a sampler.
+
+    settings: how the runtime uses each key of the source's generation_config.json.
+        applied: a default of requests.
+        without effect: a value that has no effect on tokens, such as `num_beams` 1, or null.
+        ignored: a method that the runtime does not have, or a parameter of a rule that the file does not name.
+    """
 
     decoder: DecoderInfo
+    settings: dict[Text, SettingUse] = {}
 
 
 class SamplerManifest(Manifest, tag="sampler", frozen=True, kw_only=True):

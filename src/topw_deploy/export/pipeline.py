@@ -22,8 +22,13 @@ from topw_deploy.export.quantise.rewrite import least_onnxruntime
 from topw_deploy.export.quantise.rounding import Quantisation
 from topw_deploy.export.sampler.attach import attach_sampler
 from topw_deploy.export.sampler.node import SamplerSpec
+from topw_deploy.export.source.configuration import (
+    copy_genai_configuration,
+    read_generation_settings,
+    write_configuration,
+)
 from topw_deploy.export.source.quantised import QuantisedFormat, quantised_format
-from topw_deploy.export.source.resolve import Source, copy_genai_configuration, resolve, write_configuration
+from topw_deploy.export.source.resolve import Source, resolve
 from topw_deploy.export.source.tokenizer import COPIED_FILES, check_tokenizer, write_tokenizer
 from topw_deploy.export.write import (
     Slot,
@@ -152,6 +157,7 @@ def export_model(
         progress.say(f"Finding {model}")
         source = resolve(str(model), chosen.tokenizer, **chosen.hub)
         check_tokenizer(source.tokenizer)
+        read_generation_settings(source)  # refuses wrong settings before the work
         with memory.stage("graph"):
             decoder, sampler = build_graph(source, chosen, progress)
         if chosen.dry_run:
@@ -229,10 +235,12 @@ def write_files(
         hashes = write_model(decoder.model, folder, advance, plan.slots)
     progress.say("Copying tokenizer and configuration")
     decoder.notices += write_tokenizer(source.tokenizer, folder, trust_remote_code=options.trust_remote_code)
-    write_configuration(source, folder, options.num_hidden_layers)
+    settings = write_configuration(source, folder, options.num_hidden_layers)
+    decoder.notices += settings.notices
     decoder.notices += copy_genai_configuration(source, folder, options.with_logits)
     decoder.info = structs.replace(decoder.info, weights=bytes_by_type(decoder.model))
     manifest = decoder_manifest(decoder, sampler, source, options, folder, hashes)
+    manifest = structs.replace(manifest, settings=settings.uses)
     save_manifest(folder, manifest)
     return manifest
 

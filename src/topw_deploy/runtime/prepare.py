@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from topw_deploy.errors import ParameterError, PromptError
-from topw_deploy.manifest import DecoderManifest, Manifest, ModelFolder, SamplerInfo
+from topw_deploy.manifest import DecoderManifest, Manifest, ModelFolder, SamplerInfo, SettingUse
 from topw_deploy.runtime.loop import gives_logits
 from topw_deploy.runtime.parameters import ALIASES, PARAMETERS, Parameter, check_names, integer, values_per_prompt
 from topw_deploy.runtime.sequence import Callbacks, Sequence, SequenceParams, Streamer
@@ -50,7 +50,8 @@ _MOST_CHARACTERS = 256  # per token; the longest tokens of published vocabularie
 _PER_PROMPT = {name: parameter for name, parameter in PARAMETERS.items() if parameter.per_prompt}
 _PER_CALL = {name: parameter for name, parameter in PARAMETERS.items() if not parameter.per_prompt}
 _IN_JSON = {name: parameter for name, parameter in PARAMETERS.items() if "json" in parameter.places}
-_IN_FILE = {name: parameter for name, parameter in _PER_PROMPT.items() if "file" in parameter.places}
+IN_FILE = {name: parameter for name, parameter in _PER_PROMPT.items() if "file" in parameter.places}
+"""The parameters that generation_config.json may state."""
 _OF_IDS = ("eos_token_id", "stop_token_ids", "logit_bias", "suppress_tokens", "allowed_token_ids", "bad_words_ids")
 _TAKEN_AS_STATED = (
     *("stop_strings", "repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size"),
@@ -497,23 +498,35 @@ def read_settings(stated: Mapping[str, Any], where: str, known: Mapping[str, Par
 
     Raises ParameterError for an invalid or duplicate parameter.
     """
-    used, ignored = {}, {}
-    of_rule = _effective_rule_parameters(stated, implied=where != CONFIG_FILE)
-    for key, value in stated.items():
-        if ALIASES.get(key, key) in known and (key in of_rule or key not in RULE_PARAMETER_NAMES):
-            used[key] = value
-        elif value is not None and not has_no_effect(key, value):
-            ignored[key] = value
-    if ignored:
-        listed = ", ".join(f"{key}={short_repr(value)}" for key, value in sorted(ignored.items()))
-        warnings.warn(
-            f"{where} sets {listed}, which has no effect here: name a `rule` to use its parameters.",
-            stacklevel=_caller_stack_level(),
-        )
+    uses = uses_of_settings(stated, known, implied=where != CONFIG_FILE)
+    if ignored := ignored_settings(stated, uses, where):
+        warnings.warn(f"{ignored}.", stacklevel=_caller_stack_level())
     try:
+        used = {key: stated[key] for key, use in uses.items() if use == "applied"}
         return {name: known[name].read(name, value) for name, value in check_names(used, known).items()}
     except ParameterError as error:
         raise ParameterError(f"{where}: {error}") from None
+
+
+def uses_of_settings(
+    stated: Mapping[str, Any], known: Mapping[str, Parameter], *, implied: bool = False
+) -> dict[str, SettingUse]:
+    """Return how each setting of a generation config is used. implied: see `_effective_rule_parameters`."""
+    of_rule = _effective_rule_parameters(stated, implied=implied)
+
+    def use_of(key: str, value: Any) -> SettingUse:
+        if ALIASES.get(key, key) in known and (key in of_rule or key not in RULE_PARAMETER_NAMES):
+            return "applied"
+        return "without effect" if value is None or has_no_effect(key, value) else "ignored"
+
+    return {key: use_of(key, value) for key, value in stated.items()}
+
+
+def ignored_settings(stated: Mapping[str, Any], uses: Mapping[str, SettingUse], where: str) -> str:
+    """Return a sentence without its full stop about the ignored settings of `where`; "" if there are none."""
+    ignored = [f"{key}={short_repr(stated[key])}" for key in sorted(stated) if uses[key] == "ignored"]
+    which = "which has no effect here: name a `rule` to use its parameters"
+    return f"{where} sets {', '.join(ignored)}, {which}" if ignored else ""
 
 
 def _effective_rule_parameters(stated: Mapping[str, Any], *, implied: bool) -> frozenset[str]:
@@ -567,7 +580,7 @@ def read_model_defaults(folder: ModelFolder[Manifest], tokenizer: Tokenizer) -> 
     eos = next(value for value in stated if value is not None)
     begins = (each.get("bos_token_id") for each in configs)
     bos = next((value for value in begins if type(value) is int), tokenizer.bos_token_id)
-    defaults = read_settings({**generation, "eos_token_id": eos}, CONFIG_FILE, _IN_FILE)
+    defaults = read_settings({**generation, "eos_token_id": eos}, CONFIG_FILE, IN_FILE)
     size = folder.manifest.sampler.vocab_size
     for name in ("eos_token_id", "stop_token_ids", "suppress_tokens"):
         defaults[name] = tuple(token for token in defaults.get(name, ()) if token < size)

@@ -11,7 +11,8 @@ import pytest
 from tests.support.mutations import mutations
 from topw_deploy.errors import TopWError
 from topw_deploy.export.foreign import load_decoder
-from topw_deploy.export.source.resolve import resolve, write_configuration
+from topw_deploy.export.source.configuration import write_configuration
+from topw_deploy.export.source.resolve import resolve
 
 CONFIG = {
     "model_type": "llama",

@@ -17,7 +17,8 @@ from tests.support.tiny_models import export
 from topw_deploy.errors import SourceError, VerificationError
 from topw_deploy.export.source import text_decoder
 from topw_deploy.export.source.checkpoint import UnreadTensor, load_reference, load_unread
-from topw_deploy.export.source.resolve import Source, write_configuration
+from topw_deploy.export.source.configuration import write_configuration
+from topw_deploy.export.source.resolve import Source
 
 TOKENS = torch.tensor([[5, 17, 250, 3, 44, 91, 7, 130, 8, 12, 277, 60]])
 # Both run the same kernels on the same values; only how rotary sections are put together differs.

@@ -142,10 +142,29 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
+# Names of the part of a composite model's config.json that describes the text decoder, or holds that part.
+_TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config", "decoder", "generator")
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def _nested_text(config: dict[str, Any]) -> dict[str, Any] | None:
+    return next((part for name in _TEXT_PARTS if isinstance(part := config.get(name), dict)), None)
+
+
 def text_part(config: dict[str, Any]) -> dict[str, Any]:
     """Return the text part of a composite model's config.json, or the whole of a text model's."""
-    part = config.get("text_config")
-    return part if isinstance(part, dict) else config
+    part = _nested_text(config)
+    return config if part is None else text_part(part)
+
+
+def special_ids(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the ids of special tokens that a config.json states: the root's, else the text part's.
+
+    This is transformers' order. A null states nothing, and neither do the defaults of transformers' classes.
+    """
+    part = _nested_text(config)
+    of_part = {} if part is None else special_ids(part)
+    return of_part | {name: config[name] for name in SPECIAL_IDS if config.get(name) is not None}
 
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

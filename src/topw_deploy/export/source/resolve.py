@@ -1,19 +1,17 @@
-"""Find the local files of a model, and read and write its configuration."""
+"""Find the local files of a model."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from topw_deploy.errors import SourceError, one_line
-from topw_deploy.export.source.files import read_json, text_part
+from topw_deploy.export.source.files import read_json
 from topw_deploy.folders import is_file_name
-from topw_deploy.manifest import MANIFEST_NAME, MODEL_NAME
+from topw_deploy.manifest import MANIFEST_NAME
 
 
 class HubKeywords(TypedDict, total=False):
@@ -29,7 +27,7 @@ class HubKeywords(TypedDict, total=False):
     trust_remote_code: bool
 
 
-_GENAI = "genai_config.json"
+GENAI_CONFIG = "genai_config.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _DUPLICATE_FILES = ["consolidated*", "original/*"]  # the same weights in another layout
@@ -113,7 +111,7 @@ def _find_onnx_file(folder: Path) -> Path | None:
     """The decoder's file: the one that genai_config.json names if it is in `folder`, a usual name, or the only one."""
     genai: Any = None
     with contextlib.suppress(SourceError, KeyError, TypeError):
-        genai = read_json(folder / _GENAI)["model"]["decoder"]["filename"]
+        genai = read_json(folder / GENAI_CONFIG)["model"]["decoder"]["filename"]
     usual = ("model.onnx", "onnx/model.onnx", "decoder_model_merged.onnx")
     for name in (genai, *usual) if is_file_name(genai) else usual:
         if (folder / name).is_file():
@@ -167,71 +165,3 @@ def _download_error(model: str, hub: HubKeywords, error: Exception) -> SourceErr
         f"{where} could not be downloaded to the hub's cache {cache} ({type(error).__name__}: "
         f"{one_line(error)}); try again, set --cache-dir or HF_HUB_CACHE, or give a local folder."
     )
-
-
-_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
-def write_configuration(source: Source, output: Path, num_hidden_layers: int | None) -> None:
-    """Write config.json and generation_config.json into `output`.
-
-    Each file comes from the model's folder, else from the tokenizer's. A missing config.json is made from
-    genai_config.json, a missing generation_config.json from the special tokens of both.
-    num_hidden_layers: the number of layers to state in config.json; None leaves the source's.
-    Raises SourceError for a configuration that cannot be read.
-    """
-    folders = (source.folder, source.tokenizer)
-    genai: dict[str, Any] = next(
-        (data["model"] for f in folders if isinstance((data := read_json(f / _GENAI)).get("model"), dict)), {}
-    )
-    config = next((data for folder in folders if (data := read_json(folder / "config.json"))), None)
-    if config is None:
-        config = {
-            "model_type": genai.get("type", "unknown"),
-            **{k: genai[k] for k in ("vocab_size", *_SPECIAL) if k in genai},
-        }
-    elif source.onnx is None:
-        from topw_deploy.export.source import text_decoder  # imports torch, which an import of ONNX does not need
-
-        config = text_decoder.exported_config(source.folder, config)
-    if num_hidden_layers is not None:
-        config = _with_layers(config, num_hidden_layers)
-    _write_json(output / "config.json", config)
-    for folder in folders:
-        if (folder / "generation_config.json").is_file():
-            read_json(folder / "generation_config.json")
-            shutil.copyfile(folder / "generation_config.json", output / "generation_config.json")
-            return
-    text = text_part(config)
-    known = {name: value for name in _SPECIAL if (value := text.get(name, genai.get(name))) is not None}
-    _write_json(output / "generation_config.json", known)
-
-
-def copy_genai_configuration(source: Source, output: Path, with_logits: bool) -> list[str]:
-    """Copy the genai_config.json of an ONNX decoder into `output`. Returns notices for the user.
-
-    with_logits: whether the export has the output `logits`. onnxruntime-genai needs it; without it, nothing is copied.
-    """
-    file = source.folder / _GENAI
-    if source.onnx is None or not file.is_file():
-        return []
-    if not with_logits:
-        return ["onnxruntime-genai cannot run this export, which lacks the output logits; --with-logits adds it"]
-    if source.onnx.name != MODEL_NAME:
-        return [f"{_GENAI} names {source.onnx.name}, which is {MODEL_NAME} in the export, so it was left out"]
-    shutil.copyfile(file, output / _GENAI)
-    return []
-
-
-def _with_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
-    if isinstance(config.get("text_config"), dict):
-        return {**config, "text_config": _with_layers(config["text_config"], layers)}
-    name = "n_layer" if "n_layer" in config else "num_hidden_layers"
-    changed = {**config, name: layers}
-    if isinstance(config.get("layer_types"), list):
-        changed["layer_types"] = config["layer_types"][:layers]
-    return changed
-
-
-def _write_json(path: Path, data: dict[str, Any]) -> None:
-    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

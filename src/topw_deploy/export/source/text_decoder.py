@@ -28,6 +28,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging as transformers_logging
 
 from topw_deploy.errors import UnsupportedModelError, one_line
+from topw_deploy.export.source.files import SPECIAL_IDS, special_ids
 from topw_deploy.export.source.quantised import quantised_format
 
 # model_type of a text model with rotary sections for time, height and width -> the model_type of the causal LM that
@@ -298,8 +299,7 @@ def exported_config(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
         composite = Composite.of(load_config(folder))
         if composite is not None:
             text: dict[str, Any] = json.loads(text_configuration(composite).to_json_string(use_diff=False))
-            ids = {name: value for name, value in config.items() if name.endswith("_token_id") and name in text}
-            return text | {name: value for name, value in ids.items() if text[name] is None}
+            return text | dict.fromkeys(SPECIAL_IDS) | special_ids(config)
     return config
 
 
