@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.loops import median_interval
 from benchmarks.native_rows import RULES, TimedRow, rule_table, time_rules
 from tests.support.native_cases import opened
 from topw_deploy.sampling.rules import RULES_BY_CODE, kept_set
@@ -59,3 +61,11 @@ def test_rows_of_the_trained_model_are_its_logits_over_texts(monkeypatch: pytest
             wanted = model(torch.tensor([tokenizer.encode(text).ids[:12]])).logits[0, place].numpy()
         assert row.dtype == np.float32
         np.testing.assert_allclose(row, wanted, atol=1e-3)
+
+
+def test_the_interval_of_a_median_holds_it_as_often_as_it_says() -> None:
+    draws = random.Random(0)
+    samples = [[draws.lognormvariate(0, 1) for _ in range(40)] for _ in range(2000)]
+    held = sum(low <= 1.0 <= high for low, high in map(median_interval, samples))
+    # 95 % of 2,000 trials is 1,900, with a standard deviation of 10; ranks are whole numbers
+    assert 1860 <= held <= 1960

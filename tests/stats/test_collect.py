@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.special import softmax
+from scipy.stats import entropy
 
 from tests.support.invoking import Invoke
 from tests.support.toy_model import EOS, Toy, byte_ids, export
@@ -35,11 +37,14 @@ def test_the_tokens_are_those_of_topw_generate(folder: Path, invoke: Invoke) -> 
         assert found.result.token_ids == json.loads(line)["token_ids"]
 
 
-def test_every_step_agrees_with_the_reference_over_logits_computed_by_hand(folder: Path, toy: Toy) -> None:
-    geometry = Geometry.from_embeddings(toy.embeddings, "mahalanobis")
-    parameters = TopWParameters(**{name: float(np.float32(value)) for name, value in GEOMETRY.items()})
+@pytest.mark.parametrize("more", [{}, {"temperature": 0.7, "selection_temperature": 1.5}, {"geom_scale": -0.3}])
+def test_every_step_agrees_with_the_reference_over_logits_computed_by_hand(
+    folder: Path, toy: Toy, more: dict[str, float]
+) -> None:
+    geometry, given = Geometry.from_embeddings(toy.embeddings, "mahalanobis"), GEOMETRY | more
+    parameters = TopWParameters(**{name: float(np.float32(value)) for name, value in given.items()})
     changed = certified = 0
-    for text, found in zip(TEXTS, collect_texts(folder, *TEXTS, **GEOMETRY).runs[0][1], strict=True):
+    for text, found in zip(TEXTS, collect_texts(folder, *TEXTS, **given).runs[0][1], strict=True):
         tokens = byte_ids(text)
         assert len(found.steps) == len(found.result.token_ids) == found.agreed
         for step, token, mass in zip(found.steps, found.result.token_ids, found.result.mass or [], strict=True):
@@ -49,10 +54,12 @@ def test_every_step_agrees_with_the_reference_over_logits_computed_by_hand(folde
             assert (step.kept, step.certified) == (len(wanted.kept), wanted.certified)
             assert set(step.added) == set(wanted.kept) - set(plain.kept)
             assert set(step.dropped) == set(plain.kept) - set(wanted.kept)
-            p = toy.softmax(tokens)
-            assert step.mass == pytest.approx(p[wanted.kept].sum(), rel=1e-6)
+            selected = softmax(row / (parameters.selection_temperature or parameters.temperature))
+            assert step.mass == pytest.approx(selected[wanted.kept].sum(), rel=1e-6)
             assert step.mass == pytest.approx(mass, rel=1e-5)  # the graph's own output
-            assert step.entropy == pytest.approx(-(p[p > 0] * np.log(p[p > 0])).sum(), rel=1e-6)
+            scaled = row / parameters.temperature
+            assert step.entropy == pytest.approx(entropy(softmax(scaled)), rel=1e-6)
+            assert step.kept_entropy == pytest.approx(entropy(softmax(scaled[wanted.kept])), rel=1e-6, abs=1e-12)
             changed += step.is_changed
             certified += step.certified
             tokens.append(token)
@@ -82,6 +89,7 @@ def test_the_models_own_penalties_are_applied_before_the_analysis(tmp_path: Path
         assert found.agreed == len(found.steps) == 12
         masses = found.result.mass or []
         assert [step.mass for step in found.steps] == pytest.approx(masses, rel=1e-5)
+        assert all(0 < step.entropy < np.log(toy.vocab - 1) for step in found.steps), "a banned token has no part"
 
 
 @pytest.mark.slow
