@@ -69,7 +69,7 @@ NAMED = {
     "engine": {"numpy"},
     "triton": {"numpy", "triton_python_backend_utils"},
     "serve": SERVER | {"numpy"},
-    "export": EXPORTER | {"numpy", "onnxruntime", "tokenizers", "huggingface_hub", "sentencepiece"},
+    "export": EXPORTER | {"numpy", "onnxruntime", "tokenizers", "huggingface_hub", "gguf", "sentencepiece"},
     "stats": {"numpy", "matplotlib", "ot"},
     "bench": {"numpy", "onnx", "onnx_ir", "onnxruntime", "onnxruntime_genai", "optimum"}
     | {"torch", "transformers", "matplotlib"},

@@ -30,6 +30,7 @@ _EXTRAS = {
     "serve": "starlette sse-starlette uvicorn h11 pydantic prometheus-client anyio",
     "compare": "sacrebleu",
     "lm-eval": "lm-eval",
+    "gguf": "gguf",
     "export": "torch transformers onnx onnx-ir onnxscript huggingface-hub safetensors sentencepiece protobuf tqdm",
 }
 _OTHER_MODULES = {"POT": "ot", "protobuf": "google.protobuf"}  # of others, "-" becomes "_"

@@ -99,8 +99,8 @@ def export(
 ) -> None:
     """Export MODEL with a Top-W sampler into the folder OUT.
 
-    MODEL is a hub id, a Hugging Face folder, `tiny`, or an ONNX decoder (file or folder) made by optimum, mobius or
-    onnxruntime-genai.
+    MODEL is a hub id, a Hugging Face folder, `tiny`, `smollm2`, a GGUF file, or an ONNX decoder (file or folder) made
+    by optimum, mobius or onnxruntime-genai.
 
     --top-m, --alt-iters, --metric, --potential and --knn-k are fixed in the graph. --lam, --beta, --temperature,
     --selection-temperature, --init-top-p and --geom-scale set defaults, which each request can override.

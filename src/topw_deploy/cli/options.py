@@ -155,6 +155,7 @@ sampler_options = option_group(
     json_option,
     quiet_option,
     click.option("--revision", help="Branch, tag or commit of a hub model."),
+    click.option("--gguf-file", metavar="NAME", help="The GGUF file to read in MODEL, a folder or a hub id."),
     click.option("--cache-dir", type=PATH, help="Folder of the hub's cache."),
     click.option("--token", envvar="HF_TOKEN", help="Access token for the hub.  [env: HF_TOKEN]"),
     click.option("--local-files-only", is_flag=True, help="Use the hub's cache only; never go online."),

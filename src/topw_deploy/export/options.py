@@ -219,9 +219,16 @@ class ExportOptions(SamplerOptions):
         """Torch's name of the type in which the model is traced."""
         return DTYPES[self.compute_dtype or self.dtype or "fp32"]
 
+    def for_checkpoint(self, stored: QuantisedFormat | None) -> ExportOptions:
+        """The options for a checkpoint whose weights are `stored`: without a dtype, a GGUF file's codes are kept."""
+        is_open = (self.dtype, self.compute_dtype, self.target in (None, TARGETS[0])) == (None, None, True)
+        if stored is None or stored.gguf is None or not stored.integers or not is_open:
+            return self
+        return replace(self, quantisation=Quantisation(bits=8, block_size=32))
+
     def check_for_checkpoint(self, name: str, stored: QuantisedFormat | None) -> None:
         """Raise ParameterError for options that do not apply to the checkpoint `name`, whose weights are `stored`."""
-        keeps_codes = self.quantisation is not None and stored is not None and stored.integers
+        keeps_codes = self.quantisation is not None and stored is not None and stored.integers and not stored.gguf
         refuse(
             self.hard_link,
             "hard_link shares the data files of an ONNX decoder, but this model is a checkpoint, whose weights are "

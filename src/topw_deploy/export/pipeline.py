@@ -158,6 +158,8 @@ def export_model(
         source = resolve(str(model), chosen.tokenizer, **chosen.hub)
         check_tokenizer(source.tokenizer)
         read_generation_settings(source)  # refuses wrong settings before the work
+        if source.onnx is None:
+            chosen = chosen.for_checkpoint(quantised_format(source.folder))
         with memory.stage("graph"):
             decoder, sampler = build_graph(source, chosen, progress)
         if chosen.dry_run:
@@ -212,7 +214,7 @@ def _quantise(
     decoder.info = structs.replace(
         decoder.info, weights_dtype=scheme.dtype, quantisation=scheme.as_dict(), least_onnxruntime=least
     )
-    if stored is not None and not stored.integers:
+    if stored is not None and not stored.integers and stored.gguf is None:
         decoder.notices.append(
             f"the checkpoint's {stored.name} weights were decoded and rounded again to {scheme.dtype}, because their "
             "codes are not integers that MatMulNBits could keep"

@@ -108,7 +108,7 @@ def test_search_reproduces_weights_that_codes_can_represent() -> None:
 def test_search_rounds_codes_with_the_float16_scale() -> None:
     weight = WEIGHT.astype(np.float16) * np.float16(1e-3)  # near float16's smallest normal
     made = rounded(Quantisation(bits=4, block_size=16), weight)
-    packed, scales, zero_points = made.data()
+    packed, scales, zero_points, _ = made.data()
     assert zero_points is not None
     zeros = unpack_codes(zero_points, 4)[:, : made.blocks, None].astype(np.float32)
     steps = weight.reshape(OUTPUTS, made.blocks, 16).astype(np.float32) / scales.astype(np.float32)[..., None]

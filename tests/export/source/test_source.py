@@ -94,7 +94,7 @@ def test_a_folder_without_a_single_model_is_refused(tmp_path: Path, files: list[
 
 
 def test_a_file_other_than_a_graph_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match=r"not an \.onnx file"):
+    with pytest.raises(SourceError, match=r"not an \.onnx or \.gguf file"):
         resolve(str(touch(tmp_path, "weights.bin") / "weights.bin"))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
+from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -29,16 +30,19 @@ ReadRows = Callable[[int, int], np.ndarray]
 
 
 class WeightBlocks(NamedTuple):
-    """The data of a quantised weight in the layout of MatMulNBits: (code - zero point) * scale.
+    """The data of a quantised weight in the layout of MatMulNBits: (code - zero point) * scale, plus an offset.
 
     codes: uint8 [outputs, blocks, block_size * bits / 8]; of two 4-bit codes in a byte, the low half is the first.
     scales: [outputs, blocks], of the weight's type.
     zero_points: uint8 [outputs, ceil(blocks * bits / 8)], packed like codes; None if all are 2 ** (bits - 1).
+    offsets: float32 [outputs, blocks]; None if all are 0. MatMulNBits has none, so the graph adds their product with
+        the sums of the activations in each block.
     """
 
     codes: np.ndarray
     scales: np.ndarray
     zero_points: np.ndarray | None
+    offsets: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +54,7 @@ class QuantisedWeight:
     scale_type: of the scales, the weight's own.
     compute: makes the data.
     experts: the number of experts, if the outputs are those of all experts; initializers then have an axis for them.
+    has_offsets: whether the data have offsets.
     """
 
     outputs: int
@@ -60,6 +65,7 @@ class QuantisedWeight:
     scale_type: np.dtype[Any]
     compute: Callable[[QuantisedWeight], WeightBlocks]
     experts: int | None = None
+    has_offsets: bool = False
 
     @classmethod
     def rounded(
@@ -109,6 +115,8 @@ class QuantisedWeight:
             zeros = unpack_codes(data.zero_points, self.bits)[:, : self.blocks, None]
         by_block = codes.reshape(self.outputs, self.blocks, self.block_size).astype(np.float32) - np.float32(zeros)
         weights = by_block * data.scales.astype(np.float32)[..., None]
+        if data.offsets is not None:
+            weights += data.offsets[..., None]
         return weights.reshape(self.outputs, -1)[:, : self.inputs]
 
 
@@ -167,12 +175,17 @@ def row_reader(tensor: ir.TensorProtocol, by_output: bool) -> ReadRows:
 
 
 class BlockValues(NamedTuple):
-    """A quantised weight and its initializers in a graph. zero_points: None for a symmetric weight."""
+    """A quantised weight and its initializers in a graph.
+
+    zero_points: None for a symmetric weight.
+    offsets: [blocks, outputs], None for a weight without.
+    """
 
     weight: QuantisedWeight
     codes: ir.Value
     scales: ir.Value
     zero_points: ir.Value | None
+    offsets: ir.Value | None = None
 
 
 class RecentBlocks:
@@ -218,7 +231,8 @@ class RecentBlocks:
         def initializer(suffix: str, made: Callable[[], np.ndarray | None], *shape: int) -> ir.Value:
             if weight.experts is not None:  # [outputs, ...] -> [experts, outputs of each, ...]
                 shape = (weight.experts, shape[0] // weight.experts, *shape[1:])
-            kind = ir.DataType.from_numpy(weight.scale_type) if suffix == "scales" else ir.DataType.UINT8
+            is_float = suffix in ("scales", "offsets")
+            kind = ir.DataType.from_numpy(weight.scale_type) if is_float else ir.DataType.UINT8
             tensor = ir.LazyTensor(
                 lambda: ir.Tensor(np.asarray(made()).reshape(shape), dtype=kind), dtype=kind, shape=ir.Shape(shape)
             )
@@ -235,12 +249,19 @@ class RecentBlocks:
         stored = initializer(f"Q{weight.bits}", read_codes, *shape)
         scales = initializer("scales", lambda: self._data(weight).scales, weight.outputs, weight.blocks)
         zeros: ir.Value | None = None
+        offsets: ir.Value | None = None
+        if weight.has_offsets:
+            offsets = initializer("offsets", partial(self._offsets, weight), weight.blocks, weight.outputs)
         if not weight.symmetric:
             zeros = initializer("zero_points", lambda: self._data(weight).zero_points, *weight.zero_points_shape)
         elif explicit_zeros:
             full = partial(np.full, weight.zero_points_shape, middle, np.uint8)
             zeros = initializer("zero_points", full, *weight.zero_points_shape)
-        return BlockValues(weight, stored, scales, zeros)
+        return BlockValues(weight, stored, scales, zeros, offsets)
+
+    def _offsets(self, weight: QuantisedWeight) -> np.ndarray:
+        offsets = self._data(weight).offsets
+        return np.zeros((weight.blocks, weight.outputs), np.float32) if offsets is None else offsets.T
 
 
 class StoredWeight(NamedTuple):
@@ -254,24 +275,35 @@ class StoredWeight(NamedTuple):
     order: np.ndarray | None
 
     @property
+    def fits_table(self) -> bool:
+        """Whether the lookup of the token table can use the codes: it has no offsets. See also table_block_size."""
+        plain = self.order is None and not self.weight.has_offsets
+        return plain and (self.weight.symmetric or self.weight.bits == 8 or self.weight.blocks % 2 == 0)
+
+    @property
     def fits_experts(self) -> bool:
         """Whether experts can use the codes unchanged.
 
         They cannot if inputs must be reordered, or if asymmetric rows have a single block: QMoE then reads the zero
         points of blocks as those of rows.
         """
-        return self.order is None and (self.weight.symmetric or self.weight.blocks > 1)
+        plain = self.order is None and not self.weight.has_offsets
+        return plain and (self.weight.symmetric or self.weight.blocks > 1)
 
 
 class StoredRows:
     """An index of a checkpoint's rows of integer codes by their decoded values."""
 
     def __init__(self, checkpoint: QuantisedCheckpoint) -> None:
-        self._places: dict[bytes, tuple[IntegerWeight, int]] = {}
+        self._is_gguf = checkpoint.kind.gguf is not None
+        # (bits, groups of a row) -> digest of a row -> (weight, row). Rows of zeros can be equal in several formats.
+        self._places: dict[tuple[int, int], dict[bytes, tuple[IntegerWeight, int]]] = {}
         for stored in checkpoint.weights.values():
             if isinstance(stored, IntegerWeight):
-                for row, values in enumerate(stored.matrix().weight()):
-                    self._places.setdefault(_digest(values), (stored, row))
+                matrix = stored.matrix()
+                places = self._places.setdefault((matrix.bits, matrix.scales.shape[1]), {})
+                for row, values in enumerate(matrix.weight()):
+                    places.setdefault(_digest(values), (stored, row))
 
     @classmethod
     def of(cls, folder: Path) -> StoredRows | None:
@@ -279,54 +311,85 @@ class StoredRows:
         checkpoint = QuantisedCheckpoint.of(folder)
         return cls(checkpoint) if checkpoint is not None and checkpoint.kind.integers else None
 
-    def find(self, values: np.ndarray, experts: int | None = None) -> StoredWeight | None:
-        """Find `values`, float32 [outputs, inputs], in the checkpoint. experts: see `QuantisedWeight`.
+    def find(self, values: np.ndarray, bits: int = 8, experts: int | None = None) -> StoredWeight | None:
+        """Find `values`, float32 [outputs, inputs], in the checkpoint.
+
+        bits: the most bits of a GGUF file's codes; others have one format alone.
+        experts: see `QuantisedWeight`.
 
         Returns None if the checkpoint lacks a row, or if MatMulNBits cannot express the rows' groups.
         """
+        digests = [_digest(row) for row in values]
+        fitting = [known for (width, _), known in self._places.items() if width <= bits or not self._is_gguf]
+        for known in (*fitting, dict(ChainMap(*fitting)) if len(fitting) > 1 else {}):
+            if all(digest in known for digest in digests):
+                return self._weight([known[digest] for digest in digests], values.shape, experts)
+        return None
+
+    @staticmethod
+    def _weight(
+        found: list[tuple[IntegerWeight, int]], shape: tuple[int, ...], experts: int | None
+    ) -> StoredWeight | None:
+        """found: the stored weight and the row of each output.
+
+        Weights of several formats, which the trace joined, get the most bits and the smallest groups of them.
+        """
         places: dict[IntegerWeight, list[tuple[int, int]]] = {}  # stored weight -> (output, its row)
-        for output, row in enumerate(values):
-            place = self._places.get(_digest(row))
-            if place is None:
-                return None
-            places.setdefault(place[0], []).append((output, place[1]))
+        for output, (stored, row) in enumerate(found):
+            places.setdefault(stored, []).append((output, row))
         matrices = [stored.matrix() for stored in places]
-        first = matrices[0]
-        if any(not np.array_equal(other.groups, first.groups) for other in matrices[1:]):
-            return None
-        limit = 2**first.bits
-        counts = np.bincount(first.groups, minlength=first.scales.shape[1])
-        size = int(counts[0])  # inputs per group
-        if (counts != size).any() or any(m.zeros.min() < 0 or m.zeros.max() >= limit for m in matrices):
-            return None
-        inputs = values.shape[1]
-        fitting = [block for block in BLOCK_SIZES if size % block == 0 and inputs % block == 0]
-        if not fitting:
-            return None
+        outputs, inputs = shape
+        first = min(matrices, key=lambda matrix: -matrix.scales.shape[1])  # has the smallest groups
+        size = inputs // first.scales.shape[1]
         order = np.argsort(first.groups, kind="stable")
         scattered = None if np.array_equal(order, np.arange(inputs)) else order
-        symmetric = all((matrix.zeros == limit // 2).all() for matrix in matrices)
-        compute = partial(_stored_blocks, places, size // fitting[-1], scattered)
-        scale_type = np.dtype(np.float32)
-        weight = QuantisedWeight(len(values), inputs, first.bits, fitting[-1], symmetric, scale_type, compute, experts)
+        for matrix in matrices:
+            count = matrix.scales.shape[1]
+            if (np.bincount(matrix.groups, minlength=count) * count != inputs).any():
+                return None
+            consecutive = scattered is None and np.array_equal(matrix.groups, np.arange(inputs) * count // inputs)
+            if not consecutive and not np.array_equal(matrix.groups, first.groups):
+                return None
+            if matrix.zeros.min() < 0 or matrix.zeros.max() >= 2**matrix.bits:
+                return None
+        blocks = [block for block in BLOCK_SIZES if size % block == 0 and inputs % block == 0]
+        if not blocks:
+            return None
+        has_offsets = any(matrix.minima is not None for matrix in matrices)
+        symmetric = has_offsets or all((matrix.zeros == 1 << (matrix.bits - 1)).all() for matrix in matrices)
+        bits, compute = max(matrix.bits for matrix in matrices), partial(_stored_blocks, places, scattered)
+        weight = QuantisedWeight(
+            outputs, inputs, bits, blocks[-1], symmetric, np.dtype(np.float32), compute, experts, has_offsets
+        )
         return StoredWeight(weight, scattered)
 
 
 def _stored_blocks(
-    places: dict[IntegerWeight, list[tuple[int, int]]], repeats: int, order: np.ndarray | None, weight: QuantisedWeight
+    places: dict[IntegerWeight, list[tuple[int, int]]], order: np.ndarray | None, weight: QuantisedWeight
 ) -> WeightBlocks:
-    """The codes, scales and zero points of `weight`. places: see `StoredRows.find`. repeats: blocks per group."""
+    """The codes, scales and zero points of `weight`. places: see `StoredRows._weight`.
+
+    Offsets are those from the middle of the codes: the smaller a weight's part in the product, the less it matters
+    that the product rounds activations.
+    """
     codes = np.empty((weight.outputs, weight.inputs), np.uint8)
-    scales = np.empty((weight.outputs, weight.blocks), np.float32)
+    scales, offsets = (np.empty((weight.outputs, weight.blocks), np.float32) for _ in range(2))
     zeros = np.empty((weight.outputs, weight.blocks), np.uint8)
     for stored, pairs in places.items():
         here, rows = (list(column) for column in zip(*pairs, strict=True))
         matrix: IntegerMatrix = stored.matrix()
-        codes[here] = matrix.codes[rows] if order is None else matrix.codes[rows][:, order]
+        repeats = weight.blocks // matrix.scales.shape[1]
+        shift = (1 << (weight.bits - 1)) - (1 << (matrix.bits - 1))  # of codes that get more bits
+        codes[here] = (matrix.codes[rows] if order is None else matrix.codes[rows][:, order]) + np.uint8(shift)
         scales[here] = np.repeat(matrix.scales[rows], repeats, axis=1)
-        zeros[here] = np.repeat(matrix.zeros[rows], repeats, axis=1)
+        zeros[here] = np.repeat(matrix.zeros[rows] + shift, repeats, axis=1)
+        if weight.has_offsets:
+            middles = (np.float32(1 << (matrix.bits - 1)) - matrix.zeros) * matrix.scales
+            found = middles if matrix.minima is None else middles + matrix.minima
+            offsets[here] = np.repeat(found[rows], repeats, axis=1)
     packed = pack_codes(codes, weight.bits).reshape(weight.codes_shape)
-    return WeightBlocks(packed, scales, None if weight.symmetric else pack_codes(zeros, weight.bits))
+    packed_zeros = None if weight.symmetric else pack_codes(zeros, weight.bits)
+    return WeightBlocks(packed, scales, packed_zeros, offsets if weight.has_offsets else None)
 
 
 def _digest(values: np.ndarray) -> bytes:

@@ -102,6 +102,8 @@ class _Replacer:
         self._scheme, self._checkpoint, self._recent = scheme, stored, RecentBlocks()
         self._tables: dict[int, BlockValues] = {}
         self._values: dict[int, BlockValues] = {}
+        self._keeps_table = False
+        self._sums: dict[tuple[int, int], ir.Value] = {}
 
     def _add(self, weight: QuantisedWeight, name: str, **how: Any) -> BlockValues:
         values = self._recent.add(self.editor, weight, name, **how)
@@ -113,15 +115,27 @@ class _Replacer:
         scheme = self._scheme.table_scheme
         table, node = embedding.data[0], embedding.node
         block_size, tensor = scheme.table_block_size(embedding.hidden), table.const_value
-        if block_size is None or tensor is None:
+        if tensor is None:
             return False
-        sizes, dtype = (embedding.rows, embedding.hidden), tensor.dtype.numpy()
-        weight = QuantisedWeight.rounded(row_reader(tensor, by_output=True), sizes, dtype, block_size, scheme)
-        flat = (embedding.rows, embedding.hidden * scheme.bits // 8)
+        sizes, dtype, read = (
+            (embedding.rows, embedding.hidden),
+            tensor.dtype.numpy(),
+            row_reader(tensor, by_output=True),
+        )
+        stored = None
+        if self._checkpoint is not None and tensor.dtype == ir.DataType.FLOAT:
+            stored = self._checkpoint.find(np.asarray(read(0, embedding.rows)), scheme.bits)
+        if stored is not None and stored.fits_table:
+            weight, self._keeps_table = stored.weight, True
+        elif block_size is not None:
+            weight = QuantisedWeight.rounded(read, sizes, dtype, block_size, scheme)
+        else:
+            return False
+        flat = (embedding.rows, embedding.hidden * weight.bits // 8)
         values = self._add(weight, str(table.name), codes=flat, explicit_zeros=True)
         inputs = [values.codes, node.inputs[1], values.scales, values.zero_points]
-        attributes = {"bits": scheme.bits, "block_size": block_size, "gather_axis": 0, "quantize_axis": 1}
-        self._replace((node,), "GatherBlockQuantized", inputs, attributes, scheme.bits)
+        attributes = {"bits": weight.bits, "block_size": weight.block_size, "gather_axis": 0, "quantize_axis": 1}
+        self._replace((node,), "GatherBlockQuantized", inputs, attributes, weight.bits)
         self._tables[id(table)] = values
         return True
 
@@ -131,8 +145,8 @@ class _Replacer:
         read, dtype = row_reader(product.tensor, product.by_output), product.tensor.dtype
         table = self._tables.get(id(weight)) if product.by_output else None
         stored = None
-        if self._checkpoint is not None and dtype == ir.DataType.FLOAT:
-            stored = self._checkpoint.find(np.asarray(read(0, product.outputs)))
+        if self._checkpoint is not None and table is None and dtype == ir.DataType.FLOAT:
+            stored = self._checkpoint.find(np.asarray(read(0, product.outputs)), scheme.bits)
         if stored is not None:
             values = self._add(stored.weight, str(weight.name))
             if stored.order is not None and data is not None:  # act-order: a group's inputs are scattered
@@ -147,6 +161,7 @@ class _Replacer:
                 "Reshape", [table.codes, editor.constant(list(shape))], dtype=ir.DataType.UINT8, shape=shape
             )
             values = table._replace(codes=codes, zero_points=None if table.weight.symmetric else table.zero_points)
+            self.kept = (self.kept[0] + self._keeps_table, self.kept[1])
         else:
             if id(weight) not in self._values:
                 sizes = product.outputs, product.inputs
@@ -158,7 +173,28 @@ class _Replacer:
         attributes = {"K": made.inputs, "N": made.outputs, "bits": made.bits, "block_size": made.block_size}
         if scheme.accuracy_level:
             attributes["accuracy_level"] = scheme.accuracy_level
-        self._replace(product.nodes, "MatMulNBits", inputs, attributes, scheme.bits)
+        made_by = self._replace(product.nodes, "MatMulNBits", inputs, attributes, scheme.bits)
+        if values.offsets is not None and data is not None:
+            self._add_offsets(made_by, data, values)
+
+    def _add_offsets(self, product: ir.Node, data: ir.Value, values: BlockValues) -> None:
+        """Add the product of each block's offset and the sum of its activations to what `product` makes."""
+        editor, made, rank = self.editor, values.weight, len(data.shape or (0, 0, 0))
+        key = id(data), made.block_size
+        if key not in self._sums:
+            shape = editor.constant([0] * (rank - 1) + [made.blocks, made.block_size])
+            split = editor.op("Reshape", [data, shape])
+            self._sums[key] = editor.op("ReduceSum", [split, editor.constant([-1])], keepdims=0)
+        old = product.outputs[0]
+        whole = ir.node(
+            "Add", [old, editor.op("MatMul", [self._sums[key], values.offsets])], name=f"{product.name}_add"
+        )
+        new = whole.outputs[0]
+        new.type, new.shape = old.type, old.shape
+        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+        whole.replace_input_with(0, old)
+        new.name, old.name = old.name, editor.unique("product")
+        editor.graph.append(whole)
 
     def quantise_experts(self, weights: Iterable[ExpertWeight]) -> None:
         """Replace each node whose matrices are all in `weights`.
@@ -189,7 +225,8 @@ class _Replacer:
         checkpoint = self._checkpoint
         if checkpoint is None or any(weight.tensor.dtype != ir.DataType.FLOAT for weight in group):
             return None
-        stored = [checkpoint.find(weight.rows().numpy(), weight.sizes[0]) for weight in group]
+        bits = self._scheme.bits
+        stored = [checkpoint.find(weight.rows().numpy(), bits, weight.sizes[0]) for weight in group]
         made = [one.weight for one in stored if one is not None and one.fits_experts]
         if len(made) < len(group) or len({(weight.bits, weight.block_size) for weight in made}) > 1:
             return None
@@ -223,7 +260,7 @@ class _Replacer:
         inputs: list[ir.Value | None],
         attributes: dict[str, Any],
         bits: int,
-    ) -> None:
+    ) -> ir.Node:
         """Replace `nodes`, the last of which makes the output, by one of com.microsoft. Drops trailing empty inputs."""
         while inputs[-1] is None:
             inputs.pop()
@@ -234,6 +271,7 @@ class _Replacer:
         self.editor.replace(nodes[-1], node.outputs[0])
         for replaced in reversed(nodes[:-1]):
             graph.remove(replaced, safe=True)
+        return node
 
 
 def _check_half_experts(graph: ir.Graph) -> None:

@@ -86,13 +86,14 @@ class EncodedWeight(ABC):
 
 @dataclass(frozen=True)
 class IntegerMatrix:
-    """A weight as integer codes: (code - zero) * scale.
+    """A weight as integer codes: (code - zero) * scale, plus a minimum if there is one.
 
     codes: uint8 [outputs, inputs].
     scales: float32 [outputs, groups].
     zeros: int32 [outputs, groups].
     groups: int64 [inputs], the group of each input.
     bits: bits of a code, 4 or 8.
+    minima: float32 [outputs, groups], or None.
     """
 
     codes: np.ndarray
@@ -100,11 +101,13 @@ class IntegerMatrix:
     zeros: np.ndarray
     groups: np.ndarray
     bits: int
+    minima: np.ndarray | None = None
 
     def weight(self) -> np.ndarray:
         """The decoded weight, float32 [outputs, inputs]. Exact for scales of at most 16 significant bits."""
         steps = self.codes.astype(np.float32) - self.zeros[:, self.groups].astype(np.float32)
-        return steps * self.scales[:, self.groups]
+        weight = steps * self.scales[:, self.groups]
+        return weight if self.minima is None else weight + self.minima[:, self.groups]
 
 
 class IntegerWeight(EncodedWeight):

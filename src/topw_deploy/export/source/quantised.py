@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,7 @@ from topw_deploy.export.source.files import (
     text_part,
     unpack_words,
 )
+from topw_deploy.export.source.gguf import GgufFile, checkpoint_tensors, gguf_of, is_integer_type
 
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _FLOAT8_METHODS = ("fp8", "fbgemm_fp8", "modelopt")
@@ -83,11 +85,13 @@ class QuantisedFormat:
     name: the format's name in messages.
     settings: the configuration's quantization_config.
     integers: whether the weights are integer codes, which a quantised export can keep.
+    gguf: the header of the GGUF file that holds them, if they are in one.
     """
 
     name: str
     settings: dict[str, Any]
     integers: bool
+    gguf: GgufFile | None = None
 
     @property
     def blocks(self) -> tuple[int, int] | None:
@@ -112,13 +116,18 @@ class QuantisedCheckpoint:
     """
 
     def __init__(self, folder: Path, kind: QuantisedFormat) -> None:
+        self.kind = kind
+        if kind.gguf is not None:
+            self.tensors: dict[str, StoredTensor | EncodedWeight] = checkpoint_tensors(kind.gguf)
+            self.weights = {name: each for name, each in self.tensors.items() if isinstance(each, EncodedWeight)}
+            self.notices: list[str] = []
+            return
         stored = stored_tensors(folder)
         encoded = _encoded_weights(kind, stored)
         used = {part for _, parts in encoded.values() for part in parts}
-        self.kind = kind
         self.weights = {name: weight for name, (weight, _) in encoded.items()}
         others = {name: tensor for name, tensor in stored.items() if name not in used}
-        self.tensors: dict[str, StoredTensor | EncodedWeight] = {**others, **self.weights}
+        self.tensors = {**others, **self.weights}
         packed = [weight for weight in self.weights.values() if isinstance(weight, PackedWeight)]
         self.notices = _check_zero_points([weight for weight in packed if weight.contradicts_symmetry], folder)
 
@@ -134,6 +143,10 @@ def quantised_format(folder: Path) -> QuantisedFormat | None:
 
     Raises UnsupportedModelError for unsupported quantisation, SourceError for a damaged configuration.
     """
+    file = gguf_of(folder)
+    if file is not None:
+        kinds = Counter(tensor.kind for tensor in file.tensors.values() if is_integer_type(tensor.kind))
+        return QuantisedFormat("GGUF", {}, integers=bool(kinds), gguf=file)
     config = read_json(folder / "config.json")
     parts = [config, text_part(config)]
     stated = [part.get(name) for part in parts for name in ("quantization_config", "compression_config")]

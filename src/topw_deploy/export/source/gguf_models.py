@@ -1,0 +1,357 @@
+"""The model architectures of GGUF files: tensor names, and metadata as a transformers configuration.
+
+GGUF's names are those of llama.cpp: `blk.0.attn_q.weight` is `model.layers.0.self_attn.q_proj.weight`. Its converter
+changes some tensors, and the functions here undo it:
+    llama: rows of q and k, from halves of each head to adjacent pairs.
+    falcon: rows of qkv, from groups of heads to all q, all k, all v.
+    gemma, nemotron: norms are stored plus one.
+    experts: all of a layer in one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from topw_deploy.errors import SourceError, UnsupportedModelError
+
+Metadata = dict[str, Any]
+Shapes = Mapping[str, tuple[int, ...]]
+How = dict[str, Any]
+"""Keywords of GgufWeight: how a weight is taken from a tensor of the file."""
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_ATTENTION = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+}
+_DENSE = _ATTENTION | {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_EXPERTS = {name: f"mlp.experts.{{expert}}.{name.split('_')[1]}_proj" for name in ("ffn_gate_exps", "ffn_up_exps")}
+_EXPERTS["ffn_down_exps"] = "mlp.experts.{expert}.down_proj"
+_SANDWICH = _DENSE | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+# Metadata of every architecture -> the configuration's name.
+_COMMON = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+}
+_KEPT = _COMMON | {
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_WINDOW = {"attention.sliding_window": "sliding_window"}
+_CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+# Metadata that configurations state in another way, or that does not change the model.
+_READ_ELSEWHERE = {
+    *("vocab_size", "attention.value_length", "rope.freq_base", "rope.dimension_count", "tensor_data_layout"),
+    *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned"),
+    *("rope.scaling.attn_factor", "rope.scaling.yarn_log_multiplier", "rope.scale_linear"),
+}
+TABLE = "token_embd.weight"
+ROTARY_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that are part of the configuration."""
+_SPECIAL = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How to read one of GGUF's architectures.
+
+    model_type: of transformers.
+    layer: name in a layer -> name in transformers' layer.
+    top: the same for names outside layers.
+    layers: the prefix of layers in transformers.
+    keys: metadata -> name in the configuration.
+    fixed: the configuration's other values.
+    partial: whether the model can rotate a part of each head.
+    norm_offset: what llama.cpp's converter added to the weights of norms.
+    permuted: whether rows of q and k are permuted.
+    other_norm: the name of `attn_norm` in a layer that has no `attn_norm_2`.
+    other_keys: metadata that `finish` reads.
+    finish: completes the configuration: (configuration, metadata without the architecture's prefix, shapes).
+    """
+
+    model_type: str
+    layer: Mapping[str, str] = field(default_factory=lambda: _DENSE)
+    top: Mapping[str, str] = field(default_factory=lambda: _TOP)
+    layers: str = "model.layers"
+    keys: Mapping[str, str] = field(default_factory=lambda: _KEPT)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    partial: bool = False
+    norm_offset: float = 0.0
+    permuted: bool = False
+    other_norm: str = ""
+    other_keys: frozenset[str] = frozenset()
+    finish: Callable[[dict[str, Any], Metadata, Shapes], None] | None = None
+
+    def place(self, name: str, shapes: Shapes, metadata: Metadata) -> Iterator[tuple[str, How]]:
+        """Yield each (transformers' name, how to take it) that the tensor `name` holds; nothing for an unknown name.
+
+        shapes: of all tensors.
+        """
+        shape = shapes[name]
+        base, _, end = name.rpartition(".")
+        parts = base.split(".")
+        if parts[0] == "blk" and len(parts) == 3 and parts[1].isdigit() and parts[2] in self.layer:
+            found = f"{self.layers}.{parts[1]}.{self.layer[parts[2]]}"
+            if parts[2] == "attn_norm" and self.other_norm and f"blk.{parts[1]}.attn_norm_2.weight" not in shapes:
+                found = f"{self.layers}.{parts[1]}.{self.other_norm}"
+        elif base in self.top:
+            found = self.top[base]
+        else:
+            return
+        if "{expert}" in found:
+            for expert in range(shape[0]):
+                yield f"{found.format(expert=expert)}.{end}", {"place": (expert,)}
+            return
+        how: How = {}
+        if self.norm_offset and base.endswith("norm") and end == "weight":
+            how["change"] = self._without_offset
+        heads = _heads(metadata)
+        if self.permuted and parts[-1] in ("attn_q", "attn_k"):
+            how["order"] = _interleaved(shape[0], heads[parts[-1] == "attn_k"])
+        if self.model_type == "falcon" and parts[-1] == "attn_qkv":
+            how["order"] = _grouped(shape[0], *heads)
+        yield f"{found}.{end}", how
+
+    def _without_offset(self, values: np.ndarray) -> np.ndarray:
+        return values - np.float32(self.norm_offset)
+
+
+def _heads(metadata: Metadata) -> tuple[int, int]:
+    """(the number of heads, the number of key-value heads)."""
+    prefix = metadata.get("general.architecture")
+    heads = metadata.get(f"{prefix}.attention.head_count")
+    found = heads, metadata.get(f"{prefix}.attention.head_count_kv", heads)
+    for number in found:
+        if not isinstance(number, int) or number < 1:
+            raise UnsupportedModelError(
+                f"the GGUF file's number of attention heads is {number!r}, but must be one integer for all layers; "
+                "export the model's Hugging Face checkpoint."
+            )
+    return int(found[0] or 0), int(found[1] or 0)
+
+
+def _order(shape: tuple[int, ...], axes: tuple[int, ...], rows: int) -> np.ndarray:
+    """np.arange(rows) in `shape`, transposed by `axes`, flat. Raises SourceError if `rows` do not have the shape."""
+    if rows % max(1, int(np.prod([size for size in shape if size > 0]))):
+        raise SourceError(f"a tensor of {rows} rows of a GGUF file does not fit its heads; fetch the file again.")
+    return np.arange(rows).reshape(shape).transpose(axes).reshape(-1)
+
+
+def _interleaved(rows: int, heads: int) -> np.ndarray:
+    """The file's row of each row: within a head, row 2i of the file is row i, and 2i + 1 is row i + half."""
+    return _order((heads, -1, 2), (0, 2, 1), rows)
+
+
+def _grouped(rows: int, heads: int, kv_heads: int) -> np.ndarray:
+    """The file's row of each row of falcon's qkv, which has the q heads of a group, its k and its v in a row."""
+    width, per_group = rows // (heads + 2 * kv_heads), heads // kv_heads
+    q, k, v = np.split(_order((-1, width), (0, 1), rows).reshape(-1, width), (heads, heads + kv_heads))
+    groups = [q.reshape(kv_heads, per_group, width), k[:, None], v[:, None]]
+    return np.concatenate(groups, axis=1).reshape(-1)
+
+
+def configuration(
+    path: Path, architecture: Architecture, metadata: Metadata, shapes: Shapes, read: Callable[[str], np.ndarray]
+) -> dict[str, Any]:
+    """Return the config.json of a model.
+
+    shapes: of its tensors. read: returns the values of one.
+    Raises UnsupportedModelError for metadata that the configuration cannot express.
+    """
+    prefix = f"{metadata['general.architecture']}."
+    values = {name.removeprefix(prefix): value for name, value in metadata.items() if name.startswith(prefix)}
+    unknown = sorted(values.keys() - architecture.keys.keys() - architecture.other_keys - _READ_ELSEWHERE)
+    if unknown:
+        raise UnsupportedModelError(
+            f"{path} states {prefix}{unknown[0]} = {values[unknown[0]]!r}, which is unknown for this architecture; "
+            "export the model's Hugging Face checkpoint."
+        )
+    missing = [key for key in _COMMON if key not in values]
+    if missing or TABLE not in shapes:
+        raise SourceError(
+            f"{path} lacks {prefix + missing[0] if missing else 'token_embd.weight'}; fetch it again, or choose a file "
+            "that holds a whole model."
+        )
+    config: dict[str, Any] = {"model_type": architecture.model_type, **architecture.fixed}
+    config |= {name: values[key] for key, name in architecture.keys.items() if key in values}
+    config["vocab_size"] = shapes[TABLE][0]
+    config["tie_word_embeddings"] = "output.weight" not in shapes
+    config |= {full: metadata.get(f"tokenizer.ggml.{name}_token_id") for name, full in _SPECIAL.items()}
+    heads, _ = _heads(metadata)
+    head_dim = values.get("attention.key_length", config["hidden_size"] // heads)
+    if values.get("attention.value_length", head_dim) != head_dim:
+        raise UnsupportedModelError(
+            f"{path} has keys of {head_dim} but values of {values['attention.value_length']} numbers a head; export "
+            "the model's Hugging Face checkpoint."
+        )
+    config["rope_parameters"] = _rotary(path, values, config, int(head_dim), architecture.partial)
+    factors = {name: read(name).tolist() for name in ROTARY_FACTORS if name in shapes}
+    if factors:
+        _add_factors(config, values, factors)
+    if architecture.finish is not None:
+        architecture.finish(config, values, shapes)
+    return config
+
+
+def _rotary(path: Path, values: Metadata, config: Metadata, head_dim: int, partial: bool) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(values.get("rope.freq_base", 10000.0))}
+    rotated = values.get("rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        if not partial:
+            raise UnsupportedModelError(
+                f"{path} rotates {rotated} of {head_dim} numbers a head, but this architecture all of them in "
+                "transformers; export the model's Hugging Face checkpoint."
+            )
+        rope["partial_rotary_factor"] = rotated / head_dim
+    kind, factor = values.get("rope.scaling.type", "none"), values.get("rope.scaling.factor")
+    factor = factor if factor is not None else values.get("rope.scale_linear")
+    if kind == "none" and "rope.scale_linear" in values:
+        kind = "linear"
+    if kind not in ("none", "linear", "yarn", "longrope"):
+        raise UnsupportedModelError(
+            f"{path} scales its rotary positions by {kind!r}, but only linear, yarn and longrope are read; export the "
+            "model's Hugging Face checkpoint."
+        )
+    if kind in ("linear", "yarn") and factor is not None and factor != 1:
+        rope |= {"rope_type": kind, "factor": float(factor)}
+        if kind == "yarn":
+            original = values.get("rope.scaling.original_context_length", config["max_position_embeddings"])
+            rope["original_max_position_embeddings"] = original
+    return rope
+
+
+def _add_factors(config: Metadata, values: Metadata, factors: dict[str, list[float]]) -> None:
+    """Add the divisors of rotary frequencies, as transformers' longrope has them.
+
+    `rope_freqs` (Llama 3) holds at any length: its original context is the whole.
+    """
+    most = config["max_position_embeddings"]
+    original = values.get("rope.scaling.original_context_length", most)
+    always, long, short = (factors.get(name) for name in ROTARY_FACTORS)
+    config["original_max_position_embeddings"] = most if always else original
+    config["rope_parameters"] |= {
+        "rope_type": "longrope",
+        "short_factor": always or short,
+        "long_factor": always or long,
+        "factor": 1.0 if always else most / original,
+        "attention_factor": float(values.get("rope.scaling.attn_factor", 1.0)),
+        "original_max_position_embeddings": config["original_max_position_embeddings"],
+    }
+
+
+def _finish_llama(config: Metadata, _values: Metadata, shapes: Shapes) -> None:
+    config["attention_bias"] = "blk.0.attn_q.bias" in shapes
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in shapes
+
+
+def _finish_gemma2(config: Metadata, _values: Metadata, _shapes: Shapes) -> None:
+    _set_gemma_scale(config, 46)
+
+
+def _finish_gemma3(config: Metadata, values: Metadata, _shapes: Shapes) -> None:
+    _set_gemma_scale(config, 62)
+    layers, period = config["num_hidden_layers"], values.get("attention.sliding_window_pattern", 6)
+    slides = period if isinstance(period, list) else [bool((layer + 1) % period) for layer in range(layers)]
+    config["layer_types"] = ["sliding_attention" if each else "full_attention" for each in slides]
+    local = {"rope_type": "default", "rope_theta": float(values.get("rope.freq_base_swa", 10000.0))}
+    config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
+
+
+def _set_gemma_scale(config: Metadata, largest: int) -> None:
+    """The size that scales queries: of a head, but in the family's largest model, of `largest` layers, another."""
+    whole = config["hidden_size"] // config["num_attention_heads"]
+    config["query_pre_attn_scalar"] = whole if config["num_hidden_layers"] == largest else config["head_dim"]
+
+
+def _finish_qwen3_moe(config: Metadata, values: Metadata, _shapes: Shapes) -> None:
+    config["norm_topk_prob"] = True
+
+
+def _finish_falcon(config: Metadata, _values: Metadata, shapes: Shapes) -> None:
+    new = "blk.0.attn_norm_2.weight" in shapes
+    config |= {"new_decoder_architecture": new, "multi_query": config.get("num_kv_heads") == 1}
+
+
+def _finish_starcoder2(config: Metadata, _values: Metadata, shapes: Shapes) -> None:
+    config["use_bias"] = "blk.0.attn_q.bias" in shapes
+
+
+_STARCODER_LAYER = _ATTENTION | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
+_MOE_KEYS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+ARCHITECTURES = {
+    "llama": Architecture("llama", permuted=True, finish=_finish_llama),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3", layer=_DENSE | _HEAD_NORMS),
+    "qwen3moe": Architecture(
+        "qwen3_moe",
+        layer=_ATTENTION | _HEAD_NORMS | _EXPERTS | {"ffn_gate_inp": "mlp.gate"},
+        keys=_KEPT | _MOE_KEYS,
+        finish=_finish_qwen3_moe,
+    ),
+    "gemma": Architecture("gemma", norm_offset=1.0),
+    "gemma2": Architecture(
+        "gemma2", layer=_SANDWICH, norm_offset=1.0, keys=_KEPT | _WINDOW | _CAPS, finish=_finish_gemma2
+    ),
+    "gemma3": Architecture(
+        "gemma3_text",
+        layer=_SANDWICH | _HEAD_NORMS,
+        norm_offset=1.0,
+        keys=_KEPT | _WINDOW | _CAPS,
+        other_keys=frozenset({"attention.sliding_window_pattern", "rope.freq_base_swa"}),
+        finish=_finish_gemma3,
+    ),
+    "phi3": Architecture(
+        "phi3",
+        layer=_ATTENTION
+        | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"},
+        keys=_KEPT | _WINDOW,
+        partial=True,
+    ),
+    "starcoder2": Architecture(
+        "starcoder2",
+        layer=_STARCODER_LAYER,
+        keys=_KEPT | _WINDOW | {"attention.layer_norm_epsilon": "norm_epsilon"},
+        finish=_finish_starcoder2,
+    ),
+    "falcon": Architecture(
+        "falcon",
+        layer={
+            "attn_norm": "ln_mlp",
+            "attn_norm_2": "ln_attn",
+            "attn_qkv": "self_attention.query_key_value",
+            "attn_output": "self_attention.dense",
+            "ffn_up": "mlp.dense_h_to_4h",
+            "ffn_down": "mlp.dense_4h_to_h",
+        },
+        top={"token_embd": "transformer.word_embeddings", "output_norm": "transformer.ln_f", "output": "lm_head"},
+        layers="transformer.h",
+        other_norm="input_layernorm",
+        keys=_COMMON
+        | {"attention.head_count_kv": "num_kv_heads", "attention.layer_norm_epsilon": "layer_norm_epsilon"}
+        | {"feed_forward_length": "ffn_hidden_size"},
+        finish=_finish_falcon,
+    ),
+}

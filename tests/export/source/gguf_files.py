@@ -1,0 +1,209 @@
+"""GGUF files of tiny models, written by gguf's own writer with the names and changes of llama.cpp's converter."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
+from tokenizers import Tokenizer
+from transformers import (
+    FalconConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    LlamaConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Starcoder2Config,
+)
+
+from tests.support.tiny_models import COMMON, WINDOW, make_model, write_tokenizer
+
+WIDE = {**COMMON, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # whole blocks of 256
+CONFIGS: Mapping[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**WIDE, tie_word_embeddings=False),
+    "qwen2": Qwen2Config(**WIDE, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**WIDE, tie_word_embeddings=False),
+    "qwen3moe": Qwen3MoeConfig(
+        **WIDE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=256, norm_topk_prob=True
+    ),
+    "gemma": GemmaConfig(**WIDE),
+    "gemma2": Gemma2Config(**WIDE, sliding_window=WINDOW, query_pre_attn_scalar=64, attn_logit_softcapping=2.0),
+    "gemma3": Gemma3TextConfig(
+        **WIDE,
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=64,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        },
+    ),
+    "phi3": Phi3Config(**WIDE, sliding_window=WINDOW),
+    "starcoder2": Starcoder2Config(**WIDE, sliding_window=WINDOW),
+    "falcon": FalconConfig(
+        vocab_size=320, hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_kv_heads=2,
+        new_decoder_architecture=True, bos_token_id=1, eos_token_id=2, pad_token_id=0, max_position_embeddings=256,
+    ),
+}  # fmt: skip
+_ARCHITECTURES = {value: number for number, value in gguf.MODEL_ARCH_NAMES.items()}
+
+
+def permute(rows: np.ndarray, heads: int) -> np.ndarray:
+    """As llama.cpp's converter stores q and k of llama: pairs that rotate together are adjacent."""
+    return rows.reshape(heads, 2, len(rows) // heads // 2, -1).swapaxes(1, 2).reshape(rows.shape)
+
+
+def split_falcon(rows: np.ndarray, heads: int, kv_heads: int) -> np.ndarray:
+    """All q, then all k, then all v."""
+    grouped = rows.reshape(kv_heads, heads // kv_heads + 2, -1, rows.shape[1])
+    parts = grouped[:, :-2], grouped[:, -2], grouped[:, -1]
+    return np.concatenate([part.reshape(-1, rows.shape[1]) for part in parts])
+
+
+def gguf_tensors(model: PreTrainedModel, name: str) -> dict[str, np.ndarray]:
+    """The model's tensors as llama.cpp's converter names and changes them."""
+    config = model.config
+    table = gguf.get_tensor_name_map(_ARCHITECTURES[name], config.num_hidden_layers)
+    state = {key: value.detach().numpy() for key, value in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        state.pop("lm_head.weight")
+    found = {}
+    for key, values in state.items():
+        base, _, end = key.rpartition(".")
+        if end == "gate_up_proj":
+            layer, (gate, up) = re.findall(r"\d+", key)[0], np.split(values, 2, axis=1)
+            found |= {f"blk.{layer}.ffn_gate_exps.weight": gate, f"blk.{layer}.ffn_up_exps.weight": up}
+            continue
+        if end == "down_proj":
+            base, end = f"{base}.down_proj", "weight"
+        target = table.get_name(base)
+        assert target is not None, key
+        if name == "llama" and ".attn_q." in f"{target}.":
+            values = permute(values, config.num_attention_heads)
+        if name == "llama" and ".attn_k." in f"{target}.":
+            values = permute(values, config.num_key_value_heads)
+        if name == "falcon" and target.endswith("attn_qkv"):
+            values = split_falcon(values, config.num_attention_heads, config.num_kv_heads)
+        if name.startswith("gemma") and base.endswith("norm"):
+            values = values + 1
+        found[f"{target}.{end}"] = values
+    return found
+
+
+def write_gguf(
+    path: Path,
+    name: str,
+    kind: str = "F32",
+    *,
+    kinds: Mapping[str, str] | None = None,
+    change: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, np.ndarray | None] | None = None,
+) -> PreTrainedModel:
+    """Write the tiny model of an architecture; returns it. Matrices have the type `kind`.
+
+    kinds: other types, by a part of the tensor's name.
+    change: other metadata.
+    tensors: other tensors; None leaves one out.
+    """
+    model = make_model(CONFIGS[name])
+    rng = np.random.default_rng(0)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # norms and biases, so that a mistake in them shows
+            parameter.data += 0.1 * parameter.data.new_tensor(rng.standard_normal(len(parameter)))
+    writer, config = gguf.GGUFWriter(path, name), model.config
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(getattr(config, "intermediate_size", None) or config.ffn_hidden_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(getattr(config, "num_key_value_heads", None) or config.num_kv_heads)
+    if name == "falcon":
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    elif name == "starcoder2":
+        writer.add_layer_norm_eps(config.norm_epsilon)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if name != "falcon":
+        writer.add_key_length(64)
+        writer.add_value_length(64)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if name == "gemma3":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(8.0)
+        writer.add_sliding_window_pattern(2)
+    if name == "gemma2":
+        writer.add_attn_logit_softcapping(2.0)
+        writer.add_final_logit_softcapping(30.0)
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+    if name == "qwen3moe":
+        writer.add_expert_count(4)
+        writer.add_expert_used_count(2)
+        writer.add_expert_feed_forward_length(256)
+    add_tokenizer(writer, path.parent / "tokenizer")
+    for key, value in (change or {}).items():
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    for key, values in {**gguf_tensors(model, name), **(tensors or {})}.items():
+        if values is None:
+            continue
+        chosen = next((other for part, other in (kinds or {}).items() if part in key), kind)
+        wanted = chosen if values.ndim > 1 and "gate_inp" not in key else "F32"
+        made = Kind[wanted]
+        try:
+            raw = gguf.quantize(values, made)
+        except NotImplementedError:
+            raw = random_blocks(values.shape, wanted)
+        writer.add_tensor(key, raw, raw_dtype=made)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def random_blocks(shape: tuple[int, ...], kind: str) -> np.ndarray:
+    """Random bytes with scales of 2 ** -10 to 2 ** -6: gguf decodes K types, but does not make them."""
+    block, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
+    rng = np.random.default_rng(int(np.prod(shape)))
+    raw = rng.integers(0, 256, (*shape[:-1], shape[-1] // block, size), np.uint8)
+    for place in {
+        "Q2_K": (80, 82),
+        "Q3_K": (108,),
+        "Q6_K": (208,),
+        "Q4_K": (0, 2),
+        "Q5_K": (0, 2),
+        "Q4_1": (0, 2),
+        "Q5_1": (0, 2),
+    }.get(kind, (0,)):
+        scales = np.exp2(rng.uniform(-14, -11, raw.shape[:-1])).astype(np.float16)
+        raw[..., place : place + 2] = scales[..., None].view(np.uint8)
+    return raw.reshape(*shape[:-1], -1)
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
+    write_tokenizer(folder)
+    made = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    names = {number: token for token, number in made.get_vocab().items()}
+    count = len(names)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([names.get(number, f"[PAD{number}]") for number in range(320)])
+    writer.add_token_types([3 if number < 3 else 1 if number < count else 5 for number in range(320)])
+    merges = json.loads(made.to_str())["model"]["merges"]
+    writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(0)
+    writer.add_chat_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")
