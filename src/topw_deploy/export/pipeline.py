@@ -29,7 +29,7 @@ from topw_deploy.export.source.configuration import (
 )
 from topw_deploy.export.source.quantised import QuantisedFormat, quantised_format
 from topw_deploy.export.source.resolve import Source, resolve
-from topw_deploy.export.source.tokenizer import COPIED_FILES, check_tokenizer, write_tokenizer
+from topw_deploy.export.source.tokenizer import COPIED_FILES, check_tokenizer, template_notices, write_tokenizer
 from topw_deploy.export.write import (
     Slot,
     bytes_by_type,
@@ -46,7 +46,7 @@ from topw_deploy.export.write import (
 )
 from topw_deploy.folders import atomic_folder, check_free, require_space
 from topw_deploy.install import major_minor
-from topw_deploy.manifest import MANIFEST_NAME, MODEL_NAME, DecoderManifest, Verification, save_manifest
+from topw_deploy.manifest import MANIFEST_NAME, MODEL_NAME, DecoderManifest, ModelFolder, Verification, save_manifest
 from topw_deploy.progress import SILENT, Progress, StageMemory, available_bytes, resident_bytes
 from topw_deploy.text import decimal_size
 
@@ -244,6 +244,8 @@ def write_files(
     manifest = decoder_manifest(decoder, sampler, source, options, folder, hashes)
     manifest = structs.replace(manifest, settings=settings.uses)
     save_manifest(folder, manifest)
+    written = ModelFolder(folder, DecoderManifest, unfinished=True)
+    decoder.notices += template_notices(source.tokenizer, written, trust_remote_code=options.trust_remote_code)
     return manifest
 
 

@@ -23,6 +23,9 @@ from topw_deploy.runtime.tools.literals import JSON, Mismatch, parse_value, to_j
 from topw_deploy.runtime.tools.schema import schemas_of
 
 TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATES_FOLDER = "additional_chat_templates"
+"""transformers' folder of chat templates other than the default one."""
+_TOOL_USE = "tool_use"
 FUEL = 10_000_000  # steps, and characters of values by the dozen; a chat of 10 MB takes less than 3,000,000
 # Published templates have up to about 30,000 characters. Much longer ones overflow the compiler's stack.
 _MOST_CHARACTERS, _LONGEST_TAG = 50_000, 8192
@@ -111,18 +114,22 @@ class ChatTemplate:
 def load_chat_template(folder: ModelFolder, tokenizer: Tokenizer) -> ChatTemplate | None:
     """Load the folder's template; None if it has none.
 
-    It is `chat_template.jinja`, else `chat_template` in the tokenizer's configuration: a text, or a list of named
-    templates, of which `default` and, for messages with tools, `tool_use` are used.
+    It is `chat_template.jinja`, with `additional_chat_templates/tool_use.jinja` for messages with tools; else
+    `chat_template` in the tokenizer's configuration: a text, or a list of named templates, of which `default` and
+    `tool_use` are used.
     """
     name = TEMPLATE_FILE if folder.has(TEMPLATE_FILE) else CONFIG_FILE
     source = folder.read_text(name) if name == TEMPLATE_FILE else tokenizer.config.get("chat_template")
     named = {}
+    tool_file = f"{TEMPLATES_FOLDER}/{_TOOL_USE}.jinja"
+    if name == TEMPLATE_FILE and folder.has(tool_file):
+        named = {_TOOL_USE: folder.read_text(tool_file)}
     if isinstance(source, list):
         named = {str(t.get("name")): t.get("template") for t in source if isinstance(t, dict)}
         source = named.get("default")
     if not isinstance(source, str):
         return None
-    place, with_tools = str(folder.path / name), named.get("tool_use")
+    place, with_tools = str(folder.path / name), named.get(_TOOL_USE)
     tool_use = ChatTemplate(with_tools, tokenizer.special_tokens, place) if isinstance(with_tools, str) else None
     return ChatTemplate(source, tokenizer.special_tokens, place, tool_use)
 

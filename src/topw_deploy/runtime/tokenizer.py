@@ -284,7 +284,9 @@ class Tokenizer:
         self._bytes_of = cache(partial(TokenBytes, self._raw))
         self.config = folder.read_json(CONFIG_FILE)
         self.special_tokens: dict[str, str] = {}
-        stated = {**folder.read_json(SPECIAL_TOKENS_FILE), **self.config}
+        special = folder.read_json(SPECIAL_TOKENS_FILE)
+        # As in transformers, the older file goes first unless the configuration states the added tokens.
+        stated = {**special, **self.config} if "added_tokens_decoder" in self.config else {**self.config, **special}
         for role in _ROLES:
             value = stated.get(role)  # a text, or an object with `content`
             content = value.get("content") if isinstance(value, dict) else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer
 
 from topw_deploy.errors import TokenizerError
 from topw_deploy.export.source.tokenizer import check_tokenizer, write_tokenizer
+from topw_deploy.tiny import tiny_model_path
 
 TEXT = "the quick brown fox jumps over the lazy dog and returns a list of words"
 
@@ -41,8 +43,6 @@ def sentencepiece_folder(tmp_path: Path) -> Path:
 
 
 def test_tokenizer_json_is_copied_byte_for_byte(tmp_path: Path) -> None:
-    from topw_deploy.tiny import tiny_model_path
-
     assert write_tokenizer(tiny_model_path(), tmp_path) == []
     assert (tmp_path / "tokenizer.json").read_bytes() == (tiny_model_path() / "tokenizer.json").read_bytes()
 
@@ -51,7 +51,7 @@ def test_tokenizer_json_is_copied_byte_for_byte(tmp_path: Path) -> None:
 def test_a_chat_template_in_the_configuration_becomes_a_file(tmp_path: Path, output: Path, template: object) -> None:
     source = tmp_path / "in"
     source.mkdir()
-    (source / "tokenizer.json").write_text("{}")
+    shutil.copyfile(tiny_model_path() / "tokenizer.json", source / "tokenizer.json")
     (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     write_tokenizer(source, output)
     assert (output / "chat_template.jinja").read_text() == "{{ messages }}"
@@ -89,14 +89,13 @@ def test_a_sentencepiece_model_is_converted(settings: object, sentencepiece_fold
     assert not (output / "tokenizer.model").exists()
 
 
-def test_of_several_chat_templates_a_conversion_keeps_the_default_one(sentencepiece_folder: Path, output: Path) -> None:
-    """transformers writes the others into a folder, additional_chat_templates."""
+def test_a_conversion_keeps_several_chat_templates(sentencepiece_folder: Path, output: Path) -> None:
     path = sentencepiece_folder / "tokenizer_config.json"
     templates = [{"name": name, "template": f"{{{{ {name} }}}}"} for name in ("default", "tool_use")]
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": templates}))
     write_tokenizer(sentencepiece_folder, output)
     assert (output / "chat_template.jinja").read_text() == "{{ default }}"
-    assert [each.name for each in output.iterdir() if each.is_dir()] == []
+    assert (output / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tool_use }}"
 
 
 def test_a_wrong_conversion_is_refused(

@@ -13,7 +13,7 @@ import binascii
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from topw_deploy.errors import SourceError, TokenizerError, one_line
 from topw_deploy.export.source.files import read_json
+from topw_deploy.folders import is_file_name
+from topw_deploy.manifest import ModelFolder
+from topw_deploy.runtime.chat import TEMPLATE_FILE, TEMPLATES_FOLDER, load_chat_template
+from topw_deploy.runtime.tokenizer import Tokenizer as RuntimeTokenizer
 
 TEKKEN = "tekken.json"
 _TEKKEN_ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
@@ -183,13 +187,12 @@ COPIED_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
+    TEMPLATE_FILE,
 )
 """Files that are copied without change."""
 _CONVERTIBLE = (*SENTENCEPIECE, "vocab.json", "vocab.txt", "tiktoken.model", TEKKEN)
 _TIKTOKEN = "*.tiktoken"
-_OTHER_TEMPLATES = "additional_chat_templates"
-"""transformers' folder of chat templates other than the default one."""
+_PROCESSOR_TEMPLATE = "chat_template.json"
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -213,14 +216,13 @@ def check_tokenizer(folder: Path) -> None:
 def write_tokenizer(folder: Path, output: Path, *, trust_remote_code: bool = False) -> list[str]:
     """Write the tokenizer of `folder` into `output`. Returns notices for the user.
 
-    `tokenizer.json` is copied. tekken.json and tiktoken's files are converted here, all others by transformers. A chat
-    template in tokenizer_config.json becomes chat_template.jinja.
-    Raises TokenizerError if the conversion fails.
+    `tokenizer.json` is copied, or written as transformers loads it if other files change it. tekken.json and tiktoken's
+    files are converted here, all others by transformers. Chat templates in JSON files become files of their own.
+    Raises TokenizerError if the conversion fails, or if the result differs from the tokenizer that transformers loads.
     """
     if (folder / "tokenizer.json").is_file():
         _copy_tokenizer_files(folder, output)
-        _extract_chat_template(output)
-        return []
+        return _adopt_loaded_tokenizer(folder, output, trust_remote_code) + _write_templates(folder, output)
     tiktoken = [folder / "tiktoken.model", folder / "tokenizer.model", *sorted(folder.glob(_TIKTOKEN))]
     files = [file for file in tiktoken if file.is_file() and is_tiktoken(file)]
     if (folder / TEKKEN).is_file():
@@ -229,8 +231,7 @@ def write_tokenizer(folder: Path, output: Path, *, trust_remote_code: bool = Fal
         _convert_ranks(files[0], output)
     else:
         _convert_with_transformers(folder, output, trust_remote_code)
-    _extract_chat_template(output)
-    return [f"the tokenizer of {folder.name} was converted to tokenizer.json"]
+    return [f"the tokenizer of {folder.name} was converted to tokenizer.json", *_write_templates(folder, output)]
 
 
 def _copy_tokenizer_files(folder: Path, output: Path) -> None:
@@ -259,10 +260,10 @@ def _token_text(value: object) -> str:
     return str(value.get("content") if isinstance(value, dict) else value)
 
 
-def _read_settings(folder: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json; {} if it is missing. Raises TokenizerError if it is damaged."""
+def _read_settings(folder: Path, name: str = "tokenizer_config.json") -> dict[str, Any]:
+    """Read a JSON file; {} if it is missing. Raises TokenizerError if it is damaged."""
     try:
-        return read_json(folder / "tokenizer_config.json")
+        return read_json(folder / name)
     except SourceError as error:
         raise TokenizerError(str(error)) from None
 
@@ -286,7 +287,6 @@ def _convert_with_transformers(folder: Path, output: Path, trust_remote_code: bo
         )
     for name in (*_CONVERTIBLE, "merges.txt"):
         (output / name).unlink(missing_ok=True)  # replaced by tokenizer.json
-    shutil.rmtree(output / _OTHER_TEMPLATES, ignore_errors=True)  # chat uses the default template
 
 
 def _save_fast(kind: Any, folder: Path, output: Path, trust_remote_code: bool) -> None:
@@ -307,15 +307,142 @@ def _save_fast(kind: Any, folder: Path, output: Path, trust_remote_code: bool) -
         )
 
 
-def _extract_chat_template(output: Path) -> None:
-    if (output / "chat_template.jinja").exists():
-        return
-    template = _read_settings(output).get("chat_template")
-    if isinstance(template, list):  # chat uses the default template
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    if isinstance(template, str):
-        (output / "chat_template.jinja").write_text(template, encoding="utf-8")
+def _write_templates(folder: Path, output: Path) -> list[str]:
+    """Write the chat templates of `folder` as files into `output`. Returns notices for the user.
+
+    Like transformers, uses templates in files if there are any, else those of tokenizer_config.json. The template of a
+    processor, in chat_template.json, is used if the tokenizer has none.
+    """
+    files = [*folder.glob(TEMPLATE_FILE), *folder.glob(f"{TEMPLATES_FOLDER}/*.jinja")]
+    templates = {str(file.relative_to(folder)): file.read_text("utf-8") for file in files}
+    notices = []
+    if not templates:
+        templates = _named_templates(_read_settings(folder).get("chat_template"))
+    if not templates:
+        templates = _named_templates(_read_settings(folder, _PROCESSOR_TEMPLATE).get("chat_template"))
+        notices = [f"the chat template is that of {_PROCESSOR_TEMPLATE}"] * bool(templates)
+    for name, text in templates.items():
+        (output / name).parent.mkdir(exist_ok=True)
+        (output / name).write_text(text, "utf-8")
+    return notices
+
+
+def _named_templates(stated: object) -> dict[str, str]:
+    """Return the templates in a JSON file, by the name of the file to write."""
+    if isinstance(stated, list):
+        stated = {entry.get("name"): entry.get("template") for entry in stated if isinstance(entry, dict)}
+    named = stated if isinstance(stated, dict) else {"default": stated}
+    return {
+        TEMPLATE_FILE if name == "default" else f"{TEMPLATES_FOLDER}/{name}.jinja": text
+        for name, text in named.items()
+        if isinstance(text, str) and is_file_name(name)
+    }
+
+
+def _load_with_transformers(folder: Path, trust_remote_code: bool) -> Any:
+    """Return the tokenizer that transformers loads, else that of its general class, else an error."""
+    import transformers
+
+    for kind in (transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast):
+        try:
+            return kind.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        except Exception as error:  # noqa: BLE001  # a tokenizer's own code can raise any error
+            failure = error
+    return failure
+
+
+def _adopt_loaded_tokenizer(folder: Path, output: Path, trust_remote_code: bool) -> list[str]:
+    """Compare tokenizer.json with the tokenizer that transformers loads, which may have more tokens or other flags.
+
+    If they differ, write the latter into `output`. Returns notices for the user. Raises TokenizerError if they differ
+    still, because code outside tokenizer.json changes texts or tokens.
+    """
+    loaded, file = _load_with_transformers(folder, trust_remote_code), output / "tokenizer.json"
+    if isinstance(loaded, Exception):
+        return [f"transformers cannot load the tokenizer ({one_line(loaded)}), so only tokenizer.json was read"]
+    difference = tokenizer_difference(loaded, file)
+    if difference is None:
+        return []
+    if hasattr(loaded, "backend_tokenizer"):
+        loaded.backend_tokenizer.save(str(file))
+    if (remaining := tokenizer_difference(loaded, file)) is not None:
+        raise TokenizerError(
+            f"tokenizer.json cannot express the tokenizer that transformers loads from {folder} ({remaining}); give a "
+            "folder whose tokenizer.json is complete with --tokenizer."
+        )
+    return [f"tokenizer.json was written as transformers loads it: by the copied one, {difference}"]
+
+
+def tokenizer_difference(loaded: Any, file: Path) -> str | None:
+    """Describe the first text or tokens that a tokenizer.json converts differently; None if all agree.
+
+    loaded: a tokenizer of transformers. Each of its added tokens is compared, alone and between words.
+    """
+    written = Tokenizer.from_file(str(file))
+    written.no_truncation()
+    written.no_padding()
+    added = {number: str(entry) for number, entry in loaded.added_tokens_decoder.items()}
+    added |= {number: entry.content for number, entry in written.get_added_tokens_decoder().items()}
+    texts = [*_SAMPLES, *(text for token in added.values() for text in (f"of{token}words", f"of {token} words"))]
+    encoded = []
+    for special in (True, False):
+        encoded = loaded(texts, add_special_tokens=special)["input_ids"]
+        found = [each.ids for each in written.encode_batch(texts, add_special_tokens=special)]
+        for text, expected, ids in zip(texts, encoded, found, strict=True):
+            if list(expected) != ids:
+                return f"{text!r} becomes {ids[:8]} instead of {list(expected)[:8]}"
+    for ids in [*encoded, *([number] for number in added)]:
+        for skip in (True, False):
+            # Spaces before punctuation stay: a text that is decoded token by token cannot lose them later.
+            expected = loaded.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            text = written.decode(ids, skip_special_tokens=skip)
+            if text != expected:
+                return f"{list(ids)[:8]} becomes {text!r} instead of {expected!r}"
+    return None
+
+
+_MESSAGES = [{"role": "user", "content": "How warm is it in Oslo?"}]
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "temperature",
+            "description": "The temperature of a city.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+]
+
+
+def template_notices(folder: Path, written: ModelFolder[Any], *, trust_remote_code: bool = False) -> list[str]:
+    """Compare chats that the export renders, with tools and without, with those of transformers.
+
+    Returns a notice for the user for each difference.
+    """
+    template = load_chat_template(written, RuntimeTokenizer(written))
+    loaded = _load_with_transformers(folder, trust_remote_code)
+    if template is None or isinstance(loaded, Exception):
+        return []
+    if not loaded.chat_template:
+        loaded.chat_template = template.source  # a processor's
+    notices = []
+    for what, tools in (("a chat", None), ("a chat with tools", _TOOLS)):
+        expected = _rendered(lambda t=tools: loaded.apply_chat_template(_MESSAGES, tools=t, **_AS_TEXT))
+        found = _rendered(lambda t=tools: template.render(_MESSAGES, tools=t))
+        if found != expected:
+            notices.append(f"{what} is rendered as {found!r:.300}, but by transformers as {expected!r:.300}")
+    return notices
+
+
+_AS_TEXT = {"tokenize": False, "add_generation_prompt": True}
+
+
+def _rendered(render: Callable[[], str]) -> str | None:
+    """Return the text of a chat; None if the template refuses it."""
+    try:
+        return render()
+    except Exception:  # noqa: BLE001  # untrusted code
+        return None
 
 
 def conversion_difference(model: Path, converted: Path) -> str | None:

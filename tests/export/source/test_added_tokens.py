@@ -1,0 +1,168 @@
+"""An export has the tokens and chat templates that transformers loads, wherever the source's files state them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from transformers import AutoTokenizer
+
+from tests.support.tiny_models import export, write_checkpoint
+from topw_deploy.errors import TokenizerError
+from topw_deploy.export.source import tokenizer as tokenizer_files
+from topw_deploy.export.source.tokenizer import tokenizer_difference, write_tokenizer
+from topw_deploy.runtime import TopWModel
+
+TEXTS = ("<|a|>user hi<|b|>", "x <|a|> y <|b|> z", "x<|a|>y", "x  <|b|>  y", "<|A|> plain")
+FLAGS = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+DEFAULT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+TOOL_USE = "TOOLS {% for t in tools %}{{ t.function.name }} {% endfor %}" + DEFAULT
+MESSAGES = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "model", "llama_tied")
+
+
+def state(folder: Path, name: str, **changes: object) -> None:
+    path = folder / name
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | changes))
+
+
+def in_decoder(**flags: bool) -> Callable[[Path], None]:
+    def prepare(folder: Path) -> None:
+        stated = {name: token.content for name, token in enumerate_added(folder).items()}
+        first = 1 + max(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab().values())
+        added = {str(number): {**FLAGS, "content": text} for number, text in stated.items()}
+        added |= {str(first + place): {**FLAGS, **flags, "content": f"<|{c}|>"} for place, c in enumerate("ab")}
+        state(folder, "tokenizer_config.json", added_tokens_decoder=added)
+
+    return prepare
+
+
+def enumerate_added(folder: Path) -> dict[int, Any]:
+    return dict(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).get_added_tokens_decoder())
+
+
+def in_added_tokens_json(folder: Path) -> None:
+    first = 1 + max(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab().values())
+    state(folder, "added_tokens.json", **{"<|a|>": first, "<|b|>": first + 1})
+
+
+def in_settings(**settings: object) -> Callable[[Path], None]:
+    return lambda folder: state(folder, "tokenizer_config.json", **settings)
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        in_decoder(),
+        in_decoder(lstrip=True),
+        in_decoder(rstrip=True),
+        in_decoder(single_word=True),
+        in_decoder(normalized=True),
+        in_decoder(special=False),
+        in_added_tokens_json,
+        in_settings(extra_special_tokens=["<|a|>", "<|b|>"]),
+        in_settings(extra_special_tokens={"image_token": "<|a|>", "end_token": "<|b|>"}),
+        in_settings(additional_special_tokens=["<|a|>", "<|b|>"]),
+        in_settings(additional_special_tokens=[{"__type": "AddedToken", **FLAGS, "content": "<|a|>", "lstrip": True}]),
+        in_settings(eos_token="<|b|>"),
+        in_settings(eos_token={"__type": "AddedToken", **FLAGS, "content": "<|b|>", "rstrip": True}),
+        lambda folder: state(folder, "special_tokens_map.json", eos_token="<|b|>"),
+    ],
+)
+def test_every_stated_added_token_is_encoded_and_decoded_as_by_transformers(
+    prepare: Callable[[Path], None], folder: Path, tmp_path: Path
+) -> None:
+    prepare(folder)
+    expected = AutoTokenizer.from_pretrained(folder)
+    report = export(folder, tmp_path / "out")
+    with TopWModel.from_pretrained(tmp_path / "out") as model:
+        found = model.tokenizer
+        for text in TEXTS:
+            ids = expected(text)["input_ids"]
+            assert found.encode(text) == ids
+            for skip in (True, False):
+                assert found.decode(ids, skip) == expected.decode(ids, skip_special_tokens=skip)
+        assert set(found.added_tokens) >= {str(token) for token in expected.added_tokens_decoder.values()}
+        assert found.eos_token_id == expected.eos_token_id
+    assert any("<|" in str(token) for token in expected.added_tokens_decoder.values()) == any(
+        "written as transformers loads it" in notice for notice in report.notices
+    )
+
+
+def test_a_tokenizer_that_tokenizer_json_cannot_express_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = AutoTokenizer.from_pretrained(folder)
+    kind = type(loaded)
+    monkeypatch.setattr(kind, "decode", lambda self, ids, **_settings: "other text")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(TokenizerError, match=r"cannot express .*'other text'.*--tokenizer"):
+        write_tokenizer(folder, tmp_path / "out")
+
+
+def test_a_tokenizer_that_transformers_cannot_load_is_copied_with_a_note(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_files, "_load_with_transformers", lambda *_: ValueError("no such class"))
+    (tmp_path / "out").mkdir()
+    (notice,) = write_tokenizer(folder, tmp_path / "out")
+    assert "cannot load the tokenizer (no such class)" in notice
+
+
+def in_list(folder: Path) -> None:
+    named = [{"name": "default", "template": DEFAULT}, {"name": "tool_use", "template": TOOL_USE}]
+    state(folder, "tokenizer_config.json", chat_template=named)
+
+
+def in_files(folder: Path) -> None:
+    state(folder, "tokenizer_config.json", chat_template="{{ 'not read' }}")
+    (folder / "chat_template.jinja").write_text(DEFAULT)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(TOOL_USE)
+
+
+@pytest.mark.parametrize("prepare", [in_list, in_files])
+def test_a_chat_with_tools_is_rendered_by_the_template_for_tools(
+    prepare: Callable[[Path], None], folder: Path, tmp_path: Path
+) -> None:
+    prepare(folder)
+    report = export(folder, tmp_path / "out")
+    assert not any("rendered" in notice for notice in report.notices)
+    expected = AutoTokenizer.from_pretrained(folder)
+    with TopWModel.from_pretrained(tmp_path / "out") as model:
+        for tools in (None, TOOLS):
+            text = expected.apply_chat_template(MESSAGES, tools=tools, tokenize=False, add_generation_prompt=True)
+            assert model.apply_chat_template(MESSAGES, tools=tools) == text
+            assert text.startswith("TOOLS f") is (tools is not None)
+
+
+def test_the_template_of_a_processor_is_used_with_a_note(folder: Path, tmp_path: Path) -> None:
+    state(folder, "chat_template.json", chat_template=DEFAULT)
+    report = export(folder, tmp_path / "out")
+    assert "the chat template is that of chat_template.json" in report.notices
+    with TopWModel.from_pretrained(tmp_path / "out") as model:
+        assert model.apply_chat_template(MESSAGES) == "[user]hi"
+
+
+def test_a_chat_that_is_rendered_differently_is_noted(folder: Path, tmp_path: Path) -> None:
+    """A variable that only transformers passes."""
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content.title() }}{{ [1, 2] | sum if tools else '' }}")
+    state(folder, "tokenizer_config.json", sep_token="<s>", model_specific_special_tokens={"image_token": "<s>"})
+    (folder / "chat_template.jinja").write_text("{{ image_token if image_token is defined else 'none' }}")
+    report = export(folder, tmp_path / "out")
+    assert sum("is rendered as 'none', but by transformers as '<s>'" in notice for notice in report.notices) == 2
+
+
+def test_a_difference_names_the_text(folder: Path) -> None:
+    in_decoder()(folder)
+    loaded = AutoTokenizer.from_pretrained(folder)
+    assert str(tokenizer_difference(loaded, folder / "tokenizer.json")).startswith("'of<|a|>words' becomes")
