@@ -14,9 +14,10 @@ from typing import Any
 import onnx
 import pytest
 
-from tests.support.toy_model import Toy, export, export_sampler
+from tests.support.attacks import put
+from tests.support.toy_model import Toy, byte_tokenizer, export, export_sampler
 from topw_deploy.errors import ManifestError, TokenizerError, TopWError
-from topw_deploy.manifest import MANIFEST_NAME, describe_files
+from topw_deploy.manifest import MANIFEST_NAME
 from topw_deploy.runtime import TopWModel, TopWSampler
 
 
@@ -31,14 +32,6 @@ def edit_manifest(folder: Path, change: Any) -> None:
     data = json.loads(path.read_text())
     change(data)
     path.write_text(json.dumps(data))
-
-
-def relist(folder: Path, *names: str) -> None:
-    """Update the manifest to current files."""
-    entries = describe_files(folder, names)
-    edit_manifest(
-        folder, lambda m: m["files"].update({n: {"sha256": e.sha256, "size": e.size} for n, e in entries.items()})
-    )
 
 
 def load(folder: Path, **settings: Any) -> TopWModel:
@@ -59,8 +52,7 @@ def test_a_missing_folder_a_file_and_an_unfinished_export_have_errors_of_their_o
     "content", [b"", b"not onnx", os.urandom(4096), b"\x00" * 100], ids=["empty", "text", "random", "zeros"]
 )
 def test_a_file_that_is_not_a_graph_is_refused(folder: Path, content: bytes) -> None:
-    (folder / "model.onnx").write_bytes(content)
-    relist(folder, "model.onnx")
+    put(folder, "model.onnx", content)
     with pytest.raises(ManifestError, match="refuses"):
         load(folder)
 
@@ -122,8 +114,7 @@ def test_a_graph_without_the_sampler_is_refused(folder: Path) -> None:
     kept = [output for output in model.graph.output if output.name != "certified"]
     del model.graph.output[:]
     model.graph.output.extend(kept)
-    onnx.save(model, folder / "model.onnx")
-    relist(folder, "model.onnx")
+    put(folder, "model.onnx", model.SerializeToString())
     edit_manifest(folder, lambda m: m.update(outputs=[o for o in m["outputs"] if o["name"] != "certified"]))
     with pytest.raises(ManifestError, match="has no 'certified', so its sampler is not Top-W's"):
         load(folder)
@@ -151,8 +142,7 @@ def test_a_folder_without_a_tokenizer_is_a_tokenizer_error(folder: Path) -> None
     "content", ["{", "[]", '{"a": 1}', "[" * 100_000, "\ud800"], ids=["cut", "list", "other", "deep", "bytes"]
 )
 def test_spoilt_side_files_raise_typed_errors_or_nothing(folder: Path, name: str, content: str) -> None:
-    (folder / name).write_bytes(content.encode("utf-8", "surrogatepass"))
-    relist(folder, name)
+    put(folder, name, content.encode("utf-8", "surrogatepass"))
     if content == '{"a": 1}' and name != "tokenizer.json":
         assert load(folder).generate("a", max_new_tokens=1).token_ids
     else:
@@ -161,8 +151,6 @@ def test_spoilt_side_files_raise_typed_errors_or_nothing(folder: Path, name: str
 
 
 def test_settings_for_training_batches_do_not_cut_a_prompt(toy: Toy, tmp_path: Path) -> None:
-    from tests.support.toy_model import byte_tokenizer
-
     tokenizer = byte_tokenizer()
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=10)
