@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.invoking import Invoke
 from tests.support.toy_model import byte_ids
-from topw_deploy.errors import ParameterError, PromptError, TokenizerError
+from topw_deploy.errors import PromptError, TokenizerError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import preset_parameters
 from topw_deploy.sampling.seeds import sequence_seed
@@ -44,10 +44,12 @@ def test_a_chat_reads_utf8_whatever_the_locale_and_no_byte_order_mark(invoke: In
         invoke(*words, stdin=b"\xe9\n")
 
 
-def test_a_prompt_in_utf16_is_refused_by_name(invoke: Invoke, scripted: Path, tmp_path: Path) -> None:
+def test_a_prompt_in_utf16_or_without_a_file_is_refused_by_name(invoke: Invoke, scripted: Path, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_bytes("x".encode("utf-16"))
     with pytest.raises(PromptError, match=r"prompt\.txt is not UTF-8 text .* UTF-16, save it as UTF-8"):
         invoke("generate", scripted, "--prompt-file", tmp_path / "prompt.txt")
+    with pytest.raises(PromptError, match="cannot be read"):
+        invoke("generate", scripted, "--prompt-file", tmp_path / "none")
 
 
 def test_one_json_object_per_sequence(invoke: Invoke, random_model: Path, opened: TopWModel) -> None:
@@ -169,15 +171,6 @@ def test_wrong_usage_exits_with_2(invoke: Invoke, scripted: Path, words: tuple[s
     result = invoke("generate", scripted, *words)
     assert result.exit_code == 2
     assert result.stdout == ""
-
-
-def test_bad_values_are_the_packages_own_errors(invoke: Invoke, scripted: Path, tmp_path: Path) -> None:
-    with pytest.raises(ParameterError, match="temperature is -1"):
-        invoke("generate", scripted, "x", "--temperature", -1)
-    with pytest.raises(PromptError, match="standard input is not UTF-8"):
-        invoke("generate", scripted, "-", stdin=b"\xff\xfe")
-    with pytest.raises(PromptError, match="cannot be read"):
-        invoke("generate", scripted, "--prompt-file", tmp_path / "none")
 
 
 def test_a_chat_answers_one_prompt(invoke: Invoke, random_model: Path, opened: TopWModel) -> None:

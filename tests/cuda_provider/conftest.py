@@ -15,6 +15,7 @@ import pytest
 
 from tests.plugins.cuda import tools
 from tests.support.cuda_kernel import CUDA_SOURCES, compiled
+from tests.support.shared import skip_or_fail
 from tests.support.tiny_models import export, write_checkpoint
 from topw_deploy.plugins import compile_native, nvcc
 
@@ -31,10 +32,7 @@ Folder = Callable[..., Path]
 def python() -> Path:
     path = tools.ROOT / "onnxruntime" / "bin" / "python"
     if not path.is_file():
-        reason = f"{tools.ROOT / 'onnxruntime'} does not exist; run `make cuda-tools`"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
+        skip_or_fail(f"{tools.ROOT / 'onnxruntime'} does not exist; run `make cuda-tools`")
     return path
 
 

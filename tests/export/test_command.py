@@ -106,12 +106,6 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
     assert run(*arguments).exit_code == 2
 
 
-def test_a_parameter_out_of_range_is_named(tmp_path: Path) -> None:
-    result = run("tiny", tmp_path / "out", "--init-top-p", "1.5")
-    assert result.exit_code == 2
-    assert "--init-top-p is 1.5, but must be in (0, 1]" in result.stderr
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, foreign_decoder: Path) -> Path:
     out = tmp_path_factory.mktemp("finished") / "out"

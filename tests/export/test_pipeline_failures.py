@@ -1,10 +1,8 @@
-"""A failed export leaves nothing that loads."""
+"""A failed export leaves nothing that loads. A killed one: tests/attacks/test_kills.py."""
 
 from __future__ import annotations
 
 import shutil
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -78,32 +76,6 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, foreign_decoder: Path, monke
     with pytest.raises(ExportError, match="disk is full"):
         export(foreign_decoder, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_a_killed_export_leaves_nothing_that_loads(tmp_path: Path, foreign_decoder: Path) -> None:
-    """It is killed while it verifies, before the files are final."""
-    out = tmp_path / "out"
-    export(foreign_decoder, out)
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-    code = (
-        "from topw_deploy.export import export_model\n"
-        "from topw_deploy.progress import Progress\n"
-        "progress = Progress(lambda line: print(line, flush=True))\n"
-        f"export_model({str(foreign_decoder)!r}, {str(out)!r}, overwrite=True, progress=progress)\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("Verifying"):
-            break
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
-    (left,) = tmp_path.glob(".out.topw-partial-*")
-    with pytest.raises(ManifestError, match="verification did not finish"):
-        TopWModel.from_pretrained(left / "out")
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
 @pytest.mark.slow

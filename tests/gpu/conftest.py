@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from benchmarks.gpu import models, pack
 from benchmarks.gpu.device import DeviceKernel
 from benchmarks.gpu.job import Job
 from tests.plugins.conftest import emulated_library  # noqa: F401  # a fixture
-from tests.support.shared import made_once
+from tests.support.shared import made_once, skip_or_fail
 from tests.support.toy_model import Toy, export
 from topw_deploy.sampling import TopWOptions
 
@@ -53,8 +52,5 @@ def host() -> Path:
     """A Python with a GPU host's packages, without this project."""
     python = ROOT / ".venv-host" / "bin" / "python"
     if not (ROOT / ".venv-host" / "ready.stamp").is_file():
-        reason = f"{python.parents[1]} is not ready; `make host` makes it"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
+        skip_or_fail(f"{python.parents[1]} is not ready; `make host` makes it")
     return python

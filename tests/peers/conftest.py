@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.shared import skip_or_fail
 from topw_deploy.export import export_model
 from topw_deploy.export.options import ExportReport
 
@@ -26,10 +27,7 @@ def pytest_runtest_setup() -> None:
     """Without the folders, skip, or fail where required."""
     for name in PEERS:
         if not (ROOT / "folders" / name / "model.onnx").is_file():
-            reason = f"{ROOT / 'folders'} lacks {name}; `make peers` makes it"
-            if os.environ.get("CI") == "true":
-                pytest.fail(reason)
-            pytest.skip(reason)
+            skip_or_fail(f"{ROOT / 'folders'} lacks {name}; `make peers` makes it")
 
 
 @dataclass(frozen=True)

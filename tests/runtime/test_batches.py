@@ -1,10 +1,9 @@
-"""Batching does not change a row."""
+"""Batches and samples. Rows with their own parameters equal those alone: test_caches.py."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.support.toy_model import Load, Toy, byte_ids
@@ -14,23 +13,6 @@ from topw_deploy.sampling import TopWParameters
 from topw_deploy.sampling.seeds import sequence_seed
 
 PROMPTS = ["a", "some longer prompt", "mid", "four of them"]
-
-
-def test_rows_with_their_own_parameters_equal_the_same_rows_alone(model: TopWModel) -> None:
-    columns: dict[str, list[Any]] = {
-        "temperature": [0.0, 2.0, 1.0, 3.0],
-        "lam": [2.2, 0.3, 0.5, 0.1],
-        "geom_scale": [1.0, -0.5, 0.0, 1.0],
-        "max_new_tokens": [5, 30, 1, 17],
-        "seed": [1, 2, 3, 2**64 - 1],
-        "repetition_penalty": [1.0, 1.3, 1.0, 0.9],
-        "logit_bias": [{}, {100: 3.0}, {40: -np.inf}, {}],
-        "stop_strings": [["zz"], ["q"], ["x", "yy"], ["never"]],
-    }
-    together = model.generate(PROMPTS, **columns, ignore_eos=True)
-    for row, prompt in enumerate(PROMPTS):
-        alone = model.generate(prompt, ignore_eos=True, **{name: values[row] for name, values in columns.items()})
-        assert together[row] == alone, prompt
 
 
 def test_a_batch_may_stream_and_gives_the_same_results(model: TopWModel) -> None:

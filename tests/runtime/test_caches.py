@@ -71,7 +71,11 @@ def test_rows_of_different_lengths_equal_those_run_alone(opened: Open, form: str
         "max_new_tokens": [30, 3, 17, 50, 2],  # different ends
         "seed": [1, 2, 3, 4, 5],
         "temperature": [0.0, 2.0, 1.0, 3.0, 2.0],
+        "lam": [2.2, 0.3, 0.5, 0.1, 0.3],
+        "geom_scale": [1.0, -0.5, 0.0, 1.0, 1.0],
         "repetition_penalty": [1.0, 1.3, 1.0, 0.9, 1.0],
+        "logit_bias": [{}, {100: 3.0}, {40: -np.inf}, {}, {}],
+        "stop_strings": [["zz"], ["q"], ["x", "yy"], ["never"], []],
     }
     together = tokens(model, PROMPTS, **columns)
     for row, prompt in enumerate(PROMPTS):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.shared import skip_or_fail
 from topw_deploy.serve.metrics import Metrics
 
 pytestmark = pytest.mark.long
@@ -23,10 +24,7 @@ PROGRAMS = Path(os.environ.get("TOPW_RAY", ROOT / ".venv-ray")) / "bin"
 def seen(demo_export: Path) -> dict[str, Any]:
     """What ray_cluster.py saw."""
     if not (PROGRAMS / "serve").exists():
-        reason = f"Ray is not in {PROGRAMS}; `make ray` makes the environment"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
+        skip_or_fail(f"Ray is not in {PROGRAMS}; `make ray` makes the environment")
     paths = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
     command = [sys.executable, str(Path(__file__).with_name("ray_cluster.py")), str(PROGRAMS), str(demo_export)]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=840)

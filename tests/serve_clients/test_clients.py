@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.serve.conftest import HOT, RENDERED, TEMPLATE, UNLIMITED, export_caller
+from tests.support.shared import skip_or_fail
 from tests.support.toy_model import Toy, byte_tokenizer, export
 from tests.support.waiting import HANG
 from topw_deploy.runtime import TopWModel
@@ -33,10 +34,7 @@ BOOK = "http://books.invalid/one.txt"
 @pytest.fixture(scope="module", autouse=True)
 def installed() -> None:
     if not (ENVIRONMENT / "ready.stamp").exists():
-        reason = f"{ENVIRONMENT.name} is missing: `make clients` makes it"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
+        skip_or_fail(f"{ENVIRONMENT.name} is missing: `make clients` makes it")
 
 
 @dataclass(frozen=True)

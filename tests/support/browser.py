@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests.support.shared import skip_or_fail
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".browser"
@@ -18,9 +18,7 @@ FOLDER = ROOT / ".browser"
 def needs_browser() -> None:
     """Skip the test where Node or the browser is not installed. In CI, which installs both, it fails."""
     if reason := _missing():
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
+        skip_or_fail(reason)
 
 
 def run_node(script: Path, *arguments: str, timeout: float = 300) -> Any:

@@ -9,8 +9,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
-
+from tests.support.shared import skip_or_fail
 from topw_deploy.plugins import compile_native, nvcc
 
 HERE = Path(__file__).parent
@@ -27,10 +26,7 @@ def packages(folder: str, file: str) -> Path:
     for site in sorted((ROOT / folder).glob("lib/python*/site-packages/nvidia")):
         if (site / file).is_file():
             return site
-    reason = f"{ROOT / folder} lacks {file}; `make cuda-tools` brings it"
-    if os.environ.get("CI") == "true":
-        pytest.fail(reason)
-    pytest.skip(reason)
+    skip_or_fail(f"{ROOT / folder} lacks {file}; `make cuda-tools` brings it")
 
 
 def home() -> Path | None:
