@@ -344,7 +344,7 @@ def marked_mixers(model: PreTrainedModel, placeholders: MixerPlaceholders) -> co
 
 def takes_cache(model: PreTrainedModel) -> bool:
     """Whether the forward of `model` takes a transformers cache."""
-    return type(model).__name__ not in _WITHOUT_CACHE
+    return _WITHOUT_CACHE.isdisjoint(base.__name__ for base in type(model).__mro__)
 
 
 def modeling_modules(model: PreTrainedModel) -> list[ModuleType]:

@@ -192,8 +192,9 @@ def _export(model: PreTrainedModel) -> ir.Model:
 def _traceable_forward(model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
     """Inside the block, make `model` take ids and positions, use a `TracedCache` and return only logits."""
     forward = model.forward
-    arguments = inspect.signature(forward).parameters
-    cache_argument = "cache_params" if "cache_params" in arguments else "past_key_values"  # the first in Mamba's like
+    arguments = forward_arguments(model)
+    caches = ("cache_params", "past_key_values")  # the first in Mamba's like
+    cache_argument = next((name for name in arguments if name in caches), caches[-1])
     rotary_embeddings = plain_rotary_embeddings(model)
 
     def compute_logits(input_ids: torch.Tensor, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -205,6 +206,21 @@ def _traceable_forward(model: PreTrainedModel) -> contextlib.AbstractContextMana
         return {"logits": outputs.logits}
 
     return replaced((model, "forward", compute_logits))
+
+
+def forward_arguments(model: PreTrainedModel) -> list[str]:
+    """The names of the arguments that the forward of `model` takes.
+
+    A forward with `**kwargs`, as remote code often has, also takes the arguments of those to which it can pass them:
+    of its base classes first, and then of the models within.
+    """
+    found = dict(inspect.signature(model.forward).parameters)
+    if any(argument.kind is argument.VAR_KEYWORD for argument in found.values()):
+        bases = [vars(base)["forward"] for base in type(model).__mro__ if "forward" in vars(base)]
+        parts = [part.forward for part in model.modules() if isinstance(part, PreTrainedModel)]
+        for forward in (*bases, *parts):
+            found |= {name: each for name, each in inspect.signature(forward).parameters.items() if name not in found}
+    return list(found)
 
 
 def _attach_and_optimize(model: PreTrainedModel, traced: ir.Model, weights: Weights) -> None:
