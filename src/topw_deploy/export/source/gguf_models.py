@@ -2,9 +2,9 @@
 
 GGUF's names are those of llama.cpp: `blk.0.attn_q.weight` is `model.layers.0.self_attn.q_proj.weight`. Its converter
 changes some tensors, and the functions here undo it:
-    llama: rows of q and k, from halves of each head to adjacent pairs.
-    falcon: rows of qkv, from groups of heads to all q, all k, all v.
-    gemma, nemotron: norms are stored plus one.
+    llama: rows of q and k; the two that rotate together are adjacent, and half a head apart in transformers.
+    falcon: rows of qkv; all q come first, then all k and all v, and in transformers they come by groups.
+    gemma: norms are stored plus one.
     experts: all of a layer in one tensor.
 """
 
@@ -282,10 +282,6 @@ def _set_gemma_scale(config: Metadata, largest: int) -> None:
     config["query_pre_attn_scalar"] = whole if config["num_hidden_layers"] == largest else config["head_dim"]
 
 
-def _finish_qwen3_moe(config: Metadata, values: Metadata, _shapes: Shapes) -> None:
-    config["norm_topk_prob"] = True
-
-
 def _finish_falcon(config: Metadata, _values: Metadata, shapes: Shapes) -> None:
     new = "blk.0.attn_norm_2.weight" in shapes
     config |= {"new_decoder_architecture": new, "multi_query": config.get("num_kv_heads") == 1}
@@ -309,7 +305,7 @@ ARCHITECTURES = {
         "qwen3_moe",
         layer=_ATTENTION | _HEAD_NORMS | _EXPERTS | {"ffn_gate_inp": "mlp.gate"},
         keys=_KEPT | _MOE_KEYS,
-        finish=_finish_qwen3_moe,
+        fixed={"norm_topk_prob": True},
     ),
     "gemma": Architecture("gemma", norm_offset=1.0),
     "gemma2": Architecture(
