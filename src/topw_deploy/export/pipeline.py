@@ -29,7 +29,13 @@ from topw_deploy.export.source.configuration import (
 )
 from topw_deploy.export.source.quantised import QuantisedFormat, quantised_format
 from topw_deploy.export.source.resolve import Source, resolve
-from topw_deploy.export.source.tokenizer import COPIED_FILES, check_tokenizer, template_notices, write_tokenizer
+from topw_deploy.export.source.tokenizer import (
+    COPIED_FILES,
+    check_tokenizer,
+    template_notices,
+    tokens_beyond_notices,
+    write_tokenizer,
+)
 from topw_deploy.export.write import (
     Slot,
     bytes_by_type,
@@ -237,6 +243,7 @@ def write_files(
         hashes = write_model(decoder.model, folder, advance, plan.slots)
     progress.say("Copying tokenizer and configuration")
     decoder.notices += write_tokenizer(source.tokenizer, folder, trust_remote_code=options.trust_remote_code)
+    decoder.notices += tokens_beyond_notices(folder, sampler.vocab_size)
     settings = write_configuration(source, folder, options.num_hidden_layers)
     decoder.notices += settings.notices
     decoder.notices += copy_genai_configuration(source, folder, options.with_logits)

@@ -120,7 +120,7 @@ def load_chat_template(folder: ModelFolder, tokenizer: Tokenizer) -> ChatTemplat
     """
     name = TEMPLATE_FILE if folder.has(TEMPLATE_FILE) else CONFIG_FILE
     source = folder.read_text(name) if name == TEMPLATE_FILE else tokenizer.config.get("chat_template")
-    named = {}
+    named: dict[str, Any] = {}
     tool_file = f"{TEMPLATES_FOLDER}/{_TOOL_USE}.jinja"
     if name == TEMPLATE_FILE and folder.has(tool_file):
         named = {_TOOL_USE: folder.read_text(tool_file)}

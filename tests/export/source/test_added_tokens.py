@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from transformers import AutoTokenizer
 
-from tests.support.tiny_models import export, write_checkpoint
+from tests.support.tiny_models import VOCAB, export, write_checkpoint
 from topw_deploy.errors import TokenizerError
 from topw_deploy.export.source import tokenizer as tokenizer_files
 from topw_deploy.export.source.tokenizer import tokenizer_difference, write_tokenizer
@@ -166,3 +166,11 @@ def test_a_difference_names_the_text(folder: Path) -> None:
     in_decoder()(folder)
     loaded = AutoTokenizer.from_pretrained(folder)
     assert str(tokenizer_difference(loaded, folder / "tokenizer.json")).startswith("'of<|a|>words' becomes")
+
+
+def test_tokens_that_the_models_table_lacks_are_noted(folder: Path, tmp_path: Path) -> None:
+    state(folder, "tokenizer_config.json", extra_special_tokens=[f"<|{number}|>" for number in range(50)])
+    assert len(AutoTokenizer.from_pretrained(folder)) == VOCAB + 10
+    report = export(folder, tmp_path / "out")
+    (notice,) = (notice for notice in report.notices if "table" in notice)
+    assert f"has 10 tokens that the model's table of {VOCAB} rows lacks (first: '<|40|>', id {VOCAB})" in notice

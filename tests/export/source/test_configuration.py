@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from tests.export.source.composite_models import CONFIGS
 from tests.support.tiny_models import export, write_checkpoint
@@ -15,6 +15,7 @@ from topw_deploy.errors import ParameterError, SourceError
 from topw_deploy.export.source.configuration import read_generation_settings, write_configuration
 from topw_deploy.export.source.files import SPECIAL_IDS
 from topw_deploy.export.source.resolve import Source
+from topw_deploy.export.source.text_decoder import context_length
 from topw_deploy.manifest import load_manifest
 from topw_deploy.runtime import TopWModel
 
@@ -164,3 +165,14 @@ def test_every_setting_is_recorded_with_its_use(tmp_path: Path) -> None:
         ended = model.generate([5], max_new_tokens=3, allowed_token_ids=[7])
     assert ended.token_ids == [7]
     assert AutoModelForCausalLM.from_pretrained(folder).generation_config.eos_token_id == [2, 7]
+
+
+@pytest.mark.parametrize(
+    ("stated", "original", "expected"),
+    [(256, 256, 1024), (256, None, 1024), (320, 256, 1024), (1024, 256, 1024), (2048, 256, 2048)],
+)
+def test_yarn_extends_the_context_by_its_factor(stated: int, original: int | None, expected: int) -> None:
+    """Qwen documents a factor of 4 beside an unchanged max_position_embeddings."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+    rope |= {} if original is None else {"original_max_position_embeddings": original}
+    assert context_length(LlamaConfig(max_position_embeddings=stated, rope_parameters=rope)) == expected

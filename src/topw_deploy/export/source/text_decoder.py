@@ -320,15 +320,30 @@ def context_length(config: Any) -> int:
             f"the configuration of {config.model_type!r} has no max_position_embeddings; add the context length to it."
         )
     rope = switching_rope(config)
-    return min(length, rope) if rope is not None else length
+    return min(length, rope) if rope is not None else max(length, _yarn_length(config))
+
+
+def _yarn_length(config: Any) -> int:
+    """Return the context length that YaRN states, the original length times its factor; 0 without YaRN.
+
+    vLLM derives the same. A configuration may leave max_position_embeddings at the original length, as Qwen documents.
+    """
+    yarn = [kind for kind in _rope_kinds(config) if kind.get("rope_type", kind.get("type")) == "yarn"]
+    original = [kind.get("original_max_position_embeddings") or config.max_position_embeddings for kind in yarn]
+    factors = [kind.get("factor") or 1.0 for kind in yarn]
+    return min((int(length * factor) for length, factor in zip(original, factors, strict=True)), default=0)
+
+
+def _rope_kinds(config: Any) -> list[dict[str, Any]]:
+    """Return the RoPE parameters, which may be stated per type of layer."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return [rope, *(value for value in rope.values() if isinstance(value, dict))]
 
 
 def switching_rope(config: Any) -> int | None:
     """Return the length in tokens beyond which a switching RoPE type changes its frequencies; None for other types."""
     config = config.get_text_config(decoder=True)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    for kind in kinds:
+    for kind in _rope_kinds(config):
         if kind.get("rope_type", kind.get("type")) in _SWITCHING_ROPE:
             return int(
                 kind.get("original_max_position_embeddings")

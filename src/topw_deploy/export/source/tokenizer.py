@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -401,6 +402,19 @@ def tokenizer_difference(loaded: Any, file: Path) -> str | None:
     return None
 
 
+def tokens_beyond_notices(output: Path, size: int) -> list[str]:
+    """Return a notice if the written tokenizer has ids that a table of `size` rows lacks."""
+    vocabulary = Tokenizer.from_file(str(output / "tokenizer.json")).get_vocab(with_added_tokens=True)
+    beyond = sorted((number, text) for text, number in vocabulary.items() if number >= size)
+    if not beyond:
+        return []
+    number, text = beyond[0]
+    return [
+        f"the tokenizer has {len(beyond)} tokens that the model's table of {size} rows lacks (first: {text!r}, id "
+        f"{number}), so prompts with them are refused"
+    ]
+
+
 _MESSAGES = [{"role": "user", "content": "How warm is it in Oslo?"}]
 _TOOLS = [
     {
@@ -427,8 +441,8 @@ def template_notices(folder: Path, written: ModelFolder[Any], *, trust_remote_co
         loaded.chat_template = template.source  # a processor's
     notices = []
     for what, tools in (("a chat", None), ("a chat with tools", _TOOLS)):
-        expected = _rendered(lambda t=tools: loaded.apply_chat_template(_MESSAGES, tools=t, **_AS_TEXT))
-        found = _rendered(lambda t=tools: template.render(_MESSAGES, tools=t))
+        expected = _rendered(partial(loaded.apply_chat_template, _MESSAGES, tools=tools, **_AS_TEXT))
+        found = _rendered(partial(template.render, _MESSAGES, tools=tools))
         if found != expected:
             notices.append(f"{what} is rendered as {found!r:.300}, but by transformers as {expected!r:.300}")
     return notices
