@@ -200,13 +200,12 @@ def test_tokens_and_states_that_no_engine_writes_are_refused(path: Path, name: s
         read_session(path, FORM)
 
 
-def test_a_changed_bit_a_missing_byte_or_one_more_is_refused(path: Path) -> None:
+def test_a_file_cut_at_any_byte_any_changed_byte_of_data_and_a_byte_more_are_refused(path: Path) -> None:
     content = path.read_bytes()
-    for other, reason in (
-        (content[:-1] + bytes([content[-1] ^ 4]), "its data has SHA-256"),
-        (content[:-1], "bytes of data, but its tensors"),
-        (content + b"\0", "bytes of data, but its tensors"),
-    ):
+    start, sizes = len(content) - len(header_of(content)[1]), "bytes of data, but its tensors"
+    cut = [(content[:size], "it has|its header claims" if size < start else sizes) for size in range(len(content))]
+    flipped = [content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :] for at in range(start, len(content))]
+    for other, reason in (*cut, *((each, "its data has SHA-256") for each in flipped), (content + b"\0", sizes)):
         path.write_bytes(other)
         with pytest.raises(SessionFileError, match=reason):
             read_session(path, FORM)

@@ -8,17 +8,21 @@ import json
 import os
 import re
 import shutil
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import onnx
+import onnxruntime as ort
 import pytest
 
 from tests.support.attacks import put
+from tests.support.mutations import mutations
 from tests.support.toy_model import Toy, byte_tokenizer, export, export_sampler
 from topw_deploy.errors import ManifestError, TokenizerError, TopWError
 from topw_deploy.manifest import MANIFEST_NAME
 from topw_deploy.runtime import TopWModel, TopWSampler
+from topw_deploy.runtime.ort import graph_session
 
 
 @pytest.fixture
@@ -101,6 +105,25 @@ def test_the_manifest_must_belong_to_the_graph(folder: Path) -> None:
         ManifestError, match=r"input 'input_ids' is tensor\(int64\) in model.onnx, but absent in the manifest"
     ):
         load(folder)
+
+
+@pytest.mark.parametrize("share", [40, pytest.param(7, marks=pytest.mark.long)], ids=["few", "many"])
+def test_a_manifest_with_any_value_in_a_field_generates_or_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, share: int
+) -> None:
+    """The graph stays the same. tests/test_manifest.py only reads the manifests."""
+    session = ort.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
+    monkeypatch.setattr(graph_session, "_new_session", lambda *_: session)
+    generated = refused = 0
+    for _, text in islice(mutations(json.loads((folder / MANIFEST_NAME).read_text())), 0, None, share):
+        (folder / MANIFEST_NAME).write_text(text, "utf-8")
+        try:
+            with load(folder, sampler="graph") as model:
+                model.generate(["abcdef", "x"], max_new_tokens=20, seed=1)
+            generated += 1
+        except TopWError:
+            refused += 1
+    assert min(generated, refused) > 400 // share, (generated, refused)
 
 
 def test_another_cache_form_is_refused_before_anything_runs(folder: Path) -> None:

@@ -19,6 +19,7 @@ from tests.tensorrt.conftest import CACHE
 from topw_deploy.errors import TensorRTError
 from topw_deploy.plugins import library
 from topw_deploy.progress import Progress
+from topw_deploy.tensorrt.build import _HashedFile
 from topw_deploy.tensorrt.build import build_engine as build
 from topw_deploy.tensorrt.check import BUILT_WITH
 from topw_deploy.tensorrt.stamp import read_stamp
@@ -200,17 +201,29 @@ def test_a_new_engine_takes_the_place_of_the_old_one_of_the_same_machine(trt: Te
     assert len(written(out)) == 4
 
 
-def test_a_stamp_that_cannot_be_written_leaves_no_part_of_it(
-    trt: TensorRT, out: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("full_at", ["first piece", "second piece", "stamp", "timings"])
+def test_a_full_disk_is_one_sentence_and_leaves_no_part_of_a_file(
+    trt: TensorRT, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_at: str
 ) -> None:
-    replace_ = os.replace
+    replace_, write, pieces = os.replace, _HashedFile.write, list[bytes]()
 
-    def refuse_stamps(source: Any, target: Any) -> None:
-        if str(target).endswith(".json"):
+    def refuse(source: Any, target: Any) -> None:
+        if str(target).endswith({"stamp": ".json", "timings": "timings"}.get(full_at, "no file")):
             raise OSError(28, "No space left on device")
         replace_(source, target)
 
-    monkeypatch.setattr(os, "replace", refuse_stamps)
-    with pytest.raises(TensorRTError, match="No space left on device"):
-        build(out)
-    assert written(out) == ["double-gpu-sm90-tensorrt10.16.1.11.engine"]  # unused without its stamp
+    def fill(stream: _HashedFile, data: bytes) -> None:
+        pieces.append(data)
+        if full_at == ("first piece", "second piece")[len(pieces) - 1]:
+            raise OSError(28, "No space left on device")
+        write(stream, data)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    monkeypatch.setattr(_HashedFile, "write", fill)
+    with pytest.raises(TensorRTError, match="cannot be written: No space left on device; make room"):
+        build(out, timing_cache=tmp_path / "timings")
+    names = [path.name for path in tmp_path.iterdir() if path.name != "out"]
+    if full_at == "stamp":  # without one, the engine is not used
+        assert (written(out), names) == (["double-gpu-sm90-tensorrt10.16.1.11.engine"], ["timings"])
+    else:
+        assert (written(out), names) == ([], [])

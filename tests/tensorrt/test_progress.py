@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from topw_deploy.tensorrt.build import Phases
@@ -22,6 +26,35 @@ def test_phases_within_phases_make_one_growing_number() -> None:
     phases.step("all", 3)
     assert shown == [25, 12, 13, 50]  # 1/4, half of the next, its rest, the end
     assert phases.stopped is None
+
+
+def test_threads_advance_one_after_the_other_and_never_beyond_the_end() -> None:
+    shown, busy = list[int](), threading.Lock()
+
+    def advance(part: int) -> None:
+        assert busy.acquire(blocking=False), "two threads advance at once"
+        time.sleep(0)  # lets another thread run
+        shown.append(part)
+        busy.release()
+
+    phases = Phases(advance)
+    phases.start("all", None, 8)
+
+    def work(number: int) -> None:
+        name = f"part {number}"
+        for _ in range(20):
+            phases.start(name, "all", 50)
+            for step in range(50):
+                phases.step(name, step)
+            phases.finish(name)
+        phases.step("all", number)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(8)))
+    phases.finish("all")
+    assert phases.stopped is None
+    assert min(shown) > 0
+    assert sum(shown) == 100
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt(), BrokenPipeError()])
