@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from fuzz.visits import Visit
 from tests.support.kernel import STAGES, KernelBlocks, KernelTable
 from tests.support.rows import Case, geometry_of
-from tests.support.sampler_cases import Visit
 from topw_deploy.sampling import TopWOptions
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 

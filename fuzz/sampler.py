@@ -26,8 +26,8 @@ import numpy as np
 from benchmarks.common import machine, table
 from fuzz import implementations, rules
 from fuzz.implementations import ADAPTERS, Absent, Answer, Opener, Sampling
+from fuzz.visits import ALL, Size, Visit, visits
 from tests.support.rows import LOGPROB_BOUND, Case, explanation, reference
-from tests.support.sampler_cases import ALL, Size, Visit, visits
 from topw_deploy.sampling import FLOAT32_TIES, FLOAT64_TIES, Geometry, SampledRow
 from topw_deploy.sampling.reference import TieBounds
 

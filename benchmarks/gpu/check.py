@@ -12,7 +12,7 @@ from benchmarks.gpu.job import Job, Result, Step, sizes_of
 from benchmarks.gpu.rows import compare, cpu_kernel, random_table_on, unequal_alone, unequal_repeats
 from fuzz import rules as rule_rows
 from fuzz.sampler import Outcome, Side, fuzz_kernel, report
-from tests.support.sampler_cases import nearest_distances
+from tests.support.rows import nearest_distances
 from topw_deploy.sampling import FLOAT32_TIES
 
 _CHUNK = 2_000  # random rows per record

@@ -19,13 +19,13 @@ from tests.support.rows import (
     Scenario,
     geometry_of,
     masks,
+    nearest_distances,
     packed,
     random_case,
     some_edits,
     unequal_fields,
 )
 from tests.support.rule_rows import rule_case
-from tests.support.sampler_cases import nearest_distances
 from tests.support.samples import slow, thinned
 from topw_deploy.plugins.compile_native import SOURCES
 from topw_deploy.sampling import TopWOptions, TopWParameters, sample_row

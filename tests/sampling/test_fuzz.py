@@ -11,9 +11,9 @@ import torch
 from fuzz.rules import OTHERS, fuzz_native
 from fuzz.rules import report as report_rules
 from fuzz.sampler import fuzz, report
+from fuzz.visits import SMALL
 from tests.support.kernel import Kernel
 from tests.support.native_cases import instruction_sets, opened
-from tests.support.sampler_cases import SMALL
 from topw_deploy.sampling import torch as module
 
 ROWS = 900

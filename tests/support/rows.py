@@ -168,6 +168,15 @@ def geometry_of(options: TopWOptions, table: np.ndarray) -> Geometry:
     return Geometry.from_embeddings(table, options.metric, statistics)
 
 
+def nearest_distances(geometry: Geometry, tokens: int) -> np.ndarray:
+    """float32 [tokens]: lower bounds of the nearest-neighbour distances."""
+    ids = np.arange(tokens)
+    found = geometry.distances(ids, ids)
+    np.fill_diagonal(found, np.inf)
+    nearest = found.min(axis=1, initial=np.inf)
+    return np.where(np.isfinite(nearest), nearest * (1 - 1e-6), 0).astype(np.float32)
+
+
 def differences(wanted: SampledRow, found: Mapping[str, Any], bounds: Bounds) -> Iterator[str]:
     """What differs in an answer: the certificate; the kept set, or else the draw and the mass.
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from fuzz.sampler import fuzz_kernel
+from fuzz.visits import SMALL, Size
 from tests.plugins.cuda.test_layouts import open_rows
 from tests.plugins.test_kernel import in_half_precision
 from tests.support.cuda_kernel import CudaShape, EmulatedKernel, built
@@ -17,7 +18,6 @@ from tests.support.kernel import STAGES, KernelTable, table_struct
 from tests.support.native_cases import differences, sampled
 from tests.support.quantised_tables import FORMS, Form, quantised_table
 from tests.support.rows import geometry_of, unequal_fields
-from tests.support.sampler_cases import SMALL, Size
 from tests.support.samples import slow, thinned
 from topw_deploy.errors import PluginError
 from topw_deploy.sampling import TopWOptions

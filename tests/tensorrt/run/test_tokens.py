@@ -44,18 +44,29 @@ def test_a_sequence_has_the_tokens_that_the_cpu_draws(opened: Open, on_cpu: TopW
     assert not all(found[0].certified)  # geometry is used
 
 
+COLUMNS: dict[str, list[Any]] = {
+    "max_new_tokens": [30, 3, 17, 40],
+    "seed": [1, 2, 3, 4],
+    "temperature": [0.0, 2.0, 1.0, 3.0],
+    "repetition_penalty": [1.0, 1.3, 1.0, 0.9],
+}
+REQUESTS: list[tuple[Any, dict[str, Any]]] = [
+    ("a long prompt that fills many columns", {}),
+    ("x", {"min_new_tokens": 5, "ignore_eos": False}),
+    (PROMPTS[:2], {"repetition_penalty": 1.5, "presence_penalty": 0.5, "max_new_tokens": 60}),
+    (PROMPTS, COLUMNS),  # rows end one after the other
+    (PROMPTS[:2], {"logit_bias": {7: 3.0, 100: -np.inf}, "suppress_tokens": [101, 102]}),
+    ("ab", {"no_repeat_ngram_size": 2, "bad_words_ids": [[100], [55, 100]]}),
+]
+
+
 @pytest.mark.parametrize("chunk", [None, 1, 5, 16])
-def test_a_ragged_batch_whose_rows_end_one_after_the_other_gives_the_tokens_of_the_cpu(
+def test_requests_of_every_kind_give_the_tokens_of_the_cpu_whatever_came_before(
     opened: Open, on_cpu: TopWModel, chunk: int | None
 ) -> None:
-    columns: dict[str, list[Any]] = {
-        "max_new_tokens": [30, 3, 17, 40],
-        "seed": [1, 2, 3, 4],
-        "temperature": [0.0, 2.0, 1.0, 3.0],
-        "repetition_penalty": [1.0, 1.3, 1.0, 0.9],
-    }
     model = opened({"prefill_chunk": chunk})
-    assert_alike(generate(model, PROMPTS, **columns), generate(on_cpu, PROMPTS, **columns))
+    for prompts, settings in REQUESTS:
+        assert_alike(generate(model, prompts, **settings), generate(on_cpu, prompts, **settings))
 
 
 def test_a_prompt_goes_in_by_pieces_no_longer_than_the_engine_takes(
@@ -76,19 +87,6 @@ def test_streamed_pieces_are_those_of_the_cpu_also_with_stop_strings(opened: Ope
         assert "".join(piece.text for piece in left) == left[-1].result.text  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    "edits",
-    [
-        {"repetition_penalty": 1.5, "presence_penalty": 0.5, "max_new_tokens": 60},
-        {"logit_bias": {7: 3.0, 100: -np.inf}, "suppress_tokens": [101, 102]},
-        {"no_repeat_ngram_size": 2, "bad_words_ids": [[100], [55, 100]]},
-        {"min_new_tokens": 5, "ignore_eos": False},
-    ],
-)
-def test_edits_give_the_tokens_that_the_cpu_draws(opened: Open, on_cpu: TopWModel, edits: dict[str, Any]) -> None:
-    assert_alike(generate(opened(), PROMPTS[:2], **edits), generate(on_cpu, PROMPTS[:2], **edits))
-
-
 def test_more_edits_than_the_engine_was_built_for_are_refused_and_harm_nothing(
     opened: Open, on_cpu: TopWModel, trt: TensorRT
 ) -> None:
@@ -101,12 +99,6 @@ def test_more_edits_than_the_engine_was_built_for_are_refused_and_harm_nothing(
             generate(model, "abc", **settings)
     assert_alike(generate(model, "abc"), generate(on_cpu, "abc"))
     assert len(trt.contexts) == before
-
-
-def test_what_earlier_requests_left_in_the_cache_is_not_seen(opened: Open, on_cpu: TopWModel) -> None:
-    model = opened()
-    for prompt in ("a long prompt that fills many columns", "x", ["one", "two"], "ab"):
-        assert_alike(generate(model, prompt), generate(on_cpu, prompt))
 
 
 def test_nan_in_a_cache_stays_with_its_request(opened: Open, on_cpu: TopWModel, gpu: Gpu) -> None:

@@ -1,4 +1,4 @@
-"""Rows that could break a sampler's shortcuts: random ones, and ones on a tie."""
+"""Rows that could break a sampler's shortcuts, of many sizes of models: random ones, and ones on a tie."""
 
 from __future__ import annotations
 
@@ -51,15 +51,6 @@ class Visit:
     table: np.ndarray
     geometry: Geometry
     cases: list[Case]
-
-
-def nearest_distances(geometry: Geometry, tokens: int) -> np.ndarray:
-    """float32 [tokens]: lower bounds of the nearest-neighbour distances."""
-    ids = np.arange(tokens)
-    found = geometry.distances(ids, ids)
-    np.fill_diagonal(found, np.inf)
-    nearest = found.min(axis=1, initial=np.inf)
-    return np.where(np.isfinite(nearest), nearest * (1 - 1e-6), 0).astype(np.float32)
 
 
 def visits(seed: int, sizes: Sequence[Size] = ALL) -> Iterator[Visit]:
