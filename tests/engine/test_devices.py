@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.conftest import FORMS, NewEngine
+from tests.engine.conftest import FORMS, SYSTEM, NewEngine, ask
 from tests.engine.test_results import random_request
 from tests.runtime.ort.test_device_binding import Open, on_a_device  # noqa: F401  # a fixture
 from tests.support.samples import slow
@@ -29,19 +29,25 @@ def exported_toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export(tmp_path_factory.mktemp("toy") / "out", toy, **settings)
 
 
+@pytest.fixture(params=["grouped", "growing"])
+def folder(request: pytest.FixtureRequest, toy: Toy, tmp_path: Path) -> Path:
+    return export(tmp_path / "out", toy, **FORMS[request.param])  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def host(folder: Path) -> TopWModel:
+    return TopWModel.from_pretrained(folder, provider="cpu", intra_op_num_threads=1)
+
+
 @pytest.mark.parametrize("graphs", [slow(False), True], ids=["", "graphs"])
-@pytest.mark.parametrize("form", ["grouped", "growing"])
 def test_a_device_draws_what_the_host_draws(
-    toy: Toy,
-    tmp_path: Path,
+    folder: Path,
+    host: TopWModel,
     on_a_device: Open,  # noqa: F811
     engine_of: NewEngine,
-    form: str,
     graphs: bool,
 ) -> None:
     """Steps of several widths and chunks use the same device memory in turn."""
-    folder = export(tmp_path / "out", toy, **FORMS[form])  # type: ignore[arg-type]
-    host = TopWModel.from_pretrained(folder, provider="cpu", intra_op_num_threads=1)
     model, session = on_a_device(folder, graphs=graphs)
     engine = engine_of(model, max_batch=3, prefill_budget=7)
     rng = np.random.default_rng(3)
@@ -50,6 +56,23 @@ def test_a_device_draws_what_the_host_draws(
     for one, request in zip(given, requests, strict=True):
         assert request.result(60) == host.generate(**one)
     assert bool(session.replays) == graphs
+
+
+def test_a_session_of_a_device_is_loaded_into_a_row(
+    folder: Path,
+    host: TopWModel,
+    tmp_path: Path,
+    on_a_device: Open,  # noqa: F811
+    engine_of: NewEngine,
+) -> None:
+    """Engines on devices store nothing in host memory."""
+    model, _ = on_a_device(folder, graphs=False)
+    engine, other = engine_of(model, max_batch=2), engine_of(model, max_batch=2, prefix_bytes=10**6)
+    ask(engine, SYSTEM)
+    assert engine.save_session([*SYSTEM, 1], tmp_path / "session").tokens == 30
+    other.load_session(tmp_path / "session")
+    found = ask(other, [*SYSTEM, 77])
+    assert (found, found.cached_tokens) == (ask(host, [*SYSTEM, 77]), 30)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from tests.engine.test_results import is_beginning, random_request
 from tests.support.samples import slow
 from tests.support.toy_model import Toy, byte_ids
 from tests.support.waiting import HANG, until
-from topw_deploy.engine import Engine
+from topw_deploy.engine import Engine, Request
 from topw_deploy.engine.batch import Batch
 from topw_deploy.errors import GenerationError, LogitsError, ParameterError
 from topw_deploy.runtime import TopWModel
@@ -45,6 +45,29 @@ class Faults:
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
     return Faults(monkeypatch)
+
+
+def raise_surprise(batch: Batch, width: int) -> list[int]:
+    raise RuntimeError("surprise")
+
+
+def errors_of(requests: list[Request]) -> list[Exception]:
+    """The errors of the requests that fail, after all have ended."""
+    found: list[Exception] = []
+    for request in requests:
+        try:
+            request.result(60)
+        except (GenerationError, ZeroDivisionError) as error:
+            found.append(error)
+    return found
+
+
+def compare_all(model: TopWModel, given: list[dict[str, Any]], requests: list[Request]) -> None:
+    """Results equal those of `generate`, or, after a failure, their beginnings."""
+    for one, request in zip(given, requests, strict=True):
+        alone = model.generate(**one)
+        for result, whole in zip(request.results(), alone if isinstance(alone, list) else [alone], strict=True):
+            assert result == whole if request.error is None else is_beginning(result, whole)
 
 
 def test_a_failing_step_fails_its_requests_and_no_others(
@@ -160,9 +183,6 @@ def test_an_unexpected_error_fails_all_requests_and_no_caller_waits_forever(
     requests = [engine.submit("a", stopping_criteria=gate), engine.submit("b", n=2)]
     assert gate.reached.wait(60)
 
-    def raise_surprise(batch: Batch, width: int) -> list[int]:
-        raise RuntimeError("surprise")
-
     monkeypatch.setattr(Batch, "step", raise_surprise)
     gate.opened.set()
     for request in requests:
@@ -177,9 +197,6 @@ def test_an_engine_that_failed_can_be_garbage_collected(
     model: TopWModel, monkeypatch: pytest.MonkeyPatch, shut_down: bool
 ) -> None:
     """Its thread ends and its memory is freed, although the frames of its errors refer to it."""
-
-    def raise_surprise(batch: Batch, width: int) -> list[int]:
-        raise RuntimeError("surprise")
 
     async def ask(engine: Engine) -> None:
         with pytest.raises(GenerationError, match="surprise"):
@@ -217,7 +234,7 @@ def test_an_engine_that_was_shut_down_is_freed_with_what_its_requests_hold(model
 def test_random_faults_change_no_other_request(
     any_model: TopWModel, engine_of: NewEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs and callbacks fail at random. Results equal those of `generate`, or, after a failure, their beginnings."""
+    """Runs and callbacks fail at random."""
     rng = np.random.default_rng(11)
     run = HostBinding.run
     inject = True
@@ -239,22 +256,10 @@ def test_random_faults_change_no_other_request(
         engine.submit(**one, **({"stopping_criteria": criterion} if index % 4 == 0 else {}))
         for index, one in enumerate(given)
     ]
-    failed = 0
-    for request in requests:
-        try:
-            request.result(60)
-        except (GenerationError, ZeroDivisionError):
-            failed += 1
+    failed = len(errors_of(requests))
     inject = False
     assert 5 < failed < 55
-    for one, request in zip(given, requests, strict=True):
-        alone = any_model.generate(**one)
-        found = request.results()
-        for result, whole in zip(found, alone if isinstance(alone, list) else [alone], strict=True):
-            if request.error is None:
-                assert result == whole
-            else:
-                assert is_beginning(result, whole)
+    compare_all(any_model, given, requests)
     assert engine.stats().failed == failed
 
 
@@ -294,21 +299,11 @@ def test_failing_copies_of_states_fail_only_the_requests_that_need_them(
         for _ in range(120)
     ]  # fmt: skip
     requests = [engine.submit(**one) for one in given]
-    errors: list[str] = []
-    for request in requests:
-        try:
-            request.result(60)
-        except GenerationError as found:
-            errors.append(str(found))
+    errors = [str(error) for error in errors_of(requests)]
     inject = False
     assert {"copy_slot", "restore_growing", "exchange"} <= injected
     assert 5 < len(errors) < 100
     assert all("the copy failed" in message or "no memory for a copy" in message for message in errors)
-    for one, request in zip(given, requests, strict=True):
-        (result,), whole = request.results(), any_model.generate(**one)
-        if request.error is None:
-            assert result.token_ids == whole.token_ids
-        else:
-            assert is_beginning(result, whole)
+    compare_all(any_model, given, requests)
     last = engine.submit(**given[0]).result(60)
     assert last.token_ids == any_model.generate(**given[0]).token_ids

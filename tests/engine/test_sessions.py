@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import A_ROW, FORMS, HOT, SYSTEM, Gate, NewEngine, ask
-from tests.runtime.ort.test_device_binding import Open, on_a_device  # noqa: F401  # a fixture
+from tests.engine.conftest import A_ROW, HOT, SYSTEM, Gate, NewEngine, ask
 from tests.support.hashing_session import FIRST, hashing_model
 from tests.support.samples import slow
-from tests.support.toy_model import Toy, export
+from tests.support.toy_model import Toy
 from tests.support.waiting import until
 from topw_deploy.engine import Engine, SessionInfo
 from topw_deploy.engine.batch import Batch
@@ -271,23 +270,3 @@ def test_a_call_during_shutdown_returns_or_fails_but_never_hangs(model: TopWMode
             thread.join(60)
             assert not thread.is_alive()
         assert errors == ["the engine is shut down; create a new Engine."] * 2
-
-
-@pytest.mark.parametrize("form", ["grouped", "growing"])
-def test_a_session_of_a_device_is_loaded_into_a_row(
-    toy: Toy,
-    tmp_path: Path,
-    on_a_device: Open,  # noqa: F811
-    engine_of: NewEngine,
-    form: str,
-) -> None:
-    """Engines on devices store nothing in host memory."""
-    folder = export(tmp_path / "out", toy, **FORMS[form])  # type: ignore[arg-type]
-    host = TopWModel.from_pretrained(folder, provider="cpu", intra_op_num_threads=1)
-    model, _ = on_a_device(folder, graphs=False)
-    engine, other = engine_of(model, max_batch=2), engine_of(model, max_batch=2, prefix_bytes=10**6)
-    ask(engine, SYSTEM)
-    assert engine.save_session([*SYSTEM, 1], tmp_path / "session").tokens == 30
-    other.load_session(tmp_path / "session")
-    found = ask(other, [*SYSTEM, 77])
-    assert (found, found.cached_tokens) == (ask(host, [*SYSTEM, 77]), 30)

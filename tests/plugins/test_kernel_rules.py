@@ -11,7 +11,7 @@ import pytest
 from tests.support.kernel import STAGES, Kernel
 from tests.support.native_cases import differences, sampled
 from tests.support.rows import Case, masks, packed, some_edits, unequal_fields
-from tests.support.rule_rows import rule_case, sampler_case
+from tests.support.rule_rows import WRONG, rule_case, sampler_case
 from tests.support.samples import thinned
 from topw_deploy.sampling import TopWOptions
 from topw_deploy.sampling.rules import RULES
@@ -145,16 +145,7 @@ def test_few_candidates_settle_the_rows_of_a_language_model(each_kernel: Kernel)
     assert (found.reports["candidates"] < 300).all()
 
 
-@pytest.mark.parametrize(
-    ("rule", "values"),
-    [(-1, (0, 0)), (12, (0, 0)), (2**31 - 1, (0, 0)), (2**32, (0, 0)), (-(2**32) + 1, (1, 0))]
-    + [(1, (v, 0)) for v in (0, -1, 1.5, 2**24 + 2, np.nan, np.inf)]
-    + [(2, (v, 0)) for v in (0, 1.0000002, np.nan)]
-    + [(3, (v, 0)) for v in (-1e-6, 1.0000002, np.nan)]
-    + [(4, v) for v in ((0, 100), (1.1, 100), (0.4, 0), (0.4, 1.5), (0.4, np.nan))]
-    + [(code, (v, 0)) for code in (5, 6, 7) for v in (0, 1, np.nan)]
-    + [(code, (v, 0)) for code in (8, 10) for v in (-1e-6, np.nan, np.inf)],
-)
+@pytest.mark.parametrize(("rule", "values"), WRONG)
 def test_an_unknown_rule_or_a_value_outside_its_interval_makes_its_row_invalid(
     any_kernel: Any, rule: int, values: tuple[float, float]
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.rule_rows import WRONG
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import FLOAT32_TIES, FLOAT64_TIES, sample_row
 from topw_deploy.sampling.rules import RULES, kept_set
@@ -155,24 +156,7 @@ def test_sample_row_draws_by_rule() -> None:
         assert row.logprob == pytest.approx(math.log(P[token] / 0.85))
 
 
-@pytest.mark.parametrize(
-    ("code", "values"),
-    [
-        (12, (0.0, 0.0)),
-        (-1, (0.0, 0.0)),
-        (1, (0.0, 0.0)),
-        (1, (2.5, 0.0)),
-        (1, (math.nan, 0.0)),
-        (1, (2.0**25, 0.0)),
-        (2, (0.0, 0.0)),
-        (2, (1.5, 0.0)),
-        (3, (-0.1, 0.0)),
-        (4, (0.4, 0.0)),
-        (5, (1.0, 0.0)),
-        (8, (math.inf, 0.0)),
-        (10, (-1.0, 0.0)),
-    ],
-)
+@pytest.mark.parametrize(("code", "values"), WRONG)
 def test_a_wrong_rule_or_value_makes_the_row_invalid(code: int, values: tuple[float, float]) -> None:
     for temperature in (1.0, 0.0):
         assert not sample_row(ROW, {"temperature": temperature}, rule=code, rule_values=values).is_valid

@@ -146,3 +146,16 @@ def rule_case(rng: np.random.Generator, vocab: int, rule: str | None = None) -> 
     first, second = (float(rng.choice(values)) for values in _EXTREMES.get(chosen, ((0,), (0,))))
     logits, uniform = rule_logits(rng, vocab, kind), float(rng.random(dtype=np.float32))
     return Case(logits, parameters, uniform, kind, RULES[chosen].code, (first, second))
+
+
+WRONG: list[tuple[int, tuple[float, float]]] = [
+    *((code, (0, 0)) for code in (-1, 12, 2**31 - 1, 2**32)),
+    (-(2**32) + 1, (1, 0)),
+    *((1, (v, 0)) for v in (0, -1, 1.5, 2**24 + 2, np.nan, np.inf)),
+    *((2, (v, 0)) for v in (0, 1.0000002, np.nan)),
+    *((3, (v, 0)) for v in (-1e-6, 1.0000002, np.nan)),
+    *((4, values) for values in ((0, 100), (1.1, 100), (0.4, 0), (0.4, 1.5), (0.4, np.nan))),
+    *((code, (v, 0)) for code in (5, 6, 7) for v in (0, 1, np.nan)),
+    *((code, (v, 0)) for code in (8, 10) for v in (-1e-6, np.nan, np.inf)),
+]
+"""(code, values): unknown rules, and values outside their intervals in float32."""
