@@ -328,7 +328,7 @@ def config(scratch: Path) -> Loader:
 
     def read(data: bytes) -> None:
         (place / "config.json").write_bytes(data)
-        model, _ = load_unread(place, "float32")
+        model, *_ = load_unread(place, "float32")
         context_length(model.config)
         exported_config(place, json.loads(data))
 

@@ -425,9 +425,36 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, ta
         return msgspec.json.format(msgspec.json.encode(self), indent=2).decode() + "\n"
 
 
+class IgnoredTensors(Struct, frozen=True, forbid_unknown_fields=True):
+    """Tensors of a checkpoint that the model does not read.
+
+    names: their name, with `*` for each number between dots.
+    count: the number of tensors with such a name.
+    rule: why they can be ignored.
+    """
+
+    names: Text
+    count: Count
+    rule: Text
+
+
+class SourceTensors(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What became of each tensor of a checkpoint.
+
+    read: number of tensors that are a weight of the model, or several.
+    merged: number of tensors that are a part of a weight (codes and scales, stacked experts) or a copy of a tied one.
+    ignored: the other tensors.
+    """
+
+    read: Count
+    merged: Count = 0
+    ignored: tuple[IgnoredTensors, ...] = ()
+
+
 class DecoderManifest(Manifest, tag="decoder", frozen=True, kw_only=True):
     """The manifest of a decoder with a sampler.
 
+    source_tensors: what became of the checkpoint's tensors; None for another exporter's decoder.
     settings: how the runtime uses each key of the source's generation_config.json.
         applied: a default of requests.
         without effect: a value that has no effect on tokens, such as `num_beams` 1, or null.
@@ -435,6 +462,7 @@ class DecoderManifest(Manifest, tag="decoder", frozen=True, kw_only=True):
     """
 
     decoder: DecoderInfo
+    source_tensors: SourceTensors | None = None
     settings: dict[Text, SettingUse] = {}
 
 

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass
 
 from topw_deploy.errors import UnsupportedModelError
-from topw_deploy.manifest import DecoderInfo
+from topw_deploy.manifest import DecoderInfo, SourceTensors
 
 CONTRIB_DOMAIN = "com.microsoft"
 """The domain of onnxruntime's own operators."""
@@ -344,12 +344,14 @@ class Decoder:
     info: its description in the manifest.
     foreign: whether another exporter made it; its nodes then stay as they are.
     notices: sentences for the user about what the decoder lacks or changes.
+    source_tensors: what became of the checkpoint's tensors; None for another exporter's decoder.
     """
 
     model: ir.Model
     info: DecoderInfo
     foreign: bool
     notices: list[str] = field(default_factory=list)
+    source_tensors: SourceTensors | None = None
 
     @property
     def vocab_size(self) -> int:

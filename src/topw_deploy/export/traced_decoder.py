@@ -42,7 +42,7 @@ def build_decoder(
     """
     dtype, target, opset = options.torch_dtype, options.target or TARGETS[0], options.opset or DEFAULT_OPSET
     progress.say(f"Loading {source.id} in {dtype}")
-    model, notices = load_unread(
+    model, notices, source_tensors = load_unread(
         source.folder, dtype, num_hidden_layers=options.num_hidden_layers, trust_remote_code=options.trust_remote_code
     )
     if dtype == "float16" and not options.dry_run:  # a dry run reads no weights
@@ -82,7 +82,7 @@ def build_decoder(
         weights_dtype=onnx_name(dtype),
         target=target,  # type: ignore[arg-type]  # a name, checked in the request
     )
-    return Decoder(traced.model, info, foreign=False, notices=notices)
+    return Decoder(traced.model, info, foreign=False, notices=notices, source_tensors=source_tensors)
 
 
 def _limit_notices(config: Any, dtype: str, most: int, dense: int | None) -> list[str]:

@@ -344,7 +344,7 @@ def decoder_manifest(
     Raises UnsupportedModelError for a model that no valid manifest can describe, such as one with too many layers.
     """
     shared = manifest_fields(decoder.model, source, source.route, sampler, options, folder, known)
-    manifest = DecoderManifest(**shared, decoder=decoder.info)
+    manifest = DecoderManifest(**shared, decoder=decoder.info, source_tensors=decoder.source_tensors)
     try:
         manifest_from_json(manifest.to_json())
     except ManifestError as error:

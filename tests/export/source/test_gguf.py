@@ -45,7 +45,7 @@ def test_an_architecture_is_read_as_the_model_that_was_converted(name: str, tmp_
 @pytest.mark.parametrize("kind", [*EXACT, *WITH_MINIMA, "F16", "BF16", "IQ2_XS"])
 def test_a_type_is_read_as_gguf_decodes_it(kind: str, tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", "qwen3", kind)
-    found, notices = load_unread(resolve(str(tmp_path / "model.gguf")).folder, "float32")
+    found, notices, _ = load_unread(resolve(str(tmp_path / "model.gguf")).folder, "float32")
     assert notices == []
     for key, stored in read_gguf(tmp_path / "model.gguf").tensors.items():
         if key == "token_embd.weight":

@@ -45,7 +45,7 @@ every_kind = pytest.mark.parametrize("kind", [kind if kind in QUICK else slow(ki
 @every_kind
 def test_quantised_layers_are_read_whole_and_by_part_as_the_format_defines_them(kind: str, tmp_path: Path) -> None:
     layers = write_quantised(tmp_path, kind)
-    loaded, (model, notices) = load_reference(tmp_path, "float32"), load_unread(tmp_path, "float16")
+    loaded, (model, notices, _) = load_reference(tmp_path, "float32"), load_unread(tmp_path, "float16")
     assert notices == []
     for name, layer in layers.items():
         np.testing.assert_array_equal(loaded.get_parameter(name).detach().numpy(), layer.weight, name)
@@ -70,7 +70,7 @@ def test_experts_stored_one_by_one_are_decoded_before_they_are_merged(tmp_path: 
     save_file(tensors | changed, stored / "model.safetensors")
     config = json.loads((stored / "config.json").read_text()) | {"quantization_config": KINDS["fp8 blocks"].settings}
     (stored / "config.json").write_text(json.dumps(config))
-    expected, (found, notices) = load_reference(plain, "float32"), load_unread(stored, "float32")
+    expected, (found, notices, _) = load_reference(plain, "float32"), load_unread(stored, "float32")
     assert notices == []
     for name, weight in found.named_parameters():
         assert isinstance(weight, UnreadTensor)
@@ -100,7 +100,7 @@ def test_a_composite_checkpoint_can_be_quantised_too(tmp_path: Path) -> None:
 
 def test_mxfp4_experts_are_read_as_the_format_defines_them(tmp_path: Path) -> None:
     experts = write_gpt_oss(tmp_path)
-    model, notices = load_unread(tmp_path, "float32")
+    model, notices, _ = load_unread(tmp_path, "float32")
     assert notices == []
     for name, expected in experts.items():
         weight = model.get_parameter(name)
@@ -291,14 +291,14 @@ def test_symmetric_zero_points_of_the_other_version_of_gptq_are_refused(stated: 
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"]["checkpoint_format"] = other  # as the message asks
     (tmp_path / "config.json").write_text(json.dumps(config))
-    model, notices = load_unread(tmp_path, "float32")
+    model, notices, _ = load_unread(tmp_path, "float32")
     assert not notices
     np.testing.assert_array_equal(model.get_parameter(FIRST).values().numpy(), layers[FIRST].weight)  # type: ignore[attr-defined]
 
 
 def test_codes_around_a_zero_point_beside_the_middle_are_read_as_stated_with_a_note(tmp_path: Path) -> None:
     layers = write_gptq(tmp_path, "gptq", symmetric=True, shift=1)
-    model, (notice,) = load_unread(tmp_path, "float32")
+    model, (notice,), _ = load_unread(tmp_path, "float32")
     assert "14 weights (first: model.layers.0.mlp.down_proj.weight) are symmetric only as 'gptq_v2'" in notice
     assert "they were read as 'gptq'" in notice
     np.testing.assert_array_equal(model.get_parameter(FIRST).values().numpy(), layers[FIRST].weight)  # type: ignore[attr-defined]

@@ -186,3 +186,20 @@ def test_the_hub_options_reach_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert asked[0]["token"] == "secret"
     assert asked[0]["cache_dir"] == tmp_path
     assert not any(pattern.endswith(".py") for pattern in asked[0]["allow_patterns"])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("weights", [[], ["model.safetensors"]])
+def test_an_adapter_is_refused_with_the_lines_that_merge_it(tmp_path: Path, weights: list[str]) -> None:
+    folder = touch(tmp_path / "m", "config.json", "adapter_config.json", "adapter_model.safetensors", *weights)
+    with pytest.raises(SourceError, match=r"adapter.*AutoPeftModelForCausalLM.*merge_and_unload"):
+        resolve(str(folder))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "onnx/model.onnx_data"])
+def test_a_link_to_a_pruned_blob_is_named(tmp_path: Path, name: str) -> None:
+    others = [file for file in ("model.safetensors", "config.json") if file != name and "onnx" not in name]
+    folder = touch(tmp_path / "m", *(others or ["config.json", "onnx/model.onnx"]))
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("../../blobs/0123")
+    with pytest.raises(SourceError, match=rf"{name} is a link to .*0123, which does not exist.*download"):
+        resolve(str(folder))

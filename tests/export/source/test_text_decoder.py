@@ -42,7 +42,7 @@ def test_the_text_decoder_gives_the_whole_models_logits_and_its_weights_stay_in_
 ) -> None:
     whole = write_composite(tmp_path, kind)
     assert_equal_logits(logits(load_reference(tmp_path, "float32")), logits(whole))
-    decoder, notices = load_unread(tmp_path, "float32")
+    decoder, notices, _ = load_unread(tmp_path, "float32")
     assert [name for name, value in decoder.named_parameters() if not isinstance(value, UnreadTensor)] == []
     (notice,) = (notice for notice in notices if "only the text decoder" in notice)
     assert type(whole).__name__ in notice

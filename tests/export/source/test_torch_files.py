@@ -39,7 +39,7 @@ def write_checkpoint(folder: Path, parts: int) -> Tensors:
 @pytest.mark.parametrize("parts", [1, 3])
 def test_weights_stay_in_their_files(parts: int, tmp_path: Path) -> None:
     tensors = write_checkpoint(tmp_path, parts)
-    model, notices = load_unread(tmp_path, "float32")
+    model, notices, _ = load_unread(tmp_path, "float32")
     assert notices == []
     for name, tensor in tensors.items():
         weight = model.get_parameter(name)
@@ -144,7 +144,7 @@ def test_an_index_that_names_a_missing_tensor_is_refused_by_name(tmp_path: Path)
 def test_a_file_that_cannot_stay_unread_is_loaded_with_a_note(tmp_path: Path) -> None:
     tensors = write_checkpoint(tmp_path, 1)
     torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    model, (notice,) = load_unread(tmp_path, "float32")
+    model, (notice,), _ = load_unread(tmp_path, "float32")
     assert "all weights were read into memory" in notice
     assert torch.equal(model.lm_head.weight, tensors["model.embed_tokens.weight"].float())
 

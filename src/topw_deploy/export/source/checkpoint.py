@@ -7,17 +7,20 @@ operations, so that the model is complete without reading its weights.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_any, tree_map
+from torch.utils._pytree import tree_any, tree_leaves, tree_map
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from topw_deploy.errors import SourceError, TopWError, UnsupportedModelError, VerificationError, one_line
+from topw_deploy.export.source.accounting import INPUT_SCALES, LoadedCheckpoint, account
 from topw_deploy.export.source.files import NUMPY_TYPES, EncodedWeight, StoredTensor, stored_tensors
 from topw_deploy.export.source.quantised import QuantisedCheckpoint
 from topw_deploy.export.source.text_decoder import (
@@ -30,6 +33,7 @@ from topw_deploy.export.source.text_decoder import (
     silence_transformers,
     text_decoder,
 )
+from topw_deploy.manifest import SourceTensors
 
 _SAME_VALUES = {"aten::alias", "aten::detach", "aten::_to_copy", "aten::clone"}
 _COMPARED_TOKENS = 24
@@ -46,27 +50,33 @@ class UnreadTensor(torch.Tensor):
     """A CPU tensor that loads its data on demand and does not cache it.
 
     file: the weight in the file, if this tensor has its elements in the same order, cast at most once; else None.
+    sources: the names of all weights that its values come from.
     """
 
     _like: torch.Tensor
     _make: Callable[[], torch.Tensor]
     file: StoredTensor | EncodedWeight | None
+    sources: frozenset[str]
 
     @staticmethod
     def __new__(
-        cls, like: torch.Tensor, make: Callable[[], torch.Tensor], file: StoredTensor | EncodedWeight | None
+        cls,
+        like: torch.Tensor,
+        make: Callable[[], torch.Tensor],
+        file: StoredTensor | EncodedWeight | None,
+        sources: frozenset[str],
     ) -> UnreadTensor:
         made: UnreadTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=torch.device("cpu"), requires_grad=False
         )
-        made._like, made._make, made.file = like, make, file
+        made._like, made._make, made.file, made.sources = like, make, file, sources
         return made
 
     @classmethod
-    def of(cls, stored: StoredTensor | EncodedWeight) -> UnreadTensor:
+    def of(cls, stored: StoredTensor | EncodedWeight, name: str = "") -> UnreadTensor:
         """Return the tensor of a weight in a file."""
         like = torch.empty(stored.shape, dtype=_torch_type(stored), device="meta")
-        return cls(like, partial(read_part, stored, ...), stored)
+        return cls(like, partial(read_part, stored, ...), stored, frozenset({name}))
 
     def values(self) -> torch.Tensor:
         """Load the data: map the file copy-on-write, and compute the recorded operations."""
@@ -92,9 +102,11 @@ class UnreadTensor(torch.Tensor):
             return compute()  # a comparison, or a conversion to a number, needs the values
         metas, settings = tree_map(_meta, (args, kwargs))
         shapes = func(*metas, **settings)
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, UnreadTensor)]
+        sources = frozenset().union(*(value.sources for value in given))
         if isinstance(shapes, torch.Tensor):
-            return cls(shapes, compute, args[0].file if _keeps_order(func, args, kwargs) else None)
-        return [cls(shape, partial(compute, index), None) for index, shape in enumerate(shapes)]
+            return cls(shapes, compute, args[0].file if _keeps_order(func, args, kwargs) else None, sources)
+        return [cls(shape, partial(compute, index), None, sources) for index, shape in enumerate(shapes)]
 
 
 def _is_unread(value: object) -> bool:
@@ -186,10 +198,10 @@ def load_reference(
     dtype: name of the torch dtype to load, such as "float16".
     num_hidden_layers: load only the first layers; None loads all.
     trust_remote_code: run the model's own Python code.
-    Raises UnsupportedModelError for unknown architectures, SourceError for damaged or missing weights, and
-    VerificationError if a text decoder differs from its composite model on text.
+    Raises UnsupportedModelError for unknown architectures, SourceError for weights that are damaged, missing or not
+    read, and VerificationError if a text decoder differs from its composite model on text.
     """
-    model, composite, _ = _load_model(folder, dtype, num_hidden_layers, trust_remote_code, unread=False)
+    model, composite, _, _ = _load_model(folder, dtype, num_hidden_layers, trust_remote_code, unread=False)
     if composite is None:
         return model
     decoder = text_decoder(composite, model)
@@ -199,20 +211,23 @@ def load_reference(
 
 def load_unread(
     folder: Path, dtype: str, *, num_hidden_layers: int | None = None, trust_remote_code: bool = False
-) -> tuple[PreTrainedModel, list[str]]:
+) -> tuple[PreTrainedModel, list[str], SourceTensors]:
     """Load the model with weights left in their files, or in memory if the model's code needs their values.
 
-    Returns (model, notices for the user). See load_reference for the arguments and errors.
+    Returns (model, notices for the user, what became of the tensors). See load_reference for the arguments and errors.
     """
     try:
-        model, composite, notices = _load_model(folder, dtype, num_hidden_layers, trust_remote_code, unread=True)
-    except UnsupportedModelError:
-        raise
-    except SourceError as error:  # the model's code may need values
-        model, composite, notices = _load_model(folder, dtype, num_hidden_layers, trust_remote_code, unread=False)
+        model, composite, notices, used = _load_model(folder, dtype, num_hidden_layers, trust_remote_code, unread=True)
+    except _LoadError as error:  # the model's code may need values
+        model, composite, notices, used = _load_model(folder, dtype, num_hidden_layers, trust_remote_code, unread=False)
         notices.append(f"all weights were read into memory, because they could not be left in their files: {error}")
+    notices += [
+        f"the export ignores {tensors.count} tensors {tensors.names} of the checkpoint ({tensors.rule})"
+        for tensors in used.ignored
+        if tensors.rule == INPUT_SCALES
+    ]
     if composite is None:
-        return model, notices
+        return model, notices, used
     parts = ", ".join(parts_left_out(composite, model)) or "nothing"
     notices.append(f"only the text decoder of {type(model).__name__} was exported; left out: {parts}")
     if has_rotary_sections(composite.text):
@@ -220,63 +235,132 @@ def load_unread(
             "the rotary sections of this model (M-RoPE) have equal positions in text, so the graph takes one position "
             "a token"
         )
-    return text_decoder(composite, model), notices
+    return text_decoder(composite, model), notices, used
+
+
+class _LoadError(SourceError):
+    """transformers failed to load a model."""
 
 
 def _load_model(
     folder: Path, dtype: str, num_hidden_layers: int | None, trust_remote_code: bool, *, unread: bool
-) -> tuple[PreTrainedModel, Composite | None, list[str]]:
+) -> tuple[PreTrainedModel, Composite | None, list[str], SourceTensors]:
     config = load_config(folder, num_hidden_layers, trust_remote_code=trust_remote_code)
     settings = {"dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
     quantised = QuantisedCheckpoint.of(folder)
     composite = Composite.of(config)
+    stored: Mapping[str, Any] | None = None
+    try:
+        stored = quantised.tensors if quantised is not None else stored_tensors(folder)
+    except SourceError as error:  # such as for files of an old PyTorch, which transformers can load
+        if composite is not None or unread:
+            raise _LoadError(str(error)) from None
+    used = None
     with silence_transformers():
         try:
-            if composite is not None or unread or quantised is not None:
-                tensors = quantised.tensors if quantised is not None else stored_tensors(folder)
-                model, info = _assemble_model(tensors, config, composite, settings, unread=unread)
+            if stored is not None and (composite is not None or unread or quantised is not None):
+                model, info, used = _assemble_model(stored, config, composite, settings, unread=unread)
             else:
                 model, info = AutoModelForCausalLM.from_pretrained(
-                    folder, config=config, output_loading_info=True, local_files_only=True, **settings
+                    folder,
+                    config=config,
+                    output_loading_info=True,
+                    local_files_only=True,
+                    ignore_mismatched_sizes=True,
+                    **settings,
                 )
         except TopWError:
             raise
         except Exception as error:  # foreign models and damaged files can raise anything
-            raise SourceError(
-                f"the model in {folder} cannot be loaded ({one_line(error)}); check its files."
-            ) from error
+            raise _LoadError(f"the model in {folder} cannot be loaded ({_cause(error)}); check its files.") from error
+    for name, found, wanted in sorted(info["mismatched_keys"]):
+        raise SourceError(
+            f"{name} has the shape {list(found)} in {folder}, but its config.json makes it {list(wanted)}; correct the "
+            "configuration, or fetch the weights that belong to it."
+        )
     missing = sorted(info["missing_keys"])
     if missing:
         raise SourceError(
             f"the weights in {folder} lack {len(missing)} tensors of the model (first: {missing[0]}); fetch them again."
         )
-    return model.eval(), composite, [] if quantised is None else quantised.notices
+    if stored is None:
+        names = [*model.state_dict(), *info["unexpected_keys"]]
+        stored = {name: StoredTensor(folder, 0, "F32", (), 0) for name in names}
+    towers = () if composite is None else _towers(composite, model)
+    loaded = LoadedCheckpoint(
+        stored,
+        {} if quantised is None else quantised.parts,
+        used or {},
+        _unread_names(stored, used, info, model),
+        {name for name, value in model.named_parameters() if value.is_floating_point() and name in (used or {})},
+        towers,
+        getattr(model, "all_tied_weights_keys", {}),
+        config.get_text_config(decoder=True),
+        quantised is not None,
+        num_hidden_layers is not None,
+    )
+    notices = [] if quantised is None else quantised.notices
+    return model.eval(), composite, notices, account(loaded, folder, type(model).__name__)
+
+
+def _cause(error: Exception) -> str:
+    """The reason for which transformers did not load a model, with the first weight that it could not convert."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        failed = getattr(frame.f_locals.get("loading_info"), "conversion_errors", {})
+        if failed:
+            name, reason = min(failed.items())
+            return f"{name} cannot be made from the checkpoint's tensors: {one_line(reason)}"
+    return one_line(error)
+
+
+def _unread_names(
+    stored: Mapping[str, Any], used: dict[str, frozenset[str]] | None, info: dict[str, Any], model: PreTrainedModel
+) -> set[str]:
+    """The names of the tensors that `model` did not take. used: see LoadedCheckpoint; None if only `info` tells."""
+    if used is not None:
+        return set(stored).difference(*used.values())
+    prefix = f"{model.base_model_prefix}."
+    return {name for name in stored if {name, prefix + name, name.removeprefix(prefix)} & set(info["unexpected_keys"])}
+
+
+def _towers(composite: Composite, model: PreTrainedModel) -> tuple[str, ...]:
+    """The prefixes of the parameters that do not belong to the text decoder."""
+    return tuple(f"{part}." for part in parts_left_out(composite, model))
 
 
 def _assemble_model(
-    stored: dict[str, Any], config: Any, composite: Composite | None, settings: dict[str, Any], *, unread: bool
-) -> tuple[PreTrainedModel, dict[str, Any]]:
+    stored: Mapping[str, Any], config: Any, composite: Composite | None, settings: dict[str, Any], *, unread: bool
+) -> tuple[PreTrainedModel, dict[str, Any], dict[str, frozenset[str]] | None]:
     """Load the model from a state_dict of unread or decoded tensors, which transformers takes only without a folder.
 
     A composite model is loaded whole, but without `unread` only the values of its text decoder are read.
+    Returns (model, transformers' loading information, parameter -> the names in `stored` that its values come from).
+    The last is None if the tensors were decoded before.
     """
-    tensors: dict[str, torch.Tensor] = {name: UnreadTensor.of(tensor) for name, tensor in stored.items()}
+    tensors: dict[str, torch.Tensor] = {name: UnreadTensor.of(tensor, name) for name, tensor in stored.items()}
+    is_decoded = composite is None and not unread
     if composite is not None:
         kind = composite.model
     else:
-        if not unread:
+        if is_decoded:
             tensors = {name: _read(tensor).clone() for name, tensor in tensors.items()}
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(config, **settings)
         kind, config = type(empty), empty.config
     with allow_missing_packages():
         model, info = kind.from_pretrained(
-            None, config=config, state_dict=tensors, dtype=settings["dtype"], output_loading_info=True
+            None,
+            config=config,
+            state_dict=tensors,
+            dtype=settings["dtype"],
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
-    towers: tuple[str, ...] = ()
-    if composite is not None:
-        towers = tuple(f"{part}." for part in parts_left_out(composite, model))
-        info["missing_keys"] = [name for name in info["missing_keys"] if not name.startswith(towers)]
+    info["unexpected_keys"] = set(info["unexpected_keys"]) - _scale_activations(model, tensors, settings["dtype"])
+    towers = () if composite is None else _towers(composite, model)
+    info["missing_keys"] = [name for name in info["missing_keys"] if not name.startswith(towers)]
+    held = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    used = {name: value.sources for name, value in held if isinstance(value, UnreadTensor)}
     for module in model.modules():  # models change buffers in place, and they are small
         for name, buffer in module.named_buffers(recurse=False):
             if isinstance(buffer, UnreadTensor):
@@ -289,7 +373,35 @@ def _assemble_model(
                     read[id(value)] = torch.nn.Parameter(value.values().clone(), requires_grad=False)
                 owner, _, leaf = name.rpartition(".")
                 model.get_submodule(owner)._parameters[leaf] = read[id(value)]
-    return model, info
+    return model, info, None if is_decoded else used
+
+
+class _ScaledActivation(torch.nn.Module):
+    """An activation whose output is divided by `scales`, with which AWQ multiplied the next layer's weight."""
+
+    def __init__(self, activation: torch.nn.Module, scales: torch.Tensor) -> None:
+        super().__init__()
+        self.activation, self.scales = activation, torch.nn.Parameter(scales, requires_grad=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:  # [batch, sequence, intermediate]
+        scaled: torch.Tensor = self.activation(inputs) / self.scales
+        return scaled
+
+
+def _scale_activations(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> set[str]:
+    """Apply AWQ's `NAME.scales` to each activation `NAME` of `model`, for which transformers finds no parameter.
+
+    Returns the scales' names in the model.
+    """
+    applied = set()
+    modules = dict(model.named_modules())
+    for name, scales in tensors.items():
+        path = name.removesuffix(".scales")
+        found = next((place for place in (path, f"{model.base_model_prefix}.{path}") if place in modules), "")
+        if name.endswith(".act.scales") and found and not list(modules[found].parameters()):
+            model.set_submodule(found, _ScaledActivation(modules[found], scales.to(dtype)))
+            applied.add(f"{found}.scales")
+    return applied
 
 
 def _check_equal_on_text(composite: Composite, loaded: PreTrainedModel, decoder: PreTrainedModel) -> None:

@@ -202,6 +202,8 @@ def _indexed_tensors(folder: Path, index: str, ends: tuple[str, ...]) -> dict[st
     tensors: dict[str, StoredTensor] = {}
     for path in sorted(set(files.values())):
         found = _tensors_in(path)
+        if ends == ("",):  # like transformers, reads a shard's tensors that the index lacks
+            tensors |= {name: tensor for name, tensor in found.items() if name not in files}
         for name in [name for name in names if files[name] == path]:
             if name not in found:
                 raise SourceError(f"{path} lacks the tensor {name} of its index; fetch it again.")

