@@ -272,7 +272,7 @@ EXTRA = st.sampled_from(
     renamed=st.booleans(),
     data=st.data(),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_every_tensor_of_a_random_checkpoint_is_accounted_for_or_named(
     tmp_path_factory: pytest.TempPathFactory, family: str, extra: list[Any], renamed: bool, data: st.DataObject
 ) -> None:
