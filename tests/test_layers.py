@@ -215,7 +215,7 @@ def test_importing_a_module_loads_only_its_part_s_libraries(room: str) -> None:
         assert libraries(import_graph.loaded_by(module)) <= allowed, module
 
 
-# Modules that judge settings, text and templates, and run no model.
+# Modules of the runtime that check settings, tokenizers and templates. They run no model.
 RULES_OF_INPUTS = {"chat", "parameters", "prepare", "tokenizer"}
 
 

@@ -122,7 +122,7 @@ def ids_of(tokenizer: Tokenizer, part: str | bytes | int) -> list[int]:
 
 
 def talker(tokenizer: Tokenizer) -> Toy:
-    """A decoder that likes to follow PHRASES, in which it goes astray now and then."""
+    """A decoder that usually writes PHRASES, and sometimes another token."""
     rng, size = np.random.default_rng(5), tokenizer.get_vocab_size()
     follow = rng.integers(-16, 8, (size, size)).astype(np.float32)
     starts = [ids_of(tokenizer, phrase[0])[0] for phrase in PHRASES]

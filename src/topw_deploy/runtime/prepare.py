@@ -511,7 +511,10 @@ def read_settings(stated: Mapping[str, Any], where: str, known: Mapping[str, Par
 def uses_of_settings(
     stated: Mapping[str, Any], known: Mapping[str, Parameter], *, implied: bool = False
 ) -> dict[str, SettingUse]:
-    """Return how each setting of a generation config is used. implied: see `_effective_rule_parameters`."""
+    """Return how the runtime uses each setting of a generation config.
+
+    implied: whether parameters of a single rule choose that rule, see `_effective_rule_parameters`.
+    """
     of_rule = _effective_rule_parameters(stated, implied=implied)
 
     def use_of(key: str, value: Any) -> SettingUse:
@@ -523,7 +526,7 @@ def uses_of_settings(
 
 
 def ignored_settings(stated: Mapping[str, Any], uses: Mapping[str, SettingUse], where: str) -> str:
-    """Return a sentence without its full stop about the ignored settings of `where`; "" if there are none."""
+    """Return a sentence, without its full stop, that lists the ignored settings of `where`; "" if none is ignored."""
     ignored = [f"{key}={short_repr(stated[key])}" for key in sorted(stated) if uses[key] == "ignored"]
     which = "which has no effect here: name a `rule` to use its parameters"
     return f"{where} sets {', '.join(ignored)}, {which}" if ignored else ""

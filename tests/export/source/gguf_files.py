@@ -110,7 +110,7 @@ def write_gguf(
     change: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray | None] | None = None,
 ) -> PreTrainedModel:
-    """Write the tiny model of an architecture; returns it. Matrices have the type `kind`.
+    """Write a tiny model of an architecture as a GGUF file whose matrices have the type `kind`. Returns the model.
 
     kinds: other types, by a part of the tensor's name.
     change: other metadata.

@@ -36,13 +36,13 @@ def written(folder: Path, output: Path) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def write_ids(folder: Path, kind: str, root: dict[str, Any], part: dict[str, Any]) -> None:
-    """Write the config.json of a composite model that states exactly these ids."""
+    """Write the config.json of a composite model, with the ids `root` at its root and `part` in its text part."""
     CONFIGS[kind]().save_pretrained(folder)
     config = read(folder / "config.json")
     (name,) = (name for name in ("text_config", "thinker_config") if name in config)
     for place, ids in ((config, root), (config[name], part)):
-        for each in SPECIAL_IDS:
-            place.pop(each, None)
+        for id_name in SPECIAL_IDS:
+            place.pop(id_name, None)
         place.update(ids)
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
 

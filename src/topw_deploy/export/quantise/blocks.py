@@ -321,7 +321,7 @@ class StoredRows:
         """
         digests = [_digest(row) for row in values]
         fitting = [known for (width, _), known in self._places.items() if width <= bits or not self._is_gguf]
-        for known in (*fitting, dict(ChainMap(*fitting)) if len(fitting) > 1 else {}):
+        for known in (*fitting, ChainMap(*fitting)):
             if all(digest in known for digest in digests):
                 return self._weight([known[digest] for digest in digests], values.shape, experts)
         return None
@@ -330,7 +330,9 @@ class StoredRows:
     def _weight(
         found: list[tuple[IntegerWeight, int]], shape: tuple[int, ...], experts: int | None
     ) -> StoredWeight | None:
-        """found: the stored weight and the row of each output.
+        """Combine rows of the checkpoint into one weight.
+
+        found: the stored weight and the row of each output.
 
         Weights of several formats, which the trace joined, get the most bits and the smallest groups of them.
         """
@@ -339,7 +341,7 @@ class StoredRows:
             places.setdefault(stored, []).append((output, row))
         matrices = [stored.matrix() for stored in places]
         outputs, inputs = shape
-        first = min(matrices, key=lambda matrix: -matrix.scales.shape[1])  # has the smallest groups
+        first = max(matrices, key=lambda matrix: matrix.scales.shape[1])  # has the smallest groups
         size = inputs // first.scales.shape[1]
         order = np.argsort(first.groups, kind="stable")
         scattered = None if np.array_equal(order, np.arange(inputs)) else order

@@ -304,7 +304,7 @@ def _load_model(
 
 
 def _cause(error: Exception) -> str:
-    """The reason for which transformers did not load a model, with the first weight that it could not convert."""
+    """Return why transformers could not load a model, naming the first weight that it could not convert, if any."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         failed = getattr(frame.f_locals.get("loading_info"), "conversion_errors", {})
         if failed:
@@ -335,7 +335,7 @@ def _assemble_model(
 
     A composite model is loaded whole, but without `unread` only the values of its text decoder are read.
     Returns (model, transformers' loading information, parameter -> the names in `stored` that its values come from).
-    The last is None if the tensors were decoded before.
+    The third is None if the tensors were decoded before loading.
     """
     tensors: dict[str, torch.Tensor] = {name: UnreadTensor.of(tensor, name) for name, tensor in stored.items()}
     is_decoded = composite is None and not unread

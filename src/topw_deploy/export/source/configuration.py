@@ -75,7 +75,7 @@ def _token_id(value: Any, where: str) -> int:
 
 
 def _ids_beyond(values: Mapping[str, Any], size: int, where: str) -> Iterator[str]:
-    """Yield a sentence for each parameter that names tokens from `size` on."""
+    """Yield a notice for each parameter with token ids of `size` or more."""
     for name, value in values.items():
         if name in SPECIAL_IDS or name in ("stop_token_ids", "suppress_tokens", "bad_words_ids"):
             ids = value if isinstance(value, tuple) else (value,)

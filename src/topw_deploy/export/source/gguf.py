@@ -157,7 +157,7 @@ class GgufWeight(EncodedWeight):
     def rows(self, rows: Rows) -> np.ndarray:
         values = decode(self.raw(rows), self.stored.kind)
         values = values if self._change is None else self._change(values)
-        # torch warns about arrays that cannot be written, as views of the file are
+        # torch warns about read-only arrays, such as views of the file
         return np.require(values.reshape(-1, *self.shape[1:]), requirements=["C", "W"])
 
 
@@ -247,7 +247,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 class _Reader:
-    """Reads values from the start of a file on."""
+    """Reads the values of a header one after the other."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path, self._data, self._at = path, data, 0

@@ -150,19 +150,25 @@ def _heads(metadata: Metadata) -> tuple[int, int]:
 
 
 def _order(shape: tuple[int, ...], axes: tuple[int, ...], rows: int) -> np.ndarray:
-    """np.arange(rows) in `shape`, transposed by `axes`, flat. Raises SourceError if `rows` do not have the shape."""
+    """Return the row numbers, reshaped to `shape`, transposed by `axes` and flattened.
+
+    Raises SourceError if `rows` is not a multiple of the shape's fixed sizes.
+    """
     if rows % max(1, int(np.prod([size for size in shape if size > 0]))):
         raise SourceError(f"a tensor of {rows} rows of a GGUF file does not fit its heads; fetch the file again.")
     return np.arange(rows).reshape(shape).transpose(axes).reshape(-1)
 
 
 def _interleaved(rows: int, heads: int) -> np.ndarray:
-    """The file's row of each row: within a head, row 2i of the file is row i, and 2i + 1 is row i + half."""
+    """Return the file's row for each row of q or k. Within a head, the file interleaves the two halves."""
     return _order((heads, -1, 2), (0, 2, 1), rows)
 
 
 def _grouped(rows: int, heads: int, kv_heads: int) -> np.ndarray:
-    """The file's row of each row of falcon's qkv, which has the q heads of a group, its k and its v in a row."""
+    """Return the file's row for each row of falcon's qkv.
+
+    The model stores the q heads of a group, then its k, then its v. The file stores all q, all k, all v.
+    """
     width, per_group = rows // (heads + 2 * kv_heads), heads // kv_heads
     q, k, v = np.split(_order((-1, width), (0, 1), rows).reshape(-1, width), (heads, heads + kv_heads))
     groups = [q.reshape(kv_heads, per_group, width), k[:, None], v[:, None]]
@@ -277,7 +283,7 @@ def _finish_gemma3(config: Metadata, values: Metadata, _shapes: Shapes) -> None:
 
 
 def _set_gemma_scale(config: Metadata, largest: int) -> None:
-    """The size that scales queries: of a head, but in the family's largest model, of `largest` layers, another."""
+    """Set the size whose square root divides the scores: that of a head, except in the model of `largest` layers."""
     whole = config["hidden_size"] // config["num_attention_heads"]
     config["query_pre_attn_scalar"] = whole if config["num_hidden_layers"] == largest else config["head_dim"]
 

@@ -315,7 +315,7 @@ class PackedWeight(IntegerWeight):
 
     @property
     def contradicts_symmetry(self) -> bool:
-        """Whether symmetric GPTQ codes have the zero points that the other version stores for the middle."""
+        """Whether `sym` is set, but all stored zero points are the middle only in the other version of GPTQ."""
         if not self._is_gptq or self._settings.get("sym") is not True:
             return False
         with _decoding(self.name):
