@@ -85,8 +85,8 @@ def test_a_header_of_a_terabyte_is_not_read(tmp_path: Path) -> None:
 
 
 INDEXES: dict[str, tuple[bytes, str]] = {
-    "a file outside": (b'{"weight_map": {"a": "../../../etc/passwd"}}', "passwd is not a safetensors file"),
-    "an absolute path": (b'{"weight_map": {"a": "/dev/zero"}}', "zero is not a safetensors file"),
+    "a file outside": (b'{"weight_map": {"a": "../../../etc/passwd"}}', "lists passwd, which is missing"),
+    "an absolute path": (b'{"weight_map": {"a": "/dev/zero"}}', "lists zero, which is missing"),
     "the folder above": (b'{"weight_map": {"a": ".."}}', r"is not a safetensors file|Is a directory"),
     "a pipe": (b'{"weight_map": {"a": "pipe"}}', "it is a named pipe, not a regular file"),
     "a device": (b'{"weight_map": {"a": "device"}}', "it is a device, not a regular file"),

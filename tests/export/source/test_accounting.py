@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, Starcoder2Config
 
+from benchmarks.coverage.tiny_models import write_checkpoint as write_coverage_checkpoint
 from tests.export.source.composite_models import write_composite
 from tests.export.source.quantised_checkpoints import round_for_awq, round_for_gptq, write_quantised
 from tests.support.tiny_models import COMMON, export, make_model, write_checkpoint
 from topw_deploy.errors import SourceError, UnsupportedModelError
+from topw_deploy.export.source import checkpoint
 from topw_deploy.export.source.checkpoint import load_reference, load_unread
 from topw_deploy.export.source.files import stored_tensors
 from topw_deploy.manifest import SourceTensors, load_decoder_manifest
@@ -125,6 +127,55 @@ def test_layers_that_predict_later_tokens_need_their_number_in_the_configuration
     )
 
 
+@pytest.mark.parametrize(
+    ("family", "layer", "rule"),
+    [
+        ("deepseek_v32", 61, "multi-token prediction"),
+        ("glm_moe_dsa", 78, "multi-token prediction"),
+        ("hy_v3", 80, "multi-token prediction"),
+        ("axk1", 0, "norm behind experts, in a layer without experts"),
+        ("hy_v3", 79, None),
+    ],
+)
+def test_tensors_that_published_models_have_beyond_their_configuration_are_ignored(
+    family: str, layer: int, rule: str | None, tmp_path: Path
+) -> None:
+    """transformers drops them by lists of its classes."""
+    write_coverage_checkpoint(family, tmp_path)
+    configure(tmp_path, num_nextn_predict_layers=0)
+    change(tmp_path, lambda tensors: tensors | {f"model.layers.{layer}.post_mlp_layernorm.weight": torch.ones(4)})
+    if rule is None:
+        with pytest.raises(SourceError, match=rf"does not read model\.layers\.{layer}\..*correct the number"):
+            load_unread(tmp_path, "float32")
+    else:
+        assert [tensors.rule for tensors in used(tmp_path).ignored] == [rule]
+
+
+def test_code_that_changes_its_weights_gets_them_in_memory_under_the_same_rules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load with values accounts by transformers' names, before transformers drops those that it ignores."""
+    make_model("gpt2").save_pretrained(tmp_path)
+    assemble = checkpoint._assemble_model
+
+    def fail(*arguments: Any, unread: bool) -> Any:
+        if unread:
+            raise RuntimeError("weights were changed")
+        return assemble(*arguments, unread=unread)
+
+    monkeypatch.setattr(checkpoint, "_assemble_model", fail)
+    for name, rule in (("h.0.attn.bias", None), ("transformer.h.0.attn.masked_bias", "causal mask")):
+        change(tmp_path, lambda tensors, name=name, rule=rule: tensors | {name: torch.ones(() if rule else 4)})
+        if rule is None:  # transformers' list for GPT-2 would ignore it
+            with pytest.raises(SourceError, match=rf"does not read {name} \(F32 \[4\]\)"):
+                load_unread(tmp_path, "float32")
+            change(tmp_path, lambda tensors, name=name: {n: t for n, t in tensors.items() if n != name})
+        else:
+            _, notices, found = load_unread(tmp_path, "float32")
+            assert any("weights were changed" in notice for notice in notices)
+            assert [tensors.rule for tensors in found.ignored] == [rule]
+
+
 def test_the_first_layers_ignore_those_that_were_cut_off(tmp_path: Path) -> None:
     write(tmp_path)
     assert {tensors.rule for tensors in used(tmp_path, num_hidden_layers=1).ignored} == {"layer that was cut off"}
@@ -170,7 +221,7 @@ def test_modelopts_own_file_states_the_quantisation(tmp_path: Path) -> None:
     model, notices, found = load_unread(tmp_path, "float32")
     assert np.array_equal(model.get_parameter(name).values().numpy(), layers[name].weight)  # type: ignore[operator]
     assert found.merged == 2 * len(layers)
-    assert any("input_scale" in notice for notice in notices)
+    assert any("ignores 1 scales of activations or cache" in notice for notice in notices)
     stated["quantization"]["quant_algo"] = "NVFP4"  # type: ignore[index]
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(stated))
     with pytest.raises(UnsupportedModelError, match="modelopt"):
@@ -206,6 +257,17 @@ def test_bits_that_no_setting_states_are_named_with_the_setting(tmp_path: Path) 
     change(tmp_path, lambda tensors: tensors | {f"{stem}{end}": value for end, value in eight.tensors.items()})
     with pytest.raises(SourceError, match=rf"{stem}.*quantization_config.*dynamic"):
         load_reference(tmp_path, "float32")
+
+
+@pytest.mark.parametrize("name", ["quantize_config.json", "config.json"])
+def test_missing_weights_are_named_with_the_codes_that_are_stored_instead(name: str, tmp_path: Path) -> None:
+    """The quantisation is stated in a file that nobody reads, or nowhere."""
+    write_quantised(tmp_path, "gptq")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / name).write_text(json.dumps(config.pop("quantization_config")))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SourceError, match=r"lack 14 tensors .*56 others are not read \(first: .*quantization_config"):
+        load_unread(tmp_path, "float32")
 
 
 def test_a_shape_that_the_configuration_does_not_give_is_named(tmp_path: Path) -> None:

@@ -312,6 +312,41 @@ def test_zero_points_that_agree_with_the_configuration_or_are_not_symmetric_have
             assert load_unread(folder, "float32")[1] == []
 
 
+@pytest.mark.parametrize("name", ["checkpoint_format", "format"])  # GPTQModel's old name and transformers' new one
+def test_both_names_of_the_version_of_gptq_are_read(name: str, tmp_path: Path) -> None:
+    layers = write_quantised(tmp_path, "gptq, version 2")
+    settings = json.loads((tmp_path / "config.json").read_text())
+    del settings["quantization_config"]["checkpoint_format"]
+    settings["quantization_config"] |= {"format": "gptq", name: "gptq_v2"}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    model = load_reference(tmp_path, "float32")
+    np.testing.assert_array_equal(model.get_parameter(FIRST).detach().numpy(), layers[FIRST].weight)
+
+
+def test_act_order_without_the_groups_of_inputs_is_refused(tmp_path: Path) -> None:
+    write_quantised(tmp_path, "gptq, actorder")
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({n: value for n, value in tensors.items() if not n.endswith("g_idx")}, tmp_path / "model.safetensors")
+    with pytest.raises(SourceError, match=r"lacks the g_idx of model\.layers\.0"):
+        QuantisedCheckpoint.of(tmp_path)
+
+
+def test_a_weight_beside_its_codes_is_refused(tmp_path: Path) -> None:
+    write_quantised(tmp_path, "gptq")
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {FIRST: torch.ones(64, 32)}, tmp_path / "model.safetensors")
+    with pytest.raises(SourceError, match=rf"holds {FIRST} and also .*q_proj\.qweight.*remove the one"):
+        QuantisedCheckpoint.of(tmp_path)
+
+
+def test_a_cache_in_float8_beside_ordinary_weights_is_no_quantisation_of_weights(tmp_path: Path) -> None:
+    make_model("llama_untied").save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert torch.equal(load_reference(tmp_path, "float32").lm_head.weight, make_model("llama_untied").lm_head.weight)
+
+
 def test_a_layer_of_other_bits_than_are_read_is_refused_by_name(tmp_path: Path) -> None:
     write_quantised(tmp_path, "gptq, dynamic")
     tensors = load_file(tmp_path / "model.safetensors")
@@ -332,8 +367,13 @@ COMPRESSED = {"quant_method": "compressed-tensors"}
         (COMPRESSED | {"format": "pack-quantized", "transform_config": {"config_groups": 1}}, "transforms of activa"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt"),
         ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
-        ({"quant_method": "gptq", "bits": 3}, "3 bits"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "quant_algo 'FP8_PB_WO'"),
+        ({"quant_method": "gptq", "bits": 3}, "gptq .bits 3"),
+        ({"quant_method": "gptq", "bits": "4"}, "gptq .bits '4'"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "format": "bitblas"}, "format 'bitblas'"),
+        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "is_marlin_format True"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq .bits 4, version 'gemv'"),
         ({}, "an unnamed method"),
     ],
 )

@@ -82,7 +82,7 @@ def test_code_in_a_file_is_refused_and_does_not_run(tmp_path: Path) -> None:
     torch.save({**tensors, "code": Code(ran)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(SourceError, match=r"pytorch_model\.bin holds more than tensors.* convert .* to safetensors"):
         stored_tensors(tmp_path)
-    with pytest.raises(SourceError, match="cannot be loaded"):
+    with pytest.raises(SourceError, match="holds more than tensors"):
         load_unread(tmp_path, "float32")
     assert not ran.exists()
     pickle.loads(pickle.dumps(Code(ran)))  # it would have
@@ -146,7 +146,43 @@ def test_a_file_that_cannot_stay_unread_is_loaded_with_a_note(tmp_path: Path) ->
     torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     model, (notice,), _ = load_unread(tmp_path, "float32")
     assert "all weights were read into memory" in notice
-    assert torch.equal(model.lm_head.weight, tensors["model.embed_tokens.weight"].float())
+    assert torch.equal(model.lm_head.weight.values(), tensors["model.embed_tokens.weight"].float())  # type: ignore[operator]
+    assert torch.equal(load_reference(tmp_path, "float32").lm_head.weight, tensors["model.embed_tokens.weight"].float())
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "rule"),
+    [
+        ("model.layers.0.self_attn.q_proj.bias", torch.ones(64), None),
+        ("model.layers.0.self_attn.q_proj.bias", torch.zeros(64), "bias of zeros"),
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(8), "rotary frequencies"),
+        ("model.layers.0.attn.causal_mask", torch.ones(1, 1, 8, 8, dtype=torch.bool).tril(), "causal mask"),
+        ("model.layers.0.mlp.up_proj.weight_scale", torch.ones(1), None),
+    ],
+)
+def test_tensors_of_old_files_are_accounted_for_by_the_same_rules(
+    name: str, tensor: torch.Tensor, rule: str | None, tmp_path: Path
+) -> None:
+    tensors = write_checkpoint(tmp_path, 1) | {name: tensor}
+    torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    if rule is None:
+        for load in (load_unread, load_reference):
+            with pytest.raises(SourceError, match=f"does not read {name}"):
+                load(tmp_path, "float32")
+        return
+    (ignored,) = load_unread(tmp_path, "float32")[2].ignored
+    assert (ignored.count, ignored.rule) == (1, rule)
+    load_reference(tmp_path, "float32")
+
+
+def test_integers_in_an_old_file_are_named(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path, 1)
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name].to(torch.int8)
+    torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    for load in (load_unread, load_reference):
+        with pytest.raises(SourceError, match=f"stores {name} as I8"):
+            load(tmp_path, "float32")
 
 
 @pytest.mark.slow

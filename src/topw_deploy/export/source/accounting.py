@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ _COMPARED_ROWS = 4096
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|layer)\.(\d+)\.")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _ROTARY = re.compile(r"(^|[._])(original_)?inv_freq$|rotary_emb\.(cos|sin)_cached$")
-_MASK = re.compile(r"(^|\.)(attn|attention|self_attention|crossattention)\.(bias|masked_bias)$")
+_POSITIONS = re.compile(r"(^|\.)(position_ids|embed_positions\.(weights|_float_tensor))$")
+_MASK = re.compile(r"(^|\.)((attn|attention|self_attention|crossattention)\.(bias|masked_bias)|causal_mask)$")
+_DENSE_NORM = re.compile(r"\.post_mlp_layernorm\.weight$")
 _PREDICTION = re.compile(r"(^|\.)mtp(\.|_)")
 _TOWER = re.compile(
     r"(^|\.)(vision|visual|image|audio|speech|video|multi_modal|mm_projector|talker|token2wav|code2wav)\w*\."
@@ -44,9 +46,11 @@ class LoadedCheckpoint:
     parts: weight -> names of the tensors that it is decoded from.
     used: parameter or buffer -> names in `stored` that its values come from.
     unread: names in `stored` that the model did not take.
+    missing: names of parameters for which nothing is stored.
     floats: the names in `used` of floating-point parameters.
     towers: prefixes of the parameters that do not belong to the text decoder.
     tied: names of parameters that are tied to another -> the other.
+    dropped: transformers' patterns of names that a model of this class does not read.
     text: the text model's configuration.
     quantised: whether the configuration states a quantisation.
     cut: whether only the first layers were loaded.
@@ -56,9 +60,11 @@ class LoadedCheckpoint:
     parts: Mapping[str, set[str]]
     used: Mapping[str, frozenset[str]]
     unread: set[str]
+    missing: Sequence[str]
     floats: set[str]
     towers: tuple[str, ...]
     tied: Mapping[str, str]
+    dropped: Collection[str]
     text: Any
     quantised: bool
     cut: bool
@@ -71,10 +77,14 @@ class LoadedCheckpoint:
         return next((key for key in self.tied if f".{key}".endswith(f".{name}") or name.endswith(f".{key}")), None)
 
 
-def account(loaded: LoadedCheckpoint, folder: Path, model: str) -> SourceTensors:
-    """Count what the model reads, merges and ignores. model: the class's name, for messages.
+def account(loaded: LoadedCheckpoint, folder: Path, model: str, notices: Sequence[str] = ()) -> SourceTensors:
+    """Count what the model reads, merges and ignores.
 
-    Raises SourceError for a tensor that no rule allows to ignore, and for integers where the model has numbers.
+    model: the class's name, for messages.
+    notices: on the files, for messages.
+
+    Raises SourceError for a missing tensor, for one that no rule allows to ignore, and for integers where the model has
+    numbers.
     """
     _refuse_codes(loaded, folder)
     owners = [(name.startswith(loaded.towers), sources) for name, sources in loaded.used.items()]
@@ -91,6 +101,8 @@ def account(loaded: LoadedCheckpoint, folder: Path, model: str) -> SourceTensors
             copies += 1
         else:
             refused.append(name)
+    if loaded.missing:
+        raise _missing_error(refused, loaded, folder, notices)
     if refused:
         raise _unread_error(refused, loaded, folder, model)
     joined = {source for sources in loaded.used.values() if len(sources) > 1 for source in sources}
@@ -117,34 +129,46 @@ def _refuse_codes(loaded: LoadedCheckpoint, folder: Path) -> None:
             )
 
 
+def _missing_error(unread: list[str], loaded: LoadedCheckpoint, folder: Path, notices: Sequence[str]) -> SourceError:
+    found = f", and {len(unread)} others are not read (first: {unread[0]})" if unread else ""
+    others = "".join(f" ({notice})" for notice in notices)
+    return SourceError(
+        f"the weights in {folder} lack {len(loaded.missing)} tensors of the model (first: {loaded.missing[0]}){found}"
+        f"{others}: {_advice(unread[0], loaded) if unread else 'fetch them again'}."
+    )
+
+
 def _unread_error(names: list[str], loaded: LoadedCheckpoint, folder: Path, model: str) -> SourceError:
-    """The error that names the tensors, and says what to do."""
-    name = names[0]
-    tensor, layers = loaded.stored[name], getattr(loaded.text, "num_hidden_layers", None)
-    layer = _LAYER.search(name)
-    tied = loaded.tied_name(name)
-    if _ADAPTER.search(name):
-        advice = f"it belongs to an adapter, so merge that first: {MERGE_ADAPTER}"
-    elif tied is not None:
-        advice = f"it differs from {loaded.tied[tied]}, to which config.json ties it; set tie_word_embeddings to false"
-    elif name.endswith("act.scales"):
-        advice = "AWQ divides an activation by it, but this model has no such activation; export the unquantised model"
-    elif _WEIGHT_SCALE.search(name):
-        advice = (
-            "config.json states no quantisation that has it; restore its quantization_config, or export the "
-            "unquantised model"
-        )
-    elif layer is not None and layers is not None and int(layer[1]) >= layers:
-        advice = f"config.json states num_hidden_layers {layers}; correct the number"
-    elif name.endswith(".bias"):
-        advice = "config.json announces no such bias; correct it (attention_bias, mlp_bias), or its architecture"
-    else:
-        advice = "correct the architecture and the settings in config.json, or remove the tensor"
+    name, tensor = names[0], loaded.stored[names[0]]
     kind = tensor.dtype if isinstance(tensor, StoredTensor) else "codes"
     others = f" and {len(names) - 1} other tensors" if len(names) > 1 else ""
     return SourceError(
-        f"{model} does not read {name} ({kind} {list(tensor.shape)}){others} of the checkpoint in {folder}: {advice}."
+        f"{model} does not read {name} ({kind} {list(tensor.shape)}){others} of the checkpoint in {folder}: "
+        f"{_advice(name, loaded)}."
     )
+
+
+def _advice(name: str, loaded: LoadedCheckpoint) -> str:
+    """What to do about the tensor `name`, which the model does not read."""
+    layers = getattr(loaded.text, "num_hidden_layers", None)
+    layer = _LAYER.search(name)
+    tied = loaded.tied_name(name)
+    if _ADAPTER.search(name):
+        return f"it belongs to an adapter, so merge that first: {MERGE_ADAPTER}"
+    if tied is not None:
+        return f"it differs from {loaded.tied[tied]}, to which config.json ties it; set tie_word_embeddings to false"
+    if name.endswith("act.scales"):
+        return "AWQ divides an activation by it, but this model has no such activation; export the unquantised model"
+    if _WEIGHT_SCALE.search(name):
+        return (
+            "config.json states no quantisation that has it; restore its quantization_config, or export the "
+            "unquantised model"
+        )
+    if layer is not None and layers is not None and int(layer[1]) >= layers:
+        return f"config.json states num_hidden_layers {layers}; correct the number"
+    if name.endswith(".bias"):
+        return "config.json announces no such bias; correct it (attention_bias, mlp_bias), or its architecture"
+    return "correct the architecture and the settings in config.json, or remove the tensor"
 
 
 def _is_copy(name: str, loaded: LoadedCheckpoint) -> bool:
@@ -170,15 +194,29 @@ def _floats(tensor: StoredTensor | EncodedWeight, rows: slice) -> np.ndarray:
 def _is_mask(name: str, loaded: LoadedCheckpoint) -> bool:
     shape = loaded.shape(name)
     square = len(shape) >= 3 and shape[-1] == shape[-2] and set(shape[:-2]) == {1}
-    return _MASK.search(name) is not None and (square if name.endswith(".bias") else np.prod(shape) == 1)
+    return _MASK.search(name) is not None and (np.prod(shape) == 1 if name.endswith("masked_bias") else square)
 
 
 def _predicts_more(name: str, loaded: LoadedCheckpoint) -> bool:
-    """Whether the tensor belongs to layers that predict later tokens."""
+    """Whether the tensor belongs to layers that predict later tokens.
+
+    These follow the others. The configuration states their number, or transformers' class drops them by theirs.
+    """
     layer, layers = _LAYER.search(name), getattr(loaded.text, "num_hidden_layers", None)
     counts = [getattr(loaded.text, count, None) or 0 for count in _PREDICTION_COUNTS]
     beyond = layer is not None and layers is not None and layers <= int(layer[1]) < layers + max(counts)
-    return beyond or _PREDICTION.search(name) is not None
+    numbered = [pattern for pattern in loaded.dropped if re.search(r"layers\\\.\d", pattern)]
+    dropped = layer is not None and layers is not None and int(layer[1]) >= layers and _matches(name, numbered)
+    return beyond or dropped or _PREDICTION.search(name) is not None
+
+
+def _matches(name: str, patterns: Collection[str]) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _is_norm_of_dense_layer(name: str, loaded: LoadedCheckpoint) -> bool:
+    """Whether the tensor is A.X K1's norm behind experts, in a layer that has none."""
+    return _DENSE_NORM.search(name) is not None and _matches("mlp.post_mlp_layernorm", loaded.dropped)
 
 
 def _is_beyond_cut(name: str, loaded: LoadedCheckpoint) -> bool:
@@ -204,12 +242,13 @@ INPUT_SCALES = "scale of activations or cache"
 _RULES: tuple[tuple[str, Callable[[str, LoadedCheckpoint], bool]], ...] = (
     ("rotary frequencies", lambda name, _: _ROTARY.search(name) is not None),
     ("causal mask", _is_mask),
-    ("positions", lambda name, _: f".{name}".endswith(".position_ids")),
+    ("positions", lambda name, _: _POSITIONS.search(name) is not None),
     (INPUT_SCALES, lambda name, loaded: loaded.quantised and bool(_INPUT_SCALE.search(name))),
     ("multi-token prediction", _predicts_more),
     ("layer that was cut off", _is_beyond_cut),
     (_TOWER_RULE, lambda name, _: _TOWER.search(name) is not None),
     ("keys and values of a layer that shares another's", _is_of_shared_layer),
+    ("norm behind experts, in a layer without experts", _is_norm_of_dense_layer),
     ("bias of zeros", _is_zero_bias),
 )
 """The reviewed list of tensors that a model may leave unread: the rule's name in the manifest, and whether it holds."""

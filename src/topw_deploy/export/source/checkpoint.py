@@ -21,7 +21,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from topw_deploy.errors import SourceError, TopWError, UnsupportedModelError, VerificationError, one_line
 from topw_deploy.export.source.accounting import INPUT_SCALES, LoadedCheckpoint, account
-from topw_deploy.export.source.files import NUMPY_TYPES, EncodedWeight, StoredTensor, stored_tensors
+from topw_deploy.export.source.files import (
+    NUMPY_TYPES,
+    EncodedWeight,
+    StoredTensor,
+    loaded_tensors,
+    stored_tensors,
+    unread_files_notices,
+)
+from topw_deploy.export.source.gguf import gguf_of
 from topw_deploy.export.source.quantised import QuantisedCheckpoint
 from topw_deploy.export.source.text_decoder import (
     Composite,
@@ -221,11 +229,10 @@ def load_unread(
     except _LoadError as error:  # the model's code may need values
         model, composite, notices, used = _load_model(folder, dtype, num_hidden_layers, trust_remote_code, unread=False)
         notices.append(f"all weights were read into memory, because they could not be left in their files: {error}")
-    notices += [
-        f"the export ignores {tensors.count} tensors {tensors.names} of the checkpoint ({tensors.rule})"
-        for tensors in used.ignored
-        if tensors.rule == INPUT_SCALES
-    ]
+    scales = [tensors for tensors in used.ignored if tensors.rule == INPUT_SCALES]
+    if scales:
+        count = sum(tensors.count for tensors in scales)
+        notices.append(f"the export ignores {count} scales of activations or cache (first: {scales[0].names})")
     if composite is None:
         return model, notices, used
     parts = ", ".join(parts_left_out(composite, model)) or "nothing"
@@ -249,16 +256,18 @@ def _load_model(
     settings = {"dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
     quantised = QuantisedCheckpoint.of(folder)
     composite = Composite.of(config)
-    stored: Mapping[str, Any] | None = None
-    try:
-        stored = quantised.tensors if quantised is not None else stored_tensors(folder)
-    except SourceError as error:  # such as for files of an old PyTorch, which transformers can load
-        if composite is not None or unread:
-            raise _LoadError(str(error)) from None
+    notices = [] if gguf_of(folder) is not None else unread_files_notices(folder)
+    stored: Mapping[str, StoredTensor | EncodedWeight]
+    if quantised is not None:
+        stored = quantised.tensors
+        notices += quantised.notices
+    else:
+        stored, in_memory = _stored_or_loaded_tensors(folder)
+        notices += in_memory
     used = None
-    with silence_transformers():
+    with silence_transformers(), _recorded_unread_names() as unread_names:
         try:
-            if stored is not None and (composite is not None or unread or quantised is not None):
+            if composite is not None or unread or quantised is not None:
                 model, info, used = _assemble_model(stored, config, composite, settings, unread=unread)
             else:
                 model, info = AutoModelForCausalLM.from_pretrained(
@@ -278,29 +287,77 @@ def _load_model(
             f"{name} has the shape {list(found)} in {folder}, but its config.json makes it {list(wanted)}; correct the "
             "configuration, or fetch the weights that belong to it."
         )
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise SourceError(
-            f"the weights in {folder} lack {len(missing)} tensors of the model (first: {missing[0]}); fetch them again."
-        )
-    if stored is None:
-        names = [*model.state_dict(), *info["unexpected_keys"]]
-        stored = {name: StoredTensor(folder, 0, "F32", (), 0) for name in names}
-    towers = () if composite is None else _towers(composite, model)
+    not_taken = set(stored).difference(*used.values()) if used is not None else set()
+    if used is None:
+        stored, used, not_taken = _match_names(stored, model, unread_names)
     loaded = LoadedCheckpoint(
         stored,
         {} if quantised is None else quantised.parts,
-        used or {},
-        _unread_names(stored, used, info, model),
-        {name for name, value in model.named_parameters() if value.is_floating_point() and name in (used or {})},
-        towers,
+        used,
+        not_taken,
+        sorted(info["missing_keys"]),
+        {name for name, value in model.named_parameters() if value.is_floating_point() and name in used},
+        () if composite is None else _towers(composite, model),
         getattr(model, "all_tied_weights_keys", {}),
+        getattr(model, "_keys_to_ignore_on_load_unexpected", None) or (),
         config.get_text_config(decoder=True),
         quantised is not None,
         num_hidden_layers is not None,
     )
-    notices = [] if quantised is None else quantised.notices
-    return model.eval(), composite, notices, account(loaded, folder, type(model).__name__)
+    return model.eval(), composite, notices, account(loaded, folder, type(model).__name__, notices)
+
+
+def _stored_or_loaded_tensors(folder: Path) -> tuple[Mapping[str, StoredTensor], list[str]]:
+    """Locate the tensors in `folder`, or load them if they are in files that only torch can read.
+
+    Returns (tensors by name, notices for the user).
+    """
+    try:
+        return stored_tensors(folder), []
+    except SourceError as error:
+        tensors = loaded_tensors(folder)
+        if tensors is None:
+            raise
+        return tensors, [f"all weights were read into memory, because they cannot be left in their files: {error}"]
+
+
+@contextlib.contextmanager
+def _recorded_unread_names() -> Iterator[set[str]]:
+    """Inside the block, record the model's names of all tensors that it does not take.
+
+    transformers' loading information omits those that the model's classes ignore.
+    """
+    names: set[str] = set()
+    adjust = PreTrainedModel._adjust_missing_and_unexpected_keys
+
+    def record(model: PreTrainedModel, loading_info: Any) -> None:
+        names.update(loading_info.unexpected_keys)
+        adjust(model, loading_info)
+
+    PreTrainedModel._adjust_missing_and_unexpected_keys = record  # type: ignore[method-assign]
+    try:
+        yield names
+    finally:
+        PreTrainedModel._adjust_missing_and_unexpected_keys = adjust  # type: ignore[method-assign]
+
+
+def _match_names(
+    stored: Mapping[str, StoredTensor | EncodedWeight], model: PreTrainedModel, unread: set[str]
+) -> tuple[dict[str, StoredTensor | EncodedWeight], dict[str, frozenset[str]], set[str]]:
+    """Match the names of a checkpoint with those of the model, which can add or drop the base model's prefix.
+
+    unread: the model's names of tensors that it did not take. One that matches none becomes a tensor without values.
+    Returns (tensors by name, parameter -> names of its tensors, names of tensors that were not taken).
+    """
+    prefix = f"{model.base_model_prefix}."
+    variants = {each: name for name in stored for each in (prefix + name, name.removeprefix(prefix))}
+    names = variants | {name: name for name in stored}
+    scaled = {f"{name}.scales" for name, module in model.named_modules() if isinstance(module, _ScaledActivation)}
+    not_taken = {names.get(name, name) for name in unread - scaled}
+    renamed = {name: StoredTensor(Path(), 0, "F32", (), 0) for name in not_taken - set(stored)}
+    parameters = {name for name, _ in model.named_parameters() if names.get(name, name) not in not_taken}
+    used = {name: frozenset({names[name]}) for name in parameters if name in names}
+    return {**stored, **renamed}, used, not_taken
 
 
 def _cause(error: Exception) -> str:
@@ -311,16 +368,6 @@ def _cause(error: Exception) -> str:
             name, reason = min(failed.items())
             return f"{name} cannot be made from the checkpoint's tensors: {one_line(reason)}"
     return one_line(error)
-
-
-def _unread_names(
-    stored: Mapping[str, Any], used: dict[str, frozenset[str]] | None, info: dict[str, Any], model: PreTrainedModel
-) -> set[str]:
-    """The names of the tensors that `model` did not take. used: see LoadedCheckpoint; None if only `info` tells."""
-    if used is not None:
-        return set(stored).difference(*used.values())
-    prefix = f"{model.base_model_prefix}."
-    return {name for name in stored if {name, prefix + name, name.removeprefix(prefix)} & set(info["unexpected_keys"])}
 
 
 def _towers(composite: Composite, model: PreTrainedModel) -> tuple[str, ...]:
@@ -356,7 +403,7 @@ def _assemble_model(
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    info["unexpected_keys"] = set(info["unexpected_keys"]) - _scale_activations(model, tensors, settings["dtype"])
+    _scale_activations(model, tensors, settings["dtype"])
     towers = () if composite is None else _towers(composite, model)
     info["missing_keys"] = [name for name in info["missing_keys"] if not name.startswith(towers)]
     held = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
@@ -388,20 +435,14 @@ class _ScaledActivation(torch.nn.Module):
         return scaled
 
 
-def _scale_activations(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> set[str]:
-    """Apply AWQ's `NAME.scales` to each activation `NAME` of `model`, for which transformers finds no parameter.
-
-    Returns the scales' names in the model.
-    """
-    applied = set()
+def _scale_activations(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Apply AWQ's `NAME.scales` to each activation `NAME` of `model`, for which transformers finds no parameter."""
     modules = dict(model.named_modules())
     for name, scales in tensors.items():
         path = name.removesuffix(".scales")
         found = next((place for place in (path, f"{model.base_model_prefix}.{path}") if place in modules), "")
         if name.endswith(".act.scales") and found and not list(modules[found].parameters()):
             model.set_submodule(found, _ScaledActivation(modules[found], scales.to(dtype)))
-            applied.add(f"{found}.scales")
-    return applied
 
 
 def _check_equal_on_text(composite: Composite, loaded: PreTrainedModel, decoder: PreTrainedModel) -> None:

@@ -11,7 +11,7 @@ import json
 import os
 import zipfile
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +20,7 @@ import onnx_ir as ir
 
 from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.errors import SourceError, one_line
-from topw_deploy.folders import open_regular, read_bounded
+from topw_deploy.folders import is_file_name, open_regular, read_bounded
 from topw_deploy.safetensors_header import LARGEST_HEADER, METADATA, read_entry, read_header, refuse_overlap
 
 if TYPE_CHECKING:
@@ -51,6 +51,16 @@ class StoredTensor:
         if self.nbytes == 0:
             return np.empty(self.shape, NUMPY_TYPES[self.dtype])
         return np.memmap(self.path, NUMPY_TYPES[self.dtype], mode, self.offset, self.shape)
+
+
+@dataclass(frozen=True)
+class LoadedTensor(StoredTensor):
+    """A tensor in memory, from a file in which it cannot be located."""
+
+    values: np.ndarray = field(compare=False)
+
+    def array(self, mode: Literal["r", "c"] = "r") -> np.ndarray:
+        return self.values.copy() if mode == "c" else self.values
 
 
 Rows = Any
@@ -173,41 +183,88 @@ def special_ids(config: dict[str, Any]) -> dict[str, Any]:
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 TORCH_INDEX, TORCH_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
 _TORCH_SUFFIX = ".bin"
+_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin", "*.pth", INDEX, TORCH_INDEX)
+
+
+def _main_file(folder: Path) -> Path:
+    """Return the file of weights, or the index of such files, that transformers reads.
+
+    This is the one that config.json names, else safetensors rather than PyTorch's files, and one file rather than an
+    index. Raises SourceError if there is none.
+    """
+    named = read_json(folder / "config.json").get("transformers_weights")
+    names = (SINGLE, INDEX, TORCH_SINGLE, TORCH_INDEX) if named is None else (named,)
+    found = next((folder / name for name in names if is_file_name(name) and (folder / name).is_file()), None)
+    if found is not None:
+        return found
+    if named is not None:
+        raise SourceError(
+            f"{folder / 'config.json'} states transformers_weights {named!r}, but no such file is beside it; fetch it."
+        )
+    shards = sorted(file.name for pattern in _WEIGHT_FILES for file in folder.glob(pattern))
+    besides = f"{shards[0]} but no index, and " if shards else ""
+    raise SourceError(
+        f"{folder} holds {besides}neither {SINGLE} nor {TORCH_SINGLE}; fetch the weights, or give the table with "
+        "--embeddings."
+    )
+
+
+def _indexed_files(index: Path) -> dict[str, Path]:
+    """Return the file of each tensor in an index, by the tensor's name."""
+    try:
+        weight_map = json.loads(read_bounded(index, LARGEST_HEADER, follow=True).decode("utf-8"))["weight_map"]
+        files = {str(name): index.parent / Path(str(file)).name for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise SourceError(f"{index} is damaged ({error}); fetch it again.") from None
+    for path in sorted(set(files.values())):
+        if not path.exists():
+            raise SourceError(f"{index} lists {path.name}, which is missing; fetch the files that belong together.")
+    return files
+
+
+def unread_files_notices(folder: Path) -> list[str]:
+    """Return a notice if `folder` holds other files of weights than those that transformers and this package read."""
+    main = _main_file(folder)
+    read = {main, *(_indexed_files(main).values() if main.suffix == ".json" else ())}
+    others = sorted({file for pattern in _WEIGHT_FILES for file in folder.glob(pattern)} - read)
+    if not others:
+        return []
+    which = f"{others[0].name} and {len(others) - 1} other files" if len(others) > 1 else others[0].name
+    notice = f"only {main.name} was read, as by transformers, and not {which} of weights beside it"
+    return [f"{notice}; vLLM reads the shards of {INDEX} instead" if folder / INDEX in others else notice]
 
 
 def stored_tensors(folder: Path, ends: tuple[str, ...] = ("",)) -> dict[str, StoredTensor]:
     """Return the locations of the tensors in `folder` whose names end so, by name. Reads no file without such tensors.
 
-    Like transformers, prefers safetensors to PyTorch's files, and one file to an index. Raises SourceError for missing
-    or damaged files.
+    Raises SourceError for missing or damaged files, and for files that contradict each other.
     """
-    for single, index in ((SINGLE, INDEX), (TORCH_SINGLE, TORCH_INDEX)):
-        if (folder / single).is_file():
-            return {name: found for name, found in _tensors_in(folder / single).items() if name.endswith(ends)}
-        if (folder / index).is_file():
-            return _indexed_tensors(folder, index, ends)
-    raise SourceError(
-        f"{folder} holds neither {SINGLE} nor {TORCH_SINGLE}; fetch the weights, or give the table with --embeddings."
-    )
+    main = _main_file(folder)
+    if main.suffix == ".json":
+        return _indexed_tensors(main, ends)
+    return {name: found for name, found in _tensors_in(main).items() if name.endswith(ends)}
 
 
-def _indexed_tensors(folder: Path, index: str, ends: tuple[str, ...]) -> dict[str, StoredTensor]:
-    try:
-        data = read_bounded(folder / index, LARGEST_HEADER, follow=True)
-        weight_map = json.loads(data.decode("utf-8"))["weight_map"]
-        names = [str(name) for name in weight_map if str(name).endswith(ends)]
-        files = {name: folder / Path(str(weight_map[name])).name for name in names}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise SourceError(f"{folder / index} is damaged ({error}); fetch it again.") from None
+def _indexed_tensors(index: Path, ends: tuple[str, ...]) -> dict[str, StoredTensor]:
+    files = _indexed_files(index)
+    names = {name: path for name, path in files.items() if name.endswith(ends)}
     tensors: dict[str, StoredTensor] = {}
-    for path in sorted(set(files.values())):
+    copies: list[tuple[str, StoredTensor]] = []
+    for path in sorted(set(names.values())):
         found = _tensors_in(path)
         if ends == ("",):  # like transformers, reads a shard's tensors that the index lacks
             tensors |= {name: tensor for name, tensor in found.items() if name not in files}
-        for name in [name for name in names if files[name] == path]:
+            copies += [(name, tensor) for name, tensor in found.items() if files.get(name, path) != path]
+        for name in [name for name in names if names[name] == path]:
             if name not in found:
                 raise SourceError(f"{path} lacks the tensor {name} of its index; fetch it again.")
             tensors[name] = found[name]
+    for name, copy in copies:
+        if not np.array_equal(copy.array(), tensors[name].array()):
+            raise SourceError(
+                f"{copy.path} and {tensors[name].path} hold different tensors {name}; fetch the files that belong "
+                "together."
+            )
     return tensors
 
 
@@ -264,6 +321,31 @@ def tensors_in_torch_file(path: Path) -> dict[str, StoredTensor]:
         for name, value in found.items()
         if isinstance(value, torch.Tensor)
     }
+
+
+def loaded_tensors(folder: Path) -> dict[str, LoadedTensor] | None:
+    """Load the tensors of PyTorch's files in `folder` into memory, by name.
+
+    Returns None if the weights are in other files, or if torch cannot read them without running code.
+    """
+    import torch
+
+    main, tensors = _main_file(folder), {}
+    files = sorted(set(_indexed_files(main).values())) if main.suffix == ".json" else [main]
+    for file in files if all(file.suffix == _TORCH_SUFFIX for file in files) else []:
+        try:
+            tensors |= torch.load(file, map_location="cpu", weights_only=True)
+        except Exception:  # noqa: BLE001  # reading a pickle can raise any error
+            return None
+    loaded = {}
+    for name, tensor in tensors.items():
+        kind = _SAFETENSORS_NAMES.get(str(tensor.dtype).removeprefix("torch."))
+        if kind is None:
+            return None
+        values = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().view(NUMPY_TYPES[kind])
+        shape = tuple(tensor.shape)
+        loaded[name] = LoadedTensor(main, 0, kind, shape, values.nbytes, values.reshape(shape))
+    return loaded or None
 
 
 def _check_archive(path: Path) -> None:

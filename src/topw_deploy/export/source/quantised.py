@@ -64,6 +64,8 @@ _EXPONENT_TYPES = ("U8", "F8_E8M0")
 _NOT_A_NUMBER = 255  # as an exponent
 _INTEGER_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")  # of compressed-tensors
 _FORMATS = (*_INTEGER_FORMATS, "float-quantized", "mixed-precision", "dense")
+_VERSION_NAMES = ("checkpoint_format", "format")  # of a GPTQ checkpoint; transformers prefers the first
+_GPTQ_VERSIONS = ("gptq", "gptq_v2")
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that each half byte of a word holds, lowest half byte first
 _MOST_COMPARED = 16  # weights whose codes tell which version of GPTQ their zero points have
 _MXFP4_BYTES = 16  # of a block
@@ -157,8 +159,8 @@ def quantised_format(folder: Path) -> QuantisedFormat | None:
     if settings is None:
         return None
     settings = _object(settings)
-    method, bits = str(settings.get("quant_method", "")).lower(), settings.get("bits", settings.get("w_bit"))
-    how = f"by {method or 'an unnamed method'} ({bits} bits)"
+    method = str(settings.get("quant_method", "")).lower()
+    how = _described(method, settings)
     if _packed_bits(settings) is not None:
         return QuantisedFormat(method.upper(), settings, integers=True)
     if method == "compressed-tensors":
@@ -172,13 +174,20 @@ def quantised_format(folder: Path) -> QuantisedFormat | None:
         if not others:
             return QuantisedFormat(method, settings, integers=bool(formats & {*_INTEGER_FORMATS, "mixed-precision"}))
         how = f"by {method} as {others[0]}"
-    algorithm = str(settings.get("quant_algo", "fp8")).lower()  # only ModelOpt's configurations name one
+    algorithm = str(settings.get("quant_algo") or "fp8").lower()  # only ModelOpt names one, or none for a cache in FP8
     if (method in _FLOAT8_METHODS and algorithm == "fp8") or method == "mxfp4":
         return QuantisedFormat("MXFP4" if method == "mxfp4" else "FP8", settings, integers=False)
     raise UnsupportedModelError(
         f"the checkpoint in {folder} is quantised {how}, but only {_SUPPORTED} are supported; export the unquantised "
         "one."
     )
+
+
+def _described(method: str, settings: dict[str, Any]) -> str:
+    """Return the method of a quantisation and the settings that make it a format of its own, for messages."""
+    names = ("bits", "w_bit", "version", "quant_algo", "is_marlin_format", *_VERSION_NAMES)
+    stated = [f"{name} {settings[name]!r}" for name in names if settings.get(name)]
+    return f"by {method or 'an unnamed method'}" + (f" ({', '.join(stated)})" if stated else "")
 
 
 def _modelopt_settings(folder: Path) -> dict[str, Any] | None:
@@ -195,9 +204,15 @@ def _object(value: Any) -> dict[str, Any]:
 def _packed_bits(settings: dict[str, Any]) -> int | None:
     """The bits of GPTQ's or AWQ's codes; None for other formats."""
     method, bits = str(settings.get("quant_method", "")).lower(), settings.get("bits", settings.get("w_bit"))
-    is_gptq = method == "gptq" and bits in (4, 8)
+    is_gptq = method == "gptq" and bits in (4, 8) and _gptq_version(settings) in _GPTQ_VERSIONS
     is_awq = method == "awq" and bits == 4 and str(settings.get("version", "gemm")).lower() == "gemm"
     return bits if is_gptq or is_awq else None
+
+
+def _gptq_version(settings: dict[str, Any]) -> str:
+    """Return how zero points are stored, `gptq` or `gptq_v2`; any other value is the name of another format."""
+    stated = (settings[name] for name in _VERSION_NAMES if settings.get(name))
+    return "marlin" if settings.get("is_marlin_format") else str(next(stated, "gptq")).lower()
 
 
 def _encoded_weights(
@@ -207,6 +222,11 @@ def _encoded_weights(
     found: dict[str, tuple[EncodedWeight, set[str]]] = {}
 
     def add(name: str, make: Any, names: Mapping[str, str], *settings: Any) -> None:
+        if name in stored and name not in names.values():
+            raise SourceError(
+                f"the checkpoint holds {name} and also {next(iter(names.values()))}, from which it is decoded; remove "
+                "the one that does not belong to the model."
+            )
         held = {part: full for part, full in names.items() if full in stored}
         found[name] = make(name, {part: stored[full] for part, full in held.items()}, *settings), set(held.values())
 
@@ -248,7 +268,7 @@ def _decoding(name: str) -> Iterator[None]:
     except (ValueError, IndexError, ZeroDivisionError) as error:
         raise SourceError(
             f"the weight {name} of the checkpoint is damaged, or stored otherwise than its quantization_config states "
-            f"({error}); correct the settings (bits, dynamic), or fetch it again."
+            f"({error}); correct the settings (bits, dynamic, weight_block_size), or fetch it again."
         ) from None
 
 
@@ -298,11 +318,13 @@ class PackedWeight(IntegerWeight):
         self.name, self._parts, self._settings = name, parts, settings
         self._is_gptq = str(settings["quant_method"]).lower() == "gptq"
         self._bits = _packed_bits(settings) or 4
-        self.version = str(settings.get("checkpoint_format", "gptq")).lower()
-        self.other_version = "gptq" if self.version == "gptq_v2" else "gptq_v2"
+        self.version = _gptq_version(settings)
+        self.other_version = _GPTQ_VERSIONS[self.version == "gptq"]
         with _decoding(name):
             rows, columns = parts["qweight"].shape
-            _, zeros = parts["scales"], parts["qzeros"]
+            scales, zeros = parts["scales"], parts["qzeros"]
+            if self._is_gptq and settings.get("desc_act") and scales.shape[0] > 1:
+                parts["g_idx"]  # the groups are not those of consecutive inputs
             if settings.get("dynamic"):  # GPTQModel's other bits for some layers, by patterns of their names
                 self._bits = 32 * zeros.shape[1] // columns
         if self._bits not in (4, 8):
