@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 import warnings
@@ -48,6 +49,7 @@ def program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         with monkeypatch.context() as patch:
             patch.setattr(sys, "excepthook", sys.excepthook)
             patch.setattr(warnings, "showwarning", warnings.showwarning)
+            patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
             for name, value in env.items():
                 patch.setenv(name, value)
             code = main.run(*given, args)

@@ -35,7 +35,7 @@ def test_a_wrong_value_names_its_option_and_exits_with_2(
 ) -> None:
     done = program("generate", random_model, "x", *words)
     assert (done.returncode, done.stdout, error(done)) == (2, "", message)
-    assert done.stderr.startswith("Usage: topw generate [OPTIONS] OUT [PROMPT]\n")
+    assert done.stderr.startswith("Usage: topw generate [OPTIONS] MODEL [PROMPT]\n")
 
 
 def test_a_wrong_value_of_a_variable_names_the_variable(program: Program, random_model: Path) -> None:

@@ -15,7 +15,7 @@ from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import preset_parameters
 from topw_deploy.sampling.seeds import sequence_seed
 
-from .conftest import ANSWER
+from .conftest import ANSWER, Program
 
 
 def test_stdout_carries_the_text_and_nothing_else(invoke: Invoke, scripted: Path) -> None:
@@ -30,13 +30,13 @@ def test_prompts_come_from_a_file_or_standard_input(
 ) -> None:
     """The model answers one-token prompts. A final line break and a byte order mark are dropped."""
     (tmp_path / "prompt.txt").write_bytes(data)
-    assert invoke("generate", scripted, "--prompt-file", tmp_path / "prompt.txt").stdout == ANSWER + "\n"
+    assert invoke("generate", scripted, "--file", tmp_path / "prompt.txt").stdout == ANSWER + "\n"
     assert invoke("generate", scripted, "-", stdin=data).stdout == ANSWER + "\n"
     assert invoke("generate", scripted, stdin=data).stdout == ANSWER + "\n"
 
 
 def test_a_chat_reads_utf8_whatever_the_locale_and_no_byte_order_mark(invoke: Invoke, random_model: Path) -> None:
-    words = ("generate", random_model, "--chat", "--seed", 4, "--max-new-tokens", 3)
+    words = ("chat", random_model, "--seed", 4, "--max-new-tokens", 3)
     plain = invoke(*words, stdin="é\n".encode())
     assert plain.exit_code == 0
     assert invoke(*words, stdin="\ufeffé\r\n".encode()).stdout == plain.stdout
@@ -47,9 +47,9 @@ def test_a_chat_reads_utf8_whatever_the_locale_and_no_byte_order_mark(invoke: In
 def test_a_prompt_in_utf16_or_without_a_file_is_refused_by_name(invoke: Invoke, scripted: Path, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_bytes("x".encode("utf-16"))
     with pytest.raises(PromptError, match=r"prompt\.txt is not UTF-8 text .* UTF-16, save it as UTF-8"):
-        invoke("generate", scripted, "--prompt-file", tmp_path / "prompt.txt")
+        invoke("generate", scripted, "--file", tmp_path / "prompt.txt")
     with pytest.raises(PromptError, match="cannot be read"):
-        invoke("generate", scripted, "--prompt-file", tmp_path / "none")
+        invoke("generate", scripted, "--file", tmp_path / "none")
 
 
 def test_one_json_object_per_sequence(invoke: Invoke, random_model: Path, opened: TopWModel) -> None:
@@ -67,14 +67,46 @@ def test_the_short_names_of_other_tools_are_options_too(invoke: Invoke, random_m
     start = ("generate", random_model, "ab", "--seed", 5, "--ignore-eos")
     expected = invoke(*start, "--num-return-sequences", 2, "--max-new-tokens", 4, "--min-new-tokens", 2)
     assert expected.stdout
-    assert invoke(*start, "-n", 2, "--max-tokens", 4, "--min-tokens", 2).stdout == expected.stdout
+    assert invoke(*start, "--num-return-sequences", 2, "-n", 4, "--min-tokens", 2).stdout == expected.stdout
     settings = {"TOPW_GENERATE_MAX_NEW_TOKENS": "4", "TOPW_GENERATE_NUM_RETURN_SEQUENCES": "2"}
     assert invoke(*start, env=settings).stdout == expected.stdout
 
 
+def test_the_model_and_the_prompt_may_be_options_and_run_is_another_name(
+    invoke: Invoke, scripted: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "prompt.txt").write_text("x")
+    for words in (
+        ("x", "-m", scripted),
+        ("--model", scripted, "-p", "x"),
+        (scripted, "--prompt", "x", "--device", "cpu"),
+        (scripted, "-f", tmp_path / "prompt.txt"),
+        ("--temp", 0, scripted, "x"),
+        (scripted, "x", "--greedy"),
+    ):
+        for command in ("generate", "run"):
+            assert invoke(command, *words).stdout == ANSWER + "\n"
+
+
+def test_piped_text_comes_before_the_prompt(invoke: Invoke, random_model: Path, opened: TopWModel) -> None:
+    words = ("generate", random_model, "what?", "--seed", 5, "--max-new-tokens", 4)
+    expected = opened.generate("some\ntext\nwhat?", seed=5, max_new_tokens=4).text
+    assert invoke(*words, stdin="some\ntext\n").stdout == expected + "\n"
+    assert invoke(*words, "--echo", stdin="some\ntext\n").stdout == f"some\ntext\nwhat?{expected}\n"
+
+
+def test_a_parameter_of_top_w_beside_another_rule_is_refused(program: Program, random_model: Path) -> None:
+    for words in (("--top-p", 0.9, "--lam", 2), ("--preset", "lively", "--top-k", 5, "--greedy")):
+        done = program("generate", random_model, "x", *words)
+        assert done.returncode == 2
+        assert "is a parameter of Top-W, but the rule is top_" in done.stderr
+
+
 def test_several_sequences_are_printed_one_after_the_other(invoke: Invoke, random_model: Path) -> None:
     settings = ("generate", random_model, "ab", "--seed", 5, "--num-return-sequences", 3, "--max-new-tokens", 6)
-    assert invoke(*settings).stdout == invoke(*settings, "--no-stream").stdout
+    streamed = invoke(*settings)
+    assert streamed.stdout == invoke(*settings, "--no-stream").stdout
+    assert streamed.stderr.splitlines() == [f"--- text {number} of 3" for number in (1, 2, 3)]
 
 
 def test_stats_go_to_stderr(invoke: Invoke, random_model: Path) -> None:
@@ -159,7 +191,10 @@ def test_beta_may_depend_on_the_temperature(invoke: Invoke, random_model: Path) 
 @pytest.mark.parametrize(
     "words",
     [
-        ("x", "--prompt-file", "y"),
+        ("x", "--file", "y"),
+        ("x", "y"),
+        ("x", "--prompt", "y"),
+        ("x", "--greedy", "--temp", "1"),
         ("x", "--system", "s"),
         ("x", "--logit-bias", "77"),
         ("x", "--threads", "-1"),
@@ -181,14 +216,28 @@ def test_a_chat_answers_one_prompt(invoke: Invoke, random_model: Path, opened: T
 
 def test_a_conversation_remembers_and_can_be_cleared(invoke: Invoke, random_model: Path, opened: TopWModel) -> None:
     words = ("--seed", 4, "--max-new-tokens", 3, "--system", "S")
-    lines = invoke("generate", random_model, "--chat", *words, stdin="one\n\ntwo\n/clear\none\n").stdout
+    lines = invoke("chat", random_model, *words, stdin="one\n\ntwo\n/clear\none\n").stdout
     first = opened.generate("sSuone>", seed=4, max_new_tokens=3).text
     second = opened.generate(f"sSuonea{first}utwo>", seed=4, max_new_tokens=3).text
     assert lines == f"{first}\n{second}\n{first}\n"
 
 
+def test_the_commands_of_a_conversation_change_it(invoke: Invoke, random_model: Path, opened: TopWModel) -> None:
+    def answer(prompt: str, **parameters: Any) -> str:
+        return opened.generate(prompt, **{"seed": 4, "max_new_tokens": 3, **parameters}).text
+
+    first = answer("uone>")
+    typed = ("one", "/again", "/system S", "one", "/set seed 5", "/set max-tokens 2", "/clear", "one", "/set seed",
+             "/set x 1", "/exit", "two")  # fmt: skip
+    result = invoke("chat", random_model, "--seed", 4, "--max-new-tokens", 3, stdin="\n".join(typed))
+    expected = [first, first, answer("sSuone>"), answer("sSuone>", seed=5, max_new_tokens=2)]
+    assert result.stdout == "".join(f"{text}\n" for text in expected)
+    assert "unknown parameter 'x'" in result.stderr
+    assert "/again" in invoke("chat", random_model, stdin="/help\n").stderr
+
+
 def test_a_conversation_that_outgrows_the_context_goes_on(invoke: Invoke, random_model: Path) -> None:
-    result = invoke("generate", random_model, "--chat", "--max-new-tokens", 2, stdin="a" * 200 + "\nb\n")
+    result = invoke("chat", random_model, "--max-new-tokens", 2, stdin="a" * 200 + "\nb\n")
     assert result.exit_code == 0
     assert "context holds 96; shorten it. (/clear starts a new chat)" in result.stderr
     assert result.stdout
@@ -196,7 +245,7 @@ def test_a_conversation_that_outgrows_the_context_goes_on(invoke: Invoke, random
 
 def test_a_model_without_a_template_cannot_chat(invoke: Invoke, scripted: Path) -> None:
     with pytest.raises(TokenizerError, match="no chat template"):
-        invoke("generate", scripted, "--chat", stdin="hello\n")
+        invoke("chat", scripted, stdin="hello\n")
 
 
 def test_a_rule_is_chosen_by_its_parameter_or_by_name(invoke: Invoke, random_model: Path) -> None:

@@ -138,7 +138,10 @@ def test_options_that_do_not_fit_are_refused(invoke: Invoke, random_model: Path,
         (("--model-id", "x"), "--model-id needs --format"),
         (("--format", "mt_bench"), "--format needs --output"),
         (("--format", "mt_bench", "--output", questions.parent / "o"), "have up to 2 turns"),
-        (("--format", "mt_bench", "--output", questions.parent / "o", "-n", 2), "one answer per question"),
+        (
+            ("--format", "mt_bench", "--output", questions.parent / "o", "--num-return-sequences", 2),
+            "one answer per question",
+        ),
     ):
         result = invoke(*command, *words)
         assert (result.exit_code, said in result.stderr) == (2, True), result.stderr

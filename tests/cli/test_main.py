@@ -95,7 +95,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def chatting(folder: Path, *words: str) -> subprocess.Popen[bytes]:
     pipe = subprocess.PIPE
-    return subprocess.Popen([*PROGRAM, "generate", str(folder), "--chat", *words], stdin=pipe, stdout=pipe, stderr=pipe)
+    return subprocess.Popen([*PROGRAM, "chat", str(folder), *words], stdin=pipe, stdout=pipe, stderr=pipe)
 
 
 @pytest.mark.slow
@@ -130,7 +130,6 @@ def test_a_closed_pipe_ends_quietly(random_model: Path) -> None:
         ("x <&-", 0, ""),
         ("<&-", 2, "standard input is closed"),
         ("- <&-", 2, "standard input is closed"),
-        ("--chat <&-", 2, "standard input is closed"),
         ("x >&-", 1, "Error: standard output is closed; redirect it to a file or to the null device."),
         ("x --json >&-", 1, "Error: standard output is closed"),
         ("--help >&-", 1, "Error: standard output is closed"),

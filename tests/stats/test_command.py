@@ -37,10 +37,10 @@ def test_prompts_come_from_arguments_lines_json_lines_or_standard_input(
     (tmp_path / "p.txt").write_bytes(b"abc\r\n\n  \nde\n")
     (tmp_path / "p.jsonl").write_text('"abc"\n{"prompt": "de", "id": 7}\n')
     wanted = invoke("stats", folder, "abc", "de", *SHORT, "-q").stdout
-    assert invoke("stats", folder, "--prompt-file", tmp_path / "p.txt", *SHORT, "-q").stdout == wanted
+    assert invoke("stats", folder, "--file", tmp_path / "p.txt", *SHORT, "-q").stdout == wanted
     assert invoke("stats", folder, "--prompts-jsonl", tmp_path / "p.jsonl", *SHORT, "-q").stdout == wanted
-    assert invoke("stats", folder, "--prompt-file", "-", *SHORT, "-q", stdin="abc\nde").stdout == wanted
-    one = invoke("stats", folder, "--prompt-file", "-", *SHORT, "-q", "--limit", 1, stdin="abc\nde").stdout
+    assert invoke("stats", folder, "--file", "-", *SHORT, "-q", stdin="abc\nde").stdout == wanted
+    one = invoke("stats", folder, "--file", "-", *SHORT, "-q", "--limit", 1, stdin="abc\nde").stdout
     assert "1 prompt, 4 steps" in one
 
 

@@ -50,7 +50,7 @@ prompt_file_options = option_group(
         type=click.Choice(("alpaca_eval", "mt_bench")),
         help="With --prompts-jsonl: read this benchmark's questions, and write --output in its format.",
     ),
-    click.option("--model-id", metavar="NAME", help="With --format: name of the model in --output.  [default: OUT]"),
+    click.option("--model-id", metavar="NAME", help="With --format: name of the model in --output.  [default: MODEL]"),
 )
 """--prompts-jsonl and the options that need it; `take_prompt_files` takes their values."""
 

@@ -122,11 +122,11 @@ def sampler(regime: Any, temperature: Any, **values: Any) -> None:
 
 
 @bench.command(name="decode", context_settings=CONTEXT)
-@click.argument("folder", metavar="OUT", type=_EXISTING_FOLDER)
+@click.argument("folder", metavar="MODEL", type=_EXISTING_FOLDER)
 @_prompt_tokens_option
 @click.option("--new-tokens", type=_TWO_OR_MORE, default=64, help="Tokens to generate.")
 @click.option(
-    "--transformers", metavar="MODEL_DIR", type=_EXISTING_FOLDER, help="The model that OUT was exported from."
+    "--transformers", metavar="MODEL_DIR", type=_EXISTING_FOLDER, help="The model that MODEL was exported from."
 )
 @click.option("--optimum", metavar="FOLDER", type=_EXISTING_FOLDER, help="The same model, exported by optimum.")
 @_python_option("--optimum-python", "optimum-onnx")
@@ -141,7 +141,7 @@ def sampler(regime: Any, temperature: Any, **values: Any) -> None:
 @_common_options(9, "each side")
 @_plot_option
 def decode(**values: Any) -> None:
-    """Time the decoding loop of the exported model in the folder OUT and of other libraries with the same weights.
+    """Time the decoding loop of the exported model in the folder MODEL and of other libraries with the same weights.
 
     Each side loads the model once, in its own process; then the sides take turns.
     """
@@ -151,7 +151,7 @@ def decode(**values: Any) -> None:
 
 
 @bench.command(name="serve", context_settings=CONTEXT)
-@click.argument("folder", metavar="OUT", type=_EXISTING_FOLDER)
+@click.argument("folder", metavar="MODEL", type=_EXISTING_FOLDER)
 @click.option(
     "--concurrency",
     type=_CommaSeparated(click.IntRange(min=1), name="numbers of callers"),
@@ -170,8 +170,8 @@ def decode(**values: Any) -> None:
 @_peers_option
 @_common_options(3, "the session")
 def serve(**values: Any) -> None:
-    """Time requests of many callers to the exported model in the folder OUT: through the engine, and by `generate` one
-    by one and in batches.
+    """Time requests of many callers to the exported model in the folder MODEL: through the engine, and by
+    `generate` one by one and in batches.
 
     Lengths have a log-normal distribution. The command also measures the engine's overhead, and the time to the first
     text while a long prompt is read and after a reused prefix.
@@ -182,7 +182,7 @@ def serve(**values: Any) -> None:
 
 
 @bench.command(name="rules", context_settings=CONTEXT)
-@click.argument("folders", metavar="OUT...", nargs=-1, required=True, type=_EXISTING_FOLDER)
+@click.argument("folders", metavar="MODEL...", nargs=-1, required=True, type=_EXISTING_FOLDER)
 @click.option(
     "--rules",
     metavar="RULE[=VALUE],...",
@@ -209,7 +209,7 @@ def serve(**values: Any) -> None:
 @_common_options(20, "the session")
 @_plot_option
 def bench_rules(rules: str, temperatures: str, **values: Any) -> None:
-    """Time a token of the exported models in the folders OUT under every sampling rule and temperature, and the
+    """Time a token of the exported models in the folders MODEL under every sampling rule and temperature, and the
     overhead of Top-W against the mean of the other rules.
 
     The rules share one process and session per model. A round visits every rule and temperature once, in random order.

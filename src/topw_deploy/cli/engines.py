@@ -1,4 +1,4 @@
-"""`topw build-engine OUT` and `topw plugins`: TensorRT engines, and the native libraries for GPUs."""
+"""`topw build-engine MODEL` and `topw plugins`: TensorRT engines, and the native libraries for GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from topw_deploy.text import binary_size, decimal_size
 
 
 @click.command(name="build-engine", context_settings=CONTEXT)
-@click.argument("out", type=PATH)
+@click.argument("out", metavar="MODEL", type=PATH)
 @click.option("--max-batch", type=COUNT, default=1, help="Maximum number of sequences per call.")
 @click.option(
     "--max-sequence",
@@ -48,9 +48,9 @@ from topw_deploy.text import binary_size, decimal_size
 @json_option
 @quiet_option
 def build_engine(out: Path, as_json: bool, quiet: bool, **values: Any) -> None:
-    """Build a TensorRT engine of OUT into OUT/engines, on the machine that will run it.
+    """Build a TensorRT engine of MODEL into MODEL/engines, on the machine that will run it.
 
-    OUT must be exported with --target tensorrt. An engine fits one GPU model and one TensorRT version, stated by the
+    MODEL must be exported with --target tensorrt. An engine fits one GPU model and one TensorRT version, stated by the
     stamp beside it. Run it with --provider tensorrt.
     """
     # Import late, for fast --help and usage errors.

@@ -192,13 +192,13 @@ def export_sampler(model: str | None, out: Path | None, **values: Any) -> None:
 
 
 @click.command(name="verify", context_settings=CONTEXT)
-@click.argument("out", type=PATH)
-@click.option("--source", metavar="MODEL", help="Model to compare with.  [default: the manifest's source]")
+@click.argument("out", metavar="MODEL", type=PATH)
+@click.option("--source", metavar="SOURCE", help="Model to compare with.  [default: the manifest's source]")
 @click.option("--hashes-only", is_flag=True, help="Compare the files with the manifest and run nothing.")
 @_trust_option
 @json_option
 def verify(out: Path, source: str | None, hashes_only: bool, trust_remote_code: bool, as_json: bool) -> None:
-    """Compare the files of OUT with its manifest, and its graph with the model it was exported from.
+    """Compare the files of MODEL with its manifest, and its graph with the model it was exported from.
 
     A check that cannot run here (no torch, the source is gone) is listed with the reason and does not fail.
     """
@@ -232,10 +232,10 @@ def verify(out: Path, source: str | None, hashes_only: bool, trust_remote_code: 
 
 
 @click.command(name="check", context_settings=CONTEXT)
-@click.argument("out", type=PATH)
+@click.argument("out", metavar="MODEL", type=PATH)
 @json_option
 def check(out: Path, as_json: bool) -> None:
-    """Ask TensorRT's own parser whether it takes the graph of the exported folder OUT, and which nodes it refuses.
+    """Ask TensorRT's own parser whether it takes the graph of the exported folder MODEL, and which nodes it refuses.
 
     Needs TensorRT, with the sampler's plugin if `topw plugins build --cuda` built it. Builds nothing. The exit code is
     1 if a node is refused.

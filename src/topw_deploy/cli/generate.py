@@ -1,12 +1,15 @@
-"""`topw generate`: continue a prompt or chat. Only generated text or JSON lines go to stdout."""
+"""`topw generate` and `topw chat`. Only generated text, echoed prompts and JSON lines go to stdout."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import stat
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,6 +21,7 @@ from topw_deploy.cli.options import (
     PATH,
     constraint_options,
     opening_options,
+    option_group,
     parameter_options,
     take_constraint,
     take_given,
@@ -25,109 +29,175 @@ from topw_deploy.cli.options import (
 )
 from topw_deploy.cli.prompts import user_messages
 from topw_deploy.cli.terminal import GeneratedText, read_source, say_json, tell
-from topw_deploy.errors import PromptError
+from topw_deploy.errors import ParameterError, PromptError
+from topw_deploy.sampling.parameters import unknown_name
 from topw_deploy.text import decode_text
 
 if TYPE_CHECKING:
     from topw_deploy.runtime import GenerationResult, Piece, TopWModel
 
-    Show: TypeAlias = Callable[[Iterator[Piece]], list[GenerationResult]]
+
+_CHAT_PARAMETERS = tuple(name for name in OPTION_PARAMETERS if name not in ("num_return_sequences", "logprobs"))
+_answer_options = option_group(
+    click.option("--system", metavar="TEXT", help="System message of the chat."),
+    click.option("--stats", is_flag=True, help="Print speed, kept tokens and the certified share to stderr."),
+    parameter_options(*_CHAT_PARAMETERS),
+    click.option("--greedy", is_flag=True, help="Always draw the likeliest token: --temperature 0."),
+    constraint_options,
+    click.option(
+        "--max-context",
+        type=COUNT,
+        help="Maximum number of tokens of prompt and answer together; also sizes the cache. Default: the model's "
+        "context.",
+    ),
+    click.option("--prefill-chunk", type=COUNT, help="Maximum number of prompt tokens per run; fewer save memory."),
+    opening_options,
+)
+"""The options of `topw generate` and `topw chat`; `_take_answer_options` takes most of their values."""
 
 
 @click.command(name="generate", context_settings=CONTEXT)
-@click.argument("folder", metavar="OUT", type=PATH)
-@click.argument("prompt", required=False)
-@click.option("--prompt-file", type=PATH, help="Read the prompt from a file (UTF-8).")
+@click.argument("words", metavar="MODEL [PROMPT]", nargs=-1)
+@click.option("-m", "--model", metavar="MODEL", help="MODEL, given as an option.")
+@click.option("-p", "--prompt", metavar="TEXT", help="PROMPT, given as an option.")
+@click.option("-f", "--file", "prompt_file", type=PATH, help="Read the prompt from a file (UTF-8).")
 @prompt_file_options
-@click.option("--chat", is_flag=True, help="Use the chat template: answer PROMPT, or start a conversation without one.")
-@click.option("--system", metavar="TEXT", help="System message of the chat.")
+@click.option("--chat", is_flag=True, help="Use the chat template: answer PROMPT.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per sequence, each on a line.")
-@click.option("--stats", is_flag=True, help="Print speed, kept tokens and the certified share to stderr.")
 @click.option("--stream/--no-stream", default=True, help="Print text as it is generated, or at the end.")
-@parameter_options(*OPTION_PARAMETERS)
-@constraint_options
-@click.option(
-    "--max-context",
-    type=COUNT,
-    help="Maximum number of tokens of prompt and answer together; also sizes the cache. Default: the model's context.",
-)
-@click.option("--prefill-chunk", type=COUNT, help="Maximum number of prompt tokens per run; fewer save memory.")
-@opening_options
+@parameter_options("num_return_sequences", "logprobs")
+@click.option("--echo/--no-echo", default=None, help="Print the prompt before each text.  [default: on a terminal]")
+@_answer_options
 def generate(
-    folder: Path,
+    words: tuple[str, ...],
+    model: str | None,
     prompt: str | None,
     prompt_file: Path | None,
     chat: bool,
-    system: str | None,
     as_json: bool,
-    stats: bool,
     stream: bool,
-    **parameters: Any,
+    echo: bool | None,
+    system: str | None,
+    stats: bool,
+    **options: Any,
 ) -> None:
-    """Continue PROMPT with the exported model in the folder OUT.
+    """Continue PROMPT with the exported model in the folder MODEL. `topw run` is the same command.
 
-    PROMPT may be - for standard input, which is also read when it is not a terminal and no prompt is given. One line
-    break at the end of a file or of standard input is ignored.
+    Text that is piped to standard input comes before PROMPT, or is the prompt if none is given. PROMPT may also be -
+    for standard input. One line break at the end of a file or of standard input is ignored.
 
     With --prompts-jsonl, each line of the file is a JSON string, or an object with "prompt", "prompt_ids" or
     "messages", an "id" and parameters for this prompt. One JSON object per sequence is written, in the order of the
     prompts. A prompt that fails gets a line with "error", and the exit code is then 1.
     """
+    folder, prompt = _model_and_prompt(words, model, prompt)
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat.")
-    files = take_prompt_files(parameters)
+    files = take_prompt_files(options)
     if files is not None and (prompt is not None or prompt_file is not None):
-        raise click.UsageError("give only one of PROMPT, --prompt-file and --prompts-jsonl.")
-    text = _read_prompt(prompt, prompt_file, optional=chat) if files is None else None
-    max_context, prefill_chunk = parameters.pop("max_context"), parameters.pop("prefill_chunk")
-    opening = {**take_opening(parameters), "max_length": max_context, "prefill_chunk": prefill_chunk}
-    generation = take_constraint(parameters) | take_given(parameters, OPTION_PARAMETERS)
-    if "logit_bias" in generation:
-        generation["logit_bias"] = _parse_biases(generation["logit_bias"])
+        raise click.UsageError("give only one of PROMPT, --file and --prompts-jsonl.")
+    text = _read_prompt(prompt, prompt_file) if files is None else ""
+    opening, generation = _take_answer_options(options)
     if "logprobs" in generation and not (as_json or files is not None):
         raise click.UsageError("--logprobs needs --json, which shows them.")
-
-    def open_model() -> TopWModel:
-        from topw_deploy.runtime import TopWModel  # late, for a fast `topw generate --help`
-
-        return TopWModel.from_pretrained(folder, **opening)
-
     if files is not None:
-        answer_file(
-            open_model,
-            Run(**files, parameters=generation, chat=chat, system=system, max_context=max_context, stats=stats),
-        )
+        limit = opening["max_length"]
+        run = Run(**files, parameters=generation, chat=chat, system=system, max_context=limit, stats=stats)
+        answer_file(lambda: _open_model(folder, opening), run)
         return
-    with open_model() as model:
-        show: Show = _show_json_lines if as_json else _show_streamed if stream else _show_at_end
-        if not chat:
-            results = show(model.stream(text, **generation))
-        elif text is not None:
-            results = show(model.stream_chat(user_messages(system, text), **generation))
+    echo = (not chat and sys.stdout.isatty()) if echo is None else echo
+    with _open_model(folder, opening) as opened:
+        if chat:
+            pieces = opened.stream_chat(user_messages(system, text), **generation)
         else:
-            _converse(model, system, generation, show, stats)
-            return
+            pieces = opened.stream(text, **generation)
+        if as_json:
+            results = _show_json_lines(pieces)
+        else:
+            several = generation.get("num_return_sequences", 1)
+            results = _show_text(pieces if stream else iter(list(pieces)), several, text if echo else "")
         if stats:
             _report_stats(results)
 
 
-def _read_prompt(prompt: str | None, prompt_file: Path | None, *, optional: bool) -> str | None:
-    """The prompt, from the argument, the file or stdin; None if it is optional and not given.
+@click.command(name="chat", context_settings=CONTEXT)
+@click.argument("folder", metavar="MODEL", type=PATH)
+@_answer_options
+def chat(folder: Path, system: str | None, stats: bool, **options: Any) -> None:
+    """Chat with the exported model in the folder MODEL, which needs a chat template.
 
-    One line break at its end is dropped, unless it is the argument. Raises UsageError for two prompts and, unless
-    `optional`, for none, PromptError for an unreadable file.
+    Each line of standard input is a message, or a command: /help lists them. Ctrl-C stops an answer; Ctrl-D or /exit
+    ends the chat.
+    """
+    opening, generation = _take_answer_options(options)
+    with _open_model(folder, opening) as model:
+        _Conversation(model, system, generation, stats).run()
+
+
+def _take_answer_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Take the values of `_answer_options`. Returns keywords of `TopWModel.from_pretrained` and of `generate`."""
+    limits = {"max_length": options.pop("max_context"), "prefill_chunk": options.pop("prefill_chunk")}
+    opening, greedy = {**take_opening(options), **limits}, options.pop("greedy")
+    generation = take_constraint(options) | take_given(options, [name for name in OPTION_PARAMETERS if name in options])
+    if "logit_bias" in generation:
+        generation["logit_bias"] = _parse_biases(generation["logit_bias"])
+    if greedy and "temperature" in generation:
+        raise click.UsageError("give --greedy or --temperature, not both.")
+    return opening, generation | ({"temperature": 0.0} if greedy else {})
+
+
+def _open_model(folder: Path, opening: dict[str, Any]) -> TopWModel:
+    from topw_deploy.runtime import TopWModel  # late, for a fast `topw generate --help`
+
+    return TopWModel.from_pretrained(folder, **opening)
+
+
+def _model_and_prompt(words: tuple[str, ...], model: str | None, prompt: str | None) -> tuple[Path, str | None]:
+    """MODEL and PROMPT, which may be arguments or options. Raises UsageError for no model and for other words."""
+    rest = list(words)
+    if model is None:
+        if not rest:
+            raise click.UsageError("Missing argument 'MODEL'.")
+        model = rest.pop(0)
+    if rest and prompt is not None:
+        raise click.UsageError("PROMPT is given twice, as an argument and as an option.")
+    if len(rest) > 1:
+        raise click.UsageError(f"the prompt is given as {len(rest)} words; put it in quotes: {' '.join(rest)!r:.60}")
+    return Path(model), rest[0] if rest else prompt
+
+
+def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """The prompt, from the argument, the file and stdin: text that is piped to stdin comes before the argument.
+
+    One line break at the end of a file and of stdin is dropped. Raises UsageError for two prompts and for none,
+    PromptError for an unreadable file.
     """
     if prompt is not None and prompt_file is not None:
-        raise click.UsageError("give PROMPT or --prompt-file, not both.")
-    if prompt not in (None, "-"):
-        return prompt
-    if prompt is None and prompt_file is None and sys.stdin is not None:
-        if optional:
-            return None
-        if sys.stdin.isatty():
-            raise click.UsageError("give PROMPT, --prompt-file, or text on standard input.")
-    data, where = read_source(prompt_file or Path("-"))
+        raise click.UsageError("give PROMPT or --file, not both.")
+    if prompt_file is not None:
+        return _read_text(prompt_file)
+    if prompt is None and sys.stdin is not None and sys.stdin.isatty():
+        raise click.UsageError("give PROMPT, --file, or text on standard input.")
+    if prompt in (None, "-"):
+        return _read_text(Path("-"))
+    piped = _read_text(Path("-")) if _is_piped() else ""
+    return f"{piped}\n{prompt}" if piped else str(prompt)
+
+
+def _read_text(path: Path) -> str:
+    data, where = read_source(path)
     return decode_text(data, where).removesuffix("\n").removesuffix("\r")
+
+
+def _is_piped() -> bool:
+    """Whether stdin is a pipe or a file, which end, and not a terminal, a socket or a device."""
+    if sys.stdin is None:
+        return False
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except OSError:  # a stream in memory
+        return True
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
 def _parse_biases(items: tuple[str, ...]) -> dict[int, float]:
@@ -142,28 +212,36 @@ def _parse_biases(items: tuple[str, ...]) -> dict[int, float]:
     return biases
 
 
-def _show_streamed(pieces: Iterator[Piece]) -> list[GenerationResult]:
-    """Print texts as they are generated. Texts of later sequences wait until the sequence before them has ended."""
+def _show_text(pieces: Iterator[Piece], sequences: int, prompt: str = "") -> list[GenerationResult]:
+    """Print texts as they are generated. Texts of later sequences wait until the sequence before them has ended.
+
+    sequences: number of sequences. Several are announced on stderr.
+    prompt: text to print before each.
+    """
     results: dict[int, GenerationResult] = {}
     waiting: dict[int, str] = {}
-    printed = 0  # the sequence that is being printed
+    shown = 0  # the sequence that is being printed
     text = GeneratedText()
+
+    def begin() -> None:
+        if sequences > 1:
+            tell(f"--- text {shown + 1} of {sequences}")
+        text.add(prompt, dim=True)
+
+    begin()
     for piece in pieces:
         waiting[piece.row] = waiting.get(piece.row, "") + piece.text
         if piece.result is not None:
             results[piece.row] = piece.result
         while True:
-            text.add(waiting.pop(printed, ""))
-            if printed not in results:
+            text.add(waiting.pop(shown, ""))
+            if shown not in results:
                 break
             text.end()
-            printed += 1
+            shown += 1
+            if shown < sequences:
+                begin()
     return [results[row] for row in sorted(results)]
-
-
-def _show_at_end(pieces: Iterator[Piece]) -> list[GenerationResult]:
-    """Print all texts when they are complete."""
-    return _show_streamed(iter(list(pieces)))
 
 
 def _show_json_lines(pieces: Iterator[Piece]) -> list[GenerationResult]:
@@ -188,28 +266,110 @@ def _report_stats(results: list[GenerationResult]) -> None:
         )
 
 
-def _converse(model: TopWModel, system: str | None, generation: dict[str, Any], show: Show, stats: bool) -> None:
-    """Chat until stdin ends. The line /clear starts a new chat."""
-    history: list[dict[str, str]] = []
-    model.apply_chat_template(user_messages(system, "Hello"))  # refuses a model without a template
-    if sys.stdin.isatty():
-        tell("Ctrl-D ends the chat, /clear starts a new one.")
-    while True:
-        if sys.stdin.isatty():
+_COMMANDS = {
+    "/clear": "start a new chat",
+    "/again": "answer the last message again",
+    "/system TEXT": "start a new chat with this system message",
+    "/set NAME VALUE": "set a parameter, such as temperature 1.5; without VALUE, back to the default",
+    "/help": "show this list",
+    "/exit": "end the chat; so does Ctrl-D",
+}
+
+
+class _Conversation:
+    """A chat with a person or over a pipe.
+
+    messages: the chat so far, without the system message.
+    """
+
+    def __init__(self, model: TopWModel, system: str | None, generation: dict[str, Any], stats: bool) -> None:
+        self._model, self._system, self._stats = model, system, stats
+        self._generation = generation
+        self._is_terminal = sys.stdin is not None and sys.stdin.isatty()
+        self.messages: list[dict[str, str]] = []
+
+    def run(self) -> None:
+        """Answer the lines of stdin until it ends. Raises TokenizerError for a model without a chat template."""
+        self._model.apply_chat_template(user_messages(self._system, "Hello"))
+        if self._is_terminal:
+            tell("Type a message, or /help.")
+        while (line := self._next_line()) is not None:
+            command, _, rest = line.partition(" ")
+            if command in ("/exit", "/quit", "/bye"):
+                return
+            try:
+                if line.startswith("/"):
+                    self._obey(command, rest.strip())
+                elif line:
+                    self._answer(line)
+            except (ParameterError, PromptError) as error:
+                tell(f"{error} (/clear starts a new chat)" if isinstance(error, PromptError) else str(error))
+
+    def _next_line(self) -> str | None:
+        """The next line of stdin, without its line break; None at its end."""
+        if self._is_terminal and sys.stdout.isatty():
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401  # the arrow keys edit the line and recall earlier ones
+            try:
+                return input("> ")
+            except EOFError:
+                tell("")
+                return None
+        if sys.stdin is None:
+            raise click.UsageError("standard input is closed; a chat reads its messages there.")
+        if self._is_terminal:
             tell("> ", end="")
         line = sys.stdin.buffer.readline()
-        if not line:
-            return
-        text = decode_text(line, "standard input").rstrip("\r\n")
-        if text == "/clear":
-            history.clear()
-        elif text:
-            messages = [*history, *user_messages(system if not history else None, text)]
-            try:
-                results = show(model.stream_chat(messages, **generation))
-            except PromptError as error:
-                tell(f"{error} (/clear starts a new chat)")
-                continue
-            if stats:
+        return decode_text(line, "standard input").rstrip("\r\n") if line else None
+
+    def _obey(self, command: str, rest: str) -> None:
+        if command == "/clear":
+            self.messages.clear()
+        elif command == "/again" and len(self.messages) > 1:
+            *self.messages, question, _ = self.messages
+            self._answer(question["content"])
+        elif command == "/system":
+            self._system = rest or None
+            self.messages.clear()
+        elif command == "/set" and rest:
+            name, value = _named_value(rest)
+            self._generation.pop(name, None)
+            self._generation |= {} if value is None else {name: value}
+        else:
+            width = max(map(len, _COMMANDS))
+            tell(*(f"{each.ljust(width)}  {text}" for each, text in _COMMANDS.items()))
+
+    def _answer(self, text: str) -> None:
+        """Print the answer to a message. On a terminal, Ctrl-C stops it."""
+        parts: list[str] = []
+
+        def noted(pieces: Iterator[Piece]) -> Iterator[Piece]:
+            for piece in pieces:
+                parts.append(piece.text)
+                yield piece
+
+        messages = [*self.messages, {"role": "user", "content": text}]
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        pieces = self._model.stream_chat([*system, *messages], **self._generation)
+        try:
+            results = _show_text(noted(pieces), 1)
+            if self._stats:
                 _report_stats(results)
-            history = [*messages, {"role": "assistant", "content": results[0].text}]
+        except KeyboardInterrupt:
+            if not self._is_terminal:
+                raise
+            tell("", "(stopped)")
+        self.messages = [*messages, {"role": "assistant", "content": "".join(parts)}]
+
+
+def _named_value(text: str) -> tuple[str, Any]:
+    """A parameter and its value from "NAME VALUE"; the value is None if there is none. Raises ParameterError."""
+    from topw_deploy.runtime.parameters import ALIASES
+    from topw_deploy.runtime.rule_settings import parse_value
+
+    name, _, value = text.replace("=", " ", 1).partition(" ")
+    name = name.replace("-", "_")
+    name = ALIASES.get(name, name)
+    if name not in _CHAT_PARAMETERS:
+        raise unknown_name(name, _CHAT_PARAMETERS)
+    return name, parse_value(name, value.strip()) if value.strip() else None

@@ -25,10 +25,10 @@ _CACHE_FORMS = {
 
 
 @click.command(name="inspect", context_settings=CONTEXT)
-@click.argument("folder", metavar="OUT", type=PATH)
+@click.argument("folder", metavar="MODEL", type=PATH)
 @json_option
 def inspect(folder: Path, as_json: bool) -> None:
-    """Show the manifest, parameters, graph and engines of the exported folder OUT.
+    """Show the manifest, parameters, graph and engines of the exported folder MODEL.
 
     Names and sizes of its files are checked; `topw verify` also checks their contents.
     """

@@ -33,10 +33,14 @@ from topw_deploy.text import count_text
 
 
 @click.command(name="stats", context_settings=CONTEXT, epilog=NEEDS_EXPORT)
-@click.argument("folder", metavar="OUT", type=PATH)
+@click.argument("folder", metavar="MODEL", type=PATH)
 @click.argument("prompts", metavar="[PROMPT]...", nargs=-1)
 @click.option(
-    "--prompt-file", type=PATH_OR_STREAM, help="Read prompts from a file (UTF-8, one per line); - is standard input."
+    "-f",
+    "--file",
+    "prompt_file",
+    type=PATH_OR_STREAM,
+    help="Read prompts from a file (UTF-8, one per line); - is standard input.",
 )
 @click.option(
     "--prompts-jsonl", type=PATH_OR_STREAM, help='Read prompts from JSON lines: "text" or {"prompt": "text"}.'
@@ -72,9 +76,9 @@ from topw_deploy.text import count_text
 @click.option("--plot", type=FILE, help="Draw the report as .png, .svg or .pdf.")
 @quiet_option
 def stats(folder: Path, prompts: tuple[str, ...], json_file: Path | None, plot: Path | None, **values: Any) -> None:
-    """Generate from prompts with the exported model in the folder OUT and report what Top-W, or another rule, did.
+    """Generate from prompts with the exported model in the folder MODEL and report what Top-W, or another rule, did.
 
-    Give prompts as PROMPT, --prompt-file or --prompts-jsonl. The report shows how many steps were certified, the sizes,
+    Give prompts as PROMPT, --file or --prompts-jsonl. The report shows how many steps were certified, the sizes,
     mass and entropy of the kept sets by position, how often token geometry changed a set (compared with geom_scale 0 at
     the same logits), and which tokens it kept or dropped. The text is what `topw generate` produces for the seed.
 
@@ -136,7 +140,7 @@ def stats(folder: Path, prompts: tuple[str, ...], json_file: Path | None, plot: 
 def _stats_prompts(given: tuple[str, ...], lines: Path | None, json_lines: Path | None) -> list[tuple[str, str]]:
     """The prompts of the command line, each with its place. Raises UsageError unless they are given in one way."""
     if sum((bool(given), lines is not None, json_lines is not None)) != 1:
-        raise click.UsageError("give prompts in one way: PROMPT, --prompt-file or --prompts-jsonl.")
+        raise click.UsageError("give prompts in one way: PROMPT, --file or --prompts-jsonl.")
     if given:
         return [(text, f"prompt {number}") for number, text in enumerate(given, 1)]
     found = read_text_lines(*read_source(lines)) if lines is not None else []
@@ -154,7 +158,7 @@ DEFAULT_RULES = "top_w,min_p,top_p,top_h,top_k,none"
 @click.command(
     name="compare", context_settings=CONTEXT, epilog="Needs the extra [compare]; an error shows how to install it."
 )
-@click.argument("folder", metavar="OUT", type=PATH)
+@click.argument("folder", metavar="MODEL", type=PATH)
 @click.option(
     "--prompts",
     required=True,
@@ -193,7 +197,7 @@ DEFAULT_RULES = "top_w,min_p,top_p,top_h,top_k,none"
 )
 @quiet_option
 def compare(folder: Path, prompts: Path, json_file: Path | None, html_file: Path | None, **values: Any) -> None:
-    """Generate from the exported model in the folder OUT with each rule in --rules, and compare the texts.
+    """Generate from the exported model in the folder MODEL with each rule in --rules, and compare the texts.
 
     Every rule draws with the same random numbers at every temperature. The report shows perplexity under the model,
     distinct n-grams, self-BLEU, repetition, kept tokens, their probability mass, the certified share and speed.
@@ -244,7 +248,7 @@ def lm_eval(arguments: tuple[str, ...]) -> None:
     """Run lm-evaluation-harness on an exported model: `lm_eval ARGUMENT...` with the model class topw_deploy.
 
     \b
-    topw lm-eval --model_args path=OUT,temperature=1.5 --tasks gsm8k_cot
+    topw lm-eval --model_args path=MODEL,temperature=1.5 --tasks gsm8k_cot
 
     The default is --model topw_deploy. See docs/guide/evaluation.md for --model_args, and `topw lm-eval run --help` for
     the harness's own options.

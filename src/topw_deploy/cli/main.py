@@ -31,7 +31,8 @@ COMMANDS = {
     "export-sampler": ("export", "Export the sampler alone, for logits from elsewhere. (needs [export])"),
     "check": ("export", "Ask TensorRT's parser which nodes of an exported model it takes."),
     "build-engine": ("engines", "Build a TensorRT engine of an exported model, for this machine."),
-    "generate": ("generate", "Generate text with an exported model."),
+    "generate": ("generate", "Generate text with an exported model; also called `run`."),
+    "chat": ("generate", "Chat with an exported model."),
     "serve": ("serve", "Serve exported models over HTTP, with the endpoints of OpenAI's API. (needs [serve])"),
     "triton": ("serve", "Add an exported model to a model repository of NVIDIA's Triton Inference Server."),
     "web": ("serve", "Write a static site that runs an exported model in the browser."),
@@ -45,6 +46,8 @@ COMMANDS = {
     "doctor": ("doctor", "Show versions, providers and missing parts."),
 }
 """Command -> (its module in `topw_deploy.cli`, its line in `topw --help`). The function has the command's name."""
+
+_ALIASES = {"run": "generate"}
 
 _EXTRAS_NOTE = "[export] is the extra with torch and onnx; if it is missing, `topw doctor` shows how to install it."
 
@@ -61,7 +64,8 @@ class _LazyGroup(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return _load_command(cmd_name) if cmd_name in COMMANDS else None
+        name = _ALIASES.get(cmd_name, cmd_name)
+        return _load_command(name) if name in COMMANDS else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -59,6 +59,9 @@ def _parse_beta(text: str) -> float | str:
 SIZE = Parsed("size", parse_size)
 """Bytes, as a number or as 500MB, 2GB or 2GiB."""
 
+_SHORT_FLAGS: dict[str, tuple[str, ...]] = {"max_new_tokens": ("-n",), "temperature": ("--temp",)}
+"""Parameter -> flags of other tools beside those of its names."""
+
 _SETTINGS: dict[str, dict[str, Any]] = {
     "beta": {"type": Parsed("float|a+b*t", _parse_beta)},
     "stop_strings": {"metavar": "TEXT", "multiple": True},
@@ -91,8 +94,8 @@ def parameter_options(*names: str) -> Callable[[Command], Command]:
 
 def _parameter_option(name: str) -> Callable[[Command], Command]:
     parameter = PARAMETERS[name]
-    spellings = [name, *(alias for alias, ours in ALIASES.items() if ours == name)]
-    flags = [f"-{each}" if len(each) == 1 else flag_of(each) for each in spellings]
+    spellings = [name, *(alias for alias, ours in ALIASES.items() if ours == name and len(alias) > 1)]
+    flags = [*map(flag_of, spellings), *_SHORT_FLAGS.get(name, ())]
     kind = click.Choice(parameter.choices) if parameter.choices else parameter.kind
     settings: dict[str, Any] = {"is_flag": True} if kind is bool else {"type": kind}
     default = "" if parameter.default in (None, (), {}, False) else f"  [default: {parameter.default:g}]"
@@ -203,7 +206,7 @@ quantisation_options = option_group(
 """The options for int4 and int8, with the names of onnxruntime's tools. Their default is None."""
 
 opening_options = option_group(
-    click.option("--provider", default="auto", help="Execution provider: auto, cpu, cuda, tensorrt, ..."),
+    click.option("--provider", "--device", default="auto", help="Execution provider: auto, cpu, cuda, tensorrt, ..."),
     click.option("--threads", type=click.IntRange(min=0), help="Threads of one operator; 0 lets onnxruntime choose."),
     click.option(
         "--sampler",

@@ -44,7 +44,7 @@ _SERVER_NAMES = ("host", "port", "uds", "max_connections", "verbose")
 
 
 @click.command(name="serve", context_settings=CONTEXT)
-@click.argument("folders", metavar="OUT...", nargs=-1, required=True, type=PATH)
+@click.argument("folders", metavar="MODEL...", nargs=-1, required=True, type=PATH)
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="Port to listen on; 0: any free one.")
 @click.option("--uds", type=PATH, help="Listen on this Unix socket instead; only its owner can connect.")
@@ -52,7 +52,7 @@ _SERVER_NAMES = ("host", "port", "uds", "max_connections", "verbose")
     "--served-model-name",
     metavar="NAME",
     multiple=True,
-    help="Name of a model in requests, one per OUT.  [default: the folder's name]",
+    help="Name of a model in requests, one per MODEL.  [default: the folder's name]",
 )
 @click.option("--api-key", metavar="KEY", multiple=True, help="Accept only requests with this key. Repeatable.")
 @click.option(
@@ -92,7 +92,7 @@ _SERVER_NAMES = ("host", "port", "uds", "max_connections", "verbose")
 def serve(folders: tuple[Path, ...], served_model_name: tuple[str, ...], log_format: str, **options: Any) -> None:
     """Serve exported models over HTTP, with the endpoints of OpenAI's API.
 
-    A request names one of the models in the folders OUT. Logs go to stderr, without prompts. After SIGTERM, running
+    A request names one of the models in the folders MODEL. Logs go to stderr, without prompts. After SIGTERM, running
     requests are finished. See docs/guide/serve.md.
     """
     from topw_deploy import install
@@ -124,14 +124,14 @@ def _models_by_name(folders: tuple[Path, ...], names: tuple[str, ...]) -> dict[s
 
 
 @click.command(name="triton", context_settings=CONTEXT)
-@click.argument("folder", metavar="OUT", type=PATH)
+@click.argument("folder", metavar="MODEL", type=PATH)
 @click.argument("repository", metavar="REPOSITORY", type=PATH)
 @click.option("--name", help="Name of the model in Triton.  [default: the folder's name]")
 @_engine_options
 @opening_options
 @click.option("--hard-link", is_flag=True, help="Hard-link the export's files instead of copying them.")
 def triton(folder: Path, repository: Path, name: str | None, hard_link: bool, **options: Any) -> None:
-    """Add the exported model in the folder OUT to a model REPOSITORY of NVIDIA's Triton Inference Server.
+    """Add the exported model in the folder MODEL to a model REPOSITORY of NVIDIA's Triton Inference Server.
 
     The model runs in an engine in Triton's Python backend and streams its text. See docs/guide/scale.md.
     """
@@ -143,7 +143,7 @@ def triton(folder: Path, repository: Path, name: str | None, hard_link: bool, **
 
 
 @click.command(name="web", context_settings=CONTEXT)
-@click.argument("model", metavar="OUT", type=PATH)
+@click.argument("model", metavar="MODEL", type=PATH)
 @click.argument("output", metavar="SITE", type=PATH)
 @click.option(
     "--runtime",
@@ -157,7 +157,7 @@ def triton(folder: Path, repository: Path, name: str | None, hard_link: bool, **
 @force_option
 @json_option
 def web(model: Path, output: Path, as_json: bool, **options: Any) -> None:
-    """Write the folder SITE: a page that runs the exported folder OUT in the browser, without a server.
+    """Write the folder SITE: a page that runs the exported folder MODEL in the browser, without a server.
 
     onnxruntime-web runs the graph on the CPU, and the function in the file is the sampler. The same seed gives the
     tokens that Python draws, except where rounding decides.

@@ -52,14 +52,15 @@ class GeneratedText:
         self._escapes = sys.stdout.isatty()
         self._held = ""  # a CR that may be the first half of CR LF
 
-    def add(self, text: str) -> None:
-        """Write the next part of a sequence's text."""
+    def add(self, text: str, *, dim: bool = False) -> None:
+        """Write the next part of a sequence's text. dim: write it dimmed on a terminal."""
         if not self._escapes:
             write(text)
             return
         text = (self._held + text).replace("\r\n", "\n")
         self._held = "\r" if text.endswith("\r") else ""
-        write(printable(text.removesuffix("\r"), keep="\n\t"))
+        shown = printable(text.removesuffix("\r"), keep="\n\t")
+        write(click.style(shown, dim=True) if dim and shown and "NO_COLOR" not in os.environ else shown)
 
     def end(self) -> None:
         """End the line of the sequence."""
