@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 import sys
 import types
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from topw_deploy.manifest import (
     load_decoder_manifest,
     save_manifest,
 )
+from topw_deploy.plugins import library
 
 
 def test_inspect_shows_what_the_folder_holds(invoke: Invoke, random_model: Path) -> None:
@@ -157,6 +159,31 @@ def test_doctor_says_whether_engines_can_run(invoke: Invoke, monkeypatch: pytest
     (line,) = (line for line in invoke("doctor").stdout.splitlines() if line.startswith("TensorRT: "))
     assert line.startswith("TensorRT: none: TensorRT's Python module cannot be imported (tensorrt: ")
     assert line.endswith(install.install_command("tensorrt"))
+
+
+def fatbin(*entries: tuple[int, int]) -> bytes:
+    """A fatbin with an empty entry of each (kind, architecture)."""
+    body = b"".join(struct.pack("<HHIQIIHHI", kind, 0x101, 64, 8, 0, 0, 0, 0, number) + b"." * 40
+                    for kind, number in entries)  # fmt: skip
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
+
+
+@pytest.mark.parametrize(("architecture", "runs"), [(87, False), (89, True), (110, False), (121, True)])
+def test_doctor_reports_a_gpu_for_which_the_provider_has_no_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, architecture: int, runs: bool
+) -> None:
+    """The code of the index's wheel for aarch64, between other bytes."""
+    library_file = tmp_path / "provider.so"
+    library_file.write_bytes(b"x" * 9 + fatbin((2, 89), (2, 90)) + b"y" * 5 + fatbin((2, 120), (2, 121)))
+    monkeypatch.setattr(doctor, "_CUDA_PROVIDER", str(library_file))
+    driver = library.Driver("13.2", (library.Device("A GPU", architecture),), "")
+    monkeypatch.setattr(library, "query_driver", lambda: driver)
+    problems = [what for what, _ in doctor.diagnose()["problems"]]
+    missing = "onnxruntime's CUDA provider has code for sm_89 sm_90 sm_120 sm_121, but none for A GPU"
+    assert problems == ([] if runs else [f"{missing} (sm_{architecture})"])
+    assert library.read_gpu_code(library_file).code == {89, 90, 120, 121}
+    library_file.write_bytes(fatbin((1, 80))[:-1])
+    assert library.read_gpu_code(library_file).ptx == {80}
 
 
 def test_doctor_reports_two_wheels_that_overwrite_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,6 +142,8 @@ def test_a_library_runs_on_gpus_that_have_its_code_or_can_compile_its_ptx() -> N
     assert served == {75, 80, 86, 89, 90, 100, 110, 121}  # a Jetson (87) runs only its own code
     found.architectures = (87, 120)
     assert [found.can_run_on(number) for number in (87, 89, 110, 120, 121)] == [True, False, False, True, True]
+    without_ptx = library.GpuCode(frozenset({80, 89, 90}), frozenset())
+    assert [without_ptx.runs_on(number) for number in (86, 87, 90, 100, 110)] == [True, False, True, False, False]
 
 
 FAKE_DRIVER = """

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import platform
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import click
@@ -31,6 +33,8 @@ ONNXRUNTIME_WHEELS = (
 
 ENGINE_PACKAGES = ("tensorrt", "cuda-python")
 """Packages that run TensorRT engines. They are shown only if they are installed."""
+
+_CUDA_PROVIDER = "libonnxruntime_providers_cuda.so"
 
 # An ONNX model with one Identity node (IR version 8, opset 17).
 _PROBE_MODEL = "CAgSADo3ChAKAXgSAXkiCElkZW50aXR5EgFwWg8KAXgSCgoICAESBAoCCAFiDwoBeRIKCggIARIECgIIAUIECgAQEQ=="
@@ -110,12 +114,30 @@ def _diagnose_onnxruntime() -> tuple[dict[str, Any], list[Fault]]:
     if not starts and preferred != "cpu":
         what = f"{preferred} is built in but does not start: {states[preferred]}"
         problems.append((what, install.install_command("gpu")))
+    provider = Path(ort.__file__).with_name("capi") / _CUDA_PROVIDER
+    problems += _gpus_without_code(provider, library.query_driver().devices)
     found, native_state = native.operator_library(providers.CPU, "")
     if found is not None:
         state = _provider_state(ort, providers.CPU, str(found.path))
         native_state = "works" if state == "starts" else state
     used = preferred if starts else "cpu"
     return {"providers": states, "would_use": used, "native_sampler": native_state}, problems
+
+
+def _gpus_without_code(provider: Path, devices: Sequence[library.Device]) -> list[Fault]:
+    """The GPUs for which onnxruntime's CUDA provider has no code: it starts, and fails at the first kernel."""
+    code = library.read_gpu_code(provider) if devices and provider.is_file() else None
+    if code is None or not (code.code or code.ptx):
+        return []
+    names = " ".join(f"sm_{number}" for number in sorted(code.code)) + (" and PTX" if code.ptx else "")
+    return [
+        (
+            f"onnxruntime's CUDA provider has code for {names}, but none for {device.name} (sm_{device.architecture})",
+            "topw-export MODEL OUT --target tensorrt && topw build-engine OUT  # or --provider cpu",
+        )
+        for device in devices
+        if not code.runs_on(device.architecture)
+    ]
 
 
 def _provider_state(ort: Any, name: str, operators: str = "") -> str:

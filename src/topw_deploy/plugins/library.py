@@ -7,8 +7,10 @@ TOPW_NATIVE_LIBRARY and TOPW_CUDA_LIBRARY. They never come from a model's folder
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import re
+import struct
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -134,15 +136,8 @@ class CudaLibrary(Library):
         return int(self._devices())
 
     def can_run_on(self, architecture: int) -> bool:
-        """Whether the library has code or PTX for a GPU of this architecture.
-
-        A GPU also runs code for older architectures of its generation, except that Jetsons run only their own, and no
-        other GPU runs theirs.
-        """
-        if architecture in self.architectures or architecture >= self.architectures[-1]:
-            return True
-        older = [n for n in self.architectures if n // 10 == architecture // 10 and n < architecture]
-        return architecture not in _JETSON and bool(set(older) - _JETSON)
+        """Whether the library has code or PTX for a GPU of this architecture."""
+        return GpuCode(frozenset(self.architectures), frozenset(self.architectures[-1:])).runs_on(architecture)
 
 
 _loaded: dict[Path, Library] = {}
@@ -179,7 +174,48 @@ def hide_operators() -> Iterator[None]:
             library.set_visible(True)
 
 
-# ---- the driver, its GPUs, and the names of architectures
+# ---- the architectures of GPU code, the driver and its GPUs
+
+_FATBIN = struct.pack("<IHH", 0xBA55ED50, 1, 16)  # magic number, version, size of the header
+_FATBIN_PTX, _FATBIN_CODE = 1, 2  # kinds of a fatbin's entries
+_ARCHITECTURE_AT = 28  # bytes behind the start of an entry
+
+
+@dataclass(frozen=True)
+class GpuCode:
+    """The architectures for which a library has machine code and PTX; 87 for sm_87."""
+
+    code: frozenset[int]
+    ptx: frozenset[int]
+
+    def runs_on(self, architecture: int) -> bool:
+        """Whether a GPU of this architecture can run the library.
+
+        A driver compiles PTX for all later architectures. A GPU also runs code for older architectures of its
+        generation, except that Jetsons run only their own, and no other GPU runs theirs.
+        """
+        if architecture in self.code or any(architecture >= number for number in self.ptx):
+            return True
+        older = {number for number in self.code if number // 10 == architecture // 10 and number < architecture}
+        return architecture not in _JETSON and bool(older - _JETSON)
+
+
+def read_gpu_code(path: Path) -> GpuCode:
+    """The architectures of the code in a library that nvcc linked, read from its fatbins without loading it."""
+    kinds: dict[int, set[int]] = {_FATBIN_PTX: set(), _FATBIN_CODE: set()}
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        start = data.find(_FATBIN)
+        while start != -1:
+            entry = start + len(_FATBIN) + 8
+            end = min(entry + struct.unpack_from("<Q", data, entry - 8)[0], len(data))
+            while entry + _ARCHITECTURE_AT + 4 <= end:
+                kind, _, header, payload = struct.unpack_from("<HHIQ", data, entry)
+                (architecture,) = struct.unpack_from("<I", data, entry + _ARCHITECTURE_AT)
+                kinds.setdefault(kind, set()).add(architecture)
+                entry += max(header + payload, _ARCHITECTURE_AT)
+            start = data.find(_FATBIN, end)
+    return GpuCode(frozenset(kinds[_FATBIN_CODE]), frozenset(kinds[_FATBIN_PTX]))
+
 
 DRIVER_NAME = "libcuda.so.1"
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*

@@ -59,6 +59,8 @@ def cuda_library(toolkit: nvcc.Toolkit, request: pytest.FixtureRequest) -> Path:
 def test_one_library_holds_code_for_every_gpu(toolkit: nvcc.Toolkit, cuda_library: Path) -> None:
     found = library.load_cuda(cuda_library)
     assert found.architectures == nvcc.choose_architectures(toolkit, ARCHITECTURES)
+    code = library.read_gpu_code(cuda_library)
+    assert (code.code, code.ptx) == (set(found.architectures), {found.architectures[-1]})
     if not ARCHITECTURES and toolkit.version.startswith("13."):
         assert found.architectures == nvcc.ARCHITECTURES
 
