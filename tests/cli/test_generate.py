@@ -96,10 +96,11 @@ def test_piped_text_comes_before_the_prompt(invoke: Invoke, random_model: Path, 
 
 
 def test_a_parameter_of_top_w_beside_another_rule_is_refused(program: Program, random_model: Path) -> None:
-    for words in (("--top-p", 0.9, "--lam", 2), ("--preset", "lively", "--top-k", 5, "--greedy")):
+    for words in (("--top-p", 0.9, "--lam", 2), ("--preset", "lively", "--rule", "none", "--greedy")):
         done = program("generate", random_model, "x", *words)
         assert done.returncode == 2
-        assert "is a parameter of Top-W, but the rule is top_" in done.stderr
+        assert f"is a parameter of Top-W, but {words[0] if words[0] == '--top-p' else '--rule'} chooses" in done.stderr
+    assert program("generate", random_model, "x", "--rule", "top-w", "--lam", 2, "-n", 2).returncode == 0
 
 
 def test_several_sequences_are_printed_one_after_the_other(invoke: Invoke, random_model: Path) -> None:

@@ -20,6 +20,7 @@ from topw_deploy.cli.options import (
     OPTION_PARAMETERS,
     PATH,
     constraint_options,
+    flag_of,
     opening_options,
     option_group,
     parameter_options,
@@ -31,6 +32,7 @@ from topw_deploy.cli.prompts import user_messages
 from topw_deploy.cli.terminal import GeneratedText, read_source, say_json, tell
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.sampling.parameters import unknown_name
+from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, TOP_W
 from topw_deploy.text import decode_text
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 
 _CHAT_PARAMETERS = tuple(name for name in OPTION_PARAMETERS if name not in ("num_return_sequences", "logprobs"))
+_TOP_W_PARAMETERS = ("preset", "lam", "beta", "init_top_p", "geom_scale", "geom_unit")  # no other rule reads these
 _answer_options = option_group(
     click.option("--system", metavar="TEXT", help="System message of the chat."),
     click.option("--stats", is_flag=True, help="Print speed, kept tokens and the certified share to stderr."),
@@ -143,6 +146,13 @@ def _take_answer_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[
         generation["logit_bias"] = _parse_biases(generation["logit_bias"])
     if greedy and "temperature" in generation:
         raise click.UsageError("give --greedy or --temperature, not both.")
+    others = [name for name in RULE_PARAMETER_NAMES if name in generation and generation[name] != TOP_W.name]
+    idle = [name for name in _TOP_W_PARAMETERS if name in generation]
+    if others and idle:
+        raise click.UsageError(
+            f"{flag_of(idle[0])} is a parameter of Top-W, but {flag_of(others[0])} chooses another rule; give one of "
+            "the two."
+        )
     return opening, generation | ({"temperature": 0.0} if greedy else {})
 
 

@@ -58,8 +58,6 @@ _TAKEN_AS_STATED = (
     *("logit_bias", "suppress_tokens", "allowed_token_ids", "bad_words_ids", "logprobs", "prompt_logprobs"),
 )
 _TOP_W = RuleParameters()
-TOP_W_NAMES = ("preset", "lam", "beta", "init_top_p", "geom_scale", "geom_unit")
-"""The parameters that only the rule Top-W reads."""
 # A tokenizer's outputs without effect on a decoder's tokens.
 _IGNORED_INPUTS = frozenset({"token_type_ids", "special_tokens_mask", "offset_mapping", "length"})
 
@@ -345,21 +343,12 @@ def _resolve_top_w(values: ChainMap[str, Any]) -> TopWParameters:
 
 
 def _resolve_rule(values: ChainMap[str, Any], limits: Limits) -> RuleParameters:
-    """The sampling rule of the first source that names or implies one, else Top-W.
-
-    Raises ParameterError for another rule in a request that states parameters of Top-W, which would have no effect.
-    """
-    *request, _, _ = values.maps
+    """The sampling rule of the first source that names or implies one, else Top-W."""
     for source in values.maps[:-1]:
         own = {name: source[name] for name in RULE_PARAMETER_NAMES if name in source}
         if own:
             named = RULES[own["rule"]].values if own.get("rule") in RULES else ()
             rule = RuleParameters(**{**{value.name: values[value.name] for value in named}, **own})
-            idle = next((name for name in TOP_W_NAMES if any(name in each for each in request)), None)
-            if idle is not None and rule.name != _TOP_W.name:
-                raise ParameterError(
-                    f"{idle} is a parameter of Top-W, but the rule is {rule.name}; give one of the two.", idle
-                )
             check_rule(rule, limits.rules, limits.longest_pool, limits.vocab_size)
             return rule
     return _TOP_W
