@@ -1,6 +1,6 @@
-// node generate.js OUT [PROMPT ...] [--NAME VALUE ...] [--json]
+// node generate.js MODEL [PROMPT ...] [--NAME VALUE ...] [--json]
 //
-// Streams the text that the exported model OUT writes behind PROMPT. NAME is a parameter of the Python package's
+// Streams the text that the exported model MODEL writes behind PROMPT. NAME is a parameter of the Python package's
 // `generate`, such as --seed, --preset, --temperature or --top-p; underscores and hyphens mean the same.
 
 import { Tokenizer } from "@huggingface/tokenizers";
@@ -10,7 +10,7 @@ import { folderOnDisk } from "./folder.js";
 import { PARAMETERS, REQUEST_PARAMETERS, TopWError, TopWModel } from "../../src/topw_deploy/web/site/topw/index.js";
 
 const TEXTS = ["preset", "rule", "geom_unit", "beta", "bad_words"];
-const USAGE = "node generate.js OUT [PROMPT ...] [--threads N] [--json] [--seed N] [--preset NAME] [--NAME VALUE ...]";
+const USAGE = "node generate.js MODEL [PROMPT ...] [--threads N] [--json] [--seed N] [--preset NAME] [--NAME VALUE ...]";
 
 try {
   await main(process.argv.slice(2));
@@ -21,11 +21,11 @@ try {
 }
 
 async function main(words) {
-  const { positional, parameters, threads, json } = read(words);
+  const { positional, parameters, threads, json, help } = read(words);
   const [folder, ...prompts] = positional;
-  if (folder === undefined) {
+  if (folder === undefined || help) {
     console.error(`Usage: ${USAGE}`);
-    process.exitCode = 2;
+    process.exitCode = help ? 0 : 2;
     return;
   }
   const sessionOptions = { intraOpNumThreads: threads, logSeverityLevel: 3 };
@@ -54,11 +54,12 @@ function asJson(result) {
 }
 
 function read(words) {
-  const found = { positional: [], parameters: {}, threads: 0, json: false };
+  const found = { positional: [], parameters: {}, threads: 0, json: false, help: false };
   for (let place = 0; place < words.length; place++) {
     const word = words[place];
     if (!word.startsWith("--")) found.positional.push(word);
     else if (word === "--json") found.json = true;
+    else if (word === "--help") found.help = true;
     else if (word === "--threads") found.threads = Number(words[++place]);
     else {
       const name = word.slice(2).replaceAll("-", "_");

@@ -257,3 +257,8 @@ def test_a_rule_is_chosen_by_its_parameter_or_by_name(invoke: Invoke, random_mod
     assert json.loads(invoke(*words, "--rule", "top_k", "--top-k", 2).stdout)["token_ids"] == first["token_ids"]
     assert json.loads(invoke(*words, "--rule", "top-k", "--top-k", 2).stdout)["rule"] == "top_k"
     assert invoke(*words, "--rule", "best").exit_code == 2
+
+
+def test_a_rule_without_its_value_names_the_option(program: Program, random_model: Path) -> None:
+    done = program("generate", random_model, "x", "--rule", "top_p")
+    assert "the rule 'top_p' needs --top-p, in (0, 1]" in done.stderr

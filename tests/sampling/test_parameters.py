@@ -51,7 +51,7 @@ from topw_deploy.sampling.rules import RULES, RULES_BY_CODE, RuleParameters
         ({"rule": "min_p", "top_p": 0.9}, "top_p is a parameter of the rule top_p, but the rule is min_p; leave it"),
         ({"rule": "top_w", "top_p": 0.9}, "but the rule is top_w"),
         ({"min_p": 0.1, "top_p": 0.9}, "top_p and min_p are parameters of two sampling rules, but a row has one"),
-        ({"rule": "min_p"}, r"the rule min_p needs min_p, in \[0, 1\]; give it"),
+        ({"rule": "min_p"}, r"the rule 'min_p' needs min_p, in \[0, 1\]; give it"),
         ({"rule": "minp"}, "rule is 'minp': did you mean min_p"),
         ({"rule": 3}, "rule is 3: known are top_w, top_k"),
         ({"top_k": 0}, r"top_k is 0, but must be an integer in 1..16777216"),

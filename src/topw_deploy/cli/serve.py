@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -87,9 +88,15 @@ _SERVER_NAMES = ("host", "port", "uds", "max_connections", "verbose")
 @click.option("--page/--no-page", default=True, help="Serve a page at / to try the models.")
 @opening_options
 @click.option("--log-prompts", is_flag=True, help="Write prompts and answers to the log.")
-@click.option("--log-format", type=click.Choice(("json", "text")), default="json", help="Format of the log.")
+@click.option(
+    "--log-format",
+    type=click.Choice(("json", "text")),
+    help="Format of the log.  [default: text on a terminal, else json]",
+)
 @click.option("-v", "--verbose", is_flag=True, help="Also log GET requests.")
-def serve(folders: tuple[Path, ...], served_model_name: tuple[str, ...], log_format: str, **options: Any) -> None:
+def serve(
+    folders: tuple[Path, ...], served_model_name: tuple[str, ...], log_format: str | None, **options: Any
+) -> None:
     """Serve exported models over HTTP, with the endpoints of OpenAI's API.
 
     A request names one of the models in the folders MODEL. Logs go to stderr, without prompts. After SIGTERM, running
@@ -110,6 +117,7 @@ def serve(folders: tuple[Path, ...], served_model_name: tuple[str, ...], log_for
         engine=take_given(options, _SERVE_ENGINE_NAMES),
         **options,
     )
+    log_format = log_format or ("text" if sys.stderr.isatty() else "json")
     run(serve_options, json_logs=log_format == "json", **server_options)
 
 

@@ -405,7 +405,8 @@ class RuleParameters:
         for value in chosen.values:
             number = given.get(value.name, value.default)
             if number is None:
-                raise ParameterError(f"the rule {chosen.name} needs {value.name}, {value.bound}; give it.", value.name)
+                message = f"the rule '{chosen.name}' needs {value.name}, {value.bound}; give it."
+                raise ParameterError(message, value.name)
             numbers.append(float(np.float32(read_number(value.name, number, value.accepts, value.bound))))
         object.__setattr__(self, "name", chosen.name)
         object.__setattr__(self, "values", tuple([*numbers, 0.0, 0.0][:2]))

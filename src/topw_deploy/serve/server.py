@@ -21,6 +21,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from topw_deploy.errors import ParameterError
+from topw_deploy.manifest import DecoderManifest, ModelFolder
 from topw_deploy.serve.app import create_app
 from topw_deploy.serve.protocol import Protocol
 from topw_deploy.serve.service import ServeOptions, Service
@@ -48,10 +49,11 @@ def run(
 
     uds: path of a Unix socket, used instead of host and port.
     max_connections: maximum number of connections; further ones are answered with 503.
-    json_logs: whether each line of the log is a JSON object.
+    json_logs: whether each line of the log is a JSON object. If not, a line for people names the page.
     verbose: whether successful GET requests are logged.
 
-    Raises ParameterError if the address cannot be used, and the errors of opening a model.
+    Raises ManifestError for a folder that is no exported model, ParameterError if the address cannot be used, and the
+    errors of opening a model.
     """
     app = create_app(options)
     service: Service = app.state.service
@@ -66,9 +68,13 @@ def run(
         os._exit(code)
 
     try:
+        for folder in options.models.values():
+            ModelFolder(folder, DecoderManifest)
         server = Server(app, max_connections)
         server.end = end
         LOG.info("listening", extra={"facts": {"address": where, "models": list(options.models)}})
+        if uds is None and options.page and not json_logs:
+            sys.stderr.write(f"Open {where}\n")
         if uds is None and not options.api_keys and not host.startswith("127.") and host not in ("localhost", "::1"):
             LOG.warning("the server has no API key, and other machines can reach it")
         server.run(sockets=[listener])

@@ -172,7 +172,8 @@ def _add_results(
             report.lines.append(f"{side.label} ended after {fewest} tokens.")
     certified = [run["certified"] for runs in samples.values() for run in runs if "certified" in run]
     if certified:
-        report.lines.append(f"Certified steps: {min(certified):.1%} or more.")
+        fewest = min(certified)
+        report.lines.append("All steps were certified." if fewest == 1 else f"Certified steps: at least {fewest:.1%}.")
     report.runs.append({"title": title, **times.as_dict(runs=samples)})
     finding = f"A token with Top-W takes {times.spread(times.reference.name).median * 1e3:.2f} ms"
     if "argmax" in times.seconds:
