@@ -41,8 +41,8 @@ def compare_texts(folder: Path, prompts: list[Prompt], rules: str = "top_w,none"
 def sample(text: str = "ab", tokens: tuple[int, ...] = (1, 2), **changes: Any) -> Sample:
     drawn = len(tokens)
     given: dict[str, Any] = {
-        "drawn": drawn, "kept": [2] * drawn, "certified": [True] * drawn, "mass": [0.5] * drawn,
-        "surprisal": 1.0 * drawn, "finish_reason": "length",
+        "drawn": drawn, "kept": 2 * drawn, "certified": drawn, "mass": 0.5 * drawn, "surprisal": 1.0 * drawn,
+        "finish_reason": "length",
     }  # fmt: skip
     return Sample(text=text, token_ids=list(tokens), **{**given, **changes})
 
@@ -54,6 +54,7 @@ def comparison(
     temperatures: tuple[float, ...] = (0.5, 2.0),
     folder: str = "out",
     missing: tuple[str, ...] = (),
+    answers: tuple[list[str], ...] = (),
 ) -> Comparison:
     """A comparison with the texts of `samples(rule, temperature, place of the prompt)`."""
     settings = read_rules(rules)
@@ -62,9 +63,11 @@ def comparison(
         for temperature in temperatures
         for rule in settings
     ]
-    summarise(cells)
+    for cell in cells:
+        summarise(cell)
     return Comparison(
         folder=Path(folder), model="d1ge57", provider="CPUExecutionProvider", sampler="native", seed=0,
         samples=len(cells[0].samples[0]), max_new_tokens=64, ignore_eos=False, missing_outputs=list(missing),
-        rules=settings, temperatures=list(temperatures), prompts=list(prompts), cells=cells,
+        rules=settings, temperatures=list(temperatures), prompts=list(prompts),
+        answers=list(answers), cells=cells,
     )  # fmt: skip

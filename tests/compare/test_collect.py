@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,7 @@ from tests.support.toy_model import EOS, Toy, byte_ids, export
 from topw_deploy.errors import ParameterError, PromptError, TokenizerError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling.seeds import prompt_seed
-from topw_lab.compare.comparison import Prompt, RuleTexts
+from topw_lab.compare.comparison import Comparison, Prompt, RuleTexts, as_dict
 
 from .conftest import compare_texts, text_prompts
 
@@ -38,7 +40,7 @@ def test_texts_equal_those_of_generate_and_do_not_depend_on_other_rules(folder: 
                 got = cell.samples[place]
                 assert [one.token_ids for one in got] == [one.token_ids for one in wanted]
                 assert [(one.text, one.kept, one.certified) for one in got] == [
-                    (one.text, one.kept, one.certified) for one in wanted
+                    (one.text, sum(one.kept), sum(one.certified)) for one in wanted
                 ]
     alone = compare_texts(folder, text_prompts(*PROMPTS), "min_p=0.02", temperatures=[1.5], seed=9)
     assert tokens(alone.cells[0]) == tokens(found.cells[4])
@@ -51,6 +53,43 @@ def test_rules_that_keep_the_same_tokens_give_the_same_texts(folder: Path) -> No
     assert tokens(found.cells[3]) == tokens(found.cells[7])  # the best token at any temperature
     assert tokens(found.cells[0]) != tokens(found.cells[4])
     assert len({one for samples in tokens(found.cells[4]) for one in samples}) == 6  # samples differ
+
+
+def test_greedy_texts_are_those_of_temperature_0_at_every_temperature(folder: Path) -> None:
+    found = compare_texts(folder, text_prompts(*PROMPTS), "none,greedy", temperatures=[1.0, 2.0])
+    assert tokens(found.cells[1]) == tokens(found.cells[3])
+    assert all(one == other for one, other in tokens(found.cells[1]))
+    with TopWModel.from_pretrained(folder) as model:
+        wanted = [model.generate(prompt, temperature=0.0, max_new_tokens=6).token_ids for prompt in PROMPTS]
+    assert [samples[0] for samples in tokens(found.cells[1])] == [tuple(ids) for ids in wanted]
+
+
+def test_an_interrupted_comparison_continues_where_it_stopped(folder: Path) -> None:
+    prompts, answers = text_prompts(*PROMPTS), [["a"], [], ["b"]]
+    saved: list[dict[str, Any]] = []
+
+    def interrupt(comparison: Comparison) -> None:
+        saved.append(json.loads(json.dumps(as_dict(comparison))))
+        if len(saved) == 2:
+            raise KeyboardInterrupt
+
+    given = {"answers": answers, "temperatures": [1.0, 2.0]}
+    with pytest.raises(KeyboardInterrupt):
+        compare_texts(folder, prompts, "none,greedy", save=interrupt, **given)
+    assert [len(one["cells"]) for one in saved] == [1, 2]
+    saved[1]["cells"][0]["samples"][0]["text"] = "kept"
+    found = compare_texts(folder, prompts, "none,greedy,top_w", earlier=saved[1], **given)
+    assert found.cells[0].samples[0][0].text == "kept"
+    whole = compare_texts(folder, prompts, "none,greedy,top_w", **given)
+    assert [tokens(cell) for cell in found.cells] == [tokens(cell) for cell in whole.cells]
+    assert [cell.values for cell in found.cells] == [cell.values for cell in whole.cells]
+    for changes, message in (
+        ({"seed": 1}, "another seed; write to another file"),
+        ({"answers": [["a"], [], []]}, "another answers"),
+        ({"earlier": {"cells": []}}, "is not of `topw compare`: KeyError"),
+    ):
+        with pytest.raises(ParameterError, match=message):
+            compare_texts(folder, prompts, "none", **{"earlier": saved[1], **given, **changes})
 
 
 def test_surprisal_is_computed_from_the_whole_distribution_at_temperature_1(folder: Path, toy: Toy) -> None:
@@ -72,7 +111,7 @@ def test_a_text_ends_before_the_end_of_sequence_unless_that_is_ignored(tmp_path:
     (samples,) = compare_texts(folder, text_prompts("ab"), "top_w").cells[0].samples
     for one in samples:
         assert (one.text, one.token_ids, one.drawn, one.finish_reason) == ("xy", byte_ids("xy"), 3, "stop")
-        assert len(one.kept) == 3
+        assert 3 <= one.kept <= 3 * 256
     (longer,) = compare_texts(folder, text_prompts("ab"), "top_w", ignore_eos=True).cells[0].samples
     assert [(one.drawn, one.finish_reason) for one in longer] == [(6, "length")] * 2
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.invoking import Invoke
 from topw_deploy import install
-from topw_deploy.errors import MissingPackageError, ParameterError
+from topw_deploy.errors import MissingPackageError, ParameterError, PromptError
 
 SHORT = ("--max-new-tokens", 4, "--samples", 2, "--temperatures", "0.5,1", "--rules", "top_w,min_p")
 
@@ -47,6 +47,29 @@ def test_json_holds_every_number_and_text_and_the_page_is_written(
     assert (tmp_path / "c.html").read_text("utf-8").startswith("<!DOCTYPE html>")
 
 
+def test_questions_with_answers_give_accuracy_and_a_picture_and_a_second_run_continues_the_first(
+    folder: Path, invoke: Invoke, tmp_path: Path
+) -> None:
+    asked, report = tmp_path / "q.jsonl", tmp_path / "r.json"
+    asked.write_text('{"prompt": "abc", "answers": ["x", "y"]}\n{"prompt": "de"}\n')
+    words = ("compare", folder, "--prompts", asked, *SHORT, "-q", "--json", report)
+    shown = invoke(*words, "--plot", tmp_path / "p.png")
+    assert "| accuracy |" in shown.stdout
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    first = json.loads(report.read_text())
+    assert first["answers"] == [["x", "y"], []]
+    assert [one["right"] is None for one in first["cells"][0]["samples"]] == [False, False, True, True]
+    first["cells"][0]["seconds"] = 1234.5
+    report.write_text(json.dumps(first))
+    assert "1234.5" in invoke(*words, "--resume").stdout
+    report.write_text("[")
+    with pytest.raises(ParameterError, match=r"json_file is .*r.json, which is not a report of `topw compare`"):
+        invoke(*words, "--resume")
+    asked.write_text('{"prompt": "abc", "answers": "x"}\n')
+    with pytest.raises(PromptError, match=r"line 1 of .*: answers is 'x', but must be a list of texts"):
+        invoke(*words)
+
+
 def test_wrong_options_are_refused_before_the_model_is_opened(prompts: Path, invoke: Invoke, tmp_path: Path) -> None:
     words = ("compare", tmp_path / "no model yet", "--prompts", prompts, "-q")
     for option, value, message in (
@@ -57,7 +80,8 @@ def test_wrong_options_are_refused_before_the_model_is_opened(prompts: Path, inv
     ):
         with pytest.raises(ParameterError, match=message):
             invoke(*words, option, value)
-    assert invoke(*words, "--system", "x").exit_code == 2
+    for option in (("--system", "x"), ("--resume",), ("--resume", "--json", "-"), ("--plot", tmp_path / "p.png")):
+        assert invoke(*words, *option).exit_code == 2
     assert invoke("compare", tmp_path).exit_code == 2
 
 

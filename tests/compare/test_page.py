@@ -88,7 +88,7 @@ def test_every_text_stands_under_its_rule_with_its_temperature() -> None:
 
 def test_the_page_has_a_plot_and_a_definition_of_every_metric_and_a_row_per_cell() -> None:
     read = Reader(page_text())
-    titles = [metric.title for metric in TEXT_METRICS]
+    titles = [metric.title for metric in TEXT_METRICS if metric.name != "accuracy"]
     assert [text.strip() for text in read.of("figcaption")] == titles
     assert read.of("dt") == titles
     rows = [attributes for tag, attributes in read.tags if tag == "tr"]

@@ -37,8 +37,7 @@ def test_each_metric_of_two_prompts_is_as_computed_by_hand() -> None:
     def samples(rule: object, temperature: float, place: int) -> list:
         if place:
             return [sample("x", (1, 2, 3, 4, 5), surprisal=1.0), sample("y", (1, 2, 3, 4, 5), surprisal=2.0)]
-        first = sample("a", (7, 7), drawn=3, kept=[1, 2, 9], certified=[True, False, True], surprisal=math.log(8) * 3,
-                       mass=[1.0, 0.5, 0.3])  # fmt: skip
+        first = sample("a", (7, 7), drawn=3, kept=12, certified=2, surprisal=math.log(8) * 3, mass=1.8)  # fmt: skip
         return [first, sample("", (), surprisal=0.0)]
 
     (cell,) = comparison(samples, rules="top_w", temperatures=(1.0,)).cells
@@ -62,7 +61,7 @@ def test_metrics_that_need_a_missing_output_are_left_out_with_advice() -> None:
         lambda *_: [sample(surprisal=None, mass=None)], missing=("logits", "mass"), temperatures=(1.0,)
     )
     assert {name for name, found in compared.cells[0].values.items() if found.value is None} == {
-        "perplexity", "mass", "self_bleu", "distinct_3", "repetition",
+        "accuracy", "perplexity", "mass", "self_bleu", "distinct_3", "repetition",
     }  # fmt: skip
     text = "\n".join(report_lines(compared))
     assert "export again with --with-logits" in text

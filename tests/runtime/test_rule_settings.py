@@ -21,6 +21,7 @@ from topw_lab.bench.base import MIN_P, TOP_K, TOP_P
         ("top_h=0.5:top_h_pool=50", "top_h 0.5 top_h_pool=50", {"rule": "top_h", "top_h": 0.5, "top_h_pool": 50}),
         ("typical_p=0.9", "typical 0.9", {"rule": "typical", "typical_p": 0.9}),
         ("none", "none", {"rule": "none"}),
+        ("greedy", "greedy", {"rule": "none", "temperature": 0.0}),
         ("top_w:lam=2:warm-p=0.5", "top_w lam=2 init_top_p=0.5", {"rule": "top_w", "lam": 2, "init_top_p": 0.5}),
         ("top_w:preset=lively", "top_w preset=lively", {"rule": "top_w", "preset": "lively"}),
         (
@@ -33,6 +34,13 @@ from topw_lab.bench.base import MIN_P, TOP_K, TOP_P
 def test_a_rule_is_read_with_its_values_and_a_label(text: str, label: str, parameters: dict[str, object]) -> None:
     (found,) = read_rules(text)
     assert (found.label, found.parameters) == (label, parameters)
+
+
+def test_titles_are_those_of_texts() -> None:
+    found = read_rules("top_w,top_w:preset=lively,top_h,min_p,none,greedy")
+    assert [rule.title for rule in found] == [
+        "Top-W", "Top-W lively", "Top-H 0.4", "min-p 0.1", "no rule", "greedy",
+    ]  # fmt: skip
 
 
 def test_the_default_rules_are_the_paper_s_and_plain_sampling() -> None:

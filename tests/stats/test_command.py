@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.invoking import Invoke
+from tests.support.toy_model import Toy, export
 from topw_deploy.cli.prompts import read_text_lines
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
@@ -42,6 +43,16 @@ def test_prompts_come_from_arguments_lines_json_lines_or_standard_input(
     assert invoke("stats", folder, "--file", "-", *SHORT, "-q", stdin="abc\nde").stdout == wanted
     one = invoke("stats", folder, "--file", "-", *SHORT, "-q", "--limit", 1, stdin="abc\nde").stdout
     assert "1 prompt, 4 steps" in one
+
+
+def test_with_chat_a_prompt_is_the_user_s_message(invoke: Invoke, tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}!"
+    folder = export(tmp_path / "out", Toy.random(5), chat_template=template)
+    wanted = invoke("stats", folder, "yabc!", *SHORT, "-q").stdout
+    assert invoke("stats", folder, "abc", "--chat", "--system", "y", *SHORT, "-q").stdout == wanted
+    assert invoke("stats", folder, "abc", "--system", "y").exit_code == 2
+    with pytest.raises(PromptError, match="prompt 1: the prompt has 97 tokens"):
+        invoke("stats", folder, "a" * 96, "--chat")
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,14 @@ from topw_deploy.cli.options import (
     take_given,
     take_opening,
 )
-from topw_deploy.cli.prompts import read_prompt_lines, read_text_lines
+from topw_deploy.cli.prompts import read_prompt_lines, read_text_lines, user_messages
 from topw_deploy.cli.terminal import check_output, check_picture, progress, read_source, write_report, write_text
 from topw_deploy.errors import ParameterError, PromptError
+from topw_deploy.folders import atomic_file
 from topw_deploy.runtime.parameters import OF_KEPT_SET
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, TOP_W
-from topw_deploy.text import count_text
+from topw_deploy.text import count_text, json_text
 
 
 @click.command(name="stats", context_settings=CONTEXT, epilog=NEEDS_EXPORT)
@@ -46,6 +48,8 @@ from topw_deploy.text import count_text
     "--prompts-jsonl", type=PATH_OR_STREAM, help='Read prompts from JSON lines: "text" or {"prompt": "text"}.'
 )
 @click.option("--limit", type=COUNT, help="Use at most this many prompts.")
+@click.option("--chat", is_flag=True, help="Use the chat template: a prompt is the user's message.")
+@click.option("--system", metavar="TEXT", help="System message of the chat.")
 @click.option("--max-new-tokens", type=COUNT, default=64, help="Maximum number of tokens per prompt.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of each prompt's draws.")
 @click.option("--seeds", type=COUNT, default=1, help="Texts of each prompt, by consecutive seeds.")
@@ -92,7 +96,10 @@ def stats(folder: Path, prompts: tuple[str, ...], json_file: Path | None, plot: 
         install.require("`topw stats --exact`", "exact")
     elif values["exact_steps"] is not None or values["exact_pool"] is not None:
         raise click.UsageError("--exact-steps and --exact-pool need --exact.")
+    if values["system"] is not None and not values["chat"]:
+        raise click.UsageError("--system needs --chat.")
     texts = _stats_prompts(prompts, values["prompt_file"], values["prompts_jsonl"])[: values["limit"]]
+    asked = [(user_messages(values["system"], text) if values["chat"] else text, where) for text, where in texts]
     # Import late, for fast --help and usage errors.
     from topw_lab.stats.collect import collect, settings_of
     from topw_lab.stats.exact_report import exact_lines, save_exact_plot, summarise_exact
@@ -108,7 +115,7 @@ def stats(folder: Path, prompts: tuple[str, ...], json_file: Path | None, plot: 
     generation |= {name: values[name] for name in ("preset", "geom_unit") if values[name] is not None}
     collected = collect(
         folder,
-        texts,
+        asked,
         settings,
         batch_size=values["batch_size"],
         generation=generation,
@@ -119,7 +126,7 @@ def stats(folder: Path, prompts: tuple[str, ...], json_file: Path | None, plot: 
     )
     summaries = summarise(collected)
     exact_summaries = summarise_exact(collected) if exact else []
-    names = ("max_new_tokens", "seed", "seeds", "batch_size", "preset", "geom_unit")
+    names = ("chat", "system", "max_new_tokens", "seed", "seeds", "batch_size", "preset", "geom_unit")
     document: dict[str, Any] = {"folder": str(folder)} | {name: values[name] for name in names}
     document["settings"] = [asdict(summary) for summary in summaries]
     lines = list(report_lines(summaries, values["tokens"]))
@@ -187,6 +194,9 @@ DEFAULT_RULES = "top_w,min_p,top_p,top_h,top_k,none"
 @click.option("--chat", is_flag=True, help="Use the chat template: a prompt is the user's message.")
 @click.option("--system", metavar="TEXT", help="System message of the chat.")
 @click.option("--batch-size", type=COUNT, default=8, help="Texts generated at once.")
+@click.option(
+    "--fast", is_flag=True, help="Twice as fast; then a text can depend on what ran before, by last bits of logits."
+)
 @opening_options
 @json_file_option
 @click.option(
@@ -195,41 +205,65 @@ DEFAULT_RULES = "top_w,min_p,top_p,top_h,top_k,none"
     type=PATH,
     help="Write one self-contained page: plots, intervals, and the texts side by side.",
 )
+@click.option("--plot", type=FILE, help="Draw accuracy over temperature as .png, .svg or .pdf.")
+@click.option("--resume", is_flag=True, help="Generate only what --json's file lacks; it is saved after each rule.")
 @quiet_option
-def compare(folder: Path, prompts: Path, json_file: Path | None, html_file: Path | None, **values: Any) -> None:
+def compare(
+    folder: Path, prompts: Path, json_file: Path | None, html_file: Path | None, plot: Path | None, resume: bool,
+    **values: Any,
+) -> None:  # fmt: skip
     """Generate from the exported model in the folder MODEL with each rule in --rules, and compare the texts.
 
     Every rule draws with the same random numbers at every temperature. The report shows perplexity under the model,
-    distinct n-grams, self-BLEU, repetition, kept tokens, their probability mass, the certified share and speed.
+    distinct n-grams, self-BLEU, repetition, kept tokens, their probability mass, the certified share and speed. If the
+    prompts have accepted answers, as in {"prompt": "2 + 2?", "answers": ["4", "four"]}, it shows accuracy too.
 
     RULE is top_w, top_k, top_p, min_p, top_h, typical, epsilon, eta, top_n_sigma, p_less, min_k or none (plain
-    sampling); `all` stands for all of them. VALUE is its main parameter; without it, top_k is 50, top_p 0.9, min_p 0.1,
-    typical 0.95, epsilon 0.0003, eta 0.0002, and the others have their rule's default. For example:
+    sampling); `all` stands for all of them; greedy takes the most probable token. VALUE is its main parameter; without
+    it, top_k is 50, top_p 0.9, min_p 0.1, typical 0.95, epsilon 0.0003, eta 0.0002, and the others have their rule's
+    default. For example:
     --rules top_w,top_w:preset=lively,min_p=0.05,top_h=0.4:top_h_pool=50
 
     Perplexity needs a folder exported with --with-logits, and mass one exported with --with-mass.
     """
     if values["system"] is not None and not values["chat"]:
         raise click.UsageError("--system needs --chat.")
+    if resume and (json_file is None or str(json_file) == "-"):
+        raise click.UsageError("--resume needs --json FILE.")
     install.require("`topw compare`", "compare")
     # Import late, for fast --help and usage errors.
     from topw_deploy.runtime.rule_settings import read_rules, read_temperatures
-    from topw_lab.compare.comparison import as_dict, compare, report_lines
+    from topw_lab.compare.comparison import Comparison, as_dict, compare, report_lines
     from topw_lab.compare.page import page
+    from topw_lab.compare.picture import save_plot
 
     check_output(json_file, "json_file")
     check_output(html_file, "html_file")
+    check_picture(plot, (".png", ".svg", ".pdf"))
+
+    def save(comparison: Comparison) -> None:
+        if json_file is not None and str(json_file) != "-":
+            with atomic_file(json_file) as stream:
+                stream.write(json_text(as_dict(comparison), indent=2).encode())
+
     data, where = read_source(prompts)
     if prompts.suffix.lower() in (".jsonl", ".ndjson"):
-        lines = read_prompt_lines(data, where, {}, chat=values["chat"], system=values["system"])
+        lines = read_prompt_lines(data, where, {}, chat=values["chat"], system=values["system"], scored=True)
     else:
         lines = read_text_lines(data, where, chat=values["chat"], system=values["system"])
+    lines = lines[: values["limit"]]
+    if plot is not None and not any(line.answers for line in lines):
+        raise click.UsageError("--plot needs prompts with answers.")
     comparison = compare(
         folder,
-        [(line.prompt, line.where, line.parameters) for line in lines][: values["limit"]],
+        [(line.prompt, line.where, line.parameters) for line in lines],
         read_rules(values["rules"]),
         read_temperatures(values["temperatures"]),
+        answers=[line.answers for line in lines],
+        earlier=_read_report(json_file) if resume and json_file is not None and json_file.exists() else None,
+        save=save,
         rows=values["batch_size"],
+        exact=not values["fast"],
         opening=take_opening(values),
         progress=progress(values["quiet"]),
         **{name: values[name] for name in ("samples", "max_new_tokens", "seed", "ignore_eos")},
@@ -237,6 +271,21 @@ def compare(folder: Path, prompts: Path, json_file: Path | None, html_file: Path
     write_report(report_lines(comparison), as_dict(comparison), json_file)
     if html_file is not None:
         write_text(page(comparison), html_file)
+    if plot is not None:
+        save_plot(comparison, plot)
+
+
+def _read_report(path: Path) -> dict[str, Any]:
+    """Read the file of an earlier --json. Raises ParameterError if it is not a JSON object."""
+    try:
+        report = json.loads(read_source(path)[0])
+    except ValueError:
+        report = None
+    if not isinstance(report, dict):
+        raise ParameterError(
+            f"json_file is {path}, which is not a report of `topw compare`; name another.", "json_file"
+        )
+    return report
 
 
 _PASS_ARGUMENTS = {**CONTEXT, "ignore_unknown_options": True, "allow_interspersed_args": False}

@@ -29,6 +29,7 @@ class PromptLine:
     kind: one of KINDS.
     prompt: the text, the token ids or the messages.
     parameters: checked parameters of `TopWModel.generate`, from the line and from the command line.
+    answers: the accepted answers; empty without.
     """
 
     index: int
@@ -37,6 +38,7 @@ class PromptLine:
     kind: str
     prompt: Any
     parameters: Mapping[str, Any]
+    answers: tuple[str, ...] = ()
 
     @property
     def samples(self) -> int:
@@ -53,13 +55,14 @@ class PromptLine:
 
 
 def read_prompt_lines(
-    data: bytes, where: str, given: Mapping[str, Any], *, chat: bool, system: str | None
+    data: bytes, where: str, given: Mapping[str, Any], *, chat: bool, system: str | None, scored: bool = False
 ) -> list[PromptLine]:
     """Read the prompts of a file.
 
     where: the file's name, for error messages.
     given: parameters for all prompts. The parameters of a line override them.
     chat: whether a text is the user's message, after the system message `system`.
+    scored: whether a line may have `answers`.
 
     Raises ParameterError for an invalid `given`, PromptError for a malformed line or a file without prompts.
     """
@@ -70,6 +73,7 @@ def read_prompt_lines(
         value = _parse_object(text, place)
         try:
             kind, prompt = _kind_and_prompt(value)
+            answers = _answers(value) if scored else ()
             own = _check_parameters({n: v for n, v in value.items() if n not in (*_OWN_FIELDS, *_KIND_ALIASES)})
             if "max_new_tokens" in own and "max_length" in own:
                 raise ParameterError("max_new_tokens and max_length are both given; give one of them.")
@@ -80,7 +84,7 @@ def read_prompt_lines(
         parameters = {**common, **own}
         if "max_length" in own:
             parameters.pop("max_new_tokens", None)  # they exclude each other
-        lines.append(PromptLine(len(lines), place, value.get("id"), kind, prompt, parameters))
+        lines.append(PromptLine(len(lines), place, value.get("id"), kind, prompt, parameters, answers))
     if not lines:
         raise PromptError(f"{where} holds no prompt; {_EXPECTED} on each line.")
     return lines
@@ -131,6 +135,14 @@ def _kind_and_prompt(value: dict[str, Any]) -> tuple[str, Any]:
     if kind == "messages" and not (_is_list_of(prompt, dict) and prompt):
         raise PromptError(f"messages is {prompt!r:.60}, but must be a list of objects with role and content.")
     return kind, prompt
+
+
+def _answers(value: dict[str, Any]) -> tuple[str, ...]:
+    """Take the accepted answers from a line. Raises PromptError unless they are texts."""
+    answers = value.pop("answers", [])
+    if not _is_list_of(answers, str) or not all(answer.strip() for answer in answers):
+        raise PromptError(f"answers is {answers!r:.60}, but must be a list of texts, any of which is right.")
+    return tuple(answers)
 
 
 def _is_list_of(value: Any, kind: type) -> bool:

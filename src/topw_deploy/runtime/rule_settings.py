@@ -15,6 +15,9 @@ from topw_deploy.sampling.rules import RULE_OF_VALUE, RULES, TOP_W, RuleParamete
 ALL = "all"
 """Stands for every rule, each with its default or USUAL value."""
 
+GREEDY = "greedy"
+"""Stands for the most probable token at every temperature."""
+
 USUAL = {"top_k": 50, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.95, "epsilon_cutoff": 3e-4, "eta_cutoff": 2e-4}
 """Values that a comparison takes where the rule itself has no default.
 
@@ -22,6 +25,7 @@ top_k, top_p, min_p and eta_cutoff are those of the Top-H paper (arXiv 2509.0251
 10, 20 and 50 for top_k; epsilon_cutoff is the smallest value that transformers quotes from the rule's paper.
 """
 
+_TITLES = {"top_w": "Top-W", "top_h": "Top-H", "none": "no rule"}
 _EXAMPLE = "top_w:lam=2:beta=3"
 _TOP_W_NAMES = frozenset({*PARAMETER_NAMES, "preset"} - {"temperature"})
 
@@ -31,15 +35,21 @@ class RuleSetting:
     """A sampling rule with its values.
 
     label: short and unique in a comparison, such as "min_p 0.1".
-    parameters: of `TopWModel.generate`; of `read_rules`, they have `rule`.
+    parameters: of `TopWModel.generate`; of `read_rules`, they have `rule`. A `temperature` replaces the compared ones.
     """
 
     label: str
     parameters: Mapping[str, Any]
 
+    @property
+    def title(self) -> str:
+        """The label as in a text: "Top-W", "Top-W lively", "min-p 0.1"."""
+        name, _, rest = self.label.partition(" ")
+        return f"{_TITLES.get(name, name.replace('_', '-'))} {rest.replace('preset=', '')}".strip()
+
 
 def read_rules(text: str) -> list[RuleSetting]:
-    """Read settings `RULE[=VALUE][:NAME=VALUE]...`, separated by commas. `all` stands for every rule.
+    """Read settings `RULE[=VALUE][:NAME=VALUE]...`, separated by commas. `all` stands for every rule but `greedy`.
 
     RULE is the name of a rule or of a rule's parameter. VALUE is the value of the rule's first parameter; without
     VALUE, the parameter has the rule's default or its value in USUAL. NAME is another parameter of the rule, or, for
@@ -75,6 +85,8 @@ def read_temperatures(text: str) -> list[float]:
 
 
 def _parse_setting(item: str) -> RuleSetting:
+    if item == GREEDY:
+        return RuleSetting(GREEDY, {"rule": "none", "temperature": 0.0})
     head, *rest = item.split(":")
     name, value = _split_pair(head)
     rule = RULES.get(name) or RULE_OF_VALUE.get(name)

@@ -73,7 +73,7 @@ def run(
     every = [base.Side(name=name, label=name, kind="ours", settings={}, why_not=why) for name, why in reasons.items()]
     present, absent = base.choose(every, samplers)
     report = base.Report("rules", settings, absent, _AXIS)
-    cells = {(rule.label, temperature): {**rule.parameters, "temperature": temperature}
+    cells = {(rule.label, temperature): {"temperature": temperature, **rule.parameters}
              for temperature in temperatures for rule in rules}  # fmt: skip
     overheads = []
     total = len(prompts) * len(present) * len(threads) * len(cells) * (rounds + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -70,6 +71,10 @@ class MetricValue:
     high: float | None = None
 
 
+def _accuracy_terms(samples: Sequence[Sample]) -> Terms:
+    return _mean_terms([one.right for one in samples])
+
+
 def _mean_terms(values: Sequence[float | None]) -> Terms:
     known = [value for value in values if value is not None]
     return math.fsum(known), len(known)
@@ -85,10 +90,17 @@ def _distinct_terms(samples: Sequence[Sample], n: int) -> Terms:
 
 
 def _per_token_terms(samples: Sequence[Sample], name: str) -> Terms:
-    return _mean_terms([value for one in samples for value in getattr(one, name) or ()])
+    known = [one for one in samples if getattr(one, name) is not None]
+    return math.fsum(getattr(one, name) for one in known), sum(one.drawn for one in known)
 
 
 TEXT_METRICS: tuple[TextMetric, ...] = (
+    TextMetric(
+        "accuracy", "accuracy",
+        "The share of right texts, of prompts with accepted answers. A text is right if it has one of them as whole "
+        "words, whatever the case and the punctuation.",
+        _accuracy_terms,
+    ),
     TextMetric(
         "perplexity", "perplexity",
         "e to the mean of -ln p over all drawn tokens, where p is the model's own probability: at temperature 1, over "
@@ -129,16 +141,14 @@ TEXT_METRICS: tuple[TextMetric, ...] = (
 )  # fmt: skip
 
 
-def summarise(cells: Sequence[RuleTexts]) -> None:
-    """Compute the metrics of each cell. All cells use the same resamples of prompts."""
-    count = len(cells[0].samples)
+def summarise(cell: RuleTexts) -> None:
+    """Compute the metrics of a cell. All cells use the same resamples of prompts."""
+    count = len(cell.samples)
     rng = np.random.default_rng(0)
     weights = rng.multinomial(count, [1 / count] * count, size=RESAMPLES).astype(np.float64)  # [R, P]
-    for cell in cells:
-        for metric in TEXT_METRICS:
-            terms = np.array([metric.terms(samples) for samples in cell.samples], np.float64)  # [P, 2]
-            value = quotient_with_interval(terms, weights, is_exponential=metric.is_exponential)
-            cell.values[metric.name] = value
+    for metric in TEXT_METRICS:
+        terms = np.array([metric.terms(samples) for samples in cell.samples], np.float64)  # [P, 2]
+        cell.values[metric.name] = quotient_with_interval(terms, weights, is_exponential=metric.is_exponential)
 
 
 def quotient_with_interval(terms: Floats, weights: Floats, *, is_exponential: bool = False) -> MetricValue:
@@ -166,8 +176,7 @@ def quotient_with_interval(terms: Floats, weights: Floats, *, is_exponential: bo
 
 
 def as_dict(comparison: Comparison) -> dict[str, Any]:
-    """The report with all texts, in types that JSON has."""
-    written = ("text", "token_ids", "drawn", "surprisal", "finish_reason")
+    """The report with all texts, in types that JSON has. `compare` continues from it."""
     cells = [
         {
             "rule": cell.rule.label,
@@ -177,7 +186,7 @@ def as_dict(comparison: Comparison) -> dict[str, Any]:
             "seconds": cell.seconds,
             "values": {metric.name: asdict(cell.values[metric.name]) for metric in TEXT_METRICS},
             "samples": [
-                {"prompt": prompt, "sample": number, **{name: getattr(one, name) for name in written}}
+                {"prompt": prompt, "sample": number, **asdict(one)}
                 for prompt, samples in enumerate(cell.samples)
                 for number, one in enumerate(samples)
             ],
@@ -239,10 +248,10 @@ def report_lines(comparison: Comparison) -> Iterator[str]:
     """The lines of the report: a title, a table with a row per rule and temperature, and notes."""
     yield title_line(comparison)
     yield ""
-    header = ("temperature", "rule", *(metric.title for metric in TEXT_METRICS), "tokens", "seconds")
+    header = ("temperature", "rule", *(metric.title for metric in comparison.metrics), "tokens", "seconds")
     rows = []
     for cell in comparison.cells:
-        values = [number_text(cell.values[metric.name].value) for metric in TEXT_METRICS]
+        values = [number_text(cell.values[metric.name].value) for metric in comparison.metrics]
         rows.append((f"{cell.temperature:g}", cell.rule.label, *values, f"{cell.tokens:,}", f"{cell.seconds:.1f}"))
     yield from table(header, rows, left=2).split("\n")
     for note in missing_metric_notes(comparison):
@@ -281,6 +290,10 @@ _SET_BY_COMPARISON = frozenset({
 """Parameters that the comparison sets for all prompts, so a prompt must not set them."""
 
 
+_SAME_TEXTS = ("model", "provider", "sampler", "seed", "samples", "max_new_tokens", "ignore_eos", "prompts", "answers")
+"""What two reports must have in common, so that one can continue the other."""
+
+
 Prompt: TypeAlias = "tuple[str | list[int] | list[dict[str, Any]], str, Mapping[str, Any]]"
 """(a text, token ids or messages; where it stands, for error messages; its parameters of `TopWModel.generate`, which
 are the same under every rule)"""
@@ -292,28 +305,55 @@ class Sample:
 
     token_ids: of the text, without an end of sequence.
     drawn: number of drawn tokens, including the end of sequence.
-    kept, certified: size and certificate of the kept set of each drawn token.
-    mass: probability of the kept set of each drawn token; None if the graph has no such output.
+    kept, mass: sizes and probabilities of the kept sets, summed over the drawn tokens; mass is None if the graph has no
+        such output.
+    certified: number of drawn tokens with a certified kept set.
     surprisal: sum of -log p over the drawn tokens, in nats, where p is the model's probability at temperature 1 without
         edits; None if the graph has no output of logits.
+    right: whether the text has an accepted answer; None if its prompt has none.
     """
 
     text: str
     token_ids: Sequence[int]
     drawn: int
-    kept: Sequence[int]
-    certified: Sequence[bool]
-    mass: Sequence[float] | None
+    kept: int
+    certified: int
+    mass: float | None
     surprisal: float | None
     finish_reason: str
+    right: bool | None = None
 
 
-def _sample(result: GenerationResult) -> Sample:
+def _sample(result: GenerationResult, answers: Sequence[str]) -> Sample:
     tokens, scores = result.token_ids, result.token_logprobs
-    surprisal = None if scores is None else -math.fsum(entry.logprob for entry in scores)
-    ended = isinstance(result.stop, int)
-    return Sample(result.text, tokens[:-1] if ended else tokens, len(tokens), result.kept, result.certified,
-                  result.mass, surprisal, result.finish_reason)  # fmt: skip
+    return Sample(
+        text=result.text,
+        token_ids=tokens[:-1] if isinstance(result.stop, int) else tokens,
+        drawn=len(tokens),
+        kept=sum(result.kept),
+        certified=sum(result.certified),
+        mass=None if result.mass is None else math.fsum(result.mass),
+        surprisal=None if scores is None else -math.fsum(entry.logprob for entry in scores),
+        finish_reason=result.finish_reason,
+        right=is_right(result.text, answers) if answers else None,
+    )
+
+
+_WORD = re.compile(r"[^\W_]+(?:(?:['’]|(?<=\d)[.,:](?=\d))[^\W_]+)*|#+")
+
+
+def is_right(text: str, answers: Sequence[str]) -> bool:
+    """Whether `text` has one of `answers` as whole words, whatever their case and the punctuation between them.
+
+    A word is a run of letters and digits, with apostrophes and the signs inside numbers ("1,200", "9:30"), or of `#`,
+    which GSM8K's format has before its answer.
+    """
+    words = f" {_words(text)} "
+    return any(f" {_words(answer)} " in words for answer in answers)
+
+
+def _words(text: str) -> str:
+    return " ".join(_WORD.findall(text.casefold()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +405,13 @@ class Comparison:
     rules: Sequence[RuleSetting]
     temperatures: Sequence[float]
     prompts: Sequence[str]
+    answers: Sequence[Sequence[str]]
     cells: Sequence[RuleTexts]
+
+    @property
+    def metrics(self) -> Sequence[TextMetric]:
+        """Those that are shown: accuracy only if a prompt has accepted answers."""
+        return TEXT_METRICS if any(self.answers) else TEXT_METRICS[1:]
 
 
 def compare(
@@ -374,23 +420,31 @@ def compare(
     rules: Sequence[RuleSetting],
     temperatures: Sequence[float],
     *,
+    answers: Sequence[Sequence[str]] = (),
     samples: int = 4,
     max_new_tokens: int = 64,
     seed: int = 0,
     ignore_eos: bool = False,
     rows: int = 8,
+    exact: bool = True,
     opening: Mapping[str, Any] | None = None,
+    earlier: Mapping[str, Any] | None = None,
+    save: Callable[[Comparison], object] = lambda comparison: None,
     progress: Progress = SILENT,
 ) -> Comparison:
     """Check all prompts and rules, then generate all texts and compute the metrics.
 
     folder: an exported model.
+    answers: the accepted answers of each prompt; empty where texts have no accuracy.
     samples: number of texts per prompt, rule and temperature.
     max_new_tokens: maximum number of tokens per text, for prompts that set no limit of their own.
     seed: seed of the run. It and the prompt's place give the seed of a prompt, the same for all rules and temperatures.
     ignore_eos: whether a text continues after the end of sequence.
     rows: number of sequences that run at once.
+    exact: whether texts must not depend on what ran before; see `Engine`. If not, last bits of logits can.
     opening: options of `TopWModel.from_pretrained`.
+    earlier: `as_dict` of a comparison of the same texts; rules at temperatures that it has are not generated again.
+    save: called with the comparison after each rule at each temperature.
 
     Raises PromptError, TokenizerError and ParameterError, which name the prompt, ParameterError for a rule that the
     model refuses, and the errors of `TopWModel` and `Engine`.
@@ -411,40 +465,75 @@ def compare(
             text = prompt[0] if isinstance(prompt[0], str) else None
             texts.append(model.tokenizer.decode(ids, skip_special_tokens=False) if text is None else text)
         columns = [
-            (rule, temperature, {**rule.parameters, "temperature": temperature})
+            (rule, temperature, {"temperature": temperature, **rule.parameters})
             for temperature in temperatures
             for rule in rules
         ]
         first_ids, first = prepared[0]
         for _, _, parameters in columns:  # refuse a wrong rule or temperature before the first text
             model.prepare(first_ids, **{**first, **parameters})
+        cells: list[RuleTexts] = []
+        comparison = Comparison(
+            folder=folder, model=sha256_of(model.path / MANIFEST_NAME)[:32], provider=model.provider,
+            sampler=model.sampler, seed=seed, samples=samples, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos,
+            missing_outputs=[name for name in has if not has[name]], rules=rules, temperatures=temperatures,
+            prompts=texts, answers=[list(each) for each in answers], cells=cells,
+        )  # fmt: skip
+        known = _earlier_texts(earlier, comparison) if earlier else {}
         total = len(prepared) * samples * len(columns)
         progress.say(
             f"Generating {count_text(total, 'text')}: {count_text(len(rules), 'rule')} at "
             f"{count_text(len(temperatures), 'temperature')}"
         )
-        # exact=True: a text must not depend on the rules that ran before.
-        engine = Runner(model, rows, samples, max_length=longest, exact=True)
+        engine = Runner(model, rows, samples, max_length=longest, exact=exact)
         with closing(engine) as runner, progress.bar(total, "texts") as advance:
             one = {name: value for name, value in first.items() if name != "max_length"}
             one |= {"max_new_tokens": 1, "num_return_sequences": 1}
             list(runner.results([(first_ids, one)]))  # not timed: the first run takes longer
-            cells = []
             for rule, temperature, parameters in columns:
-                started = time.perf_counter()
-                results = []
-                for found in runner.results((ids, {**own, **parameters}) for ids, own in prepared):
-                    results.append(found if isinstance(found, list) else [found])
-                    advance(len(results[-1]))
-                seconds = time.perf_counter() - started
-                cells.append(RuleTexts(rule, temperature, [list(map(_sample, found)) for found in results], seconds))
-        summarise(cells)
-        return Comparison(
-            folder=folder, model=sha256_of(model.path / MANIFEST_NAME)[:32], provider=model.provider,
-            sampler=model.sampler, seed=seed, samples=samples, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos,
-            missing_outputs=[name for name in has if not has[name]], rules=rules, temperatures=temperatures,
-            prompts=texts, cells=cells,
-        )  # fmt: skip
+                key = (rule.label, None if "temperature" in rule.parameters else temperature)
+                if key in known:
+                    groups, seconds = known[key]
+                    advance(len(prepared) * samples)
+                else:
+                    started = time.perf_counter()
+                    groups = []
+                    for found in runner.results((ids, {**own, **parameters}) for ids, own in prepared):
+                        results = found if isinstance(found, list) else [found]
+                        accepted = answers[len(groups)] if answers else ()
+                        groups.append([_sample(result, accepted) for result in results])
+                        advance(len(results))
+                    seconds = time.perf_counter() - started
+                    known[key] = groups, seconds  # of a rule with its own temperature, for the others
+                cells.append(RuleTexts(rule, temperature, groups, seconds))
+                summarise(cells[-1])
+                save(comparison)
+        return comparison
+
+
+def _earlier_texts(
+    earlier: Mapping[str, Any], comparison: Comparison
+) -> dict[tuple[str, float | None], tuple[list[list[Sample]], float]]:
+    """(label of a rule, temperature, or None for a rule with its own) -> (texts, seconds), from a report.
+
+    Raises ParameterError if the report is not of the same texts.
+    """
+    found: dict[tuple[str, float | None], tuple[list[list[Sample]], float]] = {}
+    try:
+        for name in _SAME_TEXTS:
+            if earlier[name] != getattr(comparison, name):
+                raise ParameterError(f"the earlier report has another {name}; write to another file.", "json_file")
+        own = {rule["label"] for rule in earlier["rules"] if "temperature" in rule["parameters"]}
+        names = [each.name for each in fields(Sample)]
+        for cell in earlier["cells"]:
+            groups: list[list[Sample]] = [[] for _ in comparison.prompts]
+            for sample in cell["samples"]:
+                groups[sample["prompt"]].append(Sample(**{name: sample[name] for name in names}))
+            place = (cell["rule"], None if cell["rule"] in own else cell["temperature"])
+            found[place] = groups, cell["seconds"]
+    except (KeyError, IndexError, TypeError) as error:
+        raise ParameterError(f"the earlier report is not of `topw compare`: {error!r}.", "json_file") from None
+    return found
 
 
 def _prepare(model: TopWModel, prompt: Prompt, parameters: Mapping[str, Any]) -> tuple[list[int], int]:

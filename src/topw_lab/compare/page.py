@@ -15,7 +15,6 @@ from topw_deploy.text import count_text, printable
 from topw_lab.compare.comparison import (
     CONFIDENCE,
     RESAMPLES,
-    TEXT_METRICS,
     Comparison,
     MetricValue,
     missing_metric_notes,
@@ -42,7 +41,7 @@ def page(comparison: Comparison) -> str:
         *_chart_parts(comparison),
         *_table_parts(comparison),
         "<h2>Definitions</h2>\n<dl>",
-        *(f"<dt>{metric.title}</dt><dd>{_escaped(metric.definition)}</dd>" for metric in TEXT_METRICS),
+        *(f"<dt>{metric.title}</dt><dd>{_escaped(metric.definition)}</dd>" for metric in comparison.metrics),
         "</dl>",
         *_text_parts(comparison),
         "</body>\n</html>\n",
@@ -58,7 +57,7 @@ def _chart_parts(comparison: Comparison) -> Iterator[str]:
     rules = comparison.rules
     entries = "".join(f"<li>{_legend_key(place)} {_escaped(rule.label)}</li>" for place, rule in enumerate(rules))
     yield f'<h2>Metrics over temperature</h2>\n<ul class="legend">{entries}</ul>\n<div class="charts">'
-    for metric in TEXT_METRICS:
+    for metric in comparison.metrics:
         lines = []
         for place, rule in enumerate(rules):
             values = [(cell.temperature, cell.values[metric.name]) for cell in comparison.cells[place :: len(rules)]]
@@ -75,11 +74,11 @@ def _table_parts(comparison: Comparison) -> Iterator[str]:
         f'<h2>Table</h2>\n<p class="muted">With {CONFIDENCE:.0%} intervals over prompts, from {RESAMPLES} resamples.'
         "</p>"
     )
-    names = ("temperature", "rule", *(metric.title for metric in TEXT_METRICS), "tokens", "seconds")
+    names = ("temperature", "rule", *(metric.title for metric in comparison.metrics), "tokens", "seconds")
     yield f'<div class="wide"><table>\n<tr>{"".join(f"<th scope=col>{name}</th>" for name in names)}</tr>'
     for cell in comparison.cells:
         yield f"<tr><td>{cell.temperature:g}</td><th scope=row>{_escaped(cell.rule.label)}</th>"
-        for metric in TEXT_METRICS:
+        for metric in comparison.metrics:
             value = cell.values[metric.name]
             low, high = number_text(value.low), number_text(value.high)
             interval = f"<small>{low} to {high}</small>" if low != high else ""
@@ -99,8 +98,10 @@ def _text_parts(comparison: Comparison) -> Iterator[str]:
             for cell in comparison.cells[column :: len(rules)]:
                 for sample in cell.samples[index]:
                     parts = [f"T = {cell.temperature:g}: {count_text(sample.drawn, 'token')}"]
+                    if sample.right is not None:
+                        parts.append("right" if sample.right else "wrong")
                     if sample.drawn:
-                        parts.append(f"kept {number_text(sum(sample.kept) / sample.drawn)} on average")
+                        parts.append(f"kept {number_text(sample.kept / sample.drawn)} on average")
                     if sample.drawn and sample.surprisal is not None:
                         perplexity = math.exp(min(sample.surprisal / sample.drawn, 700))
                         parts.append(f"perplexity {number_text(perplexity)}")

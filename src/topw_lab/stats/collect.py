@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from topw_deploy.errors import ParameterError, PromptError
+from topw_deploy.errors import ParameterError, PromptError, TokenizerError
 from topw_deploy.export.verification.reference import LogitsProbe
 from topw_deploy.progress import SILENT, Progress
 from topw_deploy.runtime import GenerationResult, TopWModel
@@ -173,7 +173,7 @@ class CollectedRuns:
 
 def collect(
     folder: Path,
-    prompts: Sequence[tuple[str, str]],
+    prompts: Sequence[tuple[str | list[dict[str, Any]], str]],
     settings: Sequence[RuleSetting],
     *,
     batch_size: int = 1,
@@ -186,7 +186,7 @@ def collect(
     """Generate from every prompt under every setting and analyse each step.
 
     folder: an exported model.
-    prompts: (text, place of the prompt in its source, for error messages) of each.
+    prompts: (text or messages, place of the prompt in its source, for error messages) of each.
     batch_size: prompts per batch; batching can change the last bits of logits.
     generation: further parameters of `TopWModel.generate`.
     seeds: number of texts per prompt; their seeds are consecutive and start with the seed in `generation`.
@@ -255,12 +255,17 @@ def collect(
     )
 
 
-def _prompt_ids(model: TopWModel, text: str, where: str) -> list[int]:
-    """Raises PromptError, naming the prompt, if it is not valid Unicode or exceeds the context."""
+def _prompt_ids(model: TopWModel, prompt: str | list[dict[str, Any]], where: str) -> list[int]:
+    """Raises errors that name the prompt if it is not valid Unicode, exceeds the context or needs a chat template."""
     try:
-        return list(model.prepare(text)[0].prompt)
-    except PromptError as error:
-        raise PromptError(f"{where}: {error}") from None
+        content: str | list[int] = (
+            prompt
+            if isinstance(prompt, str)
+            else model.tokenizer.encode(model.apply_chat_template(prompt), add_special_tokens=False)
+        )
+        return list(model.prepare(content)[0].prompt)
+    except (PromptError, TokenizerError) as error:
+        raise type(error)(f"{where}: {error}") from None
 
 
 def _steps(
