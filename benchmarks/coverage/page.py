@@ -44,7 +44,8 @@ def _introduction(file: ResultFile, types: Sequence[str]) -> str:
         "decoder-only language models, or multimodal models with such a text decoder. Each is tried as a tiny random "
         "model with every kind of layer, and its graph is compared with torch ([what is "
         "verified](guide/export.md#what-is-verified)). The others (encoder-decoders, encoders, draft models) are "
-        "listed in `benchmarks/coverage/architectures.py`."
+        "listed in `benchmarks/coverage/architectures.py`; [GGUF files](guide/export.md#gguf-files) have their own "
+        "list."
     )
     return "\n\n".join(["# Models", _filled(text), *([note] if missing else [])])
 

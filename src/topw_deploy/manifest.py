@@ -163,7 +163,8 @@ class DecoderInfo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     context_length: maximum number of tokens of a sequence.
     left_padding, right_padding: whether batches can be padded on that side. `concat` can be padded on the left,
         `shared` on the right, and `static`, which has row lengths, on neither.
-    weights_dtype: the type of the weights: an ONNX element type such as "float", or "int4" or "int8" if quantised.
+    weights_dtype: the type of the weights: an ONNX element type such as "float", or "int4" or "int8" if quantised
+        (of most products, where a GGUF file's codes are kept).
     attention: the operator that reads the cache, "GroupQueryAttention", "Attention" or "", for information.
     ragged_chunks: whether one call can append several tokens to each row of a batch. If not, a call takes several
         tokens only for empty caches, or for a single row.
@@ -376,7 +377,7 @@ class Verification(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
     """Base of `DecoderManifest` and `SamplerManifest`.
 
-    source: `id`, `revision` and `route` of the model.
+    source: `id`, `revision` and `route` of the model, and `types` of a GGUF file's tensors ("210 Q4_1, 61 F32").
     libraries: versions of topw_deploy and of the libraries used for the export.
     opset: opset version by domain.
     defaults: the sampler's parameters for callers that give none.

@@ -18,7 +18,7 @@ from topw_deploy.export.graph import BLOCK_BYTES, Decoder, initializer_tensors
 from topw_deploy.export.options import ExportKeywords, ExportOptions, ExportReport, SamplerOptions, read_options
 from topw_deploy.export.quantise import quantise
 from topw_deploy.export.quantise.blocks import StoredRows
-from topw_deploy.export.quantise.rewrite import least_onnxruntime
+from topw_deploy.export.quantise.rewrite import least_onnxruntime, usual_type
 from topw_deploy.export.quantise.rounding import Quantisation
 from topw_deploy.export.sampler.attach import attach_sampler
 from topw_deploy.export.sampler.node import SamplerSpec
@@ -217,8 +217,16 @@ def _quantise(
     rows = StoredRows.of(source.folder)
     decoder.notices += quantise(decoder.model, scheme, rows, cut=options.num_hidden_layers is not None)
     least = max(decoder.info.least_onnxruntime, least_onnxruntime(decoder.model.graph), key=major_minor)
+    dtype = scheme.dtype
+    if stored is not None and stored.gguf is not None:
+        dtype = usual_type(decoder.model.graph) or dtype
+        if types := stored.gguf.types_not_kept():
+            decoder.notices.append(
+                f"the GGUF file's {', '.join(types)} tensors were decoded and rounded again to {scheme.dtype}, because "
+                "MatMulNBits cannot keep their codes"
+            )
     decoder.info = structs.replace(
-        decoder.info, weights_dtype=scheme.dtype, quantisation=scheme.as_dict(), least_onnxruntime=least
+        decoder.info, weights_dtype=dtype, quantisation=scheme.as_dict(), least_onnxruntime=least
     )
     if stored is not None and not stored.integers and stored.gguf is None:
         decoder.notices.append(

@@ -407,8 +407,9 @@ def manifest_fields(
     """The fields of every manifest, with the status "provisional". known: see `decoder_manifest`."""
     outputs = _tensor_specs(model.graph.outputs)
     table, lookups = read_tables(folder)
+    types = {"types": source.types} if source.types else {}
     return {
-        "source": {"id": source.id, "revision": source.revision, "route": route},
+        "source": {"id": source.id, "revision": source.revision, "route": route} | types,
         "libraries": library_versions(),
         "opset": {str(domain): int(version) for domain, version in model.opset_imports.items()},
         "inputs": _tensor_specs(model.graph.inputs),

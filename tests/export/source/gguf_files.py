@@ -13,27 +13,43 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from tokenizers import Tokenizer
 from transformers import (
+    BloomConfig,
     FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    GPT2Config,
+    Lfm2Config,
     LlamaConfig,
+    MixtralConfig,
+    NemotronConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    StableLmConfig,
     Starcoder2Config,
 )
 
 from tests.support.tiny_models import COMMON, WINDOW, make_model, write_tokenizer
 
 WIDE = {**COMMON, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # whole blocks of 256
+SHORT = {"vocab_size": 320, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 CONFIGS: Mapping[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**WIDE, tie_word_embeddings=False),
+    "llama with experts": MixtralConfig(**WIDE, num_local_experts=4, num_experts_per_tok=2),
     "qwen2": Qwen2Config(**WIDE, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**WIDE, tie_word_embeddings=False),
+    "qwen2moe": Qwen2MoeConfig(
+        **WIDE,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=256,
+        shared_expert_intermediate_size=512,
+    ),
     "qwen3moe": Qwen3MoeConfig(
         **WIDE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=256, norm_topk_prob=True
     ),
@@ -51,9 +67,14 @@ CONFIGS: Mapping[str, PreTrainedConfig] = {
     ),
     "phi3": Phi3Config(**WIDE, sliding_window=WINDOW),
     "starcoder2": Starcoder2Config(**WIDE, sliding_window=WINDOW),
+    "stablelm": StableLmConfig(**WIDE, use_qkv_bias=True, use_parallel_residual=False),
+    "nemotron": NemotronConfig(**WIDE),
+    "lfm2": Lfm2Config(**WIDE, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False),
+    "gpt2": GPT2Config(**SHORT, n_embd=256, n_layer=2, n_head=4, n_positions=256),
+    "bloom": BloomConfig(**SHORT, hidden_size=256, n_layer=2, n_head=4),
     "falcon": FalconConfig(
-        vocab_size=320, hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_kv_heads=2,
-        new_decoder_architecture=True, bos_token_id=1, eos_token_id=2, pad_token_id=0, max_position_embeddings=256,
+        **SHORT, hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_kv_heads=2,
+        new_decoder_architecture=True, max_position_embeddings=256,
     ),
 }  # fmt: skip
 _ARCHITECTURES = {value: number for number, value in gguf.MODEL_ARCH_NAMES.items()}
@@ -64,20 +85,22 @@ def permute(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, 2, len(rows) // heads // 2, -1).swapaxes(1, 2).reshape(rows.shape)
 
 
-def split_falcon(rows: np.ndarray, heads: int, kv_heads: int) -> np.ndarray:
-    """All q, then all k, then all v."""
-    grouped = rows.reshape(kv_heads, heads // kv_heads + 2, -1, rows.shape[1])
+def split_qkv(rows: np.ndarray, heads: int, kv_heads: int) -> np.ndarray:
+    """As llama.cpp's converter stores qkv of falcon and bloom: all q, then all k, then all v."""
+    grouped = rows.reshape(kv_heads, heads // kv_heads + 2, -1)
     parts = grouped[:, :-2], grouped[:, -2], grouped[:, -1]
-    return np.concatenate([part.reshape(-1, rows.shape[1]) for part in parts])
+    return np.concatenate([part.reshape(-1) for part in parts]).reshape(rows.shape)
 
 
 def gguf_tensors(model: PreTrainedModel, name: str) -> dict[str, np.ndarray]:
     """The model's tensors as llama.cpp's converter names and changes them."""
     config = model.config
-    table = gguf.get_tensor_name_map(_ARCHITECTURES[name], config.num_hidden_layers)
+    table = gguf.get_tensor_name_map(_ARCHITECTURES[name.split()[0]], config.num_hidden_layers)
     state = {key: value.detach().numpy() for key, value in model.state_dict().items()}
     if config.tie_word_embeddings:
         state.pop("lm_head.weight")
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", heads)
     found = {}
     for key, values in state.items():
         base, _, end = key.rpartition(".")
@@ -87,18 +110,84 @@ def gguf_tensors(model: PreTrainedModel, name: str) -> dict[str, np.ndarray]:
             continue
         if end == "down_proj":
             base, end = f"{base}.down_proj", "weight"
-        target = table.get_name(base)
+        target = table.get_name(base.removeprefix("transformer.") if name == "bloom" else base)
         assert target is not None, key
-        if name == "llama" and ".attn_q." in f"{target}.":
-            values = permute(values, config.num_attention_heads)
-        if name == "llama" and ".attn_k." in f"{target}.":
-            values = permute(values, config.num_key_value_heads)
-        if name == "falcon" and target.endswith("attn_qkv"):
-            values = split_falcon(values, config.num_attention_heads, config.num_kv_heads)
-        if name.startswith("gemma") and base.endswith("norm"):
+        if name.startswith("llama") and target.endswith(("attn_q", "attn_k")):
+            values = permute(values, heads if target.endswith("q") else kv_heads)
+        if name in ("falcon", "bloom") and target.endswith("attn_qkv"):
+            values = split_qkv(values, heads, kv_heads)
+        if name == "gpt2" and base.endswith(("c_attn", "c_proj", "c_fc")) and end == "weight":
+            values = np.ascontiguousarray(values.T)
+        if name.startswith(("gemma", "nemotron")) and base.endswith("norm") and end == "weight":
             values = values + 1
+        if target.endswith("shortconv.conv"):
+            values = values[:, 0]
+        if target.endswith("ffn_gate_inp_shexp"):
+            values = values[0]
         found[f"{target}.{end}"] = values
     return found
+
+
+def _add_sizes(writer: gguf.GGUFWriter, config: PreTrainedConfig, name: str) -> None:
+    """The metadata of all models."""
+    width = next(
+        (size for key in ("intermediate_size", "ffn_hidden_size") if (size := getattr(config, key, None))), None
+    )
+    writer.add_context_length(getattr(config, "max_position_embeddings", 256))
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(width or 4 * config.hidden_size)
+    writer.add_head_count(config.num_attention_heads)
+    kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None)
+    if name == "lfm2":
+        writer.add_head_count_kv([0, kv_heads])
+    elif kv_heads:
+        writer.add_head_count_kv(kv_heads)
+    for key in ("layer_norm_epsilon", "norm_epsilon", "layer_norm_eps"):
+        if hasattr(config, key):
+            writer.add_layer_norm_eps(getattr(config, key))
+    for key in ("rms_norm_eps", "norm_eps"):
+        if hasattr(config, key):
+            writer.add_layer_norm_rms_eps(getattr(config, key))
+    if name in ("nemotron", "falcon"):
+        writer.add_layer_norm_eps(getattr(config, "norm_eps", 1e-5))
+    if "head_dim" in config.to_dict():
+        writer.add_key_length(64)
+        writer.add_value_length(64)
+
+
+def _add_rotation(writer: gguf.GGUFWriter, config: PreTrainedConfig, name: str) -> None:
+    """The metadata of rotary positions."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    if "rope_theta" in rope:
+        writer.add_rope_freq_base(rope["rope_theta"])
+    if "partial_rotary_factor" in rope:
+        writer.add_rope_dimension_count(int(64 * rope["partial_rotary_factor"]))
+    if name == "gemma3":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(8.0)
+        writer.add_sliding_window_pattern(2)
+
+
+def _add_parts(writer: gguf.GGUFWriter, config: PreTrainedConfig, name: str) -> None:
+    """The metadata of what only some models have."""
+    if name == "gemma2":
+        writer.add_attn_logit_softcapping(2.0)
+        writer.add_final_logit_softcapping(30.0)
+    if getattr(config, "sliding_window", None) and name != "qwen2moe":
+        writer.add_sliding_window(config.sliding_window)
+    if hasattr(config, "num_experts_per_tok"):
+        writer.add_expert_count(4)
+        writer.add_expert_used_count(2)
+    if hasattr(config, "moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(256)
+    if name == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(512)
+    if name == "stablelm":
+        writer.add_parallel_residual(config.use_parallel_residual)
+    if name == "lfm2":
+        writer.add_shortconv_l_cache(config.conv_L_cache)
 
 
 def write_gguf(
@@ -121,37 +210,9 @@ def write_gguf(
     for parameter in model.parameters():
         if parameter.dim() == 1:  # norms and biases, so that a mistake in them shows
             parameter.data += 0.1 * parameter.data.new_tensor(rng.standard_normal(len(parameter)))
-    writer, config = gguf.GGUFWriter(path, name), model.config
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(getattr(config, "intermediate_size", None) or config.ffn_hidden_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(getattr(config, "num_key_value_heads", None) or config.num_kv_heads)
-    if name == "falcon":
-        writer.add_layer_norm_eps(config.layer_norm_epsilon)
-    elif name == "starcoder2":
-        writer.add_layer_norm_eps(config.norm_epsilon)
-    else:
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if name != "falcon":
-        writer.add_key_length(64)
-        writer.add_value_length(64)
-    rope = config.rope_parameters
-    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
-    if name == "gemma3":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(8.0)
-        writer.add_sliding_window_pattern(2)
-    if name == "gemma2":
-        writer.add_attn_logit_softcapping(2.0)
-        writer.add_final_logit_softcapping(30.0)
-    if getattr(config, "sliding_window", None):
-        writer.add_sliding_window(config.sliding_window)
-    if name == "qwen3moe":
-        writer.add_expert_count(4)
-        writer.add_expert_used_count(2)
-        writer.add_expert_feed_forward_length(256)
+    writer = gguf.GGUFWriter(path, name.split()[0])
+    for add in (_add_sizes, _add_rotation, _add_parts):
+        add(writer, model.config, name)
     add_tokenizer(writer, path.parent / "tokenizer")
     for key, value in (change or {}).items():
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
@@ -159,7 +220,9 @@ def write_gguf(
         if values is None:
             continue
         chosen = next((other for part, other in (kinds or {}).items() if part in key), kind)
-        wanted = chosen if values.ndim > 1 and "gate_inp" not in key else "F32"
+        wanted = (
+            chosen if values.ndim > 1 and not any(part in key for part in ("gate_inp", "shortconv.conv")) else "F32"
+        )
         made = Kind[wanted]
         try:
             raw = gguf.quantize(values, made)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import struct
 from pathlib import Path
 
 import gguf
+import huggingface_hub
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -24,6 +26,7 @@ from topw_deploy.export.sampler_only import embeddings_of_folder
 from topw_deploy.export.source.checkpoint import load_reference, load_unread
 from topw_deploy.export.source.gguf import GgufIntegers, GgufTensor, read_gguf
 from topw_deploy.export.source.resolve import resolve
+from topw_deploy.manifest import load_decoder_manifest
 
 EXACT = ("Q4_0", "Q5_0", "Q8_0", "Q3_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 WITH_MINIMA = ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K")
@@ -104,6 +107,10 @@ def test_an_export_keeps_the_codes_of_the_file(kind: str, tmp_path: Path) -> Non
     write_gguf(tmp_path / "model.gguf", "llama", kind.split()[0], kinds={"attn_v": "Q6_K"} if kind == MIXED else None)
     report = export(tmp_path / "model.gguf", tmp_path / "out")
     assert "11 of 11 products keep" in " ".join(report.notices)  # q, k and v are one
+    manifest = load_decoder_manifest(tmp_path / "out")
+    types = {"Q4_0 with Q6_K": "14 Q4_0, 5 F32, 2 Q6_K"}.get(kind, f"16 {kind}, 5 F32")
+    assert manifest.source["types"] == types
+    assert manifest.decoder.weights_dtype == f"int{bits_of(kind)}"
     reference = load_reference(resolve(str(tmp_path / "model.gguf")).folder, "float32")
     layers = [dict(layer.named_parameters()) for layer in reference.model.layers]
     joined = [torch.cat([layer[f"self_attn.{each}_proj.weight"] for each in "qkv"]) for layer in layers]
@@ -120,12 +127,27 @@ def test_an_export_keeps_the_codes_of_the_file(kind: str, tmp_path: Path) -> Non
         )
 
 
+def bits_of(kind: str) -> int:
+    return 4 if kind.startswith(("Q4", "Q3", "Q2")) else 8
+
+
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", slow("Q6_K"), slow("Q4_K")])
-@pytest.mark.parametrize("name", ["llama", slow("qwen2"), slow("gemma3"), slow("qwen3moe")])
+@pytest.mark.parametrize("name", ["llama", *map(slow, ["qwen2", "gemma3", "qwen3moe", "gpt2", "lfm2"])])
 def test_an_export_is_verified_against_torch_on_the_decoded_weights(name: str, kind: str, tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", name, kind)
     report = export(tmp_path / "model.gguf", tmp_path / "out", verify=True)
     assert report.verification.status == "passed"
+    kept, count = map(int, re.findall(r"(\d+) of (\d+) products keep", " ".join(report.notices))[0])
+    rounded_head = CONFIGS[name].tie_word_embeddings and kind in WITH_MINIMA
+    assert kept == count - rounded_head
+
+
+def test_types_whose_codes_cannot_be_kept_are_rounded_with_a_notice(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", "llama", "IQ2_XS", kinds={"attn_v": "IQ3_S"})
+    report = export(tmp_path / "model.gguf", tmp_path / "out", verify=True)
+    assert "the GGUF file's IQ2_XS, IQ3_S tensors were decoded and rounded again to int8" in " ".join(report.notices)
+    assert report.verification.status == "passed"
+    assert load_decoder_manifest(tmp_path / "out").decoder.weights_dtype == "int8"
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [("fp32", None), ("int4", 4), ("int8", 8)])
@@ -219,6 +241,26 @@ def test_a_folder_with_several_files_needs_a_name(tmp_path: Path) -> None:
     assert found.id == str(tmp_path / "b.gguf")
     with pytest.raises(SourceError, match="holds no file c"):
         resolve(str(tmp_path), gguf_file="c.gguf")
+
+
+def test_a_gguf_file_of_the_hub_is_downloaded_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "snapshots" / "c0ffee"
+    snapshot.mkdir(parents=True)
+    asked: list[list[str]] = []
+
+    def download(model: str, *, allow_patterns: list[str], **_: object) -> str:
+        asked.append(allow_patterns)
+        if "b.gguf" in allow_patterns and not (snapshot / "b.gguf").exists():
+            write_gguf(snapshot / "b.gguf", "llama", "Q4_0")
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    found = resolve("owner/model", gguf_file="b.gguf")
+    assert (found.id, found.revision, found.types) == ("owner/model/b.gguf", "c0ffee", "16 Q4_0, 5 F32")
+    assert resolve(found.id, revision=found.revision) == found  # as `topw verify` asks for it
+    assert all("b.gguf" in patterns and "*.safetensors" not in patterns for patterns in asked)
+    with pytest.raises(SourceError, match=r"owner/model on the hub holds no file c\.gguf; check --gguf-file"):
+        resolve("owner/model", gguf_file="c.gguf")
 
 
 def test_smollm2_is_found_without_importing_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ with 4-bit weights and an `accuracy_level` other than 4.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -86,6 +87,12 @@ def least_onnxruntime(graph: ir.Graph) -> str:
     nodes = [node for node in graph if (node.domain, node.op_type) == (DOMAIN, "QMoE")]
     leveled = any("accuracy_level" in node.attributes for node in nodes)
     return (_QMOE_LEVELS_SINCE if leveled else _QMOE_SINCE) if nodes else ""
+
+
+def usual_type(graph: ir.Graph) -> str | None:
+    """Return the type of most quantised products, `int4` or `int8`; None without products."""
+    bits = Counter(int(node.attributes["bits"].as_int()) for node in graph if node.op_type == "MatMulNBits")
+    return f"int{bits.most_common(1)[0][0]}" if bits else None
 
 
 class _Replacer:

@@ -12,6 +12,7 @@ import mmap
 import os
 import struct
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,6 +134,7 @@ class GgufWeight(EncodedWeight):
 
     order: int64 [rows], the row of the file for each row of the weight; None if they are the same.
     change: applied to decoded values.
+    transposed: whether the file has the weight's columns as rows.
     """
 
     def __init__(
@@ -143,19 +145,22 @@ class GgufWeight(EncodedWeight):
         order: np.ndarray | None = None,
         change: Callable[[np.ndarray], np.ndarray] | None = None,
         shape: tuple[int, ...] | None = None,
+        transposed: bool = False,
     ) -> None:
         self.name, self.stored, self._place, self._order, self._change = name, stored, place, order, change
-        self.shape = shape or stored.shape[len(place) :]
+        self._transposed = transposed
+        self.shape = shape or stored.shape[len(place) :][:: -1 if transposed else 1]
 
     def raw(self, rows: Rows) -> np.ndarray:
-        """Return the bytes of some rows of the weight, uint8 [rows, bytes]."""
+        """Return the bytes of some rows of the stored tensor, uint8 [rows, bytes]."""
         found = self.stored.raw()[self._place]
         if len(self.stored.shape) == len(self._place) + 1:  # of a vector: one element in a row
             found = found.reshape(self.shape[0], -1)
         return found[rows if self._order is None else self._order[rows]]
 
     def rows(self, rows: Rows) -> np.ndarray:
-        values = decode(self.raw(rows), self.stored.kind)
+        values = decode(self.raw(slice(None) if self._transposed else rows), self.stored.kind)
+        values = values.T[rows] if self._transposed else values
         values = values if self._change is None else self._change(values)
         # torch warns about read-only arrays, such as views of the file
         return np.require(values.reshape(-1, *self.shape[1:]), requirements=["C", "W"])
@@ -164,6 +169,7 @@ class GgufWeight(EncodedWeight):
 class GgufIntegers(GgufWeight, IntegerWeight):
     """A matrix of integer codes.
 
+    The matrix has the file's rows, which are outputs, also of a transposed weight.
     Codes, scales and minima are what the decoder of `gguf` makes of blocks in which everything else is 1 or 0. So they
     decode to exactly its values.
     """
@@ -197,15 +203,10 @@ class GgufIntegers(GgufWeight, IntegerWeight):
                 for place in (d, least[0] if least else d)
             )
         zeros = np.full(scales.shape, middle, np.int32)
-        groups = np.arange(self.shape[1]) // layout.group
+        groups = np.arange(codes.shape[1]) // layout.group
         return IntegerMatrix(
             codes, np.ascontiguousarray(scales), zeros, groups, layout.bits, minima if layout.has_minimum else None
         )
-
-
-def is_integer_type(kind: str) -> bool:
-    """Whether MatMulNBits can keep the codes of a type."""
-    return kind in _LAYOUTS
 
 
 @dataclass(frozen=True)
@@ -220,12 +221,27 @@ class GgufFile:
     def architecture(self) -> Architecture:
         """Raises UnsupportedModelError for an architecture that is not supported."""
         name = self.metadata.get("general.architecture")
+        if name == "llama" and self.metadata.get("llama.expert_count"):
+            name = "llama with experts"
         if name not in ARCHITECTURES:
             raise UnsupportedModelError(
                 f"{self.path} holds a model of the architecture {name!r}, but only {', '.join(ARCHITECTURES)} are read "
                 "from GGUF; export its Hugging Face checkpoint."
             )
         return ARCHITECTURES[name]
+
+    @property
+    def types(self) -> Counter[str]:
+        """The number of tensors of each type."""
+        return Counter(tensor.kind for tensor in self.tensors.values())
+
+    @property
+    def is_quantised(self) -> bool:
+        return not self.types.keys() <= _FLOATS.keys()
+
+    def types_not_kept(self) -> list[str]:
+        """The quantised types whose codes MatMulNBits cannot keep."""
+        return sorted(self.types.keys() - _FLOATS.keys() - _LAYOUTS.keys())
 
     def configuration(self) -> dict[str, Any]:
         """Return the model's config.json. Raises UnsupportedModelError for metadata that it cannot express."""
@@ -351,7 +367,8 @@ def _weight(name: str, stored: GgufTensor, how: Mapping[str, Any]) -> StoredTens
         width = _type_sizes(stored.kind)[1]
         return StoredTensor(stored.path, stored.offset, stored.kind, stored.shape, math.prod(stored.shape) * width)
     matrix = len(stored.shape) - len(how.get("place", ())) == 2
-    kind = GgufIntegers if matrix and stored.kind in _LAYOUTS and "change" not in how else GgufWeight
+    keeps = matrix and stored.kind in _LAYOUTS and not how.keys() & {"change", "shape"}
+    kind = GgufIntegers if keeps else GgufWeight
     return kind(name, stored, **how)
 
 

@@ -3,8 +3,9 @@
 GGUF's names are those of llama.cpp: `blk.0.attn_q.weight` is `model.layers.0.self_attn.q_proj.weight`. Its converter
 changes some tensors, and the functions here undo it:
     llama: rows of q and k; the two that rotate together are adjacent, and half a head apart in transformers.
-    falcon: rows of qkv; all q come first, then all k and all v, and in transformers they come by groups.
-    gemma: norms are stored plus one.
+    falcon, bloom: rows of qkv; all q come first, then all k and all v, and in transformers they come by groups.
+    gpt2: matrices; rows are outputs, and inputs in transformers.
+    gemma, nemotron: norms are stored plus one.
     experts: all of a layer in one tensor.
 """
 
@@ -37,6 +38,7 @@ _DENSE = _ATTENTION | {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ff
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _EXPERTS = {name: f"mlp.experts.{{expert}}.{name.split('_')[1]}_proj" for name in ("ffn_gate_exps", "ffn_up_exps")}
 _EXPERTS["ffn_down_exps"] = "mlp.experts.{expert}.down_proj"
+_EXPERTS["ffn_gate_inp"] = "mlp.gate"
 _SANDWICH = _DENSE | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -56,6 +58,7 @@ _KEPT = _COMMON | {
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
+_NORM = {"attention.layer_norm_epsilon": "layer_norm_epsilon"}
 _WINDOW = {"attention.sliding_window": "sliding_window"}
 _CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
 # Metadata that configurations state in another way, or that does not change the model.
@@ -82,7 +85,9 @@ class Architecture:
     fixed: the configuration's other values.
     partial: whether the model can rotate a part of each head.
     norm_offset: what llama.cpp's converter added to the weights of norms.
-    permuted: whether rows of q and k are permuted.
+    orders: name in a layer -> function (rows, heads, key-value heads) -> the file's row of each row.
+    transposed: names in a layer whose matrices are transposed.
+    squeezed: names in a layer -> (rank in transformers, the axis of size 1 that the file lacks).
     other_norm: the name of `attn_norm` in a layer that has no `attn_norm_2`.
     other_keys: metadata that `finish` reads.
     finish: completes the configuration: (configuration, metadata without the architecture's prefix, shapes).
@@ -96,7 +101,9 @@ class Architecture:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     partial: bool = False
     norm_offset: float = 0.0
-    permuted: bool = False
+    orders: Mapping[str, Callable[[int, int, int], np.ndarray]] = field(default_factory=dict)
+    transposed: frozenset[str] = frozenset()
+    squeezed: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     other_norm: str = ""
     other_keys: frozenset[str] = frozenset()
     finish: Callable[[dict[str, Any], Metadata, Shapes], None] | None = None
@@ -108,11 +115,11 @@ class Architecture:
         """
         shape = shapes[name]
         base, _, end = name.rpartition(".")
-        parts = base.split(".")
-        if parts[0] == "blk" and len(parts) == 3 and parts[1].isdigit() and parts[2] in self.layer:
-            found = f"{self.layers}.{parts[1]}.{self.layer[parts[2]]}"
-            if parts[2] == "attn_norm" and self.other_norm and f"blk.{parts[1]}.attn_norm_2.weight" not in shapes:
-                found = f"{self.layers}.{parts[1]}.{self.other_norm}"
+        block, number, part = (*base.split(".", 2), "", "")[:3]
+        if block == "blk" and number.isdigit() and part in self.layer:
+            found = f"{self.layers}.{number}.{self.layer[part]}"
+            if part == "attn_norm" and self.other_norm and f"blk.{number}.attn_norm_2.weight" not in shapes:
+                found = f"{self.layers}.{number}.{self.other_norm}"
         elif base in self.top:
             found = self.top[base]
         else:
@@ -124,11 +131,13 @@ class Architecture:
         how: How = {}
         if self.norm_offset and base.endswith("norm") and end == "weight":
             how["change"] = self._without_offset
-        heads = _heads(metadata)
-        if self.permuted and parts[-1] in ("attn_q", "attn_k"):
-            how["order"] = _interleaved(shape[0], heads[parts[-1] == "attn_k"])
-        if self.model_type == "falcon" and parts[-1] == "attn_qkv":
-            how["order"] = _grouped(shape[0], *heads)
+        if part in self.orders:
+            how["order"] = self.orders[part](shape[0], *_heads(metadata))
+        if part in self.transposed and end == "weight":
+            how["transposed"] = True
+        rank, axis = self.squeezed.get(part, (0, 0))
+        if end == "weight" and len(shape) < rank:
+            how["shape"] = (*shape[:axis], 1, *shape[axis:])
         yield f"{found}.{end}", how
 
     def _without_offset(self, values: np.ndarray) -> np.ndarray:
@@ -136,10 +145,13 @@ class Architecture:
 
 
 def _heads(metadata: Metadata) -> tuple[int, int]:
-    """(the number of heads, the number of key-value heads)."""
+    """(the number of heads, the number of key-value heads). The latter can be a list with 0 for other layers."""
     prefix = metadata.get("general.architecture")
     heads = metadata.get(f"{prefix}.attention.head_count")
-    found = heads, metadata.get(f"{prefix}.attention.head_count_kv", heads)
+    kv_heads = metadata.get(f"{prefix}.attention.head_count_kv", heads)
+    if isinstance(kv_heads, list) and len(different := set(kv_heads) - {0}) == 1:
+        kv_heads = different.pop()
+    found = heads, kv_heads
     for number in found:
         if not isinstance(number, int) or number < 1:
             raise UnsupportedModelError(
@@ -159,13 +171,17 @@ def _order(shape: tuple[int, ...], axes: tuple[int, ...], rows: int) -> np.ndarr
     return np.arange(rows).reshape(shape).transpose(axes).reshape(-1)
 
 
-def _interleaved(rows: int, heads: int) -> np.ndarray:
-    """Return the file's row for each row of q or k. Within a head, the file interleaves the two halves."""
+def _interleaved_q(rows: int, heads: int, _kv_heads: int) -> np.ndarray:
+    """Return the file's row for each row of q. Within a head, the file interleaves the two halves."""
     return _order((heads, -1, 2), (0, 2, 1), rows)
 
 
+def _interleaved_k(rows: int, _heads: int, kv_heads: int) -> np.ndarray:
+    return _interleaved_q(rows, kv_heads, kv_heads)
+
+
 def _grouped(rows: int, heads: int, kv_heads: int) -> np.ndarray:
-    """Return the file's row for each row of falcon's qkv.
+    """Return the file's row for each row of the qkv of falcon or bloom.
 
     The model stores the q heads of a group, then its k, then its v. The file stores all q, all k, all v.
     """
@@ -202,14 +218,18 @@ def configuration(
     config["vocab_size"] = shapes[TABLE][0]
     config["tie_word_embeddings"] = "output.weight" not in shapes
     config |= {full: metadata.get(f"tokenizer.ggml.{name}_token_id") for name, full in _SPECIAL.items()}
-    heads, _ = _heads(metadata)
-    head_dim = values.get("attention.key_length", config["hidden_size"] // heads)
+    heads, kv_heads = _heads(metadata)
+    per_layer = values.get("attention.head_count_kv")
+    if isinstance(per_layer, list):
+        config[architecture.keys["attention.head_count_kv"]] = kv_heads
+        config["layer_types"] = ["full_attention" if each else "conv" for each in per_layer]
+    head_dim = values.get("attention.key_length", values["embedding_length"] // heads)
     if values.get("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModelError(
             f"{path} has keys of {head_dim} but values of {values['attention.value_length']} numbers a head; export "
             "the model's Hugging Face checkpoint."
         )
-    config["rope_parameters"] = _rotary(path, values, config, int(head_dim), architecture.partial)
+    config["rope_parameters"] = _rotary(path, values, int(head_dim), architecture.partial)
     factors = {name: read(name).tolist() for name in ROTARY_FACTORS if name in shapes}
     if factors:
         _add_factors(config, values, factors)
@@ -218,15 +238,15 @@ def configuration(
     return config
 
 
-def _rotary(path: Path, values: Metadata, config: Metadata, head_dim: int, partial: bool) -> dict[str, Any]:
+def _rotary(path: Path, values: Metadata, head_dim: int, partial: bool) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(values.get("rope.freq_base", 10000.0))}
     rotated = values.get("rope.dimension_count", head_dim)
-    if rotated != head_dim:
-        if not partial:
-            raise UnsupportedModelError(
-                f"{path} rotates {rotated} of {head_dim} numbers a head, but this architecture all of them in "
-                "transformers; export the model's Hugging Face checkpoint."
-            )
+    if rotated != head_dim and not partial:
+        raise UnsupportedModelError(
+            f"{path} rotates {rotated} of {head_dim} numbers a head, but this architecture all of them in "
+            "transformers; export the model's Hugging Face checkpoint."
+        )
+    if partial:
         rope["partial_rotary_factor"] = rotated / head_dim
     kind, factor = values.get("rope.scaling.type", "none"), values.get("rope.scaling.factor")
     factor = factor if factor is not None else values.get("rope.scale_linear")
@@ -240,7 +260,7 @@ def _rotary(path: Path, values: Metadata, config: Metadata, head_dim: int, parti
     if kind in ("linear", "yarn") and factor is not None and factor != 1:
         rope |= {"rope_type": kind, "factor": float(factor)}
         if kind == "yarn":
-            original = values.get("rope.scaling.original_context_length", config["max_position_embeddings"])
+            original = values.get("rope.scaling.original_context_length", values["context_length"])
             rope["original_max_position_embeddings"] = original
     return rope
 
@@ -293,23 +313,75 @@ def _finish_falcon(config: Metadata, _values: Metadata, shapes: Shapes) -> None:
     config |= {"new_decoder_architecture": new, "multi_query": config.get("num_kv_heads") == 1}
 
 
+def _finish_stablelm(config: Metadata, _values: Metadata, shapes: Shapes) -> None:
+    config["use_qkv_bias"] = "blk.0.attn_q.bias" in shapes
+
+
+def _finish_lfm2(config: Metadata, _values: Metadata, shapes: Shapes) -> None:
+    config["conv_bias"] = any(name.endswith("shortconv.in_proj.bias") for name in shapes)
+
+
 def _finish_starcoder2(config: Metadata, _values: Metadata, shapes: Shapes) -> None:
     config["use_bias"] = "blk.0.attn_q.bias" in shapes
 
 
 _STARCODER_LAYER = _ATTENTION | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
+_PERMUTED = {"attn_q": _interleaved_q, "attn_k": _interleaved_k}
 _MOE_KEYS = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
+_BLOOM_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_qkv": "self_attention.query_key_value",
+    "attn_output": "self_attention.dense",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_up": "mlp.dense_h_to_4h",
+    "ffn_down": "mlp.dense_4h_to_h",
+}
+_BLOOM_TOP = {
+    "token_embd": "transformer.word_embeddings",
+    "token_embd_norm": "transformer.word_embeddings_layernorm",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+}
+_GPT2_LAYER = {
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
 ARCHITECTURES = {
-    "llama": Architecture("llama", permuted=True, finish=_finish_llama),
+    "llama": Architecture("llama", orders=_PERMUTED, finish=_finish_llama),
+    "llama with experts": Architecture(
+        "mixtral",
+        layer=_ATTENTION
+        | {
+            "ffn_gate_inp": "block_sparse_moe.gate",
+            "ffn_gate_exps": "block_sparse_moe.experts.{expert}.w1",
+            "ffn_up_exps": "block_sparse_moe.experts.{expert}.w3",
+            "ffn_down_exps": "block_sparse_moe.experts.{expert}.w2",
+        },
+        keys=_KEPT | {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        orders=_PERMUTED,
+    ),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3", layer=_DENSE | _HEAD_NORMS),
+    "qwen2moe": Architecture(
+        "qwen2_moe",
+        layer=_ATTENTION
+        | _EXPERTS
+        | {f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
+        | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
+        keys=_KEPT | _MOE_KEYS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        squeezed={"ffn_gate_inp_shexp": (2, 0)},
+    ),
     "qwen3moe": Architecture(
         "qwen3_moe",
-        layer=_ATTENTION | _HEAD_NORMS | _EXPERTS | {"ffn_gate_inp": "mlp.gate"},
+        layer=_ATTENTION | _HEAD_NORMS | _EXPERTS,
         keys=_KEPT | _MOE_KEYS,
         fixed={"norm_topk_prob": True},
     ),
@@ -332,28 +404,81 @@ ARCHITECTURES = {
         keys=_KEPT | _WINDOW,
         partial=True,
     ),
+    "stablelm": Architecture(
+        "stablelm",
+        keys=_KEPT
+        | {"attention.layer_norm_epsilon": "layer_norm_eps", "use_parallel_residual": "use_parallel_residual"},
+        partial=True,
+        finish=_finish_stablelm,
+    ),
+    "nemotron": Architecture(
+        "nemotron",
+        layer=_ATTENTION | {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"},
+        norm_offset=1.0,
+        keys=_KEPT | {"attention.layer_norm_epsilon": "norm_eps"},
+        partial=True,
+        finish=_finish_llama,
+    ),
+    "lfm2": Architecture(
+        "lfm2",
+        layer={
+            "attn_norm": "operator_norm",
+            "attn_q": "self_attn.q_proj",
+            "attn_k": "self_attn.k_proj",
+            "attn_v": "self_attn.v_proj",
+            "attn_output": "self_attn.out_proj",
+            "attn_q_norm": "self_attn.q_layernorm",
+            "attn_k_norm": "self_attn.k_layernorm",
+            "shortconv.in_proj": "conv.in_proj",
+            "shortconv.conv": "conv.conv",
+            "shortconv.out_proj": "conv.out_proj",
+            "ffn_norm": "ffn_norm",
+            "ffn_gate": "feed_forward.w1",
+            "ffn_up": "feed_forward.w3",
+            "ffn_down": "feed_forward.w2",
+        },
+        top=_TOP | {"token_embd_norm": "model.embedding_norm"},
+        keys=_KEPT | {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"},
+        fixed={"block_auto_adjust_ff_dim": False},
+        squeezed={"shortconv.conv": (3, 1)},
+        finish=_finish_lfm2,
+    ),
     "starcoder2": Architecture(
         "starcoder2",
         layer=_STARCODER_LAYER,
         keys=_KEPT | _WINDOW | {"attention.layer_norm_epsilon": "norm_epsilon"},
         finish=_finish_starcoder2,
     ),
+    "gpt2": Architecture(
+        "gpt2",
+        layer=_GPT2_LAYER,
+        top={
+            "token_embd": "transformer.wte",
+            "position_embd": "transformer.wpe",
+            "output_norm": "transformer.ln_f",
+            "output": "lm_head",
+        },
+        layers="transformer.h",
+        keys=_COMMON | _NORM | {"context_length": "n_positions", "feed_forward_length": "n_inner"},
+        transposed=frozenset({"attn_qkv", "attn_output", "ffn_up", "ffn_down"}),
+    ),
+    "bloom": Architecture(
+        "bloom",
+        layer=_BLOOM_LAYER,
+        top=_BLOOM_TOP,
+        layers="transformer.h",
+        keys=_COMMON | _NORM,
+        other_keys=frozenset({"attention.head_count_kv"}),
+        orders={"attn_qkv": _grouped},
+    ),
     "falcon": Architecture(
         "falcon",
-        layer={
-            "attn_norm": "ln_mlp",
-            "attn_norm_2": "ln_attn",
-            "attn_qkv": "self_attention.query_key_value",
-            "attn_output": "self_attention.dense",
-            "ffn_up": "mlp.dense_h_to_4h",
-            "ffn_down": "mlp.dense_4h_to_h",
-        },
-        top={"token_embd": "transformer.word_embeddings", "output_norm": "transformer.ln_f", "output": "lm_head"},
+        layer=_BLOOM_LAYER | {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"},
+        top=_BLOOM_TOP,
         layers="transformer.h",
         other_norm="input_layernorm",
-        keys=_COMMON
-        | {"attention.head_count_kv": "num_kv_heads", "attention.layer_norm_epsilon": "layer_norm_epsilon"}
-        | {"feed_forward_length": "ffn_hidden_size"},
+        keys=_COMMON | _NORM | {"attention.head_count_kv": "num_kv_heads", "feed_forward_length": "ffn_hidden_size"},
+        orders={"attn_qkv": _grouped},
         finish=_finish_falcon,
     ),
 }

@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +55,7 @@ from topw_deploy.export.source.files import (
     text_part,
     unpack_words,
 )
-from topw_deploy.export.source.gguf import GgufFile, checkpoint_tensors, gguf_of, is_integer_type
+from topw_deploy.export.source.gguf import GgufFile, checkpoint_tensors, gguf_of
 
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _FLOAT8_METHODS = ("fp8", "fbgemm_fp8", "modelopt")
@@ -150,8 +149,7 @@ def quantised_format(folder: Path) -> QuantisedFormat | None:
     """
     file = gguf_of(folder)
     if file is not None:
-        kinds = Counter(tensor.kind for tensor in file.tensors.values() if is_integer_type(tensor.kind))
-        return QuantisedFormat("GGUF", {}, integers=bool(kinds), gguf=file)
+        return QuantisedFormat("GGUF", {}, integers=file.is_quantised, gguf=file)
     config = read_json(folder / "config.json")
     parts = [config, text_part(config)]
     stated = [part.get(name) for part in parts for name in ("quantization_config", "compression_config")]

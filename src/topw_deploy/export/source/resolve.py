@@ -53,6 +53,7 @@ class Source:
     folder: the folder that holds the configuration.
     tokenizer: the folder that holds the tokenizer, and the configuration if `folder` lacks it.
     onnx: the decoder's ONNX file; None for a Hugging Face checkpoint.
+    types: of a GGUF file's tensors, such as "210 Q4_1, 61 F32"; "" for other sources.
     """
 
     id: str
@@ -60,6 +61,7 @@ class Source:
     folder: Path
     tokenizer: Path
     onnx: Path | None = None
+    types: str = ""
 
     @property
     def route(self) -> str:
@@ -75,11 +77,12 @@ def resolve(model: str, tokenizer: str | Path | None = None, **hub: Unpack[HubKe
     """
     found, revision = _find(model, hub)
     if found.suffix == _GGUF:
-        from topw_deploy.export.source.gguf import open_gguf  # needs the package gguf
+        from topw_deploy.export.source.gguf import open_gguf, read_gguf  # need the package gguf
 
         name = hub.get("gguf_file")
         folder = open_gguf(found)
-        return Source(f"{model}/{name}" if name else model, revision, folder, Path(tokenizer or folder))
+        types = ", ".join(f"{count} {kind}" for kind, count in read_gguf(found).types.most_common())
+        return Source(f"{model}/{name}" if name else model, revision, folder, Path(tokenizer or folder), types=types)
     folder, onnx = (found.parent, found) if found.is_file() else (found, None)
     if folder.name == "onnx" and not (folder / "config.json").exists() and (folder.parent / "config.json").exists():
         folder = folder.parent if onnx is not None else folder  # as on the hub

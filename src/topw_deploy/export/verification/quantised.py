@@ -206,7 +206,7 @@ def perplexity_check(loss: Loss, manifest: DecoderManifest, text: EvaluationText
     A model that is no better than guessing does not pass: it fails, or gets a Note.
     """
     trained = loss.exact < math.log(manifest.sampler.vocab_size)
-    bound = PERPLEXITY_BOUNDS[manifest.decoder.weights_dtype] if trained else UNTRAINED_BOUND
+    bound = PERPLEXITY_BOUNDS[f"int{manifest.decoder.quantisation['bits']}"] if trained else UNTRAINED_BOUND
     name = "perplexity, log of the ratio"
     passed = bool(loss.difference - _CERTAINTY * loss.error <= bound)
     tokens = len(text.rows) * (text.rows.shape[1] - max(1, text.prefix))
