@@ -241,11 +241,9 @@ class Tokenizer {
   std::unique_ptr<void, void (*)(void *)> handle_{nullptr, nullptr};
 };
 
-// Adds begin and end tokens from the tokenizer's configuration.
+// Adds the begin token from the tokenizer's configuration.
 inline void complete(Folder &folder, const Tokenizer &tokenizer) {
   if (!folder.begin) folder.begin = tokenizer.special("bos_token", folder);
-  const auto end = folder.stated.eos_token_id ? std::nullopt : tokenizer.special("eos_token", folder);
-  if (end) folder.stated.eos_token_id = Tokens{*end};
   keep_drawable(folder.stated, folder.vocabulary);
 }
 

@@ -37,6 +37,7 @@ Target = Literal["onnxruntime", "tensorrt"]
 Status = Literal["provisional", "passed", "partial", "skipped"]
 StateKind = Literal["full", "window", "latent", "convolution", "recurrent"]
 SettingUse = Literal["applied", "without effect", "ignored"]
+TokenizerOrigin = Literal["copied", "compared", "adopted", "converted"]
 KV_FORMS = ("concat", "static", "shared")
 TARGETS, STATE_KINDS = get_args(Target), get_args(StateKind)
 
@@ -452,10 +453,28 @@ class SourceTensors(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ignored: tuple[IgnoredTensors, ...] = ()
 
 
+class SourceTokens(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What became of the source's tokenizer.
+
+    made: how tokenizer.json was made.
+        copied: unchanged, and not compared, because transformers cannot load it.
+        compared: unchanged; each added token is encoded and decoded as by transformers.
+        adopted: written as transformers loads it, with tokens or flags that other files state.
+        converted: from other files than tokenizer.json.
+    added: number of added tokens.
+    templates: number of chat templates.
+    """
+
+    made: TokenizerOrigin
+    added: Count
+    templates: Count
+
+
 class DecoderManifest(Manifest, tag="decoder", frozen=True, kw_only=True):
     """The manifest of a decoder with a sampler.
 
     source_tensors: what became of the checkpoint's tensors; None for another exporter's decoder.
+    source_tokens: what became of the tokenizer; None in older manifests.
     settings: how the runtime uses each key of the source's generation_config.json.
         applied: a default of requests.
         without effect: a value that has no effect on tokens, such as `num_beams` 1, or null.
@@ -464,6 +483,7 @@ class DecoderManifest(Manifest, tag="decoder", frozen=True, kw_only=True):
 
     decoder: DecoderInfo
     source_tensors: SourceTensors | None = None
+    source_tokens: SourceTokens | None = None
     settings: dict[Text, SettingUse] = {}
 
 

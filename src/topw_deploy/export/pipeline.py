@@ -250,14 +250,15 @@ def write_files(
         copy_data_files(decoder.model, source, folder, advance, hard_link=options.hard_link)
         hashes = write_model(decoder.model, folder, advance, plan.slots)
     progress.say("Copying tokenizer and configuration")
-    decoder.notices += write_tokenizer(source.tokenizer, folder, trust_remote_code=options.trust_remote_code)
+    notices, tokens = write_tokenizer(source.tokenizer, folder, trust_remote_code=options.trust_remote_code)
+    decoder.notices += notices
     decoder.notices += tokens_beyond_notices(folder, sampler.vocab_size)
     settings = write_configuration(source, folder, options.num_hidden_layers)
     decoder.notices += settings.notices
     decoder.notices += copy_genai_configuration(source, folder, options.with_logits)
     decoder.info = structs.replace(decoder.info, weights=bytes_by_type(decoder.model))
     manifest = decoder_manifest(decoder, sampler, source, options, folder, hashes)
-    manifest = structs.replace(manifest, settings=settings.uses)
+    manifest = structs.replace(manifest, settings=settings.uses, source_tokens=tokens)
     save_manifest(folder, manifest)
     written = ModelFolder(folder, DecoderManifest, unfinished=True)
     decoder.notices += template_notices(source.tokenizer, written, trust_remote_code=options.trust_remote_code)

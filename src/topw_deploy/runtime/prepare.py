@@ -569,8 +569,8 @@ def _caller_stack_level() -> int:
 def read_model_defaults(folder: ModelFolder[Manifest], tokenizer: Tokenizer) -> tuple[dict[str, Any], int | None]:
     """Read the parameters of the model's `generation_config.json`, without token ids outside the vocabulary.
 
-    If the file has no EOS or BOS ids, those of `config.json` are read, else that of the tokenizer. Warns of settings
-    without effect.
+    If the file has no EOS or BOS ids, those of `config.json` are read. Without any, no token ends a text, as in
+    transformers, and the BOS id is the tokenizer's. Warns of settings without effect.
 
     Returns (parameters, BOS id).
 
@@ -579,7 +579,7 @@ def read_model_defaults(folder: ModelFolder[Manifest], tokenizer: Tokenizer) -> 
     generation, config = folder.read_json(CONFIG_FILE), folder.read_json("config.json")
     text = config.get("text_config")
     configs = [generation, config, *([text] if isinstance(text, dict) else [])]
-    stated = (*(each.get("eos_token_id") for each in configs), tokenizer.eos_token_id, ())
+    stated = (*(each.get("eos_token_id") for each in configs), ())
     eos = next(value for value in stated if value is not None)
     begins = (each.get("bos_token_id") for each in configs)
     bos = next((value for value in begins if type(value) is int), tokenizer.bos_token_id)

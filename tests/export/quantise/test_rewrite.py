@@ -206,6 +206,18 @@ def test_weights_that_cannot_be_quantised_are_reported() -> None:
     assert "experts.weight" in notice
 
 
+def test_a_gate_with_one_output_stays_float() -> None:
+    """Such as that of Qwen 2's shared expert: it saves nothing, and scales a whole expert."""
+
+    def gate(editor: GraphEditor, hidden: ir.Value) -> None:
+        weight = editor.constant(RNG.standard_normal((HIDDEN, 1)).astype(np.float32), "gate.weight")
+        editor.graph.outputs.append(editor.op("MatMul", [hidden, weight], dtype=FLOAT, name="unused"))
+
+    model = toy(tied=False, others=gate)
+    quantise(model, Quantisation(bits=4))
+    assert float_matrices(model) == {"gate.weight"}
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_table_with_rows_of_partial_blocks_stays_float_with_a_notice(
     monkeypatch: pytest.MonkeyPatch, tied: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel, Starcoder2Config
+from transformers import AutoModelForCausalLM, PreTrainedModel, Starcoder2Config
 
 from benchmarks.coverage.tiny_models import write_checkpoint as write_coverage_checkpoint
 from tests.export.source.composite_models import write_composite
@@ -20,7 +21,7 @@ from tests.export.source.quantised_checkpoints import round_for_awq, round_for_g
 from tests.support.tiny_models import COMMON, export, make_model, write_checkpoint
 from topw_deploy.errors import SourceError, UnsupportedModelError
 from topw_deploy.export.source import checkpoint
-from topw_deploy.export.source.checkpoint import load_reference, load_unread
+from topw_deploy.export.source.checkpoint import load_during_calls, load_reference, load_unread
 from topw_deploy.export.source.files import stored_tensors
 from topw_deploy.manifest import SourceTensors, load_decoder_manifest
 
@@ -286,6 +287,40 @@ def test_a_type_that_is_no_type_is_named_not_the_architecture(name: str, tmp_pat
         load_unread(tmp_path, "float32")
 
 
+@pytest.mark.parametrize(
+    ("rope", "words"),
+    [
+        (
+            {"rope_type": "magic", "factor": 2.0, "rope_theta": 1e4},
+            "rope_type 'magic', which transformers does not know",
+        ),
+        ({"rope_type": "default", "rope_theta": "10000"}, "rope_theta '10000' as text"),
+    ],
+)
+def test_a_wrong_rope_is_named(rope: dict[str, Any], words: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    configure(tmp_path, rope_parameters=rope)
+    with pytest.raises(SourceError, match=words):
+        load_unread(tmp_path, "float32")
+
+
+@pytest.mark.parametrize(
+    ("settings_", "words"),
+    [
+        ({"architectures": ["Qwen2ForCausalLM"]}, "the architecture Qwen2ForCausalLM, but .* LlamaForCausalLM of its"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}, r"\(modeling_own.Own\), which was not run"),
+        ({"architectures": ["LLaMAForCausalLM"]}, None),
+        ({"architectures": None}, None),
+    ],
+)
+def test_a_class_that_is_not_exported_is_noted(settings_: dict[str, Any], words: str | None, tmp_path: Path) -> None:
+    write(tmp_path)
+    configure(tmp_path, **settings_)
+    notices = load_unread(tmp_path, "float32")[1]
+    assert len(notices) == (words is not None)
+    assert words is None or re.search(words, notices[0])
+
+
 def test_towers_of_a_composite_model_are_ignored_and_the_decoder_is_read(tmp_path: Path) -> None:
     write_composite(tmp_path, "llava")
     found = used(tmp_path)
@@ -362,3 +397,62 @@ def test_every_tensor_of_a_random_checkpoint_is_accounted_for_or_named(
     ignored = sum(tensors.count for tensors in found.ignored)
     assert ignored == len(added)
     assert found.read + found.merged + ignored == len(stored_tensors(folder))
+
+
+SETTINGS: dict[str, list[Any]] = {
+    "num_hidden_layers": [1, 3],
+    "num_attention_heads": [2, 3],
+    "num_key_value_heads": [1, 4],
+    "head_dim": [4],
+    "hidden_act": ["gelu", "no such function"],
+    "rms_norm_eps": [1e-2, "small"],
+    "rope_parameters": [{"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}, {"rope_type": "none of these"}],
+    "tie_word_embeddings": [True, False],
+    "attention_bias": [True],
+    "vocab_size": [300],
+    "intermediate_size": [64],
+    "model_type": ["mistral", "gpt2"],
+    "transformers_weights": ["other.safetensors"],
+}
+ALTERATIONS: dict[str, Any] = {
+    "drop": lambda name: lambda tensors: {each: value for each, value in tensors.items() if each != name},
+    "rename": lambda name: lambda tensors: {each + "_" * (each == name): value for each, value in tensors.items()},
+    "cut": lambda name: lambda tensors: tensors | {name: tensors[name][:-1]},
+    "shift": lambda name: lambda tensors: tensors | {name: tensors[name] + 1},
+}
+
+
+@pytest.mark.slow
+@given(
+    family=st.sampled_from(["llama_tied", "llama_untied", "qwen3_moe", "phi3"]),
+    change_=st.one_of(
+        st.tuples(st.sampled_from(sorted(ALTERATIONS)), st.integers(0, 99)),
+        st.sampled_from([(name, value) for name, values in SETTINGS.items() for value in values]),
+    ),
+)
+@settings(max_examples=40)
+def test_a_changed_checkpoint_is_read_as_by_transformers_or_refused_by_name(
+    tmp_path_factory: pytest.TempPathFactory, family: str, change_: tuple[str, Any]
+) -> None:
+    folder = write(tmp_path_factory.mktemp("changed"), family)
+    names, (what, value) = sorted(stored_tensors(folder)), change_
+    if what in ALTERATIONS:
+        name = names[value % len(names)]
+        change(folder, ALTERATIONS[what](name))
+        named = {name, name.partition(".experts.")[0] + ".experts.", *(["lm_head.weight"] * ("embed" in name))}
+    else:
+        configure(folder, **{what: value})
+        named = {"config.json", *names, "_proj.bias", "lm_head.weight"}
+    try:
+        model, *_ = load_unread(folder, "float32")
+    except (SourceError, UnsupportedModelError) as error:
+        message = str(error)
+    else:
+        message = ""
+    refused = what in ("drop", "rename", "cut") or (bool(message) and what in SETTINGS)
+    assert refused == any(name in message for name in named), message
+    if not refused:
+        expected, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not loading["missing_keys"]
+        with load_during_calls(model):
+            torch.testing.assert_close(logits(model), logits(expected.eval()))

@@ -15,6 +15,7 @@ from tests.support.tiny_models import VOCAB, export, write_checkpoint
 from topw_deploy.errors import TokenizerError
 from topw_deploy.export.source import tokenizer as tokenizer_files
 from topw_deploy.export.source.tokenizer import tokenizer_difference, write_tokenizer
+from topw_deploy.manifest import SourceTokens, load_decoder_manifest
 from topw_deploy.runtime import TopWModel
 
 TEXTS = ("<|a|>user hi<|b|>", "x <|a|> y <|b|> z", "x<|a|>y", "x  <|b|>  y", "<|A|> plain")
@@ -93,8 +94,11 @@ def test_every_stated_added_token_is_encoded_and_decoded_as_by_transformers(
                 assert found.decode(ids, skip) == expected.decode(ids, skip_special_tokens=skip)
         assert set(found.added_tokens) >= {str(token) for token in expected.added_tokens_decoder.values()}
         assert found.eos_token_id == expected.eos_token_id
-    assert any("<|" in str(token) for token in expected.added_tokens_decoder.values()) == any(
-        "written as transformers loads it" in notice for notice in report.notices
+    changed = any("<|" in str(token) for token in expected.added_tokens_decoder.values())
+    assert any("written as transformers loads it" in notice for notice in report.notices) == changed
+    tokens = load_decoder_manifest(tmp_path / "out").source_tokens
+    assert tokens == SourceTokens(
+        made="adopted" if changed else "compared", added=len(expected.added_tokens_decoder), templates=0
     )
 
 
@@ -114,7 +118,8 @@ def test_a_tokenizer_that_transformers_cannot_load_is_copied_with_a_note(
 ) -> None:
     monkeypatch.setattr(tokenizer_files, "_load_with_transformers", lambda *_: ValueError("no such class"))
     (tmp_path / "out").mkdir()
-    (notice,) = write_tokenizer(folder, tmp_path / "out")
+    (notice,), tokens = write_tokenizer(folder, tmp_path / "out")
+    assert (tokens.made, tokens.templates) == ("copied", 0)
     assert "cannot load the tokenizer (no such class)" in notice
 
 

@@ -183,6 +183,24 @@ def test_a_packed_checkpoint_can_be_exported_in_float(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_layer_that_the_quantisation_left_float_stays_float(tmp_path: Path) -> None:
+    """GPTQModel's `dynamic` and other settings exempt layers."""
+    layers = write_quantised(tmp_path / "model", "gptq")
+    file, name = tmp_path / "model" / "model.safetensors", "model.layers.1.mlp.down_proj"
+    weight = make_model("llama_untied").get_parameter(f"{name}.weight").detach()
+    tensors = {each: value for each, value in load_file(file).items() if not each.startswith(name)}
+    save_file(tensors | {f"{name}.weight": weight}, file)
+    report = export(tmp_path / "model", tmp_path / "out", dtype="int4", verify=True)
+    assert any(notice.endswith("zero points, and 1 stay float as there") for notice in report.notices)
+    values = ir.load(tmp_path / "out" / "model.onnx").graph.initializers.values()
+    floats = [value.const_value.numpy() for value in values if value.const_value is not None]
+    assert any(np.array_equal(found, weight) or np.array_equal(found, weight.T) for found in floats)
+    codes = layers["model.layers.0.mlp.down_proj.weight"].codes
+    assert codes is not None
+    assert {row.tobytes() for row in codes} <= codes_in(tmp_path / "out")
+
+
+@pytest.mark.slow
 def test_float8_weights_are_rounded_again_with_a_note(tmp_path: Path) -> None:
     write_quantised(tmp_path / "model", "fp8 blocks")
     report = export(tmp_path / "model", tmp_path / "out", dtype="int8", compute_dtype="fp16")

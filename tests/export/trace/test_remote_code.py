@@ -13,6 +13,7 @@ import pytest
 from transformers import GPT2Config, LlamaConfig, Mamba2Config, PreTrainedConfig
 
 from tests.support.tiny_models import COMMON, export, write_checkpoint
+from topw_deploy.errors import VerificationError
 
 pytestmark = pytest.mark.slow
 
@@ -39,6 +40,14 @@ WITHIN = f"""    base_model_prefix = "inner"
 {SQUASHED}
         return found
 """
+NEEDS_MASK = f"""    def forward(self, *args, **kwargs):
+        last = kwargs["attention_mask"][:, -1:, None]
+        found = super().forward(*args, **kwargs)
+{SQUASHED}
+        found.logits = found.logits * last
+        return found
+"""
+COUNTS_TOKENS = NEEDS_MASK.replace("[:, -1:, None]", ".sum()")
 LLAMA, GPT2 = (
     LlamaConfig(**COMMON),
     GPT2Config(vocab_size=COMMON["vocab_size"], n_embd=32, n_layer=2, n_head=4, n_positions=256),
@@ -71,8 +80,16 @@ def write_own_code(folder: Path, config: PreTrainedConfig, forward: str) -> None
 
 @pytest.mark.parametrize(
     ("config", "forward"),
-    [(LLAMA, PASSED_ON), (LLAMA, NAMED), (LLAMA, MASKED), (LLAMA, WITHIN), (GPT2, PASSED_ON), (MAMBA, PASSED_ON)],
-    ids=["passed on", "named ids", "mask", "model within", "gpt2", "mamba"],
+    [
+        (LLAMA, PASSED_ON),
+        (LLAMA, NAMED),
+        (LLAMA, MASKED),
+        (LLAMA, NEEDS_MASK),
+        (LLAMA, WITHIN),
+        (GPT2, PASSED_ON),
+        (MAMBA, PASSED_ON),
+    ],
+    ids=["passed on", "named ids", "mask", "mask needed", "model within", "gpt2", "mamba"],
 )
 def test_own_code_with_any_arguments_is_exported_as_it_runs(
     config: PreTrainedConfig, forward: str, tmp_path: Path
@@ -80,3 +97,11 @@ def test_own_code_with_any_arguments_is_exported_as_it_runs(
     source = tmp_path / f"own_{tmp_path.name}"  # transformers imports code under the name of its folder
     write_own_code(source, config, forward)
     export(source, tmp_path / "out", trust_remote_code=True, verify=True)
+
+
+def test_own_code_that_depends_on_the_length_of_the_mask_is_refused(tmp_path: Path) -> None:
+    """The reference gets the whole mask, as transformers passes it; a graph has only that of the new tokens."""
+    source = tmp_path / f"own_{tmp_path.name}"
+    write_own_code(source, LLAMA, COUNTS_TOKENS)
+    with pytest.raises(VerificationError, match="logits"):
+        export(source, tmp_path / "out", trust_remote_code=True, verify=True)

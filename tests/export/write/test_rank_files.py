@@ -94,7 +94,8 @@ def write_tekken(folder: Path, **changes: Any) -> Path:
 def convert(folder: Path, output: Path) -> Tokenizer:
     output.mkdir()
     check_tokenizer(folder)
-    (notice,) = write_tokenizer(folder, output)
+    (notice,), tokens = write_tokenizer(folder, output)
+    assert tokens.made == "converted"
     assert notice.endswith("was converted to tokenizer.json")
     return Tokenizer.from_file(str(output / "tokenizer.json"))
 

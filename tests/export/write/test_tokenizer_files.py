@@ -43,7 +43,8 @@ def sentencepiece_folder(tmp_path: Path) -> Path:
 
 
 def test_tokenizer_json_is_copied_byte_for_byte(tmp_path: Path) -> None:
-    assert write_tokenizer(tiny_model_path(), tmp_path) == []
+    notices, tokens = write_tokenizer(tiny_model_path(), tmp_path)
+    assert (notices, tokens.made) == ([], "compared")
     assert (tmp_path / "tokenizer.json").read_bytes() == (tiny_model_path() / "tokenizer.json").read_bytes()
 
 
@@ -82,7 +83,7 @@ def test_a_sentencepiece_model_is_converted(settings: object, sentencepiece_fold
         (sentencepiece_folder / "tokenizer_config.json").unlink()
     if isinstance(settings, dict):
         (sentencepiece_folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert "converted" in write_tokenizer(sentencepiece_folder, output)[0]
+    assert "converted" in write_tokenizer(sentencepiece_folder, output)[0][0]
     ids = Tokenizer.from_file(str(output / "tokenizer.json")).encode("the lazy dog", add_special_tokens=False).ids
     reference = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_folder / "tokenizer.model"))
     assert ids == reference.encode("the lazy dog")

@@ -326,6 +326,11 @@ class StoredRows:
                 return self._weight([known[digest] for digest in digests], values.shape, experts)
         return None
 
+    def lacks(self, values: np.ndarray) -> bool:
+        """Whether a row of `values` is in no codes. False for a GGUF file, whose other formats are rounded."""
+        known = ChainMap(*self._places.values())
+        return not self._is_gguf and not all(_digest(row) in known for row in values)
+
     @staticmethod
     def _weight(
         found: list[tuple[IntegerWeight, int]], shape: tuple[int, ...], experts: int | None

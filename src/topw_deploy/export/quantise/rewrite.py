@@ -59,7 +59,7 @@ def quantise(
     if found.embedding is not None and id(table) not in excluded and not replacer.quantise_table(found.embedding):
         excluded.add(id(table))  # a tied head then stays float too
     for product in found.products:
-        if id(product.weight) not in excluded:
+        if id(product.weight) not in excluded and (product is found.head or not replacer.leaves_float(product)):
             replacer.quantise_product(product, scheme.table_scheme if product is found.head else scheme)
     replacer.quantise_experts(weight for weight in found.experts if id(weight.value) not in excluded)
     _check_half_experts(graph)
@@ -71,11 +71,12 @@ def quantise(
     model.opset_imports[DOMAIN] = 1
     replacer.editor.finish()
     known |= {product.weight.name for product in find_products(graph) if product.chooses_experts}
-    notices = _notices(graph, scheme, before, known | replacer.scale_names)
+    notices = _notices(graph, scheme, before, known | replacer.scale_names | replacer.floats)
     if stored is not None:
         kept, kept_groups = replacer.kept
         notices.append(
             f"{kept} of {len(found.products)} products keep the checkpoint's own codes, scales and zero points"
+            + (f", and {len(replacer.floats)} stay float as there" if replacer.floats else "")
         )
         if found.experts:
             notices.append(f"{kept_groups} of {replacer.replaced_groups} groups of experts keep them too")
@@ -101,11 +102,13 @@ class _Replacer:
     kept: the numbers of products and of groups of experts that keep a quantised checkpoint's codes.
     replaced_groups: the number of replaced groups of experts.
     scale_names: the names of the scales' initializers.
+    floats: the names of weights that stay float, as in the checkpoint.
     """
 
     def __init__(self, editor: GraphEditor, scheme: Quantisation, stored: StoredRows | None) -> None:
         self.editor, self.kept, self.replaced_groups = editor, (0, 0), 0
         self.scale_names: set[str | None] = set()
+        self.floats: set[str | None] = set()
         self._scheme, self._checkpoint, self._recent = scheme, stored, RecentBlocks()
         self._tables: dict[int, BlockValues] = {}
         self._values: dict[int, BlockValues] = {}
@@ -145,6 +148,15 @@ class _Replacer:
         self._replace((node,), "GatherBlockQuantized", inputs, attributes, weight.bits)
         self._tables[id(table)] = values
         return True
+
+    def leaves_float(self, product: Product) -> bool:
+        """Whether the checkpoint's quantisation left the weight float, or a part of it, which the trace joined."""
+        if self._checkpoint is None or product.tensor.dtype != ir.DataType.FLOAT:
+            return False
+        read = row_reader(product.tensor, product.by_output)
+        if self._checkpoint.lacks(np.asarray(read(0, product.outputs))):
+            self.floats.add(product.weight.name)
+        return product.weight.name in self.floats
 
     def quantise_product(self, product: Product, scheme: Quantisation) -> None:
         """Replace a product by MatMulNBits: with the checkpoint's codes, the tied table's, or codes of its own."""

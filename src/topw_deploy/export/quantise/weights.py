@@ -170,7 +170,7 @@ def _find_experts(graph: ir.Graph) -> Iterator[ExpertWeight]:
 class QuantisableWeights:
     """The weights of a graph that can be quantised.
 
-    products: the products, except those that choose experts.
+    products: the products, except those that choose experts, and gates: products with a single output.
     embedding: the token table's lookup, if the table is a float initializer.
     head: the last product if it has one output per logit, else None. The token table may have more rows.
     """
@@ -183,7 +183,7 @@ class QuantisableWeights:
     @classmethod
     def of(cls, graph: ir.Graph) -> QuantisableWeights:
         logits = next((value.shape for value in graph.outputs if value.name == "logits"), None)
-        products = [product for product in find_products(graph) if not product.chooses_experts]
+        products = [each for each in find_products(graph) if not each.chooses_experts and each.outputs > 1]
         has_head = bool(products) and logits is not None and products[-1].outputs == logits[-1]
         head = products[-1] if has_head else None
         embedding: EmbeddingNode | None = None

@@ -132,9 +132,16 @@ def _refuse_codes(loaded: LoadedCheckpoint, folder: Path) -> None:
 def _missing_error(unread: list[str], loaded: LoadedCheckpoint, folder: Path, notices: Sequence[str]) -> SourceError:
     found = f", and {len(unread)} others are not read (first: {unread[0]})" if unread else ""
     others = "".join(f" ({notice})" for notice in notices)
+    layers = [int(layer[1]) for layer in map(_LAYER.search, loaded.stored) if layer]
+    missing = _LAYER.search(loaded.missing[0])
+    advice = "fetch them again"
+    if unread:
+        advice = _advice(unread[0], loaded)
+    elif missing and layers and int(missing[1]) > max(layers):
+        advice = f"they have {max(layers) + 1} layers, but config.json states another number in num_hidden_layers"
     return SourceError(
         f"the weights in {folder} lack {len(loaded.missing)} tensors of the model (first: {loaded.missing[0]}){found}"
-        f"{others}: {_advice(unread[0], loaded) if unread else 'fetch them again'}."
+        f"{others}: {advice}."
     )
 
 

@@ -34,12 +34,14 @@ from topw_deploy.export.source.quantised import QuantisedCheckpoint
 from topw_deploy.export.source.text_decoder import (
     Composite,
     allow_missing_packages,
+    class_notices,
     context_length,
     has_rotary_sections,
     load_config,
     parts_left_out,
     silence_transformers,
     text_decoder,
+    wrong_rope,
 )
 from topw_deploy.manifest import SourceTensors
 
@@ -233,6 +235,7 @@ def load_unread(
     if scales:
         count = sum(tensors.count for tensors in scales)
         notices.append(f"the export ignores {count} scales of activations or cache (first: {scales[0].names})")
+    notices += class_notices(folder, model, trust_remote_code=trust_remote_code)
     if composite is None:
         return model, notices, used
     parts = ", ".join(parts_left_out(composite, model)) or "nothing"
@@ -281,15 +284,19 @@ def _load_model(
         except TopWError:
             raise
         except Exception as error:  # foreign models and damaged files can raise anything
-            raise _LoadError(f"the model in {folder} cannot be loaded ({_cause(error)}); check its files.") from error
-    for name, found, wanted in sorted(info["mismatched_keys"]):
-        raise SourceError(
-            f"{name} has the shape {list(found)} in {folder}, but its config.json makes it {list(wanted)}; correct the "
-            "configuration, or fetch the weights that belong to it."
-        )
+            cause = wrong_rope(config) or _cause(error)
+            raise _LoadError(f"the model in {folder} cannot be loaded ({cause}); check its files.") from error
     not_taken = set(stored).difference(*used.values()) if used is not None else set()
     if used is None:
         stored, used, not_taken = _match_names(stored, model, unread_names)
+    for name, found, wanted in sorted(info["mismatched_keys"]):
+        module, _, end = name.rpartition(".")
+        parts = [each for each in not_taken if each != name and each.startswith(f"{module}.") and end in each]
+        made = f", made of {len(parts)} tensors as {min(parts)}," if parts else ""
+        raise SourceError(
+            f"{name}{made} has the shape {list(found)} in {folder}, but its config.json makes it {list(wanted)}; "
+            "correct the configuration, or fetch the weights that belong to it."
+        )
     loaded = LoadedCheckpoint(
         stored,
         {} if quantised is None else quantised.parts,
@@ -366,7 +373,8 @@ def _cause(error: Exception) -> str:
         failed = getattr(frame.f_locals.get("loading_info"), "conversion_errors", {})
         if failed:
             name, reason = min(failed.items())
-            return f"{name} cannot be made from the checkpoint's tensors: {one_line(reason)}"
+            *_, summary, _ = ["", *filter(None, reason.splitlines())]  # the last line only repeats the name
+            return f"{name} cannot be made from the checkpoint's tensors: {one_line(summary or reason)}"
     return one_line(error)
 
 

@@ -64,6 +64,10 @@ def read_generation_settings(source: Source) -> GenerationSettings:
         if isinstance(size, int):
             found.notices.extend(_ids_beyond(values, size, where))
         found.stated.update(missing)
+    if found.stated.get("eos_token_id") is None:
+        found.notices.append(
+            f"no configuration states an eos_token_id, so no token ends a text; add the tokenizer's to {CONFIG_FILE}"
+        )
     return found
 
 

@@ -330,7 +330,8 @@ def loaded_tensors(folder: Path) -> dict[str, LoadedTensor] | None:
     """
     import torch
 
-    main, tensors = _main_file(folder), {}
+    main = _main_file(folder)
+    tensors: dict[str, torch.Tensor] = {}
     files = sorted(set(_indexed_files(main).values())) if main.suffix == ".json" else [main]
     for file in files if all(file.suffix == _TORCH_SUFFIX for file in files) else []:
         try:

@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from topw_deploy.errors import SourceError, UnsupportedModelError, one_line
@@ -307,6 +308,37 @@ def _refuse_settings(folder: Path, error: Exception) -> None:
             f"{folder / 'config.json'} is not a configuration of {config['model_type']} ({one_line(error)}); correct "
             "the setting."
         ) from error
+
+
+def wrong_rope(config: Any) -> str | None:
+    """Return a clause on a RoPE parameter that transformers cannot use; None if there is none."""
+    for kind in _rope_kinds(config.get_text_config(decoder=True)):
+        name = kind.get("rope_type", kind.get("type"))
+        if name not in (None, "default", *ROPE_INIT_FUNCTIONS):
+            return f"config.json states the rope_type {name!r}, which transformers does not know"
+        texts = [key for key, value in kind.items() if isinstance(value, str) and key not in ("rope_type", "type")]
+        if texts:
+            return f"config.json states {texts[0]} {kind[texts[0]]!r} as text instead of a number"
+    return None
+
+
+def class_notices(folder: Path, model: PreTrainedModel, *, trust_remote_code: bool) -> list[str]:
+    """Return a notice if the configuration in `folder` names another class than that of `model`."""
+    config, kind = read_json(folder / "config.json"), type(model).__name__
+    own, named = config.get("auto_map"), config.get("architectures")
+    code = own.get("AutoModelForCausalLM") if isinstance(own, dict) else None
+    if code and not trust_remote_code:
+        return [
+            f"config.json names code of its own ({code}), which was not run: transformers' {kind} was exported; "
+            "--trust-remote-code runs it"
+        ]
+    others = [name for name in named if str(name).endswith("ForCausalLM")] if isinstance(named, list) else []
+    if code or not others or kind.lower() in map(str.lower, others):
+        return []
+    return [
+        f"config.json names the architecture {others[0]}, but transformers makes {kind} of its model_type "
+        f"{config.get('model_type')!r}, which was exported"
+    ]
 
 
 def exported_config(folder: Path, config: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from topw_deploy.errors import SourceError, TokenizerError, one_line
 from topw_deploy.export.source.files import read_json
 from topw_deploy.folders import is_file_name
-from topw_deploy.manifest import ModelFolder
+from topw_deploy.manifest import ModelFolder, SourceTokens, TokenizerOrigin
 from topw_deploy.runtime.chat import TEMPLATE_FILE, TEMPLATES_FOLDER, load_chat_template
 from topw_deploy.runtime.tokenizer import Tokenizer as RuntimeTokenizer
 
@@ -214,8 +214,8 @@ def check_tokenizer(folder: Path) -> None:
         )
 
 
-def write_tokenizer(folder: Path, output: Path, *, trust_remote_code: bool = False) -> list[str]:
-    """Write the tokenizer of `folder` into `output`. Returns notices for the user.
+def write_tokenizer(folder: Path, output: Path, *, trust_remote_code: bool = False) -> tuple[list[str], SourceTokens]:
+    """Write the tokenizer of `folder` into `output`. Returns (notices for the user, what became of the tokenizer).
 
     `tokenizer.json` is copied, or written as transformers loads it if other files change it. tekken.json and tiktoken's
     files are converted here, all others by transformers. Chat templates in JSON files become files of their own.
@@ -223,7 +223,16 @@ def write_tokenizer(folder: Path, output: Path, *, trust_remote_code: bool = Fal
     """
     if (folder / "tokenizer.json").is_file():
         _copy_tokenizer_files(folder, output)
-        return _adopt_loaded_tokenizer(folder, output, trust_remote_code) + _write_templates(folder, output)
+        made, notices = _adopt_loaded_tokenizer(folder, output, trust_remote_code)
+    else:
+        _convert_tokenizer(folder, output, trust_remote_code)
+        made, notices = "converted", [f"the tokenizer of {folder.name} was converted to tokenizer.json"]
+    notices += _write_templates(folder, output)
+    added = Tokenizer.from_file(str(output / "tokenizer.json")).get_added_tokens_decoder()
+    return notices, SourceTokens(made=made, added=len(added), templates=len(_template_files(output)))
+
+
+def _convert_tokenizer(folder: Path, output: Path, trust_remote_code: bool) -> None:
     tiktoken = [folder / "tiktoken.model", folder / "tokenizer.model", *sorted(folder.glob(_TIKTOKEN))]
     files = [file for file in tiktoken if file.is_file() and is_tiktoken(file)]
     if (folder / TEKKEN).is_file():
@@ -232,7 +241,6 @@ def write_tokenizer(folder: Path, output: Path, *, trust_remote_code: bool = Fal
         _convert_ranks(files[0], output)
     else:
         _convert_with_transformers(folder, output, trust_remote_code)
-    return [f"the tokenizer of {folder.name} was converted to tokenizer.json", *_write_templates(folder, output)]
 
 
 def _copy_tokenizer_files(folder: Path, output: Path) -> None:
@@ -314,8 +322,7 @@ def _write_templates(folder: Path, output: Path) -> list[str]:
     Like transformers, uses templates in files if there are any, else those of tokenizer_config.json. The template of a
     processor, in chat_template.json, is used if the tokenizer has none.
     """
-    files = [*folder.glob(TEMPLATE_FILE), *folder.glob(f"{TEMPLATES_FOLDER}/*.jinja")]
-    templates = {str(file.relative_to(folder)): file.read_text("utf-8") for file in files}
+    templates = {str(file.relative_to(folder)): file.read_text("utf-8") for file in _template_files(folder)}
     notices = []
     if not templates:
         templates = _named_templates(_read_settings(folder).get("chat_template"))
@@ -326,6 +333,10 @@ def _write_templates(folder: Path, output: Path) -> list[str]:
         (output / name).parent.mkdir(exist_ok=True)
         (output / name).write_text(text, "utf-8")
     return notices
+
+
+def _template_files(folder: Path) -> list[Path]:
+    return [*folder.glob(TEMPLATE_FILE), *folder.glob(f"{TEMPLATES_FOLDER}/*.jinja")]
 
 
 def _named_templates(stated: object) -> dict[str, str]:
@@ -352,18 +363,19 @@ def _load_with_transformers(folder: Path, trust_remote_code: bool) -> Any:
     return failure
 
 
-def _adopt_loaded_tokenizer(folder: Path, output: Path, trust_remote_code: bool) -> list[str]:
+def _adopt_loaded_tokenizer(folder: Path, output: Path, trust_remote_code: bool) -> tuple[TokenizerOrigin, list[str]]:
     """Compare tokenizer.json with the tokenizer that transformers loads, which may have more tokens or other flags.
 
-    If they differ, write the latter into `output`. Returns notices for the user. Raises TokenizerError if they differ
-    still, because code outside tokenizer.json changes texts or tokens.
+    If they differ, write the latter into `output`. Returns (SourceTokens.made, notices for the user). Raises
+    TokenizerError if they differ still, because code outside tokenizer.json changes texts or tokens.
     """
     loaded, file = _load_with_transformers(folder, trust_remote_code), output / "tokenizer.json"
     if isinstance(loaded, Exception):
-        return [f"transformers cannot load the tokenizer ({one_line(loaded)}), so only tokenizer.json was read"]
+        reason = one_line(loaded)
+        return "copied", [f"transformers cannot load the tokenizer ({reason}), so only tokenizer.json was read"]
     difference = tokenizer_difference(loaded, file)
     if difference is None:
-        return []
+        return "compared", []
     if hasattr(loaded, "backend_tokenizer"):
         loaded.backend_tokenizer.save(str(file))
     if (remaining := tokenizer_difference(loaded, file)) is not None:
@@ -371,7 +383,7 @@ def _adopt_loaded_tokenizer(folder: Path, output: Path, trust_remote_code: bool)
             f"tokenizer.json cannot express the tokenizer that transformers loads from {folder} ({remaining}); give a "
             "folder whose tokenizer.json is complete with --tokenizer."
         )
-    return [f"tokenizer.json was written as transformers loads it: by the copied one, {difference}"]
+    return "adopted", [f"tokenizer.json was written as transformers loads it: by the copied one, {difference}"]
 
 
 def tokenizer_difference(loaded: Any, file: Path) -> str | None:

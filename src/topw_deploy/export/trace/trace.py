@@ -197,8 +197,12 @@ def _traceable_forward(model: PreTrainedModel) -> contextlib.AbstractContextMana
     cache_argument = next((name for name in arguments if name in caches), caches[-1])
     rotary_embeddings = plain_rotary_embeddings(model)
 
+    takes_mask = is_own_code(model) and "attention_mask" in arguments
+
     def compute_logits(input_ids: torch.Tensor, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         positions = {"position_ids": position_ids} if "position_ids" in arguments else {}
+        if takes_mask:  # as transformers passes it for new tokens without padding
+            positions["attention_mask"] = torch.ones_like(input_ids)
         cache = TracedCache(position_ids)
         cached = {cache_argument: cache, "use_cache": True} if takes_cache(model) else {"use_cache": False}
         with marked_mixers(model, MixerPlaceholders(cache)), positions_of_text(rotary_embeddings, position_ids):
@@ -206,6 +210,11 @@ def _traceable_forward(model: PreTrainedModel) -> contextlib.AbstractContextMana
         return {"logits": outputs.logits}
 
     return replaced((model, "forward", compute_logits))
+
+
+def is_own_code(model: torch.nn.Module) -> bool:
+    """Whether the class of `model` comes with the checkpoint, not with transformers."""
+    return type(model).__module__.startswith("transformers_modules")
 
 
 def forward_arguments(model: PreTrainedModel) -> list[str]:

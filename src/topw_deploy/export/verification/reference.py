@@ -369,7 +369,21 @@ class TorchReference:
         import torch
 
         with torch.no_grad():
-            return self.model(input_ids=torch.from_numpy(ids)[None]).logits[0].float().numpy()
+            return self.model(**self._inputs(torch.from_numpy(ids)[None])).logits[0].float().numpy()
+
+    def _inputs(self, ids: Any) -> dict[str, Any]:
+        """The arguments of a call. Code that comes with the checkpoint gets those of transformers' `generate`."""
+        from topw_deploy.export.trace.trace import is_own_code
+
+        if not is_own_code(self.model):
+            return {"input_ids": ids}
+        try:
+            found = self.model.prepare_inputs_for_generation(
+                ids, attention_mask=ids.new_ones(ids.shape), use_cache=False
+            )
+        except Exception:  # noqa: BLE001  # a preparation for other versions of transformers
+            return {"input_ids": ids}
+        return {name: value for name, value in found.items() if value is not None}
 
     def logits_by_runs(self, ids: np.ndarray, runs: Sequence[int]) -> np.ndarray:
         """The logits at the end of each run: float32 [runs, vocab].

@@ -39,16 +39,16 @@ const OFF = {
 
 /**
  * The parameters that the model's files state, without token ids outside the vocabulary. EOS ids that
- * generation_config.json lacks come from config.json, else from the tokenizer.
+ * generation_config.json lacks come from config.json.
  * @param {Record<string, any>} stated generation_config.json
  * @param {Record<string, any>} config config.json
- * @param {{eos: number | undefined, vocabSize: number}} model
+ * @param {number} vocabSize
  * @returns {{defaults: Record<string, any>, notes: string[]}}
  * @throws {ParameterError} naming the file, for an invalid parameter
  */
-export function modelDefaults(stated, config, { eos, vocabSize }) {
+export function modelDefaults(stated, config, vocabSize) {
   const { defaults, ignored } = readSettings(stated);
-  defaults.eos_token_id ??= eosFromConfig(config, eos);
+  defaults.eos_token_id ??= eosFromConfig(config);
   for (const name of ["eos_token_id", "stop_token_ids", "suppress_tokens"]) {
     defaults[name] = (defaults[name] ?? []).filter((token) => token < vocabSize);
   }
@@ -94,12 +94,12 @@ function hasNoEffect(name, value) {
   return SILENT.has(name) || name.startsWith("_") || value === false || (OFF[name] ?? []).includes(value);
 }
 
-function eosFromConfig(config, eos) {
+function eosFromConfig(config) {
   for (const each of configAndText(config)) {
     const id = each.eos_token_id;
     if (id !== null && id !== undefined) return parseSetting("eos_token_id", isList(id) ? id : [id]);
   }
-  return eos === undefined ? [] : [eos];
+  return [];
 }
 
 function configAndText(config) {

@@ -76,8 +76,7 @@ export class TopWModel {
     model.#ort = ort;
     model.#tokenizer = await files.tokenizer(Library);
     const [generation, config] = [await files.json(FILE), await files.json("config.json")];
-    const eos = model.#tokenizer.idOf("eos_token");
-    const { defaults, notes } = modelDefaults(generation, config, { eos, vocabSize: manifest.sampler.vocabSize });
+    const { defaults, notes } = modelDefaults(generation, config, manifest.sampler.vocabSize);
     /** Parameters from generation_config.json. */
     model.defaults = defaults;
     /** Sentences about settings in the model's files that have no effect here. */

@@ -66,7 +66,7 @@ export class Tokenizer {
 
   /**
    * The id of the token that the configuration gives a role; undefined if there is none.
-   * @param {"bos_token" | "eos_token"} role
+   * @param {"bos_token"} role
    */
   idOf(role) {
     const stated = this.config[role];
