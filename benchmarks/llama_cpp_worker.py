@@ -1,4 +1,4 @@
-"""The worker of `benchmarks.int4` for llama.cpp: GGUF files of the same weights, losses and steps.
+"""The worker of `benchmarks.int4` and `benchmarks.loops` for llama.cpp: GGUF files, losses and steps.
 
 Needs llama-cpp-python (tested with 0.3.36) and gguf, but nothing of this project. llama.cpp quantises float32 files
 without an importance matrix.
@@ -16,8 +16,10 @@ from typing import Any
 import gguf
 import llama_cpp
 import numpy as np
+from llama_cpp._ggml import libggml
 
 UNCOUNTED = 2  # warm-up steps of a turn
+_CONTEXT = 2048  # tokens
 TYPES = {
     "F32": llama_cpp.LLAMA_FTYPE_ALL_F32,
     "Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
@@ -154,8 +156,10 @@ class Model:
 
 def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     """settings: threads."""
-    llama_cpp.llama_backend_init()
     llama_cpp.llama_log_set(_DISCARD_LOG, ctypes.c_void_p())
+    # Some builds, such as node-llama-cpp's, have their kernels in libraries of their own.
+    libggml.ggml_backend_load_all_from_path(str(Path(llama_cpp.__file__).with_name("lib")).encode())
+    llama_cpp.llama_backend_init()
     models: dict[str, Model] = {}
     threads = int(settings["threads"])
 
@@ -203,4 +207,19 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
                 times.append(time.perf_counter() - began)
         return statistics.median(times)
 
-    return {"write": write, "quantise": quantise, "open": open_, "losses": losses, "prefill": prefill, "turn": turn}
+    def first_token(path: str, prompt: list[int]) -> float:
+        """Seconds to open a model and to draw a token. The model stays open."""
+        began = time.perf_counter()
+        open_("first", path, _CONTEXT)
+        models["first"].run(prompt, every=False)[0].argmax()
+        return time.perf_counter() - began
+
+    return {
+        "write": write,
+        "quantise": quantise,
+        "open": open_,
+        "losses": losses,
+        "prefill": prefill,
+        "turn": turn,
+        "first_token": first_token,
+    }

@@ -1,12 +1,23 @@
 """Time prompts and steps of decoders that end in ArgMax, whose workers take turns.
 
+    python -m benchmarks.loops --gguf FILE --llama-python PYTHON [--export NAME=FOLDER ...] [--threads 1 2]
+        [--prompt 24 1000] [--rounds 5]
+
+compares exports of a GGUF file with llama.cpp on the same file: a prompt, a step after it, and in new processes the
+time from opening the model to the first token, with the memory of the process then. Without --export, the file is
+exported once as it is. PYTHON has llama-cpp-python and gguf. Medians and ranges; where an export is slower, the
+ratio is bold.
+
 Workers (`loops_worker.py`, `llama_cpp_worker.py`, `decode_worker.py`) have the functions `prefill(name, prompt, room)`,
 seconds of a prompt with room for more tokens, and `turn(name, steps)`, median seconds of a step.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
+import os
+import re
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,10 +25,15 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from benchmarks.common import UNCOUNTED, Spread, add_repository_to_pythonpath, interleave
+import numpy as np
+
+from benchmarks.common import UNCOUNTED, Spread, add_repository_to_pythonpath, interleave, machine, say, table
+from benchmarks.models import export_once
 from topw_lab.worker import Worker
 
 Times = dict[str, list[float]]  # name -> seconds by round
+HERE = Path(__file__)
+LLAMA = "llama.cpp"
 HEADER = ("ms a step", "quartiles", "prompt ms", "quartiles")
 
 
@@ -30,8 +46,7 @@ def open_graphs(folders: Mapping[str, Path], threads: int) -> Iterator[dict[str,
     add_repository_to_pythonpath()
     with tempfile.TemporaryDirectory(dir=next(iter(folders.values())).parent, prefix=".loops-") as scratch:
         settings = {"scratch": scratch, "threads": threads}
-        file = Path(__file__).with_name("loops_worker.py")
-        with Worker("the graphs", file, settings, threads=threads) as worker:
+        with Worker("the graphs", HERE.with_name("loops_worker.py"), settings, threads=threads) as worker:
             for name, folder in folders.items():
                 worker.call("open", name=name, path=str(folder.absolute()))
             yield dict.fromkeys(folders, worker)
@@ -84,3 +99,95 @@ def format_ratios(over: Sequence[float], under: Sequence[float]) -> str:
     ratios = [a / b for a, b in zip(over, under, strict=True)]
     low, high = median_interval(ratios)
     return f"{statistics.median(ratios):.4f} ({low:.4f}-{high:.4f})"
+
+
+def _with_range(values: Sequence[float], over: Sequence[float] | None = None) -> str:
+    """Median and range of `values`, and their ratio to `over`, bold above 1: "8.1 (7.9-8.8), 0.70"."""
+    text = f"{statistics.median(values):.4g} ({min(values):.4g}-{max(values):.4g})"
+    if over is None:
+        return text
+    ratio = statistics.median(values) / statistics.median(over)
+    return f"{text}, **{ratio:.2f}**" if ratio > 1 else f"{text}, {ratio:.2f}"
+
+
+def _llama_worker(args: argparse.Namespace, threads: int) -> Worker:
+    file, settings = HERE.with_name("llama_cpp_worker.py"), {"threads": threads}
+    return Worker(LLAMA, file, settings, python=args.llama_python, threads=threads)
+
+
+def loop_table(args: argparse.Namespace, exports: Mapping[str, Path], threads: int) -> str:
+    """Milliseconds of prompts and of steps after them."""
+    rows = []
+    for length in args.prompt:
+        ids = np.random.default_rng(0).integers(300, args.vocab, length).tolist()
+        with open_graphs(exports, threads) as workers, _llama_worker(args, threads) as llama:
+            room = args.rounds * (args.steps + UNCOUNTED) + 1
+            llama.call("open", name=LLAMA, path=str(args.gguf.absolute()), length=length + room)
+            every = {**workers, LLAMA: llama}
+            how = {"prompts": args.rounds, "turns": args.rounds, "steps": args.steps, "seed": length}
+            times = measure_loops(every, ids, **how)
+        for what, found in zip((f"prompt of {length}", f"step after {length}"), times, strict=True):
+            milliseconds = {name: [1e3 * each for each in values] for name, values in found.items()}
+            ours = (_with_range(milliseconds[name], milliseconds[LLAMA]) for name in exports)
+            rows.append((what, _with_range(milliseconds[LLAMA]), *ours))
+    return table((f"ms, {threads} threads", LLAMA, *exports), rows)
+
+
+def _memory(worker: Worker) -> tuple[float, float]:
+    """(resident, private) MB of the worker's process."""
+    status = Path(f"/proc/{worker.pid}/status").read_text("utf-8")
+    found = {name: int(size) / 1e3 for name, size in re.findall(r"(\w+):\s+(\d+) kB", status)}
+    return found["VmRSS"], found["RssAnon"]
+
+
+def start_table(args: argparse.Namespace, exports: Mapping[str, Path]) -> str:
+    """New processes: from opening the model to the first token of the shortest prompt, and the memory it took."""
+    ids = np.random.default_rng(0).integers(300, args.vocab, min(args.prompt)).tolist()
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in (LLAMA, *exports)}
+
+    def once(name: str) -> None:
+        if name == LLAMA:
+            worker, path = _llama_worker(args, 1), args.gguf
+        else:
+            settings = {"scratch": "", "threads": 1}
+            worker, path = Worker(name, HERE.with_name("loops_worker.py"), settings), exports[name]
+        with worker:
+            before = _memory(worker)
+            seconds = worker.call("first_token", path=str(path.absolute()), prompt=ids)
+            resident, private = (after - one for after, one in zip(_memory(worker), before, strict=True))
+            found[name].append((seconds, resident, private))
+
+    for _ in range(args.rounds):
+        for name in found:
+            once(name)
+    rows = []
+    columns = {name: list(zip(*rounds, strict=True)) for name, rounds in found.items()}
+    for place, what in enumerate(("seconds to the first token", "MB resident", "MB private")):
+        ours = (_with_range(columns[name][place], columns[LLAMA][place]) for name in exports)
+        rows.append((what, _with_range(columns[LLAMA][place]), *ours))
+    return table((f"new process, prompt of {len(ids)}", LLAMA, *exports), rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gguf", type=Path, required=True)
+    parser.add_argument("--llama-python", type=Path, required=True)
+    parser.add_argument("--export", nargs="+", default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--prompt", type=int, nargs="+", default=[24, 1000], help="tokens")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=6, help="counted steps of a turn")
+    parser.add_argument("--vocab", type=int, default=30_000, help="prompts have random tokens below")
+    args = parser.parse_args()
+    add_repository_to_pythonpath()
+    exports = {name: Path(folder) for name, _, folder in (one.partition("=") for one in args.export)}
+    exports = exports or {"topw": export_once(args.gguf)}
+    print(f"{machine()}; load {os.getloadavg()[0]:.1f}; {args.gguf.name}")
+    for threads in args.threads:
+        say(f"{threads} threads")
+        print(f"\n{loop_table(args, exports, threads)}", flush=True)
+    print(f"\n{start_table(args, exports)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

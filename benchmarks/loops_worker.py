@@ -13,6 +13,7 @@ import onnxruntime as ort
 
 from benchmarks.common import median_step_seconds, share_thread_pool
 from topw_deploy.manifest import DecoderInfo, State, load_decoder_manifest
+from topw_deploy.runtime import TopWModel
 from topw_lab.bench.decode import ARGMAX_FILE, ArgMaxLoop, link_weights, write_argmax_model
 
 
@@ -98,8 +99,9 @@ def peer_info(graph: ir.Graph, config: dict[str, Any]) -> DecoderInfo:
 
 
 def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """settings: scratch (a folder on the exports' file system), threads."""
-    share_thread_pool(settings["threads"])
+    """settings: scratch (a folder on the exports' file system, "" to open no loops), threads."""
+    if settings["scratch"]:
+        share_thread_pool(settings["threads"])
     options = ort.SessionOptions()
     options.use_per_session_threads = False
     options.log_severity_level = 3
@@ -120,4 +122,13 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     def turn(name: str, steps: int) -> float:
         return median_step_seconds(loops[name].step, steps)
 
-    return {"open": open_, "prefill": prefill, "turn": turn, "first": lambda: first}
+    def first_token(path: str, prompt: list[int]) -> float:
+        """Seconds to open a model, as its users do, and to draw a token. The model stays open."""
+        began = time.perf_counter()
+        model = TopWModel.from_pretrained(path, intra_op_num_threads=settings["threads"])
+        model.generate(prompt, max_new_tokens=1, temperature=0)
+        kept.append(model)
+        return time.perf_counter() - began
+
+    kept: list[TopWModel] = []
+    return {"open": open_, "prefill": prefill, "turn": turn, "first": lambda: first, "first_token": first_token}

@@ -2,9 +2,11 @@
 
     python -m benchmarks.serve --model demo llama-50m --dtype fp32 int4 [--genai-python PYTHON] [--llama-python PYTHON]
         [--concurrency 1 4 16 64] [--threads 1 2] [--rounds 3] [--json FOLDER]
+    python -m benchmarks.serve --gguf FILE [--export FOLDER] --llama-python PYTHON
 
-The first PYTHON has onnxruntime-genai, the second llama-cpp-python and gguf. Exports, genai's graphs and GGUF files are
-created once and kept. int4 is genai's default quantisation, in blocks of 32, for both graphs, and Q4_0 for llama.cpp.
+The first PYTHON has onnxruntime-genai, the second llama-cpp-python and gguf. Exports, genai's graphs and GGUF files
+are created once and kept. --gguf compares a GGUF file's export, or FOLDER, with llama.cpp on the same file. int4 is
+genai's default quantisation, in blocks of 32, for both graphs, and Q4_0 for llama.cpp.
 """
 
 from __future__ import annotations
@@ -47,17 +49,20 @@ def genai_side(model: Path, dtype: str, python: Path) -> Side:
     )
 
 
-def llama_side(model: Path, dtype: str, python: Path, longest: int, callers: int) -> Side:
-    """longest: tokens of the longest sequence. callers: the largest number of callers."""
-    kind = GGUF[dtype]
+def gguf_file(model: Path, kind: str, python: Path) -> Path:
+    """The checkpoint as a GGUF file of the type `kind`."""
     work = CACHE / "gguf"
     work.mkdir(parents=True, exist_ok=True)
     with Worker("llama.cpp", HERE.with_name("llama_cpp_worker.py"), {"threads": 1}, python=python) as worker:
-        file = llama_files(worker, model, [kind] if kind != "F32" else [], work)[kind]
+        return llama_files(worker, model, [kind] if kind != "F32" else [], work)[kind]
+
+
+def llama_side(file: Path, python: Path, longest: int, callers: int) -> Side:
+    """longest: tokens of the longest sequence. callers: the largest number of callers."""
     length = -(-longest // _ALIGNMENT) * _ALIGNMENT
     return Side(
         name="llama",
-        label=f"llama.cpp, {kind}, batches as its server's",
+        label=f"llama.cpp, {file.stem}, batches as its server's",
         kind="peer",
         worker=HERE.with_name("serve_llama_worker.py"),
         do="serve",
@@ -67,18 +72,22 @@ def llama_side(model: Path, dtype: str, python: Path, longest: int, callers: int
 
 
 def measure_model(name: str, dtype: str, args: argparse.Namespace) -> None:
-    """Measure one model. Prints its tables and writes its files."""
-    model = model_folder(name)
-    folder = export_once("tiny" if name == "demo" else model, "--dtype", dtype, *AS_GENAI.get(dtype, ()))
+    """Measure one model. Prints its tables and writes its files. name, dtype: of a GGUF file, its stem and "kept"."""
+    if args.gguf is None:
+        model = model_folder(name)
+        folder = export_once("tiny" if name == "demo" else model, "--dtype", dtype, *AS_GENAI.get(dtype, ()))
+    else:
+        folder = args.export or export_once(args.gguf)
     lengths = {"prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens, "seed": args.seed}
     others = []
-    if args.genai_python is not None:
+    if args.genai_python is not None and args.gguf is None:
         others.append(genai_side(model, dtype, args.genai_python))
     if args.llama_python is not None:
         callers = max(args.concurrency)
         requests = make_requests(folder, max(args.requests, callers), **lengths)
         longest = max(len(prompt) for prompt, _ in requests) + max(new for _, new in requests)
-        others.append(llama_side(model, dtype, args.llama_python, longest, callers))
+        file = args.gguf or gguf_file(model, GGUF[dtype], args.llama_python)
+        others.append(llama_side(file, args.llama_python, longest, callers))
     say(f"{name}, {dtype}")
     report = run(
         folder,
@@ -103,6 +112,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=["demo", "llama-50m"], choices=("demo", "llama-50m"))
     parser.add_argument("--dtype", nargs="+", default=["fp32", "int4"], choices=tuple(GGUF))
+    parser.add_argument("--gguf", type=Path, help="compare this file's export and llama.cpp, no other model")
+    parser.add_argument("--export", type=Path, help="the folder of that export")
     parser.add_argument("--genai-python", type=Path, help="interpreter of the environment with onnxruntime-genai")
     parser.add_argument("--llama-python", type=Path, help="interpreter of the environment with llama-cpp-python, gguf")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 64])
@@ -116,6 +127,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="folder for the results")
     args = parser.parse_args()
     add_repository_to_pythonpath()
+    if args.gguf is not None:
+        measure_model(args.gguf.stem, "kept", args)
+        return
     for name in args.model:
         for dtype in args.dtype:
             measure_model(name, dtype, args)

@@ -78,6 +78,11 @@ class Worker:
             self.close()
             raise
 
+    @property
+    def pid(self) -> int:
+        """The id of the process."""
+        return self._process.pid
+
     def call(self, do: str, **arguments: Any) -> Any:
         """Call the function `do` of the worker. Returns its answer."""
         return self._exchange({"do": do, "with": arguments})

@@ -141,6 +141,12 @@ def by_node(folder: Path, cases: Sequence[Case], tmp_path: Path) -> list[Any]:
     return answers
 
 
+def drive(site: Path, tmp_path: Path, **options: Any) -> Any:
+    """What a site does in the browser. options: those of page.mjs."""
+    (tmp_path / "options.json").write_text(json.dumps(options), encoding="utf-8")
+    return run_node(Path(__file__).with_name("page.mjs"), str(site), str(tmp_path / "options.json"))
+
+
 def opened(folder: Path, sampler: str = "graph") -> TopWModel:
     return TopWModel.from_pretrained(folder, provider="cpu", intra_op_num_threads=1, sampler=sampler)
 

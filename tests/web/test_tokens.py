@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.browser import FOLDER, ROOT, needs_browser, run_node
-from tests.web.cases import CASES, WRONG, Case, by_node, case, differences, opened, write_cases
+from tests.web.cases import CASES, WRONG, Case, by_node, case, differences, drive, opened, write_cases
 from topw_deploy.web import site as sites
 from topw_deploy.web import write_site
 
@@ -38,11 +38,6 @@ def site(demo_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site") / "site"
     write_site(demo_export, folder, runtime=FOLDER, prompt="class Path")
     return folder
-
-
-def drive(site: Path, tmp_path: Path, **options: Any) -> Any:
-    (tmp_path / "options.json").write_text(json.dumps(options), encoding="utf-8")
-    return run_node(HERE / "page.mjs", str(site), str(tmp_path / "options.json"))
 
 
 def as_json(cases: tuple[Case, ...], tmp_path: Path) -> Any:
