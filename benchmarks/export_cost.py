@@ -1,6 +1,6 @@
-"""Time, peak memory and file sizes of exporting the 52 M model, against optimum's exporter.
+"""Time, peak memory and file sizes of exporting the 52 M model or another, against optimum's exporter.
 
-    python -m benchmarks.export_cost [--optimum PYTHON] [--rounds 3]
+    python -m benchmarks.export_cost [--model MODEL] [--optimum PYTHON] [--rounds 3]
 
 PYTHON needs the extra [optimum], which conflicts with [export]. Figures: docs/lab/results.md.
 """
@@ -22,7 +22,7 @@ from benchmarks.common import Spread, interleave, machine, table
 from benchmarks.models import llama_50m
 
 
-def commands(model: Path, out: Path, optimum: str | None) -> dict[str, list[str]]:
+def commands(model: Path | str, out: Path, optimum: str | None) -> dict[str, list[str]]:
     ours = [sys.executable, "-m", "topw_deploy", "export", str(model), str(out)]
     sides = {"topw-export": ours, "topw-export --no-verify": [*ours, "--no-verify"]}
     if optimum:
@@ -33,8 +33,10 @@ def commands(model: Path, out: Path, optimum: str | None) -> dict[str, list[str]
     return sides
 
 
-def run_process(command: Sequence[str]) -> tuple[float, int]:
-    """Wall-clock seconds and peak resident bytes of a command, child processes included, whose output is discarded.
+def run_process(command: Sequence[str]) -> tuple[float, float, int]:
+    """Wall-clock seconds, CPU seconds and peak resident bytes of a command whose output is discarded.
+
+    CPU seconds and peak include child processes.
 
     Raises CalledProcessError if it fails.
     """
@@ -46,15 +48,18 @@ def run_process(command: Sequence[str]) -> tuple[float, int]:
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
         raise subprocess.CalledProcessError(child.returncode, command, stderr=error_output)
-    return time.perf_counter() - started, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return time.perf_counter() - started, usage.ru_utime + usage.ru_stime, peak
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="what to export; default: the 52 M model")
     parser.add_argument("--optimum", metavar="PYTHON", help="interpreter of an environment with optimum-onnx")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    model = llama_50m()
+    model = args.model or llama_50m()
+    processor: dict[str, list[float]] = {}
     peaks: dict[str, list[int]] = {}
     sizes: dict[str, int] = {}
 
@@ -62,9 +67,10 @@ def main() -> None:
         out = Path(scratch, "out")
 
         def sample(name: str, command: list[str]) -> float:
-            seconds, peak = run_process(command)
+            seconds, cpu_seconds, peak = run_process(command)
             sizes[name] = sum(path.stat().st_size for path in out.rglob("*.onnx*"))
             shutil.rmtree(out)
+            processor.setdefault(name, []).append(cpu_seconds)
             peaks.setdefault(name, []).append(peak)
             return seconds
 
@@ -75,9 +81,10 @@ def main() -> None:
     print(f"{machine()}; {args.rounds} rounds\n")
     rows = []
     for name in sides:
-        peak = Spread.of(peaks[name][1:])
-        rows.append((name, Spread.of(samples[name]).format(1, 1), peak.format(2**-20, 0), f"{sizes[name] / 2**20:.0f}"))
-    print(table(("exporter", "wall s (quartiles)", "peak MiB (quartiles)", "ONNX files MiB"), rows))
+        wall, cpu, peak = (Spread.of(values) for values in (samples[name], processor[name][1:], peaks[name][1:]))
+        size = f"{sizes[name] / 2**20:.0f}"
+        rows.append((name, wall.format(1, 1), cpu.format(1, 1), peak.format(2**-20, 0), size))
+    print(table(("exporter", "wall s (quartiles)", "CPU s", "peak MiB (quartiles)", "ONNX files MiB"), rows))
 
 
 if __name__ == "__main__":

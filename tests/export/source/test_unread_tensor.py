@@ -144,8 +144,10 @@ def test_a_weight_in_parts_equals_the_whole(tmp_path: Path, dtype: torch.dtype) 
     value = ir.Value(name="weight", shape=ir.Shape([7, 5]))
     with fake_parameters(model) as weights:
         value.const_value = ir.tensor_adapters.TorchTensor(model.weight, name="weight")
-        graph = ir.Graph([], [], nodes=[], initializers=[value])
-        weights.attach(ir.Model(graph, ir_version=10))
+        graph = ir.Graph([], [], nodes=[ir.node("Identity", [value])], initializers=[value])
+        with weights.attached(graph):
+            assert value.is_graph_input()
+    assert not value.is_graph_input()
     weight = value.const_value
     assert isinstance(weight, LazyWeight)
     for lazy, wanted in (

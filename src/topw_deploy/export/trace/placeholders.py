@@ -102,7 +102,7 @@ def mark_attention(
         "chunk": keys_seen.chunk,
         "latent": latent,
         "stride": stride,
-        "layer": layer,
+        "layer": int(layer),
     }
     inputs = [query, key, value, None if sink is None else sink.to(query.dtype), slopes, relative]
     batch, heads, sequence, _ = query.shape
@@ -185,10 +185,32 @@ class MixerPlaceholders:
                     f"a {op_type.lower()} requests no state from the cache, so its layer is unknown; import an ONNX "
                     "decoder made by another exporter."
                 )
-            layer = pending[0]
+            layer = int(pending[0])
         state = self._counts.get((kind, layer), 0)
         self._counts[kind, layer] = state + 1
         return self._leave(op_type, inputs, {**attributes, "layer": layer, "state": state}, dtype, shape)
+
+
+class LayerNumber:
+    """A layer's number in a trace that stands for other layers too: the trace must not depend on it.
+
+    It can be passed on and, by this package alone, converted by int(). All else that a model could do with a number
+    raises TypeError.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __int__(self) -> int:
+        return self._number
+
+    def __eq__(self, _other: object) -> bool:
+        raise TypeError("the trace of a layer depends on its number")
+
+    def __bool__(self) -> bool:
+        raise TypeError("the trace of a layer depends on its number")
 
 
 _ABSENT = object()

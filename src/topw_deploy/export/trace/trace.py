@@ -20,6 +20,7 @@ import onnxscript.optimizer
 import onnxscript.rewriter.onnx_fusions
 import torch
 from onnx_ir import tensor_adapters
+from onnx_ir.passes.common import DeduplicateInitializersPass
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import Cache, PreTrainedModel
 from transformers.exporters import OnnxConfig, OnnxExporter
@@ -30,6 +31,7 @@ from topw_deploy.export.source.checkpoint import UnreadTensor, read_part
 from topw_deploy.export.source.files import EncodedWeight, StoredTensor
 from topw_deploy.export.trace.attention import marked_attention
 from topw_deploy.export.trace.experts import marked_experts
+from topw_deploy.export.trace.layers import RepeatedLayers
 from topw_deploy.export.trace.mixers import marked_mixers, takes_cache
 from topw_deploy.export.trace.placeholders import (
     PLACEHOLDER_DOMAIN,
@@ -50,16 +52,40 @@ class Weights:
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.by_name = by_name
 
-    def attach(self, model: ir.Model) -> None:
-        """Replace the fake initializers of `model` by the real parameters. Raises ValueError for one without any."""
-        for name, value in model.graph.initializers.items():
+    @contextlib.contextmanager
+    def attached(self, graph: ir.Graph) -> Iterator[None]:
+        """Replace the fake initializers of `graph` by inputs inside the block, and by the real parameters after it.
+
+        So the optimizer can neither fold weights nor depend on their values.
+        Raises ValueError for an initializer that is no parameter.
+        """
+        hidden = []
+        for name, value in list(graph.initializers.items()):
             fake = getattr(value.const_value, "raw", None)
             if not isinstance(fake, FakeTensor):
                 continue
             weight = self.by_name.get(name)
             if weight is None or weight.shape != fake.shape or weight.dtype != fake.dtype:
                 raise ValueError(f"the weight {name} of the graph is not a parameter of the model")
-            value.const_value = weight_tensor(weight, name)
+            hidden.append(graph.initializers.pop(name))
+            value.const_value = None
+        graph.inputs.extend(hidden)
+        yield
+        for value in hidden:
+            graph.inputs.remove(value)
+            if value.uses():
+                value.const_value = weight_tensor(self.by_name[str(value.name)], str(value.name))
+                graph.register_initializer(value)
+
+    def initializer(self, graph: ir.Graph, name: str) -> ir.Value:
+        """The initializer of `graph` for the parameter `name`, which it gets if it lacks it."""
+        if name not in graph.initializers:
+            tensor = weight_tensor(self.by_name[name], name)
+            value = ir.Value(
+                name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape), const_value=tensor
+            )
+            graph.register_initializer(value)
+        return graph.initializers[name]
 
 
 @contextlib.contextmanager
@@ -141,13 +167,37 @@ def trace(model: PreTrainedModel) -> TracedDecoder:
     """
     config = model.config.get_text_config(decoder=True)
     _check_architecture(model, config)
-    with marked_experts(model), fake_parameters(model) as weights, marked_attention(model), fixed_frequencies(model):
-        traced = _export(model)
-    _attach_and_optimize(model, traced, weights)
+    layers = RepeatedLayers(model)
+    traced = None
+    if layers:
+        with contextlib.suppress(UnsupportedModelError):  # of irregular layers, or of any that fail
+            traced = _trace_graph(model, layers)
+    if traced is None:
+        traced = _trace_graph(model, None)
     _name_dimensions(traced.graph)
     _remove_metadata(traced)
     _check_placeholders(model, config, traced.graph)
     return TracedDecoder(traced, int(config.num_hidden_layers))
+
+
+def _trace_graph(model: PreTrainedModel, layers: RepeatedLayers | None) -> ir.Model:
+    """The optimized graph of `model`, with weights.
+
+    layers: to trace layers of equal structure once; None to trace each layer.
+    """
+    with marked_experts(model), fake_parameters(model) as weights, marked_attention(model), fixed_frequencies(model):
+        traced = _export(model, layers)
+    try:
+        with silenced_libraries():
+            with weights.attached(traced.graph), hidden_small_terms(traced.graph):
+                onnxscript.optimizer.optimize_ir(traced)
+            if layers is not None:
+                layers.copy_layers(traced.graph, partial(weights.initializer, traced.graph))
+            DeduplicateInitializersPass()(traced)
+            onnxscript.rewriter.onnx_fusions.fuse(traced)
+    except Exception as error:
+        raise _untraceable(model, error) from error
+    return traced
 
 
 def _check_architecture(model: PreTrainedModel, config: Any) -> None:
@@ -172,7 +222,7 @@ def _check_placeholders(model: PreTrainedModel, config: Any, graph: ir.Graph) ->
         )
 
 
-def _export(model: PreTrainedModel) -> ir.Model:
+def _export(model: PreTrainedModel, layers: RepeatedLayers | None) -> ir.Model:
     """The graph as transformers' exporter returns it, not optimized and with fake parameters."""
     auto = torch.export.Dim.AUTO
     inputs = {
@@ -180,7 +230,7 @@ def _export(model: PreTrainedModel) -> ir.Model:
         "position_ids": torch.arange(_SEQUENCE).repeat(_BATCH, 1),
     }
     try:
-        with silenced_libraries(), _traceable_forward(model):
+        with silenced_libraries(), _traceable_forward(model, layers):
             config = OnnxConfig(
                 dynamic_shapes={name: {0: auto, 1: auto} for name in inputs}, opset_version=_OPSET, optimize=False
             )
@@ -189,8 +239,13 @@ def _export(model: PreTrainedModel) -> ir.Model:
         raise _refusal(model, error) from error
 
 
-def _traceable_forward(model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
-    """Inside the block, make `model` take ids and positions, use a `TracedCache` and return only logits."""
+def _traceable_forward(
+    model: PreTrainedModel, layers: RepeatedLayers | None
+) -> contextlib.AbstractContextManager[None]:
+    """Inside the block, make `model` take ids and positions, use a `TracedCache` and return only logits.
+
+    layers: see `_trace_graph`.
+    """
     forward = model.forward
     arguments = forward_arguments(model)
     caches = ("cache_params", "past_key_values")  # the first in Mamba's like
@@ -205,7 +260,8 @@ def _traceable_forward(model: PreTrainedModel) -> contextlib.AbstractContextMana
             positions["attention_mask"] = torch.ones_like(input_ids)
         cache = TracedCache(position_ids)
         cached = {cache_argument: cache, "use_cache": True} if takes_cache(model) else {"use_cache": False}
-        with marked_mixers(model, MixerPlaceholders(cache)), positions_of_text(rotary_embeddings, position_ids):
+        once = contextlib.nullcontext() if layers is None else layers.traced_once()
+        with marked_mixers(model, MixerPlaceholders(cache)), positions_of_text(rotary_embeddings, position_ids), once:
             outputs = forward(input_ids=input_ids, **cached, **positions)
         return {"logits": outputs.logits}
 
@@ -230,22 +286,6 @@ def forward_arguments(model: PreTrainedModel) -> list[str]:
         for forward in (*bases, *parts):
             found |= {name: each for name, each in inspect.signature(forward).parameters.items() if name not in found}
     return list(found)
-
-
-def _attach_and_optimize(model: PreTrainedModel, traced: ir.Model, weights: Weights) -> None:
-    """Attach the parameters and optimize the graph without folding weights."""
-
-    def may_fold(node: ir.Node) -> bool | None:
-        return False if any(value is not None and value.name in weights.by_name for value in node.inputs) else None
-
-    try:
-        weights.attach(traced)
-        with silenced_libraries():
-            with hidden_small_terms(traced.graph):
-                onnxscript.optimizer.optimize_ir(traced, should_fold=may_fold)
-            onnxscript.rewriter.onnx_fusions.fuse(traced)
-    except Exception as error:
-        raise _untraceable(model, error) from error
 
 
 def _name_dimensions(graph: ir.Graph) -> None:
