@@ -172,5 +172,5 @@ def test_a_wrong_answer_under_another_rule_fails(
 def test_rows_that_all_tie_are_not_compared(probe: SamplerProbe) -> None:
     (found,) = rule_checks(probe, TopWParameters(), np.zeros((4, SMALL), np.float32), names=("top_k",))
     assert found == NotCompared(
-        "sampler rules", "at least 12 rows without a tie are needed (24 rows, 1 rules, 24 on a tie)"
+        "sampler rules", "at least 4 rows without a tie are needed (8 rows, 1 rules, 8 on a tie)"
     )

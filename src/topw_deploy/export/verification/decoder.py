@@ -212,11 +212,11 @@ def compare_tokens(
     """
     error = BOUNDS[manifest.decoder.kv_dtype]
     sequence = np.concatenate([prompt, np.asarray(tokens, dtype=np.int64)])
+    runs = [len(prompt)] + [1] * (len(tokens) - 1)
+    rows = reference.logits_by_runs(sequence[:-1], runs) if tokens else ()
     equal = near_ties = 0
-    for count, token in enumerate(tokens):
-        seen = sequence[: len(prompt) + count]
-        logits = reference.logits_by_runs(seen, [len(prompt)] + [1] * count)[-1]
-        uniform = uniform_for(SEED, len(seen))
+    for length, token, logits in zip(range(len(prompt), len(sequence)), tokens, rows, strict=True):
+        uniform = uniform_for(SEED, length)
         row = sample_row(logits, parameters, manifest.sampler.options, geometry, uniform)
         if row.next_token == token:
             equal += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -316,7 +317,8 @@ RULES = (
     RuleParameters(rule="none"),
 )
 # Fewest rows without a tie: half of the rows that four rows of logits give for a single rule.
-FEWEST_RULE_ROWS = 12
+FEWEST_RULE_ROWS = 4
+_RULE_TEMPERATURES = (1.0, 1.7)
 _UNIFORM = (0.1, 0.5, 0.9)
 
 
@@ -329,8 +331,9 @@ def rule_checks(
 ) -> Iterator[Check | NotCompared]:
     """Compare sizes of kept sets, certificates, tokens and log-probabilities, in batches of all rules.
 
-    The temperatures are 1 and 1.7. Rows on a tie, which rounding may decide (docs/contract/rules.md, section 2), are
-    not compared. Yields NotCompared if fewer than FEWEST_RULE_ROWS other rows are left.
+    Each rule draws once at each of two temperatures, by one of three uniform numbers. Rows on a tie, which rounding may
+    decide (docs/contract/rules.md, section 2), are not compared. Yields NotCompared if fewer than FEWEST_RULE_ROWS
+    other rows are left.
 
     logits: float32 [n, vocab].
     title: prefix of the results' names.
@@ -339,12 +342,15 @@ def rule_checks(
     carried = [rule for rule in RULES if names is None or rule.chosen.name in names]
     if not carried:
         return
-    cases = [
-        _Case(index, parameters, uniform, _rule_answer(row, parameters, uniform, rule), rule)
-        for index, row in enumerate(logits)
+    settings = [
+        (index, rule, replace(defaults, temperature=temperature))
+        for index in range(len(logits))
         for rule in carried
-        for parameters in (replace(defaults, temperature=temperature) for temperature in (1.0, 1.7))
-        for uniform in _UNIFORM
+        for temperature in _RULE_TEMPERATURES
+    ]
+    cases = [
+        _Case(index, parameters, uniform, _rule_answer(logits[index], parameters, uniform, rule), rule)
+        for (index, rule, parameters), uniform in zip(settings, cycle(_UNIFORM), strict=False)
     ]
     tally = _Tally(needs_certificates=True)
     tally.add_all(_run_cases(probe, cases, logits, None, len(cases) // len(logits)))
