@@ -202,6 +202,18 @@ quantisation_options = option_group(
         multiple=True,
         help="int4, int8: do not quantise nodes or weights with a matching name ('*' and '?'). Repeatable.",
     ),
+    click.option(
+        "--calibration",
+        metavar="FILE",
+        help="int4: text for which the weights are rounded; 'none' rounds to nearest.  [default: a bundled text]",
+    ),
+    click.option(
+        "--average-bits",
+        type=float,
+        metavar="BITS",
+        help="int4: the largest average bits of a weight, with scales and zero points; the products that lose most get "
+        "8 bits.  [default: 5.5]",
+    ),
 )
 """The options for int4 and int8, with the names of onnxruntime's tools. Their default is None."""
 

@@ -345,6 +345,7 @@ class Decoder:
     foreign: whether another exporter made it; its nodes then stay as they are.
     notices: sentences for the user about what the decoder lacks or changes.
     source_tensors: what became of the checkpoint's tensors; None for another exporter's decoder.
+    module: the traced torch model, with its weights in their files; None for another exporter's decoder.
     """
 
     model: ir.Model
@@ -352,6 +353,7 @@ class Decoder:
     foreign: bool
     notices: list[str] = field(default_factory=list)
     source_tensors: SourceTensors | None = None
+    module: Any = None
 
     @property
     def vocab_size(self) -> int:

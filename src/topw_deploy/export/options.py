@@ -32,7 +32,10 @@ COMPUTE_DTYPES = ("fp32", "fp16")
 DTYPE_ALIASES = {"f32": "fp32", "float32": "fp32", "f16": "fp16", "float16": "fp16", "bfloat16": "bf16"}
 DEFAULT_OPSET = 23
 KV_REQUESTS = ("static", "concat")
-_ROUNDING = ("block_size", "table_bits", "symmetric", "accuracy_level", "exclude_nodes")
+_ROUNDING = (
+    *("block_size", "table_bits", "symmetric", "accuracy_level", "exclude_nodes"),
+    *("calibration", "average_bits"),
+)
 
 
 class SamplerKeywords(HubKeywords, total=False):
@@ -76,6 +79,8 @@ class ExportKeywords(SamplerKeywords, total=False):
     symmetric: bool | None
     accuracy_level: int | None
     exclude_nodes: Sequence[str]
+    calibration: str | Path | None
+    average_bits: float | None
     target: str | None
     kv: str | None
     max_length: int | None
@@ -288,6 +293,10 @@ def read_options(kind: type[Options], given: Mapping[str, Any]) -> Options:
 def _read_quantisation(values: Mapping[str, Any], rounding: dict[str, Any]) -> Quantisation | None:
     """The options of quantisation; None for a floating-point dtype, with which none may be given."""
     dtype, exclude = values.get("dtype", "fp32"), tuple(rounding.pop("exclude_nodes", ()))
+    for name in ("calibration", "average_bits"):
+        refuse(name in rounding and dtype == "int8", f"{name} is for 4-bit weights, but dtype is int8; leave it out.")
+    if "calibration" in rounding:
+        rounding["calibration"] = str(rounding["calibration"])
     if dtype in DTYPE_BITS:
         return Quantisation(bits=DTYPE_BITS[dtype], exclude=exclude, **rounding)
     given = {**values, **rounding, "exclude_nodes": exclude}

@@ -18,8 +18,9 @@ from topw_deploy.export.graph import BLOCK_BYTES, Decoder, initializer_tensors
 from topw_deploy.export.options import ExportKeywords, ExportOptions, ExportReport, SamplerOptions, read_options
 from topw_deploy.export.quantise import quantise
 from topw_deploy.export.quantise.blocks import StoredRows
+from topw_deploy.export.quantise.choice import Calibrate
 from topw_deploy.export.quantise.rewrite import least_onnxruntime, usual_type
-from topw_deploy.export.quantise.rounding import Quantisation
+from topw_deploy.export.quantise.rounding import NO_CALIBRATION, Quantisation
 from topw_deploy.export.sampler.attach import attach_sampler
 from topw_deploy.export.sampler.node import SamplerSpec
 from topw_deploy.export.source.configuration import (
@@ -206,16 +207,33 @@ def build_graph(source: Source, options: ExportOptions, progress: Progress) -> t
         decoder = build_decoder(source, stored, options, progress)
         if options.quantisation is not None:
             progress.say(f"Quantising products and embedding to {options.quantisation.dtype}")
-            _quantise(decoder, source, stored, options, options.quantisation)
+            _quantise(decoder, source, stored, options, options.quantisation, progress)
     progress.say(f"Attaching the sampler (top_m {options.top_w.top_m}, metric {options.top_w.metric})")
     return decoder, attach_sampler(decoder, options, progress)
 
 
 def _quantise(
-    decoder: Decoder, source: Source, stored: QuantisedFormat | None, options: ExportOptions, scheme: Quantisation
+    decoder: Decoder,
+    source: Source,
+    stored: QuantisedFormat | None,
+    options: ExportOptions,
+    scheme: Quantisation,
+    progress: Progress,
 ) -> None:
     rows = StoredRows.of(source.folder)
-    decoder.notices += quantise(decoder.model, scheme, rows, cut=options.num_hidden_layers is not None)
+    calibrate: Calibrate | None = None
+    if scheme.bits == 4 and scheme.calibration != NO_CALIBRATION and rows is None:
+        from topw_deploy.export.quantise.calibration import TextCalibration  # imports torch
+
+        calibrate = TextCalibration(decoder.module, source.tokenizer, scheme, options.trust_remote_code, progress)
+    decoder.notices += quantise(
+        decoder.model,
+        scheme,
+        rows,
+        cut=options.num_hidden_layers is not None,
+        calibrate=calibrate,
+        estimate=options.dry_run,
+    )
     least = max(decoder.info.least_onnxruntime, least_onnxruntime(decoder.model.graph), key=major_minor)
     dtype = scheme.dtype
     if stored is not None and stored.gguf is not None:

@@ -82,7 +82,7 @@ def build_decoder(
         weights_dtype=onnx_name(dtype),
         target=target,  # type: ignore[arg-type]  # a name, checked in the request
     )
-    return Decoder(traced.model, info, foreign=False, notices=notices, source_tensors=source_tensors)
+    return Decoder(traced.model, info, foreign=False, notices=notices, source_tensors=source_tensors, module=model)
 
 
 def _limit_notices(config: Any, dtype: str, most: int, dense: int | None) -> list[str]:

@@ -98,9 +98,9 @@ class QuantisedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales and zero points, with float32 scales."""
+        """Bytes of codes, scales and zero points."""
         zeros = 0 if self.symmetric else math.prod(self.zero_points_shape)
-        return math.prod(self.codes_shape) + 4 * self.outputs * self.blocks + zeros
+        return math.prod(self.codes_shape) + self.scale_type.itemsize * self.outputs * self.blocks + zeros
 
     def data(self) -> WeightBlocks:
         """Compute codes, scales and zero points."""
@@ -108,16 +108,29 @@ class QuantisedWeight:
 
     def values(self) -> np.ndarray:
         """Compute the weight that the blocks stand for, float32 [outputs, inputs]."""
-        data = self.data()
-        codes = unpack_codes(data.codes.reshape(self.outputs, -1), self.bits)
-        zeros: Any = 1 << (self.bits - 1)
-        if data.zero_points is not None:
-            zeros = unpack_codes(data.zero_points, self.bits)[:, : self.blocks, None]
-        by_block = codes.reshape(self.outputs, self.blocks, self.block_size).astype(np.float32) - np.float32(zeros)
-        weights = by_block * data.scales.astype(np.float32)[..., None]
-        if data.offsets is not None:
-            weights += data.offsets[..., None]
-        return weights.reshape(self.outputs, -1)[:, : self.inputs]
+        return decode_blocks(self.data(), self.bits, self.inputs)
+
+
+def decode_blocks(data: WeightBlocks, bits: int, inputs: int) -> np.ndarray:
+    """The weight that `data` stands for, float32 [outputs, inputs]."""
+    outputs, blocks = data.scales.shape
+    codes = unpack_codes(data.codes.reshape(outputs, -1), bits)
+    zeros: Any = 1 << (bits - 1)
+    if data.zero_points is not None:
+        zeros = unpack_codes(data.zero_points, bits)[:, :blocks, None]
+    by_block = codes.reshape(outputs, blocks, -1).astype(np.float32) - np.float32(zeros)
+    weights = by_block * data.scales.astype(np.float32)[..., None]
+    if data.offsets is not None:
+        weights += data.offsets[..., None]
+    return weights.reshape(outputs, -1)[:, :inputs]
+
+
+def check_finite(rows: np.ndarray) -> None:
+    """Raises ExportError for NaN or infinity."""
+    if not np.isfinite(rows).all():
+        raise ExportError(
+            "a weight to be quantised contains NaN or infinity; check the checkpoint, or exclude the weight."
+        )
 
 
 def quantise_weight(read: ReadRows, weight: QuantisedWeight) -> WeightBlocks:
@@ -133,10 +146,7 @@ def quantise_weight(read: ReadRows, weight: QuantisedWeight) -> WeightBlocks:
     for start in range(0, weight.outputs, step):
         stop = min(start + step, weight.outputs)
         rows = np.asarray(read(start, stop))
-        if not np.isfinite(rows).all():
-            raise ExportError(
-                "a weight to be quantised contains NaN or infinity; check the checkpoint, or exclude the weight."
-            )
+        check_finite(rows)
         found, scales[start:stop], zeros = search_blocks(
             rows, weight.block_size, weight.bits, symmetric=weight.symmetric, dtype=rows.dtype
         )
@@ -303,7 +313,7 @@ class StoredRows:
                 matrix = stored.matrix()
                 places = self._places.setdefault((matrix.bits, matrix.scales.shape[1]), {})
                 for row, values in enumerate(matrix.weight()):
-                    places.setdefault(_digest(values), (stored, row))
+                    places.setdefault(row_digest(values), (stored, row))
 
     @classmethod
     def of(cls, folder: Path) -> StoredRows | None:
@@ -319,7 +329,7 @@ class StoredRows:
 
         Returns None if the checkpoint lacks a row, or if MatMulNBits cannot express the rows' groups.
         """
-        digests = [_digest(row) for row in values]
+        digests = [row_digest(row) for row in values]
         fitting = [known for (width, _), known in self._places.items() if width <= bits or not self._is_gguf]
         for known in (*fitting, ChainMap(*fitting)):
             if all(digest in known for digest in digests):
@@ -329,7 +339,7 @@ class StoredRows:
     def lacks(self, values: np.ndarray) -> bool:
         """Whether a row of `values` is in no codes. False for a GGUF file, whose other formats are rounded."""
         known = ChainMap(*self._places.values())
-        return not self._is_gguf and not all(_digest(row) in known for row in values)
+        return not self._is_gguf and not all(row_digest(row) in known for row in values)
 
     @staticmethod
     def _weight(
@@ -399,5 +409,6 @@ def _stored_blocks(
     return WeightBlocks(packed, scales, packed_zeros, offsets if weight.has_offsets else None)
 
 
-def _digest(values: np.ndarray) -> bytes:
+def row_digest(values: np.ndarray) -> bytes:
+    """Identify a row of weights by its values."""
     return hashlib.blake2b(np.ascontiguousarray(values, dtype=np.float32).tobytes(), digest_size=16).digest()

@@ -17,7 +17,15 @@ import onnx_ir as ir
 from topw_deploy.errors import ParameterError, UnsupportedModelError
 from topw_deploy.export.embedding import EmbeddingNode
 from topw_deploy.export.graph import GraphEditor, attribute_values, initializer_tensors, stored_tensor
-from topw_deploy.export.quantise.blocks import BlockValues, QuantisedWeight, RecentBlocks, StoredRows, row_reader
+from topw_deploy.export.quantise.blocks import (
+    BlockValues,
+    QuantisedWeight,
+    RecentBlocks,
+    StoredRows,
+    StoredWeight,
+    row_reader,
+)
+from topw_deploy.export.quantise.choice import Calibrate, RoundedWeights
 from topw_deploy.export.quantise.rounding import Quantisation
 from topw_deploy.export.quantise.weights import (
     DOMAIN,
@@ -29,6 +37,8 @@ from topw_deploy.export.quantise.weights import (
 )
 from topw_deploy.text import decimal_size
 
+Codes = list[QuantisedWeight]  # of the matrices of one node of experts
+CodedGroup = tuple[list[ExpertWeight], Codes]
 _NOTABLE = 0.01  # a notice names each weight left in float that has more than this share of all weight bytes
 _QMOE_SINCE = "1.30"  # the first onnxruntime whose QMoE is tested here
 _QMOE_LEVELS_SINCE = "1.31"  # the first whose QMoE has `accuracy_level`
@@ -36,13 +46,21 @@ _INT8_ACTIVATIONS = 4  # the accuracy_level of activations rounded to int8
 
 
 def quantise(
-    model: ir.Model, scheme: Quantisation, stored: StoredRows | None = None, *, cut: bool = False
+    model: ir.Model,
+    scheme: Quantisation,
+    stored: StoredRows | None = None,
+    *,
+    cut: bool = False,
+    calibrate: Calibrate | None = None,
+    estimate: bool = False,
 ) -> list[str]:
-    """Quantise `model` in place. Returns notices for the user about weights left in float.
+    """Quantise `model` in place. Returns notices for the user, such as about weights left in float.
 
     model: a lowered decoder without sampler.
     stored: the rows of a quantised checkpoint, whose codes are kept.
     cut: whether the model has only its first layers, so that exclude patterns need not match.
+    calibrate: rounds rows for a text; None to round all weights to nearest.
+    estimate: do not call `calibrate`, but choose weights with more bits as if all lost the same.
 
     Raises ParameterError for a pattern of `scheme.exclude` that matches nothing, and UnsupportedModelError if there is
     no product to quantise.
@@ -54,14 +72,20 @@ def quantise(
         found.check_patterns(scheme)
     excluded = found.excluded(scheme)
     known = {value.name for value in graph.initializers.values() if id(value) in excluded}
-    replacer = _Replacer(GraphEditor(graph, "quantised"), scheme, stored)
+    replacer = _Replacer(GraphEditor(graph, "quantised"), scheme, stored, RoundedWeights(scheme, calibrate, estimate))
     table = found.embedding.data[0] if found.embedding is not None else None
     if found.embedding is not None and id(table) not in excluded and not replacer.quantise_table(found.embedding):
         excluded.add(id(table))  # a tied head then stays float too
-    for product in found.products:
-        if id(product.weight) not in excluded and (product is found.head or not replacer.leaves_float(product)):
-            replacer.quantise_product(product, scheme.table_scheme if product is found.head else scheme)
-    replacer.quantise_experts(weight for weight in found.experts if id(weight.value) not in excluded)
+    products = [
+        product
+        for product in found.products
+        if id(product.weight) not in excluded and (product is found.head or not replacer.leaves_float(product))
+    ]
+    experts = [weight for weight in found.experts if id(weight.value) not in excluded]
+    groups = replacer.choose([product for product in products if product is not found.head], experts)
+    for product in products:
+        replacer.quantise_product(product, scheme.table_scheme if product is found.head else scheme)
+    replacer.quantise_experts(groups)
     _check_half_experts(graph)
     if not replacer.scale_names:
         raise UnsupportedModelError(
@@ -71,7 +95,7 @@ def quantise(
     model.opset_imports[DOMAIN] = 1
     replacer.editor.finish()
     known |= {product.weight.name for product in find_products(graph) if product.chooses_experts}
-    notices = _notices(graph, scheme, before, known | replacer.scale_names | replacer.floats)
+    notices = _notices(graph, scheme, before, known | replacer.scale_names | replacer.floats) + replacer.rounded.notices
     if stored is not None:
         kept, kept_groups = replacer.kept
         notices.append(
@@ -103,15 +127,19 @@ class _Replacer:
     replaced_groups: the number of replaced groups of experts.
     scale_names: the names of the scales' initializers.
     floats: the names of weights that stay float, as in the checkpoint.
+    rounded: the weights that get codes of their own, see `choose`.
     """
 
-    def __init__(self, editor: GraphEditor, scheme: Quantisation, stored: StoredRows | None) -> None:
-        self.editor, self.kept, self.replaced_groups = editor, (0, 0), 0
+    def __init__(
+        self, editor: GraphEditor, scheme: Quantisation, stored: StoredRows | None, rounded: RoundedWeights
+    ) -> None:
+        self.editor, self.kept, self.replaced_groups, self.rounded = editor, (0, 0), 0, rounded
         self.scale_names: set[str | None] = set()
         self.floats: set[str | None] = set()
         self._scheme, self._checkpoint, self._recent = scheme, stored, RecentBlocks()
         self._tables: dict[int, BlockValues] = {}
         self._values: dict[int, BlockValues] = {}
+        self._stored: dict[int, StoredWeight | None] = {}
         self._keeps_table = False
         self._sums: dict[tuple[int, int], ir.Value] = {}
 
@@ -158,14 +186,45 @@ class _Replacer:
             self.floats.add(product.weight.name)
         return product.weight.name in self.floats
 
+    def choose(self, products: Iterable[Product], experts: Iterable[ExpertWeight]) -> list[CodedGroup]:
+        """Choose how the weights are rounded that neither keep a checkpoint's codes nor the tied table's.
+
+        Returns the nodes of `experts` whose matrices are all among them, with the codes of each matrix.
+        """
+        for product in products:
+            if self._table_of(product) is None and self._stored_weight(product, self._scheme) is None:
+                read, sizes = row_reader(product.tensor, product.by_output), (product.outputs, product.inputs)
+                block_size = self._scheme.product_block_size(product.inputs)
+                self.rounded.add(product.weight, read, sizes, product.tensor.dtype.numpy(), block_size)
+        groups = self._group_experts(experts)
+        self.rounded.settle()
+        made = []
+        for group, kept in groups:
+            own = [self.rounded.weight(weight.value) for weight in group]
+            codes = kept or [weight for weight in own if weight is not None]
+            if codes:  # else no block size fits
+                made.append((group, codes))
+        return made
+
+    def _table_of(self, product: Product) -> BlockValues | None:
+        """The quantised token table, if the product is a head tied to it."""
+        return self._tables.get(id(product.weight)) if product.by_output else None
+
+    def _stored_weight(self, product: Product, scheme: Quantisation) -> StoredWeight | None:
+        """The product's weight with the checkpoint's codes; None if it has none."""
+        key = id(product.weight)
+        if self._checkpoint is None or product.tensor.dtype != ir.DataType.FLOAT:
+            return None
+        if key not in self._stored:
+            read = row_reader(product.tensor, product.by_output)
+            self._stored[key] = self._checkpoint.find(np.asarray(read(0, product.outputs)), scheme.bits)
+        return self._stored[key]
+
     def quantise_product(self, product: Product, scheme: Quantisation) -> None:
         """Replace a product by MatMulNBits: with the checkpoint's codes, the tied table's, or codes of its own."""
         weight, data, editor = product.weight, product.data, self.editor
-        read, dtype = row_reader(product.tensor, product.by_output), product.tensor.dtype
-        table = self._tables.get(id(weight)) if product.by_output else None
-        stored = None
-        if self._checkpoint is not None and table is None and dtype == ir.DataType.FLOAT:
-            stored = self._checkpoint.find(np.asarray(read(0, product.outputs)), scheme.bits)
+        table = self._table_of(product)
+        stored = None if table is not None else self._stored_weight(product, scheme)
         if stored is not None:
             values = self._add(stored.weight, str(weight.name))
             if stored.order is not None and data is not None:  # act-order: a group's inputs are scattered
@@ -183,8 +242,12 @@ class _Replacer:
             self.kept = (self.kept[0] + self._keeps_table, self.kept[1])
         else:
             if id(weight) not in self._values:
-                sizes = product.outputs, product.inputs
-                rounded = QuantisedWeight.rounded(read, sizes, dtype.numpy(), scheme.block_size, scheme)
+                rounded = self.rounded.weight(weight)
+                if rounded is None:  # the head
+                    read, sizes = row_reader(product.tensor, product.by_output), (product.outputs, product.inputs)
+                    dtype = product.tensor.dtype.numpy()
+                    block_size = scheme.product_block_size(product.inputs)
+                    rounded = QuantisedWeight.rounded(read, sizes, dtype, block_size, scheme)
                 self._values[id(weight)] = self._add(rounded, str(weight.name))
             values = self._values[id(weight)]
         made = values.weight
@@ -192,7 +255,7 @@ class _Replacer:
         attributes = {"K": made.inputs, "N": made.outputs, "bits": made.bits, "block_size": made.block_size}
         if scheme.accuracy_level:
             attributes["accuracy_level"] = scheme.accuracy_level
-        made_by = self._replace(product.nodes, "MatMulNBits", inputs, attributes, scheme.bits)
+        made_by = self._replace(product.nodes, "MatMulNBits", inputs, attributes, made.bits)
         if values.offsets is not None and data is not None:
             self._add_offsets(made_by, data, values)
 
@@ -215,31 +278,32 @@ class _Replacer:
         new.name, old.name = old.name, editor.unique("product")
         editor.graph.append(whole)
 
-    def quantise_experts(self, weights: Iterable[ExpertWeight]) -> None:
-        """Replace each node whose matrices are all in `weights`.
+    def _group_experts(self, weights: Iterable[ExpertWeight]) -> list[tuple[list[ExpertWeight], Codes | None]]:
+        """The nodes whose matrices are all in `weights`, with a checkpoint's codes; None for codes of their own.
 
-        Experts that do not keep a checkpoint's codes get one block size. If none fits, they stay float.
+        These get one block size, and are added to `rounded`. If no size fits, they stay float.
         """
         by_node: dict[int, list[ExpertWeight]] = {}
         for weight in weights:
             by_node.setdefault(id(weight.node), []).append(weight)
         whole = [group for group in by_node.values() if len(group) == len(MOE_MATRICES) or group[0].place == 0]
         made = [(group, self._stored_experts(group)) for group in whole]
-        widths = {weight.sizes[2] for group, kept in made if kept is None for weight in group}
-        block_size = self._scheme.experts_block_size(widths)
-        for group, kept in made:
-            if kept is None and block_size is not None:
-                kept = []
-                for weight in group:
-                    experts, outputs, inputs = weight.sizes
-                    read, sizes = row_reader(weight.rows(), by_output=True), (experts * outputs, inputs)
-                    dtype = weight.tensor.dtype.numpy()
-                    kept.append(QuantisedWeight.rounded(read, sizes, dtype, block_size, self._scheme, experts))
-            if kept is not None:
-                self._replace_experts(group, kept)
-                self.replaced_groups += 1
+        own = [weight for group, kept in made if kept is None for weight in group]
+        block_size = self._scheme.experts_block_size({weight.sizes[2] for weight in own})
+        if block_size is not None:
+            for weight in own:
+                experts, outputs, inputs = weight.sizes
+                read, sizes = row_reader(weight.rows(), by_output=True), (experts * outputs, inputs)
+                self.rounded.add(weight.value, read, sizes, weight.tensor.dtype.numpy(), block_size, experts)
+        return made
 
-    def _stored_experts(self, group: list[ExpertWeight]) -> list[QuantisedWeight] | None:
+    def quantise_experts(self, groups: Iterable[CodedGroup]) -> None:
+        """Replace the nodes of experts, see `choose`."""
+        for group, codes in groups:
+            self._replace_experts(group, codes)
+            self.replaced_groups += 1
+
+    def _stored_experts(self, group: list[ExpertWeight]) -> Codes | None:
         """Return the matrices of one node with the checkpoint's own codes; None if the node cannot use these."""
         checkpoint = self._checkpoint
         if checkpoint is None or any(weight.tensor.dtype != ir.DataType.FLOAT for weight in group):
@@ -252,7 +316,7 @@ class _Replacer:
         self.kept = (self.kept[0], self.kept[1] + 1)
         return made
 
-    def _replace_experts(self, group: list[ExpertWeight], made: list[QuantisedWeight]) -> None:
+    def _replace_experts(self, group: list[ExpertWeight], made: Codes) -> None:
         node, bits, block_size = group[0].node, made[0].bits, made[0].block_size
         is_moe = node.op_type == "MoE"
         names = [self.editor.unique(str(weight.value.name)) for weight in group]

@@ -1,4 +1,4 @@
-"""Measure what quantisation loses on text, and undo the rounding for the other checks.
+"""Measure what quantisation loses on text, and make a copy of the graph without rounded activations.
 
 The other checks have the same rounded weights on both sides. So these are the only checks that poor rounding fails, and
 only for trained models.
@@ -14,17 +14,12 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
 from msgspec.structs import replace
 
 from topw_deploy.errors import TokenizerError, VerificationError, one_line
-from topw_deploy.export.embedding import stored_array
-from topw_deploy.export.graph import FLOATS
-from topw_deploy.export.quantise.blocks import QuantisedWeight, StoredRows
-from topw_deploy.export.quantise.rounding import Quantisation
 from topw_deploy.export.verification.reference import LogitsProbe, Reference
 from topw_deploy.manifest import (
     MODEL_NAME,
@@ -109,10 +104,12 @@ def encode(folder: Path, manifest: Manifest, text: str) -> tuple[np.ndarray, np.
     return split_special_prefix(found.ids, found.special_tokens_mask, manifest.sampler.vocab_size)
 
 
-# Largest increase of the loss in nats per token. For int4 it is five times that of rounding the bundled model to
-# nearest in blocks of 256 (0.040). For comparison, scales a fifth too large in one layer cost 0.3, swapped half
-# bytes in one matrix 0.13 to 1.1, and correct 8-bit weights at most 0.002.
-PERPLEXITY_BOUNDS = {"int4": 0.2, "int8": 0.02}
+# Largest increase of the loss in nats per token: 10 % of perplexity for int4. The default costs 1 to 5 %, and correct
+# 8-bit weights at most 0.002 nats. Scales a fifth too large in one layer of the bundled model cost 0.3, and swapped
+# half bytes in one matrix 0.13 to 1.1.
+PERPLEXITY_BOUNDS = {"int4": 0.095, "int8": 0.02}
+PERPLEXITY = "perplexity, log of the ratio"
+"""The name of the check, or of the note in its place."""
 # The same for models that are no better than guessing. Rounding changes their loss in either direction, by up to 0.6 in
 # random models at 4 bits. So a smaller increase proves nothing; a larger one fails.
 UNTRAINED_BOUND = 1.0
@@ -207,7 +204,6 @@ def perplexity_check(loss: Loss, manifest: DecoderManifest, text: EvaluationText
     """
     trained = loss.exact < math.log(manifest.sampler.vocab_size)
     bound = PERPLEXITY_BOUNDS[f"int{manifest.decoder.quantisation['bits']}"] if trained else UNTRAINED_BOUND
-    name = "perplexity, log of the ratio"
     passed = bool(loss.difference - _CERTAINTY * loss.error <= bound)
     tokens = len(text.rows) * (text.rows.shape[1] - max(1, text.prefix))
     detail = (
@@ -215,8 +211,8 @@ def perplexity_check(loss: Loss, manifest: DecoderManifest, text: EvaluationText
         f"{tokens} tokens of {text.name}"
     )
     if passed and not trained:
-        return Note(name, f"{loss.difference:.2g}, of a model that does no better than guessing; {detail}")
-    return Check(name, passed, loss.difference, bound, detail)
+        return Note(PERPLEXITY, f"{loss.difference:.2g}, of a model that does no better than guessing; {detail}")
+    return Check(PERPLEXITY, passed, loss.difference, bound, detail)
 
 
 def _float_losses(
@@ -258,111 +254,9 @@ def _agreement(
     return same_set, rows[0].next_token == rows[1].next_token
 
 
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel
-
-_FLOAT32 = np.dtype(np.float32)
 _FLOAT32_LEVEL = 1  # the accuracy_level of products in float32
 EXACT_QMOE = ("ORT_QMOE_CPU_QNBIT_GEMM", "fp32")
 """An environment variable that sessions of onnxruntime 1.31 read: QMoE then computes in float32."""
-_KEY_WEIGHTS = 64  # the number of leading weights that identify an output
-
-
-def dequantise_model(
-    model: PreTrainedModel, folder: Path, scheme: Quantisation, stored: StoredRows | None = None
-) -> None:
-    """Round the matrices of `model` in place, as the export in `folder` rounds them.
-
-    Skips matrices that the export keeps in float, and those in `stored`, which the checkpoint stores quantised.
-    """
-    import torch  # ONNX comparisons need no torch
-    from transformers.pytorch_utils import Conv1D
-
-    graph = ir.load(folder / MODEL_NAME).graph
-    kept, scales = float_output_keys(graph), scale_type(graph)
-    table = model.get_input_embeddings().weight
-    ends = {id(table), id(getattr(model.get_output_embeddings(), "weight", None))}
-    with torch.no_grad():
-        done = _dequantise_experts(model, kept, scheme, stored, scales)
-        for module in model.modules():
-            for parameter in module.parameters(recurse=False):
-                if parameter.dim() != 2 or id(parameter) in done:
-                    continue
-                done.add(id(parameter))
-                rows = parameter.T if isinstance(module, Conv1D) else parameter  # [outputs, inputs]
-                block_size = scheme.table_block_size(rows.shape[1]) if parameter is table else scheme.block_size
-                how = scheme.table_scheme if id(parameter) in ends else scheme
-                found = stored.find(rows.numpy(), how.bits) if stored is not None else None
-                exact = found is not None and (parameter is not table or found.fits_table)
-                if block_size is not None and not exact and _output_key(rows) not in kept:
-                    rows.copy_(torch.from_numpy(round_to_blocks(rows, block_size, how, scales)))
-
-
-def _dequantise_experts(
-    model: PreTrainedModel, kept: set[bytes], scheme: Quantisation, stored: StoredRows | None, scales: np.dtype[Any]
-) -> set[int]:
-    """Round the matrices of experts in place. Returns `id` of each of their parameters."""
-    import torch
-
-    from topw_deploy.export.trace.experts import expert_matrices
-
-    def has_kept_codes(matrix: torch.Tensor) -> bool:
-        found = None if stored is None else stored.find(matrix.reshape(-1, matrix.shape[2]).numpy(), scheme.bits)
-        return found is not None and found.fits_experts
-
-    matrices = [matrix for module in model.modules() for matrix in expert_matrices(module)]
-    found = [
-        matrix for matrix in matrices if _output_key(matrix.flatten(0, 1)) not in kept and not has_kept_codes(matrix)
-    ]
-    block_size = scheme.experts_block_size({matrix.shape[2] for matrix in found})
-    if block_size is not None:
-        for matrix in found:
-            rows = matrix.reshape(-1, matrix.shape[2])  # [experts * outputs, inputs]
-            matrix.copy_(torch.from_numpy(round_to_blocks(rows, block_size, scheme, scales)).view(matrix.shape))
-    return {id(matrix if matrix._base is None else matrix._base) for matrix in matrices}
-
-
-def scale_type(graph: ir.Graph) -> np.dtype[Any]:
-    """The element type of the graph's scales, in which weights are rounded; float32 if it has none."""
-    scales = (node.inputs[2].const_value for node in graph if node.op_type == "MatMulNBits" and node.inputs[2])
-    return np.dtype(next((tensor.dtype.numpy() for tensor in scales if tensor is not None), np.float32))
-
-
-def float_output_keys(graph: ir.Graph) -> set[bytes]:
-    """The keys of all outputs that the graph keeps in float: of each row and each column of its float matrices."""
-    found: set[bytes] = set()
-    for value in graph.initializers.values():
-        tensor = value.const_value
-        if tensor is None or tensor.dtype not in FLOATS:
-            continue
-        if len(tensor.shape) == 3:  # experts [E, N, K]
-            found |= {_key_of(row) for row in stored_array(tensor).reshape(-1, tensor.shape[2])[:, :_KEY_WEIGHTS]}
-        if len(tensor.shape) == 2:
-            array = stored_array(tensor)
-            found |= {_key_of(row) for row in array[:, :_KEY_WEIGHTS]}
-            found |= {_key_of(column) for column in array[:_KEY_WEIGHTS].T}
-    return found
-
-
-def _output_key(rows: torch.Tensor) -> bytes:
-    """The key of the first output of `rows` [outputs, inputs] that is not zero. A padding token's row may be zero."""
-    return _key_of(rows[int(rows[:, :_KEY_WEIGHTS].any(dim=1).byte().argmax())].numpy())
-
-
-def _key_of(output: np.ndarray) -> bytes:
-    """The leading weights of an output, as bytes."""
-    return np.ascontiguousarray(output[:_KEY_WEIGHTS], dtype=np.float32).tobytes()
-
-
-def round_to_blocks(
-    rows: torch.Tensor, block_size: int, scheme: Quantisation, scales: np.dtype[Any] = _FLOAT32
-) -> np.ndarray:
-    """Quantise and dequantise `rows` [outputs, inputs]. Returns float32. scales: the type in which they are rounded."""
-    array = rows.numpy().astype(scales)
-    read, (outputs, inputs) = (lambda start, stop: array[start:stop]), array.shape
-    weight = QuantisedWeight.rounded(read, (outputs, inputs), array.dtype, block_size, scheme)
-    return np.ascontiguousarray(weight.values())
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from msgspec import structs
 from topw_deploy.errors import SourceError, VerificationError
 from topw_deploy.export.options import ExportOptions
 from topw_deploy.export.source.resolve import Source, resolve
+from topw_deploy.export.verification.quantised import PERPLEXITY
 from topw_deploy.manifest import Check, DecoderManifest, Manifest, NotCompared, Note, Verification
 from topw_deploy.progress import Progress
 
@@ -70,6 +71,10 @@ def format_result(result: Result) -> str:
 
 
 _TERMINATION_SECONDS = 5.0  # for the process to end after a signal, before it is killed
+_ADVICE = (
+    "the weights lose too much when they are rounded: try --dtype int8, or for int4 a larger --average-bits, a smaller "
+    "--block-size or a --calibration text of the model's own kind; "
+)
 _EQUAL_LENGTHS = "so the prompts of a batch must have equal lengths"
 
 
@@ -95,9 +100,11 @@ def verify_in_subprocess(
         return structs.replace(verification, checks=tuple(map(_add_limit, verification.checks))), False, peak
     if failed:
         worst = failed[0]
+        advice = _ADVICE if worst.name == PERPLEXITY else ""
         raise VerificationError(
             f"{len(failed)} of {len(verification.checks)} checks failed (first: {worst.name}, difference "
-            f"{worst.difference:.3g}, bound {worst.bound:.3g}); nothing was kept, --keep-failed keeps the files."
+            f"{worst.difference:.3g}, bound {worst.bound:.3g}); {advice}nothing was kept, --keep-failed keeps the "
+            "files."
         )
     return verification, True, peak
 

@@ -25,9 +25,9 @@ from topw_deploy.export.quantise.blocks import StoredRows
 from topw_deploy.export.quantise.rounding import Quantisation
 from topw_deploy.export.source.files import read_json, text_part
 from topw_deploy.export.verification.decoder import decoder_checks, generation_checks
+from topw_deploy.export.verification.dequantise import dequantise_model
 from topw_deploy.export.verification.quantised import (
     EXACT_QMOE,
-    dequantise_model,
     encode,
     evaluation_text,
     exact_copy,
@@ -133,7 +133,7 @@ def _run_checks(
 def _check_quantisation(
     task: dict[str, Any], folder: Path, manifest: DecoderManifest, reference: TorchReference
 ) -> Iterator[Result]:
-    """Compare the graph with the float32 model, then round the weights of `reference` as the graph's are rounded."""
+    """Compare the graph with the float32 model, then give `reference` the graph's rounded weights."""
     text = evaluation_text(folder, manifest, reference.parameters)
     if text is None:
         yield NotCompared("perplexity", "there is no tokenizer.json")
@@ -146,7 +146,8 @@ def _check_quantisation(
         probe = LogitsProbe(folder, manifest.decoder)
         yield from quantised_checks(probe, reference, text, manifest, geometries)
     rows = StoredRows.of(Path(task["checkpoint"]))
-    dequantise_model(reference.model, folder, Quantisation.from_dict(manifest.decoder.quantisation), rows)
+    scheme = Quantisation.from_dict(manifest.decoder.quantisation)
+    yield from dequantise_model(reference.model, folder, scheme, rows)
     reference.name = "torch with the dequantised weights"
 
 

@@ -1,0 +1,161 @@
+"""Weights are rounded for a text, one product after the other, in the torch model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.support.tiny_models import make_model, write_tokenizer
+from topw_deploy.errors import ParameterError
+from topw_deploy.export.quantise import Quantisation, calibration
+from topw_deploy.export.quantise.blocks import QuantisedWeight, decode_blocks, row_digest
+from topw_deploy.export.quantise.calibration import (
+    CALIBRATION_FILE,
+    CalibratedRows,
+    TextCalibration,
+    calibrate,
+    calibration_rows,
+)
+from topw_deploy.export.source.checkpoint import load_unread
+from topw_deploy.export.trace.experts import expert_matrices
+from topw_deploy.progress import SILENT
+
+SCHEME = Quantisation(bits=4, block_size=16)
+ROWS = np.random.default_rng(0).integers(3, 300, (8, 64))
+
+
+def digests(weight: torch.Tensor) -> list[bytes]:
+    return [row_digest(row) for row in weight.detach().numpy()]
+
+
+def calibrated(model: PreTrainedModel, weights: list[torch.Tensor]) -> CalibratedRows:
+    wanted = {digest: SCHEME.block_size for weight in weights for digest in digests(weight)}
+    return calibrate(model, ROWS, wanted, SCHEME, lambda _rows: None)
+
+
+def linear_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in model.named_parameters() if name.endswith("proj.weight")}
+
+
+def relative_loss(model: PreTrainedModel, weights: dict[str, torch.Tensor], rounded: dict[str, np.ndarray]) -> float:
+    """The mean squared difference of hidden states with rounded weights, relative to their mean square."""
+    ids = torch.from_numpy(ROWS)
+    with torch.no_grad():
+        exact = model.base_model(input_ids=ids).last_hidden_state
+        before = {name: weight.clone() for name, weight in weights.items()}
+        for name, weight in weights.items():
+            weight.copy_(torch.from_numpy(rounded[name]))
+        found = model.base_model(input_ids=ids).last_hidden_state
+        for name, weight in weights.items():
+            weight.copy_(before[name])
+    return float((found - exact).square().mean() / exact.square().mean())
+
+
+def test_a_model_loses_less_on_the_text_than_with_rounding_to_nearest() -> None:
+    model = make_model("llama_tied")
+    weights = linear_weights(model)
+    rows = calibrated(model, list(weights.values()))
+    fed, nearest = {}, {}
+    for name, weight in weights.items():
+        found = rows.find(digests(weight))
+        assert found is not None
+        fed[name] = decode_blocks(found[0], 4, weight.shape[1])
+        array = weight.detach().numpy()
+        read = lambda start, stop, array=array: array[start:stop]  # noqa: E731
+        nearest[name] = QuantisedWeight.rounded(read, array.shape, array.dtype, 16, SCHEME).values()
+        assert 0 < found[1] < 0.1
+    assert relative_loss(model, weights, fed) < 0.8 * relative_loss(model, weights, nearest)
+
+
+def test_rows_of_joined_matrices_are_found_in_any_order() -> None:
+    model = make_model("qwen2")
+    layer = model.base_model.layers[1].self_attn
+    parts = [layer.q_proj.weight, layer.k_proj.weight]
+    rows = calibrated(model, parts)
+    keys = [digest for part in parts for digest in digests(part)]
+    order = np.random.default_rng(1).permutation(len(keys))
+    whole, shuffled = rows.find(keys), rows.find([keys[place] for place in order])
+    assert whole is not None
+    assert shuffled is not None
+    np.testing.assert_array_equal(decode_blocks(whole[0], 4, 32)[order], decode_blocks(shuffled[0], 4, 32))
+    assert rows.find([*keys, b"another"]) is None
+    assert rows.find(digests(layer.v_proj.weight)) is None  # nobody wanted it
+
+
+def test_a_product_is_rounded_for_the_inputs_that_rounded_products_give_it() -> None:
+    model = make_model("llama_tied")
+    up, down = (getattr(model.base_model.layers[0].mlp, f"{name}_proj").weight for name in ("up", "down"))
+    alone, behind = calibrated(model, [down]).find(digests(down)), calibrated(model, [up, down]).find(digests(down))
+    assert alone is not None
+    assert behind is not None
+    assert not np.array_equal(alone[0].codes, behind[0].codes)
+
+
+def test_every_expert_that_tokens_reach_is_rounded() -> None:
+    model = make_model("qwen3_moe")
+    matrices = [matrix for module in model.modules() for matrix in expert_matrices(module)]
+    rows = calibrated(model, [matrix.reshape(-1, matrix.shape[2]) for matrix in matrices])
+    found = [rows.find(digests(matrix[expert])) for matrix in matrices for expert in range(len(matrix))]
+    assert len(found) == 16
+    assert sum(one is not None for one in found) >= 12  # of random routers, some experts get few tokens
+
+
+def test_products_of_transposed_weights_are_rounded() -> None:
+    model = make_model("gpt2")
+    weight = model.base_model.h[0].mlp.c_fc.weight.T  # Conv1D
+    assert calibrated(model, [weight]).find(digests(weight)) is not None
+
+
+def test_weights_are_read_from_their_files_and_the_head_is_not_computed(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _, _ = load_unread(checkpoint("llama_untied"), "float32")
+    weight = next(value for name, value in model.named_parameters() if name.endswith("down_proj.weight")).values()
+    head = model.get_output_embeddings()
+    monkeypatch.setattr(head, "forward", lambda *_: pytest.fail("the head was computed"))
+    assert calibrated(model, [weight]).find(digests(weight)) is not None
+
+
+def test_activations_that_are_not_finite_leave_a_weight_to_rounding_to_nearest() -> None:
+    model = make_model("llama_tied")
+    with torch.no_grad():
+        model.base_model.layers[1].input_layernorm.weight.fill_(torch.inf)
+    query = model.base_model.layers[1].self_attn.q_proj.weight
+    assert calibrated(model, [query]).find(digests(query)) is None
+
+
+def test_rows_are_spread_over_the_text_and_start_with_the_tokenizers_prefix(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    text = "".join(chr(97 + number % 26) for number in range(26 * 5000))
+    rows = calibration_rows(tmp_path / "tokenizer.json", text, 320, 256)
+    assert rows.shape == (16, 256)
+    short = calibration_rows(tmp_path / "tokenizer.json", "a b", 320, 256)
+    assert len(short) == 1
+
+
+def text_calibration(folder: Path, text: str) -> TextCalibration:
+    write_tokenizer(folder)
+    return TextCalibration(make_model("llama_tied"), folder, Quantisation(bits=4, calibration=text), False, SILENT)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "cannot be read"), (b"\xff\xfe\x00", "cannot be read"), (b"too short", "needs at least 256")],
+)
+def test_a_text_that_cannot_be_used_is_refused(tmp_path: Path, content: bytes | None, words: str) -> None:
+    if content is not None:
+        (tmp_path / "text").write_bytes(content)
+    with pytest.raises(ParameterError, match=words):
+        text_calibration(tmp_path, str(tmp_path / "text"))({})
+
+
+def test_the_bundled_text_has_many_kinds_of_text() -> None:
+    text = CALIBRATION_FILE.read_text("utf-8")
+    assert len(text) > 15_000
+    assert all(sample in text for sample in ("def ", "SELECT", "<html", "Der ", "今日", "Сегодня", "يقع"))
+    assert Quantisation(bits=4).calibration == calibration.BUNDLED
