@@ -309,6 +309,7 @@ def test_a_wrong_rope_is_named(rope: dict[str, Any], words: str, tmp_path: Path)
     [
         ({"architectures": ["Qwen2ForCausalLM"]}, "the architecture Qwen2ForCausalLM, but .* LlamaForCausalLM of its"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}, r"\(modeling_own.Own\), which was not run"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "the architecture LlamaForSequenceClassification, but"),
         ({"architectures": ["LLaMAForCausalLM"]}, None),
         ({"architectures": None}, None),
     ],

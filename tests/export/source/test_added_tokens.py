@@ -179,3 +179,13 @@ def test_tokens_that_the_models_table_lacks_are_noted(folder: Path, tmp_path: Pa
     report = export(folder, tmp_path / "out")
     (notice,) = (notice for notice in report.notices if "table" in notice)
     assert f"has 10 tokens that the model's table of {VOCAB} rows lacks (first: '<|40|>', id {VOCAB})" in notice
+
+
+def test_a_class_that_needs_tokens_which_the_file_lacks_is_replaced_by_the_general_one(
+    folder: Path, tmp_path: Path
+) -> None:
+    state(folder, "tokenizer_config.json", tokenizer_class="GemmaTokenizerFast")
+    with pytest.raises(Exception, match="Unk token"):
+        AutoTokenizer.from_pretrained(folder)("x é")
+    (tmp_path / "out").mkdir()
+    assert write_tokenizer(folder, tmp_path / "out")[1].made == "compared"

@@ -332,7 +332,7 @@ def class_notices(folder: Path, model: PreTrainedModel, *, trust_remote_code: bo
             f"config.json names code of its own ({code}), which was not run: transformers' {kind} was exported; "
             "--trust-remote-code runs it"
         ]
-    others = [name for name in named if str(name).endswith("ForCausalLM")] if isinstance(named, list) else []
+    others = [str(name) for name in named] if isinstance(named, list) else []
     if code or not others or kind.lower() in map(str.lower, others):
         return []
     return [

@@ -357,7 +357,9 @@ def _load_with_transformers(folder: Path, trust_remote_code: bool) -> Any:
 
     for kind in (transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast):
         try:
-            return kind.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+            loaded = kind.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+            loaded(list(_SAMPLES))  # a class can need tokens that the file lacks
+            return loaded
         except Exception as error:  # noqa: BLE001  # a tokenizer's own code can raise any error
             failure = error
     return failure
