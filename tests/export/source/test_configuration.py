@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+)
 
 from tests.export.source.composite_models import CONFIGS
 from tests.support.tiny_models import export, write_checkpoint
@@ -15,7 +23,7 @@ from topw_deploy.errors import ParameterError, SourceError
 from topw_deploy.export.source.configuration import read_generation_settings, write_configuration
 from topw_deploy.export.source.files import SPECIAL_IDS
 from topw_deploy.export.source.resolve import Source
-from topw_deploy.export.source.text_decoder import context_length
+from topw_deploy.export.source.text_decoder import context_length, linear_rope_notices
 from topw_deploy.manifest import load_manifest
 from topw_deploy.runtime import TopWModel
 
@@ -176,3 +184,22 @@ def test_yarn_extends_the_context_by_its_factor(stated: int, original: int | Non
     rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
     rope |= {} if original is None else {"original_max_position_embeddings": original}
     assert context_length(LlamaConfig(max_position_embeddings=stated, rope_parameters=rope)) == expected
+
+
+DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (LlamaConfig(rope_parameters=LINEAR), "2048 .* to 8192, which"),
+        (LlamaConfig(rope_parameters=LINEAR | {"factor": 1.0}), None),
+        (Gemma3TextConfig(rope_parameters={"full_attention": LINEAR, "sliding_attention": DEFAULT}), None),
+        (LlamaConfig(), None),
+    ],
+)
+def test_a_linear_rope_that_may_extend_the_context_is_noted(config: PreTrainedConfig, words: str | None) -> None:
+    notices = linear_rope_notices(config)
+    assert len(notices) == (words is not None)
+    assert words is None or re.search(words, notices[0])

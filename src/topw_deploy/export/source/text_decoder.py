@@ -322,6 +322,26 @@ def wrong_rope(config: Any) -> str | None:
     return None
 
 
+def linear_rope_notices(config: Any) -> list[str]:
+    """Return a notice if a linear RoPE may extend the context beyond the length that `context_length` returns.
+
+    A configuration may state the length before or after scaling; vLLM takes it for the former, except in Gemma 3.
+    """
+    text = config.get_text_config(decoder=True)
+    factors = [
+        kind.get("factor") or 1.0
+        for kind in _rope_kinds(text)
+        if kind.get("rope_type", kind.get("type")) == "linear" and not kind.get("original_max_position_embeddings")
+    ]
+    if max(factors, default=1.0) <= 1 or text.model_type.startswith("gemma3"):
+        return []
+    length = context_length(config)
+    return [
+        f"the context is the stated {length} tokens; if that is the length before linear scaling, set "
+        f"max_position_embeddings to {int(length * max(factors))}, which vLLM takes"
+    ]
+
+
 def class_notices(folder: Path, model: PreTrainedModel, *, trust_remote_code: bool) -> list[str]:
     """Return a notice if the configuration in `folder` names another class than that of `model`."""
     config, kind = read_json(folder / "config.json"), type(model).__name__
