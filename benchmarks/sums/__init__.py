@@ -1,1 +1,2 @@
-"""A small model that solves word problems step by step, and its accuracy by sampling rule (docs/lab/results.md)."""
+"""A small model that solves word problems step by step; `topw compare` counts its right answers by sampling rule
+(docs/lab/results.md)."""

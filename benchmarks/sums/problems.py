@@ -19,6 +19,7 @@ from itertools import islice
 from benchmarks.sums.words import EVENTS, HERS, HIS, KINDS, PLACES, THINGS, TIMES
 
 HELD_OUT_OF_100 = 10
+NEW_TOKENS = 184  # the longest true answer has about 160 tokens, the model's context 256
 LENGTHS = ((2, 1), (3, 2), (4, 1))  # (digits, weight)
 KINDS_OF_PROBLEM = ("two", "three", "more")
 _ANSWER = re.compile(r"#### (\d+)")
@@ -209,14 +210,19 @@ _WRITERS = {"two": _gathering_problem, "three": _gathering_problem, "more": _com
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sums.problems", description="Print problems as JSON lines with GSM8K's fields."
+        prog="python -m benchmarks.sums.problems",
+        description="Print problems as JSON lines with GSM8K's fields, or as `topw compare` reads them.",
     )
     parser.add_argument("--count", type=int, default=200, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--train", action="store_true", help="print training problems; default: held-out problems")
+    parser.add_argument("--prompts", action="store_true", help="print prompts with accepted answers")
     options = parser.parse_args()
     for problem in islice(problems(options.seed, held_out=not options.train), options.count):
-        print(json.dumps({"question": problem.question, "answer": problem.answer}))
+        fields: dict[str, object] = {"question": problem.question, "answer": problem.answer}
+        if options.prompts:
+            fields = {"prompt": problem.prompt, "answers": [f"#### {problem.total}"], "max_new_tokens": NEW_TOKENS}
+        print(json.dumps(fields))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,9 @@ try {
   await page.setViewport({ width: 1280, height: 900 });
   await page.goto(address);
   await page.waitForSelector("#go:not(:disabled)");
+  await page.click("#mode-chat");
+  await page.select("#preset-A", "lively");
+  await page.$eval("#prompt", (field) => (field.value = "Write the first lines of a fairy tale."));
   await page.click("#go");
   await page.waitForFunction(() => document.querySelector(".facts").textContent.includes("seed"));
   await page.click(".token.geo");

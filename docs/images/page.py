@@ -1,6 +1,6 @@
-"""Makes docs/images/page.png: the page of `topw serve` with the bundled model.
+"""Makes docs/images/page.png: the page of `topw serve` with SmolLM2-135M-Instruct.
 
-Needs `make browser`, and Pillow, which matplotlib brings.
+Needs `make demo`, `make browser`, and Pillow, which matplotlib brings.
 
 Run it in a clone: .venv/bin/python docs/images/page.py
 """
@@ -28,7 +28,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         out = str(Path(place) / "demo")
         topw = [sys.executable, "-m", "topw_deploy"]
-        subprocess.run([*topw, "export", "tiny", out, "--with-logits", "--no-verify", "--quiet"], check=True)
+        subprocess.run([*topw, "export", "smollm2", out, "--with-logits", "--no-verify", "--quiet"], check=True)
         server = subprocess.Popen([*topw, "serve", out, "--port", "0"], stderr=subprocess.PIPE, text=True)
         try:
             assert server.stderr is not None

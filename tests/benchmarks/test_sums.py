@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.sums import __main__ as command
+from benchmarks.sums import problems as command
 from benchmarks.sums.problems import Problem, columns, is_held_out, problems, stated_total
-from benchmarks.sums.scores import Cell, accuracy_table, difference_table, mean_difference, wilson
-from benchmarks.sums.sides import NEW_TOKENS, Reply, read_rule
-from topw_deploy.runtime.rule_settings import RuleSetting
+from topw_deploy.runtime import TopWModel
+from topw_lab.compare.comparison import is_right
 
 SOME = list(islice(problems(3), 200))
 
@@ -57,42 +56,21 @@ def test_the_stated_total_is_the_number_after_the_first_marker() -> None:
     assert stated_total("#### twelve") is None
 
 
-def test_intervals_are_those_of_wilson_and_of_paired_differences() -> None:
-    # 81 of 263: the example of Newcombe (1998), Statistics in Medicine 17, table I.
-    assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
-    assert wilson(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
-    one = Cell("a", 1.0, (True, True, False, True), 0, 5.0, None)
-    other = Cell("b", 1.0, (True, False, False, False), 0, 5.0, None)
-    assert mean_difference(one, other) == pytest.approx((0.5, 1.959964 * 0.5 / 2))
-
-
-class Answering:
-    """Solves every problem if greedy, else every other problem."""
-
-    def replies(self, asked: list[Problem], rule: RuleSetting, temperature: float, seed: int) -> list[Reply]:
-        return [
-            Reply(p.answer if not temperature or place % 2 == 0 else "none", 10, None) for place, p in enumerate(asked)
-        ]
-
-    def close(self) -> None: ...
-
-
-def test_accuracy_is_counted_by_rule_and_temperature() -> None:
-    asked = [SOME[:4], SOME[4:8]]
-    rules = [read_rule(text) for text in ("greedy", "top_w", "none")]
-    cells = command.measure(Answering(), rules, [1.0, 2.0], asked)
-    assert [(c.rule, c.temperature, c.accuracy, c.unanswered) for c in cells] == [
-        ("greedy", None, 1.0, 0),
-        *((rule, t, 0.5, 4) for rule in ("top_w", "none") for t in (1.0, 2.0)),
-    ]
-    assert accuracy_table(cells).count("50.0 (21.5-78.5)") == 4
-    assert "+0.0 ± 0.0" in difference_table(cells)
-    assert "greedy" not in difference_table(cells)
+def test_a_problem_for_a_comparison_is_answered_by_its_own_solution_and_by_no_other_total(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["problems", "--count", "20", "--prompts"])
+    command.main()
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    for line, problem in zip(lines, islice(problems(0, held_out=True), 20), strict=True):
+        assert line["prompt"] == problem.prompt
+        assert is_right(problem.completion, line["answers"])
+        assert not is_right(problem.completion.replace(f"#### {problem.total}", "#### 1"), line["answers"])
 
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_toy_model_trains_and_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_toy_model_trains_and_answers(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     from benchmarks.sums.train import Recipe, Training, evaluate, write_model
     from topw_deploy.export import export_model
@@ -108,12 +86,5 @@ def test_a_toy_model_trains_and_answers(tmp_path: Path, capsys: pytest.CaptureFi
     assert training.progress.curve[-1]["held_out_loss"] < before - 0.1
     write_model(training)
     export_model(str(tmp_path / "model"), tmp_path / "out", verify=False)
-    rules = ["greedy", "top_w", "min_p=0.1"]
-    common = ["--temperatures", "1", "--seeds", "1", "--problems", "2", "--json", str(tmp_path / "counts.json")]
-    command.main(["--folder", str(tmp_path / "out"), "--rules", *rules, *common])
-    assert "2 problems" in capsys.readouterr().out
-    counts = json.loads((tmp_path / "counts.json").read_text())
-    assert [(cell["rule"], cell["asked"]) for cell in counts["cells"]] == [
-        (rule.replace("=", " "), 2) for rule in rules
-    ]
-    assert all(0 < cell["tokens"] <= NEW_TOKENS for cell in counts["cells"])
+    with TopWModel.from_pretrained(tmp_path / "out") as model:
+        assert model.generate(SOME[0].prompt, max_new_tokens=4, ignore_eos=True, seed=1).token_ids

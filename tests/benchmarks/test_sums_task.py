@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.sums.problems import problems, stated_total
-from benchmarks.sums.sides import NEW_TOKENS
+from benchmarks.sums.problems import NEW_TOKENS, problems, stated_total
 
 pytestmark = pytest.mark.slow
 

@@ -46,7 +46,8 @@ def test_no_question_is_answered_by_repeating_it_but_those_that_ask_for_it() -> 
     lines = [json.loads(line) for line in QUESTIONS.read_text("utf-8").splitlines()]
     assert len({line["prompt"] for line in lines}) == len({line["id"] for line in lines}) == len(lines) == 200
     echoed = [line["id"] for line in lines if is_right(line["prompt"], line["answers"])]
-    assert echoed == [f"copy-{number}" for number in range(1, 21)]
+    assert {name.split("-")[0] for name in echoed} == {"copy"}
+    assert len(echoed) == 20
     assert all(is_right(answer, line["answers"]) for line in lines for answer in line["answers"])
 
 
