@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from tests.support.tiny_models import VOCAB, export, write_checkpoint
+from tests.support.tiny_models import write_tokenizer as write_tiny_tokenizer
 from topw_deploy.errors import TokenizerError
 from topw_deploy.export.source import tokenizer as tokenizer_files
 from topw_deploy.export.source.tokenizer import tokenizer_difference, write_tokenizer
@@ -189,3 +192,57 @@ def test_a_class_that_needs_tokens_which_the_file_lacks_is_replaced_by_the_gener
         AutoTokenizer.from_pretrained(folder)("x é")
     (tmp_path / "out").mkdir()
     assert write_tokenizer(folder, tmp_path / "out")[1].made == "compared"
+
+
+ENTRIES = st.lists(
+    st.tuples(
+        st.integers(-3, 3),  # relative to the end of the vocabulary
+        st.sampled_from(["<|a|>", "<|b|>", "user", " y", "é", "<s>"]),
+        st.fixed_dictionaries({flag: st.booleans() for flag in FLAGS}),
+    ),
+    max_size=3,
+)
+
+
+@pytest.mark.slow
+@given(
+    entries=ENTRIES,
+    settings_=st.fixed_dictionaries(
+        {},
+        optional={
+            "eos_token": st.sampled_from(["<|b|>", "user", ""]),
+            "extra_special_tokens": st.just(["<|a|>"]),
+            "add_bos_token": st.booleans(),
+            "split_special_tokens": st.booleans(),
+            "tokenizer_class": st.sampled_from(["GPT2Tokenizer", "LlamaTokenizerFast", "NoSuchTokenizer"]),
+        },
+    ),
+)
+@settings(max_examples=40)
+def test_tokens_of_random_files_are_those_of_transformers_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, entries: list[Any], settings_: dict[str, Any]
+) -> None:
+    folder, output = tmp_path_factory.mktemp("tokens"), tmp_path_factory.mktemp("out")
+    write_tiny_tokenizer(folder)
+    end = 1 + max(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab().values())
+    added = {str(end + place): {**flags, "content": text} for place, text, flags in entries}
+    state(folder, "tokenizer_config.json", **settings_, **({"added_tokens_decoder": added} if added else {}))
+    try:
+        write_tokenizer(folder, output)
+    except TokenizerError as error:
+        refusal = str(error)
+    else:
+        refusal = ""
+    assert not refusal or "cannot express" in refusal
+    if refusal:
+        return
+    expected, written = (
+        AutoTokenizer.from_pretrained(folder),
+        tokenizers.Tokenizer.from_file(str(output / "tokenizer.json")),
+    )
+    for text in (*TEXTS, "user y é <s>"):
+        ids = expected(text)["input_ids"]
+        assert written.encode(text).ids == ids
+        for skip in (True, False):
+            plain = expected.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            assert written.decode(ids, skip_special_tokens=skip) == plain
