@@ -1,13 +1,13 @@
-"""Accuracy, speed and size of 4-bit exports, against llama.cpp. Figures: docs/guide/quantisation.md.
+"""The frontier of perplexity against bits and step time of 4-bit exports. Figures: docs/lab/results.md.
 
     python -m benchmarks.int4 --model HF_FOLDER [--llama-python PYTHON] [--part accuracy speed] [--work DIR]
-        [--export NAME=FOLDER ...] [--llama Q4_0 Q4_K_M ...] [--threads 1 2]
+        [--export NAME=FOLDER ...] [--llama Q4_0 Q4_K_M ...] [--threads 1 2] [--rows N]
 
 HF_FOLDER is a Llama. Without --export, each of CANDIDATES is exported once. PYTHON needs llama-cpp-python and gguf;
 without it llama.cpp is left out.
 
-accuracy: loss over the bundled model's held-out text (HF_FOLDER must have its tokenizer) in rows of 512 tokens,
-    against float32 in torch, with the standard error over rows.
+accuracy: loss over N rows of 512 tokens of Python's docstrings (the bundled model's held-out text), against float32 in
+    torch, with the standard error over rows; bits a weight of the products, with scales and zero points.
 speed: greedy steps after --prompt tokens; the models take turns in random order.
 """
 
@@ -31,16 +31,19 @@ from topw_lab.worker import Worker
 
 HERE = Path(__file__)
 CANDIDATES: dict[str, tuple[str, ...]] = {
-    f"blocks of {size}, table {bits}": ("--block-size", str(size), "--table-bits", str(bits))
-    for bits in (8, 4)
-    for size in (32, 64, 128)
+    "int4": ("--dtype", "int4"),
+    **{f"at most {bits} bits": ("--dtype", "int4", "--average-bits", bits) for bits in ("4.1", "5", "6", "7")},
+    "blocks of 32": ("--dtype", "int4", "--block-size", "32"),
+    "table and head in 4 bits": ("--dtype", "int4", "--table-bits", "4"),
+    "rounded to nearest": ("--dtype", "int4", "--calibration", "none"),
+    "int8": ("--dtype", "int8"),
 }
 COLUMNS = 512
 _BATCH = 16
 
 
-def held_out_rows(folder: Path) -> np.ndarray:
-    """int64 [rows, COLUMNS + 1] of the concatenated held-out documents."""
+def held_out_rows(folder: Path, most: int) -> np.ndarray:
+    """int64 [at most `most` rows, COLUMNS + 1] of the concatenated held-out documents, evenly spread."""
     from tokenizers import Tokenizer
 
     from topw_deploy.tiny.corpus import gather_corpus
@@ -49,7 +52,8 @@ def held_out_rows(folder: Path) -> np.ndarray:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     stream = np.concatenate([ids.numpy() for ids in encode_documents(gather_corpus().held_out, tokenizer)])
     count = (len(stream) - 1) // COLUMNS
-    return np.stack([stream[row * COLUMNS : (row + 1) * COLUMNS + 1] for row in range(count)])
+    chosen = np.unique(np.linspace(0, count - 1, min(most, count)).astype(int))
+    return np.stack([stream[row * COLUMNS : (row + 1) * COLUMNS + 1] for row in chosen])
 
 
 def torch_model(folder: Path) -> Any:
@@ -91,10 +95,24 @@ def graph_losses(folder: Path, rows: np.ndarray) -> np.ndarray:
     return found
 
 
-ACCURACY = ("weights", "perplexity", "nats over float32", "standard error", "ratio", "file MB")
+ACCURACY = ("weights", "bits", "perplexity", "nats over float32", "standard error", "ratio", "file MB")
 
 
-def comparison_row(name: str, losses: np.ndarray, exact: np.ndarray, rows: np.ndarray, size: int) -> tuple[str, ...]:
+def product_bits(folder: Path) -> str:
+    """Average bits of the weights of an export's products, without table and head."""
+    import onnx_ir as ir
+
+    from topw_deploy.export.verification.dequantise import average_bits, coded_matrices
+    from topw_deploy.manifest import MODEL_NAME, load_decoder_manifest
+
+    vocabulary = load_decoder_manifest(folder).sampler.vocab_size
+    coded = coded_matrices(ir.load(folder / MODEL_NAME).graph)
+    return f"{average_bits([one for one in coded if one.scales.shape[1] < vocabulary]):.2f}"
+
+
+def comparison_row(
+    name: str, losses: np.ndarray, exact: np.ndarray, rows: np.ndarray, size: int, bits: str = ""
+) -> tuple[str, ...]:
     """A row of the accuracy table. The first token of each document does not count.
 
     losses, exact: losses [rows, COLUMNS] of this model and of the float32 model.
@@ -107,7 +125,8 @@ def comparison_row(name: str, losses: np.ndarray, exact: np.ndarray, rows: np.nd
     rest = lost - ratio * tokens
     error = math.sqrt((rest**2).sum() * len(rest) / (len(rest) - 1)) / tokens.sum()
     perplexity = math.exp((losses * counted).sum() / tokens.sum())
-    cells = (name, f"{perplexity:.2f}", f"{ratio:.4f}", f"{error:.4f}", f"{math.exp(ratio):.4f}", f"{size / 1e6:.1f}")
+    numbers = (f"{perplexity:.2f}", f"{ratio:.4f}", f"{error:.4f}", f"{math.exp(ratio):.4f}", f"{size / 1e6:.1f}")
+    cells = (name, bits, *numbers)
     say("  ".join(cells))
     return cells
 
@@ -157,12 +176,12 @@ def llama_worker(args: argparse.Namespace, threads: int) -> Iterator[Worker | No
 
 
 def accuracy_table(args: argparse.Namespace, exports: dict[str, Path]) -> str:
-    rows = held_out_rows(args.model)
+    rows = held_out_rows(args.model, args.rows)
     say(f"{rows[:, 1:].size} tokens in {len(rows)} rows")
     exact = torch_losses(torch_model(args.model), rows)
     found = [comparison_row("float32", exact, exact, rows, 0)]
     found += [
-        comparison_row(name, graph_losses(path, rows), exact, rows, weights_bytes(path))
+        comparison_row(name, graph_losses(path, rows), exact, rows, weights_bytes(path), product_bits(path))
         for name, path in exports.items()
     ]
     with llama_worker(args, 2) as worker:
@@ -201,12 +220,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--steps", type=int, default=6, help="counted steps per turn")
     args = parser.parse_args()
     add_repository_to_pythonpath()
     args.work.mkdir(parents=True, exist_ok=True)
     exports = {name: Path(folder) for name, _, folder in (one.partition("=") for one in args.export)}
-    exports = exports or {name: export_once(args.model, "--dtype", "int4", *how) for name, how in CANDIDATES.items()}
+    exports = exports or {name: export_once(args.model, *how) for name, how in CANDIDATES.items()}
     print(f"{machine()}; {args.model}")
     if args.llama_python is None:
         print("llama.cpp is left out: --llama-python is not given")

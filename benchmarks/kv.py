@@ -38,7 +38,7 @@ FORMS = {
 }
 
 # As genai's builder quantises by default, so that the products are equal.
-AS_GENAI = {"int4": ("--symmetric", "--block-size", "32", "--table-bits", "4")}
+AS_GENAI = {"int4": ("--calibration", "none", "--symmetric", "--block-size", "32", "--table-bits", "4")}
 
 
 def print_tables(folders: dict[str, Path], vocab: int, args: argparse.Namespace) -> None:

@@ -122,16 +122,19 @@ def dequantise_model(
     worst = max(steps, default=0.0)
     detail = f"root of the mean square of a matrix; {len(steps)} matrices"
     ends = [*names[id(table)], *names.get(id(getattr(model.get_output_embeddings(), "weight", None)), [])]
-    bits = [_average_bits([one for one in coded if _is_named(one, ends) == is_end]) for is_end in (False, True)]
-    note = Note("bits a weight, with scales and zero points", f"{bits[0]} in products, {bits[1]} in table and head")
+    products, others = (
+        average_bits([one for one in coded if _is_named(one, ends) == is_end]) for is_end in (False, True)
+    )
+    text = f"{products:.2f} in products" + (f", {others:.2f} in table and head" if others else "")
+    note = Note("bits a weight, with scales and zero points", text)
     return Check("rounding of the weights, in steps", worst <= _LARGEST_STEPS, worst, _LARGEST_STEPS, detail), note
 
 
-def _average_bits(coded: list[CodedMatrices]) -> str:
-    """The stored bits of these weights, divided by their number."""
+def average_bits(coded: list[CodedMatrices]) -> float:
+    """The stored bits of these weights, divided by their number; 0 if there are none."""
     size = sum(one.codes.nbytes + one.scales.nbytes + (0 if one.zeros is None else one.zeros.nbytes) for one in coded)
     count = sum(one.scales.shape[0] * one.scales.shape[1] * one.inputs for one in coded)
-    return f"{8 * size / count:.2f}" if count else "none quantised"
+    return 8 * size / max(1, count)
 
 
 def _is_named(coded: CodedMatrices, names: list[str]) -> bool:
