@@ -46,8 +46,8 @@ def held_out_rows(folder: Path, most: int) -> np.ndarray:
     """int64 [at most `most` rows, COLUMNS + 1] of the concatenated held-out documents, evenly spread."""
     from tokenizers import Tokenizer
 
+    from benchmarks.training import encode_documents
     from topw_deploy.tiny.corpus import gather_corpus
-    from topw_lab.training import encode_documents
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     stream = np.concatenate([ids.numpy() for ids in encode_documents(gather_corpus().held_out, tokenizer)])

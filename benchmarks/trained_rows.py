@@ -20,8 +20,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.models import CACHE
+from benchmarks.training import Recipe
 from topw_deploy.tiny import tiny_model_path
-from topw_lab.training import Recipe
 
 RECIPE = Recipe(
     hidden_size=512, intermediate_size=1536, layers=16, heads=8, kv_heads=4, learning_rate=8e-4, warmup=20, seed=2

@@ -40,14 +40,13 @@ ALLOWED = {
     "export": LEAVES | {"safetensors_header", "runtime", "tiny"},
     "stats": LEAVES | {"plugins", "runtime", "export", "plots", "tables"},
     "bench": LEAVES | {"plugins", "runtime", "engine", "export", "plots", "tables", "worker"},
-    "compare": {"errors", "manifest", "progress", "text", "sampling", "runtime", "tables", "running"},
+    "compare": {"errors", "manifest", "progress", "text", "sampling", "runtime", "plots", "tables", "running"},
     "harness": {"errors", "install", "manifest", "sampling", "runtime", "running"},
     "judges": {"errors", "text"},
     "running": {"runtime", "engine"},
     "tables": set(),
     "plots": {"errors", "text"},
     "worker": {"errors"},
-    "training": {"tiny"},
     "cli": LEAVES
     | {"plugins", "tensorrt", "runtime"}
     | {"export", "serve", "triton", "web"}
@@ -73,7 +72,6 @@ NAMED = {
     "stats": {"numpy", "matplotlib", "ot"},
     "bench": {"numpy", "onnx", "onnx_ir", "onnxruntime", "onnxruntime_genai", "optimum"}
     | {"torch", "transformers", "matplotlib"},
-    "training": {"numpy", "torch", "transformers", "tokenizers", "safetensors", "tqdm"},
     "compare": {"numpy", "sacrebleu"},
     "cli": {"click", "msgspec", "onnxruntime"},
     "harness": {"numpy", "lm_eval", "tqdm"},
@@ -92,7 +90,6 @@ LOADED = {
     "bench": RUNTIME,
     "compare": RUNTIME,
     "running": RUNTIME,
-    "training": NAMED["training"],
     "cli": {"click", "msgspec", "numpy"},
     "harness": RUNTIME | {"lm_eval", "tqdm"},
     "web": {"numpy"},

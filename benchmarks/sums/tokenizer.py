@@ -7,7 +7,7 @@ from itertools import islice
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from benchmarks.sums.problems import problems
-from topw_lab.training import BOS, SPECIAL_TOKENS
+from benchmarks.training import BOS, SPECIAL_TOKENS
 
 SAMPLE = 6_000  # number of problems from which merges are learned
 _PIECES = r" ?\p{L}+|\p{N}|#+| ?[^\s\p{L}\p{N}#]|\s"  # a word with its space, a digit, a punctuation mark

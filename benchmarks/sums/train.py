@@ -21,11 +21,11 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
+from benchmarks import training
 from benchmarks.common import say
 from benchmarks.sums.problems import Problem, problems
 from benchmarks.sums.tokenizer import train_tokenizer
-from topw_lab import training
-from topw_lab.training import (
+from benchmarks.training import (
     EOS,
     PAD,
     build_model,

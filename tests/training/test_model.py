@@ -14,9 +14,9 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+from benchmarks.training import Recipe, encode_documents, held_out_loss
 from topw_deploy.tiny import tiny_model_path
 from topw_deploy.tiny.corpus import Corpus
-from topw_lab.training import Recipe, encode_documents, held_out_loss
 
 pytestmark = pytest.mark.slow
 

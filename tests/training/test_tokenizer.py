@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from benchmarks.training import BOS, EOS, PAD, SPECIAL_TOKENS, train_tokenizer
 from topw_deploy.tiny import tiny_model_path
-from topw_lab.training import BOS, EOS, PAD, SPECIAL_TOKENS, train_tokenizer
 
 TOKENIZER = Tokenizer.from_file(str(tiny_model_path() / "tokenizer.json"))
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from topw_deploy.tiny.corpus import Corpus
-from topw_lab.training import (
+from benchmarks.training import (
     Recipe,
     batches,
     build_model,
@@ -22,6 +21,7 @@ from topw_lab.training import (
     train,
     train_tokenizer,
 )
+from topw_deploy.tiny.corpus import Corpus
 
 TINY = Recipe(
     vocab_size=300,

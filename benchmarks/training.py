@@ -1,4 +1,4 @@
-"""Train the bundled model: `python -m topw_lab.training --output DIR`."""
+"""Train the bundled model: `python -m benchmarks.training --output DIR`."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m topw_lab.training",
+        prog="python -m benchmarks.training",
         description="Train the bundled model on this Python's documentation.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
