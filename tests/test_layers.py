@@ -34,7 +34,7 @@ ALLOWED = {
     "tensorrt": LEAVES | {"device_lock", "plugins"},
     "runtime": LEAVES | {"device_lock", "plugins", "tensorrt"},
     "engine": LEAVES | {"safetensors_header", "runtime"},
-    "serve": {"errors", "text", "sampling", "runtime", "engine"},
+    "serve": {"errors", "manifest", "text", "sampling", "runtime", "engine"},
     "triton": {"errors", "folders", "manifest", "runtime", "engine"},
     "web": {"errors", "folders", "manifest", "text", "install"},
     "export": LEAVES | {"safetensors_header", "runtime", "tiny"},
