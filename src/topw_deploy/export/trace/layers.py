@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType, NoneType, SimpleNamespace
@@ -23,7 +23,6 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from transformers import Cache, PreTrainedModel
 
 from topw_deploy.export.trace.placeholders import PLACEHOLDER_DOMAIN, LayerNumber, leave_placeholder, replaced
@@ -45,13 +44,11 @@ class _Kind:
     """The layers of one kind.
 
     number: of the layer that is traced.
-    arguments: the objects that the kind's key refers to by id, kept so that no other object gets an id.
     dtype, shape: of the output.
     others: what the layer returns after its output, None for each; None if it returns no tuple.
     """
 
     number: int
-    arguments: list[Any]
     dtype: torch.dtype = torch.float32
     shape: Any = ()
     others: tuple[None, ...] | None = None
@@ -114,7 +111,7 @@ class RepeatedLayers:
         if kind is not None:
             attributes = {"layer": number, "traced": kind.number}
             return kind.outputs(leave_placeholder(LAYER, [hidden], attributes, kind.dtype, kind.shape))
-        self._kinds[key] = kind = _Kind(number, tree_leaves(others))
+        self._kinds[key] = kind = _Kind(number)
         hidden = leave_placeholder(INPUT, [hidden], {"layer": number}, hidden.dtype, hidden.shape)
         with self._opaque_number(number):
             found = forward(hidden, *args[1:], **kwargs) if args else forward(**{_HIDDEN: hidden}, **kwargs)
@@ -250,16 +247,29 @@ def _sizes(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(size if isinstance(size, int) else ("symbol", size.node.hint) for size in tensor.shape)
 
 
+@dataclass(frozen=True, eq=False)
+class _Object:
+    """An object in a key: equal to itself alone. The key keeps it, so that no other object gets its id."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Object) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
 def _argument_key(value: Any) -> Any:
     """Equal for equal plain values and containers of them, and for other objects if they are the same."""
     if isinstance(value, _PLAIN):
         return type(value), value
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return tuple((name, _argument_key(each)) for name, each in value.items())
     if isinstance(value, tuple | list):
         return tuple(_argument_key(each) for each in value)
     if isinstance(value, Tensor | Cache | SimpleNamespace | FunctionType):
-        return id(value)
+        return _Object(value)
     raise IrregularLayersError(f"layers get an argument of {type(value).__name__}")
 
 

@@ -20,7 +20,7 @@ import onnxscript.optimizer
 import onnxscript.rewriter.onnx_fusions
 import torch
 from onnx_ir import tensor_adapters
-from onnx_ir.passes.common import DeduplicateInitializersPass
+from onnx_ir.passes.common import CommonSubexpressionEliminationPass, DeduplicateInitializersPass
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import Cache, PreTrainedModel
 from transformers.exporters import OnnxConfig, OnnxExporter
@@ -193,6 +193,7 @@ def _trace_graph(model: PreTrainedModel, layers: RepeatedLayers | None) -> ir.Mo
                 onnxscript.optimizer.optimize_ir(traced)
             if layers is not None:
                 layers.copy_layers(traced.graph, partial(weights.initializer, traced.graph))
+                CommonSubexpressionEliminationPass()(traced)
             DeduplicateInitializersPass()(traced)
             onnxscript.rewriter.onnx_fusions.fuse(traced)
     except Exception as error:
