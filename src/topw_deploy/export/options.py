@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.export.quantise.rounding import DTYPE_BITS, Quantisation
+from topw_deploy.export.quantise.rounding import DTYPE_BITS, NO_CALIBRATION, Quantisation
 from topw_deploy.export.source.quantised import QuantisedFormat
 from topw_deploy.export.source.resolve import HubKeywords
 from topw_deploy.manifest import TARGETS, TensorSpec, Verification
@@ -297,6 +297,10 @@ def _read_quantisation(values: Mapping[str, Any], rounding: dict[str, Any]) -> Q
         refuse(name in rounding and dtype == "int8", f"{name} is for 4-bit weights, but dtype is int8; leave it out.")
     if "calibration" in rounding:
         rounding["calibration"] = str(rounding["calibration"])
+    refuse(
+        "average_bits" in rounding and rounding.get("calibration") == NO_CALIBRATION,
+        "average_bits needs errors measured on a text, but calibration is 'none'; leave one of them out.",
+    )
     if dtype in DTYPE_BITS:
         return Quantisation(bits=DTYPE_BITS[dtype], exclude=exclude, **rounding)
     given = {**values, **rounding, "exclude_nodes": exclude}

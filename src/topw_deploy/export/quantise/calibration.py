@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from topw_deploy.errors import ParameterError, UnsupportedModelError, one_line
+from topw_deploy.errors import ParameterError, TopWError, UnsupportedModelError, one_line
 from topw_deploy.export.quantise.blocks import WeightBlocks, check_finite, decode_blocks, pack_codes, row_digest
 from topw_deploy.export.quantise.feedback import round_with_feedback
 from topw_deploy.export.quantise.rounding import BUNDLED, Quantisation
@@ -79,6 +79,8 @@ class TextCalibration:
         Raises ParameterError for a text that cannot be read or is too short. See also `calibrate`.
         """
         rows = self._rows()
+        if rows.size == 0:  # the model's tokenizer has no tokens for the bundled text
+            return CalibratedRows()
         self.progress.say(f"Rounding the weights for {rows.size:,} tokens of text")
         with self.progress.bar(len(wanted), "rows") as advance:
             return calibrate(self.module, rows, wanted, self.scheme, advance)
@@ -93,7 +95,7 @@ class TextCalibration:
                 folder = Path(scratch)
                 write_tokenizer(self.tokenizer, folder, trust_remote_code=self.trust_remote_code)
             rows = calibration_rows(folder / "tokenizer.json", text, *sizes)
-        if rows.size < _LEAST_TEXT:
+        if rows.size < _LEAST_TEXT and self.scheme.calibration != BUNDLED:
             raise ParameterError(
                 f"calibration is {self.scheme.calibration!r}, which has {rows.size} tokens, but needs at least "
                 f"{_LEAST_TEXT}; give a longer text.",
@@ -175,7 +177,9 @@ def calibrate(
         stopped = contextlib.suppress(_StopForwardError)
         with torch.no_grad(), load_during_calls(model), _looped_experts(model), stopped, rounding:
             model(input_ids=torch.from_numpy(rows), use_cache=False)
-    except RuntimeError as error:  # such as for an operator that lacks a float16 kernel
+    except TopWError:
+        raise
+    except Exception as error:  # a model's code may raise anything, and an operator may lack a float16 kernel
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot compute the calibration text ({one_line(error)}); use --calibration none."
         ) from error
