@@ -175,6 +175,20 @@ def test_tensors_of_old_files_are_accounted_for_by_the_same_rules(
     load_reference(tmp_path, "float32")
 
 
+@pytest.mark.parametrize("new", [True, False])
+@pytest.mark.parametrize(
+    ("content", "words"), [({"epoch": 3}, "epoch of type int"), ({"model": {}}, "model of type dict")]
+)
+def test_other_values_beside_tensors_are_named(
+    content: dict[str, object], words: str, new: bool, tmp_path: Path
+) -> None:
+    """A checkpoint of a training program, of which transformers would read a part."""
+    tensors = {**write_checkpoint(tmp_path, 1), **content}
+    torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=new)
+    with pytest.raises(SourceError, match=f"holds {words} beside tensors"):
+        load_unread(tmp_path, "float32")
+
+
 def test_integers_in_an_old_file_are_named(tmp_path: Path) -> None:
     tensors = write_checkpoint(tmp_path, 1)
     name = "model.layers.0.mlp.up_proj.weight"

@@ -313,14 +313,22 @@ def tensors_in_torch_file(path: Path) -> dict[str, StoredTensor]:
             f"{path} holds more than tensors, or is damaged ({one_line(error, 120)}); convert the weights to "
             "safetensors where you trust the file."
         ) from None
+    size = path.stat().st_size
+    return {name: _locate_tensor(path, name, value, size) for name, value in _checked_tensors(path, found).items()}
+
+
+def _checked_tensors(path: Path, found: Any) -> dict[str, torch.Tensor]:
+    """Return what a file of torch holds. Raises SourceError unless these are tensors by name."""
+    import torch
+
     if not isinstance(found, dict):
         raise SourceError(f"{path} holds a {type(found).__name__}, not tensors by name; save the model's state_dict.")
-    size = path.stat().st_size
-    return {
-        str(name): _locate_tensor(path, str(name), value, size)
-        for name, value in found.items()
-        if isinstance(value, torch.Tensor)
-    }
+    for name, value in found.items():
+        if not isinstance(value, torch.Tensor):
+            raise SourceError(
+                f"{path} holds {name} of type {type(value).__name__} beside tensors; save the model's state_dict alone."
+            )
+    return {str(name): value for name, value in found.items()}
 
 
 def loaded_tensors(folder: Path) -> dict[str, LoadedTensor] | None:
@@ -335,9 +343,10 @@ def loaded_tensors(folder: Path) -> dict[str, LoadedTensor] | None:
     files = sorted(set(_indexed_files(main).values())) if main.suffix == ".json" else [main]
     for file in files if all(file.suffix == _TORCH_SUFFIX for file in files) else []:
         try:
-            tensors |= torch.load(file, map_location="cpu", weights_only=True)
+            found = torch.load(file, map_location="cpu", weights_only=True)
         except Exception:  # noqa: BLE001  # reading a pickle can raise any error
             return None
+        tensors |= _checked_tensors(file, found)
     loaded = {}
     for name, tensor in tensors.items():
         kind = _SAFETENSORS_NAMES.get(str(tensor.dtype).removeprefix("torch."))
