@@ -36,7 +36,8 @@ def save_plot(comparison: Comparison, path: Path) -> None:
         ends.append((_percent(cells[-1].values["accuracy"].value), rule.title, colour))
     _write_labels(axes, ends, high + 0.03 * (high - low))
     axes.set_xticks(comparison.temperatures)
-    axes.set_ylim(-2, 102)
+    highest = max(_percent(cell.values["accuracy"].high or cell.values["accuracy"].value) for cell in comparison.cells)
+    axes.set_ylim(-2, min(102, highest + 6))
     finish_axes(axes, "Right answers by sampling rule", grid="y", x="temperature", y="questions answered correctly, %")
     asked = sum(bool(each) for each in comparison.answers)
     size = f"{count_text(asked, 'question')}, {count_text(comparison.samples, 'text')} each"
@@ -66,23 +67,25 @@ def _draw_line(
     at = [cell.temperature + shift for cell in cells]
     heights = [_percent(value.value) for value in values]
     if is_fixed:
-        axes.plot(at, heights, color=colour, lw=1.6, ls=dashes)
+        axes.plot(at, heights, color=colour, lw=2.2, ls=dashes, zorder=3)  # above a line of the same heights
         return
     spread = [[height - _percent(value.low) for height, value in zip(heights, values, strict=True)],
               [_percent(value.high) - height for height, value in zip(heights, values, strict=True)]]  # fmt: skip
-    marks = {"marker": "o", "ms": 3.5, "capsize": 2, "elinewidth": 1}
+    marks = {"marker": "o", "ms": 3.5, "capsize": 2, "elinewidth": 1, "ecolor": f"{colour}70"}  # whiskers are pale
     axes.errorbar(at, heights, yerr=spread, color=colour, lw=1.8, ls=dashes, **marks)
 
 
 def _write_labels(axes: Any, ends: Sequence[tuple[float, str, str]], at: float) -> None:
     """Write the names at the ends of the lines, from the highest down, apart from each other."""
-    places: list[float] = []
     ordered = sorted(ends, reverse=True)
-    for height, _, _ in ordered:
-        places.append(min(height, places[-1] - _LABEL_DISTANCE) if places else height)
-    up = max(0.0, -places[-1])  # so that the lowest label is not below the axis
-    for (_, name, colour), place in zip(ordered, places, strict=True):
-        axes.annotate(name, (at, place + up), color=colour, fontsize=9, va="center", annotation_clip=False)
+    places = [height for height, _, _ in ordered]
+    for place in range(1, len(places)):  # down from the highest
+        places[place] = min(places[place], places[place - 1] - _LABEL_DISTANCE)
+    places[-1] = max(places[-1], 0.0)
+    for place in reversed(range(len(places) - 1)):  # and up from the axis
+        places[place] = max(places[place], places[place + 1] + _LABEL_DISTANCE)
+    for (_, name, colour), height in zip(ordered, places, strict=True):
+        axes.annotate(name, (at, height), color=colour, fontsize=9, va="center", annotation_clip=False)
 
 
 def _percent(share: float | None) -> float:
