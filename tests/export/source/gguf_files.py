@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from transformers import (
     Starcoder2Config,
 )
 
+from tests.support.browser import run_node
 from tests.support.tiny_models import COMMON, WINDOW, make_model, write_tokenizer
 
 WIDE = {**COMMON, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # whole blocks of 256
@@ -77,6 +78,8 @@ CONFIGS: Mapping[str, PreTrainedConfig] = {
         new_decoder_architecture=True, max_position_embeddings=256,
     ),
 }  # fmt: skip
+EXACT = ("Q4_0", "Q5_0", "Q8_0", "Q3_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+WITH_MINIMA = ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K")
 _ARCHITECTURES = {value: number for number, value in gguf.MODEL_ARCH_NAMES.items()}
 
 
@@ -149,8 +152,8 @@ def _add_sizes(writer: gguf.GGUFWriter, config: PreTrainedConfig, name: str) -> 
     for key in ("rms_norm_eps", "norm_eps"):
         if hasattr(config, key):
             writer.add_layer_norm_rms_eps(getattr(config, key))
-    if name in ("nemotron", "falcon"):
-        writer.add_layer_norm_eps(getattr(config, "norm_eps", 1e-5))
+    if name == "nemotron":
+        writer.add_layer_norm_eps(config.norm_eps)
     if "head_dim" in config.to_dict():
         writer.add_key_length(64)
         writer.add_value_length(64)
@@ -270,3 +273,10 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)
     writer.add_chat_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+
+
+def logits_in_llama_cpp(file: Path, ids: Sequence[int], scratch: Path) -> np.ndarray:
+    """llama.cpp's logits for `ids`, float32 [tokens, vocabulary]; needs `make browser`. scratch: a folder."""
+    (scratch / "jobs.json").write_text(json.dumps([[str(file), list(ids), str(scratch / "logits")]]), encoding="utf-8")
+    run_node(Path(__file__).with_name("llama_cpp.mjs"), str(scratch / "jobs.json"))
+    return np.fromfile(scratch / "logits", np.float32).reshape(len(ids), -1)

@@ -16,7 +16,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers import AutoTokenizer
 
-from tests.export.source.gguf_files import CONFIGS, random_blocks, write_gguf
+from tests.export.source.gguf_files import CONFIGS, EXACT, WITH_MINIMA, random_blocks, write_gguf
 from tests.support.samples import slow
 from tests.support.tiny_models import export
 from topw_deploy.errors import MissingPackageError, SourceError, TopWError, UnsupportedModelError
@@ -27,9 +27,6 @@ from topw_deploy.export.source.checkpoint import load_reference, load_unread
 from topw_deploy.export.source.gguf import GgufIntegers, GgufTensor, read_gguf
 from topw_deploy.export.source.resolve import resolve
 from topw_deploy.manifest import load_decoder_manifest
-
-EXACT = ("Q4_0", "Q5_0", "Q8_0", "Q3_K", "Q6_K", "IQ4_NL", "IQ4_XS")
-WITH_MINIMA = ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
