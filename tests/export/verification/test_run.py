@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.support.toy_model import VOCAB, Toy, byte_tokenizer, export
+from tests.support.warm_process import start_new
 from topw_deploy.errors import VerificationError
 from topw_deploy.export.options import ExportOptions
 from topw_deploy.export.source.resolve import Source
@@ -110,6 +111,19 @@ def test_an_interruption_lets_the_worker_remove_its_files(tmp_path: Path, monkey
     with pytest.raises(KeyboardInterrupt):
         in_subprocess.run_checks({"folder": str(tmp_path)}, Progress(interrupted))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("set_by_user", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_of_the_verification_do_not_spin_unless_the_user_wants_it(
+    set_by_user: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if set_by_user is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", set_by_user)
+    started: dict[str, Any] = {}
+    monkeypatch.setattr(in_subprocess.subprocess, "Popen", lambda _command, **options: started.update(options))
+    start_new("{}", sys.stderr)
+    assert started["env"]["OMP_WAIT_POLICY"] == expected
 
 
 def test_what_a_models_own_code_prints_is_not_taken_for_a_result(

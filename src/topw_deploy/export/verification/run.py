@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -200,4 +201,8 @@ def start(task: str, errors: IO[str]) -> subprocess.Popen[str]:
     errors: its standard error.
     """
     command = [sys.executable, "-m", "topw_deploy.export.verification.worker", task]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, encoding="utf-8")
+    # Torch's threads would spin while they wait, and on a busy machine take the time of those they wait for.
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=errors, text=True, encoding="utf-8", env=environment
+    )
