@@ -213,13 +213,9 @@ def _indexed_files(index: Path) -> dict[str, Path]:
     """Return the file of each tensor in an index, by the tensor's name."""
     try:
         weight_map = json.loads(read_bounded(index, LARGEST_HEADER, follow=True).decode("utf-8"))["weight_map"]
-        files = {str(name): index.parent / Path(str(file)).name for name, file in weight_map.items()}
+        return {str(name): index.parent / Path(str(file)).name for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SourceError(f"{index} is damaged ({error}); fetch it again.") from None
-    for path in sorted(set(files.values())):
-        if not path.exists():
-            raise SourceError(f"{index} lists {path.name}, which is missing; fetch the files that belong together.")
-    return files
 
 
 def unread_files_notices(folder: Path) -> list[str]:
@@ -251,6 +247,8 @@ def _indexed_tensors(index: Path, ends: tuple[str, ...]) -> dict[str, StoredTens
     tensors: dict[str, StoredTensor] = {}
     copies: list[tuple[str, StoredTensor]] = []
     for path in sorted(set(names.values())):
+        if not path.exists():
+            raise SourceError(f"{index} lists {path.name}, which is missing; fetch the files that belong together.")
         found = _tensors_in(path)
         if ends == ("",):  # like transformers, reads a shard's tensors that the index lacks
             tensors |= {name: tensor for name, tensor in found.items() if name not in files}
