@@ -1,7 +1,8 @@
 """Round the weights of a torch model one product after the other, while it computes a text.
 
-Each product is rounded for the inputs that it gets from the products before it, which are rounded already (see
-`feedback`). So the model runs once, and the weights are read in its order.
+The model computes the text twice side by side: with its own weights, and with the rounded ones. Each product is rounded
+for the inputs that it gets from the products before it, which are rounded already (see `feedback`), and so that its
+outputs come nearer to those of the model's own weights. So the weights are read once, in the model's order.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ _LEAST_TEXT = 256  # tokens
 _LARGEST_TEXT = 64 << 20  # bytes
 _LEAST_TOKENS = 16  # experts that fewer tokens reach are rounded without the text
 _LARGEST_IMPORTANCE = 10.0  # of a token, relative to the median
+_MEASURED = 8  # one of so many tokens measures a product's error
+_CORRECTED = 0.5  # the part of the errors before a product that its weight corrects: few tokens state all inexactly
+_CORRECTION_DAMPING = 0.3  # of the Gram matrix, relative to its diagonal
 _TINY = np.float32(np.finfo(np.float32).tiny)
 
 
@@ -170,13 +174,14 @@ def calibrate(
 
     Raises UnsupportedModelError if transformers cannot compute the model.
     """
-    rounding = _Rounding(wanted, scheme, advance)
+    ids = torch.from_numpy(np.concatenate([rows, rows]))
+    rounding = _Rounding(wanted, scheme, advance, ids.numel())
     head = model.get_output_embeddings()
     handle = None if head is None else head.register_forward_pre_hook(_stop)
     try:
         stopped = contextlib.suppress(_StopForwardError)
         with torch.no_grad(), load_during_calls(model), _looped_experts(model), stopped, rounding:
-            model(input_ids=torch.from_numpy(rows), use_cache=False)
+            model(input_ids=ids, use_cache=False)
     except TopWError:
         raise
     except Exception as error:  # a model's code may raise anything, and an operator may lack a float16 kernel
@@ -213,15 +218,19 @@ def _stop(*_call: Any) -> None:
 
 
 class _Rounding(TorchFunctionMode):
-    """Inside the block, products with a wanted matrix compute with a rounded one.
+    """Inside the block, the second half of the batch computes with rounded matrices in place of wanted ones.
+
+    Experts do so for all their tokens, because these are no longer in the batch's order.
 
     found: the matrices rounded so far.
     """
 
-    def __init__(self, wanted: Mapping[bytes, int], scheme: Quantisation, advance: Callable[[int], object]) -> None:
+    def __init__(
+        self, wanted: Mapping[bytes, int], scheme: Quantisation, advance: Callable[[int], object], tokens: int
+    ) -> None:
         super().__init__()
         self.found = CalibratedRows()
-        self._wanted, self._scheme, self._advance = wanted, scheme, advance
+        self._wanted, self._scheme, self._advance, self._tokens = wanted, scheme, advance, tokens
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -242,7 +251,7 @@ class _Rounding(TorchFunctionMode):
         return (products if bias is None else products + bias).to(inputs.dtype)
 
     def _rounded_product(self, inputs: Tensor, weight: Tensor) -> Tensor | None:
-        """inputs @ rounded weight^T; None if the weight [outputs, inputs] stays float, or too few tokens use it."""
+        """The product with the weight [outputs, inputs]; None if it stays float, or too few tokens use it."""
         rows = weight.detach().float().contiguous().numpy()
         if row_digest(rows[0]) not in self._wanted:
             return None
@@ -252,41 +261,69 @@ class _Rounding(TorchFunctionMode):
         tokens = inputs.detach().float().reshape(-1, inputs.shape[-1]).numpy()
         if block_size is None or sizes or len(tokens) < _LEAST_TOKENS or not np.isfinite(tokens).all():
             return None
+        half = len(tokens) // 2 if len(tokens) == self._tokens else 0
+        exact, own = tokens[:half] @ rows.T, tokens[half:]
         known = self.found.find(digests)
         if known is None:
             check_finite(rows)
-            exact = tokens @ rows.T
             scale_type = np.dtype(np.float16 if weight.dtype == torch.float16 else np.float32)
-            data = round_for_tokens(rows, tokens, exact, block_size, self._scheme, scale_type)
+            outputs = exact if half else own @ rows.T
+            data = round_for_tokens(rows, tokens[:half], own, outputs, block_size, self._scheme, scale_type)
         else:  # a matrix that several layers share
             data = known[0]
-        products = tokens @ decode_blocks(data, self._scheme.bits, rows.shape[1]).T
+        rounded = decode_blocks(data, self._scheme.bits, rows.shape[1])
         if known is None:
-            error = (_squares(products - exact) / (_squares(exact) + _TINY)).mean()
-            self.found.add(digests, _Matrix(data, float(error)))
+            some = own[::_MEASURED]
+            errors = _squares(some @ (rounded - rows).T) / (_squares(some @ rows.T) + _TINY)
+            self.found.add(digests, _Matrix(data, float(errors.mean())))
             self._advance(len(digests))
+        products = np.concatenate([exact, own @ rounded.T])
         return torch.from_numpy(products.reshape(*inputs.shape[:-1], len(rows)))
 
 
 def round_for_tokens(
     weight: np.ndarray,
-    tokens: np.ndarray,
+    exact: np.ndarray,
+    inputs: np.ndarray,
     outputs: np.ndarray,
     block_size: int,
     scheme: Quantisation,
     scale_type: np.dtype[Any],
 ) -> WeightBlocks:
-    """Round `weight`, float32 [outputs, inputs], for the inputs `tokens`, [tokens, inputs], and their exact `outputs`.
+    """Round `weight`, float32 [outputs, inputs], so that its products with `inputs` are near `outputs`.
 
-    What counts is each token's error relative to its output. Otherwise a few tokens with huge activations, such as the
-    first of a text, would decide alone.
+    exact: the inputs of the model's own weights, [tokens, inputs], which give `outputs`; none if they are `inputs`.
     """
-    sizes = _squares(outputs)
-    importance = np.minimum(np.median(sizes) / (sizes + _TINY), _LARGEST_IMPORTANCE)
-    scaled = tokens * np.sqrt(importance)[:, None]
-    codes, scales, zeros = round_with_feedback(weight, scaled.T @ scaled, block_size, scheme, scale_type)
+    factors = np.sqrt(_importance(outputs))[:, None]
+    scaled = inputs * factors
+    gram = scaled.T @ scaled
+    if len(exact):
+        weight = weight + np.float32(_CORRECTED) * _correction(weight, ((exact - inputs) * factors).T @ scaled, gram)
+    codes, scales, zeros = round_with_feedback(weight, gram, block_size, scheme, scale_type)
     packed = pack_codes(codes, scheme.bits).reshape(*scales.shape, -1)
     return WeightBlocks(packed, scales, None if scheme.symmetric else pack_codes(zeros, scheme.bits))
+
+
+def _correction(weight: np.ndarray, moved: np.ndarray, gram: np.ndarray) -> np.ndarray:
+    """What to add to `weight`, so that its products with the inputs are nearest to those with the exact ones (GPTAQ).
+
+    moved: sum of (exact inputs - inputs)^T inputs.
+    """
+    damped = gram + np.diag(np.diagonal(gram) * np.float32(_CORRECTION_DAMPING) + _TINY)
+    try:
+        found = np.linalg.solve(damped, (weight @ moved).T).T
+    except np.linalg.LinAlgError:
+        return np.zeros_like(weight)
+    return found if np.isfinite(found).all() else np.zeros_like(weight)
+
+
+def _importance(outputs: np.ndarray) -> np.ndarray:
+    """The factor of each token's squared errors, [tokens]: what counts is its error relative to its output.
+
+    Otherwise a few tokens with huge activations, such as the first of a text, would decide alone.
+    """
+    sizes = _squares(outputs)
+    return np.minimum(np.median(sizes) / (sizes + _TINY), np.float32(_LARGEST_IMPORTANCE))
 
 
 def _squares(rows: np.ndarray) -> np.ndarray:
