@@ -116,7 +116,7 @@ def load_chat_template(folder: ModelFolder, tokenizer: Tokenizer) -> ChatTemplat
 
     It is `chat_template.jinja`, with `additional_chat_templates/tool_use.jinja` for messages with tools; else
     `chat_template` in the tokenizer's configuration: a text, or a list of named templates, of which `default` and
-    `tool_use` are used.
+    `tool_use` are used, `tool_use` for all chats if there is no `default`.
     """
     name = TEMPLATE_FILE if folder.has(TEMPLATE_FILE) else CONFIG_FILE
     source = folder.read_text(name) if name == TEMPLATE_FILE else tokenizer.config.get("chat_template")
@@ -126,7 +126,7 @@ def load_chat_template(folder: ModelFolder, tokenizer: Tokenizer) -> ChatTemplat
         named = {_TOOL_USE: folder.read_text(tool_file)}
     if isinstance(source, list):
         named = {str(t.get("name")): t.get("template") for t in source if isinstance(t, dict)}
-        source = named.get("default")
+        source = named.get("default", named.get(_TOOL_USE))
     if not isinstance(source, str):
         return None
     place, with_tools = str(folder.path / name), named.get(_TOOL_USE)
@@ -190,9 +190,8 @@ def _translate(source: str) -> str:
     if (longest := max((len(tag) for tag in _TAG.findall(source)), default=0)) > _LONGEST_TAG:
         raise ValueError(f"it has a tag of {longest:,} characters, more than {_LONGEST_TAG:,}")
 
-    for tag in _TAG.findall(
-        source
-    ):  # fuel does not count what the method `format` makes, such as '{:9999999}'.format(1)
+    # Fuel does not count what the method `format` makes, such as '{:9999999}'.format(1).
+    for tag in _TAG.findall(source):
         formats = [found[1] for found in _SHORT_FORMAT.finditer(tag)]
         if len(formats) < len(_FORMAT.findall(tag)) or any(map(_WIDE.search, formats)):
             raise ValueError("it calls the method format of a value other than a text with widths below 1,000")

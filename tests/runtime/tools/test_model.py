@@ -152,6 +152,8 @@ def test_a_template_for_tools_is_used_with_tools(load: Load) -> None:
     assert model.apply_chat_template(ASK) == "Dab"
     assert model.apply_chat_template(ASK, tools=[weather]) == "T1ab"
     assert model.tool_family == "mistral"
+    alone = load(Toy.random(0), tokenizer_config={"chat_template": named[1:]})
+    assert alone.apply_chat_template(ASK, tools=[weather]) == "T1ab"
 
 
 PAGE = Path(__file__).parents[3] / "docs" / "guide" / "tools.md"
