@@ -206,7 +206,7 @@ def _is_piped() -> bool:
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except OSError:  # a stream in memory
-        return True
+        return sys.stdin.readable()
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
