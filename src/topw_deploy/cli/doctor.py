@@ -125,7 +125,7 @@ def _diagnose_onnxruntime() -> tuple[dict[str, Any], list[Fault]]:
 
 
 def _gpus_without_code(provider: Path, devices: Sequence[library.Device]) -> list[Fault]:
-    """The GPUs for which onnxruntime's CUDA provider has no code: it starts, and fails at the first kernel."""
+    """GPUs for which onnxruntime's CUDA provider has no code. The provider starts on them, but no kernel runs."""
     code = library.read_gpu_code(provider) if devices and provider.is_file() else None
     if code is None or not (code.code or code.ptx):
         return []

@@ -78,7 +78,7 @@ class TextCalibration:
     progress: Progress
 
     def __call__(self, wanted: Mapping[bytes, int]) -> CalibratedRows:
-        """Round the rows with these digests, in blocks of these sizes.
+        """Round the rows that `wanted` names by digest, each with its block size.
 
         Raises ParameterError for a text that cannot be read or is too short. See also `calibrate`.
         """
@@ -130,7 +130,7 @@ class _Matrix(NamedTuple):
 
 
 class CalibratedRows:
-    """The rows of a model's rounded matrices, found by their float values."""
+    """Rounded rows of a model's matrices, looked up by a digest of the original float row."""
 
     def __init__(self) -> None:
         self._places: dict[bytes, tuple[_Matrix, int]] = {}

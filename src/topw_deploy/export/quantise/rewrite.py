@@ -187,7 +187,7 @@ class _Replacer:
         return product.weight.name in self.floats
 
     def choose(self, products: Iterable[Product], experts: Iterable[ExpertWeight]) -> list[CodedGroup]:
-        """Choose how the weights are rounded that neither keep a checkpoint's codes nor the tied table's.
+        """Choose the rounding of the weights that have no codes yet, from the checkpoint or the tied table.
 
         Returns the nodes of `experts` whose matrices are all among them, with the codes of each matrix.
         """

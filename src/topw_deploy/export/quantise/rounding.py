@@ -237,7 +237,7 @@ def _symmetric_candidates(blocks: np.ndarray, bits: int) -> Iterator[tuple[np.nd
 
 
 def _round(blocks: np.ndarray, inverses: np.ndarray, zeros: np.ndarray, bits: int, rounded: np.ndarray) -> None:
-    """Write q = code - zero point of each weight to `rounded`."""
+    """Store each weight's code minus its zero point in `rounded`."""
     np.multiply(blocks, inverses[:, None], out=rounded)
     np.rint(rounded, out=rounded)
     np.maximum(rounded, -zeros[:, None], out=rounded)

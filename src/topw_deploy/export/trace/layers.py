@@ -274,7 +274,7 @@ def _argument_key(value: Any) -> Any:
 
 
 def _structure(layer: nn.Module, number: int, uses: Counter[int]) -> Any:
-    """Equal for layers whose traces can only differ by weights, arguments and the layer's number.
+    """A key that is equal for layers whose traces differ only in weights, arguments and the layer's number.
 
     uses: of each parameter in the whole model, by id. A layer that shares a parameter equals no other layer.
     """
