@@ -201,6 +201,29 @@ def test_a_layer_that_the_quantisation_left_float_stays_float(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("expert", ["*", "2"])
+def test_experts_that_the_quantisation_left_float_stay_float(expert: str, tmp_path: Path) -> None:
+    """All of a layer, or one of them: a node of experts has one format."""
+    write_quantised(tmp_path / "model", "gptq", "qwen3_moe")
+    file, whole = tmp_path / "model" / "model.safetensors", make_model("qwen3_moe").state_dict()
+    tensors, name = load_file(file), "model.layers.1.mlp.experts"
+    for number in range(4) if expert == "*" else [int(expert)]:
+        parts = [*whole[f"{name}.gate_up_proj"][number].chunk(2), whole[f"{name}.down_proj"][number]]
+        for part, weight in zip(("gate_proj", "up_proj", "down_proj"), parts, strict=True):
+            tensors = {each: value for each, value in tensors.items() if f"{name}.{number}.{part}." not in each}
+            tensors[f"{name}.{number}.{part}.weight"] = weight.contiguous()
+    save_file(tensors, file)
+    fits: dict[str, Any] = {"block_size": 16, "symmetric": True}  # the experts could be rounded so
+    report = export(tmp_path / "model", tmp_path / "out", dtype="int4", **fits, verify=True)
+    assert any(notice.startswith("1 of 2 groups of experts keep them too, and 1 stay") for notice in report.notices)
+    nodes = [node for node in ir.load(tmp_path / "out" / "model.onnx").graph if node.op_type in ("QMoE", "MoE")]
+    assert [node.op_type for node in nodes] == ["QMoE", "MoE"]
+    assert nodes[1].inputs[4] is not None
+    assert nodes[1].inputs[4].const_value is not None
+    np.testing.assert_array_equal(nodes[1].inputs[4].const_value.numpy()[2], whole[f"{name}.down_proj"][2])
+
+
+@pytest.mark.slow
 def test_float8_weights_are_rounded_again_with_a_note(tmp_path: Path) -> None:
     write_quantised(tmp_path / "model", "fp8 blocks")
     report = export(tmp_path / "model", tmp_path / "out", dtype="int8", compute_dtype="fp16")

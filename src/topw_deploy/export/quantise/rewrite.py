@@ -98,12 +98,17 @@ def quantise(
     notices = _notices(graph, scheme, before, known | replacer.scale_names | replacer.floats) + replacer.rounded.notices
     if stored is not None:
         kept, kept_groups = replacer.kept
+        left = {product.weight.name for product in found.products} & replacer.floats
         notices.append(
             f"{kept} of {len(found.products)} products keep the checkpoint's own codes, scales and zero points"
-            + (f", and {len(replacer.floats)} stay float as there" if replacer.floats else "")
+            + (f", and {len(left)} stay float as there" if left else "")
         )
         if found.experts:
-            notices.append(f"{kept_groups} of {replacer.replaced_groups} groups of experts keep them too")
+            groups_left = len({id(weight.node) for weight in found.experts if weight.value.name in replacer.floats})
+            notices.append(
+                f"{kept_groups} of {replacer.replaced_groups + groups_left} groups of experts keep them too"
+                + (f", and {groups_left} stay float, because experts in them are float there" if groups_left else "")
+            )
     return notices
 
 
@@ -185,6 +190,15 @@ class _Replacer:
         if self._checkpoint.lacks(np.asarray(read(0, product.outputs))):
             self.floats.add(product.weight.name)
         return product.weight.name in self.floats
+
+    def _leaves_experts_float(self, group: list[ExpertWeight]) -> bool:
+        """Whether the checkpoint left an expert of the node float. All then stay float: a node has one format."""
+        checkpoint = self._checkpoint
+        if checkpoint is None or any(weight.tensor.dtype != ir.DataType.FLOAT for weight in group):
+            return False
+        if any(checkpoint.lacks(weight.rows().numpy()) for weight in group):
+            self.floats |= {weight.value.name for weight in group}
+        return group[0].value.name in self.floats
 
     def choose(self, products: Iterable[Product], experts: Iterable[ExpertWeight]) -> list[CodedGroup]:
         """Choose the rounding of the weights that have no codes yet, from the checkpoint or the tied table.
@@ -281,13 +295,14 @@ class _Replacer:
     def _group_experts(self, weights: Iterable[ExpertWeight]) -> list[tuple[list[ExpertWeight], Codes | None]]:
         """The nodes whose matrices are all in `weights`, with a checkpoint's codes; None for codes of their own.
 
-        These get one block size, and are added to `rounded`. If no size fits, they stay float.
+        These get one block size, and are added to `rounded`. If no size fits, they stay float. Without the nodes of
+        experts that the checkpoint left float.
         """
         by_node: dict[int, list[ExpertWeight]] = {}
         for weight in weights:
             by_node.setdefault(id(weight.node), []).append(weight)
         whole = [group for group in by_node.values() if len(group) == len(MOE_MATRICES) or group[0].place == 0]
-        made = [(group, self._stored_experts(group)) for group in whole]
+        made = [(group, self._stored_experts(group)) for group in whole if not self._leaves_experts_float(group)]
         own = [weight for group, kept in made if kept is None for weight in group]
         block_size = self._scheme.experts_block_size({weight.sizes[2] for weight in own})
         if block_size is not None:
