@@ -99,6 +99,7 @@ def test_one_message_of_ten_megabytes_has_fuel() -> None:
 def test_messages_and_special_tokens_reach_the_template() -> None:
     assert render(PLAIN) == "<s>[user]Hello[assistant]"
     assert render(PLAIN, add_generation_prompt=False) == "<s>[user]Hello"
+    assert render("{{ messages }}", [{**HELLO[0], "name": None}]) == render("{{ messages }}")
 
 
 @pytest.mark.parametrize(

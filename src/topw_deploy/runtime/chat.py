@@ -81,7 +81,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """Render `messages`, each with `role` and `content`.
+        """Render `messages`, each with `role` and `content`. Fields that are None are left out, as in transformers.
 
         variables: other variables of the template, such as `tools` (JSON schemas, or Python functions) and
             `enable_thinking`.
@@ -97,6 +97,7 @@ class ChatTemplate:
             raise PromptError(f"the variable {taken[0]!r} is set by the tokenizer; remove it.")
         if variables.get("tools") is not None:
             variables["tools"] = schemas_of(variables["tools"])
+        messages = [{name: value for name, value in message.items() if value is not None} for message in messages]
         values = {"tools": None, "documents": None, **variables, "messages": self._adapt_messages(messages)}
         values = {name: _copy_plain(value) for name, value in values.items()}
         values |= self._special_tokens | {"add_generation_prompt": add_generation_prompt}
