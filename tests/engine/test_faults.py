@@ -168,7 +168,9 @@ def test_too_many_edits_fail_their_request_only(load: Any, engine_of: NewEngine)
     engine = engine_of(model, max_batch=2)
     good = engine.submit("ab", max_new_tokens=30, seed=1, logit_bias={40: 1.0}, **HOT)
     with pytest.raises(ParameterError, match="edits more than 4 tokens"):
-        engine.submit("ab", n=2, logit_bias=dict.fromkeys(range(5), 1.0)).result(60)
+        engine.submit("ab", n=2, logit_bias=dict.fromkeys(range(50, 55), -9.0)).result(60)
+    after = engine.submit("ab", max_new_tokens=9, seed=2, **HOT).result(60)  # takes the slot of the refused one
+    assert after == model.generate("ab", max_new_tokens=9, seed=2, **HOT)
     growing = engine.submit("ab", presence_penalty=1.0, max_new_tokens=30, **HOT)
     with pytest.raises(ParameterError, match="edits more than 4 tokens"):
         growing.result(60)

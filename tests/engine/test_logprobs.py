@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ from tests.engine.conftest import FORMS, HOT, Gate, NewEngine
 from tests.engine.test_results import check_schedule
 from tests.support.samples import slow
 from tests.support.toy_model import CONTEXT, VOCAB, Toy, export
-from topw_deploy.errors import LogitsError, ParameterError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.ort.session import HostBinding
 
@@ -124,16 +122,3 @@ def test_a_prompt_that_fills_the_context_is_scored(scoring: TopWModel, engine_of
     for given in ({"prompt_logprobs": 0}, {"prompt_logprobs": 1, "n": 2}):
         result = engine_of(scoring, max_batch=2).submit(prompt, seed=1, **given).result(60)
         assert result == scoring.generate(prompt, seed=1, **given)
-
-
-def test_an_error_fails_only_its_own_request(load: Callable[..., TopWModel], engine_of: NewEngine) -> None:
-    toy = Toy.random(2)
-    toy.place[2, 77] = np.nan
-    engine = engine_of(load(toy, with_logits=True))
-    beside = engine.submit("a", **HOT, max_new_tokens=2)
-    with pytest.raises(LogitsError, match="the logits at token 3 of the prompt contain NaN"):
-        engine.submit([7] * 10, prompt_logprobs=0).result(60)
-    assert len(beside.result(60).token_ids) == 2
-    assert len(engine.submit([7] * 10, max_new_tokens=1).result(60).token_ids) == 1
-    with pytest.raises(ParameterError, match="--with-logits"):
-        engine_of(load(Toy.random(2))).submit("a", logprobs=1)

@@ -114,7 +114,7 @@ def test_nan_in_the_cache_of_a_request_does_not_reach_the_next(toy: Toy, tmp_pat
     )
     before = tokens(model, "ab")
     with pytest.raises(GenerationError, match="row 0 is invalid at step 0"):
-        tokens(model, [*[BOS] * 6, PAD])  # beyond the next prompt's columns
+        tokens(model, [*[BOS] * 6, *[PAD] * 60])  # beyond the next prompt, where its buffers grow
     assert tokens(model, "ab") == before
 
 

@@ -12,9 +12,7 @@ import pytest
 
 from tests.support.prepared import edits_of, prepare
 from tests.support.toy_model import VOCAB, Toy, byte_ids
-from topw_deploy.errors import ParameterError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.inputs import EditInputs
 from topw_deploy.sampling import TopWParameters
 
 PROMPT = byte_ids("hello")
@@ -44,48 +42,6 @@ def test_all_edits_together_fit_and_agree(model: TopWModel, toy: Toy) -> None:
     assert result.token_ids == [row.next_token for row in rows]
     assert result.kept == [row.kept for row in rows]
     assert model.generate(PROMPT, **settings).token_ids != result.token_ids, "the edits make a difference"
-
-
-def test_rows_are_set_cleared_and_exchanged_alone(model: TopWModel) -> None:
-    """A row's edits depend on its request alone, wherever and beside whatever it runs."""
-    settings: dict[str, Any] = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "no_repeat_ngram_size": 2}
-    (first,) = model.prepare("banana", **settings)
-    (second,) = model.prepare("x", logit_bias=dict.fromkeys(range(3, 40), 1.0))
-    (plain,) = model.prepare("y")
-
-    def inputs(edits: EditInputs, row: int) -> set[tuple[int, float, float]]:
-        edits.write_bans(row)
-        rows = zip(edits.ids[row].tolist(), edits.penalty[row].tolist(), edits.bias[row].tolist(), strict=True)
-        return {edit for edit in rows if edit[0] >= 0}
-
-    alone, together = edits_of([first]), EditInputs(3)
-    assert (together.is_active, together.slots) == (False, 0)
-    together.set(1, first)
-    place = 1
-    for step, token in enumerate(byte_ids("ananas banana")):
-        if step == 3:
-            together.set(2, second)
-        if step == 5:
-            together.swap(1, 2)
-            place = 2
-        if step == 7:
-            together.clear(1)
-            together.set(0, plain)
-            assert not inputs(together, 1)
-        assert inputs(together, place) == inputs(alone, 0)
-        alone.add_token(0, token)
-        together.add_token(place, token)
-    together.clear(place)
-    assert (together.is_active, together.slots) == (False, 0)
-
-
-def test_a_row_whose_edits_do_not_fit_is_without_edits(model: TopWModel) -> None:
-    (large,) = model.prepare("abc", logit_bias=dict.fromkeys(range(3, 8), 1.0))
-    edits = EditInputs(2, fixed=4)
-    with pytest.raises(ParameterError, match="edits more than 4 tokens"):
-        edits.set(1, large)
-    assert not edits.is_active
-    assert edits.ids.tolist() == [[-1] * 4] * 2
 
 
 def test_penalties_that_add_up_beyond_float32_stay_finite(model: TopWModel) -> None:
