@@ -95,7 +95,7 @@ def _limit_notices(config: Any, dtype: str, most: int, dense: int | None) -> lis
         notices.append(
             "bfloat16 graphs cannot run on a CPU, so the decoder was not run to verify it; use --dtype fp32 for CPUs"
         )
-    if switching_rope(config) is not None:
+    if switching_rope(config) == most:
         notices.append(
             f"this model changes its rotary frequencies beyond {most} tokens, which a graph cannot do, so the export's "
             "context ends there"

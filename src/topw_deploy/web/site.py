@@ -167,7 +167,8 @@ def write_site(
                 shutil.copyfileobj(read, write)
         check_hashes(folder / MODEL, manifest)
         (folder / MODEL / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
-        page = _page(manifest, size, title or _model_name(manifest), prompt, outside=not found)
+        name = manifest.source.get("id", "").rstrip("/").rpartition("/")[2] or manifest.decoder.model_type
+        page = _page(manifest, size, title or name, prompt, outside=not found)
         (folder / "index.html").write_text(page, encoding="utf-8")
         if found:
             (folder / FOLDER).mkdir()
@@ -207,10 +208,6 @@ def _page(manifest: DecoderManifest, size: int, title: str, prompt: str, *, outs
     first, *rest = (_SITE_FOLDER / "index.html").read_text(encoding="utf-8").split("@")
     # In the template, @NAME@ stands for a value. Values are not searched for names.
     return first + "".join(html.escape(values[part]) if place % 2 == 0 else part for place, part in enumerate(rest))
-
-
-def _model_name(manifest: DecoderManifest) -> str:
-    return manifest.source.get("id", "").rstrip("/").rpartition("/")[2] or manifest.decoder.model_type
 
 
 MOST_BYTES = 2_000_000_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import (
     Gemma3TextConfig,
     GenerationConfig,
     LlamaConfig,
+    Phi3Config,
     PreTrainedConfig,
 )
 
@@ -23,7 +25,7 @@ from topw_deploy.errors import ParameterError, SourceError
 from topw_deploy.export.source.configuration import read_generation_settings, write_configuration
 from topw_deploy.export.source.files import SPECIAL_IDS
 from topw_deploy.export.source.resolve import Source
-from topw_deploy.export.source.text_decoder import context_length, linear_rope_notices
+from topw_deploy.export.source.text_decoder import context_length, rope_notices
 from topw_deploy.manifest import load_manifest
 from topw_deploy.runtime import TopWModel
 
@@ -188,18 +190,36 @@ def test_yarn_extends_the_context_by_its_factor(stated: int, original: int | Non
 
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+LONG = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+WHOLE, ORIGINAL = {"max_position_embeddings": 512}, {"original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("kind", "stated", "words", "context"),
     [
-        (LlamaConfig(rope_parameters=LINEAR), "2048 .* to 8192, which"),
-        (LlamaConfig(rope_parameters=LINEAR | {"factor": 1.0}), None),
-        (Gemma3TextConfig(rope_parameters={"full_attention": LINEAR, "sliding_attention": DEFAULT}), None),
-        (LlamaConfig(), None),
+        (LlamaConfig, {"rope_parameters": LINEAR}, "2048 .* to 8192, which", 2048),
+        (LlamaConfig, {"rope_parameters": LINEAR | {"factor": 1.0}}, None, 2048),
+        (
+            Gemma3TextConfig,
+            {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": DEFAULT}},
+            None,
+            131_072,
+        ),
+        (LlamaConfig, {}, None, 2048),
+        (Phi3Config, {**WHOLE, **ORIGINAL, "rope_scaling": LONG}, None, 64),
+        (Phi3Config, {**WHOLE, "rope_scaling": LONG | ORIGINAL}, "512 and .* 64; .* take 512 and 4096", 512),
+        (Phi3Config, {**WHOLE, "original_max_position_embeddings": 600, "rope_scaling": LONG}, "600; .* and 600", 512),
+        (Phi3Config, {**ORIGINAL, "rope_scaling": LONG}, "nowhere and .* 64; .* take 4096 and 64", 64),
+        (LlamaConfig, {**WHOLE, "rope_scaling": LONG | ORIGINAL}, None, 64),
+        (LlamaConfig, {**WHOLE, "rope_scaling": LONG}, "nowhere; .* take 512 and 512", 512),
+        (LlamaConfig, {**WHOLE, "rope_scaling": LINEAR | ORIGINAL | {"rope_type": "dynamic"}}, None, 512),
     ],
-)
-def test_a_linear_rope_that_may_extend_the_context_is_noted(config: PreTrainedConfig, words: str | None) -> None:
-    notices = linear_rope_notices(config)
+)  # fmt: skip
+def test_lengths_of_a_rope_that_are_open_or_contradict_each_other_are_noted(
+    kind: type[PreTrainedConfig], stated: dict[str, Any], words: str | None, context: int
+) -> None:
+    config = kind(hidden_size=32, num_attention_heads=4, **copy.deepcopy(stated))
+    assert context_length(config) == context
+    notices = rope_notices(config, stated)
     assert len(notices) == (words is not None)
     assert words is None or re.search(words, notices[0])

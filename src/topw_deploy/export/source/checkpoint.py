@@ -26,6 +26,7 @@ from topw_deploy.export.source.files import (
     EncodedWeight,
     StoredTensor,
     loaded_tensors,
+    read_json,
     stored_tensors,
     unread_files_notices,
 )
@@ -37,9 +38,9 @@ from topw_deploy.export.source.text_decoder import (
     class_notices,
     context_length,
     has_rotary_sections,
-    linear_rope_notices,
     load_config,
     parts_left_out,
+    rope_notices,
     silence_transformers,
     text_decoder,
     wrong_rope,
@@ -237,7 +238,7 @@ def load_unread(
         count = sum(tensors.count for tensors in scales)
         notices.append(f"the export ignores {count} scales of activations or cache (first: {scales[0].names})")
     notices += class_notices(folder, model, trust_remote_code=trust_remote_code)
-    notices += linear_rope_notices(model.config)
+    notices += rope_notices(model.config, read_json(folder / "config.json"))
     if composite is None:
         return model, notices, used
     parts = ", ".join(parts_left_out(composite, model)) or "nothing"

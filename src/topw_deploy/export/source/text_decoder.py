@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ _UNLIMITED_TYPES = {"bloom", "xlstm"}  # bloom has ALiBi; xlstm is recurrent, bu
 _BOUNDED_LAYERS = {"linear_attention", "sliding_attention"}
 # RoPE types whose frequencies change beyond the original context; a graph holds only the original frequencies.
 _SWITCHING_ROPE = {"longrope", "dynamic", "su"}
+_ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True)
@@ -322,23 +324,35 @@ def wrong_rope(config: Any) -> str | None:
     return None
 
 
-def linear_rope_notices(config: Any) -> list[str]:
-    """Return a notice if a linear RoPE may extend the context beyond the length that `context_length` returns.
+def rope_notices(config: Any, stated: dict[str, Any]) -> list[str]:
+    """Return notices on a RoPE whose lengths the configuration leaves open or states in contradiction.
 
-    A configuration may state the length before or after scaling; vLLM takes it for the former, except in Gemma 3.
+    config: the model's, as transformers made it. stated: the config.json that it was made from; {} if there is none.
+
+    A linear RoPE may state the length before or after scaling; vLLM takes it for the former, except in Gemma 3.
     """
-    text = config.get_text_config(decoder=True)
+    text, written = config.get_text_config(decoder=True), text_part(stated)
     factors = [
         kind.get("factor") or 1.0
         for kind in _rope_kinds(text)
-        if kind.get("rope_type", kind.get("type")) == "linear" and not kind.get("original_max_position_embeddings")
+        if kind.get("rope_type", kind.get("type")) == "linear" and not kind.get(_ORIGINAL)
     ]
-    if max(factors, default=1.0) <= 1 or text.model_type.startswith("gemma3"):
+    if max(factors, default=1.0) > 1 and not text.model_type.startswith("gemma3"):
+        length = context_length(config)
+        return [
+            f"the context is the stated {length} tokens; if that is the length before linear scaling, set "
+            f"max_position_embeddings to {int(length * max(factors))}, which vLLM takes"
+        ]
+    taken = next((kind[_ORIGINAL] for kind in _rope_kinds(text) if kind.get("rope_type") == "longrope"), None)
+    parts = (written, *_rope_kinds(SimpleNamespace(**written)))
+    found = {str(part[_ORIGINAL]) for part in parts if part.get(_ORIGINAL)}
+    most = written.get("max_position_embeddings")
+    if not written or taken is None or (found == {str(taken)} and most is not None and taken <= most):
         return []
-    length = context_length(config)
     return [
-        f"the context is the stated {length} tokens; if that is the length before linear scaling, set "
-        f"max_position_embeddings to {int(length * max(factors))}, which vLLM takes"
+        f"for longrope, config.json states max_position_embeddings {most or 'nowhere'} and {_ORIGINAL} "
+        f"{' and '.join(sorted(found)) or 'nowhere'}; transformers and the export take "
+        f"{text.max_position_embeddings} and {taken}"
     ]
 
 
@@ -399,7 +413,7 @@ def _yarn_length(config: Any) -> int:
     vLLM derives the same. A configuration may leave max_position_embeddings at the original length, as Qwen documents.
     """
     yarn = [kind for kind in _rope_kinds(config) if kind.get("rope_type", kind.get("type")) == "yarn"]
-    original = [kind.get("original_max_position_embeddings") or config.max_position_embeddings for kind in yarn]
+    original = [kind.get(_ORIGINAL) or config.max_position_embeddings for kind in yarn]
     factors = [kind.get("factor") or 1.0 for kind in yarn]
     return min((int(length * factor) for length, factor in zip(original, factors, strict=True)), default=0)
 
@@ -414,12 +428,10 @@ def switching_rope(config: Any) -> int | None:
     """Return the length in tokens beyond which a switching RoPE type changes its frequencies; None for other types."""
     config = config.get_text_config(decoder=True)
     for kind in _rope_kinds(config):
-        if kind.get("rope_type", kind.get("type")) in _SWITCHING_ROPE:
-            return int(
-                kind.get("original_max_position_embeddings")
-                or getattr(config, "original_max_position_embeddings", None)
-                or config.max_position_embeddings
-            )
+        name = kind.get("rope_type", kind.get("type"))
+        if name in _SWITCHING_ROPE:
+            original = None if name == "dynamic" else kind.get(_ORIGINAL) or getattr(config, _ORIGINAL, None)
+            return int(original or config.max_position_embeddings)
     return None
 
 
