@@ -1,4 +1,4 @@
-"""A folder is complete or absent, and one process writes it at a time."""
+"""A folder is complete or absent, and one process writes it at a time. Only regular files are opened."""
 
 from __future__ import annotations
 
@@ -242,3 +242,14 @@ def test_a_terminated_process_cleans_up(
     assert process.wait(HANG) != 0
     process.stdout.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_to_a_regular_file_is_followed_on_request(tmp_path: Path) -> None:
+    """As in the hub's cache. Without the request, and for other kinds: tests/runtime/test_special_files.py."""
+    (tmp_path / "file").write_bytes(b"content")
+    (tmp_path / "link").symlink_to("file")
+    with folders.open_regular(tmp_path / "link", follow=True) as stream:
+        assert stream.read() == b"content"
+    (tmp_path / "device").symlink_to("/dev/zero")
+    with pytest.raises(folders.NotRegularError, match="it is a device, not a regular file"):
+        folders.open_regular(tmp_path / "device", follow=True)

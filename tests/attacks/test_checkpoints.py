@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -110,32 +109,6 @@ def test_an_index_of_a_terabyte_is_not_read(tmp_path: Path) -> None:
     sparse(tmp_path / INDEX, 1 << 40)
     with refused(SourceError, "it has more than 104857600 bytes"):
         stored_tensors(tmp_path)
-
-
-SETTINGS: dict[str, Any] = {
-    "groups that are numbers": {"config_groups": {"group_0": 5}},
-    "a group whose weights are a text": {"config_groups": {"group_0": {"weights": "int4"}}},
-    "a group whose weights are a list": {"config_groups": {"group_0": {"weights": [1]}}},
-    "a list of groups": {"config_groups": [1]},
-    "blocks of no size": {"weight_block_size": [0, -4]},
-    "blocks of texts": {"weight_block_size": ["a", None]},
-    "blocks of 2**70": {"weight_block_size": [1 << 70, 1 << 70]},
-}
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_checkpoint_with_a_scale_for_each_row_is_read_whatever_its_settings_are(tmp_path: Path, name: str) -> None:
-    """Each row has its scale, so the settings of groups and blocks, which are of no known form, are not needed."""
-    from topw_deploy.export.source.quantised import QuantisedCheckpoint
-
-    settings = {"quant_method": "fp8", **SETTINGS[name]}
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
-    entries = {"a.weight": tensor(0, 8, [2, 4], "F8_E4M3"), "a.weight_scale": tensor(8, 16, [2, 1], "F32")}
-    content = bytes([0x38] * 8) + struct.pack("<ff", 1, 2)
-    (tmp_path / SINGLE).write_bytes(safetensors(entries, content))
-    found = QuantisedCheckpoint.of(tmp_path)
-    assert found is not None
-    assert found.weights["a.weight"].read(...).tolist() == [[1.0] * 4, [2.0] * 4]
 
 
 def test_a_compressed_archive_is_not_unpacked(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def test_existing_answers_are_replaced_only_on_request(
     out.write_text("precious\n")
     with pytest.raises(ParameterError, match="exists; continue it with --resume, or replace it with --overwrite"):
         answer()
-    for precious in ("precious\n", '"precious"\n', "precious", '{"index": 0}\n'):
+    for precious in ("precious\n", '"precious"\n', "precious", "[" * 10**6, '{"index": 0}\n'):
         out.write_text(precious)
         with pytest.raises(ParameterError, match="was not written by this command; choose another --output"):
             answer("--resume")

@@ -56,6 +56,9 @@ def test_a_text_of_a_chat_is_the_users_message() -> None:
     ("line", "message"),
     [
         ("{", "is not JSON"),
+        ('"\\ud800"', "is not JSON"),
+        ('{"prompt": "a", "temperature": NaN}', "is not JSON"),
+        ('{"prompt": "a", "temperature": 1e999}', "is not JSON"),
         ("{}", "no prompt given"),
         ('{"prompt": "a", "messages": []}', "prompt and messages given"),
         ('{"prompt": [1, 2]}', "must be a text; give token ids as prompt_ids"),
@@ -64,6 +67,7 @@ def test_a_text_of_a_chat_is_the_users_message() -> None:
         ('{"prompt": "a", "id": [1]}', "id is .*must be a text or an integer"),
         ('{"prompt": "a", "temprature": 1}', "unknown parameter 'temprature': did you mean temperature"),
         ('{"prompt": "a", "generation_config": {"lam": 1}}', "generation_config is not allowed here"),
+        ('{"prompt": "a", "num_return_sequences": 1099511627776}', "num_return_sequences is 1099"),
         ('{"prompt": "a", "temperature": [1]}', r"temperature is \[1\]"),
         ('{"prompt": "a", "max_new_tokens": 1, "max_length": 5}', "both given"),
     ],

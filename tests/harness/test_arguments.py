@@ -36,6 +36,8 @@ ROOT = Path(__file__).parents[2]
         ({"seed": -1}, "seed is -1, but must be an integer in"),
         ({"lam": -2.0}, "lam is -2.0"),
         ({"top_m": 3}, "top_m is built into the graph"),
+        ({"chat_template_args": "[" * 1_000_000}, "must be a JSON object"),
+        ({"trust_remote_code": True}, "trust_remote_code"),
         ({"chat_template_args": "[1]"}, "chat_template_args is '\\[1\\]', but must be a JSON object"),
         ({"think_end_token": ""}, "think_end_token is '', but must be a non-empty text"),
     ],

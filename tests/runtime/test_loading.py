@@ -162,7 +162,9 @@ def test_a_folder_without_a_tokenizer_is_a_tokenizer_error(folder: Path) -> None
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
 @pytest.mark.parametrize(
-    "content", ["{", "[]", '{"a": 1}', "[" * 100_000, "\ud800"], ids=["cut", "list", "other", "deep", "bytes"]
+    "content",
+    ["{", "[]", '{"a": 1}', "[" * 1_000_000, '{"a": 1' + "0" * 1_000_000 + "}", "\ud800"],
+    ids=["cut", "list", "other", "deep", "long", "bytes"],
 )
 def test_spoilt_side_files_raise_typed_errors_or_nothing(folder: Path, name: str, content: str) -> None:
     put(folder, name, content.encode("utf-8", "surrogatepass"))

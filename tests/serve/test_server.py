@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -93,6 +94,42 @@ def test_sigterm_drains(server: Any) -> None:
     lines = [json.loads(line) for line in process.stderr or ()]
     assert {"listening", "opened", "stopping", "draining", "request"} <= {line["event"] for line in lines}
     assert not uds.exists()
+
+
+def test_a_killed_server_leaves_nothing_but_its_socket_and_the_next_one_answers_there(
+    folder: Path, model: TopWModel, tmp_path: Path
+) -> None:
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    places = {name: str(tmp_path / name.lower()) for name in ("HOME", "TMPDIR")}
+    for each in places.values():
+        Path(each).mkdir()
+    with tempfile.TemporaryDirectory(prefix="topw") as place:
+        uds = Path(place) / "s"
+        words = [sys.executable, "-m", "topw_deploy", "serve", str(folder), "--uds", str(uds), *OPTIONS]
+        body = {"messages": HELLO, "seed": 5, "ignore_eos": True, **HOT}
+        for is_killed in (True, False):
+            http = httpx2.Client(transport=httpx2.HTTPTransport(uds=str(uds)), timeout=HANG)
+            environment = {**os.environ, **places, "PYTHONDONTWRITEBYTECODE": "1"}
+            with subprocess.Popen(words, stderr=subprocess.DEVNULL, env=environment) as process, http:
+                try:
+                    until(lambda: health(uds) == 200)
+                    if is_killed:
+                        many = {**body, "n": 64, "stream": True}
+                        with http.stream("POST", f"{SERVER}/v1/chat/completions", json=many) as response:
+                            lines = response.iter_lines()
+                            assert next(lines).startswith("data: ")
+                            process.kill()
+                            with pytest.raises(httpx2.TransportError):
+                                list(lines)
+                    else:
+                        answer = http.post(f"{SERVER}/v1/chat/completions", json={**body, "max_tokens": 9}).json()
+                finally:
+                    process.kill()
+            assert uds.exists(), "it was killed"
+    found = answer["choices"][0]["message"]["content"]
+    assert found == model.generate(RENDERED, add_special_tokens=False, max_new_tokens=9, seed=5, **HOT).text
+    assert [path for each in places.values() for path in Path(each).rglob("*")] == []
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 OPENS_SLOWLY = """

@@ -117,16 +117,17 @@ def test_a_malformed_stamp_is_refused(built: BuiltEngine, out: Path, changes: di
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"{", "Input data was truncated"),
-        (b"[" * 100_000, "Expected `object`, got `array`"),
+        (b"{", r"is not an engine's stamp \(Input data was truncated\)"),
+        (b"[" * 100_000, r"is not an engine's stamp \(Expected `object`, got `array`\)"),
+        (b" " * (1 << 20) + b"{}", "cannot be read: it has more than 1048576 bytes"),
     ],
 )
 def test_a_file_that_is_no_stamp_at_all_is_refused(built: BuiltEngine, out: Path, data: bytes, message: str) -> None:
     path = built.path.with_suffix(".json")
     path.write_bytes(data)
-    with pytest.raises(TensorRTError, match=rf"is not an engine's stamp \({message}\)\.$"):
+    with pytest.raises(TensorRTError, match=rf"{message}\.$"):
         read_stamp(path)
-    with pytest.raises(TensorRTError, match=r"\); build one with"):
+    with pytest.raises(TensorRTError, match="; build one with"):
         find_fitting_engine(out, HERE)
 
 
