@@ -1,8 +1,7 @@
-"""Size, ticks and colours of the bar charts."""
+"""Ticks of the bar charts."""
 
 from __future__ import annotations
 
-import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,24 +17,6 @@ def panel(bars: int) -> Panel:
     made = [Bar(f"side {i}", (m * 0.9, m, m * 1.2), kinds[i % 3], f"{i}") for i in range(bars)
             for m in [1e-6 * 4**i]]  # fmt: skip
     return Panel("a subtitle", "A title that says what came out, " * 4, made)
-
-
-def size(path: Path) -> tuple[int, int]:
-    data = path.read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    width, height = struct.unpack(">II", data[16:24])
-    return width, height
-
-
-@pytest.mark.slow
-def test_a_picture_grows_with_its_bars_and_panels(tmp_path: Path) -> None:
-    sizes = []
-    for name, panels in {"few": [panel(3)], "more": [panel(9)], "two": [panel(9), panel(9)]}.items():
-        draw_panels(tmp_path / f"{name}.png", panels, "one step", "a note")
-        sizes.append(size(tmp_path / f"{name}.png"))
-    assert len({width for width, _ in sizes}) == 1
-    assert 1000 < sizes[0][0] < 4000
-    assert 300 < sizes[0][1] < sizes[1][1] < sizes[2][1] < 4000
 
 
 def test_every_tick_has_its_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from benchmarks.coverage.architectures import (
 )
 from benchmarks.coverage.overrides import OVERRIDES
 from benchmarks.coverage.page import page
-from benchmarks.coverage.peers import Peer, dispatched_classes, read_peers, types_of_classes
+from benchmarks.coverage.peers import Peer, read_peers
 from benchmarks.coverage.runner import (
     EXPORTED,
     FAILED,
@@ -34,15 +34,6 @@ from benchmarks.coverage.tiny_configs import SIZES, tiny_config
 from benchmarks.coverage.tiny_models import LEAST_EFFECT, TEXT_PARTS, check_forward, tiny_model
 from tests.support.samples import sampled
 from topw_deploy.errors import UnsupportedModelError
-
-STATES = {
-    "llama": {"full": 2},
-    "gpt_oss": {"window": 1, "full": 1},
-    "deepseek_v3": {"latent": 2},
-    "lfm2": {"convolution": 1, "full": 1},
-    "bamba": {"convolution": 1, "recurrent": 1, "full": 1},
-}
-"""One architecture per kind of state -> the states of its export."""
 
 
 def failure(model_type: str) -> str:
@@ -128,13 +119,6 @@ def test_the_runner_exports_and_verifies(form: str) -> None:
     assert 0 < result.difference < 1e-4  # the exporter's own bound at logits below 1
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("model_type", sampled(STATES, ("bamba",), ()))
-def test_each_kind_of_state_exports(model_type: str) -> None:
-    result = run_one(model_type, "default")
-    assert (result.outcome, result.states) == (EXPORTED, STATES[model_type]), result.reason
-
-
 @pytest.mark.slow
 def test_patches_of_bytes_are_refused_with_their_reason() -> None:
     from topw_deploy.export.trace.trace import trace
@@ -184,17 +168,3 @@ def test_the_stored_lists_of_other_exporters_are_of_the_map() -> None:
     ]
     for peer in peers:
         assert {"llama", "qwen3", "gemma3_text"} <= set(peer.types) <= all_types().keys()
-
-
-def test_classes_in_a_dispatch_are_found_and_belong_to_types() -> None:
-    source = """
-if config.architectures[0] == "LlamaForCausalLM" or config.architectures[0] == "Qwen3_5ForConditionalGeneration":
-    make("NotCompared")
-elif other == "GPT2LMHeadModel":
-    pass
-"""
-    classes = dispatched_classes(source)
-    assert classes == {"LlamaForCausalLM", "Qwen3_5ForConditionalGeneration"}
-    found = types_of_classes(classes)
-    assert {"llama", "internlm3", "qwen3_5"} <= found
-    assert "gpt2" not in found

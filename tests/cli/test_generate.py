@@ -131,7 +131,7 @@ def test_every_parameter_reaches_the_model_in_both_spellings(
     invoke: Invoke, random_model: Path, opened: TopWModel
 ) -> None:
     given: dict[str, Any] = {
-        "seed": 3, "max_new_tokens": 12, "temperature": 2.5, "beta": 3.0, "selection_temperature": 3.0,
+        "seed": 3, "max_new_tokens": 12, "temperature": 2.5, "beta": "2+0.4*T", "selection_temperature": 3.0,
         "geom_scale": -0.5, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25,
         "no_repeat_ngram_size": 2, "min_new_tokens": 5,
     }  # fmt: skip
@@ -175,18 +175,6 @@ def test_a_preset_states_the_parameters_that_are_not_given(
     assert found["token_ids"] == opened.generate("ab", seed=5, max_new_tokens=8, **parameters).token_ids
     assert found["kept"] != json.loads(invoke(*words, "--temperature", 2).stdout)["kept"]
     assert "'paper', 'creative', 'lively'" in invoke(*words, "--preset", "livley").stderr
-
-
-def test_beta_may_depend_on_the_temperature(invoke: Invoke, random_model: Path) -> None:
-    start = ("generate", random_model, "ab", "--json", "--seed", 5, "--max-new-tokens", 8)
-    words = (*start, "--temperature", 2, "--lam", 2, "--beta")
-    found = json.loads(invoke(*words, "1.5 + 1.5*T").stdout)
-    expected = json.loads(invoke(*words, 4.5).stdout)
-    assert (found["token_ids"], found["kept"]) == (expected["token_ids"], expected["kept"])
-    assert found["kept"] != json.loads(invoke(*words, 3).stdout)["kept"]
-    refused = invoke(*words, "1.5+T")
-    assert refused.exit_code == 2
-    assert "beta is '1.5+T', but must be a finite number >= 0, or A+B*T" in refused.stderr
 
 
 @pytest.mark.parametrize(

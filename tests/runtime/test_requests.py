@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,18 +75,6 @@ def test_a_preset_stands_before_the_models_defaults_and_behind_the_request() -> 
     assert found.repetition_penalty == 1.1
     assert row({"preset": "paper"}, model).top_w == TopWParameters()
     assert row({"preset": "lively", "do_sample": False}, model).top_w.greedy
-
-
-def test_each_row_may_have_its_own_preset() -> None:
-    request = {"preset": ["paper", None, "lively"], "lam": [None, 1.7, None]}
-    found = prepare(request, [[5], [6], [7]], exported=EXPORTED, geometry=("mahalanobis", 32))
-    lively = TopWParameters(**preset_parameters("lively", "mahalanobis", 32))
-    assert [r.params.top_w for r in found] == [TopWParameters(), TopWParameters(lam=1.7, temperature=0.9), lively]
-
-
-def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ParameterError, match="preset is 'released', but must be one of paper, creative, lively"):
-        row({"preset": "released"})
 
 
 @pytest.mark.parametrize(
@@ -366,11 +355,6 @@ def test_beta_is_its_number_at_the_temperature_that_the_row_ends_up_with(
     assert beta(request_, file=model) == pytest.approx(expected, rel=1e-15)
 
 
-def test_each_row_has_its_own_beta_and_temperature() -> None:
-    request = {"beta": ["1.5+1.5*T", None, "2*T"], "temperature": [1.0, 2.0, 2.0]}
-    assert [row.beta for row in rows(request, 3)] == [3.0, EXPORTED.beta, 4.0]
-
-
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
@@ -403,9 +387,16 @@ def test_a_unit_applies_to_the_scale_that_is_given_with_it(
     assert scale(request_, file=model) == expected
 
 
-def test_each_row_may_have_its_own_unit() -> None:
-    found = rows({"geom_scale": [1.5, 1.5], "geom_unit": ["median", None]}, 2)
-    assert [row.geom_scale for row in found] == [1.5 / MEDIAN, 1.5]
+def test_each_row_may_have_its_own_preset_beta_and_unit() -> None:
+    request = {
+        "preset": ["paper", None, None],
+        "beta": [None, "2*T", None],
+        "temperature": [None, 2.0, None],
+        "geom_scale": [None, None, 1.5],
+        "geom_unit": [None, None, "median"],
+    }
+    own = {"beta": 4.0, "temperature": 2.0}, {"geom_scale": 1.5 / MEDIAN}
+    assert rows(request, 3) == [TopWParameters(), *(replace(EXPORTED, **changes) for changes in own)]
 
 
 @pytest.mark.parametrize(
@@ -441,15 +432,6 @@ def test_a_model_divides_the_scale_by_its_own_median_distance(tmp_path: Path) ->
     found = model.generate("abc", geom_scale=0.5, geom_unit="median", **WIDE)
     assert found.kept == model.generate("abc", geom_scale=0.5 / MEDIAN, **WIDE).kept
     assert found.kept != model.generate("abc", geom_scale=0.5, **WIDE).kept
-
-
-def test_geom_unit_needs_a_median_distance_except_with_the_uniform_metric(tmp_path: Path) -> None:
-    model = opened(tmp_path / "a", "mahalanobis")
-    with pytest.raises(ParameterError, match="no median distance of likely pairs"):
-        model.generate("abc", geom_scale=0.5, geom_unit="median")
-    uniform = opened(tmp_path / "b", "uniform")
-    found = uniform.generate("abc", geom_scale=0.5, geom_unit="median", **WIDE)
-    assert found.token_ids == uniform.generate("abc", geom_scale=0.5, **WIDE).token_ids
 
 
 def test_a_default_beta_of_the_manifest_follows_the_temperature(tmp_path: Path) -> None:

@@ -46,13 +46,6 @@ def pieces_of(tokenizer: Tokenizer, prompt: list[int], tokens: list[int], skip_s
     return [*(decoder.push(token) for token in tokens), decoder.flush()]
 
 
-@given(prompt=st.text(max_size=12), text=st.text(max_size=40))
-def test_pieces_joined_are_the_text(prompt: str, text: str) -> None:
-    pieces = pieces_of(BYTE_LEVEL, byte_ids(prompt), byte_ids(text))
-    assert "".join(pieces) == text
-    assert all("\ufffd" not in piece or "\ufffd" in text for piece in pieces)
-
-
 @given(data=st.binary(max_size=40), prompt=st.text(max_size=12))
 def test_any_bytes_come_out_as_a_decoder_replaces_them(data: bytes, prompt: str) -> None:
     pieces = pieces_of(BYTE_LEVEL, byte_ids(prompt), byte_ids(data))
@@ -126,12 +119,6 @@ def test_a_wrong_byte_token_takes_no_other_byte_of_its_run(runs: list[bytes | st
     assert SENTENCEPIECE.decode(of.mend(ids), skip_special_tokens=False) == text.decode(
         "utf-8", "replace"
     ).removeprefix(" ")
-
-
-def test_a_prompt_that_ends_in_many_byte_tokens_gives_whole_context() -> None:
-    prompt = [2 + byte for byte in "😀😀😀".encode()]
-    tokens = [2 + byte for byte in "😀".encode()]
-    assert "".join(pieces_of(SENTENCEPIECE, prompt, tokens)) == "😀"
 
 
 def test_special_tokens_between_words_do_not_eat_a_space() -> None:
@@ -231,15 +218,6 @@ def smile(*parts: slice) -> list[list[int]]:
 def fallback_ids(data: bytes) -> list[int]:
     """`data` as SentencePiece byte tokens."""
     return [2 + byte for byte in data]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_an_answer_begins_with_the_character_that_the_prompt_began(size: int) -> None:
-    before, after = "é 😀".encode(), "😀 é".encode()
-    for ids, tokenizer in ((byte_ids, BYTE_LEVEL), (fallback_ids, SENTENCEPIECE)):
-        prompt, tokens = ids(before + after[:size]), ids(after[size:])
-        assert "".join(pieces_of(tokenizer, prompt, tokens)) == "😀 é"
-        assert "".join(pieces_of(tokenizer, ids(after[:size]), tokens)) == "😀 é", "nothing before the character"
 
 
 def test_a_character_that_the_answer_does_not_complete_comes_out_as_a_replacement() -> None:
