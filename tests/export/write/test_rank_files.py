@@ -151,6 +151,24 @@ def test_tiktoken_files_encode_as_their_ranks_define(
     assert not (tmp_path / "out" / name).exists()
 
 
+def test_added_tokens_beside_ranks_have_the_flags_that_the_files_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_files, "_KNOWN_PATTERNS", {len(TOKENS): ("a model", PATTERN)})
+    first, texts = len(TOKENS), [*LLAMA_SPECIALS, "<tool>", "<image>"]
+    added = {str(first + n): {"content": text, "special": text != "<tool>"} for n, text in enumerate(texts)}
+    added[str(first + 3)]["lstrip"] = True
+    stated = {"added_tokens_decoder": added, "extra_special_tokens": ["<x>"], "bos_token": LLAMA_SPECIALS[0]}
+    folder = write_tiktoken(tmp_path / "in", "tokenizer.model", TOKENS, **stated)
+    (tmp_path / "out").mkdir()
+    notices, _ = write_tokenizer(folder, tmp_path / "out")
+    assert any("written as transformers loads it" in notice for notice in notices)
+    found = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    ids = found.encode("a<tool>b <image>c<x>").ids
+    assert ids == [first, ord("a"), first + 2, ord("b"), first + 3, ord("c"), first + 4]
+    assert found.decode(ids) == "a<tool>bc"
+
+
 def test_a_begin_token_that_the_configuration_leaves_out_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ _READ_ELSEWHERE = {
 TABLE = "token_embd.weight"
 ROTARY_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are part of the configuration."""
+_BIASES = {"attention_bias": "attn_q", "mlp_bias": "ffn_up"}
 _SPECIAL = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
 
 
@@ -89,6 +90,7 @@ class Architecture:
     transposed: names in a layer whose matrices are transposed.
     squeezed: names in a layer -> (rank in transformers, the axis of size 1 that the file lacks).
     other_norm: the name of `attn_norm` in a layer that has no `attn_norm_2`.
+    biases: name in the configuration -> name in a layer whose bias it announces.
     other_keys: metadata that `finish` reads.
     finish: completes the configuration: (configuration, metadata without the architecture's prefix, shapes).
     """
@@ -105,6 +107,7 @@ class Architecture:
     transposed: frozenset[str] = frozenset()
     squeezed: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     other_norm: str = ""
+    biases: Mapping[str, str] = field(default_factory=dict)
     other_keys: frozenset[str] = frozenset()
     finish: Callable[[dict[str, Any], Metadata, Shapes], None] | None = None
 
@@ -217,6 +220,7 @@ def configuration(
     config |= {name: values[key] for key, name in architecture.keys.items() if key in values}
     config["vocab_size"] = shapes[TABLE][0]
     config["tie_word_embeddings"] = "output.weight" not in shapes
+    config |= {name: f"blk.0.{part}.bias" in shapes for name, part in architecture.biases.items()}
     config |= {full: metadata.get(f"tokenizer.ggml.{name}_token_id") for name, full in _SPECIAL.items()}
     heads, kv_heads = _heads(metadata)
     per_layer = values.get("attention.head_count_kv")
@@ -284,11 +288,6 @@ def _add_factors(config: Metadata, values: Metadata, factors: dict[str, list[flo
     }
 
 
-def _finish_llama(config: Metadata, _values: Metadata, shapes: Shapes) -> None:
-    config["attention_bias"] = "blk.0.attn_q.bias" in shapes
-    config["mlp_bias"] = "blk.0.ffn_up.bias" in shapes
-
-
 def _finish_gemma2(config: Metadata, _values: Metadata, _shapes: Shapes) -> None:
     _set_gemma_scale(config, 46)
 
@@ -313,16 +312,8 @@ def _finish_falcon(config: Metadata, _values: Metadata, shapes: Shapes) -> None:
     config |= {"new_decoder_architecture": new, "multi_query": config.get("num_kv_heads") == 1}
 
 
-def _finish_stablelm(config: Metadata, _values: Metadata, shapes: Shapes) -> None:
-    config["use_qkv_bias"] = "blk.0.attn_q.bias" in shapes
-
-
 def _finish_lfm2(config: Metadata, _values: Metadata, shapes: Shapes) -> None:
     config["conv_bias"] = any(name.endswith("shortconv.in_proj.bias") for name in shapes)
-
-
-def _finish_starcoder2(config: Metadata, _values: Metadata, shapes: Shapes) -> None:
-    config["use_bias"] = "blk.0.attn_q.bias" in shapes
 
 
 _STARCODER_LAYER = _ATTENTION | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
@@ -355,7 +346,7 @@ _GPT2_LAYER = {
     "ffn_down": "mlp.c_proj",
 }
 ARCHITECTURES = {
-    "llama": Architecture("llama", orders=_PERMUTED, finish=_finish_llama),
+    "llama": Architecture("llama", orders=_PERMUTED, biases=_BIASES),
     "llama with experts": Architecture(
         "mixtral",
         layer=_ATTENTION
@@ -409,7 +400,7 @@ ARCHITECTURES = {
         keys=_KEPT
         | {"attention.layer_norm_epsilon": "layer_norm_eps", "use_parallel_residual": "use_parallel_residual"},
         partial=True,
-        finish=_finish_stablelm,
+        biases={"use_qkv_bias": "attn_q"},
     ),
     "nemotron": Architecture(
         "nemotron",
@@ -417,7 +408,7 @@ ARCHITECTURES = {
         norm_offset=1.0,
         keys=_KEPT | {"attention.layer_norm_epsilon": "norm_eps"},
         partial=True,
-        finish=_finish_llama,
+        biases=_BIASES,
     ),
     "lfm2": Architecture(
         "lfm2",
@@ -447,7 +438,7 @@ ARCHITECTURES = {
         "starcoder2",
         layer=_STARCODER_LAYER,
         keys=_KEPT | _WINDOW | {"attention.layer_norm_epsilon": "norm_epsilon"},
-        finish=_finish_starcoder2,
+        biases={"use_bias": "attn_q"},
     ),
     "gpt2": Architecture(
         "gpt2",

@@ -50,13 +50,15 @@ class Ranks:
     tokens: the bytes of each token, by rank.
     first: the id of the token of rank 0.
     pattern: the regular expression that splits text into pieces.
-    specials: text of a special token -> id.
+    specials: text of an added token -> id.
+    plain: texts of added tokens that are not special.
     """
 
     tokens: list[bytes]
     first: int
     pattern: str
     specials: Mapping[str, int]
+    plain: frozenset[str] = frozenset()
 
 
 def read_tekken(path: Path) -> tuple[Ranks, dict[str, str]]:
@@ -115,13 +117,14 @@ def read_tiktoken(path: Path, settings: Mapping[str, Any]) -> Ranks:
     entries = stated.items() if isinstance(stated, dict) else ()
     named = [(number, entry) for number, entry in entries if isinstance(entry, dict) and str(number).isdigit()]
     specials = {str(entry["content"]): int(number) for number, entry in named if "content" in entry}
+    plain = frozenset(str(entry.get("content")) for _, entry in named if not entry.get("special"))
     if len(tokens) not in _KNOWN_PATTERNS or not specials:
         raise TokenizerError(
             f"{path} is a tiktoken file of {len(tokens)} ranks whose pattern is unknown or whose special tokens are "
             "not in tokenizer_config.json; convert it with transformers' TikTokenConverter and the pattern and special "
             "tokens of the model's code, and give the folder of the tokenizer.json with --tokenizer."
         )
-    return Ranks(tokens, 0, _KNOWN_PATTERNS[len(tokens)][1], specials)
+    return Ranks(tokens, 0, _KNOWN_PATTERNS[len(tokens)][1], specials, plain)
 
 
 def build_tokenizer(ranks: Ranks, path: Path, begin: str | None) -> Tokenizer:
@@ -150,7 +153,7 @@ def build_tokenizer(ranks: Ranks, path: Path, begin: str | None) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     ordered = sorted(ranks.specials, key=lambda text: ranks.specials[text])
-    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in ordered])
+    tokenizer.add_tokens([AddedToken(text, normalized=False, special=text not in ranks.plain) for text in ordered])
     if begin is not None:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{begin} $A", pair=f"{begin} $A $B", special_tokens=[(begin, ranks.specials[begin])]
@@ -225,22 +228,25 @@ def write_tokenizer(folder: Path, output: Path, *, trust_remote_code: bool = Fal
         _copy_tokenizer_files(folder, output)
         made, notices = _adopt_loaded_tokenizer(folder, output, trust_remote_code)
     else:
-        _convert_tokenizer(folder, output, trust_remote_code)
-        made, notices = "converted", [f"the tokenizer of {folder.name} was converted to tokenizer.json"]
+        changes = _convert_tokenizer(folder, output, trust_remote_code)
+        made, notices = "converted", [f"the tokenizer of {folder.name} was converted to tokenizer.json", *changes]
     notices += _write_templates(folder, output)
     added = Tokenizer.from_file(str(output / "tokenizer.json")).get_added_tokens_decoder()
     return notices, SourceTokens(made=made, added=len(added), templates=len(_template_files(output)))
 
 
-def _convert_tokenizer(folder: Path, output: Path, trust_remote_code: bool) -> None:
+def _convert_tokenizer(folder: Path, output: Path, trust_remote_code: bool) -> list[str]:
+    """Convert the tokenizer of `folder`. Returns notices for the user."""
     tiktoken = [folder / "tiktoken.model", folder / "tokenizer.model", *sorted(folder.glob(_TIKTOKEN))]
     files = [file for file in tiktoken if file.is_file() and is_tiktoken(file)]
     if (folder / TEKKEN).is_file():
         files.insert(0, folder / TEKKEN)
-    if files:
-        _convert_ranks(files[0], output)
-    else:
+    if not files:
         _convert_with_transformers(folder, output, trust_remote_code)
+        return []
+    _convert_ranks(files[0], output)
+    # The files copied beside it may state more tokens, or other flags of them.
+    return _adopt_loaded_tokenizer(output, output, trust_remote_code)[1]
 
 
 def _copy_tokenizer_files(folder: Path, output: Path) -> None:
@@ -385,7 +391,7 @@ def _adopt_loaded_tokenizer(folder: Path, output: Path, trust_remote_code: bool)
             f"tokenizer.json cannot express the tokenizer that transformers loads from {folder} ({remaining}); give a "
             "folder whose tokenizer.json is complete with --tokenizer."
         )
-    return "adopted", [f"tokenizer.json was written as transformers loads it: by the copied one, {difference}"]
+    return "adopted", [f"tokenizer.json was written as transformers loads it: by the file alone, {difference}"]
 
 
 def tokenizer_difference(loaded: Any, file: Path) -> str | None:
