@@ -136,16 +136,17 @@ def test_every_parameter_reaches_the_model_in_both_spellings(
         "no_repeat_ngram_size": 2, "min_new_tokens": 5,
     }  # fmt: skip
     words = [word for name, value in given.items() for word in (f"--{name}", value)]
-    words += ["--lambda_geom", 0.2, "--warm-p", 0.9, "--logit-bias", "77=2.5", "--stop", "never", "--ignore-eos"]
+    words += ["--lambda_geom", 2, "--warm-p", 0.9, "--logit-bias", "77=2.5", "--stop", "never", "--ignore-eos"]
     found = json.loads(invoke("generate", random_model, "ab", "--json", *words).stdout)
     others: dict[str, Any] = {
-        "lam": 0.2,
+        "lam": 2,
         "init_top_p": 0.9,
         "logit_bias": {77: 2.5},
         "ignore_eos": True,
         "stop_strings": ["never"],
     }
-    assert found["token_ids"] == opened.generate("ab", **given, **others).token_ids
+    expected = opened.generate("ab", **given, **others)
+    assert (found["token_ids"], found["kept"]) == (expected.token_ids, expected.kept)
 
 
 def test_stop_texts_end_the_output(invoke: Invoke, scripted: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import _ctypes
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -212,23 +211,3 @@ def test_session_options_that_have_the_operator_already_are_taken(native_library
     options.register_custom_ops_library(str(native_library))
     assert load(toy_folder, session_options=options).sampler == "native"
     assert load(toy_folder, session_options=options, sampler="graph").sampler == "graph"
-
-
-def test_generations_at_the_same_time_on_one_native_model_equal_those_alone(
-    native_library: Path, toy_folder: Path
-) -> None:
-    model = load(toy_folder, sampler="native")
-    expected = [model.generate(f"prompt {n}", seed=n, max_new_tokens=25, temperature=2.0).token_ids for n in range(4)]
-    found: dict[int, list[list[int]]] = {}
-
-    def work(n: int) -> None:
-        found[n] = [
-            model.generate(f"prompt {n}", seed=n, max_new_tokens=25, temperature=2.0).token_ids for _ in range(5)
-        ]
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {n: [expected[n]] * 5 for n in range(4)}

@@ -6,14 +6,9 @@ import os
 import shutil
 from pathlib import Path
 
-import click
 import pytest
-from click.testing import CliRunner
 
 from tests.support.attacks import OTHERS, SPECIAL, claim, no_hang
-from topw_deploy.cli.engines import build_engine
-from topw_deploy.cli.export import check, verify
-from topw_deploy.cli.inspect import inspect
 from topw_deploy.errors import ManifestError
 from topw_deploy.manifest import MANIFEST_NAME, load_manifest
 from topw_deploy.runtime import TopWModel, TopWSampler
@@ -66,13 +61,3 @@ def test_what_is_not_listed_is_not_read(folder: Path, kind: str) -> None:
     put(kind, folder / "chat_template.jinja")
     with no_hang():
         assert TopWModel.from_pretrained(folder, provider="cpu").generate("a", max_new_tokens=1).token_ids
-
-
-@pytest.mark.parametrize("name", [MANIFEST_NAME, "tokenizer.json"])
-@pytest.mark.parametrize("command", [inspect, verify, check, build_engine], ids=lambda command: command.name)
-def test_commands_refuse_a_file_that_is_not_regular(folder: Path, name: str, command: click.Command) -> None:
-    put("a named pipe", folder / name)
-    with no_hang():
-        outcome = CliRunner().invoke(command, [str(folder)])
-    assert outcome.exit_code
-    assert name in outcome.output + str(outcome.exception)

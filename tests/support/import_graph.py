@@ -1,12 +1,8 @@
-"""The imports of both packages, from their syntax trees.
-
-`python -m tests.support.import_graph` prints the rooms (folders) with their modules, lines and imports.
-"""
+"""The imports of both packages, from their syntax trees."""
 
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -88,15 +84,6 @@ def room_of(module: str) -> str:
     return path.parent.as_posix() if len(path.parts) > 1 else path.stem
 
 
-def rooms() -> dict[str, set[str]]:
-    """Each room and the rooms it imports."""
-    graph: dict[str, set[str]] = {}
-    for module in MODULES:
-        others = {room_of(found.name) for found in imports(module) if found.name in MODULES}
-        graph.setdefault(room_of(module), set()).update(others)
-    return {room: others - {room} for room, others in sorted(graph.items())}
-
-
 def defining(base: str, name: str) -> str:
     """The module that defines what `from base import name` imports; `base` if that is not known."""
     if f"{base}.{name}" in MODULES:
@@ -143,14 +130,3 @@ def _found(node: ast.AST, module: str, when: str) -> Iterator[Import]:
 def _is_inside(module: str, package: str) -> bool:
     """A package's `__init__` listing its modules is no cycle."""
     return module == package or (module.startswith(f"{package}.") and MODULES[package].name == "__init__.py")
-
-
-def _print() -> None:
-    for room, others in rooms().items():
-        files = [path for module, path in MODULES.items() if room_of(module) == room]
-        lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
-        sys.stdout.write(f"{room:24} {len(files):3} files {lines:6} lines  ->  {', '.join(sorted(others))}\n")
-
-
-if __name__ == "__main__":
-    _print()

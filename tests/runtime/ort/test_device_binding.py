@@ -6,7 +6,6 @@ capture.
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 import weakref
@@ -383,18 +382,6 @@ def test_a_session_is_closed_under_the_lock(folders: dict[str, Path], on_a_devic
     assert log == ["in", "closed", "out"]
 
 
-def test_an_error_is_raised_in_the_caller_and_the_thread_continues() -> None:
-    runner, seen = RunThread(), list[str]()
-
-    def fail() -> None:
-        raise ValueError("a reason")
-
-    with pytest.raises(ValueError, match="a reason"):
-        runner.call(fail)
-    runner.call(lambda: seen.append("next"))
-    assert seen == ["next"]
-
-
 def test_an_interrupted_caller_waits_until_its_call_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, ended, waits_again = RunThread(), list[str](), threading.Event()
 
@@ -415,13 +402,3 @@ def test_an_interrupted_caller_waits_until_its_call_has_ended(monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt):
         runner.call(work)
     assert ended == ["work"]
-
-
-def test_the_thread_ends_with_its_owner() -> None:
-    runner, threads = RunThread(), list[threading.Thread]()
-    runner.call(lambda: threads.append(threading.current_thread()))
-    assert threads[0].is_alive()
-    del runner
-    gc.collect()
-    threads[0].join(HANG)
-    assert not threads[0].is_alive()
