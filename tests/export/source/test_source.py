@@ -188,9 +188,10 @@ def test_the_hub_options_reach_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert not any(pattern.endswith(".py") for pattern in asked[0]["allow_patterns"])  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("adapter", ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"])
 @pytest.mark.parametrize("weights", [[], ["model.safetensors"]])
-def test_an_adapter_is_refused_with_the_lines_that_merge_it(tmp_path: Path, weights: list[str]) -> None:
-    folder = touch(tmp_path / "m", "config.json", "adapter_config.json", "adapter_model.safetensors", *weights)
+def test_an_adapter_is_refused_with_the_lines_that_merge_it(tmp_path: Path, adapter: str, weights: list[str]) -> None:
+    folder = touch(tmp_path / "m", "config.json", adapter, *weights)
     with pytest.raises(SourceError, match=r"adapter.*AutoPeftModelForCausalLM.*merge_and_unload"):
         resolve(str(folder))
 

