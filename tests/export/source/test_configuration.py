@@ -153,6 +153,12 @@ def test_ids_beyond_the_vocabulary_are_noted(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("stated", [{}, {"eos_token_id": None}, {"eos_token_id": []}])
+def test_a_model_whose_texts_no_token_ends_is_noted(stated: dict[str, Any], tmp_path: Path) -> None:
+    (notice,) = settings_of(tmp_path, stated).notices
+    assert "no token ends a text" in notice
+
+
 def test_wrong_settings_are_refused_before_the_model_is_read(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model", "llama_tied")
     edit(folder / "generation_config.json", temperature="warm")

@@ -64,9 +64,9 @@ def read_generation_settings(source: Source) -> GenerationSettings:
         if isinstance(size, int):
             found.notices.extend(_ids_beyond(values, size, where))
         found.stated.update(missing)
-    if found.stated.get("eos_token_id") is None:
+    if found.stated.get("eos_token_id") in (None, []):
         found.notices.append(
-            f"no configuration states an eos_token_id, so no token ends a text; add the tokenizer's to {CONFIG_FILE}"
+            f"eos_token_id is not stated or empty, so no token ends a text; add the tokenizer's to {CONFIG_FILE}"
         )
     return found
 

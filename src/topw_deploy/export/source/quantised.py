@@ -262,7 +262,10 @@ def _decoding(name: str) -> Iterator[None]:
     try:
         yield
     except KeyError as error:
-        raise SourceError(f"the checkpoint lacks the {error.args[0]} of {name}; fetch it again.") from None
+        raise SourceError(
+            f"the checkpoint lacks the {error.args[0]} of {name} by the names of its format; rename the tensor that "
+            "holds them, or fetch it again."
+        ) from None
     except (ValueError, IndexError, ZeroDivisionError) as error:
         raise SourceError(
             f"the weight {name} of the checkpoint is damaged, or stored otherwise than its quantization_config states "
