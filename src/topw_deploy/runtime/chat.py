@@ -26,6 +26,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATES_FOLDER = "additional_chat_templates"
 """transformers' folder of chat templates other than the default one."""
 _TOOL_USE = "tool_use"
+_TOOL_USE_FILE = f"{TEMPLATES_FOLDER}/{_TOOL_USE}.jinja"
 FUEL = 10_000_000  # steps, and characters of values by the dozen; a chat of 10 MB takes less than 3,000,000
 # Published templates have up to about 30,000 characters. Much longer ones overflow the compiler's stack.
 _MOST_CHARACTERS, _LONGEST_TAG = 50_000, 8192
@@ -115,24 +116,25 @@ class ChatTemplate:
 def load_chat_template(folder: ModelFolder, tokenizer: Tokenizer) -> ChatTemplate | None:
     """Load the folder's template; None if it has none.
 
-    It is `chat_template.jinja`, with `additional_chat_templates/tool_use.jinja` for messages with tools; else
-    `chat_template` in the tokenizer's configuration: a text, or a list of named templates, of which `default` and
-    `tool_use` are used, `tool_use` for all chats if there is no `default`.
+    It is `chat_template.jinja`, else `chat_template` in the tokenizer's configuration: a text, or a list of named
+    templates, of which `default` and `tool_use` are used. `additional_chat_templates/tool_use.jinja` goes before that
+    `tool_use`. It is for messages with tools, or for all without a default.
     """
     name = TEMPLATE_FILE if folder.has(TEMPLATE_FILE) else CONFIG_FILE
-    source = folder.read_text(name) if name == TEMPLATE_FILE else tokenizer.config.get("chat_template")
-    named: dict[str, Any] = {}
-    tool_file = f"{TEMPLATES_FOLDER}/{_TOOL_USE}.jinja"
-    if name == TEMPLATE_FILE and folder.has(tool_file):
-        named = {_TOOL_USE: folder.read_text(tool_file)}
-    if isinstance(source, list):
-        named = {str(t.get("name")): t.get("template") for t in source if isinstance(t, dict)}
-        source = named.get("default", named.get(_TOOL_USE))
-    if not isinstance(source, str):
-        return None
-    place, with_tools = str(folder.path / name), named.get(_TOOL_USE)
-    tool_use = ChatTemplate(with_tools, tokenizer.special_tokens, place) if isinstance(with_tools, str) else None
-    return ChatTemplate(source, tokenizer.special_tokens, place, tool_use)
+    stated = folder.read_text(name) if name == TEMPLATE_FILE else tokenizer.config.get("chat_template")
+    named, place, special = named_templates(stated), str(folder.path / name), tokenizer.special_tokens
+    if folder.has(_TOOL_USE_FILE):
+        named[_TOOL_USE] = folder.read_text(_TOOL_USE_FILE)
+    tool_use = ChatTemplate(named[_TOOL_USE], special, place) if _TOOL_USE in named else None
+    return ChatTemplate(named["default"], special, place, tool_use) if "default" in named else tool_use
+
+
+def named_templates(stated: object) -> dict[str, str]:
+    """Return the templates by name that a JSON file states: one text, which is `default`, or several with names."""
+    if isinstance(stated, list):
+        stated = {entry.get("name"): entry.get("template") for entry in stated if isinstance(entry, dict)}
+    named = stated if isinstance(stated, dict) else {"default": stated}
+    return {str(name): text for name, text in named.items() if isinstance(text, str)}
 
 
 _AS_JSON = re.compile(r"""arguments['"]?\]?\s*\|\s*tojson""")

@@ -153,6 +153,21 @@ def test_a_chat_with_tools_is_rendered_by_the_template_for_tools(
             assert text.startswith("TOOLS f") is (tools is not None)
 
 
+@pytest.mark.parametrize(("stated", "plain"), [(None, "TOOLS [user]hi"), (DEFAULT, "[user]hi")])
+def test_a_template_for_tools_needs_no_default_in_a_file(
+    stated: str | None, plain: str, folder: Path, tmp_path: Path
+) -> None:
+    in_files(folder)
+    (folder / "chat_template.jinja").unlink()
+    state(folder, "tokenizer_config.json", chat_template=stated)
+    report = export(folder, tmp_path / "out")
+    assert sum("rendered as" in notice and "transformers as '(refused)'" in notice for notice in report.notices) == 1
+    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(MESSAGES, tools=TOOLS, tokenize=False)
+    with TopWModel.from_pretrained(tmp_path / "out") as model:
+        assert model.apply_chat_template(MESSAGES, tools=TOOLS) == expected
+        assert model.apply_chat_template(MESSAGES) == plain
+
+
 def test_the_template_of_a_processor_is_used_with_a_note(folder: Path, tmp_path: Path) -> None:
     state(folder, "chat_template.json", chat_template=DEFAULT)
     report = export(folder, tmp_path / "out")

@@ -25,7 +25,8 @@ from topw_deploy.errors import SourceError, TokenizerError, one_line
 from topw_deploy.export.source.files import read_json
 from topw_deploy.folders import is_file_name
 from topw_deploy.manifest import ModelFolder, SourceTokens, TokenizerOrigin
-from topw_deploy.runtime.chat import TEMPLATE_FILE, TEMPLATES_FOLDER, load_chat_template
+from topw_deploy.runtime.chat import TEMPLATE_FILE, TEMPLATES_FOLDER, load_chat_template, named_templates
+from topw_deploy.runtime.tokenizer import CONFIG_FILE
 from topw_deploy.runtime.tokenizer import Tokenizer as RuntimeTokenizer
 
 TEKKEN = "tekken.json"
@@ -237,10 +238,9 @@ def write_tokenizer(folder: Path, output: Path, *, trust_remote_code: bool = Fal
 
 def _convert_tokenizer(folder: Path, output: Path, trust_remote_code: bool) -> list[str]:
     """Convert the tokenizer of `folder`. Returns notices for the user."""
-    tiktoken = [folder / "tiktoken.model", folder / "tokenizer.model", *sorted(folder.glob(_TIKTOKEN))]
-    files = [file for file in tiktoken if file.is_file() and is_tiktoken(file)]
-    if (folder / TEKKEN).is_file():
-        files.insert(0, folder / TEKKEN)
+    patterns = (TEKKEN, "tiktoken.model", "tokenizer.model", _TIKTOKEN)
+    found = [file for pattern in patterns for file in sorted(folder.glob(pattern))]
+    files = [file for file in found if file.is_file() and (file.name == TEKKEN or is_tiktoken(file))]
     if not files:
         _convert_with_transformers(folder, output, trust_remote_code)
         return []
@@ -275,7 +275,7 @@ def _token_text(value: object) -> str:
     return str(value.get("content") if isinstance(value, dict) else value)
 
 
-def _read_settings(folder: Path, name: str = "tokenizer_config.json") -> dict[str, Any]:
+def _read_settings(folder: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
     """Read a JSON file; {} if it is missing. Raises TokenizerError if it is damaged."""
     try:
         return read_json(folder / name)
@@ -331,9 +331,9 @@ def _write_templates(folder: Path, output: Path) -> list[str]:
     templates = {str(file.relative_to(folder)): file.read_text("utf-8") for file in _template_files(folder)}
     notices = []
     if not templates:
-        templates = _named_templates(_read_settings(folder).get("chat_template"))
+        templates = _stated_templates(folder, CONFIG_FILE)
     if not templates:
-        templates = _named_templates(_read_settings(folder, _PROCESSOR_TEMPLATE).get("chat_template"))
+        templates = _stated_templates(folder, _PROCESSOR_TEMPLATE)
         notices = [f"the chat template is that of {_PROCESSOR_TEMPLATE}"] * bool(templates)
     for name, text in templates.items():
         (output / name).parent.mkdir(exist_ok=True)
@@ -345,15 +345,13 @@ def _template_files(folder: Path) -> list[Path]:
     return [*folder.glob(TEMPLATE_FILE), *folder.glob(f"{TEMPLATES_FOLDER}/*.jinja")]
 
 
-def _named_templates(stated: object) -> dict[str, str]:
-    """Return the templates in a JSON file, by the name of the file to write."""
-    if isinstance(stated, list):
-        stated = {entry.get("name"): entry.get("template") for entry in stated if isinstance(entry, dict)}
-    named = stated if isinstance(stated, dict) else {"default": stated}
+def _stated_templates(folder: Path, name: str) -> dict[str, str]:
+    """Return the templates in a JSON file of `folder`, by the name of the file to write."""
+    named = named_templates(_read_settings(folder, name).get("chat_template"))
     return {
-        TEMPLATE_FILE if name == "default" else f"{TEMPLATES_FOLDER}/{name}.jinja": text
-        for name, text in named.items()
-        if isinstance(text, str) and is_file_name(name)
+        TEMPLATE_FILE if role == "default" else f"{TEMPLATES_FOLDER}/{role}.jinja": text
+        for role, text in named.items()
+        if is_file_name(role)
     }
 
 
@@ -471,12 +469,12 @@ def template_notices(folder: Path, written: ModelFolder[Any], *, trust_remote_co
 _AS_TEXT = {"tokenize": False, "add_generation_prompt": True}
 
 
-def _rendered(render: Callable[[], str]) -> str | None:
-    """Return the text of a chat; None if the template refuses it."""
+def _rendered(render: Callable[[], str]) -> str:
+    """Return the text of a chat; `(refused)` if the template refuses it."""
     try:
         return render()
     except Exception:  # noqa: BLE001  # untrusted code
-        return None
+        return "(refused)"
 
 
 def conversion_difference(model: Path, converted: Path) -> str | None:
