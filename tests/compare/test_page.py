@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from html.parser import HTMLParser
-from xml.etree import ElementTree
 
 import pytest
 
 from topw_deploy.runtime.rule_settings import RuleSetting
 from topw_lab.compare.comparison import TEXT_METRICS, MetricValue, Sample
-from topw_lab.compare.page import Point, chart, page
+from topw_lab.compare.page import chart, page
 
 from .conftest import comparison, sample
 
@@ -103,35 +102,23 @@ def test_the_table_shows_intervals_where_prompts_differ() -> None:
     assert [text for text in shown if " to " in text] == ["2.72 to 7.39"] * 2
 
 
-def drawn_chart(points: list[Point], label: str = "a", **changes: bool) -> ElementTree.Element:
-    return ElementTree.fromstring(chart("a metric", [(label, points)], **{"logarithmic": False, **changes}))
-
-
-def heights(svg: ElementTree.Element) -> list[float]:
-    return [float(circle.attrib["cy"]) for circle in svg.iter("circle")]
-
-
-def ticks(svg: ElementTree.Element) -> list[str]:
-    return [text.text or "" for text in svg.iter("text") if text.attrib["text-anchor"] == "end"]
-
-
-def points(*values: float) -> list[Point]:
-    return [(float(place), MetricValue(value)) for place, value in enumerate(values)]
-
-
-def test_a_chart_places_values_on_its_scale() -> None:
-    first, second, third = heights(drawn_chart(points(1, 2, 4)))
-    assert first - second == pytest.approx((second - third) / 2, abs=0.2)  # rounded to 0.1
-    first, second, third = heights(drawn_chart(points(1, 10, 100), logarithmic=True))
-    assert first - second == pytest.approx(second - third, abs=0.2)
-    assert ticks(drawn_chart(points(0.2, 1))) == ["0", "0.250", "0.500", "0.750", "1.00"]
-    assert ticks(drawn_chart(points(1, 10_000), logarithmic=True)) == ["1.00", "10.0", "100", "1,000", "10,000"]
-    assert heights(drawn_chart(points(5), logarithmic=True)) == [pytest.approx(103)]
-
-
-def test_a_chart_draws_intervals_and_names_each_value() -> None:
-    svg = drawn_chart([(1, MetricValue(2.0, 1.5, 2.5)), (2, MetricValue(3.0))], "<r>")
-    assert len([path for path in svg.iter("path") if path.attrib.get("class") == "whisker"]) == 1
-    assert [title.text for title in svg.iter("title")] == [
-        "<r>, temperature 1: 2.00 [1.50, 2.50]", "<r>, temperature 2: 3.00",
+@pytest.mark.parametrize(
+    ("values", "logarithmic", "ticks"),
+    [
+        ((0.25, 0.5, 1), False, ["0", "0.250", "0.500", "0.750", "1.00"]),
+        ((1, 100, 10_000), True, ["1.00", "10.0", "100", "1,000", "10,000"]),
+    ],
+)
+def test_a_chart_places_values_on_its_scale_and_names_them(
+    values: tuple[float, ...], logarithmic: bool, ticks: list[str]
+) -> None:
+    points = [(float(x), MetricValue(value, value, value)) for x, value in enumerate(values)]
+    read = Reader(chart("a metric", [("<r>", [*points, (3, MetricValue(values[-1]))])], logarithmic=logarithmic))
+    first, second, third, last = (float(str(made["cy"])) for tag, made in read.tags if tag == "circle")
+    assert first - second == pytest.approx((second - third) * (1 if logarithmic else 0.5), abs=0.2)  # rounded to 0.1
+    assert third == last
+    assert read.of("text")[:5] == ticks
+    assert len([made for _, made in read.tags if made.get("class") == "whisker"]) == 3
+    assert read.of("title")[2:] == [
+        f"<r>, temperature 2: {ticks[-1]} [{ticks[-1]}, {ticks[-1]}]", f"<r>, temperature 3: {ticks[-1]}",
     ]  # fmt: skip

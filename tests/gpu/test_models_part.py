@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import models
-from benchmarks.gpu.archives import unpack
 from benchmarks.gpu.job import Job, Result
 from benchmarks.gpu.models import Way
 from tests.support.toy_model import Toy, export
@@ -60,13 +59,6 @@ def test_without_an_onnxruntime_for_cuda_the_step_names_what_to_bring(job: Job) 
     assert (result.data, result.table, result.failed) == ({}, "", "")
     (sentence,) = result.absent
     assert "is for CPUs: no model was run on CUDA; bring pack-onnxruntime.tar.xz" in sentence
-
-
-def test_packed_folders_are_run(packed_demo: list[Path], tmp_path: Path) -> None:
-    job = Job(tmp_path, tmp_path / "none.so")
-    assert models.folders(job) == []
-    unpack(packed_demo, job.packed)
-    assert [folder.name for folder in models.folders(job)] == ["float16-gqa"]
 
 
 def test_another_sampler_than_the_one_to_measure_fails(job: Job, exported: Path) -> None:

@@ -78,15 +78,6 @@ def test_the_cache_is_described_as_the_graph_has_it(imported: Callable, name: st
     assert load_manifest(export.path).opset[""] == opset
 
 
-@pytest.mark.parametrize("name", RUNNABLE)
-def test_weights_and_configuration_are_the_makers_own(imported: Callable, name: str) -> None:
-    export = imported(name)
-    kept = [*export.source.path.glob("*.data"), *export.source.path.glob("genai_config.json")]
-    assert all((export.path / file.name).read_bytes() == file.read_bytes() for file in kept)
-    named = {"optimum": 0, "mobius": 1, "genai": 2}[export.source.peer.maker]
-    assert len(kept) == named + name.startswith("mobius-cpu")
-
-
 @pytest.mark.parametrize("name", FAITHFUL)
 def test_greedy_tokens_are_torchs_past_every_window(imported: Callable, torch_greedy: Callable, name: str) -> None:
     export = imported(name)

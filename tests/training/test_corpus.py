@@ -40,14 +40,6 @@ def test_no_long_paragraph_is_on_both_sides_of_the_split(corpus: Corpus) -> None
     assert not train & held_out
 
 
-def test_the_corpus_has_the_manual_the_core_and_the_library(corpus: Corpus) -> None:
-    text = "\n".join((*corpus.train, *corpus.held_out))
-    assert len(text) > 1_500_000
-    assert "Assert statements are a convenient way to insert debugging assertions" in text
-    assert "def isinstance(obj, class_or_tuple, /):" in text
-    assert "class JSONDecoder(object):" in text
-
-
 def test_the_library_is_read_without_importing_it(tmp_path: Path) -> None:
     (tmp_path / "loud.py").write_text('"""A module that must stay unimported while its docstring is read."""\n1 / 0\n')
     assert list(library_docstrings(tmp_path)) == [

@@ -145,19 +145,6 @@ def test_only_sites_are_overwritten_and_only_on_request(model: Path, tmp_path: P
         write_site(model, tmp_path / "file", overwrite=True)
 
 
-def test_a_failure_leaves_the_earlier_site(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_site(model, tmp_path / "site", title="first")
-
-    def full(*_: Any, **__: Any) -> str:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(site, "_page", full)
-    with pytest.raises(ExportError, match="the disk is full"):
-        write_site(model, tmp_path / "site", title="second", overwrite=True)
-    assert "first" in (tmp_path / "site" / "index.html").read_text("utf-8")
-    assert [path.name for path in tmp_path.iterdir()] == ["site"]
-
-
 def test_a_changed_weight_is_refused(tmp_path: Path) -> None:
     folder = export(tmp_path / "out", Toy.random(1))
     data = bytearray((folder / "model.onnx").read_bytes())

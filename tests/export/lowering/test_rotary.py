@@ -227,15 +227,24 @@ SIZES = {**ONE_LAYER, "pad_token_id": 0}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_attention_rotates_half_precision_from_tables_of_that_type(dtype: torch.dtype) -> None:
-    node = attention(LlamaConfig(**SIZES), dtype)
-    assert node.attributes["do_rotary"].as_int() == 1
-    assert node.inputs[1] is None  # fused projection
-    cos = node.inputs[7]
-    assert cos.dtype == node.inputs[0].dtype != FLOAT
-    angles = np.arange(CONTEXT)[:, None] * 10000.0 ** -(np.arange(0, 16, 2) / 16)
-    np.testing.assert_allclose(cos.const_value.numpy().astype(np.float64), np.cos(angles), atol=torch.finfo(dtype).eps)
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [(torch.float32, 1.0), (torch.float32, 4.0), (torch.float16, 1.0), (torch.bfloat16, 1.0)]
+)
+def test_layers_share_tables_of_the_angles_of_positions_in_the_type_of_their_weights(
+    dtype: torch.dtype, scale: float
+) -> None:
+    rope = {"rope_type": "linear", "factor": scale, "rope_theta": 10000.0}
+    config = LlamaConfig(**{**SIZES, "num_hidden_layers": 2}, rope_parameters=rope)
+    first, second = attention_nodes(lowered_model(config, dtype)[1])
+    assert first.attributes["do_rotary"].as_int() == 1
+    assert first.inputs[1] is None  # fused projection
+    angles = np.arange(CONTEXT)[:, None] / scale * 10000.0 ** -(np.arange(0, 16, 2) / 16)
+    for place, function in ((7, np.cos), (8, np.sin)):
+        table = first.inputs[place]
+        assert table is second.inputs[place]
+        assert table.dtype == first.inputs[0].dtype
+        found = table.const_value.numpy().astype(np.float64)
+        np.testing.assert_allclose(found, function(angles), atol=max(1e-5, torch.finfo(dtype).eps))  # float32 angles
 
 
 KINDS = {  # interleaved, rotated numbers out of 32
@@ -283,40 +292,8 @@ def test_attention_scaling_is_in_the_tables() -> None:
 
 
 @pytest.mark.slow
-def test_scaled_frequencies_are_in_the_table() -> None:
-    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
-    node = attention(LlamaConfig(**ONE_LAYER, rope_parameters=rope), torch.float32)
-    angles = np.arange(CONTEXT)[:, None] / 4 * 10000.0 ** -(np.arange(0, 16, 2) / 16)
-    np.testing.assert_allclose(node.inputs[7].const_value.numpy(), np.cos(angles), atol=1e-5)
-
-
-@pytest.fixture(scope="module")
-def traced() -> TracedDecoder:
-    return trace(make_model("llama_untied"))
-
-
-def lowered(traced: TracedDecoder) -> TracedDecoder:
-    decoder = copy_of(traced)
-    lower(decoder, kv="static", target="onnxruntime", context_length=CONTEXT)
-    return decoder
-
-
-@pytest.mark.slow
-def test_rows_are_the_angles_of_their_positions(traced: TracedDecoder) -> None:
-    first, second = attention_nodes(lowered(traced))
-    assert first.inputs[7] is second.inputs[7]
-    assert first.inputs[8] is second.inputs[8]
-    frequencies = 10000.0 ** -(np.arange(0, 16, 2) / 16)
-    angles = np.arange(CONTEXT)[:, None] * frequencies
-    for value, function in ((first.inputs[7], np.cos), (first.inputs[8], np.sin)):
-        found = value.const_value.numpy()
-        assert found.dtype == np.float32
-        np.testing.assert_allclose(found, function(angles), atol=1e-5)  # float32 angles
-
-
-@pytest.mark.slow
 def test_tables_that_are_large_beside_the_weights_are_neither_computed_nor_stored(
-    traced: TracedDecoder, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The table of a context of 10 million tokens has gigabytes."""
 
@@ -326,6 +303,6 @@ def test_tables_that_are_large_beside_the_weights_are_neither_computed_nor_store
     monkeypatch.setattr(group_query, "_ALWAYS_SMALL", 0)
     monkeypatch.setattr(group_query, "_SHARE_OF_WEIGHTS", 1e-6)
     monkeypatch.setattr(group_query, "_evaluate", compute)
-    decoder = lowered(traced)
-    assert [node.attributes["do_rotary"].as_int() for node in attention_nodes(decoder)] == [0, 0]
-    assert sum(node.op_type == "RotaryEmbedding" for node in decoder.model.graph) == 4
+    _, decoder, _ = lowered_model(LlamaConfig(**SIZES), torch.float32)
+    assert [node.attributes["do_rotary"].as_int() for node in attention_nodes(decoder)] == [0]
+    assert sum(node.op_type == "RotaryEmbedding" for node in decoder.model.graph) == 2
