@@ -19,10 +19,6 @@ Advance = Callable[[int], object]
 """A function that is called with the number of parts done since its last call."""
 
 
-def _no_bar(_total: int, _unit: str) -> AbstractContextManager[Advance]:
-    return nullcontext(lambda _parts: None)
-
-
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Callbacks of a long call. By default they do nothing.
@@ -33,7 +29,7 @@ class Progress:
     """
 
     say: Callable[[str], object] = lambda _line: None
-    bar: Callable[[int, str], AbstractContextManager[Advance]] = _no_bar
+    bar: Callable[[int, str], AbstractContextManager[Advance]] = lambda _total, _unit: nullcontext(lambda _parts: None)
 
 
 SILENT = Progress()

@@ -166,6 +166,7 @@ class Sequence:
     unread_tokens: number of tokens at the end of the prompt that are still to be read one by one. Every run but the
         first reads one of them, and the run's draw is discarded.
     discarded_draws: number of runs whose draws are discarded.
+    is_plain: whether a token that does not end the sequence only adds to its length.
     steps: number of tokens drawn.
     tokens: the tokens drawn if `text` is not None, else empty.
     finish_reason, stop: see GenerationResult; None before the end.
@@ -187,7 +188,7 @@ class Sequence:
             Scores(params.logprobs, params.prompt_logprobs, tokenizer.text_of) if params.needs_scores else None
         )
         self.guide: Guide | None = None
-        self._is_plain = self.text is None and callbacks is None and self.scores is None
+        self.is_plain = self.text is None and callbacks is None and self.scores is None
         self._ends, self._budget = params.eos_token_ids, params.budget
         self.unread_tokens = self.discarded_draws = 0
         if params.prompt_logprobs is not None:
@@ -212,16 +213,11 @@ class Sequence:
     def decode_as_drawn(self) -> None:
         """Decode the text at every token. Call this before the first one."""
         if self.text is None:
-            self.text, self._is_plain = self.new_text(), False
+            self.text, self.is_plain = self.new_text(), False
 
     def follow(self, guide: Guide) -> None:
         """Draw only the tokens that `guide` allows. Call this before the first one."""
-        self.guide, self._is_plain = guide, False
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether a token that does not end the sequence only adds to its length."""
-        return self._is_plain
+        self.guide, self.is_plain = guide, False
 
     @property
     def tokens_left(self) -> int:
@@ -261,7 +257,7 @@ class Sequence:
     def try_lengthen(self, token: int) -> bool:
         """Add a drawn token and return True if the token only adds to the length. Otherwise return False."""
         steps = self.steps + 1
-        if not self._is_plain or self.unread_tokens or token < 0 or token in self._ends or steps == self._budget:
+        if not self.is_plain or self.unread_tokens or token < 0 or token in self._ends or steps == self._budget:
             return False
         self.steps = steps
         return True

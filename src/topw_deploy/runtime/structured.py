@@ -149,6 +149,12 @@ _YEAR = r"(?:[1-9]...|0[1-9]..|00[1-9].|000[1-9])"
 _LEAP_YEAR = r"(?:..(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _CALENDAR = f"^(?:{_YEAR}-(?:0[13-9]|1.|02-[01]|02-2[0-8])|{_LEAP_YEAR}-02-29)"
 """Matches the dates that exist, among those of llguidance's grammar, which has 29 February in every year."""
+_STRICTER: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
+    (("date", "date-time"), {"pattern": _CALENDAR}),
+    (("time", "date-time"), {"pattern": ":..:[0-5]"}),  # no second 60, which few minutes have
+    (("hostname",), {"maxLength": 253}),
+)
+"""Formats -> what llguidance's grammar of them lacks."""
 
 # With forcing, text that the grammar forces could be written only with the tokenizer's tokens for it. Here the draw
 # decides which tokens write a text, so that a ban of one token does not end a request that can use other tokens.
@@ -307,10 +313,10 @@ def make_exact(schemas: list[Any]) -> None:
     patterns, multiple = 0, 1
     for schema in list(_subschemas(schemas)):
         _refuse_inexact(schema)
-        if schema.get("format") in ("date", "date-time"):
-            others = schema.get("allOf", [])
-            if isinstance(others, list):  # else the compiler reports the error
-                schema["allOf"] = [*others, {"pattern": _CALENDAR}]
+        stricter = [rule for formats, rule in _STRICTER if schema.get("format") in formats]
+        others = schema.get("allOf", [])
+        if stricter and isinstance(others, list):  # else the compiler reports the error
+            schema["allOf"] = [*others, *stricter]
         named = schema.get("patternProperties")
         patterns += len(named) if isinstance(named, dict) else 0
         multiple = math.lcm(multiple, _significant_digits(schema.get("multipleOf")))

@@ -50,6 +50,11 @@ def test_answers_to_random_schemas_are_valid() -> None:
         ({**DATE, "pattern": "^2", "allOf": [{"pattern": "9$"}]}, '"2024-02-29"', True),
         (TIME, '"2023-02-29T10:00:00Z"', False),
         (TIME, '"2024-02-29T10:00:00Z"', True),
+        (TIME, '"2024-02-29T10:00:60Z"', False),
+        (TIME | {"format": "time"}, '"10:00:60+01:00"', False),
+        (TIME | {"format": "time"}, '"10:00:59+01:00"', True),
+        (TIME | {"format": "hostname"}, '"' + ".".join(["a" * 63, "b" * 63, "c" * 63, "d" * 61]) + '"', True),
+        (TIME | {"format": "hostname"}, '"' + ".".join(["a" * 63, "b" * 63, "c" * 63, "d" * 62]) + '"', False),
     ],
 )
 @pytest.mark.parametrize("inline", [False, True])

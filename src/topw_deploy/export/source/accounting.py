@@ -69,9 +69,6 @@ class LoadedCheckpoint:
     quantised: bool
     cut: bool
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.stored[name].shape
-
     def tied_name(self, name: str) -> str | None:
         """The tied parameter that the tensor `name` was stored for; None if there is none."""
         return next((key for key in self.tied if f".{key}".endswith(f".{name}") or name.endswith(f".{key}")), None)
@@ -199,7 +196,7 @@ def _floats(tensor: StoredTensor | EncodedWeight, rows: slice) -> np.ndarray:
 
 
 def _is_mask(name: str, loaded: LoadedCheckpoint) -> bool:
-    shape = loaded.shape(name)
+    shape = loaded.stored[name].shape
     square = len(shape) >= 3 and shape[-1] == shape[-2] and set(shape[:-2]) == {1}
     return _MASK.search(name) is not None and (np.prod(shape) == 1 if name.endswith("masked_bias") else square)
 
