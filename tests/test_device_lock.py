@@ -95,25 +95,6 @@ def test_a_capture_waits_for_current_users_and_precedes_new_ones() -> None:
     assert order == ["again", "capture True", "later"]
 
 
-def test_nothing_is_captured_while_a_session_is_being_opened() -> None:
-    lock = DeviceLock()
-    begun, opened = threading.Event(), threading.Event()
-
-    def open_slowly() -> None:
-        with lock.opening():
-            begun.set()
-            assert opened.wait(HANG)
-
-    opening = in_a_thread(open_slowly)
-    assert begun.wait(HANG)
-    with lock.capturing() as alone:
-        assert not alone
-    opened.set()
-    assert ends(opening)
-    with lock.capturing() as alone:
-        assert alone
-
-
 def test_a_run_that_may_not_capture_counts_as_a_user() -> None:
     lock = DeviceLock()
     begun, opened, running, ran = (threading.Event() for _ in range(4))

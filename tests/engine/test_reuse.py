@@ -131,18 +131,6 @@ def test_steps_write_after_the_prefix_of_a_prompt_that_waits_for_its_chunk(
     assert beside.result(60) == ask(any_model, [8, 9], 60)
 
 
-def test_exchanged_rows_keep_their_tokens(any_model: TopWModel, engine_of: NewEngine, gate: Gate) -> None:
-    """A decoding row is exchanged with row 0, which holds the prefix."""
-    engine = engine_of(any_model, max_batch=2)
-    held = gate.hold(engine, SYSTEM, max_new_tokens=5, seed=3, **HOT)
-    beside = engine.submit([8, 9], max_new_tokens=60, seed=3, **HOT)
-    gate.opened.set()
-    prompt = [*SYSTEM, *held.result(60).token_ids, 50]
-    assert beside.result(60) == ask(any_model, [8, 9], 60)
-    found = ask(engine, prompt)
-    assert (found, found.cached_tokens) == (ask(any_model, prompt), 34)
-
-
 def test_tokens_that_a_taken_row_loses_are_restored_from_host_memory(
     any_model: TopWModel, engine_of: NewEngine
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -140,19 +139,6 @@ def test_transformers_text_streamer_prints_the_text(
     assert capsys.readouterr().out == ANSWER + "\n"
     model.generate(["x"], streamer=TextStreamer(tokenizer, skip_special_tokens=True))
     assert capsys.readouterr().out == "x" + ANSWER + "\n"
-
-
-def test_transformers_text_iterator_streamer_gives_the_text_to_another_thread(load: Load, tokenizer: Any) -> None:
-    from transformers import TextIteratorStreamer
-
-    model = load(Toy.script([*byte_ids(ANSWER), EOS], prompt_tokens=1))
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60, skip_special_tokens=True)
-    thread = threading.Thread(target=model.generate, args=("x",), kwargs={"streamer": streamer})
-    thread.start()
-    pieces = list(streamer)
-    thread.join()
-    assert "".join(pieces) == ANSWER
-    assert len(pieces) > 3
 
 
 def third(ids: np.ndarray) -> bool:

@@ -127,10 +127,8 @@ def test_the_rule_penalties_and_limits_of_the_request_count(client: TestClient) 
         ({"token_ids": [10**6]}, "token_ids"),
         ({"prompt_token_ids": [300]}, "prompt_token_ids"),
         ({"prompt_token_ids": [5] * 97}, "prompt_token_ids"),
-        ({"stream": True}, "stream"),
         ({"lam": -1}, "lam"),
         ({"lambda": 1}, "lambda"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ],
 )
 def test_a_request_that_cannot_be_inspected_is_refused_by_field(client: TestClient, change: Any, param: str) -> None:
