@@ -58,7 +58,7 @@ async def read_body(request: Request, schema: type[Body]) -> Body:
     service = service_of(request)
     service.check_ready()
     coding = request.headers.get("content-encoding", "identity").strip().lower()
-    if coding != "identity":
+    if coding not in ("", "identity"):
         message = f"the body's Content-Encoding is {coding[:40]}, but this server reads identity only; send plain JSON."
         raise RequestError(message, None, "unsupported_encoding", 415)
     data = await read_bytes(request, service.options.max_body, service.options.body_timeout)

@@ -288,18 +288,19 @@ def test_a_type_that_is_no_type_is_named_not_the_architecture(name: str, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("rope", "words"),
+    ("wrong", "words"),
     [
         (
-            {"rope_type": "magic", "factor": 2.0, "rope_theta": 1e4},
+            {"rope_parameters": {"rope_type": "magic", "rope_theta": 1e4}},
             "rope_type 'magic', which transformers does not know",
         ),
-        ({"rope_type": "default", "rope_theta": "10000"}, "rope_theta '10000' as text"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": "10000"}}, "rope_theta '10000' as text"),
+        ({"hidden_act": "magic"}, r"\(transformers does not know 'magic'\)"),
     ],
 )
-def test_a_wrong_rope_is_named(rope: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_a_setting_that_transformers_cannot_use_is_named(wrong: dict[str, Any], words: str, tmp_path: Path) -> None:
     write(tmp_path)
-    configure(tmp_path, rope_parameters=rope)
+    configure(tmp_path, **wrong)
     with pytest.raises(SourceError, match=words):
         load_unread(tmp_path, "float32")
 
