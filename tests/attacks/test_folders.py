@@ -52,11 +52,12 @@ def point_outside(location: str, offset: str = "0", length: str = "16") -> Chang
     return change
 
 
-def set_shape(*sizes: int) -> Change:
-    """Change the sizes of an initializer that the graph uses."""
+def set_shape(*sizes: int, external: bool = False) -> Change:
+    """Change the sizes of an initializer that the graph uses. external: one in another file."""
 
     def change(model: onnx.ModelProto) -> None:
-        tensor = next(each for each in model.graph.initializer if each.dims)
+        found = (each for each in model.graph.initializer if each.dims)
+        tensor = next(each for each in found if (each.data_location == TensorProto.EXTERNAL) == external)
         del tensor.dims[:]
         tensor.dims.extend(sizes)
 
