@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.serve.conftest import HELLO, TEMPLATE, TOOLS, NewClient, events_of
-from tests.support.toy_model import EOS, PAD, Toy, byte_ids, export
+from tests.support.toy_model import BOS, EOS, PAD, SPECIAL, Toy, byte_ids, export
 
 CALL = '<tool_call>{"name":"f"}</tool_call>'
 SCRIPTS = {
@@ -105,3 +105,17 @@ def test_the_bytes_of_tokens_are_those_of_the_text_and_offsets_count_its_charact
         offsets = choice["logprobs"]["text_offset"][-6:]  # of five bytes and the end
         assert offsets == [start, start, start + 1, start + 1, start + 1, start + 2]
         assert choice["text"][start:] == "é日"
+
+
+@pytest.mark.parametrize("prompt", ["a<pad>b", "<s>a</s>", "a <pad>", [BOS, *byte_ids("é"), PAD, *byte_ids("b")]])
+@pytest.mark.parametrize("skip", [True, False])
+def test_offsets_behind_an_echo_count_the_special_tokens_that_it_shows(
+    clients: TestClient, prompt: Any, skip: bool
+) -> None:
+    body = {"model": "special", "prompt": prompt, "echo": True, "logprobs": 0, "skip_special_tokens": skip}
+    choice = clients.post("/v1/completions", json={**body, "temperature": 0, "max_tokens": 9}).json()["choices"][0]
+    text, scores = choice["text"], choice["logprobs"]
+    placed = list(zip(scores["tokens"], scores["text_offset"], strict=True))
+    assert all(text.startswith(token, place) for token, place in placed if token not in (*SPECIAL, "\ufffd"))
+    shown = [place for token, place in placed if token in SPECIAL and text.startswith(token, place)]
+    assert len(set(shown)) == sum(text.count(name) for name in SPECIAL)

@@ -367,12 +367,8 @@ def check_bytes(
     """Check that the bytes of log-probabilities are those of the tokens' text, without stop strings."""
     assert len(entries) == len(ids)
     data = bytes(byte for entry in entries for byte in entry["bytes"])
-    ends = {*body.get("stop_token_ids", ()), *(() if body.get("ignore_eos") else (EOS,))}
     body = {name: value for name, value in body.items() if name != "stop"}
-    shown = ids[:-1] if ids[-1] in ends else ids
-    if shown is not ids:
-        data = bytes(byte for entry in entries[:-1] for byte in entry["bytes"])
-    text, _ = text_of(body, prompt, shown, shown_of(url, body))
+    text, _ = text_of(body, prompt, ids, shown_of(url, body))
     assert codecs.decode(data, "utf-8", "replace") == text
 
 

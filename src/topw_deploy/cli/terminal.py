@@ -75,8 +75,7 @@ def prepare_streams() -> bool:
     what native libraries print.
     """
     if sys.stderr is None:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
     if sys.stdout is None:
         return False

@@ -61,8 +61,7 @@ step is zero or negative.
 
 def normalise(rows: Floats) -> Floats:
     """Divide each of `rows` [n, d] by max(norm, 1e-12)."""
-    norms = np.linalg.norm(rows, axis=1, keepdims=True)
-    return rows / np.maximum(norms, SMALLEST_NORM)
+    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), SMALLEST_NORM)
 
 
 def _float_blocks(table: Any, metric: str) -> Iterator[Floats]:

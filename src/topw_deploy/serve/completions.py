@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from topw_deploy.runtime import GenerationResult, Piece, TokenLogprob, TopLogprob
+from topw_deploy.runtime.tokenizer import REPLACEMENT
 from topw_deploy.serve.failures import RequestError
 from topw_deploy.serve.schemas import CompletionRequest
 from topw_deploy.serve.stream import Run, answer_choices, ending_fields, finite, read_body
@@ -27,27 +29,22 @@ async def completions(request: Request) -> Response:
     is_batch = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
     given: Sequence[Any] = body.prompt if is_batch else [body.prompt]
     run.run(sequences, len(given), body.prompt)
-    texts: list[str] | None = None  # of the prompts, if the answer repeats them
-    if body.echo:
-        decode = run.served.model.tokenizer.decode
-        texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in given]
+    tokenizer, hidden = run.served.model.tokenizer, sequences[0].params.hidden_tokens
+    bytes_of = partial(tokenizer.bytes_of, hidden=hidden)
+    decode = lambda prompt: tokenizer.decode([token for token in prompt if token not in hidden], False)  # noqa: E731
+    texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in given] if body.echo else []
     offsets: dict[int, _Offsets] = {}  # of the choices that have chunks
 
     def whole_choice(index: int, result: GenerationResult) -> dict[str, Any]:
-        prompt, text, entries = sequences[index].prompt, result.text, result.token_logprobs
-        if texts is not None:
-            text = texts[index // run.samples] + text
-        if result.prompt_logprobs is None:
-            logprobs = _logprobs(entries, _Offsets(run.token_bytes))
-        else:
-            # The first token of a text may lose its space.
-            lost = run.token_bytes(prompt[0]).startswith(b" ") and not text.startswith(" ")
-            first = run.served.model.tokenizer.text_of(prompt[0])
-            both: list[TokenLogprob | None] = [*result.prompt_logprobs, *(entries or ())]
-            logprobs = _logprobs(both, _Offsets(run.token_bytes, -int(lost)), prompt[0], first)
+        prompt, echoed = sequences[index].prompt, texts[index // run.samples] if texts else ""
+        entries: Sequence[TokenLogprob | None] | None = result.token_logprobs
+        if result.prompt_logprobs is not None:
+            entries = [*result.prompt_logprobs, *(entries or ())]
+        places = _Offsets(bytes_of, echoed, tokenizer.special_ids)
+        logprobs = _logprobs(entries, places, prompt[0], tokenizer.text_of(prompt[0]))
         ids = {"prompt_token_ids": prompt, "token_ids": result.token_ids} if run.returns_ids else {}
         end = ending_fields(result, per_token=run.returns_ids)
-        return {"index": index, "text": text, "logprobs": logprobs, **ids, **end}
+        return {"index": index, "text": echoed + result.text, "logprobs": logprobs, **ids, **end}
 
     def chunk(
         index: int, text: str, entries: Any = None, tokens: Sequence[int] = (), end: Mapping[str, Any] | None = None
@@ -55,12 +52,12 @@ async def completions(request: Request) -> Response:
         ids: dict[str, Any] = {"token_ids": list(tokens)} if run.returns_ids else {}
         if run.returns_ids and index not in offsets:  # only in the first chunk of a choice
             ids["prompt_token_ids"] = sequences[index].prompt
-        logprobs = _logprobs(entries, offsets.setdefault(index, _Offsets(run.token_bytes)))
+        logprobs = _logprobs(entries, offsets.setdefault(index, _Offsets(bytes_of, "", {})))
         end = end or {"finish_reason": None}
         return {"choices": [{"index": index, "text": text, "logprobs": logprobs, **ids, **end}]}
 
     def chunks(piece: Piece) -> Iterator[dict[str, Any]]:
-        if texts is not None and piece.row not in offsets:
+        if texts and piece.row not in offsets:
             yield chunk(piece.row, texts[piece.row // run.samples])
         end = None if piece.result is None else ending_fields(piece.result, per_token=run.returns_ids)
         yield chunk(piece.row, piece.text, piece.token_logprobs, piece.token_ids, end)
@@ -87,18 +84,30 @@ class _Offsets:
     """Counts the characters before each token of a text, whole or not.
 
     bytes_of: a function from a token to its bytes in the text.
-    start: characters before the first token.
+    echoed: the prompt with which the text begins. It may name special tokens, and lack those that the tokenizer adds.
+    names: of the special tokens.
     """
 
-    def __init__(self, bytes_of: Callable[[int], bytes], start: int = 0) -> None:
-        self._bytes_of, self._at = bytes_of, start
+    def __init__(self, bytes_of: Callable[[int], bytes], echoed: str, names: Mapping[int, str]) -> None:
+        self._bytes_of, self._at, self._echoed, self._names = bytes_of, 0, echoed, names
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def take(self, token: int) -> int:
         """The number of characters before the next token."""
-        at = max(0, self._at)
-        self._at += len(self._decoder.decode(self._bytes_of(token)))
-        return at
+        name = self._names.get(token) if self._at < len(self._echoed) else None
+        is_cut = bool(self._decoder.getstate()[0])  # the tokens before end within a character
+        shown = self._decoder.decode(self._bytes_of(token) if name is None else name.encode())
+        if is_cut and shown.startswith(REPLACEMENT):
+            self._at, shown = self._at + 1, shown[1:]
+        if self._at < len(self._echoed) and not self._echoed.startswith(shown, self._at):
+            # Special tokens may take the white space around them, and the first token of a text may lose its own.
+            rest = self._echoed[self._at :].lstrip()
+            if rest.startswith(shown.lstrip()):
+                self._at, shown = len(self._echoed) - len(rest), shown.lstrip()
+            elif name is not None:
+                shown = ""
+        self._at += len(shown)
+        return self._at - len(shown)
 
 
 def _logprobs(

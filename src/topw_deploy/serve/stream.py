@@ -164,8 +164,9 @@ class Run:
             self.facts["prompt"] = shown
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of a token in the text of the answers; b"" for one that the text omits."""
-        return self.served.model.tokenizer.bytes_of(token, self.sequences[0].params.hidden_tokens)
+        """The bytes of a drawn token in the text of the answers; b"" for one that the text omits or ends before."""
+        params = self.sequences[0].params
+        return self.served.model.tokenizer.bytes_of(token, params.hidden_tokens | params.eos_token_ids)
 
     async def generate(self) -> list[GenerationResult]:
         """The results of all sequences, by prompt. If the client disconnects, the slots are freed."""
@@ -301,8 +302,7 @@ async def answer_choices(
     chunks: function from a piece to the chunks that it adds, without head and usage.
     """
     if not run.body.stream:
-        results = await run.generate()
-        choices = [whole_choice(index, result) for index, result in enumerate(results)]
+        choices = [whole_choice(index, result) for index, result in enumerate(await run.generate())]
         return JSONResponse({**head, "choices": choices, "usage": run.usage})
     await run.start()
     options = run.body.stream_options or StreamOptions()

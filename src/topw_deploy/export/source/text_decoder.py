@@ -183,8 +183,7 @@ def parts_left_out(composite: Composite, loaded: PreTrainedModel) -> list[str]:
 
 def has_rotary_sections(text: Any) -> bool:
     """Whether positions of image tokens have several coordinates (M-RoPE)."""
-    rope = getattr(text, "rope_parameters", None) or {}
-    return any(name in rope for name in _SECTIONS)
+    return any(name in (getattr(text, "rope_parameters", None) or {}) for name in _SECTIONS)
 
 
 def _causal_class(text: Any) -> type[PreTrainedModel]:

@@ -114,8 +114,7 @@ def _llama4_attention(
         query = (query * scales[:, None, :, None]).to(query.dtype)
     if hasattr(self, "qk_norm"):
         query, key = self.qk_norm(query), self.qk_norm(key)
-    output = _attend(self, query, key, value, **call)
-    return self.o_proj(output.flatten(2)), None
+    return self.o_proj(_attend(self, query, key, value, **call).flatten(2)), None
 
 
 def _doge_attention(self: Any, hidden_states: Tensor, position_embeddings: Any, **call: Any) -> tuple[Tensor, None]:
@@ -131,8 +130,7 @@ def _doge_attention(self: Any, hidden_states: Tensor, position_embeddings: Any, 
     added = torch.exp(self.A * torch.nn.functional.softplus(self.dt_proj(merged)))  # [batch, sequence, kv_heads]
     key = torch.cat((key, added.transpose(1, 2)[..., None].to(key.dtype)), dim=-1)
     query = torch.cat((query, torch.full_like(query[..., :1], 1 / self.scaling)), dim=-1)
-    output = _attend(self, query, key, value, **call)
-    return self.o_proj(output.flatten(2)), None
+    return self.o_proj(_attend(self, query, key, value, **call).flatten(2)), None
 
 
 def _qwen4_attention(self: Any, hidden_states: Tensor, position_embeddings: Any, **call: Any) -> tuple[Tensor, None]:

@@ -154,8 +154,7 @@ def mark_experts(
     rows, chosen = _repeat_rows(hidden, count), ids.reshape(-1)  # [tokens * k]
     rows = mark_product(activate(mark_product(rows, chosen, matrices[0], biases[0])), chosen, matrices[1], biases[1])
     rows = rows if norm is None else norm(rows)
-    weighted = rows.reshape(tokens, count, -1) * weights[..., None]
-    return weighted.sum(dim=1).to(hidden.dtype)
+    return (rows.reshape(tokens, count, -1) * weights[..., None]).sum(dim=1).to(hidden.dtype)
 
 
 def mark_product(rows: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -156,8 +156,7 @@ def unfinished_length(words: tuple[str, ...], text: str, at: int = 0) -> int:
 
 def _may_complete(text: str, at: int, word: str) -> bool:
     """Whether `text[at:]` is a proper prefix of `word`, so that more text may complete it."""
-    rest = len(text) - at
-    return rest < len(word) and word.startswith(text[at:])
+    return len(text) - at < len(word) and word.startswith(text[at:])
 
 
 MAX_DEPTH = 64
