@@ -295,7 +295,7 @@ def test_a_type_that_is_no_type_is_named_not_the_architecture(name: str, tmp_pat
             "rope_type 'magic', which transformers does not know",
         ),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": "10000"}}, "rope_theta '10000' as text"),
-        ({"hidden_act": "magic"}, r"\(transformers does not know 'magic'\)"),
+        ({"hidden_act": "magic"}, r"\(transformers does not know this value of config.json: 'magic'\)"),
     ],
 )
 def test_a_setting_that_transformers_cannot_use_is_named(wrong: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -378,7 +378,7 @@ def _cause(error: Exception) -> str:
             name, reason = min(failed.items())
             *_, summary, _ = ["", *filter(None, reason.splitlines())]  # the last line only repeats the name
             return f"{name} cannot be made from the checkpoint's tensors: {one_line(summary or reason)}"
-    return ("transformers does not know " if isinstance(error, KeyError) else "") + one_line(error)
+    return ("transformers does not know this value of config.json: " * isinstance(error, KeyError)) + one_line(error)
 
 
 def _towers(composite: Composite, model: PreTrainedModel) -> tuple[str, ...]:
