@@ -145,8 +145,8 @@ def _local_source(path: Path, gguf_file: str | None) -> Path:
     adapter = next((file for pattern in _ADAPTER for file in path.glob(pattern)), None)
     if adapter is not None:
         raise SourceError(
-            f"{path} holds an adapter ({adapter.name}), which would be left out; merge it and export MERGED: "
-            f"{MERGE_ADAPTER}."
+            f"{path} holds an adapter ({adapter.name}), which would be left out; remove it if the weights contain it, "
+            f"or merge it and export MERGED: {MERGE_ADAPTER}."
         )
     if any(file for pattern in _WEIGHTS for file in path.glob(pattern)):
         if not (path / "config.json").is_file():
