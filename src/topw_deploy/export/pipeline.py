@@ -18,7 +18,7 @@ from topw_deploy.export.graph import BLOCK_BYTES, Decoder, initializer_tensors
 from topw_deploy.export.options import ExportKeywords, ExportOptions, ExportReport, SamplerOptions, read_options
 from topw_deploy.export.quantise import quantise
 from topw_deploy.export.quantise.blocks import StoredRows
-from topw_deploy.export.quantise.choice import Calibrate
+from topw_deploy.export.quantise.choice import Calibration
 from topw_deploy.export.quantise.rewrite import least_onnxruntime, usual_type
 from topw_deploy.export.quantise.rounding import NO_CALIBRATION, Quantisation
 from topw_deploy.export.sampler.attach import attach_sampler
@@ -221,7 +221,7 @@ def _quantise(
     progress: Progress,
 ) -> None:
     rows = StoredRows.of(source.folder)
-    calibrate: Calibrate | None = None
+    calibrate: Calibration | None = None
     if scheme.bits == 4 and scheme.calibration != NO_CALIBRATION and rows is None:
         from topw_deploy.export.quantise.calibration import TextCalibration  # imports torch
 

@@ -9,8 +9,8 @@ import onnx_ir as ir
 import pytest
 
 from topw_deploy.export.quantise import Quantisation
-from topw_deploy.export.quantise.blocks import QuantisedWeight, WeightBlocks, row_digest
-from topw_deploy.export.quantise.choice import RoundedWeights
+from topw_deploy.export.quantise.blocks import QuantisedWeight, row_digest
+from topw_deploy.export.quantise.choice import CalibratedRows, RoundedWeights, RowFormat
 
 RNG = np.random.default_rng(0)
 WEIGHTS = {
@@ -20,43 +20,45 @@ ERRORS = {"a": 0.2, "b": 0.2, "c": 0.01}
 UNREACHED = RNG.standard_normal((16, 128)).astype(np.float32)
 
 
-class Rows:
-    """Rounded rows with the errors of ERRORS."""
+class Text:
+    """A calibration with the effects of ERRORS."""
 
-    def __init__(self, scheme: Quantisation) -> None:
-        self._scheme = scheme
+    def __init__(self) -> None:
+        self.wanted: Mapping[bytes, int] = {}
+        self.formats: Mapping[bytes, RowFormat] = {}
 
-    def find(self, digests: list[bytes]) -> tuple[WeightBlocks, float] | None:
-        for name, weight in WEIGHTS.items():
-            if digests == [row_digest(row) for row in weight]:
-                read = lambda start, stop, weight=weight: weight[start:stop]  # noqa: E731
-                scheme = self._scheme
-                return QuantisedWeight.rounded(read, weight.shape, weight.dtype, 128, scheme).data(), ERRORS[name]
-        return None
+    def effects(self, wanted: Mapping[bytes, int]) -> Mapping[bytes, float]:
+        self.wanted = wanted
+        return {row_digest(row): ERRORS[name] / len(weight) for name, weight in WEIGHTS.items() for row in weight}
+
+    def round(self, wanted: Mapping[bytes, RowFormat]) -> CalibratedRows:
+        self.formats, rows = wanted, CalibratedRows()
+        for weight in WEIGHTS.values():
+            names = [row_digest(row) for row in weight]
+            scheme = Quantisation(bits=wanted[names[0]].bits)
+            read = lambda start, stop, weight=weight: weight[start:stop]  # noqa: E731
+            rows.add(names, QuantisedWeight.rounded(read, weight.shape, weight.dtype, 128, scheme).data())
+        return rows
 
 
 def settle(average_bits: float, *, estimate: bool = False) -> tuple[dict[str, int], RoundedWeights]:
     """The bits of each weight, and the weights."""
     scheme = Quantisation(bits=4, table_bits=4, average_bits=average_bits)
-    wanted: list[Mapping[bytes, int]] = []
-
-    def calibrate(rows: Mapping[bytes, int]) -> Rows:
-        wanted.append(rows)
-        return Rows(scheme)
-
-    rounded = RoundedWeights(scheme, calibrate, estimate)
+    text = Text()
+    rounded = RoundedWeights(scheme, text, estimate)
     values = {name: ir.Value(name=name) for name in (*WEIGHTS, "unreached")}
     for name, value in values.items():
         weight = WEIGHTS.get(name, UNREACHED)
         read = lambda start, stop, weight=weight: weight[start:stop]  # noqa: E731
         rounded.add(value, read, weight.shape, weight.dtype, 128)
     rounded.settle()
-    assert len(wanted) == (not estimate)
-    if wanted:
-        assert set(wanted[0].values()) == {128}
-        assert len(wanted[0]) == 176
-    made = {name: rounded.weight(value) for name, value in values.items()}
-    return {name: weight.bits for name, weight in made.items() if weight is not None}, rounded
+    made = {name: weight for name, value in values.items() if (weight := rounded.weight(value)) is not None}
+    assert len(text.wanted) == len(text.formats) == (0 if estimate else 176)
+    assert set(text.wanted.values()) <= {128}
+    for name, weight in WEIGHTS.items() if not estimate else ():
+        assert {text.formats[row_digest(row)] for row in weight} == {RowFormat(128, made[name].bits)}
+        assert made[name].data().codes.shape == made[name].codes_shape
+    return {name: weight.bits for name, weight in made.items()}, rounded
 
 
 @pytest.mark.parametrize(
@@ -76,13 +78,13 @@ def test_the_weights_that_lose_most_for_each_byte_get_8_bits_first(budget: float
     )
     average = total / (176 * 128)
     assert average <= max(budget, 4.3125)
-    assert f"the average is {average:.2f} bits" in rounded.notices[-1]
+    assert f"the average is {average:.2f} bits" in rounded.notices[0]
 
 
 def test_a_weight_that_the_text_does_not_reach_is_rounded_to_nearest_with_a_notice() -> None:
     bits, rounded = settle(5.0)
     assert bits["unreached"] == 4
-    assert "1 of 4 weights were rounded without the calibration text" in rounded.notices[0]
+    assert "1 of 4 weights were rounded without the calibration text" in rounded.notices[1]
 
 
 def test_an_estimate_fills_the_budget_without_reading_weights() -> None:

@@ -3,16 +3,22 @@
 The model computes the text twice side by side: with its own weights, and with the rounded ones. Each product is rounded
 for the inputs that it gets from the products before it, which are rounded already (see `feedback`), and so that its
 outputs come nearer to those of the model's own weights. So the weights are read once, in the model's order.
+
+Before that, a part of the text shows what each product's rounding alone changes in the output of its layer. That
+predicts what it costs in perplexity far better than the product's own error does: the same error matters little in
+queries and keys, and much in values.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +29,14 @@ from transformers import PreTrainedModel
 
 from topw_deploy.errors import ParameterError, TopWError, UnsupportedModelError, one_line
 from topw_deploy.export.quantise.blocks import WeightBlocks, check_finite, decode_blocks, pack_codes, row_digest
+from topw_deploy.export.quantise.choice import CalibratedRows, RowFormat
 from topw_deploy.export.quantise.feedback import round_with_feedback
-from topw_deploy.export.quantise.rounding import BUNDLED, Quantisation
+from topw_deploy.export.quantise.rounding import BUNDLED, Quantisation, search_blocks
 from topw_deploy.export.source.checkpoint import load_during_calls
 from topw_deploy.export.source.text_decoder import context_length
 from topw_deploy.export.source.tokenizer import write_tokenizer
+from topw_deploy.export.trace.layers import decoder_layers
+from topw_deploy.export.trace.placeholders import replaced
 from topw_deploy.folders import read_bounded
 from topw_deploy.progress import Progress
 from topw_deploy.sampling.geometry import split_special_prefix
@@ -41,8 +50,9 @@ _LEAST_TEXT = 256  # tokens
 _LARGEST_TEXT = 64 << 20  # bytes
 _LEAST_TOKENS = 16  # experts that fewer tokens reach are rounded without the text
 _LARGEST_IMPORTANCE = 10.0  # of a token, relative to the median
-_MEASURED = 8  # one of so many tokens measures a product's error
+_MEASURED = 8  # one of so many rows measures the effect of products
 _CORRECTED = 0.5  # the part of the errors before a product that its weight corrects: few tokens state all inexactly
+_LARGEST_CORRECTION = 0.25  # of a row, relative to its length: a few tokens that move much would replace it
 _CORRECTION_DAMPING = 0.3  # of the Gram matrix, relative to its diagonal
 _TINY = np.float32(np.finfo(np.float32).tiny)
 
@@ -77,18 +87,26 @@ class TextCalibration:
     trust_remote_code: bool
     progress: Progress
 
-    def __call__(self, wanted: Mapping[bytes, int]) -> CalibratedRows:
-        """Round the rows that `wanted` names by digest, each with its block size.
+    def effects(self, wanted: Mapping[bytes, int]) -> Mapping[bytes, float]:
+        """Measure what rounding costs, on a part of the text. See `measure_effects`.
 
-        Raises ParameterError for a text that cannot be read or is too short. See also `calibrate`.
+        Raises ParameterError for a text that cannot be read or is too short.
         """
-        rows = self._rows()
+        rows = self._rows[::_MEASURED]
         if rows.size == 0:  # the model's tokenizer has no tokens for the bundled text
-            return CalibratedRows()
-        self.progress.say(f"Rounding the weights for {rows.size:,} tokens of text")
-        with self.progress.bar(len(wanted), "rows") as advance:
-            return calibrate(self.module, rows, wanted, self.scheme, advance)
+            return {}
+        self.progress.say(f"Measuring what rounding changes, on {rows.size:,} tokens of text")
+        return measure_effects(self.module, rows, wanted, self.scheme)
 
+    def round(self, wanted: Mapping[bytes, RowFormat]) -> CalibratedRows:
+        """Round the rows that `wanted` names by digest. See `calibrate`."""
+        if self._rows.size == 0:
+            return CalibratedRows()
+        self.progress.say(f"Rounding the weights for {self._rows.size:,} tokens of text")
+        with self.progress.bar(len(wanted), "rows") as advance:
+            return calibrate(self.module, self._rows, wanted, self.scheme, advance)
+
+    @cached_property
     def _rows(self) -> np.ndarray:
         config = self.module.config
         sizes = config.get_text_config(decoder=True).vocab_size, context_length(config)
@@ -122,66 +140,52 @@ def _read_text(name: str) -> str:
         ) from None
 
 
-class _Matrix(NamedTuple):
-    """A rounded matrix, and its mean error over the tokens: |rounded output - output|^2 / |output|^2."""
+def measure_effects(
+    model: PreTrainedModel, rows: np.ndarray, wanted: Mapping[bytes, int], scheme: Quantisation
+) -> dict[bytes, float]:
+    """Measure what the rounding of each matrix alone, to nearest, changes in the output of its layer.
 
-    data: WeightBlocks
-    error: float
+    rows, wanted: see `calibrate`; the values of `wanted` are block sizes.
 
+    Returns the mean of |change|^2 / |output|^2 over the tokens, divided among the rows of the matrix, by digest. Leaves
+    out experts, and all matrices of a model whose layers are not found.
 
-class CalibratedRows:
-    """Rounded rows of a model's matrices, looked up by a digest of the original float row."""
-
-    def __init__(self) -> None:
-        self._places: dict[bytes, tuple[_Matrix, int]] = {}
-
-    def add(self, digests: Sequence[bytes], matrix: _Matrix) -> None:
-        """Add a matrix, whose rows have these digests."""
-        for row, digest in enumerate(digests):
-            self._places.setdefault(digest, (matrix, row))
-
-    def find(self, digests: Sequence[bytes]) -> tuple[WeightBlocks, float] | None:
-        """Return the blocks of the rows with these digests, and their matrices' errors together; None if one lacks."""
-        if not all(digest in self._places for digest in digests):
-            return None
-        by_matrix: dict[int, tuple[_Matrix, list[int], list[int]]] = {}
-        for output, digest in enumerate(digests):
-            matrix, row = self._places[digest]
-            _, outputs, rows = by_matrix.setdefault(id(matrix), (matrix, [], []))
-            outputs.append(output)
-            rows.append(row)
-        parts = list(by_matrix.values())
-        order = np.argsort(np.concatenate([outputs for _, outputs, _ in parts]))
-
-        def gather(place: int) -> np.ndarray:
-            return np.concatenate([np.asarray(matrix.data[place])[rows] for matrix, _, rows in parts])[order]
-
-        zeros = None if parts[0][0].data.zero_points is None else gather(2)
-        return WeightBlocks(gather(0), gather(1), zeros), sum(matrix.error for matrix, _, _ in parts)
+    Raises UnsupportedModelError if transformers cannot compute the model.
+    """
+    effects = _Effects(wanted, scheme, rows.size)
+    _, layers = decoder_layers(model)
+    with replaced(*((layer, "forward", partial(effects.call_layer, layer.forward)) for layer in layers)):
+        _compute(model, rows, effects)
+    return effects.found
 
 
 def calibrate(
     model: PreTrainedModel,
     rows: np.ndarray,
-    wanted: Mapping[bytes, int],
+    wanted: Mapping[bytes, RowFormat],
     scheme: Quantisation,
     advance: Callable[[int], object],
 ) -> CalibratedRows:
     """Round the matrices of `model` for the text `rows`, int64 [rows, columns].
 
-    wanted: digest of each row to be rounded -> block size; other rows stay float.
+    wanted: digest of each row to be rounded -> its format; other rows stay float.
     advance: called with the number of rows that were rounded.
 
     Raises UnsupportedModelError if transformers cannot compute the model.
     """
-    ids = torch.from_numpy(np.concatenate([rows, rows]))
-    rounding = _Rounding(wanted, scheme, advance, ids.numel())
+    rounding = _Rounding(wanted, scheme, advance, 2 * rows.size)
+    _compute(model, np.concatenate([rows, rows]), rounding)
+    return rounding.found
+
+
+def _compute(model: PreTrainedModel, rows: np.ndarray, products: _Products) -> None:
+    """Run `model` up to its head with `products`."""
     head = model.get_output_embeddings()
     handle = None if head is None else head.register_forward_pre_hook(_stop)
     try:
         stopped = contextlib.suppress(_StopForwardError)
-        with torch.no_grad(), load_during_calls(model), _looped_experts(model), stopped, rounding:
-            model(input_ids=ids, use_cache=False)
+        with torch.no_grad(), load_during_calls(model), _looped_experts(model), stopped, products:
+            model(input_ids=torch.from_numpy(rows), use_cache=False)
     except TopWError:
         raise
     except Exception as error:  # a model's code may raise anything, and an operator may lack a float16 kernel
@@ -191,7 +195,6 @@ def calibrate(
     finally:
         if handle is not None:
             handle.remove()
-    return rounding.found
 
 
 @contextlib.contextmanager
@@ -217,20 +220,8 @@ def _stop(*_call: Any) -> None:
     raise _StopForwardError
 
 
-class _Rounding(TorchFunctionMode):
-    """Inside the block, the second half of the batch computes with rounded matrices in place of wanted ones.
-
-    Experts do so for all their tokens, because these are no longer in the batch's order.
-
-    found: the matrices rounded so far.
-    """
-
-    def __init__(
-        self, wanted: Mapping[bytes, int], scheme: Quantisation, advance: Callable[[int], object], tokens: int
-    ) -> None:
-        super().__init__()
-        self.found = CalibratedRows()
-        self._wanted, self._scheme, self._advance, self._tokens = wanted, scheme, advance, tokens
+class _Products(TorchFunctionMode):
+    """Inside the block, `product` computes a model's products with matrices."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -245,38 +236,108 @@ class _Rounding(TorchFunctionMode):
             inputs, weight, bias = args[1], args[2].T, args[0]
         else:
             return func(*args, **kwargs)
-        products = self._rounded_product(inputs, weight)
+        products = self.product(inputs, weight.detach())
         if products is None:
             return func(*args, **kwargs)
         return (products if bias is None else products + bias).to(inputs.dtype)
 
-    def _rounded_product(self, inputs: Tensor, weight: Tensor) -> Tensor | None:
-        """The product with the weight [outputs, inputs]; None if it stays float, or too few tokens use it."""
-        rows = weight.detach().float().contiguous().numpy()
+    def product(self, inputs: Tensor, weight: Tensor) -> Tensor | None:
+        """The product with the weight [outputs, inputs]; None to compute it as usual."""
+        raise NotImplementedError
+
+
+class _Effects(_Products):
+    """Inside the block, each layer also runs with each of its wanted matrices rounded. See `measure_effects`."""
+
+    def __init__(self, wanted: Mapping[bytes, int], scheme: Quantisation, tokens: int) -> None:
+        super().__init__()
+        self.found: dict[bytes, float] = {}
+        self._wanted, self._scheme, self._tokens = wanted, scheme, tokens
+        self._seen: dict[bytes, list[bytes]] | None = None  # of a layer's matrices: digest of the first row -> of all
+        self._rounded: bytes | None = None  # the matrix that is rounded
+
+    def call_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The forward of a layer."""
+        self._seen = {}
+        output = forward(*args, **kwargs)
+        exact = _hidden_states(output)
+        for first, digests in list(self._seen.items()):
+            self._rounded = first
+            moved = _hidden_states(forward(*args, **kwargs)) - exact
+            effect = float((moved.square().sum(-1) / (exact.square().sum(-1) + float(_TINY))).mean())
+            for digest in digests if math.isfinite(effect) else ():
+                self.found[digest] = self.found.get(digest, 0.0) + effect / len(digests)
+        self._seen = self._rounded = None
+        return output
+
+    def product(self, inputs: Tensor, weight: Tensor) -> Tensor | None:
+        if self._seen is None or inputs.numel() != self._tokens * inputs.shape[-1]:
+            return None
+        first = row_digest(weight[0].float().numpy())
+        if first not in self._wanted or self._rounded not in (None, first):
+            return None
+        rows = weight.float().contiguous().numpy()
+        if self._rounded is None:
+            self._seen[first] = [row_digest(row) for row in rows]
+            return None
+        size, dtype = self._wanted[first], np.dtype(np.float32)
+        codes, scales, zeros = search_blocks(
+            rows, size, self._scheme.bits, symmetric=self._scheme.symmetric, dtype=dtype
+        )
+        steps = codes.reshape(*scales.shape, -1).astype(np.float32) - zeros[..., None]
+        rounded = (steps * scales[..., None]).reshape(len(rows), -1)[:, : rows.shape[1]]
+        return inputs.float() @ torch.from_numpy(np.ascontiguousarray(rounded)).T
+
+
+def _hidden_states(output: Any) -> Tensor:
+    """Those of a layer's output, float32."""
+    found: Tensor = output[0] if isinstance(output, tuple) else output
+    return found.float()
+
+
+class _Rounding(_Products):
+    """Inside the block, the second half of the batch computes with rounded matrices in place of wanted ones.
+
+    Experts do so for all their tokens, because these are no longer in the batch's order.
+
+    found: the matrices rounded so far.
+    """
+
+    def __init__(
+        self, wanted: Mapping[bytes, RowFormat], scheme: Quantisation, advance: Callable[[int], object], tokens: int
+    ) -> None:
+        super().__init__()
+        self.found = CalibratedRows()
+        self._wanted, self._scheme, self._advance, self._tokens = wanted, scheme, advance, tokens
+
+    def product(self, inputs: Tensor, weight: Tensor) -> Tensor | None:
+        rows = weight.float().contiguous().numpy()
         if row_digest(rows[0]) not in self._wanted:
             return None
         digests = [row_digest(row) for row in rows]
-        sizes = {self._wanted.get(digest) for digest in digests}
-        block_size = sizes.pop()
         tokens = inputs.detach().float().reshape(-1, inputs.shape[-1]).numpy()
-        if block_size is None or sizes or len(tokens) < _LEAST_TOKENS or not np.isfinite(tokens).all():
+        if not all(digest in self._wanted for digest in digests):
             return None
+        if len(tokens) < _LEAST_TOKENS or not np.isfinite(tokens).all():
+            return None
+        parts: dict[RowFormat, list[int]] = {}
+        for place, digest in enumerate(digests):
+            parts.setdefault(self._wanted[digest], []).append(place)
         half = len(tokens) // 2 if len(tokens) == self._tokens else 0
         exact, own = tokens[:half] @ rows.T, tokens[half:]
-        known = self.found.find(digests)
-        if known is None:
-            check_finite(rows)
-            scale_type = np.dtype(np.float16 if weight.dtype == torch.float16 else np.float32)
-            outputs = exact if half else own @ rows.T
-            data = round_for_tokens(rows, tokens[:half], own, outputs, block_size, self._scheme, scale_type)
-        else:  # a matrix that several layers share
-            data = known[0]
-        rounded = decode_blocks(data, self._scheme.bits, rows.shape[1])
-        if known is None:
-            some = own[::_MEASURED]
-            errors = _squares(some @ (rounded - rows).T) / (_squares(some @ rows.T) + _TINY)
-            self.found.add(digests, _Matrix(data, float(errors.mean())))
-            self._advance(len(digests))
+        outputs, rounded = exact if half else own @ rows.T, np.empty_like(rows)
+        for row_format, places in parts.items():
+            names = [digests[place] for place in places]
+            if not self.found.has(names):  # several layers may share a matrix
+                check_finite(rows)
+                scheme = replace(self._scheme, bits=row_format.bits, table_bits=None)
+                scale_type = np.dtype(np.float16 if weight.dtype == torch.float16 else np.float32)
+                some = outputs[:, places]
+                size = row_format.block_size
+                data = round_for_tokens(rows[places], tokens[:half], own, some, size, scheme, scale_type)
+                self.found.add(names, data)
+                self._advance(len(names))
+            rounded[places] = decode_blocks(self.found.find(names), row_format.bits, rows.shape[1])
         products = np.concatenate([exact, own @ rounded.T])
         return torch.from_numpy(products.reshape(*inputs.shape[:-1], len(rows)))
 
@@ -298,23 +359,26 @@ def round_for_tokens(
     scaled = inputs * factors
     gram = scaled.T @ scaled
     if len(exact):
-        weight = weight + np.float32(_CORRECTED) * _correction(weight, ((exact - inputs) * factors).T @ scaled, gram)
+        weight = weight + _correction(weight, ((exact - inputs) * factors).T @ scaled, gram)
     codes, scales, zeros = round_with_feedback(weight, gram, block_size, scheme, scale_type)
     packed = pack_codes(codes, scheme.bits).reshape(*scales.shape, -1)
     return WeightBlocks(packed, scales, None if scheme.symmetric else pack_codes(zeros, scheme.bits))
 
 
 def _correction(weight: np.ndarray, moved: np.ndarray, gram: np.ndarray) -> np.ndarray:
-    """What to add to `weight`, so that its products with the inputs are nearest to those with the exact ones (GPTAQ).
+    """What to add to `weight`, so that its products with the inputs come nearer to those with the exact ones (GPTAQ).
 
     moved: sum of (exact inputs - inputs)^T inputs.
     """
     damped = gram + np.diag(np.diagonal(gram) * np.float32(_CORRECTION_DAMPING) + _TINY)
     try:
-        found = np.linalg.solve(damped, (weight @ moved).T).T
+        found = np.float32(_CORRECTED) * np.linalg.solve(damped, (weight @ moved).T).T
     except np.linalg.LinAlgError:
         return np.zeros_like(weight)
-    return found if np.isfinite(found).all() else np.zeros_like(weight)
+    if not np.isfinite(found).all():
+        return np.zeros_like(weight)
+    most = np.float32(_LARGEST_CORRECTION) * np.linalg.norm(weight, axis=1)
+    return found * np.minimum(1, most / (np.linalg.norm(found, axis=1) + _TINY))[:, None]
 
 
 def _importance(outputs: np.ndarray) -> np.ndarray:

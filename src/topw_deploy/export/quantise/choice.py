@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import onnx_ir as ir
@@ -16,14 +16,53 @@ _MORE_BITS = 8  # of products that lose most with 4
 _SLICE_ROWS = 1024
 
 
-class FoundRows(Protocol):
-    """Rounded rows of a model, see `calibration.CalibratedRows`."""
+class RowFormat(NamedTuple):
+    """How a row is stored: the number of weights in a block, and the bits of a code."""
 
-    def find(self, digests: list[bytes]) -> tuple[WeightBlocks, float] | None: ...
+    block_size: int
+    bits: int
 
 
-Calibrate = Callable[[Mapping[bytes, int]], FoundRows]
-"""Rounds rows for a text. Argument: the digest of each row -> its block size."""
+class CalibratedRows:
+    """Rounded rows of a model's matrices, looked up by a digest of the original float row."""
+
+    def __init__(self) -> None:
+        self._places: dict[bytes, tuple[WeightBlocks, int]] = {}
+
+    def add(self, digests: Sequence[bytes], matrix: WeightBlocks) -> None:
+        """Add a matrix, whose rows have these digests."""
+        for row, digest in enumerate(digests):
+            self._places.setdefault(digest, (matrix, row))
+
+    def has(self, digests: Sequence[bytes]) -> bool:
+        """Whether all rows with these digests were rounded."""
+        return all(digest in self._places for digest in digests)
+
+    def find(self, digests: Sequence[bytes]) -> WeightBlocks:
+        """Return the blocks of rows that were rounded with the same format."""
+        by_matrix: dict[int, tuple[WeightBlocks, list[int], list[int]]] = {}
+        for output, digest in enumerate(digests):
+            matrix, row = self._places[digest]
+            _, outputs, rows = by_matrix.setdefault(id(matrix), (matrix, [], []))
+            outputs.append(output)
+            rows.append(row)
+        parts = list(by_matrix.values())
+        order = np.argsort(np.concatenate([outputs for _, outputs, _ in parts]))
+
+        def gather(place: int) -> np.ndarray:
+            return np.concatenate([np.asarray(matrix[place])[rows] for matrix, _, rows in parts])[order]
+
+        return WeightBlocks(gather(0), gather(1), None if parts[0][0].zero_points is None else gather(2))
+
+
+class Calibration(Protocol):
+    """Rounds rows for a text, see `calibration.TextCalibration`."""
+
+    def effects(self, wanted: Mapping[bytes, int]) -> Mapping[bytes, float]:
+        """What rounding changes, by row. wanted: the digest of each row -> its block size."""
+
+    def round(self, wanted: Mapping[bytes, RowFormat]) -> CalibratedRows:
+        """Round rows. wanted: the digest of each -> its format."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +80,7 @@ class RoundedWeights:
     notices: sentences for the user; available after `settle`.
     """
 
-    def __init__(self, scheme: Quantisation, calibrate: Calibrate | None, estimate: bool) -> None:
+    def __init__(self, scheme: Quantisation, calibrate: Calibration | None, estimate: bool) -> None:
         self.notices: list[str] = []
         self._scheme, self._calibrate, self._estimate = scheme, calibrate, estimate
         self._candidates: dict[int, _Candidate] = {}
@@ -73,36 +112,42 @@ class RoundedWeights:
         """Round the weights for the calibration text, and choose those that get 8 bits."""
         if self._calibrate is None:
             return
+        effects: Mapping[bytes, float] = {}
+        if not self._estimate:
+            wanted = {digest: one.plain.block_size for one in self._candidates.values() for digest in one.digests}
+            effects = self._calibrate.effects(wanted)
+        self._raise_bits(effects)
         if self._estimate:
-            self._raise_bits({key: 1.0 for key, one in self._candidates.items() if one.plain.experts is None})
             return
-        wanted = {
-            digest: candidate.plain.block_size
-            for candidate in self._candidates.values()
-            for digest in candidate.digests
+        formats = {
+            digest: RowFormat(self._made[key].block_size, self._made[key].bits)
+            for key, one in self._candidates.items()
+            for digest in one.digests
         }
-        rows = self._calibrate(wanted)
-        errors: dict[int, float] = {}
+        rows = self._calibrate.round(formats)
+        left = 0
         for key, candidate in self._candidates.items():
-            found = rows.find(candidate.digests)
-            if found is None:
+            if not rows.has(candidate.digests):
+                left += 1
                 continue
-            error = found[1]
-            del found
-            compute = lambda _weight, digests=candidate.digests: rows.find(digests)[0]  # type: ignore[index]  # noqa: E731
-            self._made[key] = replace(candidate.plain, compute=compute)
-            if candidate.plain.experts is None:
-                errors[key] = error
-        left = len(self._candidates) - sum(self._made[key] is not one.plain for key, one in self._candidates.items())
+            compute = lambda _weight, digests=candidate.digests: rows.find(digests)  # noqa: E731
+            self._made[key] = replace(self._made[key], compute=compute)
         if left:
             self.notices.append(
                 f"{left} of {len(self._candidates)} weights were rounded without the calibration text, whose tokens do "
                 "not reach them"
             )
-        self._raise_bits(errors)
 
-    def _raise_bits(self, errors: dict[int, float]) -> None:
-        """Give 8 bits to the weights that lose most for each byte, as long as the average stays within the budget."""
+    def _raise_bits(self, effects: Mapping[bytes, float]) -> None:
+        """Give 8 bits to the weights that lose most for each byte, as long as the average stays within the budget.
+
+        effects: see `Calibration.effects`; if they are empty, all weights count as if they lost the same.
+        """
+        errors = {
+            key: sum(effects.get(digest, 0.0) for digest in one.digests) if effects else 1.0
+            for key, one in self._candidates.items()
+            if one.plain.experts is None
+        }
         most, weights = self._scheme.average_bits, self._made.values()
         count = sum(weight.outputs * weight.inputs for weight in weights)
         free = most * count / 8 - sum(weight.nbytes for weight in weights)
@@ -117,7 +162,7 @@ class RoundedWeights:
             costs[key] = precise.nbytes - plain.nbytes, precise
         raised = 0
         for key in sorted(errors, key=lambda key: -errors[key] / costs[key][0]):
-            if costs[key][0] <= free:
+            if errors[key] > 0 and costs[key][0] <= free:
                 free -= costs[key][0]
                 self._made[key] = costs[key][1]
                 raised += 1

@@ -25,7 +25,7 @@ from topw_deploy.export.quantise.blocks import (
     StoredWeight,
     row_reader,
 )
-from topw_deploy.export.quantise.choice import Calibrate, RoundedWeights
+from topw_deploy.export.quantise.choice import Calibration, RoundedWeights
 from topw_deploy.export.quantise.rounding import Quantisation
 from topw_deploy.export.quantise.weights import (
     DOMAIN,
@@ -51,7 +51,7 @@ def quantise(
     stored: StoredRows | None = None,
     *,
     cut: bool = False,
-    calibrate: Calibrate | None = None,
+    calibrate: Calibration | None = None,
     estimate: bool = False,
 ) -> list[str]:
     """Quantise `model` in place. Returns notices for the user, such as about weights left in float.

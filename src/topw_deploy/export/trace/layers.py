@@ -39,6 +39,16 @@ class IrregularLayersError(Exception):
     """Layers that cannot be traced once for all of their kind."""
 
 
+def decoder_layers(model: PreTrainedModel) -> tuple[str, list[nn.Module]]:
+    """The name of the list of a model's layers, and the layers; none if there is no such list, or more than one."""
+    count = int(model.config.get_text_config(decoder=True).num_hidden_layers)
+    lists = [
+        (name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part) == count
+    ]
+    name, layers = lists[0] if lists else ("", ())
+    return name, list(layers) if all(other.startswith(name) for other, _ in lists) else []
+
+
 @dataclass
 class _Kind:
     """The layers of one kind.
@@ -64,16 +74,7 @@ class RepeatedLayers:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        count = int(model.config.get_text_config(decoder=True).num_hidden_layers)
-        lists = [
-            (name, part)
-            for name, part in model.named_modules()
-            if isinstance(part, nn.ModuleList) and len(part) == count
-        ]
-        name, layers = lists[0] if lists else ("", ())
-        if not all(other.startswith(name) for other, _ in lists):
-            layers = ()
-        self._layers: list[nn.Module] = list(layers)
+        name, self._layers = decoder_layers(model)
         self._names = [f"{name}.{number}" for number in range(len(self._layers))]
         uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
         self._structures = [_structure(layer, number, uses) for number, layer in enumerate(self._layers)]
