@@ -54,7 +54,7 @@ _MEASURED = 8  # one of so many rows measures the effect of products
 _CORRECTED = 0.5  # the part of the errors before a product that its weight corrects: few tokens state all inexactly
 _LARGEST_CORRECTION = 0.25  # of a row, relative to its length: a few tokens that move much would replace it
 _CORRECTION_DAMPING = 0.3  # of the Gram matrix, relative to its diagonal
-_TINY = np.float32(np.finfo(np.float32).tiny)
+_TINY = torch.finfo(torch.float32).tiny
 
 
 def calibration_rows(tokenizer: Path, text: str, vocab_size: int, context_length: int) -> np.ndarray:
@@ -264,7 +264,7 @@ class _Effects(_Products):
         for first, digests in list(self._seen.items()):
             self._rounded = first
             moved = _hidden_states(forward(*args, **kwargs)) - exact
-            effect = float((moved.square().sum(-1) / (exact.square().sum(-1) + float(_TINY))).mean())
+            effect = float((moved.square().sum(-1) / (exact.square().sum(-1) + _TINY)).mean())
             for digest in digests if math.isfinite(effect) else ():
                 self.found[digest] = self.found.get(digest, 0.0) + effect / len(digests)
         self._seen = self._rounded = None
@@ -311,42 +311,41 @@ class _Rounding(_Products):
         self._wanted, self._scheme, self._advance, self._tokens = wanted, scheme, advance, tokens
 
     def product(self, inputs: Tensor, weight: Tensor) -> Tensor | None:
-        rows = weight.float().contiguous().numpy()
+        weight, dtype = weight.float().contiguous(), weight.dtype
+        rows = weight.numpy()
         if row_digest(rows[0]) not in self._wanted:
             return None
         digests = [row_digest(row) for row in rows]
-        tokens = inputs.detach().float().reshape(-1, inputs.shape[-1]).numpy()
+        tokens = inputs.detach().float().reshape(-1, inputs.shape[-1])
         if not all(digest in self._wanted for digest in digests):
             return None
-        if len(tokens) < _LEAST_TOKENS or not np.isfinite(tokens).all():
+        if len(tokens) < _LEAST_TOKENS or not torch.isfinite(tokens).all():
             return None
         parts: dict[RowFormat, list[int]] = {}
         for place, digest in enumerate(digests):
             parts.setdefault(self._wanted[digest], []).append(place)
         half = len(tokens) // 2 if len(tokens) == self._tokens else 0
-        exact, own = tokens[:half] @ rows.T, tokens[half:]
-        outputs, rounded = exact if half else own @ rows.T, np.empty_like(rows)
+        exact, own = tokens[:half] @ weight.T, tokens[half:]
+        outputs, rounded = exact if half else own @ weight.T, torch.empty_like(weight)
         for row_format, places in parts.items():
             names = [digests[place] for place in places]
             if not self.found.has(names):  # several layers may share a matrix
                 check_finite(rows)
                 scheme = replace(self._scheme, bits=row_format.bits, table_bits=None)
-                scale_type = np.dtype(np.float16 if weight.dtype == torch.float16 else np.float32)
-                some = outputs[:, places]
-                size = row_format.block_size
-                data = round_for_tokens(rows[places], tokens[:half], own, some, size, scheme, scale_type)
+                scale_type = np.dtype(np.float16 if dtype == torch.float16 else np.float32)
+                some, size = outputs[:, places], row_format.block_size
+                data = round_for_tokens(weight[places], tokens[:half], own, some, size, scheme, scale_type)
                 self.found.add(names, data)
                 self._advance(len(names))
-            rounded[places] = decode_blocks(self.found.find(names), row_format.bits, rows.shape[1])
-        products = np.concatenate([exact, own @ rounded.T])
-        return torch.from_numpy(products.reshape(*inputs.shape[:-1], len(rows)))
+            rounded[places] = torch.from_numpy(decode_blocks(self.found.find(names), row_format.bits, rows.shape[1]))
+        return torch.cat([exact, own @ rounded.T]).reshape(*inputs.shape[:-1], len(rows))
 
 
 def round_for_tokens(
-    weight: np.ndarray,
-    exact: np.ndarray,
-    inputs: np.ndarray,
-    outputs: np.ndarray,
+    weight: Tensor,
+    exact: Tensor,
+    inputs: Tensor,
+    outputs: Tensor,
     block_size: int,
     scheme: Quantisation,
     scale_type: np.dtype[Any],
@@ -355,41 +354,34 @@ def round_for_tokens(
 
     exact: the inputs of the model's own weights, [tokens, inputs], which give `outputs`; none if they are `inputs`.
     """
-    factors = np.sqrt(_importance(outputs))[:, None]
+    factors = _importance(outputs).sqrt()[:, None]
     scaled = inputs * factors
     gram = scaled.T @ scaled
     if len(exact):
         weight = weight + _correction(weight, ((exact - inputs) * factors).T @ scaled, gram)
-    codes, scales, zeros = round_with_feedback(weight, gram, block_size, scheme, scale_type)
+    codes, scales, zeros = round_with_feedback(weight.numpy(), gram.numpy(), block_size, scheme, scale_type)
     packed = pack_codes(codes, scheme.bits).reshape(*scales.shape, -1)
     return WeightBlocks(packed, scales, None if scheme.symmetric else pack_codes(zeros, scheme.bits))
 
 
-def _correction(weight: np.ndarray, moved: np.ndarray, gram: np.ndarray) -> np.ndarray:
+def _correction(weight: Tensor, moved: Tensor, gram: Tensor) -> Tensor:
     """What to add to `weight`, so that its products with the inputs come nearer to those with the exact ones (GPTAQ).
 
     moved: sum of (exact inputs - inputs)^T inputs.
     """
-    damped = gram + np.diag(np.diagonal(gram) * np.float32(_CORRECTION_DAMPING) + _TINY)
-    try:
-        found = np.float32(_CORRECTED) * np.linalg.solve(damped, (weight @ moved).T).T
-    except np.linalg.LinAlgError:
-        return np.zeros_like(weight)
-    if not np.isfinite(found).all():
-        return np.zeros_like(weight)
-    most = np.float32(_LARGEST_CORRECTION) * np.linalg.norm(weight, axis=1)
-    return found * np.minimum(1, most / (np.linalg.norm(found, axis=1) + _TINY))[:, None]
+    damped = gram + torch.diag(gram.diagonal() * _CORRECTION_DAMPING + _TINY)
+    found, failed = torch.linalg.solve_ex(damped, weight @ moved, left=False)
+    if failed or not torch.isfinite(found).all():
+        return torch.zeros_like(weight)
+    most = _LARGEST_CORRECTION * weight.norm(dim=1, keepdim=True)
+    size = _CORRECTED * found.norm(dim=1, keepdim=True)
+    return _CORRECTED * found * (most / torch.maximum(size, most).clamp_min(_TINY))
 
 
-def _importance(outputs: np.ndarray) -> np.ndarray:
+def _importance(outputs: Tensor) -> Tensor:
     """The factor of each token's squared errors, [tokens]: what counts is its error relative to its output.
 
     Otherwise a few tokens with huge activations, such as the first of a text, would decide alone.
     """
-    sizes = _squares(outputs)
-    return np.minimum(np.median(sizes) / (sizes + _TINY), np.float32(_LARGEST_IMPORTANCE))
-
-
-def _squares(rows: np.ndarray) -> np.ndarray:
-    """The sum of squares of each row."""
-    return np.einsum("ij,ij->i", rows, rows)
+    sizes = outputs.square().sum(dim=1)
+    return (sizes.median() / (sizes + _TINY)).clamp_max(_LARGEST_IMPORTANCE)

@@ -12,6 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from topw_deploy.export.quantise.rounding import Quantisation, search_blocks
 
@@ -38,16 +40,15 @@ def round_with_feedback(
         weight, block_size, bits, symmetric=scheme.symmetric, dtype=scale_type, importance=importance
     )
     order = np.argsort(-variance, kind="stable")  # the inputs that matter most come first
-    factors = feedback_factors(gram[np.ix_(order, order)])
+    factors = torch.from_numpy(feedback_factors(gram[np.ix_(order, order)]))
     for start in range(0, len(weight), _ROWS):
         rows = slice(start, start + _ROWS)
-        codes[rows, order] = _round_rows(
-            np.ascontiguousarray(weight[rows].T[order]),
-            factors,
-            scales[rows].T[order // block_size].astype(np.float32),
-            zeros[rows].T[order // block_size].astype(np.float32),
-            (1 << bits) - 1,
+        targets, steps, middles = (
+            torch.from_numpy(part.astype(np.float32, order="C"))
+            for part in (weight[rows].T[order], scales[rows].T[order // block_size], zeros[rows].T[order // block_size])
         )
+        found = _round_rows(targets, steps, middles, factors, bits)
+        codes[rows, order] = found.numpy()
     return codes, scales, zeros
 
 
@@ -65,37 +66,28 @@ def feedback_factors(gram: np.ndarray) -> np.ndarray:
         scale = 1 / np.sqrt(variance + added)
         normal = gram * scale[:, None] * scale
         np.fill_diagonal(normal, 1.0)
-        try:  # of the reversed matrix, whose lower factor is the upper one reversed
-            upper = np.linalg.cholesky(np.ascontiguousarray(normal[::-1, ::-1]))[::-1, ::-1]
-        except np.linalg.LinAlgError:
+        # Of the reversed matrix, whose lower factor is the upper one reversed.
+        lower, failed = torch.linalg.cholesky_ex(torch.from_numpy(np.ascontiguousarray(normal[::-1, ::-1])))
+        if failed:
             damping *= 10
             continue
+        upper = lower.numpy()[::-1, ::-1]
         factors = (upper / np.diagonal(upper) / scale[:, None] * scale).T
         return np.ascontiguousarray(factors, np.float32)
 
 
-def _round_rows(
-    weight: np.ndarray, factors: np.ndarray, scales: np.ndarray, zeros: np.ndarray, most: int
-) -> np.ndarray:
-    """The codes of the outputs `weight`, uint8 [outputs, inputs]. All arguments have inputs first and `factors` order.
-
-    most: the largest code.
-    """
+def _round_rows(weight: Tensor, scales: Tensor, zeros: Tensor, factors: Tensor, bits: int) -> Tensor:
+    """The codes of the outputs `weight`, uint8 [outputs, inputs]. All arguments have inputs first, in one order."""
     inputs, outputs = weight.shape
-    inverses = np.divide(1, scales, out=np.zeros_like(scales), where=scales != 0)
-    codes, errors = np.empty((inputs, outputs), np.uint8), np.empty_like(weight)
+    inverses = torch.where(scales != 0, 1 / scales, 0)
+    codes, errors = torch.empty((inputs, outputs), dtype=torch.uint8), torch.empty_like(weight)
     for start in range(0, inputs, _COLUMNS):
         stop = min(start + _COLUMNS, inputs)
-        targets = weight[start:stop] + factors[start:stop, :start] @ errors[:start]
+        targets = torch.addmm(weight[start:stop], factors[start:stop, :start], errors[:start])
         for column in range(start, stop):
             target = targets[column - start]
-            target += factors[column, start:column] @ errors[start:column]
-            target *= inverses[column]
-            target += zeros[column]
-            np.rint(target, out=target)
-            np.clip(target, 0, most, out=target)
+            target.addmv_(errors[start:column].T, factors[column, start:column])
+            target.mul_(inverses[column]).add_(zeros[column]).round_().clamp_(0, (1 << bits) - 1)
             codes[column] = target
-            target -= zeros[column]
-            target *= scales[column]
-            np.subtract(weight[column], target, out=errors[column])
+            torch.sub(weight[column], target.sub_(zeros[column]).mul_(scales[column]), out=errors[column])
     return codes.T
