@@ -28,10 +28,17 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from topw_deploy.errors import ParameterError, TopWError, UnsupportedModelError, one_line
-from topw_deploy.export.quantise.blocks import WeightBlocks, check_finite, decode_blocks, pack_codes, row_digest
+from topw_deploy.export.quantise.blocks import (
+    QuantisedWeight,
+    WeightBlocks,
+    check_finite,
+    decode_blocks,
+    pack_codes,
+    row_digest,
+)
 from topw_deploy.export.quantise.choice import CalibratedRows, RowFormat
 from topw_deploy.export.quantise.feedback import round_with_feedback
-from topw_deploy.export.quantise.rounding import BUNDLED, Quantisation, search_blocks
+from topw_deploy.export.quantise.rounding import BUNDLED, Quantisation
 from topw_deploy.export.source.checkpoint import load_during_calls
 from topw_deploy.export.source.text_decoder import context_length
 from topw_deploy.export.source.tokenizer import write_tokenizer
@@ -280,13 +287,9 @@ class _Effects(_Products):
         if self._rounded is None:
             self._seen[first] = [row_digest(row) for row in rows]
             return None
-        size, dtype = self._wanted[first], np.dtype(np.float32)
-        codes, scales, zeros = search_blocks(
-            rows, size, self._scheme.bits, symmetric=self._scheme.symmetric, dtype=dtype
-        )
-        steps = codes.reshape(*scales.shape, -1).astype(np.float32) - zeros[..., None]
-        rounded = (steps * scales[..., None]).reshape(len(rows), -1)[:, : rows.shape[1]]
-        return inputs.float() @ torch.from_numpy(np.ascontiguousarray(rounded)).T
+        read, float32 = lambda start, stop: rows[start:stop], np.dtype(np.float32)
+        nearest = QuantisedWeight.rounded(read, rows.shape, float32, self._wanted[first], self._scheme).values()
+        return inputs.float() @ torch.from_numpy(nearest).T
 
 
 def _hidden_states(output: Any) -> Tensor:
@@ -332,9 +335,8 @@ class _Rounding(_Products):
             if not self.found.has(names):  # several layers may share a matrix
                 check_finite(rows)
                 scheme = replace(self._scheme, bits=row_format.bits, table_bits=None)
-                scale_type = np.dtype(np.float16 if dtype == torch.float16 else np.float32)
-                some, size = outputs[:, places], row_format.block_size
-                data = round_for_tokens(weight[places], tokens[:half], own, some, size, scheme, scale_type)
+                how = row_format.block_size, scheme, np.dtype(np.float16 if dtype == torch.float16 else np.float32)
+                data = round_for_tokens(weight[places], tokens[:half], own, outputs[:, places], *how)
                 self.found.add(names, data)
                 self._advance(len(names))
             rounded[places] = torch.from_numpy(decode_blocks(self.found.find(names), row_format.bits, rows.shape[1]))

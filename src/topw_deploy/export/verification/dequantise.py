@@ -27,7 +27,8 @@ _INPUTS = {"MatMulNBits": ((1, 2, 3),), "GatherBlockQuantized": ((0, 2, 3),), "Q
 """Operator -> the places of codes, scales and zero points among its inputs."""
 _BITS = {"QMoE": "expert_weight_bits"}
 # The root of the mean square of (float weight - rounded weight) / scale, over a matrix. Rounding to nearest gives 0.29,
-# for a text up to 0.5, and zero points that are off by one at least 1.
+# for a text up to 0.62, and zero points that are off by one at least 1. The scale is that of the scheme's bits, because
+# weights with more are corrected for the errors of others.
 _LARGEST_STEPS = 0.8
 _ALIKE = 0.5  # least cosine of a row and its rounded form
 _TINY = float(np.finfo(np.float32).tiny)
@@ -112,13 +113,14 @@ def dequantise_model(
                 done.add(id(parameter))
                 if not is_kept(matrices.reshape(-1, matrices.shape[2]), of_experts=True):
                     named = [one for one in coded if _is_named(one, names.get(id(parameter), []))]
-                    steps += _replace(matrices, named or coded)
+                    steps += _replace(matrices, named or coded, scheme.bits)
             for parameter in module.parameters(recurse=False):
                 if parameter.dim() == 2 and id(parameter) not in done:
                     done.add(id(parameter))
                     rows = parameter.T if isinstance(module, Conv1D) else parameter  # [outputs, inputs]
                     if not is_kept(rows, of_table=parameter is table):
-                        steps += _replace(rows[None], [one for one in coded if _is_named(one, names[id(parameter)])])
+                        own = [one for one in coded if _is_named(one, names[id(parameter)])]
+                        steps += _replace(rows[None], own, scheme.bits)
     worst = max(steps, default=0.0)
     detail = f"root of the mean square of a matrix; {len(steps)} matrices"
     ends = [*names[id(table)], *names.get(id(getattr(model.get_output_embeddings(), "weight", None)), [])]
@@ -141,10 +143,10 @@ def _is_named(coded: CodedMatrices, names: list[str]) -> bool:
     return any(name in coded.name for name in names)
 
 
-def _replace(matrices: torch.Tensor, coded: list[CodedMatrices]) -> list[float]:
+def _replace(matrices: torch.Tensor, coded: list[CodedMatrices], bits: int) -> list[float]:
     """Replace `matrices`, [matrices, outputs, inputs], by those of the first of `coded` that are theirs, rounded.
 
-    Returns the error of each in steps; [] if no one is theirs.
+    Returns the error of each in steps of this many bits; [] if no one is theirs.
     """
     import torch
 
@@ -153,7 +155,8 @@ def _replace(matrices: torch.Tensor, coded: list[CodedMatrices]) -> list[float]:
             continue
         steps = []
         for number, matrix in enumerate(matrices):
-            found = _pair_rows(matrix.numpy(), *one.decode(number))
+            values, scales = one.decode(number)
+            found = _pair_rows(matrix.numpy(), values, scales * 2.0 ** max(0, one.bits - bits))
             if found is None:
                 break
             matrix.copy_(torch.from_numpy(found[0]))

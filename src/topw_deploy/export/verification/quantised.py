@@ -35,7 +35,7 @@ from topw_deploy.sampling import Geometry, sample_row, uniform_for
 from topw_deploy.sampling.geometry import SAMPLE_TEXT, first_and_last_tokens, split_special_prefix
 
 _COLUMNS = 256  # tokens in each row
-_LARGEST_BUDGET, _SMALLEST_BUDGET = 8192, 1024  # tokens of text
+_LARGEST_BUDGET, _SMALLEST_BUDGET = 4096, 1024  # tokens of text
 _LARGEST_WORK = 4 * 10**12  # multiply-adds of a model for the text: under a minute on a few cores
 
 
