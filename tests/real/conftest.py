@@ -1,7 +1,8 @@
 """SmolLM2-135M-Instruct from the GGUF file that `make real` installs, exported once in each form for all tests.
 
 `kept` keeps the file's codes, `float32` decodes them, and `int4` rounds the decoded weights again, for a quarter of the
-bundled calibration text, which takes a quarter of the time. The exports are not verified: the tests compare them with transformers themselves.
+bundled calibration text, which takes a quarter of the time. The exports are not verified: the tests compare them with
+transformers themselves.
 """
 
 from __future__ import annotations
