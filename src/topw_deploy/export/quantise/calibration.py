@@ -294,7 +294,7 @@ class _Effects(_Products):
 
 def _hidden_states(output: Any) -> Tensor:
     """Those of a layer's output, float32."""
-    found: Tensor = output[0] if isinstance(output, tuple) else output
+    found: Tensor = output[0] if isinstance(output, tuple | list) else output
     return found.float()
 
 
