@@ -23,7 +23,7 @@ ALLOWED = {
     "dtypes": set(),
     "progress": set(),
     "device_lock": set(),
-    "folders": {"errors"},
+    "folders": {"errors", "text"},
     "text": {"errors"},
     "install": {"errors"},
     "tiny": set(),

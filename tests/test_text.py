@@ -9,7 +9,7 @@ import unicodedata
 import pytest
 
 from topw_deploy.errors import ParameterError, PromptError
-from topw_deploy.text import binary_size, decimal_size, decode_text, json_text, parse_size, printable
+from topw_deploy.text import decimal_size, decode_text, json_text, parse_size, printable
 
 
 def test_a_byte_order_mark_at_the_start_is_dropped() -> None:
@@ -86,20 +86,9 @@ def test_a_size_is_shown_in_the_largest_unit_of_at_least_one(size: int, text: st
     assert decimal_size(size) == text
 
 
-@pytest.mark.parametrize(
-    ("size", "text"), [(1023, "1023 bytes"), (1024, "1.0 KiB"), (2**20 - 1, "1.0 MiB"), (3 * 2**30, "3.0 GiB")]
-)
-def test_a_binary_size_is_rounded_before_its_unit_is_chosen(size: int, text: str) -> None:
-    assert binary_size(size) == text
-
-
 @pytest.mark.parametrize("size", ["9" * 400, "9" * 400 + "GB", 2**63, "9300000TB"])
 def test_a_size_of_2_to_the_63_bytes_or_more_is_refused(size: int | str) -> None:
     with pytest.raises(
         ParameterError, match=r"^the size is .{1,60}, but must be a positive number of bytes below 2\^63"
     ):
         parse_size(size)
-
-
-def test_more_digits_distinguish_close_sizes() -> None:
-    assert (decimal_size(1_204_000_000, 2), decimal_size(1_212_000_000, 2)) == ("1.20 GB", "1.21 GB")

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from topw_deploy.errors import ExportError
+from topw_deploy.text import decimal_size
 
 SPARE = 16 << 20
 """Bytes of the disk that must stay free."""
@@ -182,9 +183,10 @@ def require_space(folder: Path, needed: int) -> None:
     """Raise ExportError if the disk of `folder` has fewer than `needed` + SPARE free bytes."""
     free = shutil.disk_usage(folder).free
     if free < needed + SPARE:
+        more = decimal_size(needed + SPARE - free)
         raise ExportError(
-            f"the disk of {folder} has {free / 1e9:.2f} GB free, but {(needed + SPARE) / 1e9:.2f} GB are needed; make "
-            "room or choose another output."
+            f"the disk of {folder} has {decimal_size(free)} free, but needs {more} more; make room or choose another "
+            "output."
         )
 
 

@@ -93,27 +93,18 @@ def parse_size(size: int | str, name: str = "the size") -> int:
     found = 0.0 if match is None else float(match[1]) * _UNITS[match[2].upper()]
     if not 0.5 < found < _MOST:
         raise ParameterError(
-            f"{name} is {size!r:.60}, but must be a positive number of bytes below 2^63, such as 500MB, 2GB or 2GiB.",
+            f"{name} is {size!r:.60}, but must be a positive number of bytes below 2^63, such as 500MB or 2GB.",
             name,
         )
     return round(found)
 
 
-def decimal_size(count: float, digits: int = 1) -> str:
-    """Format a size in powers of 1000, with `digits` decimals: `17 bytes`, `20.3 MB`, `1.2 GB`."""
-    return _size_text(count, 1000, ("kB", "MB", "GB", "TB"), digits)
-
-
-def binary_size(count: float) -> str:
-    """Format a size in powers of 1024: `17 bytes`, `3.0 GiB`."""
-    return _size_text(count, 1024, ("KiB", "MiB", "GiB", "TiB"), 1)
-
-
-def _size_text(count: float, base: int, units: tuple[str, ...], digits: int) -> str:
+def decimal_size(count: float) -> str:
+    """Format a size in powers of 1000: `17 bytes`, `20.3 MB`, `1.2 GB`."""
     text = f"{count:.0f} bytes"
-    for unit in units:
-        if round(count, digits) < base:
+    for unit in ("kB", "MB", "GB", "TB"):
+        if round(count, 1) < 1000:
             break
-        count /= base
-        text = f"{count:.{digits}f} {unit}"
+        count /= 1000
+        text = f"{count:.1f} {unit}"
     return text

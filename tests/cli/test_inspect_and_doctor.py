@@ -83,11 +83,11 @@ SHOWN: list[tuple[dict[str, Any], list[str]]] = [
             "static: one buffer, written in place",
             "GroupQueryAttention",
             "2 layers, float16 1 x tokens x 2, float16 1 x tokens x 3: 20 bytes a token",
-            "20.0 KiB for one sequence of the full context",
+            "20.5 kB for one sequence of the full context",
             "in steps of 256 tokens",
             "each row's prompt chunks after the first run separately",
             "must have equal lengths",
-            "int4 3.0 MiB; float16 1.0 MiB; 4.0 MiB in all",
+            "int4 3.1 MB; float16 1.0 MB; 4.2 MB in all",
         ],
     ),
 ]

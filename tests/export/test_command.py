@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from click.testing import CliRunner, Result
 
 from tests.support.tiny_models import VOCAB
 from topw_deploy.cli import main
+from topw_deploy.cli.export import _verdict
 from topw_deploy.cli.export import verify as verify_command
-from topw_deploy.manifest import load_manifest
+from topw_deploy.errors import VerificationError
+from topw_deploy.export.options import ExportReport
+from topw_deploy.export.verification import run as run_module
+from topw_deploy.manifest import Check, NotCompared, Verification, load_manifest
 from topw_deploy.plugins.library import why_absent
+from topw_deploy.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -41,11 +49,53 @@ def test_progress_goes_to_stderr_and_the_result_to_stdout(tmp_path: Path, foreig
     result = run(foreign_decoder, tmp_path / "out")
     assert result.exit_code == 0
     assert result.stdout == f"{tmp_path / 'out'}\n"
-    assert "Attaching the sampler" in result.stderr
+    assert re.search(r"^Attaching the sampler \(.*\): \d+\.\d s$", result.stderr, re.MULTILINE)
+    assert "[✓]" not in result.stderr
+    seconds = re.search(r"^Verifying: (.* s)$", result.stderr, re.MULTILINE)
+    assert seconds is not None
+    assert result.stderr.splitlines()[-2:] == [
+        f"Verified: 12 checks in {seconds[1]}",
+        f'Next: topw generate {tmp_path / "out"} "Once upon a time"',
+    ]
+
+
+@pytest.mark.slow
+def test_verbose_shows_every_check(tmp_path: Path, foreign_decoder: Path) -> None:
+    result = run(foreign_decoder, tmp_path / "out", "-v")
     assert result.stderr.count("[✓]") == 12
     median = load_manifest(tmp_path / "out").median_distance
     assert median is not None
     assert f"median distance of likely pairs: {median:.4g}" in result.stderr
+    assert re.search(r"^Verifying: .* s$", result.stderr, re.MULTILINE)  # again, below its checks
+
+
+@pytest.mark.slow
+def test_a_failed_verification_shows_its_checks(
+    tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(progress: Progress) -> None:
+        progress.say("  -[x] generation: 2 (bound 0; 8 tokens)")
+        raise VerificationError("1 of 12 checks failed.")
+
+    monkeypatch.setattr(run_module, "verify_in_subprocess", lambda *arguments: check(arguments[-1]))
+    result = run(foreign_decoder, tmp_path / "out")
+    assert result.exit_code == 1
+    assert result.stderr.endswith(
+        "\nVerifying\n  -[x] generation: 2 (bound 0; 8 tokens)\nError: 1 of 12 checks failed.\n"
+    )
+
+
+def test_the_last_lines_say_what_was_not_verified(tmp_path: Path, foreign_decoder: Path) -> None:
+    result = run(foreign_decoder, tmp_path / "out", "--no-verify")
+    assert result.stderr.splitlines()[-2] == "Not verified, because of --no-verify"
+    missing = Verification(
+        status="partial",
+        checks=(Check(name="sampler", difference=0.0, bound=1.0, passed=True, detail=""),),
+        not_compared=(NotCompared("generation", "no kernels"),),
+    )
+    report = cast("ExportReport", SimpleNamespace(verification=missing))
+    verdict = "Verified in part: 1 check in 2.0 s; not compared: generation"
+    assert _verdict(report, {"Verifying": 2.0, "Tracing": 1.0}) == verdict
 
 
 def test_the_result_as_json(tmp_path: Path, foreign_decoder: Path) -> None:
@@ -78,7 +128,7 @@ def test_a_dry_run_lists_inputs_outputs_and_sizes(tmp_path: Path, foreign_decode
     result = run(foreign_decoder, tmp_path / "out", "--dry-run", "--with-keep-mask")
     assert result.exit_code == 0
     assert f"keep_mask  bool  [batch_size, {VOCAB}]" in result.stdout
-    assert "bytes of weights" in result.stdout
+    assert "kB of weights" in result.stdout
     assert "states of a sequence:\n  full  256 bytes a token\n" in result.stdout
     data = (foreign_decoder / "model.onnx.data").stat().st_size
     assert f"({data:,} bytes)" in result.stdout.split("files:")[1].split("peak memory:")[0]

@@ -11,7 +11,7 @@ import click
 from topw_deploy.cli.options import CONTEXT, COUNT, FILE, PATH, SIZE, Parsed, json_option, quiet_option
 from topw_deploy.cli.terminal import progress, say, say_json, tell
 from topw_deploy.plugins import library
-from topw_deploy.text import binary_size, decimal_size
+from topw_deploy.text import decimal_size
 
 
 @click.command(name="build-engine", context_settings=CONTEXT)
@@ -38,7 +38,7 @@ from topw_deploy.text import binary_size, decimal_size
 @click.option(
     "--timing-cache", type=FILE, help="Read and write TensorRT's timings here, so that a second build is faster."
 )
-@click.option("--workspace", type=SIZE, help="Maximum scratch memory of the engine: 512MB, 2GiB.  [default: free]")
+@click.option("--workspace", type=SIZE, help="Maximum scratch memory of the engine: 512MB, 2GB.  [default: free]")
 @click.option(
     "--plugin",
     metavar="auto|none|PATH",
@@ -63,7 +63,7 @@ def build_engine(out: Path, as_json: bool, quiet: bool, **values: Any) -> None:
         say_json({"path": str(built.path), **to_builtins(built.stamp)}, indent=2)
     else:
         if not quiet:
-            tell(f"{binary_size(built.stamp.size)} in {built.seconds:.0f} s")
+            tell(f"{decimal_size(built.stamp.size)} in {built.seconds:.0f} s")
         say(built.path)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,10 +22,10 @@ from topw_deploy.cli.options import (
     quantisation_options,
     sampler_options,
 )
-from topw_deploy.cli.terminal import progress, say, say_json, tell
-from topw_deploy.errors import MissingPackageError
+from topw_deploy.cli.terminal import Stages, progress, say, say_json, tell
+from topw_deploy.errors import MissingPackageError, VerificationError
 from topw_deploy.progress import Progress
-from topw_deploy.text import binary_size, count_text
+from topw_deploy.text import count_text, decimal_size
 
 if TYPE_CHECKING:
     from topw_deploy.export.options import ExportReport
@@ -78,7 +80,7 @@ _trust_option = click.option("--trust-remote-code", is_flag=True, help="Run Pyth
 @click.option(
     "--max-shard-size",
     metavar="SIZE",
-    help="Maximum size of a data file, such as 500MB, 2GB or 2GiB.  [default: one file]",
+    help="Maximum size of a data file, such as 500MB or 2GB.  [default: one file]",
 )
 @click.option("--hard-link", is_flag=True, help="Hard-link the data files of an ONNX decoder instead of copying them.")
 @click.option(
@@ -119,15 +121,50 @@ def export(
 
 def _run(exporter: Any, model: str | None, out: Path, values: dict[str, Any]) -> ExportReport:
     """Call `export_model` or `export_sampler` with the values of a command's options, and print the report."""
-    as_json, quiet = values.pop("as_json"), values.pop("quiet")
-    report: ExportReport = exporter(model, out, progress=progress(quiet), verify=not values.pop("no_verify"), **values)
+    as_json, quiet, verbose = values.pop("as_json"), values.pop("quiet"), values.pop("verbose")
+    stages, verify = Stages(verbose=verbose), not values.pop("no_verify")
+    try:
+        report: ExportReport = exporter(model, out, progress=progress(quiet, stages.say), verify=verify, **values)
+    except BaseException as error:
+        tell(*stages.details if isinstance(error, VerificationError) and not verbose else ())
+        raise
+    stages.end()
     for notice in report.notices:
         tell(f"Note: {notice}.")
     if as_json:
         say_json(msgspec.to_builtins(report, enc_hook=str), indent=2)
     else:
         say(*_report_lines(report))
+    if not (quiet or as_json or report.dry_run):
+        tell(_verdict(report, stages.seconds), *_next_step(report, values.get("target")))
     return report
+
+
+def _verdict(report: ExportReport, seconds: Mapping[str, float]) -> str:
+    """How much of the export was verified, in one line. seconds: of each stage."""
+    found = report.verification
+    if found.status == "skipped":
+        return "Not verified, because of --no-verify"
+    duration = sum(taken for stage, taken in seconds.items() if stage.startswith("Verifying"))
+    checks = f"{count_text(len(found.checks), 'check')} in {duration:.1f} s"
+    if found.status == "passed":
+        return f"Verified: {checks}"
+    failed = [check.name for check in found.checks if not check.passed]
+    parts = (("failed", failed), ("not compared", [each.name for each in found.not_compared]))
+    listed = "".join(f"; {title}: {', '.join(names)}" for title, names in parts if names)
+    return f"Verified in part: {checks}{listed}"
+
+
+def _next_step(report: ExportReport, target: str | None) -> list[str]:
+    """The command that uses a decoder; [] for a sampler alone."""
+    if "tokenizer.json" not in report.files:
+        return []
+    out = shlex.quote(str(report.output))
+    if target == "tensorrt":
+        return [f"Next: topw build-engine {out}"]
+    if "chat_template.jinja" in report.files:
+        return [f"Next: topw chat {out}"]
+    return [f'Next: topw generate {out} "Once upon a time"']
 
 
 def _argument_or_option(name: str, positional: Any, option: Any) -> Any:
@@ -143,15 +180,15 @@ def _report_lines(report: ExportReport) -> list[str]:
     """The folder, or what a dry run would write."""
     if not report.dry_run:
         return [str(report.output)]
-    weights = f"{report.nodes} nodes, {report.weight_bytes:,} bytes of weights"
+    weights = f"{report.nodes} nodes, {decimal_size(report.weight_bytes)} of weights"
     lines = [f"{report.output} would hold {report.model_type}: {weights}"]
     for title, tensors in (("inputs", report.inputs), ("outputs", report.outputs)):
         lines.append(f"{title}:")
         lines += [f"  {t.name}  {t.dtype}  [{', '.join(map(str, t.shape))}]" for t in tensors]
-    states = {kind: f"{binary_size(token)} a token" if token else binary_size(fixed)
+    states = {kind: f"{decimal_size(token)} a token" if token else decimal_size(fixed)
               for kind, (fixed, token) in report.states.items()}  # fmt: skip
     sizes, memory = (
-        {name: f"{binary_size(size)} ({size:,} bytes)" for name, size in amounts.items()}
+        {name: f"{decimal_size(size)} ({size:,} bytes)" for name, size in amounts.items()}
         for amounts in (report.sizes, report.memory)
     )
     for title, texts in (("states of a sequence", states), ("files", sizes), ("peak memory", memory)):

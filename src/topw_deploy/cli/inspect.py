@@ -15,7 +15,7 @@ from topw_deploy.errors import TensorRTError
 from topw_deploy.manifest import DecoderInfo, DecoderManifest, Manifest, TensorSpec, Verification, load_manifest
 from topw_deploy.sampling.rules import RULES
 from topw_deploy.tensorrt.stamp import FOLDER, folder_problem, read_stamp, stamp_paths, unfinished_engines
-from topw_deploy.text import binary_size
+from topw_deploy.text import decimal_size
 
 _CACHE_FORMS = {
     "concat": "past in, past plus new tokens out",
@@ -62,7 +62,7 @@ def _lines(folder: Path, manifest: Manifest) -> Iterator[str]:
     yield from _section_lines("outputs", _tensor_rows(manifest.outputs))
     yield from _engine_lines(folder)
     yield from _section_lines(
-        "files", ((name, binary_size(entry.size)) for name, entry in sorted(manifest.files.items()))
+        "files", ((name, decimal_size(entry.size)) for name, entry in sorted(manifest.files.items()))
     )
     yield from _section_lines("verification", _verification_rows(manifest.verification))
     opset = [(f"opset {domain or 'ai.onnx'}", version) for domain, version in manifest.opset.items()]
@@ -81,7 +81,7 @@ def _engine_lines(folder: Path) -> Iterator[str]:
         profiles = " and ".join(profile.name for profile in stamp.profiles)
         bounds = "{} rows, {} tokens and {} edits of each".format(*stamp.most)
         sampler = "the plugin" if stamp.plugin else "its function"
-        rows.append((stamp.engine, f"{binary_size(stamp.size)}, for {profiles}: {bounds}; sampled by {sampler}"))
+        rows.append((stamp.engine, f"{decimal_size(stamp.size)}, for {profiles}: {bounds}; sampled by {sampler}"))
     interrupted = "not used: it has no stamp, so its build was interrupted"
     rows += [(path.name, interrupted) for path in unfinished_engines(folder)]
     if reason := folder_problem(folder):
@@ -106,8 +106,8 @@ def _decoder_rows(decoder: DecoderInfo) -> Iterator[tuple[str, object]]:
     if not decoder.ragged_chunks:
         yield "batches", "each row's prompt chunks after the first run separately"
     if decoder.weights:
-        total = f"{binary_size(sum(decoder.weights.values()))} in all"
-        yield "weights", "; ".join([*(f"{name} {binary_size(n)}" for name, n in decoder.weights.items()), total])
+        total = f"{decimal_size(sum(decoder.weights.values()))} in all"
+        yield "weights", "; ".join([*(f"{name} {decimal_size(n)}" for name, n in decoder.weights.items()), total])
     else:
         yield "weights", decoder.weights_dtype
     if how := decoder.quantisation:
@@ -130,9 +130,9 @@ def _state_rows(decoder: DecoderInfo) -> Iterator[tuple[str, object]]:
         shapes = sorted({(state.dtype, state.shape) for state in states})
         layout = ", ".join(f"{dtype} {' x '.join(str(size or 'tokens') for size in shape)}" for dtype, shape in shapes)
         total += fixed + token * decoder.context_length
-        size = f"{binary_size(token)} a token" if token else binary_size(fixed)
+        size = f"{decimal_size(token)} a token" if token else decimal_size(fixed)
         yield f"{kind} states", f"{layers} layers, {layout}: {size}"
-    yield "cache size", f"{binary_size(total)} for one sequence of the full context"
+    yield "cache size", f"{decimal_size(total)} for one sequence of the full context"
 
 
 def _section_lines(title: str, rows: Iterable[tuple[str, object]]) -> Iterator[str]:

@@ -157,6 +157,7 @@ sampler_options = option_group(
     click.option("--no-verify", is_flag=True, help="Do not compare the export with its source."),
     json_option,
     quiet_option,
+    click.option("-v", "--verbose", is_flag=True, help="Show each check, and what the decoder was lowered to."),
     click.option("--revision", help="Branch, tag or commit of a hub model."),
     click.option("--gguf-file", metavar="NAME", help="The GGUF file to read in MODEL, a folder or a hub id."),
     click.option("--cache-dir", type=PATH, help="Folder of the hub's cache."),

@@ -61,14 +61,14 @@ _SERVER_NAMES = ("host", "port", "uds", "max_connections", "verbose")
 )
 @_engine_options
 @click.option(
-    "--kv-bytes", type=SIZE, help="Maximum memory of each cache, such as 2GiB; lowers --max-batch if necessary."
+    "--kv-bytes", type=SIZE, help="Maximum memory of each cache, such as 2GB; lowers --max-batch if necessary."
 )
 @click.option("--prefill-budget", type=COUNT, default=256, help="Maximum prompt tokens per iteration.")
 @click.option("--prefix-bytes", type=SIZE, help="Host memory to keep earlier prompts for reuse.  [default: none]")
 @click.option(
     "--reuse-prefixes/--no-reuse-prefixes", default=True, help="Read the common beginning of prompts only once."
 )
-@click.option("--max-body", type=SIZE, default="8MiB", help="Maximum size of a request's body; larger ones get 413.")
+@click.option("--max-body", type=SIZE, default="8MB", help="Maximum size of a request's body; larger ones get 413.")
 @click.option("--body-timeout", type=float, default=30.0, help="Seconds in which a request's body must arrive.")
 @click.option("--max-prompt-tokens", type=int, help="Maximum tokens of a prompt.  [default: what fits the context]")
 @click.option(

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,44 @@ def say(*lines: object) -> None:
 
 
 def tell(*lines: object, end: str = "\n") -> None:
-    """Print lines to stderr."""
-    sys.stderr.write("".join(f"{printable(line)}{end}" for line in lines))
+    """Print lines to stderr, below the line of a stage that has not ended."""
+    begin, Stages.open_line = "\n" * Stages.open_line, False
+    sys.stderr.write(begin + "".join(f"{printable(line)}{end}" for line in lines))
     sys.stderr.flush()
+
+
+class Stages:
+    """Prints the stages of a long call to stderr, and the seconds of each when it ends: `Tracing: 3.1 s`.
+
+    details: the lines that begin with a space. They are printed only if `verbose`.
+    seconds: of each stage that has ended.
+    """
+
+    open_line = False  # whether the last line on stderr is a stage's, without its seconds
+
+    def __init__(self, *, verbose: bool = False) -> None:
+        self.details: list[str] = []
+        self.seconds: dict[str, float] = {}
+        self._verbose, self._stage, self._started = verbose, "", 0.0
+
+    def say(self, line: str) -> None:
+        """Begin a stage, or take a detail of the current one."""
+        if line.startswith(" "):
+            self.details.append(line)
+            if self._verbose:
+                tell(line)
+            return
+        self.end()
+        tell(line, end="")
+        Stages.open_line, self._stage, self._started = True, line, time.monotonic()
+
+    def end(self) -> None:
+        """Print the seconds of the current stage, on its line or, if others were printed since, on a new one."""
+        if self._stage:
+            self.seconds[self._stage] = seconds = time.monotonic() - self._started
+            name = "" if Stages.open_line else self._stage
+            self._stage, Stages.open_line = "", False
+            tell(f"{name}: {seconds:.1f} s")
 
 
 def say_json(document: Any, *, indent: int | None = None) -> None:
@@ -158,6 +194,7 @@ def bar(total: int, unit: str, *, done: int = 0) -> Iterator[Advance]:
     if sys.stderr is None or not sys.stderr.isatty():
         yield lambda _parts: None
         return
+    tell()  # the bar needs a line of its own
     is_share = unit in ("B", "%")
     label = "" if is_share else unit
     with click.progressbar(length=total, label=label, show_pos=not is_share, file=sys.stderr) as shown:
@@ -165,6 +202,6 @@ def bar(total: int, unit: str, *, done: int = 0) -> Iterator[Advance]:
         yield shown.update
 
 
-def progress(quiet: bool) -> Progress:
-    """The progress callbacks of a command, which do nothing if `quiet`."""
-    return SILENT if quiet else Progress(tell, bar)
+def progress(quiet: bool, say: Callable[[str], object] = tell) -> Progress:
+    """The progress callbacks of a command, which do nothing if `quiet`. say: prints a line of text."""
+    return SILENT if quiet else Progress(say, bar)

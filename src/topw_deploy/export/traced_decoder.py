@@ -66,7 +66,7 @@ def build_decoder(
         fuse_gates=fuse_gates,
         quantised=options.quantisation is not None,
     )
-    progress.say(f"Lowered attention to {lowered.attention}, the cache {lowered.kv_form}")
+    progress.say(f"  attention: {lowered.attention}; cache: {lowered.kv_form}")
     if lowered.notice is not None:
         notices.append(lowered.notice)
     # The trace has opset 23; its operators are also valid in 24.

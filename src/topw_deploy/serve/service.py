@@ -66,7 +66,7 @@ class ServeOptions:
     engine: Mapping[str, Any] = field(default_factory=dict)
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
-    max_body: int = 8 * 2**20
+    max_body: int = 8_000_000
     body_timeout: float = 30.0
     max_prompt_tokens: int | None = None
     request_timeout: float | None = 600.0

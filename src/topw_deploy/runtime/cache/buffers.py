@@ -84,7 +84,7 @@ class HostMemory:
         most = machine_bytes()
         if most is not None and size > most:
             raise GenerationError(
-                f"the cache would write {size / 1e9:.1f} GB at once, but this machine has {most / 1e9:.1f} GB; "
+                f"the cache would write {decimal_size(size)} at once, but this machine has {decimal_size(most)}; "
                 f"{REMEDY}."
             )
         self._array[:size] = 0

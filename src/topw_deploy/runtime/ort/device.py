@@ -23,6 +23,7 @@ from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.errors import GenerationError, one_line
 from topw_deploy.runtime.cache.buffers import REMEDY, allocate_zeros
 from topw_deploy.runtime.ort.session import HostBinding, OrtSession
+from topw_deploy.text import decimal_size
 
 _LEAST_BYTES = {"changing": 4 << 10, "rest": 64 << 10, "results": 4 << 10}  # bytes; enough for most requests
 _MOST_GRAPHS = 64  # per session: each graph keeps device memory until the session closes
@@ -62,7 +63,7 @@ class DeviceMemory:
                 self._value = ort.OrtValue.ortvalue_from_numpy(zeros, *device)
         except Exception as error:  # noqa: BLE001  # unrelated classes
             raise GenerationError(
-                f"the cache would take {size / 1e9:.1f} GB of {device[0]} {device[1]}, which cannot allocate it "
+                f"the cache would take {decimal_size(size)} of {device[0]} {device[1]}, which cannot allocate it "
                 f"({one_line(error, 200)}); {REMEDY}."
             ) from None
         self.pointer: int = self._value.data_ptr()
