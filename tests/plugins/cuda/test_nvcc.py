@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 
 from tests.support.function_cases import Wanted, feeds, open_model, run
 from tests.support.rows import random_case
+from tests.support.shared import skip_or_fail
 from tests.support.toy_model import Toy, export
 from topw_deploy.plugins import compile_native, library, nvcc
 from topw_deploy.runtime import TopWModel
@@ -63,6 +66,24 @@ def test_one_library_holds_code_for_every_gpu(toolkit: nvcc.Toolkit, cuda_librar
     assert (code.code, code.ptx) == (set(found.architectures), {found.architectures[-1]})
     if not ARCHITECTURES and toolkit.version.startswith("13."):
         assert found.architectures == nvcc.ARCHITECTURES
+
+
+# Registers, and bytes of stack (arrays and spilled registers) and of shared memory. More registers than these would not
+# fit the largest blocks, and more stack than nvcc 13.0 gives on sm_75 to sm_120 (144 to 192, 1,904 to 2,368) is new.
+LIMITS = {"certify": (64, 200, 7168), "geometry": (128, 2400, 5120)}
+
+
+def test_no_kernel_needs_more_registers_stack_or_shared_memory(toolkit: nvcc.Toolkit, cuda_library: Path) -> None:
+    program = toolkit.nvcc.resolve().parent / "cuobjdump"
+    if not program.is_file():
+        skip_or_fail(f"{program} is missing; `make cuda-tools` brings it")
+    path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+    words = [str(program), "--dump-resource-usage", str(cuda_library)]
+    listed = subprocess.run(words, capture_output=True, text=True, check=True, env={**os.environ, "PATH": path}).stdout
+    kernels = re.findall(r"Function _ZN4topw\d+(certify|geometry)\S*:\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", listed)
+    assert len(kernels) == 4 * len(library.load_cuda(cuda_library).architectures)  # certify for three types of logits
+    for name, *found in kernels:
+        assert all(int(value) <= limit for value, limit in zip(found, LIMITS[name], strict=True)), (name, found)
 
 
 def test_the_library_needs_no_cuda_and_no_driver_to_load(cuda_library: Path) -> None:
