@@ -208,7 +208,7 @@ def test_the_report_says_why_a_library_serves_no_gpu_here(
     pretended.path, pretended.architectures = tmp_path / "other.so", (80, 90)
     monkeypatch.setattr(library, "load_cuda", lambda path: pretended)
     found = library.read_status()
-    assert found.cuda.why_unused == "it has no code for sm_87 (run: topw plugins build --cuda --arch 87)"
+    assert found.cuda.why_unused == "other.so has no code for sm_87 (run `topw plugins build --cuda --arch 87`)"
     assert library.status_lines(found)[1:] == [
         f"CUDA library  {tmp_path / 'other.so'}, sm_80 sm_90, unused: {found.cuda.why_unused}",
         "GPU 0         Orin, sm_87",

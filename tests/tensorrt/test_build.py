@@ -140,8 +140,9 @@ def test_the_cuda_library_is_used_if_it_has_code_for_this_gpu(
     trt: TensorRT, gpu: Gpu, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trt.registry.all_creators.clear()
-    kernels = SimpleNamespace(can_run_on=lambda architecture: architecture == 90)
-    monkeypatch.setattr(library, "library_path", lambda kind: Path("/lib/libtopw_cuda.so"))
+    kernels = library.CudaLibrary.__new__(library.CudaLibrary)
+    kernels.path, kernels.architectures = Path("/lib/libtopw_cuda.so"), (90,)
+    monkeypatch.setattr(library, "library_path", lambda kind: kernels.path)
     monkeypatch.setattr(library, "load_cuda", lambda path: kernels)
     gpu.architecture = 87
     assert build(out).stamp.plugin == ""

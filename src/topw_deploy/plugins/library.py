@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, overload
 
 from topw_deploy.errors import ParameterError, PluginError
 
@@ -139,6 +139,13 @@ class CudaLibrary(Library):
         """Whether the library has code or PTX for a GPU of this architecture."""
         return GpuCode(frozenset(self.architectures), frozenset(self.architectures[-1:])).runs_on(architecture)
 
+    def missing_code(self, devices: Sequence[Device]) -> str:
+        """Why none of `devices` can run the library, as a clause; "" if one can, or if there is none."""
+        if not devices or any(self.can_run_on(device.architecture) for device in devices):
+            return ""
+        number = devices[0].architecture
+        return f"{self.path.name} has no code for sm_{number} (run `topw plugins build --cuda --arch {number}`)"
+
 
 _loaded: dict[Path, Library] = {}
 
@@ -156,6 +163,26 @@ def load_cuda(path: Path) -> CudaLibrary:
     if not isinstance(found, CudaLibrary):
         _loaded[path] = found = CudaLibrary(path)
     return found
+
+
+@overload
+def load_selected(kind: Literal["cuda"]) -> tuple[CudaLibrary | None, str]: ...
+@overload
+def load_selected(kind: Kind) -> tuple[Library | None, str]: ...
+
+
+def load_selected(kind: Kind) -> tuple[Library | None, str]:
+    """Load the library to use. Returns (library or None, why there is none, as a clause)."""
+    path = library_path(kind)
+    if path is None:
+        return None, why_absent(kind)
+    try:
+        return (load_cuda(path) if kind == "cuda" else load(path)), ""
+    except OSError as error:
+        which = "the CUDA library" if kind == "cuda" else "the native library"
+        if named := os.environ.get(_VARIABLES[kind]):
+            which += f" of {_VARIABLES[kind]}={named!r}"
+        return None, f"{which} does not load ({error})"
 
 
 @contextmanager
@@ -354,40 +381,15 @@ class Status:
 
 
 def read_status() -> Status:
-    found, path = query_driver(), library_path()
-    if path is None:
-        cpu = CpuStatus(None, None, why_absent())
-    else:
-        try:
-            cpu = CpuStatus(str(path), load(path).instruction_set, "")
-        except OSError as error:
-            cpu = CpuStatus(None, None, load_failure(path, "cpu", error))
-    return Status(cpu, cuda_status(found), found)
-
-
-def load_failure(path: Path, kind: Kind, error: OSError) -> str:
-    """A clause that says that a library does not load, and the variable that names it, if one does."""
-    which = "the CUDA library" if kind == "cuda" else "the native library"
-    named = os.environ.get(_VARIABLES[kind])
-    if named and path.absolute() == _selected_path(kind):
-        which += f" of {_VARIABLES[kind]}={named!r}"
-    return f"{which} does not load ({error})"
-
-
-def cuda_status(found: Driver) -> CudaStatus:
-    path = library_path("cuda")
-    if path is None:
-        return CudaStatus(None, (), why_absent("cuda"))
-    try:
-        library = load_cuda(path)
-    except OSError as error:
-        return CudaStatus(None, (), load_failure(path, "cuda", error))
-    unserved = [device for device in found.devices if not library.can_run_on(device.architecture)]
-    why = found.why_none
-    if unserved and len(unserved) == len(found.devices):
-        number = unserved[0].architecture
-        why = f"it has no code for sm_{number} (run: topw plugins build --cuda --arch {number})"
-    return CudaStatus(str(path), library.architectures, why)
+    """Load the libraries to use, and query the driver."""
+    driver = query_driver()
+    native, why = load_selected("cpu")
+    cpu = CpuStatus(None, None, why) if native is None else CpuStatus(str(native.path), native.instruction_set, "")
+    gpus, why = load_selected("cuda")
+    if gpus is None:
+        return Status(cpu, CudaStatus(None, (), why), driver)
+    why = driver.why_none or gpus.missing_code(driver.devices)
+    return Status(cpu, CudaStatus(str(gpus.path), gpus.architectures, why), driver)
 
 
 def status_lines(status: Status) -> list[str]:

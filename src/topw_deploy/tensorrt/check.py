@@ -90,11 +90,12 @@ def register_plugin(trt: Any, path: Path | None = None) -> str:
     if plugin_registered(trt):
         return ""
     if path is None:
-        path = library.library_path("cuda")
-        if path is None:
-            return library.why_absent("cuda")
-        if why := _missing_code(path):
+        found, why = library.load_selected("cuda")
+        if found is None:
             return why
+        if why := found.missing_code(library.query_driver().devices):
+            return why
+        path = found.path
     elif not path.is_file():
         raise TensorRTError(f"the plugin's library {path} is not a file; `topw plugins build --cuda` builds one.")
     trt.get_plugin_registry().load_library(str(path.absolute()))
@@ -103,19 +104,6 @@ def register_plugin(trt: Any, path: Path | None = None) -> str:
             f"{path} has no plugin for the sampler's node; `topw plugins build --cuda` builds one that has."
         )
     return ""
-
-
-def _missing_code(path: Path) -> str:
-    """Why the CUDA library at `path` is of no use to this machine's GPUs, as a clause; "" if it is."""
-    try:
-        kernels = library.load_cuda(path)
-    except OSError as error:
-        return f"the CUDA library does not load ({error})"
-    devices = library.query_driver().devices
-    if not devices or any(kernels.can_run_on(device.architecture) for device in devices):
-        return ""
-    number = devices[0].architecture
-    return f"{path.name} has no code for sm_{number} (run `topw plugins build --cuda --arch {number}`)"
 
 
 @dataclass(frozen=True)

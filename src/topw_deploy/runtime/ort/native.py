@@ -7,7 +7,6 @@ from contextlib import suppress
 import onnxruntime as ort
 
 from topw_deploy.plugins import library
-from topw_deploy.plugins.library import library_path
 from topw_deploy.runtime.ort import providers
 
 _LIBRARY_KINDS: dict[str, library.Kind] = {providers.CPU: "cpu", providers.CUDA: "cuda"}
@@ -34,24 +33,11 @@ def operator_library(
             registered = "cuda" if options.get_session_config_entry("topw.registered") == "cuda" else "cpu"
     if kind == "cuda" and registered == "cpu":
         return None, "the session options already have the CPU's operator and cannot take the GPU's; give new ones"
-    found, why = _load_library(registered or kind)
+    found, why = library.load_selected(registered or kind)
     if isinstance(found, library.CudaLibrary) and kind == "cuda":
-        for gpu in library.query_driver().devices[device : device + 1]:
-            number = gpu.architecture
-            if not found.can_run_on(number):
-                why = f"{found.path.name} has no code for sm_{number} (run `topw plugins build --cuda --arch {number}`)"
+        why = found.missing_code(library.query_driver().devices[device : device + 1])
     if found is None or why:
         return None, why
     if not found.supports(table_form):
         return None, f"the native sampler does not support the table form {table_form}"
     return found, ""
-
-
-def _load_library(kind: library.Kind) -> tuple[library.Library | None, str]:
-    path = library_path(kind)
-    if path is None:
-        return None, library.why_absent(kind)
-    try:
-        return (library.load_cuda(path) if kind == "cuda" else library.load(path)), ""
-    except OSError as error:
-        return None, library.load_failure(path, kind, error)
