@@ -99,7 +99,6 @@ class Layout:
     states: in that order.
     fixed: number of states whose size does not depend on the tokens.
     all, fixed_states, growing_states: slices of `states`: all, those of fixed size, and the others.
-    evicts, recurs: see DecoderInfo.
     """
 
     all = slice(None)
@@ -108,38 +107,13 @@ class Layout:
         self.states = sorted(decoder.states, key=lambda state: state.grows)
         self.fixed = sum(not state.grows for state in self.states)
         self.fixed_states, self.growing_states = slice(self.fixed), slice(self.fixed, None)
-        self.evicts, self.recurs = decoder.evicts, decoder.recurs
-        self._fixed_bytes = [state.row_bytes(0) for state in self.states]  # bytes without tokens
-        self._token_bytes = [state.row_bytes(1) if state.grows else 0 for state in self.states]
-        self._shapes = [state.shape for state in self.states]  # 0: tokens
-        self._element_numbers = [ELEMENT_TYPES[state.dtype].number for state in self.states]
-        self._names = [(state.past, state.present) for state in self.states]
-
-    def row_bytes(self, length: int) -> list[int]:
-        """The bytes of a row of `length` tokens, for each state."""
-        return [own + length * token for own, token in zip(self._fixed_bytes, self._token_bytes, strict=True)]
 
     def offsets(self, batch: int, length: int) -> list[int]:
-        """The byte offset of each state, and then the total size."""
+        """The byte offset of each state in a block of `batch` rows of `length` tokens, and then the total size."""
         offsets = [0]
-        for size in self.row_bytes(length):
-            offsets.append(offsets[-1] + _round_up(batch * size, ALIGNMENT))
+        for state in self.states:
+            offsets.append(offsets[-1] + _round_up(batch * state.row_bytes(length), ALIGNMENT))
         return offsets
-
-    def bind(self, binding: Binding, block: int, starts: Sequence[int], length: int, rows: range) -> None:
-        """Bind `rows` of each state as past and present.
-
-        block: the block's address.
-        starts: `self.offsets` of all rows.
-        """
-        parts = zip(self._names, self._shapes, self._element_numbers, self.row_bytes(length), starts, strict=False)
-        for (past, present), shape, number, size, start in parts:
-            sized = [len(rows), *(axis or length for axis in shape)]
-            binding.bind_memory(past, present, number, sized, block + start + rows.start * size)
-
-    def size(self, batch: int, length: int) -> int:
-        """The bytes of `batch` rows of `length` tokens."""
-        return self.offsets(batch, length)[-1]
 
 
 class Buffers:
@@ -153,7 +127,10 @@ class Buffers:
     def bind(self, binding: Binding, rows: range | None = None) -> None:
         """Bind each state as past and present. rows: None for all."""
         rows = range(self.batch) if rows is None else rows
-        self.layout.bind(binding, self.block.pointer, self._offsets, self.length, rows)
+        for state, start in zip(self.layout.states, self._offsets, strict=False):
+            shape = (len(rows), *state.sized(self.length))
+            place = self.block.pointer + start + rows.start * state.row_bytes(self.length)
+            binding.bind_memory(state.past, state.present, ELEMENT_TYPES[state.dtype].number, shape, place)
 
     def clear(self, *, all_states: bool) -> None:
         """Zero the states of fixed size, or all states: some operators multiply masked values, and 0 * NaN is NaN."""
@@ -275,7 +252,7 @@ class MemoryPool:
         """
         tokens, first = max(tokens, self._least_length), max(first, self._least_length)
         capacity = self._length or min(_round_up(tokens, _LENGTH_MULTIPLE), max(self._limit, tokens))
-        size = self.layout.size(batch, capacity)
+        size = self.layout.offsets(batch, capacity)[-1]
         with self._lock:
             block, self._kept_block = self._kept_block, None
             if block is None or block.size < size:
@@ -309,7 +286,7 @@ class MemoryPool:
         buffers.grow(min(_round_up(tokens + tokens // _GROWTH, self._step), buffers.capacity))
 
     def _allocate(self, batch: int, length: int) -> Memory:
-        return self._memory(self.layout.size(batch, length))
+        return self._memory(self.layout.offsets(batch, length)[-1])
 
 
 def _round_up(value: int, multiple: int) -> int:

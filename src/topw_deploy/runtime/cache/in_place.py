@@ -51,9 +51,9 @@ class InPlaceCache(ABC):
         self._most_columns = min(session.most_columns or chunk, decoder.most_columns or chunk)
         self._columns_per_run = max(1, min(chunk // len(prompts), self._most_columns))
         is_static = decoder.kv_form == "static"  # which returns the logits of each row's last token
-        may_pad = is_static and not pool.layout.evicts
+        may_pad = is_static and not decoder.evicts
         in_one_run = width <= self._columns_per_run and (may_pad or int(self._lengths.min()) == width)
-        may_repeat = is_static and decoder.ragged_chunks and not pool.layout.recurs  # a token, as `_chunks` does
+        may_repeat = is_static and decoder.ragged_chunks and not decoder.recurs  # a token, as `_chunks` does
         self._feeds_together = len(prompts) == 1 or in_one_run or may_repeat
         self.input_ids = np.zeros((len(prompts), 1), np.int64)
         tokens = max(len(prompt) + budget for prompt, budget in zip(prompts, budgets, strict=True))
@@ -121,7 +121,7 @@ class InPlaceCache(ABC):
             bind_greedy(self._session, binding, len(rows))
             self._buffers.bind(binding, rows)
             bodies = [self._prompts[row][:-1] for row in rows]
-            if not self._pool.layout.recurs:  # a row needs at least one token, which the last run writes again
+            if not self._decoder.recurs:  # a row needs at least one token, which the last run writes again
                 bodies = [body or self._prompts[row] for body, row in zip(bodies, rows, strict=True)]
             if len(rows) > 1:
                 lengths = np.array([len(body) for body in bodies], np.int64)
@@ -142,7 +142,7 @@ class InPlaceCache(ABC):
         for row, prompt in enumerate(self._prompts):
             wider = max(width, len(prompt) - 1, 1)
             too_many = (row - first + 1) * wider > self._chunk or wider > self._most_columns
-            other_length = self._pool.layout.evicts and len(prompt) != len(self._prompts[first])
+            other_length = self._decoder.evicts and len(prompt) != len(self._prompts[first])
             if row > first and (too_many or other_length):
                 yield range(first, row)
                 first, wider = row, max(len(prompt) - 1, 1)
