@@ -61,17 +61,12 @@ def save_figure(figure: Any, path: Path, note: str = "") -> None:
         raise ParameterError(f"the picture {path} cannot be written ({error}); choose another name.") from None
 
 
-def write_heading(axes: Any, text: str, pad: float = 6) -> None:
-    """Write the title of a panel, `pad` points above its axes."""
-    axes.set_title(text, fontsize=11, loc="left", pad=pad, color=TEXT, weight="bold")
-
-
 def finish_axes(axes: Any, heading: str, *, grid: str, x: str = "", y: str = "", legend: int = 0) -> None:
     """Write the heading and the labels `x` and `y`, and style the axes.
 
     legend: number of columns of a legend between heading and axes; 0 for none.
     """
-    write_heading(axes, heading, pad=24 if legend else 6)
+    axes.set_title(heading, fontsize=11, loc="left", pad=24 if legend else 6, color=TEXT, weight="bold")
     axes.set_xlabel(x, fontsize=9)
     axes.set_ylabel(y, fontsize=9)
     if legend:

@@ -14,16 +14,16 @@ from topw_deploy.tensorrt.build import Phases
 def test_phases_within_phases_make_one_growing_number() -> None:
     shown: list[int] = []
     phases = Phases(shown.append)
-    phases.start("all", None, 4)
-    phases.step("all", 0)
-    phases.start("part", "all", 2)
-    phases.step("part", 0)
-    phases.start("part of part", "part", 5)
-    phases.step("part of part", 4)
-    phases.finish("part of part")
-    phases.step("part", 1)
-    phases.finish("part")
-    phases.step("all", 3)
+    phases.phase_start("all", None, 4)
+    phases.step_complete("all", 0)
+    phases.phase_start("part", "all", 2)
+    phases.step_complete("part", 0)
+    phases.phase_start("part of part", "part", 5)
+    phases.step_complete("part of part", 4)
+    phases.phase_finish("part of part")
+    phases.step_complete("part", 1)
+    phases.phase_finish("part")
+    phases.step_complete("all", 3)
     assert shown == [25, 12, 13, 50]  # 1/4, half of the next, its rest, the end
     assert phases.stopped is None
 
@@ -38,20 +38,20 @@ def test_threads_advance_one_after_the_other_and_never_beyond_the_end() -> None:
         busy.release()
 
     phases = Phases(advance)
-    phases.start("all", None, 8)
+    phases.phase_start("all", None, 8)
 
     def work(number: int) -> None:
         name = f"part {number}"
         for _ in range(20):
-            phases.start(name, "all", 50)
+            phases.phase_start(name, "all", 50)
             for step in range(50):
-                phases.step(name, step)
-            phases.finish(name)
-        phases.step("all", number)
+                phases.step_complete(name, step)
+            phases.phase_finish(name)
+        phases.step_complete("all", number)
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(work, range(8)))
-    phases.finish("all")
+    phases.phase_finish("all")
     assert phases.stopped is None
     assert min(shown) > 0
     assert sum(shown) == 100
@@ -63,7 +63,7 @@ def test_an_exception_while_reporting_cancels_the_build_and_is_kept(raised: Base
         raise raised
 
     phases = Phases(advance)
-    phases.start("all", None, 4)
-    assert not phases.step("all", 0)
-    assert not phases.step("all", 0)
+    phases.phase_start("all", None, 4)
+    assert not phases.step_complete("all", 0)
+    assert not phases.step_complete("all", 0)
     assert phases.stopped is raised

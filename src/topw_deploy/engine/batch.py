@@ -94,13 +94,6 @@ class Batch:
         self._pool.free()
         del self._buffers  # it refers to the memory too
 
-    def assign(self, slot: int, sequence: GeneratedSequence) -> None:
-        """Give a free slot to a sequence: set the slot's parameters, rule, edits and mask.
-
-        Raises ParameterError if the sequence edits more tokens than the graph allows; the slot is then free.
-        """
-        self.inputs.set(slot, sequence)
-
     def clear(self, slot: int, *, nonfinite: bool = False, unchecked: bool = False) -> None:
         """Free a slot and make it greedy, which costs least in steps. Call `keep_tokens` if its tokens will be reused.
 

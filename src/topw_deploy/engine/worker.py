@@ -210,7 +210,7 @@ class EngineWorker:
             try:
                 if not sequence.has_ended:  # it may have ended with another sequence of its request
                     if not sequence.state.unread_tokens:
-                        self._batch.assign(sequence.slot, sequence.state)
+                        self._batch.inputs.set(sequence.slot, sequence.state)
                     self._update_mask(sequence)
                     restored = self._prefixes.restore_prefix(sequence.slot, sequence.reusable)
                     self._scheduler.skip_prefix(sequence, restored)
@@ -355,7 +355,7 @@ class EngineWorker:
         try:
             feed(token)
             if not is_drawn and not state.unread_tokens:
-                self._batch.assign(sequence.slot, state)
+                self._batch.inputs.set(sequence.slot, state)
             self._update_mask(sequence)
         except ParameterError as error:
             self._fail(sequence, error)

@@ -43,6 +43,7 @@ from topw_deploy.progress import SILENT, Progress
 from topw_deploy.sampling import Geometry, median_distance
 from topw_deploy.text import decimal_size
 
+_IR_VERSION = 10  # the first that has opset 23
 _VERIFIED_ROWS = 4
 
 
@@ -180,14 +181,9 @@ def sampler_model(
     if table is not None:
         inputs += [*add_geometry(editor, geometry, bound), editor.initializer(ir.Tensor(table), "topw.embedding")]
     graph.outputs.extend(add_sampler_node(graph, spec, inputs, "batch"))
-    model = ir.Model(graph, ir_version=ir_version(spec.opset), producer_name="topw_deploy")
+    model = ir.Model(graph, ir_version=_IR_VERSION, producer_name="topw_deploy")
     install_function(model, spec)
     return model
-
-
-def ir_version(opset: int) -> int:
-    """The lowest IR version with `opset`, because older runtimes refuse newer ones: onnxruntime 1.17 those above 9."""
-    return 8 if opset < 19 else 9 if opset < 21 else 10
 
 
 def _embedding_table(model: str | Path | None, options: SamplerExportOptions) -> tuple[np.ndarray | None, Source]:

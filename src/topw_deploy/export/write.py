@@ -106,14 +106,6 @@ def lay_out(values: Iterable[ir.Value], taken: Iterable[str] = (), max_shard_siz
     return [Slot(value, names[shard], offset, constant_of(value).nbytes) for value, shard, offset in places]
 
 
-def file_sizes(slots: Iterable[Slot]) -> dict[str, int]:
-    """Return {file name: bytes}."""
-    sizes: dict[str, int] = {}
-    for slot in slots:
-        sizes[slot.file] = slot.offset + slot.length
-    return sizes
-
-
 def _write_data(slots: list[Slot], path: Path, advance: Advance) -> str:
     """Write the data file `path` with these slots, in parts of at most `BLOCK_BYTES` bytes where possible.
 
@@ -180,7 +172,7 @@ def data_slots(model: ir.Model, max_shard_size: int | None = None) -> list[Slot]
 def written_sizes(model: ir.Model, slots: list[Slot]) -> dict[str, int]:
     """Return {file name: bytes} of the files that `write_model` would write."""
     with _refer_to_files(slots, Path()):
-        return {MODEL_NAME: ir.to_proto(model).ByteSize(), **file_sizes(slots)}
+        return {MODEL_NAME: ir.to_proto(model).ByteSize(), **{slot.file: slot.offset + slot.length for slot in slots}}
 
 
 def write_model(

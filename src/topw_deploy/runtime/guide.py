@@ -14,6 +14,7 @@ import numpy as np
 from topw_deploy import install
 from topw_deploy.errors import GrammarError, TokenizerError, one_line
 from topw_deploy.runtime.structured import Constraint, gbnf_rule_at, is_gbnf, to_lark
+from topw_deploy.sampling.row import pack_mask
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -52,11 +53,8 @@ class MaskLayout:
 
     def __init__(self, texts: Iterable[bytes]) -> None:
         has_text = np.array([bool(text) for text in texts], np.bool_)
-        self.vocab_size = len(has_text)
-        self.words = -(-self.vocab_size // 32)
-        octets = np.zeros(self.words * 4, np.uint8)
-        octets[: -(-self.vocab_size // 8)] = np.packbits(has_text, bitorder="little")
-        self.with_text = octets.view("<u4").astype(np.uint32)
+        self.vocab_size, self.with_text = len(has_text), pack_mask(has_text).view(np.uint32)
+        self.words = len(self.with_text)
 
 
 class Guide:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from topw_deploy.errors import ParameterError, TensorRTError
 from topw_deploy.folders import atomic_file, open_regular
 from topw_deploy.install import installed_version
-from topw_deploy.manifest import MODEL_NAME, DecoderManifest, load_manifest
+from topw_deploy.manifest import MANIFEST_NAME, MODEL_NAME, DecoderManifest, load_manifest, sha256_of
 from topw_deploy.progress import SILENT, Advance, Progress
 from topw_deploy.sampling.row import mask_words
 from topw_deploy.tensorrt import check
@@ -28,7 +28,6 @@ from topw_deploy.tensorrt.stamp import (
     TensorRTStamp,
     folder_problem,
     make_profiles,
-    manifest_hash,
     this_platform,
     write_stamp,
 )
@@ -117,7 +116,7 @@ def build_engine(
             engine=path.name,
             size=size,
             sha256=digest,
-            manifest=manifest_hash(out),
+            manifest=sha256_of(out / MANIFEST_NAME),
             **vars(platform),
             plugin="" if why_no_plugin else check.BUILT_WITH,
             precision="fp16" if fp16 else "as exported",
@@ -278,13 +277,16 @@ def _run_builder(
                 return 0
             return len(data)
 
+    class Monitor(Phases, trt.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self, advance: Advance) -> None:
+            trt.IProgressMonitor.__init__(self)
+            Phases.__init__(self, advance)
+
     writer = Writer()
     with progress.bar(100, "%") as advance:
-        phases = Phases(advance)
-        config.progress_monitor = monitor = _new_monitor(trt, phases)
+        config.progress_monitor = monitor = Monitor(advance)  # the builder holds no reference to it
         done = builder.build_serialized_network_to_stream(network, config, writer)
-    del monitor  # the builder holds no reference to it
-    if failed := writer.failed or phases.stopped:
+    if failed := writer.failed or monitor.stopped:
         raise failed
     if not done:
         raise TensorRTError(
@@ -295,6 +297,8 @@ def _run_builder(
 
 class Phases:
     """The progress of a build as one percentage, from TensorRT's phases, which nest and run on several threads.
+
+    The methods are those of TensorRT's IProgressMonitor.
 
     advance: called with the number of whole percents gained.
     stopped: the first exception of `advance`. It cancels the build. The caller raises it after the build.
@@ -307,28 +311,28 @@ class Phases:
         self._shown = 0
         self.stopped: BaseException | None = None
 
-    def start(self, name: str, parent: str | None, steps: int) -> None:
+    def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
         """Start a phase within the parent's current step."""
         with self._locked():
-            self._phases[name] = (parent, max(1, steps), 0)
+            self._phases[phase_name] = (parent_phase, max(1, num_steps), 0)
 
-    def step(self, name: str, step: int) -> bool:
+    def step_complete(self, phase_name: str, step: int) -> bool:
         """Complete a step. Returns whether the build may continue."""
         with self._locked():
-            if name in self._phases:
-                parent, steps, _ = self._phases[name]
-                self._phases[name] = (parent, steps, step + 1)
+            if phase_name in self._phases:
+                parent, steps, _ = self._phases[phase_name]
+                self._phases[phase_name] = (parent, steps, step + 1)
             self._show()
         return self.stopped is None
 
-    def finish(self, name: str) -> None:
+    def phase_finish(self, phase_name: str) -> None:
         """End a phase, possibly before its last step."""
         with self._locked():
-            if name in self._phases:
-                parent, steps, _ = self._phases[name]
-                self._phases[name] = (parent, steps, steps)
+            if phase_name in self._phases:
+                parent, steps, _ = self._phases[phase_name]
+                self._phases[phase_name] = (parent, steps, steps)
                 self._show()
-                del self._phases[name]
+                del self._phases[phase_name]
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -349,20 +353,3 @@ class Phases:
         _, steps, done = self._phases[name]
         within = max((self._share(n) for n, (parent, _, _) in self._phases.items() if parent == name), default=0.0)
         return min(1.0, (done + (within if done < steps else 0.0)) / steps)
-
-
-def _new_monitor(trt: Any, phases: Phases) -> Any:
-    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]  # the base is a value of the module
-        def __init__(self) -> None:
-            trt.IProgressMonitor.__init__(self)
-
-        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
-            phases.start(phase_name, parent_phase, num_steps)
-
-        def step_complete(self, phase_name: str, step: int) -> bool:
-            return phases.step(phase_name, step)
-
-        def phase_finish(self, phase_name: str) -> None:
-            phases.finish(phase_name)
-
-    return Monitor()

@@ -10,7 +10,6 @@ from typing import Any
 
 from topw_deploy import install
 from topw_deploy.errors import TensorRTError
-from topw_deploy.folders import NotRegularError, map_file
 from topw_deploy.install import major_minor
 from topw_deploy.manifest import MODEL_NAME, DecoderManifest, Manifest, load_manifest
 from topw_deploy.plugins import library
@@ -144,18 +143,9 @@ def check(out: Path) -> CheckReport:
     builder = create_object(trt, "Builder", logger)
     network = builder.create_network(0)  # must outlive the parser, which holds no reference to it
     parser = trt.OnnxParser(network, logger)
-    takes = bool(parser.supports_model_v2(_read_graph(out / MODEL_NAME), str(out / MODEL_NAME)))
+    takes = bool(parser.supports_model_v2((out / MODEL_NAME).read_bytes(), str(out / MODEL_NAME)))
     refusals = tuple(_refusal_line(parser.get_error(index)) for index in range(parser.num_errors))
     return CheckReport(str(out), str(trt.__version__), takes, why, refusals, _advise(manifest, out, takes, why))
-
-
-def _read_graph(path: Path) -> bytes:
-    try:
-        return bytes(map_file(path))
-    except NotRegularError as error:
-        raise TensorRTError(f"{path} is {error.kind}, not a regular file; copy the file itself there.") from None
-    except (OSError, ValueError) as error:  # an empty file cannot be mapped
-        raise TensorRTError(f"{path} cannot be read: {error}.") from None
 
 
 def _refusal_line(error: Any) -> str:

@@ -85,14 +85,6 @@ def write_stamp(folder: Path, stamp: TensorRTStamp) -> None:
         stream.write(msgspec.json.format(msgspec.json.encode(stamp), indent=2) + b"\n")
 
 
-def manifest_hash(out: Path) -> str:
-    """SHA-256 of the folder's manifest. Raises TensorRTError if it cannot be read."""
-    try:
-        return sha256_of(out / MANIFEST_NAME)
-    except OSError as error:
-        raise TensorRTError(f"{out / MANIFEST_NAME} cannot be read: {error.strerror or error}.") from None
-
-
 @dataclass(frozen=True)
 class EnginePlatform:
     """What an engine is built for: a TensorRT version, and a GPU by name and architecture (87 for sm_87)."""
@@ -162,7 +154,7 @@ def find_fitting_engine(out: Path, platform: EnginePlatform) -> tuple[Path, Tens
 
 def _misfit_reason(stamp: TensorRTStamp, out: Path, platform: EnginePlatform) -> str | None:
     """Why an engine with this stamp does not fit, as a clause that follows its name; None if it fits."""
-    if stamp.manifest != manifest_hash(out):
+    if stamp.manifest != sha256_of(out / MANIFEST_NAME):
         return "was built from another export than this folder's"
     if stamp.tensorrt != platform.tensorrt:
         return f"was built by TensorRT {stamp.tensorrt}, but this is {platform.tensorrt}"

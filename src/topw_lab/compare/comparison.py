@@ -71,18 +71,9 @@ class MetricValue:
     high: float | None = None
 
 
-def _accuracy_terms(samples: Sequence[Sample]) -> Terms:
-    return _mean_terms([one.right for one in samples])
-
-
 def _mean_terms(values: Sequence[float | None]) -> Terms:
     known = [value for value in values if value is not None]
     return math.fsum(known), len(known)
-
-
-def _surprisal_terms(samples: Sequence[Sample]) -> Terms:
-    known = [one for one in samples if one.surprisal is not None]
-    return math.fsum(one.surprisal or 0.0 for one in known), sum(one.drawn for one in known)
 
 
 def _distinct_terms(samples: Sequence[Sample], n: int) -> Terms:
@@ -99,13 +90,13 @@ TEXT_METRICS: tuple[TextMetric, ...] = (
         "accuracy", "accuracy",
         "The share of right texts, of prompts with accepted answers. A text is right if it has one of them as whole "
         "words, whatever the case and the punctuation.",
-        _accuracy_terms,
+        lambda samples: _mean_terms([one.right for one in samples]),
     ),
     TextMetric(
         "perplexity", "perplexity",
         "e to the mean of -ln p over all drawn tokens, where p is the model's own probability: at temperature 1, over "
         "the whole vocabulary, without edits of logits.",
-        _surprisal_terms, is_exponential=True, logarithmic=True,
+        partial(_per_token_terms, name="surprisal"), is_exponential=True, logarithmic=True,
     ),
     *(TextMetric(
         f"distinct_{n}", f"distinct-{n}",
