@@ -12,7 +12,7 @@ from tests.support.invoking import Invoke
 from topw_deploy.errors import ParameterError
 from topw_deploy.manifest import MANIFEST_NAME, load_manifest
 from topw_deploy.runtime import TopWSampler
-from topw_deploy.sampling import Geometry, TopWParameters, sample_row
+from topw_deploy.sampling import Geometry, TopWParameters, preset_parameters, sample_row
 
 LOGITS = (np.random.default_rng(3).standard_normal((4, 60)) * 3).astype(np.float32)
 
@@ -68,6 +68,17 @@ def test_a_table_from_a_file_gives_its_geometry(invoke: Invoke, tmp_path: Path) 
     want = [sample_row(row, parameters, options, geometry, 0.25) for row in LOGITS]
     assert found.kept.tolist() == [row.kept for row in want]
     assert found.next_token.tolist() == [row.next_token for row in want]
+
+
+def test_an_export_and_a_request_have_the_same_lively_parameters(invoke: Invoke, tmp_path: Path) -> None:
+    np.save(tmp_path / "table.npy", np.random.default_rng(0).standard_normal((60, 8)).astype(np.float32))
+    words = ("export-sampler", tmp_path / "out", "--embeddings", tmp_path / "table.npy", "--preset", "lively", "-q")
+    assert invoke(*words, "--no-verify").exit_code == 0
+    manifest = load_manifest(tmp_path / "out")
+    assert manifest.defaults == TopWParameters(**preset_parameters("lively", "mahalanobis", 8))
+    assert manifest.defaults.geom_scale == 0.375  # 1.5 / sqrt(2 * 8)
+    assert invoke(*words, "--no-verify", "--geom-scale", 2, "--overwrite").exit_code == 0
+    assert load_manifest(tmp_path / "out").defaults.geom_scale == 2
 
 
 def test_a_dry_run_writes_nothing(invoke: Invoke, tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_a_preset_states_the_parameters_that_are_not_given(
     parameters = preset_parameters("lively", *opened.manifest.sampler.geometry) | {"temperature": 2.0}
     assert found["token_ids"] == opened.generate("ab", seed=5, max_new_tokens=8, **parameters).token_ids
     assert found["kept"] != json.loads(invoke(*words, "--temperature", 2).stdout)["kept"]
-    assert "'paper', 'creative', 'lively'" in invoke(*words, "--preset", "livley").stderr
+    assert "'paper', 'released', 'creative', 'lively'" in invoke(*words, "--preset", "livley").stderr
 
 
 @pytest.mark.parametrize(

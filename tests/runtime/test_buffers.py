@@ -55,7 +55,7 @@ def test_an_impossible_record_is_refused_in_a_sentence(shape: tuple[int, int]) -
 def test_a_buffer_that_is_cleared_must_fit_the_machine_and_the_pool_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     lender = pool(step=256)
     monkeypatch.setattr(cache_buffers, "machine_bytes", lambda: 1000)
-    with pytest.raises(GenerationError, match=r"GB at once, but this machine has .* GB; open the model with"):
+    with pytest.raises(GenerationError, match=r"kB at once, but this machine has .* kB; open the model with"):
         lender.borrow(1, 64, 1)
     kept = lender.bytes
     monkeypatch.undo()

@@ -172,8 +172,16 @@ def test_a_parameter_implies_its_rule(given: dict[str, Any], rule: str, values: 
 
 def test_the_preset_paper_is_the_defaults_and_an_unknown_one_is_refused() -> None:
     assert TopWParameters(**preset_parameters("paper", "mahalanobis", 64)) == TopWParameters()
-    with pytest.raises(ParameterError, match="preset is 'livley', but must be one of paper, creative, lively"):
+    with pytest.raises(ParameterError, match="preset is 'livley', but must be one of paper, released"):
         preset_parameters("livley", "uniform", None)
+
+
+def test_a_request_can_have_the_released_parameters_only_with_the_released_metric() -> None:
+    assert TopWParameters(**preset_parameters("released", "cosine", 64)) == TopWParameters(geom_scale=0.6)
+    with pytest.raises(
+        ParameterError, match="needs the metric cosine, but this model has unit; export it with --preset"
+    ):
+        preset_parameters("released", "unit", 64)
 
 
 @pytest.mark.parametrize("width", [16, 256])

@@ -8,7 +8,7 @@ const defaults = (parameters) =>
   Object.fromEntries(Object.entries(parameters).map(([name, { default: usual, depth }]) => [name, [plain(usual), depth]]));
 const presets = Object.keys(PRESETS).map((name) => [
   name,
-  ["mahalanobis", "unit", "cosine", "uniform"].map((metric) => presetParameters(name, metric, 256)),
+  (name === "released" ? ["cosine"] : ["mahalanobis", "unit", "cosine", "uniform"]).map((metric) => presetParameters(name, metric, 256)),
 ]);
 console.log(
   JSON.stringify({

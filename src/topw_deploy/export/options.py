@@ -14,6 +14,7 @@ from topw_deploy.export.source.resolve import HubKeywords
 from topw_deploy.manifest import TARGETS, TensorSpec, Verification
 from topw_deploy.sampling import as_float32
 from topw_deploy.sampling.parameters import (
+    LIVELY,
     OPTION_NAMES,
     PARAMETER_NAMES,
     PRESETS,
@@ -21,6 +22,7 @@ from topw_deploy.sampling.parameters import (
     TopWParameters,
     depends_on_temperature,
     preset_values,
+    typical_distance,
     unknown_name,
 )
 from topw_deploy.sampling.rules import RULES, carried_rules
@@ -102,6 +104,7 @@ class SamplerOptions:
     top_w: Top-W's options, which are fixed in the graph.
     defaults: the default parameters of generation.
     default_beta: a default `beta` that depends on the temperature, as text; "" for the number in `defaults`.
+    is_lively: whether the geom_scale of `defaults` is the one of `lively`, per typical distance.
     branches: whether the function skips work by branches (`If`); without, it has no control flow.
     rules: names of the sampling rules that the function has besides Top-W. Default: all.
     with_mass, with_keep_mask: whether the graph has these outputs.
@@ -119,6 +122,7 @@ class SamplerOptions:
     top_w: TopWOptions = field(default_factory=TopWOptions)
     defaults: TopWParameters = field(default_factory=TopWParameters)
     default_beta: str = ""
+    is_lively: bool = False
     branches: bool = True
     rules: tuple[str, ...] = tuple(RULES)
     with_mass: bool = False
@@ -135,6 +139,11 @@ class SamplerOptions:
             self.neighbour_bound and self.top_w.metric == "uniform",
             "neighbour_bound stores distances, but the uniform metric has none; leave --neighbour-bound out.",
         )
+
+    def defaults_for(self, metric: str, width: int | None) -> TopWParameters:
+        """The defaults of an export with this metric and width of the embeddings."""
+        unit = typical_distance(metric, width) if self.is_lively else 1.0
+        return replace(self.defaults, geom_scale=self.defaults.geom_scale / unit)
 
     @property
     def trust_remote_code(self) -> bool:
@@ -275,6 +284,7 @@ def read_options(kind: type[Options], given: Mapping[str, Any]) -> Options:
     hub, parameters, baked = take(HubKeywords.__annotations__), take(PARAMETER_NAMES), take(OPTION_NAMES)
     preset = values.pop("preset", "paper")
     _require_choice("preset", preset, PRESETS)
+    is_lively = preset == LIVELY and "geom_scale" not in parameters
     parameters = {**preset_values(preset), **parameters}
     beta = parameters["beta"]
     if "dtype" in values:
@@ -287,6 +297,7 @@ def read_options(kind: type[Options], given: Mapping[str, Any]) -> Options:
         top_w=replace(PRESETS[preset][1], **baked),
         defaults=TopWParameters(**parameters),
         default_beta=beta.strip() if depends_on_temperature(beta) else "",
+        is_lively=is_lively,
     )
 
 

@@ -418,7 +418,7 @@ def manifest_fields(
             table=table,
         ),
         "lookups": lookups,
-        "defaults": options.defaults,
+        "defaults": options.defaults_for(spec.options.metric, spec.hidden_size),
         "default_beta": options.default_beta,
         "verification": Verification(status="provisional"),
         "files": describe_files(folder, list(file_bytes_in(folder)), known),

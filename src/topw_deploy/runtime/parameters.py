@@ -25,8 +25,8 @@ from topw_deploy.sampling.parameters import (
     GEOM_UNITS,
     OPTION_NAMES,
     PARAMETER_NAMES,
+    PRESETS,
     RANGES,
-    REQUEST_PRESETS,
     beta_coefficients,
     check_choice,
     is_boolean,
@@ -286,7 +286,7 @@ class GenerationParameters(PromptInputs, total=False):
         Parameter(
             "Named values for those of Top-W's six parameters that are not given.",
             places=REQUEST,
-            choices=tuple(REQUEST_PRESETS),
+            choices=tuple(PRESETS),
         ),
     ]
     lam: Annotated[Number, Parameter("Weight of the entropy term, >= 0.")]

@@ -8,7 +8,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from topw_deploy.errors import ParameterError
@@ -193,16 +193,26 @@ class TopWOptions:
 
 _BETA_TEXTS: Mapping[str, Any] = {"creative": "1.5+1.5*T"}  # for presets whose beta depends on the temperature
 
+LIVELY = "lively"
+LIVELY_DISTANCE = 1.5
+"""The product of geom_scale and `typical_distance` under `lively`."""
+
 PRESETS: Mapping[str, tuple[TopWParameters, TopWOptions]] = {
     "paper": (TopWParameters(), TopWOptions()),
     "released": (TopWParameters(geom_scale=0.6), TopWOptions(alt_iters=9, metric="cosine")),
     "creative": (TopWParameters(beta=_BETA_TEXTS["creative"]), TopWOptions()),
+    # Selection temperature 1: at 1.5 the kept set would often be the whole pool.
+    LIVELY: (
+        TopWParameters(lam=1.0, beta=4.0, selection_temperature=1.0, init_top_p=0.3, geom_scale=LIVELY_DISTANCE),
+        TopWOptions(),
+    ),
 }
-"""Name of an export's preset -> (its parameters, its options). `beta` is evaluated at the preset's temperature."""
+"""Name -> (parameters, options). `beta` is evaluated at the preset's temperature; the geom_scale of LIVELY is per
+`typical_distance`. Only an export can set the options."""
 
 
 def preset_values(name: str) -> dict[str, Any]:
-    """The parameters of a preset in PRESETS, by name. A `beta` that depends on the temperature stays text."""
+    """The parameters of a preset, as in PRESETS, by name. A `beta` that depends on the temperature stays text."""
     return {**asdict(PRESETS[name][0]), **({"beta": _BETA_TEXTS[name]} if name in _BETA_TEXTS else {})}
 
 
@@ -242,20 +252,6 @@ def known_clause(name: object, known: Iterable[str]) -> str:
 GEOM_UNITS = ("raw", "median")
 """Units of `geom_scale`: per unit of the metric, or per median distance of likely pairs."""
 
-LIVELY_DISTANCE = 1.5
-"""The product of geom_scale and `typical_distance` under `lively`."""
-
-# Selection temperature 1: at 1.5 the crop would often be the whole pool.
-_LIVELY = TopWParameters(lam=1.0, beta=4.0, selection_temperature=1.0, init_top_p=0.3)
-
-REQUEST_PRESETS: Mapping[str, str] = {
-    "paper": "the paper's parameters, which keep few tokens and are nearly always certified",
-    "creative": "the paper's creative setting: `paper` with beta 1.5+1.5*T, T the temperature",
-    "lively": "parameters at which token geometry decides most crops (docs/lab/results.md)",
-}
-"""Name -> description in one line."""
-
-
 _NOT_MEASURED = (
     "this export has no median distance of likely pairs, which its verification measures; export the model again "
     "without --no-verify, or give geom_scale with geom_unit raw"
@@ -268,13 +264,18 @@ def preset_parameters(name: str, metric: str, width: int | None) -> dict[str, An
     metric, width: the model's metric and embedding width. `mahalanobis` distances grow with the width, so `lively`
         divides its geom_scale by the typical distance.
 
-    Raises ParameterError for an unknown name, listing the known ones, and for `lively` under `mahalanobis` without a
-    width.
+    Raises ParameterError for an unknown name, listing the known ones, for `released` under another metric than its own,
+    and for `lively` under `mahalanobis` without a width.
     """
-    check_choice("preset", name, REQUEST_PRESETS)
-    if name in PRESETS:
-        return preset_values(name)
-    return asdict(replace(_LIVELY, geom_scale=LIVELY_DISTANCE / typical_distance(metric, width)))
+    check_choice("preset", name, PRESETS)
+    if name == "released" and metric != PRESETS[name][1].metric:
+        raise ParameterError(
+            f"preset is {name!r}, which needs the metric cosine, but this model has {metric}; export it with --preset "
+            f"{name}.",
+            "preset",
+        )
+    values = preset_values(name)
+    return {**values, "geom_scale": LIVELY_DISTANCE / typical_distance(metric, width)} if name == LIVELY else values
 
 
 def typical_distance(metric: str, width: int | None) -> float:

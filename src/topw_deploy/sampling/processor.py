@@ -21,10 +21,10 @@ from topw_deploy.sampling.geometry import (
     split_special_prefix,
 )
 from topw_deploy.sampling.parameters import (
+    LIVELY,
     OPTION_NAMES,
     PARAMETER_NAMES,
     PRESETS,
-    REQUEST_PRESETS,
     TopWOptions,
     TopWParameters,
     canonical_names,
@@ -132,8 +132,7 @@ class TopWLogitsProcessor(LogitsProcessor):
         """
         given = canonical_names(choices, (*PARAMETER_NAMES, *OPTION_NAMES))
         name = "paper" if preset is None else preset
-        check_choice("preset", name, dict.fromkeys((*PRESETS, *REQUEST_PRESETS)))
-        options = asdict(PRESETS[name][1] if name in PRESETS else TopWOptions())
+        options = asdict(PRESETS[check_choice("preset", name, PRESETS)][1])
         self.options = TopWOptions(**(options | {key: value for key, value in given.items() if key in OPTION_NAMES}))
         self.geometry = geometry_of(model_or_embeddings, self.options.metric)
         own = {key: value for key, value in given.items() if key in PARAMETER_NAMES}
@@ -142,11 +141,11 @@ class TopWLogitsProcessor(LogitsProcessor):
         median = 1.0 if self.options.metric == "uniform" else median_distance
         own = dict(with_raw_scale(own | {"geom_unit": geom_unit}, median, _NO_MEDIAN))
         del own["geom_unit"]
-        if name in PRESETS:
-            values = preset_values(name) | own
-        else:
+        if name == LIVELY:
             table = self.geometry.table
             values = preset_parameters(name, self.options.metric, None if table is None else table.shape[1]) | own
+        else:
+            values = preset_values(name) | own
         self.parameters = as_float32(TopWParameters(**values))
         self.last: TensorCrop | None = None
         any_temperature = "temperature" not in given and self.parameters.selection_temperature > 0

@@ -25,7 +25,7 @@ from topw_deploy.runtime.prepare import Sequences
 from topw_deploy.runtime.token_geometry import read_geometry
 from topw_deploy.runtime.tools.formats import PLAIN, REASONING, get_family
 from topw_deploy.sampling import Geometry, preset_parameters
-from topw_deploy.sampling.parameters import REQUEST_PRESETS
+from topw_deploy.sampling.parameters import PRESETS
 from topw_deploy.serve.failures import TOO_LONG, RequestError
 from topw_deploy.serve.metrics import Metrics
 
@@ -147,7 +147,11 @@ class Served:
                 "no_repeat_ngram_size": default.no_repeat_ngram_size,
                 "stop": list(default.stop_strings),
             },
-            "presets": {name: preset_parameters(name, *sampler.geometry) for name in REQUEST_PRESETS},
+            "presets": {
+                name: preset_parameters(name, *sampler.geometry)
+                for name, (_, options) in PRESETS.items()
+                if name != "released" or options.metric == sampler.options.metric
+            },
         }
 
     @cached_property

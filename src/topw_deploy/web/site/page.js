@@ -54,7 +54,8 @@ const HANDLERS = {
 };
 
 function fillMenus() {
-  for (const name of Object.keys(PRESETS)) form.elements.preset.append(new Option(name));
+  const names = Object.keys(PRESETS).filter((name) => name !== "released"); // an export's own defaults, if it has them
+  for (const name of names) form.elements.preset.append(new Option(name));
   fillRules([...RULES.keys()]);
   showValues();
 }

@@ -27,6 +27,7 @@ const LIVELY_DISTANCE = 1.5; // geom_scale times the typical distance
 /** Name -> description in one line. */
 export const PRESETS = {
   paper: "the paper's parameters, which keep few tokens",
+  released: "the authors' released code: paper with geom_scale 0.6, for exports with the metric cosine",
   creative: "the paper's creative setting: paper with beta 1.5+1.5*T, T the temperature",
   lively: "parameters at which token geometry decides most crops",
 };
@@ -49,8 +50,15 @@ export function checkPreset(name) {
  * @param {string} metric of the export
  * @param {number | null} width of the embeddings
  * @returns {Record<string, number | string>}
+ * @throws {ParameterError} if the preset needs another metric
  */
 export function presetParameters(name, metric, width) {
+  if (name === "released") {
+    if (metric === "cosine") return { ...PAPER, geom_scale: 0.6 };
+    throw new ParameterError(
+      `preset is "released", which needs the metric cosine, but this model has ${metric}; export it with --preset released.`,
+    );
+  }
   if (name === "lively") return { ...LIVELY, geom_scale: LIVELY_DISTANCE / typicalDistance(metric, width) };
   return name === "creative" ? { ...PAPER, beta: "1.5+1.5*T" } : { ...PAPER };
 }
