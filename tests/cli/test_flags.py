@@ -115,6 +115,12 @@ def test_wrong_values_of_the_other_commands_name_their_options(
         slow(["bench", "samper"], "sampler"),
         slow(["plugins", "buidl"], "build"),
         (["generate", "out", "x", "--temprature", "1"], "--temperature"),
+        (["generate", "out", "x", "--ctx-size", "9"], "--max-context"),
+        (["generate", "out", "x", "--n-gpu-layers", "9"], "--device"),
+        (["generate", "out", "x", "--topk", "9"], "--top-k"),
+        (["serve", "out", "--timeout", "9"], "--request-timeout"),
+        (["export", "tiny", "out", "--weight-format", "int4"], "--dtype"),
+        (["convert", "tiny", "out"], "export"),
         slow(["generate", "out", "x", "--sampler", "natve"], "native"),
         slow(["export", "tiny", "out", "--preset", "papr"], "paper"),
         slow(["bench", "sampler", "--regime", "certifed"], "certified"),
@@ -125,6 +131,16 @@ def test_a_similar_word_is_suggested(program: Program, words: list[str], suggest
     assert done.returncode == 2
     assert "Did you mean" in error(done)
     assert f"'{suggested}'" in error(done).split("Did you mean")[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [(["export", "tiny", "out", "--device", "cuda"], ""), (["generate", "out", "x", "--color"], ""),
+     (["stats", "out", "x", "--n", "3"], ""), (["chat", "--model", "out"], " Give MODEL without --model.")],
+)  # fmt: skip
+def test_a_distant_word_is_not_suggested(program: Program, words: list[str], hint: str) -> None:
+    flag = next(word for word in words if word.startswith("--"))
+    assert error(program(*words)) == f"No such option '{flag}'.{hint}"
 
 
 def test_topw_export_prints_its_version(program: Program) -> None:

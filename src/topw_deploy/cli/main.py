@@ -49,6 +49,34 @@ COMMANDS = {
 
 _ALIASES = {"run": "generate"}
 
+_ELSEWHERE = {
+    "weight-format outtype quantize quantization precision fp16": "dtype",
+    "group-size": "block-size",
+    "sym": "symmetric",
+    "dataset": "calibration",
+    "out output-dir outfile": "output",
+    "hf-token": "token",
+    "ctx-size num-ctx context-length max-model-len max-seq-len": "max-context max-length max-sequence",
+    "n-predict predict num-predict length tokens": "max-tokens max-new-tokens",
+    "n samples": "num-return-sequences",
+    "greedy-search": "greedy",
+    "repeat-penalty": "repetition-penalty",
+    "prompt-file": "file",
+    "grammar-file": "grammar",
+    "system-prompt": "system",
+    "interactive multiline-input": "chat",
+    "gpu n-gpu-layers": "device",
+    "max-num-seqs parallel n-parallel max-batch-size": "max-batch",
+    "enable-prefix-caching": "reuse-prefixes",
+    "allowed-origins": "cors-origin",
+    "tool-call-parser": "tool-parser",
+    "alias": "served-model-name",
+    "convert quantize pull create": "export",
+    "complete completion": "generate",
+    "show list ls": "inspect",
+}
+"""Names in llama.cpp, ollama, vLLM and optimum -> the options or commands here, of which the first that exists fits."""
+
 _EXTRAS_NOTE = "[export] is the extra with torch and onnx; if it is missing, `topw doctor` shows how to install it."
 
 _INTERRUPTED = 130
@@ -157,7 +185,7 @@ def _discard_output() -> None:
 
 def _report_usage_error(error: click.ClickException) -> int:
     """Print an error of click. Returns the exit code."""
-    message = error.format_message()
+    message = error.message if isinstance(error, click.NoSuchOption) else error.format_message()
     if type(error).__name__ == "NoArgsIsHelpError":  # the message is the help
         tell(*message.split("\n"))
         return error.exit_code
@@ -170,8 +198,16 @@ def _report_usage_error(error: click.ClickException) -> int:
 
 
 def _similar_word(error: click.UsageError) -> str:
-    """A suggestion of a similar command or value. click itself suggests similar options only."""
+    """A suggestion of a similar command, value or option; click's own suggestions of options include distant ones."""
     known: Iterable[str] = ()
+    if isinstance(error, click.NoSuchOption) and error.ctx is not None:
+        for each in error.ctx.command.params:
+            if isinstance(each, click.Argument):
+                name = each.make_metavar(error.ctx).strip("[].")
+                if f"--{name.lower()}" == error.option_name:
+                    return f" Give {name} without {error.option_name}."
+        known = (flag for each in error.ctx.command.params for flag in (*each.opts, *each.secondary_opts))
+        return _suggestion(error.option_name, (flag for flag in known if flag.startswith("--")))
     parameter = error.param if isinstance(error, click.BadParameter) else None
     kind = None if parameter is None else getattr(parameter.type, "kind", parameter.type)  # of each value in a list
     if isinstance(kind, click.Choice):
@@ -181,8 +217,17 @@ def _similar_word(error: click.UsageError) -> str:
     typed = re.search(r"'(.*?)'", error.message)
     if typed is None or getattr(error, "possibilities", None):
         return ""
-    near = difflib.get_close_matches(typed[1], list(known), n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    return _suggestion(typed[1], known)
+
+
+def _suggestion(typed: str, known: Iterable[str]) -> str:
+    """A question that names what `typed` may stand for; "" if nothing is near."""
+    names, word = {name.lstrip("-"): name for name in known}, typed.lstrip("-").lower()
+    elsewhere = [ours for theirs, found in _ELSEWHERE.items() if word in theirs.split() for ours in found.split()]
+    near = [name for name in elsewhere if name in names][:1]
+    near = near or [name for name in names if len(word) > 2 and f"-{word}-" in f"-{name}-"]
+    near = near or difflib.get_close_matches(word, names, n=1, cutoff=0.76)
+    return f" Did you mean {' or '.join(repr(names[name]) for name in near)}?" if near else ""
 
 
 def _fail(message: str) -> int:
