@@ -48,7 +48,7 @@ def test_a_prompt_in_utf16_or_without_a_file_is_refused_by_name(invoke: Invoke, 
     (tmp_path / "prompt.txt").write_bytes("x".encode("utf-16"))
     with pytest.raises(PromptError, match=r"prompt\.txt is not UTF-8 text .* UTF-16, save it as UTF-8"):
         invoke("generate", scripted, "--file", tmp_path / "prompt.txt")
-    with pytest.raises(PromptError, match="cannot be read"):
+    with pytest.raises(FileNotFoundError):
         invoke("generate", scripted, "--file", tmp_path / "none")
 
 

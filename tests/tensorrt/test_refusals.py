@@ -41,7 +41,7 @@ def test_folders_that_no_engine_can_be_built_of_are_refused(tmp_path: Path) -> N
     ):
         with pytest.raises(TensorRTError, match=message):
             build(export(tmp_path / name, toy, **settings))
-    with pytest.raises(TensorRTError, match="holds only a sampler"):
+    with pytest.raises(ManifestError, match="holds a sampler without a decoder"):
         build(export_sampler(tmp_path / "sampler", toy))
     with pytest.raises(ManifestError, match=r"has no topw_manifest\.json"):
         build(tmp_path)

@@ -25,7 +25,7 @@ from topw_deploy.cli.options import (
     take_opening,
 )
 from topw_deploy.cli.prompts import read_prompt_lines, read_text_lines, user_messages
-from topw_deploy.cli.terminal import check_output, check_picture, progress, read_source, write_report, write_text
+from topw_deploy.cli.terminal import check_output, check_picture, progress, read_source, write_report
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.folders import atomic_file
 from topw_deploy.runtime.parameters import OF_KEPT_SET
@@ -270,7 +270,7 @@ def compare(
     )
     write_report(report_lines(comparison), as_dict(comparison), json_file)
     if html_file is not None:
-        write_text(page(comparison), html_file)
+        html_file.write_text(page(comparison), encoding="utf-8")
     if plot is not None:
         save_plot(comparison, plot)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from topw_deploy.errors import ParameterError, PromptError
+from topw_deploy.errors import ParameterError
 from topw_deploy.progress import SILENT, Advance, Progress
 from topw_deploy.text import json_text, printable
 
@@ -123,16 +123,13 @@ def prepare_streams() -> bool:
 def read_source(path: Path) -> tuple[bytes, str]:
     """Read a file, or stdin for `-`. Returns (bytes, name for error messages).
 
-    Raises PromptError for an unreadable file, and UsageError if stdin is closed.
+    Raises OSError for an unreadable file, and UsageError if stdin is closed.
     """
     if str(path) == "-":
         if sys.stdin is None:
             raise click.UsageError("standard input is closed; give a file.")
         return sys.stdin.buffer.read(), "standard input"
-    try:
-        return path.read_bytes(), str(path)
-    except OSError as error:
-        raise PromptError(f"{path} cannot be read: {error.strerror or error}.") from None
+    return path.read_bytes(), str(path)
 
 
 def check_output(path: Path | None, name: str) -> None:
@@ -177,15 +174,7 @@ def write_report(lines: Iterable[object], document: Any, json_file: Path | None)
         return
     say(*lines)
     if json_file is not None:
-        write_text(json_text(document, indent=2) + "\n", json_file)
-
-
-def write_text(text: str, path: Path) -> None:
-    """Write a text file in UTF-8. Raises ParameterError if `path` cannot be written."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ParameterError(f"{path} cannot be written: {error.strerror or error}; name another file.") from None
+        json_file.write_text(json_text(document, indent=2) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager

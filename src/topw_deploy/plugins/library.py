@@ -121,7 +121,6 @@ class CudaLibrary(Library):
         handle = ctypes.CDLL(str(path))
         try:
             version = handle.topw_cuda_abi_version()
-            self._devices = handle.topw_cuda_device_count
             architectures = handle.topw_cuda_architectures
         except AttributeError:
             raise OSError(f"{path} has no CUDA kernels") from None
@@ -129,11 +128,6 @@ class CudaLibrary(Library):
             raise OSError(f"{path} has CUDA interface version {version}, but {CUDA_ABI_VERSION} is needed")
         architectures.restype = ctypes.c_char_p
         self.architectures = tuple(int(number) for number in architectures().decode("ascii").split("."))
-
-    @property
-    def device_count(self) -> int:
-        """Visible GPUs; 0 without a driver."""
-        return int(self._devices())
 
     def can_run_on(self, architecture: int) -> bool:
         """Whether the library has code or PTX for a GPU of this architecture."""

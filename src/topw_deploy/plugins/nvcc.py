@@ -86,7 +86,10 @@ def compile_cuda(
             f"the CUDA library is built only on Linux, and this is {sys.platform}; models run the node's function."
         )
     output = library.PACKAGED_CUDA if output is None else output
-    check_output(output)
+    try:
+        compile_native.check_output(output)
+    except compile_native.NotBuiltError as reason:
+        raise PluginError(f"{reason}; name another file with --output.") from None
     toolkit = find_toolkit()
     chosen = choose_architectures(toolkit, architectures)
     say(f"nvcc {toolkit.version} ({toolkit.nvcc}), {', '.join(f'sm_{number}' for number in chosen)}")
@@ -106,14 +109,6 @@ def cpp_sources() -> list[Path]:
     plugin = SOURCES.with_name("tensorrt")
     folders = ((compile_native.SOURCES, "*.cpp"), (SOURCES, "ort_*.cpp"), (plugin, "*.cpp"))
     return [path for folder, pattern in folders for path in sorted(folder.glob(pattern))]
-
-
-def check_output(output: Path) -> None:
-    """Raises PluginError if `output` cannot be written."""
-    try:
-        compile_native.check_output(output)
-    except compile_native.NotBuiltError as reason:
-        raise PluginError(f"{reason}; name another file with --output.") from None
 
 
 def find_toolkit() -> Toolkit:

@@ -88,7 +88,7 @@ def _parse_setting(item: str) -> RuleSetting:
     if item == GREEDY:
         return RuleSetting(GREEDY, {"rule": "none", "temperature": 0.0})
     head, *rest = item.split(":")
-    name, value = _split_pair(head)
+    name, value = split_pair(head)
     rule = RULES.get(name) or RULE_OF_VALUE.get(name)
     if rule is None:
         raise unknown_rule_error(name)
@@ -103,7 +103,7 @@ def _parse_setting(item: str) -> RuleSetting:
         own[first] = USUAL[first]
     allowed = {*names, *(_TOP_W_NAMES if rule is TOP_W else ("selection_temperature",))}
     for part in rest:
-        extra, value = _split_pair(part)
+        extra, value = split_pair(part)
         extra = ALIASES.get(extra, extra)
         if value is None:
             raise ParameterError(f"{part!r:.60} is not NAME=VALUE; write for example {_EXAMPLE}.")
@@ -119,7 +119,7 @@ def _parse_setting(item: str) -> RuleSetting:
     return RuleSetting(" ".join(label), {"rule": rule.name, **own})
 
 
-def _split_pair(text: str) -> tuple[str, str | None]:
+def split_pair(text: str) -> tuple[str, str | None]:
     """Split "name=value". Returns (name with underscores, value); the value is None without "="."""
     name, equals, value = text.partition("=")
     return name.strip().replace("-", "_"), value.strip() if equals else None

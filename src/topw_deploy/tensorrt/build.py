@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from topw_deploy.errors import ParameterError, TensorRTError
 from topw_deploy.folders import atomic_file, open_regular
 from topw_deploy.install import installed_version
-from topw_deploy.manifest import MANIFEST_NAME, MODEL_NAME, DecoderManifest, load_manifest, sha256_of
+from topw_deploy.manifest import MANIFEST_NAME, MODEL_NAME, DecoderManifest, load_decoder_manifest, sha256_of
 from topw_deploy.progress import SILENT, Advance, Progress
 from topw_deploy.sampling.row import mask_words
 from topw_deploy.tensorrt import check
@@ -139,11 +139,7 @@ def _load_buildable(out: Path, fp16: bool) -> tuple[DecoderManifest, int]:
 
     Raises ManifestError, and TensorRTError if no engine can be built of the folder.
     """
-    manifest = load_manifest(out)
-    if not isinstance(manifest, DecoderManifest):
-        raise TensorRTError(
-            f"{out} holds only a sampler, but this command builds decoders; use trtexec or another program."
-        )
+    manifest = load_decoder_manifest(out)
     decoder = manifest.decoder
     if decoder.target != "tensorrt" or decoder.kv_form != "static" or not decoder.ragged_chunks:
         raise TensorRTError(

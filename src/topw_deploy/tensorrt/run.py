@@ -75,11 +75,8 @@ class TensorRTSession:
     def _open(self, trt: Any, path: Path) -> None:
         self._trt, self._logger = trt, check.new_logger(trt)
         self._runtime = check.create_object(trt, "Runtime", self._logger)  # must outlive the engine
-        try:
-            with map_file(path) as view:
-                self._engine = self._runtime.deserialize_cuda_engine(view)
-        except OSError as error:
-            raise TensorRTError(f"{path} cannot be read: {error.strerror or error}") from None
+        with map_file(path) as view:
+            self._engine = self._runtime.deserialize_cuda_engine(view)
         if self._engine is None:
             raise TensorRTError(f"TensorRT cannot open {path} ({check.first_error(self._logger)})")
         names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]

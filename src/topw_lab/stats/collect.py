@@ -21,7 +21,7 @@ from topw_deploy.export.verification.reference import LogitsProbe
 from topw_deploy.progress import SILENT, Progress
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.inputs import EditInputs
-from topw_deploy.runtime.rule_settings import RuleSetting, parse_value
+from topw_deploy.runtime.rule_settings import RuleSetting, parse_value, split_pair
 from topw_deploy.runtime.sequence import Sequence as Prepared
 from topw_deploy.runtime.token_geometry import read_geometry
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, as_float32, crop
@@ -45,10 +45,9 @@ def settings_of(given: Mapping[str, Any], sweeps: Sequence[str]) -> list[RuleSet
     """
     columns: dict[str, list[Any]] = {}
     for text in sweeps:
-        name, equals, values = text.partition("=")
-        name = name.strip().replace("-", "_")
+        name, values = split_pair(text)
         name = ALIASES.get(name, name)
-        if not equals:
+        if values is None:
             raise ParameterError(f"the sweep {text!r} is not NAME=V1,V2,...; write for example temperature=0.5,1,2.")
         if name not in _SWEPT:
             raise unknown_name(name, _SWEPT)

@@ -88,7 +88,7 @@ def test_no_kernel_needs_more_registers_stack_or_shared_memory(toolkit: nvcc.Too
 
 def test_the_library_needs_no_cuda_and_no_driver_to_load(cuda_library: Path) -> None:
     found = library.load_cuda(cuda_library)
-    assert found.device_count == 0 or shutil.which("nvidia-smi")
+    assert found.architectures
     if shutil.which("readelf"):
         words = ["readelf", "-d", str(cuda_library)]
         dynamic = subprocess.run(words, capture_output=True, text=True, check=True).stdout
@@ -99,7 +99,7 @@ def test_the_library_needs_no_cuda_and_no_driver_to_load(cuda_library: Path) -> 
 
 def test_a_launch_without_a_driver_is_an_error_with_a_name(cuda_library: Path) -> None:
     library_ = ctypes.CDLL(str(cuda_library))
-    if library.load_cuda(cuda_library).device_count:
+    if library.query_driver().devices:
         pytest.skip("there is a GPU")
     library_.topw_cuda_error.restype = ctypes.c_char_p
     text = library_.topw_cuda_error(35)
