@@ -82,6 +82,8 @@ def test_the_command_writes_table_json_and_picture(bench: Callable[..., Result],
     assert done.exit_code == 0, done.output
     assert done.stderr == ""
     assert f"{folder.name}, graph, 1 thread: ms/token" in done.stdout
+    assert "Overhead of Top-W to the mean" in done.stdout
+    assert "| min-p 0.1 " in done.stdout
     assert "| model" in done.stdout
     document = json.loads((tmp_path / "out.json").read_text())
     (model,) = document["runs"]

@@ -25,7 +25,7 @@ def test_the_table_goes_to_stdout_and_progress_to_stderr(folder: Path, prompts: 
     assert result.exit_code == 0
     assert result.stderr == "Generating 16 texts: 2 rules at 2 temperatures\n"
     rows = [line.split()[1:4:2] for line in result.stdout.splitlines()[4:]]
-    assert rows == [["0.5", "top_w"], ["0.5", "min_p"], ["1", "top_w"], ["1", "min_p"]]
+    assert rows == [["0.5", "Top-W"], ["0.5", "min-p"], ["1", "Top-W"], ["1", "min-p"]]
 
 
 def test_json_holds_every_number_and_text_and_the_page_is_written(

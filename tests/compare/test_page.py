@@ -92,7 +92,7 @@ def test_the_page_has_a_plot_and_a_definition_of_every_metric_and_a_row_per_cell
     assert read.of("dt") == titles
     rows = [attributes for tag, attributes in read.tags if tag == "tr"]
     assert len(rows) == 1 + 2 * 3
-    assert [text.strip() for text in read.of("li")] == ["top_w", "top_w preset=lively", "none"]
+    assert [text.strip() for text in read.of("li")] == ["Top-W", "Top-W lively", "no rule"]
 
 
 def test_the_table_shows_intervals_where_prompts_differ() -> None:

@@ -263,6 +263,8 @@ def _show_json_lines(pieces: Iterator[Piece]) -> list[GenerationResult]:
 
 
 def _report_stats(results: list[GenerationResult]) -> None:
+    from topw_deploy.runtime.rule_settings import rule_title
+
     for result in results:
         times = result.timings
         speed = f"{1 / times.seconds_per_token:.1f} tokens/s" if times.seconds_per_token else "one token"
@@ -271,7 +273,7 @@ def _report_stats(results: list[GenerationResult]) -> None:
         tell(
             f"{result.prompt_tokens} + {len(result.token_ids)} tokens, {speed}; load {times.load_seconds:.2f} s, "
             f"prefill {times.prefill_seconds * 1e3:.0f} ms, {times.seconds_per_token * 1e3:.2f} ms/token; "
-            f"rule {result.rule}, certified {result.certified_share:.1%}, {kept}{mass}; "
+            f"{rule_title(result.rule)}, certified {result.certified_share:.1%}, {kept}{mass}; "
             f"{result.sampler} sampler, seed {result.seed}, {result.finish_reason}"
         )
 

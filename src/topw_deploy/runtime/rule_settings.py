@@ -43,9 +43,14 @@ class RuleSetting:
 
     @property
     def title(self) -> str:
-        """The label as in a text: "Top-W", "Top-W lively", "min-p 0.1"."""
-        name, _, rest = self.label.partition(" ")
-        return f"{_TITLES.get(name, name.replace('_', '-'))} {rest.replace('preset=', '')}".strip()
+        """The label as in a text."""
+        return rule_title(self.label)
+
+
+def rule_title(label: str) -> str:
+    """The label of a rule as in a text: "Top-W", "Top-W lively", "min-p 0.1"."""
+    name, _, rest = label.partition(" ")
+    return f"{_TITLES.get(name, name.replace('_', '-'))} {rest.replace('preset=', '')}".strip()
 
 
 def read_rules(text: str) -> list[RuleSetting]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from topw_deploy.errors import BenchmarkError, ParameterError
 from topw_deploy.progress import SILENT, Progress
-from topw_deploy.runtime.rule_settings import RuleSetting
+from topw_deploy.runtime.rule_settings import RuleSetting, rule_title
 from topw_deploy.sampling.rules import TOP_W
 from topw_deploy.text import count_text
 from topw_lab.bench import base
@@ -89,7 +89,7 @@ def run(
             overheads.append(_add_results(report, title, top_w[0], dict(zip(cells, samples.values(), strict=True))))
     header = ("model", *(f"T = {temperature:g}" for temperature in temperatures), "all", "all, to the fastest")
     report.lines += [
-        f"\nOverhead of {top_w[0]} to the mean of the other rules, % (95 % interval over rounds)\n",
+        f"\nOverhead of {rule_title(top_w[0])} to the mean of the other rules, % (95 % interval over rounds)\n",
         table(header, overheads),
     ]
     return report
@@ -108,7 +108,7 @@ def _add_results(report: base.Report, title: str, top_w: str, cells: Cells) -> l
     certified = {cell: fmean(run["certified"] for run in runs) for cell, runs in cells.items()}
     shown = {cell: f"{base.Spread.of(times[cell]).format(1e3, 3)}, {certified[cell]:.0%}" for cell in cells}
     header = ("rule", *(f"T = {temperature:g}" for temperature in temperatures))
-    rows = [(label, *(shown[label, temperature] for temperature in temperatures)) for label in labels]
+    rows = [(rule_title(label), *(shown[label, temperature] for temperature in temperatures)) for label in labels]
     report.add_table(f"{title}: ms/token (quartiles), certified tokens", header, rows)
 
     def compare(others: Sequence[str], at: Sequence[float]) -> tuple[float, float, float]:
@@ -128,7 +128,8 @@ def _add_results(report: base.Report, title: str, top_w: str, cells: Cells) -> l
         for cell, runs in cells.items()
     ]})  # fmt: skip
     sides = [
-        base.Side(name=label, label=label, kind="ours" if label == top_w else "peer", settings={}) for label in labels
+        base.Side(name=label, label=rule_title(label), kind="ours" if label == top_w else "peer", settings={})
+        for label in labels
     ]
     means = {label: np.mean([times[label, T] for T in temperatures], axis=0).tolist() for label in labels}
     value, low, high = compared["all"]
@@ -137,7 +138,7 @@ def _add_results(report: base.Report, title: str, top_w: str, cells: Cells) -> l
     bars = base.Times(sides, means)
     report.panels.append(bars.panel(title, sentence, lambda side: f"{bars.spread(side.name).median * 1e3:.3f} ms"))
     percents = [f"{value * 100:+.1f} ({low * 100:+.1f} to {high * 100:+.1f})" for value, low, high in compared.values()]
-    return [title, *percents[:-1], f"{percents[-1]} {fastest}"]
+    return [title, *percents[:-1], f"{percents[-1]} {rule_title(fastest)}"]
 
 
 def overhead(ours: np.ndarray, others: np.ndarray) -> tuple[float, float, float]:

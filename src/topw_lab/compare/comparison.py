@@ -243,7 +243,7 @@ def report_lines(comparison: Comparison) -> Iterator[str]:
     rows = []
     for cell in comparison.cells:
         values = [number_text(cell.values[metric.name].value) for metric in comparison.metrics]
-        rows.append((f"{cell.temperature:g}", cell.rule.label, *values, f"{cell.tokens:,}", f"{cell.seconds:.1f}"))
+        rows.append((f"{cell.temperature:g}", cell.rule.title, *values, f"{cell.tokens:,}", f"{cell.seconds:.1f}"))
     yield from table(header, rows, left=2).split("\n")
     for note in missing_metric_notes(comparison):
         yield ""

@@ -55,13 +55,13 @@ def _escaped(value: object) -> str:
 
 def _chart_parts(comparison: Comparison) -> Iterator[str]:
     rules = comparison.rules
-    entries = "".join(f"<li>{_legend_key(place)} {_escaped(rule.label)}</li>" for place, rule in enumerate(rules))
+    entries = "".join(f"<li>{_legend_key(place)} {_escaped(rule.title)}</li>" for place, rule in enumerate(rules))
     yield f'<h2>Metrics over temperature</h2>\n<ul class="legend">{entries}</ul>\n<div class="charts">'
     for metric in comparison.metrics:
         lines = []
         for place, rule in enumerate(rules):
             values = [(cell.temperature, cell.values[metric.name]) for cell in comparison.cells[place :: len(rules)]]
-            lines.append((rule.label, [point for point in values if point[1].value is not None]))
+            lines.append((rule.title, [point for point in values if point[1].value is not None]))
         if any(points for _, points in lines):
             scale = " <small>logarithmic</small>" if metric.logarithmic else ""
             svg = chart(metric.title, lines, logarithmic=metric.logarithmic)
@@ -77,7 +77,7 @@ def _table_parts(comparison: Comparison) -> Iterator[str]:
     names = ("temperature", "rule", *(metric.title for metric in comparison.metrics), "tokens", "seconds")
     yield f'<div class="wide"><table>\n<tr>{"".join(f"<th scope=col>{name}</th>" for name in names)}</tr>'
     for cell in comparison.cells:
-        yield f"<tr><td>{cell.temperature:g}</td><th scope=row>{_escaped(cell.rule.label)}</th>"
+        yield f"<tr><td>{cell.temperature:g}</td><th scope=row>{_escaped(cell.rule.title)}</th>"
         for metric in comparison.metrics:
             value = cell.values[metric.name]
             low, high = number_text(value.low), number_text(value.high)
@@ -94,7 +94,7 @@ def _text_parts(comparison: Comparison) -> Iterator[str]:
     for index, prompt in enumerate(comparison.prompts):
         yield f'<details><summary><bdi>{_escaped(prompt)}</bdi></summary><div class="columns">'
         for column, rule in enumerate(rules):
-            yield f"<div><h4>{_legend_key(column)} {_escaped(rule.label)}</h4>"
+            yield f"<div><h4>{_legend_key(column)} {_escaped(rule.title)}</h4>"
             for cell in comparison.cells[column :: len(rules)]:
                 for sample in cell.samples[index]:
                     parts = [f"T = {cell.temperature:g}: {count_text(sample.drawn, 'token')}"]
