@@ -6,6 +6,8 @@ which an input selects the sampler.
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +28,6 @@ from topw_deploy.runtime.loop import Batch, accept_tokens, decode_one_token, pre
 from topw_deploy.runtime.ort.graph_session import SAMPLER_INPUTS
 from topw_deploy.runtime.ort.session import OrtSession
 from topw_deploy.sampling import RuleParameters, TopWParameters
-from topw_lab.bench.decode import link_weights
 
 CHOICE = "argmax"  # input, bool
 FILE = "either.onnx"
@@ -69,6 +70,15 @@ def write_either(export: Path, folder: Path) -> Path:
     link_weights(export, folder)
     ir.save(model, folder / FILE)
     return folder / FILE
+
+
+def link_weights(export: Path, folder: Path) -> None:
+    """Hard-link the data files of `export` into `folder`, or copy them where that is impossible."""
+    for data in (path for pattern in ("*.onnx_data*", "*.onnx.data*") for path in export.glob(pattern)):
+        try:
+            os.link(data, folder / data.name)
+        except OSError:
+            shutil.copyfile(data, folder / data.name)
 
 
 class EitherSession(OrtSession):

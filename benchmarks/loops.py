@@ -19,7 +19,6 @@ import math
 import os
 import re
 import statistics
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -44,12 +43,11 @@ def open_graphs(folders: Mapping[str, Path], threads: int) -> Iterator[dict[str,
     The address of the weights changes a session's speed, so `folders` should have another order in each process.
     """
     add_repository_to_pythonpath()
-    with tempfile.TemporaryDirectory(dir=next(iter(folders.values())).parent, prefix=".loops-") as scratch:
-        settings = {"scratch": scratch, "threads": threads}
-        with Worker("the graphs", HERE.with_name("loops_worker.py"), settings, threads=threads) as worker:
-            for name, folder in folders.items():
-                worker.call("open", name=name, path=str(folder.absolute()))
-            yield dict.fromkeys(folders, worker)
+    settings = {"opens_loops": True, "threads": threads}
+    with Worker("the graphs", HERE.with_name("loops_worker.py"), settings, threads=threads) as worker:
+        for name, folder in folders.items():
+            worker.call("open", name=name, path=str(folder.absolute()))
+        yield dict.fromkeys(folders, worker)
 
 
 def measure_loops(
@@ -149,7 +147,7 @@ def start_table(args: argparse.Namespace, exports: Mapping[str, Path]) -> str:
         if name == LLAMA:
             worker, path = _llama_worker(args, 1), args.gguf
         else:
-            settings = {"scratch": "", "threads": 1}
+            settings = {"opens_loops": False, "threads": 1}
             worker, path = Worker(name, HERE.with_name("loops_worker.py"), settings), exports[name]
         with worker:
             before = _memory(worker)

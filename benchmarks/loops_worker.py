@@ -12,17 +12,18 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from benchmarks.common import median_step_seconds, share_thread_pool
+from topw_deploy.export.verification.reference import decoder_model, open_graph
 from topw_deploy.manifest import DecoderInfo, State, load_decoder_manifest
 from topw_deploy.runtime import TopWModel
-from topw_lab.bench.decode import ARGMAX_FILE, ArgMaxLoop, link_weights, write_argmax_model
+from topw_lab.bench.decode import ArgMaxLoop
 
 
-def bare_export(export: Path, folder: Path) -> tuple[Path, DecoderInfo]:
+def bare_export(export: Path) -> tuple[ir.Model, DecoderInfo]:
     """An export with ArgMax instead of the sampler, and the description of its cache."""
-    return write_argmax_model(export, folder), load_decoder_manifest(export).decoder
+    return decoder_model(export, argmax=True), load_decoder_manifest(export).decoder
 
 
-def bare_peer(peer: Path, folder: Path) -> tuple[Path, DecoderInfo]:
+def bare_peer(peer: Path) -> tuple[ir.Model, DecoderInfo]:
     """onnxruntime-genai's graph with ArgMax over the last logits."""
     model = ir.load(peer / "model.onnx")
     graph = model.graph
@@ -39,9 +40,7 @@ def bare_peer(peer: Path, folder: Path) -> tuple[Path, DecoderInfo]:
     graph.outputs.clear()
     graph.outputs.extend([token.outputs[0], *presents])
     _flat_positions(graph)
-    link_weights(peer, folder)
-    ir.save(model, folder / ARGMAX_FILE)
-    return folder / ARGMAX_FILE, info
+    return model, info
 
 
 def _flat_positions(graph: ir.Graph) -> None:
@@ -99,8 +98,8 @@ def peer_info(graph: ir.Graph, config: dict[str, Any]) -> DecoderInfo:
 
 
 def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """settings: scratch (a folder on the exports' file system, "" to open no loops), threads."""
-    if settings["scratch"]:
+    """settings: opens_loops (whether loops are opened), threads."""
+    if settings["opens_loops"]:
         share_thread_pool(settings["threads"])
     options = ort.SessionOptions()
     options.use_per_session_threads = False
@@ -109,10 +108,9 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     first: dict[str, int] = {}
 
     def open_(name: str, path: str) -> None:
-        scratch = Path(settings["scratch"]) / name.replace(" ", "-")
-        scratch.mkdir()
-        make = bare_peer if (Path(path) / "genai_config.json").is_file() else bare_export
-        loops[name] = ArgMaxLoop(*make(Path(path), scratch), options)
+        folder = Path(path)
+        model, info = (bare_peer if (folder / "genai_config.json").is_file() else bare_export)(folder)
+        loops[name] = ArgMaxLoop(open_graph(folder, model, options=options), info)
 
     def prefill(name: str, prompt: list[int], room: int) -> float:
         began = time.perf_counter()

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 from click.testing import Result
 
@@ -16,9 +15,10 @@ from tests.support.toy_graph import FORMS
 from tests.support.toy_model import Toy, export
 from topw_deploy import install
 from topw_deploy.errors import BenchmarkError, ManifestError, ParameterError
+from topw_deploy.export.verification.reference import decoder_model, open_graph
 from topw_deploy.manifest import load_decoder_manifest
 from topw_deploy.plugins.library import library_path
-from topw_lab.bench.decode import ArgMaxLoop, run, sides, write_argmax_model
+from topw_lab.bench.decode import ArgMaxLoop, run, sides
 
 PROMPT = [5, 9, 40, 7]
 
@@ -38,7 +38,7 @@ def test_the_argmax_loop_takes_the_largest_logit_of_the_same_decoder(toy: Toy, t
     folder = export(tmp_path / "out", toy, form=form)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     decoder = load_decoder_manifest(folder).decoder
-    loop = ArgMaxLoop(write_argmax_model(folder, tmp_path), decoder, ort.SessionOptions())
+    loop = ArgMaxLoop(open_graph(folder, decoder_model(folder, argmax=True)), decoder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     for _ in range(2):  # the second prompt starts with an empty cache
         tokens = [loop.prefill(PROMPT, 20), *(loop.step() for _ in range(8))]
@@ -72,12 +72,12 @@ def test_the_command_reports_every_side_for_every_number_of_threads(
 
 
 def test_a_peer_without_a_folder_says_what_to_give_and_its_interpreter_needs_nothing_here(tmp_path: Path) -> None:
-    reasons = {side.name: side.why_not for side in sides(tmp_path, tmp_path)}
+    reasons = {side.name: side.why_not for side in sides(tmp_path)}
     assert reasons["topw-graph"] is reasons["argmax"] is None
     assert "--transformers MODEL_DIR" in str(reasons["transformers-greedy"])
     assert "optimum-cli export onnx" in str(reasons["optimum-greedy"])
     assert "onnxruntime_genai.models.builder" in str(reasons["genai-top-p"])
-    there = sides(tmp_path, tmp_path, genai=tmp_path, genai_python=tmp_path / "python")
+    there = sides(tmp_path, genai=tmp_path, genai_python=tmp_path / "python")
     genai = [side for side in there if side.name.startswith("genai")]
     assert [(side.python, side.why_not) for side in genai] == [(tmp_path / "python", None)] * 3
 

@@ -7,8 +7,6 @@ also the worker of `TopWModel` and of ArgMax.
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,7 +27,6 @@ from topw_deploy.text import count_text
 from topw_lab.bench import base
 from topw_lab.tables import significant
 
-ARGMAX_FILE = "argmax.onnx"
 _LIBRARIES = {
     "genai": ("onnxruntime-genai", "onnxruntime_genai",
               "FOLDER, written by python -m onnxruntime_genai.models.builder"),
@@ -51,15 +48,17 @@ _COMPARED = {"genai-top-p": "onnxruntime-genai with top-p", "transformers-author
 _HEADER = ("side", "ms/token (quartiles)", "ratio (quartiles)", "first token ms", "prompt tokens/s")
 
 
-def sides(folder: Path, argmax: Path, **options: Path | None) -> list[base.Side]:
-    """Every side, in the order of the table. argmax: the file of the side `argmax`; for the others see `run`.
+def sides(folder: Path, **options: Path | None) -> list[base.Side]:
+    """Every side, in the order of the table. options: see `run`.
 
     Raises BenchmarkError if the folder of a library is given, but the library is missing.
     """
     why_no_argmax = None if install.is_importable("onnx_ir") else f"not installed: {install.install_command('export')}"
+    if not os.access(folder, os.W_OK):
+        why_no_argmax = f"without a place for its graph: {folder} cannot be written; give a copy"
     found = [
         base.Side(name=name, label=label, kind=kind, worker=__file__, why_not=why_not,
-             settings={"folder": str(folder), "variant": variant, "argmax": str(argmax)})
+             settings={"folder": str(folder), "variant": variant})
         for variant, name, label, kind, why_not in (
             ("native", "topw-native", "TopWModel, native", "ours", base.why_no_native_library()),
             ("graph", "topw-graph", "TopWModel, graph", "ours", None),
@@ -127,27 +126,21 @@ def run(
     if libraries.get("authors") and libraries.get("transformers") is None:
         raise ParameterError("the authors' processor runs in transformers; give --transformers, too.", "authors")
     prompt = base.random_prompt(folder, prompt_tokens, new_tokens, seed)
-    parent = folder.resolve().parent  # weights can be hard-linked on the same file system
-    scratch_parent = parent if os.access(parent, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix=".topw-bench-", dir=scratch_parent) as scratch:
-        argmax = Path(scratch, ARGMAX_FILE)
-        present, absent = base.choose(sides(folder, argmax, **libraries), peers)
-        report = base.Report("decode", settings, absent, "one token after the first")
-        if any(side.name == "argmax" for side in present):
-            write_argmax_model(folder, argmax.parent)
-        with progress.bar(len(threads) * len(present) * (rounds + 1), "run") as advance:
-            for count in threads:
-                with base.start_workers(present, count, progress) as workers:
-                    calls = {
-                        name: partial(worker.call, "run", prompt=prompt, new_tokens=new_tokens)
-                        for name, worker in workers.items()
-                    }
-                    samples = base.interleave(calls, rounds, seed=seed, advance=advance)
-                per_token = {
-                    name: [run["rest"] / max(1, run["tokens"] - 1) for run in runs] for name, runs in samples.items()
+    present, absent = base.choose(sides(folder, **libraries), peers)
+    report = base.Report("decode", settings, absent, "one token after the first")
+    with progress.bar(len(threads) * len(present) * (rounds + 1), "run") as advance:
+        for count in threads:
+            with base.start_workers(present, count, progress) as workers:
+                calls = {
+                    name: partial(worker.call, "run", prompt=prompt, new_tokens=new_tokens)
+                    for name, worker in workers.items()
                 }
-                title = f"{count_text(count, 'thread')}, {prompt_tokens} + {new_tokens} tokens"
-                _add_results(report, title, base.Times(present, per_token), samples)
+                samples = base.interleave(calls, rounds, seed=seed, advance=advance)
+            per_token = {
+                name: [run["rest"] / max(1, run["tokens"] - 1) for run in runs] for name, runs in samples.items()
+            }
+            title = f"{count_text(count, 'thread')}, {prompt_tokens} + {new_tokens} tokens"
+            _add_results(report, title, base.Times(present, per_token), samples)
     return report
 
 
@@ -190,15 +183,18 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     """Load the model. Returns `run`.
 
     settings: "folder" (the exported model), "variant" ("native" or "graph", a sampler of `TopWModel`; or "argmax"),
-        "threads" of the session, and for ArgMax "argmax", the model of `write_argmax_model`.
+        "threads" of the session.
 
     `run` generates once. It returns seconds to the first token ("first"), seconds of the other tokens ("rest"), the
     number of tokens ("tokens") and, of `TopWModel`, the share of certified tokens ("certified").
     """
     if settings["variant"] == "argmax":
-        options = ort.SessionOptions()
+        from topw_deploy.export.verification.reference import decoder_model, open_graph
+
+        folder, options = Path(settings["folder"]), ort.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = settings["threads"], 3
-        loop = ArgMaxLoop(Path(settings["argmax"]), load_decoder_manifest(settings["folder"]).decoder, options)
+        session = open_graph(folder, decoder_model(folder, argmax=True), options=options)
+        loop = ArgMaxLoop(session, load_decoder_manifest(folder).decoder)
 
         def run_argmax(prompt: list[int], new_tokens: int) -> dict[str, float]:
             started = time.perf_counter()
@@ -223,43 +219,16 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     return {"run": run_top_w}
 
 
-def write_argmax_model(export: Path, folder: Path) -> Path:
-    """Write `folder/argmax.onnx`: the model in `export` with ArgMax instead of the sampler. Returns its path.
-
-    Hard-links the weights where possible, and copies them otherwise.
-    """
-    import onnx_ir as ir
-
-    from topw_deploy.export.verification.reference import decoder_model
-
-    model = decoder_model(export, argmax=True)
-    model.graph.outputs[0].name = "next_token"
-    model.functions.clear()
-    link_weights(export, folder)
-    ir.save(model, folder / ARGMAX_FILE)
-    return folder / ARGMAX_FILE
-
-
-def link_weights(export: Path, folder: Path) -> None:
-    """Hard-link the data files of `export` into `folder`, or copy them where that is impossible."""
-    for data in (path for pattern in ("*.onnx_data*", "*.onnx.data*") for path in export.glob(pattern)):
-        try:
-            os.link(data, folder / data.name)
-        except OSError:
-            shutil.copyfile(data, folder / data.name)
-
-
 class ArgMaxLoop:
-    """Decodes greedily, one sequence at a time, with the model of `write_argmax_model`.
+    """Decodes greedily, one sequence at a time.
 
-    path: the model.
-    decoder: the manifest's description of the model's cache.
-    options: of the session.
+    session: of a decoder whose first output is the token of the largest logit.
+    decoder: the manifest's description of the decoder's cache.
     token: int64 [1], the array that the graph writes the last token to.
     """
 
-    def __init__(self, path: Path, decoder: DecoderInfo, options: ort.SessionOptions) -> None:
-        self._session = OrtSession(ort.InferenceSession(path, options, providers=["CPUExecutionProvider"]))
+    def __init__(self, session: ort.InferenceSession, decoder: DecoderInfo) -> None:
+        self._session, self._output = OrtSession(session), session.get_outputs()[0].name
         self._caches = Caches(self._session, decoder)
         self._cache: Cache | None = None
         self.token = np.zeros(1, np.int64)
@@ -272,7 +241,7 @@ class ArgMaxLoop:
         if self._cache is not None:
             self._cache.close()
         self._binding = self._session.bind()
-        self._binding.bind_result("next_token", self.token)
+        self._binding.bind_result(self._output, self.token)
         self._cache = self._caches.open(self._binding, [prompt], [capacity - len(prompt)])
         self._cache.feed_prompts()
         self._binding.run()

@@ -209,17 +209,19 @@ def _move_left(ids: Array, attention_mask: Array) -> tuple[NDArray[np.int64], ND
 LOGITS = "topw.probe.logits"
 
 
-def open_graph(folder: Path, model: ir.Model, library: Path | None = None) -> ort.InferenceSession:
+def open_graph(
+    folder: Path, model: ir.Model, library: Path | None = None, options: ort.SessionOptions | None = None
+) -> ort.InferenceSession:
     """Open a session of `model`, a part of the export's graph.
 
     A graph with data files is written to a temporary file beside them. Raises VerificationError if the folder cannot be
     written.
 
     folder: of the export.
-    library: see `open_session`.
+    library, options: see `open_session`.
     """
     if not external_files(model):
-        return open_session(ir.to_proto(model).SerializeToString(), library)
+        return open_session(ir.to_proto(model).SerializeToString(), library, options)
     try:
         handle, name = tempfile.mkstemp(dir=folder, prefix=".topw-probe-", suffix=".onnx")
     except OSError as error:
@@ -230,19 +232,23 @@ def open_graph(folder: Path, model: ir.Model, library: Path | None = None) -> or
     os.close(handle)
     try:
         ir.save(model, name)
-        return open_session(name, library)
+        return open_session(name, library, options)
     finally:
         Path(name).unlink(missing_ok=True)
 
 
-def open_session(model: str | bytes, library: Path | None = None) -> ort.InferenceSession:
+def open_session(
+    model: str | bytes, library: Path | None = None, options: ort.SessionOptions | None = None
+) -> ort.InferenceSession:
     """Open a session of the CPU provider, whose results differ between machines only by rounding.
 
     model: a file or its content.
     library: the native sampler's library, which replaces the file's function; None for the function.
+    options: of the session; None for the usual ones.
     """
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
+    if options is None:
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
     if library is not None:
         options.register_custom_ops_library(str(library))
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
