@@ -644,8 +644,9 @@ class ModelFolder(Generic[M_co]):
         manifest = load_manifest(self.path, unfinished=unfinished)
         if not isinstance(manifest, wanted):
             is_decoder = isinstance(manifest, DecoderManifest)
-            other = "TopWModel (a whole decoder)" if is_decoder else "TopWSampler (a sampler-only model)"
-            raise ManifestError(f"{self.path} holds a {manifest.kind!r} model; load it with {other}.")
+            found = "a whole model" if is_decoder else "a sampler without a decoder"
+            other = "TopWModel" if is_decoder else "TopWSampler"
+            raise ManifestError(f"{self.path} holds {found}; give another folder, or open it with {other}.")
         self.manifest: M_co = manifest
 
     @property

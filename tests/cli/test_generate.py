@@ -250,4 +250,6 @@ def test_a_rule_is_chosen_by_its_parameter_or_by_name(invoke: Invoke, random_mod
 
 def test_a_rule_without_its_value_names_the_option(program: Program, random_model: Path) -> None:
     done = program("generate", random_model, "x", "--rule", "top_p")
-    assert "the rule 'top_p' needs --top-p, in (0, 1]" in done.stderr
+    assert "the rule 'top_p' has no default; give --top-p, in (0, 1]." in done.stderr
+    done = program("generate", random_model, "x", "--rule", "top_p", "--top-k", 3)
+    assert "--top-k is for --rule top_k, but another rule was chosen, 'top_p'; give one of the two." in done.stderr

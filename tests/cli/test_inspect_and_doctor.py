@@ -157,7 +157,7 @@ def test_doctor_says_whether_engines_can_run(invoke: Invoke, monkeypatch: pytest
     for name in ("tensorrt", "tensorrt_bindings"):
         monkeypatch.setitem(sys.modules, name, None)
     (line,) = (line for line in invoke("doctor").stdout.splitlines() if line.startswith("TensorRT: "))
-    assert line.startswith("TensorRT: none: TensorRT's Python module cannot be imported (tensorrt: ")
+    assert line.startswith("TensorRT: none: TensorRT's Python module is not installed; ")
     assert line.endswith(install.install_command("tensorrt"))
 
 

@@ -43,7 +43,7 @@ def test_options_out_of_range_are_refused(model: TopWModel, options: dict[str, A
 @pytest.mark.parametrize(("form", "advice"), [("concat", "without --kv concat"), ("shared", "the original checkpoint")])
 def test_only_static_caches_are_accepted(toy: Toy, tmp_path: Path, form: str, advice: str) -> None:
     model = TopWModel.from_pretrained(export(tmp_path / "out", toy, form=form), provider="cpu")
-    with pytest.raises(ParameterError, match=f"form 'static', but .* has '{form}'; export .*{advice}"):
+    with pytest.raises(ParameterError, match=f"a static cache, but .* is {form}; export .*{advice}"):
         Engine(model)
 
 

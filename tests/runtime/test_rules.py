@@ -60,11 +60,11 @@ def test_each_row_has_its_own_rule(model: TopWModel, toy: Toy) -> None:
     ("given", "message"),
     [
         ({"rule": "min-p"}, "rule is 'min-p': did you mean min_p"),
-        ({"rule": "min_p"}, r"the rule 'min_p' needs min_p, in \[0, 1\]; give it"),
+        ({"rule": "min_p"}, r"the rule 'min_p' has no default; give min_p, in \[0, 1\]"),
         ({"top_k": 2.5}, "top_k is 2.5, but must be an integer"),
         ({"top_p": 1e-50}, "in float32 too"),
         ({"top_k": 3, "top_p": 0.9}, "top_k and top_p are parameters of two sampling rules"),
-        ({"rule": "top_w", "top_p": 0.9}, "top_p is a parameter of the rule top_p, but the rule is top_w"),
+        ({"rule": "top_w", "top_p": 0.9}, "top_p is for rule='top_p', but another rule was chosen, 'top_w'"),
         ({"min_p": [0.1, 0.2]}, "min_p has 2 values for 1 prompts"),
     ],
 )

@@ -51,8 +51,8 @@ def test_flags_become_options(called: dict[str, Any], tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["a", "--served-model-name", "x", "--served-model-name", "y"], "2 times for 1 models"),
-        (["x/a", "y/a"], "the same name"),
+        (["a", "--served-model-name", "x", "--served-model-name", "y"], "2 times for 1 model."),
+        (["x/a", "y/a"], "two models are named 'a'"),
         (["a", "--max-body", "many"], "--max-body"),
         (["a", "--request-timeout", "0"], "--request-timeout"),
         (["a", "--tool-parser", "none"], "--tool-parser"),

@@ -52,7 +52,7 @@ def test_values_of_a_rule_can_be_swept_and_are_checked_before_generating(folder:
     assert wide["whole"]["kept"]["least"] > narrow["whole"]["kept"]["most"]
     with pytest.raises(ParameterError, match=r"min_p is 1.5, but must be in \[0, 1\]"):
         settings_of({}, ["min_p=0.1,1.5"])
-    with pytest.raises(ParameterError, match="min_p is a parameter of the rule min_p, but the rule is top_k"):
+    with pytest.raises(ParameterError, match="min_p is for rule='min_p', but another rule was chosen, 'top_k'"):
         invoke("stats", folder, "abc", "--rule", "top_k", "--top-k", 3, "--sweep", "min_p=0.1")
 
 

@@ -89,12 +89,12 @@ def test_check_prints_the_parsers_answer_and_the_next_step(
     assert report["next_step"] == "export the original model again with --target tensorrt --max-length N"
 
 
-def test_without_tensorrt_check_says_that_only_the_parser_can_tell(
+def test_without_tensorrt_check_names_the_machine_that_has_it(
     out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("tensorrt", "tensorrt_bindings"):
         monkeypatch.setitem(sys.modules, name, None)
     assert check(str(out)) == 1
     error = capsys.readouterr().err
-    assert error.startswith("Error: only TensorRT's own parser can tell which nodes it takes: ")
-    assert f"run there: topw check {out}" in error
+    assert error.startswith("Error: TensorRT's Python module is not installed; ")
+    assert f"there run: topw check {out})" in error

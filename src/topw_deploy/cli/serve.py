@@ -22,7 +22,7 @@ from topw_deploy.cli.options import (
     take_opening,
 )
 from topw_deploy.cli.terminal import say, say_json, tell
-from topw_deploy.text import decimal_size
+from topw_deploy.text import count_text, decimal_size
 from topw_deploy.web import write_site
 
 _engine_options = option_group(
@@ -124,10 +124,12 @@ def serve(
 def _models_by_name(folders: tuple[Path, ...], names: tuple[str, ...]) -> dict[str, Path]:
     """The folders by the names of their models. Raises UsageError unless each model has a name of its own."""
     if names and len(names) != len(folders):
-        raise click.UsageError(f"--served-model-name is given {len(names)} times for {len(folders)} models.")
+        models = count_text(len(folders), "model")
+        raise click.UsageError(f"--served-model-name is given {count_text(len(names), 'time')} for {models}.")
     model_names = names or tuple(folder.resolve().name for folder in folders)
     if len(set(model_names)) < len(model_names):
-        raise click.UsageError(f"two models have the same name in {', '.join(model_names)}; give --served-model-name.")
+        twice = next(name for name in model_names if model_names.count(name) > 1)
+        raise click.UsageError(f"two models are named {twice!r}; give each a name of its own with --served-model-name.")
     return dict(zip(model_names, folders, strict=True))
 
 

@@ -103,7 +103,7 @@ class Engine:
         decoder = model.manifest.decoder
         if decoder.kv_form != "static":
             raise ParameterError(
-                f"the batching engine needs a cache of the form 'static', but {model.path} has {decoder.kv_form!r}; "
+                f"batching needs a static cache, but that of {model.path} is {decoder.kv_form}; "
                 f"{_REMEDIES.get(decoder.kv_form, 'use TopWModel.generate')}."
             )
         context = decoder.context_length

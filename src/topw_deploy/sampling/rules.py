@@ -396,8 +396,8 @@ class RuleParameters:
             owner = RULE_OF_VALUE[name]
             if owner is not chosen:
                 raise ParameterError(
-                    f"{name} is a parameter of the rule {owner.name}, but the rule is {chosen.name}; leave it out, or "
-                    f"choose {owner.name}.",
+                    f"{name} is for rule={owner.name!r}, but another rule was chosen, {chosen.name!r}; give one of "
+                    "the two.",
                     name,
                     "rule",
                 )
@@ -405,7 +405,7 @@ class RuleParameters:
         for value in chosen.values:
             number = given.get(value.name, value.default)
             if number is None:
-                message = f"the rule '{chosen.name}' needs {value.name}, {value.bound}; give it."
+                message = f"the rule {chosen.name!r} has no default; give {value.name}, {value.bound}."
                 raise ParameterError(message, value.name)
             numbers.append(float(np.float32(read_number(value.name, number, value.accepts, value.bound))))
         object.__setattr__(self, "name", chosen.name)

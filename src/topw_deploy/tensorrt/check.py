@@ -33,7 +33,8 @@ def load_tensorrt() -> Any:
         try:
             module = importlib.import_module(name)
         except ImportError as error:  # of the module or of NVIDIA's libraries
-            failures.append(f"{name}: {error}")
+            if not isinstance(error, ModuleNotFoundError) or error.name != name:
+                failures.append(f" ({name}: {error})")
             continue
         if major_minor(module.__version__) < OLDEST:
             raise TensorRTError(
@@ -42,8 +43,8 @@ def load_tensorrt() -> Any:
             )
         return module
     raise TensorRTError(
-        f"TensorRT's Python module cannot be imported ({', '.join(failures)}); install TensorRT, which on a Jetson "
-        f"comes with JetPack, or run: {install.install_command('tensorrt')}"
+        f"TensorRT's Python module {'cannot be imported' if failures else 'is not installed'}{''.join(failures)}; "
+        f"install TensorRT, which on a Jetson comes with JetPack, or run: {install.install_command('tensorrt')}"
     )
 
 
@@ -135,8 +136,8 @@ def check(out: Path) -> CheckReport:
         trt = load_tensorrt()
     except TensorRTError as error:
         raise TensorRTError(
-            f"only TensorRT's own parser can tell which nodes it takes: {error} Or copy the folder to the machine that "
-            f"will run it, and run there: topw check {shlex.quote(str(out))}"
+            f"{error} (or copy the folder to the machine that will run it, and there run: topw check "
+            f"{shlex.quote(str(out))})"
         ) from None
     why = register_plugin(trt)
     logger = new_logger(trt)

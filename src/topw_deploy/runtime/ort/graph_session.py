@@ -163,7 +163,7 @@ def _check_can_capture(folder: ModelFolder[Manifest]) -> None:
     manifest = folder.manifest
     form = manifest.decoder.kv_form if isinstance(manifest, DecoderManifest) else None
     if form != "static":
-        what = "a sampler alone" if form is None else f"a cache of the form {form!r}"
+        what = "a sampler alone" if form is None else f"a {form} cache"
         raise ParameterError(
             f"enable_cuda_graph needs steps of one shape, and {folder.path} has {what}; omit it, or export a "
             "model with --kv static."
