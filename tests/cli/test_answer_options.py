@@ -11,6 +11,8 @@ import pytest
 from tests.support.invoking import Invoke
 from tests.support.toy_model import Toy, export
 
+from .conftest import Program
+
 pytest.importorskip("llguidance")
 
 
@@ -37,6 +39,19 @@ def test_two_constraints_on_an_answer_are_refused(invoke: Invoke, random_model: 
     result = invoke("generate", random_model, "x", "--regex", "a", "--choice", "b")
     assert result.exit_code == 2
     assert "only one of --regex, --choice" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(("--json-schema", "5"), "--json-schema is 5, but must be a JSON object or true."),
+     (("--json-schema", "x"), "--json-schema is not JSON: "),
+     (("--regex", "("), "--regex: the expression does not compile: "),
+     (("--choice", ""), "--choice must be a list of non-empty texts.")],
+)  # fmt: skip
+def test_a_wrong_constraint_names_its_option(
+    program: Program, random_model: Path, words: tuple[str, str], message: str
+) -> None:
+    assert program("generate", random_model, "x", *words).stderr.splitlines()[-1].startswith(f"Error: {message}")
 
 
 def test_a_missing_file_is_named(invoke: Invoke, random_model: Path, tmp_path: Path) -> None:

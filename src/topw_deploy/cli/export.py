@@ -215,9 +215,10 @@ def export_sampler(model: str | None, out: Path | None, **values: Any) -> None:
     """Export the sampler alone into the folder OUT: logits in, tokens out.
 
     Token distances come from the input embeddings of MODEL (a hub id, a Hugging Face folder, or `tiny`) or from
-    --embeddings FILE. --metric uniform with --vocab-size needs neither; OUT is then the only argument.
+    --embeddings FILE; --metric uniform with --vocab-size needs neither. Without MODEL, OUT is the only argument.
     """
-    if out is None:  # click takes a single argument for MODEL, but it is OUT
+    if out is None and (values["embeddings"] is not None or values["metric"] == "uniform"):
+        # click takes a single argument for MODEL, but it is OUT
         model, out = None, Path(model) if model is not None else None
     if out is None:
         raise click.UsageError("Missing argument 'OUT'.")

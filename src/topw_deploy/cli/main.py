@@ -248,6 +248,8 @@ def _show_note(
     tell(f"Note: {message}")
 
 
+_CONSTRAINTS = ("json_schema", "regex", "choice", "grammar")  # options that set the parameter structured_outputs
+
 # Python parameter -> name of its option, where the two differ.
 _OPTION_OF_PARAMETER = {
     "intra_op_num_threads": "threads",
@@ -277,6 +279,9 @@ def _explain(error: TopWError, words: Sequence[str]) -> tuple[str, click.Context
     message, context = str(error), cast("click.Context | None", error.__dict__.get("context"))
     is_set = False
     if context is not None:
+        for name in _CONSTRAINTS:
+            if context.params.get(name):
+                message = re.sub(r"\bstructured_outputs(\['\w+'\])*", f"--{name.replace('_', '-')}", message)
         for name in sorted(error.parameters, key=len, reverse=True):  # max_length before a name such as max
             option = _option_of(context, name)
             if option is not None:

@@ -93,7 +93,7 @@ class SamplerExportOptions(SamplerOptions):
         )
         refuse(
             not has_table and self.vocab_size is None,
-            "vocab_size is missing: the uniform metric without a model needs the width of the logits: --vocab-size.",
+            "vocab_size is missing; without a model, the metric uniform needs the width of the logits.",
         )
 
 

@@ -82,9 +82,9 @@ def read_temperatures(text: str) -> list[float]:
     """
     try:
         return sorted({PARAMETERS["temperature"].read("temperature", float(part)) for part in text.split(",")})
-    except ValueError as error:  # a ParameterError is one
+    except ValueError:  # a ParameterError is one
         raise ParameterError(
-            f"temperatures is {text!r:.60}, but must be numbers separated by commas, such as 0.5,1,2: {error}",
+            f"temperatures is {text!r:.60}, but must be finite numbers >= 0 separated by commas, such as 0.5,1,2.",
             "temperatures",
         ) from None
 

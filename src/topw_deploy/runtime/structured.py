@@ -108,6 +108,8 @@ def _read_schema(name: str, value: Any) -> Constraint:
         ) from None
     except (TypeError, ValueError) as error:  # other types, NaN, cycles, too many digits
         raise GrammarError(f"{name} cannot be written as JSON: {error}; give plain JSON values.") from None
+    if not isinstance(schema, (Mapping, bool)):
+        raise GrammarError(f"{name} is {text:.60}, but must be a JSON object or true.")
     return Constraint("json", _check_unicode(name, text))
 
 

@@ -152,7 +152,7 @@ def open_socket(host: str, port: int, uds: Path | None) -> tuple[socket.socket, 
     except (OSError, OverflowError) as error:
         name = "uds" if uds is not None else "port"
         where = str(uds) if uds is not None else f"{host}:{port}"
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = (getattr(error, "strerror", None) or str(error)).partition(" (while")[0]  # without Python's own remark
         raise ParameterError(f"the server cannot listen at {where}: {reason}; give another {name}.", name) from None
     shown = f"[{host}]" if ":" in host else host
     return listener, f"http://{shown}:{listener.getsockname()[1]}"
