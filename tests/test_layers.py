@@ -45,7 +45,7 @@ ALLOWED = {
     "judges": {"errors", "text"},
     "running": {"runtime", "engine"},
     "tables": set(),
-    "plots": {"errors", "text"},
+    "plots": {"errors", "install", "text"},
     "worker": {"errors"},
     "cli": LEAVES
     | {"plugins", "tensorrt", "runtime"}

@@ -29,6 +29,8 @@ _EXTRAS = {
     "exact": "POT",
     "serve": "starlette sse-starlette uvicorn h11 pydantic prometheus-client anyio",
     "compare": "sacrebleu",
+    "plot": "matplotlib",
+    "ray": "ray",
     "lm-eval": "lm-eval",
     "gguf": "gguf",
     "export": "torch transformers onnx onnx-ir onnxscript huggingface-hub safetensors sentencepiece protobuf tqdm",

@@ -11,6 +11,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from topw_deploy import install
 from topw_deploy.errors import ParameterError
 from topw_deploy.text import printable
 
@@ -31,7 +32,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ParameterError("a picture needs matplotlib; run: pip install matplotlib, or omit --plot.") from None
+        raise ParameterError(install.missing_message("a picture", "plot"), "plot") from None
 
 
 def new_figure(width: float, height: float, title: str = "") -> Any:

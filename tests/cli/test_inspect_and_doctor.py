@@ -203,6 +203,18 @@ def test_doctor_names_what_exporting_lacks(monkeypatch: pytest.MonkeyPatch) -> N
     assert not found["problems"]
 
 
+def test_doctor_lists_what_each_extra_lacks(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = install.is_importable
+    monkeypatch.setattr(install, "is_importable", lambda name: name not in ("ray", "h11", "anyio") and real(name))
+    lines = invoke("doctor").stdout.splitlines()
+    assert f"extras ({install.install_command('NAME')})" in lines
+    assert {
+        "  serve            lacks h11, anyio",
+        "  ray              lacks ray",
+        "  plot             installed",
+    } < set(lines)
+
+
 def test_verify_refuses_an_export_whose_verification_did_not_finish(invoke: Invoke, changed: Changed) -> None:
     with pytest.raises(ManifestError, match="verification did not finish"):
         invoke("verify", changed(verification=Verification(status="provisional")), "--hashes-only")

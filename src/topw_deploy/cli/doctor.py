@@ -68,6 +68,7 @@ def diagnose() -> dict[str, Any]:
     would_use: the provider that provider="auto" chooses; None without onnxruntime.
     native_sampler: "works" if onnxruntime opens the native sampler's library, or why models use their own function.
     tensorrt: version of TensorRT's Python module, or why the module is missing.
+    extras: extra -> distributions that it lacks; the other extras ([gpu], [tensorrt]) are seen above.
     problems: what keeps models from running, as (problem, command that solves it).
     hints: what keeps models from being exported, as (problem, command that solves it).
     """
@@ -92,6 +93,7 @@ def diagnose() -> dict[str, Any]:
         "versions": versions,
         **running,
         "tensorrt": tensorrt,
+        "extras": {extra: install.missing_distributions(extra) for extra in install.MODULES},
         "problems": problems,
         "hints": [install.install_advice("exporting", "export")] if install.missing_distributions("export") else [],
     }
@@ -162,7 +164,14 @@ def _lines(report: dict[str, Any], status: library.Status) -> list[str]:
     named = (*RUNTIME_PACKAGES, *EXPORT_PACKAGES)
     versions = {name: version or "-" for name, version in report["versions"].items() if version or name in named}
     lines = [f"{name.ljust(12)} {report[name]}" for name in ("topw_deploy", "python", "machine")]
-    for title, states in (("versions", versions), ("providers", report["providers"] or {"none": ""})):
+    extras = {name: f"lacks {', '.join(lacking)}" if lacking else "installed"
+              for name, lacking in report["extras"].items()}  # fmt: skip
+    groups = {
+        "versions": versions,
+        f"extras ({install.install_command('NAME')})": extras,
+        "providers": report["providers"] or {"none": ""},
+    }
+    for title, states in groups.items():
         lines += ["", title, *(f"  {name.ljust(16)} {state}".rstrip() for name, state in states.items())]
     lines += [
         "",
