@@ -31,6 +31,9 @@ Characters that control a terminal (`\\x1b`, `\\u202e`) are escaped in printed n
 also in JSON, which parses to the original names. `topw generate` writes text to files and pipes exactly as the model
 generated it; on a terminal it escapes these characters, except line feeds and tabs. A closed stdout is an error before
 any work: use `/dev/null`.
+
+Shells complete commands and options after `eval "$(_TOPW_COMPLETE=bash_source topw)"` (`zsh_source`; for fish,
+`_TOPW_COMPLETE=fish_source topw | source`) in their start file, and for `topw-export` with `_TOPW_EXPORT_COMPLETE`.
 """
 
 

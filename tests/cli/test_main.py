@@ -43,6 +43,19 @@ def test_help_lists_every_command_and_is_0(program: Program) -> None:
     assert program("--version").stdout.startswith("topw ")
 
 
+@pytest.mark.parametrize(
+    ("words", "place", "completed"), [("topw gen", 1, "generate"), ("topw serve --max-ba", 2, "--max-batch")]
+)
+def test_the_shell_completes_commands_and_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, place: int, completed: str
+) -> None:
+    for name, value in {"COMP_WORDS": words, "COMP_CWORD": str(place), "_TOPW_COMPLETE": "bash_complete"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        main.run(main.topw, "topw", "TOPW", [])
+    assert capsys.readouterr().out == f"plain,{completed}\n"
+
+
 def test_both_spellings_of_the_exporter_read_the_same_variables(program: Program) -> None:
     for is_own, words in ((False, ("export", "tiny", "out")), (True, ("tiny", "out"))):
         done = program(*words, export=is_own, TOPW_EXPORT_METRIC="nonsense")

@@ -48,6 +48,36 @@ def test_flags_become_options(called: dict[str, Any], tmp_path: Path, monkeypatc
     assert (called["host"], called["port"], called["json_logs"]) == ("127.0.0.1", 0, True)
 
 
+def test_a_file_has_the_options_that_are_not_given(
+    called: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text('port = 1\nmax_batch = 4\nmax-body = "1MB"\napi-key = "whole"\npage = false\nhost = "::1"\n')
+    monkeypatch.setenv("TOPW_SERVE_HOST", "::2")
+    assert serve("a", "--config", str(file), "--port", "0") == 0
+    options = called["options"]
+    assert (called["host"], called["port"], options.page) == ("::2", 0, False)
+    assert (options.engine["max_batch"], options.max_body, options.api_keys) == (4, 1_000_000, ("whole",))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max-bach = 4", "has the unknown option 'max-bach': did you mean max-batch? known are allow-fallback, "),
+        ("port = ", "serve.toml cannot be read: "),
+        ('port = "a"', "'a' is not a valid integer"),
+        ("request-timeout = 0", "--request-timeout is 0.0, but must be a finite number of seconds > 0"),
+    ],
+)
+def test_a_wrong_file_is_a_usage_error(
+    called: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, message: str
+) -> None:
+    (tmp_path / "serve.toml").write_text(text)
+    assert serve("a", "--config", str(tmp_path / "serve.toml")) == 2
+    assert message in capsys.readouterr().err
+    assert not called
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -255,7 +255,7 @@ _OPTION_OF_PARAMETER = {
     "intra_op_num_threads": "threads",
     "max_length": "max_context",
 }
-_SET_BY_USER = {ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT}
+_SET_BY_USER = {ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT, ParameterSource.DEFAULT_MAP}
 
 
 class RunningContext(click.Context):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import click
 from topw_deploy.cli.options import (
     CONTEXT,
     COUNT,
+    FILE,
     PATH,
     SIZE,
     force_option,
@@ -22,6 +24,7 @@ from topw_deploy.cli.options import (
     take_opening,
 )
 from topw_deploy.cli.terminal import say, say_json, tell
+from topw_deploy.sampling.parameters import known_clause
 from topw_deploy.text import count_text, decimal_size
 from topw_deploy.web import write_site
 
@@ -44,8 +47,34 @@ _SERVE_ENGINE_NAMES = (*_ENGINE_NAMES, "kv_bytes", "prefill_budget", "reuse_pref
 _SERVER_NAMES = ("host", "port", "uds", "max_connections", "verbose")
 
 
+def _read_config(ctx: click.Context, _option: click.Parameter, file: Path | None) -> None:
+    """Take the options of a TOML file as defaults. Raises BadParameter if it cannot be read or has another name."""
+    if file is None:
+        return
+    try:
+        found = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # errors of TOML and UTF-8 are ValueErrors
+        raise click.BadParameter(f"{file} cannot be read: {error}.") from None
+    options = {flag[2:]: each for each in ctx.command.params for flag in each.opts if flag.startswith("--")}
+    ctx.default_map = {}
+    for key, value in found.items():
+        option = options.get(key.replace("_", "-"))
+        if option is None:
+            raise click.BadParameter(f"{file} has the unknown option {key!r}: {known_clause(key, sorted(options))}.")
+        is_single = isinstance(option, click.Option) and option.multiple and not isinstance(value, list)
+        ctx.default_map[str(option.name)] = [value] if is_single else value
+
+
 @click.command(name="serve", context_settings=CONTEXT)
 @click.argument("folders", metavar="MODEL...", nargs=-1, required=True, type=PATH)
+@click.option(
+    "--config",
+    type=FILE,
+    is_eager=True,
+    expose_value=False,
+    callback=_read_config,
+    help="TOML file with options that are not given, such as max-batch = 4.",
+)
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="Port to listen on; 0: any free one.")
 @click.option("--uds", type=PATH, help="Listen on this Unix socket instead; only its owner can connect.")
