@@ -117,7 +117,7 @@ class Engine:
         flag("exact", exact)
         _check_tensorrt(session, decoder, slots, length)
 
-        self._model, self._session, self._slots, self._length = model, session, slots, length
+        self._model, self._session, self._slots = model, session, slots
         self._waits_if_full = when_full == "wait"
         self._session_form = session_form(model.manifest, length, chunk if exact else 0)
         spec = logits_output(model.manifest)

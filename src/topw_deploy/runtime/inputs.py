@@ -122,11 +122,6 @@ class MaskInputs:
         """The input, int32 [B, 0] or [B, words]. Rows without a mask allow everything."""
         return self._word_array() if self._always or self._masked else self._no_words
 
-    @property
-    def is_active(self) -> bool:
-        """Whether a row is masked."""
-        return bool(self._masked)
-
     def set(self, row: int, words: np.ndarray) -> None:
         """Mask a row: copy `words`, int32 [words], within the row's limit."""
         self._word_array()[row] = words & self._limits[row] if row in self._limits else words

@@ -41,7 +41,7 @@ class ConcatCache:
         self._mask = allocate_zeros("the attention mask", (self._batch, self._width + new_tokens), np.int64)
         self._has_mask, self._has_positions = "attention_mask" in session.inputs, "position_ids" in session.inputs
         self._names = [(state.past, state.present) for state in decoder.states]
-        self._fixed_states: list[Memory] = []  # initial values of states of fixed size
+        self._first_states: list[Memory] = []  # what the first runs take as pasts
         self._present_indices = self._bind_states(binding)
 
     def close(self) -> None:
@@ -96,12 +96,9 @@ class ConcatCache:
         Returns the indices of the presents in `binding.outputs`.
         """
         for state in self._decoder.states:
+            zeros = self._session.memory(max(1, self._batch * state.row_bytes(0)))
+            self._first_states.append(zeros)
             shape = (self._batch, *state.shape)
-            if state.grows:
-                binding.bind_empty(state.past, shape, state.dtype)
-                continue
-            zeros = self._session.memory(self._batch * state.row_bytes(0))
-            self._fixed_states.append(zeros)
             binding.bind_input_memory(state.past, ELEMENT_TYPES[state.dtype].number, shape, zeros.pointer)
         return [binding.bind_fresh(present) for _, present in self._names]
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.errors import GenerationError, one_line
 from topw_deploy.runtime.cache.buffers import HostMemory
 from topw_deploy.runtime.ort import providers
@@ -104,11 +103,6 @@ class HostBinding:
         self._arrays[name] = array
         self._bound_outputs.append(name)
         self._io.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array)._ortvalue)
-
-    def bind_empty(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
-        """Bind an empty input. dtype: a key of ELEMENT_TYPES."""
-        value = ort.OrtValue.ortvalue_from_shape_and_type(shape, ELEMENT_TYPES[dtype].number, *self._session.device)
-        self.bind_value(name, value._ortvalue)
 
     def bind_input_memory(self, name: str, element_type: int, shape: Sequence[int], pointer: int) -> None:
         """Bind session memory as an input only. The memory must stay alive."""
