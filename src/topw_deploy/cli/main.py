@@ -52,19 +52,14 @@ _ALIASES = {"run": "generate"}
 _ELSEWHERE = {
     "weight-format outtype quantize quantization precision fp16": "dtype",
     "group-size": "block-size",
-    "sym": "symmetric",
-    "dataset": "calibration",
     "out output-dir outfile": "output",
     "hf-token": "token",
     "ctx-size num-ctx context-length max-model-len max-seq-len": "max-context max-length max-sequence",
     "n-predict predict num-predict length tokens": "max-tokens max-new-tokens",
     "n samples": "num-return-sequences",
-    "greedy-search": "greedy",
     "repeat-penalty": "repetition-penalty",
     "prompt-file": "file",
-    "grammar-file": "grammar",
     "system-prompt": "system",
-    "interactive multiline-input": "chat",
     "gpu n-gpu-layers": "device",
     "max-num-seqs parallel n-parallel max-batch-size": "max-batch",
     "enable-prefix-caching": "reuse-prefixes",
@@ -72,7 +67,6 @@ _ELSEWHERE = {
     "tool-call-parser": "tool-parser",
     "alias": "served-model-name",
     "convert quantize pull create": "export",
-    "complete completion": "generate",
     "show list ls": "inspect",
 }
 """Names in llama.cpp, ollama, vLLM and optimum -> the options or commands here, of which the first that exists fits."""
@@ -202,10 +196,9 @@ def _similar_word(error: click.UsageError) -> str:
     known: Iterable[str] = ()
     if isinstance(error, click.NoSuchOption) and error.ctx is not None:
         for each in error.ctx.command.params:
-            if isinstance(each, click.Argument):
-                name = each.make_metavar(error.ctx).strip("[].")
-                if f"--{name.lower()}" == error.option_name:
-                    return f" Give {name} without {error.option_name}."
+            name = each.make_metavar(error.ctx).strip("[].")
+            if isinstance(each, click.Argument) and f"--{name.lower()}" == error.option_name:
+                return f" Give {name} without {error.option_name}."
         known = (flag for each in error.ctx.command.params for flag in (*each.opts, *each.secondary_opts))
         return _suggestion(error.option_name, (flag for flag in known if flag.startswith("--")))
     parameter = error.param if isinstance(error, click.BadParameter) else None

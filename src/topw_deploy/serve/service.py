@@ -147,11 +147,8 @@ class Served:
                 "no_repeat_ngram_size": default.no_repeat_ngram_size,
                 "stop": list(default.stop_strings),
             },
-            "presets": {
-                name: preset_parameters(name, *sampler.geometry)
-                for name, (_, options) in PRESETS.items()
-                if name != "released" or options.metric == sampler.options.metric
-            },
+            # `released` needs one metric, and an export made with it has its parameters as defaults.
+            "presets": {name: preset_parameters(name, *sampler.geometry) for name in PRESETS if name != "released"},
         }
 
     @cached_property
