@@ -20,6 +20,7 @@ from tests.support.toy_model import Toy, export
 from tests.support.waiting import HANG, until
 from topw_deploy.cli.serve import triton
 from topw_deploy.errors import ExportError, ManifestError, ParameterError
+from topw_deploy.manifest import Verification
 from topw_deploy.runtime import TopWModel
 from topw_deploy.triton.repository import OUTPUTS, configuration, write_repository
 
@@ -270,7 +271,7 @@ def test_an_export_is_added_to_a_repository(folder: Path, tmp_path: Path, monkey
     for dry in (True, False):
         report = SimpleNamespace(
             output=folder, dry_run=dry, notices=(), model_type="", nodes=0, weight_bytes=0, inputs=(), outputs=(),
-            states={}, sizes={}, memory={},
+            states={}, sizes={}, memory={}, files=(), verification=Verification(status="skipped"),
         )  # fmt: skip
         monkeypatch.setattr(export, "export_model", lambda *_, report=report, **__: report)
         done = CliRunner().invoke(command_module.export, ["tiny", "out", "--triton", str(tmp_path / "models")])

@@ -125,7 +125,7 @@ def _run(exporter: Any, model: str | None, out: Path, values: dict[str, Any]) ->
     stages, verify = Stages(verbose=verbose), not values.pop("no_verify")
     try:
         report: ExportReport = exporter(model, out, progress=progress(quiet, stages.say), verify=verify, **values)
-    except BaseException as error:
+    except Exception as error:
         tell(*stages.details if isinstance(error, VerificationError) and not verbose else ())
         raise
     stages.end()
@@ -244,7 +244,7 @@ def verify(out: Path, source: str | None, hashes_only: bool, trust_remote_code: 
 
     manifest = load_manifest(out)
     check_hashes(out, manifest)
-    tell(f"  -[✓] {len(manifest.files)} files have the manifest's sizes and SHA-256")
+    tell(f"  -[✓] sizes and SHA-256 of {count_text(len(manifest.files), 'file')}: as in the manifest")
     checks, skipped, verification_notes = [], [], []
     try:
         if not hashes_only:

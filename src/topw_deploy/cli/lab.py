@@ -147,7 +147,7 @@ def stats(folder: Path, prompts: tuple[str, ...], json_file: Path | None, plot: 
 def _stats_prompts(given: tuple[str, ...], lines: Path | None, json_lines: Path | None) -> list[tuple[str, str]]:
     """The prompts of the command line, each with its place. Raises UsageError unless they are given in one way."""
     if sum((bool(given), lines is not None, json_lines is not None)) != 1:
-        raise click.UsageError("give prompts in one way: PROMPT, --file or --prompts-jsonl.")
+        raise click.UsageError("give prompts, and only in one way: as PROMPT, --file or --prompts-jsonl.")
     if given:
         return [(text, f"prompt {number}") for number, text in enumerate(given, 1)]
     found = read_text_lines(*read_source(lines)) if lines is not None else []

@@ -54,7 +54,7 @@ _ELSEWHERE = {
     "group-size": "block-size",
     "out output-dir outfile": "output",
     "hf-token": "token",
-    "ctx-size num-ctx context-length max-model-len max-seq-len": "max-context max-length max-sequence",
+    "c ctx-size num-ctx context-length max-model-len max-seq-len": "max-context max-length max-sequence",
     "n-predict predict num-predict length tokens": "max-tokens max-new-tokens",
     "n samples": "num-return-sequences",
     "repeat-penalty": "repetition-penalty",

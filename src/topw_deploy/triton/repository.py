@@ -72,8 +72,8 @@ def write_repository(
     name = export.resolve().name if name is None else name
     if not _NAME.fullmatch(name):
         raise ParameterError(
-            f"the model's name in Triton is {name!r}, but must begin with a letter or digit and have only letters, "
-            "digits, '_', '.' and '-'; give another name.",
+            f"name is {name!r}, but in Triton it must begin with a letter or digit and have only letters, digits, '_', "
+            "'.' and '-'; give another one.",
             "name",
         )
     load_decoder_manifest(export)  # refuses other folders

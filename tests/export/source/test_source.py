@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,11 +100,20 @@ def test_a_file_other_than_a_graph_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["./nowhere/model", "decoder.onnx", "models/decoder.onnx", "/tmp/nowhere", "~/nowhere", "a/b/c"]
+    "name",
+    [
+        "./nowhere/model",
+        "decoder.onnx",
+        "models/decoder.onnx",
+        "/tmp/nowhere",
+        "~/nowhere",
+        "a/b/c",
+        "/tmp/nowhere.gguf",
+    ],
 )
 def test_the_hub_is_not_asked_for_a_path(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
-    with pytest.raises(SourceError, match="does not exist, and is not a hub id"):
+    with pytest.raises(SourceError, match=f"^{re.escape(name)} does not exist, and is not a hub id"):
         resolve(name)
 
 

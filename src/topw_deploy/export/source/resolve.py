@@ -103,7 +103,8 @@ def _find(model: str, hub: HubKeywords) -> tuple[Path, str]:
             return _local_source(path, name), "local"
     except OSError as error:
         raise SourceError(f"{path} cannot be read: {error.strerror or error}; check its permissions.") from None
-    if name is None and path.suffix == _GGUF and model.count("/") == 2:  # as the manifest has it
+    in_repository = model.count("/") == 2 and _HUB_ID.fullmatch(model.rpartition("/")[0])
+    if name is None and path.suffix == _GGUF and in_repository:  # as the manifest has it
         model, name = model.rsplit("/", 1)
     if not _HUB_ID.fullmatch(model) or path.suffix == ".onnx":
         raise SourceError(f"{model} does not exist, and is not a hub id (owner/name) either; check the path.")

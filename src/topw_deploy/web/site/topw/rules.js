@@ -70,7 +70,7 @@ export function ruleOf(own, get) {
   const found = chosen.values.map((each) => {
     const given = own[each.name] ?? (own.rule === undefined ? undefined : get(each.name)) ?? each.default;
     if (given === null) {
-      throw new ParameterError(`the rule ${chosen.name} needs ${each.name}, ${each.bound}; give it.`);
+      throw new ParameterError(`the rule ${chosen.name} has no default; give ${each.name}, ${each.bound}.`);
     }
     return Math.fround(given);
   });
