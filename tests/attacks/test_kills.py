@@ -33,7 +33,7 @@ def check_kills(name: str, model: Path, folder: Path, share: int, least: int) ->
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", EXPORTS)
-@pytest.mark.parametrize("share", [30, broad(1)])
+@pytest.mark.parametrize("share", [60, broad(1)])
 def test_an_export_killed_before_any_file_operation(foreign: Path, tmp_path: Path, name: str, share: int) -> None:
     check_kills(name, foreign, tmp_path, share, 30)
 

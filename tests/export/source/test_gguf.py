@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as Kind
 from transformers import AutoTokenizer
 
 from tests.export.source.gguf_files import CONFIGS, EXACT, WITH_MINIMA, random_blocks, write_gguf
-from tests.support.samples import slow
+from tests.support.samples import broad, slow
 from tests.support.tiny_models import export
 from topw_deploy.errors import MissingPackageError, SourceError, TopWError, UnsupportedModelError
 from topw_deploy.export.embedding import stored_array
@@ -128,8 +128,22 @@ def bits_of(kind: str) -> int:
     return 4 if kind.startswith(("Q4", "Q3", "Q2")) else 8
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", slow("Q6_K"), slow("Q4_K")])
-@pytest.mark.parametrize("name", ["llama", *map(slow, ["qwen2", "gemma3", "qwen3moe", "gpt2", "lfm2"])])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("llama", "Q4_0"),
+        ("llama", "Q4_1"),
+        slow("llama", "Q6_K"),
+        slow("llama", "Q4_K"),
+        slow("qwen2", "Q4_0"),
+        slow("gemma3", "Q4_1"),
+        slow("gemma3", "Q6_K"),
+        slow("qwen3moe", "Q4_K"),
+        slow("gpt2", "Q4_1"),
+        slow("lfm2", "Q6_K"),
+        *(broad(name, kind) for name in ("gemma3", "qwen3moe", "gpt2", "lfm2") for kind in ("Q4_0", "Q8_0")),
+    ],
+)
 def test_an_export_is_verified_against_torch_on_the_decoded_weights(name: str, kind: str, tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", name, kind)
     report = export(tmp_path / "model.gguf", tmp_path / "out", verify=True)

@@ -14,10 +14,8 @@ from topw_deploy.plugins import compile_native, nvcc
 
 HERE = Path(__file__).parent
 ROOT = Path(os.environ.get("TOPW_CUDA_TOOLS", HERE.parents[2] / ".cuda"))
-# CUDA 12: code for Jetson Orin, PTX (a fifth of the time) for the oldest and newest.
-JETSON = "sm_87"
-CUDA12 = ("compute_75", JETSON, "compute_90")
-# Read before tests clear them; empty: all, which takes minutes. With a sample, CUDA 12 compiles for Jetson alone.
+CUDA12 = ("compute_75", "compute_90")  # PTX, which takes a fifth of the time that code does
+# Read before tests clear them; empty: all, which takes minutes. With a sample, CUDA 12 compiles for the newest alone.
 ARCHITECTURES = tuple(int(number) for number in os.environ.get("TOPW_TEST_ARCHITECTURES", "").split())
 
 
