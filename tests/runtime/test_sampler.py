@@ -59,7 +59,7 @@ def test_a_preset_states_the_parameters_that_are_not_given(sampler: TopWSampler)
     assert found.next_token.tolist() == expected.next_token.tolist()
     assert found.kept.tolist() == expected.kept.tolist()
     assert found.kept.tolist() != sampler.sample(LOGITS, uniform=0.9).kept.tolist()
-    with pytest.raises(ParameterError, match="preset is 'wild', but must be one of paper, creative, lively"):
+    with pytest.raises(ParameterError, match="preset is 'wild', but must be one of paper, released, creative, lively"):
         sampler.sample(LOGITS, uniform=0.9, preset="wild")
 
 
