@@ -16,7 +16,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,8 @@ from topw_deploy.export.quantise.choice import CalibratedRows, RowFormat
 from topw_deploy.export.quantise.feedback import round_with_feedback
 from topw_deploy.export.quantise.rounding import BUNDLED, Quantisation
 from topw_deploy.export.source.checkpoint import load_during_calls
-from topw_deploy.export.source.text_decoder import context_length
+from topw_deploy.export.source.text_decoder import context_length, decoder_layers
 from topw_deploy.export.source.tokenizer import write_tokenizer
-from topw_deploy.export.trace.layers import decoder_layers
-from topw_deploy.export.trace.placeholders import replaced
 from topw_deploy.folders import read_bounded
 from topw_deploy.progress import Progress
 from topw_deploy.sampling.geometry import split_special_prefix
@@ -160,8 +158,10 @@ def measure_effects(
     Raises UnsupportedModelError if transformers cannot compute the model.
     """
     effects = _Effects(wanted, scheme, rows.size)
-    _, layers = decoder_layers(model)
-    with replaced(*((layer, "forward", partial(effects.call_layer, layer.forward)) for layer in layers)):
+    with contextlib.ExitStack() as hooks:
+        for layer in decoder_layers(model)[1]:
+            hooks.callback(layer.register_forward_pre_hook(effects.enter_layer).remove)
+            hooks.callback(layer.register_forward_hook(effects.leave_layer, with_kwargs=True).remove)
         _compute(model, rows, effects)
     return effects.found
 
@@ -263,19 +263,20 @@ class _Effects(_Products):
         self._seen: dict[bytes, list[bytes]] | None = None  # of a layer's matrices: digest of the first row -> of all
         self._rounded: bytes | None = None  # the matrix that is rounded
 
-    def call_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The forward of a layer."""
+    def enter_layer(self, *_call: Any) -> None:
+        """A hook before the forward of a layer."""
         self._seen = {}
-        output = forward(*args, **kwargs)
+
+    def leave_layer(self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """A hook after the forward of a layer: repeat it with each of its matrices rounded."""
         exact = _hidden_states(output)
-        for first, digests in list(self._seen.items()):
+        for first, digests in list((self._seen or {}).items()):
             self._rounded = first
-            moved = _hidden_states(forward(*args, **kwargs)) - exact
+            moved = _hidden_states(layer.forward(*args, **kwargs)) - exact
             effect = float((moved.square().sum(-1) / (exact.square().sum(-1) + _TINY)).mean())
             for digest in digests if math.isfinite(effect) else ():
                 self.found[digest] = self.found.get(digest, 0.0) + effect / len(digests)
         self._seen = self._rounded = None
-        return output
 
     def product(self, inputs: Tensor, weight: Tensor) -> Tensor | None:
         if self._seen is None or inputs.numel() != self._tokens * inputs.shape[-1]:

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -247,6 +248,16 @@ def allow_missing_packages() -> Iterator[None]:
         yield
     finally:
         AutoModel.from_config = original  # type: ignore[method-assign]
+
+
+def decoder_layers(model: PreTrainedModel) -> tuple[str, list[nn.Module]]:
+    """The name of the list of a model's layers, and the layers; none if there is no such list, or more than one."""
+    count = int(model.config.get_text_config(decoder=True).num_hidden_layers)
+    lists = [
+        (name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part) == count
+    ]
+    name, layers = lists[0] if lists else ("", ())
+    return name, list(layers) if all(other.startswith(name) for other, _ in lists) else []
 
 
 def load_config(folder: Path, num_hidden_layers: int | None = None, *, trust_remote_code: bool = False) -> Any:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from topw_deploy.export.source.text_decoder import decoder_layers
 from topw_deploy.export.trace.placeholders import PLACEHOLDER_DOMAIN, LayerNumber, leave_placeholder, replaced
 
 INPUT, OUTPUT, LAYER = "LayerInput", "LayerOutput", "Layer"
@@ -37,16 +38,6 @@ _MODULE_PARTS = {"_parameters", "_buffers", "_modules"}
 
 class IrregularLayersError(Exception):
     """Layers that cannot be traced once for all of their kind."""
-
-
-def decoder_layers(model: PreTrainedModel) -> tuple[str, list[nn.Module]]:
-    """The name of the list of a model's layers, and the layers; none if there is no such list, or more than one."""
-    count = int(model.config.get_text_config(decoder=True).num_hidden_layers)
-    lists = [
-        (name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part) == count
-    ]
-    name, layers = lists[0] if lists else ("", ())
-    return name, list(layers) if all(other.startswith(name) for other, _ in lists) else []
 
 
 @dataclass
