@@ -167,7 +167,7 @@ def test_an_embedding_file_must_be_a_matrix_of_floats(tmp_path: Path) -> None:
     [
         ({"embeddings": Path("x.npy"), "model": "tiny"}, "both given"),
         ({}, "needs token embeddings"),
-        ({"metric": "uniform"}, "--vocab-size"),
+        ({"metric": "uniform"}, "vocab_size is missing"),
         ({"metric": "uniform", "vocab_size": 9, "logits": Path("x.npy")}, "leave them out"),
     ],
 )
