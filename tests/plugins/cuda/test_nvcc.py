@@ -15,14 +15,13 @@ import pytest
 
 from tests.support.function_cases import Wanted, feeds, open_model, run
 from tests.support.rows import random_case
-from tests.support.shared import skip_or_fail
 from tests.support.toy_model import Toy, export
 from topw_deploy.plugins import compile_native, library, nvcc
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.ort import native
 from topw_deploy.sampling import TopWOptions
 
-from .tools import ARCHITECTURES, CUDA12, HERE, RuntimeCompiler, digest, home
+from .tools import ARCHITECTURES, CUDA12, HERE, RuntimeCompiler, digest, home, packages
 
 pytestmark = pytest.mark.long
 
@@ -73,10 +72,8 @@ def test_one_library_holds_code_for_every_gpu(toolkit: nvcc.Toolkit, cuda_librar
 LIMITS = {"certify": (64, 200, 7168), "geometry": (128, 2400, 5120)}
 
 
-def test_no_kernel_needs_more_registers_stack_or_shared_memory(toolkit: nvcc.Toolkit, cuda_library: Path) -> None:
-    program = toolkit.nvcc.resolve().parent / "cuobjdump"
-    if not program.is_file():
-        skip_or_fail(f"{program} is missing; `make cuda-tools` brings it")
+def test_no_kernel_needs_more_registers_stack_or_shared_memory(cuda_library: Path) -> None:
+    program = packages("tools", "cu13/bin/cuobjdump") / "cu13" / "bin" / "cuobjdump"
     path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
     words = [str(program), "--dump-resource-usage", str(cuda_library)]
     listed = subprocess.run(words, capture_output=True, text=True, check=True, env={**os.environ, "PATH": path}).stdout
