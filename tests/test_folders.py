@@ -245,7 +245,7 @@ def test_a_terminated_process_cleans_up(
 
 
 def test_a_link_to_a_regular_file_is_followed_on_request(tmp_path: Path) -> None:
-    """As in the hub's cache. Without the request, and for other kinds: tests/runtime/test_special_files.py."""
+    """Files in the hub's cache are such links. tests/runtime/test_special_files.py has links that are not followed."""
     (tmp_path / "file").write_bytes(b"content")
     (tmp_path / "link").symlink_to("file")
     with folders.open_regular(tmp_path / "link", follow=True) as stream:

@@ -1,4 +1,4 @@
-"""The tests themselves: which import the measurements, and that no verdict depends on a clock."""
+"""Checks of the tests: which may import the benchmarks, and that none passes or fails by the time it takes."""
 
 from __future__ import annotations
 

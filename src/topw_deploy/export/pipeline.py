@@ -221,17 +221,17 @@ def _quantise(
     progress: Progress,
 ) -> None:
     rows = StoredRows.of(source.folder)
-    calibrate: Calibration | None = None
+    calibration: Calibration | None = None
     if scheme.bits == 4 and scheme.calibration != NO_CALIBRATION and rows is None:
         from topw_deploy.export.quantise.calibration import TextCalibration  # imports torch
 
-        calibrate = TextCalibration(decoder.module, source.tokenizer, scheme, options.trust_remote_code, progress)
+        calibration = TextCalibration(decoder.module, source.tokenizer, scheme, options.trust_remote_code, progress)
     decoder.notices += quantise(
         decoder.model,
         scheme,
         rows,
         cut=options.num_hidden_layers is not None,
-        calibrate=calibrate,
+        calibration=calibration,
         estimate=options.dry_run,
     )
     least = max(decoder.info.least_onnxruntime, least_onnxruntime(decoder.model.graph), key=major_minor)

@@ -166,7 +166,7 @@ def load_selected(kind: Kind) -> tuple[Library | None, str]: ...
 
 
 def load_selected(kind: Kind) -> tuple[Library | None, str]:
-    """Load the library to use. Returns (library or None, why there is none, as a clause)."""
+    """Load the library to use. Returns the library or None, and in that case the reason as a clause."""
     path = library_path(kind)
     if path is None:
         return None, why_absent(kind)

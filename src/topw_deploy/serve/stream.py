@@ -164,7 +164,7 @@ class Run:
             self.facts["prompt"] = shown
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of a drawn token in the text of the answers; b"" for one that the text omits or ends before."""
+        """The bytes that a drawn token adds to the text of the answers; b"" for a hidden or a last one."""
         params = self.sequences[0].params
         return self.served.model.tokenizer.bytes_of(token, params.hidden_tokens | params.eos_token_ids)
 

@@ -67,8 +67,9 @@ def test_one_library_holds_code_for_every_gpu(toolkit: nvcc.Toolkit, cuda_librar
         assert found.architectures == nvcc.ARCHITECTURES
 
 
-# Registers, and bytes of stack (arrays and spilled registers) and of shared memory. More registers than these would not
-# fit the largest blocks, and more stack than nvcc 13.0 gives on sm_75 to sm_120 (144 to 192, 1,904 to 2,368) is new.
+# The most registers, bytes of stack (arrays and spilled registers) and bytes of shared memory of each kernel. With more
+# registers, blocks of the largest size could not run. On sm_75 to sm_120, nvcc 13.0 gives the kernels 144 to 192 and
+# 1,904 to 2,368 bytes of stack.
 LIMITS = {"certify": (64, 200, 7168), "geometry": (128, 2400, 5120)}
 
 
@@ -131,7 +132,7 @@ def test_options_that_one_library_registered_on_are_understood_by_the_other(
 
 @pytest.mark.parametrize("architecture", CUDA12)
 def test_the_device_code_also_compiles_with_cuda_12(architecture: str, request: pytest.FixtureRequest) -> None:
-    """Packages have only its run-time compiler."""
+    """Of CUDA 12, packages bring only the run-time compiler."""
     compiler = RuntimeCompiler()
     assert compiler.version == "12.6"
     if ARCHITECTURES and architecture != CUDA12[-1]:

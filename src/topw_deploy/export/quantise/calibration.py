@@ -55,9 +55,9 @@ _LEAST_TEXT = 256  # tokens
 _LARGEST_TEXT = 64 << 20  # bytes
 _LEAST_TOKENS = 16  # experts that fewer tokens reach are rounded without the text
 _LARGEST_IMPORTANCE = 10.0  # of a token, relative to the median
-_MEASURED = 8  # one of so many rows measures the effect of products
+_MEASURED = 8  # the effects of rounding are measured on one row of text in this many
 _CORRECTED = 0.5  # the part of the errors before a product that its weight corrects: few tokens state all inexactly
-_LARGEST_CORRECTION = 0.25  # of a row, relative to its length: a few tokens that move much would replace it
+_LARGEST_CORRECTION = 0.25  # of a row, relative to its length; more could turn it into another row
 _CORRECTION_DAMPING = 0.3  # of the Gram matrix, relative to its diagonal
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -254,7 +254,7 @@ class _Products(TorchFunctionMode):
 
 
 class _Effects(_Products):
-    """Inside the block, each layer also runs with each of its wanted matrices rounded. See `measure_effects`."""
+    """Inside the block, each layer also runs once for each of its matrices, rounded. See `measure_effects`."""
 
     def __init__(self, wanted: Mapping[bytes, int], scheme: Quantisation, tokens: int) -> None:
         super().__init__()

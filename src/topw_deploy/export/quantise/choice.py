@@ -39,7 +39,7 @@ class CalibratedRows:
         return all(digest in self._places for digest in digests)
 
     def find(self, digests: Sequence[bytes]) -> WeightBlocks:
-        """Return the blocks of rows that were rounded with the same format."""
+        """Return the blocks of these rows, which must have one format."""
         by_matrix: dict[int, tuple[WeightBlocks, list[int], list[int]]] = {}
         for output, digest in enumerate(digests):
             matrix, row = self._places[digest]
@@ -56,7 +56,7 @@ class CalibratedRows:
 
 
 class Calibration(Protocol):
-    """Rounds rows for a text, see `calibration.TextCalibration`."""
+    """Rounds the rows of weights for a text. `calibration.TextCalibration` implements it."""
 
     def effects(self, wanted: Mapping[bytes, int]) -> Mapping[bytes, float]:
         """What rounding changes, by row. wanted: the digest of each row -> its block size."""
@@ -80,9 +80,9 @@ class RoundedWeights:
     notices: sentences for the user; available after `settle`.
     """
 
-    def __init__(self, scheme: Quantisation, calibrate: Calibration | None, estimate: bool) -> None:
+    def __init__(self, scheme: Quantisation, calibration: Calibration | None, estimate: bool) -> None:
         self.notices: list[str] = []
-        self._scheme, self._calibrate, self._estimate = scheme, calibrate, estimate
+        self._scheme, self._calibration, self._estimate = scheme, calibration, estimate
         self._candidates: dict[int, _Candidate] = {}
         self._made: dict[int, QuantisedWeight] = {}
 
@@ -98,7 +98,7 @@ class RoundedWeights:
         """Add the weight of the initializer `value`. See QuantisedWeight.rounded for the other arguments."""
         plain = QuantisedWeight.rounded(read, sizes, dtype, block_size, self._scheme, experts)
         digests: list[bytes] = []
-        if self._calibrate is not None and not self._estimate:
+        if self._calibration is not None and not self._estimate:
             for start in range(0, sizes[0], _SLICE_ROWS):
                 digests += map(row_digest, read(start, min(start + _SLICE_ROWS, sizes[0])))
         self._candidates[id(value)] = _Candidate(plain, read, digests)
@@ -110,12 +110,12 @@ class RoundedWeights:
 
     def settle(self) -> None:
         """Round the weights for the calibration text, and choose those that get 8 bits."""
-        if self._calibrate is None:
+        if self._calibration is None:
             return
         effects: Mapping[bytes, float] = {}
         if not self._estimate:
             wanted = {digest: one.plain.block_size for one in self._candidates.values() for digest in one.digests}
-            effects = self._calibrate.effects(wanted)
+            effects = self._calibration.effects(wanted)
         self._raise_bits(effects)
         if self._estimate:
             return
@@ -124,7 +124,7 @@ class RoundedWeights:
             for key, one in self._candidates.items()
             for digest in one.digests
         }
-        rows = self._calibrate.round(formats)
+        rows = self._calibration.round(formats)
         left = 0
         for key, candidate in self._candidates.items():
             if not rows.has(candidate.digests):

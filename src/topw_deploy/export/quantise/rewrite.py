@@ -51,7 +51,7 @@ def quantise(
     stored: StoredRows | None = None,
     *,
     cut: bool = False,
-    calibrate: Calibration | None = None,
+    calibration: Calibration | None = None,
     estimate: bool = False,
 ) -> list[str]:
     """Quantise `model` in place. Returns notices for the user, such as about weights left in float.
@@ -59,8 +59,8 @@ def quantise(
     model: a lowered decoder without sampler.
     stored: the rows of a quantised checkpoint, whose codes are kept.
     cut: whether the model has only its first layers, so that exclude patterns need not match.
-    calibrate: rounds rows for a text; None to round all weights to nearest.
-    estimate: do not call `calibrate`, but choose weights with more bits as if all lost the same.
+    calibration: rounds rows for a text; None to round all weights to nearest.
+    estimate: do not use `calibration`, but choose weights with more bits as if all lost the same.
 
     Raises ParameterError for a pattern of `scheme.exclude` that matches nothing, and UnsupportedModelError if there is
     no product to quantise.
@@ -72,7 +72,7 @@ def quantise(
         found.check_patterns(scheme)
     excluded = found.excluded(scheme)
     known = {value.name for value in graph.initializers.values() if id(value) in excluded}
-    replacer = _Replacer(GraphEditor(graph, "quantised"), scheme, stored, RoundedWeights(scheme, calibrate, estimate))
+    replacer = _Replacer(GraphEditor(graph, "quantised"), scheme, stored, RoundedWeights(scheme, calibration, estimate))
     table = found.embedding.data[0] if found.embedding is not None else None
     if found.embedding is not None and id(table) not in excluded and not replacer.quantise_table(found.embedding):
         excluded.add(id(table))  # a tied head then stays float too

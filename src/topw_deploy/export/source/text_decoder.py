@@ -251,7 +251,7 @@ def allow_missing_packages() -> Iterator[None]:
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, list[nn.Module]]:
-    """The name of the list of a model's layers, and the layers; none if there is no such list, or more than one."""
+    """Return the name of the list of a model's layers, and the layers; none if several lists or no list can be it."""
     count = int(model.config.get_text_config(decoder=True).num_hidden_layers)
     lists = [
         (name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part) == count

@@ -27,8 +27,8 @@ _INPUTS = {"MatMulNBits": ((1, 2, 3),), "GatherBlockQuantized": ((0, 2, 3),), "Q
 """Operator -> the places of codes, scales and zero points among its inputs."""
 _BITS = {"QMoE": "expert_weight_bits"}
 # The root of the mean square of (float weight - rounded weight) / scale, over a matrix. Rounding to nearest gives 0.29,
-# for a text up to 0.62, and zero points that are off by one at least 1. The scale is that of the scheme's bits, because
-# weights with more are corrected for the errors of others.
+# for a text up to 0.62, and zero points that are off by one at least 1. Weights with more bits than the scheme's are
+# measured in its larger steps, because a text moves them as far as the others.
 _LARGEST_STEPS = 0.8
 _ALIKE = 0.5  # least cosine of a row and its rounded form
 _TINY = float(np.finfo(np.float32).tiny)
