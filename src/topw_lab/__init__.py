@@ -5,6 +5,5 @@
 - `compare`: `topw compare`
 - `harness`: `topw lm-eval`, and the model class of lm-evaluation-harness
 - `judges`: the file formats of AlpacaEval and MT-Bench, for `topw generate --format`
-- `training`: how the bundled model was trained
 - `worker`, `running`, `tables`, `plots`: what they share
 """

@@ -382,8 +382,6 @@ _REFUSED = {
 }
 """Name that a user may try -> what to do instead, or why it is refused."""
 
-_MOST_DIGITS = 400  # of an integer in text; Python refuses to read more than 4300
-
 
 class Arguments:
     """Checked arguments.
@@ -438,8 +436,7 @@ class Arguments:
 
 
 def _read_integer(name: str, value: Any, low: int = 1, high: float = math.inf) -> int:
-    is_text = isinstance(value, str) and value.isdecimal() and len(value) <= _MOST_DIGITS
-    number: int = integer(low, high)(name, int(value) if is_text else value)
+    number: int = integer(low, high)(name, int(value) if isinstance(value, str) and value.isdecimal() else value)
     return number
 
 

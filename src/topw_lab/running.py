@@ -7,12 +7,24 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from topw_deploy.engine import Engine
+from topw_deploy.errors import ParameterError, PromptError, TokenizerError
 from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime.sequence import Sequence
 
 PromptRequest: TypeAlias = "tuple[list[int], Mapping[str, Any]]"
 """A prompt's token ids and the parameters of `TopWModel.generate`."""
 
 _AHEAD = 8  # sequences per row that are submitted early, so that rows are not idle while a long sequence runs
+
+
+def prepare_prompt(model: TopWModel, prompt: Any, where: str, **parameters: Any) -> Sequence:
+    """The sequence of a prompt: a text, token ids or messages. Raises errors that name the place `where`."""
+    try:
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+            prompt = model.tokenizer.encode(model.apply_chat_template(prompt), add_special_tokens=False)
+        return model.prepare(prompt, **parameters)[0]
+    except (PromptError, ParameterError, TokenizerError) as error:
+        raise type(error)(f"{where}: {error}", *error.parameters) from None
 
 
 class Runner:

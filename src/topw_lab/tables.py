@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 _UNITS = (("s", 1.0), ("ms", 1e3), ("us", 1e6))
 
@@ -50,17 +50,3 @@ def percentage(count: int, total: int) -> str:
         return "-"
     share = 100 * count / total
     return f"{min(max(share, 0.1), 99.9) if 0 < count < total else share:.1f} %"
-
-
-def comparison(factors: Mapping[str, float]) -> str:
-    """Say how our time compares with those of others: 560x faster than a, 12x than b, 1.5x slower than c.
-
-    factors: name -> time relative to ours.
-    """
-    faster = [(name, factor) for name, factor in factors.items() if factor >= 1]
-    slower = [(name, 1 / factor) for name, factor in factors.items() if factor < 1]
-    parts = []
-    for word, pairs in (("faster ", faster), ("slower ", slower)):
-        for index, (name, factor) in enumerate(pairs):
-            parts.append(f"{significant(factor, 2)}x {'' if index else word}than {name}")
-    return ", ".join(parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from topw_lab.bench.base import Spread, interleave, ratio
-from topw_lab.tables import comparison, duration, percentage, significant, table
+from topw_lab.tables import duration, percentage, significant, table
 
 
 def turns(rounds: int, seed: int | None = None) -> list[str]:
@@ -57,8 +57,6 @@ def test_a_ratio_is_taken_round_by_round() -> None:
         (percentage(9_999, 10_000), "99.9 %"),
         (percentage(2, 2), "100.0 %"),
         (percentage(0, 0), "-"),
-        (comparison({"a": 560.4, "b": 0.5, "c": 12.0}), "560x faster than a, 12x than c, 2.0x slower than b"),
-        (comparison({}), ""),
         (table(("side", "x"), [("a", 1), ("b", 22)]),
          "| side |    x |\n|------|-----:|\n| a    |    1 |\n| b    |   22 |"),
     ],

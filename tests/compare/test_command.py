@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.invoking import Invoke
 from topw_deploy import install
+from topw_deploy.cli.lab import PROMPTS
 from topw_deploy.errors import MissingPackageError, ParameterError, PromptError
 
 SHORT = ("--max-new-tokens", 4, "--samples", 2, "--temperatures", "0.5,1", "--rules", "top_w,min_p")
@@ -82,7 +83,17 @@ def test_wrong_options_are_refused_before_the_model_is_opened(prompts: Path, inv
             invoke(*words, option, value)
     for option in (("--system", "x"), ("--resume",), ("--resume", "--json", "-"), ("--plot", tmp_path / "p.png")):
         assert invoke(*words, *option).exit_code == 2
-    assert invoke("compare", tmp_path).exit_code == 2
+
+
+@pytest.mark.parametrize("command", ["compare", "stats"])
+def test_without_prompts_the_bundled_ones_are_continued(folder: Path, invoke: Invoke, command: str) -> None:
+    words = (folder, "--limit", 2, "--max-new-tokens", 2, "--json", "-", "-q")
+    report = json.loads(invoke(command, *words).stdout)
+    bundled = PROMPTS.read_text("utf-8").splitlines()[:2]
+    if command == "compare":
+        assert report["prompts"] == bundled
+    else:
+        assert report["settings"][0]["prompts"] == 2
 
 
 def test_without_its_library_the_command_says_how_to_install_it(

@@ -50,7 +50,6 @@ def test_until_the_models_are_open_requests_get_503(
         ({"models": {"a\n": Path()}}, "name of a model"),
         ({"api_keys": ("",)}, "api_key"),
         ({"max_body": 0}, "max_body"),
-        ({"max_prompt_tokens": True}, "max_prompt_tokens"),
         ({"request_timeout": 0.0}, "request_timeout"),
         ({"ping_interval": float("inf")}, "ping_interval"),
         ({"tool_parser": "none"}, "tool_parser"),

@@ -39,7 +39,7 @@ def test_prompts_come_from_arguments_lines_json_lines_or_standard_input(
     (tmp_path / "p.jsonl").write_text('"abc"\n{"prompt": "de", "id": 7}\n')
     wanted = invoke("stats", folder, "abc", "de", *SHORT, "-q").stdout
     assert invoke("stats", folder, "--file", tmp_path / "p.txt", *SHORT, "-q").stdout == wanted
-    assert invoke("stats", folder, "--prompts-jsonl", tmp_path / "p.jsonl", *SHORT, "-q").stdout == wanted
+    assert invoke("stats", folder, "--file", tmp_path / "p.jsonl", *SHORT, "-q").stdout == wanted
     assert invoke("stats", folder, "--file", "-", *SHORT, "-q", stdin="abc\nde").stdout == wanted
     one = invoke("stats", folder, "--file", "-", *SHORT, "-q", "--limit", 1, stdin="abc\nde").stdout
     assert "1 prompt, 4 steps" in one
@@ -119,8 +119,7 @@ def test_a_wrong_sweep_is_refused(sweep: str, message: str) -> None:
     ("line", "message"),
     [
         ("{", "is not JSON"),
-        ('{"prompt_ids": [1]}', "has more than a text"),
-        ('{"prompt": "a", "seed": 3}', "has more than a text"),
+        ('{"prompt": "a", "seed": 3}', "has seed, but all texts have the same parameters"),
         (json.dumps("x" * 100), ": the prompt has 100 tokens, the model's context holds 96"),
     ],
 )
@@ -129,7 +128,7 @@ def test_a_wrong_prompt_is_named_by_its_line(
 ) -> None:
     (tmp_path / "a.jsonl").write_text(f'"fine"\n{line}\n')
     with pytest.raises(PromptError, match=rf"line 2 of .*a\.jsonl ?{message}"):
-        invoke("stats", folder, "--prompts-jsonl", tmp_path / "a.jsonl")
+        invoke("stats", folder, "--file", tmp_path / "a.jsonl")
 
 
 def test_only_line_feeds_end_a_prompt() -> None:

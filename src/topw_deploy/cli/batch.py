@@ -21,7 +21,7 @@ from topw_deploy.cli.prompts import PromptLine, read_prompt_lines
 from topw_deploy.cli.terminal import bar, check_output, read_source, tell
 from topw_deploy.errors import LogitsError, ParameterError, PromptError, TokenizerError, TopWError
 from topw_deploy.folders import atomic_file
-from topw_deploy.text import count_text
+from topw_deploy.text import count_text, json_text
 
 if TYPE_CHECKING:
     from topw_deploy.runtime import GenerationResult, TopWModel
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     OpenModel = Callable[[], TopWModel]
 
 _START = b'{"index": '  # first bytes of every line
-# Some readers, such as str.splitlines, take these characters for line breaks. json escapes the other line breaks.
-_ESCAPED = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
 
 prompt_file_options = option_group(
     click.option(
@@ -370,4 +368,4 @@ def answer_stream(path: Path | None, size: int) -> Iterator[BinaryIO]:
 
 def line_bytes(fields: Mapping[str, Any]) -> bytes:
     """A line of answers, whose first field must be "index"."""
-    return (json.dumps(fields, ensure_ascii=False).translate(_ESCAPED) + "\n").encode()
+    return (json_text(fields) + "\n").encode()

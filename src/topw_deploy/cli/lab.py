@@ -1,9 +1,10 @@
-"""`topw stats`: show what a sampling rule did. The report goes to stdout, and progress to stderr."""
+"""`topw stats`, `topw compare` and `topw lm-eval`. Reports go to stdout, and progress to stderr."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from topw_deploy.cli.options import (
     PATH_OR_STREAM,
     json_file_option,
     opening_options,
+    option_group,
     parameter_options,
     quiet_option,
     take_given,
     take_opening,
 )
-from topw_deploy.cli.prompts import read_prompt_lines, read_text_lines, user_messages
+from topw_deploy.cli.prompts import PromptLine, read_prompt_lines, read_text_lines, text_lines
 from topw_deploy.cli.terminal import check_output, check_picture, progress, read_source, write_report
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.folders import atomic_file
@@ -33,27 +35,37 @@ from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, TOP_W
 from topw_deploy.text import count_text, json_text
 
+PROMPTS = resources.files("topw_lab") / "prompts.txt"
+"""The prompts of `topw stats` and `topw compare` if none are given."""
+
+_text_options = option_group(
+    click.option(
+        *("-f", "--file", "--prompts", "prompt_file"),
+        type=PATH_OR_STREAM,
+        help="Prompts: UTF-8 text, one per line, or JSON lines if the name ends in .jsonl; - is text on standard "
+        "input.  [default: 24 beginnings of texts about Python]",
+    ),
+    click.option("--limit", type=COUNT, help="Use at most this many prompts."),
+    click.option("--chat", is_flag=True, help="Use the chat template: a prompt is the user's message."),
+    click.option("--system", metavar="TEXT", help="System message of the chat."),
+    click.option(
+        *("-n", "--max-new-tokens", "--max-tokens", "max_new_tokens"),
+        type=COUNT,
+        default=64,
+        help="Maximum number of tokens per text.",
+    ),
+    click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of each prompt's draws."),
+    click.option("--ignore-eos", is_flag=True, help="Continue after the end of sequence, so that lengths are equal."),
+    quiet_option,
+)
+"""The options of `topw stats` and `topw compare` that say what is generated; `_read_prompts` reads the prompts."""
+
 
 @click.command(name="stats", context_settings=CONTEXT, epilog=NEEDS_EXPORT)
 @click.argument("folder", metavar="MODEL", type=PATH)
 @click.argument("prompts", metavar="[PROMPT]...", nargs=-1)
-@click.option(
-    "-f",
-    "--file",
-    "prompt_file",
-    type=PATH_OR_STREAM,
-    help="Read prompts from a file (UTF-8, one per line); - is standard input.",
-)
-@click.option(
-    "--prompts-jsonl", type=PATH_OR_STREAM, help='Read prompts from JSON lines: "text" or {"prompt": "text"}.'
-)
-@click.option("--limit", type=COUNT, help="Use at most this many prompts.")
-@click.option("--chat", is_flag=True, help="Use the chat template: a prompt is the user's message.")
-@click.option("--system", metavar="TEXT", help="System message of the chat.")
-@click.option("--max-new-tokens", type=COUNT, default=64, help="Maximum number of tokens per prompt.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of each prompt's draws.")
+@_text_options
 @click.option("--seeds", type=COUNT, default=1, help="Texts of each prompt, by consecutive seeds.")
-@click.option("--ignore-eos", is_flag=True, help="Continue after the end of sequence.")
 @click.option("--batch-size", type=COUNT, default=1, help="Prompts per batch.")
 @parameter_options(*OF_KEPT_SET)
 @click.option(
@@ -78,13 +90,12 @@ from topw_deploy.text import count_text, json_text
     help="Compute --exact among this many likeliest tokens.  [default: the export's top_m]",
 )
 @click.option("--plot", type=FILE, help="Draw the report as .png, .svg or .pdf.")
-@quiet_option
 def stats(folder: Path, prompts: tuple[str, ...], json_file: Path | None, plot: Path | None, **values: Any) -> None:
     """Generate from prompts with the exported model in the folder MODEL and report what Top-W, or another rule, did.
 
-    Give prompts as PROMPT, --file or --prompts-jsonl. The report shows how many steps were certified, the sizes,
-    mass and entropy of the kept sets by position, how often token geometry changed a set (compared with geom_scale 0 at
-    the same logits), and which tokens it kept or dropped. The text is what `topw generate` produces for the seed.
+    The report shows how many steps were certified, the sizes, mass and entropy of the kept sets by position, how often
+    token geometry changed a set (compared with geom_scale 0 at the same logits), and which tokens it kept or dropped.
+    The text is what `topw generate` produces for the seed.
 
     With --exact, the report also shows how far the kept sets of Top-W and of other rules, at the steps of these texts,
     are from minimising the paper's exact objective with Top-W's parameters. The optimal transport in it is solved by
@@ -96,10 +107,12 @@ def stats(folder: Path, prompts: tuple[str, ...], json_file: Path | None, plot: 
         install.require("`topw stats --exact`", "exact")
     elif values["exact_steps"] is not None or values["exact_pool"] is not None:
         raise click.UsageError("--exact-steps and --exact-pool need --exact.")
-    if values["system"] is not None and not values["chat"]:
-        raise click.UsageError("--system needs --chat.")
-    texts = _stats_prompts(prompts, values["prompt_file"], values["prompts_jsonl"])[: values["limit"]]
-    asked = [(user_messages(values["system"], text) if values["chat"] else text, where) for text, where in texts]
+    lines = _read_prompts(values, prompts)
+    for line in lines:
+        if line.parameters:
+            raise PromptError(
+                f"{line.where} has {next(iter(line.parameters))}, but all texts have the same parameters."
+            )
     # Import late, for fast --help and usage errors.
     from topw_lab.stats.collect import collect, settings_of
     from topw_lab.stats.exact_report import exact_lines, save_exact_plot, summarise_exact
@@ -115,7 +128,7 @@ def stats(folder: Path, prompts: tuple[str, ...], json_file: Path | None, plot: 
     generation |= {name: values[name] for name in ("preset", "geom_unit") if values[name] is not None}
     collected = collect(
         folder,
-        asked,
+        [(line.prompt, line.where) for line in lines],
         settings,
         batch_size=values["batch_size"],
         generation=generation,
@@ -129,14 +142,14 @@ def stats(folder: Path, prompts: tuple[str, ...], json_file: Path | None, plot: 
     names = ("chat", "system", "max_new_tokens", "seed", "seeds", "batch_size", "preset", "geom_unit")
     document: dict[str, Any] = {"folder": str(folder)} | {name: values[name] for name in names}
     document["settings"] = [asdict(summary) for summary in summaries]
-    lines = list(report_lines(summaries, values["tokens"]))
+    report = list(report_lines(summaries, values["tokens"]))
     if exact:
         document["exact"] = [asdict(summary) for summary in exact_summaries]
-        lines += ["", *exact_lines(exact_summaries)]
-    write_report(lines, document, json_file)
+        report += ["", *exact_lines(exact_summaries)]
+    write_report(report, document, json_file)
     if plot is not None:
         seeds = f"seed {values['seed']}" if values["seeds"] == 1 else f"{values['seeds']} seeds"
-        subject = f"{folder.resolve().name}, {count_text(len(texts), 'prompt')}, {seeds}"
+        subject = f"{folder.resolve().name}, {count_text(len(lines), 'prompt')}, {seeds}"
         if not exact:
             rule = "Top-W" if summaries[0].rule == TOP_W.name else f"the rule {summaries[0].rule}"
             save_plot(summaries, plot, f"What {rule} did: {subject}")
@@ -144,19 +157,20 @@ def stats(folder: Path, prompts: tuple[str, ...], json_file: Path | None, plot: 
             save_exact_plot(exact_summaries, plot, f"Kept sets under the exact objective: {subject}")
 
 
-def _stats_prompts(given: tuple[str, ...], lines: Path | None, json_lines: Path | None) -> list[tuple[str, str]]:
-    """The prompts of the command line, each with its place. Raises UsageError unless they are given in one way."""
-    if sum((bool(given), lines is not None, json_lines is not None)) != 1:
-        raise click.UsageError("give prompts, and only in one way: as PROMPT, --file or --prompts-jsonl.")
+def _read_prompts(values: dict[str, Any], given: tuple[str, ...] = (), *, scored: bool = False) -> list[PromptLine]:
+    """The prompts of `_text_options`, or those `given` as arguments. scored: as in `read_prompt_lines`."""
+    file, form = values["prompt_file"], {"chat": values["chat"], "system": values["system"]}
+    if form["system"] is not None and not form["chat"]:
+        raise click.UsageError("--system needs --chat.")
+    if given and file is not None:
+        raise click.UsageError("give PROMPT or --file, not both.")
     if given:
-        return [(text, f"prompt {number}") for number, text in enumerate(given, 1)]
-    found = read_text_lines(*read_source(lines)) if lines is not None else []
-    if json_lines is not None:
-        found = read_prompt_lines(*read_source(json_lines), {}, chat=False, system=None)
-    for line in found:
-        if line.kind != "prompt" or line.parameters:
-            raise PromptError(f'{line.where} has more than a text; write "text" or {{"prompt": "text"}} on each line.')
-    return [(line.prompt, line.where) for line in found]
+        lines = text_lines([(text, f"prompt {number}") for number, text in enumerate(given, 1)], **form)
+    elif file is not None and file.suffix.lower() in (".jsonl", ".ndjson"):
+        lines = read_prompt_lines(*read_source(file), {}, scored=scored, **form)
+    else:
+        lines = read_text_lines(*((PROMPTS.read_bytes(), "the default") if file is None else read_source(file)), **form)
+    return lines[: values["limit"]]
 
 
 DEFAULT_RULES = "top_w,min_p,top_p,top_h,top_k,none"
@@ -166,13 +180,7 @@ DEFAULT_RULES = "top_w,min_p,top_p,top_h,top_k,none"
     name="compare", context_settings=CONTEXT, epilog="Needs the extra [compare]; an error shows how to install it."
 )
 @click.argument("folder", metavar="MODEL", type=PATH)
-@click.option(
-    "--prompts",
-    required=True,
-    type=PATH_OR_STREAM,
-    help="Prompts: UTF-8 text, one per line, or JSON lines if the name ends in .jsonl; - is text on standard input.",
-)
-@click.option("--limit", type=COUNT, help="Use at most this many prompts.")
+@_text_options
 @click.option(
     "--rules",
     metavar="RULE[=VALUE],...",
@@ -181,18 +189,6 @@ DEFAULT_RULES = "top_w,min_p,top_p,top_h,top_k,none"
 )
 @click.option("--temperatures", metavar="T1,T2,...", default="0.5,1,1.5,2", help="Temperatures.")
 @click.option("--samples", type=COUNT, default=4, help="Texts per prompt, rule and temperature.")
-@click.option(
-    "--max-new-tokens",
-    "--max-tokens",
-    "max_new_tokens",
-    type=COUNT,
-    default=64,
-    help="Maximum number of tokens per text.",
-)
-@click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of all rules' draws.")
-@click.option("--ignore-eos", is_flag=True, help="Continue after the end of sequence, so that lengths are equal.")
-@click.option("--chat", is_flag=True, help="Use the chat template: a prompt is the user's message.")
-@click.option("--system", metavar="TEXT", help="System message of the chat.")
 @click.option("--batch-size", type=COUNT, default=8, help="Texts generated at once.")
 @click.option(
     "--fast", is_flag=True, help="Twice as fast; then a text can depend on what ran before, by last bits of logits."
@@ -207,11 +203,9 @@ DEFAULT_RULES = "top_w,min_p,top_p,top_h,top_k,none"
 )
 @click.option("--plot", type=FILE, help="Draw accuracy over temperature as .png, .svg or .pdf.")
 @click.option("--resume", is_flag=True, help="Generate only what --json's file lacks; it is saved after each rule.")
-@quiet_option
 def compare(
-    folder: Path, prompts: Path, json_file: Path | None, html_file: Path | None, plot: Path | None, resume: bool,
-    **values: Any,
-) -> None:  # fmt: skip
+    folder: Path, json_file: Path | None, html_file: Path | None, plot: Path | None, resume: bool, **values: Any
+) -> None:
     """Generate from the exported model in the folder MODEL with each rule in --rules, and compare the texts.
 
     Every rule draws with the same random numbers at every temperature. The report shows perplexity under the model,
@@ -226,8 +220,6 @@ def compare(
 
     Perplexity needs a folder exported with --with-logits, and mass one exported with --with-mass.
     """
-    if values["system"] is not None and not values["chat"]:
-        raise click.UsageError("--system needs --chat.")
     if resume and (json_file is None or str(json_file) == "-"):
         raise click.UsageError("--resume needs --json FILE.")
     install.require("`topw compare`", "compare")
@@ -246,12 +238,7 @@ def compare(
             with atomic_file(json_file) as stream:
                 stream.write(json_text(as_dict(comparison), indent=2).encode())
 
-    data, where = read_source(prompts)
-    if prompts.suffix.lower() in (".jsonl", ".ndjson"):
-        lines = read_prompt_lines(data, where, {}, chat=values["chat"], system=values["system"], scored=True)
-    else:
-        lines = read_text_lines(data, where, chat=values["chat"], system=values["system"])
-    lines = lines[: values["limit"]]
+    lines = _read_prompts(values, scored=True)
     if plot is not None and not any(line.answers for line in lines):
         raise click.UsageError("--plot needs prompts with answers.")
     comparison = compare(

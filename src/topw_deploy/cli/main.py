@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Any, TextIO, cast
+from typing import Any, cast
 
 import click
 from click.core import ParameterSource
@@ -229,14 +229,7 @@ def _fail(message: str) -> int:
     return 1
 
 
-def _show_note(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
+def _show_note(message: Warning | str, *_: object, **__: object) -> None:
     """Print a warning on one line; in place of `warnings.showwarning`."""
     tell(f"Note: {message}")
 
@@ -244,10 +237,7 @@ def _show_note(
 _CONSTRAINTS = ("json_schema", "regex", "choice", "grammar")  # options that set the parameter structured_outputs
 
 # Python parameter -> name of its option, where the two differ.
-_OPTION_OF_PARAMETER = {
-    "intra_op_num_threads": "threads",
-    "max_length": "max_context",
-}
+_OPTION_OF_PARAMETER = {"intra_op_num_threads": "threads", "max_length": "max_context"}
 _SET_BY_USER = {ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT, ParameterSource.DEFAULT_MAP}
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
@@ -92,15 +92,20 @@ def read_prompt_lines(
 
 def read_text_lines(data: bytes, where: str, *, chat: bool = False, system: str | None = None) -> list[PromptLine]:
     """Read the prompts of a text file: one on each line that is not blank; as in `read_prompt_lines`."""
-    lines = [
-        PromptLine(index, f"line {number} of {where}", None, "prompt", text, {})
-        for index, (number, text) in enumerate(numbered_lines(data, where))
-    ]
-    if not lines:
+    texts = [(text, f"line {number} of {where}") for number, text in numbered_lines(data, where)]
+    if not texts:
         raise PromptError(f"{where} holds no prompt; write one on each line.")
-    if chat:
-        return [replace(line, kind="messages", prompt=user_messages(system, line.prompt)) for line in lines]
-    return lines
+    return text_lines(texts, chat=chat, system=system)
+
+
+def text_lines(texts: Iterable[tuple[str, str]], *, chat: bool, system: str | None) -> list[PromptLine]:
+    """Prompts without parameters. texts: (text, place) of each."""
+    return [
+        PromptLine(index, place, None, "messages", user_messages(system, text), {})
+        if chat
+        else PromptLine(index, place, None, "prompt", text, {})
+        for index, (text, place) in enumerate(texts)
+    ]
 
 
 def user_messages(system: str | None, text: str) -> list[dict[str, str]]:

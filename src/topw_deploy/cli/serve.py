@@ -99,7 +99,6 @@ def _read_config(ctx: click.Context, _option: click.Parameter, file: Path | None
 )
 @click.option("--max-body", type=SIZE, default="8MB", help="Maximum size of a request's body; larger ones get 413.")
 @click.option("--body-timeout", type=float, default=30.0, help="Seconds in which a request's body must arrive.")
-@click.option("--max-prompt-tokens", type=int, help="Maximum tokens of a prompt.  [default: what fits the context]")
 @click.option(
     "--request-timeout",
     type=float,

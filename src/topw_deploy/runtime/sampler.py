@@ -10,12 +10,12 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from topw_deploy.dtypes import SAMPLER_OUTPUT_TYPES, array_name
+from topw_deploy.dtypes import SAMPLER_OUTPUT_TYPES
 from topw_deploy.errors import GenerationError, ParameterError, one_line
 from topw_deploy.manifest import ModelFolder, SamplerManifest
 from topw_deploy.runtime.inputs import EDIT_INPUTS, rule_arrays, uniforms
 from topw_deploy.runtime.ort.graph_session import GraphSession
-from topw_deploy.runtime.parameters import OF_KEPT_SET, PARAMETERS, check_names, integer, values_per_prompt
+from topw_deploy.runtime.parameters import OF_KEPT_SET, check_names, integer, values_per_prompt
 from topw_deploy.runtime.prepare import check_rule, longest_pool, with_preset
 from topw_deploy.runtime.session import SessionKeywords, SessionOptions, takes_session_options
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
@@ -95,7 +95,7 @@ class TopWSampler:
     ) -> Samples:
         """Draw one token per row of `logits`, with `uniform`, or `seed` and `position`.
 
-        logits: float [B, V] or [V]; B may be 0.
+        logits: float [B, V] or [V].
         uniform: draws in [0, 1), one for all rows or one per row.
         seed, position: key of the draws (docs/contract/random.md); position: tokens before the draw.
         edit_ids: int64 [B, N], tokens to edit, padded with -1.
@@ -109,17 +109,13 @@ class TopWSampler:
         if isinstance(logits, np.ma.MaskedArray):
             raise ParameterError("logits is a masked array; fill it, with -inf where a token must not be drawn.")
         logits = np.ascontiguousarray(np.atleast_2d(_read_array("logits", logits, np.float32)))
-        if logits.ndim != 2 or logits.shape[1] != self.vocab_size:
+        if logits.ndim != 2 or logits.shape[1] != self.vocab_size or not logits.size:
             raise ParameterError(f"logits have the shape {logits.shape}, but must be [batch, {self.vocab_size}].")
         rows = len(logits)
         feeds = {"logits": logits, "uniform": _read_uniform(rows, uniform, seed, position)}
         feeds |= self._read_parameters(rows, parameters)
         feeds |= _read_edits(rows, self.vocab_size, edit_ids, edit_penalty, edit_bias)
         feeds["allowed"] = self._read_mask(rows, allowed)
-        if rows == 0:
-            shapes = {"keep_mask": (0, self.vocab_size)}
-            types = {name: array_name(SAMPLER_OUTPUT_TYPES[name]) for name in self._outputs}
-            return Samples(**{name: np.empty(shapes.get(name, 0), kind) for name, kind in types.items()})
         try:
             found = dict(zip(self._outputs, self._session.run(self._outputs, feeds), strict=True))
         except Exception as error:  # noqa: BLE001  # unrelated classes
@@ -150,12 +146,10 @@ class TopWSampler:
     def _read_parameters(self, rows: int, given: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """The inputs of Top-W's parameters and of the rules, with a value for each row."""
         named = check_names(given, OF_KEPT_SET)
-        if not rows:  # check the values nevertheless
-            named = {name: value for name, value in named.items() if not PARAMETERS[name].lists_values(value)}
-        columns = {name: values_per_prompt(name, value, rows or 1, "rows") for name, value in named.items()}
+        columns = {name: values_per_prompt(name, value, rows, "rows") for name, value in named.items()}
         resolve = cache(lambda *stated: self._resolve_row(dict(zip(columns, stated, strict=True))))
-        by_row = zip(*columns.values(), strict=True) if columns else [()] * (rows or 1)
-        resolved = [resolve(*stated) for stated in by_row][:rows]
+        by_row = zip(*columns.values(), strict=True) if columns else [()] * rows
+        resolved = [resolve(*stated) for stated in by_row]
         arrays = rule_arrays(rule for _, rule in resolved)
         for name in PARAMETER_NAMES:
             arrays[name] = np.array([getattr(top_w, name) for top_w, _ in resolved], np.float32)
@@ -195,8 +189,7 @@ def _read_uniform(rows: int, uniform: Any, seed: Any, position: Any) -> np.ndarr
             raise ParameterError(f"uniform is {short_repr(uniform)}, but must be in [0, 1) (as float32) for every row.")
         return values
     keys = [_read_keys(*each, rows) for each in (("seed", seed), ("position", position))]
-    draws = [uniforms(seed, position, 1) for seed, position in zip(*keys, strict=True)]
-    return np.concatenate([np.empty(0, np.float32), *draws])
+    return np.concatenate([uniforms(seed, position, 1) for seed, position in zip(*keys, strict=True)])
 
 
 def _read_keys(name: str, value: Any, rows: int) -> list[int]:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -109,7 +109,7 @@ async def health(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     """Answer the metrics in Prometheus' text format."""
-    return Response(service_of(request).metrics.as_text(), media_type=CONTENT_TYPE_LATEST)
+    return Response(generate_latest(service_of(request).metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 async def models(request: Request) -> Response:
@@ -143,9 +143,7 @@ async def tokenize(request: Request) -> Response:
         text, adds = body.prompt or "", body.add_special_tokens
         if body.messages is not None:
             text, adds = render(served, body.messages, body.chat_template_kwargs, body.tools or None), False
-        ids = served.model.encode(text, adds, limits=served.engine.limits)
-        served.check_length(ids)
-        return ids
+        return served.model.encode(text, adds, limits=served.engine.limits)
 
     ids = await run.prepare(encode)
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": served.length, "tokens": ids}

@@ -83,7 +83,6 @@ def _sequence(body: InspectRequest, served: Served) -> Sequence:
     unknown = next((token for token in body.token_ids if token >= vocab), None)
     if unknown is not None:
         raise RequestError(f"token_ids has {unknown}, but ids go from 0 to {vocab - 1}.", "token_ids")
-    served.check_length([*body.prompt_token_ids, *body.token_ids[: body.position]])
     return served.sequences(body.prompt_token_ids, {**parameters, "max_new_tokens": 1})[0]
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from topw_deploy.engine import EngineStats
 from topw_deploy.runtime import GenerationResult
 
-MODEL = "model_name"
+MODEL, REASON = "model_name", "finished_reason"
 _MODELS = "/v1/models/"
 PATHS = frozenset({
     "/", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", f"{_MODELS}NAME", "/tokenize",
@@ -75,7 +75,7 @@ class Metrics:
         self._gap = self._histogram("inter_token_latency_seconds", "Between tokens.", _SECONDS)
         self._kept = self._histogram("kept_tokens", "Tokens that the sampler kept at a step.", _TOKENS)
         self._certified = self._counter("certified_tokens", "Tokens whose kept set was proven without distances.")
-        self._success = self._counter("request_success", "Sequences that ended.", "finished_reason")
+        self._success = self._counter("request_success", "Sequences that ended.", REASON)
         text = "Answers, by path and status; 499 if the client left before."
         self._answers = Counter("topw:http_responses", text, ["path", "status"], registry=self.registry)
 
@@ -88,38 +88,39 @@ class Metrics:
     def count_aborted(self, model: str, sequences: int) -> None:
         """Count sequences whose client disconnected before their end."""
         if sequences > 0:
-            self._success.labels(model, ABORT).inc(sequences)
+            self._increase(self._success, sequences, model, ABORT)
 
     def count_ended(self, model: str, result: GenerationResult, *, streamed: bool) -> None:
         """Count an ended sequence.
 
         streamed: whether `add_gap` was called for the gaps between its tokens.
         """
-        self._success.labels(model, ABORT if result.finish_reason == "cancelled" else result.finish_reason).inc()
-        self._certified.labels(model).inc(sum(result.certified))
+        self._increase(self._success, 1, model, ABORT if result.finish_reason == "cancelled" else result.finish_reason)
+        self._increase(self._certified, sum(result.certified), model)
         for histogram, read in self._ended:
             value = read(result)
-            if value is not None:
-                histogram.labels(model).observe(value)
-        kept = self._kept.labels(model)
-        for size in result.kept:
-            kept.observe(size)
+            self._observe(histogram, model, [] if value is None else [value])
+        self._observe(self._kept, model, result.kept)
         if result.timings.decode_steps and not streamed:
             self.add_gap(model, result.timings.seconds_per_token)
 
     def add_gap(self, model: str, seconds: float) -> None:
         """Count the seconds between two tokens of a streamed sequence."""
-        self._gap.labels(model).observe(seconds)
-
-    def as_text(self) -> bytes:
-        """The metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+        self._observe(self._gap, model, [seconds])
 
     def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Any:
         return Histogram(f"topw:{name}", text, [MODEL], registry=self.registry, buckets=tuple(buckets))
 
     def _counter(self, name: str, text: str, *labels: str) -> Any:
         return Counter(f"topw:{name}", text, [MODEL, *labels], registry=self.registry)
+
+    def _observe(self, histogram: Any, model: str, values: Iterable[float]) -> None:
+        labelled = histogram.labels(model)
+        for value in values:
+            labelled.observe(value)
+
+    def _increase(self, counter: Any, amount: int, *labels: str) -> None:
+        counter.labels(*labels).inc(amount)
 
 
 class _Engines(Collector):

@@ -26,7 +26,7 @@ from topw_deploy.runtime.token_geometry import read_geometry
 from topw_deploy.runtime.tools.formats import PLAIN, REASONING, get_family
 from topw_deploy.sampling import Geometry, preset_parameters
 from topw_deploy.sampling.parameters import PRESETS
-from topw_deploy.serve.failures import TOO_LONG, RequestError
+from topw_deploy.serve.failures import RequestError
 from topw_deploy.serve.metrics import Metrics
 
 LOG = logging.getLogger("topw_deploy.serve")
@@ -50,7 +50,6 @@ class ServeOptions:
     cors_origins: origins whose pages may call the server; "*" for all.
     max_body: maximum number of bytes of a request's body.
     body_timeout: seconds in which a body must arrive.
-    max_prompt_tokens: maximum number of tokens of a prompt; None for what the model's context holds.
     request_timeout: maximum seconds of a generation, including the wait in the queue; None for no limit.
     ping_interval: seconds between the comments of a stream, which keep its connection open.
     drain_timeout: seconds in which running requests may finish after a signal to stop.
@@ -68,7 +67,6 @@ class ServeOptions:
     cors_origins: tuple[str, ...] = ()
     max_body: int = 8_000_000
     body_timeout: float = 30.0
-    max_prompt_tokens: int | None = None
     request_timeout: float | None = 600.0
     ping_interval: float = 15.0
     drain_timeout: float = 30.0
@@ -85,9 +83,7 @@ class ServeOptions:
         ):
             if not isinstance(text, str) or not text or not text.isprintable() or text.strip() != text:
                 raise ParameterError(f"{what} is {text!r}, but must be printable text without spaces around it.")
-        for name in ("max_body", "max_prompt_tokens"):
-            if getattr(self, name) is not None:
-                integer(1)(name, getattr(self, name))
+        integer(1)("max_body", self.max_body)
         for name in ("body_timeout", "request_timeout", "ping_interval", "drain_timeout"):
             value = getattr(self, name)
             if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
@@ -114,7 +110,6 @@ class Served:
         self.tool_family = options.tool_parser or model.tool_family
         unknown = REASONING if model.thinks else PLAIN
         self.family = get_family(self.tool_family) if self.tool_family else unknown
-        self._most_prompt = options.max_prompt_tokens
         self._most_waiting = int(options.engine.get("max_queue", 256))
         self._preparing = anyio.CapacityLimiter(PREPARING_THREADS)
 
@@ -195,23 +190,12 @@ class Served:
             # Retrieves the error of a task that nobody awaits, so that asyncio does not log it.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    def check_length(self, ids: Collection[int]) -> None:
-        """Raises RequestError for more than `max_prompt_tokens` token ids."""
-        if self._most_prompt is not None and len(ids) > self._most_prompt:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, which exceeds the maximum number of tokens allowed by this server, "
-                f"{self._most_prompt}; shorten it.",
-                code=TOO_LONG,
-            )
-
     def sequences(self, prompt: Any, parameters: Mapping[str, Any], shown_tokens: Collection[int] = ()) -> Sequences:
         """The sequences of a request, as the engine runs them. Slow, as it tokenizes and compiles grammars.
 
-        Raises ParameterError, PromptError, the errors of grammars, and RequestError for a prompt that is too long.
+        Raises ParameterError, PromptError and the errors of grammars.
         """
         found = self.model.prepare(prompt, limits=self.engine.limits, shown_tokens=shown_tokens, **parameters)
-        for each in found:
-            self.check_length(each.prompt)
         self.model.compile_grammars(found)
         return found
 

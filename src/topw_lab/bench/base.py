@@ -26,7 +26,7 @@ from topw_deploy.install import installed_version
 from topw_deploy.progress import Advance, Progress
 from topw_deploy.text import count_text
 from topw_lab.plots import Bar, Panel, draw_panels
-from topw_lab.tables import comparison, table
+from topw_lab.tables import table
 from topw_lab.worker import Worker
 
 Sample = TypeVar("Sample")
@@ -214,11 +214,6 @@ class Times:
     def ratio(self, name: str, to: str | None = None) -> Spread:
         """The time of side `name` relative to side `to` (None: the reference), over rounds."""
         return ratio(self.seconds, name, to or self.reference.name)
-
-    def comparison(self, labels: Mapping[str, str]) -> str:
-        """Text that ends a finding: how the reference compares with the sides of `labels` (name -> label) that ran."""
-        factors = {label: self.ratio(name).median for name, label in labels.items() if name in self.seconds}
-        return f": {comparison(factors)}" if factors else ""
 
     def as_dict(self, **more: Mapping[str, Any]) -> dict[str, Any]:
         """The times and ratios of each side, in types that JSON has. more: field -> side -> further figure."""

@@ -44,7 +44,6 @@ _PEER_SIDES: dict[str, tuple[tuple[str, str, str, str | None], ...]] = {
                      ("transformers-authors", "authors' processor", "all", "authors")),
 }  # fmt: skip
 """Option -> (name, label, search, logits processor) of each side."""
-_COMPARED = {"genai-top-p": "onnxruntime-genai with top-p", "transformers-authors": "the authors' code"}
 _HEADER = ("side", "ms/token (quartiles)", "ratio (quartiles)", "first token ms", "prompt tokens/s")
 
 
@@ -176,7 +175,7 @@ def _add_results(
         factor = "" if side.kind == "ours" else f"   {times.ratio(side.name).median:.2f}x ours"
         return f"{times.spread(side.name).median * 1e3:.2f} ms{factor}"
 
-    report.panels.append(times.panel(title, finding + times.comparison(_COMPARED), text))
+    report.panels.append(times.panel(title, finding, text))
 
 
 def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:

@@ -45,8 +45,6 @@ REGIMES: Mapping[str, tuple[tuple[float, ...], Mapping[str, float]]] = {
 
 _WARMUP_ROUNDS = 2
 _YARDSTICK = "max"
-_COMPARED = {"authors": "the authors' code", "hf-top-p": "transformers' top-p",
-             "genai-top-p": "onnxruntime-genai's top-p"}  # fmt: skip
 _EXPORTER, _TORCH = ("onnx_ir", "onnxscript"), ("torch", "transformers")
 _SIDES: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("native", "Top-W native, onnxruntime op", "ours", _EXPORTER),
@@ -185,7 +183,7 @@ def _add_results(report: base.Report, title: str, times: base.Times, facts: dict
     def text(side: base.Side) -> str:
         return duration(times.spread(side.name).median) + (f"   {ratio(side)}x ours" if side.kind == "peer" else "")
 
-    report.panels.append(times.panel(title, finding + times.comparison(_COMPARED), text))
+    report.panels.append(times.panel(title, finding, text))
 
 
 def read_logits(path: Path) -> Logits:

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from topw_deploy.errors import ParameterError, PromptError, TokenizerError
+from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.manifest import MANIFEST_NAME, sha256_of
 from topw_deploy.progress import SILENT, Progress
 from topw_deploy.runtime import GenerationResult, TopWModel
@@ -26,7 +26,7 @@ from topw_deploy.sampling.parameters import PARAMETER_NAMES
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES
 from topw_deploy.sampling.seeds import prompt_seed
 from topw_deploy.text import count_text
-from topw_lab.running import PromptRequest, Runner
+from topw_lab.running import PromptRequest, Runner, prepare_prompt
 from topw_lab.tables import significant, table
 
 REPEATED_NGRAM = 4
@@ -536,12 +536,7 @@ def _prepare(model: TopWModel, prompt: Prompt, parameters: Mapping[str, Any]) ->
     for name in own:
         if name in _SET_BY_COMPARISON:
             raise PromptError(f"{where} sets {name}, which a comparison sets for all prompts; remove it.")
-    try:
-        if isinstance(content, list) and content and isinstance(content[0], dict):
-            content = model.tokenizer.encode(model.apply_chat_template(content), add_special_tokens=False)
-        sequence = model.prepare(content, **parameters)[0]
-    except (PromptError, ParameterError, TokenizerError) as error:
-        raise type(error)(f"{where}: {error}", *error.parameters) from None
+    sequence = prepare_prompt(model, content, where, **parameters)
     ids, budget = list(sequence.prompt), sequence.params.budget
     if budget == 0:
         raise PromptError(f"{where} has {len(ids)} tokens and fills the model's context; shorten it.")

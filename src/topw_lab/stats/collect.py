@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from topw_deploy.errors import ParameterError, PromptError, TokenizerError
+from topw_deploy.errors import ParameterError
 from topw_deploy.export.verification.reference import LogitsProbe
 from topw_deploy.progress import SILENT, Progress
 from topw_deploy.runtime import GenerationResult, TopWModel
@@ -29,6 +29,7 @@ from topw_deploy.sampling.parameters import ALIASES, GREEDY_BELOW, PARAMETER_NAM
 from topw_deploy.sampling.reference import Crop
 from topw_deploy.sampling.rules import RULE_OF_VALUE, TOP_W, RuleCrop, RuleParameters, kept_set
 from topw_deploy.text import count_text
+from topw_lab.running import prepare_prompt
 from topw_lab.stats.exact import ExactStep, analyse_exact, evenly_spaced_steps, require_objective
 
 Floats = NDArray[np.float64]
@@ -172,7 +173,7 @@ class CollectedRuns:
 
 def collect(
     folder: Path,
-    prompts: Sequence[tuple[str | list[dict[str, Any]], str]],
+    prompts: Sequence[tuple[Any, str]],
     settings: Sequence[RuleSetting],
     *,
     batch_size: int = 1,
@@ -185,7 +186,7 @@ def collect(
     """Generate from every prompt under every setting and analyse each step.
 
     folder: an exported model.
-    prompts: (text or messages, place of the prompt in its source, for error messages) of each.
+    prompts: (text, token ids or messages; place of the prompt in its source, for error messages) of each.
     batch_size: prompts per batch; batching can change the last bits of logits.
     generation: further parameters of `TopWModel.generate`.
     seeds: number of texts per prompt; their seeds are consecutive and start with the seed in `generation`.
@@ -198,7 +199,7 @@ def collect(
     """
     with TopWModel.from_pretrained(folder) as model:
         manifest, tokenizer, options = model.manifest, model.tokenizer, model.manifest.sampler.options
-        ids = [_prompt_ids(model, *prompt) for prompt in prompts]
+        ids = [list(prepare_prompt(model, *prompt).prompt) for prompt in prompts]
         geometry = read_geometry(folder, manifest)
         first = {"seed": 0, **(generation or {})}
         by_setting = [
@@ -252,19 +253,6 @@ def collect(
     return CollectedRuns(
         runs, {token: tokenizer.decode([token], skip_special_tokens=False) for token in moved}, len(ids)
     )
-
-
-def _prompt_ids(model: TopWModel, prompt: str | list[dict[str, Any]], where: str) -> list[int]:
-    """Raises errors that name the prompt if it is not valid Unicode, exceeds the context or needs a chat template."""
-    try:
-        content: str | list[int] = (
-            prompt
-            if isinstance(prompt, str)
-            else model.tokenizer.encode(model.apply_chat_template(prompt), add_special_tokens=False)
-        )
-        return list(model.prepare(content)[0].prompt)
-    except (PromptError, TokenizerError) as error:
-        raise type(error)(f"{where}: {error}") from None
 
 
 def _steps(

@@ -24,7 +24,7 @@ from topw_deploy.errors import GenerationError, ParameterError, QueueFullError
 from topw_deploy.runtime.parameters import integer, real
 from topw_deploy.serve.app import create_app
 from topw_deploy.serve.failures import RequestError, failure_of
-from topw_deploy.serve.metrics import COUNTERS, GAUGES, MODEL, Metrics
+from topw_deploy.serve.metrics import COUNTERS, GAUGES, MODEL, REASON, Metrics
 from topw_deploy.serve.ray import choose_replica, order_replicas, prefix_key
 from topw_deploy.serve.server import start_log
 from topw_deploy.serve.service import ServeOptions, Service
@@ -256,35 +256,18 @@ class RayMetrics(Metrics):
     """
 
     def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Any:
-        return _LabelledMetric(metrics.Histogram(f"topw_{name}", text, list(map(float, buckets)), (MODEL,)), (MODEL,))
+        return metrics.Histogram(f"topw_{name}", text, list(map(float, buckets)), (MODEL,))
 
     def _counter(self, name: str, text: str, *labels: str) -> Any:
-        names = (MODEL, *labels)
-        return _LabelledMetric(metrics.Counter(f"topw_{name}", text, names), names)
+        return metrics.Counter(f"topw_{name}", text, (MODEL, *labels))
 
+    def _observe(self, histogram: Any, model: str, values: Iterable[float]) -> None:
+        for value in values:
+            histogram.observe(float(value), tags={MODEL: model})
 
-class _LabelledMetric:
-    """A metric of Ray with the methods of Prometheus' client: `labels(value, ...)`, then `observe` or `inc`.
-
-    names, values: of the labels.
-    """
-
-    def __init__(self, metric: Any, names: tuple[str, ...], values: tuple[str, ...] = ()) -> None:
-        self._metric, self._names, self._values = metric, names, values
-
-    def labels(self, *values: object) -> _LabelledMetric:
-        return _LabelledMetric(self._metric, self._names, tuple(map(str, values)))
-
-    def observe(self, value: float) -> None:
-        self._metric.observe(float(value), tags=self._tags())
-
-    def inc(self, amount: float = 1) -> None:
+    def _increase(self, counter: Any, amount: int, *labels: str) -> None:
         if amount > 0:  # Ray refuses 0
-            self._metric.inc(float(amount), tags=self._tags())
-
-    def _tags(self) -> dict[str, str]:
-        """The labels with their values. A new dictionary for each call, because Ray adds its own labels to it."""
-        return dict(zip(self._names, self._values, strict=True))
+            counter.inc(float(amount), tags=dict(zip((MODEL, REASON), labels, strict=False)))
 
 
 async def report_engines(service: Service) -> None:
