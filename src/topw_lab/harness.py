@@ -12,14 +12,16 @@ import logging
 import math
 import os
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from topw_deploy import install
-from topw_deploy.errors import ParameterError, PromptError, TokenizerError
+from topw_deploy.errors import ParameterError, PromptError, TokenizerError, TopWError, one_line
 from topw_deploy.manifest import MANIFEST_NAME, sha256_of
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.loop import logits_output
@@ -410,7 +412,7 @@ class Arguments:
                 reason = _REFUSED.get(name) or _REFUSED[ours]
                 raise ParameterError(f"{name} is not an argument of this model: {reason}.", name)
             if ours not in PARAMETERS:
-                known = [*OWN_ARGUMENTS, *OPENING_ARGUMENTS, *ENGINE_ARGUMENTS, *PARAMETERS]
+                known = {*OWN_ARGUMENTS, *OPENING_ARGUMENTS, *ENGINE_ARGUMENTS, *PARAMETERS}
                 raise unknown_parameter_error(name, known)
         if not isinstance(own.get("path"), (str, os.PathLike)) or not str(own["path"]):
             raise ParameterError("path is missing; give --model_args path=OUT with an exported folder.", "path")
@@ -468,7 +470,7 @@ _NAMING_A_MODEL = ("--model", "-M", "--config", "-C")  # a configuration may nam
 def run(words: Sequence[str]) -> None:
     """Run `lm_eval WORDS`. The model is `topw_deploy` unless the words name another one.
 
-    Raises the model's errors, and SystemExit for wrong usage.
+    Raises the model's errors, ParameterError for an unknown task, and SystemExit for other wrong usage.
     """
     from lm_eval.__main__ import cli_evaluate
 
@@ -479,5 +481,12 @@ def run(words: Sequence[str]) -> None:
     sys.argv = ["lm_eval", command, *options]
     try:
         cli_evaluate()
+    except (ValueError, OSError) as error:
+        place = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        if isinstance(error, TopWError) or place.parent.name != "config":  # the harness's own checks are there
+            raise
+        raise ParameterError(
+            f"{one_line(error)}; see `topw lm-eval ls tasks` and `topw lm-eval run --help`.", "arguments"
+        ) from None
     finally:
         sys.argv = given

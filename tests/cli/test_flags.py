@@ -99,6 +99,13 @@ def test_a_wrong_value_of_an_export_names_its_option(
         (["build-engine", "OUT", "--timing-cache", "/nowhere/x"], "--timing-cache is /nowhere/x, but /nowhere is not"),
         (["generate", "OUT", "x", "--provider", "cudda"], "--provider is 'cudda', which is not an execution provider: "
          "did you mean 'cuda'?"),
+        (["generate", "OUT", "x", "--device", "gpu"], "--device is 'gpu', which is not an execution provider: did you "
+         "mean 'cuda'?"),
+        (["generate", "-m", "OUT", "x", "--echo", "--json"], "--echo is for text, but --json and --prompts-jsonl"),
+        (["chat", "-m", "OUT", "hello"], "Got unexpected extra argument (hello)."),
+        (["compare", "OUT", "--rules", "minp"], "--rules has 'minp': did you mean min_p? known are top_w, "),
+        (["serve", "-m", "OUT", "--api-key", ""], "--api-key is '', but must be printable text"),
+        (["lm-eval", "--tasks", "no_such_task"], "Tasks not found: no_such_task; see `topw lm-eval ls tasks`"),
     ],
 )  # fmt: skip
 def test_wrong_values_of_the_other_commands_name_their_options(
@@ -123,6 +130,7 @@ def test_wrong_values_of_the_other_commands_name_their_options(
         (["convert", "tiny", "out"], "export"),
         slow(["generate", "out", "x", "--sampler", "natve"], "native"),
         slow(["export", "tiny", "out", "--preset", "papr"], "paper"),
+        slow(["export", "tiny", "out", "--dtype", "Q4_K_M"], "int4"),
         slow(["bench", "sampler", "--regime", "certifed"], "certified"),
     ],
 )
@@ -136,7 +144,7 @@ def test_a_similar_word_is_suggested(program: Program, words: list[str], suggest
 @pytest.mark.parametrize(
     ("words", "hint"),
     [(["export", "tiny", "out", "--device", "cuda"], ""), (["generate", "out", "x", "--color"], ""),
-     (["stats", "out", "x", "--n", "3"], ""), (["chat", "--model", "out"], " Give MODEL without --model.")],
+     (["stats", "out", "x", "--n", "3"], ""), (["inspect", "--model", "out"], " Give MODEL without --model.")],
 )  # fmt: skip
 def test_a_distant_word_is_not_suggested(program: Program, words: list[str], hint: str) -> None:
     flag = next(word for word in words if word.startswith("--"))

@@ -187,6 +187,7 @@ def test_verify_names_what_it_cannot_compare_with(finished: Path, monkeypatch: p
     result = verify(finished, "--source", "./gone")
     assert result.exit_code == 0
     assert "generation: not compared, the source is not available" in result.stderr
+    assert ".)" not in result.stderr
     assert "native sampler: not compared, TOPW_NATIVE=0 disables it" in result.stderr
     assert "6 checks passed, 3 not compared" in result.stdout
 

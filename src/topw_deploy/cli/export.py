@@ -19,8 +19,10 @@ from topw_deploy.cli.options import (
     NEEDS_EXPORT,
     PATH,
     json_option,
+    model_option,
     quantisation_options,
     sampler_options,
+    take_words,
 )
 from topw_deploy.cli.terminal import Stages, progress, say, say_json, tell
 from topw_deploy.errors import MissingPackageError, VerificationError
@@ -35,10 +37,9 @@ _trust_option = click.option("--trust-remote-code", is_flag=True, help="Run Pyth
 
 
 @click.command(name="export", context_settings=CONTEXT, epilog=NEEDS_EXPORT)
-@click.argument("model", required=False)
-@click.argument("out", required=False, type=PATH)
-@click.option("-m", "--model", "model_option", metavar="MODEL", help="MODEL, given as an option.")
-@click.option("-o", "--output", "out_option", metavar="OUT", type=PATH, help="OUT, given as an option.")
+@click.argument("words", metavar="MODEL OUT", nargs=-1)
+@model_option
+@click.option("-o", "--output", "out", metavar="OUT", type=PATH, help="OUT, given as an option.")
 @click.option(
     "--dtype",
     type=click.Choice(_DTYPES),
@@ -91,14 +92,7 @@ _trust_option = click.option("--trust-remote-code", is_flag=True, help="Run Pyth
 )
 @click.option("--keep-failed", is_flag=True, help="Keep the files of a failed export in OUT.failed.")
 @_trust_option
-def export(
-    model: str | None,
-    out: Path | None,
-    model_option: str | None,
-    out_option: Path | None,
-    triton: Path | None,
-    **values: Any,
-) -> None:
+def export(words: tuple[str, ...], model: str | None, out: Path | None, triton: Path | None, **values: Any) -> None:
     """Export MODEL with a Top-W sampler into the folder OUT.
 
     MODEL is a hub id, a Hugging Face folder, `tiny`, `smollm2`, a GGUF file, or an ONNX decoder (file or folder) made
@@ -107,12 +101,12 @@ def export(
     --top-m, --alt-iters, --metric, --potential and --knn-k are fixed in the graph. --lam, --beta, --temperature,
     --selection-temperature, --init-top-p and --geom-scale set defaults, which each request can override.
     """
-    model, out = _argument_or_option("MODEL", model, model_option), _argument_or_option("OUT", out, out_option)
+    model, out = take_words(words, 0, MODEL=model, OUT=out)
     # Import late, for fast --help and usage errors.
     install.require("exporting", "export")
     from topw_deploy.export import export_model
 
-    report = _run(export_model, model, out, values)
+    report = _run(export_model, model, Path(str(out)), values)
     if triton is not None and not report.dry_run:
         from topw_deploy.triton.repository import write_repository
 
@@ -165,15 +159,6 @@ def _next_step(report: ExportReport, target: str | None) -> list[str]:
     if "chat_template.jinja" in report.files:
         return [f"Next: topw chat {out}"]
     return [f'Next: topw generate {out} "Once upon a time"']
-
-
-def _argument_or_option(name: str, positional: Any, option: Any) -> Any:
-    """The value of an argument that may also be an option. Raises UsageError unless exactly one is given."""
-    if positional is not None and option is not None:
-        raise click.UsageError(f"{name} is given twice, as an argument and as an option.")
-    if positional is None and option is None:
-        raise click.UsageError(f"Missing argument '{name}'.")
-    return positional if positional is not None else option
 
 
 def _report_lines(report: ExportReport) -> list[str]:

@@ -19,14 +19,17 @@ from topw_deploy.cli.options import (
     COUNT,
     OPTION_PARAMETERS,
     PATH,
+    SHORT_FLAGS,
     constraint_options,
     flag_of,
+    model_option,
     opening_options,
     option_group,
     parameter_options,
     take_constraint,
     take_given,
     take_opening,
+    take_words,
 )
 from topw_deploy.cli.prompts import user_messages
 from topw_deploy.cli.terminal import GeneratedText, read_source, say_json, tell
@@ -61,7 +64,7 @@ _answer_options = option_group(
 
 @click.command(name="generate", context_settings=CONTEXT)
 @click.argument("words", metavar="MODEL [PROMPT]", nargs=-1)
-@click.option("-m", "--model", metavar="MODEL", help="MODEL, given as an option.")
+@model_option
 @click.option("-p", "--prompt", metavar="TEXT", help="PROMPT, given as an option.")
 @click.option("-f", "--file", "prompt_file", type=PATH, help="Read the prompt from a file (UTF-8).")
 @prompt_file_options
@@ -93,7 +96,13 @@ def generate(
     "messages", an "id" and parameters for this prompt. One JSON object per sequence is written, in the order of the
     prompts. A prompt that fails gets a line with "error", and the exit code is then 1.
     """
-    folder, prompt = _model_and_prompt(words, model, prompt)
+    model, *rest = take_words(words, MODEL=model)
+    folder = Path(model)
+    if rest and prompt is not None:
+        raise click.UsageError("PROMPT is given twice, as an argument and as an option.")
+    if len(rest) > 1:
+        raise click.UsageError(f"the prompt is given as {len(rest)} words; put it in quotes: {' '.join(rest)!r:.60}")
+    prompt = rest[0] if rest else prompt
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat.")
     files = take_prompt_files(options)
@@ -101,8 +110,11 @@ def generate(
         raise click.UsageError("give only one of PROMPT, --file and --prompts-jsonl.")
     text = _read_prompt(prompt, prompt_file) if files is None else ""
     opening, generation = _take_answer_options(options)
-    if "logprobs" in generation and not (as_json or files is not None):
+    prints_json = as_json or files is not None
+    if "logprobs" in generation and not prints_json:
         raise click.UsageError("--logprobs needs --json, which shows them.")
+    if echo is not None and prints_json:
+        raise click.UsageError("--echo is for text, but --json and --prompts-jsonl print JSON; omit it.")
     if files is not None:
         limit = opening["max_length"]
         run = Run(**files, parameters=generation, chat=chat, system=system, max_context=limit, stats=stats)
@@ -124,17 +136,19 @@ def generate(
 
 
 @click.command(name="chat", context_settings=CONTEXT)
-@click.argument("folder", metavar="MODEL", type=PATH)
+@click.argument("words", metavar="MODEL", nargs=-1)
+@model_option
 @_answer_options
-def chat(folder: Path, system: str | None, stats: bool, **options: Any) -> None:
+def chat(words: tuple[str, ...], model: str | None, system: str | None, stats: bool, **options: Any) -> None:
     """Chat with the exported model in the folder MODEL, which needs a chat template.
 
     Each line of standard input is a message, or a command: /help lists them. Ctrl-C stops an answer; Ctrl-D or /exit
     ends the chat.
     """
+    (folder,) = take_words(words, 0, MODEL=model)
     opening, generation = _take_answer_options(options)
-    with _open_model(folder, opening) as model:
-        _Conversation(model, system, generation, stats).run()
+    with _open_model(Path(folder), opening) as opened:
+        _Conversation(opened, system, generation, stats).run()
 
 
 def _take_answer_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -160,20 +174,6 @@ def _open_model(folder: Path, opening: dict[str, Any]) -> TopWModel:
     from topw_deploy.runtime import TopWModel  # late, for a fast `topw generate --help`
 
     return TopWModel.from_pretrained(folder, **opening)
-
-
-def _model_and_prompt(words: tuple[str, ...], model: str | None, prompt: str | None) -> tuple[Path, str | None]:
-    """MODEL and PROMPT, which may be arguments or options. Raises UsageError for no model and for other words."""
-    rest = list(words)
-    if model is None:
-        if not rest:
-            raise click.UsageError("Missing argument 'MODEL'.")
-        model = rest.pop(0)
-    if rest and prompt is not None:
-        raise click.UsageError("PROMPT is given twice, as an argument and as an option.")
-    if len(rest) > 1:
-        raise click.UsageError(f"the prompt is given as {len(rest)} words; put it in quotes: {' '.join(rest)!r:.60}")
-    return Path(model), rest[0] if rest else prompt
 
 
 def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
@@ -380,7 +380,8 @@ def _named_value(text: str) -> tuple[str, Any]:
     from topw_deploy.runtime.rule_settings import parse_value
 
     name, _, value = text.replace("=", " ", 1).partition(" ")
-    name = name.replace("-", "_")
+    name = name.lstrip("-").replace("-", "_")
+    name = next((ours for ours, flags in SHORT_FLAGS.items() if name in (flag.strip("-") for flag in flags)), name)
     name = ALIASES.get(name, name)
     if name not in _CHAT_PARAMETERS:
         raise unknown_name(name, _CHAT_PARAMETERS)

@@ -169,7 +169,9 @@ def _read_prompts(values: dict[str, Any], given: tuple[str, ...] = (), *, scored
     elif file is not None and file.suffix.lower() in (".jsonl", ".ndjson"):
         lines = read_prompt_lines(*read_source(file), {}, scored=scored, **form)
     else:
-        lines = read_text_lines(*((PROMPTS.read_bytes(), "the default") if file is None else read_source(file)), **form)
+        lines = read_text_lines(
+            *((PROMPTS.read_bytes(), "the bundled prompts") if file is None else read_source(file)), **form
+        )
     return lines[: values["limit"]]
 
 

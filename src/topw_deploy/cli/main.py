@@ -51,6 +51,8 @@ _ALIASES = {"run": "generate"}
 
 _ELSEWHERE = {
     "weight-format outtype quantize quantization precision fp16": "dtype",
+    "q4 q4_0 q4_1 q4_k_m q4_k_s 4bit nf4": "int4",
+    "q8 q8_0 8bit": "int8",
     "group-size": "block-size",
     "out output-dir outfile": "output",
     "hf-token": "token",
@@ -69,7 +71,7 @@ _ELSEWHERE = {
     "convert quantize pull create": "export",
     "show list ls": "inspect",
 }
-"""Names in llama.cpp, ollama, vLLM and optimum -> the options or commands here, of which the first that exists fits."""
+"""Names in llama.cpp, ollama, vLLM and optimum -> options, values and commands here; the first that exists fits."""
 
 _EXTRAS_NOTE = "[export] is the extra with torch and onnx; if it is missing, `topw doctor` shows how to install it."
 

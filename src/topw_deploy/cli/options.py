@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,7 +59,7 @@ def _parse_beta(text: str) -> float | str:
 SIZE = Parsed("size", parse_size)
 """Bytes, as a number or as 500MB, 2GB or 2GiB."""
 
-_SHORT_FLAGS: dict[str, tuple[str, ...]] = {"max_new_tokens": ("-n",), "temperature": ("--temp",)}
+SHORT_FLAGS: dict[str, tuple[str, ...]] = {"max_new_tokens": ("-n",), "temperature": ("--temp",)}
 """Parameter -> flags of other tools beside those of its names."""
 
 _SETTINGS: dict[str, dict[str, Any]] = {
@@ -95,7 +95,7 @@ def parameter_options(*names: str) -> Callable[[Command], Command]:
 def _parameter_option(name: str) -> Callable[[Command], Command]:
     parameter = PARAMETERS[name]
     spellings = [name, *(alias for alias, ours in ALIASES.items() if ours == name and len(alias) > 1)]
-    flags = [*map(flag_of, spellings), *_SHORT_FLAGS.get(name, ())]
+    flags = [*map(flag_of, spellings), *SHORT_FLAGS.get(name, ())]
     kind = click.Choice(parameter.choices) if parameter.choices else parameter.kind
     settings: dict[str, Any] = {"is_flag": True} if kind is bool else {"type": kind}
     default = "" if parameter.default in (None, (), {}, False) else f"  [default: {parameter.default:g}]"
@@ -232,6 +232,24 @@ opening_options = option_group(
 """The options that open a model; `take_opening` takes their values."""
 
 
+def take_words(words: Sequence[str], most: int | None = None, **options: Any) -> list[Any]:
+    """The values of arguments that may also be options, then the other words, of which there are at most `most`.
+
+    words: on the command line, for the options that are not given, in their order.
+    options: name of an argument in messages -> value of its option; None if it is not given.
+
+    Raises UsageError for a missing argument, and for more words.
+    """
+    rest, values = list(words), list[Any]()
+    for name, value in options.items():
+        if value is None and not rest:
+            raise click.UsageError(f"Missing argument '{name}'.")
+        values.append(rest.pop(0) if value is None else value)
+    if most is not None and len(rest) > most:
+        raise click.UsageError(f"Got unexpected extra argument ({rest[most]}).")
+    return [*values, *rest]
+
+
 def take_opening(values: dict[str, Any]) -> dict[str, Any]:
     """Remove the values of `opening_options`. Returns them as keywords of `TopWModel.from_pretrained`."""
     same = {name: values.pop(name) for name in ("provider", "sampler", "allow_fallback")}
@@ -243,6 +261,8 @@ def take_given(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     removed = {name: values.pop(name) for name in names}
     return {name: value for name, value in removed.items() if value not in (None, ())}
 
+
+model_option = click.option("-m", "--model", metavar="MODEL", help="MODEL, given as an option.")
 
 constraint_options = option_group(
     click.option("--json-schema", "-j", metavar="SCHEMA", help="Answer in JSON that matches this schema, or @FILE."),

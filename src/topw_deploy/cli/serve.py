@@ -54,7 +54,7 @@ def _read_config(ctx: click.Context, _option: click.Parameter, file: Path | None
     try:
         found = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # errors of TOML and UTF-8 are ValueErrors
-        raise click.BadParameter(f"{file} cannot be read: {error}.") from None
+        raise click.BadParameter(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
     options = {flag[2:]: each for each in ctx.command.params for flag in each.opts if flag.startswith("--")}
     ctx.default_map = {}
     for key, value in found.items():
@@ -66,7 +66,8 @@ def _read_config(ctx: click.Context, _option: click.Parameter, file: Path | None
 
 
 @click.command(name="serve", context_settings=CONTEXT)
-@click.argument("folders", metavar="MODEL...", nargs=-1, required=True, type=PATH)
+@click.argument("folders", metavar="MODEL...", nargs=-1, type=PATH)
+@click.option("-m", "--model", metavar="MODEL", multiple=True, type=PATH, help="MODEL, given as an option. Repeatable.")
 @click.option(
     "--config",
     type=FILE,
@@ -123,7 +124,11 @@ def _read_config(ctx: click.Context, _option: click.Parameter, file: Path | None
 )
 @click.option("-v", "--verbose", is_flag=True, help="Also log GET requests.")
 def serve(
-    folders: tuple[Path, ...], served_model_name: tuple[str, ...], log_format: str | None, **options: Any
+    folders: tuple[Path, ...],
+    model: tuple[Path, ...],
+    served_model_name: tuple[str, ...],
+    log_format: str | None,
+    **options: Any,
 ) -> None:
     """Serve exported models over HTTP, with the endpoints of OpenAI's API.
 
@@ -132,6 +137,8 @@ def serve(
     """
     from topw_deploy import install
 
+    if not (folders := (*model, *folders)):
+        raise click.UsageError("Missing argument 'MODEL...'.")
     install.require("serving", "serve")
     from topw_deploy.serve.server import run
     from topw_deploy.serve.service import ServeOptions

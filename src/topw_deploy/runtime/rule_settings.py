@@ -9,8 +9,8 @@ from typing import Any
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.parameters import ALIASES, PARAMETERS
-from topw_deploy.sampling.parameters import PARAMETER_NAMES, unknown_name
-from topw_deploy.sampling.rules import RULE_OF_VALUE, RULES, TOP_W, RuleParameters, unknown_rule_error
+from topw_deploy.sampling.parameters import PARAMETER_NAMES, known_clause, unknown_name
+from topw_deploy.sampling.rules import RULE_OF_VALUE, RULES, TOP_W, RuleParameters
 
 ALL = "all"
 """Stands for every rule, each with its default or USUAL value."""
@@ -96,7 +96,7 @@ def _parse_setting(item: str) -> RuleSetting:
     name, value = split_pair(head)
     rule = RULES.get(name) or RULE_OF_VALUE.get(name)
     if rule is None:
-        raise unknown_rule_error(name)
+        raise ParameterError(f"{known_clause(name, RULES)}.")
     names = [each.name for each in rule.values]
     first = name if name in names else next(iter(names), "")
     own: dict[str, Any] = {}

@@ -82,7 +82,7 @@ class ServeOptions:
             *(("the name of a model", n) for n in self.models),
         ):
             if not isinstance(text, str) or not text or not text.isprintable() or text.strip() != text:
-                raise ParameterError(f"{what} is {text!r}, but must be printable text without spaces around it.")
+                raise ParameterError(f"{what} is {text!r}, but must be printable text without spaces around it.", what)
         integer(1)("max_body", self.max_body)
         for name in ("body_timeout", "request_timeout", "ping_interval", "drain_timeout"):
             value = getattr(self, name)

@@ -135,7 +135,7 @@ def recheck(
         revision = None if named or manifest.source.get("revision") == "local" else manifest.source.get("revision")
         source = resolve(named or manifest.source["id"], revision=revision, local_files_only=True)
     except SourceError as error:
-        task["no_reference"] = f"the source is not available ({error})"
+        task["no_reference"] = f"the source is not available ({str(error).rstrip('.')})"
     else:
         if source.onnx is not None:
             task["onnx"] = str(source.onnx)

@@ -64,7 +64,7 @@ def resolve(provider: str, allow_fallback: bool = False) -> str:
         return known[wanted]
     if wanted in known:
         raise ProviderError(f"{why_absent(provider)}.")
-    near = difflib.get_close_matches(wanted, known, n=1)
+    near = ["cuda"] if "gpu" in wanted else difflib.get_close_matches(wanted, (*available(), "cuda", "tensorrt"), n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise UnknownProviderError(
         f"provider is {provider!r}, which is not an execution provider: {hint}this onnxruntime has "
