@@ -82,9 +82,9 @@ def main() -> None:
     rows = []
     for name in sides:
         wall, cpu, peak = (Spread.of(values) for values in (samples[name], processor[name][1:], peaks[name][1:]))
-        size = f"{sizes[name] / 2**20:.0f}"
-        rows.append((name, wall.format(1, 1), cpu.format(1, 1), peak.format(2**-20, 0), size))
-    print(table(("exporter", "wall s (quartiles)", "CPU s", "peak MiB (quartiles)", "ONNX files MiB"), rows))
+        size = f"{sizes[name] / 1e6:.0f}"
+        rows.append((name, wall.format(1, 1), cpu.format(1, 1), peak.format(1e-6, 0), size))
+    print(table(("exporter", "wall s (quartiles)", "CPU s", "peak MB (quartiles)", "ONNX files MB"), rows))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ until curl --silent --fail --unix-socket "$socket" http://server/health > /dev/n
   kill -0 "$server" 2> /dev/null || { cat "$place/log"; exit 1; }
   sleep 0.2
 done
-peak() { awk '/VmHWM/ { printf "%s: %.0f MiB\n", name, $2 / 1024 }' name="$1" "/proc/$server/status"; }
+peak() { awk '/VmHWM/ { printf "%s: %.0f MB\n", name, $2 * 1024 / 1e6 }' name="$1" "/proc/$server/status"; }
 peak "opened"
 spent() {  # seconds of each thread: utime + stime
   awk -v ticks="$(getconf CLK_TCK)" '{ id = $1; sub(/.*\) /, ""); print id, ($12 + $13) / ticks }' "/proc/$server/task/"*/stat

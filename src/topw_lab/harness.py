@@ -264,10 +264,11 @@ class TopWHarness(TemplateLM):  # type: ignore[misc, unused-ignore]
 def _score(results: Iterator[GenerationResult], continuation: int) -> tuple[float, bool]:
     """Take the results of one continuation of this many tokens, and add up their log-probabilities."""
     result = next(results)
-    if result.prompt_logprobs is not None:
-        return result.prompt_likelihood(result.prompt_tokens - continuation)
-    drawn = [result, *itertools.islice(results, continuation - 1)]
-    entries = [one.token_logprobs[0] for one in drawn if one.token_logprobs]
+    scored = result.prompt_logprobs and result.prompt_logprobs[-continuation:]
+    if scored is None:
+        drawn = [result, *itertools.islice(results, continuation - 1)]
+        scored = [one.token_logprobs[0] for one in drawn if one.token_logprobs]
+    entries = [entry for entry in scored if entry is not None]
     return math.fsum(entry.logprob for entry in entries), all(entry.greedy for entry in entries)
 
 

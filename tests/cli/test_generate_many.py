@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ from tests.support.invoking import Invoke
 from tests.support.samples import slow
 from tests.support.toy_model import CONTEXT, byte_ids
 from topw_deploy.cli import batch
-from topw_deploy.cli.terminal import bar
 from topw_deploy.errors import GenerationError, LogitsError, ParameterError, PromptError, TokenizerError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling.seeds import prompt_seed, sequence_seed
@@ -257,18 +255,6 @@ def test_nothing_is_run_or_written_if_a_line_is_wrong(
     with pytest.raises(TokenizerError, match=r"line 2 of .*has no chat template"):
         invoke("generate", scripted, "--prompts-jsonl", no_template, "--output", out)
     assert not out.exists()
-
-
-def test_a_bar_counts_prompts_on_a_terminal_and_nothing_is_shown_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    for terminal in (True, False):
-        shown = io.StringIO()
-        monkeypatch.setattr(shown, "isatty", lambda terminal=terminal: terminal)
-        monkeypatch.setattr("sys.stderr", shown)
-        with bar(5, "prompts", done=2) as advance:
-            advance(2)
-            advance(1)
-        assert ("2/5" in shown.getvalue(), "5/5" in shown.getvalue()) == (terminal, terminal)
-        assert terminal or not shown.getvalue()
 
 
 def test_stats_count_the_run_on_stderr(answer: Answer) -> None:

@@ -89,14 +89,13 @@ FOUND = library.Status(
 
 def test_the_installed_libraries_and_gpus_are_shown(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "read_status", lambda: FOUND)
-    shown = invoke("plugins", "show").stdout
-    assert shown.splitlines() == [
-        "CPU library   /lib/libtopw.so, avx2",
-        "CUDA library  /lib/libtopw_cuda.so, sm_75 sm_90",
-        "GPU 0         NVIDIA H200, sm_90",
-        "driver        runs CUDA 13.0",
-    ]
+    shown = (
+        "CPU library   /lib/libtopw.so, avx2\n"
+        "CUDA library  /lib/libtopw_cuda.so, sm_75 sm_90\n"
+        "GPU 0         NVIDIA H200, sm_90\n"
+        "driver        runs CUDA 13.0\n"
+    )
     assert shown in invoke("doctor").stdout
-    found = json.loads(invoke("plugins", "show", "--json").stdout)
+    found = json.loads(invoke("doctor", "--json").stdout)
     assert found["cuda"]["architectures"] == [75, 90]
     assert found["driver"]["devices"] == [{"name": "NVIDIA H200", "architecture": 90}]

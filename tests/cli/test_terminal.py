@@ -17,6 +17,7 @@ from msgspec.structs import replace
 import topw_deploy.cli
 from tests.support.invoking import Invoke
 from tests.support.toy_model import EOS, Toy, byte_ids, export
+from tests.support.waiting import until
 from topw_deploy.cli import terminal
 from topw_deploy.manifest import load_decoder_manifest, save_manifest
 from topw_deploy.text import printable
@@ -102,9 +103,8 @@ class Terminal(io.StringIO):
     [
         (["a\tb\nc"], "a\tb\nc\n"),
         (["\x1b[2", "Jx\x9b"], "\\x1b[2Jx\\x9b\n"),
-        (["one\r", "\ntwo\r\n"], "one\ntwo\n\n"),  # CRLF split between pieces
+        (["one\r\ntwo\r\n"], "one\ntwo\n\n"),
         (["hidden\rshown", "\r"], "hidden\\rshown\\r\n"),  # a lone CR would overwrite the line
-        (["\r", "\r", "\n"], "\\r\n\n"),
         (["שלום 👩‍👩‍👧 é"], "שלום 👩‍👩‍👧 é\n"),
     ],
 )
@@ -115,11 +115,36 @@ def test_generated_text_does_not_control_a_terminal(
         out = Terminal(newline="")
         out.is_terminal = is_terminal
         monkeypatch.setattr(sys, "stdout", out)
-        text = terminal.GeneratedText()
-        for piece in pieces:
-            text.add(piece)
-        text.end()
+        for piece in (*pieces, "\n"):
+            terminal.write_generated(piece)
         assert out.getvalue() == (shown if is_terminal else "".join(pieces) + "\n")
+
+
+def new_stderr(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """A terminal as stderr, on which the line of what runs appears at once."""
+    monkeypatch.setattr(terminal, "QUIET", 0.0)
+    monkeypatch.setattr(terminal, "_TICK", 0.01)
+    stream = Terminal(newline="")
+    monkeypatch.setattr(sys, "stderr", stream)
+    return stream
+
+
+def test_a_terminal_says_what_runs_while_nothing_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = new_stderr(monkeypatch)
+    with terminal.waiting("Generating"), terminal.bar(5, "prompts", done=2) as advance:
+        advance(2)
+        until(lambda: "\rGenerating: 4 of 5 prompts, 0 s\x1b[K" in shown.getvalue())
+        terminal.tell("a note")
+    assert "\x1b[K\r\x1b[Ka note\n" in shown.getvalue()  # the note replaces the line
+    assert shown.getvalue().endswith(("\r\x1b[K", "note\n"))  # nothing is left
+
+
+def test_a_pipe_gets_only_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = new_stderr(monkeypatch)
+    shown.is_terminal = False
+    with terminal.waiting("Generating"), terminal.bar(5, "prompts"):
+        terminal.tell("a note")
+    assert shown.getvalue() == "a note\n"
 
 
 def test_generated_text_in_a_pipe_is_what_the_model_wrote(program: Program, tmp_path: Path) -> None:

@@ -106,13 +106,10 @@ def test_the_likelihood_of_a_continuation_is_its_sum_and_whether_every_token_is_
         result = scoring.generate(prompt, prompt_logprobs=0, max_new_tokens=0)
         assert (result.token_ids, result.text, result.finish_reason) == ([], "", "length")
         expected = sum(log_softmax(toy.logits(prompt[:end]))[prompt[end]] for end in range(3, 6))
-        assert result.prompt_likelihood(3) == (pytest.approx(expected, abs=1e-4), best_ones)
-        assert result.prompt_likelihood(6) == (0.0, True)
-        for start in (0, 7):
-            with pytest.raises(ParameterError, match=f"start is {start}, but must be from 1 to 6"):
-                result.prompt_likelihood(start)
-    with pytest.raises(ParameterError, match="generate with prompt_logprobs=0"):
-        scoring.generate(PROMPT, max_new_tokens=1).prompt_likelihood()
+        assert result.prompt_logprobs is not None
+        scored = [entry for entry in result.prompt_logprobs[3:] if entry is not None]
+        assert sum(entry.logprob for entry in scored) == pytest.approx(expected, abs=1e-4)
+        assert all(entry.greedy for entry in scored) == best_ones
 
 
 def test_rows_with_and_without_logprobs_share_a_batch(scoring: TopWModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,5 +159,5 @@ def test_a_gpu_that_is_not_there_is_named(trt: TensorRT, monkeypatch: pytest.Mon
     with pytest.raises(TensorRTError, match="device 1 was requested, but there are 1 GPUs"):
         this_platform("10.16.1.11", 1)
     monkeypatch.setattr(library, "query_driver", lambda: library.Driver(None, (), "there is no NVIDIA driver"))
-    with pytest.raises(TensorRTError, match="there is no NVIDIA driver; see `topw plugins show`"):
+    with pytest.raises(TensorRTError, match="there is no NVIDIA driver; see `topw doctor`"):
         this_platform("10.16.1.11")

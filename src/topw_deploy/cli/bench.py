@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from topw_deploy.cli.options import CONTEXT, COUNT, FILE, json_file_option, option_group, quiet_option
-from topw_deploy.cli.terminal import check_output, check_picture, progress, write_report
+from topw_deploy.cli.terminal import check_output, check_picture, progress, waiting, write_report
 from topw_deploy.sampling.parameters import METRICS
 
 if TYPE_CHECKING:
@@ -229,7 +229,8 @@ def _measure(run: Callable[..., Report], values: dict[str, Any]) -> None:
     json_file, plot, quiet = (values.pop(name, None) for name in ("json_file", "plot", "quiet"))
     check_output(json_file, "json_file")
     check_picture(plot, (".png",))
-    report = run(progress=progress(quiet), **{name: value for name, value in values.items() if value is not None})
+    with waiting("Measuring"):
+        report = run(progress=progress(quiet), **{name: value for name, value in values.items() if value is not None})
     write_report(report.text().split("\n"), report.as_dict(), json_file)
     if plot is not None:
         report.draw(plot)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
 from topw_deploy.cli.options import CONTEXT, COUNT, FILE, PATH, SIZE, Parsed, json_option, quiet_option
-from topw_deploy.cli.terminal import progress, say, say_json, tell
+from topw_deploy.cli.terminal import progress, say, say_json, tell, waiting
 from topw_deploy.plugins import library
 from topw_deploy.text import decimal_size
 
@@ -58,7 +57,8 @@ def build_engine(out: Path, as_json: bool, quiet: bool, **values: Any) -> None:
 
     from topw_deploy.tensorrt.build import build_engine
 
-    built = build_engine(out, progress=progress(quiet), **values)
+    with waiting("Building"):
+        built = build_engine(out, progress=progress(quiet), **values)
     if as_json:
         say_json({"path": str(built.path), **to_builtins(built.stamp)}, indent=2)
     else:
@@ -69,7 +69,7 @@ def build_engine(out: Path, as_json: bool, quiet: bool, **values: Any) -> None:
 
 @click.group(name="plugins", context_settings=CONTEXT)
 def plugins() -> None:
-    """Build the native libraries for NVIDIA GPUs, and show the installed ones."""
+    """Build the native libraries for NVIDIA GPUs; `topw doctor` shows the installed ones."""
 
 
 @plugins.command(name="build")
@@ -106,18 +106,8 @@ def build(cuda: bool, architecture: tuple[tuple[str, ...], ...], output: Path | 
 
     architectures = library.resolve_architectures([name for names in architecture for name in names])
     say_progress = progress(quiet).say
-    built = compile_cuda(output, architectures, say=say_progress)
+    with waiting("Compiling"):
+        built = compile_cuda(output, architectures, say=say_progress)
     names = " ".join(f"sm_{number}" for number in built.architectures)
     say_progress(f"{decimal_size(built.size)} for {names} in {built.seconds:.0f} s")
     say(built.path)
-
-
-@plugins.command(name="show")
-@json_option
-def show(as_json: bool) -> None:
-    """Show the installed libraries, what they support, and the GPUs of this machine."""
-    installed = library.read_status()
-    if as_json:
-        say_json(asdict(installed), indent=2)
-    else:
-        say(*library.status_lines(installed))

@@ -24,7 +24,7 @@ from topw_deploy.cli.options import (
     sampler_options,
     take_words,
 )
-from topw_deploy.cli.terminal import Stages, progress, say, say_json, tell
+from topw_deploy.cli.terminal import Stages, progress, say, say_json, tell, waiting
 from topw_deploy.errors import MissingPackageError, VerificationError
 from topw_deploy.progress import Progress
 from topw_deploy.text import count_text, decimal_size
@@ -122,6 +122,8 @@ def _run(exporter: Any, model: str | None, out: Path, values: dict[str, Any]) ->
     except Exception as error:
         tell(*stages.details if isinstance(error, VerificationError) and not verbose else ())
         raise
+    finally:
+        stages.hide()
     stages.end()
     for notice in report.notices:
         tell(f"Note: {notice}.")
@@ -236,7 +238,8 @@ def verify(out: Path, source: str | None, hashes_only: bool, trust_remote_code: 
             install.require("it", "export")
             from topw_deploy.export.verification.run import recheck
 
-            outcome = recheck(out, manifest, source, trust_remote_code, Progress(tell))
+            with waiting("Verifying"):
+                outcome = recheck(out, manifest, source, trust_remote_code, Progress(tell))
             checks, verification_notes = msgspec.to_builtins([outcome.checks, outcome.notes])
             skipped = [(each.name, each.reason) for each in outcome.not_compared]
     except MissingPackageError as error:

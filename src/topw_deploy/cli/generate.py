@@ -8,6 +8,7 @@ import stat
 import statistics
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ from topw_deploy.cli.options import (
     take_words,
 )
 from topw_deploy.cli.prompts import user_messages
-from topw_deploy.cli.terminal import GeneratedText, read_source, say_json, tell
+from topw_deploy.cli.terminal import read_source, say_json, tell, waiting, write, write_generated
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.sampling.parameters import unknown_name
 from topw_deploy.sampling.rules import RULE_PARAMETER_NAMES, TOP_W
@@ -126,11 +127,14 @@ def generate(
             pieces = opened.stream_chat(user_messages(system, text), **generation)
         else:
             pieces = opened.stream(text, **generation)
+        if as_json or not stream:
+            with waiting("Generating"):
+                pieces = iter(list(pieces))
         if as_json:
             results = _show_json_lines(pieces)
         else:
             several = generation.get("num_return_sequences", 1)
-            results = _show_text(pieces if stream else iter(list(pieces)), several, text if echo else "")
+            results = _show_text(pieces, several, text if echo else "")
         if stats:
             _report_stats(results)
 
@@ -173,7 +177,8 @@ def _take_answer_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[
 def _open_model(folder: Path, opening: dict[str, Any]) -> TopWModel:
     from topw_deploy.runtime import TopWModel  # late, for a fast `topw generate --help`
 
-    return TopWModel.from_pretrained(folder, **opening)
+    with waiting(f"Opening {folder}"):
+        return TopWModel.from_pretrained(folder, **opening)
 
 
 def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
@@ -229,25 +234,26 @@ def _show_text(pieces: Iterator[Piece], sequences: int, prompt: str = "") -> lis
     prompt: text to print before each.
     """
     results: dict[int, GenerationResult] = {}
-    waiting: dict[int, str] = {}
+    held: dict[int, str] = {}
     shown = 0  # the sequence that is being printed
-    text = GeneratedText()
 
     def begin() -> None:
         if sequences > 1:
             tell(f"--- text {shown + 1} of {sequences}")
-        text.add(prompt, dim=True)
+        write_generated(prompt, dim=True)
 
+    with waiting("Reading the prompt"):
+        first = next(pieces, None)
     begin()
-    for piece in pieces:
-        waiting[piece.row] = waiting.get(piece.row, "") + piece.text
+    for piece in chain(() if first is None else (first,), pieces):
+        held[piece.row] = held.get(piece.row, "") + piece.text
         if piece.result is not None:
             results[piece.row] = piece.result
         while True:
-            text.add(waiting.pop(shown, ""))
+            write_generated(held.pop(shown, ""))
             if shown not in results:
                 break
-            text.end()
+            write("\n")
             shown += 1
             if shown < sequences:
                 begin()

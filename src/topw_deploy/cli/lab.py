@@ -27,7 +27,7 @@ from topw_deploy.cli.options import (
     take_opening,
 )
 from topw_deploy.cli.prompts import PromptLine, read_prompt_lines, read_text_lines, text_lines
-from topw_deploy.cli.terminal import check_output, check_picture, progress, read_source, write_report
+from topw_deploy.cli.terminal import check_output, check_picture, progress, read_source, waiting, write_report
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.folders import atomic_file
 from topw_deploy.runtime.parameters import OF_KEPT_SET
@@ -126,17 +126,18 @@ def stats(folder: Path, prompts: tuple[str, ...], json_file: Path | None, plot: 
     check_picture(plot, (".png", ".svg", ".pdf"))
     generation = {name: values[name] for name in ("max_new_tokens", "seed", "ignore_eos")}
     generation |= {name: values[name] for name in ("preset", "geom_unit") if values[name] is not None}
-    collected = collect(
-        folder,
-        [(line.prompt, line.where) for line in lines],
-        settings,
-        batch_size=values["batch_size"],
-        generation=generation,
-        seeds=values["seeds"],
-        exact_steps=(values["exact_steps"] or 200) if exact else 0,
-        exact_pool=values["exact_pool"],
-        progress=progress(values["quiet"]),
-    )
+    with waiting("Working"):
+        collected = collect(
+            folder,
+            [(line.prompt, line.where) for line in lines],
+            settings,
+            batch_size=values["batch_size"],
+            generation=generation,
+            seeds=values["seeds"],
+            exact_steps=(values["exact_steps"] or 200) if exact else 0,
+            exact_pool=values["exact_pool"],
+            progress=progress(values["quiet"]),
+        )
     summaries = summarise(collected)
     exact_summaries = summarise_exact(collected) if exact else []
     names = ("chat", "system", "max_new_tokens", "seed", "seeds", "batch_size", "preset", "geom_unit")
@@ -243,20 +244,21 @@ def compare(
     lines = _read_prompts(values, scored=True)
     if plot is not None and not any(line.answers for line in lines):
         raise click.UsageError("--plot needs prompts with answers.")
-    comparison = compare(
-        folder,
-        [(line.prompt, line.where, line.parameters) for line in lines],
-        read_rules(values["rules"]),
-        read_temperatures(values["temperatures"]),
-        answers=[line.answers for line in lines],
-        earlier=_read_report(json_file) if resume and json_file is not None and json_file.exists() else None,
-        save=save,
-        rows=values["batch_size"],
-        exact=not values["fast"],
-        opening=take_opening(values),
-        progress=progress(values["quiet"]),
-        **{name: values[name] for name in ("samples", "max_new_tokens", "seed", "ignore_eos")},
-    )
+    with waiting("Working"):
+        comparison = compare(
+            folder,
+            [(line.prompt, line.where, line.parameters) for line in lines],
+            read_rules(values["rules"]),
+            read_temperatures(values["temperatures"]),
+            answers=[line.answers for line in lines],
+            earlier=_read_report(json_file) if resume and json_file is not None and json_file.exists() else None,
+            save=save,
+            rows=values["batch_size"],
+            exact=not values["fast"],
+            opening=take_opening(values),
+            progress=progress(values["quiet"]),
+            **{name: values[name] for name in ("samples", "max_new_tokens", "seed", "ignore_eos")},
+        )
     write_report(report_lines(comparison), as_dict(comparison), json_file)
     if html_file is not None:
         html_file.write_text(page(comparison), encoding="utf-8")

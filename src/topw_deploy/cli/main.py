@@ -42,7 +42,7 @@ COMMANDS = {
     "inspect": ("inspect", "Show the contents of an exported folder."),
     "verify": ("export", "Check an exported folder again. (more with [export])"),
     "bench": ("bench", "Time sampling and decoding, compared with other libraries. (more with [export])"),
-    "plugins": ("engines", "Build the native libraries for GPUs, and show the installed ones."),
+    "plugins": ("engines", "Build the native libraries for GPUs."),
     "doctor": ("doctor", "Show versions, providers and missing parts."),
 }
 """Command -> (its module in `topw_deploy.cli`, its line in `topw --help`). The function has the command's name."""

@@ -23,7 +23,7 @@ from topw_deploy.cli.options import (
     take_given,
     take_opening,
 )
-from topw_deploy.cli.terminal import say, say_json, tell
+from topw_deploy.cli.terminal import say, say_json, tell, waiting, write_stderr
 from topw_deploy.sampling.parameters import known_clause
 from topw_deploy.text import count_text, decimal_size
 from topw_deploy.web import write_site
@@ -153,7 +153,8 @@ def serve(
         **options,
     )
     log_format = log_format or ("text" if sys.stderr.isatty() else "json")
-    run(serve_options, json_logs=log_format == "json", **server_options)
+    loading = waiting(f"Opening {count_text(len(folders), 'model')}")
+    run(serve_options, json_logs=log_format == "json", write_log=write_stderr, loading=loading, **server_options)
 
 
 def _models_by_name(folders: tuple[Path, ...], names: tuple[str, ...]) -> dict[str, Path]:

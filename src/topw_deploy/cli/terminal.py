@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -28,8 +30,78 @@ def say(*lines: object) -> None:
 def tell(*lines: object, end: str = "\n") -> None:
     """Print lines to stderr, below the line of a stage that has not ended."""
     begin, Stages.open_line = "\n" * Stages.open_line, False
-    sys.stderr.write(begin + "".join(f"{printable(line)}{end}" for line in lines))
-    sys.stderr.flush()
+    write_stderr(begin + "".join(f"{printable(line)}{end}" for line in lines))
+
+
+def write_stderr(text: str) -> None:
+    """Write `text` to stderr unchanged."""
+    with _moving.hidden():
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+class _MovingLine:
+    """The last line on a terminal: what runs, how much of it is done, and for how many seconds it has been running.
+
+    It appears when nothing was printed for QUIET seconds, and goes when something is. Without a terminal it does not.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._thread: threading.Thread | None = None
+        self._text, self._share = "", lambda: ""
+        self._began = self._printed = 0.0
+        self._is_shown = False
+
+    @contextlib.contextmanager
+    def show(self, text: str = "", share: Callable[[], str] = lambda: "") -> Iterator[None]:
+        """Show what a block does. text: what runs; "" for what an outer block shows. share: how much of it is done."""
+        if sys.stderr is None or not sys.stderr.isatty():
+            yield
+            return
+        with self._lock:
+            outer = self._text, self._share, self._began
+            self._text, self._share, self._began = text or self._text, share, time.monotonic()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._main, name="topw-line", daemon=True)
+                self._thread.start()
+        try:
+            yield
+        finally:
+            with self.hidden():
+                self._text, self._share, self._began = outer
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Remove the line for a block that prints."""
+        with self._lock:
+            if self._is_shown:
+                sys.stderr.write("\r\x1b[K")
+                sys.stderr.flush()
+            self._is_shown = False
+            yield
+            self._printed = time.monotonic()
+
+    def _main(self) -> None:
+        while True:
+            time.sleep(_TICK)
+            with self._lock:
+                now = time.monotonic()
+                share = self._share()
+                if (self._text or share) and now - max(self._printed, self._began) >= QUIET:
+                    parts = ", ".join(filter(None, (share, f"{now - self._began:.0f} s")))
+                    line = ": ".join(filter(None, (printable(self._text), parts)))
+                    sys.stderr.write(f"\r{line[: shutil.get_terminal_size().columns - 1]}\x1b[K")
+                    sys.stderr.flush()
+                    self._is_shown = True
+
+
+QUIET = 2.0
+"""Seconds without output after which a terminal shows what runs."""
+
+_TICK = 0.5
+_moving = _MovingLine()
+waiting = _moving.show
 
 
 class Stages:
@@ -45,6 +117,7 @@ class Stages:
         self.details: list[str] = []
         self.seconds: dict[str, float] = {}
         self._verbose, self._stage, self._started = verbose, "", 0.0
+        self._shown = contextlib.ExitStack()
 
     def say(self, line: str) -> None:
         """Begin a stage, or take a detail of the current one."""
@@ -54,11 +127,20 @@ class Stages:
                 tell(line)
             return
         self.end()
-        tell(line, end="")
-        Stages.open_line, self._stage, self._started = True, line, time.monotonic()
+        self._stage, self._started = line, time.monotonic()
+        if sys.stderr.isatty():
+            self._shown.enter_context(waiting(line))
+        else:
+            tell(line, end="")
+            Stages.open_line = True
+
+    def hide(self) -> None:
+        """Remove the moving line of the current stage."""
+        self._shown.close()
 
     def end(self) -> None:
         """Print the seconds of the current stage, on its line or, if others were printed since, on a new one."""
+        self.hide()
         if self._stage:
             self.seconds[self._stage] = seconds = time.monotonic() - self._started
             name = "" if Stages.open_line else self._stage
@@ -74,34 +156,20 @@ def say_json(document: Any, *, indent: int | None = None) -> None:
 
 def write(text: str) -> None:
     """Write `text` to stdout unchanged."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    with _moving.hidden():
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
 
-class GeneratedText:
-    """Writes generated text to stdout, unchanged to files and pipes.
+def write_generated(text: str, *, dim: bool = False) -> None:
+    """Write generated text to stdout, unchanged to files and pipes. dim: write it dimmed on a terminal.
 
     On terminals, control characters except line feeds and tabs are escaped, and CR LF becomes LF.
     """
-
-    def __init__(self) -> None:
-        self._escapes = sys.stdout.isatty()
-        self._held = ""  # a CR that may be the first half of CR LF
-
-    def add(self, text: str, *, dim: bool = False) -> None:
-        """Write the next part of a sequence's text. dim: write it dimmed on a terminal."""
-        if not self._escapes:
-            write(text)
-            return
-        text = (self._held + text).replace("\r\n", "\n")
-        self._held = "\r" if text.endswith("\r") else ""
-        shown = printable(text.removesuffix("\r"), keep="\n\t")
-        write(click.style(shown, dim=True) if dim and shown and "NO_COLOR" not in os.environ else shown)
-
-    def end(self) -> None:
-        """End the line of the sequence."""
-        held, self._held = self._held, ""
-        write(f"{printable(held)}\n")
+    if sys.stdout.isatty():
+        text = printable(text.replace("\r\n", "\n"), keep="\n\t")
+        text = click.style(text, dim=True) if dim and text and "NO_COLOR" not in os.environ else text
+    write(text)
 
 
 def prepare_streams() -> bool:
@@ -179,16 +247,18 @@ def write_report(lines: Iterable[object], document: Any, json_file: Path | None)
 
 @contextlib.contextmanager
 def bar(total: int, unit: str, *, done: int = 0) -> Iterator[Advance]:
-    """A progress bar on terminals. done: parts that are done at the start."""
-    if sys.stderr is None or not sys.stderr.isatty():
-        yield lambda _parts: None
-        return
-    tell()  # the bar needs a line of its own
-    is_share = unit in ("B", "%")
-    label = "" if is_share else unit
-    with click.progressbar(length=total, label=label, show_pos=not is_share, file=sys.stderr) as shown:
-        shown.update(done)
-        yield shown.update
+    """Show in a terminal's last line how much of a block is done. done: parts that are done at the start."""
+    count = done
+
+    def advance(parts: int) -> None:
+        nonlocal count
+        count += parts
+
+    def share() -> str:
+        return f"{100 * count / max(total, 1):.0f} %" if unit in ("B", "%") else f"{count:,} of {total:,} {unit}"
+
+    with waiting(share=share):
+        yield advance
 
 
 def progress(quiet: bool, say: Callable[[str], object] = tell) -> Progress:

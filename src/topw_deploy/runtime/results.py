@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from topw_deploy.errors import LogitsError, ParameterError
+from topw_deploy.errors import LogitsError
 from topw_deploy.sampling.rules import TOP_W
 
 _IMPOSSIBLE = -9999.0
@@ -115,24 +115,6 @@ class GenerationResult:
     def certified_share(self) -> float:
         """Fraction of certified tokens; 1.0 without tokens."""
         return sum(self.certified) / len(self.certified) if self.certified else 1.0
-
-    def prompt_likelihood(self, start: int = 1) -> tuple[float, bool]:
-        """The likelihood of the prompt's tokens from `start` >= 1 on.
-
-        It equals lm-evaluation-harness' `loglikelihood` of a continuation after `start` tokens of context.
-
-        Returns (sum of their log-probabilities, whether each is the most probable token at its place).
-
-        Raises ParameterError without `prompt_logprobs`, or for another `start`.
-        """
-        if self.prompt_logprobs is None:
-            raise ParameterError(
-                "the result has no log-probabilities of the prompt; generate with prompt_logprobs=0.", "prompt_logprobs"
-            )
-        if not 1 <= start <= len(self.prompt_logprobs):
-            raise ParameterError(f"start is {start}, but must be from 1 to {len(self.prompt_logprobs)}.", "start")
-        scored = [entry for entry in self.prompt_logprobs[start:] if entry is not None]
-        return math.fsum(entry.logprob for entry in scored), all(entry.greedy for entry in scored)
 
     def as_dict(self) -> dict[str, Any]:
         """All fields as JSON types, with -9999.0 for a log-probability of -inf."""

@@ -8,6 +8,7 @@ A request:
 - stream: reads its body, runs and counts its generation, and sends the answer, whole or as events.
 - chat, completions, responses, inspect: the endpoints.
 - schemas, parameters: the requests' fields, and the parameters of the engine among them.
+- openapi: the description of the endpoints and of their fields.
 - failures: errors as OpenAI's error objects.
 - metrics: Prometheus metrics.
 

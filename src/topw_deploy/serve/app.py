@@ -25,6 +25,7 @@ from topw_deploy.serve.chat import chat_completions, render
 from topw_deploy.serve.completions import completions
 from topw_deploy.serve.failures import RETRY, RequestError, failure_of
 from topw_deploy.serve.inspect import inspect
+from topw_deploy.serve.openapi import openapi
 from topw_deploy.serve.page import page
 from topw_deploy.serve.responses import responses
 from topw_deploy.serve.schemas import DetokenizeRequest, TokenizeRequest
@@ -264,6 +265,7 @@ ROUTES = (
     Route("/health", health, methods=["GET"]),
     Route("/live", health, methods=["GET"]),
     Route("/metrics", metrics, methods=["GET"]),
+    Route("/openapi.json", openapi, methods=["GET"]),
 )
 PAGE_ROUTES = (
     Route("/", page, methods=["GET"]),

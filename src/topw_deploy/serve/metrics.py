@@ -19,7 +19,7 @@ MODEL, REASON = "model_name", "finished_reason"
 _MODELS = "/v1/models/"
 PATHS = frozenset({
     "/", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", f"{_MODELS}NAME", "/tokenize",
-    "/detokenize", "/topw/inspect", "/health", "/live", "/metrics",
+    "/detokenize", "/topw/inspect", "/health", "/live", "/metrics", "/openapi.json",
 })  # fmt: skip
 """Values of the label `path` of an answer. Other paths are labelled "other": clients can request any number of them."""
 

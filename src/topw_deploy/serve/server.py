@@ -14,8 +14,10 @@ import stat
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -41,6 +43,8 @@ def run(
     max_connections: int | None = None,
     json_logs: bool = True,
     verbose: bool = False,
+    write_log: Callable[[str], object] | None = None,
+    loading: AbstractContextManager[None] | None = None,
 ) -> None:
     """Serve until a signal arrives. The first SIGTERM or SIGINT drains, the second one ends the process at once.
 
@@ -51,6 +55,8 @@ def run(
     max_connections: maximum number of connections; further ones are answered with 503.
     json_logs: whether each line of the log is a JSON object. If not, a line for people names the page.
     verbose: whether successful GET requests are logged.
+    write_log: writes lines of the log; None for stderr.
+    loading: entered while the models are opened.
 
     Raises ManifestError for a folder that is no exported model, ParameterError if the address cannot be used, and the
     errors of opening a model.
@@ -58,7 +64,8 @@ def run(
     app = create_app(options)
     service: Service = app.state.service
     listener, where = open_socket(host, port, uds)
-    log = start_log(json_logs, verbose)
+    service.loading = loading or nullcontext()
+    log = start_log(json_logs, verbose, write_log)
 
     def end(code: int) -> None:
         """End the process without its threads, which may be inside onnxruntime for long."""
@@ -74,7 +81,7 @@ def run(
         server.end = end
         LOG.info("listening", extra={"facts": {"address": where, "models": list(options.models)}})
         if uds is None and options.page and not json_logs:
-            sys.stderr.write(f"Open {where}\n")
+            log.stream.write(f"Open {where}\n")
         if uds is None and not options.api_keys and not host.startswith("127.") and host not in ("localhost", "::1"):
             LOG.warning("the server has no API key, and other machines can reach it")
         server.run(sockets=[listener])
@@ -207,9 +214,11 @@ class LogFormatter(logging.Formatter):
         return " ".join([when, record.levelname, event, *stated]) + (f"\n{trace}" if trace else "")
 
 
-def start_log(json_lines: bool, verbose: bool) -> logging.Handler:
-    """Send the logs of the server, of uvicorn and of asyncio to stderr."""
-    handler = logging.StreamHandler(sys.stderr)
+def start_log(
+    json_lines: bool, verbose: bool, write: Callable[[str], object] | None = None
+) -> logging.StreamHandler[Any]:
+    """Send the logs of the server, of uvicorn and of asyncio to `write`, or else to stderr."""
+    handler = logging.StreamHandler[Any](sys.stderr if write is None else SimpleNamespace(write=write))
     handler.setFormatter(LogFormatter(json_lines))
     for name, level in (
         ("topw_deploy.serve", logging.DEBUG if verbose else logging.INFO),

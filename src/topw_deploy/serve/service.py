@@ -8,6 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -210,6 +211,7 @@ class Service:
     state: "loading", "ready", "draining" or "failed".
     failure: the error of opening a model, in the state "failed".
     on_failure: called in the event loop when the state becomes "failed".
+    loading: entered while the models are opened.
     loop: the event loop, once `start` was called.
     """
 
@@ -218,6 +220,7 @@ class Service:
         self.state = "loading"
         self.failure: BaseException | None = None
         self.on_failure: Callable[[], None] = lambda: None
+        self.loading: AbstractContextManager[None] = nullcontext()
         self.loop: asyncio.AbstractEventLoop | None = None
         self.metrics = Metrics(self.engine_stats)
         self._served: dict[str, Served] = {}
@@ -305,11 +308,12 @@ class Service:
     async def _open(self) -> None:
         opened: dict[str, Served] = {}
         try:
-            for name, folder in self.options.models.items():
-                opened[name] = await asyncio.to_thread(Served.open, name, folder, self.options)
-                LOG.info("opened", extra={"facts": {"model": name, "folder": str(folder)}})
-                if self.options.page and not gives_logits(opened[name].model.manifest):
-                    LOG.info(_NO_LOGITS, extra={"facts": {"model": name}})
+            with self.loading:
+                for name, folder in self.options.models.items():
+                    opened[name] = await asyncio.to_thread(Served.open, name, folder, self.options)
+                    LOG.info("opened", extra={"facts": {"model": name, "folder": str(folder)}})
+                    if self.options.page and not gives_logits(opened[name].model.manifest):
+                        LOG.info(_NO_LOGITS, extra={"facts": {"model": name}})
         except Exception as error:  # server.run raises it
             for each in opened.values():
                 await asyncio.to_thread(each.close)

@@ -99,7 +99,7 @@ def this_platform(tensorrt_version: str, device: int = 0) -> EnginePlatform:
     seen = library.query_driver()
     if not 0 <= device < len(seen.devices):
         reason = seen.why_none or f"device {device} was requested, but there are {len(seen.devices)} GPUs"
-        raise TensorRTError(f"no engine can be built or run here: {reason}; see `topw plugins show`.")
+        raise TensorRTError(f"no engine can be built or run here: {reason}; see `topw doctor`.")
     gpu = seen.devices[device]
     return EnginePlatform(tensorrt_version, gpu.name, gpu.architecture)
 
