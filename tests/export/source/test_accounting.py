@@ -340,6 +340,7 @@ def test_stacked_experts_are_merged(tmp_path: Path) -> None:
     assert (found.merged, found.ignored) == (len(experts), ())
 
 
+@pytest.mark.slow
 def test_the_manifest_records_what_became_of_the_tensors(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", "llama_untied")
     change(tmp_path / "model", lambda tensors: tensors | {"model.rotary_emb.inv_freq": torch.ones(8)})

@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as Kind
 from transformers import AutoTokenizer
 
 from tests.export.source.gguf_files import CONFIGS, EXACT, WITH_MINIMA, random_blocks, write_gguf
-from tests.support.samples import broad, slow
+from tests.support.samples import broad
 from tests.support.tiny_models import export
 from topw_deploy.errors import MissingPackageError, SourceError, TopWError, UnsupportedModelError
 from topw_deploy.export.embedding import stored_array
@@ -97,9 +97,8 @@ def tensor_of(value: ir.Value | None) -> ir.TensorProtocol:
 MIXED = "Q4_0 with Q6_K"
 
 
-@pytest.mark.parametrize(
-    "kind", ["Q4_0", "Q6_K", "Q4_1", MIXED, *map(slow, [*EXACT[1:4], *EXACT[5:], *WITH_MINIMA[1:]])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*EXACT, *WITH_MINIMA, MIXED])
 def test_an_export_keeps_the_codes_of_the_file(kind: str, tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", "llama", kind.split()[0], kinds={"attn_v": "Q6_K"} if kind == MIXED else None)
     report = export(tmp_path / "model.gguf", tmp_path / "out")
@@ -128,19 +127,20 @@ def bits_of(kind: str) -> int:
     return 4 if kind.startswith(("Q4", "Q3", "Q2")) else 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
         ("llama", "Q4_0"),
         ("llama", "Q4_1"),
-        slow("llama", "Q6_K"),
-        slow("llama", "Q4_K"),
-        slow("qwen2", "Q4_0"),
-        slow("gemma3", "Q4_1"),
-        slow("gemma3", "Q6_K"),
-        slow("qwen3moe", "Q4_K"),
-        slow("gpt2", "Q4_1"),
-        slow("lfm2", "Q6_K"),
+        ("llama", "Q6_K"),
+        ("llama", "Q4_K"),
+        ("qwen2", "Q4_0"),
+        ("gemma3", "Q4_1"),
+        ("gemma3", "Q6_K"),
+        ("qwen3moe", "Q4_K"),
+        ("gpt2", "Q4_1"),
+        ("lfm2", "Q6_K"),
         *(broad(name, kind) for name in ("gemma3", "qwen3moe", "gpt2", "lfm2") for kind in ("Q4_0", "Q8_0")),
     ],
 )
@@ -153,6 +153,7 @@ def test_an_export_is_verified_against_torch_on_the_decoded_weights(name: str, k
     assert kept == count - rounded_head
 
 
+@pytest.mark.slow
 def test_types_whose_codes_cannot_be_kept_are_rounded_with_a_notice(tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", "llama", "IQ2_XS", kinds={"attn_v": "IQ3_S"})
     report = export(tmp_path / "model.gguf", tmp_path / "out", verify=True)
@@ -161,6 +162,7 @@ def test_types_whose_codes_cannot_be_kept_are_rounded_with_a_notice(tmp_path: Pa
     assert load_decoder_manifest(tmp_path / "out").decoder.weights_dtype == "int8"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "bits"), [("fp32", None), ("int4", 4), ("int8", 8)])
 def test_a_dtype_converts_codes_that_have_more_bits(dtype: str, bits: int | None, tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", "llama", "Q8_0")
