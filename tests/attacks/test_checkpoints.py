@@ -123,12 +123,12 @@ def test_an_archive_of_an_unknown_version_or_with_a_huge_byte_order_is_refused(t
     path = tmp_path / "pytorch_model.bin"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/byteorder", b"little" + b" " * 100)
-    with refused(SourceError, "bytes in big-endian order"):
+    with refused(SourceError, "or is damaged"):
         stored_tensors(tmp_path)
     content = bytearray(path.read_bytes())
     content[content.index(b"PK\1\2") + 6] = 255  # version needed to extract
     path.write_bytes(content)
-    with refused(SourceError, "is not a file of PyTorch 1.6 or newer"):
+    with refused(SourceError, "or is damaged"):
         stored_tensors(tmp_path)
 
 

@@ -25,7 +25,6 @@ from topw_deploy.export.source.files import (
     NUMPY_TYPES,
     EncodedWeight,
     StoredTensor,
-    loaded_tensors,
     read_json,
     stored_tensors,
     unread_files_notices,
@@ -268,8 +267,7 @@ def _load_model(
         stored = quantised.tensors
         notices += quantised.notices
     else:
-        stored, in_memory = _stored_or_loaded_tensors(folder)
-        notices += in_memory
+        stored = stored_tensors(folder)
     used = None
     with silence_transformers(), _recorded_unread_names() as unread_names:
         try:
@@ -315,20 +313,6 @@ def _load_model(
         num_hidden_layers is not None,
     )
     return model.eval(), composite, notices, account(loaded, folder, type(model).__name__, notices)
-
-
-def _stored_or_loaded_tensors(folder: Path) -> tuple[Mapping[str, StoredTensor], list[str]]:
-    """Locate the tensors in `folder`, or load them if they are in files that only torch can read.
-
-    Returns (tensors by name, notices for the user).
-    """
-    try:
-        return stored_tensors(folder), []
-    except SourceError as error:
-        tensors = loaded_tensors(folder)
-        if tensors is None:
-            raise
-        return tensors, [f"all weights were read into memory, because they cannot be left in their files: {error}"]
 
 
 @contextlib.contextmanager

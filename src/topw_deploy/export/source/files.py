@@ -1,8 +1,8 @@
 """Read configuration files, and locate a checkpoint's tensors in safetensors or PyTorch's files without reading them.
 
 PyTorch's `pytorch_model.bin` is a zip archive of uncompressed records: a pickle that describes the tensors, and the
-tensors' bytes. torch reads the pickle with `weights_only`, so that it builds nothing but tensors, and in fake mode, so
-that the bytes stay in the file.
+tensors' bytes. torch reads the pickle with `weights_only`, so that it builds nothing but tensors, and maps the file, so
+that the bytes stay in it. Only files of PyTorch before 1.6 are read into memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import zipfile
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -22,9 +22,6 @@ from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.errors import SourceError, one_line
 from topw_deploy.folders import is_file_name, open_regular, read_bounded
 from topw_deploy.safetensors_header import LARGEST_HEADER, METADATA, read_entry, read_header, refuse_overlap
-
-if TYPE_CHECKING:
-    import torch
 
 NUMPY_TYPES: dict[str, np.dtype[Any]] = {
     each.safetensors: ir.DataType(each.number).numpy() for each in ELEMENT_TYPES.values() if each.safetensors
@@ -54,8 +51,8 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class LoadedTensor(StoredTensor):
-    """A tensor in memory, from a file in which it cannot be located."""
+class TorchTensor(StoredTensor):
+    """A tensor that torch has read or mapped. offset: its address, which tells tensors of one file apart."""
 
     values: np.ndarray = field(compare=False)
 
@@ -290,101 +287,48 @@ def _tensors_in(path: Path) -> dict[str, StoredTensor]:
     }
 
 
-_LONGEST_ORDER = 16  # bytes: "little" or "big", and spaces
 _SAFETENSORS_NAMES = {kind.name: name for name, kind in NUMPY_TYPES.items()}
 
 
 def tensors_in_torch_file(path: Path) -> dict[str, StoredTensor]:
-    """Return the locations of all tensors in a file, by name.
+    """Return all tensors in a file, by name, without reading the bytes of those that the file stores uncompressed.
 
-    Raises SourceError for code in the file, compressed records, and files of PyTorch before 1.6.
+    Raises SourceError for code in the file, compressed records, and anything but tensors.
     """
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
-    _check_archive(path)
     try:
-        with FakeTensorMode():
-            found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # noqa: BLE001  # reading a pickle can raise any error
+        is_archive = zipfile.is_zipfile(path)
+        if is_archive:
+            _refuse_compression(path)
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+    except SourceError:
+        raise
+    except Exception as error:  # noqa: BLE001  # reading an archive or a pickle can raise any error
         raise SourceError(
-            f"{path} holds more than tensors, or is damaged ({one_line(error, 120)}); convert the weights to "
-            "safetensors where you trust the file."
+            f"{path} holds more than tensors, or is damaged ({one_line(error, 120)}); fetch it again, or convert the "
+            "weights to safetensors where you trust the file."
         ) from None
-    size = path.stat().st_size
-    return {name: _locate_tensor(path, name, value, size) for name, value in _checked_tensors(path, found).items()}
-
-
-def _checked_tensors(path: Path, found: Any) -> dict[str, torch.Tensor]:
-    """Return what a file of torch holds. Raises SourceError unless these are tensors by name."""
-    import torch
-
     if not isinstance(found, dict):
         raise SourceError(f"{path} holds a {type(found).__name__}, not tensors by name; save the model's state_dict.")
+    tensors: dict[str, StoredTensor] = {}
     for name, value in found.items():
         if not isinstance(value, torch.Tensor):
             raise SourceError(
                 f"{path} holds {name} of type {type(value).__name__} beside tensors; save the model's state_dict alone."
             )
-    return {str(name): value for name, value in found.items()}
-
-
-def loaded_tensors(folder: Path) -> dict[str, LoadedTensor] | None:
-    """Load the tensors of PyTorch's files in `folder` into memory, by name.
-
-    Returns None if the weights are in other files, or if torch cannot read them without running code.
-    """
-    import torch
-
-    main = _main_file(folder)
-    tensors: dict[str, torch.Tensor] = {}
-    files = sorted(set(_indexed_files(main).values())) if main.suffix == ".json" else [main]
-    for file in files if all(file.suffix == _TORCH_SUFFIX for file in files) else []:
-        try:
-            found = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception:  # noqa: BLE001  # reading a pickle can raise any error
-            return None
-        tensors |= _checked_tensors(file, found)
-    loaded = {}
-    for name, tensor in tensors.items():
-        kind = _SAFETENSORS_NAMES.get(str(tensor.dtype).removeprefix("torch."))
+        kind = _SAFETENSORS_NAMES.get(str(value.dtype).removeprefix("torch."))
         if kind is None:
-            return None
-        values = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().view(NUMPY_TYPES[kind])
-        shape = tuple(tensor.shape)
-        loaded[name] = LoadedTensor(main, 0, kind, shape, values.nbytes, values.reshape(shape))
-    return loaded or None
+            raise SourceError(f"{path} stores {name} in type {value.dtype}; convert the weights to safetensors.")
+        shape, flat = tuple(value.shape), value.contiguous().reshape(-1)
+        values = flat.view(torch.uint8).numpy().view(NUMPY_TYPES[kind]).reshape(shape)
+        tensors[str(name)] = TorchTensor(path, flat.data_ptr(), kind, shape, values.nbytes, values)
+    return tensors
 
 
-def _check_archive(path: Path) -> None:
-    """Raises SourceError unless the archive's records are uncompressed and little-endian."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            records = archive.infolist()
-            compressed = [record.filename for record in records if record.compress_type != zipfile.ZIP_STORED]
-            stated = [record for record in records if record.filename.endswith("/byteorder")]
-            # Do not read compressed records: a small one can unpack to any size.
-            orders = [
-                archive.read(record) for record in stated if not compressed and record.file_size <= _LONGEST_ORDER
-            ]
-    except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile) as error:
-        raise SourceError(
-            f"{path} is not a file of PyTorch 1.6 or newer ({one_line(error)}); fetch it again, or save it with a "
-            "newer version."
-        ) from None
-    if compressed or len(orders) < len(stated) or any(order.strip() != b"little" for order in orders):
-        what = f"compressed records ({compressed[0]})" if compressed else "bytes in big-endian order"
-        raise SourceError(f"{path} has {what}; load and save it with PyTorch.")
-
-
-def _locate_tensor(path: Path, name: str, tensor: torch.Tensor, size: int) -> StoredTensor:
-    kind = _SAFETENSORS_NAMES.get(str(tensor.dtype).removeprefix("torch."))
-    start: Any = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-    if kind is None or start is None or not tensor.is_contiguous():
-        how = f"type {tensor.dtype}" if kind is None else "a layout that is not contiguous"
-        raise SourceError(f"{path} stores {name} in {how}; convert the weights to safetensors.")
-    offset = int(start) + int(tensor.storage_offset()) * tensor.itemsize
-    nbytes = int(tensor.numel()) * tensor.itemsize
-    if offset + nbytes > size:
-        raise SourceError(f"{path} has {size} bytes, but {name} ends at {offset + nbytes}; fetch it again.")
-    return StoredTensor(path, offset, kind, tuple(tensor.shape), nbytes)
+def _refuse_compression(path: Path) -> None:
+    """Raises SourceError for a compressed record: a small one can unpack to any size."""
+    with zipfile.ZipFile(path) as archive:
+        for record in archive.infolist():
+            if record.compress_type != zipfile.ZIP_STORED:
+                raise SourceError(f"{path} has compressed records ({record.filename}); load and save it with PyTorch.")
