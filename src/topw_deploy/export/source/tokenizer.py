@@ -13,7 +13,7 @@ import binascii
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -135,15 +135,18 @@ def build_tokenizer(ranks: Ranks, path: Path, begin: str | None) -> Tokenizer:
     begin: the special token that starts each text, or None.
     Raises TokenizerError for ranks that tokenizer.json cannot express.
     """
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
     ids = {token: ranks.first + rank for rank, token in enumerate(ranks.tokens)}
-    vocabulary = {_printable_text(token): number for token, number in ids.items()}
+    converter = TikTokenConverter()
+    converter.load_tiktoken_bpe = lambda _: ids  # instead of a file, of which it would take the ids too
+    vocabulary, merges = converter.extract_vocab_merges_from_model(str(path))
     whole = all(bytes([byte]) in ids for byte in range(256)) and len(ids) == len(ranks.tokens)
     if not whole or vocabulary.keys() & ranks.specials.keys() or set(ids.values()) & set(ranks.specials.values()):
         raise TokenizerError(
             f"{path} is damaged (a byte has no rank, or a token has two, or the text or id of a special token); fetch "
             "it again, or give another folder with --tokenizer."
         )
-    merges = [(_printable_text(left), _printable_text(right)) for left, right in _possible_merges(ids)]
     try:
         tokenizer = Tokenizer(models.BPE({**ranks.specials, **vocabulary}, merges, ignore_merges=True))
         pieces = pre_tokenizers.Split(Regex(ranks.pattern), "isolated")
@@ -160,23 +163,6 @@ def build_tokenizer(ranks: Ranks, path: Path, begin: str | None) -> Tokenizer:
             single=f"{begin} $A", pair=f"{begin} $A $B", special_tokens=[(begin, ranks.specials[begin])]
         )
     return tokenizer
-
-
-def _possible_merges(ids: Mapping[bytes, int]) -> Iterable[tuple[bytes, bytes]]:
-    for token in sorted(ids, key=lambda token: ids[token]):
-        splits = [(token[:at], token[at:]) for at in range(1, len(token))]
-        known = [pair for pair in splits if pair[0] in ids and pair[1] in ids]
-        yield from sorted(known, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
-
-
-# GPT-2's character for each byte: the byte's own if printable, else the next one from U+0100 on.
-_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-_OTHER_BYTES = [byte for byte in range(256) if byte not in _PRINTABLE]
-_BYTE_CHARACTERS = [chr(byte if byte in _PRINTABLE else 256 + _OTHER_BYTES.index(byte)) for byte in range(256)]
-
-
-def _printable_text(token: bytes) -> str:
-    return "".join(_BYTE_CHARACTERS[byte] for byte in token)
 
 
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
