@@ -10,7 +10,7 @@ import pytest
 
 from topw_deploy.export.quantise import Quantisation
 from topw_deploy.export.quantise.blocks import QuantisedWeight, row_digest
-from topw_deploy.export.quantise.choice import CalibratedRows, RoundedWeights, RowFormat
+from topw_deploy.export.quantise.choice import RoundedRows, RoundedWeights, RowFormat
 
 RNG = np.random.default_rng(0)
 WEIGHTS = {
@@ -31,13 +31,15 @@ class Text:
         self.wanted = wanted
         return {row_digest(row): ERRORS[name] / len(weight) for name, weight in WEIGHTS.items() for row in weight}
 
-    def round(self, wanted: Mapping[bytes, RowFormat]) -> CalibratedRows:
-        self.formats, rows = wanted, CalibratedRows()
+    def round(self, wanted: Mapping[bytes, RowFormat]) -> RoundedRows:
+        self.formats = wanted
+        rows: RoundedRows = {}
         for weight in WEIGHTS.values():
             names = [row_digest(row) for row in weight]
             scheme = Quantisation(bits=wanted[names[0]].bits)
             read = lambda start, stop, weight=weight: weight[start:stop]  # noqa: E731
-            rows.add(names, QuantisedWeight.rounded(read, weight.shape, weight.dtype, 128, scheme).data())
+            made = QuantisedWeight.rounded(read, weight.shape, weight.dtype, 128, scheme).data()
+            rows |= {name: (made, row) for row, name in enumerate(names)}
         return rows
 
 
@@ -50,7 +52,7 @@ def settle(average_bits: float, *, estimate: bool = False) -> tuple[dict[str, in
     for name, value in values.items():
         weight = WEIGHTS.get(name, UNREACHED)
         read = lambda start, stop, weight=weight: weight[start:stop]  # noqa: E731
-        rounded.add(value, read, weight.shape, weight.dtype, 128)
+        rounded.add(value, QuantisedWeight.rounded(read, weight.shape, weight.dtype, 128, scheme), read)
     rounded.settle()
     made = {name: weight for name, value in values.items() if (weight := rounded.weight(value)) is not None}
     assert len(text.wanted) == len(text.formats) == (0 if estimate else 176)

@@ -6,11 +6,11 @@ import hashlib
 import math
 import threading
 from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -333,7 +333,7 @@ class StoredRows:
         fitting = [known for (width, _), known in self._places.items() if width <= bits or not self._is_gguf]
         for known in (*fitting, ChainMap(*fitting)):
             if all(digest in known for digest in digests):
-                return self._weight([known[digest] for digest in digests], values.shape, experts)
+                return self._weight(rows_by_matrix(known, digests), values.shape, experts)
         return None
 
     def lacks(self, values: np.ndarray) -> bool:
@@ -343,18 +343,13 @@ class StoredRows:
 
     @staticmethod
     def _weight(
-        found: list[tuple[IntegerWeight, int]], shape: tuple[int, ...], experts: int | None
+        parts: list[MatrixRows[IntegerWeight]], shape: tuple[int, ...], experts: int | None
     ) -> StoredWeight | None:
         """Combine rows of the checkpoint into one weight.
 
-        found: the stored weight and the row of each output.
-
         Weights of several formats, which the trace joined, get the most bits and the smallest groups of them.
         """
-        places: dict[IntegerWeight, list[tuple[int, int]]] = {}  # stored weight -> (output, its row)
-        for output, (stored, row) in enumerate(found):
-            places.setdefault(stored, []).append((output, row))
-        matrices = [stored.matrix() for stored in places]
+        matrices = [stored.matrix() for stored, _, _ in parts]
         outputs, inputs = shape
         first = max(matrices, key=lambda matrix: matrix.scales.shape[1])  # has the smallest groups
         size = inputs // first.scales.shape[1]
@@ -374,7 +369,7 @@ class StoredRows:
             return None
         has_offsets = any(matrix.minima is not None for matrix in matrices)
         symmetric = has_offsets or all((matrix.zeros == 1 << (matrix.bits - 1)).all() for matrix in matrices)
-        bits, compute = max(matrix.bits for matrix in matrices), partial(_stored_blocks, places, scattered)
+        bits, compute = max(matrix.bits for matrix in matrices), partial(_stored_blocks, parts, scattered)
         weight = QuantisedWeight(
             outputs, inputs, bits, blocks[-1], symmetric, np.dtype(np.float32), compute, experts, has_offsets
         )
@@ -382,9 +377,9 @@ class StoredRows:
 
 
 def _stored_blocks(
-    places: dict[IntegerWeight, list[tuple[int, int]]], order: np.ndarray | None, weight: QuantisedWeight
+    parts: list[MatrixRows[IntegerWeight]], order: np.ndarray | None, weight: QuantisedWeight
 ) -> WeightBlocks:
-    """The codes, scales and zero points of `weight`. places: see `StoredRows._weight`.
+    """The codes, scales and zero points of `weight`.
 
     Offsets are those from the middle of the codes: the smaller a weight's part in the product, the less it matters
     that the product rounds activations.
@@ -392,8 +387,7 @@ def _stored_blocks(
     codes = np.empty((weight.outputs, weight.inputs), np.uint8)
     scales, offsets = (np.empty((weight.outputs, weight.blocks), np.float32) for _ in range(2))
     zeros = np.empty((weight.outputs, weight.blocks), np.uint8)
-    for stored, pairs in places.items():
-        here, rows = (list(column) for column in zip(*pairs, strict=True))
+    for stored, here, rows in parts:
         matrix: IntegerMatrix = stored.matrix()
         repeats = weight.blocks // matrix.scales.shape[1]
         shift = (1 << (weight.bits - 1)) - (1 << (matrix.bits - 1))  # of codes that get more bits
@@ -407,6 +401,22 @@ def _stored_blocks(
     packed = pack_codes(codes, weight.bits).reshape(weight.codes_shape)
     packed_zeros = None if weight.symmetric else pack_codes(zeros, weight.bits)
     return WeightBlocks(packed, scales, packed_zeros, offsets if weight.has_offsets else None)
+
+
+M = TypeVar("M")
+MatrixRows = tuple[M, list[int], list[int]]
+"""A matrix, some outputs of a weight, and the rows of the matrix that they have."""
+
+
+def rows_by_matrix(places: Mapping[bytes, tuple[M, int]], digests: Sequence[bytes]) -> list[MatrixRows[M]]:
+    """Group the outputs with these digests by the matrix that has their rows. places: digest -> (matrix, row)."""
+    found: dict[int, MatrixRows[M]] = {}
+    for output, digest in enumerate(digests):
+        matrix, row = places[digest]
+        _, outputs, rows = found.setdefault(id(matrix), (matrix, [], []))
+        outputs.append(output)
+        rows.append(row)
+    return list(found.values())
 
 
 def row_digest(values: np.ndarray) -> bytes:

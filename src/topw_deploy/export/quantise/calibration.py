@@ -36,7 +36,7 @@ from topw_deploy.export.quantise.blocks import (
     pack_codes,
     row_digest,
 )
-from topw_deploy.export.quantise.choice import CalibratedRows, RowFormat
+from topw_deploy.export.quantise.choice import RoundedRows, RowFormat, rounded_blocks
 from topw_deploy.export.quantise.feedback import round_with_feedback
 from topw_deploy.export.quantise.rounding import BUNDLED, Quantisation
 from topw_deploy.export.source.checkpoint import load_during_calls
@@ -103,10 +103,10 @@ class TextCalibration:
         self.progress.say(f"Measuring what rounding changes, on {rows.size:,} tokens of text")
         return measure_effects(self.module, rows, wanted, self.scheme)
 
-    def round(self, wanted: Mapping[bytes, RowFormat]) -> CalibratedRows:
+    def round(self, wanted: Mapping[bytes, RowFormat]) -> RoundedRows:
         """Round the rows that `wanted` names by digest. See `calibrate`."""
         if self._rows.size == 0:
-            return CalibratedRows()
+            return {}
         self.progress.say(f"Rounding the weights for {self._rows.size:,} tokens of text")
         with self.progress.bar(len(wanted), "rows") as advance:
             return calibrate(self.module, self._rows, wanted, self.scheme, advance)
@@ -172,7 +172,7 @@ def calibrate(
     wanted: Mapping[bytes, RowFormat],
     scheme: Quantisation,
     advance: Callable[[int], object],
-) -> CalibratedRows:
+) -> RoundedRows:
     """Round the matrices of `model` for the text `rows`, int64 [rows, columns].
 
     wanted: digest of each row to be rounded -> its format; other rows stay float.
@@ -311,7 +311,7 @@ class _Rounding(_Products):
         self, wanted: Mapping[bytes, RowFormat], scheme: Quantisation, advance: Callable[[int], object], tokens: int
     ) -> None:
         super().__init__()
-        self.found = CalibratedRows()
+        self.found: RoundedRows = {}
         self._wanted, self._scheme, self._advance, self._tokens = wanted, scheme, advance, tokens
 
     def product(self, inputs: Tensor, weight: Tensor) -> Tensor | None:
@@ -333,14 +333,16 @@ class _Rounding(_Products):
         outputs, rounded = exact if half else own @ weight.T, torch.empty_like(weight)
         for row_format, places in parts.items():
             names = [digests[place] for place in places]
-            if not self.found.has(names):  # several layers may share a matrix
+            if not self.found.keys() >= set(names):  # several layers may share a matrix
                 check_finite(rows)
                 scheme = replace(self._scheme, bits=row_format.bits, table_bits=None)
                 how = row_format.block_size, scheme, np.dtype(np.float16 if dtype == torch.float16 else np.float32)
                 data = round_for_tokens(weight[places], tokens[:half], own, outputs[:, places], *how)
-                self.found.add(names, data)
+                for row, name in enumerate(names):
+                    self.found.setdefault(name, (data, row))
                 self._advance(len(names))
-            rounded[places] = torch.from_numpy(decode_blocks(self.found.find(names), row_format.bits, rows.shape[1]))
+            blocks = rounded_blocks(self.found, names)
+            rounded[places] = torch.from_numpy(decode_blocks(blocks, row_format.bits, rows.shape[1]))
         return torch.cat([exact, own @ rounded.T]).reshape(*inputs.shape[:-1], len(rows))
 
 

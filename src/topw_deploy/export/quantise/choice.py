@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.quantise.blocks import QuantisedWeight, ReadRows, WeightBlocks, row_digest
+from topw_deploy.export.quantise.blocks import QuantisedWeight, ReadRows, WeightBlocks, row_digest, rows_by_matrix
 from topw_deploy.export.quantise.rounding import Quantisation
 
 _MORE_BITS = 8  # of products that lose most with 4
@@ -23,36 +23,19 @@ class RowFormat(NamedTuple):
     bits: int
 
 
-class CalibratedRows:
-    """Rounded rows of a model's matrices, looked up by a digest of the original float row."""
+RoundedRows = dict[bytes, tuple[WeightBlocks, int]]
+"""Digest of an original float row -> the rounded matrix that has it, and its row there."""
 
-    def __init__(self) -> None:
-        self._places: dict[bytes, tuple[WeightBlocks, int]] = {}
 
-    def add(self, digests: Sequence[bytes], matrix: WeightBlocks) -> None:
-        """Add a matrix, whose rows have these digests."""
-        for row, digest in enumerate(digests):
-            self._places.setdefault(digest, (matrix, row))
+def rounded_blocks(rounded: RoundedRows, digests: Sequence[bytes]) -> WeightBlocks:
+    """Return the blocks of the rows with these digests, which must have one format."""
+    parts = rows_by_matrix(rounded, digests)
+    order = np.argsort(np.concatenate([outputs for _, outputs, _ in parts]))
 
-    def has(self, digests: Sequence[bytes]) -> bool:
-        """Whether all rows with these digests were rounded."""
-        return all(digest in self._places for digest in digests)
+    def gather(place: int) -> np.ndarray:
+        return np.concatenate([np.asarray(matrix[place])[rows] for matrix, _, rows in parts])[order]
 
-    def find(self, digests: Sequence[bytes]) -> WeightBlocks:
-        """Return the blocks of these rows, which must have one format."""
-        by_matrix: dict[int, tuple[WeightBlocks, list[int], list[int]]] = {}
-        for output, digest in enumerate(digests):
-            matrix, row = self._places[digest]
-            _, outputs, rows = by_matrix.setdefault(id(matrix), (matrix, [], []))
-            outputs.append(output)
-            rows.append(row)
-        parts = list(by_matrix.values())
-        order = np.argsort(np.concatenate([outputs for _, outputs, _ in parts]))
-
-        def gather(place: int) -> np.ndarray:
-            return np.concatenate([np.asarray(matrix[place])[rows] for matrix, _, rows in parts])[order]
-
-        return WeightBlocks(gather(0), gather(1), None if parts[0][0].zero_points is None else gather(2))
+    return WeightBlocks(gather(0), gather(1), None if parts[0][0].zero_points is None else gather(2))
 
 
 class Calibration(Protocol):
@@ -61,16 +44,14 @@ class Calibration(Protocol):
     def effects(self, wanted: Mapping[bytes, int]) -> Mapping[bytes, float]:
         """What rounding changes, by row. wanted: the digest of each row -> its block size."""
 
-    def round(self, wanted: Mapping[bytes, RowFormat]) -> CalibratedRows:
+    def round(self, wanted: Mapping[bytes, RowFormat]) -> RoundedRows:
         """Round rows. wanted: the digest of each -> its format."""
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A weight to be rounded. plain: rounded to nearest with the scheme's bits. read: its float rows."""
+class _Candidate(NamedTuple):
+    """A weight to be rounded. plain: rounded to nearest with the scheme's bits. digests: of its float rows."""
 
     plain: QuantisedWeight
-    read: ReadRows
     digests: list[bytes]
 
 
@@ -86,22 +67,13 @@ class RoundedWeights:
         self._candidates: dict[int, _Candidate] = {}
         self._made: dict[int, QuantisedWeight] = {}
 
-    def add(
-        self,
-        value: ir.Value,
-        read: ReadRows,
-        sizes: tuple[int, int],
-        dtype: np.dtype[Any],
-        block_size: int,
-        experts: int | None = None,
-    ) -> None:
-        """Add the weight of the initializer `value`. See QuantisedWeight.rounded for the other arguments."""
-        plain = QuantisedWeight.rounded(read, sizes, dtype, block_size, self._scheme, experts)
+    def add(self, value: ir.Value, plain: QuantisedWeight, read: ReadRows) -> None:
+        """Add the weight of the initializer `value`. plain: rounded to nearest. read: its float rows."""
         digests: list[bytes] = []
         if self._calibration is not None and not self._estimate:
-            for start in range(0, sizes[0], _SLICE_ROWS):
-                digests += map(row_digest, read(start, min(start + _SLICE_ROWS, sizes[0])))
-        self._candidates[id(value)] = _Candidate(plain, read, digests)
+            for start in range(0, plain.outputs, _SLICE_ROWS):
+                digests += map(row_digest, read(start, min(start + _SLICE_ROWS, plain.outputs)))
+        self._candidates[id(value)] = _Candidate(plain, digests)
         self._made[id(value)] = plain
 
     def weight(self, value: ir.Value) -> QuantisedWeight | None:
@@ -127,10 +99,10 @@ class RoundedWeights:
         rows = self._calibration.round(formats)
         left = 0
         for key, candidate in self._candidates.items():
-            if not rows.has(candidate.digests):
+            if not rows.keys() >= set(candidate.digests):
                 left += 1
                 continue
-            compute = lambda _weight, digests=candidate.digests: rows.find(digests)  # noqa: E731
+            compute = lambda _weight, digests=candidate.digests: rounded_blocks(rows, digests)  # noqa: E731
             self._made[key] = replace(self._made[key], compute=compute)
         if left:
             self.notices.append(
@@ -151,14 +123,10 @@ class RoundedWeights:
         most, weights = self._scheme.average_bits, self._made.values()
         count = sum(weight.outputs * weight.inputs for weight in weights)
         free = most * count / 8 - sum(weight.nbytes for weight in weights)
-        more = replace(self._scheme, bits=_MORE_BITS, table_bits=None)
         costs: dict[int, tuple[int, QuantisedWeight]] = {}
         for key in errors:
             plain = self._candidates[key].plain
-            sizes = (plain.outputs, plain.inputs)
-            precise = QuantisedWeight.rounded(
-                self._candidates[key].read, sizes, plain.scale_type, plain.block_size, more
-            )
+            precise = replace(plain, bits=_MORE_BITS)
             costs[key] = precise.nbytes - plain.nbytes, precise
         raised = 0
         for key in sorted(errors, key=lambda key: -errors[key] / costs[key][0]):

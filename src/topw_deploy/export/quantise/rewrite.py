@@ -20,6 +20,7 @@ from topw_deploy.export.graph import GraphEditor, attribute_values, initializer_
 from topw_deploy.export.quantise.blocks import (
     BlockValues,
     QuantisedWeight,
+    ReadRows,
     RecentBlocks,
     StoredRows,
     StoredWeight,
@@ -85,7 +86,8 @@ def quantise(
     groups = replacer.choose([product for product in products if product is not found.head], experts)
     for product in products:
         replacer.quantise_product(product, scheme.table_scheme if product is found.head else scheme)
-    replacer.quantise_experts(groups)
+    for group, codes in groups:
+        replacer.replace_experts(group, codes)
     _check_half_experts(graph)
     if not replacer.scale_names:
         raise UnsupportedModelError(
@@ -106,7 +108,7 @@ def quantise(
         if found.experts:
             groups_left = len({id(weight.node) for weight in found.experts if weight.value.name in replacer.floats})
             notices.append(
-                f"{kept_groups} of {replacer.replaced_groups + groups_left} groups of experts keep them too"
+                f"{kept_groups} of {len(groups) + groups_left} groups of experts keep them too"
                 + (f", and {groups_left} stay float, because experts in them are float there" if groups_left else "")
             )
     return notices
@@ -129,7 +131,6 @@ class _Replacer:
     """Replaces products, the token table's lookup and the nodes of experts by quantised nodes.
 
     kept: the numbers of products and of groups of experts that keep a quantised checkpoint's codes.
-    replaced_groups: the number of replaced groups of experts.
     scale_names: the names of the scales' initializers.
     floats: the names of weights that stay float, as in the checkpoint.
     rounded: the weights that get codes of their own, see `choose`.
@@ -138,7 +139,7 @@ class _Replacer:
     def __init__(
         self, editor: GraphEditor, scheme: Quantisation, stored: StoredRows | None, rounded: RoundedWeights
     ) -> None:
-        self.editor, self.kept, self.replaced_groups, self.rounded = editor, (0, 0), 0, rounded
+        self.editor, self.kept, self.rounded = editor, (0, 0), rounded
         self.scale_names: set[str | None] = set()
         self.floats: set[str | None] = set()
         self._scheme, self._checkpoint, self._recent = scheme, stored, RecentBlocks()
@@ -160,18 +161,14 @@ class _Replacer:
         block_size, tensor = scheme.table_block_size(embedding.hidden), table.const_value
         if tensor is None:
             return False
-        sizes, dtype, read = (
-            (embedding.rows, embedding.hidden),
-            tensor.dtype.numpy(),
-            row_reader(tensor, by_output=True),
-        )
-        stored = None
+        read, stored = row_reader(tensor, by_output=True), None
         if self._checkpoint is not None and tensor.dtype == ir.DataType.FLOAT:
             stored = self._checkpoint.find(np.asarray(read(0, embedding.rows)), scheme.bits)
         if stored is not None and stored.fits_table:
             weight, self._keeps_table = stored.weight, True
         elif block_size is not None:
-            weight = QuantisedWeight.rounded(read, sizes, dtype, block_size, scheme)
+            sizes = (embedding.rows, embedding.hidden)
+            weight = QuantisedWeight.rounded(read, sizes, tensor.dtype.numpy(), block_size, scheme)
         else:
             return False
         flat = (embedding.rows, embedding.hidden * weight.bits // 8)
@@ -207,9 +204,7 @@ class _Replacer:
         """
         for product in products:
             if self._table_of(product) is None and self._stored_weight(product, self._scheme) is None:
-                read, sizes = row_reader(product.tensor, product.by_output), (product.outputs, product.inputs)
-                block_size = self._scheme.product_block_size(product.inputs)
-                self.rounded.add(product.weight, read, sizes, product.tensor.dtype.numpy(), block_size)
+                self.rounded.add(product.weight, *self._round(product, self._scheme))
         groups = self._group_experts(experts)
         self.rounded.settle()
         made = []
@@ -219,6 +214,13 @@ class _Replacer:
             if codes:  # else no block size fits
                 made.append((group, codes))
         return made
+
+    @staticmethod
+    def _round(product: Product, scheme: Quantisation) -> tuple[QuantisedWeight, ReadRows]:
+        """The product's weight rounded to nearest, and the function that reads its float rows."""
+        read, dtype = row_reader(product.tensor, product.by_output), product.tensor.dtype.numpy()
+        sizes, block_size = (product.outputs, product.inputs), scheme.product_block_size(product.inputs)
+        return QuantisedWeight.rounded(read, sizes, dtype, block_size, scheme), read
 
     def _table_of(self, product: Product) -> BlockValues | None:
         """The quantised token table, if the product is a head tied to it."""
@@ -256,12 +258,7 @@ class _Replacer:
             self.kept = (self.kept[0] + self._keeps_table, self.kept[1])
         else:
             if id(weight) not in self._values:
-                rounded = self.rounded.weight(weight)
-                if rounded is None:  # the head
-                    read, sizes = row_reader(product.tensor, product.by_output), (product.outputs, product.inputs)
-                    dtype = product.tensor.dtype.numpy()
-                    block_size = scheme.product_block_size(product.inputs)
-                    rounded = QuantisedWeight.rounded(read, sizes, dtype, block_size, scheme)
+                rounded = self.rounded.weight(weight) or self._round(product, scheme)[0]  # the head was not added
                 self._values[id(weight)] = self._add(rounded, str(weight.name))
             values = self._values[id(weight)]
         made = values.weight
@@ -309,14 +306,10 @@ class _Replacer:
             for weight in own:
                 experts, outputs, inputs = weight.sizes
                 read, sizes = row_reader(weight.rows(), by_output=True), (experts * outputs, inputs)
-                self.rounded.add(weight.value, read, sizes, weight.tensor.dtype.numpy(), block_size, experts)
+                dtype = weight.tensor.dtype.numpy()
+                plain = QuantisedWeight.rounded(read, sizes, dtype, block_size, self._scheme, experts)
+                self.rounded.add(weight.value, plain, read)
         return made
-
-    def quantise_experts(self, groups: Iterable[CodedGroup]) -> None:
-        """Replace the nodes of experts, see `choose`."""
-        for group, codes in groups:
-            self._replace_experts(group, codes)
-            self.replaced_groups += 1
 
     def _stored_experts(self, group: list[ExpertWeight]) -> Codes | None:
         """Return the matrices of one node with the checkpoint's own codes; None if the node cannot use these."""
@@ -331,7 +324,8 @@ class _Replacer:
         self.kept = (self.kept[0], self.kept[1] + 1)
         return made
 
-    def _replace_experts(self, group: list[ExpertWeight], made: Codes) -> None:
+    def replace_experts(self, group: list[ExpertWeight], made: Codes) -> None:
+        """Replace a node of experts, see `choose`."""
         node, bits, block_size = group[0].node, made[0].bits, made[0].block_size
         is_moe = node.op_type == "MoE"
         names = [self.editor.unique(str(weight.value.name)) for weight in group]
