@@ -13,7 +13,7 @@ from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.graph import (
     GraphEditor,
     LazyWeight,
-    attribute_values,
+    constant_of,
     find_input,
     is_constant,
     number_attribute,
@@ -273,46 +273,18 @@ def _looked_up_rows(embedding: EmbeddingNode) -> ReadRows:
 
 def _lookup_model(embedding: EmbeddingNode) -> tuple[ir.Model, dict[str, np.ndarray]]:
     """A model with the lookup alone, from `ids` int64 [n] to `rows` float32 [n, hidden], and its weights as feeds."""
-    source = embedding.node.graph
-    imports = dict(source.opset_imports) if source is not None else {}
-    graph = ir.Graph([], [], nodes=[], opset_imports=imports, name="embedding")
-    editor = GraphEditor(graph, "lookup")
+    node, position = embedding.node, embedding.form.indices_position
+    assert node.graph is not None
+    graph = ir.convenience.extract(node.graph, [node.inputs[position]], [node.outputs[0]])  # type: ignore[list-item]
+    ids, (rows,) = graph.inputs[0], graph.outputs
+    ids.name, ids.type, ids.shape = "ids", ir.TensorType(ir.DataType.INT64), ir.Shape(["n"])
+    rows.shape = None  # as in the decoder, of [batch, sequence] ids
     feeds: dict[str, np.ndarray] = {}
-    copies: dict[int, ir.Value] = {}
-
-    def copy(value: ir.Value | None) -> ir.Value | None:
-        """Copy the nodes that make `value`, each once; their initializers become inputs."""
-        if value is None:
-            return None
-        if id(value) not in copies:
-            producer = value.producer()
-            if producer is None:
-                name, tensor = str(value.name), value.const_value
-                if tensor is None:
-                    raise UnsupportedModelError(f"the embedding lookup's input {name} has no stored value.")
-                feeds[name] = stored_array(tensor)
-                copies[id(value)] = editor.input(name, tensor.dtype, [int(size) for size in tensor.shape])
-            else:
-                inputs = [copy(source) for source in producer.inputs]
-                attributes = attribute_values(producer)
-                copies[id(value)] = editor.op(producer.op_type, inputs, domain=producer.domain, **attributes)
-        return copies[id(value)]
-
-    data = [copy(value) for value in embedding.data]
-    ids = editor.input("ids", ir.DataType.INT64, ["n"])
-    position = embedding.form.indices_position
-    attributes: dict[str, Any] = dict(embedding.form.attributes)
-    rows = editor.op(
-        embedding.node.op_type,
-        [*data[:position], ids, *data[position:]],
-        domain=embedding.node.domain,
-        name="row_values",
-        **attributes,
-    )
-    graph.outputs.append(
-        editor.op(
-            "Cast", [rows], to=ir.DataType.FLOAT, dtype=ir.DataType.FLOAT, shape=["n", embedding.hidden], name="rows"
-        )
-    )
-    editor.finish()
+    for name in list(graph.initializers):  # a file of the model could not hold a large table
+        value = graph.initializers.pop(name)
+        feeds[name], value.const_value = stored_array(constant_of(value)), None
+        graph.inputs.append(value)
+    editor = GraphEditor(graph, "lookup")
+    kind = ir.DataType.FLOAT
+    graph.outputs[0] = editor.op("Cast", [rows], to=kind, dtype=kind, shape=["n", embedding.hidden], name="rows")
     return ir.Model(graph, ir_version=10), feeds

@@ -334,7 +334,7 @@ class RotaryTables:
         weights = [value.const_value for value in decoder.model.graph.initializers.values()]
         size = sum(tensor.nbytes for tensor in weights if tensor is not None)
         self._most_bytes = max(_ALWAYS_SMALL, int(size * _SHARE_OF_WEIGHTS))
-        self._stored: dict[tuple[str, ...], ir.Value] = {}
+        self._stored: dict[ir.Value | None, ir.Value | None] = {None: None}
 
     def of(self, query: MergedHeads, key: MergedHeads, head_dim: int) -> RotaryTable | None:
         """The table for `query` and `key`; None if the operator cannot rotate them or the table is too large."""
@@ -359,73 +359,27 @@ class RotaryTables:
 
     def _table(self, factor: ir.Value | None) -> ir.Value | None:
         """The table of the cosines or sines `factor`; None if more than positions and weights decide them."""
-        nodes = _nodes_between(self._positions, factor)
-        if nodes is None or factor is None or self._positions is None:
-            return None
-        key = tuple(_signature(node) for node in nodes)
-        if key not in self._stored:
-            array = _evaluate(nodes, self._positions, factor, self._length)
-            if array is None:
-                return None
-            self._stored[key] = self._editor.constant(array, self._editor.unique("rotary_table"))
-        return self._stored[key]
+        if factor is not None and factor not in self._stored:
+            array = _evaluate(self._editor.graph, self._positions, factor, self._length)
+            name = self._editor.unique("rotary_table")
+            self._stored[factor] = None if array is None else self._editor.constant(array, name)
+        return self._stored[factor]
 
 
-def _nodes_between(source: ir.Value | None, value: ir.Value | None) -> list[ir.Node] | None:
-    """The nodes that compute `value` from `source` and initializers, in order; None if it depends on anything else."""
-    found: list[ir.Node] = []
+def _evaluate(graph: ir.Graph, positions: ir.Value | None, value: ir.Value, length: int) -> np.ndarray | None:
+    """Compute `value` at the positions 0 to `length` - 1. Returns [length, width].
 
-    def visit(value: ir.Value | None) -> bool:
-        if value is None or value is source or value.is_initializer():
-            return True
-        node = value.producer()
-        if node is None:
-            return False
-        if node not in found:
-            if not all(visit(before) for before in node.inputs):
-                return False
-            found.append(node)
-        return True
-
-    return found if visit(value) and found else None
-
-
-def _signature(node: ir.Node) -> str:
-    """A string that is equal for nodes that compute equal outputs from equal inputs."""
-    names = [value.name if value is not None and value.is_initializer() else "" for value in node.inputs]
-    attributes = sorted((name, str(attribute.value)) for name, attribute in node.attributes.items())
-    return f"{node.domain}::{node.op_type}{attributes}{names}"
-
-
-def _evaluate(nodes: list[ir.Node], positions: ir.Value, value: ir.Value, length: int) -> np.ndarray | None:
-    """Compute `value` at the positions 0 to `length` - 1. Returns [length, width]; None if it has other axes.
-
-    nodes: from `_nodes_between`.
+    None if it depends on more than positions and weights, or has other axes.
     """
-    graph = ir.Graph([], [], nodes=[], name="angles", opset_imports={"": 23})
-    known = {id(positions): ir.Value(name="positions", type=positions.type, shape=ir.Shape([1, length]))}
-    graph.inputs.append(known[id(positions)])
-    for node in nodes:
-        for source in node.inputs:
-            if source is not None and id(source) not in known:
-                copy = ir.Value(name=source.name, type=source.type, shape=source.shape, const_value=source.const_value)
-                graph.register_initializer(copy)
-                known[id(source)] = copy
-        node_copy = ir.Node(
-            node.domain,
-            node.op_type,
-            [None if source is None else known[id(source)] for source in node.inputs],
-            list(node.attributes.values()),
-            num_outputs=len(node.outputs),
-        )
-        for old, new in zip(node.outputs, node_copy.outputs, strict=True):
-            new.name, new.type = old.name, old.type
-            known[id(old)] = new
-        graph.append(node_copy)
-    result = known[id(value)]
-    result.type = result.type or ir.TensorType(ir.DataType.FLOAT)
-    graph.outputs.append(result)
-    evaluator = ReferenceEvaluator(ir.to_proto(ir.Model(graph, ir_version=10)))
-    (found,) = evaluator.run(None, {"positions": np.arange(length, dtype=np.int64)[None]})
+    if positions is None:
+        return None
+    try:
+        angles = ir.convenience.extract(graph, [positions], [value])
+    except ValueError:
+        return None
+    angles.inputs[0].shape = ir.Shape([1, length])
+    angles.outputs[0].type = value.type or ir.TensorType(ir.DataType.FLOAT)
+    evaluator = ReferenceEvaluator(ir.to_proto(ir.Model(angles, ir_version=10)))
+    (found,) = evaluator.run(None, {str(positions.name): np.arange(length, dtype=np.int64)[None]})
     array = np.asarray(found)
     return array[0] if array.ndim == 3 and array.shape[:2] == (1, length) else None

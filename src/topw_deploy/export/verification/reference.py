@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 from numpy.typing import NDArray
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from topw_deploy.dtypes import array_name
 from topw_deploy.errors import VerificationError
@@ -279,20 +278,9 @@ def decoder_model(folder: Path, *, argmax: bool = False) -> ir.Model:
     else:
         output = editor.op("Identity", [logits], dtype=ir.DataType.FLOAT, shape=["batch", None], name=LOGITS)
     cache = [value for value in model.graph.outputs if (value.name or "").startswith("present.")]
-    return _cut_graph(model, editor, [output, *cache], lambda name: name not in SAMPLER_INPUTS)
-
-
-def _cut_graph(
-    model: ir.Model, editor: GraphEditor, outputs: Sequence[ir.Value], keeps: Callable[[str], bool]
-) -> ir.Model:
-    """Cut the graph to what these outputs need. keeps: whether an input stays."""
-    graph = model.graph
-    graph.outputs.clear()
-    graph.outputs.extend(outputs)
-    RemoveUnusedNodesPass()(model)
-    for value in [value for value in graph.inputs if not keeps(str(value.name))]:
-        graph.inputs.remove(value)
     editor.finish()
+    inputs = [value for value in model.graph.inputs if value.name not in SAMPLER_INPUTS]
+    model.graph = ir.convenience.extract(model.graph, inputs, [output, *cache])
     return model
 
 
@@ -337,17 +325,14 @@ class SamplerProbe:
 def _sampler_model(folder: Path) -> ir.Model:
     """The export's graph with an input `logits` in place of the decoder."""
     model = ir.load(folder / MODEL_NAME)
-    graph = model.graph
-    node = sampler_node(graph)
-    editor = GraphEditor(graph, "topw.probe")
-    old = required_node_input(node.inputs[0])
-    width = old.shape[-1] if old.shape is not None else None
-    for value in (*graph.outputs, old):  # the name of the new input may belong to an output of the decoder
-        if value.name == "logits":
-            value.name = "topw.probe.old_logits"
-    logits = editor.input("logits", ir.DataType.FLOAT, ["batch", width if isinstance(width, int) else "vocab"])
-    ir.convenience.replace_all_uses_with(old, logits, replace_graph_outputs=True)  # also by `add_defaults`' nodes
-    return _cut_graph(model, editor, node.outputs, lambda name: name in SAMPLER_INPUTS)
+    node = sampler_node(model.graph)
+    own = [value for value in model.graph.inputs if value.name in SAMPLER_INPUTS[1:]]
+    model.graph = ir.convenience.extract(model.graph, [required_node_input(node.inputs[0]), *own], node.outputs)
+    logits = model.graph.inputs[0]
+    width = logits.shape[-1] if logits.shape is not None else None
+    logits.name, logits.type = "logits", ir.TensorType(ir.DataType.FLOAT)
+    logits.shape = ir.Shape(["batch", width if isinstance(width, int) else "vocab"])
+    return model
 
 
 class TorchReference:
