@@ -231,7 +231,7 @@ def stamp(scratch: Path) -> Loader:
     sizes = {"least": 1, "usual": 2, "most": 4}
     whole = {
         "engine": "gpu.engine", "size": 5, "sha256": "0" * 64, "manifest": "0" * 64, "tensorrt": "10.16", "gpu": "G",
-        "sm": 90, "plugin": "", "precision": "fp16", "cache_length": 64, "workspace": None,
+        "sm": 90, "plugin": "", "cache_length": 64, "workspace": None,
         "profiles": [{"name": "p", "batch": sizes, "sequence": sizes, "edits": sizes}], "topw_deploy": "0.1",
         "format_version": 1,
     }  # fmt: skip

@@ -550,10 +550,7 @@ def load_manifest(folder: str | Path, *, unfinished: bool = False) -> DecoderMan
 
 def load_decoder_manifest(folder: str | Path, *, unfinished: bool = False) -> DecoderManifest:
     """Read the manifest like `load_manifest`. Raises its errors, and ManifestError if the folder has no decoder."""
-    manifest = load_manifest(folder, unfinished=unfinished)
-    if not isinstance(manifest, DecoderManifest):
-        raise ManifestError(f"{folder} holds a sampler without a decoder; give the folder of an exported model.")
-    return manifest
+    return ModelFolder(folder, DecoderManifest, unfinished=unfinished).manifest
 
 
 def _read_error(place: str, error: Exception) -> ManifestError:

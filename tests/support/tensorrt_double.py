@@ -74,7 +74,7 @@ class TensorRT:
         module.ILogger = _Logger
         module.IProgressMonitor = _Base
         module.IStreamWriter = _Base
-        module.BuilderFlag = IntEnum("BuilderFlag", {"FP16": 0, "TF32": 7})
+        module.BuilderFlag = IntEnum("BuilderFlag", {"TF32": 7})
         module.MemoryPoolType = IntEnum("MemoryPoolType", {"WORKSPACE": 0})
         module.NetworkDefinitionCreationFlag = IntEnum("NetworkDefinitionCreationFlag", {"STRONGLY_TYPED": 1})
         strategies = ("STATIC", "ON_PROFILE_CHANGE", "USER_MANAGED")

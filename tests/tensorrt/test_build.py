@@ -65,19 +65,9 @@ def test_each_kind_of_profile_has_its_sequence_lengths(
     assert {profile.edits.most for profile in stamp.profiles} == {CACHE}
 
 
-def test_types_are_the_graphs_and_float32_is_not_rounded_unless_half_precision_is_asked_for(
-    trt: TensorRT, out: Path
-) -> None:
+def test_types_are_the_graphs_and_float32_is_not_rounded(trt: TensorRT, out: Path) -> None:
     build(out)
     assert (trt.networks[0].flags, trt.configs[0].flags) == (1 << 1, set())
-    assert build(out, fp16=True).stamp.precision == "fp16"
-    assert (trt.networks[1].flags, trt.configs[1].flags) == (0, {trt.module.BuilderFlag.FP16})
-
-
-@pytest.mark.usefixtures("no_plugin")
-def test_half_precision_without_the_plugin_is_refused(trt: TensorRT, out: Path) -> None:
-    with pytest.raises(TensorRTError, match=r"--fp16 needs the sampler's plugin, but .*; export with --dtype fp16"):
-        build(out, fp16=True)
 
 
 def test_timings_are_read_and_written(trt: TensorRT, out: Path, tmp_path: Path) -> None:

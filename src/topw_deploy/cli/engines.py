@@ -33,7 +33,6 @@ from topw_deploy.text import decimal_size
     default="both",
     help="What to tune for: prompts, the tokens after them, or both, with a profile each.",
 )
-@click.option("--fp16", is_flag=True, help="Let TensorRT compute a float32 decoder in half precision (TensorRT 10).")
 @click.option(
     "--timing-cache", type=FILE, help="Read and write TensorRT's timings here, so that a second build is faster."
 )

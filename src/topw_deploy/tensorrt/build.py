@@ -51,7 +51,6 @@ def build_engine(
     max_sequence: int | None = None,
     max_edits: int | None = None,
     profile: str = "both",
-    fp16: bool = False,
     workspace: int | None = None,
     timing_cache: Path | None = None,
     plugin: str = "auto",
@@ -64,7 +63,6 @@ def build_engine(
     max_sequence: maximum number of tokens of a row per run; None for min(1,024, the cache's length).
     max_edits: maximum number of logit edits of a row; None for the cache's length.
     profile: "both", "decode" or "prefill", see `make_profiles`.
-    fp16: let a float32 decoder run in half precision.
     workspace: bytes of scratch memory; None for TensorRT's choice.
     timing_cache: a file to read and update; None for no file.
     plugin: what runs the sampler's node. "auto": the plugin of the CUDA library, or else the node's function; "none":
@@ -79,7 +77,7 @@ def build_engine(
         raise ParameterError(
             f"timing_cache is {timing_cache}, but {timing_cache.parent} is not a folder.", "timing_cache"
         )
-    manifest, cache_length = _load_buildable(out, fp16)
+    manifest, cache_length = _load_buildable(out)
     sequence = max_sequence or min(_USUAL_SEQUENCE, cache_length)
     if sequence > cache_length:
         raise ParameterError(
@@ -92,18 +90,14 @@ def build_engine(
     trt = check.load_tensorrt()
     platform = this_platform(str(trt.__version__))
     why_no_plugin = _choose_plugin(trt, plugin)
-    if fp16 and why_no_plugin:
-        raise TensorRTError(
-            f"--fp16 needs the sampler's plugin, but {why_no_plugin}; export with --dtype fp16 instead."
-        )
     sampler = f"the sampler as a function: {why_no_plugin}" if why_no_plugin else "the sampler as a plugin"
     progress.say(f"TensorRT {platform.tensorrt}, {platform.gpu} (sm_{platform.sm}), {sampler}")
 
     def write(stream: _HashedFile) -> None:
         logger = check.new_logger(trt)
         builder = check.create_object(trt, "Builder", logger)
-        network = check.parse_model(trt, logger, builder, out / MODEL_NAME, fp16=fp16)
-        config = _configure(trt, builder, manifest, profiles, fp16=fp16, workspace=workspace)
+        network = check.parse_model(trt, logger, builder, out / MODEL_NAME)
+        config = _configure(trt, builder, manifest, profiles, workspace)
         if timing_cache is not None:
             _read_timing_cache(config, timing_cache)
         _run_builder(trt, builder, network, config, stream, logger, progress)
@@ -119,7 +113,6 @@ def build_engine(
             manifest=sha256_of(out / MANIFEST_NAME),
             **vars(platform),
             plugin="" if why_no_plugin else check.BUILT_WITH,
-            precision="fp16" if fp16 else "as exported",
             cache_length=cache_length,
             profiles=profiles,
             workspace=workspace,
@@ -134,8 +127,8 @@ def build_engine(
     return BuiltEngine(path, stamp, time.perf_counter() - started)
 
 
-def _load_buildable(out: Path, fp16: bool) -> tuple[DecoderManifest, int]:
-    """Returns (manifest of the folder `out`, its cache's length in tokens). fp16: as of `build_engine`.
+def _load_buildable(out: Path) -> tuple[DecoderManifest, int]:
+    """Returns (manifest of the folder `out`, its cache's length in tokens).
 
     Raises ManifestError, and TensorRTError if no engine can be built of the folder.
     """
@@ -154,10 +147,6 @@ def _load_buildable(out: Path, fp16: bool) -> tuple[DecoderManifest, int]:
     pasts = {state.past for state in decoder.states}
     lengths = {spec.shape[2] if len(spec.shape) == 4 else None for spec in manifest.inputs if spec.name in pasts}
     fixed = [size for size in lengths if isinstance(size, int)]
-    if fp16 and decoder.weights_dtype != "float":
-        raise TensorRTError(
-            f"--fp16 is only for float32, but the weights of {out} are {decoder.weights_dtype}; leave it out."
-        )
     if len(lengths) != 1 or not fixed:
         raise TensorRTError(f"the cache of {out} has no fixed length; export for TensorRT without --max-length 0.")
     return manifest, fixed[0]
@@ -202,19 +191,11 @@ class _HashedFile:
 
 
 def _configure(
-    trt: Any, builder: Any, manifest: DecoderManifest, profiles: Sequence[Profile], *, fp16: bool, workspace: int | None
+    trt: Any, builder: Any, manifest: DecoderManifest, profiles: Sequence[Profile], workspace: int | None
 ) -> Any:
     config = builder.create_builder_config()
     # TF32 rounds the factors of float32 products to 10 bits. The graph was verified without TF32.
     config.clear_flag(trt.BuilderFlag.TF32)
-    if fp16:
-        flag = getattr(trt.BuilderFlag, "FP16", None)
-        if flag is None:
-            raise TensorRTError(
-                f"TensorRT {trt.__version__} computes only in the graph's types; export with --dtype fp16 instead of "
-                "building with --fp16."
-            )
-        config.set_flag(flag)
     if workspace is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
     words = mask_words(manifest.sampler.vocab_size)

@@ -170,13 +170,12 @@ def _advise(manifest: Manifest, out: Path, takes: bool, why_no_plugin: str) -> s
     return f"export the original model again with {wanted}{plugin}"
 
 
-def parse_model(trt: Any, logger: Any, builder: Any, model: Path, *, fp16: bool) -> Any:
-    """Parse `model`. Returns the network. Raises TensorRTError with the parser's message.
+def parse_model(trt: Any, logger: Any, builder: Any, model: Path) -> Any:
+    """Parse `model`. Returns the network, which computes in the graph's types.
 
-    fp16: let TensorRT compute float32 operators in half precision.
+    Raises TensorRTError with the parser's message.
     """
-    flags = 0 if fp16 else 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
-    network = builder.create_network(flags)
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, logger)
     if parser.parse_from_file(str(model)):
         return network

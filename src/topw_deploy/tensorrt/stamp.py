@@ -51,7 +51,6 @@ class TensorRTStamp(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     gpu: _Line
     sm: _Int32
     plugin: _Line
-    precision: Literal["as exported", "fp16"]
     cache_length: _Int32
     profiles: Annotated[tuple[Profile, ...], Meta(min_length=1)]
     workspace: _Int64 | None

@@ -174,9 +174,6 @@ class GgufIntegers(GgufWeight, IntegerWeight):
     decode to exactly its values.
     """
 
-    def rows(self, rows: Rows) -> np.ndarray:
-        return GgufWeight.rows(self, rows)
-
     def matrix(self, rows: Rows = slice(None)) -> IntegerMatrix:
         layout, kind = _LAYOUTS[self.stored.kind], self.stored.kind
         _, size = _type_sizes(kind)
