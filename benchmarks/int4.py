@@ -78,10 +78,10 @@ def torch_losses(model: Any, rows: np.ndarray) -> np.ndarray:
 
 def graph_losses(folder: Path, rows: np.ndarray) -> np.ndarray:
     """Run the exported graph token by token. Returns its losses [rows, COLUMNS]."""
-    from topw_deploy.export.verification.reference import LogitsProbe
+    from topw_deploy.export.verification.reference import decoder_driver
     from topw_deploy.manifest import load_decoder_manifest
 
-    probe, found = LogitsProbe(folder, load_decoder_manifest(folder).decoder), np.empty((len(rows), COLUMNS))
+    probe, found = decoder_driver(folder, load_decoder_manifest(folder).decoder), np.empty((len(rows), COLUMNS))
     for start in range(0, len(rows), _BATCH):
         part = rows[start : start + _BATCH]
         probe.start(len(part))

@@ -109,7 +109,15 @@ WITHIN = {
 # below it, or a module.
 ORDER = (
     (
-        *("export/graph", "export/embedding", "export/source", "export/quantise", "export/options", "export/sampler"),
+        *(
+            "export/graph",
+            "export/products",
+            "export/embedding",
+            "export/source",
+            "export/quantise",
+            "export/options",
+            "export/sampler",
+        ),
         *("export/trace", "export/lowering", "export/foreign"),
         *("export/write", "export/verification", "export/traced_decoder", "export/pipeline"),
         *("export/sampler_only", "export"),

@@ -20,7 +20,7 @@ from tests.support.browser import FOLDER, needs_browser
 from tests.web.cases import case, drive, write_cases
 from topw_deploy.engine import Engine
 from topw_deploy.export.source.resolve import resolve
-from topw_deploy.export.verification.reference import LogitsProbe
+from topw_deploy.export.verification.reference import decoder_driver
 from topw_deploy.manifest import load_decoder_manifest
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling.geometry import SAMPLE_TEXT
@@ -159,7 +159,7 @@ def test_no_form_loses_perplexity(form: str, exported: Callable[[str], Path], re
     tokenizer = AutoTokenizer.from_pretrained(exported(form))
     ids = tokenizer("\n\n".join([SAMPLE_TEXT, *islice(topic_sections(), 8)]))["input_ids"][: ROWS * COLUMNS]
     rows = np.array(ids).reshape(ROWS, COLUMNS)
-    probe = LogitsProbe(exported(form), load_decoder_manifest(exported(form)).decoder)
+    probe = decoder_driver(exported(form), load_decoder_manifest(exported(form)).decoder)
     probe.start(ROWS)
     found = np.stack(
         [probe.step(rows[:, at : at + 1], np.ones((ROWS, at + 1), np.int64)) for at in range(COLUMNS - 1)], axis=1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from scipy.stats import entropy
 
 from tests.support.invoking import Invoke
 from tests.support.toy_model import EOS, Toy, byte_ids, export
-from topw_deploy.export.verification.reference import LogitsProbe
+from topw_deploy.export.verification.reference import CacheDriver, decoder_driver
 from topw_deploy.runtime.rule_settings import RuleSetting
 from topw_deploy.sampling import Geometry, TopWParameters, crop
 from topw_lab.stats.collect import CollectedRuns, collect
@@ -96,7 +97,12 @@ def test_the_models_own_penalties_are_applied_before_the_analysis(tmp_path: Path
 def test_steps_whose_kept_set_differs_from_the_reported_one_are_counted(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = LogitsProbe.step
-    monkeypatch.setattr(LogitsProbe, "step", lambda *arguments: np.roll(step(*arguments), 1, axis=1) * 2.0)
+    def rolled(*arguments: Any) -> CacheDriver:
+        driver = decoder_driver(*arguments)
+        step = driver.step
+        monkeypatch.setattr(driver, "step", lambda *columns: np.roll(step(*columns), 1, axis=1) * 2.0)
+        return driver
+
+    monkeypatch.setattr("topw_lab.stats.collect.decoder_driver", rolled)
     (summary,) = summarise(collect_texts(folder, *TEXTS, **GEOMETRY))
     assert summary.agreed < summary.whole.steps

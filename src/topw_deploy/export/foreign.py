@@ -15,7 +15,6 @@ from topw_deploy.errors import SourceError, UnsupportedModelError, one_line
 from topw_deploy.export.embedding import lookups_of
 from topw_deploy.export.graph import (
     Decoder,
-    find_input,
     initializer_tensors,
     is_constant,
     number_attribute,
@@ -171,8 +170,6 @@ def _compared_numbers(graph: ir.Graph) -> Iterator[int]:
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 # This operator writes the cache in place. It takes one length per row, so it silently misplaces left-padded rows.
 IN_PLACE = "GroupQueryAttention"
-_LENGTHS_INPUT = 5  # index of the operator's input seqlens_k: row lengths - 1
-_BETWEEN_SUM_AND_LENGTHS = ("Cast", "Sub", "Squeeze")  # operators from the sum of a mask's row to seqlens_k
 _ATTENTION_OPERATORS = (IN_PLACE, "Attention")
 # Inputs of unsupported layouts, and how to build the supported one.
 _OTHER_LAYOUTS = {
@@ -361,6 +358,7 @@ def _describe(graph: ir.Graph, folder: Path) -> tuple[DecoderInfo, list[str]]:
             name = value.const_value.dtype.name.lower()
             sizes[name] = sizes.get(name, 0) + value.const_value.nbytes
     operators = {node.op_type for node in graph}
+    least = max((state_window(node) for node in graph), default=0)
     info = DecoderInfo(
         model_type=str(config.text.get("model_type") or config.genai.get("type") or "unknown"),
         kv_form="shared" if in_place else "concat",
@@ -372,8 +370,8 @@ def _describe(graph: ir.Graph, folder: Path) -> tuple[DecoderInfo, list[str]]:
         weights_dtype=max(sizes, key=lambda name: sizes[name], default="float"),
         attention=next((name for name in _ATTENTION_OPERATORS if name in operators), ""),
         ragged_chunks=not in_place,
-        right_padding=in_place and takes_right_padding(graph),
-        buffer_least=max((state_window(node) for node in graph), default=0),
+        right_padding=in_place and not least,  # a node that caches a window places all rows by the longest one
+        buffer_least=least,
     )
     return info, notices
 
@@ -391,27 +389,7 @@ def _cache_size(value: ir.Value, axis: int, configured: int | None) -> int:
     return configured
 
 
-def takes_right_padding(graph: ir.Graph) -> bool:
-    """Whether every GroupQueryAttention takes its row lengths from the sums of the mask's rows.
-
-    False if a node caches only a window: such a node places all rows by the longest one, or fails.
-    """
-    mask = find_input(graph, "attention_mask")
-    nodes = [node for node in graph if node.op_type == IN_PLACE]
-    lengths = [optional_input(node, _LENGTHS_INPUT) for node in nodes]
-    return bool(nodes) and not any(map(state_window, nodes)) and all(_sums_rows(value, mask) for value in lengths)
-
-
 def state_window(node: ir.Node) -> int:
     """The number of tokens to which the node limits its cache; 0 for no limit."""
     window = number_attribute(node, "local_window_size")
     return int(window) if number_attribute(node, "sliding_window_cache") and 0 < window <= MOST_TOKENS else 0
-
-
-def _sums_rows(value: ir.Value | None, mask: ir.Value | None) -> bool:
-    """Whether `value` is computed from the sums of the rows of `mask` alone."""
-    node = value.producer() if value is not None else None
-    while node is not None and node.op_type in _BETWEEN_SUM_AND_LENGTHS:
-        source = optional_input(node, 0)
-        node = source.producer() if source is not None else None
-    return node is not None and node.op_type == "ReduceSum" and mask is not None and optional_input(node, 0) is mask

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -23,6 +23,8 @@ BLOCK_BYTES = 64 << 20
 
 Input: TypeAlias = ir.Value | np.ndarray | np.generic | int | Sequence[int] | None
 """An input of a node that `GraphEditor` adds. Python's integers become int64."""
+
+Found = TypeVar("Found")
 
 Read = Callable[[Any], np.ndarray]
 """Returns the values of a weight at a NumPy index, which consists of slices or ids."""
@@ -229,27 +231,26 @@ def required_input(graph: ir.Graph, name: str) -> ir.Value:
     return value
 
 
+def _required(found: Found | None, what: str) -> Found:
+    """`found`, which a valid graph has. Raises UnsupportedModelError for None."""
+    if found is None:
+        raise UnsupportedModelError(f"the decoder lacks {what}; export it again, with types inferred.")
+    return found
+
+
 def required_node_input(value: ir.Value | None) -> ir.Value:
     """The same value, an input that its node's operator requires. Raises UnsupportedModelError for None."""
-    if value is None:
-        raise UnsupportedModelError("a node lacks an input that its operator requires; export the decoder again.")
-    return value
+    return _required(value, "an input that an operator requires")
 
 
 def element_type(value: ir.Value) -> ir.DataType:
     """The element type of `value`. Raises UnsupportedModelError if the graph does not state it."""
-    if value.dtype is None:
-        raise UnsupportedModelError(
-            f"the value {value.name} has no element type; export the decoder with types inferred."
-        )
-    return value.dtype
+    return _required(value.dtype, f"the element type of {value.name}")
 
 
 def constant_of(initializer: ir.Value) -> ir.TensorProtocol:
     """The tensor of an initializer. Raises UnsupportedModelError for another value."""
-    if initializer.const_value is None:
-        raise UnsupportedModelError(f"the value {initializer.name} is not an initializer; export the decoder again.")
-    return initializer.const_value
+    return _required(initializer.const_value, f"the data of the initializer {initializer.name}")
 
 
 def is_constant(value: ir.Value | None) -> bool:
@@ -394,8 +395,8 @@ def _share_tied_head(graph: ir.Graph, table: ir.Value) -> None:
     for node in list(graph):
         if node.op_type != "MatMul" or node.domain or rank(node.inputs[0]) != 2:
             continue
-        weights = node.inputs[1]
-        if weights is None or not _is_transpose_of(weights, table):
+        transpose = producer(node.inputs[1], "Transpose")
+        if transpose is None or transpose.inputs[0] is not table:
             continue
         editor = GraphEditor(graph, "topw.head")
         product = editor.op("Gemm", [node.inputs[0], table], transB=1, dtype=node.outputs[0].dtype)
@@ -409,29 +410,6 @@ def _share_tied_head(graph: ir.Graph, table: ir.Value) -> None:
 def rank(value: ir.Value | None) -> int | None:
     """The number of axes of `value`; None if it is not known."""
     return None if value is None or value.shape is None else len(value.shape)
-
-
-def _is_transpose_of(value: ir.Value, table: ir.Value) -> bool:
-    """Whether `value` is the transposed table: by a Transpose node, or as another initializer with these values."""
-    producer = value.producer()
-    if producer is not None:
-        return producer.op_type == "Transpose" and producer.inputs[0] is table
-    copy, original = value.const_value, table.const_value
-    if copy is None or original is None or tuple(copy.shape) != tuple(original.shape)[::-1]:
-        return False
-    if isinstance(copy, LazyWeight) and isinstance(original, LazyWeight) and copy.key == (original.key, (1, 0)):
-        return True
-    return _equals_transposed(copy, original)
-
-
-def _equals_transposed(copy: ir.TensorProtocol, original: ir.TensorProtocol) -> bool:
-    """Whether `copy` has the values of `original` transposed. Compares in blocks if both can be read in parts."""
-    if not all(isinstance(tensor, LazyWeight) and tensor.read is not None for tensor in (copy, original)):
-        return bool(np.array_equal(copy.numpy().T, original.numpy()))
-    rows = int(original.shape[0])
-    step = max(1, BLOCK_BYTES // max(1, original.nbytes // max(1, rows)))
-    blocks = (slice(start, start + step) for start in range(0, rows, step))
-    return all(np.array_equal(copy.read((slice(None), block)).T, original.read(block)) for block in blocks)  # type: ignore[attr-defined]
 
 
 def _store_transposed(graph: ir.Graph) -> None:
@@ -450,8 +428,8 @@ def _store_transposed(graph: ir.Graph) -> None:
             graph.initializers.pop(source.name)
 
 
-FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
-"""The element types of weights that can be quantised."""
+FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+"""The element types of weights."""
 
 
 def stored_tensor(value: ir.Value | None, rank: int) -> ir.TensorProtocol | None:

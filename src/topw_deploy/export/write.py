@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import onnx_ir as ir
 from msgspec import structs
@@ -204,7 +204,7 @@ def onnx_data_files(model: ir.Model, source: Source) -> dict[str, Path]:
 
 
 def copy_data_files(model: ir.Model, source: Source, folder: Path, advance: Advance, *, hard_link: bool) -> None:
-    """Copy the data files of an ONNX decoder to `folder`. Where the file system can clone files, this takes no space.
+    """Copy the data files of an ONNX decoder to `folder`.
 
     hard_link: make hard links where the file system can. That takes no time or space, but onnx and onnx_ir refuse
         hard-linked data files as an attack. onnxruntime accepts them, but not symbolic links.
@@ -223,25 +223,9 @@ def copy_data_files(model: ir.Model, source: Source, folder: Path, advance: Adva
                 advance(real.stat().st_size)
                 continue
         with real.open("rb") as read, target.open("wb") as write:
-            _copy(read, write, advance)
-
-
-def _copy(read: BinaryIO, write: BinaryIO, advance: Advance) -> None:
-    """Copy the whole file: in the kernel, which may share blocks, or else part by part."""
-    with contextlib.suppress(AttributeError):  # systems other than Linux
-        while True:
-            try:
-                copied = os.copy_file_range(read.fileno(), write.fileno(), _COPY_PART)
-            except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-                    raise
-                break  # the file systems cannot
-            if copied == 0:
-                return
-            advance(copied)
-    while part := read.read(_COPY_PART):
-        write.write(part)
-        advance(len(part))
+            while part := read.read(_COPY_PART):
+                write.write(part)
+                advance(len(part))
 
 
 @contextlib.contextmanager

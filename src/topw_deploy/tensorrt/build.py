@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import threading
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from topw_deploy.errors import ParameterError, TensorRTError
-from topw_deploy.folders import atomic_file, open_regular
+from topw_deploy.folders import atomic_file, read_bounded
 from topw_deploy.install import installed_version
 from topw_deploy.manifest import MANIFEST_NAME, MODEL_NAME, DecoderManifest, load_decoder_manifest, sha256_of
 from topw_deploy.progress import SILENT, Advance, Progress
@@ -32,6 +31,7 @@ from topw_deploy.tensorrt.stamp import (
     write_stamp,
 )
 
+_LARGEST_TIMINGS = 1 << 30  # bytes
 _USUAL_SEQUENCE = 1024  # tokens of a row per run: longer chunks take more memory and are not faster
 
 
@@ -93,7 +93,7 @@ def build_engine(
     sampler = f"the sampler as a function: {why_no_plugin}" if why_no_plugin else "the sampler as a plugin"
     progress.say(f"TensorRT {platform.tensorrt}, {platform.gpu} (sm_{platform.sm}), {sampler}")
 
-    def write(stream: _HashedFile) -> None:
+    def write(stream: BinaryIO) -> None:
         logger = check.new_logger(trt)
         builder = check.create_object(trt, "Builder", logger)
         network = check.parse_model(trt, logger, builder, out / MODEL_NAME)
@@ -102,14 +102,15 @@ def build_engine(
             _read_timing_cache(config, timing_cache)
         _run_builder(trt, builder, network, config, stream, logger, progress)
         if timing_cache is not None:
-            _write_timing_cache(config, timing_cache)
+            with atomic_file(timing_cache) as cache:
+                cache.write(memoryview(config.get_timing_cache().serialize()))
 
     try:
-        path, size, digest = _write_engine(out, platform, write)
+        path = _write_engine(out, platform, write)
         stamp = TensorRTStamp(
             engine=path.name,
-            size=size,
-            sha256=digest,
+            size=path.stat().st_size,
+            sha256=sha256_of(path),
             manifest=sha256_of(out / MANIFEST_NAME),
             **vars(platform),
             plugin="" if why_no_plugin else check.BUILT_WITH,
@@ -123,7 +124,8 @@ def build_engine(
     except BrokenPipeError:  # the terminal that shows the progress was closed
         raise
     except OSError as error:
-        raise TensorRTError(f"{out / FOLDER} cannot be written: {error.strerror or error}; make room.") from None
+        place = error.filename or out / FOLDER
+        raise TensorRTError(f"{place} cannot be read or written: {error.strerror or error}; make room.") from None
     return BuiltEngine(path, stamp, time.perf_counter() - started)
 
 
@@ -163,8 +165,8 @@ def _choose_plugin(trt: Any, plugin: str) -> str:
     return "--plugin none was given"
 
 
-def _write_engine(out: Path, platform: EnginePlatform, write: Callable[[_HashedFile], None]) -> tuple[Path, int, str]:
-    """Write an engine's file atomically with `write`. Returns (its path, size in bytes, SHA-256)."""
+def _write_engine(out: Path, platform: EnginePlatform, write: Callable[[BinaryIO], None]) -> Path:
+    """Write an engine's file atomically with `write`. Returns its path."""
     folder = out / FOLDER
     if reason := folder_problem(out):
         raise TensorRTError(f"{folder} {reason}; remove it, and build again.")
@@ -172,22 +174,9 @@ def _write_engine(out: Path, platform: EnginePlatform, write: Callable[[_HashedF
     gpu = re.sub(r"[^a-z0-9]+", "-", platform.gpu.lower()).strip("-")[:60] or "gpu"
     path = folder / f"{gpu}-sm{platform.sm}-tensorrt{platform.tensorrt}{ENGINE_SUFFIX}"
     with atomic_file(path) as stream:
-        hashed = _HashedFile(stream)
-        write(hashed)
-        size = stream.tell()
+        write(stream)
         path.with_suffix(STAMP_SUFFIX).unlink(missing_ok=True)  # an engine without a stamp is not used
-    return path, size, hashed.digest.hexdigest()
-
-
-class _HashedFile:
-    """Writes bytes to a file and adds them to a hash."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream, self.digest = stream, hashlib.sha256()
-
-    def write(self, data: bytes | memoryview) -> None:
-        self._stream.write(data)
-        self.digest.update(data)
+    return path
 
 
 def _configure(
@@ -209,32 +198,15 @@ def _configure(
 
 
 def _read_timing_cache(config: Any, path: Path) -> None:
-    try:
-        with open_regular(path, follow=True) as stream:
-            data = stream.read()
-    except FileNotFoundError:
-        data = b""
-    except OSError as error:
-        raise TensorRTError(f"the timing cache {path} cannot be read: {error.strerror or error}.") from None
-    cache = config.create_timing_cache(data)
+    cache = config.create_timing_cache(read_bounded(path, _LARGEST_TIMINGS, follow=True) if path.exists() else b"")
     if cache is None or not config.set_timing_cache(cache, False):
         raise TensorRTError(
             f"the timing cache {path} is from another GPU or TensorRT version; delete it, or give another file."
         )
 
 
-def _write_timing_cache(config: Any, path: Path) -> None:
-    try:
-        with atomic_file(path) as stream:
-            stream.write(memoryview(config.get_timing_cache().serialize()))
-    except OSError as error:
-        raise TensorRTError(
-            f"the timing cache {path} cannot be written: {error.strerror or error}; make room, or give another file."
-        ) from None
-
-
 def _run_builder(
-    trt: Any, builder: Any, network: Any, config: Any, stream: _HashedFile, logger: Any, progress: Progress
+    trt: Any, builder: Any, network: Any, config: Any, stream: BinaryIO, logger: Any, progress: Progress
 ) -> None:
     """Build the engine and write it piece by piece, without a second copy of the weights.
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.export.verification.reference import LogitsProbe
+from topw_deploy.export.verification.reference import CacheDriver, decoder_driver
 from topw_deploy.progress import SILENT, Progress
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.inputs import EditInputs
@@ -227,7 +227,7 @@ def collect(
                     generated[-1].append([AnalysedText(*pair) for pair in pairs])
                     advance(len(part))
     progress.say("Analysing every step")
-    probe = LogitsProbe(folder, manifest.decoder)
+    probe = decoder_driver(folder, manifest.decoder)
     runs = []
     total = sum(len(text.result.token_ids) for batches in generated for batch in batches for text in batch)
     with progress.bar(total, "tokens") as advance:
@@ -256,7 +256,7 @@ def collect(
 
 
 def _steps(
-    probe: LogitsProbe, batch: Sequence[AnalysedText]
+    probe: CacheDriver, batch: Sequence[AnalysedText]
 ) -> Iterator[tuple[AnalysedText, int, NDArray[np.float32]]]:
     """Yield (text, position, edited logits [V]) of every step of a batch."""
     edits = EditInputs(len(batch))

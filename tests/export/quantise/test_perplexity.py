@@ -24,7 +24,7 @@ from topw_deploy.export.verification.quantised import (
     perplexity_check,
     quantised_checks,
 )
-from topw_deploy.export.verification.reference import LogitsProbe, TorchReference
+from topw_deploy.export.verification.reference import TorchReference, decoder_driver
 from topw_deploy.export.verification.sampler import graph_geometry
 from topw_deploy.manifest import Check, Note, load_decoder_manifest
 from topw_deploy.tiny import tiny_model_path
@@ -73,7 +73,7 @@ def measure_perplexity(folder: Path, reference: TorchReference, monkeypatch: pyt
     text = evaluation_text(folder, manifest, reference.parameters)
     assert text is not None
     geometry = graph_geometry(folder, manifest.sampler.options, manifest.sampler.vocab_size)
-    probe = LogitsProbe(folder, manifest.decoder)
+    probe = decoder_driver(folder, manifest.decoder)
     check = next(quantised_checks(probe, reference, text, manifest, (geometry, geometry)))
     assert isinstance(check, Check)
     return check

@@ -290,11 +290,7 @@ def test_a_type_that_is_no_type_is_named_not_the_architecture(name: str, tmp_pat
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (
-            {"rope_parameters": {"rope_type": "magic", "rope_theta": 1e4}},
-            "rope_type 'magic', which transformers does not know",
-        ),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": "10000"}}, "rope_theta '10000' as text"),
+        ({"rope_parameters": {"rope_type": "magic", "rope_theta": 1e4}}, "does not know .*: 'magic'"),
         ({"hidden_act": "magic"}, r"\(transformers does not know this value of config.json: 'magic'\)"),
     ],
 )

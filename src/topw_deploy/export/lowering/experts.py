@@ -203,8 +203,6 @@ def interleave_rows(stack: LazyWeight) -> LazyWeight:
 
 def _lazy(tensor: ir.TensorProtocol) -> LazyWeight:
     """`tensor` as a LazyWeight, which can be read one expert at a time."""
-    if isinstance(tensor, LazyWeight):
-        return tensor
     shape = tuple(int(size) for size in tensor.shape)
     read = lambda index: tensor.numpy()[index]  # noqa: E731
     return LazyWeight(id(tensor), tensor.dtype, shape, lambda: tensor, read, tensor.name)

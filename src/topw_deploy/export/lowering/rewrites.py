@@ -17,6 +17,7 @@ from topw_deploy.export.graph import (
     GraphEditor,
     attribute_values,
     constant_integer,
+    constant_of,
     fixed_size,
     is_constant,
     producer,
@@ -24,6 +25,7 @@ from topw_deploy.export.graph import (
     rewrite_each,
 )
 from topw_deploy.export.lowering.rotary import rotary_producer
+from topw_deploy.export.products import Product, match_product
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ def _linear_output_behind(value: ir.Value | None) -> ir.Value | None:
         node = value.producer()
         if node is None or node.domain:
             return None
-        if node.op_type == "MatMul" or (node.op_type == "Add" and _adds_bias(node)):
+        if _product_of(value) is not None:
             ends.append(value)
         elif node.op_type in _ELEMENTWISE:
             pending += node.inputs
@@ -175,38 +177,28 @@ def _linear_output_behind(value: ir.Value | None) -> ir.Value | None:
     return ends[0] if len(ends) == 1 else None
 
 
-def _adds_bias(add: ir.Node) -> bool:
-    """Whether `add` adds an initializer to a product."""
-    nodes = [value.producer() for value in add.inputs if value is not None and not value.is_initializer()]
-    return len(nodes) == 1 and nodes[0] is not None and nodes[0].op_type == "MatMul"
-
-
 def _fuse_products(editor: GraphEditor, parts: Sequence[ir.Value], label: str) -> ir.Value | None:
     """Compute all `parts` by one product; None if impossible.
 
     The weight's name joins the names of the parts' weights, so that the patterns of --exclude-nodes still match it.
     """
-    linear = [_linear_layer(part) for part in parts]
-    if any(one is None for one in linear):
+    products = [product for part in parts if (product := _product_of(part)) is not None]
+    kinds = {(id(product.data), product.by_output, product.bias is None) for product in products}
+    if len(products) < len(parts) or len(kinds) > 1:
         return None
-    sources, weights, biases = zip(*(one for one in linear if one is not None), strict=True)
-    if any(source is not sources[0] for source in sources) or len({bias is None for bias in biases}) > 1:
-        return None
-    transposed = {_is_transposed(weight) for weight in weights}  # stored as [out, in]
-    if len(transposed) > 1:
-        return None
-    stored = [weight.producer().inputs[0] if transposed == {True} else weight for weight in weights]
-    axis = 0 if transposed == {True} else 1
-    tensor = concatenated([value.const_value for value in stored], axis)
-    weight = editor.initializer(tensor, editor.unique(_joined_name(stored, label)))
+    first = products[0]
+    axis = 0 if first.by_output else 1
+    tensor = concatenated([product.tensor for product in products], axis)
+    weight = editor.initializer(tensor, editor.unique(_joined_name([product.weight for product in products], label)))
     width = fixed_size(weight, axis)
-    if transposed == {True}:
+    if first.by_output:
         weight = editor.op("Transpose", [weight], perm=[1, 0], dtype=parts[0].dtype)
     shape: list[int | str | None] = ["batch_size", "sequence_length", width]
-    whole = editor.op("MatMul", [sources[0], weight], dtype=parts[0].dtype, shape=shape)
-    if biases[0] is None:
+    whole = editor.op("MatMul", [first.data, weight], dtype=parts[0].dtype, shape=shape)
+    biases = [product.bias for product in products if product.bias is not None]
+    if not biases:
         return whole
-    terms = concatenated([bias.const_value for bias in biases])
+    terms = concatenated([constant_of(bias) for bias in biases])
     bias = editor.initializer(terms, editor.unique(_joined_name(biases, label)))
     return editor.op("Add", [whole, bias], dtype=parts[0].dtype, shape=shape)
 
@@ -215,34 +207,15 @@ def _joined_name(values: Sequence[ir.Value], label: str) -> str:
     return f"{'+'.join(str(value.name) for value in values)}.{label}"
 
 
-def _linear_layer(value: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value | None] | None:
-    """The input, weight [in, out] and bias [out] or None of the linear layer that makes `value`; None if none does."""
-    bias = None
+def _product_of(value: ir.Value) -> Product | None:
+    """The product, with its bias if it has one, whose output is `value`; None if there is none."""
     add = producer(value, "Add")
-    if add is not None:
-        places = [place for place, term in enumerate(add.inputs) if _is_stored(term, 1)]
-        if len(places) != 1:
-            return None
-        bias, value = add.inputs[places[0]], add.inputs[1 - places[0]]
-    product = producer(value, "MatMul")
-    if product is None or None in product.inputs:
-        return None
-    source, weight = product.inputs
-    if not _is_stored(weight, 2) and not _is_transposed(weight):
-        return None
-    return source, weight, bias
-
-
-def _is_transposed(weight: ir.Value) -> bool:
-    """Whether `weight` is a stored matrix behind a Transpose."""
-    node = producer(weight, "Transpose")
-    return node is not None and _is_stored(node.inputs[0], 2)
-
-
-def _is_stored(value: ir.Value | None, axes: int) -> bool:
-    """Whether `value` is an initializer with this number of axes."""
-    stored = None if value is None or value.is_graph_input() else value.const_value
-    return stored is not None and len(stored.shape) == axes
+    factors = [value] if add is None else add.inputs
+    for node in (producer(factor, "MatMul") for factor in factors):
+        product = None if node is None else match_product(node)
+        if product is not None and product.nodes[-1].outputs[0] is value:
+            return product
+    return None
 
 
 def concatenated(tensors: Sequence[ir.TensorProtocol], axis: int = -1) -> ir.TensorProtocol:

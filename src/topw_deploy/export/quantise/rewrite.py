@@ -17,6 +17,7 @@ import onnx_ir as ir
 from topw_deploy.errors import ParameterError, UnsupportedModelError
 from topw_deploy.export.embedding import EmbeddingNode
 from topw_deploy.export.graph import GraphEditor, attribute_values, initializer_tensors, stored_tensor
+from topw_deploy.export.products import Product
 from topw_deploy.export.quantise.blocks import (
     BlockValues,
     QuantisedWeight,
@@ -32,7 +33,6 @@ from topw_deploy.export.quantise.weights import (
     DOMAIN,
     MOE_MATRICES,
     ExpertWeight,
-    Product,
     QuantisableWeights,
     find_products,
 )

@@ -42,7 +42,6 @@ from topw_deploy.export.source.text_decoder import (
     rope_notices,
     silence_transformers,
     text_decoder,
-    wrong_rope,
 )
 from topw_deploy.manifest import SourceTensors
 
@@ -285,8 +284,7 @@ def _load_model(
         except TopWError:
             raise
         except Exception as error:  # foreign models and damaged files can raise anything
-            cause = wrong_rope(config) or _cause(error)
-            raise _LoadError(f"the model in {folder} cannot be loaded ({cause}); check its files.") from error
+            raise _LoadError(f"the model in {folder} cannot be loaded ({_cause(error)}); check its files.") from error
     not_taken = set(stored).difference(*used.values()) if used is not None else set()
     if used is None:
         stored, used, not_taken = _match_names(stored, model, unread_names)

@@ -27,7 +27,6 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from topw_deploy.errors import SourceError, UnsupportedModelError, one_line
@@ -320,18 +319,6 @@ def _refuse_settings(folder: Path, error: Exception) -> None:
             f"{folder / 'config.json'} is not a configuration of {config['model_type']} ({one_line(error)}); correct "
             "the setting."
         ) from error
-
-
-def wrong_rope(config: Any) -> str | None:
-    """Return a clause on a RoPE parameter that transformers cannot use; None if there is none."""
-    for kind in _rope_kinds(config.get_text_config(decoder=True)):
-        name = kind.get("rope_type", kind.get("type"))
-        if name not in (None, "default", *ROPE_INIT_FUNCTIONS):
-            return f"config.json states the rope_type {name!r}, which transformers does not know"
-        texts = [key for key, value in kind.items() if isinstance(value, str) and key not in ("rope_type", "type")]
-        if texts:
-            return f"config.json states {texts[0]} {kind[texts[0]]!r} as text instead of a number"
-    return None
 
 
 def rope_notices(config: Any, stated: dict[str, Any]) -> list[str]:

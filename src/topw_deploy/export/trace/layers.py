@@ -98,7 +98,7 @@ class RepeatedLayers:
         if not isinstance(hidden, Tensor):
             raise IrregularLayersError(f"layer {number} takes no hidden states")
         others = (bool(args), args[1:], kwargs)
-        key = self._structures[number], hidden.dtype, _sizes(hidden), _argument_key(others)
+        key = self._structures[number], hidden.dtype, _sizes(hidden), _key(others, _argument_key)
         kind = self._kinds.get(key)
         if kind is not None:
             attributes = {"layer": number, "traced": kind.number}
@@ -252,14 +252,19 @@ class _Object:
         return id(self.value)
 
 
-def _argument_key(value: Any) -> Any:
-    """Equal for equal plain values and containers of them, and for other objects if they are the same."""
+def _key(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Equal for equal plain values and containers of them, and for other objects if `leaf` is."""
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, Mapping):
-        return tuple((name, _argument_key(each)) for name, each in value.items())
-    if isinstance(value, tuple | list):
-        return tuple(_argument_key(each) for each in value)
+        return tuple((name, _key(each, leaf)) for name, each in value.items())
+    if isinstance(value, tuple | list | set | frozenset):
+        return type(value), tuple(_key(each, leaf) for each in value)
+    return leaf(value)
+
+
+def _argument_key(value: Any) -> Any:
+    """Equal for the same object."""
     if isinstance(value, Tensor | Cache | SimpleNamespace | FunctionType):
         return _Object(value)
     raise IrregularLayersError(f"layers get an argument of {type(value).__name__}")
@@ -275,24 +280,18 @@ def _structure(layer: nn.Module, number: int, uses: Counter[int]) -> Any:
         return object()
     parts = {id(part): name for name, part in layer.named_modules()}
 
-    def key(value: Any) -> Any:
-        """Equal for equal plain values and containers of them, equal places in the layer, and the same objects."""
-        if isinstance(value, _PLAIN):
-            return type(value), value
-        if isinstance(value, tuple | list | set | frozenset):
-            return type(value), tuple(map(key, value))
-        if isinstance(value, dict):
-            return type(value), tuple((name, key(each)) for name, each in value.items())
+    def leaf(value: Any) -> Any:
+        """Equal for equal places in the layer, for functions with equal arguments, and for the same objects."""
         if isinstance(value, partial):
-            return key((value.func, value.args, value.keywords))
+            return _key((value.func, value.args, value.keywords), leaf)
         if isinstance(value, MethodType):
-            return value.__func__, key(value.__self__)
+            return value.__func__, leaf(value.__self__)
         return parts.get(id(value), id(value))
 
     def attributes(part: nn.Module) -> Any:
         held = {name: value for name, value in vars(part).items() if name not in _MODULE_PARTS}
         numbers = {name for name in _NUMBERS if type(held.get(name)) is int and held[name] == number}
-        return type(part), tuple((name, None if name in numbers else key(value)) for name, value in held.items())
+        return type(part), tuple((name, None if name in numbers else _key(value, leaf)) for name, value in held.items())
 
     shapes = tuple((name, tuple(parameter.shape), parameter.dtype) for name, parameter in parameters)
     buffers = tuple((name, _buffer_key(buffer)) for name, buffer in layer.named_buffers())

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from topw_deploy.export.verification.reference import LogitsProbe, Reference
+from topw_deploy.export.verification.reference import CacheDriver, Reference
 from topw_deploy.export.verification.run import LEFT_PADDED, RIGHT_PADDED
 from topw_deploy.manifest import Check, DecoderInfo, DecoderManifest, ModelFolder, NotCompared
 from topw_deploy.runtime import TopWModel
@@ -23,7 +23,7 @@ BOUNDS = {"float": 1e-4, "float16": 1e-2}
 
 
 def decoder_checks(
-    probe: LogitsProbe, reference: Reference, decoder: DecoderInfo, sequences: list[np.ndarray]
+    probe: CacheDriver, reference: Reference, decoder: DecoderInfo, sequences: list[np.ndarray]
 ) -> Iterator[Check]:
     """Compare logits on `sequences`, token ids [n] each, longest first. Batches are padded on the sides that may be."""
     wanted = [reference.logits(ids) for ids in sequences]
@@ -54,7 +54,7 @@ def decoder_checks(
         yield check(RIGHT_PADDED, _padded_differences(probe, sequences, wanted, left=False), f"lengths {lengths}")
 
 
-def _run_differences(probe: LogitsProbe, ids: np.ndarray, wanted: np.ndarray, runs: list[int]) -> list[float]:
+def _run_differences(probe: CacheDriver, ids: np.ndarray, wanted: np.ndarray, runs: list[int]) -> list[float]:
     """Run `ids` in runs of these sizes. Returns the difference of each run's logits from its row of `wanted`."""
     probe.start(1)
     differences, end = [], 0
@@ -66,7 +66,7 @@ def _run_differences(probe: LogitsProbe, ids: np.ndarray, wanted: np.ndarray, ru
 
 
 def _padded_differences(
-    probe: LogitsProbe, sequences: list[np.ndarray], wanted: list[np.ndarray], *, left: bool
+    probe: CacheDriver, sequences: list[np.ndarray], wanted: list[np.ndarray], *, left: bool
 ) -> list[float]:
     """Run the sequences as a padded batch: all columns but the last two at once, then these one by one.
 

@@ -20,7 +20,7 @@ import onnx_ir as ir
 from msgspec.structs import replace
 
 from topw_deploy.errors import TokenizerError, VerificationError, one_line
-from topw_deploy.export.verification.reference import LogitsProbe, Reference
+from topw_deploy.export.verification.reference import CacheDriver, Reference
 from topw_deploy.manifest import (
     MODEL_NAME,
     Check,
@@ -160,7 +160,7 @@ class Loss:
 
 
 def quantised_checks(
-    probe: LogitsProbe,
+    probe: CacheDriver,
     reference: Reference,
     text: EvaluationText,
     manifest: DecoderManifest,

@@ -253,19 +253,9 @@ def open_session(
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
-class LogitsProbe:
+def decoder_driver(folder: Path, decoder: DecoderInfo) -> CacheDriver:
     """The exported decoder without its sampler: ids go in, the sampler's input `logits` comes out."""
-
-    def __init__(self, folder: Path, decoder: DecoderInfo) -> None:
-        self._driver = cache_driver(open_graph(folder, decoder_model(folder)), decoder, LOGITS)
-
-    def start(self, batch: int) -> None:
-        """See `CacheDriver.start`."""
-        self._driver.start(batch)
-
-    def step(self, ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
-        """See `CacheDriver.step`."""
-        return self._driver.step(ids, attention_mask)
+    return cache_driver(open_graph(folder, decoder_model(folder)), decoder, LOGITS)
 
 
 def decoder_model(folder: Path, *, argmax: bool = False) -> ir.Model:

@@ -35,11 +35,12 @@ from topw_deploy.export.verification.quantised import (
     quantised_checks,
 )
 from topw_deploy.export.verification.reference import (
-    LogitsProbe,
+    CacheDriver,
     OriginalDecoderReference,
     Reference,
     SamplerProbe,
     TorchReference,
+    decoder_driver,
 )
 from topw_deploy.export.verification.run import PairDistance, Result, format_result, record_of
 from topw_deploy.export.verification.sampler import check_bound, graph_geometry, rule_checks, sampler_checks
@@ -102,7 +103,7 @@ def _run_checks(
     sequences = _test_sequences(folder, manifest)
     geometry = graph_geometry(folder, manifest.sampler.options, manifest.sampler.vocab_size)
     runs_here = decoder.kv_dtype in ("float", "float16")
-    probe = LogitsProbe(folder, decoder) if runs_here else None
+    probe = decoder_driver(folder, decoder) if runs_here else None
     if reference is None:
         yield NotCompared("decoder logits", task["no_reference"])
     elif probe is None:
@@ -143,7 +144,7 @@ def _check_quantisation(
             graph_geometry(folder, sampler.options, sampler.vocab_size),
             reference.geometry(sampler.options.metric, sampler.vocab_size),
         )
-        probe = LogitsProbe(folder, manifest.decoder)
+        probe = decoder_driver(folder, manifest.decoder)
         yield from quantised_checks(probe, reference, text, manifest, geometries)
     rows = StoredRows.of(Path(task["checkpoint"]))
     scheme = Quantisation.from_dict(manifest.decoder.quantisation)
@@ -201,7 +202,7 @@ def _test_sequences(folder: Path, manifest: DecoderManifest) -> list[np.ndarray]
 
 
 def _sampler_logits(
-    probe: LogitsProbe | None, reference: Reference | None, sequences: list[np.ndarray]
+    probe: CacheDriver | None, reference: Reference | None, sequences: list[np.ndarray]
 ) -> np.ndarray | None:
     """Logits after up to four prefixes of the longest sequence, float32 [n, vocab]; for the checks of the sampler.
 
