@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.graph import (
     GraphEditor,
     LazyWeight,
+    Read,
     constant_of,
     find_input,
     is_constant,
@@ -185,10 +185,6 @@ def _fixed_shape(value: ir.Value) -> tuple[int, ...]:
     return tuple(int(size) for size in shape)  # type: ignore[arg-type]
 
 
-ReadRows = Callable[[np.ndarray], np.ndarray]
-"""Returns the rows of ids int64 [n]: float32 [n, hidden]."""
-
-
 class EmbeddingTable:
     """A graph's embedding table as an array-like float32 [rows, hidden] that reads rows on demand.
 
@@ -202,36 +198,37 @@ class EmbeddingTable:
 
     def __getitem__(self, index: Any) -> np.ndarray:
         """The rows of a slice or of ids, integers [n]: float32 [n, hidden]."""
-        ids = np.arange(self.shape[0])[index] if isinstance(index, slice) else np.asarray(index, dtype=np.int64)
-        return self._read(ids)
+        rows = slice(*index.indices(self.shape[0])) if isinstance(index, slice) else np.asarray(index, dtype=np.int64)
+        return self._read(rows).astype(np.float32)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """The whole table, for callers that cannot read blocks."""
         return self[:].astype(dtype or self.dtype)
 
 
-def _stored_rows(embedding: EmbeddingNode) -> ReadRows | None:
+def _stored_rows(embedding: EmbeddingNode) -> Read | None:
     """A function that reads rows of the initializer of a Gather; None for other lookups."""
     if embedding.node.op_type != "Gather":
         return None
-    value, made = embedding.data[0], producer(embedding.data[0], "Transpose")
-    transposed = made is not None and made.inputs[0] is not None
-    if made is not None and made.inputs[0] is not None:
-        value = made.inputs[0]
-    if value.producer() is not None:
+    transpose = producer(embedding.data[0], "Transpose")
+    value = embedding.data[0] if transpose is None else transpose.inputs[0]
+    if value is None or value.producer() is not None or value.const_value is None:
         return None
-    tensor = value.const_value
-    if tensor is None:
-        return None
-    if isinstance(tensor, ir.ExternalTensor):
-        return _mapped_rows(tensor, transposed)
+    read = part_reader(value.const_value)
+    return read if transpose is None else lambda rows: read((slice(None), rows)).T
+
+
+def part_reader(tensor: ir.TensorProtocol) -> Read:
+    """A function that reads the part of `tensor` at an index.
+
+    It maps a data file for each read, which then releases the pages.
+    """
     if isinstance(tensor, LazyWeight) and tensor.read is not None:
-        read = tensor.read
-        if transposed:
-            return lambda ids: read((slice(None), ids)).T.astype(np.float32)
-        return lambda ids: read(ids).astype(np.float32)
-    array = tensor.numpy().T if transposed else tensor.numpy()
-    return lambda ids: np.asarray(array[ids]).astype(np.float32)
+        return tensor.read
+    if isinstance(tensor, ir.ExternalTensor):
+        return lambda index: stored_array(tensor)[index]
+    array = tensor.numpy()
+    return lambda index: array[index]
 
 
 def stored_array(tensor: ir.TensorProtocol) -> np.ndarray:
@@ -246,19 +243,7 @@ def stored_array(tensor: ir.TensorProtocol) -> np.ndarray:
     return np.memmap(tensor.path, dtype=tensor.dtype.numpy(), mode="r", offset=tensor.offset or 0, shape=shape)
 
 
-def _mapped_rows(tensor: ir.ExternalTensor, transposed: bool) -> ReadRows:
-    """A function that reads rows of a data file. It maps the file for each read, which then releases the pages."""
-
-    def read(ids: np.ndarray) -> np.ndarray:
-        array = stored_array(tensor)
-        rows = array.T if transposed else array
-        consecutive = len(ids) > 0 and ids[-1] - ids[0] == len(ids) - 1 and bool((np.diff(ids) == 1).all())
-        return np.asarray(rows[ids[0] : ids[-1] + 1] if consecutive else rows[ids]).astype(np.float32)
-
-    return read
-
-
-def _looked_up_rows(embedding: EmbeddingNode) -> ReadRows:
+def _looked_up_rows(embedding: EmbeddingNode) -> Read:
     """A function that looks rows up with the decoder's own nodes, in onnxruntime."""
     import onnxruntime
 
@@ -268,7 +253,8 @@ def _looked_up_rows(embedding: EmbeddingNode) -> ReadRows:
     session = onnxruntime.InferenceSession(
         ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
-    return lambda ids: session.run(["rows"], {"ids": ids.astype(np.int64), **feeds})[0].astype(np.float32)
+    ids = np.arange(embedding.rows)
+    return lambda rows: np.asarray(session.run(["rows"], {"ids": ids[rows], **feeds})[0])
 
 
 def _lookup_model(embedding: EmbeddingNode) -> tuple[ir.Model, dict[str, np.ndarray]]:

@@ -21,7 +21,7 @@ from topw_deploy.export.graph import (
     required_input,
 )
 from topw_deploy.export.sampler.node import NEWEST_OPSET, OLDEST_OPSET
-from topw_deploy.export.source.files import read_json, text_part
+from topw_deploy.export.source.files import json_object, read_json, text_part
 from topw_deploy.manifest import MOST_TOKENS, DecoderInfo, State, key_value_states
 
 _COS_CACHE_INPUTS = {"GroupQueryAttention": 7, "RotaryEmbedding": 2}  # index in com.microsoft's operators
@@ -81,7 +81,7 @@ def window_of(config: dict[str, Any], genai: dict[str, Any]) -> Window | None:
             return Window(size, None)
         sliding = sum(kind == "sliding_attention" for kind in types)
         return Window(size, sliding) if sliding else None
-    stated = _object(genai, "sliding_window")
+    stated = json_object(genai.get("sliding_window"))
     size = stated.get("window_size")
     if not isinstance(size, int) or size <= 0:
         return None
@@ -216,8 +216,8 @@ class _Configuration:
 
     def __init__(self, folder: Path) -> None:
         self.text = text_part(read_json(folder / "config.json"))
-        self.genai = _object(read_json(folder / "genai_config.json"), "model")
-        self.decoder = _object(self.genai, "decoder")
+        self.genai = json_object(read_json(folder / "genai_config.json").get("model"))
+        self.decoder = json_object(self.genai.get("decoder"))
 
     def count(self, *names: str) -> int | None:
         """The first of the settings `names` that is an integer, or None.
@@ -243,11 +243,6 @@ class _Configuration:
             return stated
         hidden, heads = self.count("hidden_size", "n_embd"), self.count("num_attention_heads", "n_head")
         return hidden // heads if hidden and heads else None
-
-
-def _object(data: dict[str, Any], name: str) -> dict[str, Any]:
-    value = data.get(name)
-    return value if isinstance(value, dict) else {}
 
 
 def _check_data_files(model: ir.Model, file: Path) -> None:

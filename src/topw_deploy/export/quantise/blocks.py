@@ -16,8 +16,8 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.errors import ExportError
-from topw_deploy.export.embedding import stored_array
-from topw_deploy.export.graph import GraphEditor, LazyWeight
+from topw_deploy.export.embedding import part_reader
+from topw_deploy.export.graph import GraphEditor
 from topw_deploy.export.quantise.rounding import BLOCK_SIZES, Quantisation, search_blocks
 from topw_deploy.export.source.files import IntegerMatrix, IntegerWeight
 from topw_deploy.export.source.quantised import QuantisedCheckpoint
@@ -174,14 +174,10 @@ def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
 
 def row_reader(tensor: ir.TensorProtocol, by_output: bool) -> ReadRows:
     """Return a function that reads outputs of `tensor`: rows if `by_output`, else columns."""
-    if isinstance(tensor, LazyWeight) and tensor.read is not None:
-        read = tensor.read
-        if by_output:
-            return lambda start, stop: read(slice(start, stop))
-        return lambda start, stop: read((slice(None), slice(start, stop))).T
-    array = stored_array(tensor)
-    rows = array if by_output else array.T
-    return lambda start, stop: rows[start:stop]
+    read = part_reader(tensor)
+    if by_output:
+        return lambda start, stop: read(slice(start, stop))
+    return lambda start, stop: read((slice(None), slice(start, stop))).T
 
 
 class BlockValues(NamedTuple):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.export.source.files import SPECIAL_IDS, read_json, special_ids, text_part
+from topw_deploy.export.source.files import SPECIAL_IDS, json_object, read_json, special_ids, text_part
 from topw_deploy.export.source.resolve import GENAI_CONFIG, Source
 from topw_deploy.manifest import MODEL_NAME, SettingUse
 from topw_deploy.runtime.parameters import PARAMETERS
@@ -95,8 +95,7 @@ def _first_json(source: Source, name: str) -> dict[str, Any]:
 
 
 def _genai_model(source: Source) -> dict[str, Any]:
-    model = _first_json(source, GENAI_CONFIG).get("model")
-    return model if isinstance(model, dict) else {}
+    return json_object(_first_json(source, GENAI_CONFIG).get("model"))
 
 
 def write_configuration(source: Source, output: Path, num_hidden_layers: int | None) -> GenerationSettings:

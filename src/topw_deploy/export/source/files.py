@@ -152,6 +152,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
+def json_object(value: Any) -> dict[str, Any]:
+    """`value` if it is an object, else {}."""
+    return value if isinstance(value, dict) else {}
+
+
 # Names of the part of a composite model's config.json that describes the text decoder, or holds that part.
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config", "decoder", "generator")
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

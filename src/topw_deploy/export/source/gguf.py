@@ -35,6 +35,7 @@ from topw_deploy.export.source.gguf_models import (
     Architecture,
     Metadata,
     configuration,
+    refused,
 )
 from topw_deploy.install import require
 
@@ -221,10 +222,8 @@ class GgufFile:
         if name == "llama" and self.metadata.get("llama.expert_count"):
             name = "llama with experts"
         if name not in ARCHITECTURES:
-            raise UnsupportedModelError(
-                f"{self.path} holds a model of the architecture {name!r}, but only {', '.join(ARCHITECTURES)} are read "
-                "from GGUF; export its Hugging Face checkpoint."
-            )
+            known = ", ".join(ARCHITECTURES)
+            raise refused(f"{self.path} holds a model of the architecture {name!r}, but only {known} are read")
         return ARCHITECTURES[name]
 
     @property
@@ -349,10 +348,7 @@ def checkpoint_tensors(file: GgufFile) -> dict[str, StoredTensor | EncodedWeight
             continue
         placed = dict(architecture.place(name, shapes, file.metadata))
         if not placed:
-            raise UnsupportedModelError(
-                f"{file.path} holds the tensor {name}, which is unknown for this architecture; export the model's "
-                "Hugging Face checkpoint."
-            )
+            raise refused(f"{file.path} holds the tensor {name}, which is unknown for this architecture")
         _check_decodable(file.path, name, stored.kind)
         for full, how in placed.items():
             found[full] = _weight(full, stored, how)

@@ -20,6 +20,12 @@ import numpy as np
 
 from topw_deploy.errors import SourceError, UnsupportedModelError
 
+
+def refused(what: str) -> UnsupportedModelError:
+    """The error for a feature of a GGUF file that the export does not read."""
+    return UnsupportedModelError(f"{what}; export the model's Hugging Face checkpoint.")
+
+
 Metadata = dict[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
 How = dict[str, Any]
@@ -157,10 +163,7 @@ def _heads(metadata: Metadata) -> tuple[int, int]:
     found = heads, kv_heads
     for number in found:
         if not isinstance(number, int) or number < 1:
-            raise UnsupportedModelError(
-                f"the GGUF file's number of attention heads is {number!r}, but must be one integer for all layers; "
-                "export the model's Hugging Face checkpoint."
-            )
+            raise refused(f"the GGUF file's number of attention heads is {number!r}, but must be one integer")
     return int(found[0] or 0), int(found[1] or 0)
 
 
@@ -206,10 +209,7 @@ def configuration(
     values = {name.removeprefix(prefix): value for name, value in metadata.items() if name.startswith(prefix)}
     unknown = sorted(values.keys() - architecture.keys.keys() - architecture.other_keys - _READ_ELSEWHERE)
     if unknown:
-        raise UnsupportedModelError(
-            f"{path} states {prefix}{unknown[0]} = {values[unknown[0]]!r}, which is unknown for this architecture; "
-            "export the model's Hugging Face checkpoint."
-        )
+        raise refused(f"{path} states {prefix}{unknown[0]} = {values[unknown[0]]!r}, which is unknown here")
     missing = [key for key in _COMMON if key not in values]
     if missing or TABLE not in shapes:
         raise SourceError(
@@ -229,10 +229,7 @@ def configuration(
         config["layer_types"] = ["full_attention" if each else "conv" for each in per_layer]
     head_dim = values.get("attention.key_length", values["embedding_length"] // heads)
     if values.get("attention.value_length", head_dim) != head_dim:
-        raise UnsupportedModelError(
-            f"{path} has keys of {head_dim} but values of {values['attention.value_length']} numbers a head; export "
-            "the model's Hugging Face checkpoint."
-        )
+        raise refused(f"{path} has keys of {head_dim} but values of {values['attention.value_length']} numbers a head")
     config["rope_parameters"] = _rotary(path, values, int(head_dim), architecture.partial)
     factors = {name: read(name).tolist() for name in ROTARY_FACTORS if name in shapes}
     if factors:
@@ -246,10 +243,7 @@ def _rotary(path: Path, values: Metadata, head_dim: int, partial: bool) -> dict[
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(values.get("rope.freq_base", 10000.0))}
     rotated = values.get("rope.dimension_count", head_dim)
     if rotated != head_dim and not partial:
-        raise UnsupportedModelError(
-            f"{path} rotates {rotated} of {head_dim} numbers a head, but this architecture all of them in "
-            "transformers; export the model's Hugging Face checkpoint."
-        )
+        raise refused(f"{path} rotates {rotated} of {head_dim} numbers a head, but transformers rotates all of them")
     if partial:
         rope["partial_rotary_factor"] = rotated / head_dim
     kind, factor = values.get("rope.scaling.type", "none"), values.get("rope.scaling.factor")
@@ -257,10 +251,7 @@ def _rotary(path: Path, values: Metadata, head_dim: int, partial: bool) -> dict[
     if kind == "none" and "rope.scale_linear" in values:
         kind = "linear"
     if kind not in ("none", "linear", "yarn", "longrope"):
-        raise UnsupportedModelError(
-            f"{path} scales its rotary positions by {kind!r}, but only linear, yarn and longrope are read; export the "
-            "model's Hugging Face checkpoint."
-        )
+        raise refused(f"{path} scales its rotary positions by {kind!r}, but only linear, yarn and longrope are read")
     if kind in ("linear", "yarn") and factor is not None and factor != 1:
         rope |= {"rope_type": kind, "factor": float(factor)}
         if kind == "yarn":

@@ -50,6 +50,7 @@ from topw_deploy.export.source.files import (
     IntegerWeight,
     Rows,
     StoredTensor,
+    json_object,
     read_json,
     stored_tensors,
     text_part,
@@ -98,7 +99,8 @@ class QuantisedFormat:
     def blocks(self) -> tuple[int, int] | None:
         """The block size (rows, columns) of float8 weights that have a scale per block, else None."""
         groups = (
-            _object(_object(group).get("weights")) for group in _object(self.settings.get("config_groups")).values()
+            json_object(json_object(group).get("weights"))
+            for group in json_object(self.settings.get("config_groups")).values()
         )
         for found in (self.settings.get("weight_block_size"), *(group.get("block_structure") for group in groups)):
             if isinstance(found, list) and [type(size) for size in found] == [int, int]:
@@ -156,16 +158,15 @@ def quantised_format(folder: Path) -> QuantisedFormat | None:
     settings = next((found for found in (*stated, _modelopt_settings(folder)) if found is not None), None)
     if settings is None:
         return None
-    settings = _object(settings)
+    settings = json_object(settings)
     method = str(settings.get("quant_method", "")).lower()
     how = _described(method, settings)
     if _packed_bits(settings) is not None:
         return QuantisedFormat(method.upper(), settings, integers=True)
     if method == "compressed-tensors":
-        groups = _object(settings.get("config_groups")).values()
-        named = [settings.get("format"), *(_object(group).get("format") for group in groups)]
+        named = [settings.get("format"), *(group.get("format") for group in _groups(settings))]
         formats = {str(name) for name in named if name is not None} or {"dense"}
-        sparse = str(_object(settings.get("sparsity_config")).get("format") or "dense")
+        sparse = str(json_object(settings.get("sparsity_config")).get("format") or "dense")
         others = sorted(formats - set(_FORMATS)) + [sparse] * (sparse != "dense")
         if settings.get("transform_config"):
             others.append("transforms of activations")
@@ -190,13 +191,14 @@ def _described(method: str, settings: dict[str, Any]) -> str:
 
 def _modelopt_settings(folder: Path) -> dict[str, Any] | None:
     """The settings in the file that ModelOpt writes beside config.json; None if it states no quantisation."""
-    settings = _object(read_json(folder / "hf_quant_config.json").get("quantization"))
+    settings = json_object(read_json(folder / "hf_quant_config.json").get("quantization"))
     algorithm = settings.get("quant_algo") or settings.get("kv_cache_quant_algo")
     return {"quant_method": "modelopt", **settings, "quant_algo": algorithm} if algorithm else None
 
 
-def _object(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+def _groups(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """The groups of weights of compressed-tensors."""
+    return [json_object(group) for group in json_object(settings.get("config_groups")).values()]
 
 
 def _packed_bits(settings: dict[str, Any]) -> int | None:

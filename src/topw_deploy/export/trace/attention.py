@@ -36,7 +36,7 @@ from topw_deploy.export.trace.attention_adapters import (
     split_heads,
     update_cache,
 )
-from topw_deploy.export.trace.placeholders import Visible, mark_attention, replaced
+from topw_deploy.export.trace.placeholders import Visible, mark_attention, replaced, untraceable
 
 _IMPLEMENTATION = "topw_placeholder"
 _UNNUMBERED = {"openai.Attention"}  # classes of attention without layer_idx
@@ -147,10 +147,7 @@ def _mark_call(
     if visible is None or unknown or is_causal is False or not getattr(module, "is_causal", True):
         feature = f"the attention argument {unknown[0]}" if unknown else "attention that is not causal"
         feature = "an attention mask of its own" if visible is None else feature
-        raise UnsupportedModelError(
-            f"{type(module).__name__} uses {feature}, which the export does not support; "
-            "choose another model or import an ONNX decoder made by another exporter."
-        )
+        raise untraceable(f"{type(module).__name__} uses {feature}, which the export does not support")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     mark = partial(
         mark_attention,
@@ -216,10 +213,7 @@ def _visible_keys(mask_function: Callable[..., Any]) -> Visible:
         elif name == "chunked_overlay":
             limits["chunk"] = int(variables["chunk_size"])
         elif not name.startswith(("bidirectional", "sliding_window_bidirectional")):
-            raise UnsupportedModelError(
-                f"the model's attention mask depends on more than positions ({name}), which the export does not "
-                "support; choose another model or import an ONNX decoder made by another exporter."
-            )
+            raise untraceable(f"the model's attention mask depends on more than positions ({name})")
     if not is_causal:
         raise UnsupportedModelError(
             "the model's attention sees later tokens, so it is not a causal decoder; choose a decoder-only language "

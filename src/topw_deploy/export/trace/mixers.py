@@ -24,7 +24,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.activations import ACT2FN
 
 from topw_deploy.errors import UnsupportedModelError
-from topw_deploy.export.trace.placeholders import MixerPlaceholders, replaced
+from topw_deploy.export.trace.placeholders import MixerPlaceholders, replaced, untraceable
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)(?:\.|$)")
 _LARGEST_GATE = 40.0  # sums of exp(40) do not overflow float32
@@ -35,10 +35,7 @@ def layer_of(name: str) -> int:
     """The layer index in a submodule's name. Raises UnsupportedModelError if there is none."""
     found = _LAYER.search(name)
     if found is None:
-        raise UnsupportedModelError(
-            f"the mixer {name!r} belongs to no numbered layer, so its state cannot be named; import an ONNX decoder "
-            "made by another exporter."
-        )
+        raise untraceable(f"the mixer {name!r} belongs to no numbered layer, so its state cannot be named")
     return int(found[1])
 
 

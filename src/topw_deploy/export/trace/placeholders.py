@@ -45,6 +45,11 @@ HISTORY = "History"
 RECURRENCE = "Recurrence"
 
 
+def untraceable(what: str) -> UnsupportedModelError:
+    """The error for a model that cannot be traced. what: a clause."""
+    return UnsupportedModelError(f"{what}; import an ONNX decoder made by another exporter.")
+
+
 def attention_placeholders(graph: ir.Graph) -> list[ir.Node]:
     """The attention placeholders of `graph`, in layer order."""
     nodes = [node for node in graph if node.domain == PLACEHOLDER_DOMAIN and node.op_type == ATTENTION]
@@ -181,10 +186,7 @@ class MixerPlaceholders:
         if layer is None:
             pending = self._cache.convolution if kind == CONVOLUTION else self._cache.recurrence
             if pending is None:
-                raise UnsupportedModelError(
-                    f"a {op_type.lower()} requests no state from the cache, so its layer is unknown; import an ONNX "
-                    "decoder made by another exporter."
-                )
+                raise untraceable(f"a {op_type.lower()} requests no state from the cache, so its layer is unknown")
             layer = int(pending[0])
         state = self._counts.get((kind, layer), 0)
         self._counts[kind, layer] = state + 1

@@ -38,6 +38,7 @@ from topw_deploy.export.trace.placeholders import (
     MixerPlaceholders,
     attention_placeholders,
     replaced,
+    untraceable,
 )
 
 
@@ -216,10 +217,9 @@ def _check_placeholders(model: PreTrainedModel, config: Any, graph: ir.Graph) ->
     name = type(model).__name__
     layers = [node.attributes["layer"].as_int() for node in nodes]
     if len(set(layers)) != len(layers) or not any(node.domain == PLACEHOLDER_DOMAIN for node in graph):
-        raise UnsupportedModelError(
+        raise untraceable(
             f"{name} shows {len(nodes)} attention calls for {config.num_hidden_layers} layers through transformers' "
-            "attention interface, but one per attention layer is needed; import an ONNX decoder made by another "
-            "exporter."
+            "attention interface, but one per attention layer is needed"
         )
 
 
@@ -342,10 +342,7 @@ def _refusal(model: PreTrainedModel, error: Exception) -> UnsupportedModelError:
 def _untraceable(model: PreTrainedModel, error: Exception) -> UnsupportedModelError:
     first = _COLOURS.sub("", str(error)).strip().partition("\n")[0]  # torch.onnx colours its messages
     reason = first[:120] or type(error).__name__
-    return UnsupportedModelError(
-        f"the architecture {type(model).__name__} cannot be traced ({type(error).__name__}: {reason}); "
-        "import an ONNX decoder made by another exporter."
-    )
+    return untraceable(f"the architecture {type(model).__name__} cannot be traced ({type(error).__name__}: {reason})")
 
 
 class _EmptyLayers(list[Any]):
