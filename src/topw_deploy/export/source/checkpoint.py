@@ -344,8 +344,7 @@ def _match_names(
     prefix = f"{model.base_model_prefix}."
     variants = {each: name for name in stored for each in (prefix + name, name.removeprefix(prefix))}
     names = variants | {name: name for name in stored}
-    scaled = {f"{name}.scales" for name, module in model.named_modules() if isinstance(module, _ScaledActivation)}
-    not_taken = {names.get(name, name) for name in unread - scaled}
+    not_taken = {names.get(name, name) for name in unread}
     renamed = {name: StoredTensor(Path(), 0, "F32", (), 0) for name in not_taken - set(stored)}
     parameters = {name for name, _ in model.named_parameters() if names.get(name, name) not in not_taken}
     used = {name: frozenset({names[name]}) for name in parameters if name in names}
@@ -370,20 +369,16 @@ def _towers(composite: Composite, model: PreTrainedModel) -> tuple[str, ...]:
 
 def _assemble_model(
     stored: Mapping[str, Any], config: Any, composite: Composite | None, settings: dict[str, Any], *, unread: bool
-) -> tuple[PreTrainedModel, dict[str, Any], dict[str, frozenset[str]] | None]:
-    """Load the model from a state_dict of unread or decoded tensors, which transformers takes only without a folder.
+) -> tuple[PreTrainedModel, dict[str, Any], dict[str, frozenset[str]]]:
+    """Load the model from a state_dict of unread tensors, which transformers takes only without a folder.
 
     A composite model is loaded whole, but without `unread` only the values of its text decoder are read.
     Returns (model, transformers' loading information, parameter -> the names in `stored` that its values come from).
-    The third is None if the tensors were decoded before loading.
     """
     tensors: dict[str, torch.Tensor] = {name: UnreadTensor.of(tensor, name) for name, tensor in stored.items()}
-    is_decoded = composite is None and not unread
     if composite is not None:
         kind = composite.model
     else:
-        if is_decoded:
-            tensors = {name: _read(tensor).clone() for name, tensor in tensors.items()}
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(config, **settings)
         kind, config = type(empty), empty.config
@@ -413,7 +408,7 @@ def _assemble_model(
                     read[id(value)] = torch.nn.Parameter(value.values().clone(), requires_grad=False)
                 owner, _, leaf = name.rpartition(".")
                 model.get_submodule(owner)._parameters[leaf] = read[id(value)]
-    return model, info, None if is_decoded else used
+    return model, info, used
 
 
 class _ScaledActivation(torch.nn.Module):
