@@ -53,9 +53,10 @@ def build_decoder(
     most, dense = context_length(model.config), dense_tokens(model)
     context = most if dense is None else min(most, dense)
     notices += _limit_notices(model.config, dtype, most, dense)
-    # Fusing gates saves time with quantised weights only. It joins two weights, so it needs weights that the export
-    # quantises: codes of a quantised checkpoint, which are kept, may be packed differently.
-    fuse_gates = options.quantisation is not None and (stored is None or not stored.integers)
+    # Fusing gates saves time with quantised weights only. It joins two weights, whose codes in a checkpoint may
+    # be packed differently.
+    joins = stored is None or not stored.integers or (stored.gguf is not None and stored.gguf.has_gates_of_one_type)
+    fuse_gates = options.quantisation is not None and joins
     lowered = lower(
         traced,
         kv=options.kv,

@@ -235,6 +235,13 @@ class GgufFile:
     def is_quantised(self) -> bool:
         return not self.types.keys() <= _FLOATS.keys()
 
+    @property
+    def has_gates_of_one_type(self) -> bool:
+        """Whether the gate and the up matrix of each layer have the same type."""
+        ends = (".ffn_gate.weight", ".ffn_up.weight")
+        kinds = {(name.partition(".ffn_")[0], each.kind) for name, each in self.tensors.items() if name.endswith(ends)}
+        return len(kinds) == len({layer for layer, _ in kinds})
+
     def types_not_kept(self) -> list[str]:
         """The quantised types whose codes MatMulNBits cannot keep."""
         return sorted(self.types.keys() - _FLOATS.keys() - _LAYOUTS.keys())
