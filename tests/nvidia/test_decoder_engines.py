@@ -23,6 +23,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama-static": ("llama_untied", {"branches": False}),
     "llama-half": (LlamaConfig(**COMMON, head_dim=16), {"dtype": "fp16"}),
     "llama-narrow-half": (LlamaConfig(**COMMON, head_dim=8), {"dtype": "bf16"}),
+    "llama-int4": ("llama_untied", {"dtype": "int4", "average_bits": 7.0}),  # some have 8 bits
     "llama-copied-cache": ("llama_tied", {"kv": "concat", "max_length": None}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
@@ -38,7 +39,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-LONG = ("llama-static", "llama-half", "llama-copied-cache", "qwen3-moe", "gemma-half", "inkling2", "demo")
+LONG = ("llama-static", "llama-half", "llama-int4", "llama-copied-cache", "qwen3-moe", "gemma-half", "inkling2", "demo")
 """The others are broad."""
 INLINED = ("llama-static", "llama-half", "demo")
 """Of these, those that are also built with the function's 2,000 nodes; each takes ten seconds."""

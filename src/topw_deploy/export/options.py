@@ -217,9 +217,8 @@ class ExportOptions(SamplerOptions):
         )
         refuse(layers is not None and layers < 1, f"num_hidden_layers is {layers}, but must be an integer >= 1.")
         refuse(
-            self.quantisation is not None and tensorrt,
-            f"dtype is {self.dtype}, but target tensorrt has no operator for quantised weights (MatMulNBits); "
-            "export as fp16 or fp32.",
+            tensorrt and self.quantisation is not None and not self.quantisation.symmetric,
+            "symmetric is False, but TensorRT multiplies symmetric codes alone; leave --asymmetric out.",
         )
         _ = self.shard_bytes  # raises for invalid values
 
@@ -313,6 +312,8 @@ def _read_quantisation(values: Mapping[str, Any], rounding: dict[str, Any]) -> Q
         "average_bits needs errors measured on a text, but calibration is 'none'; leave one of them out.",
     )
     if dtype in DTYPE_BITS:
+        if values.get("target") == "tensorrt":
+            rounding = {"symmetric": True, **rounding, "positive": True}
         return Quantisation(bits=DTYPE_BITS[dtype], exclude=exclude, **rounding)
     given = {**values, **rounding, "exclude_nodes": exclude}
     advice = "give --dtype int4 or int8, or leave the option out"

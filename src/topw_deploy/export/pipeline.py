@@ -233,6 +233,7 @@ def _quantise(
         cut=options.num_hidden_layers is not None,
         calibration=calibration,
         estimate=options.dry_run,
+        tensorrt=options.target == "tensorrt",
     )
     least = max(decoder.info.least_onnxruntime, least_onnxruntime(decoder.model.graph), key=major_minor)
     dtype = scheme.dtype

@@ -163,11 +163,8 @@ def _advise(manifest: Manifest, out: Path, takes: bool, why_no_plugin: str) -> s
         return "export the sampler again with --top-m at most 3840, or run `topw plugins build --cuda` for the plugin"
     if takes and manifest.decoder.target == "tensorrt" and manifest.decoder.kv_form == "static":
         return f"topw build-engine {shlex.quote(str(out))}"
-    wanted = "--target tensorrt --max-length N"
-    if manifest.decoder.quantisation:
-        wanted += " and --dtype fp16 in place of the quantised weights"
     plugin = ", or run `topw plugins build --cuda` for the sampler's plugin" if why_no_plugin and not takes else ""
-    return f"export the original model again with {wanted}{plugin}"
+    return f"export the original model again with --target tensorrt --max-length N{plugin}"
 
 
 def parse_model(trt: Any, logger: Any, builder: Any, model: Path) -> Any:

@@ -82,5 +82,5 @@ def test_a_request_accepts_options_of_quantisation_only_with_a_quantised_dtype()
         export_model("m", Path("o"), dtype="int8", average_bits=6.0)
     with pytest.raises(ParameterError, match="average_bits needs errors measured on a text"):
         export_model("m", Path("o"), dtype="int4", average_bits=6.0, calibration="none")
-    with pytest.raises(ParameterError, match="tensorrt has no operator"):
-        export_model("m", Path("o"), dtype="int4", target="tensorrt")
+    with pytest.raises(ParameterError, match="symmetric is False, but TensorRT"):
+        export_model("m", Path("o"), dtype="int4", target="tensorrt", symmetric=False)

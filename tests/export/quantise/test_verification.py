@@ -125,3 +125,16 @@ def test_a_compute_dtype_is_refused_without_quantised_weights(dtype: str | None,
         export_model("tiny", tmp_path, dtype=dtype, compute_dtype="fp16")
     with pytest.raises(ParameterError, match="compute_dtype is 'bf16', but must be one of fp32, fp16"):
         export_model("tiny", tmp_path, dtype="int4", compute_dtype="bf16")
+
+
+def test_tensorrts_products_read_positive_symmetric_blocks(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    export_model(checkpoint("llama_untied"), tmp_path / "out", dtype="int4", target="tensorrt", max_length=64)
+    manifest, graph = load_decoder_manifest(tmp_path / "out"), ir.load(tmp_path / "out" / "model.onnx").graph
+    assert manifest.verification.status == "passed"
+    assert not any(node.domain == "com.microsoft" for node in graph)
+    lookups = [node for node in graph if node.op_type == "DequantizeLinear"]
+    assert len(lookups) == 8  # of each layer q, k and v; output; gate and up; down
+    types = {node.inputs[0].dtype for node in lookups}  # type: ignore[union-attr]
+    assert ir.DataType.INT4 in types <= {ir.DataType.INT4, ir.DataType.INT8}
+    assert all((node.inputs[1].const_value.numpy() > 0).all() for node in lookups)  # type: ignore[union-attr]
+    assert set(manifest.decoder.weights) >= {"int4", "float"}  # the table and the head

@@ -102,25 +102,44 @@ MIXED = "Q4_0 with Q6_K"
 def test_an_export_keeps_the_codes_of_the_file(kind: str, tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", "llama", kind.split()[0], kinds={"attn_v": "Q6_K"} if kind == MIXED else None)
     report = export(tmp_path / "model.gguf", tmp_path / "out")
-    assert "11 of 11 products keep" in " ".join(report.notices)  # q, k and v are one
+    assert "9 of 9 products keep" in " ".join(report.notices)  # q, k and v are one, and gate and up
     manifest = load_decoder_manifest(tmp_path / "out")
     types = {"Q4_0 with Q6_K": "14 Q4_0, 5 F32, 2 Q6_K"}.get(kind, f"16 {kind}, 5 F32")
     assert manifest.source["types"] == types
     assert manifest.decoder.weights_dtype == f"int{bits_of(kind)}"
     reference = load_reference(resolve(str(tmp_path / "model.gguf")).folder, "float32")
     layers = [dict(layer.named_parameters()) for layer in reference.model.layers]
-    joined = [torch.cat([layer[f"self_attn.{each}_proj.weight"] for each in "qkv"]) for layer in layers]
+    names = [
+        [f"self_attn.{each}_proj.weight" for each in "qkv"],
+        [f"mlp.{each}_proj.weight" for each in ("gate", "up")],
+    ]
+    joined = [torch.cat([layer[name] for name in group]) for layer in layers for group in names]
+    joined += [torch.cat([layer[name] for name in group[::-1]]) for layer in layers for group in names]
     expected = [value.detach().numpy() for value in (*joined, *reference.parameters())]
     # an offset from the middle of the codes is a sum, rounded once
     exact = kind not in WITH_MINIMA
     found = products_in(tmp_path / "out")
-    assert len(found) == 11
+    assert len(found) == 9
     for weight in found:
         assert any(
             np.array_equal(weight, each) if exact else np.allclose(weight, each, rtol=0, atol=2**-22 * abs(each).max())
             for each in expected
             if each.shape == weight.shape
         )
+
+
+def test_gates_of_two_types_stay_two_products(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", "llama", "Q4_0", kinds={"ffn_up": "Q6_K"})
+    report = export(tmp_path / "model.gguf", tmp_path / "out")
+    assert "11 of 11 products keep" in " ".join(report.notices)
+
+
+def test_codes_that_tensorrt_cannot_multiply_are_refused_by_name(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", "llama", "Q4_1")
+    with pytest.raises(
+        UnsupportedModelError, match=r"proj\.weight.* has codes with .*minima.*; export with --dtype fp16"
+    ):
+        export(tmp_path / "model.gguf", tmp_path / "out", dtype="int4", target="tensorrt", max_length=64)
 
 
 def bits_of(kind: str) -> int:
@@ -169,7 +188,7 @@ def test_a_dtype_converts_codes_that_have_more_bits(dtype: str, bits: int | None
     export(tmp_path / "model.gguf", tmp_path / "out", dtype=dtype)
     graph = ir.load(tmp_path / "out" / "model.onnx").graph
     found = [node.attributes["bits"].as_int() for node in graph if node.op_type == "MatMulNBits"]
-    assert found == ([] if bits is None else [bits] * 10 + [8])  # the head has 8 bits
+    assert found == ([] if bits is None else [bits] * 8 + [8])  # the head has 8 bits
 
 
 def test_the_tokenizer_ids_and_chat_template_are_those_of_transformers(tmp_path: Path) -> None:

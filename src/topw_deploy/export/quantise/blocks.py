@@ -78,7 +78,7 @@ class QuantisedWeight:
         experts: int | None = None,
     ) -> QuantisedWeight:
         """The weight that `read` returns, of these (outputs, inputs) and this type, rounded by `scheme`."""
-        compute = partial(quantise_weight, read)
+        compute = partial(quantise_weight, read, positive=scheme.positive)
         return cls(*sizes, scheme.bits, block_size, scheme.symmetric, dtype, compute, experts)
 
     @property
@@ -133,10 +133,11 @@ def check_finite(rows: np.ndarray) -> None:
         )
 
 
-def quantise_weight(read: ReadRows, weight: QuantisedWeight) -> WeightBlocks:
+def quantise_weight(read: ReadRows, weight: QuantisedWeight, *, positive: bool = False) -> WeightBlocks:
     """Quantise the rows that `read` returns, a slice of outputs at a time.
 
     Slices do not change the result, because blocks never cross outputs.
+    positive: see `Quantisation`.
     Raises ExportError for NaN or infinity in the weight.
     """
     codes = np.empty(weight.codes_shape, np.uint8)
@@ -148,7 +149,7 @@ def quantise_weight(read: ReadRows, weight: QuantisedWeight) -> WeightBlocks:
         rows = np.asarray(read(start, stop))
         check_finite(rows)
         found, scales[start:stop], zeros = search_blocks(
-            rows, weight.block_size, weight.bits, symmetric=weight.symmetric, dtype=rows.dtype
+            rows, weight.block_size, weight.bits, symmetric=weight.symmetric, dtype=rows.dtype, positive=positive
         )
         codes[start:stop] = pack_codes(found, weight.bits).reshape(len(rows), *weight.codes_shape[1:])
         if zero_points is not None:
@@ -223,22 +224,26 @@ class RecentBlocks:
         *,
         codes: tuple[int, ...] | None = None,
         explicit_zeros: bool = False,
+        signed: bool = False,
     ) -> BlockValues:
         """Add initializers whose names start with `name`. They load their values when they are read.
 
         codes: the shape of the codes' initializer; one with fewer bytes per output takes the first bytes of each.
         explicit_zeros: whether a symmetric weight gets zero points too, for operators that need them.
+        signed: whether the codes become int4 or int8 [outputs, inputs], for a symmetric weight of whole blocks. Scales
+            of 0, which TensorRT refuses, become tiny.
         """
-        shape = codes or weight.codes_shape
+        shape = (weight.outputs, weight.inputs) if signed else codes or weight.codes_shape
         per_output = math.prod(shape[1:])
         if weight.experts is not None:
             shape = (weight.outputs, per_output)
+        code_type = ir.DataType[f"INT{weight.bits}"] if signed else ir.DataType.UINT8
 
         def initializer(suffix: str, made: Callable[[], np.ndarray | None], *shape: int) -> ir.Value:
             if weight.experts is not None:  # [outputs, ...] -> [experts, outputs of each, ...]
                 shape = (weight.experts, shape[0] // weight.experts, *shape[1:])
             is_float = suffix in ("scales", "offsets")
-            kind = ir.DataType.from_numpy(weight.scale_type) if is_float else ir.DataType.UINT8
+            kind = ir.DataType.from_numpy(weight.scale_type) if is_float else code_type
             tensor = ir.LazyTensor(
                 lambda: ir.Tensor(np.asarray(made()).reshape(shape), dtype=kind), dtype=kind, shape=ir.Shape(shape)
             )
@@ -246,6 +251,8 @@ class RecentBlocks:
 
         def read_codes() -> np.ndarray:
             flat = self._data(weight).codes.reshape(weight.outputs, -1)
+            if signed:
+                return (unpack_codes(flat, weight.bits) - np.int16(1 << (weight.bits - 1))).astype(code_type.numpy())
             return np.ascontiguousarray(flat[:, :per_output])
 
         # Some versions of onnxruntime's CUDA provider read zero points as if rows were not padded, and take absent ones
@@ -253,7 +260,9 @@ class RecentBlocks:
         middle = 0x88 if weight.bits == 4 else 0x80
         # They are added one after the other, so that the weight is quantised once.
         stored = initializer(f"Q{weight.bits}", read_codes, *shape)
-        scales = initializer("scales", lambda: self._data(weight).scales, weight.outputs, weight.blocks)
+        least = np.finfo(weight.scale_type).tiny if signed else -np.inf
+        read_scales = lambda: np.maximum(self._data(weight).scales, weight.scale_type.type(least))  # noqa: E731
+        scales = initializer("scales", read_scales, weight.outputs, weight.blocks)
         zeros: ir.Value | None = None
         offsets: ir.Value | None = None
         if weight.has_offsets:

@@ -37,7 +37,13 @@ def round_with_feedback(
     variance = np.diagonal(gram)
     importance = variance / (variance.mean() + _TINY) + np.float32(_LEAST_IMPORTANCE)
     codes, scales, zeros = search_blocks(
-        weight, block_size, bits, symmetric=scheme.symmetric, dtype=scale_type, importance=importance
+        weight,
+        block_size,
+        bits,
+        symmetric=scheme.symmetric,
+        positive=scheme.positive,
+        dtype=scale_type,
+        importance=importance,
     )
     order = np.argsort(-variance, kind="stable")  # the inputs that matter most come first
     factors = torch.from_numpy(feedback_factors(gram[np.ix_(order, order)]))

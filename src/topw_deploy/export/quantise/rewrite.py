@@ -1,7 +1,8 @@
 """Replace the products, the token table and the experts of a graph by quantised nodes.
 
-A product becomes MatMulNBits, the table's lookup GatherBlockQuantized, an MoE node QMoE, and a Gather of experts'
-matrices GatherBlockQuantized. QMoE multiplies activations rounded to 8 bits. It multiplies float32 activations only
+For onnxruntime, a product becomes MatMulNBits, the table's lookup GatherBlockQuantized, an MoE node QMoE, and a Gather
+of experts' matrices GatherBlockQuantized. For TensorRT, a product reads its matrix from a DequantizeLinear, and table,
+head and experts stay float. QMoE multiplies activations rounded to 8 bits. It multiplies float32 activations only
 with 4-bit weights and an `accuracy_level` other than 4.
 """
 
@@ -54,6 +55,7 @@ def quantise(
     cut: bool = False,
     calibration: Calibration | None = None,
     estimate: bool = False,
+    tensorrt: bool = False,
 ) -> list[str]:
     """Quantise `model` in place. Returns notices for the user, such as about weights left in float.
 
@@ -62,18 +64,23 @@ def quantise(
     cut: whether the model has only its first layers, so that exclude patterns need not match.
     calibration: rounds rows for a text; None to round all weights to nearest.
     estimate: do not use `calibration`, but choose weights with more bits as if all lost the same.
+    tensorrt: use the operators of TensorRT; `scheme` is then symmetric.
 
     Raises ParameterError for a pattern of `scheme.exclude` that matches nothing, and UnsupportedModelError if there is
-    no product to quantise.
+    no product to quantise, or if TensorRT cannot multiply a checkpoint's codes.
     """
     graph = model.graph
     before = sum(int(tensor.nbytes) for tensor in initializer_tensors(model))
     found = QuantisableWeights.of(graph)
+    if tensorrt:
+        fitting = [product for product in found.products if scheme.experts_block_size({product.inputs})]
+        found = QuantisableWeights([product for product in fitting if product is not found.head], None, [], None)
     if not cut:
         found.check_patterns(scheme)
     excluded = found.excluded(scheme)
     known = {value.name for value in graph.initializers.values() if id(value) in excluded}
-    replacer = _Replacer(GraphEditor(graph, "quantised"), scheme, stored, RoundedWeights(scheme, calibration, estimate))
+    rounded = RoundedWeights(scheme, calibration, estimate)
+    replacer = _Replacer(GraphEditor(graph, "quantised"), scheme, stored, rounded, whole_blocks=tensorrt)
     table = found.embedding.data[0] if found.embedding is not None else None
     if found.embedding is not None and id(table) not in excluded and not replacer.quantise_table(found.embedding):
         excluded.add(id(table))  # a tied head then stays float too
@@ -85,7 +92,10 @@ def quantise(
     experts = [weight for weight in found.experts if id(weight.value) not in excluded]
     groups = replacer.choose([product for product in products if product is not found.head], experts)
     for product in products:
-        replacer.quantise_product(product, scheme.table_scheme if product is found.head else scheme)
+        if tensorrt:
+            replacer.dequantise(product)
+        else:
+            replacer.quantise_product(product, scheme.table_scheme if product is found.head else scheme)
     for group, codes in groups:
         replacer.replace_experts(group, codes)
     _check_half_experts(graph)
@@ -94,7 +104,8 @@ def quantise(
             "the decoder has no product with a constant matrix to quantise; export it with --dtype fp32."
         )
     _drop_unused(graph)
-    model.opset_imports[DOMAIN] = 1
+    if not tensorrt:
+        model.opset_imports[DOMAIN] = 1
     replacer.editor.finish()
     known |= {product.weight.name for product in find_products(graph) if product.chooses_experts}
     notices = _notices(graph, scheme, before, known | replacer.scale_names | replacer.floats) + replacer.rounded.notices
@@ -134,15 +145,23 @@ class _Replacer:
     scale_names: the names of the scales' initializers.
     floats: the names of weights that stay float, as in the checkpoint.
     rounded: the weights that get codes of their own, see `choose`.
+    whole_blocks: whether the rows of a product's matrix must be whole blocks.
     """
 
     def __init__(
-        self, editor: GraphEditor, scheme: Quantisation, stored: StoredRows | None, rounded: RoundedWeights
+        self,
+        editor: GraphEditor,
+        scheme: Quantisation,
+        stored: StoredRows | None,
+        rounded: RoundedWeights,
+        *,
+        whole_blocks: bool,
     ) -> None:
         self.editor, self.kept, self.rounded = editor, (0, 0), rounded
         self.scale_names: set[str | None] = set()
         self.floats: set[str | None] = set()
         self._scheme, self._checkpoint, self._recent = scheme, stored, RecentBlocks()
+        self._whole_blocks = whole_blocks
         self._tables: dict[int, BlockValues] = {}
         self._values: dict[int, BlockValues] = {}
         self._stored: dict[int, StoredWeight | None] = {}
@@ -215,11 +234,11 @@ class _Replacer:
                 made.append((group, codes))
         return made
 
-    @staticmethod
-    def _round(product: Product, scheme: Quantisation) -> tuple[QuantisedWeight, ReadRows]:
+    def _round(self, product: Product, scheme: Quantisation) -> tuple[QuantisedWeight, ReadRows]:
         """The product's weight rounded to nearest, and the function that reads its float rows."""
         read, dtype = row_reader(product.tensor, product.by_output), product.tensor.dtype.numpy()
-        sizes, block_size = (product.outputs, product.inputs), scheme.product_block_size(product.inputs)
+        whole = scheme.experts_block_size({product.inputs}) if self._whole_blocks else None
+        sizes, block_size = (product.outputs, product.inputs), whole or scheme.product_block_size(product.inputs)
         return QuantisedWeight.rounded(read, sizes, dtype, block_size, scheme), read
 
     def _table_of(self, product: Product) -> BlockValues | None:
@@ -269,6 +288,29 @@ class _Replacer:
         made_by = self._replace(product.nodes, "MatMulNBits", inputs, attributes, made.bits)
         if values.offsets is not None and data is not None:
             self._add_offsets(made_by, data, values)
+
+    def dequantise(self, product: Product) -> None:
+        """Let a product read its matrix from a DequantizeLinear, whose codes TensorRT multiplies as they are."""
+        weight, editor = product.weight, self.editor
+        if not weight.uses():  # an earlier product has the same matrix
+            return
+        stored = self._stored_weight(product, self._scheme)
+        made = self.rounded.weight(weight) if stored is None else stored.weight
+        assert made is not None  # `choose` has added it
+        if stored is not None:
+            self.kept = (self.kept[0] + 1, self.kept[1])
+            if stored.order is not None or made.has_offsets or not made.symmetric or (made.data().scales < 0).any():
+                raise UnsupportedModelError(
+                    f"{weight.name} has codes with zero points, minima, negative scales or scattered groups, which "
+                    "TensorRT does not multiply; export with --dtype fp16."
+                )
+        values = self._add(made, str(weight.name), signed=True)
+        inputs, dtype = [values.codes, values.scales], product.tensor.dtype
+        sizes = (made.outputs, made.inputs)
+        matrix = editor.op("DequantizeLinear", inputs, axis=1, block_size=made.block_size, dtype=dtype, shape=sizes)
+        if not product.by_output:
+            matrix = editor.op("Transpose", [matrix], perm=[1, 0], dtype=dtype, shape=sizes[::-1])
+        ir.convenience.replace_all_uses_with(weight, matrix)
 
     def _add_offsets(self, product: ir.Node, data: ir.Value, values: BlockValues) -> None:
         """Add the product of each block's offset and the sum of its activations to what `product` makes."""
@@ -397,5 +439,5 @@ def _notices(graph: ir.Graph, scheme: Quantisation, before: int, known: set[str 
         return []
     return [
         f"{len(left)} weights ({decimal_size(sum(size for _, size in left))}; first: {left[0][0]}) are not "
-        f"{scheme.dtype}: they are neither the constant matrix of a product nor a table whose rows are whole blocks"
+        f"{scheme.dtype}: the target has no operator for them in this form"
     ]

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.export.graph import number_attribute
-from topw_deploy.export.quantise.blocks import StoredRows, WeightBlocks, decode_blocks
+from topw_deploy.export.quantise.blocks import StoredRows, WeightBlocks, decode_blocks, pack_codes
 from topw_deploy.export.quantise.rounding import Quantisation
 from topw_deploy.manifest import MODEL_NAME, Check, Note
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _INPUTS = {"MatMulNBits": ((1, 2, 3),), "GatherBlockQuantized": ((0, 2, 3),), "QMoE": ((2, 3, 11), (5, 6, 12))}
+_INPUTS["DequantizeLinear"] = ((0, 1, 2),)
 """Operator -> the places of codes, scales and zero points among its inputs."""
 _BITS = {"QMoE": "expert_weight_bits"}
 # The root of the mean square of (float weight - rounded weight) / scale, over a matrix. Rounding to nearest gives 0.29,
@@ -72,6 +73,9 @@ def coded_matrices(graph: ir.Graph) -> Iterator[CodedMatrices]:
             if codes is None or scales is None or name in seen:
                 continue  # a tied head's codes are the reshaped table's
             seen.add(name)
+            if node.op_type == "DequantizeLinear":  # has signed codes
+                bits = 8 if codes.dtype == np.int8 else 4
+                codes = pack_codes((codes.astype(np.int16) + (1 << (bits - 1))).astype(np.uint8), bits)
             count = scales.shape[0] if node.op_type != "MatMulNBits" and scales.ndim == 3 else 1
             blocks = scales.reshape(count, -1, scales.shape[-1])
             whole = codes.reshape(*blocks.shape, -1)
