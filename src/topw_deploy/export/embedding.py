@@ -15,6 +15,7 @@ from topw_deploy.export.graph import (
     Read,
     constant_of,
     find_input,
+    fixed_size,
     is_constant,
     number_attribute,
     producer,
@@ -146,7 +147,10 @@ def _describe(node: ir.Node) -> EmbeddingNode:
     data = tuple(value for index, value in enumerate(node.inputs) if index != _IDS_POSITION and value is not None)
     if len(data) != len(node.inputs) - 1:
         raise UnsupportedModelError(f"the embedding node {node.name} omits an optional input; write it explicitly.")
-    inputs = tuple((_element_type(value), _fixed_shape(value)) for value in data)
+    inputs = tuple(
+        (_element_type(value), tuple(fixed_size(value, axis) for axis in range(len(value.shape or (0, 0)))))
+        for value in data
+    )
     attributes = tuple(
         sorted(
             (name, tuple(a.value) if isinstance(a.value, list | tuple) else a.value)
@@ -172,17 +176,6 @@ def _element_type(value: ir.Value) -> ir.DataType:
             f"the embedding table {value.name} has no element type; export the decoder with types inferred."
         )
     return _element_type(source)
-
-
-def _fixed_shape(value: ir.Value) -> tuple[int, ...]:
-    """The shape of `value`. Raises UnsupportedModelError unless all sizes are numbers."""
-    shape = value.shape
-    if shape is None or not all(isinstance(size, int) for size in shape):
-        raise UnsupportedModelError(
-            f"the embedding table {value.name} has the shape {shape}, but fixed sizes are needed; "
-            "export the decoder with shapes inferred."
-        )
-    return tuple(int(size) for size in shape)  # type: ignore[arg-type]
 
 
 class EmbeddingTable:
