@@ -237,9 +237,9 @@ def test_each_weight_is_quantised_once_while_it_is_written(
     made: list[int] = []
     plain = weight_module.quantise_weight
 
-    def counted(read: Any, shape: Any, *rest: Any) -> Any:
+    def counted(read: Any, shape: Any, **settings: Any) -> Any:
         made.append(shape.outputs)
-        return plain(read, shape, *rest)
+        return plain(read, shape, **settings)
 
     monkeypatch.setattr(weight_module, "quantise_weight", counted)
     monkeypatch.setattr(weight_module, "_HELD_BYTES", held)
