@@ -34,6 +34,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma-half": (GemmaConfig(**COMMON, head_dim=16), {"dtype": "fp16"}),
     "glm": (GlmConfig(**COMMON, head_dim=32), {}),  # rotates neighbours, half of each head
     "inkling2": (hybrid_config("inkling2"), {}),  # biases by distance, convolutions
+    "qwen3-next": (hybrid_config("qwen3_next"), {}),  # recurrences
     "demo": ("tiny", {"max_length": 256}),
     "demo-default-length": ("tiny", {"max_length": None}),
 }

@@ -92,7 +92,8 @@ class Gpu:
         errors = IntEnum("cudaError_t", _ERRORS)
         module.cudaError_t = errors
         module.cudaStreamNonBlocking = 1
-        module.cudaMemcpyKind = IntEnum("cudaMemcpyKind", {"cudaMemcpyHostToDevice": 1, "cudaMemcpyDeviceToHost": 2})
+        kinds = {"HostToDevice": 1, "DeviceToHost": 2, "DeviceToDevice": 3}
+        module.cudaMemcpyKind = IntEnum("cudaMemcpyKind", {f"cudaMemcpy{name}": kind for name, kind in kinds.items()})
         modes = ("Global", "ThreadLocal", "Relaxed")
         module.cudaStreamCaptureMode = IntEnum(
             "cudaStreamCaptureMode", {f"cudaStreamCaptureMode{mode}": i for i, mode in enumerate(modes)}
@@ -160,6 +161,9 @@ class Gpu:
         return (_OK,)
 
     def cudaMemcpyAsync(self, target: int, source: int, size: int, kind: int, stream: Stream) -> tuple[int]:
+        if kind == 3:
+            stream.put(lambda: np.copyto(self.at(target, size), self.at(source, size)))
+            return (_OK,)
         to_device = kind == 1
         device, host = (target, source) if to_device else (source, target)
         if not any(start <= host and host + size <= start + len(memory) for start, memory in list(self.pinned.items())):

@@ -12,7 +12,7 @@ from tests.support.tensorrt_double import TensorRT
 from tests.support.toy_model import Toy, export, export_sampler
 from tests.tensorrt.conftest import CACHE
 from topw_deploy.errors import ManifestError, ParameterError, TensorRTError
-from topw_deploy.manifest import State, Verification, load_decoder_manifest, load_manifest, save_manifest
+from topw_deploy.manifest import Verification, load_manifest, save_manifest
 from topw_deploy.plugins import library
 from topw_deploy.tensorrt.build import build_engine as build
 
@@ -21,7 +21,7 @@ from topw_deploy.tensorrt.build import build_engine as build
     ("settings", "message"),
     [
         ({"max_batch": 0}, "max_batch is 0, but must be an integer >= 1"),
-        ({"max_sequence": CACHE + 1}, "max_sequence is 129, but the cache of this export holds 128 tokens"),
+        ({"max_sequence": CACHE + 1}, "max_sequence is 129, but a run of this export takes at most 128 tokens"),
         ({"max_edits": 0}, "max_edits is 0, but must be an integer >= 1"),
         ({"profile": "all"}, "profile is 'all', but must be one of both, decode, prefill"),
         ({"workspace": 0}, "workspace is 0, but must be at least 1 byte"),
@@ -57,15 +57,6 @@ def test_exports_that_are_unfinished_or_leave_the_caches_length_open_are_refused
     ]
     save_manifest(out, replace(manifest, inputs=tuple(inputs)))
     with pytest.raises(TensorRTError, match="has no fixed length; export for TensorRT without --max-length 0"):
-        build(out)
-
-
-def test_an_export_with_recurrent_states_is_left_to_onnxruntime(out: Path) -> None:
-    manifest = load_decoder_manifest(out)
-    state = State(layer=0, kind="recurrent", past="past_s", present="present_s", dtype="float", shape=(1, 2, 3))
-    decoder = replace(manifest.decoder, states=(*manifest.decoder.states, state))
-    save_manifest(out, replace(manifest, decoder=decoder))
-    with pytest.raises(TensorRTError, match="recurrent states, which an engine cannot update in place"):
         build(out)
 
 

@@ -60,7 +60,8 @@ def build_engine(
 
     out: a folder exported for TensorRT.
     max_batch: maximum number of rows per run.
-    max_sequence: maximum number of tokens of a row per run; None for min(1,024, the cache's length).
+    max_sequence: maximum number of tokens of a row per run; None for 1,024, the cache's length or what a recurrence
+        takes, whichever is least.
     max_edits: maximum number of logit edits of a row; None for the cache's length.
     profile: "both", "decode" or "prefill", see `make_profiles`.
     workspace: bytes of scratch memory; None for TensorRT's choice.
@@ -78,11 +79,12 @@ def build_engine(
             f"timing_cache is {timing_cache}, but {timing_cache.parent} is not a folder.", "timing_cache"
         )
     manifest, cache_length = _load_buildable(out)
-    sequence = max_sequence or min(_USUAL_SEQUENCE, cache_length)
-    if sequence > cache_length:
+    longest = min(cache_length, manifest.decoder.most_columns or cache_length)
+    sequence = max_sequence or min(_USUAL_SEQUENCE, longest)
+    if sequence > longest:
         raise ParameterError(
-            f"max_sequence is {sequence}, but the cache of this export holds {cache_length} tokens; give at most "
-            "that, or export with a larger --max-length.",
+            f"max_sequence is {sequence}, but a run of this export takes at most {longest} tokens; give at most that, "
+            "or export with a larger --max-length.",
             "max_sequence",
         )
     edits = cache_length if max_edits is None else max_edits
@@ -141,17 +143,11 @@ def _load_buildable(out: Path) -> tuple[DecoderManifest, int]:
             f"{out} was exported for {decoder.target} with a {decoder.kv_form} cache; export with --target tensorrt "
             "--kv static --max-length N."
         )
-    if decoder.recurs:
-        raise TensorRTError(
-            f"{out} has convolution or recurrent states, which an engine cannot update in place: TensorRT promises "
-            "that only for keys and values; run the export with onnxruntime."
-        )
     pasts = {state.past for state in decoder.states}
-    lengths = {spec.shape[2] if len(spec.shape) == 4 else None for spec in manifest.inputs if spec.name in pasts}
-    fixed = [size for size in lengths if isinstance(size, int)]
-    if len(lengths) != 1 or not fixed:
+    sizes = [size for spec in manifest.inputs if spec.name in pasts for size in spec.shape[1:]]
+    if not all(isinstance(size, int) for size in sizes):
         raise TensorRTError(f"the cache of {out} has no fixed length; export for TensorRT without --max-length 0.")
-    return manifest, fixed[0]
+    return manifest, decoder.buffer_least
 
 
 def _choose_plugin(trt: Any, plugin: str) -> str:

@@ -93,6 +93,7 @@ class Stream:
         self.handle = int(self._stream)
         self._to_device = api.cudaMemcpyKind.cudaMemcpyHostToDevice
         self._to_host = api.cudaMemcpyKind.cudaMemcpyDeviceToHost
+        self._on_device = api.cudaMemcpyKind.cudaMemcpyDeviceToDevice
         self._finalizer = weakref.finalize(self, api.cudaStreamDestroy, self._stream)
 
     def copy_to_device(self, device: int, host: int, size: int) -> None:
@@ -100,6 +101,9 @@ class Stream:
 
     def copy_to_host(self, host: int, device: int, size: int) -> None:
         self._cuda.call("cudaMemcpyAsync", host, device, size, self._to_host, self._stream)
+
+    def copy_on_device(self, target: int, source: int, size: int) -> None:
+        self._cuda.call("cudaMemcpyAsync", target, source, size, self._on_device, self._stream)
 
     def zero(self, device: int, size: int) -> None:
         self._cuda.call("cudaMemsetAsync", device, 0, size, self._stream)
@@ -187,12 +191,14 @@ class Copies:
     host, device: addresses from which the spans count.
     into: bytes to copy to the device before the run.
     out: bytes to copy to the host after the run.
+    states: (target, source, bytes) of copies within the device after the run.
     """
 
     host: int
     device: int
     into: Span
     out: Span
+    states: tuple[tuple[int, int, int], ...] = ()
 
 
 class Context:
@@ -269,6 +275,8 @@ class Context:
                 copies.device + copies.into.start, copies.host + copies.into.start, copies.into.size
             )
         self._check_accepted(self._raw.execute_async_v3(self._stream.handle), "the run")
+        for target, source, size in copies.states:
+            self._stream.copy_on_device(target, source, size)
         if copies.out.size:
             self._stream.copy_to_host(copies.host + copies.out.start, copies.device + copies.out.start, copies.out.size)
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from topw_deploy.device_lock import DeviceLock
-from topw_deploy.dtypes import element_bytes
+from topw_deploy.dtypes import ELEMENT_TYPES, element_bytes
 from topw_deploy.errors import GenerationError, TensorRTError
 from topw_deploy.folders import map_file
 from topw_deploy.manifest import DecoderManifest
@@ -26,6 +26,7 @@ from topw_deploy.tensorrt.cuda import Allocation, CacheMemory, Context, Copies, 
 from topw_deploy.tensorrt.stamp import find_fitting_engine, find_profile, this_platform
 
 _ALIGNMENT = 256  # bytes: CUDA's allocation alignment, on which TensorRT's kernels rely
+_BYTES = {each.number: each.bits // 8 for each in ELEMENT_TYPES.values()}  # per element, by ONNX's number of the type
 _SMALLEST = 64 << 10  # bytes: enough for most steps and prompt chunks
 
 
@@ -35,7 +36,9 @@ class TensorRTSession:
     Raises TensorRTError if TensorRT, CUDA, a fitting engine or its plugin is missing or fails.
 
     tensors: names of the engine's own inputs and outputs; it has no inputs that its graph does not read.
-    results: the outputs but the caches, which are updated in place.
+    results: the outputs but the states.
+    fixed: names of the outputs that are states of fixed size. TensorRT updates only keys and values in place, so these
+        are computed elsewhere and then copied.
     """
 
     provider = "tensorrt"
@@ -65,6 +68,7 @@ class TensorRTSession:
         self.mask_words, self.always_masked = mask_words(manifest.sampler.vocab_size), True
         self.most_rows, self.most_columns, self.most_edits = self.stamp.most
         self.results = [spec for spec in manifest.outputs if not spec.name.startswith("present.")]
+        self.fixed = frozenset(state.present for state in manifest.decoder.states if not state.grows)
         try:
             self.cuda = CudaDevice(lock, device)
             with lock.opening():
@@ -159,6 +163,7 @@ class TensorRTBinding:
         self._stale: set[str] = set()  # inputs not yet copied to the device
         self._results: dict[str, np.ndarray] = {}
         self._memory: dict[str, tuple[tuple[int, ...], int]] = {}  # name of a cache's tensor -> its shape and address
+        self._fixed: dict[str, tuple[int, int]] = {}  # name of an output that is copied -> its address and bytes
         self._inputs: set[str] = set()  # names of the caches that are inputs
         self._plan: _RunPlan | None = None
         self._closed = False
@@ -184,10 +189,14 @@ class TensorRTBinding:
         self._stale.add(name)
 
     def bind_memory(self, source: str, target: str, element_type: int, shape: Sequence[int], pointer: int) -> None:
-        """Bind a cache's input `source` and output `target` to one address: TensorRT updates the cache in place."""
+        """Bind a state's input `source` and output `target` to one address, if TensorRT updates it in place."""
         self._plan = None
-        self._memory[source] = self._memory[target] = (tuple(shape), pointer)
+        self._memory[source] = (tuple(shape), pointer)
         self._inputs.add(source)
+        if target in self._session.fixed:
+            self._fixed[target] = pointer, math.prod(shape) * _BYTES[element_type]
+        else:
+            self._memory[target] = self._memory[source]
 
     def bind_result(self, name: str, array: np.ndarray) -> None:
         self._plan = None
@@ -255,6 +264,7 @@ class TensorRTBinding:
             for spec in session.results
             if spec.name not in self._results
         }
+        unread |= {name: size for name, (_, size) in self._fixed.items()}
         layout = MemoryLayout(self._changing, self._arrays, self._results, unread)
         stream.reserve(layout)
         device, host = stream.device.pointer, stream.host
@@ -267,7 +277,13 @@ class TensorRTBinding:
             context=stream.context(profile, repeated=repeated),
             shapes={name: shape for name, shape in shapes.items() if name in session.tensors},
             addresses={name: at for name, at in addresses.items() if name in session.tensors},
-            copies=Copies(host.pointer, device, layout.changing, layout.results),
+            copies=Copies(
+                host.pointer,
+                device,
+                layout.changing,
+                layout.results,
+                tuple((pointer, addresses[name], size) for name, (pointer, size) in self._fixed.items()),
+            ),
             changing=[
                 (array, _view_like(host.array, layout.inputs[name].start, array))
                 for name, array in self._arrays.items()

@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 from tests.support.cuda_double import Gpu
+from tests.support.hybrid_models import hybrid_config
 from tests.support.tensorrt_double import TensorRT
+from tests.support.tiny_models import write_checkpoint
 from tests.support.toy_model import BOS, PAD, Toy, byte_ids, export
 from tests.tensorrt.run.conftest import Open
 from topw_deploy.errors import GenerationError, ParameterError, PromptError
+from topw_deploy.export import export_model
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.tensorrt.build import build_engine
 
@@ -166,3 +169,19 @@ def test_inputs_that_the_engine_does_not_have_are_not_given_to_it(
     trt.pruned = {"beta": 2.5, "geom_scale": 0.5}
     found = generate(opened(), "abc", beta=1.0)
     assert_alike(found, generate(on_cpu, "abc", beta=2.5, geom_scale=0.5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_next", pytest.param("lfm2", marks=pytest.mark.long)])
+def test_states_of_fixed_size_are_kept_between_steps_and_requests(family: str, trt: TensorRT, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "model", hybrid_config(family))
+    export_model(source, tmp_path / "out", target="tensorrt", max_length=128, verify=False)
+    build_engine(tmp_path / "out", max_batch=2)
+    models = [
+        TopWModel.from_pretrained(tmp_path / "out", provider=provider, sampler="graph" if provider == "cpu" else "auto")
+        for provider in ("cpu", "tensorrt")
+    ]
+    prompts = [list(range(3, 90)), [5, 4, 3]]  # the first takes several runs
+    for settings in ({"seed": 1}, {"seed": 2, "temperature": 0.0}):
+        expected, found = (generate(model, prompts, **settings) for model in models)
+        assert [each.token_ids for each in found] == [each.token_ids for each in expected]
