@@ -237,6 +237,7 @@ async function fillForm(page) {
     await page.keyboard.up("Control");
     await page.keyboard.type(text);
   };
+  await page.click("#settings details > summary");
   await page.select("#preset-A", "creative");
   await reads("temperature-A", "2");
   seen.creative = await beta();
@@ -248,6 +249,7 @@ async function fillForm(page) {
   seen.scales = [raw, perMedian, Number(await value("geom_scale-A"))];
   await page.select("#geom_unit-A", "median");
   await reads("beta-A", "2x");
+  await page.click("#settings details > summary"); // a wrong field is shown again
   await page.click("#go");
   seen.badBeta = [await waitForProblem(page), await page.evaluate(() => document.activeElement.id)];
   await reads("beta-A", "1.5 + .5*T");
@@ -340,6 +342,7 @@ async function chat(page) {
     return page.$$eval(".turn", (all) => all.map((one) => one.textContent));
   };
   await page.select("#model", "chat");
+  await page.$eval("#prompt", (field) => (field.value = ""));
   await page.click("#mode-chat");
   await page.$eval("#max-tokens", (field) => (field.value = 8));
   seen.turns = [await send("Hi")];

@@ -73,7 +73,7 @@ def seen(address: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
         ("the keyboard moves along the tokens", "arrow", ["1", "true"]),
         ("the keyboard alone generates a text", "tokens", 48),
         ("the drawn token is in the kept set", "drawn", ["drawn kept"]),
-        ("rules", "rules", ["Top-W", "Top-W without distances", "top_p 0.9", "min_p 0.1", "top_h 0.4"]),
+        ("rules", "rules", ["Top-W", "Top-W without distances", "top-p 0.9", "min-p 0.1", "Top-H 0.4"]),
         ("a map of the tokens", "axes", ["first principal coordinate", "second principal coordinate"]),
         ("two settings side by side", "titles", ["A: Top-W lively", "B: Top-W, the export's defaults"]),
         ("with the same seed", "seeds", ["seed 2", "seed 2"]),

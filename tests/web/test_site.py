@@ -58,7 +58,7 @@ def test_a_site_has_the_page_the_library_and_the_model(model: Path, tmp_path: Pa
     made = write_site(model, tmp_path / "site")
     own = listed(OWN)
     names = listed(tmp_path / "site")
-    assert names == own | {"topw_site.json"} | {f"model/{name}" for name in listed(model)}
+    assert names == own | {"style.css", "topw_site.json"} | {f"model/{name}" for name in listed(model)}
     assert (tmp_path / "site" / "model" / "model.onnx").read_bytes() == (model / "model.onnx").read_bytes()
     assert load_decoder_manifest(tmp_path / "site" / "model") == load_decoder_manifest(model)
     assert made.bytes == sum((tmp_path / "site" / name).stat().st_size for name in names)

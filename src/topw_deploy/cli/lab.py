@@ -72,7 +72,7 @@ _text_options = option_group(
     "--sweep",
     metavar="NAME=V1,V2,...",
     multiple=True,
-    help="Compare these values of a parameter. Repeat the option to compare every combination.",
+    help="Compare these values of a parameter, or presets. Repeat the option to compare every combination.",
 )
 @click.option("--tokens", type=click.IntRange(min=0), default=10, help="Maximum number of tokens per list.")
 @json_file_option
@@ -118,14 +118,14 @@ def stats(folder: Path, prompts: tuple[str, ...], json_file: Path | None, plot: 
     from topw_lab.stats.exact_report import exact_lines, save_exact_plot, summarise_exact
     from topw_lab.stats.report import report_lines, save_plot, summarise
 
+    given = take_given(values, ("preset", "geom_unit", *PARAMETER_NAMES, *RULE_PARAMETER_NAMES))
     try:
-        settings = settings_of(take_given(values, (*PARAMETER_NAMES, *RULE_PARAMETER_NAMES)), values["sweep"])
+        settings = settings_of(given, values["sweep"])
     except ParameterError as error:
         raise ParameterError(str(error), "sweep") from None
     check_output(json_file, "json_file")
     check_picture(plot, (".png", ".svg", ".pdf"))
     generation = {name: values[name] for name in ("max_new_tokens", "seed", "ignore_eos")}
-    generation |= {name: values[name] for name in ("preset", "geom_unit") if values[name] is not None}
     with waiting("Working"):
         collected = collect(
             folder,
@@ -140,8 +140,9 @@ def stats(folder: Path, prompts: tuple[str, ...], json_file: Path | None, plot: 
         )
     summaries = summarise(collected)
     exact_summaries = summarise_exact(collected) if exact else []
-    names = ("chat", "system", "max_new_tokens", "seed", "seeds", "batch_size", "preset", "geom_unit")
+    names = ("chat", "system", "max_new_tokens", "seed", "seeds", "batch_size")
     document: dict[str, Any] = {"folder": str(folder)} | {name: values[name] for name in names}
+    document |= {name: given.get(name) for name in ("preset", "geom_unit")}
     document["settings"] = [asdict(summary) for summary in summaries]
     report = list(report_lines(summaries, values["tokens"]))
     if exact:
@@ -243,7 +244,7 @@ def compare(
 
     lines = _read_prompts(values, scored=True)
     if plot is not None and not any(line.answers for line in lines):
-        raise click.UsageError("--plot needs prompts with answers.")
+        raise click.UsageError("--plot needs prompts with answers, such as examples/questions.jsonl.")
     with waiting("Working"):
         comparison = compare(
             folder,

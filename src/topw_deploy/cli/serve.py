@@ -199,7 +199,7 @@ def triton(folder: Path, repository: Path, name: str | None, hard_link: bool, **
     "[default: the page loads them from cdn.jsdelivr.net and checks their hashes]",
 )
 @click.option("--title", help="Title of the page.  [default: the model's name]")
-@click.option("--prompt", default="", show_default=False, help="Text in the page's field for the prompt.")
+@click.option("--prompt", default="The sea is", help="Text in the page's field for the prompt.")
 @force_option
 @json_option
 def web(model: Path, output: Path, as_json: bool, **options: Any) -> None:

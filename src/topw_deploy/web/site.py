@@ -106,6 +106,7 @@ MODEL = "model"
 MARKER = "topw_site.json"
 """Name of the file that marks a folder as a site. It is written last."""
 _SITE_FOLDER = Path(__file__).parent / "site"
+_STYLE = Path(__file__).parents[1] / "serve" / "page" / "style.css"  # of the page of `topw serve`
 _POLICY = {
     "default-src": "'none'",
     "script-src": "'self'",
@@ -141,7 +142,7 @@ def write_site(
     *,
     runtime: Path | None = None,
     title: str | None = None,
-    prompt: str = "",
+    prompt: str = "The sea is",
     overwrite: bool = False,
 ) -> Site:
     """Write a static site that runs the exported folder `model` in the browser.
@@ -161,6 +162,7 @@ def write_site(
     found = list(read_packages(runtime)) if runtime is not None else []
     with atomic_folder(output, marker=MARKER, kind="a site of `topw web`", overwrite=overwrite) as folder:
         shutil.copytree(_SITE_FOLDER, folder, copy_function=shutil.copyfile, dirs_exist_ok=True)
+        shutil.copyfile(_STYLE, folder / _STYLE.name)
         for name, entry in manifest.files.items():
             (folder / MODEL / name).parent.mkdir(parents=True, exist_ok=True)
             with open_listed(model, name, entry) as read, (folder / MODEL / name).open("wb") as write:

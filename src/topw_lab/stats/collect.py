@@ -34,7 +34,7 @@ from topw_lab.stats.exact import ExactStep, analyse_exact, evenly_spaced_steps, 
 
 Floats = NDArray[np.float64]
 
-_SWEPT = (*PARAMETER_NAMES, *RULE_OF_VALUE)
+_SWEPT = ("preset", *PARAMETER_NAMES, *RULE_OF_VALUE)
 
 
 def settings_of(given: Mapping[str, Any], sweeps: Sequence[str]) -> list[RuleSetting]:
@@ -58,7 +58,8 @@ def settings_of(given: Mapping[str, Any], sweeps: Sequence[str]) -> list[RuleSet
     settings = []
     for combination in itertools.product(*columns.values()):
         swept = dict(zip(columns, combination, strict=True))
-        parts = (f"{name} {value if isinstance(value, str) else f'{value:g}'}" for name, value in swept.items())
+        shown = {name: value if isinstance(value, str) else f"{value:g}" for name, value in swept.items()}
+        parts = (value if name == "preset" else f"{name} {value}" for name, value in shown.items())
         settings.append(RuleSetting(", ".join(parts), {**given, **swept}))
     return settings
 

@@ -1,5 +1,6 @@
 // Explains one token of an answer: what was kept, what distances changed, and what other rules would have kept.
 const SHORT = { top_w: "Top-W", without_distances: "no distances", top_p: "top-p", min_p: "min-p", top_h: "Top-H" };
+const titled = (label) => label.replace(/^[a-z_]+/, (rule) => SHORT[rule] || rule.replaceAll("_", "-"));
 
 class Crop {
   constructor() {
@@ -13,7 +14,7 @@ class Crop {
     this.inspections.clear();
     clearTimeout(this.timer);
     if (this.abort) this.abort.abort();
-    this.body.replaceChildren(el("p", { class: "muted" }, "Choose a token of the answer."));
+    this.body.replaceChildren(el("p", { class: "muted" }, "Choose a token of the answer to see what else could have been drawn."));
   }
 
   // Explains the token at `place`. soon: wait until the user stops moving between tokens.
@@ -109,7 +110,7 @@ class Crop {
   summary(found) {
     const { token } = found;
     const set = found.sets.find((each) => each.name === (found.rule === "top_w" ? "top_w" : "chosen"));
-    const name = found.rule === "top_w" ? "Top-W" : set.label.replaceAll("_", "-");
+    const name = found.rule === "top_w" ? "Top-W" : titled(set.label);
     const parts = [];
     if (set) {
       const chance = found.tokens.find((each) => each.id === token.id).drawn_with;
@@ -144,7 +145,7 @@ class Crop {
   setsTable(found) {
     const used = found.rule === "top_w" ? "top_w" : "chosen";
     const rows = found.sets.map((set) => el("tr", { class: set.name === used ? "kept" : null },
-      el("th", { scope: "row" }, set.name === "chosen" ? `${set.label} (used)` : set.label),
+      el("th", { scope: "row" }, titled(set.label) + (set.name === "chosen" ? " (used)" : "")),
       el("td", {}, set.kept.toLocaleString("en")), el("td", {}, percent(set.probability)), bar(set.probability)));
     const columns = el("tr", {}, ...headCells(["rule", "tokens", "probability"]), el("td", {}));
     return el("div", { class: "wide" }, el("table", {}, el("caption", {}, "What each rule would keep here"),
@@ -154,8 +155,9 @@ class Crop {
   tokensTable(found) {
     const rules = found.sets.filter((set) => set.name !== "without_distances");
     const most = found.tokens[0].probability;
-    const rows = found.tokens.map((token) => {
-      const drawn = token.id === found.token.id;
+    const isDrawn = (token) => token.id === found.token.id;
+    const rows = [...found.tokens.filter(isDrawn), ...found.tokens.filter((token) => !isDrawn(token))].map((token) => {
+      const drawn = isDrawn(token);
       const classes = [drawn && "drawn", token.drawn_with > 0 && "kept", token.change === "dropped" && "dropped"];
       const cells = rules.map((set) => el("td", {}, token.sets.includes(set.name)
         ? el("span", { class: "yes" }, "●", el("span", { class: "hidden" }, "kept"))
@@ -171,7 +173,7 @@ class Crop {
       el("th", { scope: "col", class: "wide-only" }, "distance to kept"));
     const rest = `${countWithUnit(found.rest.tokens, "other token")} hold ${percent(found.rest.probability)} of the `
       + "probability. The distance is that to the nearest other token that was kept.";
-    const table = el("table", {}, el("caption", {}, "The likeliest tokens, at this temperature"),
+    const table = el("table", {}, el("caption", {}, "The drawn token, then the likeliest ones, at this temperature"),
       el("thead", {}, columns), el("tbody", {}, ...rows));
     return el("div", { class: "tokens" },
       el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Likely tokens, scrollable" }, table),

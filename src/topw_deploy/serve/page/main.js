@@ -155,6 +155,7 @@ async function generate(text, instead = false) {
   }
   showProblem();
   crop.clear();
+  byId("invite").hidden = true;
   state.lastText = text;
   if (isChat() && byId("prompt").value === text) byId("prompt").value = "";
   const run = state.running = { abort: new AbortController(), forgotten: false };
@@ -174,6 +175,8 @@ async function generate(text, instead = false) {
   } else if (!run.forgotten) {
     if (shownSides().every(({ answer }) => !answer.tokens.length)) restoreMessage(text);
     announcer.say(run.abort.signal.aborted ? "Stopped." : "Done. Choose a token of the answer to see how it was chosen.");
+    const { answer } = shownSides()[0];
+    if (answer.model.topw.logits && answer.mostInteresting() >= 0) crop.choose(answer, answer.mostInteresting(), true);
   }
 }
 
@@ -226,7 +229,7 @@ function setWorking(isRunning) {
   const moves = document.activeElement === from || document.activeElement === byId("again");
   to.disabled = false;
   byId("again").disabled = isRunning || state.lastText === null;
-  if (moves) to.focus();
+  if (moves) to.focus({ preventScroll: true }); // the answer stays in sight
   from.disabled = true;
   byId("columns").setAttribute("aria-busy", String(isRunning));
 }
@@ -239,6 +242,12 @@ byId("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   if (!byId("go").disabled) generate(byId("prompt").value);
 });
+for (const button of document.querySelectorAll("#invite button")) {
+  button.addEventListener("click", () => {
+    byId("prompt").value = button.textContent;
+    byId("ask").requestSubmit();
+  });
+}
 byId("ask").addEventListener("invalid", (event) => openGroups(event.target), true);
 byId("prompt").addEventListener("keydown", (event) => {
   const sends = event.ctrlKey || event.metaKey || isChat() && !event.shiftKey && !matchMedia("(pointer: coarse)").matches;

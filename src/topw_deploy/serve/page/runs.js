@@ -27,9 +27,10 @@ class Answer {
     this.prompt = [];
     this.samplerFacts = null; // the field `topw` of the answer's end
     this.drawn = "";
+    this.began = 0; // when its first text arrived, in milliseconds
     this.copy.disabled = true;
     this.text.replaceChildren();
-    this.facts.textContent = "Nothing yet.";
+    this.facts.textContent = "";
     this.name("");
     this.showTurns([]);
   }
@@ -59,6 +60,8 @@ class Answer {
         this.prompt = chunk.prompt_token_ids || choice.prompt_token_ids || this.prompt;
         const text = choice.delta ? choice.delta.content || "" : choice.text;
         this.drawn += text;
+        this.last = performance.now();
+        this.began ||= this.last;
         this.addTokens(choice.token_ids || [], text);
         if (announcer) announcer.add(text);
         if (choice.topw) this.finish(choice);
@@ -98,7 +101,16 @@ class Answer {
     const share = facts.rule === "top_w" ? `, ${percent(facts.certified_share)} certified` : "";
     const mean = facts.kept_mean === null ? "" : `, ${facts.kept_mean.toFixed(1)} kept on average`;
     const why = choice.finish_reason === "length" ? "length reached" : "ended by itself";
-    this.facts.textContent = `${countWithUnit(this.tokens.length, "token")}${mean}${share}, seed ${facts.seed}, ${why}`;
+    const seconds = (this.last - this.began) / 1000;
+    const speed = seconds ? `, ${((this.tokens.length - 1) / seconds).toFixed(0)} a second` : "";
+    this.facts.textContent = `${countWithUnit(this.tokens.length, "token")}${speed}${mean}${share}, seed ${facts.seed}, ${why}`;
+  }
+
+  // The place of the first token that distances decided, or else of the one with most kept tokens; -1 without any.
+  mostInteresting() {
+    const { kept, certified, rule } = this.samplerFacts || { kept: [] };
+    const decided = rule === "top_w" ? kept.findIndex((count, place) => count > 1 && !certified[place]) : -1;
+    return decided < 0 ? kept.indexOf(Math.max(...kept)) : decided;
   }
 
   chooseAt(target) {

@@ -43,10 +43,11 @@ class Settings {
     this.ranges = {}; // sliders by name
     this.changed = new Set(); // names of the parameters that the user changed
     this.groups = {}; // elements that fold, by name
+    this.title = el("h2");
+    this.first = el("div"); // the preset and the temperature
     this.body = el("div");
-    this.summary = el("summary");
-    const open = matchMedia("(min-width: 52rem)").matches; // a phone shows the answer sooner
-    this.element = el("details", { class: "setting", open }, this.summary, this.body);
+    const more = el("details", {}, el("summary", {}, "More settings"), this.body);
+    this.element = el("div", { class: "setting" }, this.title, this.first, more);
   }
 
   // Shows the settings of a model, an entry of /v1/models. Keeps what the user changed.
@@ -82,7 +83,8 @@ class Settings {
 
   label(several) {
     this.isCompared = several;
-    this.summary.textContent = several ? `Settings ${this.side}` : "Settings";
+    this.title.textContent = `Settings ${this.side}`;
+    this.title.hidden = !several;
   }
 
   // The fields of a request: the temperature, the rule or preset, and what the user changed.
@@ -144,10 +146,12 @@ class Settings {
     const shown = [...own, ...names.map((name) => [name, this.describe(name)])];
     const known = [...shown.map(([name]) => name), ...Object.keys(PENALTIES), ...Object.keys(LIMITS), "stop"];
     this.reset(...[...this.changed].filter((name) => !known.includes(name)));
-    this.body.replaceChildren(this.choiceField("preset", "Preset"), this.choiceField("rule", "Sampling rule"));
-    if (this.rule !== "top_w") this.body.firstChild.hidden = true;
     const sliders = (of) => of.map(([name, about]) => this.sliderField(name, about, kept[name]));
-    this.body.append(...sliders(shown));
+    const isHeat = ([name]) => name === "temperature";
+    this.first.replaceChildren(this.choiceField("preset", "Preset"), ...sliders(shown.filter(isHeat)));
+    if (this.rule !== "top_w") this.first.firstChild.hidden = true;
+    const others = sliders(shown.filter((each) => !isHeat(each)));
+    this.body.replaceChildren(this.choiceField("rule", "Sampling rule"), ...others);
     if (this.rule === "top_w") this.body.append(this.unitField());
     this.body.append(this.group("Penalties", sliders(Object.entries(PENALTIES))),
       this.group("Limits", [...sliders(Object.entries(LIMITS)), this.stopField(kept.stop)]));

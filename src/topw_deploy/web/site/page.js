@@ -56,6 +56,7 @@ const HANDLERS = {
 function fillMenus() {
   const names = Object.keys(PRESETS).filter((name) => name !== "released"); // an export's own defaults, if it has them
   for (const name of names) form.elements.preset.append(new Option(name));
+  form.elements.preset.value = "lively";
   fillRules([...RULES.keys()]);
   showValues();
 }
@@ -142,12 +143,17 @@ function parseField(name, text) {
   throw new Error(`${name} is "${text}", but must be ${INTEGERS.includes(name) ? "an integer" : "a number"}.`);
 }
 
-/** Adds a piece of text. It is underlined unless all its tokens are certified. */
+/** The colour of a piece of text or of a bar: "one", "sure", or "geo", as in the legend. */
+function colourOf(tokens) {
+  if (tokens.some(({ certified }) => !certified)) return "geo";
+  return tokens.some(({ kept }) => kept > 1) ? "sure" : "one";
+}
+
 function addText(text, tokens) {
   if (!text) return;
   const span = document.createElement("span");
   span.textContent = text;
-  if (tokens.some((token) => !token.certified)) span.className = "open";
+  span.className = `token ${colourOf(tokens)}`;
   span.title = tokens.map(({ kept, certified }) => `kept ${kept}${certified ? ", certified" : ""}`).join("; ");
   find("text").append(span);
 }
@@ -182,12 +188,12 @@ function showFigures() {
 function showPlot() {
   const most = Math.log2(1 + Math.max(1, ...drawn.map(({ kept }) => kept)));
   const width = 600 / Math.max(drawn.length, 1);
-  const bars = drawn.map(({ kept, certified }, place) => {
-    const height = (78 * Math.log2(1 + kept)) / most;
+  const bars = drawn.map((token, place) => {
+    const height = (78 * Math.log2(1 + token.kept)) / most;
     const bar = document.createElementNS("http://www.w3.org/2000/svg", "rect");
     const attributes = { x: place * width, y: 80 - height, width: Math.max(width * 0.8, 0.5), height };
     for (const [name, value] of Object.entries(attributes)) bar.setAttribute(name, value);
-    if (!certified) bar.setAttribute("class", "open");
+    bar.setAttribute("class", colourOf([token]));
     return bar;
   });
   find("plot").replaceChildren(...bars);
