@@ -90,7 +90,8 @@ def test_two_sweeps_give_every_combination_of_their_values() -> None:
         RuleSetting("temperature 2, init_top_p 0.5", {"lam": 1.0, "temperature": 2.0, "init_top_p": 0.5}),
     ]
     assert settings_of({"lam": 1.0}, []) == [RuleSetting("", {"lam": 1.0})]
-    assert [each.label for each in settings_of({}, ["preset=paper,lively", "lam=1"])] == ["paper, lam 1", "lively, lam 1"]
+    presets = settings_of({}, ["preset=paper,lively", "lam=1"])
+    assert [each.label for each in presets] == ["paper, lam 1", "lively, lam 1"]
     assert settings_of({}, ["beta=2.8, 1.5+1.5*T"]) == [
         RuleSetting("beta 2.8", {"beta": 2.8}),
         RuleSetting("beta 1.5+1.5*T", {"beta": "1.5+1.5*T"}),
