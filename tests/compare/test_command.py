@@ -81,7 +81,8 @@ def test_wrong_options_are_refused_before_the_model_is_opened(prompts: Path, inv
     ):
         with pytest.raises(ParameterError, match=message):
             invoke(*words, option, value)
-    for option in (("--system", "x"), ("--resume",), ("--resume", "--json", "-"), ("--plot", tmp_path / "p.png")):
+    picture = ("--plot", tmp_path / "p.png")
+    for option in (("--system", "x"), ("--resume",), ("--resume", "--json", "-"), picture, ("a prompt",)):
         assert invoke(*words, *option).exit_code == 2
 
 
@@ -94,6 +95,11 @@ def test_without_prompts_the_bundled_ones_are_continued(folder: Path, invoke: In
         assert report["prompts"] == bundled
     else:
         assert report["settings"][0]["prompts"] == 2
+
+
+def test_prompts_may_be_arguments(folder: Path, invoke: Invoke) -> None:
+    words = (folder, "one", "two", "--max-new-tokens", 2, "--json", "-", "-q", *SHORT)
+    assert json.loads(invoke("compare", *words).stdout)["prompts"] == ["one", "two"]
 
 
 def test_without_its_library_the_command_says_how_to_install_it(

@@ -39,6 +39,7 @@ PROMPTS = resources.files("topw_lab") / "prompts.txt"
 """The prompts of `topw stats` and `topw compare` if none are given."""
 
 _text_options = option_group(
+    click.argument("prompts", metavar="[PROMPT]...", nargs=-1),
     click.option(
         *("-f", "--file", "--prompts", "prompt_file"),
         type=PATH_OR_STREAM,
@@ -58,12 +59,11 @@ _text_options = option_group(
     click.option("--ignore-eos", is_flag=True, help="Continue after the end of sequence, so that lengths are equal."),
     quiet_option,
 )
-"""The options of `topw stats` and `topw compare` that say what is generated; `_read_prompts` reads the prompts."""
+"""The arguments of `topw stats` and `topw compare` that say what is generated; `_read_prompts` reads the prompts."""
 
 
 @click.command(name="stats", context_settings=CONTEXT, epilog=NEEDS_EXPORT)
 @click.argument("folder", metavar="MODEL", type=PATH)
-@click.argument("prompts", metavar="[PROMPT]...", nargs=-1)
 @_text_options
 @click.option("--seeds", type=COUNT, default=1, help="Texts of each prompt, by consecutive seeds.")
 @click.option("--batch-size", type=COUNT, default=1, help="Prompts per batch.")
@@ -90,7 +90,7 @@ _text_options = option_group(
     help="Compute --exact among this many likeliest tokens.  [default: the export's top_m]",
 )
 @click.option("--plot", type=FILE, help="Draw the report as .png, .svg or .pdf.")
-def stats(folder: Path, prompts: tuple[str, ...], json_file: Path | None, plot: Path | None, **values: Any) -> None:
+def stats(folder: Path, json_file: Path | None, plot: Path | None, **values: Any) -> None:
     """Generate from prompts with the exported model in the folder MODEL and report what Top-W, or another rule, did.
 
     The report shows how many steps were certified, the sizes, mass and entropy of the kept sets by position, how often
@@ -107,7 +107,7 @@ def stats(folder: Path, prompts: tuple[str, ...], json_file: Path | None, plot: 
         install.require("`topw stats --exact`", "exact")
     elif values["exact_steps"] is not None or values["exact_pool"] is not None:
         raise click.UsageError("--exact-steps and --exact-pool need --exact.")
-    lines = _read_prompts(values, prompts)
+    lines = _read_prompts(values)
     for line in lines:
         if line.parameters:
             raise PromptError(
@@ -159,9 +159,10 @@ def stats(folder: Path, prompts: tuple[str, ...], json_file: Path | None, plot: 
             save_exact_plot(exact_summaries, plot, f"Kept sets under the exact objective: {subject}")
 
 
-def _read_prompts(values: dict[str, Any], given: tuple[str, ...] = (), *, scored: bool = False) -> list[PromptLine]:
-    """The prompts of `_text_options`, or those `given` as arguments. scored: as in `read_prompt_lines`."""
-    file, form = values["prompt_file"], {"chat": values["chat"], "system": values["system"]}
+def _read_prompts(values: dict[str, Any], *, scored: bool = False) -> list[PromptLine]:
+    """The prompts of `_text_options`. scored: as in `read_prompt_lines`."""
+    given, file = values["prompts"], values["prompt_file"]
+    form = {"chat": values["chat"], "system": values["system"]}
     if form["system"] is not None and not form["chat"]:
         raise click.UsageError("--system needs --chat.")
     if given and file is not None:
