@@ -83,8 +83,8 @@ def test_wrong_zero_points_in_one_weight_fail_the_verification(
     plain = weight_module.quantise_weight
     seen: list[int] = []
 
-    def wrong(read: ReadRows, weight: QuantisedWeight) -> WeightBlocks:
-        made = plain(read, weight)
+    def wrong(read: ReadRows, weight: QuantisedWeight, *, positive: bool) -> WeightBlocks:
+        made = plain(read, weight, positive=positive)
         seen.append(1)
         if len(seen) == 3:
             assert made.zero_points is not None
