@@ -14,7 +14,6 @@ from topw_deploy.export.lowering.experts import lower_experts
 from topw_deploy.export.lowering.mixers import most_columns
 from topw_deploy.export.lowering.rewrites import (
     cast_rows_of_norms,
-    drop_softplus_thresholds,
     fuse_gate_up,
     merge_reshapes,
     spell_out_exclusive_or,
@@ -167,8 +166,6 @@ def lower(
     fuse_rotary(decoder.model)
     narrow_rotary(decoder.model)
     fuse_partial_rotary(decoder.model)
-    if target == "onnxruntime":  # its Softplus does not overflow
-        drop_softplus_thresholds(decoder.model)
     columns = most_columns(decoder, contrib=target == "onnxruntime")
     if kv == "concat":
         lowered = Lowered(tuple(concat.lower(decoder, tensorrt=target == "tensorrt")))

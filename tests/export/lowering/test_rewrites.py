@@ -9,7 +9,6 @@ import pytest
 from tests.support.small_graphs import FLOAT, model_of, new_editor, operators, run
 from topw_deploy.export.lowering.rewrites import (
     cast_rows_of_norms,
-    drop_softplus_thresholds,
     fuse_skip_norms,
     merge_reshapes,
     spell_out_exclusive_or,
@@ -75,28 +74,6 @@ def test_rows_are_cast_to_wider_weights_and_the_norm_is_exact() -> None:
     np.testing.assert_allclose(run(mixed, rows=rows)[0], exact, rtol=1e-5)
     assert cast_rows_of_norms(plain) == 0
     assert operators(plain) == ["RMSNormalization"]
-
-
-def softplus(threshold: float, compared: str = "x") -> ir.Model:
-    editor = new_editor()
-    x = editor.input("x", FLOAT, ["n"])
-    values = {"x": x, "other": editor.op("Neg", [x], dtype=FLOAT)}
-    above = editor.op("Greater", [values[compared], np.float32(threshold)], dtype=ir.DataType.BOOL)
-    return model_of(editor, editor.op("Where", [above, x, editor.op("Softplus", [x])], name="y", dtype=FLOAT))
-
-
-def test_softplus_without_its_threshold_is_the_same_in_every_bit() -> None:
-    plain, rewritten = softplus(20.0), softplus(20.0)
-    assert drop_softplus_thresholds(rewritten) == 1
-    assert operators(rewritten) == ["Softplus"]
-    rewritten.graph.outputs[0].type = ir.TensorType(FLOAT)
-    x = np.array([-200.0, -3.0, 0.0, 16.9, 17.0, 19.99, 20.0, 21.0, 90.0, 3e38], np.float32)
-    np.testing.assert_array_equal(run(rewritten, optimize=False, x=x), run(plain, optimize=False, x=x))
-
-
-@pytest.mark.parametrize(("threshold", "compared"), [(3.0, "x"), (20.0, "other")])
-def test_a_choice_that_is_no_threshold_of_softplus_stays(threshold: float, compared: str) -> None:
-    assert drop_softplus_thresholds(softplus(threshold, compared)) == 0
 
 
 def reshapes(second: list[int]) -> ir.Model:

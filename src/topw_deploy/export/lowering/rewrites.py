@@ -230,7 +230,6 @@ def concatenated(tensors: Sequence[ir.TensorProtocol], axis: int = -1) -> ir.Ten
     return ir.LazyTensor(evaluate, dtype=dtype, shape=ir.Shape(shape))
 
 
-_SMALLEST_THRESHOLD = 17.0  # for larger x, log(1 + exp(-x)) is below half a float32 ulp of x
 _BITS = 63  # of a nonnegative int64
 # The low bits are summed apart: onnxruntime's CPU provider sums int64 as double, which is exact up to 53 bits.
 _LOW_BITS = 32
@@ -278,26 +277,6 @@ def _replace_by_xor_of_bits(editor: GraphEditor, node: ir.Node) -> bool:
     total = op("Add", sums, dtype=ir.DataType.INT64)
     total.shape = node.outputs[0].shape
     editor.replace(node, total)
-    return True
-
-
-def drop_softplus_thresholds(model: ir.Model) -> int:
-    """Replace Where(x > t, x, Softplus(x)) by Softplus(x) for t >= 17. Returns the number of replaced nodes.
-
-    Above 17, Softplus(x) rounds to x in float32, so no value changes.
-    """
-    return rewrite_each(model, "topw.softplus", "Where", _replace_by_softplus)
-
-
-def _replace_by_softplus(editor: GraphEditor, where: ir.Node) -> bool:
-    compared, x, other = where.inputs
-    greater, softplus = producer(compared, "Greater"), producer(other, "Softplus")
-    if greater is None or softplus is None or greater.inputs[0] is not x or softplus.inputs[0] is not x:
-        return False
-    threshold = ir.convenience.get_const_tensor(greater.inputs[1]) if greater.inputs[1] is not None else None
-    if threshold is None or threshold.size != 1 or float(threshold.numpy().reshape(-1)[0]) < _SMALLEST_THRESHOLD:
-        return False
-    editor.replace(where, softplus.outputs[0])
     return True
 
 
