@@ -153,52 +153,14 @@ def test_a_file_of_an_old_pytorch_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "rule"),
-    [
-        ("model.layers.0.self_attn.q_proj.bias", torch.ones(64), None),
-        ("model.layers.0.self_attn.q_proj.bias", torch.zeros(64), "bias of zeros"),
-        ("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(8), "rotary frequencies"),
-        ("model.layers.0.attn.causal_mask", torch.ones(1, 1, 8, 8, dtype=torch.bool).tril(), "causal mask"),
-        ("model.layers.0.mlp.up_proj.weight_scale", torch.ones(1), None),
-    ],
-)
-def test_tensors_of_old_files_are_accounted_for_by_the_same_rules(
-    name: str, tensor: torch.Tensor, rule: str | None, tmp_path: Path
-) -> None:
-    tensors = write_checkpoint(tmp_path, 1) | {name: tensor}
-    torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    if rule is None:
-        for load in (load_unread, load_reference):
-            with pytest.raises(SourceError, match=f"does not read {name}"):
-                load(tmp_path, "float32")
-        return
-    (ignored,) = load_unread(tmp_path, "float32")[2].ignored
-    assert (ignored.count, ignored.rule) == (1, rule)
-    load_reference(tmp_path, "float32")
-
-
-@pytest.mark.parametrize("new", [True, False])
-@pytest.mark.parametrize(
     ("content", "words"), [({"epoch": 3}, "epoch of type int"), ({"model": {}}, "model of type dict")]
 )
-def test_other_values_beside_tensors_are_named(
-    content: dict[str, object], words: str, new: bool, tmp_path: Path
-) -> None:
+def test_other_values_beside_tensors_are_named(content: dict[str, object], words: str, tmp_path: Path) -> None:
     """A checkpoint of a training program, of which transformers would read a part."""
     tensors = {**write_checkpoint(tmp_path, 1), **content}
-    torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=new)
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
     with pytest.raises(SourceError, match=f"holds {words} beside tensors"):
         load_unread(tmp_path, "float32")
-
-
-def test_integers_in_an_old_file_are_named(tmp_path: Path) -> None:
-    tensors = write_checkpoint(tmp_path, 1)
-    name = "model.layers.0.mlp.up_proj.weight"
-    tensors[name] = tensors[name].to(torch.int8)
-    torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    for load in (load_unread, load_reference):
-        with pytest.raises(SourceError, match=f"stores {name} as I8"):
-            load(tmp_path, "float32")
 
 
 @pytest.mark.slow
