@@ -127,12 +127,11 @@ def round_to_integers(
 
 
 def round_for_gptq(
-    weight: np.ndarray, bits: int, *, symmetric: bool, order: bool = False, second: bool = False, shift: int = 0
+    weight: np.ndarray, bits: int, *, symmetric: bool, order: bool = False, second: bool = False
 ) -> Layer:
-    """AutoGPTQ's words. second: of version 2, whose zero points are stored as they are. shift: of codes and zeros."""
+    """AutoGPTQ's words. second: of version 2, whose zero points are stored as they are."""
     groups = input_groups(weight.shape[1], GROUP, order)
     codes, scales, zeros, decoded = round_in_groups(weight, bits, groups, symmetric, torch.float16)
-    codes, zeros = np.clip(codes + shift, 0, 2**bits - 1), zeros + shift
     decoded = (codes - zeros[:, groups]).astype(np.float32) * scales[:, groups]
     tensors = {
         ".qweight": torch.from_numpy(pack_words(codes, bits).T),

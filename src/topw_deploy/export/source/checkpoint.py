@@ -25,7 +25,6 @@ from topw_deploy.export.source.files import (
     NUMPY_TYPES,
     EncodedWeight,
     StoredTensor,
-    read_json,
     stored_tensors,
     unread_files_notices,
 )
@@ -236,7 +235,7 @@ def load_unread(
         count = sum(tensors.count for tensors in scales)
         notices.append(f"the export ignores {count} scales of activations or cache (first: {scales[0].names})")
     notices += class_notices(folder, model, trust_remote_code=trust_remote_code)
-    notices += rope_notices(model.config, read_json(folder / "config.json"))
+    notices += rope_notices(model.config)
     if composite is None:
         return model, notices, used
     parts = ", ".join(parts_left_out(composite, model)) or "nothing"
@@ -261,12 +260,7 @@ def _load_model(
     quantised = QuantisedCheckpoint.of(folder)
     composite = Composite.of(config)
     notices = [] if gguf_of(folder) is not None else unread_files_notices(folder)
-    stored: Mapping[str, StoredTensor | EncodedWeight]
-    if quantised is not None:
-        stored = quantised.tensors
-        notices += quantised.notices
-    else:
-        stored = stored_tensors(folder)
+    stored = quantised.tensors if quantised is not None else stored_tensors(folder)
     used = None
     with silence_transformers(), _recorded_unread_names() as unread_names:
         try:

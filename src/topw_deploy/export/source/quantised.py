@@ -34,8 +34,7 @@ MXFP4 experts of gpt-oss:
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,7 +66,6 @@ _FORMATS = (*_INTEGER_FORMATS, "float-quantized", "mixed-precision", "dense")
 _VERSION_NAMES = ("checkpoint_format", "format")  # of a GPTQ checkpoint; transformers prefers the first
 _GPTQ_VERSIONS = ("gptq", "gptq_v2")
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that each half byte of a word holds, lowest half byte first
-_MOST_COMPARED = 16  # weights whose codes tell which version of GPTQ their zero points have
 _MXFP4_BYTES = 16  # of a block
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1 = np.array([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], np.float32)  # the highest bit is the sign
@@ -115,7 +113,6 @@ class QuantisedCheckpoint:
     weights: name -> quantised weight, which is decoded to float32 when it is read.
     parts: name -> names of the tensors that the quantised weight is decoded from.
     tensors: the quantised weights and all other tensors, by name.
-    notices: for the user.
     Raises SourceError for missing tensors, wrong types or shapes, and zero points that contradict the configuration.
     """
 
@@ -124,7 +121,6 @@ class QuantisedCheckpoint:
         if kind.gguf is not None:
             self.tensors: dict[str, StoredTensor | EncodedWeight] = checkpoint_tensors(kind.gguf)
             self.weights = {name: each for name, each in self.tensors.items() if isinstance(each, EncodedWeight)}
-            self.notices: list[str] = []
             self.parts: dict[str, set[str]] = {}
             return
         stored = stored_tensors(folder)
@@ -134,8 +130,7 @@ class QuantisedCheckpoint:
         self.weights = {name: weight for name, (weight, _) in encoded.items()}
         others = {name: tensor for name, tensor in stored.items() if name not in used}
         self.tensors = {**others, **self.weights}
-        packed = [weight for weight in self.weights.values() if isinstance(weight, PackedWeight)]
-        self.notices = _check_zero_points([weight for weight in packed if weight.contradicts_symmetry], folder)
+        _check_symmetry((each for each in self.weights.values() if isinstance(each, PackedWeight)), folder)
 
     @classmethod
     def of(cls, folder: Path) -> QuantisedCheckpoint | None:
@@ -291,27 +286,16 @@ def _input_groups(groups: np.ndarray | None, inputs: int, count: int) -> np.ndar
     return groups.astype(np.int64)
 
 
-def _check_zero_points(contradicting: Sequence[PackedWeight], folder: Path) -> list[str]:
-    """Compare how far the mean of symmetric weights is from zero, with their zero points read in either version.
-
-    contradicting: weights whose zero points are symmetric only in the version that the configuration does not state.
-
-    Returns a notice if the stated version is nearer. Raises SourceError if the other one is.
-    """
-    if not contradicting:
-        return []
-    compared = contradicting[:: -(-len(contradicting) // _MOST_COMPARED)]
-    step = float(np.average([w.mean_step() for w in compared], weights=[math.prod(w.shape) for w in compared]))
-    stated, other = contradicting[0].version, contradicting[0].other_version
-    errors = [abs(step), abs(step + (1 if other == "gptq_v2" else -1))]
-    found = (
-        f"the checkpoint in {folder} states sym and checkpoint_format {stated!r}, but the zero points of "
-        f"{len(contradicting)} weights (first: {contradicting[0].name}) are symmetric only as {other!r}; the mean of "
-        f"the weights is {errors[0]:.2f} steps from zero as {stated!r}, and {errors[1]:.2f} as {other!r}"
-    )
-    if errors[1] < errors[0]:
-        raise SourceError(f'{found}; set "checkpoint_format": "{other}" in the quantization_config of its config.json.')
-    return [f"{found}; they were read as {stated!r}"]
+def _check_symmetry(weights: Iterable[PackedWeight], folder: Path) -> None:
+    """Raise SourceError for zero points that are symmetric only in the version of GPTQ that is not stated."""
+    for weight in weights:
+        if weight.contradicts_symmetry:
+            raise SourceError(
+                f"the checkpoint in {folder} states sym and checkpoint_format {weight.version!r}, but the zero points "
+                f'of {weight.name} are symmetric only in the other version; set "checkpoint_format": '
+                f'"{_GPTQ_VERSIONS[weight.version == "gptq"]}" in the quantization_config of its config.json, or '
+                '"sym": false if they are right.'
+            )
 
 
 class PackedWeight(IntegerWeight):
@@ -322,7 +306,6 @@ class PackedWeight(IntegerWeight):
         self._is_gptq = str(settings["quant_method"]).lower() == "gptq"
         self._bits = _packed_bits(settings) or 4
         self.version = _gptq_version(settings)
-        self.other_version = _GPTQ_VERSIONS[self.version == "gptq"]
         with _decoding(name):
             rows, columns = parts["qweight"].shape
             scales, zeros = parts["scales"], parts["qzeros"]
@@ -346,11 +329,6 @@ class PackedWeight(IntegerWeight):
         with _decoding(self.name):
             zeros = unpack_words(_array(self._parts["qzeros"], "I32"), self._bits)
         return zeros.size > 0 and bool((zeros == 2 ** (self._bits - 1) - (self.version == "gptq_v2")).all())
-
-    def mean_step(self) -> float:
-        """The mean of code - zero point."""
-        matrix = self.matrix()
-        return float(matrix.codes.mean() - matrix.zeros.mean())
 
     def matrix(self, rows: Rows = slice(None)) -> IntegerMatrix:
         """Return the codes of some rows. Unpacks the whole layer, because outputs share words."""

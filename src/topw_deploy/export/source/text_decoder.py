@@ -13,7 +13,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -321,14 +320,12 @@ def _refuse_settings(folder: Path, error: Exception) -> None:
         ) from error
 
 
-def rope_notices(config: Any, stated: dict[str, Any]) -> list[str]:
-    """Return notices on a RoPE whose lengths the configuration leaves open or states in contradiction.
+def rope_notices(config: Any) -> list[str]:
+    """Return a notice on a linear RoPE, whose stated length may be that before or after scaling.
 
-    config: the model's, as transformers made it. stated: the config.json that it was made from; {} if there is none.
-
-    A linear RoPE may state the length before or after scaling; vLLM takes it for the former, except in Gemma 3.
+    vLLM takes it for the former, except in Gemma 3.
     """
-    text, written = config.get_text_config(decoder=True), text_part(stated)
+    text = config.get_text_config(decoder=True)
     factors = [
         kind.get("factor") or 1.0
         for kind in _rope_kinds(text)
@@ -340,17 +337,7 @@ def rope_notices(config: Any, stated: dict[str, Any]) -> list[str]:
             f"the context is the stated {length} tokens; if that is the length before linear scaling, set "
             f"max_position_embeddings to {int(length * max(factors))}, which vLLM takes"
         ]
-    taken = next((kind[_ORIGINAL] for kind in _rope_kinds(text) if kind.get("rope_type") == "longrope"), None)
-    parts = (written, *_rope_kinds(SimpleNamespace(**written)))
-    found = {str(part[_ORIGINAL]) for part in parts if part.get(_ORIGINAL)}
-    most = written.get("max_position_embeddings")
-    if not written or taken is None or (found == {str(taken)} and most is not None and taken <= most):
-        return []
-    return [
-        f"for longrope, config.json states max_position_embeddings {most or 'nowhere'} and {_ORIGINAL} "
-        f"{' and '.join(sorted(found)) or 'nowhere'}; transformers and the export take "
-        f"{text.max_position_embeddings} and {taken}"
-    ]
+    return []
 
 
 def class_notices(folder: Path, model: PreTrainedModel, *, trust_remote_code: bool) -> list[str]:
