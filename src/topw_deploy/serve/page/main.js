@@ -156,6 +156,7 @@ async function generate(text, instead = false) {
   showProblem();
   crop.clear();
   byId("invite").hidden = true;
+  byId("columns").hidden = false;
   state.lastText = text;
   if (isChat() && byId("prompt").value === text) byId("prompt").value = "";
   const run = state.running = { abort: new AbortController(), forgotten: false };
