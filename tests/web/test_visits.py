@@ -96,7 +96,7 @@ def test_a_stopped_text_ends_and_a_second_press_starts_nothing(model: Path, site
     (tmp_path / "options.json").write_text(json.dumps({"form": form, "stop": True, "twice": True}), encoding="utf-8")
     found = run_node(HERE / "page.mjs", str(site), str(tmp_path / "options.json"))
     with TopWModel.from_pretrained(model, provider="cpu") as opened:
-        text = opened.generate("ab", seed=3, temperature=2, max_new_tokens=TOKENS).text
+        text = opened.generate("ab", preset="lively", seed=3, temperature=2, max_new_tokens=TOKENS).text
     stopped = re.fullmatch(r"Done: (\d+) tokens?, stopped\.", found["stopped"])
     assert stopped is not None
     assert int(stopped[1]) < TOKENS
