@@ -16,6 +16,7 @@ from msgspec import structs
 
 from topw_deploy.export.graph import BLOCK_BYTES, Decoder, initializer_tensors
 from topw_deploy.export.options import ExportKeywords, ExportOptions, ExportReport, SamplerOptions, read_options
+from topw_deploy.export.product_functions import call_functions
 from topw_deploy.export.quantise import quantise
 from topw_deploy.export.quantise.blocks import StoredRows
 from topw_deploy.export.quantise.choice import Calibration
@@ -209,7 +210,9 @@ def build_graph(source: Source, options: ExportOptions, progress: Progress) -> t
             progress.say(f"Quantising products and embedding to {options.quantisation.dtype}")
             _quantise(decoder, source, stored, options, options.quantisation, progress)
     progress.say(f"Attaching the sampler (top_m {options.top_w.top_m}, metric {options.top_w.metric})")
-    return decoder, attach_sampler(decoder, options, progress)
+    sampler = attach_sampler(decoder, options, progress)
+    call_functions(decoder.model, decoder.opset)
+    return decoder, sampler
 
 
 def _quantise(

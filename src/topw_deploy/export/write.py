@@ -53,13 +53,19 @@ _OTHER_DATA_FILE = "model.topw.onnx_data"  # if the decoder's own data has a nam
 # Bytes: smaller tensors stay in the graph, because shape inference needs shapes, axes and scalars there.
 _INLINE_BELOW = 1024
 _PAGE = 4096  # bytes: tensors larger than _ALIGNED_ABOVE start on a page, so that they can be mapped
+_CACHE_LINE = 64  # bytes: all others start on a line of the processor's cache, because products read them in place
 _ALIGNED_ABOVE = 1 << 20  # bytes, as in onnx_ir
 # Up to this many bytes, weights stay in model.onnx: one file is easier to copy and compare. Above, the runtime maps a
 # data file instead of parsing a copy (59 instead of 89 MB for 35 MB of 4-bit weights), and tools can edit the graph
 # without reading weights. Protobuf's limit is 2 GiB.
 EXTERNAL_ABOVE = 16 << 20
 
-_QUANTISED = {"MatMulNBits": "bits", "GatherBlockQuantized": "bits", "QMoE": "expert_weight_bits"}
+_QUANTISED = {
+    "MatMulNBits": "bits",
+    "MatMulNBitsWithOffsets": "bits",
+    "GatherBlockQuantized": "bits",
+    "QMoE": "expert_weight_bits",
+}
 _CODE_TYPES = (ir.DataType.UINT4, ir.DataType.INT4, ir.DataType.INT8)
 _COPY_PART = 64 << 20  # bytes
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP}  # other device, or no hard links
@@ -95,7 +101,8 @@ def lay_out(values: Iterable[ir.Value], taken: Iterable[str] = (), max_shard_siz
         size = constant_of(value).nbytes
         if size < _INLINE_BELOW:
             continue
-        offset = -(-end // _PAGE) * _PAGE if size > _ALIGNED_ABOVE else end
+        step = _PAGE if size > _ALIGNED_ABOVE else _CACHE_LINE
+        offset = -(-end // step) * step
         if max_shard_size is not None and end > 0 and offset + size > max_shard_size:
             shard, offset = shard + 1, 0
         end = offset + size

@@ -69,20 +69,18 @@ def test_codes_scales_and_minima_decode_to_exactly_what_gguf_decodes(kind: str, 
 
 
 def products_in(folder: Path) -> list[np.ndarray]:
-    """The weights [outputs, inputs] of all MatMulNBits nodes, decoded by the operator's definition."""
+    """The weights [outputs, inputs] of all products, decoded by the operators' definition."""
     graph, found = ir.load(folder / "model.onnx").graph, []
     for node in graph:
-        if node.op_type != "MatMulNBits":
+        if not node.op_type.startswith("MatMulNBits"):
             continue
         bits, size = node.attributes["bits"].as_int(), node.attributes["block_size"].as_int()
         codes, scales = (stored_array(tensor_of(node.inputs[place])) for place in (1, 2))
-        assert len(node.inputs) < 4 or node.inputs[3] is None
+        assert (node.domain, node.inputs[3:4]) in (("topw", ()), ("topw", (None,)))
         unpacked = unpack_codes(codes.reshape(len(codes), -1), bits).reshape(len(codes), -1, size)
         weight = (unpacked.astype(np.float32) - 2 ** (bits - 1)) * scales.reshape(len(codes), -1, 1)
-        use = node.outputs[0].uses()[0].node
-        other = use.inputs[1].producer() if use.op_type == "Add" and use.inputs[1] is not None else None
-        if other is not None and other.op_type == "MatMul":
-            weight += stored_array(tensor_of(other.inputs[1])).T[..., None]
+        if node.op_type == "MatMulNBitsWithOffsets":
+            weight += stored_array(tensor_of(node.inputs[6]))[..., None]
         found.append(weight.reshape(len(codes), -1))
     return found
 

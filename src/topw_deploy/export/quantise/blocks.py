@@ -185,7 +185,7 @@ class BlockValues(NamedTuple):
     """A quantised weight and its initializers in a graph.
 
     zero_points: None for a symmetric weight.
-    offsets: [blocks, outputs], None for a weight without.
+    offsets: [outputs, blocks], None for a weight without.
     """
 
     weight: QuantisedWeight
@@ -266,7 +266,7 @@ class RecentBlocks:
         zeros: ir.Value | None = None
         offsets: ir.Value | None = None
         if weight.has_offsets:
-            offsets = initializer("offsets", partial(self._offsets, weight), weight.blocks, weight.outputs)
+            offsets = initializer("offsets", partial(self._offsets, weight), weight.outputs, weight.blocks)
         if not weight.symmetric:
             zeros = initializer("zero_points", lambda: self._data(weight).zero_points, *weight.zero_points_shape)
         elif explicit_zeros:
@@ -276,7 +276,7 @@ class RecentBlocks:
 
     def _offsets(self, weight: QuantisedWeight) -> np.ndarray:
         offsets = self._data(weight).offsets
-        return np.zeros((weight.blocks, weight.outputs), np.float32) if offsets is None else offsets.T
+        return np.zeros((weight.outputs, weight.blocks), np.float32) if offsets is None else offsets
 
 
 class StoredWeight(NamedTuple):

@@ -321,9 +321,8 @@ class _Replacer:
             split = editor.op("Reshape", [data, shape])
             self._sums[key] = editor.op("ReduceSum", [split, editor.constant([-1])], keepdims=0)
         old = product.outputs[0]
-        whole = ir.node(
-            "Add", [old, editor.op("MatMul", [self._sums[key], values.offsets])], name=f"{product.name}_add"
-        )
+        part = editor.op("FusedMatMul", [self._sums[key], values.offsets], domain=DOMAIN, transB=1)
+        whole = ir.node("Add", [old, part], name=f"{product.name}_add")
         new = whole.outputs[0]
         new.type, new.shape = old.type, old.shape
         ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)

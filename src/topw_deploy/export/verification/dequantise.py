@@ -23,8 +23,13 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-_INPUTS = {"MatMulNBits": ((1, 2, 3),), "GatherBlockQuantized": ((0, 2, 3),), "QMoE": ((2, 3, 11), (5, 6, 12))}
-_INPUTS["DequantizeLinear"] = ((0, 1, 2),)
+_INPUTS = {
+    "MatMulNBits": ((1, 2, 3),),
+    "MatMulNBitsWithOffsets": ((1, 2, 3),),
+    "GatherBlockQuantized": ((0, 2, 3),),
+    "QMoE": ((2, 3, 11), (5, 6, 12)),
+    "DequantizeLinear": ((0, 1, 2),),
+}
 """Operator -> the places of codes, scales and zero points among its inputs."""
 _BITS = {"QMoE": "expert_weight_bits"}
 # The root of the mean square of (float weight - rounded weight) / scale, over a matrix. Rounding to nearest gives 0.29,
@@ -76,7 +81,7 @@ def coded_matrices(graph: ir.Graph) -> Iterator[CodedMatrices]:
             if node.op_type == "DequantizeLinear":  # has signed codes
                 bits = 8 if codes.dtype == np.int8 else 4
                 codes = pack_codes((codes.astype(np.int16) + (1 << (bits - 1))).astype(np.uint8), bits)
-            count = scales.shape[0] if node.op_type != "MatMulNBits" and scales.ndim == 3 else 1
+            count = scales.shape[0] if "K" not in node.attributes and scales.ndim == 3 else 1
             blocks = scales.reshape(count, -1, scales.shape[-1])
             whole = codes.reshape(*blocks.shape, -1)
             inputs = int(number_attribute(node, "K", blocks.shape[2] * whole.shape[3] * 8 // bits))

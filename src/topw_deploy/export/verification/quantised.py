@@ -288,7 +288,7 @@ def exact_copy(folder: Path, manifest: DecoderManifest) -> Iterator[Path]:
                 shutil.copyfile(folder / file, made / file)
         model = ir.load(folder / MODEL_NAME)
         for node in model.graph:
-            if node.op_type in ("MatMulNBits", "QMoE") and "accuracy_level" in node.attributes:
+            if "accuracy_level" in node.attributes:
                 node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", _FLOAT32_LEVEL)
         ir.save(model, made / MODEL_NAME)
         save_manifest(made, replace(manifest, files=manifest.files | describe_files(made, [MODEL_NAME])))

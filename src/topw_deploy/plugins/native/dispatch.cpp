@@ -5,21 +5,31 @@
 #endif
 #include <stdlib.h>
 #include <string.h>
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
 
 #include <atomic>
 
 #include "hot.h"
+#include "product.h"
 #include "topw.h"
 
 namespace topw {
 namespace {
 
-std::atomic<const Hot *> in_use{nullptr};
+// The loops for a processor.
+struct Set {
+  const Hot &hot;
+  const Product &product;
+};
+
+std::atomic<const Set *> in_use{nullptr};
 
 #if defined(__x86_64__)
 // Uses cpuid: __builtin_cpu_supports needs a table that some runtimes (zig's) leave empty.
 struct Features {
-  bool avx2 = false, avx512 = false;
+  bool avx2 = false, avx512 = false, avx_vnni = false, avx512_vnni = false;
 
   Features() {
     unsigned a, b, c, d;
@@ -29,44 +39,61 @@ struct Features {
     __asm__ volatile("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
     constexpr unsigned kYmm = 0x6, kZmm = 0xe6, kWanted = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
+    constexpr unsigned kAvx512Vnni = 1u << 11, kAvxVnni = 1u << 4;  // of c in leaf 7, of a in its subleaf 1
     avx2 = fma && (b & bit_AVX2) && (saved & kYmm) == kYmm;
     avx512 = avx2 && (b & kWanted) == kWanted && (saved & kZmm) == kZmm;
+    avx512_vnni = avx512 && (c & kAvx512Vnni);
+    avx_vnni = avx2 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & kAvxVnni);
   }
 };
 
-bool has_avx2() { return Features().avx2; }
-bool has_avx512() { return Features().avx512; }
+constexpr Set kWithAvx2{kAvx2, kProductAvx2}, kWithAvx512{kAvx512, kProductAvx2}, kWithVnni{kAvx512, kProductAvx512};
+#if defined(TOPW_AVX_VNNI)
+constexpr Set kWithAvxVnni{kAvx2, kProductAvxVnni};
+#else
+constexpr Set kWithAvxVnni = kWithAvx2;
 #endif
+#elif defined(__aarch64__)
+constexpr Set kWithDot{kGeneric, kProductDot};
 
-// The loops of an instruction set; NULL if the processor or the build lacks it.
-const Hot *find_set(const char *name) {
-#if defined(__x86_64__)
-  if (strcmp(name, kAvx512.name) == 0 && has_avx512()) return &kAvx512;
-  if (strcmp(name, kAvx2.name) == 0 && has_avx2()) return &kAvx2;
+bool has_dot() {
+#if defined(__linux__)
+  constexpr unsigned long kDot = 1ul << 20;  // HWCAP_ASIMDDP
+  return getauxval(AT_HWCAP) & kDot;
+#else
+  return true;  // on every Mac
 #endif
-  return strcmp(name, kGeneric.name) == 0 || strcmp(name, "generic") == 0 ? &kGeneric : nullptr;
+}
+#endif
+constexpr Set kWithNothing{kGeneric, kProductGeneric};
+
+// The loops of an instruction set, or the best for null; null if the processor or the build lacks it.
+const Set *find_set(const char *name) {
+#if defined(__x86_64__)
+  const Features has;
+  if (has.avx512 && (!name || strcmp(name, kAvx512.name) == 0)) return has.avx512_vnni ? &kWithVnni : &kWithAvx512;
+  if (has.avx2 && (!name || strcmp(name, kAvx2.name) == 0)) return has.avx_vnni ? &kWithAvxVnni : &kWithAvx2;
+#elif defined(__aarch64__)
+  if (has_dot() && (!name || strcmp(name, kGeneric.name) == 0)) return &kWithDot;
+#endif
+  return !name || strcmp(name, kGeneric.name) == 0 || strcmp(name, "generic") == 0 ? &kWithNothing : nullptr;
 }
 
-const Hot *choose_set() {
-  const char *requested = getenv("TOPW_INSTRUCTION_SET");
-  if (const Hot *found = requested ? find_set(requested) : nullptr) return found;
-#if defined(__x86_64__)
-  if (has_avx512()) return &kAvx512;
-  if (has_avx2()) return &kAvx2;
-#endif
-  return &kGeneric;
-}
-
-}  // namespace
-
-const Hot &hot() {
-  const Hot *chosen = in_use.load(std::memory_order_acquire);
-  if (!chosen) {
-    chosen = choose_set();  // concurrent threads choose the same
+const Set &chosen_set() {
+  const Set *chosen = in_use.load(std::memory_order_acquire);
+  if (!chosen) {  // concurrent threads choose the same
+    const char *requested = getenv("TOPW_INSTRUCTION_SET");
+    chosen = requested ? find_set(requested) : nullptr;
+    if (!chosen) chosen = find_set(nullptr);
     in_use.store(chosen, std::memory_order_release);
   }
   return *chosen;
 }
+
+}  // namespace
+
+const Hot &hot() { return chosen_set().hot; }
+const Product &product() { return chosen_set().product; }
 
 }  // namespace topw
 
@@ -75,7 +102,7 @@ extern "C" {
 const char *topw_instruction_set(void) { return topw::hot().name; }
 
 int topw_use_instruction_set(const char *name) {
-  const topw::Hot *found = topw::find_set(name);
+  const topw::Set *found = name ? topw::find_set(name) : nullptr;
   if (!found) return 1;
   topw::in_use.store(found, std::memory_order_release);
   return 0;

@@ -90,7 +90,7 @@ class Api {
 };
 
 // ONNX element types.
-enum Element { kAny = 0, kFloat = 1, kInt32 = 6, kInt64 = 7, kBool = 9, kFloat16 = 10, kBfloat16 = 16 };
+enum Element { kAny = 0, kFloat = 1, kUint8 = 2, kInt32 = 6, kInt64 = 7, kBool = 9, kFloat16 = 10, kBfloat16 = 16 };
 enum Presence { kRequired = 0, kOptional = 1, kVariadic = 2 };
 
 // An operator as the runtime reads it. Later members replace make_v1 and compute_v1.

@@ -13,6 +13,7 @@ thread_local int64_t kernels_made = 0;
 void count_kernel() { ++kernels_made; }
 int64_t kernels_of_this_thread() { return kernels_made; }
 void show_operators(bool shown) { hidden = !shown; }
+bool are_operators_hidden() { return hidden; }
 
 ort::Operator shared_operator() {
   using ort::Operator;

@@ -14,9 +14,11 @@ ort::Operator shared_operator();
 void count_kernel();
 // See ort_register.cpp.
 void show_operators(bool shown);
+bool are_operators_hidden();  // from sessions of this thread
 int64_t kernels_of_this_thread();
 
 extern const ort::Operator cpu_operator;
+extern const ort::Operator product_operator, offsets_product_operator;
 #if defined(TOPW_WITH_CUDA)
 extern const ort::Operator cuda_operator;
 #endif

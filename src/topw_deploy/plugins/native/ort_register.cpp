@@ -19,6 +19,8 @@ constexpr const ort::Operator *kOperators[] = {
     &cpu_operator,
 #if defined(TOPW_WITH_CUDA)
     &cuda_operator,
+#else
+    &product_operator, &offsets_product_operator,  // not beside CUDA: that would take products from the GPU, which has MatMulNBits itself
 #endif
 };
 constexpr char kRegistered[] = "topw.registered";  // session option that marks registered operators

@@ -1,0 +1,113 @@
+"""Make products with 4- and 8-bit weights calls of functions in the domain `topw` (docs/contract/graph.md, section 8).
+
+`MatMulNBits` is a function of onnxruntime's MatMulNBits, with the same inputs and attributes. So other parts of the
+exporter read both alike. `MatMulNBitsWithOffsets` also adds the offsets of the weights' blocks. The native library has
+operators of these names, which multiply several rows for less, with weights as they are in the file.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from topw_deploy.export.graph import GraphEditor, attribute_values, number_attribute, producer, stored_tensor
+from topw_deploy.export.quantise.rounding import BLOCK_SIZES, DTYPE_BITS
+from topw_deploy.export.quantise.weights import DOMAIN
+from topw_deploy.export.sampler.node import DOMAIN as OWN_DOMAIN
+from topw_deploy.export.sampler.node import DOMAIN_VERSION
+from topw_deploy.export.sampler.ops import Ops
+
+OP_TYPE, WITH_OFFSETS = "MatMulNBits", "MatMulNBitsWithOffsets"
+_INPUTS = ("A", "B", "scales", "zero_points", "g_idx", "bias")
+_ATTRIBUTES = ("K", "N", "bits", "block_size", "accuracy_level")
+_INT8_ACTIVATIONS = 4  # the accuracy_level at which activations are rounded to int8, as the native operators do
+
+
+def call_functions(model: ir.Model, opset: int) -> None:
+    """Turn the float32 products of `model` that round activations to int8 into calls of the functions, in place.
+
+    opset: of the standard operators.
+    """
+    editor, called = GraphEditor(model.graph, "products"), set()
+    for node in [node for node in model.graph if _is_replaceable(node)]:
+        found, inputs = _find_offsets(node), list(node.inputs)
+        if found is not None:
+            inputs += [None] * (len(_INPUTS) - len(inputs)) + [found.offsets]
+        op_type, old = (OP_TYPE, node) if found is None else (WITH_OFFSETS, found.add)
+        call = ir.node(op_type, inputs, attributes=attribute_values(node), domain=OWN_DOMAIN, name=node.name)
+        call.outputs[0].type, call.outputs[0].shape = old.outputs[0].type, old.outputs[0].shape
+        model.graph.insert_before(old, call)
+        editor.replace(old, call.outputs[0])
+        if old is not node:
+            model.graph.remove(node, safe=True)
+        called.add(op_type)
+    for op_type in sorted(called):
+        function = _build_function(op_type, opset)
+        model.functions[function.identifier()] = function
+        model.opset_imports[OWN_DOMAIN] = DOMAIN_VERSION
+    RemoveUnusedNodesPass()(model)
+    editor.finish()
+
+
+def _is_replaceable(node: ir.Node) -> bool:
+    if (node.domain, node.op_type) != (DOMAIN, OP_TYPE):
+        return False
+    inputs = dict(zip(_INPUTS, node.inputs, strict=False))
+    scales, zeros = inputs["scales"], inputs.get("zero_points")
+    return (
+        inputs.get("g_idx") is None
+        and number_attribute(node, "accuracy_level", 0) == _INT8_ACTIVATIONS
+        and number_attribute(node, "block_size", 0) in BLOCK_SIZES
+        and number_attribute(node, "bits", 4) in DTYPE_BITS.values()
+        and scales is not None
+        and scales.dtype == ir.DataType.FLOAT
+        and (zeros is None or zeros.dtype == ir.DataType.UINT8)
+    )
+
+
+class _Offsets(NamedTuple):
+    """The offsets [N, blocks] of a product's weight, and the node that adds their part to the product."""
+
+    add: ir.Node
+    offsets: ir.Value
+
+
+def _find_offsets(product: ir.Node) -> _Offsets | None:
+    """The offsets as `quantise/rewrite.py` adds them, for activations of rank 3; None if there are none."""
+    output = product.outputs[0]
+    uses = output.uses()
+    if len(uses) != 1 or output.is_graph_output():
+        return None
+    add, position = uses[0]
+    other = add.inputs[1 - position] if (add.domain, add.op_type) == ("", "Add") else None
+    matmul = None if other is None else other.producer()
+    if matmul is None or (matmul.domain, matmul.op_type) != (DOMAIN, "FusedMatMul"):
+        return None
+    total = producer(matmul.inputs[0], "ReduceSum")
+    split = None if total is None else producer(total.inputs[0], "Reshape")
+    if split is None or split.inputs[0] is not product.inputs[0]:
+        return None
+    shape, offsets = split.inputs[1], matmul.inputs[1]
+    has_rank_3 = shape is not None and shape.const_value is not None and shape.const_value.size == 4
+    return _Offsets(add, offsets) if has_rank_3 and offsets is not None and stored_tensor(offsets, 2) else None
+
+
+def _build_function(op_type: str, opset: int) -> ir.Function:
+    op = Ops(branches=False)
+    inputs = [ir.Value(name=name) for name in (*_INPUTS, *(["offsets"] if op_type == WITH_OFFSETS else []))]
+    references = [ir.RefAttr(name, name, ir.AttributeType.INT) for name in _ATTRIBUTES]
+    product = ir.Node(DOMAIN, OP_TYPE, inputs[: len(_INPUTS)], references)
+    nodes, result = [product], product.outputs[0]
+    result.name = "product"
+    if op_type == WITH_OFFSETS:
+        size = ir.Node("", "Constant", [], [ir.RefAttr("value_int", "block_size", ir.AttributeType.INT)])
+        size.outputs[0].name = "size"
+        shape = op.Concat([0, 0, -1], op.Reshape(size.outputs[0], [1]), axis=0)
+        sums = op.ReduceSum(op.Reshape(inputs[0], shape), [-1], keepdims=0)
+        result = op.Add(result, op.custom_op(DOMAIN, "FusedMatMul", [sums, inputs[-1]], {"transB": 1}))
+        nodes += [size, *op.nodes]
+    graph = ir.Graph(inputs, [result], nodes=nodes, opset_imports={"": opset, DOMAIN: 1}, name=op_type)
+    attributes = [ir.Attr(name, ir.AttributeType.INT, None) for name in _ATTRIBUTES]
+    return ir.Function(OWN_DOMAIN, op_type, graph=graph, attributes=attributes)

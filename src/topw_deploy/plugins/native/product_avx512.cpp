@@ -1,0 +1,178 @@
+// Products for AVX-512 with VNNI.
+
+#include <string.h>
+
+#include "product_chunk.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma"))), \
+                             apply_to = function)
+#else
+#pragma GCC diagnostic ignored "-Wuninitialized"  // gcc 12 warns about its own _mm512_undefined (bug 105593)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma")
+#endif
+
+namespace topw {
+namespace {
+
+#include "lanes_avx512.h"
+
+constexpr int kMostRows = 8, kFewRows = 4;
+constexpr bool kTakesBytes = true;
+using Ints = __m512i;
+
+inline Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats fused(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline Floats to_floats(Ints v) { return _mm512_cvtepi32_ps(v); }
+inline Ints read(const int32_t *x) { return _mm512_loadu_si512(x); }
+inline void write(int32_t *x, Ints v) { _mm512_storeu_si512(x, v); }
+inline Ints every(int32_t x) { return _mm512_set1_epi32(x); }
+inline Ints shifted(Ints v, int bits) { return _mm512_srl_epi32(v, _mm_cvtsi32_si128(bits)); }
+inline Ints masked(Ints v, int mask) { return _mm512_and_si512(v, _mm512_set1_epi32(mask)); }
+inline Ints low_nibbles(Ints v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
+inline Ints high_nibbles(Ints v) { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }
+inline Ints times(Ints zeros, int32_t minus) { return _mm512_madd_epi16(zeros, _mm512_set1_epi32(minus)); }
+
+template <int n>
+inline Ints dot(Ints sum, const Ints *codes, const int8_t *x) {
+#pragma GCC unroll 8
+  for (int i = 0; i < n; ++i) {
+    int32_t four;
+    memcpy(&four, x + 4 * i, sizeof four);
+    sum = _mm512_dpbusd_epi32(sum, codes[i], _mm512_set1_epi32(four));
+  }
+  return sum;
+}
+
+template <int units>
+inline __attribute__((always_inline)) void interleave(const uint8_t *base, int64_t stride, Ints *v) {
+  // First, the 128-bit part i of v[4 u + j] has unit u of output 4 i + j.
+#pragma GCC unroll 4
+  for (int part = 0; part < 4; ++part)
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j)
+#pragma GCC unroll 4
+      for (int unit = 0; unit < units; ++unit) {
+        const uint8_t *from = base + (4 * part + j) * stride + unit * kUnit;
+        const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(from));
+        Ints &to = v[4 * unit + j];
+        to = part == 0 ? _mm512_castsi128_si512(bytes)
+                       : _mm512_mask_broadcast_i32x4(to, static_cast<__mmask16>(15 << 4 * part), bytes);
+      }
+  // Then, each part transposes its four words of four outputs.
+#pragma GCC unroll 4
+  for (int unit = 0; unit < units; ++unit, v += 4) {
+    const Ints a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpackhi_epi32(v[0], v[1]);
+    const Ints c = _mm512_unpacklo_epi32(v[2], v[3]), d = _mm512_unpackhi_epi32(v[2], v[3]);
+    v[0] = _mm512_unpacklo_epi64(a, c);
+    v[1] = _mm512_unpackhi_epi64(a, c);
+    v[2] = _mm512_unpacklo_epi64(b, d);
+    v[3] = _mm512_unpackhi_epi64(b, d);
+  }
+}
+
+#include "product_loops.inc"
+
+// The sum of each 128-bit part of 16 vectors, which belong to the outputs of a tile; part i of the 16 is in sums[i].
+// With fewer sums than 4, neighbouring parts are added: 2 and 2, or all.
+inline __attribute__((always_inline)) void add_parts(const Ints *four_outputs, int count, Ints *sums) {
+  const Ints *v = four_outputs;  // v[i]: the sums of outputs 4 i to 4 i + 3 in each part
+  const Ints a = _mm512_shuffle_i32x4(v[0], v[1], 0x88), b = _mm512_shuffle_i32x4(v[0], v[1], 0xdd);
+  const Ints c = _mm512_shuffle_i32x4(v[2], v[3], 0x88), d = _mm512_shuffle_i32x4(v[2], v[3], 0xdd);
+  if (count == 4) {
+    sums[0] = _mm512_add_epi32(sums[0], _mm512_shuffle_i32x4(a, c, 0x88));
+    sums[1] = _mm512_add_epi32(sums[1], _mm512_shuffle_i32x4(b, d, 0x88));
+    sums[2] = _mm512_add_epi32(sums[2], _mm512_shuffle_i32x4(a, c, 0xdd));
+    sums[3] = _mm512_add_epi32(sums[3], _mm512_shuffle_i32x4(b, d, 0xdd));
+    return;
+  }
+  const Ints left = _mm512_add_epi32(a, b), right = _mm512_add_epi32(c, d);
+  const Ints even = _mm512_shuffle_i32x4(left, right, 0x88), odd = _mm512_shuffle_i32x4(left, right, 0xdd);
+  sums[0] = _mm512_add_epi32(sums[0], even);
+  sums[count - 1] = _mm512_add_epi32(sums[count - 1], odd);
+}
+
+// For few rows, interleaving the codes would cost more than their products. So codes are multiplied as they are, a
+// window of one output at a time, and then the lanes are added up.
+template <int rows, int bits, int per_window>
+void add_few(const Matrix &matrix, const Chunk &chunk, const Rounded &rounded, int64_t row, float *sums) {
+  const ChunkRows<rows> in(matrix, chunk, rounded, row);
+  const int64_t windows = per_window > 1 ? 1 : matrix.block_bytes() / kWindow;  // of a block
+  const Ints evens = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  // Adds the products of a window of output number `output` to those before; x: where the window's activations begin.
+  auto multiply_window = [&](Ints(&found)[rows][4], int i, int output, int64_t window) __attribute__((always_inline)) {
+    const Ints bytes = _mm512_loadu_si512(chunk.codes + output * chunk.stride + window * kWindow);
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) {
+      const int8_t *x = in.x[r] + window * (kWindow * 8 / bits);
+      const Ints first = _mm512_loadu_si512(x);
+      if (bits == 8) {
+        found[r][i] = _mm512_dpbusd_epi32(found[r][i], bytes, first);
+      } else {
+        const Ints second = _mm512_loadu_si512(x + kWindow);
+        const Ints low = _mm512_permutex2var_epi32(first, evens, second);
+        const Ints high = _mm512_permutex2var_epi32(first, _mm512_add_epi32(evens, every(1)), second);
+        found[r][i] = _mm512_dpbusd_epi32(found[r][i], low_nibbles(bytes), low);
+        found[r][i] = _mm512_dpbusd_epi32(found[r][i], high_nibbles(bytes), high);
+      }
+    }
+  };
+  Floats sum[rows];
+  for (int r = 0; r < rows; ++r) sum[r] = load(sums + r * kTile);
+  int64_t number = 0;  // of the window
+  for (int64_t block = 0; block < chunk.blocks; block += per_window, number += windows) {
+    Ints integers[rows][per_window], four_outputs[rows][4];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 4
+      for (int i = 0; i < per_window; ++i)
+        integers[r][i] = start_of_block(matrix, chunk, block + i, 0, in.minus[r][block + i]);
+    for (int64_t window = 0; window < windows; ++window) prefetch_codes(chunk, number + window);
+#pragma GCC unroll 4
+    for (int group = 0; group < 4; ++group) {
+      Ints found[rows][4];
+#pragma GCC unroll 4
+      for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) found[r][i] = _mm512_setzero_si512();
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) multiply_window(found, i, 4 * group + i, number);
+      for (int64_t window = 1; per_window == 1 && window < windows; ++window)
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) multiply_window(found, i, 4 * group + i, number + window);
+#pragma GCC unroll 4
+      for (int r = 0; r < rows; ++r) {
+        const Ints *v = found[r];
+        const Ints a = _mm512_add_epi32(_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1]));
+        const Ints b = _mm512_add_epi32(_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3]));
+        four_outputs[r][group] = _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) {
+      add_parts(four_outputs[r], per_window, integers[r]);
+#pragma GCC unroll 4
+      for (int i = 0; i < per_window; ++i)
+        sum[r] = add_block(matrix, chunk, block + i, 0, in, r, integers[r][i], sum[r]);
+    }
+  }
+  for (int r = 0; r < rows; ++r) store(sums + r * kTile, sum[r]);
+}
+
+}  // namespace
+
+const Product kProductAvx512 = {round_row, multiply};
+
+}  // namespace topw
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif
