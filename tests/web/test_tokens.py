@@ -102,7 +102,10 @@ def test_libraries_from_the_cdn_run_with_threads_and_need_their_hashes(demo_expo
     assert found["page"]["status"].startswith("Done: ")
     assert f"Ready: {THREADS} thread" in found["opened"]
     with opened(demo_export) as model:
-        assert found["page"]["text"] == "import" + model.generate("import", seed=3, max_new_tokens=24).text
+        assert (
+            found["page"]["text"]
+            == "import" + model.generate("import", preset="lively", seed=3, max_new_tokens=24).text
+        )
     assert set(found["outside"]) == {file.url for file in sites.FILES}
     broken = drive(folder, tmp_path, cdn=str(FOLDER / "node_modules"), broken="tokenizers.min.mjs")
     assert "cannot be fetched with the hash sha384-" in broken["opened"]
