@@ -43,14 +43,14 @@ _BATCH = 16
 
 
 def held_out_rows(folder: Path, most: int) -> np.ndarray:
-    """int64 [at most `most` rows, COLUMNS + 1] of the concatenated held-out documents, evenly spread."""
+    """int64 [at most `most` rows, COLUMNS + 1] of the held-out documents, each behind token 0, evenly spread."""
     from tokenizers import Tokenizer
 
-    from benchmarks.training import encode_documents
     from topw_deploy.tiny.corpus import gather_corpus
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    stream = np.concatenate([ids.numpy() for ids in encode_documents(gather_corpus().held_out, tokenizer)])
+    documents = tokenizer.encode_batch(list(gather_corpus().held_out), add_special_tokens=False)
+    stream = np.concatenate([np.array([0, *document.ids]) for document in documents])
     count = (len(stream) - 1) // COLUMNS
     chosen = np.unique(np.linspace(0, count - 1, min(most, count)).astype(int))
     return np.stack([stream[row * COLUMNS : (row + 1) * COLUMNS + 1] for row in chosen])
@@ -113,7 +113,7 @@ def product_bits(folder: Path) -> str:
 def comparison_row(
     name: str, losses: np.ndarray, exact: np.ndarray, rows: np.ndarray, size: int, bits: str = ""
 ) -> tuple[str, ...]:
-    """A row of the accuracy table. The first token of each document does not count.
+    """A row of the accuracy table. Token 0, which starts each document, does not count.
 
     losses, exact: losses [rows, COLUMNS] of this model and of the float32 model.
     size: bytes of the weights' files.
