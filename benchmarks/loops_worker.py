@@ -14,6 +14,7 @@ import onnxruntime as ort
 from benchmarks.common import median_step_seconds, share_thread_pool
 from topw_deploy.export.verification.reference import decoder_model, open_graph
 from topw_deploy.manifest import DecoderInfo, State, load_decoder_manifest
+from topw_deploy.plugins.library import library_path
 from topw_deploy.runtime import TopWModel
 from topw_lab.bench.decode import ArgMaxLoop
 
@@ -101,16 +102,16 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     """settings: opens_loops (whether loops are opened), threads."""
     if settings["opens_loops"]:
         share_thread_pool(settings["threads"])
-    options = ort.SessionOptions()
-    options.use_per_session_threads = False
-    options.log_severity_level = 3
     loops: dict[str, ArgMaxLoop] = {}
     first: dict[str, int] = {}
 
     def open_(name: str, path: str) -> None:
+        options = ort.SessionOptions()
+        options.use_per_session_threads = False
+        options.log_severity_level = 3
         folder = Path(path)
         model, info = (bare_peer if (folder / "genai_config.json").is_file() else bare_export)(folder)
-        loops[name] = ArgMaxLoop(open_graph(folder, model, options=options), info)
+        loops[name] = ArgMaxLoop(open_graph(folder, model, library_path(), options), info)
 
     def prefill(name: str, prompt: list[int], room: int) -> float:
         began = time.perf_counter()

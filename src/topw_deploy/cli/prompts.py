@@ -99,7 +99,11 @@ def read_text_lines(data: bytes, where: str, *, chat: bool = False, system: str 
 
 
 def text_lines(texts: Iterable[tuple[str, str]], *, chat: bool, system: str | None) -> list[PromptLine]:
-    """Prompts without parameters. texts: (text, place) of each."""
+    """Make a prompt of each text, without parameters of its own.
+
+    texts: each text, and where it stands, for messages.
+    chat: whether a text is a user's message, behind the message `system` if there is one.
+    """
     return [
         PromptLine(index, place, None, "messages", user_messages(system, text), {})
         if chat

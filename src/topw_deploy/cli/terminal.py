@@ -43,7 +43,8 @@ def write_stderr(text: str) -> None:
 class _MovingLine:
     """The last line on a terminal: what runs, how much of it is done, and for how many seconds it has been running.
 
-    It appears when nothing was printed for QUIET seconds, and goes when something is. Without a terminal it does not.
+    It appears when nothing has been printed for QUIET seconds, and is removed before something is. It is shown on a
+    terminal only.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,11 @@ class _MovingLine:
 
     @contextlib.contextmanager
     def show(self, text: str = "", share: Callable[[], str] = lambda: "") -> Iterator[None]:
-        """Show what a block does. text: what runs; "" for what an outer block shows. share: how much of it is done."""
+        """Show what runs in the block.
+
+        text: what runs; "" for the text of the block around this one.
+        share: returns how much of it is done, as text.
+        """
         if sys.stderr is None or not sys.stderr.isatty():
             yield
             return
@@ -73,7 +78,7 @@ class _MovingLine:
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
-        """Remove the line for a block that prints."""
+        """Remove the line, and keep it away while the block prints."""
         with self._lock:
             if self._is_shown:
                 sys.stderr.write("\r\x1b[K")

@@ -1,4 +1,4 @@
-"""Make products with 4- and 8-bit weights calls of functions in the domain `topw` (docs/contract/graph.md, section 8).
+"""Replace products with 4- and 8-bit weights by calls of functions (docs/contract/graph.md, section 8).
 
 `MatMulNBits` is a function of onnxruntime's MatMulNBits, with the same inputs and attributes. So other parts of the
 exporter read both alike. `MatMulNBitsWithOffsets` also adds the offsets of the weights' blocks. The native library has
@@ -26,7 +26,7 @@ _INT8_ACTIVATIONS = 4  # the accuracy_level at which activations are rounded to 
 
 
 def call_functions(model: ir.Model, opset: int) -> None:
-    """Turn the float32 products of `model` that round activations to int8 into calls of the functions, in place.
+    """Replace the products of `model` that round float32 activations to int8 by calls of the functions, in place.
 
     opset: of the standard operators.
     """

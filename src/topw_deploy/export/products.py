@@ -48,7 +48,7 @@ class Product:
 
 
 def match_product(node: ir.Node) -> Product | None:
-    """The product that a MatMul or Gemm starts, if its right factor is a constant matrix; else None."""
+    """The product of a MatMul or Gemm with a constant matrix on the right; None for another MatMul or Gemm."""
     found = _match_matrix(node.inputs[1])
     if node.inputs[0] is None or found is None:
         return None

@@ -19,6 +19,7 @@ import onnxruntime as ort
 from topw_deploy import install
 from topw_deploy.errors import BenchmarkError, ParameterError
 from topw_deploy.manifest import DecoderInfo, load_decoder_manifest
+from topw_deploy.plugins.library import library_path
 from topw_deploy.progress import SILENT, Progress
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.cache import Cache, Caches
@@ -192,7 +193,7 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
 
         folder, options = Path(settings["folder"]), ort.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = settings["threads"], 3
-        session = open_graph(folder, decoder_model(folder, argmax=True), options=options)
+        session = open_graph(folder, decoder_model(folder, argmax=True), library_path(), options)
         loop = ArgMaxLoop(session, load_decoder_manifest(folder).decoder)
 
         def run_argmax(prompt: list[int], new_tokens: int) -> dict[str, float]:

@@ -129,7 +129,7 @@ def round_to_integers(
 def round_for_gptq(
     weight: np.ndarray, bits: int, *, symmetric: bool, order: bool = False, second: bool = False
 ) -> Layer:
-    """AutoGPTQ's words. second: of version 2, whose zero points are stored as they are."""
+    """Zero points as AutoGPTQ packs them. second: as its second format does, which stores them unchanged."""
     groups = input_groups(weight.shape[1], GROUP, order)
     codes, scales, zeros, decoded = round_in_groups(weight, bits, groups, symmetric, torch.float16)
     decoded = (codes - zeros[:, groups]).astype(np.float32) * scales[:, groups]

@@ -410,11 +410,11 @@ def _stored_blocks(
 
 M = TypeVar("M")
 MatrixRows = tuple[M, list[int], list[int]]
-"""A matrix, some outputs of a weight, and the rows of the matrix that they have."""
+"""A matrix, some outputs of a weight, and the row of the matrix that each of them equals."""
 
 
 def rows_by_matrix(places: Mapping[bytes, tuple[M, int]], digests: Sequence[bytes]) -> list[MatrixRows[M]]:
-    """Group the outputs with these digests by the matrix that has their rows. places: digest -> (matrix, row)."""
+    """Group outputs, given by the digests of their rows, by matrix. places: digest -> (matrix, its row)."""
     found: dict[int, MatrixRows[M]] = {}
     for output, digest in enumerate(digests):
         matrix, row = places[digest]

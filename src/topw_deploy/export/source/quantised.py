@@ -287,7 +287,7 @@ def _input_groups(groups: np.ndarray | None, inputs: int, count: int) -> np.ndar
 
 
 def _check_symmetry(weights: Iterable[PackedWeight], folder: Path) -> None:
-    """Raise SourceError for zero points that are symmetric only in the version of GPTQ that is not stated."""
+    """Raise SourceError if the stated version of GPTQ contradicts zero points that are symmetric in the other one."""
     for weight in weights:
         if weight.contradicts_symmetry:
             raise SourceError(

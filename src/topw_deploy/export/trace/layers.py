@@ -253,7 +253,7 @@ class _Object:
 
 
 def _key(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Equal for equal plain values and containers of them, and for other objects if `leaf` is."""
+    """A key that equal plain values, and containers of them, share. `leaf` gives the key of another object."""
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, Mapping):
@@ -264,7 +264,7 @@ def _key(value: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def _argument_key(value: Any) -> Any:
-    """Equal for the same object."""
+    """A key that only the same object has."""
     if isinstance(value, Tensor | Cache | SimpleNamespace | FunctionType):
         return _Object(value)
     raise IrregularLayersError(f"layers get an argument of {type(value).__name__}")
@@ -281,7 +281,7 @@ def _structure(layer: nn.Module, number: int, uses: Counter[int]) -> Any:
     parts = {id(part): name for name, part in layer.named_modules()}
 
     def leaf(value: Any) -> Any:
-        """Equal for equal places in the layer, for functions with equal arguments, and for the same objects."""
+        """The key of a module by its place in the layer, of a function by its arguments, else of the object alone."""
         if isinstance(value, partial):
             return _key((value.func, value.args, value.keywords), leaf)
         if isinstance(value, MethodType):
@@ -299,7 +299,7 @@ def _structure(layer: nn.Module, number: int, uses: Counter[int]) -> Any:
 
 
 def _buffer_key(buffer: Tensor) -> Any:
-    """Equal for buffers of equal values."""
+    """A key that buffers of equal values share."""
     if buffer.device.type != "cpu" or type(buffer) is not Tensor:
         return id(buffer)
     values = buffer.detach().flatten().contiguous().view(torch.uint8).numpy().tobytes()
