@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -31,13 +32,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _WHOLE_FILE = re.compile(r"^pytestmark = pytest\.mark\.(slow|long|broad)(?: +#.*)?$", re.MULTILINE)
 _WEIGHTS = {"slow": 1, "long": 2, "broad": 2}
+_FEW_CASES = 2  # of a parametrised test, where not all run
 REPORTED = ("numpy", "onnxruntime", "tokenizers", "onnx", "onnx-ir", "torch", "transformers")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("topw_deploy")
-    group.addoption("--quick", action="store_true", help="leave out what is marked slow, long or broad: `make quick`")
-    group.addoption("--long", action="store_true", help="run what is marked long, too, as CI does")
+    group.addoption("--quick", action="store_true", help="leave out what is marked, and most cases: `make quick`")
+    group.addoption("--long", action="store_true", help="run what is marked long, and all cases, as CI does")
     group.addoption("--broad", action="store_true", help="run everything, also what is marked broad")
 
 
@@ -58,6 +60,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselect by option unless named; run the longest files first to balance workers."""
     unwanted, named = _unwanted(config), _named(config)
     left_out = {i for i in items if i.path not in named and any(i.get_closest_marker(mark) for mark in unwanted)}
+    if "long" in unwanted:  # few cases of the slow tests then run, and of all with --quick
+        cases: Counter[str] = Counter()
+        for item in items:
+            if item.path not in named and (config.option.quick or item.get_closest_marker("slow")):
+                test = item.nodeid.partition("[")[0]
+                cases[test] += 1
+                if cases[test] > _FEW_CASES:
+                    left_out.add(item)
     if left_out:
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=list(left_out))

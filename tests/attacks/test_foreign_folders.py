@@ -101,6 +101,7 @@ def test_functions_that_call_each_other_are_refused(decoder: Path, functions: by
     expect_refusal(decoder, UnsupportedModelError, "the function evil.f calls itself")
 
 
+@pytest.mark.long
 def test_an_unknown_operator_is_refused(decoder: Path) -> None:
     model = onnx.load(decoder / "model.onnx", load_external_data=False)
     add_node("Run", "evil")(model)

@@ -38,7 +38,7 @@ def test_an_export_killed_before_any_file_operation(foreign: Path, tmp_path: Pat
     check_kills(name, foreign, tmp_path, share, 30)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in CASES if name not in EXPORTS])
 @pytest.mark.parametrize("share", [12, broad(1)])
 def test_what_a_command_writes_is_old_or_new_when_it_is_killed_before_any_file_operation(

@@ -48,7 +48,7 @@ def test_the_argmax_loop_takes_the_largest_logit_of_the_same_decoder(toy: Toy, t
             sequence.append(token)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command_reports_every_side_for_every_number_of_threads(
     bench: Callable[..., Result], folder: Path, tmp_path: Path
 ) -> None:

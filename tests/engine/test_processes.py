@@ -36,7 +36,7 @@ sys.exit(3)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kept", ["kept", "forgotten"])
 def test_the_process_ends_while_requests_run(toy: Toy, tmp_path: Path, kept: str) -> None:
     """An interpreter that ends while a thread is inside onnxruntime usually aborts, but not always: so three runs."""

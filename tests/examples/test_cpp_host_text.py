@@ -43,6 +43,7 @@ def words_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+@pytest.mark.long
 def test_a_prompt_is_tokenised_and_its_answer_is_text(
     host: Host, demo_export: Path, library: list[object], tmp_path: Path
 ) -> None:

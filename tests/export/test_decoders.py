@@ -204,6 +204,7 @@ def test_the_cache_is_written_in_place_for_every_kind(each: str) -> None:
     assert len(attention_placeholders(decoder.model.graph)) == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("each", sampled(WIDTHS, ("llama_12",)))
 def test_heads_are_widened_to_a_multiple_of_8_and_values_to_keys(each: str) -> None:
     _, form = lowered(traced(each), "group_query")

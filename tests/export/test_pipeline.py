@@ -40,7 +40,7 @@ def test_an_export_matches_its_manifest(exported: Callable[[str], Path]) -> None
     assert "logits" not in names
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_sampler_is_one_node_and_a_copied_cache_needs_standard_operators_only(
     tmp_path: Path, checkpoint: Callable[[str], Path]
 ) -> None:

@@ -24,7 +24,7 @@ def unexplained(rows: int = ROWS, seed: int = 5) -> list[str]:
     return fuzz(rows, seed, ["torch"], SMALL).unexplained
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_random_and_adversarial_rows_keep_the_references_sets() -> None:
     outcome = fuzz(3000, 6, ["torch", "native"], SMALL)
     assert outcome.unexplained == []

@@ -429,6 +429,7 @@ def check_model(world: World, body: dict[str, Any]) -> None:
     assert [choice["token_ids"] for choice in answered] == [result.token_ids for result in results]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seeds", [range(200), pytest.param(range(200, 1400), marks=pytest.mark.long)], ids=str)
 def test_a_joined_stream_is_the_whole_answer_and_the_text_of_its_tokens(world: World, seeds: range) -> None:
     answers = 0

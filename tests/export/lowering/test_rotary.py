@@ -226,7 +226,7 @@ def attention(config: PreTrainedConfig, dtype: torch.dtype) -> ir.Node:
 SIZES = {**ONE_LAYER, "pad_token_id": 0}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "scale"), [(torch.float32, 1.0), (torch.float32, 4.0), (torch.float16, 1.0), (torch.bfloat16, 1.0)]
 )
@@ -274,7 +274,7 @@ def test_attention_rotates_for_families_with_other_rotations_as_torch_does(
     assert difference_alone(driver, wanted, [37, 1, 2]) <= bound * wanted.largest
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_partial_rotation_that_cuda_cannot_fuse_stays_before_attention() -> None:
     node = attention(GlmConfig(**SIZES, head_dim=16, num_key_value_heads=2), torch.float32)
     assert node.attributes["do_rotary"].as_int() == 0

@@ -125,6 +125,7 @@ def judge_loss(folder: Path, loss: Loss) -> Check:
     return check
 
 
+@pytest.mark.long
 def test_an_excess_within_the_standard_error_passes(exported: Callable[..., Path]) -> None:
     bound = PERPLEXITY_BOUNDS["int4"]
     assert judge_loss(exported(), Loss(3.0, 3.0 + bound + 0.01, error=0.01)).passed

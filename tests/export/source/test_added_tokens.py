@@ -63,6 +63,7 @@ def in_settings(**settings: object) -> Callable[[Path], None]:
     return lambda folder: state(folder, "tokenizer_config.json", **settings)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "prepare",
     [

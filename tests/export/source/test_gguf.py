@@ -95,7 +95,7 @@ def tensor_of(value: ir.Value | None) -> ir.TensorProtocol:
 MIXED = "Q4_0 with Q6_K"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [*EXACT, *WITH_MINIMA, MIXED])
 def test_an_export_keeps_the_codes_of_the_file(kind: str, tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", "llama", kind.split()[0], kinds={"attn_v": "Q6_K"} if kind == MIXED else None)
@@ -144,7 +144,7 @@ def bits_of(kind: str) -> int:
     return 4 if kind.startswith(("Q4", "Q3", "Q2")) else 8
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -170,7 +170,7 @@ def test_an_export_is_verified_against_torch_on_the_decoded_weights(name: str, k
     assert kept == count - rounded_head
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_types_whose_codes_cannot_be_kept_are_rounded_with_a_notice(tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", "llama", "IQ2_XS", kinds={"attn_v": "IQ3_S"})
     report = export(tmp_path / "model.gguf", tmp_path / "out", verify=True)

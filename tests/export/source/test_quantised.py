@@ -182,7 +182,7 @@ def test_a_packed_checkpoint_can_be_exported_in_float(tmp_path: Path) -> None:
     assert "MatMulNBits" not in operators
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_layer_that_the_quantisation_left_float_stays_float(tmp_path: Path) -> None:
     """GPTQModel's `dynamic` and other settings exempt layers."""
     layers = write_quantised(tmp_path / "model", "gptq")
@@ -200,7 +200,7 @@ def test_a_layer_that_the_quantisation_left_float_stays_float(tmp_path: Path) ->
     assert {row.tobytes() for row in codes} <= codes_in(tmp_path / "out")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("expert", ["*", "2"])
 def test_experts_that_the_quantisation_left_float_stay_float(expert: str, tmp_path: Path) -> None:
     """All of a layer, or one of them: a node of experts has one format."""
@@ -223,7 +223,7 @@ def test_experts_that_the_quantisation_left_float_stay_float(expert: str, tmp_pa
     np.testing.assert_array_equal(nodes[1].inputs[4].const_value.numpy()[2], whole[f"{name}.down_proj"][2])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_float8_weights_are_rounded_again_with_a_note(tmp_path: Path) -> None:
     write_quantised(tmp_path / "model", "fp8 blocks")
     report = export(tmp_path / "model", tmp_path / "out", dtype="int8", compute_dtype="fp16")

@@ -104,7 +104,7 @@ def folder(foreign_decoder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(foreign_decoder, tmp_path / "copy"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "data"), [("config.json", CONFIG), pytest.param("genai_config.json", GENAI, marks=pytest.mark.long)]
 )

@@ -74,7 +74,7 @@ def test_mixers_that_use_their_childrens_weights_run_on_unread_ones(tmp_path: Pa
     assert all(isinstance(parameter, UnreadTensor) for parameter in unread.parameters())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_buffers_of_a_checkpoint_are_read(tmp_path: Path) -> None:
     """Routers add such a buffer to their scores in place."""
     experts = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
@@ -97,7 +97,7 @@ def test_a_checkpoint_of_the_base_model_gets_its_prefix(tmp_path: Path) -> None:
     assert torch.equal(parameters(unread)["transformer.wte.weight"].values(), tensors["wte.weight"])  # type: ignore[attr-defined]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "family",
     ["llama_untied", pytest.param("gpt2", marks=pytest.mark.long), pytest.param("qwen3_moe", marks=pytest.mark.long)],

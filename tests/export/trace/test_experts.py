@@ -159,7 +159,7 @@ def test_a_familys_mixture_agrees_with_torch_in_prompts_and_steps(family: str) -
             np.testing.assert_allclose(found, wanted, atol=FLOAT32 * max(1.0, np.abs(wanted).max()))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["gpt_oss", "nemotron_h"])
 def test_a_mixture_of_half_precision_is_near_torch(family: str) -> None:
     model = model_of(family).half()

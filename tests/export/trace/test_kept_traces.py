@@ -12,7 +12,7 @@ from tests.support import traces
 from tests.support.tiny_models import make_model
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_kept_trace_equals_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traces, "folder", tmp_path)
     model = make_model("gemma3")

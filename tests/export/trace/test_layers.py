@@ -80,7 +80,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return numbers
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_copied_layers_equal_traced_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(MODELS[name])
@@ -101,7 +101,7 @@ def test_a_kind_of_layers_is_traced_once(calls: list[int]) -> None:
     assert [node.attributes["layer"].as_int() for node in graph if node.domain == "topw.trace"] == [0, 1, 2, 3]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_layers_that_compute_with_their_number_are_all_traced(
     calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,7 @@ def write_own_code(folder: Path, config: PreTrainedConfig, forward: str) -> None
     path.write_text(json.dumps({**data, "model_type": "own", "auto_map": own, "architectures": [name]}))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("config", "forward"),
     [
@@ -99,6 +100,7 @@ def test_own_code_with_any_arguments_is_exported_as_it_runs(
     export(source, tmp_path / "out", trust_remote_code=True, verify=True)
 
 
+@pytest.mark.long
 def test_own_code_that_depends_on_the_length_of_the_mask_is_refused(tmp_path: Path) -> None:
     """The reference gets the whole mask, as transformers passes it; a graph has only that of the new tokens."""
     source = tmp_path / f"own_{tmp_path.name}"

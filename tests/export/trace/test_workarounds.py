@@ -33,6 +33,7 @@ LONGROPE = {
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rope", "context", "frequencies"),
     [(LONGROPE, 32, PLAIN / np.array(SHORT)), (DYNAMIC, 64, PLAIN)],
@@ -69,12 +70,14 @@ def test_a_small_term_survives_the_optimizer(epsilon: float) -> None:
     np.testing.assert_allclose(run(model, x=np.zeros(2, np.float32))[0], 1 / epsilon, rtol=1e-6)
 
 
+@pytest.mark.long
 def test_the_norms_of_a_trace_have_the_epsilon_of_the_configuration() -> None:
     config = HeliumConfig(**ONE_LAYER, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-8)
     norms = [node for node in trace(make_model(config)).model.graph if node.op_type == "RMSNormalization"]
     assert [node.attributes["epsilon"].as_float() for node in norms] == pytest.approx([1e-8] * 3)
 
 
+@pytest.mark.long
 def test_attention_of_qwen_3_5_rotates_inside_the_operator() -> None:
     sections = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0, "mrope_section": [4, 2, 2]}
     config = Qwen3_5TextConfig(**ONE_LAYER, head_dim=16, layer_types=["full_attention"], rope_parameters=sections)

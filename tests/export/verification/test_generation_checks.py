@@ -143,7 +143,7 @@ def test_a_token_that_was_not_generated_is_wrong(manifest: DecoderManifest, geom
     assert found == TokenAgreement(equal=2, near_ties=0, wrong=8)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_right_export_passes_and_a_wrong_runtime_fails(demo_export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from topw_deploy.export.verification.reference import TorchReference
     from topw_deploy.tiny import tiny_model_path

@@ -31,6 +31,7 @@ def test_a_tied_head_uses_the_embedding_table(exported: Callable[[str], Path], f
     assert sum(320 in list(value.shape or ()) for value in graph.initializers.values()) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["llama_tied", "gemma2"])
 def test_the_file_passes_onnx_own_check(exported: Callable[[str], Path], family: str) -> None:
     onnx.checker.check_model(exported(family) / "model.onnx", full_check=True)

@@ -29,7 +29,7 @@ LARGER = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("sizes", "rows"), [(SMALL, 2400), (LARGER, 180)], ids=("small", "larger"))
 def test_random_and_adversarial_rows_are_answered_as_by_the_reference(
     kernel: EmulatedKernel, sizes: tuple[Size, ...], rows: int
@@ -73,6 +73,7 @@ def test_quantised_tables_give_the_geometry_of_their_dequantised_rows(kernel: Em
     assert differences(kernel, cases, options, geometry, table) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hidden", [1, 16, 20, 31, slow(2048), slow(8192)])  # rows aligned to 2, 32, 8 and 2 bytes
 def test_tables_of_any_width_are_read_in_half_precision_too(kernel: EmulatedKernel, hidden: int) -> None:
     options = TopWOptions(top_m=60)

@@ -171,7 +171,7 @@ def test_inputs_that_the_engine_does_not_have_are_not_given_to_it(
     assert_alike(found, generate(on_cpu, "abc", beta=2.5, geom_scale=0.5))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen3_next", pytest.param("lfm2", marks=pytest.mark.long)])
 def test_states_of_fixed_size_are_kept_between_steps_and_requests(family: str, trt: TensorRT, tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "model", hybrid_config(family))
