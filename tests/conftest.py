@@ -32,7 +32,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _WHOLE_FILE = re.compile(r"^pytestmark = pytest\.mark\.(slow|long|broad)(?: +#.*)?$", re.MULTILINE)
 _WEIGHTS = {"slow": 1, "long": 2, "broad": 2}
-_FEW_CASES = 2  # of a parametrised test, where not all run
 REPORTED = ("numpy", "onnxruntime", "tokenizers", "onnx", "onnx-ir", "torch", "transformers")
 
 
@@ -60,13 +59,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselect by option unless named; run the longest files first to balance workers."""
     unwanted, named = _unwanted(config), _named(config)
     left_out = {i for i in items if i.path not in named and any(i.get_closest_marker(mark) for mark in unwanted)}
-    if "long" in unwanted:  # few cases of the slow tests then run, and of all with --quick
+    if "long" in unwanted:
+        most = 1 if config.option.quick else 2  # cases of a slow test, and with --quick of any
         cases: Counter[str] = Counter()
         for item in items:
             if item.path not in named and (config.option.quick or item.get_closest_marker("slow")):
                 test = item.nodeid.partition("[")[0]
                 cases[test] += 1
-                if cases[test] > _FEW_CASES:
+                if cases[test] > most:
                     left_out.add(item)
     if left_out:
         items[:] = [item for item in items if item not in left_out]

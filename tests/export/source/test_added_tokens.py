@@ -139,6 +139,7 @@ def in_files(folder: Path) -> None:
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text(TOOL_USE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prepare", [in_list, in_files])
 def test_a_chat_with_tools_is_rendered_by_the_template_for_tools(
     prepare: Callable[[Path], None], folder: Path, tmp_path: Path

@@ -167,6 +167,7 @@ def test_wrong_settings_are_refused_before_the_model_is_read(tmp_path: Path) -> 
         export(folder, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_every_setting_is_recorded_with_its_use(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model", "llama_tied")
     stated = {"eos_token_id": [2, 7], "temperature": 0.6, "num_beams": 4, "top_k": 50, "use_cache": True, "top_p": 1.0}

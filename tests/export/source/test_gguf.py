@@ -126,6 +126,7 @@ def test_an_export_keeps_the_codes_of_the_file(kind: str, tmp_path: Path) -> Non
         )
 
 
+@pytest.mark.slow
 def test_gates_of_two_types_stay_two_products(tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", "llama", "Q4_0", kinds={"ffn_up": "Q6_K"})
     report = export(tmp_path / "model.gguf", tmp_path / "out")
