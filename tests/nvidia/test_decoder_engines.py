@@ -83,6 +83,11 @@ def test_a_decoder_with_its_sampler_as_a_plugin_is_built(plugged: dict[str, dict
     assert_built(plugged[name], plugins=1)
 
 
+def test_attention_and_the_cache_become_tensorrts_own_layers(plugged: dict[str, dict[str, Any]]) -> None:
+    demo = plugged["demo"]
+    assert (demo["attention"], demo["cache_updates"]) == (4, 8)  # of 4 layers, with keys and values
+
+
 def test_the_check_passes_what_the_builder_takes(nvidia: Ask, decoders: dict[str, Path]) -> None:
     for name, answer in zip(decoders, nvidia([{"check": str(path)} for path in decoders.values()]), strict=True):
         assert answer["takes"], (name, answer)

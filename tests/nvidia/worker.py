@@ -53,6 +53,8 @@ def parse_and_build(task: dict[str, Any]) -> dict[str, Any]:
         "parsed": took,
         "layers": len(layers),
         "plugins": layers.count(trt.LayerType.PLUGIN_V3),
+        "attention": layers.count(trt.LayerType.ATTENTION_INPUT),
+        "cache_updates": layers.count(trt.LayerType.KV_CACHE_UPDATE),
         "bytes": sizes,
         "seconds": time.perf_counter() - started,
         "errors": logger.errors,
