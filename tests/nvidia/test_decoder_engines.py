@@ -84,8 +84,8 @@ def test_a_decoder_with_its_sampler_as_a_plugin_is_built(plugged: dict[str, dict
 
 
 def test_attention_and_the_cache_become_tensorrts_own_layers(plugged: dict[str, dict[str, Any]]) -> None:
-    demo = plugged["demo"]
-    assert (demo["attention"], demo["cache_updates"]) == (4, 8)  # of 4 layers, with keys and values
+    half = plugged["llama-half"]
+    assert half["cache_updates"] == 2 * half["attention"] > 0  # a layer has keys and values
 
 
 def test_the_check_passes_what_the_builder_takes(nvidia: Ask, decoders: dict[str, Path]) -> None:
