@@ -163,3 +163,11 @@ def test_a_folder_that_is_no_export_ends_the_server_before_it_listens(tmp_path: 
     done = subprocess.run(words, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 1
     assert done.stderr.startswith("Error: "), "the log begins only for models"
+
+
+def test_a_length_beyond_the_context_ends_the_server_before_it_listens(folder: Path) -> None:
+    words = [sys.executable, "-m", "topw_deploy", "serve", str(folder), "--port", "0", "--max-length", "1000000000"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode != 0
+    assert "Error: --max-length is 1000000000, but the model's context holds" in done.stderr
+    assert "listening" not in done.stderr

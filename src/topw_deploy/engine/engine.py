@@ -46,6 +46,20 @@ _REMEDIES = {
 }
 
 
+def sequence_length(path: Path, decoder: DecoderInfo, max_length: int | None) -> int:
+    """The maximum tokens of a sequence in an engine of the folder `path`. max_length: None for the context.
+
+    Raises ParameterError for a decoder that an engine cannot run, and for a value that the model's context cannot hold.
+    """
+    if decoder.kv_form != "static":
+        raise ParameterError(
+            f"batching needs a static cache, but that of {path} is {decoder.kv_form}; "
+            f"{_REMEDIES.get(decoder.kv_form, 'use TopWModel.generate')}."
+        )
+    context = decoder.context_length
+    return check_size("max_length", max_length, context, f"the model's context holds {context}") or context
+
+
 class EngineParameters(GenerationParameters, total=False):
     """The parameters of `Engine.submit`, `generate` and `stream`.
 
@@ -101,13 +115,7 @@ class Engine:
     ) -> None:
         session, _ = model._require_open()
         decoder = model.manifest.decoder
-        if decoder.kv_form != "static":
-            raise ParameterError(
-                f"batching needs a static cache, but that of {model.path} is {decoder.kv_form}; "
-                f"{_REMEDIES.get(decoder.kv_form, 'use TopWModel.generate')}."
-            )
-        context = decoder.context_length
-        length = check_size("max_length", max_length, context, f"the model's context holds {context}") or context
+        length = sequence_length(model.path, decoder, max_length)
         slots = _read_slots(max_batch, kv_bytes, decoder, length)
         queue, prefix_bytes = integer(0)("max_queue", max_queue), integer(0)("prefix_bytes", prefix_bytes)
         chunk = integer(1)("prefill_budget", prefill_budget)

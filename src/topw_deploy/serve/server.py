@@ -22,6 +22,7 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
+from topw_deploy.engine.engine import sequence_length
 from topw_deploy.errors import ParameterError
 from topw_deploy.manifest import DecoderManifest, ModelFolder
 from topw_deploy.serve.app import create_app
@@ -58,8 +59,8 @@ def run(
     write_log: writes lines of the log; None for stderr.
     loading: entered while the models are opened.
 
-    Raises ManifestError for a folder that is no exported model, ParameterError if the address cannot be used, and the
-    errors of opening a model.
+    Raises ManifestError for a folder that is no exported model, ParameterError if the address cannot be used or a
+    model cannot be served with these options, and the errors of opening a model.
     """
     app = create_app(options)
     service: Service = app.state.service
@@ -76,7 +77,8 @@ def run(
 
     try:
         for folder in options.models.values():
-            ModelFolder(folder, DecoderManifest)
+            decoder = ModelFolder(folder, DecoderManifest).manifest.decoder
+            sequence_length(folder, decoder, options.engine.get("max_length"))
         server = Server(app, max_connections)
         server.end = end
         LOG.info("listening", extra={"facts": {"address": where, "models": list(options.models)}})
