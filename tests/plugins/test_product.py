@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +16,7 @@ import pytest
 from topw_deploy.export.product_functions import call_functions
 from topw_deploy.export.quantise.blocks import WeightBlocks, decode_blocks, unpack_codes
 
-SETS = ("avx512", "avx2", "generic")
+PRODUCTS = ("amx", "avx512_vnni", "avx_vnni", "avx2", "dotprod", "generic")
 
 
 class Weight(NamedTuple):
@@ -127,12 +129,10 @@ SHAPES = [
 
 @pytest.fixture
 def library(native_library: Path) -> Any:
-    """The library, whose best instruction set is restored."""
+    """The library, whose best products are restored."""
     handle = ctypes.CDLL(str(native_library))
-    handle.topw_instruction_set.restype = ctypes.c_char_p
-    best = handle.topw_instruction_set()
     yield handle
-    handle.topw_use_instruction_set(best)
+    handle.topw_use_product(None)
 
 
 @pytest.mark.parametrize(("outputs", "inputs", "bits", "size", "kind"), SHAPES)
@@ -150,9 +150,9 @@ def test_products_are_the_definition_with_the_same_bits_in_any_batch_and_on_any_
     np.testing.assert_array_less(np.abs(found - expected), (blocks + 4) * 2.0**-23 * magnitude + 1e-30)
     for count in (1, 2, 3, 4, 5, 7, 8, 9, 13, 20):
         np.testing.assert_array_equal(run(session, x[:1, :count]), found[:1, :count], err_msg=f"{count} rows")
-    for name in SETS:
-        if library.topw_use_instruction_set(name.encode()) == 0:
-            for count in (1, 3, 20):
+    for name in PRODUCTS:
+        if library.topw_use_product(name.encode()) == 0:
+            for count in (1, 3, 4, 7, 9, 16, 20):
                 np.testing.assert_array_equal(run(session, x[:, :count]), found[:, :count], err_msg=name)
 
 
@@ -199,12 +199,20 @@ def test_codes_at_their_ends_are_summed_without_overflow(native_library: Path, l
             codes=np.full_like(weight.blocks.codes, code), zero_points=np.full((16, 2), zero, np.uint8)
         )
         session = open_session(product_model(weight._replace(blocks=blocks)), native_library)
-        for name in SETS:
-            library.topw_use_instruction_set(name.encode())
-            for sign in (1, -1):
-                found = run(session, np.full((1, 1, 512), sign, np.float32))
+        for name in PRODUCTS:
+            library.topw_use_product(name.encode())
+            for rows, sign in itertools.product((1, 16), (1, -1)):
+                found = run(session, np.full((1, rows, 512), sign, np.float32))
                 expected = sign * (code - zero) * 256.0 * blocks.scales.sum(axis=1)
-                np.testing.assert_allclose(found[0, 0], expected, rtol=1e-5, err_msg=name)
+                np.testing.assert_allclose(found[0], np.tile(expected, (rows, 1)), rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/cpuinfo")
+def test_the_products_of_every_instruction_set_that_the_processor_names_can_be_chosen(library: Any) -> None:
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    for name, flag in {"amx": "amx_int8", "avx512_vnni": "avx512_vnni", "avx_vnni": "avx_vnni", "avx2": "avx2"}.items():
+        assert (library.topw_use_product(name.encode()) == 0) == (flag in flags), name
+    assert library.topw_use_product(b"sse9") == 1
 
 
 def test_nodes_that_the_operator_cannot_compute_are_refused(native_library: Path) -> None:

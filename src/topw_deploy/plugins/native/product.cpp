@@ -17,7 +17,7 @@ int64_t padded_width(const Matrix &matrix) { return blocks_of(matrix) * matrix.b
 }  // namespace
 
 size_t rounded_size(const Matrix &matrix, int64_t rows) {
-  return static_cast<size_t>(rows * (padded_width(matrix) + 12 * blocks_of(matrix)));
+  return static_cast<size_t>((rows + kRowPadding) * padded_width(matrix) + rows * 12 * blocks_of(matrix));
 }
 
 Rounded place_rounded(const Matrix &matrix, int64_t rows, void *memory) {
@@ -26,7 +26,7 @@ Rounded place_rounded(const Matrix &matrix, int64_t rows, void *memory) {
   found.width = padded_width(matrix);
   found.blocks = blocks_of(matrix);
   found.values = static_cast<int8_t *>(memory);
-  found.scales = reinterpret_cast<float *>(found.values + rows * found.width);
+  found.scales = reinterpret_cast<float *>(found.values + (rows + kRowPadding) * found.width);
   found.minus = reinterpret_cast<int32_t *>(found.scales + rows * found.blocks);
   found.totals = reinterpret_cast<float *>(found.minus + rows * found.blocks);
   return found;

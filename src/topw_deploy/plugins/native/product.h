@@ -11,6 +11,7 @@
 
 namespace topw {
 
+constexpr int64_t kRowPadding = 16;  // rows that may be read or computed behind the last
 constexpr int64_t kTile = 16;  // outputs that are computed together
 constexpr int64_t kSmallestBlock = 16, kLargestBlock = 256;  // inputs
 constexpr int64_t kUnit = 16, kWindow = 4 * kUnit;           // bytes of an output's codes that are read together
@@ -35,7 +36,7 @@ struct Matrix {
 // Rounded activations, padded with zeros to whole windows.
 struct Rounded {
   int64_t rows, width, blocks;
-  int8_t *values;   // [rows, width]; for 4-bit codes, of each 8 inputs the even ones first
+  int8_t *values;   // [rows + kRowPadding, width]; for 4-bit codes, of each 8 inputs the even ones first
   float *scales;    // [rows, blocks]
   int32_t *minus;   // [rows, blocks]: minus the sum of the values, times 2^(bits - 1) if there are no zero points
   float *totals;    // [rows, blocks]: sums of the activations, if there are offsets
@@ -45,6 +46,7 @@ size_t rounded_size(const Matrix &, int64_t rows);  // bytes that place_rounded 
 Rounded place_rounded(const Matrix &, int64_t rows, void *memory);
 
 struct Product {
+  const char *name;
   // Rounds the activations x [inputs] of row `row`. NaN or infinity makes all outputs of the row NaN.
   void (*round_row)(const Matrix &, const float *x, const Rounded &, int64_t row);
   // Writes the outputs of tiles `first` to `last` - 1 into y [rows, outputs].
@@ -59,6 +61,10 @@ extern const Product kProductAvx2, kProductAvx512;
 #if __GNUC__ >= 11 || __clang_major__ >= 12
 #define TOPW_AVX_VNNI
 extern const Product kProductAvxVnni;
+#if defined(__linux__)
+#define TOPW_AMX
+extern const Product kProductAmx;
+#endif
 #endif
 #elif defined(__aarch64__)
 extern const Product kProductDot;

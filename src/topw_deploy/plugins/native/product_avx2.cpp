@@ -35,7 +35,7 @@ inline Ints dot(Ints sum, const Ints *codes, const int8_t *x) {
 
 }  // namespace
 
-const Product kProductAvx2 = {round_row, multiply};
+const Product kProductAvx2 = {"avx2", round_row, multiply};
 
 }  // namespace topw
 

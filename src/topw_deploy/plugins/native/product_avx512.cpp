@@ -1,4 +1,4 @@
-// Products for AVX-512 with VNNI.
+// Products for AVX-512 with VNNI, and with the tiles of AMX.
 
 #include <string.h>
 
@@ -8,13 +8,17 @@
 #include <immintrin.h>
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma"))), \
-                             apply_to = function)
+#pragma clang attribute push(                                                                       \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,amx-tile,amx-int8"))), \
+    apply_to = function)
 #else
 #pragma GCC diagnostic ignored "-Wuninitialized"  // gcc 12 warns about its own _mm512_undefined (bug 105593)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma")
+#if defined(TOPW_AMX)
+#pragma GCC target("amx-tile,amx-int8")  // only add_tiles uses them
+#endif
 #endif
 
 namespace topw {
@@ -23,6 +27,11 @@ namespace {
 #include "lanes_avx512.h"
 
 constexpr int kMostRows = 8, kFewRows = 4;
+#if defined(TOPW_AMX)
+constexpr int kTiledRows = 16;
+#else
+constexpr int kTiledRows = 0;
+#endif
 constexpr bool kTakesBytes = true;
 using Ints = __m512i;
 
@@ -164,9 +173,65 @@ void add_few(const Matrix &matrix, const Chunk &chunk, const Rounded &rounded, i
   for (int r = 0; r < rows; ++r) store(sums + r * kTile, sum[r]);
 }
 
+#if defined(TOPW_AMX)
+constexpr int64_t kTiledInputs = 64;  // at most, of a tile
+
+// Tile 0 has the integers of the rows and 16 outputs, tile 1 activations, tile 2 unpacked codes.
+void add_tiles(const Matrix &matrix, const Chunk &chunk, const Ints *unpacked, const Rounded &rounded, int64_t row,
+               float *sums) {
+  const ChunkRows<kTiledRows> in(matrix, chunk, rounded, row);
+  const int64_t inputs = matrix.block_size < kTiledInputs ? matrix.block_size : kTiledInputs;
+  const int8_t *x = in.x[0];
+  Floats sum[kTiledRows];
+#pragma GCC unroll 16
+  for (int r = 0; r < kTiledRows; ++r) sum[r] = load(sums + r * kTile);
+  for (int64_t block = 0; block < chunk.blocks; ++block) {
+    alignas(64) int32_t integers[kTiledRows][kTile];
+    _tile_zero(0);
+    for (int64_t at = 0; at < matrix.block_size; at += inputs, x += inputs, unpacked += inputs / 4) {
+      __asm__ volatile("" ::: "memory");  // gcc's intrinsics do not say that they read memory
+      _tile_loadd(1, x, static_cast<size_t>(rounded.width));
+      _tile_loadd(2, unpacked, sizeof(Ints));
+      _tile_dpbsud(0, 1, 2);
+    }
+    _tile_stored(0, integers, sizeof(Ints));
+#pragma GCC unroll 16
+    for (int r = 0; r < kTiledRows; ++r) {
+      const Ints start = start_of_block(matrix, chunk, block, 0, in.minus[r][block]);
+      sum[r] = add_block(matrix, chunk, block, 0, in, r, _mm512_add_epi32(start, read(integers[r])), sum[r]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kTiledRows; ++r) store(sums + r * kTile, sum[r]);
+}
+
+void multiply_tiled(const Matrix &matrix, const Rounded &in, int64_t first, int64_t last, float *y) {
+  Chunk chunk;
+  chunk.is_tiled = in.rows > kMostRows;
+  if (!chunk.is_tiled) return multiply(matrix, in, first, last, chunk, y);
+  struct {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+  } sizes;
+  const int64_t inputs = matrix.block_size < kTiledInputs ? matrix.block_size : kTiledInputs;
+  sizes.rows[0] = sizes.rows[1] = kTiledRows;
+  sizes.rows[2] = static_cast<uint8_t>(inputs / 4);
+  sizes.row_bytes[0] = sizes.row_bytes[2] = sizeof(Ints);
+  sizes.row_bytes[1] = static_cast<uint16_t>(inputs);
+  __asm__ volatile("" ::"r"(&sizes) : "memory");
+  _tile_loadconfig(&sizes);
+  multiply(matrix, in, first, last, chunk, y);
+  _tile_release();
+}
+#endif
+
 }  // namespace
 
-const Product kProductAvx512 = {round_row, multiply};
+const Product kProductAvx512 = {"avx512_vnni", round_row, multiply};
+#if defined(TOPW_AMX)
+const Product kProductAmx = {"amx", round_row, multiply_tiled};
+#endif
 
 }  // namespace topw
 

@@ -33,7 +33,7 @@ inline Ints dot(Ints sum, const Ints *codes, const int8_t *x) {
 
 }  // namespace
 
-const Product kProductAvxVnni = {round_row, multiply};
+const Product kProductAvxVnni = {"avx_vnni", round_row, multiply};
 
 }  // namespace topw
 

@@ -20,6 +20,7 @@ struct Chunk {
   const uint8_t *codes;   // in the matrix, or a copy
   const uint8_t *ahead;   // what prefetch_codes requests for the first window
   int64_t left, jump;     // bytes to the row's end from there, and from there to the next tile's codes
+  bool is_tiled = false;  // whether add_tiles computes the rows
   alignas(64) float scales[kChunkBlocks + kPadding][kTile];
   alignas(64) int32_t zeros[kChunkBlocks + kPadding][kTile];
   alignas(64) float offsets[kChunkBlocks + kPadding][kTile];

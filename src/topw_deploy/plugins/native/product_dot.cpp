@@ -36,7 +36,7 @@ inline Ints dot(Ints sum, const Ints *codes, const int8_t *x) {
 
 }  // namespace
 
-const Product kProductDot = {round_row, multiply};
+const Product kProductDot = {"dotprod", round_row, multiply};
 
 }  // namespace topw
 

@@ -39,6 +39,6 @@ inline Ints dot(Ints sum, const Ints *codes, const int8_t *x) {
 
 }  // namespace
 
-const Product kProductGeneric = {round_row, multiply};
+const Product kProductGeneric = {"generic", round_row, multiply};
 
 }  // namespace topw

@@ -1,6 +1,6 @@
 // Integers of AVX2 for products. Included inside a namespace, after lanes_avx2.h.
 
-constexpr int kMostRows = 4, kFewRows = 0;
+constexpr int kMostRows = 4, kFewRows = 0, kTiledRows = 0;
 using Ints = __m256i;
 
 inline Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }

@@ -1,9 +1,9 @@
 // Integers in compiler vectors (SSE2, NEON) for products. Included inside a namespace, after lanes_generic.h.
 
 #if defined(__ARM_NEON)
-constexpr int kMostRows = 4, kFewRows = 0;
+constexpr int kMostRows = 4, kFewRows = 0, kTiledRows = 0;
 #else
-constexpr int kMostRows = 1, kFewRows = 0;
+constexpr int kMostRows = 1, kFewRows = 0, kTiledRows = 0;
 #endif
 constexpr bool kTakesBytes = false;
 typedef int32_t Ints __attribute__((vector_size(16)));
