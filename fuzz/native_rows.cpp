@@ -1,5 +1,5 @@
-// Fuzzes the native sampler: bytes become options, parameters, rules, logits, edits and a table, and the answers must
-// have the properties that docs/contract/graph.md promises for any input.
+// Fuzzes the native sampler and products: bytes become options, parameters, rules, logits, edits and a table, or the
+// factors of a product, and the answers must have the properties that docs/contract/graph.md and product.h promise.
 //
 // With libFuzzer (clang++ -fsanitize=fuzzer,address,undefined), compile this file and the library's files. With other
 // compilers, add -DTOPW_FUZZ_MAIN for a driver of random bytes: `native_rows SECONDS [SEED]`, or `native_rows FILE` to
@@ -15,6 +15,7 @@
 #include <memory>
 #include <vector>
 
+#include "product.h"
 #include "topw.h"
 
 namespace {
@@ -342,6 +343,113 @@ void check_same(const Row &row, const Answers &one, const Answers &other) {
   require(memcmp(one.mask.data(), other.mask.data(), static_cast<size_t>(row.vocab)) == 0, "the same row, the same crop");
 }
 
+// A product with 4- or 8-bit weights: buffers have the exact size, all from the input's bytes.
+struct Factors {
+  topw::Matrix matrix{};
+  int64_t rows;
+  std::vector<uint8_t> codes, zeros;
+  std::vector<float> scales, offsets, bias, x;
+
+  explicit Factors(Bytes &in) {
+    matrix.outputs = 1 + in.take<uint8_t>() % 80;
+    const uint8_t large = in.take<uint8_t>();
+    matrix.inputs = 1 + in.take<uint16_t>() % (large < 16 ? 5000 : 600);
+    matrix.block_size = int64_t{16} << in.take<uint8_t>() % 5;
+    matrix.bits = in.take<uint8_t>() % 2 ? 4 : 8;
+    rows = 1 + in.take<uint8_t>() % (large >= 250 ? 150 : 20);
+    const uint8_t kind = in.take<uint8_t>();
+    const int64_t blocks = matrix.outputs * matrix.blocks();
+    fill(in, blocks * matrix.block_bytes(), kind & 8, codes);
+    if (kind & 1) fill(in, matrix.outputs * matrix.zero_bytes(), kind & 8, zeros);
+    scales = values(in, blocks, true);
+    if (kind & 2) offsets = values(in, blocks, true);
+    if (kind & 4) bias = values(in, matrix.outputs, true);
+    x = values(in, rows * matrix.inputs, !(kind & 16));
+    matrix.codes = codes.data(), matrix.scales = scales.data(), matrix.zero_points = kind & 1 ? zeros.data() : nullptr;
+    matrix.offsets = kind & 2 ? offsets.data() : nullptr, matrix.bias = kind & 4 ? bias.data() : nullptr;
+  }
+
+  // Random bytes, or only the least and the largest.
+  static void fill(Bytes &in, int64_t count, bool extreme, std::vector<uint8_t> &bytes) {
+    const uint64_t seed = in.take<uint32_t>();
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t bits = mixed(seed, static_cast<uint64_t>(i));
+      bytes.push_back(static_cast<uint8_t>(extreme ? (bits % 8 ? 255 : 0) : bits));
+    }
+  }
+
+  // Rows `first` to `last` - 1 of the product, with the tiles in two parts.
+  std::vector<float> multiplied(int64_t first, int64_t last, int64_t split) const {
+    const topw::Product &product = topw::product();
+    void *memory = nullptr;
+    require(posix_memalign(&memory, 64, topw::rounded_size(matrix, last - first)) == 0, "memory suffices");
+    const std::unique_ptr<void, void (*)(void *)> owner(memory, free);
+    const topw::Rounded rounded = topw::place_rounded(matrix, last - first, memory);
+    for (int64_t row = first; row < last; ++row)
+      product.round_row(matrix, x.data() + row * matrix.inputs, rounded, row - first);
+    std::vector<float> y(static_cast<size_t>((last - first) * matrix.outputs));
+    product.multiply(matrix, rounded, 0, split, y.data());
+    product.multiply(matrix, rounded, split, matrix.tiles(), y.data());
+    return y;
+  }
+
+  int code(const std::vector<uint8_t> &packed, int64_t first, int64_t i) const {
+    return matrix.bits == 8 ? packed[first + i] : packed[first + i / 2] >> (i % 2 * 4) & 15;
+  }
+
+  // An output in double, and the sum of its terms' magnitudes; NaN if an activation is not finite.
+  double output(int64_t row, int64_t n, double *magnitude) const {
+    double sum = matrix.bias ? bias[n] : 0;
+    *magnitude = fabs(sum);
+    for (int64_t b = 0; b < matrix.blocks(); ++b) {
+      const int64_t at = n * matrix.blocks() + b, first = b * matrix.block_size;
+      const int64_t left = matrix.inputs - first, count = left < matrix.block_size ? left : matrix.block_size;
+      const float *from = x.data() + row * matrix.inputs + first;
+      float most = 0;
+      for (int64_t i = 0; i < count; ++i) most = fabsf(from[i]) <= most ? most : isfinite(from[i]) ? fabsf(from[i]) : NAN;
+      for (int64_t i = 0; i < count; ++i) most = isfinite(from[i]) ? most : NAN;
+      if (most < 0x1p-121f) most = 0;  // 127 divided by less is infinite
+      const int zero = matrix.zero_points ? code(zeros, n * matrix.zero_bytes(), b) : 1 << (matrix.bits - 1);
+      double integers = 0, total = 0, size = 0;
+      for (int64_t i = 0; i < count; ++i) {
+        const float rounded = most == 0 ? 0 : nearbyintf(from[i] * (127 / most));
+        integers += static_cast<double>(rounded) * (code(codes, at * matrix.block_bytes(), i) - zero);
+        total += from[i], size += fabs(from[i]);
+      }
+      const double term = integers * most / 127 * scales[at], offset = matrix.offsets ? offsets[at] : 0;
+      sum += term + (matrix.offsets ? offset * total : 0);
+      const bool overflows = size > 1e37 || fabs(static_cast<double>(most) * scales[at]) > 1e37;  // maybe, in float
+      *magnitude += overflows ? INFINITY : fabs(term) + fabs(offset) * size;
+    }
+    return sum;
+  }
+};
+
+// Each product is the sum in double, with the same bits in any batch, part and instruction set.
+int check_product(Bytes &in) {
+  const Factors factors(in);
+  const int64_t tiles = factors.matrix.tiles(), outputs = factors.matrix.outputs;
+  const int64_t split = in.take<uint8_t>() % (tiles + 1), chosen = in.take<uint8_t>() % factors.rows;
+  const auto same = [](float a, float b) { return memcmp(&a, &b, sizeof a) == 0 || (isnan(a) && isnan(b)); };
+  const std::vector<float> best = factors.multiplied(0, factors.rows, split);
+  for (const char *name : {"amx", "avx512_vnni", "avx_vnni", "avx2", "dotprod", "generic"}) {
+    if (topw_use_product(name) != 0) continue;
+    const std::vector<float> all = factors.multiplied(0, factors.rows, 0);
+    const std::vector<float> one = factors.multiplied(chosen, chosen + 1, tiles - split);
+    for (size_t i = 0; i < all.size(); ++i) require(same(all[i], best[i]), name);
+    for (int64_t n = 0; n < outputs; ++n) require(same(one[n], best[chosen * outputs + n]), "a row has the same bits alone");
+  }
+  topw_use_product(nullptr);
+  for (int64_t n = 0; n < outputs; ++n) {
+    double magnitude = 0;
+    const double exact = factors.output(chosen, n, &magnitude), found = best[chosen * outputs + n];
+    const double steps = static_cast<double>(factors.matrix.blocks() + factors.matrix.block_size + 4);
+    if (isnan(magnitude)) require(isnan(found), "a row that is not finite gives NaN");
+    if (magnitude < 1e37) require(fabs(found - exact) <= steps * 0x1p-23 * magnitude + 1e-30, "the product is its sum");
+  }
+  return 0;
+}
+
 using Workspace = std::unique_ptr<topw_workspace, void (*)(topw_workspace *)>;
 
 }  // namespace
@@ -351,6 +459,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   static const Workspace kept(topw_workspace_create(), topw_workspace_destroy);  // kept between inputs
   Bytes in(data, size);
+  if (in.take<uint8_t>() % 4 == 0) return check_product(in);
   const Row row(in);
   const Workspace fresh(topw_workspace_create(), topw_workspace_destroy);
   const char *best = topw_instruction_set();

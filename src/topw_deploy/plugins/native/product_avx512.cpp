@@ -181,11 +181,13 @@ void add_tiles(const Matrix &matrix, const Chunk &chunk, const Ints *unpacked, c
                float *sums) {
   const ChunkRows<kTiledRows> in(matrix, chunk, rounded, row);
   const int64_t inputs = matrix.block_size < kTiledInputs ? matrix.block_size : kTiledInputs;
+  const int64_t bytes = matrix.block_bytes(), together = bytes < kWindow ? kWindow / bytes : 1;
+  const int64_t blocks = (chunk.blocks + together - 1) / together * together;  // as other loops: a block of zeros ends -0
   const int8_t *x = in.x[0];
   Floats sum[kTiledRows];
 #pragma GCC unroll 16
   for (int r = 0; r < kTiledRows; ++r) sum[r] = load(sums + r * kTile);
-  for (int64_t block = 0; block < chunk.blocks; ++block) {
+  for (int64_t block = 0; block < blocks; ++block) {
     alignas(64) int32_t integers[kTiledRows][kTile];
     _tile_zero(0);
     for (int64_t at = 0; at < matrix.block_size; at += inputs, x += inputs, unpacked += inputs / 4) {
