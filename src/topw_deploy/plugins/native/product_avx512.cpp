@@ -182,7 +182,7 @@ void add_tiles(const Matrix &matrix, const Chunk &chunk, const Ints *unpacked, c
   const ChunkRows<kTiledRows> in(matrix, chunk, rounded, row);
   const int64_t inputs = matrix.block_size < kTiledInputs ? matrix.block_size : kTiledInputs;
   const int64_t bytes = matrix.block_bytes(), together = bytes < kWindow ? kWindow / bytes : 1;
-  const int64_t blocks = (chunk.blocks + together - 1) / together * together;  // as other loops: a block of zeros ends -0
+  const int64_t blocks = (chunk.blocks + together - 1) / together * together;  // a block of zeros ends -0
   const int8_t *x = in.x[0];
   Floats sum[kTiledRows];
 #pragma GCC unroll 16

@@ -118,7 +118,7 @@ TOPW_EXPORT int topw_abi_version(void);
 TOPW_EXPORT const char *topw_instruction_set(void);
 TOPW_EXPORT int topw_use_instruction_set(const char *name); /* 1 if the processor or the build lacks the set, else 0 */
 
-/* Products with 4- and 8-bit weights by "amx", "avx512_vnni", "avx_vnni", "avx2", "dotprod" or "generic"; null: those of
+/* Products with 4- and 8-bit weights by "amx", "avx512_vnni", "avx_vnni", "avx2", "dotprod" or "generic"; null: that of
  * the instruction set. 1 if the processor or the build lacks them, else 0. */
 TOPW_EXPORT int topw_use_product(const char *name);
 
