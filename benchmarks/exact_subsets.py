@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.common import say, table
+from benchmarks.corpus import gather_corpus
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, preset_parameters
 from topw_deploy.sampling.reference import candidate_pool
 from topw_deploy.tiny import tiny_model_path
-from topw_deploy.tiny.corpus import gather_corpus
 from topw_lab.stats.exact import Floats, Objective, equal_objectives, last_alternation
 
 METRIC, WIDTH = "mahalanobis", 256  # of the bundled model

@@ -46,7 +46,7 @@ def held_out_rows(folder: Path, most: int) -> np.ndarray:
     """int64 [at most `most` rows, COLUMNS + 1] of the held-out documents, each behind token 0, evenly spread."""
     from tokenizers import Tokenizer
 
-    from topw_deploy.tiny.corpus import gather_corpus
+    from benchmarks.corpus import gather_corpus
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     documents = tokenizer.encode_batch(list(gather_corpus().held_out), add_special_tokens=False)

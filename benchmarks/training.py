@@ -24,7 +24,7 @@ from torch.nn import functional
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from topw_deploy.tiny.corpus import Corpus, gather_corpus
+from benchmarks.corpus import Corpus, gather_corpus
 
 BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
 SPECIAL_TOKENS = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}  # ids 0, 1, 2

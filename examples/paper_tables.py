@@ -9,8 +9,7 @@ A cell is a benchmark, a rule, a temperature and a seed. Its results go to RESUL
 --run skips cells that have theirs. `speed` is one command for all rules and temperatures.
 
 GSM8K and GPQA come from the hub, where GPQA is gated. Save AlpacaEval's and MT-Bench's questions as FILE first. What
-judges their answers, and those of `creative`, is not run. `sums` is not the paper's: it needs no network, but the model
-of benchmarks/sums (docs/lab/results.md).
+judges their answers, and those of `creative`, is not run.
 """
 
 from __future__ import annotations
@@ -62,7 +61,6 @@ HERE = Path(__file__).parent
 TASKS = {
     "gsm8k": Task("gsm8k_cot", 8, "flexible-extract"),
     "gpqa": Task("gpqa_main_generative_n_shot", 8, "flexible-extract"),
-    "sums": Task("topw_sums_cot", 0, "strict-match"),
 }
 JUDGED = {"alpaca_eval": "alpaca_eval", "mt_bench": "mt_bench", "creative": "alpaca_eval"}
 """Benchmark -> its --format."""
@@ -107,7 +105,6 @@ def task(options: argparse.Namespace, benchmark: str, parameters: Mapping[str, s
     words = ["topw", "lm-eval", "--model_args", arguments, "--tasks", chosen.name]
     words += ["--num_fewshot", str(chosen.examples), "--batch_size", str(options.batch_size)]
     words += ["--output_path", str(output), "--log_samples"]
-    words += ["--include_path", str(HERE / "lm_eval")] if benchmark == "sums" else []
     return Cell(words + (["--limit", str(options.limit)] if options.limit else []), output)
 
 
@@ -177,9 +174,10 @@ def shown(values: Sequence[float]) -> str:
 
 def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    every = [*BENCHMARKS, "sums"]
     parser.add_argument("folder", metavar="OUT", type=Path, help="the exported model; its path must have no comma")
-    parser.add_argument("--only", nargs="+", choices=every, default=BENCHMARKS, help="benchmarks; default: the paper's")
+    parser.add_argument(
+        "--only", nargs="+", choices=BENCHMARKS, default=BENCHMARKS, help="benchmarks; default: the paper's"
+    )
     parser.add_argument("--rules", nargs="+", choices=[*RULES], default=PAPER, help="default: all but none")
     parser.add_argument("--temperatures", nargs="+", type=float, default=TEMPERATURES, metavar="T")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1], metavar="SEED", help="default: 1")

@@ -1,17 +1,11 @@
-"""Install commands in errors work from this package's origin."""
+"""Install commands in errors name this package and its extras."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
-import json
 import re
-import shlex
 import subprocess
 import sys
 import tomllib
-import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,23 +14,6 @@ from topw_deploy import install
 from topw_deploy.errors import MissingPackageError
 
 ROOT = Path(__file__).parents[1]
-Elsewhere = Callable[..., None]
-
-
-@pytest.fixture
-def came_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Elsewhere:
-    """Put the package into site-packages, with this direct_url.json."""
-
-    def set_up(origin: object) -> None:
-        info = tmp_path / "topw_deploy-0.1.0.dist-info"
-        info.mkdir(exist_ok=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: topw-deploy\nVersion: 0.1.0\n")
-        (info / "direct_url.json").write_text(json.dumps(origin) if origin else "")
-        found = importlib.metadata.Distribution.at(info)
-        monkeypatch.setattr(install, "_SOURCES", tmp_path)
-        monkeypatch.setattr(importlib.metadata, "distribution", lambda name: found)
-
-    return set_up
 
 
 def test_a_clone_is_installed_from_its_own_folder() -> None:
@@ -45,42 +22,9 @@ def test_a_clone_is_installed_from_its_own_folder() -> None:
     assert install.install_command("gpu").endswith(f" install -e '{ROOT}[gpu]'")
 
 
-@pytest.mark.parametrize("made", ["wheel", "folder"])
-def test_a_wheel_or_a_folder_is_named_by_its_path(came_from: Elsewhere, tmp_path: Path, made: str) -> None:
-    place = tmp_path / "my files" / f"the {made}"
-    place.mkdir(parents=True)
-    came_from({"url": place.as_uri(), "archive_info": {}})
-    assert shlex.split(install.requirement("cpu")) == [f"{place}[cpu]"]
-    place.rmdir()
-    assert install.requirement("cpu") == "'topw-deploy[cpu]'"
-
-
-def test_a_repository_and_a_file_on_a_server_are_named_by_their_addresses(came_from: Elsewhere) -> None:
-    came_from({"url": "https://host/topw.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}})
-    assert install.requirement("export") == "'topw-deploy[export] @ git+https://host/topw.git@abc'"
-    came_from({"url": "https://host/topw.whl", "archive_info": {}})
-    assert install.requirement("export") == "'topw-deploy[export] @ https://host/topw.whl'"
-    came_from(None)
+def test_an_installed_package_is_named_without_an_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(install, "_SOURCES", tmp_path)
     assert install.requirement("export") == "'topw-deploy[export]'"
-
-
-def test_pip_takes_the_name_of_a_wheel_with_an_extra_and_records_where_it_was(
-    came_from: Elsewhere, tmp_path: Path
-) -> None:
-    wheel = tmp_path / "topw_deploy-0.1.0-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as file:
-        info = "topw_deploy-0.1.0.dist-info"
-        file.writestr("topw_deploy/__init__.py", "")
-        lines = "Metadata-Version: 2.1\nName: topw-deploy\nVersion: 0.1.0\nProvides-Extra: export\n"
-        file.writestr(f"{info}/METADATA", lines)
-        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        file.writestr(f"{info}/RECORD", "")
-    came_from({"url": wheel.as_uri()})
-    command = f"{shlex.quote(sys.executable)} -m pip install {install.requirement('export')}"
-    offline = ["--no-index", "--no-deps", "--target", str(tmp_path / "site")]
-    subprocess.run([*shlex.split(command), *offline], check=True, capture_output=True)
-    recorded = json.loads((tmp_path / "site" / info / "direct_url.json").read_text())
-    assert recorded["url"] == wheel.as_uri()
 
 
 def test_pip_is_the_one_of_this_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,22 +1,18 @@
 """Versions of packages, which are missing, and how to install them.
 
-This package is not on a package index. So an install command names where this copy came from: a clone, a wheel or a
-repository, as pip's direct_url.json states.
+This package is not on a package index. So an install command names the clone, or the installed package, whose extras
+pip finds without an index.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 import shlex
 import shutil
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 import topw_deploy
 from topw_deploy.errors import MissingPackageError
@@ -104,27 +100,7 @@ def requirement(extra: str = "") -> str:
     wanted = f"[{extra}]" if extra else ""
     if _SOURCES.name == "src" and (_SOURCES.parent / "pyproject.toml").is_file():
         return f"-e {shlex.quote(f'{_SOURCES.parent}{wanted}')}"
-    origin = _origin()
-    url = str(origin.get("url", ""))
-    if url.startswith("file:"):
-        path = Path(url2pathname(urlsplit(url).path))
-        if path.exists():
-            return shlex.quote(f"{path}{wanted}")
-    elif url and "vcs_info" in origin:
-        origin_vcs = origin["vcs_info"]
-        return shlex.quote(f"{NAME}{wanted} @ {origin_vcs['vcs']}+{url}@{origin_vcs['commit_id']}")
-    elif url:
-        return shlex.quote(f"{NAME}{wanted} @ {url}")
     return shlex.quote(f"{NAME}{wanted}")  # this package is installed already, so pip does not look on an index
-
-
-def _origin() -> dict[str, Any]:
-    try:
-        text = metadata.distribution(NAME).read_text("direct_url.json")
-    except metadata.PackageNotFoundError:
-        return {}
-    found: dict[str, Any] = json.loads(text) if text else {}
-    return found
 
 
 def is_importable(module: str) -> bool:

@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.testclient import TestClient
 
-from tests.engine.conftest import Gate
 from tests.support.toy_model import Toy, export
-from topw_deploy.engine import Engine
 
-pytestmark = pytest.mark.slow  # imports FastAPI
+pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "examples.md"
 TEMPLATE = "{% for one in messages %}{{ one.role[0] }}:{{ one.content }}\n{% endfor %}a:"
@@ -25,7 +22,7 @@ TEMPLATE = "{% for one in messages %}{{ one.role[0] }}:{{ one.content }}\n{% end
 def run(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[[str], tuple[dict[str, Any], str]]:
-    """Runs the program under "One-off", then that under another heading. Returns (their variables, the last output)."""
+    """Runs the program under "Chat", then that under another heading. Returns (their variables, the last output)."""
     export(tmp_path / "out", toy, form="grouped", chat_template=TEMPLATE)
     monkeypatch.chdir(tmp_path)
     sections = re.split(r"^## (.*)\n", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
@@ -37,17 +34,12 @@ def run(
     names: dict[str, Any] = {}
 
     def run(heading: str) -> tuple[dict[str, Any], str]:
-        for name in dict.fromkeys(("One-off", heading)):
+        for name in dict.fromkeys(("Chat", heading)):
             capsys.readouterr()
             exec(blocks[name][0], names)
         return names, capsys.readouterr().out
 
     return run
-
-
-def test_a_single_request_prints_what_generate_returns(run: Callable[[str], tuple[dict[str, Any], str]]) -> None:
-    names, out = run("One-off")
-    assert out == names["model"].generate("The sea is", max_new_tokens=40, seed=7).text + "\n"
 
 
 def test_a_chat_reuses_its_turns(run: Callable[[str], tuple[dict[str, Any], str]]) -> None:
@@ -56,12 +48,6 @@ def test_a_chat_reuses_its_turns(run: Callable[[str], tuple[dict[str, Any], str]
     assert int(first) == 0
     assert 0 < int(second) < int(of)
     assert [one["role"] for one in names["messages"]] == ["user", "assistant"] * 2
-
-
-def test_the_program_for_sessions_reads_its_prompt_once(run: Callable[[str], tuple[dict[str, Any], str]]) -> None:
-    _, out = run("A session in a file")
-    assert re.search(r"^SessionInfo\(tokens=24, bytes=\d+\)\n24 of 33 tokens reused$", out, re.MULTILINE)
-    assert run("A session in a file")[1] == out  # loaded
 
 
 def test_the_program_for_cancelling_ends_its_requests(run: Callable[[str], tuple[dict[str, Any], str]]) -> None:
@@ -81,34 +67,3 @@ def test_a_batch_job_answers_every_prompt(run: Callable[[str], tuple[dict[str, A
     assert [one["prompt"] for one in found] == prompts
     assert "200" in found[7]["error"]
     assert all("text" in one for one in found if one["prompt"] != prompts[7])
-
-
-def test_extracted_fields_match_their_schema(run: Callable[[str], tuple[dict[str, Any], str]]) -> None:
-    names, out = run("Structured extraction")
-    assert len(out.splitlines()) == 2
-    found = [request.result() for request in names["requests"]]
-    complete = [json.loads(one.text) for one in found if one.finish_reason == "stop"]
-    assert all(set(one) == {"name", "kind"} and one["kind"] in {"class", "function"} for one in complete)
-    assert complete
-
-
-def test_a_server_answers_and_refuses(run: Callable[[str], tuple[dict[str, Any], str]]) -> None:
-    names, _ = run("An HTTP server")
-    app, model, gate = names["app"], names["model"], Gate()
-    model.defaults["temperature"] = 0.0  # the same text whatever the seed
-    with TestClient(app) as client:
-
-        def post(prompt: str, **given: Any) -> tuple[int, str]:
-            answer = client.post("/generate", json={"prompt": prompt, **given})
-            return answer.status_code, answer.text
-
-        assert post("abc", max_new_tokens=9) == (200, model.generate("abc", max_new_tokens=9, seed=0).text)
-        status, text = post("x" * 200)
-        assert (status, "200" in text) == (400, True)
-        engine: Engine = app.state.engine
-        engine.submit("a", max_new_tokens=9, stopping_criteria=gate)
-        for _ in range(39):
-            engine.submit("a", max_new_tokens=9)
-        status, text = post("abc")
-        assert (status, "room for only 40" in text) == (503, True)
-        gate.opened.set()

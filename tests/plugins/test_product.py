@@ -15,6 +15,7 @@ import pytest
 
 from topw_deploy.export.product_functions import call_functions
 from topw_deploy.export.quantise.blocks import WeightBlocks, decode_blocks, unpack_codes
+from topw_deploy.export.quantise.rewrite import OFFSETS
 
 PRODUCTS = ("amx", "avx512_vnni", "avx_vnni", "avx2", "dotprod", "generic")
 
@@ -65,6 +66,7 @@ def product_model(weight: Weight, *, calls: bool = True) -> ir.Model:
         factors = [nodes[-1].outputs[0], values["offsets"]]
         nodes.append(ir.node("FusedMatMul", factors, attributes={"transB": 1}, domain="com.microsoft"))
         nodes.append(ir.node("Add", [nodes[0].outputs[0], nodes[-1].outputs[0]]))
+        nodes[0].meta[OFFSETS] = values["offsets"]
     y = nodes[-1].outputs[0]
     y.name, y.type = "y", ir.TensorType(ir.DataType.FLOAT)
     y.shape = ir.Shape(["batch", "rows", weight.outputs])

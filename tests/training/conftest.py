@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from topw_deploy.tiny.corpus import Corpus, gather_corpus
+from benchmarks.corpus import Corpus, gather_corpus
 
 
 @pytest.fixture(scope="session")

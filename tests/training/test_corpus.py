@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from topw_deploy.tiny.corpus import (
+from benchmarks.corpus import (
     LONG_PARAGRAPH,
     Corpus,
     core_docstrings,
@@ -17,17 +17,15 @@ from topw_deploy.tiny.corpus import (
     library_docstrings,
     long_paragraphs,
     split_documents,
-    topic_sections,
 )
+from topw_deploy.tiny.corpus import topic_sections
 
 pytestmark = pytest.mark.slow
 
 
 def test_another_process_gathers_the_same_text() -> None:
     # Another hash seed would expose set ordering.
-    script = (
-        "from topw_deploy.tiny.corpus import *\nprint(split_documents([*topic_sections(), *core_docstrings()]).digest)"
-    )
+    script = "from benchmarks.corpus import *\nprint(split_documents([*topic_sections(), *core_docstrings()]).digest)"
     environment = {**os.environ, "PYTHONHASHSEED": "12345"}
     result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == split_documents([*topic_sections(), *core_docstrings()]).digest

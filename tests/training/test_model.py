@@ -14,9 +14,9 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+from benchmarks.corpus import Corpus
 from benchmarks.training import Recipe, encode_documents, held_out_loss
 from topw_deploy.tiny import tiny_model_path
-from topw_deploy.tiny.corpus import Corpus
 
 pytestmark = pytest.mark.slow
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.corpus import Corpus
 from benchmarks.training import (
     Recipe,
     batches,
@@ -21,7 +22,6 @@ from benchmarks.training import (
     train,
     train_tokenizer,
 )
-from topw_deploy.tiny.corpus import Corpus
 
 TINY = Recipe(
     vocab_size=300,

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from topw_deploy.export.graph import GraphEditor, attribute_values, number_attribute, producer, stored_tensor
+from topw_deploy.export.graph import GraphEditor, attribute_values, number_attribute
+from topw_deploy.export.quantise.rewrite import OFFSETS
 from topw_deploy.export.quantise.rounding import BLOCK_SIZES, DTYPE_BITS
 from topw_deploy.export.quantise.weights import DOMAIN
 from topw_deploy.export.sampler.node import DOMAIN as OWN_DOMAIN
@@ -75,23 +76,9 @@ class _Offsets(NamedTuple):
 
 
 def _find_offsets(product: ir.Node) -> _Offsets | None:
-    """The offsets as `quantise/rewrite.py` adds them, for activations of rank 3; None if there are none."""
-    output = product.outputs[0]
-    uses = output.uses()
-    if len(uses) != 1 or output.is_graph_output():
-        return None
-    add, position = uses[0]
-    other = add.inputs[1 - position] if (add.domain, add.op_type) == ("", "Add") else None
-    matmul = None if other is None else other.producer()
-    if matmul is None or (matmul.domain, matmul.op_type) != (DOMAIN, "FusedMatMul"):
-        return None
-    total = producer(matmul.inputs[0], "ReduceSum")
-    split = None if total is None else producer(total.inputs[0], "Reshape")
-    if split is None or split.inputs[0] is not product.inputs[0]:
-        return None
-    shape, offsets = split.inputs[1], matmul.inputs[1]
-    has_rank_3 = shape is not None and shape.const_value is not None and shape.const_value.size == 4
-    return _Offsets(add, offsets) if has_rank_3 and offsets is not None and stored_tensor(offsets, 2) else None
+    """The offsets that `quantise/rewrite.py` noted, for activations of rank 3; None if there are none."""
+    offsets, uses = product.meta.get(OFFSETS), product.outputs[0].uses()
+    return None if offsets is None or len(uses) != 1 else _Offsets(uses[0].node, offsets)
 
 
 def _build_function(op_type: str, opset: int) -> ir.Function:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
-from msgspec.structs import replace
 
 from tests.support.samples import broad
 from topw_deploy.export import export_model
@@ -153,7 +152,4 @@ def test_every_row_starts_with_the_tokenizers_prefix(exported: Callable[..., Pat
     assert text.rows.shape == (16, 256)
     assert text.prefix == 1
     assert (text.rows[:, 0] == 0).all()
-    other = evaluation_text(exported(), replace(manifest, source={"id": "another"}), 4_000_000)
-    assert other is not None
-    assert other.rows.shape == (16, 256)  # the page alone has 600 tokens
-    assert "manual" in other.name
+    assert "manual" in text.name  # the page alone has 600 tokens

@@ -66,12 +66,8 @@ def test_an_index_that_does_not_belong_to_the_shards_is_refused(tmp_path: Path) 
     shards = write_shards(tmp_path)
     name, shard = next(iter(shards.items()))
     other = next(file for file in shards.values() if file != shard)
-    tensors = load_file(other)
-    save_file(tensors | {name: load_file(shard)[name]}, other)
-    assert stored_tensors(tmp_path)[name].path == shard  # an equal copy
-    save_file(tensors | {name: load_file(shard)[name] + 1}, other)
-    with pytest.raises(SourceError, match=f"hold different tensors {name}"):
-        stored_tensors(tmp_path)
+    save_file(load_file(other) | {name: load_file(shard)[name]}, other)
+    assert stored_tensors(tmp_path)[name].path == shard
     shard.rename(tmp_path / "model-00009-of-00009.safetensors")
     with pytest.raises(SourceError, match=rf"{INDEX} lists {shard.name}, which is missing"):
         stored_tensors(tmp_path)

@@ -45,6 +45,8 @@ _NOTABLE = 0.01  # a notice names each weight left in float that has more than t
 _QMOE_SINCE = "1.30"  # the first onnxruntime whose QMoE is tested here
 _QMOE_LEVELS_SINCE = "1.31"  # the first whose QMoE has `accuracy_level`
 _INT8_ACTIVATIONS = 4  # the accuracy_level of activations rounded to int8
+OFFSETS = "topw.offsets"
+"""Entry of a product's `meta`: the offsets [N, blocks] of its weight, which the node behind it adds, for rank 3."""
 
 
 def quantise(
@@ -329,6 +331,8 @@ class _Replacer:
         whole.replace_input_with(0, old)
         new.name, old.name = old.name, editor.unique("product")
         editor.graph.append(whole)
+        if rank == 3:
+            product.meta[OFFSETS] = values.offsets
 
     def _group_experts(self, weights: Iterable[ExpertWeight]) -> list[tuple[list[ExpertWeight], Codes | None]]:
         """The nodes whose matrices are all in `weights`, with a checkpoint's codes; None for codes of their own.

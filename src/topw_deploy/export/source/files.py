@@ -235,7 +235,7 @@ def unread_files_notices(folder: Path) -> list[str]:
 def stored_tensors(folder: Path, ends: tuple[str, ...] = ("",)) -> dict[str, StoredTensor]:
     """Return the locations of the tensors in `folder` whose names end so, by name. Reads no file without such tensors.
 
-    Raises SourceError for missing or damaged files, and for files that contradict each other.
+    Raises SourceError for missing or damaged files.
     """
     main = _main_file(folder)
     if main.suffix == ".json":
@@ -247,24 +247,16 @@ def _indexed_tensors(index: Path, ends: tuple[str, ...]) -> dict[str, StoredTens
     files = _indexed_files(index)
     names = {name: path for name, path in files.items() if name.endswith(ends)}
     tensors: dict[str, StoredTensor] = {}
-    copies: list[tuple[str, StoredTensor]] = []
     for path in sorted(set(names.values())):
         if not path.exists():
             raise SourceError(f"{index} lists {path.name}, which is missing; fetch the files that belong together.")
         found = _tensors_in(path)
         if ends == ("",):  # like transformers, reads a shard's tensors that the index lacks
             tensors |= {name: tensor for name, tensor in found.items() if name not in files}
-            copies += [(name, tensor) for name, tensor in found.items() if files.get(name, path) != path]
         for name in [name for name in names if names[name] == path]:
             if name not in found:
                 raise SourceError(f"{path} lacks the tensor {name} of its index; fetch it again.")
             tensors[name] = found[name]
-    for name, copy in copies:
-        if not np.array_equal(copy.array(), tensors[name].array()):
-            raise SourceError(
-                f"{copy.path} and {tensors[name].path} hold different tensors {name}; fetch the files that belong "
-                "together."
-            )
     return tensors
 
 

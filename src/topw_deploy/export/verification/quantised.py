@@ -44,15 +44,12 @@ def evaluation_text(folder: Path, manifest: DecoderManifest, parameters: int) ->
 
     parameters: the number of weights of the model, which limits the length of the text.
     """
-    from topw_deploy.tiny.corpus import gather_corpus, topic_sections
+    from topw_deploy.tiny.corpus import topic_sections
 
     text, name = SAMPLE_TEXT, "prose and code"
-    if manifest.source.get("id") == "tiny":  # the documents that the bundled model was not trained on
-        text, name = "\n\n".join(sorted(gather_corpus().held_out)), "the tiny model's held-out text"
-    else:
-        with contextlib.suppress(ImportError):  # some distributions package Python without its manual
-            text = "\n\n".join([text, *topic_sections()])
-            name = "prose, code and Python's reference manual"
+    with contextlib.suppress(ImportError):  # some distributions package Python without its manual
+        text = "\n\n".join([text, *topic_sections()])
+        name = "prose, code and Python's reference manual"
     encoded = encode(folder, manifest, text)
     if encoded is None:
         return None
