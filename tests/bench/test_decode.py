@@ -75,7 +75,6 @@ def test_a_peer_without_a_folder_says_what_to_give_and_its_interpreter_needs_not
     reasons = {side.name: side.why_not for side in sides(tmp_path)}
     assert reasons["topw-graph"] is reasons["argmax"] is None
     assert "--transformers MODEL_DIR" in str(reasons["transformers-greedy"])
-    assert "optimum-cli export onnx" in str(reasons["optimum-greedy"])
     assert "onnxruntime_genai.models.builder" in str(reasons["genai-top-p"])
     there = sides(tmp_path, genai=tmp_path, genai_python=tmp_path / "python")
     genai = [side for side in there if side.name.startswith("genai")]
@@ -91,7 +90,11 @@ def test_a_peer_without_a_folder_says_what_to_give_and_its_interpreter_needs_not
             "transformers, greedy was requested, but is without",
         ),
         ({"peers": ("vllm",)}, ParameterError, "'vllm' is not a side of this benchmark; choose from topw-native, "),
-        ({"optimum": Path()}, BenchmarkError, "is given, but optimum-onnx is not installed: pip install optimum-onnx"),
+        (
+            {"genai": Path()},
+            BenchmarkError,
+            "is given, but onnxruntime-genai is not installed: pip install",
+        ),
         ({"authors": Path("x.py")}, ParameterError, "give --transformers"),
         ({"prompt_tokens": 90, "new_tokens": 10}, ParameterError, r"90 \+ 10 tokens exceed the context of 96"),
         ({"folder": Path("nowhere")}, ManifestError, "nowhere"),
@@ -100,6 +103,6 @@ def test_a_peer_without_a_folder_says_what_to_give_and_its_interpreter_needs_not
 def test_a_request_that_cannot_run_is_refused(
     folder: Path, changes: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(install, "is_importable", lambda module: not module.startswith("optim"))
+    monkeypatch.setattr(install, "is_importable", lambda module: module != "onnxruntime_genai")
     with pytest.raises(error, match=message):
         run(**{"folder": folder, "prompt_tokens": 5, "new_tokens": 4, **changes})

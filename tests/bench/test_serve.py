@@ -66,41 +66,22 @@ def test_every_request_has_a_first_text_and_no_time_exceeds_the_whole(
     assert sum(served["between"]) <= callers * served["seconds"]
 
 
-def test_the_engine_reports_the_share_of_its_time_outside_runs(server: ServeWorker) -> None:
-    served = server.engine([([1, 2], 30)] * 2, 2)
-    assert 0 < served["outside"] < 1
-
-
-def test_a_short_request_that_waits_for_a_long_prompt_is_timed(server: ServeWorker) -> None:
-    assert server.wait_behind_prompt([5] * 90, [1, 2, 3], budget=8) > 0
-
-
-def test_the_second_prompt_of_a_prefix_reuses_it(server: ServeWorker) -> None:
-    before = server._engine(2, reuse=True).stats().cached_tokens
-    read, reused = server.wait_after_prefix([11] * 60, [[1, 2], [3, 4]])
-    assert min(read, reused) > 0
-    assert server._engine(2, reuse=True).stats().cached_tokens - before == 60
-
-
 # The command
 
 
 @pytest.mark.slow
-def test_the_command_reports_every_side_and_latency(bench: Callable[..., Result], folder: Path, tmp_path: Path) -> None:
+def test_the_command_reports_every_side(bench: Callable[..., Result], folder: Path, tmp_path: Path) -> None:
     done = bench("serve", folder, "--concurrency", "1,3", "--requests", 2, "--rows", 2, "--rounds", 2, "--json",
                  tmp_path / "out.json")  # fmt: skip
     assert done.exit_code == 0, done.output
     assert "| generate one by one" in done.stdout
-    assert "First text of a request of 16 tokens while a prompt of 80 is read" in done.stdout
     document = json.loads((tmp_path / "out.json").read_text())
-    one, three, latencies = document["runs"]
+    one, three = document["runs"]
     assert document["settings"]["concurrency"] == [1, 3]
     assert list(one["sides"]) == ["engine", "one-by-one"]
     assert list(three["sides"]) == ["engine", "one-by-one", "static"]
     assert all(len(side["seconds"]) == 2 for side in three["sides"].values())
     assert three["sides"]["engine"]["ratio"]["median"] == 1.0
-    assert len(latencies["latencies"]) == 2
-    assert all(min(values.values()) > 0 for values in latencies["latencies"])
 
 
 @pytest.mark.slow

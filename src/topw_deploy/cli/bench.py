@@ -80,9 +80,9 @@ _plot_option = click.option("--plot", type=FILE, help="Draw the results as a PNG
 _prompt_tokens_option = click.option("--prompt-tokens", type=COUNT, default=128, help="Length of the random prompt.")
 
 
-def _python_option(flag: str, library: str) -> Callable[[Any], Any]:
-    text = f"Python of an environment with {library}."
-    return click.option(flag, type=_EXISTING_FILE, metavar="PYTHON", help=text)
+_genai_python_option = click.option(
+    "--genai-python", type=_EXISTING_FILE, metavar="PYTHON", help="Python of an environment with onnxruntime-genai."
+)
 
 
 @bench.command(name="sampler", context_settings=CONTEXT)
@@ -108,7 +108,7 @@ def _python_option(flag: str, library: str) -> Callable[[Any], Any]:
 @click.option("--logits", type=_EXISTING_FILE, help="Sample from the logits in this .npy file, [V] or [B, V].")
 @_peers_option
 @click.option("--authors", type=_EXISTING_FILE, help="Also time this copy of the authors' logit_processor_w1.py.")
-@_python_option("--genai-python", "onnxruntime-genai")
+@_genai_python_option
 @_common_options(40)
 @_plot_option
 def sampler(regime: Any, temperature: Any, **values: Any) -> None:
@@ -128,12 +128,10 @@ def sampler(regime: Any, temperature: Any, **values: Any) -> None:
 @click.option(
     "--transformers", metavar="MODEL_DIR", type=_EXISTING_FOLDER, help="The model that MODEL was exported from."
 )
-@click.option("--optimum", metavar="FOLDER", type=_EXISTING_FOLDER, help="The same model, exported by optimum.")
-@_python_option("--optimum-python", "optimum-onnx")
 @click.option(
     "--genai", metavar="FOLDER", type=_EXISTING_FOLDER, help="The same model, from onnxruntime-genai's builder."
 )
-@_python_option("--genai-python", "onnxruntime-genai")
+@_genai_python_option
 @click.option(
     "--authors", type=_EXISTING_FILE, help="Also time this copy of the authors' logit_processor_w1.py in transformers."
 )

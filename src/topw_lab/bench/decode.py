@@ -31,7 +31,6 @@ from topw_lab.tables import significant
 _LIBRARIES = {
     "genai": ("onnxruntime-genai", "onnxruntime_genai",
               "FOLDER, written by python -m onnxruntime_genai.models.builder"),
-    "optimum": ("optimum", "optimum.onnxruntime", "FOLDER, written by optimum-cli export onnx"),
     "transformers": ("transformers", "transformers", "MODEL_DIR"),
 }  # fmt: skip
 """Option with the model's folder -> (library, module, what to give)."""
@@ -39,7 +38,6 @@ _GREEDY, _TOP_P = ("greedy", "greedy", None), (f"top-p {base.TOP_P}", "top-p", N
 _PEER_SIDES: dict[str, tuple[tuple[str, str, str, str | None], ...]] = {
     "genai": (("genai-greedy", *_GREEDY), ("genai-top-p", *_TOP_P),
               ("genai-top-k", f"top-k {base.TOP_K}, top-p {base.TOP_P}", "top-k-top-p", None)),
-    "optimum": (("optimum-greedy", *_GREEDY), ("optimum-top-p", *_TOP_P)),
     "transformers": (("transformers-greedy", *_GREEDY), ("transformers-top-p", *_TOP_P),
                      ("transformers-topw", "our processor", "all", "topw"),
                      ("transformers-authors", "authors' processor", "all", "authors")),
@@ -88,7 +86,7 @@ def sides(folder: Path, **options: Path | None) -> list[base.Side]:
 def _why_not(module: str, folder: Path | None, python: Path | None, option: str) -> str | None:
     """`Side.why_not` of the sides of another library."""
     if python is None and not install.is_importable(module):
-        distribution = {"optimum.onnxruntime": "optimum-onnx"}.get(module, module.replace("_", "-"))
+        distribution = module.replace("_", "-")
         missing = f"not installed: pip install {distribution}, or give the interpreter of its environment"
         if folder is not None:
             raise BenchmarkError(f"{folder} is given, but {distribution} is {missing}.")
@@ -115,9 +113,9 @@ def run(
     new_tokens: number of tokens to generate, at least 2.
     threads: thread counts; all sides run with each of them.
     peers: names of sides; empty for all.
-    libraries: "transformers", "optimum" and "genai" (folders with the same weights in each library's format),
-        "optimum_python" and "genai_python" (interpreters of the environments with these libraries), and "authors" (the
-        file with the authors' logits processor, which runs in transformers).
+    libraries: "transformers" and "genai" (folders with the same weights in each library's format), "genai_python" (the
+        interpreter of an environment with onnxruntime-genai), and "authors" (the file with the authors' logits
+        processor, which runs in transformers).
 
     Raises ManifestError for a folder without a decoder, ParameterError for lengths that exceed the context,
     BenchmarkError for a named side that is missing and for a side that dies.

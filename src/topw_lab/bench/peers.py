@@ -1,4 +1,4 @@
-"""The worker for other libraries: onnxruntime-genai's samplers and loop, and `generate` of transformers and optimum.
+"""The worker for other libraries: onnxruntime-genai's samplers and loop, and transformers' `generate`.
 
 It runs in environments without topw_deploy, and imports that only for logits processors.
 """
@@ -19,9 +19,9 @@ _SAMPLE_SECONDS, _MOST_CALLS = 2e-3, 100  # a sample has as many calls as take t
 
 
 def start(settings: Any) -> dict[str, Callable[..., Any]]:
-    """Start the task of the settings: "sample" or "decode" of onnxruntime-genai, "transformers" or "optimum"."""
-    tasks = {"sample": start_sampling, "decode": start_decoding}
-    return tasks.get(settings["task"], start_generate)(settings)
+    """Start the task of the settings: "sample" or "decode" of onnxruntime-genai, or "transformers"."""
+    tasks = {"sample": start_sampling, "decode": start_decoding, "transformers": start_generate}
+    return tasks[settings["task"]](settings)
 
 
 def _import_genai() -> Any:
@@ -108,28 +108,17 @@ def start_decoding(settings: Any) -> dict[str, Callable[..., Any]]:
 
 
 def start_generate(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """Load a model of transformers, or an ORTModelForCausalLM of optimum. Returns `run`; see `decode.start`.
+    """Load a model of transformers. Returns `run`; see `decode.start`.
 
-    settings: "task" ("transformers" or "optimum"), "folder" (a model in its format), "threads" of PyTorch or of the
-        session, "search" (fields of a GenerationConfig), and "processor": "topw" for Top-W, or the path of the authors'
-        file; None without a logits processor.
+    settings: "folder" (of the model), "threads" of PyTorch, "search" (fields of a GenerationConfig), and "processor":
+        "topw" for Top-W, or the path of the authors' file; None without a logits processor.
     """
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     torch.set_num_threads(settings["threads"])
-    if settings["task"] == "optimum":
-        import onnxruntime as ort
-        from optimum.onnxruntime import ORTModelForCausalLM  # type: ignore[import-not-found]
-
-        options = ort.SessionOptions()
-        options.intra_op_num_threads, options.log_severity_level = settings["threads"], 3
-        model = ORTModelForCausalLM.from_pretrained(
-            settings["folder"], provider="CPUExecutionProvider", session_options=options
-        )
-    else:
-        model = AutoModelForCausalLM.from_pretrained(settings["folder"], dtype=torch.float32, local_files_only=True)
-        model.eval()
+    model = AutoModelForCausalLM.from_pretrained(settings["folder"], dtype=torch.float32, local_files_only=True)
+    model.eval()
     processors = []
     if settings["processor"] == "topw":
         from topw_deploy.sampling.processor import TopWLogitsProcessor

@@ -1,9 +1,8 @@
 """`topw bench serve`: many callers of one model, through the engine and by `generate`.
 
 Measured for each number of callers: seconds for all requests, to the first text of a request, and between its texts.
-Then latencies of the engine: its overhead with streaming callers, and the time to the first text while a long prompt is
-read and after a reused prefix. This file is also the worker of all sides of this package, which share a process and a
-model: the addresses of weights affect times.
+This file is also the worker of all sides of this package, which share a process and a model: the addresses of weights
+affect times.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import count, pairwise
+from itertools import pairwise
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -28,14 +27,9 @@ from topw_deploy.progress import SILENT, Progress
 from topw_deploy.runtime import TopWModel
 from topw_deploy.text import count_text
 from topw_lab.bench import base
-from topw_lab.tables import duration, significant
-from topw_lab.worker import Worker
+from topw_lab.tables import significant
 
 MEAN_PROMPT, MEAN_NEW = 342, 62  # default mean numbers of prompt tokens and new tokens
-LONG_PROMPT, LONG_PREFIX = 4000, 1000  # tokens of the long prompt and of the reused prefix, if they fit the context
-SHORT_PROMPT, SUFFIX = 16, 8  # tokens of the request that waits for the long prompt, and after a prefix
-STREAMS = 8  # callers when the overhead of the engine is measured
-_STREAM_PROMPT, _STREAM_NEW = 16, 128  # prompt tokens and new tokens of a streaming caller, if they fit the context
 _CONTEXT_DIVISOR = 8  # a default mean length is at most the context divided by this
 _LOG_DEVIATION = 0.6  # standard deviation of a length's logarithm
 _HEADER = ("side", "requests/s", "new tokens/s", "time, ratio (quartiles)", "first text ms, median / p99",
@@ -128,9 +122,8 @@ def run(
         callers: make_requests(folder, max(requests, callers), prompt_tokens, new_tokens, seed)
         for callers in concurrency
     }
-    has_engine = any(side.name == "engine" for side in present)
     report = base.Report("serve", settings, absent)
-    total = len(threads) * (rounds + 1) * (len(loads) * len(present) - (1 in loads) + has_engine)
+    total = len(threads) * (rounds + 1) * (len(loads) * len(present) - (1 in loads))
     with progress.bar(total, "run") as advance:
         for number in threads:
             name = f"{folder.resolve().name}, {count_text(number, 'thread')}"
@@ -144,10 +137,6 @@ def run(
                     served = base.interleave(calls, rounds, seed=seed, advance=advance)
                     sides = [side for side in present if side.name in served]
                     _add_load(report, name, callers, load, sides, served)
-                if has_engine:
-                    measure = partial(_latencies, workers["engine"], folder, prefill_budget, count(seed))
-                    latencies = base.interleave({"engine": measure}, rounds, advance=advance)["engine"]
-                    _add_latencies(report, name, prefill_budget, latencies)
     return report
 
 
@@ -186,60 +175,6 @@ def _add_load(
                         **times.as_dict(**waits)})  # fmt: skip
 
 
-def _latencies(worker: Worker, folder: Path, budget: int, seeds: Iterator[int]) -> dict[str, float]:
-    """One round of latencies of the engine, and of its overhead with STREAMS streaming callers.
-
-    chunked, whole: seconds to the first text of a short request while a long prompt is read in chunks, or at once.
-    read, reused: seconds to the first text of a long prompt whose prefix is read, or reused.
-    outside, step: see `ServeWorker`.
-    long, prefix: numbers of tokens of the long prompt and of the prefix.
-    """
-    manifest = load_decoder_manifest(folder)
-    context, rng = manifest.decoder.context_length, np.random.default_rng(next(seeds))
-    stream = min(_STREAM_PROMPT, context // 2)
-    long = max(1, min(LONG_PROMPT, context - SHORT_PROMPT))
-    prefix = max(1, min(LONG_PREFIX, context - SHORT_PROMPT))
-    prompts = [
-        rng.integers(0, manifest.sampler.vocab_size, count).tolist()
-        for count in (long, min(SHORT_PROMPT, long), prefix, SUFFIX, SUFFIX, *[stream] * STREAMS)
-    ]
-    requests = [(prompt, min(_STREAM_NEW, context - stream)) for prompt in prompts[5:]]
-    streamed = worker.call("engine", requests=requests, callers=STREAMS)
-    read, reused = worker.call("wait_after_prefix", prefix=prompts[2], suffixes=prompts[3:5])
-    chunked, whole = (
-        worker.call("wait_behind_prompt", long=prompts[0], short=prompts[1], budget=most) for most in (budget, context)
-    )
-    return {
-        "chunked": chunked, "whole": whole, "read": read, "reused": reused, "long": long, "prefix": prefix,
-        "outside": streamed["outside"], "step": streamed["step"],
-    }  # fmt: skip
-
-
-def _add_latencies(report: base.Report, name: str, budget: int, rounds: Sequence[dict[str, float]]) -> None:
-    """Add the rounds of `_latencies` to the report."""
-    spreads = {what: base.Spread.of([latencies[what] for latencies in rounds]) for what in rounds[0]}
-    medians = {what: duration(spread.median) for what, spread in spreads.items()}
-    sooner, faster = (
-        base.Spread.of([latencies[over] / latencies[under] for latencies in rounds])
-        for over, under in (("whole", "chunked"), ("read", "reused"))
-    )
-    long, prefix = f"{rounds[0]['long']:,}", f"{rounds[0]['prefix']:,}"
-    report.lines += [
-        "",
-        f"{STREAMS} streaming callers: {spreads['outside'].format(100, 1)} % of the engine's time is outside the "
-        f"session's runs. A step takes {medians['step']}.",
-        f"First text of a request of {SHORT_PROMPT} tokens while a prompt of {long} is read: {medians['chunked']} with "
-        f"chunks of {budget}, {medians['whole']} if it is read at once, {sooner.format(digits=1)} times as long.",
-        f"First text after {prefix} + {SUFFIX} tokens: {medians['read']} if all are read, {medians['reused']} if the "
-        f"first {prefix} are reused, {faster.format(digits=1)} times as fast.",
-    ]
-    report.runs.append({"title": f"{name}, latencies", "latencies": rounds})
-
-
-_FIRST_TEXT_NEW = 8  # new tokens of a request of which only the first text is timed
-_PAUSE = 1e-4  # seconds between two looks at the engine
-
-
 def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     """Open the model. Returns the methods of ServeWorker.
 
@@ -251,13 +186,11 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         "engine": worker.engine,
         "one-by-one": partial(worker.generate, size=1),
         "static": worker.generate,
-        "wait_behind_prompt": worker.wait_behind_prompt,
-        "wait_after_prefix": worker.wait_after_prefix,
     }
 
 
 class ServeWorker:
-    """Serves requests, with one method per side, and measures latencies.
+    """Serves requests, with one method per side.
 
     A method of a side takes
 
@@ -269,8 +202,6 @@ class ServeWorker:
     seconds: time of all requests together.
     first: seconds from each request to its first text.
     between: seconds between consecutive texts of a request.
-    outside (engine only): share of the engine's time outside the session's runs.
-    step (engine only): seconds per step.
 
     Engines stay open, so that their memory is mapped before they are timed.
 
@@ -280,13 +211,12 @@ class ServeWorker:
 
     def __init__(self, model: TopWModel, rows: int, prefill_budget: int) -> None:
         self._model, self._rows, self._budget = model, rows, prefill_budget
-        self._engines: dict[tuple[int, int, bool], Engine] = {}
+        self._engines: dict[int, Engine] = {}
 
     def engine(self, requests: Requests, callers: int) -> Served:
         """Serve with `Engine`. Each caller is a thread that reads the pieces of its requests."""
         engine = self._engine(min(callers, self._rows))
         first, between = list[float](), list[float]()
-        before = engine.stats()
 
         def call(request: tuple[list[int], int]) -> None:
             sent = time.perf_counter()
@@ -297,15 +227,7 @@ class ServeWorker:
         began = time.perf_counter()
         with ThreadPoolExecutor(callers) as pool:
             list(pool.map(call, requests))
-        seconds, after = time.perf_counter() - began, engine.stats()
-        busy = after.busy_seconds - before.busy_seconds
-        return {
-            "seconds": seconds,
-            "first": first,
-            "between": between,
-            "outside": 1 - (after.run_seconds - before.run_seconds) / busy,
-            "step": busy / max(1, after.steps - before.steps),
-        }
+        return {"seconds": time.perf_counter() - began, "first": first, "between": between}
 
     def generate(self, requests: Requests, callers: int, size: int | None = None) -> Served:
         """Serve with `generate` of `size` prompts at a time, in the order in which the callers send them.
@@ -325,41 +247,15 @@ class ServeWorker:
             sent.extend([time.perf_counter()] * len(results))
         return {"seconds": time.perf_counter() - began, "first": first, "between": between}
 
-    def wait_behind_prompt(self, long: list[int], short: list[int], budget: int) -> float:
-        """Measure the seconds from a short request to its first text, while the engine reads a long prompt.
-
-        budget: the engine's prefill_budget.
-        """
-        engine = self._engine(2, budget)
-        reading = engine.submit(long, max_new_tokens=1, ignore_eos=True, seed=1)
-        while not (engine.stats().in_use or reading.done):
-            time.sleep(_PAUSE)
-        sent = time.perf_counter()
-        first = self._text_times(engine, short, _FIRST_TEXT_NEW)[0] - sent
-        reading.result()
-        return first
-
-    def wait_after_prefix(self, prefix: list[int], suffixes: list[list[int]]) -> list[float]:
-        """Measure the seconds to the first text of each prompt, one after the other.
-
-        prefix: beginning of all prompts, which the engine has not read before.
-        suffixes: the rest of each prompt.
-        """
-        engine, seconds = self._engine(2, reuse=True), []
-        for suffix in suffixes:
-            sent = time.perf_counter()
-            seconds.append(self._text_times(engine, [*prefix, *suffix], _FIRST_TEXT_NEW)[0] - sent)
-        return seconds
-
     def _text_times(self, engine: Engine, prompt: list[int], new_tokens: int) -> list[float]:
         """Make a request. Returns the times at which its texts arrived, or the time of its end if it has none."""
         request = engine.submit(prompt, max_new_tokens=new_tokens, ignore_eos=True, seed=1)
         times = [time.perf_counter() for piece in request if piece.text]
         return times or [time.perf_counter()]
 
-    def _engine(self, rows: int, budget: int | None = None, *, reuse: bool = False) -> Engine:
-        """The engine with these options, which is opened at the first call."""
-        key = rows, budget or self._budget, reuse
-        if key not in self._engines:
-            self._engines[key] = Engine(self._model, max_batch=rows, prefill_budget=key[1], reuse_prefixes=reuse)
-        return self._engines[key]
+    def _engine(self, rows: int) -> Engine:
+        """The engine with so many rows, which is opened at the first call."""
+        if rows not in self._engines:
+            options = {"prefill_budget": self._budget, "reuse_prefixes": False}
+            self._engines[rows] = Engine(self._model, max_batch=rows, **options)
+        return self._engines[rows]
