@@ -256,6 +256,5 @@ class ServeWorker:
     def _engine(self, rows: int) -> Engine:
         """The engine with so many rows, which is opened at the first call."""
         if rows not in self._engines:
-            options = {"prefill_budget": self._budget, "reuse_prefixes": False}
-            self._engines[rows] = Engine(self._model, max_batch=rows, **options)
+            self._engines[rows] = Engine(self._model, max_batch=rows, prefill_budget=self._budget, reuse_prefixes=False)
         return self._engines[rows]
