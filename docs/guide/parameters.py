@@ -19,6 +19,7 @@ _SECTIONS = {
     "preset": "../lab/results.md#the-preset-lively",
     "rule": "#sampling-rules",
     "seed": "../contract/random.md",
+    "speculate": "#speculation",
     "stopping_criteria": "#streamers-and-stopping-criteria",
     "streamer": "#streamers-and-stopping-criteria",
     "structured_outputs": "#structured-output",

@@ -275,12 +275,14 @@ def _report_stats(results: list[GenerationResult]) -> None:
         times = result.timings
         speed = f"{1 / times.seconds_per_token:.1f} tokens/s" if times.seconds_per_token else "one token"
         kept = f"kept median {statistics.median(result.kept):g}, max {max(result.kept)}" if result.kept else "no tokens"
+        drafted, accepted = result.drafted_tokens, result.accepted_tokens
+        drafts = f"; {accepted} of {drafted} drafted tokens accepted" if drafted else ""
         mass = f", mass mean {statistics.fmean(result.mass):.3f}" if result.mass else ""
         tell(
             f"{result.prompt_tokens} + {len(result.token_ids)} tokens, {speed}; load {times.load_seconds:.2f} s, "
             f"prefill {times.prefill_seconds * 1e3:.0f} ms, {times.seconds_per_token * 1e3:.2f} ms/token; "
             f"{rule_title(result.rule)}, certified {result.certified_share:.1%}, {kept}{mass}; "
-            f"{result.sampler} sampler, seed {result.seed}, {result.finish_reason}"
+            f"{result.sampler} sampler, seed {result.seed}, {result.finish_reason}{drafts}"
         )
 
 

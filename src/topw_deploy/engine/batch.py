@@ -18,9 +18,11 @@ from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache.buffers import HostMemory, MemoryPool
 from topw_deploy.runtime.cache.in_place import bind_total
 from topw_deploy.runtime.inputs import BoundInputs, Draws, SamplerInputs, bind_greedy
-from topw_deploy.runtime.loop import LogitsBuffer, SlotOutputs, StepRecord
+from topw_deploy.runtime.loop import LogitsBuffer
+from topw_deploy.runtime.record import SlotOutputs, StepRecord
 from topw_deploy.runtime.sequence import Sequence as GeneratedSequence
 from topw_deploy.runtime.session import Binding, Session
+from topw_deploy.runtime.speculate import MOST_COLUMNS, DraftRun
 
 
 class Batch:
@@ -102,7 +104,8 @@ class Batch:
         unchecked: whether nobody knows if its states are finite, because a part of its prompt was read and nothing
             drawn. The tokens that the next sequence does not reuse are cleared later.
         """
-        written = int(self._next_positions[slot]) + 1  # a step may have written the position after its tokens
+        # A step may have written the position after its tokens, one with drafts more of them.
+        written = int(self._next_positions[slot]) + (MOST_COLUMNS if nonfinite else 1)
         self.inputs.clear(slot)
         self._draws.clear(slot)
         self._input_ids[slot], self._next_positions[slot], self._row_lengths[slot] = 0, 0, self._idle_length
@@ -187,6 +190,33 @@ class Batch:
         self.steps += 1
         return tokens
 
+    @property
+    def columns_left(self) -> int:
+        """The most columns that a run of slot 0 may have."""
+        room = self._length - self._next_positions_view[0]
+        return min(room, self._decoder.most_columns or room, self._session.most_columns or room)
+
+    def step_with_drafts(self, sequence: GeneratedSequence, drafted: Sequence[int]) -> tuple[list[int], SlotOutputs]:
+        """Read the next input of slot 0, whose `sequence` has neither edits nor a mask, and drafted tokens after it.
+
+        Returns the tokens drawn, as far as they follow from accepted ones, and their outputs. No step is recorded.
+        """
+        start, columns = self._next_positions_view[0], 1 + len(drafted)
+        if self._decoder.buffer_step:
+            self._make_room(start + columns)
+        run = self._draft_runs.get(columns)
+        if run is None:
+            run = self._draft_runs[columns] = DraftRun(self._session, self.inputs, self._buffers, columns)
+        began = time.perf_counter()
+        tokens = run.run(sequence, start, self._input_ids_view[0], drafted)
+        self.run_seconds += time.perf_counter() - began
+        return tokens, run.record.copy_draws(len(tokens))
+
+    def skip_draws(self, sequence: GeneratedSequence) -> None:
+        """Let the next step of slot 0 draw for the position after all tokens of its sequence."""
+        drawn = len(sequence.prompt) + sequence.steps
+        self._draws.begin(0, sequence.params.seed, drawn - 1, self.steps)
+
     def logits(self, slot: int) -> np.ndarray:
         """A slot's logits of the last run, if `wants_logits` was True: float [V], valid until the next run."""
         return self._logits.row(slot)
@@ -261,6 +291,7 @@ class Batch:
 
     def _forget_bindings(self) -> None:
         self._step_bindings: dict[tuple[int, bool], BoundInputs] = {}  # by (width, whether logits are copied)
+        self._draft_runs: dict[int, DraftRun] = {}  # by columns
         self._chunk_bindings: dict[int, Binding] = {}
         self._last_chunk_bindings: dict[tuple[int, bool], BoundInputs] = {}  # by (slot, whether logits are copied)
 

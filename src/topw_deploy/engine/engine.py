@@ -33,6 +33,7 @@ from topw_deploy.runtime.prepare import Sequences, check_size
 from topw_deploy.runtime.results import Logits, Piece, Scores
 from topw_deploy.runtime.sequence import end_on_failure
 from topw_deploy.runtime.session import Session
+from topw_deploy.runtime.speculate import RunCosts, draws_several
 from topw_deploy.sampling.parameters import check_choice
 from topw_deploy.text import decimal_size
 
@@ -139,7 +140,8 @@ class Engine:
             self._batch, decoder, slots, chunk, is_enabled=reuse_prefixes, max_bytes=prefix_bytes, exact=exact
         )
         self._capacity = Capacity(slots + queue)
-        self._worker = EngineWorker(self._batch, self._scheduler, self._prefixes, self._capacity)
+        costs = None if exact or not draws_several(model.manifest) else RunCosts()
+        self._worker = EngineWorker(self._batch, self._scheduler, self._prefixes, self._capacity, costs)
         self.limits = replace(model.limits, max_length=length, sequences=slots + queue, opened_as="engine")
         self._shutdown_lock = threading.Lock()
         self._is_stopped = False

@@ -16,11 +16,12 @@ import numpy as np
 from topw_deploy.engine.scheduler import ScheduledSequence
 from topw_deploy.engine.waiting import read_timeout, waitable
 from topw_deploy.errors import GenerationError
-from topw_deploy.runtime.loop import SlotOutputs
 from topw_deploy.runtime.prepare import Sequences
+from topw_deploy.runtime.record import SlotOutputs
 from topw_deploy.runtime.results import GenerationResult, Piece
 from topw_deploy.runtime.sequence import Sequence as SequenceState
 from topw_deploy.runtime.session import Session
+from topw_deploy.runtime.speculate import Drafts
 
 Event: TypeAlias = "tuple[int, int | str | None, int] | None"
 """(index of a sequence; its next token, or new text, or None at its end; number of its tokens so far).
@@ -250,7 +251,9 @@ class EngineSequence(ScheduledSequence):
     prefill_began_at: time.perf_counter() before its first chunk; None until then.
     cached_tokens: tokens of the prompt that were reused instead of read.
     first_outputs: the outputs of the run that read the prompt's last chunk; None until then.
-    spans: (slot, first step) for each slot that it decoded in, in order.
+    drafted_outputs: the outputs of its later tokens up to the last run with drafts.
+    spans: (slot, first step) for each slot that it has decoded in since then, in order.
+    drafts: of its next tokens; None if it does not speculate.
     first_token_at: time.perf_counter() at its first token.
     has_ended: whether its result was handed over, or is about to be.
     """
@@ -263,7 +266,9 @@ class EngineSequence(ScheduledSequence):
         self.prefill_began_at: float | None = None
         self.cached_tokens = 0
         self.first_outputs: SlotOutputs | None = None
+        self.drafted_outputs: list[SlotOutputs] = []
         self.spans: list[tuple[int, int]] = []
+        self.drafts: Drafts | None = None
         self.first_token_at = request.started
         self.has_ended = False
 
@@ -296,6 +301,7 @@ class Group:
     evicts the sequences from the CPU cache, so touching them in every step is slow.
 
     sequences: in the order of their slots.
+    drafting: the sequences with drafts.
     has_scores: whether a sequence has log-probabilities.
     can_pass: whether `passes` can return True.
     """
@@ -304,6 +310,7 @@ class Group:
         """width: number of slots of a step."""
         self.sequences = sorted(sequences, key=lambda sequence: sequence.slot)
         self._states = [sequence.state for sequence in self.sequences]
+        self.drafting = [sequence for sequence in self.sequences if sequence.drafts is not None]
         self.has_scores = any(state.scores is not None for state in self._states)
         self.can_pass = len(sequences) == width and all(state.is_plain for state in self._states)
         self._fewest_left = min(state.tokens_left for state in self._states)

@@ -27,6 +27,8 @@ from topw_deploy.engine.request import EngineSequence, Group, Request, TokenOutp
 from topw_deploy.engine.scheduler import WAITING, Chunk, Scheduler
 from topw_deploy.engine.waiting import Capacity, Delivery
 from topw_deploy.errors import GenerationError, LogitsError, ParameterError, TopWError, one_line
+from topw_deploy.runtime.record import SlotOutputs
+from topw_deploy.runtime.speculate import Drafts, FinishedTexts, RunCosts
 
 _EXIT_SECONDS = 10.0  # seconds that the interpreter waits for a run or a callback in progress
 _workers: weakref.WeakSet[EngineWorker] = weakref.WeakSet()
@@ -45,6 +47,8 @@ class EngineStats:
     prompt_tokens: prompt tokens that were read.
     cached_tokens: prompt tokens that were reused instead.
     new_tokens: tokens drawn.
+    drafted_tokens: drafted tokens that runs have read.
+    accepted_tokens: those of them that were drawn.
     ended: sequences that ended for any reason.
     failed: requests that failed.
     cache_bytes: size of the cache.
@@ -61,6 +65,8 @@ class EngineStats:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     new_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     ended: int = 0
     failed: int = 0
     cache_bytes: int = 0
@@ -84,11 +90,14 @@ class EngineWorker:
         scheduler: Scheduler[EngineSequence],
         prefixes: Prefixes,
         capacity: Capacity,
+        costs: RunCosts | None,
     ) -> None:
+        """costs: of the session's runs; None for a graph without speculation."""
         self.stats = EngineStats()
         self.alive: dict[Request, list[EngineSequence]] = {}
         self.failure = ""
         self._batch, self._scheduler, self._prefixes, self._capacity = batch, scheduler, prefixes, capacity
+        self._costs, self._finished = costs, FinishedTexts()
         prefixes.decoding_tokens = self._tokens_in
         # Unlike threading's locks, its `put` may run in a garbage collection during another `put`.
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -243,6 +252,8 @@ class EngineWorker:
         self._regroup()
         sequence.first_outputs = self._batch.first_outputs()
         sequence.spans = [(slot, self._batch.steps)]
+        if self._costs is not None and sequence.state.speculates:
+            sequence.drafts = Drafts([*sequence.state.prompt, token], self._finished)
         self._add_token(sequence, token, partial(self._batch.begin, slot))
 
     def _write_edits(self) -> None:
@@ -276,6 +287,13 @@ class EngineWorker:
         batch, width = self._batch, self._scheduler.width
         group = self._group = self._group or Group(self._scheduler.decoding, width)
         sequences = group.sequences
+        began = time.perf_counter()
+        drafts = sequences[0].drafts if width == 1 else None
+        if drafts is not None and self._costs is not None:
+            columns = self._costs.choose(drafts, batch.columns_left)
+            if columns > 1:
+                self._step_with_drafts(sequences[0], drafts, columns, self._costs)
+                return
         try:
             batch.wants_logits = group.has_scores and any(sequence.state.needs_logits for sequence in sequences)
             tokens = batch.step(width)
@@ -285,6 +303,11 @@ class EngineWorker:
                     self._fail(sequence, GenerationError(str(error)), nonfinite=True)
             return
         self.stats.steps += 1
+        if drafts is not None and self._costs is not None:
+            self._costs.add(1, time.perf_counter() - began)
+        for sequence in group.drafting:
+            if sequence.drafts is not None:
+                sequence.drafts.add(tokens[sequence.slot])
         if group.can_pass:
             if not batch.inputs.edits.is_active and group.passes(tokens[:width]):
                 batch.accept_all(width)
@@ -307,6 +330,36 @@ class EngineWorker:
                 passed = self._deliver(passed, len(passed))
                 self._fail(sequence, error)
         self._deliver(passed, len(passed))
+
+    def _step_with_drafts(self, sequence: EngineSequence, drafts: Drafts, columns: int, costs: RunCosts) -> None:
+        """Run a step of slot 0 that reads drafts too, and give its sequence the tokens that follow from accepted ones.
+
+        Other slots are not decoding. Attention takes several tokens of one row only (`DecoderInfo.ragged_chunks`).
+        """
+        batch, state, began = self._batch, sequence.state, time.perf_counter()
+        self._regroup()
+        try:
+            tokens, outputs = batch.step_with_drafts(state, drafts.draft(columns - 1))
+        except GenerationError as error:
+            self._fail(sequence, error, nonfinite=True)
+            return
+        costs.add(columns, time.perf_counter() - began)
+        self.stats.steps += 1
+        self.stats.drafted_tokens += columns - 1
+        sequence.drafted_outputs += [*self._outputs_since(sequence), outputs]
+        sequence.spans = [(sequence.slot, batch.steps)]
+        for index, token in enumerate(tokens):
+            state.accepted += index > 0
+            self.stats.accepted_tokens += index > 0
+            drafts.add(token)
+            if state.try_lengthen(token):
+                self._deliver([(sequence, token)], 1)
+                batch.accept(sequence.slot, token)
+                continue
+            self._add_token(sequence, token, partial(batch.accept, sequence.slot))
+            if state.finish_reason is not None:
+                return
+        batch.skip_draws(state)
 
     def _deliver(self, passed: Iterable[tuple[EngineSequence, int]], count: int) -> list[tuple[EngineSequence, int]]:
         """Deliver `count` tokens, which only lengthened their sequences.
@@ -444,6 +497,9 @@ class EngineWorker:
                 self._prefixes.release_slot(slot, NO_TOKENS if is_wrong else held)
         self.stats.ended += 1
         sequence.has_ended = True
+        if sequence.drafts is not None:
+            self._finished.add(sequence.drafts.tokens)
+            sequence.drafts = None
         if all(other.has_ended for other in self.alive[sequence.request]):
             del self.alive[sequence.request]
             sequence.request.end_streamer()
@@ -462,12 +518,17 @@ class EngineWorker:
             self._group.settle()
         if sequence.first_outputs is None:
             return TokenOutputs()
-        parts = [sequence.first_outputs]
+        parts = [sequence.first_outputs, *sequence.drafted_outputs, *self._outputs_since(sequence)]
+        skipped = sequence.state.discarded_draws
+        return TokenOutputs(parts, slice(skipped, skipped + sequence.state.steps))
+
+    def _outputs_since(self, sequence: EngineSequence) -> list[SlotOutputs]:
+        """Copies of the outputs of a sequence's steps since the last run with drafts."""
+        parts: list[SlotOutputs] = []
         ends = [start for _, start in sequence.spans[1:]] + [self._batch.steps]
         for (slot, start), end in zip(sequence.spans, ends, strict=False):
             parts += self._batch.recorded_outputs(slot, start, end)
-        skipped = sequence.state.discarded_draws
-        return TokenOutputs(parts, slice(skipped, skipped + sequence.state.steps))
+        return parts
 
     def _tokens_in(self, slot: int) -> np.ndarray | None:
         """The tokens in a slot, int64 [n]; None if the slot is not decoding."""

@@ -64,16 +64,18 @@ class Draws:
     def __init__(self, seeds: list[int], lengths: list[int]) -> None:
         self._rows: list[tuple[int, int] | None] = list(zip(seeds, lengths, strict=True))
         self._block = np.zeros((_BLOCK, len(self._rows)), np.float32)  # [steps, B]
+        self._block_number = -1
         self._numbers = self._block.reshape(-1).data
 
     def write(self, step: int, out: memoryview | np.ndarray) -> None:
-        """Write the numbers of `step` to `out`, float32 [B]. Steps must be consecutive from 0."""
-        offset = step % _BLOCK
-        if offset == 0:
+        """Write the numbers of `step` to `out`, float32 [B]. Steps must ascend."""
+        number, offset = divmod(step, _BLOCK)
+        if number != self._block_number:
+            self._block_number = number
             for row, drawn in enumerate(self._rows):
                 if drawn is not None:
                     seed, length = drawn
-                    self._block[:, row] = uniforms(seed, length + step, _BLOCK)
+                    self._block[:, row] = uniforms(seed, length + step - offset, _BLOCK)
         start = offset * len(self._rows)
         out[:] = self._numbers[start : start + len(self._rows)]
 
@@ -83,9 +85,10 @@ class Draws:
         Returns the number of `position`.
         """
         self._rows[row] = seed, position + 1 - step
-        offset = step % _BLOCK
-        numbers = uniforms(seed, position, 1 + (_BLOCK - offset if offset else 0))
-        if offset:
+        number, offset = divmod(step, _BLOCK)
+        is_computed = number == self._block_number
+        numbers = uniforms(seed, position, 1 + (_BLOCK - offset if is_computed else 0))
+        if is_computed:
             self._block[offset:, row] = numbers[1:]
         return float(numbers[0])
 
@@ -388,16 +391,18 @@ class SamplerInputs:
     before each run of a binding; it passes on what has changed since.
 
     uniform: float32 [B]; every run reads it.
+    version: a number that grows with every change of a row's parameters.
     """
 
     def __init__(self, session: Session, rows: int) -> None:
+        self._session = session
         greedy = TopWParameters(temperature=0.0)
         self._columns = {name: np.full(rows, getattr(greedy, name), np.float32) for name in PARAMETER_NAMES}
         self._columns |= rule_arrays([_TOP_W] * rows)
         self.uniform = np.zeros(rows, np.float32)
         self.edits = EditInputs(rows, session.fixed_edits, session.most_edits)
         self.masks = MaskInputs(rows, session.mask_words, always=session.always_masked)
-        self._version = 0
+        self.version = 0
 
     def set(self, row: int, sequence: Sequence) -> None:
         """Make a row draw with a sequence's parameters, rule, edits and allowed tokens, from the next run on.
@@ -424,7 +429,7 @@ class SamplerInputs:
         _swap(self._columns.values(), one, other)
         self.edits.swap(one, other)
         self.masks.swap(one, other)
-        self._version += 1
+        self.version += 1
 
     def bind(self, binding: Binding, rows: slice = slice(None)) -> BoundInputs:
         """Bind the inputs of adjacent `rows`."""
@@ -433,7 +438,15 @@ class SamplerInputs:
         arrays = {**self._columns, **dict(zip(EDIT_INPUTS, edits.arrays, strict=True)), MASK_INPUT: masks.array}
         for name, array in arrays.items():
             binding.bind_array(name, array[rows])
-        return BoundInputs(binding, rows, edits.ids, masks.array, masks.version, self._version)
+        return BoundInputs(binding, rows, edits.ids, masks.array, masks.version, self.version)
+
+    def bind_repeated(self, binding: Binding, times: int) -> None:
+        """Bind the parameters of the first row `times` times, without edits, masks and `uniform`."""
+        blank = SamplerInputs(self._session, times)
+        arrays = dict(zip(EDIT_INPUTS, blank.edits.arrays, strict=True)) | {MASK_INPUT: blank.masks.array}
+        arrays |= {name: np.repeat(column[:1], times, axis=0) for name, column in self._columns.items()}
+        for name, array in arrays.items():
+            binding.bind_array(name, array)
 
     def update(self, bound: BoundInputs) -> None:
         """Pass the rows, edits and masks that have changed since the last call to a binding."""
@@ -452,14 +465,14 @@ class SamplerInputs:
         elif bound.mask_version != masks.version:
             binding.refresh(MASK_INPUT)
             bound.mask_version = masks.version
-        if bound.version != self._version:
+        if bound.version != self.version:
             for name in (*PARAMETER_NAMES, *RULE_INPUTS, *EDIT_INPUTS):
                 binding.refresh(name)
-            bound.version = self._version
+            bound.version = self.version
 
     def _set_rule(self, row: int, rule: RuleParameters) -> None:
         self._columns["rule"][row], self._columns["rule_values"][row] = rule.code, rule.values
-        self._version += 1
+        self.version += 1
 
 
 def bind_greedy(session: Session, binding: Binding, rows: int) -> None:

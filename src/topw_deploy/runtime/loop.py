@@ -6,18 +6,21 @@ Each run of the graph (decoder and sampler) is one step. The logits and the cach
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
-from topw_deploy.dtypes import ELEMENT_TYPES, SAMPLER_OUTPUT_TYPES, array_name
+from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.manifest import DecoderManifest, TensorSpec
 from topw_deploy.runtime.cache import Caches
 from topw_deploy.runtime.cache.buffers import allocate_zeros
+from topw_deploy.runtime.cache.in_place import StaticCache
 from topw_deploy.runtime.inputs import Draws, SamplerInputs
+from topw_deploy.runtime.record import StepRecord
 from topw_deploy.runtime.sequence import Sequence
 from topw_deploy.runtime.session import Binding, Session
+from topw_deploy.runtime.speculate import DraftRun, Drafts, RunCosts
 
 
 class Batch:
@@ -30,11 +33,18 @@ class Batch:
     last_first_step: the step that draws the last sequence's first token.
     next_ids: the tokens that the next step reads, int64 [B].
     logits: where the graph's logits are copied, for sequences with scores; or None.
+    drafts: of the only sequence; None without speculation.
     """
 
     def __init__(
-        self, session: Session, caches: Caches, sequences: list[Sequence], logits: LogitsBuffer | None = None
+        self,
+        session: Session,
+        caches: Caches,
+        sequences: list[Sequence],
+        logits: LogitsBuffer | None = None,
+        costs: RunCosts | None = None,
     ) -> None:
+        """costs: of the session's runs; None for a graph without speculation."""
         if any(sequence.unread_tokens for sequence in sequences) and not caches.takes_ragged_batches:
             for sequence in sequences:
                 sequence.read_one_by_one()
@@ -60,6 +70,9 @@ class Batch:
         self.record.bind(self.binding)
         self.cache = caches.open(self.binding, prompts, budgets)
         self.next_ids = self.cache.input_ids.reshape(-1).data
+        speculates = costs is not None and len(sequences) == 1 and sequences[0].speculates
+        self.costs, self.drafts = costs, Drafts(sequences[0].prompt) if speculates else None
+        self.draft_runs: dict[int, DraftRun] = {}  # by columns
         for sequence in sequences:
             self.update_mask(sequence)
             if not sequence.unread_tokens and sequence.params.budget == 0:
@@ -69,6 +82,8 @@ class Batch:
     def close(self) -> None:
         """Release the cache and bindings."""
         self.binding.close()  # waits for an interrupted run
+        for run in self.draft_runs.values():
+            run.close()
         self.cache.close()
 
     def retire(self, sequence: Sequence) -> None:
@@ -102,7 +117,10 @@ def steps(batch: Batch) -> Iterator[list[int]]:
     if batch.active:
         yield prefill(batch)
     while batch.active:
-        yield decode_one_token(batch)
+        if batch.drafts is not None and batch.costs is not None:
+            yield from speculate(batch, batch.drafts, batch.costs)
+        else:
+            yield decode_one_token(batch)
 
 
 def prefill(batch: Batch) -> list[int]:
@@ -121,6 +139,39 @@ def decode_one_token(batch: Batch) -> list[int]:
     if batch.logits is not None and batch.logits.columns != 1:
         batch.logits.bind(batch.binding)
     return run_step(batch)
+
+
+def speculate(batch: Batch, drafts: Drafts, costs: RunCosts) -> Iterator[list[int]]:
+    """Read the last token with drafts after it, and yield the tokens [1] of each step that follows from accepted ones.
+
+    Where drafts do not pay, this is `decode_one_token`.
+    """
+    b, (sequence,), cache, began = batch, batch.active, batch.cache, time.perf_counter()
+    assert isinstance(cache, StaticCache)
+    last = b.next_ids[0]
+    drafts.add(last)
+    columns = costs.choose(drafts, min(cache.columns_left, sequence.tokens_left))
+    if columns == 1:
+        tokens = decode_one_token(b)
+        costs.add(1, time.perf_counter() - began)
+        yield tokens
+        return
+    cache.advance([0], columns)
+    run = b.draft_runs.get(columns)
+    if run is None:
+        run = b.draft_runs[columns] = DraftRun(b.session, b.inputs, cache.buffers, columns)
+    drawn = run.run(sequence, int(cache.last_indices[0]), last, drafts.draft(columns - 1))
+    cache.skip([0], len(drawn) - 1)
+    b.record.store_draws(b.step, run.record, len(drawn))
+    costs.add(columns, time.perf_counter() - began)
+    for index, token in enumerate(drawn):
+        if index:
+            drafts.add(drawn[index - 1])
+            sequence.accepted += 1
+        b.step += 1
+        yield [token]
+        if not b.active:
+            return
 
 
 def run_step(batch: Batch) -> list[int]:
@@ -172,64 +223,6 @@ def accept_tokens(batch: Batch, tokens: list[int]) -> list[tuple[Sequence, str]]
 
 
 LOGITS_OUTPUT = "logits"
-
-# Sorted by descending element size, for alignment.
-_RECORDED_TYPES = {
-    name: np.dtype(array_name(SAMPLER_OUTPUT_TYPES[name]))
-    for name in ("next_token", "logprob", "mass", "kept", "certified")
-}
-
-SlotOutputs: TypeAlias = dict[str, np.ndarray]
-"""The outputs of a slot, [steps] each, by name; without those that the graph lacks."""
-
-
-class StepRecord:
-    """Records the sampler's outputs, [B] each, of `steps` steps of a batch.
-
-    All outputs of a step are in one array, which a memoryview copies: an assignment of numpy runs more code, which each
-    run of the graph evicts from the CPU cache.
-
-    tokens: the tokens of the last run, int64 [B].
-    """
-
-    def __init__(self, outputs: Collection[str], batch: int, steps: int) -> None:
-        columns: dict[str, slice] = {}  # byte ranges
-        end = 0
-        for name, dtype in _RECORDED_TYPES.items():
-            if name in outputs:
-                columns[name] = slice(end, end := end + batch * dtype.itemsize)
-        latest = np.zeros(end, np.uint8)
-        self._outputs = {name: latest[column].view(_RECORDED_TYPES[name]) for name, column in columns.items()}
-        self._size = end
-        self._latest, self.tokens = latest.data, self._outputs["next_token"].data
-        kept = allocate_zeros("the record of the steps", (steps, end), np.uint8)
-        self._kept = kept.reshape(-1).data
-        self._values = {
-            name: kept[:, column].view(_RECORDED_TYPES[name]) for name, column in columns.items()
-        }  # [steps, B]
-
-    def bind(self, binding: Binding, slots: int | None = None) -> None:
-        """Make runs of `binding` write the outputs of the first `slots` slots; None: of all."""
-        for name, latest in self._outputs.items():
-            binding.bind_result(name, latest[:slots])
-
-    def store(self, step: int) -> list[int]:
-        """Store the last run's outputs as those of `step`.
-
-        Returns the run's tokens [B]; those of slots that were not in the run are arbitrary.
-        """
-        start = step * self._size
-        self._kept[start : start + self._size] = self._latest
-        tokens: list[int] = self.tokens.tolist()
-        return tokens
-
-    def values(self, name: str, slot: int, end: int, start: int = 0) -> list[Any]:
-        """The output `name` of a slot in the steps `start` to `end`, exclusive; [] if the graph has no such output."""
-        return list(self._values[name][start:end, slot].tolist()) if name in self._values else []
-
-    def copy_outputs(self, slot: int, start: int, end: int) -> SlotOutputs:
-        """Copy all outputs of a slot in the steps `start` to `end`, exclusive."""
-        return {name: values[start:end, slot].copy() for name, values in self._values.items()}
 
 
 class LogitsBuffer:

@@ -23,6 +23,7 @@ from topw_deploy.runtime.prepare import Limits, Preparer, Sequences, check_size,
 from topw_deploy.runtime.results import GenerationResult, Piece
 from topw_deploy.runtime.sequence import Sequence, end_on_failure
 from topw_deploy.runtime.session import Session, SessionKeywords, SessionOptions, takes_session_options
+from topw_deploy.runtime.speculate import RunCosts, draws_several
 from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.runtime.tools import FAMILIES, Parsed, ToolCallParser, detect
 from topw_deploy.runtime.tools.formats import THINK
@@ -72,6 +73,7 @@ class TopWModel:
         self.defaults = self._preparer.defaults
         self._session: Session | None = session
         self.cpu_nodes = session.cpu_nodes
+        self._costs = RunCosts() if draws_several(folder.manifest) else None
         self.load_seconds = time.perf_counter() - started
 
     @classmethod
@@ -314,7 +316,7 @@ class TopWModel:
             logits = None
             if self._logits_output is not None and any(sequence.params.needs_scores for sequence in sequences):
                 logits = LogitsBuffer(self._logits_output, len(sequences), self.manifest.sampler.vocab_size)
-            batch = Batch(*self._require_open(), sequences, logits)
+            batch = Batch(*self._require_open(), sequences, logits, self._costs)
             try:
                 for sequence in sequences:
                     if sequence.callbacks is not None:

@@ -44,6 +44,9 @@ EVERYWHERE = frozenset({"json", "file", "command"})
 NO_OPTION, REQUEST = EVERYWHERE - {"command"}, EVERYWHERE - {"file"}
 JSON, PYTHON = frozenset({"json"}), frozenset[str]()
 
+SPECULATIONS = ("prompt",)
+"""The values of `speculate`."""
+
 T = TypeVar("T")
 PerPrompt: TypeAlias = T | Sequence[T | None] | NDArray[Any]
 """One value for all prompts, or a list with one for each; None in the list means "not given"."""
@@ -389,6 +392,14 @@ class GenerationParameters(PromptInputs, total=False):
         Integer,
         Parameter(
             "Log-probabilities of the prompt's tokens, and of so many alternatives for each.", integer(0), None, JSON
+        ),
+    ]
+    speculate: Annotated[
+        PerPrompt[str],
+        Parameter(
+            "Where to draft tokens from, of which a run accepts several: repetitions of prompt and answer.",
+            places=REQUEST,
+            choices=SPECULATIONS,
         ),
     ]
     skip_special_tokens: Annotated[bool, Parameter("Omit special tokens from the text.", flag, True, NO_OPTION)]

@@ -56,6 +56,7 @@ _OF_IDS = ("eos_token_id", "stop_token_ids", "logit_bias", "suppress_tokens", "a
 _TAKEN_AS_STATED = (
     *("stop_strings", "repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size"),
     *("logit_bias", "suppress_tokens", "allowed_token_ids", "bad_words_ids", "logprobs", "prompt_logprobs"),
+    "speculate",
 )
 _TOP_W = RuleParameters()
 # A tokenizer's outputs without effect on a decoder's tokens.

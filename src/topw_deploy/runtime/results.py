@@ -90,6 +90,7 @@ class GenerationResult:
     stop: EOS id, stop string or criterion's name, else None; also None at the end of a grammar.
     prompt_tokens: prompt length.
     cached_tokens: tokens of the prompt that an Engine did not read again; otherwise 0.
+    drafted_tokens, accepted_tokens: with `speculate`, the tokens that were drafted, and those of them that were drawn.
     sampler: "native", "plugin" or "graph" (docs/guide/native.md).
     rule: the sampling rule (docs/contract/rules.md).
     """
@@ -108,6 +109,8 @@ class GenerationResult:
     stop: int | str | None
     prompt_tokens: int
     cached_tokens: int = field(compare=False, default=0)
+    drafted_tokens: int = field(compare=False, default=0)
+    accepted_tokens: int = field(compare=False, default=0)
     sampler: str = field(compare=False)
     timings: Timings = field(compare=False)
 

@@ -34,6 +34,7 @@ class SequenceParams:
     pad_token_id: what the graph reads in steps after the sequence's end.
     allowed_token_ids: the only ids that can be drawn; empty for all.
     constraint: what the text must match, or None.
+    speculate: where drafts of the next tokens come from; None for none.
     logprobs, prompt_logprobs: alternatives per drawn token and per token of the prompt; None for no log-probabilities
         under the model.
     hidden_tokens: tokens that give no text.
@@ -58,6 +59,7 @@ class SequenceParams:
     constraint: Constraint | None
     logprobs: int | None
     prompt_logprobs: int | None
+    speculate: str | None
     hidden_tokens: frozenset[int]
 
     @property
@@ -168,6 +170,7 @@ class Sequence:
     discarded_draws: number of runs whose draws are discarded.
     is_plain: whether a token that does not end the sequence only adds to its length.
     steps: number of tokens drawn.
+    drafted, accepted: number of drafted tokens that runs have read, and of those that were drawn.
     tokens: the tokens drawn if `text` is not None, else empty.
     finish_reason, stop: see GenerationResult; None before the end.
     finished_at: time.perf_counter() at the end.
@@ -193,7 +196,7 @@ class Sequence:
         self.unread_tokens = self.discarded_draws = 0
         if params.prompt_logprobs is not None:
             self.read_one_by_one()
-        self.steps = 0
+        self.steps = self.drafted = self.accepted = 0
         self.tokens: list[int] = []
         self._texts: list[str] = []
         self._returned_tokens = 0  # by `take_new_tokens`
@@ -223,6 +226,13 @@ class Sequence:
     def tokens_left(self) -> int:
         """The number of tokens that may still be drawn."""
         return self._budget - self.steps
+
+    @property
+    def speculates(self) -> bool:
+        """Whether its next tokens may be drafted: the sampler's inputs are then the same for all of them."""
+        params = self.params
+        changes = params.has_edits or params.allowed_token_ids or params.constraint or self.scores or self.unread_tokens
+        return params.speculate is not None and not changes
 
     @property
     def fed_prompt(self) -> tuple[int, ...]:
@@ -374,6 +384,8 @@ class Sequence:
             stop=self.stop,
             prompt_tokens=len(self.prompt),
             cached_tokens=cached_tokens,
+            drafted_tokens=self.drafted,
+            accepted_tokens=self.accepted,
             sampler=session.sampler,
             timings=Timings(
                 load_seconds=load_seconds,

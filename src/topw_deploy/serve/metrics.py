@@ -35,6 +35,8 @@ GAUGES: tuple[tuple[str, str, ReadStats], ...] = (
 COUNTERS: tuple[tuple[str, str, ReadStats], ...] = (
     ("prompt_tokens", "Tokens of prompts, read or reused.", lambda stats: stats.prompt_tokens + stats.cached_tokens),
     ("generation_tokens", "Tokens drawn.", lambda stats: stats.new_tokens),
+    ("spec_decode_num_draft_tokens", "Drafted tokens that runs have read.", lambda stats: stats.drafted_tokens),
+    ("spec_decode_num_accepted_tokens", "Those of them that were drawn.", lambda stats: stats.accepted_tokens),
     ("prefix_cache_queries", "Tokens looked up.", lambda stats: stats.prompt_tokens + stats.cached_tokens),
     ("prefix_cache_hits", "Tokens of prompts that were not read again.", lambda stats: stats.cached_tokens),
     ("engine_steps", "Runs that drew a token for each decoding sequence.", lambda stats: stats.steps),

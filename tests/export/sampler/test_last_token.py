@@ -70,6 +70,22 @@ def test_logits_are_those_of_row_lengths_if_the_graph_has_that_input(after: str)
     np.testing.assert_allclose(picked, whole[[0, 1, 2], [2, 0, 1]], rtol=1e-6)
 
 
+@pytest.mark.parametrize("after", ["nothing", "cap"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_n_times_as_many_rows_have_the_logits_of_the_last_n_positions(after: str, count: int) -> None:
+    graph = decoder(after)
+    graph.inputs.pop()  # attention_mask
+    editor = GraphEditor(graph, "toy")
+    editor.input("row_lengths", ir.DataType.INT64, ["batch"])
+    drawn = editor.input("uniform", ir.DataType.FLOAT, ["rows"])
+    graph.outputs.append(last_logits(graph, drawn=drawn))
+    ids, lengths = np.array([[1, 2, 3, 4], [4, 5, 6, 0]]), np.array([4, 3])
+    feeds = {"input_ids": ids, "row_lengths": lengths, "uniform": np.zeros(2 * count, np.float32)}
+    whole, picked = run(ir.Model(graph, ir_version=10), **feeds)
+    expected = [whole[row, end - count : end] for row, end in enumerate(lengths)]
+    np.testing.assert_allclose(picked, np.concatenate(expected), rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("graph", "before_matmul", "matmuls"),
     [

@@ -48,6 +48,9 @@ _SIZES |= {"allowed": ("words",), "rule_values": (2,)}
 _TYPES = {"edit_ids": ir.DataType.INT64, "allowed": ir.DataType.INT32, "rule": ir.DataType.INT32}  # others: float32
 _GREEDY = TopWParameters(temperature=0.0)
 
+ROWS = "rows"
+"""The name of the sampler's dimension in a graph that can draw after each of a row's last tokens."""
+
 PREFIX = "topw.last"  # of the names that this module adds
 _ELEMENTWISE = {"Tanh", "Cast", "Identity", "Neg", "Sigmoid"}
 _ELEMENTWISE_WITH_VECTOR = {"Mul", "Div", "Add", "Sub"}  # row-wise if the other input has rank 0 or 1
@@ -72,7 +75,14 @@ def attach_sampler(decoder: Decoder, wanted: ExportOptions, progress: Progress) 
             "export with --metric uniform."
         )
     keep_own = decoder.foreign and wanted.with_logits
-    logits = last_logits(graph, before_matmul=not keep_own)
+    batch = _batch_dimension(graph)
+    info = decoder.info
+    draws_several = info.kv_form == "static" and not info.recurs and info.target != "tensorrt"
+    rows = ROWS if draws_several else batch
+    editor = GraphEditor(graph, "topw")
+    given = add_sampler_inputs(editor, rows)
+    uniform = given[SAMPLER_INPUTS.index("uniform") - 1]
+    logits = last_logits(graph, before_matmul=not keep_own, drawn=uniform if draws_several else None)
     spec = SamplerSpec(
         options=wanted.top_w,
         vocab_size=vocab,
@@ -84,15 +94,12 @@ def attach_sampler(decoder: Decoder, wanted: ExportOptions, progress: Progress) 
         with_keep_mask=wanted.with_keep_mask,
         rules=wanted.rules,
     )
-    editor = GraphEditor(graph, "topw")
-    batch = _batch_dimension(graph)
-    given = add_sampler_inputs(editor, batch)
     inputs = [logits, *(add_defaults(editor, given, logits) if keep_own else given)]
     if embedding is not None:
         geometry = Geometry.from_embeddings(EmbeddingTable(embedding, vocab), wanted.top_w.metric)
         inputs += [*add_geometry(editor, geometry, bound_of(geometry, vocab, wanted, progress)), *embedding.data]
-    results = add_sampler_node(graph, spec, inputs, batch)
-    _set_outputs(graph, results, logits, batch, wanted.with_logits, keep_own)
+    results = add_sampler_node(graph, spec, inputs, rows)
+    _set_outputs(graph, results, logits, rows, wanted.with_logits, keep_own)
     install_function(decoder.model, spec)
     RemoveUnusedNodesPass()(decoder.model)
     editor.finish()
@@ -225,8 +232,11 @@ def _batch_dimension(graph: ir.Graph) -> int | str:
     return first if isinstance(first, int) else str(first)
 
 
-def last_logits(graph: ir.Graph, *, before_matmul: bool = True) -> ir.Value:
+def last_logits(graph: ir.Graph, *, before_matmul: bool = True, drawn: ir.Value | None = None) -> ir.Value:
     """Add nodes that select each row's last logits. Returns these, float32 [batch, vocab].
+
+    With `drawn`, [rows], whose size is n times the batch, those of each row's last n positions: float32 [rows, vocab],
+    the positions of a row one after another.
 
     `logits` stays a graph output.
 
@@ -238,13 +248,16 @@ def last_logits(graph: ir.Graph, *, before_matmul: bool = True) -> ir.Value:
     logits = next(value for value in graph.outputs if value.name == "logits")
     editor = GraphEditor(graph, PREFIX)
     nodes = _nodes_after_hidden(logits) if before_matmul else []
-    selected = _select_last(editor, graph, required_node_input(nodes[0].inputs[0]) if nodes else logits)
+    hidden = required_node_input(nodes[0].inputs[0]) if nodes else logits
+    selected = _select_last(editor, graph, hidden) if drawn is None else _select_drawn(editor, graph, hidden, drawn)
     old = nodes[0].inputs[0] if nodes else None
     for node in nodes:  # copies of these, for the selected positions
         inputs = [selected if value is old else value for value in node.inputs]
         old, dtype = node.outputs[0], node.outputs[0].dtype
         selected = editor.op(node.op_type, inputs, domain=node.domain, dtype=dtype, **attribute_values(node))
-    selected.shape = ir.Shape(["batch_size", logits.shape[-1] if logits.shape is not None else None])
+    selected.shape = ir.Shape(
+        [ROWS if drawn is not None else "batch_size", logits.shape[-1] if logits.shape is not None else None]
+    )
     selected.type = ir.TensorType(logits.dtype)
     if logits.dtype != ir.DataType.FLOAT:
         selected = editor.op("Cast", [selected], to=ir.DataType.FLOAT, dtype=ir.DataType.FLOAT, shape=selected.shape)
@@ -261,6 +274,18 @@ def _select_last(editor: GraphEditor, graph: ir.Graph, rows: ir.Value) -> ir.Val
     if rows.shape is None or rows.dtype is None:
         return op("GatherND", [rows, last], batch_dims=1)
     return op("GatherND", [rows, last], batch_dims=1, dtype=rows.dtype, shape=["batch_size", rows.shape[-1]])
+
+
+def _select_drawn(editor: GraphEditor, graph: ir.Graph, rows: ir.Value, drawn: ir.Value) -> ir.Value:
+    """Select the last n positions of each row: [batch, sequence, m] -> [n * batch, m]. See `last_logits`."""
+    op = editor.op
+    lengths = required_input(graph, "row_lengths")
+    count = op("Div", [op("Size", [drawn]), op("Size", [lengths])])  # n
+    before_end = op("Unsqueeze", [op("Range", [count, 0, -1]), [1]])  # [n, 1]
+    columns = op("Sub", [op("Unsqueeze", [lengths, [1, 2]]), before_end])  # [batch, n, 1]
+    width = rows.shape[-1] if rows.shape is not None else None
+    drawn_rows = op("GatherND", [rows, columns], batch_dims=1, dtype=rows.dtype, shape=["batch_size", None, width])
+    return op("Flatten", [drawn_rows], axis=2, dtype=rows.dtype, shape=[ROWS, width])
 
 
 def _last_column(editor: GraphEditor, graph: ir.Graph) -> ir.Value:

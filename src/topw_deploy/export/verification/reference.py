@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from topw_deploy.dtypes import array_name
 from topw_deploy.errors import VerificationError
-from topw_deploy.export.graph import GraphEditor, external_files, required_node_input
+from topw_deploy.export.graph import GraphEditor, external_files, find_input, required_node_input
 from topw_deploy.export.sampler.attach import sampler_node
 from topw_deploy.export.sampler.node import SAMPLER_INPUTS
 from topw_deploy.manifest import MODEL_NAME, DecoderInfo
@@ -269,6 +269,9 @@ def decoder_model(folder: Path, *, argmax: bool = False) -> ir.Model:
         output = editor.op("Identity", [logits], dtype=ir.DataType.FLOAT, shape=["batch", None], name=LOGITS)
     cache = [value for value in model.graph.outputs if (value.name or "").startswith("present.")]
     editor.finish()
+    uniform, lengths = (find_input(model.graph, name) for name in ("uniform", "row_lengths"))
+    if uniform is not None and lengths is not None:  # of as many rows
+        ir.convenience.replace_all_uses_with(uniform, lengths)
     inputs = [value for value in model.graph.inputs if value.name not in SAMPLER_INPUTS]
     model.graph = ir.convenience.extract(model.graph, inputs, [output, *cache])
     return model

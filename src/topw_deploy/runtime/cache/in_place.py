@@ -31,6 +31,8 @@ class InPlaceCache(ABC):
     - otherwise of a group of rows, without each row's last token. The final run takes the last tokens of all rows:
       after a past, GroupQueryAttention takes one token per row, or several tokens of one row.
 
+    buffers: the states.
+
     A token's keys and values can be written twice, but a state of fixed size must absorb each token exactly once.
     """
 
@@ -58,16 +60,16 @@ class InPlaceCache(ABC):
         self.input_ids = np.zeros((len(prompts), 1), np.int64)
         tokens = max(len(prompt) + budget for prompt, budget in zip(prompts, budgets, strict=True))
         first = min(width, self._columns_per_run) if self._feeds_together else width
-        self._buffers = pool.borrow(len(prompts), tokens, first)
+        self.buffers = pool.borrow(len(prompts), tokens, first)
 
     def close(self) -> None:
         """Return the buffers."""
-        self._pool.give_back(self._buffers)
+        self._pool.give_back(self.buffers)
 
     def feed_prompts(self) -> int:
         """Run all prompt chunks except the last, and bind the last. Returns its columns."""
         last = self._feed_together() if self._feeds_together else self._feed_in_groups()
-        self._buffers.bind(self._binding)
+        self.buffers.bind(self._binding)
         self._bind_chunk(self._binding, *last)
         return last[0].shape[1]
 
@@ -85,9 +87,9 @@ class InPlaceCache(ABC):
 
     def _make_room(self, columns: int) -> bool:
         """Make room for `columns` tokens per row. Returns whether the states moved, and must be bound again."""
-        if columns <= self._buffers.length:
+        if columns <= self.buffers.length:
             return False
-        self._pool.make_room(self._buffers, columns)
+        self._pool.make_room(self.buffers, columns)
         return True
 
     def _feed_together(self) -> Chunk:
@@ -96,10 +98,10 @@ class InPlaceCache(ABC):
         if undrawn:
             binding = self._binding.new_sibling()
             bind_greedy(self._session, binding, len(self._prompts))
-            self._buffers.bind(binding)
+            self.buffers.bind(binding)
             for chunk in undrawn:
                 if self._make_room(_chunk_end(chunk)):
-                    self._buffers.bind(binding)
+                    self.buffers.bind(binding)
                 self._bind_chunk(binding, *chunk)
                 binding.run()
         self._make_room(_chunk_end(last))
@@ -119,7 +121,7 @@ class InPlaceCache(ABC):
         for rows in self._groups():
             binding = self._binding.new_sibling()
             bind_greedy(self._session, binding, len(rows))
-            self._buffers.bind(binding, rows)
+            self.buffers.bind(binding, rows)
             bodies = [self._prompts[row][:-1] for row in rows]
             if not self._decoder.recurs:  # a row needs at least one token, which the last run writes again
                 bodies = [body or self._prompts[row] for body, row in zip(bodies, rows, strict=True)]
@@ -155,6 +157,7 @@ class StaticCache(InPlaceCache):
 
     write_indices: int64 [B], the tokens that each row has.
     row_lengths: int64 [B], the tokens that each row appends.
+    last_indices: int64 [B], the index of each row's last token.
     total_sequence_length: int32 [1], on the host. For prompts it is the length of the longest row; for steps it is the
         length of the buffer, because a captured step may be replayed with longer rows.
 
@@ -164,23 +167,33 @@ class StaticCache(InPlaceCache):
 
     def begin_decoding(self) -> None:
         super().begin_decoding()
-        self._last_indices = self._lengths - 1  # [B] index of each row's last token
-        self._last_indices_view = self._last_indices.data
+        self.last_indices = self._lengths - 1  # [B]
+        self._last_indices_view = self.last_indices.data
         self._most_length = int(self._lengths.max())  # upper bound on row lengths
-        self._binding.bind_changing("write_indices", self._last_indices)
+        self._binding.bind_changing("write_indices", self.last_indices)
         self._binding.bind_array("row_lengths", np.ones_like(self._lengths))
-        bind_total(self._session, self._binding, self._buffers.length)
+        bind_total(self._session, self._binding, self.buffers.length)
 
-    def advance(self, rows: Iterable[int]) -> None:
+    def advance(self, rows: Iterable[int], columns: int = 1) -> None:
+        """columns: of the next run; all but the first are drafted."""
         # The lengths of ended rows do not grow, so that those rows stay within the buffer.
+        self.skip(rows, 1)
+        if self._most_length + columns - 1 > self.buffers.length:
+            self._most_length = int(self.last_indices.max()) + 1
+            if self._make_room(self._most_length + columns - 1):
+                self.buffers.bind(self._binding)
+
+    def skip(self, rows: Iterable[int], tokens: int) -> None:
+        """Add `tokens` tokens, which the last run has read, to `rows`."""
         written = self._last_indices_view
         for row in rows:
-            written[row] += 1
-        self._most_length += 1
-        if self._most_length > self._buffers.length:
-            self._most_length = int(self._last_indices.max()) + 1
-            if self._make_room(self._most_length):
-                self._buffers.bind(self._binding)
+            written[row] += tokens
+        self._most_length += tokens
+
+    @property
+    def columns_left(self) -> int:
+        """The most columns that the next run may have."""
+        return min(self.buffers.capacity - self._most_length, self._most_columns)
 
     def _bind_chunk(self, binding: Binding, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
         binding.bind_array("input_ids", ids)

@@ -1,0 +1,220 @@
+"""Speculation: a run that reads drafted tokens after the last one, and draws after each of them.
+
+A draft is accepted while it equals the draw before it. Draws depend on seed and position only, so the accepted tokens
+are those that single steps would draw. A rejected token is overwritten by the next run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from topw_deploy.manifest import DecoderManifest
+from topw_deploy.runtime.cache.buffers import Buffers
+from topw_deploy.runtime.cache.in_place import bind_total
+from topw_deploy.runtime.inputs import SamplerInputs, uniforms
+from topw_deploy.runtime.record import StepRecord
+from topw_deploy.runtime.sequence import Sequence as GeneratedSequence
+from topw_deploy.runtime.session import Session
+
+_ROWS = "rows"  # the sampler's dimension in graphs that can draw several tokens per row
+_ORDER = 3  # tokens that must occur again before a draft follows them
+_WIDTHS = (2, 3, 4, 6, 8, 12, 16)  # columns of a run
+MOST_COLUMNS = _WIDTHS[-1]
+_GAIN = 1.05  # a run with drafts must promise so many times a step's tokens per second
+_EXTRA_COST = 0.03  # of a column, in steps, before it was measured
+_SHARED_TOKENS = 1 << 17  # of finished sequences
+
+
+def draws_several(manifest: DecoderManifest) -> bool:
+    """Whether the graph can draw after several tokens of a row in one run (docs/contract/graph.md, section 8)."""
+    return any(spec.name == "uniform" and spec.shape[:1] == (_ROWS,) for spec in manifest.inputs)
+
+
+class TokenIndex:
+    """Finds what followed the last `_ORDER` tokens when they last occurred in a text."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self._places: dict[tuple[int, ...], int] = {}
+
+    def add(self, token: int) -> None:
+        """Append a token to the text."""
+        self.tokens.append(token)
+        if len(self.tokens) >= _ORDER:
+            self._places[tuple(self.tokens[-_ORDER:])] = len(self.tokens)
+
+    def find(self, last: Sequence[int]) -> int:
+        """The place after the last occurrence of `last`, `_ORDER` tokens; 0 if there is none."""
+        return self._places.get(tuple(last), 0)
+
+
+class FinishedTexts:
+    """The index of finished sequences, which those of an engine share. It starts anew when it is full."""
+
+    def __init__(self) -> None:
+        self.index = TokenIndex()
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Add the tokens of a finished sequence."""
+        if len(self.index.tokens) + len(tokens) > _SHARED_TOKENS:
+            self.index = TokenIndex()
+        for token in tokens:
+            self.index.add(token)
+
+
+class Drafts:
+    """Drafts of one sequence's next tokens: those that followed an earlier occurrence of its last tokens.
+
+    Every draw is compared with the first drafted token, whether or not a run has read it, so the share of right ones is
+    known for each length of the repetition before speculation is tried.
+    """
+
+    def __init__(self, prompt: Sequence[int], finished: FinishedTexts | None = None) -> None:
+        self._own, self._finished = TokenIndex(), finished
+        self._source: list[int] = []
+        self._place = self._matched = 0  # of the next token in `_source`, 0 for none; tokens of the repetition so far
+        self._hits, self._tries = [0.0] * _CLASSES, [0.0] * _CLASSES
+        for token in prompt[:-1]:
+            self._own.add(token)
+        self.add(prompt[-1])
+
+    def add(self, token: int) -> None:
+        """Add the sequence's next token."""
+        if self._place:
+            kind, hit = _class_of(self._matched), self._source[self._place] == token
+            self._hits[kind] = _KEPT * self._hits[kind] + hit
+            self._tries[kind] = _KEPT * self._tries[kind] + 1
+            self._place, self._matched = (self._place + 1, self._matched + 1) if hit else (0, 0)
+        last = (*self._own.tokens[1 - _ORDER :], token)
+        earlier = self._own.find(last)
+        self._own.add(token)
+        if not self._place or self._place >= len(self._source):
+            self._source, self._place, self._matched = self._own.tokens, earlier, _ORDER
+            if not earlier and self._finished is not None:
+                self._source = self._finished.index.tokens
+                self._place = self._finished.index.find(last) % max(1, len(self._source))  # 0 at its end
+
+    def draft(self, count: int) -> list[int]:
+        """The next `count` tokens; zeros without a draft. If there are fewer, the repetition repeats itself."""
+        if not self._place:
+            return [0] * count
+        found = self._source[self._place : self._place + count]
+        return (found * -(-count // len(found)))[:count]
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens of the sequence."""
+        return self._own.tokens
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is a draft."""
+        return self._place > 0
+
+    def expected(self, count: int) -> list[float]:
+        """The expected number of accepted tokens among the first 0, 1, .. `count` drafted ones."""
+        if not self._place:
+            return [0.0] * (count + 1)
+        rates, rate = [], _PRIOR
+        for hits, tries in zip(self._hits, self._tries, strict=True):
+            rate = (hits + _PRIOR_TRIES * rate) / (tries + _PRIOR_TRIES)
+            rates.append(rate)
+        total, share, sums = 0.0, 1.0, [0.0]
+        for matched in range(self._matched, self._matched + count):
+            share *= rates[_class_of(matched)]
+            total += share
+            sums.append(total)
+        return sums
+
+
+_CLASSES = 6  # of lengths of repetitions
+_KEPT = 0.95  # of the counts, per comparison of their class
+_PRIOR, _PRIOR_TRIES = 0.3, 4.0
+
+
+def _class_of(matched: int) -> int:
+    """The class of a repetition of so many tokens: 3, 4, 8, 16, .. and more."""
+    return min(matched.bit_length() - 2, _CLASSES - 1)
+
+
+class RunCosts:
+    """The measured seconds of runs of one sequence, by their columns."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, tuple[int, float]] = {}  # number of runs, estimate
+
+    def add(self, columns: int, seconds: float) -> None:
+        """Add a run's time."""
+        runs, old = self._seconds.get(columns, (0, math.inf))
+        # The first run allocates memory. Of the next three the fastest counts, so that a hiccup stops nothing.
+        new = math.inf if runs == 0 else min(old, seconds) if runs < 4 else old + (min(seconds, 2 * old) - old) / 8
+        self._seconds[columns] = runs + 1, new
+
+    def choose(self, drafts: Drafts, most: int) -> int:
+        """The number of columns of the next run, 1 to `most`, that promises the most tokens per second."""
+        step = self._estimate(1)
+        if not drafts.is_ready or not math.isfinite(step):
+            return 1
+        accepted = drafts.expected(MOST_COLUMNS - 1)
+        best, best_rate = 1, _GAIN / step
+        for columns in _WIDTHS:
+            if columns > most:
+                break
+            cost = self._estimate(columns)
+            if not math.isfinite(cost):
+                cost = step * (1 + _EXTRA_COST * (columns - 1))
+            if (rate := (1 + accepted[columns - 1]) / cost) > best_rate:
+                best, best_rate = columns, rate
+        return best
+
+    def _estimate(self, columns: int) -> float:
+        return self._seconds.get(columns, (0, math.inf))[1]
+
+
+class DraftRun:
+    """Runs that read the last token of the first slot and `columns` - 1 drafted ones, and draw after each.
+
+    record: the outputs of the last run, [columns] each.
+    """
+
+    def __init__(self, session: Session, inputs: SamplerInputs, buffers: Buffers, columns: int) -> None:
+        self._session, self._inputs, self._buffers, self._columns = session, inputs, buffers, columns
+        self.record = StepRecord(session.outputs, columns, 1)
+        self._ids, self._start = np.zeros((1, columns), np.int64), np.zeros(1, np.int64)
+        self._uniform = np.zeros(columns, np.float32)
+        self._binding = session.bind()
+        self._version = self._length = -1  # of the inputs and buffers that are bound
+        self.record.bind(self._binding)
+        self._binding.bind_changing("input_ids", self._ids)
+        self._binding.bind_changing("write_indices", self._start)
+        self._binding.bind_changing("uniform", self._uniform)
+        self._binding.bind_array("row_lengths", np.full(1, columns, np.int64))
+
+    def run(self, sequence: GeneratedSequence, start: int, last: int, drafted: Sequence[int]) -> list[int]:
+        """Run. Returns the tokens drawn, as far as they follow from accepted ones: 1 to `columns`.
+
+        start: number of tokens in the slot.
+        last: the last token, which is not among them.
+        """
+        if self._version != self._inputs.version:
+            self._inputs.bind_repeated(self._binding, self._columns)
+            self._version = self._inputs.version
+        if self._length != self._buffers.length:
+            self._buffers.bind(self._binding, range(1))
+            self._length = self._buffers.length
+        self._ids[0], self._start[0] = (last, *drafted), start
+        self._uniform[:] = uniforms(sequence.params.seed, len(sequence.prompt) + sequence.steps, self._columns)
+        bind_total(self._session, self._binding, start + self._columns)
+        self._binding.run(0)
+        tokens = self.record.store(0)
+        wrong = (place for place, token in enumerate(drafted) if token != tokens[place])
+        count = 1 + next(wrong, len(drafted))
+        sequence.drafted += len(drafted)
+        return tokens[:count]
+
+    def close(self) -> None:
+        """Release the binding."""
+        self._binding.close()
