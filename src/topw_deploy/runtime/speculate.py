@@ -26,6 +26,10 @@ MOST_COLUMNS = _WIDTHS[-1]
 _GAIN = 1.05  # a run with drafts must promise so many times a step's tokens per second
 _EXTRA_COST = 0.03  # of a column, in steps, before it was measured
 _SHARED_TOKENS = 1 << 17  # of finished sequences
+_KEPT = 0.95  # share of the counts of right drafts that remains at the next comparison of their class
+_PRIORS = (0.5, 0.6, 0.8, 0.9, 0.9, 0.9)  # share of right drafts in each class before any comparison
+_CLASSES = len(_PRIORS)
+_PRIOR_TRIES = 2.0  # comparisons that a prior share counts as
 
 
 def draws_several(manifest: DecoderManifest) -> bool:
@@ -118,21 +122,14 @@ class Drafts:
         """The expected number of accepted tokens among the first 0, 1, .. `count` drafted ones."""
         if not self._place:
             return [0.0] * (count + 1)
-        rates, rate = [], _PRIOR
-        for hits, tries in zip(self._hits, self._tries, strict=True):
-            rate = (hits + _PRIOR_TRIES * rate) / (tries + _PRIOR_TRIES)
-            rates.append(rate)
+        counts = zip(self._hits, self._tries, _PRIORS, strict=True)
+        rates = [(hits + _PRIOR_TRIES * prior) / (tries + _PRIOR_TRIES) for hits, tries, prior in counts]
         total, share, sums = 0.0, 1.0, [0.0]
         for matched in range(self._matched, self._matched + count):
             share *= rates[_class_of(matched)]
             total += share
             sums.append(total)
         return sums
-
-
-_CLASSES = 6  # of lengths of repetitions
-_KEPT = 0.95  # of the counts, per comparison of their class
-_PRIOR, _PRIOR_TRIES = 0.3, 4.0
 
 
 def _class_of(matched: int) -> int:
