@@ -16,7 +16,7 @@ from topw_deploy.sampling.seeds import sequence_seed
 
 HERE = Path(__file__).parent
 LARGEST = 2**64 - 1
-PYTHON_ONLY = {"structured_outputs", "logprobs", "prompt_logprobs"}
+PYTHON_ONLY = {"structured_outputs", "logprobs", "prompt_logprobs", "speculate"}
 
 
 def triples() -> list[tuple[int, int, int]]:

@@ -26,6 +26,7 @@ const PYTHON_ONLY = [
   "structured_outputs",
   "logprobs",
   "prompt_logprobs",
+  "speculate",
   "generation_config",
   "streamer",
   "stopping_criteria",
