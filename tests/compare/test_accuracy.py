@@ -10,6 +10,7 @@ import pytest
 
 from topw_deploy.runtime.rule_settings import RuleSetting
 from topw_lab.compare.comparison import MetricValue, Sample, is_right, report_lines
+from topw_lab.compare.page import page
 from topw_lab.compare.picture import save_plot
 
 from .conftest import comparison, sample
@@ -65,6 +66,8 @@ def test_accuracy_is_the_share_of_right_texts_of_prompts_with_answers(tmp_path: 
     ]  # fmt: skip
     assert values[1][2] == MetricValue(0.5, 0.0, 1.0)  # of two questions
     assert "| accuracy |" in next(line for line in report_lines(compared) if line.startswith("| temperature"))
+    assert "1 token, right" not in page(compared)
+    assert "2 tokens, right" in page(compared)
     save_plot(compared, tmp_path / "accuracy.svg")
     drawn = re.findall("<!-- (.+) -->", (tmp_path / "accuracy.svg").read_text("utf-8"))  # the texts
     assert {"Top-W", "no rule", "greedy", "0.5", "2.0"} <= set(drawn)

@@ -29,7 +29,9 @@ def test_the_table_goes_to_stdout_and_progress_to_stderr(folder: Path, prompts: 
     assert rows == [["0.5", "Top-W"], ["0.5", "min-p"], ["1", "Top-W"], ["1", "min-p"]]
 
 
-def test_json_holds_every_number_and_text(folder: Path, prompts: Path, invoke: Invoke, tmp_path: Path) -> None:
+def test_json_holds_every_number_and_text_and_the_page_is_written(
+    folder: Path, prompts: Path, invoke: Invoke, tmp_path: Path
+) -> None:
     words = ("compare", folder, "--prompts", prompts, *SHORT, "-q", "--seed", 3)
     report = json.loads(invoke(*words, "--json", "-").stdout)
     assert [rule["parameters"] for rule in report["rules"]] == [{"rule": "top_w"}, {"rule": "min_p", "min_p": 0.1}]
@@ -39,10 +41,11 @@ def test_json_holds_every_number_and_text(folder: Path, prompts: Path, invoke: I
         assert perplexity["low"] <= perplexity["value"] <= perplexity["high"]
         assert [(one["prompt"], one["sample"]) for one in cell["samples"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
         assert cell["tokens"] == sum(one["drawn"] for one in cell["samples"]) == 16
-    shown = invoke(*words, "--json", tmp_path / "c.json")
+    shown = invoke(*words, "--json", tmp_path / "c.json", "--html", tmp_path / "c.html")
     assert "perplexity" in shown.stdout
     again = json.loads((tmp_path / "c.json").read_text("utf-8"))
     assert [cell["samples"] for cell in again["cells"]] == [cell["samples"] for cell in report["cells"]]
+    assert (tmp_path / "c.html").read_text("utf-8").startswith("<!DOCTYPE html>")
 
 
 def test_questions_with_answers_give_accuracy_and_a_picture_and_a_second_run_continues_the_first(
@@ -74,6 +77,7 @@ def test_wrong_options_are_refused_before_the_model_is_opened(prompts: Path, inv
         ("--rules", "top_x", "rules has 'top_x'"),
         ("--temperatures", "hot", "temperatures is 'hot'"),
         ("--json", tmp_path / "none" / "x.json", "json_file is .*none is not a folder"),
+        ("--html", tmp_path, "html_file is .*which is a folder"),
     ):
         with pytest.raises(ParameterError, match=message):
             invoke(*words, option, value)

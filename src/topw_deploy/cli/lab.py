@@ -200,9 +200,17 @@ DEFAULT_RULES = "top_w,min_p,top_p,top_h,top_k,none"
 )
 @opening_options
 @json_file_option
+@click.option(
+    "--html",
+    "html_file",
+    type=PATH,
+    help="Write one self-contained page: plots, intervals, and the texts side by side.",
+)
 @click.option("--plot", type=FILE, help="Draw accuracy over temperature as .png, .svg or .pdf.")
 @click.option("--resume", is_flag=True, help="Generate only what --json's file lacks; it is saved after each rule.")
-def compare(folder: Path, json_file: Path | None, plot: Path | None, resume: bool, **values: Any) -> None:
+def compare(
+    folder: Path, json_file: Path | None, html_file: Path | None, plot: Path | None, resume: bool, **values: Any
+) -> None:
     """Generate from the exported model in the folder MODEL with each rule in --rules, and compare the texts.
 
     Every rule draws with the same random numbers at every temperature. The report shows perplexity under the model,
@@ -223,9 +231,11 @@ def compare(folder: Path, json_file: Path | None, plot: Path | None, resume: boo
     # Import late, for fast --help and usage errors.
     from topw_deploy.runtime.rule_settings import read_rules, read_temperatures
     from topw_lab.compare.comparison import Comparison, as_dict, compare, report_lines
+    from topw_lab.compare.page import page
     from topw_lab.compare.picture import save_plot
 
     check_output(json_file, "json_file")
+    check_output(html_file, "html_file")
     check_picture(plot, (".png", ".svg", ".pdf"))
 
     def save(comparison: Comparison) -> None:
@@ -252,6 +262,8 @@ def compare(folder: Path, json_file: Path | None, plot: Path | None, resume: boo
             **{name: values[name] for name in ("samples", "max_new_tokens", "seed", "ignore_eos")},
         )
     write_report(report_lines(comparison), as_dict(comparison), json_file)
+    if html_file is not None:
+        html_file.write_text(page(comparison), encoding="utf-8")
     if plot is not None:
         save_plot(comparison, plot)
 

@@ -164,7 +164,7 @@ sampler_options = option_group(
     click.option("--token", envvar="HF_TOKEN", help="Access token for the hub.  [env: HF_TOKEN]"),
     click.option("--local-files-only", is_flag=True, help="Use the hub's cache only; never go online."),
 )
-"""The options that exports with and without a decoder share (`export.options.SamplerOptions`)."""
+"""The options that exports with and without a decoder share (`export.options.SamplerKeywords`)."""
 
 quantisation_options = option_group(
     click.option(

@@ -7,7 +7,7 @@ from topw_deploy import install
 from topw_deploy.errors import MissingPackageError
 
 try:
-    from topw_deploy.export.options import ExportReport
+    from topw_deploy.export.options import ExportKeywords, ExportReport
     from topw_deploy.export.pipeline import export_model
     from topw_deploy.export.sampler_only import export_sampler
 except ModuleNotFoundError as error:
@@ -15,4 +15,4 @@ except ModuleNotFoundError as error:
         raise
     raise MissingPackageError(install.missing_message("exporting", "export"), name=error.name) from None
 
-__all__ = ["ExportReport", "export_model", "export_sampler"]
+__all__ = ["ExportKeywords", "ExportReport", "export_model", "export_sampler"]

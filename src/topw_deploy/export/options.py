@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.export.quantise.rounding import DTYPE_BITS, NO_CALIBRATION, Quantisation
@@ -38,16 +38,68 @@ _ROUNDING = (
     *("block_size", "table_bits", "symmetric", "accuracy_level", "exclude_nodes"),
     *("calibration", "average_bits"),
 )
-_COMPUTED = {"hub", "top_w", "defaults", "default_beta", "is_lively", "quantisation"}  # from options of other names
+
+
+class SamplerKeywords(HubKeywords, total=False):
+    """The options of `export_sampler` and `export_model`; None means the default. See `SamplerOptions`.
+
+    preset: a name in PRESETS, whose values the following options replace.
+    lam to geom_scale: the default parameters of generation, see `TopWParameters`.
+    top_m to knn_k: Top-W's options, which are fixed in the graph, see `TopWOptions`.
+    """
+
+    preset: str | None
+    lam: float | None
+    beta: float | str | None
+    temperature: float | None
+    selection_temperature: float | None
+    init_top_p: float | None
+    geom_scale: float | None
+    top_m: int | None
+    alt_iters: int | None
+    metric: str | None
+    potential: str | None
+    knn_k: int | None
+    branches: bool
+    rules: Sequence[str] | None
+    with_mass: bool
+    with_keep_mask: bool
+    neighbour_bound: bool
+    opset: int | None
+    overwrite: bool
+    verify: bool
+    dry_run: bool
+
+
+class ExportKeywords(SamplerKeywords, total=False):
+    """The options of `export_model`, named as on the command line; None means the default. See `ExportOptions`."""
+
+    dtype: str | None
+    compute_dtype: str | None
+    block_size: int | None
+    table_bits: int | None
+    symmetric: bool | None
+    accuracy_level: int | None
+    exclude_nodes: Sequence[str]
+    calibration: str | Path | None
+    average_bits: float | None
+    target: str | None
+    kv: str | None
+    max_length: int | None
+    window_cache: bool | None
+    num_hidden_layers: int | None
+    max_shard_size: int | str | None
+    hard_link: bool
+    with_logits: bool
+    tokenizer: str | Path | None
+    keep_failed: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerOptions:
     """The options that exports with and without a decoder share.
 
-    Instead of the first five, a caller gives those of `HubKeywords`, `TopWOptions` and `TopWParameters` by name, and
-    `preset`, a name in PRESETS, whose values they replace.
-
+    keywords: the names and types of the options that a caller gives.
     hub: how to access the hub.
     top_w: Top-W's options, which are fixed in the graph.
     defaults: the default parameters of generation.
@@ -65,6 +117,7 @@ class SamplerOptions:
     metric.
     """
 
+    keywords: ClassVar[type] = SamplerKeywords
     hub: HubKeywords = field(default_factory=HubKeywords)
     top_w: TopWOptions = field(default_factory=TopWOptions)
     defaults: TopWParameters = field(default_factory=TopWParameters)
@@ -104,8 +157,7 @@ class ExportOptions(SamplerOptions):
 
     dtype: fp32 (default), fp16, bf16, int4 or int8.
     compute_dtype: type of the values that are not quantised, fp32 (default) or fp16; for int4 and int8 only.
-    quantisation: how weights are rounded; None for a floating-point dtype. A caller gives the fields of `Quantisation`
-        by name, with `exclude_nodes` for `exclude`.
+    quantisation: how weights are rounded; None for a floating-point dtype.
     target: `onnxruntime` (default) or `tensorrt`.
     opset: 23 or 24; default 23, but 24 for tensorrt's static cache.
     kv: `static` or `concat` cache; default static where it is supported.
@@ -121,6 +173,7 @@ class ExportOptions(SamplerOptions):
     Raises ParameterError for invalid values and combinations.
     """
 
+    keywords: ClassVar[type] = ExportKeywords
     dtype: str | None = None
     compute_dtype: str | None = None
     quantisation: Quantisation | None = None
@@ -219,9 +272,7 @@ def read_options(kind: type[Options], given: Mapping[str, Any]) -> Options:
     Raises ParameterError for an unknown name, preset or rule, and for values that `kind` refuses.
     """
     values = {name: value for name, value in given.items() if value is not None}
-    named = [each.name for each in fields(kind) if each.name not in _COMPUTED]
-    rounding = _ROUNDING if issubclass(kind, ExportOptions) else ()
-    known = [*HubKeywords.__annotations__, "preset", *PARAMETER_NAMES, *OPTION_NAMES, *rounding, *named]
+    known = list(kind.keywords.__annotations__)
     for name in values:
         if name not in known:
             raise unknown_name(name, known)

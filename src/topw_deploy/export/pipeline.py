@@ -10,12 +10,12 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from msgspec import structs
 
 from topw_deploy.export.graph import BLOCK_BYTES, Decoder, initializer_tensors
-from topw_deploy.export.options import ExportOptions, ExportReport, SamplerOptions, read_options
+from topw_deploy.export.options import ExportKeywords, ExportOptions, ExportReport, SamplerOptions, read_options
 from topw_deploy.export.product_functions import call_functions
 from topw_deploy.export.quantise import quantise
 from topw_deploy.export.quantise.blocks import StoredRows
@@ -149,11 +149,13 @@ def first_layers_bytes(decoder: Decoder, source: Source, file_bytes: int) -> int
 _KIND = "an export of topw_deploy"
 
 
-def export_model(model: str | Path, out: str | Path, *, progress: Progress = SILENT, **options: Any) -> ExportReport:
+def export_model(
+    model: str | Path, out: str | Path, *, progress: Progress = SILENT, **options: Unpack[ExportKeywords]
+) -> ExportReport:
     """Write and verify the folder `out`, an export of `model`. If it fails, `out` is unchanged.
 
     model: a hub id, a folder, an ONNX file or `tiny`.
-    options: those of `topw-export`, named as there; None means the default. See ExportOptions.
+    options: those of `topw-export`, see ExportOptions.
     Raises SourceError, UnsupportedModelError, TokenizerError or ParameterError before anything is written, ExportError
     if writing fails or another process writes `out`, and VerificationError if the written graph is wrong.
     """

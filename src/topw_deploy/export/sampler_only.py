@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import ClassVar, Unpack
 
 import numpy as np
 import onnx_ir as ir
@@ -17,6 +17,7 @@ from topw_deploy.export.graph import GraphEditor
 from topw_deploy.export.options import (
     DEFAULT_OPSET,
     ExportReport,
+    SamplerKeywords,
     SamplerOptions,
     read_options,
     refuse,
@@ -46,6 +47,14 @@ _IR_VERSION = 10  # the first that has opset 23
 _VERIFIED_ROWS = 4
 
 
+class SamplerExportKeywords(SamplerKeywords, total=False):
+    """The options of `export_sampler`; None means the default. See `SamplerExportOptions`."""
+
+    embeddings: str | Path | None
+    vocab_size: int | None
+    logits: str | Path | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplerExportOptions(SamplerOptions):
     """The options of an export of the sampler alone.
@@ -58,6 +67,7 @@ class SamplerExportOptions(SamplerOptions):
     opset: 18 to 24, by default 23.
     """
 
+    keywords: ClassVar[type] = SamplerExportKeywords
     embeddings: str | Path | None = None
     vocab_size: int | None = None
     logits: str | Path | None = None
@@ -88,12 +98,12 @@ class SamplerExportOptions(SamplerOptions):
 
 
 def export_sampler(
-    model: str | Path | None, out: str | Path, *, progress: Progress = SILENT, **options: Any
+    model: str | Path | None, out: str | Path, *, progress: Progress = SILENT, **options: Unpack[SamplerExportKeywords]
 ) -> ExportReport:
     """Write and verify the folder `out`, the sampler for the embeddings of `model`. If it fails, `out` is unchanged.
 
     model: a hub id, a folder or `tiny` with the input embeddings; None for the option `embeddings` or none.
-    options: those of `topw export-sampler`, named as there; None means the default. See SamplerExportOptions.
+    options: those of `topw export-sampler`, see SamplerExportOptions.
     Raises errors of topw_deploy.errors, such as VerificationError if the written graph is wrong.
     """
     chosen, out, started = read_options(SamplerExportOptions, options), Path(out), time.monotonic()

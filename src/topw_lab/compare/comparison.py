@@ -51,6 +51,7 @@ class TextMetric:
     terms: function of the texts of one prompt. The metric is the sum of the first elements over all prompts, divided by
         the sum of the second ones.
     is_exponential: whether the metric is e to the power of that quotient.
+    logarithmic: whether the axis of the metric's plot is logarithmic.
     """
 
     name: str
@@ -58,6 +59,7 @@ class TextMetric:
     definition: str
     terms: Callable[[Sequence[Sample]], Terms]
     is_exponential: bool = False
+    logarithmic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ TEXT_METRICS: tuple[TextMetric, ...] = (
         "perplexity", "perplexity",
         "e to the mean of -ln p over all drawn tokens, where p is the model's own probability: at temperature 1, over "
         "the whole vocabulary, without edits of logits.",
-        partial(_per_token_terms, name="surprisal"), is_exponential=True,
+        partial(_per_token_terms, name="surprisal"), is_exponential=True, logarithmic=True,
     ),
     *(TextMetric(
         f"distinct_{n}", f"distinct-{n}",
@@ -115,6 +117,7 @@ TEXT_METRICS: tuple[TextMetric, ...] = (
     ),
     TextMetric(
         "kept_mean", "kept", "Tokens that the rule kept, mean over steps.", partial(_per_token_terms, name="kept"),
+        logarithmic=True,
     ),
     TextMetric(
         "mass", "mass", "The kept tokens' share of the probability, mean over steps.",
