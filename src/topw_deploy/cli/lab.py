@@ -204,7 +204,7 @@ DEFAULT_RULES = "top_w,min_p,top_p,top_h,top_k,none"
     "--html",
     "html_file",
     type=PATH,
-    help="Write one self-contained page: plots, intervals, and the texts side by side.",
+    help="Write one self-contained page: the table, and the texts side by side.",
 )
 @click.option("--plot", type=FILE, help="Draw accuracy over temperature as .png, .svg or .pdf.")
 @click.option("--resume", is_flag=True, help="Generate only what --json's file lacks; it is saved after each rule.")
