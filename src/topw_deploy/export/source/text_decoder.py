@@ -28,8 +28,8 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging as transformers_logging
 
-from topw_deploy.errors import UnsupportedModelError, one_line
-from topw_deploy.export.source.files import SPECIAL_IDS, read_json, special_ids
+from topw_deploy.errors import SourceError, UnsupportedModelError, one_line
+from topw_deploy.export.source.files import SPECIAL_IDS, read_json, special_ids, text_part
 from topw_deploy.export.source.quantised import quantised_format
 
 # model_type of a text model with rotary sections for time, height and width -> the model_type of the causal LM that
@@ -267,9 +267,10 @@ def load_config(folder: Path, num_hidden_layers: int | None = None, *, trust_rem
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
         except Exception as error:
+            _refuse_settings(folder, error)
             raise UnsupportedModelError(
-                f"the installed transformers cannot read {folder / 'config.json'} ({one_line(error)}); correct it, or "
-                "choose another architecture; models with their own code need --trust-remote-code."
+                f"the installed transformers does not support the architecture of the configuration in {folder} "
+                f"({one_line(error)}); models with their own code need --trust-remote-code."
             ) from error
     known = type(config) in AutoModelForCausalLM._model_mapping or Composite.of(config) is not None
     remote = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
@@ -300,6 +301,23 @@ def load_config(folder: Path, num_hidden_layers: int | None = None, *, trust_rem
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[:num_hidden_layers]
     return config
+
+
+def _refuse_settings(folder: Path, error: Exception) -> None:
+    """Raise SourceError if transformers refused the configuration in `folder` for a setting, not its architecture."""
+    config = read_json(folder / "config.json")
+    for part in (config, text_part(config)):
+        for name in ("dtype", "torch_dtype"):
+            if isinstance(part.get(name), str) and not isinstance(getattr(torch, part[name], None), torch.dtype):
+                raise SourceError(
+                    f"{folder / 'config.json'} states {name} {part[name]!r}, which is no type of torch; remove it, "
+                    "because the option --dtype sets the type of the export."
+                ) from error
+    if config.get("model_type") in CONFIG_MAPPING:
+        raise SourceError(
+            f"{folder / 'config.json'} is not a configuration of {config['model_type']} ({one_line(error)}); correct "
+            "the setting."
+        ) from error
 
 
 def rope_notices(config: Any) -> list[str]:
