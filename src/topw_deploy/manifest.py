@@ -26,6 +26,8 @@ from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 from topw_deploy.sampling.rules import RULES, carried_rules
 
 MANIFEST_NAME = "topw_manifest.json"
+ROWS = "rows"
+"""The sampler's dimension in graphs that can draw after each of a row's last tokens."""
 MODEL_NAME = "model.onnx"
 FORMAT_VERSION = 1
 MOST_TOKENS = (1 << 31) - 1  # maximum context; operators count tokens in 32 bits

@@ -213,7 +213,7 @@ class Batch:
         return tokens, run.record.copy_draws(len(tokens))
 
     def skip_draws(self, sequence: GeneratedSequence) -> None:
-        """Let the next step of slot 0 draw for the position after all tokens of its sequence."""
+        """Make the next step of slot 0 draw with the random number of the position after its sequence's last token."""
         drawn = len(sequence.prompt) + sequence.steps
         self._draws.begin(0, sequence.params.seed, drawn - 1, self.steps)
 

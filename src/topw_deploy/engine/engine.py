@@ -48,7 +48,9 @@ _REMEDIES = {
 
 
 def sequence_length(path: Path, decoder: DecoderInfo, max_length: int | None) -> int:
-    """The maximum tokens of a sequence in an engine of the folder `path`. max_length: None for the context.
+    """The most tokens that a sequence may have in an engine that serves the folder `path`.
+
+    max_length: the limit that the caller gave; None for the model's context.
 
     Raises ParameterError for a decoder that an engine cannot run, and for a value that the model's context cannot hold.
     """

@@ -92,7 +92,7 @@ class EngineWorker:
         capacity: Capacity,
         costs: RunCosts | None,
     ) -> None:
-        """costs: of the session's runs; None for a graph without speculation."""
+        """costs: the measured times of the session's runs; None if the graph cannot speculate."""
         self.stats = EngineStats()
         self.alive: dict[Request, list[EngineSequence]] = {}
         self.failure = ""

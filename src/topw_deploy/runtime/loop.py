@@ -44,7 +44,7 @@ class Batch:
         logits: LogitsBuffer | None = None,
         costs: RunCosts | None = None,
     ) -> None:
-        """costs: of the session's runs; None for a graph without speculation."""
+        """costs: the measured times of the session's runs; None if the graph cannot speculate."""
         if any(sequence.unread_tokens for sequence in sequences) and not caches.takes_ragged_batches:
             for sequence in sequences:
                 sequence.read_one_by_one()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from topw_deploy.manifest import DecoderManifest
+from topw_deploy.manifest import ROWS, DecoderManifest
 from topw_deploy.runtime.cache.buffers import Buffers
 from topw_deploy.runtime.cache.in_place import bind_total
 from topw_deploy.runtime.inputs import SamplerInputs, uniforms
@@ -19,7 +19,6 @@ from topw_deploy.runtime.record import StepRecord
 from topw_deploy.runtime.sequence import Sequence as GeneratedSequence
 from topw_deploy.runtime.session import Session
 
-_ROWS = "rows"  # the sampler's dimension in graphs that can draw several tokens per row
 _ORDER = 3  # tokens that must occur again before a draft follows them
 _WIDTHS = (2, 3, 4, 6, 8, 12, 16)  # columns of a run
 MOST_COLUMNS = _WIDTHS[-1]
@@ -34,11 +33,11 @@ _PRIOR_TRIES = 2.0  # comparisons that a prior share counts as
 
 def draws_several(manifest: DecoderManifest) -> bool:
     """Whether the graph can draw after several tokens of a row in one run (docs/contract/graph.md, section 8)."""
-    return any(spec.name == "uniform" and spec.shape[:1] == (_ROWS,) for spec in manifest.inputs)
+    return any(spec.name == "uniform" and spec.shape[:1] == (ROWS,) for spec in manifest.inputs)
 
 
 class TokenIndex:
-    """Finds what followed the last `_ORDER` tokens when they last occurred in a text."""
+    """Finds where some `_ORDER` tokens last occurred in a text."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -102,7 +101,10 @@ class Drafts:
                 self._place = self._finished.index.find(last) % max(1, len(self._source))  # 0 at its end
 
     def draft(self, count: int) -> list[int]:
-        """The next `count` tokens; zeros without a draft. If there are fewer, the repetition repeats itself."""
+        """The `count` tokens to draft, zeros if there is no draft.
+
+        If the text ends before, they start again where the draft starts.
+        """
         if not self._place:
             return [0] * count
         found = self._source[self._place : self._place + count]

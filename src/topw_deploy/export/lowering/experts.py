@@ -94,7 +94,7 @@ def add_moe(editor: GraphEditor, placeholder: ir.Node, stacks: list[LazyWeight])
     width = fixed_size(hidden, 1)
     repeats = op("Concat", [op("Shape", [ids]), [width]], axis=0)
     wide = op("Expand", [op("Unsqueeze", [hidden, [1]]), repeats])  # [tokens, k, D]
-    rows = op("Reshape", [wide, [-1, width]], dtype=hidden.dtype, shape=["rows", width])
+    rows = op("Reshape", [wide, [-1, width]], dtype=hidden.dtype, shape=["routed", width])
     outputs = op("Reshape", [_add_operator(editor, placeholder, stacks, rows, table, 1), repeats])
     weighted = op("Mul", [outputs, op("Unsqueeze", [weights, [2]])])
     return op("ReduceSum", [weighted, [1]], keepdims=0)
@@ -417,7 +417,7 @@ class ExpertBlocks:
         """The columns of the blocks [B, width, H] as rows [R, width], in the order of `ids`."""
         op = self._editor.op
         flat = op("Reshape", [op("Transpose", [columns], perm=[0, 2, 1]), [-1, width]])
-        return op("Gather", [flat, self._slot_of_row], axis=0, dtype=columns.dtype, shape=["rows", width])
+        return op("Gather", [flat, self._slot_of_row], axis=0, dtype=columns.dtype, shape=["routed", width])
 
 
 def _experts_in_blocks(

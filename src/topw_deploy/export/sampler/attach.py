@@ -35,6 +35,7 @@ from topw_deploy.export.sampler.node import (
     sampler_attributes,
     sampler_outputs,
 )
+from topw_deploy.manifest import ROWS
 from topw_deploy.progress import Progress
 from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.parameters import TopWParameters
@@ -47,9 +48,6 @@ _SIZES: dict[str, tuple[str | int]] = dict.fromkeys(("edit_ids", "edit_penalty",
 _SIZES |= {"allowed": ("words",), "rule_values": (2,)}
 _TYPES = {"edit_ids": ir.DataType.INT64, "allowed": ir.DataType.INT32, "rule": ir.DataType.INT32}  # others: float32
 _GREEDY = TopWParameters(temperature=0.0)
-
-ROWS = "rows"
-"""The name of the sampler's dimension in a graph that can draw after each of a row's last tokens."""
 
 PREFIX = "topw.last"  # of the names that this module adds
 _ELEMENTWISE = {"Tanh", "Cast", "Identity", "Neg", "Sigmoid"}
