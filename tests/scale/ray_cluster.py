@@ -310,11 +310,13 @@ def scale_replicas(cluster: Cluster, wanted: list[str], samples: list[str]) -> d
     for thread in followers:
         thread.join()
     until(lambda: len(cluster.replicas()) == 1, "the end of the removed replica")
-    lines = [line for line in cluster.log().splitlines() if '"event"' in line]
     found = []
     for index, (kind, value, ended) in enumerate(streams):
-        line = next(line for line in lines if f"stream-{index}-" in line)
-        found.append((kind, value, int(re.findall(r"pid=(\d+)", line)[0]), ended > removed))
+        line = re.compile(rf'pid=(\d+).*"event".*stream-{index}-')
+        if kind == "text":  # Ray copies the lines of a replica to the log later
+            until(lambda line=line: line.search(cluster.log()), f"the log line of stream {index}")
+        logged = line.search(cluster.log())
+        found.append((kind, value, int(logged[1]) if logged else 0, ended > removed))
     return {"burst": outcomes, "streams": found, "removed": list(set(two) - set(cluster.replicas()))}
 
 

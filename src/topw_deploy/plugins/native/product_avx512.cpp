@@ -177,18 +177,19 @@ void add_few(const Matrix &matrix, const Chunk &chunk, const Rounded &rounded, i
 constexpr int64_t kTiledInputs = 64;  // at most, of a tile
 
 // Tile 0 has the integers of the rows and 16 outputs, tile 1 activations, tile 2 unpacked codes.
+template <int rows>
 void add_tiles(const Matrix &matrix, const Chunk &chunk, const Ints *unpacked, const Rounded &rounded, int64_t row,
                float *sums) {
-  const ChunkRows<kTiledRows> in(matrix, chunk, rounded, row);
+  const ChunkRows<rows> in(matrix, chunk, rounded, row);
   const int64_t inputs = matrix.block_size < kTiledInputs ? matrix.block_size : kTiledInputs;
   const int64_t bytes = matrix.block_bytes(), together = bytes < kWindow ? kWindow / bytes : 1;
   const int64_t blocks = (chunk.blocks + together - 1) / together * together;  // a block of zeros ends -0
   const int8_t *x = in.x[0];
-  Floats sum[kTiledRows];
+  Floats sum[rows];
 #pragma GCC unroll 16
-  for (int r = 0; r < kTiledRows; ++r) sum[r] = load(sums + r * kTile);
+  for (int r = 0; r < rows; ++r) sum[r] = load(sums + r * kTile);
   for (int64_t block = 0; block < blocks; ++block) {
-    alignas(64) int32_t integers[kTiledRows][kTile];
+    alignas(64) int32_t integers[rows][kTile];
     _tile_zero(0);
     for (int64_t at = 0; at < matrix.block_size; at += inputs, x += inputs, unpacked += inputs / 4) {
       __asm__ volatile("" ::: "memory");  // gcc's intrinsics do not say that they read memory
@@ -198,13 +199,13 @@ void add_tiles(const Matrix &matrix, const Chunk &chunk, const Ints *unpacked, c
     }
     _tile_stored(0, integers, sizeof(Ints));
 #pragma GCC unroll 16
-    for (int r = 0; r < kTiledRows; ++r) {
+    for (int r = 0; r < rows; ++r) {
       const Ints start = start_of_block(matrix, chunk, block, 0, in.minus[r][block]);
       sum[r] = add_block(matrix, chunk, block, 0, in, r, _mm512_add_epi32(start, read(integers[r])), sum[r]);
     }
   }
 #pragma GCC unroll 16
-  for (int r = 0; r < kTiledRows; ++r) store(sums + r * kTile, sum[r]);
+  for (int r = 0; r < rows; ++r) store(sums + r * kTile, sum[r]);
 }
 
 void multiply_tiled(const Matrix &matrix, const Rounded &in, int64_t first, int64_t last, float *y) {
