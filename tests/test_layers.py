@@ -132,7 +132,7 @@ ORDER = (
             "runtime/session",
         ),
         *("runtime/parameters", "runtime/sequence"),
-        *("runtime/inputs", "runtime/cache", "runtime/record", "runtime/speculate", "runtime/loop", "runtime/prepare"),
+        *("runtime/inputs", "runtime/cache", "runtime/speculate", "runtime/loop", "runtime/prepare"),
         *("runtime/ort", "runtime"),
     ),
 )

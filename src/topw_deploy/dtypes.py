@@ -56,11 +56,6 @@ SAMPLER_OUTPUT_TYPES = {
 """Types of the sampler node's outputs, in order. The last two are optional (docs/contract/graph.md, section 8)."""
 
 
-def element_bytes(name: str) -> int:
-    """Return the bytes per element of a type of at least 8 bits."""
-    return ELEMENT_TYPES[name].bits // 8
-
-
 def array_name(name: str) -> str:
     """Return NumPy's name of a type, `float32` for `float`, or ONNX's if NumPy has no such type.
 

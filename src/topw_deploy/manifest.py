@@ -19,7 +19,7 @@ from typing import Annotated, Any, BinaryIO, Generic, Literal, TypeVar, get_args
 import msgspec
 from msgspec import Meta, Struct
 
-from topw_deploy.dtypes import ELEMENT_TYPES, element_bytes
+from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.errors import ManifestError
 from topw_deploy.folders import atomic_file, open_inside, open_regular
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
@@ -120,7 +120,7 @@ class State(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def row_bytes(self, tokens: int) -> int:
         """Return the bytes of a row that has room for `tokens` tokens."""
-        return math.prod(self.sized(tokens)) * element_bytes(self.dtype)
+        return math.prod(self.sized(tokens)) * ELEMENT_TYPES[self.dtype].bits // 8
 
 
 def key_value_states(
@@ -241,7 +241,7 @@ class StoredArray(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * element_bytes(self.dtype)
+        return math.prod(self.shape) * ELEMENT_TYPES[self.dtype].bits // 8
 
 
 class EmbeddingTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

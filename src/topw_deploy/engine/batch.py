@@ -15,11 +15,10 @@ from functools import cached_property
 import numpy as np
 
 from topw_deploy.manifest import DecoderInfo
-from topw_deploy.runtime.cache.buffers import HostMemory, MemoryPool
+from topw_deploy.runtime.cache.buffers import HostMemory, MemoryPool, SlotOutputs, StepRecord
 from topw_deploy.runtime.cache.in_place import bind_total
 from topw_deploy.runtime.inputs import BoundInputs, Draws, SamplerInputs, bind_greedy
 from topw_deploy.runtime.loop import LogitsBuffer
-from topw_deploy.runtime.record import SlotOutputs, StepRecord
 from topw_deploy.runtime.sequence import Sequence as GeneratedSequence
 from topw_deploy.runtime.session import Binding, Session
 from topw_deploy.runtime.speculate import MOST_COLUMNS, DraftRun

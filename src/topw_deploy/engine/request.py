@@ -16,8 +16,8 @@ import numpy as np
 from topw_deploy.engine.scheduler import ScheduledSequence
 from topw_deploy.engine.waiting import read_timeout, waitable
 from topw_deploy.errors import GenerationError
+from topw_deploy.runtime.cache.buffers import SlotOutputs
 from topw_deploy.runtime.prepare import Sequences
-from topw_deploy.runtime.record import SlotOutputs
 from topw_deploy.runtime.results import GenerationResult, Piece
 from topw_deploy.runtime.sequence import Sequence as SequenceState
 from topw_deploy.runtime.session import Session

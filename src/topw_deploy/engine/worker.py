@@ -27,7 +27,7 @@ from topw_deploy.engine.request import EngineSequence, Group, Request, TokenOutp
 from topw_deploy.engine.scheduler import WAITING, Chunk, Scheduler
 from topw_deploy.engine.waiting import Capacity, Delivery
 from topw_deploy.errors import GenerationError, LogitsError, ParameterError, TopWError, one_line
-from topw_deploy.runtime.record import SlotOutputs
+from topw_deploy.runtime.cache.buffers import SlotOutputs
 from topw_deploy.runtime.speculate import Drafts, FinishedTexts, RunCosts
 
 _EXIT_SECONDS = 10.0  # seconds that the interpreter waits for a run or a callback in progress

@@ -7,9 +7,8 @@ prepare: prompts and parameters become sequences.
 tokenizer: text to token ids and back.
 sequence: what each sequence has drawn, its text and its end.
 loop: prefill and decode steps, and what each returns.
-record: the record of the sampler's outputs.
 inputs: what each step feeds to the sampler.
-cache.in_place, cache.buffers: key-value caches and their memory; for a cache of the form `concat`, cache.concat.
+cache.in_place, cache.buffers: key-value caches, memory, records of draws; for the form `concat`, cache.concat.
 ort.session: runs of the graph; on a device, ort.device.
 
 Other modules read what a request may add:

@@ -14,10 +14,9 @@ import numpy as np
 from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.manifest import DecoderManifest, TensorSpec
 from topw_deploy.runtime.cache import Caches
-from topw_deploy.runtime.cache.buffers import allocate_zeros
+from topw_deploy.runtime.cache.buffers import StepRecord, allocate_zeros
 from topw_deploy.runtime.cache.in_place import StaticCache
 from topw_deploy.runtime.inputs import Draws, SamplerInputs
-from topw_deploy.runtime.record import StepRecord
 from topw_deploy.runtime.sequence import Sequence
 from topw_deploy.runtime.session import Binding, Session
 from topw_deploy.runtime.speculate import DraftRun, Drafts, RunCosts

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from topw_deploy.manifest import ROWS, DecoderManifest
-from topw_deploy.runtime.cache.buffers import Buffers
+from topw_deploy.runtime.cache.buffers import Buffers, StepRecord
 from topw_deploy.runtime.cache.in_place import bind_total
 from topw_deploy.runtime.inputs import SamplerInputs, uniforms
-from topw_deploy.runtime.record import StepRecord
 from topw_deploy.runtime.sequence import Sequence as GeneratedSequence
 from topw_deploy.runtime.session import Session
 

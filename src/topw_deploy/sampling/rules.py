@@ -374,6 +374,7 @@ class RuleParameters:
     min_k_tau: float | None = None
 
     name: str = field(init=False, repr=False, compare=False)
+    code: int = field(init=False, repr=False, compare=False)
     values: tuple[float, float] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -409,15 +410,12 @@ class RuleParameters:
                 raise ParameterError(message, value.name)
             numbers.append(float(np.float32(read_number(value.name, number, value.accepts, value.bound))))
         object.__setattr__(self, "name", chosen.name)
+        object.__setattr__(self, "code", chosen.code)
         object.__setattr__(self, "values", tuple([*numbers, 0.0, 0.0][:2]))
 
     @property
     def chosen(self) -> Rule:
         return RULES[self.name]
-
-    @property
-    def code(self) -> int:
-        return self.chosen.code
 
 
 RULE_PARAMETER_NAMES = tuple(each.name for each in fields(RuleParameters) if each.init)

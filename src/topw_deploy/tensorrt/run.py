@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from topw_deploy.device_lock import DeviceLock
-from topw_deploy.dtypes import ELEMENT_TYPES, element_bytes
+from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.errors import GenerationError, TensorRTError
 from topw_deploy.folders import map_file
 from topw_deploy.manifest import DecoderManifest
@@ -260,7 +260,7 @@ class TensorRTBinding:
         batch, sequence = ids.shape
         profile = session.profile_for(batch, sequence, edits.shape[1])
         unread = {
-            spec.name: batch * math.prod(map(int, spec.shape[1:])) * element_bytes(spec.dtype)
+            spec.name: batch * math.prod(map(int, spec.shape[1:])) * ELEMENT_TYPES[spec.dtype].bits // 8
             for spec in session.results
             if spec.name not in self._results
         }
