@@ -37,7 +37,7 @@ ROWS = 4
 SEPARATOR = "\0"
 STREAMED = "class Stream"
 DRAIN = 240  # seconds; more than the streams take on a busy machine
-STREAMS, SAMPLES, LONG = 3, 48, 400  # streams that run for longer than the autoscaler takes to remove a replica
+STREAMS, SAMPLES, LONG = 3, 24, 400  # streams that run for longer than the autoscaler takes to remove a replica
 # Seconds and milliseconds between reports to the autoscaler and to the metrics; Ray's own are 10 s.
 INTERVALS = {"RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5", "RAY_metrics_report_interval_ms": "1000"}
 SOON = {"upscale_delay_s": 1, "downscale_delay_s": 3, "look_back_period_s": 1}
