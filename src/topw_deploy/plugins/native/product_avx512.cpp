@@ -107,70 +107,87 @@ inline __attribute__((always_inline)) void add_parts(const Ints *four_outputs, i
 }
 
 // For few rows, interleaving the codes would cost more than their products. So codes are multiplied as they are, a
-// window of one output at a time, and then the lanes are added up.
-template <int rows, int bits, int per_window>
+// window of one output at a time, and then the lanes are added up. windows: of a block, at least 1.
+template <int rows, int bits, int per_window, int windows>
 void add_few(const Matrix &matrix, const Chunk &chunk, const Rounded &rounded, int64_t row, float *sums) {
   const ChunkRows<rows> in(matrix, chunk, rounded, row);
-  const int64_t windows = per_window > 1 ? 1 : matrix.block_bytes() / kWindow;  // of a block
   const Ints evens = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-  // Adds the products of a window of output number `output` to those before; x: where the window's activations begin.
-  auto multiply_window = [&](Ints(&found)[rows][4], int i, int output, int64_t window) __attribute__((always_inline)) {
-    const Ints bytes = _mm512_loadu_si512(chunk.codes + output * chunk.stride + window * kWindow);
-#pragma GCC unroll 4
-    for (int r = 0; r < rows; ++r) {
-      const int8_t *x = in.x[r] + window * (kWindow * 8 / bits);
-      const Ints first = _mm512_loadu_si512(x);
-      if (bits == 8) {
-        found[r][i] = _mm512_dpbusd_epi32(found[r][i], bytes, first);
-      } else {
-        const Ints second = _mm512_loadu_si512(x + kWindow);
-        const Ints low = _mm512_permutex2var_epi32(first, evens, second);
-        const Ints high = _mm512_permutex2var_epi32(first, _mm512_add_epi32(evens, every(1)), second);
-        found[r][i] = _mm512_dpbusd_epi32(found[r][i], low_nibbles(bytes), low);
-        found[r][i] = _mm512_dpbusd_epi32(found[r][i], high_nibbles(bytes), high);
-      }
-    }
-  };
+  const Ints odds = _mm512_add_epi32(evens, every(1));
+  constexpr int kVectors = 8 / bits;  // of a window's activations
   Floats sum[rows];
+#pragma GCC unroll 4
   for (int r = 0; r < rows; ++r) sum[r] = load(sums + r * kTile);
+  const int64_t stride = chunk.stride;
+  const uint8_t *codes = chunk.codes;
   int64_t number = 0;  // of the window
   for (int64_t block = 0; block < chunk.blocks; block += per_window, number += windows) {
-    Ints integers[rows][per_window], four_outputs[rows][4];
+    Ints x[rows][windows][kVectors];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 4
-      for (int i = 0; i < per_window; ++i)
-        integers[r][i] = start_of_block(matrix, chunk, block + i, 0, in.minus[r][block + i]);
-    for (int64_t window = 0; window < windows; ++window) prefetch_codes(chunk, number + window);
+      for (int w = 0; w < windows; ++w) {
+        const int8_t *from = in.x[r] + (number + w) * kVectors * kWindow;
+        const Ints first = _mm512_loadu_si512(from);
+        if constexpr (bits == 8) {
+          x[r][w][0] = first;
+        } else {
+          const Ints second = _mm512_loadu_si512(from + kWindow);
+          x[r][w][0] = _mm512_permutex2var_epi32(first, evens, second);
+          x[r][w][1] = _mm512_permutex2var_epi32(first, odds, second);
+        }
+      }
+    Ints integers[rows][per_window], four_outputs[rows][4];
 #pragma GCC unroll 4
-    for (int group = 0; group < 4; ++group) {
-      Ints found[rows][4];
+    for (int w = 0; w < windows; ++w) prefetch_codes(chunk, number + w);
+    const uint8_t *window = codes + number * kWindow;
 #pragma GCC unroll 4
-      for (int r = 0; r < rows; ++r)
+    for (int group = 0; group < 4; ++group, window += 4 * stride) {
+      Ints v[rows][4];
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) found[r][i] = _mm512_setzero_si512();
+      for (int i = 0; i < 4; ++i)
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) multiply_window(found, i, 4 * group + i, number);
-      for (int64_t window = 1; per_window == 1 && window < windows; ++window)
+        for (int w = 0; w < windows; ++w) {
+          const Ints bytes = _mm512_loadu_si512(window + i * stride + w * kWindow);
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) multiply_window(found, i, 4 * group + i, number + window);
+          for (int r = 0; r < rows; ++r) {
+            const Ints before = w == 0 ? _mm512_setzero_si512() : v[r][i];
+            if constexpr (bits == 8) {
+              v[r][i] = _mm512_dpbusd_epi32(before, bytes, x[r][w][0]);
+            } else {
+              v[r][i] = _mm512_dpbusd_epi32(before, low_nibbles(bytes), x[r][w][0]);
+              v[r][i] = _mm512_dpbusd_epi32(v[r][i], high_nibbles(bytes), x[r][w][1]);
+            }
+          }
+        }
 #pragma GCC unroll 4
       for (int r = 0; r < rows; ++r) {
-        const Ints *v = found[r];
-        const Ints a = _mm512_add_epi32(_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1]));
-        const Ints b = _mm512_add_epi32(_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3]));
+        const Ints *u = v[r];
+        const Ints a = _mm512_add_epi32(_mm512_unpacklo_epi32(u[0], u[1]), _mm512_unpackhi_epi32(u[0], u[1]));
+        const Ints b = _mm512_add_epi32(_mm512_unpacklo_epi32(u[2], u[3]), _mm512_unpackhi_epi32(u[2], u[3]));
         four_outputs[r][group] = _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
       }
     }
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 4
+      for (int i = 0; i < per_window; ++i)
+        integers[r][i] = start_of_block(matrix, chunk, block + i, 0, in.minus[r][block + i]);
       add_parts(four_outputs[r], per_window, integers[r]);
 #pragma GCC unroll 4
       for (int i = 0; i < per_window; ++i)
         sum[r] = add_block(matrix, chunk, block + i, 0, in, r, integers[r][i], sum[r]);
     }
   }
+#pragma GCC unroll 4
   for (int r = 0; r < rows; ++r) store(sums + r * kTile, sum[r]);
+}
+
+template <int rows, int bits, int per_window>
+void add_few(const Matrix &matrix, const Chunk &chunk, const Rounded &rounded, int64_t row, float *sums) {
+  const int64_t bytes = matrix.block_bytes();
+  if (per_window > 1 || bytes == kWindow) return add_few<rows, bits, per_window, 1>(matrix, chunk, rounded, row, sums);
+  if (bytes == 2 * kWindow) return add_few<rows, bits, 1, 2>(matrix, chunk, rounded, row, sums);
+  add_few<rows, bits, 1, 4>(matrix, chunk, rounded, row, sums);
 }
 
 #if defined(TOPW_AMX)
