@@ -22,7 +22,7 @@ from benchmarks.common import say, table
 from benchmarks.corpus import gather_corpus
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, preset_parameters
 from topw_deploy.sampling.reference import candidate_pool
-from topw_deploy.tiny import tiny_model_path
+from topw_deploy.tiny import TINY_MODEL
 from topw_lab.stats.exact import Floats, Objective, equal_objectives, last_alternation
 
 METRIC, WIDTH = "mahalanobis", 256  # of the bundled model
@@ -42,8 +42,8 @@ HEADER = (
 
 def held_out_logits(rows: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Logits [rows, V] at random positions, and the embedding table [V, d]."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path())
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    model = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32).eval()
     random = np.random.default_rng(0)
     found: list[NDArray[np.float32]] = []
     for text in gather_corpus().held_out:

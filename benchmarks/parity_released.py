@@ -25,7 +25,7 @@ from topw_deploy.errors import BenchmarkError
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, TopWOptions, TopWParameters, crop
 from topw_deploy.sampling.parameters import PRESETS
 from topw_deploy.sampling.reference import SetDistance, Ties, candidate_pool, first_maximiser, objective, warm_start
-from topw_deploy.tiny import tiny_model_path
+from topw_deploy.tiny import TINY_MODEL
 from topw_lab.bench.base import load_processor
 
 OPTIONS: TopWOptions = PRESETS["released"][1]
@@ -223,7 +223,7 @@ def compare(processor: Any, sources: list[Source], count: int, seed: int) -> dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processor", type=Path, required=True, help="the released logit_processor_w1.py")
-    parser.add_argument("--model", type=Path, default=tiny_model_path(), help="Hugging Face folder (default: bundled)")
+    parser.add_argument("--model", type=Path, default=TINY_MODEL, help="Hugging Face folder (default: bundled)")
     parser.add_argument("--rows", type=int, default=960, help="rows per regime (default 960)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -21,7 +21,7 @@ from benchmarks.kinds import genai_folder
 from benchmarks.kv import AS_GENAI
 from benchmarks.models import CACHE, export_once, llama_50m
 from topw_deploy.cli.terminal import progress
-from topw_deploy.tiny import tiny_model_path
+from topw_deploy.tiny import TINY_MODEL
 from topw_lab.bench.base import Side
 from topw_lab.bench.serve import make_requests, run
 from topw_lab.worker import Worker
@@ -33,7 +33,7 @@ _ALIGNMENT = 256  # llama.cpp rounds a sequence's maximum length up to a multipl
 
 
 def model_folder(name: str) -> Path:
-    return Path(tiny_model_path()) if name == "demo" else llama_50m()
+    return TINY_MODEL if name == "demo" else llama_50m()
 
 
 def genai_side(model: Path, dtype: str, python: Path) -> Side:

@@ -43,7 +43,7 @@ import numpy as np
 from benchmarks.common import add_repository_to_pythonpath, interleave, machine, say, table
 from benchmarks.int4 import write_float32_gguf
 from benchmarks.models import CACHE, export_once, llama_50m
-from topw_deploy.tiny import tiny_model_path
+from topw_deploy.tiny import TINY_MODEL
 from topw_lab.tables import significant
 from topw_lab.worker import Worker
 
@@ -73,7 +73,7 @@ class ServerSide:
 def chosen_sides(args: argparse.Namespace) -> Iterator[ServerSide]:
     """Ours, and those that are named."""
     demo = args.model == "demo"
-    model = Path(tiny_model_path()) if demo else llama_50m()
+    model = TINY_MODEL if demo else llama_50m()
     length, threads = sequence_length(args), str(args.threads)
     usage = {"stream_options": {"include_usage": True}}
     folder = export_once("tiny" if demo else model, "--dtype", "fp32")

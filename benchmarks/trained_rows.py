@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.models import CACHE
 from benchmarks.training import Recipe
-from topw_deploy.tiny import tiny_model_path
+from topw_deploy.tiny import TINY_MODEL
 
 RECIPE = Recipe(
     hidden_size=512, intermediate_size=1536, layers=16, heads=8, kv_heads=4, learning_rate=8e-4, warmup=20, seed=2
@@ -43,7 +43,7 @@ def trained_model(vocab_size: int) -> Path:
         return folder
     from transformers import AutoModelForCausalLM
 
-    source = tiny_model_path()
+    source = TINY_MODEL
     tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
     small = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     wide = vocab_size <= _LARGEST_WIDE

@@ -47,11 +47,11 @@ def test_rows_of_the_trained_model_are_its_logits_over_texts(monkeypatch: pytest
     from transformers import AutoModelForCausalLM
 
     from benchmarks import trained_rows
-    from topw_deploy.tiny import tiny_model_path
+    from topw_deploy.tiny import TINY_MODEL
 
     monkeypatch.setattr(trained_rows, "_TEXTS", 2)
     monkeypatch.setattr(trained_rows, "_TOKENS", 12)
-    folder = tiny_model_path()
+    folder = TINY_MODEL
     first, *_, last = trained_rows.logits_of(folder, 3)
     longest = sorted(topics.values(), key=len, reverse=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -41,9 +41,9 @@ def test_a_filled_up_tokenizer_keeps_its_ids(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
     from benchmarks.trained_rows import write_tokenizer
-    from topw_deploy.tiny import tiny_model_path
+    from topw_deploy.tiny import TINY_MODEL
 
-    source = tiny_model_path() / "tokenizer.json"
+    source = TINY_MODEL / "tokenizer.json"
     write_tokenizer(source, tmp_path / "tokenizer.json", 5000)
     old, new = Tokenizer.from_file(str(source)), Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert new.get_vocab_size() == 5000

@@ -47,9 +47,9 @@ def torch_likelihood() -> Callable[[list[int], int], float]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from topw_deploy.tiny import tiny_model_path
+    from topw_deploy.tiny import TINY_MODEL
 
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32).eval()
 
     def likelihood(tokens: list[int], start: int) -> float:
         with torch.no_grad():
@@ -105,10 +105,10 @@ def test_answers_are_transformers_greedy_ones(results: dict[str, Any]) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from topw_deploy.tiny import tiny_model_path
+    from topw_deploy.tiny import TINY_MODEL
 
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path())
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    model = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
     for sample in samples(results, "topw_demo_complete"):
         inputs = tokenizer(sample["doc"]["text"], return_tensors="pt", return_token_type_ids=False)
         tokens = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]

@@ -206,7 +206,7 @@ def test_logits_that_are_not_numbers_name_the_token_of_the_prompt(load: Load) ->
 def test_the_bundled_models_are_torchs(tmp_path: Path) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     from topw_deploy.export import export_model
-    from topw_deploy.tiny import tiny_model_path
+    from topw_deploy.tiny import TINY_MODEL
 
     export_model("tiny", tmp_path / "out", verify=False, with_logits=True)
     model = TopWModel.from_pretrained(tmp_path / "out", provider="cpu", intra_op_num_threads=1)
@@ -217,7 +217,7 @@ def test_the_bundled_models_are_torchs(tmp_path: Path) -> None:
     entries = [entry for entry in (*result.prompt_logprobs, *result.token_logprobs) if entry is not None]
     ids = torch.tensor([[*model.tokenizer.encode("def parse(text):\n    "), *result.token_ids]])
     with torch.no_grad():
-        logits = transformers.AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype="float32")(ids).logits
+        logits = transformers.AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype="float32")(ids).logits
     logprobs = torch.log_softmax(logits[0, :-1].double(), -1)
     top = logprobs.topk(4)
     assert len(entries) == len(logprobs) == ids.shape[1] - 1

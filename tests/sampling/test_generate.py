@@ -12,7 +12,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenalty
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling.parameters import ALIASES
 from topw_deploy.sampling.processor import Choices, TopWLogitsProcessor
-from topw_deploy.tiny import tiny_model_path
+from topw_deploy.tiny import TINY_MODEL
 
 from .tiny import EOS, PAD, WIDE, kept_sets, model, reference_sets, table
 
@@ -250,7 +250,7 @@ PAGE = (ROOT / "docs" / "guide" / "transformers.md").read_text(encoding="utf-8")
 def offline(block):
     """The example with the bundled model in place of the hub's."""
     assert block.count('"HuggingFaceTB/SmolLM2-135M-Instruct"') == block.count("name = ")
-    return block.replace('"HuggingFaceTB/SmolLM2-135M-Instruct"', repr(str(tiny_model_path())))
+    return block.replace('"HuggingFaceTB/SmolLM2-135M-Instruct"', repr(str(TINY_MODEL)))
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from pathlib import Path
 from starlette.testclient import TestClient
 
 from topw_deploy import Engine, TopWModel, export_model
+from topw_deploy.export import traced_decoder  # noqa: F401  # imported before the count: a class's body is no call
 from topw_deploy.serve.app import create_app
 from topw_deploy.serve.service import ServeOptions
 

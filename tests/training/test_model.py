@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from benchmarks.corpus import Corpus
 from benchmarks.training import Recipe, encode_documents, held_out_loss
-from topw_deploy.tiny import tiny_model_path
+from topw_deploy.tiny import TINY_MODEL
 
 pytestmark = pytest.mark.slow
 
-FOLDER = tiny_model_path()
+FOLDER = TINY_MODEL
 LOG = json.loads((FOLDER / "training_log.json").read_text())
 RECIPE = Recipe(**{**LOG["recipe"], "betas": tuple(LOG["recipe"]["betas"])})
 

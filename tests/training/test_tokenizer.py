@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from benchmarks.training import BOS, EOS, PAD, SPECIAL_TOKENS, train_tokenizer
-from topw_deploy.tiny import tiny_model_path
+from topw_deploy.tiny import TINY_MODEL
 
-TOKENIZER = Tokenizer.from_file(str(tiny_model_path() / "tokenizer.json"))
+TOKENIZER = Tokenizer.from_file(str(TINY_MODEL / "tokenizer.json"))
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))

@@ -32,8 +32,8 @@ from topw_deploy.export.sampler.attach import (
     install_function,
 )
 from topw_deploy.export.sampler.node import SamplerSpec
-from topw_deploy.export.source.files import NUMPY_TYPES, stored_tensors
-from topw_deploy.export.source.gguf import decode, gguf_of
+from topw_deploy.export.source.files import NUMPY_TYPES, gguf_path, stored_tensors
+from topw_deploy.export.source.gguf import decode, read_gguf
 from topw_deploy.export.source.gguf_models import TABLE
 from topw_deploy.export.source.resolve import Source, resolve
 from topw_deploy.export.write import file_bytes_in, manifest_fields, report_of, weight_bytes, write_model
@@ -244,9 +244,9 @@ def embeddings_of_folder(folder: Path) -> np.ndarray:
     Raises SourceError for missing or damaged weights, UnsupportedModelError unless exactly one tensor has a usual name
     and a floating-point type.
     """
-    gguf = gguf_of(folder)
-    if gguf is not None:
-        table = gguf.tensors[TABLE]  # `open_gguf` refuses a file without
+    path = gguf_path(folder)
+    if path is not None:
+        table = read_gguf(path).tensors[TABLE]  # `open_gguf` refuses a file without
         return _check_table(decode(table.raw(), table.kind), TABLE)
     tensors = stored_tensors(folder, _TABLE_NAMES)
     found = sorted(tensors)

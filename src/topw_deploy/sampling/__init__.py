@@ -7,9 +7,9 @@
 """
 
 from topw_deploy.sampling.geometry import Geometry, median_distance
-from topw_deploy.sampling.parameters import TopWOptions, TopWParameters, preset_parameters
+from topw_deploy.sampling.parameters import TopWOptions, TopWParameters, as_float32, preset_parameters
 from topw_deploy.sampling.reference import FLOAT32_TIES, FLOAT64_TIES, crop
-from topw_deploy.sampling.row import SampledRow, apply_edits, as_float32, draw, pack_mask, sample_row
+from topw_deploy.sampling.row import SampledRow, apply_edits, draw, pack_mask, sample_row
 from topw_deploy.sampling.rules import RULES, RuleParameters
 from topw_deploy.sampling.seeds import uniform_for
 

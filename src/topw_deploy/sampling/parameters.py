@@ -158,6 +158,15 @@ class TopWParameters:
         return self.temperature < GREEDY_BELOW
 
 
+def as_float32(parameters: TopWParameters | Mapping[str, float]) -> TopWParameters:
+    """Round parameters to float32, as a graph receives them. Missing names get defaults.
+
+    Raises ParameterError for a number out of range.
+    """
+    given = parameters if isinstance(parameters, TopWParameters) else TopWParameters(**parameters)
+    return TopWParameters(**{name: ctypes.c_float(value).value for name, value in asdict(given).items()})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopWOptions:
     """Options that an export fixes.

@@ -27,6 +27,7 @@ from topw_deploy.sampling.parameters import (
     PRESETS,
     TopWOptions,
     TopWParameters,
+    as_float32,
     canonical_names,
     check_choice,
     depends_on_temperature,
@@ -36,7 +37,6 @@ from topw_deploy.sampling.parameters import (
     with_raw_scale,
 )
 from topw_deploy.sampling.reference import metric_error
-from topw_deploy.sampling.row import as_float32
 
 try:
     import torch

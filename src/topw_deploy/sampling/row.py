@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling.geometry import Geometry, Ids
-from topw_deploy.sampling.parameters import GREEDY_BELOW, TopWOptions, TopWParameters
+from topw_deploy.sampling.parameters import GREEDY_BELOW, TopWOptions, TopWParameters, as_float32
 from topw_deploy.sampling.reference import Crop, Ties, crop
 from topw_deploy.sampling.rules import RULES_BY_CODE, TOP_W, RuleCrop, kept_set
 
@@ -49,15 +49,6 @@ class SampledRow:
     @property
     def is_valid(self) -> bool:
         return self.next_token >= 0
-
-
-def as_float32(parameters: TopWParameters | Mapping[str, float]) -> TopWParameters:
-    """Round parameters to float32, as a graph receives them. Missing names get defaults.
-
-    Raises ParameterError for a number out of range.
-    """
-    given = parameters if isinstance(parameters, TopWParameters) else TopWParameters(**parameters)
-    return TopWParameters(**{name: float(np.float32(value)) for name, value in asdict(given).items()})
 
 
 def sample_row(

@@ -4,9 +4,5 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["tiny_model_path"]
-
-
-def tiny_model_path() -> Path:
-    """The folder with config.json, model.safetensors (float16), tokenizer.json and the training log."""
-    return Path(__file__).parent / "model"
+TINY_MODEL = Path(__file__).parent / "model"
+"""The folder with config.json, model.safetensors (float16), tokenizer.json and the training log."""

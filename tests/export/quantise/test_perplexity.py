@@ -26,7 +26,7 @@ from topw_deploy.export.verification.quantised import (
 from topw_deploy.export.verification.reference import TorchReference, decoder_driver
 from topw_deploy.export.verification.sampler import graph_geometry
 from topw_deploy.manifest import Check, Note, load_decoder_manifest
-from topw_deploy.tiny import tiny_model_path
+from topw_deploy.tiny import TINY_MODEL
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="module")
 def reference() -> TorchReference:
-    return TorchReference(tiny_model_path(), "float32", None, False)
+    return TorchReference(TINY_MODEL, "float32", None, False)
 
 
 def change_initializers(folder: Path, target: Path, part: str, ending: str, change: Change) -> Path:

@@ -16,7 +16,7 @@ from huggingface_hub import constants, errors
 from topw_deploy.errors import SourceError
 from topw_deploy.export.source.resolve import resolve
 from topw_deploy.manifest import MANIFEST_NAME
-from topw_deploy.tiny import tiny_model_path
+from topw_deploy.tiny import TINY_MODEL
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def hub_cache(cache: Path, *names: str) -> str:
 
 def test_demo_is_the_bundled_model() -> None:
     source = resolve("tiny")
-    assert source.folder == tiny_model_path()
+    assert source.folder == TINY_MODEL
     assert (source.route, source.revision) == ("trace", "bundled")
 
 

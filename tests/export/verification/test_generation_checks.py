@@ -146,11 +146,11 @@ def test_a_token_that_was_not_generated_is_wrong(manifest: DecoderManifest, geom
 @pytest.mark.long
 def test_a_right_export_passes_and_a_wrong_runtime_fails(demo_export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from topw_deploy.export.verification.reference import TorchReference
-    from topw_deploy.tiny import tiny_model_path
+    from topw_deploy.tiny import TINY_MODEL
 
     manifest = load_decoder_manifest(demo_export)
     geometry = graph_geometry(demo_export, manifest.sampler.options, manifest.sampler.vocab_size)
-    reference = TorchReference(tiny_model_path(), "float32", None, False)
+    reference = TorchReference(TINY_MODEL, "float32", None, False)
     for result in generation_checks(demo_export, manifest, reference, geometry, PROMPTS):
         assert isinstance(result, Check)
         assert (result.passed, result.detail) == (True, "10 of 10 tokens")

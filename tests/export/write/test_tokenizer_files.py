@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from topw_deploy.errors import TokenizerError
 from topw_deploy.export.source.tokenizer import check_tokenizer, write_tokenizer
-from topw_deploy.tiny import tiny_model_path
+from topw_deploy.tiny import TINY_MODEL
 
 TEXT = "the quick brown fox jumps over the lazy dog and returns a list of words"
 
@@ -43,16 +43,16 @@ def sentencepiece_folder(tmp_path: Path) -> Path:
 
 
 def test_tokenizer_json_is_copied_byte_for_byte(tmp_path: Path) -> None:
-    notices, tokens = write_tokenizer(tiny_model_path(), tmp_path)
+    notices, tokens = write_tokenizer(TINY_MODEL, tmp_path)
     assert (notices, tokens.made) == ([], "compared")
-    assert (tmp_path / "tokenizer.json").read_bytes() == (tiny_model_path() / "tokenizer.json").read_bytes()
+    assert (tmp_path / "tokenizer.json").read_bytes() == (TINY_MODEL / "tokenizer.json").read_bytes()
 
 
 @pytest.mark.parametrize("template", ["{{ messages }}", [{"name": "default", "template": "{{ messages }}"}]])
 def test_a_chat_template_in_the_configuration_becomes_a_file(tmp_path: Path, output: Path, template: object) -> None:
     source = tmp_path / "in"
     source.mkdir()
-    shutil.copyfile(tiny_model_path() / "tokenizer.json", source / "tokenizer.json")
+    shutil.copyfile(TINY_MODEL / "tokenizer.json", source / "tokenizer.json")
     (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     write_tokenizer(source, output)
     assert (output / "chat_template.jinja").read_text() == "{{ messages }}"

@@ -17,7 +17,7 @@ from topw_deploy.export import export_model, write
 from topw_deploy.export.embedding import find_embedding
 from topw_deploy.export.graph import external_files, tidy
 from topw_deploy.export.write import weight_bytes
-from topw_deploy.tiny import tiny_model_path
+from topw_deploy.tiny import TINY_MODEL
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ def test_the_file_passes_onnx_own_check(exported: Callable[[str], Path], family:
 
 def test_the_file_is_little_larger_than_the_parameters(demo_export: Path) -> None:
     """Initializers within 1 % of the float16 parameters in float32; the sampler function adds about 0.55 MB, always."""
-    halves = sum(file.stat().st_size for file in tiny_model_path().glob("*.safetensors"))
+    halves = sum(file.stat().st_size for file in TINY_MODEL.glob("*.safetensors"))
     model = ir.load(demo_export / "model.onnx")
     assert abs(weight_bytes(model) / (2 * halves) - 1) < 0.01
     sampler_bytes = sum(ir.to_proto(function).ByteSize() for function in model.functions.values())

@@ -12,7 +12,7 @@ from topw_deploy.errors import ParameterError
 from topw_deploy.export.embedding import EmbeddingForm
 from topw_deploy.export.sampler.ops import Ops, Tensor, scope
 from topw_deploy.sampling.parameters import GREEDY_BELOW, TopWOptions
-from topw_deploy.sampling.row import WORD_BITS, mask_words
+from topw_deploy.sampling.row import WORD_BITS
 from topw_deploy.sampling.rules import RULES, carried_rules
 
 DOMAIN = "topw"
@@ -294,7 +294,7 @@ def apply_mask(op: Ops, spec: SamplerSpec, logits: Tensor, words: Tensor, like: 
     only buffers with equal dimension names, and its search for buffers among differently named ones took most of the
     time to open a session.
     """
-    width, word_count = padded_width(spec.vocab_size), mask_words(spec.vocab_size)
+    width, word_count = padded_width(spec.vocab_size), -(-spec.vocab_size // WORD_BITS)
     word_rows = op.Reshape(words, [-1, word_count])  # [k, word_count]
     # The padding's logits are -inf anyway, so any words will do. (CUDA has no kernel for Pad with int32.)
     missing = width // WORD_BITS - word_count

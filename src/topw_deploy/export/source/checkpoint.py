@@ -25,10 +25,10 @@ from topw_deploy.export.source.files import (
     NUMPY_TYPES,
     EncodedWeight,
     StoredTensor,
+    gguf_path,
     stored_tensors,
     unread_files_notices,
 )
-from topw_deploy.export.source.gguf import gguf_of
 from topw_deploy.export.source.quantised import QuantisedCheckpoint
 from topw_deploy.export.source.text_decoder import (
     Composite,
@@ -259,7 +259,7 @@ def _load_model(
     settings = {"dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
     quantised = QuantisedCheckpoint.of(folder)
     composite = Composite.of(config)
-    notices = [] if gguf_of(folder) is not None else unread_files_notices(folder)
+    notices = [] if gguf_path(folder) is not None else unread_files_notices(folder)
     stored = quantised.tensors if quantised is not None else stored_tensors(folder)
     used = None
     with silence_transformers(), _recorded_unread_names() as unread_names:

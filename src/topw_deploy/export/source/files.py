@@ -152,6 +152,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
+GGUF_MARKER = "topw_gguf.json"
+
+
+def gguf_path(folder: Path) -> Path | None:
+    """The GGUF file that `folder` was made from by `gguf.open_gguf`; None for any other folder."""
+    path = read_json(folder / GGUF_MARKER).get("file")
+    return None if path is None else Path(str(path))
+
+
 def json_object(value: Any) -> dict[str, Any]:
     """`value` if it is an object, else {}."""
     return value if isinstance(value, dict) else {}

@@ -1,7 +1,7 @@
 """Read GGUF files: a header of metadata and tensor locations, and tensors of the types that the package `gguf` decodes.
 
 `open_gguf` turns the metadata into a temporary folder with a Hugging Face configuration and tokenizer and the file
-MARKER, which names the GGUF file. The rest of the export treats this folder as a checkpoint.
+GGUF_MARKER, which names the GGUF file. The rest of the export treats this folder as a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import numpy as np
 
 from topw_deploy.errors import SourceError, TokenizerError, UnsupportedModelError, one_line
 from topw_deploy.export.source.files import (
+    GGUF_MARKER,
     EncodedWeight,
     IntegerMatrix,
     IntegerWeight,
     Rows,
     StoredTensor,
-    read_json,
 )
 from topw_deploy.export.source.gguf_models import (
     ARCHITECTURES,
@@ -39,7 +39,6 @@ from topw_deploy.export.source.gguf_models import (
 )
 from topw_deploy.install import require
 
-MARKER = "topw_gguf.json"
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _STRING, _ARRAY = 8, 9
 # The metadata's value types: number -> format of `struct`.
@@ -382,17 +381,11 @@ def _check_decodable(path: Path, name: str, kind: str) -> None:
         ) from None
 
 
-def gguf_of(folder: Path) -> GgufFile | None:
-    """Read the header of the GGUF file that `folder` was made from by `open_gguf`; None for any other folder."""
-    path = read_json(folder / MARKER).get("file")
-    return None if path is None else read_gguf(Path(str(path)))
-
-
 _opened: dict[tuple[Path, int, int], tempfile.TemporaryDirectory[str]] = {}  # deleted when the process ends
 
 
 def open_gguf(path: Path) -> Path:
-    """Return a folder with the configuration, the tokenizer and the chat template in a GGUF file, and MARKER.
+    """Return a folder with the configuration, the tokenizer and the chat template in a GGUF file, and GGUF_MARKER.
 
     The folder exists until the process ends. Raises MissingPackageError without the package `gguf`, SourceError for a
     damaged file, UnsupportedModelError for one that is not supported, and TokenizerError if its tokenizer is not.
@@ -404,7 +397,7 @@ def open_gguf(path: Path) -> Path:
     if key not in _opened:
         file, folder = read_gguf(path), tempfile.TemporaryDirectory(prefix="topw-gguf-")
         config = file.configuration()
-        for name, data in ((MARKER, {"file": os.fspath(path)}), ("config.json", config)):
+        for name, data in ((GGUF_MARKER, {"file": os.fspath(path)}), ("config.json", config)):
             (Path(folder.name) / name).write_text(json.dumps(data), encoding="utf-8")
         _write_tokenizer(path, Path(folder.name))
         _opened[key] = folder

@@ -49,13 +49,14 @@ from topw_deploy.export.source.files import (
     IntegerWeight,
     Rows,
     StoredTensor,
+    gguf_path,
     json_object,
     read_json,
     stored_tensors,
     text_part,
     unpack_words,
 )
-from topw_deploy.export.source.gguf import GgufFile, checkpoint_tensors, gguf_of
+from topw_deploy.export.source.gguf import GgufFile, checkpoint_tensors, read_gguf
 
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _FLOAT8_METHODS = ("fp8", "fbgemm_fp8", "modelopt")
@@ -144,8 +145,9 @@ def quantised_format(folder: Path) -> QuantisedFormat | None:
 
     Raises UnsupportedModelError for unsupported quantisation, SourceError for a damaged configuration.
     """
-    file = gguf_of(folder)
-    if file is not None:
+    path = gguf_path(folder)
+    if path is not None:
+        file = read_gguf(path)
         return QuantisedFormat("GGUF", {}, integers=file.is_quantised, gguf=file)
     config = read_json(folder / "config.json")
     parts = [config, text_part(config)]

@@ -92,9 +92,9 @@ def resolve(model: str, tokenizer: str | Path | None = None, **hub: Unpack[HubKe
 def _find(model: str, hub: HubKeywords) -> tuple[Path, str]:
     """The folder of a checkpoint or the file of an ONNX decoder, and its revision."""
     if model == "tiny":
-        from topw_deploy.tiny import tiny_model_path
+        from topw_deploy.tiny import TINY_MODEL
 
-        return tiny_model_path(), "bundled"
+        return TINY_MODEL, "bundled"
     path, name = Path(model).expanduser(), hub.get("gguf_file")
     if model == "smollm2" and not path.exists():
         return _smollm2(), "installed"

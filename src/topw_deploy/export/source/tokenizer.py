@@ -333,7 +333,8 @@ def _template_files(folder: Path) -> list[Path]:
 
 def _stated_templates(folder: Path, name: str) -> dict[str, str]:
     """Return the templates in a JSON file of `folder`, by the name of the file to write."""
-    named = named_templates(_read_settings(folder, name).get("chat_template"))
+    stated = _read_settings(folder, name).get("chat_template")
+    named = {} if stated is None else named_templates(stated)
     return {
         TEMPLATE_FILE if role == "default" else f"{TEMPLATES_FOLDER}/{role}.jinja": text
         for role, text in named.items()
@@ -437,6 +438,8 @@ def template_notices(folder: Path, written: ModelFolder[Any], *, trust_remote_co
 
     Returns a notice for the user for each difference.
     """
+    if not _template_files(written.path):
+        return []
     template = load_chat_template(written, RuntimeTokenizer(written))
     loaded = _load_with_transformers(folder, trust_remote_code)
     if template is None or isinstance(loaded, Exception):
