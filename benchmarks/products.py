@@ -77,7 +77,7 @@ def main() -> None:
     options = parser.parse_args()
     share_thread_pool(options.threads)
     library = ctypes.CDLL(str(library_path()))
-    if options.set and not library.topw_use_product(options.set.encode()):
+    if options.set and library.topw_use_product(options.set.encode()):
         parser.error(f"--set {options.set}: this machine lacks it; known are amx, avx512_vnni, avx_vnni and avx2")
     lines = []
     for shape in SHAPES:
