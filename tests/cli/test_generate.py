@@ -226,6 +226,15 @@ def test_the_commands_of_a_conversation_change_it(invoke: Invoke, random_model: 
     assert "/again" in invoke("chat", random_model, stdin="/help\n").stderr
 
 
+def test_a_command_that_fails_leaves_the_conversation(invoke: Invoke, random_model: Path) -> None:
+    typed = ("/again", "/etc/x", "one", "/set top_k 5", "/set top_p 0.9", "/again", "/set top_p", "/set top_k", "/again")
+    result = invoke("chat", random_model, "--seed", 4, "--max-new-tokens", 3, stdin="\n".join(typed))
+    first, second = result.stdout.splitlines()
+    assert first == second
+    assert "There is no answer to repeat." in result.stderr
+    assert "/etc/x is no command" in result.stderr
+
+
 def test_a_conversation_that_outgrows_the_context_goes_on(invoke: Invoke, random_model: Path) -> None:
     result = invoke("chat", random_model, "--max-new-tokens", 2, stdin="a" * 200 + "\nb\n")
     assert result.exit_code == 0

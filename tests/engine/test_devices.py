@@ -71,8 +71,8 @@ def test_a_session_of_a_device_is_loaded_into_a_row(
     ask(engine, SYSTEM)
     assert engine.save_session([*SYSTEM, 1], tmp_path / "session").tokens == 30
     other.load_session(tmp_path / "session")
-    found = ask(other, [*SYSTEM, 77])
-    assert (found, found.cached_tokens) == (ask(host, [*SYSTEM, 77]), 30)
+    found = ask(other, [*SYSTEM, 77, 78])
+    assert (found, found.cached_tokens) == (ask(host, [*SYSTEM, 77, 78]), 30)
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ def test_a_scored_prompt_is_read_whole_and_can_be_reused_by_others(scoring: TopW
     scored = engine.submit(prompt, max_new_tokens=2, seed=1, prompt_logprobs=0).result(60)
     assert scored.cached_tokens == 0
     assert [entry and entry.token_id for entry in scored.prompt_logprobs] == [None, *prompt[1:]]
-    assert engine.submit([*prompt, 50], max_new_tokens=1).result(60).cached_tokens == 20
+    assert engine.submit([*prompt, 50, 51], max_new_tokens=1).result(60).cached_tokens == 20
 
 
 def test_cancelling_a_scored_prompt_keeps_what_was_read(scoring: TopWModel, engine_of: NewEngine, gate: Gate) -> None:

@@ -70,7 +70,7 @@ def test_prompts_of_every_length_reuse_a_loaded_session(
     for prefix_bytes in (0, 10**6):
         other = engine_of(any_model, max_batch=2, prefix_bytes=prefix_bytes)
         assert other.load_session(tmp_path / "session").tokens == 30
-        for prompt, cached in (([*SYSTEM, 77, 78], 30), (SYSTEM, 29), ([*SYSTEM[:28], 60], 28)):
+        for prompt, cached in (([*SYSTEM, 77, 78], 30), (SYSTEM, 28), ([*SYSTEM[:27], 60, 61], 27)):
             found = ask(other, prompt)
             assert (found, found.cached_tokens) == (ask(any_model, prompt), cached)
 
@@ -101,8 +101,9 @@ def test_running_sequences_and_snapshots_are_saved(
     other = engine_of(model, max_batch=1, prefix_bytes=10**6)
     for name, prompt in prompts.items():
         other.load_session(tmp_path / name)
-        found = ask(other, [*prompt[: infos[name].tokens], 77])
-        assert (found, found.cached_tokens) == (ask(model, [*prompt[: infos[name].tokens], 77]), infos[name].tokens)
+        longer = [*prompt[: infos[name].tokens], 77, 78]
+        found = ask(other, longer)
+        assert (found, found.cached_tokens) == (ask(model, longer), infos[name].tokens)
 
 
 def test_requests_continue_while_sessions_are_saved_and_loaded(
@@ -195,7 +196,7 @@ def test_a_loaded_session_takes_the_row_that_holds_least_and_stores_what_it_lose
     ask(engine, [5] * 20)
     ask(engine, [6] * 10)
     engine.load_session(saved)  # in place of the first, which is stored
-    for prompt, cached in (([*[5] * 20, 1], 20), (next_turn(model), 34)):
+    for prompt, cached in (([*[5] * 20, 1, 2], 20), (next_turn(model), 34)):
         found = ask(engine, prompt, 1)
         assert (found, found.cached_tokens) == (ask(model, prompt, 1), cached)
 

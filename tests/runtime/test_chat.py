@@ -228,6 +228,12 @@ def test_malformed_messages_are_prompt_errors(messages: Any) -> None:
         render(PLAIN, messages)
 
 
+def test_a_template_that_ignores_tools_is_named() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {}, "chat_template")
+    with pytest.warns(UserWarning, match="does not show tools"):
+        assert template.render([{"role": "user", "content": "a"}], tools=[{"type": "function"}]) == "a"
+
+
 def test_messages_that_nest_too_deeply_are_refused() -> None:
     deep: Any = "x"
     for _ in range(5000):

@@ -321,7 +321,7 @@ class _Conversation:
                 if line.startswith("/"):
                     self._obey(command, rest.strip())
                 elif line:
-                    self._answer(line)
+                    self._answer(line, self.messages)
             except (ParameterError, PromptError) as error:
                 tell(f"{error} (/clear starts a new chat)" if isinstance(error, PromptError) else str(error))
 
@@ -332,6 +332,9 @@ class _Conversation:
                 import readline  # noqa: F401  # the arrow keys edit the line and recall earlier ones
             try:
                 return input("> ")
+            except KeyboardInterrupt:
+                tell("", "(Ctrl-D or /exit ends the chat)")
+                return ""
             except EOFError:
                 tell("")
                 return None
@@ -346,8 +349,7 @@ class _Conversation:
         if command == "/clear":
             self.messages.clear()
         elif command == "/again" and len(self.messages) > 1:
-            *self.messages, question, _ = self.messages
-            self._answer(question["content"])
+            self._answer(self.messages[-2]["content"], self.messages[:-2])
         elif command == "/system":
             self._system = rest or None
             self.messages.clear()
@@ -356,11 +358,15 @@ class _Conversation:
             self._generation.pop(name, None)
             self._generation |= {} if value is None else {name: value}
         else:
+            if command == "/again":
+                tell("There is no answer to repeat.")
+            elif command not in ("/help", "/set"):
+                tell(f"{command} is no command; put a space before a message that begins with a slash.")
             width = max(map(len, _COMMANDS))
             tell(*(f"{each.ljust(width)}  {text}" for each, text in _COMMANDS.items()))
 
-    def _answer(self, text: str) -> None:
-        """Print the answer to a message. On a terminal, Ctrl-C stops it."""
+    def _answer(self, text: str, before: list[dict[str, str]]) -> None:
+        """Print the answer to a message after the messages `before`. On a terminal, Ctrl-C stops it."""
         parts: list[str] = []
 
         def noted(pieces: Iterator[Piece]) -> Iterator[Piece]:
@@ -368,7 +374,7 @@ class _Conversation:
                 parts.append(piece.text)
                 yield piece
 
-        messages = [*self.messages, {"role": "user", "content": text}]
+        messages = [*before, {"role": "user", "content": text}]
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         pieces = self._model.stream_chat([*system, *messages], **self._generation)
         try:

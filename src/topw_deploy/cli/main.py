@@ -267,6 +267,7 @@ def _explain(error: TopWError, words: Sequence[str]) -> tuple[str, click.Context
         for name in _CONSTRAINTS:
             if context.params.get(name):
                 message = re.sub(r"\bstructured_outputs(\['\w+'\])*", f"--{name.replace('_', '-')}", message)
+                is_set = True
         for name in sorted(error.parameters, key=len, reverse=True):  # max_length before a name such as max
             option = _option_of(context, name)
             if option is not None:

@@ -135,8 +135,16 @@ class Engine:
         vocab_size = model.manifest.sampler.vocab_size
         new_logits = None if spec is None else partial(LogitsBuffer, spec, vocab=vocab_size)
         self._batch = Batch(session, decoder, slots, length, new_logits)
+        # GroupQueryAttention rounds a single new token differently from several, so at least two end a prompt. But
+        # states of fixed size must absorb each token exactly once.
+        self._read_anyway = 1 if decoder.recurs else 2
         self._scheduler: Scheduler[EngineSequence] = Scheduler(
-            slots, chunk, decoding_only=decoder.evicts, moves_slots=self._batch.copies_slots, runs_all_slots=exact
+            slots,
+            chunk,
+            last_chunk=self._read_anyway,
+            decoding_only=decoder.evicts,
+            moves_slots=self._batch.copies_slots,
+            runs_all_slots=exact,
         )
         self._prefixes = Prefixes(
             self._batch, decoder, slots, chunk, is_enabled=reuse_prefixes, max_bytes=prefix_bytes, exact=exact
@@ -215,6 +223,7 @@ class Engine:
         """
         one_token = {"max_new_tokens": 1, "temperature": 0.0, "seed": 0, "logprobs": 0, "max_time": max_time}
         request = self._new_request(list(tokens), one_token)
+        request.read_anyway = 1  # as in the step
         first = request.sequences[0].scores = _FirstLogits(0, None, str)
         reason = (await self._result_in_loop(request, await self._start_in_loop(request))).finish_reason
         if first.logits is not None:
@@ -342,7 +351,7 @@ class Engine:
             self._model.load_seconds,
             started=started,
             deadline=None if seconds is None else started + seconds,
-            reuses_prefix=reuse_prefix,
+            read_anyway=self._read_anyway if reuse_prefix else None,
         )
 
     def _reserve(self, request: Request) -> Future[None]:

@@ -39,7 +39,7 @@ class Request:
     session, load_seconds: of the model, for the results.
     started: time.perf_counter() at the caller's call.
     deadline: time.perf_counter() at which the request must end; None for no deadline.
-    reuses_prefix: whether its prompts may start after known prefixes.
+    read_anyway: number of tokens at a prompt's end that are read even if they are known; None for all of the prompt.
     put_event: receives the events, in the delivering thread. The request keeps them for its iterator by default.
     on_end: called after the last event.
     error: the error with which it failed; None if it did not fail.
@@ -55,9 +55,9 @@ class Request:
         *,
         started: float,
         deadline: float | None = None,
-        reuses_prefix: bool = True,
+        read_anyway: int | None = 1,
     ) -> None:
-        self.sequences, self.started, self.deadline, self.reuses_prefix = sequences, started, deadline, reuses_prefix
+        self.sequences, self.started, self.deadline, self.read_anyway = sequences, started, deadline, read_anyway
         self.session, self.load_seconds, self._cancel, self._check_caller = session, load_seconds, cancel, check_caller
         self._events: SimpleQueue[Event] = SimpleQueue()
         self.put_event: Callable[[Event], object] = self._events.put
@@ -262,7 +262,8 @@ class EngineSequence(ScheduledSequence):
         super().__init__(len(state.fed_prompt))
         self.request, self.state = request, state
         self.prompt = np.array(state.fed_prompt, np.int64)
-        self.reusable = self.prompt[: -1 if request.reuses_prefix else 0]
+        read_anyway = request.read_anyway
+        self.reusable = self.prompt[: 0 if read_anyway is None else max(0, len(self.prompt) - read_anyway)]
         self.prefill_began_at: float | None = None
         self.cached_tokens = 0
         self.first_outputs: SlotOutputs | None = None

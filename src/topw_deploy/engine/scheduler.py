@@ -60,6 +60,7 @@ class Scheduler(Generic[AnySequence]):
     """Assigns sequences to `slots` slots.
 
     chunk: maximum tokens of a chunk.
+    last_chunk: least tokens of a prompt's last chunk, 1 or 2, if the prompt and `chunk` have so many.
     decoding_only: whether the slots of a step must all be decoding. If not, a step may include free slots and slots
         whose prompt is not read yet.
     moves_slots: whether sequences may move to other slots merely to make a step narrower. With `decoding_only` they
@@ -78,11 +79,12 @@ class Scheduler(Generic[AnySequence]):
         slots: int,
         chunk: int,
         *,
+        last_chunk: int = 1,
         decoding_only: bool = False,
         moves_slots: bool = True,
         runs_all_slots: bool = False,
     ) -> None:
-        self._chunk, self._decoding_only = chunk, decoding_only
+        self._chunk, self._last_chunk, self._decoding_only = chunk, last_chunk, decoding_only
         self._runs_all_slots = runs_all_slots and not decoding_only
         self._moves_slots = decoding_only or (moves_slots and not runs_all_slots)
         self.waiting: deque[AnySequence] = deque()
@@ -171,6 +173,8 @@ class Scheduler(Generic[AnySequence]):
 
     def _next_chunk_of(self, sequence: AnySequence) -> Chunk[AnySequence]:
         end = min(sequence.read_tokens + self._chunk, sequence.prompt_tokens)
+        if 0 < sequence.prompt_tokens - end < self._last_chunk and end - sequence.read_tokens > 1:
+            end -= 1
         if sequence.read_tokens < sequence.branch_position < end:
             end = sequence.branch_position
         return Chunk(sequence, sequence.read_tokens, end)

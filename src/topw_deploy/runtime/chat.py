@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -97,6 +98,10 @@ class ChatTemplate:
         if taken := sorted(variables.keys() & self._special_tokens.keys()):
             raise PromptError(f"the variable {taken[0]!r} is set by the tokenizer; remove it.")
         if variables.get("tools") is not None:
+            if variables["tools"] and "tools" not in self.source:
+                warnings.warn(
+                    "the chat template does not show tools to the model; describe them in a message.", stacklevel=3
+                )
             variables["tools"] = schemas_of(variables["tools"])
         messages = [{name: value for name, value in message.items() if value is not None} for message in messages]
         values = {"tools": None, "documents": None, **variables, "messages": self._adapt_messages(messages)}

@@ -442,7 +442,7 @@ def _read_table() -> tuple[dict[str, Parameter], dict[str, str]]:
         stated = replace(stated, kind=kind, per_prompt=NDArray[Any] in members)
         if name in values:
             value = values[name]
-            usual = "" if value.default is None else f"; {value.default:g} without a value"
+            usual = "" if value.default is None else f"; {value.default:g} if not given"
             text = f"{RULE_OF_VALUE[name].name}: {stated.text}{usual}."
             stated = replace(stated, text=text, read=real(value.accepts, value.bound))
         elif stated.read is read_nothing:

@@ -529,8 +529,9 @@ def uses_of_settings(
 def ignored_settings(stated: Mapping[str, Any], uses: Mapping[str, SettingUse], where: str) -> str:
     """Return a sentence, without its full stop, that lists the ignored settings of `where`; "" if none is ignored."""
     ignored = [f"{key}={short_repr(stated[key])}" for key in sorted(stated) if uses[key] == "ignored"]
-    which = "which has no effect here: name a `rule` to use its parameters"
-    return f"{where} sets {', '.join(ignored)}, {which}" if ignored else ""
+    of_rule = any(uses[key] == "ignored" and ALIASES.get(key, key) in RULE_PARAMETER_NAMES for key in stated)
+    hint = ": name a `rule` to use its parameters" if of_rule else ""
+    return f"{where} sets {', '.join(ignored)}, which has no effect here{hint}" if ignored else ""
 
 
 def _effective_rule_parameters(stated: Mapping[str, Any], *, implied: bool) -> frozenset[str]:

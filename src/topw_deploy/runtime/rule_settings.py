@@ -132,7 +132,7 @@ def split_pair(text: str) -> tuple[str, str | None]:
 
 def parse_value(name: str, text: str) -> Any:
     """Convert `text` to a number if it is one, and check it as the parameter `name`."""
-    value: Any = text
+    value: Any = text.replace("-", "_") if name == "rule" else text
     for kind in (int, float):
         try:
             value = kind(text)

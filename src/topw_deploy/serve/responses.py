@@ -14,6 +14,7 @@ from topw_deploy.runtime import GenerationResult, Piece, TokenLogprob
 from topw_deploy.runtime.tools import Content, Reasoning
 from topw_deploy.runtime.tools.parser import Event, ToolCall
 from topw_deploy.serve.chat import AnswerReader, BytesOf, Chat, read_chat, text_logprobs
+from topw_deploy.serve.failures import RequestError
 from topw_deploy.serve.schemas import ChatRequest, ResponsesRequest
 from topw_deploy.serve.stream import EventStream, Run, json_event, read_body, refusal_of
 
@@ -41,7 +42,8 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
     try:
         return body.as_chat()
     except ValidationError as error:
-        raise refusal_of(error) from None
+        found = refusal_of(error)
+        raise RequestError(str(found).replace("messages", "input", 1), "input", found.code) from None
 
 
 def _pieces(result: GenerationResult, chat: Chat) -> Iterator[Piece]:

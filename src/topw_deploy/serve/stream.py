@@ -94,7 +94,8 @@ def refusal_of(error: ValidationError, known: Collection[str] = ()) -> RequestEr
     known: names of the fields of a schema that allows no others.
     """
     found = error.errors(include_url=False, include_context=False, include_input=False)
-    first, message = found[0], str(found[0]["msg"])[:_LONGEST]
+    first = next((each for each in found if each["type"] == "too_short"), found[0])
+    message = str(first["msg"])[:_LONGEST]
     if first["type"] == "json_invalid":
         return RequestError(f"the body is not valid JSON: {message}.", code="invalid_json")
     if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:

@@ -198,7 +198,7 @@ def _setting_details(summary: SettingSummary, most_tokens: int) -> Iterator[str]
     if summary.agreed < whole.steps:
         yield (
             f"At {whole.steps - summary.agreed} of {whole.steps} steps the graph reported a different kept set: "
-            "the last bits of the logits differ, at a near-tie."
+            "its logits, of single steps, are rounded differently."
         )
     yield ""
     ranges = summary.ranges if len(summary.ranges) > 1 else ()
