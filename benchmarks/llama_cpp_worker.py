@@ -72,7 +72,8 @@ def write_gguf(weights: str, config: dict[str, Any], target: str, tokenizer: dic
     writer.add_head_count_kv(kv_heads)
     writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", 1e-6))
     writer.add_rope_dimension_count(config["hidden_size"] // heads)
-    writer.add_rope_freq_base(10000.0)
+    rotary = config.get("rope_parameters") or config
+    writer.add_rope_freq_base(rotary.get("rope_theta", 10000.0))
     writer.add_vocab_size(config["vocab_size"])
     if tokenizer is None:
         writer.add_tokenizer_model("no_vocab")  # token ids in, logits out

@@ -227,7 +227,7 @@ def test_the_commands_of_a_conversation_change_it(invoke: Invoke, random_model: 
 
 
 def test_a_command_that_fails_leaves_the_conversation(invoke: Invoke, random_model: Path) -> None:
-    typed = ("/again", "/etc/x", "one", "/set top_k 5", "/set top_p 0.9", "/again", "/set top_p", "/set top_k", "/again")
+    typed = ("/again", "/etc/x", "one", "/set top_k 5", "/set top_p 1", "/again", "/set top_p", "/set top_k", "/again")
     result = invoke("chat", random_model, "--seed", 4, "--max-new-tokens", 3, stdin="\n".join(typed))
     first, second = result.stdout.splitlines()
     assert first == second

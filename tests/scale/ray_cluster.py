@@ -35,11 +35,19 @@ SYSTEM = "import collections\nimport functools\n" * 10  # longer than `prefix_ch
 REQUESTS, TOKENS = 24, 200
 ROWS = 4
 SEPARATOR = "\0"
-STREAMED = "class Stream"
-DRAIN = 240  # seconds; more than the streams take on a busy machine
-STREAMS, SAMPLES, LONG = 3, 24, 400  # streams that run for longer than the autoscaler takes to remove a replica
-# Seconds and milliseconds between reports to the autoscaler and to the metrics; Ray's own are 10 s.
-INTERVALS = {"RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5", "RAY_metrics_report_interval_ms": "1000"}
+# Prompts of streams that run for longer than the autoscaler takes to remove a replica. They begin differently, so that
+# each replica gets one.
+STREAMED = ("class Stream", "def stream(", "import stream")
+SAMPLES, LONG = 48, 400
+COMPARED = 8  # samples
+DRAIN = 480  # seconds; more than the streams take on a busy machine
+# Seconds and milliseconds between reports to the autoscaler and to the metrics, where Ray's own are 10 s. And the
+# niceness of replicas, 15 in Ray, at which other tests would leave them no time.
+SETTINGS = {
+    "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
+    "RAY_metrics_report_interval_ms": "1000",
+    "RAY_worker_niceness": "0",
+}
 SOON = {"upscale_delay_s": 1, "downscale_delay_s": 3, "look_back_period_s": 1}
 # One client, because making one costs tens of milliseconds. No connection is used twice, so none is found closed.
 CLIENT = httpx2.Client(timeout=120, limits=httpx2.Limits(max_keepalive_connections=0))
@@ -97,7 +105,7 @@ class Cluster:
         self._start(self._binaries / "serve", "run", f"--address={self._address}", str(written))
 
     def _start(self, *words: object) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "RAY_DEDUP_LOGS": "0", **INTERVALS}
+        environment = {**os.environ, "RAY_DEDUP_LOGS": "0", **SETTINGS}
         with (self.place / "log").open("ab") as log:
             process = subprocess.Popen(
                 list(map(str, words)), stdout=log, stderr=log, start_new_session=True, env=environment
@@ -217,7 +225,7 @@ def main() -> None:
             model.generate(f"def f{index}(", seed=index, max_new_tokens=TOKENS, ignore_eos=True, **HOT).text
             for index in range(REQUESTS)
         ]
-        samples = draw_samples(model)
+        samples = [draw_samples(model, prompt) for prompt in STREAMED]
     cluster = Cluster(binaries, folder)
     seen: dict[str, Any] = {}
     try:
@@ -255,11 +263,11 @@ def main() -> None:
     sys.stdout.write(json.dumps(seen) + "\n")
 
 
-def draw_samples(model: TopWModel) -> list[str]:
-    """The texts of a stream, by an engine with as many rows as a replica."""
-    options = {"num_return_sequences": SAMPLES, "max_new_tokens": LONG, "ignore_eos": True, "seed": 1, **HOT}
+def draw_samples(model: TopWModel, prompt: str) -> list[str]:
+    """The first texts of a stream, by an engine with as many rows as a replica."""
+    options = {"num_return_sequences": COMPARED, "max_new_tokens": LONG, "ignore_eos": True, "seed": 1, **HOT}
     with Engine(model, max_batch=ROWS) as engine:
-        return [each.text for each in engine.submit(STREAMED, **options).result()]
+        return [each.text for each in engine.submit(prompt, **options).result()]
 
 
 def compare_outcomes(outcomes: Iterator[tuple[str, str] | None], wanted: list[str]) -> list[tuple[str, str | bool]]:
@@ -268,10 +276,10 @@ def compare_outcomes(outcomes: Iterator[tuple[str, str] | None], wanted: list[st
     return [(kind, text == wanted[index] if kind == "text" else text) for index, (kind, text) in found]
 
 
-def scale_replicas(cluster: Cluster, wanted: list[str], samples: list[str]) -> dict[str, Any]:
+def scale_replicas(cluster: Cluster, wanted: list[str], samples: list[list[str]]) -> dict[str, Any]:
     """Let the autoscaler remove an idle replica, add one under a burst, and remove one that streams.
 
-    wanted, samples: the answers to the burst's requests, and to every stream.
+    wanted, samples: the answers to the burst's requests, and the first samples of each stream.
     Returns the outcomes of the burst; of each stream its kind, the share of samples that are the wanted ones, its
     replica's process id, and whether it ended after the autoscaler had begun to remove a replica; and the process ids
     of the removed replica.
@@ -286,16 +294,16 @@ def scale_replicas(cluster: Cluster, wanted: list[str], samples: list[str]) -> d
             kind, text = ask(cluster.url, body(f"def f{index}(", index))
             outcomes.append((kind, text == wanted[index] if kind == "text" else text))
 
-    streams: list[tuple[str, str | float, float]] = [("lost", "no answer", 0.0)] * STREAMS
-    given = {**body(STREAMED, 1, stream=True, tokens=LONG), "n": SAMPLES}
+    streams: list[tuple[str, str | float, float]] = [("lost", "no answer", 0.0)] * len(STREAMED)
 
     def follow(index: int) -> None:
+        given = {**body(STREAMED[index], 1, stream=True, tokens=LONG), "n": SAMPLES}
         kind, text = ask(cluster.url, given, name=f"stream-{index}-")
-        same = [one == other for one, other in zip(text.split(SEPARATOR), samples, strict=kind == "text")]
-        streams[index] = kind, sum(same) / SAMPLES if kind == "text" else text, time.monotonic()
+        same = [one == other for one, other in zip(text.split(SEPARATOR), samples[index], strict=False)]
+        streams[index] = kind, sum(same) / COMPARED if kind == "text" else text, time.monotonic()
 
     burst = [threading.Thread(target=call, args=(index,)) for index in range(4 * ROWS)]
-    followers = [threading.Thread(target=follow, args=(index,)) for index in range(STREAMS)]
+    followers = [threading.Thread(target=follow, args=(index,)) for index in range(len(STREAMED))]
     for thread in burst:
         thread.start()
     until(lambda: len(cluster.replicas()) == 2, "a second replica")
@@ -309,7 +317,7 @@ def scale_replicas(cluster: Cluster, wanted: list[str], samples: list[str]) -> d
     removed = time.monotonic()
     for thread in followers:
         thread.join()
-    until(lambda: len(cluster.replicas()) == 1, "the end of the removed replica")
+    until(lambda: len(cluster.replicas()) == 1, "the end of the removed replica", DRAIN)
     found = []
     for index, (kind, value, ended) in enumerate(streams):
         line = re.compile(rf'pid=(\d+).*"event".*stream-{index}-')

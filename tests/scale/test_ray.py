@@ -27,7 +27,7 @@ def seen(demo_export: Path) -> dict[str, Any]:
         skip_or_fail(f"Ray is not in {PROGRAMS}; `make ray` makes the environment")
     paths = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
     command = [sys.executable, str(Path(__file__).with_name("ray_cluster.py")), str(PROGRAMS), str(demo_export)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=840)
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-5000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -86,4 +86,4 @@ def test_a_removed_replica_ends_its_streams(seen: dict[str, Any]) -> None:
     streams = seen["scaled"]["streams"]
     assert all(kind == "text" and share >= 0.8 for kind, share, _, _ in streams), streams
     drained = [later for _, _, process, later in streams if process in seen["scaled"]["removed"]]
-    assert any(drained), "no stream ran on the removed replica when its removal began"
+    assert any(drained), streams

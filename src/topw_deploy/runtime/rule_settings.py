@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -133,10 +134,7 @@ def split_pair(text: str) -> tuple[str, str | None]:
 def parse_value(name: str, text: str) -> Any:
     """Convert `text` to a number if it is one, and check it as the parameter `name`."""
     value: Any = text.replace("-", "_") if name == "rule" else text
-    for kind in (int, float):
-        try:
+    for kind in (float, int):
+        with contextlib.suppress(ValueError):
             value = kind(text)
-            break
-        except ValueError:
-            continue
     return PARAMETERS[name].read(name, value)
