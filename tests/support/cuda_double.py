@@ -33,12 +33,13 @@ Work = Callable[[], None]
 
 @dataclass
 class Stream:
-    """queue: pending work. captured: the work of the current capture, if there is one."""
+    """queue: pending work. captured: the work of the current capture, if there is one. thread: that began it."""
 
     handle: int
     queue: list[Work] = field(default_factory=list)
     captured: list[Work] | None = None
     spoiled: bool = False
+    thread: int = 0
 
     def put(self, work: Work) -> None:
         (self.queue if self.captured is None else self.captured).append(work)
@@ -187,7 +188,7 @@ class Gpu:
         if stream.captured is not None:
             return (_INVALID,)
         assert mode == 1, "capturing must not forbid other threads to allocate"
-        stream.captured, stream.spoiled = [], False
+        stream.captured, stream.spoiled, stream.thread = [], False, threading.get_ident()
         return (_OK,)
 
     def cudaStreamEndCapture(self, stream: Stream) -> tuple[int, int | None]:
@@ -235,7 +236,9 @@ class Gpu:
         return (_OK,)
 
     def _spoils_a_capture(self) -> bool:
-        capturing = [stream for stream in self.streams.values() if stream.captured is not None]
+        own = threading.get_ident()  # captures of other threads are not disturbed, see cudaStreamBeginCapture
+        streams = list(self.streams.values())
+        capturing = [stream for stream in streams if stream.captured is not None and stream.thread == own]
         for stream in capturing:
             stream.spoiled = True
         return bool(capturing)
