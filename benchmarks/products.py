@@ -1,6 +1,6 @@
 """Time of one product with 4- or 8-bit weights: the native operator against onnxruntime's MatMulNBits.
 
-    python -m benchmarks.products [--rounds 15] [--threads 1] [--rows 1 2 4 8 16]
+    python -m benchmarks.products [--rounds 15] [--threads 1] [--rows 1 2 4 8 16] [--set avx2]
 
 All sides in turn; inputs and outputs are bound once. Figures: docs/guide/native.md.
 """
@@ -61,7 +61,7 @@ def product_session(shape: Shape, *, native: bool) -> ort.InferenceSession:
 
 
 def bound_run(session: ort.InferenceSession, x: np.ndarray, outputs: int) -> partial[None]:
-    """A run on x, float32 [1, rows, inputs]."""
+    """A function that runs the session on x, float32 [1, rows, inputs]."""
     binding = session.io_binding()
     binding.bind_cpu_input("x", x)
     binding.bind_ortvalue_output("y", ort.OrtValue.ortvalue_from_numpy(np.empty((*x.shape[:2], outputs), np.float32)))

@@ -51,7 +51,9 @@ def test_two_constraints_on_an_answer_are_refused(invoke: Invoke, random_model: 
 def test_a_wrong_constraint_names_its_option(
     program: Program, random_model: Path, words: tuple[str, str], message: str
 ) -> None:
-    assert program("generate", random_model, "x", *words).stderr.splitlines()[-1].startswith(f"Error: {message}")
+    done = program("generate", random_model, "x", *words)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"Error: {message}")
 
 
 def test_a_missing_file_is_named(invoke: Invoke, random_model: Path, tmp_path: Path) -> None:

@@ -35,14 +35,14 @@ SYSTEM = "import collections\nimport functools\n" * 10  # longer than `prefix_ch
 REQUESTS, TOKENS = 24, 200
 ROWS = 4
 SEPARATOR = "\0"
-# Prompts of streams that run for longer than the autoscaler takes to remove a replica. They begin differently, so that
-# each replica gets one.
+# The streams last longer than the autoscaler takes to remove a replica. Their prompts begin differently, so that each
+# replica gets at least one.
 STREAMED = ("class Stream", "def stream(", "import stream")
 SAMPLES, LONG = 48, 400
 COMPARED = 8  # samples
 DRAIN = 480  # seconds; more than the streams take on a busy machine
-# Seconds and milliseconds between reports to the autoscaler and to the metrics, where Ray's own are 10 s. And the
-# niceness of replicas, 15 in Ray, at which other tests would leave them no time.
+# Reports to the autoscaler and to the metrics come every second, not every 10. Replicas have the niceness of other
+# processes: at Ray's own, 15, other tests would starve them.
 SETTINGS = {
     "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
     "RAY_metrics_report_interval_ms": "1000",

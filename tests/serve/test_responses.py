@@ -140,6 +140,7 @@ def test_an_answer_matches_the_schema_of_its_format(client: TestClient) -> None:
         ({"tools": [{"type": "web_search", "name": "x"}]}, "tools.0.type"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input.0.call_id"),
         ({"temperature": -1}, "temperature"),
+        ({"input": []}, "input"),
     ],
 )
 def test_a_wrong_field_is_refused_by_name(client: TestClient, fields: Any, param: str) -> None:

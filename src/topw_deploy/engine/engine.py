@@ -135,8 +135,8 @@ class Engine:
         vocab_size = model.manifest.sampler.vocab_size
         new_logits = None if spec is None else partial(LogitsBuffer, spec, vocab=vocab_size)
         self._batch = Batch(session, decoder, slots, length, new_logits)
-        # GroupQueryAttention rounds a single new token differently from several, so at least two end a prompt. But
-        # states of fixed size must absorb each token exactly once.
+        # GroupQueryAttention rounds a run of one token differently from longer runs, so a prompt's last two tokens are
+        # read in one run. States of fixed size, which must absorb each token exactly once, allow no second reading.
         self._read_anyway = 1 if decoder.recurs else 2
         self._scheduler: Scheduler[EngineSequence] = Scheduler(
             slots,
