@@ -33,7 +33,7 @@ Work = Callable[[], None]
 
 @dataclass
 class Stream:
-    """queue: pending work. captured: the work of the current capture, if there is one. thread: the one that began it."""
+    """queue: pending work. captured: the work of the current capture, if any. thread: the one that began it."""
 
     handle: int
     queue: list[Work] = field(default_factory=list)
