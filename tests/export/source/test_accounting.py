@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Starcoder2Config
 from benchmarks.coverage.tiny_models import write_checkpoint as write_coverage_checkpoint
 from tests.export.source.composite_models import write_composite
 from tests.export.source.quantised_checkpoints import round_for_awq, round_for_gptq, write_quantised
+from tests.support.editing import edit_json, edit_tensors
 from tests.support.tiny_models import COMMON, export, make_model, write_checkpoint
 from topw_deploy.errors import SourceError, UnsupportedModelError
 from topw_deploy.export.source import checkpoint
@@ -32,18 +33,8 @@ LAYER = "model.layers.0.self_attn"
 def write(folder: Path, family: Any = "llama_untied", **extra: torch.Tensor) -> Path:
     """A checkpoint with more tensors. extra: by name."""
     make_model(family).save_pretrained(folder)
-    change(folder, lambda tensors: tensors | extra)
+    edit_tensors(folder, lambda tensors: tensors | extra)
     return folder
-
-
-def change(folder: Path, edit: Any) -> None:
-    file = folder / "model.safetensors"
-    save_file({name: value.contiguous() for name, value in edit(load_file(file)).items()}, file, {"format": "pt"})
-
-
-def configure(folder: Path, **fields: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | fields))
 
 
 def used(folder: Path, **how: Any) -> SourceTensors:
@@ -78,9 +69,18 @@ def test_a_tensor_that_nobody_reads_is_named(how: str, tmp_path: Path) -> None:
             load(tmp_path, "float32")
 
 
-def test_of_two_tensors_for_one_parameter_the_one_that_was_not_read_is_named(tmp_path: Path) -> None:
-    write(tmp_path, **{"model.model.norm.weight": torch.ones(32)})
-    with pytest.raises(SourceError, match=r"does not read model\.(model\.)?norm\.weight"):
+@pytest.mark.parametrize(
+    ("family", "name", "shape", "message"),
+    [
+        ("llama_untied", "model.model.norm.weight", (32,), r"does not read model\.(model\.)?norm\.weight"),
+        ("llama_tied", "language_model.lm_head.weight", (320, 32), r"differs from model\.embed_tokens.*tie_word_emb"),
+    ],
+)
+def test_of_two_tensors_for_one_parameter_the_one_that_was_not_read_is_named(
+    family: str, name: str, shape: tuple[int, ...], message: str, tmp_path: Path
+) -> None:
+    write(tmp_path, family, **{name: torch.ones(shape)})
+    with pytest.raises(SourceError, match=message):
         load_unread(tmp_path, "float32")
 
 
@@ -119,7 +119,7 @@ def test_a_rule_ignores_a_tensor_and_the_count_is_kept(rule: str, tmp_path: Path
 
 def test_layers_that_predict_later_tokens_need_their_number_in_the_configuration(tmp_path: Path) -> None:
     write(tmp_path, **{"model.layers.2.mlp.up_proj.weight": torch.ones(48, 32)})
-    configure(tmp_path, num_nextn_predict_layers=1)
+    edit_json(tmp_path / "config.json", num_nextn_predict_layers=1)
     (ignored,) = used(tmp_path).ignored
     assert (ignored.names, ignored.count, ignored.rule) == (
         "model.layers.*.mlp.up_proj.weight",
@@ -143,8 +143,8 @@ def test_tensors_that_published_models_have_beyond_their_configuration_are_ignor
 ) -> None:
     """transformers drops them by lists of its classes."""
     write_coverage_checkpoint(family, tmp_path)
-    configure(tmp_path, num_nextn_predict_layers=0)
-    change(tmp_path, lambda tensors: tensors | {f"model.layers.{layer}.post_mlp_layernorm.weight": torch.ones(4)})
+    edit_json(tmp_path / "config.json", num_nextn_predict_layers=0)
+    edit_tensors(tmp_path, lambda tensors: tensors | {f"model.layers.{layer}.post_mlp_layernorm.weight": torch.ones(4)})
     if rule is None:
         with pytest.raises(SourceError, match=rf"does not read model\.layers\.{layer}\..*correct the number"):
             load_unread(tmp_path, "float32")
@@ -166,11 +166,11 @@ def test_code_that_changes_its_weights_gets_them_in_memory_under_the_same_rules(
 
     monkeypatch.setattr(checkpoint, "_assemble_model", fail)
     for name, rule in (("h.0.attn.bias", None), ("transformer.h.0.attn.masked_bias", "causal mask")):
-        change(tmp_path, lambda tensors, name=name, rule=rule: tensors | {name: torch.ones(() if rule else 4)})
+        edit_tensors(tmp_path, lambda tensors, name=name, rule=rule: tensors | {name: torch.ones(() if rule else 4)})
         if rule is None:  # transformers' list for GPT-2 would ignore it
             with pytest.raises(SourceError, match=rf"does not read {name} \(F32 \[4\]\)"):
                 load_unread(tmp_path, "float32")
-            change(tmp_path, lambda tensors, name=name: {n: t for n, t in tensors.items() if n != name})
+            edit_tensors(tmp_path, lambda tensors, name=name: {n: t for n, t in tensors.items() if n != name})
         else:
             _, notices, found = load_unread(tmp_path, "float32")
             assert any("weights were changed" in notice for notice in notices)
@@ -184,41 +184,33 @@ def test_the_first_layers_ignore_those_that_were_cut_off(tmp_path: Path) -> None
 
 def test_a_stored_copy_of_a_tied_table_is_merged_and_another_head_is_used(tmp_path: Path) -> None:
     write(tmp_path, "llama_tied")
-    change(tmp_path, lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
+    edit_tensors(tmp_path, lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
     assert used(tmp_path).merged == 1
-    change(tmp_path, lambda tensors: tensors | {"lm_head.weight": tensors["lm_head.weight"] + 1})
+    edit_tensors(tmp_path, lambda tensors: tensors | {"lm_head.weight": tensors["lm_head.weight"] + 1})
     model, _, found = load_unread(tmp_path, "float32")
     assert found.merged == 0
     head = model.get_output_embeddings().weight.values()  # type: ignore[union-attr]
     assert torch.equal(head, load_file(tmp_path / "model.safetensors")["lm_head.weight"])
 
 
-def test_a_different_head_under_a_name_that_is_not_loaded_is_an_error(tmp_path: Path) -> None:
-    write(tmp_path, "llama_tied", **{"language_model.lm_head.weight": torch.ones(320, 32)})
-    with pytest.raises(SourceError, match=r"differs from model\.embed_tokens\.weight.*tie_word_embeddings"):
-        load_unread(tmp_path, "float32")
-
-
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
 def test_codes_whose_scales_nobody_stated_are_named(dtype: torch.dtype, tmp_path: Path) -> None:
     name = f"{LAYER}.q_proj.weight"
     write(tmp_path)
-    change(tmp_path, lambda tensors: tensors | {name: tensors[name].to(dtype)})
+    edit_tensors(tmp_path, lambda tensors: tensors | {name: tensors[name].to(dtype)})
     with pytest.raises(SourceError, match=rf"stores {name} as .*states no scales"):
         load_unread(tmp_path, "float32")
 
 
 def test_modelopts_own_file_states_the_quantisation(tmp_path: Path) -> None:
     layers = write_quantised(tmp_path, "modelopt")
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["quantization_config"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    edit_json(tmp_path / "config.json", lambda config: config.pop("quantization_config"))
     with pytest.raises(SourceError, match="quantization_config"):
         load_unread(tmp_path, "float32")
     stated = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(stated))
     name = f"{LAYER}.q_proj.weight"
-    change(tmp_path, lambda tensors: tensors | {f"{LAYER}.q_proj.input_scale": torch.ones(())})
+    edit_tensors(tmp_path, lambda tensors: tensors | {f"{LAYER}.q_proj.input_scale": torch.ones(())})
     model, notices, found = load_unread(tmp_path, "float32")
     assert np.array_equal(model.get_parameter(name).values().numpy(), layers[name].weight)  # type: ignore[operator]
     assert found.merged == 2 * len(layers)
@@ -244,7 +236,7 @@ def test_scales_of_awq_divide_the_activation(tmp_path: Path) -> None:
         layer.mlp.c_proj.weight.data = torch.from_numpy(packed.weight) / scales.float()  # the same product
     save_file({name: value.contiguous() for name, value in tensors.items()}, tmp_path / "model.safetensors")
     settings_ = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}
-    configure(tmp_path, quantization_config=settings_)
+    edit_json(tmp_path / "config.json", quantization_config=settings_)
     found = load_reference(tmp_path, "float32")
     torch.testing.assert_close(logits(found), logits(model), rtol=0, atol=1e-4 * float(logits(model).abs().max()))
     assert used(tmp_path).ignored == ()
@@ -255,7 +247,7 @@ def test_bits_that_no_setting_states_are_named(tmp_path: Path) -> None:
     weight = make_model("llama_untied").model.layers[0].mlp.down_proj.weight
     eight = round_for_gptq(weight.detach().numpy(), 8, symmetric=True)
     stem = "model.layers.0.mlp.down_proj"
-    change(tmp_path, lambda tensors: tensors | {f"{stem}{end}": value for end, value in eight.tensors.items()})
+    edit_tensors(tmp_path, lambda tensors: tensors | {f"{stem}{end}": value for end, value in eight.tensors.items()})
     with pytest.raises(SourceError, match=rf"{stem}.weight has the shape \[32, 96\].*correct the configuration"):
         load_reference(tmp_path, "float32")
 
@@ -273,18 +265,10 @@ def test_missing_weights_are_named_with_the_codes_that_are_stored_instead(name: 
 
 def test_a_shape_that_the_configuration_does_not_give_is_named(tmp_path: Path) -> None:
     write(tmp_path)
-    configure(tmp_path, vocab_size=400)
+    edit_json(tmp_path / "config.json", vocab_size=400)
     for load in (load_unread, load_reference):
         with pytest.raises(SourceError, match=r"lm_head.weight has the shape \[320, 32\].*makes it \[400, 32\]"):
             load(tmp_path, "float32")
-
-
-@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
-def test_a_type_that_is_no_type_is_named_not_the_architecture(name: str, tmp_path: Path) -> None:
-    write(tmp_path)
-    configure(tmp_path, **{"dtype": None, name: "auto"})
-    with pytest.raises(SourceError, match=rf"states {name} 'auto', which is no type.*--dtype"):
-        load_unread(tmp_path, "float32")
 
 
 @pytest.mark.parametrize(
@@ -292,11 +276,13 @@ def test_a_type_that_is_no_type_is_named_not_the_architecture(name: str, tmp_pat
     [
         ({"rope_parameters": {"rope_type": "magic", "rope_theta": 1e4}}, "does not know .*: 'magic'"),
         ({"hidden_act": "magic"}, r"\(transformers does not know this value of config.json: 'magic'\)"),
+        ({"dtype": "auto"}, r"states dtype 'auto', which is no type.*--dtype"),
+        ({"dtype": None, "torch_dtype": "auto"}, r"states torch_dtype 'auto', which is no type.*--dtype"),
     ],
 )
 def test_a_setting_that_transformers_cannot_use_is_named(wrong: dict[str, Any], words: str, tmp_path: Path) -> None:
     write(tmp_path)
-    configure(tmp_path, **wrong)
+    edit_json(tmp_path / "config.json", **wrong)
     with pytest.raises(SourceError, match=words):
         load_unread(tmp_path, "float32")
 
@@ -313,7 +299,7 @@ def test_a_setting_that_transformers_cannot_use_is_named(wrong: dict[str, Any], 
 )
 def test_a_class_that_is_not_exported_is_noted(settings_: dict[str, Any], words: str | None, tmp_path: Path) -> None:
     write(tmp_path)
-    configure(tmp_path, **settings_)
+    edit_json(tmp_path / "config.json", **settings_)
     notices = load_unread(tmp_path, "float32")[1]
     assert len(notices) == (words is not None)
     assert words is None or re.search(words, notices[0])
@@ -339,7 +325,7 @@ def test_stacked_experts_are_merged(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_manifest_records_what_became_of_the_tensors(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", "llama_untied")
-    change(tmp_path / "model", lambda tensors: tensors | {"model.rotary_emb.inv_freq": torch.ones(8)})
+    edit_tensors(tmp_path / "model", lambda tensors: tensors | {"model.rotary_emb.inv_freq": torch.ones(8)})
     export(tmp_path / "model", tmp_path / "out")
     found = load_decoder_manifest(tmp_path / "out").source_tensors
     assert found is not None
@@ -385,7 +371,7 @@ def test_every_tensor_of_a_random_checkpoint_is_accounted_for_or_named(
     stale = ""
     if renamed:  # under its old name, a tensor is missing; beside it, a copy that nobody reads
         stale = data.draw(st.sampled_from(sorted(set(load_file(folder / "model.safetensors")) - set(added)))) + "_old"
-        change(folder, lambda tensors: tensors | {stale: tensors[stale.removesuffix("_old")].clone()})
+        edit_tensors(folder, lambda tensors: tensors | {stale: tensors[stale.removesuffix("_old")].clone()})
     refused = sorted([name for name, (_, fine) in added.items() if not fine] + [stale] * renamed)
     if refused:
         with pytest.raises(SourceError) as error:
@@ -437,10 +423,10 @@ def test_a_changed_checkpoint_is_read_as_by_transformers_or_refused_by_name(
     names, (what, value) = sorted(stored_tensors(folder)), change_
     if what in ALTERATIONS:
         name = names[value % len(names)]
-        change(folder, ALTERATIONS[what](name))
+        edit_tensors(folder, ALTERATIONS[what](name))
         named = {name, name.partition(".experts.")[0] + ".experts.", *(["lm_head.weight"] * ("embed" in name))}
     else:
-        configure(folder, **{what: value})
+        edit_json(folder / "config.json", **{what: value})
         named = {"config.json", *names, "_proj.bias", "lm_head.weight"}
     try:
         model, *_ = load_unread(folder, "float32")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from tests.support.editing import edit_json
 from tests.support.tiny_models import VOCAB, export, write_checkpoint
 from tests.support.tiny_models import write_tokenizer as write_tiny_tokenizer
 from topw_deploy.errors import TokenizerError
@@ -34,33 +34,28 @@ def folder(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "model", "llama_tied")
 
 
-def state(folder: Path, name: str, **changes: object) -> None:
-    path = folder / name
-    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | changes))
+def first_free(folder: Path) -> int:
+    """The id after the vocabulary's."""
+    return 1 + max(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab().values())
 
 
 def in_decoder(**flags: bool) -> Callable[[Path], None]:
     def prepare(folder: Path) -> None:
-        stated = {name: token.content for name, token in enumerate_added(folder).items()}
-        first = 1 + max(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab().values())
-        added = {str(number): {**FLAGS, "content": text} for number, text in stated.items()}
+        first, stated = first_free(folder), tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        added = {str(n): {**FLAGS, "content": token.content} for n, token in stated.get_added_tokens_decoder().items()}
         added |= {str(first + place): {**FLAGS, **flags, "content": f"<|{c}|>"} for place, c in enumerate("ab")}
-        state(folder, "tokenizer_config.json", added_tokens_decoder=added)
+        edit_json(folder / "tokenizer_config.json", added_tokens_decoder=added)
 
     return prepare
 
 
-def enumerate_added(folder: Path) -> dict[int, Any]:
-    return dict(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).get_added_tokens_decoder())
-
-
 def in_added_tokens_json(folder: Path) -> None:
-    first = 1 + max(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab().values())
-    state(folder, "added_tokens.json", **{"<|a|>": first, "<|b|>": first + 1})
+    first = first_free(folder)
+    edit_json(folder / "added_tokens.json", **{"<|a|>": first, "<|b|>": first + 1})
 
 
 def in_settings(**settings: object) -> Callable[[Path], None]:
-    return lambda folder: state(folder, "tokenizer_config.json", **settings)
+    return lambda folder: edit_json(folder / "tokenizer_config.json", **settings)
 
 
 @pytest.mark.long
@@ -80,7 +75,7 @@ def in_settings(**settings: object) -> Callable[[Path], None]:
         in_settings(additional_special_tokens=[{"__type": "AddedToken", **FLAGS, "content": "<|a|>", "lstrip": True}]),
         in_settings(eos_token="<|b|>"),
         in_settings(eos_token={"__type": "AddedToken", **FLAGS, "content": "<|b|>", "rstrip": True}),
-        lambda folder: state(folder, "special_tokens_map.json", eos_token="<|b|>"),
+        lambda folder: edit_json(folder / "special_tokens_map.json", eos_token="<|b|>"),
     ],
 )
 def test_every_stated_added_token_is_encoded_and_decoded_as_by_transformers(
@@ -109,8 +104,7 @@ def test_every_stated_added_token_is_encoded_and_decoded_as_by_transformers(
 def test_a_tokenizer_that_tokenizer_json_cannot_express_is_refused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = AutoTokenizer.from_pretrained(folder)
-    kind = type(loaded)
+    kind = type(AutoTokenizer.from_pretrained(folder))
     monkeypatch.setattr(kind, "decode", lambda self, ids, **_settings: "other text")
     (tmp_path / "out").mkdir()
     with pytest.raises(TokenizerError, match=r"cannot express .*'other text'.*--tokenizer"):
@@ -129,11 +123,11 @@ def test_a_tokenizer_that_transformers_cannot_load_is_copied_with_a_note(
 
 def in_list(folder: Path) -> None:
     named = [{"name": "default", "template": DEFAULT}, {"name": "tool_use", "template": TOOL_USE}]
-    state(folder, "tokenizer_config.json", chat_template=named)
+    edit_json(folder / "tokenizer_config.json", chat_template=named)
 
 
 def in_files(folder: Path) -> None:
-    state(folder, "tokenizer_config.json", chat_template="{{ 'not read' }}")
+    edit_json(folder / "tokenizer_config.json", chat_template="{{ 'not read' }}")
     (folder / "chat_template.jinja").write_text(DEFAULT)
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text(TOOL_USE)
@@ -161,7 +155,7 @@ def test_a_template_for_tools_needs_no_default_in_a_file(
 ) -> None:
     in_files(folder)
     (folder / "chat_template.jinja").unlink()
-    state(folder, "tokenizer_config.json", chat_template=stated)
+    edit_json(folder / "tokenizer_config.json", chat_template=stated)
     report = export(folder, tmp_path / "out")
     assert sum("rendered as" in notice and "transformers as '(refused)'" in notice for notice in report.notices) == 1
     expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(MESSAGES, tools=TOOLS, tokenize=False)
@@ -171,7 +165,7 @@ def test_a_template_for_tools_needs_no_default_in_a_file(
 
 
 def test_the_template_of_a_processor_is_used_with_a_note(folder: Path, tmp_path: Path) -> None:
-    state(folder, "chat_template.json", chat_template=DEFAULT)
+    edit_json(folder / "chat_template.json", chat_template=DEFAULT)
     report = export(folder, tmp_path / "out")
     assert "the chat template is that of chat_template.json" in report.notices
     with TopWModel.from_pretrained(tmp_path / "out") as model:
@@ -181,7 +175,7 @@ def test_the_template_of_a_processor_is_used_with_a_note(folder: Path, tmp_path:
 def test_a_chat_that_is_rendered_differently_is_noted(folder: Path, tmp_path: Path) -> None:
     """A variable that only transformers passes."""
     (folder / "chat_template.jinja").write_text("{{ messages[0].content.title() }}{{ [1, 2] | sum if tools else '' }}")
-    state(folder, "tokenizer_config.json", sep_token="<s>", model_specific_special_tokens={"image_token": "<s>"})
+    edit_json(folder / "tokenizer_config.json", sep_token="<s>", model_specific_special_tokens={"image_token": "<s>"})
     (folder / "chat_template.jinja").write_text("{{ image_token if image_token is defined else 'none' }}")
     report = export(folder, tmp_path / "out")
     assert sum("is rendered as 'none', but by transformers as '<s>'" in notice for notice in report.notices) == 2
@@ -194,7 +188,7 @@ def test_a_difference_names_the_text(folder: Path) -> None:
 
 
 def test_tokens_that_the_models_table_lacks_are_noted(folder: Path, tmp_path: Path) -> None:
-    state(folder, "tokenizer_config.json", extra_special_tokens=[f"<|{number}|>" for number in range(50)])
+    edit_json(folder / "tokenizer_config.json", extra_special_tokens=[f"<|{number}|>" for number in range(50)])
     assert len(AutoTokenizer.from_pretrained(folder)) == VOCAB + 10
     report = export(folder, tmp_path / "out")
     (notice,) = (notice for notice in report.notices if "table" in notice)
@@ -204,7 +198,7 @@ def test_tokens_that_the_models_table_lacks_are_noted(folder: Path, tmp_path: Pa
 def test_a_class_that_needs_tokens_which_the_file_lacks_is_replaced_by_the_general_one(
     folder: Path, tmp_path: Path
 ) -> None:
-    state(folder, "tokenizer_config.json", tokenizer_class="GemmaTokenizerFast")
+    edit_json(folder / "tokenizer_config.json", tokenizer_class="GemmaTokenizerFast")
     with pytest.raises(Exception, match="Unk token"):
         AutoTokenizer.from_pretrained(folder)("x é")
     (tmp_path / "out").mkdir()
@@ -241,9 +235,9 @@ def test_tokens_of_random_files_are_those_of_transformers_or_refused(
 ) -> None:
     folder, output = tmp_path_factory.mktemp("tokens"), tmp_path_factory.mktemp("out")
     write_tiny_tokenizer(folder)
-    end = 1 + max(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab().values())
+    end = first_free(folder)
     added = {str(end + place): {**flags, "content": text} for place, text, flags in entries}
-    state(folder, "tokenizer_config.json", **settings_, **({"added_tokens_decoder": added} if added else {}))
+    edit_json(folder / "tokenizer_config.json", **settings_, **({"added_tokens_decoder": added} if added else {}))
     try:
         write_tokenizer(folder, output)
     except TokenizerError as error:
@@ -253,10 +247,8 @@ def test_tokens_of_random_files_are_those_of_transformers_or_refused(
     assert not refusal or "cannot express" in refusal
     if refusal:
         return
-    expected, written = (
-        AutoTokenizer.from_pretrained(folder),
-        tokenizers.Tokenizer.from_file(str(output / "tokenizer.json")),
-    )
+    expected = AutoTokenizer.from_pretrained(folder)
+    written = tokenizers.Tokenizer.from_file(str(output / "tokenizer.json"))
     for text in (*TEXTS, "user y é <s>"):
         ids = expected(text)["input_ids"]
         assert written.encode(text).ids == ids

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from tests.export.source.composite_models import CONFIGS
+from tests.support.editing import edit_json
 from tests.support.tiny_models import export, write_checkpoint
 from topw_deploy.errors import ParameterError, SourceError
 from topw_deploy.export.source.configuration import read_generation_settings, write_configuration
@@ -32,10 +33,6 @@ from topw_deploy.runtime import TopWModel
 
 def read(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text("utf-8")))
-
-
-def edit(path: Path, **changes: object) -> None:
-    path.write_text(json.dumps((read(path) if path.exists() else {}) | changes), "utf-8")
 
 
 def written(folder: Path, output: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -96,7 +93,7 @@ def test_ids_are_found_in_parts_of_other_names(config: dict[str, Any], tmp_path:
 
 
 def settings_of(folder: Path, generation: object, **config: object) -> Any:
-    edit(folder / "config.json", model_type="llama", vocab_size=300, **config)
+    edit_json(folder / "config.json", model_type="llama", vocab_size=300, **config)
     (folder / "generation_config.json").write_text(json.dumps(generation))
     return read_generation_settings(Source("model", "local", folder, folder))
 
@@ -161,7 +158,7 @@ def test_a_model_whose_texts_no_token_ends_is_noted(stated: dict[str, Any], tmp_
 
 def test_wrong_settings_are_refused_before_the_model_is_read(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model", "llama_tied")
-    edit(folder / "generation_config.json", temperature="warm")
+    edit_json(folder / "generation_config.json", temperature="warm")
     (folder / "model.safetensors").write_bytes(b"not read")
     with pytest.raises(ParameterError, match=r"generation_config\.json: temperature is 'warm'"):
         export(folder, tmp_path / "out")

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.export.source.quantised_checkpoints import (
     write_gpt_oss,
     write_quantised,
 )
+from tests.support.editing import edit_json, edit_tensors
 from tests.support.samples import slow
 from tests.support.tiny_models import export, make_model
 from topw_deploy.errors import ParameterError, SourceError, UnsupportedModelError
@@ -68,8 +70,7 @@ def test_experts_stored_one_by_one_are_decoded_before_they_are_merged(tmp_path: 
     assert len(changed) == 2 * 2 * 4 * 3  # values and scales, layers, experts, projections
     save_file(tensors, plain / "model.safetensors")
     save_file(tensors | changed, stored / "model.safetensors")
-    config = json.loads((stored / "config.json").read_text()) | {"quantization_config": KINDS["fp8 blocks"].settings}
-    (stored / "config.json").write_text(json.dumps(config))
+    edit_json(stored / "config.json", quantization_config=KINDS["fp8 blocks"].settings)
     expected, (found, notices, _) = load_reference(plain, "float32"), load_unread(stored, "float32")
     assert notices == []
     for name, weight in found.named_parameters():
@@ -84,9 +85,7 @@ def test_a_composite_checkpoint_can_be_quantised_too(tmp_path: Path) -> None:
         layer = KINDS["fp8 one scale"].layer(tensors.pop(name).numpy())
         tensors |= {name + end: tensor for end, tensor in layer.tensors.items()}
     save_file(tensors, tmp_path / "model.safetensors")
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = KINDS["fp8 one scale"].settings
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    edit_json(tmp_path / "config.json", quantization_config=KINDS["fp8 one scale"].settings)
     found = load_reference(tmp_path, "float32")
     exact = dict(whole.get_decoder().named_parameters())
     different = 0
@@ -178,8 +177,7 @@ def test_experts_keep_the_checkpoints_own_codes(tmp_path: Path) -> None:
 def test_a_packed_checkpoint_can_be_exported_in_float(tmp_path: Path) -> None:
     write_quantised(tmp_path / "model", "gptq")
     export(tmp_path / "model", tmp_path / "out")
-    operators = {node.op_type for node in ir.load(tmp_path / "out" / "model.onnx").graph}
-    assert "MatMulNBits" not in operators
+    assert "MatMulNBits" not in {node.op_type for node in ir.load(tmp_path / "out" / "model.onnx").graph}
 
 
 @pytest.mark.long
@@ -265,6 +263,12 @@ DAMAGED: dict[str, tuple[str, str, Change | None]] = {  # kind, tensor beside th
 }
 
 
+def changed(tensors: dict[str, torch.Tensor], name: str, change: Change | None) -> dict[str, torch.Tensor]:
+    """change: None removes the tensor."""
+    others = {each: tensor for each, tensor in tensors.items() if each != name}
+    return others if change is None else others | {name: change(tensors[name])}
+
+
 def decode_all(folder: Path) -> None:
     checkpoint = QuantisedCheckpoint.of(folder)
     assert checkpoint is not None
@@ -276,12 +280,8 @@ def decode_all(folder: Path) -> None:
 def test_a_damaged_layer_is_refused_by_its_tensors_name(how: str, tmp_path: Path) -> None:
     kind, end, change = DAMAGED[how]
     write_quantised(tmp_path, kind)
-    tensors = load_file(tmp_path / "model.safetensors")
     name = (FIRST.removesuffix(".weight") if end[:1] == "." else FIRST) + end
-    whole = tensors.pop(name)
-    if change is not None:
-        tensors[name] = change(whole).contiguous()
-    save_file(tensors, tmp_path / "model.safetensors")
+    edit_tensors(tmp_path, partial(changed, name=name, change=change))
     with pytest.raises(SourceError, match=f"{re.escape(FIRST)}.*fetch it again"):
         decode_all(tmp_path)
 
@@ -290,22 +290,21 @@ def test_a_damaged_layer_is_refused_by_its_tensors_name(how: str, tmp_path: Path
 def test_damaged_mxfp4_experts_are_refused_by_name(part: str, tmp_path: Path) -> None:
     write_gpt_oss(tmp_path)
     name = f"model.layers.1.mlp.experts.down_proj_{part}"
-    tensors = load_file(tmp_path / "model.safetensors")
-    whole = tensors.pop(name)
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(SourceError, match=rf"lacks the {part} of model\.layers\.1\.mlp\.experts\.down_proj"):
-        decode_all(tmp_path)
-    save_file(tensors | {name: whole[:, :-1].contiguous()}, tmp_path / "model.safetensors")
-    with pytest.raises(SourceError, match=r"layers\.1\.mlp\.experts\.down_proj .* is damaged"):
-        decode_all(tmp_path)
+    for change, message in (
+        (lambda t: t[:, :-1], r"layers\.1\.mlp\.experts\.down_proj .* is damaged"),
+        (None, rf"lacks the {part} of model\.layers\.1\.mlp\.experts\.down_proj"),
+    ):
+        edit_tensors(tmp_path, partial(changed, name=name, change=change))
+        with pytest.raises(SourceError, match=message):
+            decode_all(tmp_path)
 
 
 def test_mxfp4_scales_that_are_no_number_are_refused(tmp_path: Path) -> None:
     write_gpt_oss(tmp_path)
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors[f"{name}_scales"][1] = 255
-    save_file(tensors, tmp_path / "model.safetensors")
+    edit_tensors(
+        tmp_path, partial(changed, name=f"{name}_scales", change=lambda t: t.index_fill(0, torch.tensor(1), 255))
+    )
     with pytest.raises(SourceError, match=f"{name} .* contain the byte 255"):
         load_reference(tmp_path, "float32")
 
@@ -329,9 +328,8 @@ def test_symmetric_zero_points_of_the_other_version_of_gptq_are_refused(stated: 
     layers = write_gptq(tmp_path, stated, bits, symmetric=True, second=other == "gptq_v2")
     with pytest.raises(SourceError, match=f'symmetric only in the other version; set "checkpoint_format": "{other}"'):
         load_unread(tmp_path, "float32")
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"]["checkpoint_format"] = other  # as the message asks
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    advised = {"checkpoint_format": other}
+    edit_json(tmp_path / "config.json", lambda config: config["quantization_config"].update(advised))
     model, notices, _ = load_unread(tmp_path, "float32")
     assert not notices
     np.testing.assert_array_equal(model.get_parameter(FIRST).values().numpy(), layers[FIRST].weight)  # type: ignore[attr-defined]
@@ -348,45 +346,40 @@ def test_zero_points_that_agree_with_the_configuration_or_are_not_symmetric_have
 @pytest.mark.parametrize("name", ["checkpoint_format", "format"])  # GPTQModel's old name and transformers' new one
 def test_both_names_of_the_version_of_gptq_are_read(name: str, tmp_path: Path) -> None:
     layers = write_quantised(tmp_path, "gptq, version 2")
-    settings = json.loads((tmp_path / "config.json").read_text())
-    del settings["quantization_config"]["checkpoint_format"]
-    settings["quantization_config"] |= {"format": "gptq", name: "gptq_v2"}
-    (tmp_path / "config.json").write_text(json.dumps(settings))
+    settings = {**KINDS["gptq"].settings, "format": "gptq", name: "gptq_v2"}
+    edit_json(tmp_path / "config.json", quantization_config=settings)
     model = load_reference(tmp_path, "float32")
     np.testing.assert_array_equal(model.get_parameter(FIRST).detach().numpy(), layers[FIRST].weight)
 
 
-def test_act_order_without_the_groups_of_inputs_is_refused(tmp_path: Path) -> None:
-    write_quantised(tmp_path, "gptq, actorder")
-    tensors = load_file(tmp_path / "model.safetensors")
-    save_file({n: value for n, value in tensors.items() if not n.endswith("g_idx")}, tmp_path / "model.safetensors")
-    with pytest.raises(SourceError, match=r"lacks the g_idx of model\.layers\.0"):
-        QuantisedCheckpoint.of(tmp_path)
+QZEROS = f"{FIRST.removesuffix('.weight')}.qzeros"
 
 
-def test_a_weight_beside_its_codes_is_refused(tmp_path: Path) -> None:
-    write_quantised(tmp_path, "gptq")
-    tensors = load_file(tmp_path / "model.safetensors")
-    save_file(tensors | {FIRST: torch.ones(64, 32)}, tmp_path / "model.safetensors")
-    with pytest.raises(SourceError, match=rf"holds {FIRST} and also .*q_proj\.qweight.*remove the one"):
+@pytest.mark.parametrize(
+    ("kind", "change", "error", "message"),
+    [
+        ("gptq, actorder", lambda tensors: {name: value for name, value in tensors.items() if "g_idx" not in name},
+         SourceError, r"lacks the g_idx of model\.layers\.0"),
+        ("gptq", lambda tensors: tensors | {FIRST: torch.ones(64, 32)},
+         SourceError, rf"holds {FIRST} and also .*q_proj\.qweight.*remove the one"),
+        ("gptq, dynamic", lambda tensors: tensors | {QZEROS: tensors[QZEROS][:, ::2]},
+         UnsupportedModelError, f"the weight {FIRST} has 2 bits, but only GPTQ of 4 and 8"),
+    ],
+)  # fmt: skip
+def test_layers_that_are_incomplete_doubled_or_of_other_bits_are_refused_by_name(
+    kind: str, change: Any, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    write_quantised(tmp_path, kind)
+    edit_tensors(tmp_path, change)
+    with pytest.raises(error, match=message):
         QuantisedCheckpoint.of(tmp_path)
 
 
 def test_a_cache_in_float8_beside_ordinary_weights_is_no_quantisation_of_weights(tmp_path: Path) -> None:
     make_model("llama_untied").save_pretrained(tmp_path)
-    settings = json.loads((tmp_path / "config.json").read_text())
-    settings["quantization_config"] = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
-    (tmp_path / "config.json").write_text(json.dumps(settings))
+    stated = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    edit_json(tmp_path / "config.json", quantization_config=stated)
     assert torch.equal(load_reference(tmp_path, "float32").lm_head.weight, make_model("llama_untied").lm_head.weight)
-
-
-def test_a_layer_of_other_bits_than_are_read_is_refused_by_name(tmp_path: Path) -> None:
-    write_quantised(tmp_path, "gptq, dynamic")
-    tensors = load_file(tmp_path / "model.safetensors")
-    name = f"{FIRST.removesuffix('.weight')}.qzeros"
-    save_file({**tensors, name: tensors[name][:, ::2].contiguous()}, tmp_path / "model.safetensors")
-    with pytest.raises(UnsupportedModelError, match=f"the weight {FIRST} has 2 bits, but only GPTQ of 4 and 8"):
-        QuantisedCheckpoint.of(tmp_path)
 
 
 COMPRESSED = {"quant_method": "compressed-tensors"}
