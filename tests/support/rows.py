@@ -170,10 +170,7 @@ def geometry_of(options: TopWOptions, table: np.ndarray) -> Geometry:
 
 def nearest_distances(geometry: Geometry, tokens: int) -> np.ndarray:
     """float32 [tokens]: lower bounds of the nearest-neighbour distances."""
-    ids = np.arange(tokens)
-    found = geometry.distances(ids, ids)
-    np.fill_diagonal(found, np.inf)
-    nearest = found.min(axis=1, initial=np.inf)
+    nearest = geometry.nearest_distances(np.arange(tokens), tokens)
     return np.where(np.isfinite(nearest), nearest * (1 - 1e-6), 0).astype(np.float32)
 
 

@@ -27,6 +27,7 @@ _BLOCK_VALUES = 1_048_576  # float64 values per block of a table: 8 MiB
 # |x|^2 + |y|^2 - 2 x.y loses digits for close pairs. Below this share of |x|^2 + |y|^2, x - y is used: every distance
 # is then within about 1e-12.
 _NEAR_SHARE = 1e-3
+_NEIGHBOURS = 2048  # tokens to which distances are computed at once
 
 
 LIKELY_TOKENS = 64
@@ -150,6 +151,19 @@ class Geometry:
     def distances(self, rows: ArrayLike, cols: ArrayLike) -> Floats:
         """Distances [n, m] between token ids [n] and [m]."""
         return self.point_distances(self.features(rows), self.features(cols))
+
+    def nearest_distances(self, ids: Ids, count: int) -> Floats:
+        """The distance of each of `ids` [n] to the nearest other of the first `count` tokens, [n].
+
+        It is infinite if there is no other.
+        """
+        points, nearest = self.features(ids), np.full(len(ids), np.inf)
+        for start in range(0, count, _NEIGHBOURS):
+            others = np.arange(start, min(start + _NEIGHBOURS, count))
+            distances = self.point_distances(points, self.features(others))
+            distances[ids[:, None] == others] = np.inf
+            np.minimum(nearest, distances.min(axis=1), out=nearest)
+        return nearest
 
     def point_distances(self, x: Floats, y: Floats) -> Floats:
         """Distances [n, m] between points `x` [n, d] and `y` [m, d] of `features`.

@@ -536,13 +536,8 @@ def pool_neighbour_bound(geometry: Geometry, logits: Sequence[Logits], top_m: in
     vocab = logits[0].shape[1]
     pools = [candidate_pool(one.astype(np.float64), top_m)[0] for batch in logits for one in batch]
     ids = np.unique(np.concatenate(pools))
-    nearest = np.full(len(ids), np.inf)
-    for start in range(0, vocab, _BLOCK):
-        others = np.arange(start, min(start + _BLOCK, vocab))
-        distances = np.where(ids[:, None] == others, np.inf, geometry.distances(ids, others))
-        np.minimum(nearest, distances.min(axis=1), out=nearest)
     bound = np.zeros(vocab, np.float32)
-    bound[ids] = nearest * (1 - _SLACK)
+    bound[ids] = geometry.nearest_distances(ids, vocab) * (1 - _SLACK)
     return bound
 
 

@@ -20,7 +20,7 @@ from topw_deploy.export.sampler import attach
 from topw_deploy.export.sampler import neighbour_bound as module
 from topw_deploy.export.sampler.neighbour_bound import neighbour_bound
 from topw_deploy.export.sampler_only import export_sampler
-from topw_deploy.export.verification.sampler import nearest_distances, stored_bound
+from topw_deploy.export.verification.sampler import stored_bound
 from topw_deploy.manifest import load_manifest
 from topw_deploy.progress import Progress
 from topw_deploy.sampling import Geometry
@@ -88,7 +88,7 @@ def test_no_bound_is_ever_above_a_distance(table: np.ndarray, metric: str, round
     if rounded:
         statistics = (np.asarray(geometry.mean, np.float32), np.asarray(geometry.inverse_std, np.float32))
         geometry = Geometry.from_embeddings(table, metric, statistics)
-    nearest = nearest_distances(geometry, np.arange(len(table)), len(table))
+    nearest = geometry.nearest_distances(np.arange(len(table)), len(table))
     assert np.isfinite(bound).all()
     assert (bound >= 0).all()
     assert (bound <= nearest).all()

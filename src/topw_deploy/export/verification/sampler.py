@@ -40,7 +40,6 @@ _LARGEST_BATCH = 32
 _POOL_VALUES = 8_000_000  # features of pool tokens in a batch; the graph holds several copies of 4 bytes each
 _TOKENS_MEASURED = 48  # whose neighbour bound is checked, against distances to all tokens
 _ANSWERS = ("kept sets", "tokens", "certificates")
-_BLOCK = 2048  # tokens to which distances are computed at once
 
 
 @dataclass
@@ -277,7 +276,7 @@ def check_bound(folder: Path, geometry: Geometry, tokens: int) -> Check:
     if bound.shape != (tokens,):
         return Check(name, False, float("inf"), 0.0, f"it has the shape {bound.shape}, not ({tokens},)")
     chosen = np.random.default_rng(0).permutation(tokens)[:_TOKENS_MEASURED]
-    nearest = nearest_distances(geometry, chosen, tokens)
+    nearest = geometry.nearest_distances(chosen, tokens)
     difference = float(np.max(bound[chosen] - nearest))
     share = np.mean(bound[chosen] / np.maximum(nearest, np.finfo(np.float32).tiny))
     detail = f"{len(chosen)} of {tokens} tokens, the bound is {share:.2%} of the distance"
@@ -289,21 +288,6 @@ def stored_bound(folder: Path) -> np.ndarray:
     model = ir.load(folder / MODEL_NAME)
     bound = sampler_node(model.graph).inputs[len(SAMPLER_INPUTS) + GEOMETRY_INPUTS.index("neighbour_bound")]
     return np.array(stored_array(constant_of(required_node_input(bound))))
-
-
-def nearest_distances(geometry: Geometry, chosen: np.ndarray, tokens: int) -> np.ndarray:
-    """The distance of each of `chosen`, ids [n], to the nearest other of the first `tokens`: float64 [n].
-
-    It is infinite if there is no other.
-    """
-    points = geometry.features(chosen)
-    nearest = np.full(len(chosen), np.inf)
-    for start in range(0, tokens, _BLOCK):
-        others = np.arange(start, min(start + _BLOCK, tokens))
-        distances = geometry.point_distances(points, geometry.features(others))
-        distances[chosen[:, None] == others] = np.inf
-        np.minimum(nearest, distances.min(axis=1), out=nearest)
-    return nearest
 
 
 RULES = (
