@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -40,7 +40,7 @@ from topw_deploy.export.quantise.choice import RoundedRows, RowFormat, rounded_b
 from topw_deploy.export.quantise.feedback import round_with_feedback
 from topw_deploy.export.quantise.rounding import BUNDLED, Quantisation
 from topw_deploy.export.source.checkpoint import load_during_calls
-from topw_deploy.export.source.text_decoder import context_length, decoder_layers
+from topw_deploy.export.source.text_decoder import context_length, decoder_layers, replaced
 from topw_deploy.export.source.tokenizer import write_tokenizer
 from topw_deploy.folders import read_bounded
 from topw_deploy.progress import Progress
@@ -204,19 +204,11 @@ def _compute(model: PreTrainedModel, rows: np.ndarray, products: _Products) -> N
             handle.remove()
 
 
-@contextlib.contextmanager
-def _looped_experts(model: PreTrainedModel) -> Iterator[None]:
+def _looped_experts(model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
     """Inside the block, each expert is a product of its own, in transformers' loop over experts."""
     name = "_experts_implementation_internal"
-    settings = {id(module.config): vars(module.config) for module in model.modules() if hasattr(module, "config")}
-    before = [(values, values[name]) for values in settings.values() if name in values]
-    for values, _ in before:
-        values[name] = "eager"
-    try:
-        yield
-    finally:
-        for values, implementation in before:
-            values[name] = implementation
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    return replaced(*((config, name, "eager") for config in configs.values() if name in vars(config)))
 
 
 class _StopForwardError(Exception):

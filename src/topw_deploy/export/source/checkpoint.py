@@ -38,6 +38,7 @@ from topw_deploy.export.source.text_decoder import (
     has_rotary_sections,
     load_config,
     parts_left_out,
+    replaced,
     rope_notices,
     silence_transformers,
     text_decoder,
@@ -261,8 +262,8 @@ def _load_model(
     composite = Composite.of(config)
     notices = [] if gguf_path(folder) is not None else unread_files_notices(folder)
     stored = quantised.tensors if quantised is not None else stored_tensors(folder)
-    used = None
-    with silence_transformers(), _recorded_unread_names() as unread_names:
+    used, unread_names = None, set[str]()
+    with silence_transformers(), _record_unread_names(unread_names):
         try:
             if composite is not None or unread or quantised is not None:
                 model, info, used = _assemble_model(stored, config, composite, settings, unread=unread)
@@ -307,24 +308,18 @@ def _load_model(
     return model.eval(), composite, notices, account(loaded, folder, type(model).__name__, notices)
 
 
-@contextlib.contextmanager
-def _recorded_unread_names() -> Iterator[set[str]]:
-    """Inside the block, record the model's names of all tensors that it does not take.
+def _record_unread_names(names: set[str]) -> contextlib.AbstractContextManager[None]:
+    """Inside the block, add to `names` the model's names of all tensors that it does not take.
 
     transformers' loading information omits those that the model's classes ignore.
     """
-    names: set[str] = set()
     adjust = PreTrainedModel._adjust_missing_and_unexpected_keys
 
     def record(model: PreTrainedModel, loading_info: Any) -> None:
         names.update(loading_info.unexpected_keys)
         adjust(model, loading_info)
 
-    PreTrainedModel._adjust_missing_and_unexpected_keys = record  # type: ignore[method-assign]
-    try:
-        yield names
-    finally:
-        PreTrainedModel._adjust_missing_and_unexpected_keys = adjust  # type: ignore[method-assign]
+    return replaced((PreTrainedModel, "_adjust_missing_and_unexpected_keys", record))
 
 
 def _match_names(

@@ -229,10 +229,37 @@ def _share_parameters(source: PreTrainedModel, target: torch.nn.Module) -> None:
         setattr(target.get_submodule(owner), leaf, found[name])
 
 
+_ABSENT = object()
+
+
 @contextlib.contextmanager
-def allow_missing_packages() -> Iterator[None]:
+def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Set attributes inside the block.
+
+    changes: (object, Python module or class, name, value). A class must have the attribute itself.
+    """
+    before = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in changes]
+    for change in changes:
+        _set(*change)
+    try:
+        yield
+    finally:
+        for change in before:
+            _set(*change)
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    """Set an attribute, or delete it. An object's is set past its own `__setattr__`, as a module of torch has one."""
+    if isinstance(owner, type):
+        setattr(owner, name, value)
+    elif value is _ABSENT:
+        vars(owner).pop(name, None)
+    else:
+        vars(owner)[name] = value
+
+
+def allow_missing_packages() -> contextlib.AbstractContextManager[None]:
     """Inside the block, an image or audio tower whose package (timm) is not installed becomes an empty module."""
-    original = vars(AutoModel)["from_config"]
     make = AutoModel.from_config
 
     def from_config(config: Any, **settings: Any) -> Any:
@@ -241,11 +268,7 @@ def allow_missing_packages() -> Iterator[None]:
         except ImportError:
             return torch.nn.Module()
 
-    AutoModel.from_config = staticmethod(from_config)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        AutoModel.from_config = original  # type: ignore[method-assign]
+    return replaced((AutoModel, "from_config", staticmethod(from_config)))
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, list[nn.Module]]:

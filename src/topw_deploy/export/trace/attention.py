@@ -21,6 +21,7 @@ from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 
 from topw_deploy.errors import UnsupportedModelError
+from topw_deploy.export.source.text_decoder import replaced
 from topw_deploy.export.trace import attention_adapters
 from topw_deploy.export.trace.attention_adapters import (
     BIASES,
@@ -36,7 +37,7 @@ from topw_deploy.export.trace.attention_adapters import (
     split_heads,
     update_cache,
 )
-from topw_deploy.export.trace.placeholders import Visible, mark_attention, replaced, untraceable
+from topw_deploy.export.trace.placeholders import Visible, mark_attention, untraceable
 
 _IMPLEMENTATION = "topw_placeholder"
 _UNNUMBERED = {"openai.Attention"}  # classes of attention without layer_idx

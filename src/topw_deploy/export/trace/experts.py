@@ -29,7 +29,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
-from topw_deploy.export.trace.placeholders import leave_placeholder, replaced
+from topw_deploy.export.source.text_decoder import replaced
+from topw_deploy.export.trace.placeholders import leave_placeholder
 
 EXPERTS_OP = "Experts"
 PRODUCT_OP = "ExpertProduct"

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from topw_deploy.export.source.text_decoder import decoder_layers
-from topw_deploy.export.trace.placeholders import PLACEHOLDER_DOMAIN, LayerNumber, leave_placeholder, replaced
+from topw_deploy.export.source.text_decoder import decoder_layers, replaced
+from topw_deploy.export.trace.placeholders import PLACEHOLDER_DOMAIN, LayerNumber, leave_placeholder
 
 INPUT, OUTPUT, LAYER = "LayerInput", "LayerOutput", "Layer"
 _NUMBERS = {"layer_idx", "layer_id"}  # attributes that hold a layer's number

@@ -24,7 +24,8 @@ from transformers import Cache, PreTrainedModel
 from transformers.activations import ACT2FN
 
 from topw_deploy.errors import UnsupportedModelError
-from topw_deploy.export.trace.placeholders import MixerPlaceholders, replaced, untraceable
+from topw_deploy.export.source.text_decoder import replaced
+from topw_deploy.export.trace.placeholders import MixerPlaceholders, untraceable
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)(?:\.|$)")
 _LARGEST_GATE = 40.0  # sums of exp(40) do not overflow float32

@@ -26,9 +26,8 @@ Recurrence(q [B, S, Hq, Dk], k [B, S, Hk, Dk], v [B, S, H, Dv], decay or none, b
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,22 +212,3 @@ class LayerNumber:
 
     def __bool__(self) -> bool:
         raise TypeError("the trace of a layer depends on its number")
-
-
-_ABSENT = object()
-
-
-@contextlib.contextmanager
-def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Set attributes inside the block. changes: (object or Python module, name, value)."""
-    before = [(vars(owner), name, vars(owner).get(name, _ABSENT)) for owner, name, _ in changes]
-    for owner, name, value in changes:
-        vars(owner)[name] = value
-    try:
-        yield
-    finally:
-        for attributes, name, value in before:
-            if value is _ABSENT:
-                attributes.pop(name, None)
-            else:
-                attributes[name] = value

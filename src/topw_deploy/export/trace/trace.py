@@ -29,6 +29,7 @@ from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.graph import LazyWeight
 from topw_deploy.export.source.checkpoint import UnreadTensor, read_part
 from topw_deploy.export.source.files import EncodedWeight, StoredTensor
+from topw_deploy.export.source.text_decoder import replaced
 from topw_deploy.export.trace.attention import marked_attention
 from topw_deploy.export.trace.experts import marked_experts
 from topw_deploy.export.trace.layers import RepeatedLayers
@@ -37,7 +38,6 @@ from topw_deploy.export.trace.placeholders import (
     PLACEHOLDER_DOMAIN,
     MixerPlaceholders,
     attention_placeholders,
-    replaced,
     untraceable,
 )
 
@@ -117,9 +117,7 @@ def weight_tensor(parameter: torch.Tensor, name: str) -> ir.TensorProtocol:
     if not isinstance(parameter, UnreadTensor):
         return tensor_adapters.TorchTensor(parameter.detach(), name=name)
 
-    def load() -> ir.TensorProtocol:
-        return tensor_adapters.TorchTensor(parameter.values(), name=name)
-
+    load = lambda: tensor_adapters.TorchTensor(parameter.values(), name=name)  # noqa: E731
     dtype, shape = tensor_adapters.from_torch_dtype(parameter.dtype), tuple(parameter.shape)
     read = None if parameter.file is None else partial(_read_part, parameter.file, parameter.dtype)
     return LazyWeight(id(parameter), dtype, shape, load, read, name)
