@@ -30,6 +30,7 @@ from topw_deploy.export.sampler.attach import (
     add_sampler_node,
     bound_of,
     install_function,
+    spec_of,
 )
 from topw_deploy.export.sampler.node import SamplerSpec
 from topw_deploy.export.source.files import NUMPY_TYPES, gguf_path, stored_tensors
@@ -146,17 +147,8 @@ def _build(
     if table is not None:
         hidden = int(table.shape[1])
         embedding = plain_gather(count, hidden, ir.tensor(table).dtype)
-    spec = SamplerSpec(  # raises for options out of range, before the work below
-        options=options.top_w,
-        vocab_size=vocab_size,
-        embedding=embedding,
-        hidden_size=hidden,
-        branches=options.branches,
-        opset=options.opset or DEFAULT_OPSET,
-        with_mass=options.with_mass,
-        with_keep_mask=options.with_keep_mask,
-        rules=options.rules,
-    )
+    # Raises for options out of range, before the work below.
+    spec = spec_of(options, vocab_size, embedding, hidden, options.opset or DEFAULT_OPSET)
     geometry = Geometry.uniform()
     if table is not None:
         progress.say(f"Computing statistics of {vocab_size} embeddings")

@@ -269,14 +269,8 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """The report in types that JSON has."""
-        return {
-            "benchmark": self.benchmark,
-            "machine": self.machine,
-            "load": self.load,
-            "settings": json.loads(json.dumps(self.settings, default=str)),
-            "runs": self.runs,
-            "absent": self.absent,
-        }
+        found = {name: getattr(self, name) for name in ("benchmark", "machine", "load", "runs", "absent")}
+        return found | {"settings": json.loads(json.dumps(self.settings, default=str))}
 
     def draw(self, path: Path) -> None:
         """Write the picture."""

@@ -11,7 +11,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from topw_deploy.dtypes import SAMPLER_OUTPUT_TYPES
 from topw_deploy.errors import UnsupportedModelError
-from topw_deploy.export.embedding import EmbeddingTable, find_embedding
+from topw_deploy.export.embedding import EmbeddingForm, EmbeddingTable, find_embedding
 from topw_deploy.export.graph import (
     Decoder,
     GraphEditor,
@@ -81,17 +81,8 @@ def attach_sampler(decoder: Decoder, wanted: ExportOptions, progress: Progress) 
     given = add_sampler_inputs(editor, rows)
     uniform = given[SAMPLER_INPUTS.index("uniform") - 1]
     logits = last_logits(graph, before_matmul=not keep_own, drawn=uniform if draws_several else None)
-    spec = SamplerSpec(
-        options=wanted.top_w,
-        vocab_size=vocab,
-        embedding=embedding.form if embedding else None,
-        hidden_size=embedding.hidden if embedding else None,
-        branches=wanted.branches,
-        opset=decoder.opset,
-        with_mass=wanted.with_mass,
-        with_keep_mask=wanted.with_keep_mask,
-        rules=wanted.rules,
-    )
+    form, hidden = (embedding.form, embedding.hidden) if embedding else (None, None)
+    spec = spec_of(wanted, vocab, form, hidden, decoder.opset)
     inputs = [logits, *(add_defaults(editor, given, logits) if keep_own else given)]
     if embedding is not None:
         geometry = Geometry.from_embeddings(EmbeddingTable(embedding, vocab), wanted.top_w.metric)
@@ -104,6 +95,16 @@ def attach_sampler(decoder: Decoder, wanted: ExportOptions, progress: Progress) 
     if not decoder.foreign:
         tidy(decoder.model, _shared_table(decoder.model.graph))
     return spec
+
+
+def spec_of(
+    wanted: SamplerOptions, vocab: int, embedding: EmbeddingForm | None, hidden: int | None, opset: int
+) -> SamplerSpec:
+    """The sampler node that the options ask for. Raises ParameterError for a value out of range."""
+    return SamplerSpec(
+        options=wanted.top_w, vocab_size=vocab, embedding=embedding, hidden_size=hidden, branches=wanted.branches,
+        opset=opset, with_mass=wanted.with_mass, with_keep_mask=wanted.with_keep_mask, rules=wanted.rules,
+    )  # fmt: skip
 
 
 def _shared_table(graph: ir.Graph) -> ir.Value | None:

@@ -55,7 +55,8 @@ def evaluation_text(folder: Path, manifest: DecoderManifest, parameters: int) ->
         return None
     start, body = encoded
     length = min(_COLUMNS, manifest.decoder.context_length, len(start) + len(body)) - len(start)
-    count = min(max(1, token_budget(parameters) // max(1, length)), len(body) // max(1, length))
+    budget = max(_SMALLEST_BUDGET, min(_LARGEST_BUDGET, _LARGEST_WORK // max(1, 2 * parameters)))
+    count = min(max(1, budget // max(1, length)), len(body) // max(1, length))
     if length + len(start) < 2 or count < 1:
         return None
     rows = np.hstack([np.tile(start, (count, 1)), body[: count * length].reshape(count, length)])
@@ -71,11 +72,6 @@ def page_ends(folder: Path, manifest: DecoderManifest, columns: int) -> list[np.
     if encoded is None:
         return []
     return first_and_last_tokens(*encoded, min(columns, manifest.decoder.context_length))
-
-
-def token_budget(parameters: int) -> int:
-    """The number of tokens to measure with a model of this many weights."""
-    return max(_SMALLEST_BUDGET, min(_LARGEST_BUDGET, _LARGEST_WORK // max(1, 2 * parameters)))
 
 
 def encode(folder: Path, manifest: Manifest, text: str) -> tuple[np.ndarray, np.ndarray] | None:

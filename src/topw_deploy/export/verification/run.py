@@ -167,8 +167,12 @@ def run_checks(task: dict[str, Any], progress: Progress) -> tuple[Verification, 
                     progress.say(line.rstrip("\n"))
             process.wait()
         finally:
-            if process.poll() is None:
-                _terminate(process)
+            if process.poll() is None:  # by a signal first: its temporary files may be as large as the model
+                process.terminate()
+                try:
+                    process.wait(_TERMINATION_SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.kill()
             process.wait()
         if answer is None:
             errors.seek(0)
@@ -183,15 +187,6 @@ def run_checks(task: dict[str, Any], progress: Progress) -> tuple[Verification, 
         after = f" after these checks had failed: {', '.join(failed)}" if failed else ""
         raise VerificationError(f"verification stopped{after}: {answer['error']}")
     return verification, answer["peak"]
-
-
-def _terminate(process: subprocess.Popen[str]) -> None:
-    """End the process by a signal, so that it removes its temporary files, which may be as large as the model."""
-    process.terminate()
-    try:
-        process.wait(_TERMINATION_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
 
 
 def start(task: str, errors: IO[str]) -> subprocess.Popen[str]:

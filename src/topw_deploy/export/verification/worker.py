@@ -104,10 +104,9 @@ def _run_checks(
     geometry = graph_geometry(folder, manifest.sampler.options, manifest.sampler.vocab_size)
     runs_here = decoder.kv_dtype in ("float", "float16")
     probe = decoder_driver(folder, decoder) if runs_here else None
-    if reference is None:
-        yield NotCompared("decoder logits", task["no_reference"])
-    elif probe is None:
-        yield NotCompared("decoder logits", f"{decoder.kv_dtype} cannot run on a CPU")
+    why_not = task["no_reference"] if reference is None else f"{decoder.kv_dtype} cannot run on a CPU"
+    if reference is None or probe is None:
+        yield NotCompared("decoder logits", why_not)
     else:
         yield from decoder_checks(probe, reference, decoder, sequences)
     logits = _sampler_logits(probe, reference, sequences)
@@ -123,10 +122,8 @@ def _run_checks(
         yield from _measure_pair_distance(folder, manifest, reference, geometry)
     if manifest.sampler.neighbour_bound:
         yield check_bound(folder, geometry, manifest.sampler.vocab_size)
-    if reference is None:
-        yield NotCompared("generation", task["no_reference"])
-    elif probe is None:
-        yield NotCompared("generation", f"{decoder.kv_dtype} cannot run on a CPU")
+    if reference is None or probe is None:
+        yield NotCompared("generation", why_not)
     else:
         yield from generation_checks(folder, manifest, reference, geometry, sequences[::-1])
 
