@@ -91,19 +91,12 @@ class Stream:
         api = cuda.api
         self._stream = cuda.call("cudaStreamCreateWithFlags", api.cudaStreamNonBlocking)
         self.handle = int(self._stream)
-        self._to_device = api.cudaMemcpyKind.cudaMemcpyHostToDevice
-        self._to_host = api.cudaMemcpyKind.cudaMemcpyDeviceToHost
-        self._on_device = api.cudaMemcpyKind.cudaMemcpyDeviceToDevice
         self._finalizer = weakref.finalize(self, api.cudaStreamDestroy, self._stream)
 
-    def copy_to_device(self, device: int, host: int, size: int) -> None:
-        self._cuda.call("cudaMemcpyAsync", device, host, size, self._to_device, self._stream)
-
-    def copy_to_host(self, host: int, device: int, size: int) -> None:
-        self._cuda.call("cudaMemcpyAsync", host, device, size, self._to_host, self._stream)
-
-    def copy_on_device(self, target: int, source: int, size: int) -> None:
-        self._cuda.call("cudaMemcpyAsync", target, source, size, self._on_device, self._stream)
+    def copy(self, target: int, source: int, size: int, places: str) -> None:
+        """Copy bytes. places: `HostToDevice`, `DeviceToHost` or `DeviceToDevice`."""
+        kind = getattr(self._cuda.api.cudaMemcpyKind, f"cudaMemcpy{places}")
+        self._cuda.call("cudaMemcpyAsync", target, source, size, kind, self._stream)
 
     def zero(self, device: int, size: int) -> None:
         self._cuda.call("cudaMemsetAsync", device, 0, size, self._stream)
@@ -164,10 +157,10 @@ class CacheMemory:
         host = np.empty(self.size, np.uint8)
         with self._cuda.lock.shared_use:
             self._cuda.use()
-            self._stream.copy_to_host(host.ctypes.data, self.pointer, self.size)
+            self._stream.copy(host.ctypes.data, self.pointer, self.size, "DeviceToHost")
             self._stream.wait()
             edit(host)
-            self._stream.copy_to_device(self.pointer, host.ctypes.data, self.size)
+            self._stream.copy(self.pointer, host.ctypes.data, self.size, "HostToDevice")
             self._stream.wait()
 
 
@@ -270,15 +263,14 @@ class Context:
         self._warm = True
 
     def _enqueue(self, copies: Copies) -> None:
-        if copies.into.size:
-            self._stream.copy_to_device(
-                copies.device + copies.into.start, copies.host + copies.into.start, copies.into.size
-            )
+        host, device, into, out = copies.host, copies.device, copies.into, copies.out
+        if into.size:
+            self._stream.copy(device + into.start, host + into.start, into.size, "HostToDevice")
         self._check_accepted(self._raw.execute_async_v3(self._stream.handle), "the run")
         for target, source, size in copies.states:
-            self._stream.copy_on_device(target, source, size)
-        if copies.out.size:
-            self._stream.copy_to_host(copies.host + copies.out.start, copies.device + copies.out.start, copies.out.size)
+            self._stream.copy(target, source, size, "DeviceToDevice")
+        if out.size:
+            self._stream.copy(host + out.start, device + out.start, out.size, "DeviceToHost")
 
     def _check_accepted(self, done: bool, what: str) -> None:
         if not done:

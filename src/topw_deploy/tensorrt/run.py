@@ -249,9 +249,8 @@ class TensorRTBinding:
             span = plan.layout.inputs[name]
             _view_like(stream.host.array, span.start, self._arrays[name])[...] = self._arrays[name]
             if span.size:
-                stream.cuda_stream.copy_to_device(
-                    stream.device.pointer + span.start, stream.host.pointer + span.start, span.size
-                )
+                device, host = stream.device.pointer + span.start, stream.host.pointer + span.start
+                stream.cuda_stream.copy(device, host, span.size, "HostToDevice")
         self._stale.clear()
 
     def _new_plan(self, repeated: bool) -> _RunPlan:
