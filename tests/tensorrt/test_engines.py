@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,7 @@ def test_of_several_the_one_that_fits_is_found(trt: TensorRT, gpu: Gpu, built: B
     [
         (EnginePlatform("10.15.1", "Double GPU", 90), "was built by TensorRT 10.16.1.11, but this is 10.15.1"),
         (EnginePlatform("10.16.1.11", "Other", 90), r"was built for Double GPU \(sm_90\), but this is Other \(sm_90\)"),
-        (
-            EnginePlatform("10.16.1.11", "Double GPU", 87),
-            r"was built for .* \(sm_90\), but this is .* \(sm_87\)",
-        ),
+        (EnginePlatform("10.16.1.11", "Double GPU", 87), r"was built for .* \(sm_90\), but this is .* \(sm_87\)"),
     ],
 )
 def test_an_engine_of_another_machine_is_refused(
@@ -58,59 +56,73 @@ def test_an_engine_of_another_machine_is_refused(
         find_fitting_engine(out, machine)
 
 
-def test_an_engine_of_another_export_is_refused(built: BuiltEngine, out: Path) -> None:
-    manifest = out / "topw_manifest.json"
+def change_the_manifest(built: BuiltEngine) -> None:
+    manifest = built.path.parents[1] / "topw_manifest.json"
     manifest.write_text(manifest.read_text() + "\n")
-    with pytest.raises(TensorRTError, match="was built from another export than this folder's"):
-        find_fitting_engine(out, HERE)
 
 
-def cut_short(engine: Path) -> None:
-    engine.write_bytes(engine.read_bytes()[:-1])
+def cut_short(built: BuiltEngine) -> None:
+    built.path.write_bytes(built.path.read_bytes()[:-1])
 
 
-def alter(engine: Path) -> None:
-    engine.write_bytes(engine.read_bytes()[:-1] + b"!")
+def alter(built: BuiltEngine) -> None:
+    built.path.write_bytes(built.path.read_bytes()[:-1] + b"!")
 
 
-def replace_by_a_link(engine: Path) -> None:
-    engine.rename(engine.with_name("elsewhere"))
-    engine.symlink_to(engine.with_name("elsewhere"))
+def remove(built: BuiltEngine) -> None:
+    built.path.unlink()
+
+
+def replace_by_a_link(built: BuiltEngine) -> None:
+    built.path.rename(built.path.with_name("elsewhere"))
+    built.path.symlink_to(built.path.with_name("elsewhere"))
+
+
+def with_stamp(put: Callable[[Path], Any]) -> Callable[[BuiltEngine], None]:
+    """Put something else in the place of the stamp."""
+
+    def change(built: BuiltEngine) -> None:
+        path = built.path.with_suffix(".json")
+        path.unlink()
+        put(path)
+
+    return change
+
+
+ASCENDING = {"least": 1, "usual": 1, "most": 1}
+DESCENDING = {"name": "x", "batch": {**ASCENDING, "least": 2}, "sequence": ASCENDING, "edits": ASCENDING}
+MALFORMED = "is not an engine's stamp .*{}.*; build one with"
+NO_FILE = r"is not an engine's stamp \(it is not a file in the folder\); build one with"
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (change_the_manifest, "was built from another export than this folder's"),
         (cut_short, "does not have the SHA-256 of its stamp"),
         (alter, "does not have the SHA-256 of its stamp"),
-        (Path.unlink, "is not a file in the folder"),
+        (remove, "is not a file in the folder"),
         (replace_by_a_link, "is not a file in the folder"),
+        (partial(rewrite, sha256="absent"), MALFORMED.format("missing required field `sha256`")),
+        (partial(rewrite, engine="../other.engine"), MALFORMED.format(r"matching regex .* - at `\$.engine`")),
+        (
+            partial(rewrite, profiles=[DESCENDING]),
+            MALFORMED.format(r"2, 1, 1 is not ascending - at `\$.profiles\[0\].b"),
+        ),
+        (partial(rewrite, colour="red"), MALFORMED.format("unknown field `colour`")),
+        (with_stamp(Path.mkdir), NO_FILE),
+        (with_stamp(os.mkfifo), NO_FILE),
+        (with_stamp(lambda path: path.symlink_to("/nowhere")), NO_FILE),
+        (with_stamp(lambda path: path.symlink_to(__file__)), NO_FILE),
+        (with_stamp(lambda path: None), r"^engines/double-gpu\S+ has no stamp, as after an interrupted build; build"),
     ],
 )
-def test_a_damaged_engine_is_refused(
-    built: BuiltEngine, out: Path, damage: Callable[[Path], Any], message: str
+def test_a_damaged_engine_or_stamp_is_refused(
+    built: BuiltEngine, out: Path, damage: Callable[[BuiltEngine], Any], message: str
 ) -> None:
-    damage(built.path)
+    damage(built)
+    assert has_engines(out)
     with pytest.raises(TensorRTError, match=message):
-        find_fitting_engine(out, HERE)
-
-
-ASCENDING = {"least": 1, "usual": 1, "most": 1}
-DESCENDING = {"name": "x", "batch": {**ASCENDING, "least": 2}, "sequence": ASCENDING, "edits": ASCENDING}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sha256": "absent"}, "missing required field `sha256`"),
-        ({"engine": "../other.engine"}, r"matching regex .* - at `\$.engine`"),
-        ({"profiles": [DESCENDING]}, r"2, 1, 1 is not ascending - at `\$.profiles\[0\].batch`"),
-        ({"colour": "red"}, "unknown field `colour`"),
-    ],
-)
-def test_a_malformed_stamp_is_refused(built: BuiltEngine, out: Path, changes: dict[str, Any], message: str) -> None:
-    rewrite(built, **changes)
-    with pytest.raises(TensorRTError, match=f"is not an engine's stamp .*{message}.*; build one with"):
         find_fitting_engine(out, HERE)
 
 
@@ -128,30 +140,6 @@ def test_a_file_that_is_no_stamp_at_all_is_refused(built: BuiltEngine, out: Path
     with pytest.raises(TensorRTError, match=rf"{message}\.$"):
         read_stamp(path)
     with pytest.raises(TensorRTError, match="; build one with"):
-        find_fitting_engine(out, HERE)
-
-
-@pytest.mark.parametrize(
-    "put", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/nowhere"), lambda path: path.symlink_to(__file__)]
-)
-def test_a_stamp_that_is_no_file_of_the_folder_is_refused(
-    built: BuiltEngine, out: Path, put: Callable[[Path], Any]
-) -> None:
-    path = built.path.with_suffix(".json")
-    path.unlink()
-    put(path)
-    with pytest.raises(
-        TensorRTError, match=r"is not an engine's stamp \(it is not a file in the folder\); build one with"
-    ):
-        find_fitting_engine(out, HERE)
-
-
-def test_an_engine_without_a_stamp_was_never_finished(built: BuiltEngine, out: Path) -> None:
-    built.path.with_suffix(".json").unlink()
-    assert has_engines(out)
-    with pytest.raises(
-        TensorRTError, match=r"^engines/double-gpu\S+ has no stamp, as after an interrupted build; build one"
-    ):
         find_fitting_engine(out, HERE)
 
 

@@ -35,12 +35,9 @@ def test_bounds_are_checked_before_tensorrt_is_asked(out: Path, settings: dict[s
 
 def test_folders_that_no_engine_can_be_built_of_are_refused(tmp_path: Path) -> None:
     toy = Toy.random(1)
-    for name, settings, message in (
-        ("concat", {}, "exported for onnxruntime with a concat cache; export with --target tensorrt"),
-        ("scatter", {"form": "scatter"}, "exported for onnxruntime with a static cache"),
-    ):
-        with pytest.raises(TensorRTError, match=message):
-            build(export(tmp_path / name, toy, **settings))
+    for form, kind in (("concat", "concat"), ("scatter", "static")):
+        with pytest.raises(TensorRTError, match=f"for onnxruntime with a {kind} cache; export with --target tensorrt"):
+            build(export(tmp_path / form, toy, form=form))
     with pytest.raises(ManifestError, match="holds a sampler without a decoder"):
         build(export_sampler(tmp_path / "sampler", toy))
     with pytest.raises(ManifestError, match=r"has no topw_manifest\.json"):
